@@ -1,0 +1,14 @@
+"""The method, pure: tensors in, tensors out. No config object, no I/O, no distributed call.
+
+signals     how much a token depends on the image, where its attention goes
+credit      which tokens count and for how much (TGF, TAS, token weights)
+advantages  grpo, rloo, remax, reinforce_plus_plus, gae
+divergence  distance to the reference, and its controllers
+losses      policy losses, aggregation as term weights, the correction for sampler mismatch
+rewards     parts to a total, schedules, attention rewards, group filtering
+replay      groups worth seeing again
+packing     whole groups into optimizer steps, ranks and micro-batches
+vocab       log-probs, entropy and KL over the vocabulary in chunks
+metrics     what is reported of all this
+groups      reductions over the `group` vector
+"""

@@ -1,0 +1,81 @@
+"""Advantages (SPEC 4). Each estimator takes rewards r [N] and gives A [N, T], 0 off the mask.
+
+The group estimators (grpo, rloo, remax) give every token of a response the same A. The others go token by token: the
+reward of a response sits on its last token, divergence penalties on their own.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mtrl.algorithms.groups import group_mean, group_sizes, group_std, group_sum, whiten
+
+Scale = Literal["group", "batch", "none"]
+STD_EPSILON = 1e-6
+
+
+def charge(rewards: Tensor, penalty: Tensor, mask: Tensor) -> Tensor:
+    """r [N] minus each response's penalty, summed over its tokens: how divergence enters the group estimators."""
+    return rewards - penalty.double().where(mask, 0.0).sum(1).to(rewards.dtype)
+
+
+def grpo(rewards: Tensor, group: Tensor, mask: Tensor, scale: Scale = "group") -> Tensor:
+    """(r - mean) / (std + 1e-6) in the group; 0 where the std is 0."""
+    centred = rewards - group_mean(rewards, group)[group]
+    if scale == "group":
+        std = group_std(rewards, group)[group]
+    elif scale == "batch":
+        std = group_std(rewards, torch.zeros_like(group))
+    else:
+        return spread(centred, mask)
+    return spread((centred / (std + STD_EPSILON)).where(std > 0, 0.0), mask)
+
+
+def rloo(rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
+    """r minus the mean of the others in the group; 0 for a row that is alone."""
+    others = group_sizes(group)[group] - 1
+    mean_of_others = (group_sum(rewards, group)[group] - rewards) / others
+    return spread((rewards - mean_of_others).where(others > 0, 0.0), mask)
+
+
+def remax(rewards: Tensor, group: Tensor, mask: Tensor, baseline: Tensor) -> Tensor:
+    """r minus the reward of the greedy response to the same prompt, baseline [P]."""
+    return spread(rewards - baseline[group], mask)
+
+
+def reinforce_plus_plus(token_rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    """Discounted returns of token rewards [N, T], whitened over all valid tokens of the batch."""
+    returns = torch.zeros_like(token_rewards)
+    running = torch.zeros(len(token_rewards))
+    for t in reversed(range(token_rewards.shape[1])):
+        running = (token_rewards[:, t] + gamma * running).where(mask[:, t], 0.0)
+        returns[:, t] = running
+    return whiten(returns, mask)
+
+
+def gae(token_rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """Generalised advantages, whitened, and returns = A + V from before the whitening. V after the last token is 0."""
+    advantage = torch.zeros_like(token_rewards)
+    next_value = torch.zeros(len(values))
+    running = torch.zeros(len(values))
+    for t in reversed(range(values.shape[1])):
+        delta = token_rewards[:, t] + gamma * next_value - values[:, t]
+        running = (delta + gamma * lam * running).where(mask[:, t], 0.0)
+        next_value = values[:, t].where(mask[:, t], 0.0)
+        advantage[:, t] = running
+    return whiten(advantage, mask), (advantage + values).where(mask, 0.0)
+
+
+def token_rewards(rewards: Tensor, mask: Tensor, penalty: Tensor | None = None) -> Tensor:
+    """[N, T]: each response's reward on its last valid token, minus the per-token penalty."""
+    last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))
+    placed = rewards[:, None].expand(mask.shape).where(last, 0.0)
+    return placed if penalty is None else placed - penalty.where(mask, 0.0)
+
+
+def spread(per_response: Tensor, mask: Tensor) -> Tensor:
+    """[N] to every valid token of the row, float32."""
+    return per_response.float()[:, None].expand(mask.shape).where(mask, 0.0)

@@ -1,0 +1,152 @@
+"""Policy losses, their aggregation as data, and the correction for what the sampler did differently (SPEC 4).
+
+Aggregation is data: mask, loss type and global denominator are folded into `TermWeights` once, over all rows of an
+optimizer step. A term's loss is then sum(weight * term), and micro-batches and ranks only add.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mtrl.algorithms.divergence import Penalty, divergence
+from mtrl.algorithms.groups import row_mean
+from mtrl.algorithms.signals import LOG_RATIO_LIMIT
+from mtrl.types import TermWeights, TrainBatch
+
+LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo"]
+Level = Literal["token", "sequence"]
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """The policy-gradient term. `gspo` is `ppo` at the sequence level."""
+
+    kind: Literal["ppo", "cispo", "sapo"] = "ppo"
+    level: Level = "token"
+    clip_low: float = 0.2
+    clip_high: float = 0.3
+    clip_dual: float | None = 3.0
+    cispo_clip_high: float = 5.0
+    tau_positive: float = 1.0
+    tau_negative: float = 1.05
+
+
+@dataclass(frozen=True)
+class Loss:
+    """All that an actor is told of the algorithm; a coefficient of 0 takes its term out."""
+
+    policy: PolicyLoss = PolicyLoss()
+    divergence: Penalty = "low_var_kl"
+    divergence_coef: float = 0.0
+    entropy_penalty_coef: float = 0.0
+
+
+def total_loss(logp: Tensor, batch: TrainBatch, loss: Loss) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of these rows with gradients, and metrics; both add up over the slices of an optimizer step.
+
+    `logp` [N, T] are the current policy's log-probs; off the mask they may hold anything.
+    """
+    mask, weights = batch.rollouts.mask, batch.weights
+    logp, old = logp.where(mask, 0.0), batch.old  # what stands off the mask gets a gradient of 0, whatever it is
+    ratio = importance_ratio(logp, old, mask, loss.policy.level)
+    policy = weighted_sum(weights.policy * batch.correction, policy_term(loss.policy, ratio, logp, batch.advantage))
+    total = policy
+    metrics = {
+        "pg_loss": policy,
+        "approx_kl": weighted_sum(weights.token, old - logp),
+        "clipfrac_low": weighted_sum(weights.token, (ratio < 1 - loss.policy.clip_low) & (batch.advantage < 0)),
+        "clipfrac_high": weighted_sum(weights.token, (ratio > 1 + loss.policy.clip_high) & (batch.advantage > 0)),
+    }
+    if loss.divergence_coef:
+        assert batch.reference is not None, "a divergence loss needs the reference's log-probs"
+        distance = weighted_sum(weights.divergence, divergence(logp, batch.reference, loss.divergence))
+        total = total + loss.divergence_coef * distance
+        metrics["divergence_loss"] = distance
+    if loss.entropy_penalty_coef:
+        surprise = weighted_sum(weights.token, -logp)
+        total = total + loss.entropy_penalty_coef * surprise
+        metrics["entropy_penalty"] = surprise
+    return total, {name: value.detach() for name, value in metrics.items()}
+
+
+def importance_ratio(logp: Tensor, old: Tensor, mask: Tensor, level: Level) -> Tensor:
+    """rho [N, T]. At the sequence level its value is s_i, its gradient that of the token, so that token masks and
+    weights keep their meaning. The logarithm is held within +-20, where the loss is flat anyway."""
+    log_ratio = (logp - old).where(mask, 0.0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    if level == "token":
+        return log_ratio.exp()
+    sequence = row_mean(log_ratio.detach(), mask).exp().to(logp.dtype)[:, None]
+    return sequence * (logp - logp.detach()).where(mask, 0.0).exp()
+
+
+def policy_term(rule: PolicyLoss, ratio: Tensor, logp: Tensor, advantage: Tensor) -> Tensor:
+    """[N, T] loss of each token."""
+    if rule.kind == "ppo":
+        clipped = ratio.clamp(1 - rule.clip_low, 1 + rule.clip_high)
+        gain = torch.minimum(ratio * advantage, clipped * advantage)
+        if rule.clip_dual is not None:
+            gain = torch.where(advantage < 0, torch.maximum(gain, rule.clip_dual * advantage), gain)
+        return -gain
+    if rule.kind == "cispo":
+        return -ratio.detach().clamp(max=rule.cispo_clip_high) * advantage * logp
+    tau = torch.where(advantage > 0, rule.tau_positive, rule.tau_negative)
+    return -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * advantage
+
+
+def weighted_sum(weight: Tensor, term: Tensor) -> Tensor:
+    """sum(weight * term), where a weight of 0 silences whatever stands there."""
+    return (weight * torch.where(weight != 0, term, 0.0)).sum()
+
+
+def term_weights(
+    measure: Tensor,
+    select: Tensor,
+    loss_type: LossType,
+    max_response_length: int,
+    denominator: Literal["all", "selected"] = "all",
+    silenced: Tensor | None = None,
+) -> TermWeights:
+    """Weights over all rows of one optimizer step.
+
+    `measure` [N, T] is what a token counts for (the mask, or the mask times token weights), `select` [N, T] whose
+    policy gradient counts, `silenced` [N] responses with no policy gradient at all (truncated ones): like TRL's
+    masked completions they leave the policy term's token count, yet still count as responses.
+    """
+    measure = measure.double()
+    voiced = measure if silenced is None else measure.where(~silenced[:, None], 0.0)
+    counted = voiced if denominator == "all" else voiced * select
+    policy = voiced * select / aggregation_denominator(counted, loss_type, max_response_length)
+    return TermWeights(
+        policy=policy.float(),
+        divergence=(measure / aggregation_denominator(measure, loss_type, max_response_length)).float(),
+        token=(measure / aggregation_denominator(measure, "dapo", max_response_length)).float(),
+    )
+
+
+def aggregation_denominator(counted: Tensor, loss_type: LossType, max_response_length: int) -> Tensor:
+    """[N, 1]: what each row's token sum is divided by; never 0."""
+    rows = len(counted)
+    if loss_type == "grpo":  # mean over responses of their token mean
+        per_row = rows * counted.sum(1, keepdim=True)
+    elif loss_type == "dr_grpo":
+        per_row = torch.full((rows, 1), float(rows * max_response_length), dtype=counted.dtype)
+    else:  # dapo, and bnpo, which is the same where denominators are global
+        per_row = counted.sum().expand(rows, 1)
+    return per_row.where(per_row > 0, 1.0)
+
+
+def mismatch_correction(old: Tensor, behaviour: Tensor, mask: Tensor, clip: float | None, level: Level) -> Tensor:
+    """min(exp(o - b), clip) [N, T], truncated importance sampling; 1 without a clip and off the mask.
+
+    At the sequence level it is the ratio of the whole response's probabilities, as in TRL and verl.
+    """
+    if clip is None:
+        return torch.ones_like(old)
+    gap = (old - behaviour).where(mask, 0.0)
+    if level == "sequence":
+        gap = gap.double().sum(1, keepdim=True).to(gap.dtype).expand_as(gap)  # float64: padding must not show
+    return gap.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(max=clip).where(mask, 1.0)

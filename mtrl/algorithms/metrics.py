@@ -1,0 +1,115 @@
+"""What is reported of a step (SPEC 8). Means over all tokens of the step, never over the last micro-batch.
+
+"Not applicable" never enters a mean: a metric without any value is left out.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mtrl.algorithms.credit import CreditRule, Scaling, top_fraction
+from mtrl.algorithms.groups import group_std, row_mean
+from mtrl.algorithms.signals import aei, segment, sequence_mass, vgr
+from mtrl.types import SEGMENTS, Credit, Rewards, Signals
+
+Metrics = dict[str, float]
+
+
+def masked_mean(x: Tensor, mask: Tensor) -> float:
+    return float(x.double()[mask].mean()) if mask.any() else 0.0
+
+
+def summary(name: str, x: Tensor) -> Metrics:
+    """name/mean, name/min and name/max of the values that apply; nothing where none does."""
+    values = x.double()[~x.isnan()]
+    if not len(values):
+        return {}
+    return {
+        f"{name}/mean": float(values.mean()),
+        f"{name}/min": float(values.min()),
+        f"{name}/max": float(values.max()),
+    }
+
+
+def reward_metrics(rewards: Rewards, group: Tensor, success_part: str | None = "accuracy") -> Metrics:
+    """The total, every part, groups that teach nothing, and the share of responses that are right."""
+    metrics = {"reward/overall": float(rewards.total.double().mean()), "reward/failed": masked_rate(rewards.failed)}
+    for name, part in rewards.parts.items():
+        if not part.isnan().all():
+            metrics[f"reward/{name}"] = float(part.double().nanmean())
+    metrics["reward/zero_std_groups"] = float((group_std(rewards.total, group) == 0).double().mean())
+    success = rewards.parts.get(success_part) if success_part else None
+    if success is not None and not success.isnan().all():
+        metrics["reward/success_rate"] = float((success[~success.isnan()] >= 1).double().mean())
+    return metrics
+
+
+def credit_metrics(rule: CreditRule, credit: Credit, signals: Signals, mask: Tensor, visual: Tensor) -> Metrics:
+    """Which tokens were kept, how they differ from the rest, and how responses were scaled."""
+    metrics: Metrics = {}
+    seen = mask & visual[:, None]
+    if rule.perception_top_p is not None and signals.dependency is not None and seen.any():
+        chosen = top_fraction(signals.dependency, mask, rule.perception_top_p) & seen
+        metrics["actor/perception_token_fraction"] = masked_mean(chosen, seen)
+        metrics["actor/low_var_kl_mean_selected"] = masked_mean(signals.dependency, chosen)
+        if (rejected := seen & ~chosen).any():
+            metrics["actor/low_var_kl_mean_rejected"] = masked_mean(signals.dependency, rejected)
+        weakest = signals.dependency.where(chosen, torch.inf).amin(1)[chosen.any(1)]
+        metrics["actor/low_var_kl_threshold"] = float(weakest.mean())
+    if rule.entropy_top_p is not None and signals.entropy is not None:
+        chosen = top_fraction(signals.entropy, mask, rule.entropy_top_p)
+        metrics["actor/entropy_token_fraction"] = masked_mean(chosen, mask)
+    if rule.perception_top_p is not None or rule.entropy_top_p is not None:
+        metrics["actor/combined_token_fraction"] = masked_mean(credit.select, mask)
+    return metrics | scaling_metrics(rule.scaling, credit.scale, signals, mask, visual)
+
+
+def scaling_metrics(scaling: Scaling | None, scale: Tensor, signals: Signals, mask: Tensor, visual: Tensor) -> Metrics:
+    scored = visual & mask.any(1)
+    if signals.dependency is None or not scored.any():
+        return {}
+    score = row_mean(signals.dependency, mask)[scored]
+    metrics = {
+        "actor/sensitivity_score_mean": float(score.mean()),
+        "actor/sensitivity_score_min": float(score.min()),
+        "actor/sensitivity_score_max": float(score.max()),
+    }
+    if scaling is not None:
+        factors = scale.double()[scored]
+        metrics["actor/scaling_factor_mean"] = float(factors.mean())
+        metrics["actor/scaling_factor_max"] = float(factors.max())
+        metrics["actor/scaling_capped"] = float(factors.mean() < 1 - 1e-6)
+    return metrics
+
+
+def mismatch_metrics(old: Tensor, behaviour: Tensor, mask: Tensor, cut: bool) -> Metrics:
+    """How far the sampler's log-probs are from the trainer's. With top-p or top-k the sampler renormalises, so the gap
+    is no error: it gets a name of its own."""
+    name = "rollout/logprob_gap_cut" if cut else "rollout/logprob_gap"
+    gap = (old - behaviour).where(mask, 0.0)
+    return {
+        f"{name}_mean": masked_mean(gap.abs(), mask),
+        f"{name}_max": float(gap.abs().max()) if mask.any() else 0.0,
+        f"{name}_kl": -masked_mean(gap, mask),
+    }
+
+
+def length_metrics(mask: Tensor, truncated: Tensor) -> Metrics:
+    return summary("response_length", mask.sum(1)) | {"response_length/truncated": masked_rate(truncated)}
+
+
+def attention_metrics(mass: Tensor, sizes: Tensor, mask: Tensor) -> Metrics:
+    """Mean VGR and AEI over the responses they apply to, by segment; `sizes` [N, 2] are the rows' pool sizes."""
+    metrics: Metrics = {}
+    by_response = sequence_mass(mass, mask)
+    for name in SEGMENTS[:-1]:  # "weight" is for token weights, not for people
+        chosen = segment(by_response, name)
+        text, vision = aei(chosen, sizes).unbind(-1)
+        values = {f"vgr_{name}": vgr(chosen, sizes), f"aei_text_{name}": text, f"aei_vision_{name}": vision}
+        metrics |= {f"attention/{key}": float(x.nanmean()) for key, x in values.items() if not x.isnan().all()}
+    return metrics
+
+
+def masked_rate(flags: Tensor) -> float:
+    return float(flags.double().mean()) if len(flags) else 0.0

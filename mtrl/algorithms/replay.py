@@ -1,0 +1,73 @@
+"""Replay: groups worth seeing again stand in for groups that teach nothing (SPEC 4).
+
+The buffer knows scores; what an entry holds is the caller's business (ids and token streams, no pixels).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mtrl.algorithms.groups import group_mean, group_std, group_sum, row_mean
+
+Payload = TypeVar("Payload")
+
+
+@dataclass(frozen=True)
+class ReplayEntry(Generic[Payload]):
+    """A group of an earlier step. `key` tells entries apart (task id and step)."""
+
+    key: Hashable
+    score: float
+    payload: Payload
+
+
+@dataclass(frozen=True)
+class ReplayBuffer(Generic[Payload]):
+    """The best `capacity` entries, best first. Immutable: `admit` gives the next buffer.
+
+    >>> buffer = ReplayBuffer(2).admit([ReplayEntry("a", 1.0, None), ReplayEntry("b", 3.0, None)])
+    >>> [entry.key for entry in buffer.admit([ReplayEntry("c", 2.0, None)]).entries]
+    ['b', 'c']
+    """
+
+    capacity: int
+    entries: tuple[ReplayEntry[Payload], ...] = ()
+
+    def admit(self, candidates: Iterable[ReplayEntry[Payload]]) -> ReplayBuffer[Payload]:
+        """The best of old and new; of two entries with one key the newer stays, of equal scores the older."""
+        newest = {entry.key: entry for entry in [*self.entries, *candidates]}
+        ranked = sorted(newest.values(), key=lambda entry: -entry.score)
+        return ReplayBuffer(self.capacity, tuple(ranked[: self.capacity]))
+
+    def draw(self, count: int, random: np.random.Generator) -> list[ReplayEntry[Payload]]:
+        """Up to `count` different entries, drawn in proportion to score."""
+        drawable = [entry for entry in self.entries if entry.score > 0]
+        scores = np.array([entry.score for entry in drawable])
+        count = min(count, len(drawable))
+        if not count:
+            return []
+        picked = random.choice(len(drawable), size=count, replace=False, p=scores / scores.sum())
+        return [drawable[i] for i in picked]
+
+
+def replay_scores(
+    rewards: Tensor, advantage: Tensor, group: Tensor, mask: Tensor, var_epsilon: float, min_reward: float
+) -> Tensor:
+    """[P]: sum|A| * std for groups worth keeping, 0 for the others.
+
+    A response counts with its mean |A| over tokens, which for the group estimators is its |A|.
+    """
+    std = group_std(rewards, group)
+    worthy = (std > var_epsilon) & (group_mean(rewards, group) >= min_reward)
+    return (group_sum(row_mean(advantage.abs(), mask), group) * std).where(worthy, 0.0)
+
+
+def flat_groups(rewards: Tensor, group: Tensor, var_epsilon: float) -> Tensor:
+    """Indices of groups without reward variance, which replay may replace."""
+    return torch.nonzero(group_std(rewards, group) <= var_epsilon).flatten()

@@ -1,0 +1,110 @@
+"""Reward arithmetic: parts to a total, weight schedules, attention rewards, group filtering (SPEC 3 and 4)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mtrl.algorithms.advantages import STD_EPSILON
+from mtrl.algorithms.groups import group_count, group_mean, group_std
+
+Normalizer = Literal["iqr", "mad"]
+FLAT_SPREAD = 1e-6  # a group that differs by less gets the neutral value
+
+
+def combine(
+    parts: Mapping[str, Tensor],
+    weights: Sequence[float],
+    group: Tensor,
+    normalize: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize",
+) -> Tensor:
+    """Total [N]: the weighted sum of the parts, "not applicable" (NaN) left out.
+
+    `normalize_then_sum` standardises each part in its group first, so that a part with a small range is heard.
+    """
+    total = torch.zeros(len(group), dtype=torch.float64)
+    for part, weight in zip(parts.values(), weights, strict=True):
+        if normalize == "normalize_then_sum":
+            part = (part - group_mean(part, group)[group]) / (group_std(part, group)[group] + STD_EPSILON)
+        total += weight * part.double().nan_to_num(nan=0.0)
+    return total.float()
+
+
+def scheduled_weights(progress: float, schedule: Sequence[tuple[float, Sequence[float]]]) -> Sequence[float]:
+    """The weights of the last entry that has begun. `progress` is step / total steps, from 0.
+
+    >>> scheduled_weights(0.1, [(0.0, [1, 2]), (0.1, [3, 0])])
+    [3, 0]
+    """
+    return [weights for start, weights in schedule if start <= progress][-1]
+
+
+def soft_overlong(length: Tensor, limit: int, cache: int) -> Tensor:
+    """0 up to limit - cache tokens, then linear to -1 at the limit; -1 beyond. A cache of 0 is a sharp edge."""
+    over = length - (limit - cache)
+    return -(over / max(cache, 1)).clamp(0.0, 1.0)
+
+
+def mdi_reward(mdi: Tensor, balance_ratio: float) -> Tensor:
+    """1 at perfect balance (MDI 1), -1 where one side gets `balance_ratio` times its share or more. NaN stays NaN."""
+    balance = (1 - mdi.log().abs() / math.log(balance_ratio)).clamp(0.0, 1.0)
+    return 2 * balance - 1
+
+
+def vgr_reward(vgr: Tensor, group: Tensor, normalizer: Normalizer = "iqr") -> Tensor:
+    """Lower VGR than the group's is better. NaN (no vision) stays NaN."""
+    neutral = neutral_value(normalizer)
+    reward = torch.full_like(vgr, torch.nan)
+    for g in range(group_count(group)):
+        members = ((group == g) & ~vgr.isnan()).nonzero().flatten()
+        reward[members] = rank_in_pool(vgr[members], vgr[members], normalizer, neutral)
+    return reward
+
+
+def vgr_hard_negative_reward(
+    vgr: Tensor,
+    accuracy: Tensor,
+    group: Tensor,
+    normalizer: Normalizer = "iqr",
+    pool: Literal["correct", "group"] = "correct",
+) -> Tensor:
+    """Among correct responses, who looked more; 0 for wrong ones. Statistics among the correct or the whole group."""
+    neutral = neutral_value(normalizer)
+    correct = accuracy == 1
+    reward = torch.where(vgr.isnan(), torch.nan, 0.0)
+    for g in range(group_count(group)):
+        seen = (group == g) & ~vgr.isnan()
+        judged = (seen & correct).nonzero().flatten()
+        compared = vgr[seen & correct] if pool == "correct" else vgr[seen]
+        reward[judged] = rank_in_pool(vgr[judged], compared, normalizer, neutral) - neutral
+    return reward
+
+
+def rank_in_pool(value: Tensor, pool: Tensor, normalizer: Normalizer, neutral: float) -> Tensor:
+    """Each value against the pool's statistics; neutral where the pool has no spread or fewer than 2 values."""
+    if len(pool) < 2:
+        return torch.full_like(value, neutral)
+    if normalizer == "iqr":
+        low, high = torch.quantile(pool.double(), torch.tensor([0.25, 0.75], dtype=torch.float64)).tolist()
+        if high - low <= FLAT_SPREAD:
+            return torch.full_like(value, neutral)
+        return ((high - value) / (high - low)).clamp(0.0, 1.0)
+    median = torch.quantile(pool.double(), 0.5).item()
+    deviation = torch.quantile((pool.double() - median).abs(), 0.5).item()
+    if deviation <= FLAT_SPREAD:
+        return torch.full_like(value, neutral)
+    return 0.5 * torch.tanh((median - value) / (1.4826 * deviation + 1e-6))
+
+
+def neutral_value(normalizer: Normalizer) -> float:
+    return 0.5 if normalizer == "iqr" else 0.0
+
+
+def groups_in_range(values: Tensor, group: Tensor, low: float, high: float) -> Tensor:
+    """[P] bool: groups whose mean lies inside (low, high). Online filtering drops the others."""
+    mean = group_mean(values, group)
+    return (mean > low) & (mean < high)

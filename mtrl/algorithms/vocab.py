@@ -1,0 +1,201 @@
+"""Log-probs, entropy and KL over the whole vocabulary, from hidden states and the output matrix, in chunks.
+
+The logits of a chunk of positions exist only while that chunk is worked on; the backward pass makes them again. So
+memory grows with the chunk, never with positions * vocabulary: at its peak `token_scores` holds two and `full_kl` three
+float32 buffers of chunk * vocabulary, forward or backward. A gradient of the output matrix is one more of its size (and
+a temporary one where the matrix is in half precision).
+
+All of it is of logits / temperature in float32 (float64 stays), with forbidden ids (image and video marks) at -inf.
+Products are taken in the dtype of the hidden states; autocast has no say, or the two passes would not match.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+CHUNK_POSITIONS = 512
+
+
+class TokenScores(NamedTuple):
+    logp: Tensor  # [M], with gradients
+    entropy: Tensor | None  # [M], without
+
+
+def token_scores(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    forbidden: Tensor | None = None,
+    entropy: bool = False,
+    chunk: int = CHUNK_POSITIONS,
+) -> TokenScores:
+    """Log-prob of targets [M] from hidden [M, H] and the output matrix weight [V, H]; entropy if asked for.
+
+    `forbidden` [F] are token ids, on any device.
+    """
+    forbidden = _at(hidden, forbidden)
+    weight = weight.to(hidden.dtype)
+    logp, entropies = _TokenScores.apply(hidden, weight, targets, temperature, forbidden, entropy, chunk)
+    return TokenScores(logp, entropies if entropy else None)
+
+
+def full_kl(
+    hidden: Tensor,
+    other_hidden: Tensor,
+    weight: Tensor,
+    other_weight: Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    forbidden: Tensor | None = None,
+    chunk: int = CHUNK_POSITIONS,
+) -> Tensor:
+    """KL(p || q) [M] over the vocabulary: p from `hidden`, q from `other_hidden` (with its own matrix, if given).
+
+    Gradients flow through p, to `hidden` and `weight`; q is a constant.
+    """
+    other_weight = (weight if other_weight is None else other_weight).detach().to(other_hidden.dtype)
+    forbidden = _at(hidden, forbidden)
+    weight = weight.to(hidden.dtype)
+    kl: Tensor = _FullKL.apply(hidden, weight, other_hidden.detach(), other_weight, temperature, forbidden, chunk)
+    return kl
+
+
+class _TokenScores(torch.autograd.Function):
+    """d logp_target / d logit_j = [j is the target] - p_j"""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        forbidden: Tensor | None,
+        entropy: bool,
+        chunk: int,
+    ) -> tuple[Tensor, Tensor]:
+        logp = hidden.new_empty(len(hidden), dtype=_wide(hidden))
+        entropies = logp.new_empty(len(hidden) if entropy else 0)
+        for rows in _chunks(len(hidden), chunk):
+            log_probs = _logits(hidden[rows], weight, temperature, forbidden).log_softmax(-1)
+            logp[rows] = log_probs.gather(-1, targets[rows, None])[:, 0]
+            if entropy:
+                torch.special.entr(log_probs.exp_(), out=log_probs)  # -p log p, and 0 where p is 0
+                entropies[rows] = log_probs.sum(-1)
+            del log_probs  # before the next chunk's are made
+        ctx.save_for_backward(hidden, weight, targets, forbidden)
+        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.mark_non_differentiable(entropies)
+        return logp, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_logp: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, forbidden = ctx.saved_tensors
+
+        def grad_logits(rows: slice) -> Tensor:
+            probs = _logits(hidden[rows], weight, ctx.temperature, forbidden).softmax(-1)
+            scale = grad_logp[rows, None] / ctx.temperature
+            grad = probs.mul_(-scale).scatter_add_(1, targets[rows, None], scale)
+            return grad if forbidden is None else grad.index_fill_(1, forbidden, 0.0)  # a forbidden target is constant
+
+        return *_pull_back(ctx, hidden, weight, grad_logits), *(None,) * 5
+
+
+class _FullKL(torch.autograd.Function):
+    """d KL / d logit_j = p_j (log p_j - log q_j - KL)"""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        other_hidden: Tensor,
+        other_weight: Tensor,
+        temperature: float,
+        forbidden: Tensor | None,
+        chunk: int,
+    ) -> Tensor:
+        kl = hidden.new_empty(len(hidden), dtype=_wide(hidden))
+        for rows in _chunks(len(hidden), chunk):
+            p, q = (hidden[rows], weight), (other_hidden[rows], other_weight)
+            probs, gap = _probs_and_gap(p, q, temperature, forbidden)
+            kl[rows] = probs.mul_(gap).sum(-1)
+            del probs, gap  # before the next chunk's are made
+        ctx.save_for_backward(hidden, weight, other_hidden, other_weight, forbidden, kl)
+        ctx.temperature, ctx.chunk = temperature, chunk
+        return kl
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_kl: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, other_hidden, other_weight, forbidden, kl = ctx.saved_tensors
+
+        def grad_logits(rows: slice) -> Tensor:
+            p, q = (hidden[rows], weight), (other_hidden[rows], other_weight)
+            probs, gap = _probs_and_gap(p, q, ctx.temperature, forbidden)
+            return gap.sub_(kl[rows, None]).mul_(probs).mul_(grad_kl[rows, None] / ctx.temperature)
+
+        return *_pull_back(ctx, hidden, weight, grad_logits), *(None,) * 5
+
+
+def _probs_and_gap(
+    p: tuple[Tensor, Tensor], q: tuple[Tensor, Tensor], temperature: float, forbidden: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """p and log p - log q of a chunk, each side given as (hidden, weight)."""
+    log_p = _logits(*p, temperature, forbidden).log_softmax(-1)
+    log_q = _logits(*q, temperature, forbidden).log_softmax(-1)
+    gap = log_q.neg_().add_(log_p)
+    if forbidden is not None:  # -inf on both sides: no contribution
+        gap.index_fill_(1, forbidden, 0.0)
+    return log_p.exp_(), gap
+
+
+def _pull_back(
+    ctx: Any, hidden: Tensor, weight: Tensor, grad_logits: Callable[[slice], Tensor]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of hidden and weight from those of hidden @ weight.T, made chunk by chunk."""
+    needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+    grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+    # summed over many chunks, so in float32 whatever the weights are kept in
+    grad_weight = torch.zeros_like(weight, dtype=_wide(weight)) if needs_weight else None
+    with _no_autocast(hidden):
+        for rows in _chunks(len(hidden), ctx.chunk):
+            grad = grad_logits(rows).to(hidden.dtype)
+            if grad_hidden is not None:
+                grad_hidden[rows] = grad @ weight
+            if grad_weight is not None and grad_weight.dtype == grad.dtype:
+                grad_weight.addmm_(grad.T, hidden[rows])  # in place, no temporary
+            elif grad_weight is not None:
+                grad_weight += grad.T @ hidden[rows]
+            del grad  # before the next chunk's is made
+    return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
+
+
+def _logits(hidden: Tensor, weight: Tensor, temperature: float, forbidden: Tensor | None) -> Tensor:
+    with _no_autocast(hidden):
+        logits = (hidden @ weight.T).to(_wide(hidden)).div_(temperature)
+    return logits if forbidden is None else logits.index_fill_(1, forbidden, -torch.inf)
+
+
+def _no_autocast(like: Tensor) -> torch.autocast:
+    return torch.autocast(like.device.type, enabled=False)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _at(like: Tensor, ids: Tensor | None) -> Tensor | None:
+    return None if ids is None else ids.to(like.device)
+
+
+def _chunks(length: int, chunk: int) -> list[slice]:
+    return [slice(start, min(start + chunk, length)) for start in range(0, length, chunk)]

@@ -1,0 +1,118 @@
+"""The seams of the house. `training/loop.py` knows these; `training/build.py` chooses what stands behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from mtrl.algorithms.losses import Loss
+from mtrl.types import Needs, Prompt, Rewards, Rollouts, Sampling, Signals, Task, TrainBatch, Weights
+
+
+class PromptEncoder(Protocol):
+    """Template, tokens, resize target, pads, pools: what one model family makes of a task."""
+
+    forbidden_ids: tuple[int, ...]  # never sampled, at -inf in every pass
+    stop_ids: tuple[int, ...]  # each ends a response
+    pad_id: int
+    patch_size: int  # pixels a side of a patch of the vision tower; a text model has 1
+    merge_size: int  # patches a side of a token
+
+    def fingerprint(self) -> str:
+        """Changes when any setting changes that `length` or `encode` depends on. Caches are keyed by it."""
+
+    def target_size(self, height: int, width: int) -> tuple[int, int]:
+        """The size the model will see: (height, width), multiples of patch * merge within the pixel limits."""
+
+    def length(self, task: Task, sizes: Sequence[tuple[int, int]]) -> int:
+        """Prompt tokens with the pads expanded, from each medium's (height, width) before `target_size`."""
+
+    def encode(self, task: Task, media: Sequence[np.ndarray]) -> Prompt:
+        """`media` are decoded RGB arrays, one for each medium of the task, already at their target size."""
+
+    def inputs(self, prompt: Prompt, media: Sequence[np.ndarray] | None = None) -> dict[str, Tensor]:
+        """The opaque multimodal dict for a forward pass, of the prompt's media or of another view of them."""
+
+    def decode(self, ids: Sequence[int] | Tensor) -> str:
+        """The text of a response, without special tokens."""
+
+
+class TaskSource(Protocol):
+    """Tasks in a seeded order, ready to use."""
+
+    def take(self, count: int) -> list[Prompt]:
+        """The next prompts; crosses epochs without a gap."""
+
+    def get(self, ids: Sequence[str]) -> list[Prompt]:
+        """Prompts by task id, for replay."""
+
+    def state(self) -> Mapping[str, Any]: ...
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Generator(Protocol):
+    """Samples responses. It resets its own caches in `load` and refuses to sample at a version it does not hold."""
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Rollouts: ...
+
+    def load(self, weights: Weights) -> None: ...
+
+    def sleep(self) -> None:
+        """Gives the device memory to the trainer."""
+
+    def wake(self) -> None: ...
+
+
+class Prober(Protocol):
+    """Scores sampled tokens: the actor, the reference and the critic are probers."""
+
+    def probe(self, rollouts: Rollouts, needs: Needs, step: int) -> Signals:
+        """The fields of `needs` that this prober can bring; `step` keys the perturbation."""
+
+
+class Actor(Prober, Protocol):
+    """The policy that learns. Blind to algorithms: it sees token streams and adds."""
+
+    def update(self, batches: Iterable[TrainBatch], loss: Loss) -> dict[str, float]:
+        """One optimizer step a batch; metrics are means over all tokens of the batches."""
+
+    def publish(self) -> Weights: ...
+
+    def save(self, directory: Path) -> None: ...
+
+    def restore(self, directory: Path) -> None: ...
+
+
+class PendingRewards(Protocol):
+    def result(self) -> Rewards: ...
+
+
+class Scorer(Protocol):
+    """Rewards. User code runs only behind this seam, while the probes run."""
+
+    def submit(self, rollouts: Rollouts, step: int) -> PendingRewards: ...
+
+
+class Tracker(Protocol):
+    """Where numbers and rollouts go."""
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def rollouts(self, step: int, rollouts: Rollouts, rewards: Rewards) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Store(Protocol):
+    """Checkpoints of a run."""
+
+    def save(self, step: int, actor: Actor, state: Mapping[str, Any]) -> None: ...
+
+    def latest(self) -> int | None: ...
+
+    def load(self, step: int, actor: Actor) -> Mapping[str, Any]: ...

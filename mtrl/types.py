@@ -1,0 +1,253 @@
+"""The records that travel through the house.
+
+Read this after `training/loop.py`. One step turns `Task`s into `Prompt`s, samples `Rollouts`, scores them (`Rewards`),
+probes them (`Signals`), decides what each token deserves (`Credit`) and hands the actor `TrainBatch`es.
+
+Shapes: P prompts, N responses (rows, group-major), T tokens of the longest response, L tokens of a prompt. Responses
+are right-padded `[N, T]` everywhere outside `models/` and `rollout/`. `group[i]` is the prompt of row i; groups may be
+uneven (after filtering or replay), so nothing reshapes to `[P, G]`. All tensors live on the CPU: float32, int64, bool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+NO_POOL, TEXT_POOL, VISION_POOL = 0, 1, 2
+"""Values of `Prompt.pool`: which prompt tokens the attention of section 2 counts, and as what."""
+
+SEGMENTS = ("early", "middle", "late", "all", "weight")
+"""Layer segments of `Signals.mass`: thirds of the layers, all (or the last k), and those that token weights read."""
+
+Finish = Literal["stop", "length"]
+Record = TypeVar("Record")
+
+
+@dataclass(frozen=True)
+class Medium:
+    """An image or a video as the dataset names it, not decoded yet.
+
+    >>> Medium("image", "cats/1.png")
+    Medium(kind='image', source='cats/1.png')
+    """
+
+    kind: Literal["image", "video"]
+    source: Any  # a path, bytes, base64 text or a PIL image
+
+
+@dataclass(frozen=True)
+class Task:
+    """One row of a dataset: what is asked, and all that a reward may want to know.
+
+    >>> task = Task("3f9a:0", "train.jsonl, row 1",
+    ...             ({"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Which colour?"}]},),
+    ...             media=(Medium("image", "cats/1.png"),), answer="B", columns={"level": 2})
+    >>> task.visual
+    True
+    """
+
+    id: str  # "source fingerprint:row", stable for ever
+    origin: str  # where a person finds the row, for messages
+    messages: tuple[dict[str, Any], ...]  # a chat; media stand as {"type": "image"} in the order of `media`
+    media: tuple[Medium, ...] = ()
+    answer: Any = None
+    columns: Mapping[str, Any] | None = None  # every other column of the row
+
+    @property
+    def visual(self) -> bool:
+        return bool(self.media)
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """A task as a model family sees it. A 56 x 56 image of 14-pixel patches merged 2 x 2 takes 4 tokens:
+
+    ids         [.., <vision_start>, <pad>, <pad>, <pad>, <pad>, <vision_end>, Which, colour, ..]
+    engine_ids  [.., <vision_start>, <pad>,                      <vision_end>, Which, colour, ..]
+    pool        [..,              0,     2,     2,     2,     2,            0,     1,      1, ..]
+    """
+
+    task: Task
+    media: tuple[np.ndarray, ...]  # uint8 RGB, [H, W, 3] an image, [F, H, W, 3] a clip, at a multiple of patch * merge
+    ids: Tensor  # [L], pads expanded
+    engine_ids: Tensor  # [L'], one pad a medium, as inference servers want it
+    pool: Tensor  # [L], NO_POOL, TEXT_POOL or VISION_POOL
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to sample. Tokens are keyed by (seed, step, task id, sample), never by the batch around them."""
+
+    n: int = 1
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0
+    top_k: int = -1  # -1: off
+    max_new_tokens: int = 512
+    seed: int = 1
+    step: int = 0
+    version: int = 0  # of the weights the caller expects; a generator that holds others refuses
+
+
+@dataclass(frozen=True, eq=False)
+class Rollouts:
+    """Sampled responses. Two prompts, two responses each, the longest of 3 tokens (the end token counts):
+
+    group      [0, 0, 1, 1]
+    tokens     [[7, 9, 2], [7, 2, 0], [8, 8, 2], [5, 2, 0]]
+    mask       [[1, 1, 1], [1, 1, 0], [1, 1, 1], [1, 1, 0]]
+    behaviour  log-prob of each token under the distribution really sampled from
+    """
+
+    prompts: tuple[Prompt, ...]  # [P]
+    group: Tensor  # [N]
+    tokens: Tensor  # [N, T]
+    mask: Tensor  # [N, T]
+    behaviour: Tensor  # [N, T]
+    text: tuple[str, ...]  # [N]
+    finish: tuple[Finish, ...]  # [N]
+    version: Tensor  # [N], of the weights that sampled the row
+
+    def __len__(self) -> int:
+        return len(self.group)
+
+    @property
+    def visual(self) -> Tensor:
+        """[N] bool: rows whose prompt has an image or a video."""
+        by_prompt = torch.tensor([prompt.task.visual for prompt in self.prompts], dtype=torch.bool)
+        return by_prompt[self.group]
+
+    @property
+    def truncated(self) -> Tensor:
+        """[N] bool: rows cut at the length limit."""
+        return torch.tensor([reason == "length" for reason in self.finish], dtype=torch.bool)
+
+    def rows(self, index: Tensor) -> Rollouts:
+        """These rows, with only the prompts they use, renumbered."""
+        used, group = torch.unique(self.group[index], return_inverse=True)
+        picked = take_rows(replace(self, prompts=()), index)
+        return replace(picked, prompts=tuple(self.prompts[p] for p in used.tolist()), group=group)
+
+
+@dataclass(frozen=True, eq=False)
+class Rewards:
+    """Scores. NaN in `parts` means "not applicable here"; `total` is always finite.
+
+    total [1.5, 0.5], parts {"accuracy": [1, 0], "format": [0.5, 0.5]}, failed [False, False]
+    """
+
+    total: Tensor  # [N]
+    parts: Mapping[str, Tensor]  # name -> [N]
+    failed: Tensor  # [N], the reward function raised or ran out of time
+    baseline: Tensor | None = None  # [P], the greedy response's reward (ReMax)
+    token_weights: Tensor | None = None  # [N, T], supplied by a reward function
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a probe is asked for; what is not asked for is not computed."""
+
+    old: bool = False
+    entropy: bool = False
+    dependency: Literal["low_var_kl", "full_kl"] | None = None
+    reference: bool = False
+    values: bool = False
+    mass: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Signals:
+    """What the probes measured, per token of a response. Fields nobody asked for stay None.
+
+    >>> a = Signals(old=torch.zeros(1, 2)); b = Signals(entropy=torch.ones(1, 2))
+    >>> a.join(b).entropy
+    tensor([[1., 1.]])
+    """
+
+    old: Tensor | None = None  # [N, T] log-prob on the original image, before this step's updates
+    perturbed: Tensor | None = None  # [N, T] the same on the perturbed image
+    reference: Tensor | None = None  # [N, T] log-prob under the reference
+    entropy: Tensor | None = None  # [N, T]
+    values: Tensor | None = None  # [N, T]
+    dependency: Tensor | None = None  # [N, T] S of section 1.2
+    mass: Tensor | None = None  # [N, T, len(SEGMENTS), 2] attention on the text and the vision pool
+
+    def join(self, other: Signals) -> Signals:
+        """Both probes' fields in one record; a field that both bring is a mistake of the caller."""
+        brought = {f.name: getattr(other, f.name) for f in fields(other) if getattr(other, f.name) is not None}
+        twice = [name for name in brought if getattr(self, name) is not None]
+        assert not twice, f"two probes brought {', '.join(twice)}"
+        return replace(self, **brought)
+
+
+@dataclass(frozen=True, eq=False)
+class Credit:
+    """What each token deserves. One response of two tokens, the second one kept, a trajectory factor of 1.2:
+
+    advantage [[1.2, 1.2]]   select [[False, True]]   measure [[1., 1.]]   scale [1.2]
+    """
+
+    advantage: Tensor  # [N, T] A * w * v
+    select: Tensor  # [N, T] tokens whose policy gradient counts
+    measure: Tensor  # [N, T] what a token counts for in sums and denominators: the mask, or mask * v
+    scale: Tensor  # [N] the trajectory factor w
+
+
+@dataclass(frozen=True, eq=False)
+class TermWeights:
+    """A weight for every token and loss term, with mask, loss type and global denominator folded in.
+
+    A term's loss is sum(weight * term): micro-batches and ranks only add. Two responses of 1 and 3 tokens under
+    `grpo`: policy [[1/2, 0, 0], [1/6, 1/6, 1/6]], token mean [[1/4, 0, 0], [1/4, 1/4, 1/4]].
+    """
+
+    policy: Tensor  # [N, T] filtered by Credit.select
+    divergence: Tensor  # [N, T] the same aggregation, unfiltered
+    token: Tensor  # [N, T] the plain token mean: entropy penalty and metrics
+
+
+@dataclass(frozen=True, eq=False)
+class TrainBatch:
+    """One optimizer step, or a slice of its rows. The actor reads streams and never asks which algorithm made them."""
+
+    rollouts: Rollouts
+    old: Tensor  # [N, T]
+    advantage: Tensor  # [N, T]
+    correction: Tensor  # [N, T] factor for the mismatch between sampler and trainer
+    weights: TermWeights
+    reference: Tensor | None = None  # [N, T]
+    returns: Tensor | None = None  # [N, T]
+
+    def __len__(self) -> int:
+        return len(self.rollouts)
+
+    def rows(self, index: Tensor) -> TrainBatch:
+        return take_rows(self, index)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A version of the policy on its way to a generator: Hugging Face names, adapters merged. Read it once."""
+
+    version: int
+    tensors: Iterator[tuple[str, Tensor]]
+
+
+def take_rows(record: Record, index: Tensor) -> Record:
+    """The record with every per-row field indexed; records inside records follow. All tensors are per row."""
+    picked: dict[str, Any] = {}
+    for f in fields(record):  # type: ignore[arg-type]
+        value = getattr(record, f.name)
+        if isinstance(value, Tensor):
+            picked[f.name] = value[index]
+        elif isinstance(value, (Rollouts, TrainBatch)):
+            picked[f.name] = value.rows(index)
+        elif isinstance(value, TermWeights):
+            picked[f.name] = take_rows(value, index)
+        elif isinstance(value, tuple) and value:
+            picked[f.name] = tuple(value[i] for i in index.tolist())
+    return replace(record, **picked)  # type: ignore[type-var]

@@ -1,0 +1,8 @@
+"""One core, and the same hypothesis examples on every run: a failure here is a failure everywhere."""
+
+import torch
+from hypothesis import settings
+
+torch.set_num_threads(1)
+settings.register_profile("mtrl", derandomize=True, deadline=None, max_examples=40)
+settings.load_profile("mtrl")

@@ -1,0 +1,86 @@
+"""Small builders for records. What is not under test is fake and says so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mtrl.algorithms.losses import term_weights
+from mtrl.types import Medium, Prompt, Rollouts, Task, TermWeights, TrainBatch
+
+NAN = float("nan")
+INF = float("inf")
+
+
+def close(actual: Tensor, expected: Sequence | Tensor, rtol: float = 1e-6, atol: float = 1e-7) -> None:
+    """Equal to numbers worked out by hand, up to float32 rounding; NaN equals NaN."""
+    expected = torch.as_tensor(expected, dtype=torch.float64)
+    torch.testing.assert_close(actual.detach().double(), expected, rtol=rtol, atol=atol, equal_nan=True)
+
+
+def same(actual: Tensor, expected: Tensor) -> None:
+    """Equal to the bit."""
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def mask_of(*lengths: int, width: int | None = None) -> Tensor:
+    """[N, T] bool, right-padded: mask_of(1, 3) is [[1, 0, 0], [1, 1, 1]]."""
+    width = max(lengths) if width is None else width
+    return torch.arange(width) < torch.tensor(lengths)[:, None]
+
+
+def padded(rows: Sequence[Sequence[float]], fill: float = 0.0, width: int | None = None) -> Tensor:
+    """Ragged rows as a right-padded [N, T] tensor."""
+    width = max(map(len, rows)) if width is None else width
+    return torch.tensor([[*row, *[fill] * (width - len(row))] for row in rows])
+
+
+def fake_prompt(name: str, visual: bool = True, text_tokens: int = 2, vision_tokens: int = 4) -> Prompt:
+    """A prompt without pixels: one unused token, then the vision pool, then the text pool."""
+    media = (Medium("image", "fake.png"),) if visual else ()
+    pool = torch.tensor([0] + [2] * (vision_tokens if visual else 0) + [1] * text_tokens)
+    task = Task(name, f"fake {name}", ({"role": "user", "content": "fake"},), media=media)
+    return Prompt(task, (), ids=torch.arange(len(pool)), engine_ids=torch.arange(len(pool)), pool=pool)
+
+
+def fake_rollouts(
+    lengths: Sequence[int],
+    group: Sequence[int] | None = None,
+    visual: Sequence[bool] | None = None,
+    truncated: Sequence[bool] | None = None,
+    width: int | None = None,
+) -> Rollouts:
+    """Rows whose tokens, text and version tell them apart: row i holds tokens 100 * i + t."""
+    rows = len(lengths)
+    group = [0] * rows if group is None else group
+    visual = [True] * (max(group) + 1) if visual is None else visual
+    mask = mask_of(*lengths, width=width)
+    return Rollouts(
+        prompts=tuple(fake_prompt(f"p{i}", seen) for i, seen in enumerate(visual)),
+        group=torch.tensor(group),
+        tokens=(100 * torch.arange(rows)[:, None] + torch.arange(mask.shape[1])).where(mask, 0),
+        mask=mask,
+        behaviour=torch.zeros(mask.shape),
+        text=tuple(f"row {i}" for i in range(rows)),
+        finish=tuple("length" if cut else "stop" for cut in truncated or [False] * rows),
+        version=torch.arange(rows),
+    )
+
+
+def fake_batch(
+    rollouts: Rollouts,
+    old: Tensor,
+    advantage: Tensor,
+    weights: TermWeights | None = None,
+    correction: Tensor | None = None,
+    reference: Tensor | None = None,
+) -> TrainBatch:
+    """A batch whose weights default to the plain token mean, with no correction."""
+    mask = rollouts.mask
+    if weights is None:
+        weights = term_weights(mask.float(), mask, "dapo", mask.shape[1])
+    if correction is None:
+        correction = torch.ones(mask.shape)
+    return TrainBatch(rollouts, old, advantage, correction, weights, reference)

@@ -1,0 +1,97 @@
+"""Who may import whom, and no cycles. Reads the source with `ast`; runs nothing."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOM_MAY_IMPORT = {
+    "types": set(),
+    "config": set(),
+    "algorithms": {"types"},
+    "protocols": {"types", "algorithms"},
+    "models": {"types", "protocols", "algorithms"},
+    "rollout": {"types", "protocols", "algorithms", "models"},
+    "workers": {"types", "protocols", "algorithms", "models"},
+    "cluster": {"types", "protocols", "workers", "rollout"},
+    "rewards": {"types", "protocols", "algorithms"},
+    "data": {"types", "protocols"},
+    "tracking": {"types", "protocols"},
+    "zoo": {"types"},
+}
+MODULE_MAY_IMPORT = {  # where a module may do other things than its room
+    "mtrl": {"training", "config"},
+    "mtrl.__main__": {"cli"},
+    "mtrl.cli": {"config", "training"},
+    "mtrl.training.loop": {"config", "protocols", "algorithms", "types"},
+    "mtrl.training.evaluate": {"config", "protocols", "algorithms", "types"},
+    "mtrl.zoo.pretrain": {"types", "models", "algorithms", "rollout"},
+}
+ALONE_IMPORTS = {"transformers": "models", "peft": "models", "ray": "cluster"}
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+SOURCES = {module_name(path): path for path in sorted((ROOT / "mtrl").rglob("*.py"))}
+
+
+def room(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+def imports(module: str) -> set[str]:
+    """Every absolute module that a file imports, wherever in the file."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(SOURCES[module].read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: relative import"
+            submodules = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name for name in submodules if name in SOURCES} or {node.module or ""}
+    return found
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_imports_only_what_its_room_may(module):
+    if room(module) == "training" and module not in MODULE_MAY_IMPORT:
+        return  # build.py and its like put the house together
+    allowed = MODULE_MAY_IMPORT.get(module, ROOM_MAY_IMPORT.get(room(module), set())) | {room(module)}
+    wrong = {name for name in imports(module) if name.split(".")[0] == "mtrl" and room(name) not in allowed}
+    assert not wrong, f"{module} must not import {sorted(wrong)}"
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_heavy_libraries_have_one_room(module):
+    for library, home in ALONE_IMPORTS.items():
+        used = any(name.split(".")[0] == library for name in imports(module))
+        assert not used or room(module) == home, f"{module} imports {library}; only mtrl/{home} may"
+
+
+def test_no_import_cycles():
+    graph = {module: {name for name in imports(module) if name in SOURCES} for module in SOURCES}
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " -> ".join([*path[path.index(module) :], module])
+        if module not in done:
+            for name in sorted(graph[module]):
+                visit(name, (*path, module))
+            done.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
+def test_files_stay_readable():
+    long = {module: lines for module, path in SOURCES.items() if (lines := len(path.read_text().splitlines())) > 500}
+    assert not long, f"over 500 lines: {long}"
+
+
+def test_the_method_reads_in_one_sitting():
+    core = [SOURCES[name] for name in ("mtrl.training.loop", "mtrl.types", "mtrl.algorithms.credit") if name in SOURCES]
+    assert sum(len(path.read_text().splitlines()) for path in core) < 700
