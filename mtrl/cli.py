@@ -1,0 +1,71 @@
+"""The command `mtrl`. A command is a function of its words; it imports what it needs itself, so that help is quick."""
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+
+Command = Callable[[Sequence[str]], int]
+
+USER_ERROR = 2
+
+
+def config(words: Sequence[str]) -> int:
+    """Print the resolved configuration.
+
+    mtrl config [FILE] [a.b=c ...]
+
+    FILE is YAML over the defaults; overrides are a.b=c, --a.b=c or --a.b c, with values in YAML: null, true, [x, y].
+    """
+    from mtrl.config import load_config, take_file, to_yaml, warnings
+
+    file, overrides = take_file(words)
+    resolved = load_config(file, overrides)
+    for warning in warnings(resolved):
+        print(f"warning: {warning}", file=sys.stderr)
+    print(to_yaml(resolved), end="")
+    return 0
+
+
+COMMANDS: dict[str, Command] = {"config": config}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0, or 2 where the user has to change something."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    name = words[0] if words else "--help"
+    if name in ("-h", "--help", "help"):
+        print(_overview())
+        return 0
+    if name in ("-V", "--version"):
+        print(f"mtrl {version('mtrl')}")
+        return 0
+    if name not in COMMANDS:
+        print(f"mtrl: no command {name!r}\n\n{_overview()}", file=sys.stderr)
+        return USER_ERROR
+    return _run(COMMANDS[name], words[1:])
+
+
+def _run(command: Command, words: Sequence[str]) -> int:
+    from mtrl.config import ConfigError
+
+    if "-h" in words or "--help" in words:
+        print("\n".join(line.strip() for line in _doc_lines(command)))
+        return 0
+    try:
+        return command(words)
+    except ConfigError as error:
+        print(f"mtrl: {error}", file=sys.stderr)
+        return USER_ERROR
+
+
+def _overview() -> str:
+    lines = [f"  {name:<8} {_doc_lines(command)[0]}" for name, command in COMMANDS.items()]
+    return "\n".join(["usage: mtrl COMMAND ...  (mtrl COMMAND --help says more)", "", *lines])
+
+
+def _doc_lines(command: Command) -> list[str]:
+    return (command.__doc__ or "").strip().splitlines()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

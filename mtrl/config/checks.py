@@ -1,0 +1,231 @@
+"""Which values cannot stand together, and why. Pure functions of a `Config`; none of them changes it.
+
+Only what can never work is refused here. What is merely not built yet, or what the hardware decides, is refused when
+the run starts. A check is skipped where the feature it concerns is switched off.
+"""
+
+from collections.abc import Iterator
+from difflib import get_close_matches
+from itertools import pairwise
+from typing import NamedTuple
+
+from mtrl.config.tree import BUILTIN_REWARDS, GROUP_ESTIMATORS, Config
+
+ATTENTION_REWARDS = ("mdi", "vgr", "vgr_hard_negative")
+
+
+class Conflict(NamedTuple):
+    """Keys whose values cannot stand together (or one key whose value contradicts itself), and what to do."""
+
+    keys: tuple[str, ...]
+    why: str
+
+
+def conflicts(config: Config) -> Iterator[Conflict]:
+    yield from _batches_and_lengths(config)
+    yield from _groups(config)
+    yield from _divergence(config)
+    yield from _credit(config)
+    yield from _engine(config)
+    yield from _reward_functions(config)
+    yield from _reward_weights(config)
+
+
+def warnings(config: Config) -> Iterator[str]:
+    """Settings that work, but hardly do what their author hopes for."""
+    optimization, val = config.optimization, config.worker.rollout.val
+    if val.n > 1 and val.temperature == 0:
+        yield (
+            f"worker.rollout.val.n = {val.n} with worker.rollout.val.temperature = 0: greedy responses are all the "
+            "same, so avg@k and pass@k only repeat the greedy score; set a temperature above 0, or n to 1"
+        )
+    if optimization.use_divergence_loss and optimization.divergence_penalty == "kl":
+        yield (
+            "optimization.use_divergence_loss with optimization.divergence_penalty = kl: its gradient has zero mean, "
+            "so it does not pull towards the reference; low_var_kl does"
+        )
+
+
+def _batches_and_lengths(config: Config) -> Iterator[Conflict]:
+    dataset, training, actor = config.dataset, config.training, config.worker.actor
+    prompts = dataset.rollout_batch_size
+    if prompts % actor.global_batch_size:
+        yield Conflict(
+            ("dataset.rollout_batch_size", "worker.actor.global_batch_size"),
+            "both count prompts, and a step is cut into whole optimizer steps; set worker.actor.global_batch_size to "
+            f"{prompts} (one optimizer step per step) or to a divisor of it",
+        )
+    if dataset.min_pixels > dataset.max_pixels:
+        yield Conflict(("dataset.min_pixels", "dataset.max_pixels"), "the smallest size is over the largest")
+    if config.max_new_tokens > dataset.max_response_length:
+        yield Conflict(
+            ("worker.rollout.max_new_tokens", "dataset.max_response_length"),
+            "the engine would sample more tokens than a response may have; leave max_new_tokens at null",
+        )
+    if training.val_only and dataset.train_files and not dataset.val_files:
+        yield Conflict(("training.val_only", "dataset.val_files"), "there is nothing to validate on; set val_files")
+    gpus = training.nnodes * training.n_gpus_per_node
+    if gpus % actor.ulysses_size:
+        yield Conflict(
+            ("worker.actor.ulysses_size", "training.nnodes", "training.n_gpus_per_node"),
+            f"that many GPUs share one sequence, so the {gpus} GPUs of the run must divide into such groups",
+        )
+
+
+def _groups(config: Config) -> Iterator[Conflict]:
+    estimator, n = config.optimization.advantage_estimator, config.rollouts_per_prompt
+    if n > 1:
+        return
+    group_of_one = ("worker.rollout.n", "optimization.advantage_estimator")
+    if estimator in GROUP_ESTIMATORS:
+        yield Conflict(
+            group_of_one,
+            f"{estimator} compares the responses of one prompt and needs at least 2; set worker.rollout.n to 8, or "
+            "leave it at null",
+        )
+    if config.optimization.replay_buffer_size > 0:
+        yield Conflict(
+            ("optimization.replay_buffer_size", *group_of_one),
+            "replay keeps groups whose rewards differ, and one response per prompt never does; set worker.rollout.n to "
+            "2 or more, or the buffer to 0",
+        )
+    if config.worker.reward.normalize == "normalize_then_sum":
+        yield Conflict(
+            ("worker.reward.normalize", *group_of_one),
+            "each part is standardised within its group, and in a group of one every reward would become 0; set "
+            "worker.rollout.n to 2 or more, or use sum_then_normalize",
+        )
+
+
+def _divergence(config: Config) -> Iterator[Conflict]:
+    optimization = config.optimization
+    if not optimization.disable_divergence:
+        return
+    if optimization.use_divergence_loss:
+        yield Conflict(
+            ("optimization.disable_divergence", "optimization.use_divergence_loss"),
+            "the first drops the reference model that the second needs; set one of them to false",
+        )
+    if optimization.divergence_type == "adaptive":
+        yield Conflict(
+            ("optimization.disable_divergence", "optimization.divergence_type"),
+            "without a reference model there is no divergence to adapt to; use fixed, or enable the divergence",
+        )
+
+
+def _credit(config: Config) -> Iterator[Conflict]:
+    optimization = config.optimization
+    if optimization.online_filtering and optimization.filter_low >= optimization.filter_high:
+        yield Conflict(
+            ("optimization.filter_low", "optimization.filter_high"),
+            "no group lies between them; filter_low must be below filter_high",
+        )
+    low, high = optimization.token_weight_clip
+    if low > high:
+        yield Conflict(("optimization.token_weight_clip",), "the smallest weight comes first")
+    smallest, largest = optimization.trajectory_scaling_min, optimization.trajectory_scaling_max
+    if optimization.enable_trajectory_reweighting and largest is not None and largest < smallest:
+        yield Conflict(
+            ("optimization.trajectory_scaling_min", "optimization.trajectory_scaling_max"),
+            "the smallest scale is over the largest",
+        )
+    if optimization.compute_attention_metrics is not False:
+        return
+    needs_attention = [name for name in config.reward_functions if name in ATTENTION_REWARDS]
+    if needs_attention:
+        yield Conflict(
+            ("optimization.compute_attention_metrics", "worker.reward.functions"),
+            f"{', '.join(needs_attention)} cannot be computed without attention; set compute_attention_metrics to auto",
+        )
+    # A user's reward function may bring the token weights itself.
+    if optimization.enable_token_weights and all(name in BUILTIN_REWARDS for name in config.reward_functions):
+        yield Conflict(
+            ("optimization.compute_attention_metrics", "optimization.enable_token_weights"),
+            "token weights come from attention; set compute_attention_metrics to auto",
+        )
+
+
+def _engine(config: Config) -> Iterator[Conflict]:
+    rollout, training, model = config.worker.rollout, config.training, config.worker.actor.model
+    if rollout.name == "local" and rollout.mode != "inprocess":
+        yield Conflict(
+            ("worker.rollout.name", "worker.rollout.mode"),
+            "the local engine samples inside the trainer; use inprocess, or the engine vllm",
+        )
+    if rollout.name == "local" and rollout.tensor_parallel_size > 1:
+        yield Conflict(
+            ("worker.rollout.name", "worker.rollout.tensor_parallel_size"),
+            "the local engine does not split a model over GPUs; set 1, or use the engine vllm",
+        )
+    if rollout.mode == "server" and rollout.address is None:
+        yield Conflict(("worker.rollout.mode", "worker.rollout.address"), "set the address of the server")
+    gpus = training.nnodes * training.n_gpus_per_node
+    if rollout.mode != "server" and rollout.name != "local" and rollout.tensor_parallel_size > gpus:
+        yield Conflict(
+            ("worker.rollout.tensor_parallel_size", "training.nnodes", "training.n_gpus_per_node"),
+            f"one engine would need more GPUs than the {gpus} of the run",
+        )
+    if model.peft_type is not None and model.freeze_vision_tower and model.lora_vision_tower:
+        yield Conflict(
+            ("worker.actor.model.freeze_vision_tower", "worker.actor.model.lora_vision_tower"),
+            "one keeps the vision tower as it is, the other trains adapters in it; set one of them to false",
+        )
+
+
+def _reward_functions(config: Config) -> Iterator[Conflict]:
+    reward = config.worker.reward
+    if reward.reward_type == "model" and reward.model_path is None:
+        yield Conflict(("worker.reward.reward_type", "worker.reward.model_path"), "set the path of the reward model")
+    if reward.functions is None:
+        return
+    if not reward.functions and reward.reward_type == "function":
+        yield Conflict(("worker.reward.functions",), "nothing would be rewarded; null means [accuracy, format]")
+    for name in reward.functions:
+        if name not in BUILTIN_REWARDS and not set(name) & set(".:/"):
+            close = get_close_matches(name, BUILTIN_REWARDS, n=1)
+            yield Conflict(
+                ("worker.reward.functions",),
+                f"{name} is not built in{f' (did you mean {close[0]}?)' if close else ''}: there are "
+                f"{', '.join(BUILTIN_REWARDS)}; your own are written file.py:name or package.module:name",
+            )
+    if reward.reward_fn_path is not None:
+        yield Conflict(
+            ("worker.reward.functions", "worker.reward.reward_fn_path"),
+            "functions lists everything that scores, so reward_fn_path would never be called; add it to the list and "
+            "set reward_fn_path to null",
+        )
+
+
+def _reward_weights(config: Config) -> Iterator[Conflict]:
+    reward = config.worker.reward
+    schedule = reward.weight_schedule
+    for name in ("weights", "early_weights"):
+        given = getattr(reward, name)
+        if given is None:
+            continue
+        yield from _length_conflict(config, f"worker.reward.{name}", given)
+        if schedule is not None:
+            yield Conflict(
+                ("worker.reward.weight_schedule", f"worker.reward.{name}"),
+                "the schedule gives the weights of the whole run; set the other to null",
+            )
+    if schedule is None:
+        return
+    for _, weights in schedule:
+        yield from _length_conflict(config, "worker.reward.weight_schedule", weights)
+    starts = [start for start, _ in schedule]
+    if not starts or starts[0] != 0 or starts[-1] > 1 or any(a >= b for a, b in pairwise(starts)):
+        yield Conflict(
+            ("worker.reward.weight_schedule",),
+            "the first share must be 0, each later one larger, none over 1: [[0.0, [...]], [0.3, [...]]]",
+        )
+
+
+def _length_conflict(config: Config, key: str, weights: tuple[float, ...]) -> Iterator[Conflict]:
+    functions = config.reward_functions
+    if functions and len(weights) != len(functions):
+        yield Conflict(
+            (key, "worker.reward.functions"),
+            f"{len(weights)} weights {list(weights)} for {len(functions)} functions ({', '.join(functions)}); give one "
+            "weight for each",
+        )

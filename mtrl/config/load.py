@@ -1,0 +1,208 @@
+"""From YAML and overrides to a `Config`, or to one report of everything that is wrong.
+
+The layers are defaults, file, overrides; a later one wins. OmegaConf holds them and resolves `${...}` between keys
+(`worker.actor.global_batch_size: ${dataset.rollout_batch_size}`); a literal `${` is written `\\${`.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, get_origin, get_type_hints
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from mtrl.config.checks import conflicts
+from mtrl.config.errors import ConfigError
+from mtrl.config.foreign import translation
+from mtrl.config.nearest import keys_of_section, nearest_keys
+from mtrl.config.text import BadYaml, YamlFile, write_yaml
+from mtrl.config.tree import Config, known_leaves, known_sections
+from mtrl.config.values import BadValue, shown, typed
+from mtrl.config.words import read_words
+
+Node = TypeVar("Node")
+Where = Callable[[str], str]  # dotted key -> the place that sets it
+
+
+class Setting(NamedTuple):
+    """One key that a file or an override sets: a leaf of the tree, or a key inside a free-form mapping."""
+
+    leaf: str
+    key: str
+    value: Any
+    where: str
+
+
+def load_config(path: str | Path | None = None, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Config:
+    """The configuration of a run, complete and checked; `ConfigError` names all that is wrong with it.
+
+    Overrides are command-line words (`a.b=c`, `--a.b c`, `--a.b=c`) or, from Python, a mapping of dotted keys.
+    """
+    errors: list[str] = []
+    settings = [] if path is None else _file_settings(Path(path), errors)
+    settings += _override_settings(overrides, errors)
+    where = {setting.leaf: setting.where for setting in settings}
+    values = _typed_values(_merged(settings), where, errors)
+    config = _build(Config, values)
+    unusable = where.keys() - values.keys()
+    errors += [_conflict_line(keys, why, values, where) for keys, why in conflicts(config) if unusable.isdisjoint(keys)]
+    if errors:
+        raise ConfigError(errors)
+    return config
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """The tree as plain nested dictionaries."""
+    values = {item.name: getattr(config, item.name) for item in fields(config)}
+    return {name: to_dict(value) if is_dataclass(value) else value for name, value in values.items()}
+
+
+def to_yaml(config: Config) -> str:
+    """YAML that loads to an equal `Config`."""
+    return write_yaml(_without_interpolation(to_dict(config)))
+
+
+def _file_settings(path: Path, errors: list[str]) -> list[Setting]:
+    try:
+        file = YamlFile(path.read_text(encoding="utf-8-sig"))
+    except BadYaml as error:
+        errors.append(f"{path}{error}")
+        return []
+    except (OSError, UnicodeDecodeError) as error:
+        errors.append(f"{path}: cannot read the file: {getattr(error, 'strerror', None) or 'it is not UTF-8 text'}")
+        return []
+
+    def where(key: str) -> str:
+        return f"{path}:{file.line(key)}"
+
+    errors += [f"{path}:{line}: {key}: set a second time; keep one of the two" for key, line in file.repeated]
+    return [setting for name, value in file.content.items() for setting in _settings(str(name), value, where, errors)]
+
+
+def _override_settings(overrides: Sequence[str] | Mapping[str, Any], errors: list[str]) -> list[Setting]:
+    from_python = isinstance(overrides, Mapping)
+    pairs = list(overrides.items() if isinstance(overrides, Mapping) else read_words(overrides, errors))
+
+    def where(key: str) -> str:
+        return "overrides" if from_python else "command line"
+
+    return [setting for key, value in pairs for setting in _settings(key, value, where, errors)]
+
+
+def _settings(key: str, value: Any, where: Where, errors: list[str]) -> Iterator[Setting]:
+    """The leaves that `key: value` sets, a section being opened; what is no key of the tree is reported."""
+    leaf, is_section = _leaf_of(key), key in known_sections()
+    if leaf is not None:
+        try:
+            yield Setting(leaf, key, _plain(value), where(key))
+        except OmegaConfBaseException as error:
+            errors.append(f"{where(key)}: {key}: cannot be used: {_first_line(error)}")
+    elif isinstance(value, Mapping) and (is_section or value):  # an unknown section is reported key by key
+        for name, inner in value.items():
+            yield from _settings(f"{key}.{name}", inner, where, errors)
+    elif not is_section:
+        errors.append(f"{where(key)}: {key}: unknown key{_suggestion(key)}")
+    elif value is not None:  # a section whose keys are all commented out is fine
+        errors.append(f"{where(key)}: {key}: a section, got {shown(value)}; {_keys_there(key + '.')}")
+
+
+def _plain(value: Any) -> Any:
+    """A copy in dictionaries and lists; OmegaConf refuses what a configuration cannot hold."""
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if value is not None and not isinstance(value, (bool, int, float, str)):
+        OmegaConf.create({"value": value})
+    return value
+
+
+def _leaf_of(key: str) -> str | None:
+    """The key itself, or the free-form mapping it reaches into (`worker.rollout.engine_kwargs.dtype`)."""
+    if key in known_leaves():
+        return key
+    mappings = (name for name, leaf in known_leaves().items() if get_origin(leaf.annotation) is Mapping)
+    return next((name for name in mappings if key.startswith(name + ".")), None)
+
+
+def _suggestion(key: str) -> str:
+    if answer := translation(key):
+        return f", {answer}"
+    if near := nearest_keys(key):
+        return f"; did you mean {' or '.join(near)}?"
+    return f"; {_keys_there(key)}"
+
+
+def _keys_there(key: str) -> str:
+    parent, names = keys_of_section(key)
+    return f"{parent or 'the configuration'} has the keys {', '.join(names)}"
+
+
+def _merged(settings: Sequence[Setting]) -> DictConfig:
+    """The settings over the defaults, later ones winning, with `${...}` still to be resolved."""
+    tree = to_dict(Config())
+    for _, key, value, _ in settings:
+        *path, name = key.split(".")
+        node = tree
+        for step in path:
+            if not isinstance(node.get(step), dict):  # only inside a free-form mapping
+                node[step] = {}
+            node = node[step]
+        node[name] = value
+    return OmegaConf.create(tree)
+
+
+def _typed_values(tree: DictConfig, where: Mapping[str, str], errors: list[str]) -> dict[str, Any]:
+    """Typed values of the keys that are set; those that cannot be used are reported and left out."""
+    values = {}
+    for key, place in where.items():
+        leaf = known_leaves()[key]
+        try:
+            value = OmegaConf.select(tree, key, throw_on_missing=True)
+            if OmegaConf.is_config(value):
+                value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+            values[key] = typed(value, leaf.annotation, leaf.within)
+        except BadValue as error:
+            errors.append(f"{place}: {key}: {error}")
+        except (OmegaConfBaseException, RecursionError) as error:
+            errors.append(f"{place}: {key}: cannot be resolved: {_first_line(error)}")
+    return values
+
+
+def _build(cls: type[Node], values: Mapping[str, Any], prefix: str = "") -> Node:
+    """The tree from the values of some leaves; the others keep their defaults."""
+    parts = {}
+    for name, hint in get_type_hints(cls).items():
+        key = prefix + name
+        if key in known_sections():
+            parts[name] = _build(hint, values, key + ".")
+        elif key in values:
+            parts[name] = values[key]
+    return cls(**parts)
+
+
+def _conflict_line(keys: Sequence[str], why: str, values: Mapping[str, Any], where: Mapping[str, str]) -> str:
+    places = dict.fromkeys(where[key] for key in keys if key in where)
+    told = [f"{key} = {shown(values[key])}" if key in where else _default_told(key) for key in keys]
+    return f"{' and '.join(places)}: {' with '.join(told)}: {why}"
+
+
+def _default_told(key: str) -> str:
+    return f"{key} = {shown(known_leaves()[key].default)} (default)"
+
+
+def _without_interpolation(value: Any) -> Any:
+    """The value with each `${` escaped, so that it is read as text again."""
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + "\\${", value)
+    if isinstance(value, Mapping):
+        return {name: _without_interpolation(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_interpolation(item) for item in value]
+    return value
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0]

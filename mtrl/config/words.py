@@ -1,0 +1,61 @@
+"""Overrides as people type them: `a.b=c`, `--a.b=c`, `--a.b c`."""
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from mtrl.config.text import BadYaml, read_value
+from mtrl.config.tree import known_leaves
+from mtrl.config.values import is_text
+
+_ASSIGNMENT = re.compile(r"(?:--)?([^=/\\\s]+)=(.*)", re.DOTALL)  # a path with `=` in it has its slash first
+
+
+def take_file(words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The configuration file among command-line words (`FILE` or `config=FILE`), and the other words."""
+    others, file = list(words), None
+    for span, key, text in _parts(words):
+        if file is None and key in (None, "config"):
+            file = text
+            del others[span]
+    return file, others
+
+
+def read_words(words: Sequence[str], errors: list[str]) -> Iterator[tuple[str, Any]]:
+    """Key and value of each override."""
+    for _, key, text in _parts(words):
+        if key is None:
+            errors.append(f"command line: {text}: not an override; write key=value")
+        elif text is None:
+            errors.append(f"command line: {key}: no value given; write {key}=value")
+        else:
+            try:
+                yield key, _value(key, text)
+            except BadYaml as error:
+                errors.append(f"command line: {key}: cannot read the value{error}")
+
+
+def _parts(words: Sequence[str]) -> Iterator[tuple[slice, str | None, str | None]]:
+    """(place, key, text) of each override; no key for a plain word, no text for a `--key` without a value."""
+    index = 0
+    while index < len(words):
+        start, word = index, words[index]
+        index += 1
+        if match := _ASSIGNMENT.fullmatch(word):
+            yield slice(start, index), match[1], match[2]
+        elif not word.startswith("--"):
+            yield slice(start, index), None, word
+        elif index < len(words) and not words[index].startswith("--"):
+            index += 1
+            yield slice(start, index), word[2:], words[start + 1]
+        else:
+            yield slice(start, index), word[2:], None
+
+
+def _value(key: str, text: str) -> Any:
+    """YAML, except that a key which takes text gets it as typed: `experiment_name=007`, `system_prompt=Think: ...`."""
+    leaf = known_leaves().get(key)
+    plain_text = text == "" or (leaf is not None and is_text(leaf.annotation) and text[0] not in "\"'")
+    if plain_text and text not in ("null", "~"):
+        return text
+    return read_value(text)

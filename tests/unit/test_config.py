@@ -1,0 +1,419 @@
+"""The configuration: what loads, with which types, and what survives a save."""
+
+import dataclasses
+import math
+import subprocess
+import sys
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+import pytest
+from omegaconf import DictConfig, ListConfig
+
+from mtrl.config import Config, ConfigError, load_config, to_dict, to_yaml, warnings
+from mtrl.config.text import YamlFile
+from mtrl.config.tree import Leaf, known_leaves, known_sections
+from mtrl.config.values import interval
+
+ROOT = Path(__file__).parents[2]
+REFERENCE = ROOT / "docs" / "config-reference.yaml"
+FULL_RUN = ROOT / "tests" / "data" / "full_run.yaml"
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Leaves by dotted key; free-form mappings stay whole."""
+    leaves = {}
+    for name, value in tree.items():
+        if prefix + name in known_sections():
+            leaves.update(flat(value, f"{prefix}{name}."))
+        else:
+            leaves[prefix + name] = value
+    return leaves
+
+
+def value_of(config: Config, key: str) -> Any:
+    node: Any = config
+    for name in key.split("."):
+        node = getattr(node, name)
+    return node
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def errors_of(path: Path | None = None, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return caught.value.errors
+
+
+def only_error(*overrides: str) -> str:
+    errors = errors_of(None, *overrides)
+    assert len(errors) == 1, errors
+    return errors[0]
+
+
+# --- the tree and its reference ---
+
+
+def test_the_reference_has_exactly_the_keys_and_defaults_of_the_tree():
+    reference = flat(YamlFile(REFERENCE.read_text(encoding="utf-8")).content)
+    defaults = {key: leaf.default for key, leaf in known_leaves().items()}
+    assert list(reference) == list(defaults)  # same keys, same order
+    for key, default in defaults.items():
+        plain = list(default) if isinstance(default, tuple) else default
+        assert (reference[key], type(reference[key])) == (plain, type(plain)), key
+
+
+def test_the_reference_loads_as_it_stands():
+    assert load_config(REFERENCE) == Config() == load_config()
+
+
+def test_every_default_satisfies_its_own_type_and_range():
+    everything = {key: leaf.default for key, leaf in known_leaves().items()}
+    assert load_config(None, everything) == Config()
+
+
+def test_every_key_says_what_it_means():
+    assert [key for key, leaf in known_leaves().items() if len(leaf.meaning) < 5 or "\n" in leaf.meaning] == []
+
+
+def test_the_result_is_frozen_and_plain_python():
+    config = load_config(FULL_RUN)
+    for section in ("", *known_sections()):
+        node = value_of(config, section) if section else config
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(node, dataclasses.fields(node)[0].name, None)
+    for key in known_leaves():
+        assert not isinstance(value_of(config, key), (DictConfig, ListConfig, list)), key
+    assert type(config.worker.rollout.engine_kwargs["limit_mm_per_prompt"]) is dict
+
+
+def test_two_configs_do_not_share_their_free_form_mappings():
+    assert Config().worker.rollout.engine_kwargs is not Config().worker.rollout.engine_kwargs
+
+
+# --- every key, changed from its default, survives load, save, load ---
+
+# Keys that cannot be changed alone, and what has to change with them.
+COMPANIONS: dict[str, dict[str, Any]] = {
+    "dataset.min_pixels": {"dataset.max_pixels": 2**30},
+    "dataset.rollout_batch_size": {"worker.actor.global_batch_size": 1},
+    "worker.actor.ulysses_size": {"training.n_gpus_per_node": 2},
+    "worker.rollout.tensor_parallel_size": {"training.n_gpus_per_node": 2},
+    "worker.rollout.mode": {"worker.rollout.address": "localhost:8000"},
+    "worker.reward.reward_type": {"worker.reward.model_path": "org/reward-model"},
+}
+# Where the type alone does not tell what a value must look like.
+OTHERS: dict[str, Any] = {
+    "optimization.token_weight_clip": [0.5, 2.0],
+    "worker.actor.global_batch_size": 128,
+    "worker.reward.functions": ["math", "rewards/mine.py:score"],
+    "worker.reward.weights": [2.0, 0.5],
+    "worker.reward.early_weights": [0.25, 1.0],
+    "worker.reward.weight_schedule": [[0.0, [1.0, 2.0]], [0.3, [0.5, 5e-7]]],
+    "worker.rollout.n": 5,
+    "worker.rollout.max_new_tokens": 300,
+}
+
+
+def another(annotation: Any, within: str | None, default: Any) -> Any:
+    """A value of the annotation, inside its range, that is not the default."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin in (Union, types.UnionType):
+        wanted = [member for member in args if member is not type(None)]
+        return another(wanted[-1], within, default)  # of `int | Literal["auto"]` the word
+    if origin is Literal:
+        return next(word for word in reversed(args) if word != default)
+    if origin is tuple:
+        return [another(args[0], within, None), another(args[0], within, None)]
+    if origin is Mapping:
+        return {"alpha": 5e-7, "name": "5e-7", "date": "2024-01-01", "nested": {"on": [True, None, "${x}"]}}
+    if annotation is bool:
+        return not default
+    if annotation is str:
+        return f"other {default}: ${{x}} # 答案"
+    return another_number(annotation, within, default)
+
+
+def another_number(kind: type, within: str | None, default: Any) -> Any:
+    low, high, _, _ = interval(within)
+    if math.isinf(low) or math.isinf(high):
+        return (default or 0) + kind(1)
+    between = [low + (high - low) * share for share in (0.123456789, 0.5)]
+    return kind(next(number for number in between if number != default))
+
+
+def changed(key: str, leaf: Leaf) -> Any:
+    if key in OTHERS:
+        return OTHERS[key]
+    if key == "optimization.compute_attention_metrics":
+        return False
+    return another(leaf.annotation, leaf.within, leaf.default)
+
+
+def escaped(value: Any) -> Any:
+    """As a user writes text with a literal `${` in it."""
+    if isinstance(value, str):
+        return value.replace("${", "\\${")
+    if isinstance(value, dict):
+        return {name: escaped(item) for name, item in value.items()}
+    return [escaped(item) for item in value] if isinstance(value, list) else value
+
+
+def as_kept(value: Any) -> Any:
+    return tuple(as_kept(item) for item in value) if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("key", known_leaves())
+def test_a_changed_key_survives_load_save_load(key, tmp_path):
+    leaf = known_leaves()[key]
+    value = changed(key, leaf)
+    loaded = load_config(None, {**COMPANIONS.get(key, {}), key: escaped(value)})
+    kept = value_of(loaded, key)
+    assert kept == (value if isinstance(value, dict) else as_kept(value))
+    assert kept != leaf.default
+
+    saved = write(tmp_path, to_yaml(loaded))
+    again = load_config(saved)
+    assert again == loaded
+    assert type(value_of(again, key)) is type(kept)
+
+
+@pytest.mark.parametrize(
+    "key", [key for key, leaf in known_leaves().items() if type(None) in get_args(leaf.annotation)]
+)
+def test_null_survives_where_it_is_allowed(key, tmp_path):
+    loaded = load_config(None, [f"{key}=null"])
+    assert value_of(loaded, key) is None
+    assert load_config(write(tmp_path, to_yaml(loaded))) == loaded
+
+
+def test_the_yaml_of_a_full_run_loads_and_survives(tmp_path):
+    config = load_config(FULL_RUN)
+    assert config.worker.actor.optim.lr == 5e-7 and isinstance(config.worker.actor.optim.lr, float)
+    assert config.optimization.divergence_coef == 0.01  # written 1e-2
+    assert config.optimization.divergence_horizon == 10000.0
+    assert isinstance(config.optimization.divergence_horizon, float)
+    assert config.optimization.advantage_estimator == "gae"
+    assert config.optimization.divergence_type == "adaptive"
+    assert config.optimization.patch_size == "auto"
+    assert config.optimization.trajectory_scaling_max is None
+    assert config.optimization.token_weight_clip == (0.5, 2.0)
+    assert config.training.logger == ("console", "tensorboard", "wandb")
+    assert config.worker.rollout.name == "vllm" and config.worker.actor.model.peft_type == "lora"
+    assert config.worker.rollout.engine_kwargs == {"enforce_eager": True, "limit_mm_per_prompt": {"image": 2}}
+    assert config.worker.reward.weights == (2.5, 1.0, 0.5, 1.0)
+    assert list(warnings(config)) == []
+    assert load_config(write(tmp_path, to_yaml(config))) == config
+
+
+# --- numbers, text, null ---
+
+
+@pytest.mark.parametrize("written", ["5e-7", "5E-7", "5.0e-7", "0.5e-6", "+5e-7", ".5e-6"])
+def test_floats_in_any_spelling_from_file_and_command_line(written, tmp_path):
+    path = write(tmp_path, f"worker: {{actor: {{optim: {{lr: {written}}}}}}}")
+    assert load_config(path).worker.actor.optim.lr == pytest.approx(5e-7, rel=1e-12)
+    assert load_config(None, [f"worker.actor.optim.lr={written}"]).worker.actor.optim.lr == pytest.approx(5e-7)
+
+
+@pytest.mark.parametrize(
+    "override, expected",
+    [
+        ("worker.rollout.n=true", "a whole number of at least 1 or null, got true"),
+        ("worker.rollout.n=4.0", "a whole number of at least 1 or null, got 4.0"),
+        ("worker.rollout.n='4'", "a whole number of at least 1 or null, got '4'"),
+        ("worker.rollout.n=None", "got 'None'; write null"),
+        ("worker.rollout.n=0", "a whole number of at least 1 or null, got 0"),
+        ("optimization.gamma=yes", "a number in [0, 1], got true"),
+        ("optimization.gamma=high", "a number in [0, 1], got 'high'"),
+        ("optimization.gamma=1.01", "a number in [0, 1], got 1.01"),
+        ("optimization.gamma=null", "a number in [0, 1], got null"),
+        ("optimization.gamma=.nan", "a number in [0, 1], got .nan"),
+        ("optimization.top_p_entropy_tokens=0", "a number in (0, 1], got 0"),
+        ("worker.actor.optim.lr=.inf", "a number of at least 0, got .inf"),
+        ("worker.actor.clip_ratio_low=1.2", "a number in [0, 1], got 1.2"),
+        ("worker.actor.clip_ratio_dual=1", "a number above 1 or null, got 1"),
+        ("worker.reward.failure_reward=.inf", "a number, got .inf"),
+        ("dataset.shuffle=1", "true or false, got 1"),
+        ("dataset.shuffle='true'", "true or false, got 'true'"),
+        ("optimization.loss_type=ppo", "one of grpo, bnpo, dr_grpo, dapo, got 'ppo'"),
+        ("optimization.patch_size=automatic", "a whole number of at least 1 or auto, got 'automatic'"),
+        ("optimization.compute_attention_metrics=never", "true or false or auto, got 'never'"),
+        ("worker.actor.model.peft_type=dora", "one of lora, qlora or null, got 'dora'"),
+        ("training.logger=wandb", "got 'wandb'; write [wandb]"),
+        ("training.logger=[console,wandbb]", "got ['console', 'wandbb']"),
+        ("worker.actor.optim.betas=[0.9]", "a list of 2: a number in [0, 1), then a number in [0, 1), got [0.9]"),
+        ("worker.actor.optim.betas=[0.9,1.0]", "got [0.9, 1.0]"),
+        ("worker.reward.weights=[1,true]", "got [1, True]"),
+        ("worker.reward.weight_schedule=[[0.0,1.0]]", "got [[0.0, 1.0]]"),
+        ("worker.rollout.engine_kwargs=[1]", "a mapping {name: value}, got [1]"),
+        ("dataset.train_files=null", "text, got null"),
+    ],
+)
+def test_wrong_types_and_values_out_of_range(override, expected):
+    key = override.split("=")[0]
+    assert only_error(override).startswith(f"command line: {key}: expected ")
+    assert only_error(override).endswith(expected)
+
+
+@pytest.mark.parametrize(
+    "override, value",
+    [
+        ("worker.actor.max_grad_norm=.inf", math.inf),  # no clipping
+        ("optimization.filter_low=-.inf", -math.inf),  # only the upper bound counts
+        ("optimization.gamma=1", 1.0),
+        ("optimization.compute_attention_metrics=true", True),
+        ("optimization.compute_attention_metrics=auto", "auto"),
+        ("training.experiment_name=007", "007"),
+        ("training.experiment_name=1e-3", "1e-3"),
+        ("training.experiment_name='quoted'", "quoted"),
+        ("training.experiment_name=run #3", "run #3"),
+        ("dataset.system_prompt=Think: then answer", "Think: then answer"),
+        ("dataset.system_prompt=null", None),
+        ("dataset.train_files=", ""),
+        ("dataset.train_files=a.jsonl,b=c.jsonl", "a.jsonl,b=c.jsonl"),
+        ("training.logger=[console,wandb]", ("console", "wandb")),
+        ("training.logger=[]", ()),
+        ("worker.rollout.engine_kwargs={dtype: half, x: 1e3}", {"dtype": "half", "x": 1000.0}),
+        ("worker.rollout.engine_kwargs.a.b=1", {"a": {"b": 1}}),
+    ],
+)
+def test_values_of_the_command_line(override, value):
+    kept = value_of(load_config(None, [override]), override.split("=")[0].removesuffix(".a.b"))
+    assert (kept, type(kept)) == (value, type(value))
+
+
+def test_numbers_that_were_meant_as_text_are_refused_in_a_file(tmp_path):
+    # YAML reads 2024_01 as 202401; turning that into text would silently rename the run.
+    (error,) = errors_of(write(tmp_path, "training:\n  experiment_name: 2024_01\n"))
+    assert error.endswith("run.yaml:2: training.experiment_name: expected text, got 202401; put it in quotes")
+
+
+def test_dates_stay_text(tmp_path):
+    path = write(tmp_path, "training: {experiment_name: 2024-01-02}")
+    assert load_config(path).training.experiment_name == "2024-01-02"
+
+
+# --- layers and overrides ---
+
+
+def test_overrides_beat_the_file_and_the_last_one_wins(tmp_path):
+    path = write(tmp_path, "dataset: {seed: 1}\nworker: {rollout: {engine_kwargs: {a: 1, b: 2}}}")
+    config = load_config(path, ["dataset.seed=2", "--dataset.seed", "3", "worker.rollout.engine_kwargs.b=5"])
+    assert config.dataset.seed == 3
+    assert config.worker.rollout.engine_kwargs == {"a": 1, "b": 5}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["worker.rollout.top_k=-1", "optimization.tis_clip=null"],
+        ["--worker.rollout.top_k", "-1", "--optimization.tis_clip", "null"],
+        ["--worker.rollout.top_k=-1", "--optimization.tis_clip=null"],
+    ],
+)
+def test_the_three_spellings_of_an_override(words):
+    config = load_config(None, words)
+    assert config.worker.rollout.top_k == -1 and config.optimization.tis_clip is None
+
+
+def test_an_override_may_set_a_section():
+    assert load_config(None, ["worker.rollout.val={n: 4, temperature: 1}"]).worker.rollout.val.n == 4
+
+
+def test_overrides_from_python_keep_their_types():
+    config = load_config(None, {"worker.actor.optim.betas": (0.8, 0.9), "dataset.train_files": "007"})
+    assert config.worker.actor.optim.betas == (0.8, 0.9) and config.dataset.train_files == "007"
+    config = load_config(None, {"worker.rollout.engine_kwargs": {"sizes": (1, 2)}})
+    assert config.worker.rollout.engine_kwargs == {"sizes": [1, 2]}  # as it will be after a save
+    with pytest.raises(ConfigError, match=r"overrides: dataset\.seed: cannot be used"):
+        load_config(None, {"dataset.seed": object()})
+
+
+def test_words_that_are_no_overrides():
+    assert only_error("training").startswith("command line: training: not an override")
+    assert only_error("--training.fresh").startswith("command line: training.fresh: no value given")
+    assert "training.fresh: no value given" in only_error("--training.fresh", "--dataset.seed=3")
+    assert only_error("training.logger=[console").startswith("command line: training.logger: cannot read the value: ")
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "---\n", "dataset:\nworker:\n  rollout:\n    # n: 4\n"])
+def test_an_empty_file_and_empty_sections_are_fine(text, tmp_path):
+    assert load_config(write(tmp_path, text)) == Config()
+
+
+def test_anchors_and_merge_keys_work(tmp_path):
+    text = "worker:\n  critic: {optim: &o {lr: 3e-5}}\n  actor: {optim: {<<: *o, name: adamw_8bit}}\n"
+    optim = load_config(write(tmp_path, text)).worker.actor.optim
+    assert (optim.lr, optim.name) == (3e-5, "adamw_8bit")
+
+
+def test_dotted_keys_in_a_file_work(tmp_path):
+    assert load_config(write(tmp_path, "worker.actor.optim.lr: 3e-5\n")).worker.actor.optim.lr == 3e-5
+
+
+def test_interpolation_refers_to_other_keys(tmp_path):
+    text = "dataset: {rollout_batch_size: 64}\nworker: {actor: {global_batch_size: '${dataset.rollout_batch_size}'}}"
+    path = write(tmp_path, text)
+    assert load_config(path).worker.actor.global_batch_size == 64
+    assert load_config(path, ["dataset.rollout_batch_size=32"]).worker.actor.global_batch_size == 32
+    assert "${" not in to_yaml(load_config(path))  # resolved when printed
+    name = load_config(None, ["training.experiment_name=seed_${dataset.seed}"]).training.experiment_name
+    assert name == "seed_42"
+
+
+def test_interpolation_that_leads_nowhere():
+    assert "dataset.seed: cannot be resolved" in only_error("dataset.seed=${dataset.sed}")
+    assert "dataset.seed: cannot be resolved" in only_error("dataset.seed=${dataset.seed}")
+    assert "dataset.seed: expected a whole number" in only_error("dataset.seed=${training.output_dir}")
+    assert "cannot be resolved" in only_error("training.output_dir='???'")
+
+
+@pytest.mark.parametrize("text", ["${x}", "\\${x}", "\\\\${x", "$${a}${b}", "a\\b", "${dataset.seed}"])
+def test_text_that_looks_like_interpolation_survives(text, tmp_path):
+    config = dataclasses.replace(Config(), dataset=dataclasses.replace(Config().dataset, system_prompt=text))
+    assert load_config(write(tmp_path, to_yaml(config))) == config
+
+
+# --- what a null stands for ---
+
+
+@pytest.mark.parametrize(
+    "overrides, name, value",
+    [
+        ([], "rollouts_per_prompt", 8),
+        (["optimization.advantage_estimator=rloo"], "rollouts_per_prompt", 8),
+        (["optimization.advantage_estimator=remax"], "rollouts_per_prompt", 1),
+        (["worker.rollout.n=3"], "rollouts_per_prompt", 3),
+        (["dataset.max_response_length=77"], "max_new_tokens", 77),
+        (["worker.rollout.max_new_tokens=50"], "max_new_tokens", 50),
+        ([], "reward_functions", ("accuracy", "format")),
+        (["worker.reward.reward_fn_path=a.py:f"], "reward_functions", ("a.py:f",)),
+        (["worker.reward.functions=[math]"], "reward_functions", ("math",)),
+        (["worker.reward.reward_type=model", "worker.reward.model_path=m"], "reward_functions", ()),
+        ([], "early_ratio", 0.1),
+        (["worker.actor.optim.warmup_ratio=0.0"], "early_ratio", 0.0),
+        (["worker.actor.optim.warmup_ratio=0.05", "worker.reward.early_ratio=0.0"], "early_ratio", 0.0),
+    ],
+)
+def test_derived_values_leave_the_keys_alone(overrides, name, value):
+    config = load_config(None, overrides)
+    assert getattr(config, name) == value
+    differing = {key for key, leaf in known_leaves().items() if value_of(config, key) != leaf.default}
+    assert differing == {override.split("=")[0] for override in overrides}
+
+
+def test_to_dict_holds_every_key():
+    assert list(flat(to_dict(Config()))) == list(known_leaves())
+
+
+def test_the_configuration_needs_neither_torch_nor_transformers():
+    code = "import sys, mtrl.config, mtrl.cli; print({'torch', 'transformers', 'numpy'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

@@ -1,0 +1,305 @@
+"""What the configuration refuses, and the words it finds for it: where, which key, what to do."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from mtrl.config import ConfigError, load_config, warnings
+from mtrl.config.foreign import TABLES, translation
+from mtrl.config.tree import known_leaves
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def errors_of(path: Path | None = None, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return caught.value.errors
+
+
+def only_error(*overrides: str) -> str:
+    errors = errors_of(None, *overrides)
+    assert len(errors) == 1, errors
+    return errors[0]
+
+
+# --- the report ---
+
+
+def test_all_errors_of_file_and_command_line_come_in_one_report(tmp_path):
+    path = write(
+        tmp_path,
+        "dataset:\n  sed: 3\n  seed: 1\n  seed: 2\noptimization:\n  gamma: 2\n  filter_low: 0.5\ntrainer:\n"
+        "  test_freq: 5\n  nnodes: 2\nworker: {rollout: 7}\n",
+    )
+    errors = errors_of(path, "worker.rolout.n=4", "optimization.online_filtering=true", "optimization.filter_high=0.2")
+    assert errors == [
+        f"{path}:4: dataset.seed: set a second time; keep one of the two",
+        f"{path}:2: dataset.sed: unknown key; did you mean dataset.seed or worker.rollout.seed?",
+        f"{path}:9: trainer.test_freq: unknown key, a key of verl; here it is training.val_freq",
+        f"{path}:10: trainer.nnodes: unknown key, a key of EasyR1 and verl; here it is training.nnodes",
+        errors[4],
+        "command line: worker.rolout.n: unknown key; did you mean worker.rollout.n or worker.rollout.val.n?",
+        f"{path}:6: optimization.gamma: expected a number in [0, 1], got 2",
+        f"{path}:7 and command line: optimization.filter_low = 0.5 with optimization.filter_high = 0.2: no group lies "
+        "between them; filter_low must be below filter_high",
+    ]
+    assert errors[4].startswith(f"{path}:11: worker.rollout: a section, got 7; worker.rollout has the keys name, mode")
+    with pytest.raises(ValueError, match="8 errors in the configuration"):
+        load_config(path, ["worker.rolout.n=4", "optimization.online_filtering=true", "optimization.filter_high=0.2"])
+
+
+def test_a_bad_value_does_not_cause_a_second_error_about_its_combination():
+    # With rollout_batch_size unusable, nothing can be said about its divisor.
+    assert "expected" in only_error("dataset.rollout_batch_size=many", "worker.actor.global_batch_size=7")
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("- a\n- b\n", "{path}:1: expected `key: value` lines, got a sequence"),
+        ("just words\n", "{path}:1: expected `key: value` lines, got a scalar"),
+        ("dataset:\n  seed: [1\n", "{path}:3: not valid YAML: "),
+        ("dataset: &a {x: *a}\n", "{path}: not usable: an anchor contains itself"),
+        ("a: 1\n---\nb: 2\n", "{path}:2: not valid YAML: "),
+        ("dataset: !!python/object:os.system {}\n", "{path}:1: not valid YAML: "),
+    ],
+)
+def test_files_that_are_no_configuration(text, message, tmp_path):
+    path = write(tmp_path, text)
+    (error,) = errors_of(path)
+    assert error.startswith(message.format(path=path))
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    assert errors_of(tmp_path / "none.yaml") == [
+        f"{tmp_path / 'none.yaml'}: cannot read the file: No such file or directory"
+    ]
+    assert errors_of(tmp_path) == [f"{tmp_path}: cannot read the file: Is a directory"]
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\x80")
+    assert errors_of(tmp_path / "binary") == [f"{tmp_path / 'binary'}: cannot read the file: it is not UTF-8 text"]
+
+
+@pytest.mark.parametrize(
+    "unknown, expected",
+    [
+        ("optimization.lr", "did you mean worker.actor.optim.lr or worker.critic.optim.lr?"),
+        ("worker.actor.optim.learning_rte", None),
+        ("training.rollout_batch_size", "did you mean dataset.rollout_batch_size?"),
+        ("worker.actor.global_batchsize", "did you mean worker.actor.global_batch_size?"),
+        ("datset.train_files", "did you mean dataset.train_files?"),
+        ("optimization.temperature", "did you mean worker.rollout.temperature or worker.rollout.val.temperature?"),
+        ("worker.ref.xyzzy", "worker.ref has the keys offload_params"),
+        ("xyzzy", "the configuration has the keys dataset, training, optimization, worker"),
+        ("dataset.seed.xyzzy", "dataset has the keys train_files, val_files"),
+    ],
+)
+def test_unknown_keys_get_the_nearest_known_one(unknown, expected):
+    error = only_error(f"{unknown}=1")
+    assert error.startswith(f"command line: {unknown}: unknown key")
+    assert expected is None or f"unknown key; {expected}" in error
+
+
+# --- keys of other projects ---
+
+FOREIGN = [(project, key, answer) for project, table in TABLES.items() for key, answer in table.items()]
+
+
+def test_the_table_is_large_and_holds_no_key_of_ours():
+    assert len({key for _, key, _ in FOREIGN}) == len(FOREIGN) >= 60
+    assert not {key for _, key, _ in FOREIGN} & set(known_leaves())
+
+
+@pytest.mark.parametrize("project, key, answer", FOREIGN)
+def test_every_answer_of_the_table_names_real_keys(project, key, answer):
+    target = answer.partition(";")[0]
+    assert target in known_leaves() or answer.startswith("none: ")
+    for mentioned in re.findall(r"\b(?:dataset|training|optimization|worker)(?:\.\w+)+", answer):
+        assert mentioned in known_leaves(), mentioned
+    assert str(translation(key)).startswith(f"a key of {project}")
+
+
+@pytest.mark.parametrize(
+    "key, words",
+    [
+        ("algorithm.adv_estimator", "EasyR1 and verl; here it is optimization.advantage_estimator"),
+        ("data.train_batch_size", "verl; here it is dataset.rollout_batch_size; prompts, as there"),
+        ("per_device_train_batch_size", "counts completions"),
+        ("training.learning_rate", "TRL; here it is worker.actor.optim.lr"),
+        ("rollout.collect_attentions", "here it is optimization.compute_attention_metrics"),
+        ("actor_rollout_ref.rollout.top_p", "EasyR1 and verl; here it is worker.rollout.top_p"),
+        ("repetition_penalty", "TRL without a counterpart: "),
+    ],
+)
+def test_the_words_for_foreign_keys(key, words):
+    assert words in only_error(f"{key}=1")
+
+
+def test_a_foreign_section_is_reported_key_by_key(tmp_path):
+    path = write(tmp_path, "algorithm:\n  kl_ctrl:\n    type: fixed\n    horizon: 3\n")
+    assert [error.split("; ")[1] for error in errors_of(path)] == [
+        "here it is optimization.divergence_type",
+        "here it is optimization.divergence_horizon",
+    ]
+
+
+def test_our_own_key_in_the_wrong_section_is_not_taken_for_a_foreign_one():
+    assert translation("dataset.temperature") is None
+
+
+# --- combinations that cannot work, and their neighbours that can ---
+
+SCHEDULE = "worker.reward.weight_schedule"
+
+IMPOSSIBLE = [
+    (["worker.rollout.n=1"], ["worker.rollout.n = 1", "optimization.advantage_estimator = 'grpo' (default)"]),
+    (["worker.rollout.n=1", "optimization.advantage_estimator=rloo"], ["rloo compares the responses"]),
+    (
+        ["dataset.rollout_batch_size=64"],
+        ["worker.actor.global_batch_size = 256 (default)", "set worker.actor.global_batch_size to 64"],
+    ),
+    (["worker.actor.global_batch_size=100"], ["dataset.rollout_batch_size = 256 (default)"]),
+    (["dataset.min_pixels=5000000"], ["dataset.min_pixels", "dataset.max_pixels"]),
+    (["worker.rollout.max_new_tokens=513"], ["worker.rollout.max_new_tokens", "dataset.max_response_length"]),
+    (["training.val_only=true", "dataset.train_files=a.jsonl"], ["training.val_only", "dataset.val_files"]),
+    (
+        ["worker.actor.ulysses_size=3", "training.n_gpus_per_node=4"],
+        ["worker.actor.ulysses_size", "training.n_gpus_per_node"],
+    ),
+    (
+        ["optimization.advantage_estimator=gae", "optimization.replay_buffer_size=64"],
+        ["optimization.replay_buffer_size", "worker.rollout.n = null (default)"],
+    ),
+    (
+        ["optimization.advantage_estimator=remax", "worker.reward.normalize=normalize_then_sum"],
+        ["worker.reward.normalize", "worker.rollout.n"],
+    ),
+    (
+        ["optimization.disable_divergence=true", "optimization.use_divergence_loss=true"],
+        ["optimization.disable_divergence", "optimization.use_divergence_loss"],
+    ),
+    (
+        ["optimization.disable_divergence=true", "optimization.divergence_type=adaptive"],
+        ["optimization.disable_divergence", "optimization.divergence_type"],
+    ),
+    (
+        ["optimization.online_filtering=true", "optimization.filter_low=0.99"],
+        ["optimization.filter_low", "optimization.filter_high"],
+    ),
+    (["optimization.token_weight_clip=[3.0,0.2]"], ["optimization.token_weight_clip"]),
+    (
+        ["optimization.enable_trajectory_reweighting=true", "optimization.trajectory_scaling_max=0.5"],
+        ["optimization.trajectory_scaling_min", "optimization.trajectory_scaling_max"],
+    ),
+    (
+        ["optimization.compute_attention_metrics=false", "worker.reward.functions=[accuracy,mdi]"],
+        ["optimization.compute_attention_metrics", "worker.reward.functions", "mdi"],
+    ),
+    (
+        ["optimization.compute_attention_metrics=false", "optimization.enable_token_weights=true"],
+        ["optimization.compute_attention_metrics", "optimization.enable_token_weights"],
+    ),
+    (["worker.rollout.name=local", "worker.rollout.mode=process"], ["worker.rollout.name", "worker.rollout.mode"]),
+    (
+        ["worker.rollout.name=local", "worker.rollout.tensor_parallel_size=2"],
+        ["worker.rollout.name", "worker.rollout.tensor_parallel_size"],
+    ),
+    (["worker.rollout.mode=server"], ["worker.rollout.mode", "worker.rollout.address"]),
+    (
+        ["worker.rollout.name=vllm", "worker.rollout.tensor_parallel_size=2"],
+        ["worker.rollout.tensor_parallel_size", "training.n_gpus_per_node"],
+    ),
+    (
+        [
+            "worker.actor.model.peft_type=lora",
+            "worker.actor.model.freeze_vision_tower=true",
+            "worker.actor.model.lora_vision_tower=true",
+        ],
+        ["worker.actor.model.freeze_vision_tower", "worker.actor.model.lora_vision_tower"],
+    ),
+    (["worker.reward.reward_type=model"], ["worker.reward.reward_type", "worker.reward.model_path"]),
+    (["worker.reward.functions=[]"], ["worker.reward.functions"]),
+    (["worker.reward.functions=[accurcy]"], ["worker.reward.functions", "did you mean accuracy?"]),
+    (
+        ["worker.reward.functions=[accuracy]", "worker.reward.reward_fn_path=a.py"],
+        ["worker.reward.functions", "worker.reward.reward_fn_path"],
+    ),
+    (["worker.reward.weights=[1,2,3]"], ["worker.reward.weights", "worker.reward.functions", "accuracy, format"]),
+    (["worker.reward.early_weights=[1]"], ["worker.reward.early_weights", "worker.reward.functions"]),
+    (["worker.reward.weights=[1,2]", "worker.reward.reward_fn_path=a.py"], ["worker.reward.weights", "(a.py)"]),
+    ([f"{SCHEDULE}=[[0.0,[1,2]],[0.5,[1]]]"], [SCHEDULE, "worker.reward.functions"]),
+    ([f"{SCHEDULE}=[[0.0,[1,2]]]", "worker.reward.early_weights=[1,2]"], [SCHEDULE, "worker.reward.early_weights"]),
+    ([f"{SCHEDULE}=[[0.0,[1,2]]]", "worker.reward.weights=[1,2]"], [SCHEDULE, "worker.reward.weights"]),
+    ([f"{SCHEDULE}=[]"], [SCHEDULE]),
+    ([f"{SCHEDULE}=[[0.1,[1,2]]]"], [SCHEDULE]),
+    ([f"{SCHEDULE}=[[0.0,[1,2]],[0.5,[1,2]],[0.5,[1,2]]]"], [SCHEDULE]),
+    ([f"{SCHEDULE}=[[0.0,[1,2]],[1.5,[1,2]]]"], [SCHEDULE]),
+]
+
+
+@pytest.mark.parametrize("overrides, words", IMPOSSIBLE)
+def test_combinations_that_cannot_work_name_the_keys(overrides, words):
+    error = only_error(*overrides)
+    assert error.startswith("command line: ")
+    for word in words:
+        assert word in error
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["worker.rollout.n=2"],
+        ["worker.rollout.n=1", "optimization.advantage_estimator=gae"],
+        ["dataset.rollout_batch_size=512"],
+        ["worker.actor.global_batch_size=64"],
+        ["dataset.min_pixels=4194304"],
+        ["worker.rollout.max_new_tokens=512"],
+        ["training.val_only=true"],  # the embedded task brings its own test questions
+        ["optimization.advantage_estimator=gae", "optimization.replay_buffer_size=64", "worker.rollout.n=4"],
+        ["optimization.disable_divergence=true"],
+        ["optimization.filter_low=0.99"],  # not in use
+        ["optimization.token_weight_clip=[1,1]"],
+        ["optimization.trajectory_scaling_max=0.5"],  # not in use
+        ["optimization.enable_trajectory_reweighting=true", "optimization.trajectory_scaling_max=null"],
+        ["optimization.policy_loss=gspo", "optimization.importance_sampling_level=token"],
+        ["optimization.policy_loss=cispo", "optimization.importance_sampling_level=sequence"],
+        ["optimization.compute_attention_metrics=auto", "worker.reward.functions=[accuracy,mdi]"],
+        # A user's function may supply the token weights itself.
+        [
+            "optimization.compute_attention_metrics=false",
+            "optimization.enable_token_weights=true",
+            "worker.reward.reward_fn_path=a.py",
+        ],
+        ["worker.rollout.mode=server", "worker.rollout.address=localhost:8000"],
+        ["worker.rollout.mode=server", "worker.rollout.address=h:1", "worker.rollout.tensor_parallel_size=8"],
+        ["worker.rollout.mode=process"],
+        ["worker.actor.model.freeze_vision_tower=true", "worker.actor.model.lora_vision_tower=true"],  # no adapters
+        ["worker.actor.model.peft_type=qlora", "training.n_gpus_per_node=8"],
+        ["worker.reward.reward_type=model", "worker.reward.model_path=org/rm"],
+        ["worker.reward.functions=[accuracy,my.module,mine.py:score]", "worker.reward.weights=[1,2,3]"],
+        [f"{SCHEDULE}=[[0.0,[1,2]],[0.3,[2,1]],[1,[0,1]]]"],
+        # Switches whose machinery may not be there yet are no matter of the configuration.
+        ["optimization.advantage_estimator=remax", "optimization.online_filtering=true", "worker.rollout.name=vllm"],
+    ],
+)
+def test_neighbours_that_can_work_load(overrides):
+    load_config(None, overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides, count",
+    [
+        ([], 0),
+        (["worker.rollout.val.n=4"], 1),
+        (["worker.rollout.val.n=4", "worker.rollout.val.temperature=1.0"], 0),
+        (["optimization.use_divergence_loss=true"], 1),
+        (["optimization.use_divergence_loss=true", "optimization.divergence_penalty=low_var_kl"], 0),
+    ],
+)
+def test_warnings(overrides, count):
+    assert len(list(warnings(load_config(None, overrides)))) == count
