@@ -1,0 +1,179 @@
+"""The model families. `load_encoder` reads a checkpoint's tokenizer and image settings, never its weights.
+
+Tokenizer and image settings are loaded apart: the combined processors of transformers want torchvision, and images
+are resized once, by us, so that trainer and generator see the same pixels.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+from transformers.utils import cached_file
+
+from mtrl.models.families.qwen_vl import QwenVLEncoder
+from mtrl.models.families.text import TextEncoder
+from mtrl.models.families.vision import ImageSettings
+
+VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
+    "chat_template.json",
+)
+
+__all__ = ["VISION_FAMILIES", "QwenVLEncoder", "TextEncoder", "load_encoder", "save_encoder_files"]
+
+
+def load_encoder(
+    model_path: str | Path,
+    *,
+    tokenizer_path: str | Path | None = None,
+    min_pixels: int | None = None,
+    max_pixels: int | None = None,
+    chat_template: str | None = None,
+    trust_remote_code: bool = False,
+    pool_special_tokens: bool = False,
+    pool_system: bool = False,
+) -> TextEncoder:
+    """The PromptEncoder for a checkpoint: a local directory or a hub id. Vision families get a QwenVLEncoder.
+
+    Pixel limits that are None are the checkpoint's. `chat_template` is Jinja text or a file with it.
+    """
+    model_path, tokenizer_path = str(model_path), str(tokenizer_path or model_path)
+    config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+    vision = config.model_type in VISION_FAMILIES
+    if not vision and not _is_text_model(config):
+        raise ValueError(
+            f"{model_path} is of the family {config.model_type!r}; MTRL knows {', '.join(VISION_FAMILIES)} "
+            "and text-only causal language models"
+        )
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, trust_remote_code=trust_remote_code)
+    template = _read_template(chat_template)
+    if vision and template is None:  # older checkpoints; transformers' processors prefer it to the tokenizer's
+        template = _read_json(tokenizer_path, "chat_template.json").get("chat_template")
+    options: dict[str, Any] = {
+        "chat_template": template,
+        "stop_ids": _stop_ids(model_path, tokenizer),
+        "pool_special_tokens": pool_special_tokens,
+        "pool_system": pool_system,
+    }
+    if not vision:
+        return TextEncoder(tokenizer, **options)
+    return QwenVLEncoder(tokenizer, config, _image_settings(model_path, config, min_pixels, max_pixels), **options)
+
+
+def _is_text_model(config: PreTrainedConfig) -> bool:
+    """A causal language model without eyes; remote code says so in its auto_map."""
+    if config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES or hasattr(config, "vision_config"):
+        return False
+    remote = getattr(config, "auto_map", None) or {}
+    return config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or "AutoModelForCausalLM" in remote
+
+
+# What transformers assumes where a preprocessor_config.json is silent.
+IMAGE_DEFAULTS: dict[str, Any] = {
+    "patch_size": 14,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+    "do_rescale": True,
+    "rescale_factor": 1 / 255,
+    "do_normalize": True,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+}
+
+
+def _image_settings(path: str, config: PreTrainedConfig, low: int | None, high: int | None) -> ImageSettings:
+    """From preprocessor_config.json, or processor_config.json of newer checkpoints.
+
+    Read as JSON: transformers' image processors import torchvision where one is installed, and it does not always load.
+    """
+    saved = _read_json(path, "preprocessor_config.json") or _read_json(path, "processor_config.json")
+    saved = saved.get("image_processor", saved)
+    if not saved:
+        raise ValueError(f"{path} has no preprocessor_config.json; copy it from the checkpoint the model was made from")
+    size = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280} | (saved.get("size") or {})
+    limits = (saved.get("min_pixels") or size["shortest_edge"], saved.get("max_pixels") or size["longest_edge"])
+    saved = IMAGE_DEFAULTS | {key: value for key, value in saved.items() if value is not None}
+    vision = config.vision_config
+    if (saved["patch_size"], saved["merge_size"]) != (vision.patch_size, vision.spatial_merge_size):
+        raise ValueError(
+            f"{path}: the image settings have patch {saved['patch_size']} and merge {saved['merge_size']}, "
+            f"config.json {vision.patch_size} and {vision.spatial_merge_size}; they do not belong together"
+        )
+    return ImageSettings(
+        patch=saved["patch_size"],
+        merge=saved["merge_size"],
+        frames=saved["temporal_patch_size"],
+        min_pixels=limits[0] if low is None else low,
+        max_pixels=limits[1] if high is None else high,
+        scale=saved["rescale_factor"] if saved["do_rescale"] else 1.0,
+        mean=tuple(saved["image_mean"]) if saved["do_normalize"] else (0.0,) * 3,
+        std=tuple(saved["image_std"]) if saved["do_normalize"] else (1.0,) * 3,
+    )
+
+
+def _read_template(template: str | None) -> str | None:
+    """Jinja text as it is, or the content of the file it names (a name has neither braces nor line breaks)."""
+    if template and not any(sign in template for sign in "{}\n"):
+        if not Path(template).is_file():
+            raise ValueError(f"the chat template {template!r} is neither Jinja text nor a file")
+        return Path(template).read_text(encoding="utf-8")
+    return template
+
+
+def save_encoder_files(encoder: TextEncoder, model_path: str | Path, directory: Path) -> None:
+    """What stands beside the weights of a checkpoint, so that it loads as it is: the tokenizer, and the processors'
+    settings as the model came with them."""
+    encoder.tokenizer.save_pretrained(directory)
+    for name in PROCESSOR_FILES:
+        if found := _find_file(str(model_path), name):
+            shutil.copyfile(found, directory / name)
+
+
+def _read_json(path: str, name: str) -> dict[str, Any]:
+    """A JSON file of a local or hub checkpoint; empty where there is none."""
+    found = _find_file(path, name)
+    return json.loads(Path(found).read_text(encoding="utf-8")) if found else {}
+
+
+def _find_file(path: str, name: str) -> str | None:
+    return cached_file(
+        path,
+        name,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+
+
+def _stop_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Tokens that end a response: the generation config's, else the tokenizer's; with ChatML always both of Qwen's,
+    since a base model's config names only <|endoftext|> and would talk on past the end of its turn."""
+    try:
+        stop = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:
+        stop = None
+    if stop is None:
+        stop = tokenizer.eos_token_id
+    ids = [] if stop is None else list(stop) if isinstance(stop, (list, tuple)) else [stop]
+    chatml = ["<|im_end|>", "<|endoftext|>"]
+    vocabulary = tokenizer.get_vocab()
+    if all(token in vocabulary for token in chatml):
+        ids += [vocabulary[token] for token in chatml]
+    return tuple(dict.fromkeys(ids))

@@ -1,0 +1,202 @@
+"""From a task to tokens: the part that text models and vision-language models share."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import jinja2
+import numpy as np
+import torch
+from tokenizers import Encoding
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from mtrl.types import NO_POOL, TEXT_POOL, Prompt, Task
+
+ENCODING_VERSION = 1  # part of the fingerprint: raise it when the same settings give other tokens or pools
+
+CHATML_SYSTEM = re.compile(r"<\|im_start\|>system\n.*?(?=<\|im_start\|>|\Z)", re.DOTALL)
+
+
+class TextEncoder:
+    """A PromptEncoder for text models. Holds no state between calls; can be pickled to worker processes.
+
+    The text pool of a prompt (attention grounding) leaves out special tokens and the system segment;
+    `pool_special_tokens` and `pool_system` let them in.
+    """
+
+    patch_size = merge_size = 1  # pixels a side of a patch, patches a side of a token; a text model has neither
+    forbidden_ids: tuple[int, ...] = ()
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        chat_template: str | None = None,
+        stop_ids: Sequence[int] = (),
+        pool_special_tokens: bool = False,
+        pool_system: bool = False,
+    ) -> None:
+        if not tokenizer.is_fast:
+            raise ValueError(f"{type(tokenizer).__name__} is a slow tokenizer; MTRL needs one with a tokenizer.json")
+        self.tokenizer = tokenizer
+        self.chat_template = chat_template or _template_of(tokenizer)
+        self.stop_ids: tuple[int, ...] = tuple(stop_ids)
+        if not self.stop_ids and tokenizer.eos_token_id is not None:
+            self.stop_ids = (tokenizer.eos_token_id,)
+        pad_id = tokenizer.pad_token_id
+        self.pad_id: int = pad_id if pad_id is not None else (*self.stop_ids, 0)[0]
+        self._pool_special, self._pool_system = pool_special_tokens, pool_system
+        added = tokenizer.added_tokens_decoder.items()
+        self._special_ids = torch.tensor(sorted({*tokenizer.all_special_ids, *(i for i, t in added if t.special)}))
+        # The Rust tokenizer itself: no padding, no truncation, no warnings about long texts, and twice as fast.
+        self._backend = tokenizer.backend_tokenizer
+        self._backend.no_padding()
+        self._backend.no_truncation()
+
+    # ------------------------------------------------------------------------------------------------ PromptEncoder
+    def fingerprint(self) -> str:
+        return self._fingerprint
+
+    def target_size(self, height: int, width: int) -> tuple[int, int]:
+        raise ValueError("this is a text model; it takes no images")
+
+    def length(self, task: Task, sizes: Sequence[tuple[int, int]]) -> int:
+        """Sizes as the media come; the encoder works out what they become."""
+        return len(self._tokens(task, len(sizes))[1].ids)
+
+    def encode(self, task: Task, media: Sequence[np.ndarray]) -> Prompt:
+        text, tokens = self._tokens(task, len(media))
+        ids = torch.tensor(tokens.ids, dtype=torch.long)
+        return Prompt(task, (), ids, ids, self._text_pool(task, text, tokens))
+
+    def inputs(self, prompt: Prompt, media: Sequence[np.ndarray] | None = None) -> dict[str, Tensor]:
+        """position_ids [L]."""
+        assert not media and not prompt.media, "a text model takes no images"
+        return {"position_ids": torch.arange(len(prompt.ids))}
+
+    # ------------------------------------------------------------------------------------------------- back to text
+    def decode(self, ids: Sequence[int] | Tensor) -> str:
+        """The text of a response, without special tokens."""
+        return self._backend.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    def decode_tokens(self, ids: Sequence[int] | Tensor) -> list[str]:
+        """One text for each token, special tokens written out: for token-by-token reports."""
+        return [self._backend.decode([int(i)], skip_special_tokens=False) for i in ids]
+
+    # --------------------------------------------------------------------------------------------------- the pieces
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The chat as one text, ready for the model's answer; without a template the contents, a line each."""
+        if not messages:
+            raise ValueError("the prompt is empty")
+        if self.chat_template is None:
+            return "\n".join("".join(self._part_text(part) for part in parts_of(message)) for message in messages)
+        try:
+            text = self.tokenizer.apply_chat_template(
+                self._for_template(messages),
+                chat_template=self.chat_template,
+                add_generation_prompt=True,
+                tokenize=False,
+            )
+        except (jinja2.TemplateError, TypeError) as error:
+            raise ValueError(f"the chat template refuses these messages: {error}") from error
+        assert isinstance(text, str)
+        return text
+
+    def _for_template(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Templates of text models expect contents to be strings."""
+        return [
+            {**message, "content": "".join(self._part_text(part) for part in parts_of(message))}
+            if isinstance(message.get("content"), (list, tuple))
+            else dict(message)
+            for message in messages
+        ]
+
+    def _part_text(self, part: Mapping[str, Any]) -> str:
+        if part["type"] != "text":
+            raise ValueError(f"this is a text model; the prompt has an {part['type']}")
+        return part["text"]
+
+    def _tokens(self, task: Task, media_count: int) -> tuple[str, Encoding]:
+        """The prompt's text and its tokens, one pad for each medium."""
+        check_marks(task, media_count)
+        text = self.render(task.messages)
+        # A template writes its own special tokens; plain text gets what the tokenizer adds (a BOS, mostly none).
+        try:
+            return text, self._backend.encode(text, add_special_tokens=self.chat_template is None)
+        except TypeError as error:  # JSON can spell half a surrogate pair, which no tokenizer takes
+            raise ValueError("the prompt is not valid Unicode text") from error
+
+    def _text_pool(self, task: Task, text: str, tokens: Encoding) -> Tensor:
+        pool = torch.full((len(tokens.ids),), TEXT_POOL, dtype=torch.long)
+        if not self._pool_special:
+            pool[torch.isin(torch.tensor(tokens.ids), self._special_ids)] = NO_POOL
+        if not self._pool_system:
+            starts, ends = torch.tensor(tokens.offsets, dtype=torch.long).view(-1, 2).unbind(1)
+            for begin, end in system_spans(text, task.messages):
+                pool[(ends > begin) & (starts < end)] = NO_POOL
+        return pool
+
+    def _settings(self) -> list[Any]:
+        """All that `length` and `encode` depend on besides the tokenizer."""
+        return [ENCODING_VERSION, type(self).__name__, self.chat_template, self._pool_special, self._pool_system]
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        settings = json.dumps(self._settings(), sort_keys=True) + self._backend.to_str()
+        return hashlib.sha256(settings.encode()).hexdigest()[:16]
+
+
+def parts_of(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The parts of a message: {"type": "text", "text": ..}, {"type": "image"} or {"type": "video"}."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise ValueError(f"not a message (a role and a content): {message!r:.200}")
+    content = message.get("content")
+    if isinstance(content, str):
+        yield {"type": "text", "text": content}
+        return
+    if content is not None and not isinstance(content, (list, tuple)):
+        raise ValueError(f"the content of a message is a {type(content).__name__}; it must be text or a list of parts")
+    for part in content or ():
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind not in ("text", "image", "video") or (kind == "text" and not isinstance(part.get("text"), str)):
+            raise ValueError(f"not a part of a message (a text with its text, an image or a video): {part!r:.200}")
+        yield dict(part)
+
+
+def check_marks(task: Task, media_count: int) -> None:
+    """Media in the messages, media of the task and media at hand must be the same in number."""
+    marks = [part["type"] for message in task.messages for part in parts_of(message) if part["type"] != "text"]
+    if "video" in marks or any(medium.kind == "video" for medium in task.media):
+        raise ValueError("video is not supported yet")
+    if not len(marks) == len(task.media) == media_count:
+        raise ValueError(
+            f"the messages have {len(marks)} image marks, the row names {len(task.media)} images and "
+            f"{media_count} were given; the three must be equal"
+        )
+
+
+def system_spans(text: str, messages: Iterable[Mapping[str, Any]]) -> list[tuple[int, int]]:
+    """(begin, end) in the rendered text of system segments.
+
+    In ChatML (Qwen) the whole turn, also one that the template adds by itself; elsewhere the system messages' text.
+    """
+    if spans := [match.span() for match in CHATML_SYSTEM.finditer(text)]:
+        return spans
+    for message in messages:
+        if message.get("role") == "system":
+            body = "".join(part.get("text", "") for part in parts_of(message)).strip()  # templates trim
+            begin = text.find(body)
+            if body and begin >= 0:
+                spans.append((begin, begin + len(body)))
+    return spans
+
+
+def _template_of(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """The tokenizer's own template (the default one where it has several)."""
+    return tokenizer.get_chat_template() if tokenizer.chat_template else None
