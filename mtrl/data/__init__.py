@@ -1,0 +1,18 @@
+"""From files to prompts. `open_dataset` reads and checks, `Sampler` hands out."""
+
+from mtrl.data.dataset import Counts, Dataset, open_dataset
+from mtrl.data.rows import BadRow, DataError, DataSettings
+from mtrl.data.sampler import Sampler
+from mtrl.data.sources import RowList, open_sources
+
+__all__ = [
+    "BadRow",
+    "Counts",
+    "DataError",
+    "DataSettings",
+    "Dataset",
+    "RowList",
+    "Sampler",
+    "open_dataset",
+    "open_sources",
+]

@@ -1,0 +1,198 @@
+"""The scan at a start: every row is read, its images' headers checked, its prompt measured. No pixel is decoded.
+
+Results are cached for each source. The key is the data file (path, size, mtime), the encoder's fingerprint and the
+settings that matter; the length limit is not among them, so changing it costs nothing. Image files are watched by
+size and mtime: rows whose images changed, came or went are scanned again, the others are not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+import PIL
+
+from mtrl.data.cache import DiskCache, pack_json, unpack_json
+from mtrl.data.media import Size, read_size, within_side
+from mtrl.data.parallel import map_rows
+from mtrl.data.prompts import TaskBuilder
+from mtrl.data.rows import DataSettings, RowError
+from mtrl.data.sources import Source
+from mtrl.protocols import PromptEncoder
+from mtrl.types import Task
+
+VERSION = 1  # of what a scan means; raise it when the same row would now get another result
+GOOD, BAD, TOO_BIG = 0, 1, 2
+
+FileStamp = tuple[str, int, int]  # path, bytes, mtime in ns; -1, -1: not there
+
+
+@dataclass(frozen=True)
+class RowScan:
+    """What the scan found in one row."""
+
+    state: int = GOOD
+    reason: str = ""
+    length: int = -1  # tokens; -1: no encoder, or a bad row
+    pixels: int = 0  # of all images at the size the model sees
+    sizes: tuple[Size, ...] = ()  # of the images as they are
+    files: tuple[FileStamp, ...] = ()
+
+
+@dataclass
+class SourceScan:
+    """The same for every row of a source, as arrays."""
+
+    state: np.ndarray  # [rows]
+    length: np.ndarray  # [rows]
+    pixels: np.ndarray  # [rows]
+    sizes: np.ndarray  # [images, 3]: row, height, width
+    stamps: np.ndarray  # [files, 3]: row, bytes, mtime
+    paths: list[str] = field(default_factory=list)  # [files]
+    reasons: dict[int, str] = field(default_factory=dict)  # of bad rows
+
+    @classmethod
+    def empty(cls, rows: int) -> SourceScan:
+        per_row = (np.zeros(rows, np.uint8), np.full(rows, -1, np.int32), np.zeros(rows, np.int64))
+        return cls(*per_row, sizes=np.zeros((0, 3), np.int64), stamps=np.zeros((0, 3), np.int64))
+
+    def update(self, rows: Sequence[int], found: Sequence[RowScan]) -> None:
+        """Puts new results in place of what was known of these rows."""
+        fresh = np.zeros(len(self.state), bool)
+        fresh[list(rows)] = True
+        kept = ~fresh[self.stamps[:, 0]]
+        paths = [path for path, keep in zip(self.paths, kept, strict=True) if keep]
+        stamps = [(row, size, mtime) for row, scan in zip(rows, found, strict=True) for _, size, mtime in scan.files]
+        sizes = [(row, *size) for row, scan in zip(rows, found, strict=True) for size in scan.sizes]
+        self.paths = paths + [path for scan in found for path, _, _ in scan.files]
+        self.stamps = np.concatenate([self.stamps[kept], np.array(stamps, np.int64).reshape(-1, 3)])
+        self.sizes = np.concatenate([self.sizes[~fresh[self.sizes[:, 0]]], np.array(sizes, np.int64).reshape(-1, 3)])
+        for row, scan in zip(rows, found, strict=True):
+            self.state[row], self.length[row], self.pixels[row] = scan.state, scan.length, scan.pixels
+            self.reasons.pop(row, None)
+            if scan.state == BAD:
+                self.reasons[row] = scan.reason
+
+    def changed_rows(self) -> list[int]:
+        """Rows with an image file that is not what it was."""
+        rows = set()
+        for path, (row, size, mtime) in zip(self.paths, self.stamps.tolist(), strict=True):
+            if _stamp(path) != (path, size, mtime):
+                rows.add(row)
+        return sorted(rows)
+
+
+@dataclass(frozen=True)
+class Scanner:
+    """Scans single rows; what a worker process inherits."""
+
+    builder: TaskBuilder
+    encoder: PromptEncoder | None
+    settings: DataSettings
+
+    def scan(self, source: Source, index: int) -> RowScan:
+        files: tuple[FileStamp, ...] = ()
+        try:
+            task = self.builder.build(source, index)
+            files = tuple(_stamp(m.source) for m in task.media if isinstance(m.source, str))  # before they are read
+            return self._measure(task, files)
+        except RowError as error:
+            return RowScan(BAD, error.reason, files=files)
+
+    def _measure(self, task: Task, files: tuple[FileStamp, ...]) -> RowScan:
+        sizes = tuple(read_size(medium) for medium in task.media)
+        limit = self.settings.max_image_side
+        if self.settings.big_images == "filter" and limit is not None and any(max(size) > limit for size in sizes):
+            return RowScan(TOO_BIG, sizes=sizes, files=files)
+        limited = [within_side(size, limit) for size in sizes]
+        targets = target_sizes(self.encoder, limited)
+        length = prompt_length(self.encoder, task, limited)
+        return RowScan(GOOD, "", length, sum(height * width for height, width in targets), sizes, files)
+
+
+def scan_source(
+    source: Source, scanner: Scanner, cache: DiskCache, *, workers: int | None = None, stream: TextIO | None = None
+) -> SourceScan:
+    """The scan of all rows, from the cache where that still holds."""
+    key = None if source.stamp is None else _cache_key(source, scanner)
+    scan = None if key is None else _load(cache, key, len(source))
+    todo = range(len(source)) if scan is None else scan.changed_rows()
+    if scan is None:
+        scan = SourceScan.empty(len(source))
+    if todo:
+        found = map_rows(
+            lambda index: scanner.scan(source, index), todo, f"checking {source.name}", workers=workers, stream=stream
+        )
+        scan.update(todo, found)
+        if key is not None:
+            _store(cache, key, scan)
+    return scan
+
+
+def target_sizes(encoder: PromptEncoder | None, sizes: Sequence[Size]) -> list[Size]:
+    """The sizes the model will see; without an encoder, the sizes as they are."""
+    if encoder is None:
+        return list(sizes)
+    targets = []
+    for height, width in sizes:
+        try:
+            targets.append(encoder.target_size(height, width))
+        except ValueError as error:
+            raise RowError(f"the model cannot take an image of {width} x {height} pixels ({error})") from error
+    return targets
+
+
+def prompt_length(encoder: PromptEncoder | None, task: Task, sizes: Sequence[Size]) -> int:
+    """`sizes` are what `target_size` is asked about, not its answers: asked twice, it may shrink a strip twice."""
+    if encoder is None:
+        return -1
+    try:
+        return encoder.length(task, sizes)
+    except ValueError as error:
+        raise RowError(str(error)) from error
+
+
+def _stamp(path: str) -> FileStamp:
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError):
+        return path, -1, -1
+    return path, found.st_size, found.st_mtime_ns
+
+
+def _cache_key(source: Source, scanner: Scanner) -> dict[str, Any]:
+    settings = scanner.settings
+    names = ("prompt_key", "image_key", "video_key", "options_key", "max_image_side", "big_images", "system_prompt")
+    template = settings.format_prompt and Path(settings.format_prompt).expanduser().read_bytes()
+    return {
+        "version": [VERSION, PIL.__version__],
+        "stamp": source.stamp,
+        "rows": source.fingerprint,
+        "encoder": scanner.encoder.fingerprint() if scanner.encoder else None,
+        "settings": {name: getattr(settings, name) for name in names},
+        "image_dir": os.path.abspath(os.path.expanduser(settings.image_dir)) if settings.image_dir else None,
+        "template": hashlib.sha256(template).hexdigest() if template else None,
+    }
+
+
+ARRAYS = ("state", "length", "pixels", "sizes", "stamps")
+
+
+def _store(cache: DiskCache, key: Any, scan: SourceScan) -> None:
+    reasons = [[row, reason] for row, reason in scan.reasons.items()]
+    arrays = {name: getattr(scan, name) for name in ARRAYS}
+    cache.store("scan", key, arrays | {"paths": pack_json(scan.paths), "reasons": pack_json(reasons)})
+
+
+def _load(cache: DiskCache, key: Any, rows: int) -> SourceScan | None:
+    entry = cache.load("scan", key)
+    if entry is None or {*ARRAYS, "paths", "reasons"} - entry.keys() or len(entry["state"]) != rows:
+        return None
+    reasons = {int(row): str(reason) for row, reason in unpack_json(entry["reasons"])}
+    arrays: dict[str, Any] = {name: entry[name] for name in ARRAYS}
+    return SourceScan(**arrays, paths=unpack_json(entry["paths"]), reasons=reasons)

@@ -1,0 +1,268 @@
+"""Images: from whatever a row holds to RGB pixels at the size the model sees.
+
+Sizes come from headers, without decoding a pixel. Pixels are decoded when a prompt is needed, turned upright (EXIF),
+made RGB (transparency lies on white, 16 bits become 8, the first frame of an animation) and resized once, by PIL's
+bicubic filter. Both ways go through `_open`, so the size promised is the size delivered.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import os
+import re
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from PIL import ExifTags, Image
+
+from mtrl.data.rows import RowError
+from mtrl.types import Medium
+
+MAX_PIXELS = 89_478_485  # of one image: 256 MiB of RGB, where Pillow begins to warn of decompression bombs
+FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "JPEG2000", "AVIF")  # none runs a program
+VIDEO_REFUSED = "it has a video, and video is not supported yet"
+
+BASE64_TEXT = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
+BASE64_STARTS = ("/9j/", "iVBORw0KGgo", "R0lGOD", "UklGR", "Qk", "SUkq", "TU0A")  # JPEG PNG GIF WebP BMP TIFF TIFF
+TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+Size = tuple[int, int]  # height, width
+
+
+def media_list(value: Any) -> list[Any]:
+    """A media column holds nothing, one medium or a list of them."""
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def image_medium(value: Any, directory: Path) -> Medium:
+    """A value of an image column as a path, bytes or a PIL image.
+
+    >>> image_medium("cats/1.png", Path("/data"))
+    Medium(kind='image', source='/data/cats/1.png')
+    """
+    if isinstance(value, dict):
+        if value.get("bytes") is None and value.get("path") is None:
+            raise RowError(f"an image is an object with {sorted(map(str, value))}, neither bytes nor a path")
+        value = value["bytes"] if value.get("bytes") is not None else value["path"]
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return Medium("image", bytes(value))
+    if isinstance(value, Image.Image):
+        return Medium("image", value)
+    if isinstance(value, (str, os.PathLike)):
+        return Medium("image", _text_source(os.fspath(value), directory))
+    raise RowError(f"an image is a {type(value).__name__}; expected a path, bytes, base64 text or {{'bytes': ...}}")
+
+
+def read_size(medium: Medium, verify: bool = True) -> Size:
+    """Height and width of an upright image, from its header. `verify` looks for the marks that end a whole file; where
+    they are missing, or the format has none, all pixels are decoded to find out whether they are there."""
+    with _open(medium) as (image, data):
+        size = _upright_size(image)
+        if verify and not _looks_whole(image.format, data):
+            _load(image)
+        return size
+
+
+def decode(medium: Medium, target: Size) -> np.ndarray:
+    """RGB uint8 [H, W, 3] at the target (height, width)."""
+    with _open(medium) as (image, _):
+        turn = TURNS.get(_orientation(image))
+        _load(image)
+        try:
+            upright = _to_rgb(image)
+            upright = upright.transpose(turn) if turn is not None else upright
+        except (ValueError, OSError, MemoryError) as error:
+            raise RowError(f"{_name(medium)} (mode {image.mode}) cannot be made RGB: {error}") from error
+    if upright.size != (target[1], target[0]):
+        upright = upright.resize((target[1], target[0]), Image.Resampling.BICUBIC)
+    return np.asarray(upright)
+
+
+def within_side(size: Size, max_side: int | None) -> Size:
+    """The size scaled down so that its longer side is at most `max_side`.
+
+    >>> within_side((100, 400), 200)
+    (50, 200)
+    """
+    if max_side is None or max(size) <= max_side:
+        return size
+    scale = max_side / max(size)
+    return max(1, round(size[0] * scale)), max(1, round(size[1] * scale))
+
+
+def _text_source(text: str, directory: Path) -> str | bytes:
+    if text.startswith("data:"):
+        kind, comma, payload = text.partition(",")
+        if not comma or not kind.endswith(";base64"):
+            raise RowError(f"an image is a data: address without base64 ({_short(text)})")
+        return _from_base64(payload)
+    if text.startswith(("http://", "https://")):
+        raise RowError(f"an image is a web address ({_short(text)}); download it and give its path")
+    if len(text) >= 64 and text.startswith(BASE64_STARTS) and BASE64_TEXT.fullmatch(text):
+        return _from_base64(text)
+    path = text.removeprefix("file://")
+    return os.path.join(directory, path)
+
+
+def _from_base64(text: str) -> bytes:
+    try:
+        return base64.b64decode("".join(text.split()), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise RowError(f"an image is damaged base64 text ({error})") from error
+
+
+@contextmanager
+def _open(medium: Medium) -> Iterator[tuple[Image.Image, BinaryIO]]:
+    """The image before decoding, and the bytes behind it."""
+    if medium.kind == "video":
+        raise RowError(VIDEO_REFUSED)
+    with _open_bytes(medium) as data:
+        if data.seek(0, os.SEEK_END) == 0 and not isinstance(medium.source, Image.Image):
+            raise RowError(f"{_name(medium)} is empty")
+        data.seek(0)
+        image = medium.source if isinstance(medium.source, Image.Image) else _parse(medium, data)
+        _check_size(image, medium)
+        try:
+            yield image, data
+        except _DamagedPixels as error:
+            raise RowError(f"{_name(medium)} is truncated or damaged ({error})") from error
+
+
+def _parse(medium: Medium, data: BinaryIO) -> Image.Image:
+    try:
+        return Image.open(data, formats=_known_formats())
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise RowError(f"{_name(medium)} is too large, perhaps a decompression bomb: {error}") from error
+    except Image.UnidentifiedImageError as error:
+        raise RowError(f"{_name(medium)} is not an image of a known kind") from error
+    except Exception as error:  # Pillow's parsers raise anything on damaged headers
+        raise RowError(f"{_name(medium)} has a damaged header ({type(error).__name__}: {error})") from error
+
+
+def _open_bytes(medium: Medium) -> BinaryIO:
+    if isinstance(medium.source, Image.Image):
+        return io.BytesIO()
+    if isinstance(medium.source, bytes):
+        return io.BytesIO(medium.source)
+    try:
+        found = os.stat(medium.source)
+        regular = stat.S_ISREG(found.st_mode)  # reading from a pipe would wait for ever
+        data = open(medium.source, "rb") if regular else io.BytesIO()  # noqa: SIM115 (the caller closes it)
+    except FileNotFoundError as error:
+        raise RowError(f"{_name(medium)} does not exist") from error
+    except (OSError, ValueError) as error:  # no permission, a name too long, a NUL in the name
+        raise RowError(f"{_name(medium)} cannot be opened ({error})") from error
+    if not regular:
+        raise RowError(f"{_name(medium)} is a directory or a device, not a file")
+    return data
+
+
+class _DamagedPixels(Exception):
+    pass
+
+
+def _load(image: Image.Image) -> None:
+    try:
+        image.load()
+    except Exception as error:  # Pillow's decoders raise anything on damaged pixels
+        raise _DamagedPixels(str(error) or type(error).__name__) from error
+
+
+def _check_size(image: Image.Image, medium: Medium) -> None:
+    width, height = image.size
+    if width < 1 or height < 1:
+        raise RowError(f"{_name(medium)} has no pixels ({width} x {height})")
+    if width * height > MAX_PIXELS:
+        raise RowError(
+            f"{_name(medium)} is too large, perhaps a decompression bomb: {width} x {height} pixels, "
+            f"more than {MAX_PIXELS:,}"
+        )
+
+
+def _orientation(image: Image.Image) -> int:
+    """The EXIF orientation, of what was read so far: asking a PNG for more would decode it. TIFF turns itself."""
+    if image.format == "TIFF" or (image.format == "PNG" and "exif" not in image.info):
+        return 1
+    try:
+        value = image.getexif().get(ExifTags.Base.Orientation, 1)
+    except Exception:  # damaged EXIF says nothing about the orientation; the pixels may be fine
+        return 1
+    return value if isinstance(value, int) else 1
+
+
+def _upright_size(image: Image.Image) -> Size:
+    width, height = image.size
+    return (width, height) if _orientation(image) in (5, 6, 7, 8) else (height, width)
+
+
+def _looks_whole(kind: str | None, data: BinaryIO) -> bool:
+    """Whether the bytes end as a whole file of this kind does. Cheap, and wrong only on the careful side."""
+    position = data.tell()
+    length = data.seek(0, os.SEEK_END)
+    data.seek(max(0, length - 32))
+    tail = data.read()
+    whole = False
+    if kind in ("JPEG", "MPO"):
+        whole = b"\xff\xd9" in tail
+    elif kind == "PNG":
+        whole = b"IEND" in tail
+    elif kind == "GIF":
+        whole = tail.rstrip(b"\0").endswith(b";")
+    elif kind == "WEBP":
+        data.seek(4)
+        whole = int.from_bytes(data.read(4), "little") + 8 <= length
+    data.seek(position)
+    return whole
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I;16"):
+        return _from_grey(np.asarray(image) / 257)
+    if image.mode == "I":  # a 16-bit PNG as some versions of Pillow read it, or 32 bits
+        values = np.asarray(image).astype(np.float64)
+        top = values.max()
+        return _from_grey(values * (255 / (65535 if top <= 65535 else top)))
+    if image.mode == "F":
+        values = np.nan_to_num(np.asarray(image).astype(np.float64))
+        return _from_grey(values * (255 if values.max() <= 1 else 1))
+    if image.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in image.info:
+        coloured = image.convert("RGBA")
+        ground = Image.new("RGB", coloured.size, (255, 255, 255))
+        ground.paste(coloured, mask=coloured.getchannel("A"))
+        return ground
+    return image.convert("RGB")
+
+
+def _from_grey(values: np.ndarray) -> Image.Image:
+    return Image.fromarray(np.clip(np.rint(values), 0, 255).astype(np.uint8)).convert("RGB")
+
+
+@lru_cache(maxsize=1)
+def _known_formats() -> tuple[str, ...]:
+    Image.init()
+    return tuple(name for name in FORMATS if name in Image.OPEN)
+
+
+def _name(medium: Medium) -> str:
+    return f"the image {medium.source}" if isinstance(medium.source, str) else "an image in the row"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else text[:60] + "..."

@@ -1,0 +1,210 @@
+"""What `mtrl data` prints: what is in the files, what the model would see of it, and what would be left out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+import numpy as np
+from PIL import Image
+
+from mtrl.data.dataset import Dataset, scan_dataset
+from mtrl.data.lengths import GOOD, target_sizes
+from mtrl.data.media import within_side
+from mtrl.data.rows import MAX_LISTED, BadRow, DataSettings, RowError
+from mtrl.data.sampler import PromptLoader
+from mtrl.data.sources import Source
+from mtrl.protocols import PromptEncoder
+from mtrl.types import VISION_POOL, Prompt, Task
+
+SAMPLES = 3
+COLUMN_ROWS = 100  # rows of each source whose column types are looked at
+
+
+class ReadableEncoder(PromptEncoder, Protocol):
+    """An encoder that can also show its text."""
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str: ...
+
+    def decode_tokens(self, ids: Sequence[int]) -> list[str]: ...
+
+
+def run(
+    data: str | Sequence[Source],
+    settings: DataSettings,
+    encoder: ReadableEncoder | None,
+    stream: TextIO,
+    *,
+    cache_dir: Path | None = None,
+) -> int:
+    """Prints the report; 0 when every row can be used, 1 when some cannot."""
+    dataset = scan_dataset(data, settings, encoder, cache_dir=cache_dir)
+    prompts = _samples(dataset, encoder)
+    sections = [
+        _files(dataset),
+        _columns(dataset.sources),
+        _lengths(dataset, encoder),
+        _images(dataset, encoder, prompts),
+        _bad_rows(dataset),
+        *(_sample(number, sample, encoder) for number, sample in enumerate(prompts, 1)),
+    ]
+    print("\n\n".join("\n".join(section) for section in sections if section), file=stream)
+    return 1 if dataset.bad_rows else 0
+
+
+def _files(dataset: Dataset) -> list[str]:
+    counts, settings = dataset.counts, dataset.settings
+    lines = ["Rows"]
+    lines += [f"  {len(source):>9,}  {source.name}" for source in dataset.sources]
+    lines += [f"  {counts.total:>9,}  in all", f"  {counts.kept:>9,}  to train on"]
+    if counts.bad:
+        lines.append(f"  {counts.bad:>9,}  cannot be used (below)")
+    if counts.too_big:
+        lines.append(
+            f"  {counts.too_big:>9,}  left out: an image over dataset.max_image_side={settings.max_image_side}"
+        )
+    return lines
+
+
+def _columns(sources: Sequence[Source]) -> list[str]:
+    types: dict[str, Counter[str]] = {}
+    looked_at = 0
+    for source in sources:
+        for index in range(min(len(source), COLUMN_ROWS)):
+            try:
+                row = source.read(index)
+            except RowError:
+                continue  # it is among the bad rows
+            looked_at += 1
+            for name, value in row.items():
+                types.setdefault(str(name), Counter())[_type_name(value)] += 1
+    lines = [f"Columns (of the first {looked_at} rows)"]
+    for name, kinds in types.items():
+        missing = looked_at - sum(kinds.values())
+        spelled = ", ".join(kind for kind, _ in kinds.most_common())
+        lines.append(f"  {name}: {spelled}" + (f" (not in {missing} rows)" if missing else ""))
+    return lines
+
+
+def _lengths(dataset: Dataset, encoder: ReadableEncoder | None) -> list[str]:
+    if encoder is None:
+        return ["Prompt lengths", "  need a tokenizer: set worker.actor.model.model_path=<model>"]
+    lengths = np.concatenate([scan.length[scan.length >= 0] for scan in dataset.scans])
+    settings = dataset.settings
+    if not len(lengths):
+        return ["Prompt lengths", "  no row could be measured"]
+    over = int((lengths > settings.max_prompt_length).sum())
+    fate = "left out" if settings.filter_overlong_prompts else "refused (dataset.filter_overlong_prompts is off)"
+    return [
+        "Prompt lengths (tokens, images expanded)",
+        f"  {_spread(lengths)}",
+        f"  over dataset.max_prompt_length={settings.max_prompt_length}: {over:,} of {len(lengths):,} "
+        f"({over / len(lengths):.1%}), {fate}",
+    ]
+
+
+def _images(dataset: Dataset, encoder: ReadableEncoder | None, prompts: Sequence[Prompt | Task | BadRow]) -> list[str]:
+    sizes = np.concatenate([scan.sizes for scan in dataset.scans])
+    if not len(sizes):
+        return ["Images", "  none"]
+    rows = sum(len(np.unique(scan.sizes[:, 0])) for scan in dataset.scans)
+    lines = ["Images", f"  {len(sizes):,} in {rows:,} rows"]
+    lines += [f"  width   {_spread(sizes[:, 2])}", f"  height  {_spread(sizes[:, 1])}"]
+    density = _tokens_per_pixel(prompts)
+    if encoder is None or density is None:
+        return [*lines, "  tokens need a vision-language model: set worker.actor.model.model_path=<model>"]
+    usable = np.concatenate([scan.sizes[scan.state[scan.sizes[:, 0]] == GOOD] for scan in dataset.scans])
+    distinct, times = np.unique(usable[:, 1:], axis=0, return_counts=True)
+    tokens = [round(density * height * width) for height, width in _targets(dataset, encoder, distinct)]
+    return [*lines, f"  tokens  {_spread(np.repeat(tokens, times))}"]
+
+
+def _targets(dataset: Dataset, encoder: PromptEncoder, sizes: np.ndarray) -> list[tuple[int, int]]:
+    limited = [within_side((int(height), int(width)), dataset.settings.max_image_side) for height, width in sizes]
+    return [target_sizes(encoder, [size])[0] for size in limited]
+
+
+def _tokens_per_pixel(prompts: Sequence[Prompt | Task | BadRow]) -> float | None:
+    """Sizes that models see are whole numbers of tokens, so one encoded image tells the measure of all."""
+    for prompt in prompts:
+        if isinstance(prompt, Prompt) and prompt.media:
+            pixels = sum(image.shape[-3] * image.shape[-2] for image in prompt.media)
+            return float((prompt.pool == VISION_POOL).sum()) / pixels
+    return None
+
+
+def _bad_rows(dataset: Dataset) -> list[str]:
+    if not dataset.bad_rows:
+        return ["Bad rows", "  none"]
+    lines = [f"Bad rows ({len(dataset.bad_rows):,})"]
+    lines += [f"  {bad}" for bad in dataset.bad_rows[:MAX_LISTED]]
+    if len(dataset.bad_rows) > MAX_LISTED:
+        lines.append(f"  ... and {len(dataset.bad_rows) - MAX_LISTED:,} more")
+    return lines
+
+
+def _samples(dataset: Dataset, encoder: ReadableEncoder | None) -> list[Prompt | Task | BadRow]:
+    """The first, the middle and the last row, and one with an image if these have none."""
+    if not len(dataset):
+        return []
+    positions = [0, len(dataset) // 2, len(dataset) - 1]
+    visual = np.flatnonzero(dataset.pixels)
+    if len(visual) and not dataset.pixels[positions].any():
+        positions[1] = int(visual[0])
+    loader = PromptLoader(dataset, encoder) if encoder is not None else None
+    return [loader.load(at) if loader else dataset.task(at) for at in sorted(set(positions))[:SAMPLES]]
+
+
+def _sample(number: int, sample: Prompt | Task | BadRow, encoder: ReadableEncoder | None) -> list[str]:
+    if isinstance(sample, BadRow):
+        return [f"Sample {number}: {sample}"]
+    task = sample.task if isinstance(sample, Prompt) else sample
+    lines = [f"Sample {number}: {task.origin} (id {task.id})"]
+    if isinstance(sample, Prompt):
+        assert encoder is not None
+        lines += [f"  | {line}" for line in _as_model_sees(sample, encoder).splitlines()]
+    else:
+        lines += [f"  | {message['role']}: {_content(message['content'])}" for message in task.messages]
+    lines.append(f"  answer: {_shorten(task.answer)}")
+    lines += [f"  {name}: {_shorten(value)}" for name, value in (task.columns or {}).items()]
+    return lines
+
+
+def _as_model_sees(prompt: Prompt, encoder: ReadableEncoder) -> str:
+    """The templated text, every medium's pads written as one and a number."""
+    text = encoder.render(prompt.task.messages)
+    vision = (prompt.pool == VISION_POOL).tolist()
+    if not any(vision):
+        return text
+    (pad,) = encoder.decode_tokens([int(prompt.ids[vision.index(True)])])
+    runs = "".join("v" if seen else " " for seen in vision).split()
+    first, *rest = text.split(pad)
+    return first + "".join(f"{pad} × {len(run)}{piece}" for run, piece in zip(runs, rest, strict=False))
+
+
+def _content(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in content)
+
+
+def _type_name(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        inner = sorted({_type_name(item) for item in value})
+        return f"list of {' or '.join(inner)}" if inner else "empty list"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(sorted(map(str, value))) + "}"
+    names = {"NoneType": "null", "str": "text", "int": "number", "float": "number", "bool": "true/false"}
+    return "image" if isinstance(value, Image.Image) else names.get(type(value).__name__, type(value).__name__)
+
+
+def _spread(values: np.ndarray) -> str:
+    low, middle, high, most = np.percentile(values, [0, 50, 90, 100])
+    return f"min {low:,.0f}   median {middle:,.0f}   p90 {high:,.0f}   max {most:,.0f}"
+
+
+def _shorten(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else text[:100] + "..."

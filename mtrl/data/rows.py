@@ -1,0 +1,83 @@
+"""What the parts of `data/` tell each other: the settings they read and the rows they refuse."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+MAX_REASON = 400  # characters
+MAX_LISTED = 20  # bad rows that an error message spells out
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """What `data/` needs of the config. Names and meanings are those of its `dataset:` block."""
+
+    prompt_key: str = "prompt"
+    answer_key: str = "answer"
+    image_key: str = "images"
+    video_key: str = "videos"
+    options_key: str = "options"
+    image_dir: str | None = None  # null: the directory of the data file
+    max_image_side: int | None = None
+    big_images: Literal["resize", "filter"] = "resize"
+    max_prompt_length: int = 2048
+    filter_overlong_prompts: bool = True
+    on_bad_row: Literal["error", "skip"] = "error"
+    format_prompt: str | None = None  # a Jinja file
+    system_prompt: str | None = None
+
+
+class RowError(ValueError):
+    """Why one row cannot be used. Whoever knows the file and the row number adds them."""
+
+    @property
+    def reason(self) -> str:
+        """On one line, and not as long as what a row may hold."""
+        text = " ".join(str(self).split())
+        return text if len(text) <= MAX_REASON else text[:MAX_REASON] + "..."
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """
+    >>> print(BadRow("train.jsonl", 7, "the prompt is empty"))
+    train.jsonl, row 7: the prompt is empty
+    """
+
+    file: str
+    row: int  # counted from 1; in JSONL it is the line
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.file}, row {self.row}: {self.reason}"
+
+
+class DataError(ValueError):
+    """Data that cannot be used as it is, in words a user can act on."""
+
+    def __init__(self, message: str, bad_rows: Sequence[BadRow] = ()) -> None:
+        super().__init__(message)
+        self.bad_rows = tuple(bad_rows)
+
+    @classmethod
+    def of_rows(cls, bad_rows: Sequence[BadRow], total: int) -> DataError:
+        """One error for all the bad rows of a scan, the first of them spelled out."""
+        lines = [f"{len(bad_rows)} of {total} rows cannot be used:"]
+        lines += [f"  {bad}" for bad in bad_rows[:MAX_LISTED]]
+        if len(bad_rows) > MAX_LISTED:
+            lines.append(f"  ... and {len(bad_rows) - MAX_LISTED} more")
+        lines.append("Repair them, or set dataset.on_bad_row=skip to train without them.")
+        return cls("\n".join(lines), bad_rows)
+
+
+def list_bad_rows(path: Path, bad_rows: Iterable[BadRow]) -> None:
+    """Adds rows to a JSONL list (file, row, reason), except those in it: a resumed run finds the same ones again."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    listed = set(path.read_text(encoding="utf-8").splitlines()) if path.exists() else set()
+    lines = [json.dumps({"file": bad.file, "row": bad.row, "reason": bad.reason}) for bad in bad_rows]
+    with path.open("a", encoding="utf-8") as out:
+        out.writelines(line + "\n" for line in dict.fromkeys(lines) if line not in listed)

@@ -1,0 +1,238 @@
+"""Where rows come from: JSONL, JSON, Parquet, directories of them, Hugging Face datasets, lists of all these.
+
+    sources = open_sources("a.jsonl, photos/, lmms-lab/AI2D@test", DiskCache())
+
+A source never holds its rows in memory: JSONL keeps byte offsets, Parquet reads the row group it is asked for, Arrow is
+memory-mapped. Only a `.json` array is held whole.
+
+Fingerprints name the *content*, so ids survive a move or a copy and change with an edit. Files are hashed whole, JSONL
+in the pass that finds its lines: one label changed in place must show. (About two seconds a gigabyte, once: the scan
+reads all of it anyway, and the result is cached by path, size and mtime.) Hugging Face copies hash every value, of
+binary ones over 128 KiB the length and both ends, since the library may write the same rows into files that differ.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from mtrl.data.arrow import open_hub_dataset, open_parquet, open_saved_dataset, rows_fingerprint, several_splits
+from mtrl.data.cache import DiskCache, file_stamp
+from mtrl.data.rows import DataError, RowError
+
+SPLIT_NAMES = ("train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval")
+BLOCK = 8 << 20  # bytes read at once while lines are indexed
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+class Source(Protocol):
+    """One file (or dataset) of rows. Reading is safe from several threads and after a fork."""
+
+    name: str  # for messages
+    fingerprint: str
+    directory: Path  # relative media paths start here unless image_dir is set
+    stamp: Any  # identifies the file for caches (JSON); None: not to be cached
+
+    def __len__(self) -> int: ...
+
+    def read(self, index: int) -> dict[str, Any]:
+        """Raises RowError when this row is not readable."""
+
+    def row_number(self, index: int) -> int:
+        """Where a person finds the row, counted from 1: the line in JSONL, the row of the table elsewhere."""
+
+
+class JsonLines:
+    """One JSON object a line. Blank lines are passed over but counted, so a row number is the editor's line number."""
+
+    def __init__(self, path: Path, cache: DiskCache) -> None:
+        self.path, self.name, self.directory, self.stamp = path, str(path), path.parent, file_stamp(path)
+        self._file = os.open(path, os.O_RDONLY)  # kept open: an editor that replaces the file cannot shift our offsets
+        weakref.finalize(self, os.close, self._file)
+        index = cache.load("lines", self.stamp)
+        if index is None or {"start", "end", "line", "digest"} - index.keys():
+            index = _index_lines(self._file)
+            cache.store("lines", self.stamp, index)
+        self.start, self.end, self.line = index["start"], index["end"], index["line"]
+        self.fingerprint = index["digest"].tobytes().hex()
+
+    def __len__(self) -> int:
+        return len(self.line)
+
+    def read(self, index: int) -> dict[str, Any]:
+        start, end = int(self.start[index]), int(self.end[index])
+        line = os.pread(self._file, end - start, start)  # no shared position: threads and forks may read
+        return _json_object(line)
+
+    def row_number(self, index: int) -> int:
+        return int(self.line[index])
+
+
+class RowList:
+    """Rows in memory: a `.json` array, or what a caller made itself."""
+
+    def __init__(
+        self, rows: Sequence[Mapping[str, Any]], name: str = "rows", directory: Path = Path("."), stamp: Any = None
+    ) -> None:
+        self.rows, self.name, self.directory, self.stamp = rows, name, directory, stamp
+        self.fingerprint = rows_fingerprint(rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def read(self, index: int) -> dict[str, Any]:
+        return _as_object(self.rows[index])
+
+    def row_number(self, index: int) -> int:
+        return index + 1
+
+
+def open_sources(spec: str, cache: DiskCache) -> list[Source]:
+    """`a.jsonl`, `photos/`, `data/@test`, `org/name@split`, or several of these with commas between."""
+    items = [spec] if os.path.exists(spec) else [item.strip() for item in spec.split(",") if item.strip()]
+    if not items or not spec.strip():
+        raise DataError("no data file is named; set dataset.train_files")
+    sources = [source for item in items for source in _open_item(item, cache)]
+    seen: Counter[str] = Counter()
+    for source in sources:  # the same content named twice: ids must differ all the same
+        seen[source.fingerprint] += 1
+        if seen[source.fingerprint] > 1:
+            source.fingerprint += f".{seen[source.fingerprint]}"
+    return sources
+
+
+def _open_item(item: str, cache: DiskCache) -> Iterator[Source]:
+    name, split = _path_and_split(item)
+    path = Path(name).expanduser()
+    if os.path.isdir(path):
+        yield from _open_directory(path, split, cache)
+    elif os.path.exists(path):
+        if split not in (None, "train"):
+            raise DataError(f"{name} is one file and has no split {split!r}")
+        yield _open_file(path, cache)
+    elif HUB_ID.fullmatch(name) and path.suffix not in OPENERS:
+        yield open_hub_dataset(name, split, cache)
+    else:
+        raise DataError(f"{name} does not exist")
+
+
+def _path_and_split(item: str) -> tuple[str, str | None]:
+    if os.path.exists(os.path.expanduser(item)) or "@" not in item:
+        return item, None
+    name, _, split = item.rpartition("@")
+    return name, split
+
+
+def _open_directory(path: Path, split: str | None, cache: DiskCache) -> Iterator[Source]:
+    if (path / "dataset_dict.json").exists():
+        splits = sorted(child.name for child in path.iterdir() if (child / "state.json").exists())
+        path = path / _choose_split(str(path), split, splits)
+        split = None
+    if (path / "state.json").exists():
+        yield open_saved_dataset(path, cache)
+        return
+    files = sorted(file for file in path.rglob("*") if file.suffix in (".jsonl", ".parquet") and file.is_file())
+    files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)]
+    if not files:
+        raise DataError(f"{path} holds no .jsonl or .parquet file")
+    split_of = {file: _split_of(file.relative_to(path), split) for file in files}
+    splits = sorted({name for name in split_of.values() if name})
+    if split is not None or len(splits) > 1:
+        split = _choose_split(str(path), split, splits)
+        files = [file for file in files if split_of[file] == split]
+    for file in files:
+        yield _open_file(file, cache)
+
+
+def _choose_split(name: str, split: str | None, splits: list[str]) -> str:
+    if split is None and len(splits) != 1:
+        raise DataError(several_splits(name, splits))
+    if split is not None and split not in splits:
+        raise DataError(f"{name} has no split {split!r}; it has {', '.join(splits) or 'none'}")
+    return split or splits[0]
+
+
+def _split_of(file: Path, asked: str | None = None) -> str | None:
+    """The split that a file's name or directory tells, as hub repositories name them.
+
+    >>> [_split_of(Path(name)) for name in ("data/testmini-00000-of-00002.parquet", "train/a.jsonl", "a.jsonl")]
+    ['testmini', 'train', None]
+    """
+    for part in (file.stem, *reversed(file.parent.parts)):
+        if shard := re.match(r"(.+?)-\d{5}-of-\d{5}", part):
+            return shard[1]
+        head = re.split(r"[-_.]", part)[0]
+        if part == asked or head in SPLIT_NAMES:
+            return asked if part == asked else head
+    return None
+
+
+def _open_file(path: Path, cache: DiskCache) -> Source:
+    if path.suffix not in OPENERS:
+        raise DataError(f"{path} is of no kind that can be read here ({', '.join(OPENERS)})")
+    try:
+        return OPENERS[path.suffix](path, cache)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+
+
+def _open_json(path: Path, cache: DiskCache) -> Source:
+    """A `.json` file is an array of objects, or JSONL under another name."""
+    with path.open("rb") as file:
+        if not file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+            return JsonLines(path, cache)
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not valid JSON: {error}") from error
+    return RowList(rows, str(path), path.parent, file_stamp(path))
+
+
+OPENERS: dict[str, Callable[[Path, DiskCache], Source]] = {
+    ".jsonl": JsonLines,
+    ".json": _open_json,
+    ".parquet": open_parquet,
+}
+
+
+def _index_lines(descriptor: int) -> dict[str, np.ndarray]:
+    """Where every line begins and ends, its number, and the hash of all bytes, in one pass."""
+    digest = hashlib.blake2b(digest_size=8)
+    breaks, offset = [], 0
+    while block := os.pread(descriptor, BLOCK, offset):
+        digest.update(block)
+        breaks.append(np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == ord("\n")) + offset)
+        offset += len(block)
+    end = np.concatenate([*breaks, np.array([offset])]).astype(np.int64)
+    start = np.concatenate([np.zeros(1, dtype=np.int64), end[:-1] + 1])
+    filled = end > start
+    for i in np.flatnonzero(filled & (end - start <= 8)):  # no JSON object with a prompt is that short
+        filled[i] = bool(os.pread(descriptor, int(end[i] - start[i]), int(start[i])).strip())
+    line = np.flatnonzero(filled) + 1
+    code = np.frombuffer(digest.digest(), dtype=np.uint8)
+    return {"start": start[filled], "end": end[filled], "line": line, "digest": code}
+
+
+def _json_object(line: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise RowError(f"it is not UTF-8 text ({error.reason} at byte {error.start})") from error
+    except (ValueError, RecursionError) as error:
+        raise RowError(f"it is not valid JSON ({error})") from error
+    return _as_object(value)
+
+
+def _as_object(value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise RowError(f"it is a {type(value).__name__}, not an object with columns")
+    return dict(value)

@@ -1,0 +1,133 @@
+"""Rows become messages: marks, chats, system prompts, format prompts, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+
+from mtrl.data import DataError, DataSettings, RowList
+from mtrl.data.prompts import TaskBuilder
+from mtrl.data.rows import RowError
+from mtrl.types import Medium
+
+IMAGE, DATA = {"type": "image"}, Path("/data")
+
+
+def text(value):
+    return {"type": "text", "text": value}
+
+
+def user(*parts):
+    return {"role": "user", "content": parts[0] if len(parts) == 1 and isinstance(parts[0], str) else list(parts)}
+
+
+def task(row, **settings):
+    return TaskBuilder.of(DataSettings(**settings)).build(RowList([row], "train.json", DATA), 0)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "images", "content"),
+    [
+        ("hi", None, "hi"),
+        ("hi", ["a"], [IMAGE, text("hi")]),
+        ("hi", ["a", "b"], [IMAGE, IMAGE, text("hi")]),
+        ("<image>hi", "a", [IMAGE, text("hi")]),
+        ("see <image>\nand <image>", ["a", "b"], [text("see "), IMAGE, text("\nand "), IMAGE]),
+        ("<image><image>?", ["a", "b"], [IMAGE, IMAGE, text("?")]),
+        ([{"role": "user", "content": "hi"}], [], "hi"),
+        ([user(text("see "), {"type": "image", "text": None}, text("?"))], ["a"], [text("see "), IMAGE, text("?")]),
+    ],
+)
+def test_marks_and_chats(prompt, images, content):
+    found = task({"prompt": prompt, "images": images})
+    assert found.messages == ({"role": "user", "content": content},)
+    names = [images] if isinstance(images, str) else images or []
+    assert found.media == tuple(Medium("image", f"/data/{name}") for name in names)
+
+
+def test_without_marks_media_come_first_in_the_first_user_message():
+    chat = [{"role": "system", "content": "s"}, user("one"), {"role": "assistant", "content": "two"}, user("three")]
+    found = task({"prompt": chat, "images": ["a"]}).messages
+    assert found == (chat[0], user(IMAGE, text("one")), chat[2], user("three"))
+
+
+def test_marks_in_several_messages():
+    chat = [user("<image>one"), {"role": "assistant", "content": "two"}, user("three<image>")]
+    found = task({"prompt": chat, "images": ["a", "b"]}).messages
+    assert found == (user(IMAGE, text("one")), chat[1], user(text("three"), IMAGE))
+
+
+def test_what_the_reward_will_know():
+    row = {"prompt": "hi", "answer": "B", "images": None, "videos": None, "choices": ["x", "y"], "level": 2}
+    found = task(row, options_key="choices")
+    assert found.answer == "B" and found.columns == {"choices": ["x", "y"], "options": ["x", "y"], "level": 2}
+    assert found.origin == "train.json, row 1" and found.id.endswith(":0")
+    assert task({"prompt": "hi"}).answer is None
+
+
+def test_keys_and_image_dir():
+    row = {"q": "hi", "a": 1, "pic": "x/1.png"}
+    found = task(row, prompt_key="q", answer_key="a", image_key="pic", image_dir="/pictures")
+    assert found.answer == 1 and found.media == (Medium("image", "/pictures/x/1.png"),) and found.columns == {}
+    assert task({"prompt": "hi", "images": "/abs.png"}, image_dir="/pictures").media[0].source == "/abs.png"
+
+
+def test_system_prompt():
+    assert task({"prompt": "hi"}, system_prompt="be kind").messages == (
+        {"role": "system", "content": "be kind"}, user("hi"))  # fmt: skip
+    own = [{"role": "system", "content": "mine"}, user("hi")]
+    assert task({"prompt": own}, system_prompt="be kind").messages == tuple(own)
+
+
+def test_format_prompt(tmp_path):
+    file = tmp_path / "format.jinja"
+    file.write_text("{{ content }} {% for o in options %}({{ o }}){% endfor %} level {{ level }}\n")
+    row = {"prompt": "<image>hi", "options": ["x", "y"], "level": 3, "images": "a", "content": "a column of that name"}
+    assert task(row, format_prompt=str(file)).messages == (user(IMAGE, text("hi (x)(y) level 3")),)
+    chat = [user("<image>one"), {"role": "assistant", "content": "two"}, user("three")]
+    found = task(row | {"prompt": chat}, format_prompt=str(file)).messages
+    assert found[0] == user(IMAGE, text("one")) and found[-1] == user("three (x)(y) level 3")
+    with pytest.raises(RowError, match=r"format prompt.*'level' is undefined"):
+        task({"prompt": "hi", "options": []}, format_prompt=str(file))
+    file.write_text("{{ content ")
+    with pytest.raises(DataError, match="not a Jinja template"):
+        task(row, format_prompt=str(file))
+    with pytest.raises(DataError, match="cannot be read"):
+        task(row, format_prompt=str(tmp_path / "gone"))
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({}, "no column 'prompt'"),
+        ({"question": "hi"}, "it has question"),
+        ({"prompt": None}, "NoneType"),
+        ({"prompt": 3}, "int"),
+        ({"prompt": {"role": "user"}}, "dict"),
+        ({"prompt": ""}, "empty"),
+        ({"prompt": " \n"}, "empty"),
+        ({"prompt": []}, "empty"),
+        ({"prompt": "<image>", "images": ["a"]}, "empty"),
+        ({"prompt": [user("")]}, "empty"),
+        ({"prompt": [{"role": "system", "content": "s"}]}, "empty"),
+        ({"prompt": ["hi"]}, "role and content"),
+        ({"prompt": [{"role": "user"}]}, "role and content"),
+        ({"prompt": [{"role": "king", "content": "hi"}]}, "role 'king'"),
+        ({"prompt": [{"role": ["user"], "content": "hi"}]}, "role"),
+        ({"prompt": [{"role": "user", "content": 5}]}, "int, not text"),
+        ({"prompt": [user("hi"), {"role": "assistant", "content": "yes"}]}, "ends with"),
+        ({"prompt": [user({"type": "sound"}, text("hi"))]}, "neither text nor a medium"),
+        ({"prompt": [user({"type": "image", "image": "a.png"}, text("hi"))]}, "column of images"),
+        ({"prompt": "<image>hi"}, "1 image mark for 0 images"),
+        ({"prompt": "<image>hi<image>", "images": ["a"]}, "2 image marks for 1 image"),
+        ({"prompt": "<image>hi", "images": ["a", "b"]}, "1 image mark for 2 images"),
+        ({"prompt": "<video>hi"}, "1 video mark for 0 videos"),
+        ({"prompt": "hi", "videos": ["a.mp4"]}, "video is not supported yet"),
+        ({"prompt": "hi", "images": [["a"]]}, "an image is a list"),
+        ({"prompt": "hi", "images": 5}, "an image is a int"),
+        ({"prompt": "hi \ud800"}, "not valid Unicode"),
+        ({"prompt": "hi", "options": 5}, "options are a int"),
+    ],
+)
+def test_refused(row, reason):
+    with pytest.raises(RowError, match=reason):
+        task(row)
