@@ -128,6 +128,7 @@ class Rollouts:
 
     def rows(self, index: Tensor) -> Rollouts:
         """These rows, with only the prompts they use, renumbered."""
+        index = as_index(index)
         used, group = torch.unique(self.group[index], return_inverse=True)
         picked = take_rows(replace(self, prompts=()), index)
         return replace(picked, prompts=tuple(self.prompts[p] for p in used.tolist()), group=group)
@@ -171,6 +172,7 @@ class Signals:
     old: Tensor | None = None  # [N, T] log-prob on the original image, before this step's updates
     perturbed: Tensor | None = None  # [N, T] the same on the perturbed image
     reference: Tensor | None = None  # [N, T] log-prob under the reference
+    divergence: Tensor | None = None  # [N, T] KL to the reference over the whole vocabulary (`full`)
     entropy: Tensor | None = None  # [N, T]
     values: Tensor | None = None  # [N, T]
     dependency: Tensor | None = None  # [N, T] S of section 1.2
@@ -237,9 +239,16 @@ class Weights:
     tensors: Iterator[tuple[str, Tensor]]
 
 
+def as_index(rows: Tensor) -> Tensor:
+    """Row numbers, from row numbers or from a bool for each row."""
+    return rows.nonzero().flatten() if rows.dtype == torch.bool else rows
+
+
 def take_rows(record: Record, index: Tensor) -> Record:
-    """The record with every per-row field indexed; records inside records follow. All tensors are per row."""
+    """The record with every per-row field indexed; records inside records follow. For records whose tensors are all
+    per row (not `Rewards`, whose baseline is per prompt)."""
     picked: dict[str, Any] = {}
+    index = as_index(index)
     for f in fields(record):  # type: ignore[arg-type]
         value = getattr(record, f.name)
         if isinstance(value, Tensor):

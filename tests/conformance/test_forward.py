@@ -1,0 +1,242 @@
+"""Scores of sampled tokens against a plain Hugging Face forward of every row by itself."""
+
+import pytest
+import torch
+from tiny_models import (
+    TINY_FAMILIES,
+    VISION_FAMILIES,
+    checkpoint,
+    encoder_of,
+    plain_log_probs,
+    plain_logp,
+    plain_model,
+    prompts_for,
+    rollouts_of,
+)
+
+from mtrl.algorithms.signals import DEPENDENCY_LIMIT
+from mtrl.models.backbone import Backbone
+from mtrl.models.forward import Forward
+from mtrl.models.load import load_model
+from mtrl.models.perturb import Perturbation
+
+# Groups uneven and not in order; responses unequal, one empty, one prompt (the third) without any.
+GROUP, LENGTHS = [0, 0, 1, 3, 0, 1, 3], [6, 2, 4, 1, 0, 6, 5]
+
+
+@pytest.fixture(params=TINY_FAMILIES)
+def family(request):
+    return request.param
+
+
+@pytest.fixture(params=[True, False], ids=["shared prefix", "a row each"])
+def share_prefix(request):
+    return request.param
+
+
+@pytest.fixture
+def forward(family, share_prefix):
+    return Forward(Backbone(load_model(checkpoint(family))), encoder_of(family), share_prefix=share_prefix)
+
+
+def rollouts_for(family, seed=0):
+    return rollouts_of(prompts_for(family), GROUP, LENGTHS, seed)
+
+
+def views_of(rollouts, step=0):
+    return [Perturbation(seed=7).view(prompt, step) for prompt in rollouts.prompts]
+
+
+def close(actual, expected, atol=1e-5):
+    torch.testing.assert_close(actual, expected, rtol=0, atol=atol)
+
+
+# ---------------------------------------------------------------------------------------------------------- log-probs
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_equal_a_plain_forward(family, forward, temperature):
+    rollouts = rollouts_for(family)
+    forward = Forward(forward.backbone, forward.encoder, temperature, share_prefix=forward.share_prefix)
+    with torch.no_grad():
+        expected = plain_logp(family, rollouts, temperature=temperature)
+    old = forward.signals(rollouts).old
+    close(old, expected)
+    close(forward.logp(rollouts).detach(), expected)
+    assert expected[rollouts.mask].std() > 0.5, "the rows are worth telling apart"
+    assert (old[~rollouts.mask] == 0).all() and (old[4] == 0).all()
+
+
+def test_chunks_change_nothing(family, forward):
+    rollouts = rollouts_for(family)
+    small = Forward(forward.backbone, forward.encoder, share_prefix=forward.share_prefix, chunk=5)
+    close(small.signals(rollouts).old, forward.signals(rollouts).old, atol=1e-6)
+
+
+def test_entropy_equals_a_plain_forward(family, forward):
+    rollouts = rollouts_for(family)
+    entropy = forward.signals(rollouts, entropy=True).entropy
+    for row in range(len(rollouts)):
+        length = LENGTHS[row]
+        with torch.no_grad():
+            found = plain_log_probs(family, rollouts.prompts[GROUP[row]], rollouts.tokens[row, :length])
+        expected = torch.special.entr(found.exp()).sum(-1)
+        close(entropy[row, :length], expected)
+        assert (entropy[row, length:] == 0).all()
+
+
+def test_unasked_fields_stay_empty(family, forward):
+    signals = forward.signals(rollouts_for(family))
+    assert signals.entropy is signals.dependency is signals.perturbed is None
+
+
+def test_only_empty_responses(family, forward):
+    """Nothing to score is no reason to stop, and gives no gradient."""
+    rollouts = rollouts_of(prompts_for(family), [0, 1], [3, 3])
+    rollouts.mask[:] = False
+    signals = forward.signals(rollouts, views_of(rollouts), entropy=True, dependency="full_kl")
+    assert all((x == 0).all() for x in (signals.old, signals.entropy, signals.dependency))
+    forward.logp(rollouts).sum().backward()
+    assert all(p.grad is None or (p.grad == 0).all() for p in forward.backbone.model.parameters())
+
+
+def test_forbidden_tokens_hold_no_probability(family, forward):
+    """The probabilities of all other tokens add up to one: sum over every possible one-token response."""
+    encoder = encoder_of(family)
+    vocabulary = forward.backbone.output_matrix.shape[0]
+    rollouts = rollouts_of(prompts_for(family)[:1], [0] * vocabulary, [1] * vocabulary)
+    rollouts.tokens[:, 0] = torch.arange(vocabulary)
+    probabilities = forward.signals(rollouts).old[:, 0].double().exp()
+    assert abs(float(probabilities.sum()) - 1) < 1e-5
+    forbidden = torch.zeros(vocabulary, dtype=torch.bool)
+    forbidden[list(encoder.forbidden_ids)] = True
+    assert (probabilities[forbidden] == 0).all() and (probabilities[~forbidden] > 0).all()
+    assert forbidden.any() == (family in VISION_FAMILIES)
+
+
+@pytest.mark.parametrize("family", VISION_FAMILIES, indirect=True)
+def test_forged_media_tokens_break_nothing(family, forward):
+    """A response with image marks: -inf for the marks themselves, and a proper number for every other token."""
+    encoder = encoder_of(family)
+    rollouts = rollouts_for(family)
+    clean = forward.signals(rollouts).old
+    for place, token in enumerate(encoder.forbidden_ids):
+        rollouts.tokens[0, place] = token
+        rollouts.tokens[5, place + 1] = token  # a text-only row
+    signals = forward.signals(rollouts, views_of(rollouts), dependency="low_var_kl", entropy=True)
+    forged = torch.isin(rollouts.tokens, torch.tensor(encoder.forbidden_ids)) & rollouts.mask
+    assert (signals.old[forged] == -torch.inf).all()
+    assert signals.old[~forged].isfinite().all() and signals.entropy.isfinite().all()
+    untouched = [1, 2, 3, 4, 6]
+    close(signals.old[untouched], clean[untouched], atol=1e-6)
+    expected = torch.stack([plain_logp_of_forged(family, rollouts, row) for row in (0, 5)])
+    close(signals.old[[0, 5], 5], expected)
+
+
+def plain_logp_of_forged(family, rollouts, row):
+    """The last token of a forged row, given embeddings and positions by hand: upstream's own forward would look for
+    the images that the marks promise."""
+    encoder, model = encoder_of(family), plain_model(family)
+    prompt, response = rollouts.prompts[GROUP[row]], rollouts.tokens[row]
+    inputs = encoder.inputs(prompt)
+    embeds = model.get_input_embeddings()(torch.cat([prompt.ids, response]))
+    extra = {}
+    with torch.no_grad():
+        if "pixel_values" in inputs:
+            seen = model.model.visual(inputs["pixel_values"], grid_thw=inputs["image_grid_thw"])
+            is_vision = torch.nn.functional.pad(inputs["mm_token_type_ids"].bool(), (0, len(response)))
+            embeds = embeds.masked_scatter(is_vision[:, None], seen.pooler_output)
+            if getattr(seen, "deepstack_features", None):
+                extra = {"visual_pos_masks": is_vision[None], "deepstack_visual_embeds": seen.deepstack_features}
+        following = inputs["position_ids"].max() + 1 + torch.arange(len(response))
+        positions = torch.cat([inputs["position_ids"], following.expand(3, -1)], 1)[:, None]
+        hidden = model.model.language_model(inputs_embeds=embeds[None], position_ids=positions, **extra)[0][0, -2]
+        logits = model.get_output_embeddings()(hidden)
+    logits[list(encoder.forbidden_ids)] = -torch.inf
+    return logits.log_softmax(-1)[response[-1]]
+
+
+# ----------------------------------------------------------------------------------------------------------- gradients
+def test_gradients_equal_a_plain_forward(family, forward):
+    """Of a weighted sum: equal weights would hide tokens that swapped places."""
+    rollouts = rollouts_for(family)
+    weights = torch.linspace(-1, 2, rollouts.mask.numel()).view(rollouts.mask.shape)
+    (forward.logp(rollouts) * weights).sum().backward()
+    plain = plain_model(family)
+    (plain_logp(family, rollouts) * weights).sum().backward()
+    theirs = {name: p.grad.clone() for name, p in plain.named_parameters() if p.grad is not None}
+    plain.zero_grad()
+    ours = {name: p.grad for name, p in forward.backbone.model.named_parameters() if p.grad is not None}
+    assert ours.keys() == theirs.keys() and any("visual" in name for name in ours) == (family in VISION_FAMILIES)
+    for name, gradient in theirs.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-3, atol=2e-5 * float(gradient.abs().max()), msg=name)
+
+
+# ---------------------------------------------------------------------------------------------------------- dependency
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_low_var_kl_equals_a_plain_computation(family, forward, temperature):
+    rollouts = rollouts_for(family)
+    views = views_of(rollouts)
+    forward = Forward(forward.backbone, forward.encoder, temperature, share_prefix=forward.share_prefix)
+    signals = forward.signals(rollouts, views, dependency="low_var_kl")
+    with torch.no_grad():
+        old = plain_logp(family, rollouts, temperature=temperature).double()
+        other = plain_logp(family, rollouts, temperature=temperature, views=views).double()
+    x = (other - old).clamp(-20, 20)
+    expected = (x.exp() - x - 1).clamp(0, 10)
+    close(signals.perturbed, other.float())
+    torch.testing.assert_close(signals.dependency.double(), expected, rtol=1e-4, atol=1e-5)
+    seen = signals.dependency[rollouts.visual[:, None] & rollouts.mask]
+    assert len(seen) == 0 or seen.max() > 0.01, "the views are worth telling apart"
+    assert (signals.dependency[~rollouts.mask] == 0).all()
+
+
+def test_full_kl_equals_a_plain_computation(family, forward):
+    rollouts = rollouts_for(family)
+    views = views_of(rollouts)
+    dependency = forward.signals(rollouts, views, dependency="full_kl").dependency
+    for row in range(len(rollouts)):
+        prompt, length = rollouts.prompts[GROUP[row]], LENGTHS[row]
+        response, view = rollouts.tokens[row, :length], views[GROUP[row]]
+        with torch.no_grad():
+            p = plain_log_probs(family, prompt, response).double()
+            q = plain_log_probs(family, prompt, response, view=view).double()
+        gap = (p - q).nan_to_num(0.0)
+        expected = (p.exp() * gap).sum(-1).clamp(0, DEPENDENCY_LIMIT)
+        close(dependency[row, :length].double(), expected)
+        assert (dependency[row, length:] == 0).all()
+
+
+@pytest.mark.parametrize("estimator", ["low_var_kl", "full_kl"])
+def test_the_same_view_depends_on_nothing(family, forward, estimator):
+    rollouts = rollouts_for(family)
+    same = [prompt.media for prompt in rollouts.prompts]
+    signals = forward.signals(rollouts, same, dependency=estimator)
+    assert torch.equal(signals.old, signals.perturbed)
+    assert (signals.dependency == 0).all()
+
+
+@pytest.mark.parametrize("estimator", ["low_var_kl", "full_kl"])
+def test_text_rows_depend_on_no_image(family, forward, estimator):
+    """They run along in the batch; other rows' views leave them alone."""
+    rollouts = rollouts_for(family)
+    signals = forward.signals(rollouts, views_of(rollouts), dependency=estimator)
+    assert (signals.dependency[~rollouts.visual] < 1e-9).all()
+
+
+@pytest.mark.parametrize("family", VISION_FAMILIES, indirect=True)
+def test_views_go_to_their_own_prompt(family, forward):
+    """Another view of one prompt changes its rows alone."""
+    rollouts = rollouts_for(family)
+    views = [prompt.media for prompt in rollouts.prompts]
+    views[3] = views_of(rollouts)[3]
+    dependency = forward.signals(rollouts, views, dependency="low_var_kl").dependency
+    theirs = rollouts.group == 3
+    assert (dependency[theirs] > 1e-6).any() and (dependency[~theirs] < 1e-9).all()
+
+
+def test_rows_do_not_depend_on_their_batch(family, forward):
+    rollouts = rollouts_for(family)
+    together = forward.signals(rollouts, entropy=True)
+    for row in (0, 2, 6):
+        alone = forward.signals(rollouts.rows(torch.tensor([row])), entropy=True)
+        close(alone.old[0], together.old[row])
+        close(alone.entropy[0], together.entropy[row])

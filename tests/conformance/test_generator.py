@@ -1,0 +1,382 @@
+"""One suite for every rollout engine: the tokens and numbers are those of `model.generate` and a plain forward.
+
+An engine enters the suite as a function in ENGINES that makes it from a family and an encoder.
+"""
+
+import copy
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_models import (
+    TINY_FAMILIES,
+    VISION_FAMILIES,
+    checkpoint,
+    encoder_of,
+    fresh_backbone,
+    plain_inputs,
+    plain_log_probs,
+    plain_logp,
+    plain_model,
+    plain_model_at,
+    prompts_for,
+    shared_backbone,
+)
+from transformers import DynamicCache
+
+from mtrl.models.backbone import Backbone
+from mtrl.models.forward import Forward
+from mtrl.models.load import load_model
+from mtrl.rollout import local
+from mtrl.rollout.local import LocalGenerator
+from mtrl.types import Sampling, Weights
+
+ENGINES = {"local": lambda family, encoder: LocalGenerator(shared_backbone(family), encoder)}
+FRESH_ENGINES = {"local": lambda family, encoder: LocalGenerator(fresh_backbone(family), encoder)}  # may be changed
+NONE = torch.zeros(0, dtype=torch.long)
+GREEDY = Sampling(temperature=0, max_new_tokens=12)
+SAMPLED = Sampling(n=3, max_new_tokens=12)
+
+
+@pytest.fixture(params=TINY_FAMILIES)
+def family(request):
+    return request.param
+
+
+@pytest.fixture
+def encoder(family):
+    """With many stop tokens, so that answers end early and at different times."""
+    encoder = copy.copy(encoder_of(family))
+    encoder.stop_ids = tuple(range(3, 300, 16))
+    return encoder
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request, family, encoder):
+    return ENGINES[request.param](family, encoder)
+
+
+@pytest.fixture(params=FRESH_ENGINES)
+def fresh_engine(request, family, encoder):
+    return FRESH_ENGINES[request.param](family, encoder)
+
+
+def same_rows(actual, rows, expected):
+    """`rows` of actual are the rows of expected: tokens equal, log-probs within float32 noise."""
+    for row, other in zip(rows, range(len(expected)), strict=True):
+        length = int(expected.mask[other].sum())
+        assert int(actual.mask[row].sum()) == length
+        assert torch.equal(actual.tokens[row, :length], expected.tokens[other, :length])
+        close(actual.behaviour[row, :length], expected.behaviour[other, :length])
+        assert actual.text[row] == expected.text[other] and actual.finish[row] == expected.finish[other]
+
+
+def close(actual, expected, atol=1e-5):
+    torch.testing.assert_close(actual, expected, rtol=0, atol=atol)
+
+
+def differ(a, b):
+    width = min(a.tokens.shape[1], b.tokens.shape[1])
+    return (a.tokens[:, :width] != b.tokens[:, :width]).any(1).float().mean() > 0.5
+
+
+# ------------------------------------------------------------------------------------------------------------- greedy
+def test_greedy_equals_generate_and_a_plain_forward(family, encoder, engine):
+    prompts = prompts_for(family)
+    rollouts = engine.generate(prompts, GREEDY)
+    for row, prompt in enumerate(prompts):
+        expected = plain_model(family).generate(
+            **plain_inputs(encoder, prompt, NONE),
+            do_sample=False,
+            max_new_tokens=GREEDY.max_new_tokens,
+            suppress_tokens=list(encoder.forbidden_ids) or None,
+            eos_token_id=list(encoder.stop_ids),
+        )[0, len(prompt.ids) :]
+        assert rollouts.tokens[row][rollouts.mask[row]].tolist() == expected.tolist()
+    with torch.no_grad():
+        close(rollouts.behaviour, plain_logp(family, rollouts))
+    assert len({prompt.ids.shape for prompt in prompts}) > 2, "the prompts are unequal in length"
+    assert len(set(rollouts.mask.sum(1).tolist())) > 1, "and so are the answers"
+
+
+@pytest.mark.parametrize("cut", [{"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-4}], ids=str)
+def test_extreme_sampling_is_greedy(family, engine, cut):
+    prompts = prompts_for(family)
+    greedy = engine.generate(prompts, GREEDY)
+    sharp = engine.generate(prompts, replace(GREEDY, **{"temperature": 1.0, **cut}))
+    assert torch.equal(sharp.tokens, greedy.tokens)
+    close(sharp.behaviour, torch.zeros_like(sharp.behaviour), atol=1e-3)  # nothing else could have been sampled
+
+
+# ---------------------------------------------------------------------------------------------------------- log-probs
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_behaviour_is_what_the_trainer_computes(family, encoder, engine, temperature):
+    rollouts = engine.generate(prompts_for(family), replace(SAMPLED, temperature=temperature))
+    close(rollouts.behaviour, Forward(shared_backbone(family), encoder, temperature).signals(rollouts).old)
+    with torch.no_grad():
+        close(rollouts.behaviour, plain_logp(family, rollouts, temperature=temperature))
+
+
+@pytest.mark.parametrize("cut", [{}, {"top_k": 5}, {"top_p": 0.5}, {"top_k": 20, "top_p": 0.7}], ids=str)
+def test_first_tokens_follow_the_distribution(family, engine, cut):
+    """2,000 samples of one token: a chi-square test, and the log-probs are those of the distribution after the cut."""
+    prompt, count = prompts_for(family)[2], 2000
+    rollouts = engine.generate([prompt], Sampling(n=count, temperature=0.7, max_new_tokens=1, **cut))
+    with torch.no_grad():
+        full = plain_log_probs(family, prompt, torch.zeros(1, dtype=torch.long), temperature=0.7)[0].exp().double()
+    expected = cut_by_hand(full, **cut)
+    drawn = rollouts.tokens[:, 0]
+    close(rollouts.behaviour[:, 0], expected.log()[drawn].float(), atol=1e-4)
+    seen = torch.bincount(drawn, minlength=len(expected)).double()
+    common = count * expected >= 5
+    seen = torch.cat([seen[common], seen[~common].sum()[None]])
+    wanted = torch.cat([count * expected[common], count * expected[~common].sum()[None]])
+    seen, wanted = seen[wanted > 0], wanted[wanted > 0]
+    chi_square, freedom = float(((seen - wanted) ** 2 / wanted).sum()), len(wanted) - 1
+    assert freedom >= 2
+    assert chi_square < freedom + 4 * math.sqrt(2 * freedom) + 4, (chi_square, freedom)
+
+
+def cut_by_hand(probabilities, top_k=None, top_p=None):
+    """The plain definition, token by token in order of probability."""
+    kept, mass = [], 0.0
+    for token in sorted(range(len(probabilities)), key=lambda i: -float(probabilities[i]))[:top_k]:
+        kept.append(token)
+    total = sum(float(probabilities[token]) for token in kept)
+    nucleus = []
+    for token in kept:
+        if top_p is not None and mass >= top_p:
+            break
+        nucleus.append(token)
+        mass += float(probabilities[token]) / total
+    left = torch.zeros_like(probabilities)
+    left[nucleus] = probabilities[nucleus]
+    return left / left.sum()
+
+
+# --------------------------------------------------------------------------------------------------------------- keys
+def test_answers_do_not_depend_on_the_batch(family, engine):
+    """Alone, in another order, among others, with other n: the same answers for the same (seed, step, task, sample)."""
+    prompts = prompts_for(family)
+    all_rows = engine.generate(prompts, SAMPLED)
+    for i, prompt in enumerate(prompts):
+        same_rows(all_rows, range(3 * i, 3 * i + 3), engine.generate([prompt], SAMPLED))
+    turned = engine.generate(prompts[::-1], SAMPLED)
+    same_rows(all_rows, [9, 10, 11, 6, 7, 8, 3, 4, 5, 0, 1, 2], turned)
+    fewer = engine.generate(prompts, replace(SAMPLED, n=1))
+    same_rows(all_rows, [0, 3, 6, 9], fewer)
+    more = engine.generate(prompts[1:3], replace(SAMPLED, n=5))
+    same_rows(more, [0, 1, 2, 5, 6, 7], all_rows.rows(torch.arange(3, 9)))
+
+
+def test_a_higher_limit_only_adds_tokens(family, engine):
+    short, long = (engine.generate(prompts_for(family), replace(SAMPLED, max_new_tokens=limit)) for limit in (5, 12))
+    for row in range(len(short)):
+        length = int(short.mask[row].sum())
+        assert torch.equal(short.tokens[row, :length], long.tokens[row, :length])
+        assert long.mask[row].sum() > 5 if short.finish[row] == "length" else long.mask[row].sum() == length
+
+
+def test_seed_step_and_sample_make_the_difference(family, engine):
+    prompts = prompts_for(family)
+    rollouts = engine.generate(prompts, SAMPLED)
+    assert differ(rollouts, engine.generate(prompts, replace(SAMPLED, seed=2)))
+    assert differ(rollouts, engine.generate(prompts, replace(SAMPLED, step=1)))
+    by_sample = [rollouts.rows(torch.arange(sample, len(rollouts), 3)) for sample in range(3)]
+    assert differ(by_sample[0], by_sample[1]) and differ(by_sample[1], by_sample[2])
+    same_rows(rollouts, range(len(rollouts)), engine.generate(prompts, SAMPLED))
+
+
+def test_the_task_makes_the_difference(family, engine):
+    """The same prompt under another id is another draw."""
+    prompt = prompts_for(family)[0]
+    twin = replace(prompt, task=replace(prompt.task, id="another"))
+    rollouts = engine.generate([prompt, twin], replace(SAMPLED, n=8))
+    assert differ(rollouts.rows(torch.arange(8)), rollouts.rows(torch.arange(8, 16)))
+
+
+# ----------------------------------------------------------------------------------------------------------- the ends
+def test_records_are_complete(family, encoder, engine):
+    prompts = prompts_for(family)
+    rollouts = engine.generate(prompts, replace(SAMPLED, n=8))
+    lengths = rollouts.mask.sum(1)
+    assert rollouts.group.tolist() == [i for i in range(4) for _ in range(8)] and rollouts.prompts == tuple(prompts)
+    assert torch.equal(rollouts.mask, torch.arange(rollouts.mask.shape[1]) < lengths[:, None])
+    assert lengths.min() >= 1 and lengths.max() == rollouts.mask.shape[1] <= 12
+    assert (rollouts.tokens[~rollouts.mask] == encoder.pad_id).all() and (rollouts.behaviour[~rollouts.mask] == 0).all()
+    assert [rollouts.tokens.dtype, rollouts.mask.dtype, rollouts.behaviour.dtype] == [
+        torch.int64, torch.bool, torch.float32,
+    ]  # fmt: skip
+    assert rollouts.tokens.device.type == "cpu" and not rollouts.behaviour.requires_grad
+    for row in range(len(rollouts)):
+        said = rollouts.tokens[row][rollouts.mask[row]]
+        assert rollouts.text[row] == encoder.decode(said)
+        stops = torch.isin(said, torch.tensor(encoder.stop_ids))
+        assert not stops[:-1].any()  # the first stop token ends the row, and counts
+        assert rollouts.finish[row] == ("stop" if stops[-1] else "length")
+        assert stops[-1] or len(said) == 12
+    assert set(rollouts.finish) == {"stop", "length"}
+
+
+def test_a_stop_at_the_limit_is_a_stop(family, engine):
+    """Cut every answer exactly where it stopped: nothing is called truncated."""
+    prompts = prompts_for(family)
+    rollouts = engine.generate(prompts, replace(SAMPLED, n=8))
+    row = rollouts.finish.index("stop")
+    limit = int(rollouts.mask[row].sum())
+    cut = engine.generate(prompts, replace(SAMPLED, n=8, max_new_tokens=limit))
+    assert cut.finish[row] == "stop" and int(cut.mask[row].sum()) == limit
+
+
+def test_one_token(family, engine):
+    rollouts = engine.generate(prompts_for(family), replace(SAMPLED, max_new_tokens=1))
+    assert rollouts.tokens.shape == (12, 1) and rollouts.mask.all()
+
+
+# ---------------------------------------------------------------------------------------------------------- forbidden
+def loud_forbidden(family, encoder):
+    """The embedding (tied to the output) with the forbidden tokens' logits at plus and minus 50 times another's."""
+    model = plain_model(family)
+    matrix = model.get_output_embeddings().weight.detach().clone()
+    for place, token in enumerate(encoder.forbidden_ids):
+        matrix[token] = matrix[40 + place // 2] * (50 if place % 2 else -50)
+    name = next(name for name, p in model.named_parameters() if p is model.get_input_embeddings().weight)
+    return name, matrix
+
+
+@pytest.mark.parametrize("family", VISION_FAMILIES, indirect=True)
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, replace(SAMPLED, top_k=2, top_p=0.9)], ids=["greedy", "", "cut"])
+def test_forbidden_tokens_are_never_sampled(family, encoder, fresh_engine, sampling):
+    name, matrix = loud_forbidden(family, encoder)
+    fresh_engine.load(Weights(1, iter([(name, matrix)])))
+    prompts = prompts_for(family)
+    plain = plain_model_at(checkpoint(family), family)
+    plain.get_parameter(name).data.copy_(matrix)
+    for prompt in prompts:
+        with torch.no_grad():
+            wanted = plain(**plain_inputs(encoder, prompt, NONE)).logits[0, -1].softmax(-1)
+        assert wanted[list(encoder.forbidden_ids)].sum() > 0.5, "the model itself would say nothing else"
+    rollouts = fresh_engine.generate(prompts, replace(sampling, version=1))
+    assert not torch.isin(rollouts.tokens[rollouts.mask], torch.tensor(encoder.forbidden_ids)).any()
+    assert rollouts.behaviour.isfinite().all()
+    if sampling is SAMPLED:
+        with torch.no_grad():
+            close(rollouts.behaviour, plain_logp(family, rollouts, model=plain))
+
+
+# -------------------------------------------------------------------------------------------------- weights, versions
+def test_a_version_it_does_not_hold_is_refused(family, engine):
+    with pytest.raises(RuntimeError, match="version 3.*holds 0"):
+        engine.generate(prompts_for(family), replace(SAMPLED, version=3))
+
+
+def test_loaded_weights_speak(family, encoder, fresh_engine):
+    """Greedy answers are those of the model with the new weights; and the old version is refused from then on."""
+    prompts = prompts_for(family)
+    before = fresh_engine.generate(prompts, GREEDY)
+    changed = plain_model_at(checkpoint(family), family)
+    with torch.no_grad():
+        for parameter in changed.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    fresh_engine.load(Weights(1, ((name, p.detach()) for name, p in changed.named_parameters())))
+    rollouts = fresh_engine.generate(prompts, replace(GREEDY, version=1))
+    assert differ(before, rollouts)
+    with torch.no_grad():
+        close(rollouts.behaviour, plain_logp(family, rollouts, model=changed))
+    assert rollouts.version.tolist() == [1] * 4 and before.version.tolist() == [0] * 4
+    with pytest.raises(RuntimeError):
+        fresh_engine.generate(prompts, GREEDY)
+
+
+def test_a_copy_of_the_weights_changes_nothing(family, fresh_engine):
+    prompts = prompts_for(family)
+    before = fresh_engine.generate(prompts, SAMPLED)
+    fresh_engine.load(Weights(7, ((name, p.detach().clone()) for name, p in plain_model(family).named_parameters())))
+    same_rows(before, range(12), fresh_engine.generate(prompts, replace(SAMPLED, version=7)))
+
+
+def test_sleep_and_wake(family, engine):
+    before = engine.generate(prompts_for(family), SAMPLED)
+    engine.sleep()
+    engine.wake()
+    same_rows(before, range(12), engine.generate(prompts_for(family), SAMPLED))
+
+
+# ---------------------------------------------------------------------------------------------- the local engine alone
+@pytest.fixture
+def local_engine(family, encoder):
+    return LocalGenerator(shared_backbone(family), encoder)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 6])
+def test_rows_at_once_change_nothing(family, encoder, local_engine, rows):
+    """Fewer rows than a group, than two groups, exactly two groups."""
+    parts = LocalGenerator(shared_backbone(family), encoder, rows_at_once=rows)
+    whole = local_engine.generate(prompts_for(family), SAMPLED)
+    same_rows(whole, range(12), parts.generate(prompts_for(family), SAMPLED))
+
+
+def test_finished_rows_leave_and_change_nothing(family, local_engine, monkeypatch):
+    prompts, sampling = prompts_for(family), replace(SAMPLED, n=8)
+    sizes = []
+    select = DynamicCache.batch_select_indices
+    monkeypatch.setattr(DynamicCache, "batch_select_indices", lambda c, i: sizes.append(len(i)) or select(c, i))
+    compacted = local_engine.generate(prompts, sampling)
+    assert sizes[0] == 32 and len(sizes) > 2 and sizes == sorted(sizes, reverse=True), sizes
+    monkeypatch.setattr(local, "COMPACT_BELOW", 0.0)
+    sizes.clear()
+    same_rows(compacted, range(32), local_engine.generate(prompts, sampling))
+    assert sizes == [32]
+
+
+def test_each_prompt_is_seen_and_read_once(family, local_engine, monkeypatch):
+    """However many answers it gets."""
+    read, seen = Backbone.read, Backbone.see
+    rows, pictures = [], []
+    monkeypatch.setattr(Backbone, "read", lambda b, ids, *x, **y: rows.append(ids.shape) or read(b, ids, *x, **y))
+    monkeypatch.setattr(Backbone, "see", lambda b, inputs: pictures.append(len(inputs)) or seen(b, inputs))
+    prompts = prompts_for(family)
+    local_engine.generate(prompts, replace(SAMPLED, n=8))
+    assert pictures == [4] and rows[0] == (4, max(len(prompt.ids) for prompt in prompts))
+    assert all(shape[1] == 1 for shape in rows[1:])
+
+
+def test_own_tensors_are_left_alone(family, encoder):
+    engine = LocalGenerator(fresh_backbone(family), encoder)
+    model = engine.backbone.model
+    counts = {name: parameter._version for name, parameter in model.named_parameters()}
+    engine.load(Weights(1, ((name, p.detach()) for name, p in model.named_parameters())))
+    assert counts == {name: parameter._version for name, parameter in model.named_parameters()}
+    assert engine.version == 1
+
+
+def test_a_tied_weight_may_come_by_its_other_name(family, encoder):
+    engine = LocalGenerator(fresh_backbone(family), encoder)
+    matrix = torch.zeros_like(engine.backbone.output_matrix)
+    engine.load(Weights(1, iter([("lm_head.weight", matrix)])))
+    assert (engine.backbone.output_matrix == 0).all()
+
+
+def test_an_unknown_weight_is_named(family, encoder):
+    engine = LocalGenerator(fresh_backbone(family), encoder)
+    with pytest.raises(ValueError, match=r"no weight 'model\.nothing'"):
+        engine.load(Weights(1, iter([("model.nothing", torch.zeros(1))])))
+    assert engine.version == 0
+
+
+def test_eager_attention_gives_the_same_answers(family, encoder, local_engine):
+    eager = LocalGenerator(Backbone(load_model(checkpoint(family), attn_implementation="eager")), encoder)
+    same_rows(
+        local_engine.generate(prompts_for(family), SAMPLED), range(12), eager.generate(prompts_for(family), SAMPLED)
+    )
+
+
+def test_half_precision(family, encoder):
+    """Records stay float32; engine and trainer agree within what bfloat16 can."""
+    backbone = Backbone(load_model(checkpoint(family), dtype="bf16"))
+    rollouts = LocalGenerator(backbone, encoder).generate(prompts_for(family), replace(SAMPLED, n=8))
+    old = Forward(backbone, encoder).signals(rollouts).old
+    assert rollouts.behaviour.dtype == old.dtype == torch.float32
+    gap = (old - rollouts.behaviour)[rollouts.mask].abs()
+    assert gap.mean() < 0.1, gap.mean()

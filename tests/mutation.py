@@ -1,0 +1,420 @@
+"""Mutation run: is every operator of the pure core pinned down by a test?
+
+    python tests/mutation.py [credit losses]
+
+Each operator, constant, branch and flag of `mtrl/algorithms/<module>.py` is changed in turn, and the unit tests run
+against the change. A change that no test notices is a survivor: a missing test, or a change that changes nothing. The
+latter are listed in EQUIVALENT with the reason. Exit status 1: a survivor that is not listed, or a line of that table
+that no longer matches a survivor.
+
+torch and TRL are imported once; each mutant runs in a fork of this process, at most JOBS at a time. A finder in front
+of `sys.meta_path` hands out the changed module, so every import of it gets the change. Two forks show that this works
+before any other is trusted: the unchanged module must pass, and one whose functions all raise must fail by their raise.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+JOBS = 2
+SECONDS_PER_MUTANT = 90
+CANARY = "the canary sings"
+SURVIVED, KILLED, TIMED_OUT, BROKEN = "survived", "killed", "timed out", "broken"
+OUTCOMES = {0: SURVIVED, 1: KILLED, 2: KILLED}  # of pytest's exit statuses; 2: it could not even be imported
+# Only what the tests need, no cache shared between mutants; failing examples are not shrunk: that they fail is enough.
+PYTEST_OPTIONS = ["-xq", "--tb=line", "-p", "no:cacheprovider", "-p", "_hypothesis_pytestplugin"]
+PYTEST_OPTIONS += ["--hypothesis-profile=mutation", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
+
+# Cheap tests first: with -x most mutants die in the first file.
+TESTS = {
+    "credit": ["tests/unit/test_credit.py", "tests/unit/test_mutants.py", "tests/unit/test_properties.py"],
+    "losses": [
+        "tests/unit/test_losses.py",
+        "tests/unit/test_mutants.py",
+        "tests/conformance/test_trl_agreement.py",
+        "tests/unit/test_properties.py",
+    ],
+}
+
+# (function, the changed statement as printed): why no test can tell
+OFF_MASK = "what stands off the mask has a weight of 0 in every term"
+EQUIVALENT: dict[tuple[str, str], str] = {
+    (
+        "credit.top_fraction",
+        "keep = (fraction * length.double() - 1e-06).ceil().clamp(min=1)",
+    ): "a rank beyond the length is a padded token's, and the mask takes it out",
+    (
+        "credit.top_fraction",
+        "keep = (fraction * length.double() - 1e-06).clamp(min=1).minimum(length)",
+    ): "ranks are whole: rank < 2.2 and rank < 3 are the same",
+    (
+        "credit.attention_weights",
+        "looking = 2 / vgr(mass.double(), sizes[:, None, :])",
+    ): "a common factor, which the division by the mean takes out",
+    (
+        "credit.attention_weights",
+        "top = top_fraction(v[None], torch.ones(2, len(v), dtype=torch.bool), rule.top_ratio)[0]",
+    ): "two equal rows, of which the first is taken",
+    (
+        "credit.attention_weights",
+        "top = top_fraction(v[None], torch.ones(1, len(v), dtype=torch.bool), rule.top_ratio)[-1]",
+    ): "of one row the last is the first",
+    (
+        "credit.gaussian_smooth",
+        "return padded.unfold(-1, 2 * radius + 1, 1) @ (kernel / kernel.sum())",
+    ): "of one dimension the last is the first",
+    (
+        "losses.policy_term",
+        "gain = torch.where(advantage <= 0, torch.maximum(gain, rule.clip_dual * advantage), gain)",
+    ): "at A = 0 both are 0, with a gradient of 0",
+    (
+        "losses.policy_term",
+        "tau = torch.where(advantage >= 0, rule.tau_positive, rule.tau_negative)",
+    ): "at A = 0 the term is 0 with either tau",
+    ("losses.weighted_sum", "return (weight * torch.where(weight != 0, term, 1.0)).sum()"): "0 * 1 is 0",
+    ("losses.weighted_sum", "return (weight * torch.where(weight != 0, term, -1.0)).sum()"): "0 * -1 is 0",
+    (
+        "losses.term_weights",
+        "token=(measure / aggregation_denominator(measure, 'dapo?', max_response_length)).float()",
+    ): "every name but grpo and dr_grpo is the plain token mean",
+    ("losses.aggregation_denominator", "return per_row.where(per_row > 0, 1.5)"): "0 / 1.5 is 0",
+    ("losses.aggregation_denominator", "return per_row.where(per_row > 0, 0.6666666666666666)"): "0 / 0.67 is 0",
+    ("losses.total_loss", "logp, old = (logp.where(mask, 1.0), batch.old)"): OFF_MASK,
+    ("losses.total_loss", "logp, old = (logp.where(mask, -1.0), batch.old)"): OFF_MASK,
+    (
+        "losses.importance_ratio",
+        "log_ratio = (logp - old).where(mask, 1.0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)",
+    ): OFF_MASK,
+    (
+        "losses.importance_ratio",
+        "log_ratio = (logp - old).where(mask, -1.0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)",
+    ): OFF_MASK,
+    ("losses.importance_ratio", "return sequence * (logp - logp.detach()).where(mask, 1.0).exp()"): OFF_MASK,
+    ("losses.importance_ratio", "return sequence * (logp - logp.detach()).where(mask, -1.0).exp()"): OFF_MASK,
+}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    module: str
+    function: str  # dotted name within the module, or "<module>"
+    line: int
+    before: str  # the statement, or what of it fits a line
+    after: str
+    tree: ast.Module
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return f"{self.module}.{self.function}", self.after
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.function}, line {self.line}\n    - {self.before}\n    + {self.after}"
+
+
+# ---- changes -------------------------------------------------------------------------------------------------------
+
+OPERATORS: dict[type[ast.AST], list[type[ast.AST]]] = {
+    ast.Add: [ast.Sub],
+    ast.Sub: [ast.Add],
+    ast.Mult: [ast.Div],
+    ast.Div: [ast.Mult],
+    ast.Pow: [ast.Mult],
+    ast.BitAnd: [ast.BitOr],
+    ast.BitOr: [ast.BitAnd],
+    ast.Lt: [ast.LtE, ast.Gt],
+    ast.LtE: [ast.Lt, ast.Gt],
+    ast.Gt: [ast.GtE, ast.Lt],
+    ast.GtE: [ast.Gt, ast.Lt],
+    ast.Eq: [ast.NotEq],
+    ast.NotEq: [ast.Eq],
+    ast.Is: [ast.IsNot],
+    ast.IsNot: [ast.Is],
+    ast.And: [ast.Or],
+    ast.Or: [ast.And],
+}
+NAMES = {
+    "min": "max",
+    "max": "min",
+    "minimum": "maximum",
+    "maximum": "minimum",
+    "any": "all",
+    "all": "any",
+    "ceil": "floor",
+    "sum": "mean",
+    "mean": "sum",
+    "zeros": "ones",
+    "ones": "zeros",
+    "zeros_like": "ones_like",
+    "ones_like": "zeros_like",
+}
+DROPPED = {"clamp", "where", "detach", "exp", "ceil", "minimum", "double", "float", "abs"}  # x.clamp(..) becomes x
+
+
+def changes(node: ast.AST) -> Iterator[ast.AST]:
+    """What may stand in place of this node."""
+    if isinstance(node, (ast.BinOp, ast.AugAssign, ast.BoolOp)):
+        for other in OPERATORS.get(type(node.op), []):
+            yield changed(node, op=other())
+    if isinstance(node, ast.Compare):
+        for other in OPERATORS.get(type(node.ops[0]), []):
+            yield changed(node, ops=[other(), *node.ops[1:]])
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.Not, ast.Invert)):
+        yield node.operand
+    if isinstance(node, ast.Constant):
+        for value in other_constants(node.value):
+            yield changed(node, value=value)
+    if isinstance(node, ast.Attribute) and node.attr in NAMES:
+        yield changed(node, attr=NAMES[node.attr])
+    if isinstance(node, ast.Name) and node.id in NAMES:
+        yield changed(node, id=NAMES[node.id])
+    if isinstance(node, ast.Call):
+        yield from changed_calls(node)
+    if isinstance(node, ast.IfExp):
+        yield changed(node, body=node.orelse, orelse=node.body)
+    if isinstance(node, ast.If) and not isinstance(node.test, (ast.Compare, ast.UnaryOp)):
+        yield changed(node, test=ast.UnaryOp(ast.Not(), node.test))
+
+
+def changed_calls(node: ast.Call) -> Iterator[ast.AST]:
+    method = node.func.attr if isinstance(node.func, ast.Attribute) else None
+    library = isinstance(node.func, ast.Attribute) and getattr(node.func.value, "id", None) in ("torch", "math")
+    if isinstance(node.func, ast.Attribute) and method in DROPPED and not library:
+        yield node.func.value
+    if method == "where" and library:
+        condition, yes, no = node.args
+        yield changed(node, args=[condition, no, yes])
+    elif method == "where":  # x.where(condition, y): y where the condition holds
+        inverted = ast.Call(ast.Attribute(ast.Name("torch"), "logical_not"), [node.args[0]], [])
+        yield changed(node, args=[inverted, *node.args[1:]])
+    for index, keyword in enumerate(node.keywords):  # clamp(min=..) and clamp(max=..)
+        if keyword.arg in ("min", "max"):
+            other = changed(keyword, arg=NAMES[keyword.arg])
+            yield changed(node, keywords=[*node.keywords[:index], other, *node.keywords[index + 1 :]])
+
+
+def other_constants(value: Any) -> list[Any]:
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [value + 1, value - 1]
+    if isinstance(value, float):
+        return [value * 1.5, value / 1.5] if value else [1.0, -1.0]
+    return [value + "?"] if isinstance(value, str) else []
+
+
+def changed(node: Any, **fields: Any) -> Any:
+    twin = copy.copy(node)
+    for name, value in fields.items():
+        setattr(twin, name, value)
+    return twin
+
+
+# ---- where they apply ----------------------------------------------------------------------------------------------
+
+
+def places(node: ast.AST, path: tuple = (), function: str = "", statement: tuple = ()) -> Iterator[tuple]:
+    """(path, node, function, path of its statement) of all that runs: no docstrings, annotations, imports, messages."""
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        function = f"{function}.{node.name}".lstrip(".")
+    if isinstance(node, ast.stmt):
+        statement = path
+    yield path, node, function or "<module>", statement
+    skipped = {"annotation", "returns", "decorator_list", "msg", "ctx"}
+    if isinstance(node, ast.Raise):
+        return
+    for name, value in ast.iter_fields(node):
+        if name in skipped:
+            continue
+        children = value if isinstance(value, list) else [value]
+        for index, child in enumerate(children):
+            if not isinstance(child, ast.AST) or isinstance(child, (ast.Import, ast.ImportFrom)):
+                continue
+            if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant):  # a docstring
+                continue
+            if isinstance(child, ast.Assign) and isinstance(child.value, ast.Subscript) and not function:
+                continue  # a type alias
+            step = (name, index if isinstance(value, list) else None)
+            yield from places(child, (*path, step), function, statement)
+
+
+def reach(tree: Any, path: tuple) -> Any:
+    for name, index in path:
+        tree = getattr(tree, name) if index is None else getattr(tree, name)[index]
+    return tree
+
+
+def put(tree: ast.Module, path: tuple, node: ast.AST) -> None:
+    *way, (name, index) = path
+    parent = reach(tree, tuple(way))
+    if index is None:
+        setattr(parent, name, node)
+    else:
+        getattr(parent, name)[index] = node
+
+
+def mutants(module: str, source: str) -> Iterator[Mutant]:
+    original = ast.parse(source)
+    for path, node, function, statement in list(places(original)):
+        for replacement in changes(node):
+            tree = copy.deepcopy(original)
+            put(tree, path, copy.deepcopy(replacement))
+            ast.fix_missing_locations(tree)
+            before, after = said(original, path, statement), said(tree, path, statement)
+            yield Mutant(module, function, getattr(node, "lineno", 0), before, after, tree)
+
+
+def said(tree: ast.Module, path: tuple, statement: tuple) -> str:
+    """The statement around the node at `path`, without its body; of a long one the largest part that fits a line."""
+    for length in range(len(statement), len(path) + 1):
+        around = reach(tree, path[:length])
+        text = ast.unparse(around)
+        text = text.splitlines()[0] if isinstance(around, ast.stmt) and hasattr(around, "body") else text
+        in_it = not isinstance(around, (ast.FunctionDef, ast.ClassDef))  # whose first line need not hold the default
+        if in_it and len(text) <= 110:
+            break
+    return text
+
+
+def canary(source: str) -> ast.Module:
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            node.body = ast.parse(f"raise AssertionError({CANARY!r})").body
+    return tree
+
+
+# ---- running them --------------------------------------------------------------------------------------------------
+
+
+class Changed(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Hands out one module from a tree in place of its file."""
+
+    def __init__(self, name: str, tree: ast.Module) -> None:
+        self.name, self.tree = name, tree
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        return importlib.machinery.ModuleSpec(name, self) if name == self.name else None
+
+    def exec_module(self, module: Any) -> None:
+        exec(compile(self.tree, f"<changed {self.name}>", "exec"), module.__dict__)
+
+
+def start(module: str, tree: ast.Module, output: Path) -> int:
+    """Runs the tests of `module` on `tree` in a fork; its process id."""
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 70
+    try:
+        log = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        assert not any(name == "mtrl" or name.startswith("mtrl.") for name in sys.modules), "mtrl is loaded already"
+        sys.meta_path.insert(0, Changed(f"mtrl.algorithms.{module}", tree))
+        import pytest
+
+        for test in TESTS[module]:  # a file at a time: later ones are not even collected once a mutant is dead
+            status = pytest.main([test, *PYTEST_OPTIONS])
+            if status:
+                break
+    finally:
+        sys.stdout.flush()
+        os._exit(int(status))
+
+
+def outcomes(trees: list[tuple[str, ast.Module]]) -> Iterator[tuple[int, str, str]]:
+    """(index, outcome, output) of each tree, as they end."""
+    waiting, running = list(enumerate(trees)), {}
+    with tempfile.TemporaryDirectory() as directory:
+        while waiting or running:
+            while waiting and len(running) < JOBS:
+                index, (module, tree) = waiting.pop(0)
+                output = Path(directory, str(index))
+                running[start(module, tree, output)] = (index, output, time.monotonic() + SECONDS_PER_MUTANT)
+            for pid, (index, output, deadline) in list(running.items()):
+                done, status = os.waitpid(pid, os.WNOHANG)
+                late = not done and time.monotonic() > deadline
+                if late:
+                    os.kill(pid, 9)
+                    os.waitpid(pid, 0)
+                if done or late:
+                    del running[pid]
+                    code = os.waitstatus_to_exitcode(status)
+                    yield index, TIMED_OUT if late else OUTCOMES.get(code, BROKEN), output.read_text()
+            time.sleep(0.01)
+
+
+def prepare() -> None:
+    """Loads once what every fork needs, and nothing of mtrl."""
+    os.environ |= {"OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    os.chdir(ROOT)
+    sys.path.insert(0, str(ROOT))
+    import _hypothesis_pytestplugin  # noqa: F401
+    import hypothesis
+    import pytest  # noqa: F401
+    import torch
+    from trl.trainer import grpo_trainer  # noqa: F401
+
+    torch.set_num_threads(1)
+    phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
+    hypothesis.settings.register_profile(
+        "mutation", derandomize=True, deadline=None, database=None, max_examples=40, phases=phases
+    )
+
+
+def main(modules: list[str]) -> int:
+    began = time.monotonic()
+    prepare()
+    sources = {module: (ROOT / f"mtrl/algorithms/{module}.py").read_text() for module in modules}
+
+    for module, source in sources.items():
+        trees = [(module, ast.parse(source)), (module, canary(source))]
+        (passes, output), (dies, song) = (result for _, *result in sorted(outcomes(trees)))
+        if passes != SURVIVED:
+            print(f"{module}: the tests fail on the module as it is\n{output}")
+            return 1
+        if dies != KILLED or CANARY not in song:
+            print(f"{module}: the tests do not see a changed module\n{song}")
+            return 1
+
+    all_mutants = [mutant for module, source in sources.items() for mutant in mutants(module, source)]
+    # Last the modules as they are, once more: a test that began to fail meanwhile would have killed everything.
+    trees = [(m.module, m.tree) for m in all_mutants] + [(module, ast.parse(sources[module])) for module in modules]
+    counts, explained = Counter[str](), set()
+    for index, outcome, output in outcomes(trees):
+        if index >= len(all_mutants):
+            if outcome != SURVIVED:
+                print(f"the tests fail on a module as it is by now; nothing above counts\n{output}")
+                return 1
+            continue
+        mutant = all_mutants[index]
+        if outcome == SURVIVED and mutant.key in EQUIVALENT:
+            outcome = "equivalent"
+            explained.add(mutant.key)
+        elif outcome not in (KILLED, TIMED_OUT):
+            print(f"{outcome.upper()}  {mutant}", flush=True)
+        counts[outcome] += 1
+    stale = [key for key in EQUIVALENT if key[0].split(".")[0] in modules and key not in explained]
+    for function, after in stale:
+        print(f"STALE     {function}: no survivor reads\n    + {after}")
+    told = ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
+    print(f"{len(all_mutants)} mutants of {', '.join(modules)}: {told}; {time.monotonic() - began:.0f} s")
+    return 1 if stale or counts[SURVIVED] or counts[BROKEN] else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:] or list(TESTS)))

@@ -1,0 +1,232 @@
+"""Seeing and reading: our vision tower against the untouched one, and rows of every kind in one batch."""
+
+import pytest
+import torch
+from tiny_models import VISION_FAMILIES, checkpoint, encoder_of, picture, plain_model, prompt, prompts_for
+from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, GraniteConfig, MistralConfig, PhiConfig
+
+from mtrl.models import backbone as module
+from mtrl.models import patches
+from mtrl.models.backbone import Backbone, prompt_positions, vision_tokens
+from mtrl.models.families.vision import patchify
+from mtrl.models.load import load_model
+
+# rows and columns of tokens. Windows of Qwen2.5-VL are 4 x 4 tokens: most of these leave odd ones at the edges.
+GRIDS = {
+    "one window": [(4, 4)],
+    "one token": [(1, 1)],
+    "odd windows": [(5, 9)],
+    "strip": [(1, 13)],
+    "equal images": [(3, 5), (3, 5)],
+    "other sizes": [(2, 3), (6, 4), (5, 9), (1, 1)],
+    "same windows, other order": [(5, 4), (4, 5), (4, 4), (8, 8)],
+}
+
+
+@pytest.fixture(params=VISION_FAMILIES)
+def family(request):
+    return request.param
+
+
+@pytest.fixture
+def backbone(family):
+    return Backbone(load_model(checkpoint(family)))
+
+
+def pixels_of(family, sizes):
+    encoder = encoder_of(family)
+    arrays = [picture(encoder, *size, seed=seed) for seed, size in enumerate(sizes)]
+    merge = encoder.merge_size
+    grids = tuple((1, rows * merge, columns * merge) for rows, columns in sizes)
+    return torch.cat([patchify(array, encoder.image) for array in arrays]), grids
+
+
+def outputs(tower_output):
+    return [tower_output.pooler_output, *(getattr(tower_output, "deepstack_features", None) or ())]
+
+
+def close(actual, expected, atol=2e-5):
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=atol)
+
+
+# ------------------------------------------------------------------------------------------------------ vision tower
+@pytest.mark.parametrize("name", GRIDS)
+def test_tower_equals_the_untouched_one(family, backbone, name):
+    pixels, grids = pixels_of(family, GRIDS[name])
+    with torch.no_grad():
+        ours = outputs(backbone.run_tower(pixels, grids))
+        plain = outputs(plain_model(family).model.visual(pixels, grid_thw=torch.tensor(grids)))
+    assert len(ours) == len(plain) == (2 if family == "qwen3_vl" else 1)
+    for mine, theirs in zip(ours, plain, strict=True):
+        assert len(mine) == sum(rows * columns for rows, columns in GRIDS[name])
+        close(mine, theirs)
+
+
+@pytest.mark.parametrize("name", ["odd windows", "equal images", "other sizes"])
+def test_gradients_of_the_tower_equal_the_untouched_one(family, backbone, name):
+    pixels, grids = pixels_of(family, GRIDS[name])
+    plain = plain_model(family).model.visual
+
+    def gradients(tower, output):
+        sum(x.square().mul(torch.linspace(-1, 1, x.shape[-1])).sum() for x in outputs(output)).backward()
+        found = {name: parameter.grad.clone() for name, parameter in tower.named_parameters()}
+        tower.zero_grad()
+        return found
+
+    ours = gradients(backbone.vision_tower, backbone.run_tower(pixels, grids))
+    theirs = gradients(plain, plain(pixels, grid_thw=torch.tensor(grids)))
+    assert ours.keys() == theirs.keys()
+    for parameter, gradient in theirs.items():
+        torch.testing.assert_close(ours[parameter], gradient, rtol=1e-3, atol=1e-4 * float(gradient.abs().max()))
+
+
+def test_an_image_does_not_see_its_neighbour(family, backbone):
+    """Exact: what stands beside an image changes nothing in its features."""
+    (one, other), grids = [pixels_of(family, [size])[0] for size in ((5, 4), (2, 3))], ((1, 10, 8), (1, 4, 6))
+    with torch.no_grad():
+        alone = outputs(backbone.run_tower(one, grids[:1]))
+        together = outputs(backbone.run_tower(torch.cat([one, other]), grids))
+        after = outputs(backbone.run_tower(torch.cat([other, one]), grids[::-1]))
+    for x, y, z in zip(alone, together, after, strict=True):
+        close(y[: len(x)], x, atol=1e-6)
+        close(z[-len(x) :], x, atol=1e-6)
+
+
+def test_one_call_for_all_windows_of_a_length(backbone, family, monkeypatch):
+    """The reason for the patch: calls grow with distinct lengths, not with windows."""
+    calls = []
+    sdpa = patches.F.scaled_dot_product_attention
+    monkeypatch.setattr(patches.F, "scaled_dot_product_attention", lambda *x, **y: calls.append(1) or sdpa(*x, **y))
+    with torch.no_grad():
+        backbone.run_tower(*pixels_of(family, [(8, 8)] * 3))  # 4 windows each
+    assert len(calls) == len(backbone.vision_tower.blocks)
+
+
+def test_saved_config_does_not_name_the_patch(backbone, tmp_path):
+    """A checkpoint must load where MTRL is not installed."""
+    backbone.model.config.save_pretrained(tmp_path)
+    assert patches.SEGMENT_ATTENTION not in (tmp_path / "config.json").read_text()
+
+
+# ------------------------------------------------------------------------------------------------------------ caches
+def test_index_caches_are_bounded_and_right_after_eviction(family, backbone, monkeypatch):
+    monkeypatch.setattr(module, "CACHED_BATCHES", 3)
+    monkeypatch.setattr(module, "CACHED_IMAGES", 4)
+    indices, made = backbone.vision_indices, []
+    build = indices._of_batch
+    monkeypatch.setattr(indices, "_of_batch", lambda *batch: made.append(batch) or build(*batch))
+    device = torch.device("cpu")
+    mixed = [tuple((1, 2 * (a + k), 2 * a) for k in range(3)) for a in range(1, 8)]
+    for _ in range(2):
+        for grids in mixed:
+            indices(grids, device)
+            assert len(indices._batches) <= 3 and len(indices._images) <= 4
+    assert len(made) == 14
+    indices(mixed[-1], device)
+    assert len(made) == 14, "the newest are kept"
+    for grids in mixed:  # each still what upstream would work out for the whole batch
+        fresh = module.VisionIndices(backbone.vision_tower)(grids, device)
+        assert all(
+            torch.equal(torch.as_tensor(x), torch.as_tensor(fresh[k])) for k, x in indices(grids, device).items()
+        )
+
+
+def test_the_batch_used_last_is_not_the_first_to_go():
+    cache = {}
+    for key in "abac":
+        module.remembered(cache, key, lambda key=key: key.upper(), limit=2)
+    assert cache == {"a": "A", "c": "C"}
+
+
+def test_segments_grouped_by_length():
+    sizes, order, back = patches._by_length((2, 3, 2), torch.device("cpu"))
+    assert sizes == {2: 4, 3: 3}
+    assert order.tolist() == [0, 1, 5, 6, 2, 3, 4]
+    assert order[back].tolist() == list(range(7))
+    assert patches._by_length((4, 4), torch.device("cpu")) == ({4: 8}, None, None)
+    assert patches._by_length.cache_info().maxsize is not None
+
+
+# ----------------------------------------------------------------------------------------------------- see and read
+def test_see_gives_each_prompt_its_own(family, backbone):
+    encoder = encoder_of(family)
+    inputs = [encoder.inputs(each) for each in prompts_for(family)]
+    with torch.no_grad():
+        features = backbone.see(inputs)
+        alone = [backbone.see([each])[0] for each in inputs]
+    assert [None if f is None else len(f.embeds) for f in features] == [45, None, 37, 4]
+    for together, single in zip(features, alone, strict=True):
+        if single is not None:
+            close(together.embeds, single.embeds)
+            assert len(together.deepstack) == len(single.deepstack) == (family == "qwen3_vl")
+            for x, y in zip(together.deepstack, single.deepstack, strict=True):
+                close(x, y)
+
+
+def test_text_alone_runs_no_tower(family, backbone, monkeypatch):
+    monkeypatch.setattr(backbone, "vision_tower", None)
+    encoder = encoder_of(family)
+    assert backbone.see([encoder.inputs(prompt(encoder, "t", "how many"))] * 2) == [None, None]
+
+
+def read_right_padded(backbone, encoder, prompts):
+    inputs = [encoder.inputs(each) for each in prompts]
+    pad = torch.nn.utils.rnn.pad_sequence
+    with torch.no_grad():
+        return backbone.read(
+            pad([each.ids for each in prompts], batch_first=True),
+            pad([prompt_positions(each).T for each in inputs], batch_first=True).permute(2, 0, 1),
+            pad([vision_tokens(each) for each in prompts], batch_first=True),
+            backbone.see(inputs),
+        )
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (1, 0), (3, 1, 2), (1, 1), (2, 0, 3, 1, 0)], ids=str)
+def test_text_rows_and_image_rows_mix_in_any_order(family, backbone, order):
+    encoder, prompts = encoder_of(family), prompts_for(family)
+    together = read_right_padded(backbone, encoder, [prompts[i] for i in order])
+    for row, i in enumerate(order):
+        (alone,) = read_right_padded(backbone, encoder, [prompts[i]])
+        close(together[row, : len(alone)], alone)
+
+
+# --------------------------------------------------------------------------------------------- masks and precision
+def test_a_mask_means_the_same_under_eager_attention(family):
+    """Eager attention adds its mask to the scores: a bool mask would silently shift them by one."""
+    encoder, (one, *_) = encoder_of(family), prompts_for(family)
+    inputs = encoder.inputs(one)
+    mask = torch.ones(len(one.ids), len(one.ids), dtype=torch.bool).tril()
+    mask[3:, 1] = False
+    read = []
+    for implementation in ("sdpa", "eager"):
+        backbone = Backbone(load_model(checkpoint(family), attn_implementation=implementation))
+        features = backbone.see([inputs])
+        rows = one.ids[None], prompt_positions(inputs)[:, None], vision_tokens(one)[None], features
+        read.append(backbone.read(*rows, attention_mask=mask[None, None]).detach())
+        assert (read[-1] - backbone.read(*rows).detach()).abs().max() > 0.1, "the mask matters"
+    close(*read)
+
+
+def test_attention_that_takes_no_mask_says_so(family):
+    backbone = Backbone(load_model(checkpoint(family)))
+    backbone.language_model.config._attn_implementation = "flash_attention_2"
+    ids, mask = torch.zeros(1, 2, dtype=torch.long), torch.ones(1, 1, 2, 2, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"'flash_attention_2'.*sdpa"):
+        backbone.read(ids, torch.zeros(3, 1, 2, dtype=torch.long), attention_mask=mask)
+
+
+SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
+ODD_MODELS = {
+    "final_logit_softcapping, sliding attention": Gemma2Config(**SIZES, num_key_value_heads=2, head_dim=16),
+    "logits_scaling": GraniteConfig(**SIZES, logits_scaling=4.0),
+    "sliding attention": MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=8),
+    "an output layer with a bias": PhiConfig(**SIZES),
+    "its layout": GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64),
+}
+
+
+@pytest.mark.parametrize("reason", ODD_MODELS)
+def test_models_that_would_be_scored_wrongly_are_refused(reason):
+    model = AutoModelForCausalLM.from_config(ODD_MODELS[reason])
+    with pytest.raises(ValueError, match=f"not supported: .*{reason.split(',')[0]}"):
+        Backbone(model)

@@ -1,0 +1,440 @@
+"""SPEC 4 (policy losses, aggregation, mismatch), 1.3 (denominators), 1.5 (entropy penalty), by hand."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import INF, NAN, close, fake_batch, fake_rollouts, mask_of, padded, same
+
+from mtrl.algorithms.losses import (
+    Loss,
+    PolicyLoss,
+    importance_ratio,
+    mismatch_correction,
+    policy_term,
+    term_weights,
+    total_loss,
+)
+from mtrl.types import TermWeights
+
+LN2, LN3 = math.log(2), math.log(3)
+PPO = PolicyLoss()  # clip 0.2 below, 0.3 above, dual clip 3
+
+
+def term_and_slope(rule, ratios, advantage, logp=None):
+    """Each token's loss and its derivative in l, for one row of ratios and one advantage."""
+    ratios = torch.tensor([ratios], dtype=torch.float64)
+    l = torch.zeros_like(ratios) if logp is None else torch.tensor([logp], dtype=torch.float64)  # noqa: E741
+    old = l - ratios.log()
+    l.requires_grad_()
+    mask = torch.ones(ratios.shape, dtype=torch.bool)
+    term = policy_term(rule, importance_ratio(l, old, mask, rule.level), l, torch.full_like(ratios, advantage))
+    term.sum().backward()
+    return term[0], l.grad[0]
+
+
+# ---- ppo: -min(rho A, clip(rho, 0.8, 1.3) A), for A < 0 not below 3 A ----
+
+
+def test_ppo_with_a_positive_advantage():
+    # A = 2. rho 1/2: min(1, 1.6) = 1, alive, slope -rho A = -1. rho 1.25: 2.5, alive. rho 2: min(4, 2.6), clipped,
+    # slope 0. rho 4: 2.6 too; the dual clip is for negative advantages.
+    term, slope = term_and_slope(PPO, [0.5, 1.0, 1.25, 2.0, 4.0], 2.0)
+    close(term, [-1, -2, -2.5, -2.6, -2.6])
+    close(slope, [-1, -2, -2.5, 0, 0])
+
+
+def test_ppo_with_a_negative_advantage():
+    # A = -2. rho 1/2: min(-1, -1.6) = -1.6, clipped, slope 0. rho 1: -2, slope rho * 2. rho 2: min(-4, -2.6) = -4,
+    # alive. rho 4: min(-8, -2.6) = -8, not below 3 * -2 = -6: loss 6, slope 0.
+    term, slope = term_and_slope(PPO, [0.5, 1.0, 2.0, 4.0], -2.0)
+    close(term, [1.6, 2, 4, 6])
+    close(slope, [0, 2, 4, 0])
+
+
+def test_ppo_without_the_dual_clip():
+    term, slope = term_and_slope(replace(PPO, clip_dual=None), [2.0, 4.0], -2.0)
+    close(term, [4, 8])
+    close(slope, [4, 8])
+
+
+def test_ppo_clips_low_and_high_apart():
+    rule = PolicyLoss(clip_low=0.5, clip_high=0.25)
+    close(term_and_slope(rule, [2.0], 1.0)[0], [-1.25])
+    close(term_and_slope(rule, [0.25], -1.0)[0], [0.5])
+
+
+def test_no_advantage_no_loss():
+    for kind in ("ppo", "cispo", "sapo"):
+        term, slope = term_and_slope(PolicyLoss(kind=kind), [0.5, 1.0, 4.0], 0.0)
+        assert term.abs().max() == 0
+        assert slope.abs().max() == 0
+
+
+# ---- the sequence level ----
+
+
+def test_the_sequence_ratio_and_its_gradient():
+    # Row 0: l - o = ln 2, ln 8: mean ln 4, s = 4. Row 1: one token, ln 3: s = 3. Each token has the value s and,
+    # through exp(l - sg l), the slope s in its own l alone (not s/n, as the derivative of the mean would be).
+    logp = torch.tensor([[-1.0, -2.0], [-3.0, 5.0]], requires_grad=True)
+    old = torch.tensor([[-1 - LN2, -2 - math.log(8)], [-3 - LN3, -70.0]])
+    mask = mask_of(2, 1)
+    ratio = importance_ratio(logp, old, mask, "sequence")
+    close(ratio[mask], [4, 4, 3])
+    (ratio * torch.tensor([[1.0, 10.0], [100.0, 1000.0]])).sum().backward()
+    close(logp.grad, [[4, 40], [300, 0]])
+
+
+def test_the_token_ratio_and_its_gradient():
+    logp = torch.tensor([[-1.0, -2.0, 9.0]], requires_grad=True)
+    old = torch.tensor([[-1 - LN2, -2 + LN2, -9.0]])
+    ratio = importance_ratio(logp, old, mask_of(2, width=3), "token")
+    close(ratio[0, :2], [2, 0.5])
+    (ratio * torch.tensor([[1.0, 10.0, 100.0]])).sum().backward()
+    close(logp.grad, [[2, 5, 0]])
+
+
+def test_ppo_clips_the_sequence_ratio():
+    # Token ratios 1.21 and 1: s = 1.1, within (0.8, 1.3): both tokens -1.1 A, slope -1.1 A.
+    rule = replace(PPO, level="sequence")
+    term, slope = term_and_slope(rule, [1.21, 1.0], 2.0)
+    close(term, [-2.2, -2.2])
+    close(slope, [-2.2, -2.2])
+    # 8 and 1/2: s = 2 > 1.3, clipped, although the second token's own ratio is not.
+    term, slope = term_and_slope(rule, [8.0, 0.5], 2.0)
+    close(term, [-2.6, -2.6])
+    close(slope, [0, 0])
+    # The same with A = -1: alive, loss 2; and with 32 and 1/2: s = 4, the dual clip holds it at 3.
+    term, slope = term_and_slope(rule, [8.0, 0.5], -1.0)
+    close(term, [2, 2])
+    close(slope, [2, 2])
+    term, slope = term_and_slope(rule, [32.0, 0.5], -1.0)
+    close(term, [3, 3])
+    close(slope, [0, 0])
+
+
+# ---- cispo and sapo ----
+
+
+@pytest.mark.parametrize("advantage", [1.0, -2.0])
+def test_cispo(advantage):
+    # -sg(min(rho, 5)) A l at l = -1, -1/2, -3: the gradient is -min(rho, 5) A: it never dies. No clip below.
+    rule = PolicyLoss(kind="cispo")
+    term, slope = term_and_slope(rule, [2.0, 10.0, 0.125], advantage, logp=[-1.0, -0.5, -3.0])
+    close(term, [2 * advantage, 2.5 * advantage, 0.375 * advantage])
+    close(slope, [-2 * advantage, -5 * advantage, -0.125 * advantage])
+    term, slope = term_and_slope(replace(rule, cispo_clip_high=1.5), [2.0], advantage, logp=[-1.0])
+    close(slope, [-1.5 * advantage])
+
+
+def test_cispo_at_the_sequence_level():
+    # 8 and 1/2: s = 2 for both tokens; clipped at 1.5.
+    rule = PolicyLoss(kind="cispo", level="sequence")
+    close(term_and_slope(rule, [8.0, 0.5], 1.0, logp=[-1.0, -3.0])[0], [2, 6])
+    close(term_and_slope(rule, [8.0, 0.5], 1.0, logp=[-1.0, -3.0])[1], [-2, -2])
+    close(term_and_slope(replace(rule, cispo_clip_high=1.5), [8.0, 0.5], 1.0, logp=[-1.0, -3.0])[1], [-1.5, -1.5])
+
+
+def test_sapo_positive():
+    # tau 1, A = 2. rho 1: sigmoid(0) = 1/2: -4 * 1/2 * 2 = -4, slope -(4/tau) * tau * 1/4 * rho * A = -rho A = -2.
+    # rho = 1 + ln 3: sigmoid = 3/4: -6; sigmoid' = 3/16: slope -4 * 3/16 * rho * 2 = -3/2 rho.
+    rho = 1 + LN3
+    term, slope = term_and_slope(PolicyLoss(kind="sapo"), [1.0, rho], 2.0)
+    close(term, [-4, -6])
+    close(slope, [-2, -1.5 * rho])
+
+
+def test_sapo_negative():
+    # tau 1.05, A = -1. rho 1: (4/1.05)/2. rho = 1 + ln(3)/1.05: sigmoid(ln 3) = 3/4: 3/1.05, slope 4 * 3/16 * rho.
+    rho = 1 + LN3 / 1.05
+    term, slope = term_and_slope(PolicyLoss(kind="sapo"), [1.0, rho], -1.0)
+    close(term, [2 / 1.05, 3 / 1.05])
+    close(slope, [1, 0.75 * rho])
+
+
+def test_sapo_takes_the_tau_of_the_sign():
+    rule = PolicyLoss(kind="sapo", tau_positive=2.0, tau_negative=4.0)
+    # rho = 1 + ln 3: sigmoid(2 ln 3) = 9/10, -(4/2) * 9/10;  sigmoid(4 ln 3) = 81/82, (4/4) * 81/82.
+    close(term_and_slope(rule, [1 + LN3], 1.0)[0], [-1.8])
+    close(term_and_slope(rule, [1 + LN3], -1.0)[0], [81 / 82])
+
+
+# ---- aggregation: two responses of 1 and 3 tokens, B = 2, longest allowed response 4 ----
+
+LENGTHS = mask_of(1, 3)
+ALL = LENGTHS.float()
+AGGREGATION = [
+    ("grpo", [[1 / 2, 0, 0], [1 / 6, 1 / 6, 1 / 6]]),
+    ("dapo", [[1 / 4, 0, 0], [1 / 4, 1 / 4, 1 / 4]]),
+    ("bnpo", [[1 / 4, 0, 0], [1 / 4, 1 / 4, 1 / 4]]),
+    ("dr_grpo", [[1 / 8, 0, 0], [1 / 8, 1 / 8, 1 / 8]]),
+]
+
+
+@pytest.mark.parametrize(("loss_type", "expected"), AGGREGATION)
+def test_aggregation(loss_type, expected):
+    weights = term_weights(ALL, LENGTHS, loss_type, 4)
+    close(weights.policy, expected)
+    close(weights.divergence, expected)
+    close(weights.token, [[1 / 4, 0, 0], [1 / 4, 1 / 4, 1 / 4]])
+
+
+# Token filtering keeps token 0 of row 0 (k = 1) and tokens 0 and 2 of row 1 (k = 2).
+SELECT = torch.tensor([[True, False, False], [True, False, True]])
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "denominator", "policy"),
+    [
+        ("grpo", "all", [[1 / 2, 0, 0], [1 / 6, 0, 1 / 6]]),
+        ("grpo", "selected", [[1 / 2, 0, 0], [1 / 4, 0, 1 / 4]]),
+        ("dapo", "all", [[1 / 4, 0, 0], [1 / 4, 0, 1 / 4]]),
+        ("dapo", "selected", [[1 / 3, 0, 0], [1 / 3, 0, 1 / 3]]),
+        ("bnpo", "selected", [[1 / 3, 0, 0], [1 / 3, 0, 1 / 3]]),
+        ("dr_grpo", "all", [[1 / 8, 0, 0], [1 / 8, 0, 1 / 8]]),
+        ("dr_grpo", "selected", [[1 / 8, 0, 0], [1 / 8, 0, 1 / 8]]),
+    ],
+)
+def test_filtering_touches_the_policy_term_only(loss_type, denominator, policy):
+    weights = term_weights(ALL, SELECT, loss_type, 4, denominator)
+    close(weights.policy, policy)
+    close(weights.divergence, dict(AGGREGATION)[loss_type])
+    close(weights.token, dict(AGGREGATION)["dapo"])
+
+
+# Token weights in the mask: v = 2 and 1, 2, 3, so row sums 2 and 6, total 8.
+MEASURE = torch.tensor([[2.0, 0, 0], [1, 2, 3]])
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "expected"),
+    [
+        ("grpo", [[2 / 4, 0, 0], [1 / 12, 2 / 12, 3 / 12]]),
+        ("dapo", [[2 / 8, 0, 0], [1 / 8, 2 / 8, 3 / 8]]),
+        ("bnpo", [[2 / 8, 0, 0], [1 / 8, 2 / 8, 3 / 8]]),
+        ("dr_grpo", [[2 / 8, 0, 0], [1 / 8, 2 / 8, 3 / 8]]),  # B * 4 = 8: this one does not follow the weights
+    ],
+)
+def test_token_weights_in_the_mask_enter_every_term_and_denominator(loss_type, expected):
+    weights = term_weights(MEASURE, LENGTHS, loss_type, 4)
+    close(weights.policy, expected)
+    close(weights.divergence, expected)
+    close(weights.token, [[2 / 8, 0, 0], [1 / 8, 2 / 8, 3 / 8]])
+
+
+def test_dr_grpo_keeps_its_denominator_under_token_weights():
+    close(term_weights(MEASURE, LENGTHS, "dr_grpo", 8).policy, [[2 / 16, 0, 0], [1 / 16, 2 / 16, 3 / 16]])
+
+
+def test_token_weights_in_the_mask_and_selected_tokens():
+    # Selected: 2 in row 0; 1 + 3 in row 1; 6 in all.
+    close(term_weights(MEASURE, SELECT, "grpo", 4, "selected").policy, [[2 / 4, 0, 0], [1 / 8, 0, 3 / 8]])
+    close(term_weights(MEASURE, SELECT, "dapo", 4, "selected").policy, [[2 / 6, 0, 0], [1 / 6, 0, 3 / 6]])
+    close(term_weights(MEASURE, SELECT, "grpo", 4, "all").policy, [[2 / 4, 0, 0], [1 / 12, 0, 3 / 12]])
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "policy"),
+    [
+        ("grpo", [[1 / 2, 0, 0], [0, 0, 0]]),  # still two responses
+        ("dapo", [[1, 0, 0], [0, 0, 0]]),  # one token left
+        ("dr_grpo", [[1 / 8, 0, 0], [0, 0, 0]]),
+    ],
+)
+def test_truncated_responses_have_no_policy_gradient(loss_type, policy):
+    weights = term_weights(ALL, LENGTHS, loss_type, 4, silenced=torch.tensor([False, True]))
+    close(weights.policy, policy)
+    close(weights.divergence, dict(AGGREGATION)[loss_type])
+    close(weights.token, dict(AGGREGATION)["dapo"])
+    selected = term_weights(ALL, SELECT, loss_type, 4, "selected", silenced=torch.tensor([False, True]))
+    close(selected.policy, policy)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "bnpo", "dr_grpo"])
+@pytest.mark.parametrize("denominator", ["all", "selected"])
+def test_all_truncated_is_zero_not_nan(loss_type, denominator):
+    weights = term_weights(ALL, SELECT, loss_type, 4, denominator, silenced=torch.tensor([True, True]))
+    same(weights.policy, torch.zeros(2, 3))
+
+
+def test_a_fully_masked_row_counts_as_a_response_of_no_tokens():
+    mask = mask_of(2, 0)
+    close(term_weights(mask.float(), mask, "grpo", 4).policy, [[1 / 4, 1 / 4], [0, 0]])
+    close(term_weights(mask.float(), mask, "dapo", 4).policy, [[1 / 2, 1 / 2], [0, 0]])
+    close(term_weights(mask.float(), mask, "dr_grpo", 4).policy, [[1 / 8, 1 / 8], [0, 0]])
+
+
+# ---- truncated importance sampling ----
+
+# Row 0: o - b = ln 3, -ln 2. Row 1, one token: ln 5. Ratios 3, 1/2, 5; of the sequences 3/2, 5.
+OLD = torch.tensor([[-1.0, -2.0], [-1.0, INF]])
+BEHAVIOUR = torch.tensor([[-1 - LN3, -2 + LN2], [-1 - math.log(5), NAN]])
+
+
+@pytest.mark.parametrize(
+    ("clip", "level", "expected"),
+    [
+        (2.0, "token", [[2, 0.5], [2, 1]]),
+        (4.0, "token", [[3, 0.5], [4, 1]]),
+        (2.0, "sequence", [[1.5, 1.5], [2, 1]]),
+        (1.25, "sequence", [[1.25, 1.25], [1.25, 1]]),
+        (None, "token", [[1, 1], [1, 1]]),
+        (None, "sequence", [[1, 1], [1, 1]]),
+    ],
+)
+def test_mismatch_correction(clip, level, expected):
+    close(mismatch_correction(OLD, BEHAVIOUR, mask_of(2, 1), clip, level), expected)
+
+
+def test_mismatch_correction_of_a_great_gap_is_finite():
+    gap = torch.tensor([[500.0, -500.0]])
+    close(mismatch_correction(gap, torch.zeros(1, 2), mask_of(2), 2.0, "token"), [[2, 0]])
+
+
+# ---- the whole loss ----
+
+# Two responses of 1 and 3 tokens, everything in powers of two. A = 2 and -1.
+#   row 0: l = -1, rho = 1                   term -2
+#   row 1: l = -2 each, rho = 1, 2, 1/2      terms 1, 2 (alive), 0.8 (clipped below)
+# dapo: weights 1/4. Policy loss (-2 + 1 + 2 + 0.8)/4 = 0.45. Slopes -rho A w: -1/2; 1/4, 2/4, 0.
+LOGP = padded([[-1], [-2, -2, -2]], fill=5.0)
+OLD_LOGP = padded([[-1], [-2, -2 - LN2, -2 + LN2]], fill=-60.0)
+ADVANTAGE = padded([[2], [-1, -1, -1]])
+REFERENCE = padded([[-1 - LN2], [-2, -2, -2 + LN2]], fill=33.0)
+ROLLOUTS = fake_rollouts([1, 3])
+
+
+def loss_and_slope(loss, **fields):
+    logp = LOGP.clone().requires_grad_()
+    batch = fake_batch(ROLLOUTS, OLD_LOGP, ADVANTAGE, reference=REFERENCE, **fields)
+    total, metrics = total_loss(logp, batch, loss)
+    total.backward()
+    return total, logp.grad, metrics
+
+
+def test_policy_loss_alone():
+    total, slope, metrics = loss_and_slope(Loss())
+    close(total, 0.45)
+    close(slope, [[-0.5, 0, 0], [0.25, 0.5, 0]])
+    close(metrics["pg_loss"], 0.45)
+    assert "divergence_loss" not in metrics
+    assert "entropy_penalty" not in metrics
+
+
+def test_metrics_of_the_ratio():
+    # o - l = 0; 0, -ln 2, ln 2: mean 0. One token of four is clipped below (rho 1/2 < 0.8, A < 0), none above: rho 2
+    # has A < 0, where the upper clip does not bite.
+    _, _, metrics = loss_and_slope(Loss())
+    close(metrics["approx_kl"], 0.0)
+    close(metrics["clipfrac_low"], 0.25)
+    close(metrics["clipfrac_high"], 0.0)
+    assert not metrics["pg_loss"].requires_grad
+
+
+def test_clipfrac_follows_the_sign_of_the_advantage():
+    # Ratios 2 and 1/4 with A = 1: one of two clipped above, none below. approx_kl: (-ln 2 + ln 4)/2 = ln(2)/2.
+    rollouts = fake_rollouts([2])
+    batch = fake_batch(rollouts, torch.zeros(1, 2), torch.ones(1, 2))
+    _, metrics = total_loss(torch.tensor([[LN2, -2 * LN2]]), batch, Loss())
+    close(metrics["clipfrac_high"], 0.5)
+    close(metrics["clipfrac_low"], 0.0)
+    close(metrics["approx_kl"], LN2 / 2)
+
+
+def test_entropy_penalty_is_the_mean_of_minus_l():
+    # Mean of -l over four tokens: (1 + 2 + 2 + 2)/4 = 1.75; times 0.06 = 0.105. Slope -0.06/4 each: it lowers entropy.
+    total, slope, metrics = loss_and_slope(Loss(entropy_penalty_coef=0.06))
+    close(total, 0.45 + 0.105)
+    close(slope, [[-0.5 - 0.015, 0, 0], [0.25 - 0.015, 0.5 - 0.015, -0.015]])
+    close(metrics["entropy_penalty"], 1.75)
+    close(metrics["pg_loss"], 0.45)
+
+
+def test_entropy_penalty_is_a_token_mean_under_every_loss_type():
+    for loss_type in ("grpo", "dr_grpo"):
+        weights = term_weights(ALL, SELECT, loss_type, 4, silenced=torch.tensor([True, True]))
+        total, _, _ = loss_and_slope(Loss(entropy_penalty_coef=1.0), weights=weights)
+        close(total, 1.75)
+
+
+@pytest.mark.parametrize(
+    ("penalty", "distance", "slope"),
+    [
+        # d = l - ref = ln 2; 0, 0, -ln 2.
+        ("kl", 0.0, [[0.25, 0, 0], [0.25, 0.25, 0.25]]),
+        ("abs", LN2 / 2, [[0.25, 0, 0], [0, 0, -0.25]]),
+        ("mse", LN2**2 / 4, [[LN2 / 4, 0, 0], [0, 0, -LN2 / 4]]),
+        # exp(-d) + d - 1 = ln 2 - 1/2; 0, 0, 1 - ln 2: sum 1/2, mean 1/8. Slope (1 - exp(-d))/4.
+        ("low_var_kl", 1 / 8, [[0.125, 0, 0], [0, 0, -0.25]]),
+    ],
+)
+def test_divergence_loss(penalty, distance, slope):
+    total, grad, metrics = loss_and_slope(Loss(divergence=penalty, divergence_coef=0.5))
+    close(metrics["divergence_loss"], distance)
+    close(total, 0.45 + 0.5 * distance)
+    close(grad, torch.tensor([[-0.5, 0, 0], [0.25, 0.5, 0]]) + 0.5 * torch.tensor(slope))
+
+
+def test_divergence_and_penalty_ignore_the_filter_and_the_truncation():
+    # No token selected for the policy term: what remains is 0.5/8 and 0.06 * 1.75.
+    none = torch.zeros_like(LENGTHS)
+    for weights in (
+        term_weights(ALL, none, "dapo", 4, "selected"),
+        term_weights(ALL, LENGTHS, "dapo", 4, silenced=torch.tensor([True, True])),
+    ):
+        total, _, metrics = loss_and_slope(Loss(divergence_coef=0.5, entropy_penalty_coef=0.06), weights=weights)
+        close(metrics["pg_loss"], 0.0)
+        close(total, 1 / 16 + 0.105)
+
+
+def test_divergence_loss_follows_the_loss_type():
+    # grpo: row means of exp(-d) + d - 1: ln 2 - 1/2 and (1 - ln 2)/3, then the mean of both.
+    weights = term_weights(ALL, LENGTHS, "grpo", 4)
+    _, _, metrics = loss_and_slope(Loss(divergence_coef=0.5), weights=weights)
+    close(metrics["divergence_loss"], (LN2 - 0.5 + (1 - LN2) / 3) / 2)
+    # and the policy: (-2 + (1 + 2 + 0.8)/3)/2.
+    close(metrics["pg_loss"], (-2 + 3.8 / 3) / 2)
+
+
+def test_the_correction_multiplies_the_policy_term_alone():
+    # Factors 2; 1/2, 1, 0: (-4 + 1/2 + 2 + 0)/4 = -0.375; slopes -1; 1/8, 1/2, 0.
+    correction = padded([[2], [0.5, 1, 0]], fill=1.0)
+    total, slope, metrics = loss_and_slope(Loss(divergence_coef=0.5, entropy_penalty_coef=0.06), correction=correction)
+    close(metrics["pg_loss"], -0.375)
+    close(total, -0.375 + 1 / 16 + 0.105)
+    _, slope, _ = loss_and_slope(Loss(), correction=correction)
+    close(slope, [[-1, 0, 0], [0.125, 0.5, 0]])
+
+
+def test_a_divergence_loss_without_a_reference_is_a_mistake():
+    batch = replace(fake_batch(ROLLOUTS, OLD_LOGP, ADVANTAGE), reference=None)
+    with pytest.raises(AssertionError, match="reference"):
+        total_loss(LOGP, batch, Loss(divergence_coef=0.5))
+
+
+def test_sequence_level_loss_by_hand():
+    # Row 0: s = 1. Row 1: ratios 1, 2, 1/2: s = 1 too. Terms -2; 1, 1, 1: mean 1/4. Slopes -rho A/4.
+    total, slope, _ = loss_and_slope(Loss(PolicyLoss(level="sequence")))
+    close(total, 0.25)
+    close(slope, [[-0.5, 0, 0], [0.25, 0.25, 0.25]])
+
+
+def test_a_batch_of_empty_rows_has_no_loss():
+    rollouts = fake_rollouts([0, 0], width=2)
+    batch = fake_batch(rollouts, torch.full((2, 2), -1.0), torch.ones(2, 2), reference=torch.zeros(2, 2))
+    logp = torch.zeros(2, 2, requires_grad=True)
+    for kind in ("ppo", "cispo", "sapo"):
+        for level in ("token", "sequence"):
+            rule = Loss(PolicyLoss(kind=kind, level=level), divergence_coef=1.0, entropy_penalty_coef=1.0)
+            total, _ = total_loss(logp, batch, rule)
+            assert total.item() == 0
+            (grad,) = torch.autograd.grad(total, logp)
+            same(grad, torch.zeros(2, 2))
+
+
+def test_term_weights_are_float32():
+    weights = term_weights(ALL, LENGTHS, "dapo", 4)
+    assert isinstance(weights, TermWeights)
+    assert {weights.policy.dtype, weights.divergence.dtype, weights.token.dtype} == {torch.float32}

@@ -1,0 +1,206 @@
+"""SPEC 8, by hand: which numbers, over which tokens."""
+
+import math
+
+import pytest
+import torch
+from helpers import INF, NAN, mask_of, padded
+
+from mtrl.algorithms.credit import CreditRule, Scaling, assign
+from mtrl.algorithms.metrics import (
+    attention_metrics,
+    credit_metrics,
+    length_metrics,
+    masked_mean,
+    masked_rate,
+    mismatch_metrics,
+    reward_metrics,
+    summary,
+)
+from mtrl.types import Rewards, Signals
+
+
+def approx(expected):
+    return pytest.approx(expected, rel=1e-6, abs=1e-9)
+
+
+def test_masked_mean_and_summary():
+    assert masked_mean(padded([[1, 2], [6]], fill=NAN), mask_of(2, 1)) == approx(3)
+    assert masked_mean(torch.ones(1, 2), mask_of(0, width=2)) == 0
+    assert masked_rate(torch.tensor([True, False, False, False])) == 0.25
+    assert masked_rate(torch.zeros(0, dtype=torch.bool)) == 0
+    assert summary("x", torch.tensor([1.0, NAN, 4.0])) == {"x/mean": 2.5, "x/min": 1.0, "x/max": 4.0}
+    assert summary("x", torch.tensor([NAN])) == {}
+
+
+def test_reward_metrics():
+    # Totals 1 3 | 2 2 | 0 (a group of one): mean 8/5; groups 1 and 2 have no spread: 2 of 3.
+    # Accuracy 1 0 . 1 .: mean and success 2/3. A part that applies nowhere is not reported.
+    rewards = Rewards(
+        total=torch.tensor([1.0, 3.0, 2.0, 2.0, 0.0]),
+        parts={
+            "accuracy": torch.tensor([1.0, 0.0, NAN, 1.0, NAN]),
+            "length": torch.tensor([0.0, -1.0, -0.5, 0.0, 0.0]),
+            "mdi": torch.full((5,), NAN),
+        },
+        failed=torch.tensor([False, False, True, False, False]),
+    )
+    assert reward_metrics(rewards, torch.tensor([0, 0, 1, 1, 2])) == approx(
+        {
+            "reward/overall": 1.6,
+            "reward/failed": 0.2,
+            "reward/accuracy": 2 / 3,
+            "reward/length": -0.3,
+            "reward/zero_std_groups": 2 / 3,
+            "reward/success_rate": 2 / 3,
+        }
+    )
+
+
+def test_success_is_a_full_score():
+    # 0.5 is not a success; without the part there is no rate.
+    rewards = Rewards(torch.tensor([0.5, 1.0]), {"math": torch.tensor([0.5, 1.0])}, torch.tensor([False, False]))
+    group = torch.tensor([0, 0])
+    assert reward_metrics(rewards, group, "math")["reward/success_rate"] == 0.5
+    assert "reward/success_rate" not in reward_metrics(rewards, group)
+    assert "reward/success_rate" not in reward_metrics(rewards, group, None)
+
+
+# Visual rows of 4 and 2 tokens, a text-only row of 4. Halves are kept: 2, 1 and 2 tokens.
+MASK = mask_of(4, 2, 4)
+VISUAL = torch.tensor([True, True, False])
+SIGNALS = Signals(
+    dependency=padded([[1, 9, 2, 4], [5, 3], [7, 8, 9, 9]], fill=99.0),
+    entropy=padded([[4, 1, 3, 2], [1, 2], [1, 4, 2, 3]], fill=99.0),
+)
+
+
+def metrics_of(rule, signals=SIGNALS, mask=MASK, visual=VISUAL):
+    return credit_metrics(rule, assign(rule, torch.ones(mask.shape), mask, visual, signals), signals, mask, visual)
+
+
+SENSITIVITY = {
+    # Row means of S: 4 and 4; the text-only row has none.
+    "actor/sensitivity_score_mean": 4.0,
+    "actor/sensitivity_score_min": 4.0,
+    "actor/sensitivity_score_max": 4.0,
+}
+
+
+def test_perception_metrics_are_of_visual_tokens():
+    # Kept: 9 and 4, 5: 3 of 6 visual tokens, mean 6. Not kept: 1, 2, 3: mean 2. The weakest kept: 4 and 5, mean 4.5.
+    # All in all 3 + 4 of 10 tokens pass, the text-only row whole.
+    assert metrics_of(CreditRule(perception_top_p=0.5)) == approx(
+        SENSITIVITY
+        | {
+            "actor/perception_token_fraction": 0.5,
+            "actor/low_var_kl_mean_selected": 6.0,
+            "actor/low_var_kl_mean_rejected": 2.0,
+            "actor/low_var_kl_threshold": 4.5,
+            "actor/combined_token_fraction": 0.7,
+        }
+    )
+
+
+def test_entropy_metrics_are_of_all_tokens():
+    # Of 4, 2 and 4 tokens 2, 1 and 2: 5 of 10.
+    metrics = metrics_of(CreditRule(entropy_top_p=0.5), Signals(entropy=SIGNALS.entropy))
+    assert metrics == approx({"actor/entropy_token_fraction": 0.5, "actor/combined_token_fraction": 0.5})
+
+
+def test_the_combined_fraction_is_of_the_union():
+    # Row 0: S keeps 1, 3 and entropy 0, 2: all four. Row 1: 0 and 1: both. Row 2: entropy alone, 2 of 4. 8 of 10.
+    metrics = metrics_of(CreditRule(perception_top_p=0.5, entropy_top_p=0.5))
+    assert metrics["actor/combined_token_fraction"] == approx(0.8)
+
+
+def test_nothing_rejected_has_no_mean():
+    metrics = metrics_of(CreditRule(perception_top_p=1.0))
+    assert "actor/low_var_kl_mean_rejected" not in metrics
+    assert metrics["actor/low_var_kl_mean_selected"] == approx(4.0)
+
+
+def test_without_images_or_switches_there_is_nothing_to_report():
+    assert metrics_of(CreditRule(), Signals()) == {}
+    text_only = torch.tensor([False, False, False])
+    rule = CreditRule(perception_top_p=0.5, scaling=Scaling())
+    assert metrics_of(rule, visual=text_only) == approx({"actor/combined_token_fraction": 1.0})
+
+
+def test_scaling_metrics():
+    # Scores 0, 1, 4 and a text-only row: w = 0.8, 0.92, 1.28, mean 1: not capped.
+    mask, visual = mask_of(1, 1, 1, 1), torch.tensor([True, True, True, False])
+    signals = Signals(dependency=torch.tensor([[0.0], [1.0], [4.0], [50.0]]))
+    assert metrics_of(CreditRule(scaling=Scaling()), signals, mask, visual) == approx(
+        {
+            "actor/sensitivity_score_mean": 5 / 3,
+            "actor/sensitivity_score_min": 0.0,
+            "actor/sensitivity_score_max": 4.0,
+            "actor/scaling_factor_mean": 1.0,
+            "actor/scaling_factor_max": 1.28,
+            "actor/scaling_capped": 0.0,
+        }
+    )
+    # A cap of 1.2: w = 0.8, 0.9, 1.2, mean 2.9/3, and it says so.
+    capped = metrics_of(CreditRule(scaling=Scaling(high=1.2)), signals, mask, visual)
+    assert capped["actor/scaling_factor_mean"] == approx(2.9 / 3)
+    assert capped["actor/scaling_factor_max"] == approx(1.2)
+    assert capped["actor/scaling_capped"] == 1.0
+
+
+def test_mismatch_metrics():
+    # o - b = 0.3, -0.1, 0.1: mean of |.| = 1/6, max 0.3. KL(b || o) is the mean of b - o = -0.1.
+    old = padded([[-1, -1], [-2]], fill=INF)
+    behaviour = padded([[-1.3, -0.9], [-2.1]], fill=-5.0)
+    mask = mask_of(2, 1)
+    assert mismatch_metrics(old, behaviour, mask, cut=False) == pytest.approx(
+        {"rollout/logprob_gap_mean": 0.5 / 3, "rollout/logprob_gap_max": 0.3, "rollout/logprob_gap_kl": -0.1}, rel=1e-5
+    )
+    assert set(mismatch_metrics(old, behaviour, mask, cut=True)) == {
+        "rollout/logprob_gap_cut_mean",
+        "rollout/logprob_gap_cut_max",
+        "rollout/logprob_gap_cut_kl",
+    }
+
+
+def test_mismatch_metrics_of_nothing():
+    metrics = mismatch_metrics(torch.ones(1, 2), torch.zeros(1, 2), mask_of(0, width=2), cut=False)
+    assert list(metrics.values()) == [0, 0, 0]
+
+
+def test_length_metrics():
+    assert length_metrics(mask_of(1, 2, 6), torch.tensor([False, False, True])) == approx(
+        {
+            "response_length/mean": 3.0,
+            "response_length/min": 1.0,
+            "response_length/max": 6.0,
+            "response_length/truncated": 1 / 3,
+        }
+    )
+
+
+def test_attention_metrics():
+    # Row 0: tokens (0.4, 0.1) and (0.2, 0.7), pools of 1: means 0.3, 0.4: VGR 3/4, AEI (3/7)/(1/2) = 6/7 and 8/7.
+    # Row 1: one token (0.2, 0.1), pools 2 and 4: VGR 0.1/0.025 = 4, AEI (2/3)/(1/3) = 2 and (1/3)/(2/3) = 1/2.
+    # Row 2 has no vision: in no mean. The late segment is twice as much on text in every token of row 1: VGR 8.
+    early = torch.tensor([[[0.4, 0.1], [0.2, 0.7]], [[0.2, 0.1], [NAN, NAN]], [[0.9, 0.0], [0.9, 0.0]]])
+    mass = early[:, :, None, :].repeat(1, 1, 5, 1)
+    mass[1, :, 2, 0] *= 2
+    metrics = attention_metrics(mass, torch.tensor([[1, 1], [2, 4], [3, 0]]), mask_of(2, 1, 2))
+    assert len(metrics) == 12  # three numbers, four segments
+    for segment in ("early", "middle", "all"):
+        assert metrics[f"attention/vgr_{segment}"] == approx((0.75 + 4) / 2)
+        assert metrics[f"attention/aei_text_{segment}"] == approx((6 / 7 + 2) / 2)
+        assert metrics[f"attention/aei_vision_{segment}"] == approx((8 / 7 + 1 / 2) / 2)
+    assert metrics["attention/vgr_late"] == approx((0.75 + 8) / 2)
+
+
+def test_attention_metrics_without_any_image():
+    mass = torch.full((1, 2, 5, 2), 0.25)
+    assert attention_metrics(mass, torch.tensor([[3, 0]]), mask_of(2)) == {}
+
+
+def test_metrics_are_plain_finite_numbers():
+    for value in metrics_of(CreditRule(perception_top_p=0.5, entropy_top_p=0.5, scaling=Scaling())).values():
+        assert isinstance(value, float)
+        assert math.isfinite(value)

@@ -1,0 +1,74 @@
+"""Edges that only a mutation run finds (tests/mutation.py): what happens exactly on a limit, and far beyond one."""
+
+import pytest
+import torch
+from helpers import close, fake_batch, fake_rollouts, mask_of
+
+from mtrl.algorithms.credit import Scaling, top_fraction, trajectory_scale
+from mtrl.algorithms.losses import Loss, PolicyLoss, term_weights, total_loss
+
+
+@pytest.mark.parametrize(
+    ("p", "n", "k"),
+    [
+        (0.6, 100, 60),  # 60.000004 in float32: more than 1e-6 too much
+        (0.72, 75, 54),  # 54.000004 in float32
+        ((1 + 1.2e-6) / 2, 2, 2),  # p*n = 1 + 1.2e-6: ceil(1 + 0.2e-6)
+        ((1 + 0.8e-6) / 2, 2, 1),  # p*n = 1 + 0.8e-6: ceil(1 - 0.2e-6)
+    ],
+)
+def test_the_rounding_of_k(p, n, k):
+    assert top_fraction(torch.zeros(1, n), mask_of(n), p).sum() == k
+
+
+@pytest.mark.parametrize(("gap", "scale"), [(1e-6, [1.0, 1.0]), (1.1e-6, [0.8, 1.2])])
+def test_a_range_of_exactly_the_limit_is_flat(gap, scale):
+    # Above it u = (0, 1), mean 1/2, top = 0.8 + 0.2/0.5 = 1.2.
+    score = torch.tensor([[0.0], [gap]], dtype=torch.float64)
+    close(trajectory_scale(score, mask_of(1, 1), torch.tensor([True, True]), Scaling()), scale)
+
+
+def clip_fractions(log_ratio, advantage, **clips):
+    rollouts = fake_rollouts([1] * len(advantage))
+    batch = fake_batch(rollouts, torch.zeros(len(advantage), 1), torch.tensor(advantage)[:, None])
+    logp = torch.full((len(advantage), 1), log_ratio)
+    _, metrics = total_loss(logp, batch, Loss(PolicyLoss(**clips)))
+    return metrics["clipfrac_low"].item(), metrics["clipfrac_high"].item()
+
+
+def test_clip_fractions_count_only_tokens_whose_gradient_the_clip_took():
+    # Of the advantages only -0.5 and -2 are clipped below, only 0.5 and 2 above; 0 never is.
+    advantages = [-2.0, -0.5, 0.0, 0.5, 2.0]
+    assert clip_fractions(-1.0, advantages) == pytest.approx((2 / 5, 0))
+    assert clip_fractions(1.0, advantages) == pytest.approx((0, 2 / 5))
+    # A ratio of 1 between clips at 1 is on the limit, not beyond it.
+    assert clip_fractions(0.0, advantages, clip_low=0.0, clip_high=0.0) == (0, 0)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("kind", ["ppo", "cispo", "sapo"])
+def test_absurd_ratios_leave_loss_and_gradient_finite(kind, level):
+    # exp(200) is inf in float32, and inf * 0 in a clipped branch's gradient would be NaN
+    rollouts = fake_rollouts([2, 2, 2, 2])
+    old = torch.tensor([[-200.0, -1.0], [-200.0, -1.0], [-1.0, -1.0], [-1.0, -1.0]])
+    logp = torch.tensor([[-0.5, -1.0], [-0.5, -1.0], [-200.0, -1.0], [-200.0, -1.0]], requires_grad=True)
+    advantage = torch.tensor([1.0, -1.0, 1.0, -1.0])[:, None].expand(4, 2)
+    loss, _ = total_loss(logp, fake_batch(rollouts, old, advantage), Loss(PolicyLoss(kind, level, clip_dual=None)))
+    (grad,) = torch.autograd.grad(loss, logp)
+    assert loss.isfinite() and grad.isfinite().all()
+
+
+def test_the_denominator_counts_all_valid_tokens_unless_told_otherwise():
+    mask, select = mask_of(4), torch.tensor([[True, False, False, True]])
+    close(term_weights(mask.float(), select, "dapo", 9).policy, [[1 / 4, 0, 0, 1 / 4]])
+    close(term_weights(mask.float(), select, "dapo", 9, "selected").policy, [[1 / 2, 0, 0, 1 / 2]])
+
+
+def test_denominators_are_summed_in_float64():
+    # 2**24 + 1 is 2**24 in float32, and the first weight would be 1
+    measure = torch.tensor([[2.0**24, 1.0]])
+    assert term_weights(measure, mask_of(2), "dapo", 9).token[0, 0] == 1 - 2.0**-24
+
+
+def test_a_denominator_may_be_below_one():
+    close(term_weights(torch.tensor([[0.1, 0.3]]), mask_of(2), "dapo", 9).policy, [[1 / 4, 3 / 4]])

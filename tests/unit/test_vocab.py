@@ -1,0 +1,378 @@
+"""Chunked log-probs, entropy and KL against plain ones that hold all logits; and what they cost in memory."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch import Tensor
+
+from mtrl.algorithms.vocab import full_kl, token_scores
+
+POSITIONS, VOCABULARY, WIDTH = 11, 23, 6
+FORBIDDEN = torch.tensor([0, 7, 22])
+
+
+def make(dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """hidden [11, 6], weight [23, 6] (leaves) and targets [11], none of them forbidden."""
+    draw = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(POSITIONS, WIDTH, generator=draw).to(dtype).requires_grad_()
+    weight = torch.randn(VOCABULARY, WIDTH, generator=draw).to(dtype).requires_grad_()
+    allowed = torch.tensor([i for i in range(VOCABULARY) if i not in FORBIDDEN.tolist()])
+    return hidden, weight, allowed[torch.randint(len(allowed), (POSITIONS,), generator=draw)]
+
+
+def plain_log_probs(hidden: Tensor, weight: Tensor, temperature: float, forbidden: Tensor | None) -> Tensor:
+    logits = (hidden @ weight.T).to(torch.promote_types(hidden.dtype, torch.float32)) / temperature
+    if forbidden is not None:
+        barred = torch.zeros(len(weight), dtype=torch.bool)
+        barred[forbidden] = True
+        logits = logits.masked_fill(barred, -torch.inf)
+    return logits.log_softmax(-1)
+
+
+def plain_entropy(log_probs: Tensor) -> Tensor:
+    terms = torch.where(log_probs == -torch.inf, 0.0, log_probs.exp() * log_probs)
+    return -terms.sum(-1)
+
+
+def plain_kl(p: Tensor, q: Tensor) -> Tensor:
+    allowed = (p > -torch.inf).all(0)  # picked, not masked: the gradient of inf - inf is NaN even under a mask
+    p, q = p[:, allowed], q[:, allowed]
+    return (p.exp() * (p - q)).sum(-1)
+
+
+def gradients(value: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
+    """Of a sum with a different weight for every position, so that a mix-up of positions shows."""
+    return torch.autograd.grad((value * torch.linspace(-1.0, 2.0, len(value)).to(value)).sum(), leaves)
+
+
+options = pytest.mark.parametrize(
+    ("temperature", "forbidden"), [(1.0, None), (0.7, None), (1.0, FORBIDDEN), (1.3, FORBIDDEN)]
+)
+chunks = pytest.mark.parametrize("chunk", [1, 4, 5, 11, 512])  # 4 and 5 do not divide 11
+
+
+@options
+@chunks
+def test_token_scores_and_gradients(temperature: float, forbidden: Tensor | None, chunk: int) -> None:
+    hidden, weight, targets = make()
+    scores = token_scores(
+        hidden, weight, targets, temperature=temperature, forbidden=forbidden, entropy=True, chunk=chunk
+    )
+    plain = plain_log_probs(hidden, weight, temperature, forbidden)
+    logp = plain[torch.arange(POSITIONS), targets]
+    torch.testing.assert_close(scores.logp, logp)
+    assert scores.entropy is not None and not scores.entropy.requires_grad
+    torch.testing.assert_close(scores.entropy, plain_entropy(plain).detach())
+    torch.testing.assert_close(gradients(scores.logp, hidden, weight), gradients(logp, hidden, weight))
+
+
+@options
+@chunks
+@pytest.mark.parametrize("own_matrix", [True, False])
+def test_full_kl_and_gradients(temperature: float, forbidden: Tensor | None, chunk: int, own_matrix: bool) -> None:
+    hidden, weight, _ = make()
+    other_hidden, other_weight, _ = make(seed=1)
+    if not own_matrix:
+        other_weight = weight
+    kl = full_kl(
+        hidden,
+        other_hidden,
+        weight,
+        other_weight if own_matrix else None,
+        temperature=temperature,
+        forbidden=forbidden,
+        chunk=chunk,
+    )
+    p = plain_log_probs(hidden, weight, temperature, forbidden)
+    q = plain_log_probs(other_hidden, other_weight, temperature, forbidden).detach()  # q is a constant
+    torch.testing.assert_close(kl, plain_kl(p, q))
+    assert (kl > 0).all()
+    torch.testing.assert_close(gradients(kl, hidden, weight), gradients(plain_kl(p, q), hidden, weight))
+
+
+@pytest.mark.parametrize("forbidden", [None, FORBIDDEN])
+def test_finite_differences(forbidden: Tensor | None) -> None:
+    hidden, weight, targets = make()
+    other_hidden, other_weight, _ = make(seed=1)
+
+    def logp(hidden: Tensor, weight: Tensor) -> Tensor:
+        return token_scores(hidden, weight, targets, temperature=0.8, forbidden=forbidden, chunk=4).logp
+
+    def kl(hidden: Tensor, weight: Tensor) -> Tensor:
+        return full_kl(hidden, other_hidden, weight, other_weight, temperature=0.8, forbidden=forbidden, chunk=4)
+
+    assert torch.autograd.gradcheck(logp, (hidden, weight))
+    assert torch.autograd.gradcheck(kl, (hidden, weight))
+
+
+def test_by_hand() -> None:
+    """One position, H = 1, logits (0, ln 3, ln 4) at temperature 1/2, i.e. weights 1, 9, 16 of 26; without the last
+    one 1, 9 of 10, so log 0.9, and entropy -(0.9 ln 0.9 + 0.1 ln 0.1)."""
+    hidden, weight = torch.ones(1, 1), torch.tensor([[0.0], [math.log(3)], [math.log(4)]])
+    target = torch.tensor([1])
+    free = token_scores(hidden, weight, target, temperature=0.5)
+    assert free.logp.item() == pytest.approx(math.log(9 / 26), abs=1e-6) and free.entropy is None
+    barred = token_scores(hidden, weight, target, temperature=0.5, forbidden=torch.tensor([2]), entropy=True)
+    assert barred.logp.item() == pytest.approx(math.log(0.9), abs=1e-6)
+    assert barred.entropy is not None
+    assert barred.entropy.item() == pytest.approx(-(0.9 * math.log(0.9) + 0.1 * math.log(0.1)), abs=1e-6)
+    # against equal logits, without the last: KL((0.1, 0.9) || (0.5, 0.5)) = ln 2 - entropy
+    kl = full_kl(hidden, torch.zeros(1, 1), weight, temperature=0.5, forbidden=torch.tensor([2]))
+    assert kl.item() == pytest.approx(math.log(2) - barred.entropy.item(), abs=1e-6)
+
+
+def test_equal_sides_are_exactly_zero_apart() -> None:
+    hidden, weight, _ = make(torch.float32)
+    assert full_kl(hidden, hidden, weight, forbidden=FORBIDDEN, chunk=4).tolist() == [0.0] * POSITIONS
+
+
+def test_forbidden_ids_stay_finite() -> None:
+    """Only one id allowed: log-prob 0, entropy 0, no gradient, no NaN. A forbidden target is -inf, and a constant."""
+    hidden, weight, _ = make(torch.float32)
+    everything_but_3 = torch.tensor([i for i in range(VOCABULARY) if i != 3])
+    targets = torch.full((POSITIONS,), 3)
+    scores = token_scores(hidden, weight, targets, forbidden=everything_but_3, entropy=True, chunk=4)
+    assert scores.entropy is not None
+    assert scores.logp.tolist() == scores.entropy.tolist() == [0.0] * POSITIONS
+    assert all((grad == 0).all() for grad in gradients(scores.logp, hidden, weight))
+
+    barred = token_scores(hidden, weight, torch.full((POSITIONS,), 7), forbidden=FORBIDDEN, entropy=True)
+    assert (barred.logp == -torch.inf).all()
+    assert barred.entropy is not None and barred.entropy.isfinite().all()
+    grad_hidden, grad_weight = gradients(barred.logp, hidden, weight)
+    assert grad_hidden.isfinite().all() and (grad_weight[FORBIDDEN] == 0).all()
+
+
+def test_large_logits_neither_overflow_nor_vanish() -> None:
+    hidden, weight, targets = make(torch.float32)
+    scores = token_scores(hidden * 300, weight, targets, forbidden=FORBIDDEN, entropy=True, chunk=4)
+    plain = plain_log_probs(hidden * 300, weight, 1.0, FORBIDDEN)
+    assert scores.entropy is not None and scores.entropy.isfinite().all() and (scores.entropy >= 0).all()
+    assert scores.logp.min() < -100
+    torch.testing.assert_close(scores.logp, plain[torch.arange(POSITIONS), targets])
+    assert all(grad.isfinite().all() for grad in gradients(scores.logp, hidden, weight))
+
+
+def test_no_positions() -> None:
+    hidden, weight = torch.zeros(0, WIDTH, requires_grad=True), torch.randn(VOCABULARY, WIDTH).requires_grad_()
+    targets = torch.zeros(0, dtype=torch.long)
+    scores = token_scores(hidden, weight, targets, entropy=True)
+    kl = full_kl(hidden, torch.zeros(0, WIDTH), weight)
+    assert scores.entropy is not None
+    assert scores.logp.shape == scores.entropy.shape == kl.shape == (0,)
+    grad_hidden, grad_weight = torch.autograd.grad(scores.logp.sum() + kl.sum(), (hidden, weight))
+    assert grad_hidden.shape == (0, WIDTH) and (grad_weight == 0).all() and grad_weight.shape == weight.shape
+
+
+@pytest.mark.parametrize("function", ["token_scores", "full_kl"])
+def test_frozen_inputs_cost_no_gradient(function: str) -> None:
+    hidden, weight, targets = make()
+
+    def value(hidden: Tensor, weight: Tensor) -> Tensor:
+        if function == "token_scores":
+            return token_scores(hidden, weight, targets, chunk=4).logp
+        return full_kl(hidden, hidden.detach().flip(0), weight, chunk=4)
+
+    both = gradients(value(hidden, weight), hidden, weight)
+    torch.testing.assert_close(gradients(value(hidden, weight.detach()), hidden), both[:1])
+    torch.testing.assert_close(gradients(value(hidden.detach(), weight), weight), both[1:])
+    assert not value(hidden.detach(), weight.detach()).requires_grad
+    with torch.no_grad():
+        assert not value(hidden, weight).requires_grad
+
+
+def test_half_precision() -> None:
+    """bf16 products, all else in float32: values as the plain version has them, gradients near those of float32."""
+    hidden, weight, targets = make(torch.bfloat16)
+    scores = token_scores(hidden, weight, targets, temperature=0.7, forbidden=FORBIDDEN, entropy=True, chunk=4)
+    plain = plain_log_probs(hidden, weight, 0.7, FORBIDDEN)
+    assert scores.entropy is not None and scores.logp.dtype == scores.entropy.dtype == torch.float32
+    torch.testing.assert_close(scores.logp, plain[torch.arange(POSITIONS), targets])
+    torch.testing.assert_close(scores.entropy, plain_entropy(plain))
+
+    kl = full_kl(hidden, hidden.detach().flip(0), weight, chunk=4)
+    assert kl.dtype == torch.float32
+    precise_hidden, precise_weight = (x.detach().float().requires_grad_() for x in (hidden, weight))
+    precise = plain_log_probs(precise_hidden, precise_weight, 0.7, FORBIDDEN)[torch.arange(POSITIONS), targets]
+    p = plain_log_probs(precise_hidden, precise_weight, 1.0, None)
+    precise_kl = plain_kl(p, p.detach().flip(0))
+    for ours, exact in ((scores.logp, precise), (kl, precise_kl)):
+        for grad, exact_grad in zip(
+            gradients(ours, hidden, weight), gradients(exact, precise_hidden, precise_weight), strict=True
+        ):
+            assert grad.dtype == torch.bfloat16
+            torch.testing.assert_close(grad.float(), exact_grad, rtol=0.05, atol=0.05 * float(exact_grad.abs().max()))
+
+
+def test_weight_gradient_is_summed_in_float32() -> None:
+    """256 + 1 is 256 in bf16: one position a chunk, 300 equal gradients of 1/2 would stop growing at 128."""
+    hidden = torch.ones(300, 1, dtype=torch.bfloat16)
+    weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+    token_scores(hidden, weight, torch.zeros(300, dtype=torch.long), chunk=1).logp.sum().backward()
+    assert weight.grad is not None and weight.grad.flatten().tolist() == [150.0, -150.0]
+
+
+def test_mixed_dtypes_use_that_of_hidden() -> None:
+    hidden, weight, targets = make(torch.float32)
+    half = hidden.detach().bfloat16().requires_grad_()
+    scores = token_scores(half, weight, targets, chunk=4)
+    expected = token_scores(half, weight.bfloat16(), targets, chunk=4)
+    assert torch.equal(scores.logp, expected.logp)
+    grad_hidden, grad_weight = gradients(scores.logp, half, weight)
+    assert grad_hidden.dtype == torch.bfloat16 and grad_weight.dtype == torch.float32
+    assert torch.equal(full_kl(half, hidden, weight), full_kl(half, hidden, weight.bfloat16(), weight))
+
+
+def test_autocast_has_no_say() -> None:
+    hidden, weight, targets = make(torch.float32)
+    plain = token_scores(hidden, weight, targets, chunk=4).logp
+    grads = gradients(plain, hidden, weight)
+    kl = full_kl(hidden, hidden.flip(0), weight)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = token_scores(hidden, weight, targets, chunk=4).logp
+        assert torch.equal(cast, plain)
+        assert all(map(torch.equal, gradients(cast, hidden, weight), grads))
+        assert torch.equal(full_kl(hidden, hidden.flip(0), weight), kl)
+
+
+def test_memory_layout_does_not_matter() -> None:
+    hidden, weight, targets = make()
+    expected = gradients(token_scores(hidden, weight, targets, chunk=4).logp, hidden, weight)
+    turned = hidden.detach().T.contiguous().T.requires_grad_()
+    spread = torch.repeat_interleave(weight.detach(), 2, 0)[::2].requires_grad_()
+    strided_targets = torch.stack([targets, targets], 1)[:, 0]
+    assert not turned.is_contiguous() and not spread.is_contiguous() and not strided_targets.is_contiguous()
+    actual = gradients(token_scores(turned, spread, strided_targets, chunk=4).logp, turned, spread)
+    torch.testing.assert_close(actual, expected)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    hidden, weight, targets = make()
+    logp = token_scores(hidden, weight, targets).logp
+    (grad,) = torch.autograd.grad((logp**2).sum(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu(dtype: torch.dtype) -> None:
+    """The ids may stay on the CPU; results as on the CPU; the peak stays near the stated buffers."""
+    hidden, weight, targets = make(dtype)
+    on_cpu = token_scores(hidden, weight, targets, temperature=0.7, forbidden=FORBIDDEN, entropy=True, chunk=4)
+    on_gpu = token_scores(
+        hidden.cuda(), weight.cuda(), targets.cuda(), temperature=0.7, forbidden=FORBIDDEN, entropy=True, chunk=4
+    )
+    assert on_cpu.entropy is not None and on_gpu.entropy is not None and on_gpu.logp.is_cuda
+    tolerance = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.05}
+    torch.testing.assert_close(on_gpu.logp.cpu(), on_cpu.logp, **tolerance)
+    torch.testing.assert_close(on_gpu.entropy.cpu(), on_cpu.entropy, **tolerance)
+    torch.testing.assert_close(
+        gradients(on_gpu.logp, hidden, weight), gradients(on_cpu.logp, hidden, weight), **tolerance
+    )
+    kl = full_kl(hidden.cuda(), hidden.flip(0).cuda(), weight.cuda(), forbidden=FORBIDDEN, chunk=4)
+    cpu_kl = full_kl(hidden, hidden.flip(0), weight, forbidden=FORBIDDEN, chunk=4)
+    torch.testing.assert_close(kl.cpu(), cpu_kl, **tolerance)
+    torch.testing.assert_close(gradients(kl, hidden, weight), gradients(cpu_kl, hidden, weight), **tolerance)
+
+    positions, vocabulary, chunk = 4096, 50_000, 256
+    hidden = torch.randn(positions, 64, device="cuda", dtype=dtype, requires_grad=True)
+    weight = torch.randn(vocabulary, 64, device="cuda", dtype=dtype, requires_grad=True)
+    targets = torch.randint(vocabulary, (positions,), device="cuda")
+    for function, buffers in (
+        (lambda: token_scores(hidden, weight, targets, entropy=True, chunk=chunk).logp, 2),
+        (lambda: full_kl(hidden, hidden.flip(0), weight, chunk=chunk), 3),
+    ):
+        torch.autograd.grad(function().sum(), (hidden, weight))  # the first call fills caches of the libraries
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.autograd.grad(function().sum(), (hidden, weight))
+        in_buffers = (torch.cuda.max_memory_allocated() - before) / (chunk * vocabulary * 4)
+        assert buffers - 0.5 < in_buffers < buffers + 0.75  # the gradient of the matrix takes 1/4, twice with bf16
+
+
+# Each case runs in a fork of a process that has torch loaded, so that its high-water mark starts afresh, and warms up
+# on a few positions, so that the code and caches of the libraries are in memory before. Big blocks come by mmap (see
+# the environment below): they count while they live and are returned when freed.
+METER = """
+import json, os, sys
+import torch
+from mtrl.algorithms.vocab import full_kl, token_scores
+
+def status(name):
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(name))
+
+def run(function, positions, vocabulary, chunk, width=16):
+    hidden = torch.randn(positions, width, requires_grad=True)
+    weight = torch.randn(vocabulary, width, requires_grad=True)
+    targets = torch.randint(vocabulary, (positions,))
+    before = status("VmRSS")
+    if function == "plain":
+        logp = (hidden @ weight.T).log_softmax(-1)[torch.arange(positions), targets]
+    elif function == "full_kl":
+        logp = full_kl(hidden, hidden.flip(0), weight, chunk=chunk)
+    else:
+        logp = token_scores(hidden, weight, targets, entropy=True, chunk=chunk).logp
+    logp.sum().backward()
+    return status("VmHWM") - before
+
+torch.set_num_threads(1)
+for case in json.loads(sys.argv[1]):
+    pid = os.fork()
+    if not pid:
+        function, positions, vocabulary, chunk = case
+        run(function, 4, vocabulary, 2)
+        print(run(function, positions, vocabulary, chunk), flush=True)
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_memory_grows_with_the_chunk_not_with_the_positions() -> None:
+    """Peak of resident memory over forward and backward, in float32 buffers of chunk * vocabulary."""
+    vocabulary = 50_000
+    cases = [
+        ("token_scores", 512, vocabulary, 64),
+        ("token_scores", 1024, vocabulary, 64),
+        ("token_scores", 1024, vocabulary, 256),
+        ("full_kl", 256, vocabulary, 64),
+        ("full_kl", 512, vocabulary, 64),
+        ("plain", 512, vocabulary, 0),
+    ]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "MALLOC_ARENA_MAX": "1",
+        "MALLOC_MMAP_THRESHOLD_": "262144",
+        "MALLOC_TRIM_THRESHOLD_": "262144",
+    }
+    command = [sys.executable, "-c", textwrap.dedent(METER), json.dumps(cases)]
+    output = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert output.returncode == 0, output.stderr
+    peak = dict(zip(cases, map(int, output.stdout.split()), strict=True))
+    print({"-".join(map(str, case)): f"{value / 2**20:.1f} MiB" for case, value in peak.items()})
+
+    extra = vocabulary * 16 * 4 + 4 * 2**20  # the gradient of the matrix; slack for that of hidden and for pages
+    for case, value in peak.items():
+        function, positions, _, chunk = case
+        buffer = (chunk or positions) * vocabulary * 4
+        buffers = {"token_scores": 2, "full_kl": 3, "plain": 2}[function]
+        assert value > 0.95 * buffers * buffer, f"{case}: the meter does not see the buffers"
+        if function != "plain":
+            assert value < buffers * buffer + extra, f"{case}: {value / buffer:.2f} buffers"
+    # Twice the positions: not even a quarter of a buffer more.
+    buffer = 64 * vocabulary * 4
+    assert peak[cases[1]] - peak[cases[0]] < buffer / 4
+    assert peak[cases[4]] - peak[cases[3]] < buffer / 4
