@@ -1,0 +1,235 @@
+"""A model of any supported family as two verbs: `see` (images to features) and `read` (tokens to hidden states).
+
+Everything above works on these: scoring sampled tokens (`forward.py`) and generating them (`rollout/local.py`). Images
+are seen once a prompt and view, however many rows read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+from transformers.vision_utils import (
+    get_vision_interpolation_indices_and_weights,
+    get_vision_position_ids,
+    get_vision_window_index,
+)
+
+from mtrl.models.patches import use_segment_attention
+from mtrl.types import VISION_POOL, Prompt
+
+Grid = tuple[int, int, int]
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
+CACHED_IMAGES = 512  # some 100 kB each for large images
+CACHED_BATCHES = 16  # some 10 MB each for hundreds of large images, on the device
+LOGITS_CHANGED_BY = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+
+
+@dataclass(frozen=True, eq=False)
+class Features:
+    """What the vision tower makes of one prompt's images: [image tokens, H], and the same for each deepstack layer."""
+
+    embeds: Tensor
+    deepstack: tuple[Tensor, ...] = ()
+
+
+class Backbone:
+    """`model` is a Hugging Face causal model of a family in `models/families`; its weights stay the caller's.
+
+    `compute_dtype` is what products are taken in; the weights may be kept wider (float32 master weights).
+    """
+
+    def __init__(self, model: PreTrainedModel, compute_dtype: torch.dtype | None = None) -> None:
+        check_supported(model)
+        self.model = model
+        self.compute_dtype = compute_dtype or model.dtype
+        self.vision_tower: Any = getattr(model.model, "visual", None)
+        self.language_model: Any = getattr(model.model, "language_model", model.model)
+        if self.vision_tower is not None:
+            use_segment_attention(self.vision_tower)
+            self.vision_indices = VisionIndices(self.vision_tower)
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def output_matrix(self) -> Tensor:
+        """[V, H], as `algorithms.vocab` wants it."""
+        return self.model.get_output_embeddings().weight
+
+    def see(self, inputs: Sequence[dict[str, Tensor]]) -> list[Features | None]:
+        """Features of each prompt's images, from `PromptEncoder.inputs`; all images in one pass."""
+        seen = [i for i, prompt in enumerate(inputs) if "pixel_values" in prompt]
+        features: list[Features | None] = [None] * len(inputs)
+        if not seen:
+            return features
+        assert self.vision_tower is not None, "a text model was given an image"
+        grids = tuple(tuple(grid) for i in seen for grid in inputs[i]["image_grid_thw"].tolist())
+        output = self.run_tower(torch.cat([inputs[i]["pixel_values"] for i in seen]), grids)
+        merged = self.vision_tower.spatial_merge_size**2
+        sizes = [int(inputs[i]["image_grid_thw"].prod(1).sum()) // merged for i in seen]
+        layers = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
+        by_prompt = zip(*(layer.split(sizes) for layer in layers), strict=True)
+        for i, (embeds, *deepstack) in zip(seen, by_prompt, strict=True):
+            features[i] = Features(embeds, tuple(deepstack))
+        return features
+
+    def run_tower(self, pixels: Tensor, grids: tuple[Grid, ...]) -> Any:
+        """The vision tower over all patches of images of these grids."""
+        with self._precision():
+            return self.vision_tower(
+                pixels.to(self.device, self.vision_tower.dtype),
+                grid_thw=torch.tensor(grids),
+                **self.vision_indices(grids, self.device),
+            )
+
+    def read(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        is_vision: Tensor | None = None,
+        features: Sequence[Features | None] = (),
+        attention_mask: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """Hidden states [B, S, H] of ids [B, S] at positions [3, B, S].
+
+        `is_vision` [B, S] marks where the rows' features go, in their order. Without `attention_mask` ([B, 1, S, keys]
+        bool) attention is causal, which is all that right-padded rows need.
+        """
+        embeds = self.model.get_input_embeddings()(ids)
+        extra: dict[str, Any] = {}
+        given = [row for row in features if row is not None]
+        if given:
+            assert is_vision is not None
+            image = torch.cat([row.embeds for row in given]).to(embeds.dtype)
+            embeds = embeds.masked_scatter(is_vision[..., None], image)
+            if given[0].deepstack:
+                extra["visual_pos_masks"] = is_vision
+                extra["deepstack_visual_embeds"] = [
+                    torch.cat(layers) for layers in zip(*(row.deepstack for row in given), strict=True)
+                ]
+        with self._precision():
+            output = self.language_model(
+                inputs_embeds=embeds,
+                position_ids=positions[0] if self.vision_tower is None else positions,
+                attention_mask=None if attention_mask is None else self._as_mask(attention_mask, embeds.dtype),
+                past_key_values=cache,
+                use_cache=cache is not None,
+                **extra,
+            )
+        return output.last_hidden_state.to(self.compute_dtype)
+
+    def _precision(self) -> torch.autocast:
+        narrower = self.compute_dtype != self.model.dtype
+        return torch.autocast(self.device.type, dtype=self.compute_dtype, enabled=narrower)
+
+    def _as_mask(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
+        """As the attention implementation reads it: a bool mask would be added to the scores by `eager`."""
+        implementation = self.language_model.config._attn_implementation
+        if implementation == "sdpa":
+            return mask
+        if implementation == "eager":
+            return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+        raise ValueError(f"attn_implementation {implementation!r} takes no mask of ours; set sdpa or eager")
+
+
+def check_supported(model: PreTrainedModel) -> None:
+    """Refuses what `read` and `output_matrix` would get silently wrong."""
+    config: Any = model.config.get_text_config()
+    head: Any = model.get_output_embeddings()
+    reasons = [name for name in LOGITS_CHANGED_BY if getattr(config, name, None) not in (None, 1.0)]
+    if not hasattr(model, "model"):
+        reasons.append("its layout (no `model` inside)")
+    kinds = getattr(config, "layer_types", None)  # without them, all layers are alike
+    if "sliding_attention" in kinds if kinds else getattr(config, "sliding_window", None):
+        reasons.append("sliding attention")
+    if getattr(head, "bias", None) is not None:
+        reasons.append("an output layer with a bias")
+    if reasons:
+        raise ValueError(f"models of the family {config.model_type!r} are not supported: {', '.join(reasons)}")
+
+
+def prompt_positions(inputs: dict[str, Tensor]) -> Tensor:
+    """[3, L], for text models too."""
+    positions = inputs["position_ids"]
+    return positions if positions.dim() == 2 else positions.expand(3, -1)
+
+
+def vision_tokens(prompt: Prompt) -> Tensor:
+    """[L] bool: where the prompt's image features go."""
+    return prompt.pool == VISION_POOL
+
+
+class VisionIndices:
+    """What a vision tower would otherwise work out image by image in Python, at every call.
+
+    Called with the grids of a batch (patches in time, height and width of each image) it gives keyword arguments for
+    the tower. Boundaries stay on the CPU, where `segment_attention` reads them without waiting for the device.
+    """
+
+    def __init__(self, tower: Any) -> None:
+        self.tower = tower
+        self._batches: dict[tuple[tuple[Grid, ...], torch.device], dict[str, Any]] = {}
+        self._images: dict[Grid, dict[str, Tensor]] = {}
+
+    def __call__(self, grids: tuple[Grid, ...], device: torch.device) -> dict[str, Any]:
+        return remembered(self._batches, (grids, device), partial(self._of_batch, grids, device), CACHED_BATCHES)
+
+    def _of_batch(self, grids: tuple[Grid, ...], device: torch.device) -> dict[str, Any]:
+        pieces = [remembered(self._images, grid, partial(self._of_image, grid), CACHED_IMAGES) for grid in grids]
+        indices: dict[str, Any] = {
+            name: torch.cat([piece[name] for piece in pieces]).to(device)
+            for name in ("position_ids", "interp_indices", "interp_weights")
+            if name in pieces[0]
+        }
+        frames = torch.tensor([height * width for time, height, width in grids for _ in range(time)])
+        indices |= _boundaries("cu_seqlens", "max_seqlen", frames)
+        if "window_index" in pieces[0]:
+            start, shifted = 0, []
+            for piece in pieces:
+                shifted.append(piece["window_index"] + start)
+                start += len(piece["window_index"])
+            indices["window_index"] = torch.cat(shifted).to(device)
+            windows = torch.cat([piece["cu_window_seqlens"].diff() for piece in pieces])
+            indices |= _boundaries("cu_window_seqlens", "max_window_seqlen", windows)
+        return indices
+
+    def _of_image(self, grid: Grid) -> dict[str, Tensor]:
+        """By upstream's own functions."""
+        tower, grid_thw = self.tower, torch.tensor([grid])
+        indices = {"position_ids": get_vision_position_ids(grid_thw, tower.spatial_merge_size)}
+        if hasattr(tower, "window_size"):
+            indices["window_index"], indices["cu_window_seqlens"] = get_vision_window_index(
+                grid_thw, tower.spatial_merge_size, tower.window_size, tower.patch_size
+            )
+        if hasattr(tower, "num_grid_per_side"):
+            indices["interp_indices"], indices["interp_weights"] = get_vision_interpolation_indices_and_weights(
+                grid_thw,
+                num_grid_per_side=tower.num_grid_per_side,
+                mode=tower.interpolation_mode,
+                align_corners=tower.interpolation_align_corners,
+                spatial_merge_size=tower.spatial_merge_size,
+            )
+        return indices
+
+
+def remembered(cache: dict[Key, Value], key: Key, make: Callable[[], Value], limit: int) -> Value:
+    """The value of a key, made once; beyond the limit the one that was not used for longest is forgotten."""
+    value = cache.pop(key) if key in cache else make()
+    cache[key] = value
+    if len(cache) > limit:
+        del cache[next(iter(cache))]
+    return value
+
+
+def _boundaries(name: str, maximum: str, lengths: Tensor) -> dict[str, Any]:
+    ends = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0, dtype=torch.int32)])
+    return {name: ends, maximum: int(lengths.max())}

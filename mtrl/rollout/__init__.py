@@ -1,0 +1,1 @@
+"""Generators: engines that sample responses. All keep the promises of `protocols.Generator`."""

@@ -1,0 +1,159 @@
+"""The local engine: plain PyTorch, the trainer's own model, any device.
+
+Each prompt is encoded and prefilled once for its whole group; then all responses decode together, and rows leave as
+they finish.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import DynamicCache
+
+from mtrl.models.backbone import Backbone, prompt_positions, vision_tokens
+from mtrl.protocols import PromptEncoder
+from mtrl.rollout.sampling import choose, row_uniforms
+from mtrl.types import Finish, Prompt, Rollouts, Sampling, Weights
+
+ROWS_AT_ONCE = 512
+COMPACT_BELOW = 0.8  # of the rows still decoding: then the finished ones leave the cache
+
+
+class LocalGenerator:
+    """Samples with the weights of `backbone`, which the actor of the same process may share."""
+
+    def __init__(
+        self, backbone: Backbone, encoder: PromptEncoder, *, version: int = 0, rows_at_once: int = ROWS_AT_ONCE
+    ) -> None:
+        self.backbone, self.encoder = backbone, encoder
+        self.version = version
+        self.rows_at_once = rows_at_once
+
+    def load(self, weights: Weights) -> None:
+        """Takes over a version; tensors that are the model's own already are left alone."""
+        own = dict(self.backbone.model.named_parameters(remove_duplicate=False))  # tied ones under each name
+        with torch.no_grad():
+            for name, tensor in weights.tensors:
+                if name not in own:
+                    raise ValueError(f"the model has no weight {name!r}; do actor and engine hold the same model?")
+                if own[name].data_ptr() != tensor.data_ptr():
+                    own[name].copy_(tensor)
+        self.version = weights.version
+
+    def sleep(self) -> None:
+        """Nothing is held between calls."""
+
+    def wake(self) -> None: ...
+
+    @torch.no_grad()
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Rollouts:
+        if sampling.version != self.version:
+            raise RuntimeError(f"asked to sample at version {sampling.version}, but the engine holds {self.version}")
+        at_once = max(1, self.rows_at_once // sampling.n)
+        tokens: list[Tensor] = []
+        behaviour: list[Tensor] = []
+        for start in range(0, len(prompts), at_once):
+            batch = Decoding(self, prompts[start : start + at_once], sampling).run()
+            tokens += batch[0]
+            behaviour += batch[1]
+        stopped = [bool(len(row)) and int(row[-1]) in self.encoder.stop_ids for row in tokens]
+        finish: tuple[Finish, ...] = tuple("stop" if stop else "length" for stop in stopped)
+        lengths = torch.tensor([len(row) for row in tokens])
+        padded = pad_sequence(tokens, batch_first=True, padding_value=self.encoder.pad_id)
+        return Rollouts(
+            prompts=tuple(prompts),
+            group=torch.arange(len(prompts)).repeat_interleave(sampling.n),
+            tokens=padded,
+            mask=torch.arange(padded.shape[1]) < lengths[:, None],
+            behaviour=pad_sequence(behaviour, batch_first=True),
+            text=tuple(self.encoder.decode(row) for row in tokens),
+            finish=finish,
+            version=torch.full((len(tokens),), self.version),
+        )
+
+
+@dataclass
+class Decoding:
+    """One batch on its way: the rows that still decode, and what all rows have said so far."""
+
+    engine: LocalGenerator
+    prompts: Sequence[Prompt]
+    sampling: Sampling
+
+    def run(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Tokens and their log-probs of every row, on the CPU."""
+        device = self.engine.backbone.device
+        uniforms = row_uniforms([prompt.task.id for prompt in self.prompts], self.sampling).to(device)
+        rows = len(uniforms)
+        tokens = torch.zeros(rows, self.sampling.max_new_tokens, dtype=torch.long, device=device)
+        logps = torch.zeros(rows, self.sampling.max_new_tokens, device=device)
+        lengths = torch.zeros(rows, dtype=torch.long, device=device)
+        stop_ids = torch.tensor(self.engine.encoder.stop_ids, dtype=torch.long, device=device)
+        forbidden = torch.tensor(self.engine.encoder.forbidden_ids, dtype=torch.long, device=device)
+
+        hidden, position, keys, cache = self._prefill()
+        padded = not bool(keys.all())
+        output_matrix = self.engine.backbone.output_matrix.to(hidden.dtype)
+        row = torch.arange(rows, device=device)  # rows in the cache, and which of them still decode
+        decoding = torch.ones(rows, dtype=torch.bool, device=device)
+        for t in range(self.sampling.max_new_tokens):
+            logits = (hidden @ output_matrix.T).float().index_fill_(1, forbidden, -torch.inf)
+            chosen, logp = choose(logits, uniforms[row, t], self.sampling)
+            # Rows that have finished write on while they are in the cache, beyond their length.
+            tokens[row, t], logps[row, t] = chosen, logp
+            lengths[row] += decoding
+            decoding &= ~torch.isin(chosen, stop_ids)
+            alive = int(decoding.sum())  # the only thing of a step that waits for the device
+            if alive == 0 or t + 1 == self.sampling.max_new_tokens:
+                break
+            if alive < COMPACT_BELOW * len(row):
+                stay = decoding.nonzero().flatten()
+                cache.batch_select_indices(stay)
+                row, chosen, position, keys = row[stay], chosen[stay], position[stay], keys[stay]
+                decoding = decoding[stay]
+            keys = torch.cat([keys, keys.new_ones(len(row), 1)], dim=1)
+            hidden = self._step(chosen, position, keys if padded else None, cache)
+            position = position + 1
+        ends = lengths.tolist()
+        split = [[x[:n] for x, n in zip(all_rows.cpu(), ends, strict=True)] for all_rows in (tokens, logps)]
+        return split[0], split[1]
+
+    def _prefill(self) -> tuple[Tensor, Tensor, Tensor, DynamicCache]:
+        """Every prompt once, then its cache for each of its responses: the last hidden state [rows, H], the next
+        position [rows], which keys are real [rows, S], and the cache."""
+        backbone = self.engine.backbone
+        inputs = [self.engine.encoder.inputs(prompt) for prompt in self.prompts]
+        positions = [prompt_positions(each) for each in inputs]
+        keys = left_pad([torch.ones(len(prompt.ids), dtype=torch.bool) for prompt in self.prompts])
+        size = keys.shape[1]
+        causal = torch.ones(size, size, dtype=torch.bool).tril()
+        # A padding position sees itself, since a softmax over nothing is NaN.
+        mask = (causal & keys[:, None, :]) | torch.eye(size, dtype=torch.bool)
+        cache = DynamicCache(config=backbone.language_model.config)
+        hidden = backbone.read(
+            left_pad([prompt.ids for prompt in self.prompts]).to(backbone.device),
+            left_pad([p.T for p in positions]).permute(2, 0, 1).to(backbone.device),
+            left_pad([vision_tokens(prompt) for prompt in self.prompts]).to(backbone.device),
+            backbone.see(inputs),
+            attention_mask=None if keys.all() else mask[:, None].to(backbone.device),
+            cache=cache,
+        )
+        group = torch.arange(len(self.prompts), device=backbone.device).repeat_interleave(self.sampling.n)
+        cache.batch_select_indices(group)
+        following = torch.stack([p.max() + 1 for p in positions]).to(backbone.device)
+        return hidden[group, -1], following[group], keys.to(backbone.device)[group], cache
+
+    def _step(self, tokens: Tensor, position: Tensor, keys: Tensor | None, cache: DynamicCache) -> Tensor:
+        """One token further for every row in the cache: its hidden state [rows, H]. No keys: all are real."""
+        mask = None if keys is None else keys[:, None, None, :]
+        where = position[None, :, None].expand(3, -1, -1)
+        return self.engine.backbone.read(tokens[:, None], where, attention_mask=mask, cache=cache)[:, 0]
+
+
+def left_pad(rows: Sequence[Tensor]) -> Tensor:
+    """Rows [L_i, ...] as one tensor [B, L, ...], aligned at their ends; zeros before."""
+    return pad_sequence([row.flip(0) for row in rows], batch_first=True).flip(1)

@@ -1,0 +1,53 @@
+"""From logits to a token, with randomness that belongs to the row alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mtrl.keyed import keyed_generator
+from mtrl.types import Sampling
+
+
+def row_uniforms(task_ids: Sequence[str], sampling: Sampling) -> Tensor:
+    """[P * n, max_new_tokens] in [0, 1): the draws of every row, keyed by (seed, step, task id, sample)."""
+    draws = [
+        keyed_generator("sample", sampling.seed, sampling.step, task_id, sample).random(sampling.max_new_tokens)
+        for task_id in task_ids
+        for sample in range(sampling.n)
+    ]
+    return torch.from_numpy(np.stack(draws))
+
+
+def choose(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """A token [B] for logits [B, V], and its log-prob under the distribution really sampled from.
+
+    Greedy choices (temperature 0) report the model's own log-prob at temperature 1.
+    """
+    if sampling.temperature == 0:
+        logp = logits.log_softmax(-1)
+        tokens = logits.argmax(-1)
+    else:
+        logp = cut(logits / sampling.temperature, sampling.top_p, sampling.top_k).log_softmax(-1)
+        cumulative = logp.double().exp().cumsum(-1)
+        # Strictly below the total, so that the token found always has a probability above 0.
+        reach = uniform[:, None] * cumulative[:, -1:] * (1 - 1e-12)
+        tokens = torch.searchsorted(cumulative, reach, right=True)[:, 0]
+    return tokens, logp.gather(-1, tokens[:, None])[:, 0]
+
+
+def cut(logits: Tensor, top_p: float, top_k: int) -> Tensor:
+    """Logits with everything outside the top k and the nucleus at -inf."""
+    if 0 < top_k < logits.shape[-1]:
+        weakest = logits.topk(top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < weakest, -torch.inf)
+    if top_p < 1:
+        ordered, order = logits.sort(-1, descending=True)
+        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
+        # A token stays while those before it hold less than top_p; the first always does.
+        outside = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, before >= top_p)
+        logits = logits.masked_fill(outside, -torch.inf)
+    return logits
