@@ -1,0 +1,1 @@
+"""Rewards: built-ins, user functions in their sandbox, and how parts become a total."""

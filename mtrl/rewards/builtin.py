@@ -1,0 +1,55 @@
+"""Built-in rewards. Each takes a sample (see `samples.py`) and gives a number, or None where it does not apply."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from mtrl.algorithms.rewards import soft_overlong
+from mtrl.rewards.choices import chosen_letter, plain, true_letter
+
+Sample = Mapping[str, Any]
+
+THINK_THEN_ANSWER = re.compile(r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*", re.DOTALL)
+LEADING_THOUGHT = re.compile(r"\s*<think>.*?</think>\s*\S", re.DOTALL)
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+def accuracy(sample: Sample) -> float | None:
+    """1 where the chosen option is the right one; a truth that is no option is compared as text."""
+    options = sample.get("options")
+    truth = sample["ground_truth"] if sample["ground_truth"] is not None else sample.get("label_idx")
+    if truth is None:
+        return None
+    letter = true_letter(truth, options)
+    if letter is not None:
+        return float(chosen_letter(sample["response"], options) == letter)
+    answers = ANSWER_TAG.findall(sample["response"])
+    return float(plain(answers[-1] if answers else sample["response"]) == plain(str(truth)))
+
+
+def format(sample: Sample) -> float:
+    """1 where the whole text is <think>..</think> then <answer>..</answer>, once each."""
+    text = sample["response"]
+    once = all(text.count(tag) == 1 for tag in TAGS)
+    return float(once and THINK_THEN_ANSWER.fullmatch(text) is not None)
+
+
+def think_format(sample: Sample) -> float:
+    """1 where a leading <think>..</think> is followed by some answer."""
+    text = sample["response"]
+    once = text.count("<think>") == text.count("</think>") == 1
+    return float(once and LEADING_THOUGHT.match(text) is not None)
+
+
+def length(limit: int, cache: int) -> Callable[[Sample], float]:
+    """Soft overlong punishment: 0 up to limit - cache tokens, then linear to -1 at the limit."""
+
+    def punish(sample: Sample) -> float:
+        return float(soft_overlong(torch.tensor(len(sample["response_token_ids"])), limit, cache))
+
+    return punish

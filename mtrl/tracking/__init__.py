@@ -1,0 +1,1 @@
+"""Where numbers and rollouts go: files always, the console, and (later) loggers."""

@@ -1,0 +1,1 @@
+"""The loop, what it is built from, and how a model is validated."""

@@ -1,0 +1,49 @@
+"""How long each phase of a step takes, and how much memory."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class Clock:
+    """`with clock("generate"): ..` times a phase; `metrics` gives seconds, peaks and rates of the whole step."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.peak_gb: dict[str, float] = {}
+        self._begin = time.perf_counter()
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        on_gpu = torch.cuda.is_available()
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        begin = time.perf_counter()
+        yield
+        if on_gpu:
+            torch.cuda.synchronize()
+        self.seconds[phase] = time.perf_counter() - begin
+        self.peak_gb[phase] = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else resident_peak_gb()
+
+    def metrics(self, tokens: int, samples: int, devices: int = 1) -> dict[str, float]:
+        total = time.perf_counter() - self._begin
+        values = {f"perf/seconds_{phase}": seconds for phase, seconds in self.seconds.items()}
+        values |= {f"perf/peak_gb_{phase}": peak for phase, peak in self.peak_gb.items()}
+        return values | {
+            "perf/seconds_step": total,
+            "perf/tokens_per_second": tokens / total,
+            "perf/samples_per_second": samples / total,
+            "perf/throughput": tokens / total / devices,
+        }
+
+
+def resident_peak_gb() -> float:
+    """The process's peak so far: without a GPU there is no peak of a phase to ask for."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

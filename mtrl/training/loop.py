@@ -1,0 +1,224 @@
+"""THE loop: how a vision-language model learns, one step after the other.
+
+    prompts -> responses -> rewards   (user code, in its sandbox, meanwhile)
+                         -> signals   (what each token depends on: the image, its own certainty, the reference)
+            -> advantages -> credit   (what each token deserves, decided here, before anything is split)
+            -> update                 (the actor adds gradients; it never learns which algorithm this was)
+
+Everything concrete stands behind `protocols.py` and is chosen by `build.py`. A step is keyed by its number: prompts,
+samples and perturbations of step k are the same whatever ran before, so a run can be repeated and resumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mtrl.algorithms import advantages, metrics
+from mtrl.algorithms.credit import CreditRule, assign
+from mtrl.algorithms.divergence import Penalty, adapt_coefficient, divergence
+from mtrl.algorithms.losses import Level, Loss, LossType, mismatch_correction, term_weights
+from mtrl.algorithms.packing import optimizer_steps
+from mtrl.protocols import Actor, Generator, Prober, Scorer, Store, TaskSource, Tracker
+from mtrl.training.clock import Clock
+from mtrl.training.evaluate import Validation
+from mtrl.types import Credit, Needs, Rewards, Rollouts, Sampling, Signals, TrainBatch
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """How far from the reference costs how much, and where: in the reward or as a loss."""
+
+    penalty: Penalty
+    coef: float
+    in_loss: bool = False
+    adaptive: bool = False
+    target: float = 6.0
+    horizon: float = 10_000.0
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The algorithm as values. `build.py` reads them off the config; nothing below looks at it."""
+
+    total_steps: int
+    prompts_per_step: int
+    prompts_per_update: int  # per optimizer step
+    passes: int  # over the prompts of a step (ppo_epochs)
+    sampling: Sampling
+    needs: Needs
+    estimator: Literal["grpo", "rloo", "reinforce_plus_plus"]
+    scale_rewards: advantages.Scale
+    gamma: float
+    credit: CreditRule
+    divergence: Divergence | None
+    loss: Loss
+    loss_type: LossType
+    loss_token_denominator: Literal["all", "selected"]
+    tis_clip: float | None
+    tis_level: Level
+    mask_truncated: bool
+    validate_every: int  # steps; -1: only at the end
+    validate_first: bool
+    save_every: int  # steps; -1: only at the end
+
+
+@dataclass
+class House:
+    """What the loop works with."""
+
+    source: TaskSource
+    generator: Generator
+    scorer: Scorer
+    probers: Sequence[Prober]  # the actor first
+    actor: Actor
+    tracker: Tracker
+    store: Store
+    validation: Validation | None
+
+
+class Loop:
+    def __init__(self, house: House, recipe: Recipe) -> None:
+        self.house, self.recipe = house, recipe
+        self.divergence = recipe.divergence  # its coefficient may adapt
+        self.version = 0
+
+    def run(self) -> None:
+        """From the first step to the last. Step numbers in logs count what has been done: 0 is before training."""
+        recipe = self.recipe
+        if recipe.validate_first:
+            self.validate(0)
+        for step in range(recipe.total_steps):
+            self.house.tracker.metrics(step + 1, self.step(step))
+            done, last = step + 1, step + 1 == recipe.total_steps
+            if last or due(done, recipe.validate_every):
+                self.validate(done)
+            if last or due(done, recipe.save_every):
+                self.house.store.save(done, self.house.actor)
+
+    def step(self, step: int) -> metrics.Metrics:
+        house, recipe, clock = self.house, self.recipe, Clock()
+        with clock("generate"):
+            prompts = house.source.take(recipe.prompts_per_step)
+            rollouts = house.generator.generate(prompts, replace(recipe.sampling, step=step, version=self.version))
+        pending = house.scorer.submit(rollouts, step)
+        with clock("probe"):
+            probes = [prober.probe(rollouts, recipe.needs, step) for prober in house.probers]
+            signals = reduce(Signals.join, probes)
+        with clock("reward"):
+            rewards = pending.result()
+        with clock("credit"):
+            penalty = self.penalty(signals)
+            advantage = estimate(recipe, rewards, rollouts, penalty)
+            credit = assign(recipe.credit, advantage, rollouts.mask, rollouts.visual, signals)
+            batches = list(assemble(recipe, rollouts, signals, credit))
+        with clock("update"):
+            learnt = house.actor.update(batches, self.loss())
+        with clock("publish"):
+            weights = house.actor.publish()
+            house.generator.load(weights)
+            self.version = weights.version
+        house.tracker.rollouts(step + 1, rollouts, rewards)
+        values = report(recipe, rollouts, rewards, signals, credit)
+        values |= {f"actor/{name}": value for name, value in learnt.items()}
+        values |= self.adapt(signals, rollouts)
+        return values | clock.metrics(tokens=int(rollouts.mask.sum()), samples=len(rollouts))
+
+    def validate(self, step: int) -> None:
+        if self.house.validation is not None:
+            result = self.house.validation.run(self.house.generator, self.house.scorer, self.version)
+            self.house.tracker.validation(step, result.metrics, result.by)
+
+    # ----------------------------------------------------------------------------------------------------- divergence
+    def penalty(self, signals: Signals) -> Tensor | None:
+        """[N, T]: what the distance to the reference takes off the reward of each token."""
+        rule = self.divergence
+        if rule is None or rule.in_loss:
+            return None
+        return rule.coef * distance(rule, signals)
+
+    def loss(self) -> Loss:
+        rule = self.divergence
+        if rule is None or not rule.in_loss:
+            return self.recipe.loss
+        return replace(self.recipe.loss, divergence=rule.penalty, divergence_coef=rule.coef)
+
+    def adapt(self, signals: Signals, rollouts: Rollouts) -> metrics.Metrics:
+        """Reports the distance to the reference and moves its coefficient where that is adaptive."""
+        rule = self.divergence
+        if rule is None:
+            return {}
+        kl = float(distance(rule, signals).where(rollouts.mask, 0.0).sum(1).double().mean())
+        if rule.adaptive:
+            coef = adapt_coefficient(rule.coef, kl, len(rollouts), rule.target, rule.horizon)
+            self.divergence = replace(rule, coef=coef)
+        return {"actor/kl_coef": rule.coef, "actor/reference_kl": kl}
+
+
+def due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def distance(rule: Divergence, signals: Signals) -> Tensor:
+    """[N, T]: of the policy before this step's updates to the reference."""
+    if signals.divergence is not None:
+        return signals.divergence
+    assert signals.old is not None and signals.reference is not None
+    return divergence(signals.old, signals.reference, rule.penalty)
+
+
+def estimate(recipe: Recipe, rewards: Rewards, rollouts: Rollouts, penalty: Tensor | None) -> Tensor:
+    """A [N, T]."""
+    mask, group, total = rollouts.mask, rollouts.group, rewards.total
+    if recipe.estimator == "reinforce_plus_plus":
+        return advantages.reinforce_plus_plus(advantages.token_rewards(total, mask, penalty), mask, recipe.gamma)
+    if penalty is not None:
+        total = advantages.charge(total, penalty, mask)
+    if recipe.estimator == "rloo":
+        return advantages.rloo(total, group, mask)
+    return advantages.grpo(total, group, mask, recipe.scale_rewards)
+
+
+def assemble(recipe: Recipe, rollouts: Rollouts, signals: Signals, credit: Credit) -> Iterator[TrainBatch]:
+    """One batch for each optimizer step: whole groups, with weights whose denominators span the batch."""
+    assert signals.old is not None
+    correction = mismatch_correction(signals.old, rollouts.behaviour, rollouts.mask, recipe.tis_clip, recipe.tis_level)
+    silenced = rollouts.truncated if recipe.mask_truncated else torch.zeros(len(rollouts), dtype=torch.bool)
+    width = recipe.sampling.max_new_tokens
+    for _ in range(recipe.passes):
+        for rows in optimizer_steps(rollouts.group, recipe.prompts_per_update):
+            weights = term_weights(
+                credit.measure[rows],
+                credit.select[rows],
+                recipe.loss_type,
+                width,
+                recipe.loss_token_denominator,
+                silenced[rows],
+            )
+            yield TrainBatch(
+                rollouts.rows(rows),
+                signals.old[rows],
+                credit.advantage[rows],
+                correction[rows],
+                weights,
+                None if signals.reference is None else signals.reference[rows],
+            )
+
+
+def report(recipe: Recipe, rollouts: Rollouts, rewards: Rewards, signals: Signals, credit: Credit) -> metrics.Metrics:
+    """What this step looked like, besides what the actor learnt."""
+    mask, visual = rollouts.mask, rollouts.visual
+    assert signals.old is not None
+    cut = recipe.sampling.top_p < 1 or recipe.sampling.top_k > 0
+    values = metrics.reward_metrics(rewards, rollouts.group)
+    values |= metrics.credit_metrics(recipe.credit, credit, signals, mask, visual)
+    values |= metrics.mismatch_metrics(signals.old, rollouts.behaviour, mask, cut)
+    values |= metrics.length_metrics(mask, rollouts.truncated)
+    if signals.entropy is not None:
+        values["actor/entropy"] = metrics.masked_mean(signals.entropy, mask)
+    return values

@@ -1,0 +1,63 @@
+"""Switches of the configuration whose machinery is not there yet. They are refused at the start, never ignored."""
+
+from __future__ import annotations
+
+from mtrl.config import Config, ConfigError
+
+BUILT_REWARDS = ("accuracy", "format", "think_format", "length")
+
+
+def unbuilt(config: Config) -> list[str]:
+    """Each switch that is on and cannot be had, with what to set instead."""
+    training, algorithm, worker = config.training, config.optimization, config.worker
+    model, rollout, reward = worker.actor.model, worker.rollout, worker.reward
+    unknown = [name for name in config.reward_functions if name not in BUILT_REWARDS and is_bare(name)]
+    switches = {
+        "optimization.advantage_estimator: gae (it needs the critic); use grpo, rloo or reinforce_plus_plus": (
+            algorithm.advantage_estimator == "gae"
+        ),
+        "optimization.advantage_estimator: remax; use grpo, rloo or reinforce_plus_plus": (
+            algorithm.advantage_estimator == "remax"
+        ),
+        "optimization.online_filtering; set it to false": algorithm.online_filtering,
+        "optimization.replay_buffer_size; set it to 0": algorithm.replay_buffer_size > 0,
+        "optimization.enable_token_weights; set it to false": algorithm.enable_token_weights,
+        "optimization.compute_attention_metrics: true; use auto or false": (
+            algorithm.compute_attention_metrics is True
+        ),
+        "optimization.divergence_penalty: full as a loss; leave use_divergence_loss off, or use low_var_kl": (
+            algorithm.use_divergence_loss and algorithm.divergence_penalty == "full"
+        ),
+        "worker.actor.model.peft_type; set it to null": model.peft_type is not None,
+        "worker.actor.optim.name: adamw_8bit; use adamw": worker.actor.optim.name != "adamw",
+        "worker.actor.fsdp.cpu_offload; set it to false": worker.actor.fsdp.cpu_offload,
+        "worker.actor.fsdp.mixed_precision_dtype: fp16; use bf16 or fp32": (
+            worker.actor.fsdp.mixed_precision_dtype == "fp16"
+        ),
+        "worker.actor.offload; set offload_params and offload_optimizer to false": (
+            worker.actor.offload.offload_params or worker.actor.offload.offload_optimizer
+        ),
+        "worker.ref.offload_params; set it to false": worker.ref.offload_params,
+        "worker.actor.ulysses_size; set it to 1": worker.actor.ulysses_size > 1,
+        "worker.rollout.name: vllm; use auto or local": rollout.name == "vllm" or rollout.mode != "inprocess",
+        "worker.reward.reward_type: model; use function": reward.reward_type == "model",
+        f"worker.reward.functions: {', '.join(unknown)}; there are {', '.join(BUILT_REWARDS)}": bool(unknown),
+        "several processes; set training.nnodes and training.n_gpus_per_node to 1": (
+            training.nnodes * training.n_gpus_per_node > 1
+        ),
+        f"training.logger: {', '.join(training.logger)}; use [console]": training.logger not in (("console",), ()),
+        "training.load_checkpoint_path; set worker.actor.model.model_path to the checkpoint": (
+            training.load_checkpoint_path is not None
+        ),
+    }
+    return [f"{switch} (not built yet)" for switch, on in switches.items() if on]
+
+
+def is_bare(name: str) -> bool:
+    """A built-in's name rather than a path to a function."""
+    return not any(sign in name for sign in "./:\\")
+
+
+def refuse_unbuilt(config: Config) -> None:
+    if found := unbuilt(config):
+        raise ConfigError(found)

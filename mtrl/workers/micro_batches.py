@@ -1,0 +1,35 @@
+"""How a worker cuts rows into passes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mtrl.algorithms.packing import cut_groups, fill_micro_batches, row_index
+from mtrl.types import Rollouts
+
+NO_LIMIT = 1 << 62
+
+
+@dataclass(frozen=True)
+class MicroBatching:
+    """By tokens: whole groups up to a budget; else by a number of rows."""
+
+    tokens: int | None = None  # None: what the largest group takes
+    at_least: int = 0  # the least that None stands for
+    rows: int | None = None  # in place of tokens
+    share_prefix: bool = True
+
+    def split(self, rollouts: Rollouts) -> list[Tensor]:
+        """Row indices of each pass."""
+        if self.rows is not None:
+            return list(torch.arange(len(rollouts)).split(self.rows))
+        response_tokens = rollouts.mask.sum(1)
+        prompt_tokens = [len(prompt.ids) for prompt in rollouts.prompts]
+        budget = NO_LIMIT if self.tokens is None else self.tokens
+        pieces = cut_groups(rollouts.group, response_tokens, prompt_tokens, budget, self.share_prefix)
+        if self.tokens is None:
+            budget = max(self.at_least, *(piece.tokens for piece in pieces))
+        return [row_index(batch) for batch in fill_micro_batches(pieces, budget)]
