@@ -1,5 +1,6 @@
 """The command `mtrl`. A command is a function of its words; it imports what it needs itself, so that help is quick."""
 
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -7,6 +8,10 @@ from importlib.metadata import version
 Command = Callable[[Sequence[str]], int]
 
 USER_ERROR = 2
+
+
+class StartError(Exception):
+    """Something outside the configuration that the user has to change: data, a model, a reward file."""
 
 
 def config(words: Sequence[str]) -> int:
@@ -26,7 +31,56 @@ def config(words: Sequence[str]) -> int:
     return 0
 
 
-COMMANDS: dict[str, Command] = {"config": config}
+def train(words: Sequence[str]) -> int:
+    """Train a model.
+
+    mtrl train [FILE] [a.b=c ...]
+
+    With no file, no model and no data: the embedded model on the embedded task, in sizes for a laptop.
+    """
+    from mtrl.training import commands
+
+    return commands.train(words)
+
+
+def evaluate(words: Sequence[str]) -> int:
+    """Accuracy and rewards of a checkpoint or of a run's newest one: avg@k, pass@k, by column.
+
+    mtrl eval CHECKPOINT|RUN [--data FILE] [a.b=c ...]
+
+    worker.rollout.val.n and .temperature say how it is sampled. The last line is JSON.
+    """
+    from mtrl.training import commands
+
+    return commands.evaluate(words)
+
+
+def demo(words: Sequence[str]) -> int:
+    """Watch the embedded model learn, in minutes on a laptop.
+
+    mtrl demo [a.b=c ...]
+
+    Ends with accuracy before and after by kind of question, a learning curve, and a last line of JSON.
+    """
+    from mtrl.training import commands
+
+    return commands.demo(words)
+
+
+def data(words: Sequence[str]) -> int:
+    """Look at a dataset as the model will see it.
+
+    mtrl data FILE [a.b=c ...]
+
+    Counts, lengths, image sizes, columns, bad rows, three samples, and how many prompts the length limit drops. FILE is
+    a file, a directory, a hub id[@split] or zoo@train; token counts need worker.actor.model.model_path=MODEL.
+    """
+    from mtrl.training import commands
+
+    return commands.describe_data(words)
+
+
+COMMANDS: dict[str, Command] = {"train": train, "demo": demo, "eval": evaluate, "data": data, "config": config}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,11 +105,15 @@ def _run(command: Command, words: Sequence[str]) -> int:
     if "-h" in words or "--help" in words:
         print("\n".join(line.strip() for line in _doc_lines(command)))
         return 0
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     try:
         return command(words)
-    except ConfigError as error:
+    except (ConfigError, StartError) as error:
         print(f"mtrl: {error}", file=sys.stderr)
         return USER_ERROR
+    except KeyboardInterrupt:
+        print("mtrl: stopped", file=sys.stderr)
+        return 130
 
 
 def _overview() -> str:

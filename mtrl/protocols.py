@@ -95,7 +95,9 @@ class PendingRewards(Protocol):
 class Scorer(Protocol):
     """Rewards. User code runs only behind this seam, while the probes run."""
 
-    def submit(self, rollouts: Rollouts, step: int) -> PendingRewards: ...
+    def submit(self, rollouts: Rollouts, step: int | None) -> PendingRewards:
+        """`step` decides the weights. None is for validation: the weights of the end and a plain sum, so that totals of
+        different times compare."""
 
 
 class Tracker(Protocol):

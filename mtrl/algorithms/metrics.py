@@ -34,10 +34,13 @@ def summary(name: str, x: Tensor) -> Metrics:
 
 def reward_metrics(rewards: Rewards, group: Tensor, success_part: str | None = "accuracy") -> Metrics:
     """The total, every part, groups that teach nothing, and the share of responses that are right."""
-    metrics = {"reward/overall": float(rewards.total.double().mean()), "reward/failed": masked_rate(rewards.failed)}
-    for name, part in rewards.parts.items():
-        if not part.isnan().all():
-            metrics[f"reward/{name}"] = float(part.double().nanmean())
+    metrics = {
+        f"reward/{name}": float(part.double().nanmean())
+        for name, part in rewards.parts.items()
+        if not part.isnan().all()
+    }
+    metrics["reward/overall"] = float(rewards.total.double().mean())  # whatever a function calls `overall`
+    metrics["reward/failed"] = masked_rate(rewards.failed)
     metrics["reward/zero_std_groups"] = float((group_std(rewards.total, group) == 0).double().mean())
     success = rewards.parts.get(success_part) if success_part else None
     if success is not None and not success.isnan().all():

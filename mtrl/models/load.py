@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from mtrl.models.families import VISION_FAMILIES
 
@@ -29,6 +31,8 @@ def load_model(
         raise ValueError(
             f"{path} is neither a checkpoint directory nor a hub id that can be reached: {error}"
         ) from error
+    if not sys.stderr.isatty():
+        disable_progress_bar()
     family: Any = AutoModelForImageTextToText if config.model_type in VISION_FAMILIES else AutoModelForCausalLM
     model: Any = family.from_pretrained(
         path,

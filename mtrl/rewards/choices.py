@@ -1,7 +1,8 @@
 """Multiple choice: which letter did the response choose, and which was right (SPEC 3, `accuracy`).
 
 English and Chinese, half and full width. A letter counts where it stands alone: "B", "(b)", "Ｂ．", "选B", never the
-one inside "Both". In running text "a" and "I" are words, so there they count only in brackets or alone on a line.
+one inside "Both". In running text a small letter counts only in brackets, alone on a line or after a word of choice
+("option b"), and "A" and "I" not where they are words: "A cat sits there", "I think", "it is a cat".
 """
 
 from __future__ import annotations
@@ -13,14 +14,23 @@ from typing import Any
 
 LETTERS = "ABCDEFGHIJ"
 
-THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL | re.IGNORECASE)
+THINKING = re.compile(r"<think>.*?(?:</think>|\Z)|\A.*</think>", re.DOTALL | re.IGNORECASE)
 ANSWER = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL | re.IGNORECASE)
-KEY_WORD = re.compile(r"(?:final answer|answer|option|choice|答案|选项)\s*(?:is|为|是)?\s*:\s*(.*)", re.IGNORECASE)
-LONE = re.compile(r"(?<![A-Za-z0-9])([A-Ja-j])(?![A-Za-z0-9'])")
-BRACKETED = re.compile(r"[(\[{<【「《\"'*]+\s*([A-Ja-j])\s*[)\]}>】」》\"'*]+")
+KEY_WORD = re.compile(r"(?:answer|option|choice|答案|选项)[\s*_]*(?:is|为|是)?[\s*_]*:", re.IGNORECASE)
+LETTER = r"(?<![A-Za-z0-9À-ɏ])([A-Ja-j])(?![A-Za-z0-9À-ɏ]|['’][A-Za-z])"
+LONE = re.compile(LETTER)
 WHOLE = re.compile(r"\W*([A-Ja-j])\W*")
-LEADING = re.compile(r"\W*([A-Ja-j])\s*[.):,、。)\]]\s*\S")
-WORDS_OF_ONE_LETTER = ("a", "A", "I")
+LEADING = re.compile(r"\W*([A-Ja-j])\s*[.):,、。\]]\s*\S")
+LETTER_AND_WORDS = re.compile(r"\W*([A-Ja-j])\s+(.+)", re.DOTALL)
+MARKED = re.compile(
+    rf"[(\[{{【「《\"'*]+\s*{LETTER}\s*[)\]}}】」》\"'*]+"  # in brackets
+    rf"|^\W*{LETTER}\W*$"  # alone on a line
+    r"|(?:(?i:answer|option|choice|choose|pick|select)|答案|选项|选择|选)\W*(?:(?i:is)\b|为|是)?\W*"
+    rf"{LETTER}(?!(?<=[ai])\s+\w)",  # after a word of choice
+    re.MULTILINE,
+)
+GOES_ON = r"(?=\s+(?!(?:is|because|since|and|or)\b)[a-z])"
+WORD = re.compile(rf"(?:\A|[.!?:\n]\s*)A{GOES_ON}|(?:\A|\s)I{GOES_ON}")  # an article, a pronoun
 
 
 def chosen_letter(response: str, options: Sequence[str] | None = None) -> str | None:
@@ -29,38 +39,41 @@ def chosen_letter(response: str, options: Sequence[str] | None = None) -> str | 
     answers = ANSWER.findall(text)
     if answers:
         return letter_in(answers[-1], options)
-    for line in reversed(text.splitlines()):
-        if found := KEY_WORD.search(line):
-            return letter_in(found[1], options)
+    key_words = list(KEY_WORD.finditer(text))
+    if key_words:
+        return letter_in(first_line(text[key_words[-1].end() :]), options)
     return last_lone_letter(text)
 
 
 def letter_in(answer: str, options: Sequence[str] | None = None) -> str | None:
-    """The letter in a short answer: "B", "(B) red", "B: red", "option b", or an option's own words."""
+    """The letter in a short answer: "B", "(B) red", "B: red", "B red", "option b", or an option's own words."""
     answer = answer.strip()
-    if found := WHOLE.fullmatch(answer) or LEADING.match(answer):
+    if (found := WHOLE.fullmatch(answer)) and within(found[1], options):
         return found[1].upper()
     if options is not None and (place := option_index(answer, options)) is not None:
         return LETTERS[place]
-    if found := KEY_WORD.search(answer):
-        return letter_in(found[1], options)
+    if found := LEADING.match(answer) or WHOLE.fullmatch(answer):
+        return found[1].upper()
+    if options is not None and (found := LETTER_AND_WORDS.fullmatch(answer)):
+        place = LETTERS.index(found[1].upper())
+        if option_index(found[2], options[place : place + 1]) == 0:
+            return LETTERS[place]
     return last_lone_letter(answer)
 
 
 def last_lone_letter(text: str) -> str | None:
-    last, place = None, -1
-    for found in BRACKETED.finditer(text):
-        last, place = found[1], found.start(1)
-    for found in LONE.finditer(text):
-        alone_on_line = text[: found.start()].rpartition("\n")[2] + text[found.end() :].partition("\n")[0]
-        is_word = found[1] in WORDS_OF_ONE_LETTER and re.search(r"\w", alone_on_line)
-        if found.start() > place and not is_word and (found[1].isupper() or not re.search(r"\w", alone_on_line)):
-            last, place = found[1], found.start()
-    return None if last is None else last.upper()
+    """The last letter that stands alone and is no word."""
+    places = {found.start(found.lastindex or 0) for found in MARKED.finditer(text)}
+    words = {found.end() - 1 for found in WORD.finditer(text)}
+    places |= {found.start() for found in LONE.finditer(text) if found[1].isupper()} - words
+    return text[max(places)].upper() if places else None
 
 
 def true_letter(truth: Any, options: Sequence[str] | None = None) -> str | None:
-    """The right letter, from a letter, a 0-based index or an option's text; None where it is none of these."""
+    """The right letter, from a letter, an option's text or a 0-based index; None where it is none of these.
+
+    Digits in a text are an index only beside options: alone they are an answer like "3".
+    """
     if truth is None or isinstance(truth, bool):
         return None
     if isinstance(truth, float) and truth.is_integer():
@@ -68,19 +81,29 @@ def true_letter(truth: Any, options: Sequence[str] | None = None) -> str | None:
     if isinstance(truth, int):
         return LETTERS[truth] if 0 <= truth < len(LETTERS) else None
     text = unicodedata.normalize("NFKC", str(truth)).strip()
+    found = WHOLE.fullmatch(text)
+    if found and within(found[1], options):
+        return found[1].upper()
     if options is not None and (place := option_index(text, options)) is not None:
         return LETTERS[place]
-    if found := WHOLE.fullmatch(text):
-        return found[1].upper()
-    if text.isdigit():
+    if options is not None and text.isdigit():
         return true_letter(int(text))
     return None
+
+
+def within(letter: str, options: Sequence[str] | None) -> bool:
+    """Whether there is such an option; "e" is none of four, but may be the text of one."""
+    return options is None or LETTERS.index(letter.upper()) < len(options)
 
 
 def option_index(text: str, options: Sequence[str]) -> int | None:
     """Which option these words are, case, width and closing marks aside."""
     wanted = plain(text)
     return next((i for i, option in enumerate(options[: len(LETTERS)]) if plain(str(option)) == wanted), None)
+
+
+def first_line(text: str) -> str:
+    return text.strip().partition("\n")[0]
 
 
 def plain(text: str) -> str:

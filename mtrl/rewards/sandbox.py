@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import pickle
 import queue
+import signal
 import subprocess
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from mtrl.rewards.worker import call, split_spec
+from mtrl.rewards.worker import call, name_of, refuse_other_signatures
 
 START_SECONDS = 120.0  # a reward file may import something large
+END_SECONDS = 5.0  # between the end of a pipe and the end of its process
 
 
 @dataclass(frozen=True)
@@ -35,78 +40,115 @@ class Worker:
         ours, theirs = multiprocessing.Pipe()
         self.connection = ours
         command = [sys.executable, "-m", "mtrl.rewards.worker", str(theirs.fileno()), function]
-        # what it prints goes to our stderr: stdout belongs to the command
-        self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=2)
+        # What it prints goes to our stderr: stdout belongs to the command. A session of its own, so that it can be
+        # killed with all that the function started, and Ctrl-C is ours alone.
+        self.process = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=2, start_new_session=True
+        )
         theirs.close()
 
     def ask(self, message: Any, seconds: float) -> tuple[Any, ...]:
         """Its answer, or ("dead", reason) after which it must be replaced."""
         try:
             if message is not None:
-                self.connection.send(message)
+                self.connection.send_bytes(pickle.dumps(message))  # `send` would share a tensor's memory
             if not self.connection.poll(seconds):
-                self.stop()
                 return ("dead", f"took longer than {seconds:g} s")
             answer: tuple[Any, ...] = self.connection.recv()
             return answer
         except (EOFError, OSError):
-            return ("dead", f"its process ended with status {self.process.wait()}")
+            return ("dead", f"its process ended with status {self._status()}")
 
-    def stop(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self.connection.close()
+    def kill(self) -> None:
+        """The process and whatever it started; what waits for it sees its pipe end."""
+        if self.process.poll() is None:
+            with suppress(ProcessLookupError):  # another thread was quicker
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+    def _status(self) -> int | str:
+        try:
+            return self.process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "unknown: it closed its pipe and went on"
+
+
+Jobs = queue.SimpleQueue[tuple[dict[str, Any], Future[Outcome]] | None]
+
+
+@dataclass
+class Service:
+    """What the threads of a sandbox do: each has a worker, replaces it where it died, and takes samples to it."""
+
+    function: str
+    kwargs: dict[str, Any]
+    timeout_s: float
+    jobs: Jobs = field(default_factory=queue.SimpleQueue)
+    alive: set[Worker] = field(default_factory=set)
+    closing: threading.Event = field(default_factory=threading.Event)
+
+    def start(self) -> Worker:
+        worker = Worker(self.function)
+        self.alive.add(worker)
+        answer = worker.ask(None, START_SECONDS)
+        if answer[0] != "ready":
+            self.drop(worker)
+            raise ValueError(f"the reward function {self.function} cannot be loaded:\n{answer[1]}")
+        return worker
+
+    def drop(self, worker: Worker) -> None:
+        worker.kill()
+        self.alive.discard(worker)
+
+    def run(self, worker: Worker | None) -> None:
+        while (job := self.jobs.get()) is not None:
+            sample, future = job
+            try:
+                if self.closing.is_set():
+                    raise ValueError("the run has ended")
+                worker = worker or self.start()
+                kind, *rest = worker.ask((sample, self.kwargs), self.timeout_s)
+            except Exception:  # it could not be started, or the sample does not go through a pipe
+                kind, rest = "error", [traceback.format_exc()]
+            if kind == "dead" and worker is not None:
+                self.drop(worker)
+                worker = None
+            future.set_result(Outcome(*rest) if kind == "value" else Outcome(failure=rest[0]))
+        if worker is not None:
+            self.drop(worker)
+
+    def close(self, threads: list[threading.Thread]) -> None:
+        """Calls in flight fail at once."""
+        self.closing.set()
+        for _ in threads:
+            self.jobs.put(None)
+        for worker in list(self.alive):
+            worker.kill()
+        for thread in threads:
+            if thread is not threading.current_thread():  # the garbage collector may call from any thread
+                thread.join(END_SECONDS)
 
 
 class Sandbox:
-    """`workers` processes that share a queue of samples. The first is started, and the function loaded, at once."""
+    """`workers` processes that share a queue of samples. The first is started, and the function loaded, at once.
+
+    Closing, being forgotten and the end of the interpreter all end the processes.
+    """
 
     def __init__(self, function: str, kwargs: Mapping[str, Any], *, workers: int, timeout_s: float) -> None:
-        self.function, self.kwargs, self.timeout_s = function, dict(kwargs), timeout_s
-        self._jobs: queue.SimpleQueue[tuple[Any, Future[Outcome]] | None] = queue.SimpleQueue()
-        self._alive: set[Worker] = set()
-        first = self._start()
-        threads = [threading.Thread(target=self._serve, args=(first if n == 0 else None,)) for n in range(workers)]
+        self.name = name_of(function)  # in logs
+        service = Service(function, dict(kwargs), timeout_s)  # the threads hold it, and nothing that holds us
+        self._jobs = service.jobs
+        first = [service.start(), *[None] * (workers - 1)]
+        threads = [threading.Thread(target=service.run, args=(worker,), daemon=True) for worker in first]
         for thread in threads:
-            thread.daemon = True
             thread.start()
-        self.close = weakref.finalize(self, _close, self._jobs, self._alive, workers)
-
-    @property
-    def name(self) -> str:
-        """For logs: the function's name, or the file's where the function was left to us."""
-        place, name = split_spec(self.function)
-        return name or Path(place).stem
+        self.close = weakref.finalize(self, service.close, threads)
 
     def submit(self, sample: Mapping[str, Any]) -> Future[Outcome]:
         future: Future[Outcome] = Future()
         self._jobs.put((dict(sample), future))
         return future
-
-    def _start(self) -> Worker:
-        worker = Worker(self.function)
-        answer = worker.ask(None, START_SECONDS)
-        if answer[0] != "ready":
-            worker.stop()
-            raise ValueError(f"the reward function {self.function} cannot be loaded:\n{answer[1]}")
-        self._alive.add(worker)
-        return worker
-
-    def _serve(self, worker: Worker | None) -> None:
-        while (job := self._jobs.get()) is not None:
-            sample, future = job
-            try:
-                worker = worker or self._start()
-                kind, *rest = worker.ask((sample, self.kwargs), self.timeout_s)
-            except ValueError as error:
-                kind, rest = "error", [str(error)]
-            if kind == "value":
-                future.set_result(Outcome(rest[0], rest[1]))
-                continue
-            if kind == "dead" and worker is not None:
-                self._alive.discard(worker)
-                worker = None
-            future.set_result(Outcome(failure=rest[0]))
 
 
 class InProcess:
@@ -114,6 +156,8 @@ class InProcess:
     caught. Reward files have the sandbox."""
 
     def __init__(self, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
+        refuse_other_signatures(function)
+        self.name: str = getattr(function, "__name__", type(function).__name__)
         self.function, self.kwargs = function, dict(kwargs)
 
     def submit(self, sample: Mapping[str, Any]) -> Future[Outcome]:
@@ -121,15 +165,8 @@ class InProcess:
         try:
             _, value, extras = call(self.function, dict(sample), self.kwargs)
             future.set_result(Outcome(value, extras))
-        except Exception as error:
-            future.set_result(Outcome(failure=f"{type(error).__name__}: {error}"))
+        except Exception:
+            future.set_result(Outcome(failure=traceback.format_exc()))
         return future
 
     def close(self) -> None: ...
-
-
-def _close(jobs: queue.SimpleQueue[Any], alive: set[Worker], workers: int) -> None:
-    for _ in range(workers):
-        jobs.put(None)
-    for worker in list(alive):
-        worker.stop()

@@ -54,13 +54,16 @@ class RewardScorer:
     failure_reward: float = 0.0
     options_key: str = "options"
 
-    def submit(self, rollouts: Rollouts, step: int) -> Pending:
+    def submit(self, rollouts: Rollouts, step: int | None) -> Pending:
         samples = samples_of(rollouts, self.options_key)
         asked = {name: [f.submit(sample) for sample in samples] for name, f in self.functions.items()}
         return Pending(self, rollouts, step, asked)
 
-    def weights(self, step: int) -> Sequence[float]:
-        return scheduled_weights(step / max(1, self.total_steps), self.schedule)
+    def total(self, parts: Mapping[str, torch.Tensor], group: torch.Tensor, step: int | None) -> torch.Tensor:
+        if step is None:  # a validation: the weights of the end, and no normalizing, which would make every mean 0
+            return combine(parts, scheduled_weights(1.0, self.schedule), group)
+        weights = scheduled_weights(step / max(1, self.total_steps), self.schedule)
+        return combine(parts, weights, group, self.normalize)
 
     def close(self) -> None:
         for function in self.functions.values():
@@ -73,7 +76,7 @@ class Pending:
 
     scorer: RewardScorer
     rollouts: Rollouts
-    step: int
+    step: int | None
     asked: Mapping[str, list[Future[Outcome]]]
 
     def result(self) -> Rewards:
@@ -81,7 +84,7 @@ class Pending:
         parts = {name: torch.tensor([self._value(each) for each in column]) for name, column in outcomes.items()}
         failed = torch.tensor([any(each.failure for each in row) for row in zip(*outcomes.values(), strict=True)])
         self._report(outcomes)
-        total = combine(parts, self.scorer.weights(self.step), self.rollouts.group, self.scorer.normalize)
+        total = self.scorer.total(parts, self.rollouts.group, self.step)
         return Rewards(total, parts | extra_values(outcomes), failed)
 
     def _value(self, outcome: Outcome) -> float:

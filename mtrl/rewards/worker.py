@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import json
+import pickle
 import sys
 import traceback
 from collections.abc import Callable
@@ -19,12 +21,25 @@ from types import ModuleType
 from typing import Any
 
 DEFAULT_NAMES = ("reward_function", "compute_score")
+OTHER_SIGNATURES = {  # by a parameter's name (SPEC 3)
+    "completions": "TRL's signature",
+    "solution_str": "verl's signature",
+    "reward_input": "EasyR1's signature",
+    "reward_inputs": "EasyR1's signature",
+    "signals": "the parameter `signals`",
+}
 
 
 def load_function(spec: str) -> Callable[..., Any]:
     """`path/to/file.py:name` or `package.module:name`; without a name one of DEFAULT_NAMES, or the only one."""
     place, name = split_spec(spec)
     module = load_module(place)
+    function = find_function(module, place, name)
+    refuse_other_signatures(function, easyr1=hasattr(module, "REWARD_TYPE"))
+    return function
+
+
+def find_function(module: ModuleType, place: str, name: str | None) -> Callable[..., Any]:
     if name is not None:
         if not callable(getattr(module, name, None)):
             raise ValueError(
@@ -40,6 +55,26 @@ def load_function(spec: str) -> Callable[..., Any]:
             f"which function of {place} is the reward? It has {', '.join(names) or 'none'}; write {place}:NAME"
         )
     return getattr(module, names[0])
+
+
+def refuse_other_signatures(function: Callable[..., Any], easyr1: bool = False) -> None:
+    """A function that wants to be called in another way would fail on every sample."""
+    try:
+        names = list(inspect.signature(function).parameters)
+    except ValueError:  # some functions written in C do not say
+        return
+    found = [OTHER_SIGNATURES[name] for name in names if name in OTHER_SIGNATURES]
+    if found or easyr1:
+        raise ValueError(
+            f"a reward function with {found[0] if found else 'REWARD_TYPE (EasyR1)'} cannot be called yet; write "
+            "reward_function(data: dict) -> float | (float, dict)"
+        )
+
+
+def name_of(spec: str) -> str:
+    """For logs: the function's name, or the file's where the function was left to us."""
+    place, name = split_spec(spec)
+    return name or (Path(place).stem if place.endswith(".py") else place.rpartition(".")[2])
 
 
 def split_spec(spec: str) -> tuple[str, str | None]:
@@ -77,7 +112,7 @@ def call(function: Callable[..., Any], sample: dict[str, Any], kwargs: dict[str,
     if isinstance(result, tuple):
         if len(result) != 2 or not isinstance(result[1], dict):
             raise TypeError("a reward function returns a number, None, or (number, dict of extra values)")
-        result, extras = result
+        result, extras = result[0], plain(result[1])
     if result is None:
         return ("value", None, extras)
     if isinstance(result, (str, bytes)) or not hasattr(result, "__float__"):
@@ -86,6 +121,12 @@ def call(function: Callable[..., Any], sample: dict[str, Any], kwargs: dict[str,
     if number != number or number in (float("inf"), float("-inf")):
         raise ValueError(f"a reward must be finite; it was {number}")
     return ("value", number, extras)
+
+
+def plain(extras: dict[str, Any]) -> dict[str, Any]:
+    """Numbers, texts and lists of them, as JSON has them: arrays become lists, anything else its text."""
+    as_json: dict[str, Any] = json.loads(json.dumps(extras, default=lambda x: getattr(x, "tolist", x.__str__)()))
+    return as_json
 
 
 def main() -> None:
@@ -98,11 +139,11 @@ def main() -> None:
     connection.send(("ready",))
     while True:
         try:
-            sample, kwargs = connection.recv()
+            message = connection.recv_bytes()
         except EOFError:
             return
         try:
-            answer = call(function, sample, kwargs)
+            answer = call(function, *pickle.loads(message))
         except Exception:
             answer = ("error", traceback.format_exc())
         connection.send(answer)

@@ -9,6 +9,7 @@ import json
 import math
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ class RunFiles:
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.metrics_path, self.rollouts_path = directory / "metrics.jsonl", directory / "rollouts.jsonl"
+        for path in (self.metrics_path, self.rollouts_path):
+            end_last_line(path)
         self.attempt = 1 + max((row["attempt"] for row in read_rows(self.metrics_path)), default=0)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
@@ -64,12 +67,28 @@ def without_nan(value: Any) -> Any:
         return None
     if isinstance(value, dict):
         return {key: without_nan(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_nan(item) for item in value]
     return value
 
 
+def end_last_line(path: Path) -> None:
+    """A line that a crash cut off must not swallow the next one."""
+    if not path.exists() or not path.stat().st_size:
+        return
+    with path.open("rb+") as file:
+        file.seek(-1, 2)
+        if file.read() != b"\n":
+            file.write(b"\n")
+
+
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Every whole row of a JSONL file; a last line that was cut off by a crash is left out."""
+    """Every whole row of a JSONL file; lines that were cut off by a crash are left out."""
     if not path.exists():
         return []
-    with path.open(encoding="utf-8") as lines:
-        return [json.loads(line) for line in lines if line.endswith("}\n")]
+    rows = []
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            with suppress(json.JSONDecodeError):
+                rows.append(json.loads(line))
+    return rows

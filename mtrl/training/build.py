@@ -29,7 +29,7 @@ from mtrl.tracking.run_files import RunFiles
 from mtrl.tracking.several import Trackers
 from mtrl.training import recipe
 from mtrl.training.checkpoint import FolderStore
-from mtrl.training.evaluate import Validation
+from mtrl.training.evaluate import Result, Validation
 from mtrl.training.loop import House, Loop
 from mtrl.training.unbuilt import is_bare, refuse_unbuilt
 from mtrl.workers.actor import LocalActor
@@ -107,15 +107,26 @@ def build(
     return Run(config, directory, Loop(house, recipe.recipe_of(config, steps)), scorer, sampler, tracker)
 
 
+def evaluate(config: Config) -> Result:
+    """Validates a model without training it."""
+    refuse_unbuilt(config)
+    encoder, policy = build_policy(config)
+    validation = build_validation(config, encoder, None)
+    if validation is None:
+        raise ConfigError(["dataset.val_files: nothing to evaluate on; name a file (--data F)"])
+    scorer = build_scorer(config, steps=1)
+    try:
+        return validation.run(LocalGenerator(policy.backbone, encoder), scorer, version=0)
+    finally:
+        scorer.close()
+
+
 def run_directory(config: Config) -> Path:
     training = config.training
     directory = Path(training.output_dir) / training.project_name / training.experiment_name
     if (directory / "metrics.jsonl").exists():
-        raise ConfigError(
-            [
-                f"{directory} holds a run already, and resuming is not built yet; set training.experiment_name to a new name"
-            ]
-        )
+        taken = f"{directory} holds a run already, and resuming is not built yet"
+        raise ConfigError([f"training.experiment_name: {taken}; choose another name"])
     directory.mkdir(parents=True, exist_ok=True)
     return directory
 
@@ -175,10 +186,9 @@ def sources_of(data: Rows, default_split: str) -> list[Source]:
     return sources
 
 
-def open_data(config: Config, data: Rows, split: str, encoder: TextEncoder, directory: Path) -> Dataset:
-    return open_dataset(
-        sources_of(data, split), data_settings(config), encoder, bad_rows_path=directory / "bad_rows.jsonl"
-    )
+def open_data(config: Config, data: Rows, split: str, encoder: TextEncoder, directory: Path | None) -> Dataset:
+    listed = None if directory is None else directory / "bad_rows.jsonl"
+    return open_dataset(sources_of(data, split), data_settings(config), encoder, bad_rows_path=listed)
 
 
 # ------------------------------------------------------------------------------------------------------------- workers
@@ -206,7 +216,7 @@ def build_reference(config: Config, policy: Forward) -> list[Prober]:
 
 
 def build_validation(
-    config: Config, encoder: TextEncoder, directory: Path, trained_on_rows: bool = False
+    config: Config, encoder: TextEncoder, directory: Path | None, trained_on_rows: bool = False
 ) -> Validation | None:
     """None where there is nothing to validate on: the embedded task validates itself, other data only if given."""
     embedded = not config.dataset.train_files and not trained_on_rows
@@ -224,10 +234,18 @@ def build_validation(
 # ------------------------------------------------------------------------------------------------- rewards and tracking
 def build_scorer(config: Config, steps: int, given: Sequence[Callable[..., Any] | str] | None = None) -> RewardScorer:
     reward = config.worker.reward
-    functions = dict(reward_function(config, each) for each in given or config.reward_functions)
-    schedule = recipe.reward_schedule(config) if given is None else [(0.0, (1.0,) * len(functions))]
-    if given is not None and reward.weights is not None:
-        schedule = [(0.0, reward.weights)]
+    functions: dict[str, RewardFunction] = {}
+    for each in given or config.reward_functions:
+        name, function = reward_function(config, each)
+        same = sum(other.partition("#")[0] == name for other in functions)
+        functions[f"{name}#{same + 1}" if same else name] = function
+    if given is None:
+        schedule = recipe.reward_schedule(config)
+    else:
+        schedule = [(0.0, reward.weights or (1.0,) * len(functions))]
+        if len(schedule[0][1]) != len(functions):
+            count = f"{len(schedule[0][1])} weights for {len(functions)} functions ({', '.join(functions)})"
+            raise ConfigError([f"worker.reward.weights: {count}; give one weight for each, or null"])
     return RewardScorer(
         functions,
         schedule,
@@ -242,7 +260,8 @@ def reward_function(config: Config, function: Callable[..., Any] | str) -> tuple
     """Its name in logs, and the function behind it."""
     reward = config.worker.reward
     if not isinstance(function, str):
-        return function.__name__, InProcess(function, reward.reward_fn_kwargs)
+        in_process = InProcess(function, reward.reward_fn_kwargs)
+        return in_process.name, in_process
     if not is_bare(function):
         sandbox = Sandbox(function, reward.reward_fn_kwargs, workers=reward.num_cpus, timeout_s=reward.timeout_s)
         return sandbox.name, sandbox

@@ -40,7 +40,7 @@ class Validation:
         samples: list[tuple[str, str, float]] = []
         for prompts in self.batches():
             rollouts = generator.generate(prompts, replace(self.sampling, version=version))
-            rewards = scorer.submit(rollouts, self.sampling.step).result()
+            rewards = scorer.submit(rollouts, step=None).result()
             collect(scores, rollouts, rewards)
             solved += self._solved(rollouts, rewards)
             samples += [

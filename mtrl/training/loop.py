@@ -60,6 +60,7 @@ class Recipe:
     loss: Loss
     loss_type: LossType
     loss_token_denominator: Literal["all", "selected"]
+    max_response_length: int  # what dr_grpo divides by
     tis_clip: float | None
     tis_level: Level
     mask_truncated: bool
@@ -189,14 +190,13 @@ def assemble(recipe: Recipe, rollouts: Rollouts, signals: Signals, credit: Credi
     assert signals.old is not None
     correction = mismatch_correction(signals.old, rollouts.behaviour, rollouts.mask, recipe.tis_clip, recipe.tis_level)
     silenced = rollouts.truncated if recipe.mask_truncated else torch.zeros(len(rollouts), dtype=torch.bool)
-    width = recipe.sampling.max_new_tokens
     for _ in range(recipe.passes):
         for rows in optimizer_steps(rollouts.group, recipe.prompts_per_update):
             weights = term_weights(
                 credit.measure[rows],
                 credit.select[rows],
                 recipe.loss_type,
-                width,
+                recipe.max_response_length,
                 recipe.loss_token_denominator,
                 silenced[rows],
             )

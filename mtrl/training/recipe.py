@@ -40,6 +40,7 @@ def recipe_of(config: Config, steps: int) -> Recipe:
         ),
         loss_type=algorithm.loss_type,
         loss_token_denominator=algorithm.loss_token_denominator,
+        max_response_length=config.dataset.max_response_length,
         tis_clip=algorithm.tis_clip,
         tis_level=algorithm.tis_level,
         mask_truncated=algorithm.mask_truncated_responses,

@@ -5,19 +5,17 @@ import torch
 from tiny_models import (
     TINY_FAMILIES,
     VISION_FAMILIES,
-    checkpoint,
     encoder_of,
     plain_log_probs,
     plain_logp,
     plain_model,
     prompts_for,
     rollouts_of,
+    shared_backbone,
 )
 
 from mtrl.algorithms.signals import DEPENDENCY_LIMIT
-from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward
-from mtrl.models.load import load_model
 from mtrl.models.perturb import Perturbation
 
 # Groups uneven and not in order; responses unequal, one empty, one prompt (the third) without any.
@@ -36,7 +34,9 @@ def share_prefix(request):
 
 @pytest.fixture
 def forward(family, share_prefix):
-    return Forward(Backbone(load_model(checkpoint(family))), encoder_of(family), share_prefix=share_prefix)
+    backbone = shared_backbone(family)
+    backbone.model.zero_grad()
+    return Forward(backbone, encoder_of(family), share_prefix=share_prefix)
 
 
 def rollouts_for(family, seed=0):

@@ -1,0 +1,171 @@
+"""What the commands of `cli.py` do."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mtrl.cli import StartError
+from mtrl.config import Config, ConfigError, load_config, take_file, warnings
+from mtrl.data import report
+from mtrl.tracking.chart import draw_chart, running_mean
+from mtrl.tracking.run_files import read_rows
+from mtrl.training import build as house
+from mtrl.training.checkpoint import newest_checkpoint
+from mtrl.training.evaluate import Result as Validated
+from mtrl.zoo.rows import CONFIG_FILE, MODEL_DIRECTORY
+
+Result = TypeVar("Result")
+
+DEMO_STEPS = 24
+SMOOTHED_OVER = 5  # steps, in the learning curve of the demo
+
+
+def train(words: Sequence[str]) -> int:
+    file, overrides = take_file(words)
+    config, embedded = house.configure(file, overrides)
+    if embedded:
+        say(f"no config file, model or data given: {CONFIG_FILE.name} of the embedded task lies under the overrides")
+    _warn(config)
+    run = started(house.build, config)
+    say(f"run directory: {run.directory}")
+    run.train()
+    return 0
+
+
+def evaluate(words: Sequence[str]) -> int:
+    path, data, overrides = _take_path_and_data(words)
+    config = _evaluation_config(path, [*overrides, *([f"dataset.val_files={data}"] if data else [])])
+    result = started(house.evaluate, config)
+    print(_table(result))
+    print(json.dumps({"checkpoint": config.worker.actor.model.model_path, **result.metrics, "by": result.by}))
+    return 0
+
+
+def describe_data(words: Sequence[str]) -> int:
+    file, overrides = take_file(words)
+    if file is None:
+        raise ConfigError(["which data? mtrl data FILE [a.b=c ...]"])
+    embedded = file.startswith(house.EMBEDDED)
+    config = load_config(CONFIG_FILE if embedded else None, overrides)
+    knows_model = embedded or config.worker.actor.model.model_path is not None
+    encoder = started(house.build_encoder, config) if knows_model else None
+    sources = started(house.sources_of, file, "train")
+    return started(report.run, sources, house.data_settings(config), encoder, sys.stdout)
+
+
+def demo(words: Sequence[str]) -> int:
+    begin = time.perf_counter()
+    defaults = [
+        f"training.max_steps={DEMO_STEPS}",
+        f"training.experiment_name=demo-{time.strftime('%Y%m%d-%H%M%S')}",
+        "training.val_freq=-1",
+        "dataset.val_files=zoo@test",
+    ]
+    config, _ = house.configure(None, [*defaults, *words])
+    say(
+        "A vision-language model of 3 million parameters learns, by reinforcement, to answer questions about small\n"
+        "pictures of coloured shapes. It can see them, but its teacher often answered from habit without looking, and\n"
+        "called some things by a wrong name. Only the reward (right answer, right form) tells it so."
+    )
+    run = started(house.build, config)
+    run.train()
+    rows = read_rows(run.directory / "metrics.jsonl")
+    before, after = (next(row for row in order if "val/avg@1" in row) for order in (rows, rows[::-1]))
+    _draw_learning_curve(run.directory / "learning_curve.png", rows)
+    print(_comparison(before, after))
+    print(
+        f"\nLearning curve:  {run.directory}/learning_curve.png"
+        f"\nEvery response:  {run.directory}/rollouts.jsonl"
+        f"\nEvery number:    {run.directory}/metrics.jsonl"
+        f"\nThe new model:   {newest_checkpoint(run.directory)}  (plain from_pretrained loads it)"
+        "\nNext: mtrl train optimization.enable_perception_filtering=false   # plain GRPO, for comparison"
+        "\n      mtrl config                                               # every key\n"
+    )
+    seconds = round(time.perf_counter() - begin, 1)
+    summary = {
+        "accuracy_before": before["val/avg@1"],
+        "accuracy_after": after["val/avg@1"],
+        "steps": after["step"],
+        "seconds": seconds,
+        "run_dir": str(run.directory),
+    }
+    print(json.dumps(summary))
+    return 0
+
+
+def started(begin: Callable[..., Result], *arguments: Any) -> Result:
+    """Before training a ValueError speaks to the user, of data, model or reward file. Later it would be our mistake."""
+    try:
+        return begin(*arguments)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise StartError(str(error)) from error
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _warn(config: Config) -> None:
+    for warning in warnings(config):
+        say(f"warning: {warning}")
+
+
+def _take_path_and_data(words: Sequence[str]) -> tuple[str, str | None, list[str]]:
+    """CHECKPOINT [--data F] and the overrides."""
+    others, data = list(words), None
+    if "--data" in others:
+        place = others.index("--data")
+        if place + 1 == len(others):
+            raise ConfigError(["--data: name a file, a directory or a dataset"])
+        data = others[place + 1]
+        del others[place : place + 2]
+    path, overrides = take_file(others)
+    if path is None:
+        raise ConfigError(["which model? mtrl eval CHECKPOINT|RUN [--data F] [a.b=c ...]"])
+    return path, data, overrides
+
+
+def _evaluation_config(path: str, overrides: list[str]) -> Config:
+    """A run's own configuration with its newest checkpoint; for a bare checkpoint the defaults."""
+    place = Path(path)
+    run = next((each for each in (place, place.parent.parent) if (each / "config.yaml").is_file()), None)
+    checkpoint = newest_checkpoint(place) if run == place else place
+    if run == place and checkpoint is None:
+        raise ConfigError([f"{path} is a run without a checkpoint"])
+    file = run / "config.yaml" if run else CONFIG_FILE if place.resolve() == MODEL_DIRECTORY else None
+    return load_config(file, [f"worker.actor.model.model_path={checkpoint}", *overrides])
+
+
+def _table(result: Validated) -> str:
+    lines = [f"{name.removeprefix('val/'):<24} {value:8.4f}" for name, value in result.metrics.items()]
+    for column, table in result.by.items():
+        lines += ["", f"by {column}", *(f"  {value:<22} {rate:8.4f}" for value, rate in table.items())]
+    return "\n".join(lines)
+
+
+def _comparison(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """Accuracy by kind of question before and after, as a table."""
+    prefix = "val/by_kind/"
+    kinds = [name for name in before if name.startswith(prefix)]
+    rows = [(name.removeprefix(prefix), before[name], after[name]) for name in kinds]
+    rows.append(("all", before["val/avg@1"], after["val/avg@1"]))
+    lines = [f"\n{'accuracy':<12} {'before':>7} {'after':>7}"]
+    lines += [f"{kind:<12} {old:7.3f} {new:7.3f}   {new - old:+.3f}" for kind, old, new in rows]
+    return "\n".join(lines)
+
+
+def _draw_learning_curve(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    sampled = [(row["step"], row["reward/success_rate"]) for row in rows if "reward/success_rate" in row]
+    greedy = [(row["step"], row["val/avg@1"]) for row in rows if "val/avg@1" in row]
+    series = {
+        f"training, sampled (mean of {SMOOTHED_OVER} steps)": running_mean(sampled, SMOOTHED_OVER),
+        "test questions, greedy": greedy,
+    }
+    draw_chart(path, "Accuracy of the embedded model", series, "step", "accuracy")

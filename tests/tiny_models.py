@@ -1,0 +1,148 @@
+"""Tiny models of every family, prompts for them, and what plain Hugging Face says of both.
+
+The weights are eight times those of a fresh model: attention is then far from uniform, so a wrong position, mask or
+image moves log-probs by far more than the tolerances.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers.utils import logging
+
+from mtrl.models.backbone import Backbone
+from mtrl.models.families import TextEncoder, load_encoder
+from mtrl.models.load import load_model
+from mtrl.models.tiny import TINY_FAMILIES, VISION_FAMILIES, make_tiny_checkpoint
+from mtrl.types import Medium, Prompt, Rollouts, Task
+
+logging.disable_progress_bar()
+
+SHARPER = 8.0
+_scratch = tempfile.TemporaryDirectory()
+
+
+@lru_cache
+def checkpoint(family: str) -> Path:
+    assert family in TINY_FAMILIES
+    directory = make_tiny_checkpoint(Path(_scratch.name) / family, family)
+    model = plain_model_at(directory, family)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(SHARPER)
+    model.save_pretrained(directory)
+    return directory
+
+
+def plain_model_at(directory: Path, family: str) -> PreTrainedModel:
+    loader: Any = AutoModelForImageTextToText if family in VISION_FAMILIES else AutoModelForCausalLM
+    return loader.from_pretrained(directory, dtype=torch.float32).eval()
+
+
+@lru_cache
+def plain_model(family: str) -> PreTrainedModel:
+    """As Hugging Face loads it; nobody may patch or change it."""
+    return plain_model_at(checkpoint(family), family)
+
+
+def fresh_backbone(family: str) -> Backbone:
+    return Backbone(load_model(checkpoint(family)))
+
+
+@lru_cache
+def shared_backbone(family: str) -> Backbone:
+    """For tests that change no weights; gradients are whatever the last test left."""
+    return fresh_backbone(family)
+
+
+@lru_cache
+def encoder_of(family: str) -> TextEncoder:
+    return load_encoder(checkpoint(family))
+
+
+def picture(encoder: TextEncoder, rows: int, columns: int, seed: int = 0) -> np.ndarray:
+    """Noise of rows x columns tokens."""
+    side = encoder.patch_size * encoder.merge_size
+    return np.random.default_rng(seed).integers(0, 256, (rows * side, columns * side, 3), dtype=np.uint8)
+
+
+def prompt(encoder: TextEncoder, name: str, words: str, sizes: Sequence[tuple[int, int]] = ()) -> Prompt:
+    """`sizes`: rows and columns of tokens of each image; the images stand between words."""
+    media = [picture(encoder, *size, seed=place) for place, size in enumerate(sizes)]
+    parts: list[dict[str, str]] = []
+    for _ in sizes:
+        parts += [{"type": "image"}, {"type": "text", "text": " and"}]
+    content = [*parts, {"type": "text", "text": words}]
+    task = Task(name, name, ({"role": "user", "content": content},), media=(Medium("image", None),) * len(media))
+    return encoder.encode(task, media)
+
+
+def prompts_for(family: str) -> list[Prompt]:
+    """Unequal in length: an image with odd windows, text alone, several images of other sizes, one small image."""
+    sizes: list[list[tuple[int, int]]] = [[(5, 9)], [], [(2, 3), (6, 4), (1, 7)], [(2, 2)]]
+    words = ["which colour is it", "how many", "what is left of the red circle and why", "count the dogs"]
+    if family not in VISION_FAMILIES:
+        sizes = [[] for _ in sizes]
+    encoder = encoder_of(family)
+    return [prompt(encoder, f"t:{i}", words[i], sizes[i]) for i in range(len(sizes))]
+
+
+def rollouts_of(prompts: Sequence[Prompt], group: Sequence[int], lengths: Sequence[int], seed: int = 0) -> Rollouts:
+    """Random responses of plain tokens."""
+    tokens = torch.randint(20, 300, (len(group), max(lengths)), generator=torch.Generator().manual_seed(seed))
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    return Rollouts(
+        prompts=tuple(prompts),
+        group=torch.tensor(group),
+        tokens=tokens.where(mask, 0),
+        mask=mask,
+        behaviour=torch.zeros(mask.shape),
+        text=("",) * len(group),
+        finish=("stop",) * len(group),
+        version=torch.zeros(len(group), dtype=torch.long),
+    )
+
+
+def plain_inputs(encoder: TextEncoder, prompt: Prompt, response: Tensor, view: Any = None) -> dict[str, Tensor]:
+    """One row for `model.forward`, which works out positions and masks by itself."""
+    inputs = encoder.inputs(prompt, view)
+    ids = torch.cat([prompt.ids, response])[None]
+    row = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if "mm_token_type_ids" in inputs:
+        marks = torch.cat([inputs["mm_token_type_ids"], torch.zeros(len(response), dtype=torch.long)])
+        row["mm_token_type_ids"] = marks[None]
+    return row | {name: inputs[name] for name in ("pixel_values", "image_grid_thw") if name in inputs}
+
+
+def plain_log_probs(
+    family: str, prompt: Prompt, response: Tensor, *, temperature: float = 1.0, view: Any = None, model: Any = None
+) -> Tensor:
+    """[length, V]: the whole distribution at every response token, by a plain forward of this one row."""
+    encoder = encoder_of(family)
+    row = plain_inputs(encoder, prompt, response, view)
+    logits = (model or plain_model(family))(**row).logits[0, len(prompt.ids) - 1 : -1] / temperature
+    forbidden = torch.zeros(logits.shape[-1], dtype=torch.bool)
+    forbidden[list(encoder.forbidden_ids)] = True
+    return logits.masked_fill(forbidden, -torch.inf).log_softmax(-1)
+
+
+def plain_logp(family: str, rollouts: Rollouts, **options: Any) -> Tensor:
+    """[N, T], row by row; 0 off the mask. `views`: the media of each prompt."""
+    views = options.pop("views", None)
+    rows = []
+    for row, g in enumerate(rollouts.group.tolist()):
+        response = rollouts.tokens[row, : int(rollouts.mask[row].sum())]
+        view = None if views is None else views[g]
+        found = plain_log_probs(family, rollouts.prompts[g], response, view=view, **options)
+        picked = found.gather(-1, response[:, None])[:, 0]
+        rows.append(torch.nn.functional.pad(picked, (0, rollouts.mask.shape[1] - len(response))))
+    return torch.stack(rows)

@@ -1,0 +1,317 @@
+"""User functions in worker processes: whatever one of them does, only its own sample suffers."""
+
+import gc
+import time
+from pathlib import Path
+
+import pytest
+from helpers import NAN, close, fake_rollouts
+
+from mtrl.config import load_config
+from mtrl.rewards.sandbox import Sandbox
+from mtrl.training.build import build_scorer
+
+MANNERS = '''
+import os, subprocess, sys, time
+
+class Odd:
+    pass
+
+def reward_function(data, scale=1.0):
+    """Behaves as its response says."""
+    import numpy
+    does = data["response"]
+    if does == "raise": raise RuntimeError("deliberate " + data["response"])
+    if does == "hang": time.sleep(1000)
+    if does == "hang with a child":
+        open(data["note"], "w").write(str(subprocess.Popen(["sleep", "1000"]).pid))
+        time.sleep(1000)
+    if does == "exit": sys.exit(3)
+    if does == "quit": os._exit(4)
+    if does == "ask": input()
+    if does == "print": print("noise " * 1000)
+    if does == "close": os.closerange(3, 64)
+    values = {
+        "nan": float("nan"), "none": None, "inf": float("inf"), "text": "1.0", "list": [1.0], "object": Odd(),
+        "triple": (1.0, {}, 2), "pair": (1.0, 2.0), "bad extras": (1.0, {(1, 2): 3}),
+        "numpy": numpy.float32(0.5), "array": numpy.ones(3), "true": True, "whole": 2,
+        "extras": (1.0, {"seen": numpy.float32(7), "odd": Odd(), "words": "many"}),
+        "pid": (1.0, {"pid": os.getpid()}),
+        "columns": float(sorted(data) == ["a", "b", "response"] and data["b"] == {"c": [1]}),
+    }
+    return values.get(does, scale)
+'''
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("rewards") / "manners.py"
+    path.write_text(MANNERS)
+    return path
+
+
+@pytest.fixture(scope="module")
+def sandbox(file):
+    shared = Sandbox(str(file), {}, workers=1, timeout_s=20)
+    yield shared
+    shared.close()
+
+
+def outcome(sandbox, does, **columns):
+    return sandbox.submit({"response": does, **columns}).result(timeout=60)
+
+
+def alive(pid):
+    """A process that has ended and waits for its parent counts as dead."""
+    stat = Path(f"/proc/{pid}/stat")
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def ends(pid, seconds=5.0):
+    limit = time.monotonic() + seconds
+    while alive(pid) and time.monotonic() < limit:
+        time.sleep(0.02)
+    return not alive(pid)
+
+
+# ---------------------------------------------------------------------------------------------------- values and faults
+@pytest.mark.parametrize(
+    ("does", "value"), [("fine", 1.0), ("none", None), ("numpy", 0.5), ("true", 1.0), ("whole", 2.0)]
+)
+def test_values(sandbox, does, value):
+    found = outcome(sandbox, does)
+    assert found.failure is None and found.value == value
+
+
+def test_every_column_arrives(sandbox):
+    assert outcome(sandbox, "columns", a=1, b={"c": [1]}).value == 1.0
+
+
+def test_extras_come_back_as_plain_values(sandbox):
+    extras = outcome(sandbox, "extras").extras
+    assert extras["seen"] == 7.0 and extras["words"] == "many" and "Odd" in extras["odd"]
+
+
+@pytest.mark.parametrize(
+    ("does", "cause"),
+    [
+        ("raise", "RuntimeError: deliberate raise"),
+        ("nan", "a reward must be finite; it was nan"),
+        ("inf", "a reward must be finite; it was inf"),
+        ("text", "it returned str"),
+        ("list", "it returned list"),
+        ("object", "it returned Odd"),
+        ("array", "Error"),
+        ("triple", "returns a number, None, or (number, dict of extra values)"),
+        ("pair", "returns a number, None, or (number, dict of extra values)"),
+        ("bad extras", "TypeError"),
+        ("ask", "EOFError"),
+    ],
+)
+def test_a_fault_says_what_it_was_and_the_worker_goes_on(sandbox, does, cause):
+    before = outcome(sandbox, "pid").extras["pid"]
+    found = outcome(sandbox, does)
+    assert found.value is None and cause in found.failure
+    assert outcome(sandbox, "pid").extras["pid"] == before
+
+
+@pytest.mark.parametrize(
+    ("does", "cause"),
+    [("exit", "ended with status 3"), ("quit", "ended with status 4"), ("close", "ended with status 1")],
+)
+def test_a_worker_that_ends_is_replaced(sandbox, does, cause):
+    before = outcome(sandbox, "pid").extras["pid"]
+    assert cause in outcome(sandbox, does).failure
+    after = outcome(sandbox, "pid")
+    assert after.value == 1.0 and after.extras["pid"] != before and ends(before)
+
+
+def test_a_worker_that_hangs_is_replaced_with_all_it_started(file, tmp_path):
+    sandbox = Sandbox(str(file), {}, workers=1, timeout_s=1.0)
+    before, note = outcome(sandbox, "pid").extras["pid"], tmp_path / "pid"
+    begin = time.monotonic()
+    found = outcome(sandbox, "hang with a child", note=str(note))
+    assert found.failure == "took longer than 1 s" and time.monotonic() - begin < 10
+    assert ends(before) and ends(int(note.read_text()))
+    assert outcome(sandbox, "fine").value == 1.0
+    sandbox.close()
+
+
+def test_a_sample_that_cannot_travel_fails_alone(sandbox):
+    assert "cannot pickle" in outcome(sandbox, "fine", column=(n for n in ())).failure
+    assert outcome(sandbox, "fine").value == 1.0
+
+
+def test_prints_go_to_stderr(file, capfd):
+    sandbox = Sandbox(str(file), {}, workers=1, timeout_s=20)
+    assert outcome(sandbox, "print").value == 1.0 and outcome(sandbox, "fine").value == 1.0
+    sandbox.close()
+    out, err = capfd.readouterr()
+    assert ("noise " in err) and not out
+
+
+def test_keyword_arguments(file):
+    sandbox = Sandbox(str(file), {"scale": 0.25}, workers=1, timeout_s=20)
+    assert outcome(sandbox, "fine").value == 0.25
+    sandbox.close()
+
+
+# ---------------------------------------------------------------------------------------------------- nothing is left
+def pids(sandbox, workers):
+    """Asks until every worker has shown itself."""
+    found = set()
+    limit = time.monotonic() + 60
+    while len(found) < workers and time.monotonic() < limit:
+        asked = [sandbox.submit({"response": "pid"}) for _ in range(4 * workers)]
+        found |= {each.result(timeout=60).extras["pid"] for each in asked}
+    assert len(found) == workers
+    return found
+
+
+def test_close_ends_every_process(file):
+    sandbox = Sandbox(str(file), {}, workers=2, timeout_s=20)
+    running = pids(sandbox, 2)
+    assert all(map(alive, running))
+    sandbox.close()
+    assert all(map(ends, running))
+    sandbox.close()  # once more does no harm
+
+
+def test_a_forgotten_sandbox_ends_its_processes(file):
+    sandbox = Sandbox(str(file), {}, workers=2, timeout_s=20)
+    running = pids(sandbox, 2)
+    del sandbox
+    gc.collect()
+    assert all(map(ends, running))
+
+
+def test_closing_does_not_wait_for_a_call(file):
+    sandbox = Sandbox(str(file), {}, workers=1, timeout_s=1000)
+    running = pids(sandbox, 1)
+    hanging, waiting = sandbox.submit({"response": "hang"}), sandbox.submit({"response": "fine"})
+    begin = time.monotonic()
+    time.sleep(0.2)
+    sandbox.close()
+    assert hanging.result(timeout=5).failure and waiting.result(timeout=5).failure
+    assert time.monotonic() - begin < 4 and all(map(ends, running))
+
+
+# ---------------------------------------------------------------------------------------------------- finding functions
+def named(tmp_path, source, name="rewards_of_mine.py"):
+    path = tmp_path / name
+    path.write_text(source)
+    return path
+
+
+def score(spec, **overrides):
+    """Through the scorer, as a run does it."""
+    settings = {"worker.reward.functions": (spec,), "worker.reward.num_cpus": 1}
+    scorer = build_scorer(load_config(None, settings | overrides), 10)
+    try:
+        return list(scorer.functions), scorer.submit(fake_rollouts([1]), 0).result()
+    finally:
+        scorer.close()
+
+
+TWO = "def one(data): return 1.0\ndef two(data): return 2.0\n"
+FINDS = {
+    "file and name": (TWO, "{path}:two", "two", 2.0),
+    "reward_function first": (TWO + "def reward_function(data): return 3.0\n", "{path}", "rewards_of_mine", 3.0),
+    "then compute_score": (TWO + "def compute_score(data): return 4.0\n", "{path}", "rewards_of_mine", 4.0),
+    "then the only one": ("from math import sqrt\ndef _hidden(d): ...\ndef my(data): return 5.0\n", "{path}",
+                          "rewards_of_mine", 5.0),
+    "neighbours can be imported": ("from neighbour import VALUE\ndef my(data): return VALUE\n", "{path}:my", "my", 6.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FINDS)
+def test_finds(tmp_path, case):
+    source, spec, name, value = FINDS[case]
+    named(tmp_path, "VALUE = 6.0\n", "neighbour.py")
+    names, rewards = score(spec.format(path=named(tmp_path, source)))
+    assert names == [name]
+    close(rewards.total, [value])
+
+
+def test_module_and_name(tmp_path, monkeypatch):
+    named(tmp_path, TWO, "scores_of_mine.py")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    names, rewards = score("scores_of_mine:two")
+    assert names == ["two"]
+    close(rewards.total, [2])
+    assert score("os.path:isfile")[1].failed.tolist() == [True]  # found, and fails on its sample alone
+
+
+def test_reward_fn_path_stands_alone(tmp_path):
+    config = load_config(None, {"worker.reward.reward_fn_path": f"{named(tmp_path, TWO)}:one"})
+    scorer = build_scorer(config, 10)
+    assert list(scorer.functions) == ["one"]
+    scorer.close()
+
+
+NOT_FOUND = {
+    "no file": (None, "{path}:one", "there is no reward file"),
+    "no function": (TWO, "{path}:three", "has no function 'three'; it has one, two"),
+    "which of two": (TWO, "{path}", "which function .* It has one, two; write .*:NAME"),
+    "none at all": ("x = 1\n", "{path}", "It has none"),
+    "syntax error": ("def f(data:\n", "{path}:f", "SyntaxError"),
+    "import error": ("import no_such_thing\ndef f(data): ...\n", "{path}:f", "No module named 'no_such_thing'"),
+    "exits when imported": ("raise SystemExit(5)\n", "{path}:f", "SystemExit: 5"),
+    "no module": (None, "no_such_package.module:f", "No module named 'no_such_package'"),
+    "TRL's signature": ("def f(prompts, completions, **kwargs): ...\n", "{path}:f", "TRL's signature cannot be called"),
+    "verl's signature": ("def f(data_source, solution_str, ground_truth, extra_info): ...\n", "{path}:f", "verl's"),
+    "EasyR1's signature": ("def f(reward_inputs): ...\n", "{path}:f", "EasyR1's"),
+    "EasyR1's mark": ("REWARD_TYPE = 'batch'\ndef f(data): ...\n", "{path}:f", "EasyR1"),
+    "signals": ("def f(data, signals): ...\n", "{path}:f", "the parameter `signals` cannot be called yet"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NOT_FOUND)
+def test_what_cannot_be_loaded_is_said_at_the_start(tmp_path, case):
+    source, spec, message = NOT_FOUND[case]
+    path = tmp_path / "rewards_of_mine.py" if source is None else named(tmp_path, source)
+    with pytest.raises(ValueError, match=message) as caught:
+        score(spec.format(path=path))
+    assert str(path) in str(caught.value) or "no_such_package" in str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------------- through the scorer
+def test_one_bad_sample_among_good_ones(tmp_path, caplog):
+    source = (
+        "import os, time\n"
+        "def moody(data):\n"
+        "    row = int(data['response'].split()[1])\n"
+        "    if row == 1: raise RuntimeError('first trouble')\n"
+        "    if row == 2: os._exit(1)\n"
+        "    if row == 3: time.sleep(1000)\n"
+        "    if row == 4: return None\n"
+        "    return float(row), {'seen': row}\n"
+    )
+    overrides = {"worker.reward.failure_reward": -1.0, "worker.reward.timeout_s": 1.5, "worker.reward.num_cpus": 2}
+    settings = {"worker.reward.functions": (f"{named(tmp_path, source)}:moody", "format")} | overrides
+    scorer = build_scorer(load_config(None, settings), 10)
+    rewards = scorer.submit(fake_rollouts([1] * 6), 0).result()
+    scorer.close()
+    close(rewards.parts["moody"], [0, -1, -1, -1, NAN, 5])
+    close(rewards.parts["seen"], [0, NAN, NAN, NAN, NAN, 5])
+    close(rewards.total, [0, -1, -1, -1, 0, 5])
+    assert rewards.failed.tolist() == [False, True, True, True, False, False]
+    for word in ("moody", "3 of 6", "failure_reward=-1", "fake p0", "first trouble"):
+        assert word in caplog.text
+
+
+def test_two_files_with_functions_of_one_name(tmp_path):
+    specs = tuple(f"{named(tmp_path, f'def f(data): return {n}.0', f'file{n}.py')}:f" for n in (1, 2))
+    config = load_config(None, {"worker.reward.functions": specs, "worker.reward.num_cpus": 1})
+    scorer = build_scorer(config, 10)
+    close(scorer.submit(fake_rollouts([1]), 0).result().total, [3])
+    scorer.close()
+
+
+def test_the_worker_does_not_load_torch(tmp_path):
+    """Workers are many and start often."""
+    source = "import sys\ndef f(data): return float('torch' in sys.modules)\n"
+    close(score(f"{named(tmp_path, source)}:f")[1].total, [0])
