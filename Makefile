@@ -1,4 +1,5 @@
 # make setup      a virtual environment in .venv with everything the tests need
+# make demo       a vision-language model learns by reinforcement, on this machine, in minutes
 # make test       the suite, minutes on two cores
 # make test-all   also what is slow: mutation runs, long learning runs
 # make lint       ruff and mypy
@@ -7,7 +8,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: setup test test-all lint format
+.PHONY: setup demo test test-all lint format
 
 setup: $(INSTALLED)
 
@@ -15,6 +16,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
+
+demo: setup
+	$(BIN)/mtrl demo
 
 test: setup
 	$(BIN)/python -m pytest

@@ -99,20 +99,29 @@ def measured_start(data: Path, model: Path, cache: Path, workers: int | None) ->
 
 
 def _watch(pid: int, peak: dict[str, int], done: threading.Event) -> None:
-    import psutil
-
-    root = psutil.Process(pid)
     while not done.wait(0.05):
-        found = {"rss": 0, "pss": 0}
         try:
-            for process in [root, *root.children(recursive=True)]:
-                memory = process.memory_full_info()
-                found["rss"] += memory.rss
-                found["pss"] += memory.pss
-        except psutil.Error:
+            found = [_memory(process) for process in _tree(pid)]
+        except OSError:
             continue  # a process ended while it was looked at
-        for kind, value in found.items():
-            peak[kind] = max(peak[kind], value)
+        for kind in peak:
+            peak[kind] = max(peak[kind], sum(memory[kind] for memory in found))
+
+
+def _tree(pid: int) -> list[int]:
+    children = [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in _words(task / "children")]
+    return [pid, *(process for child in children for process in _tree(child))]
+
+
+def _memory(pid: int) -> dict[str, int]:
+    """Bytes, from the kernel's summary of the process's mappings."""
+    lines = [line.split() for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()]
+    kilobytes = {words[0]: int(words[1]) for words in lines if words[0] in ("Rss:", "Pss:")}
+    return {"rss": 1024 * kilobytes.get("Rss:", 0), "pss": 1024 * kilobytes.get("Pss:", 0)}
+
+
+def _words(path: Path) -> list[str]:
+    return path.read_text().split()
 
 
 def hardware() -> dict[str, Any]:

@@ -56,7 +56,8 @@ class TaskSource(Protocol):
 
 
 class Generator(Protocol):
-    """Samples responses. It resets its own caches in `load` and refuses to sample at a version it does not hold."""
+    """Samples responses. It resets its own caches in `load` and refuses to sample at a version it does not hold.
+    `generate` and `load` are for an engine that is awake; its weights outlast a sleep."""
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Rollouts: ...
 

@@ -81,7 +81,8 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample. Tokens are keyed by (seed, step, task id, sample), never by the batch around them."""
+    """How to sample. Tokens are keyed by (seed, step, task id, sample), never by the batch around them: the same key
+    gives the same tokens in the same engine. Greedy responses of a prompt are all equal."""
 
     n: int = 1
     temperature: float = 1.0  # 0: greedy
@@ -233,7 +234,8 @@ class TrainBatch:
 
 @dataclass(frozen=True)
 class Weights:
-    """A version of the policy on its way to a generator: Hugging Face names, adapters merged. Read it once."""
+    """A version of the policy on its way to a generator: every parameter by its Hugging Face name (tied ones under each
+    of theirs), adapters merged. Read it once; a tensor stays as it is until `load` returns."""
 
     version: int
     tensors: Iterator[tuple[str, Tensor]]

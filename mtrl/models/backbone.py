@@ -20,7 +20,7 @@ from transformers.vision_utils import (
     get_vision_window_index,
 )
 
-from mtrl.models.patches import use_segment_attention
+from mtrl.models.patches import GROUPED_ATTENTION, use_grouped_attention, use_segment_attention
 from mtrl.types import VISION_POOL, Prompt
 
 Grid = tuple[int, int, int]
@@ -51,6 +51,7 @@ class Backbone:
         self.compute_dtype = compute_dtype or model.dtype
         self.vision_tower: Any = getattr(model.model, "visual", None)
         self.language_model: Any = getattr(model.model, "language_model", model.model)
+        use_grouped_attention(self.language_model)
         if self.vision_tower is not None:
             use_segment_attention(self.vision_tower)
             self.vision_indices = VisionIndices(self.vision_tower)
@@ -134,7 +135,7 @@ class Backbone:
     def _as_mask(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
         """As the attention implementation reads it: a bool mask would be added to the scores by `eager`."""
         implementation = self.language_model.config._attn_implementation
-        if implementation == "sdpa":
+        if implementation in ("sdpa", GROUPED_ATTENTION):
             return mask
         if implementation == "eager":
             return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)

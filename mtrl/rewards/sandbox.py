@@ -39,7 +39,7 @@ class Worker:
     def __init__(self, function: str) -> None:
         ours, theirs = multiprocessing.Pipe()
         self.connection = ours
-        command = [sys.executable, "-m", "mtrl.rewards.worker", str(theirs.fileno()), function]
+        command = [sys.executable, "-u", "-m", "mtrl.rewards.worker", str(theirs.fileno()), function]
         # What it prints goes to our stderr: stdout belongs to the command. A session of its own, so that it can be
         # killed with all that the function started, and Ctrl-C is ours alone.
         self.process = subprocess.Popen(

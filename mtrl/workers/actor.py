@@ -137,8 +137,9 @@ class LocalActor:
 
     # -------------------------------------------------------------------------------------------------------- weights
     def publish(self) -> Weights:
-        """This version's parameters, by Hugging Face name."""
-        return Weights(self.version, ((name, p.detach()) for name, p in self.model.named_parameters()))
+        """This version's parameters; tied ones under each of their names, since an engine may hold them apart."""
+        named = self.model.named_parameters(remove_duplicate=False)
+        return Weights(self.version, ((name, p.detach()) for name, p in named))
 
     def save(self, directory: Path) -> None:
         """A Hugging Face checkpoint that `from_pretrained` loads as it is."""

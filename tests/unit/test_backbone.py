@@ -22,6 +22,7 @@ from transformers import (
     PhiConfig,
     vision_utils,
 )
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from mtrl.models import backbone as module
 from mtrl.models import patches
@@ -124,7 +125,30 @@ def test_one_call_for_all_windows_of_a_length(backbone, family, monkeypatch):
 def test_saved_config_does_not_name_the_patch(backbone, tmp_path):
     """A checkpoint must load where MTRL is not installed."""
     backbone.model.config.save_pretrained(tmp_path)
-    assert patches.SEGMENT_ATTENTION not in (tmp_path / "config.json").read_text()
+    assert "mtrl" not in (tmp_path / "config.json").read_text()
+
+
+# ------------------------------------------------------------------------------------------------- grouped attention
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize("masked", [True, False])
+def test_grouped_attention_equals_sdpa(queries, masked):
+    """Six heads share two keys; one row has keys that are padding."""
+    draw = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(3, n, s, 8, generator=draw) for n, s in ((6, queries), (2, 5), (2, 5)))
+    module = torch.nn.Module()
+    module.num_key_value_groups, module.is_causal = 3, True
+    mask = torch.ones(3, 1, queries, 5, dtype=torch.bool).tril(5 - queries)
+    mask[1, :, :, 0] = queries > 1
+    given = (module, query, key, value, mask if masked else None)
+    ours, _ = patches.grouped_attention(*given, scaling=0.3, dropout=0.0)
+    theirs, _ = sdpa_attention_forward(*given, scaling=0.3, dropout=0.0)
+    assert ours.shape == theirs.shape == (3, queries, 6, 8)
+    close(ours, theirs, atol=1e-6)
+
+
+def test_only_sdpa_is_replaced(family):
+    eager = Backbone(load_model(checkpoint(family), attn_implementation="eager"))
+    assert eager.language_model.config._attn_implementation == "eager"
 
 
 # ------------------------------------------------------------------------------------------------------------ caches
