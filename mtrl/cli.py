@@ -10,10 +10,6 @@ Command = Callable[[Sequence[str]], int]
 USER_ERROR = 2
 
 
-class StartError(Exception):
-    """Something outside the configuration that the user has to change: data, a model, a reward file."""
-
-
 def config(words: Sequence[str]) -> int:
     """Print the resolved configuration.
 
@@ -101,6 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(command: Command, words: Sequence[str]) -> int:
     from mtrl.config import ConfigError
+    from mtrl.errors import StartError
 
     if "-h" in words or "--help" in words:
         print("\n".join(line.strip() for line in _doc_lines(command)))

@@ -8,22 +8,24 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 ROOM_MAY_IMPORT = {
     "types": set(),
+    "keyed": set(),
+    "errors": set(),
     "config": set(),
     "algorithms": {"types"},
     "protocols": {"types", "algorithms"},
-    "models": {"types", "protocols", "algorithms"},
-    "rollout": {"types", "protocols", "algorithms", "models"},
+    "models": {"types", "keyed", "protocols", "algorithms"},
+    "rollout": {"types", "keyed", "protocols", "algorithms", "models"},
     "workers": {"types", "protocols", "algorithms", "models"},
     "cluster": {"types", "protocols", "workers", "rollout"},
     "rewards": {"types", "protocols", "algorithms"},
     "data": {"types", "protocols"},
     "tracking": {"types", "protocols"},
-    "zoo": {"types"},
+    "zoo": {"types", "protocols"},
 }
 MODULE_MAY_IMPORT = {  # where a module may do other things than its room
     "mtrl": {"training", "config"},
     "mtrl.__main__": {"cli"},
-    "mtrl.cli": {"config", "training"},
+    "mtrl.cli": {"config", "errors", "training"},
     "mtrl.training.loop": {"config", "protocols", "algorithms", "types"},
     "mtrl.training.evaluate": {"config", "protocols", "algorithms", "types"},
     "mtrl.zoo.pretrain": {"types", "models", "algorithms", "rollout"},

@@ -10,7 +10,8 @@ README = (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", README, re.DOTALL))
-def test_python_examples_run(code):
+def test_python_examples_run(code, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     exec(compile(code, "README.md", "exec"), {})
 
 

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedModel
+from transformers import DynamicCache as Cache
+from transformers import PreTrainedModel
 from transformers.vision_utils import (
     get_vision_interpolation_indices_and_weights,
     get_vision_position_ids,
@@ -127,6 +128,10 @@ class Backbone:
                 **extra,
             )
         return output.last_hidden_state.to(self.compute_dtype)
+
+    def new_cache(self) -> Cache:
+        """Keys and values of what `read` has read, for reading on."""
+        return Cache(config=self.language_model.config)
 
     def _precision(self) -> torch.autocast:
         narrower = self.compute_dtype != self.model.dtype

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import DynamicCache
 
-from mtrl.models.backbone import Backbone, prompt_positions, vision_tokens
+from mtrl.models.backbone import Backbone, Cache, prompt_positions, vision_tokens
 from mtrl.protocols import PromptEncoder
 from mtrl.rollout.sampling import choose, row_uniforms
 from mtrl.types import Finish, Prompt, Rollouts, Sampling, Weights
@@ -122,7 +121,7 @@ class Decoding:
         split = [[x[:n] for x, n in zip(all_rows.cpu(), ends, strict=True)] for all_rows in (tokens, logps)]
         return split[0], split[1]
 
-    def _prefill(self) -> tuple[Tensor, Tensor, Tensor, DynamicCache]:
+    def _prefill(self) -> tuple[Tensor, Tensor, Tensor, Cache]:
         """Every prompt once, then its cache for each of its responses: the last hidden state [rows, H], the next
         position [rows], which keys are real [rows, S], and the cache."""
         backbone = self.engine.backbone
@@ -133,7 +132,7 @@ class Decoding:
         causal = torch.ones(size, size, dtype=torch.bool).tril()
         # A padding position sees itself, since a softmax over nothing is NaN.
         mask = (causal & keys[:, None, :]) | torch.eye(size, dtype=torch.bool)
-        cache = DynamicCache(config=backbone.language_model.config)
+        cache = backbone.new_cache()
         hidden = backbone.read(
             left_pad([prompt.ids for prompt in self.prompts]).to(backbone.device),
             left_pad([p.T for p in positions]).permute(2, 0, 1).to(backbone.device),
@@ -147,7 +146,7 @@ class Decoding:
         following = torch.stack([p.max() + 1 for p in positions]).to(backbone.device)
         return hidden[group, -1], following[group], keys.to(backbone.device)[group], cache
 
-    def _step(self, tokens: Tensor, position: Tensor, keys: Tensor | None, cache: DynamicCache) -> Tensor:
+    def _step(self, tokens: Tensor, position: Tensor, keys: Tensor | None, cache: Cache) -> Tensor:
         """One token further for every row in the cache: its hidden state [rows, H]. No keys: all are real."""
         mask = None if keys is None else keys[:, None, None, :]
         where = position[None, :, None].expand(3, -1, -1)

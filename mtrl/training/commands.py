@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mtrl.cli import StartError
 from mtrl.config import Config, ConfigError, load_config, take_file, warnings
 from mtrl.data import report
+from mtrl.errors import StartError
 from mtrl.tracking.chart import draw_chart, running_mean
 from mtrl.tracking.run_files import read_rows
 from mtrl.training import build as house

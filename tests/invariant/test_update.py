@@ -25,6 +25,9 @@ FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 # Prompts with one image, none, several, one; four rows of the first group; row 7 is masked from end to end.
 GROUP, LENGTHS, MASKED = [0, 0, 0, 0, 1, 1, 2, 2, 3, 3], [6, 2, 9, 5, 4, 1, 7, 3, 5, 5], 7
 SMALL, LARGE = 40, 180  # tokens: the one cuts groups, the other joins them
+# Adam divides a gradient by its size plus 1e-8: clipped this short, rounding noise stays below the 1e-8, and a weight
+# still moves by about LR, a hundred times the tolerance.
+LR, CLIP = 1e-4, 0.01
 ALL_AT_ONCE = MicroBatching(rows=len(GROUP))
 NEEDS = Needs(old=True, entropy=True, dependency="low_var_kl")
 
@@ -44,7 +47,7 @@ def rollouts_for(family):
 
 
 def actor_of(family, batching=ALL_AT_ONCE, forward=None, **optimization):
-    settings = {"lr": 1e-5, "warmup_steps": 0, "total_steps": 10, "max_grad_norm": math.inf} | optimization
+    settings = {"lr": LR, "warmup_steps": 0, "total_steps": 10, "max_grad_norm": CLIP} | optimization
     share = batching.share_prefix
     return LocalActor(
         forward or Forward(fresh_backbone(family), encoder_of(family), share_prefix=share),
@@ -95,7 +98,7 @@ FULL_LOSS = Loss(PolicyLoss(), divergence="low_var_kl", divergence_coef=0.1, ent
 
 
 def widened(batch, columns, fill=math.nan):
-    """The same batch with more padding, which holds whatever it likes."""
+    """The same batch with more padding, which holds whatever it likes (no token and a correction excepted)."""
 
     def wider(x):
         empty = False if x.dtype == torch.bool else 7 if x.dtype == torch.int64 else fill
@@ -135,12 +138,11 @@ def difference(a, b):
 
 
 def check_equal(found, expected):
-    """Weights to 1e-6. Adam hides the size of a gradient, so the gradients are compared too, to 3e-7 of their norm."""
+    """Weights to 1e-6. Adam and the clip hide the size of a gradient, so that is compared too (`grad_norm`)."""
     assert difference(found.weights.values(), expected.weights.values()) < 1e-6
     for ours, theirs in zip(found.gradients, expected.gradients, strict=True):
-        norm = float(torch.stack([g.norm() for g in theirs]).norm())
-        assert norm > 0.1 and difference(ours, theirs) < 3e-7 * norm
-    assert found.metrics.keys() == expected.metrics.keys()
+        assert difference(ours, theirs) < 3e-7 * CLIP
+    assert found.metrics.keys() == expected.metrics.keys() and expected.metrics["grad_norm"] > 10 * CLIP
     for name, value in expected.metrics.items():
         assert found.metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
 
