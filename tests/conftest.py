@@ -1,5 +1,9 @@
 """One core, and the same hypothesis examples on every run: a failure here is a failure everywhere."""
 
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported: no test may wait for the network
+
 import torch
 from hypothesis import settings
 

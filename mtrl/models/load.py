@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from mtrl.models.families import VISION_FAMILIES
+from mtrl.models.families import VISION_FAMILIES, load_model_config
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -25,12 +25,7 @@ def load_model(
 ) -> PreTrainedModel:
     """The causal model of a supported family, in evaluation mode. `attn_implementation: auto` is sdpa."""
     path = str(path)
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{path} is neither a checkpoint directory nor a hub id that can be reached: {error}"
-        ) from error
+    config = load_model_config(path, trust_remote_code)
     if not sys.stderr.isatty():
         disable_progress_bar()
     family: Any = AutoModelForImageTextToText if config.model_type in VISION_FAMILIES else AutoModelForCausalLM

@@ -100,7 +100,7 @@ def build(
         probers=[actor, *build_reference(config, policy)],
         actor=actor,
         tracker=tracker,
-        store=FolderStore(directory / "checkpoints"),
+        store=FolderStore(directory / "checkpoints", config.training.save_limit),
         validation=build_validation(config, encoder, directory, trained_on_rows=data is not None),
     )
     (directory / "config.yaml").write_text(to_yaml(config))

@@ -9,10 +9,10 @@ from mtrl.protocols import Actor
 
 
 class FolderStore:
-    """`<directory>/step_N`, written under another name first."""
+    """`<directory>/step_N`, written under another name first; the newest `limit` stay (-1: all), at least one."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, limit: int = -1) -> None:
+        self.directory, self.limit = directory, limit
 
     def save(self, step: int, actor: Actor) -> None:
         target = self.directory / f"step_{step}"
@@ -21,9 +21,17 @@ class FolderStore:
         unfinished.mkdir(parents=True)
         actor.save(unfinished)
         unfinished.rename(target)
+        if self.limit >= 0:
+            for old in checkpoints(self.directory)[: -max(1, self.limit)]:
+                shutil.rmtree(old)
 
 
 def newest_checkpoint(run: Path) -> Path | None:
     """The last step's checkpoint of a run directory."""
-    steps = [path for path in (run / "checkpoints").glob("step_*") if path.name.removeprefix("step_").isdigit()]
-    return max(steps, key=lambda path: int(path.name.removeprefix("step_")), default=None)
+    return next(reversed(checkpoints(run / "checkpoints")), None)
+
+
+def checkpoints(directory: Path) -> list[Path]:
+    """`step_N`, the newest last."""
+    steps = [path for path in directory.glob("step_*") if path.name.removeprefix("step_").isdigit()]
+    return sorted(steps, key=lambda path: int(path.name.removeprefix("step_")))

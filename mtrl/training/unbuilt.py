@@ -39,7 +39,11 @@ def unbuilt(config: Config) -> list[str]:
         ),
         "worker.ref.offload_params; set it to false": worker.ref.offload_params,
         "worker.actor.ulysses_size; set it to 1": worker.actor.ulysses_size > 1,
-        "worker.rollout.name: vllm; use auto or local": rollout.name == "vllm" or rollout.mode != "inprocess",
+        "worker.hybrid_engine: false; set it to true": not worker.hybrid_engine,
+        "worker.rollout.name: vllm; use auto or local": rollout.name == "vllm",
+        f"worker.rollout.mode: {rollout.mode}; use inprocess": rollout.mode != "inprocess",
+        "worker.rollout.engine_kwargs; set it to {}": bool(rollout.engine_kwargs),
+        "worker.rollout.tensor_parallel_size; set it to 1": rollout.tensor_parallel_size > 1,
         "worker.reward.reward_type: model; use function": reward.reward_type == "model",
         f"worker.reward.functions: {', '.join(unknown)}; there are {', '.join(BUILT_REWARDS)}": bool(unknown),
         "several processes; set training.nnodes and training.n_gpus_per_node to 1": (
@@ -49,6 +53,8 @@ def unbuilt(config: Config) -> list[str]:
         "training.load_checkpoint_path; set worker.actor.model.model_path to the checkpoint": (
             training.load_checkpoint_path is not None
         ),
+        "training.rollout_log_path; set it to null": training.rollout_log_path is not None,
+        "training.attention_diag_log_path; set it to null": training.attention_diag_log_path is not None,
     }
     return [f"{switch} (not built yet)" for switch, on in switches.items() if on]
 

@@ -16,7 +16,7 @@ from mtrl.config import load_config
 from mtrl.models.forward import Forward
 from mtrl.models.perturb import Perturbation
 from mtrl.training.build import build_policy
-from mtrl.types import Needs, Signals, TrainBatch
+from mtrl.types import Needs, TrainBatch
 from mtrl.workers.actor import LocalActor, Optimization
 from mtrl.workers.micro_batches import MicroBatching
 from mtrl.workers.reference import Reference
@@ -97,24 +97,19 @@ def full_batch(family, loss_type="grpo"):
 FULL_LOSS = Loss(PolicyLoss(), divergence="low_var_kl", divergence_coef=0.1, entropy_penalty_coef=0.06)
 
 
-def widened(batch, columns, fill=math.nan):
-    """The same batch with more padding, which holds whatever it likes (no token and a correction excepted)."""
+def widened(batch, columns):
+    """The same batch with more padding. What has no weight there may hold anything."""
 
-    def wider(x):
-        empty = False if x.dtype == torch.bool else 7 if x.dtype == torch.int64 else fill
-        return torch.cat([x, torch.full((len(x), columns), empty, dtype=x.dtype)], dim=1)
+    def wider(x, fill):
+        return None if x is None else torch.nn.functional.pad(x, (0, columns), value=fill)
 
-    def all_wider(record, *names):
-        return replace(
-            record, **{name: wider(getattr(record, name)) for name in names if getattr(record, name) is not None}
-        )
-
-    weights = all_wider(batch.weights, "policy", "divergence", "token")
-    weights = replace(weights, **{k: v.nan_to_num(0.0) for k, v in vars(weights).items()})
+    rollouts, weights = batch.rollouts, batch.weights
     return replace(
-        all_wider(batch, "old", "advantage", "correction", "reference"),
-        rollouts=all_wider(batch.rollouts, "tokens", "mask", "behaviour"),
-        weights=weights,
+        batch,
+        rollouts=replace(rollouts, tokens=wider(rollouts.tokens, 7), mask=wider(rollouts.mask, False)),
+        **{name: wider(getattr(batch, name), math.nan) for name in ("old", "advantage", "reference")},
+        correction=wider(batch.correction, 9.0),
+        weights=replace(weights, **{name: wider(weight, 0.0) for name, weight in vars(weights).items()}),
     )
 
 
@@ -139,9 +134,11 @@ def difference(a, b):
 
 def check_equal(found, expected):
     """Weights to 1e-6. Adam and the clip hide the size of a gradient, so that is compared too (`grad_norm`)."""
-    assert difference(found.weights.values(), expected.weights.values()) < 1e-6
+    worst = difference(found.weights.values(), expected.weights.values())
+    assert worst < 1e-6
     for ours, theirs in zip(found.gradients, expected.gradients, strict=True):
-        assert difference(ours, theirs) < 3e-7 * CLIP
+        worst = difference(ours, theirs)
+        assert worst < 3e-7 * CLIP
     assert found.metrics.keys() == expected.metrics.keys() and expected.metrics["grad_norm"] > 10 * CLIP
     for name, value in expected.metrics.items():
         assert found.metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
@@ -189,8 +186,8 @@ def test_weights_do_not_depend_on_the_layout(family, kind, layout):
     check_equal(learn(actor_of(family, LAYOUTS[layout]), [make(family)], loss), expected_of(family, kind))
 
 
-@pytest.mark.parametrize("layout", ["three rows", "small token budget", "all rows, prompts not shared"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", ["three rows", "large token budget", "all rows, prompts not shared"])
+@pytest.mark.parametrize("kind", ["plain", "all streams, grpo"])
 def test_weights_do_not_depend_on_padding(family, kind, layout):
     make, loss = KINDS[kind]
     found = learn(actor_of(family, LAYOUTS[layout]), [widened(make(family), 5)], loss)
@@ -232,8 +229,9 @@ def test_the_comparison_sees_a_fault(family, fault):
 
 
 # ------------------------------------------------------------------------------------------------------------- probing
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dependency", ["low_var_kl", "full_kl"])
+@pytest.mark.parametrize(
+    ("layout", "dependency"), [*((layout, "low_var_kl") for layout in LAYOUTS), ("small token budget", "full_kl")]
+)
 def test_signals_do_not_depend_on_the_layout(family, layout, dependency):
     needs = replace(NEEDS, dependency=dependency)
     rows = torch.randperm(len(GROUP), generator=torch.Generator().manual_seed(1))  # groups all mixed up
@@ -272,18 +270,19 @@ def test_the_reference_does_not_depend_on_the_layout(family, layout, full):
         assert theirs[rollouts.mask].min() > -1e-6 and theirs.max() > 1e-3
     else:
         torch.testing.assert_close(theirs, signals_for(family).old, rtol=1e-5, atol=2e-5)  # before the update
-    assert Reference(moved.forward, ALL_AT_ONCE).probe(rollouts, Needs(), 0) == Signals()
+    unasked = Reference(moved.forward, ALL_AT_ONCE).probe(rollouts, Needs(old=True), 0)
+    assert all(value is None for value in vars(unasked).values())
 
 
 # ---------------------------------------------------------------------------------------------------- optimizer steps
-def by_hand(family, batches, **optimization):
+def by_hand(family, batches):
     """AdamW of PyTorch on the loss of each whole batch."""
     actor = actor_of(family)
-    settings = {"lr": 1e-5, "betas": (0.9, 0.95), "weight_decay": 0.01} | optimization
-    optimizer = torch.optim.AdamW(actor.parameters, **settings)
+    optimizer = torch.optim.AdamW(actor.parameters, lr=LR, betas=(0.9, 0.95), weight_decay=0.01)
     for batch in batches:
         optimizer.zero_grad()
         total_loss(actor.forward.logp(batch.rollouts), batch, FULL_LOSS)[0].backward()
+        torch.nn.utils.clip_grad_norm_(actor.parameters, CLIP)
         optimizer.step()
     return weights_of(actor)
 
@@ -306,7 +305,7 @@ def test_one_optimizer_step_a_batch(family):
     assert len(found.gradients) == actor.optimizer_step == 4 and actor.version == 1
     assert difference(found.weights.values(), expected.values()) < 1e-7
     moved = difference(found.weights.values(), by_hand(family, batches[:2]).values())
-    assert moved > 1e-5, "the second pass counts"
+    assert moved > LR / 2, "the second pass counts"
 
 
 def test_versions_count_updates(family):
@@ -315,7 +314,10 @@ def test_versions_count_updates(family):
     actor.update(halves(family), Loss())
     weights = actor.publish()
     assert weights.version == 1
-    assert all(torch.equal(tensor, dict(actor.model.named_parameters())[name]) for name, tensor in weights.tensors)
+    held = dict(actor.model.named_parameters(remove_duplicate=False))
+    published = dict(weights.tensors)
+    assert published.keys() >= weights_of(actor).keys()
+    assert all(torch.equal(tensor, held[name]) for name, tensor in published.items())
 
 
 def test_metrics_are_means_over_all_tokens():
@@ -379,14 +381,15 @@ def test_gradients_are_clipped_to_the_norm(family):
     def norm_of(gradients):
         return float(torch.stack([g.norm() for g in gradients]).norm())
 
-    free = expected_of(family, "plain")
+    free = learn(actor_of(family, max_grad_norm=math.inf), [plain_batch(family)], Loss())
     norm = norm_of(free.gradients[0])
-    assert free.metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert norm > 1 and free.metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
     half = learn(actor_of(family, max_grad_norm=norm / 2), [plain_batch(family)], Loss())
     assert norm_of(half.gradients[0]) == pytest.approx(norm / 2, rel=1e-4)
     assert half.metrics["grad_norm"] == pytest.approx(norm, rel=1e-5), "what is reported is from before the clip"
     loose = learn(actor_of(family, max_grad_norm=norm * 2), [plain_batch(family)], Loss())
-    assert difference(loose.gradients[0], free.gradients[0]) < 1e-6 * norm
+    for ours, theirs in zip(loose.gradients[0], free.gradients[0], strict=True):
+        same(ours, theirs)
 
 
 # ----------------------------------------------------------------------------------------------------- model switches

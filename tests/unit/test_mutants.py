@@ -1,11 +1,13 @@
 """Edges that only a mutation run finds (tests/mutation.py): what happens exactly on a limit, and far beyond one."""
 
+from itertools import permutations
+
 import pytest
 import torch
 from helpers import close, fake_batch, fake_rollouts, mask_of
 
 from mtrl.algorithms.credit import Scaling, top_fraction, trajectory_scale
-from mtrl.algorithms.losses import Loss, PolicyLoss, term_weights, total_loss
+from mtrl.algorithms.losses import Loss, PolicyLoss, mismatch_correction, term_weights, total_loss
 
 
 @pytest.mark.parametrize(
@@ -72,3 +74,11 @@ def test_denominators_are_summed_in_float64():
 
 def test_a_denominator_may_be_below_one():
     close(term_weights(torch.tensor([[0.1, 0.3]]), mask_of(2), "dapo", 9).policy, [[1 / 4, 3 / 4]])
+
+
+def test_the_gap_of_a_sequence_does_not_depend_on_the_order_of_its_tokens():
+    # 16 + 1e-6 is 16 in float32: summed there, some orders would give a factor of 1
+    gap = torch.tensor(list(permutations([16.0, 1e-6, -16.0])))
+    factor = mismatch_correction(gap, torch.zeros(6, 3), mask_of(*[3] * 6), 2.0, "sequence")
+    assert (factor > 1).all()
+    close(factor, torch.full((6, 3), 1 + 1e-6))

@@ -36,7 +36,7 @@ PROCESSOR_FILES = (
     "chat_template.json",
 )
 
-__all__ = ["VISION_FAMILIES", "QwenVLEncoder", "TextEncoder", "load_encoder", "save_encoder_files"]
+__all__ = ["VISION_FAMILIES", "QwenVLEncoder", "TextEncoder", "load_encoder", "load_model_config", "save_encoder_files"]
 
 
 def load_encoder(
@@ -55,7 +55,7 @@ def load_encoder(
     Pixel limits that are None are the checkpoint's. `chat_template` is Jinja text or a file with it.
     """
     model_path, tokenizer_path = str(model_path), str(tokenizer_path or model_path)
-    config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+    config = load_model_config(model_path, trust_remote_code)
     vision = config.model_type in VISION_FAMILIES
     if not vision and not _is_text_model(config):
         raise ValueError(
@@ -75,6 +75,14 @@ def load_encoder(
     if not vision:
         return TextEncoder(tokenizer, **options)
     return QwenVLEncoder(tokenizer, config, _image_settings(model_path, config, min_pixels, max_pixels), **options)
+
+
+def load_model_config(path: str, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """config.json of a directory or hub id, or a ValueError that says what is wrong with it."""
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is no checkpoint directory and no hub id that can be reached: {error}") from error
 
 
 def _is_text_model(config: PreTrainedConfig) -> bool:

@@ -1,0 +1,144 @@
+"""The commands as a user types them, on the embedded model."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+
+import mtrl
+from mtrl.cli import main
+from mtrl.config import ConfigError, load_config
+from mtrl.tracking.run_files import read_rows
+from mtrl.training.trainer import full_key
+
+SMALL = [
+    "dataset.rollout_batch_size=4",
+    "worker.actor.global_batch_size=4",
+    "worker.rollout.n=4",
+    "dataset.val_batch_size=100",
+]
+LOGGED = """
+    actor/approx_kl actor/clipfrac_low actor/clipfrac_high actor/entropy actor/grad_norm actor/lr
+    actor/perception_token_fraction actor/combined_token_fraction actor/low_var_kl_mean_selected
+    actor/low_var_kl_mean_rejected actor/low_var_kl_threshold actor/sensitivity_score_mean actor/sensitivity_score_min
+    actor/sensitivity_score_max actor/scaling_factor_mean actor/scaling_factor_max actor/scaling_capped
+    perf/tokens_per_second perf/samples_per_second perf/throughput perf/seconds_generate perf/peak_gb_update
+    reward/overall reward/accuracy reward/format reward/zero_std_groups reward/success_rate
+    response_length/mean response_length/truncated rollout/logprob_gap_mean
+""".split()  # noqa: SIM905
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """One short training run through the documented module entry, in a process of its own."""
+    output = tmp_path_factory.mktemp("outputs")
+    command = [sys.executable, "-m", "mtrl.training.training_main", *SMALL]
+    command += [f"training.output_dir={output}", "training.max_steps=2", "training.val_freq=1"]
+    finished = subprocess.run(command, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+    assert "zoo.yaml" in finished.stderr, "that the packaged config is used must be said"
+    assert "step 2/2" in finished.stderr and "ETA" in finished.stderr
+    return output / "mtrl" / "zoo"
+
+
+def test_a_run_leaves_its_files(run):
+    rows = read_rows(run / "metrics.jsonl")
+    assert [row["step"] for row in rows if "actor/pg_loss" in row] == [1, 2]
+    assert [row["step"] for row in rows if "val/avg@1" in row] == [0, 1, 2]
+    assert len(read_rows(run / "rollouts.jsonl")) == 2 * 4 * 4
+    assert load_config(run / "config.yaml").training.max_steps == 2
+    step = next(row for row in rows if row["step"] == 2)
+    for name in LOGGED:
+        assert isinstance(step[name], float), name
+
+
+def test_the_checkpoint_loads_in_plain_transformers(run):
+    checkpoint = run / "checkpoints" / "step_2"
+    trained = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32)
+    before = AutoModelForImageTextToText.from_pretrained(Path(mtrl.__file__).parent / "zoo/model", dtype=torch.float32)
+    changed = [not torch.equal(a, b) for a, b in zip(trained.parameters(), before.parameters(), strict=True)]
+    assert any(changed)
+
+
+def test_eval_of_a_run_and_of_its_checkpoint_agree_with_the_log(run, capsys):
+    summaries = []
+    for path in (run, run / "checkpoints" / "step_2"):
+        assert main(["eval", str(path)]) == 0
+        summaries.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
+    logged = [row for row in read_rows(run / "metrics.jsonl") if "val/avg@1" in row][-1]
+    for summary in summaries:
+        assert summary["val/avg@1"] == pytest.approx(logged["val/avg@1"], abs=1e-9)
+        assert set(summary["by"]["kind"]) == {"colour", "shape", "position", "count", "comparison"}
+
+
+def test_starting_the_same_run_again_is_refused_until_resuming_is_built(run, capsys):
+    assert main(["train", *SMALL, f"training.output_dir={run.parent.parent}"]) == 2
+    assert "experiment_name" in capsys.readouterr().err
+
+
+def test_val_only_validates_and_stops(tmp_path):
+    output = f"training.output_dir={tmp_path}"
+    assert main(["train", *SMALL, output, "training.val_only=true"]) == 0
+    rows = read_rows(tmp_path / "mtrl" / "zoo" / "metrics.jsonl")
+    assert len(rows) == 1 and "val/avg@1" in rows[0]
+
+
+def test_data_shows_the_embedded_task(capsys):
+    assert main(["data", "zoo@validation"]) == 0
+    shown = capsys.readouterr().out
+    assert "200" in shown and "<|image_pad|>" in shown and "kind" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["data"], "mtrl data FILE"),
+        (["data", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["eval"], "mtrl eval CHECKPOINT"),
+        (["eval", "nowhere"], "nowhere"),
+        (["train", "worker.reward.reward_fn_path=nowhere.py", "worker.reward.functions=null"], "nowhere.py"),
+        (["train", "worker.actor.model.model_path=nowhere", "dataset.train_files=nowhere.jsonl"], "nowhere"),
+        (["train", "optimization.advantage_estimator=gae"], "not built yet"),
+        (["demo", "optimization.perturbation=thunder"], "random_patch_blackening"),
+    ],
+)
+def test_what_a_user_must_change_is_said_without_a_traceback(words, named, tmp_path, capsys):
+    extra = [f"training.output_dir={tmp_path}"] if words[0] in ("train", "demo") else []
+    weights = ["worker.reward.weights=null"] if "worker.reward.functions=null" in words else []
+    assert main([*words, *extra, *weights]) == 2
+    message = capsys.readouterr().err
+    assert named in message and "Traceback (most recent call last)" not in message.split("cannot be loaded")[0]
+
+
+def test_trainer_takes_python_rows_and_functions(tmp_path):
+    seen = []
+
+    def short(sample):
+        seen.append(sample["colour"])
+        return 1.0 if len(sample["response"]) < 60 else 0.0, {"characters": len(sample["response"])}
+
+    rows = [{"prompt": f"Say {name}.", "answer": name, "colour": name} for name in ("red", "blue", "green", "pink")]
+    trainer = mtrl.Trainer(
+        data=rows,
+        rewards=[short],
+        max_steps=1,
+        rollout_batch_size=2,
+        global_batch_size=2,
+        output_dir=str(tmp_path),
+        **{"worker.rollout.n": 3, "worker.reward.weights": None},
+    )
+    directory = trainer.train()
+    step = next(row for row in read_rows(directory / "metrics.jsonl") if "actor/pg_loss" in row)
+    assert len(seen) == 6 and set(seen) <= {"red", "blue", "green", "pink"}
+    assert "reward/short" in step and step["reward/characters"] > 0
+
+
+def test_keys_by_their_last_name():
+    assert full_key("max_steps") == "training.max_steps"
+    assert full_key("a.b") == "a.b"
+    with pytest.raises(ConfigError, match=r"worker\.rollout\.val\.n"):
+        full_key("n")

@@ -1,0 +1,220 @@
+"""What cannot be had yet is refused, and no key of the configuration is silently ignored."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import mtrl
+from mtrl.config import Config, ConfigError, load_config
+from mtrl.config.tree import known_leaves
+from mtrl.data import DataSettings
+from mtrl.training.unbuilt import refuse_unbuilt, unbuilt
+from mtrl.zoo.rows import CONFIG_FILE
+
+PACKAGE = Path(mtrl.__file__).parent
+VAL = {"dataset.val_files": "v.jsonl"}
+
+REFUSED = {  # what the message names: the overrides
+    "optimization.advantage_estimator: gae": {"optimization.advantage_estimator": "gae"},
+    "optimization.advantage_estimator: remax": {"optimization.advantage_estimator": "remax"},
+    "optimization.online_filtering": {"optimization.online_filtering": True},
+    "optimization.replay_buffer_size": {"optimization.replay_buffer_size": 64},
+    "optimization.enable_token_weights": {"optimization.enable_token_weights": True},
+    "optimization.compute_attention_metrics": {"optimization.compute_attention_metrics": True},
+    "optimization.divergence_penalty: full": {
+        "optimization.divergence_penalty": "full",
+        "optimization.use_divergence_loss": True,
+    },
+    "worker.actor.model.peft_type": {"worker.actor.model.peft_type": "lora"},
+    "worker.actor.optim.name: adamw_8bit": {"worker.actor.optim.name": "adamw_8bit"},
+    "worker.actor.fsdp.cpu_offload": {"worker.actor.fsdp.cpu_offload": True},
+    "worker.actor.fsdp.mixed_precision_dtype: fp16": {"worker.actor.fsdp.mixed_precision_dtype": "fp16"},
+    "worker.actor.offload": {"worker.actor.offload.offload_optimizer": True},
+    "offload_params": {"worker.actor.offload.offload_params": True},
+    "worker.ref.offload_params": {"worker.ref.offload_params": True},
+    "worker.actor.ulysses_size": {"worker.actor.ulysses_size": 2, "training.n_gpus_per_node": 2},
+    "worker.hybrid_engine": {"worker.hybrid_engine": False},
+    "worker.rollout.name: vllm": {"worker.rollout.name": "vllm"},
+    "worker.rollout.mode: process": {"worker.rollout.mode": "process"},
+    "worker.rollout.mode: server": {"worker.rollout.mode": "server", "worker.rollout.address": "localhost:8000"},
+    "worker.rollout.engine_kwargs": {"worker.rollout.engine_kwargs": {"max_num_seqs": 8}},
+    "worker.rollout.tensor_parallel_size": {
+        "worker.rollout.tensor_parallel_size": 2,
+        "training.n_gpus_per_node": 2,
+    },
+    "worker.reward.reward_type: model": {"worker.reward.reward_type": "model", "worker.reward.model_path": "x"},
+    "worker.reward.functions: mdi": {"worker.reward.functions": ("accuracy", "mdi")},
+    "worker.reward.functions: vgr": {"worker.reward.functions": ("vgr",)},
+    "worker.reward.functions: vgr_hard_negative": {"worker.reward.functions": ("vgr_hard_negative",)},
+    "worker.reward.functions: math": {"worker.reward.functions": ("math",)},
+    "training.nnodes": {"training.nnodes": 2},
+    "training.n_gpus_per_node": {"training.n_gpus_per_node": 4},
+    "training.logger: console, wandb": {"training.logger": ("console", "wandb")},
+    "training.load_checkpoint_path": {"training.load_checkpoint_path": "outputs/old"},
+    "training.rollout_log_path": {"training.rollout_log_path": "elsewhere.md"},
+    "training.attention_diag_log_path": {"training.attention_diag_log_path": "elsewhere.md"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("named", REFUSED)
+def test_each_switch_alone_is_refused_by_name(named):
+    overrides = REFUSED[named]
+    config = load_config(None, overrides)
+    together = {"worker.actor.ulysses_size", "worker.rollout.tensor_parallel_size"}  # they need several GPUs
+    found = unbuilt(config)
+    assert len(found) == (2 if named in together else 1)
+    assert any(named in line and line.endswith("(not built yet)") and ";" in line for line in found)
+    with pytest.raises(ConfigError, match="not built yet"):
+        refuse_unbuilt(config)
+
+
+def test_every_refusal_is_tried_above():
+    """As many conditions as `unbuilt` has."""
+    source = ast.parse((PACKAGE / "training/unbuilt.py").read_text())
+    switches = next(node for node in ast.walk(source) if isinstance(node, ast.Dict))
+    texts = [ast.unparse(switch).strip("f'\"").partition(";")[0].partition("{")[0] for switch in switches.keys]
+    for text in texts:
+        tried = [named for named in REFUSED if any(text in line for line in unbuilt(load_config(None, REFUSED[named])))]
+        assert tried, f"no override switches on: {text}"
+
+
+def test_several_are_told_together():
+    config = load_config(None, {"optimization.online_filtering": True, "worker.rollout.name": "vllm"})
+    with pytest.raises(ConfigError) as caught:
+        refuse_unbuilt(config)
+    assert len(caught.value.errors) == 2
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        {"training.logger": ()},
+        {"optimization.compute_attention_metrics": False},
+        {"worker.rollout.name": "local"},
+        {"optimization.divergence_penalty": "full"},
+        {"worker.reward.functions": ("think_format", "length", "my/file.py:f", "package.module:f")},
+        {"worker.reward.reward_fn_path": "file.py"},
+        {"optimization.advantage_estimator": "rloo"},
+        {"optimization.advantage_estimator": "reinforce_plus_plus"},
+        {"optimization.use_divergence_loss": True, "optimization.divergence_penalty": "low_var_kl"},
+    ],
+)
+def test_what_works_is_not_refused(overrides):
+    assert unbuilt(load_config(None, overrides)) == []
+
+
+def test_defaults_and_the_packaged_config_are_not_refused():
+    assert unbuilt(Config()) == [] and unbuilt(load_config(CONFIG_FILE, {})) == []
+
+
+# ------------------------------------------------------------------------------------------------- nothing is ignored
+OF_GAE = "gae is refused"
+OF_FILTERING = "online filtering is refused"
+OF_REPLAY = "replay is refused"
+OF_ADAPTERS = "peft_type is refused"
+OF_WEIGHTS = "token weights are refused"
+OF_ATTENTION = "attention rewards are refused"
+OF_VLLM = "vLLM is refused"
+OF_MARKDOWN = "no Markdown is written yet"
+NO_EFFECT = {
+    "dataset.video_fps": "the data layer refuses videos",
+    "training.find_last_checkpoint": "a run directory that is in use is refused",
+    "training.fresh": "a run directory that is in use is refused",
+    "training.realtime_rollout_logging": OF_MARKDOWN,
+    "training.log_preview_chars": OF_MARKDOWN,
+    "training.colorize_output": "no preview of rollouts yet",
+    "optimization.lam": OF_GAE,
+    "optimization.filter_key": OF_FILTERING,
+    "optimization.filter_low": OF_FILTERING,
+    "optimization.filter_high": OF_FILTERING,
+    "optimization.max_refills": OF_FILTERING,
+    "optimization.attention_last_k_layers": "no attention metrics yet",
+    "optimization.token_weight_target": OF_WEIGHTS,
+    "optimization.token_weight_clip": OF_WEIGHTS,
+    "optimization.token_weight_smooth_sigma": OF_WEIGHTS,
+    "optimization.token_weight_last_k_layers": OF_WEIGHTS,
+    "optimization.token_weight_top_ratio": OF_WEIGHTS,
+    "optimization.replay_var_epsilon": OF_REPLAY,
+    "optimization.filter_min_reward": OF_REPLAY,
+    "worker.actor.model.lora_rank": OF_ADAPTERS,
+    "worker.actor.model.lora_alpha": OF_ADAPTERS,
+    "worker.actor.model.lora_dropout": OF_ADAPTERS,
+    "worker.actor.model.lora_target_modules": OF_ADAPTERS,
+    "worker.actor.model.lora_vision_tower": OF_ADAPTERS,
+    "worker.actor.fsdp.sharding_strategy": "several processes are refused",
+    "worker.actor.padding_free": "rows of a pass are padded to the longest; the numbers are the same",
+    "worker.actor.use_torch_compile": "nothing is compiled; the numbers are the same",
+    "worker.critic.model.model_path": OF_GAE,
+    "worker.critic.optim.lr": OF_GAE,
+    "worker.critic.cliprange_value": OF_GAE,
+    "worker.critic.warmup_steps": OF_GAE,
+    "worker.rollout.address": OF_VLLM,
+    "worker.rollout.gpu_memory_utilization": OF_VLLM,
+    "worker.rollout.enable_prefix_caching": "vLLM is refused; the local engine always shares a prompt's cache",
+    "worker.reward.model_path": "reward_type: model is refused",
+    "worker.reward.mdi_balance_ratio": OF_ATTENTION,
+    "worker.reward.vgr_normalizer": OF_ATTENTION,
+    "worker.reward.vgr_hard_negative_pool": OF_ATTENTION,
+}
+
+
+def keys_read(source, roots=("config",)):
+    """Dotted keys that a module reads off a configuration: `config.a.b`, `self.config.a.b`, and by way of aliases,
+    `x, y = config.a, config.c` and then `x.b`."""
+    found = set()
+
+    def dotted(node, aliases):
+        if isinstance(node, ast.Name):
+            return aliases.get(node.id)
+        if isinstance(node, ast.Attribute):
+            if node.attr == "config":
+                return ""
+            base = dotted(node.value, aliases)
+            return None if base is None else f"{base}.{node.attr}".lstrip(".")
+        return None
+
+    for function in ast.walk(source):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        aliases = {root: "" for root in roots}
+        for node in ast.walk(function):
+            if isinstance(node, ast.Assign):
+                target = node.targets[0]
+                pairs = [(target, node.value)]
+                if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                    pairs = list(zip(target.elts, node.value.elts, strict=True))
+                for name, value in pairs:
+                    if isinstance(name, ast.Name) and (key := dotted(value, aliases)) is not None:
+                        aliases[name.id] = key
+        for node in ast.walk(function):
+            if isinstance(node, ast.Attribute) and (key := dotted(node, aliases)):
+                found.add(key)
+    return found
+
+
+@pytest.fixture(scope="module")
+def read():
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        if path.parent.name != "config":
+            found |= keys_read(ast.parse(path.read_text()))
+    found |= keys_read(ast.parse((PACKAGE / "config/tree.py").read_text()), roots=("self",))  # what a null stands for
+    return found | {f"dataset.{name}" for name in DataSettings.__dataclass_fields__}  # by name, in `data_settings`
+
+
+def test_the_reader_of_sources():
+    source = "def f(config):\n  a, b = config.x, config.y.z\n  c = a.u\n  return b.v + c.w + other.q + run.config.k.m"
+    assert {"x", "y.z", "x.u", "y.z.v", "x.u.w", "k.m"} <= keys_read(ast.parse(source))
+    assert not any("q" in key for key in keys_read(ast.parse(source)))
+
+
+def test_every_key_is_read_or_listed_with_a_reason(read):
+    ignored = [key for key in known_leaves() if key not in read and key not in NO_EFFECT]
+    assert not ignored, f"nobody reads {', '.join(ignored)}"
+
+
+def test_the_list_is_not_longer_than_it_must_be(read):
+    built = [key for key in NO_EFFECT if key in read or key not in known_leaves()]
+    assert not built, f"these have an effect by now: {', '.join(built)}"
