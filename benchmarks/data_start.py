@@ -16,7 +16,6 @@ import argparse
 import io
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from benchmarks.environment import environment
 
 BATCH = 256
 LIMITS = {"first_start_s": 60.0, "second_start_s": 3.0, "peak_memory_mb": 1500.0}
@@ -124,20 +125,6 @@ def _words(path: Path) -> list[str]:
     return path.read_text().split()
 
 
-def hardware() -> dict[str, Any]:
-    described = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.split(":")[1].strip() for line in described if line.startswith("model name")), "")
-    gigabytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return {"cpu": model or platform.machine(), "cores": len(os.sched_getaffinity(0)), "memory_gib": round(gigabytes)}
-
-
-def versions() -> dict[str, str]:
-    from importlib.metadata import version
-
-    names = ("torch", "transformers", "tokenizers", "pillow", "pyarrow", "numpy")
-    return {"python": platform.python_version(), **{name: version(name) for name in names}}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=10_000)
@@ -169,8 +156,7 @@ def main() -> None:
         "passed": all(met[name] < limit for name, limit in LIMITS.items()),
         "first_start": {name: round(value, 3) for name, value in first.items()},
         "second_start": {name: round(value, 3) for name, value in second.items()},
-        "hardware": hardware(),
-        "versions": versions(),
+        **environment(),
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(result, indent=2) + "\n")

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from benchmarks.data_start import hardware, versions
+from benchmarks.environment import environment
 
 PROMPTS, ANSWERS, NEW_TOKENS = 16, 8, 32
 
@@ -104,7 +104,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     what = f"{PROMPTS} prompts x {ANSWERS} answers of at most {NEW_TOKENS} tokens, embedded model, float32"
     settings = {"what": what, "command": "python -m benchmarks.generate", "threads": arguments.threads}
-    result = {**settings, **run(arguments.rounds), "limit_ratio": 2.0, "hardware": hardware(), "versions": versions()}
+    result = {**settings, **run(arguments.rounds), "limit_ratio": 2.0, **environment()}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result))

@@ -3,7 +3,8 @@
     python -m benchmarks.learning_curves --steps 24 --seeds 3 --jobs 2 --out docs/learning_curves
 
 Plain GRPO, token gradient filtering (TGF, keeping 0.2 or 0.4 of the tokens), trajectory advantage shaping (TAS), both,
-and the entropy filter; the same seeds for each. Writes OUT.json with every validation and OUT.png with the means. One process a run, one thread each.
+and the entropy filter; the same seeds for each. Writes OUT.json with every validation and OUT.png with the means. One
+process a run, one thread each.
 """
 
 from __future__ import annotations

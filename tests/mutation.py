@@ -324,6 +324,7 @@ def start(module: str, tree: ast.Module, output: Path) -> int:
     if pid:
         return pid
     status = 70
+    gc.freeze()  # pytest collects garbage at its end, and need not look through torch and all mutants for it
     try:
         log = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 1)
@@ -379,7 +380,6 @@ def prepare() -> None:
     hypothesis.settings.register_profile(
         "mutation", derandomize=True, deadline=None, database=None, max_examples=15, phases=phases
     )
-    gc.freeze()  # pytest collects garbage at its end, and need not look through torch for it
 
 
 def main(modules: list[str]) -> int:

@@ -36,6 +36,7 @@ from mtrl.workers.actor import LocalActor
 from mtrl.workers.reference import Reference
 from mtrl.zoo.rows import CONFIG_FILE, MODEL_DIRECTORY, ZooRows
 
+BAD_ROWS = "bad_rows.jsonl"
 EMBEDDED = "zoo@"  # `zoo@test` names a split of the embedded task wherever a data file is named
 
 Rows = str | Sequence[Mapping[str, Any]]  # a file specification, or rows made in Python
@@ -89,7 +90,13 @@ def build(
     encoder, policy = build_policy(config)
     dataset = open_data(config, config.dataset.train_files if data is None else data, "train", encoder, directory)
     steps = recipe.total_steps(config, len(dataset))
-    sampler = Sampler(dataset, encoder, shuffle=config.dataset.shuffle, seed=config.dataset.seed)
+    sampler = Sampler(
+        dataset,
+        encoder,
+        shuffle=config.dataset.shuffle,
+        seed=config.dataset.seed,
+        bad_rows_path=directory / BAD_ROWS,
+    )
     actor = build_actor(config, policy, encoder, steps)
     scorer = build_scorer(config, steps, rewards)
     tracker = Trackers([RunFiles(directory), *console(config, steps), *trackers])
@@ -187,7 +194,7 @@ def sources_of(data: Rows, default_split: str) -> list[Source]:
 
 
 def open_data(config: Config, data: Rows, split: str, encoder: TextEncoder, directory: Path | None) -> Dataset:
-    listed = None if directory is None else directory / "bad_rows.jsonl"
+    listed = None if directory is None else directory / BAD_ROWS
     return open_dataset(sources_of(data, split), data_settings(config), encoder, bad_rows_path=listed)
 
 

@@ -77,8 +77,8 @@ def test_a_denominator_may_be_below_one():
 
 
 def test_the_gap_of_a_sequence_does_not_depend_on_the_order_of_its_tokens():
-    # 16 + 1e-6 is 16 in float32: summed there, some orders would give a factor of 1
-    gap = torch.tensor(list(permutations([16.0, 1e-6, -16.0])))
+    # 64 + 1e-6 is 64 in float32: summed there, some orders would give a factor of 1
+    gap = torch.tensor(list(permutations([64.0, 1e-6, -64.0])))
     factor = mismatch_correction(gap, torch.zeros(6, 3), mask_of(*[3] * 6), 2.0, "sequence")
     assert (factor > 1).all()
     close(factor, torch.full((6, 3), 1 + 1e-6))

@@ -69,12 +69,18 @@ def test_the_ends_of_the_range_are_possible_tokens(uniform):
     assert tokens.tolist() == [1 if uniform == 0 else 4] and logp.isfinite().all()
 
 
-def test_a_large_vocabulary_keeps_its_tail():
-    """150,000 tokens of equal probability: float32 sums would lose the last ones."""
+def test_a_large_vocabulary_is_reached_to_its_end():
     count = 150_000
     uniform = torch.tensor([0.0, 75_000.5 / count, 1 - 2**-53], dtype=torch.float64)
     tokens, _ = choose(torch.zeros(3, count), uniform, Sampling())
     assert tokens.tolist() == [0, 75_000, count - 1]
+
+
+def test_rare_tokens_are_told_apart():
+    """One near-certain token, then a thousand of probability 1e-9: sums in float32 would not see them."""
+    logits = torch.cat([torch.zeros(1), torch.full((1000,), 1e-9).log()])[None]
+    tokens, _ = choose(logits, torch.tensor([1 - 5e-7], dtype=torch.float64), Sampling())
+    assert 300 < int(tokens) < 700
 
 
 def test_a_nucleus_of_a_certain_token_is_not_empty():

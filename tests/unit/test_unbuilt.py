@@ -13,7 +13,6 @@ from mtrl.training.unbuilt import refuse_unbuilt, unbuilt
 from mtrl.zoo.rows import CONFIG_FILE
 
 PACKAGE = Path(mtrl.__file__).parent
-VAL = {"dataset.val_files": "v.jsonl"}
 
 REFUSED = {  # what the message names: the overrides
     "optimization.advantage_estimator: gae": {"optimization.advantage_estimator": "gae"},
@@ -76,7 +75,7 @@ def test_every_refusal_is_tried_above():
     texts = [ast.unparse(switch).strip("f'\"").partition(";")[0].partition("{")[0] for switch in switches.keys]
     for text in texts:
         tried = [named for named in REFUSED if any(text in line for line in unbuilt(load_config(None, REFUSED[named])))]
-        assert tried, f"no override switches on: {text}"
+        assert text and tried, f"no override switches on: {text}"
 
 
 def test_several_are_told_together():
@@ -178,7 +177,7 @@ def keys_read(source, roots=("config",)):
     for function in ast.walk(source):
         if not isinstance(function, ast.FunctionDef):
             continue
-        aliases = {root: "" for root in roots}
+        aliases = dict.fromkeys(roots, "")
         for node in ast.walk(function):
             if isinstance(node, ast.Assign):
                 target = node.targets[0]
