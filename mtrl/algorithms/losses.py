@@ -75,7 +75,8 @@ def total_loss(logp: Tensor, batch: TrainBatch, loss: Loss) -> tuple[Tensor, dic
 
 def importance_ratio(logp: Tensor, old: Tensor, mask: Tensor, level: Level) -> Tensor:
     """rho [N, T]. At the sequence level its value is s_i, its gradient that of the token, so that token masks and
-    weights keep their meaning. The logarithm is held within +-20, where the loss is flat anyway."""
+    weights keep their meaning. The logarithm is held within +-20: beyond, exp overflows and a gradient of 0 does less
+    harm than an infinite one."""
     log_ratio = (logp - old).where(mask, 0.0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     if level == "token":
         return log_ratio.exp()

@@ -78,9 +78,10 @@ def test_a_large_vocabulary_is_reached_to_its_end():
 
 def test_rare_tokens_are_told_apart():
     """One near-certain token, then a thousand of probability 1e-9: sums in float32 would not see them."""
-    logits = torch.cat([torch.zeros(1), torch.full((1000,), 1e-9).log()])[None]
-    tokens, _ = choose(logits, torch.tensor([1 - 5e-7], dtype=torch.float64), Sampling())
-    assert 300 < int(tokens) < 700
+    logits = torch.cat([torch.zeros(1), torch.full((1000,), 1e-9).log()])
+    uniform = 1 - 5e-7 + 1.1e-9 * torch.arange(10, dtype=torch.float64)
+    tokens, _ = choose(logits.expand(10, -1), uniform, Sampling())
+    assert tokens.min() > 300 and tokens.max() < 700 and len(tokens.unique()) == 10
 
 
 def test_a_nucleus_of_a_certain_token_is_not_empty():

@@ -1,0 +1,110 @@
+"""The embedded model learns by looking, on a CPU; without anything to see it does not; and a run can be repeated."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers.utils import logging
+
+from mtrl.training.build import build, configure
+from mtrl.training.evaluate import Validation
+from mtrl.types import Sampling
+from mtrl.zoo.exam import best_constant, prompts_of
+from mtrl.zoo.task import make_question, row
+
+logging.disable_progress_bar()
+
+STEPS, PROMPTS_PER_STEP = 10, 16
+QUESTIONS = [make_question("test", index) for index in range(250)]
+
+
+class FakeTracker:
+    """Keeps the greedy accuracy of each validation."""
+
+    def __init__(self):
+        self.accuracy = {}
+
+    def metrics(self, step, values): ...
+
+    def rollouts(self, step, rollouts, rewards): ...
+
+    def validation(self, step, values, by):
+        self.accuracy[step] = values["val/avg@1"]
+
+    def close(self): ...
+
+
+def run_of(directory, steps, data=None, trackers=(), **overrides):
+    """The packaged recipe, a few steps of it."""
+    settings = {"training.output_dir": str(directory), "training.max_steps": steps, "training.logger": ()}
+    config, embedded = configure(None, settings | overrides)
+    assert embedded
+    return build(config, data=data, trackers=trackers)
+
+
+def greedy(run, blank):
+    prompts = prompts_of(QUESTIONS, run.loop.house.generator.encoder, blank)
+    return Validation(lambda: [prompts], Sampling(temperature=0.0, max_new_tokens=24))
+
+
+def train(directory, blank):
+    """The run, and accuracy before and after on what it saw in training: pictures, or grey squares."""
+    rows = [grey(index) for index in range(STEPS * PROMPTS_PER_STEP)] if blank else None
+    tracker = FakeTracker()
+    run = run_of(directory, STEPS, rows, [tracker])
+    assert run.config.dataset.rollout_batch_size == PROMPTS_PER_STEP
+    run.loop.house.validation = greedy(run, blank)
+    run.train()
+    return run, tracker.accuracy[0], tracker.accuracy[STEPS]
+
+
+def grey(index):
+    picture = Image.fromarray(np.full((56, 56, 3), 127, dtype=np.uint8))
+    return row(make_question("train", index)) | {"images": [picture]}
+
+
+@pytest.fixture(scope="module")
+def without_looking():
+    """What the best constant answer of each kind is worth, on average."""
+    best = best_constant(QUESTIONS)
+    return sum(best[question.kind] for question in QUESTIONS) / len(QUESTIONS)
+
+
+def test_it_learns_by_looking(tmp_path, without_looking):
+    run, before, after = train(tmp_path, blank=False)
+    assert after >= before + 0.15
+    assert after > without_looking + 0.15
+    house = run.loop.house
+    blind = greedy(run, blank=True).run(house.generator, house.scorer, run.loop.version).metrics["val/avg@1"]
+    assert blind <= without_looking + 0.05, "what it learnt is to look"
+
+
+def test_without_pictures_it_does_not_learn(tmp_path, without_looking):
+    _, _, after = train(tmp_path, blank=True)
+    assert after <= without_looking + 0.05
+
+
+def test_the_same_seed_gives_the_same_numbers(tmp_path):
+    metrics, responses, weights = [], [], []
+    for name, seed in (("first", 1), ("again", 1), ("other", 2)):
+        run = run_of(tmp_path / name, 2, **{"worker.rollout.seed": seed, "training.val_before_train": False})
+        run.loop.house.validation = None
+        run.train()
+        metrics.append([timeless(line) for line in lines(run.directory / "metrics.jsonl")])
+        responses.append([timeless(line) for line in lines(run.directory / "rollouts.jsonl")])
+        weights.append({name: p.detach() for name, p in run.loop.house.actor.model.named_parameters()})
+    first, again, other = metrics
+    assert len(first) == 2 and first == again and first != other
+    assert len(responses[0]) == 2 * PROMPTS_PER_STEP * 8 and responses[0] == responses[1] != responses[2]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert any(not torch.equal(weights[0][name], weights[2][name]) for name in weights[0])
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def timeless(line):
+    return {name: value for name, value in line.items() if name != "time" and not name.startswith("perf/")}
