@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -103,7 +104,9 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     what = f"{PROMPTS} prompts x {ANSWERS} answers of at most {NEW_TOKENS} tokens, embedded model, float32"
-    settings = {"what": what, "command": "python -m benchmarks.generate", "threads": arguments.threads}
+    command = f"python -m benchmarks.generate --rounds {arguments.rounds} --threads {arguments.threads}"
+    load = round(os.getloadavg()[0], 1)  # of others: above 0 the numbers are too low, and two threads suffer most
+    settings = {"what": what, "command": command, "load_average_before": load}
     result = {**settings, **run(arguments.rounds), "limit_ratio": 2.0, **environment()}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(result, indent=2) + "\n")
