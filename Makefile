@@ -21,10 +21,10 @@ demo: setup
 	$(BIN)/mtrl demo
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-all: setup
-	$(BIN)/python -m pytest -m 'slow or not slow'
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "slow or not slow"
 	$(BIN)/python tests/mutation.py
 
 lint: setup

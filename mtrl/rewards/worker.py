@@ -11,8 +11,12 @@ import importlib
 import importlib.util
 import inspect
 import json
+import os
 import pickle
+import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -129,7 +133,15 @@ def plain(extras: dict[str, Any]) -> dict[str, Any]:
     return as_json
 
 
+def end_with(parent: int) -> None:
+    """A parent that was killed cannot end a function that hangs, so it ends itself, with all that it started."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.killpg(os.getpid(), signal.SIGKILL)
+
+
 def main() -> None:
+    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     connection = Connection(int(sys.argv[1]))
     try:
         function = load_function(sys.argv[2])

@@ -86,6 +86,22 @@ def test_without_pictures_it_does_not_learn(tmp_path, without_looking):
     assert after <= without_looking + 0.05
 
 
+@pytest.mark.slow
+def test_the_whole_control(tmp_path, capsys):
+    """As many steps as the demo and all test questions: no kind of question is learnt without pictures."""
+    questions = [make_question("test", index) for index in range(1000)]
+    run = run_of(tmp_path, 24, [grey(index) for index in range(24 * PROMPTS_PER_STEP)])
+    run.train()
+    house = run.loop.house
+    prompts = prompts_of(questions, house.generator.encoder, blank=True)
+    exam = Validation(lambda: [prompts], Sampling(temperature=0.0, max_new_tokens=24))
+    by_kind = exam.run(house.generator, house.scorer, run.loop.version).by["kind"]
+    best = best_constant(questions)
+    with capsys.disabled():
+        print({kind: (round(rate, 3), round(best[kind], 3)) for kind, rate in by_kind.items()})
+    assert all(by_kind[kind] <= best[kind] + 0.05 for kind in best)
+
+
 def test_the_same_seed_gives_the_same_numbers(tmp_path):
     metrics, responses, weights = [], [], []
     for name, seed in (("first", 1), ("again", 1), ("other", 2)):

@@ -1,6 +1,8 @@
 """User functions in worker processes: whatever one of them does, only its own sample suffers."""
 
 import gc
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -197,6 +199,28 @@ def test_closing_does_not_wait_for_a_call(file):
     sandbox.close()
     assert hanging.result(timeout=5).failure and waiting.result(timeout=5).failure
     assert time.monotonic() - begin < 4 and all(map(ends, running))
+
+
+def test_a_killed_run_leaves_nothing(file, tmp_path):
+    """Nobody is there to close anything, and the function hangs."""
+    note = tmp_path / "pid"
+    program = (
+        "from mtrl.rewards.sandbox import Sandbox\n"
+        f"sandbox = Sandbox({str(file)!r}, {{}}, workers=1, timeout_s=1000)\n"
+        "print(sandbox.submit({'response': 'pid'}).result().extras['pid'], flush=True)\n"
+        f"sandbox.submit({{'response': 'hang with a child', 'note': {str(note)!r}}}).result()\n"
+    )
+    run = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    worker = int(run.stdout.readline())
+    limit = time.monotonic() + 20
+    while not (note.exists() and note.read_text()) and time.monotonic() < limit:
+        time.sleep(0.05)
+    child = int(note.read_text())
+    assert alive(worker) and alive(child)
+    run.kill()
+    run.wait()
+    run.stdout.close()
+    assert ends(worker) and ends(child)
 
 
 # ---------------------------------------------------------------------------------------------------- finding functions

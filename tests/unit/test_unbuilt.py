@@ -73,9 +73,9 @@ def test_every_refusal_is_tried_above():
     source = ast.parse((PACKAGE / "training/unbuilt.py").read_text())
     switches = next(node for node in ast.walk(source) if isinstance(node, ast.Dict))
     texts = [ast.unparse(switch).strip("f'\"").partition(";")[0].partition("{")[0] for switch in switches.keys]
+    said = "\n".join(line for overrides in REFUSED.values() for line in unbuilt(load_config(None, overrides)))
     for text in texts:
-        tried = [named for named in REFUSED if any(text in line for line in unbuilt(load_config(None, REFUSED[named])))]
-        assert text and tried, f"no override switches on: {text}"
+        assert text and text in said, f"no override above switches on: {text}"
 
 
 def test_several_are_told_together():
