@@ -246,12 +246,10 @@ def build_scorer(config: Config, steps: int, given: Sequence[Callable[..., Any] 
         name, function = reward_function(config, each)
         same = sum(other.partition("#")[0] == name for other in functions)
         functions[f"{name}#{same + 1}" if same else name] = function
-    if given is None:
-        schedule = recipe.reward_schedule(config)
-    else:
-        schedule = [(0.0, reward.weights or (1.0,) * len(functions))]
-        if len(schedule[0][1]) != len(functions):
-            count = f"{len(schedule[0][1])} weights for {len(functions)} functions ({', '.join(functions)})"
+    schedule = recipe.reward_schedule(config, len(functions))
+    for _, weights in schedule:
+        if len(weights) != len(functions):
+            count = f"{len(weights)} weights for {len(functions)} functions ({', '.join(functions)})"
             raise ConfigError([f"worker.reward.weights: {count}; give one weight for each, or null"])
     return RewardScorer(
         functions,

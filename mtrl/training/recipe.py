@@ -160,12 +160,12 @@ def perturbation_of(config: Config, patch_size: int) -> Perturbation:
     )
 
 
-def reward_schedule(config: Config) -> list[tuple[float, tuple[float, ...]]]:
-    """[(from which share of the run, weights)]."""
+def reward_schedule(config: Config, functions: int) -> list[tuple[float, tuple[float, ...]]]:
+    """[(from which share of the run, weights)], for so many functions."""
     reward = config.worker.reward
     if reward.weight_schedule is not None:
         return [(start, weights) for start, weights in reward.weight_schedule]
-    weights = reward.weights or (1.0,) * len(config.reward_functions)
+    weights = reward.weights or (1.0,) * functions
     if reward.early_weights is None or config.early_ratio == 0:
         return [(0.0, weights)]
     return [(0.0, reward.early_weights), (config.early_ratio, weights)]

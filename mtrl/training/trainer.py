@@ -39,11 +39,10 @@ class Trainer:
         if isinstance(data, str):
             settings["dataset.train_files"] = data
         self._rows = data if data is not None and not isinstance(data, str) else None
-        named = [reward for reward in rewards or () if isinstance(reward, str)]
-        if rewards and len(named) == len(rewards):
-            settings["worker.reward.functions"] = tuple(named)
-            rewards = None
         self._rewards = rewards
+        if rewards:
+            settings["worker.reward.functions"] = tuple(map(name_in_config, rewards))
+            settings.setdefault("worker.reward.weights", None)  # those of a packaged config belong to its functions
         self.config: Config = configure(config, settings)[0]
 
     def train(self) -> Path:
@@ -51,6 +50,11 @@ class Trainer:
         run = build(self.config, data=self._rows, rewards=self._rewards)
         run.train()
         return run.directory
+
+
+def name_in_config(reward: Callable[..., Any] | str) -> str:
+    """How the run's config.yaml names a function that was handed over as an object."""
+    return reward if isinstance(reward, str) else f"python:{getattr(reward, '__name__', type(reward).__name__)}"
 
 
 def full_key(name: str) -> str:

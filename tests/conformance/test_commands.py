@@ -129,12 +129,24 @@ def test_trainer_takes_python_rows_and_functions(tmp_path):
         rollout_batch_size=2,
         global_batch_size=2,
         output_dir=str(tmp_path),
-        **{"worker.rollout.n": 3, "worker.reward.weights": None},
+        **{"worker.rollout.n": 3},
     )
     directory = trainer.train()
     step = next(row for row in read_rows(directory / "metrics.jsonl") if "actor/pg_loss" in row)
     assert len(seen) == 6 and set(seen) <= {"red", "blue", "green", "pink"}
     assert "reward/short" in step and step["reward/characters"] > 0
+
+
+def test_trainer_gives_its_rewards_their_weights():
+    def short(sample):
+        return 1.0
+
+    one = mtrl.Trainer(rewards=[short]).config.worker.reward
+    assert one.functions == ("python:short",) and one.weights is None
+    two = mtrl.Trainer(rewards=["accuracy", short], weights=[1.0, 0.5], early_weights=[0.0, 1.0]).config.worker.reward
+    assert two.weights == (1.0, 0.5) and two.early_weights == (0.0, 1.0)
+    with pytest.raises(ConfigError, match="weights"):
+        mtrl.Trainer(rewards=[short], weights=[1.0, 2.0])
 
 
 def test_keys_by_their_last_name():

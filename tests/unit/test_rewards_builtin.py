@@ -225,9 +225,10 @@ def test_built_ins_by_name():
     ],
 )
 def test_schedules_of_the_config(overrides, schedule):
-    assert reward_schedule(load_config(None, {f"worker.reward.{k}": v for k, v in overrides.items()})) == schedule
+    config = load_config(None, {f"worker.reward.{k}": v for k, v in overrides.items()})
+    assert reward_schedule(config, len(config.reward_functions)) == schedule
 
 
 def test_early_weights_last_for_the_warm_up():
     config = load_config(None, {"worker.reward.early_weights": (0.0, 1.0), "worker.actor.optim.warmup_ratio": 0.4})
-    assert reward_schedule(config) == [(0.0, (0.0, 1.0)), (0.4, (1.0, 1.0))]
+    assert reward_schedule(config, 2) == [(0.0, (0.0, 1.0)), (0.4, (1.0, 1.0))]
