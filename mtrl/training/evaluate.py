@@ -72,7 +72,7 @@ def collect(scores: dict[str, list[float]], rollouts: Rollouts, rewards: Rewards
     scores["response_length"] += rollouts.mask.sum(1).tolist()
     scores["truncated"] += rollouts.truncated.float().tolist()
     for name, part in rewards.parts.items():
-        scores[f"reward_{name}"] += part[~part.isnan()].tolist()
+        scores[f"reward/{name}"] += part[~part.isnan()].tolist()
 
 
 def by_column(solved: Sequence[tuple[Mapping[str, Any], float]]) -> dict[str, dict[str, float]]:

@@ -1,18 +1,19 @@
 """The loop among fakes: who is called when, with what; and the arithmetic of divergence, batches and validation."""
 
 import math
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import NAN, close, fake_prompt, mask_of, same
+from helpers import NAN, close, fake_prompt, fake_rollouts, mask_of, same
 
 from mtrl.algorithms.credit import CreditRule, Scaling
 from mtrl.algorithms.losses import Loss
 from mtrl.config import load_config
 from mtrl.training.build import Run
 from mtrl.training.checkpoint import FolderStore, newest_checkpoint
-from mtrl.training.evaluate import Validation, by_column
+from mtrl.training.evaluate import Validation, by_column, collect
 from mtrl.training.loop import Divergence, House, Loop, Recipe, assemble, due
 from mtrl.training.recipe import optimization_of, recipe_of, total_steps
 from mtrl.types import Credit, Needs, Rewards, Rollouts, Sampling, Signals, Weights
@@ -483,6 +484,13 @@ def test_the_correction_is_capped_and_follows_its_rows():
 
 
 # ---------------------------------------------------------------------------------------------------------- validation
+def test_a_function_called_score_is_not_the_total():
+    scores = defaultdict(list)
+    rewards = Rewards(torch.tensor([3.0]), {"score": torch.tensor([1.0])}, torch.tensor([False]))
+    collect(scores, fake_rollouts([2]), rewards)
+    assert scores["reward_score"] == [3.0] and scores["reward/score"] == [1.0]
+
+
 def test_avg_and_pass_by_hand():
     """Three prompts, two responses each, in batches of two and one; one response of the third has no truth."""
     accuracy = {
@@ -493,7 +501,7 @@ def test_avg_and_pass_by_hand():
     assert result.metrics["val/avg@2"] == pytest.approx((0.5 + 0 + 1) / 3)
     assert result.metrics["val/pass@2"] == pytest.approx(2 / 3)
     assert result.metrics["val/reward_score"] == pytest.approx(2 / 6)
-    assert result.metrics["val/reward_accuracy"] == pytest.approx(2 / 5)
+    assert result.metrics["val/reward/accuracy"] == pytest.approx(2 / 5)
     assert result.metrics["val/response_length"] == pytest.approx((1 + 2 + 3 + 4 + 1 + 2) / 6)
     assert result.metrics["val/truncated"] == pytest.approx(1 / 6)
     kept = [("v0", "v0 response 0", 1.0), ("v0", "v0 response 1", 0.0), ("v1", "v1 response 0", 0.0)]
@@ -510,7 +518,7 @@ def test_partial_credit_is_not_a_pass():
 def test_without_a_truth_there_is_no_accuracy():
     accuracy = {"v0 response 0": NAN, "v0 response 1": NAN}
     result = validation_of(prompts=1).run(FakeGenerator([]), FakeScorer([], accuracy=accuracy), 0)
-    assert not any("@" in name for name in result.metrics) and "val/reward_accuracy" not in result.metrics
+    assert not any("@" in name for name in result.metrics) and "val/reward/accuracy" not in result.metrics
     assert result.metrics["val/reward_score"] == 0.0 and result.by == {}
 
 
