@@ -1,6 +1,6 @@
 """Tiny random checkpoints of every model family, made on the fly: for tests and for trying a setup without a download.
 
-    directory = make_tiny_checkpoint("/tmp/tiny", "qwen3_vl")
+    directory = make_tiny_checkpoint("tiny", "qwen3_vl")
     AutoModelForImageTextToText.from_pretrained(directory)
 
 They have the layout of the published checkpoints (config, safetensors, tokenizer with Qwen's special tokens and chat

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 import pytest
+from config_helpers import errors_of, only_error, write
 from omegaconf import DictConfig, ListConfig
 
 from mtrl.config import Config, ConfigError, load_config, to_dict, to_yaml, warnings
@@ -38,24 +39,6 @@ def value_of(config: Config, key: str) -> Any:
     for name in key.split("."):
         node = getattr(node, name)
     return node
-
-
-def write(folder: Path, text: str) -> Path:
-    path = folder / "run.yaml"
-    path.write_text(text, encoding="utf-8")
-    return path
-
-
-def errors_of(path: Path | None = None, *overrides: str) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        load_config(path, overrides)
-    return caught.value.errors
-
-
-def only_error(*overrides: str) -> str:
-    errors = errors_of(None, *overrides)
-    assert len(errors) == 1, errors
-    return errors[0]
 
 
 # --- the tree and its reference ---

@@ -1,32 +1,13 @@
 """What the configuration refuses, and the words it finds for it: where, which key, what to do."""
 
 import re
-from pathlib import Path
 
 import pytest
+from config_helpers import errors_of, only_error, write
 
-from mtrl.config import ConfigError, load_config, warnings
+from mtrl.config import load_config, warnings
 from mtrl.config.foreign import TABLES, translation
 from mtrl.config.tree import known_leaves
-
-
-def write(folder: Path, text: str) -> Path:
-    path = folder / "run.yaml"
-    path.write_text(text, encoding="utf-8")
-    return path
-
-
-def errors_of(path: Path | None = None, *overrides: str) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        load_config(path, overrides)
-    return caught.value.errors
-
-
-def only_error(*overrides: str) -> str:
-    errors = errors_of(None, *overrides)
-    assert len(errors) == 1, errors
-    return errors[0]
-
 
 # --- the report ---
 

@@ -1,0 +1,25 @@
+"""Small helpers for tests of the configuration."""
+
+from pathlib import Path
+
+import pytest
+
+from mtrl.config import ConfigError, load_config
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def errors_of(path: Path | None = None, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return caught.value.errors
+
+
+def only_error(*overrides: str) -> str:
+    errors = errors_of(None, *overrides)
+    assert len(errors) == 1, errors
+    return errors[0]
