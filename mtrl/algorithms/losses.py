@@ -43,6 +43,8 @@ class Loss:
     divergence: Penalty = "low_var_kl"
     divergence_coef: float = 0.0
     entropy_penalty_coef: float = 0.0
+    tis_clip: float | None = None
+    tis_level: Level = "token"
 
 
 def total_loss(logp: Tensor, batch: TrainBatch, loss: Loss) -> tuple[Tensor, dict[str, Tensor]]:
@@ -50,10 +52,15 @@ def total_loss(logp: Tensor, batch: TrainBatch, loss: Loss) -> tuple[Tensor, dic
 
     `logp` [N, T] are the current policy's log-probs; off the mask they may hold anything.
     """
-    mask, weights = batch.rollouts.mask, batch.weights
-    logp, old = logp.where(mask, 0.0), batch.old  # what stands off the mask gets a gradient of 0, whatever it is
+    mask, weights, behaviour = batch.rollouts.mask, batch.weights, batch.rollouts.behaviour
+    logp = logp.where(mask, 0.0)  # what stands off the mask gets a gradient of 0, whatever it is
+    old, correction = batch.old, batch.correction
+    if fresh := old is None:  # rho is 1, but its gradient is not 0
+        old, correction = logp.detach(), None
+    if correction is None:
+        correction = mismatch_correction(old, behaviour, mask, loss.tis_clip, loss.tis_level)
     ratio = importance_ratio(logp, old, mask, loss.policy.level)
-    policy = weighted_sum(weights.policy * batch.correction, policy_term(loss.policy, ratio, logp, batch.advantage))
+    policy = weighted_sum(weights.policy * correction, policy_term(loss.policy, ratio, logp, batch.advantage))
     total = policy
     metrics = {
         "pg_loss": policy,
@@ -61,6 +68,9 @@ def total_loss(logp: Tensor, batch: TrainBatch, loss: Loss) -> tuple[Tensor, dic
         "clipfrac_low": weighted_sum(weights.token, (ratio < 1 - loss.policy.clip_low) & (batch.advantage < 0)),
         "clipfrac_high": weighted_sum(weights.token, (ratio > 1 + loss.policy.clip_high) & (batch.advantage > 0)),
     }
+    if fresh:  # what a probe would have said of the sampler
+        metrics["logprob_gap_mean"] = weighted_sum(weights.token, (old - behaviour).abs())
+        metrics["logprob_gap_kl"] = weighted_sum(weights.token, behaviour - old)
     if loss.divergence_coef:
         assert batch.reference is not None, "a divergence loss needs the reference's log-probs"
         distance = weighted_sum(weights.divergence, divergence(logp, batch.reference, loss.divergence))

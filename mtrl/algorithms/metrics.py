@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -32,7 +34,13 @@ def summary(name: str, x: Tensor) -> Metrics:
     }
 
 
-def reward_metrics(rewards: Rewards, group: Tensor, success_part: str | None = "accuracy") -> Metrics:
+def success_part(parts: Mapping[str, Tensor]) -> Tensor | None:
+    """The part that is 1 for a right answer: accuracy, else math. None where neither applies to any response."""
+    there = [parts[name] for name in ("accuracy", "math") if name in parts and not parts[name].isnan().all()]
+    return there[0] if there else None
+
+
+def reward_metrics(rewards: Rewards, group: Tensor) -> Metrics:
     """The total, every part, groups that teach nothing, and the share of responses that are right."""
     metrics = {
         f"reward/{name}": float(part.double().nanmean())
@@ -42,8 +50,8 @@ def reward_metrics(rewards: Rewards, group: Tensor, success_part: str | None = "
     metrics["reward/overall"] = float(rewards.total.double().mean())  # whatever a function calls `overall`
     metrics["reward/failed"] = masked_rate(rewards.failed)
     metrics["reward/zero_std_groups"] = float((group_std(rewards.total, group) == 0).double().mean())
-    success = rewards.parts.get(success_part) if success_part else None
-    if success is not None and not success.isnan().all():
+    success = success_part(rewards.parts)
+    if success is not None:
         metrics["reward/success_rate"] = float((success[~success.isnan()] >= 1).double().mean())
     return metrics
 
@@ -89,13 +97,23 @@ def scaling_metrics(scaling: Scaling | None, scale: Tensor, signals: Signals, ma
 def mismatch_metrics(old: Tensor, behaviour: Tensor, mask: Tensor, cut: bool) -> Metrics:
     """How far the sampler's log-probs are from the trainer's. With top-p or top-k the sampler renormalises, so the gap
     is no error: it gets a name of its own."""
-    name = "rollout/logprob_gap_cut" if cut else "rollout/logprob_gap"
+    name = gap_name(cut)
     gap = (old - behaviour).where(mask, 0.0)
     return {
         f"{name}_mean": masked_mean(gap.abs(), mask),
         f"{name}_max": float(gap.abs().max()) if mask.any() else 0.0,
         f"{name}_kl": -masked_mean(gap, mask),
     }
+
+
+def gap_name(cut: bool) -> str:
+    return "rollout/logprob_gap_cut" if cut else "rollout/logprob_gap"
+
+
+def learnt_metrics(learnt: Metrics, cut: bool) -> Metrics:
+    """What the actor reports, by its full name."""
+    names = {name: name.replace("logprob_gap", gap_name(cut)) for name in learnt}
+    return {new if new != old else f"actor/{old}": learnt[old] for old, new in names.items()}
 
 
 def length_metrics(mask: Tensor, truncated: Tensor) -> Metrics:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 from transformers import DynamicCache as Cache
 from transformers import PreTrainedModel
 from transformers.vision_utils import (
@@ -21,7 +22,8 @@ from transformers.vision_utils import (
     get_vision_window_index,
 )
 
-from mtrl.models.patches import GROUPED_ATTENTION, use_grouped_attention, use_segment_attention
+from mtrl.models.attention import ATTENTION, MassReader, Sight, use_attention
+from mtrl.models.patches import use_compiled_pieces, use_linear_patches, use_segment_attention
 from mtrl.types import VISION_POOL, Prompt
 
 Grid = tuple[int, int, int]
@@ -29,6 +31,7 @@ Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 CACHED_IMAGES = 512  # some 100 kB each for large images
 CACHED_BATCHES = 16  # some 10 MB each for hundreds of large images, on the device
+SHARED_PREFIX_FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # by test
 LOGITS_CHANGED_BY = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
 
@@ -43,19 +46,25 @@ class Features:
 class Backbone:
     """`model` is a Hugging Face causal model of a family in `models/families`; its weights stay the caller's.
 
-    `compute_dtype` is what products are taken in; the weights may be kept wider (float32 master weights).
+    `compute_dtype` is what products are taken in; the weights may be kept wider (float32 master weights). `compiled`
+    puts compiled norms and MLPs in place, which pays where a model is large.
     """
 
-    def __init__(self, model: PreTrainedModel, compute_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, compute_dtype: torch.dtype | None = None, *, compiled: bool = False
+    ) -> None:
         check_supported(model)
         self.model = model
         self.compute_dtype = compute_dtype or model.dtype
         self.vision_tower: Any = getattr(model.model, "visual", None)
         self.language_model: Any = getattr(model.model, "language_model", model.model)
-        use_grouped_attention(self.language_model)
+        use_attention(self.language_model)
         if self.vision_tower is not None:
             use_segment_attention(self.vision_tower)
+            use_linear_patches(self.vision_tower)
             self.vision_indices = VisionIndices(self.vision_tower)
+        if compiled:
+            use_compiled_pieces(model)
 
     @property
     def device(self) -> torch.device:
@@ -98,16 +107,17 @@ class Backbone:
         positions: Tensor,
         is_vision: Tensor | None = None,
         features: Sequence[Features | None] = (),
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor | BlockMask | None = None,
         cache: Cache | None = None,
+        mass: MassReader | None = None,
     ) -> Tensor:
         """Hidden states [B, S, H] of ids [B, S] at positions [3, B, S].
 
         `is_vision` [B, S] marks where the rows' features go, in their order. Without `attention_mask` ([B, 1, S, keys]
-        bool) attention is causal, which is all that right-padded rows need.
+        bool, or blocks) attention is causal, which is all that right-padded rows need.
         """
-        embeds = self.model.get_input_embeddings()(ids)
-        extra: dict[str, Any] = {}
+        embeds = self.model.get_input_embeddings()(ids).to(self.compute_dtype)
+        extra: dict[str, Any] = {} if mass is None else {"mass": mass}
         given = [row for row in features if row is not None]
         if given:
             assert is_vision is not None
@@ -137,11 +147,33 @@ class Backbone:
         narrower = self.compute_dtype != self.model.dtype
         return torch.autocast(self.device.type, dtype=self.compute_dtype, enabled=narrower)
 
-    def _as_mask(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
+    @property
+    def own_attention(self) -> bool:
+        """Whether the language model attends by `models/attention.py`, which reads every mask and every mass."""
+        return self.language_model.config._attn_implementation == ATTENTION
+
+    @property
+    def packs(self) -> bool:
+        """Whether there is a kernel for sequences without padding here."""
+        return self.own_attention and self.device.type == "cuda"
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether responses of a group may follow one copy of their prompt: position and mask must say all."""
+        readable = self.own_attention or self.language_model.config._attn_implementation == "eager"
+        return readable and self.model.config.model_type in SHARED_PREFIX_FAMILIES
+
+    def sight_mask(self, sight: Sight, packed: bool) -> Tensor | BlockMask:
+        """As the kernels of this device want it: blocks for one packed sequence, else a matrix for each sequence."""
+        if packed and self.device.type == "cuda":
+            return sight.blocks(self.device)
+        return sight.dense().to(self.device)
+
+    def _as_mask(self, mask: Tensor | BlockMask, dtype: torch.dtype) -> Tensor | BlockMask:
         """As the attention implementation reads it: a bool mask would be added to the scores by `eager`."""
-        implementation = self.language_model.config._attn_implementation
-        if implementation in ("sdpa", GROUPED_ATTENTION):
+        if self.own_attention or isinstance(mask, BlockMask):
             return mask
+        implementation = self.language_model.config._attn_implementation
         if implementation == "eager":
             return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
         raise ValueError(f"attn_implementation {implementation!r} takes no mask of ours; set sdpa or eager")

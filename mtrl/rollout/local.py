@@ -125,7 +125,7 @@ class Decoding:
         """Every prompt once, then its cache for each of its responses: the last hidden state [rows, H], the next
         position [rows], which keys are real [rows, S], and the cache."""
         backbone = self.engine.backbone
-        inputs = [self.engine.encoder.inputs(prompt) for prompt in self.prompts]
+        inputs = [self.engine.encoder.inputs(prompt, device=self.engine.backbone.device) for prompt in self.prompts]
         positions = [prompt_positions(each) for each in inputs]
         keys = left_pad([torch.ones(len(prompt.ids), dtype=torch.bool) for prompt in self.prompts])
         size = keys.shape[1]

@@ -27,7 +27,7 @@ from torch.nn.utils.rnn import pad_sequence
 from mtrl.algorithms.vocab import token_scores
 from mtrl.models.backbone import Backbone, Features, prompt_positions, vision_tokens
 from mtrl.models.families import TextEncoder, load_encoder
-from mtrl.models.forward import continue_positions
+from mtrl.models.layout import continue_positions
 from mtrl.models.load import load_model
 from mtrl.models.tiny import make_tiny_checkpoint
 from mtrl.rollout.local import LocalGenerator

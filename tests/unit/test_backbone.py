@@ -25,7 +25,7 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from mtrl.models import backbone as module
-from mtrl.models import patches
+from mtrl.models import attention, patches
 from mtrl.models.backbone import Backbone, prompt_positions, vision_tokens
 from mtrl.models.families.vision import patchify
 from mtrl.models.load import load_model
@@ -140,7 +140,7 @@ def test_grouped_attention_equals_sdpa(queries, masked):
     mask = torch.ones(3, 1, queries, 5, dtype=torch.bool).tril(5 - queries)
     mask[1, :, :, 0] = queries > 1
     given = (module, query, key, value, mask if masked else None)
-    ours, _ = patches.grouped_attention(*given, scaling=0.3, dropout=0.0)
+    ours, _ = attention.attention(*given, scaling=0.3, dropout=0.0)
     theirs, _ = sdpa_attention_forward(*given, scaling=0.3, dropout=0.0)
     assert ours.shape == theirs.shape == (3, queries, 6, 8)
     close(ours, theirs, atol=1e-6)

@@ -71,7 +71,9 @@ class QwenVLEncoder(TextEncoder):
         ids, pool = engine_ids.repeat_interleave(repeats), pool.repeat_interleave(repeats)
         return Prompt(task, tuple(media), ids, engine_ids, pool)
 
-    def inputs(self, prompt: Prompt, media: Sequence[np.ndarray] | None = None) -> dict[str, Tensor]:
+    def inputs(
+        self, prompt: Prompt, media: Sequence[np.ndarray] | None = None, device: torch.device | None = None
+    ) -> dict[str, Tensor]:
         """What the model's forward takes besides the ids, for one prompt, without a batch dimension:
 
         position_ids       [3, L] time, height, width; in a batch [3, B, L]
@@ -80,6 +82,7 @@ class QwenVLEncoder(TextEncoder):
         image_grid_thw     [images, 3] patches in time, height and width; batches concatenate
 
         The last two are missing where the prompt has no image. `media`: another view of the images, of the same sizes.
+        Pixels are made on the `device`, from bytes.
         """
         if media is None:
             media = prompt.media
@@ -88,7 +91,7 @@ class QwenVLEncoder(TextEncoder):
         is_pad = prompt.ids == self._image_id
         inputs = {"position_ids": rotary_positions(is_pad, sides), "mm_token_type_ids": is_pad.long()}
         if media:
-            inputs["pixel_values"] = torch.cat([patchify(array, self.image) for array in media])
+            inputs["pixel_values"] = torch.cat([patchify(array, self.image, device) for array in media])
             grids = [(1, rows * self.merge_size, columns * self.merge_size) for rows, columns in sides]
             inputs["image_grid_thw"] = torch.tensor(grids)
         return inputs

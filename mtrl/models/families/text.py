@@ -75,7 +75,9 @@ class TextEncoder:
         ids = torch.tensor(tokens.ids, dtype=torch.long)
         return Prompt(task, (), ids, ids, self._text_pool(task, text, tokens))
 
-    def inputs(self, prompt: Prompt, media: Sequence[np.ndarray] | None = None) -> dict[str, Tensor]:
+    def inputs(
+        self, prompt: Prompt, media: Sequence[np.ndarray] | None = None, device: torch.device | None = None
+    ) -> dict[str, Tensor]:
         """position_ids [L]."""
         assert not media and not prompt.media, "a text model takes no images"
         return {"position_ids": torch.arange(len(prompt.ids))}

@@ -60,7 +60,7 @@ def target_size(height: int, width: int, settings: ImageSettings) -> tuple[int, 
     return near
 
 
-def patchify(image: np.ndarray, settings: ImageSettings) -> Tensor:
+def patchify(image: np.ndarray, settings: ImageSettings, device: torch.device | None = None) -> Tensor:
     """[H, W, 3] uint8 to [patches, channels * frames * patch * patch] float32.
 
     Patches that merge into one token stand next to each other. Hugging Face's processor gives the same numbers but
@@ -69,9 +69,9 @@ def patchify(image: np.ndarray, settings: ImageSettings) -> Tensor:
     height, width, _ = image.shape
     p, m = settings.patch, settings.merge
     # torch.tensor copies: decoded images are often read-only, which from_numpy warns about
-    blocks = torch.tensor(image).view(height // (p * m), m, p, width // (p * m), m, p, 3)
+    blocks = torch.tensor(image, device=device).view(height // (p * m), m, p, width // (p * m), m, p, 3)
     patches = blocks.permute(0, 3, 1, 4, 6, 2, 5).reshape(-1, 3, 1, p * p).float()
-    mean, std = (torch.tensor(value).view(3, 1, 1) for value in (settings.mean, settings.std))
+    mean, std = (torch.tensor(value, device=device).view(3, 1, 1) for value in (settings.mean, settings.std))
     patches = patches.mul_(settings.scale).sub_(mean).div_(std)
     return patches.expand(-1, -1, settings.frames, -1).reshape(len(patches), -1)
 

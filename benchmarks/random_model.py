@@ -1,0 +1,101 @@
+"""A Qwen2.5-VL of random weights, prompts with pictures of noise, and random responses: what the benchmarks run on.
+
+`3b` has the shape of Qwen2.5-VL-3B (3.75 B parameters); `tiny` is for trying a benchmark on a CPU.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+from mtrl.models.backbone import Backbone
+from mtrl.models.families import TextEncoder, load_encoder
+from mtrl.models.tiny import WORDS, make_tiny_checkpoint
+from mtrl.types import Medium, Prompt, Rollouts, Task
+
+TEXT = {
+    "tiny": {
+        "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 1024,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]},
+    },
+    "3b": {
+        "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16,
+        "num_key_value_heads": 2, "vocab_size": 151936,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+    },
+}  # fmt: skip
+VISION = {
+    "tiny": {"depth": 2, "hidden_size": 128, "intermediate_size": 256, "num_heads": 4, "out_hidden_size": 128,
+             "fullatt_block_indexes": [1]},
+    "3b": {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 2048,
+           "fullatt_block_indexes": [7, 15, 23, 31]},
+}  # fmt: skip
+PATCHES = {"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 112}
+TOKEN_PIXELS = 28  # a side
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def random_backbone(
+    size: str, device: str, weights: str, compute: str | None = None, *, checkpointing: bool = True, seed: int = 0
+) -> tuple[TextEncoder, Backbone]:
+    """`weights` and `compute`: bf16 or fp32; weights of fp32 with bf16 products are master weights."""
+    with tempfile.TemporaryDirectory() as directory:
+        encoder = load_encoder(make_tiny_checkpoint(directory, "qwen2_5_vl", max_pixels=10**8))
+        marks = Qwen2_5_VLConfig.from_pretrained(directory)
+    ends = {name: getattr(marks.text_config, name) for name in ("bos_token_id", "eos_token_id")}
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    config: Any = Qwen2_5_VLConfig(
+        text_config=TEXT[size] | ends | {"tie_word_embeddings": True, "max_position_embeddings": 128_000},
+        vision_config=VISION[size] | PATCHES,
+        tie_word_embeddings=True,
+        **{name: getattr(marks, name) for name in names},
+    )
+    torch.manual_seed(seed)
+    with torch.device(device):
+        model: Any = Qwen2_5_VLForConditionalGeneration._from_config(
+            config, dtype=DTYPES[weights], attn_implementation="sdpa"
+        )
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return encoder, Backbone(model.eval(), DTYPES[compute or weights])
+
+
+def random_prompts(encoder: TextEncoder, count: int, sides: Sequence[int], text_tokens: int, seed: int = 0) -> list[Prompt]:
+    """Prompts of a square picture (sides in pixels, in turn) and `text_tokens` other tokens, template included."""
+    words = [word for word in WORDS.split() if len(encoder.tokenizer(f" {word}")["input_ids"]) == 1]
+    draw, noise = random.Random(seed), np.random.default_rng(seed)
+    prompts = []
+    for number in range(count):
+        side = sides[number % len(sides)]
+        image = noise.integers(0, 256, (side, side, 3), dtype=np.uint8)
+        spare = text_tokens - (len(encode(encoder, number, "", image).ids) - (side // TOKEN_PIXELS) ** 2)
+        text = "".join(f" {draw.choice(words)}" for _ in range(max(1, spare)))
+        prompts.append(encode(encoder, number, text, image))
+    return prompts
+
+
+def encode(encoder: TextEncoder, number: int, text: str, image: np.ndarray) -> Prompt:
+    content = [{"type": "image"}, {"type": "text", "text": text}]
+    task = Task(f"noise:{number}", f"noise {number}", ({"role": "user", "content": content},), (Medium("image", None),))
+    return encoder.encode(task, [image])
+
+
+def random_rollouts(prompts: Sequence[Prompt], responses: int, lengths: tuple[int, int], seed: int = 0) -> Rollouts:
+    """`responses` of random plain tokens a prompt, their lengths drawn between the two."""
+    draw = torch.Generator().manual_seed(seed)
+    rows = len(prompts) * responses
+    length = torch.randint(lengths[0], lengths[1] + 1, (rows,), generator=draw)
+    mask = torch.arange(lengths[1]) < length[:, None]
+    tokens = torch.randint(30, 480, mask.shape, generator=draw).where(mask, 0)
+    return Rollouts(
+        prompts=tuple(prompts), group=torch.arange(len(prompts)).repeat_interleave(responses), tokens=tokens, mask=mask,
+        behaviour=torch.full(mask.shape, -7.0), text=("",) * rows, finish=("length",) * rows,
+        version=torch.zeros(rows, dtype=torch.long),
+    )  # fmt: skip

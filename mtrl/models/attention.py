@@ -1,0 +1,174 @@
+"""Attention of the language model: who sees whom where responses share a prompt, and how much attention goes where.
+
+`attention` stands in for transformers' sdpa. What it does follows from what it is given:
+
+a `BlockMask`     flex_attention over packed sequences (CUDA), blocks that nobody sees are never touched
+a single query    a decoding step, without a copy of the keys for every head that shares them
+anything else     sdpa
+
+A `MassReader` handed along adds up where the attention goes. No matrix of attention ever exists: the layer's attention
+runs once more over values that are indicators of the pools, and its output *is* the mass (section 2 of the spec).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from mtrl.types import TEXT_POOL, VISION_POOL
+
+ATTENTION = "mtrl_sdpa"
+BLOCK = 128  # positions a side of a block of flex_attention; packed sequences are a multiple of it
+FLEX_COLUMNS = 16  # the fewest columns of values that flex_attention takes
+
+
+def use_attention(language_model: Any) -> None:
+    """Puts `attention` in the place of sdpa. Other implementations stay as the user chose them."""
+    if language_model.config._attn_implementation == "sdpa":
+        language_model.config._attn_implementation = ATTENTION
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | BlockMask | None,
+    *,
+    mass: MassReader | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """[B, heads, S, D] -> [B, S, heads, D], as transformers calls it."""
+    query, key = query.to(value.dtype), key.to(value.dtype)  # rotary positions are kept wider under autocast
+    if mass is not None:
+        columns = FLEX_COLUMNS if isinstance(attention_mask, BlockMask) else value.shape[3]  # or sdpa makes the matrix
+        indicator = mass.values(columns, like=value)
+        mass.add(module.layer_idx, attend(module, query, key, indicator, attention_mask, options))  # type: ignore[arg-type]
+    return attend(module, query, key, value, attention_mask, options), None
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | BlockMask | None,
+    options: dict[str, Any],
+) -> Tensor:
+    if isinstance(attention_mask, BlockMask):
+        flex = compiled_flex() if query.is_cuda else flex_attention
+        output = flex(query, key, value, block_mask=attention_mask, scale=options["scaling"], enable_gqa=True)
+        return output.transpose(1, 2)
+    if query.shape[2] == 1 and not options.get("dropout"):
+        folded = query.reshape(*key.shape[:2], -1, query.shape[3])  # [B, key heads, heads that share them, D]
+        output = F.scaled_dot_product_attention(folded, key, value, attention_mask, scale=options["scaling"])
+        return output.reshape(len(query), 1, -1, value.shape[3])
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **options)[0]
+
+
+AttentionInterface.register(ATTENTION, attention)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+
+
+@cache
+def compiled_flex() -> Any:
+    """Compiled once for all lengths; without compilation it would make the whole matrix."""
+    return torch.compile(flex_attention, dynamic=True)
+
+
+# -------------------------------------------------------------------------------------------------------- who sees whom
+@dataclass(frozen=True, eq=False)
+class Sight:
+    """Who sees whom in sequences of prompts and responses. A sequence falls into segments: a prompt, or one response.
+
+    A position sees what came before it in its own segment and in the prompt's. Two prompts, the first with two
+    responses, and padding:
+
+    segment  [0 0 0 1 1 2 2  3 3 4 4  -1]
+    prompt   [0 0 0 0 0 0 0  3 3 3 3  -1]
+    """
+
+    segment: Tensor  # [B, S]
+    prompt: Tensor  # [B, S] the segment of each position's prompt
+
+    def dense(self) -> Tensor:
+        """[B, 1, S, S] bool."""
+        size = self.segment.shape[1]
+        causal = torch.ones(size, size, dtype=torch.bool, device=self.segment.device).tril()
+        own = self.segment[:, :, None] == self.segment[:, None, :]
+        shared = self.prompt[:, :, None] == self.segment[:, None, :]
+        return (causal & (own | shared))[:, None]
+
+    def blocks(self, device: torch.device) -> BlockMask:
+        """The same for one packed sequence, worked out on segments: no matrix of positions is ever made."""
+        assert len(self.segment) == 1 and self.segment.shape[1] % BLOCK == 0, "one sequence of whole blocks"
+        some, whole = visible_blocks(self.segment[0], self.prompt[0])
+        segment, prompt = self.segment[0].to(device), self.prompt[0].to(device)
+
+        def sees(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return (q >= k) & ((segment[q] == segment[k]) | (prompt[q] == segment[k]))
+
+        partial, full = (ordered(blocks, device) for blocks in (some & ~whole, whole))
+        return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=sees)
+
+
+def visible_blocks(segment: Tensor, prompt: Tensor) -> tuple[Tensor, Tensor]:
+    """[blocks, blocks] bool twice: where some position of a block sees one of another, and where all see all."""
+    names, index = segment.unique(return_inverse=True)
+    size = len(segment) // BLOCK
+    holds = torch.zeros(size, len(names))
+    holds[torch.arange(size).repeat_interleave(BLOCK), index] = 1
+    prompt_of = torch.empty_like(names).scatter_(0, index, prompt)
+    to_own = torch.eye(len(names))
+    to_prompt = ((prompt_of[:, None] == names[None, :]) & (names[:, None] != names[None, :])).float()
+    before = torch.ones(size, size, dtype=torch.bool).tril(-1)
+    some = holds @ (to_own + to_prompt) @ holds.T > 0
+    all_pairs = holds.sum(1)[:, None] * holds.sum(1)[None, :]
+    whole = (holds @ (to_own + to_prompt) @ holds.T == all_pairs) & before
+    return some & (before | torch.eye(size, dtype=torch.bool)), whole
+
+
+def ordered(blocks: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """How many blocks each row of blocks sees and which, as flex_attention reads it: [1, 1, n] and [1, 1, n, n]."""
+    number = blocks.sum(1, dtype=torch.int32)
+    which = blocks.int().argsort(dim=1, descending=True, stable=True).int()
+    return number[None, None].to(device), which[None, None].to(device)
+
+
+# ------------------------------------------------------------------------------------------------ where attention goes
+class MassReader:
+    """Attention of chosen positions on the text and the vision pool, as the mean over the layers of each segment.
+
+    `pool` [B, S] holds the pool of every prompt token and is negative elsewhere; the sink, a prompt's first token,
+    counts nowhere. `places` are the rows and columns of the M positions to read.
+    """
+
+    def __init__(self, pool: Tensor, sink: Tensor, places: tuple[Tensor, Tensor], segments: Sequence[range]) -> None:
+        counted = ~sink & (pool >= 0)
+        columns = [(pool == TEXT_POOL) & counted, (pool == VISION_POOL) & counted, counted]
+        self.indicator = torch.stack(columns, -1)  # [B, S, 3]
+        self.places, self.segments = places, segments
+        self.total = torch.zeros(len(places[0]), len(segments), 2, device=pool.device)
+
+    def values(self, columns: int, like: Tensor) -> Tensor:
+        """[B, heads, S, columns]: the indicators, then zeros, in place of values `like` these."""
+        padded = F.pad(self.indicator.to(like.dtype), (0, columns - self.indicator.shape[-1]))
+        return padded[:, None].expand(-1, like.shape[1], -1, -1)
+
+    def add(self, layer: int, output: Tensor) -> None:
+        """`output` [B, S, heads, columns] of a layer: mean of the heads, then the share of the counted keys."""
+        text, vision, counted = output[self.places][..., :3].float().mean(1).unbind(-1)
+        shares = torch.stack([text, vision], -1) / counted.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
+        for number, layers in enumerate(self.segments):
+            if layer in layers:
+                self.total[:, number] += shares / len(layers)

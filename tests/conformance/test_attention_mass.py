@@ -1,0 +1,129 @@
+"""Attention on text and image against the whole matrices of Hugging Face's eager attention, every family and route."""
+
+from functools import lru_cache
+
+import numpy as np
+import pytest
+import torch
+from test_forward import ROUTES
+from tiny_models import (
+    TINY_FAMILIES,
+    VISION_FAMILIES,
+    checkpoint,
+    encoder_of,
+    plain_inputs,
+    prompts_for,
+    rollouts_of,
+    shared_backbone,
+)
+
+from mtrl.algorithms.signals import pool_sizes, segment, sequence_mass, vgr
+from mtrl.models.backbone import Backbone
+from mtrl.models.forward import Forward
+from mtrl.models.load import load_model
+from mtrl.models.perturb import Perturbation
+from mtrl.types import SEGMENTS, TEXT_POOL, VISION_POOL
+
+GROUP, LENGTHS = [0, 0, 1, 3, 0, 2, 3], [6, 2, 4, 1, 0, 6, 5]
+
+
+@pytest.fixture(params=TINY_FAMILIES)
+def family(request):
+    return request.param
+
+
+@pytest.fixture(params=ROUTES)
+def route(request):
+    return ROUTES[request.param]
+
+
+def rollouts_for(family):
+    return rollouts_of(prompts_for(family), GROUP, LENGTHS)
+
+
+@lru_cache
+def eager_model(family):
+    return load_model(checkpoint(family), attn_implementation="eager")
+
+
+@lru_cache
+def eager_shares(family, row, last_k=None):
+    """{segment: [L + length, 2]}: the spec's order by hand, in float64, from the matrices of one row by itself."""
+    rollouts = rollouts_for(family)
+    prompt, length = rollouts.prompts[GROUP[row]], LENGTHS[row]
+    inputs = plain_inputs(encoder_of(family), prompt, rollouts.tokens[row, :length])
+    with torch.no_grad():
+        matrices = eager_model(family)(**inputs, output_attentions=True, use_cache=False).attentions
+    size = len(prompt.ids)
+    shares = []
+    for layer in matrices:
+        rows = layer[0].double().mean(0)[:, :size]  # mean of heads, prompt keys
+        rows[:, 0] = 0  # the sink
+        rows = rows / rows.sum(1, keepdim=True)
+        shares.append(torch.stack([rows[:, prompt.pool == pool].sum(1) for pool in (TEXT_POOL, VISION_POOL)], -1))
+    layers = np.arange(len(shares))
+    thirds = dict(zip(SEGMENTS, np.array_split(layers, 3), strict=False))
+    chosen = thirds | {"all": layers if last_k is None else layers[-last_k:], "weight": layers}
+    nothing = torch.zeros_like(shares[0])
+    return {
+        name: torch.stack([shares[i] for i in which]).mean(0) if len(which) else nothing
+        for name, which in chosen.items()
+    }
+
+
+def close(actual, expected, atol=1e-5):
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("last_k", [None, 1])
+def test_masses_equal_those_of_eager_matrices(family, route, last_k):
+    rollouts = rollouts_for(family)
+    forward = Forward(shared_backbone(family), encoder_of(family), last_k=last_k, **route)
+    signals = forward.signals(rollouts, mass=True)
+    assert signals.mass.shape == (len(GROUP), max(LENGTHS), len(SEGMENTS), 2)
+    for row, length in enumerate(LENGTHS):
+        size = len(rollouts.prompts[GROUP[row]].ids)
+        for name, expected in eager_shares(family, row, last_k).items():
+            close(segment(signals.mass[row, :length], name), expected[size - 1 : size - 1 + length])
+        assert (signals.mass[row, length:] == 0).all()
+
+
+def test_prompt_masses_equal_those_of_eager_matrices(family, route):
+    """The mean over the prompt's positions after its last image."""
+    rollouts = rollouts_for(family)
+    signals = Forward(shared_backbone(family), encoder_of(family), **route).signals(rollouts, mass=True)
+    for row in range(len(GROUP)):
+        pool = rollouts.prompts[GROUP[row]].pool
+        seen = (pool == VISION_POOL).nonzero()
+        begin = max(int(seen[-1]) + 1 if len(seen) else 0, 1)  # the sink itself sees nothing that counts
+        expected = eager_shares(family, row)["all"][begin : len(pool)]
+        if len(seen):
+            close(segment(signals.prompt_mass[row], "all"), expected.mean(0))
+
+
+@pytest.mark.parametrize("family", VISION_FAMILIES, indirect=True)
+def test_masses_are_worth_telling_apart(family):
+    rollouts = rollouts_for(family)
+    signals = Forward(shared_backbone(family), encoder_of(family)).signals(rollouts, mass=True)
+    ratio = vgr(segment(sequence_mass(signals.mass, rollouts.mask), "late"), pool_sizes(rollouts.prompts)[rollouts.group])
+    applies = rollouts.visual & rollouts.mask.any(1)
+    assert ratio[applies].std() > 0.05
+    assert ratio[~rollouts.visual].isnan().all(), "no image: not applicable"
+
+
+@pytest.mark.parametrize("family", VISION_FAMILIES, indirect=True)
+def test_the_perturbed_view_leaves_the_clean_masses_alone(family, route):
+    rollouts = rollouts_for(family)
+    views = [Perturbation(seed=7).view(prompt, 0) for prompt in rollouts.prompts]
+    forward = Forward(shared_backbone(family), encoder_of(family), **route)
+    alone = forward.signals(rollouts, mass=True)
+    both = forward.signals(rollouts, views, dependency="low_var_kl", mass=True, entropy=True)
+    close(both.mass, alone.mass)
+    close(both.old, alone.old)
+
+
+@pytest.mark.parametrize("family", VISION_FAMILIES[:1], indirect=True)
+def test_other_attention_is_refused_by_name(family):
+    forward = Forward(Backbone(eager_model(family)), encoder_of(family))
+    with pytest.raises(ValueError, match="attn_implementation"):
+        forward.signals(rollouts_for(family), mass=True)

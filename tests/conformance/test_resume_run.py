@@ -1,0 +1,200 @@
+"""Real runs of the embedded model that go on: from where they stopped, from others, past damage."""
+
+import json
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+from run_helpers import SETTINGS, STEPS, metrics_of, run_of, same_end, words
+
+import mtrl
+from mtrl.cli import main
+from mtrl.tracking.run_files import read_rows
+from mtrl.training.checkpoint import checkpoints, read_state
+from mtrl.training.manifest import check
+from mtrl.training.resume import find_start
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """The output folder of a run that nobody disturbed."""
+    output = tmp_path_factory.mktemp("whole")
+    assert main(words(output, *SETTINGS)) == 0
+    return output
+
+
+@pytest.fixture
+def output(whole, tmp_path) -> Path:
+    """A copy of it, to be disturbed. The files that the configuration names stay where they were."""
+    shutil.copytree(whole, tmp_path / "copy", symlinks=True)
+    return tmp_path / "copy"
+
+
+def again(whole, output, *overrides) -> list[str]:
+    """The command of the whole run, for the copy."""
+    return [*words(whole, *SETTINGS), f"training.output_dir={output}", *overrides]
+
+
+def cut_back(output, step):
+    """As if the run had been killed just after that step's checkpoint."""
+    saves = run_of(output) / "checkpoints"
+    for path in checkpoints(saves):
+        if int(path.name[5:]) > step:
+            shutil.rmtree(path)
+    (saves / "best_model").unlink()
+
+
+# ------------------------------------------------------------------------------------------------------------- resuming
+def test_a_finished_run_says_so_and_touches_nothing(whole, capsys):
+    def files():
+        return {path: path.stat().st_mtime_ns for path in run_of(whole).rglob("*") if path.name != "run.lock"}
+
+    before = files()
+    assert main(words(whole, *SETTINGS)) == 0
+    assert f"is finished: step {STEPS} of {STEPS}" in capsys.readouterr().err
+    assert files() == before
+
+
+def test_the_same_command_goes_on_to_the_same_numbers(whole, output, capsys):
+    cut_back(output, 2)
+    assert main(again(whole, output)) == 0
+    assert "going on after step 2" in capsys.readouterr().err
+    same_end(run_of(whole), run_of(output), STEPS)
+    rows = read_rows(run_of(output) / "metrics.jsonl")
+    assert [(row["step"], row["attempt"]) for row in rows if row["attempt"] == 2] == [(3, 2), (4, 2), (4, 2)]
+    assert (run_of(output) / "run_id").read_text() == (run_of(whole) / "run_id").read_text()
+
+
+def test_an_adaptive_coefficient_and_several_passes_go_on_too(tmp_path):
+    more = [
+        "optimization.disable_divergence=false",
+        "optimization.divergence_type=adaptive",
+        "optimization.divergence_target=0.0001",
+        "optimization.divergence_horizon=20",
+        "optimization.divergence_penalty=low_var_kl",
+        "worker.actor.ppo_epochs=2",
+        "worker.actor.optim.lr_scheduler_type=cosine",
+        "training.val_freq=-1",
+    ]
+    for name in ("whole", "parts"):
+        assert main(words(tmp_path / name, *SETTINGS, *more)) == 0
+    cut_back(tmp_path / "parts", 2)
+    assert main(words(tmp_path / "parts", *SETTINGS, *more)) == 0
+    same_end(run_of(tmp_path / "whole"), run_of(tmp_path / "parts"), STEPS)
+    coefficients = {row["actor/kl_coef"] for row in metrics_of(run_of(tmp_path / "parts")).values() if len(row) > 20}
+    assert len(coefficients) == STEPS, "it moved at every step"
+
+
+def test_another_configuration_is_refused_with_its_keys(whole, output, capsys):
+    assert main(again(whole, output, "worker.actor.optim.lr=1e-3", "training.max_steps=9")) == 2
+    said = capsys.readouterr().err
+    assert "worker.actor.optim.lr: was 0.0001, is 0.001" in said and "training.experiment_name" in said
+    assert "max_steps" not in said.partition("lr:")[2]
+
+
+def test_a_longer_run_goes_on_from_the_end(whole, output):
+    assert main(again(whole, output, "training.max_steps=5", "training.val_freq=-1")) == 0
+    assert read_state(run_of(output) / "checkpoints" / "step_5")["step"] == 5
+
+
+def test_fresh_refuses_a_used_directory(whole, output, capsys):
+    assert main(again(whole, output, "training.fresh=true")) == 2
+    assert "training.fresh" in capsys.readouterr().err
+
+
+def test_a_new_run_starts_from_another_ones_best(whole, tmp_path, capsys):
+    best = run_of(whole) / "checkpoints" / "best_model"
+    words_of_new = words(whole, *SETTINGS, f"training.output_dir={tmp_path}", f"training.load_checkpoint_path={best}")
+    step = read_state(best)["step"]
+    status = main([*words_of_new, f"training.max_steps={step + 1}", "dataset.shuffle=false"])
+    said = capsys.readouterr().err
+    assert status == 0 and f"starting after step {step}" in said
+    rows = read_rows(run_of(tmp_path) / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [step, step + 1, step + 1], "it is judged before the first step of its own"
+    counters = json.loads((run_of(tmp_path) / "checkpoints" / f"step_{step + 1}" / "optimizer.json").read_text())
+    assert counters["optimizer_step"] == 2 * (step + 1)
+
+
+def test_validation_alone_looks_at_the_newest(whole, output):
+    before = metrics_of(run_of(output))
+    assert main(again(whole, output, "training.val_only=true")) == 0
+    last = read_rows(run_of(output) / "metrics.jsonl")[-1]
+    assert last["step"] == STEPS and last["val/reward_score"] == before[STEPS, True]["val/reward_score"]
+
+
+def test_a_finished_run_from_python(whole):
+    overrides = dict(word.split("=", 1) for word in words(whole, *SETTINGS)[1:])
+    values = {key: json.loads(value) if value[0] in "-[0123456789" else value for key, value in overrides.items()}
+    assert mtrl.Trainer(**values).train() == run_of(whole)
+
+
+# --------------------------------------------------------------------------------------------------------------- damage
+FILES = (
+    "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors", "mtrl_manifest.json",
+    "optimizer.json", "optimizer.safetensors", "preprocessor_config.json", "tokenizer.json", "tokenizer_config.json",
+    "trainer_state.json",
+)  # fmt: skip
+
+
+def test_these_are_all_files_of_a_checkpoint(whole):
+    for path in checkpoints(run_of(whole) / "checkpoints"):
+        assert {each.name for each in path.iterdir()} == set(FILES)
+        check(path)
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(bytes(content))
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("harm", [flip, truncate, Path.unlink])
+def test_harm_to_any_file_is_never_loaded(whole, output, harm, caplog):
+    """The whole file of a checkpoint is looked at before any of it is loaded, so that no run need be started here."""
+    run = run_of(output)
+    newest = run / "checkpoints" / f"step_{STEPS}"
+    for name in FILES:
+        caplog.clear()
+        harm(newest / name)
+        start_again = find_start(run, find_last=True, given=None)
+        assert start_again.step == 2 and f"step_{STEPS} is damaged ({name}" in caplog.text
+        shutil.rmtree(run / "checkpoints" / f"step_{STEPS}.damaged")
+        shutil.copytree(run_of(whole) / "checkpoints" / f"step_{STEPS}", newest)
+
+
+def test_a_run_with_a_damaged_checkpoint_goes_on_from_the_one_before(whole, output, caplog):
+    flip(run_of(output) / "checkpoints" / f"step_{STEPS}" / "model.safetensors")
+    assert main(again(whole, output)) == 0
+    assert "is damaged (model.safetensors has changed since it was written)" in caplog.text
+    same_end(run_of(whole), run_of(output), STEPS)
+    assert (run_of(output) / "checkpoints" / f"step_{STEPS}.damaged").exists()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_a_damaged_model_is_not_evaluated(output, name, capsys):
+    checkpoint = run_of(output) / "checkpoints" / f"step_{STEPS}"
+    flip(checkpoint / name)
+    assert main(["eval", str(checkpoint)]) == 2
+    assert f"is damaged: {name}" in capsys.readouterr().err
+
+
+def test_eval_takes_the_best_model_and_needs_no_optimizer(output, capsys):
+    best = run_of(output) / "checkpoints" / "best_model"
+    (best / "optimizer.safetensors").unlink()
+    assert main(["eval", str(best)]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["val/reward_score"] == read_state(best)["score"]
+
+
+# --------------------------------------------------------------------------------------------------------------- clock
+def test_a_clock_that_goes_back_changes_no_number(whole, tmp_path, monkeypatch):
+    now = iter(range(2_000_000_000, 0, -3600))
+    monkeypatch.setattr(time, "time", lambda: float(next(now)))
+    assert main([*words(whole, *SETTINGS), f"training.output_dir={tmp_path}"]) == 0
+    cut_back(tmp_path, 2)
+    assert main([*words(whole, *SETTINGS), f"training.output_dir={tmp_path}"]) == 0
+    same_end(run_of(whole), run_of(tmp_path), STEPS)

@@ -1,0 +1,174 @@
+"""What happens to runs at night: signals, full and read-only disks, folders that vanish. Real processes."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from run_helpers import SETTINGS, STEPS, finish, metrics_of, run_of, same_end, start, words
+
+from mtrl.cli import main
+from mtrl.tracking.run_files import read_rows
+from mtrl.training.checkpoint import checkpoints, read_state
+from mtrl.training.manifest import check
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """The output folder of a run that nobody disturbed."""
+    output = tmp_path_factory.mktemp("whole")
+    assert main(words(output, *SETTINGS)) == 0
+    return output
+
+
+# -------------------------------------------------------------------------------------------------------------- signals
+def wait_for_step(process, run):
+    deadline = time.monotonic() + 90
+    while not read_rows(run / "metrics.jsonl"):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
+def test_a_signal_saves_and_says_how_to_go_on(tmp_path, number, status):
+    command = words(tmp_path, "training.max_steps=3000", "training.val_before_train=false", "training.save_freq=-1")
+    process = start(command)
+    wait_for_step(process, run_of(tmp_path))
+    process.send_signal(number)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == status, said
+    assert f"{number.name}: finishing this step, then saving" in said and "the same command goes on" in said
+    assert "Traceback" not in said
+    (saved,) = checkpoints(run_of(tmp_path) / "checkpoints")
+    check(saved)
+    assert read_rows(run_of(tmp_path) / "metrics.jsonl")[-1]["step"] == read_state(saved)["step"]
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_leaves_at_once_and_cleanly(tmp_path):
+    """A reward function that takes a minute holds the step; the second Ctrl-C does not wait for it."""
+    slow = tmp_path / "slow.py"
+    slow.write_text("import time\ndef slow(data):\n    time.sleep(60)\n    return 1.0\n")
+    more = [f"worker.reward.functions=[{slow}:slow]", "worker.reward.weights=[1.0]", "worker.reward.timeout_s=100"]
+    process = start(words(tmp_path, "training.max_steps=9", "training.val_before_train=false", *more))
+    deadline = time.monotonic() + 90
+    while not workers_of(process.pid):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(4)  # into the step
+    workers = workers_of(process.pid)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert process.poll() is None, "one Ctrl-C lets the step finish"
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=30)[1]
+    assert process.returncode == 130 and time.monotonic() - began < 5, said
+    assert "Traceback" not in said and "finishing this step" in said
+    assert not [pid for pid in workers if alive(pid)], "no process stays behind"
+    status, said = finish(words(tmp_path, *more, "training.fresh=true"))
+    assert status == 2 and "training.fresh" in said, "the lock is free"
+
+
+def workers_of(pid: int) -> list[int]:
+    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True).stdout
+    return [int(each) for each in listed.split()]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+
+
+# --------------------------------------------------------------------------------------------------------- the disk
+def on_a_small_disk(tmp_path, megabytes: int, prepare: str, command: list[str]) -> tuple[int, str, Path]:
+    """Runs the command with its output folder on a disk of that size: a tmpfs in a namespace of its own, which ends
+    with it. `prepare` is shell, run beside the command; what is left is copied to a folder that stays."""
+    disk, left = tmp_path / "disk", tmp_path / "left"
+    disk.mkdir()
+    left.mkdir()
+    python = " ".join([sys.executable, "-m", "mtrl", *(f"'{word}'" for word in command)])
+    script = f"mount -t tmpfs -o size={megabytes}m tmpfs {disk} || exit 99\n({prepare}) & {python}\n"
+    script += f"status=$?; wait; cp -a {disk}/. {left}; exit $status"
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", script],
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+    )  # fmt: skip
+    if "unshare" in done.stderr or done.returncode == 99:
+        pytest.skip(f"no disk of our own here: {done.stderr}")
+    return done.returncode, done.stderr, left
+
+
+def until(condition: str) -> str:
+    return f"until {condition}; do sleep 0.05; done"
+
+
+@pytest.mark.slow
+def test_a_full_disk_keeps_the_last_good_checkpoint(tmp_path, whole):
+    """37 MB a checkpoint: one fits, a second beside it does not. The run goes on, ends with an error that says so, and
+    with more room goes on to the same numbers."""
+    command = [*words(whole, *SETTINGS, "training.save_limit=1"), f"training.output_dir={tmp_path / 'disk'}"]
+    status, said, left = on_a_small_disk(tmp_path, 60, "true", command)
+    assert status == 1, said
+    assert "checkpoint of step 4 could not be saved: it needs 0.05 GB" in said and "step_2 is the last good one" in said
+    assert "Training goes on" in said and "Traceback" not in said
+    (kept,) = checkpoints(run_of(left) / "checkpoints")
+    check(kept)
+    assert kept.name == "step_2" and not list(kept.parent.glob(".step*"))
+    assert metrics_of(run_of(left))[STEPS, False]["step"] == STEPS, "it trained to the end"
+    assert main([*words(whole, *SETTINGS), f"training.output_dir={left}"]) == 0
+    same_end(run_of(whole), run_of(left), STEPS)
+
+
+@pytest.mark.slow
+def test_a_disk_that_fills_while_saving(tmp_path, whole):
+    """The estimate finds room, and then somebody takes it: the write itself fails."""
+    unfinished = f"{tmp_path}/disk/mtrl/zoo/checkpoints/.step_2"
+    filler = f"{until(f'[ -e {unfinished} ]')}; head -c 200m /dev/zero > {tmp_path}/disk/big"
+    command = [*words(whole, *SETTINGS), f"training.output_dir={tmp_path / 'disk'}"]
+    status, said, left = on_a_small_disk(tmp_path, 90, filler, command)
+    assert status == 1 and "could not be saved" in said and "Traceback" not in said, said
+    for kept in checkpoints(run_of(left) / "checkpoints"):
+        check(kept)
+    (left / "big").unlink()
+    assert main([*words(whole, *SETTINGS), f"training.output_dir={left}"]) == 0
+    same_end(run_of(whole), run_of(left), STEPS)
+
+
+@pytest.mark.slow
+def test_a_folder_that_turns_read_only(tmp_path, whole):
+    """The checkpoints' folder alone, for what is open elsewhere may be written to."""
+    saves = f"{tmp_path}/disk/mtrl/zoo/checkpoints"
+    turn = f"mount --bind {saves} {saves}; until mount -o remount,bind,ro {saves}; do sleep 0.02; done"
+    command = [*words(whole, *SETTINGS, "training.max_steps=12"), f"training.output_dir={tmp_path / 'disk'}"]
+    status, said, left = on_a_small_disk(tmp_path, 500, f"{until(f'[ -e {saves}/step_2 ]')}; {turn}", command)
+    assert status == 1 and "could not be saved" in said and "Read-only file system" in said, said
+    assert "Training goes on" in said and "Traceback" not in said
+    assert metrics_of(run_of(left))[12, False]["step"] == 12, "it trained to the end"
+    assert checkpoints(run_of(left) / "checkpoints")
+    for kept in checkpoints(run_of(left) / "checkpoints"):
+        check(kept)
+
+
+@pytest.mark.slow
+def test_a_run_whose_directory_is_removed_goes_on(tmp_path):
+    command = words(tmp_path, "training.max_steps=30", "training.save_freq=5", "training.val_freq=-1")
+    process = start(command)
+    saves = run_of(tmp_path) / "checkpoints"
+    while not checkpoints(saves):
+        assert process.poll() is None
+        time.sleep(0.01)
+    shutil.rmtree(run_of(tmp_path), ignore_errors=True)
+    said = process.communicate(timeout=120)[1]
+    assert process.returncode == 0 and "was removed while the run is on" in said and "Traceback" not in said, said
+    assert checkpoints(saves)[-1].name == "step_30"
+    check(checkpoints(saves)[-1])
+    assert main(words(tmp_path, "training.max_steps=30", "training.save_freq=5", "training.val_freq=-1")) == 0

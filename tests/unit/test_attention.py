@@ -1,0 +1,132 @@
+"""Who sees whom, the blocks that say it to a kernel, and attention mass against whole matrices."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
+
+from mtrl.models.attention import BLOCK, MassReader, Sight, attention, visible_blocks
+from mtrl.types import NO_POOL, TEXT_POOL, VISION_POOL
+
+
+def sight_of(documents, size):
+    """`documents`: each the length of a prompt and those of its responses; padding up to `size`."""
+    segment, prompt, name = [], [], 0
+    for lengths in documents:
+        first = name
+        for length in lengths:
+            segment += [name] * length
+            prompt += [first] * length
+            name += 1
+    rest = [-1] * (size - len(segment))
+    return Sight(torch.tensor([segment + rest]), torch.tensor([prompt + rest]))
+
+
+def test_who_sees_whom_by_hand():
+    """A prompt of two tokens, responses of two and one; a prompt of one and its response; a padding token."""
+    dense = sight_of([[2, 2, 1], [1, 1]], 8).dense()[0, 0].int().tolist()
+    assert dense == [
+        [1, 0, 0, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0, 0, 0],
+        [1, 1, 1, 1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 1, 0, 0, 0],
+        [0, 0, 0, 0, 0, 1, 0, 0],
+        [0, 0, 0, 0, 0, 1, 1, 0],
+        [0, 0, 0, 0, 0, 0, 0, 1],
+    ]
+
+
+LENGTHS = st.lists(st.integers(1, 400), min_size=1, max_size=5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(LENGTHS, min_size=1, max_size=4), st.integers(0, 200))
+def test_blocks_say_what_the_matrix_says(documents, padding):
+    tokens = sum(map(sum, documents)) + padding
+    sight = sight_of(documents, tokens + -tokens % BLOCK)
+    dense = sight.dense()[0, 0]
+    size = len(dense) // BLOCK
+    by_block = dense.view(size, BLOCK, size, BLOCK).transpose(1, 2).flatten(2)
+    some, whole = visible_blocks(sight.segment[0], sight.prompt[0])
+    assert torch.equal(some, by_block.any(-1))
+    assert torch.equal(whole, by_block.all(-1))
+
+
+def test_the_block_mask_is_the_one_that_torch_would_make():
+    sight = sight_of([[300, 70, 1, 200], [128, 128]], 1024)
+    ours = sight.blocks(torch.device("cpu"))
+    rule = ours.mask_mod
+    assert torch.equal(create_mask(rule, 1, 1, 1024, 1024, device="cpu"), sight.dense())
+    theirs = create_block_mask(rule, 1, 1, 1024, 1024, device="cpu", BLOCK_SIZE=BLOCK)
+    assert torch.equal(ours.to_dense(), theirs.to_dense())
+    for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
+        assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+
+
+def heads(size, columns=16, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(1, n, size, columns, generator=draw) for n in (4, 2, 2))
+
+
+def module_of():
+    module = torch.nn.Module()
+    module.num_key_value_groups, module.is_causal, module.layer_idx = 2, True, 0
+    return module
+
+
+def matrix(query, key, mask, scaling):
+    """Attention [1, heads, S, S], written out."""
+    scores = query @ key.repeat_interleave(2, 1).transpose(2, 3) * scaling
+    return scores.masked_fill(~mask, -torch.inf).softmax(-1)
+
+
+@pytest.mark.parametrize("kind", ["blocks", "matrix"])
+def test_attention_and_mass_equal_the_matrix(kind):
+    sight = sight_of([[100, 30, 50], [40, 20]], 256)
+    query, key, value = heads(256)
+    dense = sight.dense()
+    mask = dense if kind == "matrix" else sight.blocks(torch.device("cpu"))
+    pool = torch.full((1, 256), -1)
+    pool[0, :100] = torch.tensor([NO_POOL, TEXT_POOL, *[VISION_POOL] * 50, *[TEXT_POOL] * 40, *[NO_POOL] * 8])
+    pool[0, 180:220] = TEXT_POOL
+    sink = torch.zeros(1, 256, dtype=torch.bool)
+    sink[0, [0, 180]] = True
+    places = (torch.zeros(4, dtype=torch.long), torch.tensor([99, 120, 160, 230]))
+    reader = MassReader(pool, sink, places, [range(0, 1), range(0, 2), range(1, 2)])
+    output, _ = attention(module_of(), query, key, value, mask, mass=reader, scaling=0.5, dropout=0.0)
+    weights = matrix(query, key, dense, 0.5)
+    expected = (weights @ value.repeat_interleave(2, 1)).transpose(1, 2)
+    torch.testing.assert_close(output, expected, rtol=0, atol=1e-5)
+    mean = weights.mean(1)[0]  # heads first
+    for place, found in zip(places[1].tolist(), reader.total, strict=True):
+        own = slice(0, 100) if place < 180 else slice(180, 220)
+        row = mean[place, own].clone()
+        row[0] = 0  # the sink
+        row /= row.sum()
+        parts = [float(row[pool[0, own] == which].sum()) for which in (TEXT_POOL, VISION_POOL)]
+        torch.testing.assert_close(found[0], torch.tensor(parts), rtol=0, atol=1e-5)
+        torch.testing.assert_close(found[1], torch.tensor(parts) / 2, rtol=0, atol=1e-5)  # one of its two layers so far
+        assert (found[2] == 0).all()
+    assert reader.total[3, 0, 1] == 0, "the second prompt has no image"
+
+
+def test_a_prompt_of_the_sink_alone_has_no_mass():
+    query, key, value = heads(4)
+    pool = torch.tensor([[TEXT_POOL, -1, -1, -1]])
+    reader = MassReader(pool, pool >= 0, (torch.zeros(1, dtype=torch.long), torch.tensor([3])), [range(1)])
+    mask = sight_of([[1, 3]], 4).dense()
+    attention(module_of(), query, key, value, mask, mass=reader, scaling=1.0, dropout=0.0)
+    assert (reader.total == 0).all()
+
+
+def test_flex_attention_is_what_the_blocks_go_to(monkeypatch):
+    """On a CPU it is slow and without gradients, yet it is the kernel of the GPU route: the same numbers."""
+    calls = []
+    monkeypatch.setattr(
+        "mtrl.models.attention.flex_attention", lambda *x, **y: calls.append(1) or flex_attention(*x, **y)
+    )
+    sight = sight_of([[100, 28]], 128)
+    attention(module_of(), *heads(128), sight.blocks(torch.device("cpu")), scaling=1.0, dropout=0.0)
+    assert calls
