@@ -67,7 +67,9 @@ def random_backbone(
     return encoder, Backbone(model.eval(), DTYPES[compute or weights])
 
 
-def random_prompts(encoder: TextEncoder, count: int, sides: Sequence[int], text_tokens: int, seed: int = 0) -> list[Prompt]:
+def random_prompts(
+    encoder: TextEncoder, count: int, sides: Sequence[int], text_tokens: int, seed: int = 0
+) -> list[Prompt]:
     """Prompts of a square picture (sides in pixels, in turn) and `text_tokens` other tokens, template included."""
     words = [word for word in WORDS.split() if len(encoder.tokenizer(f" {word}")["input_ids"]) == 1]
     draw, noise = random.Random(seed), np.random.default_rng(seed)

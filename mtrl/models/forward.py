@@ -76,7 +76,7 @@ class Forward:
         if dependency == "low_var_kl":
             found["dependency"] = visual_dependency(found["old"], found["perturbed"], rollouts.mask)
         elif dependency == "full_kl":
-            kl = full_kl(*hidden, self.backbone.output_matrix, **self.distribution())
+            kl = full_kl(hidden[0], hidden[1], self.backbone.output_matrix, **self.distribution())
             found["dependency"] = bounded_dependency(spread(kl, rollouts.mask).cpu(), rollouts.mask)
         return Signals(**found)
 
@@ -101,9 +101,7 @@ class Forward:
         }
         features = dict(zip(inputs, self.backbone.see(list(inputs.values())), strict=True))
         positions = [prompt_positions(inputs[0, g]) for g in range(len(prompts))]
-        layout = lay_out(
-            rollouts, positions, share_prefix=self.share_prefix, packed=self.packed, views=len(views)
-        )
+        layout = lay_out(rollouts, positions, share_prefix=self.share_prefix, packed=self.packed, views=len(views))
         return layout, [features[document.view, document.prompt] for document in layout.documents]
 
     def _read(self, layout: Layout, features: list[Features | None], mass: MassReader | None = None) -> list[Tensor]:

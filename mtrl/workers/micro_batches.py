@@ -22,12 +22,12 @@ class MicroBatching:
     rows: int | None = None  # in place of tokens
     share_prefix: bool = True
 
-    def split(self, rollouts: Rollouts) -> list[Tensor]:
-        """Row indices of each pass."""
+    def split(self, rollouts: Rollouts, views: int = 1) -> list[Tensor]:
+        """Row indices of each pass, which reads every prompt and response under so many views."""
         if self.rows is not None:
             return list(torch.arange(len(rollouts)).split(self.rows))
-        response_tokens = rollouts.mask.sum(1)
-        prompt_tokens = [len(prompt.ids) for prompt in rollouts.prompts]
+        response_tokens = views * rollouts.mask.sum(1)
+        prompt_tokens = [views * len(prompt.ids) for prompt in rollouts.prompts]
         budget = NO_LIMIT if self.tokens is None else self.tokens
         pieces = cut_groups(rollouts.group, response_tokens, prompt_tokens, budget, self.share_prefix)
         if self.tokens is None:

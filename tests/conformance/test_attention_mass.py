@@ -105,7 +105,9 @@ def test_prompt_masses_equal_those_of_eager_matrices(family, route):
 def test_masses_are_worth_telling_apart(family):
     rollouts = rollouts_for(family)
     signals = Forward(shared_backbone(family), encoder_of(family)).signals(rollouts, mass=True)
-    ratio = vgr(segment(sequence_mass(signals.mass, rollouts.mask), "late"), pool_sizes(rollouts.prompts)[rollouts.group])
+    ratio = vgr(
+        segment(sequence_mass(signals.mass, rollouts.mask), "late"), pool_sizes(rollouts.prompts)[rollouts.group]
+    )
     applies = rollouts.visual & rollouts.mask.any(1)
     assert ratio[applies].std() > 0.05
     assert ratio[~rollouts.visual].isnan().all(), "no image: not applicable"

@@ -75,9 +75,9 @@ def test_eval_of_a_run_and_of_its_checkpoint_agree_with_the_log(run, capsys):
         assert set(summary["by"]["kind"]) == {"colour", "shape", "position", "count", "comparison"}
 
 
-def test_starting_the_same_run_again_is_refused_until_resuming_is_built(run, capsys):
-    assert main(["train", *SMALL, f"training.output_dir={run.parent.parent}"]) == 2
-    assert "experiment_name" in capsys.readouterr().err
+def test_starting_the_same_run_again_says_that_it_is_finished(run, capsys):
+    assert main(["train", *SMALL, f"training.output_dir={run.parent.parent}", "training.max_steps=2"]) == 0
+    assert "is finished: step 2 of 2" in capsys.readouterr().err
 
 
 def test_val_only_validates_and_stops(tmp_path):

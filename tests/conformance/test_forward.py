@@ -15,8 +15,10 @@ from tiny_models import (
     rollouts_of,
     shared_backbone,
 )
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from mtrl.algorithms.signals import DEPENDENCY_LIMIT
+from mtrl.models.backbone import SHARED_PREFIX_FAMILIES, Backbone
 from mtrl.models.forward import Forward
 from mtrl.models.perturb import Perturbation
 
@@ -250,3 +252,34 @@ def test_rows_do_not_depend_on_their_batch(family, forward):
         alone = forward.signals(rollouts.rows(torch.tensor([row])), entropy=True)
         close(alone.old[0], together.old[row])
         close(alone.entropy[0], together.entropy[row])
+
+
+# ---------------------------------------------------------------------------------------------------- other text models
+TEXT_SIZES = {
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", sorted(set(SHARED_PREFIX_FAMILIES) - set(TINY_FAMILIES)))
+def test_every_family_that_may_share_its_prefix_is_exact(kind):
+    torch.manual_seed(0)
+    options = {"sliding_window": None} if kind == "mistral" else {}
+    config = AutoConfig.for_model(kind, **TEXT_SIZES, **options)
+    backbone = Backbone(AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval())
+    with torch.no_grad():
+        for parameter in backbone.model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(8)
+    assert backbone.shares_prefixes
+    rollouts = rollouts_for("qwen2")
+    forwards = [Forward(backbone, encoder_of("qwen2"), **route) for route in ROUTES.values()]
+    plain = Forward(backbone, encoder_of("qwen2"), share_prefix=False).signals(rollouts).old
+    for forward in forwards:
+        close(forward.signals(rollouts).old, plain)
+    assert plain[rollouts.mask].std() > 0.5
+
+
+def test_an_unknown_family_reads_its_prompt_for_each_response():
+    config = AutoConfig.for_model("stablelm", **TEXT_SIZES)
+    assert not Backbone(AutoModelForCausalLM.from_config(config)).shares_prefixes

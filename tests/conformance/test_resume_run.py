@@ -161,7 +161,7 @@ def test_harm_to_any_file_is_never_loaded(whole, output, harm, caplog):
     for name in FILES:
         caplog.clear()
         harm(newest / name)
-        start_again = find_start(run, find_last=True, given=None)
+        start_again = find_start(run, steps=STEPS)
         assert start_again.step == 2 and f"step_{STEPS} is damaged ({name}" in caplog.text
         shutil.rmtree(run / "checkpoints" / f"step_{STEPS}.damaged")
         shutil.copytree(run_of(whole) / "checkpoints" / f"step_{STEPS}", newest)

@@ -53,13 +53,12 @@ def metrics(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_hostile_function_does_not_stop_a_run(tmp_path, capfd):
+def test_a_hostile_function_does_not_stop_a_run(tmp_path, caplog):
     assert train(tmp_path, HOSTILE, "training.max_steps=2", "worker.reward.timeout_s=1") == 0
     rows = metrics(tmp_path)
-    assert len(rows) == 2 and any(0 < row["reward/failed"] for row in rows)
+    assert len(rows) == 2 and any(row["reward/failed"] > 0 for row in rows)
     assert all(-1 <= row["reward/overall"] <= 1 for row in rows)
-    said = capfd.readouterr().err
-    assert "reward function mine failed on" in said and len(said) < 50_000
+    assert "reward function mine failed on" in caplog.text and len(caplog.text) < 50_000
 
 
 def test_ten_steps_of_failures_end_a_run_with_their_cause(tmp_path, capfd):
@@ -73,8 +72,8 @@ def test_weights_and_signals_of_a_function_move_through_a_run(tmp_path):
     source = (
         "def reward_function(data, signals):\n"
         "    tokens = len(data['response_token_ids'])\n"
-        "    seen = all(len(signals[name]) == tokens for name in ('old', 'entropy', 'dependency')) if signals else False\n"
-        "    return len(data['response']) % 3, {'measured': seen, 'token_weights': [0.0] * tokens}\n"
+        "    seen = signals and all(len(signals[name]) == tokens for name in ('old', 'entropy', 'dependency'))\n"
+        "    return len(data['response']) % 3, {'measured': bool(seen), 'token_weights': [0.0] * tokens}\n"
     )
     assert train(tmp_path, source, "training.max_steps=1", "optimization.enable_token_weights=true") == 0
     row = metrics(tmp_path)[0]

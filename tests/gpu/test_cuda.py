@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from mtrl.models.backbone import Backbone
 from mtrl.models.families import load_encoder
@@ -24,9 +25,22 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 QUESTIONS = [make_question("test", index) for index in range(40)]
 
 
-def forward_on(device: str, compute: torch.dtype | None = None, share_prefix: bool = True) -> Forward:
+def forward_on(device: str, compute: torch.dtype | None = None, compiled: bool = False, **route) -> Forward:
     encoder = load_encoder(MODEL_DIRECTORY)
-    return Forward(Backbone(load_model(MODEL_DIRECTORY, device=device), compute), encoder, share_prefix=share_prefix)
+    return Forward(Backbone(load_model(MODEL_DIRECTORY, device=device), compute, compiled=compiled), encoder, **route)
+
+
+ROUTES = {
+    "packed": {"packed": True},
+    "packed, compiled": {"packed": True, "compiled": True},
+    "packed, prompts not shared": {"packed": True, "share_prefix": False},
+    "shared": {},
+    "a row each": {"share_prefix": False},
+}
+
+
+def relative(found, expected):
+    return float((found.cpu() - expected).norm() / expected.norm())
 
 
 @pytest.fixture(scope="module")
@@ -36,16 +50,36 @@ def rollouts():
     return generator.generate(prompts_of(QUESTIONS[:12], forward.encoder), Sampling(n=4, max_new_tokens=24))
 
 
-@pytest.mark.parametrize("share_prefix", [True, False])
-def test_signals_equal_the_cpu(rollouts, share_prefix):
+@pytest.mark.parametrize("route", ROUTES)
+def test_signals_equal_the_cpu(rollouts, route):
     perturbation = Perturbation()
     views = [perturbation.view(prompt, step=0) for prompt in rollouts.prompts]
-    here, there = (
-        forward_on(device, share_prefix=share_prefix).signals(rollouts, views, entropy=True, dependency="full_kl")
-        for device in ("cpu", "cuda")
-    )
-    for name in ("old", "perturbed", "entropy", "dependency"):
+    asked = {"entropy": True, "dependency": "full_kl", "mass": True}
+    here = forward_on("cpu").signals(rollouts, views, **asked)
+    there = forward_on("cuda", **ROUTES[route]).signals(rollouts, views, **asked)
+    for name in ("old", "perturbed", "entropy", "dependency", "mass", "prompt_mass"):
         torch.testing.assert_close(getattr(here, name), getattr(there, name), rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_gradients_equal_the_cpu(rollouts, route):
+    gradients = []
+    for forward in (forward_on("cpu"), forward_on("cuda", **ROUTES[route])):
+        forward.logp(rollouts).sum().backward()
+        gradients.append({name: p.grad for name, p in forward.backbone.model.named_parameters()})
+    assert max(relative(gradients[1][name], expected) for name, expected in gradients[0].items()) < 2e-3
+
+
+def test_no_graph_is_compiled_after_the_second_batch(rollouts):
+    """Lengths differ from batch to batch; master weights in float32, products in bf16."""
+    forward = forward_on("cuda", torch.bfloat16, packed=True, compiled=True)
+    graphs = []
+    for rows in (torch.arange(48), torch.arange(8, 40), torch.arange(4, 15), torch.arange(20, 48), torch.tensor([3])):
+        part = rollouts.rows(rows)
+        forward.signals(part, [prompt.media for prompt in part.prompts], dependency="low_var_kl", mass=True)
+        forward.logp(part).sum().backward()
+        graphs.append(int(counters["stats"]["unique_graphs"]))
+    assert graphs[0] > 0 and graphs[-1] == graphs[1], graphs
 
 
 def test_bf16_compute_stays_close(rollouts):

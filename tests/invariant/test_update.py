@@ -29,7 +29,7 @@ SMALL, LARGE = 40, 180  # tokens: the one cuts groups, the other joins them
 # still moves by about LR, a hundred times the tolerance.
 LR, CLIP = 1e-4, 0.01
 ALL_AT_ONCE = MicroBatching(rows=len(GROUP))
-NEEDS = Needs(old=True, entropy=True, dependency="low_var_kl")
+NEEDS = Needs(old=True, entropy=True, dependency="low_var_kl", mass=True)
 
 
 @pytest.fixture(params=FAMILIES)
@@ -55,7 +55,7 @@ def actor_of(family, batching=ALL_AT_ONCE, forward=None, **optimization):
         perturbation=Perturbation(seed=3),
         update_batching=batching,
         probe_batching=batching,
-        save_encoder=lambda directory: None,
+        encoder_files={},
     )
 
 
@@ -186,6 +186,14 @@ def test_weights_do_not_depend_on_the_layout(family, kind, layout):
     check_equal(learn(actor_of(family, LAYOUTS[layout]), [make(family)], loss), expected_of(family, kind))
 
 
+@pytest.mark.parametrize("layout", ["small token budget", "large token budget", "token budget, prompts not shared"])
+def test_weights_do_not_depend_on_packing(family, layout):
+    batching = LAYOUTS[layout]
+    forward = Forward(fresh_backbone(family), encoder_of(family), share_prefix=batching.share_prefix, packed=True)
+    found = learn(actor_of(family, batching, forward), [full_batch(family)])
+    check_equal(found, expected_of(family, "all streams, grpo"))
+
+
 @pytest.mark.parametrize("layout", ["three rows", "large token budget", "all rows, prompts not shared"])
 @pytest.mark.parametrize("kind", ["plain", "all streams, grpo"])
 def test_weights_do_not_depend_on_padding(family, kind, layout):
@@ -239,7 +247,7 @@ def test_signals_do_not_depend_on_the_layout(family, layout, dependency):
     expected = actor_of(family).probe(rollouts, needs, 4)
     found = actor_of(family, LAYOUTS[layout]).probe(rollouts.rows(rows), needs, 4)
     assert expected.dependency[rollouts.visual].max() > 0.1
-    for name in ("old", "perturbed", "entropy", "dependency"):
+    for name in ("old", "perturbed", "entropy", "dependency", "mass", "prompt_mass"):
         ours, theirs = getattr(found, name), getattr(expected, name)[rows]
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}")
 
@@ -390,6 +398,32 @@ def test_gradients_are_clipped_to_the_norm(family):
     loose = learn(actor_of(family, max_grad_norm=norm * 2), [plain_batch(family)], Loss())
     for ours, theirs in zip(loose.gradients[0], free.gradients[0], strict=True):
         same(ours, theirs)
+
+
+# ------------------------------------------------------------------------------------------------------ fresh rollouts
+@pytest.mark.parametrize("kind", ["ppo", "cispo", "sapo"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_one_step_on_fresh_rollouts_needs_no_old_pass(family, kind, level):
+    """With old log-probs probed just before, or taken from the update's own pass: the same step."""
+    rollouts, signals = rollouts_for(family), signals_for(family)
+    loss = Loss(PolicyLoss(kind, level), entropy_penalty_coef=0.06, tis_clip=2.0, tis_level=level)
+    correction = mismatch_correction(signals.old, rollouts.behaviour, rollouts.mask, 2.0, level)
+    probed = replace(plain_batch(family), old=signals.old, correction=correction)
+    saved = replace(probed, old=None, correction=None)
+    expected = learn(actor_of(family), [probed], loss)
+    found = learn(actor_of(family, MicroBatching(rows=3)), [saved], loss)
+    said = {name: found.metrics.pop(name) for name in ("entropy", "logprob_gap_mean", "logprob_gap_kl")}
+    check_equal(found, expected)
+    gap = (signals.old - rollouts.behaviour)[rollouts.mask]
+    assert said["entropy"] == pytest.approx(float(signals.entropy[rollouts.mask].mean()), rel=1e-5)
+    assert said["logprob_gap_mean"] == pytest.approx(float(gap.abs().mean()), rel=1e-5)
+    assert said["logprob_gap_kl"] == pytest.approx(-float(gap.mean()), rel=1e-5)
+
+
+def test_a_probe_of_nothing_makes_no_pass(family, monkeypatch):
+    actor = actor_of(family)
+    monkeypatch.setattr(Forward, "signals", None)
+    assert actor.probe(rollouts_for(family), Needs(), 0).old is None
 
 
 # ----------------------------------------------------------------------------------------------------- model switches

@@ -94,7 +94,7 @@ def test_attention_and_mass_equal_the_matrix(kind):
     sink = torch.zeros(1, 256, dtype=torch.bool)
     sink[0, [0, 180]] = True
     places = (torch.zeros(4, dtype=torch.long), torch.tensor([99, 120, 160, 230]))
-    reader = MassReader(pool, sink, places, [range(0, 1), range(0, 2), range(1, 2)])
+    reader = MassReader(pool, sink, places, [range(1), range(2), range(1, 2)])
     output, _ = attention(module_of(), query, key, value, mask, mass=reader, scaling=0.5, dropout=0.0)
     weights = matrix(query, key, dense, 0.5)
     expected = (weights @ value.repeat_interleave(2, 1)).transpose(1, 2)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ PROCESSOR_FILES = (
     "chat_template.json",
 )
 
-__all__ = ["VISION_FAMILIES", "QwenVLEncoder", "TextEncoder", "load_encoder", "load_model_config", "save_encoder_files"]
+__all__ = ["VISION_FAMILIES", "QwenVLEncoder", "TextEncoder", "encoder_files", "load_encoder", "load_model_config"]
 
 
 def load_encoder(
@@ -145,13 +146,15 @@ def _read_template(template: str | None) -> str | None:
     return template
 
 
-def save_encoder_files(encoder: TextEncoder, model_path: str | Path, directory: Path) -> None:
+def encoder_files(encoder: TextEncoder, model_path: str | Path) -> dict[str, bytes]:
     """What stands beside the weights of a checkpoint, so that it loads as it is: the tokenizer, and the processors'
-    settings as the model came with them."""
-    encoder.tokenizer.save_pretrained(directory)
-    for name in PROCESSOR_FILES:
-        if found := _find_file(str(model_path), name):
-            shutil.copyfile(found, directory / name)
+    settings as the model came with them. Read once, before any thread uses the tokenizer."""
+    with tempfile.TemporaryDirectory() as folder:
+        encoder.tokenizer.save_pretrained(folder)
+        for name in PROCESSOR_FILES:
+            if found := _find_file(str(model_path), name):
+                shutil.copyfile(found, Path(folder, name))
+        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
 
 
 def _read_json(path: str, name: str) -> dict[str, Any]:

@@ -1,0 +1,214 @@
+"""One prompt, its group, one pass: what probes and updates cost, with the shared prefix and without.
+
+    python -m benchmarks.forward --size 3b --device cuda [--out benchmarks/results/forward.json]
+    python -m benchmarks.forward                                   (a tiny model on the CPU, to try it)
+
+The defaults of `3b` are 8 prompts x 8 responses x 256 tokens, 576 image tokens and 66 others, bf16 weights, gradient
+checkpointing, as in `benchmarks.step`. All numbers of a run are taken one after the other in one process:
+
+routes     both views of all groups (old and perturbed log-probs, entropy, S), the same with attention masses or with
+           full_kl, and one optimizer step on all groups; shared and packed against a padded row for each response
+unequal    responses of 32-256 tokens, prompts of three image sizes: seconds per token against the equal case, graphs
+           compiled after the second batch, and the log-probs against the padded route
+scaling    groups of 4, 8 and 16 responses and three image sizes: seconds against tokens
+
+A floor stands beside the shared route: the products that must be taken, at the rate of a large one on this device.
+The last line is the result as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.environment import environment
+from benchmarks.measure import compiled_graphs, peak_gb, seconds
+from benchmarks.random_model import random_backbone, random_prompts, random_rollouts
+from mtrl.algorithms.losses import Loss, term_weights
+from mtrl.models.backbone import Backbone
+from mtrl.models.forward import Forward
+from mtrl.models.perturb import Perturbation
+from mtrl.types import Rollouts, TrainBatch
+from mtrl.workers.actor import LocalActor, Optimization
+from mtrl.workers.micro_batches import MicroBatching
+
+TEXT_TOKENS = 66
+SHAPES = {"3b": (8, 256, 672), "tiny": (4, 16, 112)}  # prompts and responses, tokens, image side
+SIDES = {"3b": (448, 672, 896), "tiny": (56, 112, 168)}
+BUDGET = 16384  # tokens of a pass, as on a GPU by default
+ROWS = 8  # of a pass of the padded route
+
+
+class Bench:
+    """One model, and the passes that a step makes over rollouts."""
+
+    def __init__(self, size: str, device: str, weights: str, compiled: bool) -> None:
+        self.encoder, backbone = random_backbone(size, device, weights, "bf16" if device == "cuda" else "fp32")
+        self.backbone = Backbone(backbone.model, backbone.compute_dtype, compiled=compiled)
+        self.perturbation = Perturbation()
+        self.routes = {
+            "shared": Forward(self.backbone, self.encoder, packed=device == "cuda"),
+            "padded": Forward(self.backbone, self.encoder, share_prefix=False),
+        }
+
+    def rollouts(self, prompts: int, responses: int, lengths: tuple[int, int], sides: Any, seed: int = 0) -> Rollouts:
+        return random_rollouts(
+            random_prompts(self.encoder, prompts, sides, TEXT_TOKENS, seed), responses, lengths, seed
+        )
+
+    def batching(self, route: str) -> MicroBatching:
+        shared = MicroBatching(at_least=BUDGET)
+        return shared if route == "shared" else MicroBatching(rows=ROWS, share_prefix=False)
+
+    def probe(self, route: str, rollouts: Rollouts, **asked: Any) -> list[torch.Tensor]:
+        """Old log-probs, pass by pass. The views are made in here: they are part of the cost."""
+        rows = self.batching(route).split(rollouts, views=2)
+        found = []
+        for part in (rollouts.rows(index) for index in rows):
+            views = [self.perturbation.view(prompt, 0) for prompt in part.prompts]
+            found.append(self.routes[route].signals(part, views, entropy=True, **asked).old)
+        return found
+
+    def actor(self, route: str) -> LocalActor:
+        batching = self.batching(route)
+        settings = {"perturbation": self.perturbation, "update_batching": batching, "probe_batching": batching}
+        return LocalActor(self.routes[route], Optimization(lr=1e-9), encoder_files={}, **settings)  # type: ignore[arg-type]
+
+    def batch(self, rollouts: Rollouts) -> TrainBatch:
+        mask = rollouts.mask
+        weights = term_weights(mask.float(), mask, "dapo", mask.shape[1])
+        advantage = torch.randn(len(mask), 1, generator=torch.Generator().manual_seed(0)).expand(mask.shape)
+        return TrainBatch(rollouts, None, advantage, None, weights)
+
+    def tokens(self, rollouts: Rollouts) -> int:
+        return sum(len(prompt.ids) for prompt in rollouts.prompts) + int(rollouts.mask.sum())
+
+
+def measure_routes(bench: Bench, rollouts: Rollouts, rounds: int) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for route in bench.routes:
+        found: dict[str, float] = {}
+        times = rounds if route == "shared" else 1  # the padded route takes long enough
+        asked: dict[str, dict[str, Any]] = {"two_views_s": {"dependency": "low_var_kl"}}
+        if route == "shared":
+            asked["two_views_and_attention_s"] = {"dependency": "low_var_kl", "mass": True}
+            asked["two_views_full_kl_s"] = {"dependency": "full_kl"}
+        for name, what in asked.items():
+            with peak_gb(found, name.replace("_s", "_peak_gb")):
+                found[name] = seconds(lambda route=route, what=what: bench.probe(route, rollouts, **what), times)
+        actor, batch = bench.actor(route), bench.batch(rollouts)
+        with peak_gb(found, "update_peak_gb"):
+            found["update_s"] = seconds(lambda actor=actor, batch=batch: actor.update([batch], Loss()), times)
+        del actor
+        result[route] = found
+        print(route, found, flush=True)
+    shared, padded = result["shared"], result["padded"]
+    result["speedup"] = {name: round(padded[name] / shared[name], 2) for name in ("two_views_s", "update_s")}
+    result["attention_on_top"] = round(shared["two_views_and_attention_s"] / shared["two_views_s"] - 1, 3)
+    return result
+
+
+def measure_unequal(bench: Bench, size: str, equal_s_per_token: dict[str, float], rounds: int) -> dict[str, Any]:
+    count, longest, _ = SHAPES[size]
+    batches = [bench.rollouts(count, count, (longest // 8, longest), SIDES[size], seed) for seed in range(4)]
+    graphs, gaps = [], []
+    actor = bench.actor("shared")
+    for rollouts in batches:
+        shared = bench.probe("shared", rollouts, dependency="low_var_kl", mass=True)
+        actor.update([bench.batch(rollouts)], Loss())
+        graphs.append(compiled_graphs())
+        del shared
+    for rollouts in batches[:1]:
+        ours, theirs = (together(bench, route, rollouts) for route in ("shared", "padded"))
+        gaps.append(float((ours - theirs)[rollouts.mask].abs().mean()))
+    last = batches[-1]
+    tokens = bench.tokens(last)
+    probe = seconds(lambda: bench.probe("shared", last, dependency="low_var_kl"), rounds) / tokens
+    update = seconds(lambda: actor.update([bench.batch(last)], Loss()), rounds) / tokens
+    return {
+        "tokens": tokens,
+        "two_views_per_token": round(probe / equal_s_per_token["two_views_s"], 3),
+        "update_per_token": round(update / equal_s_per_token["update_s"], 3),
+        "graphs_after_each_batch": graphs,
+        "recompiled_after_second": graphs[-1] - graphs[1],
+        "logprob_gap_to_padded_mean": round(max(gaps), 5),
+    }
+
+
+def together(bench: Bench, route: str, rollouts: Rollouts) -> torch.Tensor:
+    """Old log-probs of all rows, in their order."""
+    rows = bench.batching(route).split(rollouts, views=2)
+    return torch.cat(bench.probe(route, rollouts, dependency="low_var_kl"))[torch.cat(rows).argsort()]
+
+
+def measure_scaling(bench: Bench, size: str, rounds: int) -> list[dict[str, Any]]:
+    count, length, _ = SHAPES[size]
+    table = []
+    actor = bench.actor("shared")
+    for side in SIDES[size]:
+        for responses in (4, 8, 16):
+            rollouts = bench.rollouts(count, responses, (length, length), [side])
+            probe = seconds(lambda r=rollouts: bench.probe("shared", r, dependency="low_var_kl"), rounds)
+            batch = bench.batch(rollouts)
+            update = seconds(lambda b=batch: actor.update([b], Loss()), rounds)
+            image = len(rollouts.prompts[0].ids) - TEXT_TOKENS
+            row = {"image_tokens": image, "responses": responses, "tokens": bench.tokens(rollouts)}
+            table.append(row | {"two_views_s": probe, "update_s": update})
+            print(table[-1], flush=True)
+    return table
+
+
+def floor(bench: Bench, rollouts: Rollouts) -> dict[str, float]:
+    """Operations of the shared route over the rate of a large product: language model, output matrix, tower."""
+    model = bench.backbone.model
+    parameters = {name: p.numel() for name, p in model.named_parameters()}
+    tower = sum(n for name, n in parameters.items() if ".visual." in name)
+    head = bench.backbone.output_matrix.numel()
+    body = sum(parameters.values()) - tower - head
+    patches = sum(m.shape[0] * m.shape[1] // 14**2 for prompt in rollouts.prompts for m in prompt.media)
+    operations = 2 * (bench.tokens(rollouts) * body + int(rollouts.mask.sum()) * head + patches * tower)
+    side = 8192 if bench.backbone.device.type == "cuda" else 1024
+    a = torch.randn(side, side, device=bench.backbone.device, dtype=bench.backbone.compute_dtype)
+    rate = 2 * side**3 / seconds(lambda: a @ a, 10)
+    found = {"rate_tflops": rate / 1e12, "two_views_s": 2 * operations / rate, "update_s": 4 * operations / rate}
+    return {name: round(value, 4) for name, value in found.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SHAPES, default="tiny")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--weights", choices=["bf16", "fp32"], default=None, help="bf16 on cuda, fp32 on cpu")
+    parser.add_argument("--no-compile", action="store_true", help="norms and MLPs as they come")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", choices=["routes", "unequal", "scaling"], default=None)
+    parser.add_argument("--out", type=Path, default=None)
+    arguments = parser.parse_args()
+    size, device = arguments.size, arguments.device
+    weights = arguments.weights or ("bf16" if device == "cuda" else "fp32")
+    bench = Bench(size, device, weights, compiled=device == "cuda" and not arguments.no_compile)
+    count, length, side = SHAPES[size]
+    equal = bench.rollouts(count, count, (length, length), [side])
+    result: dict[str, Any] = {"bench": "forward", "arguments": {k: str(v) for k, v in vars(arguments).items()}}
+    result |= {"tokens": bench.tokens(equal), "floor": floor(bench, equal)}
+    if arguments.only in (None, "routes", "unequal"):
+        result["routes"] = measure_routes(bench, equal, arguments.rounds)
+    if arguments.only in (None, "unequal"):
+        per_token = {name: result["routes"]["shared"][name] / result["tokens"] for name in ("two_views_s", "update_s")}
+        result["unequal"] = measure_unequal(bench, size, per_token, arguments.rounds)
+        print(result["unequal"], flush=True)
+    if arguments.only in (None, "scaling"):
+        result["scaling"] = measure_scaling(bench, size, arguments.rounds)
+    result |= environment()
+    if arguments.out is not None:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

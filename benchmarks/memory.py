@@ -1,0 +1,89 @@
+"""Peaks of device memory: an update with bf16 and with float32 master weights, and attention masses against length.
+
+    python -m benchmarks.memory [--size 3b] [--out benchmarks/results/memory.json]
+
+Needs a GPU. `held` is what stays between steps (weights, gradients are freed, two moments); a peak is all that was
+allocated at once. The update learns from 8 prompts x 8 responses x 256 tokens, 576 image tokens, with checkpointing.
+Masses are read for one group of 8 responses, whose length doubles from row to row: what the pass takes beyond the
+weights must grow no faster than the length. The last line is the result as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.environment import environment
+from benchmarks.forward import SHAPES, Bench
+from benchmarks.measure import peak_gb
+from mtrl.algorithms.losses import Loss
+
+RESPONSES = 8
+
+
+def allocated_gb() -> float:
+    gc.collect()
+    torch.cuda.empty_cache()
+    return round(torch.cuda.memory_allocated() / 2**30, 2)
+
+
+def measure_update(size: str, weights: str) -> dict[str, float]:
+    bench = Bench(size, "cuda", weights, compiled=True)
+    count, length, side = SHAPES[size]
+    batch = bench.batch(bench.rollouts(count, count, (length, length), [side]))
+    found = {"weights_gb": allocated_gb()}
+    actor = bench.actor("shared")
+    actor.update([batch], Loss())
+    found["held_gb"] = allocated_gb()
+    with peak_gb(found, "update_peak_gb"):
+        actor.update([batch], Loss())
+    with peak_gb(found, "two_views_peak_gb"):
+        bench.probe("shared", batch.rollouts, dependency="low_var_kl")
+    return found
+
+
+def measure_lengths(size: str) -> list[dict[str, float]]:
+    bench = Bench(size, "cuda", "bf16", compiled=True)
+    _, shortest, side = SHAPES[size]
+    weights = torch.cuda.memory_allocated() / 2**30
+    table = []
+    for length in (shortest, 2 * shortest, 4 * shortest, 8 * shortest):
+        rollouts = bench.rollouts(1, RESPONSES, (length, length), [side])
+        row: dict[str, float] = {"response_tokens": length, "tokens": bench.tokens(rollouts)}
+        forward = bench.routes["shared"]
+        for name, mass in (("plain_gb", False), ("with_attention_gb", True)):
+            with peak_gb(row, name):
+                forward.signals(rollouts, mass=mass)
+            row[name] = round(row[name] - weights, 3)
+        table.append(row)
+        print(row, flush=True)
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SHAPES, default="3b")
+    parser.add_argument("--out", type=Path, default=None)
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmarks.memory measures device memory and needs a GPU")
+    result: dict[str, Any] = {"bench": "memory", "size": arguments.size}
+    for weights in ("bf16", "fp32"):
+        result[f"weights_{weights}"] = measure_update(arguments.size, weights)
+        print(weights, result[f"weights_{weights}"], flush=True)
+        allocated_gb()
+    result["attention_by_length"] = measure_lengths(arguments.size)
+    result |= environment()
+    if arguments.out is not None:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

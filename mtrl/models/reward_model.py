@@ -1,0 +1,226 @@
+"""Reward models: sequence classification with one label, of a whole conversation.
+
+Text: any checkpoint that `AutoModelForSequenceClassification` loads; the model itself knows where in the sequence its
+score stands. Images: transformers has no such class for Qwen's vision-language families, so a checkpoint is the
+backbone as it is published with a `score.weight` [1, hidden] in its safetensors (the layout that ms-swift writes); its
+score stands at the last token.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from PIL import Image
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+)
+from transformers.utils import cached_file, logging
+
+from mtrl.models.backbone import Backbone, prompt_positions, vision_tokens
+from mtrl.models.families import VISION_FAMILIES, load_encoder, load_model_config
+from mtrl.models.families.text import TextEncoder, parts_of
+from mtrl.models.load import DTYPES
+from mtrl.types import Prompt, Task
+
+HEAD = "score.weight"
+NOTHING_FOLLOWS = "{% set add_generation_prompt = false %}"  # before a template: the answer is there already
+
+
+class Judge(Protocol):
+    """Writes a response down as its reward model reads it, and scores some of them in one pass."""
+
+    def fit(self, media: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
+        """A prompt's images as this model sees them."""
+
+    def encode(self, task: Task, media: Sequence[np.ndarray], response: str) -> Prompt:
+        """The conversation with the response at its end. A ValueError says why it cannot be scored."""
+
+    def scores(self, conversations: Sequence[Prompt]) -> Tensor:
+        """[N] float32, on the CPU."""
+
+
+def load_judge(
+    path: str, *, dtype: str = "fp32", device: str | torch.device = "cpu", trust_remote_code: bool = False
+) -> Judge:
+    """The reward model in a directory or behind a hub id, with its own tokenizer and image settings."""
+    config = load_model_config(path, trust_remote_code)
+    options: dict[str, Any] = {"dtype": DTYPES[dtype], "trust_remote_code": trust_remote_code}
+    if config.model_type in VISION_FAMILIES:
+        encoder = load_encoder(path, trust_remote_code=trust_remote_code)
+        head = read_head(path)
+        model = load_whole(AutoModelForImageTextToText, path, unused="lm_head.weight", **options)
+        return VisionJudge(with_head(model.to(device), head), encoder)
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    model = load_whole(AutoModelForSequenceClassification, path, num_labels=1, **options)
+    return TextJudge(model.to(device), TextEncoder(tokenizer))
+
+
+class TextJudge:
+    """Reads the words of a conversation; images are left out."""
+
+    def __init__(self, model: PreTrainedModel, encoder: TextEncoder) -> None:
+        self.model, self.encoder, self.limit = model, for_answered(encoder), longest(model, encoder)
+        model.config.get_text_config().pad_token_id = encoder.pad_id  # its score stands before the padding
+
+    def fit(self, media: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
+        return ()
+
+    def encode(self, task: Task, media: Sequence[np.ndarray], response: str) -> Prompt:
+        return encode_answered(self.encoder, self.limit, words_of(task), (), response)
+
+    @torch.no_grad()
+    def scores(self, conversations: Sequence[Prompt]) -> Tensor:
+        rows, device = [each.ids for each in conversations], self.model.device
+        ids = pad_sequence(rows, batch_first=True, padding_value=self.encoder.pad_id)
+        mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+        return self.model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits[:, 0].float().cpu()
+
+
+class VisionJudge:
+    """Sees the images too: those of a prompt once for all its responses in a pass."""
+
+    def __init__(self, model: PreTrainedModel, encoder: TextEncoder) -> None:
+        self.backbone, self.encoder, self.limit = Backbone(model), for_answered(encoder), longest(model, encoder)
+
+    def fit(self, media: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
+        return [resized(array, *self.encoder.target_size(*array.shape[-3:-1])) for array in media]
+
+    def encode(self, task: Task, media: Sequence[np.ndarray], response: str) -> Prompt:
+        return encode_answered(self.encoder, self.limit, task, media, response)
+
+    @torch.no_grad()
+    def scores(self, conversations: Sequence[Prompt]) -> Tensor:
+        device = self.backbone.device
+        owner = [tuple(map(id, each.media)) for each in conversations]  # responses to a prompt hold the same arrays
+        seen = dict(zip(owner, conversations, strict=True))
+        inputs = {images: self.encoder.inputs(each) for images, each in seen.items()}
+        features = dict(zip(inputs, self.backbone.see(list(inputs.values())), strict=True))
+        positions = [
+            counted_on(prompt_positions(inputs[images]), len(each.ids)).T
+            for images, each in zip(owner, conversations, strict=True)
+        ]
+        hidden = self.backbone.read(
+            pad_sequence([each.ids for each in conversations], batch_first=True).to(device),
+            pad_sequence(positions, batch_first=True).permute(2, 0, 1).to(device),
+            pad_sequence([vision_tokens(each) for each in conversations], batch_first=True).to(device),
+            [features[images] for images in owner],
+        )
+        last = torch.tensor([len(each.ids) - 1 for each in conversations], device=device)
+        answers = hidden[torch.arange(len(last), device=device), last]
+        return (answers.float() @ self.backbone.output_matrix.float().T)[:, 0].cpu()
+
+
+# ------------------------------------------------------------------------------------------------------------- loading
+def load_whole(kind: Any, path: str, unused: str | None = None, **options: Any) -> Any:
+    """The frozen model. Refuses what transformers would fill with random weights: a model without a head, with several
+    labels, or in part. `unused` may be missing."""
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()  # it would report a head beside a backbone as a mistake
+    try:
+        model, found = kind.from_pretrained(path, output_loading_info=True, ignore_mismatched_sizes=True, **options)
+    except ValueError as error:
+        raise ValueError(f"{path} is no reward model: {error}") from error
+    finally:
+        logging.set_verbosity(level)
+    wrong = sorted({*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])} - {unused})
+    if wrong:
+        raise ValueError(
+            f"{path} is no reward model with one label: {', '.join(wrong)} is missing or of another size; a reward is "
+            "one number, so it must be a sequence classifier with num_labels=1"
+        )
+    return model.eval().requires_grad_(False)
+
+
+def read_head(path: str) -> Tensor:
+    """[1, hidden], from the safetensors of a local or hub checkpoint."""
+    index = stored_file(path, "model.safetensors.index.json")
+    shards = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"] if index else {}
+    file = stored_file(path, shards.get(HEAD, "model.safetensors"))
+    head = None
+    if file is not None:
+        with safe_open(file, framework="pt") as tensors:
+            head = tensors.get_tensor(HEAD) if HEAD in tensors.keys() else None  # noqa: SIM118
+    if head is None or head.dim() != 2 or len(head) != 1:
+        raise ValueError(
+            f"{path} is no reward model with one label: its safetensors must hold {HEAD} [1, hidden] beside the "
+            f"backbone, and {'there is none' if head is None else f'it is {list(head.shape)}'}"
+        )
+    return head
+
+
+def stored_file(path: str, name: str) -> str | None:
+    return cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+
+
+def with_head(model: PreTrainedModel, head: Tensor) -> PreTrainedModel:
+    """The score in place of the vocabulary, which is not needed."""
+    score = nn.Linear(head.shape[1], 1, bias=False, device=model.device, dtype=model.dtype)
+    score.weight.data.copy_(head)
+    score.requires_grad_(False)
+    model.set_output_embeddings(score)
+    return model
+
+
+# ------------------------------------------------------------------------------------------------------- conversations
+def for_answered(encoder: TextEncoder) -> TextEncoder:
+    """The encoder, for conversations that end with the answer: its template must not ask for another one."""
+    if encoder.chat_template is not None:
+        encoder.chat_template = NOTHING_FOLLOWS + encoder.chat_template
+    return encoder
+
+
+def encode_answered(encoder: TextEncoder, limit: int, task: Task, media: Sequence[np.ndarray], response: str) -> Prompt:
+    """By the chat template of the reward model; without one, the prompt's text and the response's, end to end."""
+    if encoder.chat_template is not None:
+        messages = (*task.messages, {"role": "assistant", "content": response})
+    else:
+        *before, last = task.messages
+        messages = (*before, {**last, "content": [*parts_of(last), {"type": "text", "text": response}]})
+    conversation = encoder.encode(replace(task, messages=messages), media)
+    if len(conversation.ids) > limit:
+        raise ValueError(f"prompt and response have {len(conversation.ids)} tokens; the reward model reads {limit}")
+    return conversation
+
+
+def words_of(task: Task) -> Task:
+    """The task without its media."""
+    messages = tuple(
+        {**message, "content": "".join(part.get("text", "") for part in parts_of(message))} for message in task.messages
+    )
+    return replace(task, messages=messages, media=())
+
+
+def longest(model: PreTrainedModel, encoder: TextEncoder) -> int:
+    """Tokens that model and tokenizer are made for."""
+    limits = (
+        encoder.tokenizer.model_max_length,
+        getattr(model.config.get_text_config(), "max_position_embeddings", None),
+    )
+    return int(min(limit for limit in limits if limit is not None))
+
+
+def resized(array: np.ndarray, height: int, width: int) -> np.ndarray:
+    """An image at this model's own multiple of patches; the policy's may be another."""
+    if array.ndim != 3:
+        raise ValueError("reward models take no videos yet")
+    if array.shape[:2] == (height, width):
+        return array
+    return np.asarray(Image.fromarray(array).resize((width, height), Image.Resampling.BICUBIC))
+
+
+def counted_on(positions: Tensor, length: int) -> Tensor:
+    """[3, length]: the positions of a conversation that differs from this one's [3, L] only after the last image."""
+    following = torch.arange(max(0, length - positions.shape[1])) + positions.max() + 1
+    return torch.cat([positions, following.expand(3, -1)], dim=1)[:, :length]

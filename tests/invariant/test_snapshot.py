@@ -1,0 +1,100 @@
+"""A snapshot is what the actor was: plain transformers reads its log-probs, and a restored actor goes on to the bit."""
+
+import pytest
+import torch
+from helpers import same
+from tiny_models import TINY_FAMILIES, checkpoint, encoder_of, fresh_backbone, plain_logp, plain_model_at, prompts_for
+from tiny_models import rollouts_of as random_rollouts
+
+from mtrl.algorithms.losses import Loss, term_weights
+from mtrl.models.families import encoder_files, load_encoder
+from mtrl.models.forward import Forward
+from mtrl.models.perturb import Perturbation
+from mtrl.types import Needs, TrainBatch
+from mtrl.workers.actor import LocalActor, Optimization
+from mtrl.workers.micro_batches import MicroBatching
+from mtrl.workers.snapshot import MOMENTS
+
+GROUP, LENGTHS = [0, 0, 1, 3], [6, 2, 4, 5]
+
+
+def actor_of(family):
+    """One whose learning rate, moments and step numbers matter for what comes next."""
+    return LocalActor(
+        Forward(fresh_backbone(family), encoder_of(family)),
+        Optimization(lr=1e-3, warmup_steps=2, total_steps=6, schedule="cosine"),
+        perturbation=Perturbation(seed=3),
+        update_batching=MicroBatching(rows=4),
+        probe_batching=MicroBatching(rows=4),
+        encoder_files=encoder_files(encoder_of(family), checkpoint(family)),
+    )
+
+
+def batch(actor, family, seed):
+    rollouts = random_rollouts(prompts_for(family), GROUP, LENGTHS, seed)
+    mask = rollouts.mask
+    advantage = torch.randn(len(GROUP), 1, generator=torch.Generator().manual_seed(seed)).expand(mask.shape)
+    old = actor.probe(rollouts, Needs(old=True), 0).old
+    weights = term_weights(mask.float(), mask, "dapo", 16)
+    return TrainBatch(rollouts, old, advantage.where(mask, 0.0), torch.ones(mask.shape), weights)
+
+
+def learn(actor, family, seed):
+    return actor.update([batch(actor, family, seed)], Loss())
+
+
+@pytest.mark.parametrize("family", TINY_FAMILIES)
+def test_written_read_and_gone_on(family, tmp_path):
+    actor = actor_of(family)
+    learn(actor, family, 1)
+    learn(actor, family, 2)
+    rollouts = random_rollouts(prompts_for(family), GROUP, LENGTHS, 9)
+    logp = actor.probe(rollouts, Needs(old=True), 0).old
+    copy = actor.snapshot().detached()
+    expected = learn(actor, family, 3)  # the copy stays what it was
+    copy.write(tmp_path)
+
+    plain = plain_logp(family, rollouts, model=plain_model_at(tmp_path, family)).detach()
+    torch.testing.assert_close(plain, logp, rtol=0, atol=1e-5)
+    assert not torch.allclose(plain, actor.probe(rollouts, Needs(old=True), 0).old, atol=1e-3), "and not what it became"
+    assert load_encoder(tmp_path).fingerprint() == encoder_of(family).fingerprint()
+
+    restored = actor_of(family)
+    restored.restore(tmp_path)
+    assert (restored.version, restored.optimizer_step) == (2, 2)
+    assert learn(restored, family, 3) == expected
+    for mine, theirs in zip(restored.model.parameters(), actor.model.parameters(), strict=True):
+        same(mine, theirs)
+
+
+def test_the_size_is_told_before_anything_is_written(tmp_path):
+    actor = actor_of("qwen2_5_vl")
+    learn(actor, "qwen2_5_vl", 1)
+    snapshot = actor.snapshot()
+    snapshot.write(tmp_path)
+    written = sum(path.stat().st_size for path in tmp_path.iterdir())
+    assert 0.9 * written < snapshot.nbytes < 1.1 * written
+
+
+def test_a_live_snapshot_follows_the_weights(tmp_path):
+    actor = actor_of("qwen2_5_vl")
+    live, copy = actor.snapshot(), actor.snapshot().detached()
+    learn(actor, "qwen2_5_vl", 1)
+    name, weight = next(iter(actor.model.state_dict().items()))
+    same(live.weights[name], weight)
+    assert not torch.equal(copy.weights[name], weight)
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    actor_of("qwen3_vl").snapshot().write(tmp_path)
+    with pytest.raises(ValueError, match="another model"):
+        actor_of("qwen2_5_vl").restore(tmp_path)
+
+
+def test_moments_of_other_parameters_are_refused(tmp_path):
+    actor = actor_of("qwen2_5_vl")
+    learn(actor, "qwen2_5_vl", 1)
+    actor.snapshot().write(tmp_path)
+    actor.names.pop(next(iter(actor.names)))
+    with pytest.raises(ValueError, match=MOMENTS):
+        actor.restore(tmp_path)
