@@ -39,7 +39,7 @@ from mtrl.workers.micro_batches import MicroBatching
 TEXT_TOKENS = 66
 SHAPES = {"3b": (8, 256, 672), "tiny": (4, 16, 112)}  # prompts and responses, tokens, image side
 SIDES = {"3b": (448, 672, 896), "tiny": (56, 112, 168)}
-BUDGET = 16384  # tokens of a pass, as on a GPU by default
+BUDGET = {"update": 16384, "probe": 65536}  # tokens of a pass, as on a GPU by default
 ROWS = 8  # of a pass of the padded route
 
 
@@ -60,8 +60,8 @@ class Bench:
             random_prompts(self.encoder, prompts, sides, TEXT_TOKENS, seed), responses, lengths, seed
         )
 
-    def batching(self, route: str) -> MicroBatching:
-        shared = MicroBatching(at_least=BUDGET)
+    def batching(self, route: str, phase: str = "probe") -> MicroBatching:
+        shared = MicroBatching(at_least=BUDGET[phase])
         return shared if route == "shared" else MicroBatching(rows=ROWS, share_prefix=False)
 
     def probe(self, route: str, rollouts: Rollouts, **asked: Any) -> list[torch.Tensor]:
@@ -74,8 +74,8 @@ class Bench:
         return found
 
     def actor(self, route: str) -> LocalActor:
-        batching = self.batching(route)
-        settings = {"perturbation": self.perturbation, "update_batching": batching, "probe_batching": batching}
+        batching = {f"{phase}_batching": self.batching(route, phase) for phase in BUDGET}
+        settings = {"perturbation": self.perturbation, **batching}
         return LocalActor(self.routes[route], Optimization(lr=1e-9), encoder_files={}, **settings)  # type: ignore[arg-type]
 
     def batch(self, rollouts: Rollouts) -> TrainBatch:
@@ -115,16 +115,17 @@ def measure_routes(bench: Bench, rollouts: Rollouts, rounds: int) -> dict[str, A
 def measure_unequal(bench: Bench, size: str, equal_s_per_token: dict[str, float], rounds: int) -> dict[str, Any]:
     count, longest, _ = SHAPES[size]
     batches = [bench.rollouts(count, count, (longest // 8, longest), SIDES[size], seed) for seed in range(4)]
-    graphs, gaps = [], []
+    graphs = []
     actor = bench.actor("shared")
     for rollouts in batches:
         shared = bench.probe("shared", rollouts, dependency="low_var_kl", mass=True)
         actor.update([bench.batch(rollouts)], Loss())
         graphs.append(compiled_graphs())
         del shared
-    for rollouts in batches[:1]:
-        ours, theirs = (together(bench, route, rollouts) for route in ("shared", "padded"))
-        gaps.append(float((ours - theirs)[rollouts.mask].abs().mean()))
+    first = batches[0]
+    ours, theirs = (together(bench, route, first)[first.mask] for route in ("shared", "padded"))
+    again = together(bench, "padded", first, rows=5)[first.mask]
+    gap, noise, spread = float((ours - theirs).abs().mean()), float((again - theirs).abs().mean()), float(theirs.std())
     last = batches[-1]
     tokens = bench.tokens(last)
     probe = seconds(lambda: bench.probe("shared", last, dependency="low_var_kl"), rounds) / tokens
@@ -135,14 +136,18 @@ def measure_unequal(bench: Bench, size: str, equal_s_per_token: dict[str, float]
         "update_per_token": round(update / equal_s_per_token["update_s"], 3),
         "graphs_after_each_batch": graphs,
         "recompiled_after_second": graphs[-1] - graphs[1],
-        "logprob_gap_to_padded_mean": round(max(gaps), 5),
+        "logprob_gap_to_padded_mean": round(gap, 5),
+        "padded_gap_to_itself_in_other_passes_mean": round(noise, 5),
+        "logprob_std": round(spread, 3),
     }
 
 
-def together(bench: Bench, route: str, rollouts: Rollouts) -> torch.Tensor:
-    """Old log-probs of all rows, in their order."""
-    rows = bench.batching(route).split(rollouts, views=2)
-    return torch.cat(bench.probe(route, rollouts, dependency="low_var_kl"))[torch.cat(rows).argsort()]
+def together(bench: Bench, route: str, rollouts: Rollouts, rows: int | None = None) -> torch.Tensor:
+    """Old log-probs of all rows, in their order; `rows` of them in a pass."""
+    batching = bench.batching(route) if rows is None else MicroBatching(rows=rows, share_prefix=False)
+    index = batching.split(rollouts, views=2)
+    found = [bench.routes[route].signals(rollouts.rows(each)).old for each in index]
+    return torch.cat([each for each in found if each is not None])[torch.cat(index).argsort()]
 
 
 def measure_scaling(bench: Bench, size: str, rounds: int) -> list[dict[str, Any]]:

@@ -5,7 +5,8 @@
 Needs a GPU. `held` is what stays between steps (weights, gradients are freed, two moments); a peak is all that was
 allocated at once. The update learns from 8 prompts x 8 responses x 256 tokens, 576 image tokens, with checkpointing.
 Masses are read for one group of 8 responses, whose length doubles from row to row: what the pass takes beyond the
-weights must grow no faster than the length. The last line is the result as JSON.
+weights must grow no faster than the length. Beside the peaks stands what `mtrl doctor` estimates. The last line is the
+result as JSON.
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ from typing import Any
 import torch
 
 from benchmarks.environment import environment
-from benchmarks.forward import SHAPES, Bench
+from benchmarks.forward import BUDGET, SHAPES, TEXT_TOKENS, Bench
 from benchmarks.measure import peak_gb
+from benchmarks.random_model import TOKEN_PIXELS
 from mtrl.algorithms.losses import Loss
+from mtrl.models.size import size_by
+from mtrl.training.memory import Plan, estimate
 
 RESPONSES = 8
 
@@ -44,7 +48,22 @@ def measure_update(size: str, weights: str) -> dict[str, float]:
         actor.update([batch], Loss())
     with peak_gb(found, "two_views_peak_gb"):
         bench.probe("shared", batch.rollouts, dependency="low_var_kl")
+    shape = type(bench.backbone.model.config).from_dict(bench.backbone.model.config.to_dict())  # without our attention
+    expected = estimate(size_by(shape), plan(size, weights))
+    found["held_estimated_gb"] = round(expected.held_bytes / 2**30, 2)
+    found["update_estimated_gb"] = round((expected.held_bytes + sum(expected.phases["update"].values())) / 2**30, 2)
     return found
+
+
+def plan(size: str, weights: str) -> Plan:
+    """What `mtrl doctor` would be told of this update."""
+    count, length, side = SHAPES[size]
+    return Plan(
+        weight_bytes=4 if weights == "fp32" else 2, compute_bytes=2, reference=False, train_vision=True,
+        checkpointing=True, prompts_per_step=count, responses_per_prompt=count,
+        prompt_tokens=TEXT_TOKENS + (side // TOKEN_PIXELS) ** 2, response_tokens=length, max_pixels=side**2,
+        tokens_per_pass=None, at_least_per_pass=BUDGET["update"],
+    )  # fmt: skip
 
 
 def measure_lengths(size: str) -> list[dict[str, float]]:

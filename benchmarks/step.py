@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from benchmarks.environment import environment
+from benchmarks.forward import BUDGET
 from benchmarks.random_model import TOKEN_PIXELS, random_backbone, random_prompts
 from mtrl.algorithms.credit import CreditRule, Scaling
 from mtrl.algorithms.losses import Loss
@@ -124,10 +125,11 @@ def build(a: argparse.Namespace) -> Loop:
     backbone = Backbone(backbone.model, backbone.compute_dtype, compiled=a.device == "cuda" and not a.no_compile)
     encoder.stop_ids = ()  # no response ends early, as in the peer's benchmark
     forward = Forward(backbone, encoder, share_prefix=not a.no_share, packed=a.device == "cuda" and not a.no_share)
-    batching = MicroBatching(rows=a.micro_batch, share_prefix=False) if a.no_share else MicroBatching(at_least=16384)
+    rows = MicroBatching(rows=a.micro_batch, share_prefix=False)
+    batching = {phase: rows if a.no_share else MicroBatching(at_least=tokens) for phase, tokens in BUDGET.items()}
     actor = LocalActor(
-        forward, Optimization(lr=1e-6, warmup_steps=0), perturbation=Perturbation(), update_batching=batching,
-        probe_batching=batching, encoder_files={},
+        forward, Optimization(lr=1e-6, warmup_steps=0), perturbation=Perturbation(), encoder_files={},
+        update_batching=batching["update"], probe_batching=batching["probe"],
     )  # fmt: skip
     engine = LocalGenerator(backbone, encoder)
     prompts = random_prompts(encoder, a.prompts * a.steps, [a.image_side], a.text_tokens, a.seed)

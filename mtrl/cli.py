@@ -1,6 +1,7 @@
 """The command `mtrl`. A command is a function of its words; it imports what it needs itself, so that help is quick."""
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -8,6 +9,20 @@ from importlib.metadata import version
 Command = Callable[[Sequence[str]], int]
 
 USER_ERROR = 2
+
+
+def reward(words: Sequence[str]) -> int:
+    """Try a reward function on recorded responses, without a model.
+
+    mtrl reward FILE --data ROLLOUTS|DATASET [a.b=c ...]
+
+    FILE is file.py[:name], package.module:name or a built-in. ROLLOUTS is the rollouts.jsonl of a run, or the run; a
+    DATASET is tried with its column `response`, else with its answers. Shows every part, a histogram, the slowest and
+    the failed responses; worker.reward.reward_fn_kwargs, timeout_s and num_cpus hold here too. The last line is JSON.
+    """
+    from mtrl.training import commands
+
+    return commands.try_reward(words)
 
 
 def config(words: Sequence[str]) -> int:
@@ -76,7 +91,44 @@ def data(words: Sequence[str]) -> int:
     return commands.describe_data(words)
 
 
-COMMANDS: dict[str, Command] = {"train": train, "demo": demo, "eval": evaluate, "data": data, "config": config}
+def doctor(words: Sequence[str]) -> int:
+    """Look at this machine, and whether a configuration can run on it.
+
+    mtrl doctor [FILE] [a.b=c ...]
+
+    Versions, devices, memory, optional features and what they lack; then missing files, disk and a memory estimate of
+    the run, and what to change where it does not fit. Nothing is downloaded. Exit status 2: it cannot run here.
+    """
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported
+    from mtrl.training import doctor
+
+    return doctor.run(words)
+
+
+def attention(words: Sequence[str]) -> int:
+    """See where a checkpoint, or a run's newest one, looks while it answers.
+
+    mtrl attention CHECKPOINT|RUN [--data FILE] [--samples 8] [--tokens orange,B,-1] [--out DIR] [a.b=c ...]
+
+    A report in Markdown: VGR and AEI by layer segment, the tokens that look most and least, and pictures of the
+    attention over the image. --tokens chooses what is drawn, by word or by place (-1 is the last); otherwise the
+    extremes and the answer's letter. The last line is JSON.
+    """
+    from mtrl.training import attention_report
+
+    return attention_report.run(words)
+
+
+COMMANDS: dict[str, Command] = {
+    "train": train,
+    "demo": demo,
+    "eval": evaluate,
+    "data": data,
+    "reward": reward,
+    "attention": attention,
+    "doctor": doctor,
+    "config": config,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -97,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(command: Command, words: Sequence[str]) -> int:
     from mtrl.config import ConfigError
-    from mtrl.errors import StartError
+    from mtrl.errors import Finished, RunError, StartError
 
     if "-h" in words or "--help" in words:
         print("\n".join(line.strip() for line in _doc_lines(command)))
@@ -108,13 +160,19 @@ def _run(command: Command, words: Sequence[str]) -> int:
     except (ConfigError, StartError) as error:
         print(f"mtrl: {error}", file=sys.stderr)
         return USER_ERROR
+    except Finished as finished:
+        print(f"mtrl: {finished}", file=sys.stderr)
+        return 0
+    except RunError as error:
+        print(f"mtrl: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("mtrl: stopped", file=sys.stderr)
         return 130
 
 
 def _overview() -> str:
-    lines = [f"  {name:<8} {_doc_lines(command)[0]}" for name, command in COMMANDS.items()]
+    lines = [f"  {name:<9} {_doc_lines(command)[0]}" for name, command in COMMANDS.items()]
     return "\n".join(["usage: mtrl COMMAND ...  (mtrl COMMAND --help says more)", "", *lines])
 
 

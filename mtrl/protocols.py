@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from mtrl.algorithms.losses import Loss
-from mtrl.types import Needs, Prompt, Rewards, Rollouts, Sampling, Signals, Task, TrainBatch, Weights
+from mtrl.types import Credit, Needs, Prompt, Rewards, Rollouts, Sample, Sampling, Signals, Task, TrainBatch, Weights
 
 
 class PromptEncoder(Protocol):
@@ -34,8 +35,11 @@ class PromptEncoder(Protocol):
     def encode(self, task: Task, media: Sequence[np.ndarray]) -> Prompt:
         """`media` are decoded RGB arrays, one for each medium of the task, already at their target size."""
 
-    def inputs(self, prompt: Prompt, media: Sequence[np.ndarray] | None = None) -> dict[str, Tensor]:
-        """The opaque multimodal dict for a forward pass, of the prompt's media or of another view of them."""
+    def inputs(
+        self, prompt: Prompt, media: Sequence[np.ndarray] | None = None, device: torch.device | None = None
+    ) -> dict[str, Tensor]:
+        """The opaque multimodal dict for a forward pass, of the prompt's media or of another view of them; pixels are
+        made on the device."""
 
     def decode(self, ids: Sequence[int] | Tensor) -> str:
         """The text of a response, without special tokens."""
@@ -76,6 +80,20 @@ class Prober(Protocol):
         """The fields of `needs` that this prober can bring; `step` keys the perturbation."""
 
 
+class Snapshot(Protocol):
+    """All that an actor has learnt, at one moment. It reads the live weights, so that it must be written before the
+    next update, or `detached` first."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def detached(self) -> Snapshot:
+        """A copy in main memory."""
+
+    def write(self, directory: Path) -> None:
+        """A Hugging Face checkpoint, and beside it what `restore` needs."""
+
+
 class Actor(Prober, Protocol):
     """The policy that learns. Blind to algorithms: it sees token streams and adds."""
 
@@ -84,13 +102,15 @@ class Actor(Prober, Protocol):
 
     def publish(self) -> Weights: ...
 
-    def save(self, directory: Path) -> None: ...
+    def snapshot(self) -> Snapshot: ...
 
-    def restore(self, directory: Path) -> None: ...
+    def restore(self, directory: Path) -> None:
+        """Goes on as the actor whose snapshot was written there would have."""
 
 
 class PendingRewards(Protocol):
-    def result(self) -> Rewards: ...
+    def result(self, signals: Signals | None = None) -> Rewards:
+        """What the probes measured is for functions that asked for it: they run now. Validation measures nothing."""
 
 
 class Scorer(Protocol):
@@ -106,10 +126,16 @@ class Tracker(Protocol):
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None: ...
 
-    def rollouts(self, step: int, rollouts: Rollouts, rewards: Rewards) -> None: ...
+    def rollouts(self, step: int, rollouts: Rollouts, rewards: Rewards, credit: Credit, signals: Signals) -> None: ...
 
-    def validation(self, step: int, values: Mapping[str, float], by: Mapping[str, Mapping[str, float]]) -> None:
-        """`by`: success for each value of the data's columns."""
+    def validation(
+        self,
+        step: int,
+        values: Mapping[str, float],
+        by: Mapping[str, Mapping[str, float]],
+        samples: Sequence[Sample],
+    ) -> None:
+        """`by`: success for each value of the data's columns; `samples`: a few responses for people to read."""
 
     def close(self) -> None: ...
 
@@ -117,4 +143,11 @@ class Tracker(Protocol):
 class Store(Protocol):
     """Checkpoints of a run."""
 
-    def save(self, step: int, actor: Actor) -> None: ...
+    def is_best(self, score: float | None) -> bool:
+        """Whether no checkpoint that is there has such a score."""
+
+    def save(self, step: int, snapshot: Snapshot, state: Mapping[str, Any], score: float | None) -> None:
+        """May return before all is written; a failure is told, and no reason to stop."""
+
+    def close(self) -> None:
+        """Waits for the last save; raises RunError where that failed."""

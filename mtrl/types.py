@@ -57,10 +57,17 @@ class Task:
     media: tuple[Medium, ...] = ()
     answer: Any = None
     columns: Mapping[str, Any] | None = None  # every other column of the row
+    chat: bool = False  # the row asked with messages, not with a text
 
     @property
     def visual(self) -> bool:
         return bool(self.media)
+
+    @property
+    def text(self) -> str:
+        """The messages for people: media as <image> and <video>, without a template's marks."""
+        contents = [message.get("content") or "" for message in self.messages]
+        return "\n".join(c if isinstance(c, str) else "".join(map(_part_text, c)) for c in contents)
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +99,11 @@ class Sampling:
     seed: int = 1
     step: int = 0
     version: int = 0  # of the weights the caller expects; a generator that holds others refuses
+
+    @property
+    def cut(self) -> bool:
+        """Whether the tail of the distribution is never sampled."""
+        return self.top_p < 1 or self.top_k > 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,6 +190,7 @@ class Signals:
     values: Tensor | None = None  # [N, T]
     dependency: Tensor | None = None  # [N, T] S of section 1.2
     mass: Tensor | None = None  # [N, T, len(SEGMENTS), 2] attention on the text and the vision pool
+    prompt_mass: Tensor | None = None  # [N, len(SEGMENTS), 2] the same from the prompt's tokens after its images
 
     def join(self, other: Signals) -> Signals:
         """Both probes' fields in one record; a field that both bring is a mistake of the caller."""
@@ -198,6 +211,7 @@ class Credit:
     select: Tensor  # [N, T] tokens whose policy gradient counts
     measure: Tensor  # [N, T] what a token counts for in sums and denominators: the mask, or mask * v
     scale: Tensor  # [N] the trajectory factor w
+    weights: Tensor | None = None  # [N, T] the token weights v, where there are any
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,12 +229,14 @@ class TermWeights:
 
 @dataclass(frozen=True, eq=False)
 class TrainBatch:
-    """One optimizer step, or a slice of its rows. The actor reads streams and never asks which algorithm made them."""
+    """One optimizer step, or a slice of its rows. The actor reads streams and never asks which algorithm made them.
+
+    Without `old` and `correction` the policy itself is the old one: fresh rollouts, a single optimizer step on them."""
 
     rollouts: Rollouts
-    old: Tensor  # [N, T]
+    old: Tensor | None  # [N, T]
     advantage: Tensor  # [N, T]
-    correction: Tensor  # [N, T] factor for the mismatch between sampler and trainer
+    correction: Tensor | None  # [N, T] factor for the mismatch between sampler and trainer
     weights: TermWeights
     reference: Tensor | None = None  # [N, T]
     returns: Tensor | None = None  # [N, T]
@@ -233,12 +249,28 @@ class TrainBatch:
 
 
 @dataclass(frozen=True)
+class Sample:
+    """A validation response, written out for people."""
+
+    id: str  # of the task
+    prompt: str  # without media
+    response: str
+    answer: Any
+    reward: float
+    rewards: Mapping[str, float] | None = None  # its parts, those that apply
+
+
+@dataclass(frozen=True)
 class Weights:
     """A version of the policy on its way to a generator: every parameter by its Hugging Face name (tied ones under each
     of theirs), adapters merged. Read it once; a tensor stays as it is until `load` returns."""
 
     version: int
     tensors: Iterator[tuple[str, Tensor]]
+
+
+def _part_text(part: Mapping[str, Any]) -> str:
+    return part["text"] if part["type"] == "text" else f"<{part['type']}>"
 
 
 def as_index(rows: Tensor) -> Tensor:

@@ -17,9 +17,9 @@ ROOM_MAY_IMPORT = {
     "rollout": {"types", "keyed", "protocols", "algorithms", "models"},
     "workers": {"types", "protocols", "algorithms", "models"},
     "cluster": {"types", "protocols", "workers", "rollout"},
-    "rewards": {"types", "protocols", "algorithms"},
+    "rewards": {"types", "errors", "protocols", "algorithms"},
     "data": {"types", "protocols"},
-    "tracking": {"types", "protocols"},
+    "tracking": {"types", "protocols", "algorithms"},
     "zoo": {"types", "protocols"},
 }
 MODULE_MAY_IMPORT = {  # where a module may do other things than its room

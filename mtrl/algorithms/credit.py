@@ -75,7 +75,8 @@ def assign(
             shaped = shaped * token_weights
         else:
             measure = token_weights.where(mask, 0.0)
-    return Credit(shaped.where(mask, 0.0), select_tokens(rule, mask, visual, signals), measure, scale)
+    select, weights = select_tokens(rule, mask, visual, signals), token_weights if rule.weighting else None
+    return Credit(shaped.where(mask, 0.0), select, measure, scale, weights)
 
 
 def select_tokens(rule: CreditRule, mask: Tensor, visual: Tensor, signals: Signals) -> Tensor:

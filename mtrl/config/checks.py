@@ -223,9 +223,11 @@ def _reward_weights(config: Config) -> Iterator[Conflict]:
 
 def _length_conflict(config: Config, key: str, weights: tuple[float, ...]) -> Iterator[Conflict]:
     functions = config.reward_functions
-    if functions and len(weights) != len(functions):
+    model = ("the reward model",) if config.worker.reward.reward_type == "model" else ()
+    parts = (*functions, *model)
+    if parts and len(weights) != len(parts):
         yield Conflict(
-            (key, "worker.reward.functions"),
-            f"{len(weights)} weights {list(weights)} for {len(functions)} functions ({', '.join(functions)}); give one "
-            "weight for each",
+            (key, "worker.reward.functions", *(["worker.reward.reward_type"] if model else [])),
+            f"{len(weights)} weights {list(weights)} for {len(parts)} {'parts' if model else 'functions'} "
+            f"({', '.join(parts)}); give one weight for each",
         )

@@ -59,6 +59,7 @@ class TaskBuilder:
             media=tuple(images),
             answer=row.get(keys.answer_key),
             columns=columns,
+            chat=not isinstance(row[keys.prompt_key], str),
         )
 
     def _images(self, row: Mapping[str, Any], source: Source) -> list[Medium]:

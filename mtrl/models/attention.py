@@ -6,16 +6,16 @@ a `BlockMask`     flex_attention over packed sequences (CUDA), blocks that nobod
 a single query    a decoding step, without a copy of the keys for every head that shares them
 anything else     sdpa
 
-A `MassReader` handed along adds up where the attention goes. No matrix of attention ever exists: the layer's attention
-runs once more over values that are indicators of the pools, and its output *is* the mass (section 2 of the spec).
+A `Reader` handed along adds up where the attention goes. No matrix of attention ever exists: for the masses the layer's
+attention runs once more over values that are indicators of the pools, and its output *is* the mass (section 2 of the
+spec); for maps over single tokens, a few positions at most, their rows of the matrix are made and nothing else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from mtrl.models.patches import compiled
 from mtrl.types import TEXT_POOL, VISION_POOL
 
 ATTENTION = "mtrl_sdpa"
@@ -45,15 +46,13 @@ def attention(
     value: Tensor,
     attention_mask: Tensor | BlockMask | None,
     *,
-    mass: MassReader | None = None,
+    reader: Reader | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """[B, heads, S, D] -> [B, S, heads, D], as transformers calls it."""
     query, key = query.to(value.dtype), key.to(value.dtype)  # rotary positions are kept wider under autocast
-    if mass is not None:
-        columns = FLEX_COLUMNS if isinstance(attention_mask, BlockMask) else value.shape[3]  # or sdpa makes the matrix
-        indicator = mass.values(columns, like=value)
-        mass.add(module.layer_idx, attend(module, query, key, indicator, attention_mask, options))  # type: ignore[arg-type]
+    if reader is not None:
+        reader.look(module, query, key, value, attention_mask, options)
     return attend(module, query, key, value, attention_mask, options), None
 
 
@@ -66,7 +65,7 @@ def attend(
     options: dict[str, Any],
 ) -> Tensor:
     if isinstance(attention_mask, BlockMask):
-        flex = compiled_flex() if query.is_cuda else flex_attention
+        flex = compiled(flex_attention) if query.is_cuda else flex_attention  # as it comes it would make the matrix
         output = flex(query, key, value, block_mask=attention_mask, scale=options["scaling"], enable_gqa=True)
         return output.transpose(1, 2)
     if query.shape[2] == 1 and not options.get("dropout"):
@@ -78,12 +77,6 @@ def attend(
 
 AttentionInterface.register(ATTENTION, attention)
 AttentionMaskInterface.register(ATTENTION, sdpa_mask)
-
-
-@cache
-def compiled_flex() -> Any:
-    """Compiled once for all lengths; without compilation it would make the whole matrix."""
-    return torch.compile(flex_attention, dynamic=True)
 
 
 # -------------------------------------------------------------------------------------------------------- who sees whom
@@ -100,6 +93,13 @@ class Sight:
 
     segment: Tensor  # [B, S]
     prompt: Tensor  # [B, S] the segment of each position's prompt
+
+    def seen_from(self, places: tuple[Tensor, Tensor]) -> Tensor:
+        """[M, S] bool: what each of M positions (their rows and columns) sees."""
+        rows, columns = places
+        segment, own = self.segment[rows], self.segment[places][:, None]
+        before = torch.arange(segment.shape[1], device=columns.device) <= columns[:, None]
+        return before & ((segment == own) | (segment == self.prompt[places][:, None]))
 
     def dense(self) -> Tensor:
         """[B, 1, S, S] bool."""
@@ -146,6 +146,19 @@ def ordered(blocks: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 # ------------------------------------------------------------------------------------------------ where attention goes
+class Reader(Protocol):
+    def look(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | BlockMask | None,
+        options: dict[str, Any],
+    ) -> None:
+        """At what a layer is about to attend with."""
+
+
 class MassReader:
     """Attention of chosen positions on the text and the vision pool, as the mean over the layers of each segment.
 
@@ -160,6 +173,19 @@ class MassReader:
         self.places, self.segments = places, segments
         self.total = torch.zeros(len(places[0]), len(segments), 2, device=pool.device)
 
+    def look(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | BlockMask | None,
+        options: dict[str, Any],
+    ) -> None:
+        columns = FLEX_COLUMNS if isinstance(mask, BlockMask) else value.shape[3]  # or sdpa makes the matrix
+        output = attend(module, query, key, self.values(columns, like=value), mask, options)
+        self.add(module.layer_idx, output)  # type: ignore[arg-type]
+
     def values(self, columns: int, like: Tensor) -> Tensor:
         """[B, heads, S, columns]: the indicators, then zeros, in place of values `like` these."""
         padded = F.pad(self.indicator.to(like.dtype), (0, columns - self.indicator.shape[-1]))
@@ -171,4 +197,38 @@ class MassReader:
         shares = torch.stack([text, vision], -1) / counted.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
         for number, layers in enumerate(self.segments):
             if layer in layers:
+                self.total[:, number] += shares / len(layers)
+
+
+class MapReader:
+    """Attention of a few chosen positions on every prompt token, as the mean over the layers of each segment.
+
+    The same shares as `MassReader`, before they are summed over the pools: M positions cost M rows of S keys.
+    """
+
+    def __init__(
+        self, pool: Tensor, sink: Tensor, sight: Sight, places: tuple[Tensor, Tensor], segments: Sequence[range]
+    ) -> None:
+        self.counted = (~sink & (pool >= 0))[places[0]]  # [M, S]
+        self.seen = sight.seen_from(places)
+        self.places, self.segments = places, segments
+        self.total = torch.zeros(len(places[0]), len(segments), pool.shape[1], device=pool.device)
+
+    def look(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | BlockMask | None,
+        options: dict[str, Any],
+    ) -> None:
+        rows, columns = self.places
+        chosen = query[rows, :, columns].unflatten(1, (key.shape[1], -1))  # [M, key heads, heads that share them, D]
+        scores = torch.einsum("mkhd,mksd->mkhs", chosen.float(), key[rows].float()) * options["scaling"]
+        weights = scores.masked_fill(~self.seen[:, None, None], -torch.inf).softmax(-1).mean((1, 2))
+        counted = weights.where(self.counted, 0.0)
+        shares = counted / counted.sum(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+        for number, layers in enumerate(self.segments):
+            if module.layer_idx in layers:
                 self.total[:, number] += shares / len(layers)

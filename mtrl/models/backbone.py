@@ -22,7 +22,7 @@ from transformers.vision_utils import (
     get_vision_window_index,
 )
 
-from mtrl.models.attention import ATTENTION, MassReader, Sight, use_attention
+from mtrl.models.attention import ATTENTION, Reader, Sight, use_attention
 from mtrl.models.patches import use_compiled_pieces, use_linear_patches, use_segment_attention
 from mtrl.types import VISION_POOL, Prompt
 
@@ -109,7 +109,7 @@ class Backbone:
         features: Sequence[Features | None] = (),
         attention_mask: Tensor | BlockMask | None = None,
         cache: Cache | None = None,
-        mass: MassReader | None = None,
+        reader: Reader | None = None,
     ) -> Tensor:
         """Hidden states [B, S, H] of ids [B, S] at positions [3, B, S].
 
@@ -117,7 +117,7 @@ class Backbone:
         bool, or blocks) attention is causal, which is all that right-padded rows need.
         """
         embeds = self.model.get_input_embeddings()(ids).to(self.compute_dtype)
-        extra: dict[str, Any] = {} if mass is None else {"mass": mass}
+        extra: dict[str, Any] = {} if reader is None else {"reader": reader}
         given = [row for row in features if row is not None]
         if given:
             assert is_vision is not None

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mtrl.algorithms.signals import bounded_dependency, layer_segments, visual_dependency
 from mtrl.algorithms.vocab import CHUNK_POSITIONS, TokenScores, full_kl, token_scores
-from mtrl.models.attention import MassReader
+from mtrl.models.attention import MapReader, MassReader, Reader, Sight
 from mtrl.models.backbone import Backbone, Features, prompt_positions
 from mtrl.models.layout import Layout, lay_out
 from mtrl.protocols import PromptEncoder
@@ -80,6 +80,20 @@ class Forward:
             found["dependency"] = bounded_dependency(spread(kl, rollouts.mask).cpu(), rollouts.mask)
         return Signals(**found)
 
+    @torch.no_grad()
+    def maps(self, rollouts: Rollouts, tokens: Sequence[int]) -> Tensor:
+        """[tokens, len(SEGMENTS), L]: what chosen tokens of one response attend to, prompt token by token."""
+        assert len(rollouts) == 1, "maps are for one response at a time"
+        self._check_attention()
+        layout, features = self._prepare(rollouts, [None])
+        chosen, device = torch.tensor(tokens, dtype=torch.long), self.backbone.device
+        sequence, place = (each[chosen].to(device) for each in layout.predicts[0])
+        sight = Sight(layout.sight.segment.to(device), layout.sight.prompt.to(device))
+        pool, sink = layout.pool.to(device), layout.sink.to(device)
+        reader = MapReader(pool, sink, sight, (sequence, place), self._segments())
+        self._read(layout, features, reader)
+        return reader.total[:, :, : len(rollouts.prompts[0].ids)].cpu()
+
     def response_hidden(self, rollouts: Rollouts) -> Tensor:
         """[M, H]: for every valid response token, row by row, the hidden state of the position that predicts it."""
         return self._read(*self._prepare(rollouts, [None]))[0]
@@ -104,7 +118,7 @@ class Forward:
         layout = lay_out(rollouts, positions, share_prefix=self.share_prefix, packed=self.packed, views=len(views))
         return layout, [features[document.view, document.prompt] for document in layout.documents]
 
-    def _read(self, layout: Layout, features: list[Features | None], mass: MassReader | None = None) -> list[Tensor]:
+    def _read(self, layout: Layout, features: list[Features | None], reader: Reader | None = None) -> list[Tensor]:
         """[M, H] for each view."""
         device = self.backbone.device
         mask = None if layout.causal else self.backbone.sight_mask(layout.sight, layout.packed)
@@ -114,7 +128,7 @@ class Forward:
             layout.is_vision.to(device),
             features,
             attention_mask=mask,
-            mass=mass,
+            reader=reader,
         )
         return [hidden[sequence.to(device), place.to(device)] for sequence, place in layout.predicts]
 
@@ -125,13 +139,18 @@ class Forward:
     # ------------------------------------------------------------------------------------------------------ attention
     def _reader(self, layout: Layout) -> MassReader:
         """Reads the positions that predict the responses, then those of the prompts' tails."""
-        if not self.backbone.own_attention:
-            raise ValueError("attention metrics, rewards and token weights need attn_implementation auto or sdpa")
+        self._check_attention()
         device = self.backbone.device
         clean = [tail for tail, d in zip(layout.tails, layout.documents, strict=True) if d.view == 0]
         sequence, place = (torch.cat(each).to(device) for each in zip(layout.predicts[0], *clean, strict=True))
-        segments = layer_segments(len(self.backbone.language_model.layers), self.last_k, self.weight_last_k)
-        return MassReader(layout.pool.to(device), layout.sink.to(device), (sequence, place), segments)
+        return MassReader(layout.pool.to(device), layout.sink.to(device), (sequence, place), self._segments())
+
+    def _segments(self) -> list[range]:
+        return layer_segments(len(self.backbone.language_model.layers), self.last_k, self.weight_last_k)
+
+    def _check_attention(self) -> None:
+        if not self.backbone.own_attention:
+            raise ValueError("attention metrics, rewards and token weights need attn_implementation auto or sdpa")
 
     def _mass(self, reader: MassReader, layout: Layout, rollouts: Rollouts) -> dict[str, Tensor]:
         clean = [(tail, d) for tail, d in zip(layout.tails, layout.documents, strict=True) if d.view == 0]

@@ -15,6 +15,9 @@ from transformers import AttentionInterface
 SEGMENT_ATTENTION = "mtrl_flash_segments"
 
 
+COMPILED_KINDS = 64  # of calls of one function
+
+
 def use_segment_attention(vision_tower: Any) -> None:
     """Attention of the vision tower in one call for all windows of a length.
 
@@ -96,4 +99,7 @@ def use_compiled_pieces(model: nn.Module) -> None:
 
 @cache
 def compiled(function: Any) -> Any:
+    """Compiled once for every kind of call (with gradients or without, two dimensions or three, each dtype): more kinds
+    than torch's limit of 8, beyond which it would silently go back to the function as it was."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, COMPILED_KINDS)
     return torch.compile(function, dynamic=True)

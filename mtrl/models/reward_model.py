@@ -103,7 +103,7 @@ class VisionJudge:
     @torch.no_grad()
     def scores(self, conversations: Sequence[Prompt]) -> Tensor:
         device = self.backbone.device
-        owner = [tuple(map(id, each.media)) for each in conversations]  # responses to a prompt hold the same arrays
+        owner = [images_of(each) for each in conversations]
         seen = dict(zip(owner, conversations, strict=True))
         inputs = {images: self.encoder.inputs(each) for images, each in seen.items()}
         features = dict(zip(inputs, self.backbone.see(list(inputs.values())), strict=True))
@@ -218,6 +218,12 @@ def resized(array: np.ndarray, height: int, width: int) -> np.ndarray:
     if array.shape[:2] == (height, width):
         return array
     return np.asarray(Image.fromarray(array).resize((width, height), Image.Resampling.BICUBIC))
+
+
+def images_of(conversation: Prompt) -> tuple[Any, ...]:
+    """Equal for the same images at the same places: responses to a prompt hold the same arrays."""
+    places = vision_tokens(conversation).nonzero().flatten()
+    return (*map(id, conversation.media), places.numpy().tobytes())
 
 
 def counted_on(positions: Tensor, length: int) -> Tensor:

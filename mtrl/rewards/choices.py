@@ -14,7 +14,7 @@ from typing import Any
 
 LETTERS = "ABCDEFGHIJ"
 
-THINKING = re.compile(r"<think>.*?(?:</think>|\Z)|\A.*</think>", re.DOTALL | re.IGNORECASE)
+THINKING = re.compile(r"<think>.*?(?:</think>|\Z)|\A(?:(?!<think>).)*</think>", re.DOTALL | re.IGNORECASE)
 ANSWER = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL | re.IGNORECASE)
 KEY_WORD = re.compile(r"(?:answer|option|choice|答案|选项)[\s*_]*(?:is|为|是)?[\s*_]*:", re.IGNORECASE)
 LETTER = r"(?<![A-Za-z0-9À-ɏ])([A-Ja-j])(?![A-Za-z0-9À-ɏ]|['’][A-Za-z])"

@@ -1,42 +1,58 @@
-"""What a reward function is told of a response: SPEC's first signature."""
+"""What a reward function is told of a response: SPEC's first signature, from which the others are made."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from PIL import Image
+from torch import Tensor
 
-from mtrl.types import Prompt, Rollouts
+from mtrl.types import Prompt, Rollouts, Signals
+
+PER_TOKEN = tuple(f.name for f in fields(Signals) if "mass" not in f.name)  # [N, T]; attention has more dimensions
 
 
-def samples_of(rollouts: Rollouts, options_key: str = "options") -> list[dict[str, Any]]:
-    """One dict a response: prompt, response, response_token_ids, ground_truth, images and every dataset column."""
+def samples_of(
+    rollouts: Rollouts,
+    options_key: str = "options",
+    answer_key: str = "answer",
+    progress: Mapping[str, int] | None = None,
+) -> list[dict[str, Any]]:
+    """One dict a response: prompt, response, response_token_ids, ground_truth, images and every dataset column.
+
+    `progress` says how far the run is, as TRL's `trainer_state` does. What the responses to a prompt share, they share
+    as objects.
+    """
     lengths = rollouts.mask.sum(1).tolist()
-    shared = [prompt_part(prompt, options_key) for prompt in rollouts.prompts]
+    always = {} if progress is None else {"trainer_state": dict(progress)}
+    shared = [prompt_part(prompt, options_key, answer_key) | always for prompt in rollouts.prompts]
     return [
         {**shared[g], "response": text, "response_token_ids": tokens[:n].tolist()}
         for g, text, tokens, n in zip(rollouts.group.tolist(), rollouts.text, rollouts.tokens, lengths, strict=True)
     ]
 
 
-def prompt_part(prompt: Prompt, options_key: str) -> dict[str, Any]:
+def prompt_part(prompt: Prompt, options_key: str, answer_key: str) -> dict[str, Any]:
     """What all responses to a prompt share. The names of the signature win over columns of the same name."""
-    columns = dict(prompt.task.columns or {})
+    task = prompt.task
+    columns = {answer_key: task.answer, **(task.columns or {})}
     if options_key in columns:
         columns.setdefault("options", columns[options_key])
-    return {
+    part = {
         **columns,
-        "prompt": prompt_text(prompt),
-        "ground_truth": prompt.task.answer,
+        "prompt": task.text,
+        "ground_truth": task.answer,
         "images": [Image.fromarray(medium) for medium in prompt.media if medium.ndim == 3],
     }
+    return part | {"prompt_messages": list(task.messages)} if task.chat else part
 
 
-def prompt_text(prompt: Prompt) -> str:
-    """The messages' text, media as <image> and <video>, without the template's marks."""
-    lines = []
-    for message in prompt.task.messages:
-        content = message.get("content") or ""
-        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        lines.append("".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in parts))
-    return "\n".join(lines)
+def signals_of(rollouts: Rollouts, signals: Signals | None) -> list[dict[str, list[float]]]:
+    """Of each response, what the probes measured: {"old": [one number a token], "entropy": .., ..}."""
+    found: dict[str, Tensor] = {}
+    if signals is not None:
+        found = {name: value for name in PER_TOKEN if (value := getattr(signals, name)) is not None}
+    lengths = rollouts.mask.sum(1).tolist()
+    return [{name: value[row, :n].tolist() for name, value in found.items()} for row, n in enumerate(lengths)]

@@ -6,17 +6,24 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
+from torch import Tensor
 
 from mtrl.algorithms.rewards import combine, scheduled_weights
-from mtrl.rewards.samples import samples_of
-from mtrl.rewards.sandbox import Outcome
-from mtrl.types import Rewards, Rollouts
+from mtrl.errors import RunError
+from mtrl.rewards.outcomes import TOKEN_WEIGHTS, Outcome
+from mtrl.rewards.samples import samples_of, signals_of
+from mtrl.types import Rewards, Rollouts, Signals
 
 Schedule = Sequence[tuple[float, Sequence[float]]]
+Sample = Mapping[str, Any]
+Outcomes = Mapping[str, Sequence[Outcome]]  # of every function, one for each row
+
+MODEL = "model"  # the part that a reward model gives
+MAX_FAILED_STEPS = 10  # in a row, without a single response that was scored
 
 logger = logging.getLogger(__name__)
 
@@ -24,46 +31,85 @@ logger = logging.getLogger(__name__)
 class RewardFunction(Protocol):
     """One part of the reward: takes samples, answers when it is ready."""
 
-    def submit(self, sample: Mapping[str, Any]) -> Future[Outcome]: ...
+    needs_signals: bool  # wants to be told what the probes measured, and so runs after them
+
+    def submit(self, samples: Sequence[Sample], group: Sequence[int] | None = None) -> Sequence[Future[Outcome]]:
+        """One for each sample. `group`: the prompt of each, for functions that compare; None: all different."""
 
     def close(self) -> object: ...
+
+
+class RewardModel(Protocol):
+    """Reads the conversations themselves, all of a step at once."""
+
+    def score(self, rollouts: Rollouts) -> Sequence[float | str]:
+        """For each response its score, or the reason why it has none."""
 
 
 class Builtin:
     """A built-in: quick and trusted, so it runs where it is asked."""
 
-    def __init__(self, function: Callable[[Mapping[str, Any]], float | None]) -> None:
+    needs_signals = False
+
+    def __init__(self, function: Callable[[Sample], float | None]) -> None:
         self.function = function
 
-    def submit(self, sample: Mapping[str, Any]) -> Future[Outcome]:
-        future: Future[Outcome] = Future()
-        future.set_result(Outcome(self.function(sample)))
-        return future
+    def submit(self, samples: Sequence[Sample], group: Sequence[int] | None = None) -> list[Future[Outcome]]:
+        return [done(Outcome(self.function(sample))) for sample in samples]
 
     def close(self) -> None: ...
 
 
+def done(outcome: Outcome) -> Future[Outcome]:
+    future: Future[Outcome] = Future()
+    future.set_result(outcome)
+    return future
+
+
+def judged(score: float | str) -> Outcome:
+    return Outcome(failure=score) if isinstance(score, str) else Outcome(score)
+
+
 @dataclass
 class RewardScorer:
-    """`functions` by name, in the order of the weights. `schedule` holds (from which part of the run, weights)."""
+    """`functions` by name, in the order of the weights; the model's weight is the last. `schedule` holds (from which
+    part of the run, weights)."""
 
     functions: Mapping[str, RewardFunction]
     schedule: Schedule
     total_steps: int
+    model: RewardModel | None = None
     normalize: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     failure_reward: float = 0.0
     options_key: str = "options"
+    answer_key: str = "answer"
+    wants_token_weights: bool = False  # a function must bring them, since nobody else does
+    failed_steps: set[int] = field(default_factory=set)  # the last ones, if they failed on every response
+    told_of_missing_weights: bool = False
 
     def submit(self, rollouts: Rollouts, step: int | None) -> Pending:
-        samples = samples_of(rollouts, self.options_key)
-        asked = {name: [f.submit(sample) for sample in samples] for name, f in self.functions.items()}
-        return Pending(self, rollouts, step, asked)
+        progress = {"global_step": self.total_steps if step is None else step, "max_steps": self.total_steps}
+        samples = samples_of(rollouts, self.options_key, self.answer_key, progress)
+        group = rollouts.group.tolist()
+        asked = {name: f.submit(samples, group) for name, f in self.functions.items() if not f.needs_signals}
+        if self.model is not None:  # last: the functions run in their processes meanwhile
+            asked[MODEL] = [done(judged(score)) for score in self.model.score(rollouts)]
+        return Pending(self, rollouts, step, samples, asked)
 
-    def total(self, parts: Mapping[str, torch.Tensor], group: torch.Tensor, step: int | None) -> torch.Tensor:
+    def total(self, parts: Mapping[str, Tensor], group: Tensor, step: int | None) -> Tensor:
         if step is None:  # a validation: the weights of the end, and no normalizing, which would make every mean 0
             return combine(parts, scheduled_weights(1.0, self.schedule), group)
         weights = scheduled_weights(step / max(1, self.total_steps), self.schedule)
         return combine(parts, weights, group, self.normalize)
+
+    def count_failure(self, step: int, all_failed: bool, cause: str) -> None:
+        """Stops a run that learns from failure rewards alone. A step that asks again for other prompts counts once."""
+        if not all_failed:
+            self.failed_steps.clear()
+            return
+        self.failed_steps.add(step)
+        if len(self.failed_steps) >= MAX_FAILED_STEPS:
+            raise RunError(f"no response could be scored in {MAX_FAILED_STEPS} steps in a row. The last: {cause}")
 
     def close(self) -> None:
         for function in self.functions.values():
@@ -77,35 +123,70 @@ class Pending:
     scorer: RewardScorer
     rollouts: Rollouts
     step: int | None
-    asked: Mapping[str, list[Future[Outcome]]]
+    samples: list[dict[str, Any]]
+    asked: Mapping[str, Sequence[Future[Outcome]]]  # of the functions that wait for nothing
 
-    def result(self) -> Rewards:
-        outcomes = {name: [future.result() for future in futures] for name, futures in self.asked.items()}
+    def result(self, signals: Signals | None = None) -> Rewards:
+        outcomes = self._outcomes(signals)
         parts = {name: torch.tensor([self._value(each) for each in column]) for name, column in outcomes.items()}
         failed = torch.tensor([any(each.failure for each in row) for row in zip(*outcomes.values(), strict=True)])
-        self._report(outcomes)
+        causes = [self._cause(name, column) for name, column in outcomes.items() if any(o.failure for o in column)]
+        for cause in causes:  # one warning a step and function
+            logger.warning("%s", cause)
+        if self.step is not None:
+            self.scorer.count_failure(self.step, bool(failed.all()), "\n".join(causes))
         total = self.scorer.total(parts, self.rollouts.group, self.step)
-        return Rewards(total, parts | extra_values(outcomes), failed)
+        return Rewards(total, parts | extra_values(outcomes), failed, token_weights=self._token_weights(outcomes))
+
+    def _outcomes(self, signals: Signals | None) -> Outcomes:
+        """In the order of the functions. Those that want signals are asked now."""
+        asked, waiting = dict(self.asked), {n: f for n, f in self.scorer.functions.items() if n not in self.asked}
+        if waiting:
+            measured = signals_of(self.rollouts, signals)
+            samples = [{**s, "signals": m} for s, m in zip(self.samples, measured, strict=True)]
+            group = self.rollouts.group.tolist()
+            asked |= {name: function.submit(samples, group) for name, function in waiting.items()}
+        names = [*self.scorer.functions, *([MODEL] if MODEL in asked else [])]
+        return {name: [future.result() for future in asked[name]] for name in names}
 
     def _value(self, outcome: Outcome) -> float:
         if outcome.failure:
             return self.scorer.failure_reward
         return math.nan if outcome.value is None else outcome.value
 
-    def _report(self, outcomes: Mapping[str, list[Outcome]]) -> None:
-        """One warning a step and function: the first failure in full, and how many there were."""
-        for name, column in outcomes.items():
-            rows = [row for row, outcome in enumerate(column) if outcome.failure]
-            if rows:
-                prompt = self.rollouts.prompts[int(self.rollouts.group[rows[0]])]
-                logger.warning(
-                    "reward function %s failed on %d of %d responses, which get failure_reward=%g. The first, %s: %s",
-                    name, len(rows), len(column), self.scorer.failure_reward, prompt.task.origin,
-                    column[rows[0]].failure,
-                )  # fmt: skip
+    def _cause(self, name: str, column: Sequence[Outcome]) -> str:
+        """The first failure in full, and how many there were."""
+        rows = [row for row, outcome in enumerate(column) if outcome.failure]
+        first = column[rows[0]]
+        prompt = self.rollouts.prompts[int(self.rollouts.group[rows[0]])]
+        said = f"\nIt printed: {first.output.strip()}" if first.output.strip() else ""
+        return (
+            f"reward function {name} failed on {len(rows)} of {len(column)} responses, which get failure_reward="
+            f"{self.scorer.failure_reward:g}. The first, {prompt.task.origin}: {first.failure}{said}"
+        )
+
+    def _token_weights(self, outcomes: Outcomes) -> Tensor | None:
+        """Of the first function that returns some. Rows that it left out, or failed on, get ones."""
+        brought = {name: [outcome.extras.get(TOKEN_WEIGHTS) for outcome in column] for name, column in outcomes.items()}
+        name = next((name for name, lists in brought.items() if any(each is not None for each in lists)), None)
+        lists = brought[name] if name else [None] * len(self.rollouts)
+        missing = sum(each is None for each in lists)
+        if missing and (name or self.scorer.wants_token_weights) and not self.scorer.told_of_missing_weights:
+            self.scorer.told_of_missing_weights = True
+            logger.warning("%s returned no token_weights for %d of %d responses; their tokens get weight 1 (this is "
+                           "said once)", name or "the reward functions", missing, len(lists))  # fmt: skip
+        return padded_with_ones([each or [] for each in lists], self.rollouts.mask.shape[1]) if name else None
 
 
-def extra_values(outcomes: Mapping[str, list[Outcome]]) -> dict[str, torch.Tensor]:
+def padded_with_ones(lists: Sequence[Sequence[float]], width: int) -> Tensor:
+    """[N, width]: shorter lists go on with 1, longer ones are cut."""
+    weights = torch.ones(len(lists), width)
+    for row, values in enumerate(lists):
+        weights[row, : len(values)] = torch.tensor(values[:width], dtype=torch.float32)
+    return weights
+
+
+def extra_values(outcomes: Outcomes) -> dict[str, Tensor]:
     """Numbers that functions returned beside their reward, as parts of their own; NaN where a response has none."""
     names = {key: None for column in outcomes.values() for outcome in column for key in outcome.extras}
     extras = {}

@@ -1,164 +1,96 @@
 """A reward worker process: loads one user function and calls it until its pipe closes. Imports nothing heavy.
 
-    python -m mtrl.rewards.worker FD FUNCTION      (started by `sandbox.py`)
+    python -m mtrl.rewards.worker PIPE PLACE      (file descriptors; started by `process.py`)
 
-It receives (sample, keyword arguments) and answers ("value", number, extras) or ("error", message).
+It receives a `Setup` and answers ("ready", traits) or ("error", message). Then it receives lists of samples and answers
+([(place in the list, fields of its outcome), ..], whether it ends now) as they are done; no place: for all the list.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import inspect
-import json
+import mmap
 import os
 import pickle
+import resource
+import shutil
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-DEFAULT_NAMES = ("reward_function", "compute_score")
-OTHER_SIGNATURES = {  # by a parameter's name (SPEC 3)
-    "completions": "TRL's signature",
-    "solution_str": "verl's signature",
-    "reward_input": "EasyR1's signature",
-    "reward_inputs": "EasyR1's signature",
-    "signals": "the parameter `signals`",
-}
+from mtrl.rewards.loading import PLACE, Setup, load_reward
+from mtrl.rewards.outcomes import Outcome
+
+ANSWER_SECONDS = 0.02  # at most so much work is done again where a process dies
 
 
-def load_function(spec: str) -> Callable[..., Any]:
-    """`path/to/file.py:name` or `package.module:name`; without a name one of DEFAULT_NAMES, or the only one."""
-    place, name = split_spec(spec)
-    module = load_module(place)
-    function = find_function(module, place, name)
-    refuse_other_signatures(function, easyr1=hasattr(module, "REWARD_TYPE"))
-    return function
-
-
-def find_function(module: ModuleType, place: str, name: str | None) -> Callable[..., Any]:
-    if name is not None:
-        if not callable(getattr(module, name, None)):
-            raise ValueError(
-                f"{place} has no function {name!r}; it has {', '.join(public_functions(module)) or 'none'}"
-            )
-        return getattr(module, name)
-    for default in DEFAULT_NAMES:
-        if callable(getattr(module, default, None)):
-            return getattr(module, default)
-    names = public_functions(module)
-    if len(names) != 1:
-        raise ValueError(
-            f"which function of {place} is the reward? It has {', '.join(names) or 'none'}; write {place}:NAME"
-        )
-    return getattr(module, names[0])
-
-
-def refuse_other_signatures(function: Callable[..., Any], easyr1: bool = False) -> None:
-    """A function that wants to be called in another way would fail on every sample."""
-    try:
-        names = list(inspect.signature(function).parameters)
-    except ValueError:  # some functions written in C do not say
-        return
-    found = [OTHER_SIGNATURES[name] for name in names if name in OTHER_SIGNATURES]
-    if found or easyr1:
-        raise ValueError(
-            f"a reward function with {found[0] if found else 'REWARD_TYPE (EasyR1)'} cannot be called yet; write "
-            "reward_function(data: dict) -> float | (float, dict)"
-        )
-
-
-def name_of(spec: str) -> str:
-    """For logs: the function's name, or the file's where the function was left to us."""
-    place, name = split_spec(spec)
-    return name or (Path(place).stem if place.endswith(".py") else place.rpartition(".")[2])
-
-
-def split_spec(spec: str) -> tuple[str, str | None]:
-    place, colon, name = spec.rpartition(":")
-    return (place, name) if colon and place and "/" not in name and "\\" not in name else (spec, None)
-
-
-def load_module(place: str) -> ModuleType:
-    if not place.endswith(".py"):
-        return importlib.import_module(place)
-    path = Path(place).expanduser().resolve()
-    if not path.is_file():
-        raise ValueError(f"there is no reward file {place}")
-    sys.path.insert(0, str(path.parent))  # so that it can import its neighbours
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def public_functions(module: ModuleType) -> list[str]:
-    return [
-        name
-        for name, value in vars(module).items()
-        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
-    ]
-
-
-def call(function: Callable[..., Any], sample: dict[str, Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """("value", number, extras), with every way to go wrong as an error that says what to return instead."""
-    result = function(sample, **kwargs)
-    extras: dict[str, Any] = {}
-    if isinstance(result, tuple):
-        if len(result) != 2 or not isinstance(result[1], dict):
-            raise TypeError("a reward function returns a number, None, or (number, dict of extra values)")
-        result, extras = result[0], plain(result[1])
-    if result is None:
-        return ("value", None, extras)
-    if isinstance(result, (str, bytes)) or not hasattr(result, "__float__"):
-        raise TypeError(f"a reward function returns a number; it returned {type(result).__name__}")
-    number = float(result)
-    if number != number or number in (float("inf"), float("-inf")):
-        raise ValueError(f"a reward must be finite; it was {number}")
-    return ("value", number, extras)
-
-
-def plain(extras: dict[str, Any]) -> dict[str, Any]:
-    """Numbers, texts and lists of them, as JSON has them: arrays become lists, anything else its text."""
-    as_json: dict[str, Any] = json.loads(json.dumps(extras, default=lambda x: getattr(x, "tolist", x.__str__)()))
-    return as_json
-
-
-def end_with(parent: int) -> None:
-    """A parent that was killed cannot end a function that hangs, so it ends itself, with all that it started."""
+def end_with(parent: int, scratch: str) -> None:
+    """A parent that was killed can end nothing and tidy nothing up: this process ends with all that it started."""
     while os.getppid() == parent:
         time.sleep(1)
+    shutil.rmtree(scratch, ignore_errors=True)
     os.killpg(os.getpid(), signal.SIGKILL)
 
 
+def limit_memory(size: int) -> None:
+    """Of this process and, each for itself, of those it starts: more is a MemoryError here, not the machine's end."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    allowed = [size] + [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_DATA, (min(allowed), hard))
+
+
+class Answers:
+    """Outcomes on their way back, some at a time: a message for each would cost more than a quick function does. Where
+    the work is stands in a number that the parent shares, for it to know which sample this process died of."""
+
+    def __init__(self, connection: Connection, place_fd: int, at_once: bool) -> None:
+        self.connection, self.at_once = connection, at_once
+        self.place = mmap.mmap(place_fd, mmap.PAGESIZE)
+        self.waiting: list[tuple[Any, ...]] = []
+        self.sent = time.monotonic()
+
+    def add(self, place: int | None, outcome: Outcome, ends: bool = False) -> None:
+        self.waiting.append((place, outcome.value, outcome.extras, outcome.failure, outcome.seconds))
+        if place is not None:
+            PLACE.pack_into(self.place, 0, place + 1)
+        if ends or self.at_once or time.monotonic() - self.sent > ANSWER_SECONDS:
+            self.flush(ends)
+
+    def flush(self, ends: bool = False) -> None:
+        if self.waiting:
+            self.connection.send_bytes(pickle.dumps((self.waiting, ends)))
+        self.waiting, self.sent = [], time.monotonic()
+        if ends:  # out of memory: what the function holds may never come free, and a new process has room again
+            os._exit(0)
+
+
 def main() -> None:
-    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     connection = Connection(int(sys.argv[1]))
+    setup: Setup = connection.recv()
+    threading.Thread(target=end_with, args=(setup.parent, setup.scratch), daemon=True).start()
+    limit_memory(setup.memory_bytes)
     try:
-        function = load_function(sys.argv[2])
+        reward = load_reward(setup.function, setup.kwargs, setup.timeout_s)
     except BaseException:
         connection.send(("error", traceback.format_exc()))
         return
-    connection.send(("ready",))
+    connection.send(("ready", reward.traits))
+    answers = Answers(connection, int(sys.argv[2]), at_once=reward.traits.concurrent)
     while True:
         try:
             message = connection.recv_bytes()
         except EOFError:
             return
         try:
-            answer = call(function, *pickle.loads(message))
+            samples = pickle.loads(message)
         except Exception:
-            answer = ("error", traceback.format_exc())
-        connection.send(answer)
+            answers.add(None, Outcome(failure=traceback.format_exc()))
+        else:
+            reward.score(samples, lambda place, outcome: answers.add(place, outcome, ends=reward.out_of_memory))
+        answers.flush()
 
 
 if __name__ == "__main__":

@@ -1,13 +1,24 @@
-"""One line that says how it goes: step, time left, reward, accuracy, length, speed. Plain lines off a terminal."""
+"""How it goes, for a person: a line of progress, a table at each validation with a few responses, a summary at the end.
+
+On a terminal the line moves and there are colours (not with NO_COLOR); elsewhere these are plain lines.
+"""
 
 from __future__ import annotations
 
+import logging
+import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TextIO
 
-from mtrl.types import Rewards, Rollouts
+from mtrl.tracking.colour import Paint, wants_colour
+from mtrl.tracking.pace import Pace, as_clock
+from mtrl.tracking.preview import DecodeTokens, Trained, most_taught, training_preview, validation_preview
+from mtrl.tracking.table import By, Validations, Values, by_name, table
+from mtrl.types import Credit, Rewards, Rollouts, Sample, Signals
 
 BAR = 24  # characters
 SHOWN = {
@@ -18,52 +29,124 @@ SHOWN = {
 }
 
 
+@dataclass(frozen=True)
+class ConsoleSettings:
+    validate_every: int = -1  # steps; -1: only at the end
+    colours: bool = True  # where the terminal can
+    preview_chars: int = 2000  # of a text in a preview; 0: no previews
+    directory: Path | None = None  # of the run, for the summary
+
+
 class Console:
-    def __init__(self, total_steps: int, stream: TextIO | None = None) -> None:
-        self.total, self.stream = total_steps, stream or sys.stderr
+    """`earlier`: what former attempts validated, by step. `decode` makes the tokens of a training response readable;
+    without it only validation responses are shown."""
+
+    def __init__(
+        self,
+        total_steps: int,
+        settings: ConsoleSettings | None = None,
+        *,
+        earlier: Mapping[int, Values] | None = None,
+        decode: DecodeTokens | None = None,
+        stream: TextIO | None = None,
+    ) -> None:
+        self.total, self.settings = total_steps, settings or ConsoleSettings()
+        self.stream = stream or sys.stderr
         self.live = self.stream.isatty()
-        self.begin = time.perf_counter()
-        self.first_step: int | None = None
-        self.width = 0
+        self.paint = Paint(wants_colour(self.stream, self.settings.colours))
+        self.pace = Pace(total_steps, self.settings.validate_every)
+        self.history = Validations(earlier or {})
+        self.decode = decode
+        self._begin = time.monotonic()
+        self._first_step = self._last_step = 0
+        self._tokens = self._step_seconds = 0.0
+        self._trained: Trained | None = None
+        self._width = 0
+        self._handlers = logging.getLogger().handlers[:] if self.live else []
+        for handler in self._handlers:
+            handler.addFilter(self._make_room)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        if self.first_step is None:  # steps done before this attempt tell nothing about its speed
-            self.first_step = step - 1
-            self.begin = time.perf_counter() - values.get("perf/seconds_step", 0.0)
-        self._say(f"{self._progress(step)}  {self._eta(step)}  {self._numbers(values)}", step == self.total)
+        seconds = values.get("perf/seconds_step", 0.0)
+        self.pace.step(seconds)
+        self._first_step, self._last_step = self._first_step or step, step
+        self._tokens += values.get("perf/tokens_per_second", 0.0) * seconds
+        self._step_seconds += seconds
+        self._say(f"{self._progress(step)}  ETA {as_clock(self.pace.left(step))}  {numbers(values)}".rstrip())
 
-    def validation(self, step: int, values: Mapping[str, float], by: Mapping[str, Mapping[str, float]]) -> None:
-        shown = {name.removeprefix("val/"): value for name, value in values.items() if "@" in name}
-        shown = shown or {"reward": values["val/reward_score"]}
-        self._say(f"validation at step {step}: " + "  ".join(f"{k} {v:.3f}" for k, v in shown.items()), True)
-        for column, table in by.items():
-            self._say(f"  by {column}: " + "  ".join(f"{k} {v:.2f}" for k, v in table.items()), True)
+    def validation(self, step: int, values: Mapping[str, float], by: By, samples: Sequence[Sample] = ()) -> None:
+        self.pace.validation(values.get("perf/seconds_validation", 0.0))
+        self.history.begin(step)
+        self._keep(table(step, values, by, self.history, self.paint))
+        self.history.add(step, {name: x for name, x in values.items() if name.startswith("val/")} | by_name(by))
+        if self.settings.preview_chars and samples:
+            self._keep(self._previews(samples))
 
-    def rollouts(self, step: int, rollouts: Rollouts, rewards: Rewards) -> None: ...
+    def rollouts(self, step: int, rollouts: Rollouts, rewards: Rewards, credit: Credit, signals: Signals) -> None:
+        if self.decode is not None:
+            self._trained = most_taught(rollouts, rewards, credit)
 
     def close(self) -> None:
-        if self.live and self.width:
-            print(file=self.stream)
+        self._make_room()
+        if self._last_step:
+            self._keep(self._summary())
+        for handler in self._handlers:
+            handler.removeFilter(self._make_room)
 
+    # ---------------------------------------------------------------------------------------------------------- pieces
     def _progress(self, step: int) -> str:
         full = BAR * step // self.total
         bar = f" [{'=' * full}{' ' * (BAR - full)}]" if self.live else ""
         return f"step {step}/{self.total}{bar}"
 
-    def _eta(self, step: int) -> str:
-        assert self.first_step is not None
-        pace = (time.perf_counter() - self.begin) / (step - self.first_step)
-        left = round(pace * (self.total - step))
-        hours, minutes = left // 3600, left // 60 % 60
-        return f"ETA {hours}:{minutes:02}:{left % 60:02}" if hours else f"ETA {minutes}:{left % 60:02}"
+    def _previews(self, samples: Sequence[Sample]) -> list[str]:
+        limit, lines = self.settings.preview_chars, [self.paint("responses", "bold")]
+        for sample in samples:
+            lines += validation_preview(sample, limit, self.paint)
+        if self._trained is not None and self.decode is not None:
+            lines.append(self.paint("a training response of this step, and the tokens that learn from it", "bold"))
+            lines += training_preview(self._trained, self.decode, limit, self.paint)
+        return lines
 
-    def _numbers(self, values: Mapping[str, float]) -> str:
-        return "  ".join(f"{name} {form.format(values[key])}" for name, (key, form) in SHOWN.items() if key in values)
+    def _summary(self) -> list[str]:
+        done = self._last_step - self._first_step + 1
+        end = "finished" if self._last_step >= self.total else "stopped"
+        speed = f", {self._tokens / self._step_seconds:.0f} tokens/s" if self._tokens else ""
+        took = f"{done} steps in {as_clock(time.monotonic() - self._begin)}{speed}"
+        lines = [self.paint(f"{end} at step {self._last_step} of {self.total}: {took}", "bold")]
+        name = self.history.headline
+        if name is not None:
+            first, last, best = (part[name] for part in (self.history.first, self.history.last, self.history.best))
+            lines.append(
+                f"  {name}: {first.value:.3f} at step {first.step}, {last.value:.3f} at step {last.step}; "
+                f"best {best.value:.3f} at step {best.step}"
+            )
+        if self.settings.directory is not None:
+            lines.append(f"  files: {self.settings.directory}")
+            lines.append(f"  next:  mtrl eval {self.settings.directory} [--data FILE]")
+        return lines
 
-    def _say(self, line: str, keep: bool) -> None:
-        """On a terminal a line replaces the one before, unless that one was to be kept."""
+    # --------------------------------------------------------------------------------------------------------- writing
+    def _say(self, line: str) -> None:
+        """On a terminal a line replaces the one before."""
         if not self.live:
             print(line, file=self.stream, flush=True)
             return
-        print("\r" + line.ljust(self.width), end="\n" if keep else "", file=self.stream, flush=True)
-        self.width = 0 if keep else len(line)
+        line = line[: shutil.get_terminal_size().columns - 1]  # one that wraps could not be replaced
+        print("\r" + line.ljust(self._width), end="", file=self.stream, flush=True)
+        self._width = len(line)
+
+    def _keep(self, lines: Sequence[str]) -> None:
+        self._make_room()
+        print("\n".join(lines), file=self.stream, flush=True)
+
+    def _make_room(self, record: logging.LogRecord | None = None) -> bool:
+        """Ends the line of progress, so that what comes next has a line of its own; also a filter of log handlers."""
+        if self._width:
+            print(file=self.stream, flush=True)
+            self._width = 0
+        return True
+
+
+def numbers(values: Mapping[str, float]) -> str:
+    return "  ".join(f"{name} {form.format(values[key])}" for name, (key, form) in SHOWN.items() if key in values)

@@ -1,37 +1,58 @@
-"""metrics.jsonl and rollouts.jsonl: append-only, a row a step, a row a response.
+"""The files of a run, always written and append-only:
 
-Rows carry `step` and `attempt`; where a step was done twice, readers take the last attempt.
+    metrics.jsonl      a row a step and a row a validation
+    rollouts.jsonl     a row a response; rotates (see jsonl.py)
+    validations.jsonl  a row a validation sample that is kept; rotates
+
+Rows carry `step` and `attempt`; where a step was done twice, readers take the last attempt. `time` is the wall clock's
+and may go back; nothing depends on it.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from mtrl.types import Rewards, Rollouts
+from mtrl.tracking.jsonl import ROTATE_AT, JsonLines, last_row, read_rows, rows_of
+from mtrl.tracking.table import by_name
+from mtrl.types import Credit, Rewards, Rollouts, Sample, Signals
+
+__all__ = ["RunFiles", "first_steps_of", "read_rows", "validations_of"]
 
 
 class RunFiles:
-    def __init__(self, directory: Path) -> None:
+    """With `every_step` off, rollouts are written only of the steps that are validated."""
+
+    def __init__(self, directory: Path, every_step: bool = True, rotate_at: int = ROTATE_AT) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self.metrics_path, self.rollouts_path = directory / "metrics.jsonl", directory / "rollouts.jsonl"
-        for path in (self.metrics_path, self.rollouts_path):
-            end_last_line(path)
-        self.attempt = 1 + max((row["attempt"] for row in read_rows(self.metrics_path)), default=0)
+        names = ("metrics", "rollouts", "validations")
+        paths = [directory / f"{name}.jsonl" for name in names]
+        self.attempt = 1 + max(int((last_row(path) or {}).get("attempt", 0)) for path in paths)
+        self.every_step = every_step
+        self._metrics = JsonLines(paths[0])
+        self._rollouts, self._samples = (JsonLines(path, rotate_at) for path in paths[1:])
+        self._of_last_step: list[dict[str, Any]] = []
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        self._append(self.metrics_path, [{**self._head(step), **values}])
+        self._metrics.append([{**self._head(step), **values}])
 
-    def validation(self, step: int, values: Mapping[str, float], by: Mapping[str, Mapping[str, float]]) -> None:
-        tables = {f"val/by_{column}/{value}": rate for column, table in by.items() for value, rate in table.items()}
-        self._append(self.metrics_path, [{**self._head(step), **values, **tables}])
+    def validation(
+        self,
+        step: int,
+        values: Mapping[str, float],
+        by: Mapping[str, Mapping[str, float]],
+        samples: Sequence[Sample] = (),
+    ) -> None:
+        self._metrics.append([{**self._head(step), **values, **by_name(by)}])
+        self._samples.append([{**self._head(step), **asdict(sample)} for sample in samples])
+        self._rollouts.append(self._of_last_step)
+        self._of_last_step = []
 
-    def rollouts(self, step: int, rollouts: Rollouts, rewards: Rewards) -> None:
+    def rollouts(self, step: int, rollouts: Rollouts, rewards: Rewards, credit: Credit, signals: Signals) -> None:
         lengths = rollouts.mask.sum(1).tolist()
         tasks = [rollouts.prompts[g].task for g in rollouts.group.tolist()]
         rows = [
@@ -48,47 +69,29 @@ class RunFiles:
             }
             for i, task in enumerate(tasks)
         ]
-        self._append(self.rollouts_path, rows)
+        if self.every_step:
+            self._rollouts.append(rows)
+        else:
+            self._of_last_step = rows
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        for file in (self._metrics, self._rollouts, self._samples):
+            file.close()
 
     def _head(self, step: int) -> dict[str, Any]:
         return {"step": step, "attempt": self.attempt, "time": round(time.time(), 3)}
 
-    def _append(self, path: Path, rows: list[dict[str, Any]]) -> None:
-        lines = [json.dumps(without_nan(row), ensure_ascii=False, default=str) + "\n" for row in rows]
-        with path.open("a", encoding="utf-8") as out:
-            out.writelines(lines)
+
+def validations_of(directory: Path) -> dict[int, dict[str, float]]:
+    """What earlier attempts of a run validated, by step; of a step done twice, the last."""
+    found = {}
+    for row in rows_of(directory / "metrics.jsonl"):
+        if "val/reward_score" in row:
+            found[row["step"]] = {name: x for name, x in row.items() if name.startswith("val/") and x is not None}
+    return found
 
 
-def without_nan(value: Any) -> Any:
-    """JSON has no NaN: what does not apply is null."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: without_nan(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [without_nan(item) for item in value]
-    return value
-
-
-def end_last_line(path: Path) -> None:
-    """A line that a crash cut off must not swallow the next one."""
-    if not path.exists() or not path.stat().st_size:
-        return
-    with path.open("rb+") as file:
-        file.seek(-1, 2)
-        if file.read() != b"\n":
-            file.write(b"\n")
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Every whole row of a JSONL file; lines that were cut off by a crash are left out."""
-    if not path.exists():
-        return []
-    rows = []
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            with suppress(json.JSONDecodeError):
-                rows.append(json.loads(line))
-    return rows
+def first_steps_of(directory: Path, count: int = 5) -> list[dict[str, float]]:
+    """The metrics of a run's first steps, where earlier attempts have left any."""
+    steps = (row for row in rows_of(directory / "metrics.jsonl") if "perf/seconds_step" in row)
+    return list(islice(steps, count))

@@ -3,40 +3,54 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from mtrl.config import Config, ConfigError, load_config, to_yaml
+from mtrl.config.tree import GROUP_ESTIMATORS
 from mtrl.data import Dataset, DataSettings, RowList, Sampler, open_dataset, open_sources
 from mtrl.data.cache import DiskCache
 from mtrl.data.sources import Source
 from mtrl.models.backbone import Backbone
-from mtrl.models.families import TextEncoder, load_encoder, save_encoder_files
+from mtrl.models.families import TextEncoder, encoder_files, load_encoder
 from mtrl.models.forward import Forward
 from mtrl.models.load import DTYPES, load_model
 from mtrl.models.perturb import PERTURBATIONS
+from mtrl.models.reward_model import load_judge
 from mtrl.protocols import Prober, Tracker
 from mtrl.rewards import builtin
 from mtrl.rewards.sandbox import InProcess, Sandbox
-from mtrl.rewards.scorer import Builtin, RewardFunction, RewardScorer
+from mtrl.rewards.scorer import MODEL, Builtin, RewardFunction, RewardScorer
 from mtrl.rollout.local import LocalGenerator
-from mtrl.tracking.console import Console
-from mtrl.tracking.run_files import RunFiles
+from mtrl.tracking.console import Console, ConsoleSettings
+from mtrl.tracking.markdown import LogPaths, MarkdownLogs
+from mtrl.tracking.run_files import RunFiles, first_steps_of, validations_of
 from mtrl.tracking.several import Trackers
+from mtrl.tracking.watch import Watch
 from mtrl.training import recipe
 from mtrl.training.checkpoint import FolderStore
 from mtrl.training.evaluate import Result, Validation
+from mtrl.training.interrupt import Interrupt, say
 from mtrl.training.loop import House, Loop
+from mtrl.training.resume import Start, claim, find_start, fitting_state, refuse_damaged
+from mtrl.training.run_directory import RunDirectory
 from mtrl.training.unbuilt import is_bare, refuse_unbuilt
 from mtrl.workers.actor import LocalActor
 from mtrl.workers.reference import Reference
+from mtrl.workers.reward_model import RewardModel
 from mtrl.zoo.rows import CONFIG_FILE, MODEL_DIRECTORY, ZooRows
 
+logger = logging.getLogger(__name__)
+
 BAD_ROWS = "bad_rows.jsonl"
+MATH = "mtrl.rewards.math_equality:math"  # in a sandbox: a hostile answer can make it think for hours
 EMBEDDED = "zoo@"  # `zoo@test` names a split of the embedded task wherever a data file is named
 
 Rows = str | Sequence[Mapping[str, Any]]  # a file specification, or rows made in Python
@@ -48,21 +62,25 @@ class Run:
 
     config: Config
     directory: Path
+    id: str  # the same for every attempt
+    start: Start
     loop: Loop
-    scorer: RewardScorer
-    sampler: Sampler
-    tracker: Trackers
+    interrupt: Interrupt
+    closing: ExitStack  # of all that is open
 
     def train(self) -> None:
-        try:
+        """To the last step, or until a signal asks it to stop; then it leaves as the signal would have it leave, with
+        KeyboardInterrupt or SystemExit, after saving."""
+        with self.closing:
             if self.config.training.val_only:
-                self.loop.validate(0)
-            else:
+                self.loop.validate()
+                return
+            with self.interrupt:
                 self.loop.run()
-        finally:
-            self.tracker.close()
-            self.scorer.close()
-            self.sampler.close()
+                self.loop.house.store.close()
+        if self.interrupt.asked():
+            say(f"saved after step {self.loop.done} in {self.directory}; the same command goes on from there")
+            self.interrupt.leave()
 
 
 def configure(file: str | Path | None, overrides: Sequence[str] | Mapping[str, Any]) -> tuple[Config, bool]:
@@ -86,32 +104,46 @@ def build(
     if config.optimization.perturbation not in PERTURBATIONS:
         known = ", ".join(PERTURBATIONS)
         raise ConfigError([f"optimization.perturbation: {config.optimization.perturbation}; there are {known}"])
-    directory = run_directory(config)
-    encoder, policy = build_policy(config)
-    dataset = open_data(config, config.dataset.train_files if data is None else data, "train", encoder, directory)
-    steps = recipe.total_steps(config, len(dataset))
-    sampler = Sampler(
-        dataset,
-        encoder,
-        shuffle=config.dataset.shuffle,
-        seed=config.dataset.seed,
-        bad_rows_path=directory / BAD_ROWS,
-    )
-    actor = build_actor(config, policy, encoder, steps)
-    scorer = build_scorer(config, steps, rewards)
-    tracker = Trackers([RunFiles(directory), *console(config, steps), *trackers])
-    house = House(
-        source=sampler,
-        generator=LocalGenerator(policy.backbone, encoder),
-        scorer=scorer,
-        probers=[actor, *build_reference(config, policy)],
-        actor=actor,
-        tracker=tracker,
-        store=FolderStore(directory / "checkpoints", config.training.save_limit),
-        validation=build_validation(config, encoder, directory, trained_on_rows=data is not None),
-    )
-    (directory / "config.yaml").write_text(to_yaml(config))
-    return Run(config, directory, Loop(house, recipe.recipe_of(config, steps)), scorer, sampler, tracker)
+    with ExitStack() as closing:
+        training = config.training
+        place = Path(training.output_dir, training.project_name, training.experiment_name)
+        directory = closing.enter_context(claim(place, config, training.fresh))
+        encoder = build_encoder(config)
+        files = config.dataset.train_files if data is None else data
+        dataset = open_data(config, files, "train", encoder, directory.path)
+        steps = recipe.total_steps(config, len(dataset))
+        start = find_start(
+            directory.path,
+            None if training.val_only else steps,
+            find_last=training.find_last_checkpoint,
+            given=training.load_checkpoint_path,
+        )
+        sampler = closing.enter_context(build_sampler(config, dataset, encoder, directory.path))
+        _, policy = build_policy(config, encoder)
+        actor = build_actor(config, policy, encoder, steps)
+        scorer = build_scorer(config, steps, rewards)
+        closing.callback(scorer.close)
+        tracker = Trackers([*build_trackers(config, steps, encoder, directory.path), *trackers])
+        closing.callback(tracker.close)
+        interrupt = Interrupt()
+        house = House(
+            source=sampler,
+            generator=LocalGenerator(policy.backbone, encoder),
+            scorer=scorer,
+            probers=[actor, *build_reference(config, policy)],
+            actor=actor,
+            tracker=tracker,
+            store=closing.enter_context(build_store(config, directory)),
+            validation=build_validation(config, encoder, directory.path, trained_on_rows=data is not None),
+            stop=interrupt.asked,
+        )
+        wanted = any(function.needs_signals for function in scorer.functions.values())
+        rules = recipe.recipe_of(config, steps, first=not start.own, rewards_read_signals=wanted)
+        loop = Loop(house, rules)
+        if start.checkpoint is not None:
+            loop.restore(start.checkpoint, start.state if start.own else fitting_state(start, sampler))
+        directory.record(to_yaml(config))
+        return Run(config, directory.path, directory.id, start, loop, interrupt, closing.pop_all())
 
 
 def evaluate(config: Config) -> Result:
@@ -128,14 +160,11 @@ def evaluate(config: Config) -> Result:
         scorer.close()
 
 
-def run_directory(config: Config) -> Path:
+def build_store(config: Config, directory: RunDirectory) -> FolderStore:
     training = config.training
-    directory = Path(training.output_dir) / training.project_name / training.experiment_name
-    if (directory / "metrics.jsonl").exists():
-        taken = f"{directory} holds a run already, and resuming is not built yet"
-        raise ConfigError([f"training.experiment_name: {taken}; choose another name"])
-    directory.mkdir(parents=True, exist_ok=True)
-    return directory
+    return FolderStore(
+        directory.path / "checkpoints", training.save_limit, training.best_metric, before_saving=directory.keep
+    )
 
 
 # ------------------------------------------------------------------------------------------------------ model and data
@@ -143,9 +172,10 @@ def model_path(config: Config) -> str:
     return config.worker.actor.model.model_path or str(MODEL_DIRECTORY)
 
 
-def build_policy(config: Config) -> tuple[TextEncoder, Forward]:
+def build_policy(config: Config, encoder: TextEncoder | None = None) -> tuple[TextEncoder, Forward]:
     settings, actor = config.worker.actor.model, config.worker.actor
-    encoder = build_encoder(config)
+    encoder = encoder or build_encoder(config)
+    refuse_damaged(Path(model_path(config)))
     model = load_model(
         model_path(config),
         dtype=actor.fsdp.param_dtype,
@@ -155,10 +185,27 @@ def build_policy(config: Config) -> tuple[TextEncoder, Forward]:
     )
     if settings.enable_gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    backbone = Backbone(model, DTYPES[actor.fsdp.mixed_precision_dtype])
+    compiled = actor.use_torch_compile and model.device.type == "cuda"
+    backbone = Backbone(model, DTYPES[actor.fsdp.mixed_precision_dtype], compiled=compiled)
     if settings.freeze_vision_tower and backbone.vision_tower is not None:
         backbone.vision_tower.requires_grad_(False)
-    return encoder, Forward(backbone, encoder, config.worker.rollout.temperature, actor.share_prefix)
+    forward = Forward(
+        backbone,
+        encoder,
+        config.worker.rollout.temperature,
+        share_prefix=actor.share_prefix and shares_prefixes(backbone),
+        packed=actor.padding_free and backbone.packs,
+        last_k=config.optimization.attention_last_k_layers,
+        weight_last_k=config.optimization.token_weight_last_k_layers,
+    )
+    return encoder, forward
+
+
+def shares_prefixes(backbone: Backbone) -> bool:
+    if not backbone.shares_prefixes:
+        family = backbone.model.config.model_type
+        logger.warning("share_prefix: not known to be exact for the family %r; each response reads its prompt", family)
+    return backbone.shares_prefixes
 
 
 def build_encoder(config: Config) -> TextEncoder:
@@ -198,16 +245,21 @@ def open_data(config: Config, data: Rows, split: str, encoder: TextEncoder, dire
     return open_dataset(sources_of(data, split), data_settings(config), encoder, bad_rows_path=listed)
 
 
+def build_sampler(config: Config, dataset: Dataset, encoder: TextEncoder, directory: Path) -> Sampler:
+    shuffle, seed = config.dataset.shuffle, config.dataset.seed
+    return Sampler(dataset, encoder, shuffle=shuffle, seed=seed, bad_rows_path=directory / BAD_ROWS)
+
+
 # ------------------------------------------------------------------------------------------------------------- workers
 def build_actor(config: Config, policy: Forward, encoder: TextEncoder, steps: int) -> LocalActor:
-    actor, on_gpu = config.worker.actor, policy.backbone.device.type == "cuda"
+    on_gpu = policy.backbone.device.type == "cuda"
     return LocalActor(
         policy,
         recipe.optimization_of(config, steps),
         perturbation=recipe.perturbation_of(config, encoder.patch_size),
-        update_batching=recipe.micro_batching(config, on_gpu, actor.micro_batch_size_per_device_for_update),
-        probe_batching=recipe.micro_batching(config, on_gpu, actor.micro_batch_size_per_device_for_experience),
-        save_encoder=lambda directory: save_encoder_files(encoder, model_path(config), directory),
+        update_batching=recipe.update_batching(config, on_gpu, policy.share_prefix),
+        probe_batching=recipe.probe_batching(config, on_gpu, policy.share_prefix),
+        encoder_files=encoder_files(encoder, model_path(config)),
     )
 
 
@@ -216,9 +268,8 @@ def build_reference(config: Config, policy: Forward) -> list[Prober]:
     if rule is None:
         return []
     frozen = Backbone(copy.deepcopy(policy.backbone.model).eval(), policy.backbone.compute_dtype)
-    forward = Forward(frozen, policy.encoder, policy.temperature, policy.share_prefix)
-    rows = config.worker.actor.micro_batch_size_per_device_for_experience
-    batching = recipe.micro_batching(config, frozen.device.type == "cuda", rows)
+    forward = replace(policy, backbone=frozen)
+    batching = recipe.probe_batching(config, frozen.device.type == "cuda", policy.share_prefix)
     return [Reference(forward, batching, policy if rule.penalty == "full" else None)]
 
 
@@ -235,30 +286,51 @@ def build_validation(
         batches=lambda: sampler.one_pass(config.dataset.val_batch_size),
         sampling=recipe.validation_sampling(config),
         keep_samples=config.training.val_generations_to_log,
+        best_metric=config.training.best_metric,
     )
 
 
 # ------------------------------------------------------------------------------------------------- rewards and tracking
 def build_scorer(config: Config, steps: int, given: Sequence[Callable[..., Any] | str] | None = None) -> RewardScorer:
-    reward = config.worker.reward
+    reward, model = config.worker.reward, build_reward_model(config)
     functions: dict[str, RewardFunction] = {}
+    taken = [] if model is None else [MODEL]
     for each in given or config.reward_functions:
         name, function = reward_function(config, each)
-        same = sum(other.partition("#")[0] == name for other in functions)
+        same = sum(other.partition("#")[0] == name for other in (*functions, *taken))
         functions[f"{name}#{same + 1}" if same else name] = function
-    schedule = recipe.reward_schedule(config, len(functions))
+    parts = [*functions, *taken]
+    schedule = recipe.reward_schedule(config, len(parts))
     for _, weights in schedule:
-        if len(weights) != len(functions):
-            count = f"{len(weights)} weights for {len(functions)} functions ({', '.join(functions)})"
+        if len(weights) != len(parts):
+            count = f"{len(weights)} weights for {len(parts)} parts ({', '.join(parts)})"
             raise ConfigError([f"worker.reward.weights: {count}; give one weight for each, or null"])
     return RewardScorer(
         functions,
         schedule,
         steps,
+        model,
         normalize=reward.normalize,
         failure_reward=reward.failure_reward,
         options_key=config.dataset.options_key,
+        answer_key=config.dataset.answer_key,
+        wants_token_weights=config.optimization.enable_token_weights,
     )
+
+
+def build_reward_model(config: Config) -> RewardModel | None:
+    reward, actor = config.worker.reward, config.worker.actor
+    if reward.reward_type != "model":
+        return None
+    assert reward.model_path is not None, "the configuration's checks want a path"
+    on_gpu = torch.cuda.is_available()
+    judge = load_judge(
+        reward.model_path,
+        dtype=actor.fsdp.mixed_precision_dtype,
+        device="cuda" if on_gpu else "cpu",
+        trust_remote_code=actor.model.trust_remote_code,
+    )
+    return RewardModel(judge, recipe.probe_batching(config, on_gpu, share_prefix=False))
 
 
 def reward_function(config: Config, function: Callable[..., Any] | str) -> tuple[str, RewardFunction]:
@@ -267,6 +339,10 @@ def reward_function(config: Config, function: Callable[..., Any] | str) -> tuple
     if not isinstance(function, str):
         in_process = InProcess(function, reward.reward_fn_kwargs)
         return in_process.name, in_process
+    if function == "math":
+        if find_spec("math_verify") is None:
+            raise ConfigError(["worker.reward.functions: math needs math-verify; pip install 'mtrl[math]'"])
+        return function, Sandbox(MATH, {}, workers=reward.num_cpus, timeout_s=reward.timeout_s)
     if not is_bare(function):
         sandbox = Sandbox(function, reward.reward_fn_kwargs, workers=reward.num_cpus, timeout_s=reward.timeout_s)
         return sandbox.name, sandbox
@@ -279,5 +355,16 @@ def reward_function(config: Config, function: Callable[..., Any] | str) -> tuple
     return function, Builtin(known[function])
 
 
-def console(config: Config, steps: int) -> list[Tracker]:
-    return [Console(steps)] if "console" in config.training.logger else []
+def build_trackers(config: Config, steps: int, encoder: TextEncoder, directory: Path) -> list[Tracker]:
+    training = config.training
+    grouped = config.optimization.advantage_estimator in GROUP_ESTIMATORS
+    logs = LogPaths.of(directory / "logs", training.rollout_log_path, training.attention_diag_log_path)
+    trackers: list[Tracker] = [
+        RunFiles(directory, training.realtime_rollout_logging),
+        MarkdownLogs(logs, encoder.decode_tokens, training.realtime_rollout_logging),
+        Watch(first_steps_of(directory), groups=grouped),
+    ]
+    if "console" in training.logger:
+        settings = ConsoleSettings(training.val_freq, training.colorize_output, training.log_preview_chars, directory)
+        trackers.append(Console(steps, settings, earlier=validations_of(directory), decode=encoder.decode_tokens))
+    return trackers

@@ -1,37 +1,224 @@
-"""Checkpoints in the Hugging Face layout, complete or not there at all."""
+"""The checkpoints of a run: Hugging Face folders with the trainer's state beside the weights.
+
+checkpoints/
+  step_40/        weights, config, tokenizer · trainer/optimizer.safetensors · trainer_state.json · the manifest
+  best_model      a link to the checkpoint with the best validation
+  .step_50/       being written; renamed to step_50 when all of it is on the disk
+
+A save that fails (a full disk, a folder that cannot be written) costs nothing but itself: the last good checkpoint
+stays, the run goes on, and the next save tries again.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
+import math
+import os
 import shutil
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-from mtrl.protocols import Actor
+from mtrl.errors import RunError
+from mtrl.protocols import Snapshot
+from mtrl.training.manifest import Damaged, move_to, seal, to_disk
+
+STATE = "trainer_state.json"
+BEST = "best_model"
+SLACK = 16 << 20  # bytes for settings, manifest and the folder itself, in the estimate of a checkpoint's size
+
+logger = logging.getLogger(__name__)
 
 
 class FolderStore:
-    """`<directory>/step_N`, written under another name first; the newest `limit` stay (-1: all), at least one."""
+    """Saves while the training goes on, where main memory holds a copy of the state; one save at a time.
 
-    def __init__(self, directory: Path, limit: int = -1) -> None:
-        self.directory, self.limit = directory, limit
+    The newest `limit` checkpoints stay (-1: all), at least one, and the best by `metric`. `before_saving` may prepare
+    the place. Whoever makes a store must be the only one to write there.
+    """
 
-    def save(self, step: int, actor: Actor) -> None:
-        target = self.directory / f"step_{step}"
-        unfinished = self.directory / f".step_{step}"
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        actor.save(unfinished)
-        unfinished.rename(target)
-        if self.limit >= 0:
-            for old in checkpoints(self.directory)[: -max(1, self.limit)]:
-                shutil.rmtree(old)
+    def __init__(
+        self,
+        directory: Path,
+        limit: int = -1,
+        metric: str | None = None,
+        before_saving: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.directory, self.limit, self.metric, self.before_saving = directory, limit, metric, before_saving
+        self.failure: str | None = None  # of the last save
+        self._writing: threading.Thread | None = None
+        self._error: BaseException | None = None  # of the thread, for whoever waits for it
+        for leftover in directory.glob(".step_*"):  # of a run that was killed
+            shutil.rmtree(leftover, ignore_errors=True)  # whoever saves that step again removes the rest
+        self.best_score = -math.inf
+        self._tidy(self._link_best)
+
+    # --------------------------------------------------------------------------------------------------------- saving
+    def is_best(self, score: float | None) -> bool:
+        """Better than every checkpoint that is there; an equal one comes too late."""
+        return score is not None and score > self.best_score
+
+    def save(self, step: int, snapshot: Snapshot, state: Mapping[str, Any], score: float | None = None) -> None:
+        self.wait()
+        record = json.dumps({**state, "metric": self.metric, "score": score}, indent=1)
+        if self.is_best(score):
+            self.best_score = score  # type: ignore[assignment]
+        background = 2 * snapshot.nbytes <= available_memory()
+        try:
+            self.before_saving()
+            self.directory.mkdir(parents=True, exist_ok=True)
+            refuse_without_room(self.directory, snapshot.nbytes + SLACK)
+        except OSError as error:
+            self._failed(step, error)
+            return
+        if background:
+            snapshot = snapshot.detached()
+        self._writing = threading.Thread(
+            target=self._write, args=(step, snapshot, record), name="mtrl-save", daemon=True
+        )  # a thread in any case: a signal is answered while it writes
+        self._writing.start()
+        if not background:
+            self.wait()
+
+    def wait(self) -> None:
+        """Until nothing is being written."""
+        if self._writing is not None:
+            self._writing.join()
+            self._writing = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def close(self) -> None:
+        """The end of the run: what it asked for last must be there."""
+        self.wait()
+        if self.failure is not None:
+            raise RunError(self.failure)
+
+    def __enter__(self) -> FolderStore:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """A run that fails still gets its last checkpoint; one that is told to leave at once does not wait for it."""
+        if kind is None or issubclass(kind, Exception):
+            self.wait()
+
+    def _write(self, step: int, snapshot: Snapshot, record: str) -> None:
+        unfinished, target = self.directory / f".step_{step}", self.directory / f"step_{step}"
+        try:
+            remove(unfinished)
+            unfinished.mkdir(parents=True)
+            snapshot.write(unfinished)
+            (unfinished / STATE).write_text(record)
+            seal(unfinished)
+            remove(target)
+            move_to(unfinished, target)
+            self.failure = None
+            self._tidy(self._link_best, self._rotate)
+        except OSError as error:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            self._failed(step, error)
+        except BaseException as error:  # a mistake of ours, raised where the run can see it
+            self._error = error
+
+    def _failed(self, step: int, error: OSError) -> None:
+        last = next(reversed(checkpoints(self.directory)), None)
+        kept = f"{last} is the last good one, and the same command goes on from there" if last else "there is no other"
+        self.failure = f"the checkpoint of step {step} could not be saved: {error}; {kept}. Make room, or give access."
+        logger.warning("%s Training goes on; the next save tries again.", self.failure)
+        self.best_score = self._best()[1]  # this one may have been to be the best
+
+    # --------------------------------------------------------------------------------------------------- what is kept
+    def _tidy(self, *works: Callable[[], None]) -> None:
+        """best_model and the rotation. The checkpoint is safe already: nothing here may count as its failure."""
+        try:
+            for work in works:
+                work()
+        except OSError as error:
+            logger.warning("%s could not be tidied: %s", self.directory, error)
+
+    def _rotate(self) -> None:
+        best = (self.directory / BEST).resolve()
+        old = checkpoints(self.directory)[: -max(1, self.limit)] if self.limit >= 0 else []
+        for path in old:
+            if path.resolve() != best:
+                remove(path)
+
+    def _link_best(self) -> None:
+        best, self.best_score = self._best()
+        link = self.directory / BEST
+        if best is not None and (not link.is_symlink() or os.readlink(link) != best.name):
+            beside = self.directory / f".{BEST}"
+            beside.unlink(missing_ok=True)
+            beside.symlink_to(best.name)
+            beside.replace(link)
+            to_disk(self.directory)
+
+    def _best(self) -> tuple[Path | None, float]:
+        """The checkpoint with the highest score, the first of equals."""
+        scores = {path: score_of(path, self.metric) for path in checkpoints(self.directory)}
+        best = max(scores, key=lambda path: scores[path], default=None)
+        return (None, -math.inf) if best is None or scores[best] == -math.inf else (best, scores[best])
 
 
-def newest_checkpoint(run: Path) -> Path | None:
-    """The last step's checkpoint of a run directory."""
-    return next(reversed(checkpoints(run / "checkpoints")), None)
+def score_of(checkpoint: Path, metric: str | None) -> float:
+    """Its validation by that metric; -inf where it has none, or none that can be read."""
+    try:
+        state = read_state(checkpoint)
+    except Damaged:
+        return -math.inf
+    score = state.get("score") if metric is not None and state.get("metric") == metric else None
+    return -math.inf if score is None or math.isnan(score) else score
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    try:
+        state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+        if isinstance(state, dict) and "step" in state:
+            return state
+    except (OSError, ValueError) as error:
+        raise Damaged(f"{STATE} cannot be read ({error})") from error
+    raise Damaged(f"{STATE} is no state of a trainer")
 
 
 def checkpoints(directory: Path) -> list[Path]:
     """`step_N`, the newest last."""
     steps = [path for path in directory.glob("step_*") if path.name.removeprefix("step_").isdigit()]
-    return sorted(steps, key=lambda path: int(path.name.removeprefix("step_")))
+    return sorted(steps, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step_"))
+
+
+def remove(folder: Path) -> None:
+    """Out of sight first: what is killed half-way must not look like a checkpoint."""
+    if folder.exists():
+        hidden = folder.with_name(f".{folder.name.lstrip('.')}.old")
+        shutil.rmtree(hidden, ignore_errors=True)
+        folder.rename(hidden)
+        shutil.rmtree(hidden)
+
+
+# ---------------------------------------------------------------------------------------------------------------- room
+def refuse_without_room(directory: Path, needed: int) -> None:
+    free = shutil.disk_usage(directory).free
+    if free < needed:
+        raise OSError(f"it needs {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free in {directory}")
+
+
+def available_memory() -> int:
+    """Bytes of main memory that are still to be had, under the limit of a container too; 0 where nobody says."""
+    try:
+        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        available = int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return 0
+    try:
+        group = Path("/sys/fs/cgroup")
+        limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
+    except OSError:
+        return available
+    return available if limit == "max" else min(available, int(limit) - int(used))

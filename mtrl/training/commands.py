@@ -12,11 +12,17 @@ from typing import Any, TypeVar
 from mtrl.config import Config, ConfigError, load_config, take_file, warnings
 from mtrl.data import report
 from mtrl.errors import StartError
+from mtrl.rewards.trial_report import report as report_trial
+from mtrl.rewards.trial_report import summary as summarize_trial
 from mtrl.tracking.chart import draw_chart, running_mean
 from mtrl.tracking.run_files import read_rows
 from mtrl.training import build as house
-from mtrl.training.checkpoint import newest_checkpoint
+from mtrl.training import recorded
+from mtrl.training.checkpoint import checkpoints
 from mtrl.training.evaluate import Result as Validated
+from mtrl.training.resume import newest_intact
+from mtrl.training.try_reward import try_reward as run_trial
+from mtrl.workers.snapshot import MOMENTS
 from mtrl.zoo.rows import CONFIG_FILE, MODEL_DIRECTORY
 
 Result = TypeVar("Result")
@@ -32,14 +38,14 @@ def train(words: Sequence[str]) -> int:
         say(f"no config file, model or data given: {CONFIG_FILE.name} of the embedded task lies under the overrides")
     _warn(config)
     run = started(house.build, config)
-    say(f"run directory: {run.directory}")
+    say(f"run directory: {run.directory}, {run.start.told()}")
     run.train()
     return 0
 
 
 def evaluate(words: Sequence[str]) -> int:
-    path, data, overrides = _take_path_and_data(words)
-    config = _evaluation_config(path, [*overrides, *([f"dataset.val_files={data}"] if data else [])])
+    path, data, overrides = take_path_and_data(words, "which model? mtrl eval CHECKPOINT|RUN [--data F] [a.b=c ...]")
+    config = evaluation_config(path, [*overrides, *([f"dataset.val_files={data}"] if data else [])])
     result = started(house.evaluate, config)
     print(_table(result))
     print(json.dumps({"checkpoint": config.worker.actor.model.model_path, **result.metrics, "by": result.by}))
@@ -58,12 +64,28 @@ def describe_data(words: Sequence[str]) -> int:
     return started(report.run, sources, house.data_settings(config), encoder, sys.stdout)
 
 
+def try_reward(words: Sequence[str]) -> int:
+    function, data, overrides = take_path_and_data(words, "which reward? mtrl reward FILE --data F [a.b=c ...]")
+    if data is None:
+        raise ConfigError(["--data: name the rollouts.jsonl of a run, or a dataset"])
+    file = recorded.rollouts_file(data)
+    place = CONFIG_FILE if data.startswith(house.EMBEDDED) else None if file is None else file.parent / "config.yaml"
+    config = load_config(place if place and place.is_file() else None, overrides)
+    trial, notes = started(run_trial, config, function, data, file)
+    for note in notes:
+        say(f"note: {note}")
+    print(report_trial(trial))
+    print(json.dumps(summarize_trial(trial)))
+    return 0
+
+
 def demo(words: Sequence[str]) -> int:
     begin = time.perf_counter()
     defaults = [
         f"training.max_steps={DEMO_STEPS}",
         f"training.experiment_name=demo-{time.strftime('%Y%m%d-%H%M%S')}",
         "training.val_freq=-1",
+        "training.val_generations_to_log=1",
         "dataset.val_files=zoo@test",
     ]
     config, _ = house.configure(None, [*defaults, *words])
@@ -82,7 +104,7 @@ def demo(words: Sequence[str]) -> int:
         f"\nLearning curve:  {run.directory}/learning_curve.png"
         f"\nEvery response:  {run.directory}/rollouts.jsonl"
         f"\nEvery number:    {run.directory}/metrics.jsonl"
-        f"\nThe new model:   {newest_checkpoint(run.directory)}  (plain from_pretrained loads it)"
+        f"\nThe new model:   {checkpoints(run.directory / 'checkpoints')[-1]}  (plain from_pretrained loads it)"
         "\nNext: mtrl train optimization.enable_perception_filtering=false   # plain GRPO, for comparison"
         "\n      mtrl config                                               # every key\n"
     )
@@ -117,26 +139,33 @@ def _warn(config: Config) -> None:
         say(f"warning: {warning}")
 
 
-def _take_path_and_data(words: Sequence[str]) -> tuple[str, str | None, list[str]]:
-    """CHECKPOINT [--data F] and the overrides."""
-    others, data = list(words), None
-    if "--data" in others:
-        place = others.index("--data")
-        if place + 1 == len(others):
-            raise ConfigError(["--data: name a file, a directory or a dataset"])
-        data = others[place + 1]
-        del others[place : place + 2]
+def take_option(words: Sequence[str], name: str, wanted: str) -> tuple[str | None, list[str]]:
+    """The word after an option, and the others; `wanted` is said where there is none."""
+    others = list(words)
+    if name not in others:
+        return None, others
+    place = others.index(name)
+    if place + 1 == len(others):
+        raise ConfigError([f"{name}: {wanted}"])
+    value = others[place + 1]
+    del others[place : place + 2]
+    return value, others
+
+
+def take_path_and_data(words: Sequence[str], question: str) -> tuple[str, str | None, list[str]]:
+    """PATH [--data F] and the overrides; the question is asked where there is no path."""
+    data, others = take_option(words, "--data", "name a file, a directory or a dataset")
     path, overrides = take_file(others)
     if path is None:
-        raise ConfigError(["which model? mtrl eval CHECKPOINT|RUN [--data F] [a.b=c ...]"])
+        raise ConfigError([question])
     return path, data, overrides
 
 
-def _evaluation_config(path: str, overrides: list[str]) -> Config:
+def evaluation_config(path: str, overrides: list[str]) -> Config:
     """A run's own configuration with its newest checkpoint; for a bare checkpoint the defaults."""
     place = Path(path)
     run = next((each for each in (place, place.parent.parent) if (each / "config.yaml").is_file()), None)
-    checkpoint = newest_checkpoint(place) if run == place else place
+    checkpoint = newest_intact(place / "checkpoints", but=(MOMENTS,)) if run == place else place
     if run == place and checkpoint is None:
         raise ConfigError([f"{path} is a run without a checkpoint"])
     file = run / "config.yaml" if run else CONFIG_FILE if place.resolve() == MODEL_DIRECTORY else None

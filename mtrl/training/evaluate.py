@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,8 +12,11 @@ from typing import Any
 import torch
 
 from mtrl.algorithms.groups import group_mean
+from mtrl.algorithms.metrics import success_part
 from mtrl.protocols import Generator, Scorer
-from mtrl.types import Prompt, Rewards, Rollouts, Sampling
+from mtrl.types import Prompt, Rewards, Rollouts, Sample, Sampling
+
+logger = logging.getLogger(__name__)
 
 MAX_VALUES = 20  # a column with more different values is no category
 
@@ -22,41 +27,50 @@ class Result:
 
     metrics: dict[str, float]
     by: dict[str, dict[str, float]] = field(default_factory=dict)
-    samples: tuple[tuple[str, str, float], ...] = ()  # prompt id, response, reward
+    samples: tuple[Sample, ...] = ()
+    score: float | None = None  # what the best model is chosen by
 
 
 @dataclass(frozen=True)
 class Validation:
-    """`batches` gives all validation prompts, some at a time; `success` names the part that is 1 for a right answer."""
+    """`batches` gives all validation prompts, some at a time."""
 
     batches: Callable[[], Iterable[Sequence[Prompt]]]
     sampling: Sampling
-    success: str = "accuracy"
     keep_samples: int = 4
+    best_metric: str | None = None  # higher is better; None: no model is the best
 
     def run(self, generator: Generator, scorer: Scorer, version: int) -> Result:
         scores: dict[str, list[float]] = defaultdict(list)
         solved: list[tuple[Mapping[str, Any], float, float]] = []  # columns, mean and best success of each prompt
-        samples: list[tuple[str, str, float]] = []
+        samples: list[Sample] = []
+        begin = time.perf_counter()
         for prompts in self.batches():
             rollouts = generator.generate(prompts, replace(self.sampling, version=version))
             rewards = scorer.submit(rollouts, step=None).result()
             collect(scores, rollouts, rewards)
             solved += self._solved(rollouts, rewards)
-            samples += [
-                (rollouts.prompts[g].task.id, text, reward)
-                for g, text, reward in zip(rollouts.group.tolist(), rollouts.text, rewards.total.tolist(), strict=True)
-            ][: max(0, self.keep_samples - len(samples))]
+            samples += first_samples(rollouts, rewards, self.keep_samples - len(samples))
         metrics = {f"val/{name}": sum(values) / len(values) for name, values in scores.items() if values}
         if solved:
             k = self.sampling.n
             metrics[f"val/avg@{k}"] = sum(mean for _, mean, _ in solved) / len(solved)
             metrics[f"val/pass@{k}"] = sum(best for _, _, best in solved) / len(solved)
-        return Result(metrics, by_column([(columns, mean) for columns, mean, _ in solved]), tuple(samples))
+        metrics["perf/seconds_validation"] = time.perf_counter() - begin
+        by = by_column([(columns, mean) for columns, mean, _ in solved])
+        return Result(metrics, by, tuple(samples), self._score(metrics))
+
+    def _score(self, metrics: Mapping[str, float]) -> float | None:
+        if self.best_metric is None:
+            return None
+        if self.best_metric not in metrics:
+            told = f"no {self.best_metric!r} among {', '.join(metrics)}"
+            logger.warning("training.best_metric: %s; no checkpoint is the best", told)
+        return metrics.get(self.best_metric)
 
     def _solved(self, rollouts: Rollouts, rewards: Rewards) -> list[tuple[Mapping[str, Any], float, float]]:
-        part = rewards.parts.get(self.success)
-        if part is None or part.isnan().all():
+        part = success_part(rewards.parts)
+        if part is None:
             return []
         right = (part >= 1).float().where(~part.isnan(), torch.nan)
         means = group_mean(right, rollouts.group).tolist()
@@ -65,6 +79,21 @@ class Validation:
             for prompt, mean in zip(rollouts.prompts, means, strict=True)
             if mean == mean
         ]
+
+
+def first_samples(rollouts: Rollouts, rewards: Rewards, count: int) -> list[Sample]:
+    """The first response of each of the first `count` prompts: more would be the same question again."""
+    firsts: dict[int, int] = {}
+    for row, g in enumerate(rollouts.group.tolist()):
+        firsts.setdefault(g, row)
+    chosen = list(firsts.items())[: max(0, count)]
+    samples = []
+    for g, row in chosen:
+        task, parts = rollouts.prompts[g].task, {name: part[row].item() for name, part in rewards.parts.items()}
+        applying = {name: value for name, value in parts.items() if value == value}
+        total = rewards.total[row].item()
+        samples.append(Sample(task.id, task.text, rollouts.text[row], task.answer, total, applying))
+    return samples
 
 
 def collect(scores: dict[str, list[float]], rollouts: Rollouts, rewards: Rewards) -> None:

@@ -11,10 +11,11 @@ samples and perturbations of step k are the same whatever ran before, so a run c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from torch import Tensor
 from mtrl.algorithms import advantages, metrics
 from mtrl.algorithms.credit import CreditRule, assign
 from mtrl.algorithms.divergence import Penalty, adapt_coefficient, divergence
-from mtrl.algorithms.losses import Level, Loss, LossType, mismatch_correction, term_weights
+from mtrl.algorithms.losses import Loss, LossType, mismatch_correction, term_weights
 from mtrl.algorithms.packing import optimizer_steps
 from mtrl.protocols import Actor, Generator, Prober, Scorer, Store, TaskSource, Tracker
 from mtrl.training.clock import Clock
@@ -61,8 +62,6 @@ class Recipe:
     loss_type: LossType
     loss_token_denominator: Literal["all", "selected"]
     max_response_length: int  # what dr_grpo divides by
-    tis_clip: float | None
-    tis_level: Level
     mask_truncated: bool
     validate_every: int  # steps; -1: only at the end
     validate_first: bool
@@ -81,26 +80,30 @@ class House:
     tracker: Tracker
     store: Store
     validation: Validation | None
+    stop: Callable[[], bool] = lambda: False  # whether somebody asked for the end
 
 
 class Loop:
     def __init__(self, house: House, recipe: Recipe) -> None:
         self.house, self.recipe = house, recipe
         self.divergence = recipe.divergence  # its coefficient may adapt
-        self.version = 0
+        self.version, self.done = 0, 0  # of the weights; steps
 
     def run(self) -> None:
-        """From the first step to the last. Step numbers in logs count what has been done: 0 is before training."""
-        recipe = self.recipe
+        """To the last step, or until asked to stop. Steps in logs count what has been done: 0 is before training."""
+        house, recipe = self.house, self.recipe
         if recipe.validate_first:
-            self.validate(0)
-        for step in range(recipe.total_steps):
-            self.house.tracker.metrics(step + 1, self.step(step))
-            done, last = step + 1, step + 1 == recipe.total_steps
-            if last or due(done, recipe.validate_every):
-                self.validate(done)
-            if last or due(done, recipe.save_every):
-                self.house.store.save(done, self.house.actor)
+            self.validate()
+        for step in range(self.done, recipe.total_steps):
+            house.tracker.metrics(step + 1, self.step(step))
+            self.done = step + 1
+            last = self.done == recipe.total_steps
+            score = self.validate() if last or due(self.done, recipe.validate_every) else None
+            stop = house.stop()
+            if last or stop or due(self.done, recipe.save_every) or house.store.is_best(score):
+                house.store.save(self.done, house.actor.snapshot(), self.state(), score)
+            if stop:
+                return
 
     def step(self, step: int) -> metrics.Metrics:
         house, recipe, clock = self.house, self.recipe, Clock()
@@ -112,28 +115,48 @@ class Loop:
             probes = [prober.probe(rollouts, recipe.needs, step) for prober in house.probers]
             signals = reduce(Signals.join, probes)
         with clock("reward"):
-            rewards = pending.result()
+            rewards = pending.result(signals)
         with clock("credit"):
             penalty = self.penalty(signals)
             advantage = estimate(recipe, rewards, rollouts, penalty)
-            credit = assign(recipe.credit, advantage, rollouts.mask, rollouts.visual, signals)
+            mask, visual = rollouts.mask, rollouts.visual
+            credit = assign(recipe.credit, advantage, mask, visual, signals, rewards.token_weights)
             batches = list(assemble(recipe, rollouts, signals, credit))
         with clock("update"):
             learnt = house.actor.update(batches, self.loss())
         with clock("publish"):
-            weights = house.actor.publish()
-            house.generator.load(weights)
-            self.version = weights.version
-        house.tracker.rollouts(step + 1, rollouts, rewards)
+            self.publish()
+        house.tracker.rollouts(step + 1, rollouts, rewards, credit, signals)
         values = report(recipe, rollouts, rewards, signals, credit)
-        values |= {f"actor/{name}": value for name, value in learnt.items()}
+        values |= metrics.learnt_metrics(learnt, recipe.sampling.cut)
         values |= self.adapt(signals, rollouts)
         return values | clock.metrics(tokens=int(rollouts.mask.sum()), samples=len(rollouts))
 
-    def validate(self, step: int) -> None:
-        if self.house.validation is not None:
-            result = self.house.validation.run(self.house.generator, self.house.scorer, self.version)
-            self.house.tracker.validation(step, result.metrics, result.by)
+    def publish(self) -> None:
+        weights = self.house.actor.publish()
+        self.house.generator.load(weights)
+        self.version = weights.version
+
+    def validate(self) -> float | None:
+        """The score that the best model is chosen by."""
+        if self.house.validation is None:
+            return None
+        result = self.house.validation.run(self.house.generator, self.house.scorer, self.version)
+        self.house.tracker.validation(self.done, result.metrics, result.by, result.samples)
+        return result.score
+
+    def state(self) -> dict[str, Any]:
+        """What the next step depends on besides the actor; all else is keyed by the step's number."""
+        coef = None if self.divergence is None else self.divergence.coef
+        return {"step": self.done, "source": self.house.source.state(), "divergence_coef": coef}
+
+    def restore(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
+        self.done = state["step"]
+        self.house.source.restore(state["source"])
+        if self.divergence is not None and self.divergence.adaptive and state["divergence_coef"] is not None:
+            self.divergence = replace(self.divergence, coef=state["divergence_coef"])
+        self.house.actor.restore(checkpoint)
+        self.publish()
 
     # ----------------------------------------------------------------------------------------------------- divergence
     def penalty(self, signals: Signals) -> Tensor | None:
@@ -187,8 +210,8 @@ def estimate(recipe: Recipe, rewards: Rewards, rollouts: Rollouts, penalty: Tens
 
 def assemble(recipe: Recipe, rollouts: Rollouts, signals: Signals, credit: Credit) -> Iterator[TrainBatch]:
     """One batch for each optimizer step: whole groups, with weights whose denominators span the batch."""
-    assert signals.old is not None
-    correction = mismatch_correction(signals.old, rollouts.behaviour, rollouts.mask, recipe.tis_clip, recipe.tis_level)
+    old, clip, level = signals.old, recipe.loss.tis_clip, recipe.loss.tis_level
+    correction = None if old is None else mismatch_correction(old, rollouts.behaviour, rollouts.mask, clip, level)
     silenced = rollouts.truncated if recipe.mask_truncated else torch.zeros(len(rollouts), dtype=torch.bool)
     for _ in range(recipe.passes):
         for rows in optimizer_steps(rollouts.group, recipe.prompts_per_update):
@@ -202,9 +225,9 @@ def assemble(recipe: Recipe, rollouts: Rollouts, signals: Signals, credit: Credi
             )
             yield TrainBatch(
                 rollouts.rows(rows),
-                signals.old[rows],
+                None if old is None else old[rows],
                 credit.advantage[rows],
-                correction[rows],
+                None if correction is None else correction[rows],
                 weights,
                 None if signals.reference is None else signals.reference[rows],
             )
@@ -213,11 +236,10 @@ def assemble(recipe: Recipe, rollouts: Rollouts, signals: Signals, credit: Credi
 def report(recipe: Recipe, rollouts: Rollouts, rewards: Rewards, signals: Signals, credit: Credit) -> metrics.Metrics:
     """What this step looked like, besides what the actor learnt."""
     mask, visual = rollouts.mask, rollouts.visual
-    assert signals.old is not None
-    cut = recipe.sampling.top_p < 1 or recipe.sampling.top_k > 0
     values = metrics.reward_metrics(rewards, rollouts.group)
     values |= metrics.credit_metrics(recipe.credit, credit, signals, mask, visual)
-    values |= metrics.mismatch_metrics(signals.old, rollouts.behaviour, mask, cut)
+    if signals.old is not None:
+        values |= metrics.mismatch_metrics(signals.old, rollouts.behaviour, mask, recipe.sampling.cut)
     values |= metrics.length_metrics(mask, rollouts.truncated)
     if signals.entropy is not None:
         values["actor/entropy"] = metrics.masked_mean(signals.entropy, mask)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mtrl.algorithms.credit import CreditRule, Scaling
+from mtrl.algorithms.credit import CreditRule, Scaling, TokenWeighting
 from mtrl.algorithms.losses import Loss, PolicyLoss
 from mtrl.config import Config
 from mtrl.models.perturb import Perturbation
@@ -12,6 +12,7 @@ from mtrl.workers.actor import Optimization
 from mtrl.workers.micro_batches import MicroBatching
 
 GPU_TOKENS_PER_MICRO_BATCH = 16384
+GPU_TOKENS_PER_PROBE = 65536  # without gradients a pass keeps nothing
 
 
 def total_steps(config: Config, rows: int) -> int:
@@ -20,7 +21,8 @@ def total_steps(config: Config, rows: int) -> int:
     return by_epochs if config.training.max_steps is None else config.training.max_steps
 
 
-def recipe_of(config: Config, steps: int) -> Recipe:
+def recipe_of(config: Config, steps: int, *, first: bool = True, rewards_read_signals: bool = False) -> Recipe:
+    """`first`: the run has no step behind it."""
     algorithm, actor = config.optimization, config.worker.actor
     return Recipe(
         total_steps=steps,
@@ -28,7 +30,7 @@ def recipe_of(config: Config, steps: int) -> Recipe:
         prompts_per_update=actor.global_batch_size,
         passes=actor.ppo_epochs,
         sampling=training_sampling(config),
-        needs=needs_of(config),
+        needs=needs_of(config, rewards_read_signals),
         estimator=algorithm.advantage_estimator,  # type: ignore[arg-type]  # gae and remax are refused before
         scale_rewards=algorithm.scale_rewards,
         gamma=algorithm.gamma,
@@ -37,15 +39,15 @@ def recipe_of(config: Config, steps: int) -> Recipe:
         loss=Loss(
             policy=policy_loss(config),
             entropy_penalty_coef=algorithm.entropy_penalty_coef if algorithm.use_entropy_penalty else 0.0,
+            tis_clip=algorithm.tis_clip,
+            tis_level=algorithm.tis_level,
         ),
         loss_type=algorithm.loss_type,
         loss_token_denominator=algorithm.loss_token_denominator,
         max_response_length=config.dataset.max_response_length,
-        tis_clip=algorithm.tis_clip,
-        tis_level=algorithm.tis_level,
         mask_truncated=algorithm.mask_truncated_responses,
         validate_every=config.training.val_freq,
-        validate_first=config.training.val_before_train,
+        validate_first=config.training.val_before_train and first,
         save_every=config.training.save_freq,
     )
 
@@ -72,14 +74,19 @@ def validation_sampling(config: Config) -> Sampling:
     )
 
 
-def needs_of(config: Config) -> Needs:
-    algorithm = config.optimization
+def needs_of(config: Config, rewards_read_signals: bool = False) -> Needs:
+    """What the probes must say. Where nobody asks and each batch is learnt from once, not even the old log-probs: they
+    are those of the update's own pass."""
+    algorithm, actor = config.optimization, config.worker.actor
     looks = algorithm.enable_perception_filtering or algorithm.enable_trajectory_reweighting
+    reference = divergence_of(config) is not None
+    once = actor.ppo_epochs == 1 and actor.global_batch_size == config.dataset.rollout_batch_size
+    old = looks or reference or rewards_read_signals or algorithm.enable_entropy_filtering or not once
     return Needs(
-        old=True,
-        entropy=True,
+        old=old,
+        entropy=old,
         dependency=algorithm.perception_estimator if looks else None,
-        reference=divergence_of(config) is not None,
+        reference=reference,
     )
 
 
@@ -90,6 +97,7 @@ def credit_rule(config: Config) -> CreditRule:
         perception_top_p=algorithm.top_p_perception_tokens if algorithm.enable_perception_filtering else None,
         entropy_top_p=algorithm.top_p_entropy_tokens if algorithm.enable_entropy_filtering else None,
         scaling=scaling if algorithm.enable_trajectory_reweighting else None,
+        weighting=TokenWeighting(target=algorithm.token_weight_target) if algorithm.enable_token_weights else None,
     )
 
 
@@ -138,13 +146,22 @@ def optimization_of(config: Config, steps: int) -> Optimization:
     )
 
 
-def micro_batching(config: Config, on_gpu: bool, rows: int) -> MicroBatching:
-    """`rows` holds where `dynamic_batching` is off."""
+def update_batching(config: Config, on_gpu: bool, share_prefix: bool) -> MicroBatching:
+    """Passes of an update; rows hold where `dynamic_batching` is off."""
+    rows = config.worker.actor.micro_batch_size_per_device_for_update
+    return micro_batching(config, rows, GPU_TOKENS_PER_MICRO_BATCH if on_gpu else 0, share_prefix)
+
+
+def probe_batching(config: Config, on_gpu: bool, share_prefix: bool) -> MicroBatching:
+    rows = config.worker.actor.micro_batch_size_per_device_for_experience
+    return micro_batching(config, rows, GPU_TOKENS_PER_PROBE if on_gpu else 0, share_prefix)
+
+
+def micro_batching(config: Config, rows: int, at_least: int, share_prefix: bool) -> MicroBatching:
     actor = config.worker.actor
     if not actor.dynamic_batching:
-        return MicroBatching(rows=rows, share_prefix=actor.share_prefix)
-    at_least = GPU_TOKENS_PER_MICRO_BATCH if on_gpu else 0
-    return MicroBatching(actor.tokens_per_micro_batch, at_least=at_least, share_prefix=actor.share_prefix)
+        return MicroBatching(rows=rows, share_prefix=share_prefix)
+    return MicroBatching(actor.tokens_per_micro_batch, at_least=at_least, share_prefix=share_prefix)
 
 
 def perturbation_of(config: Config, patch_size: int) -> Perturbation:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from mtrl.config import Config, ConfigError
 from mtrl.config.tree import known_leaves
+from mtrl.errors import Finished
 from mtrl.training.build import Rows, build, configure
+
+logger = logging.getLogger(__name__)
 
 
 class Trainer:
@@ -16,7 +20,7 @@ class Trainer:
     trainer = mtrl.Trainer(
         model="Qwen/Qwen2.5-VL-3B-Instruct",
         data="train.jsonl",                      # or rows: [{"prompt": .., "images": [..], "answer": ..}, ..]
-        rewards=["accuracy", "format"],          # built-ins, "file.py:name", or Python functions of one sample
+        rewards=["accuracy", "format"],          # built-ins, "file.py:name", or Python functions
         max_steps=100,                           # any key of the config by its last name, or {"a.b": value}
     )
     trainer.train()
@@ -46,8 +50,13 @@ class Trainer:
         self.config: Config = configure(config, settings)[0]
 
     def train(self) -> Path:
-        """Runs to the end; the run's directory, with its metrics, rollouts and checkpoints."""
-        run = build(self.config, data=self._rows, rewards=self._rewards)
+        """Runs to the end, from where the run of that name stopped; its directory, with metrics, rollouts and
+        checkpoints."""
+        try:
+            run = build(self.config, data=self._rows, rewards=self._rewards)
+        except Finished as finished:
+            logger.warning("%s", finished)
+            return finished.directory
         run.train()
         return run.directory
 

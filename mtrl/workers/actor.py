@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
@@ -13,13 +13,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mtrl.algorithms.losses import Loss, total_loss
-from mtrl.models.forward import Forward
+from mtrl.algorithms.losses import Loss, total_loss, weighted_sum
+from mtrl.models.forward import Forward, spread
+from mtrl.models.load import load_weights
 from mtrl.models.perturb import Perturbation
 from mtrl.types import Needs, Rollouts, Signals, TrainBatch, Weights
 from mtrl.workers.micro_batches import MicroBatching
+from mtrl.workers.snapshot import ActorSnapshot, moments_of, read_counters, restore_moments
 
 BAD_STEPS_IN_A_ROW = 3
+COUNTED = ("version", "optimizer_step", "bad_steps_in_a_row")  # what an actor counts, for its snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -62,33 +65,39 @@ class LocalActor:
         perturbation: Perturbation,
         update_batching: MicroBatching,
         probe_batching: MicroBatching,
-        save_encoder: Callable[[Path], None],
+        encoder_files: Mapping[str, bytes],
     ) -> None:
         self.forward, self.optimization, self.perturbation = forward, optimization, perturbation
         self.update_batching, self.probe_batching = update_batching, probe_batching
         self.model = forward.backbone.model
-        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.names = {p: name for name, p in self.model.named_parameters() if p.requires_grad}
+        self.parameters = list(self.names)
         self.optimizer = torch.optim.AdamW(
             self.parameters,
             lr=optimization.lr,
             betas=optimization.betas,
             weight_decay=optimization.weight_decay,
+            fused=forward.backbone.device.type == "cuda",  # one kernel, no copies of the weights on the way
         )
         self.version = 0
         self.optimizer_step = 0
         self.bad_steps_in_a_row = 0
-        self._save_encoder = save_encoder
+        self.encoder_files = encoder_files  # what stands beside the weights of a checkpoint
 
     # ------------------------------------------------------------------------------------------------------- probing
     def probe(self, rollouts: Rollouts, needs: Needs, step: int) -> Signals:
-        """Log-probs, entropy and dependency of every token, before any update of this step."""
-        rows = self.probe_batching.split(rollouts)
+        """What is needed of every token, before any update of this step; with nothing needed, no pass is made."""
+        if not (needs.old or needs.entropy or needs.dependency or needs.mass):
+            return Signals()
+        rows = self.probe_batching.split(rollouts, views=2 if needs.dependency else 1)
         parts = [self._probe(rollouts.rows(index), needs, step) for index in rows]
         return in_order(parts, torch.cat(rows))
 
     def _probe(self, rollouts: Rollouts, needs: Needs, step: int) -> Signals:
         views = [self.perturbation.view(p, step) for p in rollouts.prompts] if needs.dependency else None
-        return self.forward.signals(rollouts, views, entropy=needs.entropy, dependency=needs.dependency)
+        return self.forward.signals(
+            rollouts, views, entropy=needs.entropy, dependency=needs.dependency, mass=needs.mass
+        )
 
     # ------------------------------------------------------------------------------------------------------ updating
     def update(self, batches: Iterable[TrainBatch], loss: Loss) -> dict[str, float]:
@@ -121,7 +130,12 @@ class LocalActor:
         return {**metrics, "grad_norm": norm, "lr": lr, "skipped_steps": float(not finite)}
 
     def _loss(self, batch: TrainBatch, loss: Loss) -> tuple[Tensor, dict[str, Tensor]]:
-        return total_loss(self.forward.logp(batch.rollouts).cpu(), batch, loss)
+        mask = batch.rollouts.mask
+        scores = self.forward.scores(batch.rollouts, entropy=batch.old is None)
+        total, metrics = total_loss(spread(scores.logp, mask).cpu(), batch, loss)
+        if scores.entropy is not None:  # no probe has said it
+            metrics["entropy"] = weighted_sum(batch.weights.token, spread(scores.entropy, mask).cpu())
+        return total, metrics
 
     def _count_bad_steps(self, finite: bool) -> None:
         """A step that would poison the weights is left out; three in a row are no accident."""
@@ -141,13 +155,22 @@ class LocalActor:
         named = self.model.named_parameters(remove_duplicate=False)
         return Weights(self.version, ((name, p.detach()) for name, p in named))
 
-    def save(self, directory: Path) -> None:
-        """A Hugging Face checkpoint that `from_pretrained` loads as it is."""
-        self.model.save_pretrained(directory)
-        self._save_encoder(directory)
+    def snapshot(self) -> ActorSnapshot:
+        """All that `restore` needs; a Hugging Face checkpoint once it is written."""
+        return ActorSnapshot(
+            model=self.model,
+            weights=self.model.state_dict(),
+            moments=moments_of(self.optimizer, self.names),
+            counters={name: getattr(self, name) for name in COUNTED},
+            files=self.encoder_files,
+        )
 
     def restore(self, directory: Path) -> None:
-        raise RuntimeError("resuming from a checkpoint is not built yet; set training.fresh or another experiment_name")
+        """Goes on as the actor whose snapshot was written there would have."""
+        load_weights(self.model, directory)
+        restore_moments(self.optimizer, self.names, directory)
+        for name, count in read_counters(directory).items():
+            setattr(self, name, count)
 
 
 def in_order(parts: list[Signals], rows: Tensor) -> Signals:

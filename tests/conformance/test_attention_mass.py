@@ -49,18 +49,27 @@ def eager_model(family):
 @lru_cache
 def eager_shares(family, row, last_k=None):
     """{segment: [L + length, 2]}: the spec's order by hand, in float64, from the matrices of one row by itself."""
+    pool = rollouts_for(family).prompts[GROUP[row]].pool
+    maps = eager_maps(family, row, last_k)
+    return {
+        name: torch.stack([each[:, pool == kind].sum(1) for kind in (TEXT_POOL, VISION_POOL)], -1)
+        for name, each in maps.items()
+    }
+
+
+@lru_cache
+def eager_maps(family, row, last_k=None):
+    """{segment: [L + length, L]}: the same for each token of the prompt."""
     rollouts = rollouts_for(family)
     prompt, length = rollouts.prompts[GROUP[row]], LENGTHS[row]
     inputs = plain_inputs(encoder_of(family), prompt, rollouts.tokens[row, :length])
     with torch.no_grad():
         matrices = eager_model(family)(**inputs, output_attentions=True, use_cache=False).attentions
-    size = len(prompt.ids)
     shares = []
     for layer in matrices:
-        rows = layer[0].double().mean(0)[:, :size]  # mean of heads, prompt keys
+        rows = layer[0].double().mean(0)[:, : len(prompt.ids)]  # mean of heads, prompt keys
         rows[:, 0] = 0  # the sink
-        rows = rows / rows.sum(1, keepdim=True)
-        shares.append(torch.stack([rows[:, prompt.pool == pool].sum(1) for pool in (TEXT_POOL, VISION_POOL)], -1))
+        shares.append(rows / rows.sum(1, keepdim=True))
     layers = np.arange(len(shares))
     thirds = dict(zip(SEGMENTS, np.array_split(layers, 3), strict=False))
     chosen = thirds | {"all": layers if last_k is None else layers[-last_k:], "weight": layers}
@@ -122,6 +131,25 @@ def test_the_perturbed_view_leaves_the_clean_masses_alone(family, route):
     both = forward.signals(rollouts, views, dependency="low_var_kl", mass=True, entropy=True)
     close(both.mass, alone.mass)
     close(both.old, alone.old)
+
+
+@pytest.mark.parametrize("family", VISION_FAMILIES, indirect=True)
+def test_maps_equal_those_of_eager_matrices(family, route):
+    """Token by token, and their sums over the pools are the masses."""
+    rollouts = rollouts_for(family)
+    forward = Forward(shared_backbone(family), encoder_of(family), **route)
+    for row, tokens in {0: [5, 0, 2], 3: [0], 5: [3]}.items():
+        one = rollouts.rows(torch.tensor([row]))
+        prompt = one.prompts[0]
+        size = len(prompt.ids)
+        maps = forward.maps(one, tokens)
+        assert maps.shape == (len(tokens), len(SEGMENTS), size)
+        for number, name in enumerate(SEGMENTS):
+            close(maps[:, number], eager_maps(family, row)[name][[size - 1 + token for token in tokens]])
+        mass = forward.signals(one, mass=True).mass[0, tokens]
+        sums = torch.stack([maps[..., prompt.pool == pool].sum(-1) for pool in (TEXT_POOL, VISION_POOL)], -1)
+        close(sums, mass)
+        assert maps[:, SEGMENTS.index("all"), prompt.pool == VISION_POOL].std() > 1e-3, "worth drawing"
 
 
 @pytest.mark.parametrize("family", VISION_FAMILIES[:1], indirect=True)

@@ -43,6 +43,12 @@ def relative(found, expected):
     return float((found.cpu() - expected).norm() / expected.norm())
 
 
+@pytest.fixture(autouse=True)
+def nothing_compiled_yet():
+    torch._dynamo.reset()
+    counters.clear()
+
+
 @pytest.fixture(scope="module")
 def rollouts():
     forward = forward_on("cpu")
@@ -114,3 +120,11 @@ def test_the_embedded_model_learns_on_a_gpu(tmp_path):
     assert finished.returncode == 0, finished.stderr[-3000:]
     summary = json.loads(finished.stdout.splitlines()[-1])
     assert summary["accuracy_after"] - summary["accuracy_before"] >= 0.15, summary
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_maps_equal_the_cpu(rollouts, route):
+    """Attention on single image tokens, as `mtrl attention` draws it."""
+    one, options = rollouts.rows(torch.tensor([0])), dict(ROUTES[route])
+    on_gpu = forward_on("cuda", compiled=options.pop("compiled", False), **options)
+    assert relative(on_gpu.maps(one, [3, 0]), forward_on("cpu").maps(one, [3, 0])) < 1e-3

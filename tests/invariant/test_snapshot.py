@@ -59,6 +59,8 @@ def test_written_read_and_gone_on(family, tmp_path):
     assert not torch.allclose(plain, actor.probe(rollouts, Needs(old=True), 0).old, atol=1e-3), "and not what it became"
     assert load_encoder(tmp_path).fingerprint() == encoder_of(family).fingerprint()
 
+    assert [path.name for path in tmp_path.glob("*.safetensors")] == ["model.safetensors"], "servers read them all"
+
     restored = actor_of(family)
     restored.restore(tmp_path)
     assert (restored.version, restored.optimizer_step) == (2, 2)
@@ -72,7 +74,7 @@ def test_the_size_is_told_before_anything_is_written(tmp_path):
     learn(actor, "qwen2_5_vl", 1)
     snapshot = actor.snapshot()
     snapshot.write(tmp_path)
-    written = sum(path.stat().st_size for path in tmp_path.iterdir())
+    written = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
     assert 0.9 * written < snapshot.nbytes < 1.1 * written
 
 

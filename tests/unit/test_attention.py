@@ -95,7 +95,7 @@ def test_attention_and_mass_equal_the_matrix(kind):
     sink[0, [0, 180]] = True
     places = (torch.zeros(4, dtype=torch.long), torch.tensor([99, 120, 160, 230]))
     reader = MassReader(pool, sink, places, [range(1), range(2), range(1, 2)])
-    output, _ = attention(module_of(), query, key, value, mask, mass=reader, scaling=0.5, dropout=0.0)
+    output, _ = attention(module_of(), query, key, value, mask, reader=reader, scaling=0.5, dropout=0.0)
     weights = matrix(query, key, dense, 0.5)
     expected = (weights @ value.repeat_interleave(2, 1)).transpose(1, 2)
     torch.testing.assert_close(output, expected, rtol=0, atol=1e-5)
@@ -117,7 +117,7 @@ def test_a_prompt_of_the_sink_alone_has_no_mass():
     pool = torch.tensor([[TEXT_POOL, -1, -1, -1]])
     reader = MassReader(pool, pool >= 0, (torch.zeros(1, dtype=torch.long), torch.tensor([3])), [range(1)])
     mask = sight_of([[1, 3]], 4).dense()
-    attention(module_of(), query, key, value, mask, mass=reader, scaling=1.0, dropout=0.0)
+    attention(module_of(), query, key, value, mask, reader=reader, scaling=1.0, dropout=0.0)
     assert (reader.total == 0).all()
 
 

@@ -2,6 +2,9 @@
 
 import math
 from collections import defaultdict
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +15,10 @@ from mtrl.algorithms.losses import Loss
 from mtrl.config import load_config
 from mtrl.training.build import Run
 from mtrl.training.evaluate import Validation, by_column, collect
+from mtrl.training.interrupt import Interrupt
 from mtrl.training.loop import Divergence, House, Loop, Recipe, assemble
-from mtrl.types import Credit, Needs, Rewards, Rollouts, Sampling, Signals, Weights
+from mtrl.training.resume import Start
+from mtrl.types import Credit, Needs, Rewards, Rollouts, Sample, Sampling, Signals, Weights
 
 PROMPTS, RESPONSES = 2, 2  # in a step
 
@@ -29,6 +34,12 @@ class FakeSource:
         names = range(self.next, self.next + count)
         self.next += count
         return [fake_prompt(f"p{i}", visual=i > 0) for i in names]
+
+    def state(self):
+        return {"next": self.next}
+
+    def restore(self, state):
+        self.next = state["next"]
 
 
 class FakeGenerator:
@@ -78,7 +89,7 @@ class FakePending:
     def __init__(self, journal, rewards):
         self.journal, self.rewards = journal, rewards
 
-    def result(self):
+    def result(self, signals=None):
         self.journal.append(("result",))
         return self.rewards
 
@@ -105,6 +116,12 @@ class FakeActor:
         self.journal.append(("publish", self.version))
         return Weights(self.version, iter(()))
 
+    def snapshot(self):
+        return f"snapshot of version {self.version}"
+
+    def restore(self, directory):
+        self.version = 7 * int(directory.name)
+
 
 class FakeReference:
     def __init__(self, journal, **signals):
@@ -124,10 +141,10 @@ class FakeTracker:
         self.journal.append(("metrics", step))
         self.rows[step] = values
 
-    def rollouts(self, step, rollouts, rewards):
+    def rollouts(self, step, rollouts, rewards, credit, signals):
         self.journal.append(("rollouts", step))
 
-    def validation(self, step, values, by):
+    def validation(self, step, values, by, samples):
         self.journal.append(("validation", step))
 
     def close(self):
@@ -136,10 +153,18 @@ class FakeTracker:
 
 class FakeStore:
     def __init__(self, journal):
-        self.journal = journal
+        self.journal, self.saved, self.best = journal, {}, -1.0
 
-    def save(self, step, actor):
+    def is_best(self, score):
+        return score is not None and score > self.best
+
+    def save(self, step, snapshot, state, score):
         self.journal.append(("save", step))
+        self.saved[step] = (snapshot, state, score)
+        self.best = self.best if score is None else max(self.best, score)
+
+    def close(self):
+        self.journal.append(("all saved",))
 
 
 def recipe(**changes):
@@ -159,8 +184,6 @@ def recipe(**changes):
         "loss_type": "dapo",
         "loss_token_denominator": "all",
         "max_response_length": 8,
-        "tis_clip": None,
-        "tis_level": "token",
         "mask_truncated": False,
         "validate_every": -1,
         "validate_first": False,
@@ -273,11 +296,10 @@ def test_no_validation_set_is_no_error():
     assert not any(entry[0] == "validation" for entry in made.house.actor.journal)
 
 
-class FakeClosable:
-    closed = 0
-
-    def close(self):
-        self.closed += 1
+def run_of(made, directory, overrides):
+    closing = ExitStack()
+    closing.callback(made.house.tracker.close)
+    return Run(load_config(None, overrides), directory, "an id", Start(), made, Interrupt(), closing)
 
 
 @pytest.mark.parametrize(
@@ -286,21 +308,78 @@ class FakeClosable:
 )
 def test_val_only(tmp_path, val_only, expected):
     made = loop(validation=validation_of())
-    scorer, sampler = FakeClosable(), FakeClosable()
-    config = load_config(None, {"training.val_only": val_only})
-    Run(config, tmp_path, made, scorer, sampler, made.house.tracker).train()
+    run_of(made, tmp_path, {"training.val_only": val_only}).train()
     names = [entry[0] for entry in made.house.actor.journal]
     assert names[:4] == expected and ("update" in names) != val_only
-    assert scorer.closed == sampler.closed == made.house.tracker.closed == 1
+    assert made.house.tracker.closed == 1 and (names[-1] == "all saved") != val_only
 
 
 def test_everything_is_closed_when_a_step_fails(tmp_path):
     made = loop()
     made.house.actor.update = None  # calling it raises
-    scorer, sampler = FakeClosable(), FakeClosable()
     with pytest.raises(TypeError):
-        Run(load_config(None, {}), tmp_path, made, scorer, sampler, made.house.tracker).train()
-    assert scorer.closed == sampler.closed == made.house.tracker.closed == 1
+        run_of(made, tmp_path, {}).train()
+    assert made.house.tracker.closed == 1
+
+
+# ---------------------------------------------------------------------------------------------- stopping and going on
+def test_asked_to_stop_it_finishes_the_step_and_saves():
+    made = loop(total_steps=5)
+    made.house.stop = lambda: made.done == 2
+    made.run()
+    assert made.done == 2 and list(made.house.store.saved) == [2]
+    assert made.house.actor.journal[-2:] == [("metrics", 2), ("save", 2)]
+
+
+def test_a_restored_loop_does_what_the_first_would_have_done():
+    rule = Divergence("abs", 0.5, adaptive=True, target=0.25, horizon=10.0)
+
+    def fresh():
+        return loop(reference=FakeReference(None, reference=REFERENCE), divergence=rule, total_steps=3, save_every=2)
+
+    whole, restored = fresh(), fresh()
+    whole.run()
+    snapshot, state, score = whole.house.store.saved[2]
+    assert (snapshot, score) == ("snapshot of version 14", None) and state["step"] == 2
+    restored.restore(Path("checkpoints/2"), state)
+    restored.run()
+    journal = whole.house.actor.journal
+    assert restored.house.actor.journal == [("publish", 14), ("load", 14), *journal[journal.index(("save", 2)) + 1 :]]
+    assert restored.house.tracker.rows[3]["actor/kl_coef"] == whole.house.tracker.rows[3]["actor/kl_coef"] > 0.5
+    assert restored.house.source.next == whole.house.source.next == 3 * PROMPTS
+
+
+def test_a_fixed_coefficient_is_the_configurations():
+    made = loop(reference=FakeReference(None, reference=REFERENCE), divergence=Divergence("abs", 0.5))
+    made.restore(Path("1"), {"step": 1, "source": {"next": 0}, "divergence_coef": 0.9})
+    assert made.divergence.coef == 0.5
+
+
+def test_a_best_validation_is_saved_wherever_it_is():
+    class FakeLearner(FakeScorer):
+        """0.2, 0.6, 0.6, 0.4 at validation."""
+
+        scores = iter([0.2, 0.6, 0.6, 0.4])
+
+        def submit(self, rollouts, step):
+            self.total = (next(self.scores),) * 4 if step is None else (1.0, 0.0, 2.0, 0.0)
+            return super().submit(rollouts, step)
+
+    changes = {"total_steps": 4, "validate_every": 1, "save_every": 3}
+    judge = replace(validation_of(), best_metric="val/reward_score")
+    made = loop(validation=judge, scorer=FakeLearner(None), **changes)
+    made.run()
+    scores = {step: score for step, (_, _, score) in made.house.store.saved.items()}
+    assert scores == pytest.approx({1: 0.2, 2: 0.6, 3: 0.6, 4: 0.4}), "3 is due, 4 the last; both know their score"
+    made = loop(validation=validation_of(), **changes)
+    made.run()
+    assert {step: saved[2] for step, saved in made.house.store.saved.items()} == {3: None, 4: None}
+
+
+def test_an_unknown_best_metric_is_said(caplog):
+    made = loop(validation=replace(validation_of(), best_metric="val/acuracy"))
+    made.run()
+    assert "no 'val/acuracy' among val/reward_score" in caplog.text
 
 
 def test_what_is_reported():
@@ -473,7 +552,7 @@ def test_filtered_tokens(denominator, kept):
 def test_the_correction_is_capped_and_follows_its_rows():
     rollouts, signals = six_rows()  # o = -0.5, b = -1: exp(0.5) = 1.65; row 5 was sampled at b = -3.5
     rollouts.behaviour[5] = -3.5
-    rules = recipe(prompts_per_update=1, tis_clip=2.0)
+    rules = recipe(prompts_per_update=1, loss=Loss(tis_clip=2.0))
     batches = list(assemble(rules, rollouts, signals, credit_of(rollouts)))
     close(batches[0].correction, [[math.exp(0.5), 1, 1, 1], [math.exp(0.5)] * 2 + [1, 1]])
     close(batches[2].correction[1], [2, 2, 1, 1])
@@ -501,8 +580,11 @@ def test_avg_and_pass_by_hand():
     assert result.metrics["val/reward/accuracy"] == pytest.approx(2 / 5)
     assert result.metrics["val/response_length"] == pytest.approx((1 + 2 + 3 + 4 + 1 + 2) / 6)
     assert result.metrics["val/truncated"] == pytest.approx(1 / 6)
-    kept = [("v0", "v0 response 0", 1.0), ("v0", "v0 response 1", 0.0), ("v1", "v1 response 0", 0.0)]
-    assert result.samples == (*kept, ("v1", "v1 response 1", 0.0))
+    parts = ({"accuracy": 1.0}, {"accuracy": 0.0}, {})
+    assert result.samples == tuple(
+        Sample(f"v{i}", "fake", f"v{i} response 0", None, part.get("accuracy", 0.0), part)
+        for i, part in enumerate(parts)
+    )
 
 
 def test_partial_credit_is_not_a_pass():

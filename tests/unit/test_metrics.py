@@ -58,12 +58,16 @@ def test_reward_metrics():
 
 
 def test_success_is_a_full_score():
-    # 0.5 is not a success; without the part there is no rate.
-    rewards = Rewards(torch.tensor([0.5, 1.0]), {"math": torch.tensor([0.5, 1.0])}, torch.tensor([False, False]))
-    group = torch.tensor([0, 0])
-    assert reward_metrics(rewards, group, "math")["reward/success_rate"] == 0.5
-    assert "reward/success_rate" not in reward_metrics(rewards, group)
-    assert "reward/success_rate" not in reward_metrics(rewards, group, None)
+    # 0.5 is not a success; accuracy goes before math where it applies; without both there is no rate.
+    def rate(**parts):
+        total = torch.zeros(2)
+        rewards = Rewards(total, {name: torch.tensor(part) for name, part in parts.items()}, total.bool())
+        return reward_metrics(rewards, torch.tensor([0, 0])).get("reward/success_rate")
+
+    assert rate(math=[0.5, 1.0]) == 0.5
+    assert rate(math=[0.5, 1.0], accuracy=[1.0, 1.0]) == 1.0
+    assert rate(math=[0.5, 1.0], accuracy=[NAN, NAN]) == 0.5
+    assert rate(format=[1.0, 1.0]) is None and rate(math=[NAN, NAN]) is None
 
 
 # Visual rows of 4 and 2 tokens, a text-only row of 4. Halves are kept: 2, 1 and 2 tokens.

@@ -1,11 +1,8 @@
-"""From the config to a recipe, and checkpoints: complete or not there."""
-
-from pathlib import Path
+"""From the config to a recipe."""
 
 import pytest
 
 from mtrl.config import load_config
-from mtrl.training.checkpoint import FolderStore, newest_checkpoint
 from mtrl.training.loop import due
 from mtrl.training.recipe import optimization_of, recipe_of, total_steps
 
@@ -50,36 +47,3 @@ def test_dr_grpo_divides_by_the_length_of_the_config():
 @pytest.mark.parametrize("every", [-1, 0])
 def test_never_due(every):
     assert not any(due(step, every) for step in range(1, 10))
-
-
-# --------------------------------------------------------------------------------------------------------- checkpoints
-class FakeSaver:
-    def __init__(self, fails=False):
-        self.fails = fails
-
-    def save(self, directory):
-        (directory / "weights").write_text("half")
-        if self.fails:
-            raise OSError("disk full")
-
-
-@pytest.mark.parametrize(("limit", "kept"), [(-1, [2, 9, 10]), (2, [9, 10]), (1, [10]), (0, [10]), (5, [2, 9, 10])])
-def test_the_newest_checkpoints_stay(tmp_path, limit, kept):
-    store = FolderStore(tmp_path / "checkpoints", limit)
-    (tmp_path / "checkpoints" / "best_model").mkdir(parents=True)
-    for step in (2, 9, 10):
-        store.save(step, FakeSaver())
-    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
-    assert names == {"best_model", *(f"step_{step}" for step in kept)}
-    assert newest_checkpoint(tmp_path) == tmp_path / "checkpoints" / "step_10"
-
-
-def test_a_checkpoint_is_complete_or_not_there(tmp_path):
-    store = FolderStore(tmp_path / "checkpoints", 1)
-    store.save(1, FakeSaver())
-    with pytest.raises(OSError, match="disk full"):
-        store.save(2, FakeSaver(fails=True))
-    assert newest_checkpoint(tmp_path) == tmp_path / "checkpoints" / "step_1"
-    store.save(2, FakeSaver())
-    assert newest_checkpoint(tmp_path) == tmp_path / "checkpoints" / "step_2"
-    assert newest_checkpoint(Path(tmp_path / "elsewhere")) is None

@@ -188,7 +188,7 @@ def test_functions_of_one_name_stay_apart():
 
 
 def test_as_many_weights_as_functions():
-    with pytest.raises(ValueError, match=r"worker\.reward\.weights: 2 weights for 1 functions \(half\)"):
+    with pytest.raises(ValueError, match=r"worker\.reward\.weights: 2 weights for 1 parts \(half\)"):
         build_scorer(load_config(None, {"worker.reward.weights": (1.0, 10.0)}), 10, [half])
 
 

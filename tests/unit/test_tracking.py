@@ -1,19 +1,22 @@
-"""metrics.jsonl, rollouts.jsonl and the console, to the letter."""
+"""The files of a run, to the letter: what is in them, how they rotate, and what a broken disk costs."""
 
-import io
 import json
+import logging
 import math
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from helpers import NAN, fake_rollouts
 
-from mtrl.tracking import console
-from mtrl.tracking.console import Console
-from mtrl.tracking.run_files import RunFiles, read_rows
+from mtrl.tracking import jsonl
+from mtrl.tracking.jsonl import JsonLines, last_row, parts, rows_of
+from mtrl.tracking.run_files import RunFiles, first_steps_of, read_rows, validations_of
 from mtrl.tracking.several import Trackers
-from mtrl.types import Rewards
+from mtrl.types import Credit, Rewards, Sample, Signals
 
 
 def lines(path):
@@ -31,6 +34,15 @@ def rewards_of(*total):
     return Rewards(torch.tensor(total), parts, torch.tensor([False] * (count - 1) + [True]))
 
 
+def credit_of(rollouts):
+    shape = rollouts.mask.shape
+    return Credit(torch.ones(shape), rollouts.mask, rollouts.mask.float(), torch.ones(shape[0]))
+
+
+def write_rollouts(files, step, rollouts, rewards):
+    files.rollouts(step, rollouts, rewards, credit_of(rollouts), Signals())
+
+
 # --------------------------------------------------------------------------------------------------------------- files
 def test_a_row_a_step(tmp_path):
     files = RunFiles(tmp_path / "new" / "run")
@@ -45,7 +57,8 @@ def test_a_row_a_step(tmp_path):
 
 
 def test_a_row_a_response(tmp_path):
-    RunFiles(tmp_path).rollouts(3, fake_rollouts([2, 3], group=[0, 1], truncated=[False, True]), rewards_of(1.0, 0.25))
+    rollouts = fake_rollouts([2, 3], group=[0, 1], truncated=[False, True])
+    write_rollouts(RunFiles(tmp_path), 3, rollouts, rewards_of(1.0, 0.25))
     first, second = lines(tmp_path / "rollouts.jsonl")
     time = first.pop("time")
     assert first == {
@@ -59,8 +72,8 @@ def test_a_row_a_response(tmp_path):
 def test_odd_answers_are_still_json(tmp_path):
     rollouts = fake_rollouts([1])
     task = replace(rollouts.prompts[0].task, answer=[NAN, {"a": math.inf}, {1}, "选项"])
-    RunFiles(tmp_path).rollouts(
-        1, replace(rollouts, prompts=(replace(rollouts.prompts[0], task=task),)), rewards_of(1.0)
+    write_rollouts(
+        RunFiles(tmp_path), 1, replace(rollouts, prompts=(replace(rollouts.prompts[0], task=task),)), rewards_of(1.0)
     )
     assert lines(tmp_path / "rollouts.jsonl")[0]["answer"] == [None, {"a": None}, "{1}", "选项"]
     assert "选项" in (tmp_path / "rollouts.jsonl").read_text(encoding="utf-8")
@@ -71,7 +84,7 @@ def test_attempts_count_and_files_only_grow(tmp_path):
     before = (tmp_path / "metrics.jsonl").read_bytes()
     second = RunFiles(tmp_path)
     second.metrics(1, {"x": 2.0})
-    second.rollouts(1, fake_rollouts([1]), rewards_of(1.0))
+    write_rollouts(second, 1, fake_rollouts([1]), rewards_of(1.0))
     assert (tmp_path / "metrics.jsonl").read_bytes().startswith(before)
     assert [(row["attempt"], row["x"]) for row in read_rows(tmp_path / "metrics.jsonl")] == [(1, 1.0), (2, 2.0)]
     assert read_rows(tmp_path / "rollouts.jsonl")[0]["attempt"] == 2
@@ -94,114 +107,187 @@ def test_no_file_has_no_rows(tmp_path):
     assert read_rows(tmp_path / "none.jsonl") == []
 
 
-# ------------------------------------------------------------------------------------------------------------- console
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-class FakeTime:
-    """A clock that moves when it is told."""
-
-    def __init__(self):
-        self.now = 100.0
-
-    def perf_counter(self):
-        return self.now
-
-
-@pytest.fixture
-def time(monkeypatch):
-    fake = FakeTime()
-    monkeypatch.setattr(console, "time", fake)
-    return fake
-
-
-VALUES = {
-    "reward/overall": 0.5,
-    "reward/success_rate": 0.25,
-    "response_length/mean": 12.04,
-    "perf/tokens_per_second": 99.6,
-    "perf/seconds_step": 10.0,
-    "actor/grad_norm": 1.0,
-}
-
-
-def test_plain_lines_off_a_terminal(time):
-    stream = io.StringIO()
-    shown = Console(4, stream)
-    time.now = 130.0  # 20 s of start and validation, then a step of 10 s
-    shown.metrics(1, VALUES)
-    time.now = 150.0  # a step of 10 s and 10 s of something else: 30 s for two steps, two to go
-    shown.metrics(2, VALUES)
-    time.now = 160.0
-    shown.metrics(4, VALUES)
-    shown.close()
-    numbers = "reward 0.500  accuracy 0.25  length 12.0  tok/s 100"
-    assert stream.getvalue().splitlines() == [
-        f"step 1/4  ETA 0:30  {numbers}",
-        f"step 2/4  ETA 0:30  {numbers}",
-        f"step 4/4  ETA 0:00  {numbers}",
-    ]
-
-
-def test_hours_and_missing_numbers(time):
-    stream = io.StringIO()
-    shown = Console(1000, stream)
-    time.now += 10
-    shown.metrics(1, {"perf/seconds_step": 10.0, "reward/overall": 1.0})  # 999 steps of 10 s: 2 h 46 min 30 s
-    assert stream.getvalue() == "step 1/1000  ETA 2:46:30  reward 1.000\n"
-
-
-def test_the_time_left_of_a_run_that_goes_on(time):
-    """Steps of earlier attempts tell nothing about the speed of this one."""
-    stream = io.StringIO()
-    shown = Console(100, stream)
-    time.now += 5
-    shown.metrics(91, {"perf/seconds_step": 5.0})
-    time.now += 5
-    shown.metrics(92, {"perf/seconds_step": 5.0})
-    assert [line.split("  ")[1] for line in stream.getvalue().splitlines()] == ["ETA 0:45", "ETA 0:40"]
-
-
-def test_a_terminal_has_one_line_that_moves(time):
-    stream = Terminal()
-    shown = Console(4, stream)
-    for step in range(1, 5):
-        time.now += 10
-        shown.metrics(step, VALUES if step == 1 else {"perf/seconds_step": 10.0})
-    text = stream.getvalue()
-    assert text.count("\r") == 4 and text.count("\n") == 1 and text.endswith("\n"), "only the last line is kept"
-    first, second, *_ = text.split("\r")[1:]
-    assert first.startswith("step 1/4 [======                  ]  ETA 0:30  reward")
-    assert second.startswith("step 2/4 [============            ]  ETA 0:20") and len(second) == len(first)
-    assert "[========================]" in text
-
-
-def test_validation_lines():
-    stream = io.StringIO()
-    shown = Console(4, stream)
-    shown.validation(
-        0, {"val/avg@4": 0.375, "val/pass@4": 0.5, "val/reward_score": 1.0}, {"kind": {"a": 0.5, "b": 0.25}}
+def test_validation_samples_are_kept(tmp_path):
+    files = RunFiles(tmp_path)
+    files.validation(
+        4, {"val/reward_score": 1.0}, {}, [Sample("a:1", "<image>Which?", "B", ["B", NAN], 0.5, {"x": 0.5})]
     )
-    shown.validation(2, {"val/reward_score": 1.25}, {})
-    assert stream.getvalue().splitlines() == [
-        "validation at step 0: avg@4 0.375  pass@4 0.500",
-        "  by kind: a 0.50  b 0.25",
-        "validation at step 2: reward 1.250",
-    ]
+    files.validation(8, {"val/reward_score": 1.0}, {})
+    (row,) = lines(tmp_path / "validations.jsonl")
+    assert row.pop("time") > 1e9
+    assert row == {
+        "step": 4, "attempt": 1, "id": "a:1", "prompt": "<image>Which?", "response": "B", "answer": ["B", None],
+        "reward": 0.5, "rewards": {"x": 0.5},
+    }  # fmt: skip
 
 
-def test_a_terminal_keeps_validation_lines(time):
-    stream = Terminal()
-    shown = Console(4, stream)
-    shown.metrics(1, VALUES)
-    shown.validation(1, {"val/avg@1": 0.375}, {})
-    shown.metrics(2, VALUES)
-    shown.close()
-    progress, kept, after = stream.getvalue().split("\r")[1:]
-    assert kept.startswith("validation at step 1") and kept.endswith("\n") and len(kept.rstrip("\n")) == len(progress)
-    assert after.startswith("step 2/4") and after.endswith("\n")
+def test_rollouts_of_validated_steps_only(tmp_path):
+    files = RunFiles(tmp_path, every_step=False)
+    for step in (1, 2, 3, 4, 5):
+        write_rollouts(files, step, fake_rollouts([1, 1]), rewards_of(1.0, 0.0))
+        if step in (2, 4):
+            files.validation(step, {"val/reward_score": 0.0}, {})
+    files.close()
+    assert [row["step"] for row in read_rows(tmp_path / "rollouts.jsonl")] == [2, 2, 4, 4]
+
+
+def test_the_attempt_counts_from_every_file(tmp_path):
+    """A crash in the first step leaves rollouts of an attempt that metrics.jsonl never heard of."""
+    write_rollouts(RunFiles(tmp_path), 1, fake_rollouts([1]), rewards_of(1.0))
+    assert not (tmp_path / "metrics.jsonl").exists() and RunFiles(tmp_path).attempt == 2
+
+
+def test_what_earlier_attempts_left(tmp_path):
+    first = RunFiles(tmp_path)
+    first.validation(0, {"val/reward_score": 0.1, "val/avg@1": NAN, "perf/seconds_validation": 3.0}, {"k": {"a": 0.5}})
+    for step in range(1, 9):
+        first.metrics(step, {"x": step, "perf/seconds_step": 1.0})
+    first.validation(8, {"val/reward_score": 0.3}, {})
+    second = RunFiles(tmp_path)
+    second.validation(8, {"val/reward_score": 0.4}, {})
+    assert validations_of(tmp_path) == {
+        0: {"val/reward_score": 0.1, "val/by_k/a": 0.5},
+        8: {"val/reward_score": 0.4},
+    }
+    assert [row["x"] for row in first_steps_of(tmp_path)] == [1, 2, 3, 4, 5]
+
+
+# ------------------------------------------------------------------------------------------------------------ rotation
+def test_a_full_file_becomes_a_part_and_readers_see_all_in_order(tmp_path):
+    path = tmp_path / "rollouts.jsonl"
+    file = JsonLines(path, rotate_at=100)
+    for number in range(12):
+        file.append([{"n": number, "text": "x" * 20}])  # 41 or 42 bytes: two fit
+    assert [part.name for part in parts(path)] == [f"rollouts.{number}.jsonl" for number in (1, 2, 3, 4, 5)]
+    assert [row["n"] for row in rows_of(path)] == list(range(12))
+    assert all(part.stat().st_size <= 100 for part in (*parts(path), path))
+    assert [row["n"] for row in lines(path)] == [10, 11] and [row["n"] for row in lines(parts(path)[0])] == [0, 1]
+
+
+def test_numbers_sort_as_numbers_and_go_on_after_a_restart(tmp_path):
+    path = tmp_path / "rollouts.jsonl"
+    for number in range(12):
+        JsonLines(path, rotate_at=1).append([{"n": number}])  # a new process each time
+    assert [row["n"] for row in rows_of(path)] == list(range(12)) and len(parts(path)) == 11
+
+
+def test_the_oldest_parts_go_and_that_is_said_once(tmp_path, caplog):
+    path = tmp_path / "rollouts.jsonl"
+    (tmp_path / "rollouts.notes.jsonl").write_text("{}\n")  # somebody else's
+    file = JsonLines(path, rotate_at=1, keep=3)
+    for number in range(8):
+        file.append([{"n": number}])
+    assert [row["n"] for row in rows_of(path)] == [4, 5, 6, 7]
+    assert [part.name for part in parts(path)] == ["rollouts.5.jsonl", "rollouts.6.jsonl", "rollouts.7.jsonl"]
+    assert len(caplog.records) == 1 and "rollouts.1.jsonl is dropped" in caplog.text
+    assert (tmp_path / "rollouts.notes.jsonl").exists()
+
+
+def test_rows_of_one_step_stay_together(tmp_path):
+    path = tmp_path / "rollouts.jsonl"
+    file = JsonLines(path, rotate_at=50)
+    file.append([{"n": n} for n in range(20)])  # larger than a part may be
+    file.append([{"n": 20}])
+    assert len(lines(parts(path)[0])) == 20 and len(lines(path)) == 1
+
+
+def test_the_last_row_is_found_from_the_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(jsonl, "TAIL_BYTES", 16)
+    path = tmp_path / "metrics.jsonl"
+    assert last_row(path) is None
+    path.write_text("")
+    assert last_row(path) is None
+    path.write_text('{"n": 1}\n{"n": 2, "text": "' + "\u2028选" * 50 + '"}\n{"n": 3, "cut', encoding="utf-8")
+    assert last_row(path)["n"] == 2
+    path.write_text('{"n": 1}\n[2]\nnull\n{"n"' + "x" * 300)
+    assert last_row(path) == {"n": 1}
+
+
+# -------------------------------------------------------------------------------------------------------- broken disks
+def test_a_directory_that_vanishes_costs_what_was_in_it(tmp_path, caplog):
+    files = RunFiles(tmp_path / "run")
+    files.metrics(1, {"x": 1.0})
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    (tmp_path / "run").rmdir()
+    files.metrics(2, {"x": 2.0})
+    assert [row["step"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")] == [2]
+    assert caplog.text.count("was gone") == 1
+
+
+def test_rows_wait_until_the_place_can_be_written_again(tmp_path, caplog):
+    """A file stands where the directory was: nothing can be made there, whoever asks."""
+    files = RunFiles(tmp_path / "run")
+    files.metrics(1, {"x": 1.0})
+    (tmp_path / "run").rename(tmp_path / "away")
+    (tmp_path / "run").write_text("in the way")
+    files.metrics(2, {"x": 2.0})
+    files.metrics(3, {"x": 3.0})
+    write_rollouts(files, 3, fake_rollouts([1]), rewards_of(1.0))
+    assert caplog.text.count("metrics.jsonl cannot be written") == 1 and caplog.text.count("cannot be written") == 2
+    (tmp_path / "run").unlink()
+    (tmp_path / "away").rename(tmp_path / "run")
+    files.metrics(4, {"x": 4.0})
+    files.close()
+    assert [row["step"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert [row["step"] for row in read_rows(tmp_path / "run" / "rollouts.jsonl")] == [3]
+    assert caplog.text.count("can be written again") == 2 and "lost" not in caplog.text
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+def test_a_full_disk_does_not_stop_the_run(tmp_path, caplog):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")  # the kernel answers each write with ENOSPC
+    files = RunFiles(tmp_path)
+    files.metrics(1, {"x": 1.0})
+    files.metrics(2, {"x": 2.0})
+    assert caplog.text.count("No space left") == 1
+    (tmp_path / "metrics.jsonl").unlink()
+    files.metrics(3, {"x": 3.0})
+    assert [row["x"] for row in lines(tmp_path / "metrics.jsonl")] == [1.0, 2.0, 3.0]
+
+
+def test_half_a_line_is_taken_back(tmp_path):
+    """A limit on the size of files stops a write in the middle, as a disk that fills up does."""
+    path = tmp_path / "metrics.jsonl"
+    code = f"""
+import logging, resource, signal
+from pathlib import Path
+from mtrl.tracking.jsonl import JsonLines
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+file = JsonLines(Path({str(path)!r}))
+file.append([{{"n": 1}}])
+soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (60, hard))
+file.append([{{"n": 2, "text": "x" * 100}}])
+assert Path({str(path)!r}).read_text() == '{{"n": 1}}\\n', "half a line stays"
+resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+file.append([{{"n": 3}}])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "cannot be written" in done.stderr
+    assert [row["n"] for row in lines(path)] == [1, 2, 3]
+
+
+def test_what_waits_is_bounded_and_the_loss_is_told(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(jsonl, "WAITING_BYTES", 100)
+    (tmp_path / "run").write_text("in the way")
+    file = JsonLines(tmp_path / "run" / "metrics.jsonl")
+    for number in range(30):
+        file.append([{"n": number}])  # 9 or 10 bytes
+    assert len(caplog.records) == 1 and "cannot be written" in caplog.text
+    (tmp_path / "run").unlink()
+    file.append([{"n": 30}])
+    kept = [row["n"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")]
+    assert kept == list(range(31 - len(kept), 31)) and 10 <= len(kept) <= 12
+    assert f"{31 - len(kept)} rows are lost" in caplog.text
+
+
+def test_rows_that_never_could_be_written_are_told_at_the_end(tmp_path, caplog):
+    (tmp_path / "run").write_text("in the way")
+    file = JsonLines(tmp_path / "run" / "metrics.jsonl")
+    file.append([{"n": 1}, {"n": 2}])
+    file.close()
+    assert caplog.records[-1].levelno == logging.ERROR and "2 rows could not be written" in caplog.text
 
 
 # ------------------------------------------------------------------------------------------------------------- several
@@ -216,10 +302,16 @@ class FakeTracker:
 def test_several_hear_the_same():
     first, second = FakeTracker(), FakeTracker()
     both = Trackers([first, second])
-    rollouts, rewards = fake_rollouts([1]), rewards_of(1.0)
+    rollouts, rewards, samples = fake_rollouts([1]), rewards_of(1.0), [Sample("a", "", "", None, 0.0)]
+    credit, signals = credit_of(rollouts), Signals()
     both.metrics(1, {"a": 1.0})
-    both.rollouts(1, rollouts, rewards)
-    both.validation(1, {}, {})
+    both.rollouts(1, rollouts, rewards, credit, signals)
+    both.validation(1, {}, {}, samples)
     both.close()
-    expected = [("metrics", 1, {"a": 1.0}), ("rollouts", 1, rollouts, rewards), ("validation", 1, {}, {}), ("close",)]
+    expected = [
+        ("metrics", 1, {"a": 1.0}),
+        ("rollouts", 1, rollouts, rewards, credit, signals),
+        ("validation", 1, {}, {}, samples),
+        ("close",),
+    ]
     assert first.heard == expected and second.heard == expected

@@ -42,17 +42,12 @@ REFUSED = {  # what the message names: the overrides
         "worker.rollout.tensor_parallel_size": 2,
         "training.n_gpus_per_node": 2,
     },
-    "worker.reward.reward_type: model": {"worker.reward.reward_type": "model", "worker.reward.model_path": "x"},
     "worker.reward.functions: mdi": {"worker.reward.functions": ("accuracy", "mdi")},
     "worker.reward.functions: vgr": {"worker.reward.functions": ("vgr",)},
     "worker.reward.functions: vgr_hard_negative": {"worker.reward.functions": ("vgr_hard_negative",)},
-    "worker.reward.functions: math": {"worker.reward.functions": ("math",)},
     "training.nnodes": {"training.nnodes": 2},
     "training.n_gpus_per_node": {"training.n_gpus_per_node": 4},
     "training.logger: console, wandb": {"training.logger": ("console", "wandb")},
-    "training.load_checkpoint_path": {"training.load_checkpoint_path": "outputs/old"},
-    "training.rollout_log_path": {"training.rollout_log_path": "elsewhere.md"},
-    "training.attention_diag_log_path": {"training.attention_diag_log_path": "elsewhere.md"},
 }  # fmt: skip
 
 
@@ -90,11 +85,15 @@ def test_several_are_told_together():
     [
         {},
         {"training.logger": ()},
+        {"training.rollout_log_path": "elsewhere.md", "training.attention_diag_log_path": "elsewhere"},
         {"optimization.compute_attention_metrics": False},
         {"worker.rollout.name": "local"},
         {"optimization.divergence_penalty": "full"},
         {"worker.reward.functions": ("think_format", "length", "my/file.py:f", "package.module:f")},
         {"worker.reward.reward_fn_path": "file.py"},
+        {"worker.reward.reward_fn_path": "file.py", "optimization.enable_token_weights": True},
+        {"worker.reward.functions": ("math",)},
+        {"worker.reward.reward_type": "model", "worker.reward.model_path": "x"},
         {"optimization.advantage_estimator": "rloo"},
         {"optimization.advantage_estimator": "reinforce_plus_plus"},
         {"optimization.use_divergence_loss": True, "optimization.divergence_penalty": "low_var_kl"},
@@ -113,24 +112,17 @@ OF_GAE = "gae is refused"
 OF_FILTERING = "online filtering is refused"
 OF_REPLAY = "replay is refused"
 OF_ADAPTERS = "peft_type is refused"
-OF_WEIGHTS = "token weights are refused"
+OF_WEIGHTS = "token weights by attention are refused"
 OF_ATTENTION = "attention rewards are refused"
 OF_VLLM = "vLLM is refused"
-OF_MARKDOWN = "no Markdown is written yet"
 NO_EFFECT = {
     "dataset.video_fps": "the data layer refuses videos",
-    "training.find_last_checkpoint": "a run directory that is in use is refused",
-    "training.fresh": "a run directory that is in use is refused",
-    "training.realtime_rollout_logging": OF_MARKDOWN,
-    "training.log_preview_chars": OF_MARKDOWN,
-    "training.colorize_output": "no preview of rollouts yet",
     "optimization.lam": OF_GAE,
     "optimization.filter_key": OF_FILTERING,
     "optimization.filter_low": OF_FILTERING,
     "optimization.filter_high": OF_FILTERING,
     "optimization.max_refills": OF_FILTERING,
     "optimization.attention_last_k_layers": "no attention metrics yet",
-    "optimization.token_weight_target": OF_WEIGHTS,
     "optimization.token_weight_clip": OF_WEIGHTS,
     "optimization.token_weight_smooth_sigma": OF_WEIGHTS,
     "optimization.token_weight_last_k_layers": OF_WEIGHTS,
@@ -152,7 +144,6 @@ NO_EFFECT = {
     "worker.rollout.address": OF_VLLM,
     "worker.rollout.gpu_memory_utilization": OF_VLLM,
     "worker.rollout.enable_prefix_caching": "vLLM is refused; the local engine always shares a prompt's cache",
-    "worker.reward.model_path": "reward_type: model is refused",
     "worker.reward.mdi_balance_ratio": OF_ATTENTION,
     "worker.reward.vgr_normalizer": OF_ATTENTION,
     "worker.reward.vgr_hard_negative_pool": OF_ATTENTION,

@@ -1,0 +1,75 @@
+"""Images on their way to worker processes: written once to a file, however many functions and workers look at them."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import pickle
+import tempfile
+import threading
+import weakref
+from contextlib import suppress
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # a worker imports this module, and Pillow only where there is an image
+    from PIL import Image
+
+RAW_MODES = ("L", "RGB")  # PPM holds these as they are, so that writing and reading is copying
+
+
+class ImageFiles:
+    """A file for each image that was asked for. It goes when the image does; all go with the process."""
+
+    def __init__(self) -> None:
+        self._paths: dict[int, str] = {}  # by the identity of an image that is alive
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+
+    @cached_property
+    def directory(self) -> tempfile.TemporaryDirectory[str]:
+        return tempfile.TemporaryDirectory(prefix="mtrl-images-")
+
+    def path_of(self, image: Image.Image) -> str:
+        key = id(image)
+        with self._lock:
+            if key not in self._paths:
+                kind = "ppm" if image.mode in RAW_MODES else "png"
+                path = os.path.join(self.directory.name, f"{next(self._numbers)}.{kind}")
+                image.save(path, kind, compress_level=1)  # of png alone: quick rather than small
+                self._paths[key] = path
+                weakref.finalize(image, self._forget, key, path)
+            return self._paths[key]
+
+    def _forget(self, key: int, path: str) -> None:
+        del self._paths[key]
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+
+
+class Packer(pickle.Pickler):
+    """Pickles everything as usual, and images as the names of their files."""
+
+    def __init__(self, buffer: io.BytesIO, files: ImageFiles) -> None:
+        super().__init__(buffer, pickle.HIGHEST_PROTOCOL)
+        self.files = files
+
+    def reducer_override(self, value: Any) -> Any:
+        from PIL import Image
+
+        return (open_image, (self.files.path_of(value),)) if isinstance(value, Image.Image) else NotImplemented
+
+
+def pack(value: Any, files: ImageFiles) -> bytes:
+    """For a worker, whose `pickle.loads` is the other end."""
+    buffer = io.BytesIO()
+    Packer(buffer, files).dump(value)
+    return buffer.getvalue()
+
+
+def open_image(path: str) -> Image.Image:
+    """Reads the pixels when they are looked at."""
+    from PIL import Image
+
+    return Image.open(path)

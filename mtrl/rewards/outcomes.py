@@ -1,0 +1,76 @@
+"""What became of a response in the hands of a reward function, in whatever form the function answered."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+TOTAL_KEYS = ("overall", "score")  # where a dict keeps the reward: EasyR1's name, verl's name
+TOKEN_WEIGHTS = "token_weights"  # the extra value that weighs tokens (SPEC 2.1)
+EXPECTED = "a reward function returns a number, None, (number, dict of extra values), or a dict with overall or score"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A number (None: not applicable) and extra values, or the reason of a failure."""
+
+    value: float | None = None
+    extras: Mapping[str, Any] = field(default_factory=dict)
+    failure: str | None = None
+    output: str = ""  # the end of what was printed meanwhile; a function in this process prints where it likes
+    seconds: float = 0.0  # of the call; that of a batch is shared out evenly
+
+
+def read_outcome(answer: Any, seconds: float = 0.0, logged: Mapping[str, Any] | None = None) -> Outcome:
+    """Every way to answer wrongly becomes a failure that says what to return instead.
+
+    >>> read_outcome({"overall": 0.5, "format": 1.0})
+    Outcome(value=0.5, extras={'format': 1.0}, failure=None, output='', seconds=0.0)
+    """
+    try:
+        value, extras = _split(answer)
+        return Outcome(_number(value), _checked_extras({**(logged or {}), **extras}), seconds=seconds)
+    except Exception as error:  # an array of no single number, a key that JSON cannot have, ..
+        return Outcome(failure=f"{type(error).__name__}: {error}", seconds=seconds)
+
+
+def _split(answer: Any) -> tuple[Any, Mapping[str, Any]]:
+    if isinstance(answer, tuple):
+        if len(answer) != 2 or not isinstance(answer[1], Mapping):
+            raise TypeError(f"{EXPECTED}; it returned a tuple of {', '.join(type(x).__name__ for x in answer)}")
+        return answer[0], answer[1]
+    if isinstance(answer, Mapping):
+        total = next((key for key in TOTAL_KEYS if key in answer), None)
+        if total is None:
+            raise TypeError(f"{EXPECTED}; its dict has {', '.join(map(str, answer)) or 'nothing'}")
+        return answer[total], {key: value for key, value in answer.items() if key != total}
+    return answer, {}
+
+
+def _number(value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
+        raise TypeError(f"{EXPECTED}; it returned {type(value).__name__}")
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"a reward must be finite; it was {number}")
+    return number
+
+
+def _checked_extras(extras: dict[str, Any]) -> dict[str, Any]:
+    """Numbers, texts and lists of them, as JSON has them: arrays become lists, anything else its text."""
+    if not extras:
+        return extras
+    plain: dict[str, Any] = json.loads(json.dumps(extras, default=lambda x: getattr(x, "tolist", x.__str__)()))
+    weights = plain.get(TOKEN_WEIGHTS)
+    if weights is not None and not (isinstance(weights, list) and all(map(_is_weight, weights))):
+        raise ValueError(f"{TOKEN_WEIGHTS} must be a list of finite numbers, none below 0, one for each token")
+    return plain
+
+
+def _is_weight(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value) and value >= 0

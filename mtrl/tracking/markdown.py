@@ -1,0 +1,249 @@
+"""The Markdown logs of a run, for people: what was asked, what was said, what it was worth, where the model looked.
+
+    logs/rollout_results_<time>.md        every step (or every validated one)
+    logs/eval_results_<time>.md           every validation
+    logs/attention_diagnostics_<time>.md  every step whose attention was measured
+    logs/token_weights.md                 every step whose tokens were weighted
+
+Append-only and bounded (see background.py), a few samples a step: every response is in rollouts.jsonl.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mtrl.algorithms.signals import pool_sizes, segment, sequence_mass, vgr
+from mtrl.tracking import pages
+from mtrl.tracking.background import LIMIT_BYTES, Background, append_bounded
+from mtrl.tracking.colour import harmless
+from mtrl.tracking.pages import SHOWN_SEGMENTS, fenced, number, spread, table
+from mtrl.tracking.preview import DecodeTokens
+from mtrl.types import Credit, Prompt, Rewards, Rollouts, Sample, Signals
+
+SAMPLES = 4  # responses of a step, from the lowest reward to the highest
+SAMPLES_OF_TOKENS = 2  # written out token by token
+HEAD_TOKENS = 32  # of a preview
+JSON_TOKENS = 256  # of a response written out
+
+
+@dataclass(frozen=True)
+class LogPaths:
+    rollouts: Path
+    evaluation: Path
+    attention: Path
+    weights: Path
+
+    @classmethod
+    def of(cls, logs: Path, rollouts: str | None = None, attention: str | None = None) -> LogPaths:
+        """In `logs`, or where a path says: a file that ends with .md, or a directory."""
+        now = time.strftime("%Y%m%d-%H%M%S")
+
+        def place(given: str | None, name: str) -> Path:
+            path = logs if given is None else Path(given).expanduser()
+            return path if path.suffix == ".md" else path / f"{name}_{now}.md"
+
+        results = place(rollouts, "rollout_results")
+        return cls(
+            rollouts=results,
+            evaluation=results.parent / f"eval_results_{now}.md",
+            attention=place(attention, "attention_diagnostics"),
+            weights=results.parent / "token_weights.md",
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """What is kept of a step until it is written."""
+
+    step: int
+    rollouts: Rollouts
+    rewards: Rewards
+    credit: Credit
+    signals: Signals
+
+
+class MarkdownLogs:
+    """A tracker. With `every_step` off, steps are written only where they are validated."""
+
+    def __init__(
+        self, paths: LogPaths, decode: DecodeTokens, every_step: bool = True, limit_bytes: int = LIMIT_BYTES
+    ) -> None:
+        self.paths, self.decode, self.every_step, self.limit = paths, decode, every_step, limit_bytes
+        self._background = Background("Markdown logs")
+        self._last: Step | None = None
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def rollouts(self, step: int, rollouts: Rollouts, rewards: Rewards, credit: Credit, signals: Signals) -> None:
+        lean = replace(rollouts, prompts=tuple(map(without_media, rollouts.prompts)))
+        self._last = Step(step, lean, rewards, credit, signals)
+        if self.every_step:
+            self._write_last()
+
+    def validation(
+        self,
+        step: int,
+        values: Mapping[str, float],
+        by: Mapping[str, Mapping[str, float]],
+        samples: Sequence[Sample] = (),
+    ) -> None:
+        self._write_last()
+        page = partial(evaluation_page, step, dict(values), by, samples)
+        self._background.submit(lambda: self._append(self.paths.evaluation, page()))
+
+    def close(self) -> None:
+        self._background.close()
+
+    def _write_last(self) -> None:
+        if self._last is not None:
+            self._background.submit(partial(self._write, self._last))
+        self._last = None
+
+    def _write(self, it: Step) -> None:
+        self._append(self.paths.rollouts, rollout_page(it))
+        if it.signals.mass is not None:
+            self._append(self.paths.attention, attention_page(it, self.decode))
+        if it.credit.weights is not None:
+            self._append(self.paths.weights, weights_page(it, self.decode))
+
+    def _append(self, path: Path, page: str) -> None:
+        append_bounded(path, page, self.limit)
+
+
+def without_media(prompt: Prompt) -> Prompt:
+    """Pixels must not wait in memory for a log that does not show them."""
+    return replace(prompt, media=(), task=replace(prompt.task, media=()))
+
+
+# --------------------------------------------------------------------------------------------------------------- pages
+def rollout_page(it: Step) -> str:
+    rollouts, rewards = it.rollouts, it.rewards
+    lengths = rollouts.mask.sum(1)
+    rows = [["reward", *spread(rewards.total)], *([name, *spread(part)] for name, part in rewards.parts.items())]
+    rows.append(["response length", *spread(lengths.double())])
+    parts = [
+        f"# Step {it.step}",
+        f"{len(rollouts)} responses to {len(rollouts.prompts)} prompts, {int(rollouts.truncated.sum())} cut at the "
+        f"length limit, {int(rewards.failed.sum())} failed rewards.",
+        table(["", "mean", "std", "min", "max"], rows),
+    ]
+    mass, sizes = response_mass(it), row_sizes(it)
+    if mass is not None:
+        parts += [pages.attention_table(mass, sizes), pages.BALANCE]
+    for row in pages.rows_over_range(rewards.total, SAMPLES):
+        task = rollouts.prompts[int(rollouts.group[row])].task
+        scores = scores_of(float(rewards.total[row]), {name: float(part[row]) for name, part in rewards.parts.items()})
+        looked = [] if mass is None else [pages.row_attention(mass[row], sizes[row])]
+        told = "; ".join([scores, f"{int(lengths[row])} tokens, {rollouts.finish[row]}", *looked])
+        parts += sample(task.id, task.text, rollouts.text[row], task.answer, told)
+    return "\n\n".join(parts) + "\n\n"
+
+
+def evaluation_page(
+    step: int, values: Mapping[str, float], by: Mapping[str, Mapping[str, float]], samples: Sequence[Sample]
+) -> str:
+    attention = {name: x for name, x in values.items() if "attention/" in name}
+    rows = [[name, number(x)] for name, x in values.items() if name not in attention]
+    parts = [f"# Validation at step {step}", table(["", "value"], rows)]
+    if attention:
+        parts.append(segments_of(attention))
+    for column, rates in by.items():
+        parts.append(table([f"by {column}", "success"], [[value, number(rate)] for value, rate in rates.items()]))
+    for each in samples:
+        told = scores_of(each.reward, each.rewards or {})
+        parts += sample(each.id, each.prompt, each.response, each.answer, told)
+    return "\n\n".join(parts) + "\n\n"
+
+
+def attention_page(it: Step, decode: DecodeTokens) -> str:
+    """Both phases by segment, and the beginnings of the responses that look most and least."""
+    mass, sizes = response_mass(it), row_sizes(it)
+    assert mass is not None and it.signals.mass is not None
+    parts = [f"# Step {it.step}", "While answering:", pages.attention_table(mass, sizes)]
+    if it.signals.prompt_mass is not None:
+        parts += ["While reading (the prompt's tokens after the image):"]
+        parts += [pages.attention_table(it.signals.prompt_mass, sizes)]
+    ratio = vgr(segment(mass, "all"), sizes)
+    known = (~ratio.isnan()).nonzero().flatten()
+    for place in pages.rows_over_range(ratio[known], 2):
+        row = int(known[place])
+        values = vgr(segment(it.signals.mass[row], "all"), sizes[row])
+        parts.append(f"Response with VGR {number(float(ratio[row]))}, token by token:")
+        parts.append(fenced(preview(it, row, values, decode)))
+    return "\n\n".join(parts) + "\n\n"
+
+
+def weights_page(it: Step, decode: DecodeTokens) -> str:
+    weights, mask, mass = it.credit.weights, it.rollouts.mask, it.signals.mass
+    assert weights is not None
+    rows = pages.rows_over_range(it.rewards.total, SAMPLES_OF_TOKENS)
+    parts = [f"# Step {it.step}", table(["token weight", "mean", "std", "min", "max"], [["", *spread(weights[mask])]])]
+    for row in rows:
+        length = min(int(mask[row].sum()), JSON_TOKENS)
+        texts = decode(it.rollouts.tokens[row, :length].tolist())
+        tokens = [
+            {"token": text, "weight": round(value, 4)}
+            for text, value in zip(texts, weights[row, :length].tolist(), strict=True)
+        ]
+        if mass is not None:
+            ratios = vgr(segment(mass[row, :length], "weight"), row_sizes(it)[row]).tolist()
+            for token, ratio in zip(tokens, ratios, strict=True):
+                token["vgr"] = None if ratio != ratio else round(ratio, 4)
+        parts.append(f"Response of reward {number(float(it.rewards.total[row]))}, head:")
+        parts.append(fenced(preview(it, row, weights[row], decode)))
+        parts.append(as_json(tokens))
+    return "\n\n".join(parts) + "\n\n"
+
+
+# -------------------------------------------------------------------------------------------------------------- pieces
+def sample(name: str, prompt: str, response: str, answer: object, told: str) -> list[str]:
+    solution = "none" if answer is None else str(answer)
+    heads = [f"### {harmless(name)}", "prompt", fenced(prompt), "completion", fenced(response)]
+    return [*heads, "solution", fenced(solution), told]
+
+
+def scores_of(total: float, parts: Mapping[str, float]) -> str:
+    return ", ".join([f"reward {number(total)}", *(f"{name} {number(x)}" for name, x in parts.items())])
+
+
+def preview(it: Step, row: int, values: Tensor, decode: DecodeTokens) -> str:
+    """token(value) of the first tokens."""
+    length = min(int(it.rollouts.mask[row].sum()), HEAD_TOKENS)
+    texts = decode(it.rollouts.tokens[row, :length].tolist())
+    return " ".join(f"{text}({number(value)})" for text, value in zip(texts, values[:length].tolist(), strict=True))
+
+
+def as_json(tokens: Sequence[Mapping[str, object]]) -> str:
+    """A line a token: readable, and still one JSON list."""
+    lines = ",\n".join(json.dumps(token, ensure_ascii=False) for token in tokens)
+    return f"```json\n[\n{lines}\n]\n```"
+
+
+def segments_of(values: Mapping[str, float]) -> str:
+    """Means by segment from metrics: `..attention/vgr_late`."""
+
+    def found(kind: str, name: str) -> str:
+        return next((number(x) for key, x in values.items() if key.endswith(f"attention/{kind}_{name}")), "n/a")
+
+    kinds = ("vgr", "aei_text", "aei_vision")
+    rows = [[name, *(found(kind, name) for kind in kinds)] for name in SHOWN_SEGMENTS]
+    return table(["layers", "VGR", "AEI text", "AEI vision"], rows)
+
+
+def response_mass(it: Step) -> Tensor | None:
+    """[N, len(SEGMENTS), 2]"""
+    return None if it.signals.mass is None else sequence_mass(it.signals.mass, it.rollouts.mask)
+
+
+def row_sizes(it: Step) -> Tensor:
+    """[N, 2]"""
+    sizes = pool_sizes(it.rollouts.prompts)
+    return sizes[it.rollouts.group] if len(sizes) else torch.zeros(0, 2, dtype=torch.long)

@@ -1,0 +1,83 @@
+"""Responses for people: what was asked, what the model said, what it got for it, and which tokens learnt from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from mtrl.tracking.colour import Paint, harmless, shorten
+from mtrl.types import Credit, Rewards, Rollouts, Sample
+
+INDENT = "    "
+
+DecodeTokens = Callable[[Sequence[int]], Sequence[str]]
+
+
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """A training response and the credit of each of its tokens: positive is praise, 0 teaches nothing."""
+
+    id: str
+    prompt: str
+    tokens: Tensor  # [n]
+    credit: Tensor  # [n]
+    reward: float
+
+
+def most_taught(rollouts: Rollouts, rewards: Rewards, credit: Credit) -> Trained | None:
+    """The response of a step with the most credit on its tokens; None where nothing is learnt."""
+    if not len(rollouts):
+        return None
+    credits = (credit.advantage * credit.select).where(rollouts.mask, 0.0)
+    row = int(credits.abs().sum(1).argmax())
+    if not credits[row].any():
+        return None
+    task, length = rollouts.prompts[int(rollouts.group[row])].task, int(rollouts.mask[row].sum())
+    tokens = rollouts.tokens[row, :length].clone()  # not a view, which would hold the whole step
+    return Trained(task.id, task.text, tokens, credits[row, :length].clone(), rewards.total[row].item())
+
+
+def validation_preview(sample: Sample, limit: int, paint: Paint) -> list[str]:
+    """The lines of one validation sample, texts cut to `limit` characters."""
+    response = harmless(shorten(sample.response, limit))
+    return [*_asked(sample.id, sample.prompt, limit, paint), *_indented(response), *_got(sample, paint)]
+
+
+def training_preview(trained: Trained, decode: DecodeTokens, limit: int, paint: Paint) -> list[str]:
+    """The lines of a training response; tokens that learn stand on green or red, or without colours between marks."""
+    shown = list(zip(decode(trained.tokens.tolist()), trained.credit.tolist(), strict=True))
+    pieces, length = [], 0
+    for text, credit in shown:
+        length += len(text)
+        if length > limit:
+            pieces.append(" [..]")
+            break
+        pieces.append(_token(harmless(text), credit, paint))
+    learnt = sum(credit != 0 for _, credit in shown)
+    told = f"reward {trained.reward:.3f}, {learnt} of {len(shown)} tokens learn"
+    lines = [*_asked(trained.id, trained.prompt, limit, paint), *_indented("".join(pieces))]
+    return [*lines, INDENT + paint(told, "green" if trained.credit.sum() > 0 else "red")]
+
+
+def _token(text: str, credit: float, paint: Paint) -> str:
+    if credit == 0:
+        return paint(text, "dim")
+    if paint.on:
+        return paint(text, "praised" if credit > 0 else "blamed")
+    return f"[{'+' if credit > 0 else '-'}{text}]"
+
+
+def _asked(name: str, prompt: str, limit: int, paint: Paint) -> list[str]:
+    question = _indented(harmless(shorten(prompt, limit)))
+    return [f"  {paint(harmless(name), 'cyan')}", *(paint(line, "dim") for line in question)]
+
+
+def _got(sample: Sample, paint: Paint) -> list[str]:
+    truth = "" if sample.answer is None else f", truth {harmless(shorten(str(sample.answer), 80))}"
+    return [INDENT + paint(f"reward {sample.reward:.3f}{truth}", "green" if sample.reward > 0 else "red")]
+
+
+def _indented(text: str) -> list[str]:
+    return [INDENT + line for line in text.split("\n")]

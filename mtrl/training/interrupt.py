@@ -1,0 +1,62 @@
+"""Ctrl-C and SIGTERM ask a run to stop: it finishes its step, saves and leaves. A second Ctrl-C leaves at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+FINISHING = "finishing this step, then saving; Ctrl-C again to leave now, without saving"
+
+
+class Interrupt:
+    """
+    with interrupt:                # signals are listened to in here
+        while not interrupt.asked():
+            step()
+    interrupt.leave()              # as the signal would have: KeyboardInterrupt, or exit status 143
+
+    Away from the main thread no signal can be had, and none is listened to.
+    """
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def asked(self) -> bool:
+        return self.signal is not None
+
+    def leave(self) -> None:
+        """Nothing, where nobody asked."""
+        if self.signal == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self.signal is not None:
+            raise SystemExit(128 + self.signal)
+
+    def __enter__(self) -> Interrupt:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._listen) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def _listen(self, number: int, frame: FrameType | None) -> None:
+        """A scheduler may send SIGTERM several times; only a person at the keyboard is in a hurry."""
+        if self.signal is None:
+            self.signal = number
+            say(f"\n{signal.Signals(number).name}: {FINISHING}")
+        elif number == signal.SIGINT:
+            raise KeyboardInterrupt
+
+
+def say(text: str) -> None:
+    """Past the buffers of sys.stderr, which a signal may have found half-way through a line."""
+    with suppress(OSError):  # nobody listens any more
+        os.write(2, f"{text}\n".encode())

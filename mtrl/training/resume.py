@@ -1,0 +1,177 @@
+"""Where a run starts: at its own newest checkpoint, at one that it was given, or at the beginning."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from mtrl.config import Config, ConfigError, load_config
+from mtrl.config.tree import known_leaves
+from mtrl.data.rows import DataError
+from mtrl.errors import Finished, StartError
+from mtrl.protocols import TaskSource
+from mtrl.training.checkpoint import checkpoints, read_state
+from mtrl.training.manifest import MANIFEST, Damaged, check
+from mtrl.training.run_directory import CONFIG, RunDirectory
+from mtrl.workers.snapshot import MOMENTS
+
+LENGTH = ("total_epochs", "max_steps")  # a learning rate and reward weights that follow the run's length feel it too
+LOGGING = (
+    *("logger", "log_preview_chars", "colorize_output", "realtime_rollout_logging"),
+    *("rollout_log_path", "attention_diag_log_path", "val_generations_to_log"),
+    *("save_freq", "save_limit", "best_metric", "val_freq", "val_before_train", "val_only"),
+)
+PLACE = ("output_dir", "project_name", "experiment_name", "find_last_checkpoint", "fresh", "load_checkpoint_path")
+MAY_DIFFER = frozenset(f"training.{name}" for name in (*LENGTH, *LOGGING, *PLACE))
+"""Keys whose change leaves the numbers of a step as they are. Everything else makes another run."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Start:
+    """The state to begin with; no checkpoint: the model as it was given."""
+
+    checkpoint: Path | None = None
+    state: Mapping[str, Any] = field(default_factory=dict)
+    own: bool = False  # a checkpoint of this run, rather than of another one
+
+    @property
+    def step(self) -> int:
+        return self.state.get("step", 0)
+
+    def told(self) -> str:
+        """For the user."""
+        if self.checkpoint is None:
+            return "starting at step 0"
+        return f"{'going on' if self.own else 'starting'} after step {self.step}, from {self.checkpoint}"
+
+
+def claim(path: Path, config: Config, fresh: bool) -> RunDirectory:
+    """The run's folder, for this process alone."""
+    directory = RunDirectory(path)
+    try:
+        refuse_another_run(directory, config, fresh)
+    except StartError:
+        directory.close()
+        raise
+    return directory
+
+
+def refuse_another_run(directory: RunDirectory, config: Config, fresh: bool) -> None:
+    """A folder that a run has used belongs to that run."""
+    if not directory.used:
+        return
+    another = "choose another training.experiment_name for a new run"
+    if fresh:
+        raise StartError(f"training.fresh: {directory.path} holds a run already; {another}")
+    saved = directory.path / CONFIG
+    if not saved.exists():
+        return
+    try:
+        before = load_config(saved)
+    except ConfigError as error:
+        told = f"{directory.path} holds a run whose configuration cannot be read any more"
+        raise StartError(f"{told}; {another}. {error}") from error
+    if differing := differing_keys(before, config):
+        told = f"{directory.path} holds a run of another configuration, which would not go on to the same numbers"
+        raise StartError("\n  ".join([f"{told}; set these back to go on with it, or {another}:", *differing]))
+
+
+def differing_keys(before: Config, now: Config) -> list[str]:
+    """`key: was .., is ..` for each that makes another run."""
+    values = {key: (attrgetter(key)(before), attrgetter(key)(now)) for key in known_leaves() if key not in MAY_DIFFER}
+    return [f"{key}: was {old!r}, is {new!r}" for key, (old, new) in values.items() if old != new]
+
+
+def find_start(directory: Path, steps: int | None, *, find_last: bool = True, given: str | None = None) -> Start:
+    """The run's own newest checkpoint comes before one that is `given`. `steps`: of the whole run; one that has done
+    them has nothing to start. None: it is only looked at."""
+    start = _own_start(directory, find_last) or _given_start(given)
+    if steps is None or start.step < steps:
+        return start
+    done = f"step {start.step} of {steps}, {start.checkpoint}"
+    if start.own:
+        more = "raise training.max_steps to go on, or choose another training.experiment_name for a new run"
+        raise Finished(directory, f"{directory} is finished: {done}; {more}")
+    raise StartError(f"training.load_checkpoint_path: nothing is left to do at {done}; raise training.max_steps")
+
+
+def _own_start(directory: Path, find_last: bool) -> Start | None:
+    saves = directory / "checkpoints"
+    if find_last:
+        newest = newest_intact(saves, set_aside=True)
+        return None if newest is None else Start(newest, read_state(newest), own=True)
+    if found := checkpoints(saves):
+        told = f"{directory} holds checkpoints (the newest: {found[-1].name}), which a new start would mix with its own"
+        raise StartError(f"training.find_last_checkpoint: {told}; choose another training.experiment_name")
+    return None
+
+
+def _given_start(given: str | None) -> Start:
+    if given is None:
+        return Start()
+    checkpoint = checkpoint_at(Path(given))
+    return Start(checkpoint, read_state(checkpoint))
+
+
+def fitting_state(start: Start, source: TaskSource) -> dict[str, Any]:
+    """Another run's state. Its place in the data counts only where the data and their order are the same."""
+    try:
+        source.restore(start.state["source"])
+    except DataError as error:
+        told = f"weights and optimizer are those of {start.checkpoint}; the data start at their beginning"
+        logger.warning("%s, since they are not that run's: %s", told, error)
+    return {**start.state, "source": source.state()}
+
+
+def checkpoint_at(path: Path) -> Path:
+    """The checkpoint that a user means by a step directory, best_model, or a run directory (its newest one)."""
+    if (path / "checkpoints").is_dir():
+        if (newest := newest_intact(path / "checkpoints")) is None:
+            raise StartError(f"{path} is a run without a checkpoint")
+        return newest
+    if not path.is_dir():
+        raise StartError(f"there is no checkpoint {path}; name a step directory, a run directory or best_model")
+    try:
+        check(path)
+    except Damaged as error:
+        raise StartError(
+            f"{path} is no whole checkpoint of a run: {error}. To start from the weights alone of some model, set "
+            "worker.actor.model.model_path"
+        ) from error
+    return path.resolve()  # best_model is a link, and moves
+
+
+def refuse_damaged(model: Path) -> None:
+    """A model that is a checkpoint of a run must be whole. Its optimizer is not needed to look at it."""
+    if (model / MANIFEST).exists():
+        try:
+            check(model, but=(MOMENTS,))
+        except Damaged as error:
+            raise StartError(f"the checkpoint {model} is damaged: {error}; use another one") from error
+
+
+def newest_intact(directory: Path, set_aside: bool = False, but: Collection[str] = ()) -> Path | None:
+    """The newest checkpoint there that is as it was written, files of `but` aside; None where there are none at all.
+    Damaged ones are said, and with `set_aside` renamed, so that they neither count nor get lost."""
+    damaged: dict[Path, Damaged] = {}
+    for checkpoint in reversed(checkpoints(directory)):
+        try:
+            check(checkpoint, but)
+        except Damaged as error:
+            damaged[checkpoint] = error
+            logger.warning("%s is damaged (%s) and is left out for the one before", checkpoint, error)
+            continue
+        if set_aside:
+            for bad in damaged:
+                bad.rename(bad.with_name(f"{bad.name}.damaged"))
+        return checkpoint
+    if damaged:
+        told = "; ".join(f"{path.name}: {error}" for path, error in damaged.items())
+        raise StartError(f"no checkpoint in {directory} is whole: {told}. Move them away to start again from step 0")
+    return None

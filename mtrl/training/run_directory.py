@@ -1,0 +1,101 @@
+"""A run's folder, which one process at a time may write to."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import socket
+import uuid
+from pathlib import Path
+from typing import TextIO
+
+from mtrl.errors import StartError
+from mtrl.training.manifest import write_file
+
+LOCK = "run.lock"
+CONFIG = "config.yaml"
+ID = "run_id"
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # some network file systems
+TRACES = (CONFIG, "metrics.jsonl", "checkpoints")  # of a run that was there before
+
+logger = logging.getLogger(__name__)
+
+
+class RunDirectory:
+    """Claimed while it is open. The lock is the system's, so it ends with the process, however that ends."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._config: str | None = None
+        try:
+            self._lock = self._claim()
+            self.used = any((path / name).exists() for name in TRACES)
+            self.id = self._identify()
+        except OSError as error:
+            raise self._unusable(error) from error
+
+    def record(self, config: str) -> None:
+        """The configuration that the run goes on with."""
+        self._config = config
+        try:
+            write_file(self.path / CONFIG, config)
+        except OSError as error:
+            raise self._unusable(error) from error
+
+    def keep(self) -> None:
+        """Makes the folder anew where somebody removed it under the run."""
+        if self._is_ours():
+            return
+        logger.warning("%s was removed while the run is on; it is made again, without what was in it", self.path)
+        self._lock.close()
+        self._lock = self._claim()
+        write_file(self.path / ID, self.id)
+        if self._config is not None:
+            write_file(self.path / CONFIG, self._config)
+
+    def close(self) -> None:
+        self._lock.close()
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _claim(self) -> TextIO:
+        self.path.mkdir(parents=True, exist_ok=True)
+        lock = (self.path / LOCK).open("a+")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            owner = lock.read().strip() or "another process"
+            lock.close()
+            raise StartError(
+                f"{self.path} is in use by {owner}; wait for it, or choose another training.experiment_name"
+            ) from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            logger.warning("%s is on a file system without locks; see to it that no two runs use it", self.path)
+        lock.truncate(0)
+        print(f"process {os.getpid()} on {socket.gethostname()}", file=lock, flush=True)
+        return lock
+
+    def _unusable(self, error: OSError) -> StartError:
+        return StartError(f"the run cannot be kept in {self.path}: {error.strerror}; set training.output_dir")
+
+    def _is_ours(self) -> bool:
+        try:
+            return os.path.samestat(os.fstat(self._lock.fileno()), (self.path / LOCK).stat())
+        except FileNotFoundError:
+            return False
+
+    def _identify(self) -> str:
+        """The same for every attempt, so that loggers go on with the same curve."""
+        place = self.path / ID
+        if not place.exists():
+            write_file(place, uuid.uuid4().hex[:12])
+        return place.read_text(encoding="utf-8").strip()

@@ -1,0 +1,68 @@
+"""What `mtrl reward` puts together: a reward function, recorded responses, and no model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from mtrl.config import Config, ConfigError
+from mtrl.data import DataError
+from mtrl.data.prompts import TaskBuilder
+from mtrl.data.sources import Source
+from mtrl.models.families import TextEncoder
+from mtrl.rewards.samples import samples_of
+from mtrl.rewards.trial import Trial, try_on
+from mtrl.training import build as house
+from mtrl.training.recorded import DataRecord, Recorded, RunRecord, batches
+from mtrl.training.unbuilt import BUILT_REWARDS, is_bare
+
+
+def try_reward(config: Config, function: str, data: str, rollouts: Path | None) -> tuple[Trial, list[str]]:
+    """The trial, and what a reader of its numbers must know. `rollouts`: the file, where the data are a run's."""
+    if is_bare(function) and function not in BUILT_REWARDS:
+        known = f"a built-in ({', '.join(BUILT_REWARDS)}), file.py[:name] or package.module:name"
+        raise ConfigError([f"there is no reward {function}; name {known}"])
+    notes: list[str] = []
+    builder = TaskBuilder.of(house.data_settings(config))
+    if rollouts is None:
+        record: Recorded = DataRecord(house.sources_of(data, "train"), builder)
+    else:
+        record = RunRecord(rollouts, _sources_of_run(config, rollouts, notes), builder)
+    encoder = _encoder(config, data, rollouts, notes)
+    name, part = house.reward_function(config, function)
+    if part.needs_signals:
+        notes.append("the function asks for signals, and nobody probed these responses: it gets none")
+    describe = partial(samples_of, options_key=config.dataset.options_key, answer_key=config.dataset.answer_key)
+    try:
+        trial = try_on(name, part, batches(record.groups(), encoder), describe, config.worker.reward.failure_reward)
+    finally:
+        part.close()
+    if not trial.tried:
+        raise DataError(f"{data} holds no response to try")
+    return trial, [*record.notes(), *notes]
+
+
+def _sources_of_run(config: Config, rollouts: Path, notes: list[str]) -> Sequence[Source]:
+    if not (rollouts.parent / "config.yaml").is_file():
+        notes.append(f"there is no config.yaml beside {rollouts} to say which data they came from")
+        return ()
+    try:
+        return house.sources_of(config.dataset.train_files, "train")
+    except ValueError as error:
+        notes.append(f"the run's data cannot be opened: {error}")
+        return ()
+
+
+def _encoder(config: Config, data: str, rollouts: Path | None, notes: list[str]) -> TextEncoder | None:
+    """For the tokens of responses and the size of images, where the model is known; its weights are not read."""
+    named = config.worker.actor.model.model_path is not None
+    of_run = rollouts is not None and (rollouts.parent / "config.yaml").is_file()
+    try:
+        if named or of_run or data.startswith(house.EMBEDDED):
+            return house.build_encoder(config)
+        reason = "no model is named (worker.actor.model.model_path=MODEL)"
+    except ValueError as error:
+        reason = f"the run's tokenizer cannot be loaded ({error})"
+    notes.append(f"{reason}: response_token_ids is empty, and images have their own size")
+    return None

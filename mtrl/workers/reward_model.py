@@ -1,0 +1,50 @@
+"""A reward model, on the device of the trainer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from mtrl.models.reward_model import Judge
+from mtrl.types import Prompt, Rollouts
+from mtrl.workers.micro_batches import MicroBatching
+
+
+class RewardModel:
+    """Scores when it is asked, in the asking thread. The probes run next and want the same device: beside them it would
+    be no sooner ready, and the memory of two passes would be needed at once. Reward functions run meanwhile, in
+    processes of their own."""
+
+    def __init__(self, judge: Judge, batching: MicroBatching) -> None:
+        self.judge, self.batching = judge, batching
+
+    def score(self, rollouts: Rollouts) -> list[float | str]:
+        """For each response its score, or the reason why it has none."""
+        found: dict[int, float | str] = {}
+        for rows in self.batching.split(rollouts):
+            readable, unreadable = self._encode(rollouts.rows(rows))
+            scores = self.judge.scores(list(readable.values())).tolist() if readable else []
+            outcomes = unreadable | dict(zip(readable, map(finite, scores), strict=True))
+            found |= {int(rows[place]): outcome for place, outcome in outcomes.items()}
+        return [found[row] for row in range(len(rollouts))]
+
+    def _encode(self, rollouts: Rollouts) -> tuple[dict[int, Prompt], dict[int, float | str]]:
+        """Conversations by row, and why the other rows are none."""
+        fitted: dict[int, Sequence[np.ndarray]] = {}
+        readable: dict[int, Prompt] = {}
+        unreadable: dict[int, float | str] = {}
+        for row, (g, text) in enumerate(zip(rollouts.group.tolist(), rollouts.text, strict=True)):
+            prompt = rollouts.prompts[g]
+            try:
+                if g not in fitted:
+                    fitted[g] = self.judge.fit(prompt.media)
+                readable[row] = self.judge.encode(prompt.task, fitted[g], text)
+            except ValueError as error:
+                unreadable[row] = f"the reward model cannot read it: {error}"
+        return readable, unreadable
+
+
+def finite(score: float) -> float | str:
+    return score if math.isfinite(score) else f"the reward model gave {score}"

@@ -1,0 +1,95 @@
+"""What an actor has learnt, at one moment, on its way to a disk and back. No pickle: safetensors and JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mtrl.models.load import save_model
+
+# In a folder of their own: inference servers read every *.safetensors beside a model's config as its weights.
+MOMENTS = "trainer/optimizer.safetensors"  # a tensor for each parameter and moment: `<parameter>/exp_avg`, ..
+COUNTERS = "trainer/optimizer.json"
+
+Tensors = Mapping[str, Tensor]
+Names = Mapping[Any, str]  # by parameter
+
+
+@dataclass(frozen=True, eq=False)
+class ActorSnapshot:
+    """It reads the live weights, so it must be written before the next update, or be `detached` first."""
+
+    model: Any  # whose settings go beside the weights
+    weights: Tensors  # its state dict
+    moments: Tensors
+    counters: Mapping[str, int]
+    files: Mapping[str, bytes]  # tokenizer and processors
+
+    @property
+    def nbytes(self) -> int:
+        tensors = {key: tensor for part in (self.weights, self.moments) for key, tensor in _by_memory(part).items()}
+        return sum(tensor.nbytes for tensor in tensors.values()) + sum(map(len, self.files.values()))
+
+    def detached(self) -> ActorSnapshot:
+        """A copy in main memory, which later updates leave alone."""
+        return replace(self, weights=_copied(self.weights), moments=_copied(self.moments))
+
+    def write(self, directory: Path) -> None:
+        (directory / MOMENTS).parent.mkdir()
+        try:
+            save_model(self.model, self.weights, directory)
+            save_file({name: tensor.contiguous() for name, tensor in self.moments.items()}, directory / MOMENTS)
+        except SafetensorError as error:  # how it reports a full disk
+            raise OSError(str(error)) from error
+        (directory / COUNTERS).write_text(json.dumps(self.counters))
+        for name, content in self.files.items():
+            (directory / name).write_bytes(content)
+
+
+def moments_of(optimizer: torch.optim.Optimizer, names: Names) -> dict[str, Tensor]:
+    """The optimizer's state by the names of its parameters."""
+    return {
+        f"{names[parameter]}/{kind}": tensor
+        for parameter, state in optimizer.state.items()
+        for kind, tensor in state.items()
+    }
+
+
+def restore_moments(optimizer: torch.optim.Optimizer, names: Names, directory: Path) -> None:
+    """The optimizer as `moments_of` found it. A parameter that has had no gradient yet has no state."""
+    saved: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in load_file(directory / MOMENTS).items():
+        name, _, kind = key.rpartition("/")
+        saved.setdefault(name, {})[kind] = tensor
+    if unknown := saved.keys() - set(names.values()):
+        raise ValueError(f"{directory / MOMENTS} is of other parameters than this run trains: {sorted(unknown)[:3]}")
+    now = optimizer.state_dict()
+    in_order = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+    state = {number: saved[name] for number, name in enumerate(in_order) if name in saved}
+    optimizer.load_state_dict({**now, "state": state})
+
+
+def read_counters(directory: Path) -> dict[str, int]:
+    return json.loads((directory / COUNTERS).read_text())
+
+
+def _copied(tensors: Tensors) -> dict[str, Tensor]:
+    """Copies in main memory; those that share memory (tied weights) share it afterwards too."""
+    copies = {memory: tensor.detach().to("cpu", copy=True) for memory, tensor in _by_memory(tensors).items()}
+    return {name: copies[_memory(tensor)] for name, tensor in tensors.items()}
+
+
+def _by_memory(tensors: Tensors) -> dict[tuple[int, torch.Size], Tensor]:
+    return {_memory(tensor): tensor for tensor in tensors.values()}
+
+
+def _memory(tensor: Tensor) -> tuple[int, torch.Size]:
+    return tensor.data_ptr(), tensor.shape

@@ -1,0 +1,54 @@
+"""Rollouts with the rows and responses that a reward test wants, and rewards as a run computes them."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from helpers import fake_rollouts
+
+from mtrl.config import load_config
+from mtrl.training.build import build_scorer
+from mtrl.types import Signals
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples/rewards"
+
+
+def rows(texts, answers, group=None, chat=False, pictures=None, **columns):
+    """Rollouts whose responses and rows are these; a column holds one value a prompt."""
+    group = list(range(len(texts))) if group is None else group
+    plain = fake_rollouts([2 + i for i in range(len(texts))], group=group)
+    prompts = tuple(
+        replace(
+            prompt,
+            task=replace(
+                prompt.task,
+                answer=answers[i],
+                columns={name: values[i] for name, values in columns.items()},
+                messages=({"role": "user", "content": f"question {i}"},),
+                chat=chat,
+            ),
+            media=() if pictures is None or pictures[i] is None else (pictures[i],),
+        )
+        for i, prompt in enumerate(plain.prompts)
+    )
+    return replace(plain, prompts=prompts, text=tuple(texts))
+
+
+def scored(spec, rollouts, step=0, signals=None, **settings):
+    """By file: through the config and the sandbox, as a run does it. A callable: in this process."""
+    by_file = isinstance(spec, (str, Path))
+    overrides = {"worker.reward.num_cpus": 1} | {f"worker.reward.{key}": value for key, value in settings.items()}
+    functions = {"worker.reward.functions": (str(spec),)} if by_file else {}
+    scorer = build_scorer(load_config(None, overrides | functions), 10, None if by_file else [spec])
+    try:
+        return scorer.submit(rollouts, step).result(signals)
+    finally:
+        scorer.close()
+
+
+def measured():
+    return Signals(
+        old=torch.tensor([[-1.0, -2.0, 0.0], [-3.0, -4.0, -5.0]]),
+        entropy=torch.tensor([[0.5, 0.5, 0.0], [1.0, 2.0, 3.0]]),
+        mass=torch.zeros(2, 3, 5, 2),
+    )

@@ -1,0 +1,159 @@
+"""`mtrl attention`: which tokens are drawn, how heat lies on an image, and the whole command on the embedded model."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+from helpers import fake_prompt
+from PIL import Image
+from tiny_models import checkpoint
+
+from mtrl import cli
+from mtrl.tracking.attention_page import Answered, overview, write_report
+from mtrl.tracking.heat_map import GAP, PANEL, ImageAttention, draw_heat_maps, heat
+from mtrl.training.attention_report import MOST_DRAWN, chosen_tokens, images_of, place_for, places_of
+from mtrl.types import SEGMENTS
+from mtrl.zoo.rows import MODEL_DIRECTORY
+
+
+def answered(*ratios, tokens=None, visual=True):
+    """A response whose tokens have these VGRs, on 2 text and 4 image tokens."""
+    vision = torch.tensor([1 / (1 + ratio / 2) for ratio in ratios])
+    mass = torch.stack([1 - vision, vision], -1)[:, None].expand(-1, len(SEGMENTS), -1)
+    tokens = tokens or [f"t{i}" for i in range(len(ratios))]
+    return Answered(
+        id="t:1",
+        prompt="Which?",
+        response="".join(tokens),
+        answer="B",
+        tokens=tuple(tokens),
+        mass=mass,
+        prompt_mass=mass[0],
+        sizes=torch.tensor([2, 4 if visual else 0]),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- choosing
+def test_the_extremes_and_the_answer_are_drawn():
+    answer = answered(1.0, 0.25, 4.0, 2.0, tokens=["B", " red", "(", "B"])
+    torch.testing.assert_close(answer.token_vgr(), torch.tensor([1.0, 0.25, 4.0, 2.0]))
+    assert list(chosen_tokens(answer, "B", ())) == [1, 2, 3], "the last B answers"
+    assert list(chosen_tokens(answer, None, ())) == [1, 2]
+    assert chosen_tokens(answered(1.0, 3.0, tokens=["A", "B"]), "B", ())[1].startswith("looks least")
+
+
+def test_what_is_asked_for_is_drawn():
+    answer = answered(1, 1, 1, 1, tokens=["the", " red", " one", "."])
+    assert list(chosen_tokens(answer, "A", ("red", "-1", "0", "99", "blue"))) == [1, 3, 0]
+    assert len(chosen_tokens(answered(*[1.0] * 50, tokens=["x"] * 50), None, ("x",))) == MOST_DRAWN
+    assert places_of(["B", " (B)", "Both"], "B") == [0, 1]
+
+
+# -------------------------------------------------------------------------------------------------------------- drawing
+def test_heat_lies_where_the_attention_is():
+    image = np.full((4, 6, 3), 100, np.uint8)
+    hot = heat(image, torch.tensor([[0.0, 0.0, 0.2], [0.0, 0.4, 0.0]]))
+    assert hot.shape == image.shape
+    bleached = int(100 * 0.45 + 255 * 0.55)
+    assert (hot[:2, :4] == bleached).all() and (hot[2:, :2] == bleached).all()
+    red = hot.astype(int)[..., 0] - hot.astype(int)[..., 2]
+    assert (red[2:, 2:4] > 150).all() and (red[:2, 4:] > 50).all() and (red[:2, 4:] < red[2:, 2:4].min()).all()
+    assert (heat(image, torch.zeros(2, 3)) == bleached).all(), "no attention at all is no error"
+
+
+def test_a_panel_for_each_segment_and_a_row_for_each_image(tmp_path):
+    maps = {name: torch.rand(2, 4) for name in SEGMENTS}
+    wide = ImageAttention(np.zeros((56, 112, 3), np.uint8), maps)
+    draw_heat_maps(tmp_path / "a.png", "token", [wide, wide], {"early": "10%", "late": "20%"})
+    with Image.open(tmp_path / "a.png") as picture:
+        assert picture.width == GAP + 3 * (PANEL + GAP) and picture.height == 80 + 2 * (PANEL // 2 + GAP)
+
+
+def test_attention_is_cut_into_images():
+    prompt = fake_prompt("p", vision_tokens=8)  # one unused, 8 image tokens, 2 of text
+    media = (np.zeros((28, 56, 3), np.uint8), np.zeros((56, 84, 3), np.uint8))
+    prompt = prompt.__class__(prompt.task, media, prompt.ids, prompt.engine_ids, prompt.pool)
+    attention = torch.arange(11.0).expand(len(SEGMENTS), -1)
+    first, second = images_of(prompt, attention, side=28)
+    assert first.maps["late"].tolist() == [[1, 2]] and second.maps["all"].tolist() == [[3, 4, 5], [6, 7, 8]]
+
+
+# --------------------------------------------------------------------------------------------------------------- report
+def test_the_table_leaves_out_what_has_no_image(tmp_path):
+    text = overview([answered(1.0), answered(3.0), answered(9.0, visual=False)])
+    assert "3 responses, 2 of them to an image." in text
+    assert text.count("| late | 2 | 1 | 1 | 3 |") == 2, "answering and reading"
+    report = write_report(tmp_path, "Title", [answered(9.0, visual=False)]).read_text()
+    assert "VGR n/a (no image)" in report and "place" not in report
+
+
+def test_long_responses_list_both_ends(tmp_path):
+    report = write_report(tmp_path, "Title", [answered(*(0.1 * (i + 1) for i in range(40)))]).read_text()
+    listed = [int(place) for place in re.findall(r"^\| (\d+) \| 't", report, re.MULTILINE)]
+    assert listed == [*range(8), *range(32, 40)]
+
+
+def test_where_the_report_goes(tmp_path):
+    run = tmp_path / "run"
+    step = run / "checkpoints" / "step_4"
+    step.mkdir(parents=True)
+    (run / "config.yaml").touch()
+    assert place_for(run, step) == place_for(step, step) == run / "attention_step_4"
+    assert str(place_for(tmp_path / "model", tmp_path / "model")) == "attention_model"
+
+
+# -------------------------------------------------------------------------------------------------------------- command
+def test_the_command(tmp_path, capsys):
+    words = ["attention", str(MODEL_DIRECTORY), "--samples", "2", "--out", str(tmp_path / "out"), "--data", "zoo@test"]
+    assert cli.main(words) == 0
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last["samples"] == 2 and 0.2 < last["vgr_late"] < 5
+    report = tmp_path / "out/report.md"
+    assert last["report"] == str(report)
+    text = report.read_text()
+    assert text.count("## Sample") == 2 and text.count("zoo1-test:") == 2 and "Attention while reading" in text
+    pictures = re.findall(r"!\[attention\]\((.*?)\)", text)
+    assert len(pictures) >= 4 and len(set(pictures)) == len(pictures)
+    for name in pictures:
+        with Image.open(report.parent / name) as picture:
+            colours = np.asarray(picture)[90:].reshape(-1, 3)
+        assert len(np.unique(colours, axis=0)) > 20, "something is drawn"
+
+
+def test_the_tokens_asked_for_are_drawn(tmp_path):
+    words = ["attention", str(MODEL_DIRECTORY), "--samples", "1", "--tokens", "0,-1", "--out", str(tmp_path)]
+    assert cli.main(words) == 0
+    first, last = sorted(path.name for path in (tmp_path / "pictures").iterdir())
+    assert first == "sample1_token0.png" and int(re.findall(r"\d+", last)[1]) > 5
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "which model?"),
+        (["m", "--samples", "0"], "--samples: 0; give a number above 0"),
+        (["m", "--samples"], "--samples: how many"),
+        (
+            [str(MODEL_DIRECTORY), "--out", "x", "worker.actor.model.attn_implementation=eager"],
+            "attn_implementation auto",
+        ),
+        ([str(MODEL_DIRECTORY), "--data", "nowhere.jsonl"], "nowhere.jsonl"),
+    ],
+)
+def test_mistakes_are_answered(words, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["attention", *words]) == cli.USER_ERROR
+    assert said in capsys.readouterr().err
+
+
+def test_models_and_data_without_images_are_refused(tmp_path, capsys):
+    data = tmp_path / "text.jsonl"
+    data.write_text('{"prompt": "Which?", "answer": "A"}\n')
+    assert cli.main(["attention", str(checkpoint("qwen2")), "--data", str(data)]) == cli.USER_ERROR
+    assert "is a text model" in capsys.readouterr().err
+    assert cli.main(["attention", str(MODEL_DIRECTORY), "--data", str(data)]) == cli.USER_ERROR
+    assert "none of the first 1 prompts has an image" in capsys.readouterr().err
+    assert cli.main(["attention", str(checkpoint("qwen2_5_vl"))]) == cli.USER_ERROR
+    assert "name a file (--data F)" in capsys.readouterr().err

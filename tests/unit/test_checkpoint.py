@@ -1,0 +1,279 @@
+"""Checkpoints: complete or not there, whole or refused, the newest and the best kept, and no failure kills a run."""
+
+import json
+import os
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+from mtrl.errors import RunError
+from mtrl.training import checkpoint as module
+from mtrl.training.checkpoint import FolderStore, available_memory, checkpoints, read_state, step_of
+from mtrl.training.manifest import MANIFEST, Damaged, check, seal
+
+METRIC = "val/reward_score"
+
+
+class FakeSnapshot:
+    """Writes one file of its text; may fail, wait or count its copies."""
+
+    def __init__(self, text="weights", error=None, gate=None):
+        self.text, self.error, self.gate, self.copied, self.live = text, error, gate, 0, True
+        self.nbytes = len(text)
+
+    def detached(self):
+        twin = FakeSnapshot(self.text, self.error, self.gate)
+        twin.live = False
+        self.copied += 1
+        return twin
+
+    def write(self, directory):
+        if self.gate is not None:
+            assert self.gate.wait(10)
+        (directory / "model.safetensors").write_text(self.text)
+        if self.error is not None:
+            raise self.error
+
+
+def store_of(tmp_path, *arguments, **settings) -> FolderStore:
+    return FolderStore(tmp_path / "checkpoints", *arguments, **settings)
+
+
+def save(store, step, score=None, **snapshot):
+    store.save(step, FakeSnapshot(**snapshot), {"step": step}, score)
+    store.wait()
+
+
+def names(tmp_path) -> set[str]:
+    return {path.name for path in (tmp_path / "checkpoints").iterdir()}
+
+
+# ------------------------------------------------------------------------------------------------------------ manifest
+@pytest.fixture
+def sealed(tmp_path) -> Path:
+    folder = tmp_path / "sealed"
+    folder.mkdir()
+    (folder / "weights").write_bytes(bytes(range(256)) * 40)
+    (folder / "config.json").write_text('{"hidden_size": 64}')
+    (folder / "empty").write_bytes(b"")
+    (folder / "trainer").mkdir()
+    (folder / "trainer" / "moments").write_bytes(b"0123456789" * 30)
+    seal(folder)
+    return folder
+
+
+def test_a_sealed_folder_is_whole(sealed):
+    check(sealed)
+    manifest = json.loads((sealed / MANIFEST).read_text())
+    assert manifest["files"]["weights"]["bytes"] == 256 * 40 and set(manifest["files"]) == {
+        "weights", "config.json", "empty", "trainer/moments",
+    }  # fmt: skip
+    (sealed / "notes.md").write_text("a user may put something beside it")
+    check(sealed)
+
+
+@pytest.mark.parametrize("name", ["weights", "config.json", "trainer/moments", MANIFEST])
+def test_every_single_bit_counts(sealed, name):
+    path = sealed / name
+    whole = path.read_bytes()
+    for place in range(0, len(whole), max(1, len(whole) // 199)):
+        for bit in (0, 7):
+            changed = bytearray(whole)
+            changed[place] ^= 1 << bit
+            path.write_bytes(bytes(changed))
+            with pytest.raises(Damaged, match=name):
+                check(sealed)
+    path.write_bytes(whole)
+    check(sealed)
+
+
+@pytest.mark.parametrize("name", ["weights", "config.json", "trainer/moments", MANIFEST])
+def test_cut_off_emptied_lengthened_or_gone(sealed, name):
+    path = sealed / name
+    whole = path.read_bytes()
+    for content in (whole[:-1], whole[: len(whole) // 2], b"", whole + b"\0", whole + b" "):
+        path.write_bytes(content)
+        with pytest.raises(Damaged, match=name):
+            check(sealed)
+    path.unlink()
+    with pytest.raises(Damaged, match=f"{name} is missing"):
+        check(sealed)
+
+
+def test_files_may_be_left_out_of_the_check(sealed):
+    (sealed / "weights").write_text("other")
+    check(sealed, but=("weights",))
+
+
+def test_a_manifest_that_is_valid_json_of_another_kind(sealed):
+    for text in ("[]", "{}", '{"files": 3}', '{"files": {"weights": 1}, "crc32": 0}', "null"):
+        (sealed / MANIFEST).write_text(text)
+        with pytest.raises(Damaged, match=MANIFEST):
+            check(sealed)
+
+
+# ------------------------------------------------------------------------------------------------------- what is kept
+@pytest.mark.parametrize(("limit", "kept"), [(-1, [2, 9, 10]), (2, [9, 10]), (1, [10]), (0, [10]), (5, [2, 9, 10])])
+def test_the_newest_stay(tmp_path, limit, kept):
+    store = store_of(tmp_path, limit)
+    for step in (2, 9, 10):
+        save(store, step)
+    assert names(tmp_path) == {f"step_{step}" for step in kept}
+    assert [step_of(path) for path in checkpoints(tmp_path / "checkpoints")] == kept, "by number, not by name"
+    for path in checkpoints(tmp_path / "checkpoints"):
+        check(path)
+        assert read_state(path) == {"step": step_of(path), "metric": None, "score": None}
+
+
+def test_the_best_stays_too_and_best_model_leads_to_it(tmp_path):
+    store = store_of(tmp_path, 1, METRIC)
+    link = tmp_path / "checkpoints" / "best_model"
+    for step, score, best, kept in [
+        (1, 0.2, 1, {1}),
+        (2, 0.5, 2, {2}),
+        (3, None, 2, {2, 3}),
+        (4, 0.5, 2, {2, 4}),  # an equal one comes too late
+        (5, 0.1, 2, {2, 5}),
+        (6, float("nan"), 2, {2, 6}),
+        (7, 0.6, 7, {7}),
+    ]:
+        assert store.is_best(score) == (step in (1, 2, 7))
+        save(store, step, score)
+        assert os.readlink(link) == f"step_{best}", "relative: a run that is moved keeps its best model"
+        assert names(tmp_path) == {"best_model", *(f"step_{each}" for each in kept)}
+        check(link)
+
+
+def test_the_best_is_known_after_a_restart_and_repaired_after_a_kill(tmp_path):
+    store = store_of(tmp_path, 2, METRIC)
+    save(store, 1, 0.5)
+    save(store, 2, 0.9)
+    link = tmp_path / "checkpoints" / "best_model"
+    link.unlink()
+    link.symlink_to("step_1")  # killed after the rename, before the link
+    again = store_of(tmp_path, 2, METRIC)
+    assert os.readlink(link) == "step_2"
+    assert not again.is_best(0.9) and again.is_best(0.91)
+    other = store_of(tmp_path, 2, "val/avg@1")
+    assert other.is_best(0.1), "scores of another metric do not compare"
+
+
+def test_what_a_kill_left_is_removed_at_the_start(tmp_path):
+    store = store_of(tmp_path, 2)
+    save(store, 1)
+    for leftover in (".step_2", ".step_1.old"):
+        (tmp_path / "checkpoints" / leftover).mkdir()
+        (tmp_path / "checkpoints" / leftover / "model.safetensors").write_text("half")
+    store_of(tmp_path, 2)
+    assert names(tmp_path) == {"step_1"}
+
+
+# ------------------------------------------------------------------------------------------------------------ failures
+def test_a_failed_save_keeps_the_last_good_one_and_the_run_goes_on(tmp_path, caplog):
+    store = store_of(tmp_path, 1, METRIC)
+    save(store, 1, 0.2)
+    save(store, 2, 0.9, error=OSError(28, "No space left on device"))
+    assert names(tmp_path) == {"step_1", "best_model"} and store.is_best(0.3), "a best that is not there is none"
+    assert "step 2" in caplog.text and "No space left" in caplog.text and "step_1 is the last good one" in caplog.text
+    with pytest.raises(RunError, match="step 2"):
+        store.close()
+    save(store, 3, 0.3)
+    assert names(tmp_path) == {"step_3", "best_model"}
+    store.close()
+
+
+def test_a_mistake_of_ours_is_not_hidden(tmp_path):
+    store = store_of(tmp_path)
+    store.save(1, FakeSnapshot(error=TypeError("ours")), {"step": 1})
+    with pytest.raises(TypeError, match="ours"):
+        store.wait()
+    store.wait()
+
+
+def test_without_room_nothing_is_written(tmp_path, caplog, monkeypatch):
+    store = store_of(tmp_path)
+    save(store, 1)
+    free = shutil.disk_usage(tmp_path)._replace(free=module.SLACK + 5)
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: free)
+    save(store, 2, text="123456")
+    assert names(tmp_path) == {"step_1"} and "0.02 GB are free" in caplog.text
+    save(store, 3, text="12345")
+    assert names(tmp_path) == {"step_1", "step_3"}
+
+
+def test_a_folder_that_cannot_be_written(tmp_path, caplog):
+    store = store_of(tmp_path)
+    (tmp_path / "checkpoints").write_text("a file where the folder should be")
+    save(store, 1)
+    assert "step 1 could not be saved" in caplog.text
+    (tmp_path / "checkpoints").unlink()
+    save(store, 2)
+    assert names(tmp_path) == {"step_2"}
+
+
+def test_a_folder_that_was_removed_is_made_again(tmp_path):
+    asked = []
+    store = store_of(tmp_path, before_saving=lambda: asked.append(1))
+    save(store, 1)
+    shutil.rmtree(tmp_path / "checkpoints")
+    save(store, 2)
+    assert names(tmp_path) == {"step_2"} and len(asked) == 2
+
+
+def test_a_rotation_that_fails_is_no_failed_save(tmp_path, caplog, monkeypatch):
+    store = store_of(tmp_path, 1)
+    save(store, 1)
+
+    def busy(folder):
+        raise OSError("busy")
+
+    monkeypatch.setattr(module.FolderStore, "_rotate", lambda self: busy(self.directory))
+    save(store, 2)
+    assert "could not be tidied: busy" in caplog.text and store.failure is None
+    store.close()
+
+
+# ------------------------------------------------------------------------------------------------- in the background
+def test_training_goes_on_while_a_copy_is_written(tmp_path):
+    gate, store = threading.Event(), store_of(tmp_path)
+    snapshot = FakeSnapshot("first", gate=gate)
+    store.save(1, snapshot, {"step": 1})
+    assert snapshot.copied == 1 and not checkpoints(tmp_path / "checkpoints"), "it returned before anything was there"
+    snapshot.text = "changed by the next update"
+    gate.set()
+    store.save(2, FakeSnapshot("second"), {"step": 2})  # waits for the first
+    store.close()
+    saved = [path / "model.safetensors" for path in checkpoints(tmp_path / "checkpoints")]
+    assert [path.read_text() for path in saved] == ["first", "second"]
+
+
+def test_without_memory_for_a_copy_it_waits(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "available_memory", lambda: 13)
+    store, snapshot = store_of(tmp_path), FakeSnapshot("1234567")
+    store.save(1, snapshot, {"step": 1})
+    assert snapshot.copied == 0 and names(tmp_path) == {"step_1"}
+    snapshot = FakeSnapshot("123456")
+    store.save(2, snapshot, {"step": 2})
+    assert snapshot.copied == 1
+    store.wait()
+
+
+def test_a_run_that_fails_waits_for_its_save_and_one_that_is_told_to_leave_does_not(tmp_path):
+    for error, kept in ((ValueError, {"step_1"}), (KeyboardInterrupt, set())):
+        gate = threading.Event()
+        release = threading.Timer(0.2, gate.set)
+        with pytest.raises(error), store_of(tmp_path) as store:
+            store.save(1, FakeSnapshot(gate=gate), {"step": 1})
+            release.start()
+            raise error
+        assert {path.name for path in checkpoints(tmp_path / "checkpoints")} == kept
+        release.join()
+        store.wait()
+        shutil.rmtree(tmp_path / "checkpoints")
+
+
+def test_available_memory_is_a_plausible_number():
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 0 < available_memory() <= total

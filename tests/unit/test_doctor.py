@@ -1,0 +1,257 @@
+"""`mtrl doctor`: the memory formula against numbers by hand and a real process, and what it says of machine and run."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tiny_models import checkpoint, plain_model
+
+from mtrl import cli
+from mtrl.config import load_config
+from mtrl.models.size import LayerSize, ModelSize, size_of
+from mtrl.models.tiny import TINY_FAMILIES
+from mtrl.training import doctor, machine
+from mtrl.training.machine import GIB, Device, Feature
+from mtrl.training.memory import Plan, estimate
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = ModelSize(1000, 400, 10, LayerSize(3, 8, 16, 4), LayerSize(2, 6, 12, 6), patch=2, merge=2)
+PLAN = Plan(
+    weight_bytes=4, compute_bytes=4, reference=False, train_vision=True, checkpointing=False, prompts_per_step=2,
+    responses_per_prompt=3, prompt_tokens=5, response_tokens=7, max_pixels=40, tokens_per_pass=None,
+)  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------------- formula
+def test_what_is_held():
+    assert estimate(MODEL, PLAN).held == {"weights": 4000, "moments of Adam": 8000}
+    frozen = estimate(MODEL, replace(PLAN, train_vision=False, reference=True, weight_bytes=2))
+    judged = estimate(MODEL, replace(PLAN, judge_parameters=50, compute_bytes=2))
+    assert judged.held["weights of the reward model"] == 100
+    assert frozen.held == {"weights": 2000, "weights of the reference": 2000, "moments of Adam": 2 * 600 * 2}
+
+
+def test_the_phases_by_hand():
+    found = estimate(MODEL, PLAN)
+    inside = (6 * 8 + 6 * 8 + 4 * 4 + 4 * 16) * 4  # of a token in a layer of the language model: 704
+    seen = (6 * 6 + 6 * 6 + 4 * 6 + 4 * 12) * 4  # of a patch in a layer of the tower: 576
+    cached = 2 * 3 * 4 * 4  # keys and values, layers, width, bytes: 96
+    assert found.phases["see"] == {"a layer of the vision tower": 2 * 10 * seen}  # 40 pixels are 10 patches
+    assert found.phases["read"] == {"keys and values": 2 * 5 * cached, "a layer": 2 * 5 * inside}
+    assert found.phases["decode"] == {"keys and values": 6 * 12 * cached, "logits": 3 * 6 * 10 * 4}
+    tokens = 5 + 3 * 7  # the largest group
+    assert found.phases["update"] == {
+        "gradients": 4000,
+        "activations of the language model": tokens * 3 * inside,
+        "activations of the vision tower": 10 * 2 * seen,
+        "who sees whom": tokens * tokens * 5,
+        "logits of a chunk": 2 * 512 * 10 * 4,
+        "gradient of the output matrix": 10 * 8 * 4,
+    }
+    assert found.peak_bytes == 12000 + sum(found.phases["update"].values())
+
+
+def test_checkpointing_keeps_what_enters_the_layers():
+    kept = estimate(MODEL, replace(PLAN, checkpointing=True)).phases["update"]["activations of the language model"]
+    assert kept == 26 * (3 * 8 * 4 + 2 * 704)
+
+
+def test_narrow_products_keep_copies_of_the_weights():
+    found = estimate(MODEL, replace(PLAN, compute_bytes=2))
+    assert all(found.phases[phase]["narrow copies of the weights"] == 2000 for phase in ("see", "read", "update"))
+    assert "narrow copies of the weights" not in estimate(MODEL, PLAN).phases["decode"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "tokens"),
+    [
+        ({}, 26),
+        ({"share_prefix": False}, 12),
+        ({"at_least_per_pass": 100}, 100),
+        ({"tokens_per_pass": 20, "at_least_per_pass": 100}, 20),
+        ({"tokens_per_pass": 3}, 12),  # one response is never cut
+    ],
+)
+def test_tokens_of_a_pass(changes, tokens):
+    assert replace(PLAN, **changes).pass_tokens == tokens
+
+
+def test_at_most_512_rows_decode_together():
+    found = estimate(MODEL, replace(PLAN, prompts_per_step=10_000))
+    assert found.phases["decode"]["keys and values"] == 512 * 12 * 96
+    assert found.phases["read"]["keys and values"] == 171 * 5 * 96  # ceil(512 / 3) prompts
+
+
+def test_a_text_model_sees_nothing():
+    found = estimate(replace(MODEL, vision=None, vision_parameters=0), PLAN)
+    assert found.phases["see"] == {} and "activations of the vision tower" not in found.phases["update"]
+
+
+# ---------------------------------------------------------------------------------------------------------------- size
+@pytest.mark.parametrize("family", TINY_FAMILIES)
+def test_sizes_without_weights(family):
+    """Counted on the meta device against the loaded model."""
+    size, model = size_of(str(checkpoint(family))), plain_model(family)
+    assert size.parameters == sum(p.numel() for p in model.parameters())
+    tower = getattr(model.model, "visual", None)
+    assert size.vision_parameters == (0 if tower is None else sum(p.numel() for p in tower.parameters()))
+    text = model.config.get_text_config()
+    keys = model.get_submodule(next(name for name, _ in model.named_modules() if name.endswith("k_proj")))
+    assert size.text == LayerSize(text.num_hidden_layers, text.hidden_size, text.intermediate_size, keys.out_features)
+    if tower is not None:
+        assert size.vision.layers == len(tower.blocks)
+        attention = next(module for name, module in tower.named_modules() if name.endswith("qkv"))
+        assert size.vision.hidden == attention.in_features and size.vision.keys * 3 == attention.out_features
+
+
+MEASURE = """
+import resource, sys, torch
+from pathlib import Path
+torch.set_num_threads(1)
+from mtrl.training import build as house
+from mtrl.models.size import size_of
+from mtrl.training.doctor import plan_of
+from mtrl.training.memory import estimate
+
+config, _ = house.configure(None, [
+    "training.logger=[]", "training.max_steps=1", "training.val_before_train=false", "worker.rollout.n=4",
+    "dataset.rollout_batch_size=48", "worker.actor.global_batch_size=48", "worker.actor.tokens_per_micro_batch=6000",
+    f"training.output_dir={sys.argv[1]}",
+])
+size = size_of(house.model_path(config))
+before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+house.build(config).loop.step(0)
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+print(peak - before, estimate(size, plan_of(config, on_gpu=False)).peak_bytes)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_the_estimate_against_a_measured_peak(tmp_path):
+    """A step of the embedded model, in a process of its own. What its resident memory grew by holds what the allocator
+    keeps, too, so it is more than the tensors."""
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(tmp_path)], capture_output=True, text=True, timeout=200,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    grown, estimated = map(int, done.stdout.split())
+    assert 0.5 < grown / estimated < 2.0, f"grew by {grown / GIB:.2f} GiB, estimated {estimated / GIB:.2f}"
+
+
+# ------------------------------------------------------------------------------------------------------------- machine
+def test_the_install_hints_name_extras_that_exist():
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has none")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for feature in machine.FEATURES:
+        if "mtrl[" in feature.install:
+            extra = feature.install.partition("[")[2].partition("]")[0]
+            packages = {name.replace("-", "_").partition(">")[0].partition("[")[0] for name in extras[extra]}
+            assert set(feature.modules) <= packages, feature.name
+
+
+def test_a_feature_that_lacks_something():
+    feature = Feature("x", ("json", "no_such_module_here"), "pip install x", lambda config: True)
+    assert feature.missing() == ["no_such_module_here"]
+
+
+def test_memory_of_a_container(tmp_path, monkeypatch):
+    (tmp_path / "limit").write_text("1073741824\n")
+    (tmp_path / "none").write_text("max\n")
+    places = [str(tmp_path / name) for name in ("none", "limit", "not there")]
+    monkeypatch.setattr(machine, "MEMORY_LIMITS", places)
+    assert machine.main_memory() == 2**30 and machine.free_memory() <= 2**30
+
+
+def test_the_disk_of_a_directory_that_is_not_there_yet(tmp_path):
+    assert machine.existing_parent(tmp_path / "a" / "b") == tmp_path
+    assert machine.free_disk(tmp_path / "a" / "b") > 0
+
+
+# ----------------------------------------------------------------------------------------------------------------- run
+def test_the_embedded_task_runs_here(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    assert "transformers" in said and "Optional features" in said and "3.1 million parameters" in said
+    assert "It can run here." in said and "PROBLEM" not in said
+    assert list(tmp_path.iterdir()) == [], "it only looks"
+
+
+def test_what_is_missing_is_told_all_at_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = [
+        "dataset.train_files=none.jsonl, org/name@train, zoo@train", "dataset.image_dir=nowhere/",
+        "worker.reward.functions=[accuracy, rewards.py:f, no_such_package.module:f, json:loads]",
+        "worker.reward.weights=null", "worker.hybrid_engine=false", "training.logger=[console, no]",
+    ]  # fmt: skip
+    assert cli.main(["doctor", *words[:-1], "worker.actor.model.model_path=./nothing"]) == 2
+    problems = [line for line in capsys.readouterr().out.splitlines() if "PROBLEM" in line]
+    for told in (
+        "worker.hybrid_engine", "none.jsonl does not exist", "nowhere/ does not exist", "rewards.py does not exist",
+        "no module no_such_package.module", "./nothing is no checkpoint directory",
+    ):  # fmt: skip
+        assert sum(told in line for line in problems) == 1, told
+    assert len(problems) == 6
+    assert cli.main(["doctor", words[-1]]) == 2, "a configuration that does not load"
+
+
+def test_a_hub_model_that_is_not_here_is_no_fault(capsys):
+    assert (
+        cli.main(["doctor", "worker.actor.model.model_path=some-org/some-model", "dataset.train_files=org/data"]) == 0
+    )
+    assert "the memory is not estimated" in capsys.readouterr().out
+
+
+def test_a_wanted_feature_that_is_missing(monkeypatch):
+    wanted = Feature("telepathy", ("no_such_module_here",), "pip install telepathy", lambda config: True)
+    monkeypatch.setattr(machine, "FEATURES", (wanted,))
+    assert list(doctor.missing_features(load_config(None, {}))) == [
+        "the configuration asks for telepathy: pip install telepathy"
+    ]
+
+
+BIG = replace(MODEL, parameters=3_000_000_000, vision_parameters=0)
+A_GPU = Device("GPU 0, a card", 40 * GIB, 39 * GIB)
+
+
+def test_what_would_help_where_it_does_not_fit():
+    """3 billion parameters: 33.5 GiB held, 44.7 with gradients."""
+    (problem,) = doctor.memory_problems(BIG, PLAN, A_GPU)
+    assert "the longest prompts and responses will not fit into 40.00 GiB" in problem
+    assert "worker.actor.fsdp.param_dtype=bf16: 22.35 GiB" in problem and "freeze_vision" not in problem
+    (problem,) = doctor.memory_problems(BIG, replace(PLAN, reference=True), A_GPU)
+    assert "what is held all the time" in problem and "disable_divergence=true (no reference): 44.70 GiB" in problem
+    assert list(doctor.memory_problems(BIG, replace(PLAN, weight_bytes=2, compute_bytes=2), A_GPU)) == []
+
+
+def test_advice_names_keys_that_load():
+    plan = replace(PLAN, reference=True, prompts_per_step=200, tokens_per_pass=4000)
+    ways = [way.partition(" ")[0] for way, _ in doctor.smaller(BIG, plan, estimate(BIG, plan))]
+    assert ways
+    load_config(None, ways)
+
+
+def test_checkpoints_must_fit_on_the_disk(tmp_path, monkeypatch, capsys):
+    config = load_config(None, {"training.output_dir": str(tmp_path / "runs"), "training.save_limit": 3})
+    monkeypatch.setattr(machine, "free_disk", lambda path: 100 * GIB)
+    (problem,) = doctor.disk_problems(config, BIG)  # three kept, the best, one on its way: 33.53 GiB each
+    assert "5 checkpoints need 167.64 GiB" in problem
+    monkeypatch.setattr(machine, "free_disk", lambda path: 200 * GIB)
+    assert list(doctor.disk_problems(config, BIG)) == []
+
+
+@pytest.mark.slow
+def test_nothing_is_asked_of_the_network(tmp_path):
+    """The command sets the hub offline before anything is imported."""
+    code = "import sys; from mtrl import cli; rc = cli.main(['doctor', 'worker.actor.model.model_path=org/none']); "
+    code += "import huggingface_hub.constants as c; print(c.HF_HUB_OFFLINE); sys.exit(rc)"
+    clean = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, cwd=tmp_path, env=clean
+    )
+    assert done.stdout.splitlines()[-1] == "True", done.stderr

@@ -1,0 +1,242 @@
+"""Where a run starts, what makes it another run, and that one process at a time has it."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from mtrl.config import load_config, to_yaml
+from mtrl.config.tree import known_leaves
+from mtrl.errors import Finished, StartError
+from mtrl.training.interrupt import Interrupt
+from mtrl.training.manifest import seal
+from mtrl.training.resume import MAY_DIFFER, Start, checkpoint_at, differing_keys, find_start, refuse_another_run
+from mtrl.training.run_directory import CONFIG, RunDirectory
+
+
+def fake_checkpoint(run, step):
+    """A whole one, with nothing but a state in it."""
+    folder = run / "checkpoints" / f"step_{step}"
+    folder.mkdir(parents=True)
+    (folder / "trainer_state.json").write_text(f'{{"step": {step}}}')
+    (folder / "model.safetensors").write_bytes(b"weights" * step)
+    seal(folder)
+    return folder
+
+
+def damage(checkpoint):
+    (checkpoint / "model.safetensors").write_bytes(b"other")
+
+
+# ----------------------------------------------------------------------------------------------------- where it starts
+def test_an_empty_run_starts_at_the_beginning(tmp_path):
+    start = find_start(tmp_path, steps=99)
+    assert start == Start() and start.step == 0 and start.told() == "starting at step 0"
+
+
+def test_its_own_newest_checkpoint_comes_first(tmp_path):
+    fake_checkpoint(tmp_path / "run", 9)
+    newest = fake_checkpoint(tmp_path / "run", 10)
+    other = fake_checkpoint(tmp_path / "other", 50)
+    start = find_start(tmp_path / "run", 99, given=str(other))
+    assert (start.checkpoint, start.step, start.own) == (newest, 10, True)
+    assert "going on after step 10" in start.told()
+
+
+@pytest.mark.parametrize("named", ["other/checkpoints/step_50", "other", "other/checkpoints/best_model"])
+def test_a_given_checkpoint_may_be_named_in_three_ways(tmp_path, named):
+    fake_checkpoint(tmp_path / "other", 20)
+    best = fake_checkpoint(tmp_path / "other", 50)
+    (tmp_path / "other" / "checkpoints" / "best_model").symlink_to("step_50")
+    start = find_start(tmp_path / "run", 99, given=str(tmp_path / named))
+    assert (start.checkpoint, start.step, start.own) == (best, 50, False)
+    assert "starting after step 50" in start.told()
+
+
+def test_a_damaged_one_is_left_out_for_the_one_before_and_set_aside(tmp_path, caplog):
+    steps = [fake_checkpoint(tmp_path, step) for step in (10, 20, 30)]
+    damage(steps[2])
+    start = find_start(tmp_path, steps=99)
+    assert start.step == 20 and "step_30 is damaged (model.safetensors has 5 bytes of 210)" in caplog.text
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"step_10", "step_20", "step_30.damaged"}
+
+
+def test_all_damaged_is_an_error_and_nothing_is_touched(tmp_path):
+    steps = [fake_checkpoint(tmp_path, step) for step in (10, 20)]
+    for step in steps:
+        damage(step)
+    with pytest.raises(StartError, match=r"no checkpoint in .* is whole: step_20: .*; step_10: "):
+        find_start(tmp_path, steps=99)
+    assert all(step.exists() for step in steps)
+
+
+def test_a_given_one_that_is_damaged_or_no_checkpoint_is_refused(tmp_path):
+    damage(fake_checkpoint(tmp_path, 10))
+    with pytest.raises(StartError, match="no whole checkpoint of a run"):
+        checkpoint_at(tmp_path / "checkpoints" / "step_10")
+    with pytest.raises(StartError, match="there is no checkpoint"):
+        checkpoint_at(tmp_path / "nowhere")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    with pytest.raises(StartError, match=r"model_path"):
+        checkpoint_at(tmp_path / "model")
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(StartError, match="a run without a checkpoint"):
+        checkpoint_at(tmp_path / "run")
+
+
+def test_not_looking_for_the_last_checkpoint_never_overwrites_it(tmp_path):
+    fake_checkpoint(tmp_path, 10)
+    with pytest.raises(StartError, match=r"find_last_checkpoint.*step_10.*experiment_name"):
+        find_start(tmp_path, steps=99, find_last=False)
+    shutil.rmtree(tmp_path / "checkpoints")
+    assert find_start(tmp_path, steps=99, find_last=False) == Start()
+
+
+def test_a_run_that_has_done_its_steps_is_finished(tmp_path):
+    fake_checkpoint(tmp_path, 10)
+    with pytest.raises(Finished, match=r"is finished: step 10 of 10, .*step_10") as finished:
+        find_start(tmp_path, steps=10)
+    assert finished.value.directory == tmp_path
+    with pytest.raises(Finished, match="step 10 of 7"):
+        find_start(tmp_path, steps=7)
+    assert find_start(tmp_path, steps=11).step == find_start(tmp_path, steps=None).step == 10
+    with pytest.raises(StartError, match=r"nothing is left to do at step 10 of 10.*max_steps"):
+        find_start(tmp_path / "new", steps=10, given=str(tmp_path))
+
+
+# ------------------------------------------------------------------------------------------------- what is another run
+def test_only_logging_length_and_place_may_differ():
+    assert known_leaves().keys() >= MAY_DIFFER, "every name is a key"
+    assert all(key.startswith("training.") for key in MAY_DIFFER)
+    kept = {key for key in known_leaves() if key.startswith("training.")} - MAY_DIFFER
+    assert kept == {"training.nnodes", "training.n_gpus_per_node"}
+
+
+def test_the_keys_that_differ_are_named():
+    before = load_config(None, {"worker.actor.optim.lr": 1e-5, "training.max_steps": 4})
+    now = load_config(None, {"dataset.seed": 7, "training.max_steps": 9, "training.logger": ()})
+    assert differing_keys(before, now) == [
+        "dataset.seed: was 42, is 7",
+        "worker.actor.optim.lr: was 1e-05, is 1e-06",
+    ]
+    assert differing_keys(before, before) == []
+
+
+def test_another_configuration_is_refused(tmp_path):
+    config = load_config(None, {"dataset.seed": 7})
+    with RunDirectory(tmp_path / "run") as directory:
+        assert not directory.used
+        refuse_another_run(directory, config, fresh=True)
+        directory.record(to_yaml(load_config()))
+    with RunDirectory(tmp_path / "run") as directory:
+        assert directory.used
+        with pytest.raises(StartError, match=r"(?s)experiment_name.*dataset\.seed: was 42, is 7"):
+            refuse_another_run(directory, config, fresh=False)
+        refuse_another_run(directory, load_config(None, {"training.max_steps": 3}), fresh=False)
+        with pytest.raises(StartError, match=r"training.fresh"):
+            refuse_another_run(directory, load_config(), fresh=True)
+        (directory.path / CONFIG).write_text("dataset: {no_such_key: 1}")
+        with pytest.raises(StartError, match=r"(?s)cannot be read any more.*no_such_key"):
+            refuse_another_run(directory, load_config(), fresh=False)
+
+
+# --------------------------------------------------------------------------------------------- one process at a time
+def test_a_run_in_use_is_refused_and_free_after_a_kill(tmp_path):
+    code = "import sys, time; from pathlib import Path; from mtrl.training.run_directory import RunDirectory\n"
+    code += "held = RunDirectory(Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
+    owner = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True)
+    try:
+        assert owner.stdout.readline() == "held\n"
+        with pytest.raises(StartError, match=f"in use by process {owner.pid} on .*experiment_name"):
+            RunDirectory(tmp_path / "run")
+    finally:
+        owner.kill()
+        owner.communicate()
+    RunDirectory(tmp_path / "run").close()
+
+
+def test_the_id_stays(tmp_path):
+    with RunDirectory(tmp_path / "run") as first:
+        pass
+    with RunDirectory(tmp_path / "run") as second, RunDirectory(tmp_path / "another") as other:
+        assert first.id == second.id != other.id and len(first.id) == 12
+
+
+def test_a_removed_directory_is_made_again(tmp_path, caplog):
+    with RunDirectory(tmp_path / "run") as directory:
+        directory.record("a: 1\n")
+        directory.keep()
+        assert not caplog.text
+        shutil.rmtree(tmp_path / "run")
+        directory.keep()
+        assert "was removed while the run is on" in caplog.text
+        assert (tmp_path / "run" / CONFIG).read_text() == "a: 1\n"
+        with pytest.raises(StartError, match=f"in use by process {os.getpid()}"):
+            RunDirectory(tmp_path / "run")
+
+
+def test_a_place_that_cannot_be_written_is_said(tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(StartError, match=r"training.output_dir"):
+        RunDirectory(tmp_path / "file" / "run")
+
+
+# ------------------------------------------------------------------------------------------------------------- signals
+def test_the_first_signal_asks_and_a_second_ctrl_c_leaves(capfd):
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt), Interrupt() as interrupt:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert interrupt.asked()
+        os.kill(os.getpid(), signal.SIGINT)
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+    assert "SIGINT: finishing this step, then saving; Ctrl-C again" in capfd.readouterr().err
+    with pytest.raises(KeyboardInterrupt):
+        interrupt.leave()
+
+
+def test_sigterm_may_come_several_times():
+    with Interrupt() as interrupt:
+        interrupt.leave()  # nobody asked: nothing
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(SystemExit) as left:
+        interrupt.leave()
+    assert left.value.code == 143
+
+
+def test_a_second_ctrl_c_ends_the_wait_for_a_save(tmp_path):
+    """Waiting for a thread is where a run stands while it saves."""
+    release = threading.Event()
+    thread = threading.Thread(target=release.wait, args=(20,))
+    thread.start()
+    timers = [threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT)) for delay in (0.1, 0.2)]
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), Interrupt():
+        for timer in timers:
+            timer.start()
+        thread.join()
+    assert time.monotonic() - began < 5
+    release.set()
+    thread.join()
+
+
+def test_away_from_the_main_thread_no_signal_is_touched():
+    before, errors = signal.getsignal(signal.SIGINT), []
+
+    def body():
+        try:
+            with Interrupt() as interrupt:
+                assert not interrupt.asked() and signal.getsignal(signal.SIGINT) is before
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert not errors

@@ -1,0 +1,128 @@
+"""From functions to rewards: what failures do to a run, token weights on their way to the credit."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import close, fake_rollouts
+from reward_helpers import rows
+
+from mtrl.algorithms.credit import assign
+from mtrl.config import load_config
+from mtrl.errors import RunError
+from mtrl.training.build import build_scorer
+from mtrl.training.recipe import credit_rule
+from mtrl.types import Signals
+
+
+def scorer_of(*functions, **settings):
+    return build_scorer(
+        load_config(None, {f"worker.reward.{key}": value for key, value in settings.items()}), 100, functions
+    )
+
+
+# ---------------------------------------------------------------------------------------------- a run that cannot learn
+def fragile(data):
+    if data["response"] == "bad":
+        raise RuntimeError("no luck")
+    return 1.0
+
+
+BAD, MIXED = rows(["bad", "bad"], ["x"] * 2), rows(["bad", "fine"], ["x"] * 2)
+
+
+def test_ten_steps_without_a_score_stop_the_run():
+    scorer = scorer_of(fragile, failure_reward=-1.0)
+    for step in range(9):
+        close(scorer.submit(BAD, step).result().total, [-1, -1])
+    with pytest.raises(RunError) as stopped:
+        scorer.submit(BAD, 9).result()
+    for word in ("10 steps in a row", "fragile", "2 of 2", "fake p0", "RuntimeError: no luck"):
+        assert word in str(stopped.value)
+
+
+def test_one_score_in_ten_steps_is_enough():
+    scorer = scorer_of(fragile)
+    for step in range(30):
+        scorer.submit(MIXED if step % 10 == 9 else BAD, step).result()
+
+
+def test_neither_validations_nor_a_step_that_asks_again_count():
+    scorer = scorer_of(fragile)
+    for _ in range(20):
+        scorer.submit(BAD, None).result()
+        scorer.submit(BAD, 3).result()
+
+
+def test_what_was_printed_stands_in_the_log(tmp_path, caplog):
+    path = tmp_path / "loud.py"
+    path.write_text("def f(data):\n    print('x' * 10**6, 'looking at', data['response'])\n    return 'one'\n")
+    scorer = build_scorer(
+        load_config(None, {"worker.reward.functions": (f"{path}:f",), "worker.reward.num_cpus": 1}), 10
+    )
+    assert scorer.submit(MIXED, 0).result().failed.all()
+    scorer.close()
+    for word in ("reward function f failed on 2 of 2", "fake p0", "it returned str", "looking at"):
+        assert word in caplog.text
+    assert len(caplog.text) < 10_000
+
+
+# ------------------------------------------------------------------------------------------------------- token weights
+def test_shorter_lists_go_on_with_ones_and_longer_ones_are_cut(caplog):
+    weights = {"row 0": [0.5, 2.0], "row 1": [3.0], "row 2": [1.0, 2.0, 3.0, 4.0, 5.0], "row 3": None, "row 4": []}
+
+    def function(data):
+        given = weights[data["response"]]
+        return 1.0 if given is None else (1.0, {"token_weights": given})
+
+    scorer = scorer_of(function)
+    for step in range(3):
+        rewards = scorer.submit(fake_rollouts([2, 3, 3, 3, 1]), step).result()
+        close(rewards.token_weights, [[0.5, 2, 1], [3, 1, 1], [1, 2, 3], [1, 1, 1], [1, 1, 1]])
+    assert list(rewards.parts) == ["function"]
+    assert caplog.text.count("function returned no token_weights for 1 of 5 responses") == 1  # not once a step
+
+
+def test_nobody_brings_weights_that_were_asked_for(caplog):
+    overrides = {"optimization.enable_token_weights": True}
+    scorer = build_scorer(load_config(None, overrides), 10, [lambda data: 1.0])
+    for step in range(2):
+        assert scorer.submit(MIXED, step).result().token_weights is None
+    assert caplog.text.count("the reward functions returned no token_weights for 2 of 2 responses") == 1
+
+
+def test_without_lists_there_are_no_weights_and_no_word(caplog):
+    assert scorer_of(lambda data: 1.0).submit(MIXED, 0).result().token_weights is None
+    assert not caplog.text
+
+
+def test_the_first_function_that_brings_weights_decides():
+    functions = [
+        lambda data: 1.0,
+        lambda data: (0.0, {"token_weights": [2.0]}),
+        lambda data: (0.0, {"token_weights": [3.0]}),
+    ]
+    rewards = scorer_of(*functions).submit(fake_rollouts([1]), 0).result()
+    close(rewards.token_weights, [[2]])
+
+
+@pytest.mark.parametrize(("target", "advantage", "measure"), [("advantage", [2, 6], [1, 1]), ("mask", [2, 2], [1, 3])])
+def test_weights_reach_the_credit(target, advantage, measure):
+    overrides = {"optimization.enable_token_weights": True, "optimization.token_weight_target": target}
+    plain = {"optimization.enable_perception_filtering": False, "optimization.enable_trajectory_reweighting": False}
+    config = load_config(None, overrides | plain | {"worker.reward.reward_fn_path": "unused.py"})
+    rollouts = fake_rollouts([2])
+    rewards = scorer_of(lambda data: (1.0, {"token_weights": [1.0, 3.0]})).submit(rollouts, 0).result()
+    credit = assign(
+        credit_rule(config), torch.full((1, 2), 2.0), rollouts.mask, rollouts.visual, Signals(), rewards.token_weights
+    )
+    close(credit.advantage, [advantage])
+    close(credit.measure, [measure])
+
+
+def test_extra_values_are_parts_of_their_own():
+    scorer = scorer_of(lambda data: (1.0, {"seen": 2, "said": "much", "flag": True}), lambda data: (1.0, {"seen": 4}))
+    parts = scorer.submit(replace(MIXED), 0).result().parts
+    assert list(parts) == ["<lambda>", "<lambda>#2", "seen", "flag"]
+    close(parts["seen"], [3, 3])
+    close(parts["flag"], [1, 1])
