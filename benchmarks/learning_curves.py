@@ -15,8 +15,10 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from benchmarks.environment import environment
 from mtrl.tracking.chart import draw_chart
@@ -38,9 +40,19 @@ VARIANTS = {
 
 def learn(variant: str, seed: int, steps: int, validate_every: int, scratch: Path) -> dict[str, object]:
     """One run; its greedy accuracy on the validation questions by step."""
+    rows = train(variant, VARIANTS[variant], seed, steps, validate_every, scratch)
+    curve = [[row["step"], row["val/avg@1"]] for row in rows if "val/avg@1" in row]
+    print(f"{variant} {seed}: {curve[0][1]:.3f} -> {curve[-1][1]:.3f}", flush=True)
+    return {"variant": variant, "seed": seed, "accuracy": curve}
+
+
+def train(
+    variant: str, switches: Mapping[str, str], seed: int, steps: int, validate_every: int, scratch: Path
+) -> list[dict[str, Any]]:
+    """The metrics of a run of its own process."""
     name = f"{variant.replace(' ', '-').replace('+', 'and')}-{seed}"
     overrides = {
-        **VARIANTS[variant],
+        **switches,
         "training.output_dir": str(scratch),
         "training.experiment_name": name,
         "training.max_steps": str(steps),
@@ -53,10 +65,7 @@ def learn(variant: str, seed: int, steps: int, validate_every: int, scratch: Pat
     finished = subprocess.run(command, env=quiet, capture_output=True, text=True)
     if finished.returncode:
         raise RuntimeError(f"{name} failed:\n{finished.stderr[-3000:]}")
-    rows = read_rows(scratch / "mtrl" / name / "metrics.jsonl")
-    curve = [[row["step"], row["val/avg@1"]] for row in rows if "val/avg@1" in row]
-    print(f"{name}: {curve[0][1]:.3f} -> {curve[-1][1]:.3f}", flush=True)
-    return {"variant": variant, "seed": seed, "accuracy": curve}
+    return read_rows(scratch / "mtrl" / name / "metrics.jsonl")
 
 
 def main() -> None:

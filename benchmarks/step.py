@@ -146,6 +146,7 @@ def recipe_of(a: argparse.Namespace) -> Recipe:
         total_steps=a.steps, prompts_per_step=a.prompts, prompts_per_update=a.prompts, passes=1,
         sampling=Sampling(n=a.generations, max_new_tokens=a.completion),
         needs=Needs(old=asked, entropy=asked, dependency="low_var_kl" if a.tprl else None, mass=a.attention),
+        attention_every=0,
         estimator="grpo", scale_rewards="group", gamma=1.0,
         credit=CreditRule(perception_top_p=0.4, scaling=Scaling()) if a.tprl else CreditRule(),
         divergence=None, loss=Loss(tis_clip=None), loss_type="dapo", loss_token_denominator="all",

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from mtrl.algorithms.groups import row_mean
-from mtrl.algorithms.signals import vgr
-from mtrl.types import Credit, Signals
+from mtrl.algorithms.signals import pool_sizes, segment, vgr
+from mtrl.types import Credit, Rollouts, Signals
 
 FLAT_RANGE = 1e-6  # scores closer than this cannot be told apart: every response keeps scale 1
 
@@ -77,6 +77,14 @@ def assign(
             measure = token_weights.where(mask, 0.0)
     select, weights = select_tokens(rule, mask, visual, signals), token_weights if rule.weighting else None
     return Credit(shaped.where(mask, 0.0), select, measure, scale, weights)
+
+
+def token_weights(rule: CreditRule, supplied: Tensor | None, rollouts: Rollouts, signals: Signals) -> Tensor | None:
+    """v [N, T]: those that a reward function supplied, else by attention; None where no weighting is on."""
+    if rule.weighting is None or supplied is not None or signals.mass is None:
+        return supplied if rule.weighting else None
+    sizes = pool_sizes(rollouts.prompts)[rollouts.group]
+    return attention_weights(segment(signals.mass, "weight"), sizes, rollouts.mask, rule.weighting)
 
 
 def select_tokens(rule: CreditRule, mask: Tensor, visual: Tensor, signals: Signals) -> Tensor:

@@ -12,10 +12,26 @@ from torch import Tensor
 
 from mtrl.algorithms.credit import CreditRule, Scaling, top_fraction
 from mtrl.algorithms.groups import group_std, row_mean
-from mtrl.algorithms.signals import aei, segment, sequence_mass, vgr
-from mtrl.types import SEGMENTS, Credit, Rewards, Signals
+from mtrl.algorithms.signals import aei, pool_sizes, segment, sequence_mass, vgr
+from mtrl.types import SEGMENTS, Credit, Rewards, Rollouts, Signals
 
 Metrics = dict[str, float]
+
+
+def step_metrics(
+    rule: CreditRule, rollouts: Rollouts, rewards: Rewards, signals: Signals, credit: Credit, cut: bool
+) -> Metrics:
+    """What a step looked like, besides what the actor learnt. `cut`: the sampler's distribution was."""
+    mask, visual = rollouts.mask, rollouts.visual
+    values = reward_metrics(rewards, rollouts.group)
+    values |= credit_metrics(rule, credit, signals, mask, visual)
+    values |= attention_metrics(signals, rollouts)
+    values |= length_metrics(mask, rollouts.truncated)
+    if signals.old is not None:
+        values |= mismatch_metrics(signals.old, rollouts.behaviour, mask, cut)
+    if signals.entropy is not None:
+        values["actor/entropy"] = masked_mean(signals.entropy, mask)
+    return values
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> float:
@@ -120,16 +136,26 @@ def length_metrics(mask: Tensor, truncated: Tensor) -> Metrics:
     return summary("response_length", mask.sum(1)) | {"response_length/truncated": masked_rate(truncated)}
 
 
-def attention_metrics(mass: Tensor, sizes: Tensor, mask: Tensor) -> Metrics:
-    """Mean VGR and AEI over the responses they apply to, by segment; `sizes` [N, 2] are the rows' pool sizes."""
-    metrics: Metrics = {}
-    by_response = sequence_mass(mass, mask)
-    for name in SEGMENTS[:-1]:  # "weight" is for token weights, not for people
-        chosen = segment(by_response, name)
-        text, vision = aei(chosen, sizes).unbind(-1)
-        values = {f"vgr_{name}": vgr(chosen, sizes), f"aei_text_{name}": text, f"aei_vision_{name}": vision}
-        metrics |= {f"attention/{key}": float(x.nanmean()) for key, x in values.items() if not x.isnan().all()}
-    return metrics
+def attention_metrics(signals: Signals, rollouts: Rollouts) -> Metrics:
+    """Mean VGR and AEI over the responses they apply to, by segment; `prompt_` is the phase before the response."""
+    values = attention_values(signals, rollouts)
+    return {f"attention/{name}": float(x.double().nanmean()) for name, x in values.items() if not x.isnan().all()}
+
+
+def attention_values(signals: Signals, rollouts: Rollouts) -> dict[str, Tensor]:
+    """[N] each: VGR and AEI of every response by segment, NaN where they do not apply, and |ln VGR| of the late one."""
+    if signals.mass is None or signals.prompt_mass is None:
+        return {}
+    sizes = pool_sizes(rollouts.prompts)[rollouts.group]
+    phases = {"": sequence_mass(signals.mass, rollouts.mask), "prompt_": signals.prompt_mass}
+    values: dict[str, Tensor] = {}
+    for phase, mass in phases.items():
+        for name in SEGMENTS[:-1]:  # "weight" is for token weights, not for people
+            chosen = segment(mass, name)
+            text, vision = aei(chosen, sizes).unbind(-1)
+            values |= {f"{phase}vgr_{name}": vgr(chosen, sizes)}
+            values |= {f"{phase}aei_text_{name}": text, f"{phase}aei_vision_{name}": vision}
+    return values | {"imbalance_late": values["vgr_late"].log().abs()}
 
 
 def masked_rate(flags: Tensor) -> float:

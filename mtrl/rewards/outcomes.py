@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,13 @@ class Outcome:
     failure: str | None = None
     output: str = ""  # the end of what was printed meanwhile; a function in this process prints where it likes
     seconds: float = 0.0  # of the call; that of a batch is shared out evenly
+
+
+def done(outcome: Outcome) -> Future[Outcome]:
+    """What a function would say later, said already."""
+    future: Future[Outcome] = Future()
+    future.set_result(outcome)
+    return future
 
 
 def read_outcome(answer: Any, seconds: float = 0.0, logged: Mapping[str, Any] | None = None) -> Outcome:

@@ -9,7 +9,8 @@ from typing import Any
 from PIL import Image
 from torch import Tensor
 
-from mtrl.types import Prompt, Rollouts, Signals
+from mtrl.algorithms.signals import pool_sizes, segment, sequence_mass, vgr
+from mtrl.types import SEGMENTS, Prompt, Rollouts, Signals
 
 PER_TOKEN = tuple(f.name for f in fields(Signals) if "mass" not in f.name)  # [N, T]; attention has more dimensions
 
@@ -49,10 +50,29 @@ def prompt_part(prompt: Prompt, options_key: str, answer_key: str) -> dict[str, 
     return part | {"prompt_messages": list(task.messages)} if task.chat else part
 
 
-def signals_of(rollouts: Rollouts, signals: Signals | None) -> list[dict[str, list[float]]]:
-    """Of each response, what the probes measured: {"old": [one number a token], "entropy": .., ..}."""
+def signals_of(rollouts: Rollouts, signals: Signals | None) -> list[dict[str, Any]]:
+    """Of each response, what the probes measured: {"old": [one number a token], "entropy": .., ..}.
+
+    Where attention was read: "vgr" for each token, and "vgr_early", "vgr_late", .. of the whole response; both are
+    missing where they do not apply.
+    """
     found: dict[str, Tensor] = {}
     if signals is not None:
         found = {name: value for name in PER_TOKEN if (value := getattr(signals, name)) is not None}
     lengths = rollouts.mask.sum(1).tolist()
-    return [{name: value[row, :n].tolist() for name, value in found.items()} for row, n in enumerate(lengths)]
+    told: list[dict[str, Any]] = [
+        {name: value[row, :n].tolist() for name, value in found.items()} for row, n in enumerate(lengths)
+    ]
+    if signals is not None and signals.mass is not None:
+        add_attention(told, rollouts, signals.mass)
+    return told
+
+
+def add_attention(told: list[dict[str, Any]], rollouts: Rollouts, mass: Tensor) -> None:
+    sizes = pool_sizes(rollouts.prompts)[rollouts.group]
+    by_token = vgr(segment(mass, "all"), sizes[:, None])
+    by_response = vgr(sequence_mass(mass, rollouts.mask), sizes[:, None])  # [N, segments]
+    applies = ~by_response.isnan().any(1)
+    for row in applies.nonzero().flatten().tolist():
+        told[row]["vgr"] = by_token[row, rollouts.mask[row]].tolist()
+        told[row] |= {f"vgr_{name}": float(by_response[row, place]) for place, name in enumerate(SEGMENTS[:-1])}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mtrl.algorithms.rewards import combine, scheduled_weights
 from mtrl.errors import RunError
-from mtrl.rewards.outcomes import TOKEN_WEIGHTS, Outcome
+from mtrl.rewards.outcomes import TOKEN_WEIGHTS, Outcome, done
 from mtrl.rewards.samples import samples_of, signals_of
 from mtrl.types import Rewards, Rollouts, Signals
 
@@ -58,12 +58,6 @@ class Builtin:
         return [done(Outcome(self.function(sample))) for sample in samples]
 
     def close(self) -> None: ...
-
-
-def done(outcome: Outcome) -> Future[Outcome]:
-    future: Future[Outcome] = Future()
-    future.set_result(outcome)
-    return future
 
 
 def judged(score: float | str) -> Outcome:

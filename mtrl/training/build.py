@@ -25,7 +25,7 @@ from mtrl.models.load import DTYPES, load_model
 from mtrl.models.perturb import PERTURBATIONS
 from mtrl.models.reward_model import load_judge
 from mtrl.protocols import Prober, Tracker
-from mtrl.rewards import builtin
+from mtrl.rewards import builtin, grounding
 from mtrl.rewards.sandbox import InProcess, Sandbox
 from mtrl.rewards.scorer import MODEL, Builtin, RewardFunction, RewardScorer
 from mtrl.rollout.local import LocalGenerator
@@ -138,7 +138,8 @@ def build(
             stop=interrupt.asked,
         )
         wanted = any(function.needs_signals for function in scorer.functions.values())
-        rules = recipe.recipe_of(config, steps, first=not start.own, rewards_read_signals=wanted)
+        sees = sees_attention(config, policy.backbone)
+        rules = recipe.recipe_of(config, steps, first=not start.own, rewards_read_signals=wanted, sees_attention=sees)
         loop = Loop(house, rules)
         if start.checkpoint is not None:
             loop.restore(start.checkpoint, start.state if start.own else fitting_state(start, sampler))
@@ -199,6 +200,15 @@ def build_policy(config: Config, encoder: TextEncoder | None = None) -> tuple[Te
         weight_last_k=config.optimization.token_weight_last_k_layers,
     )
     return encoder, forward
+
+
+def sees_attention(config: Config, backbone: Backbone) -> bool:
+    """Whether attention can be read here; an error where somebody needs it."""
+    needed = recipe.needs_attention(config) or config.optimization.compute_attention_metrics is True
+    if needed and not backbone.own_attention:
+        chosen = config.worker.actor.model.attn_implementation
+        raise ConfigError([f"worker.actor.model.attn_implementation: {chosen} hides attention; set auto"])
+    return backbone.own_attention
 
 
 def shares_prefixes(backbone: Backbone) -> bool:
@@ -314,7 +324,7 @@ def build_scorer(config: Config, steps: int, given: Sequence[Callable[..., Any] 
         failure_reward=reward.failure_reward,
         options_key=config.dataset.options_key,
         answer_key=config.dataset.answer_key,
-        wants_token_weights=config.optimization.enable_token_weights,
+        wants_token_weights=config.optimization.enable_token_weights and not recipe.attention_every(config),
     )
 
 
@@ -352,7 +362,12 @@ def reward_function(config: Config, function: Callable[..., Any] | str) -> tuple
         "think_format": builtin.think_format,
         "length": builtin.length(config.dataset.max_response_length, reward.soft_punish_cache),
     }
-    return function, Builtin(known[function])
+    looking = {
+        "mdi": grounding.mdi(reward.mdi_balance_ratio),
+        "vgr": grounding.vgr(reward.vgr_normalizer),
+        "vgr_hard_negative": grounding.vgr_hard_negative(reward.vgr_normalizer, reward.vgr_hard_negative_pool),
+    }
+    return function, looking[function] if function in looking else Builtin(known[function])
 
 
 def build_trackers(config: Config, steps: int, encoder: TextEncoder, directory: Path) -> list[Tracker]:

@@ -1,4 +1,5 @@
-"""Validation: generator and scorer only. avg@k, pass@k, and both by a column of the data."""
+"""Validation: generator, scorer, and a prober where attention is looked at. avg@k, pass@k, and both by a column of the
+data."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ from typing import Any
 import torch
 
 from mtrl.algorithms.groups import group_mean
-from mtrl.algorithms.metrics import success_part
-from mtrl.protocols import Generator, Scorer
-from mtrl.types import Prompt, Rewards, Rollouts, Sample, Sampling
+from mtrl.algorithms.metrics import attention_values, success_part
+from mtrl.protocols import Generator, Prober, Scorer
+from mtrl.types import Needs, Prompt, Rewards, Rollouts, Sample, Sampling, Signals
 
 logger = logging.getLogger(__name__)
 
@@ -40,15 +41,18 @@ class Validation:
     keep_samples: int = 4
     best_metric: str | None = None  # higher is better; None: no model is the best
 
-    def run(self, generator: Generator, scorer: Scorer, version: int) -> Result:
+    def run(self, generator: Generator, scorer: Scorer, version: int, prober: Prober | None = None) -> Result:
+        """With a prober, attention is read too: of the responses, for the metrics and the rewards that want it."""
         scores: dict[str, list[float]] = defaultdict(list)
         solved: list[tuple[Mapping[str, Any], float, float]] = []  # columns, mean and best success of each prompt
         samples: list[Sample] = []
         begin = time.perf_counter()
         for prompts in self.batches():
             rollouts = generator.generate(prompts, replace(self.sampling, version=version))
-            rewards = scorer.submit(rollouts, step=None).result()
-            collect(scores, rollouts, rewards)
+            pending = scorer.submit(rollouts, step=None)
+            signals = Signals() if prober is None else prober.probe(rollouts, Needs(mass=True), step=0)
+            rewards = pending.result(signals)
+            collect(scores, rollouts, rewards, signals)
             solved += self._solved(rollouts, rewards)
             samples += first_samples(rollouts, rewards, self.keep_samples - len(samples))
         metrics = {f"val/{name}": sum(values) / len(values) for name, values in scores.items() if values}
@@ -96,12 +100,14 @@ def first_samples(rollouts: Rollouts, rewards: Rewards, count: int) -> list[Samp
     return samples
 
 
-def collect(scores: dict[str, list[float]], rollouts: Rollouts, rewards: Rewards) -> None:
+def collect(scores: dict[str, list[float]], rollouts: Rollouts, rewards: Rewards, signals: Signals) -> None:
     scores["reward_score"] += rewards.total.tolist()
     scores["response_length"] += rollouts.mask.sum(1).tolist()
     scores["truncated"] += rollouts.truncated.float().tolist()
     for name, part in rewards.parts.items():
         scores[f"reward/{name}"] += part[~part.isnan()].tolist()
+    for name, values in attention_values(signals, rollouts).items():
+        scores[f"attention/{name}"] += values[~values.isnan()].tolist()
 
 
 def by_column(solved: Sequence[tuple[Mapping[str, Any], float]]) -> dict[str, dict[str, float]]:

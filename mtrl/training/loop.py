@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from mtrl.algorithms import advantages, metrics
-from mtrl.algorithms.credit import CreditRule, assign
+from mtrl.algorithms.credit import CreditRule, assign, token_weights
 from mtrl.algorithms.divergence import Penalty, adapt_coefficient, divergence
 from mtrl.algorithms.losses import Loss, LossType, mismatch_correction, term_weights
 from mtrl.algorithms.packing import optimizer_steps
@@ -53,6 +53,7 @@ class Recipe:
     passes: int  # over the prompts of a step (ppo_epochs)
     sampling: Sampling
     needs: Needs
+    attention_every: int  # steps; 0: attention is never read
     estimator: Literal["grpo", "rloo", "reinforce_plus_plus"]
     scale_rewards: advantages.Scale
     gamma: float
@@ -66,6 +67,9 @@ class Recipe:
     validate_every: int  # steps; -1: only at the end
     validate_first: bool
     save_every: int  # steps; -1: only at the end
+
+    def needs_at(self, step: int) -> Needs:
+        return replace(self.needs, mass=True) if due(step + 1, self.attention_every) else self.needs
 
 
 @dataclass
@@ -112,22 +116,22 @@ class Loop:
             rollouts = house.generator.generate(prompts, replace(recipe.sampling, step=step, version=self.version))
         pending = house.scorer.submit(rollouts, step)
         with clock("probe"):
-            probes = [prober.probe(rollouts, recipe.needs, step) for prober in house.probers]
+            probes = [prober.probe(rollouts, recipe.needs_at(step), step) for prober in house.probers]
             signals = reduce(Signals.join, probes)
         with clock("reward"):
             rewards = pending.result(signals)
         with clock("credit"):
             penalty = self.penalty(signals)
             advantage = estimate(recipe, rewards, rollouts, penalty)
-            mask, visual = rollouts.mask, rollouts.visual
-            credit = assign(recipe.credit, advantage, mask, visual, signals, rewards.token_weights)
+            weights = token_weights(recipe.credit, rewards.token_weights, rollouts, signals)
+            credit = assign(recipe.credit, advantage, rollouts.mask, rollouts.visual, signals, weights)
             batches = list(assemble(recipe, rollouts, signals, credit))
         with clock("update"):
             learnt = house.actor.update(batches, self.loss())
         with clock("publish"):
             self.publish()
         house.tracker.rollouts(step + 1, rollouts, rewards, credit, signals)
-        values = report(recipe, rollouts, rewards, signals, credit)
+        values = metrics.step_metrics(recipe.credit, rollouts, rewards, signals, credit, recipe.sampling.cut)
         values |= metrics.learnt_metrics(learnt, recipe.sampling.cut)
         values |= self.adapt(signals, rollouts)
         return values | clock.metrics(tokens=int(rollouts.mask.sum()), samples=len(rollouts))
@@ -141,7 +145,8 @@ class Loop:
         """The score that the best model is chosen by."""
         if self.house.validation is None:
             return None
-        result = self.house.validation.run(self.house.generator, self.house.scorer, self.version)
+        looking = self.house.actor if self.recipe.attention_every else None
+        result = self.house.validation.run(self.house.generator, self.house.scorer, self.version, looking)
         self.house.tracker.validation(self.done, result.metrics, result.by, result.samples)
         return result.score
 
@@ -231,16 +236,3 @@ def assemble(recipe: Recipe, rollouts: Rollouts, signals: Signals, credit: Credi
                 weights,
                 None if signals.reference is None else signals.reference[rows],
             )
-
-
-def report(recipe: Recipe, rollouts: Rollouts, rewards: Rewards, signals: Signals, credit: Credit) -> metrics.Metrics:
-    """What this step looked like, besides what the actor learnt."""
-    mask, visual = rollouts.mask, rollouts.visual
-    values = metrics.reward_metrics(rewards, rollouts.group)
-    values |= metrics.credit_metrics(recipe.credit, credit, signals, mask, visual)
-    if signals.old is not None:
-        values |= metrics.mismatch_metrics(signals.old, rollouts.behaviour, mask, recipe.sampling.cut)
-    values |= metrics.length_metrics(mask, rollouts.truncated)
-    if signals.entropy is not None:
-        values["actor/entropy"] = metrics.masked_mean(signals.entropy, mask)
-    return values

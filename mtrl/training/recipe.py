@@ -5,6 +5,7 @@ from __future__ import annotations
 from mtrl.algorithms.credit import CreditRule, Scaling, TokenWeighting
 from mtrl.algorithms.losses import Loss, PolicyLoss
 from mtrl.config import Config
+from mtrl.config.checks import ATTENTION_REWARDS
 from mtrl.models.perturb import Perturbation
 from mtrl.training.loop import Divergence, Recipe
 from mtrl.types import Needs, Sampling
@@ -12,6 +13,7 @@ from mtrl.workers.actor import Optimization
 from mtrl.workers.micro_batches import MicroBatching
 
 GPU_TOKENS_PER_MICRO_BATCH = 16384
+ATTENTION_NOW_AND_THEN = 10  # steps
 GPU_TOKENS_PER_PROBE = 65536  # without gradients a pass keeps nothing
 
 
@@ -21,7 +23,9 @@ def total_steps(config: Config, rows: int) -> int:
     return by_epochs if config.training.max_steps is None else config.training.max_steps
 
 
-def recipe_of(config: Config, steps: int, *, first: bool = True, rewards_read_signals: bool = False) -> Recipe:
+def recipe_of(
+    config: Config, steps: int, *, first: bool = True, rewards_read_signals: bool = False, sees_attention: bool = True
+) -> Recipe:
     """`first`: the run has no step behind it."""
     algorithm, actor = config.optimization, config.worker.actor
     return Recipe(
@@ -31,6 +35,7 @@ def recipe_of(config: Config, steps: int, *, first: bool = True, rewards_read_si
         passes=actor.ppo_epochs,
         sampling=training_sampling(config),
         needs=needs_of(config, rewards_read_signals),
+        attention_every=attention_every(config) if sees_attention else 0,
         estimator=algorithm.advantage_estimator,  # type: ignore[arg-type]  # gae and remax are refused before
         scale_rewards=algorithm.scale_rewards,
         gamma=algorithm.gamma,
@@ -90,14 +95,32 @@ def needs_of(config: Config, rewards_read_signals: bool = False) -> Needs:
     )
 
 
+def attention_every(config: Config) -> int:
+    """Every how many steps attention is read: at each where a reward or weight needs it, else now and then."""
+    asked = config.optimization.compute_attention_metrics
+    if asked == "auto" and not needs_attention(config):
+        return ATTENTION_NOW_AND_THEN
+    return int(asked is not False)
+
+
+def needs_attention(config: Config) -> bool:
+    return config.optimization.enable_token_weights or bool(set(ATTENTION_REWARDS) & set(config.reward_functions))
+
+
 def credit_rule(config: Config) -> CreditRule:
     algorithm = config.optimization
     scaling = Scaling(algorithm.trajectory_scaling_min, algorithm.trajectory_scaling_max)
+    weighting = TokenWeighting(
+        target=algorithm.token_weight_target,
+        clip=algorithm.token_weight_clip,
+        smooth_sigma=algorithm.token_weight_smooth_sigma,
+        top_ratio=algorithm.token_weight_top_ratio,
+    )
     return CreditRule(
         perception_top_p=algorithm.top_p_perception_tokens if algorithm.enable_perception_filtering else None,
         entropy_top_p=algorithm.top_p_entropy_tokens if algorithm.enable_entropy_filtering else None,
         scaling=scaling if algorithm.enable_trajectory_reweighting else None,
-        weighting=TokenWeighting(target=algorithm.token_weight_target) if algorithm.enable_token_weights else None,
+        weighting=weighting if algorithm.enable_token_weights else None,
     )
 
 

@@ -15,13 +15,14 @@ from mtrl.rewards.samples import samples_of
 from mtrl.rewards.trial import Trial, try_on
 from mtrl.training import build as house
 from mtrl.training.recorded import DataRecord, Recorded, RunRecord, batches
-from mtrl.training.unbuilt import BUILT_REWARDS, is_bare
+from mtrl.config.tree import BUILTIN_REWARDS
+from mtrl.training.unbuilt import is_bare
 
 
 def try_reward(config: Config, function: str, data: str, rollouts: Path | None) -> tuple[Trial, list[str]]:
     """The trial, and what a reader of its numbers must know. `rollouts`: the file, where the data are a run's."""
-    if is_bare(function) and function not in BUILT_REWARDS:
-        known = f"a built-in ({', '.join(BUILT_REWARDS)}), file.py[:name] or package.module:name"
+    if is_bare(function) and function not in BUILTIN_REWARDS:
+        known = f"a built-in ({', '.join(BUILTIN_REWARDS)}), file.py[:name] or package.module:name"
         raise ConfigError([f"there is no reward {function}; name {known}"])
     notes: list[str] = []
     builder = TaskBuilder.of(house.data_settings(config))

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from mtrl.config import Config, ConfigError
 
-BUILT_REWARDS = ("accuracy", "math", "format", "think_format", "length")
-
 
 def unbuilt(config: Config) -> list[str]:
     """Each switch that is on and cannot be had, with what to set instead."""
     training, algorithm, worker = config.training, config.optimization, config.worker
     model, rollout = worker.actor.model, worker.rollout
-    unknown = [name for name in config.reward_functions if name not in BUILT_REWARDS and is_bare(name)]
     switches = {
         "optimization.advantage_estimator: gae (it needs the critic); use grpo, rloo or reinforce_plus_plus": (
             algorithm.advantage_estimator == "gae"
@@ -21,12 +18,6 @@ def unbuilt(config: Config) -> list[str]:
         ),
         "optimization.online_filtering; set it to false": algorithm.online_filtering,
         "optimization.replay_buffer_size; set it to 0": algorithm.replay_buffer_size > 0,
-        "optimization.enable_token_weights: by attention; set it to false, or add a function that returns token_weights": (
-            algorithm.enable_token_weights and all(map(is_bare, config.reward_functions))
-        ),
-        "optimization.compute_attention_metrics: true; use auto or false": (
-            algorithm.compute_attention_metrics is True
-        ),
         "optimization.divergence_penalty: full as a loss; leave use_divergence_loss off, or use low_var_kl": (
             algorithm.use_divergence_loss and algorithm.divergence_penalty == "full"
         ),
@@ -46,7 +37,6 @@ def unbuilt(config: Config) -> list[str]:
         f"worker.rollout.mode: {rollout.mode}; use inprocess": rollout.mode != "inprocess",
         "worker.rollout.engine_kwargs; set it to {}": bool(rollout.engine_kwargs),
         "worker.rollout.tensor_parallel_size; set it to 1": rollout.tensor_parallel_size > 1,
-        f"worker.reward.functions: {', '.join(unknown)}; there are {', '.join(BUILT_REWARDS)}": bool(unknown),
         "several processes; set training.nnodes and training.n_gpus_per_node to 1": (
             training.nnodes * training.n_gpus_per_node > 1
         ),

@@ -6,7 +6,7 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
 
@@ -87,6 +87,7 @@ class LocalActor:
     # ------------------------------------------------------------------------------------------------------- probing
     def probe(self, rollouts: Rollouts, needs: Needs, step: int) -> Signals:
         """What is needed of every token, before any update of this step; with nothing needed, no pass is made."""
+        needs = replace(needs, mass=needs.mass and bool(rollouts.visual.any()))
         if not (needs.old or needs.entropy or needs.dependency or needs.mass):
             return Signals()
         rows = self.probe_batching.split(rollouts, views=2 if needs.dependency else 1)

@@ -175,6 +175,7 @@ def recipe(**changes):
         "passes": 1,
         "sampling": Sampling(n=RESPONSES, max_new_tokens=4),
         "needs": Needs(old=True),
+        "attention_every": 0,
         "estimator": "grpo",
         "scale_rewards": "none",
         "gamma": 1.0,
@@ -563,7 +564,7 @@ def test_the_correction_is_capped_and_follows_its_rows():
 def test_a_function_called_score_is_not_the_total():
     scores = defaultdict(list)
     rewards = Rewards(torch.tensor([3.0]), {"score": torch.tensor([1.0])}, torch.tensor([False]))
-    collect(scores, fake_rollouts([2]), rewards)
+    collect(scores, fake_rollouts([2]), rewards, Signals())
     assert scores["reward_score"] == [3.0] and scores["reward/score"] == [1.0]
 
 

@@ -1,10 +1,11 @@
 """SPEC 8, by hand: which numbers, over which tokens."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
-from helpers import INF, NAN, mask_of, padded
+from helpers import INF, NAN, fake_prompt, fake_rollouts, mask_of, padded
 
 from mtrl.algorithms.credit import CreditRule, Scaling, assign
 from mtrl.algorithms.metrics import (
@@ -190,18 +191,29 @@ def test_attention_metrics():
     early = torch.tensor([[[0.4, 0.1], [0.2, 0.7]], [[0.2, 0.1], [NAN, NAN]], [[0.9, 0.0], [0.9, 0.0]]])
     mass = early[:, :, None, :].repeat(1, 1, 5, 1)
     mass[1, :, 2, 0] *= 2
-    metrics = attention_metrics(mass, torch.tensor([[1, 1], [2, 4], [3, 0]]), mask_of(2, 1, 2))
-    assert len(metrics) == 12  # three numbers, four segments
+    prompt_mass = early[:, 0, None].repeat(1, 5, 1)  # row 0: VGR 4, row 1: VGR 4
+    metrics = attention_metrics(Signals(mass=mass, prompt_mass=prompt_mass), seen([(1, 1), (2, 4), (3, 0)], [2, 1, 2]))
+    assert len(metrics) == 25  # three numbers, four segments, two phases; and the distance from balance
     for segment in ("early", "middle", "all"):
         assert metrics[f"attention/vgr_{segment}"] == approx((0.75 + 4) / 2)
         assert metrics[f"attention/aei_text_{segment}"] == approx((6 / 7 + 2) / 2)
         assert metrics[f"attention/aei_vision_{segment}"] == approx((8 / 7 + 1 / 2) / 2)
+        assert metrics[f"attention/prompt_vgr_{segment}"] == approx(4)
     assert metrics["attention/vgr_late"] == approx((0.75 + 8) / 2)
+    assert metrics["attention/imbalance_late"] == approx((-math.log(0.75) + math.log(8)) / 2)
+
+
+def seen(sizes, lengths):
+    """A prompt for each row, with so many tokens in its text and its vision pool."""
+    rollouts = fake_rollouts(lengths, group=list(range(len(sizes))))
+    prompts = tuple(fake_prompt(f"p{i}", vision > 0, text, vision) for i, (text, vision) in enumerate(sizes))
+    return replace(rollouts, prompts=prompts)
 
 
 def test_attention_metrics_without_any_image():
     mass = torch.full((1, 2, 5, 2), 0.25)
-    assert attention_metrics(mass, torch.tensor([[3, 0]]), mask_of(2)) == {}
+    assert attention_metrics(Signals(mass=mass, prompt_mass=mass[:, 0]), seen([(3, 0)], [2])) == {}
+    assert attention_metrics(Signals(), seen([(3, 1)], [2])) == {}
 
 
 def test_metrics_are_plain_finite_numbers():

@@ -84,7 +84,9 @@ def test_shorter_lists_go_on_with_ones_and_longer_ones_are_cut(caplog):
 
 
 def test_nobody_brings_weights_that_were_asked_for(caplog):
-    overrides = {"optimization.enable_token_weights": True}
+    """Attention would, if it were read."""
+    overrides = {"optimization.enable_token_weights": True, "worker.reward.functions": ("file.py",)}
+    overrides["optimization.compute_attention_metrics"] = False
     scorer = build_scorer(load_config(None, overrides), 10, [lambda data: 1.0])
     for step in range(2):
         assert scorer.submit(MIXED, step).result().token_weights is None

@@ -19,8 +19,6 @@ REFUSED = {  # what the message names: the overrides
     "optimization.advantage_estimator: remax": {"optimization.advantage_estimator": "remax"},
     "optimization.online_filtering": {"optimization.online_filtering": True},
     "optimization.replay_buffer_size": {"optimization.replay_buffer_size": 64},
-    "optimization.enable_token_weights": {"optimization.enable_token_weights": True},
-    "optimization.compute_attention_metrics": {"optimization.compute_attention_metrics": True},
     "optimization.divergence_penalty: full": {
         "optimization.divergence_penalty": "full",
         "optimization.use_divergence_loss": True,
@@ -42,9 +40,6 @@ REFUSED = {  # what the message names: the overrides
         "worker.rollout.tensor_parallel_size": 2,
         "training.n_gpus_per_node": 2,
     },
-    "worker.reward.functions: mdi": {"worker.reward.functions": ("accuracy", "mdi")},
-    "worker.reward.functions: vgr": {"worker.reward.functions": ("vgr",)},
-    "worker.reward.functions: vgr_hard_negative": {"worker.reward.functions": ("vgr_hard_negative",)},
     "training.nnodes": {"training.nnodes": 2},
     "training.n_gpus_per_node": {"training.n_gpus_per_node": 4},
     "training.logger: console, wandb": {"training.logger": ("console", "wandb")},
@@ -87,6 +82,9 @@ def test_several_are_told_together():
         {"training.logger": ()},
         {"training.rollout_log_path": "elsewhere.md", "training.attention_diag_log_path": "elsewhere"},
         {"optimization.compute_attention_metrics": False},
+        {"optimization.compute_attention_metrics": True},
+        {"optimization.enable_token_weights": True},
+        {"worker.reward.functions": ("mdi", "vgr", "vgr_hard_negative")},
         {"worker.rollout.name": "local"},
         {"optimization.divergence_penalty": "full"},
         {"worker.reward.functions": ("think_format", "length", "my/file.py:f", "package.module:f")},
@@ -112,8 +110,6 @@ OF_GAE = "gae is refused"
 OF_FILTERING = "online filtering is refused"
 OF_REPLAY = "replay is refused"
 OF_ADAPTERS = "peft_type is refused"
-OF_WEIGHTS = "token weights by attention are refused"
-OF_ATTENTION = "attention rewards are refused"
 OF_VLLM = "vLLM is refused"
 NO_EFFECT = {
     "dataset.video_fps": "the data layer refuses videos",
@@ -122,11 +118,6 @@ NO_EFFECT = {
     "optimization.filter_low": OF_FILTERING,
     "optimization.filter_high": OF_FILTERING,
     "optimization.max_refills": OF_FILTERING,
-    "optimization.attention_last_k_layers": "no attention metrics yet",
-    "optimization.token_weight_clip": OF_WEIGHTS,
-    "optimization.token_weight_smooth_sigma": OF_WEIGHTS,
-    "optimization.token_weight_last_k_layers": OF_WEIGHTS,
-    "optimization.token_weight_top_ratio": OF_WEIGHTS,
     "optimization.replay_var_epsilon": OF_REPLAY,
     "optimization.filter_min_reward": OF_REPLAY,
     "worker.actor.model.lora_rank": OF_ADAPTERS,
@@ -135,8 +126,6 @@ NO_EFFECT = {
     "worker.actor.model.lora_target_modules": OF_ADAPTERS,
     "worker.actor.model.lora_vision_tower": OF_ADAPTERS,
     "worker.actor.fsdp.sharding_strategy": "several processes are refused",
-    "worker.actor.padding_free": "rows of a pass are padded to the longest; the numbers are the same",
-    "worker.actor.use_torch_compile": "nothing is compiled; the numbers are the same",
     "worker.critic.model.model_path": OF_GAE,
     "worker.critic.optim.lr": OF_GAE,
     "worker.critic.cliprange_value": OF_GAE,
@@ -144,9 +133,6 @@ NO_EFFECT = {
     "worker.rollout.address": OF_VLLM,
     "worker.rollout.gpu_memory_utilization": OF_VLLM,
     "worker.rollout.enable_prefix_caching": "vLLM is refused; the local engine always shares a prompt's cache",
-    "worker.reward.mdi_balance_ratio": OF_ATTENTION,
-    "worker.reward.vgr_normalizer": OF_ATTENTION,
-    "worker.reward.vgr_hard_negative_pool": OF_ATTENTION,
 }
 
 

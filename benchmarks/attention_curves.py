@@ -1,0 +1,97 @@
+"""Does rewarding attention move it, and do token weights by attention help? Curves on the embedded task.
+
+    python -m benchmarks.attention_curves --steps 16 --seeds 3 --jobs 2 --out docs/attention_curves
+
+mdi reward alone, the same rewards shuffled within each group (the control), plain GRPO on accuracy and format, and the
+same with token weights; the same seeds for each, filtering and shaping off. Writes OUT.json with every validation (200
+questions, greedy: mean |ln MDI| of the late layers, response length, accuracy) and every step's sampled mean, and
+OUT_mdi.png and OUT_weights.png with the means. One process a run, one thread each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from benchmarks.environment import environment
+from benchmarks.learning_curves import OFF, train
+from mtrl.tracking.chart import draw_chart
+
+MDI = {**OFF, "worker.reward.weights": "null", "optimization.compute_attention_metrics": "true"}
+GRPO = {**OFF, "optimization.compute_attention_metrics": "true"}
+VARIANTS = {
+    "mdi": {**MDI, "worker.reward.functions": "[mdi]"},
+    "mdi shuffled": {**MDI, "worker.reward.functions": f"[{Path(__file__).parent / 'shuffled_mdi.py'}]"},
+    "GRPO": GRPO,
+    "GRPO + token weights": {**GRPO, "optimization.enable_token_weights": "true"},
+}
+CHARTS = {  # file: what is drawn, of which runs
+    "_mdi": ("imbalance", "mean |ln MDI|, late layers", ("mdi", "mdi shuffled")),
+    "_weights": ("accuracy", "accuracy", ("GRPO", "GRPO + token weights")),
+}
+VALIDATED = {
+    "imbalance": "val/attention/imbalance_late",
+    "length": "val/response_length",
+    "accuracy": "val/avg@1",
+}
+
+
+def learn(variant: str, seed: int, steps: int, validate_every: int, scratch: Path) -> dict[str, Any]:
+    rows = train(variant, VARIANTS[variant], seed, steps, validate_every, scratch)
+    found: dict[str, Any] = {"variant": variant, "seed": seed}
+    for name, metric in VALIDATED.items():
+        found[name] = [[row["step"], round(row[metric], 4)] for row in rows if row.get(metric) is not None]
+    sampled = "attention/imbalance_late"
+    found["imbalance_sampled"] = [[row["step"], round(row[sampled], 4)] for row in rows if sampled in row]
+    print(variant, seed, {name: [points[0][1], points[-1][1]] for name, points in found.items() if name in VALIDATED})
+    return found
+
+
+def change(runs: list[dict[str, Any]], variant: str, name: str) -> float:
+    """From the first to the last validation, of the mean over the seeds."""
+    curves = [run[name] for run in runs if run["variant"] == variant]
+    first, last = (sum(curve[at][1] for curve in curves) for at in (0, -1))
+    return round(last / first - 1, 3)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--every", type=int, default=4, help="steps between validations")
+    parser.add_argument("--out", type=Path, default=Path("docs/attention_curves"))
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(options.jobs) as pool:
+        jobs = [
+            pool.submit(learn, variant, seed, options.steps, options.every, Path(scratch))
+            for seed in range(1, options.seeds + 1)
+            for variant in VARIANTS
+        ]
+        runs = [job.result() for job in jobs]
+    summary = {
+        variant: {name: change(runs, variant, name) for name in ("imbalance", "length")}
+        for variant in ("mdi", "mdi shuffled")
+    }
+    report = {"steps": options.steps, "seeds": options.seeds, "change": summary, "runs": runs, **environment()}
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    for suffix, (name, label, variants) in CHARTS.items():
+        draw_means(options.out.with_name(options.out.name + suffix + ".png"), runs, name, label, variants)
+    print(json.dumps(summary))
+
+
+def draw_means(path: Path, runs: list[dict[str, Any]], name: str, label: str, variants: tuple[str, ...]) -> None:
+    series = {}
+    for variant in variants:
+        curves = [run[name] for run in runs if run["variant"] == variant]
+        series[variant] = [(p[0][0], sum(value for _, value in p) / len(p)) for p in zip(*curves, strict=True)]
+    draw_chart(path, f"{label}: 200 validation questions, mean of the seeds", series, "step", label)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Built-ins that reward where the attention of the late layers went: mdi, vgr, vgr_hard_negative (SPEC 3)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from mtrl.algorithms.rewards import Normalizer, mdi_reward, vgr_hard_negative_reward, vgr_reward
+from mtrl.rewards.builtin import accuracy
+from mtrl.rewards.outcomes import Outcome, done
+
+SEGMENT = "vgr_late"
+
+Sample = Mapping[str, Any]
+Compare = Callable[[Tensor, Tensor, Sequence[Sample]], Tensor]  # VGR [N], group [N] and the samples -> rewards [N]
+
+
+class Grounded:
+    """Compares responses by their VGR; a response without one (no image, nobody looked) gets no reward."""
+
+    needs_signals = True
+
+    def __init__(self, compare: Compare) -> None:
+        self.compare = compare
+
+    def submit(self, samples: Sequence[Sample], group: Sequence[int] | None = None) -> list[Future[Outcome]]:
+        vgr = torch.tensor([sample["signals"].get(SEGMENT, math.nan) for sample in samples])
+        prompts = torch.arange(len(samples)) if group is None else torch.tensor(group)
+        rewards = self.compare(vgr, prompts, samples).tolist()
+        return [done(Outcome(None if math.isnan(reward) else reward)) for reward in rewards]
+
+    def close(self) -> None: ...
+
+
+def mdi(ratio: float) -> Grounded:
+    return Grounded(lambda vgr, group, samples: mdi_reward(vgr, ratio))
+
+
+def vgr(normalizer: Normalizer) -> Grounded:
+    return Grounded(lambda vgr, group, samples: vgr_reward(vgr, group, normalizer))
+
+
+def vgr_hard_negative(normalizer: Normalizer, pool: Literal["correct", "group"]) -> Grounded:
+    return Grounded(partial(_hard_negative, normalizer=normalizer, pool=pool))
+
+
+def _hard_negative(
+    vgr: Tensor,
+    group: Tensor,
+    samples: Sequence[Sample],
+    normalizer: Normalizer,
+    pool: Literal["correct", "group"],
+) -> Tensor:
+    """Accuracy is worked out here, so it need not be a part of the reward."""
+    right = torch.tensor([accuracy(sample) or 0.0 for sample in samples])
+    return vgr_hard_negative_reward(vgr, right, group, normalizer, pool)
