@@ -42,10 +42,10 @@ def fenced(text: str, language: str = "") -> str:
 
 def number(value: float) -> str:
     """
-    >>> number(1.23456), number(float("nan")), number(0.0001234)
-    ('1.235', 'n/a', '0.0001234')
+    >>> number(1.23456), number(float("nan")), number(-0.0)
+    ('1.235', 'n/a', '0')
     """
-    return "n/a" if value != value else f"{value:.4g}"
+    return "n/a" if value != value else f"{value + 0.0:.4g}"  # and no -0
 
 
 def spread(values: Tensor) -> list[str]:

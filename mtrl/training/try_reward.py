@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from mtrl.config import Config, ConfigError
+from mtrl.config.tree import BUILTIN_REWARDS
 from mtrl.data import DataError
 from mtrl.data.prompts import TaskBuilder
 from mtrl.data.sources import Source
@@ -15,7 +16,6 @@ from mtrl.rewards.samples import samples_of
 from mtrl.rewards.trial import Trial, try_on
 from mtrl.training import build as house
 from mtrl.training.recorded import DataRecord, Recorded, RunRecord, batches
-from mtrl.config.tree import BUILTIN_REWARDS
 from mtrl.training.unbuilt import is_bare
 
 

@@ -1,0 +1,192 @@
+"""Attention from the probes to rewards, weights and metrics: groups worked out by hand, degenerate ones too."""
+
+import math
+from collections import defaultdict
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import NAN, close, fake_prompt, fake_rollouts, mask_of, same
+
+from mtrl.algorithms.advantages import grpo
+from mtrl.algorithms.credit import CreditRule, TokenWeighting, assign, token_weights
+from mtrl.config import ConfigError, load_config
+from mtrl.rewards.samples import signals_of
+from mtrl.training.build import build_scorer
+from mtrl.training.evaluate import collect
+from mtrl.training.recipe import attention_every, recipe_of
+from mtrl.types import SEGMENTS, Needs, Rewards, Signals
+
+TEXT, VISION = 2, 4  # tokens in the pools of a prompt: equal density is a mass of 1/3 to 2/3
+
+
+def looks(vgr_by_row, lengths=None, late_only=True):
+    """Signals whose sequences have these VGRs in the late layers (NaN: a row without an image), and 1 elsewhere."""
+    lengths = lengths or [1] * len(vgr_by_row)
+    mass = torch.zeros(len(lengths), max(lengths), len(SEGMENTS), 2)
+    for row, value in enumerate(vgr_by_row):
+        for place, name in enumerate(SEGMENTS):
+            ratio = 1.0 if math.isnan(value) or (late_only and name != "late") else value
+            text = ratio / (2 + ratio)  # text/2 over vision/4 is the ratio, and both add up to 1
+            mass[row, :, place] = torch.tensor([text, 1 - text])
+    return Signals(mass=mass, prompt_mass=mass[:, 0])
+
+
+def rows(vgr_by_row, group, answers=None, lengths=None):
+    rollouts = fake_rollouts(lengths or [1] * len(group), group=group)
+    blind = {g for value, g in zip(vgr_by_row, group, strict=True) if math.isnan(value)}
+    prompts = [fake_prompt(f"p{g}", g not in blind, TEXT, VISION) for g in range(max(group) + 1)]
+    prompts = [replace(p, task=replace(p.task, answer="A")) for p in prompts]
+    text = tuple(f"<answer>{letter}</answer>" for letter in answers or "A" * len(group))
+    return replace(rollouts, prompts=tuple(prompts), text=text)
+
+
+def rewards_of(functions, vgr_by_row, group, answers=None, **overrides):
+    settings = {"worker.reward.functions": functions} | overrides
+    scorer = build_scorer(load_config(None, settings), 10)
+    rollouts = rows(vgr_by_row, group, answers)
+    return scorer.submit(rollouts, 0).result(looks(vgr_by_row))
+
+
+# --------------------------------------------------------------------------------------------------------- what is told
+def test_functions_are_told_the_vgr_of_tokens_and_responses():
+    rollouts = rows([4.0, NAN], [0, 1], lengths=[2, 1])
+    told = signals_of(rollouts, looks([4.0, NAN], [2, 1]))
+    assert told[0]["vgr_late"] == pytest.approx(4) and told[0]["vgr_early"] == pytest.approx(1)
+    assert told[0]["vgr"] == pytest.approx([1, 1])  # over all layers
+    assert not {key for key in told[1] if key.startswith("vgr")}, "no image: not applicable"
+    assert signals_of(rollouts, None) == [{}, {}]
+
+
+# -------------------------------------------------------------------------------------------------------------- rewards
+def test_mdi_rewards_balance_by_the_late_layers():
+    root = math.sqrt(2)
+    values = [1.0, root, 2.0, 9.0, NAN]
+    close(rewards_of(("mdi",), values, [0, 0, 0, 0, 1]).parts["mdi"], [1, 0, -1, -1, NAN], atol=1e-5)
+    wide = rewards_of(("mdi",), values, [0, 0, 0, 0, 1], **{"worker.reward.mdi_balance_ratio": 4.0})
+    close(wide.parts["mdi"], [1, 0.5, 0, -1, NAN], atol=1e-5)
+
+
+def test_vgr_compares_within_the_real_groups():
+    """0, 1, 2, 3, 4 have quartiles 1 and 3; the other group has one value, the third no spread, the last no image."""
+    values = [1.0, 2.0, 3.0, 4.0, 5.0, 7.0, 2.0, 2.0, NAN, NAN]
+    group = [0, 0, 0, 0, 0, 1, 2, 2, 3, 3]
+    found = rewards_of(("vgr",), values, group).parts["vgr"]
+    close(found, [1, 1, 0.5, 0, 0, 0.5, 0.5, 0.5, NAN, NAN], atol=1e-5)
+    mad = rewards_of(("vgr",), values, group, **{"worker.reward.vgr_normalizer": "mad"}).parts["vgr"]
+    deviation = 1.4826  # the median distance to the median 3 is 1
+    expected = [0.5 * math.tanh((3 - v) / deviation) for v in (1, 2, 3, 4, 5)]
+    close(mad, [*expected, 0, 0, 0, NAN, NAN], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("pool", "answers", "expected"),
+    [
+        ("correct", "AABAB", [0.5, 0, 0, -0.5, 0]),  # among 1, 2, 4: quartiles 1.5 and 3
+        ("group", "AABAB", [0.5, 0.5, 0, -0.5, 0]),  # among 1..5: quartiles 2 and 4
+        ("correct", "BBBBB", [0, 0, 0, 0, 0]),  # all wrong
+        ("correct", "BBABB", [0, 0, 0, 0, 0]),  # one correct: nobody to compare with
+        ("group", "BBABB", [0, 0, 0, 0, 0]),  # the middle one
+    ],
+)
+def test_hard_negatives_need_no_accuracy_in_the_list(pool, answers, expected):
+    options = {"worker.reward.vgr_hard_negative_pool": pool}
+    rewards = rewards_of(("vgr_hard_negative",), [1.0, 2.0, 3.0, 4.0, 5.0], [0] * 5, answers, **options)
+    middle = (3 - 2) / 1.5 - 0.5  # of 2 among 1, 2, 4
+    expected = [middle if pool == "correct" and answers == "AABAB" and i == 1 else e for i, e in enumerate(expected)]
+    close(rewards.parts["vgr_hard_negative"], expected, atol=1e-5)
+    assert list(rewards.parts) == ["vgr_hard_negative"]
+
+
+def test_the_parts_are_weighed_together_and_a_missing_one_is_left_out():
+    weights = {"worker.reward.weights": (4.0, 1.0), "worker.reward.normalize": "sum_then_normalize"}
+    rewards = rewards_of(("accuracy", "mdi"), [1.0, 2.0, NAN], [0, 0, 1], "ABA", **weights)
+    close(rewards.total, [4 + 1, 0 - 1, 4], atol=1e-5)
+
+
+def test_without_attention_they_do_not_apply():
+    scorer = build_scorer(load_config(None, {"worker.reward.functions": ("accuracy", "vgr")}), 10)
+    rewards = scorer.submit(rows([1.0, 2.0], [0, 0]), None).result(None)
+    assert rewards.parts["vgr"].isnan().all()
+    close(rewards.total, [1, 1])
+
+
+# -------------------------------------------------------------------------------------------------------- token weights
+def weighed(values, lengths, group, **weighting):
+    """Tokens of different VGR: row r, token t has the value values[r][t], in every segment."""
+    rollouts = rows([1.0 if row else NAN for row in values], group, lengths=lengths)
+    signals = looks([1.0] * len(lengths), lengths, late_only=False)
+    for row, tokens in enumerate(values):
+        for t, ratio in enumerate(tokens or []):
+            signals.mass[row, t] = torch.tensor([ratio / (2 + ratio), 2 / (2 + ratio)])
+    rule = CreditRule(weighting=TokenWeighting(**weighting))
+    return token_weights(rule, None, rollouts, signals)
+
+
+def test_tokens_that_look_weigh_more():
+    """1/VGR of 1, 2, 4 is 1, 1/2, 1/4, mean 7/12: 12/7, 6/7, 3/7. A row without an image gets ones."""
+    found = weighed([[1.0, 2.0, 4.0], None], [3, 2], [0, 1])
+    close(found, [[12 / 7, 6 / 7, 3 / 7], [1, 1, 1]], atol=1e-5)
+    close(weighed([[1.0, 2.0, 4.0]], [3], [0], clip=(0.5, 1.5)), [[1.5, 6 / 7, 0.5]], atol=1e-5)
+    close(weighed([[1.0, 2.0, 4.0]], [3], [0], top_ratio=0.3), [[12 / 7, 1, 1]], atol=1e-5)
+
+
+def test_weights_of_a_reward_function_win():
+    supplied = torch.full((1, 3), 2.0)
+    rule = CreditRule(weighting=TokenWeighting())
+    rollouts = rows([1.0], [0], lengths=[3])
+    assert token_weights(rule, supplied, rollouts, looks([4.0], [3])) is supplied
+    assert token_weights(CreditRule(), supplied, rollouts, looks([4.0], [3])) is None
+
+
+@pytest.mark.parametrize("target", ["advantage", "mask"])
+def test_weights_of_one_are_plain_grpo_to_the_bit(target):
+    """Equal attention everywhere: 1/VGR over its mean is exactly 1."""
+    lengths, group = [3, 2, 3, 1], [0, 0, 1, 1]
+    rollouts = rows([3.0] * 4, group, lengths=lengths)
+    signals = looks([3.0] * 4, lengths, late_only=False)
+    mask = mask_of(*lengths)
+    advantage = grpo(torch.tensor([1.0, 0.3, 0.0, 2.0]), torch.tensor(group), mask, "group")
+    rule = CreditRule(weighting=TokenWeighting(target=target))
+    weights = token_weights(rule, None, rollouts, signals)
+    ours = assign(rule, advantage, mask, rollouts.visual, signals, weights)
+    plain = assign(CreditRule(), advantage, mask, rollouts.visual, signals)
+    for name in ("advantage", "select", "measure", "scale"):
+        same(getattr(ours, name), getattr(plain, name))
+
+
+# ------------------------------------------------------------------------------------------------------- when it is read
+@pytest.mark.parametrize(
+    ("overrides", "every"),
+    [
+        ({}, 10),
+        ({"optimization.compute_attention_metrics": True}, 1),
+        ({"optimization.compute_attention_metrics": False}, 0),
+        ({"worker.reward.functions": ("accuracy", "mdi")}, 1),
+        ({"worker.reward.functions": ("vgr_hard_negative",)}, 1),
+        ({"optimization.enable_token_weights": True}, 1),
+    ],
+)
+def test_attention_is_read_where_it_is_needed(overrides, every):
+    assert attention_every(load_config(None, overrides)) == every
+
+
+def test_now_and_then_is_every_tenth_step():
+    rules = recipe_of(load_config(None, {"optimization.disable_divergence": True}), 30)
+    assert [step + 1 for step in range(30) if rules.needs_at(step).mass] == [10, 20, 30]
+    assert rules.needs_at(0) == Needs(), "fresh rollouts, one optimizer step, nobody asks: no probe at all"
+    assert not recipe_of(load_config(None, {}), 30, sees_attention=False).needs_at(9).mass
+
+
+def test_a_reward_that_cannot_be_had_is_refused():
+    with pytest.raises(ConfigError, match="set compute_attention_metrics to auto"):
+        overrides = {"optimization.compute_attention_metrics": False, "worker.reward.functions": ("mdi",)}
+        load_config(None, overrides)
+
+
+def test_validation_collects_what_applies():
+    scores = defaultdict(list)
+    rewards = Rewards(torch.ones(2), {}, torch.zeros(2, dtype=torch.bool))
+    collect(scores, rows([2.0, NAN], [0, 1]), rewards, looks([2.0, NAN]))
+    assert scores["attention/vgr_late"] == pytest.approx([2.0])
+    assert scores["attention/imbalance_late"] == pytest.approx([math.log(2)])
