@@ -3,9 +3,11 @@
     python -m benchmarks.attention_curves --steps 16 --seeds 3 --jobs 2 --out docs/attention_curves
 
 mdi reward alone, the same rewards shuffled within each group (the control), plain GRPO on accuracy and format, and the
-same with token weights; the same seeds for each, filtering and shaping off. Writes OUT.json with every validation (200
-questions, greedy: mean |ln MDI| of the late layers, response length, accuracy) and every step's sampled mean, and
-OUT_mdi.png and OUT_weights.png with the means. One process a run, one thread each.
+same with token weights; the same seeds for each, filtering and shaping off. The first two take twice the steps at a
+third of the learning rate: Adam makes full steps of pure noise too, and at the demo's rate such a walk alone evens out
+the attention. Writes OUT.json with every validation (200 questions, greedy: mean |ln MDI| of the late layers, response
+length, accuracy) and every step's sampled mean, and OUT_mdi.png and OUT_weights.png with the means. One process a run,
+one thread each.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ from benchmarks.environment import environment
 from benchmarks.learning_curves import OFF, train
 from mtrl.tracking.chart import draw_chart
 
-MDI = {**OFF, "worker.reward.weights": "null", "optimization.compute_attention_metrics": "true"}
-GRPO = {**OFF, "optimization.compute_attention_metrics": "true"}
+ALWAYS = {**OFF, "optimization.compute_attention_metrics": "true"}
+MDI = {**ALWAYS, "worker.reward.weights": "null", "worker.actor.optim.lr": "3e-5"}
+GRPO = ALWAYS
 VARIANTS = {
     "mdi": {**MDI, "worker.reward.functions": "[mdi]"},
     "mdi shuffled": {**MDI, "worker.reward.functions": f"[{Path(__file__).parent / 'shuffled_mdi.py'}]"},
@@ -41,13 +44,15 @@ VALIDATED = {
 
 
 def learn(variant: str, seed: int, steps: int, validate_every: int, scratch: Path) -> dict[str, Any]:
-    rows = train(variant, VARIANTS[variant], seed, steps, validate_every, scratch)
+    longer = 2 if variant.startswith("mdi") else 1
+    rows = train(variant, VARIANTS[variant], seed, longer * steps, longer * validate_every, scratch)
     found: dict[str, Any] = {"variant": variant, "seed": seed}
     for name, metric in VALIDATED.items():
         found[name] = [[row["step"], round(row[metric], 4)] for row in rows if row.get(metric) is not None]
     sampled = "attention/imbalance_late"
     found["imbalance_sampled"] = [[row["step"], round(row[sampled], 4)] for row in rows if sampled in row]
-    print(variant, seed, {name: [points[0][1], points[-1][1]] for name, points in found.items() if name in VALIDATED})
+    ends = {name: [found[name][0][1], found[name][-1][1]] for name in VALIDATED if found[name]}
+    print(variant, seed, ends, flush=True)
     return found
 
 

@@ -50,29 +50,33 @@ def attention(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """[B, heads, S, D] -> [B, S, heads, D], as transformers calls it."""
-    query, key = query.to(value.dtype), key.to(value.dtype)  # rotary positions are kept wider under autocast
+    # rotary positions are kept wider under autocast
+    layer = Layer(module, query.to(value.dtype), key.to(value.dtype), attention_mask, options)
     if reader is not None:
-        reader.look(module, query, key, value, attention_mask, options)
-    return attend(module, query, key, value, attention_mask, options), None
+        reader.look(layer, value)
+    return layer.attend(value), None
 
 
-def attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | BlockMask | None,
-    options: dict[str, Any],
-) -> Tensor:
-    if isinstance(attention_mask, BlockMask):
-        flex = compiled(flex_attention) if query.is_cuda else flex_attention  # as it comes it would make the matrix
-        output = flex(query, key, value, block_mask=attention_mask, scale=options["scaling"], enable_gqa=True)
-        return output.transpose(1, 2)
-    if query.shape[2] == 1 and not options.get("dropout"):
-        folded = query.reshape(*key.shape[:2], -1, query.shape[3])  # [B, key heads, heads that share them, D]
-        output = F.scaled_dot_product_attention(folded, key, value, attention_mask, scale=options["scaling"])
-        return output.reshape(len(query), 1, -1, value.shape[3])
-    return sdpa_attention_forward(module, query, key, value, attention_mask, **options)[0]
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """A layer about to attend: all but the values."""
+
+    module: Any
+    query: Tensor
+    key: Tensor
+    mask: Tensor | BlockMask | None
+    options: dict[str, Any]
+
+    def attend(self, value: Tensor) -> Tensor:
+        query, key, mask, scaling = self.query, self.key, self.mask, self.options["scaling"]
+        if isinstance(mask, BlockMask):
+            flex = compiled(flex_attention) if query.is_cuda else flex_attention  # as it comes it would make the matrix
+            return flex(query, key, value, block_mask=mask, scale=scaling, enable_gqa=True).transpose(1, 2)
+        if query.shape[2] == 1 and not self.options.get("dropout"):
+            folded = query.reshape(*key.shape[:2], -1, query.shape[3])  # [B, key heads, heads that share them, D]
+            output = F.scaled_dot_product_attention(folded, key, value, mask, scale=scaling)
+            return output.reshape(len(query), 1, -1, value.shape[3])
+        return sdpa_attention_forward(self.module, query, key, value, mask, **self.options)[0]
 
 
 AttentionInterface.register(ATTENTION, attention)
@@ -147,16 +151,8 @@ def ordered(blocks: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
 
 # ------------------------------------------------------------------------------------------------ where attention goes
 class Reader(Protocol):
-    def look(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | BlockMask | None,
-        options: dict[str, Any],
-    ) -> None:
-        """At what a layer is about to attend with."""
+    def look(self, layer: Layer, value: Tensor) -> None:
+        """At a layer that is about to attend to these values."""
 
 
 class MassReader:
@@ -173,18 +169,9 @@ class MassReader:
         self.places, self.segments = places, segments
         self.total = torch.zeros(len(places[0]), len(segments), 2, device=pool.device)
 
-    def look(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | BlockMask | None,
-        options: dict[str, Any],
-    ) -> None:
-        columns = FLEX_COLUMNS if isinstance(mask, BlockMask) else value.shape[3]  # or sdpa makes the matrix
-        output = attend(module, query, key, self.values(columns, like=value), mask, options)
-        self.add(module.layer_idx, output)  # type: ignore[arg-type]
+    def look(self, layer: Layer, value: Tensor) -> None:
+        columns = FLEX_COLUMNS if isinstance(layer.mask, BlockMask) else value.shape[3]  # or sdpa makes the matrix
+        self.add(layer.module.layer_idx, layer.attend(self.values(columns, like=value)))
 
     def values(self, columns: int, like: Tensor) -> Tensor:
         """[B, heads, S, columns]: the indicators, then zeros, in place of values `like` these."""
@@ -214,21 +201,15 @@ class MapReader:
         self.places, self.segments = places, segments
         self.total = torch.zeros(len(places[0]), len(segments), pool.shape[1], device=pool.device)
 
-    def look(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | BlockMask | None,
-        options: dict[str, Any],
-    ) -> None:
+    def look(self, layer: Layer, value: Tensor) -> None:
         rows, columns = self.places
-        chosen = query[rows, :, columns].unflatten(1, (key.shape[1], -1))  # [M, key heads, heads that share them, D]
-        scores = torch.einsum("mkhd,mksd->mkhs", chosen.float(), key[rows].float()) * options["scaling"]
+        chosen = layer.query[rows, :, columns].unflatten(
+            1, (layer.key.shape[1], -1)
+        )  # [M, key heads, heads that share them, D]
+        scores = torch.einsum("mkhd,mksd->mkhs", chosen.float(), layer.key[rows].float()) * layer.options["scaling"]
         weights = scores.masked_fill(~self.seen[:, None, None], -torch.inf).softmax(-1).mean((1, 2))
         counted = weights.where(self.counted, 0.0)
         shares = counted / counted.sum(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
         for number, layers in enumerate(self.segments):
-            if module.layer_idx in layers:
+            if layer.module.layer_idx in layers:
                 self.total[:, number] += shares / len(layers)

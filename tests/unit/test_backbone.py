@@ -24,8 +24,8 @@ from transformers import (
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from mtrl.models import backbone as module
 from mtrl.models import attention, patches
+from mtrl.models import backbone as module
 from mtrl.models.backbone import Backbone, prompt_positions, vision_tokens
 from mtrl.models.families.vision import patchify
 from mtrl.models.load import load_model

@@ -155,7 +155,7 @@ def test_weights_of_one_are_plain_grpo_to_the_bit(target):
         same(getattr(ours, name), getattr(plain, name))
 
 
-# ------------------------------------------------------------------------------------------------------- when it is read
+# ------------------------------------------------------------------------------------------------------ when it is read
 @pytest.mark.parametrize(
     ("overrides", "every"),
     [
