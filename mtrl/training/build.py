@@ -154,9 +154,11 @@ def evaluate(config: Config) -> Result:
     validation = build_validation(config, encoder, None)
     if validation is None:
         raise ConfigError(["dataset.val_files: nothing to evaluate on; name a file (--data F)"])
+    looks = sees_attention(config, policy.backbone) and recipe.attention_every(config)
+    prober = build_actor(config, policy, encoder, steps=1) if looks else None
     scorer = build_scorer(config, steps=1)
     try:
-        return validation.run(LocalGenerator(policy.backbone, encoder), scorer, version=0)
+        return validation.run(LocalGenerator(policy.backbone, encoder), scorer, version=0, prober=prober)
     finally:
         scorer.close()
 
