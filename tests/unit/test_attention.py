@@ -9,6 +9,8 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask, fl
 from mtrl.models.attention import BLOCK, MassReader, Sight, attention, visible_blocks
 from mtrl.types import NO_POOL, TEXT_POOL, VISION_POOL
 
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")  # on a CPU, on purpose
+
 
 def sight_of(documents, size):
     """`documents`: each the length of a prompt and those of its responses; padding up to `size`."""
