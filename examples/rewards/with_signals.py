@@ -3,8 +3,8 @@
     mtrl train run.yaml worker.reward.reward_fn_path=examples/rewards/with_signals.py
 
 `signals` holds a list of numbers, one a token, for each that this run measures: old (log-probs), entropy, and where
-they are on perturbed, dependency, reference, values. Such a function runs after the probes. Validation measures
-nothing: there `signals` is empty.
+they are on perturbed, dependency, reference, values; of attention `vgr` and the response's `vgr_late`. Such a function
+runs after the probes. Validation measures attention alone, and nothing where there is no image.
 """
 
 

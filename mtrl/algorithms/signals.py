@@ -35,10 +35,11 @@ def bounded_dependency(kl: Tensor, mask: Tensor) -> Tensor:
 
 
 def layer_segments(layers: int, last_k: int | None = None, weight_last_k: int | None = None) -> list[range]:
-    """The layers of each of SEGMENTS. Thirds as numpy's array_split cuts: the first ones take the remainder.
+    """The layers of each of SEGMENTS. Thirds as numpy's array_split cuts: the first ones take the remainder. Token
+    weights read those of `all` unless they have their own.
 
-    >>> layer_segments(4, weight_last_k=1)
-    [range(0, 2), range(2, 3), range(3, 4), range(0, 4), range(3, 4)]
+    >>> layer_segments(4, last_k=2, weight_last_k=1)
+    [range(0, 2), range(2, 3), range(3, 4), range(2, 4), range(3, 4)]
     """
     base, remainder = divmod(layers, 3)
     ends = [0]
@@ -49,7 +50,7 @@ def layer_segments(layers: int, last_k: int | None = None, weight_last_k: int | 
     def last(k: int | None) -> range:
         return range(0 if k is None else max(layers - k, 0), layers)
 
-    return [*thirds, last(last_k), last(weight_last_k)]
+    return [*thirds, last(last_k), last(last_k if weight_last_k is None else weight_last_k)]
 
 
 def pool_sizes(prompts: tuple[Prompt, ...]) -> Tensor:

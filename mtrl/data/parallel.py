@@ -11,6 +11,7 @@ import logging
 import multiprocessing
 import os
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -86,6 +87,15 @@ def _forked(
 
 def _start_worker() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # tokenizers would warn of the fork; one core each is the point
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+
+
+def _leave_with_parent() -> None:
+    """The worker of a run that was killed would wait for work for ever, and keep the run's lock, which it inherited."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _run_chunk(chunk: list[int]) -> list[Any]:

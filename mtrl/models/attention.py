@@ -30,7 +30,7 @@ from mtrl.types import TEXT_POOL, VISION_POOL
 
 ATTENTION = "mtrl_sdpa"
 BLOCK = 128  # positions a side of a block of flex_attention; packed sequences are a multiple of it
-FLEX_COLUMNS = 16  # the fewest columns of values that flex_attention takes
+FLEX_COLUMNS = 16  # the fewest columns of queries, keys and values that flex_attention takes
 
 
 def use_attention(language_model: Any) -> None:
@@ -72,7 +72,7 @@ class Layer:
         if isinstance(mask, BlockMask):
             flex = compiled(flex_attention) if query.is_cuda else flex_attention  # as it comes it would make the matrix
             return flex(query, key, value, block_mask=mask, scale=scaling, enable_gqa=True).transpose(1, 2)
-        if query.shape[2] == 1 and not self.options.get("dropout"):
+        if query.shape[2] == 1:
             folded = query.reshape(*key.shape[:2], -1, query.shape[3])  # [B, key heads, heads that share them, D]
             output = F.scaled_dot_product_attention(folded, key, value, mask, scale=scaling)
             return output.reshape(len(query), 1, -1, value.shape[3])
@@ -159,7 +159,8 @@ class MassReader:
     """Attention of chosen positions on the text and the vision pool, as the mean over the layers of each segment.
 
     `pool` [B, S] holds the pool of every prompt token and is negative elsewhere; the sink, a prompt's first token,
-    counts nowhere. `places` are the rows and columns of the M positions to read.
+    counts nowhere. `places` are the rows and columns of the M positions to read. A segment without layers (a model of
+    one or two has no late third) stays NaN, not applicable.
     """
 
     def __init__(self, pool: Tensor, sink: Tensor, places: tuple[Tensor, Tensor], segments: Sequence[range]) -> None:
@@ -168,6 +169,7 @@ class MassReader:
         self.indicator = torch.stack(columns, -1)  # [B, S, 3]
         self.places, self.segments = places, segments
         self.total = torch.zeros(len(places[0]), len(segments), 2, device=pool.device)
+        self.total[:, [number for number, layers in enumerate(segments) if not layers]] = torch.nan
 
     def look(self, layer: Layer, value: Tensor) -> None:
         columns = FLEX_COLUMNS if isinstance(layer.mask, BlockMask) else value.shape[3]  # or sdpa makes the matrix

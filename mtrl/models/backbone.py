@@ -22,8 +22,8 @@ from transformers.vision_utils import (
     get_vision_window_index,
 )
 
-from mtrl.models.attention import ATTENTION, Reader, Sight, use_attention
-from mtrl.models.patches import use_compiled_pieces, use_linear_patches, use_segment_attention
+from mtrl.models.attention import ATTENTION, FLEX_COLUMNS, Reader, Sight, use_attention
+from mtrl.models.patches import use_compiled_pieces, use_linear_patches, use_no_dropout, use_segment_attention
 from mtrl.types import VISION_POOL, Prompt
 
 Grid = tuple[int, int, int]
@@ -59,6 +59,7 @@ class Backbone:
         self.vision_tower: Any = getattr(model.model, "visual", None)
         self.language_model: Any = getattr(model.model, "language_model", model.model)
         use_attention(self.language_model)
+        use_no_dropout(model)
         if self.vision_tower is not None:
             use_segment_attention(self.vision_tower)
             use_linear_patches(self.vision_tower)
@@ -148,14 +149,23 @@ class Backbone:
         return torch.autocast(self.device.type, dtype=self.compute_dtype, enabled=narrower)
 
     @property
+    def attention_name(self) -> str:
+        """As the user chose it."""
+        return "sdpa" if self.own_attention else self.language_model.config._attn_implementation
+
+    @property
     def own_attention(self) -> bool:
         """Whether the language model attends by `models/attention.py`, which reads every mask and every mass."""
         return self.language_model.config._attn_implementation == ATTENTION
 
     @property
     def packs(self) -> bool:
-        """Whether there is a kernel for sequences without padding here."""
-        return self.own_attention and self.device.type == "cuda"
+        """Whether all may stand in one sequence without padding: there must be a kernel that takes the model's heads,
+        and, as for a shared prefix, position and mask must say all."""
+        config = self.language_model.config
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        kernel = self.own_attention and self.device.type == "cuda" and width >= FLEX_COLUMNS
+        return kernel and self.shares_prefixes
 
     @property
     def shares_prefixes(self) -> bool:

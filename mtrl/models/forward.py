@@ -56,21 +56,24 @@ class Forward:
         rollouts: Rollouts,
         views: Views | None = None,
         *,
+        old: bool = True,
         entropy: bool = False,
         dependency: Literal["low_var_kl", "full_kl"] | None = None,
         mass: bool = False,
     ) -> Signals:
-        """Log-probs of the original image and, for the dependency, of the perturbed `views`; where attention goes."""
+        """Log-probs of the original image and, for the dependency, of the perturbed `views`; where attention goes.
+
+        Where attention alone is asked for, the vocabulary is left alone."""
         assert dependency is None or views is not None, "the dependency compares two views"
         layout, features = self._prepare(rollouts, [None] if dependency is None else [None, views])
         reader = self._reader(layout) if mass else None
         hidden = self._read(layout, features, reader)
-        clean = self._scores(hidden[0], rollouts, entropy)
-        found: dict[str, Tensor] = {"old": spread(clean.logp, rollouts.mask).cpu()}
-        if clean.entropy is not None:
-            found["entropy"] = spread(clean.entropy, rollouts.mask).cpu()
-        if reader is not None:
-            found |= self._mass(reader, layout, rollouts)
+        found = {} if reader is None else self._mass(reader, layout, rollouts)
+        if old or entropy or dependency is not None:
+            clean = self._scores(hidden[0], rollouts, entropy)
+            found["old"] = spread(clean.logp, rollouts.mask).cpu()
+            if clean.entropy is not None:
+                found["entropy"] = spread(clean.entropy, rollouts.mask).cpu()
         if dependency is not None:
             found["perturbed"] = spread(self._scores(hidden[1], rollouts).logp, rollouts.mask).cpu()
         if dependency == "low_var_kl":

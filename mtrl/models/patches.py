@@ -85,6 +85,19 @@ def embed_patches(module: Any, pixels: Tensor) -> Tensor:
     return F.linear(pixels.to(weight.dtype), weight.flatten(1), module.proj.bias)
 
 
+def use_no_dropout(model: Any) -> None:
+    """Every dropout off, for training too.
+
+    Why: the ratio of a policy to itself must be 1; dropout makes noise of it. And flex_attention has none, so the
+    routes would differ. Unnecessary where a checkpoint's settings have no dropout, as most of them.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        elif hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0
+
+
 def use_compiled_pieces(model: nn.Module) -> None:
     """Norms and MLPs compiled, each kind once for all layers and lengths.
 

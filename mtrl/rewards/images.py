@@ -9,6 +9,7 @@ import pickle
 import tempfile
 import threading
 import weakref
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -61,10 +62,14 @@ class Packer(pickle.Pickler):
         return (open_image, (self.files.path_of(value),)) if isinstance(value, Image.Image) else NotImplemented
 
 
-def pack(value: Any, files: ImageFiles) -> bytes:
-    """For a worker, whose `pickle.loads` is the other end."""
+def pack(samples: Sequence[Any], files: ImageFiles) -> bytes:
+    """For a worker. Each sample by itself: what a function changes in one, it must not find changed in the next."""
+    return pickle.dumps([pack_one(sample, files) for sample in samples])
+
+
+def pack_one(sample: Any, files: ImageFiles) -> bytes:
     buffer = io.BytesIO()
-    Packer(buffer, files).dump(value)
+    Packer(buffer, files).dump(sample)
     return buffer.getvalue()
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 TOTAL_KEYS = ("overall", "score")  # where a dict keeps the reward: EasyR1's name, verl's name
+LARGEST = 3.4e38  # of the 32-bit floats that rewards become
 TOKEN_WEIGHTS = "token_weights"  # the extra value that weighs tokens (SPEC 2.1)
 EXPECTED = "a reward function returns a number, None, (number, dict of extra values), or a dict with overall or score"
 
@@ -64,8 +65,8 @@ def _number(value: Any) -> float | None:
     if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
         raise TypeError(f"{EXPECTED}; it returned {type(value).__name__}")
     number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"a reward must be finite; it was {number}")
+    if not abs(number) <= LARGEST:
+        raise ValueError(f"a reward must be finite; it was {number} (it becomes a 32-bit float)")
     return number
 
 
@@ -81,4 +82,13 @@ def _checked_extras(extras: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_weight(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value) and value >= 0
+    return isinstance(value, (int, float)) and 0 <= value <= LARGEST
+
+
+def logged_number(value: Any) -> float:
+    """An extra value as it is logged; NaN where it is no finite number.
+
+    >>> [logged_number(value) for value in (True, 2, "2", 10**400)]
+    [1.0, 2.0, nan, nan]
+    """
+    return float(value) if isinstance(value, (int, float)) and abs(value) <= LARGEST else math.nan

@@ -20,6 +20,8 @@ from mtrl.rewards.loading import PLACE, Setup
 
 END_SECONDS = 5.0  # between the end of a pipe and the end of its process
 KEPT_OUTPUT = 4_000  # bytes
+# The directory we stand in comes last, or a random.py there would hide Python's.
+START = "import sys; sys.path.sort(key=lambda place: place == ''); from mtrl.rewards.worker import main; main()"
 
 
 class WorkerLost(Exception):
@@ -40,7 +42,7 @@ class WorkerProcess:
             self._place = mmap.mmap(shared.fileno(), mmap.PAGESIZE)
             handed = [theirs.fileno(), shared.fileno()]
             self._process = subprocess.Popen(
-                [sys.executable, "-u", "-m", "mtrl.rewards.worker", *map(str, handed)],
+                [sys.executable, "-u", "-c", START, *map(str, handed)],
                 pass_fds=handed,
                 stdin=subprocess.DEVNULL,
                 stdout=prints,
@@ -89,11 +91,10 @@ class WorkerProcess:
         return printed.decode(errors="replace")
 
     def kill(self) -> None:
-        """The process and whatever it started; a `receive` in another thread sees its pipe end."""
-        if self._process.poll() is None:
-            with suppress(ProcessLookupError):  # another thread was quicker
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        """The process, ended or not, and whatever it started; a `receive` in another thread sees its pipe end."""
+        with suppress(ProcessLookupError):  # nobody is left
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
     def release(self) -> None:
         """Kills it and closes its pipes; nobody may use it any more."""

@@ -72,7 +72,8 @@ def add_attention(told: list[dict[str, Any]], rollouts: Rollouts, mass: Tensor) 
     sizes = pool_sizes(rollouts.prompts)[rollouts.group]
     by_token = vgr(segment(mass, "all"), sizes[:, None])
     by_response = vgr(sequence_mass(mass, rollouts.mask), sizes[:, None])  # [N, segments]
-    applies = ~by_response.isnan().any(1)
-    for row in applies.nonzero().flatten().tolist():
-        told[row]["vgr"] = by_token[row, rollouts.mask[row]].tolist()
-        told[row] |= {f"vgr_{name}": float(by_response[row, place]) for place, name in enumerate(SEGMENTS[:-1])}
+    for row, values in enumerate(by_response.tolist()):
+        known = {f"vgr_{name}": value for name, value in zip(SEGMENTS, values, strict=True) if value == value}
+        known.pop("vgr_weight", None)  # for token weights, not for people
+        if known:
+            told[row] |= {"vgr": by_token[row, rollouts.mask[row]].tolist(), **known}

@@ -231,6 +231,13 @@ class Sandbox:
         return futures
 
 
+def own_copy(value: Any) -> Any:
+    """For a function of this process: its lists and dicts, in which it may change what it likes, are its own."""
+    if isinstance(value, Mapping):
+        return {key: own_copy(each) for key, each in value.items()}
+    return [own_copy(each) for each in value] if isinstance(value, list) else value
+
+
 class InProcess:
     """A Python callable handed over as an object. It runs here, at once, where no process can be killed: only what it
     raises is caught. Reward files have the sandbox."""
@@ -243,7 +250,7 @@ class InProcess:
     def submit(self, samples: Sequence[Sample], group: Sequence[int] | None = None) -> list[Future[Outcome]]:
         futures: list[Future[Outcome]] = [Future() for _ in samples]
         for rows in split_calls(self._reward.traits, group or range(len(samples)), workers=1):
-            job = Job([samples[row] for row in rows], [futures[row] for row in rows])
+            job = Job([own_copy(samples[row]) for row in rows], [futures[row] for row in rows])
             self._reward.score(job.samples, job.settle)
         return futures
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mtrl.algorithms.rewards import combine, scheduled_weights
 from mtrl.errors import RunError
-from mtrl.rewards.outcomes import TOKEN_WEIGHTS, Outcome, done
+from mtrl.rewards.outcomes import TOKEN_WEIGHTS, Outcome, done, logged_number
 from mtrl.rewards.samples import samples_of, signals_of
 from mtrl.types import Rewards, Rollouts, Signals
 
@@ -185,12 +185,8 @@ def extra_values(outcomes: Outcomes) -> dict[str, Tensor]:
     names = {key: None for column in outcomes.values() for outcome in column for key in outcome.extras}
     extras = {}
     for name in names:
-        column = [_number(outcome.extras.get(name)) for row in outcomes.values() for outcome in row]
+        column = [logged_number(outcome.extras.get(name)) for row in outcomes.values() for outcome in row]
         if not all(map(math.isnan, column)) and name not in outcomes:
             per_function = torch.tensor(column).view(len(outcomes), -1)
             extras[name] = per_function.nanmean(0)
     return extras
-
-
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, (int, float)) else math.nan

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import os
 import sys
 import threading
 import time
@@ -58,13 +59,31 @@ class Reward:
         module = module or sys.modules.get(getattr(function, "__module__", ""))
         self.function, self.kwargs, self.names, self.seconds = function, dict(kwargs), names, seconds
         self.signature = signature_of(names, getattr(module, "REWARD_TYPE", None))
-        self.out_of_memory = False
+        self.out_of_memory, self.process = False, os.getpid()
         self.traits = Traits(
             batch=self.signature in ("trl", "easyr1_batch"),
             concurrent=is_async(function),
             signals="signals" in names or mentions(function, "signals"),
             name=getattr(module, "REWARD_NAME", None),
         )
+        self._check_parameters()
+
+    def _check_parameters(self) -> None:
+        """A function that no response could ever be handed to is refused before a run begins. TRL's columns are known
+        only then."""
+        try:
+            found = inspect.signature(self.function, follow_wrapped=False)
+        except ValueError:
+            return
+        positional, named = next(self._ways([{"response": ""}], Log()))
+        try:
+            (found.bind_partial if self.signature == "trl" else found.bind)(*positional, **named, **self.kwargs)
+        except TypeError as error:
+            form = {"trl": "f(completions, ..)", "verl": "f(data_source, solution_str, ground_truth, extra_info)"}
+            raise ValueError(
+                f"it cannot be called as {form.get(self.signature, 'f(data)')}, the form its parameters ask for, with "
+                f"the keyword arguments {sorted(self.kwargs)} of reward_fn_kwargs: {error}"
+            ) from None
 
     def score(self, samples: Sequence[Sample], report: Report) -> None:
         """Reports (place, outcome) as soon as an outcome is there; nothing a function raises comes out."""
@@ -93,12 +112,14 @@ class Reward:
             answer = self._call(samples, log)
             answer = await (asyncio.wait_for(answer, self.seconds) if self.traits.concurrent else answer)
             answers = as_many(answer, len(samples)) if self.traits.batch else [answer]
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            leave_if_forked(self.process, error)
             self.out_of_memory |= isinstance(error, MemoryError)
             failure, seconds = traceback_of(error), time.perf_counter() - begin
             if isinstance(error, asyncio.TimeoutError) and self.seconds and seconds >= self.seconds:
                 failure = f"took longer than {self.seconds:g} s"
             return [Outcome(failure=failure, seconds=seconds / len(samples))] * len(samples)
+        leave_if_forked(self.process)
         seconds = (time.perf_counter() - begin) / len(samples)
         return [read_outcome(each, seconds, log.of(place)) for place, each in enumerate(answers)]
 
@@ -251,6 +272,18 @@ def traceback_of(error: BaseException) -> str:
             theirs = place.tb_next
         place = place.tb_next
     return "".join(traceback.format_exception(type(error), error, theirs))[-MAX_FAILURE:]
+
+
+def leave_if_forked(owner: int, error: BaseException | None = None) -> None:
+    """A function may fork. Where its child comes back to us it ends, as Python would: it is no second worker."""
+    if os.getpid() == owner:
+        return
+    if error is not None and not isinstance(error, SystemExit):
+        traceback.print_exception(type(error), error, error.__traceback__)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    status = error.code if isinstance(error, SystemExit) else int(error is not None)
+    os._exit(status if isinstance(status, int) else int(status is not None))
 
 
 def as_many(answer: Any, count: int) -> Sequence[Any]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mtrl.rewards.outcomes import Outcome
+from mtrl.rewards.outcomes import Outcome, logged_number
 from mtrl.rewards.samples import samples_of
 from mtrl.rewards.scorer import RewardFunction, Sample
 from mtrl.types import Rollouts
@@ -70,11 +70,12 @@ class Trial:
     def parts(self) -> dict[str, Spread]:
         """The function's own value and each number it gave beside it, over the responses that did not fail."""
         fine = [each.outcome for each in self.tried if not each.outcome.failure]
-        names = dict.fromkeys(name for outcome in fine for name, value in outcome.extras.items() if is_number(value))
-        columns = {self.name: [as_number(outcome.value) for outcome in fine]}
-        for name in names:
-            columns.setdefault(name, [as_number(outcome.extras.get(name)) for outcome in fine])
-        return {name: Spread.of(column) for name, column in columns.items()}
+        parts = {self.name: Spread.of([logged_number(outcome.value) for outcome in fine])}
+        for name in dict.fromkeys(name for outcome in fine for name in outcome.extras):
+            spread = Spread.of([logged_number(outcome.extras.get(name)) for outcome in fine])
+            if spread.absent < len(fine):  # texts and lists are no parts
+                parts.setdefault(name, spread)
+        return parts
 
     def slowest(self, count: int) -> list[Tried]:
         """Of those that were timed: built-ins are not, nor calls that took their process with them."""
@@ -119,11 +120,3 @@ def histogram(values: Sequence[float], most: int = 12) -> list[tuple[float, floa
     for value in values:
         counts[min(most - 1, int((value - low) / width))] += 1
     return [(low + i * width, low + (i + 1) * width, count) for i, count in enumerate(counts)]
-
-
-def is_number(value: object) -> bool:
-    return isinstance(value, (int, float))
-
-
-def as_number(value: object) -> float:
-    return float(value) if isinstance(value, (int, float)) else NAN

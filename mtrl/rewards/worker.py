@@ -1,6 +1,6 @@
 """A reward worker process: loads one user function and calls it until its pipe closes. Imports nothing heavy.
 
-    python -m mtrl.rewards.worker PIPE PLACE      (file descriptors; started by `process.py`)
+Its arguments are two file descriptors, of a pipe and of the shared place; `process.py` starts it.
 
 It receives a `Setup` and answers ("ready", traits) or ("error", message). Then it receives lists of samples and answers
 ([(place in the list, fields of its outcome), ..], whether it ends now) as they are done; no place: for all the list.
@@ -42,6 +42,13 @@ def limit_memory(size: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (min(allowed), hard))
 
 
+def allow_open_files() -> None:
+    """As many as the system lets us have: an image is an open file until it is looked at, and a message may bring
+    thousands."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 class Answers:
     """Outcomes on their way back, some at a time: a message for each would cost more than a quick function does. Where
     the work is stands in a number that the parent shares, for it to know which sample this process died of."""
@@ -72,6 +79,7 @@ def main() -> None:
     setup: Setup = connection.recv()
     threading.Thread(target=end_with, args=(setup.parent, setup.scratch), daemon=True).start()
     limit_memory(setup.memory_bytes)
+    allow_open_files()
     try:
         reward = load_reward(setup.function, setup.kwargs, setup.timeout_s)
     except BaseException:
@@ -85,13 +93,9 @@ def main() -> None:
         except EOFError:
             return
         try:
-            samples = pickle.loads(message)
+            samples = [pickle.loads(sample) for sample in pickle.loads(message)]
         except Exception:
             answers.add(None, Outcome(failure=traceback.format_exc()))
         else:
             reward.score(samples, lambda place, outcome: answers.add(place, outcome, ends=reward.out_of_memory))
         answers.flush()
-
-
-if __name__ == "__main__":
-    main()

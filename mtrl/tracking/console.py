@@ -10,6 +10,7 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -130,22 +131,28 @@ class Console:
     def _say(self, line: str) -> None:
         """On a terminal a line replaces the one before."""
         if not self.live:
-            print(line, file=self.stream, flush=True)
+            self._write(line + "\n")
             return
         line = line[: shutil.get_terminal_size().columns - 1]  # one that wraps could not be replaced
-        print("\r" + line.ljust(self._width), end="", file=self.stream, flush=True)
+        self._write("\r" + line.ljust(self._width))
         self._width = len(line)
 
     def _keep(self, lines: Sequence[str]) -> None:
         self._make_room()
-        print("\n".join(lines), file=self.stream, flush=True)
+        self._write("\n".join([*lines, ""]))
 
     def _make_room(self, record: logging.LogRecord | None = None) -> bool:
         """Ends the line of progress, so that what comes next has a line of its own; also a filter of log handlers."""
         if self._width:
-            print(file=self.stream, flush=True)
+            self._write("\n")
             self._width = 0
         return True
+
+    def _write(self, text: str) -> None:
+        """A reader that went away, or a full disk behind the stream, must not end a run."""
+        with suppress(OSError):
+            self.stream.write(text)
+            self.stream.flush()
 
 
 def numbers(values: Mapping[str, float]) -> str:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from mtrl.tracking.colour import Paint
 
 NAME_WIDTH = 26
-NO_SCORES = ("val/response_length", "val/truncated")  # more of them is not better, so they have no best
+ATTENTION = "val/attention/"
+NO_SCORES = ("val/response_length", "val/truncated", ATTENTION)  # more of them is not better, so they have no best
 SAME = 5e-4  # changes that three digits do not show
 
 Values = Mapping[str, float]
@@ -62,23 +63,32 @@ def table(step: int, values: Values, by: By, history: Validations, paint: Paint)
     title, heads = f"validation at step {step}", f"{'now':>8}"
     if history.last:
         heads += f" {'change':>8}   best"
-    lines = [paint(f"{title:<{NAME_WIDTH}} {heads}", "bold")]
-    shown = [name for name in values if name.startswith("val/") and name != "val/pass@1"]  # which is avg@1
-    for name in sorted(shown, key=NO_SCORES.count):
-        lines.append(_line(name, name.removeprefix("val/"), values[name], history, paint))
+    shown = sorted(filter(_is_shown, values), key=lambda name: name.startswith(NO_SCORES))
+    width = max([NAME_WIDTH, *(len(name) - 2 for name in shown)])  # "val/" goes, two spaces come
+    lines = [paint(f"{title:<{width}} {heads}", "bold")]
+    for name in shown:
+        lines.append(_line(name, name.removeprefix("val/"), width, values[name], history, paint))
     for column, rates in by.items():
         lines.append(f"  by {column}")
-        lines += [_line(f"val/by_{column}/{value}", f"  {value}", rates[value], history, paint) for value in rates]
+        names = {value: f"val/by_{column}/{value}" for value in rates}
+        lines += [_line(names[value], f"  {value}", width, rates[value], history, paint) for value in rates]
     return lines
 
 
-def _line(name: str, label: str, now: float, history: Validations, paint: Paint) -> str:
-    line = f"  {label:<{NAME_WIDTH - 2}} {now:8.3f}"
+def _is_shown(name: str) -> bool:
+    """Of attention only the means over all layers, the others are in the files; pass@1 is avg@1."""
+    if name.startswith(ATTENTION):
+        return name.endswith("_all")
+    return name.startswith("val/") and name != "val/pass@1"
+
+
+def _line(name: str, label: str, width: int, now: float, history: Validations, paint: Paint) -> str:
+    line = f"  {label:<{width - 2}} {now:8.3f}"
     before, best = history.last.get(name), history.best.get(name)
     if before is None or best is None:
         return line
     change = now - before.value
-    if name in NO_SCORES:
+    if name.startswith(NO_SCORES):
         return f"{line} {change:+8.3f}"
     line += " " + paint(f"{change:+8.3f}", "dim" if abs(change) < SAME else "green" if change > 0 else "red")
     return f"{line}   {best.value:.3f} at step {best.step}" if now <= best.value else f"{line}   now"

@@ -114,7 +114,7 @@ def answered(
     policy: Forward, encoder: TextEncoder, rollouts: Rollouts, letter: str | None, wanted: Sequence[str]
 ) -> Answered:
     """Of one response."""
-    signals, prompt = policy.signals(rollouts, mass=True), rollouts.prompts[0]
+    signals, prompt = policy.signals(rollouts, old=False, mass=True), rollouts.prompts[0]
     assert signals.mass is not None and signals.prompt_mass is not None
     answer = Answered(
         id=prompt.task.id,

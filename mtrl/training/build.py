@@ -79,7 +79,9 @@ class Run:
                 self.loop.run()
                 self.loop.house.store.close()
         if self.interrupt.asked():
-            say(f"saved after step {self.loop.done} in {self.directory}; the same command goes on from there")
+            name = self.config.training.experiment_name  # which `mtrl demo` makes up anew each time
+            again = f"the same command goes on from there, with training.experiment_name={name}"
+            say(f"saved after step {self.loop.done} in {self.directory}; {again}")
             self.interrupt.leave()
 
 
@@ -101,12 +103,11 @@ def build(
 ) -> Run:
     """`data` and `rewards` stand in for the config's when they are Python objects."""
     refuse_unbuilt(config)
-    if config.optimization.perturbation not in PERTURBATIONS:
-        known = ", ".join(PERTURBATIONS)
-        raise ConfigError([f"optimization.perturbation: {config.optimization.perturbation}; there are {known}"])
+    if unknown := unknown_names(config):
+        raise ConfigError(unknown)
     with ExitStack() as closing:
         training = config.training
-        place = Path(training.output_dir, training.project_name, training.experiment_name)
+        place = Path(training.output_dir, training.project_name, training.experiment_name).expanduser()
         directory = closing.enter_context(claim(place, config, training.fresh))
         encoder = build_encoder(config)
         files = config.dataset.train_files if data is None else data
@@ -137,7 +138,7 @@ def build(
             validation=build_validation(config, encoder, directory.path, trained_on_rows=data is not None),
             stop=interrupt.asked,
         )
-        wanted = any(function.needs_signals for function in scorer.functions.values())
+        wanted = any(f.needs_signals and not isinstance(f, grounding.Grounded) for f in scorer.functions.values())
         sees = sees_attention(config, policy.backbone)
         rules = recipe.recipe_of(config, steps, first=not start.own, rewards_read_signals=wanted, sees_attention=sees)
         loop = Loop(house, rules)
@@ -161,6 +162,12 @@ def evaluate(config: Config) -> Result:
         return validation.run(LocalGenerator(policy.backbone, encoder), scorer, version=0, prober=prober)
     finally:
         scorer.close()
+
+
+def unknown_names(config: Config) -> list[str]:
+    """What the configuration calls by a name that nothing here has."""
+    name = config.optimization.perturbation
+    return [] if name in PERTURBATIONS else [f"optimization.perturbation: {name}; there are {', '.join(PERTURBATIONS)}"]
 
 
 def build_store(config: Config, directory: RunDirectory) -> FolderStore:
@@ -215,8 +222,8 @@ def sees_attention(config: Config, backbone: Backbone) -> bool:
 
 def shares_prefixes(backbone: Backbone) -> bool:
     if not backbone.shares_prefixes:
-        family = backbone.model.config.model_type
-        logger.warning("share_prefix: not known to be exact for the family %r; each response reads its prompt", family)
+        said = "share_prefix: not known to be exact for the family %r with %s attention; each response reads its prompt"
+        logger.warning(said, backbone.model.config.model_type, backbone.attention_name)
     return backbone.shares_prefixes
 
 

@@ -23,6 +23,7 @@ from typing import Any
 
 from mtrl.errors import RunError
 from mtrl.protocols import Snapshot
+from mtrl.training.machine import free_memory
 from mtrl.training.manifest import Damaged, move_to, seal, to_disk
 
 STATE = "trainer_state.json"
@@ -65,7 +66,7 @@ class FolderStore:
         record = json.dumps({**state, "metric": self.metric, "score": score}, indent=1)
         if self.is_best(score):
             self.best_score = score  # type: ignore[assignment]
-        background = 2 * snapshot.nbytes <= available_memory()
+        background = 2 * snapshot.nbytes <= free_memory()
         try:
             self.before_saving()
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -149,6 +150,8 @@ class FolderStore:
     def _link_best(self) -> None:
         best, self.best_score = self._best()
         link = self.directory / BEST
+        if link.is_symlink() and not link.exists():  # the checkpoint was damaged, and is set aside
+            link.unlink()
         if best is not None and (not link.is_symlink() or os.readlink(link) != best.name):
             beside = self.directory / f".{BEST}"
             beside.unlink(missing_ok=True)
@@ -207,18 +210,3 @@ def refuse_without_room(directory: Path, needed: int) -> None:
     free = shutil.disk_usage(directory).free
     if free < needed:
         raise OSError(f"it needs {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free in {directory}")
-
-
-def available_memory() -> int:
-    """Bytes of main memory that are still to be had, under the limit of a container too; 0 where nobody says."""
-    try:
-        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        available = int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):
-        return 0
-    try:
-        group = Path("/sys/fs/cgroup")
-        limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
-    except OSError:
-        return available
-    return available if limit == "max" else min(available, int(limit) - int(used))

@@ -97,9 +97,11 @@ def demo(words: Sequence[str]) -> int:
     run = started(house.build, config)
     run.train()
     rows = read_rows(run.directory / "metrics.jsonl")
-    before, after = (next(row for row in order if "val/avg@1" in row) for order in (rows, rows[::-1]))
-    _draw_learning_curve(run.directory / "learning_curve.png", rows)
-    print(_comparison(before, after))
+    accuracy = f"val/avg@{config.worker.rollout.val.n}"
+    validated = [row for row in rows if accuracy in row]
+    before, after = validated[0], validated[-1]
+    _draw_learning_curve(run.directory / "learning_curve.png", rows, accuracy)
+    print(_comparison(before, after, accuracy))
     print(
         f"\nLearning curve:  {run.directory}/learning_curve.png"
         f"\nEvery response:  {run.directory}/rollouts.jsonl"
@@ -110,8 +112,8 @@ def demo(words: Sequence[str]) -> int:
     )
     seconds = round(time.perf_counter() - begin, 1)
     summary = {
-        "accuracy_before": before["val/avg@1"],
-        "accuracy_after": after["val/avg@1"],
+        "accuracy_before": before[accuracy],
+        "accuracy_after": after[accuracy],
         "steps": after["step"],
         "seconds": seconds,
         "run_dir": str(run.directory),
@@ -164,7 +166,7 @@ def take_path_and_data(words: Sequence[str], question: str) -> tuple[str, str | 
 def evaluation_config(path: str, overrides: list[str]) -> Config:
     """A run's own configuration with its newest checkpoint; for a bare checkpoint the defaults."""
     place = Path(path)
-    run = next((each for each in (place, place.parent.parent) if (each / "config.yaml").is_file()), None)
+    run = next((each for each in (place, place.absolute().parent.parent) if (each / "config.yaml").is_file()), None)
     checkpoint = newest_intact(place / "checkpoints", but=(MOMENTS,)) if run == place else place
     if run == place and checkpoint is None:
         raise ConfigError([f"{path} is a run without a checkpoint"])
@@ -179,22 +181,22 @@ def _table(result: Validated) -> str:
     return "\n".join(lines)
 
 
-def _comparison(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+def _comparison(before: Mapping[str, Any], after: Mapping[str, Any], accuracy: str) -> str:
     """Accuracy by kind of question before and after, as a table."""
     prefix = "val/by_kind/"
     kinds = [name for name in before if name.startswith(prefix)]
     rows = [(name.removeprefix(prefix), before[name], after[name]) for name in kinds]
-    rows.append(("all", before["val/avg@1"], after["val/avg@1"]))
+    rows.append(("all", before[accuracy], after[accuracy]))
     lines = [f"\n{'accuracy':<12} {'before':>7} {'after':>7}"]
     lines += [f"{kind:<12} {old:7.3f} {new:7.3f}   {new - old:+.3f}" for kind, old, new in rows]
     return "\n".join(lines)
 
 
-def _draw_learning_curve(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+def _draw_learning_curve(path: Path, rows: Sequence[Mapping[str, Any]], accuracy: str) -> None:
     sampled = [(row["step"], row["reward/success_rate"]) for row in rows if "reward/success_rate" in row]
-    greedy = [(row["step"], row["val/avg@1"]) for row in rows if "val/avg@1" in row]
+    validated = [(row["step"], row[accuracy]) for row in rows if accuracy in row]
     series = {
         f"training, sampled (mean of {SMOOTHED_OVER} steps)": running_mean(sampled, SMOOTHED_OVER),
-        "test questions, greedy": greedy,
+        "test questions": validated,
     }
     draw_chart(path, "Accuracy of the embedded model", series, "step", "accuracy")

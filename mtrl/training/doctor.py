@@ -12,7 +12,7 @@ from mtrl.config import Config, take_file, warnings
 from mtrl.data.sources import HUB_ID
 from mtrl.models.size import ModelSize, judge_parameters, size_of
 from mtrl.training import machine, recipe
-from mtrl.training.build import EMBEDDED, configure, model_path
+from mtrl.training.build import EMBEDDED, configure, model_path, unknown_names
 from mtrl.training.machine import GIB, Device
 from mtrl.training.memory import Estimate, Plan, estimate
 from mtrl.training.unbuilt import is_bare, unbuilt
@@ -28,7 +28,7 @@ def run(words: Sequence[str]) -> int:
     config, embedded = configure(file, overrides)
     device = machine.devices()[0]
     print(f"\nThe run: {'the embedded task' if embedded else file or 'the overrides'}")
-    problems = [*unbuilt(config), *missing_features(config), *missing_files(config)]
+    problems = [*unbuilt(config), *unknown_names(config), *missing_features(config), *missing_files(config)]
     try:
         size, plan = size_of(model_path(config), trusts(config)), plan_of(config, device.is_gpu)
     except ValueError as error:  # it names the model
@@ -87,6 +87,7 @@ def missing_files(config: Config) -> Iterator[str]:
         "dataset.image_dir": data.image_dir,
         "dataset.format_prompt": data.format_prompt,
         "worker.actor.model.tokenizer_path": model.tokenizer_path,
+        "training.load_checkpoint_path": config.training.load_checkpoint_path,
     }
     for key, place in named.items():
         if place is None or (key.endswith("tokenizer_path") and of_hub(place)):
@@ -175,6 +176,7 @@ def memory_problems(size: ModelSize, plan: Plan, device: Device) -> Iterator[str
 
 def smaller(size: ModelSize, plan: Plan, found: Estimate) -> Iterator[tuple[str, int]]:
     """Changes that lower the peak, the most helpful first."""
+    fewer_prompts = max(1, plan.prompts_per_step // 4)
     half_pass = max(plan.prompt_tokens + plan.response_tokens, plan.pass_tokens // 2)
     changes = {
         "worker.actor.fsdp.param_dtype=bf16": replace(plan, weight_bytes=2),
@@ -187,9 +189,7 @@ def smaller(size: ModelSize, plan: Plan, found: Estimate) -> Iterator[tuple[str,
         f"dataset.max_response_length={plan.response_tokens // 2}": replace(
             plan, response_tokens=plan.response_tokens // 2
         ),
-        f"dataset.rollout_batch_size={plan.prompts_per_step // 4}": replace(
-            plan, prompts_per_step=max(1, plan.prompts_per_step // 4)
-        ),
+        f"dataset.rollout_batch_size={fewer_prompts}": replace(plan, prompts_per_step=fewer_prompts),
     }
     peaks = {way: estimate(size, changed).peak_bytes for way, changed in changes.items()}
     worth = [way for way, peak in peaks.items() if peak < 0.98 * found.peak_bytes]

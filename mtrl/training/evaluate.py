@@ -104,6 +104,7 @@ def collect(scores: dict[str, list[float]], rollouts: Rollouts, rewards: Rewards
     scores["reward_score"] += rewards.total.tolist()
     scores["response_length"] += rollouts.mask.sum(1).tolist()
     scores["truncated"] += rollouts.truncated.float().tolist()
+    scores["reward/failed"] += rewards.failed.float().tolist()
     for name, part in rewards.parts.items():
         scores[f"reward/{name}"] += part[~part.isnan()].tolist()
     for name, values in attention_values(signals, rollouts).items():

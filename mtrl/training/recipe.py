@@ -35,7 +35,7 @@ def recipe_of(
         passes=actor.ppo_epochs,
         sampling=training_sampling(config),
         needs=needs_of(config, rewards_read_signals),
-        attention_every=attention_every(config) if sees_attention else 0,
+        attention_every=attention_every(config, rewards_read_signals) if sees_attention else 0,
         estimator=algorithm.advantage_estimator,  # type: ignore[arg-type]  # gae and remax are refused before
         scale_rewards=algorithm.scale_rewards,
         gamma=algorithm.gamma,
@@ -95,10 +95,11 @@ def needs_of(config: Config, rewards_read_signals: bool = False) -> Needs:
     )
 
 
-def attention_every(config: Config) -> int:
-    """Every how many steps attention is read: at each where a reward or weight needs it, else now and then."""
+def attention_every(config: Config, rewards_read_signals: bool = False) -> int:
+    """Every how many steps attention is read: at each where a reward or weight needs it (of a function that reads
+    signals nobody knows which), else now and then."""
     asked = config.optimization.compute_attention_metrics
-    if asked == "auto" and not needs_attention(config):
+    if asked == "auto" and not (needs_attention(config) or rewards_read_signals):
         return ATTENTION_NOW_AND_THEN
     return int(asked is not False)
 

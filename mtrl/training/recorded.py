@@ -30,10 +30,11 @@ RESPONSE = "response"  # the column of a dataset that holds a response, or a lis
 
 @dataclass(frozen=True)
 class Group:
-    """Responses to one task."""
+    """Responses to one task, and how each ended."""
 
     task: Task
     responses: tuple[str, ...]
+    finish: tuple[Finish, ...]
 
 
 class Recorded(Protocol):
@@ -72,7 +73,8 @@ class RunRecord:
             if task is None:
                 task = Task(name, f"row {name}", (), answer=responses[0].get("answer"))
             task = replace(task, origin=f"step {step}, {task.origin}")
-            yield Group(task, tuple(row["response"] for row in responses))
+            finish = tuple(row.get("finish", STOP) for row in responses)
+            yield Group(task, tuple(row["response"] for row in responses), finish)
 
     def notes(self) -> list[str]:
         if not self.joined[False]:
@@ -114,10 +116,10 @@ class DataRecord:
         try:
             task = self.builder.build(source, place)
             responses = responses_of(task)
-            if responses is not None:
-                return Group(task, responses)
-            self.answers += 1
-            return Group(task, (answer_of(task),))
+            if responses is None:
+                responses = (answer_of(task),)
+                self.answers += 1
+            return Group(task, responses, (STOP,) * len(responses))
         except RowError as error:
             bad = BadRow(source.name, source.row_number(place), error.reason)
             if self.builder.settings.on_bad_row == "error":
@@ -169,7 +171,8 @@ def batches(groups: Iterable[Group], encoder: TextEncoder | None) -> Iterator[Ro
 
 def as_rollouts(groups: Sequence[Group], encoder: TextEncoder | None) -> Rollouts:
     texts = [text for group in groups for text in group.responses]
-    ids = [encoder.tokenizer.encode(text, add_special_tokens=False) if encoder else [] for text in texts]
+    finish = [how for group in groups for how in group.finish]
+    ids = [response_tokens(text, how, encoder) if encoder else [] for text, how in zip(texts, finish, strict=True)]
     tokens = pad_sequence([torch.tensor(row, dtype=torch.long) for row in ids], batch_first=True)
     mask = torch.arange(tokens.shape[1]) < torch.tensor([len(row) for row in ids])[:, None]
     return Rollouts(
@@ -179,9 +182,15 @@ def as_rollouts(groups: Sequence[Group], encoder: TextEncoder | None) -> Rollout
         mask=mask,
         behaviour=torch.zeros(mask.shape),
         text=tuple(texts),
-        finish=tuple(STOP for _ in texts),
+        finish=tuple(finish),
         version=torch.zeros(len(texts), dtype=torch.long),
     )
+
+
+def response_tokens(text: str, finish: Finish, encoder: TextEncoder) -> list[int]:
+    """With the end token that the text does not show, where the response came to its end."""
+    end = encoder.stop_ids[:1] if finish == STOP else ()
+    return [*encoder.tokenizer.encode(text, add_special_tokens=False), *end]
 
 
 def seen_prompt(task: Task, encoder: TextEncoder | None) -> Prompt:

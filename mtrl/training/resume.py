@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from itertools import chain, count
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,7 @@ def _own_start(directory: Path, find_last: bool) -> Start | None:
 def _given_start(given: str | None) -> Start:
     if given is None:
         return Start()
-    checkpoint = checkpoint_at(Path(given))
+    checkpoint = checkpoint_at(Path(given).expanduser())
     return Start(checkpoint, read_state(checkpoint))
 
 
@@ -169,9 +170,15 @@ def newest_intact(directory: Path, set_aside: bool = False, but: Collection[str]
             continue
         if set_aside:
             for bad in damaged:
-                bad.rename(bad.with_name(f"{bad.name}.damaged"))
+                bad.rename(free_name(bad.with_name(f"{bad.name}.damaged")))
         return checkpoint
     if damaged:
         told = "; ".join(f"{path.name}: {error}" for path, error in damaged.items())
         raise StartError(f"no checkpoint in {directory} is whole: {told}. Move them away to start again from step 0")
     return None
+
+
+def free_name(path: Path) -> Path:
+    """The path, with a number where there is something of that name: a disk may damage the same step twice."""
+    numbered = (path.with_name(f"{path.name}.{number}") for number in count(2))
+    return next(each for each in chain([path], numbered) if not each.exists())

@@ -49,8 +49,8 @@ class RunDirectory:
         if self._is_ours():
             return
         logger.warning("%s was removed while the run is on; it is made again, without what was in it", self.path)
-        self._lock.close()
-        self._lock = self._claim()
+        gone, self._lock = self._lock, self._claim()  # one that fails leaves the old lock, for the next time
+        gone.close()
         write_file(self.path / ID, self.id)
         if self._config is not None:
             write_file(self.path / CONFIG, self._config)

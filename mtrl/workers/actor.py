@@ -97,7 +97,7 @@ class LocalActor:
     def _probe(self, rollouts: Rollouts, needs: Needs, step: int) -> Signals:
         views = [self.perturbation.view(p, step) for p in rollouts.prompts] if needs.dependency else None
         return self.forward.signals(
-            rollouts, views, entropy=needs.entropy, dependency=needs.dependency, mass=needs.mass
+            rollouts, views, old=needs.old, entropy=needs.entropy, dependency=needs.dependency, mass=needs.mass
         )
 
     # ------------------------------------------------------------------------------------------------------ updating

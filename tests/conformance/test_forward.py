@@ -112,6 +112,8 @@ def test_only_empty_responses(family, forward):
 
 def test_forbidden_tokens_hold_no_probability(family, forward):
     """The probabilities of all other tokens add up to one: sum over every possible one-token response."""
+    if forward.packed and not forward.share_prefix:
+        pytest.skip("512 prompts in one sequence, and on a CPU a matrix of all of them")
     encoder = encoder_of(family)
     vocabulary = forward.backbone.output_matrix.shape[0]
     rollouts = rollouts_of(prompts_for(family)[:1], [0] * vocabulary, [1] * vocabulary)

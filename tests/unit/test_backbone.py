@@ -16,8 +16,10 @@ from tiny_models import (
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
+    GemmaConfig,
     GPT2Config,
     GraniteConfig,
+    LlamaConfig,
     MistralConfig,
     PhiConfig,
     vision_utils,
@@ -149,6 +151,40 @@ def test_grouped_attention_equals_sdpa(queries, masked):
 def test_only_sdpa_is_replaced(family):
     eager = Backbone(load_model(checkpoint(family), attn_implementation="eager"))
     assert eager.language_model.config._attn_implementation == "eager"
+
+
+class OnGpu(Backbone):
+    """Believes that it is on a GPU."""
+
+    device = torch.device("cuda")
+
+
+SMALL = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("config", "packs"),
+    [
+        (LlamaConfig(**SMALL), True),
+        (LlamaConfig(**SMALL | {"num_attention_heads": 8}), False),  # heads of 8: flex_attention takes 16 or more
+        (LlamaConfig(**SMALL, head_dim=8), False),
+        (GemmaConfig(**SMALL, head_dim=16), False),  # not known to hear of its neighbours by the mask alone
+    ],
+)
+def test_what_is_packed_on_a_gpu(config, packs):
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    assert OnGpu(model).packs is packs
+    assert not Backbone(model).packs
+
+
+def test_dropout_is_off_while_training(family):
+    model = load_model(checkpoint(family)).train()
+    for layer in model.model.language_model.layers:
+        layer.self_attn.attention_dropout = 0.5
+        layer.self_attn.q_proj = torch.nn.Sequential(layer.self_attn.q_proj, torch.nn.Dropout(0.5))
+    backbone, ids = Backbone(model), torch.arange(8)[None]
+    positions = torch.arange(8).expand(3, 1, -1)
+    assert torch.equal(backbone.read(ids, positions), backbone.read(ids, positions))
 
 
 # ------------------------------------------------------------------------------------------------------------ caches

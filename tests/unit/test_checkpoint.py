@@ -10,7 +10,7 @@ import pytest
 
 from mtrl.errors import RunError
 from mtrl.training import checkpoint as module
-from mtrl.training.checkpoint import FolderStore, available_memory, checkpoints, read_state, step_of
+from mtrl.training.checkpoint import FolderStore, checkpoints, read_state, step_of
 from mtrl.training.manifest import MANIFEST, Damaged, check, seal
 
 METRIC = "val/reward_score"
@@ -160,6 +160,16 @@ def test_the_best_is_known_after_a_restart_and_repaired_after_a_kill(tmp_path):
     assert other.is_best(0.1), "scores of another metric do not compare"
 
 
+def test_best_model_never_leads_nowhere(tmp_path):
+    save(store_of(tmp_path, 2, METRIC), 1, 0.5)
+    link = tmp_path / "checkpoints" / "best_model"
+    (tmp_path / "checkpoints" / "step_1").rename(tmp_path / "checkpoints" / "step_1.damaged")
+    store = store_of(tmp_path, 2, METRIC)
+    assert not link.is_symlink()
+    save(store, 2, 0.4)
+    assert os.readlink(link) == "step_2"
+
+
 def test_what_a_kill_left_is_removed_at_the_start(tmp_path):
     store = store_of(tmp_path, 2)
     save(store, 1)
@@ -250,7 +260,7 @@ def test_training_goes_on_while_a_copy_is_written(tmp_path):
 
 
 def test_without_memory_for_a_copy_it_waits(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "available_memory", lambda: 13)
+    monkeypatch.setattr(module, "free_memory", lambda: 13)
     store, snapshot = store_of(tmp_path), FakeSnapshot("1234567")
     store.save(1, snapshot, {"step": 1})
     assert snapshot.copied == 0 and names(tmp_path) == {"step_1"}
@@ -272,8 +282,3 @@ def test_a_run_that_fails_waits_for_its_save_and_one_that_is_told_to_leave_does_
         release.join()
         store.wait()
         shutil.rmtree(tmp_path / "checkpoints")
-
-
-def test_available_memory_is_a_plausible_number():
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert 0 < available_memory() <= total

@@ -2,6 +2,7 @@
 
 import io
 import logging
+import os
 
 import pytest
 import torch
@@ -205,6 +206,32 @@ def test_a_validation_against_the_one_before_and_the_best(time):
         "    a                         0.250   -0.500   0.750 at step 2",
         "    b                         1.000",
     ]
+
+
+def test_attention_has_no_best_and_stands_in_line(time):
+    """A higher VGR is more text and less image: neither a record nor green. Layer segments stay in the files."""
+    values = {"val/attention/prompt_aei_vision_all": 1.0, "val/attention/vgr_late": 9.0, "val/avg@1": 0.5}
+    lines = shown_table((0, values, {}), (2, {**values, "val/attention/prompt_aei_vision_all": 2.0}, {}))
+    assert lines == [
+        "validation at step 0                   now",
+        "  avg@1                              0.500",
+        "  attention/prompt_aei_vision_all    1.000",
+        "validation at step 2                   now   change   best",
+        "  avg@1                              0.500   +0.000   0.500 at step 0",
+        "  attention/prompt_aei_vision_all    2.000   +1.000",
+    ]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device that is always full is needed")
+def test_a_full_disk_behind_the_console_ends_no_run(time):
+    with open("/dev/full", "wb", buffering=0) as full:
+        stream = io.TextIOWrapper(full, write_through=True)
+        shown = Console(2, QUIET, stream=stream)
+        shown.metrics(1, VALUES)
+        shown.validation(1, {"val/reward_score": 1.0}, {})
+        shown.close()
+        with pytest.raises(OSError, match="space"):
+            stream.write("the disk is really full")
 
 
 def test_a_run_that_goes_on_remembers_what_was_not_undone(time):

@@ -159,12 +159,20 @@ def test_a_feature_that_lacks_something():
     assert feature.missing() == ["no_such_module_here"]
 
 
+def test_memory_is_a_plausible_number():
+    assert 0 < machine.free_memory() <= machine.main_memory()
+
+
 def test_memory_of_a_container(tmp_path, monkeypatch):
-    (tmp_path / "limit").write_text("1073741824\n")
-    (tmp_path / "none").write_text("max\n")
-    places = [str(tmp_path / name) for name in ("none", "limit", "not there")]
-    monkeypatch.setattr(machine, "MEMORY_LIMITS", places)
-    assert machine.main_memory() == 2**30 and machine.free_memory() <= 2**30
+    """A limit of 64 MiB, of which 48 are in use and 16 of these are files in the cache."""
+    for name, text in {"limit": 64 << 20, "none": "max", "used": 48 << 20}.items():
+        (tmp_path / name).write_text(f"{text}\n")
+    (tmp_path / "memory.stat").write_text(f"anon {32 << 20}\ninactive_file {16 << 20}\n")
+    containers = tuple((tmp_path / name, "used", "inactive_file") for name in ("none", "limit", "not there"))
+    monkeypatch.setattr(machine, "CONTAINERS", containers)
+    assert (machine.main_memory(), machine.free_memory()) == (64 << 20, 32 << 20)
+    (tmp_path / "used").write_text(f"{90 << 20}\n")
+    assert machine.free_memory() == 0
 
 
 def test_the_disk_of_a_directory_that_is_not_there_yet(tmp_path):
@@ -187,16 +195,18 @@ def test_what_is_missing_is_told_all_at_once(tmp_path, monkeypatch, capsys):
     words = [
         "dataset.train_files=none.jsonl, org/name@train, zoo@train", "dataset.image_dir=nowhere/",
         "worker.reward.functions=[accuracy, rewards.py:f, no_such_package.module:f, json:loads]",
-        "worker.reward.weights=null", "worker.hybrid_engine=false", "training.logger=[console, no]",
+        "worker.reward.weights=null", "worker.hybrid_engine=false", "training.load_checkpoint_path=nothing_to_load",
+        "optimization.perturbation=no_such", "training.logger=[console, no]",
     ]  # fmt: skip
     assert cli.main(["doctor", *words[:-1], "worker.actor.model.model_path=./nothing"]) == 2
     problems = [line for line in capsys.readouterr().out.splitlines() if "PROBLEM" in line]
     for told in (
         "worker.hybrid_engine", "none.jsonl does not exist", "nowhere/ does not exist", "rewards.py does not exist",
-        "no module no_such_package.module", "./nothing is no checkpoint directory",
+        "no module no_such_package.module", "./nothing is no checkpoint directory", "nothing_to_load does not exist",
+        "optimization.perturbation: no_such; there are ",
     ):  # fmt: skip
         assert sum(told in line for line in problems) == 1, told
-    assert len(problems) == 6
+    assert len(problems) == 8
     assert cli.main(["doctor", words[-1]]) == 2, "a configuration that does not load"
 
 
@@ -234,6 +244,12 @@ def test_advice_names_keys_that_load():
     ways = [way.partition(" ")[0] for way, _ in doctor.smaller(BIG, plan, estimate(BIG, plan))]
     assert ways
     load_config(None, ways)
+
+
+def test_advice_never_says_no_prompts_at_all():
+    plan = replace(PLAN, prompts_per_step=3, responses_per_prompt=100, tokens_per_pass=1, checkpointing=True)
+    ways = [way for way, _ in doctor.smaller(MODEL, plan, estimate(MODEL, plan))]
+    assert "dataset.rollout_batch_size=1" in ways
 
 
 def test_checkpoints_must_fit_on_the_disk(tmp_path, monkeypatch, capsys):

@@ -171,6 +171,21 @@ def test_attention_is_read_where_it_is_needed(overrides, every):
     assert attention_every(load_config(None, overrides)) == every
 
 
+def test_a_function_that_reads_signals_is_told_of_attention_at_every_step():
+    rules = recipe_of(load_config(None, {}), 30, rewards_read_signals=True)
+    assert all(rules.needs_at(step).mass for step in range(30))
+
+
+def test_a_segment_without_layers_is_told_of_to_nobody():
+    """A model of two layers has no late third: no reward by it, and the other segments stay."""
+    rollouts, signals = rows([4.0], [0]), looks([4.0])
+    signals.mass[:, :, SEGMENTS.index("late")] = NAN
+    told = signals_of(rollouts, signals)[0]
+    assert told.keys() == {"vgr", "vgr_early", "vgr_middle", "vgr_all"}
+    scorer = build_scorer(load_config(None, {"worker.reward.functions": ["mdi"]}), 10)
+    assert scorer.submit(rollouts, 0).result(signals).parts["mdi"].isnan().all()
+
+
 def test_now_and_then_is_every_tenth_step():
     rules = recipe_of(load_config(None, {"optimization.disable_divergence": True}), 30)
     assert [step + 1 for step in range(30) if rules.needs_at(step).mass] == [10, 20, 30]

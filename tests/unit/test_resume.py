@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -66,6 +67,15 @@ def test_a_damaged_one_is_left_out_for_the_one_before_and_set_aside(tmp_path, ca
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"step_10", "step_20", "step_30.damaged"}
 
 
+def test_the_same_step_may_be_damaged_again(tmp_path):
+    fake_checkpoint(tmp_path, 10)
+    for _ in range(3):
+        damage(fake_checkpoint(tmp_path, 20))
+        assert find_start(tmp_path, steps=99).step == 10
+    aside = {path.name for path in (tmp_path / "checkpoints").glob("step_20*")}
+    assert aside == {"step_20.damaged", "step_20.damaged.2", "step_20.damaged.3"}
+
+
 def test_all_damaged_is_an_error_and_nothing_is_touched(tmp_path):
     steps = [fake_checkpoint(tmp_path, step) for step in (10, 20)]
     for step in steps:
@@ -88,6 +98,12 @@ def test_a_given_one_that_is_damaged_or_no_checkpoint_is_refused(tmp_path):
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     with pytest.raises(StartError, match="a run without a checkpoint"):
         checkpoint_at(tmp_path / "run")
+
+
+def test_a_given_one_may_be_at_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    given = fake_checkpoint(tmp_path / "other", 50)
+    assert find_start(tmp_path / "run", 99, given="~/other").checkpoint == given
 
 
 def test_not_looking_for_the_last_checkpoint_never_overwrites_it(tmp_path):
@@ -179,6 +195,46 @@ def test_a_removed_directory_is_made_again(tmp_path, caplog):
         assert (tmp_path / "run" / CONFIG).read_text() == "a: 1\n"
         with pytest.raises(StartError, match=f"in use by process {os.getpid()}"):
             RunDirectory(tmp_path / "run")
+
+
+def test_a_removed_directory_that_cannot_be_made_is_tried_again(tmp_path):
+    place = tmp_path / "runs"
+    with RunDirectory(place / "run") as directory:
+        shutil.rmtree(place)
+        place.symlink_to("nowhere")
+        for _ in range(2):
+            with pytest.raises(OSError, match="runs"):
+                directory.keep()
+        place.unlink()
+        directory.keep()
+        assert (place / "run" / "run_id").read_text() == directory.id
+
+
+def test_workers_of_a_killed_run_do_not_keep_its_lock(tmp_path):
+    """Forked workers inherit the lock; they must not outlive the run."""
+    code = """
+import sys, time
+from pathlib import Path
+from mtrl.data.parallel import map_rows
+from mtrl.training.run_directory import RunDirectory
+
+def job(row):
+    print(row, flush=True)
+    time.sleep(0.01)
+
+held = RunDirectory(Path(sys.argv[1]))
+map_rows(job, range(2000), "rows", workers=2)
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "run")]
+    owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        owner.stdout.readline()  # the workers are at it
+        owner.kill()
+        owner.communicate(timeout=20)  # until the last of them has let go of the pipe
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(owner.pid, signal.SIGKILL)
+    RunDirectory(tmp_path / "run").close()
 
 
 def test_a_place_that_cannot_be_written_is_said(tmp_path):

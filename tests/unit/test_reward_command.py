@@ -70,7 +70,7 @@ def test_histogram_by_hand():
 def test_totals_and_parts_by_hand():
     outcomes = [
         Outcome(1.0, {"width": 4}, seconds=0.5),
-        Outcome(None, {"word": "text"}),
+        Outcome(None, {"word": "text", "endless": float("inf")}),
         Outcome(failure="Traceback\nKeyError: 'x'", seconds=2.0),
         Outcome(0.0, {"width": 8}),
     ]
@@ -120,7 +120,7 @@ def test_without_responses_the_answers_are_tried(tmp_path, capsys):
 def test_a_model_gives_tokens(function, capsys, tmp_path):
     data = write_rows(tmp_path / "data.jsonl", rows_of(["<answer>A</answer>"]))
     found, _, err = tried(capsys, function, "--data", data, f"worker.actor.model.model_path={MODEL_DIRECTORY}")
-    assert found["parts"]["tokens"]["mean"] == 3 and "note" not in err
+    assert found["parts"]["tokens"]["mean"] == 4 and "note" not in err  # three and the end token, as in a run
 
 
 def test_math_runs_in_its_sandbox(tmp_path, capsys):

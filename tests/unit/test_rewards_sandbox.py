@@ -1,6 +1,7 @@
 """User functions in worker processes: whatever one of them does, only its own call suffers."""
 
 import gc
+import resource
 import subprocess
 import sys
 import time
@@ -8,9 +9,10 @@ from pathlib import Path
 
 import pytest
 from helpers import NAN, close, fake_rollouts
+from PIL import Image
 
 from mtrl.config import load_config
-from mtrl.rewards.sandbox import Sandbox
+from mtrl.rewards.sandbox import InProcess, Sandbox
 from mtrl.training.build import build_scorer
 
 MANNERS = '''
@@ -30,6 +32,16 @@ def reward_function(data, scale=1.0):
     if does == "hang with a child":
         open(data["note"], "w").write(str(subprocess.Popen(["sleep", "1000"]).pid))
         time.sleep(1000)
+    if does == "quit with a child":
+        open(data["note"], "w").write(str(subprocess.Popen(["sleep", "1000"]).pid))
+        os._exit(4)
+    if does.startswith("fork"):
+        child = os.fork()
+        if not child:
+            if does == "fork and exit": sys.exit(7)
+            if does == "fork and raise": raise RuntimeError("of the child")
+            return 100.0
+        return float(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     if does == "exit": sys.exit(3)
     if does == "quit": os._exit(4)
     if does == "ask": input()
@@ -47,7 +59,8 @@ def reward_function(data, scale=1.0):
     if does == "devour": hoard.append(bytearray(1 << 40))
     if does == "hoard": hoard.append(bytearray(1 << 28))
     values = {
-        "nan": float("nan"), "none": None, "inf": float("inf"), "text": "1.0", "list": [1.0], "object": Odd(),
+        "nan": float("nan"), "huge": 1e39, "none": None, "inf": float("inf"),
+        "text": "1.0", "list": [1.0], "object": Odd(),
         "triple": (1.0, {}, 2), "pair": (1.0, 2.0), "bad extras": (1.0, {(1, 2): 3}),
         "empty": {}, "weights": (1.0, {"token_weights": [1.0, -1.0]}), "dict": {"overall": 0.25, "seen": 1},
         "numpy": numpy.float32(0.5), "array": numpy.ones(3), "true": True, "whole": 2,
@@ -117,6 +130,7 @@ def test_extras_come_back_as_plain_values(sandbox):
         ("raise", "RuntimeError: deliberate raise"),
         ("nan", "a reward must be finite; it was nan"),
         ("inf", "a reward must be finite; it was inf"),
+        ("huge", "a reward must be finite; it was 1e+39"),
         ("text", "it returned str"),
         ("list", "it returned list"),
         ("object", "it returned Odd"),
@@ -163,6 +177,58 @@ def test_a_worker_that_hangs_is_replaced_with_all_it_started(file, tmp_path):
     assert ends(before) and ends(int(note.read_text()))
     assert outcome(sandbox, "fine").value == 1.0
     sandbox.close()
+
+
+def test_nothing_outlives_a_worker_that_ends(sandbox, tmp_path):
+    note = tmp_path / "pid"
+    assert "ended with status 4" in outcome(sandbox, "quit with a child", note=str(note)).failure
+    assert ends(int(note.read_text()))
+
+
+@pytest.mark.parametrize(("does", "status"), [("fork", 0), ("fork and exit", 7), ("fork and raise", 1)])
+def test_a_forked_child_is_no_second_worker(sandbox, does, status):
+    before = outcome(sandbox, "pid").extras["pid"]
+    assert outcome(sandbox, does).value == status
+    assert outcome(sandbox, "pid").extras["pid"] == before
+
+
+ALTERS = """
+def reward_function(data):
+    data["options"].append("x")
+    data["images"][0].thumbnail((7, 7))
+    return float(len(data["options"])), {"width": data["images"].pop().width}
+"""
+
+
+def test_what_a_function_changes_it_does_not_find_changed_in_the_next_response(tmp_path):
+    picture = Image.new("RGB", (28, 28))
+    shared = {"options": ["a", "b"], "images": [picture]}
+    sandbox = Sandbox(str(named(tmp_path, ALTERS)), {}, workers=1, timeout_s=20)
+    found = [each.result() for each in sandbox.submit([{"response": "", **shared}] * 3)]
+    assert [each.value for each in found] == [3.0] * 3
+    sandbox.close()
+
+    def alters(data):
+        data["options"].append("x")
+        return float(len(data["options"]))
+
+    found = [each.result() for each in InProcess(alters, {}).submit([{"response": "", **shared}] * 3)]
+    assert [each.value for each in found] == [3.0] * 3 and shared == {"options": ["a", "b"], "images": [picture]}
+
+
+def test_rows_with_many_images(tmp_path):
+    """An image is an open file until it is looked at, and shells allow 1024 of them."""
+    path = named(tmp_path, "def reward_function(data): return float(len(data['images']))")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        sandbox = Sandbox(str(path), {}, workers=1, timeout_s=20)
+        pictures = [Image.new("RGB", (4, 4)) for _ in range(20)]
+        found = [each.result() for each in sandbox.submit([{"response": "", "images": pictures}] * 40)]
+        assert {each.value for each in found} == {20.0}
+        sandbox.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_sample_that_cannot_travel_fails_alone(sandbox):
@@ -345,6 +411,12 @@ def test_a_file_may_be_called_like_a_module_of_python(tmp_path):
     close(rewards.total, [2])
 
 
+def test_a_file_beside_us_hides_no_module_of_python(tmp_path, monkeypatch):
+    named(tmp_path, "raise SystemExit('not me')", "random.py")
+    monkeypatch.chdir(tmp_path)
+    close(score(str(named(tmp_path, "import random\ndef f(data): return float(random.random() < 2)\n")))[1].total, [1])
+
+
 def test_reward_fn_path_stands_alone(tmp_path):
     config = load_config(None, {"worker.reward.reward_fn_path": f"{named(tmp_path, TWO)}:one"})
     scorer = build_scorer(config, 10)
@@ -361,6 +433,10 @@ NOT_FOUND = {
     "import error": ("import no_such_thing\ndef f(data): ...\n", "{path}:f", "No module named 'no_such_thing'"),
     "exits when imported": ("raise SystemExit(5)\n", "{path}:f", "SystemExit: 5"),
     "no module": (None, "no_such_package.module:f", "No module named 'no_such_package'"),
+    "no parameter for the data": ("def f(): ...\n", "{path}:f", "called as f\\(data\\), .*: too many positional"),
+    "verl's form for many": (
+        "def f(data_sources, solution_strs): ...\n", "{path}:f", "missing a required argument: 'solution_strs'"
+    ),
     "an unknown REWARD_TYPE": ("REWARD_TYPE = 'both'\ndef f(data): ...\n", "{path}:f", "'batch' or 'sequential'"),
 }  # fmt: skip
 

@@ -1,5 +1,6 @@
 """From functions to rewards: what failures do to a run, token weights on their way to the credit."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -120,6 +121,12 @@ def test_weights_reach_the_credit(target, advantage, measure):
     )
     close(credit.advantage, [advantage])
     close(credit.measure, [measure])
+
+
+def test_extra_values_that_are_no_finite_numbers_are_not_logged():
+    scorer = scorer_of(lambda data: (1.0, {"whole": 10**400, "endless": math.inf, "text": "2", "seen": 2}))
+    rewards = scorer.submit(rows(["a"], ["x"]), 0).result()
+    assert not rewards.failed.any() and set(rewards.parts) == {"<lambda>", "seen"}
 
 
 def test_extra_values_are_parts_of_their_own():

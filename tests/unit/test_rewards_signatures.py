@@ -1,6 +1,7 @@
 """One rule, four signatures, sync and async, in this process and in the sandbox: the same rewards."""
 
 import asyncio
+import functools
 import time
 from pathlib import Path
 
@@ -335,6 +336,31 @@ def test_a_callable_keeps_its_own_type_error():
     outcome = InProcess(wrong, {}).submit([{"response": "a"}])[0].result()
     assert "unsupported operand" in outcome.failure and "in wrong" in outcome.failure
     assert "rewards/signatures.py" not in outcome.failure  # the user's own code, not what lies before it
+
+
+def test_what_cannot_be_called_is_refused_before_the_run():
+    with pytest.raises(
+        ValueError, match=r"\['scale'\] of reward_fn_kwargs: got an unexpected keyword argument 'scale'"
+    ):
+        Reward(lambda data: 1.0, {"scale": 2})
+    with pytest.raises(ValueError, match="unexpected keyword argument 'scale'"):
+        Reward(lambda completions: [1.0], {"scale": 2})
+    Reward(lambda completions, task: [1.0], {})  # the columns of a row are known when it comes
+
+    def injects(function):
+        return functools.wraps(function)(lambda data: function(data, 3.0))
+
+    assert InProcess(injects(lambda data, bonus: bonus), {}).submit([{"response": ""}])[0].result().value == 3.0
+
+
+def test_a_call_that_cancels_itself_fails_alone():
+    async def gives_up(data):
+        if data["response"] == "up":
+            raise asyncio.CancelledError
+        return 1.0
+
+    found = [each.result(5) for each in InProcess(gives_up, {}).submit([{"response": text} for text in ("up", "on")])]
+    assert "CancelledError" in found[0].failure and found[1].value == 1.0
 
 
 def test_a_function_that_does_not_say_its_parameters():

@@ -71,9 +71,11 @@ def test_thirds_are_those_of_array_split(layers):
 
 
 def test_segments_of_28_layers():
-    # 28 = 10 + 9 + 9; `all` is all layers or the last k; `weight` likewise with its own k.
+    # 28 = 10 + 9 + 9; `all` is all layers or the last k; `weight` is `all`, or the last of its own k.
     assert layer_segments(28) == [range(10), range(10, 19), range(19, 28), range(28), range(28)]
     assert layer_segments(28, last_k=4, weight_last_k=2)[3:] == [range(24, 28), range(26, 28)]
+    assert layer_segments(28, last_k=4)[3:] == [range(24, 28)] * 2
+    assert layer_segments(28, weight_last_k=2)[3:] == [range(28), range(26, 28)]
     assert layer_segments(3, last_k=5)[3] == range(3)
 
 
