@@ -97,8 +97,9 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "losses.mismatch_correction",
         "return gap.exp().clamp(max=clip).where(mask, 1.0)",
     ): "a clip is far below exp(20), and a factor of exp(-20) is as good as 0",
-    ("losses.total_loss", "logp, old = (logp.where(mask, 1.0), batch.old)"): OFF_MASK,
-    ("losses.total_loss", "logp, old = (logp.where(mask, -1.0), batch.old)"): OFF_MASK,
+    ("losses.total_loss", "logp = logp.where(mask, 1.0)"): OFF_MASK,
+    ("losses.total_loss", "logp = logp.where(mask, -1.0)"): OFF_MASK,
+    ("losses.Loss", "tis_level: Level = 'token?'"): "every name but sequence is the token's own ratio",
     (
         "losses.importance_ratio",
         "log_ratio = (logp - old).where(mask, 1.0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)",

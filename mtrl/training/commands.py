@@ -86,6 +86,7 @@ def demo(words: Sequence[str]) -> int:
         f"training.experiment_name=demo-{time.strftime('%Y%m%d-%H%M%S')}",
         "training.val_freq=-1",
         "training.val_generations_to_log=1",
+        "optimization.compute_attention_metrics=false",  # a second pass over a thousand questions, twice
         "dataset.val_files=zoo@test",
     ]
     config, _ = house.configure(None, [*defaults, *words])

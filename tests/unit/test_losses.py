@@ -408,6 +408,25 @@ def test_the_correction_multiplies_the_policy_term_alone():
     close(slope, [[-1, 0, 0], [0.125, 0.5, 0]])
 
 
+def test_without_old_log_probs_the_policy_is_its_own_old_one():
+    """rho is 1 and its slope A/4; the sampler's factors exp(o - b) are 2; 1/2, 4 (cut to 3) and 1."""
+    gap = padded([[LN2], [-LN2, 2 * LN2, 0]])
+    rollouts = replace(ROLLOUTS, behaviour=LOGP - gap)
+    batch = replace(fake_batch(rollouts, OLD_LOGP, ADVANTAGE), old=None, correction=None)
+    logp = LOGP.clone().requires_grad_()
+    total, metrics = total_loss(logp, batch, Loss(tis_clip=3.0))
+    total.backward()
+    factors = torch.tensor([[2.0, 1, 1], [0.5, 3, 1]])
+    expected = (-ADVANTAGE * factors / 4).where(ROLLOUTS.mask, 0.0)
+    close(total, expected.sum())
+    close(logp.grad, expected)
+    close(metrics["approx_kl"], 0)
+    close(metrics["logprob_gap_mean"], LN2)  # (1 + 1 + 2 + 0) / 4
+    close(metrics["logprob_gap_kl"], -LN2 / 2)  # (-1 + 1 - 2 + 0) / 4
+    _, _, probed = loss_and_slope(Loss())
+    assert "logprob_gap_mean" not in probed and "logprob_gap_kl" not in probed
+
+
 def test_a_divergence_loss_without_a_reference_is_a_mistake():
     batch = replace(fake_batch(ROLLOUTS, OLD_LOGP, ADVANTAGE), reference=None)
     with pytest.raises(AssertionError, match="reference"):

@@ -1,13 +1,23 @@
 """Edges that only a mutation run finds (tests/mutation.py): what happens exactly on a limit, and far beyond one."""
 
+from dataclasses import replace
 from itertools import permutations
 
 import pytest
 import torch
-from helpers import close, fake_batch, fake_rollouts, mask_of
+from helpers import close, fake_batch, fake_prompt, fake_rollouts, mask_of
 
-from mtrl.algorithms.credit import Scaling, top_fraction, trajectory_scale
+from mtrl.algorithms.credit import (
+    CreditRule,
+    Scaling,
+    TokenWeighting,
+    assign,
+    token_weights,
+    top_fraction,
+    trajectory_scale,
+)
 from mtrl.algorithms.losses import Loss, PolicyLoss, mismatch_correction, term_weights, total_loss
+from mtrl.types import SEGMENTS, Signals
 
 
 @pytest.mark.parametrize(
@@ -82,3 +92,25 @@ def test_the_gap_of_a_sequence_does_not_depend_on_the_order_of_its_tokens():
     factor = mismatch_correction(gap, torch.zeros(6, 3), mask_of(*[3] * 6), 2.0, "sequence")
     assert (factor > 1).all()
     close(factor, torch.full((6, 3), 1 + 1e-6))
+
+
+def test_token_weights_come_from_whoever_has_them():
+    """Pools of 2 and 4 tokens; VGR 1 and 4 in the layers that weights read (1 elsewhere): 1 and 1/4 over 5/8."""
+    rollouts = replace(fake_rollouts([2]), prompts=(fake_prompt("p"),))
+    mass = torch.tensor([1 / 3, 2 / 3]).repeat(1, 2, len(SEGMENTS), 1)
+    mass[0, 1, SEGMENTS.index("weight")] = torch.tensor([2 / 3, 1 / 3])
+    looking, blind, supplied = Signals(mass=mass), Signals(), torch.full((1, 2), 2.0)
+    on, off = CreditRule(weighting=TokenWeighting()), CreditRule()
+    close(token_weights(on, None, rollouts, looking), [[1.6, 0.4]])
+    assert token_weights(on, supplied, rollouts, looking) is supplied
+    assert token_weights(on, supplied, rollouts, blind) is supplied
+    assert token_weights(on, None, rollouts, blind) is None
+    assert token_weights(off, None, rollouts, looking) is None
+    assert token_weights(off, supplied, rollouts, looking) is None
+
+
+def test_credit_shows_the_weights_it_used():
+    mask, visual, weights = mask_of(2), torch.tensor([True]), torch.tensor([[1.6, 0.4]])
+    on, off = CreditRule(weighting=TokenWeighting()), CreditRule()
+    assert assign(on, torch.ones(1, 2), mask, visual, Signals(), weights).weights is weights
+    assert assign(off, torch.ones(1, 2), mask, visual, Signals(), weights).weights is None
