@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 PACKAGES = ("torch", "transformers", "numpy", "pillow", "trl", "vllm")
 
@@ -14,6 +16,15 @@ PACKAGES = ("torch", "transformers", "numpy", "pillow", "trl", "vllm")
 def environment() -> dict[str, object]:
     """Hardware, versions and the commit."""
     return {"hardware": hardware(), "versions": versions(), "commit": commit()}
+
+
+def finish(result: dict[str, Any], out: Path | None) -> None:
+    """The result with its environment: to a file, if there is to be one, and as the last line printed."""
+    result = {**result, **environment()}
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result))
 
 
 def hardware() -> dict[str, object]:

@@ -19,13 +19,12 @@ The last line is the result as JSON.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.environment import environment
+from benchmarks.environment import finish
 from benchmarks.measure import compiled_graphs, peak_gb, seconds
 from benchmarks.random_model import random_backbone, random_prompts, random_rollouts
 from mtrl.algorithms.losses import Loss, term_weights
@@ -198,7 +197,10 @@ def main() -> None:
     bench = Bench(size, device, weights, compiled=device == "cuda" and not arguments.no_compile)
     count, length, side = SHAPES[size]
     equal = bench.rollouts(count, count, (length, length), [side])
-    result: dict[str, Any] = {"bench": "forward", "arguments": {k: str(v) for k, v in vars(arguments).items()}}
+    result: dict[str, Any] = {
+        "bench": "forward",
+        "arguments": {k: str(v) for k, v in vars(arguments).items() if k != "out"},
+    }
     result |= {"tokens": bench.tokens(equal), "floor": floor(bench, equal)}
     if arguments.only in (None, "routes", "unequal"):
         result["routes"] = measure_routes(bench, equal, arguments.rounds)
@@ -208,11 +210,7 @@ def main() -> None:
         print(result["unequal"], flush=True)
     if arguments.only in (None, "scaling"):
         result["scaling"] = measure_scaling(bench, size, arguments.rounds)
-    result |= environment()
-    if arguments.out is not None:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result))
+    finish(result, arguments.out)
 
 
 if __name__ == "__main__":

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.environment import environment
+from benchmarks.environment import finish
 from benchmarks.forward import BUDGET, SHAPES, TEXT_TOKENS, Bench
 from benchmarks.measure import peak_gb
 from benchmarks.random_model import TOKEN_PIXELS
@@ -97,11 +96,7 @@ def main() -> None:
         print(weights, result[f"weights_{weights}"], flush=True)
         allocated_gb()
     result["attention_by_length"] = measure_lengths(arguments.size)
-    result |= environment()
-    if arguments.out is not None:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result))
+    finish(result, arguments.out)
 
 
 if __name__ == "__main__":

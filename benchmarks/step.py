@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.environment import environment
+from benchmarks.environment import finish
 from benchmarks.forward import BUDGET
 from benchmarks.random_model import TOKEN_PIXELS, random_backbone, random_prompts
 from mtrl.algorithms.credit import CreditRule, Scaling
@@ -218,11 +218,7 @@ def main() -> None:
         result["trl_over_ours"] = {
             name: round(theirs[name] / ours[name], 2) for name in ("wall", "generation", "training")
         }
-    result |= environment()
-    if a.out is not None:
-        a.out.parent.mkdir(parents=True, exist_ok=True)
-        a.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result))
+    finish(result, a.out)
 
 
 if __name__ == "__main__":
