@@ -14,13 +14,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import environment
-from benchmarks.learning_curves import OFF, train
+from benchmarks.learning_curves import OFF, every_run, mean_curve, train
 from mtrl.tracking.chart import draw_chart
 
 ALWAYS = {**OFF, "optimization.compute_attention_metrics": "true"}
@@ -58,8 +56,7 @@ def learn(variant: str, seed: int, steps: int, validate_every: int, scratch: Pat
 
 def change(runs: list[dict[str, Any]], variant: str, name: str) -> float:
     """From the first to the last validation, of the mean over the seeds."""
-    curves = [run[name] for run in runs if run["variant"] == variant]
-    first, last = (sum(curve[at][1] for curve in curves) for at in (0, -1))
+    (_, first), *_, (_, last) = mean_curve(runs, variant, name)
     return round(last / first - 1, 3)
 
 
@@ -71,13 +68,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=4, help="steps between validations")
     parser.add_argument("--out", type=Path, default=Path("docs/attention_curves"))
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(options.jobs) as pool:
-        jobs = [
-            pool.submit(learn, variant, seed, options.steps, options.every, Path(scratch))
-            for seed in range(1, options.seeds + 1)
-            for variant in VARIANTS
-        ]
-        runs = [job.result() for job in jobs]
+    runs = every_run(learn, VARIANTS, options)
     summary = {
         variant: {name: change(runs, variant, name) for name in ("imbalance", "length")}
         for variant in ("mdi", "mdi shuffled")
@@ -91,10 +82,7 @@ def main() -> None:
 
 
 def draw_means(path: Path, runs: list[dict[str, Any]], name: str, label: str, variants: tuple[str, ...]) -> None:
-    series = {}
-    for variant in variants:
-        curves = [run[name] for run in runs if run["variant"] == variant]
-        series[variant] = [(p[0][0], sum(value for _, value in p) / len(p)) for p in zip(*curves, strict=True)]
+    series = {variant: mean_curve(runs, variant, name) for variant in variants}
     draw_chart(path, f"{label}: 200 validation questions, mean of the seeds", series, "step", label)
 
 

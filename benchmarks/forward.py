@@ -10,6 +10,7 @@ routes     both views of all groups (old and perturbed log-probs, entropy, S), t
            full_kl, and one optimizer step on all groups; shared and packed against a padded row for each response
 unequal    responses of 32-256 tokens, prompts of three image sizes: seconds per token against the equal case, graphs
            compiled after the second batch, and the log-probs against the padded route
+noise      log-probs of the routes against each other and against float32
 scaling    groups of 4, 8 and 16 responses and three image sizes: seconds against tokens
 
 A floor stands beside the shared route: the products that must be taken, at the rate of a large one on this device.
@@ -19,6 +20,7 @@ The last line is the result as JSON.
 from __future__ import annotations
 
 import argparse
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +48,7 @@ class Bench:
     """One model, and the passes that a step makes over rollouts."""
 
     def __init__(self, size: str, device: str, weights: str, compiled: bool) -> None:
-        self.encoder, backbone = random_backbone(size, device, weights, "bf16" if device == "cuda" else "fp32")
+        self.encoder, backbone = random_backbone(size, device, weights, "bf16" if device == "cuda" else weights)
         self.backbone = Backbone(backbone.model, backbone.compute_dtype, compiled=compiled)
         self.perturbation = Perturbation()
         self.routes = {
@@ -166,6 +168,27 @@ def measure_scaling(bench: Bench, size: str, rounds: int) -> list[dict[str, Any]
     return table
 
 
+def measure_noise(bench: Bench, size: str) -> dict[str, float]:
+    """Mean |difference| of log-probs between routes in bf16, and of each to float32. The weights end in float32."""
+    _, longest, _ = SHAPES[size]
+    rollouts = bench.rollouts(2, 4, (longest // 8, longest), SIDES[size][:2])
+
+    def logp(route: str) -> torch.Tensor:
+        found = bench.routes[route].signals(rollouts).old
+        assert found is not None
+        return found[rollouts.mask]
+
+    narrow = {route: logp(route) for route in bench.routes}
+    bench.backbone.model.float()
+    bench.backbone.compute_dtype = torch.float32
+    wide = {f"{route} in float32": logp(route) for route in bench.routes}
+    gaps = {
+        f"{one} - {other}": round(float((a - b).abs().mean()), 5)
+        for (one, a), (other, b) in combinations((narrow | wide).items(), 2)
+    }
+    return gaps | {"logprob_std": round(float(narrow["padded"].std()), 3)}
+
+
 def floor(bench: Bench, rollouts: Rollouts) -> dict[str, float]:
     """Operations of the shared route over the rate of a large product: language model, output matrix, tower."""
     model = bench.backbone.model
@@ -189,7 +212,7 @@ def main() -> None:
     parser.add_argument("--weights", choices=["bf16", "fp32"], default=None, help="bf16 on cuda, fp32 on cpu")
     parser.add_argument("--no-compile", action="store_true", help="norms and MLPs as they come")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", choices=["routes", "unequal", "scaling"], default=None)
+    parser.add_argument("--only", choices=["routes", "unequal", "scaling", "noise"], default=None)
     parser.add_argument("--out", type=Path, default=None)
     arguments = parser.parse_args()
     size, device = arguments.size, arguments.device
@@ -197,10 +220,8 @@ def main() -> None:
     bench = Bench(size, device, weights, compiled=device == "cuda" and not arguments.no_compile)
     count, length, side = SHAPES[size]
     equal = bench.rollouts(count, count, (length, length), [side])
-    result: dict[str, Any] = {
-        "bench": "forward",
-        "arguments": {k: str(v) for k, v in vars(arguments).items() if k != "out"},
-    }
+    given = {name: str(value) for name, value in vars(arguments).items() if name != "out"}
+    result: dict[str, Any] = {"bench": "forward", "arguments": given}
     result |= {"tokens": bench.tokens(equal), "floor": floor(bench, equal)}
     if arguments.only in (None, "routes", "unequal"):
         result["routes"] = measure_routes(bench, equal, arguments.rounds)
@@ -210,6 +231,8 @@ def main() -> None:
         print(result["unequal"], flush=True)
     if arguments.only in (None, "scaling"):
         result["scaling"] = measure_scaling(bench, size, arguments.rounds)
+    if arguments.only in (None, "noise"):  # last: it changes the weights' dtype
+        result["noise"] = measure_noise(bench, size)
     finish(result, arguments.out)
 
 

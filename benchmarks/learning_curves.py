@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from mtrl.tracking.run_files import read_rows
 FILTER, SHAPE, ENTROPY = (
     f"optimization.enable_{name}" for name in ("perception_filtering", "trajectory_reweighting", "entropy_filtering")
 )
+Learn = Callable[[str, int, int, int, Path], dict[str, Any]]  # variant, seed, steps, steps between validations, scratch
 OFF = {FILTER: "false", SHAPE: "false", ENTROPY: "false"}
 VARIANTS = {
     "plain GRPO": OFF,
@@ -38,7 +39,7 @@ VARIANTS = {
 }
 
 
-def learn(variant: str, seed: int, steps: int, validate_every: int, scratch: Path) -> dict[str, object]:
+def learn(variant: str, seed: int, steps: int, validate_every: int, scratch: Path) -> dict[str, Any]:
     """One run; its greedy accuracy on the validation questions by step."""
     rows = train(variant, VARIANTS[variant], seed, steps, validate_every, scratch)
     curve = [[row["step"], row["val/avg@1"]] for row in rows if "val/avg@1" in row]
@@ -76,13 +77,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=2, help="steps between validations")
     parser.add_argument("--out", type=Path, default=Path("docs/learning_curves"))
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(options.jobs) as pool:
-        jobs = [
-            pool.submit(learn, variant, seed, options.steps, options.every, Path(scratch))
-            for seed in range(1, options.seeds + 1)
-            for variant in VARIANTS
-        ]
-        runs = [job.result() for job in jobs]
+    runs = every_run(learn, VARIANTS, options)
     settings = {"steps": options.steps, "seeds": options.seeds, "validation_questions": 200}
     report = {"environment": environment(), **settings, "runs": runs}
     options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -90,14 +85,25 @@ def main() -> None:
     draw_means(options.out.with_suffix(".png"), runs, options.seeds)
 
 
-def draw_means(path: Path, runs: list[dict], seeds: int) -> None:
-    series = {}
-    for variant in VARIANTS:
-        curves = [run["accuracy"] for run in runs if run["variant"] == variant]
-        series[variant] = [
-            (points[0][0], sum(accuracy for _, accuracy in points) / len(points))
-            for points in zip(*curves, strict=True)
+def every_run(learn: Learn, variants: Iterable[str], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Each variant with each seed, `options.jobs` at a time."""
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(options.jobs) as pool:
+        jobs = [
+            pool.submit(learn, variant, seed, options.steps, options.every, Path(scratch))
+            for seed in range(1, options.seeds + 1)
+            for variant in variants
         ]
+        return [job.result() for job in jobs]
+
+
+def mean_curve(runs: Iterable[Mapping[str, Any]], variant: str, name: str) -> list[tuple[float, float]]:
+    """Over the seeds."""
+    curves = [run[name] for run in runs if run["variant"] == variant]
+    return [(points[0][0], sum(y for _, y in points) / len(points)) for points in zip(*curves, strict=True)]
+
+
+def draw_means(path: Path, runs: list[dict[str, Any]], seeds: int) -> None:
+    series = {variant: mean_curve(runs, variant, "accuracy") for variant in VARIANTS}
     title = f"Greedy accuracy on 200 validation questions, mean of {seeds} seeds"
     draw_chart(path, title, series, "step", "accuracy")
 
