@@ -173,15 +173,18 @@ def measure_noise(bench: Bench, size: str) -> dict[str, float]:
     _, longest, _ = SHAPES[size]
     rollouts = bench.rollouts(2, 4, (longest // 8, longest), SIDES[size][:2])
 
+    # "masked": the shared sequence too, by torch's own kernel
+    routes = bench.routes | {"masked": Forward(bench.backbone, bench.encoder)}
+
     def logp(route: str) -> torch.Tensor:
-        found = bench.routes[route].signals(rollouts).old
+        found = routes[route].signals(rollouts).old
         assert found is not None
         return found[rollouts.mask]
 
-    narrow = {route: logp(route) for route in bench.routes}
+    narrow = {route: logp(route) for route in routes}
     bench.backbone.model.float()
     bench.backbone.compute_dtype = torch.float32
-    wide = {f"{route} in float32": logp(route) for route in bench.routes}
+    wide = {f"{route} in float32": logp(route) for route in routes}
     gaps = {
         f"{one} - {other}": round(float((a - b).abs().mean()), 5)
         for (one, a), (other, b) in combinations((narrow | wide).items(), 2)

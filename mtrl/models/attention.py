@@ -14,7 +14,7 @@ spec); for maps over single tokens, a few positions at most, their rows of the m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -98,6 +98,9 @@ class Sight:
     segment: Tensor  # [B, S]
     prompt: Tensor  # [B, S] the segment of each position's prompt
 
+    def __getitem__(self, corner: tuple[slice, slice]) -> Sight:
+        return Sight(self.segment[corner], self.prompt[corner])
+
     def seen_from(self, places: tuple[Tensor, Tensor]) -> Tensor:
         """[M, S] bool: what each of M positions (their rows and columns) sees."""
         rows, columns = places
@@ -124,6 +127,11 @@ class Sight:
 
         partial, full = (ordered(blocks, device) for blocks in (some & ~whole, whole))
         return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=sees)
+
+
+def whole_blocks(size: int) -> int:
+    """Rounded up to whole blocks, never to a single one: torch would compile that a graph of its own."""
+    return max(2, -(-size // BLOCK)) * BLOCK
 
 
 def visible_blocks(segment: Tensor, prompt: Tensor) -> tuple[Tensor, Tensor]:
@@ -159,21 +167,32 @@ class MassReader:
     """Attention of chosen positions on the text and the vision pool, as the mean over the layers of each segment.
 
     `pool` [B, S] holds the pool of every prompt token and is negative elsewhere; the sink, a prompt's first token,
-    counts nowhere. `places` are the rows and columns of the M positions to read. A segment without layers (a model of
-    one or two has no late third) stays NaN, not applicable.
+    counts nowhere. `places` are the rows and columns of the M positions to read. B and S need not be the pass's own: a
+    corner that holds the places and what they see (`mask`) is enough. A segment without layers (a model of one or two
+    has no late third) stays NaN, not applicable.
     """
 
-    def __init__(self, pool: Tensor, sink: Tensor, places: tuple[Tensor, Tensor], segments: Sequence[range]) -> None:
+    def __init__(
+        self,
+        pool: Tensor,
+        sink: Tensor,
+        places: tuple[Tensor, Tensor],
+        segments: Sequence[range],
+        mask: Tensor | BlockMask | None,
+    ) -> None:
         counted = ~sink & (pool >= 0)
         columns = [(pool == TEXT_POOL) & counted, (pool == VISION_POOL) & counted, counted]
         self.indicator = torch.stack(columns, -1)  # [B, S, 3]
-        self.places, self.segments = places, segments
+        self.places, self.segments, self.mask = places, segments, mask
         self.total = torch.zeros(len(places[0]), len(segments), 2, device=pool.device)
         self.total[:, [number for number, layers in enumerate(segments) if not layers]] = torch.nan
 
     def look(self, layer: Layer, value: Tensor) -> None:
-        columns = FLEX_COLUMNS if isinstance(layer.mask, BlockMask) else value.shape[3]  # or sdpa makes the matrix
-        self.add(layer.module.layer_idx, layer.attend(self.values(columns, like=value)))
+        sequences, size, _ = self.indicator.shape
+        query, key = (each[:sequences, :, :size] for each in (layer.query, layer.key))
+        columns = FLEX_COLUMNS if isinstance(self.mask, BlockMask) else value.shape[3]  # or sdpa makes the matrix
+        corner = replace(layer, query=query, key=key, mask=self.mask)
+        self.add(layer.module.layer_idx, corner.attend(self.values(columns, like=value)))
 
     def values(self, columns: int, like: Tensor) -> Tensor:
         """[B, heads, S, columns]: the indicators, then zeros, in place of values `like` these."""

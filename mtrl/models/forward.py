@@ -145,8 +145,11 @@ class Forward:
         self._check_attention()
         device = self.backbone.device
         clean = [tail for tail, d in zip(layout.tails, layout.documents, strict=True) if d.view == 0]
-        sequence, place = (torch.cat(each).to(device) for each in zip(layout.predicts[0], *clean, strict=True))
-        return MassReader(layout.pool.to(device), layout.sink.to(device), (sequence, place), self._segments())
+        sequence, place = (torch.cat(each) for each in zip(layout.predicts[0], *clean, strict=True))
+        corner = layout.corner((sequence, place))  # the first view's: views stand one after the other
+        pool, sink = layout.pool[corner].to(device), layout.sink[corner].to(device)
+        mask = None if layout.causal else self.backbone.sight_mask(layout.sight[corner], layout.packed)
+        return MassReader(pool, sink, (sequence.to(device), place.to(device)), self._segments(), mask)
 
     def _segments(self) -> list[range]:
         return layer_segments(len(self.backbone.language_model.layers), self.last_k, self.weight_last_k)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from mtrl.models.attention import BLOCK, Sight
+from mtrl.models.attention import Sight, whole_blocks
 from mtrl.types import VISION_POOL, Rollouts
 
 NOT_PROMPT = -1  # the pool of what is no prompt token, and the segment of padding
@@ -47,6 +47,11 @@ class Layout:
         """[B, S] bool: the first token of each prompt."""
         before = torch.nn.functional.pad(self.sight.segment[:, :-1], (1, 0), value=NOT_PROMPT - 1)
         return (self.pool != NOT_PROMPT) & (self.sight.segment != before)
+
+    def corner(self, places: tuple[Tensor, Tensor]) -> tuple[slice, slice]:
+        """The first sequences and positions that hold these places and all that they see."""
+        sequences, size = (int(each.max()) + 1 for each in places)
+        return slice(sequences), slice(whole_blocks(size) if self.packed else size)
 
 
 def lay_out(
@@ -123,7 +128,7 @@ class _Builder:
     def layout(self, documents: list[Document], packed: bool, views: int) -> Layout:
         def joined(name: str, fill: int = 0) -> Tensor:
             whole = pad_sequence([torch.cat(s[name]) for s in self.streams], batch_first=True, padding_value=fill)
-            spare = -whole.shape[1] % BLOCK if packed else 0
+            spare = whole_blocks(whole.shape[1]) - whole.shape[1] if packed else 0
             return torch.nn.functional.pad(whole, (0, 0) * (whole.dim() - 2) + (0, spare), value=fill)
 
         def places(view: int) -> tuple[Tensor, Tensor]:

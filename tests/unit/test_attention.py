@@ -4,9 +4,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
-from mtrl.models.attention import BLOCK, MassReader, Sight, attention, visible_blocks
+from mtrl.models.attention import BLOCK, MassReader, Sight, attention, visible_blocks, whole_blocks
 from mtrl.types import NO_POOL, TEXT_POOL, VISION_POOL
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")  # on a CPU, on purpose
@@ -96,7 +97,7 @@ def test_attention_and_mass_equal_the_matrix(kind):
     sink = torch.zeros(1, 256, dtype=torch.bool)
     sink[0, [0, 180]] = True
     places = (torch.zeros(4, dtype=torch.long), torch.tensor([99, 120, 160, 230]))
-    reader = MassReader(pool, sink, places, [range(1), range(2), range(1, 2)])
+    reader = MassReader(pool, sink, places, [range(1), range(2), range(1, 2)], mask)
     output, _ = attention(module_of(), query, key, value, mask, reader=reader, scaling=0.5, dropout=0.0)
     weights = matrix(query, key, dense, 0.5)
     expected = (weights @ value.repeat_interleave(2, 1)).transpose(1, 2)
@@ -114,11 +115,49 @@ def test_attention_and_mass_equal_the_matrix(kind):
     assert reader.total[3, 0, 1] == 0, "the second prompt has no image"
 
 
+@pytest.mark.parametrize("kind", ["blocks", "matrix"])
+def test_the_mass_of_a_corner_is_that_of_the_whole(kind):
+    """The second document is another view's: nobody asks for it, so no attention is read there."""
+    sight = sight_of([[100, 30, 50], [300, 20]], 512)
+    pool = torch.full((1, 512), -1)
+    pool[0, :100] = torch.tensor([TEXT_POOL, *[VISION_POOL] * 50, *[TEXT_POOL] * 49])
+    sink = torch.arange(512)[None] == 0
+    places = (torch.zeros(3, dtype=torch.long), torch.tensor([99, 120, 178]))
+    totals, read = [], []
+    for corner in (slice(1), slice(512)), (slice(1), slice(whole_blocks(179))):
+        seen = sight[corner]
+        mask = seen.dense() if kind == "matrix" else seen.blocks(torch.device("cpu"))
+        reader = MassReader(pool[corner], sink[corner], places, [range(1)], mask)
+        reader.add = lambda layer, output, add=reader.add: read.append(output.shape[1]) or add(layer, output)
+        attention(module_of(), *heads(512), sight.dense(), reader=reader, scaling=0.5, dropout=0.0)
+        totals.append(reader.total)
+    torch.testing.assert_close(totals[0], totals[1], rtol=0, atol=1e-6)
+    assert (totals[0] > 0.1).all() and read == [512, 256]
+
+
+@pytest.mark.parametrize(("size", "rounded"), [(1, 256), (128, 256), (256, 256), (257, 384)])
+def test_there_are_at_least_two_blocks(size, rounded):
+    assert whole_blocks(size) == rounded
+
+
+def test_one_graph_of_flex_attention_serves_all_lengths():
+    """As many documents as one likes, or a single short one: nothing is compiled again."""
+    torch._dynamo.reset()
+    counters.clear()
+    traced = torch.compile(flex_attention, dynamic=True, backend="eager")  # no C++ compiler is needed to see it
+    for documents in [[60, *[20] * 8]] * 4, [[50, *[20] * 7]] * 3, [[100, 60]], [[9, 2]]:
+        size = whole_blocks(sum(map(sum, documents)))
+        blocks = sight_of(documents, size).blocks(torch.device("cpu"))
+        with torch.no_grad():
+            traced(*heads(size), block_mask=blocks, scale=0.5, enable_gqa=True)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
 def test_a_prompt_of_the_sink_alone_has_no_mass():
     query, key, value = heads(4)
     pool = torch.tensor([[TEXT_POOL, -1, -1, -1]])
-    reader = MassReader(pool, pool >= 0, (torch.zeros(1, dtype=torch.long), torch.tensor([3])), [range(1)])
     mask = sight_of([[1, 3]], 4).dense()
+    reader = MassReader(pool, pool >= 0, (torch.zeros(1, dtype=torch.long), torch.tensor([3])), [range(1)], mask)
     attention(module_of(), query, key, value, mask, reader=reader, scaling=1.0, dropout=0.0)
     assert (reader.total == 0).all()
 

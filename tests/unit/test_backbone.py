@@ -1,5 +1,7 @@
 """Seeing and reading: our vision tower against the untouched one, and rows of every kind in one batch."""
 
+from collections import Counter
+
 import pytest
 import torch
 from tiny_models import (
@@ -185,6 +187,34 @@ def test_dropout_is_off_while_training(family):
     backbone, ids = Backbone(model), torch.arange(8)[None]
     positions = torch.arange(8).expand(3, 1, -1)
     assert torch.equal(backbone.read(ids, positions), backbone.read(ids, positions))
+
+
+# --------------------------------------------------------------------------------------------------- compiled pieces
+def test_each_piece_is_compiled_in_our_model_alone(family, monkeypatch):
+    """Rotary positions are a function inside transformers: another model of the process must go on as it was."""
+    calls = Counter()
+
+    def counted(function):
+        return lambda *x, **y: calls.update([function.__qualname__]) or function(*x, **y)
+
+    monkeypatch.setattr(patches, "compiled", counted)
+    monkeypatch.setattr(patches, "with_compiled_rotary", patches.with_compiled_rotary.__wrapped__)
+    theirs, ours = load_model(checkpoint(family)), Backbone(load_model(checkpoint(family)), compiled=True)
+    pixels, grids = pixels_of(family, [(4, 6)])
+    ids, positions = torch.arange(8)[None], torch.arange(8).expand(3, 1, -1)
+    with torch.no_grad():
+        close(
+            theirs.model.language_model(input_ids=ids, position_ids=positions).last_hidden_state,
+            ours.read(ids, positions),
+        )
+        assert outputs(theirs.model.visual(pixels, grid_thw=torch.tensor(grids)))
+        before = dict(calls)
+        ours.run_tower(pixels, grids)
+    layers, blocks = len(ours.language_model.layers), len(ours.vision_tower.blocks)
+    assert before["apply_rotary_pos_emb"] == layers, "once a layer, by our model alone"
+    assert calls["apply_rotary_pos_emb_vision"] == blocks and "apply_rotary_pos_emb_vision" not in before
+    norms_and_mlps = sum(n for name, n in before.items() if name.endswith(".forward"))
+    assert norms_and_mlps >= 3 * layers + 1
 
 
 # ------------------------------------------------------------------------------------------------------------ caches
