@@ -181,7 +181,9 @@ def _pull_back(
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float, forbidden: Tensor | None) -> Tensor:
     with _no_autocast(hidden):
-        logits = (hidden @ weight.T).to(_wide(hidden)).div_(temperature)
+        logits = (hidden @ weight.T).to(_wide(hidden))
+    if temperature != 1:
+        logits.div_(temperature)
     return logits if forbidden is None else logits.index_fill_(1, forbidden, -torch.inf)
 
 

@@ -26,6 +26,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from mtrl.models.patches import compiled
+from mtrl.models.transfer import to_device
 from mtrl.types import TEXT_POOL, VISION_POOL
 
 ATTENTION = "mtrl_sdpa"
@@ -120,7 +121,7 @@ class Sight:
         """The same for one packed sequence, worked out on segments: no matrix of positions is ever made."""
         assert len(self.segment) == 1 and self.segment.shape[1] % BLOCK == 0, "one sequence of whole blocks"
         some, whole = visible_blocks(self.segment[0], self.prompt[0])
-        segment, prompt = self.segment[0].to(device), self.prompt[0].to(device)
+        segment, prompt = to_device(self.segment[0], device), to_device(self.prompt[0], device)
 
         def sees(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
             return (q >= k) & ((segment[q] == segment[k]) | (prompt[q] == segment[k]))
@@ -136,7 +137,7 @@ def whole_blocks(size: int) -> int:
 
 def visible_blocks(segment: Tensor, prompt: Tensor) -> tuple[Tensor, Tensor]:
     """[blocks, blocks] bool twice: where some position of a block sees one of another, and where all see all."""
-    names, index = segment.unique(return_inverse=True)
+    names, index = segment.unique_consecutive(return_inverse=True)
     size = len(segment) // BLOCK
     holds = torch.zeros(size, len(names))
     holds[torch.arange(size).repeat_interleave(BLOCK), index] = 1
@@ -154,7 +155,7 @@ def ordered(blocks: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     """How many blocks each row of blocks sees and which, as flex_attention reads it: [1, 1, n] and [1, 1, n, n]."""
     number = blocks.sum(1, dtype=torch.int32)
     which = blocks.int().argsort(dim=1, descending=True, stable=True).int()
-    return number[None, None].to(device), which[None, None].to(device)
+    return to_device(number[None, None], device), to_device(which[None, None], device)
 
 
 # ------------------------------------------------------------------------------------------------ where attention goes

@@ -24,6 +24,7 @@ from transformers.vision_utils import (
 
 from mtrl.models.attention import ATTENTION, FLEX_COLUMNS, Reader, Sight, use_attention
 from mtrl.models.patches import use_compiled_pieces, use_linear_patches, use_no_dropout, use_segment_attention
+from mtrl.models.transfer import to_device
 from mtrl.types import VISION_POOL, Prompt
 
 Grid = tuple[int, int, int]
@@ -177,7 +178,7 @@ class Backbone:
         """As the kernels of this device want it: blocks for one packed sequence, else a matrix for each sequence."""
         if packed and self.device.type == "cuda":
             return sight.blocks(self.device)
-        return sight.dense().to(self.device)
+        return to_device(sight.dense(), self.device)
 
     def _as_mask(self, mask: Tensor | BlockMask, dtype: torch.dtype) -> Tensor | BlockMask:
         """As the attention implementation reads it: a bool mask would be added to the scores by `eager`."""
@@ -234,7 +235,7 @@ class VisionIndices:
     def _of_batch(self, grids: tuple[Grid, ...], device: torch.device) -> dict[str, Any]:
         pieces = [remembered(self._images, grid, partial(self._of_image, grid), CACHED_IMAGES) for grid in grids]
         indices: dict[str, Any] = {
-            name: torch.cat([piece[name] for piece in pieces]).to(device)
+            name: to_device(torch.cat([piece[name] for piece in pieces]), device)
             for name in ("position_ids", "interp_indices", "interp_weights")
             if name in pieces[0]
         }
@@ -245,7 +246,7 @@ class VisionIndices:
             for piece in pieces:
                 shifted.append(piece["window_index"] + start)
                 start += len(piece["window_index"])
-            indices["window_index"] = torch.cat(shifted).to(device)
+            indices["window_index"] = to_device(torch.cat(shifted), device)
             windows = torch.cat([piece["cu_window_seqlens"].diff() for piece in pieces])
             indices |= _boundaries("cu_window_seqlens", "max_window_seqlen", windows)
         return indices

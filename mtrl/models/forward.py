@@ -19,6 +19,7 @@ from mtrl.algorithms.vocab import CHUNK_POSITIONS, TokenScores, full_kl, token_s
 from mtrl.models.attention import MapReader, MassReader, Reader, Sight
 from mtrl.models.backbone import Backbone, Features, prompt_positions
 from mtrl.models.layout import Layout, lay_out
+from mtrl.models.transfer import to_device
 from mtrl.protocols import PromptEncoder
 from mtrl.types import Rollouts, Signals
 
@@ -68,20 +69,23 @@ class Forward:
         layout, features = self._prepare(rollouts, [None] if dependency is None else [None, views])
         reader = self._reader(layout) if mass else None
         hidden = self._read(layout, features, reader)
-        found = {} if reader is None else self._mass(reader, layout, rollouts)
+        of_tokens: dict[str, Tensor] = {}  # [M] each; the device is asked for everything before anything is waited for
         if old or entropy or dependency is not None:
             clean = self._scores(hidden[0], rollouts, entropy)
-            found["old"] = spread(clean.logp, rollouts.mask).cpu()
+            of_tokens["old"] = clean.logp
             if clean.entropy is not None:
-                found["entropy"] = spread(clean.entropy, rollouts.mask).cpu()
+                of_tokens["entropy"] = clean.entropy
         if dependency is not None:
-            found["perturbed"] = spread(self._scores(hidden[1], rollouts).logp, rollouts.mask).cpu()
+            of_tokens["perturbed"] = self._scores(hidden[1], rollouts).logp
+        if dependency == "full_kl":
+            matrix = self.backbone.output_matrix
+            of_tokens["dependency"] = full_kl(hidden[0], hidden[1], matrix, **self.distribution())
+        found = {name: spread(values.cpu(), rollouts.mask) for name, values in of_tokens.items()}
         if dependency == "low_var_kl":
             found["dependency"] = visual_dependency(found["old"], found["perturbed"], rollouts.mask)
         elif dependency == "full_kl":
-            kl = full_kl(hidden[0], hidden[1], self.backbone.output_matrix, **self.distribution())
-            found["dependency"] = bounded_dependency(spread(kl, rollouts.mask).cpu(), rollouts.mask)
-        return Signals(**found)
+            found["dependency"] = bounded_dependency(found["dependency"], rollouts.mask)
+        return Signals(**found, **({} if reader is None else self._mass(reader, layout, rollouts)))
 
     @torch.no_grad()
     def maps(self, rollouts: Rollouts, tokens: Sequence[int]) -> Tensor:
@@ -103,7 +107,7 @@ class Forward:
 
     def distribution(self) -> dict[str, Any]:
         """How hidden states become probabilities, for `algorithms.vocab`."""
-        forbidden = torch.tensor(self.encoder.forbidden_ids, device=self.backbone.device, dtype=torch.long)
+        forbidden = to_device(torch.tensor(self.encoder.forbidden_ids, dtype=torch.long), self.backbone.device)
         return {"temperature": self.temperature, "forbidden": forbidden, "chunk": self.chunk}
 
     # --------------------------------------------------------------------------------------------------- the one pass
@@ -126,17 +130,17 @@ class Forward:
         device = self.backbone.device
         mask = None if layout.causal else self.backbone.sight_mask(layout.sight, layout.packed)
         hidden = self.backbone.read(
-            layout.ids.to(device),
-            layout.positions.to(device),
-            layout.is_vision.to(device),
+            to_device(layout.ids, device),
+            to_device(layout.positions, device),
+            to_device(layout.is_vision, device),
             features,
             attention_mask=mask,
             reader=reader,
         )
-        return [hidden[sequence.to(device), place.to(device)] for sequence, place in layout.predicts]
+        return [hidden[to_device(sequence, device), to_device(place, device)] for sequence, place in layout.predicts]
 
     def _scores(self, hidden: Tensor, rollouts: Rollouts, entropy: bool = False) -> TokenScores:
-        targets = rollouts.tokens[rollouts.mask].to(hidden.device)
+        targets = to_device(rollouts.tokens[rollouts.mask], hidden.device)
         return token_scores(hidden, self.backbone.output_matrix, targets, entropy=entropy, **self.distribution())
 
     # ------------------------------------------------------------------------------------------------------ attention
@@ -147,9 +151,10 @@ class Forward:
         clean = [tail for tail, d in zip(layout.tails, layout.documents, strict=True) if d.view == 0]
         sequence, place = (torch.cat(each) for each in zip(layout.predicts[0], *clean, strict=True))
         corner = layout.corner((sequence, place))  # the first view's: views stand one after the other
-        pool, sink = layout.pool[corner].to(device), layout.sink[corner].to(device)
+        pool, sink = to_device(layout.pool[corner], device), to_device(layout.sink[corner], device)
         mask = None if layout.causal else self.backbone.sight_mask(layout.sight[corner], layout.packed)
-        return MassReader(pool, sink, (sequence.to(device), place.to(device)), self._segments(), mask)
+        places = to_device(sequence, device), to_device(place, device)
+        return MassReader(pool, sink, places, self._segments(), mask)
 
     def _segments(self) -> list[range]:
         return layer_segments(len(self.backbone.language_model.layers), self.last_k, self.weight_last_k)
@@ -173,5 +178,5 @@ class Forward:
 def spread(values: Tensor, mask: Tensor) -> Tensor:
     """Values [M] back to where the mask [N, T] is set, 0 elsewhere; gradients flow."""
     return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(
-        mask.to(values.device), values
+        to_device(mask, values.device), values
     )

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from mtrl.models.transfer import to_device
+
 # Transformers hands segment boundaries (`cu_seq_lens_q`) only to implementations with "flash" in their name.
 SEGMENT_ATTENTION = "mtrl_flash_segments"
 
@@ -64,7 +66,7 @@ def _by_length(lengths: tuple[int, ...], device: torch.device) -> tuple[dict[int
         return sizes, None, None
     of_position = torch.tensor(lengths).repeat_interleave(torch.tensor(lengths))
     order = of_position.argsort(stable=True)
-    return sizes, order.to(device), order.argsort().to(device)
+    return sizes, to_device(order, device), to_device(order.argsort(), device)
 
 
 AttentionInterface.register(SEGMENT_ATTENTION, segment_attention)

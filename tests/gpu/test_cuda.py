@@ -88,6 +88,17 @@ def test_no_graph_is_compiled_after_the_second_batch(rollouts):
     assert graphs[0] > 0 and graphs[-1] == graphs[1], graphs
 
 
+def test_a_pass_never_waits_for_the_device(rollouts):
+    """While the device works on one piece, the next is made ready: a wait would leave it idle."""
+    forward = forward_on("cuda", packed=True)
+    forward.response_hidden(rollouts)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        forward.response_hidden(rollouts)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_bf16_compute_stays_close(rollouts):
     exact, narrow = forward_on("cuda").signals(rollouts), forward_on("cuda", torch.bfloat16).signals(rollouts)
     gap = (exact.old - narrow.old)[rollouts.mask].abs()

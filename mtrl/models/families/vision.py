@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mtrl.models.transfer import to_device
+
 MAX_ASPECT = 200  # longer strips are refused, as Hugging Face's image processor does
 
 
@@ -69,9 +71,9 @@ def patchify(image: np.ndarray, settings: ImageSettings, device: torch.device | 
     height, width, _ = image.shape
     p, m = settings.patch, settings.merge
     # torch.tensor copies: decoded images are often read-only, which from_numpy warns about
-    blocks = torch.tensor(image, device=device).view(height // (p * m), m, p, width // (p * m), m, p, 3)
+    blocks = to_device(torch.tensor(image), device).view(height // (p * m), m, p, width // (p * m), m, p, 3)
     patches = blocks.permute(0, 3, 1, 4, 6, 2, 5).reshape(-1, 3, 1, p * p).float()
-    mean, std = (torch.tensor(value, device=device).view(3, 1, 1) for value in (settings.mean, settings.std))
+    mean, std = (to_device(torch.tensor(value), device).view(3, 1, 1) for value in (settings.mean, settings.std))
     patches = patches.mul_(settings.scale).sub_(mean).div_(std)
     return patches.expand(-1, -1, settings.frames, -1).reshape(len(patches), -1)
 
