@@ -20,6 +20,7 @@ The last line is the result as JSON.
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from typing import Any
 import torch
 
 from benchmarks.environment import finish
-from benchmarks.measure import compiled_graphs, peak_gb, seconds
+from benchmarks.measure import alternating, compiled_graphs, peak_gb, seconds
 from benchmarks.random_model import random_backbone, random_prompts, random_rollouts
 from mtrl.algorithms.losses import Loss, term_weights
 from mtrl.models.backbone import Backbone
@@ -98,9 +99,11 @@ def measure_routes(bench: Bench, rollouts: Rollouts, rounds: int) -> dict[str, A
         if route == "shared":
             asked["two_views_and_attention_s"] = {"dependency": "low_var_kl", "mass": True}
             asked["two_views_full_kl_s"] = {"dependency": "full_kl"}
-        for name, what in asked.items():
+        probes = {name: partial(bench.probe, route, rollouts, **what) for name, what in asked.items()}
+        for name, probe in probes.items():
             with peak_gb(found, name.replace("_s", "_peak_gb")):
-                found[name] = seconds(lambda route=route, what=what: bench.probe(route, rollouts, **what), times)
+                probe()
+        found |= alternating(probes, times)
         actor, batch = bench.actor(route), bench.batch(rollouts)
         with peak_gb(found, "update_peak_gb"):
             found["update_s"] = seconds(lambda actor=actor, batch=batch: actor.update([batch], Loss()), times)

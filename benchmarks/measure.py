@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -15,18 +15,24 @@ def wait() -> None:
         torch.cuda.synchronize()
 
 
-def seconds(work: Callable[[], object], rounds: int = 3, warm_up: int = 1) -> float:
+def seconds(work: Callable[[], object], rounds: int = 3) -> float:
     """The median of some rounds after a warm-up."""
-    for _ in range(warm_up):
-        work()
-    taken = []
-    for _ in range(rounds):
-        wait()
-        begin = time.perf_counter()
-        work()
-        wait()
-        taken.append(time.perf_counter() - begin)
-    return round(statistics.median(taken), 4)
+    return alternating({"": work}, rounds)[""]
+
+
+def alternating(works: Mapping[str, Callable[[], object]], rounds: int = 3) -> dict[str, float]:
+    """The medians of some rounds after a warm-up, one of each in turn: a device that grows slower under load is no
+    better to the first than to the last."""
+    taken: dict[str, list[float]] = {name: [] for name in works}
+    for number in range(rounds + 1):
+        for name, work in works.items():
+            wait()
+            begin = time.perf_counter()
+            work()
+            wait()
+            if number:
+                taken[name].append(time.perf_counter() - begin)
+    return {name: round(statistics.median(times), 4) for name, times in taken.items()}
 
 
 @contextmanager
