@@ -186,7 +186,8 @@ class MassReader:
         self.indicator = torch.stack(columns, -1)  # [B, S, 3]
         self.places, self.segments, self.mask = places, segments, mask
         self.total = torch.zeros(len(places[0]), len(segments), 2, device=pool.device)
-        self.total[:, [number for number, layers in enumerate(segments) if not layers]] = torch.nan
+        for number in (number for number, layers in enumerate(segments) if not layers):
+            self.total[:, number] = torch.nan
 
     def look(self, layer: Layer, value: Tensor) -> None:
         sequences, size, _ = self.indicator.shape

@@ -48,7 +48,7 @@ class Backbone:
     """`model` is a Hugging Face causal model of a family in `models/families`; its weights stay the caller's.
 
     `compute_dtype` is what products are taken in; the weights may be kept wider (float32 master weights). `compiled`
-    puts compiled norms and MLPs in place, which pays where a model is large.
+    puts compiled norms, MLPs and rotary positions in place, which pays where a model is large.
     """
 
     def __init__(
