@@ -23,8 +23,8 @@ from benchmarks.forward import BUDGET, SHAPES, TEXT_TOKENS, Bench
 from benchmarks.measure import peak_gb
 from benchmarks.random_model import TOKEN_PIXELS
 from mtrl.algorithms.losses import Loss
+from mtrl.commands.memory import Plan, estimate
 from mtrl.models.size import size_by
-from mtrl.training.memory import Plan, estimate
 
 RESPONSES = 8
 

@@ -20,9 +20,9 @@ def reward(words: Sequence[str]) -> int:
     DATASET is tried with its column `response`, else with its answers. Shows every part, a histogram, the slowest and
     the failed responses; worker.reward.reward_fn_kwargs, timeout_s and num_cpus hold here too. The last line is JSON.
     """
-    from mtrl.training import commands
+    from mtrl.commands import reward
 
-    return commands.try_reward(words)
+    return reward.run(words)
 
 
 def config(words: Sequence[str]) -> int:
@@ -49,9 +49,9 @@ def train(words: Sequence[str]) -> int:
 
     With no file, no model and no data: the embedded model on the embedded task, in sizes for a laptop.
     """
-    from mtrl.training import commands
+    from mtrl.commands import train
 
-    return commands.train(words)
+    return train.run(words)
 
 
 def evaluate(words: Sequence[str]) -> int:
@@ -61,9 +61,9 @@ def evaluate(words: Sequence[str]) -> int:
 
     worker.rollout.val.n and .temperature say how it is sampled. The last line is JSON.
     """
-    from mtrl.training import commands
+    from mtrl.commands import evaluate
 
-    return commands.evaluate(words)
+    return evaluate.run(words)
 
 
 def demo(words: Sequence[str]) -> int:
@@ -73,9 +73,9 @@ def demo(words: Sequence[str]) -> int:
 
     Ends with accuracy before and after by kind of question, a learning curve, and a last line of JSON.
     """
-    from mtrl.training import commands
+    from mtrl.commands import demo
 
-    return commands.demo(words)
+    return demo.run(words)
 
 
 def data(words: Sequence[str]) -> int:
@@ -86,9 +86,9 @@ def data(words: Sequence[str]) -> int:
     Counts, lengths, image sizes, columns, bad rows, three samples, and how many prompts the length limit drops. FILE is
     a file, a directory, a hub id[@split] or zoo@train; token counts need worker.actor.model.model_path=MODEL.
     """
-    from mtrl.training import commands
+    from mtrl.commands import data
 
-    return commands.describe_data(words)
+    return data.run(words)
 
 
 def doctor(words: Sequence[str]) -> int:
@@ -100,7 +100,7 @@ def doctor(words: Sequence[str]) -> int:
     the run, and what to change where it does not fit. Nothing is downloaded. Exit status 2: it cannot run here.
     """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported
-    from mtrl.training import doctor
+    from mtrl.commands import doctor
 
     return doctor.run(words)
 
@@ -114,9 +114,9 @@ def attention(words: Sequence[str]) -> int:
     attention over the image. --tokens chooses what is drawn, by word or by place (-1 is the last); otherwise the
     extremes and the answer's letter. The last line is JSON.
     """
-    from mtrl.training import attention_report
+    from mtrl.commands import attention
 
-    return attention_report.run(words)
+    return attention.run(words)
 
 
 COMMANDS: dict[str, Command] = {

@@ -29,18 +29,18 @@ from mtrl.rewards import builtin, grounding
 from mtrl.rewards.sandbox import InProcess, Sandbox
 from mtrl.rewards.scorer import MODEL, Builtin, RewardFunction, RewardScorer
 from mtrl.rollout.local import LocalGenerator
+from mtrl.store.checkpoint import FolderStore
+from mtrl.store.run_directory import RunDirectory
 from mtrl.tracking.console import Console, ConsoleSettings
 from mtrl.tracking.markdown import LogPaths, MarkdownLogs
 from mtrl.tracking.run_files import RunFiles, first_steps_of, validations_of
 from mtrl.tracking.several import Trackers
 from mtrl.tracking.watch import Watch
 from mtrl.training import recipe
-from mtrl.training.checkpoint import FolderStore
 from mtrl.training.evaluate import Result, Validation
 from mtrl.training.interrupt import Interrupt, say
 from mtrl.training.loop import House, Loop
 from mtrl.training.resume import Start, claim, find_start, fitting_state, refuse_damaged
-from mtrl.training.run_directory import RunDirectory
 from mtrl.training.unbuilt import is_bare, refuse_unbuilt
 from mtrl.workers.actor import LocalActor
 from mtrl.workers.reference import Reference

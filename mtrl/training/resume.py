@@ -15,9 +15,9 @@ from mtrl.config.tree import known_leaves
 from mtrl.data.rows import DataError
 from mtrl.errors import Finished, StartError
 from mtrl.protocols import TaskSource
-from mtrl.training.checkpoint import checkpoints, read_state
-from mtrl.training.manifest import MANIFEST, Damaged, check
-from mtrl.training.run_directory import CONFIG, RunDirectory
+from mtrl.store.checkpoint import checkpoints, read_state
+from mtrl.store.manifest import MANIFEST, Damaged, check
+from mtrl.store.run_directory import CONFIG, RunDirectory
 from mtrl.workers.snapshot import MOMENTS
 
 LENGTH = ("total_epochs", "max_steps")  # a learning rate and reward weights that follow the run's length feel it too

@@ -13,8 +13,8 @@ import pytest
 from run_helpers import finish, metrics_of, run_of, same_end, start, words
 
 from mtrl.cli import main
-from mtrl.training.checkpoint import checkpoints
-from mtrl.training.manifest import check
+from mtrl.store.checkpoint import checkpoints
+from mtrl.store.manifest import check
 
 MOMENTS = ("start", "step", "save")
 PATIENCE = 120.0  # seconds without the moment: then something hangs

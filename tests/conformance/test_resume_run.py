@@ -10,9 +10,9 @@ from run_helpers import SETTINGS, STEPS, metrics_of, run_of, same_end, words
 
 import mtrl
 from mtrl.cli import main
+from mtrl.store.checkpoint import checkpoints, read_state
+from mtrl.store.manifest import check
 from mtrl.tracking.run_files import read_rows
-from mtrl.training.checkpoint import checkpoints, read_state
-from mtrl.training.manifest import check
 from mtrl.training.resume import find_start
 
 

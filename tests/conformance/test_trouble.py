@@ -12,9 +12,9 @@ import pytest
 from run_helpers import SETTINGS, STEPS, finish, metrics_of, run_of, same_end, start, words
 
 from mtrl.cli import main
+from mtrl.store.checkpoint import checkpoints, read_state
+from mtrl.store.manifest import check
 from mtrl.tracking.run_files import read_rows
-from mtrl.training.checkpoint import checkpoints, read_state
-from mtrl.training.manifest import check
 
 
 @pytest.fixture(scope="module")

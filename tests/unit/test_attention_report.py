@@ -11,9 +11,9 @@ from PIL import Image
 from tiny_models import checkpoint
 
 from mtrl import cli
+from mtrl.commands.attention import MOST_DRAWN, chosen_tokens, images_of, place_for, places_of
 from mtrl.tracking.attention_page import Answered, overview, write_report
 from mtrl.tracking.heat_map import GAP, PANEL, ImageAttention, draw_heat_maps, heat
-from mtrl.training.attention_report import MOST_DRAWN, chosen_tokens, images_of, place_for, places_of
 from mtrl.types import SEGMENTS
 from mtrl.zoo.rows import MODEL_DIRECTORY
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from mtrl.errors import RunError
-from mtrl.training import checkpoint as module
-from mtrl.training.checkpoint import FolderStore, checkpoints, read_state, step_of
-from mtrl.training.manifest import MANIFEST, Damaged, check, seal
+from mtrl.store import checkpoint as module
+from mtrl.store.checkpoint import FolderStore, checkpoints, read_state, step_of
+from mtrl.store.manifest import MANIFEST, Damaged, check, seal
 
 METRIC = "val/reward_score"
 

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 from tiny_models import checkpoint, plain_model
 
-from mtrl import cli
+from mtrl import cli, machine
+from mtrl.commands import doctor, installed
+from mtrl.commands.doctor import GIB
+from mtrl.commands.installed import Device, Feature
+from mtrl.commands.memory import Plan, estimate
 from mtrl.config import load_config
 from mtrl.models.size import LayerSize, ModelSize, size_of
 from mtrl.models.tiny import TINY_FAMILIES
-from mtrl.training import doctor, machine
-from mtrl.training.machine import GIB, Device, Feature
-from mtrl.training.memory import Plan, estimate
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ModelSize(1000, 400, 10, LayerSize(3, 8, 16, 4), LayerSize(2, 6, 12, 6), patch=2, merge=2)
@@ -113,8 +114,8 @@ from pathlib import Path
 torch.set_num_threads(1)
 from mtrl.training import build as house
 from mtrl.models.size import size_of
-from mtrl.training.doctor import plan_of
-from mtrl.training.memory import estimate
+from mtrl.commands.doctor import plan_of
+from mtrl.commands.memory import estimate
 
 config, _ = house.configure(None, [
     "training.logger=[]", "training.max_steps=1", "training.val_before_train=false", "worker.rollout.n=4",
@@ -147,7 +148,7 @@ def test_the_estimate_against_a_measured_peak(tmp_path):
 def test_the_install_hints_name_extras_that_exist():
     tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has none")
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    for feature in machine.FEATURES:
+    for feature in installed.FEATURES:
         if "mtrl[" in feature.install:
             extra = feature.install.partition("[")[2].partition("]")[0]
             packages = {name.replace("-", "_").partition(">")[0].partition("[")[0] for name in extras[extra]}
@@ -219,7 +220,7 @@ def test_a_hub_model_that_is_not_here_is_no_fault(capsys):
 
 def test_a_wanted_feature_that_is_missing(monkeypatch):
     wanted = Feature("telepathy", ("no_such_module_here",), "pip install telepathy", lambda config: True)
-    monkeypatch.setattr(machine, "FEATURES", (wanted,))
+    monkeypatch.setattr(installed, "FEATURES", (wanted,))
     assert list(doctor.missing_features(load_config(None, {}))) == [
         "the configuration asks for telepathy: pip install telepathy"
     ]
@@ -254,10 +255,10 @@ def test_advice_never_says_no_prompts_at_all():
 
 def test_checkpoints_must_fit_on_the_disk(tmp_path, monkeypatch, capsys):
     config = load_config(None, {"training.output_dir": str(tmp_path / "runs"), "training.save_limit": 3})
-    monkeypatch.setattr(machine, "free_disk", lambda path: 100 * GIB)
+    monkeypatch.setattr(doctor, "free_disk", lambda path: 100 * GIB)
     (problem,) = doctor.disk_problems(config, BIG)  # three kept, the best, one on its way: 33.53 GiB each
     assert "5 checkpoints need 167.64 GiB" in problem
-    monkeypatch.setattr(machine, "free_disk", lambda path: 200 * GIB)
+    monkeypatch.setattr(doctor, "free_disk", lambda path: 200 * GIB)
     assert list(doctor.disk_problems(config, BIG)) == []
 
 

@@ -14,10 +14,10 @@ import pytest
 from mtrl.config import load_config, to_yaml
 from mtrl.config.tree import known_leaves
 from mtrl.errors import Finished, StartError
+from mtrl.store.manifest import seal
+from mtrl.store.run_directory import CONFIG, RunDirectory
 from mtrl.training.interrupt import Interrupt
-from mtrl.training.manifest import seal
 from mtrl.training.resume import MAY_DIFFER, Start, checkpoint_at, differing_keys, find_start, refuse_another_run
-from mtrl.training.run_directory import CONFIG, RunDirectory
 
 
 def fake_checkpoint(run, step):
@@ -164,7 +164,7 @@ def test_another_configuration_is_refused(tmp_path):
 
 # --------------------------------------------------------------------------------------------- one process at a time
 def test_a_run_in_use_is_refused_and_free_after_a_kill(tmp_path):
-    code = "import sys, time; from pathlib import Path; from mtrl.training.run_directory import RunDirectory\n"
+    code = "import sys, time; from pathlib import Path; from mtrl.store.run_directory import RunDirectory\n"
     code += "held = RunDirectory(Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
     owner = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True)
     try:
@@ -216,7 +216,7 @@ def test_workers_of_a_killed_run_do_not_keep_its_lock(tmp_path):
 import sys, time
 from pathlib import Path
 from mtrl.data.parallel import map_rows
-from mtrl.training.run_directory import RunDirectory
+from mtrl.store.run_directory import RunDirectory
 
 def job(row):
     print(row, flush=True)

@@ -8,17 +8,20 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
+from mtrl.commands import installed
+from mtrl.commands.installed import Device
+from mtrl.commands.memory import Estimate, Plan, estimate
 from mtrl.config import Config, take_file, warnings
 from mtrl.data.sources import HUB_ID
+from mtrl.machine import existing_parent, free_disk
 from mtrl.models.size import ModelSize, judge_parameters, size_of
-from mtrl.training import machine, recipe
+from mtrl.training import recipe
 from mtrl.training.build import EMBEDDED, configure, model_path, unknown_names
-from mtrl.training.machine import GIB, Device
-from mtrl.training.memory import Estimate, Plan, estimate
 from mtrl.training.unbuilt import is_bare, unbuilt
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 CANNOT_RUN = 2
+GIB = 2**30
 
 
 def run(words: Sequence[str]) -> int:
@@ -26,7 +29,7 @@ def run(words: Sequence[str]) -> int:
     print(machine_report())
     file, overrides = take_file(words)
     config, embedded = configure(file, overrides)
-    device = machine.devices()[0]
+    device = installed.devices()[0]
     print(f"\nThe run: {'the embedded task' if embedded else file or 'the overrides'}")
     problems = [*unbuilt(config), *unknown_names(config), *missing_features(config), *missing_files(config)]
     try:
@@ -55,13 +58,13 @@ def shown(size: int) -> str:
 
 
 def machine_report() -> str:
-    lines = ["This machine", *(f"  {line}" for line in machine.versions())]
-    found = machine.devices()
-    if reason := machine.why_no_gpu():
+    lines = ["This machine", *(f"  {line}" for line in installed.versions())]
+    found = installed.devices()
+    if reason := installed.why_no_gpu():
         lines.append(f"  no GPU: {reason}")
     lines += [f"  {each.name}: {shown(each.total)}, {shown(each.free)} free" for each in found]
     lines += ["", "Optional features"]
-    for feature in machine.FEATURES:
+    for feature in installed.FEATURES:
         missing = feature.missing()
         told = f"  no    {feature.name}: {feature.install} ({', '.join(missing)} missing)"
         lines.append(told if missing else f"  yes   {feature.name}")
@@ -69,7 +72,7 @@ def machine_report() -> str:
 
 
 def missing_features(config: Config) -> Iterator[str]:
-    for feature in machine.FEATURES:
+    for feature in installed.FEATURES:
         if feature.wanted(config) and feature.missing():
             yield f"the configuration asks for {feature.name}: {feature.install}"
 
@@ -116,12 +119,12 @@ def missing_function(place: str) -> Iterator[str]:
 def disk_problems(config: Config, size: ModelSize) -> Iterator[str]:
     """A checkpoint holds the weights and Adam's moments; besides the kept ones, one is the best and one is written."""
     training, fsdp = config.training, config.worker.actor.fsdp
-    place = machine.existing_parent(Path(training.output_dir))
+    place = existing_parent(Path(training.output_dir))
     if not os.access(place, os.W_OK):
         yield f"training.output_dir: {place} cannot be written to"
     checkpoint = 3 * size.parameters * BYTES[fsdp.param_dtype]
     kept = max(1, training.save_limit) + 2
-    free = machine.free_disk(place)
+    free = free_disk(place)
     print(f"  disk at {place}: {shown(free)} free; {kept} checkpoints of {shown(checkpoint)}")
     if free < kept * checkpoint:
         yield f"training.save_limit: {kept} checkpoints need {shown(kept * checkpoint)} of disk at {place}"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TextIO
 
 from mtrl.errors import StartError
-from mtrl.training.manifest import write_file
+from mtrl.store.manifest import write_file
 
 LOCK = "run.lock"
 CONFIG = "config.yaml"

@@ -1,28 +1,21 @@
-"""This machine as `mtrl doctor` sees it: versions, devices, memory, disk, and the libraries of each feature. Light: no
-library is imported but torch."""
+"""What is installed here: versions, devices, and the libraries of each feature. Light: no library is imported but
+torch."""
 
 from __future__ import annotations
 
 import os
 import platform
-import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from pathlib import Path
 
 import torch
 
 from mtrl.config import Config
+from mtrl.machine import free_memory, main_memory
 
-GIB = 2**30
 CORE = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow", "pillow", "omegaconf")
-CONTAINERS = (  # the limit of a container and what it uses: cgroups of the second version, and of the first
-    (Path("/sys/fs/cgroup/memory.max"), "memory.current", "inactive_file"),
-    (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), "memory.usage_in_bytes", "total_inactive_file"),
-)
 
 
 @dataclass(frozen=True)
@@ -105,44 +98,3 @@ def why_no_gpu() -> str | None:
     if torch.version.cuda is None and getattr(torch.version, "hip", None) is None:
         return "this torch is built for the CPU alone"
     return "torch finds no GPU; is the driver loaded (nvidia-smi), and CUDA_VISIBLE_DEVICES right?"
-
-
-def main_memory() -> int:
-    """The machine's, or what a container may use of it."""
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([physical, *(limit for limit, _ in containers())])
-
-
-def free_memory() -> int:
-    """Linux says what could be had without swapping, in a container too; elsewhere all of it is assumed."""
-    if not sys.platform.startswith("linux"):
-        return main_memory()
-    available = 1024 * _fields(Path("/proc/meminfo"))["MemAvailable:"]
-    return min([available, *(max(0, limit - used) for limit, used in containers())])
-
-
-def containers() -> list[tuple[int, int]]:
-    """(limit, used) of each that this process is in. Files in the cache of the system, such as a checkpoint that was
-    just written, make room when it is needed, so they are not in use."""
-    found = []
-    for limit, used, cached in CONTAINERS:
-        if limit.is_file() and (text := limit.read_text().strip()).isdecimal():
-            held = int(limit.with_name(used).read_text()) - _fields(limit.with_name("memory.stat")).get(cached, 0)
-            found.append((int(text), held))
-    return found
-
-
-def _fields(path: Path) -> dict[str, int]:
-    """`name number` a line."""
-    rows = (line.split() for line in path.read_text().splitlines())
-    return {row[0]: int(row[1]) for row in rows}
-
-
-def existing_parent(path: Path) -> Path:
-    """The path itself, or the nearest folder above it that is there."""
-    path = path.expanduser().absolute()
-    return next(place for place in (path, *path.parents) if place.exists())
-
-
-def free_disk(path: Path) -> int:
-    return shutil.disk_usage(existing_parent(path)).free

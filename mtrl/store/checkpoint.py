@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from mtrl.errors import RunError
+from mtrl.machine import free_memory
 from mtrl.protocols import Snapshot
-from mtrl.training.machine import free_memory
-from mtrl.training.manifest import Damaged, move_to, seal, to_disk
+from mtrl.store.manifest import Damaged, move_to, seal, to_disk
 
 STATE = "trainer_state.json"
 BEST = "best_model"

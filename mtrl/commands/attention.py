@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mtrl.algorithms.signals import pool_sizes, segment, vgr
+from mtrl.commands.words import evaluation_config, started, take_option, take_path_and_data
 from mtrl.config import Config, ConfigError
 from mtrl.data import Sampler
 from mtrl.errors import StartError
@@ -24,7 +25,7 @@ from mtrl.tracking.attention_page import Answered, Drawn, overview, write_report
 from mtrl.tracking.heat_map import ImageAttention
 from mtrl.tracking.pages import SHOWN_SEGMENTS
 from mtrl.training import build as house
-from mtrl.training import commands, recipe
+from mtrl.training import recipe
 from mtrl.training.unbuilt import refuse_unbuilt
 from mtrl.types import SEGMENTS, VISION_POOL, Prompt, Rollouts
 
@@ -35,9 +36,9 @@ MOST_DRAWN = 8  # tokens of one response
 def run(words: Sequence[str]) -> int:
     options, rest = Options.take(words)
     question = "which model? mtrl attention CHECKPOINT|RUN [--data F] [--samples 8] [--tokens ...] [--out DIR] [a.b=c]"
-    path, data, overrides = commands.take_path_and_data(rest, question)
-    config = commands.evaluation_config(path, [*overrides, *([f"dataset.val_files={data}"] if data else [])])
-    answers = commands.started(look, config, options)
+    path, data, overrides = take_path_and_data(rest, question)
+    config = evaluation_config(path, [*overrides, *([f"dataset.val_files={data}"] if data else [])])
+    answers = started(look, config, options)
     checkpoint = Path(house.model_path(config))
     report = write_report(options.out or place_for(Path(path), checkpoint), f"Attention of {checkpoint}", answers)
     print(overview(answers))
@@ -53,9 +54,9 @@ class Options:
 
     @classmethod
     def take(cls, words: Sequence[str]) -> tuple[Options, list[str]]:
-        samples, rest = commands.take_option(words, "--samples", "how many responses?")
-        tokens, rest = commands.take_option(rest, "--tokens", "words or places, with commas: orange,B,-1")
-        out, rest = commands.take_option(rest, "--out", "name a directory")
+        samples, rest = take_option(words, "--samples", "how many responses?")
+        tokens, rest = take_option(rest, "--tokens", "words or places, with commas: orange,B,-1")
+        out, rest = take_option(rest, "--out", "name a directory")
         if samples is not None and not (samples.isdecimal() and int(samples)):
             raise ConfigError([f"--samples: {samples}; give a number above 0"])
         chosen = tuple(word for word in (tokens or "").split(",") if word)

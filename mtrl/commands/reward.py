@@ -1,12 +1,15 @@
-"""What `mtrl reward` puts together: a reward function, recorded responses, and no model."""
+"""`mtrl reward`: a reward function on recorded responses, without a model."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from mtrl.config import Config, ConfigError
+from mtrl.commands.recorded import DataRecord, Recorded, RunRecord, batches, rollouts_file
+from mtrl.commands.words import say, started, take_path_and_data
+from mtrl.config import Config, ConfigError, load_config
 from mtrl.config.tree import BUILTIN_REWARDS
 from mtrl.data import DataError
 from mtrl.data.prompts import TaskBuilder
@@ -14,9 +17,25 @@ from mtrl.data.sources import Source
 from mtrl.models.families import TextEncoder
 from mtrl.rewards.samples import samples_of
 from mtrl.rewards.trial import Trial, try_on
+from mtrl.rewards.trial_report import report, summary
 from mtrl.training import build as house
-from mtrl.training.recorded import DataRecord, Recorded, RunRecord, batches
 from mtrl.training.unbuilt import is_bare
+from mtrl.zoo.rows import CONFIG_FILE
+
+
+def run(words: Sequence[str]) -> int:
+    function, data, overrides = take_path_and_data(words, "which reward? mtrl reward FILE --data F [a.b=c ...]")
+    if data is None:
+        raise ConfigError(["--data: name the rollouts.jsonl of a run, or a dataset"])
+    file = rollouts_file(data)
+    place = CONFIG_FILE if data.startswith(house.EMBEDDED) else None if file is None else file.parent / "config.yaml"
+    config = load_config(place if place and place.is_file() else None, overrides)
+    trial, notes = started(try_reward, config, function, data, file)
+    for note in notes:
+        say(f"note: {note}")
+    print(report(trial))
+    print(json.dumps(summary(trial)))
+    return 0
 
 
 def try_reward(config: Config, function: str, data: str, rollouts: Path | None) -> tuple[Trial, list[str]]:

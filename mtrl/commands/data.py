@@ -1,0 +1,24 @@
+"""`mtrl data`: a dataset as the model will see it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from mtrl.commands.words import started
+from mtrl.config import ConfigError, load_config, take_file
+from mtrl.data import report
+from mtrl.training import build as house
+from mtrl.zoo.rows import CONFIG_FILE
+
+
+def run(words: Sequence[str]) -> int:
+    file, overrides = take_file(words)
+    if file is None:
+        raise ConfigError(["which data? mtrl data FILE [a.b=c ...]"])
+    embedded = file.startswith(house.EMBEDDED)
+    config = load_config(CONFIG_FILE if embedded else None, overrides)
+    knows_model = embedded or config.worker.actor.model.model_path is not None
+    encoder = started(house.build_encoder, config) if knows_model else None
+    sources = started(house.sources_of, file, "train")
+    return started(report.run, sources, house.data_settings(config), encoder, sys.stdout)

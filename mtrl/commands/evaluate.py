@@ -1,0 +1,26 @@
+"""`mtrl eval`: accuracy and rewards of a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from mtrl.commands.words import evaluation_config, started, take_path_and_data
+from mtrl.training import build as house
+from mtrl.training.evaluate import Result
+
+
+def run(words: Sequence[str]) -> int:
+    path, data, overrides = take_path_and_data(words, "which model? mtrl eval CHECKPOINT|RUN [--data F] [a.b=c ...]")
+    config = evaluation_config(path, [*overrides, *([f"dataset.val_files={data}"] if data else [])])
+    result = started(house.evaluate, config)
+    print(_table(result))
+    print(json.dumps({"checkpoint": config.worker.actor.model.model_path, **result.metrics, "by": result.by}))
+    return 0
+
+
+def _table(result: Result) -> str:
+    lines = [f"{name.removeprefix('val/'):<24} {value:8.4f}" for name, value in result.metrics.items()]
+    for column, table in result.by.items():
+        lines += ["", f"by {column}", *(f"  {value:<22} {rate:8.4f}" for value, rate in table.items())]
+    return "\n".join(lines)

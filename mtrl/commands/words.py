@@ -1,0 +1,63 @@
+"""What the commands have in common: their words, and how they speak."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mtrl.config import Config, ConfigError, load_config, take_file
+from mtrl.errors import StartError
+from mtrl.training.resume import newest_intact
+from mtrl.workers.snapshot import MOMENTS
+from mtrl.zoo.rows import CONFIG_FILE, MODEL_DIRECTORY
+
+Result = TypeVar("Result")
+
+
+def started(begin: Callable[..., Result], *arguments: Any) -> Result:
+    """Before training a ValueError speaks to the user, of data, model or reward file. Later it would be our mistake."""
+    try:
+        return begin(*arguments)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise StartError(str(error)) from error
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def take_option(words: Sequence[str], name: str, wanted: str) -> tuple[str | None, list[str]]:
+    """The word after an option, and the others; `wanted` is said where there is none."""
+    others = list(words)
+    if name not in others:
+        return None, others
+    place = others.index(name)
+    if place + 1 == len(others):
+        raise ConfigError([f"{name}: {wanted}"])
+    value = others[place + 1]
+    del others[place : place + 2]
+    return value, others
+
+
+def take_path_and_data(words: Sequence[str], question: str) -> tuple[str, str | None, list[str]]:
+    """PATH [--data F] and the overrides; the question is asked where there is no path."""
+    data, others = take_option(words, "--data", "name a file, a directory or a dataset")
+    path, overrides = take_file(others)
+    if path is None:
+        raise ConfigError([question])
+    return path, data, overrides
+
+
+def evaluation_config(path: str, overrides: list[str]) -> Config:
+    """A run's own configuration with its newest checkpoint; for a bare checkpoint the defaults."""
+    place = Path(path)
+    run = next((each for each in (place, place.absolute().parent.parent) if (each / "config.yaml").is_file()), None)
+    checkpoint = newest_intact(place / "checkpoints", but=(MOMENTS,)) if run == place else place
+    if run == place and checkpoint is None:
+        raise ConfigError([f"{path} is a run without a checkpoint"])
+    file = run / "config.yaml" if run else CONFIG_FILE if place.resolve() == MODEL_DIRECTORY else None
+    return load_config(file, [f"worker.actor.model.model_path={checkpoint}", *overrides])
