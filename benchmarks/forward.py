@@ -216,7 +216,7 @@ def main() -> None:
     parser.add_argument("--size", choices=SHAPES, default="tiny")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--weights", choices=["bf16", "fp32"], default=None, help="bf16 on cuda, fp32 on cpu")
-    parser.add_argument("--no-compile", action="store_true", help="norms and MLPs as they come")
+    parser.add_argument("--no-compile", action="store_true", help="norms, MLPs and rotary positions as they come")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", choices=["routes", "unequal", "scaling", "noise"], default=None)
     parser.add_argument("--out", type=Path, default=None)

@@ -40,13 +40,14 @@ PYTEST_OPTIONS = ["-xq", "--tb=line", "-p", "no:cacheprovider", "-p", "_hypothes
 PYTEST_OPTIONS += ["--hypothesis-profile=mutation", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
 
 # Cheap tests first: with -x most mutants die in the first file.
+PROPERTIES = ["tests/unit/test_properties_parts.py", "tests/unit/test_properties.py"]
 TESTS = {
-    "credit": ["tests/unit/test_credit.py", "tests/unit/test_mutants.py", "tests/unit/test_properties.py"],
+    "credit": ["tests/unit/test_credit.py", "tests/unit/test_mutants.py", *PROPERTIES],
     "losses": [
         "tests/unit/test_losses.py",
         "tests/unit/test_mutants.py",
         "tests/conformance/test_trl_agreement.py",
-        "tests/unit/test_properties.py",
+        *PROPERTIES,
     ],
 }
 

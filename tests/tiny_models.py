@@ -6,6 +6,7 @@ image moves log-probs by far more than the tolerances.
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from collections.abc import Sequence
 from functools import lru_cache
@@ -54,8 +55,14 @@ def plain_model(family: str) -> PreTrainedModel:
     return plain_model_at(checkpoint(family), family)
 
 
+@lru_cache
+def _loaded(family: str) -> PreTrainedModel:
+    return load_model(checkpoint(family))
+
+
 def fresh_backbone(family: str) -> Backbone:
-    return Backbone(load_model(checkpoint(family)))
+    """Weights of its own: a copy of the loaded model takes a fifth of the time of loading it once more."""
+    return Backbone(copy.deepcopy(_loaded(family)))
 
 
 @lru_cache

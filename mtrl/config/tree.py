@@ -201,14 +201,14 @@ class Actor:
     clip_ratio_high: float = key(0.3, "the ratio is clipped at 1 + this", "[0, inf]")
     clip_ratio_dual: float | None = key(3.0, "for A < 0 the loss is capped at this * |A|; null: off", "(1, inf)")
     max_grad_norm: float = key(1.0, "gradients are scaled down to this norm", "(0, inf]")
-    padding_free: bool = key(True, "pack rows without padding")
+    padding_free: bool = key(True, "pack rows without padding (on a GPU, by a compiled kernel)")
     dynamic_batching: bool = key(True, "token budget instead of a row count")
     tokens_per_micro_batch: int | None = key(
         None, "that budget; null: the largest group, at least 16384 on a GPU", "[1, inf)"
     )
     share_prefix: bool = key(True, "one prompt, its group of responses, one pass")
     ulysses_size: int = key(1, "GPUs that share one sequence", "[1, inf)")
-    use_torch_compile: bool = key(True, "compile the hot functions")
+    use_torch_compile: bool = key(True, "compile the hot functions (on a GPU); without it rows are padded")
 
 
 @dataclass(frozen=True)

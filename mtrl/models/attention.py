@@ -102,6 +102,9 @@ class Sight:
     def __getitem__(self, corner: tuple[slice, slice]) -> Sight:
         return Sight(self.segment[corner], self.prompt[corner])
 
+    def to(self, device: torch.device) -> Sight:
+        return Sight(to_device(self.segment, device), to_device(self.prompt, device))
+
     def seen_from(self, places: tuple[Tensor, Tensor]) -> Tensor:
         """[M, S] bool: what each of M positions (their rows and columns) sees."""
         rows, columns = places

@@ -178,7 +178,7 @@ class Backbone:
         """As the kernels of this device want it: blocks for one packed sequence, else a matrix for each sequence."""
         if packed and self.device.type == "cuda":
             return sight.blocks(self.device)
-        return to_device(sight.dense(), self.device)
+        return sight.to(self.device).dense()  # made there: the matrix is far larger than what it says
 
     def _as_mask(self, mask: Tensor | BlockMask, dtype: torch.dtype) -> Tensor | BlockMask:
         """As the attention implementation reads it: a bool mask would be added to the scores by `eager`."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mtrl.algorithms.signals import bounded_dependency, layer_segments, visual_dependency
 from mtrl.algorithms.vocab import CHUNK_POSITIONS, TokenScores, full_kl, token_scores
-from mtrl.models.attention import MapReader, MassReader, Reader, Sight
+from mtrl.models.attention import MapReader, MassReader, Reader
 from mtrl.models.backbone import Backbone, Features, prompt_positions
 from mtrl.models.layout import Layout, lay_out
 from mtrl.models.transfer import to_device
@@ -95,9 +95,8 @@ class Forward:
         layout, features = self._prepare(rollouts, [None])
         chosen, device = torch.tensor(tokens, dtype=torch.long), self.backbone.device
         sequence, place = (each[chosen].to(device) for each in layout.predicts[0])
-        sight = Sight(layout.sight.segment.to(device), layout.sight.prompt.to(device))
         pool, sink = layout.pool.to(device), layout.sink.to(device)
-        reader = MapReader(pool, sink, sight, (sequence, place), self._segments())
+        reader = MapReader(pool, sink, layout.sight.to(device), (sequence, place), self._segments())
         self._read(layout, features, reader)
         return reader.total[:, :, : len(rollouts.prompts[0].ids)].cpu()
 

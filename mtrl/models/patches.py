@@ -123,9 +123,11 @@ def with_compiled_rotary(forward: FunctionType) -> FunctionType:
         for name, function in forward.__globals__.items()
         if name in forward.__code__.co_names and "rotary" in name
     }
-    return FunctionType(
+    same = FunctionType(
         forward.__code__, forward.__globals__ | own, forward.__name__, forward.__defaults__, forward.__closure__
     )
+    same.__kwdefaults__ = forward.__kwdefaults__
+    return same
 
 
 @cache

@@ -20,7 +20,6 @@ SMALL = [
     "worker.reward.failure_reward=-1",
     "training.val_freq=-1",
     "training.val_before_train=false",
-    "dataset.val_files=zoo@validation",
     "training.logger=[]",
 ]
 
@@ -43,8 +42,10 @@ def reward_function(data):
 def train(tmp_path, source, *words):
     path = tmp_path / "mine.py"
     path.write_text(source)
+    question = tmp_path / "val.jsonl"  # one is enough to validate at the end; nothing here looks at its score
+    question.write_text(json.dumps({"prompt": "Which letter?", "answer": "A"}) + "\n")
     places = [f"training.output_dir={tmp_path}", "training.experiment_name=run", f"worker.reward.functions=[{path}]"]
-    return main(["train", *SMALL, *places, *words])
+    return main(["train", *SMALL, *places, f"dataset.val_files={question}", *words])
 
 
 def metrics(tmp_path):
@@ -54,7 +55,8 @@ def metrics(tmp_path):
 
 @pytest.mark.slow
 def test_a_hostile_function_does_not_stop_a_run(tmp_path, caplog):
-    assert train(tmp_path, HOSTILE, "training.max_steps=2", "worker.reward.timeout_s=1") == 0
+    many = "dataset.val_files=zoo@validation"  # two hundred: the log must not swell with them
+    assert train(tmp_path, HOSTILE, "training.max_steps=2", "worker.reward.timeout_s=1", many) == 0
     rows = metrics(tmp_path)
     assert len(rows) == 2 and any(row["reward/failed"] > 0 for row in rows)
     assert all(-1 <= row["reward/overall"] <= 1 for row in rows)
@@ -62,10 +64,11 @@ def test_a_hostile_function_does_not_stop_a_run(tmp_path, caplog):
 
 
 def test_ten_steps_of_failures_end_a_run_with_their_cause(tmp_path, capfd):
-    assert train(tmp_path, "def reward_function(data): return data['no such column']\n", "training.max_steps=12") == 1
+    source = "def reward_function(data): return data['no such column']\n"
+    assert train(tmp_path, source, "training.max_steps=12", "worker.rollout.n=2") == 1
     assert len(metrics(tmp_path)) == 9
     last = capfd.readouterr().err.partition("mtrl: no response could be scored in 10 steps in a row.")[2]
-    assert "reward function mine failed on 16 of 16" in last and "KeyError: 'no such column'" in last
+    assert "reward function mine failed on 4 of 4" in last and "KeyError: 'no such column'" in last
 
 
 def test_weights_and_signals_of_a_function_move_through_a_run(tmp_path):

@@ -1,5 +1,6 @@
 """Seeing and reading: our vision tower against the untouched one, and rows of every kind in one batch."""
 
+import copy
 from collections import Counter
 
 import pytest
@@ -215,6 +216,36 @@ def test_each_piece_is_compiled_in_our_model_alone(family, monkeypatch):
     assert calls["apply_rotary_pos_emb_vision"] == blocks and "apply_rotary_pos_emb_vision" not in before
     norms_and_mlps = sum(n for name, n in before.items() if name.endswith(".forward"))
     assert norms_and_mlps >= 3 * layers + 1
+
+
+def test_a_function_with_compiled_rotary_positions_takes_the_same_arguments(monkeypatch):
+    monkeypatch.setattr(patches, "compiled", lambda function: function)
+
+    def forward(self, hidden, mask=None, *, scale=2):
+        return hidden * scale, mask
+
+    assert patches.with_compiled_rotary.__wrapped__(forward)(None, 3) == (6, None)
+
+
+def test_a_copy_of_a_compiled_model_runs_on_its_own_weights(family, monkeypatch):
+    """The frozen reference is a copy of the policy, which must not follow it."""
+    monkeypatch.setattr(patches, "compiled", lambda function: function)
+    monkeypatch.setattr(patches, "with_compiled_rotary", patches.with_compiled_rotary.__wrapped__)
+    ours = Backbone(load_model(checkpoint(family)), compiled=True)
+    frozen = Backbone(copy.deepcopy(ours.model))
+    ids, positions = torch.arange(8)[None], torch.arange(8).expand(3, 1, -1)
+    pixels, grids = pixels_of(family, [(4, 6)])
+
+    def read(backbone):
+        with torch.no_grad():
+            return [backbone.read(ids, positions), *outputs(backbone.run_tower(pixels, grids))]
+
+    before = read(ours)
+    with torch.no_grad():
+        for parameter in ours.model.parameters():
+            parameter.mul_(1.1)
+    for was, stays, moved in zip(before, read(frozen), read(ours), strict=True):
+        assert torch.equal(was, stays) and not torch.equal(was, moved)
 
 
 # ------------------------------------------------------------------------------------------------------------ caches

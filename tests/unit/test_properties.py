@@ -1,148 +1,35 @@
-"""Laws that hold for every batch: rows in any order, any padding, any split, nothing outside the mask.
-
-A `Step` is a random rollout batch with every stream a step has. `train_batch` takes it through all of algorithms/:
-advantages, S, filters, scaling, token weights, correction, term weights.
-"""
+"""Laws that hold for every batch: rows in any order, any padding, any split, nothing outside the mask."""
 
 import math
-from dataclasses import dataclass, fields, replace
-from fractions import Fraction
+from dataclasses import fields, replace
 
-import numpy as np
 import pytest
 import torch
-from helpers import INF, NAN, close, fake_rollouts, mask_of, same
+from helpers import INF, NAN, close, mask_of, same
 from hypothesis import given
 from hypothesis import strategies as st
+from property_helpers import (
+    DECIDED,
+    DENOMINATORS,
+    FULL_RULE,
+    LOSS_TYPES,
+    LOSSES,
+    MAX_LENGTH,
+    RULES,
+    Step,
+    credit_of,
+    loss_of,
+    steps,
+    train_batch,
+)
 from torch import Tensor
 
 from mtrl.algorithms import advantages
-from mtrl.algorithms.credit import (
-    CreditRule,
-    Scaling,
-    TokenWeighting,
-    assign,
-    attention_weights,
-    top_fraction,
-    trajectory_scale,
-)
-from mtrl.algorithms.groups import row_mean
-from mtrl.algorithms.losses import Loss, PolicyLoss, mismatch_correction, term_weights, total_loss
-from mtrl.algorithms.packing import balance, cut_groups, fill_micro_batches, optimizer_steps, row_index
-from mtrl.algorithms.replay import ReplayBuffer, ReplayEntry
+from mtrl.algorithms.credit import CreditRule, Scaling, TokenWeighting
+from mtrl.algorithms.losses import Loss, total_loss
 from mtrl.algorithms.rewards import combine, vgr_hard_negative_reward, vgr_reward
-from mtrl.algorithms.signals import pool_sizes, segment, sequence_mass, vgr, visual_dependency
-from mtrl.types import Credit, Rollouts, Signals, TrainBatch, take_rows
-
-MAX_LENGTH = 12
-
-
-@dataclass(frozen=True)
-class Step:
-    rollouts: Rollouts
-    rewards: Tensor  # [N]
-    old: Tensor  # [N, T], and so are all that follow
-    perturbed: Tensor
-    entropy: Tensor
-    reference: Tensor
-    behaviour: Tensor
-    logp: Tensor
-    mass: Tensor  # [N, T, 2]
-
-    def rows(self, index: Tensor) -> "Step":
-        return take_rows(self, index)
-
-    def widened(self, extra: int, fill: float) -> "Step":
-        """More padding, and `fill` wherever nothing is valid."""
-        mask = torch.nn.functional.pad(self.rollouts.mask, (0, extra))
-
-        def widen(x: Tensor) -> Tensor:
-            if x.ndim == 1:
-                return x
-            tail = x.new_full((len(x), extra, *x.shape[2:]), 0)
-            return torch.cat([x, tail], 1).where(mask.reshape(*mask.shape, *[1] * (x.ndim - 2)), fill)
-
-        streams = {f.name: widen(getattr(self, f.name)) for f in fields(self) if f.name != "rollouts"}
-        rollouts = replace(self.rollouts, mask=mask, tokens=torch.nn.functional.pad(self.rollouts.tokens, (0, extra)))
-        return Step(rollouts, **streams)
-
-
-@st.composite
-def steps(draw, min_rows=1, empty_rows=True):
-    """Uneven groups in mixed order, some without an image, some rows of one token, some rows of none."""
-    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4).filter(lambda sizes: sum(sizes) >= min_rows))
-    visual = draw(st.lists(st.booleans(), min_size=len(sizes), max_size=len(sizes)))
-    group = draw(st.permutations([g for g, size in enumerate(sizes) for _ in range(size)]))
-    shortest = 0 if empty_rows else 1
-    lengths = draw(st.lists(st.integers(shortest, 9), min_size=len(group), max_size=len(group)))
-    random = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    rollouts = fake_rollouts(lengths, group, visual, width=max([*lengths, 1]))
-
-    def stream(*shape, low=0.0, high=1.0):
-        return low + (high - low) * torch.rand(*rollouts.mask.shape, *shape, generator=random)
-
-    old = stream(low=-3)
-    return Step(
-        rollouts,
-        rewards=torch.randint(0, 4, (len(group),), generator=random) / 2,  # ties and flat groups do occur
-        old=old,
-        perturbed=old + stream(low=-2, high=1),
-        entropy=stream(high=2),
-        reference=old + stream(low=-1),
-        behaviour=old + stream(low=-1),
-        logp=old + stream(low=-1),
-        mass=stream(2, low=0.01),
-    )
-
-
-FULL_RULE = CreditRule(0.4, 0.2, Scaling(), TokenWeighting(smooth_sigma=1.0))
-MASK_RULE = replace(FULL_RULE, weighting=TokenWeighting(target="mask"))
-RULES = st.sampled_from([CreditRule(), CreditRule(perception_top_p=0.4), FULL_RULE, MASK_RULE])
-LOSSES = st.sampled_from(
-    [
-        Loss(PolicyLoss(kind, level), penalty, 0.1, 0.06)
-        for kind in ("ppo", "cispo", "sapo")
-        for level in ("token", "sequence")
-        for penalty in ("kl", "abs", "mse", "low_var_kl")
-    ]
-)
-LOSS_TYPES = st.sampled_from(["grpo", "dapo", "bnpo", "dr_grpo"])
-DENOMINATORS = st.sampled_from(["all", "selected"])
-
-
-def signals_of(step: Step) -> Signals:
-    dependency = visual_dependency(step.old, step.perturbed, step.rollouts.mask)
-    return Signals(old=step.old, dependency=dependency, entropy=step.entropy)
-
-
-def weights_of(step: Step, rule: TokenWeighting) -> Tensor:
-    sizes = pool_sizes(step.rollouts.prompts)[step.rollouts.group]
-    return attention_weights(step.mass, sizes, step.rollouts.mask, rule)
-
-
-DECIDED = ("advantage", "select", "measure", "scale")  # what credit decides; its weights are there to be looked at
-
-
-def credit_of(step: Step, rule: CreditRule) -> Credit:
-    rollouts = step.rollouts
-    advantage = advantages.grpo(step.rewards, rollouts.group, rollouts.mask)
-    weights = weights_of(step, rule.weighting) if rule.weighting else None
-    return assign(rule, advantage, rollouts.mask, rollouts.visual, signals_of(step), weights)
-
-
-def train_batch(step: Step, rule: CreditRule, loss_type="dapo", denominator="all", silenced=None) -> TrainBatch:
-    mask = step.rollouts.mask
-    credit = credit_of(step, rule)
-    weights = term_weights(credit.measure, credit.select, loss_type, MAX_LENGTH, denominator, silenced)
-    correction = mismatch_correction(step.old, step.behaviour, mask, 2.0, "sequence")
-    return TrainBatch(step.rollouts, step.old, credit.advantage, correction, weights, step.reference)
-
-
-def loss_of(logp: Tensor, batch: TrainBatch, loss: Loss) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    logp = logp.detach().clone().requires_grad_()
-    total, metrics = total_loss(logp, batch, loss)
-    (grad,) = torch.autograd.grad(total, logp)
-    return total.detach(), grad, metrics
+from mtrl.algorithms.signals import pool_sizes, sequence_mass, vgr
+from mtrl.types import take_rows
 
 
 def assert_records_close(actual, expected, **tolerance) -> None:
@@ -343,217 +230,3 @@ def test_plain_grpo_equals_a_loop_in_python(step, loss_type):
     batch = replace(batch, correction=torch.ones_like(batch.correction))
     total, _ = total_loss(step.logp.double(), batch, Loss())
     assert total.item() == pytest.approx(expected, rel=1e-5, abs=1e-6)
-
-
-# ---- filters ----
-
-
-@given(st.integers(0, 100), st.lists(st.integers(0, 60), min_size=1, max_size=4), st.integers(0, 2**31), st.booleans())
-def test_exactly_k_tokens_are_kept(percent, lengths, seed, ties):
-    # k = ceil(p n) of the exact fraction, at least 1 (and no more than there are): float rounding must not show.
-    mask = mask_of(*lengths, width=max([*lengths, 1]))
-    score = torch.rand(mask.shape, generator=torch.Generator().manual_seed(seed))
-    if ties:
-        score = (score * 3).floor()
-    kept = top_fraction(score, mask, percent / 100)
-    assert not (kept & ~mask).any()
-    for row, n in enumerate(lengths):
-        k = min(max(math.ceil(Fraction(percent, 100) * n), 1), n)
-        assert kept[row].sum() == k
-        # The first k of a stable sort by falling score.
-        best = sorted(range(n), key=lambda t, row=row: (-score[row, t].item(), t))[:k]
-        assert kept[row].nonzero().flatten().tolist() == sorted(best)
-
-
-@given(steps(), st.sampled_from([None, 0.2, 0.5]), st.booleans())
-def test_text_only_rows_are_untouched(step, entropy_top_p, weighting):
-    rule = CreditRule(0.2, entropy_top_p, Scaling(), TokenWeighting() if weighting else None)
-    plain = CreditRule(entropy_top_p=entropy_top_p)
-    credit, expected = credit_of(step, rule), credit_of(step, plain)
-    text_only = ~step.rollouts.visual
-    for name in DECIDED:
-        same(getattr(credit, name)[text_only], getattr(expected, name)[text_only])
-    # And visual rows do not notice them: without the text-only rows the scales are the same.
-    if step.rollouts.visual.any():
-        index = step.rollouts.visual.nonzero().flatten()
-        same(credit_of(step.rows(index), rule).scale, credit.scale[index])
-
-
-@given(steps(), st.floats(0.0, 1.0), st.one_of(st.none(), st.floats(1.0, 5.0)))
-def test_scale_has_mean_one_unless_capped(step, low, high):
-    mask = step.rollouts.mask
-    dependency = visual_dependency(step.old, step.perturbed, mask)
-    scored = step.rollouts.visual & mask.any(1)
-    scale = trajectory_scale(dependency, mask, step.rollouts.visual, Scaling(low, high)).double()
-    assert (scale[~scored] == 1).all()
-    if not scored.any():
-        return
-    assert scale[scored].min() >= low - 1e-6
-    mean = scale[scored].mean().item()
-    if high is None:
-        assert mean == pytest.approx(1, abs=1e-5)
-    else:
-        assert scale.max() <= high + 1e-6
-        assert mean <= 1 + 1e-5
-        # The mean is less than one only where the cap is reached.
-        assert mean == pytest.approx(1, abs=1e-5) or scale.max().item() == pytest.approx(high, rel=1e-6)
-    # Who looks more gets no less.
-    order = row_mean(dependency, mask)[scored].argsort()
-    assert (scale[scored][order].diff() >= 0).all()
-
-
-@given(steps(), st.sampled_from([0.0, 0.7, 2.0]))
-def test_token_weights_have_mean_one_before_the_clip(step, sigma):
-    weights = weights_of(step, TokenWeighting(clip=(0.0, INF), smooth_sigma=sigma))
-    mask = step.rollouts.mask
-    filled = mask.any(1)
-    close(row_mean(weights, mask)[filled], torch.ones(int(filled.sum())), rtol=1e-5)
-    assert (weights[~mask] == 1).all()
-    assert (weights[~step.rollouts.visual] == 1).all()
-
-
-@given(steps(), st.sampled_from([(0.2, 3.0), (0.5, 2.0)]), st.sampled_from([None, 0.2, 0.6]))
-def test_token_weights_stay_within_their_clip(step, clip, top_ratio):
-    weights = weights_of(step, TokenWeighting(clip=clip, top_ratio=top_ratio))
-    assert weights.min() >= clip[0]
-    assert weights.max() <= clip[1]
-    if top_ratio is not None:
-        n = step.rollouts.mask.sum(1)
-        k = (Fraction(top_ratio).limit_denominator(10) * int(m) for m in n)
-        for row, most in enumerate(map(math.ceil, k)):
-            assert (weights[row] != 1).sum() <= max(most, 1)
-
-
-# ---- packing ----
-
-
-@st.composite
-def packings(draw):
-    sizes = draw(st.lists(st.integers(1, 5), min_size=1, max_size=6))
-    group = draw(st.permutations([g for g, size in enumerate(sizes) for _ in range(size)]))
-    responses = draw(st.lists(st.integers(1, 30), min_size=len(group), max_size=len(group)))
-    prompts = draw(st.lists(st.integers(1, 50), min_size=len(sizes), max_size=len(sizes)))
-    return torch.tensor(group), torch.tensor(responses), prompts, draw(st.integers(1, 120)), draw(st.booleans())
-
-
-@given(packings(), st.integers(1, 4))
-def test_packing(case, ranks):
-    group, responses, prompts, budget, share = case
-    pieces = cut_groups(group, responses, prompts, budget, share)
-
-    def cost(rows):
-        """What a pass over these rows of one group computes."""
-        prompt = prompts[int(group[rows[0]])]
-        return (prompt if share else prompt * len(rows)) + int(responses[list(rows)].sum())
-
-    assert sorted(row for piece in pieces for row in piece.rows) == list(range(len(group)))
-    for piece in pieces:
-        assert len(set(group[list(piece.rows)].tolist())) == 1
-        assert piece.tokens == cost(piece.rows)
-        assert piece.tokens <= budget or len(piece.rows) == 1
-    for g in range(len(prompts)):
-        rows = (group == g).nonzero().flatten().tolist()
-        if cost(rows) <= budget:
-            assert [piece.rows for piece in pieces if piece.rows[0] in rows] == [tuple(rows)]
-
-    batches = fill_micro_batches(pieces, budget)
-    assert sorted(row for batch in batches for row in row_index(batch).tolist()) == list(range(len(group)))
-    for batch in batches:
-        assert batch
-        assert sum(piece.tokens for piece in batch) <= budget or len(batch) == 1
-    # First fit leaves no two micro-batches that would fit into one.
-    loads = sorted(sum(piece.tokens for piece in batch) for batch in batches)
-    assert len(loads) < 2 or loads[0] + loads[1] > budget
-
-    shares = balance(pieces, ranks)
-    assert len(shares) == ranks
-    assert sorted(row for share_ in shares for row in row_index(share_).tolist()) == list(range(len(group)))
-    rank_loads = [sum(piece.tokens for piece in share_) for share_ in shares]
-    assert max(rank_loads) - min(rank_loads) <= max(piece.tokens for piece in pieces)
-
-
-@given(packings(), st.integers(1, 4))
-def test_optimizer_steps_hold_every_row_once_and_whole_groups(case, prompts_per_step):
-    group = case[0]
-    steps = optimizer_steps(group, prompts_per_step)
-    assert sorted(torch.cat(steps).tolist()) == list(range(len(group)))
-    held = [set(group[rows].tolist()) for rows in steps]
-    assert all(len(groups) == prompts_per_step for groups in held[:-1])
-    assert sum(map(len, held)) == int(group.max()) + 1  # no group in two steps
-
-
-# ---- replay ----
-
-
-@given(
-    st.integers(0, 5),
-    st.lists(
-        st.lists(st.tuples(st.integers(0, 8), st.sampled_from([0.0, 0.5, 1.0, 2.0, 7.0])), max_size=6), max_size=5
-    ),
-    st.integers(0, 6),
-    st.integers(0, 2**31),
-)
-def test_replay_buffer(capacity, waves, count, seed):
-    buffer: ReplayBuffer[int] = ReplayBuffer(capacity)
-    for age, wave in enumerate(waves):
-        before = {entry.key: entry for entry in buffer.entries}
-        candidates = {key: ReplayEntry(key, score, age) for key, score in wave}
-        buffer = buffer.admit(candidates.values())
-        held = [entry.score for entry in buffer.entries]
-        assert len({entry.key for entry in buffer.entries}) == len(held) <= capacity
-        assert held == sorted(held, reverse=True)
-        pool = before | candidates
-        assert all(pool[entry.key] is entry for entry in buffer.entries)
-        assert held == sorted((entry.score for entry in pool.values()), reverse=True)[:capacity]
-    drawn = buffer.draw(count, np.random.default_rng(seed))
-    assert len({entry.key for entry in drawn}) == len(drawn)
-    assert len(drawn) == min(count, sum(entry.score > 0 for entry in buffer.entries))
-    assert all(entry.score > 0 and entry in buffer.entries for entry in drawn)
-
-
-# ---- records ----
-
-
-@given(steps(), st.lists(st.integers(0, 100), min_size=1, max_size=8))
-def test_rows_of_rollouts_keep_their_prompts(step, picks):
-    rollouts = step.rollouts
-    index = torch.tensor([pick % len(rollouts) for pick in picks])  # in any order, some twice
-    part = rollouts.rows(index)
-    assert len(part) == len(index)
-    assert len(part.prompts) == len(set(rollouts.group[index].tolist()))
-    assert part.group.tolist() == [part.prompts.index(rollouts.prompts[rollouts.group[i]]) for i in index.tolist()]
-    assert set(part.group.tolist()) == set(range(len(part.prompts)))
-    for name in ("tokens", "mask", "behaviour", "version", "visual", "truncated"):
-        same(getattr(part, name), getattr(rollouts, name)[index])
-    assert part.text == tuple(rollouts.text[i] for i in index.tolist())
-    assert part.finish == tuple(rollouts.finish[i] for i in index.tolist())
-
-
-@given(steps(), st.lists(st.integers(0, 100), min_size=1, max_size=8))
-def test_rows_of_a_batch_follow_one_another(step, picks):
-    batch = train_batch(step, FULL_RULE)
-    index = torch.tensor([pick % len(batch) for pick in picks])
-    part = batch.rows(index)
-    assert len(part) == len(index)
-    for name in ("old", "advantage", "correction", "reference"):
-        same(getattr(part, name), getattr(batch, name)[index])
-    for f in fields(batch.weights):
-        same(getattr(part.weights, f.name), getattr(batch.weights, f.name)[index])
-    assert part.returns is None
-    same(part.rollouts.tokens, batch.rollouts.tokens[index])
-    assert [part.rollouts.prompts[g].task.id for g in part.rollouts.group.tolist()] == [
-        batch.rollouts.prompts[g].task.id for g in batch.rollouts.group[index].tolist()
-    ]
-
-
-def test_the_mass_of_a_segment_survives_the_sequence_mean():
-    mass = torch.rand(2, 3, 5, 2, generator=torch.Generator().manual_seed(0))
-    mask = mask_of(3, 2)
-    same(segment(sequence_mass(mass, mask), "late"), sequence_mass(mass[:, :, 2:3], mask)[:, 0])
-
-
-def test_rows_may_be_chosen_by_a_bool():
-    rollouts = fake_rollouts([2, 1, 3])
-    chosen = rollouts.rows(torch.tensor([False, True, True]))
-    assert chosen.text == rollouts.text[1:]
-    same(chosen.version, rollouts.version[1:])

@@ -1,0 +1,269 @@
+"""An optimizer step by hand: how many, how far, of which weights; and none at all on numbers that are not finite."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import close, same
+from tiny_models import checkpoint
+from update_helpers import (
+    CLIP,
+    FAMILIES,
+    FULL_LOSS,
+    LR,
+    actor_of,
+    check_equal,
+    difference,
+    full_batch,
+    learn,
+    plain_batch,
+    weights_of,
+)
+
+from mtrl.algorithms.losses import Loss, term_weights, total_loss
+from mtrl.config import load_config
+from mtrl.models.backbone import Backbone
+from mtrl.training.build import build_policy
+from mtrl.types import Needs
+from mtrl.workers.actor import Optimization
+from mtrl.workers.micro_batches import MicroBatching
+
+TEXT = "model.language_model.layers.0.mlp.down_proj.weight"
+
+
+# ---------------------------------------------------------------------------------------------------- optimizer steps
+def by_hand(family, batches):
+    """AdamW of PyTorch on the loss of each whole batch."""
+    actor = actor_of(family)
+    optimizer = torch.optim.AdamW(actor.parameters, lr=LR, betas=(0.9, 0.95), weight_decay=0.01)
+    for batch in batches:
+        optimizer.zero_grad()
+        total_loss(actor.forward.logp(batch.rollouts), batch, FULL_LOSS)[0].backward()
+        torch.nn.utils.clip_grad_norm_(actor.parameters, CLIP)
+        optimizer.step()
+    return weights_of(actor)
+
+
+def halves(family):
+    """Two optimizer steps of two prompts each, with denominators of their own."""
+    batch, parts = full_batch(family), []
+    for rows in (torch.arange(6), torch.arange(6, 10)):
+        part = batch.rows(rows)
+        mask = part.rollouts.mask
+        parts.append(replace(part, weights=term_weights(mask.float(), mask, "dapo", 16)))
+    return parts
+
+
+def test_one_optimizer_step_a_batch(family):
+    batches = halves(family) * 2  # two passes
+    actor = actor_of(family)
+    found = learn(actor, batches)
+    expected = by_hand(family, batches)
+    assert len(found.gradients) == actor.optimizer_step == 4 and actor.version == 1
+    assert difference(found.weights.values(), expected.values()) < 1e-7
+    moved = difference(found.weights.values(), by_hand(family, batches[:2]).values())
+    assert moved > LR / 2, "the second pass counts"
+
+
+def test_versions_count_updates(family):
+    actor = actor_of(family)
+    assert actor.publish().version == 0
+    actor.update(halves(family), Loss())
+    weights = actor.publish()
+    assert weights.version == 1
+    held = dict(actor.model.named_parameters(remove_duplicate=False))
+    published = dict(weights.tensors)
+    assert published.keys() >= weights_of(actor).keys()
+    assert all(torch.equal(tensor, held[name]) for name, tensor in published.items())
+
+
+def test_metrics_are_means_over_all_tokens():
+    """Not those of the last micro-batch, and means over the optimizer steps."""
+    family = FAMILIES[0]
+    batches = halves(family)
+    frozen = actor_of(family, MicroBatching(rows=1), lr=0.0, weight_decay=0.0)
+    metrics = frozen.update(batches, FULL_LOSS)
+    expected = {"approx_kl": [], "clipfrac_low": [], "clipfrac_high": [], "pg_loss": [], "entropy_penalty": []}
+    for batch in batches:
+        mask = batch.rollouts.mask
+        logp = frozen.probe(batch.rollouts, Needs(old=True), 0).old.double()
+        ratio = (logp - batch.old).exp()
+        unclipped, clipped = ratio * batch.advantage, ratio.clamp(0.8, 1.3) * batch.advantage
+        gain = torch.minimum(unclipped, clipped)
+        gain = torch.where(batch.advantage < 0, torch.maximum(gain, 3 * batch.advantage), gain)
+        expected["approx_kl"].append((batch.old - logp)[mask].mean())
+        expected["clipfrac_low"].append(((ratio < 0.8) & (batch.advantage < 0))[mask].double().mean())
+        expected["clipfrac_high"].append(((ratio > 1.3) & (batch.advantage > 0))[mask].double().mean())
+        expected["pg_loss"].append(-(gain * batch.correction)[mask].mean())
+        expected["entropy_penalty"].append(-logp[mask].mean())
+    for name, (first, second) in expected.items():
+        assert abs(float(first - second)) > 1e-3, f"{name}: the two steps can be told apart"
+        assert metrics[name] == pytest.approx(float(first + second) / 2, rel=1e-4), name
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"warmup_steps": 0}, [1.0, 1.0, 1.0, 1.0]),
+        ({"warmup_steps": 3}, [0.25, 0.5, 0.75, 1.0, 1.0]),
+        ({"warmup_steps": 1, "total_steps": 5, "schedule": "linear"}, [0.5, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]),
+        ({"warmup_steps": 0, "total_steps": 4, "schedule": "linear", "min_lr_ratio": 0.2}, [1.0, 0.8, 0.6, 0.4, 0.2]),
+        ({"warmup_steps": 0, "total_steps": 4, "schedule": "cosine"}, [1.0, 0.853553, 0.5, 0.146447, 0.0]),
+        ({"warmup_steps": 1, "total_steps": 3, "schedule": "cosine", "min_lr_ratio": 0.1}, [0.5, 1.0, 0.55, 0.1]),
+        ({"warmup_steps": 9, "total_steps": 4, "schedule": "cosine"}, [0.1, 0.2, 0.3, 0.4, 0.5]),
+        ({"warmup_steps": 0, "total_steps": 0, "schedule": "linear"}, [1.0, 0.0]),
+    ],
+)  # fmt: skip
+def test_learning_rates_by_hand(settings, expected):
+    optimization = Optimization(lr=1e-2, **settings)
+    close(torch.tensor([optimization.lr_at(step) for step in range(len(expected))]), [1e-2 * x for x in expected])
+
+
+def test_the_optimizer_uses_the_scheduled_rate():
+    """Adam's first step moves every weight by the rate, give or take its epsilon."""
+    for step, rate in enumerate((2e-4, 4e-4)):
+        actor = actor_of(FAMILIES[0], lr=6e-4, warmup_steps=2, weight_decay=0.0)
+        actor.optimizer_step = step
+        before = weights_of(actor)
+        after = learn(actor, [plain_batch(FAMILIES[0])], Loss())
+        moved = (after.weights[TEXT] - before[TEXT]).abs()
+        assert after.metrics["lr"] == pytest.approx(rate)
+        assert float(moved.max()) == pytest.approx(rate, rel=1e-2)
+
+
+def test_gradients_are_clipped_to_the_norm(family):
+    def norm_of(gradients):
+        return float(torch.stack([g.norm() for g in gradients]).norm())
+
+    free = learn(actor_of(family, max_grad_norm=math.inf), [plain_batch(family)], Loss())
+    norm = norm_of(free.gradients[0])
+    assert norm > 1 and free.metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    half = learn(actor_of(family, max_grad_norm=norm / 2), [plain_batch(family)], Loss())
+    assert norm_of(half.gradients[0]) == pytest.approx(norm / 2, rel=1e-4)
+    assert half.metrics["grad_norm"] == pytest.approx(norm, rel=1e-5), "what is reported is from before the clip"
+    loose = learn(actor_of(family, max_grad_norm=norm * 2), [plain_batch(family)], Loss())
+    for ours, theirs in zip(loose.gradients[0], free.gradients[0], strict=True):
+        same(ours, theirs)
+
+
+# ----------------------------------------------------------------------------------------------------- model switches
+def policy_of(family, **switches):
+    settings = {f"worker.actor.model.{name}": value for name, value in switches.items()}
+    settings |= {"worker.actor.model.model_path": str(checkpoint(family))}
+    settings |= {"worker.actor.fsdp.mixed_precision_dtype": "fp32"}
+    settings |= {"dataset.min_pixels": 1, "dataset.max_pixels": 10**6}
+    return build_policy(load_config(None, settings))[1]
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_rows_are_packed_by_a_compiled_kernel_or_not_at_all(family, compiled, monkeypatch):
+    monkeypatch.setattr(Backbone, "packs", True)  # as on a GPU
+    settings = {"worker.actor.model.model_path": str(checkpoint(family)), "worker.actor.use_torch_compile": compiled}
+    assert build_policy(load_config(None, settings))[1].packed is compiled
+
+
+def test_gradient_checkpointing_changes_nothing_but_the_work(family):
+    calls = []
+    found = {}
+    for on in (False, True):
+        policy = policy_of(family, enable_gradient_checkpointing=on)
+        calls.append(0)
+
+        def count(*_):
+            calls[-1] += 1
+
+        policy.backbone.language_model.layers[0].register_forward_pre_hook(count)
+        found[on] = learn(actor_of(family, forward=policy), [full_batch(family)])
+    assert calls == [1, 2], "with checkpointing a layer runs again on the way back"
+    check_equal(found[True], found[False])
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_frozen_vision_tower_stays_as_it_is(family, checkpointing):
+    policy = policy_of(family, freeze_vision_tower=True, enable_gradient_checkpointing=checkpointing)
+    actor = actor_of(family, forward=policy, weight_decay=0.5)
+    before = weights_of(actor)
+    after = learn(actor, [full_batch(family)]).weights
+    seeing = [name for name in before if ".visual." in name]
+    assert seeing and all(torch.equal(before[name], after[name]) for name in seeing)
+    assert all(not torch.equal(before[name], after[name]) for name in before if ".layers." in name)
+
+
+def test_a_trained_vision_tower_learns(family):
+    actor = actor_of(family)
+    before = weights_of(actor)
+    after = learn(actor, [full_batch(family)]).weights
+    assert not any(torch.equal(before[name], after[name]) for name in before if "mlp" in name)
+
+
+# -------------------------------------------------------------------------------------------------- non-finite numbers
+def poisoned(batch, field, value):
+    changed = getattr(batch, field).clone()
+    changed[0, 0] = value
+    return replace(batch, **{field: changed})
+
+
+FAULTS = {"nan advantage": ("advantage", math.nan), "inf advantage": ("advantage", -math.inf),
+          "nan old": ("old", math.nan), "inf correction": ("correction", math.inf)}  # fmt: skip
+
+
+def bad_batch(family=FAMILIES[0], fault="nan advantage"):
+    return poisoned(plain_batch(family), *FAULTS[fault])
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_bad_step_is_skipped(family, fault, caplog):
+    actor = actor_of(family)
+    actor.update([plain_batch(family)], Loss())
+    weights, state = weights_of(actor), optimizer_state(actor)
+    metrics = actor.update([bad_batch(family, fault)], Loss())
+    assert metrics["skipped_steps"] == 1 and "skipped" in caplog.text
+    for name, value in weights_of(actor).items():
+        same(value, weights[name])
+    for now, then in zip(optimizer_state(actor), state, strict=True):
+        same(now, then)
+    assert actor.publish().version == 2 and all(p.grad is None for p in actor.parameters)
+    assert actor.update([plain_batch(family)], Loss())["skipped_steps"] == 0
+
+
+def optimizer_state(actor):
+    return [value.clone() for p in actor.parameters for value in actor.optimizer.state[p].values()]
+
+
+def test_a_bad_gradient_of_a_good_loss_is_skipped(family):
+    actor = actor_of(family)
+    weights = weights_of(actor)
+    hook = actor.parameters[0].register_hook(lambda gradient: gradient * math.inf)
+    metrics = actor.update([plain_batch(family)], Loss())
+    hook.remove()
+    assert metrics["skipped_steps"] == 1 and math.isfinite(metrics["pg_loss"])
+    for name, value in weights_of(actor).items():
+        same(value, weights[name])
+    assert actor.update([plain_batch(family)], Loss())["skipped_steps"] == 0
+
+
+def test_good_steps_of_the_update_count_and_are_reported():
+    good, bad = plain_batch(FAMILIES[0]), bad_batch()
+    found = learn(actor_of(FAMILIES[0]), [bad, good, bad], Loss())
+    alone = learn(actor_of(FAMILIES[0]), [good], Loss())
+    assert found.metrics == alone.metrics | {"skipped_steps": 2.0}
+    for name, value in found.weights.items():
+        same(value, alone.weights[name])
+
+
+def test_three_bad_steps_in_a_row_stop_the_run():
+    actor = actor_of(FAMILIES[0])
+    weights = weights_of(actor)
+    actor.update([bad_batch(), bad_batch()], Loss())
+    with pytest.raises(FloatingPointError, match=r"3 optimizer steps in a row .* worker\.actor\.optim\.lr"):
+        actor.update([bad_batch()], Loss())
+    for name, value in weights_of(actor).items():
+        same(value, weights[name])
+
+
+def test_a_good_step_starts_the_count_again():
+    actor = actor_of(FAMILIES[0])
+    good, bad = plain_batch(FAMILIES[0]), bad_batch()
+    metrics = actor.update([bad, bad, good, bad, bad, good], Loss())
+    assert metrics["skipped_steps"] == 4 and actor.bad_steps_in_a_row == 0

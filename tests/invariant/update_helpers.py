@@ -1,0 +1,117 @@
+"""Actors, batches for them, and what an update made of the weights: real models, as small as can be."""
+
+from dataclasses import replace
+from functools import lru_cache
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import fake_batch
+from tiny_models import encoder_of, fresh_backbone, prompts_for, rollouts_of
+
+from mtrl.algorithms.credit import CreditRule, Scaling, TokenWeighting, assign
+from mtrl.algorithms.losses import Loss, PolicyLoss, mismatch_correction, term_weights
+from mtrl.models.forward import Forward
+from mtrl.models.perturb import Perturbation
+from mtrl.types import Needs, TrainBatch
+from mtrl.workers.actor import LocalActor, Optimization
+from mtrl.workers.micro_batches import MicroBatching
+
+FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+# Prompts with one image, none, several, one; four rows of the first group; row 7 is masked from end to end.
+GROUP, LENGTHS, MASKED = [0, 0, 0, 0, 1, 1, 2, 2, 3, 3], [6, 2, 9, 5, 4, 1, 7, 3, 5, 5], 7
+# Adam divides a gradient by its size plus 1e-8: clipped this short, rounding noise stays below the 1e-8, and a weight
+# still moves by about LR, a hundred times the tolerance.
+LR, CLIP = 1e-4, 0.01
+ALL_AT_ONCE = MicroBatching(rows=len(GROUP))
+NEEDS = Needs(old=True, entropy=True, dependency="low_var_kl", mass=True)
+
+
+@lru_cache
+def rollouts_for(family):
+    rollouts = rollouts_of(prompts_for(family), GROUP, LENGTHS)
+    rollouts.mask[MASKED] = False
+    behaviour = torch.randn(rollouts.mask.shape, generator=torch.Generator().manual_seed(5))
+    old = actor_of(family).probe(rollouts, Needs(old=True), 0).old
+    return replace(rollouts, behaviour=old + 0.5 * behaviour)
+
+
+def actor_of(family, batching=ALL_AT_ONCE, forward=None, **optimization):
+    settings = {"lr": LR, "warmup_steps": 0, "total_steps": 10, "max_grad_norm": CLIP} | optimization
+    share = batching.share_prefix
+    return LocalActor(
+        forward or Forward(fresh_backbone(family), encoder_of(family), share_prefix=share),
+        Optimization(**settings),
+        perturbation=Perturbation(seed=3),
+        update_batching=batching,
+        probe_batching=batching,
+        encoder_files={},
+    )
+
+
+@lru_cache
+def signals_for(family):
+    return actor_of(family).probe(rollouts_for(family), NEEDS, 0)
+
+
+def noise(like, seed, scale=1.0):
+    return scale * torch.randn(like.shape, generator=torch.Generator().manual_seed(seed))
+
+
+def plain_batch(family):
+    """GRPO by hand: one advantage a row, old log-probs a bit off the current ones so that ratios are clipped."""
+    rollouts, signals = rollouts_for(family), signals_for(family)
+    mask = rollouts.mask
+    advantage = noise(mask[:, :1], 1).expand(mask.shape).where(mask, 0.0)
+    return fake_batch(rollouts, signals.old + noise(mask, 2, 0.3), advantage)
+
+
+def full_batch(family, loss_type="grpo"):
+    """Every stream at once: filters, trajectory scale, token weights in the mask, correction, reference."""
+    rollouts, signals = rollouts_for(family), signals_for(family)
+    rule = CreditRule(0.4, 0.2, Scaling(0.8, 2.0), TokenWeighting(target="mask"))
+    advantage = noise(rollouts.mask[:, :1], 1).expand(rollouts.mask.shape)
+    token_weights = noise(rollouts.mask, 4).exp().clamp(0.2, 3.0)
+    credit = assign(rule, advantage, rollouts.mask, rollouts.visual, signals, token_weights)
+    return TrainBatch(
+        rollouts,
+        signals.old + noise(rollouts.mask, 2, 0.3),
+        credit.advantage,
+        mismatch_correction(signals.old, rollouts.behaviour, rollouts.mask, 2.0, "token"),
+        term_weights(credit.measure, credit.select, loss_type, 16, "selected"),
+        reference=signals.old + noise(rollouts.mask, 6, 0.5),
+    )
+
+
+FULL_LOSS = Loss(PolicyLoss(), divergence="low_var_kl", divergence_coef=0.1, entropy_penalty_coef=0.06)
+
+
+def learn(actor, batches, loss=FULL_LOSS):
+    """Weights, gradients before each optimizer step, and metrics."""
+    gradients = []
+    hook = actor.optimizer.register_step_pre_hook(
+        lambda *_: gradients.append([None if p.grad is None else p.grad.clone() for p in actor.parameters])
+    )
+    metrics = actor.update(batches, loss)
+    hook.remove()
+    return SimpleNamespace(weights=weights_of(actor), gradients=gradients, metrics=metrics)
+
+
+def weights_of(actor):
+    return {name: p.detach().clone() for name, p in actor.model.named_parameters()}
+
+
+def difference(a, b):
+    return max(float((x - y).abs().max()) for x, y in zip(a, b, strict=True))
+
+
+def check_equal(found, expected):
+    """Weights to 1e-6. Adam and the clip hide the size of a gradient, so that is compared too (`grad_norm`)."""
+    worst = difference(found.weights.values(), expected.weights.values())
+    assert worst < 1e-6, f"weights differ by {worst}"
+    for ours, theirs in zip(found.gradients, expected.gradients, strict=True):
+        worst = difference(ours, theirs)
+        assert worst < 3e-7 * CLIP, f"gradients differ by {worst}"
+    assert found.metrics.keys() == expected.metrics.keys() and expected.metrics["grad_norm"] > 10 * CLIP
+    for name, value in expected.metrics.items():
+        assert found.metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name

@@ -1,0 +1,212 @@
+"""A house of fakes around the loop: each writes down in one journal when it is called, and with what."""
+
+import torch
+from helpers import fake_prompt, mask_of
+
+from mtrl.algorithms.credit import CreditRule
+from mtrl.algorithms.losses import Loss
+from mtrl.training.evaluate import Validation
+from mtrl.training.loop import House, Loop, Recipe
+from mtrl.types import Needs, Rewards, Rollouts, Sampling, Signals, Weights
+
+PROMPTS, RESPONSES = 2, 2  # in a step
+REFERENCE = torch.full((4, 4), -0.8)  # log-probs, where the actor's are -1
+
+
+class FakeSource:
+    """Prompts p0, p1, ..: the first without an image."""
+
+    def __init__(self, journal):
+        self.journal, self.next = journal, 0
+
+    def take(self, count):
+        self.journal.append(("take", count))
+        names = range(self.next, self.next + count)
+        self.next += count
+        return [fake_prompt(f"p{i}", visual=i > 0) for i in names]
+
+    def state(self):
+        return {"next": self.next}
+
+    def restore(self, state):
+        self.next = state["next"]
+
+
+class FakeGenerator:
+    """Rows of 1, 2, 3, 4 tokens; refuses a version it does not hold."""
+
+    def __init__(self, journal):
+        self.journal, self.version = journal, 0
+
+    def generate(self, prompts, sampling):
+        self.journal.append(("generate", sampling.step, sampling.version))
+        assert sampling.version == self.version
+        rows = len(prompts) * sampling.n
+        mask = mask_of(*(1 + row % 4 for row in range(rows)), width=4)
+        return Rollouts(
+            prompts=tuple(prompts),
+            group=torch.arange(len(prompts)).repeat_interleave(sampling.n),
+            tokens=torch.arange(4).expand(rows, 4).where(mask, 0),
+            mask=mask,
+            behaviour=torch.full((rows, 4), -1.0).where(mask, 0.0),
+            text=tuple(f"{prompts[row // sampling.n].task.id} response {row % sampling.n}" for row in range(rows)),
+            finish=tuple("length" if row % 4 == 3 else "stop" for row in range(rows)),
+            version=torch.full((rows,), self.version),
+        )
+
+    def load(self, weights):
+        self.journal.append(("load", weights.version))
+        self.version = weights.version
+
+
+class FakeScorer:
+    """Gives the rewards it was made with, again and again; or `accuracy`, by the text of the response."""
+
+    def __init__(self, journal, total=(1.0, 0.0, 2.0, 0.0), accuracy=None):
+        self.journal, self.total, self.accuracy = journal, total, accuracy
+
+    def submit(self, rollouts, step):
+        self.journal.append(("submit", step))
+        values = list(self.total)
+        if self.accuracy is not None:
+            values = [self.accuracy[text] for text in rollouts.text]
+        scores = torch.tensor(values[: len(rollouts)])
+        rewards = Rewards(scores.nan_to_num(0.0), {"accuracy": scores}, torch.zeros(len(rollouts), dtype=torch.bool))
+        return FakePending(self.journal, rewards)
+
+
+class FakePending:
+    def __init__(self, journal, rewards):
+        self.journal, self.rewards = journal, rewards
+
+    def result(self, signals=None):
+        self.journal.append(("result",))
+        return self.rewards
+
+
+class FakeActor:
+    """Brings the signals it was made with and keeps the batches it gets."""
+
+    def __init__(self, journal, **signals):
+        self.journal, self.version, self.updates = journal, 0, []
+        self.signals = {"old": torch.full((4, 4), -1.0)} | signals
+
+    def probe(self, rollouts, needs, step):
+        self.journal.append(("probe", step))
+        return Signals(**{name: value.where(rollouts.mask, 0.0) for name, value in self.signals.items()})
+
+    def update(self, batches, loss):
+        batches = list(batches)
+        self.journal.append(("update", len(batches)))
+        self.updates.append((batches, loss))
+        self.version += 7  # versions are the actor's affair
+        return {"pg_loss": 0.5, "grad_norm": 2.0}
+
+    def publish(self):
+        self.journal.append(("publish", self.version))
+        return Weights(self.version, iter(()))
+
+    def snapshot(self):
+        return f"snapshot of version {self.version}"
+
+    def restore(self, directory):
+        self.version = 7 * int(directory.name)
+
+
+class FakeReference:
+    def __init__(self, journal, **signals):
+        self.journal, self.signals = journal, signals
+
+    def probe(self, rollouts, needs, step):
+        assert needs.reference
+        self.journal.append(("reference", step))
+        return Signals(**{name: value.where(rollouts.mask, 0.0) for name, value in self.signals.items()})
+
+
+class FakeTracker:
+    def __init__(self, journal):
+        self.journal, self.rows, self.closed = journal, {}, 0
+
+    def metrics(self, step, values):
+        self.journal.append(("metrics", step))
+        self.rows[step] = values
+
+    def rollouts(self, step, rollouts, rewards, credit, signals):
+        self.journal.append(("rollouts", step))
+
+    def validation(self, step, values, by, samples):
+        self.journal.append(("validation", step))
+
+    def close(self):
+        self.closed += 1
+
+
+class FakeStore:
+    def __init__(self, journal):
+        self.journal, self.saved, self.best = journal, {}, -1.0
+
+    def is_best(self, score):
+        return score is not None and score > self.best
+
+    def save(self, step, snapshot, state, score):
+        self.journal.append(("save", step))
+        self.saved[step] = (snapshot, state, score)
+        self.best = self.best if score is None else max(self.best, score)
+
+    def close(self):
+        self.journal.append(("all saved",))
+
+
+def recipe(**changes):
+    settings = {
+        "total_steps": 1,
+        "prompts_per_step": PROMPTS,
+        "prompts_per_update": PROMPTS,
+        "passes": 1,
+        "sampling": Sampling(n=RESPONSES, max_new_tokens=4),
+        "needs": Needs(old=True),
+        "attention_every": 0,
+        "estimator": "grpo",
+        "scale_rewards": "none",
+        "gamma": 1.0,
+        "credit": CreditRule(),
+        "divergence": None,
+        "loss": Loss(),
+        "loss_type": "dapo",
+        "loss_token_denominator": "all",
+        "max_response_length": 8,
+        "mask_truncated": False,
+        "validate_every": -1,
+        "validate_first": False,
+        "save_every": -1,
+    }
+    return Recipe(**settings | changes)
+
+
+def loop(actor=None, reference=None, validation=None, scorer=None, **changes):
+    journal = []
+    actor = actor or FakeActor(journal)
+    actor.journal = journal
+    probers = [actor]
+    if reference is not None:
+        reference.journal = journal
+        probers.append(reference)
+        changes.setdefault("needs", Needs(old=True, reference=True))
+    house = House(
+        source=FakeSource(journal),
+        generator=FakeGenerator(journal),
+        scorer=scorer or FakeScorer(journal),
+        probers=probers,
+        actor=actor,
+        tracker=FakeTracker(journal),
+        store=FakeStore(journal),
+        validation=validation,
+    )
+    house.scorer.journal = journal
+    return Loop(house, recipe(**changes))
+
+
+def validation_of(prompts=2, batch=2, **sampling):
+    names = [f"v{i}" for i in range(prompts)]
+    batches = [[fake_prompt(name) for name in names[i : i + batch]] for i in range(0, prompts, batch)]
+    return Validation(lambda: batches, Sampling(**{"n": 2, "max_new_tokens": 4} | sampling))

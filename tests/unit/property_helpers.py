@@ -1,0 +1,130 @@
+"""Random batches for the laws that hold for every batch.
+
+A `Step` is a random rollout batch with every stream a step has. `train_batch` takes it through all of algorithms/:
+advantages, S, filters, scaling, token weights, correction, term weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import torch
+from helpers import fake_rollouts
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mtrl.algorithms import advantages
+from mtrl.algorithms.credit import CreditRule, Scaling, TokenWeighting, assign, attention_weights
+from mtrl.algorithms.losses import Loss, PolicyLoss, mismatch_correction, term_weights, total_loss
+from mtrl.algorithms.signals import pool_sizes, visual_dependency
+from mtrl.types import Credit, Rollouts, Signals, TrainBatch, take_rows
+
+MAX_LENGTH = 12
+
+
+@dataclass(frozen=True)
+class Step:
+    rollouts: Rollouts
+    rewards: Tensor  # [N]
+    old: Tensor  # [N, T], and so are all that follow
+    perturbed: Tensor
+    entropy: Tensor
+    reference: Tensor
+    behaviour: Tensor
+    logp: Tensor
+    mass: Tensor  # [N, T, 2]
+
+    def rows(self, index: Tensor) -> Step:
+        return take_rows(self, index)
+
+    def widened(self, extra: int, fill: float) -> Step:
+        """More padding, and `fill` wherever nothing is valid."""
+        mask = torch.nn.functional.pad(self.rollouts.mask, (0, extra))
+
+        def widen(x: Tensor) -> Tensor:
+            if x.ndim == 1:
+                return x
+            tail = x.new_full((len(x), extra, *x.shape[2:]), 0)
+            return torch.cat([x, tail], 1).where(mask.reshape(*mask.shape, *[1] * (x.ndim - 2)), fill)
+
+        streams = {f.name: widen(getattr(self, f.name)) for f in fields(self) if f.name != "rollouts"}
+        rollouts = replace(self.rollouts, mask=mask, tokens=torch.nn.functional.pad(self.rollouts.tokens, (0, extra)))
+        return Step(rollouts, **streams)
+
+
+@st.composite
+def steps(draw, min_rows=1, empty_rows=True):
+    """Uneven groups in mixed order, some without an image, some rows of one token, some rows of none."""
+    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4).filter(lambda sizes: sum(sizes) >= min_rows))
+    visual = draw(st.lists(st.booleans(), min_size=len(sizes), max_size=len(sizes)))
+    group = draw(st.permutations([g for g, size in enumerate(sizes) for _ in range(size)]))
+    shortest = 0 if empty_rows else 1
+    lengths = draw(st.lists(st.integers(shortest, 9), min_size=len(group), max_size=len(group)))
+    random = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    rollouts = fake_rollouts(lengths, group, visual, width=max([*lengths, 1]))
+
+    def stream(*shape, low=0.0, high=1.0):
+        return low + (high - low) * torch.rand(*rollouts.mask.shape, *shape, generator=random)
+
+    old = stream(low=-3)
+    return Step(
+        rollouts,
+        rewards=torch.randint(0, 4, (len(group),), generator=random) / 2,  # ties and flat groups do occur
+        old=old,
+        perturbed=old + stream(low=-2, high=1),
+        entropy=stream(high=2),
+        reference=old + stream(low=-1),
+        behaviour=old + stream(low=-1),
+        logp=old + stream(low=-1),
+        mass=stream(2, low=0.01),
+    )
+
+
+FULL_RULE = CreditRule(0.4, 0.2, Scaling(), TokenWeighting(smooth_sigma=1.0))
+MASK_RULE = replace(FULL_RULE, weighting=TokenWeighting(target="mask"))
+RULES = st.sampled_from([CreditRule(), CreditRule(perception_top_p=0.4), FULL_RULE, MASK_RULE])
+LOSSES = st.sampled_from(
+    [
+        Loss(PolicyLoss(kind, level), penalty, 0.1, 0.06)
+        for kind in ("ppo", "cispo", "sapo")
+        for level in ("token", "sequence")
+        for penalty in ("kl", "abs", "mse", "low_var_kl")
+    ]
+)
+LOSS_TYPES = st.sampled_from(["grpo", "dapo", "bnpo", "dr_grpo"])
+DENOMINATORS = st.sampled_from(["all", "selected"])
+
+
+def signals_of(step: Step) -> Signals:
+    dependency = visual_dependency(step.old, step.perturbed, step.rollouts.mask)
+    return Signals(old=step.old, dependency=dependency, entropy=step.entropy)
+
+
+def weights_of(step: Step, rule: TokenWeighting) -> Tensor:
+    sizes = pool_sizes(step.rollouts.prompts)[step.rollouts.group]
+    return attention_weights(step.mass, sizes, step.rollouts.mask, rule)
+
+
+DECIDED = ("advantage", "select", "measure", "scale")  # what credit decides; its weights are there to be looked at
+
+
+def credit_of(step: Step, rule: CreditRule) -> Credit:
+    rollouts = step.rollouts
+    advantage = advantages.grpo(step.rewards, rollouts.group, rollouts.mask)
+    weights = weights_of(step, rule.weighting) if rule.weighting else None
+    return assign(rule, advantage, rollouts.mask, rollouts.visual, signals_of(step), weights)
+
+
+def train_batch(step: Step, rule: CreditRule, loss_type="dapo", denominator="all", silenced=None) -> TrainBatch:
+    mask = step.rollouts.mask
+    credit = credit_of(step, rule)
+    weights = term_weights(credit.measure, credit.select, loss_type, MAX_LENGTH, denominator, silenced)
+    correction = mismatch_correction(step.old, step.behaviour, mask, 2.0, "sequence")
+    return TrainBatch(step.rollouts, step.old, credit.advantage, correction, weights, step.reference)
+
+
+def loss_of(logp: Tensor, batch: TrainBatch, loss: Loss) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    logp = logp.detach().clone().requires_grad_()
+    total, metrics = total_loss(logp, batch, loss)
+    (grad,) = torch.autograd.grad(total, logp)
+    return total.detach(), grad, metrics

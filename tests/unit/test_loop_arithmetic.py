@@ -1,0 +1,237 @@
+"""The numbers the loop hands on, by hand: divergence, advantages, the batches of an update, a validation."""
+
+import math
+from collections import defaultdict
+
+import pytest
+import torch
+from helpers import NAN, close, fake_prompt, fake_rollouts, same
+from loop_helpers import REFERENCE, FakeActor, FakeGenerator, FakeReference, FakeScorer, loop, recipe, validation_of
+
+from mtrl.algorithms.credit import CreditRule, Scaling
+from mtrl.algorithms.losses import Loss
+from mtrl.training.evaluate import by_column, collect
+from mtrl.training.loop import Divergence, assemble
+from mtrl.types import Credit, Rewards, Sample, Sampling, Signals
+
+
+def advantages_of(made):
+    """[N] of the first token of every row, over the batches of the last update."""
+    batches, _ = made.house.actor.updates[-1]
+    return torch.cat([batch.advantage[:, 0] for batch in batches])
+
+
+# ---------------------------------------------------------------------------------------------------------- divergence
+# Rewards 1, 0 | 2, 0 of rows of 1, 2 | 3, 4 tokens.
+D = -0.2  # o - REFERENCE of every token
+PER_TOKEN = {"kl": D, "abs": 0.2, "mse": 0.02, "low_var_kl": math.exp(-D) + D - 1, "full": 0.3}
+
+
+@pytest.mark.parametrize("penalty", PER_TOKEN)
+def test_divergence_in_the_reward(penalty):
+    brought = {"divergence": torch.full((4, 4), 0.3)} if penalty == "full" else {"reference": REFERENCE}
+    made = loop(reference=FakeReference(None, **brought), divergence=Divergence(penalty, 0.5))
+    row = made.step(0)
+    each = PER_TOKEN[penalty]
+    paid = [1 - 0.5 * each, 0 - 0.5 * 2 * each, 2 - 0.5 * 3 * each, 0 - 0.5 * 4 * each]
+    first, second = sum(paid[:2]) / 2, sum(paid[2:]) / 2
+    close(advantages_of(made), [paid[0] - first, paid[1] - first, paid[2] - second, paid[3] - second], atol=1e-6)
+    assert row["actor/reference_kl"] == pytest.approx(each * 2.5, rel=1e-5) and row["actor/kl_coef"] == 0.5
+    assert row["reward/overall"] == 0.75, "the reward is reported without the penalty"
+    assert made.house.actor.updates[-1][1].divergence_coef == 0.0, "and the loss does not charge it again"
+
+
+def test_divergence_token_by_token_for_reinforce_plus_plus():
+    made = loop(
+        reference=FakeReference(None, reference=REFERENCE),
+        divergence=Divergence("kl", 0.5),
+        estimator="reinforce_plus_plus",
+    )
+    made.step(0)
+    # A token gets -0.5 * -0.2 = 0.1, the last one its reward as well; returns are sums of what follows.
+    returns = [[1.1], [0.2, 0.1], [2.3, 2.2, 2.1], [0.4, 0.3, 0.2, 0.1]]
+    flat = torch.tensor([x for row in returns for x in row], dtype=torch.float64)
+    white = (flat - flat.mean()) / flat.std()
+    batch = made.house.actor.updates[-1][0][0]
+    close(batch.advantage[batch.rollouts.mask], white, rtol=1e-5)
+
+
+def test_divergence_as_a_loss():
+    made = loop(
+        reference=FakeReference(None, reference=REFERENCE), divergence=Divergence("low_var_kl", 0.5, in_loss=True)
+    )
+    made.step(0)
+    (batch,), loss = made.house.actor.updates[-1]
+    assert loss.divergence == "low_var_kl" and loss.divergence_coef == 0.5
+    same(batch.reference, REFERENCE.where(batch.rollouts.mask, 0.0))
+    close(advantages_of(made), [0.5, -0.5, 1, -1])
+
+
+def test_the_adaptive_coefficient():
+    # |d| = 0.2 a token, 2.5 tokens a response: KL 0.5 of a target of 0.25: e = min(1, 0.2); 4 responses, horizon 10.
+    made = loop(
+        reference=FakeReference(None, reference=REFERENCE),
+        divergence=Divergence("abs", 0.5, adaptive=True, target=0.25, horizon=10.0),
+        total_steps=3,
+    )
+    made.run()
+    coefs = [made.house.tracker.rows[step]["actor/kl_coef"] for step in (1, 2, 3)]
+    assert coefs == pytest.approx([0.5, 0.5 * 1.08, 0.5 * 1.08**2])
+    penalised = 0.5 * 1.08**2 * 0.2
+    close(advantages_of(made)[:2], [(1 + penalised) / 2, -(1 + penalised) / 2])
+
+
+def test_a_fixed_coefficient_stays():
+    made = loop(reference=FakeReference(None, reference=REFERENCE), divergence=Divergence("abs", 0.5), total_steps=2)
+    made.run()
+    assert made.divergence.coef == 0.5
+
+
+# ----------------------------------------------------------------------------------------------- advantages and credit
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, [0.5, -0.5, 1, -1]),
+        ({"scale_rewards": "group"}, [1 / math.sqrt(2), -1 / math.sqrt(2), 1 / math.sqrt(2), -1 / math.sqrt(2)]),
+        ({"estimator": "rloo"}, [1, -1, 2, -2]),
+    ],
+)
+def test_estimators(changes, expected):
+    made = loop(**changes)
+    made.step(0)
+    close(advantages_of(made), expected, rtol=1e-5)
+
+
+def test_credit_is_decided_before_the_split():
+    """The trajectory factor looks at all visual rows of the step, though each group is an optimizer step of its own."""
+    dependency = torch.tensor([[9.0] * 4, [9.0] * 4, [1.0] * 4, [3.0] * 4])  # rows 0 and 1 have no image
+    actor = FakeActor(None, dependency=dependency)
+    made = loop(actor=actor, credit=CreditRule(scaling=Scaling(0.8, 2.0)), prompts_per_update=1)
+    made.step(0)
+    # u = 0 and 1, mean 1/2: beta_max = 0.8 + 0.2 / 0.5 = 1.2.
+    close(advantages_of(made), [0.5, -0.5, 0.8, -1.2])
+    assert len(actor.updates[-1][0]) == 2
+
+
+# ------------------------------------------------------------------------------------------------------------- batches
+def credit_of(rollouts, select=None):
+    mask = rollouts.mask
+    rows = torch.arange(len(mask), dtype=torch.float32)[:, None]
+    return Credit(
+        rows.expand(mask.shape).where(mask, 0.0),
+        mask if select is None else select,
+        mask.float(),
+        torch.ones(len(mask)),
+    )
+
+
+def six_rows():
+    """Three groups of two, lengths 1, 2 | 3, 4 | 1, 2; the fourth row is cut off."""
+    prompts = [fake_prompt(f"p{i}") for i in range(3)]
+    rollouts = FakeGenerator([]).generate(prompts, Sampling(n=2))
+    return rollouts, Signals(old=torch.full((6, 4), -0.5), reference=torch.full((6, 4), -3.0))
+
+
+def test_whole_groups_with_denominators_of_their_own():
+    rollouts, signals = six_rows()
+    batches = list(assemble(recipe(prompts_per_update=2, passes=2), rollouts, signals, credit_of(rollouts)))
+    assert [len(batch) for batch in batches] == [4, 2, 4, 2]
+    assert [len(batch.rollouts.prompts) for batch in batches] == [2, 1, 2, 1]
+    first, second = batches[:2]
+    assert second.rollouts.text == ("p2 response 0", "p2 response 1") and second.rollouts.group.tolist() == [0, 0]
+    same(first.weights.policy, first.rollouts.mask / 10)  # 1 + 2 + 3 + 4 tokens
+    same(second.weights.policy, second.rollouts.mask / 3)
+    close(second.advantage, [[4, 0, 0, 0], [5, 5, 0, 0]])
+    same(second.reference, torch.full((2, 4), -3.0))
+    for batch in batches:
+        assert float(batch.weights.token.sum()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "row", "expected"),
+    [
+        ({"loss_type": "grpo"}, 1, [1 / 12, 1 / 12, 0, 0]),  # six responses, two tokens
+        ({"loss_type": "dr_grpo"}, 1, [1 / 48, 1 / 48, 0, 0]),  # of max_response_length 8
+        ({"loss_type": "dapo"}, 1, [1 / 13, 1 / 13, 0, 0]),
+        ({"mask_truncated": True}, 3, [0, 0, 0, 0]),
+        ({"mask_truncated": True}, 1, [1 / 9, 1 / 9, 0, 0]),  # without the four tokens of row 3
+    ],
+)
+def test_weights_by_hand(changes, row, expected):
+    rollouts, signals = six_rows()
+    (batch,) = assemble(recipe(prompts_per_update=3, **changes), rollouts, signals, credit_of(rollouts))
+    close(batch.weights.policy[row], expected)
+
+
+@pytest.mark.parametrize(("denominator", "kept"), [("all", 1 / 13), ("selected", 1 / 6)])
+def test_filtered_tokens(denominator, kept):
+    rollouts, signals = six_rows()
+    first_tokens = rollouts.mask & (torch.arange(4) == 0)
+    rules = recipe(prompts_per_update=3, loss_token_denominator=denominator)
+    (batch,) = assemble(rules, rollouts, signals, credit_of(rollouts, first_tokens))
+    close(batch.weights.policy, first_tokens * kept)
+    close(batch.weights.divergence, rollouts.mask / 13)
+
+
+def test_the_correction_is_capped_and_follows_its_rows():
+    rollouts, signals = six_rows()  # o = -0.5, b = -1: exp(0.5) = 1.65; row 5 was sampled at b = -3.5
+    rollouts.behaviour[5] = -3.5
+    rules = recipe(prompts_per_update=1, loss=Loss(tis_clip=2.0))
+    batches = list(assemble(rules, rollouts, signals, credit_of(rollouts)))
+    close(batches[0].correction, [[math.exp(0.5), 1, 1, 1], [math.exp(0.5)] * 2 + [1, 1]])
+    close(batches[2].correction[1], [2, 2, 1, 1])
+    close(next(assemble(recipe(), rollouts, signals, credit_of(rollouts))).correction, torch.ones(4, 4))
+
+
+# ---------------------------------------------------------------------------------------------------------- validation
+def test_a_function_called_score_is_not_the_total():
+    scores = defaultdict(list)
+    rewards = Rewards(torch.tensor([3.0]), {"score": torch.tensor([1.0])}, torch.tensor([False]))
+    collect(scores, fake_rollouts([2]), rewards, Signals())
+    assert scores["reward_score"] == [3.0] and scores["reward/score"] == [1.0]
+
+
+def test_avg_and_pass_by_hand():
+    """Three prompts, two responses each, in batches of two and one; one response of the third has no truth."""
+    accuracy = {
+        "v0 response 0": 1.0, "v0 response 1": 0.0, "v1 response 0": 0.0, "v1 response 1": 0.0,
+        "v2 response 0": NAN, "v2 response 1": 1.0,
+    }  # fmt: skip
+    result = validation_of(prompts=3).run(FakeGenerator([]), FakeScorer([], accuracy=accuracy), 0)
+    assert result.metrics["val/avg@2"] == pytest.approx((0.5 + 0 + 1) / 3)
+    assert result.metrics["val/pass@2"] == pytest.approx(2 / 3)
+    assert result.metrics["val/reward_score"] == pytest.approx(2 / 6)
+    assert result.metrics["val/reward/accuracy"] == pytest.approx(2 / 5)
+    assert result.metrics["val/response_length"] == pytest.approx((1 + 2 + 3 + 4 + 1 + 2) / 6)
+    assert result.metrics["val/truncated"] == pytest.approx(1 / 6)
+    parts = ({"accuracy": 1.0}, {"accuracy": 0.0}, {})
+    assert result.samples == tuple(
+        Sample(f"v{i}", "fake", f"v{i} response 0", None, part.get("accuracy", 0.0), part)
+        for i, part in enumerate(parts)
+    )
+
+
+def test_partial_credit_is_not_a_pass():
+    result = validation_of(prompts=1).run(
+        FakeGenerator([]), FakeScorer([], accuracy={"v0 response 0": 0.9, "v0 response 1": 0.0}), 0
+    )
+    assert result.metrics["val/pass@2"] == 0.0
+
+
+def test_without_a_truth_there_is_no_accuracy():
+    accuracy = {"v0 response 0": NAN, "v0 response 1": NAN}
+    result = validation_of(prompts=1).run(FakeGenerator([]), FakeScorer([], accuracy=accuracy), 0)
+    assert not any("@" in name for name in result.metrics) and "val/reward/accuracy" not in result.metrics
+    assert result.metrics["val/reward_score"] == 0.0 and result.by == {}
+
+
+def test_by_column():
+    rows = [
+        ({"kind": "a", "level": 1, "id": "x" * 41, "share": 0.5, "rare": 1, "same": "s"}, 1.0),
+        ({"kind": "a", "level": 2, "id": "y", "share": 0.5, "same": "s"}, 0.0),
+        ({"kind": "b", "level": 2, "id": "z", "share": 0.5, "same": "s"}, 0.5),
+    ]
+    assert by_column(rows) == {"kind": {"a": 0.5, "b": 0.5}, "level": {"1": 1.0, "2": 0.25}}
+    assert by_column([({"n": i}, 1.0) for i in range(20)])["n"]["7"] == 1.0
+    assert by_column([({"n": i}, 1.0) for i in range(21)]) == {}, "too many values for a category"
+    assert by_column([]) == {}
