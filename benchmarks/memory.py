@@ -5,8 +5,8 @@
 Needs a GPU. `held` is what stays between steps (weights, gradients are freed, two moments); a peak is all that was
 allocated at once. The update learns from 8 prompts x 8 responses x 256 tokens, 576 image tokens, with checkpointing.
 Masses are read for one group of 8 responses, whose length doubles from row to row: what the pass takes beyond the
-weights must grow no faster than the length. Beside the peaks stands what `mtrl doctor` estimates. The last line is the
-result as JSON.
+weights must grow no faster than the length. The last line is the result as JSON; `tests/unit/test_doctor.py` holds what
+`mtrl doctor` says (`expected`) against it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import Qwen2_5_VLConfig
 
 from benchmarks.environment import finish
 from benchmarks.forward import BUDGET, SHAPES, TEXT_TOKENS, Bench
 from benchmarks.measure import peak_gb
-from benchmarks.random_model import TOKEN_PIXELS
+from benchmarks.random_model import PATCHES, TEXT, TOKEN_PIXELS, VISION
 from mtrl.algorithms.losses import Loss
-from mtrl.commands.memory import Plan, estimate
+from mtrl.commands.memory import Estimate, Plan, estimate
 from mtrl.models.size import size_by
+from mtrl.workers.micro_batches import MicroBatching
 
 RESPONSES = 8
 
@@ -47,22 +49,22 @@ def measure_update(size: str, weights: str) -> dict[str, float]:
         actor.update([batch], Loss())
     with peak_gb(found, "two_views_peak_gb"):
         bench.probe("shared", batch.rollouts, dependency="low_var_kl")
-    shape = type(bench.backbone.model.config).from_dict(bench.backbone.model.config.to_dict())  # without our attention
-    expected = estimate(size_by(shape), plan(size, weights))
-    found["held_estimated_gb"] = round(expected.held_bytes / 2**30, 2)
-    found["update_estimated_gb"] = round((expected.held_bytes + sum(expected.phases["update"].values())) / 2**30, 2)
     return found
 
 
-def plan(size: str, weights: str) -> Plan:
-    """What `mtrl doctor` would be told of this update."""
+def expected(size: str, weights: str) -> Estimate:
+    """What `mtrl doctor` says of the same update and probe."""
+    text = TEXT[size] | {"tie_word_embeddings": True}
+    shape = Qwen2_5_VLConfig(text_config=text, vision_config=VISION[size] | PATCHES, tie_word_embeddings=True)
     count, length, side = SHAPES[size]
-    return Plan(
+    plan = Plan(
         weight_bytes=4 if weights == "fp32" else 2, compute_bytes=2, reference=False, train_vision=True,
         checkpointing=True, prompts_per_step=count, responses_per_prompt=count,
         prompt_tokens=TEXT_TOKENS + (side // TOKEN_PIXELS) ** 2, response_tokens=length, max_pixels=side**2,
-        tokens_per_pass=None, at_least_per_pass=BUDGET["update"],
+        update=MicroBatching(at_least=BUDGET["update"]), probe=MicroBatching(at_least=BUDGET["probe"]), views=2,
+        on_gpu=True, packed=True, compiled=True,
     )  # fmt: skip
+    return estimate(size_by(shape), plan)
 
 
 def measure_lengths(size: str) -> list[dict[str, float]]:

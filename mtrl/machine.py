@@ -47,7 +47,13 @@ def _fields(path: Path) -> dict[str, int]:
 def existing_parent(path: Path) -> Path:
     """The path itself, or the nearest folder above it that is there."""
     path = path.expanduser().absolute()
-    return next(place for place in (path, *path.parents) if place.exists())
+    return next(place for place in (path, *path.parents) if os.path.exists(place))
+
+
+def may_write(path: Path) -> bool:
+    """Whether it can be made, or written to, as a folder."""
+    place = existing_parent(path)
+    return place.is_dir() and os.access(place, os.W_OK | os.X_OK)
 
 
 def free_disk(path: Path) -> int:

@@ -13,11 +13,12 @@ from mtrl.commands.installed import Device
 from mtrl.commands.memory import Estimate, Plan, estimate
 from mtrl.config import Config, take_file, warnings
 from mtrl.data.sources import HUB_ID
-from mtrl.machine import existing_parent, free_disk
+from mtrl.machine import existing_parent, free_disk, may_write
 from mtrl.models.size import ModelSize, judge_parameters, size_of
 from mtrl.training import recipe
 from mtrl.training.build import EMBEDDED, configure, model_path, unknown_names
 from mtrl.training.unbuilt import is_bare, unbuilt
+from mtrl.workers.micro_batches import MicroBatching
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 CANNOT_RUN = 2
@@ -31,20 +32,23 @@ def run(words: Sequence[str]) -> int:
     config, embedded = configure(file, overrides)
     device = installed.devices()[0]
     print(f"\nThe run: {'the embedded task' if embedded else file or 'the overrides'}")
+    verdict = "It can run here."
     problems = [*unbuilt(config), *unknown_names(config), *missing_features(config), *missing_files(config)]
     try:
         size, plan = size_of(model_path(config), trusts(config)), plan_of(config, device.is_gpu)
     except ValueError as error:  # it names the model
-        paths = [model_path(config), config.worker.reward.model_path or ""]
-        (_note if any(map(of_hub, paths)) else problems.append)(
-            f"{str(error).splitlines()[0]}; the memory is not estimated"
-        )
+        told = f"{str(error).splitlines()[0]}; the memory is not estimated"
+        if any(map(of_hub, (model_path(config), config.worker.reward.model_path or ""))):
+            _note(f"{told}, and nothing is downloaded now")
+            verdict = "Nothing speaks against it, but the model was not seen."
+        else:
+            problems.append(told)
     else:
         print(memory_report(size, plan, device))
         problems += [*memory_problems(size, plan, device), *disk_problems(config, size)]
     for warning in warnings(config):
         _note(warning)
-    print("\n".join(f"  PROBLEM  {problem}" for problem in problems) or "  It can run here.")
+    print("\n".join(f"  PROBLEM  {problem}" for problem in problems) or f"  {verdict}")
     return CANNOT_RUN if problems else 0
 
 
@@ -120,7 +124,7 @@ def disk_problems(config: Config, size: ModelSize) -> Iterator[str]:
     """A checkpoint holds the weights and Adam's moments; besides the kept ones, one is the best and one is written."""
     training, fsdp = config.training, config.worker.actor.fsdp
     place = existing_parent(Path(training.output_dir))
-    if not os.access(place, os.W_OK):
+    if not may_write(place):
         yield f"training.output_dir: {place} cannot be written to"
     checkpoint = 3 * size.parameters * BYTES[fsdp.param_dtype]
     kept = max(1, training.save_limit) + 2
@@ -133,8 +137,8 @@ def disk_problems(config: Config, size: ModelSize) -> Iterator[str]:
 # -------------------------------------------------------------------------------------------------------------- memory
 def plan_of(config: Config, on_gpu: bool) -> Plan:
     data, actor, reward = config.dataset, config.worker.actor, config.worker.reward
-    batching = recipe.update_batching(config, on_gpu, actor.share_prefix)
-    longest = data.max_prompt_length + config.max_new_tokens
+    compiled = on_gpu and actor.use_torch_compile
+    own_attention = actor.model.attn_implementation in ("auto", "sdpa")
     return Plan(
         weight_bytes=BYTES[actor.fsdp.param_dtype],
         compute_bytes=BYTES[actor.fsdp.mixed_precision_dtype],
@@ -146,9 +150,12 @@ def plan_of(config: Config, on_gpu: bool) -> Plan:
         prompt_tokens=data.max_prompt_length,
         response_tokens=config.max_new_tokens,
         max_pixels=data.max_pixels,
-        tokens_per_pass=batching.tokens if batching.rows is None else batching.rows * longest,
-        at_least_per_pass=batching.at_least,
-        share_prefix=actor.share_prefix,
+        update=recipe.update_batching(config, on_gpu, actor.share_prefix),
+        probe=recipe.probe_batching(config, on_gpu, actor.share_prefix),
+        views=2 if recipe.needs_of(config).dependency else 1,
+        on_gpu=on_gpu,
+        packed=compiled and actor.padding_free and own_attention,
+        compiled=compiled,
         judge_parameters=judge_parameters(reward.model_path, trusts(config)) if reward.model_path else 0,
     )
 
@@ -180,13 +187,14 @@ def memory_problems(size: ModelSize, plan: Plan, device: Device) -> Iterator[str
 def smaller(size: ModelSize, plan: Plan, found: Estimate) -> Iterator[tuple[str, int]]:
     """Changes that lower the peak, the most helpful first."""
     fewer_prompts = max(1, plan.prompts_per_step // 4)
-    half_pass = max(plan.prompt_tokens + plan.response_tokens, plan.pass_tokens // 2)
+    half_pass = max(plan.prompt_tokens + plan.response_tokens, plan.pass_tokens(plan.update) // 2)
+    halved = MicroBatching(half_pass, share_prefix=plan.update.share_prefix)
     changes = {
         "worker.actor.fsdp.param_dtype=bf16": replace(plan, weight_bytes=2),
         "optimization.disable_divergence=true (no reference)": replace(plan, reference=False),
         "worker.actor.model.freeze_vision_tower=true": replace(plan, train_vision=False),
         "worker.actor.model.enable_gradient_checkpointing=true": replace(plan, checkpointing=True),
-        f"worker.actor.tokens_per_micro_batch={half_pass}": replace(plan, tokens_per_pass=half_pass),
+        f"worker.actor.tokens_per_micro_batch={half_pass}": replace(plan, update=halved, probe=halved),
         f"dataset.max_pixels={plan.max_pixels // 4}": replace(plan, max_pixels=plan.max_pixels // 4),
         f"dataset.max_prompt_length={plan.prompt_tokens // 2}": replace(plan, prompt_tokens=plan.prompt_tokens // 2),
         f"dataset.max_response_length={plan.response_tokens // 2}": replace(

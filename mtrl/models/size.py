@@ -19,6 +19,7 @@ class LayerSize:
     hidden: int
     inner: int  # of the feed-forward part
     keys: int  # and as many values
+    head: int  # of which a head has so many
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,10 @@ class ModelSize:
     vision: LayerSize | None
     patch: int = 1  # pixels a side
     merge: int = 1  # patches a side of a token
+    patch_numbers: int = 0  # that the tower takes of a patch
+    mlp_parameters: int = 0  # of the language model's feed-forward parts
+    matrices: int = 0
+    tied: bool = True  # the output matrix is the embeddings'
 
 
 def size_of(path: str, trust_remote_code: bool = False) -> ModelSize:
@@ -57,14 +62,20 @@ def size_by(config: Any, trust_remote_code: bool = False) -> ModelSize:
     key_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     tower = getattr(model.model, "visual", None) if seeing else None
+    language_model = getattr(model.model, "language_model", model.model)
+    output = model.get_output_embeddings().weight
     return ModelSize(
         parameters=_count(model),
         vision_parameters=0 if tower is None else _count(tower),
-        vocabulary=model.get_output_embeddings().weight.shape[0],
-        text=LayerSize(text.num_hidden_layers, text.hidden_size, inner, head * key_heads),
+        vocabulary=output.shape[0],
+        text=LayerSize(text.num_hidden_layers, text.hidden_size, inner, head * key_heads, head),
         vision=_tower_size(config.vision_config) if seeing else None,
         patch=config.vision_config.patch_size if seeing else 1,
         merge=config.vision_config.spatial_merge_size if seeing else 1,
+        patch_numbers=0 if tower is None else tower.patch_embed.proj.weight[0].numel(),
+        mlp_parameters=sum(_count(m) for m in language_model.modules() if type(m).__name__.lower().endswith("mlp")),
+        matrices=sum(parameter.dim() > 1 for parameter in model.parameters()),
+        tied=output is model.get_input_embeddings().weight,
     )
 
 
@@ -72,7 +83,7 @@ def _tower_size(vision: Any) -> LayerSize:
     """Qwen2-VL calls the width of its tower embed_dim, and hidden_size what comes out of it."""
     width = getattr(vision, "embed_dim", None) or vision.hidden_size
     inner = getattr(vision, "intermediate_size", None) or int(width * vision.mlp_ratio)
-    return LayerSize(vision.depth, width, inner, width)
+    return LayerSize(vision.depth, width, inner, width, width // vision.num_heads)
 
 
 def _count(module: torch.nn.Module) -> int:

@@ -17,12 +17,17 @@ from mtrl.commands.memory import Plan, estimate
 from mtrl.config import load_config
 from mtrl.models.size import LayerSize, ModelSize, size_of
 from mtrl.models.tiny import TINY_FAMILIES
+from mtrl.workers.micro_batches import MicroBatching
 
 ROOT = Path(__file__).resolve().parents[2]
-MODEL = ModelSize(1000, 400, 10, LayerSize(3, 8, 16, 4), LayerSize(2, 6, 12, 6), patch=2, merge=2)
+MODEL = ModelSize(
+    1000, 400, 10, LayerSize(3, 8, 16, 4, 2), LayerSize(2, 6, 12, 6, 3), patch=2, merge=2, patch_numbers=24,
+    mlp_parameters=300, matrices=5,
+)  # fmt: skip
 PLAN = Plan(
     weight_bytes=4, compute_bytes=4, reference=False, train_vision=True, checkpointing=False, prompts_per_step=2,
-    responses_per_prompt=3, prompt_tokens=5, response_tokens=7, max_pixels=40, tokens_per_pass=None,
+    responses_per_prompt=3, prompt_tokens=5, response_tokens=7, max_pixels=40, update=MicroBatching(),
+    probe=MicroBatching(),
 )  # fmt: skip
 
 
@@ -33,51 +38,126 @@ def test_what_is_held():
     judged = estimate(MODEL, replace(PLAN, judge_parameters=50, compute_bytes=2))
     assert judged.held["weights of the reward model"] == 100
     assert frozen.held == {"weights": 2000, "weights of the reference": 2000, "moments of Adam": 2 * 600 * 2}
+    on_gpu = estimate(MODEL, replace(PLAN, on_gpu=True))  # a MiB for each matrix: of the weights and two moments
+    assert on_gpu.held["rests of blocks, workspaces"] == (3 * 5 + 64) << 20
+    assert on_gpu.phases["update"]["gradients"] == 4000 + (5 << 20)
 
 
-def test_the_phases_by_hand():
+TOKENS = 5 + 3 * 7  # of a group, which is a pass
+INSIDE = 2 * 8 * 4 + (10 * 8 + 4 * 4 + 4 * 16) * 4  # kept for a token in a layer of the language model: 704
+THROUGH = 8 * 4 * 4 + 8 * 8 * 4 + 2 * 2 * 4 + 6 * 8  # stream, rotation, sines and cosines, ids: 448
+OF_TOWER = 6 * 4 * 4 + 6 * 8 * 4 + 2 * 3 * 4 + 6 * 8  # the same for a patch in the tower: 360
+
+
+def test_sampling_by_hand():
     found = estimate(MODEL, PLAN)
-    inside = (6 * 8 + 6 * 8 + 4 * 4 + 4 * 16) * 4  # of a token in a layer of the language model: 704
-    seen = (6 * 6 + 6 * 6 + 4 * 6 + 4 * 12) * 4  # of a patch in a layer of the tower: 576
     cached = 2 * 3 * 4 * 4  # keys and values, layers, width, bytes: 96
-    assert found.phases["see"] == {"a layer of the vision tower": 2 * 10 * seen}  # 40 pixels are 10 patches
-    assert found.phases["read"] == {"keys and values": 2 * 5 * cached, "a layer": 2 * 5 * inside}
-    assert found.phases["decode"] == {"keys and values": 6 * 12 * cached, "logits": 3 * 6 * 10 * 4}
-    tokens = 5 + 3 * 7  # the largest group
+    assert found.phases["see"] == {  # 40 pixels are 10 patches
+        "pixels": 2 * 10 * 24 * 8,
+        "a layer of the vision tower": 2 * 10 * OF_TOWER,
+    }
+    assert found.phases["read"] == {
+        "pixels": 2 * 10 * 24 * 4,
+        "keys and values": 2 * 5 * cached,
+        "who sees whom": 2 * 5 * 5 * 5,
+        "features of images": 2 * 5 * 8 * 4,
+        "a layer": 2 * 5 * THROUGH,
+    }
+    assert found.phases["decode"] == {
+        "keys and values": 6 * 12 * cached,
+        "a layer of them as it grows": 6 * 12 * cached // 3,
+        "logits": 3 * 6 * 10 * 4,
+    }
+
+
+def test_a_probe_by_hand():
+    one, two = (estimate(MODEL, replace(PLAN, views=views)).phases["probe"] for views in (1, 2))
+    assert one == {
+        "who sees whom": TOKENS * TOKENS * 5,
+        "features of images": 2 * 2 * 8 * 4,
+        "a layer": TOKENS * THROUGH,
+    }
+    assert two == {name: 2 * size for name, size in one.items()} | {"features of images": 2 * 5 * 8 * 4}
+    of_blocks = estimate(MODEL, replace(PLAN, packed=True)).phases["probe"]
+    assert of_blocks == {name: size for name, size in one.items() if name != "who sees whom"}
+    words = estimate(replace(MODEL, vocabulary=1000), PLAN).phases["probe"]
+    assert words == {"hidden states": TOKENS * 8 * 12, "logits of a chunk": 3 * 3 * 7 * 1000 * 4}
+
+
+def test_an_update_by_hand():
+    """Where the backward pass begins, in the second of two passes."""
+    found = estimate(MODEL, PLAN)
+    merger = 6 * (4 + 4 * 4)
     assert found.phases["update"] == {
         "gradients": 4000,
-        "activations of the language model": tokens * 3 * inside,
-        "activations of the vision tower": 10 * 2 * seen,
-        "who sees whom": tokens * tokens * 5,
-        "logits of a chunk": 2 * 512 * 10 * 4,
+        "activations of the language model": TOKENS * 3 * INSIDE,
+        "activations of the vision tower": 10 * (24 * 4 + 2 * (2 * 6 * 4 + (10 * 6 + 4 * 6 + 4 * 12) * 4) + merger),
+        "who sees whom": TOKENS * TOKENS * (1 + 3 * 4),  # each layer makes numbers of it
+        "the last norm, hidden states": TOKENS * 8 * 20,
         "gradient of the output matrix": 10 * 8 * 4,
+        "a chunk of positions": 2 * 3 * 7 * 10 * 4,
     }
     assert found.peak_bytes == 12000 + sum(found.phases["update"].values())
 
 
+def test_a_single_pass_has_gradients_only_at_its_end():
+    alone = replace(PLAN, prompts_per_step=1)
+    assert alone.later_tokens == 0 and "gradients" not in estimate(MODEL, alone).phases["update"]
+    light = estimate(replace(MODEL, parameters=100_000), alone).phases["update"]
+    assert set(light) == {
+        "gradients", "gradient of the output matrix", "activations of the vision tower", "who sees whom", "a layer",
+    }  # fmt: skip
+    assert light["a layer"] == TOKENS * (INSIDE + 2 * 16 * 4)
+
+
 def test_checkpointing_keeps_what_enters_the_layers():
-    kept = estimate(MODEL, replace(PLAN, checkpointing=True)).phases["update"]["activations of the language model"]
-    assert kept == 26 * (3 * 8 * 4 + 2 * 704)
+    found = estimate(MODEL, replace(PLAN, checkpointing=True)).phases["update"]
+    assert found["activations of the language model"] == TOKENS * 3 * 8 * 4
+    assert found["a layer"] == TOKENS * (INSIDE + 2 * 16 * 4)
+    assert found["who sees whom"] == TOKENS * TOKENS * 5
+    assert found["gradient of the output matrix"] == 320  # it waits for that of the embeddings, which are the same
+    apart = estimate(replace(MODEL, tied=False), replace(PLAN, checkpointing=True)).phases["update"]
+    assert "gradient of the output matrix" not in apart
 
 
 def test_narrow_products_keep_copies_of_the_weights():
-    found = estimate(MODEL, replace(PLAN, compute_bytes=2))
-    assert all(found.phases[phase]["narrow copies of the weights"] == 2000 for phase in ("see", "read", "update"))
-    assert "narrow copies of the weights" not in estimate(MODEL, PLAN).phases["decode"]
+    narrow = replace(PLAN, compute_bytes=2)
+    found, compiled = (estimate(MODEL, each).phases for each in (narrow, replace(narrow, compiled=True)))
+    name = "narrow copies of the weights"
+    assert found["update"][name] == 2 * 1000
+    assert (found["see"][name], found["read"][name]) == (2 * 400, 2 * (600 - 80))
+    assert found["decode"][name] == 2 * (600 - 80) + 2 * 80, "and of the output matrix"
+    assert compiled["read"][name] == 2 * (600 - 80 - 200), "of two of three feed-forward parts at a time none"
+    assert all(name not in parts for parts in estimate(MODEL, PLAN).phases.values())
 
 
 @pytest.mark.parametrize(
-    ("changes", "tokens"),
+    ("batching", "tokens"),
     [
-        ({}, 26),
-        ({"share_prefix": False}, 12),
-        ({"at_least_per_pass": 100}, 100),
-        ({"tokens_per_pass": 20, "at_least_per_pass": 100}, 20),
-        ({"tokens_per_pass": 3}, 12),  # one response is never cut
+        (MicroBatching(), 26),
+        (MicroBatching(at_least=40), 40),
+        (MicroBatching(at_least=100), 52),  # the step has no more
+        (MicroBatching(20, at_least=100), 20),
+        (MicroBatching(3), 12),  # one response is never cut
+        (MicroBatching(rows=2), 24),
     ],
 )
-def test_tokens_of_a_pass(changes, tokens):
-    assert replace(PLAN, **changes).pass_tokens == tokens
+def test_tokens_of_a_pass(batching, tokens):
+    assert PLAN.pass_tokens(batching) == tokens
+
+
+def test_tokens_of_two_views_and_of_rows_apart():
+    assert PLAN.pass_tokens(MicroBatching(), views=2) == 52
+    apart = replace(PLAN, update=MicroBatching(share_prefix=False))
+    assert apart.group_tokens == apart.pass_tokens(apart.update) == 3 * 12
+    assert "who sees whom" not in estimate(MODEL, apart).phases["update"], "attention is merely causal"
+
+
+@pytest.mark.parametrize(("prompts", "later"), [(1, 0), (3, 0), (4, 50), (5, 76), (6, 80), (60, 80)])
+def test_tokens_of_a_pass_beside_gradients(prompts, later):
+    """80 tokens a pass: a group of up to 26 that did not fit into the first has found more than 54 there."""
+    plan = replace(PLAN, prompts_per_step=prompts, update=MicroBatching(80))
+    assert plan.later_tokens == later
 
 
 def test_at_most_512_rows_decode_together():
@@ -91,7 +171,16 @@ def test_a_text_model_sees_nothing():
     assert found.phases["see"] == {} and "activations of the vision tower" not in found.phases["update"]
 
 
+def test_a_frozen_tower_keeps_nothing():
+    found = estimate(MODEL, replace(PLAN, train_vision=False)).phases["update"]
+    assert found["gradients"] == 2400 and "activations of the vision tower" not in found
+
+
 # ---------------------------------------------------------------------------------------------------------------- size
+def is_of_mlp(name: str) -> bool:
+    return ".mlp." in name and ".visual." not in name
+
+
 @pytest.mark.parametrize("family", TINY_FAMILIES)
 def test_sizes_without_weights(family):
     """Counted on the meta device against the loaded model."""
@@ -101,10 +190,17 @@ def test_sizes_without_weights(family):
     assert size.vision_parameters == (0 if tower is None else sum(p.numel() for p in tower.parameters()))
     text = model.config.get_text_config()
     keys = model.get_submodule(next(name for name, _ in model.named_modules() if name.endswith("k_proj")))
-    assert size.text == LayerSize(text.num_hidden_layers, text.hidden_size, text.intermediate_size, keys.out_features)
+    heads = keys.out_features // text.num_key_value_heads
+    assert size.text == LayerSize(
+        text.num_hidden_layers, text.hidden_size, text.intermediate_size, keys.out_features, heads
+    )
+    assert size.mlp_parameters == sum(p.numel() for name, p in model.named_parameters() if is_of_mlp(name))
+    assert size.matrices == sum(p.dim() > 1 for p in model.parameters())
+    assert size.tied == bool(text.tie_word_embeddings)
     if tower is not None:
         assert size.vision.layers == len(tower.blocks)
         attention = next(module for name, module in tower.named_modules() if name.endswith("qkv"))
+        assert size.patch_numbers == model.config.vision_config.temporal_patch_size * 3 * size.patch**2
         assert size.vision.hidden == attention.in_features and size.vision.keys * 3 == attention.out_features
 
 
@@ -141,7 +237,7 @@ def test_the_estimate_against_a_measured_peak(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     grown, estimated = map(int, done.stdout.split())
-    assert 0.5 < grown / estimated < 2.0, f"grew by {grown / GIB:.2f} GiB, estimated {estimated / GIB:.2f}"
+    assert 0.75 < grown / estimated < 1.35, f"grew by {grown / GIB:.2f} GiB, estimated {estimated / GIB:.2f}"
 
 
 # ------------------------------------------------------------------------------------------------------------- machine
@@ -215,7 +311,8 @@ def test_a_hub_model_that_is_not_here_is_no_fault(capsys):
     assert (
         cli.main(["doctor", "worker.actor.model.model_path=some-org/some-model", "dataset.train_files=org/data"]) == 0
     )
-    assert "the memory is not estimated" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "the memory is not estimated" in said and "the model was not seen" in said and "It can run" not in said
 
 
 def test_a_wanted_feature_that_is_missing(monkeypatch):
@@ -241,14 +338,15 @@ def test_what_would_help_where_it_does_not_fit():
 
 
 def test_advice_names_keys_that_load():
-    plan = replace(PLAN, reference=True, prompts_per_step=200, tokens_per_pass=4000)
+    plan = replace(PLAN, reference=True, prompts_per_step=200, update=MicroBatching(4000))
     ways = [way.partition(" ")[0] for way, _ in doctor.smaller(BIG, plan, estimate(BIG, plan))]
     assert ways
     load_config(None, ways)
 
 
 def test_advice_never_says_no_prompts_at_all():
-    plan = replace(PLAN, prompts_per_step=3, responses_per_prompt=100, tokens_per_pass=1, checkpointing=True)
+    one = MicroBatching(1)
+    plan = replace(PLAN, prompts_per_step=3, responses_per_prompt=100, update=one, probe=one, checkpointing=True)
     ways = [way for way, _ in doctor.smaller(MODEL, plan, estimate(MODEL, plan))]
     assert "dataset.rollout_batch_size=1" in ways
 
