@@ -20,7 +20,9 @@ def run(words: Sequence[str]) -> int:
 
 
 def _table(result: Result) -> str:
-    lines = [f"{name.removeprefix('val/'):<24} {value:8.4f}" for name, value in result.metrics.items()]
+    metrics = {name.removeprefix("val/"): value for name, value in result.metrics.items()}
+    width = max(24, *map(len, metrics))
+    lines = [f"{name:<{width}} {value:8.4f}" for name, value in metrics.items()]
     for column, table in result.by.items():
-        lines += ["", f"by {column}", *(f"  {value:<22} {rate:8.4f}" for value, rate in table.items())]
+        lines += ["", f"by {column}", *(f"  {value:<{width - 2}} {rate:8.4f}" for value, rate in table.items())]
     return "\n".join(lines)

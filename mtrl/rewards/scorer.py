@@ -80,6 +80,7 @@ class RewardScorer:
     wants_token_weights: bool = False  # a function must bring them, since nobody else does
     failed_steps: set[int] = field(default_factory=set)  # the last ones, if they failed on every response
     told_of_missing_weights: bool = False
+    told_absent: set[str] = field(default_factory=set)  # parts that applied to no response of a step
 
     def submit(self, rollouts: Rollouts, step: int | None) -> Pending:
         progress = {"global_step": self.total_steps if step is None else step, "max_steps": self.total_steps}
@@ -129,6 +130,7 @@ class Pending:
             logger.warning("%s", cause)
         if self.step is not None:
             self.scorer.count_failure(self.step, bool(failed.all()), "\n".join(causes))
+        self._tell_of_absent(outcomes)
         total = self.scorer.total(parts, self.rollouts.group, self.step)
         return Rewards(total, parts | extra_values(outcomes), failed, token_weights=self._token_weights(outcomes))
 
@@ -158,6 +160,18 @@ class Pending:
             f"reward function {name} failed on {len(rows)} of {len(column)} responses, which get failure_reward="
             f"{self.scorer.failure_reward:g}. The first, {prompt.task.origin}: {first.failure}{said}"
         )
+
+    def _tell_of_absent(self, outcomes: Outcomes) -> None:
+        """A part that applies to no response changes no total; most often the answers stand in another column."""
+        absent = {name for name, column in outcomes.items() if all(o.value is None and not o.failure for o in column)}
+        when = "at validation" if self.step is None else f"at step {self.step + 1}"
+        why = ""
+        if all(sample["ground_truth"] is None for sample in self.samples):
+            why = f"; their rows have no answer in the column {self.scorer.answer_key!r} (dataset.answer_key)"
+        for name in sorted(absent - self.scorer.told_absent):
+            logger.warning("%s reward %s applies to none of %d responses and is left out%s (this is said once)",
+                           when, name, len(self.samples), why)  # fmt: skip
+        self.scorer.told_absent |= absent
 
     def _token_weights(self, outcomes: Outcomes) -> Tensor | None:
         """Of the first function that returns some. Rows that it left out, or failed on, get ones."""

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mtrl.models.backbone import Backbone, Cache, prompt_positions, vision_tokens
 from mtrl.protocols import PromptEncoder
-from mtrl.rollout.sampling import choose, row_uniforms
+from mtrl.rollout.sampling import choose, first_samples, row_uniforms
 from mtrl.types import Finish, Prompt, Rollouts, Sampling, Weights
 
 ROWS_AT_ONCE = 512
@@ -53,10 +53,12 @@ class LocalGenerator:
         if sampling.version != self.version:
             raise RuntimeError(f"asked to sample at version {sampling.version}, but the engine holds {self.version}")
         at_once = max(1, self.rows_at_once // sampling.n)
+        first = first_samples([prompt.task.id for prompt in prompts], sampling.n)
         tokens: list[Tensor] = []
         behaviour: list[Tensor] = []
         for start in range(0, len(prompts), at_once):
-            batch = Decoding(self, prompts[start : start + at_once], sampling).run()
+            here = slice(start, start + at_once)
+            batch = Decoding(self, prompts[here], first[here], sampling).run()
             tokens += batch[0]
             behaviour += batch[1]
         stopped = [bool(len(row)) and int(row[-1]) in self.encoder.stop_ids for row in tokens]
@@ -81,12 +83,14 @@ class Decoding:
 
     engine: LocalGenerator
     prompts: Sequence[Prompt]
+    first: Sequence[int]  # the number of each prompt's first sample
     sampling: Sampling
 
     def run(self) -> tuple[list[Tensor], list[Tensor]]:
         """Tokens and their log-probs of every row, on the CPU."""
         device = self.engine.backbone.device
-        uniforms = row_uniforms([prompt.task.id for prompt in self.prompts], self.sampling).to(device)
+        task_ids = [prompt.task.id for prompt in self.prompts]
+        uniforms = row_uniforms(task_ids, self.first, self.sampling).to(device)
         rows = len(uniforms)
         tokens = torch.zeros(rows, self.sampling.max_new_tokens, dtype=torch.long, device=device)
         logps = torch.zeros(rows, self.sampling.max_new_tokens, device=device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,11 +13,26 @@ from mtrl.keyed import keyed_generator
 from mtrl.types import Sampling
 
 
-def row_uniforms(task_ids: Sequence[str], sampling: Sampling) -> Tensor:
+def first_samples(task_ids: Sequence[str], n: int) -> list[int]:
+    """The number of each prompt's first sample. A task that a step takes again (at the end of an epoch, or of few rows)
+    counts on, or its responses would be copies.
+
+    >>> first_samples(["a", "b", "a"], n=8)
+    [0, 0, 8]
+    """
+    earlier: Counter[str] = Counter()
+    numbers = []
+    for task_id in task_ids:
+        numbers.append(n * earlier[task_id])
+        earlier[task_id] += 1
+    return numbers
+
+
+def row_uniforms(task_ids: Sequence[str], first: Sequence[int], sampling: Sampling) -> Tensor:
     """[P * n, max_new_tokens] in [0, 1): the draws of every row, keyed by (seed, step, task id, sample)."""
     draws = [
-        keyed_generator("sample", sampling.seed, sampling.step, task_id, sample).random(sampling.max_new_tokens)
-        for task_id in task_ids
+        keyed_generator("sample", sampling.seed, sampling.step, task_id, start + sample).random(sampling.max_new_tokens)
+        for task_id, start in zip(task_ids, first, strict=True)
         for sample in range(sampling.n)
     ]
     return torch.from_numpy(np.stack(draws))

@@ -113,7 +113,7 @@ class Console:
         done = self._last_step - self._first_step + 1
         end = "finished" if self._last_step >= self.total else "stopped"
         speed = f", {self._tokens / self._step_seconds:.0f} tokens/s" if self._tokens else ""
-        took = f"{done} steps in {as_clock(time.monotonic() - self._begin)}{speed}"
+        took = f"{done} step{'s' if done > 1 else ''} in {as_clock(time.monotonic() - self._begin)}{speed}"
         lines = [self.paint(f"{end} at step {self._last_step} of {self.total}: {took}", "bold")]
         name = self.history.headline
         if name is not None:

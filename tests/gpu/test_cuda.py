@@ -129,6 +129,7 @@ def test_the_embedded_model_learns_on_a_gpu(tmp_path):
     command.append("worker.actor.fsdp.mixed_precision_dtype=bf16")
     finished = subprocess.run(command, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr[-3000:]
+    assert "compiles kernels" in finished.stderr, "a first step that takes a minute must be announced"
     summary = json.loads(finished.stdout.splitlines()[-1])
     assert summary["accuracy_after"] - summary["accuracy_before"] >= 0.15, summary
 

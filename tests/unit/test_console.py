@@ -354,7 +354,7 @@ def test_a_run_that_stopped_says_where(time):
     shown = Console(12, QUIET, stream=stream)
     shown.metrics(7, VALUES)
     shown.close()
-    assert stream.getvalue().splitlines()[-1] == "stopped at step 7 of 12: 1 steps in 0:00, 100 tokens/s"
+    assert stream.getvalue().splitlines()[-1] == "stopped at step 7 of 12: 1 step in 0:00, 100 tokens/s"
 
 
 def test_without_a_step_there_is_nothing_to_sum_up():

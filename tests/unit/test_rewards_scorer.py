@@ -68,6 +68,28 @@ def test_what_was_printed_stands_in_the_log(tmp_path, caplog):
     assert len(caplog.text) < 10_000
 
 
+# -------------------------------------------------------------------------------------------- a part that never applies
+def test_answers_in_another_column_are_told_once(caplog):
+    scorer = scorer_of("accuracy", "format")
+    for step in (None, 1, 2):
+        found = scorer.submit(rows(["A", "B"], [None, None], solution=["A", "B"]), step).result()
+        assert found.parts["accuracy"].isnan().all() and found.total.tolist() == [0, 0]
+    (said,) = [record.getMessage() for record in caplog.records]
+    for word in ("at validation reward accuracy applies to none of 2", "column 'answer'", "dataset.answer_key"):
+        assert word in said
+
+
+def test_a_part_that_applies_to_one_response_is_not_complained_of(caplog):
+    scorer_of("accuracy").submit(rows(["A", "B"], ["A", None]), 1).result()
+    assert not caplog.records
+
+
+def test_a_function_with_nothing_to_say_is_told_without_blaming_the_answers(caplog):
+    scorer = scorer_of(lambda data: None)
+    scorer.submit(rows(["A"], ["A"]), 3).result()  # steps done before: the console calls it the fourth
+    assert "at step 4 reward <lambda> applies to none of 1 responses" in caplog.text and "column" not in caplog.text
+
+
 # ------------------------------------------------------------------------------------------------------- token weights
 def test_shorter_lists_go_on_with_ones_and_longer_ones_are_cut(caplog):
     weights = {"row 0": [0.5, 2.0], "row 1": [3.0], "row 2": [1.0, 2.0, 3.0, 4.0, 5.0], "row 3": None, "row 4": []}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mtrl.rollout.sampling import choose, cut, row_uniforms
+from mtrl.rollout.sampling import choose, cut, first_samples, row_uniforms
 from mtrl.types import Sampling
 
 PROBABILITIES = torch.tensor([0.05, 0.4, 0.0, 0.3, 0.15, 0.1], dtype=torch.float64)
@@ -91,7 +91,8 @@ def test_a_nucleus_of_a_certain_token_is_not_empty():
 
 def test_draws_belong_to_seed_step_task_and_sample():
     def draws(*ids, **changes):
-        return row_uniforms(ids or ("a", "b"), Sampling(**{"n": 3, "max_new_tokens": 8, **changes}))
+        sampling, ids = Sampling(**{"n": 3, "max_new_tokens": 8, **changes}), ids or ("a", "b")
+        return row_uniforms(ids, first_samples(ids, sampling.n), sampling)
 
     base = draws()
     assert base.shape == (6, 8) and base.dtype == torch.float64 and len(base.unique()) == 48
@@ -100,10 +101,14 @@ def test_draws_belong_to_seed_step_task_and_sample():
     assert torch.equal(base[:, :5], draws(max_new_tokens=5))
     for other in (draws(seed=2), draws(step=1), draws("c", "d")):
         assert not (base == other).any()
+    again = draws("a", "b", "a")  # a step may take a task twice: its second group must not be a copy of the first
+    assert torch.equal(again[:6], base) and len(again.unique()) == 72
+    assert torch.equal(again[6:], draws("a", n=6)[3:]), "it counts on"
 
 
 def test_draws_are_uniform():
-    draws = row_uniforms([str(i) for i in range(100)], Sampling(n=4, max_new_tokens=50)).flatten()
+    ids = [str(i) for i in range(100)]
+    draws = row_uniforms(ids, [0] * 100, Sampling(n=4, max_new_tokens=50)).flatten()
     counts = torch.histc(draws, bins=20, min=0, max=1)
     chi_square = float(((counts - 1000) ** 2 / 1000).sum())
     assert chi_square < 43.8  # 19 degrees of freedom, 1 in 1,000
