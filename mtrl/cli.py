@@ -9,6 +9,7 @@ from importlib.metadata import version
 Command = Callable[[Sequence[str]], int]
 
 USER_ERROR = 2
+UNREAD = 141  # as shells report it
 
 
 def reward(words: Sequence[str]) -> int:
@@ -19,6 +20,7 @@ def reward(words: Sequence[str]) -> int:
     FILE is file.py[:name], package.module:name or a built-in. ROLLOUTS is the rollouts.jsonl of a run, or the run; a
     DATASET is tried with its column `response`, else with its answers. Shows every part, a histogram, the slowest and
     the failed responses; worker.reward.reward_fn_kwargs, timeout_s and num_cpus hold here too. The last line is JSON.
+    Exit status 1: it failed on every response.
     """
     from mtrl.commands import reward
 
@@ -132,7 +134,7 @@ COMMANDS: dict[str, Command] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0, or 2 where the user has to change something."""
+    """Exit status: 0; 1 where it was done in vain; 2 where the user has to change something first."""
     words = list(sys.argv[1:] if argv is None else argv)
     name = words[0] if words else "--help"
     if name in ("-h", "--help", "help"):
@@ -155,8 +157,15 @@ def _run(command: Command, words: Sequence[str]) -> int:
         print("\n".join(line.strip() for line in _doc_lines(command)))
         return 0
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own, and would say all twice
     try:
-        return command(words)
+        status = command(words)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        if not _nobody_reads():
+            raise
+        return UNREAD
     except (ConfigError, StartError) as error:
         print(f"mtrl: {error}", file=sys.stderr)
         return USER_ERROR
@@ -169,6 +178,16 @@ def _run(command: Command, words: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("mtrl: stopped", file=sys.stderr)
         return 130
+
+
+def _nobody_reads() -> bool:
+    """Whether stdout leads nowhere any more, as after `| head`. Then what is left for it is dropped in silence."""
+    try:
+        print(flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 def _overview() -> str:

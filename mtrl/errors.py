@@ -1,10 +1,24 @@
 """The errors of everything outside the configuration that a user has to change, and of a run that has ended."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
 class StartError(Exception):
     """A run that cannot start: data, a model or a reward file is not as it should be."""
+
+
+@contextmanager
+def opening() -> Iterator[None]:
+    """Before a run, what the system refuses is the user's to allow. Nobody listening any more is no such thing."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        what = f"{error.filename} cannot be used: {error.strerror}" if error.filename else str(error)
+        raise StartError(f"{what}; see that it is there and that you may read and write it") from error
 
 
 class Finished(Exception):

@@ -17,6 +17,7 @@ from mtrl.commands.words import evaluation_config, started, take_option, take_pa
 from mtrl.config import Config, ConfigError
 from mtrl.data import Sampler
 from mtrl.errors import StartError
+from mtrl.machine import may_write
 from mtrl.models.families import TextEncoder
 from mtrl.models.forward import Forward
 from mtrl.rewards.choices import chosen_letter
@@ -38,9 +39,12 @@ def run(words: Sequence[str]) -> int:
     question = "which model? mtrl attention CHECKPOINT|RUN [--data F] [--samples 8] [--tokens ...] [--out DIR] [a.b=c]"
     path, data, overrides = take_path_and_data(rest, question)
     config = evaluation_config(path, [*overrides, *([f"dataset.val_files={data}"] if data else [])])
-    answers = started(look, config, options)
     checkpoint = Path(house.model_path(config))
-    report = write_report(options.out or place_for(Path(path), checkpoint), f"Attention of {checkpoint}", answers)
+    place = options.out or started(place_for, Path(path), checkpoint)
+    if not may_write(place):  # said before the work rather than after it
+        raise StartError(f"the report cannot be written to {place}; name a directory (--out DIR)")
+    answers = started(look, config, options)
+    report = started(write_report, place, f"Attention of {checkpoint}", answers)
     print(overview(answers))
     print(json.dumps({"report": str(report), "samples": len(answers), **summary(answers)}))
     return 0

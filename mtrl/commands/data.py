@@ -7,18 +7,26 @@ from collections.abc import Sequence
 
 from mtrl.commands.words import started
 from mtrl.config import ConfigError, load_config, take_file
-from mtrl.data import report
+from mtrl.data import DataError, DataSettings, report
+from mtrl.data.sources import Source
+from mtrl.models.families import TextEncoder
 from mtrl.training import build as house
 from mtrl.zoo.rows import CONFIG_FILE
 
 
 def run(words: Sequence[str]) -> int:
     file, overrides = take_file(words)
-    if file is None:
+    if not file:
         raise ConfigError(["which data? mtrl data FILE [a.b=c ...]"])
     embedded = file.startswith(house.EMBEDDED)
     config = load_config(CONFIG_FILE if embedded else None, overrides)
     knows_model = embedded or config.worker.actor.model.model_path is not None
     encoder = started(house.build_encoder, config) if knows_model else None
     sources = started(house.sources_of, file, "train")
-    return started(report.run, sources, house.data_settings(config), encoder, sys.stdout)
+    return started(show, file, sources, house.data_settings(config), encoder)
+
+
+def show(name: str, sources: Sequence[Source], settings: DataSettings, encoder: TextEncoder | None) -> int:
+    if not any(map(len, sources)):
+        raise DataError(f"{name} holds no row")
+    return report.run(sources, settings, encoder, sys.stdout)

@@ -22,12 +22,14 @@ from mtrl.training import build as house
 from mtrl.training.unbuilt import is_bare
 from mtrl.zoo.rows import CONFIG_FILE
 
+ALL_FAILED = 1  # exit status: the function gave no response a reward
+
 
 def run(words: Sequence[str]) -> int:
     function, data, overrides = take_path_and_data(words, "which reward? mtrl reward FILE --data F [a.b=c ...]")
     if data is None:
         raise ConfigError(["--data: name the rollouts.jsonl of a run, or a dataset"])
-    file = rollouts_file(data)
+    file = started(rollouts_file, data)
     place = CONFIG_FILE if data.startswith(house.EMBEDDED) else None if file is None else file.parent / "config.yaml"
     config = load_config(place if place and place.is_file() else None, overrides)
     trial, notes = started(try_reward, config, function, data, file)
@@ -35,7 +37,7 @@ def run(words: Sequence[str]) -> int:
         say(f"note: {note}")
     print(report(trial))
     print(json.dumps(summary(trial)))
-    return 0
+    return ALL_FAILED if len(trial.failed) == len(trial.tried) else 0
 
 
 def try_reward(config: Config, function: str, data: str, rollouts: Path | None) -> tuple[Trial, list[str]]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from mtrl.config import Config, ConfigError, load_config, take_file
-from mtrl.errors import StartError
+from mtrl.errors import StartError, opening
 from mtrl.training.resume import newest_intact
 from mtrl.workers.snapshot import MOMENTS
 from mtrl.zoo.rows import CONFIG_FILE, MODEL_DIRECTORY
@@ -19,7 +20,8 @@ Result = TypeVar("Result")
 def started(begin: Callable[..., Result], *arguments: Any) -> Result:
     """Before training a ValueError speaks to the user, of data, model or reward file. Later it would be our mistake."""
     try:
-        return begin(*arguments)
+        with opening():
+            return begin(*arguments)
     except ConfigError:
         raise
     except ValueError as error:
@@ -27,18 +29,21 @@ def started(begin: Callable[..., Result], *arguments: Any) -> Result:
 
 
 def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    with suppress(OSError):  # nobody listens any more
+        print(text, file=sys.stderr, flush=True)
 
 
 def take_option(words: Sequence[str], name: str, wanted: str) -> tuple[str | None, list[str]]:
-    """The word after an option, and the others; `wanted` is said where there is none."""
-    others = list(words)
+    """The value of `--name value` or `--name=value`, and the other words; `wanted` is said where there is none."""
+    others = [part for word in words for part in (word.split("=", 1) if word.startswith(f"{name}=") else [word])]
     if name not in others:
         return None, others
+    if others.count(name) > 1:
+        raise ConfigError([f"{name}: given {others.count(name)} times; keep one"])
     place = others.index(name)
-    if place + 1 == len(others):
+    value = "".join(others[place + 1 : place + 2])
+    if not value or value.startswith("--"):
         raise ConfigError([f"{name}: {wanted}"])
-    value = others[place + 1]
     del others[place : place + 2]
     return value, others
 
@@ -47,11 +52,12 @@ def take_path_and_data(words: Sequence[str], question: str) -> tuple[str, str | 
     """PATH [--data F] and the overrides; the question is asked where there is no path."""
     data, others = take_option(words, "--data", "name a file, a directory or a dataset")
     path, overrides = take_file(others)
-    if path is None:
+    if not path:
         raise ConfigError([question])
     return path, data, overrides
 
 
+@opening()
 def evaluation_config(path: str, overrides: list[str]) -> Config:
     """A run's own configuration with its newest checkpoint; for a bare checkpoint the defaults."""
     place = Path(path)

@@ -12,10 +12,11 @@ _ASSIGNMENT = re.compile(r"(?:--)?([^=/\\\s]+)=(.*)", re.DOTALL)  # a path with 
 
 
 def take_file(words: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The configuration file among command-line words (`FILE` or `config=FILE`), and the other words."""
+    """The configuration file among command-line words (`FILE` or `config=FILE`), and the other words; a key that
+    lacks its value is no file."""
     others, file = list(words), None
     for span, key, text in _parts(words):
-        if file is None and key in (None, "config"):
+        if file is None and key in (None, "config") and text not in known_leaves():
             file = text
             del others[span]
     return file, others

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import os
 import struct
 import sys
 from collections.abc import Callable, Mapping
@@ -16,9 +17,11 @@ from typing import Any
 from mtrl.rewards.signatures import Reward
 
 DEFAULT_NAMES = ("reward_function", "compute_score")
-
-
 PLACE = struct.Struct("q")  # which sample of its message a worker is at, in memory that it shares with its parent
+
+
+class NoReward(ValueError):
+    """There is no such function; the message is all that a user needs. What a user's file raises is another matter."""
 
 
 @dataclass(frozen=True)
@@ -43,16 +46,14 @@ def load_reward(spec: str, kwargs: Mapping[str, Any], seconds: float | None = No
 def find_function(module: ModuleType, place: str, name: str | None) -> Callable[..., Any]:
     if name is not None:
         if not callable(getattr(module, name, None)):
-            raise ValueError(
-                f"{place} has no function {name!r}; it has {', '.join(public_functions(module)) or 'none'}"
-            )
+            raise NoReward(f"{place} has no function {name!r}; it has {', '.join(public_functions(module)) or 'none'}")
         return getattr(module, name)
     for default in DEFAULT_NAMES:
         if callable(getattr(module, default, None)):
             return getattr(module, default)
     names = public_functions(module)
     if len(names) != 1:
-        raise ValueError(
+        raise NoReward(
             f"which function of {place} is the reward? It has {', '.join(names) or 'none'}; write {place}:NAME"
         )
     return getattr(module, names[0])
@@ -71,10 +72,12 @@ def split_spec(spec: str) -> tuple[str, str | None]:
 
 def load_module(place: str) -> ModuleType:
     if not place.endswith(".py"):
-        return importlib.import_module(place)
+        return import_named(place)
     path = Path(place).expanduser().resolve()
     if not path.is_file():
-        raise ValueError(f"there is no reward file {place}")
+        raise NoReward(f"there is no reward file {place}")
+    if not os.access(path, os.R_OK):
+        raise NoReward(f"{place} cannot be read: permission denied")
     sys.path.append(str(path.parent))  # it can import its neighbours; one called math.py hides nobody's math
     spec = importlib.util.spec_from_file_location(f"reward_file_{path.stem}", path)
     assert spec is not None and spec.loader is not None
@@ -82,6 +85,19 @@ def load_module(place: str) -> ModuleType:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def import_named(place: str) -> ModuleType:
+    """A module by its name. One that it fails to import in turn is a fault of its own."""
+    ways = "name file.py[:name] or package.module:name"
+    if "/" in place or place.startswith("."):
+        raise NoReward(f"{place} is no Python file; {ways}")
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        if f"{place}.".startswith(f"{error.name}."):
+            raise NoReward(f"{error}; {ways}") from error
+        raise
 
 
 def public_functions(module: ModuleType) -> list[str]:

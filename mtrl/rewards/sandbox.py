@@ -101,7 +101,8 @@ class Service:
             kind, told = "error", f"{lost}\n{worker.output()}"
         if kind == "error":
             self.drop(worker)
-            raise ValueError(f"the reward function {self.setup.function} cannot be loaded:\n{told}")
+            gap = "\n" if "\n" in told else " "
+            raise ValueError(f"the reward function {self.setup.function} cannot be loaded:{gap}{told}")
         self.traits = told
         return worker
 

@@ -15,16 +15,19 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mtrl.errors import RunError
 from mtrl.machine import free_memory
-from mtrl.protocols import Snapshot
 from mtrl.store.manifest import Damaged, move_to, seal, to_disk
+
+if TYPE_CHECKING:
+    from mtrl.protocols import Snapshot  # it imports torch, which nothing here needs
 
 STATE = "trainer_state.json"
 BEST = "best_model"
@@ -125,7 +128,7 @@ class FolderStore:
             self._error = error
 
     def _failed(self, step: int, error: OSError) -> None:
-        last = next(reversed(checkpoints(self.directory)), None)
+        last = next(reversed(self._seen()), None)
         kept = f"{last} is the last good one, and the same command goes on from there" if last else "there is no other"
         self.failure = f"the checkpoint of step {step} could not be saved: {error}; {kept}. Make room, or give access."
         logger.warning("%s Training goes on; the next save tries again.", self.failure)
@@ -159,9 +162,16 @@ class FolderStore:
             beside.replace(link)
             to_disk(self.directory)
 
+    def _seen(self) -> list[Path]:
+        """The checkpoints; none where the folder cannot be read any more, which costs a save and not the run."""
+        try:
+            return checkpoints(self.directory)
+        except OSError:
+            return []
+
     def _best(self) -> tuple[Path | None, float]:
         """The checkpoint with the highest score, the first of equals."""
-        scores = {path: score_of(path, self.metric) for path in checkpoints(self.directory)}
+        scores = {path: score_of(path, self.metric) for path in self._seen()}
         best = max(scores, key=lambda path: scores[path], default=None)
         return (None, -math.inf) if best is None or scores[best] == -math.inf else (best, scores[best])
 
@@ -187,9 +197,9 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def checkpoints(directory: Path) -> list[Path]:
-    """`step_N`, the newest last."""
-    steps = [path for path in directory.glob("step_*") if path.name.removeprefix("step_").isdigit()]
-    return sorted(steps, key=step_of)
+    """`step_N`, the newest last. A folder that is there and cannot be read is an error: it is not empty."""
+    names = os.listdir(directory) if directory.exists() else []
+    return sorted((directory / name for name in names if re.fullmatch("step_[0-9]+", name)), key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:

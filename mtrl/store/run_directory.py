@@ -8,10 +8,12 @@ import logging
 import os
 import socket
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
-from mtrl.errors import StartError
+from mtrl.errors import RunError, StartError
+from mtrl.store.checkpoint import checkpoints
 from mtrl.store.manifest import write_file
 
 LOCK = "run.lock"
@@ -48,12 +50,22 @@ class RunDirectory:
         """Makes the folder anew where somebody removed it under the run."""
         if self._is_ours():
             return
+        self.refuse_another()
         logger.warning("%s was removed while the run is on; it is made again, without what was in it", self.path)
-        gone, self._lock = self._lock, self._claim()  # one that fails leaves the old lock, for the next time
+        try:
+            gone, self._lock = self._lock, self._claim()  # one that fails leaves the old lock, for the next time
+        except StartError as error:
+            raise self._taken() from error
         gone.close()
         write_file(self.path / ID, self.id)
         if self._config is not None:
             write_file(self.path / CONFIG, self._config)
+
+    def refuse_another(self) -> None:
+        """Ends this run where the folder was removed and another run has it now, or had it: nothing there is ours."""
+        with suppress(OSError):  # gone, or not to be read: whoever writes there will see
+            if (self.path / ID).read_text(encoding="utf-8").strip() != self.id:
+                raise self._taken()
 
     def close(self) -> None:
         self._lock.close()
@@ -86,6 +98,21 @@ class RunDirectory:
 
     def _unusable(self, error: OSError) -> StartError:
         return StartError(f"the run cannot be kept in {self.path}: {error.strerror}; set training.output_dir")
+
+    def _taken(self) -> RunError:
+        told = f"{self.path} was removed while the run was on, and another process has taken it"
+        last = next(reversed(self._moved()), None)
+        left = f"the last checkpoint of this run is {last}" if last else "its own checkpoints went with the folder"
+        return RunError(f"{told}. Nothing there was touched; {left}. Choose another training.experiment_name")
+
+    def _moved(self) -> list[Path]:
+        """The checkpoints of a folder that was renamed rather than removed: Linux knows where our lock is now, or that
+        it is nowhere."""
+        try:
+            lock = Path(os.readlink(f"/proc/self/fd/{self._lock.fileno()}"))
+            return checkpoints(lock.parent / "checkpoints") if lock.exists() else []
+        except OSError:
+            return []
 
     def _is_ours(self) -> bool:
         try:

@@ -50,9 +50,9 @@ class Background:
                 job()
             except Exception as error:  # a log must never end a run
                 if not self._told:
-                    logger.warning(
-                        "%s: an entry cannot be written (%s); the run goes on", self.name, error, exc_info=True
-                    )
+                    ours = not isinstance(error, OSError)  # a disk's refusal says all there is to know
+                    told = "%s: an entry cannot be written (%s); the run goes on"
+                    logger.warning(told, self.name, error, exc_info=ours)
                 self._told = True
 
 

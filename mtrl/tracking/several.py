@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from mtrl.protocols import Tracker
 from mtrl.types import Credit, Rewards, Rollouts, Sample, Signals
 
 
 class Trackers:
-    def __init__(self, trackers: Sequence[Tracker]) -> None:
-        self.trackers = tuple(trackers)
+    """`before` may refuse each write, with an error."""
+
+    def __init__(self, trackers: Sequence[Tracker], before: Callable[[], None] = lambda: None) -> None:
+        self.trackers, self.before = tuple(trackers), before
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        self.before()
         for tracker in self.trackers:
             tracker.metrics(step, values)
 
     def rollouts(self, step: int, rollouts: Rollouts, rewards: Rewards, credit: Credit, signals: Signals) -> None:
+        self.before()
         for tracker in self.trackers:
             tracker.rollouts(step, rollouts, rewards, credit, signals)
 
@@ -27,6 +31,7 @@ class Trackers:
         by: Mapping[str, Mapping[str, float]],
         samples: Sequence[Sample],
     ) -> None:
+        self.before()
         for tracker in self.trackers:
             tracker.validation(step, values, by, samples)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from mtrl.config.tree import GROUP_ESTIMATORS
 from mtrl.data import Dataset, DataSettings, RowList, Sampler, open_dataset, open_sources
 from mtrl.data.cache import DiskCache
 from mtrl.data.sources import Source
+from mtrl.errors import opening
 from mtrl.models.backbone import Backbone
 from mtrl.models.families import TextEncoder, encoder_files, load_encoder
 from mtrl.models.forward import Forward
@@ -52,6 +54,11 @@ logger = logging.getLogger(__name__)
 BAD_ROWS = "bad_rows.jsonl"
 MATH = "mtrl.rewards.math_equality:math"  # in a sandbox: a hostile answer can make it think for hours
 EMBEDDED = "zoo@"  # `zoo@test` names a split of the embedded task wherever a data file is named
+
+COMPILING = (
+    "the first pass compiles kernels for this GPU, about a minute each time a command starts; without: "
+    "worker.actor.use_torch_compile=false, with slower passes"
+)
 
 Rows = str | Sequence[Mapping[str, Any]]  # a file specification, or rows made in Python
 
@@ -105,13 +112,14 @@ def build(
     refuse_unbuilt(config)
     if unknown := unknown_names(config):
         raise ConfigError(unknown)
-    with ExitStack() as closing:
+    with opening(), ExitStack() as closing:
         training = config.training
         place = Path(training.output_dir, training.project_name, training.experiment_name).expanduser()
         directory = closing.enter_context(claim(place, config, training.fresh))
         encoder = build_encoder(config)
         files = config.dataset.train_files if data is None else data
         dataset = open_data(config, files, "train", encoder, directory.path)
+        warn_of_few_rows(len(dataset), config.dataset.rollout_batch_size)
         steps = recipe.total_steps(config, len(dataset))
         start = find_start(
             directory.path,
@@ -124,7 +132,8 @@ def build(
         actor = build_actor(config, policy, encoder, steps)
         scorer = build_scorer(config, steps, rewards)
         closing.callback(scorer.close)
-        tracker = Trackers([*build_trackers(config, steps, encoder, directory.path), *trackers])
+        own = build_trackers(config, steps, encoder, directory.path)
+        tracker = Trackers([*own, *trackers], before=directory.refuse_another)
         closing.callback(tracker.close)
         interrupt = Interrupt()
         house = House(
@@ -196,6 +205,8 @@ def build_policy(config: Config, encoder: TextEncoder | None = None) -> tuple[Te
     if settings.enable_gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     compiled = actor.use_torch_compile and model.device.type == "cuda"
+    if compiled:
+        say(COMPILING)
     backbone = Backbone(model, DTYPES[actor.fsdp.mixed_precision_dtype], compiled=compiled)
     if settings.freeze_vision_tower and backbone.vision_tower is not None:
         backbone.vision_tower.requires_grad_(False)
@@ -204,7 +215,7 @@ def build_policy(config: Config, encoder: TextEncoder | None = None) -> tuple[Te
         encoder,
         config.worker.rollout.temperature,
         share_prefix=actor.share_prefix and shares_prefixes(backbone),
-        packed=actor.padding_free and backbone.packs,
+        packed=actor.padding_free and actor.use_torch_compile and backbone.packs,  # its kernel is a compiled one
         last_k=config.optimization.attention_last_k_layers,
         weight_last_k=config.optimization.token_weight_last_k_layers,
     )
@@ -267,6 +278,15 @@ def open_data(config: Config, data: Rows, split: str, encoder: TextEncoder, dire
 def build_sampler(config: Config, dataset: Dataset, encoder: TextEncoder, directory: Path) -> Sampler:
     shuffle, seed = config.dataset.shuffle, config.dataset.seed
     return Sampler(dataset, encoder, shuffle=shuffle, seed=seed, bad_rows_path=directory / BAD_ROWS)
+
+
+def warn_of_few_rows(rows: int, prompts_per_step: int) -> None:
+    if rows < prompts_per_step:
+        logger.warning(
+            "%d row%s for dataset.rollout_batch_size=%d: a step asks a row up to %d times; set it and "
+            "worker.actor.global_batch_size to %d or less, or add data",
+            rows, "s" if rows > 1 else "", prompts_per_step, math.ceil(prompts_per_step / rows), rows,
+        )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------------- workers

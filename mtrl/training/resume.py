@@ -72,6 +72,8 @@ def refuse_another_run(directory: RunDirectory, config: Config, fresh: bool) -> 
         raise StartError(f"training.fresh: {directory.path} holds a run already; {another}")
     saved = directory.path / CONFIG
     if not saved.exists():
+        told = f"its {CONFIG} is gone, so nobody can tell whether this configuration is the one it was started with"
+        logger.warning("%s holds a run, but %s; if it is not, %s", directory.path, told, another)
         return
     try:
         before = load_config(saved)

@@ -19,6 +19,8 @@ class ZooRows:
     directory = Path(".")
 
     def __init__(self, split: Split) -> None:
+        if split not in SIZES:
+            raise ValueError(f"the embedded task has no split {split!r}; it has {', '.join(SIZES)}")
         self.split: Split = split
         self.name = f"embedded task, {split}"
         self.fingerprint = f"zoo{TASK_VERSION}-{split}"

@@ -14,6 +14,7 @@ from mtrl.cli import main
 from mtrl.config import ConfigError, load_config
 from mtrl.tracking.run_files import read_rows
 from mtrl.training.trainer import full_key
+from mtrl.zoo.rows import ZooRows
 
 SMALL = [
     "dataset.rollout_batch_size=4",
@@ -33,10 +34,22 @@ LOGGED = """
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Path:
+def questions(tmp_path_factory) -> str:
+    """A fifth of the embedded validation set: every kind of question, in a fifth of the time."""
+    directory, zoo = tmp_path_factory.mktemp("questions"), ZooRows("validation")
+    with (directory / "questions.jsonl").open("w") as file:
+        for index in range(len(zoo) // 5):
+            row = zoo.read(index)
+            row["images"][0].save(directory / f"{index}.png")
+            file.write(json.dumps(row | {"images": [f"{index}.png"]}) + "\n")
+    return f"dataset.val_files={file.name}"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, questions) -> Path:
     """One short training run through the documented module entry, in a process of its own."""
     output = tmp_path_factory.mktemp("outputs")
-    command = [sys.executable, "-m", "mtrl.training.training_main", *SMALL]
+    command = [sys.executable, "-m", "mtrl.training.training_main", *SMALL, questions]
     command += [f"training.output_dir={output}", "training.max_steps=2", "training.val_freq=1"]
     finished = subprocess.run(command, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
@@ -71,12 +84,14 @@ def test_eval_of_a_run_and_of_its_checkpoint_agree_with_the_log(run, capsys):
         summaries.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
     logged = [row for row in read_rows(run / "metrics.jsonl") if "val/avg@1" in row][-1]
     for summary in summaries:
-        assert summary["val/avg@1"] == pytest.approx(logged["val/avg@1"], abs=1e-9)
+        numbers = {name: value for name, value in summary.items() if name.startswith("val/")}
+        assert "val/avg@1" in numbers and "val/attention/vgr_late" in numbers
+        assert numbers == pytest.approx({name: logged[name] for name in numbers}, rel=1e-6, abs=1e-9)
         assert set(summary["by"]["kind"]) == {"colour", "shape", "position", "count", "comparison"}
 
 
-def test_starting_the_same_run_again_says_that_it_is_finished(run, capsys):
-    assert main(["train", *SMALL, f"training.output_dir={run.parent.parent}", "training.max_steps=2"]) == 0
+def test_starting_the_same_run_again_says_that_it_is_finished(run, questions, capsys):
+    assert main(["train", *SMALL, questions, f"training.output_dir={run.parent.parent}", "training.max_steps=2"]) == 0
     assert "is finished: step 2 of 2" in capsys.readouterr().err
 
 
@@ -135,6 +150,19 @@ def test_trainer_takes_python_rows_and_functions(tmp_path):
     step = next(row for row in read_rows(directory / "metrics.jsonl") if "actor/pg_loss" in row)
     assert len(seen) == 6 and set(seen) <= {"red", "blue", "green", "pink"}
     assert "reward/short" in step and step["reward/characters"] > 0
+
+
+def test_few_rows_are_told_and_asked_anew(tmp_path, caplog):
+    """Two rows for four prompts: each is asked twice a step, and its second group is no copy of the first."""
+    rows = [{"prompt": "Say red.", "answer": "red"}, {"prompt": "Say blue.", "answer": "blue"}]
+    sizes = {"max_steps": 1, "rollout_batch_size": 4, "global_batch_size": 4, "worker.rollout.n": 3}
+    directory = mtrl.Trainer(data=rows, rewards=["length"], output_dir=str(tmp_path), **sizes).train()
+    assert "2 rows for dataset.rollout_batch_size=4: a step asks a row up to 2 times" in caplog.text
+    said = [row["response"] for row in read_rows(directory / "rollouts.jsonl")]
+    ids = [row["id"] for row in read_rows(directory / "rollouts.jsonl")]
+    for each in set(ids):
+        own = [text for text, name in zip(said, ids, strict=True) if name == each]
+        assert len(own) == 6 and own[:3] != own[3:]
 
 
 def test_trainer_gives_its_rewards_their_weights():

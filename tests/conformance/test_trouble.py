@@ -14,6 +14,7 @@ from run_helpers import SETTINGS, STEPS, finish, metrics_of, run_of, same_end, s
 from mtrl.cli import main
 from mtrl.store.checkpoint import checkpoints, read_state
 from mtrl.store.manifest import check
+from mtrl.store.run_directory import RunDirectory
 from mtrl.tracking.run_files import read_rows
 
 
@@ -156,6 +157,25 @@ def test_a_folder_that_turns_read_only(tmp_path, whole):
     assert checkpoints(run_of(left) / "checkpoints")
     for kept in checkpoints(run_of(left) / "checkpoints"):
         check(kept)
+
+
+@pytest.mark.slow
+def test_a_run_whose_directory_another_process_has_taken_ends_and_touches_nothing(tmp_path):
+    """Moved away by somebody who then starts another run in its place."""
+    command = words(tmp_path, "training.max_steps=3000", "training.save_freq=5", "training.val_freq=-1")
+    process, run, old = start(command), run_of(tmp_path), tmp_path / "old"
+    while not checkpoints(run / "checkpoints"):
+        assert process.poll() is None
+        time.sleep(0.01)
+    run.rename(old)
+    with RunDirectory(run) as other:
+        other.record("theirs")
+        (run / "metrics.jsonl").write_text("")  # with it a log that goes on would be seen
+        said = process.communicate(timeout=60)[1]
+        assert process.returncode == 1 and "another process has taken it" in said and "Traceback" not in said, said
+        assert f"the last checkpoint of this run is {checkpoints(old / 'checkpoints')[-1]}" in said
+        assert (run / "config.yaml").read_text() == "theirs" and not (run / "checkpoints").exists()
+        assert not (run / "metrics.jsonl").read_text()
 
 
 @pytest.mark.slow

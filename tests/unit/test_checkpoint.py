@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from run_helpers import bound_by_permissions
 
 from mtrl.errors import RunError
 from mtrl.store import checkpoint as module
@@ -221,6 +222,30 @@ def test_a_folder_that_cannot_be_written(tmp_path, caplog):
     (tmp_path / "checkpoints").unlink()
     save(store, 2)
     assert names(tmp_path) == {"step_2"}
+
+
+@pytest.mark.parametrize("mode", [0o500, 0o000])
+def test_a_folder_that_turns_forbidden_costs_a_save_and_not_the_run(tmp_path, caplog, mode):
+    store = store_of(tmp_path, 1, METRIC)
+    save(store, 1, 0.5)
+    (tmp_path / "checkpoints").chmod(mode)
+    with bound_by_permissions():
+        save(store, 2, 0.7)
+    (tmp_path / "checkpoints").chmod(0o700)
+    assert "step 2 could not be saved: [Errno 13] Permission denied" in caplog.text
+    assert names(tmp_path) == {"step_1", "best_model"}
+    save(store, 3, 0.6)
+    assert names(tmp_path) == {"step_3", "best_model"}
+    store.close()
+
+
+def test_a_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(tmp_path):
+    assert checkpoints(tmp_path / "nowhere") == []
+    save(store_of(tmp_path), 1)
+    (tmp_path / "checkpoints").chmod(0)
+    with bound_by_permissions(), pytest.raises(PermissionError, match="checkpoints"):
+        checkpoints(tmp_path / "checkpoints")
+    (tmp_path / "checkpoints").chmod(0o700)
 
 
 def test_a_folder_that_was_removed_is_made_again(tmp_path):

@@ -66,6 +66,20 @@ def test_two_files_are_one_too_many(tmp_path, capsys):
     assert "b.yaml: not an override" in capsys.readouterr().err
 
 
+def test_a_key_without_its_value_is_no_file(capsys):
+    assert main(["config", "dataset.seed"]) == 2
+    assert "dataset.seed: not an override; write key=value" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_seen_enough_gets_no_traceback():
+    """As `mtrl config | head -1` leaves it."""
+    command = [sys.executable, "-m", "mtrl.cli", "config"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        said = process.stderr.read()
+    assert (process.returncode, said) == (141, b"")
+
+
 def test_warnings_stay_out_of_the_yaml(capsys):
     assert main(["config", "worker.rollout.val.n=4"]) == 0
     out, err = capsys.readouterr()

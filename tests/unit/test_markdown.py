@@ -167,6 +167,15 @@ def test_a_failure_is_told_once_and_stops_nothing(caplog):
     assert len(warned) == 1 and warned[0].levelno == logging.WARNING
 
 
+def test_a_place_that_refuses_is_told_without_a_traceback(tmp_path, caplog):
+    (tmp_path / "file").touch()
+    worker = Background("refused")
+    worker.submit(lambda: append_bounded(tmp_path / "file" / "log.md", "text"))
+    worker.close()
+    (warned,) = caplog.records
+    assert "an entry cannot be written" in warned.message and not warned.exc_info
+
+
 def test_a_job_that_hangs_does_not_hold_the_end(caplog, monkeypatch):
     monkeypatch.setattr(background, "PATIENCE_S", 0.05)
     gate = threading.Event()

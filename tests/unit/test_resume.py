@@ -7,17 +7,23 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 
 import pytest
 
 from mtrl.config import load_config, to_yaml
 from mtrl.config.tree import known_leaves
-from mtrl.errors import Finished, StartError
+from mtrl.errors import Finished, RunError, StartError
+from mtrl.store.checkpoint import FolderStore, checkpoints
 from mtrl.store.manifest import seal
 from mtrl.store.run_directory import CONFIG, RunDirectory
+from mtrl.tracking.jsonl import JsonLines, read_rows
+from mtrl.tracking.several import Trackers
 from mtrl.training.interrupt import Interrupt
 from mtrl.training.resume import MAY_DIFFER, Start, checkpoint_at, differing_keys, find_start, refuse_another_run
+
+NOTHING = SimpleNamespace(nbytes=0)  # of a snapshot, what a save that is refused looks at
 
 
 def fake_checkpoint(run, step):
@@ -162,19 +168,82 @@ def test_another_configuration_is_refused(tmp_path):
             refuse_another_run(directory, load_config(), fresh=False)
 
 
+def test_a_configuration_that_is_gone_is_said(tmp_path, caplog):
+    with RunDirectory(tmp_path / "run") as directory:
+        directory.record(to_yaml(load_config()))
+        fake_checkpoint(directory.path, 10)
+    refused = load_config(None, {"dataset.seed": 7})
+    with RunDirectory(tmp_path / "run") as directory:
+        refuse_another_run(directory, load_config(), fresh=False)
+        assert not caplog.text
+        (directory.path / CONFIG).unlink()
+        refuse_another_run(directory, refused, fresh=False)
+    (warning,) = caplog.messages
+    assert "config.yaml is gone" in warning and "choose another training.experiment_name" in warning
+
+
 # --------------------------------------------------------------------------------------------- one process at a time
-def test_a_run_in_use_is_refused_and_free_after_a_kill(tmp_path):
+@contextmanager
+def another_process(run):
+    """Holds the run's folder as a run does, until it is killed."""
     code = "import sys, time; from pathlib import Path; from mtrl.store.run_directory import RunDirectory\n"
-    code += "held = RunDirectory(Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
-    owner = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True)
+    code += "held = RunDirectory(Path(sys.argv[1])); held.record('theirs'); print('held', flush=True); time.sleep(60)"
+    owner = subprocess.Popen([sys.executable, "-c", code, str(run)], stdout=subprocess.PIPE, text=True)
     try:
         assert owner.stdout.readline() == "held\n"
-        with pytest.raises(StartError, match=f"in use by process {owner.pid} on .*experiment_name"):
-            RunDirectory(tmp_path / "run")
+        yield owner.pid
     finally:
         owner.kill()
         owner.communicate()
+
+
+def test_a_run_in_use_is_refused_and_free_after_a_kill(tmp_path):
+    with (
+        another_process(tmp_path / "run") as owner,
+        pytest.raises(StartError, match=f"in use by process {owner} on .*experiment_name"),
+    ):
+        RunDirectory(tmp_path / "run")
     RunDirectory(tmp_path / "run").close()
+
+
+@pytest.mark.parametrize("finished", [False, True], ids=["at work", "finished"])
+@pytest.mark.parametrize("moved", [False, True], ids=["removed", "moved"])
+def test_a_folder_that_another_process_has_taken_is_not_touched(tmp_path, finished, moved):
+    """Neither by a save nor by a log."""
+    run, logs = tmp_path / "run", JsonLines(tmp_path / "run" / "metrics.jsonl")
+
+    class Log:
+        def metrics(self, step, values):
+            logs.append([values])
+
+    with RunDirectory(run) as directory:
+        directory.record("ours")
+        fake_checkpoint(run, 10)
+        store = FolderStore(run / "checkpoints", before_saving=directory.keep)
+        tracker = Trackers([Log()], before=directory.refuse_another)
+        tracker.metrics(10, {"step": 10})
+        assert read_rows(run / "metrics.jsonl") == [{"step": 10}]
+        shutil.move(run, tmp_path / "old") if moved else shutil.rmtree(run)
+        tracker.metrics(11, {"step": 11})  # nobody has it yet: it is made again
+        shutil.rmtree(run)
+        with another_process(run):
+            fake_checkpoint(run, 99)  # theirs, and not to be taken for ours
+            if not finished:
+                told = every_way_is_refused(store, tracker)
+        if finished:
+            told = every_way_is_refused(store, tracker)
+    last = tmp_path / "old" / "checkpoints" / "step_10"
+    assert f"the last checkpoint of this run is {last}." in told if moved else "went with the folder" in told
+    assert {path.name for path in run.iterdir()} == {"run.lock", "run_id", CONFIG, "checkpoints"}
+    assert [path.name for path in checkpoints(run / "checkpoints")] == ["step_99"]
+    assert (run / CONFIG).read_text() == "theirs" and (run / "run_id").read_text() != directory.id
+
+
+def every_way_is_refused(store, tracker) -> str:
+    for write in (lambda: tracker.metrics(12, {"step": 12}), lambda: store.save(12, NOTHING, {"step": 12})):
+        with pytest.raises(RunError, match=r"another process has taken it\. Nothing there was touched") as refused:
+            write()
+    return str(refused.value)
 
 
 def test_the_id_stays(tmp_path):

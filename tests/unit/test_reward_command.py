@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from run_helpers import bound_by_permissions
 
 from mtrl.cli import main
 from mtrl.data import open_sources
@@ -41,9 +42,9 @@ def write_rows(path: Path, rows):
     return str(path)
 
 
-def tried(capsys, *words):
+def tried(capsys, *words, status=0):
     """The last line of JSON, and all that was said."""
-    assert main(["reward", *words]) == 0
+    assert main(["reward", *words]) == status
     said = capsys.readouterr()
     return json.loads(said.out.splitlines()[-1]), said.out, said.err
 
@@ -100,6 +101,14 @@ def test_a_dataset_with_responses(function, tmp_path, capsys):
     slowest = out.split("slowest")[1].splitlines()[1:3]
     assert any("sleep" in line and float(line.split()[0]) >= 300 for line in slowest)
     assert "response_token_ids is empty" in err
+
+
+def test_a_function_that_always_fails_is_an_exit_status_too(function, tmp_path, capsys):
+    data = write_rows(tmp_path / "data.jsonl", rows_of(["raise", "raise"]))
+    found, out, _ = tried(capsys, function, "--data", data, status=1)
+    assert found["failed"] == found["samples"] == 2 and "failed: 2 of 2" in out
+    data = write_rows(tmp_path / "more.jsonl", rows_of(["raise", "none"]))
+    assert tried(capsys, function, "--data", data)[0]["failed"] == 1, "one that does not apply has not failed"
 
 
 def test_several_responses_a_row_and_images(function, tmp_path, capsys):
@@ -198,7 +207,19 @@ def test_a_function_that_asks_for_signals_is_told_there_are_none(tmp_path, capsy
         (["nowhere.py", "--data", "data.jsonl"], "there is no reward file nowhere.py"),
         (["broken.py", "--data", "data.jsonl"], "SyntaxError"),
         (["mine.py:other", "--data", "data.jsonl"], "other"),
-        (["no.such.module:f", "--data", "data.jsonl"], "no.such.module"),
+        (["no.such.module:f", "--data", "data.jsonl"], "No module named 'no'; name file.py[:name]"),
+        (["./mine", "--data", "data.jsonl"], "./mine is no Python file; name file.py[:name]"),
+        (["folder.py", "--data", "data.jsonl"], "there is no reward file folder.py"),
+        (["empty.py", "--data", "data.jsonl"], "It has none; write empty.py:NAME"),
+        (["my rewards.py", "--data", "data.jsonl"], "there is no reward file my rewards.py"),
+        (["", "--data", "data.jsonl"], "which reward?"),
+        (["mine.py", "--data", ""], "--data: name a file"),
+        (["mine.py", "--data", "--data"], "--data: given 2 times; keep one"),
+        (["mine.py", "--data", "data.jsonl", "--data=other.jsonl"], "--data: given 2 times; keep one"),
+        (["mine.py", "--data=nowhere.jsonl"], "nowhere.jsonl does not exist"),
+        (["mine.py", "--data", "data.jsonl", "worker.reward.timeout_s"], "worker.reward.timeout_s: not an override"),
+        (["mine.py", "--data", "locked.jsonl"], "locked.jsonl cannot be used: Permission denied"),
+        (["mine.py", "--data", "zoo@tset"], "no split 'tset'; it has train, validation, test"),
         (["acuracy", "--data", "data.jsonl"], "there is no reward acuracy; name a built-in (accuracy"),
         (["mine.py", "--data", "nowhere.jsonl"], "nowhere.jsonl"),
         (["mine.py", "--data", "empty.jsonl"], "empty.jsonl"),
@@ -214,7 +235,11 @@ def test_what_a_user_must_change(words, named, function, tmp_path, monkeypatch, 
     write_rows(tmp_path / "numbers.jsonl", rows_of([3]))
     write_rows(tmp_path / "nothing.jsonl", [{"prompt": "why?"}])
     (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "locked.jsonl").touch(mode=0)
     (tmp_path / "broken.py").write_text("def f(:")
-    assert main(["reward", *words]) == 2
+    (tmp_path / "empty.py").touch()
+    (tmp_path / "folder.py").mkdir()
+    with bound_by_permissions():
+        assert main(["reward", *words]) == 2
     said = capsys.readouterr().err
-    assert named in said and "Traceback" not in said.split("cannot be loaded")[0]
+    assert named in said and ("Traceback" in said) == (words[:1] == ["broken.py"]), "but of what a user's own file does"
