@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from mtrl.commands.words import say, started
 from mtrl.config import take_file, warnings
 from mtrl.training import build as house
+from mtrl.training.loop import Recipe
 from mtrl.zoo.rows import CONFIG_FILE
 
 
@@ -19,5 +20,12 @@ def run(words: Sequence[str]) -> int:
         say(f"warning: {warning}")
     training = started(house.build, config)
     say(f"run directory: {training.directory}, {training.start.told()}")
+    say(sizes(training.loop.recipe))
     training.train()
     return 0
+
+
+def sizes(recipe: Recipe) -> str:
+    """What a step is: large ones take long before they say anything."""
+    each = f"{recipe.prompts_per_step} prompts x {recipe.sampling.n} responses"
+    return f"steps: {recipe.total_steps}, each {each} of at most {recipe.sampling.max_new_tokens} tokens"

@@ -54,6 +54,7 @@ def run(tmp_path_factory, questions) -> Path:
     finished = subprocess.run(command, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
     assert "zoo.yaml" in finished.stderr, "that the packaged config is used must be said"
+    assert "steps: 2, each 4 prompts x 4 responses of at most" in finished.stderr
     assert "step 2/2" in finished.stderr and "ETA" in finished.stderr
     return output / "mtrl" / "zoo"
 
