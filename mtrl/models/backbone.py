@@ -24,6 +24,7 @@ from transformers.vision_utils import (
 
 from mtrl.models.attention import ATTENTION, FLEX_COLUMNS, Reader, Sight, use_attention
 from mtrl.models.patches import use_compiled_pieces, use_linear_patches, use_no_dropout, use_segment_attention
+from mtrl.models.size import head_width
 from mtrl.models.transfer import to_device
 from mtrl.types import VISION_POOL, Prompt
 
@@ -163,9 +164,8 @@ class Backbone:
     def packs(self) -> bool:
         """Whether all may stand in one sequence without padding: there must be a kernel that takes the model's heads,
         and, as for a shared prefix, position and mask must say all."""
-        config = self.language_model.config
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        kernel = self.own_attention and self.device.type == "cuda" and width >= FLEX_COLUMNS
+        wide_enough = head_width(self.language_model.config) >= FLEX_COLUMNS
+        kernel = self.own_attention and self.device.type == "cuda" and wide_enough
         return kernel and self.shares_prefixes
 
     @property
@@ -178,7 +178,7 @@ class Backbone:
         """As the kernels of this device want it: blocks for one packed sequence, else a matrix for each sequence."""
         if packed and self.device.type == "cuda":
             return sight.blocks(self.device)
-        return sight.to(self.device).dense()  # made there: the matrix is far larger than what it says
+        return sight.dense().to(self.device)
 
     def _as_mask(self, mask: Tensor | BlockMask, dtype: torch.dtype) -> Tensor | BlockMask:
         """As the attention implementation reads it: a bool mask would be added to the scores by `eager`."""

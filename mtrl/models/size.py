@@ -58,7 +58,7 @@ def size_by(config: Any, trust_remote_code: bool = False) -> ModelSize:
     with torch.device("meta"):
         model = family.from_config(config, trust_remote_code=trust_remote_code)
     text = config.get_text_config()
-    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    head = head_width(text)
     key_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     tower = getattr(model.model, "visual", None) if seeing else None
@@ -77,6 +77,11 @@ def size_by(config: Any, trust_remote_code: bool = False) -> ModelSize:
         matrices=sum(parameter.dim() > 1 for parameter in model.parameters()),
         tied=output is model.get_input_embeddings().weight,
     )
+
+
+def head_width(text: Any) -> int:
+    """Of a language model's settings, where not all name it."""
+    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
 
 def _tower_size(vision: Any) -> LayerSize:
