@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -18,6 +19,14 @@ def close(actual: Tensor, expected: Sequence | Tensor, rtol: float = 1e-6, atol:
     """Equal to numbers worked out by hand, up to float32 rounding; NaN equals NaN."""
     expected = torch.as_tensor(expected, dtype=torch.float64)
     torch.testing.assert_close(actual.detach().double(), expected, rtol=rtol, atol=atol, equal_nan=True)
+
+
+def alive(pid: int) -> bool:
+    """One that has ended and waits for its parent counts as dead; one may end between opening and reading, too."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def same(actual: Tensor, expected: Tensor) -> None:

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers import alive
 from run_helpers import SETTINGS, STEPS, finish, metrics_of, run_of, same_end, start, words
 
 from mtrl.cli import main
@@ -80,13 +81,6 @@ def test_a_second_ctrl_c_leaves_at_once_and_cleanly(tmp_path):
 def workers_of(pid: int) -> list[int]:
     listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True).stdout
     return [int(each) for each in listed.split()]
-
-
-def alive(pid: int) -> bool:
-    try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
 
 
 # --------------------------------------------------------------------------------------------------------- the disk

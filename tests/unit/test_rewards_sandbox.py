@@ -5,10 +5,9 @@ import resource
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
-from helpers import NAN, close, fake_rollouts
+from helpers import NAN, alive, close, fake_rollouts
 from PIL import Image
 
 from mtrl.config import load_config
@@ -88,15 +87,6 @@ def sandbox(file):
 
 def outcome(sandbox, does, **columns):
     return sandbox.submit([{"response": does, **columns}])[0].result(timeout=60)
-
-
-def alive(pid):
-    """A process that has ended and waits for its parent counts as dead."""
-    stat = Path(f"/proc/{pid}/stat")
-    try:
-        return stat.read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def ends(pid, seconds=5.0):
