@@ -34,7 +34,7 @@ from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward
 from mtrl.models.perturb import Perturbation
 from mtrl.rollout.local import LocalGenerator
-from mtrl.training.loop import House, Loop, Recipe
+from mtrl.training.loop import Components, Loop, Recipe
 from mtrl.types import Needs, Prompt, Rewards, Rollouts, Sampling, Signals
 from mtrl.workers.actor import LocalActor, Optimization
 from mtrl.workers.micro_batches import MicroBatching
@@ -133,11 +133,11 @@ def build(a: argparse.Namespace) -> Loop:
     )  # fmt: skip
     engine = LocalGenerator(backbone, encoder)
     prompts = random_prompts(encoder, a.prompts * a.steps, [a.image_side], a.text_tokens, a.seed)
-    house: Any = House(
+    components: Any = Components(
         source=FreshPrompts(prompts), generator=Cutting(engine) if a.unequal else engine, scorer=RandomRewards(),
         probers=[actor], actor=actor, tracker=Nowhere(), store=Nowhere(), validation=None,
     )  # type: ignore[arg-type] # fmt: skip
-    return Loop(house, recipe_of(a))
+    return Loop(components, recipe_of(a))
 
 
 def recipe_of(a: argparse.Namespace) -> Recipe:
@@ -157,7 +157,7 @@ def recipe_of(a: argparse.Namespace) -> Recipe:
 def run(a: argparse.Namespace) -> dict[str, Any]:
     loop = build(a)
     rows = [measured(loop, step, a) for step in range(a.steps)]
-    model = loop.house.actor.model  # type: ignore[attr-defined]
+    model = loop.components.actor.model  # type: ignore[attr-defined]
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     later = rows[1:] or rows
     names = ("wall", *PHASES)

@@ -1,4 +1,4 @@
-"""The seams of the house. `training/loop.py` knows these; `training/build.py` chooses what stands behind them."""
+"""The seams. `training/loop.py` knows these; `build/` chooses what stands behind them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The records that travel through the house.
+"""The records that travel through a step.
 
 Read this after `training/loop.py`. One step turns `Task`s into `Prompt`s, samples `Rollouts`, scores them (`Rewards`),
 probes them (`Signals`), decides what each token deserves (`Credit`) and hands the actor `TrainBatch`es.

@@ -24,13 +24,15 @@ ROOM_MAY_IMPORT = {
     "store": {"errors", "protocols", "machine"},
     "zoo": {"types", "protocols"},
 }
-ROOM_MAY_IMPORT["training"] = set(ROOM_MAY_IMPORT)  # build.py and its like put the house together
+ROOM_MAY_IMPORT["training"] = {"types", "config", "errors", "protocols", "algorithms", "data", "store", "workers"}
+ROOM_MAY_IMPORT["build"] = set(ROOM_MAY_IMPORT)  # it alone names concrete classes
 ROOM_MAY_IMPORT["commands"] = set(ROOM_MAY_IMPORT)
 MODULE_MAY_IMPORT = {  # where a module may do other things than its room
     "mtrl": {"training", "config"},
     "mtrl.__main__": {"cli"},
     "mtrl.cli": {"config", "errors", "commands"},
     "mtrl.training.training_main": {"cli"},
+    "mtrl.training.trainer": {"config", "errors", "build"},
     "mtrl.training.loop": {"config", "protocols", "algorithms", "types"},
     "mtrl.training.evaluate": {"config", "protocols", "algorithms", "types"},
     "mtrl.zoo.pretrain": {"types", "models", "algorithms", "rollout"},

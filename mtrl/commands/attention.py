@@ -13,6 +13,10 @@ import torch
 from torch import Tensor
 
 from mtrl.algorithms.signals import pool_sizes, segment, vgr
+from mtrl.build import recipe
+from mtrl.build.data import open_data
+from mtrl.build.model import build_generator, build_policy, model_path
+from mtrl.build.unbuilt import refuse_unbuilt
 from mtrl.commands.words import evaluation_config, started, take_option, take_path_and_data
 from mtrl.config import Config, ConfigError
 from mtrl.data import Sampler
@@ -21,14 +25,11 @@ from mtrl.machine import may_write
 from mtrl.models.families import TextEncoder
 from mtrl.models.forward import Forward
 from mtrl.rewards.choices import chosen_letter
-from mtrl.rollout.local import LocalGenerator
 from mtrl.tracking.attention_page import Answered, Drawn, overview, write_report
 from mtrl.tracking.heat_map import ImageAttention
 from mtrl.tracking.pages import SHOWN_SEGMENTS
-from mtrl.training import build as house
-from mtrl.training import recipe
-from mtrl.training.unbuilt import refuse_unbuilt
 from mtrl.types import SEGMENTS, VISION_POOL, Prompt, Rollouts
+from mtrl.zoo.rows import MODEL_DIRECTORY
 
 SAMPLES = 8
 MOST_DRAWN = 8  # tokens of one response
@@ -39,7 +40,7 @@ def run(words: Sequence[str]) -> int:
     question = "which model? mtrl attention CHECKPOINT|RUN [--data F] [--samples 8] [--tokens ...] [--out DIR] [a.b=c]"
     path, data, overrides = take_path_and_data(rest, question)
     config = evaluation_config(path, [*overrides, *([f"dataset.val_files={data}"] if data else [])])
-    checkpoint = Path(house.model_path(config))
+    checkpoint = Path(model_path(config))
     place = options.out or started(place_for, Path(path), checkpoint)
     if not may_write(place):  # said before the work rather than after it
         raise StartError(f"the report cannot be written to {place}; name a directory (--out DIR)")
@@ -87,12 +88,12 @@ def summary(answers: Sequence[Answered]) -> dict[str, float | None]:
 def look(config: Config, options: Options) -> list[Answered]:
     """Responses to the first prompts of the validation data, and where they looked."""
     refuse_unbuilt(config)
-    encoder, policy = house.build_policy(config)
+    encoder, policy = build_policy(config)
     if policy.backbone.vision_tower is None:
-        raise StartError(f"{house.model_path(config)} is a text model: there is no image to look at")
-    if not config.dataset.val_files and config.worker.actor.model.model_path != str(house.MODEL_DIRECTORY):
+        raise StartError(f"{model_path(config)} is a text model: there is no image to look at")
+    if not config.dataset.val_files and config.worker.actor.model.model_path != str(MODEL_DIRECTORY):
         raise ConfigError(["dataset.val_files: nothing to answer; name a file (--data F)"])
-    generator = LocalGenerator(policy.backbone, encoder)
+    generator = build_generator(config, policy, encoder)
     sampling = replace(recipe.validation_sampling(config), n=1)
     answers = []
     for prompts in batches(config, encoder, options.samples):
@@ -106,7 +107,7 @@ def look(config: Config, options: Options) -> list[Answered]:
 
 
 def batches(config: Config, encoder: TextEncoder, samples: int) -> Iterator[list[Prompt]]:
-    dataset = house.open_data(config, config.dataset.val_files, "validation", encoder, None)
+    dataset = open_data(config, config.dataset.val_files, "validation", encoder, None)
     with Sampler(dataset, encoder, shuffle=False) as sampler:
         size = min(samples, config.dataset.val_batch_size)
         prompts = (prompt for batch in sampler.one_pass(size) for prompt in batch)

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mtrl.build.run import build, configure
 from mtrl.commands.words import say, started
 from mtrl.store.checkpoint import checkpoints
 from mtrl.tracking.chart import draw_chart, running_mean
 from mtrl.tracking.run_files import read_rows
-from mtrl.training import build as house
 
 STEPS = 24
 SMOOTHED_OVER = 5  # steps, in the learning curve
@@ -28,13 +28,13 @@ def run(words: Sequence[str]) -> int:
         "optimization.compute_attention_metrics=false",  # a second pass over a thousand questions, twice
         "dataset.val_files=zoo@test",
     ]
-    config, _ = house.configure(None, [*defaults, *words])
+    config, _ = configure(None, [*defaults, *words])
     say(
         "A vision-language model of 3 million parameters learns, by reinforcement, to answer questions about small\n"
         "pictures of coloured shapes. It can see them, but its teacher often answered from habit without looking, and\n"
         "called some things by a wrong name. Only the reward (right answer, right form) tells it so."
     )
-    training = started(house.build, config)
+    training = started(build, config)
     training.train()
     rows = read_rows(training.directory / "metrics.jsonl")
     accuracy = f"val/avg@{config.worker.rollout.val.n}"

@@ -8,6 +8,11 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
+from mtrl.build import recipe
+from mtrl.build.data import EMBEDDED
+from mtrl.build.model import model_path
+from mtrl.build.run import configure, unknown_names
+from mtrl.build.unbuilt import is_bare, unbuilt
 from mtrl.commands import installed
 from mtrl.commands.installed import Device
 from mtrl.commands.memory import Estimate, Plan, estimate
@@ -15,9 +20,6 @@ from mtrl.config import Config, take_file, warnings
 from mtrl.data.sources import HUB_ID
 from mtrl.machine import existing_parent, free_disk, may_write
 from mtrl.models.size import ModelSize, judge_parameters, size_of
-from mtrl.training import recipe
-from mtrl.training.build import EMBEDDED, configure, model_path, unknown_names
-from mtrl.training.unbuilt import is_bare, unbuilt
 from mtrl.workers.micro_batches import MicroBatching
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}

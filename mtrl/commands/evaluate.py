@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+from mtrl.build.run import evaluate
 from mtrl.commands.words import evaluation_config, started, take_path_and_data
-from mtrl.training import build as house
 from mtrl.training.evaluate import Result
 
 
 def run(words: Sequence[str]) -> int:
     path, data, overrides = take_path_and_data(words, "which model? mtrl eval CHECKPOINT|RUN [--data F] [a.b=c ...]")
     config = evaluation_config(path, [*overrides, *([f"dataset.val_files={data}"] if data else [])])
-    result = started(house.evaluate, config)
+    result = started(evaluate, config)
     print(_table(result))
     print(json.dumps({"checkpoint": config.worker.actor.model.model_path, **result.metrics, "by": result.by}))
     return 0

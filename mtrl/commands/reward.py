@@ -7,6 +7,10 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from mtrl.build.data import EMBEDDED, data_settings, sources_of
+from mtrl.build.model import build_encoder
+from mtrl.build.rewards import reward_function
+from mtrl.build.unbuilt import is_bare
 from mtrl.commands.recorded import DataRecord, Recorded, RunRecord, batches, rollouts_file
 from mtrl.commands.words import say, started, take_path_and_data
 from mtrl.config import Config, ConfigError, load_config
@@ -18,8 +22,6 @@ from mtrl.models.families import TextEncoder
 from mtrl.rewards.samples import samples_of
 from mtrl.rewards.trial import Trial, try_on
 from mtrl.rewards.trial_report import report, summary
-from mtrl.training import build as house
-from mtrl.training.unbuilt import is_bare
 from mtrl.zoo.rows import CONFIG_FILE
 
 ALL_FAILED = 1  # exit status: the function gave no response a reward
@@ -30,7 +32,7 @@ def run(words: Sequence[str]) -> int:
     if data is None:
         raise ConfigError(["--data: name the rollouts.jsonl of a run, or a dataset"])
     file = started(rollouts_file, data)
-    place = CONFIG_FILE if data.startswith(house.EMBEDDED) else None if file is None else file.parent / "config.yaml"
+    place = CONFIG_FILE if data.startswith(EMBEDDED) else None if file is None else file.parent / "config.yaml"
     config = load_config(place if place and place.is_file() else None, overrides)
     trial, notes = started(try_reward, config, function, data, file)
     for note in notes:
@@ -46,13 +48,13 @@ def try_reward(config: Config, function: str, data: str, rollouts: Path | None) 
         known = f"a built-in ({', '.join(BUILTIN_REWARDS)}), file.py[:name] or package.module:name"
         raise ConfigError([f"there is no reward {function}; name {known}"])
     notes: list[str] = []
-    builder = TaskBuilder.of(house.data_settings(config))
+    builder = TaskBuilder.of(data_settings(config))
     if rollouts is None:
-        record: Recorded = DataRecord(house.sources_of(data, "train"), builder)
+        record: Recorded = DataRecord(sources_of(data, "train"), builder)
     else:
         record = RunRecord(rollouts, _sources_of_run(config, rollouts, notes), builder)
     encoder = _encoder(config, data, rollouts, notes)
-    name, part = house.reward_function(config, function)
+    name, part = reward_function(config, function)
     if part.needs_signals:
         notes.append("the function asks for signals, and nobody probed these responses: it gets none")
     describe = partial(samples_of, options_key=config.dataset.options_key, answer_key=config.dataset.answer_key)
@@ -70,7 +72,7 @@ def _sources_of_run(config: Config, rollouts: Path, notes: list[str]) -> Sequenc
         notes.append(f"there is no config.yaml beside {rollouts} to say which data they came from")
         return ()
     try:
-        return house.sources_of(config.dataset.train_files, "train")
+        return sources_of(config.dataset.train_files, "train")
     except ValueError as error:
         notes.append(f"the run's data cannot be opened: {error}")
         return ()
@@ -81,8 +83,8 @@ def _encoder(config: Config, data: str, rollouts: Path | None, notes: list[str])
     named = config.worker.actor.model.model_path is not None
     of_run = rollouts is not None and (rollouts.parent / "config.yaml").is_file()
     try:
-        if named or of_run or data.startswith(house.EMBEDDED):
-            return house.build_encoder(config)
+        if named or of_run or data.startswith(EMBEDDED):
+            return build_encoder(config)
         reason = "no model is named (worker.actor.model.model_path=MODEL)"
     except ValueError as error:
         reason = f"the run's tokenizer cannot be loaded ({error})"

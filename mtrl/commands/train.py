@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mtrl.build.run import build, configure
 from mtrl.commands.words import say, started
 from mtrl.config import take_file, warnings
-from mtrl.training import build as house
 from mtrl.training.loop import Recipe
 from mtrl.zoo.rows import CONFIG_FILE
 
 
 def run(words: Sequence[str]) -> int:
     file, overrides = take_file(words)
-    config, embedded = house.configure(file, overrides)
+    config, embedded = configure(file, overrides)
     if embedded:
         say(f"no config file, model or data given: {CONFIG_FILE.name} of the embedded task lies under the overrides")
     for warning in warnings(config):
         say(f"warning: {warning}")
-    training = started(house.build, config)
+    training = started(build, config)
     say(f"run directory: {training.directory}, {training.start.told()}")
     say(sizes(training.loop.recipe))
     training.train()

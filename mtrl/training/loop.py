@@ -5,7 +5,7 @@
             -> advantages -> credit   (what each token deserves, decided here, before anything is split)
             -> update                 (the actor adds gradients; it never learns which algorithm this was)
 
-Everything concrete stands behind `protocols.py` and is chosen by `build.py`. A step is keyed by its number: prompts,
+Everything concrete stands behind `protocols.py` and is chosen by `build/`. A step is keyed by its number: prompts,
 samples and perturbations of step k are the same whatever ran before, so a run can be repeated and resumed.
 """
 
@@ -45,7 +45,7 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The algorithm as values. `build.py` reads them off the config; nothing below looks at it."""
+    """The algorithm as values. `build/recipe.py` reads them off the config; nothing below looks at it."""
 
     total_steps: int
     prompts_per_step: int
@@ -73,7 +73,7 @@ class Recipe:
 
 
 @dataclass
-class House:
+class Components:
     """What the loop works with."""
 
     source: TaskSource
@@ -88,14 +88,14 @@ class House:
 
 
 class Loop:
-    def __init__(self, house: House, recipe: Recipe) -> None:
-        self.house, self.recipe = house, recipe
+    def __init__(self, house: Components, recipe: Recipe) -> None:
+        self.components, self.recipe = house, recipe
         self.divergence = recipe.divergence  # its coefficient may adapt
         self.version, self.done = 0, 0  # of the weights; steps
 
     def run(self) -> None:
         """To the last step, or until asked to stop. Steps in logs count what has been done: 0 is before training."""
-        house, recipe = self.house, self.recipe
+        house, recipe = self.components, self.recipe
         if recipe.validate_first:
             self.validate()
         for step in range(self.done, recipe.total_steps):
@@ -110,7 +110,7 @@ class Loop:
                 return
 
     def step(self, step: int) -> metrics.Metrics:
-        house, recipe, clock = self.house, self.recipe, Clock()
+        house, recipe, clock = self.components, self.recipe, Clock()
         with clock("generate"):
             prompts = house.source.take(recipe.prompts_per_step)
             rollouts = house.generator.generate(prompts, replace(recipe.sampling, step=step, version=self.version))
@@ -137,30 +137,32 @@ class Loop:
         return values | clock.metrics(tokens=int(rollouts.mask.sum()), samples=len(rollouts))
 
     def publish(self) -> None:
-        weights = self.house.actor.publish()
-        self.house.generator.load(weights)
+        weights = self.components.actor.publish()
+        self.components.generator.load(weights)
         self.version = weights.version
 
     def validate(self) -> float | None:
         """The score that the best model is chosen by."""
-        if self.house.validation is None:
+        if self.components.validation is None:
             return None
-        looking = self.house.actor if self.recipe.attention_every else None
-        result = self.house.validation.run(self.house.generator, self.house.scorer, self.version, looking)
-        self.house.tracker.validation(self.done, result.metrics, result.by, result.samples)
+        looking = self.components.actor if self.recipe.attention_every else None
+        result = self.components.validation.run(
+            self.components.generator, self.components.scorer, self.version, looking
+        )
+        self.components.tracker.validation(self.done, result.metrics, result.by, result.samples)
         return result.score
 
     def state(self) -> dict[str, Any]:
         """What the next step depends on besides the actor; all else is keyed by the step's number."""
         coef = None if self.divergence is None else self.divergence.coef
-        return {"step": self.done, "source": self.house.source.state(), "divergence_coef": coef}
+        return {"step": self.done, "source": self.components.source.state(), "divergence_coef": coef}
 
     def restore(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
         self.done = state["step"]
-        self.house.source.restore(state["source"])
+        self.components.source.restore(state["source"])
         if self.divergence is not None and self.divergence.adaptive and state["divergence_coef"] is not None:
             self.divergence = replace(self.divergence, coef=state["divergence_coef"])
-        self.house.actor.restore(checkpoint)
+        self.components.actor.restore(checkpoint)
         self.publish()
 
     # ----------------------------------------------------------------------------------------------------- divergence

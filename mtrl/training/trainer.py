@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from mtrl.build.data import Rows
+from mtrl.build.run import build, configure
 from mtrl.config import Config, ConfigError
 from mtrl.config.tree import known_leaves
 from mtrl.errors import Finished
-from mtrl.training.build import Rows, build, configure
 
 logger = logging.getLogger(__name__)
 

@@ -118,7 +118,7 @@ def make_question(split: Split, index: int) -> Question:
 
 
 def as_task(question: Question) -> Task:
-    """The question as the rest of the house knows it."""
+    """The question as the rest of the code knows it."""
     content = [{"type": "image"}, {"type": "text", "text": question.prompt}]
     return Task(
         id=f"zoo-{question.split}:{question.index}",

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from run_helpers import bound_by_permissions, run_of, words
 
+from mtrl.build.run import build, configure
 from mtrl.cli import main
 from mtrl.errors import StartError
 from mtrl.store.checkpoint import checkpoints
-from mtrl.training.build import build, configure
 from mtrl.zoo.rows import MODEL_DIRECTORY
 
 ZOO = str(MODEL_DIRECTORY)

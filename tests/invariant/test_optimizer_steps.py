@@ -22,9 +22,9 @@ from update_helpers import (
 )
 
 from mtrl.algorithms.losses import Loss, term_weights, total_loss
+from mtrl.build.model import build_policy
 from mtrl.config import load_config
 from mtrl.models.backbone import Backbone
-from mtrl.training.build import build_policy
 from mtrl.types import Needs
 from mtrl.workers.actor import Optimization
 from mtrl.workers.micro_batches import MicroBatching

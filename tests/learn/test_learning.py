@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from transformers.utils import logging
 
-from mtrl.training.build import build, configure
+from mtrl.build.run import build, configure
 from mtrl.training.evaluate import Validation
 from mtrl.types import Sampling
 from mtrl.zoo.exam import best_constant, prompts_of
@@ -45,7 +45,7 @@ def run_of(directory, steps, data=None, trackers=(), **overrides):
 
 
 def greedy(run, blank):
-    prompts = prompts_of(QUESTIONS, run.loop.house.generator.encoder, blank)
+    prompts = prompts_of(QUESTIONS, run.loop.components.generator.encoder, blank)
     return Validation(lambda: [prompts], Sampling(temperature=0.0, max_new_tokens=24))
 
 
@@ -55,7 +55,7 @@ def train(directory, blank):
     tracker = FakeTracker()
     run = run_of(directory, STEPS, rows, [tracker], **{"training.val_before_train": not blank})
     assert run.config.dataset.rollout_batch_size == PROMPTS_PER_STEP
-    run.loop.house.validation = greedy(run, blank)
+    run.loop.components.validation = greedy(run, blank)
     run.train()
     return run, tracker.accuracy
 
@@ -76,8 +76,8 @@ def test_it_learns_by_looking(tmp_path, without_looking):
     run, accuracy = train(tmp_path, blank=False)
     assert accuracy[STEPS] >= accuracy[0] + 0.15
     assert accuracy[STEPS] > without_looking + 0.15
-    house = run.loop.house
-    blind = greedy(run, blank=True).run(house.generator, house.scorer, run.loop.version).metrics["val/avg@1"]
+    components = run.loop.components
+    blind = greedy(run, blank=True).run(components.generator, components.scorer, run.loop.version).metrics["val/avg@1"]
     assert blind <= without_looking + 0.05, "what it learnt is to look"
 
 
@@ -92,10 +92,10 @@ def test_the_whole_control(tmp_path, capsys):
     questions = [make_question("test", index) for index in range(1000)]
     run = run_of(tmp_path, 24, [grey(index) for index in range(24 * PROMPTS_PER_STEP)])
     run.train()
-    house = run.loop.house
-    prompts = prompts_of(questions, house.generator.encoder, blank=True)
+    components = run.loop.components
+    prompts = prompts_of(questions, components.generator.encoder, blank=True)
     exam = Validation(lambda: [prompts], Sampling(temperature=0.0, max_new_tokens=24))
-    by_kind = exam.run(house.generator, house.scorer, run.loop.version).by["kind"]
+    by_kind = exam.run(components.generator, components.scorer, run.loop.version).by["kind"]
     best = best_constant(questions)
     with capsys.disabled():
         print({kind: (round(rate, 3), round(best[kind], 3)) for kind, rate in by_kind.items()})
@@ -107,11 +107,11 @@ def test_the_same_seed_gives_the_same_numbers(tmp_path):
     small = {"dataset.rollout_batch_size": 4, "worker.actor.global_batch_size": 4, "training.val_before_train": False}
     for name, seed in (("first", 1), ("again", 1), ("other", 2)):
         run = run_of(tmp_path / name, 2, **small, **{"worker.rollout.seed": seed})
-        run.loop.house.validation = None
+        run.loop.components.validation = None
         run.train()
         metrics.append([timeless(line) for line in lines(run.directory / "metrics.jsonl")])
         responses.append([timeless(line) for line in lines(run.directory / "rollouts.jsonl")])
-        weights.append({name: p.detach() for name, p in run.loop.house.actor.model.named_parameters()})
+        weights.append({name: p.detach() for name, p in run.loop.components.actor.model.named_parameters()})
     first, again, other = metrics
     assert len(first) == 2 and first == again and first != other
     assert len(responses[0]) == 2 * 4 * 8 and responses[0] == responses[1] != responses[2]

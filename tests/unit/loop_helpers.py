@@ -1,4 +1,4 @@
-"""A house of fakes around the loop: each writes down in one journal when it is called, and with what."""
+"""Fakes around the loop: each writes down in one journal when it is called, and with what."""
 
 import torch
 from helpers import fake_prompt, mask_of
@@ -6,7 +6,7 @@ from helpers import fake_prompt, mask_of
 from mtrl.algorithms.credit import CreditRule
 from mtrl.algorithms.losses import Loss
 from mtrl.training.evaluate import Validation
-from mtrl.training.loop import House, Loop, Recipe
+from mtrl.training.loop import Components, Loop, Recipe
 from mtrl.types import Needs, Rewards, Rollouts, Sampling, Signals, Weights
 
 PROMPTS, RESPONSES = 2, 2  # in a step
@@ -192,7 +192,7 @@ def loop(actor=None, reference=None, validation=None, scorer=None, **changes):
         reference.journal = journal
         probers.append(reference)
         changes.setdefault("needs", Needs(old=True, reference=True))
-    house = House(
+    components = Components(
         source=FakeSource(journal),
         generator=FakeGenerator(journal),
         scorer=scorer or FakeScorer(journal),
@@ -202,8 +202,8 @@ def loop(actor=None, reference=None, validation=None, scorer=None, **changes):
         store=FakeStore(journal),
         validation=validation,
     )
-    house.scorer.journal = journal
-    return Loop(house, recipe(**changes))
+    components.scorer.journal = journal
+    return Loop(components, recipe(**changes))
 
 
 def validation_of(prompts=2, batch=2, **sampling):

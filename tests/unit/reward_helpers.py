@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from helpers import fake_rollouts
 
+from mtrl.build.rewards import build_scorer
 from mtrl.config import load_config
-from mtrl.training.build import build_scorer
 from mtrl.types import Signals
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples/rewards"

@@ -208,19 +208,20 @@ MEASURE = """
 import resource, sys, torch
 from pathlib import Path
 torch.set_num_threads(1)
-from mtrl.training import build as house
+from mtrl.build.run import build, configure
+from mtrl.build.model import model_path
 from mtrl.models.size import size_of
 from mtrl.commands.doctor import plan_of
 from mtrl.commands.memory import estimate
 
-config, _ = house.configure(None, [
+config, _ = configure(None, [
     "training.logger=[]", "training.max_steps=1", "training.val_before_train=false", "worker.rollout.n=4",
     "dataset.rollout_batch_size=48", "worker.actor.global_batch_size=48", "worker.actor.tokens_per_micro_batch=6000",
     f"training.output_dir={sys.argv[1]}",
 ])
-size = size_of(house.model_path(config))
+size = size_of(model_path(config))
 before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-house.build(config).loop.step(0)
+build(config).loop.step(0)
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 print(peak - before, estimate(size, plan_of(config, on_gpu=False)).peak_bytes)
 """

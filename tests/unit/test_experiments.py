@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from mtrl.build.recipe import reward_schedule
+from mtrl.build.run import build
+from mtrl.build.unbuilt import unbuilt
 from mtrl.config import load_config
 from mtrl.config.tree import known_leaves
 from mtrl.tracking.run_files import read_rows
-from mtrl.training.build import build
-from mtrl.training.recipe import reward_schedule
-from mtrl.training.unbuilt import unbuilt
 
 HOME = Path(__file__).resolve().parents[2] / "configs/experiments"
 FULL = sorted(path.stem for path in HOME.glob("*.yaml"))

@@ -10,11 +10,11 @@ from helpers import NAN, close, fake_prompt, fake_rollouts, mask_of, same
 
 from mtrl.algorithms.advantages import grpo
 from mtrl.algorithms.credit import CreditRule, TokenWeighting, assign, token_weights
+from mtrl.build.recipe import attention_every, recipe_of
+from mtrl.build.rewards import build_scorer
 from mtrl.config import ConfigError, load_config
 from mtrl.rewards.samples import signals_of
-from mtrl.training.build import build_scorer
 from mtrl.training.evaluate import collect
-from mtrl.training.recipe import attention_every, recipe_of
 from mtrl.types import SEGMENTS, Needs, Rewards, Signals
 
 TEXT, VISION = 2, 4  # tokens in the pools of a prompt: equal density is a mass of 1/3 to 2/3

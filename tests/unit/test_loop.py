@@ -9,8 +9,8 @@ import pytest
 import torch
 from loop_helpers import PROMPTS, REFERENCE, FakeReference, FakeScorer, loop, validation_of
 
+from mtrl.build.run import Run
 from mtrl.config import load_config
-from mtrl.training.build import Run
 from mtrl.training.interrupt import Interrupt
 from mtrl.training.loop import Divergence
 from mtrl.training.resume import Start
@@ -20,7 +20,7 @@ from mtrl.training.resume import Start
 def test_a_step_in_order():
     made = loop(reference=FakeReference(None, reference=torch.zeros(4, 4)), divergence=Divergence("kl", 0.1))
     made.step(0)
-    assert made.house.actor.journal == [
+    assert made.components.actor.journal == [
         ("take", PROMPTS),
         ("generate", 0, 0),
         ("submit", 0),  # user code starts before the probes, and is waited for after them
@@ -37,7 +37,7 @@ def test_a_step_in_order():
 def test_steps_are_keyed_and_versions_handed_over():
     made = loop(total_steps=3)
     made.run()
-    journal = made.house.actor.journal
+    journal = made.components.actor.journal
     assert [entry for entry in journal if entry[0] == "generate"] == [
         ("generate", 0, 0), ("generate", 1, 7), ("generate", 2, 14),
     ]  # fmt: skip
@@ -62,7 +62,7 @@ def test_steps_are_keyed_and_versions_handed_over():
 def test_when_to_validate_and_to_save(changes, validated, saved):
     made = loop(validation=validation_of(), total_steps=5, **changes)
     made.run()
-    journal = made.house.actor.journal
+    journal = made.components.actor.journal
     assert [entry[1] for entry in journal if entry[0] == "validation"] == validated
     assert [entry[1] for entry in journal if entry[0] == "save"] == saved
     assert journal[-1] == ("save", 5) and journal[-2] == ("validation", 5), "the last model is judged, then kept"
@@ -71,7 +71,7 @@ def test_when_to_validate_and_to_save(changes, validated, saved):
 def test_validation_samples_the_newest_weights_at_its_own_step():
     made = loop(validation=validation_of(), total_steps=2, validate_every=1)
     made.run()
-    journal = made.house.actor.journal
+    journal = made.components.actor.journal
     during = [journal[i - 3 : i] for i, entry in enumerate(journal) if entry[0] == "validation"]
     assert during == [
         [("generate", 0, 7), ("submit", None), ("result",)],
@@ -82,12 +82,12 @@ def test_validation_samples_the_newest_weights_at_its_own_step():
 def test_no_validation_set_is_no_error():
     made = loop(validate_first=True)
     made.run()
-    assert not any(entry[0] == "validation" for entry in made.house.actor.journal)
+    assert not any(entry[0] == "validation" for entry in made.components.actor.journal)
 
 
 def run_of(made, directory, overrides):
     closing = ExitStack()
-    closing.callback(made.house.tracker.close)
+    closing.callback(made.components.tracker.close)
     return Run(load_config(None, overrides), directory, "an id", Start(), made, Interrupt(), closing)
 
 
@@ -98,26 +98,26 @@ def run_of(made, directory, overrides):
 def test_val_only(tmp_path, val_only, expected):
     made = loop(validation=validation_of())
     run_of(made, tmp_path, {"training.val_only": val_only}).train()
-    names = [entry[0] for entry in made.house.actor.journal]
+    names = [entry[0] for entry in made.components.actor.journal]
     assert names[:4] == expected and ("update" in names) != val_only
-    assert made.house.tracker.closed == 1 and (names[-1] == "all saved") != val_only
+    assert made.components.tracker.closed == 1 and (names[-1] == "all saved") != val_only
 
 
 def test_everything_is_closed_when_a_step_fails(tmp_path):
     made = loop()
-    made.house.actor.update = None  # calling it raises
+    made.components.actor.update = None  # calling it raises
     with pytest.raises(TypeError):
         run_of(made, tmp_path, {}).train()
-    assert made.house.tracker.closed == 1
+    assert made.components.tracker.closed == 1
 
 
 # ---------------------------------------------------------------------------------------------- stopping and going on
 def test_asked_to_stop_it_finishes_the_step_and_saves():
     made = loop(total_steps=5)
-    made.house.stop = lambda: made.done == 2
+    made.components.stop = lambda: made.done == 2
     made.run()
-    assert made.done == 2 and list(made.house.store.saved) == [2]
-    assert made.house.actor.journal[-2:] == [("metrics", 2), ("save", 2)]
+    assert made.done == 2 and list(made.components.store.saved) == [2]
+    assert made.components.actor.journal[-2:] == [("metrics", 2), ("save", 2)]
 
 
 def test_a_restored_loop_does_what_the_first_would_have_done():
@@ -128,14 +128,20 @@ def test_a_restored_loop_does_what_the_first_would_have_done():
 
     whole, restored = fresh(), fresh()
     whole.run()
-    snapshot, state, score = whole.house.store.saved[2]
+    snapshot, state, score = whole.components.store.saved[2]
     assert (snapshot, score) == ("snapshot of version 14", None) and state["step"] == 2
     restored.restore(Path("checkpoints/2"), state)
     restored.run()
-    journal = whole.house.actor.journal
-    assert restored.house.actor.journal == [("publish", 14), ("load", 14), *journal[journal.index(("save", 2)) + 1 :]]
-    assert restored.house.tracker.rows[3]["actor/kl_coef"] == whole.house.tracker.rows[3]["actor/kl_coef"] > 0.5
-    assert restored.house.source.next == whole.house.source.next == 3 * PROMPTS
+    journal = whole.components.actor.journal
+    assert restored.components.actor.journal == [
+        ("publish", 14),
+        ("load", 14),
+        *journal[journal.index(("save", 2)) + 1 :],
+    ]
+    assert (
+        restored.components.tracker.rows[3]["actor/kl_coef"] == whole.components.tracker.rows[3]["actor/kl_coef"] > 0.5
+    )
+    assert restored.components.source.next == whole.components.source.next == 3 * PROMPTS
 
 
 def test_a_fixed_coefficient_is_the_configurations():
@@ -158,11 +164,11 @@ def test_a_best_validation_is_saved_wherever_it_is():
     judge = replace(validation_of(), best_metric="val/reward_score")
     made = loop(validation=judge, scorer=FakeLearner(None), **changes)
     made.run()
-    scores = {step: score for step, (_, _, score) in made.house.store.saved.items()}
+    scores = {step: score for step, (_, _, score) in made.components.store.saved.items()}
     assert scores == pytest.approx({1: 0.2, 2: 0.6, 3: 0.6, 4: 0.4}), "3 is due, 4 the last; both know their score"
     made = loop(validation=validation_of(), **changes)
     made.run()
-    assert {step: saved[2] for step, saved in made.house.store.saved.items()} == {3: None, 4: None}
+    assert {step: saved[2] for step, saved in made.components.store.saved.items()} == {3: None, 4: None}
 
 
 def test_an_unknown_best_metric_is_said(caplog):
@@ -174,7 +180,7 @@ def test_an_unknown_best_metric_is_said(caplog):
 def test_what_is_reported():
     made = loop()
     made.run()
-    row = made.house.tracker.rows[1]
+    row = made.components.tracker.rows[1]
     assert row["reward/overall"] == 0.75 and row["actor/pg_loss"] == 0.5 and row["actor/grad_norm"] == 2.0
     assert row["response_length/mean"] == 2.5 and row["response_length/truncated"] == 0.25
     assert row["rollout/logprob_gap_max"] == 0.0 and "actor/kl_coef" not in row

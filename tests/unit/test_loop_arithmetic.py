@@ -17,7 +17,7 @@ from mtrl.types import Credit, Rewards, Sample, Sampling, Signals
 
 def advantages_of(made):
     """[N] of the first token of every row, over the batches of the last update."""
-    batches, _ = made.house.actor.updates[-1]
+    batches, _ = made.components.actor.updates[-1]
     return torch.cat([batch.advantage[:, 0] for batch in batches])
 
 
@@ -38,7 +38,7 @@ def test_divergence_in_the_reward(penalty):
     close(advantages_of(made), [paid[0] - first, paid[1] - first, paid[2] - second, paid[3] - second], atol=1e-6)
     assert row["actor/reference_kl"] == pytest.approx(each * 2.5, rel=1e-5) and row["actor/kl_coef"] == 0.5
     assert row["reward/overall"] == 0.75, "the reward is reported without the penalty"
-    assert made.house.actor.updates[-1][1].divergence_coef == 0.0, "and the loss does not charge it again"
+    assert made.components.actor.updates[-1][1].divergence_coef == 0.0, "and the loss does not charge it again"
 
 
 def test_divergence_token_by_token_for_reinforce_plus_plus():
@@ -52,7 +52,7 @@ def test_divergence_token_by_token_for_reinforce_plus_plus():
     returns = [[1.1], [0.2, 0.1], [2.3, 2.2, 2.1], [0.4, 0.3, 0.2, 0.1]]
     flat = torch.tensor([x for row in returns for x in row], dtype=torch.float64)
     white = (flat - flat.mean()) / flat.std()
-    batch = made.house.actor.updates[-1][0][0]
+    batch = made.components.actor.updates[-1][0][0]
     close(batch.advantage[batch.rollouts.mask], white, rtol=1e-5)
 
 
@@ -61,7 +61,7 @@ def test_divergence_as_a_loss():
         reference=FakeReference(None, reference=REFERENCE), divergence=Divergence("low_var_kl", 0.5, in_loss=True)
     )
     made.step(0)
-    (batch,), loss = made.house.actor.updates[-1]
+    (batch,), loss = made.components.actor.updates[-1]
     assert loss.divergence == "low_var_kl" and loss.divergence_coef == 0.5
     same(batch.reference, REFERENCE.where(batch.rollouts.mask, 0.0))
     close(advantages_of(made), [0.5, -0.5, 1, -1])
@@ -75,7 +75,7 @@ def test_the_adaptive_coefficient():
         total_steps=3,
     )
     made.run()
-    coefs = [made.house.tracker.rows[step]["actor/kl_coef"] for step in (1, 2, 3)]
+    coefs = [made.components.tracker.rows[step]["actor/kl_coef"] for step in (1, 2, 3)]
     assert coefs == pytest.approx([0.5, 0.5 * 1.08, 0.5 * 1.08**2])
     penalised = 0.5 * 1.08**2 * 0.2
     close(advantages_of(made)[:2], [(1 + penalised) / 2, -(1 + penalised) / 2])

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from helpers import NAN, fake_prompt, fake_rollouts
 
+from mtrl.build.run import build
 from mtrl.config import load_config
 from mtrl.tracking import background, pages
 from mtrl.tracking.background import Background, append_bounded
 from mtrl.tracking.markdown import LogPaths, MarkdownLogs
-from mtrl.training.build import build
 from mtrl.types import SEGMENTS, Credit, Rewards, Sample, Signals
 from mtrl.zoo.rows import CONFIG_FILE
 
@@ -234,7 +234,7 @@ def test_under_one_percent_of_a_real_step(tmp_path):
                 "training.val_before_train": False, "dataset.rollout_batch_size": 8,
                 "worker.actor.global_batch_size": 8, "training.val_freq": -1}  # fmt: skip
     run = build(load_config(CONFIG_FILE, settings))
-    trackers = run.loop.house.tracker.trackers
+    trackers = run.loop.components.tracker.trackers
     (logs,) = [each for each in trackers if isinstance(each, MarkdownLogs)]
     spent, plain = [], logs.rollouts
 

@@ -8,10 +8,10 @@ import pytest
 from helpers import NAN, close, fake_rollouts
 
 from mtrl.algorithms.metrics import success_part
+from mtrl.build import rewards
+from mtrl.build.rewards import build_scorer
 from mtrl.config import ConfigError, load_config
 from mtrl.rewards.math_equality import closing_brace, given_answer, last_box, math
-from mtrl.training import build
-from mtrl.training.build import build_scorer
 
 EQUAL = [  # truth, response
     ("1/2", r"\boxed{0.5}"),
@@ -161,6 +161,6 @@ def test_the_users_keyword_arguments_are_not_its_own():
 
 
 def test_without_the_package_it_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(build, "find_spec", lambda name: None)  # as where it is not installed
+    monkeypatch.setattr(rewards, "find_spec", lambda name: None)  # as where it is not installed
     with pytest.raises(ConfigError, match=r"pip install 'mtrl\[math\]'"):
         build_scorer(load_config(None, {"worker.reward.functions": ("math",)}), steps=1)

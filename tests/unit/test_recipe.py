@@ -2,9 +2,9 @@
 
 import pytest
 
+from mtrl.build.recipe import optimization_of, recipe_of, total_steps
 from mtrl.config import load_config
 from mtrl.training.loop import due
-from mtrl.training.recipe import optimization_of, recipe_of, total_steps
 
 
 # ----------------------------------------------------------------------------------------------------- from the config

@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from tiny_models import checkpoint, encoder_of, picture, plain_inputs, plain_model, rollouts_of
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertTokenizer
 
+from mtrl.build.rewards import build_scorer
 from mtrl.cli import main
 from mtrl.config import ConfigError, load_config
 from mtrl.models.reward_model import load_judge
 from mtrl.models.tiny import VISION_FAMILIES, make_tiny_checkpoint
 from mtrl.tracking.run_files import read_rows
-from mtrl.training.build import build_scorer
 from mtrl.types import Medium, Task
 from mtrl.workers.micro_batches import MicroBatching
 from mtrl.workers.reward_model import RewardModel

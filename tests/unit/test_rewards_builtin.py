@@ -7,12 +7,12 @@ import pytest
 import torch
 from helpers import NAN, close, fake_rollouts
 
+from mtrl.build.recipe import reward_schedule
+from mtrl.build.rewards import build_scorer
 from mtrl.config import load_config
 from mtrl.rewards.builtin import accuracy, format, length, think_format
 from mtrl.rewards.sandbox import InProcess
 from mtrl.rewards.scorer import Builtin, RewardScorer
-from mtrl.training.build import build_scorer
-from mtrl.training.recipe import reward_schedule
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ import pytest
 from helpers import NAN, alive, close, fake_rollouts
 from PIL import Image
 
+from mtrl.build.rewards import build_scorer
 from mtrl.config import load_config
 from mtrl.rewards.sandbox import InProcess, Sandbox
-from mtrl.training.build import build_scorer
 
 MANNERS = '''
 import os, signal, subprocess, sys, threading, time

@@ -9,10 +9,10 @@ from helpers import close, fake_rollouts
 from reward_helpers import rows
 
 from mtrl.algorithms.credit import assign
+from mtrl.build.recipe import credit_rule
+from mtrl.build.rewards import build_scorer
 from mtrl.config import load_config
 from mtrl.errors import RunError
-from mtrl.training.build import build_scorer
-from mtrl.training.recipe import credit_rule
 from mtrl.types import Signals
 
 

@@ -11,10 +11,10 @@ from helpers import close
 from PIL import Image
 from reward_helpers import rows
 
+from mtrl.build.rewards import build_scorer
 from mtrl.config import load_config
 from mtrl.rewards import sandbox as sandboxes
 from mtrl.rewards.sandbox import Sandbox
-from mtrl.training.build import build_scorer
 
 RESPONSES, WORKERS, CALL_SECONDS = 4096, 4, 0.001
 

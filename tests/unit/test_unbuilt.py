@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 import mtrl
+from mtrl.build.unbuilt import refuse_unbuilt, unbuilt
 from mtrl.config import Config, ConfigError, load_config
 from mtrl.config.tree import known_leaves
 from mtrl.data import DataSettings
-from mtrl.training.unbuilt import refuse_unbuilt, unbuilt
 from mtrl.zoo.rows import CONFIG_FILE
 
 PACKAGE = Path(mtrl.__file__).parent
@@ -60,7 +60,7 @@ def test_each_switch_alone_is_refused_by_name(named):
 
 def test_every_refusal_is_tried_above():
     """As many conditions as `unbuilt` has."""
-    source = ast.parse((PACKAGE / "training/unbuilt.py").read_text())
+    source = ast.parse((PACKAGE / "build/unbuilt.py").read_text())
     switches = next(node for node in ast.walk(source) if isinstance(node, ast.Dict))
     texts = [ast.unparse(switch).strip("f'\"").partition(";")[0].partition("{")[0] for switch in switches.keys]
     said = "\n".join(line for overrides in REFUSED.values() for line in unbuilt(load_config(None, overrides)))

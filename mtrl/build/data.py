@@ -1,0 +1,81 @@
+"""Rows, the dataset made of them, and who hands out its prompts."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mtrl.build import recipe
+from mtrl.config import Config
+from mtrl.data import Dataset, DataSettings, RowList, Sampler, open_dataset, open_sources
+from mtrl.data.cache import DiskCache
+from mtrl.data.sources import Source
+from mtrl.protocols import PromptEncoder
+from mtrl.training.evaluate import Validation
+from mtrl.zoo.rows import ZooRows
+
+logger = logging.getLogger(__name__)
+
+BAD_ROWS = "bad_rows.jsonl"
+EMBEDDED = "zoo@"  # `zoo@test` names a split of the embedded task wherever a data file is named
+
+Rows = str | Sequence[Mapping[str, Any]]  # a file specification, or rows made in Python
+
+
+def data_settings(config: Config) -> DataSettings:
+    """The part of the `dataset:` block that reading rows depends on."""
+    names = DataSettings.__dataclass_fields__
+    return DataSettings(**{name: getattr(config.dataset, name) for name in names})
+
+
+def sources_of(data: Rows, default_split: str) -> list[Source]:
+    if not isinstance(data, str):
+        return [RowList(list(data), "rows given in Python")]
+    if not data:
+        data = EMBEDDED + default_split
+    sources: list[Source] = []
+    for item in (item.strip() for item in data.split(",")):
+        if item.startswith(EMBEDDED):
+            sources.append(ZooRows(item.removeprefix(EMBEDDED)))  # type: ignore[arg-type]
+        else:
+            sources += open_sources(item, DiskCache())
+    return sources
+
+
+def open_data(config: Config, data: Rows, split: str, encoder: PromptEncoder, directory: Path | None) -> Dataset:
+    listed = None if directory is None else directory / BAD_ROWS
+    return open_dataset(sources_of(data, split), data_settings(config), encoder, bad_rows_path=listed)
+
+
+def build_sampler(config: Config, dataset: Dataset, encoder: PromptEncoder, directory: Path) -> Sampler:
+    shuffle, seed = config.dataset.shuffle, config.dataset.seed
+    return Sampler(dataset, encoder, shuffle=shuffle, seed=seed, bad_rows_path=directory / BAD_ROWS)
+
+
+def warn_of_few_rows(rows: int, prompts_per_step: int) -> None:
+    if rows < prompts_per_step:
+        logger.warning(
+            "%d row%s for dataset.rollout_batch_size=%d: a step asks a row up to %d times; set it and "
+            "worker.actor.global_batch_size to %d or less, or add data",
+            rows, "s" if rows > 1 else "", prompts_per_step, math.ceil(prompts_per_step / rows), rows,
+        )  # fmt: skip
+
+
+def build_validation(
+    config: Config, encoder: PromptEncoder, directory: Path | None, trained_on_rows: bool = False
+) -> Validation | None:
+    """None where there is nothing to validate on: the embedded task validates itself, other data only if given."""
+    embedded = not config.dataset.train_files and not trained_on_rows
+    if not config.dataset.val_files and not embedded:
+        return None
+    dataset = open_data(config, config.dataset.val_files, "validation", encoder, directory)
+    sampler = Sampler(dataset, encoder, shuffle=False)
+    return Validation(
+        batches=lambda: sampler.one_pass(config.dataset.val_batch_size),
+        sampling=recipe.validation_sampling(config),
+        keep_samples=config.training.val_generations_to_log,
+        best_metric=config.training.best_metric,
+    )

@@ -1,0 +1,121 @@
+"""The model and the workers around it: encoder, policy, actor, reference, engine."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from mtrl.build import recipe
+from mtrl.config import Config, ConfigError
+from mtrl.models.backbone import Backbone
+from mtrl.models.families import TextEncoder, encoder_files, load_encoder
+from mtrl.models.forward import Forward
+from mtrl.models.load import DTYPES, load_model
+from mtrl.protocols import Generator, Prober
+from mtrl.rollout.local import LocalGenerator
+from mtrl.training.interrupt import say
+from mtrl.training.resume import refuse_damaged
+from mtrl.workers.actor import LocalActor
+from mtrl.workers.reference import Reference
+from mtrl.zoo.rows import MODEL_DIRECTORY
+
+logger = logging.getLogger(__name__)
+
+COMPILING = (
+    "the first pass compiles kernels for this GPU, about a minute each time a command starts; without: "
+    "worker.actor.use_torch_compile=false, with slower passes"
+)
+
+
+def model_path(config: Config) -> str:
+    return config.worker.actor.model.model_path or str(MODEL_DIRECTORY)
+
+
+def build_encoder(config: Config) -> TextEncoder:
+    settings, data = config.worker.actor.model, config.dataset
+    return load_encoder(
+        model_path(config),
+        tokenizer_path=settings.tokenizer_path,
+        min_pixels=data.min_pixels,
+        max_pixels=data.max_pixels,
+        chat_template=data.override_chat_template,
+        trust_remote_code=settings.trust_remote_code,
+    )
+
+
+def build_policy(config: Config, encoder: TextEncoder | None = None) -> tuple[TextEncoder, Forward]:
+    settings, actor = config.worker.actor.model, config.worker.actor
+    encoder = encoder or build_encoder(config)
+    refuse_damaged(Path(model_path(config)))
+    model = load_model(
+        model_path(config),
+        dtype=actor.fsdp.param_dtype,
+        attn_implementation=settings.attn_implementation,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        trust_remote_code=settings.trust_remote_code,
+    )
+    if settings.enable_gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    compiled = actor.use_torch_compile and model.device.type == "cuda"
+    if compiled:
+        say(COMPILING)
+    backbone = Backbone(model, DTYPES[actor.fsdp.mixed_precision_dtype], compiled=compiled)
+    if settings.freeze_vision_tower and backbone.vision_tower is not None:
+        backbone.vision_tower.requires_grad_(False)
+    forward = Forward(
+        backbone,
+        encoder,
+        config.worker.rollout.temperature,
+        share_prefix=actor.share_prefix and shares_prefixes(backbone),
+        packed=actor.padding_free and actor.use_torch_compile and backbone.packs,  # its kernel is a compiled one
+        last_k=config.optimization.attention_last_k_layers,
+        weight_last_k=config.optimization.token_weight_last_k_layers,
+    )
+    return encoder, forward
+
+
+def sees_attention(config: Config, backbone: Backbone) -> bool:
+    """Whether attention can be read here; an error where somebody needs it."""
+    needed = recipe.needs_attention(config) or config.optimization.compute_attention_metrics is True
+    if needed and not backbone.own_attention:
+        chosen = config.worker.actor.model.attn_implementation
+        raise ConfigError([f"worker.actor.model.attn_implementation: {chosen} hides attention; set auto"])
+    return backbone.own_attention
+
+
+def shares_prefixes(backbone: Backbone) -> bool:
+    if not backbone.shares_prefixes:
+        said = "share_prefix: not known to be exact for the family %r with %s attention; each response reads its prompt"
+        logger.warning(said, backbone.model.config.model_type, backbone.attention_name)
+    return backbone.shares_prefixes
+
+
+def build_actor(config: Config, policy: Forward, encoder: TextEncoder, steps: int) -> LocalActor:
+    on_gpu = policy.backbone.device.type == "cuda"
+    return LocalActor(
+        policy,
+        recipe.optimization_of(config, steps),
+        perturbation=recipe.perturbation_of(config, encoder.patch_size),
+        update_batching=recipe.update_batching(config, on_gpu, policy.share_prefix),
+        probe_batching=recipe.probe_batching(config, on_gpu, policy.share_prefix),
+        encoder_files=encoder_files(encoder, model_path(config)),
+    )
+
+
+def build_reference(config: Config, policy: Forward) -> list[Prober]:
+    rule = recipe.divergence_of(config)
+    if rule is None:
+        return []
+    frozen = Backbone(copy.deepcopy(policy.backbone.model).eval(), policy.backbone.compute_dtype)
+    forward = replace(policy, backbone=frozen)
+    batching = recipe.probe_batching(config, frozen.device.type == "cuda", policy.share_prefix)
+    return [Reference(forward, batching, policy if rule.penalty == "full" else None)]
+
+
+def build_generator(config: Config, policy: Forward, encoder: TextEncoder) -> Generator:
+    """The engine that samples. This is the only place that names one."""
+    return LocalGenerator(policy.backbone, encoder)

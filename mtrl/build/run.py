@@ -1,0 +1,150 @@
+"""Puts a run together: this room alone names concrete classes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mtrl.build import recipe
+from mtrl.build.data import Rows, build_sampler, build_validation, open_data, warn_of_few_rows
+from mtrl.build.model import (
+    build_actor,
+    build_encoder,
+    build_generator,
+    build_policy,
+    build_reference,
+    sees_attention,
+)
+from mtrl.build.rewards import build_scorer
+from mtrl.build.trackers import build_store, build_trackers
+from mtrl.build.unbuilt import refuse_unbuilt
+from mtrl.config import Config, ConfigError, load_config, to_yaml
+from mtrl.errors import opening
+from mtrl.models.perturb import PERTURBATIONS
+from mtrl.protocols import Tracker
+from mtrl.rewards import grounding
+from mtrl.tracking.several import Trackers
+from mtrl.training.evaluate import Result
+from mtrl.training.interrupt import Interrupt, say
+from mtrl.training.loop import Components, Loop
+from mtrl.training.resume import Start, claim, find_start, fitting_state
+from mtrl.zoo.rows import CONFIG_FILE
+
+
+@dataclass
+class Run:
+    """A run, ready to go."""
+
+    config: Config
+    directory: Path
+    id: str  # the same for every attempt
+    start: Start
+    loop: Loop
+    interrupt: Interrupt
+    closing: ExitStack  # of all that is open
+
+    def train(self) -> None:
+        """To the last step, or until a signal asks it to stop; then it leaves as the signal would have it leave, with
+        KeyboardInterrupt or SystemExit, after saving."""
+        with self.closing:
+            if self.config.training.val_only:
+                self.loop.validate()
+                return
+            with self.interrupt:
+                self.loop.run()
+                self.loop.components.store.close()
+        if self.interrupt.asked():
+            name = self.config.training.experiment_name  # which `mtrl demo` makes up anew each time
+            again = f"the same command goes on from there, with training.experiment_name={name}"
+            say(f"saved after step {self.loop.done} in {self.directory}; {again}")
+            self.interrupt.leave()
+
+
+def configure(file: str | Path | None, overrides: Sequence[str] | Mapping[str, Any]) -> tuple[Config, bool]:
+    """The configuration, and whether the packaged zoo.yaml lies under it: with no file, no model and no data."""
+    if file is None:
+        config = load_config(CONFIG_FILE, overrides)
+        if config.worker.actor.model.model_path is None and not config.dataset.train_files:
+            return config, True
+    return load_config(file, overrides), False
+
+
+def build(
+    config: Config,
+    *,
+    data: Rows | None = None,
+    rewards: Sequence[Callable[..., Any] | str] | None = None,
+    trackers: Sequence[Tracker] = (),
+) -> Run:
+    """`data` and `rewards` stand in for the config's when they are Python objects."""
+    refuse_unbuilt(config)
+    if unknown := unknown_names(config):
+        raise ConfigError(unknown)
+    with opening(), ExitStack() as closing:
+        training = config.training
+        place = Path(training.output_dir, training.project_name, training.experiment_name).expanduser()
+        directory = closing.enter_context(claim(place, config, training.fresh))
+        encoder = build_encoder(config)
+        files = config.dataset.train_files if data is None else data
+        dataset = open_data(config, files, "train", encoder, directory.path)
+        warn_of_few_rows(len(dataset), config.dataset.rollout_batch_size)
+        steps = recipe.total_steps(config, len(dataset))
+        start = find_start(
+            directory.path,
+            None if training.val_only else steps,
+            find_last=training.find_last_checkpoint,
+            given=training.load_checkpoint_path,
+        )
+        sampler = closing.enter_context(build_sampler(config, dataset, encoder, directory.path))
+        _, policy = build_policy(config, encoder)
+        actor = build_actor(config, policy, encoder, steps)
+        scorer = build_scorer(config, steps, rewards)
+        closing.callback(scorer.close)
+        own = build_trackers(config, steps, encoder, directory.path)
+        tracker = Trackers([*own, *trackers], before=directory.refuse_another)
+        closing.callback(tracker.close)
+        interrupt = Interrupt()
+        components = Components(
+            source=sampler,
+            generator=build_generator(config, policy, encoder),
+            scorer=scorer,
+            probers=[actor, *build_reference(config, policy)],
+            actor=actor,
+            tracker=tracker,
+            store=closing.enter_context(build_store(config, directory)),
+            validation=build_validation(config, encoder, directory.path, trained_on_rows=data is not None),
+            stop=interrupt.asked,
+        )
+        wanted = any(f.needs_signals and not isinstance(f, grounding.Grounded) for f in scorer.functions.values())
+        sees = sees_attention(config, policy.backbone)
+        rules = recipe.recipe_of(config, steps, first=not start.own, rewards_read_signals=wanted, sees_attention=sees)
+        loop = Loop(components, rules)
+        if start.checkpoint is not None:
+            loop.restore(start.checkpoint, start.state if start.own else fitting_state(start, sampler))
+        directory.record(to_yaml(config))
+        return Run(config, directory.path, directory.id, start, loop, interrupt, closing.pop_all())
+
+
+def evaluate(config: Config) -> Result:
+    """Validates a model without training it."""
+    refuse_unbuilt(config)
+    encoder, policy = build_policy(config)
+    validation = build_validation(config, encoder, None)
+    if validation is None:
+        raise ConfigError(["dataset.val_files: nothing to evaluate on; name a file (--data F)"])
+    looks = sees_attention(config, policy.backbone) and recipe.attention_every(config)
+    prober = build_actor(config, policy, encoder, steps=1) if looks else None
+    scorer = build_scorer(config, steps=1)
+    try:
+        return validation.run(build_generator(config, policy, encoder), scorer, version=0, prober=prober)
+    finally:
+        scorer.close()
+
+
+def unknown_names(config: Config) -> list[str]:
+    """What the configuration calls by a name that nothing here has."""
+    name = config.optimization.perturbation
+    return [] if name in PERTURBATIONS else [f"optimization.perturbation: {name}; there are {', '.join(PERTURBATIONS)}"]

@@ -1,0 +1,38 @@
+"""Where numbers, rollouts and checkpoints go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mtrl.config import Config
+from mtrl.config.tree import GROUP_ESTIMATORS
+from mtrl.models.families import TextEncoder
+from mtrl.protocols import Tracker
+from mtrl.store.checkpoint import FolderStore
+from mtrl.store.run_directory import RunDirectory
+from mtrl.tracking.console import Console, ConsoleSettings
+from mtrl.tracking.markdown import LogPaths, MarkdownLogs
+from mtrl.tracking.run_files import RunFiles, first_steps_of, validations_of
+from mtrl.tracking.watch import Watch
+
+
+def build_trackers(config: Config, steps: int, encoder: TextEncoder, directory: Path) -> list[Tracker]:
+    training = config.training
+    grouped = config.optimization.advantage_estimator in GROUP_ESTIMATORS
+    logs = LogPaths.of(directory / "logs", training.rollout_log_path, training.attention_diag_log_path)
+    trackers: list[Tracker] = [
+        RunFiles(directory, training.realtime_rollout_logging),
+        MarkdownLogs(logs, encoder.decode_tokens, training.realtime_rollout_logging),
+        Watch(first_steps_of(directory), groups=grouped),
+    ]
+    if "console" in training.logger:
+        settings = ConsoleSettings(training.val_freq, training.colorize_output, training.log_preview_chars, directory)
+        trackers.append(Console(steps, settings, earlier=validations_of(directory), decode=encoder.decode_tokens))
+    return trackers
+
+
+def build_store(config: Config, directory: RunDirectory) -> FolderStore:
+    training = config.training
+    return FolderStore(
+        directory.path / "checkpoints", training.save_limit, training.best_metric, before_saving=directory.keep
+    )
