@@ -20,6 +20,7 @@ The last line is the result as JSON.
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -34,7 +35,7 @@ from mtrl.algorithms.losses import Loss, term_weights
 from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward
 from mtrl.models.perturb import Perturbation
-from mtrl.types import Rollouts, TrainBatch
+from mtrl.types import Needs, Rollouts, TrainBatch
 from mtrl.workers.actor import LocalActor, Optimization
 from mtrl.workers.micro_batches import MicroBatching
 
@@ -66,13 +67,17 @@ class Bench:
         shared = MicroBatching(at_least=BUDGET[phase])
         return shared if route == "shared" else MicroBatching(rows=ROWS, share_prefix=False)
 
-    def probe(self, route: str, rollouts: Rollouts, **asked: Any) -> list[torch.Tensor]:
-        """Old log-probs, pass by pass. The views are made in here: they are part of the cost."""
+    def probe(self, route: str, rollouts: Rollouts, *more: str, estimator: str = "low_var_kl") -> list[torch.Tensor]:
+        """Old log-probs, pass by pass, with entropy, dependency and `more` signals beside them. The views are made in
+        here: they are part of the cost."""
+        needs, forward = Needs("entropy", "dependency", *more), replace(self.routes[route], dependency=estimator)
         rows = self.batching(route).split(rollouts, views=2)
         found = []
         for part in (rollouts.rows(index) for index in rows):
             views = [self.perturbation.view(prompt, 0) for prompt in part.prompts]
-            found.append(self.routes[route].signals(part, views, entropy=True, **asked).old)
+            old = forward.signals(part, needs, views).old
+            assert old is not None
+            found.append(old)
         return found
 
     def actor(self, route: str) -> LocalActor:
@@ -95,11 +100,10 @@ def measure_routes(bench: Bench, rollouts: Rollouts, rounds: int) -> dict[str, A
     for route in bench.routes:
         found: dict[str, float] = {}
         times = rounds if route == "shared" else 1  # the padded route takes long enough
-        asked: dict[str, dict[str, Any]] = {"two_views_s": {"dependency": "low_var_kl"}}
+        probes = {"two_views_s": partial(bench.probe, route, rollouts)}
         if route == "shared":
-            asked["two_views_and_attention_s"] = {"dependency": "low_var_kl", "mass": True}
-            asked["two_views_full_kl_s"] = {"dependency": "full_kl"}
-        probes = {name: partial(bench.probe, route, rollouts, **what) for name, what in asked.items()}
+            probes["two_views_and_attention_s"] = partial(bench.probe, route, rollouts, "mass")
+            probes["two_views_full_kl_s"] = partial(bench.probe, route, rollouts, estimator="full_kl")
         for name, probe in probes.items():
             with peak_gb(found, name.replace("_s", "_peak_gb")):
                 probe()
@@ -122,7 +126,7 @@ def measure_unequal(bench: Bench, size: str, equal_s_per_token: dict[str, float]
     graphs = []
     actor = bench.actor("shared")
     for rollouts in batches:
-        shared = bench.probe("shared", rollouts, dependency="low_var_kl", mass=True)
+        shared = bench.probe("shared", rollouts, "mass")
         actor.update([bench.batch(rollouts)], Loss())
         graphs.append(compiled_graphs())
         del shared
@@ -132,7 +136,7 @@ def measure_unequal(bench: Bench, size: str, equal_s_per_token: dict[str, float]
     gap, noise, spread = float((ours - theirs).abs().mean()), float((again - theirs).abs().mean()), float(theirs.std())
     last = batches[-1]
     tokens = bench.tokens(last)
-    probe = seconds(lambda: bench.probe("shared", last, dependency="low_var_kl"), rounds) / tokens
+    probe = seconds(lambda: bench.probe("shared", last), rounds) / tokens
     update = seconds(lambda: actor.update([bench.batch(last)], Loss()), rounds) / tokens
     return {
         "tokens": tokens,
@@ -161,7 +165,7 @@ def measure_scaling(bench: Bench, size: str, rounds: int) -> list[dict[str, Any]
     for side in SIDES[size]:
         for responses in (4, 8, 16):
             rollouts = bench.rollouts(count, responses, (length, length), [side])
-            probe = seconds(lambda r=rollouts: bench.probe("shared", r, dependency="low_var_kl"), rounds)
+            probe = seconds(lambda r=rollouts: bench.probe("shared", r), rounds)
             batch = bench.batch(rollouts)
             update = seconds(lambda b=batch: actor.update([b], Loss()), rounds)
             image = len(rollouts.prompts[0].ids) - TEXT_TOKENS

@@ -26,6 +26,7 @@ from benchmarks.random_model import PATCHES, TEXT, TOKEN_PIXELS, VISION
 from mtrl.algorithms.losses import Loss
 from mtrl.commands.memory import Estimate, Plan, estimate
 from mtrl.models.size import size_by
+from mtrl.types import Needs
 from mtrl.workers.micro_batches import MicroBatching
 
 RESPONSES = 8
@@ -78,7 +79,7 @@ def measure_lengths(size: str) -> list[dict[str, float]]:
         forward = bench.routes["shared"]
         for name, mass in (("plain_gb", False), ("with_attention_gb", True)):
             with peak_gb(row, name):
-                forward.signals(rollouts, mass=mass)
+                forward.signals(rollouts, Needs("old", "mass") if mass else Needs("old"))
             row[name] = round(row[name] - weights, 3)
         table.append(row)
         print(row, flush=True)

@@ -28,13 +28,17 @@ import torch
 from benchmarks.environment import finish
 from benchmarks.forward import BUDGET
 from benchmarks.random_model import TOKEN_PIXELS, random_backbone, random_prompts
-from mtrl.algorithms.credit import CreditRule, Scaling
+from mtrl.algorithms.assemble import BatchPlan
+from mtrl.algorithms.credit.perception_filter import PerceptionFilter
+from mtrl.algorithms.credit.trajectory_scaling import TrajectoryScaling
+from mtrl.algorithms.estimators import Grpo
 from mtrl.algorithms.losses import Loss
 from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward
 from mtrl.models.perturb import Perturbation
 from mtrl.rollout.local import LocalGenerator
-from mtrl.training.loop import Components, Loop, Recipe
+from mtrl.training.loop import Components, Loop
+from mtrl.training.recipe import Recipe
 from mtrl.types import Needs, Prompt, Rewards, Rollouts, Sampling, Signals
 from mtrl.workers.actor import LocalActor, Optimization
 from mtrl.workers.micro_batches import MicroBatching
@@ -141,16 +145,13 @@ def build(a: argparse.Namespace) -> Loop:
 
 
 def recipe_of(a: argparse.Namespace) -> Recipe:
-    asked = a.tprl or a.attention
+    names = [*(["dependency"] if a.tprl else []), *(["mass"] if a.attention else [])]
     return Recipe(
-        total_steps=a.steps, prompts_per_step=a.prompts, prompts_per_update=a.prompts, passes=1,
+        total_steps=a.steps, prompts_per_step=a.prompts, batches=BatchPlan(a.prompts, max_response_length=a.completion),
         sampling=Sampling(n=a.generations, max_new_tokens=a.completion),
-        needs=Needs(old=asked, entropy=asked, dependency="low_var_kl" if a.tprl else None, mass=a.attention),
-        attention_every=0,
-        estimator="grpo", scale_rewards="group", gamma=1.0,
-        credit=CreditRule(perception_top_p=0.4, scaling=Scaling()) if a.tprl else CreditRule(),
-        divergence=None, loss=Loss(tis_clip=None), loss_type="dapo", loss_token_denominator="all",
-        max_response_length=a.completion, mask_truncated=False, validate_every=-1, validate_first=False, save_every=-1,
+        needs=Needs(*names, "old", "entropy") if names else Needs(), attention_every=0, estimator=Grpo(),
+        credit=(PerceptionFilter(0.4), TrajectoryScaling()) if a.tprl else (),
+        divergence=None, loss=Loss(tis_clip=None), validate_every=-1, validate_first=False, save_every=-1,
     )  # fmt: skip
 
 

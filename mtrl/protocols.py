@@ -11,7 +11,19 @@ import torch
 from torch import Tensor
 
 from mtrl.algorithms.losses import Loss
-from mtrl.types import Credit, Needs, Prompt, Rewards, Rollouts, Sample, Sampling, Signals, Task, TrainBatch, Weights
+from mtrl.types import (
+    Experience,
+    Needs,
+    Prompt,
+    Rewards,
+    Rollouts,
+    Sample,
+    Sampling,
+    Signals,
+    Task,
+    TrainBatch,
+    Weights,
+)
 
 
 class PromptEncoder(Protocol):
@@ -121,12 +133,18 @@ class Scorer(Protocol):
         different times compare."""
 
 
-class Tracker(Protocol):
-    """Where numbers and rollouts go."""
+class Tracker:
+    """Where numbers and rollouts go. A tracker inherits from this and leaves out what it does not want to know."""
 
-    def metrics(self, step: int, values: Mapping[str, float]) -> None: ...
+    needs: Needs = Needs()  # the signals it cannot do without; others it shows where they are there
 
-    def rollouts(self, step: int, rollouts: Rollouts, rewards: Rewards, credit: Credit, signals: Signals) -> None: ...
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """The numbers of a step."""
+        return None
+
+    def rollouts(self, step: int, experience: Experience) -> None:
+        """A step's responses with their rewards, signals and credit."""
+        return None
 
     def validation(
         self,
@@ -136,8 +154,11 @@ class Tracker(Protocol):
         samples: Sequence[Sample],
     ) -> None:
         """`by`: success for each value of the data's columns; `samples`: a few responses for people to read."""
+        return None
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """The run is over."""
+        return None
 
 
 class Store(Protocol):

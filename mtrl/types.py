@@ -10,13 +10,15 @@ uneven (after filtering or replay), so nothing reshapes to `[P, G]`. All tensors
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from mtrl.rows import as_index, join_rows, take_rows
 
 NO_POOL, TEXT_POOL, VISION_POOL = 0, 1, 2
 """Values of `Prompt.pool`: which prompt tokens the attention of section 2 counts, and as what."""
@@ -25,7 +27,6 @@ SEGMENTS = ("early", "middle", "late", "all", "weight")
 """Layer segments of `Signals.mass`: thirds of the layers, all (or the last k), and those that token weights read."""
 
 Finish = Literal["stop", "length"]
-Record = TypeVar("Record")
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,7 @@ class Sampling:
     seed: int = 1
     step: int = 0
     version: int = 0  # of the weights the caller expects; a generator that holds others refuses
+    asked: Mapping[str, int] = field(default_factory=dict)  # how often this step has asked a task before, by its id
 
     @property
     def cut(self) -> bool:
@@ -146,6 +148,13 @@ class Rollouts:
         picked = take_rows(replace(self, prompts=()), index)
         return replace(picked, prompts=tuple(self.prompts[p] for p in used.tolist()), group=group)
 
+    @staticmethod
+    def join(parts: Sequence[Rollouts]) -> Rollouts:
+        """All rows, the prompts of each part after those of the part before; shorter rows are padded."""
+        counts = torch.tensor([0, *(len(part.prompts) for part in parts[:-1])])
+        firsts = counts.cumsum(0).tolist()
+        return join_rows([replace(part, group=part.group + first) for part, first in zip(parts, firsts, strict=True)])
+
 
 @dataclass(frozen=True, eq=False)
 class Rewards:
@@ -157,20 +166,11 @@ class Rewards:
     total: Tensor  # [N]
     parts: Mapping[str, Tensor]  # name -> [N]
     failed: Tensor  # [N], the reward function raised or ran out of time
-    baseline: Tensor | None = None  # [P], the greedy response's reward (ReMax)
+    baseline: Tensor | None = None  # [N], the reward of the greedy response to the same prompt (ReMax)
     token_weights: Tensor | None = None  # [N, T], supplied by a reward function
 
 
-@dataclass(frozen=True)
-class Needs:
-    """What a probe is asked for; what is not asked for is not computed."""
-
-    old: bool = False
-    entropy: bool = False
-    dependency: Literal["low_var_kl", "full_kl"] | None = None
-    reference: bool = False
-    values: bool = False
-    mass: bool = False
+TWO_VIEWS = {"views": 2}  # of a signal that compares the original image with the perturbed one
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,26 +178,63 @@ class Signals:
     """What the probes measured, per token of a response. Fields nobody asked for stay None.
 
     >>> a = Signals(old=torch.zeros(1, 2)); b = Signals(entropy=torch.ones(1, 2))
-    >>> a.join(b).entropy
+    >>> a.merge(b).entropy
     tensor([[1., 1.]])
     """
 
     old: Tensor | None = None  # [N, T] log-prob on the original image, before this step's updates
-    perturbed: Tensor | None = None  # [N, T] the same on the perturbed image
+    perturbed: Tensor | None = field(default=None, metadata=TWO_VIEWS)  # [N, T] the same on the perturbed image
+    dependency: Tensor | None = field(default=None, metadata=TWO_VIEWS)  # [N, T] S of section 1.2
+    entropy: Tensor | None = None  # [N, T]
     reference: Tensor | None = None  # [N, T] log-prob under the reference
     divergence: Tensor | None = None  # [N, T] KL to the reference over the whole vocabulary (`full`)
-    entropy: Tensor | None = None  # [N, T]
     values: Tensor | None = None  # [N, T]
-    dependency: Tensor | None = None  # [N, T] S of section 1.2
     mass: Tensor | None = None  # [N, T, len(SEGMENTS), 2] attention on the text and the vision pool
-    prompt_mass: Tensor | None = None  # [N, len(SEGMENTS), 2] the same from the prompt's tokens after its images
+    prompt_mass: Tensor | None = None  # [N, len(SEGMENTS), 2] from the prompt's tokens after its images
 
-    def join(self, other: Signals) -> Signals:
+    def merge(self, other: Signals) -> Signals:
         """Both probes' fields in one record; a field that both bring is a mistake of the caller."""
         brought = {f.name: getattr(other, f.name) for f in fields(other) if getattr(other, f.name) is not None}
         twice = [name for name in brought if getattr(self, name) is not None]
         assert not twice, f"two probes brought {', '.join(twice)}"
         return replace(self, **brought)
+
+
+VIEWS = {f.name: f.metadata.get("views", 1) for f in fields(Signals)}  # by signal
+
+
+@dataclass(frozen=True, init=False)
+class Needs:
+    """The signals that somebody reads, by their names in `Signals`. What nobody needs is not computed.
+
+    >>> needs = Needs("old") | Needs("dependency")
+    >>> "dependency" in needs, needs.views, bool(needs.without("old", "dependency"))
+    (True, 2, False)
+    """
+
+    names: frozenset[str]
+
+    def __init__(self, *names: str) -> None:
+        if unknown := sorted(set(names) - VIEWS.keys()):
+            raise ValueError(f"there is no signal {', '.join(unknown)}; there are {', '.join(VIEWS)}")
+        object.__setattr__(self, "names", frozenset(names))
+
+    def __or__(self, other: Needs) -> Needs:
+        return Needs(*self.names, *other.names)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.names
+
+    def __bool__(self) -> bool:
+        return bool(self.names)
+
+    def without(self, *names: str) -> Needs:
+        return Needs(*self.names.difference(names))
+
+    @property
+    def views(self) -> int:
+        """How many views of the images it takes to measure them: the original one, or the perturbed one too."""
+        return max((VIEWS[name] for name in self.names), default=1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,8 +247,31 @@ class Credit:
     advantage: Tensor  # [N, T] A * w * v
     select: Tensor  # [N, T] tokens whose policy gradient counts
     measure: Tensor  # [N, T] what a token counts for in sums and denominators: the mask, or mask * v
-    scale: Tensor  # [N] the trajectory factor w
-    weights: Tensor | None = None  # [N, T] the token weights v, where there are any
+    scale: Tensor  # [N] the weight w of the response
+    weights: Tensor | None = None  # [N, T] the weights v of its tokens, where there are any
+
+
+@dataclass(frozen=True, eq=False)
+class Experience:
+    """Responses and all that is known of them. `gather` makes it, advantages and credit join it, trackers read it."""
+
+    rollouts: Rollouts
+    rewards: Rewards
+    signals: Signals
+    advantage: Tensor | None = None  # [N, T] A, before credit
+    returns: Tensor | None = None  # [N, T], where a critic learns
+    credit: Credit | None = None
+
+    def __len__(self) -> int:
+        return len(self.rollouts)
+
+    def rows(self, index: Tensor) -> Experience:
+        return take_rows(self, index)
+
+    @staticmethod
+    def join(parts: Sequence[Experience]) -> Experience:
+        """All rows in one; what a part lacks (a signal of its own step, say), the whole lacks too."""
+        return join_rows(parts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -271,26 +331,3 @@ class Weights:
 
 def _part_text(part: Mapping[str, Any]) -> str:
     return part["text"] if part["type"] == "text" else f"<{part['type']}>"
-
-
-def as_index(rows: Tensor) -> Tensor:
-    """Row numbers, from row numbers or from a bool for each row."""
-    return rows.nonzero().flatten() if rows.dtype == torch.bool else rows
-
-
-def take_rows(record: Record, index: Tensor) -> Record:
-    """The record with every per-row field indexed; records inside records follow. For records whose tensors are all
-    per row (not `Rewards`, whose baseline is per prompt)."""
-    picked: dict[str, Any] = {}
-    index = as_index(index)
-    for f in fields(record):  # type: ignore[arg-type]
-        value = getattr(record, f.name)
-        if isinstance(value, Tensor):
-            picked[f.name] = value[index]
-        elif isinstance(value, (Rollouts, TrainBatch)):
-            picked[f.name] = value.rows(index)
-        elif isinstance(value, TermWeights):
-            picked[f.name] = take_rows(value, index)
-        elif isinstance(value, tuple) and value:
-            picked[f.name] = tuple(value[i] for i in index.tolist())
-    return replace(record, **picked)  # type: ignore[type-var]

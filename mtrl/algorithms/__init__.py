@@ -1,9 +1,11 @@
 """The method, pure: tensors in, tensors out. No config object, no I/O, no distributed call.
 
 signals     how much a token depends on the image, where its attention goes
-credit      which tokens count and for how much (TGF, TAS, token weights)
+credit/     which tokens count and for how much: a file a rule, by name or file.py:name
 advantages  grpo, rloo, remax, reinforce_plus_plus, gae
+estimators  those by name: rewards to advantages and returns
 divergence  distance to the reference, and its controllers
+assemble    credit to the batches of optimizer steps
 losses      policy losses, aggregation as term weights, the correction for sampler mismatch
 rewards     parts to a total, schedules, attention rewards, group filtering
 replay      groups worth seeing again

@@ -41,9 +41,9 @@ def rloo(rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
     return spread((rewards - mean_of_others).where(others > 0, 0.0), mask)
 
 
-def remax(rewards: Tensor, group: Tensor, mask: Tensor, baseline: Tensor) -> Tensor:
-    """r minus the reward of the greedy response to the same prompt, baseline [P]."""
-    return spread(rewards - baseline[group], mask)
+def remax(rewards: Tensor, mask: Tensor, baseline: Tensor) -> Tensor:
+    """r minus the reward of the greedy response to the same prompt, baseline [N]."""
+    return spread(rewards - baseline, mask)
 
 
 def reinforce_plus_plus(token_rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import Tensor
 
 from mtrl.algorithms.signals import low_var_kl
+from mtrl.types import Needs, Signals
 
 Penalty = Literal["kl", "abs", "mse", "low_var_kl", "full"]
 
@@ -23,6 +25,43 @@ def divergence(logp: Tensor, reference: Tensor, penalty: Penalty) -> Tensor:
     if penalty == "low_var_kl":
         return low_var_kl(-d).clamp(-10.0, 10.0)
     raise ValueError(f"divergence {penalty!r} is not a function of two log-probs")
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """How far from the reference costs how much, and where: in the reward or as a loss."""
+
+    penalty: Penalty
+    coef: float
+    in_loss: bool = False
+    adaptive: bool = False
+    target: float = 6.0
+    horizon: float = 10_000.0
+
+    @property
+    def needs(self) -> Needs:
+        return Needs("old", "divergence" if self.penalty == "full" else "reference")
+
+    def distance(self, signals: Signals) -> Tensor:
+        """[N, T]: of the policy before this step's updates to the reference."""
+        if signals.divergence is not None:
+            return signals.divergence
+        assert signals.old is not None and signals.reference is not None
+        return divergence(signals.old, signals.reference, self.penalty)
+
+    def charge(self, signals: Signals) -> Tensor | None:
+        """[N, T]: what the distance takes off the reward of each token; None where it is a loss."""
+        return None if self.in_loss else self.coef * self.distance(signals)
+
+    def mean(self, signals: Signals, mask: Tensor) -> float:
+        """KL of a response, summed over its tokens: the mean over responses."""
+        return float(self.distance(signals).where(mask, 0.0).sum(1).double().mean())
+
+    def adapted(self, kl: float, responses: int) -> Divergence:
+        """The rule of the next step: the coefficient follows the target where it is adaptive."""
+        if not self.adaptive:
+            return self
+        return replace(self, coef=adapt_coefficient(self.coef, kl, responses, self.target, self.horizon))
 
 
 def adapt_coefficient(coef: float, kl: float, responses: int, target: float, horizon: float) -> float:

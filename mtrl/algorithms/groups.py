@@ -41,6 +41,11 @@ def row_mean(x: Tensor, mask: Tensor) -> Tensor:
     return x.double().where(mask, 0.0).sum(1) / mask.sum(1).clamp(min=1)
 
 
+def masked_mean(x: Tensor, mask: Tensor) -> float:
+    """Mean of x [N, T] over all masked tokens; 0 where there are none."""
+    return float(x.double()[mask].mean()) if mask.any() else 0.0
+
+
 def whiten(x: Tensor, mask: Tensor) -> Tensor:
     """x [N, T] with mean 0 and variance (ddof 1) 1 over all masked tokens; 0 elsewhere."""
     values = x.double()[mask]

@@ -6,13 +6,13 @@ optimizer step. A term's loss is then sum(weight * term), and micro-batches and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from mtrl.algorithms.divergence import Penalty, divergence
+from mtrl.algorithms.divergence import Divergence, Penalty, divergence
 from mtrl.algorithms.groups import row_mean
 from mtrl.algorithms.signals import LOG_RATIO_LIMIT
 from mtrl.types import TermWeights, TrainBatch
@@ -45,6 +45,12 @@ class Loss:
     entropy_penalty_coef: float = 0.0
     tis_clip: float | None = None
     tis_level: Level = "token"
+
+    def charging(self, rule: Divergence | None) -> Loss:
+        """With the divergence as a term, where it is one."""
+        if rule is None or not rule.in_loss:
+            return self
+        return replace(self, divergence=rule.penalty, divergence_coef=rule.coef)
 
 
 def total_loss(logp: Tensor, batch: TrainBatch, loss: Loss) -> tuple[Tensor, dict[str, Tensor]]:

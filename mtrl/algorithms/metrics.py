@@ -7,24 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
-from mtrl.algorithms.credit import CreditRule, Scaling, top_fraction
-from mtrl.algorithms.groups import group_std, row_mean
+from mtrl.algorithms.groups import group_std, masked_mean, row_mean
 from mtrl.algorithms.signals import aei, pool_sizes, segment, sequence_mass, vgr
-from mtrl.types import SEGMENTS, Credit, Rewards, Rollouts, Signals
+from mtrl.types import SEGMENTS, Experience, Rewards, Rollouts, Signals
 
 Metrics = dict[str, float]
 
 
-def step_metrics(
-    rule: CreditRule, rollouts: Rollouts, rewards: Rewards, signals: Signals, credit: Credit, cut: bool
-) -> Metrics:
-    """What a step looked like, besides what the actor learnt. `cut`: the sampler's distribution was."""
-    mask, visual = rollouts.mask, rollouts.visual
-    values = reward_metrics(rewards, rollouts.group)
-    values |= credit_metrics(rule, credit, signals, mask, visual)
+def step_metrics(experience: Experience, cut: bool) -> Metrics:
+    """What a step looked like, besides its credit and what the actor learnt. `cut`: the sampler's distribution was."""
+    rollouts, signals, mask = experience.rollouts, experience.signals, experience.rollouts.mask
+    values = reward_metrics(experience.rewards, rollouts.group)
+    values |= sensitivity_metrics(signals, mask, rollouts.visual)
     values |= attention_metrics(signals, rollouts)
     values |= length_metrics(mask, rollouts.truncated)
     if signals.old is not None:
@@ -32,10 +28,6 @@ def step_metrics(
     if signals.entropy is not None:
         values["actor/entropy"] = masked_mean(signals.entropy, mask)
     return values
-
-
-def masked_mean(x: Tensor, mask: Tensor) -> float:
-    return float(x.double()[mask].mean()) if mask.any() else 0.0
 
 
 def summary(name: str, x: Tensor) -> Metrics:
@@ -72,42 +64,17 @@ def reward_metrics(rewards: Rewards, group: Tensor) -> Metrics:
     return metrics
 
 
-def credit_metrics(rule: CreditRule, credit: Credit, signals: Signals, mask: Tensor, visual: Tensor) -> Metrics:
-    """Which tokens were kept, how they differ from the rest, and how responses were scaled."""
-    metrics: Metrics = {}
-    seen = mask & visual[:, None]
-    if rule.perception_top_p is not None and signals.dependency is not None and seen.any():
-        chosen = top_fraction(signals.dependency, mask, rule.perception_top_p) & seen
-        metrics["actor/perception_token_fraction"] = masked_mean(chosen, seen)
-        metrics["actor/low_var_kl_mean_selected"] = masked_mean(signals.dependency, chosen)
-        if (rejected := seen & ~chosen).any():
-            metrics["actor/low_var_kl_mean_rejected"] = masked_mean(signals.dependency, rejected)
-        weakest = signals.dependency.where(chosen, torch.inf).amin(1)[chosen.any(1)]
-        metrics["actor/low_var_kl_threshold"] = float(weakest.mean())
-    if rule.entropy_top_p is not None and signals.entropy is not None:
-        chosen = top_fraction(signals.entropy, mask, rule.entropy_top_p)
-        metrics["actor/entropy_token_fraction"] = masked_mean(chosen, mask)
-    if rule.perception_top_p is not None or rule.entropy_top_p is not None:
-        metrics["actor/combined_token_fraction"] = masked_mean(credit.select, mask)
-    return metrics | scaling_metrics(rule.scaling, credit.scale, signals, mask, visual)
-
-
-def scaling_metrics(scaling: Scaling | None, scale: Tensor, signals: Signals, mask: Tensor, visual: Tensor) -> Metrics:
+def sensitivity_metrics(signals: Signals, mask: Tensor, visual: Tensor) -> Metrics:
+    """How much responses to an image depend on it: the mean S of each."""
     scored = visual & mask.any(1)
     if signals.dependency is None or not scored.any():
         return {}
     score = row_mean(signals.dependency, mask)[scored]
-    metrics = {
+    return {
         "actor/sensitivity_score_mean": float(score.mean()),
         "actor/sensitivity_score_min": float(score.min()),
         "actor/sensitivity_score_max": float(score.max()),
     }
-    if scaling is not None:
-        factors = scale.double()[scored]
-        metrics["actor/scaling_factor_mean"] = float(factors.mean())
-        metrics["actor/scaling_factor_max"] = float(factors.max())
-        metrics["actor/scaling_capped"] = float(factors.mean() < 1 - 1e-6)
-    return metrics
 
 
 def mismatch_metrics(old: Tensor, behaviour: Tensor, mask: Tensor, cut: bool) -> Metrics:

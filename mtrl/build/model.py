@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from mtrl.algorithms.credit import Rule
+from mtrl.algorithms.estimators import Estimator
 from mtrl.build import recipe
 from mtrl.config import Config, ConfigError
 from mtrl.models.backbone import Backbone
@@ -18,13 +20,16 @@ from mtrl.models.load import DTYPES, load_model
 from mtrl.protocols import Generator, Prober
 from mtrl.rollout.local import LocalGenerator
 from mtrl.training.interrupt import say
+from mtrl.training.recipe import Recipe
 from mtrl.training.resume import refuse_damaged
+from mtrl.types import VIEWS, Needs
 from mtrl.workers.actor import LocalActor
 from mtrl.workers.reference import Reference
 from mtrl.zoo.rows import MODEL_DIRECTORY
 
 logger = logging.getLogger(__name__)
 
+UNMEASURED = Needs("values")  # the critic's, and there is none
 COMPILING = (
     "the first pass compiles kernels for this GPU, about a minute each time a command starts; without: "
     "worker.actor.use_torch_compile=false, with slower passes"
@@ -74,17 +79,30 @@ def build_policy(config: Config, encoder: TextEncoder | None = None) -> tuple[Te
         packed=actor.padding_free and actor.use_torch_compile and backbone.packs,  # its kernel is a compiled one
         last_k=config.optimization.attention_last_k_layers,
         weight_last_k=config.optimization.token_weight_last_k_layers,
+        dependency=config.optimization.perception_estimator,
     )
     return encoder, forward
 
 
-def sees_attention(config: Config, backbone: Backbone) -> bool:
-    """Whether attention can be read here; an error where somebody needs it."""
-    needed = recipe.needs_attention(config) or config.optimization.compute_attention_metrics is True
-    if needed and not backbone.own_attention:
+def refuse_unmeasured(config: Config, rules: Recipe, backbone: Backbone) -> None:
+    """What somebody needs and nobody here measures is refused before the first step, with who asks for it."""
+    wanted, looks = config.optimization.compute_attention_metrics, "mass" in rules.needs
+    if (looks or wanted is True) and not backbone.own_attention:
         chosen = config.worker.actor.model.attn_implementation
         raise ConfigError([f"worker.actor.model.attn_implementation: {chosen} hides attention; set auto"])
-    return backbone.own_attention
+    if looks and wanted is False:
+        told = f"{asking(rules, 'mass')} reads attention; set auto"
+        raise ConfigError([f"optimization.compute_attention_metrics: false, but {told}"])
+    for name in UNMEASURED.names & rules.needs.names:
+        known = ", ".join(each for each in VIEWS if each not in UNMEASURED)
+        told = f"{asking(rules, name)} asks for the signal {name}, which nobody measures here"
+        raise ConfigError([f"optimization.credit: {told}; there are {known}"])
+
+
+def asking(rules: Recipe, name: str) -> str:
+    """Who reads a signal."""
+    readers: list[Rule | Estimator] = [*rules.credit, rules.estimator]
+    return ", ".join(type(each).__name__ for each in readers if name in each.needs) or "a reward or a logger"
 
 
 def shares_prefixes(backbone: Backbone) -> bool:
@@ -106,14 +124,13 @@ def build_actor(config: Config, policy: Forward, encoder: TextEncoder, steps: in
     )
 
 
-def build_reference(config: Config, policy: Forward) -> list[Prober]:
-    rule = recipe.divergence_of(config)
-    if rule is None:
+def build_reference(config: Config, policy: Forward, needs: Needs) -> list[Prober]:
+    if not ("reference" in needs or "divergence" in needs):
         return []
     frozen = Backbone(copy.deepcopy(policy.backbone.model).eval(), policy.backbone.compute_dtype)
     forward = replace(policy, backbone=frozen)
     batching = recipe.probe_batching(config, frozen.device.type == "cuda", policy.share_prefix)
-    return [Reference(forward, batching, policy if rule.penalty == "full" else None)]
+    return [Reference(forward, batching, policy if "divergence" in needs else None)]
 
 
 def build_generator(config: Config, policy: Forward, encoder: TextEncoder) -> Generator:

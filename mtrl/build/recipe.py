@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from mtrl.algorithms.credit import CreditRule, Scaling, TokenWeighting
+from collections.abc import Iterable
+from dataclasses import fields
+from functools import reduce
+
+from mtrl.algorithms.assemble import BatchPlan
+from mtrl.algorithms.credit import Rule
+from mtrl.algorithms.credit.attention_weights import AttentionWeights
+from mtrl.algorithms.credit.entropy_filter import EntropyFilter
+from mtrl.algorithms.credit.perception_filter import PerceptionFilter
+from mtrl.algorithms.credit.registry import make_rule
+from mtrl.algorithms.credit.trajectory_scaling import TrajectoryScaling
+from mtrl.algorithms.divergence import Divergence
+from mtrl.algorithms.estimators import ESTIMATORS, Estimator
 from mtrl.algorithms.losses import Loss, PolicyLoss
-from mtrl.config import Config
-from mtrl.config.checks import ATTENTION_REWARDS
+from mtrl.config import Config, ConfigError
 from mtrl.models.perturb import Perturbation
-from mtrl.training.loop import Divergence, Recipe
+from mtrl.plugins import PluginError
+from mtrl.training.recipe import Recipe
 from mtrl.types import Needs, Sampling
 from mtrl.workers.actor import Optimization
 from mtrl.workers.micro_batches import MicroBatching
@@ -15,6 +27,7 @@ from mtrl.workers.micro_batches import MicroBatching
 GPU_TOKENS_PER_MICRO_BATCH = 16384
 ATTENTION_NOW_AND_THEN = 10  # steps
 GPU_TOKENS_PER_PROBE = 65536  # without gradients a pass keeps nothing
+NOTHING = Needs()
 
 
 def total_steps(config: Config, rows: int) -> int:
@@ -24,37 +37,70 @@ def total_steps(config: Config, rows: int) -> int:
 
 
 def recipe_of(
-    config: Config, steps: int, *, first: bool = True, rewards_read_signals: bool = False, sees_attention: bool = True
+    config: Config,
+    steps: int,
+    *,
+    first: bool = True,
+    rewards: Iterable[Needs] = (),
+    trackers: Needs = NOTHING,
+    sees_attention: bool = True,
 ) -> Recipe:
-    """`first`: the run has no step behind it."""
-    algorithm, actor = config.optimization, config.worker.actor
+    """`first`: the run has no step behind it. `rewards` and `trackers` are the signals that they read."""
+    algorithm = config.optimization
+    credit, divergence, estimator = credit_rules(config), divergence_of(config), estimator_of(config)
+    rewards = tuple(rewards)
+    readers = [*(rule.needs for rule in credit), *rewards, trackers, estimator.needs]
+    if divergence is not None:
+        readers.append(divergence.needs)
+    needs = reduce(Needs.__or__, readers)
     return Recipe(
         total_steps=steps,
         prompts_per_step=config.dataset.rollout_batch_size,
-        prompts_per_update=actor.global_batch_size,
-        passes=actor.ppo_epochs,
         sampling=training_sampling(config),
-        needs=needs_of(config, rewards_read_signals),
-        attention_every=attention_every(config, rewards_read_signals) if sees_attention else 0,
-        estimator=algorithm.advantage_estimator,  # type: ignore[arg-type]  # gae and remax are refused before
-        scale_rewards=algorithm.scale_rewards,
-        gamma=algorithm.gamma,
-        credit=credit_rule(config),
-        divergence=divergence_of(config),
+        needs=with_scores(needs, config),
+        attention_every=attention_every(config, "mass" in needs or any(rewards)) if sees_attention else 0,
+        estimator=estimator,
+        divergence=divergence,
+        credit=credit,
         loss=Loss(
             policy=policy_loss(config),
             entropy_penalty_coef=algorithm.entropy_penalty_coef if algorithm.use_entropy_penalty else 0.0,
             tis_clip=algorithm.tis_clip,
             tis_level=algorithm.tis_level,
         ),
+        batches=batch_plan(config),
+        validate_every=config.training.val_freq,
+        validate_first=config.training.val_before_train and first,
+        save_every=config.training.save_freq,
+        seed=config.dataset.seed,
+    )
+
+
+def with_scores(needs: Needs, config: Config) -> Needs:
+    """Old log-probs and entropies come with every pass over the vocabulary, and updates after the first need the old
+    ones. Where nobody asks for anything and each batch is learnt from once, there is no such pass: the update's own
+    says them."""
+    actor = config.worker.actor
+    once = actor.ppo_epochs == 1 and actor.global_batch_size == config.dataset.rollout_batch_size
+    return needs if once and not needs.without("mass", "prompt_mass") else needs | Needs("old", "entropy")
+
+
+def batch_plan(config: Config) -> BatchPlan:
+    algorithm, actor = config.optimization, config.worker.actor
+    return BatchPlan(
+        prompts_per_update=actor.global_batch_size,
+        passes=actor.ppo_epochs,
         loss_type=algorithm.loss_type,
         loss_token_denominator=algorithm.loss_token_denominator,
         max_response_length=config.dataset.max_response_length,
         mask_truncated=algorithm.mask_truncated_responses,
-        validate_every=config.training.val_freq,
-        validate_first=config.training.val_before_train and first,
-        save_every=config.training.save_freq,
     )
+
+
+def estimator_of(config: Config) -> Estimator:
+    """By its name, with those keys of `optimization` that are its fields."""
+    kind = ESTIMATORS[config.optimization.advantage_estimator]
+    return kind(**{f.name: getattr(config.optimization, f.name) for f in fields(kind)})
 
 
 def training_sampling(config: Config) -> Sampling:
@@ -79,49 +125,41 @@ def validation_sampling(config: Config) -> Sampling:
     )
 
 
-def needs_of(config: Config, rewards_read_signals: bool = False) -> Needs:
-    """What the probes must say. Where nobody asks and each batch is learnt from once, not even the old log-probs: they
-    are those of the update's own pass."""
-    algorithm, actor = config.optimization, config.worker.actor
-    looks = algorithm.enable_perception_filtering or algorithm.enable_trajectory_reweighting
-    reference = divergence_of(config) is not None
-    once = actor.ppo_epochs == 1 and actor.global_batch_size == config.dataset.rollout_batch_size
-    old = looks or reference or rewards_read_signals or algorithm.enable_entropy_filtering or not once
-    return Needs(
-        old=old,
-        entropy=old,
-        dependency=algorithm.perception_estimator if looks else None,
-        reference=reference,
-    )
-
-
-def attention_every(config: Config, rewards_read_signals: bool = False) -> int:
-    """Every how many steps attention is read: at each where a reward or weight needs it (of a function that reads
-    signals nobody knows which), else now and then."""
+def attention_every(config: Config, needed: bool = False) -> int:
+    """Every how many steps attention is read for its metrics: at each where somebody needs it anyway (which signals a
+    user's function reads, nobody knows), else now and then."""
     asked = config.optimization.compute_attention_metrics
-    if asked == "auto" and not (needs_attention(config) or rewards_read_signals):
-        return ATTENTION_NOW_AND_THEN
-    return int(asked is not False)
+    if asked == "auto":
+        return 1 if needed else ATTENTION_NOW_AND_THEN
+    return int(asked)
 
 
-def needs_attention(config: Config) -> bool:
-    return config.optimization.enable_token_weights or bool(set(ATTENTION_REWARDS) & set(config.reward_functions))
-
-
-def credit_rule(config: Config) -> CreditRule:
+def credit_rules(config: Config) -> tuple[Rule, ...]:
+    """Those of the switches, in the order of SPEC 2.2, then those that `optimization.credit` adds."""
     algorithm = config.optimization
-    scaling = Scaling(algorithm.trajectory_scaling_min, algorithm.trajectory_scaling_max)
-    weighting = TokenWeighting(
+    rules: list[Rule] = []
+    if algorithm.enable_perception_filtering:
+        rules.append(PerceptionFilter(algorithm.top_p_perception_tokens))
+    if algorithm.enable_entropy_filtering:
+        rules.append(EntropyFilter(algorithm.top_p_entropy_tokens))
+    if algorithm.enable_trajectory_reweighting:
+        rules.append(TrajectoryScaling(algorithm.trajectory_scaling_min, algorithm.trajectory_scaling_max))
+    if algorithm.enable_token_weights:
+        rules.append(attention_weights(config))
+    try:
+        return (*rules, *map(make_rule, algorithm.credit))
+    except PluginError as error:
+        raise ConfigError([f"optimization.credit: {error}"]) from error
+
+
+def attention_weights(config: Config) -> AttentionWeights:
+    algorithm = config.optimization
+    return AttentionWeights(
         target=algorithm.token_weight_target,
         clip=algorithm.token_weight_clip,
         smooth_sigma=algorithm.token_weight_smooth_sigma,
         top_ratio=algorithm.token_weight_top_ratio,
-    )
-    return CreditRule(
-        perception_top_p=algorithm.top_p_perception_tokens if algorithm.enable_perception_filtering else None,
-        entropy_top_p=algorithm.top_p_entropy_tokens if algorithm.enable_entropy_filtering else None,
-        scaling=scaling if algorithm.enable_trajectory_reweighting else None,
-        weighting=weighting if algorithm.enable_token_weights else None,
+        attention=algorithm.compute_attention_metrics is not False,
     )
 
 

@@ -21,7 +21,7 @@ MATH = "mtrl.rewards.math_equality:math"  # in a sandbox: a hostile answer can m
 
 
 def build_scorer(config: Config, steps: int, given: Sequence[Callable[..., Any] | str] | None = None) -> RewardScorer:
-    reward, model = config.worker.reward, build_reward_model(config)
+    reward, algorithm, model = config.worker.reward, config.optimization, build_reward_model(config)
     functions: dict[str, RewardFunction] = {}
     taken = [] if model is None else [MODEL]
     for each in given or config.reward_functions:
@@ -43,7 +43,7 @@ def build_scorer(config: Config, steps: int, given: Sequence[Callable[..., Any] 
         failure_reward=reward.failure_reward,
         options_key=config.dataset.options_key,
         answer_key=config.dataset.answer_key,
-        wants_token_weights=config.optimization.enable_token_weights and not recipe.attention_every(config),
+        wants_token_weights=algorithm.enable_token_weights and algorithm.compute_attention_metrics is False,
     )
 
 

@@ -16,7 +16,7 @@ from mtrl.build.model import (
     build_generator,
     build_policy,
     build_reference,
-    sees_attention,
+    refuse_unmeasured,
 )
 from mtrl.build.rewards import build_scorer
 from mtrl.build.trackers import build_store, build_trackers
@@ -25,7 +25,6 @@ from mtrl.config import Config, ConfigError, load_config, to_yaml
 from mtrl.errors import opening
 from mtrl.models.perturb import PERTURBATIONS
 from mtrl.protocols import Tracker
-from mtrl.rewards import grounding
 from mtrl.tracking.several import Trackers
 from mtrl.training.evaluate import Result
 from mtrl.training.interrupt import Interrupt, say
@@ -100,27 +99,33 @@ def build(
         )
         sampler = closing.enter_context(build_sampler(config, dataset, encoder, directory.path))
         _, policy = build_policy(config, encoder)
-        actor = build_actor(config, policy, encoder, steps)
         scorer = build_scorer(config, steps, rewards)
         closing.callback(scorer.close)
         own = build_trackers(config, steps, encoder, directory.path)
         tracker = Trackers([*own, *trackers], before=directory.refuse_another)
         closing.callback(tracker.close)
+        rules = recipe.recipe_of(
+            config,
+            steps,
+            first=not start.own,
+            rewards=[function.needs for function in scorer.functions.values()],
+            trackers=tracker.needs,
+            sees_attention=policy.backbone.own_attention,
+        )
+        refuse_unmeasured(config, rules, policy.backbone)
+        actor = build_actor(config, policy, encoder, steps)
         interrupt = Interrupt()
         components = Components(
             source=sampler,
             generator=build_generator(config, policy, encoder),
             scorer=scorer,
-            probers=[actor, *build_reference(config, policy)],
+            probers=[actor, *build_reference(config, policy, rules.needs)],
             actor=actor,
             tracker=tracker,
             store=closing.enter_context(build_store(config, directory)),
             validation=build_validation(config, encoder, directory.path, trained_on_rows=data is not None),
             stop=interrupt.asked,
         )
-        wanted = any(f.needs_signals and not isinstance(f, grounding.Grounded) for f in scorer.functions.values())
-        sees = sees_attention(config, policy.backbone)
-        rules = recipe.recipe_of(config, steps, first=not start.own, rewards_read_signals=wanted, sees_attention=sees)
         loop = Loop(components, rules)
         if start.checkpoint is not None:
             loop.restore(start.checkpoint, start.state if start.own else fitting_state(start, sampler))
@@ -135,9 +140,12 @@ def evaluate(config: Config) -> Result:
     validation = build_validation(config, encoder, None)
     if validation is None:
         raise ConfigError(["dataset.val_files: nothing to evaluate on; name a file (--data F)"])
-    looks = sees_attention(config, policy.backbone) and recipe.attention_every(config)
-    prober = build_actor(config, policy, encoder, steps=1) if looks else None
     scorer = build_scorer(config, steps=1)
+    rewards = [function.needs for function in scorer.functions.values()]
+    rules = recipe.recipe_of(config, 1, rewards=rewards, sees_attention=policy.backbone.own_attention)
+    refuse_unmeasured(config, rules, policy.backbone)
+    looks = "mass" in rules.needs or rules.attention_every
+    prober = build_actor(config, policy, encoder, steps=1) if looks else None
     try:
         return validation.run(build_generator(config, policy, encoder), scorer, version=0, prober=prober)
     finally:

@@ -28,7 +28,7 @@ from mtrl.rewards.choices import chosen_letter
 from mtrl.tracking.attention_page import Answered, Drawn, overview, write_report
 from mtrl.tracking.heat_map import ImageAttention
 from mtrl.tracking.pages import SHOWN_SEGMENTS
-from mtrl.types import SEGMENTS, VISION_POOL, Prompt, Rollouts
+from mtrl.types import SEGMENTS, VISION_POOL, Needs, Prompt, Rollouts
 from mtrl.zoo.rows import MODEL_DIRECTORY
 
 SAMPLES = 8
@@ -120,7 +120,7 @@ def answered(
     policy: Forward, encoder: TextEncoder, rollouts: Rollouts, letter: str | None, wanted: Sequence[str]
 ) -> Answered:
     """Of one response."""
-    signals, prompt = policy.signals(rollouts, old=False, mass=True), rollouts.prompts[0]
+    signals, prompt = policy.signals(rollouts, Needs("mass")), rollouts.prompts[0]
     assert signals.mass is not None and signals.prompt_mass is not None
     answer = Answered(
         id=prompt.task.id,

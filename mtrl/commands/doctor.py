@@ -154,7 +154,7 @@ def plan_of(config: Config, on_gpu: bool) -> Plan:
         max_pixels=data.max_pixels,
         update=recipe.update_batching(config, on_gpu, actor.share_prefix),
         probe=recipe.probe_batching(config, on_gpu, actor.share_prefix),
-        views=2 if recipe.needs_of(config).dependency else 1,
+        views=recipe.recipe_of(config, 1).needs.views,
         on_gpu=on_gpu,
         packed=compiled and actor.padding_free and own_attention,
         compiled=compiled,

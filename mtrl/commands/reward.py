@@ -55,7 +55,7 @@ def try_reward(config: Config, function: str, data: str, rollouts: Path | None) 
         record = RunRecord(rollouts, _sources_of_run(config, rollouts, notes), builder)
     encoder = _encoder(config, data, rollouts, notes)
     name, part = reward_function(config, function)
-    if part.needs_signals:
+    if part.needs:
         notes.append("the function asks for signals, and nobody probed these responses: it gets none")
     describe = partial(samples_of, options_key=config.dataset.options_key, answer_key=config.dataset.answer_key)
     try:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from mtrl.build.run import build, configure
 from mtrl.commands.words import say, started
 from mtrl.config import take_file, warnings
-from mtrl.training.loop import Recipe
+from mtrl.training.recipe import Recipe
 from mtrl.zoo.rows import CONFIG_FILE
 
 

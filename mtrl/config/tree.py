@@ -139,6 +139,9 @@ class Optimization:
     replay_buffer_size: int = key(0, "groups kept for replay; 0: off", "[0, inf)")
     replay_var_epsilon: float = key(1e-6, "reward standard deviation a group needs to be kept", "[0, inf)")
     filter_min_reward: float = key(0.0, "mean reward a group needs to be kept", "[-inf, inf)")
+    credit: tuple[str | Mapping[str, Any], ...] = key(
+        (), "further credit rules: name, file.py:name, or {name: .., arguments}"
+    )
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,9 @@ from mtrl.models.backbone import Backbone, Features, prompt_positions
 from mtrl.models.layout import Layout, lay_out
 from mtrl.models.transfer import to_device
 from mtrl.protocols import PromptEncoder
-from mtrl.types import Rollouts, Signals
+from mtrl.types import Needs, Rollouts, Signals
 
+OLD = Needs("old")
 Views = Sequence[tuple[np.ndarray, ...]]  # the media of each prompt, as another pair of eyes sees them
 
 
@@ -31,7 +32,7 @@ class Forward:
     """Scores rollouts under the model's current weights, at the rollout temperature.
 
     `packed`: everything in one sequence without padding, for kernels that skip what nobody sees (CUDA). `last_k` and
-    `weight_last_k` restrict the layers of the segments `all` and `weight` of the attention.
+    `weight_last_k` restrict the layers of the segments `all` and `weight` of the attention. `dependency` estimates S.
     """
 
     backbone: Backbone
@@ -42,6 +43,7 @@ class Forward:
     chunk: int = CHUNK_POSITIONS
     last_k: int | None = None
     weight_last_k: int | None = None
+    dependency: Literal["low_var_kl", "full_kl"] = "low_var_kl"
 
     def logp(self, rollouts: Rollouts) -> Tensor:
         """[N, T] log-probs with gradients, on the model's device; 0 off the mask."""
@@ -52,40 +54,34 @@ class Forward:
         return self._scores(self.response_hidden(rollouts), rollouts, entropy)
 
     @torch.no_grad()
-    def signals(
-        self,
-        rollouts: Rollouts,
-        views: Views | None = None,
-        *,
-        old: bool = True,
-        entropy: bool = False,
-        dependency: Literal["low_var_kl", "full_kl"] | None = None,
-        mass: bool = False,
-    ) -> Signals:
-        """Log-probs of the original image and, for the dependency, of the perturbed `views`; where attention goes.
+    def signals(self, rollouts: Rollouts, needs: Needs = OLD, views: Views | None = None) -> Signals:
+        """What is needed of every token, under the original image and, for what compares, the perturbed `views`.
 
         Where attention alone is asked for, the vocabulary is left alone."""
-        assert dependency is None or views is not None, "the dependency compares two views"
-        layout, features = self._prepare(rollouts, [None] if dependency is None else [None, views])
-        reader = self._reader(layout) if mass else None
+        assert needs.views == 1 or views is not None, "two views are compared"
+        layout, features = self._prepare(rollouts, [None, views][: needs.views])
+        reader = self._reader(layout) if "mass" in needs else None
         hidden = self._read(layout, features, reader)
-        of_tokens: dict[str, Tensor] = {}  # [M] each; the device is asked for everything before anything is waited for
-        if old or entropy or dependency is not None:
-            clean = self._scores(hidden[0], rollouts, entropy)
-            of_tokens["old"] = clean.logp
-            if clean.entropy is not None:
-                of_tokens["entropy"] = clean.entropy
-        if dependency is not None:
-            of_tokens["perturbed"] = self._scores(hidden[1], rollouts).logp
-        if dependency == "full_kl":
-            matrix = self.backbone.output_matrix
-            of_tokens["dependency"] = full_kl(hidden[0], hidden[1], matrix, **self.distribution())
-        found = {name: spread(values.cpu(), rollouts.mask) for name, values in of_tokens.items()}
-        if dependency == "low_var_kl":
-            found["dependency"] = visual_dependency(found["old"], found["perturbed"], rollouts.mask)
-        elif dependency == "full_kl":
+        scored = self._score_views(hidden, rollouts, needs) if needs.without("mass", "prompt_mass") else {}
+        found = {name: spread(values.cpu(), rollouts.mask) for name, values in scored.items()}
+        if "dependency" in found:
             found["dependency"] = bounded_dependency(found["dependency"], rollouts.mask)
+        elif "dependency" in needs:
+            found["dependency"] = visual_dependency(found["old"], found["perturbed"], rollouts.mask)
         return Signals(**found, **({} if reader is None else self._mass(reader, layout, rollouts)))
+
+    def _score_views(self, hidden: list[Tensor], rollouts: Rollouts, needs: Needs) -> dict[str, Tensor]:
+        """[M] of each signal that comes from the vocabulary, on the device: it is asked for everything before anything
+        is waited for. A new signal of this kind has its place here."""
+        clean = self._scores(hidden[0], rollouts, entropy="entropy" in needs)
+        found = {"old": clean.logp}
+        if clean.entropy is not None:
+            found["entropy"] = clean.entropy
+        if needs.views == 2:
+            found["perturbed"] = self._scores(hidden[1], rollouts).logp
+        if "dependency" in needs and self.dependency == "full_kl":
+            found["dependency"] = full_kl(hidden[0], hidden[1], self.backbone.output_matrix, **self.distribution())
+        return found
 
     @torch.no_grad()
     def maps(self, rollouts: Rollouts, tokens: Sequence[int]) -> Tensor:

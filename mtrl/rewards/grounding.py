@@ -14,6 +14,7 @@ from torch import Tensor
 from mtrl.algorithms.rewards import Normalizer, mdi_reward, vgr_hard_negative_reward, vgr_reward
 from mtrl.rewards.builtin import accuracy
 from mtrl.rewards.outcomes import Outcome, done
+from mtrl.types import Needs
 
 SEGMENT = "vgr_late"
 
@@ -24,7 +25,7 @@ Compare = Callable[[Tensor, Tensor, Sequence[Sample]], Tensor]  # VGR [N], group
 class Grounded:
     """Compares responses by their VGR; a response without one (no image, nobody looked) gets no reward."""
 
-    needs_signals = True
+    needs = Needs("mass")
 
     def __init__(self, compare: Compare) -> None:
         self.compare = compare

@@ -16,7 +16,7 @@ from mtrl.algorithms.rewards import combine, scheduled_weights
 from mtrl.errors import RunError
 from mtrl.rewards.outcomes import TOKEN_WEIGHTS, Outcome, done, logged_number
 from mtrl.rewards.samples import samples_of, signals_of
-from mtrl.types import Rewards, Rollouts, Signals
+from mtrl.types import Needs, Rewards, Rollouts, Signals
 
 Schedule = Sequence[tuple[float, Sequence[float]]]
 Sample = Mapping[str, Any]
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 class RewardFunction(Protocol):
     """One part of the reward: takes samples, answers when it is ready."""
 
-    needs_signals: bool  # wants to be told what the probes measured, and so runs after them
+    needs: Needs  # the signals it reads: with any, it is told what the probes measured, and so runs after them
 
     def submit(self, samples: Sequence[Sample], group: Sequence[int] | None = None) -> Sequence[Future[Outcome]]:
         """One for each sample. `group`: the prompt of each, for functions that compare; None: all different."""
@@ -49,7 +49,7 @@ class RewardModel(Protocol):
 class Builtin:
     """A built-in: quick and trusted, so it runs where it is asked."""
 
-    needs_signals = False
+    needs = Needs()
 
     def __init__(self, function: Callable[[Sample], float | None]) -> None:
         self.function = function
@@ -86,7 +86,7 @@ class RewardScorer:
         progress = {"global_step": self.total_steps if step is None else step, "max_steps": self.total_steps}
         samples = samples_of(rollouts, self.options_key, self.answer_key, progress)
         group = rollouts.group.tolist()
-        asked = {name: f.submit(samples, group) for name, f in self.functions.items() if not f.needs_signals}
+        asked = {name: f.submit(samples, group) for name, f in self.functions.items() if not f.needs}
         if self.model is not None:  # last: the functions run in their processes meanwhile
             asked[MODEL] = [done(judged(score)) for score in self.model.score(rollouts)]
         return Pending(self, rollouts, step, samples, asked)

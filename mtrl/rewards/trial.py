@@ -92,7 +92,7 @@ def try_on(
 ) -> Trial:
     """Scores one batch after the other, groups whole, as a run does. `describe` makes the samples. Nobody probed these
     responses, so a function that asks for signals gets none."""
-    nothing = {"signals": dict[str, Any]()} if function.needs_signals else {}
+    nothing = {"signals": dict[str, Any]()} if function.needs else {}
     tried: list[Tried] = []
     seconds = 0.0
     for rollouts in recorded:

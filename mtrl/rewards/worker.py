@@ -21,7 +21,8 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
-from mtrl.rewards.loading import PLACE, NoReward, Setup, load_reward
+from mtrl.plugins import PluginError
+from mtrl.rewards.loading import PLACE, Setup, load_reward
 from mtrl.rewards.outcomes import Outcome
 
 ANSWER_SECONDS = 0.02  # at most so much work is done again where a process dies
@@ -82,7 +83,7 @@ def main() -> None:
     allow_open_files()
     try:
         reward = load_reward(setup.function, setup.kwargs, setup.timeout_s)
-    except NoReward as error:
+    except PluginError as error:
         connection.send(("error", str(error)))
         return
     except BaseException:

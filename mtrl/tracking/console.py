@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+from mtrl.protocols import Tracker
 from mtrl.tracking.colour import Paint, wants_colour
 from mtrl.tracking.pace import Pace, as_clock
 from mtrl.tracking.preview import DecodeTokens, Trained, most_taught, training_preview, validation_preview
 from mtrl.tracking.table import By, Validations, Values, by_name, table
-from mtrl.types import Credit, Rewards, Rollouts, Sample, Signals
+from mtrl.types import Experience, Sample
 
 BAR = 24  # characters
 SHOWN = {
@@ -38,7 +39,7 @@ class ConsoleSettings:
     directory: Path | None = None  # of the run, for the summary
 
 
-class Console:
+class Console(Tracker):
     """`earlier`: what former attempts validated, by step. `decode` makes the tokens of a training response readable;
     without it only validation responses are shown."""
 
@@ -83,9 +84,9 @@ class Console:
         if self.settings.preview_chars and samples:
             self._keep(self._previews(samples))
 
-    def rollouts(self, step: int, rollouts: Rollouts, rewards: Rewards, credit: Credit, signals: Signals) -> None:
+    def rollouts(self, step: int, experience: Experience) -> None:
         if self.decode is not None:
-            self._trained = most_taught(rollouts, rewards, credit)
+            self._trained = most_taught(experience)
 
     def close(self) -> None:
         self._make_room()

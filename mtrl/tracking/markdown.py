@@ -21,12 +21,13 @@ import torch
 from torch import Tensor
 
 from mtrl.algorithms.signals import pool_sizes, segment, sequence_mass, vgr
+from mtrl.protocols import Tracker
 from mtrl.tracking import pages
 from mtrl.tracking.background import LIMIT_BYTES, Background, append_bounded
 from mtrl.tracking.colour import harmless
 from mtrl.tracking.pages import SHOWN_SEGMENTS, fenced, number, spread, table
 from mtrl.tracking.preview import DecodeTokens
-from mtrl.types import Credit, Prompt, Rewards, Rollouts, Sample, Signals
+from mtrl.types import Experience, Prompt, Sample
 
 SAMPLES = 4  # responses of a step, from the lowest reward to the highest
 SAMPLES_OF_TOKENS = 2  # written out token by token
@@ -59,18 +60,7 @@ class LogPaths:
         )
 
 
-@dataclass(frozen=True, eq=False)
-class Step:
-    """What is kept of a step until it is written."""
-
-    step: int
-    rollouts: Rollouts
-    rewards: Rewards
-    credit: Credit
-    signals: Signals
-
-
-class MarkdownLogs:
+class MarkdownLogs(Tracker):
     """A tracker. With `every_step` off, steps are written only where they are validated."""
 
     def __init__(
@@ -78,13 +68,12 @@ class MarkdownLogs:
     ) -> None:
         self.paths, self.decode, self.every_step, self.limit = paths, decode, every_step, limit_bytes
         self._background = Background("Markdown logs")
-        self._last: Step | None = None
+        self._last: tuple[int, Experience] | None = None
 
-    def metrics(self, step: int, values: Mapping[str, float]) -> None: ...
-
-    def rollouts(self, step: int, rollouts: Rollouts, rewards: Rewards, credit: Credit, signals: Signals) -> None:
+    def rollouts(self, step: int, experience: Experience) -> None:
+        rollouts = experience.rollouts
         lean = replace(rollouts, prompts=tuple(map(without_media, rollouts.prompts)))
-        self._last = Step(step, lean, rewards, credit, signals)
+        self._last = step, replace(experience, rollouts=lean)
         if self.every_step:
             self._write_last()
 
@@ -104,15 +93,15 @@ class MarkdownLogs:
 
     def _write_last(self) -> None:
         if self._last is not None:
-            self._background.submit(partial(self._write, self._last))
+            self._background.submit(partial(self._write, *self._last))
         self._last = None
 
-    def _write(self, it: Step) -> None:
-        self._append(self.paths.rollouts, rollout_page(it))
+    def _write(self, step: int, it: Experience) -> None:
+        self._append(self.paths.rollouts, rollout_page(step, it))
         if it.signals.mass is not None:
-            self._append(self.paths.attention, attention_page(it, self.decode))
-        if it.credit.weights is not None:
-            self._append(self.paths.weights, weights_page(it, self.decode))
+            self._append(self.paths.attention, attention_page(step, it, self.decode))
+        if it.credit is not None and it.credit.weights is not None:
+            self._append(self.paths.weights, weights_page(step, it, self.decode))
 
     def _append(self, path: Path, page: str) -> None:
         append_bounded(path, page, self.limit)
@@ -124,13 +113,13 @@ def without_media(prompt: Prompt) -> Prompt:
 
 
 # --------------------------------------------------------------------------------------------------------------- pages
-def rollout_page(it: Step) -> str:
+def rollout_page(step: int, it: Experience) -> str:
     rollouts, rewards = it.rollouts, it.rewards
     lengths = rollouts.mask.sum(1)
     rows = [["reward", *spread(rewards.total)], *([name, *spread(part)] for name, part in rewards.parts.items())]
     rows.append(["response length", *spread(lengths.double())])
     parts = [
-        f"# Step {it.step}",
+        f"# Step {step}",
         f"{len(rollouts)} responses to {len(rollouts.prompts)} prompts, {int(rollouts.truncated.sum())} cut at the "
         f"length limit, {int(rewards.failed.sum())} failed rewards.",
         table(["", "mean", "std", "min", "max"], rows),
@@ -163,11 +152,11 @@ def evaluation_page(
     return "\n\n".join(parts) + "\n\n"
 
 
-def attention_page(it: Step, decode: DecodeTokens) -> str:
+def attention_page(step: int, it: Experience, decode: DecodeTokens) -> str:
     """Both phases by segment, and the beginnings of the responses that look most and least."""
     mass, sizes = response_mass(it), row_sizes(it)
     assert mass is not None and it.signals.mass is not None
-    parts = [f"# Step {it.step}", "While answering:", pages.attention_table(mass, sizes)]
+    parts = [f"# Step {step}", "While answering:", pages.attention_table(mass, sizes)]
     if it.signals.prompt_mass is not None:
         parts += ["While reading (the prompt's tokens after the image):"]
         parts += [pages.attention_table(it.signals.prompt_mass, sizes)]
@@ -181,11 +170,11 @@ def attention_page(it: Step, decode: DecodeTokens) -> str:
     return "\n\n".join(parts) + "\n\n"
 
 
-def weights_page(it: Step, decode: DecodeTokens) -> str:
+def weights_page(step: int, it: Experience, decode: DecodeTokens) -> str:
+    assert it.credit is not None and it.credit.weights is not None
     weights, mask, mass = it.credit.weights, it.rollouts.mask, it.signals.mass
-    assert weights is not None
     rows = pages.rows_over_range(it.rewards.total, SAMPLES_OF_TOKENS)
-    parts = [f"# Step {it.step}", table(["token weight", "mean", "std", "min", "max"], [["", *spread(weights[mask])]])]
+    parts = [f"# Step {step}", table(["token weight", "mean", "std", "min", "max"], [["", *spread(weights[mask])]])]
     for row in rows:
         length = min(int(mask[row].sum()), JSON_TOKENS)
         texts = decode(it.rollouts.tokens[row, :length].tolist())
@@ -214,7 +203,7 @@ def scores_of(total: float, parts: Mapping[str, float]) -> str:
     return ", ".join([f"reward {number(total)}", *(f"{name} {number(x)}" for name, x in parts.items())])
 
 
-def preview(it: Step, row: int, values: Tensor, decode: DecodeTokens) -> str:
+def preview(it: Experience, row: int, values: Tensor, decode: DecodeTokens) -> str:
     """token(value) of the first tokens."""
     length = min(int(it.rollouts.mask[row].sum()), HEAD_TOKENS)
     texts = decode(it.rollouts.tokens[row, :length].tolist())
@@ -238,12 +227,12 @@ def segments_of(values: Mapping[str, float]) -> str:
     return table(["layers", "VGR", "AEI text", "AEI vision"], rows)
 
 
-def response_mass(it: Step) -> Tensor | None:
+def response_mass(it: Experience) -> Tensor | None:
     """[N, len(SEGMENTS), 2]"""
     return None if it.signals.mass is None else sequence_mass(it.signals.mass, it.rollouts.mask)
 
 
-def row_sizes(it: Step) -> Tensor:
+def row_sizes(it: Experience) -> Tensor:
     """[N, 2]"""
     sizes = pool_sizes(it.rollouts.prompts)
     return sizes[it.rollouts.group] if len(sizes) else torch.zeros(0, 2, dtype=torch.long)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from mtrl.tracking.colour import Paint, harmless, shorten
-from mtrl.types import Credit, Rewards, Rollouts, Sample
+from mtrl.types import Experience, Sample
 
 INDENT = "    "
 
@@ -26,9 +26,10 @@ class Trained:
     reward: float
 
 
-def most_taught(rollouts: Rollouts, rewards: Rewards, credit: Credit) -> Trained | None:
+def most_taught(experience: Experience) -> Trained | None:
     """The response of a step with the most credit on its tokens; None where nothing is learnt."""
-    if not len(rollouts):
+    rollouts, rewards, credit = experience.rollouts, experience.rewards, experience.credit
+    if credit is None or not len(rollouts):
         return None
     credits = (credit.advantage * credit.select).where(rollouts.mask, 0.0)
     row = int(credits.abs().sum(1).argmax())

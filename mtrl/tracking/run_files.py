@@ -17,14 +17,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from mtrl.protocols import Tracker
 from mtrl.tracking.jsonl import ROTATE_AT, JsonLines, last_row, read_rows, rows_of
 from mtrl.tracking.table import by_name
-from mtrl.types import Credit, Rewards, Rollouts, Sample, Signals
+from mtrl.types import Experience, Sample
 
 __all__ = ["RunFiles", "first_steps_of", "read_rows", "validations_of"]
 
 
-class RunFiles:
+class RunFiles(Tracker):
     """With `every_step` off, rollouts are written only of the steps that are validated."""
 
     def __init__(self, directory: Path, every_step: bool = True, rotate_at: int = ROTATE_AT) -> None:
@@ -52,7 +53,8 @@ class RunFiles:
         self._rollouts.append(self._of_last_step)
         self._of_last_step = []
 
-    def rollouts(self, step: int, rollouts: Rollouts, rewards: Rewards, credit: Credit, signals: Signals) -> None:
+    def rollouts(self, step: int, experience: Experience) -> None:
+        rollouts, rewards = experience.rollouts, experience.rewards
         lengths = rollouts.mask.sum(1).tolist()
         tasks = [rollouts.prompts[g].task for g in rollouts.group.tolist()]
         rows = [

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 
 from mtrl.protocols import Tracker
-from mtrl.types import Credit, Rewards, Rollouts, Sample, Signals
+from mtrl.types import Experience, Needs, Sample
 
 
-class Trackers:
+class Trackers(Tracker):
     """`before` may refuse each write, with an error."""
 
     def __init__(self, trackers: Sequence[Tracker], before: Callable[[], None] = lambda: None) -> None:
         self.trackers, self.before = tuple(trackers), before
+        self.needs = reduce(Needs.__or__, (tracker.needs for tracker in self.trackers), Needs())
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         self.before()
         for tracker in self.trackers:
             tracker.metrics(step, values)
 
-    def rollouts(self, step: int, rollouts: Rollouts, rewards: Rewards, credit: Credit, signals: Signals) -> None:
+    def rollouts(self, step: int, experience: Experience) -> None:
         self.before()
         for tracker in self.trackers:
-            tracker.rollouts(step, rollouts, rewards, credit, signals)
+            tracker.rollouts(step, experience)
 
     def validation(
         self,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from mtrl.types import Credit, Rewards, Rollouts, Sample, Signals
+from mtrl.protocols import Tracker
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-class Watch:
+class Watch(Tracker):
     """A tracker that only warns. `first` are the first steps of the run where it goes on from an earlier attempt: a run
     that has collapsed already must not be compared with itself. Without `groups` (estimators that compare no responses
     of one prompt) groups without variance are no harm."""
@@ -162,18 +162,6 @@ class Watch:
             if (warning := rule(seen)) is not None:
                 self._rules.remove(rule)
                 logger.warning("step %d: %s", step, warning)
-
-    def rollouts(self, step: int, rollouts: Rollouts, rewards: Rewards, credit: Credit, signals: Signals) -> None: ...
-
-    def validation(
-        self,
-        step: int,
-        values: Mapping[str, float],
-        by: Mapping[str, Mapping[str, float]],
-        samples: Sequence[Sample] = (),
-    ) -> None: ...
-
-    def close(self) -> None: ...
 
     def _remember_start(self, values: Mapping[str, float]) -> None:
         if len(self._first) < self.limits.first_steps:

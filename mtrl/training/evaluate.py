@@ -50,7 +50,7 @@ class Validation:
         for prompts in self.batches():
             rollouts = generator.generate(prompts, replace(self.sampling, version=version))
             pending = scorer.submit(rollouts, step=None)
-            signals = Signals() if prober is None else prober.probe(rollouts, Needs(mass=True), step=0)
+            signals = Signals() if prober is None else prober.probe(rollouts, Needs("mass"), step=0)
             rewards = pending.result(signals)
             collect(scores, rollouts, rewards, signals)
             solved += self._solved(rollouts, rewards)

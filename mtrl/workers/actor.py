@@ -6,7 +6,7 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
@@ -87,18 +87,18 @@ class LocalActor:
     # ------------------------------------------------------------------------------------------------------- probing
     def probe(self, rollouts: Rollouts, needs: Needs, step: int) -> Signals:
         """What is needed of every token, before any update of this step; with nothing needed, no pass is made."""
-        needs = replace(needs, mass=needs.mass and bool(rollouts.visual.any()))
-        if not (needs.old or needs.entropy or needs.dependency or needs.mass):
+        needs = needs.without("reference", "divergence", "values")
+        if not rollouts.visual.any():
+            needs = needs.without("mass", "prompt_mass")
+        if not needs:
             return Signals()
-        rows = self.probe_batching.split(rollouts, views=2 if needs.dependency else 1)
+        rows = self.probe_batching.split(rollouts, needs.views)
         parts = [self._probe(rollouts.rows(index), needs, step) for index in rows]
         return in_order(parts, torch.cat(rows))
 
     def _probe(self, rollouts: Rollouts, needs: Needs, step: int) -> Signals:
-        views = [self.perturbation.view(p, step) for p in rollouts.prompts] if needs.dependency else None
-        return self.forward.signals(
-            rollouts, views, old=needs.old, entropy=needs.entropy, dependency=needs.dependency, mass=needs.mass
-        )
+        views = [self.perturbation.view(p, step) for p in rollouts.prompts] if needs.views == 2 else None
+        return self.forward.signals(rollouts, needs, views)
 
     # ------------------------------------------------------------------------------------------------------ updating
     def update(self, batches: Iterable[TrainBatch], loss: Loss) -> dict[str, float]:

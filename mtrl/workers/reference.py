@@ -21,7 +21,7 @@ class Reference:
 
     @torch.no_grad()
     def probe(self, rollouts: Rollouts, needs: Needs, step: int) -> Signals:
-        if not needs.reference:
+        if not ("reference" in needs or "divergence" in needs):
             return Signals()
         rows = self.batching.split(rollouts)
         return in_order([self._probe(rollouts.rows(index)) for index in rows], torch.cat(rows))

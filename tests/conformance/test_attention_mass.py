@@ -22,7 +22,7 @@ from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward
 from mtrl.models.load import load_model
 from mtrl.models.perturb import Perturbation
-from mtrl.types import SEGMENTS, TEXT_POOL, VISION_POOL
+from mtrl.types import SEGMENTS, TEXT_POOL, VISION_POOL, Needs
 
 GROUP, LENGTHS = [0, 0, 1, 3, 0, 2, 3], [6, 2, 4, 1, 0, 6, 5]
 
@@ -89,7 +89,7 @@ def close(actual, expected, atol=1e-5):
 def test_masses_equal_those_of_eager_matrices(family, route, last_k):
     rollouts = rollouts_for(family)
     forward = Forward(shared_backbone(family), encoder_of(family), last_k=last_k, **route)
-    signals = forward.signals(rollouts, mass=True)
+    signals = forward.signals(rollouts, Needs("old", "mass"))
     assert signals.mass.shape == (len(GROUP), max(LENGTHS), len(SEGMENTS), 2)
     for row, length in enumerate(LENGTHS):
         size = len(rollouts.prompts[GROUP[row]].ids)
@@ -104,7 +104,7 @@ def test_masses_equal_those_of_eager_matrices(family, route, last_k):
 def test_prompt_masses_equal_those_of_eager_matrices(family, route):
     """The mean over the prompt's positions after its last image."""
     rollouts = rollouts_for(family)
-    signals = Forward(shared_backbone(family), encoder_of(family), **route).signals(rollouts, mass=True)
+    signals = Forward(shared_backbone(family), encoder_of(family), **route).signals(rollouts, Needs("old", "mass"))
     for row in range(len(GROUP)):
         pool = rollouts.prompts[GROUP[row]].pool
         seen = (pool == VISION_POOL).nonzero()
@@ -117,7 +117,7 @@ def test_prompt_masses_equal_those_of_eager_matrices(family, route):
 @pytest.mark.parametrize("family", VISION_FAMILIES, indirect=True)
 def test_masses_are_worth_telling_apart(family):
     rollouts = rollouts_for(family)
-    signals = Forward(shared_backbone(family), encoder_of(family)).signals(rollouts, mass=True)
+    signals = Forward(shared_backbone(family), encoder_of(family)).signals(rollouts, Needs("old", "mass"))
     ratio = vgr(
         segment(sequence_mass(signals.mass, rollouts.mask), "all"), pool_sizes(rollouts.prompts)[rollouts.group]
     )
@@ -133,8 +133,8 @@ def test_the_perturbed_view_leaves_the_clean_masses_alone(family, route):
     rollouts = rollouts_for(family)
     views = [Perturbation(seed=7).view(prompt, 0) for prompt in rollouts.prompts]
     forward = Forward(shared_backbone(family), encoder_of(family), **route)
-    alone = forward.signals(rollouts, mass=True)
-    both = forward.signals(rollouts, views, dependency="low_var_kl", mass=True, entropy=True)
+    alone = forward.signals(rollouts, Needs("old", "mass"))
+    both = forward.signals(rollouts, Needs("dependency", "mass", "entropy"), views)
     torch.testing.assert_close(both.mass, alone.mass, rtol=0, atol=1e-5, equal_nan=True)
     close(both.old, alone.old)
 
@@ -152,7 +152,7 @@ def test_maps_equal_those_of_eager_matrices(family, route):
         assert maps.shape == (len(tokens), len(SEGMENTS), size)
         for number, name in enumerate(SEGMENTS):
             close(maps[:, number], eager_maps(family, row)[name][[size - 1 + token for token in tokens]])
-        mass = forward.signals(one, mass=True).mass[0, tokens]
+        mass = forward.signals(one, Needs("mass")).mass[0, tokens]
         sums = torch.stack([maps[..., prompt.pool == pool].sum(-1) for pool in (TEXT_POOL, VISION_POOL)], -1)
         close(sums, mass.nan_to_num())
         assert maps[:, SEGMENTS.index("all"), prompt.pool == VISION_POOL].std() > 1e-3, "worth drawing"
@@ -162,4 +162,4 @@ def test_maps_equal_those_of_eager_matrices(family, route):
 def test_other_attention_is_refused_by_name(family):
     forward = Forward(Backbone(eager_model(family)), encoder_of(family))
     with pytest.raises(ValueError, match="attn_implementation"):
-        forward.signals(rollouts_for(family), mass=True)
+        forward.signals(rollouts_for(family), Needs("mass"))

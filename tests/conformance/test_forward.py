@@ -21,6 +21,7 @@ from mtrl.algorithms.signals import DEPENDENCY_LIMIT
 from mtrl.models.backbone import SHARED_PREFIX_FAMILIES, Backbone
 from mtrl.models.forward import Forward
 from mtrl.models.perturb import Perturbation
+from mtrl.types import Needs
 
 # Groups uneven and not in order; responses unequal, one empty, one prompt (the third) without any.
 GROUP, LENGTHS = [0, 0, 1, 3, 0, 1, 3], [6, 2, 4, 1, 0, 6, 5]
@@ -85,7 +86,7 @@ def test_chunks_change_nothing(family, forward):
 
 def test_entropy_equals_a_plain_forward(family, forward):
     rollouts = rollouts_for(family)
-    entropy = forward.signals(rollouts, entropy=True).entropy
+    entropy = forward.signals(rollouts, Needs("entropy")).entropy
     for row in range(len(rollouts)):
         length = LENGTHS[row]
         with torch.no_grad():
@@ -104,7 +105,9 @@ def test_only_empty_responses(family, forward):
     """Nothing to score is no reason to stop, and gives no gradient."""
     rollouts = rollouts_of(prompts_for(family), [0, 1], [3, 3])
     rollouts.mask[:] = False
-    signals = forward.signals(rollouts, views_of(rollouts), entropy=True, dependency="full_kl")
+    signals = replace(forward, dependency="full_kl").signals(
+        rollouts, Needs("entropy", "dependency"), views_of(rollouts)
+    )
     assert all((x == 0).all() for x in (signals.old, signals.entropy, signals.dependency))
     forward.logp(rollouts).sum().backward()
     assert all(p.grad is None or (p.grad == 0).all() for p in forward.backbone.model.parameters())
@@ -134,7 +137,7 @@ def test_forged_media_tokens_break_nothing(family, forward):
     for place, token in enumerate(encoder.forbidden_ids):
         rollouts.tokens[0, place] = token
         rollouts.tokens[5, place + 1] = token  # a text-only row
-    signals = forward.signals(rollouts, views_of(rollouts), dependency="low_var_kl", entropy=True)
+    signals = forward.signals(rollouts, Needs("dependency", "entropy"), views_of(rollouts))
     forged = torch.isin(rollouts.tokens, torch.tensor(encoder.forbidden_ids)) & rollouts.mask
     assert (signals.old[forged] == -torch.inf).all()
     assert signals.old[~forged].isfinite().all() and signals.entropy.isfinite().all()
@@ -189,7 +192,7 @@ def test_low_var_kl_equals_a_plain_computation(family, forward, temperature):
     rollouts = rollouts_for(family)
     views = views_of(rollouts)
     forward = replace(forward, temperature=temperature)
-    signals = forward.signals(rollouts, views, dependency="low_var_kl")
+    signals = forward.signals(rollouts, Needs("dependency"), views)
     with torch.no_grad():
         old = plain_logp(family, rollouts, temperature=temperature).double()
         other = plain_logp(family, rollouts, temperature=temperature, views=views).double()
@@ -205,7 +208,7 @@ def test_low_var_kl_equals_a_plain_computation(family, forward, temperature):
 def test_full_kl_equals_a_plain_computation(family, forward):
     rollouts = rollouts_for(family)
     views = views_of(rollouts)
-    dependency = forward.signals(rollouts, views, dependency="full_kl").dependency
+    dependency = replace(forward, dependency="full_kl").signals(rollouts, Needs("dependency"), views).dependency
     for row in range(len(rollouts)):
         prompt, length = rollouts.prompts[GROUP[row]], LENGTHS[row]
         response, view = rollouts.tokens[row, :length], views[GROUP[row]]
@@ -222,7 +225,7 @@ def test_full_kl_equals_a_plain_computation(family, forward):
 def test_the_same_view_depends_on_nothing(family, forward, estimator):
     rollouts = rollouts_for(family)
     same = [prompt.media for prompt in rollouts.prompts]
-    signals = forward.signals(rollouts, same, dependency=estimator)
+    signals = replace(forward, dependency=estimator).signals(rollouts, Needs("dependency"), same)
     close(signals.old, signals.perturbed)
     assert (signals.dependency < 1e-6).all()
 
@@ -231,7 +234,7 @@ def test_the_same_view_depends_on_nothing(family, forward, estimator):
 def test_text_rows_depend_on_no_image(family, forward, estimator):
     """They run along in the batch; other rows' views leave them alone."""
     rollouts = rollouts_for(family)
-    signals = forward.signals(rollouts, views_of(rollouts), dependency=estimator)
+    signals = replace(forward, dependency=estimator).signals(rollouts, Needs("dependency"), views_of(rollouts))
     assert (signals.dependency[~rollouts.visual] < 1e-9).all()
 
 
@@ -241,16 +244,16 @@ def test_views_go_to_their_own_prompt(family, forward):
     rollouts = rollouts_for(family)
     views = [prompt.media for prompt in rollouts.prompts]
     views[3] = views_of(rollouts)[3]
-    dependency = forward.signals(rollouts, views, dependency="low_var_kl").dependency
+    dependency = forward.signals(rollouts, Needs("dependency"), views).dependency
     theirs = rollouts.group == 3
     assert (dependency[theirs] > 1e-6).any() and (dependency[~theirs] < 1e-9).all()
 
 
 def test_rows_do_not_depend_on_their_batch(family, forward):
     rollouts = rollouts_for(family)
-    together = forward.signals(rollouts, entropy=True)
+    together = forward.signals(rollouts, Needs("entropy"))
     for row in (0, 2, 6):
-        alone = forward.signals(rollouts.rows(torch.tensor([row])), entropy=True)
+        alone = forward.signals(rollouts.rows(torch.tensor([row])), Needs("entropy"))
         close(alone.old[0], together.old[row])
         close(alone.entropy[0], together.entropy[row])
 

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from mtrl.models.forward import Forward
 from mtrl.models.load import load_model
 from mtrl.models.perturb import Perturbation
 from mtrl.rollout.local import LocalGenerator
-from mtrl.types import Sampling
+from mtrl.types import Needs, Sampling
 from mtrl.zoo.exam import examine, prompts_of
 from mtrl.zoo.rows import MODEL_DIRECTORY
 from mtrl.zoo.task import make_question
@@ -60,9 +61,9 @@ def rollouts():
 def test_signals_equal_the_cpu(rollouts, route):
     perturbation = Perturbation()
     views = [perturbation.view(prompt, step=0) for prompt in rollouts.prompts]
-    asked = {"entropy": True, "dependency": "full_kl", "mass": True}
-    here = forward_on("cpu").signals(rollouts, views, **asked)
-    there = forward_on("cuda", **ROUTES[route]).signals(rollouts, views, **asked)
+    needs = Needs("entropy", "dependency", "mass")
+    routes = forward_on("cpu"), forward_on("cuda", **ROUTES[route])
+    here, there = (replace(each, dependency="full_kl").signals(rollouts, needs, views) for each in routes)
     for name in ("old", "perturbed", "entropy", "dependency", "mass", "prompt_mass"):
         torch.testing.assert_close(getattr(here, name), getattr(there, name), rtol=2e-3, atol=2e-3)
 
@@ -82,7 +83,7 @@ def test_no_graph_is_compiled_after_the_second_batch(rollouts):
     graphs = []
     for rows in (torch.arange(48), torch.arange(8, 40), torch.arange(4, 15), torch.arange(20, 48), torch.tensor([3])):
         part = rollouts.rows(rows)
-        forward.signals(part, [prompt.media for prompt in part.prompts], dependency="low_var_kl", mass=True)
+        forward.signals(part, Needs("dependency", "mass"), [prompt.media for prompt in part.prompts])
         forward.logp(part).sum().backward()
         graphs.append(int(counters["stats"]["unique_graphs"]))
     assert graphs[0] > 0 and graphs[-1] == graphs[1], graphs

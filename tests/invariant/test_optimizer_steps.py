@@ -87,7 +87,7 @@ def test_metrics_are_means_over_all_tokens():
     expected = {"approx_kl": [], "clipfrac_low": [], "clipfrac_high": [], "pg_loss": [], "entropy_penalty": []}
     for batch in batches:
         mask = batch.rollouts.mask
-        logp = frozen.probe(batch.rollouts, Needs(old=True), 0).old.double()
+        logp = frozen.probe(batch.rollouts, Needs("old"), 0).old.double()
         ratio = (logp - batch.old).exp()
         unclipped, clipped = ratio * batch.advantage, ratio.clamp(0.8, 1.3) * batch.advantage
         gain = torch.minimum(unclipped, clipped)

@@ -145,7 +145,7 @@ MIXED = torch.randperm(len(GROUP), generator=torch.Generator().manual_seed(1))  
 
 @lru_cache
 def probed_at_once(family, dependency):
-    return actor_of(family).probe(rollouts_for(family), replace(NEEDS, dependency=dependency), 4)
+    return actor_of(family, dependency=dependency).probe(rollouts_for(family), NEEDS, 4)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def probed_at_once(family, dependency):
 )
 def test_signals_do_not_depend_on_the_layout(family, layout, dependency):
     rollouts, expected = rollouts_for(family), probed_at_once(family, dependency)
-    found = actor_of(family, LAYOUTS[layout]).probe(rollouts.rows(MIXED), replace(NEEDS, dependency=dependency), 4)
+    found = actor_of(family, LAYOUTS[layout], dependency=dependency).probe(rollouts.rows(MIXED), NEEDS, 4)
     assert expected.dependency[rollouts.visual].max() > 0.1
     for name in ("old", "perturbed", "entropy", "dependency", "mass", "prompt_mass"):
         close(getattr(found, name), getattr(expected, name)[MIXED], rtol=1e-5, atol=2e-5)
@@ -162,9 +162,9 @@ def test_signals_do_not_depend_on_the_layout(family, layout, dependency):
 @pytest.mark.parametrize(
     ("needs", "brought"),
     [
-        (Needs(old=True), ["old"]),
+        (Needs("old"), ["old"]),
         # old log-probs unasked would take the entropy out of what the update reports (see "fresh rollouts")
-        (Needs(mass=True), ["mass", "prompt_mass"]),
+        (Needs("mass"), ["mass", "prompt_mass"]),
     ],
 )
 def test_only_what_was_asked_for(family, needs, brought):
@@ -188,7 +188,9 @@ def test_the_reference_does_not_depend_on_the_layout(family, layout, full):
     def probe(rollouts, batching):
         forward = Forward(fresh_backbone(family), encoder_of(family), share_prefix=batching.share_prefix)
         policy = Forward(moved.forward.backbone, encoder_of(family), share_prefix=batching.share_prefix)
-        return Reference(forward, batching, policy if full else None).probe(rollouts, Needs(reference=True), 0)
+        return Reference(forward, batching, policy if full else None).probe(
+            rollouts, Needs("divergence" if full else "reference"), 0
+        )
 
     expected, found = probe(rollouts, ALL_AT_ONCE), probe(rollouts.rows(MIXED), LAYOUTS[layout])
     name = "divergence" if full else "reference"
@@ -198,7 +200,7 @@ def test_the_reference_does_not_depend_on_the_layout(family, layout, full):
         assert theirs[rollouts.mask].min() > -1e-6 and theirs.max() > 1e-3
     else:
         torch.testing.assert_close(theirs, signals_for(family).old, rtol=1e-5, atol=2e-5)  # before the update
-    unasked = Reference(moved.forward, ALL_AT_ONCE).probe(rollouts, Needs(old=True), 0)
+    unasked = Reference(moved.forward, ALL_AT_ONCE).probe(rollouts, Needs("old"), 0)
     assert all(value is None for value in vars(unasked).values())
 
 

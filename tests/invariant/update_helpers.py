@@ -9,11 +9,15 @@ import torch
 from helpers import fake_batch
 from tiny_models import encoder_of, fresh_backbone, prompts_for, rollouts_of
 
-from mtrl.algorithms.credit import CreditRule, Scaling, TokenWeighting, assign
+from mtrl.algorithms.credit import assign
+from mtrl.algorithms.credit.attention_weights import AttentionWeights
+from mtrl.algorithms.credit.entropy_filter import EntropyFilter
+from mtrl.algorithms.credit.perception_filter import PerceptionFilter
+from mtrl.algorithms.credit.trajectory_scaling import TrajectoryScaling
 from mtrl.algorithms.losses import Loss, PolicyLoss, mismatch_correction, term_weights
 from mtrl.models.forward import Forward
 from mtrl.models.perturb import Perturbation
-from mtrl.types import Needs, TrainBatch
+from mtrl.types import Experience, Needs, Rewards, TrainBatch
 from mtrl.workers.actor import LocalActor, Optimization
 from mtrl.workers.micro_batches import MicroBatching
 
@@ -24,7 +28,7 @@ GROUP, LENGTHS, MASKED = [0, 0, 0, 0, 1, 1, 2, 2, 3, 3], [6, 2, 9, 5, 4, 1, 7, 3
 # still moves by about LR, a hundred times the tolerance.
 LR, CLIP = 1e-4, 0.01
 ALL_AT_ONCE = MicroBatching(rows=len(GROUP))
-NEEDS = Needs(old=True, entropy=True, dependency="low_var_kl", mass=True)
+NEEDS = Needs("old", "entropy", "dependency", "mass")
 
 
 @lru_cache
@@ -32,15 +36,15 @@ def rollouts_for(family):
     rollouts = rollouts_of(prompts_for(family), GROUP, LENGTHS)
     rollouts.mask[MASKED] = False
     behaviour = torch.randn(rollouts.mask.shape, generator=torch.Generator().manual_seed(5))
-    old = actor_of(family).probe(rollouts, Needs(old=True), 0).old
+    old = actor_of(family).probe(rollouts, Needs("old"), 0).old
     return replace(rollouts, behaviour=old + 0.5 * behaviour)
 
 
-def actor_of(family, batching=ALL_AT_ONCE, forward=None, **optimization):
+def actor_of(family, batching=ALL_AT_ONCE, forward=None, dependency="low_var_kl", **optimization):
     settings = {"lr": LR, "warmup_steps": 0, "total_steps": 10, "max_grad_norm": CLIP} | optimization
     share = batching.share_prefix
     return LocalActor(
-        forward or Forward(fresh_backbone(family), encoder_of(family), share_prefix=share),
+        forward or Forward(fresh_backbone(family), encoder_of(family), share_prefix=share, dependency=dependency),
         Optimization(**settings),
         perturbation=Perturbation(seed=3),
         update_batching=batching,
@@ -69,10 +73,12 @@ def plain_batch(family):
 def full_batch(family, loss_type="grpo"):
     """Every stream at once: filters, trajectory scale, token weights in the mask, correction, reference."""
     rollouts, signals = rollouts_for(family), signals_for(family)
-    rule = CreditRule(0.4, 0.2, Scaling(0.8, 2.0), TokenWeighting(target="mask"))
+    rules = (PerceptionFilter(0.4), EntropyFilter(0.2), TrajectoryScaling(0.8, 2.0), AttentionWeights(target="mask"))
     advantage = noise(rollouts.mask[:, :1], 1).expand(rollouts.mask.shape)
     token_weights = noise(rollouts.mask, 4).exp().clamp(0.2, 3.0)
-    credit = assign(rule, advantage, rollouts.mask, rollouts.visual, signals, token_weights)
+    nothing = torch.zeros(len(rollouts))
+    rewards = Rewards(nothing, {}, nothing.bool(), token_weights=token_weights)
+    credit = assign(rules, Experience(rollouts, rewards, signals, advantage), (0, 0))
     return TrainBatch(
         rollouts,
         signals.old + noise(rollouts.mask, 2, 0.3),

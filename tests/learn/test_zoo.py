@@ -25,7 +25,7 @@ from mtrl.models.forward import Forward
 from mtrl.models.load import load_model
 from mtrl.models.perturb import Perturbation
 from mtrl.rollout.local import LocalGenerator
-from mtrl.types import Sampling
+from mtrl.types import Needs, Sampling
 from mtrl.zoo.exam import best_constant, grade, prompts_of
 from mtrl.zoo.task import HABITS, KINDS, LETTERS, TEST_QUESTIONS, VALUES, as_task, make_question
 
@@ -271,7 +271,7 @@ def first_samples(rollouts, samples=3):
 def test_dependency_is_where_the_image_is(backbone, encoder, sampled):
     rollouts = first_samples(sampled)
     views = [Perturbation(patch_size=14, black_prob=0.5).view(prompt, 0) for prompt in rollouts.prompts]
-    dependency = Forward(backbone, encoder).signals(rollouts, views, dependency="low_var_kl").dependency
+    dependency = Forward(backbone, encoder).signals(rollouts, Needs("dependency"), views).dependency
     tells = tells_of_the_image(encoder, rollouts)
     seen, template = dependency[tells], dependency[rollouts.mask & ~tells]
     assert len(seen) > 1000 and len(template) > 1000
@@ -283,7 +283,9 @@ def test_dependency_is_nowhere_without_a_perturbation(backbone, encoder, sampled
     rollouts = first_samples(sampled, samples=1)
     views = [prompt.media for prompt in rollouts.prompts]
     for estimator in ("low_var_kl", "full_kl"):
-        dependency = Forward(backbone, encoder).signals(rollouts, views, dependency=estimator).dependency
+        dependency = (
+            Forward(backbone, encoder, dependency=estimator).signals(rollouts, Needs("dependency"), views).dependency
+        )
         assert (dependency == 0).all()
 
 
@@ -292,7 +294,7 @@ def test_dependency_is_nowhere_between_blank_images(backbone, encoder, questions
     the two passes are one computation; ties count half.)"""
     rollouts = replace(first_samples(sampled, samples=1), prompts=tuple(prompts_of(questions, encoder, blank=True)))
     views = [Perturbation("blank").view(prompt, 0) for prompt in rollouts.prompts]
-    dependency = Forward(backbone, encoder).signals(rollouts, views, dependency="low_var_kl").dependency
+    dependency = Forward(backbone, encoder).signals(rollouts, Needs("dependency"), views).dependency
     tells = tells_of_the_image(encoder, rollouts)
     assert dependency.max() < 1e-6
     assert abs(auc(dependency[tells], dependency[rollouts.mask & ~tells]) - 0.5) <= 0.05

@@ -1,12 +1,16 @@
 """Fakes around the loop: each writes down in one journal when it is called, and with what."""
 
+from dataclasses import fields
+
 import torch
 from helpers import fake_prompt, mask_of
 
-from mtrl.algorithms.credit import CreditRule
+from mtrl.algorithms.assemble import BatchPlan
+from mtrl.algorithms.estimators import Grpo
 from mtrl.algorithms.losses import Loss
 from mtrl.training.evaluate import Validation
-from mtrl.training.loop import Components, Loop, Recipe
+from mtrl.training.loop import Components, Loop
+from mtrl.training.recipe import Recipe
 from mtrl.types import Needs, Rewards, Rollouts, Sampling, Signals, Weights
 
 PROMPTS, RESPONSES = 2, 2  # in a step
@@ -118,7 +122,7 @@ class FakeReference:
         self.journal, self.signals = journal, signals
 
     def probe(self, rollouts, needs, step):
-        assert needs.reference
+        assert "reference" in needs or "divergence" in needs
         self.journal.append(("reference", step))
         return Signals(**{name: value.where(rollouts.mask, 0.0) for name, value in self.signals.items()})
 
@@ -131,7 +135,9 @@ class FakeTracker:
         self.journal.append(("metrics", step))
         self.rows[step] = values
 
-    def rollouts(self, step, rollouts, rewards, credit, signals):
+    needs = Needs()
+
+    def rollouts(self, step, experience):
         self.journal.append(("rollouts", step))
 
     def validation(self, step, values, by, samples):
@@ -161,26 +167,20 @@ def recipe(**changes):
     settings = {
         "total_steps": 1,
         "prompts_per_step": PROMPTS,
-        "prompts_per_update": PROMPTS,
-        "passes": 1,
         "sampling": Sampling(n=RESPONSES, max_new_tokens=4),
-        "needs": Needs(old=True),
+        "needs": Needs("old"),
         "attention_every": 0,
-        "estimator": "grpo",
-        "scale_rewards": "none",
-        "gamma": 1.0,
-        "credit": CreditRule(),
+        "estimator": Grpo("none"),
+        "credit": (),
         "divergence": None,
         "loss": Loss(),
-        "loss_type": "dapo",
-        "loss_token_denominator": "all",
-        "max_response_length": 8,
-        "mask_truncated": False,
         "validate_every": -1,
         "validate_first": False,
         "save_every": -1,
     }
-    return Recipe(**settings | changes)
+    plan = {"prompts_per_update": PROMPTS, "max_response_length": 8}
+    plan |= {f.name: changes.pop(f.name) for f in fields(BatchPlan) if f.name in changes}
+    return Recipe(**settings | {"batches": BatchPlan(**plan)} | changes)
 
 
 def loop(actor=None, reference=None, validation=None, scorer=None, **changes):
@@ -191,7 +191,7 @@ def loop(actor=None, reference=None, validation=None, scorer=None, **changes):
     if reference is not None:
         reference.journal = journal
         probers.append(reference)
-        changes.setdefault("needs", Needs(old=True, reference=True))
+        changes.setdefault("needs", Needs("old", *reference.signals))
     components = Components(
         source=FakeSource(journal),
         generator=FakeGenerator(journal),

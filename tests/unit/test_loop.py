@@ -9,10 +9,10 @@ import pytest
 import torch
 from loop_helpers import PROMPTS, REFERENCE, FakeReference, FakeScorer, loop, validation_of
 
+from mtrl.algorithms.divergence import Divergence
 from mtrl.build.run import Run
 from mtrl.config import load_config
 from mtrl.training.interrupt import Interrupt
-from mtrl.training.loop import Divergence
 from mtrl.training.resume import Start
 
 

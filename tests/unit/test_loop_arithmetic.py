@@ -8,11 +8,13 @@ import torch
 from helpers import NAN, close, fake_prompt, fake_rollouts, same
 from loop_helpers import REFERENCE, FakeActor, FakeGenerator, FakeReference, FakeScorer, loop, recipe, validation_of
 
-from mtrl.algorithms.credit import CreditRule, Scaling
+from mtrl.algorithms.assemble import assemble
+from mtrl.algorithms.credit.trajectory_scaling import TrajectoryScaling
+from mtrl.algorithms.divergence import Divergence
+from mtrl.algorithms.estimators import Grpo, ReinforcePlusPlus, Rloo
 from mtrl.algorithms.losses import Loss
 from mtrl.training.evaluate import by_column, collect
-from mtrl.training.loop import Divergence, assemble
-from mtrl.types import Credit, Rewards, Sample, Sampling, Signals
+from mtrl.types import Credit, Experience, Rewards, Sample, Sampling, Signals
 
 
 def advantages_of(made):
@@ -45,7 +47,7 @@ def test_divergence_token_by_token_for_reinforce_plus_plus():
     made = loop(
         reference=FakeReference(None, reference=REFERENCE),
         divergence=Divergence("kl", 0.5),
-        estimator="reinforce_plus_plus",
+        estimator=ReinforcePlusPlus(),
     )
     made.step(0)
     # A token gets -0.5 * -0.2 = 0.1, the last one its reward as well; returns are sums of what follows.
@@ -92,8 +94,8 @@ def test_a_fixed_coefficient_stays():
     ("changes", "expected"),
     [
         ({}, [0.5, -0.5, 1, -1]),
-        ({"scale_rewards": "group"}, [1 / math.sqrt(2), -1 / math.sqrt(2), 1 / math.sqrt(2), -1 / math.sqrt(2)]),
-        ({"estimator": "rloo"}, [1, -1, 2, -2]),
+        ({"estimator": Grpo("group")}, [1 / math.sqrt(2), -1 / math.sqrt(2), 1 / math.sqrt(2), -1 / math.sqrt(2)]),
+        ({"estimator": Rloo()}, [1, -1, 2, -2]),
     ],
 )
 def test_estimators(changes, expected):
@@ -106,7 +108,7 @@ def test_credit_is_decided_before_the_split():
     """The trajectory factor looks at all visual rows of the step, though each group is an optimizer step of its own."""
     dependency = torch.tensor([[9.0] * 4, [9.0] * 4, [1.0] * 4, [3.0] * 4])  # rows 0 and 1 have no image
     actor = FakeActor(None, dependency=dependency)
-    made = loop(actor=actor, credit=CreditRule(scaling=Scaling(0.8, 2.0)), prompts_per_update=1)
+    made = loop(actor=actor, credit=(TrajectoryScaling(0.8, 2.0),), prompts_per_update=1)
     made.step(0)
     # u = 0 and 1, mean 1/2: beta_max = 0.8 + 0.2 / 0.5 = 1.2.
     close(advantages_of(made), [0.5, -0.5, 0.8, -1.2])
@@ -114,15 +116,14 @@ def test_credit_is_decided_before_the_split():
 
 
 # ------------------------------------------------------------------------------------------------------------- batches
-def credit_of(rollouts, select=None):
+def batches_of(rules, rollouts, signals, select=None):
+    """Of a step whose rows have their number for an advantage."""
     mask = rollouts.mask
     rows = torch.arange(len(mask), dtype=torch.float32)[:, None]
-    return Credit(
-        rows.expand(mask.shape).where(mask, 0.0),
-        mask if select is None else select,
-        mask.float(),
-        torch.ones(len(mask)),
-    )
+    select = mask if select is None else select
+    credit = Credit(rows.expand(mask.shape).where(mask, 0.0), select, mask.float(), torch.ones(len(mask)))
+    rewards = Rewards(torch.zeros(len(mask)), {}, torch.zeros(len(mask), dtype=torch.bool))
+    return assemble(rules.batches, rules.loss, Experience(rollouts, rewards, signals, credit=credit))
 
 
 def six_rows():
@@ -134,7 +135,7 @@ def six_rows():
 
 def test_whole_groups_with_denominators_of_their_own():
     rollouts, signals = six_rows()
-    batches = list(assemble(recipe(prompts_per_update=2, passes=2), rollouts, signals, credit_of(rollouts)))
+    batches = list(batches_of(recipe(prompts_per_update=2, passes=2), rollouts, signals))
     assert [len(batch) for batch in batches] == [4, 2, 4, 2]
     assert [len(batch.rollouts.prompts) for batch in batches] == [2, 1, 2, 1]
     first, second = batches[:2]
@@ -159,7 +160,7 @@ def test_whole_groups_with_denominators_of_their_own():
 )
 def test_weights_by_hand(changes, row, expected):
     rollouts, signals = six_rows()
-    (batch,) = assemble(recipe(prompts_per_update=3, **changes), rollouts, signals, credit_of(rollouts))
+    (batch,) = batches_of(recipe(prompts_per_update=3, **changes), rollouts, signals)
     close(batch.weights.policy[row], expected)
 
 
@@ -168,7 +169,7 @@ def test_filtered_tokens(denominator, kept):
     rollouts, signals = six_rows()
     first_tokens = rollouts.mask & (torch.arange(4) == 0)
     rules = recipe(prompts_per_update=3, loss_token_denominator=denominator)
-    (batch,) = assemble(rules, rollouts, signals, credit_of(rollouts, first_tokens))
+    (batch,) = batches_of(rules, rollouts, signals, first_tokens)
     close(batch.weights.policy, first_tokens * kept)
     close(batch.weights.divergence, rollouts.mask / 13)
 
@@ -177,10 +178,10 @@ def test_the_correction_is_capped_and_follows_its_rows():
     rollouts, signals = six_rows()  # o = -0.5, b = -1: exp(0.5) = 1.65; row 5 was sampled at b = -3.5
     rollouts.behaviour[5] = -3.5
     rules = recipe(prompts_per_update=1, loss=Loss(tis_clip=2.0))
-    batches = list(assemble(rules, rollouts, signals, credit_of(rollouts)))
+    batches = list(batches_of(rules, rollouts, signals))
     close(batches[0].correction, [[math.exp(0.5), 1, 1, 1], [math.exp(0.5)] * 2 + [1, 1]])
     close(batches[2].correction[1], [2, 2, 1, 1])
-    close(next(assemble(recipe(), rollouts, signals, credit_of(rollouts))).correction, torch.ones(4, 4))
+    close(next(batches_of(recipe(), rollouts, signals)).correction, torch.ones(4, 4))
 
 
 # ---------------------------------------------------------------------------------------------------------- validation

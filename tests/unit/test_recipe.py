@@ -4,7 +4,7 @@ import pytest
 
 from mtrl.build.recipe import optimization_of, recipe_of, total_steps
 from mtrl.config import load_config
-from mtrl.training.loop import due
+from mtrl.training.recipe import due
 
 
 # ----------------------------------------------------------------------------------------------------- from the config
@@ -35,13 +35,13 @@ def test_optimizer_steps_of_a_run():
     optimization = optimization_of(config, steps=10)
     assert optimization.total_steps == 10 * 4 * 3 and optimization.warmup_steps == 12
     rules = recipe_of(config, 10)
-    assert (rules.prompts_per_step, rules.prompts_per_update, rules.passes) == (8, 2, 3)
+    assert (rules.prompts_per_step, rules.batches.prompts_per_update, rules.batches.passes) == (8, 2, 3)
 
 
 def test_dr_grpo_divides_by_the_length_of_the_config():
     config = load_config(None, {"worker.rollout.max_new_tokens": 4, "dataset.max_response_length": 8})
     rules = recipe_of(config, 1)
-    assert rules.sampling.max_new_tokens == 4 and rules.max_response_length == 8
+    assert rules.sampling.max_new_tokens == 4 and rules.batches.max_response_length == 8
 
 
 @pytest.mark.parametrize("every", [-1, 0])

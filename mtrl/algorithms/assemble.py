@@ -1,0 +1,54 @@
+"""From the credit of a step to the batches of its optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from mtrl.algorithms.losses import Loss, LossType, mismatch_correction, term_weights
+from mtrl.algorithms.packing import optimizer_steps
+from mtrl.types import Experience, TrainBatch
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How a step is cut into optimizer steps, and what its sums are divided by."""
+
+    prompts_per_update: int  # per optimizer step
+    passes: int = 1  # over the prompts of a step (ppo_epochs)
+    loss_type: LossType = "dapo"
+    loss_token_denominator: Literal["all", "selected"] = "all"
+    max_response_length: int = 1  # what dr_grpo divides by
+    mask_truncated: bool = False
+
+
+def assemble(plan: BatchPlan, loss: Loss, experience: Experience) -> Iterator[TrainBatch]:
+    """One batch for each optimizer step: whole groups, with weights whose denominators span the batch."""
+    rollouts, signals, credit = experience.rollouts, experience.signals, experience.credit
+    assert credit is not None, "batches are made of credit"
+    correction = None
+    if signals.old is not None:
+        correction = mismatch_correction(signals.old, rollouts.behaviour, rollouts.mask, loss.tis_clip, loss.tis_level)
+    silenced = rollouts.truncated if plan.mask_truncated else torch.zeros(len(rollouts), dtype=torch.bool)
+    for _ in range(plan.passes):
+        for rows in optimizer_steps(rollouts.group, plan.prompts_per_update):
+            weights = term_weights(
+                credit.measure[rows],
+                credit.select[rows],
+                plan.loss_type,
+                plan.max_response_length,
+                plan.loss_token_denominator,
+                silenced[rows],
+            )
+            yield TrainBatch(
+                rollouts=rollouts.rows(rows),
+                old=None if signals.old is None else signals.old[rows],
+                advantage=credit.advantage[rows],
+                correction=None if correction is None else correction[rows],
+                weights=weights,
+                reference=None if signals.reference is None else signals.reference[rows],
+                returns=None if experience.returns is None else experience.returns[rows],
+            )

@@ -1,0 +1,65 @@
+"""Token weights by attention (SPEC 2.1): tokens that looked at the image count for more."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mtrl.algorithms.credit.rule import Key, Weight
+from mtrl.algorithms.credit.top_fraction import top_fraction
+from mtrl.algorithms.signals import pool_sizes, segment, vgr
+from mtrl.types import Experience, Needs
+
+
+@dataclass(frozen=True)
+class AttentionWeights(Weight):
+    """v [N, T] = 1/VGR, smoothed, mean 1, clipped; or what a reward function supplied. Without `attention` nobody reads
+    it, and a reward function must bring the weights."""
+
+    target: Literal["advantage", "mask"] = "advantage"
+    clip: tuple[float, float] = (0.2, 3.0)
+    smooth_sigma: float = 0.0
+    top_ratio: float | None = None
+    attention: bool = True
+
+    @property
+    def needs(self) -> Needs:
+        return Needs("mass") if self.attention else Needs()
+
+    def apply(self, experience: Experience, key: Key) -> Tensor | None:
+        rollouts, mass = experience.rollouts, experience.signals.mass
+        if experience.rewards.token_weights is not None or mass is None:
+            return experience.rewards.token_weights
+        return self.weights(segment(mass, "weight"), pool_sizes(rollouts.prompts)[rollouts.group], rollouts.mask)
+
+    def weights(self, mass: Tensor, sizes: Tensor, mask: Tensor) -> Tensor:
+        """From the attention mass [N, T, 2] and each row's pool sizes [N, 2].
+
+        Rows without vision tokens (or text tokens) get ones, and so do tokens off the mask.
+        """
+        weights = torch.ones(mask.shape, dtype=torch.float64)
+        looking = 1 / vgr(mass.double(), sizes[:, None, :])
+        applicable = (sizes > 0).all(1) & mask.any(1)
+        for row in applicable.nonzero().flatten().tolist():
+            v = gaussian_smooth(looking[row, mask[row]], self.smooth_sigma)
+            v = v / v.mean()
+            clipped = v.clamp(*self.clip)
+            if self.top_ratio is not None:  # ranked before the clip, which would make ties of the highest
+                top = top_fraction(v[None], torch.ones(1, len(v), dtype=torch.bool), self.top_ratio)[0]
+                clipped = clipped.where(top, 1.0)
+            weights[row, mask[row]] = clipped
+        return weights.float()
+
+
+def gaussian_smooth(x: Tensor, sigma: float) -> Tensor:
+    """x [n] smoothed by a Gaussian of radius ceil(3 sigma), its edges replicated; sigma 0 leaves it as it is."""
+    if sigma == 0:
+        return x
+    radius = math.ceil(3 * sigma)
+    kernel = torch.exp(-0.5 * (torch.arange(-radius, radius + 1, dtype=x.dtype) / sigma) ** 2)
+    padded = torch.cat([x[:1].expand(radius), x, x[-1:].expand(radius)])
+    return padded.unfold(0, 2 * radius + 1, 1) @ (kernel / kernel.sum())

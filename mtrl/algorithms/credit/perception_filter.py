@@ -1,0 +1,44 @@
+"""Token gradient filtering (SPEC 1.3): the policy gradient goes where the image mattered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mtrl.algorithms.credit.rule import Filter, Key
+from mtrl.algorithms.credit.top_fraction import top_fraction
+from mtrl.algorithms.groups import masked_mean
+from mtrl.types import Experience, Needs
+
+
+@dataclass(frozen=True)
+class PerceptionFilter(Filter):
+    """Keeps the tokens with the highest visual dependency S. It cannot judge a response that has no image."""
+
+    top_p: float = 0.2
+    needs = Needs("dependency")
+
+    def speaks_for(self, experience: Experience) -> Tensor:
+        return experience.rollouts.visual
+
+    def apply(self, experience: Experience, key: Key) -> Tensor:
+        return top_fraction(experience.signals.dependency, experience.rollouts.mask, self.top_p)
+
+    def metrics(self, experience: Experience) -> dict[str, float]:
+        """Which tokens were kept, and how they differ from the rest."""
+        dependency, mask = experience.signals.dependency, experience.rollouts.mask
+        seen = mask & experience.rollouts.visual[:, None]
+        if dependency is None or not seen.any():
+            return {}
+        chosen = top_fraction(dependency, mask, self.top_p) & seen
+        weakest = dependency.where(chosen, torch.inf).amin(1)[chosen.any(1)]
+        values = {
+            "actor/perception_token_fraction": masked_mean(chosen, seen),
+            "actor/low_var_kl_mean_selected": masked_mean(dependency, chosen),
+            "actor/low_var_kl_threshold": float(weakest.mean()),
+        }
+        if (rejected := seen & ~chosen).any():
+            values["actor/low_var_kl_mean_rejected"] = masked_mean(dependency, rejected)
+        return values

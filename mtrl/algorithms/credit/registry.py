@@ -1,0 +1,57 @@
+"""Credit rules by name. A rule of the package is a line here; a user's is named `file.py:Name` or `module:Name`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from mtrl.algorithms.credit.attention_weights import AttentionWeights
+from mtrl.algorithms.credit.entropy_filter import EntropyFilter
+from mtrl.algorithms.credit.perception_filter import PerceptionFilter
+from mtrl.algorithms.credit.rule import Filter, Rule, Term, Weight
+from mtrl.algorithms.credit.trajectory_scaling import TrajectoryScaling
+from mtrl.plugins import PluginError, load_plugin
+
+RULES: dict[str, type[Rule]] = {
+    "perception_filter": PerceptionFilter,
+    "entropy_filter": EntropyFilter,
+    "trajectory_scaling": TrajectoryScaling,
+    "attention_weights": AttentionWeights,
+}
+
+
+def make_rule(spec: str | Mapping[str, Any]) -> Rule:
+    """From `name`, `file.py:Name` or {name: .., and its arguments}; PluginError says what is wrong."""
+    arguments = {} if isinstance(spec, str) else dict(spec)
+    name = spec if isinstance(spec, str) else arguments.pop("name", None)
+    if not isinstance(name, str):
+        raise PluginError(f"{spec}: which rule? Write {{name: .., and its arguments}}")
+    kind: Any = RULES.get(name) or find_class(name)
+    known = [f.name for f in fields(kind) if f.init]
+    if unknown := sorted(arguments.keys() - set(known)):
+        raise PluginError(f"{name} takes no {', '.join(unknown)}; its arguments are {', '.join(known) or 'none'}")
+    listed = {key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()}
+    try:
+        return kind(**listed)
+    except TypeError as error:  # an argument without a default is missing
+        raise PluginError(f"{name}: {error}") from error
+
+
+def find_class(name: str) -> Any:
+    """A user's rule."""
+    if ":" not in name:
+        close = get_close_matches(name, RULES, n=1)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        raise PluginError(f"there is no rule {name}{hint}; there are {', '.join(RULES)}; your own is file.py:Name")
+    try:
+        kind: Any = load_plugin(name, "credit rule")
+    except PluginError:
+        raise
+    except Exception as error:  # whatever the user's file raises
+        raise PluginError(f"{name} cannot be loaded: {type(error).__name__}: {error}") from error
+    fits = isinstance(kind, type) and issubclass(kind, (Filter, Weight, Term)) and is_dataclass(kind)
+    if not fits:
+        raise PluginError(f"{name} is no credit rule: it must be a frozen dataclass and a Filter, a Weight or a Term")
+    return kind

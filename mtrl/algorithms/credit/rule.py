@@ -1,0 +1,63 @@
+"""The three kinds of credit rules.
+
+    @dataclass(frozen=True)
+    class Late(Weight):
+        '''Later tokens get more.'''
+
+        slope: float = 0.1
+        needs = Needs()  # the signals it reads
+
+        def apply(self, experience, key):
+            place = torch.arange(experience.rollouts.mask.shape[1])
+            return (1 + self.slope * place).expand(experience.rollouts.mask.shape)
+
+`experience` has rollouts (tokens, mask, text, prompts with their tasks and columns), rewards, signals and advantage.
+`key` is (seed, step), for rules that draw: `mtrl.keyed.keyed_generator("my rule", *key)`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mtrl.types import Experience, Needs
+
+Key = tuple[int, int]  # (seed, step)
+
+
+class Rule(ABC):
+    """What all kinds share. Subclasses are frozen dataclasses whose fields are the arguments of the configuration."""
+
+    @property
+    def needs(self) -> Needs:
+        """The signals it reads; subclasses set a class attribute."""
+        return Needs()
+
+    @abstractmethod
+    def apply(self, experience: Experience, key: Key) -> Tensor | None: ...
+
+    def metrics(self, experience: Experience) -> dict[str, float]:
+        """Reported with the step, by full name; the experience has its credit."""
+        return {}
+
+
+class Filter(Rule):
+    """Which tokens count: [N, T] bool. Several filters: a token counts where any of them keeps it."""
+
+    def speaks_for(self, experience: Experience) -> Tensor:
+        """[N] bool: the rows this filter can judge. Tokens of a row that none judges all count."""
+        return torch.ones(len(experience), dtype=torch.bool)
+
+
+class Weight(Rule):
+    """A factor of at least 0: [N] for responses or [N, T] for tokens; None where there is nothing to say this time.
+    Its target is the advantage, or `mask`: what a token counts for in every sum and denominator."""
+
+    target: Literal["advantage", "mask"] = "advantage"
+
+
+class Term(Rule):
+    """Added to the advantage before it is scaled: [N, T]."""

@@ -1,0 +1,54 @@
+"""Trajectory advantage shaping (SPEC 1.4): responses that look more at the image count for more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mtrl.algorithms.credit.rule import Key, Weight
+from mtrl.algorithms.groups import row_mean
+from mtrl.types import Experience, Needs
+
+FLAT_RANGE = 1e-6  # scores closer than this cannot be told apart: every response keeps scale 1
+
+
+@dataclass(frozen=True)
+class TrajectoryScaling(Weight):
+    """w [N] from `low` up to where its mean is 1, or to the cap `high` (None: no cap). Without an image w is 1."""
+
+    low: float = 0.8
+    high: float | None = 2.0
+    needs = Needs("dependency")
+
+    def apply(self, experience: Experience, key: Key) -> Tensor:
+        return self.scale(experience.signals.dependency, experience.rollouts.mask, experience.rollouts.visual)
+
+    def scale(self, dependency: Tensor | None, mask: Tensor, visual: Tensor) -> Tensor:
+        assert dependency is not None, "trajectory scaling needs S: the probe was not asked for it"
+        scored = visual & mask.any(1)
+        scale = torch.ones(len(mask), dtype=torch.float64)
+        if scored.any():
+            score = row_mean(dependency, mask)[scored]
+            spread = score.max() - score.min()
+            if spread > FLAT_RANGE:
+                u = (score - score.min()) / spread
+                scale[scored] = self.low + u * (self._top(u) - self.low)
+        return scale.float()
+
+    def _top(self, u: Tensor) -> Tensor:
+        """beta_max: where w must end for its mean to be 1, or the cap."""
+        top = self.low + (1 - self.low) / u.mean()
+        return top if self.high is None else top.clamp(max=self.high)
+
+    def metrics(self, experience: Experience) -> dict[str, float]:
+        scored = experience.rollouts.visual & experience.rollouts.mask.any(1)
+        if experience.signals.dependency is None or not scored.any():
+            return {}
+        factors = self.apply(experience, (0, 0)).double()[scored]
+        return {
+            "actor/scaling_factor_mean": float(factors.mean()),
+            "actor/scaling_factor_max": float(factors.max()),
+            "actor/scaling_capped": float(factors.mean() < 1 - 1e-6),
+        }

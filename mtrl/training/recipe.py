@@ -1,0 +1,37 @@
+"""The algorithm as values. `build/recipe.py` reads them off the config; the loop never looks at it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mtrl.algorithms.assemble import BatchPlan
+from mtrl.algorithms.credit import Rule
+from mtrl.algorithms.divergence import Divergence
+from mtrl.algorithms.estimators import Estimator
+from mtrl.algorithms.losses import Loss
+from mtrl.types import Needs, Sampling
+
+
+@dataclass(frozen=True)
+class Recipe:
+    total_steps: int
+    prompts_per_step: int
+    sampling: Sampling
+    needs: Needs  # of every step: all that rules, rewards, divergence and trackers read
+    attention_every: int  # steps; 0: attention is read where it is needed, never for its metrics
+    estimator: Estimator
+    divergence: Divergence | None
+    credit: tuple[Rule, ...]
+    loss: Loss
+    batches: BatchPlan
+    validate_every: int  # steps; -1: only at the end
+    validate_first: bool
+    save_every: int  # steps; -1: only at the end
+    seed: int = 0  # of credit rules that draw
+
+    def needs_at(self, step: int) -> Needs:
+        return self.needs | Needs("mass") if due(step + 1, self.attention_every) else self.needs
+
+
+def due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
