@@ -186,6 +186,7 @@ class Signals:
     perturbed: Tensor | None = field(default=None, metadata=TWO_VIEWS)  # [N, T] the same on the perturbed image
     dependency: Tensor | None = field(default=None, metadata=TWO_VIEWS)  # [N, T] S of section 1.2
     entropy: Tensor | None = None  # [N, T]
+    entropy_change: Tensor | None = field(default=None, metadata=TWO_VIEWS)  # [N, T] perturbed minus `entropy`
     reference: Tensor | None = None  # [N, T] log-prob under the reference
     divergence: Tensor | None = None  # [N, T] KL to the reference over the whole vocabulary (`full`)
     values: Tensor | None = None  # [N, T]

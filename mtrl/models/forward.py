@@ -73,12 +73,16 @@ class Forward:
     def _score_views(self, hidden: list[Tensor], rollouts: Rollouts, needs: Needs) -> dict[str, Tensor]:
         """[M] of each signal that comes from the vocabulary, on the device: it is asked for everything before anything
         is waited for. A new signal of this kind has its place here."""
-        clean = self._scores(hidden[0], rollouts, entropy="entropy" in needs)
+        changes = "entropy_change" in needs
+        clean = self._scores(hidden[0], rollouts, entropy="entropy" in needs or changes)
         found = {"old": clean.logp}
         if clean.entropy is not None:
             found["entropy"] = clean.entropy
         if needs.views == 2:
-            found["perturbed"] = self._scores(hidden[1], rollouts).logp
+            perturbed = self._scores(hidden[1], rollouts, entropy=changes)
+            found["perturbed"] = perturbed.logp
+            if clean.entropy is not None and perturbed.entropy is not None:
+                found["entropy_change"] = perturbed.entropy - clean.entropy
         if "dependency" in needs and self.dependency == "full_kl":
             found["dependency"] = full_kl(hidden[0], hidden[1], self.backbone.output_matrix, **self.distribution())
         return found

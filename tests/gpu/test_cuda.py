@@ -61,10 +61,10 @@ def rollouts():
 def test_signals_equal_the_cpu(rollouts, route):
     perturbation = Perturbation()
     views = [perturbation.view(prompt, step=0) for prompt in rollouts.prompts]
-    needs = Needs("entropy", "dependency", "mass")
+    needs = Needs("entropy", "entropy_change", "dependency", "mass")
     routes = forward_on("cpu"), forward_on("cuda", **ROUTES[route])
     here, there = (replace(each, dependency="full_kl").signals(rollouts, needs, views) for each in routes)
-    for name in ("old", "perturbed", "entropy", "dependency", "mass", "prompt_mass"):
+    for name in ("old", "perturbed", "entropy", "entropy_change", "dependency", "mass", "prompt_mass"):
         torch.testing.assert_close(getattr(here, name), getattr(there, name), rtol=2e-3, atol=2e-3)
 
 

@@ -28,7 +28,7 @@ GROUP, LENGTHS, MASKED = [0, 0, 0, 0, 1, 1, 2, 2, 3, 3], [6, 2, 9, 5, 4, 1, 7, 3
 # still moves by about LR, a hundred times the tolerance.
 LR, CLIP = 1e-4, 0.01
 ALL_AT_ONCE = MicroBatching(rows=len(GROUP))
-NEEDS = Needs("old", "entropy", "dependency", "mass")
+NEEDS = Needs("old", "entropy", "entropy_change", "dependency", "mass")
 
 
 @lru_cache

@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from mtrl.algorithms.credit.attention_weights import AttentionWeights
+from mtrl.algorithms.credit.entropy_change import EntropyChange
 from mtrl.algorithms.credit.entropy_filter import EntropyFilter
 from mtrl.algorithms.credit.perception_filter import PerceptionFilter
 from mtrl.algorithms.credit.rule import Filter, Rule, Term, Weight
@@ -19,6 +20,7 @@ RULES: dict[str, type[Rule]] = {
     "entropy_filter": EntropyFilter,
     "trajectory_scaling": TrajectoryScaling,
     "attention_weights": AttentionWeights,
+    "entropy_change": EntropyChange,
 }
 
 

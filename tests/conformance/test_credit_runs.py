@@ -1,0 +1,125 @@
+"""The weight by entropy change: by hand, in a run of its own, and as a user's file; and rules that are refused."""
+
+import json
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import close, fake_experience, fake_rollouts, padded
+from run_helpers import metrics_of, run_of, words
+
+from mtrl.algorithms.credit import assign
+from mtrl.algorithms.credit.entropy_change import EntropyChange
+from mtrl.cli import main
+from mtrl.types import Signals
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples/credit/my_rule.py"
+PLAIN = ("optimization.enable_perception_filtering=false", "optimization.enable_trajectory_reweighting=false")
+
+
+def weights_of(rule, change, lengths, visual=None):
+    group = range(len(lengths)) if visual else None
+    rollouts = fake_rollouts(lengths, group=group, visual=visual)
+    experience = fake_experience(rollouts, signals=Signals(entropy_change=padded(change)))
+    return rule.apply(experience, (0, 0))
+
+
+# ------------------------------------------------------------------------------------------------------------- by hand
+def test_by_hand():
+    # |c| = 1, 3, 2: mean 2, weights 1/2, 3/2, 1. Half as strong: 3/4, 5/4, 1.
+    change = [[1.0, -3.0, 2.0]]
+    close(weights_of(EntropyChange(), change, [3]), [[0.5, 1.5, 1.0]])
+    close(weights_of(EntropyChange(strength=0.5), change, [3]), [[0.75, 1.25, 1.0]])
+    close(weights_of(EntropyChange(strength=0.0), change, [3]), [[1, 1, 1]])
+    close(weights_of(EntropyChange(clip=(0.8, 1.2)), change, [3]), [[0.8, 1.2, 1.0]])
+
+
+def test_padding_text_rows_and_rows_without_change():
+    change = [[1.0, 3.0, 99.0], [5.0, 1.0, 1.0], [0.0, 0.0, 0.0]]
+    found = weights_of(EntropyChange(), change, [2, 3, 3], visual=[True, False, True])
+    close(found, [[0.5, 1.5, 1.0], [1, 1, 1], [1, 1, 1]])
+
+
+def test_it_multiplies_the_advantage():
+    rollouts = fake_rollouts([2])
+    signals = Signals(entropy_change=torch.tensor([[1.0, -3.0]]))
+    experience = fake_experience(rollouts, signals=signals, advantage=torch.full((1, 2), 2.0))
+    credit = assign((EntropyChange(),), experience, (0, 0))
+    close(credit.advantage, [[1.0, 3.0]])
+    close(credit.weights, [[0.5, 1.5]])
+
+
+# ------------------------------------------------------------------------------------------------------------- in a run
+def run(output, *overrides):
+    status = main(words(output, "training.max_steps=2", "training.val_freq=-1", *overrides))
+    return status, metrics_of(run_of(output))
+
+
+def test_the_package_rule_trains(tmp_path):
+    status, rows = run(tmp_path, *PLAIN, "optimization.credit=[entropy_change]")
+    step = rows[1, False]
+    assert status == 0 and step["actor/entropy_change_size"] > 0.001 and step["actor/grad_norm"] > 0
+    assert "actor/combined_token_fraction" not in step, "it is a weight, not a filter"
+
+
+def test_a_users_file_named_in_a_yaml_trains(tmp_path):
+    config = tmp_path / "run.yaml"
+    rule = {"name": f"{EXAMPLE}:EntropyChange", "strength": 0.5}
+    config.write_text(json.dumps({"optimization": {"credit": [rule], "disable_divergence": True}}))
+    status = main([*words(tmp_path, "training.max_steps=2", "training.experiment_name=zoo"), str(config), *ZOO])
+    rows = metrics_of(run_of(tmp_path))
+    assert status == 0 and rows[1, False]["actor/my_mean_weight"] == pytest.approx(1, abs=0.2)
+    assert rows[2, False]["actor/grad_norm"] > 0
+
+
+ZOO = (
+    "dataset.min_pixels=3136", "dataset.max_pixels=3136", "dataset.max_prompt_length=96",
+    "dataset.max_response_length=24", "worker.actor.fsdp.mixed_precision_dtype=fp32", "worker.reward.num_cpus=1",
+)  # fmt: skip
+
+HEAD = """
+from dataclasses import dataclass
+import torch
+from mtrl.algorithms.credit import Filter, Term, Weight
+from mtrl.types import Needs
+
+@dataclass(frozen=True)
+"""
+WRONG = {
+    "asks for what nobody measures": (
+        "class Mine(Weight):\n    needs = Needs('values')\n    def apply(self, experience, key): ...",
+        "Mine asks for the signal values, which nobody measures here",
+    ),
+    "asks for what does not exist": (
+        "class Mine(Weight):\n    needs = Needs('gaze')\n    def apply(self, experience, key): ...",
+        "there is no signal gaze; there are old, perturbed",
+    ),
+    "a wrong shape": (
+        "class Mine(Weight):\n    def apply(self, experience, key):\n        return torch.ones(3)",
+        "credit rule Mine returned torch.float32 of [3]; it must return a tensor of [8, ",
+    ),
+    "not a number": (
+        "class Mine(Term):\n    def apply(self, experience, key):\n        return experience.advantage / 0",
+        "credit rule Mine returned",
+    ),
+    "a negative weight": (
+        "class Mine(Weight):\n    def apply(self, experience, key):\n        return -torch.ones(len(experience))",
+        "credit rule Mine returned the weight -1; a weight is at least 0",
+    ),
+    "it raises": (
+        "class Mine(Filter):\n    def apply(self, experience, key):\n        return experience.rewrads",
+        "credit rule Mine failed: AttributeError: 'Experience' object has no attribute 'rewrads'",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_refused_or_stopped_with_one_clear_line(fault, tmp_path, capsys):
+    body, said = WRONG[fault]
+    file = tmp_path / "mine.py"
+    file.write_text(HEAD + textwrap.dedent(body) + "\n")
+    status, _ = 0, None
+    status = main(words(tmp_path, *PLAIN, "training.max_steps=1", f"optimization.credit=[{file}:Mine]"))
+    errors = [line for line in capsys.readouterr().err.splitlines() if said in line]
+    assert status in (1, 2) and len(errors) == 1
