@@ -29,7 +29,7 @@ KEPT_SHARE = 0.2
 WIDTH, MARGIN, GAP = 1720, 56, 12  # pixels, drawn for a display at half that size
 SIDE, HEAD, BAR, PILL = 264, 84, 140, 58  # an image and what stands below it; the highest bar; a token
 PAPER, EDGE, INK, DIM, PALE = "#fcfcfa", "#d4d4cf", "#22262b", "#6a717a", "#eeeeea"
-GOOD, BAD = ("#1f7a4d", "#d3efdf"), ("#b3362b", "#f8dcd8")  # of a token that learns: its bar and its ground
+GOOD, BAD = ("#1f7a4d", "#d3efdf"), ("#b3362b", "#f8dcd8")  # bar and ground of a token that learns
 
 
 @dataclass(frozen=True)

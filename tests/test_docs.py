@@ -1,0 +1,82 @@
+"""What the documentation names must exist, and every switch of the algorithms must be documented."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Literal, get_args, get_origin, get_type_hints
+
+import pytest
+
+from mtrl.config import load_config
+from mtrl.config.foreign import translation
+from mtrl.config.tree import Optimization, known_leaves, known_sections
+from mtrl.models.perturb import PERTURBATIONS
+from mtrl.training.unbuilt import unbuilt
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md"), ROOT / "benchmarks/README.md"])
+ALGORITHMS = (ROOT / "docs/algorithms.md").read_text()
+SECTIONS = ("dataset", "training", "optimization", "worker")
+AWAITED = {"optimization.credit", "extending.md", "configs"}  # what these pages name before it is there
+
+
+def literals(annotation):
+    """Every text that the annotation allows by name."""
+    if get_origin(annotation) is Literal:
+        return [value for value in get_args(annotation) if isinstance(value, str)]
+    return [value for member in get_args(annotation) for value in literals(member)]
+
+
+def backticked(text):
+    """The quoted pieces of a page outside its blocks of code."""
+    return re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+
+
+@pytest.mark.parametrize("name", [f.name for f in fields(Optimization)])
+def test_every_algorithm_key_and_value_is_explained(name):
+    sections = [part for part in re.split(r"\n## ", ALGORITHMS) if re.search(rf"\b{name}\b", part)]
+    assert sections, f"docs/algorithms.md does not say what optimization.{name} does"
+    together = "\n".join(sections)
+    for value in literals(get_type_hints(Optimization)[name]):
+        assert re.search(rf"`([a-z_]+: )?{value}`", together), f"docs/algorithms.md: optimization.{name} may be {value}"
+
+
+@pytest.mark.parametrize("kind", sorted(PERTURBATIONS))
+def test_every_perturbation_is_explained(kind):
+    assert f"| `{kind}`" in ALGORITHMS
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_dotted_keys_exist(page):
+    for quoted in backticked(page.read_text()):
+        key = re.match(rf"({'|'.join(SECTIONS)})(\.[a-z0-9_]+)+", quoted)
+        if key is None or (quoted[key.end() :] and quoted[key.end()] not in "=: "):  # `training/loop.py` is a file
+            continue
+        known = {*known_leaves(), *known_sections(), *AWAITED}
+        assert key[0] in known or translation(key[0]), f"{page.name}: there is no key {key[0]}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_settings_name_keys(page):
+    """`name: value` and `name=value` with an underscore in the name are settings of ours or of a neighbour's."""
+    last_names = {key.rpartition(".")[2] for key in known_leaves()}
+    for quoted in backticked(page.read_text()):
+        setting = re.fullmatch(r"([a-z]+(?:_[a-z0-9]+)+)(?:: |=)(?:true|false|null|auto|[a-z_]+|[\d.]+)", quoted)
+        if setting is not None:
+            assert setting[1] in last_names or translation(setting[1]), f"{page.name}: there is no key {setting[1]}"
+
+
+def test_what_is_said_to_be_unbuilt_is_refused(tmp_path):
+    """A line of that section goes when its switch is built."""
+    section = ALGORITHMS.split("## Not built yet")[1]
+    lines = [backticked(line) for line in section.splitlines() if line.startswith("- ")]
+    for settings in lines:
+        overrides = [setting.replace(": ", "=") for setting in settings]
+        assert unbuilt(load_config(None, overrides)), f"{settings} is built: take it off docs/algorithms.md"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for link in re.findall(r"\]\(([^)#\s]+)\)", page.read_text()):
+        if "://" not in link and AWAITED.isdisjoint(Path(link).parts):
+            assert (page.parent / link).exists(), f"{page.name}: {link} does not exist"
