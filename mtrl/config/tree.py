@@ -20,9 +20,10 @@ DEFAULT_GROUP_SIZE = 8
 Logger = Literal["console", "tensorboard", "wandb", "mlflow", "swanlab", "trackio"]
 
 
-def key(default: Any, meaning: str, within: str | None = None) -> Any:
-    """A leaf of the tree. `within` is the interval of a number, or of each number of a list."""
-    metadata = {"meaning": meaning, "within": within}
+def key(default: Any, meaning: str, within: str | None = None, *, may_change: bool = False) -> Any:
+    """A leaf of the tree. `within` is the interval of a number, or of each number of a list. A key that `may_change`
+    leaves the numbers of a step as they are, so that a run may be resumed with another value of it."""
+    metadata = {"meaning": meaning, "within": within, "may_change": may_change}
     if isinstance(default, dict):
         return field(default_factory=lambda: dict(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -58,29 +59,35 @@ class Dataset:
 
 @dataclass(frozen=True)
 class Training:
-    total_epochs: int = key(10, "passes over the training data", "[1, inf)")
-    max_steps: int | None = key(None, "stop after this many steps", "[1, inf)")
-    project_name: str = key("mtrl", "folder and logger project of the run")
-    experiment_name: str = key("run", "folder and logger name of the run")
-    output_dir: str = key("outputs", "runs live in <output_dir>/<project_name>/<experiment_name>")
-    logger: tuple[Logger, ...] = key(("console",), "where metrics go, besides metrics.jsonl")
+    total_epochs: int = key(10, "passes over the training data", "[1, inf)", may_change=True)
+    max_steps: int | None = key(None, "stop after this many steps", "[1, inf)", may_change=True)
+    project_name: str = key("mtrl", "folder and logger project of the run", may_change=True)
+    experiment_name: str = key("run", "folder and logger name of the run", may_change=True)
+    output_dir: str = key("outputs", "runs live in <output_dir>/<project_name>/<experiment_name>", may_change=True)
+    logger: tuple[Logger, ...] = key(("console",), "where metrics go, besides metrics.jsonl", may_change=True)
     nnodes: int = key(1, "machines", "[1, inf)")
     n_gpus_per_node: int = key(1, "training processes on each machine, one a GPU", "[1, inf)")
-    save_freq: int = key(500, "steps between checkpoints; -1: only at the end", "[-1, inf)")
-    save_limit: int = key(3, "newest checkpoints kept, besides the best; -1: all", "[-1, inf)")
-    best_metric: str | None = key("val/reward_score", "validation metric that best_model is the highest of; null: none")
-    val_freq: int = key(100, "steps between validations; -1: only at the end", "[-1, inf)")
-    val_before_train: bool = key(True, "validate before the first step")
-    val_only: bool = key(False, "validate and stop")
-    val_generations_to_log: int = key(4, "validation responses shown and written out", "[0, inf)")
-    find_last_checkpoint: bool = key(True, "go on from the run's own newest checkpoint")
-    fresh: bool = key(False, "never resume; refuse an existing run directory")
-    load_checkpoint_path: str | None = key(None, "step directory, run directory or best_model to start from")
-    realtime_rollout_logging: bool = key(True, "write the rollouts of every step; false: of validated steps alone")
-    rollout_log_path: str | None = key(None, "another place for the rollout Markdown")
-    attention_diag_log_path: str | None = key(None, "another place for the attention Markdown")
-    log_preview_chars: int = key(2000, "longest text in a preview; 0: no previews", "[0, inf)")
-    colorize_output: bool = key(True, "colours on a terminal")
+    save_freq: int = key(500, "steps between checkpoints; -1: only at the end", "[-1, inf)", may_change=True)
+    save_limit: int = key(3, "newest checkpoints kept, besides the best; -1: all", "[-1, inf)", may_change=True)
+    best_metric: str | None = key(
+        "val/reward_score", "validation metric that best_model is the highest of; null: none", may_change=True
+    )
+    val_freq: int = key(100, "steps between validations; -1: only at the end", "[-1, inf)", may_change=True)
+    val_before_train: bool = key(True, "validate before the first step", may_change=True)
+    val_only: bool = key(False, "validate and stop", may_change=True)
+    val_generations_to_log: int = key(4, "validation responses shown and written out", "[0, inf)", may_change=True)
+    find_last_checkpoint: bool = key(True, "go on from the run's own newest checkpoint", may_change=True)
+    fresh: bool = key(False, "never resume; refuse an existing run directory", may_change=True)
+    load_checkpoint_path: str | None = key(
+        None, "step directory, run directory or best_model to start from", may_change=True
+    )
+    realtime_rollout_logging: bool = key(
+        True, "write the rollouts of every step; false: of validated steps alone", may_change=True
+    )
+    rollout_log_path: str | None = key(None, "another place for the rollout Markdown", may_change=True)
+    attention_diag_log_path: str | None = key(None, "another place for the attention Markdown", may_change=True)
+    log_preview_chars: int = key(2000, "longest text in a preview; 0: no previews", "[0, inf)", may_change=True)
+    colorize_output: bool = key(True, "colours on a terminal", may_change=True)
 
 
 @dataclass(frozen=True)
@@ -347,6 +354,7 @@ class Leaf(NamedTuple):
     default: Any
     meaning: str
     within: str | None
+    may_change: bool
 
 
 @cache
@@ -361,7 +369,7 @@ def known_leaves() -> Mapping[str, Leaf]:
             if is_dataclass(value):
                 walk(value, name + ".")
             else:
-                leaves[name] = Leaf(hints[item.name], value, item.metadata["meaning"], item.metadata["within"])
+                leaves[name] = Leaf(hints[item.name], value, **item.metadata)
 
     walk(Config(), "")
     return MappingProxyType(leaves)

@@ -20,16 +20,6 @@ from mtrl.store.manifest import MANIFEST, Damaged, check
 from mtrl.store.run_directory import CONFIG, RunDirectory
 from mtrl.workers.snapshot import MOMENTS
 
-LENGTH = ("total_epochs", "max_steps")  # a learning rate and reward weights that follow the run's length feel it too
-LOGGING = (
-    *("logger", "log_preview_chars", "colorize_output", "realtime_rollout_logging"),
-    *("rollout_log_path", "attention_diag_log_path", "val_generations_to_log"),
-    *("save_freq", "save_limit", "best_metric", "val_freq", "val_before_train", "val_only"),
-)
-PLACE = ("output_dir", "project_name", "experiment_name", "find_last_checkpoint", "fresh", "load_checkpoint_path")
-MAY_DIFFER = frozenset(f"training.{name}" for name in (*LENGTH, *LOGGING, *PLACE))
-"""Keys whose change leaves the numbers of a step as they are. Everything else makes another run."""
-
 logger = logging.getLogger(__name__)
 
 
@@ -87,7 +77,8 @@ def refuse_another_run(directory: RunDirectory, config: Config, fresh: bool) -> 
 
 def differing_keys(before: Config, now: Config) -> list[str]:
     """`key: was .., is ..` for each that makes another run."""
-    values = {key: (attrgetter(key)(before), attrgetter(key)(now)) for key in known_leaves() if key not in MAY_DIFFER}
+    kept = [key for key, leaf in known_leaves().items() if not leaf.may_change]
+    values = {key: (attrgetter(key)(before), attrgetter(key)(now)) for key in kept}
     return [f"{key}: was {old!r}, is {new!r}" for key, (old, new) in values.items() if old != new]
 
 
