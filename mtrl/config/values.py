@@ -130,4 +130,6 @@ def _hint(value: Any, annotation: Any) -> str:
     wants_list = any(get_origin(member) is tuple for member in (annotation, *get_args(annotation)))
     if wants_list and isinstance(value, (str, int, float)):
         return f"; write [{value}]"
+    if wants_list and isinstance(value, Mapping) and "a mapping" in describe(annotation, None):
+        return "; write [{name: .., ..}]"
     return ""

@@ -284,6 +284,58 @@ def test_dates_stay_text(tmp_path):
     assert load_config(path).training.experiment_name == "2024-01-02"
 
 
+# --- credit rules: a list of texts and mappings ---
+
+
+def test_credit_rules_of_a_file_survive_a_save(tmp_path):
+    path = write(
+        tmp_path,
+        "optimization:\n  credit:\n    - entropy_change\n    - rules/mine.py:Surprise\n    - name: entropy_change\n"
+        "      power: 5e-1\n      ranges: [[0, 1], [2, 3]]\n      note: a \\${literal}\n",
+    )
+    config = load_config(path)
+    assert config.optimization.credit == (
+        "entropy_change",
+        "rules/mine.py:Surprise",
+        {"name": "entropy_change", "power": 0.5, "ranges": [[0, 1], [2, 3]], "note": "a ${literal}"},
+    )
+    assert type(config.optimization.credit[2]) is dict
+    assert load_config(write(tmp_path, to_yaml(config))) == config
+
+
+@pytest.mark.parametrize(
+    "written, kept",
+    [
+        ("[]", ()),
+        ("[a]", ("a",)),
+        ("[a,{name: b, x: 1}]", ("a", {"name": "b", "x": 1})),
+        (
+            "[mine.py:Rule,{name: mine.py:Rule, x: [1, null]}]",
+            ("mine.py:Rule", {"name": "mine.py:Rule", "x": [1, None]}),
+        ),
+    ],
+)
+def test_credit_rules_of_the_command_line(written, kept):
+    assert load_config(None, [f"optimization.credit={written}"]).optimization.credit == kept
+
+
+@pytest.mark.parametrize(
+    "written, told",
+    [
+        ("a", "got 'a'; write [a]"),
+        ("{name: a}", "got {'name': 'a'}; write [{name: .., ..}]"),
+        ("null", "got null"),
+        ("3", "got 3; write [3]"),
+        ("[a,3]", "got ['a', 3]"),
+        ("[[a]]", "got [['a']]"),
+        ("[{1: a}]", "got [{1: 'a'}]"),
+    ],
+)
+def test_credit_rules_that_are_none(written, told):
+    wanted = "expected a list, each text or a mapping {name: value}, "
+    assert only_error(f"optimization.credit={written}") == f"command line: optimization.credit: {wanted}{told}"
+
+
 # --- layers and overrides ---
 
 
