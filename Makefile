@@ -3,12 +3,13 @@
 # make test       the suite, minutes on two cores
 # make test-all   also what is slow: mutation runs, long learning runs
 # make lint       ruff and mypy
+# make reference  docs/config-reference.yaml, from the tree of keys
 
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: setup demo test test-all lint format
+.PHONY: setup demo test test-all lint format reference
 
 setup: $(INSTALLED)
 
@@ -31,6 +32,9 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+reference: setup
+	$(BIN)/python -m mtrl.config.reference > docs/config-reference.yaml
 
 format: setup
 	$(BIN)/ruff check --fix .

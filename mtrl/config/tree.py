@@ -32,7 +32,7 @@ def key(default: Any, meaning: str, within: str | None = None, *, may_change: bo
 @dataclass(frozen=True)
 class Dataset:
     train_files: str = key("", "file, directory, hub id[@split], or a comma-separated list; empty: the embedded task")
-    val_files: str = key("", "the same, for validation")
+    val_files: str = key("", "data of validation, written the same way")
     prompt_key: str = key("prompt", "column of the question: text or a chat")
     answer_key: str = key("answer", "column of the ground truth; may be missing")
     image_key: str = key("images", "column of an image or a list of them")
@@ -49,7 +49,7 @@ class Dataset:
     rollout_batch_size: int = key(256, "prompts per step", "[1, inf)")
     val_batch_size: int = key(64, "prompts per batch of validation", "[1, inf)")
     shuffle: bool = key(True, "a new order of the prompts in each epoch")
-    seed: int = key(42, "of the order of the prompts and of the perturbations", "[0, inf)")
+    seed: int = key(42, "seed of the order of the prompts and of the perturbations", "[0, inf)")
     filter_overlong_prompts: bool = key(True, "drop prompts over max_prompt_length")
     on_bad_row: Literal["error", "skip"] = key("error", "what happens to a row that cannot be read")
     format_prompt: str | None = key(None, "Jinja file that wraps each question")
@@ -64,8 +64,8 @@ class Training:
     project_name: str = key("mtrl", "folder and logger project of the run", may_change=True)
     experiment_name: str = key("run", "folder and logger name of the run", may_change=True)
     output_dir: str = key("outputs", "runs live in <output_dir>/<project_name>/<experiment_name>", may_change=True)
-    logger: tuple[Logger, ...] = key(("console",), "where metrics go, besides metrics.jsonl", may_change=True)
-    nnodes: int = key(1, "machines", "[1, inf)")
+    logger: tuple[Logger, ...] = key(("console",), "loggers beside metrics.jsonl", may_change=True)
+    nnodes: int = key(1, "machines of the run", "[1, inf)")
     n_gpus_per_node: int = key(1, "training processes on each machine, one a GPU", "[1, inf)")
     save_freq: int = key(500, "steps between checkpoints; -1: only at the end", "[-1, inf)", may_change=True)
     save_limit: int = key(3, "newest checkpoints kept, besides the best; -1: all", "[-1, inf)", may_change=True)
@@ -128,19 +128,21 @@ class Optimization:
     perturbation: str = key("random_patch_blackening", "registered image perturbation")
     patch_size: int | Literal["auto"] = key(14, "side of a patch in pixels; auto: the model's own", "[1, inf)")
     black_prob: float = key(0.5, "random_patch_blackening: chance of a patch to turn black", "[0, 1]")
-    noise_std: float = key(189.0, "gaussian_noise: of 255", "[0, inf)")
-    blur_radius: float = key(6.0, "gaussian_blur: pixels", "[0, inf)")
+    noise_std: float = key(189.0, "gaussian_noise: standard deviation, on the scale of 0 to 255", "[0, inf)")
+    blur_radius: float = key(6.0, "gaussian_blur: radius in pixels", "[0, inf)")
     enable_trajectory_reweighting: bool = key(False, "scale advantages by a response's visual dependency")
-    trajectory_scaling_min: float = key(0.8, "smallest scale", "[0, 1]")
-    trajectory_scaling_max: float | None = key(2.0, "largest scale; null: no cap", "(0, inf)")
+    trajectory_scaling_min: float = key(0.8, "smallest scale of an advantage", "[0, 1]")
+    trajectory_scaling_max: float | None = key(2.0, "largest scale of an advantage; null: no cap", "(0, inf)")
     use_entropy_penalty: bool = key(False, "loss term that lowers entropy")
-    entropy_penalty_coef: float = key(0.06, "its weight", "[0, inf)")
-    compute_attention_metrics: bool | Literal["auto"] = key("auto", "auto: where needed, else every 10th step")
+    entropy_penalty_coef: float = key(0.06, "weight of the entropy penalty", "[0, inf)")
+    compute_attention_metrics: bool | Literal["auto"] = key(
+        "auto", "measure attention; auto: if needed, else every 10th step"
+    )
     attention_last_k_layers: int | None = key(None, "layers of the segment `all`; null: every one", "[1, inf)")
     enable_token_weights: bool = key(False, "weigh tokens by where their attention went")
     token_weight_target: Literal["advantage", "mask"] = key("advantage", "what the weights multiply")
     token_weight_clip: tuple[float, float] = key((0.2, 3.0), "smallest and largest weight", "[0, inf]")
-    token_weight_smooth_sigma: float = key(0.0, "tokens; 0: no smoothing", "[0, inf)")
+    token_weight_smooth_sigma: float = key(0.0, "width of the smoothing, in tokens; 0: none", "[0, inf)")
     token_weight_last_k_layers: int | None = key(None, "layers used; null: segment `all`", "[1, inf)")
     token_weight_top_ratio: float | None = key(None, "share of tokens that keep their weight; null: all", "(0, 1]")
     replay_buffer_size: int = key(0, "groups kept for replay; 0: off", "[0, inf)")
@@ -154,7 +156,7 @@ class Optimization:
 @dataclass(frozen=True)
 class ActorModel:
     model_path: str | None = key(None, "hub id or directory; null: the embedded model")
-    tokenizer_path: str | None = key(None, "null: model_path")
+    tokenizer_path: str | None = key(None, "hub id or directory of the tokenizer; null: model_path")
     trust_remote_code: bool = key(False, "run Python that comes with the model")
     enable_gradient_checkpointing: bool = key(True, "less memory, more time")
     freeze_vision_tower: bool = key(False, "train the language model only")
@@ -172,7 +174,7 @@ class ActorOptim:
     name: Literal["adamw", "adamw_8bit"] = key("adamw", "optimizer")
     lr: float = key(1e-6, "peak learning rate", "[0, inf)")
     weight_decay: float = key(0.01, "decoupled weight decay", "[0, inf)")
-    betas: tuple[float, float] = key((0.9, 0.95), "of Adam", "[0, 1)")
+    betas: tuple[float, float] = key((0.9, 0.95), "betas of Adam", "[0, 1)")
     warmup_steps: int = key(10, "steps to the peak", "[0, inf)")
     warmup_ratio: float | None = key(None, "share of all steps; beats warmup_steps when set", "[0, 1]")
     lr_scheduler_type: Literal["constant_with_warmup", "cosine", "linear"] = key(
@@ -186,8 +188,8 @@ class Fsdp:
     sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"] = key(
         "FULL_SHARD", "what is split over the GPUs"
     )
-    mixed_precision_dtype: Literal["bf16", "fp16", "fp32"] = key("bf16", "compute")
-    param_dtype: Literal["fp32", "bf16"] = key("fp32", "master weights")
+    mixed_precision_dtype: Literal["bf16", "fp16", "fp32"] = key("bf16", "dtype of the computation")
+    param_dtype: Literal["fp32", "bf16"] = key("fp32", "dtype of the master weights")
     cpu_offload: bool = key(False, "keep sharded weights in main memory")
 
 
@@ -205,7 +207,7 @@ class Actor:
     offload: Offload = field(default_factory=Offload)
     global_batch_size: int = key(256, "prompts per optimizer step", "[1, inf)")
     micro_batch_size_per_device_for_update: int = key(2, "responses per pass with gradient", "[1, inf)")
-    micro_batch_size_per_device_for_experience: int = key(8, "responses per pass without", "[1, inf)")
+    micro_batch_size_per_device_for_experience: int = key(8, "responses per pass without gradient", "[1, inf)")
     ppo_epochs: int = key(1, "passes over the rollouts of a step", "[1, inf)")
     clip_ratio_low: float = key(0.2, "the ratio is clipped at 1 - this", "[0, 1]")
     clip_ratio_high: float = key(0.3, "the ratio is clipped at 1 + this", "[0, inf]")
@@ -214,7 +216,7 @@ class Actor:
     padding_free: bool = key(True, "pack rows without padding (on a GPU, by a compiled kernel)")
     dynamic_batching: bool = key(True, "token budget instead of a row count")
     tokens_per_micro_batch: int | None = key(
-        None, "that budget; null: the largest group, at least 16384 on a GPU", "[1, inf)"
+        None, "the token budget; null: the largest group, at least 16384 on a GPU", "[1, inf)"
     )
     share_prefix: bool = key(True, "one prompt, its group of responses, one pass")
     ulysses_size: int = key(1, "GPUs that share one sequence", "[1, inf)")
@@ -247,21 +249,23 @@ class Ref:
 @dataclass(frozen=True)
 class ValSampling:
     n: int = key(1, "responses per prompt at validation", "[1, inf)")
-    temperature: float = key(0.0, "0: greedy", "[0, inf)")
+    temperature: float = key(0.0, "temperature at validation; 0: greedy", "[0, inf)")
 
 
 @dataclass(frozen=True)
 class Rollout:
-    name: Literal["auto", "local", "vllm"] = key("auto", "engine")
+    name: Literal["auto", "local", "vllm"] = key("auto", "engine that samples the responses")
     mode: Literal["inprocess", "process", "server"] = key("inprocess", "where vLLM runs")
-    address: str | None = key(None, "of the server")
+    address: str | None = key(None, "address of the vLLM server")
     engine_kwargs: Mapping[str, Any] = key({}, "handed to the engine as they are")
     n: int | None = key(None, "responses per prompt; null: 8 for grpo and rloo, else 1", "[1, inf)")
-    temperature: float = key(1.0, "of training rollouts, and of every log-prob", "(0, inf)")
+    temperature: float = key(1.0, "temperature of training rollouts, and of every log-prob", "(0, inf)")
     top_p: float = key(1.0, "probability mass sampled from", "(0, 1]")
     top_k: int = key(-1, "tokens sampled from; -1: all", "[-1, inf)")
-    max_new_tokens: int | None = key(None, "null: dataset.max_response_length", "[1, inf)")
-    seed: int = key(1, "of the sampled tokens", "[0, inf)")
+    max_new_tokens: int | None = key(
+        None, "tokens sampled for a response; null: dataset.max_response_length", "[1, inf)"
+    )
+    seed: int = key(1, "seed of the sampled tokens", "[0, inf)")
     gpu_memory_utilization: float = key(0.4, "share of GPU memory for vLLM", "(0, 1]")
     tensor_parallel_size: int = key(1, "GPUs per vLLM engine", "[1, inf)")
     enable_prefix_caching: bool = key(True, "responses of a prompt share its cache")
@@ -274,13 +278,15 @@ class Reward:
     functions: tuple[str, ...] | None = key(None, "null: the user's function alone, else [accuracy, format]")
     weights: tuple[float, ...] | None = key(None, "one for each function; null: all 1")
     early_weights: tuple[float, ...] | None = key(None, "weights at the start of the run")
-    early_ratio: float | None = key(None, "share of the run they hold for; null: warmup_ratio, else 0.1", "[0, 1]")
+    early_ratio: float | None = key(
+        None, "share of the run early_weights hold for; null: warmup_ratio, else 0.1", "[0, 1]"
+    )
     weight_schedule: tuple[tuple[float, tuple[float, ...]], ...] | None = key(
         None, "[[share of the run, weights from there on], ...]"
     )
     reward_fn_path: str | None = key(None, "file.py[:name] or package.module[:name]")
     normalize: Literal["sum_then_normalize", "normalize_then_sum"] = key(
-        "sum_then_normalize", "whether each part is standardised in its group first"
+        "sum_then_normalize", "what is standardised within a group"
     )
     reward_fn_kwargs: Mapping[str, Any] = key({}, "handed to the user's function")
     model_path: str | None = key(None, "reward model: hub id or directory")

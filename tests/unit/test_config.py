@@ -14,6 +14,7 @@ from config_helpers import errors_of, only_error, write
 from omegaconf import DictConfig, ListConfig
 
 from mtrl.config import Config, ConfigError, load_config, to_dict, to_yaml, warnings
+from mtrl.config.reference import reference
 from mtrl.config.text import YamlFile
 from mtrl.config.tree import Leaf, known_leaves, known_sections
 from mtrl.config.values import interval
@@ -55,6 +56,12 @@ def test_the_reference_has_exactly_the_keys_and_defaults_of_the_tree():
 
 def test_the_reference_loads_as_it_stands():
     assert load_config(REFERENCE) == Config() == load_config()
+
+
+def test_the_reference_is_what_the_tree_says():
+    assert REFERENCE.read_text(encoding="utf-8") == reference(), "out of date: make reference"
+    for line in REFERENCE.read_text(encoding="utf-8").splitlines():
+        assert len(line) <= 120 and (line.endswith(":") or "#" in line or not line), line
 
 
 def test_every_default_satisfies_its_own_type_and_range():
