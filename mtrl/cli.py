@@ -28,20 +28,18 @@ def reward(words: Sequence[str]) -> int:
 
 
 def config(words: Sequence[str]) -> int:
-    """Print the resolved configuration.
+    """Print the resolved configuration, or explain a key.
 
     mtrl config [FILE] [a.b=c ...]
+    mtrl config explain [KEY]
 
     FILE is YAML over the defaults; overrides are a.b=c, --a.b=c or --a.b c, with values in YAML: null, true, [x, y].
+    explain (or --help KEY) says what a key means and takes, whether a resumed run may change it, and its names in
+    EasyR1, verl and TRL; of a section (worker.reward) each key in a line, and without a KEY all of them.
     """
-    from mtrl.config import load_config, take_file, to_yaml, warnings
+    from mtrl.commands import config
 
-    file, overrides = take_file(words)
-    resolved = load_config(file, overrides)
-    for warning in warnings(resolved):
-        print(f"warning: {warning}", file=sys.stderr)
-    print(to_yaml(resolved), end="")
-    return 0
+    return config.run(words)
 
 
 def train(words: Sequence[str]) -> int:
@@ -153,7 +151,9 @@ def _run(command: Command, words: Sequence[str]) -> int:
     from mtrl.config import ConfigError
     from mtrl.errors import Finished, RunError, StartError
 
-    if "-h" in words or "--help" in words:
+    if command is config and len(words) > 1 and words[0] in ("-h", "--help"):
+        words = ["explain", *words[1:]]
+    elif "-h" in words or "--help" in words:
         print("\n".join(line.strip() for line in _doc_lines(command)))
         return 0
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")

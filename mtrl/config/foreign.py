@@ -1,8 +1,11 @@
 """What keys of EasyR1, verl and TRL are called here.
 
 A value is MTRL's key, often with a remark after a semicolon, above all where the unit differs; or `none: ` and what to
-do instead. Keys that only changed their section (`data.seed` for `dataset.seed`) need no entry: `MOVED` covers them.
+do instead. Keys that only changed their section (`data.seed` for `dataset.seed`) need no entry: `MOVED` covers them,
+and `SAME` says which of them those projects really have.
 """
+
+from collections.abc import Iterator
 
 from mtrl.config.tree import known_leaves
 
@@ -281,6 +284,69 @@ TABLES = {
     "TRL": _TRL,
     "EasyR1 forks": _FORKS,
 }
+
+# Keys of theirs that have the same name here and at most another section.
+SAME = {
+    "EasyR1": {
+        "data": (
+            "prompt_key answer_key image_key video_key image_dir video_fps min_pixels max_pixels shuffle seed "
+            "filter_overlong_prompts override_chat_template"
+        ),
+        "algorithm": "gamma lam filter_low filter_high",
+        "worker": "hybrid_engine",
+        "worker.actor": (
+            "global_batch_size micro_batch_size_per_device_for_update micro_batch_size_per_device_for_experience "
+            "clip_ratio_low clip_ratio_high clip_ratio_dual max_grad_norm ppo_epochs padding_free dynamic_batching "
+            "ulysses_size use_torch_compile"
+        ),
+        "worker.actor.model": (
+            "model_path tokenizer_path trust_remote_code enable_gradient_checkpointing freeze_vision_tower"
+        ),
+        "worker.actor.optim": "lr betas weight_decay lr_scheduler_type min_lr_ratio",
+        "worker.actor.offload": "offload_params offload_optimizer",
+        "worker.critic": "cliprange_value",
+        "worker.critic.model": "model_path",
+        "worker.critic.optim": "lr",
+        "worker.rollout": "name n temperature top_p top_k seed gpu_memory_utilization tensor_parallel_size",
+        "worker.reward": "reward_type num_cpus",
+        "trainer": (
+            "max_steps project_name experiment_name logger nnodes n_gpus_per_node val_before_train val_only "
+            "val_generations_to_log save_limit"
+        ),
+    },
+    "verl": {
+        "data": "prompt_key image_key video_key val_batch_size shuffle seed filter_overlong_prompts",
+        "algorithm": "gamma lam",
+        "actor_rollout_ref": "hybrid_engine",
+        "actor_rollout_ref.actor": "clip_ratio_low clip_ratio_high ppo_epochs use_torch_compile",
+        "actor_rollout_ref.actor.optim": "lr betas weight_decay min_lr_ratio",
+        "actor_rollout_ref.model": "tokenizer_path trust_remote_code enable_gradient_checkpointing lora_alpha",
+        "actor_rollout_ref.rollout": "name n temperature top_p top_k enable_prefix_caching",
+        "trainer": "project_name experiment_name logger nnodes n_gpus_per_node val_before_train val_only",
+    },
+}
+
+
+def names_elsewhere(key: str) -> dict[str, list[str]]:
+    """What a key of ours is called in each project, with the remark of the table in brackets."""
+    names: dict[str, list[str]] = {"EasyR1": [], "verl": [], "TRL": [], "EasyR1 forks": []}
+    for project, name in same_names():
+        if moved(name) == key:
+            names[project].append(name)
+    for projects, table in TABLES.items():
+        for name, answer in table.items():
+            target, _, remark = answer.partition("; ")
+            if target == key:
+                for project in projects.split(" and "):
+                    names[project].append(f"{name} ({remark})" if remark else name)
+    return {project: found for project, found in names.items() if found}
+
+
+def same_names() -> Iterator[tuple[str, str]]:
+    """Project and name of each key of `SAME`, as it is written there."""
+    for project, sections in SAME.items():
+        for section, keys in sections.items():
+            yield from ((project, f"{section}.{name}") for name in keys.split())
 
 
 def translation(key: str) -> str | None:

@@ -15,8 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mtrl.config.checks import conflicts
 from mtrl.config.errors import ConfigError
-from mtrl.config.foreign import translation
-from mtrl.config.nearest import keys_of_section, nearest_keys
+from mtrl.config.nearest import keys_there, suggestion
 from mtrl.config.text import BadYaml, YamlFile, write_yaml
 from mtrl.config.tree import Config, known_leaves, known_sections
 from mtrl.config.values import BadValue, shown, typed
@@ -103,9 +102,9 @@ def _settings(key: str, value: Any, where: Where, errors: list[str]) -> Iterator
         for name, inner in value.items():
             yield from _settings(f"{key}.{name}", inner, where, errors)
     elif not is_section:
-        errors.append(f"{where(key)}: {key}: unknown key{_suggestion(key)}")
+        errors.append(f"{where(key)}: {key}: unknown key{suggestion(key)}")
     elif value is not None:  # a section whose keys are all commented out is fine
-        errors.append(f"{where(key)}: {key}: a section, got {shown(value)}; {_keys_there(key + '.')}")
+        errors.append(f"{where(key)}: {key}: a section, got {shown(value)}; {keys_there(key + '.')}")
 
 
 def _plain(value: Any) -> Any:
@@ -125,19 +124,6 @@ def _leaf_of(key: str) -> str | None:
         return key
     mappings = (name for name, leaf in known_leaves().items() if get_origin(leaf.annotation) is Mapping)
     return next((name for name in mappings if key.startswith(name + ".")), None)
-
-
-def _suggestion(key: str) -> str:
-    if answer := translation(key):
-        return f", {answer}"
-    if near := nearest_keys(key):
-        return f"; did you mean {' or '.join(near)}?"
-    return f"; {_keys_there(key)}"
-
-
-def _keys_there(key: str) -> str:
-    parent, names = keys_of_section(key)
-    return f"{parent or 'the configuration'} has the keys {', '.join(names)}"
 
 
 def _merged(settings: Sequence[Setting]) -> DictConfig:

@@ -2,11 +2,25 @@
 
 from difflib import SequenceMatcher
 
-from mtrl.config.foreign import moved
+from mtrl.config.foreign import moved, translation
 from mtrl.config.tree import known_leaves, known_sections
 
 _CLOSE_ENOUGH = 0.6
 _MOST_NAMED = 3
+
+
+def suggestion(unknown: str) -> str:
+    """What an unknown key probably means, to be put behind the words `unknown key`."""
+    if answer := translation(unknown):
+        return f", {answer}"
+    if near := nearest_keys(unknown):
+        return f"; did you mean {' or '.join(near)}?"
+    return f"; {keys_there(unknown)}"
+
+
+def keys_there(key: str) -> str:
+    parent, names = keys_of_section(key)
+    return f"{parent or 'the configuration'} has the keys {', '.join(names)}"
 
 
 def nearest_keys(unknown: str) -> list[str]:

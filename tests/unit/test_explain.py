@@ -1,0 +1,101 @@
+"""`mtrl config explain`: one key in words, with its names in other projects."""
+
+import pytest
+
+from mtrl.cli import main
+from mtrl.config.explain import explain
+from mtrl.config.foreign import SAME, TABLES, moved, names_elsewhere, same_names, translation
+from mtrl.config.tree import known_leaves, known_sections
+
+
+def test_a_key_in_full():
+    assert explain("optimization.divergence_coef").splitlines() == [
+        "optimization.divergence_coef",
+        "  meaning      weight of the divergence",
+        "  default      0.01",
+        "  takes        a number of at least 0",
+        "  on resuming  must stay as it was; another value makes another run",
+        "  in EasyR1    algorithm.kl_coef",
+        "  in verl      actor_rollout_ref.actor.kl_loss_coef",
+        "               algorithm.kl_ctrl.kl_coef",
+        "  in TRL       beta (TRL's KL is a loss, here optimization.use_divergence_loss)",
+    ]
+
+
+@pytest.mark.parametrize("key, leaf", known_leaves().items())
+def test_every_key_can_be_explained(key, leaf):
+    lines = explain(key).splitlines()
+    assert lines[0] == key and lines[1].endswith(f"  {leaf.meaning}")
+    assert ("may be changed" in lines[4]) == leaf.may_change
+
+
+def test_a_last_name_is_enough_where_one_key_has_it():
+    assert explain("top_p_entropy_tokens") == explain("optimization.top_p_entropy_tokens")
+
+
+@pytest.mark.parametrize("section", sorted(known_sections()))
+def test_a_section_lists_its_keys_in_a_line_each(section):
+    keys = [key for key in known_leaves() if key.startswith(f"{section}.")]
+    lines = [line for line in explain(section).splitlines() if not line.endswith(":")]
+    assert [line.split(":")[0].strip() for line in lines] == [key.rpartition(".")[2] for key in keys]
+    assert all(known_leaves()[key].meaning in line for key, line in zip(keys, lines, strict=True))
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (["explain", "optimization.entropy_coef"], "optimization.entropy_coef: unknown key, a key of TRL"),
+        (["explain", "lr"], "did you mean worker.actor.optim.lr or worker.critic.optim.lr?"),
+        (["explain", "worker.rollout.temprature"], "did you mean worker.rollout.temperature"),
+        (["explain", "num_generations"], "a key of TRL; here it is worker.rollout.n"),
+        (["explain", "dataset.seed", "dataset.shuffle"], "dataset.shuffle: one key at a time"),
+        (["--help", "datset.seed"], "did you mean dataset.seed"),
+    ],
+)
+def test_what_is_no_key_gets_the_nearest_ones(words, told, capsys):
+    assert main(["config", *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_help_of_a_key_explains_it_and_help_alone_is_help(capsys):
+    assert main(["config", "--help", "dataset.seed"]) == main(["config", "explain", "dataset.seed"]) == 0
+    assert capsys.readouterr().out == f"{explain('dataset.seed')}\n" * 2
+    assert main(["config", "run.yaml", "--help"]) == 0
+    assert "mtrl config explain" in capsys.readouterr().out
+
+
+# --- names elsewhere ---
+
+
+def test_every_name_that_is_told_is_one_of_the_tables():
+    """And the way back leads to the same key."""
+    for key in known_leaves():
+        for project, names in names_elsewhere(key).items():
+            assert len(names) == len(set(names))
+            for name in (told.partition(" (")[0] for told in names):
+                tabled = any(name in table for owner, table in TABLES.items() if project in owner)
+                assert tabled or (project, name) in set(same_names()), name
+                assert name == key or str(translation(name)).partition("here it is ")[2].startswith(key)
+
+
+def test_every_answer_of_the_tables_is_told_at_its_key():
+    for owner, table in TABLES.items():
+        for name, answer in table.items():
+            if not answer.startswith("none: "):
+                told = names_elsewhere(answer.partition(";")[0])
+                assert all(name in "\n".join(told[project]) for project in owner.split(" and "))
+
+
+def test_same_names_are_ours_in_another_section_at_most():
+    names = list(same_names())
+    assert len(names) == len(set(names)) and SAME.keys() == {"EasyR1", "verl"}
+    for project, name in names:
+        assert moved(name) in known_leaves(), name
+        assert not any(name in table for owner, table in TABLES.items() if project in owner), f"{name} stands twice"
+
+
+@pytest.mark.parametrize(
+    "key", ["optimization.enable_token_weights", "dataset.options_key", "worker.reward.mdi_balance_ratio"]
+)
+def test_what_is_only_ours_claims_no_name_elsewhere(key):
+    assert names_elsewhere(key) == {} and "  in " not in explain(key)
