@@ -33,7 +33,7 @@ def run(words: Sequence[str]) -> int:
         raise ConfigError(["--data: name the rollouts.jsonl of a run, or a dataset"])
     file = started(rollouts_file, data)
     place = CONFIG_FILE if data.startswith(EMBEDDED) else None if file is None else file.parent / "config.yaml"
-    config = load_config(place if place and place.is_file() else None, overrides)
+    config = load_config(place if place and place.is_file() else None, overrides, saved=True)
     trial, notes = started(try_reward, config, function, data, file)
     for note in notes:
         say(f"note: {note}")

@@ -66,4 +66,4 @@ def evaluation_config(path: str, overrides: list[str]) -> Config:
     if run == place and checkpoint is None:
         raise ConfigError([f"{path} is a run without a checkpoint"])
     file = run / "config.yaml" if run else CONFIG_FILE if place.resolve() == MODEL_DIRECTORY else None
-    return load_config(file, [f"worker.actor.model.model_path={checkpoint}", *overrides])
+    return load_config(file, [f"worker.actor.model.model_path={checkpoint}", *overrides], saved=True)

@@ -31,5 +31,7 @@ def _facts(key: str) -> Iterator[tuple[str, str]]:
     yield "default", written(leaf.default)
     yield "takes", describe(leaf.annotation, leaf.within)
     yield "on resuming", "may be changed" if leaf.may_change else "must stay as it was; another value makes another run"
+    if leaf.names:
+        yield "paths", "those in a YAML are relative to it where they exist there, else to the working directory"
     for project, names in names_elsewhere(key).items():
         yield from zip([f"in {project}", *[""] * len(names)], names, strict=False)

@@ -16,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from mtrl.config.checks import conflicts
 from mtrl.config.errors import ConfigError
 from mtrl.config.nearest import keys_there, suggestion
+from mtrl.config.places import beside
 from mtrl.config.text import BadYaml, YamlFile, write_yaml
 from mtrl.config.tree import Config, known_leaves, known_sections
 from mtrl.config.values import BadValue, shown, typed
@@ -34,13 +35,18 @@ class Setting(NamedTuple):
     where: str
 
 
-def load_config(path: str | Path | None = None, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Config:
+def load_config(
+    path: str | Path | None = None, overrides: Sequence[str] | Mapping[str, Any] = (), *, saved: bool = False
+) -> Config:
     """The configuration of a run, complete and checked; `ConfigError` names all that is wrong with it.
 
-    Overrides are command-line words (`a.b=c`, `--a.b c`, `--a.b=c`) or, from Python, a mapping of dotted keys.
+    Overrides are command-line words (`a.b=c`, `--a.b c`, `--a.b=c`) or, from Python, a mapping of dotted keys. Paths in
+    the file are relative to it where they exist there, but in one that a run has `saved` they are as the run used them.
     """
     errors: list[str] = []
     settings = [] if path is None else _file_settings(Path(path), errors)
+    if path is not None and not saved:
+        settings = [_beside(setting, Path(path).parent) for setting in settings]
     settings += _override_settings(overrides, errors)
     where = {setting.leaf: setting.where for setting in settings}
     values = _typed_values(_merged(settings), where, errors)
@@ -78,6 +84,11 @@ def _file_settings(path: Path, errors: list[str]) -> list[Setting]:
 
     errors += [f"{path}:{line}: {key}: set a second time; keep one of the two" for key, line in file.repeated]
     return [setting for name, value in file.content.items() for setting in _settings(str(name), value, where, errors)]
+
+
+def _beside(setting: Setting, folder: Path) -> Setting:
+    names = known_leaves()[setting.leaf].names
+    return setting if names is None else setting._replace(value=beside(setting.value, names, folder))
 
 
 def _override_settings(overrides: Sequence[str] | Mapping[str, Any], errors: list[str]) -> list[Setting]:

@@ -12,6 +12,7 @@ from mtrl.config.text import write_yaml
 from mtrl.config.tree import Leaf, known_leaves
 
 HEADER = "# Every key with its default. Written by `make reference` from mtrl/config/tree.py, where a key is changed.\n"
+HEADER += "# *: paths in a YAML are relative to that file where they exist there, else to the working directory.\n"
 
 
 class Line(NamedTuple):
@@ -58,7 +59,7 @@ def _aligned(block: list[Line]) -> list[str]:
 
 def comment(leaf: Leaf) -> str:
     allowed = ", ".join(choices(leaf.annotation))
-    return f"{leaf.meaning} ({allowed})" if allowed else leaf.meaning
+    return leaf.meaning + (f" ({allowed})" if allowed else "") + (" *" if leaf.names else "")
 
 
 def choices(annotation: Any) -> list[str]:

@@ -13,6 +13,8 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_type_hints
 
+from mtrl.config.places import Kind
+
 BUILTIN_REWARDS = ("accuracy", "math", "format", "think_format", "length", "mdi", "vgr", "vgr_hard_negative")
 GROUP_ESTIMATORS = ("grpo", "rloo")  # they compare the responses of one prompt
 DEFAULT_GROUP_SIZE = 8
@@ -20,10 +22,13 @@ DEFAULT_GROUP_SIZE = 8
 Logger = Literal["console", "tensorboard", "wandb", "mlflow", "swanlab", "trackio"]
 
 
-def key(default: Any, meaning: str, within: str | None = None, *, may_change: bool = False) -> Any:
+def key(
+    default: Any, meaning: str, within: str | None = None, *, may_change: bool = False, names: Kind | None = None
+) -> Any:
     """A leaf of the tree. `within` is the interval of a number, or of each number of a list. A key that `may_change`
-    leaves the numbers of a step as they are, so that a run may be resumed with another value of it."""
-    metadata = {"meaning": meaning, "within": within, "may_change": may_change}
+    leaves the numbers of a step as they are, so that a run may be resumed with another value of it. One that `names`
+    files finds them beside the YAML that sets it (places.py)."""
+    metadata = {"meaning": meaning, "within": within, "may_change": may_change, "names": names}
     if isinstance(default, dict):
         return field(default_factory=lambda: dict(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -31,14 +36,16 @@ def key(default: Any, meaning: str, within: str | None = None, *, may_change: bo
 
 @dataclass(frozen=True)
 class Dataset:
-    train_files: str = key("", "file, directory, hub id[@split], or a comma-separated list; empty: the embedded task")
-    val_files: str = key("", "data of validation, written the same way")
+    train_files: str = key(
+        "", "file, directory, hub id[@split], or several with commas; empty: the embedded task", names="data"
+    )
+    val_files: str = key("", "data of validation, written the same way", names="data")
     prompt_key: str = key("prompt", "column of the question: text or a chat")
     answer_key: str = key("answer", "column of the ground truth; may be missing")
     image_key: str = key("images", "column of an image or a list of them")
     video_key: str = key("videos", "column of a video or a list of them")
     options_key: str = key("options", "column of the choices of a multiple-choice row")
-    image_dir: str | None = key(None, "base of relative media paths")
+    image_dir: str | None = key(None, "base of relative media paths", names="path")
     video_fps: float = key(2.0, "frames taken from a second of video", "(0, inf)")
     min_pixels: int = key(262144, "smaller images are enlarged to this many pixels", "[1, inf)")
     max_pixels: int = key(4194304, "larger images are reduced to this many pixels", "[1, inf)")
@@ -52,7 +59,7 @@ class Dataset:
     seed: int = key(42, "seed of the order of the prompts and of the perturbations", "[0, inf)")
     filter_overlong_prompts: bool = key(True, "drop prompts over max_prompt_length")
     on_bad_row: Literal["error", "skip"] = key("error", "what happens to a row that cannot be read")
-    format_prompt: str | None = key(None, "Jinja file that wraps each question")
+    format_prompt: str | None = key(None, "Jinja file that wraps each question", names="path")
     system_prompt: str | None = key(None, "text of the system message")
     override_chat_template: str | None = key(None, "chat template in place of the model's own")
 
@@ -149,7 +156,7 @@ class Optimization:
     replay_var_epsilon: float = key(1e-6, "reward standard deviation a group needs to be kept", "[0, inf)")
     filter_min_reward: float = key(0.0, "mean reward a group needs to be kept", "[-inf, inf)")
     credit: tuple[str | Mapping[str, Any], ...] = key(
-        (), "further credit rules: name, file.py:name, or {name: .., arguments}"
+        (), "further credit rules: name, file.py:name, or {name: .., arguments}", names="code"
     )
 
 
@@ -275,7 +282,9 @@ class Rollout:
 @dataclass(frozen=True)
 class Reward:
     reward_type: Literal["function", "model"] = key("function", "functions or a reward model")
-    functions: tuple[str, ...] | None = key(None, "null: the user's function alone, else [accuracy, format]")
+    functions: tuple[str, ...] | None = key(
+        None, "built-ins and file.py:name; null: reward_fn_path alone, else [accuracy, format]", names="code"
+    )
     weights: tuple[float, ...] | None = key(None, "one for each function; null: all 1")
     early_weights: tuple[float, ...] | None = key(None, "weights at the start of the run")
     early_ratio: float | None = key(
@@ -284,7 +293,7 @@ class Reward:
     weight_schedule: tuple[tuple[float, tuple[float, ...]], ...] | None = key(
         None, "[[share of the run, weights from there on], ...]"
     )
-    reward_fn_path: str | None = key(None, "file.py[:name] or package.module[:name]")
+    reward_fn_path: str | None = key(None, "file.py[:name] or package.module[:name]", names="code")
     normalize: Literal["sum_then_normalize", "normalize_then_sum"] = key(
         "sum_then_normalize", "what is standardised within a group"
     )
@@ -361,6 +370,7 @@ class Leaf(NamedTuple):
     meaning: str
     within: str | None
     may_change: bool
+    names: Kind | None
 
 
 @cache

@@ -66,7 +66,7 @@ def refuse_another_run(directory: RunDirectory, config: Config, fresh: bool) -> 
         logger.warning("%s holds a run, but %s; if it is not, %s", directory.path, told, another)
         return
     try:
-        before = load_config(saved)
+        before = load_config(saved, saved=True)
     except ConfigError as error:
         told = f"{directory.path} holds a run whose configuration cannot be read any more"
         raise StartError(f"{told}; {another}. {error}") from error
