@@ -32,8 +32,10 @@ def config(words: Sequence[str]) -> int:
 
     mtrl config [FILE] [a.b=c ...]
     mtrl config explain [KEY]
+    mtrl config --list
 
-    FILE is YAML over the defaults; overrides are a.b=c, --a.b=c or --a.b c, with values in YAML: null, true, [x, y].
+    FILE is YAML over the defaults, your own or one of the package, which --list names. Overrides are a.b=c, --a.b=c or
+    --a.b c, with values in YAML: null, true, [x, y].
     explain (or --help KEY) says what a key means and takes, whether a resumed run may change it, and its names in
     EasyR1, verl and TRL; of a section (worker.reward) each key in a line, and without a KEY all of them.
     """
@@ -47,6 +49,7 @@ def train(words: Sequence[str]) -> int:
 
     mtrl train [FILE] [a.b=c ...]
 
+    FILE is YAML, your own or one of the package: experiments/zoo/tprl_full.yaml. mtrl config --list names them.
     With no file, no model and no data: the embedded model on the embedded task, in sizes for a laptop.
     """
     from mtrl.commands import train

@@ -1,4 +1,4 @@
-"""`mtrl config`: the resolved configuration, and what its keys mean."""
+"""`mtrl config`: the resolved configuration, what its keys mean, and the packaged ones."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from mtrl.config import ConfigError, load_config, take_file, to_yaml, warnings
 from mtrl.config.explain import explain
+from mtrl.config.packaged import listing
 
 EXPLAIN = "explain"
 
@@ -16,6 +17,9 @@ def run(words: Sequence[str]) -> int:
         if len(words) > 2:
             raise ConfigError([f"{' '.join(words[2:])}: one key at a time; mtrl config {EXPLAIN} KEY"])
         print(explain(words[1] if len(words) == 2 else None))
+        return 0
+    if "--list" in words:
+        print(listing())
         return 0
     file, overrides = take_file(words)
     resolved = load_config(file, overrides)

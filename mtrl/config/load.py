@@ -16,7 +16,8 @@ from omegaconf.errors import OmegaConfBaseException
 from mtrl.config.checks import conflicts
 from mtrl.config.errors import ConfigError
 from mtrl.config.nearest import keys_there, suggestion
-from mtrl.config.places import beside
+from mtrl.config.packaged import find, near_names
+from mtrl.config.places import placed
 from mtrl.config.text import BadYaml, YamlFile, write_yaml
 from mtrl.config.tree import Config, known_leaves, known_sections
 from mtrl.config.values import BadValue, shown, typed
@@ -40,13 +41,12 @@ def load_config(
 ) -> Config:
     """The configuration of a run, complete and checked; `ConfigError` names all that is wrong with it.
 
-    Overrides are command-line words (`a.b=c`, `--a.b c`, `--a.b=c`) or, from Python, a mapping of dotted keys. Paths in
-    the file are relative to it where they exist there, but in one that a run has `saved` they are as the run used them.
+    The file may be one of the package by its name there (`experiments/dapo`). Overrides are command-line words
+    (`a.b=c`, `--a.b c`, `--a.b=c`) or, from Python, a mapping of dotted keys. Paths in the file are relative to it
+    where they exist there, but in one that a run has `saved` they are as the run used them.
     """
     errors: list[str] = []
-    settings = [] if path is None else _file_settings(Path(path), errors)
-    if path is not None and not saved:
-        settings = [_beside(setting, Path(path).parent) for setting in settings]
+    settings = [] if path is None else _file_settings(find(path), errors, saved)
     settings += _override_settings(overrides, errors)
     where = {setting.leaf: setting.where for setting in settings}
     values = _typed_values(_merged(settings), where, errors)
@@ -69,26 +69,36 @@ def to_yaml(config: Config) -> str:
     return write_yaml(_without_interpolation(to_dict(config)))
 
 
-def _file_settings(path: Path, errors: list[str]) -> list[Setting]:
+def _file_settings(path: Path, errors: list[str], saved: bool) -> list[Setting]:
     try:
         file = YamlFile(path.read_text(encoding="utf-8-sig"))
     except BadYaml as error:
         errors.append(f"{path}{error}")
         return []
     except (OSError, UnicodeDecodeError) as error:
-        errors.append(f"{path}: cannot read the file: {getattr(error, 'strerror', None) or 'it is not UTF-8 text'}")
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        errors.append(f"{path}: cannot read the file: {reason}{_packaged_hint(path, error)}")
         return []
 
     def where(key: str) -> str:
         return f"{path}:{file.line(key)}"
 
     errors += [f"{path}:{line}: {key}: set a second time; keep one of the two" for key, line in file.repeated]
-    return [setting for name, value in file.content.items() for setting in _settings(str(name), value, where, errors)]
+    found = [setting for name, value in file.content.items() for setting in _settings(str(name), value, where, errors)]
+    return found if saved else [_placed(setting, path.absolute().parent) for setting in found]
 
 
-def _beside(setting: Setting, folder: Path) -> Setting:
+def _packaged_hint(path: Path, error: Exception) -> str:
+    if not isinstance(error, FileNotFoundError) or path.is_absolute():
+        return ""
+    if near := near_names(path):
+        return f"; did you mean {' or '.join(near)} of the package?"
+    return "; mtrl config --list names those of the package"
+
+
+def _placed(setting: Setting, folder: Path | None) -> Setting:
     names = known_leaves()[setting.leaf].names
-    return setting if names is None else setting._replace(value=beside(setting.value, names, folder))
+    return setting if names is None else setting._replace(value=placed(setting.value, names, folder))
 
 
 def _override_settings(overrides: Sequence[str] | Mapping[str, Any], errors: list[str]) -> list[Setting]:
@@ -98,7 +108,7 @@ def _override_settings(overrides: Sequence[str] | Mapping[str, Any], errors: lis
     def where(key: str) -> str:
         return "overrides" if from_python else "command line"
 
-    return [setting for key, value in pairs for setting in _settings(key, value, where, errors)]
+    return [_placed(setting, None) for key, value in pairs for setting in _settings(key, value, where, errors)]
 
 
 def _settings(key: str, value: Any, where: Where, errors: list[str]) -> Iterator[Setting]:

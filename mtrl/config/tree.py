@@ -45,7 +45,7 @@ class Dataset:
     image_key: str = key("images", "column of an image or a list of them")
     video_key: str = key("videos", "column of a video or a list of them")
     options_key: str = key("options", "column of the choices of a multiple-choice row")
-    image_dir: str | None = key(None, "base of relative media paths", names="path")
+    image_dir: str | None = key(None, "base of relative media paths", names="folder")
     video_fps: float = key(2.0, "frames taken from a second of video", "(0, inf)")
     min_pixels: int = key(262144, "smaller images are enlarged to this many pixels", "[1, inf)")
     max_pixels: int = key(4194304, "larger images are reduced to this many pixels", "[1, inf)")
@@ -59,7 +59,7 @@ class Dataset:
     seed: int = key(42, "seed of the order of the prompts and of the perturbations", "[0, inf)")
     filter_overlong_prompts: bool = key(True, "drop prompts over max_prompt_length")
     on_bad_row: Literal["error", "skip"] = key("error", "what happens to a row that cannot be read")
-    format_prompt: str | None = key(None, "Jinja file that wraps each question", names="path")
+    format_prompt: str | None = key(None, "Jinja file that wraps each question", names="template")
     system_prompt: str | None = key(None, "text of the system message")
     override_chat_template: str | None = key(None, "chat template in place of the model's own")
 

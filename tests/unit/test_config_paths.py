@@ -4,6 +4,7 @@ import pytest
 from config_helpers import write
 
 from mtrl.config import load_config, to_yaml
+from mtrl.config.packaged import HOME
 from mtrl.config.tree import known_leaves
 from mtrl.store.run_directory import CONFIG, RunDirectory
 from mtrl.training.resume import refuse_another_run
@@ -97,6 +98,19 @@ def test_overrides_are_relative_to_the_working_directory(folder):
     path = write(folder, "dataset: {format_prompt: prompt.jinja}")
     assert load_config(path, ["dataset.format_prompt=prompt.jinja"]).dataset.format_prompt == "prompt.jinja"
     assert load_config(path, {"dataset.image_dir": "data"}).dataset.image_dir == "data"
+
+
+def test_a_template_that_is_nowhere_else_may_be_one_of_the_package(folder):
+    name = "experiments/think_answer.jinja"
+    path, packaged = write(folder, f"dataset: {{format_prompt: {name}, image_dir: experiments}}"), HOME / name
+    assert load_config(path).dataset.format_prompt == str(packaged)
+    assert load_config(None, [f"dataset.format_prompt={name}"]).dataset.format_prompt == str(packaged)
+    assert load_config(path).dataset.image_dir == "experiments", "only templates are packaged"
+    here, beside = folder.parent / "elsewhere" / name, folder / name
+    for place, kept in ((here, name), (beside, str(beside))):
+        place.parent.mkdir()
+        place.touch()
+        assert load_config(path).dataset.format_prompt == kept
 
 
 def test_a_reference_to_another_key_is_what_that_key_says(folder):

@@ -13,7 +13,7 @@ from mtrl.config import load_config
 from mtrl.config.tree import known_leaves
 from mtrl.tracking.run_files import read_rows
 
-HOME = Path(__file__).resolve().parents[2] / "configs/experiments"
+HOME = Path(__file__).resolve().parents[2] / "mtrl/configs/experiments"
 FULL = sorted(path.stem for path in HOME.glob("*.yaml"))
 SHRUNK = sorted(path.stem for path in (HOME / "zoo").glob("*.yaml"))
 NUMBERED = {  # functions beside accuracy, format and length; weights; early weights: the table of the spec

@@ -1,0 +1,65 @@
+"""The configurations of the package, by name wherever a file is expected."""
+
+import pytest
+from config_helpers import errors_of
+
+from mtrl.cli import main
+from mtrl.config import load_config
+from mtrl.config.packaged import HOME, packaged
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", packaged())
+def test_each_loads_by_its_name_with_and_without_yaml(name):
+    config = load_config(name)
+    assert config == load_config(name.removesuffix(".yaml")) == load_config(HOME / name)
+    assert config.training.project_name == "experiments"
+
+
+def test_an_existing_file_wins(elsewhere):
+    mine = elsewhere / "experiments" / "dapo.yaml"
+    mine.parent.mkdir()
+    mine.write_text("dataset: {seed: 7}")
+    assert load_config("experiments/dapo.yaml").dataset.seed == 7
+    assert load_config("experiments/dapo").dataset.seed == 42, "there is no file of that name here"
+    assert errors_of("experiments") == ["experiments: cannot read the file: Is a directory"]
+
+
+@pytest.mark.parametrize(
+    "wrong, told",
+    [
+        (
+            "experiments/zoo/tprl_ful.yaml",
+            "; did you mean experiments/zoo/tprl_full.yaml or experiments/tprl_full.yaml",
+        ),
+        ("vppo", "; did you mean experiments/vppo.yaml or experiments/zoo/vppo.yaml of the package?"),
+        ("../experiments/dapo.yaml", "; did you mean experiments/dapo.yaml"),
+        ("run.yaml", "; mtrl config --list names those of the package"),
+    ],
+)
+def test_a_wrong_name_gets_the_near_ones(wrong, told):
+    (error,) = errors_of(wrong)
+    assert error.startswith(f"{wrong}: cannot read the file: No such file or directory{told}")
+
+
+def test_a_whole_path_is_no_name_of_the_package(elsewhere):
+    (error,) = errors_of(elsewhere / "dapo.yaml")
+    assert error.endswith("No such file or directory")
+
+
+def test_the_list_names_each_with_its_first_line(capsys):
+    assert main(["config", "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[: len(packaged())]] == list(packaged())
+    assert all(len(line.split()) > 4 for line in lines[: len(packaged())])
+    assert str(HOME) in lines[-1]
+
+
+def test_the_command_line_takes_the_name(capsys):
+    assert main(["config", "experiments/zoo/tprl_full", "dataset.seed=5"]) == 0
+    assert "experiment_name: zoo-tprl_full" in capsys.readouterr().out
