@@ -243,7 +243,8 @@ def test_the_estimate_against_a_measured_peak(tmp_path):
 
 # ------------------------------------------------------------------------------------------------------------- machine
 def test_the_install_hints_name_extras_that_exist():
-    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has none")
+    import tomllib
+
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for feature in installed.FEATURES:
         if "mtrl[" in feature.install:
