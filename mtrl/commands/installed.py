@@ -60,7 +60,7 @@ FEATURES = (
     Feature(
         "reward `math`", ("math_verify",), "pip install 'mtrl[math]'", lambda c: "math" in c.reward_functions
     ),
-    Feature("datasets of the hub", ("datasets",), "pip install datasets", lambda c: False),
+    Feature("datasets of the hub", ("datasets",), "pip install 'mtrl[hub]'", lambda c: False),
     Feature(
         "flash attention", ("flash_attn",), "pip install flash-attn",
         lambda c: c.worker.actor.model.attn_implementation.startswith("flash_attention"),

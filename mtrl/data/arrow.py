@@ -148,7 +148,7 @@ def open_hub_dataset(name: str, split: str | None, cache: DiskCache) -> ArrowRow
     try:
         datasets = importlib.import_module("datasets")
     except ImportError as error:
-        raise DataError(f"{name!r} is no file here; to read it from the hub: pip install datasets") from error
+        raise DataError(f"{name!r} is no file here; to read it from the hub: pip install 'mtrl[hub]'") from error
     try:
         loaded = datasets.load_dataset(name, split=split)
     except Exception as error:  # the hub's many errors, all of them about this name, split or connection

@@ -160,7 +160,7 @@ def test_hub_datasets(tmp_path, cache, monkeypatch):
     with pytest.raises(DataError, match="cannot be loaded"):
         open_sources("someone/something@test", cache)
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match="pip install datasets"):
+    with pytest.raises(DataError, match=r"pip install 'mtrl\[hub\]'"):
         open_sources("someone/something@test", cache)
 
 
