@@ -84,7 +84,7 @@ def metrics_of(run: Path) -> dict[tuple[int, bool], dict]:
 
 
 def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Weights and moments, in one dictionary."""
+    """Weights and optimizer state, in one dictionary."""
     return {
         f"{file.name}: {name}": tensor
         for file in sorted(checkpoint.rglob("*.safetensors"))
@@ -93,7 +93,7 @@ def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def same_end(run: Path, other: Path, step: int) -> None:
-    """Both runs ended with the same numbers, to the bit: weights, moments, state and every row of metrics."""
+    """Both runs ended with the same numbers, to the bit: weights, optimizer and trainer state, every row of metrics."""
     ends = [each / "checkpoints" / f"step_{step}" for each in (run, other)]
     first, second = map(tensors_of, ends)
     assert first.keys() == second.keys() and len(first) > 100

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from mtrl.config import Config, ConfigError, load_config, take_file
 from mtrl.errors import StartError, opening
 from mtrl.training.resume import newest_intact
-from mtrl.workers.snapshot import MOMENTS
+from mtrl.workers.snapshot import OPTIMIZER_STATE
 from mtrl.zoo.rows import CONFIG_FILE, MODEL_DIRECTORY
 
 Result = TypeVar("Result")
@@ -62,7 +62,7 @@ def evaluation_config(path: str, overrides: list[str]) -> Config:
     """A run's own configuration with its newest checkpoint; for a bare checkpoint the defaults."""
     place = Path(path)
     run = next((each for each in (place, place.absolute().parent.parent) if (each / "config.yaml").is_file()), None)
-    checkpoint = newest_intact(place / "checkpoints", but=(MOMENTS,)) if run == place else place
+    checkpoint = newest_intact(place / "checkpoints", but=(OPTIMIZER_STATE,)) if run == place else place
     if run == place and checkpoint is None:
         raise ConfigError([f"{path} is a run without a checkpoint"])
     file = run / "config.yaml" if run else CONFIG_FILE if place.resolve() == MODEL_DIRECTORY else None

@@ -18,7 +18,7 @@ from mtrl.protocols import TaskSource
 from mtrl.store.checkpoint import checkpoints, read_state
 from mtrl.store.manifest import MANIFEST, Damaged, check
 from mtrl.store.run_directory import CONFIG, RunDirectory
-from mtrl.workers.snapshot import MOMENTS
+from mtrl.workers.snapshot import OPTIMIZER_STATE
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +145,7 @@ def refuse_damaged(model: Path) -> None:
     """A model that is a checkpoint of a run must be whole. Its optimizer is not needed to look at it."""
     if (model / MANIFEST).exists():
         try:
-            check(model, but=(MOMENTS,))
+            check(model, but=(OPTIMIZER_STATE,))
         except Damaged as error:
             raise StartError(f"the checkpoint {model} is damaged: {error}; use another one") from error
 

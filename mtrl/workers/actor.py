@@ -19,7 +19,7 @@ from mtrl.models.load import load_weights
 from mtrl.models.perturb import Perturbation
 from mtrl.types import Needs, Rollouts, Signals, TrainBatch, Weights
 from mtrl.workers.micro_batches import MicroBatching
-from mtrl.workers.snapshot import ActorSnapshot, moments_of, read_counters, restore_moments
+from mtrl.workers.snapshot import ActorSnapshot, optimizer_state_of, read_counters, restore_optimizer_state
 
 BAD_STEPS_IN_A_ROW = 3
 COUNTED = ("version", "optimizer_step", "bad_steps_in_a_row")  # what an actor counts, for its snapshot
@@ -161,7 +161,7 @@ class LocalActor:
         return ActorSnapshot(
             model=self.model,
             weights=self.model.state_dict(),
-            moments=moments_of(self.optimizer, self.names),
+            optimizer_state=optimizer_state_of(self.optimizer, self.names),
             counters={name: getattr(self, name) for name in COUNTED},
             files=self.encoder_files,
         )
@@ -169,7 +169,7 @@ class LocalActor:
     def restore(self, directory: Path) -> None:
         """Goes on as the actor whose snapshot was written there would have."""
         load_weights(self.model, directory)
-        restore_moments(self.optimizer, self.names, directory)
+        restore_optimizer_state(self.optimizer, self.names, directory)
         for name, count in read_counters(directory).items():
             setattr(self, name, count)
 

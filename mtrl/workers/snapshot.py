@@ -16,7 +16,7 @@ from torch import Tensor
 from mtrl.models.load import save_model
 
 # In a folder of their own: inference servers read every *.safetensors beside a model's config as its weights.
-MOMENTS = "trainer/optimizer.safetensors"  # a tensor for each parameter and moment: `<parameter>/exp_avg`, ..
+OPTIMIZER_STATE = "trainer/optimizer.safetensors"  # tensors by parameter and kind: `<parameter>/exp_avg`, ..
 COUNTERS = "trainer/optimizer.json"
 
 Tensors = Mapping[str, Tensor]
@@ -29,24 +29,27 @@ class ActorSnapshot:
 
     model: Any  # whose settings go beside the weights
     weights: Tensors  # its state dict
-    moments: Tensors
+    optimizer_state: Tensors
     counters: Mapping[str, int]
     files: Mapping[str, bytes]  # tokenizer and processors
 
     @property
     def nbytes(self) -> int:
-        tensors = {key: tensor for part in (self.weights, self.moments) for key, tensor in _by_memory(part).items()}
+        tensors = {
+            key: tensor for part in (self.weights, self.optimizer_state) for key, tensor in _by_memory(part).items()
+        }
         return sum(tensor.nbytes for tensor in tensors.values()) + sum(map(len, self.files.values()))
 
     def detached(self) -> ActorSnapshot:
         """A copy in main memory, which later updates leave alone."""
-        return replace(self, weights=_copied(self.weights), moments=_copied(self.moments))
+        return replace(self, weights=_copied(self.weights), optimizer_state=_copied(self.optimizer_state))
 
     def write(self, directory: Path) -> None:
-        (directory / MOMENTS).parent.mkdir()
+        (directory / OPTIMIZER_STATE).parent.mkdir()
         try:
             save_model(self.model, self.weights, directory)
-            save_file({name: tensor.contiguous() for name, tensor in self.moments.items()}, directory / MOMENTS)
+            state = {name: tensor.contiguous() for name, tensor in self.optimizer_state.items()}
+            save_file(state, directory / OPTIMIZER_STATE)
         except SafetensorError as error:  # how it reports a full disk
             raise OSError(str(error)) from error
         (directory / COUNTERS).write_text(json.dumps(self.counters))
@@ -54,7 +57,7 @@ class ActorSnapshot:
             (directory / name).write_bytes(content)
 
 
-def moments_of(optimizer: torch.optim.Optimizer, names: Names) -> dict[str, Tensor]:
+def optimizer_state_of(optimizer: torch.optim.Optimizer, names: Names) -> dict[str, Tensor]:
     """The optimizer's state by the names of its parameters."""
     return {
         f"{names[parameter]}/{kind}": tensor
@@ -63,14 +66,15 @@ def moments_of(optimizer: torch.optim.Optimizer, names: Names) -> dict[str, Tens
     }
 
 
-def restore_moments(optimizer: torch.optim.Optimizer, names: Names, directory: Path) -> None:
-    """The optimizer as `moments_of` found it. A parameter that has had no gradient yet has no state."""
+def restore_optimizer_state(optimizer: torch.optim.Optimizer, names: Names, directory: Path) -> None:
+    """The optimizer as `optimizer_state_of` found it. A parameter that has had no gradient yet has no state."""
     saved: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in load_file(directory / MOMENTS).items():
+    for key, tensor in load_file(directory / OPTIMIZER_STATE).items():
         name, _, kind = key.rpartition("/")
         saved.setdefault(name, {})[kind] = tensor
     if unknown := saved.keys() - set(names.values()):
-        raise ValueError(f"{directory / MOMENTS} is of other parameters than this run trains: {sorted(unknown)[:3]}")
+        file = directory / OPTIMIZER_STATE
+        raise ValueError(f"{file} is of other parameters than this run trains: {sorted(unknown)[:3]}")
     now = optimizer.state_dict()
     in_order = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
     state = {number: saved[name] for number, name in enumerate(in_order) if name in saved}

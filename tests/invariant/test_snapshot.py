@@ -13,13 +13,13 @@ from mtrl.models.perturb import Perturbation
 from mtrl.types import Needs, TrainBatch
 from mtrl.workers.actor import LocalActor, Optimization
 from mtrl.workers.micro_batches import MicroBatching
-from mtrl.workers.snapshot import MOMENTS
+from mtrl.workers.snapshot import OPTIMIZER_STATE
 
 GROUP, LENGTHS = [0, 0, 1, 3], [6, 2, 4, 5]
 
 
 def actor_of(family):
-    """One whose learning rate, moments and step numbers matter for what comes next."""
+    """One whose learning rate, optimizer state and step numbers matter for what comes next."""
     return LocalActor(
         Forward(fresh_backbone(family), encoder_of(family)),
         Optimization(lr=1e-3, warmup_steps=2, total_steps=6, schedule="cosine"),
@@ -93,10 +93,10 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
         actor_of("qwen2_5_vl").restore(tmp_path)
 
 
-def test_moments_of_other_parameters_are_refused(tmp_path):
+def test_optimizer_state_of_other_parameters_are_refused(tmp_path):
     actor = actor_of("qwen2_5_vl")
     learn(actor, "qwen2_5_vl", 1)
     actor.snapshot().write(tmp_path)
     actor.names.pop(next(iter(actor.names)))
-    with pytest.raises(ValueError, match=MOMENTS):
+    with pytest.raises(ValueError, match=OPTIMIZER_STATE):
         actor.restore(tmp_path)

@@ -60,7 +60,7 @@ def sealed(tmp_path) -> Path:
     (folder / "config.json").write_text('{"hidden_size": 64}')
     (folder / "empty").write_bytes(b"")
     (folder / "trainer").mkdir()
-    (folder / "trainer" / "moments").write_bytes(b"0123456789" * 30)
+    (folder / "trainer" / "optimizer").write_bytes(b"0123456789" * 30)
     seal(folder)
     return folder
 
@@ -69,13 +69,13 @@ def test_a_sealed_folder_is_whole(sealed):
     check(sealed)
     manifest = json.loads((sealed / MANIFEST).read_text())
     assert manifest["files"]["weights"]["bytes"] == 256 * 40 and set(manifest["files"]) == {
-        "weights", "config.json", "empty", "trainer/moments",
+        "weights", "config.json", "empty", "trainer/optimizer",
     }  # fmt: skip
     (sealed / "notes.md").write_text("a user may put something beside it")
     check(sealed)
 
 
-@pytest.mark.parametrize("name", ["weights", "config.json", "trainer/moments", MANIFEST])
+@pytest.mark.parametrize("name", ["weights", "config.json", "trainer/optimizer", MANIFEST])
 def test_every_single_bit_counts(sealed, name):
     path = sealed / name
     whole = path.read_bytes()
@@ -90,7 +90,7 @@ def test_every_single_bit_counts(sealed, name):
     check(sealed)
 
 
-@pytest.mark.parametrize("name", ["weights", "config.json", "trainer/moments", MANIFEST])
+@pytest.mark.parametrize("name", ["weights", "config.json", "trainer/optimizer", MANIFEST])
 def test_cut_off_emptied_lengthened_or_gone(sealed, name):
     path = sealed / name
     whole = path.read_bytes()
