@@ -36,7 +36,8 @@ from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward
 from mtrl.models.perturb import Perturbation
 from mtrl.types import Needs, Rollouts, TrainBatch
-from mtrl.workers.actor import LocalActor, Optimization
+from mtrl.workers.actor import LocalActor
+from mtrl.workers.learner import Optimization
 from mtrl.workers.micro_batches import MicroBatching
 
 TEXT_TOKENS = 66

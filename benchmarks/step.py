@@ -40,7 +40,8 @@ from mtrl.rollout.local import LocalGenerator
 from mtrl.training.loop import Components, Loop
 from mtrl.training.recipe import Recipe
 from mtrl.types import Needs, Prompt, Rewards, Rollouts, Sampling, Signals
-from mtrl.workers.actor import LocalActor, Optimization
+from mtrl.workers.actor import LocalActor
+from mtrl.workers.learner import Optimization
 from mtrl.workers.micro_batches import MicroBatching
 
 SHARED_ARGUMENTS = ("size", "prompts", "generations", "image_side", "completion", "steps", "device", "micro_batch",

@@ -93,7 +93,7 @@ class Prober(Protocol):
 
 
 class Snapshot(Protocol):
-    """All that an actor has learnt, at one moment. It reads the live weights, so that it must be written before the
+    """All that a learner has learnt, at one moment. It reads the live weights, so that it must be written before the
     next update, or `detached` first."""
 
     @property

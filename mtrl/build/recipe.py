@@ -21,7 +21,7 @@ from mtrl.models.perturb import Perturbation
 from mtrl.plugins import PluginError
 from mtrl.training.recipe import Recipe
 from mtrl.types import Needs, Sampling
-from mtrl.workers.actor import Optimization
+from mtrl.workers.learner import Optimization
 from mtrl.workers.micro_batches import MicroBatching
 
 GPU_TOKENS_PER_MICRO_BATCH = 16384

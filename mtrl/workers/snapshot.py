@@ -1,4 +1,4 @@
-"""What an actor has learnt, at one moment, on its way to a disk and back. No pickle: safetensors and JSON."""
+"""What a learner has learnt, at one moment, on its way to a disk and back. No pickle: safetensors and JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Names = Mapping[Any, str]  # by parameter
 
 
 @dataclass(frozen=True, eq=False)
-class ActorSnapshot:
+class LearnerSnapshot:
     """It reads the live weights, so it must be written before the next update, or be `detached` first."""
 
     model: Any  # whose settings go beside the weights
@@ -40,7 +40,7 @@ class ActorSnapshot:
         }
         return sum(tensor.nbytes for tensor in tensors.values()) + sum(map(len, self.files.values()))
 
-    def detached(self) -> ActorSnapshot:
+    def detached(self) -> LearnerSnapshot:
         """A copy in main memory, which later updates leave alone."""
         return replace(self, weights=_copied(self.weights), optimizer_state=_copied(self.optimizer_state))
 

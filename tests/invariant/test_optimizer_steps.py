@@ -26,7 +26,7 @@ from mtrl.build.model import build_policy
 from mtrl.config import load_config
 from mtrl.models.backbone import Backbone
 from mtrl.types import Needs
-from mtrl.workers.actor import Optimization
+from mtrl.workers.learner import Optimization
 from mtrl.workers.micro_batches import MicroBatching
 
 TEXT = "model.language_model.layers.0.mlp.down_proj.weight"
@@ -36,11 +36,11 @@ TEXT = "model.language_model.layers.0.mlp.down_proj.weight"
 def by_hand(family, batches):
     """AdamW of PyTorch on the loss of each whole batch."""
     actor = actor_of(family)
-    optimizer = torch.optim.AdamW(actor.parameters, lr=LR, betas=(0.9, 0.95), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(actor.learner.parameters, lr=LR, betas=(0.9, 0.95), weight_decay=0.01)
     for batch in batches:
         optimizer.zero_grad()
         total_loss(actor.forward.logp(batch.rollouts), batch, FULL_LOSS)[0].backward()
-        torch.nn.utils.clip_grad_norm_(actor.parameters, CLIP)
+        torch.nn.utils.clip_grad_norm_(actor.learner.parameters, CLIP)
         optimizer.step()
     return weights_of(actor)
 
@@ -60,7 +60,7 @@ def test_one_optimizer_step_a_batch(family):
     actor = actor_of(family)
     found = learn(actor, batches)
     expected = by_hand(family, batches)
-    assert len(found.gradients) == actor.optimizer_step == 4 and actor.version == 1
+    assert len(found.gradients) == actor.learner.optimizer_step == 4 and actor.learner.version == 1
     assert difference(found.weights.values(), expected.values()) < 1e-7
     moved = difference(found.weights.values(), by_hand(family, batches[:2]).values())
     assert moved > LR / 2, "the second pass counts"
@@ -124,7 +124,7 @@ def test_the_optimizer_uses_the_scheduled_rate():
     """Adam's first step moves every weight by the rate, give or take its epsilon."""
     for step, rate in enumerate((2e-4, 4e-4)):
         actor = actor_of(FAMILIES[0], lr=6e-4, warmup_steps=2, weight_decay=0.0)
-        actor.optimizer_step = step
+        actor.learner.optimizer_step = step
         before = weights_of(actor)
         after = learn(actor, [plain_batch(FAMILIES[0])], Loss())
         moved = (after.weights[TEXT] - before[TEXT]).abs()
@@ -223,18 +223,18 @@ def test_a_bad_step_is_skipped(family, fault, caplog):
         same(value, weights[name])
     for now, then in zip(optimizer_state(actor), state, strict=True):
         same(now, then)
-    assert actor.publish().version == 2 and all(p.grad is None for p in actor.parameters)
+    assert actor.publish().version == 2 and all(p.grad is None for p in actor.learner.parameters)
     assert actor.update([plain_batch(family)], Loss())["skipped_steps"] == 0
 
 
 def optimizer_state(actor):
-    return [value.clone() for p in actor.parameters for value in actor.optimizer.state[p].values()]
+    return [value.clone() for p in actor.learner.parameters for value in actor.learner.optimizer.state[p].values()]
 
 
 def test_a_bad_gradient_of_a_good_loss_is_skipped(family):
     actor = actor_of(family)
     weights = weights_of(actor)
-    hook = actor.parameters[0].register_hook(lambda gradient: gradient * math.inf)
+    hook = actor.learner.parameters[0].register_hook(lambda gradient: gradient * math.inf)
     metrics = actor.update([plain_batch(family)], Loss())
     hook.remove()
     assert metrics["skipped_steps"] == 1 and math.isfinite(metrics["pg_loss"])
@@ -266,4 +266,4 @@ def test_a_good_step_starts_the_count_again():
     actor = actor_of(FAMILIES[0])
     good, bad = plain_batch(FAMILIES[0]), bad_batch()
     metrics = actor.update([bad, bad, good, bad, bad, good], Loss())
-    assert metrics["skipped_steps"] == 4 and actor.bad_steps_in_a_row == 0
+    assert metrics["skipped_steps"] == 4 and actor.learner.bad_steps_in_a_row == 0

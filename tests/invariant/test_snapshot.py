@@ -11,7 +11,8 @@ from mtrl.models.families import encoder_files, load_encoder
 from mtrl.models.forward import Forward
 from mtrl.models.perturb import Perturbation
 from mtrl.types import Needs, TrainBatch
-from mtrl.workers.actor import LocalActor, Optimization
+from mtrl.workers.actor import LocalActor
+from mtrl.workers.learner import Optimization
 from mtrl.workers.micro_batches import MicroBatching
 from mtrl.workers.snapshot import OPTIMIZER_STATE
 
@@ -63,7 +64,7 @@ def test_written_read_and_gone_on(family, tmp_path):
 
     restored = actor_of(family)
     restored.restore(tmp_path)
-    assert (restored.version, restored.optimizer_step) == (2, 2)
+    assert (restored.learner.version, restored.learner.optimizer_step) == (2, 2)
     assert learn(restored, family, 3) == expected
     for mine, theirs in zip(restored.model.parameters(), actor.model.parameters(), strict=True):
         same(mine, theirs)
@@ -97,6 +98,6 @@ def test_optimizer_state_of_other_parameters_are_refused(tmp_path):
     actor = actor_of("qwen2_5_vl")
     learn(actor, "qwen2_5_vl", 1)
     actor.snapshot().write(tmp_path)
-    actor.names.pop(next(iter(actor.names)))
+    actor.learner.names.pop(next(iter(actor.learner.names)))
     with pytest.raises(ValueError, match=OPTIMIZER_STATE):
         actor.restore(tmp_path)

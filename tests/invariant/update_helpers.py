@@ -18,7 +18,8 @@ from mtrl.algorithms.losses import Loss, PolicyLoss, mismatch_correction, term_w
 from mtrl.models.forward import Forward
 from mtrl.models.perturb import Perturbation
 from mtrl.types import Experience, Needs, Rewards, TrainBatch
-from mtrl.workers.actor import LocalActor, Optimization
+from mtrl.workers.actor import LocalActor
+from mtrl.workers.learner import Optimization
 from mtrl.workers.micro_batches import MicroBatching
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
@@ -95,8 +96,8 @@ FULL_LOSS = Loss(PolicyLoss(), divergence="low_var_kl", divergence_coef=0.1, ent
 def learn(actor, batches, loss=FULL_LOSS):
     """Weights, gradients before each optimizer step, and metrics."""
     gradients = []
-    hook = actor.optimizer.register_step_pre_hook(
-        lambda *_: gradients.append([None if p.grad is None else p.grad.clone() for p in actor.parameters])
+    hook = actor.learner.optimizer.register_step_pre_hook(
+        lambda *_: gradients.append([None if p.grad is None else p.grad.clone() for p in actor.learner.parameters])
     )
     metrics = actor.update(batches, loss)
     hook.remove()

@@ -19,7 +19,8 @@ from mtrl.models.perturb import Perturbation
 from mtrl.models.size import size_by
 from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Needs, Sampling, TrainBatch
-from mtrl.workers.actor import LocalActor, Optimization
+from mtrl.workers.actor import LocalActor
+from mtrl.workers.learner import Optimization
 from mtrl.workers.micro_batches import MicroBatching
 
 GIB = 2**30

@@ -1,0 +1,140 @@
+"""What every worker that learns has: an optimizer over one model, and a state that goes to a disk and back.
+
+Which loss it descends is the worker's affair: an actor hands in the policy loss, a critic its value loss.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from mtrl.models.load import load_weights
+from mtrl.types import TrainBatch
+from mtrl.workers.micro_batches import MicroBatching
+from mtrl.workers.snapshot import LearnerSnapshot, optimizer_state_of, read_counters, restore_optimizer_state
+
+BAD_STEPS_IN_A_ROW = 3
+COUNTED = ("version", "optimizer_step", "bad_steps_in_a_row")  # what a learner counts, for its snapshot
+
+BatchLoss = Callable[[TrainBatch], tuple[Tensor, dict[str, Tensor]]]
+"""The loss of some rows with gradients, and metrics; both add up over the slices of an optimizer step."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Optimization:
+    """AdamW and its schedule."""
+
+    lr: float = 1e-6
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.95)
+    warmup_steps: int = 10
+    total_steps: int = 1  # optimizer steps of the whole run
+    schedule: Literal["constant_with_warmup", "cosine", "linear"] = "constant_with_warmup"
+    min_lr_ratio: float = 0.0
+    max_grad_norm: float = 1.0
+
+    def lr_at(self, step: int) -> float:
+        """The learning rate of optimizer step 0, 1, ..: the warm-up ends at step `warmup_steps` with the full rate."""
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / (self.warmup_steps + 1)
+        progress = min(1.0, (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
+        fall = {
+            "constant_with_warmup": 1.0,
+            "linear": 1 - progress,
+            "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+        }[self.schedule]
+        return self.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * fall)
+
+
+class Learner:
+    """Takes optimizer steps on a Hugging Face model; parameters that do not require gradients stay as they are.
+
+    `name` says in messages who learns, `advice` what a user may change where its numbers are not finite."""
+
+    def __init__(
+        self, model: Any, optimization: Optimization, batching: MicroBatching, *, name: str, advice: str
+    ) -> None:
+        self.model, self.optimization, self.batching = model, optimization, batching
+        self.name, self.advice = name, advice
+        self.names = {p: name for name, p in model.named_parameters() if p.requires_grad}
+        self.parameters = list(self.names)
+        self.optimizer = torch.optim.AdamW(
+            self.parameters,
+            lr=optimization.lr,
+            betas=optimization.betas,
+            weight_decay=optimization.weight_decay,
+            fused=model.device.type == "cuda",  # one kernel, no copies of the weights on the way
+        )
+        self.version = 0  # of the weights: how many updates they have seen
+        self.optimizer_step = 0
+        self.bad_steps_in_a_row = 0
+
+    # ------------------------------------------------------------------------------------------------------ updating
+    def update(self, batches: Iterable[TrainBatch], loss: BatchLoss) -> dict[str, float]:
+        """One optimizer step a batch. Metrics are means over the steps; within a step, parts of it add up."""
+        self.model.train()
+        steps = [self._step(batch, loss) for batch in batches]
+        self.model.eval()
+        self.version += 1
+        finite = [step for step in steps if step["skipped_steps"] == 0] or steps
+        metrics = {name: sum(step[name] for step in finite) / len(finite) for name in finite[0]}
+        return metrics | {"skipped_steps": sum(step["skipped_steps"] for step in steps)}
+
+    def _step(self, batch: TrainBatch, loss: BatchLoss) -> dict[str, float]:
+        lr = self.optimization.lr_at(self.optimizer_step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        metrics: dict[str, float] = defaultdict(float)
+        for rows in self.batching.split(batch.rollouts):
+            part, values = loss(batch.rows(rows))
+            part.backward()
+            for name, value in values.items():
+                metrics[name] += float(value)
+        norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.optimization.max_grad_norm))
+        finite = math.isfinite(norm) and all(map(math.isfinite, metrics.values()))
+        if finite:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        self._count_bad_steps(finite)
+        self.optimizer_step += 1
+        return {**metrics, "grad_norm": norm, "lr": lr, "skipped_steps": float(not finite)}
+
+    def _count_bad_steps(self, finite: bool) -> None:
+        """A step that would poison the weights is left out; three in a row are no accident."""
+        self.bad_steps_in_a_row = 0 if finite else self.bad_steps_in_a_row + 1
+        if not finite:
+            told = "optimizer step %d of the %s has a non-finite loss or gradient and is skipped"
+            logger.warning(told, self.optimizer_step, self.name)
+        if self.bad_steps_in_a_row >= BAD_STEPS_IN_A_ROW:
+            raise FloatingPointError(
+                f"{BAD_STEPS_IN_A_ROW} optimizer steps in a row of the {self.name} had a non-finite loss or gradient. "
+                f"{self.advice}"
+            )
+
+    # ---------------------------------------------------------------------------------------------- to disk and back
+    def snapshot(self, files: Mapping[str, bytes]) -> LearnerSnapshot:
+        """All that `restore` needs; a Hugging Face checkpoint once it is written, with `files` beside its weights."""
+        return LearnerSnapshot(
+            model=self.model,
+            weights=self.model.state_dict(),
+            optimizer_state=optimizer_state_of(self.optimizer, self.names),
+            counters={name: getattr(self, name) for name in COUNTED},
+            files=files,
+        )
+
+    def restore(self, directory: Path) -> None:
+        """Goes on as the learner whose snapshot was written there would have."""
+        load_weights(self.model, directory)
+        restore_optimizer_state(self.optimizer, self.names, directory)
+        for name, count in read_counters(directory).items():
+            setattr(self, name, count)
