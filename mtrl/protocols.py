@@ -106,18 +106,22 @@ class Snapshot(Protocol):
         """A Hugging Face checkpoint, and beside it what `restore` needs."""
 
 
-class Actor(Prober, Protocol):
+class Stateful(Protocol):
+    """Whatever learns: the actor, and a critic. A checkpoint holds a snapshot of each, by name."""
+
+    def snapshot(self) -> Snapshot: ...
+
+    def restore(self, directory: Path) -> None:
+        """Goes on as the one whose snapshot was written there would have."""
+
+
+class Actor(Prober, Stateful, Protocol):
     """The policy that learns. Blind to algorithms: it sees token streams and adds."""
 
     def update(self, batches: Iterable[TrainBatch], loss: Loss) -> dict[str, float]:
         """One optimizer step a batch; metrics are means over all tokens of the batches."""
 
     def publish(self) -> Weights: ...
-
-    def snapshot(self) -> Snapshot: ...
-
-    def restore(self, directory: Path) -> None:
-        """Goes on as the actor whose snapshot was written there would have."""
 
 
 class PendingRewards(Protocol):
@@ -167,8 +171,12 @@ class Store(Protocol):
     def is_best(self, score: float | None) -> bool:
         """Whether no checkpoint that is there has such a score."""
 
-    def save(self, step: int, snapshot: Snapshot, state: Mapping[str, Any], score: float | None) -> None:
-        """May return before all is written; a failure is told, and no reason to stop."""
+    def save(self, step: int, snapshots: Mapping[str, Snapshot], state: Mapping[str, Any], score: float | None) -> None:
+        """Snapshots by the name of their learner. May return before all is written; a failure is told, and no reason
+        to stop."""
+
+    def restore(self, checkpoint: Path, learners: Mapping[str, Stateful]) -> None:
+        """Each learner from the snapshot of its name."""
 
     def close(self) -> None:
         """Waits for the last save; raises RunError where that failed."""

@@ -1,7 +1,8 @@
 """The checkpoints of a run: Hugging Face folders with the trainer's state beside the weights.
 
 checkpoints/
-  step_40/        weights, config, tokenizer · trainer/optimizer.safetensors · trainer_state.json · the manifest
+  step_40/        the actor: weights, config, tokenizer, trainer/ · trainer_state.json · the manifest
+    critic/       any other learner, in a folder of its name
   best_model      a link to the checkpoint with the best validation
   .step_50/       being written; renamed to step_50 when all of it is on the disk
 
@@ -22,15 +23,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mtrl.errors import RunError
+from mtrl.errors import RunError, StartError
 from mtrl.machine import free_memory
 from mtrl.store.manifest import Damaged, move_to, seal, to_disk
 
 if TYPE_CHECKING:
-    from mtrl.protocols import Snapshot  # it imports torch, which nothing here needs
+    from mtrl.protocols import Snapshot, Stateful  # they import torch, which nothing here needs
 
 STATE = "trainer_state.json"
 BEST = "best_model"
+ACTOR = "actor"  # whose files lie at the top, so that a checkpoint is a model for everybody else
 SLACK = 16 << 20  # bytes for settings, manifest and the folder itself, in the estimate of a checkpoint's size
 
 logger = logging.getLogger(__name__)
@@ -64,23 +66,26 @@ class FolderStore:
         """Better than every checkpoint that is there; an equal one comes too late."""
         return score is not None and score > self.best_score
 
-    def save(self, step: int, snapshot: Snapshot, state: Mapping[str, Any], score: float | None = None) -> None:
+    def save(
+        self, step: int, snapshots: Mapping[str, Snapshot], state: Mapping[str, Any], score: float | None = None
+    ) -> None:
         self.wait()
         record = json.dumps({**state, "metric": self.metric, "score": score}, indent=1)
         if self.is_best(score):
             self.best_score = score  # type: ignore[assignment]
-        background = 2 * snapshot.nbytes <= free_memory()
+        nbytes = sum(snapshot.nbytes for snapshot in snapshots.values())
+        background = 2 * nbytes <= free_memory()
         try:
             self.before_saving()
             self.directory.mkdir(parents=True, exist_ok=True)
-            refuse_without_room(self.directory, snapshot.nbytes + SLACK)
+            refuse_without_room(self.directory, nbytes + SLACK)
         except OSError as error:
             self._failed(step, error)
             return
         if background:
-            snapshot = snapshot.detached()
+            snapshots = {name: snapshot.detached() for name, snapshot in snapshots.items()}
         self._writing = threading.Thread(
-            target=self._write, args=(step, snapshot, record), name="mtrl-save", daemon=True
+            target=self._write, args=(step, snapshots, record), name="mtrl-save", daemon=True
         )  # a thread in any case: a signal is answered while it writes
         self._writing.start()
         if not background:
@@ -109,12 +114,15 @@ class FolderStore:
         if kind is None or issubclass(kind, Exception):
             self.wait()
 
-    def _write(self, step: int, snapshot: Snapshot, record: str) -> None:
+    def _write(self, step: int, snapshots: Mapping[str, Snapshot], record: str) -> None:
         unfinished, target = self.directory / f".step_{step}", self.directory / f"step_{step}"
         try:
             remove(unfinished)
             unfinished.mkdir(parents=True)
-            snapshot.write(unfinished)
+            for name, snapshot in snapshots.items():
+                folder = folder_of(unfinished, name)
+                folder.mkdir(exist_ok=True)
+                snapshot.write(folder)
             (unfinished / STATE).write_text(record)
             seal(unfinished)
             remove(target)
@@ -133,6 +141,16 @@ class FolderStore:
         self.failure = f"the checkpoint of step {step} could not be saved: {error}; {kept}. Make room, or give access."
         logger.warning("%s Training goes on; the next save tries again.", self.failure)
         self.best_score = self._best()[1]  # this one may have been to be the best
+
+    # ------------------------------------------------------------------------------------------------------ restoring
+    def restore(self, checkpoint: Path, learners: Mapping[str, Stateful]) -> None:
+        """Each learner from what was saved under its name. They are looked for before any of them is changed."""
+        folders = {name: folder_of(checkpoint, name) for name in learners}
+        if missing := [name for name, folder in folders.items() if not folder.is_dir()]:
+            told = f"{checkpoint} holds no {', '.join(missing)}, which this configuration trains"
+            raise StartError(f"{told}; go on with the configuration it was saved under, or name another checkpoint")
+        for name, learner in learners.items():
+            learner.restore(folders[name])
 
     # --------------------------------------------------------------------------------------------------- what is kept
     def _tidy(self, *works: Callable[[], None]) -> None:
@@ -174,6 +192,10 @@ class FolderStore:
         scores = {path: score_of(path, self.metric) for path in self._seen()}
         best = max(scores, key=lambda path: scores[path], default=None)
         return (None, -math.inf) if best is None or scores[best] == -math.inf else (best, scores[best])
+
+
+def folder_of(checkpoint: Path, learner: str) -> Path:
+    return checkpoint if learner == ACTOR else checkpoint / learner
 
 
 def score_of(checkpoint: Path, metric: str | None) -> float:

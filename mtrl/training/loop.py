@@ -62,7 +62,7 @@ class Loop:
             score = self.validate() if last or due(self.done, recipe.validate_every) else None
             stop = components.stop()
             if last or stop or due(self.done, recipe.save_every) or components.store.is_best(score):
-                components.store.save(self.done, components.actor.snapshot(), self.state(), score)
+                components.store.save(self.done, {"actor": components.actor.snapshot()}, self.state(), score)
             if stop:
                 return
 
@@ -146,5 +146,5 @@ class Loop:
         self.components.source.restore(state["source"])
         if self.divergence is not None and self.divergence.adaptive and state["divergence_coef"] is not None:
             self.divergence = replace(self.divergence, coef=state["divergence_coef"])
-        self.components.actor.restore(checkpoint)
+        self.components.store.restore(checkpoint, {"actor": self.components.actor})
         self.publish()

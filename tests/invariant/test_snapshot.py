@@ -10,6 +10,7 @@ from mtrl.algorithms.losses import Loss, term_weights
 from mtrl.models.families import encoder_files, load_encoder
 from mtrl.models.forward import Forward
 from mtrl.models.perturb import Perturbation
+from mtrl.store.checkpoint import FolderStore
 from mtrl.types import Needs, TrainBatch
 from mtrl.workers.actor import LocalActor
 from mtrl.workers.learner import Optimization
@@ -101,3 +102,20 @@ def test_optimizer_state_of_other_parameters_are_refused(tmp_path):
     actor.learner.names.pop(next(iter(actor.learner.names)))
     with pytest.raises(ValueError, match=OPTIMIZER_STATE):
         actor.restore(tmp_path)
+
+
+def test_two_learners_share_a_checkpoint(tmp_path):
+    """The second in a folder of its own: each goes on as itself, and the top is still a model for everybody else."""
+    learners = {"actor": actor_of("qwen2_5_vl"), "critic": actor_of("qwen3_vl")}
+    for seed, (actor, family) in enumerate(zip(learners.values(), ("qwen2_5_vl", "qwen3_vl"), strict=True)):
+        learn(actor, family, seed)
+    store = FolderStore(tmp_path)
+    store.save(1, {name: actor.snapshot() for name, actor in learners.items()}, {"step": 1})
+    store.close()
+    restored = {"actor": actor_of("qwen2_5_vl"), "critic": actor_of("qwen3_vl")}
+    store.restore(tmp_path / "step_1", restored)
+    for name, actor in learners.items():
+        for mine, theirs in zip(restored[name].model.parameters(), actor.model.parameters(), strict=True):
+            same(mine, theirs)
+        assert restored[name].learner.optimizer_step == 1
+    assert plain_model_at(tmp_path / "step_1", "qwen2_5_vl").config.model_type == "qwen2_5_vl"

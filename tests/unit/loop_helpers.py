@@ -154,10 +154,14 @@ class FakeStore:
     def is_best(self, score):
         return score is not None and score > self.best
 
-    def save(self, step, snapshot, state, score):
+    def save(self, step, snapshots, state, score):
         self.journal.append(("save", step))
-        self.saved[step] = (snapshot, state, score)
+        self.saved[step] = (snapshots, state, score)
         self.best = self.best if score is None else max(self.best, score)
+
+    def restore(self, checkpoint, learners):
+        for learner in learners.values():
+            learner.restore(checkpoint)
 
     def close(self):
         self.journal.append(("all saved",))

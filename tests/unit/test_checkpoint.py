@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from run_helpers import bound_by_permissions
 
-from mtrl.errors import RunError
+from mtrl.errors import RunError, StartError
 from mtrl.store import checkpoint as module
 from mtrl.store.checkpoint import FolderStore, checkpoints, read_state, step_of
 from mtrl.store.manifest import MANIFEST, Damaged, check, seal
@@ -38,12 +38,21 @@ class FakeSnapshot:
             raise self.error
 
 
+class FakeLearner:
+    """Takes over what a fake snapshot wrote."""
+
+    text = None
+
+    def restore(self, directory):
+        self.text = (directory / "model.safetensors").read_text()
+
+
 def store_of(tmp_path, *arguments, **settings) -> FolderStore:
     return FolderStore(tmp_path / "checkpoints", *arguments, **settings)
 
 
 def save(store, step, score=None, **snapshot):
-    store.save(step, FakeSnapshot(**snapshot), {"step": step}, score)
+    store.save(step, {"actor": FakeSnapshot(**snapshot)}, {"step": step}, score)
     store.wait()
 
 
@@ -181,6 +190,58 @@ def test_what_a_kill_left_is_removed_at_the_start(tmp_path):
     assert names(tmp_path) == {"step_1"}
 
 
+# ---------------------------------------------------------------------------------------------------- several learners
+def two_snapshots(**of_critic):
+    return {"actor": FakeSnapshot("of the actor"), "critic": FakeSnapshot("of the critic", **of_critic)}
+
+
+def test_each_learner_is_saved_and_restored_by_its_name(tmp_path):
+    store = store_of(tmp_path)
+    store.save(1, two_snapshots(), {"step": 1})
+    store.close()
+    (saved,) = checkpoints(tmp_path / "checkpoints")
+    check(saved)
+    files = set(json.loads((saved / MANIFEST).read_text())["files"])
+    assert files == {"model.safetensors", "critic/model.safetensors", "trainer_state.json"}, "the actor is at the top"
+    learners = {"critic": FakeLearner(), "actor": FakeLearner()}
+    store.restore(saved, learners)
+    assert {name: learner.text for name, learner in learners.items()} == {
+        "actor": "of the actor", "critic": "of the critic",
+    }  # fmt: skip
+
+
+def test_a_learner_that_fails_takes_the_whole_checkpoint_with_it(tmp_path, caplog):
+    store = store_of(tmp_path)
+    save(store, 1)
+    store.save(2, two_snapshots(error=OSError(28, "No space left on device")), {"step": 2})
+    store.wait()
+    assert names(tmp_path) == {"step_1"} and "step 2 could not be saved" in caplog.text
+
+
+def test_room_and_memory_are_counted_over_all_learners(tmp_path, monkeypatch, caplog):
+    store, snapshots = store_of(tmp_path), two_snapshots()
+    total = sum(snapshot.nbytes for snapshot in snapshots.values())
+    monkeypatch.setattr(module, "free_memory", lambda: 2 * total - 1)
+    store.save(1, snapshots, {"step": 1})
+    assert [each.copied for each in snapshots.values()] == [0, 0] and names(tmp_path) == {"step_1"}
+    monkeypatch.setattr(module, "free_memory", lambda: 2 * total)
+    store.save(2, snapshots, {"step": 2})
+    store.wait()
+    assert [each.copied for each in snapshots.values()] == [1, 1]
+    free = shutil.disk_usage(tmp_path)._replace(free=module.SLACK + total - 1)
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: free)
+    store.save(3, snapshots, {"step": 3})
+    assert names(tmp_path) == {"step_1", "step_2"} and "step 3 could not be saved" in caplog.text
+
+
+def test_a_learner_that_a_checkpoint_does_not_hold(tmp_path):
+    store, learners = store_of(tmp_path), {"actor": FakeLearner(), "critic": FakeLearner()}
+    save(store, 1)
+    with pytest.raises(StartError, match=r"step_1 holds no critic, which this configuration trains; go on with"):
+        store.restore(tmp_path / "checkpoints" / "step_1", learners)
+    assert learners["actor"].text is None, "nobody is half restored"
+
+
 # ------------------------------------------------------------------------------------------------------------ failures
 def test_a_failed_save_keeps_the_last_good_one_and_the_run_goes_on(tmp_path, caplog):
     store = store_of(tmp_path, 1, METRIC)
@@ -197,7 +258,7 @@ def test_a_failed_save_keeps_the_last_good_one_and_the_run_goes_on(tmp_path, cap
 
 def test_a_mistake_of_ours_is_not_hidden(tmp_path):
     store = store_of(tmp_path)
-    store.save(1, FakeSnapshot(error=TypeError("ours")), {"step": 1})
+    store.save(1, {"actor": FakeSnapshot(error=TypeError("ours"))}, {"step": 1})
     with pytest.raises(TypeError, match="ours"):
         store.wait()
     store.wait()
@@ -274,11 +335,11 @@ def test_a_rotation_that_fails_is_no_failed_save(tmp_path, caplog, monkeypatch):
 def test_training_goes_on_while_a_copy_is_written(tmp_path):
     gate, store = threading.Event(), store_of(tmp_path)
     snapshot = FakeSnapshot("first", gate=gate)
-    store.save(1, snapshot, {"step": 1})
+    store.save(1, {"actor": snapshot}, {"step": 1})
     assert snapshot.copied == 1 and not checkpoints(tmp_path / "checkpoints"), "it returned before anything was there"
     snapshot.text = "changed by the next update"
     gate.set()
-    store.save(2, FakeSnapshot("second"), {"step": 2})  # waits for the first
+    store.save(2, {"actor": FakeSnapshot("second")}, {"step": 2})  # waits for the first
     store.close()
     saved = [path / "model.safetensors" for path in checkpoints(tmp_path / "checkpoints")]
     assert [path.read_text() for path in saved] == ["first", "second"]
@@ -287,10 +348,10 @@ def test_training_goes_on_while_a_copy_is_written(tmp_path):
 def test_without_memory_for_a_copy_it_waits(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "free_memory", lambda: 13)
     store, snapshot = store_of(tmp_path), FakeSnapshot("1234567")
-    store.save(1, snapshot, {"step": 1})
+    store.save(1, {"actor": snapshot}, {"step": 1})
     assert snapshot.copied == 0 and names(tmp_path) == {"step_1"}
     snapshot = FakeSnapshot("123456")
-    store.save(2, snapshot, {"step": 2})
+    store.save(2, {"actor": snapshot}, {"step": 2})
     assert snapshot.copied == 1
     store.wait()
 
@@ -300,7 +361,7 @@ def test_a_run_that_fails_waits_for_its_save_and_one_that_is_told_to_leave_does_
         gate = threading.Event()
         release = threading.Timer(0.2, gate.set)
         with pytest.raises(error), store_of(tmp_path) as store:
-            store.save(1, FakeSnapshot(gate=gate), {"step": 1})
+            store.save(1, {"actor": FakeSnapshot(gate=gate)}, {"step": 1})
             release.start()
             raise error
         assert {path.name for path in checkpoints(tmp_path / "checkpoints")} == kept

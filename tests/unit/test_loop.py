@@ -128,8 +128,8 @@ def test_a_restored_loop_does_what_the_first_would_have_done():
 
     whole, restored = fresh(), fresh()
     whole.run()
-    snapshot, state, score = whole.components.store.saved[2]
-    assert (snapshot, score) == ("snapshot of version 14", None) and state["step"] == 2
+    snapshots, state, score = whole.components.store.saved[2]
+    assert (snapshots, score) == ({"actor": "snapshot of version 14"}, None) and state["step"] == 2
     restored.restore(Path("checkpoints/2"), state)
     restored.run()
     journal = whole.components.actor.journal

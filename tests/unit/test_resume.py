@@ -23,7 +23,7 @@ from mtrl.tracking.several import Trackers
 from mtrl.training.interrupt import Interrupt
 from mtrl.training.resume import Start, checkpoint_at, differing_keys, find_start, refuse_another_run
 
-NOTHING = SimpleNamespace(nbytes=0)  # of a snapshot, what a save that is refused looks at
+NOTHING = {"actor": SimpleNamespace(nbytes=0)}  # of snapshots, what a save that is refused looks at
 
 
 def fake_checkpoint(run, step):
