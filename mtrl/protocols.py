@@ -77,7 +77,8 @@ class Generator(Protocol):
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Rollouts: ...
 
-    def load(self, weights: Weights) -> None: ...
+    def load(self, weights: Weights) -> None:
+        """A version, whole: a weight that the engine does not know, or misses, is an error."""
 
     def sleep(self) -> None:
         """Gives the device memory to the trainer."""

@@ -10,7 +10,7 @@ uneven (after filtering or replay), so nothing reshapes to `[P, G]`. All tensors
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
@@ -321,13 +321,13 @@ class Sample:
     rewards: Mapping[str, float] | None = None  # its parts, those that apply
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Weights:
-    """A version of the policy on its way to a generator: every parameter by its Hugging Face name (tied ones under each
-    of theirs), adapters merged. Read it once; a tensor stays as it is until `load` returns."""
+    """A handle on a version of the policy, for a generator: every weight by its Hugging Face name (tied ones under each
+    of theirs), adapters merged. Names are free, tensors may be made when read. It holds until the next update."""
 
     version: int
-    tensors: Iterator[tuple[str, Tensor]]
+    tensors: Mapping[str, Tensor]
 
 
 def _part_text(part: Mapping[str, Any]) -> str:

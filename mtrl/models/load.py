@@ -1,14 +1,12 @@
-"""A model from a directory or a hub id, its weights to a directory, and back."""
+"""A model from a directory or a hub id."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
@@ -39,22 +37,3 @@ def load_model(
         trust_remote_code=trust_remote_code,
     )
     return model.to(device).eval()
-
-
-def save_model(model: PreTrainedModel, weights: Mapping[str, Tensor], directory: Path) -> None:
-    """A checkpoint that `from_pretrained` loads as it is: the model's settings, and `weights`, a state dict of it that
-    may be older than what the model holds now."""
-    disable_progress_bar()  # a bar for the shards would run through the progress of the training
-    model.save_pretrained(directory, state_dict=dict(weights))
-
-
-def load_weights(model: PreTrainedModel, directory: Path) -> None:
-    """Takes over, in place, what `save_model` wrote of the same model; anything missing or left over is an error."""
-    family: Any = type(model)
-    try:
-        saved, found = family.from_pretrained(directory, dtype=model.dtype, output_loading_info=True)
-        if wrong := {problem: sorted(map(str, names)) for problem, names in found.items() if names}:
-            raise ValueError(str(wrong))
-        model.load_state_dict(saved.state_dict())
-    except (RuntimeError, ValueError) as error:
-        raise ValueError(f"{directory} holds another model than this run's: {error}") from error

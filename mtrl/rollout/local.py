@@ -34,11 +34,15 @@ class LocalGenerator:
 
     def load(self, weights: Weights) -> None:
         """Takes over a version; tensors that are the model's own already are left alone."""
-        own = dict(self.backbone.model.named_parameters(remove_duplicate=False))  # tied ones under each name
+        own = self.backbone.model.state_dict()  # tied ones under each name
+        for told, names in (
+            ("the model has no weight", weights.tensors.keys() - own.keys()),
+            ("the actor publishes no weight", own.keys() - weights.tensors.keys()),
+        ):
+            if names:
+                raise ValueError(f"{told} {min(names)!r}; do actor and engine hold the same model?")
         with torch.no_grad():
-            for name, tensor in weights.tensors:
-                if name not in own:
-                    raise ValueError(f"the model has no weight {name!r}; do actor and engine hold the same model?")
+            for name, tensor in weights.tensors.items():
                 if own[name].data_ptr() != tensor.data_ptr():
                     own[name].copy_(tensor)
         self.version = weights.version

@@ -12,6 +12,7 @@ from torch import Tensor
 from mtrl.algorithms.losses import Loss, total_loss, weighted_sum
 from mtrl.models.forward import Forward, spread
 from mtrl.models.perturb import Perturbation
+from mtrl.models.weights import exported_weights
 from mtrl.types import Needs, Rollouts, Signals, TrainBatch, Weights
 from mtrl.workers.learner import Learner, Optimization
 from mtrl.workers.micro_batches import MicroBatching
@@ -71,9 +72,8 @@ class LocalActor:
 
     # -------------------------------------------------------------------------------------------------------- weights
     def publish(self) -> Weights:
-        """This version's parameters; tied ones under each of their names, since an engine may hold them apart."""
-        named = self.model.named_parameters(remove_duplicate=False)
-        return Weights(self.learner.version, ((name, p.detach()) for name, p in named))
+        """A handle on this version. Tied weights stand there under each name, since an engine may hold them apart."""
+        return Weights(self.learner.version, exported_weights(self.model))
 
     def snapshot(self) -> LearnerSnapshot:
         return self.learner.snapshot(self.encoder_files)

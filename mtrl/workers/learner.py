@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mtrl.models.load import load_weights
+from mtrl.models.weights import exported_weights, load_weights
 from mtrl.types import TrainBatch
 from mtrl.workers.micro_batches import MicroBatching
 from mtrl.workers.snapshot import LearnerSnapshot, optimizer_state_of, read_counters, restore_optimizer_state
@@ -126,7 +126,7 @@ class Learner:
         """All that `restore` needs; a Hugging Face checkpoint once it is written, with `files` beside its weights."""
         return LearnerSnapshot(
             model=self.model,
-            weights=self.model.state_dict(),
+            weights=exported_weights(self.model),
             optimizer_state=optimizer_state_of(self.optimizer, self.names),
             counters={name: getattr(self, name) for name in COUNTED},
             files=files,

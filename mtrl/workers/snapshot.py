@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mtrl.models.load import save_model
+from mtrl.models.weights import save_model
 
 # In a folder of their own: inference servers read every *.safetensors beside a model's config as its weights.
 OPTIMIZER_STATE = "trainer/optimizer.safetensors"  # tensors by parameter and kind: `<parameter>/exp_avg`, ..
@@ -28,7 +28,7 @@ class LearnerSnapshot:
     """It reads the live weights, so it must be written before the next update, or be `detached` first."""
 
     model: Any  # whose settings go beside the weights
-    weights: Tensors  # its state dict
+    weights: Tensors  # exported ones
     optimizer_state: Tensors
     counters: Mapping[str, int]
     files: Mapping[str, bytes]  # tokenizer and processors

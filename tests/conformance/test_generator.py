@@ -28,6 +28,7 @@ from transformers import DynamicCache
 from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward
 from mtrl.models.load import load_model
+from mtrl.models.weights import exported_weights
 from mtrl.rollout import local
 from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Sampling, Weights
@@ -236,23 +237,25 @@ def test_one_token(family, engine):
 
 # ---------------------------------------------------------------------------------------------------------- forbidden
 def loud_forbidden(family, encoder):
-    """The embedding (tied to the output) with the forbidden tokens' logits at plus and minus 50 times another's."""
+    """Weights whose embedding (tied to the output) has the forbidden tokens' logits at plus and minus 50 times
+    another's; and that embedding."""
     model = plain_model(family)
     matrix = model.get_output_embeddings().weight.detach().clone()
     for place, token in enumerate(encoder.forbidden_ids):
         matrix[token] = matrix[40 + place // 2] * (50 if place % 2 else -50)
-    name = next(name for name, p in model.named_parameters() if p is model.get_input_embeddings().weight)
-    return name, matrix
+    embedding = model.get_input_embeddings().weight.data_ptr()
+    weights = exported_weights(model).items()
+    return {name: matrix if p.data_ptr() == embedding else p for name, p in weights}, matrix
 
 
 @pytest.mark.parametrize("family", VISION_FAMILIES, indirect=True)
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, replace(SAMPLED, top_k=2, top_p=0.9)], ids=["greedy", "", "cut"])
 def test_forbidden_tokens_are_never_sampled(family, encoder, fresh_engine, sampling):
-    name, matrix = loud_forbidden(family, encoder)
-    fresh_engine.load(Weights(1, iter([(name, matrix)])))
+    weights, matrix = loud_forbidden(family, encoder)
+    fresh_engine.load(Weights(1, weights))
     prompts = prompts_for(family)
     plain = plain_model_at(checkpoint(family), family)
-    plain.get_parameter(name).data.copy_(matrix)
+    plain.get_input_embeddings().weight.data.copy_(matrix)
     for prompt in prompts:
         with torch.no_grad():
             wanted = plain(**plain_inputs(encoder, prompt, NONE)).logits[0, -1].softmax(-1)
@@ -279,7 +282,7 @@ def test_loaded_weights_speak(family, encoder, fresh_engine):
     with torch.no_grad():
         for parameter in changed.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
-    fresh_engine.load(Weights(1, ((name, p.detach()) for name, p in changed.named_parameters())))
+    fresh_engine.load(Weights(1, exported_weights(changed)))
     rollouts = fresh_engine.generate(prompts, replace(GREEDY, version=1))
     assert differ(before, rollouts)
     with torch.no_grad():
@@ -292,7 +295,8 @@ def test_loaded_weights_speak(family, encoder, fresh_engine):
 def test_a_copy_of_the_weights_changes_nothing(family, fresh_engine):
     prompts = prompts_for(family)
     before = fresh_engine.generate(prompts, SAMPLED)
-    fresh_engine.load(Weights(7, ((name, p.detach().clone()) for name, p in plain_model(family).named_parameters())))
+    copies = {name: tensor.clone() for name, tensor in exported_weights(plain_model(family)).items()}
+    fresh_engine.load(Weights(7, copies))
     same_rows(before, range(12), fresh_engine.generate(prompts, replace(SAMPLED, version=7)))
 
 
@@ -346,23 +350,22 @@ def test_own_tensors_are_left_alone(family, encoder):
     engine = LocalGenerator(fresh_backbone(family), encoder)
     model = engine.backbone.model
     counts = {name: parameter._version for name, parameter in model.named_parameters()}
-    engine.load(Weights(1, ((name, p.detach()) for name, p in model.named_parameters())))
+    engine.load(Weights(1, exported_weights(model)))
     assert counts == {name: parameter._version for name, parameter in model.named_parameters()}
     assert engine.version == 1
 
 
-def test_a_tied_weight_may_come_by_its_other_name(family, encoder):
+def test_an_unknown_or_a_missing_weight_is_named_and_nothing_is_loaded(family, encoder):
     engine = LocalGenerator(fresh_backbone(family), encoder)
-    matrix = torch.zeros_like(engine.backbone.output_matrix)
-    engine.load(Weights(1, iter([("lm_head.weight", matrix)])))
-    assert (engine.backbone.output_matrix == 0).all()
-
-
-def test_an_unknown_weight_is_named(family, encoder):
-    engine = LocalGenerator(fresh_backbone(family), encoder)
-    with pytest.raises(ValueError, match=r"no weight 'model\.nothing'"):
-        engine.load(Weights(1, iter([("model.nothing", torch.zeros(1))])))
-    assert engine.version == 0
+    own = exported_weights(engine.backbone.model)
+    before = {name: tensor.clone() for name, tensor in own.items()}
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in own.items()}
+    with pytest.raises(ValueError, match=r"the model has no weight 'model\.nothing'; do actor and engine hold"):
+        engine.load(Weights(1, zeros | {"model.nothing": torch.zeros(1)}))
+    del zeros["lm_head.weight"]
+    with pytest.raises(ValueError, match=r"the actor publishes no weight 'lm_head\.weight'; do actor and engine hold"):
+        engine.load(Weights(1, zeros))
+    assert engine.version == 0 and all(torch.equal(own[name], before[name]) for name in own)
 
 
 def test_eager_attention_gives_the_same_answers(family, encoder, local_engine):

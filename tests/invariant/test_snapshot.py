@@ -71,6 +71,18 @@ def test_written_read_and_gone_on(family, tmp_path):
         same(mine, theirs)
 
 
+@pytest.mark.parametrize("family", TINY_FAMILIES)
+def test_what_is_published_is_what_is_saved(family, tmp_path):
+    actor = actor_of(family)
+    learn(actor, family, 1)
+    published = actor.publish().tensors
+    actor.snapshot().write(tmp_path)
+    saved = plain_model_at(tmp_path, family).state_dict()
+    assert published.keys() == saved.keys()
+    for name, tensor in published.items():
+        same(tensor, saved[name])
+
+
 def test_the_size_is_told_before_anything_is_written(tmp_path):
     actor = actor_of("qwen2_5_vl")
     learn(actor, "qwen2_5_vl", 1)
