@@ -87,7 +87,7 @@ class Generator(Protocol):
 
 
 class Prober(Protocol):
-    """Scores sampled tokens: the actor, the reference and the critic are probers."""
+    """Scores sampled tokens: the actor, by its reference too, and the critic are probers."""
 
     def probe(self, rollouts: Rollouts, needs: Needs, step: int) -> Signals:
         """The fields of `needs` that this prober can bring; `step` keys the perturbation."""

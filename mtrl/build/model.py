@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import logging
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,7 +15,7 @@ from mtrl.models.backbone import Backbone
 from mtrl.models.families import TextEncoder, encoder_files, load_encoder
 from mtrl.models.forward import Forward
 from mtrl.models.load import DTYPES, load_model
-from mtrl.protocols import Generator, Prober
+from mtrl.protocols import Generator
 from mtrl.rollout.local import LocalGenerator
 from mtrl.training.interrupt import say
 from mtrl.training.recipe import Recipe
@@ -112,7 +110,9 @@ def shares_prefixes(backbone: Backbone) -> bool:
     return backbone.shares_prefixes
 
 
-def build_actor(config: Config, policy: Forward, encoder: TextEncoder, steps: int) -> LocalActor:
+def build_actor(
+    config: Config, policy: Forward, encoder: TextEncoder, steps: int, reference: Reference | None = None
+) -> LocalActor:
     on_gpu = policy.backbone.device.type == "cuda"
     return LocalActor(
         policy,
@@ -121,16 +121,13 @@ def build_actor(config: Config, policy: Forward, encoder: TextEncoder, steps: in
         update_batching=recipe.update_batching(config, on_gpu, policy.share_prefix),
         probe_batching=recipe.probe_batching(config, on_gpu, policy.share_prefix),
         encoder_files=encoder_files(encoder, model_path(config)),
+        reference=reference,
     )
 
 
-def build_reference(config: Config, policy: Forward, needs: Needs) -> list[Prober]:
-    if not ("reference" in needs or "divergence" in needs):
-        return []
-    frozen = Backbone(copy.deepcopy(policy.backbone.model).eval(), policy.backbone.compute_dtype)
-    forward = replace(policy, backbone=frozen)
-    batching = recipe.probe_batching(config, frozen.device.type == "cuda", policy.share_prefix)
-    return [Reference(forward, batching, policy if "divergence" in needs else None)]
+def build_reference(policy: Forward, needs: Needs) -> Reference | None:
+    """Where somebody reads it. Before a checkpoint is restored: the policy as it was given."""
+    return Reference.frozen(policy) if "reference" in needs or "divergence" in needs else None
 
 
 def build_generator(config: Config, policy: Forward, encoder: TextEncoder) -> Generator:

@@ -113,13 +113,13 @@ def build(
             sees_attention=policy.backbone.own_attention,
         )
         refuse_unmeasured(config, rules, policy.backbone)
-        actor = build_actor(config, policy, encoder, steps)
+        actor = build_actor(config, policy, encoder, steps, build_reference(policy, rules.needs))
         interrupt = Interrupt()
         components = Components(
             source=sampler,
             generator=build_generator(config, policy, encoder),
             scorer=scorer,
-            probers=[actor, *build_reference(config, policy, rules.needs)],
+            probers=[actor],
             actor=actor,
             tracker=tracker,
             store=closing.enter_context(build_store(config, directory)),

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from mtrl.algorithms.losses import Loss, total_loss, weighted_sum
@@ -16,6 +14,7 @@ from mtrl.models.weights import exported_weights
 from mtrl.types import Needs, Rollouts, Signals, TrainBatch, Weights
 from mtrl.workers.learner import Learner, Optimization
 from mtrl.workers.micro_batches import MicroBatching
+from mtrl.workers.reference import Reference
 from mtrl.workers.snapshot import LearnerSnapshot
 
 ADVICE = (
@@ -25,7 +24,7 @@ ADVICE = (
 
 
 class LocalActor:
-    """Probes and updates a model in this process, which `forward` holds."""
+    """Probes and updates a model in this process, which `forward` holds; the `reference` is another view of it."""
 
     def __init__(
         self,
@@ -36,8 +35,10 @@ class LocalActor:
         update_batching: MicroBatching,
         probe_batching: MicroBatching,
         encoder_files: Mapping[str, bytes],
+        reference: Reference | None = None,
     ) -> None:
-        self.forward, self.perturbation, self.probe_batching = forward, perturbation, probe_batching
+        self.forward, self.reference = forward, reference
+        self.perturbation, self.probe_batching = perturbation, probe_batching
         self.model = forward.backbone.model
         self.learner = Learner(self.model, optimization, update_batching, name="actor", advice=ADVICE)
         self.encoder_files = encoder_files  # what stands beside the weights of a checkpoint
@@ -45,16 +46,21 @@ class LocalActor:
     # ------------------------------------------------------------------------------------------------------- probing
     def probe(self, rollouts: Rollouts, needs: Needs, step: int) -> Signals:
         """What is needed of every token, before any update of this step; with nothing needed, no pass is made."""
-        needs = needs.without("reference", "divergence", "values")
+        found = self._probe_policy(rollouts, needs.without("reference", "divergence", "values"), step)
+        if not ("reference" in needs or "divergence" in needs):
+            return found
+        reference = self.reference
+        assert reference is not None, "a run that asks for the reference builds one"
+        return found.merge(self.probe_batching.probe(rollouts, lambda rows: reference.signals(rows, needs, self.forward)))
+
+    def _probe_policy(self, rollouts: Rollouts, needs: Needs, step: int) -> Signals:
         if not rollouts.visual.any():
             needs = needs.without("mass", "prompt_mass")
         if not needs:
             return Signals()
-        rows = self.probe_batching.split(rollouts, needs.views)
-        parts = [self._probe(rollouts.rows(index), needs, step) for index in rows]
-        return in_order(parts, torch.cat(rows))
+        return self.probe_batching.probe(rollouts, lambda rows: self._signals(rows, needs, step), needs.views)
 
-    def _probe(self, rollouts: Rollouts, needs: Needs, step: int) -> Signals:
+    def _signals(self, rollouts: Rollouts, needs: Needs, step: int) -> Signals:
         views = [self.perturbation.view(p, step) for p in rollouts.prompts] if needs.views == 2 else None
         return self.forward.signals(rollouts, needs, views)
 
@@ -80,14 +86,3 @@ class LocalActor:
 
     def restore(self, directory: Path) -> None:
         self.learner.restore(directory)
-
-
-def in_order(parts: list[Signals], rows: Tensor) -> Signals:
-    """Signals of row slices joined, back in the order of the whole."""
-    order = torch.argsort(rows)
-    joined = {}
-    for f in fields(Signals):
-        values = [getattr(part, f.name) for part in parts]
-        if values[0] is not None:
-            joined[f.name] = torch.cat(values)[order]
-    return Signals(**joined)

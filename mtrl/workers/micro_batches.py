@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 from mtrl.algorithms.packing import cut_groups, fill_micro_batches, row_index
-from mtrl.types import Rollouts
+from mtrl.types import Rollouts, Signals
 
 NO_LIMIT = 1 << 62
 
@@ -33,3 +34,15 @@ class MicroBatching:
         if self.tokens is None:
             budget = max(self.at_least, *(piece.tokens for piece in pieces))
         return [row_index(batch) for batch in fill_micro_batches(pieces, budget)]
+
+    def probe(self, rollouts: Rollouts, measure: Callable[[Rollouts], Signals], views: int = 1) -> Signals:
+        """What is measured pass by pass, back in the order of the rows."""
+        rows = self.split(rollouts, views)
+        parts = [measure(rollouts.rows(index)) for index in rows]
+        order = torch.argsort(torch.cat(rows))
+        joined = {}
+        for f in fields(Signals):
+            values = [getattr(part, f.name) for part in parts]
+            if values[0] is not None:
+                joined[f.name] = torch.cat(values)[order]
+        return Signals(**joined)

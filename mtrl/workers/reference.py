@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import dataclass, replace
+
 import torch
 
 from mtrl.algorithms.vocab import full_kl
+from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward, spread
 from mtrl.types import Needs, Rollouts, Signals
-from mtrl.workers.actor import in_order
-from mtrl.workers.micro_batches import MicroBatching
 
 
+@dataclass(frozen=True)
 class Reference:
-    """A frozen copy. With `policy`, the divergence over the whole vocabulary is measured as well: of the policy at the
-    time of the probe, so in the same process."""
+    """Other weights behind the policy's own forward pass. The worker that holds the policy holds this view as well, so
+    that a probe or an update can ask both about the same rows, whatever the weights are: a frozen copy here."""
 
-    def __init__(self, forward: Forward, batching: MicroBatching, policy: Forward | None = None) -> None:
-        self.forward, self.batching, self.policy = forward, batching, policy
-        forward.backbone.model.requires_grad_(False)
+    forward: Forward  # without gradients
+
+    @classmethod
+    def frozen(cls, policy: Forward) -> Reference:
+        """A copy of the policy as it is now."""
+        model = copy.deepcopy(policy.backbone.model).eval().requires_grad_(False)
+        return cls(replace(policy, backbone=Backbone(model, policy.backbone.compute_dtype)))
 
     @torch.no_grad()
-    def probe(self, rollouts: Rollouts, needs: Needs, step: int) -> Signals:
-        if not ("reference" in needs or "divergence" in needs):
-            return Signals()
-        rows = self.batching.split(rollouts)
-        return in_order([self._probe(rollouts.rows(index)) for index in rows], torch.cat(rows))
-
-    def _probe(self, rollouts: Rollouts) -> Signals:
-        if self.policy is None:
-            return Signals(reference=self.forward.signals(rollouts).old)
-        ours, theirs = self.policy.response_hidden(rollouts), self.forward.response_hidden(rollouts)
-        matrices = self.policy.backbone.output_matrix, self.forward.backbone.output_matrix
-        kl = full_kl(ours, theirs, *matrices, **self.policy.distribution())
-        return Signals(divergence=spread(kl, rollouts.mask).cpu())
+    def signals(self, rollouts: Rollouts, needs: Needs, policy: Forward) -> Signals:
+        """Log-probs, and the divergence of the policy from them over the whole vocabulary, as far as they are needed."""
+        found = Signals(reference=self.forward.signals(rollouts).old) if "reference" in needs else Signals()
+        if "divergence" not in needs:
+            return found
+        ours, theirs = policy.response_hidden(rollouts), self.forward.response_hidden(rollouts)
+        matrices = policy.backbone.output_matrix, self.forward.backbone.output_matrix
+        kl = full_kl(ours, theirs, *matrices, **policy.distribution())
+        return replace(found, divergence=spread(kl, rollouts.mask).cpu())

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import pytest
 import torch
-from helpers import close
+from helpers import close, same
 from tiny_models import encoder_of, fresh_backbone
 from update_helpers import (
     ALL_AT_ONCE,
@@ -188,9 +188,8 @@ def test_the_reference_does_not_depend_on_the_layout(family, layout, full):
     def probe(rollouts, batching):
         forward = Forward(fresh_backbone(family), encoder_of(family), share_prefix=batching.share_prefix)
         policy = Forward(moved.forward.backbone, encoder_of(family), share_prefix=batching.share_prefix)
-        return Reference(forward, batching, policy if full else None).probe(
-            rollouts, Needs("divergence" if full else "reference"), 0
-        )
+        actor = actor_of(family, batching, policy, Reference(forward))
+        return actor.probe(rollouts, Needs("divergence" if full else "reference"), 0)
 
     expected, found = probe(rollouts, ALL_AT_ONCE), probe(rollouts.rows(MIXED), LAYOUTS[layout])
     name = "divergence" if full else "reference"
@@ -200,8 +199,22 @@ def test_the_reference_does_not_depend_on_the_layout(family, layout, full):
         assert theirs[rollouts.mask].min() > -1e-6 and theirs.max() > 1e-3
     else:
         torch.testing.assert_close(theirs, signals_for(family).old, rtol=1e-5, atol=2e-5)  # before the update
-    unasked = Reference(moved.forward, ALL_AT_ONCE).probe(rollouts, Needs("old"), 0)
-    assert all(value is None for value in vars(unasked).values())
+    assert [field for field, value in vars(found).items() if value is not None] == [name]
+
+
+def test_the_reference_stays_when_the_policy_learns(family):
+    forward = Forward(fresh_backbone(family), encoder_of(family))
+    actor = actor_of(family, forward=forward, reference=Reference.frozen(forward), lr=1e-3)
+    rollouts, needs = rollouts_for(family), Needs("old", "reference")
+    before = actor.probe(rollouts, needs, 0)
+    same(before.reference, before.old)
+    actor.update([plain_batch(family)], Loss())
+    after = actor.probe(rollouts, needs, 0)
+    same(after.reference, before.reference)
+    assert (after.old - before.old).abs().max() > 1e-3
+    frozen = actor.reference.forward.backbone.model
+    assert not any(p.requires_grad for p in frozen.parameters()) and not frozen.training
+    assert actor.probe(rollouts, Needs("old"), 0).reference is None, "and only when it is asked for"
 
 
 # ------------------------------------------------------------------------------------------------------ fresh rollouts
