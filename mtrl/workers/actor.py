@@ -51,7 +51,8 @@ class LocalActor:
             return found
         reference = self.reference
         assert reference is not None, "a run that asks for the reference builds one"
-        return found.merge(self.probe_batching.probe(rollouts, lambda rows: reference.signals(rows, needs, self.forward)))
+        views = self.probe_batching.probe(rollouts, lambda rows: reference.signals(rows, needs, self.forward))
+        return found.merge(views)
 
     def _probe_policy(self, rollouts: Rollouts, needs: Needs, step: int) -> Signals:
         if not rollouts.visual.any():

@@ -28,7 +28,7 @@ class Reference:
 
     @torch.no_grad()
     def signals(self, rollouts: Rollouts, needs: Needs, policy: Forward) -> Signals:
-        """Log-probs, and the divergence of the policy from them over the whole vocabulary, as far as they are needed."""
+        """What is needed of log-probs, and of the policy's divergence from them over the whole vocabulary."""
         found = Signals(reference=self.forward.signals(rollouts).old) if "reference" in needs else Signals()
         if "divergence" not in needs:
             return found

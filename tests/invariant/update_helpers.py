@@ -41,9 +41,7 @@ def rollouts_for(family):
     return replace(rollouts, behaviour=old + 0.5 * behaviour)
 
 
-def actor_of(
-    family, batching=ALL_AT_ONCE, forward=None, reference=None, dependency="low_var_kl", **optimization
-):
+def actor_of(family, batching=ALL_AT_ONCE, forward=None, reference=None, dependency="low_var_kl", **optimization):
     settings = {"lr": LR, "warmup_steps": 0, "total_steps": 10, "max_grad_norm": CLIP} | optimization
     share = batching.share_prefix
     return LocalActor(
