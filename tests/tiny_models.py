@@ -23,6 +23,7 @@ from mtrl.models.backbone import Backbone
 from mtrl.models.families import TextEncoder, load_encoder
 from mtrl.models.load import load_model
 from mtrl.models.tiny import TINY_FAMILIES, VISION_FAMILIES, make_tiny_checkpoint
+from mtrl.rollout.assemble import rollouts_of
 from mtrl.types import Medium, Prompt, Rollouts, Task
 
 logging.disable_progress_bar()
@@ -103,19 +104,18 @@ def prompts_for(family: str) -> list[Prompt]:
     return [prompt(encoder, f"t:{i}", words[i], sizes[i]) for i in range(len(sizes))]
 
 
-def rollouts_of(prompts: Sequence[Prompt], group: Sequence[int], lengths: Sequence[int], seed: int = 0) -> Rollouts:
-    """Random responses of plain tokens."""
+def random_rollouts(prompts: Sequence[Prompt], group: Sequence[int], lengths: Sequence[int], seed: int = 0) -> Rollouts:
+    """Random responses of plain tokens. `group`: the prompt of each response."""
     tokens = torch.randint(20, 300, (len(group), max(lengths)), generator=torch.Generator().manual_seed(seed))
-    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-    return Rollouts(
-        prompts=tuple(prompts),
-        group=torch.tensor(group),
-        tokens=tokens.where(mask, 0),
-        mask=mask,
-        behaviour=torch.zeros(mask.shape),
+    return rollouts_of(
+        prompts,
+        group,
+        [row[:length] for row, length in zip(tokens, lengths, strict=True)],
+        None,
         text=("",) * len(group),
         finish=("stop",) * len(group),
-        version=torch.zeros(len(group), dtype=torch.long),
+        version=0,
+        pad_id=0,
     )
 
 

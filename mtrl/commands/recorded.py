@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from mtrl.data import BadRow, DataError
 from mtrl.data.media import decode, read_size
@@ -19,6 +18,7 @@ from mtrl.data.prompts import TaskBuilder
 from mtrl.data.rows import RowError
 from mtrl.data.sources import Source
 from mtrl.models.families import TextEncoder
+from mtrl.rollout.assemble import rollouts_of
 from mtrl.tracking.jsonl import rows_of
 from mtrl.types import Finish, Prompt, Rollouts, Task
 
@@ -173,17 +173,15 @@ def as_rollouts(groups: Sequence[Group], encoder: TextEncoder | None) -> Rollout
     texts = [text for group in groups for text in group.responses]
     finish = [how for group in groups for how in group.finish]
     ids = [response_tokens(text, how, encoder) if encoder else [] for text, how in zip(texts, finish, strict=True)]
-    tokens = pad_sequence([torch.tensor(row, dtype=torch.long) for row in ids], batch_first=True)
-    mask = torch.arange(tokens.shape[1]) < torch.tensor([len(row) for row in ids])[:, None]
-    return Rollouts(
-        prompts=tuple(seen_prompt(group.task, encoder) for group in groups),
-        group=torch.repeat_interleave(torch.tensor([len(group.responses) for group in groups])),
-        tokens=tokens,
-        mask=mask,
-        behaviour=torch.zeros(mask.shape),
-        text=tuple(texts),
-        finish=tuple(finish),
-        version=torch.zeros(len(texts), dtype=torch.long),
+    return rollouts_of(
+        [seen_prompt(group.task, encoder) for group in groups],
+        [place for place, group in enumerate(groups) for _ in group.responses],
+        ids,
+        None,
+        text=texts,
+        finish=finish,
+        version=0,
+        pad_id=encoder.pad_id if encoder else 0,
     )
 
 

@@ -15,8 +15,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mtrl.models.backbone import Backbone, Cache, prompt_positions, vision_tokens
 from mtrl.protocols import PromptEncoder
+from mtrl.rollout.assemble import finish_of, rollouts_of
 from mtrl.rollout.sampling import choose, first_samples, row_uniforms
-from mtrl.types import Finish, Prompt, Rollouts, Sampling, Weights
+from mtrl.types import Prompt, Rollouts, Sampling, Weights
 
 ROWS_AT_ONCE = 512
 COMPACT_BELOW = 0.8  # of the rows still decoding: then the finished ones leave the cache
@@ -65,19 +66,15 @@ class LocalGenerator:
             batch = Decoding(self, prompts[here], first[here], sampling).run()
             tokens += batch[0]
             behaviour += batch[1]
-        stopped = [bool(len(row)) and int(row[-1]) in self.encoder.stop_ids for row in tokens]
-        finish: tuple[Finish, ...] = tuple("stop" if stop else "length" for stop in stopped)
-        lengths = torch.tensor([len(row) for row in tokens])
-        padded = pad_sequence(tokens, batch_first=True, padding_value=self.encoder.pad_id)
-        return Rollouts(
-            prompts=tuple(prompts),
-            group=torch.arange(len(prompts)).repeat_interleave(sampling.n),
-            tokens=padded,
-            mask=torch.arange(padded.shape[1]) < lengths[:, None],
-            behaviour=pad_sequence(behaviour, batch_first=True),
-            text=tuple(self.encoder.decode(row) for row in tokens),
-            finish=finish,
-            version=torch.full((len(tokens),), self.version),
+        return rollouts_of(
+            prompts,
+            [place for place in range(len(prompts)) for _ in range(sampling.n)],
+            tokens,
+            behaviour,
+            text=[self.encoder.decode(row) for row in tokens],
+            finish=finish_of(tokens, self.encoder.stop_ids),
+            version=self.version,
+            pad_id=self.encoder.pad_id,
         )
 
 

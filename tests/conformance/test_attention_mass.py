@@ -13,7 +13,7 @@ from tiny_models import (
     encoder_of,
     plain_inputs,
     prompts_for,
-    rollouts_of,
+    random_rollouts,
     shared_backbone,
 )
 
@@ -38,7 +38,7 @@ def route(request):
 
 
 def rollouts_for(family):
-    return rollouts_of(prompts_for(family), GROUP, LENGTHS)
+    return random_rollouts(prompts_for(family), GROUP, LENGTHS)
 
 
 @lru_cache

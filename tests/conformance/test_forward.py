@@ -12,7 +12,7 @@ from tiny_models import (
     plain_logp,
     plain_model,
     prompts_for,
-    rollouts_of,
+    random_rollouts,
     shared_backbone,
 )
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -53,7 +53,7 @@ def forward(family, route):
 
 
 def rollouts_for(family, seed=0):
-    return rollouts_of(prompts_for(family), GROUP, LENGTHS, seed)
+    return random_rollouts(prompts_for(family), GROUP, LENGTHS, seed)
 
 
 def views_of(rollouts, step=0):
@@ -103,7 +103,7 @@ def test_unasked_fields_stay_empty(family, forward):
 
 def test_only_empty_responses(family, forward):
     """Nothing to score is no reason to stop, and gives no gradient."""
-    rollouts = rollouts_of(prompts_for(family), [0, 1], [3, 3])
+    rollouts = random_rollouts(prompts_for(family), [0, 1], [3, 3])
     rollouts.mask[:] = False
     signals = replace(forward, dependency="full_kl").signals(
         rollouts, Needs("entropy", "dependency"), views_of(rollouts)
@@ -117,7 +117,7 @@ def test_forbidden_tokens_hold_no_probability(family, forward):
     """The probabilities of all other tokens add up to one: sum over every possible one-token response."""
     encoder = encoder_of(family)
     vocabulary = forward.backbone.output_matrix.shape[0]
-    rollouts = rollouts_of(prompts_for(family)[:1], [0] * vocabulary, [1] * vocabulary)
+    rollouts = random_rollouts(prompts_for(family)[:1], [0] * vocabulary, [1] * vocabulary)
     rollouts.tokens[:, 0] = torch.arange(vocabulary)
     few = torch.arange(vocabulary).split(64)  # where each reads its prompt, all in one sequence would be a large matrix
     probabilities = torch.cat([forward.signals(rollouts.rows(rows)).old[:, 0] for rows in few]).double().exp()

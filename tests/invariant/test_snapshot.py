@@ -3,8 +3,16 @@
 import pytest
 import torch
 from helpers import same
-from tiny_models import TINY_FAMILIES, checkpoint, encoder_of, fresh_backbone, plain_logp, plain_model_at, prompts_for
-from tiny_models import rollouts_of as random_rollouts
+from tiny_models import (
+    TINY_FAMILIES,
+    checkpoint,
+    encoder_of,
+    fresh_backbone,
+    plain_logp,
+    plain_model_at,
+    prompts_for,
+    random_rollouts,
+)
 
 from mtrl.algorithms.losses import Loss, term_weights
 from mtrl.models.families import encoder_files, load_encoder

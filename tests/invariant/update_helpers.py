@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import fake_batch
-from tiny_models import encoder_of, fresh_backbone, prompts_for, rollouts_of
+from tiny_models import encoder_of, fresh_backbone, prompts_for, random_rollouts
 
 from mtrl.algorithms.credit import assign
 from mtrl.algorithms.credit.attention_weights import AttentionWeights
@@ -34,7 +34,7 @@ NEEDS = Needs("old", "entropy", "entropy_change", "dependency", "mass")
 
 @lru_cache
 def rollouts_for(family):
-    rollouts = rollouts_of(prompts_for(family), GROUP, LENGTHS)
+    rollouts = random_rollouts(prompts_for(family), GROUP, LENGTHS)
     rollouts.mask[MASKED] = False
     behaviour = torch.randn(rollouts.mask.shape, generator=torch.Generator().manual_seed(5))
     old = actor_of(family).probe(rollouts, Needs("old"), 0).old

@@ -3,15 +3,16 @@
 from dataclasses import fields
 
 import torch
-from helpers import fake_prompt, mask_of
+from helpers import fake_prompt
 
 from mtrl.algorithms.assemble import BatchPlan
 from mtrl.algorithms.estimators import Grpo
 from mtrl.algorithms.losses import Loss
+from mtrl.rollout.assemble import rollouts_of
 from mtrl.training.evaluate import Validation
 from mtrl.training.loop import Components, Loop
 from mtrl.training.recipe import Recipe
-from mtrl.types import Needs, Rewards, Rollouts, Sampling, Signals, Weights
+from mtrl.types import Needs, Rewards, Sampling, Signals, Weights
 
 PROMPTS, RESPONSES = 2, 2  # in a step
 REFERENCE = torch.full((4, 4), -0.8)  # log-probs, where the actor's are -1
@@ -45,17 +46,17 @@ class FakeGenerator:
     def generate(self, prompts, sampling):
         self.journal.append(("generate", sampling.step, sampling.version))
         assert sampling.version == self.version
-        rows = len(prompts) * sampling.n
-        mask = mask_of(*(1 + row % 4 for row in range(rows)), width=4)
-        return Rollouts(
-            prompts=tuple(prompts),
-            group=torch.arange(len(prompts)).repeat_interleave(sampling.n),
-            tokens=torch.arange(4).expand(rows, 4).where(mask, 0),
-            mask=mask,
-            behaviour=torch.full((rows, 4), -1.0).where(mask, 0.0),
-            text=tuple(f"{prompts[row // sampling.n].task.id} response {row % sampling.n}" for row in range(rows)),
-            finish=tuple("length" if row % 4 == 3 else "stop" for row in range(rows)),
-            version=torch.full((rows,), self.version),
+        places = [(prompt, sample) for prompt in range(len(prompts)) for sample in range(sampling.n)]
+        lengths = [1 + row % 4 for row in range(len(places))]
+        return rollouts_of(
+            prompts,
+            [prompt for prompt, _ in places],
+            [range(length) for length in lengths],
+            [[-1.0] * length for length in lengths],
+            text=[f"{prompts[prompt].task.id} response {sample}" for prompt, sample in places],
+            finish=["length" if length == 4 else "stop" for length in lengths],
+            version=self.version,
+            pad_id=0,
         )
 
     def load(self, weights):

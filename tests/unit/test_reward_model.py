@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import checkpoint, encoder_of, picture, plain_inputs, plain_model, rollouts_of
+from tiny_models import checkpoint, encoder_of, picture, plain_inputs, plain_model, random_rollouts
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertTokenizer
 
 from mtrl.build.rewards import build_scorer
@@ -63,7 +63,7 @@ def asked(text, images=0, system=None):
 def answered(encoder, tasks_and_media, responses=RESPONSES, group=GROUP):
     """Rollouts with these texts; their tokens are the policy's and do not matter to a reward model."""
     prompts = [encoder.encode(task, media) for task, media in tasks_and_media]
-    return replace(rollouts_of(prompts, group, [3] * len(group)), text=tuple(responses))
+    return replace(random_rollouts(prompts, group, [3] * len(group)), text=tuple(responses))
 
 
 # ---------------------------------------------------------------------------------------------------------------- text
