@@ -36,6 +36,7 @@ from mtrl.algorithms.losses import Loss
 from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward
 from mtrl.models.perturb import Perturbation
+from mtrl.rollout.awake import Awake
 from mtrl.rollout.local import LocalGenerator
 from mtrl.training.loop import Components, Loop
 from mtrl.training.recipe import Recipe
@@ -85,7 +86,7 @@ class FreshPrompts:
 
 
 @dataclass
-class Cutting:
+class Cutting(Awake):
     """The local engine, its responses cut at random lengths: random weights never end one themselves."""
 
     engine: LocalGenerator

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -73,17 +74,16 @@ class TaskSource(Protocol):
 
 class Generator(Protocol):
     """Samples responses. It resets its own caches in `load` and refuses to sample at a version it does not hold.
-    `generate` and `load` are for an engine that is awake; its weights outlast a sleep."""
+    `generate` and `load` are for an engine that is awake; its weights outlast a sleep (`rollout/awake.py`)."""
+
+    def awake(self) -> AbstractContextManager[None]:
+        """Wakes the engine; at its end the engine sleeps and the trainer has the device memory. Such blocks may stand
+        inside one another: the outermost counts."""
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Rollouts: ...
 
     def load(self, weights: Weights) -> None:
         """A version, whole: a weight that the engine does not know, or misses, is an error."""
-
-    def sleep(self) -> None:
-        """Gives the device memory to the trainer."""
-
-    def wake(self) -> None: ...
 
 
 class Prober(Protocol):

@@ -31,11 +31,7 @@ Finish = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class Medium:
-    """An image or a video as the dataset names it, not decoded yet.
-
-    >>> Medium("image", "cats/1.png")
-    Medium(kind='image', source='cats/1.png')
-    """
+    """An image or a video as the dataset names it, not decoded yet: Medium("image", "cats/1.png")."""
 
     kind: Literal["image", "video"]
     source: Any  # a path, bytes, base64 text or a PIL image

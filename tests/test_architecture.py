@@ -81,6 +81,12 @@ def test_heavy_libraries_have_one_room(module):
         assert not used or room(module) == home, f"{module} imports {library}; only mtrl/{home} may"
 
 
+def test_an_engine_is_named_in_one_place():
+    """`build_generator` chooses; all else, but the script that makes the embedded model, knows the seam."""
+    naming = {module for module, path in SOURCES.items() if "LocalGenerator" in path.read_text()}
+    assert naming == {"mtrl.rollout.local", "mtrl.build.model", "mtrl.zoo.pretrain"}
+
+
 def test_no_import_cycles():
     graph = {module: {name for name in imports(module) if name in SOURCES} for module in SOURCES}
     done: set[str] = set()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,16 +140,16 @@ def evaluate(config: Config) -> Result:
     validation = build_validation(config, encoder, None)
     if validation is None:
         raise ConfigError(["dataset.val_files: nothing to evaluate on; name a file (--data F)"])
-    scorer = build_scorer(config, steps=1)
-    rewards = [function.needs for function in scorer.functions.values()]
-    rules = recipe.recipe_of(config, 1, rewards=rewards, sees_attention=policy.backbone.own_attention)
-    refuse_unmeasured(config, rules, policy.backbone)
-    looks = "mass" in rules.needs or rules.attention_every
-    prober = build_actor(config, policy, encoder, steps=1) if looks else None
-    try:
-        return validation.run(build_generator(config, policy, encoder), scorer, version=0, prober=prober)
-    finally:
-        scorer.close()
+    generator, scorer = build_generator(config, policy, encoder), build_scorer(config, steps=1)
+    with closing(scorer):
+        rewards = [function.needs for function in scorer.functions.values()]
+        rules = recipe.recipe_of(config, 1, rewards=rewards, sees_attention=policy.backbone.own_attention)
+        refuse_unmeasured(config, rules, policy.backbone)
+        looks = "mass" in rules.needs or rules.attention_every
+        prober = build_actor(config, policy, encoder, steps=1) if looks else None
+        # Without a prober nobody else wants the device, and the engine need not sleep between batches.
+        with generator.awake() if prober is None else nullcontext():
+            return validation.run(generator, scorer, version=0, prober=prober)
 
 
 def unknown_names(config: Config) -> list[str]:

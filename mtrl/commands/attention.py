@@ -97,7 +97,8 @@ def look(config: Config, options: Options) -> list[Answered]:
     sampling = replace(recipe.validation_sampling(config), n=1)
     answers = []
     for prompts in batches(config, encoder, options.samples):
-        rollouts = generator.generate(prompts, sampling)
+        with generator.awake():
+            rollouts = generator.generate(prompts, sampling)
         for row, prompt in enumerate(prompts):
             letter = chosen_letter(rollouts.text[row], (prompt.task.columns or {}).get(config.dataset.options_key))
             answers.append(answered(policy, encoder, rollouts.rows(torch.tensor([row])), letter, options.tokens))

@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from mtrl.models.backbone import Backbone, Cache, prompt_positions, vision_tokens
 from mtrl.protocols import PromptEncoder
 from mtrl.rollout.assemble import finish_of, rollouts_of
+from mtrl.rollout.awake import Awake
 from mtrl.rollout.sampling import choose, first_samples, row_uniforms
 from mtrl.types import Prompt, Rollouts, Sampling, Weights
 
@@ -23,8 +24,9 @@ ROWS_AT_ONCE = 512
 COMPACT_BELOW = 0.8  # of the rows still decoding: then the finished ones leave the cache
 
 
-class LocalGenerator:
-    """Samples with the weights of `backbone`, which the actor of the same process may share."""
+class LocalGenerator(Awake):
+    """Samples with the weights of `backbone`, which the actor of the same process may share. It holds nothing between
+    calls, so awake and asleep are the same."""
 
     def __init__(
         self, backbone: Backbone, encoder: PromptEncoder, *, version: int = 0, rows_at_once: int = ROWS_AT_ONCE
@@ -47,11 +49,6 @@ class LocalGenerator:
                 if own[name].data_ptr() != tensor.data_ptr():
                     own[name].copy_(tensor)
         self.version = weights.version
-
-    def sleep(self) -> None:
-        """Nothing is held between calls."""
-
-    def wake(self) -> None: ...
 
     @torch.no_grad()
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Rollouts:

@@ -48,7 +48,8 @@ class Validation:
         samples: list[Sample] = []
         begin = time.perf_counter()
         for prompts in self.batches():
-            rollouts = generator.generate(prompts, replace(self.sampling, version=version))
+            with generator.awake():
+                rollouts = generator.generate(prompts, replace(self.sampling, version=version))
             pending = scorer.submit(rollouts, step=None)
             signals = Signals() if prober is None else prober.probe(rollouts, Needs("mass"), step=0)
             rewards = pending.result(signals)

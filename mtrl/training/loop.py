@@ -100,7 +100,8 @@ class Loop:
     def sample(self, prompts: Sequence[Prompt], step: int, asked: Counter[str]) -> Rollouts:
         """Responses by the newest weights. `asked` counts the tasks of a step: one asked again gets other responses."""
         sampling = replace(self.recipe.sampling, step=step, version=self.version, asked=dict(asked))
-        rollouts = self.components.generator.generate(prompts, sampling)
+        with self.components.generator.awake():
+            rollouts = self.components.generator.generate(prompts, sampling)
         asked.update(prompt.task.id for prompt in prompts)
         return rollouts
 
@@ -113,7 +114,8 @@ class Loop:
 
     def publish(self) -> None:
         weights = self.components.actor.publish()
-        self.components.generator.load(weights)
+        with self.components.generator.awake():
+            self.components.generator.load(weights)
         self.version = weights.version
 
     def adapt(self, experience: Experience) -> Metrics:

@@ -300,11 +300,19 @@ def test_a_copy_of_the_weights_changes_nothing(family, fresh_engine):
     same_rows(before, range(12), fresh_engine.generate(prompts, replace(SAMPLED, version=7)))
 
 
-def test_sleep_and_wake(family, engine):
-    before = engine.generate(prompts_for(family), SAMPLED)
-    engine.sleep()
-    engine.wake()
-    same_rows(before, range(12), engine.generate(prompts_for(family), SAMPLED))
+def test_weights_outlast_a_sleep(family, fresh_engine):
+    """Loaded in one block, sampled in the next, also after a block that failed; blocks may stand inside one another."""
+    prompts, sampling = prompts_for(family), replace(SAMPLED, version=1)
+    with fresh_engine.awake():
+        unchanged = fresh_engine.generate(prompts, SAMPLED)
+        name, matrix = next((n, p.detach() * 1.5) for n, p in plain_model(family).named_parameters() if p.dim() > 1)
+        fresh_engine.load(Weights(1, iter([(name, matrix)])))
+        before = fresh_engine.generate(prompts, sampling)
+    assert differ(unchanged, before)
+    with pytest.raises(RuntimeError), fresh_engine.awake():
+        fresh_engine.generate(prompts, SAMPLED)
+    with fresh_engine.awake(), fresh_engine.awake():
+        same_rows(before, range(12), fresh_engine.generate(prompts, sampling))
 
 
 # ---------------------------------------------------------------------------------------------- the local engine alone

@@ -9,6 +9,7 @@ from mtrl.algorithms.assemble import BatchPlan
 from mtrl.algorithms.estimators import Grpo
 from mtrl.algorithms.losses import Loss
 from mtrl.rollout.assemble import rollouts_of
+from mtrl.rollout.awake import Awake
 from mtrl.training.evaluate import Validation
 from mtrl.training.loop import Components, Loop
 from mtrl.training.recipe import Recipe
@@ -37,13 +38,20 @@ class FakeSource:
         self.next = state["next"]
 
 
-class FakeGenerator:
-    """Rows of 1, 2, 3, 4 tokens; refuses a version it does not hold."""
+class FakeGenerator(Awake):
+    """Rows of 1, 2, 3, 4 tokens; refuses a version it does not hold, and all work while it sleeps."""
 
     def __init__(self, journal):
         self.journal, self.version = journal, 0
 
+    def wake(self):
+        self.journal.append(("wake",))
+
+    def sleep(self):
+        self.journal.append(("sleep",))
+
     def generate(self, prompts, sampling):
+        assert self.is_awake
         self.journal.append(("generate", sampling.step, sampling.version))
         assert sampling.version == self.version
         places = [(prompt, sample) for prompt in range(len(prompts)) for sample in range(sampling.n)]
@@ -60,6 +68,7 @@ class FakeGenerator:
         )
 
     def load(self, weights):
+        assert self.is_awake
         self.journal.append(("load", weights.version))
         self.version = weights.version
 

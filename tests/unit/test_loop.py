@@ -21,15 +21,19 @@ def test_a_step_in_order():
     made = loop(reference=FakeReference(None, reference=torch.zeros(4, 4)), divergence=Divergence("kl", 0.1))
     made.step(0)
     assert made.components.actor.journal == [
+        ("wake",),
         ("take", PROMPTS),
         ("generate", 0, 0),
+        ("sleep",),  # before anybody else wants the device
         ("submit", 0),  # user code starts before the probes, and is waited for after them
         ("probe", 0),
         ("reference", 0),
         ("result",),
         ("update", 1),
         ("publish", 7),
+        ("wake",),
         ("load", 7),
+        ("sleep",),
         ("rollouts", 1),
     ]
 
@@ -72,10 +76,10 @@ def test_validation_samples_the_newest_weights_at_its_own_step():
     made = loop(validation=validation_of(), total_steps=2, validate_every=1)
     made.run()
     journal = made.components.actor.journal
-    during = [journal[i - 3 : i] for i, entry in enumerate(journal) if entry[0] == "validation"]
+    during = [journal[i - 5 : i] for i, entry in enumerate(journal) if entry[0] == "validation"]
     assert during == [
-        [("generate", 0, 7), ("submit", None), ("result",)],
-        [("generate", 0, 14), ("submit", None), ("result",)],
+        [("wake",), ("generate", 0, 7), ("sleep",), ("submit", None), ("result",)],
+        [("wake",), ("generate", 0, 14), ("sleep",), ("submit", None), ("result",)],
     ]
 
 
@@ -93,13 +97,16 @@ def run_of(made, directory, overrides):
 
 @pytest.mark.parametrize(
     ("val_only", "expected"),
-    [(True, ["generate", "submit", "result", "validation"]), (False, ["take", "generate", "submit", "probe"])],
+    [
+        (True, ["wake", "generate", "sleep", "submit", "result", "validation"]),
+        (False, ["wake", "take", "generate", "sleep", "submit", "probe"]),
+    ],
 )
 def test_val_only(tmp_path, val_only, expected):
     made = loop(validation=validation_of())
     run_of(made, tmp_path, {"training.val_only": val_only}).train()
     names = [entry[0] for entry in made.components.actor.journal]
-    assert names[:4] == expected and ("update" in names) != val_only
+    assert names[:6] == expected and ("update" in names) != val_only
     assert made.components.tracker.closed == 1 and (names[-1] == "all saved") != val_only
 
 
@@ -135,7 +142,9 @@ def test_a_restored_loop_does_what_the_first_would_have_done():
     journal = whole.components.actor.journal
     assert restored.components.actor.journal == [
         ("publish", 14),
+        ("wake",),
         ("load", 14),
+        ("sleep",),
         *journal[journal.index(("save", 2)) + 1 :],
     ]
     assert (

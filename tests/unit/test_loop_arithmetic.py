@@ -129,7 +129,9 @@ def batches_of(rules, rollouts, signals, select=None):
 def six_rows():
     """Three groups of two, lengths 1, 2 | 3, 4 | 1, 2; the fourth row is cut off."""
     prompts = [fake_prompt(f"p{i}") for i in range(3)]
-    rollouts = FakeGenerator([]).generate(prompts, Sampling(n=2))
+    generator = FakeGenerator([])
+    with generator.awake():
+        rollouts = generator.generate(prompts, Sampling(n=2))
     return rollouts, Signals(old=torch.full((6, 4), -0.5), reference=torch.full((6, 4), -3.0))
 
 
