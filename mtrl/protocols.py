@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,14 +28,49 @@ from mtrl.types import (
 )
 
 
+@dataclass(frozen=True)
+class ImageSettings:
+    """From an image to what a vision tower reads, under the names that checkpoints use.
+
+    We resize, once, to a multiple of `factor` within the limits; the trainer and every engine then make the same pixels
+    of it: (value * rescale_factor - mean) / std. The order of the fields is part of `PromptEncoder.fingerprint`.
+    """
+
+    patch_size: int  # pixels a side
+    merge_size: int  # patches a side that become one token
+    temporal_patch_size: int  # frames of a patch; a still image is repeated
+    min_pixels: int
+    max_pixels: int
+    rescale_factor: float
+    image_mean: tuple[float, ...]  # one for each channel
+    image_std: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_pixels <= self.max_pixels:
+            raise ValueError(
+                f"min_pixels ({self.min_pixels}) must be at least 1 and not above max_pixels ({self.max_pixels})"
+            )
+
+    @property
+    def factor(self) -> int:
+        """Pixels a side of one token."""
+        return self.patch_size * self.merge_size
+
+    def processor_arguments(self) -> dict[str, Any]:
+        """For an engine that makes pixels with an image processor of transformers: the trainer's numbers whatever the
+        checkpoint says, and no second resize."""
+        # A checkpoint may write 1 for 1.0, which transformers takes from a file but not as an argument.
+        floats = {name: [float(v) for v in getattr(self, name)] for name in ("image_mean", "image_std")}
+        return asdict(self) | floats | {"do_resize": False, "do_rescale": True, "do_normalize": True}
+
+
 class PromptEncoder(Protocol):
     """Template, tokens, resize target, pads, pools: what one model family makes of a task."""
 
     forbidden_ids: tuple[int, ...]  # never sampled, at -inf in every pass
     stop_ids: tuple[int, ...]  # each ends a response
     pad_id: int
-    patch_size: int  # pixels a side of a patch of the vision tower; a text model has 1
-    merge_size: int  # patches a side of a token
+    image_settings: ImageSettings | None  # what the vision tower wants of an image; a text model has none
 
     def fingerprint(self) -> str:
         """Changes when any setting changes that `length` or `encode` depends on. Caches are keyed by it."""

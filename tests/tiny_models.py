@@ -79,7 +79,8 @@ def encoder_of(family: str) -> TextEncoder:
 
 def picture(encoder: TextEncoder, rows: int, columns: int, seed: int = 0) -> np.ndarray:
     """Noise of rows x columns tokens."""
-    side = encoder.patch_size * encoder.merge_size
+    assert encoder.image_settings is not None
+    side = encoder.image_settings.factor
     return np.random.default_rng(seed).integers(0, 256, (rows * side, columns * side, 3), dtype=np.uint8)
 
 

@@ -113,11 +113,11 @@ def shares_prefixes(backbone: Backbone) -> bool:
 def build_actor(
     config: Config, policy: Forward, encoder: TextEncoder, steps: int, reference: Reference | None = None
 ) -> LocalActor:
-    on_gpu = policy.backbone.device.type == "cuda"
+    on_gpu, images = policy.backbone.device.type == "cuda", encoder.image_settings
     return LocalActor(
         policy,
         recipe.optimization_of(config, steps),
-        perturbation=recipe.perturbation_of(config, encoder.patch_size),
+        perturbation=recipe.perturbation_of(config, images.patch_size if images else 1),
         update_batching=recipe.update_batching(config, on_gpu, policy.share_prefix),
         probe_batching=recipe.probe_batching(config, on_gpu, policy.share_prefix),
         encoder_files=encoder_files(encoder, model_path(config)),

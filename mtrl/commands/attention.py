@@ -137,9 +137,9 @@ def answered(
     if not chosen:
         return answer
     maps = policy.maps(rollouts, list(chosen))
-    side = encoder.patch_size * encoder.merge_size
+    assert encoder.image_settings is not None, "a prompt with an image was encoded"
     drawn = [
-        Drawn(token, why, images_of(prompt, each, side))
+        Drawn(token, why, images_of(prompt, each, encoder.image_settings.factor))
         for (token, why), each in zip(chosen.items(), maps, strict=True)
     ]
     return replace(answer, drawn=tuple(drawn))

@@ -60,9 +60,9 @@ def backbone(family):
 def pixels_of(family, sizes):
     encoder = encoder_of(family)
     arrays = [picture(encoder, *size, seed=seed) for seed, size in enumerate(sizes)]
-    merge = encoder.merge_size
+    merge = encoder.image_settings.merge_size
     grids = tuple((1, rows * merge, columns * merge) for rows, columns in sizes)
-    return torch.cat([patchify(array, encoder.image) for array in arrays]), grids
+    return torch.cat([patchify(array, encoder.image_settings) for array in arrays]), grids
 
 
 def outputs(tower_output):

@@ -30,8 +30,9 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokeniz
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from mtrl.models.families import VISION_FAMILIES, load_encoder
-from mtrl.models.families.vision import ImageSettings, patchify, target_size
+from mtrl.models.families.vision import patchify, target_size
 from mtrl.models.tiny import make_tiny_checkpoint
+from mtrl.protocols import ImageSettings
 from mtrl.types import Medium, Task
 
 IMAGE = {"type": "image"}
@@ -181,8 +182,8 @@ def test_target_size_is_hugging_faces(height, width, factor, low, more):
 
 def test_pixel_limits_come_from_the_checkpoint_or_the_caller(checkpoints):
     own = load_encoder(checkpoints["qwen2_5_vl"])
-    assert (own.image.min_pixels, own.image.max_pixels) == (4 * 28**2, 1280 * 28**2)  # legacy keys
-    assert load_encoder(checkpoints["qwen3_vl"]).image.max_pixels == 1280 * 32**2  # the "size" key
+    assert (own.image_settings.min_pixels, own.image_settings.max_pixels) == (4 * 28**2, 1280 * 28**2)  # legacy keys
+    assert load_encoder(checkpoints["qwen3_vl"]).image_settings.max_pixels == 1280 * 32**2  # the "size" key
     small = load_encoder(checkpoints["qwen2_5_vl"], max_pixels=4 * 28**2)
     assert own.target_size(280, 280) == (280, 280)
     assert small.target_size(280, 280) == (56, 56)
@@ -218,21 +219,24 @@ def test_image_settings_are_read_as_transformers_reads_them(checkpoints, tmp_pat
     name, content = ("processor", {"image_processor": written}) if nested else ("preprocessor", written)
     (tmp_path / f"{name}_config.json").write_text(json.dumps(content))
     theirs, encoder = Qwen2VLImageProcessorPil.from_pretrained(tmp_path), load_encoder(tmp_path)
-    limits = (encoder.image.min_pixels, encoder.image.max_pixels)
+    limits = (encoder.image_settings.min_pixels, encoder.image_settings.max_pixels)
     assert limits == (theirs.size["shortest_edge"], theirs.size["longest_edge"])
     array = pictures(encoder, [(60, 90)])[0]
     expected = theirs(array, do_resize=False, return_tensors="pt")["pixel_values"].float()
+    # What an engine tells its own processor, whose settings are other ones, leads to the same pixels.
+    told = encoder.image_settings.processor_arguments()
+    assert torch.equal(Qwen2VLImageProcessorPil()(array, **told, return_tensors="pt")["pixel_values"].float(), expected)
     # (value - mean) / std is in the hundreds where pixels are not scaled
-    torch.testing.assert_close(patchify(array, encoder.image), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(patchify(array, encoder.image_settings), expected, rtol=1e-6, atol=1e-6)
 
 
 def test_patches_take_read_only_and_strided_arrays(encoder, recwarn):
-    factor = encoder.image.factor
+    factor = encoder.image_settings.factor
     image = np.random.default_rng(0).integers(0, 256, (2 * factor, 6 * factor, 3), dtype=np.uint8)
     strided = image[:, ::2]
-    expected = patchify(np.ascontiguousarray(strided), encoder.image)
+    expected = patchify(np.ascontiguousarray(strided), encoder.image_settings)
     image.setflags(write=False)
-    assert torch.equal(patchify(strided, encoder.image), expected)
+    assert torch.equal(patchify(strided, encoder.image_settings), expected)
     assert not recwarn.list
 
 

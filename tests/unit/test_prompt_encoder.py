@@ -1,5 +1,6 @@
 """What the encoders promise besides equality with Hugging Face: refusals, pools, lengths, fingerprints, text models."""
 
+import hashlib
 import json
 import os
 import pickle
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from mtrl.models.families import VISION_FAMILIES, load_encoder
 from mtrl.models.tiny import SPECIAL_TOKENS, make_tiny_checkpoint
 from mtrl.types import NO_POOL, TEXT_POOL, VISION_POOL, Medium, Task
+from mtrl.zoo.rows import MODEL_DIRECTORY
 
 IMAGE = {"type": "image"}
 PLAIN = "{% for m in messages %}[{{ m.role }}] {{ m.content | trim }} {% endfor %}[assistant]"  # not ChatML
@@ -237,7 +239,7 @@ def test_text_models(text_encoder):
     assert text_encoder.length(row, []) == len(expected)
     assert text_encoder.inputs(prompt).keys() == {"position_ids"}
     assert torch.equal(text_encoder.inputs(prompt)["position_ids"], torch.arange(len(expected)))
-    assert (text_encoder.patch_size, text_encoder.merge_size) == (1, 1)
+    assert text_encoder.image_settings is None
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen2_5_vl"])
@@ -342,6 +344,16 @@ def test_fingerprint_follows_every_setting_and_nothing_else(checkpoints, tmp_pat
     prints.append(load_encoder(tmp_path).fingerprint())
     assert len(set(prints)) == len(prints) - 1
     assert len(before) == 16
+
+
+def test_fingerprints_are_those_of_the_caches_that_users_have():
+    """The settings in this order and form, then the tokenizer: anything else would scan every dataset anew."""
+    encoder = load_encoder(MODEL_DIRECTORY)
+    settings = [1, "QwenVLEncoder", encoder.chat_template, False, False]
+    mean, std = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
+    images = [14, 2, 2, 3136, 3136, 1 / 255, mean, std]
+    written = json.dumps([*settings, *images, *encoder.forbidden_ids]) + encoder.tokenizer.backend_tokenizer.to_str()
+    assert encoder.fingerprint() == hashlib.sha256(written.encode()).hexdigest()[:16]
 
 
 def test_encoders_travel_to_worker_processes(encoder):

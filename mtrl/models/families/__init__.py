@@ -27,7 +27,7 @@ from transformers.utils import cached_file
 
 from mtrl.models.families.qwen_vl import QwenVLEncoder
 from mtrl.models.families.text import TextEncoder
-from mtrl.models.families.vision import ImageSettings
+from mtrl.protocols import ImageSettings
 
 VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 PROCESSOR_FILES = (
@@ -126,14 +126,14 @@ def _image_settings(path: str, config: PreTrainedConfig, low: int | None, high: 
             f"config.json {vision.patch_size} and {vision.spatial_merge_size}; they do not belong together"
         )
     return ImageSettings(
-        patch=saved["patch_size"],
-        merge=saved["merge_size"],
-        frames=saved["temporal_patch_size"],
+        patch_size=saved["patch_size"],
+        merge_size=saved["merge_size"],
+        temporal_patch_size=saved["temporal_patch_size"],
         min_pixels=limits[0] if low is None else low,
         max_pixels=limits[1] if high is None else high,
-        scale=saved["rescale_factor"] if saved["do_rescale"] else 1.0,
-        mean=tuple(saved["image_mean"]) if saved["do_normalize"] else (0.0,) * 3,
-        std=tuple(saved["image_std"]) if saved["do_normalize"] else (1.0,) * 3,
+        rescale_factor=saved["rescale_factor"] if saved["do_rescale"] else 1.0,
+        image_mean=tuple(saved["image_mean"]) if saved["do_normalize"] else (0.0,) * 3,
+        image_std=tuple(saved["image_std"]) if saved["do_normalize"] else (1.0,) * 3,
     )
 
 

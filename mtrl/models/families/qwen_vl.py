@@ -18,7 +18,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from mtrl.models.families.text import TextEncoder, check_marks
-from mtrl.models.families.vision import ImageSettings, patchify, rotary_positions, target_size
+from mtrl.models.families.vision import patchify, rotary_positions, target_size
+from mtrl.protocols import ImageSettings
 from mtrl.types import VISION_POOL, Prompt, Task
 
 
@@ -34,8 +35,7 @@ class QwenVLEncoder(TextEncoder):
         self, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, image: ImageSettings, **options: Any
     ) -> None:
         super().__init__(tokenizer, **options)
-        self.image = image
-        self.patch_size, self.merge_size = image.patch, image.merge
+        self.image_settings: ImageSettings = image
         self._image_id: int = config.image_token_id
         marks = [getattr(config, f"{name}_token_id") for name in ("image", "video", "vision_start", "vision_end")]
         added = {token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -51,7 +51,7 @@ class QwenVLEncoder(TextEncoder):
 
     # ------------------------------------------------------------------------------------------------ PromptEncoder
     def target_size(self, height: int, width: int) -> tuple[int, int]:
-        return target_size(height, width, self.image)
+        return target_size(height, width, self.image_settings)
 
     def length(self, task: Task, sizes: Sequence[tuple[int, int]]) -> int:
         """Sizes as the images come, before the resize to `target_size`."""
@@ -91,8 +91,9 @@ class QwenVLEncoder(TextEncoder):
         is_pad = prompt.ids == self._image_id
         inputs = {"position_ids": rotary_positions(is_pad, sides), "mm_token_type_ids": is_pad.long()}
         if media:
-            inputs["pixel_values"] = torch.cat([patchify(array, self.image, device) for array in media])
-            grids = [(1, rows * self.merge_size, columns * self.merge_size) for rows, columns in sides]
+            inputs["pixel_values"] = torch.cat([patchify(array, self.image_settings, device) for array in media])
+            merge = self.image_settings.merge_size
+            grids = [(1, rows * merge, columns * merge) for rows, columns in sides]
             inputs["image_grid_thw"] = torch.tensor(grids)
         return inputs
 
@@ -117,15 +118,17 @@ class QwenVLEncoder(TextEncoder):
     def _checked(self, array: np.ndarray) -> tuple[int, int]:
         assert array.dtype == np.uint8 and array.ndim == 3 and array.shape[2] == 3, f"{array.dtype} {array.shape}"
         height, width = array.shape[:2]
-        assert height % self.image.factor == 0 == width % self.image.factor, f"{height} x {width} is not a target size"
+        assert height % self.image_settings.factor == 0 == width % self.image_settings.factor, (
+            f"{height} x {width} is not a target size"
+        )
         return height, width
 
     def _side_tokens(self, height: int, width: int) -> tuple[int, int]:
         """(rows, columns) of tokens of an image at its target size."""
-        return height // self.image.factor, width // self.image.factor
+        return height // self.image_settings.factor, width // self.image_settings.factor
 
     def _settings(self) -> list[Any]:
-        return [*super()._settings(), *astuple(self.image), *self.forbidden_ids]
+        return [*super()._settings(), *astuple(self.image_settings), *self.forbidden_ids]
 
 
 def _strings(value: Any) -> Iterator[str]:

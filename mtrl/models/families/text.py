@@ -16,6 +16,7 @@ from tokenizers import Encoding
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from mtrl.protocols import ImageSettings
 from mtrl.types import NO_POOL, TEXT_POOL, Prompt, Task
 
 ENCODING_VERSION = 1  # part of the fingerprint: raise it when the same settings give other tokens or pools
@@ -30,7 +31,7 @@ class TextEncoder:
     `pool_special_tokens` and `pool_system` let them in.
     """
 
-    patch_size = merge_size = 1  # pixels a side of a patch, patches a side of a token; a text model has neither
+    image_settings: ImageSettings | None = None  # a text model sees none
     forbidden_ids: tuple[int, ...] = ()
 
     def __init__(

@@ -8,40 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mtrl.models.transfer import to_device
+from mtrl.protocols import ImageSettings
 
 MAX_ASPECT = 200  # longer strips are refused, as Hugging Face's image processor does
-
-
-@dataclass(frozen=True)
-class ImageSettings:
-    """The checkpoint's image settings. `scale`, `mean` and `std` make pixels: (value * scale - mean) / std."""
-
-    patch: int  # pixels a side
-    merge: int  # patches a side that become one token
-    frames: int  # frames of a patch; a still image is repeated
-    min_pixels: int
-    max_pixels: int
-    scale: float
-    mean: tuple[float, ...]  # one for each channel
-    std: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.min_pixels <= self.max_pixels:
-            raise ValueError(
-                f"min_pixels ({self.min_pixels}) must be at least 1 and not above max_pixels ({self.max_pixels})"
-            )
-
-    @property
-    def factor(self) -> int:
-        """Pixels a side of one token."""
-        return self.patch * self.merge
 
 
 def target_size(height: int, width: int, settings: ImageSettings) -> tuple[int, int]:
@@ -69,13 +44,14 @@ def patchify(image: np.ndarray, settings: ImageSettings, device: torch.device | 
     takes several times as long for a small image.
     """
     height, width, _ = image.shape
-    p, m = settings.patch, settings.merge
+    p, m = settings.patch_size, settings.merge_size
     # torch.tensor copies: decoded images are often read-only, which from_numpy warns about
     blocks = to_device(torch.tensor(image), device).view(height // (p * m), m, p, width // (p * m), m, p, 3)
     patches = blocks.permute(0, 3, 1, 4, 6, 2, 5).reshape(-1, 3, 1, p * p).float()
-    mean, std = (to_device(torch.tensor(value), device).view(3, 1, 1) for value in (settings.mean, settings.std))
-    patches = patches.mul_(settings.scale).sub_(mean).div_(std)
-    return patches.expand(-1, -1, settings.frames, -1).reshape(len(patches), -1)
+    normal = settings.image_mean, settings.image_std
+    mean, std = (to_device(torch.tensor(value), device).view(3, 1, 1) for value in normal)
+    patches = patches.mul_(settings.rescale_factor).sub_(mean).div_(std)
+    return patches.expand(-1, -1, settings.temporal_patch_size, -1).reshape(len(patches), -1)
 
 
 def rotary_positions(is_pad: Tensor, sides: Sequence[tuple[int, int]]) -> Tensor:
