@@ -96,7 +96,7 @@ class Sampling:
     seed: int = 1
     step: int = 0
     version: int = 0  # of the weights the caller expects; a generator that holds others refuses
-    asked: Mapping[str, int] = field(default_factory=dict)  # how often this step has asked a task before, by its id
+    asked: Mapping[str, int] = field(default_factory=dict, hash=False)  # how often this step has asked a task before
 
     @property
     def cut(self) -> bool:

@@ -55,7 +55,7 @@ class LocalGenerator(Awake):
         if sampling.version != self.version:
             raise RuntimeError(f"asked to sample at version {sampling.version}, but the engine holds {self.version}")
         at_once = max(1, self.rows_at_once // sampling.n)
-        first = first_samples([prompt.task.id for prompt in prompts], sampling.n)
+        first = first_samples([prompt.task.id for prompt in prompts], sampling)
         tokens: list[Tensor] = []
         behaviour: list[Tensor] = []
         for start in range(0, len(prompts), at_once):

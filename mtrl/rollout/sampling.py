@@ -13,17 +13,19 @@ from mtrl.keyed import keyed_generator
 from mtrl.types import Sampling
 
 
-def first_samples(task_ids: Sequence[str], n: int) -> list[int]:
-    """The number of each prompt's first sample. A task that a step takes again (at the end of an epoch, or of few rows)
-    counts on, or its responses would be copies.
+def first_samples(task_ids: Sequence[str], sampling: Sampling) -> list[int]:
+    """The number of each prompt's first sample. A task that a step takes again (at the end of an epoch, of few rows, or
+    in a later call of the step, with the same n) counts on, or its responses would be copies.
 
-    >>> first_samples(["a", "b", "a"], n=8)
+    >>> first_samples(["a", "b", "a"], Sampling(n=8))
     [0, 0, 8]
+    >>> first_samples(["a", "b", "a"], Sampling(n=8, asked={"a": 2}))
+    [16, 0, 24]
     """
-    earlier: Counter[str] = Counter()
+    earlier = Counter(sampling.asked)
     numbers = []
     for task_id in task_ids:
-        numbers.append(n * earlier[task_id])
+        numbers.append(sampling.n * earlier[task_id])
         earlier[task_id] += 1
     return numbers
 

@@ -189,6 +189,22 @@ def test_seed_step_and_sample_make_the_difference(family, engine):
     same_rows(rollouts, range(len(rollouts)), engine.generate(prompts, SAMPLED))
 
 
+def test_a_task_asked_again_counts_on_across_calls(family, engine):
+    """A step may ask twice: two calls that keep count give what one call gives that asks every task twice."""
+    prompts = prompts_for(family)
+    first = engine.generate(prompts, SAMPLED)
+    asked = {prompt.task.id: 1 for prompt in prompts}
+    second = engine.generate(prompts, replace(SAMPLED, asked=asked))
+    both = engine.generate([*prompts, *prompts], SAMPLED)
+    same_rows(both, range(12), first)
+    same_rows(both, range(12, 24), second)
+    assert differ(first, second)
+    same_rows(first, range(12), engine.generate(prompts, SAMPLED))  # nobody counted: copies
+    some = engine.generate(prompts, replace(SAMPLED, asked={prompts[1].task.id: 1}))
+    same_rows(some, range(3, 6), second.rows(torch.arange(3, 6)))
+    same_rows(some, [*range(3), *range(6, 12)], first.rows(torch.tensor([*range(3), *range(6, 12)])))
+
+
 def test_the_task_makes_the_difference(family, engine):
     """The same prompt under another id is another draw."""
     prompt = prompts_for(family)[0]

@@ -92,7 +92,7 @@ def test_a_nucleus_of_a_certain_token_is_not_empty():
 def test_draws_belong_to_seed_step_task_and_sample():
     def draws(*ids, **changes):
         sampling, ids = Sampling(**{"n": 3, "max_new_tokens": 8, **changes}), ids or ("a", "b")
-        return row_uniforms(ids, first_samples(ids, sampling.n), sampling)
+        return row_uniforms(ids, first_samples(ids, sampling), sampling)
 
     base = draws()
     assert base.shape == (6, 8) and base.dtype == torch.float64 and len(base.unique()) == 48
@@ -104,6 +104,7 @@ def test_draws_belong_to_seed_step_task_and_sample():
     again = draws("a", "b", "a")  # a step may take a task twice: its second group must not be a copy of the first
     assert torch.equal(again[:6], base) and len(again.unique()) == 72
     assert torch.equal(again[6:], draws("a", n=6)[3:]), "it counts on"
+    assert torch.equal(again[6:], draws("a", asked={"a": 1})), "also from one call to the next"
 
 
 def test_draws_are_uniform():
