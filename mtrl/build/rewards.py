@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from importlib.util import find_spec
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from mtrl.build import recipe
-from mtrl.build.unbuilt import is_bare
 from mtrl.config import Config, ConfigError
 from mtrl.models.reward_model import load_judge
-from mtrl.rewards import builtin, grounding
+from mtrl.rewards.registry import REWARDS, BuiltinReward, is_bare
 from mtrl.rewards.sandbox import InProcess, Sandbox
 from mtrl.rewards.scorer import MODEL, Builtin, RewardFunction, RewardScorer
 from mtrl.workers.reward_model import RewardModel
-
-MATH = "mtrl.rewards.math_equality:math"  # in a sandbox: a hostile answer can make it think for hours
 
 
 def build_scorer(config: Config, steps: int, given: Sequence[Callable[..., Any] | str] | None = None) -> RewardScorer:
@@ -68,22 +67,27 @@ def reward_function(config: Config, function: Callable[..., Any] | str) -> tuple
     if not isinstance(function, str):
         in_process = InProcess(function, reward.reward_fn_kwargs)
         return in_process.name, in_process
-    if function == "math":
-        if find_spec("math_verify") is None:
-            raise ConfigError(["worker.reward.functions: math needs math-verify; pip install 'mtrl[math]'"])
-        return function, Sandbox(MATH, {}, workers=reward.num_cpus, timeout_s=reward.timeout_s)
     if not is_bare(function):
         sandbox = Sandbox(function, reward.reward_fn_kwargs, workers=reward.num_cpus, timeout_s=reward.timeout_s)
         return sandbox.name, sandbox
-    known = {
-        "accuracy": builtin.accuracy,
-        "format": builtin.format,
-        "think_format": builtin.think_format,
-        "length": builtin.length(config.dataset.max_response_length, reward.soft_punish_cache),
-    }
-    looking = {
-        "mdi": grounding.mdi(reward.mdi_balance_ratio),
-        "vgr": grounding.vgr(reward.vgr_normalizer),
-        "vgr_hard_negative": grounding.vgr_hard_negative(reward.vgr_normalizer, reward.vgr_hard_negative_pool),
-    }
-    return function, looking[function] if function in looking else Builtin(known[function])
+    return function, builtin_reward(config, function)
+
+
+def known_reward(name: str) -> BuiltinReward:
+    if name not in REWARDS:
+        known = f"a built-in ({', '.join(REWARDS)}), file.py[:name] or package.module:name"
+        raise ConfigError([f"there is no reward {name}; name {known}"])
+    return REWARDS[name]
+
+
+def builtin_reward(config: Config, name: str) -> RewardFunction:
+    known, reward = known_reward(name), config.worker.reward
+    if known.library is not None and find_spec(known.library.module) is None:
+        raise ConfigError([f"worker.reward.functions: {name} needs {known.library.module}; {known.library.install}"])
+    if known.sandboxed:
+        return Sandbox(known.place, {}, workers=reward.num_cpus, timeout_s=reward.timeout_s)
+    module, _, attribute = known.place.partition(":")
+    made = getattr(import_module(module), attribute)
+    if known.settings:
+        made = made(*(attrgetter(key)(config) for key in known.settings))
+    return Builtin(made) if callable(made) else made

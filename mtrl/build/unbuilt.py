@@ -45,11 +45,6 @@ def unbuilt(config: Config) -> list[str]:
     return [f"{switch} (not built yet)" for switch, on in switches.items() if on]
 
 
-def is_bare(name: str) -> bool:
-    """A built-in's name rather than a path to a function."""
-    return not any(sign in name for sign in "./:\\")
-
-
 def refuse_unbuilt(config: Config) -> None:
     if found := unbuilt(config):
         raise ConfigError(found)

@@ -12,7 +12,7 @@ from mtrl.build import recipe
 from mtrl.build.data import EMBEDDED
 from mtrl.build.model import model_path
 from mtrl.build.run import configure, unknown_names
-from mtrl.build.unbuilt import is_bare, unbuilt
+from mtrl.build.unbuilt import unbuilt
 from mtrl.commands import installed
 from mtrl.commands.installed import Device
 from mtrl.commands.memory import Estimate, Plan, estimate
@@ -20,6 +20,7 @@ from mtrl.config import Config, take_file, warnings
 from mtrl.data.sources import HUB_ID
 from mtrl.machine import existing_parent, free_disk, may_write
 from mtrl.models.size import ModelSize, judge_parameters, size_of
+from mtrl.rewards.registry import is_bare
 from mtrl.workers.micro_batches import MicroBatching
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}

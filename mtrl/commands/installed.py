@@ -14,6 +14,7 @@ import torch
 
 from mtrl.config import Config
 from mtrl.machine import free_memory, main_memory
+from mtrl.rewards.registry import REWARDS, Library
 
 CORE = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow", "pillow", "omegaconf")
 
@@ -41,6 +42,10 @@ def _logger(name: str) -> Feature:
     return Feature(f"logger {name}", (name,), "pip install 'mtrl[loggers]'", lambda c: name in c.training.logger)
 
 
+def _reward(name: str, library: Library) -> Feature:
+    return Feature(f"reward `{name}`", (library.module,), library.install, lambda c: name in c.reward_functions)
+
+
 FEATURES = (
     Feature(
         "rollout by vLLM", ("vllm",), "pip install 'mtrl[vllm]'", lambda c: c.worker.rollout.name == "vllm"
@@ -57,9 +62,7 @@ FEATURES = (
         lambda c: c.worker.actor.model.peft_type == "qlora" or c.worker.actor.optim.name == "adamw_8bit",
     ),
     Feature("videos", ("av", "torchvision"), "pip install 'mtrl[video]'", lambda c: False),
-    Feature(
-        "reward `math`", ("math_verify",), "pip install 'mtrl[math]'", lambda c: "math" in c.reward_functions
-    ),
+    *(_reward(name, reward.library) for name, reward in REWARDS.items() if reward.library is not None),
     Feature("datasets of the hub", ("datasets",), "pip install 'mtrl[hub]'", lambda c: False),
     Feature(
         "flash attention", ("flash_attn",), "pip install flash-attn",

@@ -9,16 +9,15 @@ from pathlib import Path
 
 from mtrl.build.data import EMBEDDED, data_settings, sources_of
 from mtrl.build.model import build_encoder
-from mtrl.build.rewards import reward_function
-from mtrl.build.unbuilt import is_bare
+from mtrl.build.rewards import known_reward, reward_function
 from mtrl.commands.recorded import DataRecord, Recorded, RunRecord, batches, rollouts_file
 from mtrl.commands.words import say, started, take_path_and_data
 from mtrl.config import Config, ConfigError, load_config
-from mtrl.config.tree import BUILTIN_REWARDS
 from mtrl.data import DataError
 from mtrl.data.prompts import TaskBuilder
 from mtrl.data.sources import Source
 from mtrl.models.families import TextEncoder
+from mtrl.rewards.registry import is_bare
 from mtrl.rewards.samples import samples_of
 from mtrl.rewards.trial import Trial, try_on
 from mtrl.rewards.trial_report import report, summary
@@ -44,9 +43,8 @@ def run(words: Sequence[str]) -> int:
 
 def try_reward(config: Config, function: str, data: str, rollouts: Path | None) -> tuple[Trial, list[str]]:
     """The trial, and what a reader of its numbers must know. `rollouts`: the file, where the data are a run's."""
-    if is_bare(function) and function not in BUILTIN_REWARDS:
-        known = f"a built-in ({', '.join(BUILTIN_REWARDS)}), file.py[:name] or package.module:name"
-        raise ConfigError([f"there is no reward {function}; name {known}"])
+    if is_bare(function):
+        known_reward(function)  # said before the data are opened
     notes: list[str] = []
     builder = TaskBuilder.of(data_settings(config))
     if rollouts is None:

@@ -9,9 +9,10 @@ from difflib import get_close_matches
 from itertools import pairwise
 from typing import NamedTuple
 
-from mtrl.config.tree import BUILTIN_REWARDS, GROUP_ESTIMATORS, Config
+from mtrl.config.tree import GROUP_ESTIMATORS, Config
+from mtrl.rewards.registry import REWARDS, is_bare
 
-ATTENTION_REWARDS = ("mdi", "vgr", "vgr_hard_negative")
+ATTENTION_REWARDS = tuple(name for name, reward in REWARDS.items() if reward.attention)
 
 
 class Conflict(NamedTuple):
@@ -138,7 +139,7 @@ def _credit(config: Config) -> Iterator[Conflict]:
             f"{', '.join(needs_attention)} cannot be computed without attention; set compute_attention_metrics to auto",
         )
     # A user's reward function may bring the token weights itself.
-    if optimization.enable_token_weights and all(name in BUILTIN_REWARDS for name in config.reward_functions):
+    if optimization.enable_token_weights and all(name in REWARDS for name in config.reward_functions):
         yield Conflict(
             ("optimization.compute_attention_metrics", "optimization.enable_token_weights"),
             "token weights come from attention; set compute_attention_metrics to auto",
@@ -181,12 +182,12 @@ def _reward_functions(config: Config) -> Iterator[Conflict]:
     if not reward.functions and reward.reward_type == "function":
         yield Conflict(("worker.reward.functions",), "nothing would be rewarded; null means [accuracy, format]")
     for name in reward.functions:
-        if name not in BUILTIN_REWARDS and not set(name) & set(".:/"):
-            close = get_close_matches(name, BUILTIN_REWARDS, n=1)
+        if is_bare(name) and name not in REWARDS:
+            close = get_close_matches(name, REWARDS, n=1)
             yield Conflict(
                 ("worker.reward.functions",),
                 f"{name} is not built in{f' (did you mean {close[0]}?)' if close else ''}: there are "
-                f"{', '.join(BUILTIN_REWARDS)}; your own are written file.py:name or package.module:name",
+                f"{', '.join(REWARDS)}; your own are written file.py:name or package.module:name",
             )
     if reward.reward_fn_path is not None:
         yield Conflict(

@@ -15,7 +15,6 @@ from typing import Any, Literal, NamedTuple, get_type_hints
 
 from mtrl.config.places import Kind
 
-BUILTIN_REWARDS = ("accuracy", "math", "format", "think_format", "length", "mdi", "vgr", "vgr_hard_negative")
 GROUP_ESTIMATORS = ("grpo", "rloo")  # they compare the responses of one prompt
 DEFAULT_GROUP_SIZE = 8
 

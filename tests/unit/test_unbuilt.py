@@ -10,6 +10,7 @@ from mtrl.build.unbuilt import refuse_unbuilt, unbuilt
 from mtrl.config import Config, ConfigError, load_config
 from mtrl.config.tree import known_leaves
 from mtrl.data import DataSettings
+from mtrl.rewards.registry import REWARDS
 from mtrl.zoo.rows import CONFIG_FILE
 
 PACKAGE = Path(mtrl.__file__).parent
@@ -177,6 +178,7 @@ def read():
         if path.parent.name != "config":
             found |= keys_read(ast.parse(path.read_text()))
     found |= keys_read(ast.parse((PACKAGE / "config/tree.py").read_text()), roots=("self",))  # what a null stands for
+    found |= {key for reward in REWARDS.values() for key in reward.settings}  # by name, in `builtin_reward`
     return found | {f"dataset.{name}" for name in DataSettings.__dataclass_fields__}  # by name, in `data_settings`
 
 
