@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from mtrl.algorithms.losses import term_weights
-from mtrl.types import Medium, Prompt, Rollouts, Task, TermWeights, TrainBatch
+from mtrl.types import (
+    Credit,
+    Experience,
+    Medium,
+    Prompt,
+    Rewards,
+    Rollouts,
+    Signals,
+    Task,
+    TermWeights,
+    TrainBatch,
+)
 
 NAN = float("nan")
 INF = float("inf")
@@ -93,3 +105,19 @@ def fake_batch(
     if correction is None:
         correction = torch.ones(mask.shape)
     return TrainBatch(rollouts, old, advantage, correction, weights, reference)
+
+
+def fake_experience(
+    rollouts: Rollouts,
+    signals: Signals | None = None,
+    advantage: Tensor | None = None,
+    rewards: Rewards | None = None,
+    token_weights: Tensor | None = None,
+    credit: Credit | None = None,
+) -> Experience:
+    """What a step knows of these rollouts. Rewards default to 0 without parts; `token_weights` stand beside them."""
+    if rewards is None:
+        rewards = Rewards(torch.zeros(len(rollouts)), {}, torch.zeros(len(rollouts), dtype=torch.bool))
+    if token_weights is not None:
+        rewards = replace(rewards, token_weights=token_weights)
+    return Experience(rollouts, rewards, signals or Signals(), advantage, credit=credit)

@@ -2,10 +2,10 @@
 
     python tests/mutation.py [credit losses]
 
-Each operator, constant, branch and flag of `mtrl/algorithms/<module>.py` is changed in turn, and the unit tests run
-against the change. A change that no test notices is a survivor: a missing test, or a change that changes nothing. The
-latter are listed in EQUIVALENT with the reason. Exit status 1: a survivor that is not listed, or a line of that table
-that no longer matches a survivor.
+Each operator, constant, branch and flag of `mtrl/algorithms/<module>.py`, or of every file of a package there, is
+changed in turn, and the unit tests run against the change. A change that no test notices is a survivor: a missing test,
+or a change that changes nothing. The latter are listed in EQUIVALENT with the reason. Exit status 1: a survivor that is
+not listed, or a line of that table that no longer matches a survivor.
 
 torch and TRL are imported once; each mutant runs in a fork of this process, at most JOBS at a time. A finder in front
 of `sys.meta_path` hands out the changed module, so every import of it gets the change. Two forks show that this works
@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+ALGORITHMS = ROOT / "mtrl/algorithms"
 JOBS = 2
 SECONDS_PER_MUTANT = 90
 CANARY = "the canary sings"
@@ -42,40 +43,67 @@ PYTEST_OPTIONS += ["--hypothesis-profile=mutation", "-W", "ignore::pytest.Pytest
 # Cheap tests first: with -x most mutants die in the first file.
 PROPERTIES = ["tests/unit/test_properties_parts.py", "tests/unit/test_properties.py"]
 TESTS = {
-    "credit": ["tests/unit/test_credit.py", "tests/unit/test_mutants.py", *PROPERTIES],
+    "credit": [
+        "tests/unit/test_credit.py",
+        "tests/unit/test_credit_rules.py",
+        "tests/unit/test_metrics.py",
+        "tests/unit/test_mutants.py",
+        *PROPERTIES,
+    ],
     "losses": [
         "tests/unit/test_losses.py",
+        "tests/unit/test_divergence.py",
         "tests/unit/test_mutants.py",
         "tests/conformance/test_trl_agreement.py",
         *PROPERTIES,
     ],
 }
 
+NAMES_AND_MESSAGES = {"credit.registry"}  # files without arithmetic, left out
+
 # (function, the changed statement as printed): why no test can tell
 OFF_MASK = "what stands off the mask has a weight of 0 in every term"
+DRAWS_NOTHING = "the rule draws nothing, so its key changes nothing"
 EQUIVALENT: dict[tuple[str, str], str] = {
+    ("credit.assign", "measure = measure * weight.where(mask, 1.0)"): "the measure is 0 there already",
+    ("credit.assign", "measure = measure * weight.where(mask, -1.0)"): "the measure is 0 there already",
     (
-        "credit.top_fraction",
+        "credit.entropy_change.EntropyChange.apply",
+        "weights = (1 - self.strength + self.strength * size / mean).clamp(*self.clip)",
+    ): "where the mean is below the limit, the weight is 1 whatever the quotient is",
+    **{
+        (
+            "credit.trajectory_scaling.TrajectoryScaling.metrics",
+            f"factors = self.apply(experience, {key}).double()[scored]",
+        ): DRAWS_NOTHING
+        for key in ("(1, 0)", "(-1, 0)", "(0, 1)", "(0, -1)")
+    },
+    (
+        "credit.trajectory_scaling.TrajectoryScaling.metrics",
+        "float(factors.mean() <= 1 - 1e-06)",
+    ): "no mean of a few float32 numbers is exactly 1 - 1e-6",
+    (
+        "credit.top_fraction.top_fraction",
         "keep = (fraction * length.double() - 1e-06).ceil().clamp(min=1)",
     ): "a rank beyond the length is a padded token's, and the mask takes it out",
     (
-        "credit.top_fraction",
+        "credit.top_fraction.top_fraction",
         "keep = (fraction * length.double() - 1e-06).clamp(min=1).minimum(length)",
     ): "ranks are whole: rank < 2.2 and rank < 3 are the same",
     (
-        "credit.attention_weights",
+        "credit.attention_weights.AttentionWeights.weights",
         "looking = 2 / vgr(mass.double(), sizes[:, None, :])",
     ): "a common factor, which the division by the mean takes out",
     (
-        "credit.attention_weights",
-        "top = top_fraction(v[None], torch.ones(2, len(v), dtype=torch.bool), rule.top_ratio)[0]",
+        "credit.attention_weights.AttentionWeights.weights",
+        "top = top_fraction(v[None], torch.ones(2, len(v), dtype=torch.bool), self.top_ratio)[0]",
     ): "two equal rows, of which the first is taken",
     (
-        "credit.attention_weights",
-        "top = top_fraction(v[None], torch.ones(1, len(v), dtype=torch.bool), rule.top_ratio)[-1]",
+        "credit.attention_weights.AttentionWeights.weights",
+        "top = top_fraction(v[None], torch.ones(1, len(v), dtype=torch.bool), self.top_ratio)[-1]",
     ): "of one row the last is the first",
     (
-        "credit.gaussian_smooth",
+        "credit.attention_weights.gaussian_smooth",
         "return padded.unfold(-1, 2 * radius + 1, 1) @ (kernel / kernel.sum())",
     ): "of one dimension the last is the first",
     (
@@ -116,7 +144,7 @@ EQUIVALENT: dict[tuple[str, str], str] = {
 
 @dataclass(frozen=True)
 class Mutant:
-    module: str
+    module: str  # dotted name within mtrl.algorithms
     function: str  # dotted name within the module, or "<module>"
     line: int
     before: str  # the statement, or what of it fits a line
@@ -251,10 +279,17 @@ def places(node: ast.AST, path: tuple = (), function: str = "", statement: tuple
                 continue
             if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant):  # a docstring
                 continue
-            if isinstance(child, ast.Assign) and isinstance(child.value, ast.Subscript) and not function:
-                continue  # a type alias
+            if isinstance(child, ast.Assign) and not function and is_of_types_or_names(child):
+                continue
+            if isinstance(node, ast.JoinedStr) and isinstance(child, ast.Constant):  # the words of a message
+                continue
             step = (name, index if isinstance(value, list) else None)
             yield from places(child, (*path, step), function, statement)
+
+
+def is_of_types_or_names(node: ast.Assign) -> bool:
+    """A type alias, or __all__."""
+    return isinstance(node.value, ast.Subscript) or ast.unparse(node.targets[0]) == "__all__"
 
 
 def reach(tree: Any, path: tuple) -> Any:
@@ -306,14 +341,28 @@ def canary(source: str) -> ast.Module:
 # ---- running them --------------------------------------------------------------------------------------------------
 
 
-class Changed(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Hands out one module from a tree in place of its file."""
+def files_of(name: str) -> dict[str, Path]:
+    """Modules by their dotted names, and where each stands: one, or all of a package."""
+    package = ALGORITHMS / name
+    if not package.is_dir():
+        return {name: ALGORITHMS / f"{name}.py"}
+    inner = {f"{name}.{path.stem}": path for path in sorted(package.glob("*.py")) if path.stem != "__init__"}
+    return {name: package / "__init__.py"} | {k: path for k, path in inner.items() if k not in NAMES_AND_MESSAGES}
 
-    def __init__(self, name: str, tree: ast.Module) -> None:
-        self.name, self.tree = name, tree
+
+class Changed(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Hands out one module from a tree in place of its file; the other files of a package stay as they are."""
+
+    def __init__(self, module: str, tree: ast.Module) -> None:
+        self.name, self.tree, self.package = f"mtrl.algorithms.{module}", tree, ALGORITHMS.joinpath(*module.split("."))
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        return importlib.machinery.ModuleSpec(name, self) if name == self.name else None
+        if name != self.name:
+            return None
+        spec = importlib.machinery.ModuleSpec(name, self, is_package=self.package.is_dir())
+        if self.package.is_dir():
+            spec.submodule_search_locations = [str(self.package)]
+        return spec
 
     def exec_module(self, module: Any) -> None:
         exec(compile(self.tree, f"<changed {self.name}>", "exec"), module.__dict__)
@@ -332,10 +381,11 @@ def start(module: str, tree: ast.Module, output: Path) -> int:
         os.dup2(log, 1)
         os.dup2(log, 2)
         assert not any(name == "mtrl" or name.startswith("mtrl.") for name in sys.modules), "mtrl is loaded already"
-        sys.meta_path.insert(0, Changed(f"mtrl.algorithms.{module}", tree))
+        sys.meta_path.insert(0, Changed(module, tree))
         import pytest
 
-        for test in TESTS[module]:  # a file at a time: later ones are not even collected once a mutant is dead
+        tests = TESTS[module.split(".")[0]]
+        for test in tests:  # a file at a time: later ones are not even collected once a mutant is dead
             status = pytest.main([test, *PYTEST_OPTIONS])
             if status:
                 break
@@ -387,7 +437,7 @@ def prepare() -> None:
 def main(modules: list[str]) -> int:
     began = time.monotonic()
     prepare()
-    sources = {module: (ROOT / f"mtrl/algorithms/{module}.py").read_text() for module in modules}
+    sources = {module: path.read_text() for name in modules for module, path in files_of(name).items()}
 
     for module, source in sources.items():
         trees = [(module, ast.parse(source)), (module, canary(source))]
@@ -401,7 +451,8 @@ def main(modules: list[str]) -> int:
 
     all_mutants = [mutant for module, source in sources.items() for mutant in mutants(module, source)]
     # Last the modules as they are, once more: a test that began to fail meanwhile would have killed everything.
-    trees = [(m.module, m.tree) for m in all_mutants] + [(module, ast.parse(sources[module])) for module in modules]
+    trees = [(mutant.module, mutant.tree) for mutant in all_mutants]
+    trees += [(module, ast.parse(source)) for module, source in sources.items()]
     counts, explained = Counter[str](), set()
     for index, outcome, output in outcomes(trees):
         if index >= len(all_mutants):

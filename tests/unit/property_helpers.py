@@ -9,15 +9,20 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 import torch
-from helpers import fake_rollouts
+from helpers import fake_experience, fake_rollouts
 from hypothesis import strategies as st
 from torch import Tensor
 
 from mtrl.algorithms import advantages
-from mtrl.algorithms.credit import CreditRule, Scaling, TokenWeighting, assign, attention_weights
+from mtrl.algorithms.credit import Rule, assign
+from mtrl.algorithms.credit.attention_weights import AttentionWeights
+from mtrl.algorithms.credit.entropy_filter import EntropyFilter
+from mtrl.algorithms.credit.perception_filter import PerceptionFilter
+from mtrl.algorithms.credit.trajectory_scaling import TrajectoryScaling
 from mtrl.algorithms.losses import Loss, PolicyLoss, mismatch_correction, term_weights, total_loss
 from mtrl.algorithms.signals import pool_sizes, visual_dependency
-from mtrl.types import Credit, Rollouts, Signals, TrainBatch, take_rows
+from mtrl.rows import take_rows
+from mtrl.types import SEGMENTS, Credit, Experience, Rollouts, Signals, TrainBatch
 
 MAX_LENGTH = 12
 
@@ -80,9 +85,11 @@ def steps(draw, min_rows=1, empty_rows=True):
     )
 
 
-FULL_RULE = CreditRule(0.4, 0.2, Scaling(), TokenWeighting(smooth_sigma=1.0))
-MASK_RULE = replace(FULL_RULE, weighting=TokenWeighting(target="mask"))
-RULES = st.sampled_from([CreditRule(), CreditRule(perception_top_p=0.4), FULL_RULE, MASK_RULE])
+Rules = tuple[Rule, ...]
+SWITCHES: Rules = (PerceptionFilter(0.4), EntropyFilter(0.2), TrajectoryScaling())
+ALL_RULES: Rules = (*SWITCHES, AttentionWeights(smooth_sigma=1.0))
+MASK_RULES: Rules = (*SWITCHES, AttentionWeights(target="mask"))
+RULES = st.sampled_from([(), (PerceptionFilter(0.4),), ALL_RULES, MASK_RULES])
 LOSSES = st.sampled_from(
     [
         Loss(PolicyLoss(kind, level), penalty, 0.1, 0.06)
@@ -97,27 +104,31 @@ DENOMINATORS = st.sampled_from(["all", "selected"])
 
 def signals_of(step: Step) -> Signals:
     dependency = visual_dependency(step.old, step.perturbed, step.rollouts.mask)
-    return Signals(old=step.old, dependency=dependency, entropy=step.entropy)
+    mass = step.mass[:, :, None].expand(-1, -1, len(SEGMENTS), -1)
+    return Signals(old=step.old, dependency=dependency, entropy=step.entropy, mass=mass)
 
 
-def weights_of(step: Step, rule: TokenWeighting) -> Tensor:
+def weights_of(step: Step, rule: AttentionWeights) -> Tensor:
     sizes = pool_sizes(step.rollouts.prompts)[step.rollouts.group]
-    return attention_weights(step.mass, sizes, step.rollouts.mask, rule)
+    return rule.weights(step.mass, sizes, step.rollouts.mask)
 
 
 DECIDED = ("advantage", "select", "measure", "scale")  # what credit decides; its weights are there to be looked at
 
 
-def credit_of(step: Step, rule: CreditRule) -> Credit:
+def experience_of(step: Step) -> Experience:
     rollouts = step.rollouts
     advantage = advantages.grpo(step.rewards, rollouts.group, rollouts.mask)
-    weights = weights_of(step, rule.weighting) if rule.weighting else None
-    return assign(rule, advantage, rollouts.mask, rollouts.visual, signals_of(step), weights)
+    return fake_experience(rollouts, signals_of(step), advantage)
 
 
-def train_batch(step: Step, rule: CreditRule, loss_type="dapo", denominator="all", silenced=None) -> TrainBatch:
+def credit_of(step: Step, rules: Rules) -> Credit:
+    return assign(rules, experience_of(step), (0, 0))
+
+
+def train_batch(step: Step, rules: Rules, loss_type="dapo", denominator="all", silenced=None) -> TrainBatch:
     mask = step.rollouts.mask
-    credit = credit_of(step, rule)
+    credit = credit_of(step, rules)
     weights = term_weights(credit.measure, credit.select, loss_type, MAX_LENGTH, denominator, silenced)
     correction = mismatch_correction(step.old, step.behaviour, mask, 2.0, "sequence")
     return TrainBatch(step.rollouts, step.old, credit.advantage, correction, weights, step.reference)

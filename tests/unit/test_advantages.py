@@ -55,7 +55,7 @@ def test_group_estimators_give_every_valid_token_the_same():
     rewards, group = torch.tensor([0.0, 2.0]), torch.tensor([0, 0])
     close(grpo(rewards, group, mask, "none"), [[-1, -1, 0], [1, 1, 1]])
     close(rloo(rewards, group, mask), [[-2, -2, 0], [2, 2, 2]])
-    close(remax(rewards, group, mask, torch.tensor([0.5])), [[-0.5, -0.5, 0], [1.5, 1.5, 1.5]])
+    close(remax(rewards, mask, torch.tensor([0.5, 0.5])), [[-0.5, -0.5, 0], [1.5, 1.5, 1.5]])
     assert spread(rewards.double(), mask).dtype == torch.float32
 
 
@@ -69,8 +69,8 @@ def test_rloo_by_hand():
 
 
 def test_remax_takes_the_greedy_reward_of_its_own_prompt():
-    baseline = torch.tensor([2.0, 0.25, 7.0])
-    close(remax(REWARDS, GROUP, ONE_TOKEN, baseline)[:, 0], [-1, -0.25, 0, -2, 0.75, 1])
+    baseline = torch.tensor([2.0, 0.25, 7.0])[GROUP]
+    close(remax(REWARDS, ONE_TOKEN, baseline)[:, 0], [-1, -0.25, 0, -2, 0.75, 1])
 
 
 def test_charge_sums_the_penalty_over_valid_tokens():

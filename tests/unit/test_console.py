@@ -6,13 +6,13 @@ import os
 
 import pytest
 import torch
-from helpers import fake_rollouts, padded
+from helpers import fake_experience, fake_rollouts, padded
 
 from mtrl.tracking import console, pace
 from mtrl.tracking.colour import Paint, harmless, shorten, wants_colour
 from mtrl.tracking.console import Console, ConsoleSettings
 from mtrl.tracking.preview import most_taught, training_preview, validation_preview
-from mtrl.types import Credit, Rewards, Sample, Signals
+from mtrl.types import Credit, Rewards, Sample
 
 
 class Terminal(io.StringIO):
@@ -290,7 +290,7 @@ def taught(advantages, select=None):
     chosen = rollouts.mask if select is None else padded(select).bool()
     credit = Credit(advantage, chosen, rollouts.mask.float(), torch.ones(len(advantages)))
     rewards = Rewards(torch.arange(len(advantages)).float(), {}, torch.zeros(len(advantages), dtype=torch.bool))
-    return most_taught(rollouts, rewards, credit)
+    return most_taught(fake_experience(rollouts, rewards=rewards, credit=credit))
 
 
 def decode(ids):
@@ -303,6 +303,7 @@ def test_the_response_that_teaches_most():
     assert chosen.credit.tolist() == [0.0, -2.0, -2.0]
     assert chosen.tokens.untyped_storage().nbytes() == 3 * 8, "a view would hold the whole step"
     assert taught([[0.0, 0.0]]) is None and taught([[1.0, 1.0]], select=[[0, 0]]) is None
+    assert most_taught(fake_experience(fake_rollouts([1]))) is None, "nobody gave credit"
 
 
 def test_tokens_that_learn_are_marked():
@@ -318,10 +319,8 @@ def test_previews_come_with_a_validation(time):
     sample = Sample("t:1", "Which?", "x" * 50, "B", 0.5)
     stream = io.StringIO()
     shown = Console(4, ConsoleSettings(preview_chars=10), decode=decode, stream=stream)
-    rollouts = fake_rollouts([1])
     one = torch.ones(1, 1)
-    rewards, credit = Rewards(torch.ones(1), {}, torch.tensor([False])), Credit(one, one > 0, one, one[0])
-    shown.rollouts(1, rollouts, rewards, credit, Signals())
+    shown.rollouts(1, fake_experience(fake_rollouts([1]), credit=Credit(one, one > 0, one, one[0])))
     shown.validation(1, {"val/reward_score": 0.5}, {}, [sample])
     text = stream.getvalue()
     assert "    xxxxx [.. 40 characters ..] xxxxx" in text and "the tokens that learn" in text and "\x1b" not in text

@@ -4,22 +4,19 @@ import math
 
 import pytest
 import torch
-from helpers import INF, NAN, close, mask_of, padded, same
+from helpers import INF, NAN, close, fake_experience, fake_rollouts, mask_of, padded, same
 
-from mtrl.algorithms.credit import (
-    CreditRule,
-    Scaling,
-    TokenWeighting,
-    assign,
-    attention_weights,
-    gaussian_smooth,
-    select_tokens,
-    top_fraction,
-    trajectory_scale,
-)
-from mtrl.types import Signals
+from mtrl.algorithms.credit import assign, select
+from mtrl.algorithms.credit.attention_weights import AttentionWeights, gaussian_smooth
+from mtrl.algorithms.credit.entropy_change import EntropyChange
+from mtrl.algorithms.credit.entropy_filter import EntropyFilter
+from mtrl.algorithms.credit.perception_filter import PerceptionFilter
+from mtrl.algorithms.credit.top_fraction import top_fraction
+from mtrl.algorithms.credit.trajectory_scaling import TrajectoryScaling
+from mtrl.types import Needs, Signals
 
 VISUAL, TEXT_ONLY = True, False
+KEY = (0, 0)  # nothing here draws
 
 
 def bits(rows):
@@ -74,43 +71,46 @@ def test_a_missing_signal_is_named():
     with pytest.raises(AssertionError, match="signal"):
         top_fraction(None, mask_of(2), 0.5)
     with pytest.raises(AssertionError, match="needs S"):
-        trajectory_scale(None, mask_of(2), torch.tensor([True]), Scaling())
+        TrajectoryScaling().scale(None, mask_of(2), torch.tensor([True]))
+    with pytest.raises(AssertionError, match="signal"):
+        EntropyChange().apply(fake_experience(ROLLOUTS), KEY)
 
 
 # Three rows: two with an image (4 and 2 tokens), one without (3 tokens). p = 0.25 keeps 1, 1 and 1.
 MASK = mask_of(4, 2, 3)
-SEEN = torch.tensor([VISUAL, VISUAL, TEXT_ONLY])
+ROLLOUTS = fake_rollouts([4, 2, 3], group=[0, 1, 2], visual=[VISUAL, VISUAL, TEXT_ONLY])
 SIGNALS = Signals(
     dependency=padded([[1, 9, 2, 3], [5, 4], [7, 8, 9]]),
     entropy=padded([[1, 2, 3, 4], [1, 2], [3, 1, 2]]),
 )
 
 
+def selected(*rules):
+    return select(rules, fake_experience(ROLLOUTS, SIGNALS), KEY)
+
+
 def test_no_filter_keeps_every_valid_token():
-    same(select_tokens(CreditRule(), MASK, SEEN, SIGNALS), MASK)
+    same(selected(), MASK)
 
 
 def test_perception_filter_leaves_text_only_rows_whole():
-    rule = CreditRule(perception_top_p=0.25)
-    same(select_tokens(rule, MASK, SEEN, SIGNALS), bits([[0, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 0]]))
+    same(selected(PerceptionFilter(0.25)), bits([[0, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 0]]))
 
 
 def test_entropy_filter_judges_every_row():
-    rule = CreditRule(entropy_top_p=0.25)
-    same(select_tokens(rule, MASK, SEEN, SIGNALS), bits([[0, 0, 0, 1], [0, 1, 0, 0], [1, 0, 0, 0]]))
+    same(selected(EntropyFilter(0.25)), bits([[0, 0, 0, 1], [0, 1, 0, 0], [1, 0, 0, 0]]))
 
 
 def test_both_filters_are_a_union_and_entropy_alone_decides_without_an_image():
-    rule = CreditRule(perception_top_p=0.25, entropy_top_p=0.25)
-    same(select_tokens(rule, MASK, SEEN, SIGNALS), bits([[0, 1, 0, 1], [1, 1, 0, 0], [1, 0, 0, 0]]))
+    both = selected(PerceptionFilter(0.25), EntropyFilter(0.25))
+    same(both, bits([[0, 1, 0, 1], [1, 1, 0, 0], [1, 0, 0, 0]]))
+    same(selected(EntropyFilter(0.25), PerceptionFilter(0.25)), both)
 
 
 def test_each_filter_has_its_own_p():
     # Row 0, n = 4: perception 0.5 keeps 2 (scores 9, 3), entropy 0.25 keeps 1 (the last).
-    rule = CreditRule(perception_top_p=0.5, entropy_top_p=0.25)
-    same(select_tokens(rule, MASK, SEEN, SIGNALS)[0], bits([0, 1, 0, 1]))
-    rule = CreditRule(perception_top_p=0.25, entropy_top_p=0.5)
-    same(select_tokens(rule, MASK, SEEN, SIGNALS)[0], bits([0, 1, 1, 1]))
+    same(selected(PerceptionFilter(0.5), EntropyFilter(0.25))[0], bits([0, 1, 0, 1]))
+    same(selected(PerceptionFilter(0.25), EntropyFilter(0.5))[0], bits([0, 1, 1, 1]))
 
 
 # ---- trajectory advantage shaping ----
@@ -120,7 +120,7 @@ def scale_of(scores, scaling=None, visual=None):
     """One-token responses: the score of a response is its only S."""
     dependency = torch.tensor(scores, dtype=torch.float32)[:, None]
     visual = torch.ones(len(scores), dtype=torch.bool) if visual is None else torch.tensor(visual)
-    return trajectory_scale(dependency, mask_of(*[1] * len(scores)), visual, scaling or Scaling())
+    return (scaling or TrajectoryScaling()).scale(dependency, mask_of(*[1] * len(scores)), visual)
 
 
 def test_scale_by_hand():
@@ -128,22 +128,24 @@ def test_scale_by_hand():
     # w = 0.8, 0.8 + 0.48/4 = 0.92, 1.28; their mean is 3/3 = 1.
     close(scale_of([0, 1, 4]), [0.8, 0.92, 1.28])
     # The same from 0.9: beta_max = 0.9 + 0.1 * 12/5 = 1.14, w = 0.9, 0.96, 1.14.
-    close(scale_of([0, 1, 4], Scaling(low=0.9)), [0.9, 0.96, 1.14])
+    close(scale_of([0, 1, 4], TrajectoryScaling(low=0.9)), [0.9, 0.96, 1.14])
     # u does not change with a shift or a factor of s.
     close(scale_of([2, 2.5, 4]), [0.8, 0.92, 1.28])
+    assert scale_of([0, 1, 4]).dtype == torch.float32
 
 
 def test_the_score_of_a_response_is_its_mean_over_valid_tokens():
     # s = (0 + 0)/2 = 0, (1 + 2 + 0)/3 = 1, 4/1 = 4: as above. Sums would give 0, 3, 4; the padding holds 9.
     dependency = padded([[0, 0], [1, 2, 0], [4]], fill=9.0)
-    close(trajectory_scale(dependency, mask_of(2, 3, 1), torch.ones(3, dtype=torch.bool), Scaling()), [0.8, 0.92, 1.28])
+    scale = TrajectoryScaling().scale(dependency, mask_of(2, 3, 1), torch.ones(3, dtype=torch.bool))
+    close(scale, [0.8, 0.92, 1.28])
 
 
 def test_the_cap_binds():
     # u = 0 nine times and 1: mean 1/10, beta_max = 0.8 + 0.2 * 10 = 2.8, capped at 2. w = 0.8 (x 9) and 2: mean 0.92.
     scores = [0] * 9 + [1]
     close(scale_of(scores), [0.8] * 9 + [2.0])
-    close(scale_of(scores, Scaling(high=1.5)), [0.8] * 9 + [1.5])
+    close(scale_of(scores, TrajectoryScaling(high=1.5)), [0.8] * 9 + [1.5])
 
 
 def test_the_cap_moves_everyone_in_between():
@@ -153,8 +155,8 @@ def test_the_cap_moves_everyone_in_between():
 
 def test_no_cap():
     # As above, uncapped: 2.8, and the mean is (9 * 0.8 + 2.8)/10 = 1. One of 2048 gets 0.8 + 0.2 * 2048 = 410.4.
-    close(scale_of([0] * 9 + [1], Scaling(high=None)), [0.8] * 9 + [2.8])
-    close(scale_of([0] * 2047 + [1], Scaling(high=None))[-1], 410.4)
+    close(scale_of([0] * 9 + [1], TrajectoryScaling(high=None)), [0.8] * 9 + [2.8])
+    close(scale_of([0] * 2047 + [1], TrajectoryScaling(high=None))[-1], 410.4)
 
 
 def test_a_flat_range_scales_nothing():
@@ -175,7 +177,8 @@ def test_text_only_rows_are_left_out_of_minimum_maximum_and_mean():
 def test_a_fully_masked_row_is_no_minimum():
     # s = 1 and 3 (u = 0, 1: w = 0.8, 1.2); the empty row's 0 would be the minimum if it counted.
     dependency = torch.tensor([[1.0], [3.0], [0.0]])
-    close(trajectory_scale(dependency, mask_of(1, 1, 0), torch.ones(3, dtype=torch.bool), Scaling()), [0.8, 1.2, 1])
+    scale = TrajectoryScaling().scale(dependency, mask_of(1, 1, 0), torch.ones(3, dtype=torch.bool))
+    close(scale, [0.8, 1.2, 1])
 
 
 # ---- token weights ----
@@ -186,7 +189,7 @@ def weights_of(vision, rule=None, text=0.2, sizes=(1, 1), mask=None):
     vision = padded(vision)
     mass = torch.stack([torch.full_like(vision, text), vision], dim=-1)
     mask = mask_of(*[vision.shape[1]] * len(vision)) if mask is None else mask
-    return attention_weights(mass, torch.tensor([sizes] * len(vision)), mask, rule or TokenWeighting())
+    return (rule or AttentionWeights()).weights(mass, torch.tensor([sizes] * len(vision)), mask)
 
 
 def test_weights_are_one_over_vgr_with_mean_one():
@@ -194,12 +197,13 @@ def test_weights_are_one_over_vgr_with_mean_one():
     close(weights_of([[0.2, 0.4, 0.6]]), [[0.5, 1.0, 1.5]])
     # Pool sizes are a common factor of the response, gone in the mean: 1/VGR = (A_O/8) / (A_T/2).
     close(weights_of([[0.2, 0.4, 0.6]], sizes=(2, 8)), [[0.5, 1.0, 1.5]])
+    assert weights_of([[0.2, 0.4, 0.6]]).dtype == torch.float32
 
 
 def test_weights_follow_both_masses():
     # A_O/A_T = (0.1/0.1, 0.1/0.2, 0.1/0.4) = 1, 1/2, 1/4; mean 7/12: v = 12/7, 6/7, 3/7.
     mass = torch.tensor([[[0.1, 0.1], [0.2, 0.1], [0.4, 0.1]]])
-    close(attention_weights(mass, torch.tensor([[3, 5]]), mask_of(3), TokenWeighting()), [[12 / 7, 6 / 7, 3 / 7]])
+    close(AttentionWeights().weights(mass, torch.tensor([[3, 5]]), mask_of(3)), [[12 / 7, 6 / 7, 3 / 7]])
 
 
 def test_each_response_has_its_own_mean_and_its_padding_is_one():
@@ -210,7 +214,7 @@ def test_each_response_has_its_own_mean_and_its_padding_is_one():
 
 
 def test_weights_are_clipped_after_the_mean():
-    close(weights_of([[0.2, 0.4, 0.6]], TokenWeighting(clip=(0.8, 1.2))), [[0.8, 1.0, 1.2]])
+    close(weights_of([[0.2, 0.4, 0.6]], AttentionWeights(clip=(0.8, 1.2))), [[0.8, 1.0, 1.2]])
     # Default (0.2, 3): ratios 0.05 (x 7) and 9.65 have mean 10/8 = 1.25: 0.04 -> 0.2 and 7.72 -> 3.
     close(weights_of([[0.01] * 7 + [1.93]]), [[0.2] * 7 + [3.0]])
 
@@ -218,17 +222,18 @@ def test_weights_are_clipped_after_the_mean():
 def test_tokens_outside_the_top_ratio_get_one():
     # Ratios 1 .. 5, mean 3: v = 1/3 .. 5/3. r = 0.4 keeps ceil(2) = 2 of them.
     vision = [[0.2, 0.4, 0.6, 0.8, 1.0]]
-    close(weights_of(vision, TokenWeighting(top_ratio=0.4)), [[1, 1, 1, 4 / 3, 5 / 3]])
+    close(weights_of(vision, AttentionWeights(top_ratio=0.4)), [[1, 1, 1, 4 / 3, 5 / 3]])
     # r = 0.2 keeps the last. The clip must not make a tie of it with its neighbour.
-    close(weights_of(vision, TokenWeighting(top_ratio=0.2, clip=(0.2, 1.2))), [[1, 1, 1, 1, 1.2]])
+    close(weights_of(vision, AttentionWeights(top_ratio=0.2, clip=(0.2, 1.2))), [[1, 1, 1, 1, 1.2]])
     # r = 1 keeps all.
-    close(weights_of(vision, TokenWeighting(top_ratio=1.0)), [[1 / 3, 2 / 3, 1, 4 / 3, 5 / 3]])
+    close(weights_of(vision, AttentionWeights(top_ratio=1.0)), [[1 / 3, 2 / 3, 1, 4 / 3, 5 / 3]])
 
 
 def test_the_top_ratio_counts_valid_tokens():
     # Two valid tokens of five: ratios 1, 3, mean 2; r = 0.5 keeps one of two.
     close(
-        weights_of([[0.2, 0.6, 9, 9, 9]], TokenWeighting(top_ratio=0.5), mask=mask_of(2, width=5)), [[1, 1.5, 1, 1, 1]]
+        weights_of([[0.2, 0.6, 9, 9, 9]], AttentionWeights(top_ratio=0.5), mask=mask_of(2, width=5)),
+        [[1, 1.5, 1, 1, 1]],
     )
 
 
@@ -274,8 +279,63 @@ def test_smoothing_keeps_constants_single_tokens_and_sigma_zero():
 def test_weights_are_smoothed_before_their_mean_within_the_valid_tokens():
     # Ratios 1 0 (floored) in a response of two tokens: smoothed 801/1090 and 289/1090, mean 1/2: v = 801/545, 289/545.
     # Smoothing across the padding (99) would show.
-    rule = TokenWeighting(smooth_sigma=HALVING_SIGMA)
+    rule = AttentionWeights(smooth_sigma=HALVING_SIGMA)
     close(weights_of([[0.2, 0.0, 99]], rule, mask=mask_of(2, width=3)), [[801 / 545, 289 / 545, 1]], rtol=1e-5)
+
+
+# ---- weights by the change of entropy ----
+
+
+def changed(change, rule=None, lengths=(3,), visual=None):
+    """(experience, v): each response answers a prompt of its own."""
+    rollouts = fake_rollouts(lengths, group=range(len(lengths)), visual=visual)
+    change = change if isinstance(change, torch.Tensor) else padded(change, fill=NAN)
+    experience = fake_experience(rollouts, Signals(entropy_change=change))
+    return experience, (rule or EntropyChange()).apply(experience, KEY)
+
+
+def test_tokens_whose_entropy_changes_more_weigh_more():
+    # |c| = 1, 3, 2, mean 2: v = 1/2, 3/2, 1. In half strength halfway to 1. One token: its own mean.
+    change, lengths = [[1, -3, 2], [0.5]], (3, 1)
+    close(changed(change, lengths=lengths)[1], [[0.5, 1.5, 1], [1, 1, 1]])
+    close(changed(change, EntropyChange(strength=0.5), lengths)[1], [[0.75, 1.25, 1], [1, 1, 1]])
+    close(changed(change, EntropyChange(strength=0.0), lengths)[1], [[1, 1, 1], [1, 1, 1]])
+    close(changed(change, EntropyChange(clip=(0.8, 1.2)), lengths)[1], [[0.8, 1.2, 1], [1, 1, 1]])
+
+
+def test_changes_of_entropy_are_clipped():
+    # |c| = 0 seven times and 8, mean 1: 0 -> 0.2 and 8 -> 3.
+    close(changed([[0] * 7 + [-8]], lengths=(8,))[1], [[0.2] * 7 + [3]])
+
+
+def test_rows_without_an_image_or_without_a_change_get_ones():
+    found = changed([[1, 3], [1, 3], [0, 0], []], lengths=(2, 2, 2, 0), visual=[VISUAL, TEXT_ONLY, VISUAL, VISUAL])[1]
+    close(found, [[0.5, 1.5], [1, 1], [1, 1], [1, 1]])
+    assert found.dtype == torch.float32
+
+
+@pytest.mark.parametrize(("mean", "weights"), [(0.8e-6, [1, 1]), (1e-6, [1, 1]), (1.2e-6, [0.5, 1.5])])
+def test_a_mean_change_of_entropy_up_to_the_limit_is_rounding(mean, weights):
+    change = torch.tensor([[0.5, -1.5]], dtype=torch.float64) * mean
+    close(changed(change, lengths=(2,))[1], [weights])
+
+
+def test_weights_by_the_change_of_entropy_are_rounded_once():
+    change = torch.rand(1, 50, generator=torch.Generator().manual_seed(0)) - 0.5
+    sizes = [abs(c) for c in change[0].tolist()]
+    mean = math.fsum(sizes) / len(sizes)
+    expected = torch.tensor([[1 - 0.3 + 0.3 * size / mean for size in sizes]])
+    same(changed(change, EntropyChange(strength=0.3), lengths=(50,))[1], expected)
+
+
+def test_metrics_of_the_change_of_entropy():
+    # Over the visual tokens 1, -3, 2 and 4: mean 1, mean size 5/2. The text-only row counts for nothing.
+    visual = [VISUAL, VISUAL, TEXT_ONLY]
+    experience, _ = changed([[1, -3, 2], [4], [7]], lengths=(3, 1, 1), visual=visual)
+    expected = {"actor/entropy_change_mean": 1.0, "actor/entropy_change_size": 2.5}
+    assert EntropyChange().metrics(experience) == pytest.approx(expected)
+    blind, _ = changed([[1]], lengths=(1,), visual=[TEXT_ONLY])
+    assert EntropyChange().metrics(blind) == {}
 
 
 # ---- all together ----
@@ -283,22 +343,26 @@ def test_weights_are_smoothed_before_their_mean_within_the_valid_tokens():
 
 def test_plain_credit_is_the_advantage():
     advantage = padded([[2, 2, 2], [-1]], fill=7.0)
-    credit = assign(CreditRule(), advantage, mask_of(3, 1), torch.tensor([VISUAL, VISUAL]), Signals())
+    credit = assign((), fake_experience(fake_rollouts([3, 1]), advantage=advantage), KEY)
     same(credit.advantage, padded([[2, 2, 2], [-1]]))
     same(credit.select, mask_of(3, 1))
     same(credit.measure, mask_of(3, 1).float())
     same(credit.scale, torch.ones(2))
+    assert credit.weights is None
 
 
-RULE = CreditRule(perception_top_p=0.25, scaling=Scaling(), weighting=TokenWeighting())
 ADVANTAGE = padded([[2, 2, 2, 2], [-1, -1], [3, 3, 3]], fill=INF)
 WEIGHTS = padded([[1, 2, 0.5, 0.5], [0.5, 1.5], [1, 1, 1]], fill=NAN)
 # Scores 15/4 and 9/2: u = 0, 1, beta_max = 0.8 + 0.2 * 2 = 1.2; the text-only row keeps 1.
 
 
+def credit_by(*rules, weights=WEIGHTS):
+    return assign(rules, fake_experience(ROLLOUTS, SIGNALS, ADVANTAGE, token_weights=weights), KEY)
+
+
 def test_credit_multiplies_scale_and_token_weights_for_both_signs():
     # Row 0: 2 * 0.8 * v. Row 1: -1 * 1.2 * v. Row 2: 3.
-    credit = assign(RULE, ADVANTAGE, MASK, SEEN, SIGNALS, WEIGHTS)
+    credit = credit_by(PerceptionFilter(0.25), TrajectoryScaling(), AttentionWeights())
     close(credit.scale, [0.8, 1.2, 1.0])
     close(credit.advantage, padded([[1.6, 3.2, 0.8, 0.8], [-0.6, -1.8], [3, 3, 3]]))
     same(credit.select, bits([[0, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 0]]))
@@ -306,23 +370,30 @@ def test_credit_multiplies_scale_and_token_weights_for_both_signs():
 
 
 def test_the_mask_target_moves_the_weights_from_the_advantage_to_the_measure():
-    rule = CreditRule(scaling=Scaling(), weighting=TokenWeighting(target="mask"))
-    credit = assign(rule, ADVANTAGE, MASK, SEEN, SIGNALS, WEIGHTS)
+    credit = credit_by(TrajectoryScaling(), AttentionWeights(target="mask"))
     close(credit.advantage, padded([[1.6] * 4, [-1.2] * 2, [3] * 3]))
     close(credit.measure, padded([[1, 2, 0.5, 0.5], [0.5, 1.5], [1, 1, 1]]))
     same(credit.select, MASK)
 
 
 def test_token_weights_wait_for_their_switch():
-    credit = assign(CreditRule(), ADVANTAGE, MASK, SEEN, SIGNALS, WEIGHTS)
+    credit = credit_by()
     close(credit.advantage, padded([[2] * 4, [-1] * 2, [3] * 3]))
     same(credit.measure, MASK.float())
 
 
 def test_scaling_needs_no_filter_and_a_filter_no_scaling():
-    scaled = assign(CreditRule(scaling=Scaling()), ADVANTAGE, MASK, SEEN, SIGNALS)
+    scaled = credit_by(TrajectoryScaling(), weights=None)
     close(scaled.advantage, padded([[1.6] * 4, [-1.2] * 2, [3] * 3]))
     same(scaled.select, MASK)
-    filtered = assign(CreditRule(perception_top_p=0.25), ADVANTAGE, MASK, SEEN, SIGNALS)
+    filtered = credit_by(PerceptionFilter(0.25), weights=None)
     same(filtered.scale, torch.ones(3))
     close(filtered.advantage, padded([[2] * 4, [-1] * 2, [3] * 3]))
+
+
+def test_each_rule_says_which_signals_it_reads():
+    assert PerceptionFilter().needs == TrajectoryScaling().needs == Needs("dependency")
+    assert EntropyFilter().needs == Needs("entropy")
+    assert EntropyChange().needs == Needs("entropy_change")
+    assert AttentionWeights().needs == Needs("mass")
+    assert AttentionWeights(attention=False).needs == Needs(), "a reward function brings the weights"

@@ -1,12 +1,15 @@
 """SPEC 4, divergence and its controller, by hand."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
-from helpers import close
+from helpers import INF, close, mask_of, padded
 
-from mtrl.algorithms.divergence import adapt_coefficient, divergence
+from mtrl.algorithms.divergence import Divergence, adapt_coefficient, divergence
+from mtrl.algorithms.losses import Loss
+from mtrl.types import Needs, Signals
 
 LN2, LN3 = math.log(2), math.log(3)
 LOGP = torch.tensor([0.5, 0.25, 0.1]).log()
@@ -67,3 +70,45 @@ def test_adaptive_controller(kl, expected):
 def test_adaptive_controller_counts_responses_against_the_horizon():
     # e = 0.2, 512 of 1024: factor 1.1.
     assert adapt_coefficient(2.0, 99.0, responses=512, target=1.0, horizon=1024.0) == pytest.approx(2.2, rel=1e-12)
+
+
+# ---- where it is charged ----
+
+MASK = mask_of(2, 1)
+SIGNALS = Signals(old=padded([[-1, -2], [-3]], fill=INF), reference=padded([[-1.5, -1], [-5]], fill=-9.0))
+# d = 1/2, -1 and 2.
+
+
+def test_the_distance_is_of_the_policy_before_the_updates():
+    assert Divergence("kl", 0.1).needs == Divergence("low_var_kl", 0.1).needs == Needs("old", "reference")
+    close(Divergence("kl", 0.1).distance(SIGNALS)[MASK], [0.5, -1, 2])
+    close(Divergence("mse", 0.1).distance(SIGNALS)[MASK], [0.125, 0.5, 2])
+
+
+def test_the_full_distance_comes_from_the_probe():
+    rule = Divergence("full", 0.5)
+    assert rule.needs == Needs("old", "divergence")
+    signals = Signals(old=torch.zeros(1, 2), divergence=torch.tensor([[1.0, 3.0]]))
+    close(rule.distance(signals), [[1, 3]])
+    close(rule.charge(signals), [[0.5, 1.5]])
+
+
+def test_in_the_reward_or_as_a_loss():
+    charge = Divergence("kl", 0.5).charge(SIGNALS)
+    close(charge[MASK], [0.25, -0.5, 1])
+    assert Divergence("kl", 0.5, in_loss=True).charge(SIGNALS) is None
+    loss = Loss(entropy_penalty_coef=0.25)
+    assert loss.charging(Divergence("mse", 0.5)) == loss.charging(None) == loss
+    assert loss.charging(Divergence("mse", 0.5, in_loss=True)) == replace(loss, divergence="mse", divergence_coef=0.5)
+
+
+def test_the_mean_is_over_responses_of_the_sum_over_tokens():
+    # (1/2 - 1 + 2) / 2.
+    assert Divergence("kl", 0.5).mean(SIGNALS, MASK) == pytest.approx(0.75)
+
+
+def test_the_coefficient_of_the_next_step():
+    fixed = Divergence("kl", 2.0)
+    assert fixed.adapted(99.0, 512) is fixed
+    adaptive = Divergence("kl", 2.0, in_loss=True, adaptive=True, target=1.0, horizon=1024.0)
+    assert adaptive.adapted(99.0, 512) == replace(adaptive, coef=pytest.approx(2.2))

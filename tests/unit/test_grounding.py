@@ -6,17 +6,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import NAN, close, fake_prompt, fake_rollouts, mask_of, same
+from helpers import NAN, close, fake_experience, fake_prompt, fake_rollouts, mask_of, same
 
 from mtrl.algorithms.advantages import grpo
-from mtrl.algorithms.credit import CreditRule, TokenWeighting, assign, token_weights
-from mtrl.build.recipe import attention_every, recipe_of
+from mtrl.algorithms.credit import assign
+from mtrl.algorithms.credit.attention_weights import AttentionWeights
+from mtrl.build.recipe import recipe_of
 from mtrl.build.rewards import build_scorer
 from mtrl.config import ConfigError, load_config
 from mtrl.rewards.samples import signals_of
+from mtrl.rewards.sandbox import InProcess
 from mtrl.training.evaluate import collect
 from mtrl.types import SEGMENTS, Needs, Rewards, Signals
 
+KEY = (0, 0)  # nothing here draws
 TEXT, VISION = 2, 4  # tokens in the pools of a prompt: equal density is a mass of 1/3 to 2/3
 
 
@@ -119,8 +122,7 @@ def weighed(values, lengths, group, **weighting):
     for row, tokens in enumerate(values):
         for t, ratio in enumerate(tokens or []):
             signals.mass[row, t] = torch.tensor([ratio / (2 + ratio), 2 / (2 + ratio)])
-    rule = CreditRule(weighting=TokenWeighting(**weighting))
-    return token_weights(rule, None, rollouts, signals)
+    return AttentionWeights(**weighting).apply(fake_experience(rollouts, signals), KEY)
 
 
 def test_tokens_that_look_weigh_more():
@@ -133,10 +135,10 @@ def test_tokens_that_look_weigh_more():
 
 def test_weights_of_a_reward_function_win():
     supplied = torch.full((1, 3), 2.0)
-    rule = CreditRule(weighting=TokenWeighting())
-    rollouts = rows([1.0], [0], lengths=[3])
-    assert token_weights(rule, supplied, rollouts, looks([4.0], [3])) is supplied
-    assert token_weights(CreditRule(), supplied, rollouts, looks([4.0], [3])) is None
+    rollouts, signals = rows([1.0], [0], lengths=[3]), looks([4.0], [3])
+    experience = fake_experience(rollouts, signals, torch.ones(1, 3), token_weights=supplied)
+    assert assign([AttentionWeights()], experience, KEY).weights is supplied
+    assert assign([], experience, KEY).weights is None
 
 
 @pytest.mark.parametrize("target", ["advantage", "mask"])
@@ -147,10 +149,9 @@ def test_weights_of_one_are_plain_grpo_to_the_bit(target):
     signals = looks([3.0] * 4, lengths, late_only=False)
     mask = mask_of(*lengths)
     advantage = grpo(torch.tensor([1.0, 0.3, 0.0, 2.0]), torch.tensor(group), mask, "group")
-    rule = CreditRule(weighting=TokenWeighting(target=target))
-    weights = token_weights(rule, None, rollouts, signals)
-    ours = assign(rule, advantage, mask, rollouts.visual, signals, weights)
-    plain = assign(CreditRule(), advantage, mask, rollouts.visual, signals)
+    experience = fake_experience(rollouts, signals, advantage)
+    ours, plain = assign([AttentionWeights(target=target)], experience, KEY), assign([], experience, KEY)
+    assert ours.weights is not None
     for name in ("advantage", "select", "measure", "scale"):
         same(getattr(ours, name), getattr(plain, name))
 
@@ -168,12 +169,15 @@ def test_weights_of_one_are_plain_grpo_to_the_bit(target):
     ],
 )
 def test_attention_is_read_where_it_is_needed(overrides, every):
-    assert attention_every(load_config(None, overrides)) == every
+    config = load_config(None, overrides)
+    rewards = [function.needs for function in build_scorer(config, 10).functions.values()]
+    assert recipe_of(config, 30, rewards=rewards).attention_every == every
 
 
 def test_a_function_that_reads_signals_is_told_of_attention_at_every_step():
-    rules = recipe_of(load_config(None, {}), 30, rewards_read_signals=True)
-    assert all(rules.needs_at(step).mass for step in range(30))
+    function = InProcess(lambda data, signals: 1.0, {})
+    rules = recipe_of(load_config(None, {}), 30, rewards=[Needs(), function.needs])
+    assert all("mass" in rules.needs_at(step) for step in range(30))
 
 
 def test_a_segment_without_layers_is_told_of_to_nobody():
@@ -188,9 +192,9 @@ def test_a_segment_without_layers_is_told_of_to_nobody():
 
 def test_now_and_then_is_every_tenth_step():
     rules = recipe_of(load_config(None, {"optimization.disable_divergence": True}), 30)
-    assert [step + 1 for step in range(30) if rules.needs_at(step).mass] == [10, 20, 30]
+    assert [step + 1 for step in range(30) if "mass" in rules.needs_at(step)] == [10, 20, 30]
     assert rules.needs_at(0) == Needs(), "fresh rollouts, one optimizer step, nobody asks: no probe at all"
-    assert not recipe_of(load_config(None, {}), 30, sees_attention=False).needs_at(9).mass
+    assert "mass" not in recipe_of(load_config(None, {}), 30, sees_attention=False).needs_at(9)
 
 
 def test_a_reward_that_cannot_be_had_is_refused():

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from helpers import NAN, fake_prompt, fake_rollouts
+from helpers import NAN, fake_experience, fake_prompt, fake_rollouts
 
 from mtrl.build.run import build
 from mtrl.config import load_config
@@ -39,13 +39,13 @@ def step_of(weights=None, mass=True):
     tokens = torch.tensor([[BALANCED, LOOKING], [BALANCED, BALANCED], [BALANCED, BALANCED]])
     by_segment = tokens[:, :, None, :].expand(-1, -1, len(SEGMENTS), -1)
     signals = Signals(mass=by_segment, prompt_mass=by_segment[:, 1]) if mass else Signals()
-    return rollouts, rewards, credit, signals
+    return fake_experience(rollouts, signals, rewards=rewards, credit=credit)
 
 
 def log_into(tmp_path, *steps, validations=(), **options):
     logs = MarkdownLogs(LogPaths.of(tmp_path / "logs"), decode, **options)
     for number, step in enumerate(steps, 1):
-        logs.rollouts(number, *step)
+        logs.rollouts(number, step)
         if number in validations:
             logs.validation(number, {}, {}, [])
     logs.close()
@@ -106,9 +106,9 @@ def test_a_validation(tmp_path):
 
 
 def test_a_response_cannot_break_out_of_its_fence(tmp_path):
-    rollouts, rewards, credit, signals = step_of(mass=False)
-    evil = replace(rollouts, text=("```\n# Step 99\n````", "\x1b[31mred", "x" * 100_000))
-    text = log_into(tmp_path, (evil, rewards, credit, signals))["rollout_results"].read_text()
+    step = step_of(mass=False)
+    evil = replace(step.rollouts, text=("```\n# Step 99\n````", "\x1b[31mred", "x" * 100_000))
+    text = log_into(tmp_path, replace(step, rollouts=evil))["rollout_results"].read_text()
     assert "`````\n```\n# Step 99\n````\n`````" in text and "\x1b" not in text
     assert len(text) < 3 * pages.TEXT_CHARS
     assert pages.table(["a"], [["x|y\nz"]]).splitlines()[2] == r"| x\|y\nz |"
@@ -194,11 +194,12 @@ def test_a_place_that_cannot_be_written_stops_nothing(tmp_path, caplog):
 
 
 def test_pixels_do_not_wait_for_the_log(tmp_path):
-    rollouts, *rest = step_of()
-    pictures = tuple(replace(prompt, media=(np.zeros((8, 8, 3), np.uint8),)) for prompt in rollouts.prompts)
+    step = step_of()
+    pictures = tuple(replace(prompt, media=(np.zeros((8, 8, 3), np.uint8),)) for prompt in step.rollouts.prompts)
     logs = MarkdownLogs(LogPaths.of(tmp_path), decode, every_step=False)
-    logs.rollouts(1, replace(rollouts, prompts=pictures), *rest)
-    assert all(not prompt.media and not prompt.task.media for prompt in logs._last.rollouts.prompts)
+    logs.rollouts(1, replace(step, rollouts=replace(step.rollouts, prompts=pictures)))
+    number, kept = logs._last
+    assert number == 1 and all(not prompt.media and not prompt.task.media for prompt in kept.rollouts.prompts)
     logs.close()
 
 
@@ -218,9 +219,11 @@ def test_a_large_step_costs_the_training_path_milliseconds(tmp_path):
     rewards = Rewards(torch.rand(rows), {"accuracy": torch.rand(rows)}, torch.zeros(rows, dtype=torch.bool))
     ones = torch.ones(rows, tokens)
     mass = torch.rand(rows, tokens, len(SEGMENTS), 2)
+    credit = Credit(ones, rollouts.mask, ones, ones[:, 0], ones)
+    experience = fake_experience(rollouts, Signals(mass=mass), rewards=rewards, credit=credit)
     logs = MarkdownLogs(LogPaths.of(tmp_path), decode)
     begin = time.perf_counter()
-    logs.rollouts(1, rollouts, rewards, Credit(ones, rollouts.mask, ones, ones[:, 0], ones), Signals(mass=mass))
+    logs.rollouts(1, experience)
     spent = time.perf_counter() - begin
     logs.close()
     assert spent < 0.1, f"{spent:.3f} s"

@@ -5,17 +5,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import INF, NAN, fake_prompt, fake_rollouts, mask_of, padded
+from helpers import INF, NAN, fake_experience, fake_prompt, fake_rollouts, mask_of, padded
 
-from mtrl.algorithms.credit import CreditRule, Scaling, assign
+from mtrl.algorithms.credit import assign, credit_metrics
+from mtrl.algorithms.credit.entropy_filter import EntropyFilter
+from mtrl.algorithms.credit.perception_filter import PerceptionFilter
+from mtrl.algorithms.credit.trajectory_scaling import TrajectoryScaling
+from mtrl.algorithms.groups import masked_mean
 from mtrl.algorithms.metrics import (
     attention_metrics,
-    credit_metrics,
     length_metrics,
-    masked_mean,
     masked_rate,
     mismatch_metrics,
     reward_metrics,
+    sensitivity_metrics,
     summary,
 )
 from mtrl.types import Rewards, Signals
@@ -72,16 +75,17 @@ def test_success_is_a_full_score():
 
 
 # Visual rows of 4 and 2 tokens, a text-only row of 4. Halves are kept: 2, 1 and 2 tokens.
-MASK = mask_of(4, 2, 4)
-VISUAL = torch.tensor([True, True, False])
+ROLLOUTS = fake_rollouts([4, 2, 4], group=[0, 1, 2], visual=[True, True, False])
 SIGNALS = Signals(
     dependency=padded([[1, 9, 2, 4], [5, 3], [7, 8, 9, 9]], fill=99.0),
     entropy=padded([[4, 1, 3, 2], [1, 2], [1, 4, 2, 3]], fill=99.0),
 )
 
 
-def metrics_of(rule, signals=SIGNALS, mask=MASK, visual=VISUAL):
-    return credit_metrics(rule, assign(rule, torch.ones(mask.shape), mask, visual, signals), signals, mask, visual)
+def metrics_of(*rules, signals=SIGNALS, rollouts=ROLLOUTS):
+    experience = fake_experience(rollouts, signals, torch.ones(rollouts.mask.shape))
+    experience = replace(experience, credit=assign(rules, experience, (0, 0)))
+    return sensitivity_metrics(signals, rollouts.mask, rollouts.visual) | credit_metrics(rules, experience)
 
 
 SENSITIVITY = {
@@ -95,7 +99,7 @@ SENSITIVITY = {
 def test_perception_metrics_are_of_visual_tokens():
     # Kept: 9 and 4, 5: 3 of 6 visual tokens, mean 6. Not kept: 1, 2, 3: mean 2. The weakest kept: 4 and 5, mean 4.5.
     # All in all 3 + 4 of 10 tokens pass, the text-only row whole.
-    assert metrics_of(CreditRule(perception_top_p=0.5)) == approx(
+    assert metrics_of(PerceptionFilter(0.5)) == approx(
         SENSITIVITY
         | {
             "actor/perception_token_fraction": 0.5,
@@ -109,34 +113,34 @@ def test_perception_metrics_are_of_visual_tokens():
 
 def test_entropy_metrics_are_of_all_tokens():
     # Of 4, 2 and 4 tokens 2, 1 and 2: 5 of 10.
-    metrics = metrics_of(CreditRule(entropy_top_p=0.5), Signals(entropy=SIGNALS.entropy))
+    metrics = metrics_of(EntropyFilter(0.5), signals=Signals(entropy=SIGNALS.entropy))
     assert metrics == approx({"actor/entropy_token_fraction": 0.5, "actor/combined_token_fraction": 0.5})
 
 
 def test_the_combined_fraction_is_of_the_union():
     # Row 0: S keeps 1, 3 and entropy 0, 2: all four. Row 1: 0 and 1: both. Row 2: entropy alone, 2 of 4. 8 of 10.
-    metrics = metrics_of(CreditRule(perception_top_p=0.5, entropy_top_p=0.5))
+    metrics = metrics_of(PerceptionFilter(0.5), EntropyFilter(0.5))
     assert metrics["actor/combined_token_fraction"] == approx(0.8)
 
 
 def test_nothing_rejected_has_no_mean():
-    metrics = metrics_of(CreditRule(perception_top_p=1.0))
+    metrics = metrics_of(PerceptionFilter(1.0))
     assert "actor/low_var_kl_mean_rejected" not in metrics
     assert metrics["actor/low_var_kl_mean_selected"] == approx(4.0)
 
 
 def test_without_images_or_switches_there_is_nothing_to_report():
-    assert metrics_of(CreditRule(), Signals()) == {}
-    text_only = torch.tensor([False, False, False])
-    rule = CreditRule(perception_top_p=0.5, scaling=Scaling())
-    assert metrics_of(rule, visual=text_only) == approx({"actor/combined_token_fraction": 1.0})
+    assert metrics_of(signals=Signals()) == {}
+    text_only = fake_rollouts([4, 2, 4], visual=[False])
+    metrics = metrics_of(PerceptionFilter(0.5), TrajectoryScaling(), rollouts=text_only)
+    assert metrics == approx({"actor/combined_token_fraction": 1.0})
 
 
 def test_scaling_metrics():
     # Scores 0, 1, 4 and a text-only row: w = 0.8, 0.92, 1.28, mean 1: not capped.
-    mask, visual = mask_of(1, 1, 1, 1), torch.tensor([True, True, True, False])
+    rollouts = fake_rollouts([1, 1, 1, 1], group=[0, 1, 2, 3], visual=[True, True, True, False])
     signals = Signals(dependency=torch.tensor([[0.0], [1.0], [4.0], [50.0]]))
-    assert metrics_of(CreditRule(scaling=Scaling()), signals, mask, visual) == approx(
+    assert metrics_of(TrajectoryScaling(), signals=signals, rollouts=rollouts) == approx(
         {
             "actor/sensitivity_score_mean": 5 / 3,
             "actor/sensitivity_score_min": 0.0,
@@ -147,10 +151,13 @@ def test_scaling_metrics():
         }
     )
     # A cap of 1.2: w = 0.8, 0.9, 1.2, mean 2.9/3, and it says so.
-    capped = metrics_of(CreditRule(scaling=Scaling(high=1.2)), signals, mask, visual)
+    capped = metrics_of(TrajectoryScaling(high=1.2), signals=signals, rollouts=rollouts)
     assert capped["actor/scaling_factor_mean"] == approx(2.9 / 3)
     assert capped["actor/scaling_factor_max"] == approx(1.2)
     assert capped["actor/scaling_capped"] == 1.0
+    # The mean of these float32 numbers is taken in float64: in float32 its rounding might pass for a cap.
+    factors = TrajectoryScaling(high=1.2).scale(signals.dependency, rollouts.mask, rollouts.visual)[:3].tolist()
+    assert capped["actor/scaling_factor_mean"] == pytest.approx(math.fsum(factors) / 3, rel=1e-12)
 
 
 def test_mismatch_metrics():
@@ -217,6 +224,6 @@ def test_attention_metrics_without_any_image():
 
 
 def test_metrics_are_plain_finite_numbers():
-    for value in metrics_of(CreditRule(perception_top_p=0.5, entropy_top_p=0.5, scaling=Scaling())).values():
+    for value in metrics_of(PerceptionFilter(0.5), EntropyFilter(0.5), TrajectoryScaling()).values():
         assert isinstance(value, float)
         assert math.isfinite(value)

@@ -5,17 +5,12 @@ from itertools import permutations
 
 import pytest
 import torch
-from helpers import close, fake_batch, fake_prompt, fake_rollouts, mask_of
+from helpers import close, fake_batch, fake_experience, fake_prompt, fake_rollouts, mask_of
 
-from mtrl.algorithms.credit import (
-    CreditRule,
-    Scaling,
-    TokenWeighting,
-    assign,
-    token_weights,
-    top_fraction,
-    trajectory_scale,
-)
+from mtrl.algorithms.credit import assign
+from mtrl.algorithms.credit.attention_weights import AttentionWeights
+from mtrl.algorithms.credit.top_fraction import top_fraction
+from mtrl.algorithms.credit.trajectory_scaling import TrajectoryScaling
 from mtrl.algorithms.losses import Loss, PolicyLoss, mismatch_correction, term_weights, total_loss
 from mtrl.types import SEGMENTS, Signals
 
@@ -37,7 +32,7 @@ def test_the_rounding_of_k(p, n, k):
 def test_a_range_of_exactly_the_limit_is_flat(gap, scale):
     # Above it u = (0, 1), mean 1/2, top = 0.8 + 0.2/0.5 = 1.2.
     score = torch.tensor([[0.0], [gap]], dtype=torch.float64)
-    close(trajectory_scale(score, mask_of(1, 1), torch.tensor([True, True]), Scaling()), scale)
+    close(TrajectoryScaling().scale(score, mask_of(1, 1), torch.tensor([True, True])), scale)
 
 
 def clip_fractions(log_ratio, advantage, **clips):
@@ -100,17 +95,22 @@ def test_token_weights_come_from_whoever_has_them():
     mass = torch.tensor([1 / 3, 2 / 3]).repeat(1, 2, len(SEGMENTS), 1)
     mass[0, 1, SEGMENTS.index("weight")] = torch.tensor([2 / 3, 1 / 3])
     looking, blind, supplied = Signals(mass=mass), Signals(), torch.full((1, 2), 2.0)
-    on, off = CreditRule(weighting=TokenWeighting()), CreditRule()
-    close(token_weights(on, None, rollouts, looking), [[1.6, 0.4]])
-    assert token_weights(on, supplied, rollouts, looking) is supplied
-    assert token_weights(on, supplied, rollouts, blind) is supplied
-    assert token_weights(on, None, rollouts, blind) is None
-    assert token_weights(off, None, rollouts, looking) is None
-    assert token_weights(off, supplied, rollouts, looking) is None
+
+    def weights(signals, given=None, *rules):
+        experience = fake_experience(rollouts, signals, torch.ones(1, 2), token_weights=given)
+        return assign(rules, experience, (0, 0)).weights
+
+    on = AttentionWeights()
+    close(weights(looking, None, on), [[1.6, 0.4]])
+    assert weights(looking, supplied, on) is supplied
+    assert weights(blind, supplied, on) is supplied
+    assert weights(blind, None, on) is None
+    assert weights(looking) is None
+    assert weights(looking, supplied) is None
 
 
 def test_credit_shows_the_weights_it_used():
-    mask, visual, weights = mask_of(2), torch.tensor([True]), torch.tensor([[1.6, 0.4]])
-    on, off = CreditRule(weighting=TokenWeighting()), CreditRule()
-    assert assign(on, torch.ones(1, 2), mask, visual, Signals(), weights).weights is weights
-    assert assign(off, torch.ones(1, 2), mask, visual, Signals(), weights).weights is None
+    weights = torch.tensor([[1.6, 0.4]])
+    experience = fake_experience(fake_rollouts([2]), advantage=torch.ones(1, 2), token_weights=weights)
+    assert assign([AttentionWeights()], experience, (0, 0)).weights is weights
+    assert assign([], experience, (0, 0)).weights is None

@@ -9,9 +9,9 @@ from helpers import INF, NAN, close, mask_of, same
 from hypothesis import given
 from hypothesis import strategies as st
 from property_helpers import (
+    ALL_RULES,
     DECIDED,
     DENOMINATORS,
-    FULL_RULE,
     LOSS_TYPES,
     LOSSES,
     MAX_LENGTH,
@@ -25,11 +25,14 @@ from property_helpers import (
 from torch import Tensor
 
 from mtrl.algorithms import advantages
-from mtrl.algorithms.credit import CreditRule, Scaling, TokenWeighting
+from mtrl.algorithms.credit.attention_weights import AttentionWeights
+from mtrl.algorithms.credit.entropy_filter import EntropyFilter
+from mtrl.algorithms.credit.perception_filter import PerceptionFilter
+from mtrl.algorithms.credit.trajectory_scaling import TrajectoryScaling
 from mtrl.algorithms.losses import Loss, total_loss
 from mtrl.algorithms.rewards import combine, vgr_hard_negative_reward, vgr_reward
 from mtrl.algorithms.signals import pool_sizes, sequence_mass, vgr
-from mtrl.types import take_rows
+from mtrl.rows import take_rows
 
 
 def assert_records_close(actual, expected, **tolerance) -> None:
@@ -41,18 +44,18 @@ def assert_records_close(actual, expected, **tolerance) -> None:
 
 
 @given(steps(), RULES, st.randoms(use_true_random=False))
-def test_permuting_rollouts_permutes_credit(step, rule, random):
+def test_permuting_rollouts_permutes_credit(step, rules, random):
     order = torch.tensor(random.sample(range(len(step.rollouts)), len(step.rollouts)))
-    credit = credit_of(step, rule)
+    credit = credit_of(step, rules)
     # Sums in another order: float64 inside, so at most a last bit of float32.
-    assert_records_close(credit_of(permuted(step, order), rule), take_rows(credit, order), rtol=3e-7, atol=1e-9)
+    assert_records_close(credit_of(permuted(step, order), rules), take_rows(credit, order), rtol=3e-7, atol=1e-9)
 
 
 @given(steps(), RULES, LOSS_TYPES, DENOMINATORS, LOSSES, st.randoms(use_true_random=False))
-def test_permuting_rollouts_permutes_weights_and_keeps_the_loss(step, rule, loss_type, denominator, loss, random):
+def test_permuting_rollouts_permutes_weights_and_keeps_the_loss(step, rules, loss_type, denominator, loss, random):
     order = torch.tensor(random.sample(range(len(step.rollouts)), len(step.rollouts)))
-    batch = train_batch(step, rule, loss_type, denominator)
-    other = train_batch(permuted(step, order), rule, loss_type, denominator)
+    batch = train_batch(step, rules, loss_type, denominator)
+    other = train_batch(permuted(step, order), rules, loss_type, denominator)
     assert_records_close(other.weights, take_rows(batch.weights, order), rtol=3e-7, atol=1e-9)
     total, grad, _ = loss_of(step.logp.double(), batch, loss)
     other_total, other_grad, _ = loss_of(step.logp.double()[order], other, loss)
@@ -75,13 +78,13 @@ def test_permuting_rollouts_permutes_every_estimator_and_reward(step, random):
 
     def everything(step: Step) -> list[Tensor]:
         group, mask, r = step.rollouts.group, step.rollouts.mask, step.rewards
-        baseline = torch.linspace(0, 1, len(rollouts.prompts))
+        baseline = torch.linspace(0, 1, len(rollouts.prompts))[group]
         placed = advantages.token_rewards(r, mask, step.entropy)
         ratio = vgr(sequence_mass(step.mass[:, :, None], mask)[:, 0], pool_sizes(step.rollouts.prompts)[group])
         return [
             *(advantages.grpo(r, group, mask, scale) for scale in ("group", "batch", "none")),
             advantages.rloo(r, group, mask),
-            advantages.remax(r, group, mask, baseline),
+            advantages.remax(r, mask, baseline),
             advantages.reinforce_plus_plus(placed, mask, 0.9),
             *advantages.gae(placed, step.old, mask, 0.9, 0.8),
             combine({"a": r, "b": ratio}, [1, 2], group, "normalize_then_sum"),
@@ -106,17 +109,17 @@ def test_rloo_is_the_centred_reward_stretched(step):
 
 
 @given(steps(), RULES, LOSS_TYPES, st.integers(0, 3), st.sampled_from([0.0, 1e30, -1e30, INF, -INF, NAN]))
-def test_credit_and_weights_ignore_padding(step, rule, loss_type, extra, fill):
+def test_credit_and_weights_ignore_padding(step, rules, loss_type, extra, fill):
     wide = step.widened(extra, fill)
     width = step.rollouts.mask.shape[1]
-    expected, actual = train_batch(step, rule, loss_type), train_batch(wide, rule, loss_type)
+    expected, actual = train_batch(step, rules, loss_type), train_batch(wide, rules, loss_type)
     for name in ("advantage", "correction"):
         same(getattr(actual, name)[:, :width], getattr(expected, name))
     for f in fields(expected.weights):
         wide_weights = getattr(actual.weights, f.name)
         torch.testing.assert_close(wide_weights[:, :width], getattr(expected.weights, f.name), rtol=2e-7, atol=0)
         assert (wide_weights[~wide.rollouts.mask] == 0).all()
-    credit = credit_of(wide, rule)
+    credit = credit_of(wide, rules)
     assert (credit.advantage[~wide.rollouts.mask] == 0).all()
     assert (credit.measure[~wide.rollouts.mask] == 0).all()
     assert not credit.select[~wide.rollouts.mask].any()
@@ -126,8 +129,8 @@ def test_credit_and_weights_ignore_padding(step, rule, loss_type, extra, fill):
 def test_the_loss_ignores_padding(step, loss, extra, fill):
     wide = step.widened(extra, fill)
     width = step.rollouts.mask.shape[1]
-    total, grad, metrics = loss_of(step.logp, train_batch(step, FULL_RULE), loss)
-    other_total, other_grad, other_metrics = loss_of(wide.logp, train_batch(wide, FULL_RULE), loss)
+    total, grad, metrics = loss_of(step.logp, train_batch(step, ALL_RULES), loss)
+    other_total, other_grad, other_metrics = loss_of(wide.logp, train_batch(wide, ALL_RULES), loss)
     close(other_total, total, rtol=1e-5, atol=1e-6)  # float32 sums of another length
     close(other_grad[:, :width], grad, rtol=1e-6)
     assert (other_grad[~wide.rollouts.mask] == 0).all()
@@ -163,11 +166,11 @@ def test_estimators_ignore_padding(step, extra, fill):
 
 
 @given(steps(min_rows=2), RULES, LOSS_TYPES, DENOMINATORS, LOSSES, st.booleans(), st.randoms(use_true_random=False))
-def test_micro_batches_only_add(step, rule, loss_type, denominator, loss, truncate, random):
+def test_micro_batches_only_add(step, rules, loss_type, denominator, loss, truncate, random):
     """Any partition of the rows: losses and metrics add up, gradients are those of the whole; to 1e-12 in float64."""
     rows = len(step.rollouts)
     silenced = torch.arange(rows) % 2 == 0 if truncate else None
-    batch = train_batch(step, rule, loss_type, denominator, silenced)
+    batch = train_batch(step, rules, loss_type, denominator, silenced)
     logp = step.logp.double()
     total, grad, metrics = loss_of(logp, batch, loss)
 
@@ -194,11 +197,11 @@ def test_micro_batches_only_add(step, rule, loss_type, denominator, loss, trunca
 def test_weights_and_scales_of_one_equal_plain_grpo_to_the_bit(step, loss, loss_type, target):
     # No image changed anything (S = 0, so a flat range), every token weight is 1, all tokens are kept.
     step = replace(step, perturbed=step.old, mass=torch.full_like(step.mass, 0.25))
-    rule = CreditRule(1.0, 1.0, Scaling(), TokenWeighting(target, smooth_sigma=0.0))
-    shaped, plain = credit_of(step, rule), credit_of(step, CreditRule())
+    rules = (PerceptionFilter(1.0), EntropyFilter(1.0), TrajectoryScaling(), AttentionWeights(target, smooth_sigma=0.0))
+    shaped, plain = credit_of(step, rules), credit_of(step, ())
     for name in DECIDED:
         same(getattr(shaped, name), getattr(plain, name))
-    results = [loss_of(step.logp, train_batch(step, r, loss_type), loss) for r in (rule, CreditRule())]
+    results = [loss_of(step.logp, train_batch(step, r, loss_type), loss) for r in (rules, ())]
     same(results[0][0], results[1][0])
     same(results[0][1], results[1][1])
 
@@ -226,7 +229,7 @@ def test_plain_grpo_equals_a_loop_in_python(step, loss_type):
         "bnpo": sum(map(sum, row_losses)) / sum(lengths),
         "dr_grpo": sum(map(sum, row_losses)) / (rows * MAX_LENGTH),
     }[loss_type]
-    batch = train_batch(step, CreditRule(), loss_type)
+    batch = train_batch(step, (), loss_type)
     batch = replace(batch, correction=torch.ones_like(batch.correction))
     total, _ = total_loss(step.logp.double(), batch, Loss())
     assert total.item() == pytest.approx(expected, rel=1e-5, abs=1e-6)

@@ -10,9 +10,13 @@ import torch
 from helpers import INF, close, fake_rollouts, mask_of, same
 from hypothesis import given
 from hypothesis import strategies as st
-from property_helpers import DECIDED, FULL_RULE, credit_of, steps, train_batch, weights_of
+from property_helpers import ALL_RULES, DECIDED, credit_of, steps, train_batch, weights_of
 
-from mtrl.algorithms.credit import CreditRule, Scaling, TokenWeighting, top_fraction, trajectory_scale
+from mtrl.algorithms.credit.attention_weights import AttentionWeights
+from mtrl.algorithms.credit.entropy_filter import EntropyFilter
+from mtrl.algorithms.credit.perception_filter import PerceptionFilter
+from mtrl.algorithms.credit.top_fraction import top_fraction
+from mtrl.algorithms.credit.trajectory_scaling import TrajectoryScaling
 from mtrl.algorithms.groups import row_mean
 from mtrl.algorithms.packing import balance, cut_groups, fill_micro_batches, optimizer_steps, row_index
 from mtrl.algorithms.replay import ReplayBuffer, ReplayEntry
@@ -40,16 +44,16 @@ def test_exactly_k_tokens_are_kept(percent, lengths, seed, ties):
 
 @given(steps(), st.sampled_from([None, 0.2, 0.5]), st.booleans())
 def test_text_only_rows_are_untouched(step, entropy_top_p, weighting):
-    rule = CreditRule(0.2, entropy_top_p, Scaling(), TokenWeighting() if weighting else None)
-    plain = CreditRule(entropy_top_p=entropy_top_p)
-    credit, expected = credit_of(step, rule), credit_of(step, plain)
+    plain = () if entropy_top_p is None else (EntropyFilter(entropy_top_p),)
+    rules = (PerceptionFilter(0.2), *plain, TrajectoryScaling(), *([AttentionWeights()] if weighting else []))
+    credit, expected = credit_of(step, rules), credit_of(step, plain)
     text_only = ~step.rollouts.visual
     for name in DECIDED:
         same(getattr(credit, name)[text_only], getattr(expected, name)[text_only])
     # And visual rows do not notice them: without the text-only rows the scales are the same.
     if step.rollouts.visual.any():
         index = step.rollouts.visual.nonzero().flatten()
-        same(credit_of(step.rows(index), rule).scale, credit.scale[index])
+        same(credit_of(step.rows(index), rules).scale, credit.scale[index])
 
 
 @given(steps(), st.floats(0.0, 1.0), st.one_of(st.none(), st.floats(1.0, 5.0)))
@@ -57,7 +61,7 @@ def test_scale_has_mean_one_unless_capped(step, low, high):
     mask = step.rollouts.mask
     dependency = visual_dependency(step.old, step.perturbed, mask)
     scored = step.rollouts.visual & mask.any(1)
-    scale = trajectory_scale(dependency, mask, step.rollouts.visual, Scaling(low, high)).double()
+    scale = TrajectoryScaling(low, high).scale(dependency, mask, step.rollouts.visual).double()
     assert (scale[~scored] == 1).all()
     if not scored.any():
         return
@@ -77,7 +81,7 @@ def test_scale_has_mean_one_unless_capped(step, low, high):
 
 @given(steps(), st.sampled_from([0.0, 0.7, 2.0]))
 def test_token_weights_have_mean_one_before_the_clip(step, sigma):
-    weights = weights_of(step, TokenWeighting(clip=(0.0, INF), smooth_sigma=sigma))
+    weights = weights_of(step, AttentionWeights(clip=(0.0, INF), smooth_sigma=sigma))
     mask = step.rollouts.mask
     filled = mask.any(1)
     close(row_mean(weights, mask)[filled], torch.ones(int(filled.sum())), rtol=1e-5)
@@ -87,7 +91,7 @@ def test_token_weights_have_mean_one_before_the_clip(step, sigma):
 
 @given(steps(), st.sampled_from([(0.2, 3.0), (0.5, 2.0)]), st.sampled_from([None, 0.2, 0.6]))
 def test_token_weights_stay_within_their_clip(step, clip, top_ratio):
-    weights = weights_of(step, TokenWeighting(clip=clip, top_ratio=top_ratio))
+    weights = weights_of(step, AttentionWeights(clip=clip, top_ratio=top_ratio))
     assert weights.min() >= clip[0]
     assert weights.max() <= clip[1]
     if top_ratio is not None:
@@ -204,7 +208,7 @@ def test_rows_of_rollouts_keep_their_prompts(step, picks):
 
 @given(steps(), st.lists(st.integers(0, 100), min_size=1, max_size=8))
 def test_rows_of_a_batch_follow_one_another(step, picks):
-    batch = train_batch(step, FULL_RULE)
+    batch = train_batch(step, ALL_RULES)
     index = torch.tensor([pick % len(batch) for pick in picks])
     part = batch.rows(index)
     assert len(part) == len(index)

@@ -5,15 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import close, fake_rollouts
+from helpers import close, fake_experience, fake_rollouts
 from reward_helpers import rows
 
 from mtrl.algorithms.credit import assign
-from mtrl.build.recipe import credit_rule
+from mtrl.build.recipe import credit_rules
 from mtrl.build.rewards import build_scorer
 from mtrl.config import load_config
 from mtrl.errors import RunError
-from mtrl.types import Signals
 
 
 def scorer_of(*functions, **settings):
@@ -138,9 +137,8 @@ def test_weights_reach_the_credit(target, advantage, measure):
     config = load_config(None, overrides | plain | {"worker.reward.reward_fn_path": "unused.py"})
     rollouts = fake_rollouts([2])
     rewards = scorer_of(lambda data: (1.0, {"token_weights": [1.0, 3.0]})).submit(rollouts, 0).result()
-    credit = assign(
-        credit_rule(config), torch.full((1, 2), 2.0), rollouts.mask, rollouts.visual, Signals(), rewards.token_weights
-    )
+    experience = fake_experience(rollouts, advantage=torch.full((1, 2), 2.0), rewards=rewards)
+    credit = assign(credit_rules(config), experience, (0, 0))
     close(credit.advantage, [advantage])
     close(credit.measure, [measure])
 

@@ -18,7 +18,7 @@ from mtrl.algorithms.signals import (
     vgr,
     visual_dependency,
 )
-from mtrl.types import SEGMENTS
+from mtrl.types import SEGMENTS, Needs, Signals
 
 LN2 = math.log(2)
 
@@ -149,3 +149,33 @@ def test_a_row_without_tokens_has_no_ratio():
     mass = torch.full((2, 1, 1, 2), 0.25)
     means = sequence_mass(mass, mask_of(1, 0))
     close(vgr(means[:, 0], torch.tensor([1, 1])), [1.0, NAN])
+
+
+# ---- which of them somebody needs, and what several probes bring ----
+
+
+def test_needs_come_together():
+    both = Needs("old") | Needs("old", "entropy") | Needs()
+    assert both == Needs("entropy", "old") and both.names == {"old", "entropy"}
+    assert "entropy" in both and "mass" not in both and "no signal at all" not in both
+    assert both.without("entropy", "mass") == Needs("old") and both == Needs("old", "entropy")
+    assert not Needs() and both and not both.without("old", "entropy")
+
+
+def test_needs_say_how_many_views_it_takes():
+    assert Needs().views == Needs("old", "entropy", "mass", "reference", "values").views == 1
+    for name in ("dependency", "perturbed", "entropy_change"):
+        assert (Needs("old") | Needs(name)).views == Needs(name).views == 2
+
+
+def test_a_signal_that_there_is_not_is_refused():
+    with pytest.raises(ValueError, match=r"there is no signal attention, entropie; there are old, .*prompt_mass$"):
+        Needs("old", "entropie", "attention")
+
+
+def test_probes_bring_their_own_signals():
+    one, two = torch.zeros(1, 2), torch.ones(1, 2)
+    merged = Signals(old=one).merge(Signals(reference=two)).merge(Signals())
+    assert merged.old is one and merged.reference is two and merged.entropy is None
+    with pytest.raises(AssertionError, match="two probes brought old"):
+        merged.merge(Signals(old=two))

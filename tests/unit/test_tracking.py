@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import NAN, fake_rollouts
+from helpers import NAN, fake_experience, fake_rollouts
 
+from mtrl.protocols import Tracker
 from mtrl.tracking import jsonl
 from mtrl.tracking.jsonl import JsonLines, last_row, parts, rows_of
 from mtrl.tracking.run_files import RunFiles, first_steps_of, read_rows, validations_of
 from mtrl.tracking.several import Trackers
-from mtrl.types import Credit, Rewards, Sample, Signals
+from mtrl.types import Credit, Needs, Rewards, Sample
 
 
 def lines(path):
@@ -40,7 +41,7 @@ def credit_of(rollouts):
 
 
 def write_rollouts(files, step, rollouts, rewards):
-    files.rollouts(step, rollouts, rewards, credit_of(rollouts), Signals())
+    files.rollouts(step, fake_experience(rollouts, rewards=rewards, credit=credit_of(rollouts)))
 
 
 # --------------------------------------------------------------------------------------------------------------- files
@@ -291,27 +292,59 @@ def test_rows_that_never_could_be_written_are_told_at_the_end(tmp_path, caplog):
 
 
 # ------------------------------------------------------------------------------------------------------------- several
-class FakeTracker:
-    def __init__(self):
-        self.heard = []
+class FakeTracker(Tracker):
+    def __init__(self, *needs):
+        self.heard, self.needs = [], Needs(*needs)
 
-    def __getattr__(self, name):
-        return lambda *arguments: self.heard.append((name, *arguments))
+    def metrics(self, *arguments):
+        self.heard.append(("metrics", *arguments))
+
+    def rollouts(self, *arguments):
+        self.heard.append(("rollouts", *arguments))
+
+    def validation(self, *arguments):
+        self.heard.append(("validation", *arguments))
+
+    def close(self):
+        self.heard.append(("close",))
 
 
 def test_several_hear_the_same():
     first, second = FakeTracker(), FakeTracker()
     both = Trackers([first, second])
-    rollouts, rewards, samples = fake_rollouts([1]), rewards_of(1.0), [Sample("a", "", "", None, 0.0)]
-    credit, signals = credit_of(rollouts), Signals()
+    experience, samples = fake_experience(fake_rollouts([1])), [Sample("a", "", "", None, 0.0)]
     both.metrics(1, {"a": 1.0})
-    both.rollouts(1, rollouts, rewards, credit, signals)
+    both.rollouts(1, experience)
     both.validation(1, {}, {}, samples)
     both.close()
     expected = [
         ("metrics", 1, {"a": 1.0}),
-        ("rollouts", 1, rollouts, rewards, credit, signals),
+        ("rollouts", 1, experience),
         ("validation", 1, {}, {}, samples),
         ("close",),
     ]
     assert first.heard == expected and second.heard == expected
+
+
+def test_several_need_what_any_of_them_needs():
+    assert Trackers([FakeTracker("old", "mass"), FakeTracker(), FakeTracker("dependency")]).needs == Needs(
+        "old", "mass", "dependency"
+    )
+    assert Trackers([]).needs == Needs()
+
+
+def test_a_tracker_leaves_out_what_it_does_not_want_to_know():
+    class Numbers(Tracker):
+        def __init__(self):
+            self.seen = []
+
+        def metrics(self, step, values):
+            self.seen.append((step, values))
+
+    numbers = Numbers()
+    several = Trackers([numbers])
+    several.metrics(1, {"a": 1.0})
+    several.rollouts(1, fake_experience(fake_rollouts([1])))
+    several.validation(1, {}, {}, [])
+    several.close()
+    assert numbers.seen == [(1, {"a": 1.0})] and not numbers.needs

@@ -1,0 +1,89 @@
+"""Estimators by name, with numbers of test_advantages.py: rewards in, advantages and returns out."""
+
+import math
+
+import pytest
+import torch
+from helpers import INF, close, fake_experience, fake_rollouts, padded
+
+from mtrl.algorithms.estimators import ESTIMATORS
+from mtrl.types import Needs, Rewards, Signals
+
+GROUP = [0, 1, 0, 2, 1, 0]
+REWARDS = torch.tensor([1.0, 0.0, 2.0, 5.0, 1.0, 3.0])
+SCALED, PAIR = 1 / (1 + 1e-6), 0.5 / (math.sqrt(0.5) + 1e-6)
+BASELINE = torch.tensor([2.0, 0.25, 2.0, 7.0, 0.25, 2.0])
+# name, its fields: the advantage of each response.
+BY_RESPONSE = [
+    ("grpo", {}, [-SCALED, -PAIR, 0, 0, PAIR, SCALED]),
+    ("grpo", {"scale_rewards": "none"}, [-1, -0.5, 0, 0, 0.5, 1]),
+    ("rloo", {}, [-1.5, -1, 0, 0, 1, 1.5]),
+    ("remax", {}, [-1, -0.25, 0, -2, 0.75, 1]),
+]
+
+
+def estimate(name, lengths, total, penalty=None, group=None, baseline=None, values=None, **settings):
+    rewards = Rewards(total, {}, torch.zeros(len(total), dtype=torch.bool), baseline)
+    experience = fake_experience(fake_rollouts(lengths, group), Signals(values=values), rewards=rewards)
+    return ESTIMATORS[name](**settings).estimate(experience, penalty)
+
+
+@pytest.mark.parametrize(("name", "settings", "expected"), BY_RESPONSE)
+def test_those_that_compare_responses(name, settings, expected):
+    lengths = [1, 2, 1, 1, 2, 1]
+    advantage, returns = estimate(name, lengths, REWARDS, group=GROUP, baseline=BASELINE, **settings)
+    close(advantage, padded([[a] * n for a, n in zip(expected, lengths, strict=True)]))
+    assert returns is None
+
+
+@pytest.mark.parametrize(("name", "settings", "expected"), BY_RESPONSE)
+def test_a_penalty_is_taken_off_the_reward_of_the_whole_response(name, settings, expected):
+    # So much more reward as the tokens of a response are charged: the same advantages.
+    penalty = padded([[0.5], [0.25, 1], [2], [0], [-1, 0.5], [1.5]], fill=INF)
+    more = REWARDS + torch.tensor([0.5, 1.25, 2.0, 0.0, -0.5, 1.5])
+    lengths = [1, 2, 1, 1, 2, 1]
+    advantage, _ = estimate(name, lengths, more, penalty, GROUP, BASELINE, **settings)
+    close(advantage, padded([[a] * n for a, n in zip(expected, lengths, strict=True)]))
+
+
+def test_reinforce_plus_plus():
+    expected = torch.tensor([[0, 0.25, 0.75], [-1, 0, 0]]) / math.sqrt(13 / 24)
+    advantage, returns = estimate("reinforce_plus_plus", [3, 1], torch.tensor([1.0, -0.75]), gamma=0.5)
+    close(advantage, expected)
+    assert returns is None
+    # Charged token by token: 0 - -1, 0 - -2, 5 - 1 are the rewards 1 2 4.
+    advantage, _ = estimate(
+        "reinforce_plus_plus", [3], torch.tensor([5.0]), torch.tensor([[-1.0, -2.0, 1.0]]), gamma=0.5
+    )
+    close(advantage, torch.tensor([[-2, 1, 1]]) / 3 / math.sqrt(1 / 3))
+
+
+VALUES = padded([[0.5, 0.25, 0.5], [0.75]], fill=INF)
+
+
+def test_gae():
+    advantage, returns = estimate("gae", [3, 1], torch.ones(2), values=VALUES, gamma=0.5, lam=0.5)
+    close(returns, [[5 / 32, 3 / 8, 1], [1, 0, 0]])
+    close(advantage, torch.tensor([[-61.0, -1, 47], [15, 0, 0]]) / math.sqrt(2052))
+
+
+def test_gae_charges_the_token_itself():
+    # A quarter off the second token: delta_2 = -1/4 + 1/4 - 1/4, A_2 = -1/4 + 1/8 = -1/8, A_1 = -3/8 - 1/32 = -13/32.
+    penalty = padded([[0, 0.25, 0], [0]], fill=INF)
+    _, returns = estimate("gae", [3, 1], torch.ones(2), penalty, values=VALUES, gamma=0.5, lam=0.5)
+    close(returns, [[3 / 32, 1 / 8, 1], [1, 0, 0]])
+
+
+def test_what_they_need_and_their_defaults():
+    assert {name for name, kind in ESTIMATORS.items() if kind().needs} == {"gae"}
+    assert ESTIMATORS["gae"]().needs == Needs("values")
+    assert ESTIMATORS["gae"]() == ESTIMATORS["gae"](gamma=1.0, lam=0.95)
+    assert ESTIMATORS["grpo"]() == ESTIMATORS["grpo"](scale_rewards="group")
+    assert ESTIMATORS["reinforce_plus_plus"]() == ESTIMATORS["reinforce_plus_plus"](gamma=1.0)
+
+
+def test_what_nobody_brought_is_named():
+    with pytest.raises(AssertionError, match="greedy"):
+        estimate("remax", [1], torch.ones(1))
+    with pytest.raises(AssertionError, match="values"):
+        estimate("gae", [1], torch.ones(1))

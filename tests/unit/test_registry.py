@@ -1,0 +1,164 @@
+"""Credit rules by name: those of the package, a user's own, and one clear line for everything that is none."""
+
+import sys
+
+import pytest
+import torch
+from helpers import fake_experience, fake_rollouts
+
+from mtrl.algorithms.credit import assign
+from mtrl.algorithms.credit.attention_weights import AttentionWeights
+from mtrl.algorithms.credit.entropy_filter import EntropyFilter
+from mtrl.algorithms.credit.registry import RULES, make_rule
+from mtrl.algorithms.credit.rule import Rule
+from mtrl.algorithms.credit.trajectory_scaling import TrajectoryScaling
+from mtrl.plugins import PluginError
+from mtrl.types import Needs
+
+MINE = '''
+from dataclasses import dataclass
+
+import torch
+
+from mtrl.algorithms.credit import Weight
+from mtrl.types import Needs
+
+
+@dataclass(frozen=True)
+class Late(Weight):
+    """Later tokens get more."""
+
+    slope: float
+    places: tuple = ()
+    needs = Needs("entropy")
+
+    def apply(self, experience, key):
+        place = torch.arange(experience.rollouts.mask.shape[1])
+        return (1 + self.slope * place).expand(experience.rollouts.mask.shape)
+
+
+class Undecorated(Weight):
+    def apply(self, experience, key):
+        return None
+
+
+@dataclass(frozen=True)
+class Unfinished(Weight):
+    pass
+
+
+@dataclass
+class Stranger:
+    slope: float = 1.0
+
+
+def late(experience, key):
+    return None
+'''
+
+
+@pytest.fixture(autouse=True)
+def own_path(monkeypatch):
+    """Files that are loaded put their folders on the path; nobody after them should look there."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+
+@pytest.fixture
+def mine(tmp_path):
+    path = tmp_path / "my_rule.py"
+    path.write_text(MINE)
+    return str(path)
+
+
+def refusal(spec):
+    with pytest.raises(PluginError) as refused:
+        make_rule(spec)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+# -------------------------------------------------------------------------------------------------------- what is found
+@pytest.mark.parametrize("name", RULES)
+def test_every_name_makes_its_rule(name):
+    rule = make_rule(name)
+    assert type(rule) is RULES[name] and isinstance(rule, Rule) and isinstance(rule.needs, Needs)
+    assert make_rule({"name": name}) == rule
+
+
+def test_arguments_are_the_fields_and_lists_become_tuples():
+    assert make_rule({"name": "entropy_filter", "top_p": 0.5}) == EntropyFilter(0.5)
+    assert make_rule({"name": "trajectory_scaling", "low": 0.9, "high": None}) == TrajectoryScaling(0.9, None)
+    spec = {"name": "attention_weights", "clip": [0.5, 2.0], "target": "mask"}
+    assert make_rule(spec) == AttentionWeights(target="mask", clip=(0.5, 2.0))
+    assert spec == {"name": "attention_weights", "clip": [0.5, 2.0], "target": "mask"}, "the configuration stays"
+
+
+def test_a_rule_of_a_module():
+    assert make_rule("mtrl.algorithms.credit.entropy_filter:EntropyFilter") == EntropyFilter()
+
+
+def test_a_rule_of_a_file_takes_part(mine):
+    rule = make_rule({"name": f"{mine}:Late", "slope": 0.5, "places": [1, 2]})
+    assert rule.places == (1, 2) and rule.needs == Needs("entropy")
+    experience = fake_experience(fake_rollouts([3]), advantage=torch.full((1, 3), 2.0))
+    assert assign([rule], experience, (0, 0)).advantage.tolist() == [[2.0, 3.0, 4.0]]
+
+
+# ------------------------------------------------------------------------------------------------------ what is refused
+def test_an_unknown_name_is_told_what_there_is():
+    told = refusal("entropy_filtr")
+    assert told.startswith("there is no rule entropy_filtr (did you mean entropy_filter?); there are ")
+    assert all(name in told for name in RULES) and "file.py:Name" in told
+    assert "did you mean" not in refusal("xyz")
+
+
+def test_a_file_without_its_rule_is_no_name(mine):
+    assert refusal(mine).startswith(f"there is no rule {mine}")
+
+
+def test_arguments_that_it_does_not_take(mine):
+    told = refusal({"name": "entropy_filter", "top": 0.5, "p": 1})
+    assert told == "entropy_filter takes no p, top; its arguments are top_p"
+    assert refusal({"name": f"{mine}:Late", "slop": 1}) == f"{mine}:Late takes no slop; its arguments are slope, places"
+    assert "takes no needs" in refusal({"name": "entropy_filter", "needs": []})
+
+
+def test_an_argument_that_is_missing(mine):
+    told = refusal(f"{mine}:Late")
+    assert told.startswith(f"{mine}:Late: ") and "missing" in told and "'slope'" in told
+
+
+@pytest.mark.parametrize("spec", [{}, {"top_p": 0.5}, {"name": None}, {"name": 3}])
+def test_a_mapping_without_a_name(spec):
+    assert refusal(spec) == f"{spec}: which rule? Write {{name: .., and its arguments}}"
+
+
+def test_places_where_there_is_nothing(mine, tmp_path):
+    assert refusal(f"{tmp_path}/none.py:Late") == f"there is no credit rule file {tmp_path}/none.py"
+    told = refusal(f"{mine}:Early")
+    assert told.startswith(f"{mine} has no credit rule Early; it has ") and "Late" in told
+    assert "No module named 'no_such_module'" in refusal("no_such_module:Late")
+    assert refusal(f"{tmp_path}/rule:Late").startswith(f"{tmp_path}/rule is no Python file")
+
+
+@pytest.mark.parametrize("name", ["late", "Stranger", "Undecorated", "torch"])
+def test_what_is_no_rule(mine, name):
+    wanted = "it must be a frozen dataclass and a Filter, a Weight or a Term"
+    assert refusal(f"{mine}:{name}") == f"{mine}:{name} is no credit rule: {wanted}"
+
+
+def test_a_rule_that_does_not_apply(mine):
+    assert "abstract" in refusal(f"{mine}:Unfinished") and "apply" in refusal(f"{mine}:Unfinished")
+
+
+def test_a_signal_that_there_is_not(tmp_path):
+    path = tmp_path / "hopeful.py"
+    path.write_text(MINE.replace('Needs("entropy")', 'Needs("entropie")'))
+    told = refusal({"name": f"{path}:Late", "slope": 1.0})
+    assert told.startswith(f"{path}:Late cannot be loaded: ValueError: there is no signal entropie; there are old, ")
+
+
+def test_a_file_that_cannot_be_run(tmp_path):
+    path = tmp_path / "broken.py"
+    path.write_text("x = 1 / 0\n")
+    assert refusal(f"{path}:Late") == f"{path}:Late cannot be loaded: ZeroDivisionError: division by zero"
