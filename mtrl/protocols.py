@@ -30,13 +30,13 @@ from mtrl.types import (
 
 @dataclass(frozen=True)
 class ImageSettings:
-    """From an image to what a vision tower reads, under the names that checkpoints use.
+    """How an image becomes what a vision tower reads, under the names that checkpoints use.
 
     We resize, once, to a multiple of `factor` within the limits; the trainer and every engine then make the same pixels
     of it: (value * rescale_factor - mean) / std. The order of the fields is part of `PromptEncoder.fingerprint`.
     """
 
-    patch_size: int  # pixels a side
+    patch_size: int  # side of a patch in pixels
     merge_size: int  # patches a side that become one token
     temporal_patch_size: int  # frames of a patch; a still image is repeated
     min_pixels: int
@@ -57,8 +57,8 @@ class ImageSettings:
         return self.patch_size * self.merge_size
 
     def processor_arguments(self) -> dict[str, Any]:
-        """For an engine that makes pixels with an image processor of transformers: the trainer's numbers whatever the
-        checkpoint says, and no second resize."""
+        """Arguments for an engine that makes pixels with an image processor of transformers: the trainer's numbers
+        whatever the checkpoint says, and no second resize."""
         # A checkpoint may write 1 for 1.0, which transformers takes from a file but not as an argument.
         floats = {name: [float(v) for v in getattr(self, name)] for name in ("image_mean", "image_std")}
         return asdict(self) | floats | {"do_resize": False, "do_rescale": True, "do_normalize": True}
@@ -87,8 +87,8 @@ class PromptEncoder(Protocol):
     def inputs(
         self, prompt: Prompt, media: Sequence[np.ndarray] | None = None, device: torch.device | None = None
     ) -> dict[str, Tensor]:
-        """The opaque multimodal dict for a forward pass, of the prompt's media or of another view of them; pixels are
-        made on the device."""
+        """The opaque multimodal dict for a forward pass, made from the prompt's media or another view of them; pixels
+        are made on the device."""
 
     def decode(self, ids: Sequence[int] | Tensor) -> str:
         """The text of a response, without special tokens."""
@@ -101,7 +101,7 @@ class TaskSource(Protocol):
         """The next prompts; crosses epochs without a gap."""
 
     def get(self, ids: Sequence[str]) -> list[Prompt]:
-        """Prompts by task id, for replay."""
+        """The prompts of these tasks, for replay."""
 
     def state(self) -> Mapping[str, Any]: ...
 
@@ -119,7 +119,7 @@ class Generator(Protocol):
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Rollouts: ...
 
     def load(self, weights: Weights) -> None:
-        """A version, whole: a weight that the engine does not know, or misses, is an error."""
+        """Takes over a version of the weights as a whole: one that the engine does not know, or misses, is an error."""
 
 
 class Prober(Protocol):
@@ -140,7 +140,7 @@ class Snapshot(Protocol):
         """A copy in main memory."""
 
     def write(self, directory: Path) -> None:
-        """A Hugging Face checkpoint, and beside it what `restore` needs."""
+        """Writes a Hugging Face checkpoint, and beside it what `restore` needs."""
 
 
 class Stateful(Protocol):
@@ -163,7 +163,7 @@ class Actor(Prober, Stateful, Protocol):
 
 class PendingRewards(Protocol):
     def result(self, signals: Signals | None = None) -> Rewards:
-        """What the probes measured is for functions that asked for it: they run now. Validation measures nothing."""
+        """Waits for the rewards. Functions that asked for signals run now; None: nothing was measured."""
 
 
 class Scorer(Protocol):
@@ -209,11 +209,11 @@ class Store(Protocol):
         """Whether no checkpoint that is there has such a score."""
 
     def save(self, step: int, snapshots: Mapping[str, Snapshot], state: Mapping[str, Any], score: float | None) -> None:
-        """Snapshots by the name of their learner. May return before all is written; a failure is told, and no reason
-        to stop."""
+        """Saves each snapshot under the name of its learner. It may return before all is written; a failure is told,
+        and no reason to stop."""
 
     def restore(self, checkpoint: Path, learners: Mapping[str, Stateful]) -> None:
-        """Each learner from the snapshot of its name."""
+        """Restores each learner from the snapshot of its name."""
 
     def close(self) -> None:
         """Waits for the last save; raises RunError where that failed."""

@@ -65,7 +65,7 @@ def _joined(values: Sequence[Any]) -> Any:
 
 
 def _widened(value: Tensor, width: int) -> Tensor:
-    """With more columns, where it has columns at all."""
+    """The tensor padded with zeros to `width` columns, where it has columns at all."""
     if value.ndim < 2 or value.shape[1] == width:
         return value
     return torch.cat([value, value.new_zeros(len(value), width - value.shape[1], *value.shape[2:])], dim=1)

@@ -95,7 +95,7 @@ class Sampling:
     max_new_tokens: int = 512
     seed: int = 1
     step: int = 0
-    version: int = 0  # of the weights the caller expects; a generator that holds others refuses
+    version: int = 0  # version of the weights that the caller expects; a generator that holds others refuses
     asked: Mapping[str, int] = field(default_factory=dict, hash=False)  # how often this step has asked a task before
 
     @property
@@ -121,7 +121,7 @@ class Rollouts:
     behaviour: Tensor  # [N, T]
     text: tuple[str, ...]  # [N]
     finish: tuple[Finish, ...]  # [N]
-    version: Tensor  # [N], of the weights that sampled the row
+    version: Tensor  # [N], version of the weights that sampled the row
 
     def __len__(self) -> int:
         return len(self.group)
@@ -166,7 +166,7 @@ class Rewards:
     token_weights: Tensor | None = None  # [N, T], supplied by a reward function
 
 
-TWO_VIEWS = {"views": 2}  # of a signal that compares the original image with the perturbed one
+TWO_VIEWS = {"views": 2}  # metadata of a signal that compares the original image with the perturbed one
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,13 +179,13 @@ class Signals:
     """
 
     old: Tensor | None = None  # [N, T] log-prob on the original image, before this step's updates
-    perturbed: Tensor | None = field(default=None, metadata=TWO_VIEWS)  # [N, T] the same on the perturbed image
+    perturbed: Tensor | None = field(default=None, metadata=TWO_VIEWS)  # [N, T] log-prob on the perturbed image
     dependency: Tensor | None = field(default=None, metadata=TWO_VIEWS)  # [N, T] S of section 1.2
-    entropy: Tensor | None = None  # [N, T]
+    entropy: Tensor | None = None  # [N, T] entropy of the policy at that token, in nats
     entropy_change: Tensor | None = field(default=None, metadata=TWO_VIEWS)  # [N, T] perturbed minus `entropy`
     reference: Tensor | None = None  # [N, T] log-prob under the reference
     divergence: Tensor | None = None  # [N, T] KL to the reference over the whole vocabulary (`full`)
-    values: Tensor | None = None  # [N, T]
+    values: Tensor | None = None  # [N, T] returns that a critic expects
     mass: Tensor | None = None  # [N, T, len(SEGMENTS), 2] attention on the text and the vision pool
     prompt_mass: Tensor | None = None  # [N, len(SEGMENTS), 2] from the prompt's tokens after its images
 
@@ -197,7 +197,7 @@ class Signals:
         return replace(self, **brought)
 
 
-VIEWS = {f.name: f.metadata.get("views", 1) for f in fields(Signals)}  # by signal
+VIEWS = {f.name: f.metadata.get("views", 1) for f in fields(Signals)}  # how many views of the image each signal takes
 
 
 @dataclass(frozen=True, init=False)
@@ -230,7 +230,7 @@ class Needs:
 
     @property
     def views(self) -> int:
-        """How many views of the images it takes to measure them: the original one, or the perturbed one too."""
+        """How many views of the images it takes to measure these signals: the original, or the perturbed one too."""
         return max((VIEWS[name] for name in self.names), default=1)
 
 
@@ -309,12 +309,12 @@ class TrainBatch:
 class Sample:
     """A validation response, written out for people."""
 
-    id: str  # of the task
-    prompt: str  # without media
+    id: str  # id of the task
+    prompt: str  # its text, without media
     response: str
     answer: Any
     reward: float
-    rewards: Mapping[str, float] | None = None  # its parts, those that apply
+    rewards: Mapping[str, float] | None = None  # the parts of the reward that apply
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,8 +17,8 @@ from mtrl.types import Experience, TrainBatch
 class BatchPlan:
     """How a step is cut into optimizer steps, and what its sums are divided by."""
 
-    prompts_per_update: int  # per optimizer step
-    passes: int = 1  # over the prompts of a step (ppo_epochs)
+    prompts_per_update: int  # prompts in one optimizer step
+    passes: int = 1  # how often a step learns from all its prompts (ppo_epochs)
     loss_type: LossType = "dapo"
     loss_token_denominator: Literal["all", "selected"] = "all"
     max_response_length: int = 1  # what dr_grpo divides by

@@ -14,7 +14,7 @@ Penalty = Literal["kl", "abs", "mse", "low_var_kl", "full"]
 
 
 def divergence(logp: Tensor, reference: Tensor, penalty: Penalty) -> Tensor:
-    """Per token, of d = logp - reference. `full` needs the whole vocabulary: see `vocab.full_kl`."""
+    """The penalty of each token, a function of d = logp - reference. `full` is another matter: see `vocab.full_kl`."""
     d = logp - reference
     if penalty == "kl":
         return d
@@ -29,7 +29,7 @@ def divergence(logp: Tensor, reference: Tensor, penalty: Penalty) -> Tensor:
 
 @dataclass(frozen=True)
 class Divergence:
-    """How far from the reference costs how much, and where: in the reward or as a loss."""
+    """What distance from the reference costs, and where: in the reward or as a loss."""
 
     penalty: Penalty
     coef: float
@@ -43,7 +43,7 @@ class Divergence:
         return Needs("old", "divergence" if self.penalty == "full" else "reference")
 
     def distance(self, signals: Signals) -> Tensor:
-        """[N, T]: of the policy before this step's updates to the reference."""
+        """[N, T]: how far the policy, before this step's updates, is from the reference."""
         if signals.divergence is not None:
             return signals.divergence
         assert signals.old is not None and signals.reference is not None
@@ -54,11 +54,11 @@ class Divergence:
         return None if self.in_loss else self.coef * self.distance(signals)
 
     def mean(self, signals: Signals, mask: Tensor) -> float:
-        """KL of a response, summed over its tokens: the mean over responses."""
+        """Mean over responses of the KL of a response, which is the sum over its tokens."""
         return float(self.distance(signals).where(mask, 0.0).sum(1).double().mean())
 
     def adapted(self, kl: float, responses: int) -> Divergence:
-        """The rule of the next step: the coefficient follows the target where it is adaptive."""
+        """This divergence for the next step: an adaptive coefficient has moved towards the target."""
         if not self.adaptive:
             return self
         return replace(self, coef=adapt_coefficient(self.coef, kl, responses, self.target, self.horizon))

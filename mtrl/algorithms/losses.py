@@ -47,7 +47,7 @@ class Loss:
     tis_level: Level = "token"
 
     def charging(self, rule: Divergence | None) -> Loss:
-        """With the divergence as a term, where it is one."""
+        """This loss with the divergence as a term, where it is one rather than a part of the reward."""
         if rule is None or not rule.in_loss:
             return self
         return replace(self, divergence=rule.penalty, divergence_coef=rule.coef)

@@ -17,7 +17,7 @@ Metrics = dict[str, float]
 
 
 def step_metrics(experience: Experience, cut: bool) -> Metrics:
-    """What a step looked like, besides its credit and what the actor learnt. `cut`: the sampler's distribution was."""
+    """What a step looked like, besides its credit and what the actor learnt. `cut`: top-p or top-k was on."""
     rollouts, signals, mask = experience.rollouts, experience.signals, experience.rollouts.mask
     values = reward_metrics(experience.rewards, rollouts.group)
     values |= sensitivity_metrics(signals, mask, rollouts.visual)

@@ -40,7 +40,7 @@ class ReplayBuffer(Generic[Payload]):
     entries: tuple[ReplayEntry[Payload], ...] = ()
 
     def admit(self, candidates: Iterable[ReplayEntry[Payload]]) -> ReplayBuffer[Payload]:
-        """The best of old and new; of two entries with one key the newer stays, of equal scores the older."""
+        """The best of old and new. The newer of two entries with one key stays; the older of two equal scores does."""
         newest = {entry.key: entry for entry in [*self.entries, *candidates]}
         ranked = sorted(newest.values(), key=lambda entry: -entry.score)
         return ReplayBuffer(self.capacity, tuple(ranked[: self.capacity]))

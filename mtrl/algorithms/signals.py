@@ -59,7 +59,7 @@ def pool_sizes(prompts: tuple[Prompt, ...]) -> Tensor:
 
 
 def vgr(mass: Tensor, sizes: Tensor) -> Tensor:
-    """(A_T / |T|) / (A_O / |O|) of mass [..., 2] and pool sizes [..., 2]; NaN where a pool is empty.
+    """(A_T / |T|) / (A_O / |O|) from the mass [..., 2] and the pool sizes [..., 2]; NaN where a pool is empty.
 
     1 is balance, above 1 text dominates. SPEC calls it VGR and MDI.
     """

@@ -71,7 +71,7 @@ class Layer:
     def attend(self, value: Tensor) -> Tensor:
         query, key, mask, scaling = self.query, self.key, self.mask, self.options["scaling"]
         if isinstance(mask, BlockMask):
-            flex = compiled(flex_attention) if query.is_cuda else flex_attention  # as it comes it would make the matrix
+            flex = compiled(flex_attention) if query.is_cuda else flex_attention  # uncompiled it would make the matrix
             return flex(query, key, value, block_mask=mask, scale=scaling, enable_gqa=True).transpose(1, 2)
         if query.shape[2] == 1:
             folded = query.reshape(*key.shape[:2], -1, query.shape[3])  # [B, key heads, heads that share them, D]
@@ -113,7 +113,7 @@ class Sight:
         return before & ((segment == own) | (segment == self.prompt[places][:, None]))
 
     def dense(self) -> Tensor:
-        """[B, 1, S, S] bool."""
+        """[B, 1, S, S] bool: the mask as a matrix of positions."""
         size = self.segment.shape[1]
         causal = torch.ones(size, size, dtype=torch.bool, device=self.segment.device).tril()
         own = self.segment[:, :, None] == self.segment[:, None, :]
@@ -121,7 +121,7 @@ class Sight:
         return (causal & (own | shared))[:, None]
 
     def blocks(self, device: torch.device) -> BlockMask:
-        """The same for one packed sequence, worked out on segments: no matrix of positions is ever made."""
+        """The mask of one packed sequence as blocks, worked out on segments: no matrix of positions is ever made."""
         assert len(self.segment) == 1 and self.segment.shape[1] % BLOCK == 0, "one sequence of whole blocks"
         some, whole = visible_blocks(self.segment[0], self.prompt[0])
         segment, prompt = to_device(self.segment[0], device), to_device(self.prompt[0], device)
@@ -134,7 +134,7 @@ class Sight:
 
 
 def whole_blocks(size: int) -> int:
-    """Rounded up to whole blocks, never to a single one: torch would compile that a graph of its own."""
+    """The size rounded up to whole blocks, at least two: torch would compile a graph of its own for a single one."""
     return max(2, -(-size // BLOCK)) * BLOCK
 
 
@@ -164,7 +164,7 @@ def ordered(blocks: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
 # ------------------------------------------------------------------------------------------------ where attention goes
 class Reader(Protocol):
     def look(self, layer: Layer, value: Tensor) -> None:
-        """At a layer that is about to attend to these values."""
+        """Reads the attention of a layer that is about to attend to these values."""
 
 
 class MassReader:
@@ -195,7 +195,8 @@ class MassReader:
     def look(self, layer: Layer, value: Tensor) -> None:
         sequences, size, _ = self.indicator.shape
         query, key = (each[:sequences, :, :size] for each in (layer.query, layer.key))
-        columns = FLEX_COLUMNS if isinstance(self.mask, BlockMask) else value.shape[3]  # or sdpa makes the matrix
+        # sdpa gets values as wide as the model's own, or it would make the matrix.
+        columns = FLEX_COLUMNS if isinstance(self.mask, BlockMask) else value.shape[3]
         corner = replace(layer, query=query, key=key, mask=self.mask)
         self.add(layer.module.layer_idx, corner.attend(self.values(columns, like=value)))
 

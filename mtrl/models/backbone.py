@@ -31,9 +31,9 @@ from mtrl.types import VISION_POOL, Prompt
 Grid = tuple[int, int, int]
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
-CACHED_IMAGES = 512  # some 100 kB each for large images
-CACHED_BATCHES = 16  # some 10 MB each for hundreds of large images, on the device
-SHARED_PREFIX_FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # by test
+CACHED_IMAGES = 512  # entries of some 100 kB each for large images
+CACHED_BATCHES = 16  # entries of some 10 MB each for hundreds of large images, on the device
+SHARED_PREFIX_FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # tested
 LOGITS_CHANGED_BY = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
 
@@ -75,7 +75,7 @@ class Backbone:
 
     @property
     def output_matrix(self) -> Tensor:
-        """[V, H], as `algorithms.vocab` wants it."""
+        """The output matrix [V, H], as `algorithms.vocab` wants it."""
         return self.model.get_output_embeddings().weight
 
     def see(self, inputs: Sequence[dict[str, Tensor]]) -> list[Features | None]:
@@ -152,7 +152,7 @@ class Backbone:
 
     @property
     def attention_name(self) -> str:
-        """As the user chose it."""
+        """The attention implementation as the user chose it."""
         return "sdpa" if self.own_attention else self.language_model.config._attn_implementation
 
     @property
@@ -175,13 +175,13 @@ class Backbone:
         return readable and self.model.config.model_type in SHARED_PREFIX_FAMILIES
 
     def sight_mask(self, sight: Sight, packed: bool) -> Tensor | BlockMask:
-        """As the kernels of this device want it: blocks for one packed sequence, else a matrix for each sequence."""
+        """The mask as the kernels of this device want it: blocks for one packed sequence, else a matrix for each."""
         if packed and self.device.type == "cuda":
             return sight.blocks(self.device)
         return sight.dense().to(self.device)
 
     def _as_mask(self, mask: Tensor | BlockMask, dtype: torch.dtype) -> Tensor | BlockMask:
-        """As the attention implementation reads it: a bool mask would be added to the scores by `eager`."""
+        """The mask as the attention implementation reads it: `eager` would add a bool mask to the scores."""
         if self.own_attention or isinstance(mask, BlockMask):
             return mask
         implementation = self.language_model.config._attn_implementation
@@ -207,7 +207,7 @@ def check_supported(model: PreTrainedModel) -> None:
 
 
 def prompt_positions(inputs: dict[str, Tensor]) -> Tensor:
-    """[3, L], for text models too."""
+    """The positions [3, L] of a prompt, for text models too."""
     positions = inputs["position_ids"]
     return positions if positions.dim() == 2 else positions.expand(3, -1)
 
@@ -252,7 +252,7 @@ class VisionIndices:
         return indices
 
     def _of_image(self, grid: Grid) -> dict[str, Tensor]:
-        """By upstream's own functions."""
+        """The indices of one image, by the functions of transformers."""
         tower, grid_thw = self.tower, torch.tensor([grid])
         indices = {"position_ids": get_vision_position_ids(grid_thw, tower.spatial_merge_size)}
         if hasattr(tower, "window_size"):

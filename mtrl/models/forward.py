@@ -24,7 +24,7 @@ from mtrl.protocols import PromptEncoder
 from mtrl.types import Needs, Rollouts, Signals
 
 OLD = Needs("old")
-Views = Sequence[tuple[np.ndarray, ...]]  # the media of each prompt, as another pair of eyes sees them
+Views = Sequence[tuple[np.ndarray, ...]]  # for each prompt its media, perturbed
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class Forward:
         return Signals(**found, **({} if reader is None else self._mass(reader, layout, rollouts)))
 
     def _score_views(self, hidden: list[Tensor], rollouts: Rollouts, needs: Needs) -> dict[str, Tensor]:
-        """[M] of each signal that comes from the vocabulary, on the device: it is asked for everything before anything
-        is waited for. A new signal of this kind has its place here."""
+        """Each signal that comes from the vocabulary as [M], on the device, which is asked for everything before
+        anything is waited for. A new signal of this kind has its place here."""
         changes = "entropy_change" in needs
         clean = self._scores(hidden[0], rollouts, entropy="entropy" in needs or changes)
         found = {"old": clean.logp}
@@ -125,7 +125,7 @@ class Forward:
         return layout, [features[document.view, document.prompt] for document in layout.documents]
 
     def _read(self, layout: Layout, features: list[Features | None], reader: Reader | None = None) -> list[Tensor]:
-        """[M, H] for each view."""
+        """For each view the hidden states [M, H] that predict the response tokens."""
         device = self.backbone.device
         mask = None if layout.causal else self.backbone.sight_mask(layout.sight, layout.packed)
         hidden = self.backbone.read(

@@ -31,12 +31,12 @@ class Layout:
     documents: list[Document]  # in the order of their places
     ids: Tensor  # [B, S]
     positions: Tensor  # [3, B, S]
-    pool: Tensor  # [B, S] of prompt tokens, NOT_PROMPT elsewhere
+    pool: Tensor  # [B, S] the pool of each prompt token, NOT_PROMPT elsewhere
     sight: Sight
     packed: bool  # all documents in one sequence
     causal: bool  # `sight` says no more than a causal mask
     predicts: list[tuple[Tensor, Tensor]]  # for each view [M] sequence and place of what predicts each response token
-    tails: list[tuple[Tensor, Tensor]]  # of each document's prompt, the places after its last image
+    tails: list[tuple[Tensor, Tensor]]  # for each document the places of its prompt after the last image
 
     @property
     def is_vision(self) -> Tensor:
@@ -87,8 +87,8 @@ class _Builder:
 
     def __init__(self, rollouts: Rollouts, positions: Sequence[Tensor], lengths: Sequence[int]) -> None:
         self.rollouts, self.prompt_positions, self.lengths = rollouts, positions, lengths
-        self.streams: list[dict[str, list[Tensor]]] = []  # by sequence and name
-        self.sizes: list[int] = []  # of each sequence so far
+        self.streams: list[dict[str, list[Tensor]]] = []  # for each sequence its pieces of ids, positions, .. by name
+        self.sizes: list[int] = []  # positions in each sequence so far
         self.segments = 0
         self.predicts: dict[tuple[int, int], tuple[int, Tensor]] = {}  # (view, row) -> sequence, places
         self.tails: list[tuple[Tensor, Tensor]] = []

@@ -17,7 +17,7 @@ from mtrl.models.transfer import to_device
 SEGMENT_ATTENTION = "mtrl_flash_segments"
 
 
-COMPILED_KINDS = 64  # of calls of one function
+COMPILED_KINDS = 64  # most kinds of calls (dtypes, dimensions, gradients) that one function is compiled for
 
 
 def use_segment_attention(vision_tower: Any) -> None:
@@ -132,7 +132,7 @@ def with_compiled_rotary(forward: FunctionType) -> FunctionType:
 
 @cache
 def compiled(function: Any) -> Any:
-    """Compiled once for every kind of call (with gradients or without, two dimensions or three, each dtype): more kinds
-    than torch's limit of 8, beyond which it would silently go back to the function as it was."""
+    """The function compiled once for every kind of call (with gradients or without, two dimensions or three, each
+    dtype). These are more than torch's limit of 8, beyond which it would silently go back to the plain function."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, COMPILED_KINDS)
     return torch.compile(function, dynamic=True)

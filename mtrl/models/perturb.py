@@ -24,10 +24,10 @@ class Perturbation:
     """A kind of `PERTURBATIONS` and its strength."""
 
     kind: str = "random_patch_blackening"
-    patch_size: int = 14  # pixels
+    patch_size: int = 14  # side of a blackened square, in pixels
     black_prob: float = 0.5
-    noise_std: float = 189.0  # of 255
-    blur_radius: float = 6.0  # pixels
+    noise_std: float = 189.0  # on the scale of pixel values, 0 to 255
+    blur_radius: float = 6.0  # in pixels
     seed: int = 1
 
     def __post_init__(self) -> None:

@@ -48,7 +48,7 @@ class Judge(Protocol):
         """The conversation with the response at its end. A ValueError says why it cannot be scored."""
 
     def scores(self, conversations: Sequence[Prompt]) -> Tensor:
-        """[N] float32, on the CPU."""
+        """One score for each conversation: [N] float32, on the CPU."""
 
 
 def load_judge(
@@ -144,7 +144,7 @@ def load_whole(kind: Any, path: str, unused: str | None = None, **options: Any) 
 
 
 def read_head(path: str) -> Tensor:
-    """[1, hidden], from the safetensors of a local or hub checkpoint."""
+    """The score head [1, hidden] in the safetensors of a local or hub checkpoint."""
     index = stored_file(path, "model.safetensors.index.json")
     shards = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"] if index else {}
     file = stored_file(path, shards.get(HEAD, "model.safetensors"))
@@ -165,7 +165,7 @@ def stored_file(path: str, name: str) -> str | None:
 
 
 def with_head(model: PreTrainedModel, head: Tensor) -> PreTrainedModel:
-    """The score in place of the vocabulary, which is not needed."""
+    """The model with the score head in place of its output matrix, which is not needed."""
     score = nn.Linear(head.shape[1], 1, bias=False, device=model.device, dtype=model.dtype)
     score.weight.data.copy_(head)
     score.requires_grad_(False)
@@ -182,7 +182,8 @@ def for_answered(encoder: TextEncoder) -> TextEncoder:
 
 
 def encode_answered(encoder: TextEncoder, limit: int, task: Task, media: Sequence[np.ndarray], response: str) -> Prompt:
-    """By the chat template of the reward model; without one, the prompt's text and the response's, end to end."""
+    """Prompt and response as one conversation in the reward model's chat template; without one, their texts end to
+    end."""
     if encoder.chat_template is not None:
         messages = (*task.messages, {"role": "assistant", "content": response})
     else:
@@ -203,7 +204,7 @@ def words_of(task: Task) -> Task:
 
 
 def longest(model: PreTrainedModel, encoder: TextEncoder) -> int:
-    """Tokens that model and tokenizer are made for."""
+    """The most tokens that model and tokenizer are made for."""
     limits = (
         encoder.tokenizer.model_max_length,
         getattr(model.config.get_text_config(), "max_position_embeddings", None),
@@ -221,7 +222,7 @@ def resized(array: np.ndarray, height: int, width: int) -> np.ndarray:
 
 
 def images_of(conversation: Prompt) -> tuple[Any, ...]:
-    """Equal for the same images at the same places: responses to a prompt hold the same arrays."""
+    """A key that is equal for the same images at the same places: responses to a prompt hold the same arrays."""
     places = vision_tokens(conversation).nonzero().flatten()
     return (*map(id, conversation.media), places.numpy().tobytes())
 

@@ -1,4 +1,4 @@
-"""To the device without waiting for it."""
+"""Copies to the device that do not wait for it."""
 
 from __future__ import annotations
 

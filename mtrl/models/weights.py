@@ -20,8 +20,8 @@ def exported_weights(model: PreTrainedModel) -> Mapping[str, Tensor]:
 
 
 def save_model(model: PreTrainedModel, weights: Mapping[str, Tensor], directory: Path) -> None:
-    """A checkpoint that `from_pretrained` loads as it is: the model's settings, and `weights`, exported ones of it that
-    may be older than what the model holds now."""
+    """Writes a checkpoint that `from_pretrained` loads as it is: the model's settings, and `weights`, which were
+    exported from it and may be older than what it holds now."""
     disable_progress_bar()  # a bar for the shards would run through the progress of the training
     model.save_pretrained(directory, state_dict=dict(weights))
 

@@ -58,6 +58,6 @@ def _hard_negative(
     normalizer: Normalizer,
     pool: Literal["correct", "group"],
 ) -> Tensor:
-    """Accuracy is worked out here, so it need not be a part of the reward."""
+    """The vgr_hard_negative reward. It works out accuracy itself, so that need not be a part of the reward."""
     right = torch.tensor([accuracy(sample) or 0.0 for sample in samples])
     return vgr_hard_negative_reward(vgr, right, group, normalizer, pool)

@@ -24,7 +24,7 @@ class ImageFiles:
     """A file for each image that was asked for. It goes when the image does; all go with the process."""
 
     def __init__(self) -> None:
-        self._paths: dict[int, str] = {}  # by the identity of an image that is alive
+        self._paths: dict[int, str] = {}  # file of each image that is alive, by its id()
         self._numbers = itertools.count()
         self._lock = threading.Lock()
 
@@ -38,7 +38,7 @@ class ImageFiles:
             if key not in self._paths:
                 kind = "ppm" if image.mode in RAW_MODES else "png"
                 path = os.path.join(self.directory.name, f"{next(self._numbers)}.{kind}")
-                image.save(path, kind, compress_level=1)  # of png alone: quick rather than small
+                image.save(path, kind, compress_level=1)  # only png has a level: quick rather than small
                 self._paths[key] = path
                 weakref.finalize(image, self._forget, key, path)
             return self._paths[key]
@@ -63,7 +63,8 @@ class Packer(pickle.Pickler):
 
 
 def pack(samples: Sequence[Any], files: ImageFiles) -> bytes:
-    """For a worker. Each sample by itself: what a function changes in one, it must not find changed in the next."""
+    """A message for a worker. Each sample is pickled by itself: what a function changes in one, it must not find
+    changed in the next."""
     return pickle.dumps([pack_one(sample, files) for sample in samples])
 
 

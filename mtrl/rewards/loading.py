@@ -25,12 +25,12 @@ class Setup:
     kwargs: Mapping[str, Any]
     timeout_s: float
     memory_bytes: int
-    parent: int  # its process id
+    parent: int  # process id of the parent
     scratch: str  # a directory that must not outlive the parent
 
 
 def load_reward(spec: str, kwargs: Mapping[str, Any], seconds: float | None = None) -> Reward:
-    """Without a name: one of DEFAULT_NAMES, or the only public function."""
+    """Loads a user's function. A spec without a name means one of DEFAULT_NAMES, or the only public function."""
     place, name = split_spec(spec)
     module = load_module(place, "reward")
     return Reward(find_function(module, place, name), kwargs, module, seconds)
@@ -55,7 +55,7 @@ def find_function(module: ModuleType, place: str, name: str | None) -> Callable[
 
 
 def name_of(spec: str) -> str:
-    """For logs: the function's name, or the file's where the function was left to us."""
+    """The name of a reward in logs: the function's, or the file's where the spec names no function."""
     place, name = split_spec(spec)
     return name or (Path(place).stem if place.endswith(".py") else place.rpartition(".")[2])
 

@@ -33,7 +33,7 @@ def math(data: Mapping[str, Any]) -> float | None:
     answer, truth = given_answer(data["response"]), true_answer(str(data["ground_truth"]))
     if answer is None:
         return 0.0
-    if "".join(answer.split()) == "".join(truth.split()):  # also of answers that are no formula
+    if "".join(answer.split()) == "".join(truth.split()):  # holds for answers that are no formula, too
         return 1.0
     wanted, given = expressions(truth), expressions(answer)
     return float(verify(wanted, given, timeout_seconds=None) and not tiny_and_apart(wanted[0], given[0]))
@@ -53,7 +53,7 @@ def true_answer(truth: str) -> str:
 
 
 def last_box(text: str) -> str | None:
-    """What the last box holds, braces matched; of a box in a box, what the outer one holds."""
+    """What the last box holds, braces matched; the outer one counts where a box is in a box."""
     held, end = None, 0
     for box in BOX.finditer(text):
         if box.start() >= end and (close := closing_brace(text, box.end())) is not None:

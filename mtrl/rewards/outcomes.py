@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 TOTAL_KEYS = ("overall", "score")  # where a dict keeps the reward: EasyR1's name, verl's name
-LARGEST = 3.4e38  # of the 32-bit floats that rewards become
+LARGEST = 3.4e38  # largest reward: rewards become 32-bit floats
 TOKEN_WEIGHTS = "token_weights"  # the extra value that weighs tokens (SPEC 2.1)
 EXPECTED = "a reward function returns a number, None, (number, dict of extra values), or a dict with overall or score"
 
@@ -23,11 +23,11 @@ class Outcome:
     extras: Mapping[str, Any] = field(default_factory=dict)
     failure: str | None = None
     output: str = ""  # the end of what was printed meanwhile; a function in this process prints where it likes
-    seconds: float = 0.0  # of the call; that of a batch is shared out evenly
+    seconds: float = 0.0  # how long the call took; a batch shares its time out evenly
 
 
 def done(outcome: Outcome) -> Future[Outcome]:
-    """What a function would say later, said already."""
+    """A future that has its outcome already, for functions that answer at once."""
     future: Future[Outcome] = Future()
     future.set_result(outcome)
     return future

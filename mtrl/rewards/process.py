@@ -18,20 +18,20 @@ from typing import Any
 
 from mtrl.rewards.loading import PLACE, Setup
 
-END_SECONDS = 5.0  # between the end of a pipe and the end of its process
-KEPT_OUTPUT = 4_000  # bytes
+END_SECONDS = 5.0  # how long a process may outlive the end of its pipe
+KEPT_OUTPUT = 4_000  # bytes kept of what a worker prints
 # The directory we stand in comes last, or a random.py there would hide Python's.
 START = "import sys; sys.path.sort(key=lambda place: place == ''); from mtrl.rewards.worker import main; main()"
 
 
 class WorkerLost(Exception):
-    """It died or took too long, and must be replaced."""
+    """The worker died or took too long, and must be replaced."""
 
 
 class WorkerProcess:
-    """Everything it prints comes through a pipe and is thrown away but for its end, so that it can neither flood a
-    terminal nor wait for a reader. It has a session of its own: it is killed with all that it started, and Ctrl-C is
-    ours alone."""
+    """Starts a worker and talks to it. Everything the worker prints comes through a pipe and is thrown away but for its
+    end, so that it can neither flood a terminal nor wait for a reader. It has a session of its own: it is killed with
+    all that it started, and Ctrl-C is ours alone."""
 
     def __init__(self, setup: Setup) -> None:
         self._connection, theirs = multiprocessing.Pipe()
@@ -82,7 +82,7 @@ class WorkerProcess:
 
     @property
     def place(self) -> int:
-        """Of the sample that it is at, in the last message."""
+        """Index, in the last message, of the sample that the worker is at."""
         return int(PLACE.unpack_from(self._place)[0])
 
     def output(self) -> str:
@@ -91,7 +91,7 @@ class WorkerProcess:
         return printed.decode(errors="replace")
 
     def kill(self) -> None:
-        """The process, ended or not, and whatever it started; a `receive` in another thread sees its pipe end."""
+        """Kills the process, ended or not, and whatever it started; a `receive` in another thread sees its pipe end."""
         with suppress(ProcessLookupError):  # nobody is left
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -104,7 +104,7 @@ class WorkerProcess:
         os.close(self._printed)
 
     def _take_prints(self) -> None:
-        """What is there now: all that was printed before a message that has arrived."""
+        """Takes the output that is there now: all that was printed before a message that has arrived."""
         for _ in range(4):  # a pipe holds one read's worth; one who prints for ever must not keep us here
             try:
                 printed = os.read(self._printed, 1 << 16)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 class Library(NamedTuple):
     module: str
-    install: str  # the command that brings it
+    install: str  # the command that installs the module
 
 
 class BuiltinReward(NamedTuple):
@@ -22,7 +22,7 @@ class BuiltinReward(NamedTuple):
     settings: tuple[str, ...] = ()
     attention: bool = False  # reads where the response looked
     sandboxed: bool = False  # runs as a user's function does: a hostile answer can make it think for hours
-    library: Library | None = None  # which it cannot do without
+    library: Library | None = None  # the library that it cannot do without
 
 
 REWARDS: Mapping[str, BuiltinReward] = {

@@ -51,7 +51,7 @@ def prompt_part(prompt: Prompt, options_key: str, answer_key: str) -> dict[str, 
 
 
 def signals_of(rollouts: Rollouts, signals: Signals | None) -> list[dict[str, Any]]:
-    """Of each response, what the probes measured: {"old": [one number a token], "entropy": .., ..}.
+    """What the probes measured of each response: {"old": [one number a token], "entropy": .., ..}.
 
     Where attention was read: "vgr" for each token, and "vgr_early", "vgr_late", .. of the whole response; both are
     missing where they do not apply.
@@ -74,6 +74,6 @@ def add_attention(told: list[dict[str, Any]], rollouts: Rollouts, mass: Tensor) 
     by_response = vgr(sequence_mass(mass, rollouts.mask), sizes[:, None])  # [N, segments]
     for row, values in enumerate(by_response.tolist()):
         known = {f"vgr_{name}": value for name, value in zip(SEGMENTS, values, strict=True) if value == value}
-        known.pop("vgr_weight", None)  # for token weights, not for people
+        known.pop("vgr_weight", None)  # this segment is for token weights, not for people
         if known:
             told[row] |= {"vgr": by_token[row, rollouts.mask[row]].tolist(), **known}

@@ -21,14 +21,14 @@ from mtrl.rewards.process import END_SECONDS, WorkerLost, WorkerProcess
 from mtrl.rewards.signatures import Reward, Sample, Traits
 from mtrl.types import Needs
 
-START_SECONDS = 120.0  # a reward file may import something large
+START_SECONDS = 120.0  # time limit of loading a function: a reward file may import something large
 LEAST_MEMORY = 8 << 30  # bytes that a worker may have whatever the machine has: libraries reserve more than they use
 ASYNC_GRACE = 2.0  # seconds that a worker gets to stop an async call itself, before it is killed
 HOPELESS = 10  # workers lost in a row: the rest of a step's responses fail untried, or a step could take hours
-ROWS_PER_MESSAGE = 128  # at most
-ROWS_PER_BATCH = 64  # that a function of many responses gets in a call; more where a group is larger
+ROWS_PER_MESSAGE = 128  # most samples in one message to a worker
+ROWS_PER_BATCH = 64  # samples that a function of many responses gets in a call; more where a group is larger
 TOLD = Needs("old", "entropy")  # what a function that asks for signals can count on; more, where others need more
-IMAGES = ImageFiles()  # of this process: several functions look at the same images
+IMAGES = ImageFiles()  # one for the whole process: several functions look at the same images
 
 
 def split_calls(traits: Traits, group: Sequence[int], workers: int) -> list[list[int]]:
@@ -58,7 +58,8 @@ def falling(rows: int, workers: int, most: int) -> Iterator[list[int]]:
 
 
 def memory_share(workers: int) -> int:
-    """Half of the machine for all of them together, so that a mistake cannot end the machine."""
+    """Bytes that each worker may have: half of the machine's memory for all of them together, so that a mistake cannot
+    end the machine."""
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return max(LEAST_MEMORY, machine // (2 * workers))
 
@@ -74,7 +75,7 @@ class Job:
         self.waiting = set(range(len(self.samples)))
 
     def settle(self, place: int | None, outcome: Outcome) -> None:
-        """No place: all that wait."""
+        """Hands the outcome to the sample at `place`; None stands for all samples that still wait."""
         for each in sorted(self.waiting) if place is None else (place,):
             self.waiting.discard(each)
             self.futures[each].set_result(outcome)
@@ -177,14 +178,14 @@ class Service:
             self.jobs.put(job.rest([place]))
 
     def put_back(self, job: Job, failure: Outcome) -> None:
-        """Samples that still wait go again, but not those of one call for all of them: it failed."""
+        """Queues samples that still wait once more. Where all of them went in one call, it failed for all of them."""
         if self.traits.batch or self.closing.is_set():
             job.settle(None, failure)
         elif job.waiting:
             self.jobs.put(job.rest(sorted(job.waiting)))
 
     def close(self, threads: list[threading.Thread]) -> None:
-        """Calls in flight fail at once."""
+        """Ends threads and workers; calls in flight fail at once."""
         self.closing.set()
         for _ in threads:
             self.jobs.put(None)
@@ -220,7 +221,7 @@ class Sandbox:
         self._workers = workers
         first = [service.start(), *[None] * (workers - 1)]
         self.needs = TOLD if service.traits.signals else Needs()
-        self.name = service.traits.name or name_of(function)  # in logs
+        self.name = service.traits.name or name_of(function)  # the name in logs
         threads = [threading.Thread(target=service.run, args=(worker,), daemon=True) for worker in first]
         for thread in threads:
             thread.start()
@@ -235,7 +236,7 @@ class Sandbox:
 
 
 def own_copy(value: Any) -> Any:
-    """For a function of this process: its lists and dicts, in which it may change what it likes, are its own."""
+    """A copy for a function of this process, in whose lists and dicts it may change what it likes."""
     if isinstance(value, Mapping):
         return {key: own_copy(each) for key, each in value.items()}
     return [own_copy(each) for each in value] if isinstance(value, list) else value

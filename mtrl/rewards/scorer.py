@@ -20,10 +20,10 @@ from mtrl.types import Needs, Rewards, Rollouts, Signals
 
 Schedule = Sequence[tuple[float, Sequence[float]]]
 Sample = Mapping[str, Any]
-Outcomes = Mapping[str, Sequence[Outcome]]  # of every function, one for each row
+Outcomes = Mapping[str, Sequence[Outcome]]  # by the function's name, one outcome for each row
 
 MODEL = "model"  # the part that a reward model gives
-MAX_FAILED_STEPS = 10  # in a row, without a single response that was scored
+MAX_FAILED_STEPS = 10  # steps in a row without a single scored response, after which a run ends
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class RewardFunction(Protocol):
     needs: Needs  # the signals it reads: with any, it is told what the probes measured, and so runs after them
 
     def submit(self, samples: Sequence[Sample], group: Sequence[int] | None = None) -> Sequence[Future[Outcome]]:
-        """One for each sample. `group`: the prompt of each, for functions that compare; None: all different."""
+        """A future for each sample. `group`: the prompt of each, for functions that compare; None: all different."""
 
     def close(self) -> object: ...
 
@@ -87,7 +87,7 @@ class RewardScorer:
         samples = samples_of(rollouts, self.options_key, self.answer_key, progress)
         group = rollouts.group.tolist()
         asked = {name: f.submit(samples, group) for name, f in self.functions.items() if not f.needs}
-        if self.model is not None:  # last: the functions run in their processes meanwhile
+        if self.model is not None:  # asked last: the functions run in their processes meanwhile
             asked[MODEL] = [done(judged(score)) for score in self.model.score(rollouts)]
         return Pending(self, rollouts, step, samples, asked)
 
@@ -119,7 +119,7 @@ class Pending:
     rollouts: Rollouts
     step: int | None
     samples: list[dict[str, Any]]
-    asked: Mapping[str, Sequence[Future[Outcome]]]  # of the functions that wait for nothing
+    asked: Mapping[str, Sequence[Future[Outcome]]]  # futures of the functions that need no signals
 
     def result(self, signals: Signals | None = None) -> Rewards:
         outcomes = self._outcomes(signals)
@@ -135,7 +135,7 @@ class Pending:
         return Rewards(total, parts | extra_values(outcomes), failed, token_weights=self._token_weights(outcomes))
 
     def _outcomes(self, signals: Signals | None) -> Outcomes:
-        """In the order of the functions. Those that want signals are asked now."""
+        """All outcomes, in the order of the functions. Those that want signals are asked now."""
         asked, waiting = dict(self.asked), {n: f for n, f in self.scorer.functions.items() if n not in self.asked}
         if waiting:
             measured = signals_of(self.rollouts, signals)
@@ -162,7 +162,8 @@ class Pending:
         )
 
     def _tell_of_absent(self, outcomes: Outcomes) -> None:
-        """A part that applies to no response changes no total; most often the answers stand in another column."""
+        """Warns of a part that applies to no response, and so changes no total. Most often the answers stand in another
+        column."""
         absent = {name for name, column in outcomes.items() if all(o.value is None and not o.failure for o in column)}
         when = "at validation" if self.step is None else f"at step {self.step + 1}"
         why = ""
@@ -174,7 +175,7 @@ class Pending:
         self.scorer.told_absent |= absent
 
     def _token_weights(self, outcomes: Outcomes) -> Tensor | None:
-        """Of the first function that returns some. Rows that it left out, or failed on, get ones."""
+        """The token weights of the first function that returns some. Rows that it left out, or failed on, get ones."""
         brought = {name: [outcome.extras.get(TOKEN_WEIGHTS) for outcome in column] for name, column in outcomes.items()}
         name = next((name for name, lists in brought.items() if any(each is not None for each in lists)), None)
         lists = brought[name] if name else [None] * len(self.rollouts)

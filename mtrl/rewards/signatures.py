@@ -30,7 +30,7 @@ Signature = Literal["mtrl", "trl", "easyr1", "easyr1_batch", "verl"]
 Way = tuple[list[Any], dict[str, Any]]  # positional and keyword arguments of a call
 Report = Callable[[int, Outcome], object]
 
-MAX_FAILURE = 8_000  # characters of a traceback
+MAX_FAILURE = 8_000  # characters kept of a traceback
 NOT_COLUMNS = {"prompt", "prompt_messages", "response", "response_token_ids", "signals", "trainer_state"}
 
 
@@ -106,7 +106,7 @@ class Reward:
         await asyncio.gather(*(one(place, sample) for place, sample in enumerate(samples)))
 
     async def _outcomes(self, samples: Sequence[Sample]) -> list[Outcome]:
-        """Of one call: one for each sample."""
+        """The outcomes of one call, one for each sample."""
         begin, log = time.perf_counter(), Log()
         try:
             answer = self._call(samples, log)
@@ -241,7 +241,7 @@ def signature_of(names: Sequence[str], reward_type: str | None) -> Signature:
 
 
 def parameters(function: Callable[..., Any]) -> tuple[list[str], bool]:
-    """Their names, and whether it takes any keyword besides."""
+    """The names of a function's parameters, and whether it takes any keyword besides."""
     try:
         found = inspect.signature(function).parameters
     except ValueError:  # some functions written in C do not say
@@ -265,7 +265,7 @@ def _has_constant(code: CodeType, key: str) -> bool:
 
 
 def traceback_of(error: BaseException) -> str:
-    """Of the user's own code: what lies between it and us is no news."""
+    """The traceback of the user's own code: our frames above it are no news."""
     place = theirs = error.__traceback__
     while place is not None:
         if place.tb_frame.f_code.co_filename == __file__:
@@ -314,8 +314,8 @@ async def wait_for(answer: Awaitable[Any]) -> Any:
 
 @functools.cache
 def event_loop() -> asyncio.AbstractEventLoop:
-    """One for all calls, so that a client which a function keeps open stays usable; in a thread of its own, since the
-    caller's (a notebook's) may run one already."""
+    """One event loop for all calls, so that a client which a function keeps open stays usable. It runs in a thread of
+    its own, since the caller's thread (a notebook's) may run one already."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
     return loop

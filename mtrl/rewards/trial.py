@@ -28,14 +28,14 @@ class Tried:
 
 @dataclass(frozen=True)
 class Spread:
-    """How the values of a part lie. NaN: it does not apply to a response, or to none at all.
+    """Statistics of the values of a part. NaN: it does not apply to a response, or to none at all.
 
     >>> Spread.of([1.0, 0.0, NAN])
     Spread(mean=0.5, std=0.5, min=0.0, max=1.0, absent=1)
     """
 
     mean: float
-    std: float  # of these very values
+    std: float  # standard deviation of the values themselves (ddof 0)
     min: float
     max: float
     absent: int  # responses it does not apply to
@@ -78,7 +78,7 @@ class Trial:
         return parts
 
     def slowest(self, count: int) -> list[Tried]:
-        """Of those that were timed: built-ins are not, nor calls that took their process with them."""
+        """The slowest responses that were timed: built-ins are not, nor calls that took their process with them."""
         timed = [each for each in self.tried if each.outcome.seconds]
         return sorted(timed, key=lambda each: -each.outcome.seconds)[:count]
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from mtrl.rewards.trial import Spread, Trial, Tried, histogram
 
-SHOWN = 5  # slowest and failed responses
-BAR = 40  # characters
-PREVIEW = 60  # characters of a response
+SHOWN = 5  # how many of the slowest and of the failed responses are listed
+BAR = 40  # characters of the longest bar in the histogram
+PREVIEW = 60  # characters shown of a response
 
 
 def report(trial: Trial) -> str:
@@ -19,7 +19,7 @@ def report(trial: Trial) -> str:
 
 
 def summary(trial: Trial) -> dict[str, Any]:
-    """JSON has no NaN: what does not apply is null."""
+    """The trial as values for JSON, which has no NaN: what does not apply is null."""
     parts = {name: asdict(spread) for name, spread in trial.parts().items()}
     return {
         "function": trial.name,
@@ -60,7 +60,7 @@ def slowest(trial: Trial) -> str:
 
 
 def failures(trial: Trial) -> str:
-    """Each with the last line of its cause, which names it; of the first all there is to know."""
+    """The failed responses, each with the last line of its traceback; the first with all of it."""
     if not trial.failed:
         return ""
     counts = f"each counts as failure_reward={trial.failure_reward:g}"

@@ -25,11 +25,12 @@ from mtrl.plugins import PluginError
 from mtrl.rewards.loading import PLACE, Setup, load_reward
 from mtrl.rewards.outcomes import Outcome
 
-ANSWER_SECONDS = 0.02  # at most so much work is done again where a process dies
+ANSWER_SECONDS = 0.02  # seconds between two answers: at most so much work is done again where a process dies
 
 
 def end_with(parent: int, scratch: str) -> None:
-    """A parent that was killed can end nothing and tidy nothing up: this process ends with all that it started."""
+    """Waits for the end of the parent, then tidies up and ends this process with all that it started: a parent that was
+    killed cannot."""
     while os.getppid() == parent:
         time.sleep(1)
     shutil.rmtree(scratch, ignore_errors=True)
@@ -37,15 +38,16 @@ def end_with(parent: int, scratch: str) -> None:
 
 
 def limit_memory(size: int) -> None:
-    """Of this process and, each for itself, of those it starts: more is a MemoryError here, not the machine's end."""
+    """Limits the memory of this process, and of each that it starts: beyond it there is a MemoryError here, rather than
+    a machine without memory."""
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     allowed = [size] + [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
     resource.setrlimit(resource.RLIMIT_DATA, (min(allowed), hard))
 
 
 def allow_open_files() -> None:
-    """As many as the system lets us have: an image is an open file until it is looked at, and a message may bring
-    thousands."""
+    """Raises the limit of open files as far as the system lets us: an image is an open file until it is looked at, and
+    a message may bring thousands."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 

@@ -21,7 +21,7 @@ from mtrl.rollout.sampling import choose, first_samples, row_uniforms
 from mtrl.types import Prompt, Rollouts, Sampling, Weights
 
 ROWS_AT_ONCE = 512
-COMPACT_BELOW = 0.8  # of the rows still decoding: then the finished ones leave the cache
+COMPACT_BELOW = 0.8  # share of the cached rows still decoding below which the finished ones leave the cache
 
 
 class LocalGenerator(Awake):
@@ -77,7 +77,7 @@ class LocalGenerator(Awake):
 
 @dataclass
 class Decoding:
-    """One batch on its way: the rows that still decode, and what all rows have said so far."""
+    """The sampling of one batch: the rows that still decode, and what all rows have said so far."""
 
     engine: LocalGenerator
     prompts: Sequence[Prompt]

@@ -42,7 +42,8 @@ class Validation:
     best_metric: str | None = None  # higher is better; None: no model is the best
 
     def run(self, generator: Generator, scorer: Scorer, version: int, prober: Prober | None = None) -> Result:
-        """With a prober, attention is read too: of the responses, for the metrics and the rewards that want it."""
+        """Samples and scores all prompts. With a prober the attention of the responses is read too, for metrics and for
+        the rewards that want it."""
         scores: dict[str, list[float]] = defaultdict(list)
         solved: list[tuple[Mapping[str, Any], float, float]] = []  # columns, mean and best success of each prompt
         samples: list[Sample] = []

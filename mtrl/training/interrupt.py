@@ -31,7 +31,7 @@ class Interrupt:
         return self.signal is not None
 
     def leave(self) -> None:
-        """Nothing, where nobody asked."""
+        """Ends as the signal would have; does nothing where nobody asked."""
         if self.signal == signal.SIGINT:
             raise KeyboardInterrupt
         if self.signal is not None:
@@ -48,7 +48,8 @@ class Interrupt:
         self._before = {}
 
     def _listen(self, number: int, frame: FrameType | None) -> None:
-        """A scheduler may send SIGTERM several times; only a person at the keyboard is in a hurry."""
+        """Notes the signal; a second Ctrl-C ends at once. A scheduler may send SIGTERM several times, and only a person
+        at the keyboard is in a hurry."""
         if self.signal is None:
             self.signal = number
             say(f"\n{signal.Signals(number).name}: {FINISHING}")
@@ -57,6 +58,6 @@ class Interrupt:
 
 
 def say(text: str) -> None:
-    """Past the buffers of sys.stderr, which a signal may have found half-way through a line."""
+    """Writes past the buffers of sys.stderr, which a signal may have found half-way through a line."""
     with suppress(OSError):  # nobody listens any more
         os.write(2, f"{text}\n".encode())

@@ -35,23 +35,23 @@ class Components:
     source: TaskSource
     generator: Generator
     scorer: Scorer
-    probers: Sequence[Prober]  # the actor first
+    probers: Sequence[Prober]  # all that measure signals, the actor first
     actor: Actor
     tracker: Tracker
     store: Store
     validation: Validation | None
-    stop: Callable[[], bool] = lambda: False  # whether somebody asked for the end
+    stop: Callable[[], bool] = lambda: False  # whether somebody asked the run to stop
 
 
 class Loop:
     def __init__(self, components: Components, recipe: Recipe) -> None:
         self.components, self.recipe = components, recipe
         self.divergence = recipe.divergence  # its coefficient may adapt
-        self.version, self.done = 0, 0  # of the weights; steps
+        self.version, self.done = 0, 0  # version of the weights; steps done
         self.clock = Clock()
 
     def run(self) -> None:
-        """To the last step, or until asked to stop. Steps in logs count what has been done: 0 is before training."""
+        """Runs to the last step, or until asked to stop. Logs count the steps that are done: 0 is before training."""
         components, recipe = self.components, self.recipe
         if recipe.validate_first:
             self.validate()
@@ -98,7 +98,7 @@ class Loop:
             return Experience(rollouts, pending.result(signals), signals)
 
     def sample(self, prompts: Sequence[Prompt], step: int, asked: Counter[str]) -> Rollouts:
-        """Responses by the newest weights. `asked` counts the tasks of a step: one asked again gets other responses."""
+        """Responses of the newest weights. `asked` counts the tasks of a step: one asked again gets other responses."""
         sampling = replace(self.recipe.sampling, step=step, version=self.version, asked=dict(asked))
         with self.components.generator.awake():
             rollouts = self.components.generator.generate(prompts, sampling)
@@ -106,7 +106,7 @@ class Loop:
         return rollouts
 
     def give_credit(self, experience: Experience, step: int) -> Experience:
-        """Advantages of the rewards, and what each token gets of them."""
+        """Turns rewards into advantages, and decides what each token gets of them."""
         penalty = None if self.divergence is None else self.divergence.charge(experience.signals)
         advantage, returns = self.recipe.estimator.estimate(experience, penalty)
         experience = replace(experience, advantage=advantage, returns=returns)
@@ -129,7 +129,7 @@ class Loop:
 
     # ---------------------------------------------------------------------------------- validation, stopping, going on
     def validate(self) -> float | None:
-        """The score that the best model is chosen by."""
+        """Validates, and returns the score that the best model is chosen by."""
         components = self.components
         if components.validation is None:
             return None

@@ -17,17 +17,17 @@ class Recipe:
     total_steps: int
     prompts_per_step: int
     sampling: Sampling
-    needs: Needs  # of every step: all that rules, rewards, divergence and trackers read
-    attention_every: int  # steps; 0: attention is read where it is needed, never for its metrics
+    needs: Needs  # the signals of every step: all that rules, rewards, divergence and trackers read
+    attention_every: int  # steps between two readings for metrics; 0: attention is read only where it is needed
     estimator: Estimator
     divergence: Divergence | None
     credit: tuple[Rule, ...]
     loss: Loss
     batches: BatchPlan
-    validate_every: int  # steps; -1: only at the end
+    validate_every: int  # steps between two validations; -1: only at the end
     validate_first: bool
-    save_every: int  # steps; -1: only at the end
-    seed: int = 0  # of credit rules that draw
+    save_every: int  # steps between two checkpoints; -1: only at the end
+    seed: int = 0  # for credit rules that draw random numbers
 
     def needs_at(self, step: int) -> Needs:
         return self.needs | Needs("mass") if due(step + 1, self.attention_every) else self.needs

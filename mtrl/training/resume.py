@@ -29,14 +29,14 @@ class Start:
 
     checkpoint: Path | None = None
     state: Mapping[str, Any] = field(default_factory=dict)
-    own: bool = False  # a checkpoint of this run, rather than of another one
+    own: bool = False  # whether the checkpoint is of this run, rather than of another one
 
     @property
     def step(self) -> int:
         return self.state.get("step", 0)
 
     def told(self) -> str:
-        """For the user."""
+        """Where the run starts, in words for the user."""
         if self.checkpoint is None:
             return "starting at step 0"
         return f"{'going on' if self.own else 'starting'} after step {self.step}, from {self.checkpoint}"
@@ -54,7 +54,7 @@ def claim(path: Path, config: Config, fresh: bool) -> RunDirectory:
 
 
 def refuse_another_run(directory: RunDirectory, config: Config, fresh: bool) -> None:
-    """A folder that a run has used belongs to that run."""
+    """Raises StartError where another run has used the folder: it belongs to that run."""
     if not directory.used:
         return
     another = "choose another training.experiment_name for a new run"
@@ -76,15 +76,15 @@ def refuse_another_run(directory: RunDirectory, config: Config, fresh: bool) -> 
 
 
 def differing_keys(before: Config, now: Config) -> list[str]:
-    """`key: was .., is ..` for each that makes another run."""
+    """`key: was .., is ..` for each key that differs and may not change within a run."""
     kept = [key for key, leaf in known_leaves().items() if not leaf.may_change]
     values = {key: (attrgetter(key)(before), attrgetter(key)(now)) for key in kept}
     return [f"{key}: was {old!r}, is {new!r}" for key, (old, new) in values.items() if old != new]
 
 
 def find_start(directory: Path, steps: int | None, *, find_last: bool = True, given: str | None = None) -> Start:
-    """The run's own newest checkpoint comes before one that is `given`. `steps`: of the whole run; one that has done
-    them has nothing to start. None: it is only looked at."""
+    """Where to begin: the run's own newest checkpoint comes before one that is `given`. `steps` is the length of the
+    run, which is `Finished` after so many; None where the run is only looked at."""
     start = _own_start(directory, find_last) or _given_start(given)
     if steps is None or start.step < steps:
         return start
@@ -114,7 +114,7 @@ def _given_start(given: str | None) -> Start:
 
 
 def fitting_state(start: Start, source: TaskSource) -> dict[str, Any]:
-    """Another run's state. Its place in the data counts only where the data and their order are the same."""
+    """The state of another run, to start from. Its place in the data counts only where data and order are the same."""
     try:
         source.restore(start.state["source"])
     except DataError as error:

@@ -51,7 +51,7 @@ class Trainer:
         self.config: Config = configure(config, settings)[0]
 
     def train(self) -> Path:
-        """Runs to the end, from where the run of that name stopped; its directory, with metrics, rollouts and
+        """Runs to the end, from where the run of that name stopped. Returns its directory, with metrics, rollouts and
         checkpoints."""
         try:
             run = build(self.config, data=self._rows, rewards=self._rewards)

@@ -73,7 +73,7 @@ class LocalActor:
         mask = batch.rollouts.mask
         scores = self.forward.scores(batch.rollouts, entropy=batch.old is None)
         total, metrics = total_loss(spread(scores.logp, mask).cpu(), batch, loss)
-        if scores.entropy is not None:  # no probe has said it
+        if scores.entropy is not None:  # no probe has measured it
             metrics["entropy"] = weighted_sum(batch.weights.token, spread(scores.entropy, mask).cpu())
         return total, metrics
 

@@ -75,7 +75,7 @@ class Learner:
             weight_decay=optimization.weight_decay,
             fused=model.device.type == "cuda",  # one kernel, no copies of the weights on the way
         )
-        self.version = 0  # of the weights: how many updates they have seen
+        self.version = 0  # version of the weights: how many updates they have seen
         self.optimizer_step = 0
         self.bad_steps_in_a_row = 0
 

@@ -16,11 +16,11 @@ NO_LIMIT = 1 << 62
 
 @dataclass(frozen=True)
 class MicroBatching:
-    """By tokens: whole groups up to a budget; else by a number of rows."""
+    """The size of a pass: whole groups up to a budget of tokens, or else a number of rows."""
 
-    tokens: int | None = None  # None: what the largest group takes
-    at_least: int = 0  # the least that None stands for
-    rows: int | None = None  # in place of tokens
+    tokens: int | None = None  # budget of a pass; None: what the largest group takes
+    at_least: int = 0  # the smallest budget that `tokens: None` stands for
+    rows: int | None = None  # rows of a pass, in place of a budget of tokens
     share_prefix: bool = True
 
     def split(self, rollouts: Rollouts, views: int = 1) -> list[Tensor]:
@@ -36,7 +36,7 @@ class MicroBatching:
         return [row_index(batch) for batch in fill_micro_batches(pieces, budget)]
 
     def probe(self, rollouts: Rollouts, measure: Callable[[Rollouts], Signals], views: int = 1) -> Signals:
-        """What is measured pass by pass, back in the order of the rows."""
+        """Measures the rollouts pass by pass, and puts the signals back into the order of the rows."""
         rows = self.split(rollouts, views)
         parts = [measure(rollouts.rows(index)) for index in rows]
         order = torch.argsort(torch.cat(rows))

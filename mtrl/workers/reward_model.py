@@ -31,7 +31,7 @@ class RewardModel:
         return [found[row] for row in range(len(rollouts))]
 
     def _encode(self, rollouts: Rollouts) -> tuple[dict[int, Prompt], dict[int, float | str]]:
-        """Conversations by row, and why the other rows are none."""
+        """The conversations by row, and for the other rows why they cannot be scored."""
         fitted: dict[int, Sequence[np.ndarray]] = {}
         readable: dict[int, Prompt] = {}
         unreadable: dict[int, float | str] = {}

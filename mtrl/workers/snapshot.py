@@ -15,23 +15,24 @@ from torch import Tensor
 
 from mtrl.models.weights import save_model
 
-# In a folder of their own: inference servers read every *.safetensors beside a model's config as its weights.
+# They have a folder of their own: inference servers read every *.safetensors beside a model's config as its weights.
 OPTIMIZER_STATE = "trainer/optimizer.safetensors"  # tensors by parameter and kind: `<parameter>/exp_avg`, ..
 COUNTERS = "trainer/optimizer.json"
 
 Tensors = Mapping[str, Tensor]
-Names = Mapping[Any, str]  # by parameter
+Names = Mapping[Any, str]  # the name of each parameter
 
 
 @dataclass(frozen=True, eq=False)
 class LearnerSnapshot:
-    """It reads the live weights, so it must be written before the next update, or be `detached` first."""
+    """The state of a learner. It reads the live weights, so it must be written before the next update, or be `detached`
+    first."""
 
-    model: Any  # whose settings go beside the weights
-    weights: Tensors  # exported ones
+    model: Any  # the model, whose settings go beside the weights
+    weights: Tensors  # weights by their Hugging Face names (`exported_weights`)
     optimizer_state: Tensors
     counters: Mapping[str, int]
-    files: Mapping[str, bytes]  # tokenizer and processors
+    files: Mapping[str, bytes]  # files of the tokenizer and the processors, by name
 
     @property
     def nbytes(self) -> int:

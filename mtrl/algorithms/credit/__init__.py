@@ -36,7 +36,7 @@ def assign(rules: Sequence[Rule], experience: Experience, key: Key) -> Credit:
         if isinstance(rule, Term):
             advantage = advantage + applied(rule, experience, key)
     scale, measure = torch.ones(len(mask)), mask.float()
-    of_tokens: Tensor | None = None  # the weights of tokens, all together
+    of_tokens: Tensor | None = None  # product of all weights per token
     for rule in rules:
         if not isinstance(rule, Weight) or (weight := applied(rule, experience, key)) is None:
             continue

@@ -37,7 +37,7 @@ class AttentionWeights(Weight):
         return self.weights(segment(mass, "weight"), pool_sizes(rollouts.prompts)[rollouts.group], rollouts.mask)
 
     def weights(self, mass: Tensor, sizes: Tensor, mask: Tensor) -> Tensor:
-        """From the attention mass [N, T, 2] and each row's pool sizes [N, 2].
+        """v [N, T] from the attention mass [N, T, 2] and each row's pool sizes [N, 2].
 
         Rows without vision tokens (or text tokens) get ones, and so do tokens off the mask.
         """

@@ -25,7 +25,7 @@ RULES: dict[str, type[Rule]] = {
 
 
 def make_rule(spec: str | Mapping[str, Any]) -> Rule:
-    """From `name`, `file.py:Name` or {name: .., and its arguments}; PluginError says what is wrong."""
+    """The rule of `name`, `file.py:Name` or {name: .., and its arguments}; PluginError says what is wrong."""
     arguments = {} if isinstance(spec, str) else dict(spec)
     name = spec if isinstance(spec, str) else arguments.pop("name", None)
     if not isinstance(name, str):
@@ -42,7 +42,7 @@ def make_rule(spec: str | Mapping[str, Any]) -> Rule:
 
 
 def find_class(name: str) -> Any:
-    """A user's rule."""
+    """The class of a user's rule, from `file.py:Name` or `module:Name`."""
     if ":" not in name:
         close = get_close_matches(name, RULES, n=1)
         hint = f" (did you mean {close[0]}?)" if close else ""

@@ -33,14 +33,14 @@ class Rule(ABC):
 
     @property
     def needs(self) -> Needs:
-        """The signals it reads; subclasses set a class attribute."""
+        """The signals that the rule reads; subclasses set a class attribute."""
         return Needs()
 
     @abstractmethod
     def apply(self, experience: Experience, key: Key) -> Tensor | None: ...
 
     def metrics(self, experience: Experience) -> dict[str, float]:
-        """Reported with the step, by full name; the experience has its credit."""
+        """What the rule reports with the step, by full metric name; the experience has its credit by now."""
         return {}
 
 

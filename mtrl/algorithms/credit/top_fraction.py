@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def top_fraction(score: Tensor | None, mask: Tensor, fraction: float) -> Tensor:
-    """[N, T] bool: of each row's n valid tokens exactly ceil(fraction * n) of highest score, at least 1.
+    """[N, T] bool: the ceil(fraction * n) tokens with the highest score among the n valid ones of a row, at least 1.
 
     Ties go to the earlier token. Float64 and the 1e-6 keep rounding from adding a token: 0.3 * 50 is 15.000001 in
     float32, 0.07 * 100 is 7.000000000000001 in float64.

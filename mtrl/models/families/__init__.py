@@ -108,7 +108,7 @@ IMAGE_DEFAULTS: dict[str, Any] = {
 
 
 def _image_settings(path: str, config: PreTrainedConfig, low: int | None, high: int | None) -> ImageSettings:
-    """From preprocessor_config.json, or processor_config.json of newer checkpoints.
+    """The image settings in preprocessor_config.json, or in processor_config.json of newer checkpoints.
 
     Read as JSON: transformers' image processors import torchvision where one is installed, and it does not always load.
     """

@@ -54,7 +54,7 @@ class QwenVLEncoder(TextEncoder):
         return target_size(height, width, self.image_settings)
 
     def length(self, task: Task, sizes: Sequence[tuple[int, int]]) -> int:
-        """Sizes as the images come, before the resize to `target_size`."""
+        """Tokens of the prompt. `sizes` are those of the images as they come, before the resize to `target_size`."""
         ids = self._tokens(task, len(sizes))[1].ids
         sides = (self._side_tokens(*self.target_size(*size)) for size in sizes)
         return len(ids) + sum(rows * columns - 1 for rows, columns in sides)

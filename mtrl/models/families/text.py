@@ -68,7 +68,7 @@ class TextEncoder:
         raise ValueError("this is a text model; it takes no images")
 
     def length(self, task: Task, sizes: Sequence[tuple[int, int]]) -> int:
-        """Sizes as the media come; the encoder works out what they become."""
+        """Tokens of the prompt. `sizes` are those of the media as they come; the encoder works out what they become."""
         return len(self._tokens(task, len(sizes))[1].ids)
 
     def encode(self, task: Task, media: Sequence[np.ndarray]) -> Prompt:
@@ -79,7 +79,7 @@ class TextEncoder:
     def inputs(
         self, prompt: Prompt, media: Sequence[np.ndarray] | None = None, device: torch.device | None = None
     ) -> dict[str, Tensor]:
-        """position_ids [L]."""
+        """What the model's forward takes besides the ids: position_ids [L]."""
         assert not media and not prompt.media, "a text model takes no images"
         return {"position_ids": torch.arange(len(prompt.ids))}
 
