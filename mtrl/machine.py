@@ -14,13 +14,14 @@ CONTAINERS = (  # the limit of a container and what it uses: cgroups of the seco
 
 
 def main_memory() -> int:
-    """The machine's, or what a container may use of it."""
+    """Bytes of main memory: the machine's, or what a container may use of it."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([physical, *(limit for limit, _ in containers())])
 
 
 def free_memory() -> int:
-    """Linux says what could be had without swapping, in a container too; elsewhere all of it is assumed."""
+    """Bytes that could be had without swapping, in a container too. Only Linux says so; elsewhere all of the memory
+    counts as free."""
     if not sys.platform.startswith("linux"):
         return main_memory()
     available = 1024 * _fields(Path("/proc/meminfo"))["MemAvailable:"]
@@ -28,8 +29,8 @@ def free_memory() -> int:
 
 
 def containers() -> list[tuple[int, int]]:
-    """(limit, used) of each that this process is in. Files in the cache of the system, such as a checkpoint that was
-    just written, make room when it is needed, so they are not in use."""
+    """(limit, used) in bytes for each container that this process is in. Files in the cache of the system, such as a
+    checkpoint that was just written, make room when it is needed, so they do not count as used."""
     found = []
     for limit, used, cached in CONTAINERS:
         if limit.is_file() and (text := limit.read_text().strip()).isdecimal():
@@ -39,7 +40,7 @@ def containers() -> list[tuple[int, int]]:
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """`name number` a line."""
+    """Reads a file of the kernel with a `name number` on each line."""
     rows = (line.split() for line in path.read_text().splitlines())
     return {row[0]: int(row[1]) for row in rows}
 
@@ -51,7 +52,7 @@ def existing_parent(path: Path) -> Path:
 
 
 def may_write(path: Path) -> bool:
-    """Whether it can be made, or written to, as a folder."""
+    """Whether the path is a folder that can be written to, or can be made one."""
     place = existing_parent(path)
     return place.is_dir() and os.access(place, os.W_OK | os.X_OK)
 

@@ -20,7 +20,7 @@ from mtrl.zoo.rows import ZooRows
 logger = logging.getLogger(__name__)
 
 BAD_ROWS = "bad_rows.jsonl"
-EMBEDDED = "zoo@"  # `zoo@test` names a split of the embedded task wherever a data file is named
+EMBEDDED = "zoo@"  # `zoo@test` names a split of the embedded task, wherever a data file may be named
 
 Rows = str | Sequence[Mapping[str, Any]]  # a file specification, or rows made in Python
 

@@ -27,7 +27,7 @@ from mtrl.zoo.rows import MODEL_DIRECTORY
 
 logger = logging.getLogger(__name__)
 
-UNMEASURED = Needs("values")  # the critic's, and there is none
+UNMEASURED = Needs("values")  # signals that nobody measures: values would come from a critic, and there is none
 COMPILING = (
     "the first pass compiles kernels for this GPU, about a minute each time a command starts; without: "
     "worker.actor.use_torch_compile=false, with slower passes"
@@ -74,7 +74,7 @@ def build_policy(config: Config, encoder: TextEncoder | None = None) -> tuple[Te
         encoder,
         config.worker.rollout.temperature,
         share_prefix=actor.share_prefix and shares_prefixes(backbone),
-        packed=actor.padding_free and actor.use_torch_compile and backbone.packs,  # its kernel is a compiled one
+        packed=actor.padding_free and actor.use_torch_compile and backbone.packs,  # packing needs a compiled kernel
         last_k=config.optimization.attention_last_k_layers,
         weight_last_k=config.optimization.token_weight_last_k_layers,
         dependency=config.optimization.perception_estimator,
@@ -98,7 +98,7 @@ def refuse_unmeasured(config: Config, rules: Recipe, backbone: Backbone) -> None
 
 
 def asking(rules: Recipe, name: str) -> str:
-    """Who reads a signal."""
+    """The rules and the estimator that read a signal, by name, for a message."""
     readers: list[Rule | Estimator] = [*rules.credit, rules.estimator]
     return ", ".join(type(each).__name__ for each in readers if name in each.needs) or "a reward or a logger"
 
@@ -126,7 +126,7 @@ def build_actor(
 
 
 def build_reference(policy: Forward, needs: Needs) -> Reference | None:
-    """Where somebody reads it. Before a checkpoint is restored: the policy as it was given."""
+    """The reference, where somebody reads it: a copy of the policy as it was given, before a checkpoint is restored."""
     return Reference.frozen(policy) if "reference" in needs or "divergence" in needs else None
 
 

@@ -25,8 +25,8 @@ from mtrl.workers.learner import Optimization
 from mtrl.workers.micro_batches import MicroBatching
 
 GPU_TOKENS_PER_MICRO_BATCH = 16384
-ATTENTION_NOW_AND_THEN = 10  # steps
-GPU_TOKENS_PER_PROBE = 65536  # without gradients a pass keeps nothing
+ATTENTION_NOW_AND_THEN = 10  # steps between two readings of attention that only its metrics ask for
+GPU_TOKENS_PER_PROBE = 65536  # more than in an update: without gradients a pass keeps no activations
 NOTHING = Needs()
 
 
@@ -98,7 +98,7 @@ def batch_plan(config: Config) -> BatchPlan:
 
 
 def estimator_of(config: Config) -> Estimator:
-    """By its name, with those keys of `optimization` that are its fields."""
+    """The advantage estimator by its name; its fields come from the keys of `optimization` of the same names."""
     kind = ESTIMATORS[config.optimization.advantage_estimator]
     return kind(**{f.name: getattr(config.optimization, f.name) for f in fields(kind)})
 
@@ -135,7 +135,7 @@ def attention_every(config: Config, needed: bool = False) -> int:
 
 
 def credit_rules(config: Config) -> tuple[Rule, ...]:
-    """Those of the switches, in the order of SPEC 2.2, then those that `optimization.credit` adds."""
+    """The rules that switches turn on, in the order of SPEC 2.2, then those that `optimization.credit` adds."""
     algorithm = config.optimization
     rules: list[Rule] = []
     if algorithm.enable_perception_filtering:
@@ -209,7 +209,7 @@ def optimization_of(config: Config, steps: int) -> Optimization:
 
 
 def update_batching(config: Config, on_gpu: bool, share_prefix: bool) -> MicroBatching:
-    """Passes of an update; rows hold where `dynamic_batching` is off."""
+    """How an update is cut into passes: by tokens, or by rows where `dynamic_batching` is off."""
     rows = config.worker.actor.micro_batch_size_per_device_for_update
     return micro_batching(config, rows, GPU_TOKENS_PER_MICRO_BATCH if on_gpu else 0, share_prefix)
 
@@ -227,7 +227,7 @@ def micro_batching(config: Config, rows: int, at_least: int, share_prefix: bool)
 
 
 def perturbation_of(config: Config, patch_size: int) -> Perturbation:
-    """`patch_size` is the model's own, for `auto`."""
+    """The perturbation of the configuration. `patch_size` is the model's own, which `auto` stands for."""
     algorithm = config.optimization
     return Perturbation(
         kind=algorithm.perturbation,

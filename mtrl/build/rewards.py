@@ -62,7 +62,7 @@ def build_reward_model(config: Config) -> RewardModel | None:
 
 
 def reward_function(config: Config, function: Callable[..., Any] | str) -> tuple[str, RewardFunction]:
-    """Its name in logs, and the function behind it."""
+    """A reward function's name in logs, and the object that runs it."""
     reward = config.worker.reward
     if not isinstance(function, str):
         in_process = InProcess(function, reward.reward_fn_kwargs)

@@ -39,15 +39,15 @@ class Run:
 
     config: Config
     directory: Path
-    id: str  # the same for every attempt
+    id: str  # identifies the run, the same for every attempt
     start: Start
     loop: Loop
     interrupt: Interrupt
-    closing: ExitStack  # of all that is open
+    closing: ExitStack  # closes all that the run has opened
 
     def train(self) -> None:
-        """To the last step, or until a signal asks it to stop; then it leaves as the signal would have it leave, with
-        KeyboardInterrupt or SystemExit, after saving."""
+        """Trains to the last step, or until a signal asks it to stop; then it saves and leaves as the signal would have
+        it leave, with KeyboardInterrupt or SystemExit."""
         with self.closing:
             if self.config.training.val_only:
                 self.loop.validate()
@@ -56,7 +56,7 @@ class Run:
                 self.loop.run()
                 self.loop.components.store.close()
         if self.interrupt.asked():
-            name = self.config.training.experiment_name  # which `mtrl demo` makes up anew each time
+            name = self.config.training.experiment_name  # needed to resume: `mtrl demo` makes up a new one each time
             again = f"the same command goes on from there, with training.experiment_name={name}"
             say(f"saved after step {self.loop.done} in {self.directory}; {again}")
             self.interrupt.leave()

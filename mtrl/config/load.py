@@ -162,7 +162,7 @@ def _merged(settings: Sequence[Setting]) -> DictConfig:
 
 
 def _typed_values(tree: DictConfig, where: Mapping[str, str], errors: list[str]) -> dict[str, Any]:
-    """Typed values of the keys that are set; those that cannot be used are reported and left out."""
+    """Typed values of the keys that are set; values that cannot be used are reported and left out."""
     values = {}
     for key, place in where.items():
         leaf = known_leaves()[key]

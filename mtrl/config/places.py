@@ -19,7 +19,7 @@ EMBEDDED = "zoo@"  # names splits of the embedded task, not a folder
 
 
 def placed(value: Any, kind: Kind, folder: Path | None) -> Any:
-    """The value of a key with each of its paths that exists in the folder made absolute; no folder: of an override."""
+    """The value of a key with each of its paths that exists in the folder made absolute. An override has no folder."""
     if isinstance(value, list):
         return [placed(item, kind, folder) for item in value]
     if isinstance(value, Mapping):  # a credit rule with its arguments
@@ -42,7 +42,7 @@ def _code(text: str, folder: Path | None) -> str:
 
 def _data(text: str, folder: Path | None) -> str:
     items = [item.strip() for item in text.split(",")]
-    if len(items) > 1 and "," in str(folder):  # its paths could not be told from the list
+    if len(items) > 1 and "," in str(folder):  # a folder with a comma in its name would break the list
         return text
     found = [_item(item, folder) for item in items]
     return text if found == items else ",".join(found)

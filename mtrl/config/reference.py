@@ -63,7 +63,7 @@ def comment(leaf: Leaf) -> str:
 
 
 def choices(annotation: Any) -> list[str]:
-    """The words to choose from, of the key or of each item of its list; empty where it takes other values too."""
+    """The words that a key, or each item of its list, may be; empty where it takes other values too."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is tuple and args[-1] is Ellipsis:
         return choices(args[0])

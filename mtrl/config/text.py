@@ -71,7 +71,7 @@ class YamlFile:
             raise BadYaml(": not usable: an anchor contains itself") from None
 
     def line(self, key: str) -> int:
-        """Line of the key; of the section above it where it came in through an anchor."""
+        """The line of a key, or of the section above it where the key came in through an anchor."""
         while key and key not in self._lines:
             key = key.rpartition(".")[0]
         return self._lines.get(key, 1)

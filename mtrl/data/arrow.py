@@ -22,7 +22,7 @@ from mtrl.data.cache import DiskCache, file_stamp, pack_json, replacing, unpack_
 from mtrl.data.rows import DataError, RowError
 
 MIB = 1 << 20
-MAX_ROW_GROUP = 8 * MIB  # a larger one is too slow to decode for a single row
+MAX_ROW_GROUP = 8 * MIB  # bytes; a larger row group is too slow to decode for a single row
 HASHED_VALUE = MIB // 8
 UNREADABLE = (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError)  # ValueError: also bad UTF-8
 
@@ -60,8 +60,8 @@ class GroupedRows:
         self.ends = ends  # rows up to the end of each group
         self._open_reader = reader
         self._lock = threading.Lock()
-        self._reader: tuple[int, Callable[[int], pa.Table]] | None = None  # with the process that opened it
-        self._group: tuple[int, pa.Table] | None = None  # the one read last: a scan goes through it row by row
+        self._reader: tuple[int, Callable[[int], pa.Table]] | None = None  # process id that opened it, and the reader
+        self._group: tuple[int, pa.Table] | None = None  # the group read last: a scan goes through it row by row
 
     def __len__(self) -> int:
         return self.ends[-1] if self.ends else 0
@@ -171,7 +171,7 @@ def several_splits(name: str, splits: Iterable[str]) -> str:
 
 
 def rows_fingerprint(rows: Iterable[Any]) -> str:
-    """Of decoded rows: every value, of long binary ones the length and both ends."""
+    """A hash of every value of decoded rows; long binary values count with their length and both ends."""
     digest = hashlib.blake2b(digest_size=8)
     for row in rows:
         digest.update(json.dumps(row, default=_spell).encode())
@@ -184,7 +184,7 @@ def table_fingerprint(table: pa.Table) -> str:
 
 
 def _spell(value: Any) -> Any:
-    """What JSON cannot spell: binary values, images, dates and the like."""
+    """Text for what JSON cannot spell: binary values, images, dates and the like."""
     if hasattr(value, "tobytes") and not isinstance(value, memoryview):  # a PIL image, a numpy array
         try:
             return [type(value).__name__, str(getattr(value, "size", "")), _spell(value.tobytes())]

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-DIGEST = 16  # bytes
+DIGEST = 16  # bytes of the checksum before an archive
 
 logger = logging.getLogger(__name__)
 

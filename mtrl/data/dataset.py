@@ -23,7 +23,7 @@ from mtrl.data.sources import Source, open_sources
 from mtrl.protocols import PromptEncoder
 from mtrl.types import Task
 
-MANY_OVERLONG = 0.1  # a larger part of the prompts over the length limit is worth a warning
+MANY_OVERLONG = 0.1  # share of prompts over the length limit beyond which there is a warning
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Dataset:
 
     @property
     def fingerprint(self) -> str:
-        """Of the content and choice of rows: positions in an order mean the same only while it stays."""
+        """A hash of the rows and of which are used: positions in an order mean the same only while it stays."""
         digest = hashlib.blake2b(digest_size=8)
         for number, source in enumerate(self.sources):
             digest.update(source.fingerprint.encode())
@@ -76,7 +76,7 @@ class Dataset:
         return self.builder.build(self.sources[self._source[position]], int(self._row[position]))
 
     def place(self, position: int) -> tuple[str, int]:
-        """File and row number."""
+        """The file and the row number of a task, for messages."""
         source = self.sources[self._source[position]]
         return source.name, source.row_number(int(self._row[position]))
 

@@ -26,7 +26,7 @@ from mtrl.data.sources import Source
 from mtrl.protocols import PromptEncoder
 from mtrl.types import Task
 
-VERSION = 1  # of what a scan means; raise it when the same row would now get another result
+VERSION = 1  # version of the scan's results; raise it when the same row would now get another result
 GOOD, BAD, TOO_BIG = 0, 1, 2
 
 FileStamp = tuple[str, int, int]  # path, bytes, mtime in ns; -1, -1: not there
@@ -38,15 +38,15 @@ class RowScan:
 
     state: int = GOOD
     reason: str = ""
-    length: int = -1  # tokens; -1: no encoder, or a bad row
-    pixels: int = 0  # of all images at the size the model sees
-    sizes: tuple[Size, ...] = ()  # of the images as they are
+    length: int = -1  # prompt tokens; -1: no encoder, or a bad row
+    pixels: int = 0  # pixels of all images together, at the sizes the model sees
+    sizes: tuple[Size, ...] = ()  # sizes of the images as they are in the data
     files: tuple[FileStamp, ...] = ()
 
 
 @dataclass
 class SourceScan:
-    """The same for every row of a source, as arrays."""
+    """The `RowScan` of every row of a source, as arrays."""
 
     state: np.ndarray  # [rows]
     length: np.ndarray  # [rows]
@@ -54,7 +54,7 @@ class SourceScan:
     sizes: np.ndarray  # [images, 3]: row, height, width
     stamps: np.ndarray  # [files, 3]: row, bytes, mtime
     paths: list[str] = field(default_factory=list)  # [files]
-    reasons: dict[int, str] = field(default_factory=dict)  # of bad rows
+    reasons: dict[int, str] = field(default_factory=dict)  # why each bad row cannot be used, by row
 
     @classmethod
     def empty(cls, rows: int) -> SourceScan:
@@ -89,7 +89,7 @@ class SourceScan:
 
 @dataclass(frozen=True)
 class Scanner:
-    """Scans single rows; what a worker process inherits."""
+    """Scans single rows. Worker processes inherit it by fork."""
 
     builder: TaskBuilder
     encoder: PromptEncoder | None
@@ -148,7 +148,8 @@ def target_sizes(encoder: PromptEncoder | None, sizes: Sequence[Size]) -> list[S
 
 
 def prompt_length(encoder: PromptEncoder | None, task: Task, sizes: Sequence[Size]) -> int:
-    """`sizes` are what `target_size` is asked about, not its answers: asked twice, it may shrink a strip twice."""
+    """Tokens of the prompt, -1 without an encoder. `sizes` are those before `target_size`, which the encoder applies
+    itself: applied twice, it may shrink a strip twice."""
     if encoder is None:
         return -1
     try:

@@ -25,8 +25,9 @@ from PIL import ExifTags, Image
 from mtrl.data.rows import RowError
 from mtrl.types import Medium
 
-MAX_PIXELS = 89_478_485  # of one image: 256 MiB of RGB, where Pillow begins to warn of decompression bombs
-FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "JPEG2000", "AVIF")  # none runs a program
+MAX_PIXELS = 89_478_485  # most pixels of one image: 256 MiB of RGB, where Pillow begins to warn of decompression bombs
+# Formats that Pillow decodes by itself; for others, such as EPS, it would run a program.
+FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "JPEG2000", "AVIF")
 VIDEO_REFUSED = "it has a video, and video is not supported yet"
 
 BASE64_TEXT = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
@@ -197,7 +198,7 @@ def _check_size(image: Image.Image, medium: Medium) -> None:
 
 
 def _orientation(image: Image.Image) -> int:
-    """The EXIF orientation, of what was read so far: asking a PNG for more would decode it. TIFF turns itself."""
+    """The EXIF orientation, as far as the file was read: asking a PNG for more would decode it. TIFF turns itself."""
     if image.format == "TIFF" or (image.format == "PNG" and "exif" not in image.info):
         return 1
     try:

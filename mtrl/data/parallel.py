@@ -21,8 +21,8 @@ from types import TracebackType
 from typing import Any, TextIO, TypeVar
 
 CHUNK = 128  # rows a worker takes at once
-FORK_PAYS = 1000  # rows; fewer are done before a process has started
-STALLED_S = 120.0  # no chunk finished for so long: the workers stand still
+FORK_PAYS = 1000  # rows from which forking pays; fewer are done before a process has started
+STALLED_S = 120.0  # seconds without a finished chunk after which the workers are given up
 
 Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
@@ -91,7 +91,8 @@ def _start_worker() -> None:
 
 
 def _leave_with_parent() -> None:
-    """The worker of a run that was killed would wait for work for ever, and keep the run's lock, which it inherited."""
+    """Ends this worker with its parent. Else the worker of a run that was killed would wait for ever, and keep the
+    run's lock, which it inherited."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

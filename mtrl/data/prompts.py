@@ -50,7 +50,7 @@ class TaskBuilder:
         assert all(kind == "image" for kind in order)
         taken = {keys.prompt_key, keys.answer_key, keys.image_key, keys.video_key}
         columns = {name: value for name, value in row.items() if name not in taken}
-        if keys.options_key in row:  # where rewards look, whatever the column is called
+        if keys.options_key in row:  # rewards look under this name, whatever the column is called
             columns["options"] = _checked_options(row[keys.options_key])
         return Task(
             id=f"{source.fingerprint}:{number - 1}",

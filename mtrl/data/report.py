@@ -76,7 +76,7 @@ def _columns(sources: Sequence[Source]) -> list[str]:
             try:
                 row = source.read(index)
             except RowError:
-                continue  # it is among the bad rows
+                continue  # the list of bad rows has it already
             looked_at += 1
             for name, value in row.items():
                 types.setdefault(str(name), Counter())[_type_name(value)] += 1
@@ -127,7 +127,8 @@ def _targets(dataset: Dataset, encoder: PromptEncoder, sizes: np.ndarray) -> lis
 
 
 def _tokens_per_pixel(prompts: Sequence[Prompt | Task | BadRow]) -> float | None:
-    """Sizes that models see are whole numbers of tokens, so one encoded image tells the measure of all."""
+    """Tokens of a pixel, by the first encoded image: sizes that models see are whole numbers of tokens, so one image
+    tells the measure of all."""
     for prompt in prompts:
         if isinstance(prompt, Prompt) and prompt.media:
             pixels = sum(image.shape[-3] * image.shape[-2] for image in prompt.media)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-MAX_REASON = 400  # characters
+MAX_REASON = 400  # characters of the reason why a row cannot be used
 MAX_LISTED = 20  # bad rows that an error message spells out
 
 
@@ -36,7 +36,7 @@ class RowError(ValueError):
 
     @property
     def reason(self) -> str:
-        """On one line, and not as long as what a row may hold."""
+        """The message on one line, and shortened: a row may hold anything."""
         text = " ".join(str(self).split())
         return text if len(text) <= MAX_REASON else text[:MAX_REASON] + "..."
 

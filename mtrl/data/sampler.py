@@ -185,7 +185,7 @@ class Sampler:
         assert len(dataset), "open_dataset refuses an empty dataset"
         self.dataset, self.loader = dataset, PromptLoader(dataset, encoder)
         self.shuffle, self.seed, self.bad_rows_path = shuffle, seed, bad_rows_path
-        self.epoch = self.position = 0  # of the next prompt
+        self.epoch = self.position = 0  # where the next prompt stands
         self.bad_rows: dict[int, BadRow] = {}  # found while decoding, by dataset position
         self._fingerprint = dataset.fingerprint
         self._limits = (threads, prompts_ahead, bytes_ahead)
@@ -234,7 +234,7 @@ class Sampler:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on with the prompt that follows. Refuses a state of other data or another order."""
+        """Goes on with the prompt that follows the saved state. Refuses a state of other data or another order."""
         now = self.state()
         if state["fingerprint"] != now["fingerprint"]:
             raise DataError(

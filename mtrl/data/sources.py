@@ -37,7 +37,7 @@ HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 class Source(Protocol):
     """One file (or dataset) of rows. Reading is safe from several threads and after a fork."""
 
-    name: str  # for messages
+    name: str  # what messages call it
     fingerprint: str
     directory: Path  # relative media paths start here unless image_dir is set
     stamp: Any  # identifies the file for caches (JSON); None: not to be cached

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 STATE = "trainer_state.json"
 BEST = "best_model"
-ACTOR = "actor"  # whose files lie at the top, so that a checkpoint is a model for everybody else
+ACTOR = "actor"  # its files lie at the top of a checkpoint, which so is a model for everybody else
 SLACK = 16 << 20  # bytes for settings, manifest and the folder itself, in the estimate of a checkpoint's size
 
 logger = logging.getLogger(__name__)
@@ -53,17 +53,17 @@ class FolderStore:
         before_saving: Callable[[], None] = lambda: None,
     ) -> None:
         self.directory, self.limit, self.metric, self.before_saving = directory, limit, metric, before_saving
-        self.failure: str | None = None  # of the last save
+        self.failure: str | None = None  # why the last save failed
         self._writing: threading.Thread | None = None
-        self._error: BaseException | None = None  # of the thread, for whoever waits for it
-        for leftover in directory.glob(".step_*"):  # of a run that was killed
+        self._error: BaseException | None = None  # what the writing thread raised, for whoever waits for it
+        for leftover in directory.glob(".step_*"):  # a run that was killed left them
             shutil.rmtree(leftover, ignore_errors=True)  # whoever saves that step again removes the rest
         self.best_score = -math.inf
         self._tidy(self._link_best)
 
     # --------------------------------------------------------------------------------------------------------- saving
     def is_best(self, score: float | None) -> bool:
-        """Better than every checkpoint that is there; an equal one comes too late."""
+        """Whether the score is better than that of every checkpoint there; an equal one comes too late."""
         return score is not None and score > self.best_score
 
     def save(
@@ -92,7 +92,7 @@ class FolderStore:
             self.wait()
 
     def wait(self) -> None:
-        """Until nothing is being written."""
+        """Waits until nothing is being written, and raises what went wrong in the writing thread."""
         if self._writing is not None:
             self._writing.join()
             self._writing = None
@@ -101,7 +101,7 @@ class FolderStore:
             raise error
 
     def close(self) -> None:
-        """The end of the run: what it asked for last must be there."""
+        """Ends the saving: what the run asked for last must be there."""
         self.wait()
         if self.failure is not None:
             raise RunError(self.failure)
@@ -140,11 +140,11 @@ class FolderStore:
         kept = f"{last} is the last good one, and the same command goes on from there" if last else "there is no other"
         self.failure = f"the checkpoint of step {step} could not be saved: {error}; {kept}. Make room, or give access."
         logger.warning("%s Training goes on; the next save tries again.", self.failure)
-        self.best_score = self._best()[1]  # this one may have been to be the best
+        self.best_score = self._best()[1]  # the one that failed may have raised it
 
     # ------------------------------------------------------------------------------------------------------ restoring
     def restore(self, checkpoint: Path, learners: Mapping[str, Stateful]) -> None:
-        """Each learner from what was saved under its name. They are looked for before any of them is changed."""
+        """Restores each learner from what was saved under its name; all are looked for before any is changed."""
         folders = {name: folder_of(checkpoint, name) for name in learners}
         if missing := [name for name, folder in folders.items() if not folder.is_dir()]:
             told = f"{checkpoint} holds no {', '.join(missing)}, which this configuration trains"
@@ -154,7 +154,7 @@ class FolderStore:
 
     # --------------------------------------------------------------------------------------------------- what is kept
     def _tidy(self, *works: Callable[[], None]) -> None:
-        """best_model and the rotation. The checkpoint is safe already: nothing here may count as its failure."""
+        """Updates best_model and rotates. The checkpoint is safe already: nothing here may count as its failure."""
         try:
             for work in works:
                 work()
@@ -199,7 +199,7 @@ def folder_of(checkpoint: Path, learner: str) -> Path:
 
 
 def score_of(checkpoint: Path, metric: str | None) -> float:
-    """Its validation by that metric; -inf where it has none, or none that can be read."""
+    """The score of a checkpoint's validation by that metric; -inf where it has none, or none that can be read."""
     try:
         state = read_state(checkpoint)
     except Damaged:
@@ -229,7 +229,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def remove(folder: Path) -> None:
-    """Out of sight first: what is killed half-way must not look like a checkpoint."""
+    """Removes a folder, hidden first: what is killed half-way must not look like a checkpoint."""
     if folder.exists():
         hidden = folder.with_name(f".{folder.name.lstrip('.')}.old")
         shutil.rmtree(hidden, ignore_errors=True)

@@ -52,13 +52,13 @@ def check(folder: Path, but: Collection[str] = ()) -> None:
 
 
 def move_to(unfinished: Path, target: Path) -> None:
-    """The sealed folder under its final name; after this it is there even if the power goes."""
+    """Gives a sealed folder its final name; after this it is there even if the power goes."""
     unfinished.rename(target)
     to_disk(target.parent)
 
 
 def write_file(path: Path, text: str) -> None:
-    """All of the new text, or the old file as it was."""
+    """Writes all of the new text, or leaves the old file as it was."""
     unfinished = path.with_name(f".{path.name}")
     unfinished.write_text(text, encoding="utf-8")
     to_disk(unfinished)

@@ -19,8 +19,8 @@ from mtrl.store.manifest import write_file
 LOCK = "run.lock"
 CONFIG = "config.yaml"
 ID = "run_id"
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # some network file systems
-TRACES = (CONFIG, "metrics.jsonl", "checkpoints")  # of a run that was there before
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what network file systems without locks answer
+TRACES = (CONFIG, "metrics.jsonl", "checkpoints")  # any of these shows that a run has used the folder
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class RunDirectory:
             raise self._unusable(error) from error
 
     def record(self, config: str) -> None:
-        """The configuration that the run goes on with."""
+        """Writes down the configuration that the run goes on with."""
         self._config = config
         try:
             write_file(self.path / CONFIG, config)
@@ -121,7 +121,7 @@ class RunDirectory:
             return False
 
     def _identify(self) -> str:
-        """The same for every attempt, so that loggers go on with the same curve."""
+        """An id that is the same for every attempt, so that loggers go on with the same curve."""
         place = self.path / ID
         if not place.exists():
             write_file(place, uuid.uuid4().hex[:12])
