@@ -30,7 +30,7 @@ VARIANTS = {
     "GRPO": GRPO,
     "GRPO + token weights": {**GRPO, "optimization.enable_token_weights": "true"},
 }
-CHARTS = {  # file: what is drawn, of which runs
+CHARTS = {  # end of the file name: the value drawn, its label, and the runs compared
     "_mdi": ("imbalance", "mean |ln MDI|, late layers", ("mdi", "mdi shuffled")),
     "_weights": ("accuracy", "accuracy", ("GRPO", "GRPO + token weights")),
 }
@@ -55,7 +55,7 @@ def learn(variant: str, seed: int, steps: int, validate_every: int, scratch: Pat
 
 
 def change(runs: list[dict[str, Any]], variant: str, name: str) -> float:
-    """From the first to the last validation, of the mean over the seeds."""
+    """Relative change of the mean over the seeds, from the first to the last validation."""
     (_, first), *_, (_, last) = mean_curve(runs, variant, name)
     return round(last / first - 1, 3)
 

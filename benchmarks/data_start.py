@@ -79,7 +79,7 @@ def start(data: Path, model: Path, workers: int | None) -> dict[str, float]:
 
 
 def measured_start(data: Path, model: Path, cache: Path, workers: int | None) -> dict[str, Any]:
-    """The same in a process of its own, with its tree's peak memory."""
+    """`start` in a process of its own, with the peak memory of its process tree."""
     command = [sys.executable, "-m", "benchmarks.data_start", "--start", str(data), "--model", str(model)]
     command += ["--workers", str(workers)] if workers else []
     environment = {**os.environ, "MTRL_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
@@ -115,7 +115,7 @@ def _tree(pid: int) -> list[int]:
 
 
 def _memory(pid: int) -> dict[str, int]:
-    """Bytes, from the kernel's summary of the process's mappings."""
+    """Resident and proportional bytes of a process, from the kernel's summary of its mappings."""
     lines = [line.split() for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()]
     kilobytes = {words[0]: int(words[1]) for words in lines if words[0] in ("Rss:", "Pss:")}
     return {"rss": 1024 * kilobytes.get("Rss:", 0), "pss": 1024 * kilobytes.get("Pss:", 0)}

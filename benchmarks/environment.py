@@ -19,7 +19,7 @@ def environment() -> dict[str, object]:
 
 
 def finish(result: dict[str, Any], out: Path | None) -> None:
-    """The result with its environment: to a file, if there is to be one, and as the last line printed."""
+    """Writes the result with its environment to `out`, if one is given, and prints it as the last line."""
     result = {**result, **environment()}
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -51,7 +51,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """Of the tree that was measured: git's, or MTRL_COMMIT where a copy without its history runs."""
+    """The commit of the tree that was measured: git's, or MTRL_COMMIT where a copy without its history runs."""
     if "MTRL_COMMIT" in os.environ:
         return os.environ["MTRL_COMMIT"]
     try:

@@ -105,7 +105,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     what = f"{PROMPTS} prompts x {ANSWERS} answers of at most {NEW_TOKENS} tokens, embedded model, float32"
     command = f"python -m benchmarks.generate --rounds {arguments.rounds} --threads {arguments.threads}"
-    load = round(os.getloadavg()[0], 1)  # of others: above 0 the numbers are too low, and two threads suffer most
+    load = round(os.getloadavg()[0], 1)  # load by other processes: above 0 the rates are too low, most with two threads
     settings = {"what": what, "command": command, "load_average_before": load}
     result = {**settings, **run(arguments.rounds), "limit_ratio": 2.0, **environment()}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)

@@ -50,7 +50,7 @@ def learn(variant: str, seed: int, steps: int, validate_every: int, scratch: Pat
 def train(
     variant: str, switches: Mapping[str, str], seed: int, steps: int, validate_every: int, scratch: Path
 ) -> list[dict[str, Any]]:
-    """The metrics of a run of its own process."""
+    """Trains in a process of its own and returns the rows of its metrics.jsonl."""
     name = f"{variant.replace(' ', '-').replace('+', 'and')}-{seed}"
     overrides = {
         **switches,
@@ -97,7 +97,7 @@ def every_run(learn: Learn, variants: Iterable[str], options: argparse.Namespace
 
 
 def mean_curve(runs: Iterable[Mapping[str, Any]], variant: str, name: str) -> list[tuple[float, float]]:
-    """Over the seeds."""
+    """(step, mean over the seeds) of one metric of a variant."""
     curves = [run[name] for run in runs if run["variant"] == variant]
     return [(points[0][0], sum(y for _, y in points) / len(points)) for points in zip(*curves, strict=True)]
 

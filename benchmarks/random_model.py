@@ -38,7 +38,7 @@ VISION = {
            "fullatt_block_indexes": [7, 15, 23, 31]},
 }  # fmt: skip
 PATCHES = {"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 112}
-TOKEN_PIXELS = 28  # a side
+TOKEN_PIXELS = 28  # side in pixels of the square that becomes one image token
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 

@@ -42,7 +42,7 @@ class Answer:
     advantage: float
 
     def kept(self) -> set[int]:
-        """The tokens that filtering keeps: ceil(share * n) of highest S, of equal ones the earlier."""
+        """The tokens that filtering keeps: the ceil(share * n) with the highest S; ties go to the earlier token."""
         count = max(1, math.ceil(KEPT_SHARE * len(self.tokens) - 1e-6))
         return set(sorted(range(len(self.tokens)), key=lambda t: -self.dependency[t])[:count])
 
@@ -108,7 +108,7 @@ def choose(told: Sequence[dict[str, Any]], views: dict[bytes, np.ndarray]) -> Sc
 
 
 def draw(scene: Scene, path: Path) -> None:
-    """On a light card of its own, so that it reads on a page of any colour."""
+    """Draws the picture on a light card of its own, so that it reads on a page of any colour."""
     highest = max(max(answer.dependency) for answer in scene.answers)
     bars = [max(36, round(BAR * max(answer.dependency) / highest)) for answer in scene.answers]
     height = MARGIN + SIDE + HEAD + sum(row_height(bar) for bar in bars)

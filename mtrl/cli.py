@@ -9,7 +9,7 @@ from importlib.metadata import version
 Command = Callable[[Sequence[str]], int]
 
 USER_ERROR = 2
-UNREAD = 141  # as shells report it
+UNREAD = 141  # exit status that shells report where nobody reads the output (SIGPIPE)
 
 
 def reward(words: Sequence[str]) -> int:

@@ -32,7 +32,7 @@ from mtrl.types import SEGMENTS, VISION_POOL, Needs, Prompt, Rollouts
 from mtrl.zoo.rows import MODEL_DIRECTORY
 
 SAMPLES = 8
-MOST_DRAWN = 8  # tokens of one response
+MOST_DRAWN = 8  # most tokens of one response that get a picture
 
 
 def run(words: Sequence[str]) -> int:
@@ -42,7 +42,7 @@ def run(words: Sequence[str]) -> int:
     config = evaluation_config(path, [*overrides, *([f"dataset.val_files={data}"] if data else [])])
     checkpoint = Path(model_path(config))
     place = options.out or started(place_for, Path(path), checkpoint)
-    if not may_write(place):  # said before the work rather than after it
+    if not may_write(place):  # an error is better told before the work than after it
         raise StartError(f"the report cannot be written to {place}; name a directory (--out DIR)")
     answers = started(look, config, options)
     report = started(write_report, place, f"Attention of {checkpoint}", answers)
@@ -54,7 +54,7 @@ def run(words: Sequence[str]) -> int:
 @dataclass(frozen=True)
 class Options:
     samples: int = SAMPLES
-    tokens: tuple[str, ...] = ()  # words or places; none: the extremes and the answer
+    tokens: tuple[str, ...] = ()  # tokens to draw, by word or place; none given: the extremes and the answer
     out: Path | None = None
 
     @classmethod
@@ -69,7 +69,7 @@ class Options:
 
 
 def place_for(asked: Path, checkpoint: Path) -> Path:
-    """In the run that the checkpoint belongs to, else here."""
+    """Where the report goes: into the run that the checkpoint belongs to, else into the working directory."""
     run = next((each for each in (asked, asked.parent.parent) if (each / "config.yaml").is_file()), Path())
     return run / f"attention_{checkpoint.name}"
 
@@ -120,7 +120,7 @@ def batches(config: Config, encoder: TextEncoder, samples: int) -> Iterator[list
 def answered(
     policy: Forward, encoder: TextEncoder, rollouts: Rollouts, letter: str | None, wanted: Sequence[str]
 ) -> Answered:
-    """Of one response."""
+    """One response with the attention of its tokens, and maps for those that are drawn."""
     signals, prompt = policy.signals(rollouts, Needs("mass")), rollouts.prompts[0]
     assert signals.mass is not None and signals.prompt_mass is not None
     answer = Answered(

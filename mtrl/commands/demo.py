@@ -15,7 +15,7 @@ from mtrl.tracking.chart import draw_chart, running_mean
 from mtrl.tracking.run_files import read_rows
 
 STEPS = 24
-SMOOTHED_OVER = 5  # steps, in the learning curve
+SMOOTHED_OVER = 5  # steps that the running mean of the learning curve spans
 
 
 def run(words: Sequence[str]) -> int:
@@ -25,7 +25,7 @@ def run(words: Sequence[str]) -> int:
         f"training.experiment_name=demo-{time.strftime('%Y%m%d-%H%M%S')}",
         "training.val_freq=-1",
         "training.val_generations_to_log=1",
-        "optimization.compute_attention_metrics=false",  # a second pass over a thousand questions, twice
+        "optimization.compute_attention_metrics=false",  # saves a second pass over the questions of both validations
         "dataset.val_files=zoo@test",
     ]
     config, _ = configure(None, [*defaults, *words])

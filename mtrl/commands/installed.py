@@ -22,7 +22,7 @@ CORE = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow"
 @dataclass(frozen=True)
 class Device:
     name: str
-    total: int  # bytes
+    total: int  # bytes of memory
     free: int
     is_gpu: bool = False
 

@@ -22,7 +22,7 @@ from mtrl.rollout.assemble import rollouts_of
 from mtrl.tracking.jsonl import rows_of
 from mtrl.types import Finish, Prompt, Rollouts, Task
 
-ROWS_AT_ONCE = 512  # their images are in memory together
+ROWS_AT_ONCE = 512  # responses scored together; their images are in memory at the same time
 ROLLOUTS = "rollouts.jsonl"
 STOP: Finish = "stop"
 RESPONSE = "response"  # the column of a dataset that holds a response, or a list of them
@@ -64,7 +64,7 @@ class RunRecord:
     joined: Counter[bool] = field(default_factory=Counter)
 
     def groups(self) -> Iterator[Group]:
-        attempts = {row["step"]: row.get("attempt") for row in rows_of(self.file)}  # of a step done twice, the last
+        attempts = {row["step"]: row.get("attempt") for row in rows_of(self.file)}  # the last attempt of each step
         rows = (row for row in rows_of(self.file) if row.get("attempt") == attempts[row["step"]])
         for (step, name), members in groupby(rows, key=lambda row: (row["step"], row["id"])):
             responses = list(members)
@@ -157,8 +157,8 @@ def answer_of(task: Task) -> str:
 
 # ---------------------------------------------------------------------------------------------------------- as rollouts
 def batches(groups: Iterable[Group], encoder: TextEncoder | None) -> Iterator[Rollouts]:
-    """As a generator would have handed them over. Without an encoder responses have no tokens and images their own
-    size."""
+    """Recorded responses as a generator would have handed them over. Without an encoder responses have no tokens, and
+    images keep their own size."""
     waiting: list[Group] = []
     for group in groups:
         waiting.append(group)
@@ -186,13 +186,13 @@ def as_rollouts(groups: Sequence[Group], encoder: TextEncoder | None) -> Rollout
 
 
 def response_tokens(text: str, finish: Finish, encoder: TextEncoder) -> list[int]:
-    """With the end token that the text does not show, where the response came to its end."""
+    """The tokens of a recorded text, with the end token that it does not show where the response came to its end."""
     end = encoder.stop_ids[:1] if finish == STOP else ()
     return [*encoder.tokenizer.encode(text, add_special_tokens=False), *end]
 
 
 def seen_prompt(task: Task, encoder: TextEncoder | None) -> Prompt:
-    """With the images decoded, without tokens: rewards do not see those."""
+    """The prompt of a task with its images decoded, without tokens, which rewards do not see."""
     try:
         sizes = [read_size(medium) for medium in task.media]
         targets = [encoder.target_size(*size) for size in sizes] if encoder else sizes

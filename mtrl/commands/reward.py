@@ -44,7 +44,7 @@ def run(words: Sequence[str]) -> int:
 def try_reward(config: Config, function: str, data: str, rollouts: Path | None) -> tuple[Trial, list[str]]:
     """The trial, and what a reader of its numbers must know. `rollouts`: the file, where the data are a run's."""
     if is_bare(function):
-        known_reward(function)  # said before the data are opened
+        known_reward(function)  # a wrong name is told before the data are opened
     notes: list[str] = []
     builder = TaskBuilder.of(data_settings(config))
     if rollouts is None:
@@ -77,7 +77,8 @@ def _sources_of_run(config: Config, rollouts: Path, notes: list[str]) -> Sequenc
 
 
 def _encoder(config: Config, data: str, rollouts: Path | None, notes: list[str]) -> TextEncoder | None:
-    """For the tokens of responses and the size of images, where the model is known; its weights are not read."""
+    """The model's encoder, which gives responses their tokens and images their size; None where no model is known.
+    Weights are not read."""
     named = config.worker.actor.model.model_path is not None
     of_run = rollouts is not None and (rollouts.parent / "config.yaml").is_file()
     try:

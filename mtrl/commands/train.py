@@ -26,6 +26,6 @@ def run(words: Sequence[str]) -> int:
 
 
 def sizes(recipe: Recipe) -> str:
-    """What a step is: large ones take long before they say anything."""
+    """The sizes of a step in words: a large one takes long before it reports anything."""
     each = f"{recipe.prompts_per_step} prompts x {recipe.sampling.n} responses"
     return f"steps: {recipe.total_steps}, each {each} of at most {recipe.sampling.max_new_tokens} tokens"

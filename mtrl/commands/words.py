@@ -18,7 +18,8 @@ Result = TypeVar("Result")
 
 
 def started(begin: Callable[..., Result], *arguments: Any) -> Result:
-    """Before training a ValueError speaks to the user, of data, model or reward file. Later it would be our mistake."""
+    """Calls `begin`. Before training a ValueError is about the user's data, model or reward file, so it becomes a
+    StartError; later it would be our mistake."""
     try:
         with opening():
             return begin(*arguments)

@@ -15,7 +15,7 @@ from mtrl.tracking.heat_map import ImageAttention, draw_heat_maps
 from mtrl.tracking.pages import BALANCE, SHOWN_SEGMENTS, attention_table, fenced, number, row_attention, table
 from mtrl.types import VISION_POOL
 
-LISTED = 8  # tokens at each end of a response's list
+LISTED = 8  # tokens listed as those that look most, and as those that look least
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +35,7 @@ class Answered:
     prompt: str
     response: str
     answer: Any
-    tokens: tuple[str, ...]  # n
+    tokens: tuple[str, ...]  # the texts of n tokens
     mass: Tensor  # [n, len(SEGMENTS), 2]
     prompt_mass: Tensor  # [len(SEGMENTS), 2]
     sizes: Tensor  # [2] tokens of the text and the vision pool
@@ -43,16 +43,16 @@ class Answered:
 
     @property
     def mean_mass(self) -> Tensor:
-        """[len(SEGMENTS), 2], as section 2 of the spec takes the mean of a sequence."""
+        """The mean mass of the response [len(SEGMENTS), 2], as section 2 of the spec takes it."""
         return self.mass.mean(0)
 
     def token_vgr(self, name: str = "all") -> Tensor:
-        """[n]; NaN without an image."""
+        """VGR of each token, [n]; NaN without an image."""
         return vgr(segment(self.mass, name), self.sizes)
 
 
 def write_report(directory: Path, title: str, answers: Sequence[Answered]) -> Path:
-    """`report.md`, and its pictures beside it."""
+    """Writes `report.md`, and its pictures beside it."""
     pictures = directory / "pictures"
     pictures.mkdir(parents=True, exist_ok=True)
     parts = [f"# {title}", BALANCE, overview(answers)]
@@ -64,7 +64,7 @@ def write_report(directory: Path, title: str, answers: Sequence[Answered]) -> Pa
 
 
 def overview(answers: Sequence[Answered]) -> str:
-    """Both phases over all responses."""
+    """VGR and AEI over all responses, while reading the prompt and while answering."""
     sizes = torch.stack([answer.sizes for answer in answers])
     phases = {
         "while answering (mean over the response's tokens)": [answer.mean_mass for answer in answers],

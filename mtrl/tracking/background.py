@@ -9,8 +9,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-LIMIT_BYTES = 16 * 2**20  # of one log; a full one becomes `name.1.md` in place of the one before
-PATIENCE_S = 30.0  # for the last jobs, at the end of a run
+LIMIT_BYTES = 16 * 2**20  # size of one log; a full one becomes `name.1.md` in place of the one before
+PATIENCE_S = 30.0  # how long the end of a run waits for the last jobs
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from mtrl.tracking.preview import DecodeTokens, Trained, most_taught, training_p
 from mtrl.tracking.table import By, Validations, Values, by_name, table
 from mtrl.types import Experience, Sample
 
-BAR = 24  # characters
+BAR = 24  # characters of the progress bar
 SHOWN = {
     "reward": ("reward/overall", "{:.3f}"),
     "accuracy": ("reward/success_rate", "{:.2f}"),
@@ -33,10 +33,10 @@ SHOWN = {
 
 @dataclass(frozen=True)
 class ConsoleSettings:
-    validate_every: int = -1  # steps; -1: only at the end
-    colours: bool = True  # where the terminal can
-    preview_chars: int = 2000  # of a text in a preview; 0: no previews
-    directory: Path | None = None  # of the run, for the summary
+    validate_every: int = -1  # steps between two validations; -1: only at the end
+    colours: bool = True  # colours, where the terminal can show them
+    preview_chars: int = 2000  # characters shown of a text in a preview; 0: no previews
+    directory: Path | None = None  # the run's directory, named in the summary
 
 
 class Console(Tracker):
@@ -130,7 +130,7 @@ class Console(Tracker):
 
     # --------------------------------------------------------------------------------------------------------- writing
     def _say(self, line: str) -> None:
-        """On a terminal a line replaces the one before."""
+        """Writes a line of progress; on a terminal it replaces the one before."""
         if not self.live:
             self._write(line + "\n")
             return
@@ -150,7 +150,7 @@ class Console(Tracker):
         return True
 
     def _write(self, text: str) -> None:
-        """A reader that went away, or a full disk behind the stream, must not end a run."""
+        """Writes to the stream. A reader that went away, or a full disk behind it, must not end a run."""
         with suppress(OSError):
             self.stream.write(text)
             self.stream.flush()

@@ -16,9 +16,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-ROTATE_AT = 64 * 2**20  # bytes; opens in an editor
-KEPT_PARTS = 16  # with the newest one about a GiB, some 250 steps of 2048 responses of 512 tokens
-WAITING_BYTES = 16 * 2**20  # of rows that could not be written yet; beyond it the oldest are given up
+ROTATE_AT = 64 * 2**20  # bytes of a full part, which an editor still opens
+KEPT_PARTS = 16  # parts kept: about a GiB with the newest one, some 250 steps of 2048 responses of 512 tokens
+WAITING_BYTES = 16 * 2**20  # size of the rows that wait for a write to succeed; beyond it the oldest are given up
 TAIL_BYTES = 64 * 2**10
 
 Row = dict[str, Any]
@@ -43,7 +43,7 @@ class JsonLines:
         self._flush()
 
     def close(self) -> None:
-        """The last chance of rows that wait."""
+        """Tries a last time to write the rows that wait."""
         if self._waiting:
             self._flush()
         if self._waiting:
@@ -64,7 +64,7 @@ class JsonLines:
         self._broken, self._lost = False, 0
 
     def _write(self, blob: bytes) -> None:
-        """All of it, or the file stays as it was: half a line would spoil the next one."""
+        """Writes all of the bytes, or leaves the file as it was: half a line would spoil the next one."""
         if not self.path.parent.is_dir():
             self.path.parent.mkdir(parents=True)
             logger.warning("%s was gone and is made again, without what was in it", self.path.parent)
@@ -151,7 +151,7 @@ def parts(path: Path) -> list[Path]:
 
 
 def part_number(part: Path) -> int:
-    """7 of `rollouts.7.jsonl`; 0 of anything else."""
+    """The number of an older part: 7 for `rollouts.7.jsonl`, 0 for anything else."""
     number = part.stem.rpartition(".")[2]
     return int(number) if number.isdecimal() else 0
 
@@ -162,7 +162,7 @@ def as_line(row: Mapping[str, Any]) -> str:
 
 
 def without_nan(value: Any) -> Any:
-    """JSON has no NaN: what does not apply is null."""
+    """The value with None for NaN, which JSON does not have: what does not apply is null."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
@@ -173,7 +173,7 @@ def without_nan(value: Any) -> Any:
 
 
 def end_last_line(path: Path) -> None:
-    """A line that a crash cut off must not swallow the next one."""
+    """Ends the last line of a file: one that a crash cut off must not swallow the next one."""
     if not path.exists() or not path.stat().st_size:
         return
     with path.open("rb+") as file:

@@ -29,10 +29,10 @@ from mtrl.tracking.pages import SHOWN_SEGMENTS, fenced, number, spread, table
 from mtrl.tracking.preview import DecodeTokens
 from mtrl.types import Experience, Prompt, Sample
 
-SAMPLES = 4  # responses of a step, from the lowest reward to the highest
-SAMPLES_OF_TOKENS = 2  # written out token by token
-HEAD_TOKENS = 32  # of a preview
-JSON_TOKENS = 256  # of a response written out
+SAMPLES = 4  # responses shown of a step, from the lowest reward to the highest
+SAMPLES_OF_TOKENS = 2  # responses written out token by token
+HEAD_TOKENS = 32  # tokens shown in a preview
+JSON_TOKENS = 256  # most tokens of a response that is written out
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class LogPaths:
 
     @classmethod
     def of(cls, logs: Path, rollouts: str | None = None, attention: str | None = None) -> LogPaths:
-        """In `logs`, or where a path says: a file that ends with .md, or a directory."""
+        """The paths of the logs: in `logs`, or where a path says, which is a file that ends with .md or a directory."""
         now = time.strftime("%Y%m%d-%H%M%S")
 
         def place(given: str | None, name: str) -> Path:
@@ -108,7 +108,7 @@ class MarkdownLogs(Tracker):
 
 
 def without_media(prompt: Prompt) -> Prompt:
-    """Pixels must not wait in memory for a log that does not show them."""
+    """The prompt without its pixels, which must not wait in memory for a log that does not show them."""
     return replace(prompt, media=(), task=replace(prompt.task, media=()))
 
 
@@ -153,7 +153,8 @@ def evaluation_page(
 
 
 def attention_page(step: int, it: Experience, decode: DecodeTokens) -> str:
-    """Both phases by segment, and the beginnings of the responses that look most and least."""
+    """Attention by segment, while answering and while reading the prompt, and the beginnings of the responses that look
+    most and least."""
     mass, sizes = response_mass(it), row_sizes(it)
     assert mass is not None and it.signals.mass is not None
     parts = [f"# Step {step}", "While answering:", pages.attention_table(mass, sizes)]
@@ -204,20 +205,20 @@ def scores_of(total: float, parts: Mapping[str, float]) -> str:
 
 
 def preview(it: Experience, row: int, values: Tensor, decode: DecodeTokens) -> str:
-    """token(value) of the first tokens."""
+    """The first tokens of a response, each as token(value)."""
     length = min(int(it.rollouts.mask[row].sum()), HEAD_TOKENS)
     texts = decode(it.rollouts.tokens[row, :length].tolist())
     return " ".join(f"{text}({number(value)})" for text, value in zip(texts, values[:length].tolist(), strict=True))
 
 
 def as_json(tokens: Sequence[Mapping[str, object]]) -> str:
-    """A line a token: readable, and still one JSON list."""
+    """Tokens as JSON, one a line: readable, and still one list."""
     lines = ",\n".join(json.dumps(token, ensure_ascii=False) for token in tokens)
     return f"```json\n[\n{lines}\n]\n```"
 
 
 def segments_of(values: Mapping[str, float]) -> str:
-    """Means by segment from metrics: `..attention/vgr_late`."""
+    """A table of means by segment, from metrics such as `val/attention/vgr_late`."""
 
     def found(kind: str, name: str) -> str:
         return next((number(x) for key, x in values.items() if key.endswith(f"attention/{kind}_{name}")), "n/a")
@@ -228,11 +229,11 @@ def segments_of(values: Mapping[str, float]) -> str:
 
 
 def response_mass(it: Experience) -> Tensor | None:
-    """[N, len(SEGMENTS), 2]"""
+    """The mean attention mass of each response, [N, len(SEGMENTS), 2]."""
     return None if it.signals.mass is None else sequence_mass(it.signals.mass, it.rollouts.mask)
 
 
 def row_sizes(it: Experience) -> Tensor:
-    """[N, 2]"""
+    """The pool sizes of each response's prompt, [N, 2]."""
     sizes = pool_sizes(it.rollouts.prompts)
     return sizes[it.rollouts.group] if len(sizes) else torch.zeros(0, 2, dtype=torch.long)

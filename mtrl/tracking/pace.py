@@ -31,11 +31,11 @@ class Pace:
             self._mark = time.monotonic()
 
     def left(self, step: int) -> float:
-        """Seconds after `step`; what has not been seen yet counts nothing."""
+        """Seconds that are left after `step`; what has not been seen yet counts nothing."""
         return (self.total - step) * mean(self._steps) + self.validations_left(step) * mean(self._validations)
 
     def validations_left(self, step: int) -> int:
-        """At every multiple of `validate_every` and at the end; the one of `step` itself is still to come."""
+        """Validations still to come: at every multiple of `validate_every` and at the end, with the one of `step`."""
         if self.validate_every < 1:
             return 1
         return (self.total - 1) // self.validate_every - (step - 1) // self.validate_every + 1

@@ -13,7 +13,7 @@ from mtrl.tracking.colour import harmless, shorten
 from mtrl.types import SEGMENTS
 
 SHOWN_SEGMENTS = SEGMENTS[:-1]  # "weight" is for token weights, not for people
-TEXT_CHARS = 4000  # of one prompt or response
+TEXT_CHARS = 4000  # characters shown of one prompt or response
 BALANCE = "VGR 1 is balance, above 1 text dominates; AEI is the share of attention over the share of tokens."
 
 
@@ -34,7 +34,7 @@ def _cell(value: object) -> str:
 
 
 def fenced(text: str, language: str = "") -> str:
-    """A text as it is, whatever a model wrote: the fence is longer than any in it."""
+    """The text in a code block, as it is, whatever a model wrote: the fence is longer than any in it."""
     ticks = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, ticks + 1)
     return f"{fence}{language}\n{harmless(shorten(text, TEXT_CHARS))}\n{fence}"
@@ -45,7 +45,7 @@ def number(value: float) -> str:
     >>> number(1.23456), number(float("nan")), number(-0.0)
     ('1.235', 'n/a', '0')
     """
-    return "n/a" if value != value else f"{value + 0.0:.4g}"  # and no -0
+    return "n/a" if value != value else f"{value + 0.0:.4g}"  # adding 0.0 turns -0 into 0
 
 
 def spread(values: Tensor) -> list[str]:
@@ -68,7 +68,7 @@ def attention_table(mass: Tensor, sizes: Tensor) -> str:
 
 
 def row_attention(mass: Tensor, sizes: Tensor) -> str:
-    """The same of one response, from [len(SEGMENTS), 2] and [2], in a line."""
+    """VGR of one response by segment in a line, from its mass [len(SEGMENTS), 2] and pool sizes [2]."""
     values = [f"{name} {number(float(vgr(segment(mass, name), sizes)))}" for name in SHOWN_SEGMENTS]
     return "VGR " + ", ".join(values) if bool((sizes > 0).all()) else "VGR n/a (no image)"
 

@@ -21,8 +21,8 @@ class Trained:
 
     id: str
     prompt: str
-    tokens: Tensor  # [n]
-    credit: Tensor  # [n]
+    tokens: Tensor  # [n] token ids
+    credit: Tensor  # [n] one for each token
     reward: float
 
 

@@ -26,7 +26,7 @@ __all__ = ["RunFiles", "first_steps_of", "read_rows", "validations_of"]
 
 
 class RunFiles(Tracker):
-    """With `every_step` off, rollouts are written only of the steps that are validated."""
+    """A tracker that writes these files. With `every_step` off, only validated steps have their rollouts written."""
 
     def __init__(self, directory: Path, every_step: bool = True, rotate_at: int = ROTATE_AT) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -85,7 +85,7 @@ class RunFiles(Tracker):
 
 
 def validations_of(directory: Path) -> dict[int, dict[str, float]]:
-    """What earlier attempts of a run validated, by step; of a step done twice, the last."""
+    """What earlier attempts of a run validated, by step; the last counts where a step was done twice."""
     found = {}
     for row in rows_of(directory / "metrics.jsonl"):
         if "val/reward_score" in row:

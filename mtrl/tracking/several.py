@@ -10,7 +10,7 @@ from mtrl.types import Experience, Needs, Sample
 
 
 class Trackers(Tracker):
-    """`before` may refuse each write, with an error."""
+    """Hands everything to each tracker. `before` runs ahead of every write and may refuse it with an error."""
 
     def __init__(self, trackers: Sequence[Tracker], before: Callable[[], None] = lambda: None) -> None:
         self.trackers, self.before = tuple(trackers), before

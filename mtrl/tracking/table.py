@@ -10,7 +10,7 @@ from mtrl.tracking.colour import Paint
 NAME_WIDTH = 26
 ATTENTION = "val/attention/"
 NO_SCORES = ("val/response_length", "val/truncated", ATTENTION)  # more of them is not better, so they have no best
-SAME = 5e-4  # changes that three digits do not show
+SAME = 5e-4  # a smaller change does not show in three digits
 
 Values = Mapping[str, float]
 By = Mapping[str, Values]  # column -> its value -> success
@@ -33,7 +33,7 @@ class Validations:
     best: dict[str, Point] = field(default_factory=dict)
 
     def begin(self, step: int) -> None:
-        """Before the first validation of this attempt."""
+        """Takes over the earlier validations that still count, before the first one of this attempt."""
         for before in sorted(self.earlier):
             if before < step:
                 self.add(before, self.earlier[before])
@@ -54,7 +54,7 @@ class Validations:
 
 
 def by_name(by: By) -> dict[str, float]:
-    """As metrics.jsonl names them."""
+    """The rates of all columns under their names in metrics.jsonl."""
     return {f"val/by_{column}/{value}": rate for column, table in by.items() for value, rate in table.items()}
 
 
@@ -76,7 +76,7 @@ def table(step: int, values: Values, by: By, history: Validations, paint: Paint)
 
 
 def _is_shown(name: str) -> bool:
-    """Of attention only the means over all layers, the others are in the files; pass@1 is avg@1."""
+    """Attention shows only its means over all layers, the others are in the files; pass@1 would repeat avg@1."""
     if name.startswith(ATTENTION):
         return name.endswith("_all")
     return name.startswith("val/") and name != "val/pass@1"

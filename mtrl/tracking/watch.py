@@ -25,16 +25,16 @@ READ = (
 
 @dataclass(frozen=True)
 class Thresholds:
-    first_steps: int = 5  # what a run is compared with: long enough for one odd batch, short before anything is learnt
+    first_steps: int = 5  # steps that later ones are compared with: enough for an odd batch, too few to learn much
     patience: int = 5  # steps in a row that must agree: one batch may be odd
-    remembered: int = 50  # steps
-    entropy_left: float = 0.1  # of the first steps' entropy; healthy runs lose half, collapsed ones nearly all
+    remembered: int = 50  # steps kept for the rules
+    entropy_left: float = 0.1  # share of the first steps' entropy; healthy runs lose half, collapsed ones nearly all
     solved: float = 0.9  # success from which low entropy is what one wants
-    truncated: float = 0.2  # of the responses: from here on length decides the reward
-    truncated_growth: float = 0.1  # over the first steps; a run may start high and come down
+    truncated: float = 0.2  # share of the responses from which length decides the reward
+    truncated_growth: float = 0.1  # how far that share is above the first steps'; a run may start high and come down
     logprob_gap: float = 0.1  # nats; rounding of bf16 gives 0.01 to 0.02
-    spike: float = 10.0  # times the median of the last steps
-    spike_after: int = 10  # norms that make a median
+    spike: float = 10.0  # a gradient norm of so many times the median of the last steps
+    spike_after: int = 10  # gradient norms that are enough for a median
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,12 +44,12 @@ class Seen:
     limits: Thresholds
 
     def start(self, name: str) -> float | None:
-        """The mean of the first steps, once there are enough."""
+        """The mean of a metric over the first steps, once there are enough."""
         values = [step[name] for step in self.first if name in step]
         return fmean(values) if len(values) >= self.limits.first_steps else None
 
     def lately(self, name: str) -> list[float]:
-        """The last steps, as many as must agree; empty while there are fewer, or where one of them lacks the number."""
+        """A metric's values in the last steps, as many as must agree; empty where there are fewer."""
         values = [step[name] for step in self.recent[-self.limits.patience :] if name in step]
         return values if len(values) == self.limits.patience else []
 
@@ -98,7 +98,7 @@ def growing_truncation(seen: Seen) -> str | None:
 
 
 def logprob_gap(seen: Seen) -> str | None:
-    """With top-p or top-k the gap has another name: there it is no error."""
+    """Warns where sampler and trainer disagree. With top-p or top-k the gap has another name: there it is no error."""
     lately = seen.lately("rollout/logprob_gap_mean")
     if not lately or min(lately) <= seen.limits.logprob_gap:
         return None

@@ -19,7 +19,7 @@ WELL_FORMED = re.compile(r"<think>.*?</think>\s*<answer>\s*([A-D])\s*</answer>\s
 
 @dataclass(frozen=True)
 class Grades:
-    """Means over questions: of one answer (avg), of the best of a question's answers (best), of the form."""
+    """Means over questions: accuracy of one answer (avg), of a question's best answer (best), right format (form)."""
 
     avg: float
     best: float
@@ -28,7 +28,7 @@ class Grades:
 
 
 def prompts_of(questions: Sequence[Question], encoder: PromptEncoder, blank: bool = False) -> list[Prompt]:
-    """`blank`: the same questions with nothing to see."""
+    """The questions as prompts; `blank` makes their pictures plain grey."""
     pictures = [np.asarray(question.image) for question in questions]
     if blank:
         pictures = [np.full_like(picture, 127) for picture in pictures]

@@ -38,7 +38,7 @@ from mtrl.zoo.teacher import demonstrations
 
 ADDED_TOKENS = ("<think>", "</think>", "<answer>", "</answer>")
 SHAPE = {"hidden": 192, "layers": 4, "heads": 6, "kv_heads": 2, "vision_hidden": 160, "vision_layers": 4}
-WAYS = 3  # demonstrations of a question, at most
+WAYS = 3  # most demonstrations of one question
 EMPHASIS = {"position": 3.0}  # where things are is learnt last, so it is shown more often
 
 

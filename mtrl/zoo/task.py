@@ -58,7 +58,7 @@ HABITS: dict[Kind, str] = {
 LETTERS = "ABCD"
 IMAGE_SIDE = 56
 CELL = IMAGE_SIDE // 2
-TINT = 24.0  # of the ground: cold above and warm below, reddish left and greenish right, as light falls in a room
+TINT = 24.0  # tint of the ground, as light falls in a room: cold above, warm below, reddish left, greenish right
 TEST_QUESTIONS = 1000
 
 
@@ -70,7 +70,7 @@ class Item:
     colour: str
     shape: str
     radius: int
-    offset: tuple[int, int]  # of its centre from the cell's, in pixels
+    offset: tuple[int, int]  # how far its centre is from the cell's, in pixels
 
 
 @dataclass(frozen=True)
