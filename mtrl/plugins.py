@@ -20,7 +20,8 @@ def load_plugin(spec: str, what: str) -> Any:
     place, name = split_spec(spec)
     module = load_module(place, what)
     if name is None or not hasattr(module, name):
-        there = [each for each in vars(module) if not each.startswith("_")]
+        own = {each: value for each, value in vars(module).items() if not each.startswith("_")}
+        there = [each for each, value in own.items() if getattr(value, "__module__", None) == module.__name__]
         raise PluginError(f"{place} has no {what} {name or ''}; it has {', '.join(there) or 'nothing'}")
     return getattr(module, name)
 

@@ -42,11 +42,13 @@ def _picked(value: Any, index: Tensor) -> Any:
 def join_rows(records: Sequence[Record]) -> Record:
     """One record of all rows. Narrower tensors are padded with 0 (what stands off the mask is nobody's); a field that
     one of the records lacks, the whole lacks too."""
-    names = [f.name for f in fields(records[0])]  # type: ignore[arg-type]
-    return replace(records[0], **{name: _joined([getattr(each, name) for each in records]) for name in names})  # type: ignore
+    columns = {f.name: [getattr(each, f.name) for each in records] for f in fields(records[0])}  # type: ignore[arg-type]
+    tensors = next((column for column in columns.values() if isinstance(column[0], Tensor)), [])
+    counts = [len(tensor) for tensor in tensors]  # rows of each record
+    return replace(records[0], **{name: _joined(column, counts) for name, column in columns.items()})  # type: ignore
 
 
-def _joined(values: Sequence[Any]) -> Any:
+def _joined(values: Sequence[Any], counts: Sequence[int]) -> Any:
     first = values[0]
     if any(value is None for value in values):
         return None
@@ -54,9 +56,8 @@ def _joined(values: Sequence[Any]) -> Any:
         width = max(value.shape[1] for value in values) if first.ndim > 1 else 0
         return torch.cat([_widened(value, width) for value in values])
     if isinstance(first, Mapping):  # parts of the reward: one that a record does not know applies to none of its rows
+        absent = [torch.full((count,), torch.nan) for count in counts]
         names = dict.fromkeys(name for value in values for name in value)
-        rows = [len(next(iter(value.values()), ())) for value in values]
-        absent = [torch.full((count,), torch.nan) for count in rows]
         return {name: torch.cat([v.get(name, nan) for v, nan in zip(values, absent, strict=True)]) for name in names}
     if isinstance(first, tuple):
         return tuple(each for value in values for each in value)

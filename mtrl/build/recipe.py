@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import fields
 from functools import reduce
+from typing import get_type_hints
 
 from mtrl.algorithms.assemble import BatchPlan
 from mtrl.algorithms.credit import Rule
@@ -17,6 +18,7 @@ from mtrl.algorithms.divergence import Divergence
 from mtrl.algorithms.estimators import ESTIMATORS, Estimator
 from mtrl.algorithms.losses import Loss, PolicyLoss
 from mtrl.config import Config, ConfigError
+from mtrl.config.values import BadValue, typed
 from mtrl.models.perturb import Perturbation
 from mtrl.plugins import PluginError
 from mtrl.training.recipe import Recipe
@@ -147,9 +149,24 @@ def credit_rules(config: Config) -> tuple[Rule, ...]:
     if algorithm.enable_token_weights:
         rules.append(attention_weights(config))
     try:
-        return (*rules, *map(make_rule, algorithm.credit))
+        further = [make_rule(spec) for spec in algorithm.credit]
+        for rule in further:
+            check_arguments(rule)
+        return (*rules, *further)
     except PluginError as error:
         raise ConfigError([f"optimization.credit: {error}"]) from error
+
+
+def check_arguments(rule: Rule) -> None:
+    """The values of a rule's fields against their annotations, those that a configuration can hold."""
+    hints = get_type_hints(type(rule))
+    for argument in fields(rule):  # type: ignore[arg-type]
+        try:
+            typed(getattr(rule, argument.name), hints[argument.name], None)
+        except BadValue as error:
+            raise PluginError(f"{type(rule).__name__}: {argument.name}: {error}") from error
+        except TypeError:  # an annotation that no key of a configuration has
+            continue
 
 
 def attention_weights(config: Config) -> AttentionWeights:

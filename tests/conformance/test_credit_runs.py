@@ -107,6 +107,16 @@ WRONG = {
         "class Mine(Weight):\n    def apply(self, experience, key):\n        return -torch.ones(len(experience))",
         "credit rule Mine returned the weight -1; a weight is at least 0",
     ),
+    "its speaks_for is wrong": (
+        "class Mine(Filter):\n    def apply(self, experience, key):\n        return experience.rollouts.mask\n"
+        "    def speaks_for(self, experience):\n        return torch.ones(1)",
+        "credit rule Mine: speaks_for must return a bool for each of 8 responses",
+    ),
+    "its metrics raise": (
+        "class Mine(Weight):\n    def apply(self, experience, key): ...\n"
+        "    def metrics(self, experience):\n        raise ValueError('one\\ntwo')",
+        "credit rule Mine failed: ValueError: one (",
+    ),
     "it raises": (
         "class Mine(Filter):\n    def apply(self, experience, key):\n        return experience.rewrads",
         "credit rule Mine failed: AttributeError: 'Experience' object has no attribute 'rewrads'",
@@ -119,7 +129,20 @@ def test_refused_or_stopped_with_one_clear_line(fault, tmp_path, capsys):
     body, said = WRONG[fault]
     file = tmp_path / "mine.py"
     file.write_text(HEAD + textwrap.dedent(body) + "\n")
-    status, _ = 0, None
     status = main(words(tmp_path, *PLAIN, "training.max_steps=1", f"optimization.credit=[{file}:Mine]"))
     errors = [line for line in capsys.readouterr().err.splitlines() if said in line]
     assert status in (1, 2) and len(errors) == 1
+
+
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        ("{name: entropy_change, strength: much}", "EntropyChange: strength: expected a number, got 'much'"),
+        ("{name: attention_weights, target: masks}", "AttentionWeights: target: expected one of advantage, mask"),
+        ("{name: attention_weights, clip: [1]}", "AttentionWeights: clip: expected a list of 2"),
+        ("entropy_chnge", "did you mean entropy_change?"),
+    ],
+)
+def test_arguments_are_checked_before_the_first_step(rule, said, tmp_path, capsys):
+    assert main(words(tmp_path, f"optimization.credit=[{rule}]")) == 2
+    assert said in capsys.readouterr().err

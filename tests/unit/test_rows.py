@@ -2,7 +2,6 @@
 
 from dataclasses import fields, replace
 
-import pytest
 import torch
 from helpers import NAN, close, fake_experience, fake_rollouts, padded, same
 from hypothesis import given
@@ -131,7 +130,6 @@ def test_reward_parts_that_one_part_lacks_do_not_apply_there():
     assert joined.baseline is None and joined.token_weights is None
 
 
-@pytest.mark.xfail(strict=True, reason="a record without any part does not know how many rows it has")
 def test_rewards_without_parts_have_rows_too():
     joined = join_rows([rewards_of([1.0, 2.0]), rewards_of([3.0], accuracy=[1.0])])
     close(joined.parts["accuracy"], [NAN, NAN, 1])

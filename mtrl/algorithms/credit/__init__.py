@@ -16,11 +16,12 @@ order of them all. `registry.py` finds rules by name, a user's by `file.py:name`
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from mtrl.algorithms.credit.checked import applied
+from mtrl.algorithms.credit.checked import applied, asked, judged_rows
 from mtrl.algorithms.credit.rule import Filter, Key, Rule, Term, Weight
 from mtrl.algorithms.groups import masked_mean
 from mtrl.types import Credit, Experience
@@ -58,7 +59,7 @@ def select(rules: Sequence[Rule], experience: Experience, key: Key) -> Tensor:
     chosen, judged = torch.zeros_like(mask), torch.zeros(len(mask), dtype=torch.bool)
     for rule in rules:
         if isinstance(rule, Filter):
-            speaks = rule.speaks_for(experience)
+            speaks = judged_rows(rule, experience)
             chosen |= applied(rule, experience, key) & mask & speaks[:, None]
             judged |= speaks
     return chosen.where(judged[:, None], mask)
@@ -69,7 +70,7 @@ def credit_metrics(rules: Sequence[Rule], experience: Experience) -> dict[str, f
     assert experience.credit is not None
     values: dict[str, float] = {}
     for rule in rules:
-        values |= rule.metrics(experience)
+        values |= asked(rule, partial(rule.metrics, experience))
     if any(isinstance(rule, Filter) for rule in rules):
         values["actor/combined_token_fraction"] = masked_mean(experience.credit.select, experience.rollouts.mask)
     return values

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from mtrl.algorithms.credit.rule import Key, Weight
+from mtrl.algorithms.credit.rule import Key, Target, Weight
 from mtrl.algorithms.credit.top_fraction import top_fraction
 from mtrl.algorithms.signals import pool_sizes, segment, vgr
 from mtrl.types import Experience, Needs
@@ -20,7 +19,7 @@ class AttentionWeights(Weight):
     """v [N, T] = 1/VGR, smoothed, mean 1, clipped; or what a reward function supplied. Without `attention` nobody reads
     it, and a reward function must bring the weights."""
 
-    target: Literal["advantage", "mask"] = "advantage"
+    target: Target = "advantage"
     clip: tuple[float, float] = (0.2, 3.0)
     smooth_sigma: float = 0.0
     top_ratio: float | None = None

@@ -54,6 +54,6 @@ def find_class(name: str) -> Any:
     except Exception as error:  # whatever the user's file raises
         raise PluginError(f"{name} cannot be loaded: {type(error).__name__}: {error}") from error
     fits = isinstance(kind, type) and issubclass(kind, (Filter, Weight, Term)) and is_dataclass(kind)
-    if not fits:
+    if not fits or not kind.__dataclass_params__.frozen:
         raise PluginError(f"{name} is no credit rule: it must be a frozen dataclass and a Filter, a Weight or a Term")
     return kind

@@ -26,6 +26,7 @@ from torch import Tensor
 from mtrl.types import Experience, Needs
 
 Key = tuple[int, int]  # (seed, step)
+Target = Literal["advantage", "mask"]
 
 
 class Rule(ABC):
@@ -56,7 +57,7 @@ class Weight(Rule):
     """A factor of at least 0: [N] for responses or [N, T] for tokens; None where there is nothing to say this time.
     Its target is the advantage, or `mask`: what a token counts for in every sum and denominator."""
 
-    target: Literal["advantage", "mask"] = "advantage"
+    target: Target = "advantage"
 
 
 class Term(Rule):
