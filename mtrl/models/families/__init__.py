@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,14 @@ from mtrl.models.families.qwen_vl import QwenVLEncoder
 from mtrl.models.families.text import TextEncoder
 from mtrl.protocols import ImageSettings
 
-VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+# The encoder of each vision-language family, by the `model_type` of its config.json. It is made of (tokenizer, config,
+# image settings) and the options of a TextEncoder. A user's file adds one by an assignment; text-only models need none.
+FAMILIES: dict[str, Callable[..., TextEncoder]] = {
+    "qwen2_vl": QwenVLEncoder,
+    "qwen2_5_vl": QwenVLEncoder,
+    "qwen3_vl": QwenVLEncoder,
+}
+VISION_FAMILIES = FAMILIES.keys()  # a view: families that are added later are in it
 PROCESSOR_FILES = (
     "preprocessor_config.json",
     "video_preprocessor_config.json",
@@ -37,7 +45,15 @@ PROCESSOR_FILES = (
     "chat_template.json",
 )
 
-__all__ = ["VISION_FAMILIES", "QwenVLEncoder", "TextEncoder", "encoder_files", "load_encoder", "load_model_config"]
+__all__ = [
+    "FAMILIES",
+    "VISION_FAMILIES",
+    "QwenVLEncoder",
+    "TextEncoder",
+    "encoder_files",
+    "load_encoder",
+    "load_model_config",
+]
 
 
 def load_encoder(
@@ -51,16 +67,16 @@ def load_encoder(
     pool_special_tokens: bool = False,
     pool_system: bool = False,
 ) -> TextEncoder:
-    """The PromptEncoder for a checkpoint: a local directory or a hub id. Vision families get a QwenVLEncoder.
+    """The PromptEncoder for a checkpoint: a local directory or a hub id. Vision families have theirs in FAMILIES.
 
     Pixel limits that are None are the checkpoint's. `chat_template` is Jinja text or a file with it.
     """
     model_path, tokenizer_path = str(model_path), str(tokenizer_path or model_path)
     config = load_model_config(model_path, trust_remote_code)
-    vision = config.model_type in VISION_FAMILIES
-    if not vision and not _is_text_model(config):
+    vision = FAMILIES.get(config.model_type)
+    if vision is None and not _is_text_model(config):
         raise ValueError(
-            f"{model_path} is of the family {config.model_type!r}; MTRL knows {', '.join(VISION_FAMILIES)} "
+            f"{model_path} is of the family {config.model_type!r}; MTRL knows {', '.join(FAMILIES)} "
             "and text-only causal language models"
         )
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, trust_remote_code=trust_remote_code)
@@ -73,9 +89,9 @@ def load_encoder(
         "pool_special_tokens": pool_special_tokens,
         "pool_system": pool_system,
     }
-    if not vision:
+    if vision is None:
         return TextEncoder(tokenizer, **options)
-    return QwenVLEncoder(tokenizer, config, _image_settings(model_path, config, min_pixels, max_pixels), **options)
+    return vision(tokenizer, config, _image_settings(model_path, config, min_pixels, max_pixels), **options)
 
 
 def load_model_config(path: str, trust_remote_code: bool = False) -> PreTrainedConfig:
