@@ -34,7 +34,7 @@ MODULE_MAY_IMPORT = {  # where a module may do other things than its room
     "mtrl.__main__": {"cli"},
     "mtrl.cli": {"config", "errors", "commands"},
     "mtrl.training.training_main": {"cli"},
-    "mtrl.training.trainer": {"config", "errors", "build"},
+    "mtrl.training.trainer": {"config", "errors", "protocols", "build"},
     "mtrl.training.loop": {"config", "protocols", "algorithms", "types"},
     "mtrl.training.evaluate": {"config", "protocols", "algorithms", "types"},
     "mtrl.zoo.pretrain": {"types", "models", "algorithms", "rollout"},

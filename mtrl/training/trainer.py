@@ -12,6 +12,7 @@ from mtrl.build.run import build, configure
 from mtrl.config import Config, ConfigError
 from mtrl.config.tree import known_leaves
 from mtrl.errors import Finished
+from mtrl.protocols import Tracker
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +28,8 @@ class Trainer:
     trainer.train()
 
     Without a model and data it trains the embedded model on the embedded task. A function handed over as an object
-    runs in this process; one named by its file runs in the sandbox, with a time limit.
+    runs in this process; one named by its file runs in the sandbox, with a time limit. `trackers` are loggers of your
+    own, beside those of the configuration; they are closed at the end of the run.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class Trainer:
         data: Rows | None = None,
         rewards: Sequence[Callable[..., Any] | str] | None = None,
         config: str | Path | None = None,
+        trackers: Sequence[Tracker] = (),
         **overrides: Any,
     ) -> None:
         settings = {full_key(name): value for name, value in overrides.items()}
@@ -44,7 +47,7 @@ class Trainer:
         if isinstance(data, str):
             settings["dataset.train_files"] = data
         self._rows = data if data is not None and not isinstance(data, str) else None
-        self._rewards = rewards
+        self._rewards, self._trackers = rewards, trackers
         if rewards:
             settings["worker.reward.functions"] = tuple(map(name_in_config, rewards))
             settings.setdefault("worker.reward.weights", None)  # those of a packaged config belong to its functions
@@ -54,7 +57,7 @@ class Trainer:
         """Runs to the end, from where the run of that name stopped. Returns its directory, with metrics, rollouts and
         checkpoints."""
         try:
-            run = build(self.config, data=self._rows, rewards=self._rewards)
+            run = build(self.config, data=self._rows, rewards=self._rewards, trackers=self._trackers)
         except Finished as finished:
             logger.warning("%s", finished)
             return finished.directory
