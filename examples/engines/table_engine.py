@@ -1,0 +1,49 @@
+"""An engine of your own: it answers from a table, by question. For trying rewards and credit on responses you chose."""
+
+from mtrl.rollout.assemble import finish_of, rollouts_of
+from mtrl.rollout.awake import Awake
+from mtrl.rollout.sampling import first_samples
+
+
+class TableEngine(Awake):
+    """`answers`: {question: [response, ..]}, asked in turn. Awake brings `awake()`; an engine that holds device memory
+    also writes `wake` and `sleep`."""
+
+    def __init__(self, encoder, answers, version=0):
+        self.encoder, self.answers, self.version = encoder, answers, version
+
+    def load(self, weights):
+        """A real engine takes over `weights.tensors`, and refuses names that it lacks or does not know."""
+        self.version = weights.version
+
+    def generate(self, prompts, sampling):
+        if sampling.version != self.version:
+            raise RuntimeError(f"asked to sample at version {sampling.version}, but the engine holds {self.version}")
+        first = first_samples([prompt.task.id for prompt in prompts], sampling)
+        group = [place for place in range(len(prompts)) for _ in range(sampling.n)]
+        texts = [
+            self.answer(prompt.task, 0 if sampling.temperature == 0 else start + sample)
+            for prompt, start in zip(prompts, first, strict=True)
+            for sample in range(sampling.n)
+        ]
+        tokens = [self.tokens(text)[: sampling.max_new_tokens] for text in texts]
+        return rollouts_of(
+            prompts,
+            group,
+            tokens,
+            None,  # a sampler hands over the log-prob of each token; a table is certain, and log(1) is 0
+            text=[self.encoder.decode(row) for row in tokens],
+            finish=finish_of(tokens, self.encoder.stop_ids),
+            version=self.version,
+            pad_id=self.encoder.pad_id,
+        )
+
+    def answer(self, task, number):
+        if task.text not in self.answers:
+            raise KeyError(f"the table has no answer to {task.text!r} ({task.origin}); add one")
+        responses = self.answers[task.text]
+        return responses[number % len(responses)]
+
+    def tokens(self, text):
+        """With the token that ends a response: it is sampled, too."""
+        return [*self.encoder.tokenizer.encode(text, add_special_tokens=False), self.encoder.stop_ids[0]]

@@ -1,0 +1,27 @@
+"""A model family of your own: Qwen3-VL with experts, and prompts that number their images. Import it before the model.
+
+import qwen3_vl_moe
+mtrl.Trainer(model="my_checkpoint", ..).train()
+"""
+
+from mtrl.models.families import FAMILIES, QwenVLEncoder
+from mtrl.models.families.text import parts_of
+
+
+class NumberedEncoder(QwenVLEncoder):
+    """Writes "Picture 1: " before the first image, and so on, so that a question can say which one it means."""
+
+    def render(self, messages):
+        number, numbered = 0, []
+        for message in messages:
+            content = []
+            for part in parts_of(message):
+                if part["type"] == "image":
+                    number += 1
+                    content.append({"type": "text", "text": f"Picture {number}: "})
+                content.append(part)
+            numbered.append({**message, "content": content})
+        return super().render(numbered)
+
+
+FAMILIES["qwen3_vl_moe"] = NumberedEncoder  # by the model_type in a checkpoint's config.json
