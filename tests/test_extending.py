@@ -14,7 +14,7 @@ import torch
 import yaml
 from helpers import close, fake_rollouts, mask_of
 from PIL import Image
-from run_helpers import metrics_of, run_of, words
+from run_helpers import metrics_of, words
 from tiny_models import SHARPER, plain_inputs, prompt, random_rollouts
 from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs/extending.md").read_text()
 QUOTES = dict(re.findall(r"```python (\S+)\n(.*?)```", PAGE, re.DOTALL))
 SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-COMMANDS = re.findall(r"^mtrl train .*", PAGE, re.MULTILINE)
+COMMANDS = re.findall(r"^mtrl train .*", PAGE.replace("\\\n", ""), re.MULTILINE)
 REPORTED = ["actor/my_mean_weight", "actor/brevity_term", "reward/ten_lines", "reward/mean_entropy"]  # by each of them
 
 
@@ -55,22 +55,19 @@ def workplace(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def small(workplace, monkeypatch):
-    """The embedded configuration in the sizes of a test; a dictionary that a test may change."""
-    values = yaml.safe_load(CONFIG_FILE.read_text())
-    words(workplace)  # writes three questions to validate on
-    values["dataset"] |= {"rollout_batch_size": 2, "val_files": str(workplace / "val.jsonl")}
-    values["training"] |= {"logger": []}
-    values["worker"]["actor"]["global_batch_size"] = 2
-    values["worker"]["rollout"]["n"] = 4
-    monkeypatch.setattr(run_module, "CONFIG_FILE", workplace / "zoo.yaml")
-    loaded = run_module.load_config
-    monkeypatch.setattr(run_module, "load_config", lambda file, *rest: write(values, file) or loaded(file, *rest))
-    return values
+def embedded(workplace, monkeypatch):
+    """Writes the configuration that lies under a run of the embedded model, in the sizes of a test, with changes."""
 
+    def write(**changes):
+        values = yaml.safe_load(CONFIG_FILE.read_text())
+        values["dataset"]["rollout_batch_size"] = values["worker"]["actor"]["global_batch_size"] = 2
+        values["training"]["logger"] = []
+        for block, settings in changes.items():
+            values[block] |= settings
+        (workplace / "zoo.yaml").write_text(yaml.safe_dump(values))
+        monkeypatch.setattr(run_module, "CONFIG_FILE", workplace / "zoo.yaml")
 
-def write(values, file):
-    file.write_text(yaml.safe_dump(values))
+    return write
 
 
 def run_snippet(example: str) -> dict:
@@ -110,8 +107,10 @@ def test_the_sections_in_their_order():
 
 @pytest.mark.parametrize(("command", "reported"), [*zip(COMMANDS, REPORTED, strict=True)], ids=REPORTED)
 def test_commands_train(command, reported, workplace):
-    assert main([*words(workplace), *shlex.split(command)[2:], "training.val_freq=-1"]) == 0
-    rows = metrics_of(run_of(workplace))
+    overrides = shlex.split(command)[2:]
+    assert main([*words(workplace), *overrides, "training.val_freq=-1"]) == 0
+    (name,) = [word.partition("=")[2] for word in overrides if word.startswith("training.experiment_name=")]
+    rows = metrics_of(workplace / "mtrl" / name)
     assert all(reported in rows[step, False] and rows[step, False]["actor/grad_norm"] > 0 for step in (1, 2))
 
 
@@ -153,9 +152,13 @@ def test_brevity_by_hand():
 
 # ---------------------------------------------------------------------------------------------------------- the logger
 @pytest.mark.parametrize("rules", [True, False], ids=["with rules", "without a rule that needs S"])
-def test_the_logger_writes_each_step(rules, workplace, small):
+def test_the_logger_writes_each_step(rules, workplace, embedded):
     """Without a rule it is the logger alone that has S measured."""
-    small["optimization"] |= {"enable_perception_filtering": rules, "enable_trajectory_reweighting": rules}
+    words(workplace)  # writes three questions to validate on
+    embedded(
+        dataset={"val_files": str(workplace / "val.jsonl")},
+        optimization={"enable_perception_filtering": rules, "enable_trajectory_reweighting": rules},
+    )
     config = run_snippet("csv_logger")["trainer"].config
     assert any("dependency" in rule.needs for rule in credit_rules(config)) == rules
     with Path("best.csv").open(newline="") as file:
@@ -170,8 +173,8 @@ def test_the_logger_writes_each_step(rules, workplace, small):
 
 
 # ---------------------------------------------------------------------------------------------------------- the engine
-def test_the_engine_answers_from_its_table(workplace, small):
-    del small["dataset"]["val_files"]  # rows given in Python come without a validation
+def test_the_engine_answers_from_its_table(workplace, embedded):
+    embedded()
     answers = run_snippet("table_engine")["answers"]
     red, blue = ([row for row in responses("table")[1] if row["id"].endswith(f":{place}")] for place in (0, 1))
     assert [row["response"] for row in red] == [*answers["Say red."], "red"], "two answers for three samples"

@@ -16,7 +16,7 @@ class EntropyChange(Weight):
     """Tokens whose entropy changes with the image count for more: 1 + strength * (|change| / mean - 1), at least 0."""
 
     strength: float = 1.0
-    needs = Needs("entropy_change")  # measured because it is asked for: entropy without the details minus with them
+    needs = Needs("entropy_change")  # measured because it is asked for: on the perturbed image minus on ours
 
     def apply(self, experience, key):
         mask = experience.rollouts.mask
