@@ -2,7 +2,7 @@
 
     python -m benchmarks.memory [--size 3b] [--out benchmarks/results/memory.json]
 
-Needs a GPU. `held` is what stays between steps (weights, gradients are freed, two moments); a peak is all that was
+Needs a GPU. `held` is what stays between steps (weights, gradients are freed, optimizer state); a peak is all that was
 allocated at once. The update learns from 8 prompts x 8 responses x 256 tokens, 576 image tokens, with checkpointing.
 Masses are read for one group of 8 responses, whose length doubles from row to row: what the pass takes beyond the
 weights must grow no faster than the length. The last line is the result as JSON; `tests/unit/test_doctor.py` holds what
@@ -24,9 +24,9 @@ from benchmarks.forward import BUDGET, SHAPES, TEXT_TOKENS, Bench
 from benchmarks.measure import peak_gb
 from benchmarks.random_model import PATCHES, TEXT, TOKEN_PIXELS, VISION
 from mtrl.algorithms.losses import Loss
-from mtrl.commands.memory import Estimate, Plan, estimate
-from mtrl.models.size import size_by
-from mtrl.types import Needs
+from mtrl.training.memory import Estimate, Plan, estimate
+from mtrl.training.rehearsal import Limits
+from mtrl.types import Needs, Sampling
 from mtrl.workers.micro_batches import MicroBatching
 
 RESPONSES = 8
@@ -58,14 +58,13 @@ def expected(size: str, weights: str) -> Estimate:
     text = TEXT[size] | {"tie_word_embeddings": True}
     shape = Qwen2_5_VLConfig(text_config=text, vision_config=VISION[size] | PATCHES, tie_word_embeddings=True)
     count, length, side = SHAPES[size]
-    plan = Plan(
-        weight_bytes=4 if weights == "fp32" else 2, compute_bytes=2, reference=False, train_vision=True,
-        checkpointing=True, prompts_per_step=count, responses_per_prompt=count,
-        prompt_tokens=TEXT_TOKENS + (side // TOKEN_PIXELS) ** 2, response_tokens=length, max_pixels=side**2,
-        update=MicroBatching(at_least=BUDGET["update"]), probe=MicroBatching(at_least=BUDGET["probe"]), views=2,
-        on_gpu=True, packed=True, compiled=True,
+    limits = Limits(
+        prompts=count, prompts_per_update=count, sampling=Sampling(n=count, max_new_tokens=length),
+        prompt_tokens=TEXT_TOKENS + (side // TOKEN_PIXELS) ** 2, max_pixels=side**2,
+        update=MicroBatching(at_least=BUDGET["update"]), probe=MicroBatching(at_least=BUDGET["probe"]),
+        needs=Needs(old=True, entropy=True, dependency="low_var_kl"),
     )  # fmt: skip
-    return estimate(size_by(shape), plan)
+    return estimate(shape, Plan(limits, weights, "bf16", checkpointing=True, on_gpu=True, packed=True, compiled=True))
 
 
 def measure_lengths(size: str) -> list[dict[str, float]]:
@@ -79,7 +78,7 @@ def measure_lengths(size: str) -> list[dict[str, float]]:
         forward = bench.routes["shared"]
         for name, mass in (("plain_gb", False), ("with_attention_gb", True)):
             with peak_gb(row, name):
-                forward.signals(rollouts, Needs("old", "mass") if mass else Needs("old"))
+                forward.signals(rollouts, mass=mass)
             row[name] = round(row[name] - weights, 3)
         table.append(row)
         print(row, flush=True)

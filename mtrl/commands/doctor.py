@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from mtrl.build import recipe
-from mtrl.build.data import EMBEDDED
-from mtrl.build.model import model_path
-from mtrl.build.run import configure, unknown_names
-from mtrl.build.unbuilt import unbuilt
 from mtrl.commands import installed
 from mtrl.commands.installed import Device
-from mtrl.commands.memory import Estimate, Plan, estimate
 from mtrl.config import Config, take_file, warnings
 from mtrl.data.sources import HUB_ID
 from mtrl.machine import existing_parent, free_disk, may_write
-from mtrl.models.size import ModelSize, judge_parameters, size_of
-from mtrl.rewards.registry import is_bare
-from mtrl.workers.micro_batches import MicroBatching
+from mtrl.models.families import load_model_config
+from mtrl.models.load import DTYPES
+from mtrl.training.build import EMBEDDED, configure, model_path, unknown_names
+from mtrl.training.memory import Estimate, estimate, plan_of, smaller
+from mtrl.training.unbuilt import is_bare, unbuilt
 
-BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 CANNOT_RUN = 2
 GIB = 2**30
 
@@ -38,7 +33,8 @@ def run(words: Sequence[str]) -> int:
     verdict = "It can run here."
     problems = [*unbuilt(config), *unknown_names(config), *missing_features(config), *missing_files(config)]
     try:
-        size, plan = size_of(model_path(config), trusts(config)), plan_of(config, device.is_gpu)
+        model = load_model_config(model_path(config), config.worker.actor.model.trust_remote_code)
+        plan = plan_of(config, device.is_gpu)
     except ValueError as error:  # it names the model
         told = f"{str(error).splitlines()[0]}; the memory is not estimated"
         if any(map(of_hub, (model_path(config), config.worker.reward.model_path or ""))):
@@ -47,8 +43,10 @@ def run(words: Sequence[str]) -> int:
         else:
             problems.append(told)
     else:
-        print(memory_report(size, plan, device))
-        problems += [*memory_problems(size, plan, device), *disk_problems(config, size)]
+        found = estimate(model, plan)
+        print(memory_report(found, device))
+        problems += [*memory_problems(found, device, partial(smaller, model, plan, found))]
+        problems += disk_problems(config, found.parameters)
     for warning in warnings(config):
         _note(warning)
     print("\n".join(f"  PROBLEM  {problem}" for problem in problems) or f"  {verdict}")
@@ -123,13 +121,13 @@ def missing_function(place: str) -> Iterator[str]:
         yield f"worker.reward.functions: there is no module {place}"
 
 
-def disk_problems(config: Config, size: ModelSize) -> Iterator[str]:
-    """A checkpoint holds the weights and Adam's moments; besides the kept ones, one is the best and one is written."""
+def disk_problems(config: Config, parameters: int) -> Iterator[str]:
+    """A checkpoint holds weights and optimizer state; besides the kept ones, one is the best and one is written."""
     training, fsdp = config.training, config.worker.actor.fsdp
     place = existing_parent(Path(training.output_dir))
     if not may_write(place):
         yield f"training.output_dir: {place} cannot be written to"
-    checkpoint = 3 * size.parameters * BYTES[fsdp.param_dtype]
+    checkpoint = 3 * parameters * DTYPES[fsdp.param_dtype].itemsize
     kept = max(1, training.save_limit) + 2
     free = free_disk(place)
     print(f"  disk at {place}: {shown(free)} free; {kept} checkpoints of {shown(checkpoint)}")
@@ -138,73 +136,21 @@ def disk_problems(config: Config, size: ModelSize) -> Iterator[str]:
 
 
 # -------------------------------------------------------------------------------------------------------------- memory
-def plan_of(config: Config, on_gpu: bool) -> Plan:
-    data, actor, reward = config.dataset, config.worker.actor, config.worker.reward
-    compiled = on_gpu and actor.use_torch_compile
-    own_attention = actor.model.attn_implementation in ("auto", "sdpa")
-    return Plan(
-        weight_bytes=BYTES[actor.fsdp.param_dtype],
-        compute_bytes=BYTES[actor.fsdp.mixed_precision_dtype],
-        reference=recipe.divergence_of(config) is not None,
-        train_vision=not actor.model.freeze_vision_tower,
-        checkpointing=actor.model.enable_gradient_checkpointing,
-        prompts_per_step=data.rollout_batch_size,
-        responses_per_prompt=config.rollouts_per_prompt,
-        prompt_tokens=data.max_prompt_length,
-        response_tokens=config.max_new_tokens,
-        max_pixels=data.max_pixels,
-        update=recipe.update_batching(config, on_gpu, actor.share_prefix),
-        probe=recipe.probe_batching(config, on_gpu, actor.share_prefix),
-        views=recipe.recipe_of(config, 1).needs.views,
-        on_gpu=on_gpu,
-        packed=compiled and actor.padding_free and own_attention,
-        compiled=compiled,
-        judge_parameters=judge_parameters(reward.model_path, trusts(config)) if reward.model_path else 0,
-    )
-
-
-def trusts(config: Config) -> bool:
-    return config.worker.actor.model.trust_remote_code
-
-
-def memory_report(size: ModelSize, plan: Plan, device: Device) -> str:
-    found = estimate(size, plan)
-    lines = [f"  {size.parameters / 1e6:,.1f} million parameters; memory at most, at the limits of the configuration:"]
+def memory_report(found: Estimate, device: Device) -> str:
+    lines = [f"  {found.parameters / 1e6:,.1f} million parameters; memory at most, at the limits of the configuration:"]
     for title, parts in {"held": found.held, **found.phases}.items():
         lines += [f"    {title:<8} {name:<36} {shown(part):>12}" for name, part in parts.items()]
         lines.append(f"    {title:<8} {'in all':<36} {shown(sum(parts.values())):>12}")
     peak = f"{shown(found.peak_bytes):>12} of {shown(device.total)} ({device.name})"
-    return "\n".join([*lines, f"    {'peak: held and the largest phase':<45} {peak}"])
+    lines.append(f"    {'peak: held and the largest phase':<45} {peak}")
+    return "\n".join([*lines, f"    activations are {found.way}; all else is counted"])
 
 
-def memory_problems(size: ModelSize, plan: Plan, device: Device) -> Iterator[str]:
-    found = estimate(size, plan)
+def memory_problems(found: Estimate, device: Device, ways: Callable[[], Iterable[tuple[str, int]]]) -> Iterator[str]:
+    """`ways` that would help are asked for where it does not fit: each is an estimate of its own."""
     if found.peak_bytes <= device.total:
         return
     when = "what is held all the time" if found.held_bytes > device.total else "the longest prompts and responses"
-    ways = [f"{way}: {shown(peak)}" for way, peak in smaller(size, plan, found)]
-    advice = "".join(f"\n             {way}" for way in [*ways, "a smaller model, or a larger device"])
+    told = [*(f"{way}: {shown(peak)}" for way, peak in ways()), "a smaller model, or a larger device"]
+    advice = "".join(f"\n             {way}" for way in told)
     yield f"memory: {when} will not fit into {shown(device.total)}. What would help, and the peak then:{advice}"
-
-
-def smaller(size: ModelSize, plan: Plan, found: Estimate) -> Iterator[tuple[str, int]]:
-    """Changes that lower the peak, the most helpful first."""
-    fewer_prompts = max(1, plan.prompts_per_step // 4)
-    half_pass = max(plan.prompt_tokens + plan.response_tokens, plan.pass_tokens(plan.update) // 2)
-    halved = MicroBatching(half_pass, share_prefix=plan.update.share_prefix)
-    changes = {
-        "worker.actor.fsdp.param_dtype=bf16": replace(plan, weight_bytes=2),
-        "optimization.disable_divergence=true (no reference)": replace(plan, reference=False),
-        "worker.actor.model.freeze_vision_tower=true": replace(plan, train_vision=False),
-        "worker.actor.model.enable_gradient_checkpointing=true": replace(plan, checkpointing=True),
-        f"worker.actor.tokens_per_micro_batch={half_pass}": replace(plan, update=halved, probe=halved),
-        f"dataset.max_pixels={plan.max_pixels // 4}": replace(plan, max_pixels=plan.max_pixels // 4),
-        f"dataset.max_prompt_length={plan.prompt_tokens // 2}": replace(plan, prompt_tokens=plan.prompt_tokens // 2),
-        f"dataset.max_response_length={plan.response_tokens // 2}": replace(
-            plan, response_tokens=plan.response_tokens // 2
-        ),
-        f"dataset.rollout_batch_size={fewer_prompts}": replace(plan, prompts_per_step=fewer_prompts),
-    }
-    peaks = {way: estimate(size, changed).peak_bytes for way, changed in changes.items()}
-    worth = [way for way, peak in peaks.items() if peak < 0.98 * found.peak_bytes]
-    return ((way, peaks[way]) for way in sorted(worth, key=peaks.__getitem__))

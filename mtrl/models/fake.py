@@ -1,0 +1,175 @@
+"""A model that has a shape and no numbers, to count what its passes would hold.
+
+It is made of torch's fake tensors: every operation runs and none computes, so that a pass of a large model at its real
+width takes neither its memory nor its time. config.json is all it needs. `cut` leaves a few of its layers: what a pass
+holds grows by the same amount with each, so that few layers say it of many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
+
+from mtrl.models.attention import Sight
+from mtrl.models.backbone import Backbone, Features
+from mtrl.models.families import VISION_FAMILIES, TextEncoder
+from mtrl.models.families.vision import rotary_positions
+from mtrl.models.live_tensors import LiveTensors
+from mtrl.types import TEXT_POOL, VISION_POOL, Prompt, Task
+
+
+class FakeModel:
+    """`attention` and `checkpointing` as the configuration has them; `compiled`: MLPs are compiled on the target."""
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        *,
+        dtype: torch.dtype = torch.float32,
+        attention: str = "sdpa",
+        checkpointing: bool = False,
+        train_vision: bool = True,
+        compiled: bool = False,
+        trust_remote_code: bool = False,
+    ) -> None:
+        family: Any = AutoModelForImageTextToText if config.model_type in VISION_FAMILIES else AutoModelForCausalLM
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with self.mode:
+            self.model: Any = family.from_config(
+                config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
+            ).eval()
+        self.tower: Any = getattr(self.model.model, "visual", None)
+        self.language_model: Any = getattr(self.model.model, "language_model", self.model.model)
+        self.layers = self.language_model.layers
+        self.blocks: Any = [] if self.tower is None else self.tower.blocks
+        self.encoder = FakeEncoder(self)
+        if checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        if self.tower is not None:
+            self.tower.requires_grad_(train_vision)
+            if self._deepstack:  # of layers that are there after a cut
+                self.tower.deepstack_visual_indexes = list(range(self._deepstack))
+        if compiled:
+            for module in self.model.modules():
+                if type(module).__name__.lower().endswith("mlp"):
+                    module.forward = without_cached_casts(module.forward)
+
+    @property
+    def depth(self) -> tuple[int, int]:
+        """Layers of the language model and of the vision tower."""
+        return len(self.layers), len(self.blocks)
+
+    @property
+    def few(self) -> int:
+        """Layers that a cut leaves at least: those that take features of their own differ from the others."""
+        return max(2, self._deepstack)
+
+    @property
+    def _deepstack(self) -> int:
+        return len(getattr(self.tower, "deepstack_visual_indexes", ()))
+
+    def cut(self, layers: int, blocks: int) -> None:
+        self.language_model.layers = self.layers[:layers]
+        if self.tower is not None:
+            self.tower.blocks = self.blocks[:blocks]
+
+    def fill_gradients(self) -> None:
+        """As a pass finds them after another one."""
+        with self.mode:
+            for parameter in self.model.parameters():
+                parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+
+
+def without_cached_casts(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """As compiled code does it: autocast keeps narrow copies of weights until its end, compiled code lets them go."""
+
+    @wraps(forward)
+    def run(*args: Any, **options: Any) -> Tensor:
+        torch.set_autocast_cache_enabled(False)
+        try:
+            return forward(*args, **options)
+        finally:
+            torch.set_autocast_cache_enabled(True)
+
+    return run
+
+
+class FakeBackbone(Backbone):
+    """Tells when it sees, reads, scores and ends, so that each moment is counted by itself: what they hold grows with
+    the layers at different rates.
+
+    What a packed sequence sees is told to a kernel that skips the rest. The causal kernel stands in for it and keeps
+    the same: queries, keys, values, its output and a number for each row.
+    """
+
+    def __init__(self, fake: FakeModel, compute_dtype: torch.dtype, live: LiveTensors) -> None:
+        super().__init__(fake.model, compute_dtype)
+        self.fake, self.live = fake, live
+
+    def see(self, inputs: Sequence[dict[str, Tensor]]) -> list[Features | None]:
+        self.live.begin("see")
+        return super().see(inputs)
+
+    def read(self, ids: Tensor, positions: Tensor, *args: Any, **options: Any) -> Tensor:
+        self.live.begin("read")
+        if options.get("attention_mask") is None:
+            positions = torch.arange(ids.shape[1]).expand(3, *ids.shape)  # one sequence, or transformers makes a mask
+        hook = self.language_model.layers[0].register_forward_hook(self._tell_end)
+        try:
+            return super().read(ids, positions, *args, **options)
+        finally:
+            hook.remove()
+            self.live.begin("score")
+
+    def _tell_end(self, _module: Any, _inputs: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        if hidden.requires_grad:
+            hidden.register_hook(lambda _: self.live.begin("end"))
+
+    def sight_mask(self, sight: Sight, packed: bool) -> Any:
+        if packed:
+            return None
+        sequences, size = sight.segment.shape
+        with self.fake.mode:
+            return torch.ones(sequences, 1, size, size, dtype=torch.bool)
+
+
+class FakeEncoder(TextEncoder):
+    """Prompts of the right shape, without a tokenizer."""
+
+    def __init__(self, fake: FakeModel) -> None:
+        self.mode, self.stop_ids, self.pad_id = fake.mode, (), 0
+        vision = None if fake.tower is None else fake.tower.config
+        self.patch_size = 1 if vision is None else vision.patch_size
+        self.merge_size = 1 if vision is None else vision.spatial_merge_size
+        self.patch_numbers = 0 if vision is None else fake.tower.patch_embed.proj.weight[0].numel()
+
+    def encode(self, task: Task, media: Sequence[np.ndarray]) -> Prompt:
+        side = self.patch_size * self.merge_size
+        places = sum(m.shape[0] // side * (m.shape[1] // side) for m in media)
+        pool = torch.tensor([*places * [VISION_POOL], TEXT_POOL])
+        ids = torch.zeros_like(pool)
+        return Prompt(task, tuple(media), ids, ids, pool)
+
+    def inputs(
+        self, prompt: Prompt, media: Sequence[np.ndarray] | None = None, device: torch.device | None = None
+    ) -> dict[str, Tensor]:
+        grids = [(1, m.shape[0] // self.patch_size, m.shape[1] // self.patch_size) for m in prompt.media]
+        sides = [(rows // self.merge_size, columns // self.merge_size) for _, rows, columns in grids]
+        inputs = {"position_ids": rotary_positions(prompt.pool == VISION_POOL, sides)}
+        if grids:
+            with self.mode:
+                patches = sum(rows * columns for _, rows, columns in grids)
+                inputs["pixel_values"] = torch.ones(patches, self.patch_numbers)
+            inputs["image_grid_thw"] = torch.tensor(grids)
+        return inputs
+
+    def decode(self, ids: Sequence[int] | Tensor) -> str:
+        return ""

@@ -1,0 +1,270 @@
+"""How much device memory a run takes at most: what is certain by formula, the rest from passes.
+
+Weights, gradients, optimizer state, keys and values are counted. What passes hold beyond them is measured on a model of
+the same width that has no numbers (`models/fake.py`), with 2 and with 4 layers, at the limits of the configuration; it
+grows by the same amount with each layer, so that the real depth follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from mtrl.config import Config
+from mtrl.models.fake import FakeBackbone, FakeModel
+from mtrl.models.forward import Forward
+from mtrl.models.live_tensors import LiveTensors
+from mtrl.models.load import DTYPES
+from mtrl.models.size import ModelSize, reward_model_parameters, size_of
+from mtrl.training import recipe
+from mtrl.training.rehearsal import ADAM_STATES, Limits, Rehearsal
+from mtrl.workers.micro_batches import MicroBatching
+
+MIB = 2**20
+WORKSPACES = 3 * 32 * MIB  # of cuBLAS on Hopper, less on others
+WHOLE = 12  # layers, of both stacks: fewer are measured as they are
+MOMENTS = {"see": "images seen", "read": "tokens read", "score": "tokens scored", "end": "end of backward"}
+
+Parts = dict[str, int]
+Moments = dict[str, dict[str, int]]  # bytes by phase and moment
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What of a configuration decides about memory."""
+
+    limits: Limits
+    weights: str = "fp32"  # what they are kept in, and what products are taken in
+    compute: str = "fp32"
+    reference: bool = False
+    train_vision: bool = True
+    checkpointing: bool = False
+    attention: str = "sdpa"
+    on_gpu: bool = False
+    packed: bool = False  # all in one sequence, who sees whom told by blocks; else by a matrix for each sequence
+    compiled: bool = False  # MLPs, which then keep no narrow copies of their weights
+    reward_model_parameters: int = 0
+    trust_remote_code: bool = False
+
+    @property
+    def weight_bytes(self) -> int:
+        return DTYPES[self.weights].itemsize
+
+    @property
+    def compute_bytes(self) -> int:
+        return DTYPES[self.compute].itemsize
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes by what they are for: held all the time, and on top of it by each phase, of which one runs at a time."""
+
+    parameters: int
+    held: Parts
+    phases: dict[str, Parts]
+    way: str  # how activations were found
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(self.held.values())
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.held_bytes + max(sum(parts.values()) for parts in self.phases.values())
+
+
+def limits_of(config: Config, on_gpu: bool, share_prefix: bool) -> Limits:
+    return Limits(
+        prompts=config.dataset.rollout_batch_size,
+        prompts_per_update=config.worker.actor.global_batch_size,
+        sampling=recipe.training_sampling(config),
+        prompt_tokens=config.dataset.max_prompt_length,
+        max_pixels=config.dataset.max_pixels,
+        update=recipe.update_batching(config, on_gpu, share_prefix),
+        probe=recipe.probe_batching(config, on_gpu, share_prefix),
+        needs=replace(recipe.needs_of(config), mass=recipe.attention_every(config) > 0),
+    )
+
+
+def plan_of(config: Config, on_gpu: bool) -> Plan:
+    actor, reward, attention = config.worker.actor, config.worker.reward, config.worker.actor.model.attn_implementation
+    trusted, own_attention = actor.model.trust_remote_code, attention in ("auto", "sdpa")
+    compiled = on_gpu and actor.use_torch_compile
+    return Plan(
+        limits=limits_of(config, on_gpu, actor.share_prefix and (own_attention or attention == "eager")),
+        weights=actor.fsdp.param_dtype,
+        compute=actor.fsdp.mixed_precision_dtype,
+        reference=recipe.divergence_of(config) is not None,
+        train_vision=not actor.model.freeze_vision_tower,
+        checkpointing=actor.model.enable_gradient_checkpointing,
+        attention=attention,
+        on_gpu=on_gpu,
+        packed=compiled and actor.padding_free and own_attention,
+        compiled=compiled,
+        reward_model_parameters=reward_model_parameters(reward.model_path, trusted) if reward.model_path else 0,
+        trust_remote_code=trusted,
+    )
+
+
+def estimate(config: Any, plan: Plan) -> Estimate:
+    """`config` is the model's own."""
+    fake = fake_model(config, plan)
+    size = size_of(fake.model)
+    moments, way = measure(fake, plan)
+    decoding = {"narrow copies of the weights": narrow_copies(size, plan)}
+    decoding |= plan.limits.decoding(size, plan.compute_bytes)
+    gradients = {"gradients": held_by(size.learning, plan)}
+    passes = {phase: list(map(parts_of, found.items())) for phase, found in moments.items()}
+    phases = {
+        "sample": fullest(*passes["sample"], decoding),
+        "probe": fullest(*passes["probe"]),
+        # The first pass of an update makes the gradients, which are all there at its end; the second finds them.
+        "update": fullest(*passes["first"], gradients | parts_of(("end", moments["first"]["end"])),
+                          *(gradients | parts for parts in passes["second"])),
+    }  # fmt: skip
+    return Estimate(size.parameters, held(size, plan), {phase: _some(parts) for phase, parts in phases.items()}, way)
+
+
+def fake_model(config: Any, plan: Plan) -> FakeModel:
+    return FakeModel(
+        config,
+        dtype=DTYPES[plan.weights],
+        attention="eager" if plan.attention == "eager" else "sdpa",  # other kernels keep what sdpa keeps
+        checkpointing=plan.checkpointing,
+        train_vision=plan.train_vision,
+        compiled=plan.compiled,
+        trust_remote_code=plan.trust_remote_code,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------- by formula
+def held(size: ModelSize, plan: Plan) -> Parts:
+    weights = held_by(size.tensors, plan)
+    return _some(
+        {
+            "weights": weights,
+            "weights of the reference": weights if plan.reference else 0,
+            "weights of the reward model": plan.reward_model_parameters * plan.compute_bytes,
+            "optimizer state": ADAM_STATES * held_by(size.learning, plan),
+            "workspaces of cuBLAS": WORKSPACES if plan.on_gpu else 0,
+        }
+    )
+
+
+def held_by(tensors: Iterable[int], plan: Plan) -> int:
+    """Bytes of tensors of so many numbers, as wide as the weights. torch's allocator gives large ones on a GPU whole
+    blocks of 2 MiB, and leaves the rest of the last one unused where it is no more than 1 MiB."""
+    total = 0
+    for numbers in tensors:
+        size = numbers * plan.weight_bytes
+        rest = -size % (2 * MIB) if plan.on_gpu and size >= 10 * MIB else 0
+        total += size + (rest if rest <= MIB else 0)
+    return total
+
+
+def narrow_copies(size: ModelSize, plan: Plan) -> int:
+    """What autocast makes of wider weights while a token is read, and the output matrix."""
+    return (size.read + size.output) * plan.compute_bytes if plan.compute_bytes < plan.weight_bytes else 0
+
+
+def _some(parts: Parts) -> Parts:
+    return {name: size for name, size in parts.items() if size}
+
+
+def fullest(*moments: Parts) -> Parts:
+    return max(moments, key=lambda parts: sum(parts.values()))
+
+
+def parts_of(moment: tuple[str, int]) -> Parts:
+    return {f"activations, {MOMENTS[moment[0]]}": moment[1]}
+
+
+# ------------------------------------------------------------------------------------------------------------ by passes
+def measure(fake: FakeModel, plan: Plan) -> tuple[Moments, str]:
+    """Bytes of each phase and moment at the model's own depth, and how they were found.
+
+    What a moment holds is linear in the layers of the language model and in those of the vision tower; what a phase
+    holds is not, since the fullest moment of few layers may be another than that of many.
+    """
+    depth = fake.depth
+    if sum(depth) <= WHOLE:
+        return measure_at(fake, plan, depth), f"measured on fake tensors, with all {sum(depth)} layers"
+    low = tuple(min(fake.few, layers) for layers in depth)
+    base = measure_at(fake, plan, low)
+    found = {phase: dict(moments) for phase, moments in base.items()}
+    for which, (layers, few) in enumerate(zip(depth, low, strict=True)):
+        if step := min(2, layers - few):
+            more = measure_at(fake, plan, tuple(n + step * (i == which) for i, n in enumerate(low)))
+            for phase, moment in ((p, m) for p in base for m in base[p]):
+                slope = (more[phase][moment] - base[phase][moment]) / step
+                found[phase][moment] += round(slope * (layers - few))
+    extrapolated = f"extrapolated to {depth[0]}" + (f" and {depth[1]} of the vision tower" if depth[1] else "")
+    return found, f"measured on fake tensors with {fake.few} and {fake.few + 2} layers, {extrapolated}"
+
+
+def measure_at(fake: FakeModel, plan: Plan, depth: tuple[int, ...]) -> Moments:
+    fake.cut(*depth)
+    live = LiveTensors(fake=True)
+    backbone = FakeBackbone(fake, DTYPES[plan.compute], live)
+    forward = Forward(backbone, fake.encoder, share_prefix=plan.limits.update.share_prefix, packed=plan.packed)
+    rehearsal = Rehearsal(forward, fake.encoder, plan.limits)
+    found: Moments = {"second": {}}
+
+    def count(phase: str, work: Callable[[], object]) -> None:
+        fake.model.train(phase in ("first", "second"))
+        live.peaks.clear()
+        live.begin("see")
+        with live:
+            work()
+        found[phase] = dict(live.peaks)
+
+    count("sample", rehearsal.sample)
+    count("probe", rehearsal.probe)
+    passes = rehearsal.updates()
+    for phase, part in zip(("first", "second"), passes, strict=False):
+        if phase == "second" and len(part) == len(passes[0]):
+            found["second"] = found["first"]
+        else:
+            fake.fill_gradients()
+            count(phase, partial(rehearsal.learn, part))
+    return found
+
+
+# -------------------------------------------------------------------------------------------------- what would help
+def changes(plan: Plan) -> dict[str, Plan]:
+    """What takes less memory, by the key that says so."""
+    limits, sampling = plan.limits, plan.limits.sampling
+    longest = limits.prompt_tokens + sampling.max_new_tokens
+    group = limits.prompt_tokens + sampling.n * sampling.max_new_tokens
+    half_pass = max(longest, (limits.update.tokens or max(limits.update.at_least, group)) // 2)
+    halved = MicroBatching(half_pass, share_prefix=limits.update.share_prefix)
+    fewer = max(1, limits.prompts // 4)
+
+    def within(**changed: Any) -> Plan:
+        return replace(plan, limits=replace(limits, **changed))
+
+    ways = {
+        "worker.actor.fsdp.param_dtype=bf16": replace(plan, weights="bf16"),
+        "optimization.disable_divergence=true": replace(plan, reference=False),
+        "worker.actor.model.freeze_vision_tower=true": replace(plan, train_vision=False),
+        "worker.actor.model.enable_gradient_checkpointing=true": replace(plan, checkpointing=True),
+        f"worker.actor.tokens_per_micro_batch={half_pass}": within(update=halved, probe=halved),
+        f"dataset.max_pixels={limits.max_pixels // 4}": within(max_pixels=limits.max_pixels // 4),
+        f"dataset.max_prompt_length={limits.prompt_tokens // 2}": within(prompt_tokens=limits.prompt_tokens // 2),
+        f"dataset.max_response_length={sampling.max_new_tokens // 2}": within(
+            sampling=replace(sampling, max_new_tokens=sampling.max_new_tokens // 2)
+        ),
+        f"dataset.rollout_batch_size={fewer}": within(
+            prompts=fewer, prompts_per_update=min(fewer, limits.prompts_per_update)
+        ),
+    }
+    return {way: changed for way, changed in ways.items() if changed != plan}
+
+
+def smaller(config: Any, plan: Plan, found: Estimate) -> list[tuple[str, int]]:
+    """Changes that lower the peak by a fiftieth or more, the most helpful first, with the peak that they leave."""
+    peaks = {way: estimate(config, changed).peak_bytes for way, changed in changes(plan).items()}
+    worth = [(way, peak) for way, peak in peaks.items() if peak < 0.98 * found.peak_bytes]
+    return sorted(worth, key=lambda way: way[1])

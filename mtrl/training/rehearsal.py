@@ -1,0 +1,244 @@
+"""The passes of a step at the limits of a configuration: the largest images, the longest prompts and responses.
+
+Before the first step on a GPU they run once, so that what does not fit is told then and not when the longest prompt
+comes. `mtrl doctor` runs the same passes on a model without numbers (`training/memory.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mtrl.errors import StartError
+from mtrl.models.forward import Forward, spread
+from mtrl.models.live_tensors import LiveTensors
+from mtrl.models.size import ModelSize, size_of
+from mtrl.protocols import PromptEncoder
+from mtrl.rollout.local import ROWS_AT_ONCE, LocalGenerator
+from mtrl.types import Finish, Medium, Needs, Prompt, Rollouts, Sampling, Task
+from mtrl.workers.micro_batches import MicroBatching
+
+GIB = 2**30
+ADAM_STATES = 2  # of each weight that learns
+DOES_NOT_FIT = {
+    "optimizer": "the states of the optimizer do not fit",
+    "sample": "reading the prompts of a step does not fit",
+    "decode": "the keys and values of the responses that decode together do not fit",
+    "probe": "the probe of a step does not fit",
+    "update": "the update does not fit",
+}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What of a configuration decides how large its passes are. Lengths are in tokens."""
+
+    prompts: int  # of a step
+    prompts_per_update: int  # of an optimizer step
+    sampling: Sampling  # how many responses of a prompt, how long at most
+    prompt_tokens: int
+    max_pixels: int  # of an image; a prompt has one
+    update: MicroBatching
+    probe: MicroBatching
+    needs: Needs
+
+    @property
+    def views(self) -> int:
+        return 2 if self.needs.dependency else 1
+
+    @property
+    def rows(self) -> int:
+        """Responses that decode together."""
+        return self.prompts_at_once * self.sampling.n
+
+    @property
+    def prompts_at_once(self) -> int:
+        return min(self.prompts, max(1, ROWS_AT_ONCE // self.sampling.n))
+
+    def decoding(self, size: ModelSize, compute_bytes: int) -> dict[str, int]:
+        """Bytes of the last token's step. Choosing a token takes two tables of float32 and two of float64, or three
+        and the places of sorted tokens where the tail is cut."""
+        keys_and_values = (
+            2 * size.keys * compute_bytes * self.rows * (self.prompt_tokens + self.sampling.max_new_tokens)
+        )
+        return {
+            "keys and values": size.layers * keys_and_values,
+            "a layer of them as it grows": keys_and_values,
+            "logits": (32 if self.sampling.cut else 24) * self.rows * size.vocabulary,
+        }
+
+
+# ---------------------------------------------------------------------------------------------------- the longest step
+def longest_prompt(encoder: PromptEncoder, limits: Limits) -> Prompt:
+    """An image as large as the limits allow, where the model takes any, and text up to the longest prompt."""
+    side = encoder.patch_size * encoder.merge_size
+    prompt = _encode(encoder, [np.zeros((side, side, 3), np.uint8)] if side > 1 else [])
+    places = min(limits.max_pixels // side**2, limits.prompt_tokens - len(prompt.ids) + 1)
+    if side > 1 and places > 1:
+        rows = math.isqrt(places)
+        prompt = _encode(encoder, [np.zeros((rows * side, places // rows * side, 3), np.uint8)])
+    missing = max(0, limits.prompt_tokens - len(prompt.ids))
+    ids, pool = (torch.cat([each, each[-1:].expand(missing)]) for each in (prompt.ids, prompt.pool))
+    return replace(prompt, ids=ids, pool=pool)
+
+
+def _encode(encoder: PromptEncoder, media: Sequence[np.ndarray]) -> Prompt:
+    content = [*({"type": "image"} for _ in media), {"type": "text", "text": "."}]
+    marks = tuple(Medium("image", None) for _ in media)
+    return encoder.encode(Task("rehearsal", "the rehearsal", ({"role": "user", "content": content},), marks), media)
+
+
+def longest_rollouts(prompt: Prompt, prompts: int, sampling: Sampling) -> Rollouts:
+    """The tokens are all one: what they say is of no consequence."""
+    rows, length = prompts * sampling.n, sampling.max_new_tokens
+    cut: Finish = "length"
+    return Rollouts(
+        prompts=prompts * (prompt,),
+        group=torch.arange(prompts).repeat_interleave(sampling.n),
+        tokens=prompt.ids[-1:].expand(rows, length),
+        mask=torch.ones(rows, length, dtype=torch.bool),
+        behaviour=torch.zeros(rows, length),
+        text=rows * ("",),
+        finish=rows * (cut,),
+        version=torch.zeros(rows, dtype=torch.long),
+    )
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """The passes of a step, each a function that leaves nothing behind but gradients."""
+
+    forward: Forward
+    encoder: PromptEncoder
+    limits: Limits
+
+    def sample(self) -> None:
+        """Reads the prompts and chooses a first token; the rest of decoding is known (`Limits.decoding`)."""
+        limits, engine = self.limits, LocalGenerator(self.forward.backbone, self.encoder)
+        prompts = limits.prompts_at_once * [self.prompt]
+        engine.generate(prompts, replace(limits.sampling, max_new_tokens=1, version=engine.version))
+
+    def probe(self) -> None:
+        """The largest pass, under as many views as are needed."""
+        needs, rollouts = self.limits.needs, self.rollouts(self.limits.prompts)
+        part = rollouts.rows(self.limits.probe.split(rollouts, self.limits.views)[0])
+        views = [prompt.media for prompt in part.prompts] if needs.dependency else None
+        mass = needs.mass and self.forward.backbone.own_attention and bool(part.visual.any())
+        if needs.old or needs.entropy or needs.dependency or mass:
+            self.forward.signals(
+                part, views, old=needs.old, entropy=needs.entropy, dependency=needs.dependency, mass=mass
+            )
+
+    def updates(self) -> list[Rollouts]:
+        """Of an optimizer step the first pass, which is the largest, and the next one, which finds its gradients; those
+        after it are no larger."""
+        rollouts = self.rollouts(self.limits.prompts_per_update)
+        return [rollouts.rows(index) for index in self.limits.update.split(rollouts)[:2]]
+
+    def learn(self, part: Rollouts) -> None:
+        scores = self.forward.scores(part, entropy=not self.limits.needs.old)
+        spread(scores.logp, part.mask).sum().backward()
+
+    def update(self) -> None:
+        for part in self.updates():
+            self.learn(part)
+
+    @property
+    def prompt(self) -> Prompt:
+        return longest_prompt(self.encoder, self.limits)
+
+    def rollouts(self, prompts: int) -> Rollouts:
+        return longest_rollouts(self.prompt, prompts, self.limits.sampling)
+
+
+# -------------------------------------------------------------------------------------------------------- before a run
+def rehearse(
+    forward: Forward,
+    encoder: PromptEncoder,
+    limits: Limits,
+    *,
+    has_states: bool,
+    ways: Sequence[str] = (),
+) -> dict[str, int]:
+    """Runs the passes once; the bytes that each phase held at most, beyond what was held before.
+
+    Where the optimizer has no states yet (they come with its first step), their room is taken meanwhile. Weights,
+    gradients, random numbers and the mode of the model stay as they are. A phase that does not fit is a StartError with
+    the `ways` to make it smaller.
+    """
+    model, device = forward.backbone.model, forward.backbone.device
+    rehearsal = Rehearsal(forward, encoder, limits)
+    learning = [p for p in model.parameters() if p.requires_grad]
+    before = [p.grad for p in learning]
+    held: list[Tensor] = []
+
+    def hold_states() -> None:
+        held.extend(torch.empty_like(p) for p in learning for _ in range(0 if has_states else ADAM_STATES))
+
+    def decode() -> None:
+        known = limits.decoding(size_of(model), forward.backbone.compute_dtype.itemsize)
+        torch.empty(sum(known.values()), dtype=torch.uint8, device=device)
+
+    phases = {
+        "optimizer": hold_states,
+        "sample": rehearsal.sample,
+        "decode": decode,
+        "probe": rehearsal.probe,
+        "update": rehearsal.update,
+    }
+    was_training, peaks = model.training, {}
+    try:
+        for name, phase in phases.items():
+            model.train(name == "update")
+            for parameter in learning:
+                parameter.grad = None
+            with refusing(name, device, ways), peak_of(device) as peak:
+                phase()
+            peaks[name] = peak[0]
+    finally:
+        held.clear()
+        model.train(was_training)
+        for parameter, gradient in zip(learning, before, strict=True):
+            parameter.grad = gradient
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # blocks of these sizes need not suit the step
+    return peaks
+
+
+@contextmanager
+def peak_of(device: torch.device) -> Iterator[list[int]]:
+    """[bytes], once it is over: by the allocator of a GPU, elsewhere counted tensor by tensor."""
+    peak: list[int] = []
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        yield peak
+        peak.append(torch.cuda.max_memory_allocated(device) - before)
+    else:
+        with LiveTensors() as live:
+            yield peak
+        peak.append(live.peak)
+
+
+@contextmanager
+def refusing(phase: str, device: torch.device, ways: Sequence[str]) -> Iterator[None]:
+    """What does not fit becomes a sentence, once what it held has been let go."""
+    held = torch.cuda.memory_allocated(device) / GIB if device.type == "cuda" else 0
+    try:
+        yield
+        return
+    except torch.OutOfMemoryError as error:
+        torch_says = str(error).partition(" Of the allocated memory")[0]  # the rest is about fragments
+    torch.cuda.empty_cache()
+    total = torch.cuda.mem_get_info(device)[1] / GIB
+    advice = "".join(f"\n    {way}" for way in [*ways, "a smaller model, or a larger device"])
+    raise StartError(
+        f"memory: {DOES_NOT_FIT[phase]} at the limits of the configuration, with {held:,.2f} of {total:,.2f} GiB held "
+        f"before. {torch_says}\n  What would help; mtrl doctor says how much each:{advice}"
+    )

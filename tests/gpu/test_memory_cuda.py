@@ -1,0 +1,84 @@
+"""A rehearsal on a GPU: what fits leaves nothing behind, what does not is refused with a clear line. Skipped without
+one."""
+
+import gc
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mtrl.errors import StartError
+from mtrl.models.backbone import Backbone
+from mtrl.models.families import load_encoder
+from mtrl.models.forward import Forward
+from mtrl.models.load import load_model
+from mtrl.training import build
+from mtrl.training.rehearsal import Limits, rehearse
+from mtrl.types import Needs, Sampling
+from mtrl.workers.micro_batches import MicroBatching
+from mtrl.zoo.rows import MODEL_DIRECTORY
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+GIB = 2**30
+LIMITS = Limits(
+    prompts=16, prompts_per_update=16, sampling=Sampling(n=8, max_new_tokens=512), prompt_tokens=64, max_pixels=56**2,
+    update=MicroBatching(rows=8), probe=MicroBatching(rows=8), needs=Needs(old=True, entropy=True, mass=True),
+)  # fmt: skip
+
+
+@pytest.fixture
+def policy():
+    model = load_model(MODEL_DIRECTORY, device="cuda")
+    return Forward(Backbone(model), load_encoder(MODEL_DIRECTORY))
+
+
+@pytest.fixture
+def little_memory():
+    """Half a GiB more than is taken now."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    total = torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + GIB // 2) / total)
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_what_fits_leaves_nothing_behind(policy):
+    model = policy.backbone.model
+    rehearse(policy, policy.encoder, LIMITS, has_states=False)  # workspaces of cuBLAS stay
+    gc.collect()
+    before, weights = torch.cuda.memory_allocated(), {name: p.clone() for name, p in model.named_parameters()}
+    held = sum(p.nbytes for p in weights.values())
+    random = torch.cuda.get_rng_state()
+    peaks = rehearse(policy, policy.encoder, LIMITS, has_states=False)
+    gc.collect()
+    assert torch.cuda.memory_allocated() == before + held and torch.equal(random, torch.cuda.get_rng_state())
+    assert all(torch.equal(p, weights[name]) and p.grad is None for name, p in model.named_parameters())
+    assert not model.training
+    assert peaks["optimizer"] >= 2 * held and peaks["update"] > held and min(peaks.values()) > 0
+    assert rehearse(policy, policy.encoder, LIMITS, has_states=True)["optimizer"] == 0
+
+
+def test_an_update_that_does_not_fit_is_refused(policy, little_memory):
+    """66,560 tokens in one pass, all activations kept: several GiB."""
+    limits = replace(LIMITS, update=MicroBatching(at_least=1 << 20))
+    with pytest.raises(StartError) as told:
+        rehearse(policy, policy.encoder, limits, has_states=False, ways=["worker.actor.tokens_per_micro_batch=8192"])
+    said = str(told.value)
+    assert said.startswith("memory: the update does not fit at the limits of the configuration, with ")
+    assert "Tried to allocate" in said and "\n    worker.actor.tokens_per_micro_batch=8192\n" in said
+    assert not policy.backbone.model.training and all(p.grad is None for p in policy.backbone.model.parameters())
+    rehearse(policy, policy.encoder, LIMITS, has_states=False)
+
+
+def test_a_run_that_cannot_fit_does_not_start(tmp_path):
+    """Keys and values of a million tokens for each of 512 rows."""
+    words = [
+        "dataset.max_response_length=1000000", "worker.rollout.n=8", "dataset.rollout_batch_size=64",
+        "worker.actor.global_batch_size=64", f"training.output_dir={tmp_path}", "training.logger=[]",
+        "training.val_before_train=false", "training.max_steps=1", "worker.actor.use_torch_compile=false",
+    ]  # fmt: skip
+    run = build.build(build.configure(None, words)[0])
+    with pytest.raises(StartError, match="the keys and values of the responses that decode together do not fit"):
+        run.train()
