@@ -97,10 +97,11 @@ def data(words: Sequence[str]) -> int:
 def doctor(words: Sequence[str]) -> int:
     """Look at this machine, and whether a configuration can run on it.
 
-    mtrl doctor [FILE] [a.b=c ...]
+    mtrl doctor [FILE] [--gpu GIB] [a.b=c ...]
 
     Versions, devices, memory, optional features and what they lack; then missing files, disk and a memory estimate of
-    the run, and what to change where it does not fit. Nothing is downloaded. Exit status 2: it cannot run here.
+    the run, and what to change where it does not fit: here, or on one GPU of that size. No weights are loaded, nothing
+    is downloaded. Exit status 2: it cannot run.
     """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported
     from mtrl.commands import doctor

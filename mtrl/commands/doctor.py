@@ -10,7 +10,8 @@ from pathlib import Path
 
 from mtrl.commands import installed
 from mtrl.commands.installed import Device
-from mtrl.config import Config, take_file, warnings
+from mtrl.commands.words import take_option
+from mtrl.config import Config, ConfigError, take_file, warnings
 from mtrl.data.sources import HUB_ID
 from mtrl.machine import existing_parent, free_disk, may_write
 from mtrl.models.families import load_model_config
@@ -26,15 +27,17 @@ GIB = 2**30
 def run(words: Sequence[str]) -> int:
     """Prints what it finds; 0 when the configuration can run here."""
     print(machine_report())
+    size, words = take_option(words, "--gpu", "say how many GiB it has")
     file, overrides = take_file(words)
     config, embedded = configure(file, overrides)
-    device = installed.devices()[0]
+    device = installed.devices()[0] if size is None else another_gpu(size)
     print(f"\nThe run: {'the embedded task' if embedded else file or 'the overrides'}")
-    verdict = "It can run here."
+    verdict = "It can run here." if size is None else "It can run there, as far as can be seen from here."
     problems = [*unbuilt(config), *unknown_names(config), *missing_features(config), *missing_files(config)]
     try:
         model = load_model_config(model_path(config), config.worker.actor.model.trust_remote_code)
         plan = plan_of(config, device.is_gpu)
+        found = estimate(model, plan)
     except ValueError as error:  # it names the model
         told = f"{str(error).splitlines()[0]}; the memory is not estimated"
         if any(map(of_hub, (model_path(config), config.worker.reward.model_path or ""))):
@@ -43,7 +46,6 @@ def run(words: Sequence[str]) -> int:
         else:
             problems.append(told)
     else:
-        found = estimate(model, plan)
         print(memory_report(found, device))
         problems += [*memory_problems(found, device, partial(smaller, model, plan, found))]
         problems += disk_problems(config, found.parameters)
@@ -51,6 +53,13 @@ def run(words: Sequence[str]) -> int:
         _note(warning)
     print("\n".join(f"  PROBLEM  {problem}" for problem in problems) or f"  {verdict}")
     return CANNOT_RUN if problems else 0
+
+
+def another_gpu(size: str) -> Device:
+    """One that is not here."""
+    if not size.isdecimal() or size == "0":
+        raise ConfigError([f"--gpu: {size} is no number of GiB; say --gpu 80"])
+    return Device(f"a GPU of {size} GiB", int(size) * GIB, int(size) * GIB, is_gpu=True)
 
 
 def _note(text: str) -> None:

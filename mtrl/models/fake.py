@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 
 from mtrl.models.attention import Sight
-from mtrl.models.backbone import Backbone, Features
+from mtrl.models.backbone import Backbone, Features, check_supported
 from mtrl.models.families import VISION_FAMILIES, TextEncoder
 from mtrl.models.families.vision import rotary_positions
 from mtrl.models.live_tensors import LiveTensors
@@ -45,6 +45,7 @@ class FakeModel:
             self.model: Any = family.from_config(
                 config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
             ).eval()
+        check_supported(self.model)
         self.tower: Any = getattr(self.model.model, "visual", None)
         self.language_model: Any = getattr(self.model.model, "language_model", self.model.model)
         self.layers = self.language_model.layers

@@ -7,7 +7,8 @@ grows by the same amount with each layer, so that the real depth follows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -25,6 +26,7 @@ from mtrl.workers.micro_batches import MicroBatching
 MIB = 2**20
 WORKSPACES = 3 * 32 * MIB  # of cuBLAS on Hopper, less on others
 WHOLE = 12  # layers, of both stacks: fewer are measured as they are
+PHASES = ("sample", "probe", "update")
 MOMENTS = {"see": "images seen", "read": "tokens read", "score": "tokens scored", "end": "end of backward"}
 
 Parts = dict[str, int]
@@ -108,23 +110,25 @@ def plan_of(config: Config, on_gpu: bool) -> Plan:
     )
 
 
-def estimate(config: Any, plan: Plan) -> Estimate:
-    """`config` is the model's own."""
+def estimate(config: Any, plan: Plan, wanted: Collection[str] = PHASES) -> Estimate:
+    """`config` is the model's own; phases that are not wanted are left out."""
     fake = fake_model(config, plan)
     size = size_of(fake.model)
-    moments, way = measure(fake, plan)
+    moments, way = measure(fake, plan, wanted)
     decoding = {"narrow copies of the weights": narrow_copies(size, plan)}
     decoding |= plan.limits.decoding(size, plan.compute_bytes)
     gradients = {"gradients": held_by(size.learning, plan)}
     passes = {phase: list(map(parts_of, found.items())) for phase, found in moments.items()}
+    # The first pass of an update makes the gradients, which are all there at its end; the second finds them.
+    at_end = [parts_of(("end", moments["first"]["end"]))] if "first" in moments else []
+    with_gradients = [gradients | parts for parts in [*at_end, *passes.get("second", [])]]
     phases = {
-        "sample": fullest(*passes["sample"], decoding),
-        "probe": fullest(*passes["probe"]),
-        # The first pass of an update makes the gradients, which are all there at its end; the second finds them.
-        "update": fullest(*passes["first"], gradients | parts_of(("end", moments["first"]["end"])),
-                          *(gradients | parts for parts in passes["second"])),
-    }  # fmt: skip
-    return Estimate(size.parameters, held(size, plan), {phase: _some(parts) for phase, parts in phases.items()}, way)
+        "sample": [*passes.get("sample", []), decoding],
+        "probe": passes.get("probe", []),
+        "update": [*passes.get("first", []), *with_gradients],
+    }
+    told = {phase: _some(fullest(*phases[phase])) for phase in wanted}
+    return Estimate(size.parameters, held(size, plan), told, way)
 
 
 def fake_model(config: Any, plan: Plan) -> FakeModel:
@@ -182,7 +186,7 @@ def parts_of(moment: tuple[str, int]) -> Parts:
 
 
 # ------------------------------------------------------------------------------------------------------------ by passes
-def measure(fake: FakeModel, plan: Plan) -> tuple[Moments, str]:
+def measure(fake: FakeModel, plan: Plan, wanted: Collection[str] = PHASES) -> tuple[Moments, str]:
     """Bytes of each phase and moment at the model's own depth, and how they were found.
 
     What a moment holds is linear in the layers of the language model and in those of the vision tower; what a phase
@@ -190,13 +194,13 @@ def measure(fake: FakeModel, plan: Plan) -> tuple[Moments, str]:
     """
     depth = fake.depth
     if sum(depth) <= WHOLE:
-        return measure_at(fake, plan, depth), f"measured on fake tensors, with all {sum(depth)} layers"
+        return measure_at(fake, plan, wanted, depth), f"measured on fake tensors, with all {sum(depth)} layers"
     low = tuple(min(fake.few, layers) for layers in depth)
-    base = measure_at(fake, plan, low)
+    base = measure_at(fake, plan, wanted, low)
     found = {phase: dict(moments) for phase, moments in base.items()}
     for which, (layers, few) in enumerate(zip(depth, low, strict=True)):
         if step := min(2, layers - few):
-            more = measure_at(fake, plan, tuple(n + step * (i == which) for i, n in enumerate(low)))
+            more = measure_at(fake, plan, wanted, tuple(n + step * (i == which) for i, n in enumerate(low)))
             for phase, moment in ((p, m) for p in base for m in base[p]):
                 slope = (more[phase][moment] - base[phase][moment]) / step
                 found[phase][moment] += round(slope * (layers - few))
@@ -204,13 +208,13 @@ def measure(fake: FakeModel, plan: Plan) -> tuple[Moments, str]:
     return found, f"measured on fake tensors with {fake.few} and {fake.few + 2} layers, {extrapolated}"
 
 
-def measure_at(fake: FakeModel, plan: Plan, depth: tuple[int, ...]) -> Moments:
+def measure_at(fake: FakeModel, plan: Plan, wanted: Collection[str], depth: tuple[int, ...]) -> Moments:
     fake.cut(*depth)
     live = LiveTensors(fake=True)
     backbone = FakeBackbone(fake, DTYPES[plan.compute], live)
     forward = Forward(backbone, fake.encoder, share_prefix=plan.limits.update.share_prefix, packed=plan.packed)
     rehearsal = Rehearsal(forward, fake.encoder, plan.limits)
-    found: Moments = {"second": {}}
+    found: Moments = {}
 
     def count(phase: str, work: Callable[[], object]) -> None:
         fake.model.train(phase in ("first", "second"))
@@ -220,9 +224,11 @@ def measure_at(fake: FakeModel, plan: Plan, depth: tuple[int, ...]) -> Moments:
             work()
         found[phase] = dict(live.peaks)
 
-    count("sample", rehearsal.sample)
-    count("probe", rehearsal.probe)
-    passes = rehearsal.updates()
+    if "sample" in wanted:
+        count("sample", rehearsal.sample)
+    if "probe" in wanted:
+        count("probe", rehearsal.probe)
+    passes = rehearsal.updates() if "update" in wanted else []
     for phase, part in zip(("first", "second"), passes, strict=False):
         if phase == "second" and len(part) == len(passes[0]):
             found["second"] = found["first"]
@@ -241,6 +247,7 @@ def changes(plan: Plan) -> dict[str, Plan]:
     half_pass = max(longest, (limits.update.tokens or max(limits.update.at_least, group)) // 2)
     halved = MicroBatching(half_pass, share_prefix=limits.update.share_prefix)
     fewer = max(1, limits.prompts // 4)
+    per_update = math.gcd(fewer, limits.prompts_per_update)  # a step is cut into whole optimizer steps
 
     def within(**changed: Any) -> Plan:
         return replace(plan, limits=replace(limits, **changed))
@@ -256,8 +263,8 @@ def changes(plan: Plan) -> dict[str, Plan]:
         f"dataset.max_response_length={sampling.max_new_tokens // 2}": within(
             sampling=replace(sampling, max_new_tokens=sampling.max_new_tokens // 2)
         ),
-        f"dataset.rollout_batch_size={fewer}": within(
-            prompts=fewer, prompts_per_update=min(fewer, limits.prompts_per_update)
+        f"dataset.rollout_batch_size={fewer} worker.actor.global_batch_size={per_update}": within(
+            prompts=fewer, prompts_per_update=per_update
         ),
     }
     return {way: changed for way, changed in ways.items() if changed != plan}
@@ -265,6 +272,17 @@ def changes(plan: Plan) -> dict[str, Plan]:
 
 def smaller(config: Any, plan: Plan, found: Estimate) -> list[tuple[str, int]]:
     """Changes that lower the peak by a fiftieth or more, the most helpful first, with the peak that they leave."""
-    peaks = {way: estimate(config, changed).peak_bytes for way, changed in changes(plan).items()}
+    peaks = {way: peak_after(config, plan, changed, found) for way, changed in changes(plan).items()}
     worth = [(way, peak) for way, peak in peaks.items() if peak < 0.98 * found.peak_bytes]
     return sorted(worth, key=lambda way: way[1])
+
+
+def peak_after(config: Any, plan: Plan, changed: Plan, found: Estimate) -> int:
+    """Of a smaller plan. A phase is estimated anew only while it may be the fullest: none grows."""
+    if replace(changed, reference=plan.reference) == plan:
+        return found.peak_bytes - found.held["weights of the reference"]
+    phases, known = dict(found.phases), dict[str, Estimate]()
+    while (top := max(phases, key=lambda phase: sum(phases[phase].values()))) not in known:
+        known[top] = estimate(config, changed, [top])
+        phases[top] = known[top].phases[top]
+    return known[top].peak_bytes

@@ -130,6 +130,14 @@ def test_what_helps_comes_with_the_peak_it_leaves(capsys, monkeypatch):
     assert any("dataset.max_response_length=100" in way for way in ways)
 
 
+def test_a_gpu_that_is_not_here(capsys):
+    assert cli.main(["doctor", "--gpu", "80"]) == 0
+    said = capsys.readouterr().out
+    assert "of 80.00 GiB (a GPU of 80 GiB)" in said and "workspaces of cuBLAS" in said and "It can run there" in said
+    assert cli.main(["doctor", "--gpu", "large"]) == 2
+    assert "--gpu: large is no number of GiB" in capsys.readouterr().err
+
+
 def mib_in(line: str, after: str) -> float:
     number, unit = line.rpartition(after)[2].split()[:2]
     return float(number) * {"GiB": 1024, "MiB": 1}[unit]

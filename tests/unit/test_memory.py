@@ -23,7 +23,7 @@ from mtrl.models.perturb import Perturbation
 from mtrl.models.size import ModelSize, size_of
 from mtrl.models.tiny import make_tiny_checkpoint
 from mtrl.training import build, memory
-from mtrl.training.memory import Estimate, Plan, changes, estimate, fake_model, held, held_by, narrow_copies
+from mtrl.training.memory import Estimate, Plan, changes, estimate, fake_model, held, held_by, narrow_copies, smaller
 from mtrl.training.rehearsal import Limits, Rehearsal, longest_prompt, rehearse
 from mtrl.types import VISION_POOL, Needs, Sampling, TrainBatch
 from mtrl.workers.actor import LocalActor, Optimization
@@ -208,11 +208,11 @@ def test_packed_on_a_gpu_no_matrix_is_counted(family, tmp_path):
     """Where the target packs, the pass holds nothing that grows with the square of its length."""
     config = load_model_config(str(make_tiny_checkpoint(tmp_path, family)))
     once, twice = (
-        estimate(config, Plan(replace(LIMITS, probe=MicroBatching(rows=1), prompt_tokens=tokens), packed=True))
+        estimate(config, Plan(replace(LIMITS, probe=MicroBatching(rows=8), prompt_tokens=tokens), packed=True))
         for tokens in (2000, 4000)
     )
     assert sum_of(twice, "probe") < 2.1 * sum_of(once, "probe")
-    dense = estimate(config, Plan(replace(LIMITS, probe=MicroBatching(rows=1), prompt_tokens=4000)))
+    dense = estimate(config, Plan(replace(LIMITS, probe=MicroBatching(rows=8), prompt_tokens=4000)))
     assert sum_of(dense, "probe") > 2 * sum_of(twice, "probe")
 
 
@@ -299,8 +299,21 @@ def test_on_a_cpu_a_run_does_not_rehearse(monkeypatch):
     build.rehearse_on_gpu(load_config(None, {}), real_forward(checkpoint("qwen2"), Plan(LIMITS)), has_states=False)
 
 
+@pytest.mark.slow
+def test_a_change_leaves_the_peak_of_its_own_estimate():
+    """Though not every phase is measured anew for it."""
+    config = load_model_config(str(checkpoint("qwen2_5_vl")))
+    plan = Plan(LIMITS, reference=True)
+    found = estimate(config, plan)
+    told = dict(smaller(config, plan, found))
+    assert {"worker.actor.fsdp.param_dtype=bf16", "optimization.disable_divergence=true"} <= told.keys()
+    for way, peak in told.items():
+        assert peak == estimate(config, changes(plan)[way]).peak_bytes < found.peak_bytes, way
+
+
 def test_advice_names_keys_that_load():
-    ways = changes(Plan(LIMITS, reference=True))
-    assert "dataset.rollout_batch_size=1" in ways and f"worker.actor.tokens_per_micro_batch={2 * 218 // 2}" in ways
-    load_config(None, list(ways))
+    ways = changes(Plan(replace(LIMITS, max_pixels=1 << 22), reference=True))
+    assert "dataset.rollout_batch_size=1 worker.actor.global_batch_size=1" in ways, "never none at all"
+    assert f"worker.actor.tokens_per_micro_batch={2 * 218 // 2}" in ways
+    load_config(None, [word for way in ways for word in way.split()])
     assert "optimization.disable_divergence=true" not in changes(Plan(LIMITS)), "there is no reference"
