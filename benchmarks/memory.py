@@ -24,8 +24,8 @@ from benchmarks.forward import BUDGET, SHAPES, TEXT_TOKENS, Bench
 from benchmarks.measure import peak_gb
 from benchmarks.random_model import PATCHES, TEXT, TOKEN_PIXELS, VISION
 from mtrl.algorithms.losses import Loss
-from mtrl.training.memory import Estimate, Plan, estimate
-from mtrl.training.rehearsal import Limits
+from mtrl.memory.estimate import Estimate, Plan, estimate
+from mtrl.memory.rehearsal import Limits
 from mtrl.types import Needs, Sampling
 from mtrl.workers.micro_batches import MicroBatching
 
@@ -62,7 +62,7 @@ def expected(size: str, weights: str) -> Estimate:
         prompts=count, prompts_per_update=count, sampling=Sampling(n=count, max_new_tokens=length),
         prompt_tokens=TEXT_TOKENS + (side // TOKEN_PIXELS) ** 2, max_pixels=side**2,
         update=MicroBatching(at_least=BUDGET["update"]), probe=MicroBatching(at_least=BUDGET["probe"]),
-        needs=Needs(old=True, entropy=True, dependency="low_var_kl"),
+        needs=Needs("old", "entropy", "dependency"),
     )  # fmt: skip
     return estimate(shape, Plan(limits, weights, "bf16", checkpointing=True, on_gpu=True, packed=True, compiled=True))
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mtrl.build import recipe
 from mtrl.build.data import Rows, build_sampler, build_validation, open_data, warn_of_few_rows
+from mtrl.build.memory import rehearse_on_gpu
 from mtrl.build.model import (
     build_actor,
     build_encoder,
@@ -44,6 +46,7 @@ class Run:
     loop: Loop
     interrupt: Interrupt
     closing: ExitStack  # closes all that the run has opened
+    rehearse: Callable[[], object] = lambda: None  # runs the passes at the limits, before the first step
 
     def train(self) -> None:
         """Trains to the last step, or until a signal asks it to stop; then it saves and leaves as the signal would have
@@ -52,6 +55,7 @@ class Run:
             if self.config.training.val_only:
                 self.loop.validate()
                 return
+            self.rehearse()
             with self.interrupt:
                 self.loop.run()
                 self.loop.components.store.close()
@@ -130,7 +134,9 @@ def build(
         if start.checkpoint is not None:
             loop.restore(start.checkpoint, start.state if start.own else fitting_state(start, sampler))
         directory.record(to_yaml(config))
-        return Run(config, directory.path, directory.id, start, loop, interrupt, closing.pop_all())
+        resumed = start.checkpoint is not None
+        rehearse = partial(rehearse_on_gpu, config, policy, rules.needs, has_states=resumed)
+        return Run(config, directory.path, directory.id, start, loop, interrupt, closing.pop_all(), rehearse)
 
 
 def evaluate(config: Config) -> Result:

@@ -8,17 +8,21 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
+from mtrl.build.data import EMBEDDED
+from mtrl.build.memory import plan_of
+from mtrl.build.model import model_path
+from mtrl.build.run import configure, unknown_names
+from mtrl.build.unbuilt import unbuilt
 from mtrl.commands import installed
 from mtrl.commands.installed import Device
 from mtrl.commands.words import take_option
 from mtrl.config import Config, ConfigError, take_file, warnings
 from mtrl.data.sources import HUB_ID
 from mtrl.machine import existing_parent, free_disk, may_write
+from mtrl.memory.estimate import Estimate, estimate, smaller
 from mtrl.models.families import load_model_config
 from mtrl.models.load import DTYPES
-from mtrl.training.build import EMBEDDED, configure, model_path, unknown_names
-from mtrl.training.memory import Estimate, estimate, plan_of, smaller
-from mtrl.training.unbuilt import is_bare, unbuilt
+from mtrl.rewards.registry import is_bare
 
 CANNOT_RUN = 2
 GIB = 2**30

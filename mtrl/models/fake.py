@@ -22,6 +22,7 @@ from mtrl.models.backbone import Backbone, Features, check_supported
 from mtrl.models.families import VISION_FAMILIES, TextEncoder
 from mtrl.models.families.vision import rotary_positions
 from mtrl.models.live_tensors import LiveTensors
+from mtrl.protocols import ImageSettings
 from mtrl.types import TEXT_POOL, VISION_POOL, Prompt, Task
 
 
@@ -148,12 +149,11 @@ class FakeEncoder(TextEncoder):
     def __init__(self, fake: FakeModel) -> None:
         self.mode, self.stop_ids, self.pad_id = fake.mode, (), 0
         vision = None if fake.tower is None else fake.tower.config
-        self.patch_size = 1 if vision is None else vision.patch_size
-        self.merge_size = 1 if vision is None else vision.spatial_merge_size
+        self.image_settings = None if vision is None else fake_settings(vision)
         self.patch_numbers = 0 if vision is None else fake.tower.patch_embed.proj.weight[0].numel()
 
     def encode(self, task: Task, media: Sequence[np.ndarray]) -> Prompt:
-        side = self.patch_size * self.merge_size
+        side = self.image_settings.factor if self.image_settings else 1
         places = sum(m.shape[0] // side * (m.shape[1] // side) for m in media)
         pool = torch.tensor([*places * [VISION_POOL], TEXT_POOL])
         ids = torch.zeros_like(pool)
@@ -162,8 +162,10 @@ class FakeEncoder(TextEncoder):
     def inputs(
         self, prompt: Prompt, media: Sequence[np.ndarray] | None = None, device: torch.device | None = None
     ) -> dict[str, Tensor]:
-        grids = [(1, m.shape[0] // self.patch_size, m.shape[1] // self.patch_size) for m in prompt.media]
-        sides = [(rows // self.merge_size, columns // self.merge_size) for _, rows, columns in grids]
+        images = self.image_settings
+        patch, merge = (images.patch_size, images.merge_size) if images else (1, 1)
+        grids = [(1, m.shape[0] // patch, m.shape[1] // patch) for m in prompt.media]
+        sides = [(rows // merge, columns // merge) for _, rows, columns in grids]
         inputs = {"position_ids": rotary_positions(prompt.pool == VISION_POOL, sides)}
         if grids:
             with self.mode:
@@ -174,3 +176,8 @@ class FakeEncoder(TextEncoder):
 
     def decode(self, ids: Sequence[int] | Tensor) -> str:
         return ""
+
+
+def fake_settings(vision: Any) -> ImageSettings:
+    """The shapes of a vision tower's patches; of the pixels' values nothing is known."""
+    return ImageSettings(vision.patch_size, vision.spatial_merge_size, 2, 1, 1, 1.0, (0.0,) * 3, (1.0,) * 3)

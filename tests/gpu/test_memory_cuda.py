@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from mtrl.errors import StartError
+from mtrl.memory.rehearsal import Limits, rehearse
 from mtrl.models.backbone import Backbone
 from mtrl.models.families import load_encoder
 from mtrl.models.forward import Forward
 from mtrl.models.load import load_model
 from mtrl.training import build
-from mtrl.training.rehearsal import Limits, rehearse
 from mtrl.types import Needs, Sampling
 from mtrl.workers.micro_batches import MicroBatching
 from mtrl.zoo.rows import MODEL_DIRECTORY
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 GIB = 2**30
 LIMITS = Limits(
     prompts=16, prompts_per_update=16, sampling=Sampling(n=8, max_new_tokens=512), prompt_tokens=64, max_pixels=56**2,
-    update=MicroBatching(rows=8), probe=MicroBatching(rows=8), needs=Needs(old=True, entropy=True, mass=True),
+    update=MicroBatching(rows=8), probe=MicroBatching(rows=8), needs=Needs("old", "entropy", "mass"),
 )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from mtrl.commands import doctor, installed
 from mtrl.commands.doctor import GIB
 from mtrl.commands.installed import Device, Feature
 from mtrl.config import load_config
-from mtrl.training.memory import Estimate
+from mtrl.memory.estimate import Estimate
 
 ROOT = Path(__file__).resolve().parents[2]
 

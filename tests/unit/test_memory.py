@@ -12,8 +12,12 @@ from torch import nn
 
 from benchmarks.memory import expected
 from mtrl.algorithms.losses import Loss, term_weights
+from mtrl.build import memory as build_memory
 from mtrl.config import load_config
 from mtrl.errors import StartError
+from mtrl.memory import estimate as memory
+from mtrl.memory.estimate import Estimate, Plan, changes, estimate, fake_model, held, held_by, narrow_copies, smaller
+from mtrl.memory.rehearsal import Limits, Rehearsal, longest_prompt, rehearse
 from mtrl.models.backbone import Backbone
 from mtrl.models.families import load_encoder, load_model_config
 from mtrl.models.forward import Forward
@@ -22,11 +26,9 @@ from mtrl.models.load import DTYPES, load_model
 from mtrl.models.perturb import Perturbation
 from mtrl.models.size import ModelSize, size_of
 from mtrl.models.tiny import make_tiny_checkpoint
-from mtrl.training import build, memory
-from mtrl.training.memory import Estimate, Plan, changes, estimate, fake_model, held, held_by, narrow_copies, smaller
-from mtrl.training.rehearsal import Limits, Rehearsal, longest_prompt, rehearse
 from mtrl.types import VISION_POOL, Needs, Sampling, TrainBatch
-from mtrl.workers.actor import LocalActor, Optimization
+from mtrl.workers.actor import LocalActor
+from mtrl.workers.learner import Optimization
 from mtrl.workers.micro_batches import MicroBatching
 
 GIB, MIB = 2**30, 2**20
@@ -34,7 +36,7 @@ RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 LIMITS = Limits(
     prompts=4, prompts_per_update=4, sampling=Sampling(n=8, max_new_tokens=16), prompt_tokens=90, max_pixels=168**2,
     update=MicroBatching(2 * (90 + 8 * 16)), probe=MicroBatching(at_least=1 << 20),
-    needs=Needs(old=True, entropy=True, dependency="low_var_kl", mass=True),
+    needs=Needs("old", "entropy", "dependency", "mass"),
 )  # fmt: skip
 SIZE = ModelSize(tensors=(700, 300), learning=(700,), vocabulary=10, output=80, layers=3, keys=4, read=600)
 
@@ -142,7 +144,7 @@ def test_the_longest_prompt(family):
     prompt = longest_prompt(encoder, LIMITS)
     assert len(prompt.ids) == len(prompt.pool) == 90
     if family != "qwen2":
-        side = encoder.patch_size * encoder.merge_size
+        side = encoder.image_settings.factor if encoder.image_settings else 1
         most = min(168**2 // side**2, 90)
         assert 0.8 * most - 1 <= int((prompt.pool == VISION_POOL).sum()) <= most
         small = longest_prompt(encoder, replace(LIMITS, max_pixels=4 * side**2))
@@ -255,14 +257,16 @@ def test_a_rehearsal_leaves_no_trace():
         actor = an_actor(real_forward(path, Plan(LIMITS, checkpointing=True)))
         told = []
         for step in range(2):
-            before = copy.deepcopy((actor.model.state_dict(), actor.optimizer.state_dict()))
+            before = copy.deepcopy((actor.model.state_dict(), actor.learner.optimizer.state_dict()))
             random = torch.get_rng_state()
             if rehearses:
                 peaks = rehearse(actor.forward, actor.forward.encoder, LIMITS, has_states=step > 0)
                 assert (peaks["optimizer"] > 0) == (step == 0) and min(peaks["update"], peaks["probe"]) > 0
             assert torch.equal(random, torch.get_rng_state())
             assert not actor.model.training and all(p.grad is None for p in actor.model.parameters())
-            torch.testing.assert_close((actor.model.state_dict(), actor.optimizer.state_dict()), before, rtol=0, atol=0)
+            torch.testing.assert_close(
+                (actor.model.state_dict(), actor.learner.optimizer.state_dict()), before, rtol=0, atol=0
+            )
             told.append(a_step(actor))
         results.append((told, actor.model.state_dict()))
     assert results[0][0] == results[1][0]
@@ -295,8 +299,9 @@ def test_what_does_not_fit_is_told(monkeypatch):
 
 
 def test_on_a_cpu_a_run_does_not_rehearse(monkeypatch):
-    monkeypatch.setattr(build, "rehearse", lambda *_, **__: pytest.fail("it did"))
-    build.rehearse_on_gpu(load_config(None, {}), real_forward(checkpoint("qwen2"), Plan(LIMITS)), has_states=False)
+    monkeypatch.setattr(build_memory, "rehearse", lambda *_, **__: pytest.fail("it did"))
+    forward = real_forward(checkpoint("qwen2"), Plan(LIMITS))
+    build_memory.rehearse_on_gpu(load_config(None, {}), forward, LIMITS.needs, has_states=False)
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """The passes of a step at the limits of a configuration: the largest images, the longest prompts and responses.
 
 Before the first step on a GPU they run once, so that what does not fit is told then and not when the longest prompt
-comes. `mtrl doctor` runs the same passes on a model without numbers (`training/memory.py`).
+comes. `mtrl doctor` runs the same passes on a model without numbers (`memory/estimate.py`).
 """
 
 from __future__ import annotations
@@ -49,10 +49,6 @@ class Limits:
     needs: Needs
 
     @property
-    def views(self) -> int:
-        return 2 if self.needs.dependency else 1
-
-    @property
     def rows(self) -> int:
         """Responses that decode together."""
         return self.prompts_at_once * self.sampling.n
@@ -77,7 +73,7 @@ class Limits:
 # ---------------------------------------------------------------------------------------------------- the longest step
 def longest_prompt(encoder: PromptEncoder, limits: Limits) -> Prompt:
     """An image as large as the limits allow, where the model takes any, and text up to the longest prompt."""
-    side = encoder.patch_size * encoder.merge_size
+    side = encoder.image_settings.factor if encoder.image_settings else 1
     prompt = _encode(encoder, [np.zeros((side, side, 3), np.uint8)] if side > 1 else [])
     places = min(limits.max_pixels // side**2, limits.prompt_tokens - len(prompt.ids) + 1)
     if side > 1 and places > 1:
@@ -126,14 +122,13 @@ class Rehearsal:
 
     def probe(self) -> None:
         """The largest pass, under as many views as are needed."""
-        needs, rollouts = self.limits.needs, self.rollouts(self.limits.prompts)
-        part = rollouts.rows(self.limits.probe.split(rollouts, self.limits.views)[0])
-        views = [prompt.media for prompt in part.prompts] if needs.dependency else None
-        mass = needs.mass and self.forward.backbone.own_attention and bool(part.visual.any())
-        if needs.old or needs.entropy or needs.dependency or mass:
-            self.forward.signals(
-                part, views, old=needs.old, entropy=needs.entropy, dependency=needs.dependency, mass=mass
-            )
+        needs = self.limits.needs.without("reference", "divergence", "values")
+        rollouts = self.rollouts(self.limits.prompts)
+        part = rollouts.rows(self.limits.probe.split(rollouts, needs.views)[0])
+        if not (self.forward.backbone.own_attention and part.visual.any()):
+            needs = needs.without("mass", "prompt_mass")
+        if needs:
+            self.forward.signals(part, needs, [prompt.media for prompt in part.prompts])
 
     def updates(self) -> list[Rollouts]:
         """Of an optimizer step the first pass, which is the largest, and the next one, which finds its gradients; those
@@ -142,7 +137,7 @@ class Rehearsal:
         return [rollouts.rows(index) for index in self.limits.update.split(rollouts)[:2]]
 
     def learn(self, part: Rollouts) -> None:
-        scores = self.forward.scores(part, entropy=not self.limits.needs.old)
+        scores = self.forward.scores(part, entropy="old" not in self.limits.needs)
         spread(scores.logp, part.mask).sum().backward()
 
     def update(self) -> None:

@@ -13,14 +13,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from mtrl.config import Config
+from mtrl.memory.rehearsal import ADAM_STATES, Limits, Rehearsal
 from mtrl.models.fake import FakeBackbone, FakeModel
 from mtrl.models.forward import Forward
 from mtrl.models.live_tensors import LiveTensors
 from mtrl.models.load import DTYPES
-from mtrl.models.size import ModelSize, reward_model_parameters, size_of
-from mtrl.training import recipe
-from mtrl.training.rehearsal import ADAM_STATES, Limits, Rehearsal
+from mtrl.models.size import ModelSize, size_of
 from mtrl.workers.micro_batches import MicroBatching
 
 MIB = 2**20
@@ -75,39 +73,6 @@ class Estimate:
     @property
     def peak_bytes(self) -> int:
         return self.held_bytes + max(sum(parts.values()) for parts in self.phases.values())
-
-
-def limits_of(config: Config, on_gpu: bool, share_prefix: bool) -> Limits:
-    return Limits(
-        prompts=config.dataset.rollout_batch_size,
-        prompts_per_update=config.worker.actor.global_batch_size,
-        sampling=recipe.training_sampling(config),
-        prompt_tokens=config.dataset.max_prompt_length,
-        max_pixels=config.dataset.max_pixels,
-        update=recipe.update_batching(config, on_gpu, share_prefix),
-        probe=recipe.probe_batching(config, on_gpu, share_prefix),
-        needs=replace(recipe.needs_of(config), mass=recipe.attention_every(config) > 0),
-    )
-
-
-def plan_of(config: Config, on_gpu: bool) -> Plan:
-    actor, reward, attention = config.worker.actor, config.worker.reward, config.worker.actor.model.attn_implementation
-    trusted, own_attention = actor.model.trust_remote_code, attention in ("auto", "sdpa")
-    compiled = on_gpu and actor.use_torch_compile
-    return Plan(
-        limits=limits_of(config, on_gpu, actor.share_prefix and (own_attention or attention == "eager")),
-        weights=actor.fsdp.param_dtype,
-        compute=actor.fsdp.mixed_precision_dtype,
-        reference=recipe.divergence_of(config) is not None,
-        train_vision=not actor.model.freeze_vision_tower,
-        checkpointing=actor.model.enable_gradient_checkpointing,
-        attention=attention,
-        on_gpu=on_gpu,
-        packed=compiled and actor.padding_free and own_attention,
-        compiled=compiled,
-        reward_model_parameters=reward_model_parameters(reward.model_path, trusted) if reward.model_path else 0,
-        trust_remote_code=trusted,
-    )
 
 
 def estimate(config: Any, plan: Plan, wanted: Collection[str] = PHASES) -> Estimate:

@@ -1,0 +1,59 @@
+"""What of a configuration decides about memory, and the rehearsal of its passes before the first step."""
+
+from __future__ import annotations
+
+from mtrl.build import recipe
+from mtrl.config import Config
+from mtrl.memory.estimate import Plan, changes
+from mtrl.memory.rehearsal import Limits, rehearse
+from mtrl.models.forward import Forward
+from mtrl.models.size import reward_model_parameters
+from mtrl.training.interrupt import say
+from mtrl.types import Needs
+
+GIB = 2**30
+
+
+def limits_of(config: Config, needs: Needs, on_gpu: bool, share_prefix: bool) -> Limits:
+    return Limits(
+        prompts=config.dataset.rollout_batch_size,
+        prompts_per_update=config.worker.actor.global_batch_size,
+        sampling=recipe.training_sampling(config),
+        prompt_tokens=config.dataset.max_prompt_length,
+        max_pixels=config.dataset.max_pixels,
+        update=recipe.update_batching(config, on_gpu, share_prefix),
+        probe=recipe.probe_batching(config, on_gpu, share_prefix),
+        needs=needs | Needs("mass") if config.optimization.compute_attention_metrics is not False else needs,
+    )
+
+
+def plan_of(config: Config, on_gpu: bool) -> Plan:
+    actor, reward, attention = config.worker.actor, config.worker.reward, config.worker.actor.model.attn_implementation
+    trusted, own_attention = actor.model.trust_remote_code, attention in ("auto", "sdpa")
+    compiled, rules = on_gpu and actor.use_torch_compile, recipe.recipe_of(config, 1)
+    shared = actor.share_prefix and (own_attention or attention == "eager")
+    return Plan(
+        limits=limits_of(config, rules.needs, on_gpu, shared),
+        weights=actor.fsdp.param_dtype,
+        compute=actor.fsdp.mixed_precision_dtype,
+        reference="reference" in rules.needs or "divergence" in rules.needs,
+        train_vision=not actor.model.freeze_vision_tower,
+        checkpointing=actor.model.enable_gradient_checkpointing,
+        attention=attention,
+        on_gpu=on_gpu,
+        packed=compiled and actor.padding_free and own_attention,
+        compiled=compiled,
+        reward_model_parameters=reward_model_parameters(reward.model_path, trusted) if reward.model_path else 0,
+        trust_remote_code=trusted,
+    )
+
+
+def rehearse_on_gpu(config: Config, policy: Forward, needs: Needs, has_states: bool) -> None:
+    """The passes of a step at the limits of the configuration, once: what does not fit is told before the first step. A
+    CPU is slow, and what does not fit there is swapped."""
+    if policy.backbone.device.type != "cuda":
+        return
+    limits = limits_of(config, needs, on_gpu=True, share_prefix=policy.share_prefix)
+    ways = changes(plan_of(config, on_gpu=True))
+    peaks = rehearse(policy, policy.encoder, limits, has_states=has_states, ways=[*ways])
+    say("rehearsed at the limits: " + ", ".join(f"{name} {peak / GIB:,.1f} GiB" for name, peak in peaks.items()))
