@@ -37,7 +37,7 @@ from mtrl.models.forward import Forward
 from mtrl.models.perturb import Perturbation
 from mtrl.types import Needs, Rollouts, TrainBatch
 from mtrl.workers.actor import LocalActor
-from mtrl.workers.learner import Optimization
+from mtrl.workers.learner import OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching
 
 TEXT_TOKENS = 66
@@ -84,7 +84,7 @@ class Bench:
     def actor(self, route: str) -> LocalActor:
         batching = {f"{phase}_batching": self.batching(route, phase) for phase in BUDGET}
         settings = {"perturbation": self.perturbation, **batching}
-        return LocalActor(self.routes[route], Optimization(lr=1e-9), encoder_files={}, **settings)  # type: ignore[arg-type]
+        return LocalActor(self.routes[route], OptimizerSettings(lr=1e-9), encoder_files={}, **settings)  # type: ignore[arg-type]
 
     def batch(self, rollouts: Rollouts) -> TrainBatch:
         mask = rollouts.mask

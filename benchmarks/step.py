@@ -28,7 +28,7 @@ import torch
 from benchmarks.environment import finish
 from benchmarks.forward import BUDGET
 from benchmarks.random_model import TOKEN_PIXELS, random_backbone, random_prompts
-from mtrl.algorithms.assemble import BatchPlan
+from mtrl.algorithms.batches import BatchPlan
 from mtrl.algorithms.credit.perception_filter import PerceptionFilter
 from mtrl.algorithms.credit.trajectory_scaling import TrajectoryScaling
 from mtrl.algorithms.estimators import Grpo
@@ -42,7 +42,7 @@ from mtrl.training.loop import Components, Loop
 from mtrl.training.recipe import Recipe
 from mtrl.types import Needs, Prompt, Rewards, Rollouts, Sampling, Signals
 from mtrl.workers.actor import LocalActor
-from mtrl.workers.learner import Optimization
+from mtrl.workers.learner import OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching
 
 SHARED_ARGUMENTS = ("size", "prompts", "generations", "image_side", "completion", "steps", "device", "micro_batch",
@@ -134,7 +134,7 @@ def build(a: argparse.Namespace) -> Loop:
     rows = MicroBatching(rows=a.micro_batch, share_prefix=False)
     batching = {phase: rows if a.no_share else MicroBatching(at_least=tokens) for phase, tokens in BUDGET.items()}
     actor = LocalActor(
-        forward, Optimization(lr=1e-6, warmup_steps=0), perturbation=Perturbation(), encoder_files={},
+        forward, OptimizerSettings(lr=1e-6, warmup_steps=0), perturbation=Perturbation(), encoder_files={},
         update_batching=batching["update"], probe_batching=batching["probe"],
     )  # fmt: skip
     engine = LocalGenerator(backbone, encoder)

@@ -1,4 +1,4 @@
-"""The command `mtrl`. A command is a function of its words; it imports what it needs itself, so that help is quick."""
+"""The command `mtrl`. A command is a function of its arguments; it imports what it needs itself, so that help is quick."""
 
 import logging
 import os
@@ -12,7 +12,7 @@ USER_ERROR = 2
 UNREAD = 141  # exit status that shells report where nobody reads the output (SIGPIPE)
 
 
-def reward(words: Sequence[str]) -> int:
+def reward(arguments: Sequence[str]) -> int:
     """Try a reward function on recorded responses, without a model.
 
     mtrl reward FILE --data ROLLOUTS|DATASET [a.b=c ...]
@@ -24,10 +24,10 @@ def reward(words: Sequence[str]) -> int:
     """
     from mtrl.commands import reward
 
-    return reward.run(words)
+    return reward.run(arguments)
 
 
-def config(words: Sequence[str]) -> int:
+def config(arguments: Sequence[str]) -> int:
     """Print the resolved configuration, or explain a key.
 
     mtrl config [FILE] [a.b=c ...]
@@ -41,10 +41,10 @@ def config(words: Sequence[str]) -> int:
     """
     from mtrl.commands import config
 
-    return config.run(words)
+    return config.run(arguments)
 
 
-def train(words: Sequence[str]) -> int:
+def train(arguments: Sequence[str]) -> int:
     """Train a model.
 
     mtrl train [FILE] [a.b=c ...]
@@ -54,10 +54,10 @@ def train(words: Sequence[str]) -> int:
     """
     from mtrl.commands import train
 
-    return train.run(words)
+    return train.run(arguments)
 
 
-def evaluate(words: Sequence[str]) -> int:
+def evaluate(arguments: Sequence[str]) -> int:
     """Accuracy and rewards of a checkpoint or of a run's newest one: avg@k, pass@k, by column.
 
     mtrl eval CHECKPOINT|RUN [--data FILE] [a.b=c ...]
@@ -66,10 +66,10 @@ def evaluate(words: Sequence[str]) -> int:
     """
     from mtrl.commands import evaluate
 
-    return evaluate.run(words)
+    return evaluate.run(arguments)
 
 
-def demo(words: Sequence[str]) -> int:
+def demo(arguments: Sequence[str]) -> int:
     """Watch the embedded model learn, in minutes on a laptop.
 
     mtrl demo [a.b=c ...]
@@ -78,10 +78,10 @@ def demo(words: Sequence[str]) -> int:
     """
     from mtrl.commands import demo
 
-    return demo.run(words)
+    return demo.run(arguments)
 
 
-def data(words: Sequence[str]) -> int:
+def data(arguments: Sequence[str]) -> int:
     """Look at a dataset as the model will see it.
 
     mtrl data FILE [a.b=c ...]
@@ -91,10 +91,10 @@ def data(words: Sequence[str]) -> int:
     """
     from mtrl.commands import data
 
-    return data.run(words)
+    return data.run(arguments)
 
 
-def doctor(words: Sequence[str]) -> int:
+def doctor(arguments: Sequence[str]) -> int:
     """Look at this machine, and whether a configuration can run on it.
 
     mtrl doctor [FILE] [--gpu GIB] [a.b=c ...]
@@ -106,10 +106,10 @@ def doctor(words: Sequence[str]) -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported
     from mtrl.commands import doctor
 
-    return doctor.run(words)
+    return doctor.run(arguments)
 
 
-def attention(words: Sequence[str]) -> int:
+def attention(arguments: Sequence[str]) -> int:
     """See where a checkpoint, or a run's newest one, looks while it answers.
 
     mtrl attention CHECKPOINT|RUN [--data FILE] [--samples 8] [--tokens orange,B,-1] [--out DIR] [a.b=c ...]
@@ -120,7 +120,7 @@ def attention(words: Sequence[str]) -> int:
     """
     from mtrl.commands import attention
 
-    return attention.run(words)
+    return attention.run(arguments)
 
 
 COMMANDS: dict[str, Command] = {
@@ -137,8 +137,8 @@ COMMANDS: dict[str, Command] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0; 1 where it was done in vain; 2 where the user has to change something first."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    name = words[0] if words else "--help"
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    name = arguments[0] if arguments else "--help"
     if name in ("-h", "--help", "help"):
         print(_overview())
         return 0
@@ -148,22 +148,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"mtrl: no command {name!r}\n\n{_overview()}", file=sys.stderr)
         return USER_ERROR
-    return _run(COMMANDS[name], words[1:])
+    return _run(COMMANDS[name], arguments[1:])
 
 
-def _run(command: Command, words: Sequence[str]) -> int:
+def _run(command: Command, arguments: Sequence[str]) -> int:
     from mtrl.config import ConfigError
     from mtrl.errors import Finished, RunError, StartError
 
-    if command is config and len(words) > 1 and words[0] in ("-h", "--help"):
-        words = ["explain", *words[1:]]
-    elif "-h" in words or "--help" in words:
+    if command is config and len(arguments) > 1 and arguments[0] in ("-h", "--help"):
+        arguments = ["explain", *arguments[1:]]
+    elif "-h" in arguments or "--help" in arguments:
         print("\n".join(line.strip() for line in _doc_lines(command)))
         return 0
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own, and would say all twice
     try:
-        status = command(words)
+        status = command(arguments)
         sys.stdout.flush()
         return status
     except BrokenPipeError:

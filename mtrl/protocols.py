@@ -19,11 +19,11 @@ from mtrl.types import (
     Prompt,
     Rewards,
     Rollouts,
-    Sample,
     Sampling,
     Signals,
     Task,
     TrainBatch,
+    ValidationSample,
     Weights,
 )
 
@@ -192,7 +192,7 @@ class Tracker:
         step: int,
         values: Mapping[str, float],
         by: Mapping[str, Mapping[str, float]],
-        samples: Sequence[Sample],
+        samples: Sequence[ValidationSample],
     ) -> None:
         """`by`: success for each value of the data's columns; `samples`: a few responses for people to read."""
         return None

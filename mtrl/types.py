@@ -306,7 +306,7 @@ class TrainBatch:
 
 
 @dataclass(frozen=True)
-class Sample:
+class ValidationSample:
     """A validation response, written out for people."""
 
     id: str  # id of the task

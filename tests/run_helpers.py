@@ -28,7 +28,7 @@ SETTINGS = (f"training.max_steps={STEPS}", "training.save_freq=2", "training.val
 NOT_COMPARED = ("perf/", "time", "attempt")  # what depends on the clock, and how often a step was done
 
 
-def words(output: Path, *overrides: str) -> list[str]:
+def train_arguments(output: Path, *overrides: str) -> list[str]:
     """`mtrl train` of a tiny run that validates on three questions."""
     output.mkdir(parents=True, exist_ok=True)
     questions = output / "val.jsonl"

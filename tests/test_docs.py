@@ -13,7 +13,7 @@ from mtrl.algorithms.credit.registry import RULES
 from mtrl.build.unbuilt import unbuilt
 from mtrl.config import load_config
 from mtrl.config.foreign import translation
-from mtrl.config.tree import Optimization, known_leaves, known_sections
+from mtrl.config.tree import OptimizationConfig, known_leaves, known_sections
 from mtrl.models.perturb import PERTURBATIONS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,12 +34,12 @@ def backticked(text):
     return re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
 
 
-@pytest.mark.parametrize("name", [f.name for f in fields(Optimization)])
+@pytest.mark.parametrize("name", [f.name for f in fields(OptimizationConfig)])
 def test_every_algorithm_key_and_value_is_explained(name):
     sections = [part for part in re.split(r"\n## ", ALGORITHMS) if re.search(rf"\b{name}\b", part)]
     assert sections, f"docs/algorithms.md does not say what optimization.{name} does"
     together = "\n".join(sections)
-    for value in literals(get_type_hints(Optimization)[name]):
+    for value in literals(get_type_hints(OptimizationConfig)[name]):
         assert re.search(rf"`([a-z_]+: )?{value}`", together), f"docs/algorithms.md: optimization.{name} may be {value}"
 
 

@@ -14,7 +14,7 @@ import torch
 import yaml
 from helpers import close, fake_rollouts, mask_of
 from PIL import Image
-from run_helpers import metrics_of, words
+from run_helpers import metrics_of, train_arguments
 from tiny_models import SHARPER, plain_inputs, prompt, random_rollouts
 from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -108,7 +108,7 @@ def test_the_sections_in_their_order():
 @pytest.mark.parametrize(("command", "reported"), [*zip(COMMANDS, REPORTED, strict=True)], ids=REPORTED)
 def test_commands_train(command, reported, workplace):
     overrides = shlex.split(command)[2:]
-    assert main([*words(workplace), *overrides, "training.val_freq=-1"]) == 0
+    assert main([*train_arguments(workplace), *overrides, "training.val_freq=-1"]) == 0
     (name,) = [word.partition("=")[2] for word in overrides if word.startswith("training.experiment_name=")]
     rows = metrics_of(workplace / "mtrl" / name)
     assert all(reported in rows[step, False] and rows[step, False]["actor/grad_norm"] > 0 for step in (1, 2))
@@ -154,7 +154,7 @@ def test_brevity_by_hand():
 @pytest.mark.parametrize("rules", [True, False], ids=["with rules", "without a rule that needs S"])
 def test_the_logger_writes_each_step(rules, workplace, embedded):
     """Without a rule it is the logger alone that has S measured."""
-    words(workplace)  # writes three questions to validate on
+    train_arguments(workplace)  # writes three questions to validate on
     embedded(
         dataset={"val_files": str(workplace / "val.jsonl")},
         optimization={"enable_perception_filtering": rules, "enable_trajectory_reweighting": rules},

@@ -23,7 +23,7 @@ from mtrl.models.backbone import Backbone
 from mtrl.models.families import TextEncoder, load_encoder
 from mtrl.models.load import load_model
 from mtrl.models.tiny import TINY_FAMILIES, VISION_FAMILIES, make_tiny_checkpoint
-from mtrl.rollout.assemble import rollouts_of
+from mtrl.rollout.responses import rollouts_of
 from mtrl.types import Medium, Prompt, Rollouts, Task
 
 logging.disable_progress_bar()

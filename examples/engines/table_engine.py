@@ -1,8 +1,8 @@
 """An engine of your own: it answers from a table, by question. For trying rewards and credit on responses you chose."""
 
-from mtrl.rollout.assemble import finish_of, rollouts_of
 from mtrl.rollout.awake import Awake
-from mtrl.rollout.sampling import first_samples
+from mtrl.rollout.responses import finish_of, rollouts_of
+from mtrl.rollout.sampling import first_sample_numbers
 
 
 class TableEngine(Awake):
@@ -19,7 +19,7 @@ class TableEngine(Awake):
     def generate(self, prompts, sampling):
         if sampling.version != self.version:
             raise RuntimeError(f"asked to sample at version {sampling.version}, but the engine holds {self.version}")
-        first = first_samples([prompt.task.id for prompt in prompts], sampling)
+        first = first_sample_numbers([prompt.task.id for prompt in prompts], sampling)
         group = [place for place in range(len(prompts)) for _ in range(sampling.n)]
         texts = [
             self.answer(prompt.task, 0 if sampling.temperature == 0 else start + sample)

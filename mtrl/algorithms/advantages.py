@@ -17,7 +17,7 @@ Scale = Literal["group", "batch", "none"]
 STD_EPSILON = 1e-6
 
 
-def charge(rewards: Tensor, penalty: Tensor, mask: Tensor) -> Tensor:
+def subtract_penalty(rewards: Tensor, penalty: Tensor, mask: Tensor) -> Tensor:
     """r [N] minus each response's penalty, summed over its tokens: how divergence enters the group estimators."""
     return rewards - penalty.double().where(mask, 0.0).sum(1).to(rewards.dtype)
 
@@ -30,20 +30,20 @@ def grpo(rewards: Tensor, group: Tensor, mask: Tensor, scale: Scale = "group") -
     elif scale == "batch":
         std = group_std(rewards, torch.zeros_like(group))
     else:
-        return spread(centred, mask)
-    return spread((centred / (std + STD_EPSILON)).where(std > 0, 0.0), mask)
+        return to_tokens(centred, mask)
+    return to_tokens((centred / (std + STD_EPSILON)).where(std > 0, 0.0), mask)
 
 
 def rloo(rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
     """r minus the mean of the others in the group; 0 for a row that is alone."""
     others = group_sizes(group)[group] - 1
     mean_of_others = (group_sum(rewards, group)[group] - rewards) / others
-    return spread((rewards - mean_of_others).where(others > 0, 0.0), mask)
+    return to_tokens((rewards - mean_of_others).where(others > 0, 0.0), mask)
 
 
 def remax(rewards: Tensor, mask: Tensor, baseline: Tensor) -> Tensor:
     """r minus the reward of the greedy response to the same prompt, baseline [N]."""
-    return spread(rewards - baseline, mask)
+    return to_tokens(rewards - baseline, mask)
 
 
 def reinforce_plus_plus(token_rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
@@ -76,6 +76,6 @@ def token_rewards(rewards: Tensor, mask: Tensor, penalty: Tensor | None = None) 
     return placed if penalty is None else placed - penalty.where(mask, 0.0)
 
 
-def spread(per_response: Tensor, mask: Tensor) -> Tensor:
+def to_tokens(per_response: Tensor, mask: Tensor) -> Tensor:
     """[N] to every valid token of the row, float32."""
     return per_response.float()[:, None].expand(mask.shape).where(mask, 0.0)

@@ -49,7 +49,7 @@ class Divergence:
         assert signals.old is not None and signals.reference is not None
         return divergence(signals.old, signals.reference, self.penalty)
 
-    def charge(self, signals: Signals) -> Tensor | None:
+    def reward_penalty(self, signals: Signals) -> Tensor | None:
         """[N, T]: what the distance takes off the reward of each token; None where it is a loss."""
         return None if self.in_loss else self.coef * self.distance(signals)
 

@@ -30,7 +30,9 @@ class Grpo:
 
     def estimate(self, experience: Experience, penalty: Tensor | None) -> Estimated:
         rollouts = experience.rollouts
-        return advantages.grpo(charged(experience, penalty), rollouts.group, rollouts.mask, self.scale_rewards), None
+        return advantages.grpo(
+            penalized_rewards(experience, penalty), rollouts.group, rollouts.mask, self.scale_rewards
+        ), None
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Rloo:
 
     def estimate(self, experience: Experience, penalty: Tensor | None) -> Estimated:
         rollouts = experience.rollouts
-        return advantages.rloo(charged(experience, penalty), rollouts.group, rollouts.mask), None
+        return advantages.rloo(penalized_rewards(experience, penalty), rollouts.group, rollouts.mask), None
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Remax:
     def estimate(self, experience: Experience, penalty: Tensor | None) -> Estimated:
         baseline = experience.rewards.baseline
         assert baseline is not None, "remax compares with greedy responses"
-        return advantages.remax(charged(experience, penalty), experience.rollouts.mask, baseline), None
+        return advantages.remax(penalized_rewards(experience, penalty), experience.rollouts.mask, baseline), None
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ ESTIMATORS: dict[str, type] = {
 }
 
 
-def charged(experience: Experience, penalty: Tensor | None) -> Tensor:
+def penalized_rewards(experience: Experience, penalty: Tensor | None) -> Tensor:
     """r [N], less the penalty of all its tokens: how divergence enters the estimators that compare responses."""
     total = experience.rewards.total
-    return total if penalty is None else advantages.charge(total, penalty, experience.rollouts.mask)
+    return total if penalty is None else advantages.subtract_penalty(total, penalty, experience.rollouts.mask)

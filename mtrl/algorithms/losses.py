@@ -46,7 +46,7 @@ class Loss:
     tis_clip: float | None = None
     tis_level: Level = "token"
 
-    def charging(self, rule: Divergence | None) -> Loss:
+    def with_divergence(self, rule: Divergence | None) -> Loss:
         """This loss with the divergence as a term, where it is one rather than a part of the reward."""
         if rule is None or not rule.in_loss:
             return self

@@ -64,6 +64,12 @@ def warn_of_few_rows(rows: int, prompts_per_step: int) -> None:
         )  # fmt: skip
 
 
+def validation_sampler(config: Config, encoder: PromptEncoder, directory: Path | None = None) -> Sampler:
+    """The validation data in their own order."""
+    dataset = open_data(config, config.dataset.val_files, "validation", encoder, directory)
+    return Sampler(dataset, encoder, shuffle=False)
+
+
 def build_validation(
     config: Config, encoder: PromptEncoder, directory: Path | None, trained_on_rows: bool = False
 ) -> Validation | None:
@@ -71,8 +77,7 @@ def build_validation(
     embedded = not config.dataset.train_files and not trained_on_rows
     if not config.dataset.val_files and not embedded:
         return None
-    dataset = open_data(config, config.dataset.val_files, "validation", encoder, directory)
-    sampler = Sampler(dataset, encoder, shuffle=False)
+    sampler = validation_sampler(config, encoder, directory)
     return Validation(
         batches=lambda: sampler.one_pass(config.dataset.val_batch_size),
         sampling=recipe.validation_sampling(config),

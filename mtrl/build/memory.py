@@ -8,7 +8,7 @@ from mtrl.memory.estimate import Plan, changes
 from mtrl.memory.rehearsal import Limits, rehearse
 from mtrl.models.forward import Forward
 from mtrl.models.size import reward_model_parameters
-from mtrl.training.interrupt import say
+from mtrl.training.interrupt import say_at_once
 from mtrl.types import Needs
 
 GIB = 2**30
@@ -56,4 +56,6 @@ def rehearse_on_gpu(config: Config, policy: Forward, needs: Needs, has_states: b
     limits = limits_of(config, needs, on_gpu=True, share_prefix=policy.share_prefix)
     ways = changes(plan_of(config, on_gpu=True))
     peaks = rehearse(policy, policy.encoder, limits, has_states=has_states, ways=[*ways])
-    say("rehearsed at the limits: " + ", ".join(f"{name} {peak / GIB:,.1f} GiB" for name, peak in peaks.items()))
+    say_at_once(
+        "rehearsed at the limits: " + ", ".join(f"{name} {peak / GIB:,.1f} GiB" for name, peak in peaks.items())
+    )

@@ -17,7 +17,7 @@ from mtrl.models.forward import Forward
 from mtrl.models.load import DTYPES, load_model
 from mtrl.protocols import Generator
 from mtrl.rollout.local import LocalGenerator
-from mtrl.training.interrupt import say
+from mtrl.training.interrupt import say_at_once
 from mtrl.training.recipe import Recipe
 from mtrl.training.resume import refuse_damaged
 from mtrl.types import VIEWS, Needs
@@ -65,7 +65,7 @@ def build_policy(config: Config, encoder: TextEncoder | None = None) -> tuple[Te
         model.gradient_checkpointing_enable({"use_reentrant": False})
     compiled = actor.use_torch_compile and model.device.type == "cuda"
     if compiled:
-        say(COMPILING)
+        say_at_once(COMPILING)
     backbone = Backbone(model, DTYPES[actor.fsdp.mixed_precision_dtype], compiled=compiled)
     if settings.freeze_vision_tower and backbone.vision_tower is not None:
         backbone.vision_tower.requires_grad_(False)
@@ -116,7 +116,7 @@ def build_actor(
     on_gpu, images = policy.backbone.device.type == "cuda", encoder.image_settings
     return LocalActor(
         policy,
-        recipe.optimization_of(config, steps),
+        recipe.optimizer_settings(config, steps),
         perturbation=recipe.perturbation_of(config, images.patch_size if images else 1),
         update_batching=recipe.update_batching(config, on_gpu, policy.share_prefix),
         probe_batching=recipe.probe_batching(config, on_gpu, policy.share_prefix),

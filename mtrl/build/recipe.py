@@ -7,7 +7,7 @@ from dataclasses import fields
 from functools import reduce
 from typing import get_type_hints
 
-from mtrl.algorithms.assemble import BatchPlan
+from mtrl.algorithms.batches import BatchPlan
 from mtrl.algorithms.credit import Rule
 from mtrl.algorithms.credit.attention_weights import AttentionWeights
 from mtrl.algorithms.credit.entropy_filter import EntropyFilter
@@ -23,7 +23,7 @@ from mtrl.models.perturb import Perturbation
 from mtrl.plugins import PluginError
 from mtrl.training.recipe import Recipe
 from mtrl.types import Needs, Sampling
-from mtrl.workers.learner import Optimization
+from mtrl.workers.learner import OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching
 
 GPU_TOKENS_PER_MICRO_BATCH = 16384
@@ -209,11 +209,11 @@ def policy_loss(config: Config) -> PolicyLoss:
     )
 
 
-def optimization_of(config: Config, steps: int) -> Optimization:
+def optimizer_settings(config: Config, steps: int) -> OptimizerSettings:
     actor, optim = config.worker.actor, config.worker.actor.optim
     updates = steps * actor.ppo_epochs * (config.dataset.rollout_batch_size // actor.global_batch_size)
     warmup = optim.warmup_steps if optim.warmup_ratio is None else round(optim.warmup_ratio * updates)
-    return Optimization(
+    return OptimizerSettings(
         lr=optim.lr,
         weight_decay=optim.weight_decay,
         betas=optim.betas,

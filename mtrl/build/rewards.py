@@ -12,11 +12,11 @@ import torch
 
 from mtrl.build import recipe
 from mtrl.config import Config, ConfigError
-from mtrl.models.reward_model import load_judge
+from mtrl.models.reward_model import load_reward_model
 from mtrl.rewards.registry import REWARDS, BuiltinReward, is_bare
 from mtrl.rewards.sandbox import InProcess, Sandbox
 from mtrl.rewards.scorer import MODEL, Builtin, RewardFunction, RewardScorer
-from mtrl.workers.reward_model import RewardModel
+from mtrl.workers.reward_model import RewardModelWorker
 
 
 def build_scorer(config: Config, steps: int, given: Sequence[Callable[..., Any] | str] | None = None) -> RewardScorer:
@@ -46,19 +46,19 @@ def build_scorer(config: Config, steps: int, given: Sequence[Callable[..., Any] 
     )
 
 
-def build_reward_model(config: Config) -> RewardModel | None:
+def build_reward_model(config: Config) -> RewardModelWorker | None:
     reward, actor = config.worker.reward, config.worker.actor
     if reward.reward_type != "model":
         return None
     assert reward.model_path is not None, "the configuration's checks want a path"
     on_gpu = torch.cuda.is_available()
-    judge = load_judge(
+    model = load_reward_model(
         reward.model_path,
         dtype=actor.fsdp.mixed_precision_dtype,
         device="cuda" if on_gpu else "cpu",
         trust_remote_code=actor.model.trust_remote_code,
     )
-    return RewardModel(judge, recipe.probe_batching(config, on_gpu, share_prefix=False))
+    return RewardModelWorker(model, recipe.probe_batching(config, on_gpu, share_prefix=False))
 
 
 def reward_function(config: Config, function: Callable[..., Any] | str) -> tuple[str, RewardFunction]:

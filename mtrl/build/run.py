@@ -29,7 +29,7 @@ from mtrl.models.perturb import PERTURBATIONS
 from mtrl.protocols import Tracker
 from mtrl.tracking.several import Trackers
 from mtrl.training.evaluate import Result
-from mtrl.training.interrupt import Interrupt, say
+from mtrl.training.interrupt import Interrupt, say_at_once
 from mtrl.training.loop import Components, Loop
 from mtrl.training.resume import Start, claim, find_start, fitting_state
 from mtrl.zoo.rows import CONFIG_FILE
@@ -62,7 +62,7 @@ class Run:
         if self.interrupt.asked():
             name = self.config.training.experiment_name  # needed to resume: `mtrl demo` makes up a new one each time
             again = f"the same command goes on from there, with training.experiment_name={name}"
-            say(f"saved after step {self.loop.done} in {self.directory}; {again}")
+            say_at_once(f"saved after step {self.loop.done} in {self.directory}; {again}")
             self.interrupt.leave()
 
 

@@ -1,1 +1,1 @@
-"""What the commands of `cli.py` do: a file a command, each with `run(words)` and its exit status."""
+"""What the commands of `cli.py` do: a file a command, each with `run(arguments)` and its exit status."""

@@ -14,12 +14,11 @@ from torch import Tensor
 
 from mtrl.algorithms.signals import pool_sizes, segment, vgr
 from mtrl.build import recipe
-from mtrl.build.data import open_data
+from mtrl.build.data import validation_sampler
 from mtrl.build.model import build_generator, build_policy, model_path
 from mtrl.build.unbuilt import refuse_unbuilt
-from mtrl.commands.words import evaluation_config, started, take_option, take_path_and_data
+from mtrl.commands.arguments import evaluation_config, started, take_option, take_path_and_data
 from mtrl.config import Config, ConfigError
-from mtrl.data import Sampler
 from mtrl.errors import StartError
 from mtrl.machine import may_write
 from mtrl.models.families import TextEncoder
@@ -35,8 +34,8 @@ SAMPLES = 8
 MOST_DRAWN = 8  # most tokens of one response that get a picture
 
 
-def run(words: Sequence[str]) -> int:
-    options, rest = Options.take(words)
+def run(arguments: Sequence[str]) -> int:
+    options, rest = Options.take(arguments)
     question = "which model? mtrl attention CHECKPOINT|RUN [--data F] [--samples 8] [--tokens ...] [--out DIR] [a.b=c]"
     path, data, overrides = take_path_and_data(rest, question)
     config = evaluation_config(path, [*overrides, *([f"dataset.val_files={data}"] if data else [])])
@@ -58,9 +57,9 @@ class Options:
     out: Path | None = None
 
     @classmethod
-    def take(cls, words: Sequence[str]) -> tuple[Options, list[str]]:
-        samples, rest = take_option(words, "--samples", "how many responses?")
-        tokens, rest = take_option(rest, "--tokens", "words or places, with commas: orange,B,-1")
+    def take(cls, arguments: Sequence[str]) -> tuple[Options, list[str]]:
+        samples, rest = take_option(arguments, "--samples", "how many responses?")
+        tokens, rest = take_option(rest, "--tokens", "arguments or places, with commas: orange,B,-1")
         out, rest = take_option(rest, "--out", "name a directory")
         if samples is not None and not (samples.isdecimal() and int(samples)):
             raise ConfigError([f"--samples: {samples}; give a number above 0"])
@@ -108,8 +107,7 @@ def look(config: Config, options: Options) -> list[Answered]:
 
 
 def batches(config: Config, encoder: TextEncoder, samples: int) -> Iterator[list[Prompt]]:
-    dataset = open_data(config, config.dataset.val_files, "validation", encoder, None)
-    with Sampler(dataset, encoder, shuffle=False) as sampler:
+    with validation_sampler(config, encoder) as sampler:
         size = min(samples, config.dataset.val_batch_size)
         prompts = (prompt for batch in sampler.one_pass(size) for prompt in batch)
         first = islice(prompts, samples)

@@ -12,16 +12,16 @@ from mtrl.config.packaged import listing
 EXPLAIN = "explain"
 
 
-def run(words: Sequence[str]) -> int:
-    if words[:1] == [EXPLAIN]:
-        if len(words) > 2:
-            raise ConfigError([f"{' '.join(words[2:])}: one key at a time; mtrl config {EXPLAIN} KEY"])
-        print(explain(words[1] if len(words) == 2 else None))
+def run(arguments: Sequence[str]) -> int:
+    if arguments[:1] == [EXPLAIN]:
+        if len(arguments) > 2:
+            raise ConfigError([f"{' '.join(arguments[2:])}: one key at a time; mtrl config {EXPLAIN} KEY"])
+        print(explain(arguments[1] if len(arguments) == 2 else None))
         return 0
-    if "--list" in words:
+    if "--list" in arguments:
         print(listing())
         return 0
-    file, overrides = take_file(words)
+    file, overrides = take_file(arguments)
     resolved = load_config(file, overrides)
     for warning in warnings(resolved):
         print(f"warning: {warning}", file=sys.stderr)

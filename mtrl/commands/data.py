@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from mtrl.build.data import EMBEDDED, data_settings, sources_of
 from mtrl.build.model import build_encoder
-from mtrl.commands.words import started
+from mtrl.commands.arguments import started
 from mtrl.config import ConfigError, load_config, take_file
 from mtrl.data import DataError, DataSettings, report
 from mtrl.data.sources import Source
@@ -15,8 +15,8 @@ from mtrl.models.families import TextEncoder
 from mtrl.zoo.rows import CONFIG_FILE
 
 
-def run(words: Sequence[str]) -> int:
-    file, overrides = take_file(words)
+def run(arguments: Sequence[str]) -> int:
+    file, overrides = take_file(arguments)
     if not file:
         raise ConfigError(["which data? mtrl data FILE [a.b=c ...]"])
     embedded = file.startswith(EMBEDDED)

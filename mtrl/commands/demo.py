@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrl.build.run import build, configure
-from mtrl.commands.words import say, started
+from mtrl.commands.arguments import say, started
 from mtrl.store.checkpoint import checkpoints
 from mtrl.tracking.chart import draw_chart, running_mean
 from mtrl.tracking.run_files import read_rows
@@ -18,7 +18,7 @@ STEPS = 24
 SMOOTHED_OVER = 5  # steps that the running mean of the learning curve spans
 
 
-def run(words: Sequence[str]) -> int:
+def run(arguments: Sequence[str]) -> int:
     begin = time.perf_counter()
     defaults = [
         f"training.max_steps={STEPS}",
@@ -28,7 +28,7 @@ def run(words: Sequence[str]) -> int:
         "optimization.compute_attention_metrics=false",  # saves a second pass over the questions of both validations
         "dataset.val_files=zoo@test",
     ]
-    config, _ = configure(None, [*defaults, *words])
+    config, _ = configure(None, [*defaults, *arguments])
     say(
         "A vision-language model of 3 million parameters learns, by reinforcement, to answer questions about small\n"
         "pictures of coloured shapes. It can see them, but its teacher often answered from habit without looking, and\n"

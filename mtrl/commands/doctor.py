@@ -14,8 +14,8 @@ from mtrl.build.model import model_path
 from mtrl.build.run import configure, unknown_names
 from mtrl.build.unbuilt import unbuilt
 from mtrl.commands import installed
+from mtrl.commands.arguments import take_option
 from mtrl.commands.installed import Device
-from mtrl.commands.words import take_option
 from mtrl.config import Config, ConfigError, take_file, warnings
 from mtrl.data.sources import HUB_ID
 from mtrl.machine import existing_parent, free_disk, may_write
@@ -28,11 +28,11 @@ CANNOT_RUN = 2
 GIB = 2**30
 
 
-def run(words: Sequence[str]) -> int:
+def run(arguments: Sequence[str]) -> int:
     """Prints what it finds; 0 when the configuration can run here."""
     print(machine_report())
-    size, words = take_option(words, "--gpu", "say how many GiB it has")
-    file, overrides = take_file(words)
+    size, arguments = take_option(arguments, "--gpu", "say how many GiB it has")
+    file, overrides = take_file(arguments)
     config, embedded = configure(file, overrides)
     device = installed.devices()[0] if size is None else another_gpu(size)
     print(f"\nThe run: {'the embedded task' if embedded else file or 'the overrides'}")
@@ -71,7 +71,7 @@ def _note(text: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- machine
-def shown(size: int) -> str:
+def human_size(size: int) -> str:
     return f"{size / GIB:,.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:,.1f} MiB"
 
 
@@ -80,7 +80,7 @@ def machine_report() -> str:
     found = installed.devices()
     if reason := installed.why_no_gpu():
         lines.append(f"  no GPU: {reason}")
-    lines += [f"  {each.name}: {shown(each.total)}, {shown(each.free)} free" for each in found]
+    lines += [f"  {each.name}: {human_size(each.total)}, {human_size(each.free)} free" for each in found]
     lines += ["", "Optional features"]
     for feature in installed.FEATURES:
         missing = feature.missing()
@@ -143,18 +143,18 @@ def disk_problems(config: Config, parameters: int) -> Iterator[str]:
     checkpoint = 3 * parameters * DTYPES[fsdp.param_dtype].itemsize
     kept = max(1, training.save_limit) + 2
     free = free_disk(place)
-    print(f"  disk at {place}: {shown(free)} free; {kept} checkpoints of {shown(checkpoint)}")
+    print(f"  disk at {place}: {human_size(free)} free; {kept} checkpoints of {human_size(checkpoint)}")
     if free < kept * checkpoint:
-        yield f"training.save_limit: {kept} checkpoints need {shown(kept * checkpoint)} of disk at {place}"
+        yield f"training.save_limit: {kept} checkpoints need {human_size(kept * checkpoint)} of disk at {place}"
 
 
 # -------------------------------------------------------------------------------------------------------------- memory
 def memory_report(found: Estimate, device: Device) -> str:
     lines = [f"  {found.parameters / 1e6:,.1f} million parameters; memory at most, at the limits of the configuration:"]
     for title, parts in {"held": found.held, **found.phases}.items():
-        lines += [f"    {title:<8} {name:<36} {shown(part):>12}" for name, part in parts.items()]
-        lines.append(f"    {title:<8} {'in all':<36} {shown(sum(parts.values())):>12}")
-    peak = f"{shown(found.peak_bytes):>12} of {shown(device.total)} ({device.name})"
+        lines += [f"    {title:<8} {name:<36} {human_size(part):>12}" for name, part in parts.items()]
+        lines.append(f"    {title:<8} {'in all':<36} {human_size(sum(parts.values())):>12}")
+    peak = f"{human_size(found.peak_bytes):>12} of {human_size(device.total)} ({device.name})"
     lines.append(f"    {'peak: held and the largest phase':<45} {peak}")
     return "\n".join([*lines, f"    activations are {found.way}; all else is counted"])
 
@@ -164,6 +164,6 @@ def memory_problems(found: Estimate, device: Device, ways: Callable[[], Iterable
     if found.peak_bytes <= device.total:
         return
     when = "what is held all the time" if found.held_bytes > device.total else "the longest prompts and responses"
-    told = [*(f"{way}: {shown(peak)}" for way, peak in ways()), "a smaller model, or a larger device"]
+    told = [*(f"{way}: {human_size(peak)}" for way, peak in ways()), "a smaller model, or a larger device"]
     advice = "".join(f"\n             {way}" for way in told)
-    yield f"memory: {when} will not fit into {shown(device.total)}. What would help, and the peak then:{advice}"
+    yield f"memory: {when} will not fit into {human_size(device.total)}. What would help, and the peak then:{advice}"

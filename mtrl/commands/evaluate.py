@@ -6,12 +6,14 @@ import json
 from collections.abc import Sequence
 
 from mtrl.build.run import evaluate
-from mtrl.commands.words import evaluation_config, started, take_path_and_data
+from mtrl.commands.arguments import evaluation_config, started, take_path_and_data
 from mtrl.training.evaluate import Result
 
 
-def run(words: Sequence[str]) -> int:
-    path, data, overrides = take_path_and_data(words, "which model? mtrl eval CHECKPOINT|RUN [--data F] [a.b=c ...]")
+def run(arguments: Sequence[str]) -> int:
+    path, data, overrides = take_path_and_data(
+        arguments, "which model? mtrl eval CHECKPOINT|RUN [--data F] [a.b=c ...]"
+    )
     config = evaluation_config(path, [*overrides, *([f"dataset.val_files={data}"] if data else [])])
     result = started(evaluate, config)
     print(_table(result))

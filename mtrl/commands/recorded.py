@@ -18,7 +18,7 @@ from mtrl.data.prompts import TaskBuilder
 from mtrl.data.rows import RowError
 from mtrl.data.sources import Source
 from mtrl.models.families import TextEncoder
-from mtrl.rollout.assemble import rollouts_of
+from mtrl.rollout.responses import rollouts_of
 from mtrl.tracking.jsonl import rows_of
 from mtrl.types import Finish, Prompt, Rollouts, Task
 

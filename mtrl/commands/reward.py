@@ -10,8 +10,8 @@ from pathlib import Path
 from mtrl.build.data import EMBEDDED, data_settings, sources_of
 from mtrl.build.model import build_encoder
 from mtrl.build.rewards import known_reward, reward_function
+from mtrl.commands.arguments import say, started, take_path_and_data
 from mtrl.commands.recorded import DataRecord, Recorded, RunRecord, batches, rollouts_file
-from mtrl.commands.words import say, started, take_path_and_data
 from mtrl.config import Config, ConfigError, load_config
 from mtrl.data import DataError
 from mtrl.data.prompts import TaskBuilder
@@ -26,8 +26,8 @@ from mtrl.zoo.rows import CONFIG_FILE
 ALL_FAILED = 1  # exit status: the function gave no response a reward
 
 
-def run(words: Sequence[str]) -> int:
-    function, data, overrides = take_path_and_data(words, "which reward? mtrl reward FILE --data F [a.b=c ...]")
+def run(arguments: Sequence[str]) -> int:
+    function, data, overrides = take_path_and_data(arguments, "which reward? mtrl reward FILE --data F [a.b=c ...]")
     if data is None:
         raise ConfigError(["--data: name the rollouts.jsonl of a run, or a dataset"])
     file = started(rollouts_file, data)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mtrl.build.run import build, configure
-from mtrl.commands.words import say, started
+from mtrl.commands.arguments import say, started
 from mtrl.config import take_file, warnings
 from mtrl.training.recipe import Recipe
 from mtrl.zoo.rows import CONFIG_FILE
 
 
-def run(words: Sequence[str]) -> int:
-    file, overrides = take_file(words)
+def run(arguments: Sequence[str]) -> int:
+    file, overrides = take_file(arguments)
     config, embedded = configure(file, overrides)
     if embedded:
         say(f"no config file, model or data given: {CONFIG_FILE.name} of the embedded task lies under the overrides")
@@ -26,6 +26,6 @@ def run(words: Sequence[str]) -> int:
 
 
 def sizes(recipe: Recipe) -> str:
-    """The sizes of a step in words: a large one takes long before it reports anything."""
+    """The sizes of a step in arguments: a large one takes long before it reports anything."""
     each = f"{recipe.prompts_per_step} prompts x {recipe.sampling.n} responses"
     return f"steps: {recipe.total_steps}, each {each} of at most {recipe.sampling.max_new_tokens} tokens"

@@ -1,9 +1,9 @@
 """The configuration: a typed tree (tree.py), how it is loaded (load.py), what it refuses (values.py, checks.py)."""
 
+from mtrl.config.arguments import take_file
 from mtrl.config.checks import warnings
 from mtrl.config.errors import ConfigError
 from mtrl.config.load import load_config, to_dict, to_yaml
 from mtrl.config.tree import Config
-from mtrl.config.words import take_file
 
 __all__ = ["Config", "ConfigError", "load_config", "take_file", "to_dict", "to_yaml", "warnings"]

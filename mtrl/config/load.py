@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar, get_origin, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from mtrl.config.arguments import read_arguments
 from mtrl.config.checks import conflicts
 from mtrl.config.errors import ConfigError
 from mtrl.config.nearest import keys_there, suggestion
@@ -21,7 +22,6 @@ from mtrl.config.places import placed
 from mtrl.config.text import BadYaml, YamlFile, write_yaml
 from mtrl.config.tree import Config, known_leaves, known_sections
 from mtrl.config.values import BadValue, shown, typed
-from mtrl.config.words import read_words
 
 Node = TypeVar("Node")
 Where = Callable[[str], str]  # dotted key -> the place that sets it
@@ -41,7 +41,7 @@ def load_config(
 ) -> Config:
     """The configuration of a run, complete and checked; `ConfigError` names all that is wrong with it.
 
-    The file may be one of the package by its name there (`experiments/dapo`). Overrides are command-line words
+    The file may be one of the package by its name there (`experiments/dapo`). Overrides are command-line arguments
     (`a.b=c`, `--a.b c`, `--a.b=c`) or, from Python, a mapping of dotted keys. Paths in the file are relative to it
     where they exist there, but in one that a run has `saved` they are as the run used them.
     """
@@ -103,7 +103,7 @@ def _placed(setting: Setting, folder: Path | None) -> Setting:
 
 def _override_settings(overrides: Sequence[str] | Mapping[str, Any], errors: list[str]) -> list[Setting]:
     from_python = isinstance(overrides, Mapping)
-    pairs = list(overrides.items() if isinstance(overrides, Mapping) else read_words(overrides, errors))
+    pairs = list(overrides.items() if isinstance(overrides, Mapping) else read_arguments(overrides, errors))
 
     def where(key: str) -> str:
         return "overrides" if from_python else "command line"

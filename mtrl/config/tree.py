@@ -34,7 +34,7 @@ def key(
 
 
 @dataclass(frozen=True)
-class Dataset:
+class DatasetConfig:
     train_files: str = key(
         "", "file, directory, hub id[@split], or several with commas; empty: the embedded task", names="data"
     )
@@ -64,7 +64,7 @@ class Dataset:
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingConfig:
     total_epochs: int = key(10, "passes over the training data", "[1, inf)", may_change=True)
     max_steps: int | None = key(None, "stop after this many steps", "[1, inf)", may_change=True)
     project_name: str = key("mtrl", "folder and logger project of the run", may_change=True)
@@ -97,7 +97,7 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Optimization:
+class OptimizationConfig:
     gamma: float = key(1.0, "discount of later rewards", "[0, 1]")
     lam: float = key(0.95, "lambda of GAE", "[0, 1]")
     advantage_estimator: Literal["gae", "grpo", "rloo", "remax", "reinforce_plus_plus"] = key(
@@ -160,7 +160,7 @@ class Optimization:
 
 
 @dataclass(frozen=True)
-class ActorModel:
+class ActorModelConfig:
     model_path: str | None = key(None, "hub id or directory; null: the embedded model")
     tokenizer_path: str | None = key(None, "hub id or directory of the tokenizer; null: model_path")
     trust_remote_code: bool = key(False, "run Python that comes with the model")
@@ -176,7 +176,7 @@ class ActorModel:
 
 
 @dataclass(frozen=True)
-class ActorOptim:
+class ActorOptimConfig:
     name: Literal["adamw", "adamw_8bit"] = key("adamw", "optimizer")
     lr: float = key(1e-6, "peak learning rate", "[0, inf)")
     weight_decay: float = key(0.01, "decoupled weight decay", "[0, inf)")
@@ -190,7 +190,7 @@ class ActorOptim:
 
 
 @dataclass(frozen=True)
-class Fsdp:
+class FsdpConfig:
     sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"] = key(
         "FULL_SHARD", "what is split over the GPUs"
     )
@@ -200,17 +200,17 @@ class Fsdp:
 
 
 @dataclass(frozen=True)
-class Offload:
+class OffloadConfig:
     offload_params: bool = key(False, "weights in main memory while the rollout runs")
     offload_optimizer: bool = key(False, "optimizer state in main memory between updates")
 
 
 @dataclass(frozen=True)
-class Actor:
-    model: ActorModel = field(default_factory=ActorModel)
-    optim: ActorOptim = field(default_factory=ActorOptim)
-    fsdp: Fsdp = field(default_factory=Fsdp)
-    offload: Offload = field(default_factory=Offload)
+class ActorConfig:
+    model: ActorModelConfig = field(default_factory=ActorModelConfig)
+    optim: ActorOptimConfig = field(default_factory=ActorOptimConfig)
+    fsdp: FsdpConfig = field(default_factory=FsdpConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
     global_batch_size: int = key(256, "prompts per optimizer step", "[1, inf)")
     micro_batch_size_per_device_for_update: int = key(2, "responses per pass with gradient", "[1, inf)")
     micro_batch_size_per_device_for_experience: int = key(8, "responses per pass without gradient", "[1, inf)")
@@ -230,36 +230,36 @@ class Actor:
 
 
 @dataclass(frozen=True)
-class CriticModel:
+class CriticModelConfig:
     model_path: str | None = key(None, "hub id or directory; null: the actor's")
 
 
 @dataclass(frozen=True)
-class CriticOptim:
+class CriticOptimConfig:
     lr: float = key(1e-5, "learning rate of the critic", "[0, inf)")
 
 
 @dataclass(frozen=True)
-class Critic:
-    model: CriticModel = field(default_factory=CriticModel)
-    optim: CriticOptim = field(default_factory=CriticOptim)
+class CriticConfig:
+    model: CriticModelConfig = field(default_factory=CriticModelConfig)
+    optim: CriticOptimConfig = field(default_factory=CriticOptimConfig)
     cliprange_value: float = key(0.5, "values move at most this far in one update", "(0, inf]")
     warmup_steps: int = key(0, "critic-only steps at the start", "[0, inf)")
 
 
 @dataclass(frozen=True)
-class Ref:
+class RefConfig:
     offload_params: bool = key(False, "reference weights in main memory between uses")
 
 
 @dataclass(frozen=True)
-class ValSampling:
+class ValSamplingConfig:
     n: int = key(1, "responses per prompt at validation", "[1, inf)")
     temperature: float = key(0.0, "temperature at validation; 0: greedy", "[0, inf)")
 
 
 @dataclass(frozen=True)
-class Rollout:
+class RolloutConfig:
     name: Literal["auto", "local", "vllm"] = key("auto", "engine that samples the responses")
     mode: Literal["inprocess", "process", "server"] = key("inprocess", "where vLLM runs")
     address: str | None = key(None, "address of the vLLM server")
@@ -275,11 +275,11 @@ class Rollout:
     gpu_memory_utilization: float = key(0.4, "share of GPU memory for vLLM", "(0, 1]")
     tensor_parallel_size: int = key(1, "GPUs per vLLM engine", "[1, inf)")
     enable_prefix_caching: bool = key(True, "responses of a prompt share its cache")
-    val: ValSampling = field(default_factory=ValSampling)
+    val: ValSamplingConfig = field(default_factory=ValSamplingConfig)
 
 
 @dataclass(frozen=True)
-class Reward:
+class RewardConfig:
     reward_type: Literal["function", "model"] = key("function", "functions or a reward model")
     functions: tuple[str, ...] | None = key(
         None, "built-ins and file.py:name; null: reward_fn_path alone, else [accuracy, format]", names="code"
@@ -308,13 +308,13 @@ class Reward:
 
 
 @dataclass(frozen=True)
-class Worker:
+class WorkerConfig:
     hybrid_engine: bool = key(True, "rollout and training share the devices")
-    actor: Actor = field(default_factory=Actor)
-    critic: Critic = field(default_factory=Critic)
-    ref: Ref = field(default_factory=Ref)
-    rollout: Rollout = field(default_factory=Rollout)
-    reward: Reward = field(default_factory=Reward)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    ref: RefConfig = field(default_factory=RefConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
 
 
 @dataclass(frozen=True)
@@ -325,10 +325,10 @@ class Config:
     (None, 8)
     """
 
-    dataset: Dataset = field(default_factory=Dataset)
-    training: Training = field(default_factory=Training)
-    optimization: Optimization = field(default_factory=Optimization)
-    worker: Worker = field(default_factory=Worker)
+    dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    optimization: OptimizationConfig = field(default_factory=OptimizationConfig)
+    worker: WorkerConfig = field(default_factory=WorkerConfig)
 
     # What the `null` of a key stands for, where it depends on other keys.
 

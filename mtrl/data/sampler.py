@@ -124,7 +124,7 @@ def _stop(jobs: Jobs, stopping: threading.Event, threads: list[threading.Thread]
             thread.join()
 
 
-class Ahead:
+class Prefetcher:
     """Results for a row of positions, in order, made by threads before they are asked for."""
 
     def __init__(self, loader: PromptLoader, positions: Iterator[int], threads: int, prompts: int, nbytes: int) -> None:
@@ -189,7 +189,7 @@ class Sampler:
         self.bad_rows: dict[int, BadRow] = {}  # found while decoding, by dataset position
         self._fingerprint = dataset.fingerprint
         self._limits = (threads, prompts_ahead, bytes_ahead)
-        self._ahead: Ahead | None = None
+        self._ahead: Prefetcher | None = None
 
     def take(self, count: int) -> list[Prompt]:
         """The next prompts. A row that cannot be decoded raises DataError, or under `skip` the next one stands in."""
@@ -218,7 +218,7 @@ class Sampler:
 
     def one_pass(self, count: int) -> Iterator[list[Prompt]]:
         """Every prompt once, in the order of the files, `count` at a time: for validation. Leaves `take` alone."""
-        with closing(Ahead(self.loader, iter(range(len(self.dataset))), *self._limits)) as ahead:
+        with closing(Prefetcher(self.loader, iter(range(len(self.dataset))), *self._limits)) as ahead:
             prompts = (prompt for prompt in self._results(ahead) if not isinstance(prompt, BadRow))
             while batch := list(islice(prompts, count)):
                 yield batch
@@ -262,7 +262,7 @@ class Sampler:
 
     def _next(self) -> Prompt | BadRow:
         if self._ahead is None:
-            self._ahead = Ahead(self.loader, self._positions(self.epoch, self.position), *self._limits)
+            self._ahead = Prefetcher(self.loader, self._positions(self.epoch, self.position), *self._limits)
         position, result = self._ahead.next()
         self.position += 1
         if self.position == len(self.dataset):
@@ -276,7 +276,7 @@ class Sampler:
             yield from islice(order, start, None)
             epoch, start = epoch + 1, 0
 
-    def _results(self, ahead: Ahead) -> Iterator[Prompt | BadRow]:
+    def _results(self, ahead: Prefetcher) -> Iterator[Prompt | BadRow]:
         for _ in range(len(self.dataset)):
             yield self._checked(*ahead.next())
 

@@ -51,7 +51,7 @@ class Source(Protocol):
         """Where a person finds the row, counted from 1: the line in JSONL, the row of the table elsewhere."""
 
 
-class JsonLines:
+class JsonlSource:
     """One JSON object a line. Blank lines are passed over but counted, so a row number is the editor's line number."""
 
     def __init__(self, path: Path, cache: DiskCache) -> None:
@@ -189,7 +189,7 @@ def _open_json(path: Path, cache: DiskCache) -> Source:
     """A `.json` file is an array of objects, or JSONL under another name."""
     with path.open("rb") as file:
         if not file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
-            return JsonLines(path, cache)
+            return JsonlSource(path, cache)
     try:
         rows = json.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
@@ -198,7 +198,7 @@ def _open_json(path: Path, cache: DiskCache) -> Source:
 
 
 OPENERS: dict[str, Callable[[Path, DiskCache], Source]] = {
-    ".jsonl": JsonLines,
+    ".jsonl": JsonlSource,
     ".json": _open_json,
     ".parquet": open_parquet,
 }

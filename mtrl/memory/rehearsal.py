@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mtrl.errors import StartError
-from mtrl.models.forward import Forward, spread
+from mtrl.models.forward import Forward, unpack
 from mtrl.models.live_tensors import LiveTensors
 from mtrl.models.size import ModelSize, size_of
 from mtrl.protocols import PromptEncoder
@@ -138,7 +138,7 @@ class Rehearsal:
 
     def learn(self, part: Rollouts) -> None:
         scores = self.forward.scores(part, entropy="old" not in self.limits.needs)
-        spread(scores.logp, part.mask).sum().backward()
+        unpack(scores.logp, part.mask).sum().backward()
 
     def update(self) -> None:
         for part in self.updates():

@@ -47,7 +47,7 @@ class Forward:
 
     def logp(self, rollouts: Rollouts) -> Tensor:
         """[N, T] log-probs with gradients, on the model's device; 0 off the mask."""
-        return spread(self.scores(rollouts).logp, rollouts.mask)
+        return unpack(self.scores(rollouts).logp, rollouts.mask)
 
     def scores(self, rollouts: Rollouts, entropy: bool = False) -> TokenScores:
         """[M] log-probs with gradients, and entropies without."""
@@ -63,7 +63,7 @@ class Forward:
         reader = self._reader(layout) if "mass" in needs else None
         hidden = self._read(layout, features, reader)
         scored = self._score_views(hidden, rollouts, needs) if needs.without("mass", "prompt_mass") else {}
-        found = {name: spread(values.cpu(), rollouts.mask) for name, values in scored.items()}
+        found = {name: unpack(values.cpu(), rollouts.mask) for name, values in scored.items()}
         if "dependency" in found:
             found["dependency"] = bounded_dependency(found["dependency"], rollouts.mask)
         elif "dependency" in needs:
@@ -174,7 +174,7 @@ class Forward:
         return {"mass": mass, "prompt_mass": prompt_mass}
 
 
-def spread(values: Tensor, mask: Tensor) -> Tensor:
+def unpack(values: Tensor, mask: Tensor) -> Tensor:
     """Values [M] back to where the mask [N, T] is set, 0 elsewhere; gradients flow."""
     return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(
         to_device(mask, values.device), values

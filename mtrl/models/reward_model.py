@@ -38,7 +38,7 @@ HEAD = "score.weight"
 NOTHING_FOLLOWS = "{% set add_generation_prompt = false %}"  # before a template: the answer is there already
 
 
-class Judge(Protocol):
+class RewardModel(Protocol):
     """Writes a response down as its reward model reads it, and scores some of them in one pass."""
 
     def fit(self, media: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
@@ -51,9 +51,9 @@ class Judge(Protocol):
         """One score for each conversation: [N] float32, on the CPU."""
 
 
-def load_judge(
+def load_reward_model(
     path: str, *, dtype: str = "fp32", device: str | torch.device = "cpu", trust_remote_code: bool = False
-) -> Judge:
+) -> RewardModel:
     """The reward model in a directory or behind a hub id, with its own tokenizer and image settings."""
     config = load_model_config(path, trust_remote_code)
     options: dict[str, Any] = {"dtype": DTYPES[dtype], "trust_remote_code": trust_remote_code}

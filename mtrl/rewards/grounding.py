@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mtrl.algorithms.rewards import Normalizer, mdi_reward, vgr_hard_negative_reward, vgr_reward
 from mtrl.rewards.builtin import accuracy
-from mtrl.rewards.outcomes import Outcome, done
+from mtrl.rewards.outcomes import Outcome, completed
 from mtrl.types import Needs
 
 SEGMENT = "vgr_late"
@@ -22,7 +22,7 @@ Sample = Mapping[str, Any]
 Compare = Callable[[Tensor, Tensor, Sequence[Sample]], Tensor]  # VGR [N], group [N] and the samples -> rewards [N]
 
 
-class Grounded:
+class AttentionReward:
     """Compares responses by their VGR; a response without one (no image, nobody looked) gets no reward."""
 
     needs = Needs("mass")
@@ -34,21 +34,21 @@ class Grounded:
         vgr = torch.tensor([sample["signals"].get(SEGMENT, math.nan) for sample in samples])
         prompts = torch.arange(len(samples)) if group is None else torch.tensor(group)
         rewards = self.compare(vgr, prompts, samples).tolist()
-        return [done(Outcome(None if math.isnan(reward) else reward)) for reward in rewards]
+        return [completed(Outcome(None if math.isnan(reward) else reward)) for reward in rewards]
 
     def close(self) -> None: ...
 
 
-def mdi(ratio: float) -> Grounded:
-    return Grounded(lambda vgr, group, samples: mdi_reward(vgr, ratio))
+def mdi(ratio: float) -> AttentionReward:
+    return AttentionReward(lambda vgr, group, samples: mdi_reward(vgr, ratio))
 
 
-def vgr(normalizer: Normalizer) -> Grounded:
-    return Grounded(lambda vgr, group, samples: vgr_reward(vgr, group, normalizer))
+def vgr(normalizer: Normalizer) -> AttentionReward:
+    return AttentionReward(lambda vgr, group, samples: vgr_reward(vgr, group, normalizer))
 
 
-def vgr_hard_negative(normalizer: Normalizer, pool: Literal["correct", "group"]) -> Grounded:
-    return Grounded(partial(_hard_negative, normalizer=normalizer, pool=pool))
+def vgr_hard_negative(normalizer: Normalizer, pool: Literal["correct", "group"]) -> AttentionReward:
+    return AttentionReward(partial(_hard_negative, normalizer=normalizer, pool=pool))
 
 
 def _hard_negative(

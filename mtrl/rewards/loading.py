@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from mtrl.plugins import PluginError, load_module, split_spec
-from mtrl.rewards.signatures import Reward
+from mtrl.rewards.signatures import UserReward
 
 DEFAULT_NAMES = ("reward_function", "compute_score")
 PLACE = struct.Struct("q")  # which sample of its message a worker is at, in memory that it shares with its parent
@@ -29,11 +29,11 @@ class Setup:
     scratch: str  # a directory that must not outlive the parent
 
 
-def load_reward(spec: str, kwargs: Mapping[str, Any], seconds: float | None = None) -> Reward:
+def load_reward(spec: str, kwargs: Mapping[str, Any], seconds: float | None = None) -> UserReward:
     """Loads a user's function. A spec without a name means one of DEFAULT_NAMES, or the only public function."""
     place, name = split_spec(spec)
     module = load_module(place, "reward")
-    return Reward(find_function(module, place, name), kwargs, module, seconds)
+    return UserReward(find_function(module, place, name), kwargs, module, seconds)
 
 
 def find_function(module: ModuleType, place: str, name: str | None) -> Callable[..., Any]:

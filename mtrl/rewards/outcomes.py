@@ -26,7 +26,7 @@ class Outcome:
     seconds: float = 0.0  # how long the call took; a batch shares its time out evenly
 
 
-def done(outcome: Outcome) -> Future[Outcome]:
+def completed(outcome: Outcome) -> Future[Outcome]:
     """A future that has its outcome already, for functions that answer at once."""
     future: Future[Outcome] = Future()
     future.set_result(outcome)

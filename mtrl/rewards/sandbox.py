@@ -18,7 +18,7 @@ from mtrl.rewards.images import ImageFiles, pack
 from mtrl.rewards.loading import Setup, name_of
 from mtrl.rewards.outcomes import Outcome
 from mtrl.rewards.process import END_SECONDS, WorkerLost, WorkerProcess
-from mtrl.rewards.signatures import Reward, Sample, Traits
+from mtrl.rewards.signatures import Sample, Traits, UserReward
 from mtrl.types import Needs
 
 START_SECONDS = 120.0  # time limit of loading a function: a reward file may import something large
@@ -27,7 +27,9 @@ ASYNC_GRACE = 2.0  # seconds that a worker gets to stop an async call itself, be
 HOPELESS = 10  # workers lost in a row: the rest of a step's responses fail untried, or a step could take hours
 ROWS_PER_MESSAGE = 128  # most samples in one message to a worker
 ROWS_PER_BATCH = 64  # samples that a function of many responses gets in a call; more where a group is larger
-TOLD = Needs("old", "entropy")  # what a function that asks for signals can count on; more, where others need more
+SIGNALS_TOLD = Needs(
+    "old", "entropy"
+)  # what a function that asks for signals can count on; more, where others need more
 IMAGES = ImageFiles()  # one for the whole process: several functions look at the same images
 
 
@@ -220,7 +222,7 @@ class Sandbox:
         self._service = service = Service(setup)  # the threads hold it, and nothing that holds us
         self._workers = workers
         first = [service.start(), *[None] * (workers - 1)]
-        self.needs = TOLD if service.traits.signals else Needs()
+        self.needs = SIGNALS_TOLD if service.traits.signals else Needs()
         self.name = service.traits.name or name_of(function)  # the name in logs
         threads = [threading.Thread(target=service.run, args=(worker,), daemon=True) for worker in first]
         for thread in threads:
@@ -248,8 +250,8 @@ class InProcess:
 
     def __init__(self, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
         self.name: str = getattr(function, "__name__", type(function).__name__)
-        self._reward = Reward(function, kwargs)
-        self.needs = TOLD if self._reward.traits.signals else Needs()
+        self._reward = UserReward(function, kwargs)
+        self.needs = SIGNALS_TOLD if self._reward.traits.signals else Needs()
 
     def submit(self, samples: Sequence[Sample], group: Sequence[int] | None = None) -> list[Future[Outcome]]:
         futures: list[Future[Outcome]] = [Future() for _ in samples]

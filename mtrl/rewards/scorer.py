@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mtrl.algorithms.rewards import combine, scheduled_weights
 from mtrl.errors import RunError
-from mtrl.rewards.outcomes import TOKEN_WEIGHTS, Outcome, done, logged_number
+from mtrl.rewards.outcomes import TOKEN_WEIGHTS, Outcome, completed, logged_number
 from mtrl.rewards.samples import samples_of, signals_of
 from mtrl.types import Needs, Rewards, Rollouts, Signals
 
@@ -39,7 +39,7 @@ class RewardFunction(Protocol):
     def close(self) -> object: ...
 
 
-class RewardModel(Protocol):
+class ResponseScorer(Protocol):
     """Reads the conversations themselves, all of a step at once."""
 
     def score(self, rollouts: Rollouts) -> Sequence[float | str]:
@@ -55,12 +55,12 @@ class Builtin:
         self.function = function
 
     def submit(self, samples: Sequence[Sample], group: Sequence[int] | None = None) -> list[Future[Outcome]]:
-        return [done(Outcome(self.function(sample))) for sample in samples]
+        return [completed(Outcome(self.function(sample))) for sample in samples]
 
     def close(self) -> None: ...
 
 
-def judged(score: float | str) -> Outcome:
+def outcome_of(score: float | str) -> Outcome:
     return Outcome(failure=score) if isinstance(score, str) else Outcome(score)
 
 
@@ -72,7 +72,7 @@ class RewardScorer:
     functions: Mapping[str, RewardFunction]
     schedule: Schedule
     total_steps: int
-    model: RewardModel | None = None
+    model: ResponseScorer | None = None
     normalize: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     failure_reward: float = 0.0
     options_key: str = "options"
@@ -88,7 +88,7 @@ class RewardScorer:
         group = rollouts.group.tolist()
         asked = {name: f.submit(samples, group) for name, f in self.functions.items() if not f.needs}
         if self.model is not None:  # asked last: the functions run in their processes meanwhile
-            asked[MODEL] = [done(judged(score)) for score in self.model.score(rollouts)]
+            asked[MODEL] = [completed(outcome_of(score)) for score in self.model.score(rollouts)]
         return Pending(self, rollouts, step, samples, asked)
 
     def total(self, parts: Mapping[str, Tensor], group: Tensor, step: int | None) -> Tensor:

@@ -44,7 +44,7 @@ class Traits:
     name: str | None = None  # REWARD_NAME of its module
 
 
-class Reward:
+class UserReward:
     """A user's function and how it wants to be called. `seconds` limits a single async call; whoever owns the process
     limits the others."""
 

@@ -27,11 +27,11 @@ class Tried:
 
 
 @dataclass(frozen=True)
-class Spread:
+class ValueSummary:
     """Statistics of the values of a part. NaN: it does not apply to a response, or to none at all.
 
-    >>> Spread.of([1.0, 0.0, NAN])
-    Spread(mean=0.5, std=0.5, min=0.0, max=1.0, absent=1)
+    >>> ValueSummary.of([1.0, 0.0, NAN])
+    ValueSummary(mean=0.5, std=0.5, min=0.0, max=1.0, absent=1)
     """
 
     mean: float
@@ -41,7 +41,7 @@ class Spread:
     absent: int  # responses it does not apply to
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
+    def of(cls, values: Sequence[float]) -> ValueSummary:
         there = [value for value in values if not math.isnan(value)]
         if not there:
             return cls(NAN, NAN, NAN, NAN, len(values))
@@ -67,12 +67,12 @@ class Trial:
         rewards = [self.failure_reward if each.outcome.failure else each.outcome.value for each in self.tried]
         return [0.0 if reward is None else reward for reward in rewards]
 
-    def parts(self) -> dict[str, Spread]:
+    def parts(self) -> dict[str, ValueSummary]:
         """The function's own value and each number it gave beside it, over the responses that did not fail."""
         fine = [each.outcome for each in self.tried if not each.outcome.failure]
-        parts = {self.name: Spread.of([logged_number(outcome.value) for outcome in fine])}
+        parts = {self.name: ValueSummary.of([logged_number(outcome.value) for outcome in fine])}
         for name in dict.fromkeys(name for outcome in fine for name in outcome.extras):
-            spread = Spread.of([logged_number(outcome.extras.get(name)) for outcome in fine])
+            spread = ValueSummary.of([logged_number(outcome.extras.get(name)) for outcome in fine])
             if spread.absent < len(fine):  # texts and lists are no parts
                 parts.setdefault(name, spread)
         return parts

@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict
 from typing import Any
 
-from mtrl.rewards.trial import Spread, Trial, Tried, histogram
+from mtrl.rewards.trial import Trial, Tried, ValueSummary, histogram
 
 SHOWN = 5  # how many of the slowest and of the failed responses are listed
 BAR = 40  # characters of the longest bar in the histogram
@@ -25,7 +25,7 @@ def summary(trial: Trial) -> dict[str, Any]:
         "function": trial.name,
         "samples": len(trial.tried),
         "failed": len(trial.failed),
-        "mean": Spread.of(trial.totals).mean,
+        "mean": ValueSummary.of(trial.totals).mean,
         "parts": {name: {key: or_null(value) for key, value in part.items()} for name, part in parts.items()},
         "seconds": round(trial.seconds, 3),
         "calls_per_second": round(len(trial.tried) / max(trial.seconds, 1e-9), 1),
@@ -35,7 +35,7 @@ def summary(trial: Trial) -> dict[str, Any]:
 def parts_table(trial: Trial) -> str:
     heads = ("mean", "std", "min", "max")
     lines = [f"{'part':<24}" + "".join(f"{head:>10}" for head in heads) + f"{'n/a':>8}{'failed':>8}"]
-    rows = {**trial.parts(), "total": Spread.of(trial.totals)}
+    rows = {**trial.parts(), "total": ValueSummary.of(trial.totals)}
     for name, spread in rows.items():
         numbers = (spread.mean, spread.std, spread.min, spread.max)
         cells = "".join(f"{'-' if math.isnan(number) else f'{number:.4f}':>10}" for number in numbers)

@@ -15,9 +15,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mtrl.models.backbone import Backbone, Cache, prompt_positions, vision_tokens
 from mtrl.protocols import PromptEncoder
-from mtrl.rollout.assemble import finish_of, rollouts_of
 from mtrl.rollout.awake import Awake
-from mtrl.rollout.sampling import choose, first_samples, row_uniforms
+from mtrl.rollout.responses import finish_of, rollouts_of
+from mtrl.rollout.sampling import choose, first_sample_numbers, row_uniforms
 from mtrl.types import Prompt, Rollouts, Sampling, Weights
 
 ROWS_AT_ONCE = 512
@@ -55,7 +55,7 @@ class LocalGenerator(Awake):
         if sampling.version != self.version:
             raise RuntimeError(f"asked to sample at version {sampling.version}, but the engine holds {self.version}")
         at_once = max(1, self.rows_at_once // sampling.n)
-        first = first_samples([prompt.task.id for prompt in prompts], sampling)
+        first = first_sample_numbers([prompt.task.id for prompt in prompts], sampling)
         tokens: list[Tensor] = []
         behaviour: list[Tensor] = []
         for start in range(0, len(prompts), at_once):

@@ -13,13 +13,13 @@ from mtrl.keyed import keyed_generator
 from mtrl.types import Sampling
 
 
-def first_samples(task_ids: Sequence[str], sampling: Sampling) -> list[int]:
+def first_sample_numbers(task_ids: Sequence[str], sampling: Sampling) -> list[int]:
     """The number of each prompt's first sample. A task that a step takes again (at the end of an epoch, of few rows, or
     in a later call of the step, with the same n) counts on, or its responses would be copies.
 
-    >>> first_samples(["a", "b", "a"], Sampling(n=8))
+    >>> first_sample_numbers(["a", "b", "a"], Sampling(n=8))
     [0, 0, 8]
-    >>> first_samples(["a", "b", "a"], Sampling(n=8, asked={"a": 2}))
+    >>> first_sample_numbers(["a", "b", "a"], Sampling(n=8, asked={"a": 2}))
     [16, 0, 24]
     """
     earlier = Counter(sampling.asked)
@@ -49,7 +49,7 @@ def choose(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor,
         logp = logits.log_softmax(-1)
         tokens = logits.argmax(-1)
     else:
-        logp = cut(logits / sampling.temperature, sampling.top_p, sampling.top_k).log_softmax(-1)
+        logp = top_p_top_k(logits / sampling.temperature, sampling.top_p, sampling.top_k).log_softmax(-1)
         cumulative = logp.double().exp().cumsum(-1)
         # Strictly below the total, so that the token found always has a probability above 0.
         reach = uniform[:, None] * cumulative[:, -1:] * (1 - 1e-12)
@@ -57,7 +57,7 @@ def choose(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor,
     return tokens, logp.gather(-1, tokens[:, None])[:, 0]
 
 
-def cut(logits: Tensor, top_p: float, top_k: int) -> Tensor:
+def top_p_top_k(logits: Tensor, top_p: float, top_k: int) -> Tensor:
     """Logits with everything outside the top k and the nucleus at -inf."""
     if 0 < top_k < logits.shape[-1]:
         weakest = logits.topk(top_k).values[:, -1:]

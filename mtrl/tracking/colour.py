@@ -35,7 +35,7 @@ def wants_colour(stream: TextIO, asked: bool = True) -> bool:
     return asked and stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def harmless(text: str) -> str:
+def sanitize(text: str) -> str:
     """The text with control characters spelled out: what a model says must not move the cursor."""
     return UNPRINTABLE.sub(lambda sign: repr(sign.group())[1:-1], text)
 

@@ -20,7 +20,7 @@ from mtrl.tracking.colour import Paint, wants_colour
 from mtrl.tracking.pace import Pace, as_clock
 from mtrl.tracking.preview import DecodeTokens, Trained, most_taught, training_preview, validation_preview
 from mtrl.tracking.table import By, Validations, Values, by_name, table
-from mtrl.types import Experience, Sample
+from mtrl.types import Experience, ValidationSample
 
 BAR = 24  # characters of the progress bar
 SHOWN = {
@@ -76,7 +76,9 @@ class Console(Tracker):
         self._step_seconds += seconds
         self._say(f"{self._progress(step)}  ETA {as_clock(self.pace.left(step))}  {numbers(values)}".rstrip())
 
-    def validation(self, step: int, values: Mapping[str, float], by: By, samples: Sequence[Sample] = ()) -> None:
+    def validation(
+        self, step: int, values: Mapping[str, float], by: By, samples: Sequence[ValidationSample] = ()
+    ) -> None:
         self.pace.validation(values.get("perf/seconds_validation", 0.0))
         self.history.begin(step)
         self._keep(table(step, values, by, self.history, self.paint))
@@ -101,7 +103,7 @@ class Console(Tracker):
         bar = f" [{'=' * full}{' ' * (BAR - full)}]" if self.live else ""
         return f"step {step}/{self.total}{bar}"
 
-    def _previews(self, samples: Sequence[Sample]) -> list[str]:
+    def _previews(self, samples: Sequence[ValidationSample]) -> list[str]:
         limit, lines = self.settings.preview_chars, [self.paint("responses", "bold")]
         for sample in samples:
             lines += validation_preview(sample, limit, self.paint)

@@ -26,7 +26,7 @@ Row = dict[str, Any]
 logger = logging.getLogger(__name__)
 
 
-class JsonLines:
+class JsonlWriter:
     """Appends rows to `path`. With `rotate_at` a full file becomes a numbered part; the newest `keep` parts stay."""
 
     def __init__(self, path: Path, rotate_at: int | None = None, keep: int = KEPT_PARTS) -> None:

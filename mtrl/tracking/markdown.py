@@ -24,10 +24,10 @@ from mtrl.algorithms.signals import pool_sizes, segment, sequence_mass, vgr
 from mtrl.protocols import Tracker
 from mtrl.tracking import pages
 from mtrl.tracking.background import LIMIT_BYTES, Background, append_bounded
-from mtrl.tracking.colour import harmless
-from mtrl.tracking.pages import SHOWN_SEGMENTS, fenced, number, spread, table
+from mtrl.tracking.colour import sanitize
+from mtrl.tracking.pages import SHOWN_SEGMENTS, fenced, number, summary_cells, table
 from mtrl.tracking.preview import DecodeTokens
-from mtrl.types import Experience, Prompt, Sample
+from mtrl.types import Experience, Prompt, ValidationSample
 
 SAMPLES = 4  # responses shown of a step, from the lowest reward to the highest
 SAMPLES_OF_TOKENS = 2  # responses written out token by token
@@ -82,7 +82,7 @@ class MarkdownLogs(Tracker):
         step: int,
         values: Mapping[str, float],
         by: Mapping[str, Mapping[str, float]],
-        samples: Sequence[Sample] = (),
+        samples: Sequence[ValidationSample] = (),
     ) -> None:
         self._write_last()
         page = partial(evaluation_page, step, dict(values), by, samples)
@@ -116,8 +116,11 @@ def without_media(prompt: Prompt) -> Prompt:
 def rollout_page(step: int, it: Experience) -> str:
     rollouts, rewards = it.rollouts, it.rewards
     lengths = rollouts.mask.sum(1)
-    rows = [["reward", *spread(rewards.total)], *([name, *spread(part)] for name, part in rewards.parts.items())]
-    rows.append(["response length", *spread(lengths.double())])
+    rows = [
+        ["reward", *summary_cells(rewards.total)],
+        *([name, *summary_cells(part)] for name, part in rewards.parts.items()),
+    ]
+    rows.append(["response length", *summary_cells(lengths.double())])
     parts = [
         f"# Step {step}",
         f"{len(rollouts)} responses to {len(rollouts.prompts)} prompts, {int(rollouts.truncated.sum())} cut at the "
@@ -137,7 +140,7 @@ def rollout_page(step: int, it: Experience) -> str:
 
 
 def evaluation_page(
-    step: int, values: Mapping[str, float], by: Mapping[str, Mapping[str, float]], samples: Sequence[Sample]
+    step: int, values: Mapping[str, float], by: Mapping[str, Mapping[str, float]], samples: Sequence[ValidationSample]
 ) -> str:
     attention = {name: x for name, x in values.items() if "attention/" in name}
     rows = [[name, number(x)] for name, x in values.items() if name not in attention]
@@ -175,7 +178,10 @@ def weights_page(step: int, it: Experience, decode: DecodeTokens) -> str:
     assert it.credit is not None and it.credit.weights is not None
     weights, mask, mass = it.credit.weights, it.rollouts.mask, it.signals.mass
     rows = pages.rows_over_range(it.rewards.total, SAMPLES_OF_TOKENS)
-    parts = [f"# Step {step}", table(["token weight", "mean", "std", "min", "max"], [["", *spread(weights[mask])]])]
+    parts = [
+        f"# Step {step}",
+        table(["token weight", "mean", "std", "min", "max"], [["", *summary_cells(weights[mask])]]),
+    ]
     for row in rows:
         length = min(int(mask[row].sum()), JSON_TOKENS)
         texts = decode(it.rollouts.tokens[row, :length].tolist())
@@ -196,7 +202,7 @@ def weights_page(step: int, it: Experience, decode: DecodeTokens) -> str:
 # -------------------------------------------------------------------------------------------------------------- pieces
 def sample(name: str, prompt: str, response: str, answer: object, told: str) -> list[str]:
     solution = "none" if answer is None else str(answer)
-    heads = [f"### {harmless(name)}", "prompt", fenced(prompt), "completion", fenced(response)]
+    heads = [f"### {sanitize(name)}", "prompt", fenced(prompt), "completion", fenced(response)]
     return [*heads, "solution", fenced(solution), told]
 
 

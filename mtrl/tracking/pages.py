@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mtrl.algorithms.signals import aei, segment, vgr
-from mtrl.tracking.colour import harmless, shorten
+from mtrl.tracking.colour import sanitize, shorten
 from mtrl.types import SEGMENTS
 
 SHOWN_SEGMENTS = SEGMENTS[:-1]  # "weight" is for token weights, not for people
@@ -29,7 +29,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def _cell(value: object) -> str:
-    text = harmless(str(value)).replace("\n", "\\n").replace("|", "\\|")
+    text = sanitize(str(value)).replace("\n", "\\n").replace("|", "\\|")
     return text if text == "---" else f" {text} "
 
 
@@ -37,7 +37,7 @@ def fenced(text: str, language: str = "") -> str:
     """The text in a code block, as it is, whatever a model wrote: the fence is longer than any in it."""
     ticks = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, ticks + 1)
-    return f"{fence}{language}\n{harmless(shorten(text, TEXT_CHARS))}\n{fence}"
+    return f"{fence}{language}\n{sanitize(shorten(text, TEXT_CHARS))}\n{fence}"
 
 
 def number(value: float) -> str:
@@ -48,7 +48,7 @@ def number(value: float) -> str:
     return "n/a" if value != value else f"{value + 0.0:.4g}"  # adding 0.0 turns -0 into 0
 
 
-def spread(values: Tensor) -> list[str]:
+def summary_cells(values: Tensor) -> list[str]:
     """Mean, standard deviation, minimum and maximum of what applies."""
     known = values[~values.isnan()].double()
     if not len(known):
@@ -63,7 +63,7 @@ def attention_table(mass: Tensor, sizes: Tensor) -> str:
     for name in SHOWN_SEGMENTS:
         chosen = segment(mass, name)
         text, vision = aei(chosen, sizes).unbind(-1)
-        rows.append([name, *spread(vgr(chosen, sizes)), spread(text)[0], spread(vision)[0]])
+        rows.append([name, *summary_cells(vgr(chosen, sizes)), summary_cells(text)[0], summary_cells(vision)[0]])
     return table(["layers", "VGR mean", "std", "min", "max", "AEI text", "AEI vision"], rows)
 
 

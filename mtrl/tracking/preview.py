@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mtrl.tracking.colour import Paint, harmless, shorten
-from mtrl.types import Experience, Sample
+from mtrl.tracking.colour import Paint, sanitize, shorten
+from mtrl.types import Experience, ValidationSample
 
 INDENT = "    "
 
@@ -40,9 +40,9 @@ def most_taught(experience: Experience) -> Trained | None:
     return Trained(task.id, task.text, tokens, credits[row, :length].clone(), rewards.total[row].item())
 
 
-def validation_preview(sample: Sample, limit: int, paint: Paint) -> list[str]:
+def validation_preview(sample: ValidationSample, limit: int, paint: Paint) -> list[str]:
     """The lines of one validation sample, texts cut to `limit` characters."""
-    response = harmless(shorten(sample.response, limit))
+    response = sanitize(shorten(sample.response, limit))
     return [*_asked(sample.id, sample.prompt, limit, paint), *_indented(response), *_got(sample, paint)]
 
 
@@ -55,7 +55,7 @@ def training_preview(trained: Trained, decode: DecodeTokens, limit: int, paint: 
         if length > limit:
             pieces.append(" [..]")
             break
-        pieces.append(_token(harmless(text), credit, paint))
+        pieces.append(_token(sanitize(text), credit, paint))
     learnt = sum(credit != 0 for _, credit in shown)
     told = f"reward {trained.reward:.3f}, {learnt} of {len(shown)} tokens learn"
     lines = [*_asked(trained.id, trained.prompt, limit, paint), *_indented("".join(pieces))]
@@ -71,12 +71,12 @@ def _token(text: str, credit: float, paint: Paint) -> str:
 
 
 def _asked(name: str, prompt: str, limit: int, paint: Paint) -> list[str]:
-    question = _indented(harmless(shorten(prompt, limit)))
-    return [f"  {paint(harmless(name), 'cyan')}", *(paint(line, "dim") for line in question)]
+    question = _indented(sanitize(shorten(prompt, limit)))
+    return [f"  {paint(sanitize(name), 'cyan')}", *(paint(line, "dim") for line in question)]
 
 
-def _got(sample: Sample, paint: Paint) -> list[str]:
-    truth = "" if sample.answer is None else f", truth {harmless(shorten(str(sample.answer), 80))}"
+def _got(sample: ValidationSample, paint: Paint) -> list[str]:
+    truth = "" if sample.answer is None else f", truth {sanitize(shorten(str(sample.answer), 80))}"
     return [INDENT + paint(f"reward {sample.reward:.3f}{truth}", "green" if sample.reward > 0 else "red")]
 
 

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from mtrl.protocols import Tracker
-from mtrl.tracking.jsonl import ROTATE_AT, JsonLines, last_row, read_rows, rows_of
+from mtrl.tracking.jsonl import ROTATE_AT, JsonlWriter, last_row, read_rows, rows_of
 from mtrl.tracking.table import by_name
-from mtrl.types import Experience, Sample
+from mtrl.types import Experience, ValidationSample
 
 __all__ = ["RunFiles", "first_steps_of", "read_rows", "validations_of"]
 
@@ -34,8 +34,8 @@ class RunFiles(Tracker):
         paths = [directory / f"{name}.jsonl" for name in names]
         self.attempt = 1 + max(int((last_row(path) or {}).get("attempt", 0)) for path in paths)
         self.every_step = every_step
-        self._metrics = JsonLines(paths[0])
-        self._rollouts, self._samples = (JsonLines(path, rotate_at) for path in paths[1:])
+        self._metrics = JsonlWriter(paths[0])
+        self._rollouts, self._samples = (JsonlWriter(path, rotate_at) for path in paths[1:])
         self._of_last_step: list[dict[str, Any]] = []
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
@@ -46,7 +46,7 @@ class RunFiles(Tracker):
         step: int,
         values: Mapping[str, float],
         by: Mapping[str, Mapping[str, float]],
-        samples: Sequence[Sample] = (),
+        samples: Sequence[ValidationSample] = (),
     ) -> None:
         self._metrics.append([{**self._head(step), **values, **by_name(by)}])
         self._samples.append([{**self._head(step), **asdict(sample)} for sample in samples])

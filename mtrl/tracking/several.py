@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 
 from mtrl.protocols import Tracker
-from mtrl.types import Experience, Needs, Sample
+from mtrl.types import Experience, Needs, ValidationSample
 
 
 class Trackers(Tracker):
@@ -31,7 +31,7 @@ class Trackers(Tracker):
         step: int,
         values: Mapping[str, float],
         by: Mapping[str, Mapping[str, float]],
-        samples: Sequence[Sample],
+        samples: Sequence[ValidationSample],
     ) -> None:
         self.before()
         for tracker in self.trackers:

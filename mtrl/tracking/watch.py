@@ -156,7 +156,7 @@ class Watch(Tracker):
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         self._remember_start(values)
-        self._recent.append(finite(values))
+        self._recent.append(finite_metrics(values))
         seen = Seen(self._first, tuple(self._recent), self.limits)
         for rule in tuple(self._rules):
             if (warning := rule(seen)) is not None:
@@ -165,9 +165,9 @@ class Watch(Tracker):
 
     def _remember_start(self, values: Mapping[str, float]) -> None:
         if len(self._first) < self.limits.first_steps:
-            self._first.append(finite(values))
+            self._first.append(finite_metrics(values))
 
 
-def finite(values: Mapping[str, float]) -> Step:
+def finite_metrics(values: Mapping[str, float]) -> Step:
     """The numbers that the rules read, where there are any."""
     return {name: x for name in READ if (x := values.get(name)) is not None and math.isfinite(x)}

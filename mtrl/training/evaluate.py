@@ -15,7 +15,7 @@ import torch
 from mtrl.algorithms.groups import group_mean
 from mtrl.algorithms.metrics import attention_values, success_part
 from mtrl.protocols import Generator, Prober, Scorer
-from mtrl.types import Needs, Prompt, Rewards, Rollouts, Sample, Sampling, Signals
+from mtrl.types import Needs, Prompt, Rewards, Rollouts, Sampling, Signals, ValidationSample
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class Result:
 
     metrics: dict[str, float]
     by: dict[str, dict[str, float]] = field(default_factory=dict)
-    samples: tuple[Sample, ...] = ()
+    samples: tuple[ValidationSample, ...] = ()
     score: float | None = None  # what the best model is chosen by
 
 
@@ -46,7 +46,7 @@ class Validation:
         the rewards that want it."""
         scores: dict[str, list[float]] = defaultdict(list)
         solved: list[tuple[Mapping[str, Any], float, float]] = []  # columns, mean and best success of each prompt
-        samples: list[Sample] = []
+        samples: list[ValidationSample] = []
         begin = time.perf_counter()
         for prompts in self.batches():
             with generator.awake():
@@ -54,9 +54,9 @@ class Validation:
             pending = scorer.submit(rollouts, step=None)
             signals = Signals() if prober is None else prober.probe(rollouts, Needs("mass"), step=0)
             rewards = pending.result(signals)
-            collect(scores, rollouts, rewards, signals)
+            add_scores(scores, rollouts, rewards, signals)
             solved += self._solved(rollouts, rewards)
-            samples += first_samples(rollouts, rewards, self.keep_samples - len(samples))
+            samples += shown_samples(rollouts, rewards, self.keep_samples - len(samples))
         metrics = {f"val/{name}": sum(values) / len(values) for name, values in scores.items() if values}
         if solved:
             k = self.sampling.n
@@ -87,7 +87,7 @@ class Validation:
         ]
 
 
-def first_samples(rollouts: Rollouts, rewards: Rewards, count: int) -> list[Sample]:
+def shown_samples(rollouts: Rollouts, rewards: Rewards, count: int) -> list[ValidationSample]:
     """The first response of each of the first `count` prompts: more would be the same question again."""
     firsts: dict[int, int] = {}
     for row, g in enumerate(rollouts.group.tolist()):
@@ -98,11 +98,11 @@ def first_samples(rollouts: Rollouts, rewards: Rewards, count: int) -> list[Samp
         task, parts = rollouts.prompts[g].task, {name: part[row].item() for name, part in rewards.parts.items()}
         applying = {name: value for name, value in parts.items() if value == value}
         total = rewards.total[row].item()
-        samples.append(Sample(task.id, task.text, rollouts.text[row], task.answer, total, applying))
+        samples.append(ValidationSample(task.id, task.text, rollouts.text[row], task.answer, total, applying))
     return samples
 
 
-def collect(scores: dict[str, list[float]], rollouts: Rollouts, rewards: Rewards, signals: Signals) -> None:
+def add_scores(scores: dict[str, list[float]], rollouts: Rollouts, rewards: Rewards, signals: Signals) -> None:
     scores["reward_score"] += rewards.total.tolist()
     scores["response_length"] += rollouts.mask.sum(1).tolist()
     scores["truncated"] += rollouts.truncated.float().tolist()

@@ -52,12 +52,12 @@ class Interrupt:
         at the keyboard is in a hurry."""
         if self.signal is None:
             self.signal = number
-            say(f"\n{signal.Signals(number).name}: {FINISHING}")
+            say_at_once(f"\n{signal.Signals(number).name}: {FINISHING}")
         elif number == signal.SIGINT:
             raise KeyboardInterrupt
 
 
-def say(text: str) -> None:
+def say_at_once(text: str) -> None:
     """Writes past the buffers of sys.stderr, which a signal may have found half-way through a line."""
     with suppress(OSError):  # nobody listens any more
         os.write(2, f"{text}\n".encode())

@@ -18,7 +18,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from mtrl.algorithms.assemble import assemble
+from mtrl.algorithms.batches import assemble
 from mtrl.algorithms.credit import assign, credit_metrics
 from mtrl.algorithms.metrics import Metrics, learnt_metrics, step_metrics
 from mtrl.protocols import Actor, Generator, Prober, Scorer, Store, TaskSource, Tracker
@@ -72,7 +72,7 @@ class Loop:
         experience = self.gather(step)
         with clock("credit"):
             experience = self.give_credit(experience, step)
-            loss = recipe.loss.charging(self.divergence)
+            loss = recipe.loss.with_divergence(self.divergence)
             batches = list(assemble(recipe.batches, loss, experience))
         with clock("update"):
             learnt = components.actor.update(batches, loss)
@@ -107,7 +107,7 @@ class Loop:
 
     def give_credit(self, experience: Experience, step: int) -> Experience:
         """Turns rewards into advantages, and decides what each token gets of them."""
-        penalty = None if self.divergence is None else self.divergence.charge(experience.signals)
+        penalty = None if self.divergence is None else self.divergence.reward_penalty(experience.signals)
         advantage, returns = self.recipe.estimator.estimate(experience, penalty)
         experience = replace(experience, advantage=advantage, returns=returns)
         return replace(experience, credit=assign(self.recipe.credit, experience, (self.recipe.seed, step)))

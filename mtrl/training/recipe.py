@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mtrl.algorithms.assemble import BatchPlan
+from mtrl.algorithms.batches import BatchPlan
 from mtrl.algorithms.credit import Rule
 from mtrl.algorithms.divergence import Divergence
 from mtrl.algorithms.estimators import Estimator

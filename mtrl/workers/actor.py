@@ -8,11 +8,11 @@ from pathlib import Path
 from torch import Tensor
 
 from mtrl.algorithms.losses import Loss, total_loss, weighted_sum
-from mtrl.models.forward import Forward, spread
+from mtrl.models.forward import Forward, unpack
 from mtrl.models.perturb import Perturbation
 from mtrl.models.weights import exported_weights
 from mtrl.types import Needs, Rollouts, Signals, TrainBatch, Weights
-from mtrl.workers.learner import Learner, Optimization
+from mtrl.workers.learner import Learner, OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching
 from mtrl.workers.reference import Reference
 from mtrl.workers.snapshot import LearnerSnapshot
@@ -29,7 +29,7 @@ class LocalActor:
     def __init__(
         self,
         forward: Forward,
-        optimization: Optimization,
+        optimization: OptimizerSettings,
         *,
         perturbation: Perturbation,
         update_batching: MicroBatching,
@@ -72,9 +72,9 @@ class LocalActor:
     def _loss(self, batch: TrainBatch, loss: Loss) -> tuple[Tensor, dict[str, Tensor]]:
         mask = batch.rollouts.mask
         scores = self.forward.scores(batch.rollouts, entropy=batch.old is None)
-        total, metrics = total_loss(spread(scores.logp, mask).cpu(), batch, loss)
+        total, metrics = total_loss(unpack(scores.logp, mask).cpu(), batch, loss)
         if scores.entropy is not None:  # no probe has measured it
-            metrics["entropy"] = weighted_sum(batch.weights.token, spread(scores.entropy, mask).cpu())
+            metrics["entropy"] = weighted_sum(batch.weights.token, unpack(scores.entropy, mask).cpu())
         return total, metrics
 
     # -------------------------------------------------------------------------------------------------------- weights

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Optimization:
+class OptimizerSettings:
     """AdamW and its schedule."""
 
     lr: float = 1e-6
@@ -62,7 +62,7 @@ class Learner:
     `name` says in messages who learns, `advice` what a user may change where its numbers are not finite."""
 
     def __init__(
-        self, model: Any, optimization: Optimization, batching: MicroBatching, *, name: str, advice: str
+        self, model: Any, optimization: OptimizerSettings, batching: MicroBatching, *, name: str, advice: str
     ) -> None:
         self.model, self.optimization, self.batching = model, optimization, batching
         self.name, self.advice = name, advice

@@ -9,7 +9,7 @@ import torch
 
 from mtrl.algorithms.vocab import full_kl
 from mtrl.models.backbone import Backbone
-from mtrl.models.forward import Forward, spread
+from mtrl.models.forward import Forward, unpack
 from mtrl.types import Needs, Rollouts, Signals
 
 
@@ -35,4 +35,4 @@ class Reference:
         ours, theirs = policy.response_hidden(rollouts), self.forward.response_hidden(rollouts)
         matrices = policy.backbone.output_matrix, self.forward.backbone.output_matrix
         kl = full_kl(ours, theirs, *matrices, **policy.distribution())
-        return replace(found, divergence=spread(kl, rollouts.mask).cpu())
+        return replace(found, divergence=unpack(kl, rollouts.mask).cpu())

@@ -7,26 +7,26 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mtrl.models.reward_model import Judge
+from mtrl.models.reward_model import RewardModel
 from mtrl.types import Prompt, Rollouts
 from mtrl.workers.micro_batches import MicroBatching
 
 
-class RewardModel:
+class RewardModelWorker:
     """Scores when it is asked, in the asking thread. The probes run next and want the same device: beside them it would
     be no sooner ready, and the memory of two passes would be needed at once. Reward functions run meanwhile, in
     processes of their own."""
 
-    def __init__(self, judge: Judge, batching: MicroBatching) -> None:
-        self.judge, self.batching = judge, batching
+    def __init__(self, model: RewardModel, batching: MicroBatching) -> None:
+        self.model, self.batching = model, batching
 
     def score(self, rollouts: Rollouts) -> list[float | str]:
         """For each response its score, or the reason why it has none."""
         found: dict[int, float | str] = {}
         for rows in self.batching.split(rollouts):
             readable, unreadable = self._encode(rollouts.rows(rows))
-            scores = self.judge.scores(list(readable.values())).tolist() if readable else []
-            outcomes = unreadable | dict(zip(readable, map(finite, scores), strict=True))
+            scores = self.model.scores(list(readable.values())).tolist() if readable else []
+            outcomes = unreadable | dict(zip(readable, map(checked_score, scores), strict=True))
             found |= {int(rows[place]): outcome for place, outcome in outcomes.items()}
         return [found[row] for row in range(len(rollouts))]
 
@@ -39,12 +39,12 @@ class RewardModel:
             prompt = rollouts.prompts[g]
             try:
                 if g not in fitted:
-                    fitted[g] = self.judge.fit(prompt.media)
-                readable[row] = self.judge.encode(prompt.task, fitted[g], text)
+                    fitted[g] = self.model.fit(prompt.media)
+                readable[row] = self.model.encode(prompt.task, fitted[g], text)
             except ValueError as error:
                 unreadable[row] = f"the reward model cannot read it: {error}"
         return readable, unreadable
 
 
-def finite(score: float) -> float | str:
+def checked_score(score: float) -> float | str:
     return score if math.isfinite(score) else f"the reward model gave {score}"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import close, fake_experience, fake_rollouts, padded
-from run_helpers import metrics_of, run_of, words
+from run_helpers import metrics_of, run_of, train_arguments
 
 from mtrl.algorithms.credit import assign
 from mtrl.algorithms.credit.entropy_change import EntropyChange
@@ -52,7 +52,7 @@ def test_it_multiplies_the_advantage():
 
 # ------------------------------------------------------------------------------------------------------------- in a run
 def run(output, *overrides):
-    status = main(words(output, "training.max_steps=2", "training.val_freq=-1", *overrides))
+    status = main(train_arguments(output, "training.max_steps=2", "training.val_freq=-1", *overrides))
     return status, metrics_of(run_of(output))
 
 
@@ -67,7 +67,9 @@ def test_a_users_file_named_in_a_yaml_trains(tmp_path):
     config = tmp_path / "run.yaml"
     rule = {"name": f"{EXAMPLE}:EntropyChange", "strength": 0.5}
     config.write_text(json.dumps({"optimization": {"credit": [rule], "disable_divergence": True}}))
-    status = main([*words(tmp_path, "training.max_steps=2", "training.experiment_name=zoo"), str(config), *ZOO])
+    status = main(
+        [*train_arguments(tmp_path, "training.max_steps=2", "training.experiment_name=zoo"), str(config), *ZOO]
+    )
     rows = metrics_of(run_of(tmp_path))
     assert status == 0 and rows[1, False]["actor/my_mean_weight"] == pytest.approx(1, abs=0.2)
     assert rows[2, False]["actor/grad_norm"] > 0
@@ -129,7 +131,7 @@ def test_refused_or_stopped_with_one_clear_line(fault, tmp_path, capsys):
     body, said = WRONG[fault]
     file = tmp_path / "mine.py"
     file.write_text(HEAD + textwrap.dedent(body) + "\n")
-    status = main(words(tmp_path, *PLAIN, "training.max_steps=1", f"optimization.credit=[{file}:Mine]"))
+    status = main(train_arguments(tmp_path, *PLAIN, "training.max_steps=1", f"optimization.credit=[{file}:Mine]"))
     errors = [line for line in capsys.readouterr().err.splitlines() if said in line]
     assert status in (1, 2) and len(errors) == 1
 
@@ -144,5 +146,5 @@ def test_refused_or_stopped_with_one_clear_line(fault, tmp_path, capsys):
     ],
 )
 def test_arguments_are_checked_before_the_first_step(rule, said, tmp_path, capsys):
-    assert main(words(tmp_path, f"optimization.credit=[{rule}]")) == 2
+    assert main(train_arguments(tmp_path, f"optimization.credit=[{rule}]")) == 2
     assert said in capsys.readouterr().err

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from run_helpers import finish, metrics_of, run_of, same_end, start, words
+from run_helpers import finish, metrics_of, run_of, same_end, start, train_arguments
 
 from mtrl.cli import main
 from mtrl.store.checkpoint import checkpoints
@@ -24,8 +24,12 @@ PATIENCE = 120.0  # seconds without the moment: then something hangs
 def test_a_killed_run_ends_with_the_same_numbers(tmp_path, kills, steps):
     settings = [f"training.max_steps={steps}", "training.save_freq=1", "training.val_freq=3", "training.save_limit=2"]
     whole, killed = run_of(tmp_path / "whole"), run_of(tmp_path / "killed")
-    assert main(words(tmp_path / "whole", *settings)) == 0
-    command, dice, hits = words(tmp_path / "killed", *settings), random.Random(kills), dict.fromkeys(MOMENTS, 0)
+    assert main(train_arguments(tmp_path / "whole", *settings)) == 0
+    command, dice, hits = (
+        train_arguments(tmp_path / "killed", *settings),
+        random.Random(kills),
+        dict.fromkeys(MOMENTS, 0),
+    )
     for number in range(kills):
         moment = MOMENTS[number % len(MOMENTS)]
         hits[moment] += kill(command, killed, moment, dice)

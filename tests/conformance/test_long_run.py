@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from run_helpers import run_of, start, words
+from run_helpers import run_of, start, train_arguments
 
 STEPS, SETTLED, WINDOW = 300, 50, 10
 
@@ -21,7 +21,7 @@ def resources(pid: int) -> tuple[int, int, int]:
 def test_nothing_grows(tmp_path):
     """Each step leaves one row of metrics; the process is looked at when the row has come."""
     settings = [f"training.max_steps={STEPS}", "training.save_freq=25", "training.val_freq=25", "training.save_limit=2"]
-    process = start(words(tmp_path, *settings))
+    process = start(train_arguments(tmp_path, *settings))
     metrics, seen = run_of(tmp_path) / "metrics.jsonl", {}
     while process.poll() is None:
         step = metrics.read_bytes().count(b'"actor/pg_loss"') if metrics.exists() else 0

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from run_helpers import SETTINGS, STEPS, metrics_of, run_of, same_end, words
+from run_helpers import SETTINGS, STEPS, metrics_of, run_of, same_end, train_arguments
 
 import mtrl
 from mtrl.cli import main
@@ -20,7 +20,7 @@ from mtrl.training.resume import find_start
 def whole(tmp_path_factory) -> Path:
     """The output folder of a run that nobody disturbed."""
     output = tmp_path_factory.mktemp("whole")
-    assert main(words(output, *SETTINGS)) == 0
+    assert main(train_arguments(output, *SETTINGS)) == 0
     return output
 
 
@@ -33,7 +33,7 @@ def output(whole, tmp_path) -> Path:
 
 def again(whole, output, *overrides) -> list[str]:
     """The command of the whole run, for the copy."""
-    return [*words(whole, *SETTINGS), f"training.output_dir={output}", *overrides]
+    return [*train_arguments(whole, *SETTINGS), f"training.output_dir={output}", *overrides]
 
 
 def cut_back(output, step):
@@ -51,7 +51,7 @@ def test_a_finished_run_says_so_and_touches_nothing(whole, capsys):
         return {path: path.stat().st_mtime_ns for path in run_of(whole).rglob("*") if path.name != "run.lock"}
 
     before = files()
-    assert main(words(whole, *SETTINGS)) == 0
+    assert main(train_arguments(whole, *SETTINGS)) == 0
     assert f"is finished: step {STEPS} of {STEPS}" in capsys.readouterr().err
     assert files() == before
 
@@ -79,9 +79,9 @@ def test_an_adaptive_coefficient_and_several_passes_go_on_too(tmp_path):
         "training.val_freq=-1",
     ]
     for name in ("whole", "parts"):
-        assert main(words(tmp_path / name, *SETTINGS, *more)) == 0
+        assert main(train_arguments(tmp_path / name, *SETTINGS, *more)) == 0
     cut_back(tmp_path / "parts", 2)
-    assert main(words(tmp_path / "parts", *SETTINGS, *more)) == 0
+    assert main(train_arguments(tmp_path / "parts", *SETTINGS, *more)) == 0
     same_end(run_of(tmp_path / "whole"), run_of(tmp_path / "parts"), STEPS)
     coefficients = {row["actor/kl_coef"] for row in metrics_of(run_of(tmp_path / "parts")).values() if len(row) > 20}
     assert len(coefficients) == STEPS, "it moved at every step"
@@ -106,7 +106,9 @@ def test_fresh_refuses_a_used_directory(whole, output, capsys):
 
 def test_a_new_run_starts_from_another_ones_best(whole, tmp_path, capsys):
     best = run_of(whole) / "checkpoints" / "best_model"
-    words_of_new = words(whole, *SETTINGS, f"training.output_dir={tmp_path}", f"training.load_checkpoint_path={best}")
+    words_of_new = train_arguments(
+        whole, *SETTINGS, f"training.output_dir={tmp_path}", f"training.load_checkpoint_path={best}"
+    )
     step = read_state(best)["step"]
     status = main([*words_of_new, f"training.max_steps={step + 1}", "dataset.shuffle=false"])
     said = capsys.readouterr().err
@@ -126,7 +128,7 @@ def test_validation_alone_looks_at_the_newest(whole, output):
 
 
 def test_a_finished_run_from_python(whole):
-    overrides = dict(word.split("=", 1) for word in words(whole, *SETTINGS)[1:])
+    overrides = dict(word.split("=", 1) for word in train_arguments(whole, *SETTINGS)[1:])
     values = {key: json.loads(value) if value[0] in "-[0123456789" else value for key, value in overrides.items()}
     assert mtrl.Trainer(**values).train() == run_of(whole)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers import alive
-from run_helpers import SETTINGS, STEPS, finish, metrics_of, run_of, same_end, start, words
+from run_helpers import SETTINGS, STEPS, finish, metrics_of, run_of, same_end, start, train_arguments
 
 from mtrl.cli import main
 from mtrl.store.checkpoint import checkpoints, read_state
@@ -23,7 +23,7 @@ from mtrl.tracking.run_files import read_rows
 def whole(tmp_path_factory) -> Path:
     """The output folder of a run that nobody disturbed."""
     output = tmp_path_factory.mktemp("whole")
-    assert main(words(output, *SETTINGS)) == 0
+    assert main(train_arguments(output, *SETTINGS)) == 0
     return output
 
 
@@ -39,7 +39,9 @@ def wait_for_step(process, run):
     ("number", "status"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
 )
 def test_a_signal_saves_and_says_how_to_go_on(tmp_path, number, status):
-    command = words(tmp_path, "training.max_steps=3000", "training.val_before_train=false", "training.save_freq=-1")
+    command = train_arguments(
+        tmp_path, "training.max_steps=3000", "training.val_before_train=false", "training.save_freq=-1"
+    )
     process = start(command)
     wait_for_step(process, run_of(tmp_path))
     process.send_signal(number)
@@ -58,7 +60,7 @@ def test_a_second_ctrl_c_leaves_at_once_and_cleanly(tmp_path):
     slow = tmp_path / "slow.py"
     slow.write_text("import time\ndef slow(data):\n    time.sleep(60)\n    return 1.0\n")
     more = [f"worker.reward.functions=[{slow}:slow]", "worker.reward.weights=[1.0]", "worker.reward.timeout_s=100"]
-    process = start(words(tmp_path, "training.max_steps=9", "training.val_before_train=false", *more))
+    process = start(train_arguments(tmp_path, "training.max_steps=9", "training.val_before_train=false", *more))
     deadline = time.monotonic() + 90
     while not workers_of(process.pid):
         assert process.poll() is None and time.monotonic() < deadline
@@ -74,7 +76,7 @@ def test_a_second_ctrl_c_leaves_at_once_and_cleanly(tmp_path):
     assert process.returncode == 130 and time.monotonic() - began < 5, said
     assert "Traceback" not in said and "finishing this step" in said
     assert not [pid for pid in workers if alive(pid)], "no process stays behind"
-    status, said = finish(words(tmp_path, *more, "training.fresh=true"))
+    status, said = finish(train_arguments(tmp_path, *more, "training.fresh=true"))
     assert status == 2 and "training.fresh" in said, "the lock is free"
 
 
@@ -110,7 +112,7 @@ def until(condition: str) -> str:
 def test_a_full_disk_keeps_the_last_good_checkpoint(tmp_path, whole):
     """37 MB a checkpoint: one fits, a second beside it does not. The run goes on, ends with an error that says so, and
     with more room goes on to the same numbers."""
-    command = [*words(whole, *SETTINGS, "training.save_limit=1"), f"training.output_dir={tmp_path / 'disk'}"]
+    command = [*train_arguments(whole, *SETTINGS, "training.save_limit=1"), f"training.output_dir={tmp_path / 'disk'}"]
     status, said, left = on_a_small_disk(tmp_path, 60, "true", command)
     assert status == 1, said
     assert "checkpoint of step 4 could not be saved: it needs 0.05 GB" in said and "step_2 is the last good one" in said
@@ -119,7 +121,7 @@ def test_a_full_disk_keeps_the_last_good_checkpoint(tmp_path, whole):
     check(kept)
     assert kept.name == "step_2" and not list(kept.parent.glob(".step*"))
     assert metrics_of(run_of(left))[STEPS, False]["step"] == STEPS, "it trained to the end"
-    assert main([*words(whole, *SETTINGS), f"training.output_dir={left}"]) == 0
+    assert main([*train_arguments(whole, *SETTINGS), f"training.output_dir={left}"]) == 0
     same_end(run_of(whole), run_of(left), STEPS)
 
 
@@ -128,13 +130,13 @@ def test_a_disk_that_fills_while_saving(tmp_path, whole):
     """The estimate finds room, and then somebody takes it: the write itself fails."""
     unfinished = f"{tmp_path}/disk/mtrl/zoo/checkpoints/.step_2"
     filler = f"{until(f'[ -e {unfinished} ]')}; head -c 200m /dev/zero > {tmp_path}/disk/big"
-    command = [*words(whole, *SETTINGS), f"training.output_dir={tmp_path / 'disk'}"]
+    command = [*train_arguments(whole, *SETTINGS), f"training.output_dir={tmp_path / 'disk'}"]
     status, said, left = on_a_small_disk(tmp_path, 90, filler, command)
     assert status == 1 and "could not be saved" in said and "Traceback" not in said, said
     for kept in checkpoints(run_of(left) / "checkpoints"):
         check(kept)
     (left / "big").unlink()
-    assert main([*words(whole, *SETTINGS), f"training.output_dir={left}"]) == 0
+    assert main([*train_arguments(whole, *SETTINGS), f"training.output_dir={left}"]) == 0
     same_end(run_of(whole), run_of(left), STEPS)
 
 
@@ -143,7 +145,7 @@ def test_a_folder_that_turns_read_only(tmp_path, whole):
     """The checkpoints' folder alone, for what is open elsewhere may be written to."""
     saves = f"{tmp_path}/disk/mtrl/zoo/checkpoints"
     turn = f"mount --bind {saves} {saves}; until mount -o remount,bind,ro {saves}; do sleep 0.02; done"
-    command = [*words(whole, *SETTINGS, "training.max_steps=12"), f"training.output_dir={tmp_path / 'disk'}"]
+    command = [*train_arguments(whole, *SETTINGS, "training.max_steps=12"), f"training.output_dir={tmp_path / 'disk'}"]
     status, said, left = on_a_small_disk(tmp_path, 500, f"{until(f'[ -e {saves}/step_2 ]')}; {turn}", command)
     assert status == 1 and "could not be saved" in said and "Read-only file system" in said, said
     assert "Training goes on" in said and "Traceback" not in said
@@ -156,7 +158,7 @@ def test_a_folder_that_turns_read_only(tmp_path, whole):
 @pytest.mark.slow
 def test_a_run_whose_directory_another_process_has_taken_ends_and_touches_nothing(tmp_path):
     """Moved away by somebody who then starts another run in its place."""
-    command = words(tmp_path, "training.max_steps=3000", "training.save_freq=5", "training.val_freq=-1")
+    command = train_arguments(tmp_path, "training.max_steps=3000", "training.save_freq=5", "training.val_freq=-1")
     process, run, old = start(command), run_of(tmp_path), tmp_path / "old"
     while not checkpoints(run / "checkpoints"):
         assert process.poll() is None
@@ -174,7 +176,7 @@ def test_a_run_whose_directory_another_process_has_taken_ends_and_touches_nothin
 
 @pytest.mark.slow
 def test_a_run_whose_directory_is_removed_goes_on(tmp_path):
-    command = words(tmp_path, "training.max_steps=30", "training.save_freq=5", "training.val_freq=-1")
+    command = train_arguments(tmp_path, "training.max_steps=30", "training.save_freq=5", "training.val_freq=-1")
     process = start(command)
     saves = run_of(tmp_path) / "checkpoints"
     while not checkpoints(saves):
@@ -185,4 +187,4 @@ def test_a_run_whose_directory_is_removed_goes_on(tmp_path):
     assert process.returncode == 0 and "was removed while the run is on" in said and "Traceback" not in said, said
     assert checkpoints(saves)[-1].name == "step_30"
     check(checkpoints(saves)[-1])
-    assert main(words(tmp_path, "training.max_steps=30", "training.save_freq=5", "training.val_freq=-1")) == 0
+    assert main(train_arguments(tmp_path, "training.max_steps=30", "training.save_freq=5", "training.val_freq=-1")) == 0

@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mtrl.models.families import load_encoder
-from mtrl.models.reward_model import load_judge
+from mtrl.models.reward_model import load_reward_model
 from mtrl.types import Rollouts
 from mtrl.workers.micro_batches import MicroBatching
-from mtrl.workers.reward_model import RewardModel
+from mtrl.workers.reward_model import RewardModelWorker
 from mtrl.zoo.exam import prompts_of
 from mtrl.zoo.rows import MODEL_DIRECTORY
 from mtrl.zoo.task import make_question
@@ -45,8 +45,10 @@ def answered() -> Rollouts:
 @pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-3), ("bf16", 0.25)])
 def test_scores_equal_the_cpu(judge_path, dtype, tolerance):
     rollouts = answered()
-    here = RewardModel(load_judge(judge_path), MicroBatching(rows=8)).score(rollouts)
-    there = RewardModel(load_judge(judge_path, dtype=dtype, device="cuda"), MicroBatching(rows=32)).score(rollouts)
+    here = RewardModelWorker(load_reward_model(judge_path), MicroBatching(rows=8)).score(rollouts)
+    there = RewardModelWorker(load_reward_model(judge_path, dtype=dtype, device="cuda"), MicroBatching(rows=32)).score(
+        rollouts
+    )
     torch.testing.assert_close(torch.tensor(there), torch.tensor(here), rtol=tolerance, atol=tolerance)
     assert torch.tensor(here).std() > 1, "scores far enough apart to tell a mistake"
 
@@ -54,5 +56,5 @@ def test_scores_equal_the_cpu(judge_path, dtype, tolerance):
 def test_images_decide_on_the_gpu(judge_path):
     rollouts = answered()
     swapped = replace(rollouts, prompts=rollouts.prompts[::-1])
-    model = RewardModel(load_judge(judge_path, device="cuda"), MicroBatching(rows=32))
+    model = RewardModelWorker(load_reward_model(judge_path, device="cuda"), MicroBatching(rows=32))
     assert not torch.allclose(torch.tensor(model.score(rollouts)), torch.tensor(model.score(swapped)), atol=1e-2)

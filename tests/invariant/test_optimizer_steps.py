@@ -26,7 +26,7 @@ from mtrl.build.model import build_policy
 from mtrl.config import load_config
 from mtrl.models.backbone import Backbone
 from mtrl.types import Needs
-from mtrl.workers.learner import Optimization
+from mtrl.workers.learner import OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching
 
 TEXT = "model.language_model.layers.0.mlp.down_proj.weight"
@@ -116,7 +116,7 @@ def test_metrics_are_means_over_all_tokens():
     ],
 )  # fmt: skip
 def test_learning_rates_by_hand(settings, expected):
-    optimization = Optimization(lr=1e-2, **settings)
+    optimization = OptimizerSettings(lr=1e-2, **settings)
     close(torch.tensor([optimization.lr_at(step) for step in range(len(expected))]), [1e-2 * x for x in expected])
 
 

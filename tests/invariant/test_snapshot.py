@@ -21,7 +21,7 @@ from mtrl.models.perturb import Perturbation
 from mtrl.store.checkpoint import FolderStore
 from mtrl.types import Needs, TrainBatch
 from mtrl.workers.actor import LocalActor
-from mtrl.workers.learner import Optimization
+from mtrl.workers.learner import OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching
 from mtrl.workers.snapshot import OPTIMIZER_STATE
 
@@ -32,7 +32,7 @@ def actor_of(family):
     """One whose learning rate, optimizer state and step numbers matter for what comes next."""
     return LocalActor(
         Forward(fresh_backbone(family), encoder_of(family)),
-        Optimization(lr=1e-3, warmup_steps=2, total_steps=6, schedule="cosine"),
+        OptimizerSettings(lr=1e-3, warmup_steps=2, total_steps=6, schedule="cosine"),
         perturbation=Perturbation(seed=3),
         update_batching=MicroBatching(rows=4),
         probe_batching=MicroBatching(rows=4),

@@ -19,7 +19,7 @@ from mtrl.models.forward import Forward
 from mtrl.models.perturb import Perturbation
 from mtrl.types import Experience, Needs, Rewards, TrainBatch
 from mtrl.workers.actor import LocalActor
-from mtrl.workers.learner import Optimization
+from mtrl.workers.learner import OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
@@ -46,7 +46,7 @@ def actor_of(family, batching=ALL_AT_ONCE, forward=None, reference=None, depende
     share = batching.share_prefix
     return LocalActor(
         forward or Forward(fresh_backbone(family), encoder_of(family), share_prefix=share, dependency=dependency),
-        Optimization(**settings),
+        OptimizerSettings(**settings),
         perturbation=Perturbation(seed=3),
         update_batching=batching,
         probe_batching=batching,

@@ -5,11 +5,11 @@ from dataclasses import fields
 import torch
 from helpers import fake_prompt
 
-from mtrl.algorithms.assemble import BatchPlan
+from mtrl.algorithms.batches import BatchPlan
 from mtrl.algorithms.estimators import Grpo
 from mtrl.algorithms.losses import Loss
-from mtrl.rollout.assemble import rollouts_of
 from mtrl.rollout.awake import Awake
+from mtrl.rollout.responses import rollouts_of
 from mtrl.training.evaluate import Validation
 from mtrl.training.loop import Components, Loop
 from mtrl.training.recipe import Recipe

@@ -6,7 +6,16 @@ import pytest
 import torch
 from helpers import INF, NAN, close, mask_of, padded, same
 
-from mtrl.algorithms.advantages import charge, gae, grpo, reinforce_plus_plus, remax, rloo, spread, token_rewards
+from mtrl.algorithms.advantages import (
+    gae,
+    grpo,
+    reinforce_plus_plus,
+    remax,
+    rloo,
+    subtract_penalty,
+    to_tokens,
+    token_rewards,
+)
 
 # Groups of 3, 2 and 1, not contiguous.
 GROUP = torch.tensor([0, 1, 0, 2, 1, 0])
@@ -56,7 +65,7 @@ def test_group_estimators_give_every_valid_token_the_same():
     close(grpo(rewards, group, mask, "none"), [[-1, -1, 0], [1, 1, 1]])
     close(rloo(rewards, group, mask), [[-2, -2, 0], [2, 2, 2]])
     close(remax(rewards, mask, torch.tensor([0.5, 0.5])), [[-0.5, -0.5, 0], [1.5, 1.5, 1.5]])
-    assert spread(rewards.double(), mask).dtype == torch.float32
+    assert to_tokens(rewards.double(), mask).dtype == torch.float32
 
 
 def test_rloo_by_hand():
@@ -75,7 +84,7 @@ def test_remax_takes_the_greedy_reward_of_its_own_prompt():
 
 def test_charge_sums_the_penalty_over_valid_tokens():
     penalty = padded([[0.1, 0.2], [0.5]], fill=INF, width=3)
-    close(charge(torch.tensor([1.0, 0.0]), penalty, mask_of(2, 1, width=3)), [0.7, -0.5])
+    close(subtract_penalty(torch.tensor([1.0, 0.0]), penalty, mask_of(2, 1, width=3)), [0.7, -0.5])
 
 
 def test_token_rewards_sit_on_the_last_valid_token():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers import fake_prompt
 
-from mtrl.rollout.assemble import finish_of, rollouts_of
+from mtrl.rollout.responses import finish_of, rollouts_of
 
 PROMPTS = [fake_prompt("a"), fake_prompt("b")]
 TOKENS = [[7, 9, 2], [7, 2], [8]]

@@ -9,10 +9,10 @@ import torch
 from helpers import fake_experience, fake_rollouts, padded
 
 from mtrl.tracking import console, pace
-from mtrl.tracking.colour import Paint, harmless, shorten, wants_colour
+from mtrl.tracking.colour import Paint, sanitize, shorten, wants_colour
 from mtrl.tracking.console import Console, ConsoleSettings
 from mtrl.tracking.preview import most_taught, training_preview, validation_preview
-from mtrl.types import Credit, Rewards, Sample
+from mtrl.types import Credit, Rewards, ValidationSample
 
 
 class Terminal(io.StringIO):
@@ -262,7 +262,7 @@ def test_a_rise_is_green_and_a_fall_red(time):
 
 # ------------------------------------------------------------------------------------------------------------- preview
 def test_what_a_model_says_cannot_move_the_cursor():
-    assert harmless("a\x1b[2Jb\r\tc\n选\x9b") == "a\\x1b[2Jb\\r\\tc\n选\\x9b"
+    assert sanitize("a\x1b[2Jb\r\tc\n选\x9b") == "a\\x1b[2Jb\\r\\tc\n选\\x9b"
 
 
 def test_long_texts_keep_both_ends():
@@ -271,7 +271,7 @@ def test_long_texts_keep_both_ends():
 
 
 def test_a_sample_by_roles():
-    sample = Sample("t:1", "<image>Which?\nA or B", "<think>x</think>\x1b[0mB", "B", 1.2)
+    sample = ValidationSample("t:1", "<image>Which?\nA or B", "<think>x</think>\x1b[0mB", "B", 1.2)
     assert validation_preview(sample, 100, Paint(False)) == [
         "  t:1",
         "    <image>Which?",
@@ -281,7 +281,7 @@ def test_a_sample_by_roles():
     ]
     coloured = validation_preview(sample, 100, Paint(True))
     assert coloured[1] == "\x1b[2m    <image>Which?\x1b[0m" and coloured[-1].startswith("    \x1b[32m")
-    assert "\x1b[31m" in validation_preview(Sample("t", "", "", None, 0.0), 9, Paint(True))[-1]
+    assert "\x1b[31m" in validation_preview(ValidationSample("t", "", "", None, 0.0), 9, Paint(True))[-1]
 
 
 def taught(advantages, select=None):
@@ -316,7 +316,7 @@ def test_tokens_that_learn_are_marked():
 
 
 def test_previews_come_with_a_validation(time):
-    sample = Sample("t:1", "Which?", "x" * 50, "B", 0.5)
+    sample = ValidationSample("t:1", "Which?", "x" * 50, "B", 0.5)
     stream = io.StringIO()
     shown = Console(4, ConsoleSettings(preview_chars=10), decode=decode, stream=stream)
     one = torch.ones(1, 1)

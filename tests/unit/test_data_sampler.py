@@ -14,7 +14,7 @@ from data_helpers import FakeEncoder, image_rows, picture_bytes, write_jsonl
 import mtrl.data.sampler as sampler_module
 from mtrl.data import DataError, DataSettings, Sampler, open_dataset
 from mtrl.data.media import decode
-from mtrl.data.sampler import Ahead, PromptLoader, epoch_order
+from mtrl.data.sampler import Prefetcher, PromptLoader, epoch_order
 
 
 @pytest.fixture
@@ -161,7 +161,7 @@ def test_what_is_ahead_is_bounded(tmp_path, prompts, nbytes, expected):
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x", "images": f"{i}.png"} for i in range(20)])
     dataset = open_dataset(str(path), DataSettings(), FakeEncoder(), cache_dir=tmp_path / "cache")
     loader = CountingLoader(dataset, FakeEncoder())
-    ahead = Ahead(loader, iter(range(20)), threads=2, prompts=prompts, nbytes=nbytes)
+    ahead = Prefetcher(loader, iter(range(20)), threads=2, prompts=prompts, nbytes=nbytes)
     for taken in range(1, 6):
         assert ahead.next()[0] == taken - 1
         time.sleep(0.02)

@@ -90,16 +90,18 @@ def test_the_full_distance_comes_from_the_probe():
     assert rule.needs == Needs("old", "divergence")
     signals = Signals(old=torch.zeros(1, 2), divergence=torch.tensor([[1.0, 3.0]]))
     close(rule.distance(signals), [[1, 3]])
-    close(rule.charge(signals), [[0.5, 1.5]])
+    close(rule.reward_penalty(signals), [[0.5, 1.5]])
 
 
 def test_in_the_reward_or_as_a_loss():
-    charge = Divergence("kl", 0.5).charge(SIGNALS)
+    charge = Divergence("kl", 0.5).reward_penalty(SIGNALS)
     close(charge[MASK], [0.25, -0.5, 1])
-    assert Divergence("kl", 0.5, in_loss=True).charge(SIGNALS) is None
+    assert Divergence("kl", 0.5, in_loss=True).reward_penalty(SIGNALS) is None
     loss = Loss(entropy_penalty_coef=0.25)
-    assert loss.charging(Divergence("mse", 0.5)) == loss.charging(None) == loss
-    assert loss.charging(Divergence("mse", 0.5, in_loss=True)) == replace(loss, divergence="mse", divergence_coef=0.5)
+    assert loss.with_divergence(Divergence("mse", 0.5)) == loss.with_divergence(None) == loss
+    assert loss.with_divergence(Divergence("mse", 0.5, in_loss=True)) == replace(
+        loss, divergence="mse", divergence_coef=0.5
+    )
 
 
 def test_the_mean_is_over_responses_of_the_sum_over_tokens():

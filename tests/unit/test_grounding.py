@@ -16,7 +16,7 @@ from mtrl.build.rewards import build_scorer
 from mtrl.config import ConfigError, load_config
 from mtrl.rewards.samples import signals_of
 from mtrl.rewards.sandbox import InProcess
-from mtrl.training.evaluate import collect
+from mtrl.training.evaluate import add_scores
 from mtrl.types import SEGMENTS, Needs, Rewards, Signals
 
 KEY = (0, 0)  # nothing here draws
@@ -206,6 +206,6 @@ def test_a_reward_that_cannot_be_had_is_refused():
 def test_validation_collects_what_applies():
     scores = defaultdict(list)
     rewards = Rewards(torch.ones(2), {}, torch.zeros(2, dtype=torch.bool))
-    collect(scores, rows([2.0, NAN], [0, 1]), rewards, looks([2.0, NAN]))
+    add_scores(scores, rows([2.0, NAN], [0, 1]), rewards, looks([2.0, NAN]))
     assert scores["attention/vgr_late"] == pytest.approx([2.0])
     assert scores["attention/imbalance_late"] == pytest.approx([math.log(2)])

@@ -8,7 +8,7 @@ import torch
 from helpers import fake_batch, fake_rollouts
 from torch import nn
 
-from mtrl.workers.learner import Learner, Optimization
+from mtrl.workers.learner import Learner, OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching
 
 RETURNS = torch.tensor([1.0, 2.0, 6.0])  # of three rows
@@ -25,7 +25,7 @@ class OneWeight(nn.Module):
 
 
 def learner_of(rows=2, lr=0.5):
-    settings = Optimization(lr=lr, warmup_steps=0, weight_decay=0.0, max_grad_norm=math.inf)
+    settings = OptimizerSettings(lr=lr, warmup_steps=0, weight_decay=0.0, max_grad_norm=math.inf)
     return Learner(OneWeight(), settings, MicroBatching(rows=rows), name="critic", advice="Lower my.lr.")
 
 

@@ -8,13 +8,13 @@ import torch
 from helpers import NAN, close, fake_prompt, fake_rollouts, same
 from loop_helpers import REFERENCE, FakeActor, FakeGenerator, FakeReference, FakeScorer, loop, recipe, validation_of
 
-from mtrl.algorithms.assemble import assemble
+from mtrl.algorithms.batches import assemble
 from mtrl.algorithms.credit.trajectory_scaling import TrajectoryScaling
 from mtrl.algorithms.divergence import Divergence
 from mtrl.algorithms.estimators import Grpo, ReinforcePlusPlus, Rloo
 from mtrl.algorithms.losses import Loss
-from mtrl.training.evaluate import by_column, collect
-from mtrl.types import Credit, Experience, Rewards, Sample, Sampling, Signals
+from mtrl.training.evaluate import add_scores, by_column
+from mtrl.types import Credit, Experience, Rewards, Sampling, Signals, ValidationSample
 
 
 def advantages_of(made):
@@ -190,7 +190,7 @@ def test_the_correction_is_capped_and_follows_its_rows():
 def test_a_function_called_score_is_not_the_total():
     scores = defaultdict(list)
     rewards = Rewards(torch.tensor([3.0]), {"score": torch.tensor([1.0])}, torch.tensor([False]))
-    collect(scores, fake_rollouts([2]), rewards, Signals())
+    add_scores(scores, fake_rollouts([2]), rewards, Signals())
     assert scores["reward_score"] == [3.0] and scores["reward/score"] == [1.0]
 
 
@@ -209,7 +209,7 @@ def test_avg_and_pass_by_hand():
     assert result.metrics["val/truncated"] == pytest.approx(1 / 6)
     parts = ({"accuracy": 1.0}, {"accuracy": 0.0}, {})
     assert result.samples == tuple(
-        Sample(f"v{i}", "fake", f"v{i} response 0", None, part.get("accuracy", 0.0), part)
+        ValidationSample(f"v{i}", "fake", f"v{i} response 0", None, part.get("accuracy", 0.0), part)
         for i, part in enumerate(parts)
     )
 

@@ -16,7 +16,7 @@ from mtrl.config import load_config
 from mtrl.tracking import background, pages
 from mtrl.tracking.background import Background, append_bounded
 from mtrl.tracking.markdown import LogPaths, MarkdownLogs
-from mtrl.types import SEGMENTS, Credit, Rewards, Sample, Signals
+from mtrl.types import SEGMENTS, Credit, Rewards, Signals, ValidationSample
 from mtrl.zoo.rows import CONFIG_FILE
 
 BALANCED, LOOKING = [0.5, 0.5], [0.2, 0.8]  # mass on 2 text and 4 image tokens: VGR 2 and 0.5
@@ -95,7 +95,7 @@ def test_a_validation(tmp_path):
         7,
         values,
         {"kind": {"colour": 0.5}},
-        [Sample("t:1", "Which?", "B it is", "B", 1.2, {"accuracy": 1.0, "format": 0.2})],
+        [ValidationSample("t:1", "Which?", "B it is", "B", 1.2, {"accuracy": 1.0, "format": 0.2})],
     )
     logs.close()
     (path,) = tmp_path.glob("eval_results_*.md")

@@ -28,7 +28,7 @@ from mtrl.models.size import ModelSize, size_of
 from mtrl.models.tiny import make_tiny_checkpoint
 from mtrl.types import VISION_POOL, Needs, Sampling, TrainBatch
 from mtrl.workers.actor import LocalActor
-from mtrl.workers.learner import Optimization
+from mtrl.workers.learner import OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching
 
 GIB, MIB = 2**30, 2**20
@@ -237,7 +237,7 @@ def test_an_estimate_against_peaks_of_a_3b_model(weights):
 # ------------------------------------------------------------------------------------------------- before a first step
 def an_actor(forward: Forward) -> LocalActor:
     return LocalActor(
-        forward, Optimization(lr=1e-3), perturbation=Perturbation(), update_batching=LIMITS.update,
+        forward, OptimizerSettings(lr=1e-3), perturbation=Perturbation(), update_batching=LIMITS.update,
         probe_batching=LIMITS.probe, encoder_files={},
     )  # fmt: skip
 

@@ -156,8 +156,8 @@ def test_estimators_ignore_padding(step, extra, fill):
         torch.testing.assert_close(actual[:, :width], expected, rtol=1e-6, atol=1e-6)
         assert (actual[~wide.rollouts.mask] == 0).all()
     mask = step.rollouts.mask
-    charged = advantages.charge(step.rewards, wide.entropy, wide.rollouts.mask)
-    same(charged, advantages.charge(step.rewards, step.entropy, mask))
+    charged = advantages.subtract_penalty(step.rewards, wide.entropy, wide.rollouts.mask)
+    same(charged, advantages.subtract_penalty(step.rewards, step.entropy, mask))
     masses = [sequence_mass(s.mass[:, :, None], s.rollouts.mask) for s in (wide, step)]
     same(*masses)
 

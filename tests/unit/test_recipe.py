@@ -2,7 +2,7 @@
 
 import pytest
 
-from mtrl.build.recipe import optimization_of, recipe_of, total_steps
+from mtrl.build.recipe import optimizer_settings, recipe_of, total_steps
 from mtrl.config import load_config
 from mtrl.training.recipe import due
 
@@ -32,7 +32,7 @@ def test_optimizer_steps_of_a_run():
             "worker.actor.optim.warmup_steps": 99,
         },
     )
-    optimization = optimization_of(config, steps=10)
+    optimization = optimizer_settings(config, steps=10)
     assert optimization.total_steps == 10 * 4 * 3 and optimization.warmup_steps == 12
     rules = recipe_of(config, 10)
     assert (rules.prompts_per_step, rules.batches.prompts_per_update, rules.batches.passes) == (8, 2, 3)

@@ -18,7 +18,7 @@ from mtrl.errors import Finished, RunError, StartError
 from mtrl.store.checkpoint import FolderStore, checkpoints
 from mtrl.store.manifest import seal
 from mtrl.store.run_directory import CONFIG, RunDirectory
-from mtrl.tracking.jsonl import JsonLines, read_rows
+from mtrl.tracking.jsonl import JsonlWriter, read_rows
 from mtrl.tracking.several import Trackers
 from mtrl.training.interrupt import Interrupt
 from mtrl.training.resume import Start, checkpoint_at, differing_keys, find_start, refuse_another_run
@@ -218,7 +218,7 @@ def test_a_run_in_use_is_refused_and_free_after_a_kill(tmp_path):
 @pytest.mark.parametrize("moved", [False, True], ids=["removed", "moved"])
 def test_a_folder_that_another_process_has_taken_is_not_touched(tmp_path, finished, moved):
     """Neither by a save nor by a log."""
-    run, logs = tmp_path / "run", JsonLines(tmp_path / "run" / "metrics.jsonl")
+    run, logs = tmp_path / "run", JsonlWriter(tmp_path / "run" / "metrics.jsonl")
 
     class Log:
         def metrics(self, step, values):

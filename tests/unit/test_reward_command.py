@@ -12,7 +12,7 @@ from mtrl.cli import main
 from mtrl.data import open_sources
 from mtrl.data.cache import DiskCache
 from mtrl.rewards.outcomes import Outcome
-from mtrl.rewards.trial import Spread, Trial, Tried, histogram
+from mtrl.rewards.trial import Trial, Tried, ValueSummary, histogram
 from mtrl.rewards.trial_report import failures, parts_table, report
 from mtrl.zoo.rows import MODEL_DIRECTORY
 
@@ -56,10 +56,10 @@ def rows_of(responses, **columns):
 
 # ------------------------------------------------------------------------------------------------------------- numbers
 def test_spread_by_hand():
-    spread = Spread.of([1.0, 3.0, float("nan"), 5.0])
+    spread = ValueSummary.of([1.0, 3.0, float("nan"), 5.0])
     assert (spread.mean, spread.min, spread.max, spread.absent) == (3.0, 1.0, 5.0, 1)
     assert spread.std == pytest.approx((8 / 3) ** 0.5)
-    assert np.isnan(Spread.of([float("nan")]).mean) and Spread.of([]).absent == 0
+    assert np.isnan(ValueSummary.of([float("nan")]).mean) and ValueSummary.of([]).absent == 0
 
 
 def test_histogram_by_hand():
@@ -77,7 +77,7 @@ def test_totals_and_parts_by_hand():
     ]
     trial = Trial("mine", tuple(Tried(f"row {i}", "said", each) for i, each in enumerate(outcomes)), 2.0, -1.0)
     assert trial.totals == [1.0, 0.0, -1.0, 0.0]
-    assert trial.parts() == {"mine": Spread(0.5, 0.5, 0.0, 1.0, 1), "width": Spread(6.0, 2.0, 4.0, 8.0, 1)}
+    assert trial.parts() == {"mine": ValueSummary(0.5, 0.5, 0.0, 1.0, 1), "width": ValueSummary(6.0, 2.0, 4.0, 8.0, 1)}
     assert [each.origin for each in trial.slowest(2)] == ["row 2", "row 0"]
     assert "KeyError: 'x'" in failures(trial) and "row 2" in failures(trial)
     own, width, total = (line.split() for line in parts_table(trial).splitlines()[1:])

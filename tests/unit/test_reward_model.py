@@ -15,12 +15,12 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from mtrl.build.rewards import build_scorer
 from mtrl.cli import main
 from mtrl.config import ConfigError, load_config
-from mtrl.models.reward_model import load_judge
+from mtrl.models.reward_model import load_reward_model
 from mtrl.models.tiny import VISION_FAMILIES, make_tiny_checkpoint
 from mtrl.tracking.run_files import read_rows
 from mtrl.types import Medium, Task
 from mtrl.workers.micro_batches import MicroBatching
-from mtrl.workers.reward_model import RewardModel
+from mtrl.workers.reward_model import RewardModelWorker
 from mtrl.zoo.rows import MODEL_DIRECTORY
 
 RESPONSES = ["red", "it is blue and not a dog", "", "the sum of 3 and 4 is seven, so B", "<answer>A</answer>", "green"]
@@ -71,7 +71,7 @@ def test_text_scores_are_those_of_transformers_row_by_row(tmp_path):
     path = text_judge(tmp_path / "rm")
     tasks = [asked("which colour"), asked("count the dogs and cats", system="you are a judge"), asked("why")]
     rollouts = answered(encoder_of("qwen2"), [(task, ()) for task in tasks])
-    found = RewardModel(load_judge(path), BY_ROWS).score(rollouts)
+    found = RewardModelWorker(load_reward_model(path), BY_ROWS).score(rollouts)
 
     model, tokenizer = AutoModelForSequenceClassification.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     for row, (g, response) in enumerate(zip(GROUP, RESPONSES, strict=True)):
@@ -86,7 +86,7 @@ def test_text_scores_are_those_of_transformers_row_by_row(tmp_path):
 def test_without_a_template_prompt_and_response_stand_end_to_end(tmp_path):
     path = text_judge(tmp_path / "rm", template=False)
     rollouts = answered(encoder_of("qwen2"), [(asked("which colour:"), ())], [" red", " blue"], [0, 0])
-    found = RewardModel(load_judge(path), BY_ROWS).score(rollouts)
+    found = RewardModelWorker(load_reward_model(path), BY_ROWS).score(rollouts)
     model, tokenizer = AutoModelForSequenceClassification.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     plain = [
         model(**tokenizer(f"which colour:{word}", return_tensors="pt")).logits.item() for word in (" red", " blue")
@@ -109,7 +109,7 @@ def test_an_encoder_model_gets_its_special_tokens_and_its_limit(tmp_path):
 
     responses = [" red", " blue", " red" * 20]
     rollouts = answered(encoder_of("qwen2"), [(asked("which colour"), ())], responses, [0, 0, 0])
-    found = RewardModel(load_judge(str(tmp_path / "rm")), BY_ROWS).score(rollouts)
+    found = RewardModelWorker(load_reward_model(str(tmp_path / "rm")), BY_ROWS).score(rollouts)
     inputs = tokenizer("which colour red", return_tensors="pt")
     assert inputs.input_ids[0].tolist() == [2, 5, 6, 7, 3]
     assert found[0] == pytest.approx(model(**inputs).logits.item(), rel=1e-4)
@@ -121,7 +121,7 @@ def test_a_text_model_leaves_images_out(tmp_path):
     path, encoder = text_judge(tmp_path / "rm"), encoder_of("qwen2_5_vl")
     with_image = answered(encoder, [(asked("which colour", images=1), [picture(encoder, 2, 3)])], ["red"], [0])
     without = answered(encoder, [(asked("which colour"), [])], ["red"], [0])
-    model = RewardModel(load_judge(path), BY_ROWS)
+    model = RewardModelWorker(load_reward_model(path), BY_ROWS)
     assert model.score(with_image) == model.score(without)
 
 
@@ -132,9 +132,9 @@ def test_vision_scores_are_the_heads_at_the_last_token_row_by_row(family, tmp_pa
     media = [[picture(encoder, 3, 5)], [], [picture(encoder, 2, 2, seed=1), picture(encoder, 4, 3, seed=2)]]
     tasks = [asked("which colour", 1), asked("count the dogs"), asked("compare these", 2)]
     rollouts = answered(encoder, list(zip(tasks, media, strict=True)))
-    judge = load_judge(vision_judge(tmp_path / "rm", family))
-    found = RewardModel(judge, BY_ROWS).score(rollouts)
-    one_by_one = RewardModel(judge, MicroBatching(rows=1)).score(rollouts)
+    judge = load_reward_model(vision_judge(tmp_path / "rm", family))
+    found = RewardModelWorker(judge, BY_ROWS).score(rollouts)
+    one_by_one = RewardModelWorker(judge, MicroBatching(rows=1)).score(rollouts)
     assert found == pytest.approx(one_by_one, rel=1e-3, abs=1e-3)
 
     head = load_file(tmp_path / "rm" / "model.safetensors")["score.weight"]
@@ -148,12 +148,12 @@ def test_vision_scores_are_the_heads_at_the_last_token_row_by_row(family, tmp_pa
 
 def test_the_image_decides_and_is_seen_once_for_a_group(tmp_path, monkeypatch):
     encoder = encoder_of("qwen2_5_vl")
-    judge = load_judge(vision_judge(tmp_path / "rm", "qwen2_5_vl"))
+    judge = load_reward_model(vision_judge(tmp_path / "rm", "qwen2_5_vl"))
     seen = []
     see = judge.backbone.see
     monkeypatch.setattr(judge.backbone, "see", lambda inputs: seen.append(len(inputs)) or see(inputs))
     prompts = [(asked("which colour", 1), [picture(encoder, 3, 4, seed=s)]) for s in (1, 2)]
-    first, second, other, *_ = RewardModel(judge, MicroBatching(rows=4)).score(
+    first, second, other, *_ = RewardModelWorker(judge, MicroBatching(rows=4)).score(
         answered(encoder, prompts, ["red", "red", "red", "blue"], [0, 0, 1, 1])
     )
     assert first == pytest.approx(second, abs=1e-4) and abs(first - other) > 1e-2
@@ -168,52 +168,54 @@ def test_one_image_at_different_places_of_two_prompts(tmp_path):
     parts = [{"type": "text", "text": "look at this picture first"}, {"type": "image"}]
     earlier = replace(later, messages=({"role": "user", "content": parts},))
     rollouts = answered(encoder, [(later, [image]), (earlier, [image])], ["red", "red"], [0, 1])
-    judge = load_judge(vision_judge(tmp_path / "rm", "qwen2_5_vl"))
-    together = RewardModel(judge, MicroBatching(rows=2)).score(rollouts)
-    assert together == pytest.approx(RewardModel(judge, MicroBatching(rows=1)).score(rollouts), rel=1e-3, abs=1e-3)
+    judge = load_reward_model(vision_judge(tmp_path / "rm", "qwen2_5_vl"))
+    together = RewardModelWorker(judge, MicroBatching(rows=2)).score(rollouts)
+    assert together == pytest.approx(
+        RewardModelWorker(judge, MicroBatching(rows=1)).score(rollouts), rel=1e-3, abs=1e-3
+    )
 
 
 def test_images_are_resized_to_what_the_reward_model_takes(tmp_path):
     """A policy with patches of 14 and a reward model with patches of 16."""
     policy = encoder_of("qwen2_5_vl")
-    judge = load_judge(vision_judge(tmp_path / "rm", "qwen3_vl"))
+    judge = load_reward_model(vision_judge(tmp_path / "rm", "qwen3_vl"))
     rollouts = answered(policy, [(asked("which colour", 1), [picture(policy, 4, 6)])], ["red"], [0])
     assert [array.shape for array in judge.fit(rollouts.prompts[0].media)] == [(128, 160, 3)]
-    assert isinstance(RewardModel(judge, BY_ROWS).score(rollouts)[0], float)
+    assert isinstance(RewardModelWorker(judge, BY_ROWS).score(rollouts)[0], float)
 
 
 def test_a_response_that_cannot_be_read_fails_alone(tmp_path):
-    judge = load_judge(vision_judge(tmp_path / "rm", "qwen2_5_vl"))
+    judge = load_reward_model(vision_judge(tmp_path / "rm", "qwen2_5_vl"))
     rollouts = answered(encoder_of("qwen2_5_vl"), [(asked("which"), [])], ["red", "<|image_pad|>", "blue"], [0, 0, 0])
-    found = RewardModel(judge, BY_ROWS).score(rollouts)
+    found = RewardModelWorker(judge, BY_ROWS).score(rollouts)
     assert isinstance(found[0], float) and isinstance(found[2], float)
     assert found[1].startswith("the reward model cannot read it") and "<|image_pad|>" in found[1]
 
 
 def test_a_score_that_is_no_number_is_a_failure(tmp_path):
-    judge = load_judge(vision_judge(tmp_path / "rm", "qwen2_5_vl", head=torch.full((1, 64), float("nan"))))
+    judge = load_reward_model(vision_judge(tmp_path / "rm", "qwen2_5_vl", head=torch.full((1, 64), float("nan"))))
     rollouts = answered(encoder_of("qwen2_5_vl"), [(asked("which"), [])], ["red"], [0])
-    assert RewardModel(judge, BY_ROWS).score(rollouts) == ["the reward model gave nan"]
+    assert RewardModelWorker(judge, BY_ROWS).score(rollouts) == ["the reward model gave nan"]
 
 
 # ---------------------------------------------------------------------------------------------- what is no reward model
 def test_a_causal_model_is_no_reward_model(tmp_path):
     with pytest.raises(ValueError, match=r"no reward model with one label: score\.weight is missing"):
-        load_judge(str(make_tiny_checkpoint(tmp_path / "lm", "qwen2")))
+        load_reward_model(str(make_tiny_checkpoint(tmp_path / "lm", "qwen2")))
 
 
 def test_several_labels_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"score\.weight is missing or of another size; a reward is one number"):
-        load_judge(text_judge(tmp_path / "rm", num_labels=3))
+        load_reward_model(text_judge(tmp_path / "rm", num_labels=3))
 
 
 def test_a_vision_model_without_a_head_is_refused(tmp_path):
     with pytest.raises(
         ValueError, match=r"must hold score\.weight \[1, hidden\] beside the backbone, and there is none"
     ):
-        load_judge(str(checkpoint("qwen2_5_vl")))
+        load_reward_model(str(checkpoint("qwen2_5_vl")))
     with pytest.raises(ValueError, match=r"it is \[2, 64\]"):
-        load_judge(vision_judge(tmp_path / "rm", "qwen2_5_vl", head=torch.zeros(2, 64)))
+        load_reward_model(vision_judge(tmp_path / "rm", "qwen2_5_vl", head=torch.zeros(2, 64)))
 
 
 def test_only_the_vocabulary_may_be_missing(tmp_path, capfd):
@@ -224,18 +226,18 @@ def test_only_the_vocabulary_may_be_missing(tmp_path, capfd):
     (path / "config.json").write_text(json.dumps(config))
     weights = load_file(path / "model.safetensors")
     assert not any("lm_head" in name for name in weights)
-    load_judge(str(path))
+    load_reward_model(str(path))
     assert "UNEXPECTED" not in capfd.readouterr().err, "the head is no mistake, and nobody is told it were"
     hole = next(name for name in weights if name.endswith("q_proj.weight"))
     del weights[hole]
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"q_proj\.weight is missing"):
-        load_judge(str(path))
+        load_reward_model(str(path))
 
 
 def test_a_path_to_nothing_is_refused(tmp_path):
     with pytest.raises(ValueError, match="is no checkpoint directory"):
-        load_judge(str(tmp_path / "nowhere"))
+        load_reward_model(str(tmp_path / "nowhere"))
 
 
 def test_a_head_in_a_shard_is_found(tmp_path):
@@ -249,8 +251,10 @@ def test_a_head_in_a_shard_is_found(tmp_path):
     index = {"metadata": {}, "weight_map": {key: name for name, tensors in shards.items() for key in tensors}}
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
     rollouts = answered(encoder_of("qwen2_5_vl"), [(asked("which"), [])], ["red"], [0])
-    whole = RewardModel(load_judge(vision_judge(tmp_path / "whole", "qwen2_5_vl")), BY_ROWS).score(rollouts)
-    assert RewardModel(load_judge(str(path)), BY_ROWS).score(rollouts) == whole
+    whole = RewardModelWorker(load_reward_model(vision_judge(tmp_path / "whole", "qwen2_5_vl")), BY_ROWS).score(
+        rollouts
+    )
+    assert RewardModelWorker(load_reward_model(str(path)), BY_ROWS).score(rollouts) == whole
 
 
 # ------------------------------------------------------------------------------------------------------- inside a run
@@ -268,7 +272,7 @@ def test_it_is_one_more_part_of_the_total_with_the_last_weight(tmp_path):
     texts = ["<think>a</think><answer>B</answer>", "red"]
     rollouts = answered(encoder_of("qwen2"), [(asked("which colour"), ())], texts, [0, 0])
     rewards = build_scorer(config, steps=1).submit(rollouts, step=0).result()
-    scores = RewardModel(load_judge(path), BY_ROWS).score(rollouts)
+    scores = RewardModelWorker(load_reward_model(path), BY_ROWS).score(rollouts)
     assert list(rewards.parts) == ["format", "model"]
     assert rewards.parts["model"].tolist() == pytest.approx(scores, rel=1e-4)
     assert rewards.total.tolist() == pytest.approx([10 + 0.5 * scores[0], 0.5 * scores[1]], rel=1e-4)

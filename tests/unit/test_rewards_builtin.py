@@ -171,12 +171,12 @@ def test_a_callable_that_raises_fails_its_sample(caplog):
 
 
 def test_an_object_that_is_called():
-    class Judge:
+    class RewardModel:
         def __call__(self, data):
             return 2.0
 
-    given = build_scorer(load_config(None, {}), 10, [Judge()])
-    assert list(given.functions) == ["Judge"]
+    given = build_scorer(load_config(None, {}), 10, [RewardModel()])
+    assert list(given.functions) == ["RewardModel"]
     close(given.submit(fake_rollouts([1]), 0).result().total, [2])
 
 

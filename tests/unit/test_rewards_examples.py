@@ -26,7 +26,7 @@ def test_each_example_of_a_signature_gives_the_same_rewards(style):
 def test_example_async_judge():
     """A real server on this machine; what answers there is no model."""
 
-    class Judge(BaseHTTPRequestHandler):
+    class RewardModel(BaseHTTPRequestHandler):
         def do_POST(self):
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             reply = "I will not say" if "silence" in asked["messages"][0]["content"] else "Rating: 7"
@@ -38,7 +38,7 @@ def test_example_async_judge():
         def log_message(self, *args):
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), RewardModel)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}/v1"
     rewards = scored(EXAMPLES / "async_judge.py", rows(["a", "silence"], ["x"] * 2), reward_fn_kwargs={"url": url})

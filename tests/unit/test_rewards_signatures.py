@@ -14,7 +14,7 @@ from mtrl.build.rewards import build_scorer
 from mtrl.config import load_config
 from mtrl.rewards.outcomes import read_outcome
 from mtrl.rewards.sandbox import InProcess, Sandbox, split_calls
-from mtrl.rewards.signatures import Reward, Traits, signature_of
+from mtrl.rewards.signatures import Traits, UserReward, signature_of
 from mtrl.types import Signals
 
 
@@ -342,10 +342,10 @@ def test_what_cannot_be_called_is_refused_before_the_run():
     with pytest.raises(
         ValueError, match=r"\['scale'\] of reward_fn_kwargs: got an unexpected keyword argument 'scale'"
     ):
-        Reward(lambda data: 1.0, {"scale": 2})
+        UserReward(lambda data: 1.0, {"scale": 2})
     with pytest.raises(ValueError, match="unexpected keyword argument 'scale'"):
-        Reward(lambda completions: [1.0], {"scale": 2})
-    Reward(lambda completions, task: [1.0], {})  # the columns of a row are known when it comes
+        UserReward(lambda completions: [1.0], {"scale": 2})
+    UserReward(lambda completions, task: [1.0], {})  # the columns of a row are known when it comes
 
     def injects(function):
         return functools.wraps(function)(lambda data: function(data, 3.0))
@@ -364,4 +364,4 @@ def test_a_call_that_cancels_itself_fails_alone():
 
 
 def test_a_function_that_does_not_say_its_parameters():
-    assert Reward(max, {}).signature == "mtrl"
+    assert UserReward(max, {}).signature == "mtrl"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mtrl.rollout.sampling import choose, cut, first_samples, row_uniforms
+from mtrl.rollout.sampling import choose, first_sample_numbers, row_uniforms, top_p_top_k
 from mtrl.types import Sampling
 
 PROBABILITIES = torch.tensor([0.05, 0.4, 0.0, 0.3, 0.15, 0.1], dtype=torch.float64)
@@ -86,13 +86,13 @@ def test_rare_tokens_are_told_apart():
 
 def test_a_nucleus_of_a_certain_token_is_not_empty():
     logits = torch.tensor([[50.0, 0.0, -torch.inf]])
-    assert cut(logits, top_p=1e-9, top_k=-1).tolist() == [[50.0, -torch.inf, -torch.inf]]
+    assert top_p_top_k(logits, top_p=1e-9, top_k=-1).tolist() == [[50.0, -torch.inf, -torch.inf]]
 
 
 def test_draws_belong_to_seed_step_task_and_sample():
     def draws(*ids, **changes):
         sampling, ids = Sampling(**{"n": 3, "max_new_tokens": 8, **changes}), ids or ("a", "b")
-        return row_uniforms(ids, first_samples(ids, sampling), sampling)
+        return row_uniforms(ids, first_sample_numbers(ids, sampling), sampling)
 
     base = draws()
     assert base.shape == (6, 8) and base.dtype == torch.float64 and len(base.unique()) == 48

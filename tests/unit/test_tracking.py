@@ -14,10 +14,10 @@ from helpers import NAN, fake_experience, fake_rollouts
 
 from mtrl.protocols import Tracker
 from mtrl.tracking import jsonl
-from mtrl.tracking.jsonl import JsonLines, last_row, parts, rows_of
+from mtrl.tracking.jsonl import JsonlWriter, last_row, parts, rows_of
 from mtrl.tracking.run_files import RunFiles, first_steps_of, read_rows, validations_of
 from mtrl.tracking.several import Trackers
-from mtrl.types import Credit, Needs, Rewards, Sample
+from mtrl.types import Credit, Needs, Rewards, ValidationSample
 
 
 def lines(path):
@@ -111,7 +111,7 @@ def test_no_file_has_no_rows(tmp_path):
 def test_validation_samples_are_kept(tmp_path):
     files = RunFiles(tmp_path)
     files.validation(
-        4, {"val/reward_score": 1.0}, {}, [Sample("a:1", "<image>Which?", "B", ["B", NAN], 0.5, {"x": 0.5})]
+        4, {"val/reward_score": 1.0}, {}, [ValidationSample("a:1", "<image>Which?", "B", ["B", NAN], 0.5, {"x": 0.5})]
     )
     files.validation(8, {"val/reward_score": 1.0}, {})
     (row,) = lines(tmp_path / "validations.jsonl")
@@ -156,7 +156,7 @@ def test_what_earlier_attempts_left(tmp_path):
 # ------------------------------------------------------------------------------------------------------------ rotation
 def test_a_full_file_becomes_a_part_and_readers_see_all_in_order(tmp_path):
     path = tmp_path / "rollouts.jsonl"
-    file = JsonLines(path, rotate_at=100)
+    file = JsonlWriter(path, rotate_at=100)
     for number in range(12):
         file.append([{"n": number, "text": "x" * 20}])  # 41 or 42 bytes: two fit
     assert [part.name for part in parts(path)] == [f"rollouts.{number}.jsonl" for number in (1, 2, 3, 4, 5)]
@@ -168,14 +168,14 @@ def test_a_full_file_becomes_a_part_and_readers_see_all_in_order(tmp_path):
 def test_numbers_sort_as_numbers_and_go_on_after_a_restart(tmp_path):
     path = tmp_path / "rollouts.jsonl"
     for number in range(12):
-        JsonLines(path, rotate_at=1).append([{"n": number}])  # a new process each time
+        JsonlWriter(path, rotate_at=1).append([{"n": number}])  # a new process each time
     assert [row["n"] for row in rows_of(path)] == list(range(12)) and len(parts(path)) == 11
 
 
 def test_the_oldest_parts_go_and_that_is_said_once(tmp_path, caplog):
     path = tmp_path / "rollouts.jsonl"
     (tmp_path / "rollouts.notes.jsonl").write_text("{}\n")  # somebody else's
-    file = JsonLines(path, rotate_at=1, keep=3)
+    file = JsonlWriter(path, rotate_at=1, keep=3)
     for number in range(8):
         file.append([{"n": number}])
     assert [row["n"] for row in rows_of(path)] == [4, 5, 6, 7]
@@ -186,7 +186,7 @@ def test_the_oldest_parts_go_and_that_is_said_once(tmp_path, caplog):
 
 def test_rows_of_one_step_stay_together(tmp_path):
     path = tmp_path / "rollouts.jsonl"
-    file = JsonLines(path, rotate_at=50)
+    file = JsonlWriter(path, rotate_at=50)
     file.append([{"n": n} for n in range(20)])  # larger than a part may be
     file.append([{"n": 20}])
     assert len(lines(parts(path)[0])) == 20 and len(lines(path)) == 1
@@ -252,9 +252,9 @@ def test_half_a_line_is_taken_back(tmp_path):
     code = f"""
 import logging, resource, signal
 from pathlib import Path
-from mtrl.tracking.jsonl import JsonLines
+from mtrl.tracking.jsonl import JsonlWriter
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-file = JsonLines(Path({str(path)!r}))
+file = JsonlWriter(Path({str(path)!r}))
 file.append([{{"n": 1}}])
 soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 resource.setrlimit(resource.RLIMIT_FSIZE, (60, hard))
@@ -272,7 +272,7 @@ file.append([{{"n": 3}}])
 def test_what_waits_is_bounded_and_the_loss_is_told(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(jsonl, "WAITING_BYTES", 100)
     (tmp_path / "run").write_text("in the way")
-    file = JsonLines(tmp_path / "run" / "metrics.jsonl")
+    file = JsonlWriter(tmp_path / "run" / "metrics.jsonl")
     for number in range(30):
         file.append([{"n": number}])  # 9 or 10 bytes
     assert len(caplog.records) == 1 and "cannot be written" in caplog.text
@@ -285,7 +285,7 @@ def test_what_waits_is_bounded_and_the_loss_is_told(tmp_path, monkeypatch, caplo
 
 def test_rows_that_never_could_be_written_are_told_at_the_end(tmp_path, caplog):
     (tmp_path / "run").write_text("in the way")
-    file = JsonLines(tmp_path / "run" / "metrics.jsonl")
+    file = JsonlWriter(tmp_path / "run" / "metrics.jsonl")
     file.append([{"n": 1}, {"n": 2}])
     file.close()
     assert caplog.records[-1].levelno == logging.ERROR and "2 rows could not be written" in caplog.text
@@ -312,7 +312,7 @@ class FakeTracker(Tracker):
 def test_several_hear_the_same():
     first, second = FakeTracker(), FakeTracker()
     both = Trackers([first, second])
-    experience, samples = fake_experience(fake_rollouts([1])), [Sample("a", "", "", None, 0.0)]
+    experience, samples = fake_experience(fake_rollouts([1])), [ValidationSample("a", "", "", None, 0.0)]
     both.metrics(1, {"a": 1.0})
     both.rollouts(1, experience)
     both.validation(1, {}, {}, samples)

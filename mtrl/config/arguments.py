@@ -11,20 +11,20 @@ from mtrl.config.values import is_text
 _ASSIGNMENT = re.compile(r"(?:--)?([^=/\\\s]+)=(.*)", re.DOTALL)  # a path with `=` in it has its slash first
 
 
-def take_file(words: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The configuration file among command-line words (`FILE` or `config=FILE`), and the other words; a key that
+def take_file(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The configuration file among command-line arguments (`FILE` or `config=FILE`), and the others; a key that
     lacks its value is no file."""
-    others, file = list(words), None
-    for span, key, text in _parts(words):
+    others, file = list(arguments), None
+    for span, key, text in _parts(arguments):
         if file is None and key in (None, "config") and text not in known_leaves():
             file = text
             del others[span]
     return file, others
 
 
-def read_words(words: Sequence[str], errors: list[str]) -> Iterator[tuple[str, Any]]:
+def read_arguments(arguments: Sequence[str], errors: list[str]) -> Iterator[tuple[str, Any]]:
     """Key and value of each override."""
-    for _, key, text in _parts(words):
+    for _, key, text in _parts(arguments):
         if key is None:
             errors.append(f"command line: {text}: not an override; write key=value")
         elif text is None:
@@ -36,19 +36,19 @@ def read_words(words: Sequence[str], errors: list[str]) -> Iterator[tuple[str, A
                 errors.append(f"command line: {key}: cannot read the value{error}")
 
 
-def _parts(words: Sequence[str]) -> Iterator[tuple[slice, str | None, str | None]]:
+def _parts(arguments: Sequence[str]) -> Iterator[tuple[slice, str | None, str | None]]:
     """(place, key, text) of each override; no key for a plain word, no text for a `--key` without a value."""
     index = 0
-    while index < len(words):
-        start, word = index, words[index]
+    while index < len(arguments):
+        start, word = index, arguments[index]
         index += 1
         if match := _ASSIGNMENT.fullmatch(word):
             yield slice(start, index), match[1], match[2]
         elif not word.startswith("--"):
             yield slice(start, index), None, word
-        elif index < len(words) and not words[index].startswith("--"):
+        elif index < len(arguments) and not arguments[index].startswith("--"):
             index += 1
-            yield slice(start, index), word[2:], words[start + 1]
+            yield slice(start, index), word[2:], arguments[start + 1]
         else:
             yield slice(start, index), word[2:], None
 

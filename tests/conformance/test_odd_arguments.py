@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from run_helpers import bound_by_permissions, run_of, words
+from run_helpers import bound_by_permissions, run_of, train_arguments
 
 from mtrl.build.run import build, configure
 from mtrl.cli import main
@@ -82,14 +82,14 @@ def test_doctor_sees_an_output_folder_that_is_none(tmp_path, capsys):
 def output(tmp_path_factory) -> Path:
     """The output folder of a run of one step."""
     output = tmp_path_factory.mktemp("output")
-    assert main(words(output, "training.max_steps=1", "training.val_before_train=false")) == 0
+    assert main(train_arguments(output, "training.max_steps=1", "training.val_before_train=false")) == 0
     return output
 
 
 @pytest.mark.parametrize("locked", ["checkpoints", "checkpoints/step_1/config.json", "metrics.jsonl", "run.lock"])
 def test_a_run_that_may_not_be_read_does_not_start(output, locked, capsys):
     """Neither from the command line nor from Python, and above all not from the beginning."""
-    place, command = run_of(output) / locked, words(output, "training.max_steps=2")
+    place, command = run_of(output) / locked, train_arguments(output, "training.max_steps=2")
     mode = place.stat().st_mode
     place.chmod(0)
     try:

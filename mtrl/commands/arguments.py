@@ -1,4 +1,4 @@
-"""What the commands have in common: their words, and how they speak."""
+"""What the commands have in common: their arguments, and how they speak."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def take_option(words: Sequence[str], name: str, wanted: str) -> tuple[str | None, list[str]]:
-    """The value of `--name value` or `--name=value`, and the other words; `wanted` is said where there is none."""
-    others = [part for word in words for part in (word.split("=", 1) if word.startswith(f"{name}=") else [word])]
+def take_option(arguments: Sequence[str], name: str, wanted: str) -> tuple[str | None, list[str]]:
+    """The value of `--name value` or `--name=value`, and the other arguments; `wanted` is said where there is none."""
+    others = [part for word in arguments for part in (word.split("=", 1) if word.startswith(f"{name}=") else [word])]
     if name not in others:
         return None, others
     if others.count(name) > 1:
@@ -49,9 +49,9 @@ def take_option(words: Sequence[str], name: str, wanted: str) -> tuple[str | Non
     return value, others
 
 
-def take_path_and_data(words: Sequence[str], question: str) -> tuple[str, str | None, list[str]]:
+def take_path_and_data(arguments: Sequence[str], question: str) -> tuple[str, str | None, list[str]]:
     """PATH [--data F] and the overrides; the question is asked where there is no path."""
-    data, others = take_option(words, "--data", "name a file, a directory or a dataset")
+    data, others = take_option(arguments, "--data", "name a file, a directory or a dataset")
     path, overrides = take_file(others)
     if not path:
         raise ConfigError([question])
