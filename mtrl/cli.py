@@ -1,4 +1,4 @@
-"""The command `mtrl`. A command is a function of its arguments; it imports what it needs itself, so that help is quick."""
+"""The command `mtrl`. A command is a function of its arguments and imports what it needs itself: help is quick."""
 
 import logging
 import os
