@@ -321,8 +321,9 @@ def test_weights_outlast_a_sleep(family, fresh_engine):
     prompts, sampling = prompts_for(family), replace(SAMPLED, version=1)
     with fresh_engine.awake():
         unchanged = fresh_engine.generate(prompts, SAMPLED)
-        name, matrix = next((n, p.detach() * 1.5) for n, p in plain_model(family).named_parameters() if p.dim() > 1)
-        fresh_engine.load(Weights(1, iter([(name, matrix)])))
+        weights = exported_weights(plain_model(family))
+        name = next(name for name, tensor in weights.items() if tensor.dim() > 1)
+        fresh_engine.load(Weights(1, {**weights, name: weights[name] * 1.5}))
         before = fresh_engine.generate(prompts, sampling)
     assert differ(unchanged, before)
     with pytest.raises(RuntimeError), fresh_engine.awake():

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from run_helpers import finish, metrics_of, run_of, same_end, start, train_arguments
 
-from mtrl.cli import main
 from mtrl.store.checkpoint import checkpoints
 from mtrl.store.manifest import check
 
@@ -24,12 +23,10 @@ PATIENCE = 120.0  # seconds without the moment: then something hangs
 def test_a_killed_run_ends_with_the_same_numbers(tmp_path, kills, steps):
     settings = [f"training.max_steps={steps}", "training.save_freq=1", "training.val_freq=3", "training.save_limit=2"]
     whole, killed = run_of(tmp_path / "whole"), run_of(tmp_path / "killed")
-    assert main(train_arguments(tmp_path / "whole", *settings)) == 0
-    command, dice, hits = (
-        train_arguments(tmp_path / "killed", *settings),
-        random.Random(kills),
-        dict.fromkeys(MOMENTS, 0),
-    )
+    status, said = finish(train_arguments(tmp_path / "whole", *settings))  # a process of its own, as the others are
+    assert status == 0, said
+    command, dice = train_arguments(tmp_path / "killed", *settings), random.Random(kills)
+    hits = dict.fromkeys(MOMENTS, 0)
     for number in range(kills):
         moment = MOMENTS[number % len(MOMENTS)]
         hits[moment] += kill(command, killed, moment, dice)

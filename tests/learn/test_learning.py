@@ -9,6 +9,7 @@ from PIL import Image
 from transformers.utils import logging
 
 from mtrl.build.run import build, configure
+from mtrl.protocols import Tracker
 from mtrl.training.evaluate import Validation
 from mtrl.types import Sampling
 from mtrl.zoo.exam import best_constant, prompts_of
@@ -20,20 +21,14 @@ STEPS, PROMPTS_PER_STEP = 10, 16
 QUESTIONS = [make_question("test", index) for index in range(250)]
 
 
-class FakeTracker:
+class FakeTracker(Tracker):
     """Keeps the greedy accuracy of each validation."""
 
     def __init__(self):
         self.accuracy = {}
 
-    def metrics(self, step, values): ...
-
-    def rollouts(self, step, experience): ...
-
     def validation(self, step, values, by, samples):
         self.accuracy[step] = values["val/avg@1"]
-
-    def close(self): ...
 
 
 def run_of(directory, steps, data=None, trackers=(), **overrides):

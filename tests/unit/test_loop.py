@@ -21,8 +21,8 @@ def test_a_step_in_order():
     made = loop(reference=FakeReference(None, reference=torch.zeros(4, 4)), divergence=Divergence("kl", 0.1))
     made.step(0)
     assert made.components.actor.journal == [
-        ("wake",),
         ("take", PROMPTS),
+        ("wake",),
         ("generate", 0, 0),
         ("sleep",),  # before anybody else wants the device
         ("submit", 0),  # user code starts before the probes, and is waited for after them
@@ -99,7 +99,7 @@ def run_of(made, directory, overrides):
     ("val_only", "expected"),
     [
         (True, ["wake", "generate", "sleep", "submit", "result", "validation"]),
-        (False, ["wake", "take", "generate", "sleep", "submit", "probe"]),
+        (False, ["take", "wake", "generate", "sleep", "submit", "probe"]),
     ],
 )
 def test_val_only(tmp_path, val_only, expected):

@@ -15,6 +15,7 @@ import pytest
 from mtrl.config import load_config, to_yaml
 from mtrl.config.tree import known_leaves
 from mtrl.errors import Finished, RunError, StartError
+from mtrl.protocols import Tracker
 from mtrl.store.checkpoint import FolderStore, checkpoints
 from mtrl.store.manifest import seal
 from mtrl.store.run_directory import CONFIG, RunDirectory
@@ -220,7 +221,7 @@ def test_a_folder_that_another_process_has_taken_is_not_touched(tmp_path, finish
     """Neither by a save nor by a log."""
     run, logs = tmp_path / "run", JsonlWriter(tmp_path / "run" / "metrics.jsonl")
 
-    class Log:
+    class Log(Tracker):
         def metrics(self, step, values):
             logs.append([values])
 

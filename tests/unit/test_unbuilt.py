@@ -1,11 +1,13 @@
 """What cannot be had yet is refused, and no key of the configuration is silently ignored."""
 
 import ast
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 import mtrl
+from mtrl.algorithms.estimators import ESTIMATORS
 from mtrl.build.unbuilt import refuse_unbuilt, unbuilt
 from mtrl.config import Config, ConfigError, load_config
 from mtrl.config.tree import known_leaves
@@ -179,6 +181,8 @@ def read():
             found |= keys_read(ast.parse(path.read_text()))
     found |= keys_read(ast.parse((PACKAGE / "config/tree.py").read_text()), roots=("self",))  # what a null stands for
     found |= {key for reward in REWARDS.values() for key in reward.settings}  # by name, in `builtin_reward`
+    built = [kind for name, kind in ESTIMATORS.items() if name not in ("gae", "remax")]
+    found |= {f"optimization.{f.name}" for kind in built for f in fields(kind)}  # by name, in `estimator_of`
     return found | {f"dataset.{name}" for name in DataSettings.__dataclass_fields__}  # by name, in `data_settings`
 
 
