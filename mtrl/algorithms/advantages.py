@@ -22,16 +22,19 @@ def subtract_penalty(rewards: Tensor, penalty: Tensor, mask: Tensor) -> Tensor:
     return rewards - penalty.double().where(mask, 0.0).sum(1).to(rewards.dtype)
 
 
-def grpo(rewards: Tensor, group: Tensor, mask: Tensor, scale: Scale = "group") -> Tensor:
-    """(r - mean) / (std + 1e-6) in the group; 0 where the std is 0."""
-    centred = rewards - group_mean(rewards, group)[group]
-    if scale == "group":
-        std = group_std(rewards, group)[group]
-    elif scale == "batch":
-        std = group_std(rewards, torch.zeros_like(group))
-    else:
+def grpo(rewards: Tensor, group: Tensor, mask: Tensor, scale: Scale = "group", penalty: Tensor | None = None) -> Tensor:
+    """(r - mean) / (std + 1e-6) in the group; 0 where the std is 0.
+
+    A penalty [N, T] is taken off r, but the std is that of the rewards without it. In a group of equal rewards it is
+    centred and not scaled: the KL of identical responses differs by rounding, which no std may blow up to full size.
+    """
+    charged = rewards if penalty is None else subtract_penalty(rewards, penalty, mask)
+    centred = charged - group_mean(charged, group)[group]
+    if scale == "none":
         return to_tokens(centred, mask)
-    return to_tokens((centred / (std + STD_EPSILON)).where(std > 0, 0.0), mask)
+    in_group = group_std(rewards, group)[group]
+    std = in_group if scale == "group" else group_std(rewards, torch.zeros_like(group))
+    return to_tokens(torch.where(in_group > 0, centred / (std + STD_EPSILON), centred), mask)
 
 
 def rloo(rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:

@@ -30,9 +30,8 @@ class Grpo:
 
     def estimate(self, experience: Experience, penalty: Tensor | None) -> Estimated:
         rollouts = experience.rollouts
-        return advantages.grpo(
-            penalized_rewards(experience, penalty), rollouts.group, rollouts.mask, self.scale_rewards
-        ), None
+        total = experience.rewards.total
+        return advantages.grpo(total, rollouts.group, rollouts.mask, self.scale_rewards, penalty), None
 
 
 @dataclass(frozen=True)
@@ -88,6 +87,6 @@ ESTIMATORS: dict[str, type] = {
 
 
 def penalized_rewards(experience: Experience, penalty: Tensor | None) -> Tensor:
-    """r [N], less the penalty of all its tokens: how divergence enters the estimators that compare responses."""
+    """r [N], less the penalty of all its tokens: how divergence enters the estimators that do not standardise."""
     total = experience.rewards.total
     return total if penalty is None else advantages.subtract_penalty(total, penalty, experience.rollouts.mask)

@@ -8,6 +8,7 @@ import torch
 from PIL import Image
 from transformers.utils import logging
 
+from mtrl.algorithms.groups import group_std
 from mtrl.build.run import build, configure
 from mtrl.protocols import Tracker
 from mtrl.training.evaluate import Validation
@@ -22,10 +23,16 @@ QUESTIONS = [make_question("test", index) for index in range(250)]
 
 
 class FakeTracker(Tracker):
-    """Keeps the greedy accuracy of each validation."""
+    """Keeps the greedy accuracy of each validation, and all |A| of responses whose group has one reward."""
 
     def __init__(self):
         self.accuracy = {}
+        self.taught_by_equals = []
+
+    def rollouts(self, step, experience):
+        group = experience.rollouts.group
+        equal = group_std(experience.rewards.total, group)[group] == 0
+        self.taught_by_equals += experience.advantage[equal, 0].abs().tolist()
 
     def validation(self, step, values, by, samples):
         self.accuracy[step] = values["val/avg@1"]
@@ -44,15 +51,16 @@ def greedy(run, blank):
     return Validation(lambda: [prompts], Sampling(temperature=0.0, max_new_tokens=24))
 
 
-def train(directory, blank):
-    """The run, and its accuracy by step on what it saw in training: pictures, or grey squares (only at the end)."""
+def train(directory, blank, **overrides):
+    """The run and its tracker, with accuracy by step on what it saw in training: pictures, or grey squares (only at
+    the end)."""
     rows = [grey(index) for index in range(STEPS * PROMPTS_PER_STEP)] if blank else None
     tracker = FakeTracker()
-    run = run_of(directory, STEPS, rows, [tracker], **{"training.val_before_train": not blank})
+    run = run_of(directory, STEPS, rows, [tracker], **{"training.val_before_train": not blank}, **overrides)
     assert run.config.dataset.rollout_batch_size == PROMPTS_PER_STEP
     run.loop.components.validation = greedy(run, blank)
     run.train()
-    return run, tracker.accuracy
+    return run, tracker
 
 
 def grey(index):
@@ -68,7 +76,8 @@ def without_looking():
 
 
 def test_it_learns_by_looking(tmp_path, without_looking):
-    run, accuracy = train(tmp_path, blank=False)
+    run, tracker = train(tmp_path, blank=False)
+    accuracy = tracker.accuracy
     assert accuracy[STEPS] >= accuracy[0] + 0.15
     assert accuracy[STEPS] > without_looking + 0.15
     components = run.loop.components
@@ -76,9 +85,18 @@ def test_it_learns_by_looking(tmp_path, without_looking):
     assert blind <= without_looking + 0.05, "what it learnt is to look"
 
 
+@pytest.mark.slow
+def test_it_learns_with_divergence_in_the_reward(tmp_path, without_looking):
+    """The default penalty. Groups whose rewards are equal hardly teach: their KL is 0.01 times a few nats at most."""
+    _, tracker = train(tmp_path, blank=False, **{"optimization.disable_divergence": False})
+    assert tracker.accuracy[STEPS] >= tracker.accuracy[0] + 0.15
+    assert tracker.accuracy[STEPS] > without_looking + 0.15
+    assert 0 < max(tracker.taught_by_equals) < 0.1
+
+
 def test_without_pictures_it_does_not_learn(tmp_path, without_looking):
-    _, accuracy = train(tmp_path, blank=True)
-    assert accuracy[STEPS] <= without_looking + 0.05
+    _, tracker = train(tmp_path, blank=True)
+    assert tracker.accuracy[STEPS] <= without_looking + 0.05
 
 
 @pytest.mark.slow

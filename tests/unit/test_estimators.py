@@ -36,14 +36,33 @@ def test_those_that_compare_responses(name, settings, expected):
     assert returns is None
 
 
-@pytest.mark.parametrize(("name", "settings", "expected"), BY_RESPONSE)
+# A penalty, summed over the response, taken off the reward. Group 0: 1 - 0.5, 2 - 0.5, 3 - 2, centred -0.5 0.5 0; the
+# std of its rewards alone is 1. Group 1: 4 - 1.25, 4 + 0.5, centred -0.875 0.875; its rewards are equal, so nothing
+# scales them. Group 2 is alone. Rewards of the batch: mean 19/6, variance (71 - 361/6)/5 = 13/6.
+EQUAL_IN_A_GROUP = torch.tensor([1.0, 4.0, 2.0, 5.0, 4.0, 3.0])
+PENALTY = padded([[0.5], [0.25, 1], [0.5], [7], [-1, 0.5], [2]], fill=INF)
+BY_BATCH = 0.5 / (math.sqrt(13 / 6) + 1e-6)
+CHARGED = [
+    ("grpo", {}, [-0.5 * SCALED, -0.875, 0.5 * SCALED, 0, 0.875, 0]),
+    ("grpo", {"scale_rewards": "batch"}, [-BY_BATCH, -0.875, BY_BATCH, 0, 0.875, 0]),
+    ("grpo", {"scale_rewards": "none"}, [-0.5, -0.875, 0.5, 0, 0.875, 0]),
+    ("rloo", {}, [-0.75, -1.75, 0.75, 0, 1.75, 0]),
+    ("remax", {}, [-1.5, 2.5, -0.5, -9, 4.25, -1]),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "expected"), CHARGED)
 def test_a_penalty_is_taken_off_the_reward_of_the_whole_response(name, settings, expected):
-    # So much more reward as the tokens of a response are charged: the same advantages.
-    penalty = padded([[0.5], [0.25, 1], [2], [0], [-1, 0.5], [1.5]], fill=INF)
-    more = REWARDS + torch.tensor([0.5, 1.25, 2.0, 0.0, -0.5, 1.5])
     lengths = [1, 2, 1, 1, 2, 1]
-    advantage, _ = estimate(name, lengths, more, penalty, GROUP, BASELINE, **settings)
+    advantage, _ = estimate(name, lengths, EQUAL_IN_A_GROUP, PENALTY, GROUP, BASELINE, **settings)
     close(advantage, padded([[a] * n for a, n in zip(expected, lengths, strict=True)]))
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_where_all_rewards_of_the_batch_are_equal_the_centred_penalty_stays_as_it_is(scale):
+    penalty = torch.tensor([[1e-7], [3e-7], [0.5], [1.5]])
+    advantage, _ = estimate("grpo", [1] * 4, torch.zeros(4), penalty, [0, 0, 1, 1], scale_rewards=scale)
+    close(advantage, [[1e-7], [-1e-7], [0.5], [-0.5]], atol=1e-14)
 
 
 def test_reinforce_plus_plus():
@@ -70,8 +89,10 @@ def test_gae():
 def test_gae_charges_the_token_itself():
     # A quarter off the second token: delta_2 = -1/4 + 1/4 - 1/4, A_2 = -1/4 + 1/8 = -1/8, A_1 = -3/8 - 1/32 = -13/32.
     penalty = padded([[0, 0.25, 0], [0]], fill=INF)
-    _, returns = estimate("gae", [3, 1], torch.ones(2), penalty, values=VALUES, gamma=0.5, lam=0.5)
+    advantage, returns = estimate("gae", [3, 1], torch.ones(2), penalty, values=VALUES, gamma=0.5, lam=0.5)
     close(returns, [[3 / 32, 1 / 8, 1], [1, 0, 0]])
+    # In 32nds: -13, -4, 16, 8: mean 7/4; deviations -59, -23, 57, 25 in 128ths; squares 7884, over 3: 2628.
+    close(advantage, torch.tensor([[-59.0, -23, 57], [25, 0, 0]]) / math.sqrt(2628))
 
 
 def test_what_they_need_and_their_defaults():

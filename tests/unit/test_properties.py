@@ -29,6 +29,7 @@ from mtrl.algorithms.credit.attention_weights import AttentionWeights
 from mtrl.algorithms.credit.entropy_filter import EntropyFilter
 from mtrl.algorithms.credit.perception_filter import PerceptionFilter
 from mtrl.algorithms.credit.trajectory_scaling import TrajectoryScaling
+from mtrl.algorithms.groups import group_std
 from mtrl.algorithms.losses import Loss, total_loss
 from mtrl.algorithms.rewards import combine, vgr_hard_negative_reward, vgr_reward
 from mtrl.algorithms.signals import pool_sizes, sequence_mass, vgr
@@ -83,6 +84,7 @@ def test_permuting_rollouts_permutes_every_estimator_and_reward(step, random):
         ratio = vgr(sequence_mass(step.mass[:, :, None], mask)[:, 0], pool_sizes(step.rollouts.prompts)[group])
         return [
             *(advantages.grpo(r, group, mask, scale) for scale in ("group", "batch", "none")),
+            *(advantages.grpo(r, group, mask, scale, step.entropy) for scale in ("group", "batch", "none")),
             advantages.rloo(r, group, mask),
             advantages.remax(r, mask, baseline),
             advantages.reinforce_plus_plus(placed, mask, 0.9),
@@ -103,6 +105,19 @@ def test_rloo_is_the_centred_reward_stretched(step):
     n = torch.bincount(group)[group].double()
     centred = advantages.grpo(step.rewards, group, mask, "none")[:, 0].double()
     close(advantages.rloo(step.rewards, group, mask)[:, 0], (n / (n - 1).clamp(min=1)) * centred, atol=1e-6)
+
+
+@given(steps(min_rows=2), st.sampled_from(["group", "batch", "none"]))
+def test_a_penalty_of_rounding_size_teaches_nothing_where_rewards_are_equal(step, scale):
+    group, mask = step.rollouts.group, step.rollouts.mask
+    rewards = step.rewards.where(group != 0, 1.5)
+    flat = group_std(rewards, group)[group] == 0
+    penalty = 1e-8 * (step.entropy - 1)  # up to 1e-7 over a response
+    for advantage in (
+        advantages.grpo(rewards, group, mask, scale, penalty),
+        advantages.rloo(advantages.subtract_penalty(rewards, penalty, mask), group, mask),
+    ):
+        assert advantage[flat].abs().max() <= 1e-6
 
 
 # ---- any padding, and nothing outside the mask ----
@@ -148,6 +163,7 @@ def test_estimators_ignore_padding(step, extra, fill):
         placed = advantages.token_rewards(step.rewards, mask, step.entropy)
         return [
             placed,
+            advantages.grpo(step.rewards, step.rollouts.group, mask, "group", step.entropy),
             advantages.reinforce_plus_plus(placed, mask, 0.9),
             *advantages.gae(placed, step.old, mask, 0.9, 0.8),
         ]
