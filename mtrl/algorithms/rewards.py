@@ -14,6 +14,9 @@ from mtrl.algorithms.groups import group_count, group_mean, group_std
 
 Normalizer = Literal["iqr", "mad"]
 FLAT_SPREAD = 1e-6  # a group that differs by less gets the neutral value
+# By the dtype that attention is computed in: a spread of so much of the median is no more than rounding can make of
+# responses that look alike (docs/attention.md says what was measured).
+VGR_ROUNDING = {"fp32": 1e-5, "bf16": 5e-3, "fp16": 5e-3}
 
 
 def combine(
@@ -55,13 +58,15 @@ def mdi_reward(mdi: Tensor, balance_ratio: float) -> Tensor:
     return 2 * balance - 1
 
 
-def vgr_reward(vgr: Tensor, group: Tensor, normalizer: Normalizer = "iqr") -> Tensor:
+def vgr_reward(
+    vgr: Tensor, group: Tensor, normalizer: Normalizer = "iqr", rounding: float = VGR_ROUNDING["fp32"]
+) -> Tensor:
     """Lower VGR than the group's is better. NaN (no vision) stays NaN."""
     neutral = neutral_value(normalizer)
     reward = torch.full_like(vgr, torch.nan)
     for g in range(group_count(group)):
         members = ((group == g) & ~vgr.isnan()).nonzero().flatten()
-        reward[members] = rank_in_pool(vgr[members], vgr[members], normalizer, neutral)
+        reward[members] = rank_in_pool(vgr[members], vgr[members], normalizer, neutral, rounding)
     return reward
 
 
@@ -71,6 +76,7 @@ def vgr_hard_negative_reward(
     group: Tensor,
     normalizer: Normalizer = "iqr",
     pool: Literal["correct", "group"] = "correct",
+    rounding: float = VGR_ROUNDING["fp32"],
 ) -> Tensor:
     """Among correct responses, who looked more; 0 for wrong ones. Statistics among the correct or the whole group."""
     neutral = neutral_value(normalizer)
@@ -80,22 +86,24 @@ def vgr_hard_negative_reward(
         seen = (group == g) & ~vgr.isnan()
         judged = (seen & correct).nonzero().flatten()
         compared = vgr[seen & correct] if pool == "correct" else vgr[seen]
-        reward[judged] = rank_in_pool(vgr[judged], compared, normalizer, neutral) - neutral
+        reward[judged] = rank_in_pool(vgr[judged], compared, normalizer, neutral, rounding) - neutral
     return reward
 
 
-def rank_in_pool(value: Tensor, pool: Tensor, normalizer: Normalizer, neutral: float) -> Tensor:
-    """Each value against the pool's statistics; neutral where the pool has no spread or fewer than 2 values."""
+def rank_in_pool(value: Tensor, pool: Tensor, normalizer: Normalizer, neutral: float, rounding: float) -> Tensor:
+    """Each value against the pool's statistics; neutral where the pool has fewer than 2 values or a spread that
+    rounding alone can make, `rounding` of its median."""
     if len(pool) < 2:
         return torch.full_like(value, neutral)
+    quartiles = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
+    low, median, high = torch.quantile(pool.double(), quartiles).tolist()
+    flat = max(FLAT_SPREAD, rounding * median)
     if normalizer == "iqr":
-        low, high = torch.quantile(pool.double(), torch.tensor([0.25, 0.75], dtype=torch.float64)).tolist()
-        if high - low <= FLAT_SPREAD:
+        if high - low <= flat:
             return torch.full_like(value, neutral)
         return ((high - value) / (high - low)).clamp(0.0, 1.0)
-    median = torch.quantile(pool.double(), 0.5).item()
     deviation = torch.quantile((pool.double() - median).abs(), 0.5).item()
-    if deviation <= FLAT_SPREAD:
+    if deviation <= flat:
         return torch.full_like(value, neutral)
     return 0.5 * torch.tanh((median - value) / (1.4826 * deviation + 1e-6))
 

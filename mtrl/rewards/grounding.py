@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mtrl.algorithms.rewards import Normalizer, mdi_reward, vgr_hard_negative_reward, vgr_reward
+from mtrl.algorithms.rewards import VGR_ROUNDING, Normalizer, mdi_reward, vgr_hard_negative_reward, vgr_reward
 from mtrl.rewards.builtin import accuracy
 from mtrl.rewards.outcomes import Outcome, completed
 from mtrl.types import Needs
@@ -43,12 +43,13 @@ def mdi(ratio: float) -> AttentionReward:
     return AttentionReward(lambda vgr, group, samples: mdi_reward(vgr, ratio))
 
 
-def vgr(normalizer: Normalizer) -> AttentionReward:
-    return AttentionReward(lambda vgr, group, samples: vgr_reward(vgr, group, normalizer))
+def vgr(normalizer: Normalizer, dtype: str) -> AttentionReward:
+    rounding = VGR_ROUNDING[dtype]
+    return AttentionReward(lambda vgr, group, samples: vgr_reward(vgr, group, normalizer, rounding))
 
 
-def vgr_hard_negative(normalizer: Normalizer, pool: Literal["correct", "group"]) -> AttentionReward:
-    return AttentionReward(partial(_hard_negative, normalizer=normalizer, pool=pool))
+def vgr_hard_negative(normalizer: Normalizer, pool: Literal["correct", "group"], dtype: str) -> AttentionReward:
+    return AttentionReward(partial(_hard_negative, normalizer=normalizer, pool=pool, rounding=VGR_ROUNDING[dtype]))
 
 
 def _hard_negative(
@@ -57,7 +58,8 @@ def _hard_negative(
     samples: Sequence[Sample],
     normalizer: Normalizer,
     pool: Literal["correct", "group"],
+    rounding: float,
 ) -> Tensor:
     """The vgr_hard_negative reward. It works out accuracy itself, so that need not be a part of the reward."""
     right = torch.tensor([accuracy(sample) or 0.0 for sample in samples])
-    return vgr_hard_negative_reward(vgr, right, group, normalizer, pool)
+    return vgr_hard_negative_reward(vgr, right, group, normalizer, pool, rounding)

@@ -25,6 +25,8 @@ class BuiltinReward(NamedTuple):
     library: Library | None = None  # the library that it cannot do without
 
 
+COMPUTE_DTYPE = "worker.actor.fsdp.mixed_precision_dtype"
+
 REWARDS: Mapping[str, BuiltinReward] = {
     "accuracy": BuiltinReward("mtrl.rewards.builtin:accuracy"),
     "math": BuiltinReward(
@@ -36,10 +38,10 @@ REWARDS: Mapping[str, BuiltinReward] = {
         "mtrl.rewards.builtin:length", ("dataset.max_response_length", "worker.reward.soft_punish_cache")
     ),
     "mdi": BuiltinReward("mtrl.rewards.grounding:mdi", ("worker.reward.mdi_balance_ratio",), attention=True),
-    "vgr": BuiltinReward("mtrl.rewards.grounding:vgr", ("worker.reward.vgr_normalizer",), attention=True),
+    "vgr": BuiltinReward("mtrl.rewards.grounding:vgr", ("worker.reward.vgr_normalizer", COMPUTE_DTYPE), attention=True),
     "vgr_hard_negative": BuiltinReward(
         "mtrl.rewards.grounding:vgr_hard_negative",
-        ("worker.reward.vgr_normalizer", "worker.reward.vgr_hard_negative_pool"),
+        ("worker.reward.vgr_normalizer", "worker.reward.vgr_hard_negative_pool", COMPUTE_DTYPE),
         attention=True,
     ),
 }

@@ -82,6 +82,15 @@ def test_vgr_compares_within_the_real_groups():
     close(mad, [*expected, 0, 0, 0, NAN, NAN], atol=1e-5)
 
 
+@pytest.mark.parametrize(("dtype", "ranked"), [("fp32", True), ("bf16", False)])
+def test_vgr_knows_the_precision_that_attention_is_computed_in(dtype, ranked):
+    """Two of eight responses 3e-3 above the others: rounding of bf16, and a difference in float32."""
+    values, options = [1.5] * 6 + [1.504] * 2, {"worker.actor.fsdp.mixed_precision_dtype": dtype}
+    found = rewards_of(("vgr", "vgr_hard_negative"), values, [0] * 8, "A" * 8, **options).parts
+    close(found["vgr"], [1] * 6 + [0] * 2 if ranked else [0.5] * 8, atol=1e-2)
+    close(found["vgr_hard_negative"], [0.5] * 6 + [-0.5] * 2 if ranked else [0] * 8, atol=1e-2)
+
+
 @pytest.mark.parametrize(
     ("pool", "answers", "expected"),
     [

@@ -4,12 +4,16 @@ import math
 
 import pytest
 import torch
-from helpers import NAN, close
+from helpers import NAN, close, same
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mtrl.algorithms.rewards import (
+    VGR_ROUNDING,
     combine,
     groups_in_range,
     mdi_reward,
+    neutral_value,
     scheduled_weights,
     soft_overlong,
     vgr_hard_negative_reward,
@@ -157,6 +161,52 @@ def test_vgr_spread_of_a_millionth_is_none():
     close(vgr_reward(torch.tensor([0, 2.2e-6]), one_group(2)), [1, 0])
     # MAD of 0 and 1.9e-6 is 0.95e-6.
     close(vgr_reward(torch.tensor([0, 1.9e-6]), one_group(2), "mad"), [0, 0])
+
+
+# Six of eight responses at 1.5, two at 1.504: Q25 = 1.5, Q75 = 1.501, which is 7e-4 of the median.
+ROUNDED = torch.tensor([1.5, 1.5, 1.504, 1.5, 1.5, 1.504, 1.5, 1.5])
+
+
+def test_vgr_is_neutral_where_rounding_makes_the_spread():
+    ranked = [1, 1, 0, 1, 1, 0, 1, 1]
+    close(vgr_reward(ROUNDED, one_group(8)), ranked, atol=1e-3)  # float32 rounds far less: a difference
+    close(vgr_reward(ROUNDED, one_group(8), rounding=5e-3), [0.5] * 8)
+    right = torch.ones(8)
+    close(vgr_hard_negative_reward(ROUNDED, right, one_group(8)), [x - 0.5 for x in ranked], atol=1e-3)
+    close(vgr_hard_negative_reward(ROUNDED, right, one_group(8), rounding=5e-3), [0] * 8)
+
+
+@pytest.mark.parametrize(("normalizer", "neutral"), [("iqr", 0.5), ("mad", 0.0)])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_vgr_spread_against_the_median(normalizer, neutral, dtype):
+    # v and v + 2d: median v + d, quartiles d apart, MAD d: neutral up to d = r (v + d). Twice v, twice d.
+    r = VGR_ROUNDING[dtype]
+    for v in (2.0, 4.0):
+        for d, flat in ((0.99 * r * v, True), (1.01 * r * v, False)):
+            found = vgr_reward(torch.tensor([v, v + 2 * d], dtype=torch.float64), one_group(2), normalizer, r)
+            assert (found == neutral).all() == flat and (found[0] > neutral > found[1]) == (not flat)
+
+
+@pytest.mark.parametrize("normalizer", ["iqr", "mad"])
+@given(
+    st.lists(st.floats(-0.49, 0.49), min_size=1, max_size=8), st.floats(0.01, 100), st.sampled_from(["fp32", "bf16"])
+)
+def test_vgr_of_responses_that_differ_by_rounding_is_neutral(normalizer, noise, level, dtype):
+    r = VGR_ROUNDING[dtype]
+    values = (level * (1 + r * torch.tensor(noise, dtype=torch.float64))).float()
+    group, right = one_group(len(noise)), torch.ones(len(noise))
+    assert (vgr_reward(values, group, normalizer, r) == neutral_value(normalizer)).all()
+    for pool in ("correct", "group"):
+        assert (vgr_hard_negative_reward(values, right, group, normalizer, pool, r) == 0).all()
+
+
+@pytest.mark.parametrize("normalizer", ["iqr", "mad"])
+@given(st.lists(st.integers(1, 40), min_size=2, max_size=8), st.sampled_from(["fp32", "bf16"]))
+def test_vgr_of_responses_that_differ_is_ranked_as_before(normalizer, values, dtype):
+    # Values in steps of 1/10, up to 4: any two that differ do so by more than rounding.
+    values = torch.tensor(values, dtype=torch.float64) / 10
+    exact = vgr_reward(values, one_group(len(values)), normalizer, rounding=0.0)
+    same(vgr_reward(values, one_group(len(values)), normalizer, VGR_ROUNDING[dtype]), exact)
 
 
 def test_vgr_groups_are_apart_and_not_applicable_is_no_member():
