@@ -23,7 +23,7 @@ from mtrl.build.model import (
 from mtrl.build.rewards import build_scorer
 from mtrl.build.trackers import build_store, build_trackers
 from mtrl.build.unbuilt import refuse_unbuilt
-from mtrl.config import Config, ConfigError, load_config, to_yaml
+from mtrl.config import Config, ConfigError, given_keys, load_config, to_yaml
 from mtrl.errors import opening
 from mtrl.models.perturb import PERTURBATIONS
 from mtrl.protocols import Tracker
@@ -68,11 +68,9 @@ class Run:
 
 def configure(file: str | Path | None, overrides: Sequence[str] | Mapping[str, Any]) -> tuple[Config, bool]:
     """The configuration, and whether the packaged zoo.yaml lies under it: with no file, no model and no data."""
-    if file is None:
-        config = load_config(CONFIG_FILE, overrides)
-        if config.worker.actor.model.model_path is None and not config.dataset.train_files:
-            return config, True
-    return load_config(file, overrides), False
+    given = given_keys(overrides)
+    embedded = file is None and not any(map(given.get, ("worker.actor.model.model_path", "dataset.train_files")))
+    return load_config(CONFIG_FILE if embedded else file, overrides), embedded
 
 
 def build(

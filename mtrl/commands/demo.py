@@ -15,6 +15,9 @@ from mtrl.tracking.chart import draw_chart, running_mean
 from mtrl.tracking.run_files import read_rows
 
 STEPS = 24
+PLAIN_GRPO = (  # every credit rule of zoo.yaml is off
+    "mtrl train optimization.enable_perception_filtering=false optimization.enable_trajectory_reweighting=false"
+)
 SMOOTHED_OVER = 5  # steps that the running mean of the learning curve spans
 
 
@@ -47,8 +50,8 @@ def run(arguments: Sequence[str]) -> int:
         f"\nEvery response:  {training.directory}/rollouts.jsonl"
         f"\nEvery number:    {training.directory}/metrics.jsonl"
         f"\nThe new model:   {checkpoints(training.directory / 'checkpoints')[-1]}  (plain from_pretrained loads it)"
-        "\nNext: mtrl train optimization.enable_perception_filtering=false   # plain GRPO, for comparison"
-        "\n      mtrl config                                               # every key\n"
+        f"\nPlain GRPO, for comparison:  {PLAIN_GRPO}"
+        "\nEvery key:                   mtrl config\n"
     )
     seconds = round(time.perf_counter() - begin, 1)
     summary = {

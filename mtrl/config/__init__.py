@@ -3,7 +3,7 @@
 from mtrl.config.arguments import take_file
 from mtrl.config.checks import warnings
 from mtrl.config.errors import ConfigError
-from mtrl.config.load import load_config, to_dict, to_yaml
+from mtrl.config.load import given_keys, load_config, to_dict, to_yaml
 from mtrl.config.tree import Config
 
-__all__ = ["Config", "ConfigError", "load_config", "take_file", "to_dict", "to_yaml", "warnings"]
+__all__ = ["Config", "ConfigError", "given_keys", "load_config", "take_file", "to_dict", "to_yaml", "warnings"]

@@ -58,6 +58,11 @@ def load_config(
     return config
 
 
+def given_keys(overrides: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """What overrides alone set, unchecked: what is wrong with it `load_config` says."""
+    return {setting.leaf: setting.value for setting in _override_settings(overrides, [])}
+
+
 def to_dict(config: Any) -> dict[str, Any]:
     """The tree as plain nested dictionaries."""
     values = {item.name: getattr(config, item.name) for item in fields(config)}

@@ -1,0 +1,57 @@
+"""Which settings lie under a run's own: the embedded task's with no file, no model and no data, else the defaults."""
+
+import shlex
+
+import pytest
+
+import mtrl
+from mtrl import cli
+from mtrl.build.recipe import credit_rules
+from mtrl.build.run import configure
+from mtrl.commands.demo import PLAIN_GRPO
+from mtrl.config import ConfigError, take_file
+
+MODEL, DATA = "worker.actor.model.model_path", "dataset.train_files"
+ONE_REWARD = {"worker.reward.functions": ["accuracy"]}  # the weights in zoo.yaml are for two
+
+
+def test_the_advice_for_plain_grpo_leaves_no_credit_rule_on():
+    program, command, *words = shlex.split(PLAIN_GRPO)
+    file, overrides = take_file(words)
+    config, embedded = configure(file, overrides)
+    assert (program, command, file, embedded) == ("mtrl", "train", None, True)
+    assert credit_rules(config) == ()
+    assert credit_rules(configure(None, [])[0]), "or the advice would change nothing"
+
+
+@pytest.mark.parametrize(
+    "given", [{MODEL: "x"}, {DATA: "f"}, {MODEL: "x", DATA: "f"}, {"dataset": {"train_files": "f"}}]
+)
+def test_with_a_model_or_data_the_settings_of_the_embedded_task_are_not_looked_at(given):
+    config, embedded = configure(None, given | ONE_REWARD)
+    assert not embedded and (config.worker.reward.weights, config.dataset.rollout_batch_size) == (None, 256)
+
+
+@pytest.mark.parametrize("given", [{}, {MODEL: None}, {DATA: ""}, {DATA: "", MODEL: None}])
+def test_without_them_they_lie_under_the_overrides(given):
+    config, embedded = configure(None, given | {"training.max_steps": 3})
+    assert embedded and (config.training.max_steps, config.worker.reward.weights) == (3, (1.0, 0.2))
+
+
+def test_on_the_command_line(tmp_path, capsys):
+    """What is told is what is wrong: there is no such model."""
+    words = [f"{MODEL}=./nowhere", f"{DATA}=zoo@train", "worker.reward.functions=[accuracy]"]
+    assert cli.main(["train", *words, f"training.output_dir={tmp_path}"]) == 2
+    said = capsys.readouterr().err
+    assert "nowhere is no checkpoint" in said and "weights" not in said
+
+
+def test_from_python():
+    trainer = mtrl.Trainer(model="x", data="f", **ONE_REWARD)
+    assert trainer.config.reward_functions == ("accuracy",) and trainer.config.worker.reward.weights is None
+
+
+def test_what_is_wrong_with_an_override_is_told_once():
+    with pytest.raises(ConfigError) as caught:
+        configure(None, [f"{MODEL}=x", "no.such_key=1", "loose"])
+    assert len(caught.value.errors) == 2
