@@ -3,8 +3,10 @@
 import re
 
 import pytest
+import torch
 from config_helpers import errors_of, only_error, write
 
+from mtrl import cli
 from mtrl.config import load_config, warnings
 from mtrl.config.foreign import TABLES, translation
 from mtrl.config.tree import known_leaves
@@ -280,7 +282,33 @@ def test_neighbours_that_can_work_load(overrides):
         (["worker.rollout.val.n=4", "worker.rollout.val.temperature=1.0"], 0),
         (["optimization.use_divergence_loss=true"], 1),
         (["optimization.use_divergence_loss=true", "optimization.divergence_penalty=low_var_kl"], 0),
+        (["worker.actor.fsdp.param_dtype=bf16"], 1),
+        (["worker.actor.fsdp.param_dtype=bf16", "worker.actor.optim.lr=9e-5"], 1),
+        (["worker.actor.fsdp.param_dtype=bf16", "worker.actor.optim.lr=1e-4"], 0),
+        (["worker.actor.fsdp.param_dtype=bf16", "worker.actor.optim.lr=0"], 0),
+        (["worker.actor.optim.lr=1e-7"], 0),
     ],
 )
 def test_warnings(overrides, count):
     assert len(list(warnings(load_config(None, overrides)))) == count
+
+
+def test_what_is_said_of_small_steps_in_bf16_is_so():
+    (said,) = warnings(load_config(None, ["worker.actor.fsdp.param_dtype=bf16"]))
+    assert "1/512 of the weight is lost" in said and "weights over 0.0005 hardly learn" in said
+    for size, changed in {0.02: False, 0.002: False, 0.0001: True}.items():
+        weight = torch.full((1,), size, dtype=torch.bfloat16, requires_grad=True)
+        before, optimizer = weight.item(), torch.optim.AdamW([weight], lr=1e-6)
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        assert (weight.item() != before) == changed, size
+
+
+@pytest.mark.parametrize("command", ["train", "doctor"])
+def test_commands_tell_the_warnings(command, tmp_path, monkeypatch, capsys):
+    """Before anything is built: here the run is then refused."""
+    monkeypatch.chdir(tmp_path)
+    words = ["worker.actor.fsdp.param_dtype=bf16", "worker.actor.optim.lr=1e-6", "worker.hybrid_engine=false"]
+    assert cli.main([command, *words]) == 2
+    told = capsys.readouterr()
+    assert (told.out + told.err).count("bf16 with worker.actor.optim.lr = 1e-06") == 1
