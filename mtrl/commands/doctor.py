@@ -20,7 +20,7 @@ from mtrl.config import Config, ConfigError, take_file, warnings
 from mtrl.data.sources import HUB_ID
 from mtrl.machine import existing_parent, free_disk, may_write
 from mtrl.memory.estimate import Estimate, estimate, smaller
-from mtrl.models.families import load_model_config
+from mtrl.models.families import load_model_config, refuse_unknown_family
 from mtrl.models.load import DTYPES
 from mtrl.rewards.registry import is_bare
 
@@ -40,6 +40,7 @@ def run(arguments: Sequence[str]) -> int:
     problems = [*unbuilt(config), *unknown_names(config), *missing_features(config), *missing_files(config)]
     try:
         model = load_model_config(model_path(config), config.worker.actor.model.trust_remote_code)
+        refuse_unknown_family(model, model_path(config))
         plan = plan_of(config, device.is_gpu)
         found = estimate(model, plan)
     except ValueError as error:  # it names the model
@@ -86,6 +87,7 @@ def machine_report() -> str:
         missing = feature.missing()
         told = f"  no    {feature.name}: {feature.install} ({', '.join(missing)} missing)"
         lines.append(told if missing else f"  yes   {feature.name}")
+    lines.append(f"  not built yet: {', '.join(installed.NOT_BUILT)}")
     return "\n".join(lines)
 
 

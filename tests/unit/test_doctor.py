@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mtrl import cli, machine
+from mtrl.build.unbuilt import unbuilt
 from mtrl.commands import doctor, installed
 from mtrl.commands.doctor import GIB
 from mtrl.commands.installed import Device, Feature
@@ -99,6 +100,47 @@ def test_a_wanted_feature_that_is_missing(monkeypatch):
     assert list(doctor.missing_features(load_config(None, {}))) == [
         "the configuration asks for telepathy: pip install telepathy"
     ]
+
+
+NOT_BUILT = {
+    "rollout by vLLM": ["worker.rollout.name=vllm"],
+    "several processes": ["training.n_gpus_per_node=2"],
+    "adapters (LoRA, QLoRA)": ["worker.actor.model.peft_type=qlora"],
+    "8-bit Adam": ["worker.actor.optim.name=adamw_8bit"],
+    "videos": None,  # no switch: the data layer refuses them
+    "loggers (tensorboard, wandb, mlflow, swanlab, trackio)": ["training.logger=[console, wandb, mlflow]"],
+}
+
+
+def test_what_is_not_built_is_listed_until_it_is():
+    assert tuple(NOT_BUILT) == installed.NOT_BUILT
+    for name, words in NOT_BUILT.items():
+        assert words is None or unbuilt(load_config(None, words)), f"{name} is built by now"
+
+
+@pytest.mark.parametrize("name", [name for name, words in NOT_BUILT.items() if words])
+def test_what_is_not_built_gets_one_verdict(name, tmp_path, monkeypatch, capsys):
+    """Never both "pip install" and "not built"."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(doctor, "estimate", lambda *_: BIG)
+    assert cli.main(["doctor", *NOT_BUILT[name]]) == 2
+    said = capsys.readouterr().out
+    features = said.partition("Optional features")[2].partition("The run")[0]
+    told = [line for line in features.splitlines() if name in line]
+    assert len(told) == 1 and told[0].startswith("  not built yet: ") and "pip install" not in told[0]
+    problems = [line for line in said.splitlines() if "PROBLEM" in line and "memory" not in line and "disk" not in line]
+    assert len(problems) == 1 and problems[0].endswith("(not built yet)")
+
+
+@pytest.mark.parametrize("command", ["train", "doctor"])
+@pytest.mark.parametrize("family", ["llava", "t5", "no_such_family"])
+def test_an_unknown_family_gets_the_same_line_everywhere(family, command, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(f'{{"model_type": "{family}"}}')
+    words = [f"worker.actor.model.model_path={tmp_path}", "dataset.train_files=zoo@train"]
+    assert cli.main([command, *words, f"training.output_dir={tmp_path}"]) == 2
+    said = "".join(capsys.readouterr())
+    line = f"{tmp_path} is of the family '{family}'; MTRL knows qwen2_vl, qwen2_5_vl, qwen3_vl and text-only causal "
+    assert said.count(line + "language models") == 1 and "Traceback" not in said and "AutoModel" not in said
 
 
 A_GPU = Device("GPU 0, a card", 40 * GIB, 39 * GIB)

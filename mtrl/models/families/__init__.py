@@ -7,6 +7,7 @@ are resized once, by us, so that trainer and generator see the same pixels.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -53,6 +54,7 @@ __all__ = [
     "encoder_files",
     "load_encoder",
     "load_model_config",
+    "refuse_unknown_family",
 ]
 
 
@@ -73,12 +75,8 @@ def load_encoder(
     """
     model_path, tokenizer_path = str(model_path), str(tokenizer_path or model_path)
     config = load_model_config(model_path, trust_remote_code)
+    refuse_unknown_family(config, model_path)
     vision = FAMILIES.get(config.model_type)
-    if vision is None and not _is_text_model(config):
-        raise ValueError(
-            f"{model_path} is of the family {config.model_type!r}; MTRL knows {', '.join(FAMILIES)} "
-            "and text-only causal language models"
-        )
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, trust_remote_code=trust_remote_code)
     template = _read_template(chat_template)
     if vision and template is None:  # older checkpoints; transformers' processors prefer it to the tokenizer's
@@ -99,7 +97,18 @@ def load_model_config(path: str, trust_remote_code: bool = False) -> PreTrainedC
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
+        if family := re.search(r"has model type `(.+?)`", str(error)):  # transformers does not know it either
+            raise ValueError(_unknown_family(path, family[1])) from error
         raise ValueError(f"{path} is no checkpoint directory and no hub id that can be reached: {error}") from error
+
+
+def refuse_unknown_family(config: PreTrainedConfig, path: str) -> None:
+    if config.model_type not in FAMILIES and not _is_text_model(config):
+        raise ValueError(_unknown_family(path, config.model_type))
+
+
+def _unknown_family(path: str, family: str) -> str:
+    return f"{path} is of the family {family!r}; MTRL knows {', '.join(FAMILIES)} and text-only causal language models"
 
 
 def _is_text_model(config: PreTrainedConfig) -> bool:
