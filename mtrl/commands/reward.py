@@ -14,6 +14,8 @@ from mtrl.commands.arguments import say, started, take_path_and_data
 from mtrl.commands.recorded import DataRecord, Recorded, RunRecord, batches, rollouts_file
 from mtrl.config import Config, ConfigError, load_config
 from mtrl.data import DataError
+from mtrl.data.cache import DiskCache
+from mtrl.data.columns import with_known_columns
 from mtrl.data.prompts import TaskBuilder
 from mtrl.data.sources import Source
 from mtrl.models.families import TextEncoder
@@ -47,10 +49,9 @@ def try_reward(config: Config, function: str, data: str, rollouts: Path | None) 
         known_reward(function)  # a wrong name is told before the data are opened
     notes: list[str] = []
     builder = TaskBuilder.of(data_settings(config))
-    if rollouts is None:
-        record: Recorded = DataRecord(sources_of(data, "train"), builder)
-    else:
-        record = RunRecord(rollouts, _sources_of_run(config, rollouts, notes), builder)
+    sources = sources_of(data, "train") if rollouts is None else _sources_of_run(config, rollouts, notes)
+    sources = with_known_columns(sources, builder.settings, DiskCache())
+    record: Recorded = DataRecord(sources, builder) if rollouts is None else RunRecord(rollouts, sources, builder)
     encoder = _encoder(config, data, rollouts, notes)
     name, part = reward_function(config, function)
     if part.needs:

@@ -16,6 +16,7 @@ from typing import TextIO
 import numpy as np
 
 from mtrl.data.cache import DiskCache
+from mtrl.data.columns import with_known_columns
 from mtrl.data.lengths import BAD, GOOD, TOO_BIG, Scanner, SourceScan, scan_source
 from mtrl.data.prompts import TaskBuilder
 from mtrl.data.rows import BadRow, DataError, DataSettings, list_bad_rows
@@ -137,7 +138,8 @@ def scan_dataset(
     """The dataset with all that the scan found, bad rows included; refuses nothing."""
     cache = DiskCache(cache_dir)
     builder = TaskBuilder.of(settings)
-    sources = open_sources(data, cache) if isinstance(data, str) else list(data)
+    opened = open_sources(data, cache) if isinstance(data, str) else list(data)
+    sources = with_known_columns(opened, settings, cache)
     scanner = Scanner(builder, encoder, settings)
     scans = [scan_source(source, scanner, cache, workers=workers, stream=stream) for source in sources]
     return Dataset(sources, builder, scans, settings)

@@ -26,7 +26,7 @@ from mtrl.data.sources import Source
 from mtrl.protocols import PromptEncoder
 from mtrl.types import Task
 
-VERSION = 1  # version of the scan's results; raise it when the same row would now get another result
+VERSION = 2  # version of the scan's results; raise it when the same row would now get another result
 GOOD, BAD, TOO_BIG = 0, 1, 2
 
 FileStamp = tuple[str, int, int]  # path, bytes, mtime in ns; -1, -1: not there

@@ -32,6 +32,9 @@ VIDEO_REFUSED = "it has a video, and video is not supported yet"
 
 BASE64_TEXT = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
 BASE64_STARTS = ("/9j/", "iVBORw0KGgo", "R0lGOD", "UklGR", "Qk", "SUkq", "TU0A")  # JPEG PNG GIF WebP BMP TIFF TIFF
+IMAGE_STARTS = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"II*\0", b"MM\0*")  # and WebP and BMP, which begin less clearly
+IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".jp2", ".avif")
+IMAGE_COLUMNS = ("image", "images", "img", "imgs", "picture", "pictures")  # here a text may be the name of a file
 TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -50,6 +53,30 @@ def media_list(value: Any) -> list[Any]:
     if value is None or (isinstance(value, str) and not value.strip()):
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def looks_like_image(column: str, value: Any) -> bool:
+    """Whether a value of this column is meant to be seen, as far as it shows without opening a file. Careful: a column
+    of file names is one of images only if it is called so, since a reward function may want them.
+
+    >>> looks_like_image("image", "cats/1.png"), looks_like_image("mask_file", "cats/1.png")
+    (True, False)
+    """
+    if isinstance(value, (list, tuple)):
+        return bool(value) and looks_like_image(column, value[0])
+    if isinstance(value, dict):
+        content, path = value.get("bytes"), value.get("path")
+        return looks_like_image(column, content) or (isinstance(path, str) and path.lower().endswith(IMAGE_ENDINGS))
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        start = bytes(value[:14])
+        is_bmp = start[:2] == b"BM" and int.from_bytes(start[2:6], "little") == len(value)
+        return start.startswith(IMAGE_STARTS) or (start[:4] == b"RIFF" and start[8:12] == b"WEBP") or is_bmp
+    if isinstance(value, str):
+        if column.lower() not in IMAGE_COLUMNS:
+            return value.startswith("data:image/")
+        is_base64 = len(value) >= 64 and value.startswith(BASE64_STARTS)
+        return is_base64 or value.startswith("data:image/") or value.lower().endswith(IMAGE_ENDINGS)
+    return isinstance(value, Image.Image)
 
 
 def image_medium(value: Any, directory: Path) -> Medium:

@@ -14,6 +14,7 @@ from typing import Any
 
 import jinja2
 
+from mtrl.data.columns import MISSING, reach
 from mtrl.data.media import VIDEO_REFUSED, image_medium, media_list
 from mtrl.data.rows import DataError, DataSettings, RowError
 from mtrl.data.sources import Source
@@ -50,31 +51,33 @@ class TaskBuilder:
         assert all(kind == "image" for kind in order)
         taken = {keys.prompt_key, keys.answer_key, keys.image_key, keys.video_key}
         columns = {name: value for name, value in row.items() if name not in taken}
-        if keys.options_key in row:  # rewards look under this name, whatever the column is called
-            columns["options"] = _checked_options(row[keys.options_key])
+        options = reach(row, keys.options_key, MISSING)
+        if options is not MISSING:  # rewards look under this name, whatever the column is called
+            columns["options"] = _checked_options(options)
         return Task(
             id=f"{source.fingerprint}:{number - 1}",
             origin=f"{source.name}, row {number}",
             messages=messages,
             media=tuple(images),
-            answer=row.get(keys.answer_key),
+            answer=reach(row, keys.answer_key),
             columns=columns,
-            chat=not isinstance(row[keys.prompt_key], str),
+            chat=not isinstance(reach(row, keys.prompt_key), str),
         )
 
     def _images(self, row: Mapping[str, Any], source: Source) -> list[Medium]:
-        if media_list(row.get(self.settings.video_key)):
+        if media_list(reach(row, self.settings.video_key)):
             raise RowError(VIDEO_REFUSED)
         image_dir = self.settings.image_dir
         directory = Path(image_dir).expanduser() if image_dir else source.directory
-        return [image_medium(value, directory) for value in media_list(row.get(self.settings.image_key))]
+        return [image_medium(value, directory) for value in media_list(reach(row, self.settings.image_key))]
 
     def _chat(self, row: Mapping[str, Any]) -> list[tuple[str, str]]:
         """(role, text with marks) for every message, formatted, the system prompt before them."""
         key = self.settings.prompt_key
-        if key not in row:
+        prompt = reach(row, key, MISSING)
+        if prompt is MISSING:
             raise RowError(f"it has no column {key!r} (dataset.prompt_key); it has {_names(row)}")
-        chat = read_chat(row[key])
+        chat = read_chat(prompt)
         if self.template is not None:
             last = max(i for i, (role, _) in enumerate(chat) if role == "user")
             chat[last] = "user", self._render(row, chat[last][1])

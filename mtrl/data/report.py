@@ -10,6 +10,7 @@ from typing import Any, Protocol, TextIO
 import numpy as np
 from PIL import Image
 
+from mtrl.data.columns import OtherNames
 from mtrl.data.dataset import Dataset, scan_dataset
 from mtrl.data.lengths import GOOD, target_sizes
 from mtrl.data.media import within_side
@@ -70,8 +71,12 @@ def _files(dataset: Dataset) -> list[str]:
 
 def _columns(sources: Sequence[Source]) -> list[str]:
     types: dict[str, Counter[str]] = {}
+    read_as: dict[str, str] = {}
     looked_at = 0
     for source in sources:
+        if isinstance(source, OtherNames):  # the columns as they are in the file
+            read_as |= {theirs: f", read as {ours}" for ours, theirs in source.names.items()}
+            source = source.source
         for index in range(min(len(source), COLUMN_ROWS)):
             try:
                 row = source.read(index)
@@ -84,8 +89,9 @@ def _columns(sources: Sequence[Source]) -> list[str]:
     for name, kinds in types.items():
         missing = looked_at - sum(kinds.values())
         spelled = ", ".join(kind for kind, _ in kinds.most_common())
-        lines.append(f"  {name}: {spelled}" + (f" (not in {missing} rows)" if missing else ""))
-    return lines
+        absent = f" (not in {missing} rows)" if missing else ""
+        lines.append(f"  {name}: {spelled}{absent}{read_as.pop(name, '')}")
+    return [*lines, *(f"  {name}{told}" for name, told in read_as.items())]  # inside a struct
 
 
 def _lengths(dataset: Dataset, encoder: ReadableEncoder | None) -> list[str]:

@@ -1,0 +1,145 @@
+"""Which column holds what: keys that reach into structs, and the names that others give to our columns.
+
+A dataset made for TRL calls its images `image` and its truths `solution`; one made for verl has a struct `reward_model`
+with the `ground_truth` in it. Where a key is at its default and no row has that column, such a name is taken and said.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mtrl.data.cache import DiskCache, pack_json, unpack_json
+from mtrl.data.media import looks_like_image
+from mtrl.data.rows import DataSettings, RowError
+from mtrl.data.sources import Source
+
+VERSION = 1  # of what the cache holds; raise it with KNOWN or with what is usable
+LOOKED_AT = 32  # rows of a source at its start, and as many spread over all of it
+MISSING = object()
+
+logger = logging.getLogger(__name__)
+
+
+class Known(NamedTuple):
+    """Other names of a column, the likeliest first, and which values show that it is meant so."""
+
+    what: str
+    names: tuple[str, ...]
+    usable: Callable[[Any], bool]
+
+
+def is_truth(value: Any) -> bool:
+    """Test splits have empty texts for answers."""
+    return value is not None and not (isinstance(value, str) and not value.strip())
+
+
+KNOWN = {
+    "prompt_key": Known("prompts", ("problem", "question"), lambda value: isinstance(value, (str, list, tuple))),
+    "answer_key": Known("answers", ("reward_model.ground_truth", "solution", "label"), is_truth),
+    "image_key": Known("images", ("image",), lambda value: looks_like_image("image", value)),
+}
+
+
+def reach(row: Mapping[str, Any], key: str, default: Any = None) -> Any:
+    """The value of a column; a dotted key reaches into structs, where no column has that name itself.
+
+    >>> reach({"reward_model": {"style": "rule", "ground_truth": "B"}}, "reward_model.ground_truth")
+    'B'
+    """
+    if key in row or "." not in key:
+        return row.get(key, default)
+    value: Any = row
+    for name in key.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            return default
+        value = value[name]
+    return value
+
+
+class Seen(NamedTuple):
+    """What some rows of a source have: their columns, and which known names hold something usable."""
+
+    columns: frozenset[str]
+    usable: frozenset[str]
+
+
+class OtherNames:
+    """A source whose rows have our columns, where they stand under another name. The others stay, since a reward
+    function may ask for `solution`; an image does not, nobody wants its bytes twice."""
+
+    def __init__(self, source: Source, names: Mapping[str, str]) -> None:
+        self.source, self.names = source, names  # our column -> theirs
+        self.name, self.fingerprint = source.name, source.fingerprint
+        self.directory, self.stamp = source.directory, source.stamp
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def read(self, index: int) -> dict[str, Any]:
+        row = self.source.read(index)
+        for ours, theirs in self.names.items():
+            value = reach(row, theirs, MISSING)
+            if ours not in row and value is not MISSING:
+                row[ours] = value
+                if theirs in KNOWN["image_key"].names:
+                    del row[theirs]
+        return row
+
+    def row_number(self, index: int) -> int:
+        return self.source.row_number(index)
+
+
+def with_known_columns(sources: Sequence[Source], settings: DataSettings, cache: DiskCache) -> list[Source]:
+    """The sources, those with columns of other names under ours; each other name is said once."""
+    found: list[Source] = []
+    said: dict[str, None] = {}
+    for source in sources:
+        names = dict(_other_names(settings, seen_columns(source, cache)))
+        for key, theirs in names.items():
+            said[f"{KNOWN[key].what} are read from the column {theirs!r} (dataset.{key})"] = None
+        by_column = {getattr(settings, key): theirs for key, theirs in names.items()}
+        found.append(OtherNames(source, by_column) if by_column else source)
+    for line in said:
+        logger.warning("%s", line)
+    return found
+
+
+def _other_names(settings: DataSettings, seen: Seen) -> Iterator[tuple[str, str]]:
+    """(key, column) for each key that is at its default, and whose column no row has, but one of another name."""
+    defaults = {field.name: field.default for field in fields(DataSettings)}
+    for key, known in KNOWN.items():
+        ours = getattr(settings, key)
+        theirs = next((name for name in known.names if name in seen.usable), None)
+        if theirs is not None and ours == defaults[key] and ours not in seen.columns:
+            yield key, theirs
+
+
+def seen_columns(source: Source, cache: DiskCache) -> Seen:
+    """From some rows: all of them are read by the scan, which refuses what is found there and nobody reads."""
+    key = None if source.stamp is None else ["columns", VERSION, source.stamp]
+    entry = None if key is None else cache.load("columns", key)
+    if entry is None or {"columns", "usable"} - entry.keys():
+        entry = {name: pack_json(sorted(found)) for name, found in _look(source)._asdict().items()}
+        if key is not None:
+            cache.store("columns", key, entry)
+    return Seen(frozenset(unpack_json(entry["columns"])), frozenset(unpack_json(entry["usable"])))
+
+
+def _look(source: Source) -> Seen:
+    columns: set[str] = set()
+    usable: set[str] = set()
+    spread = np.linspace(0, len(source) - 1, LOOKED_AT).astype(int).tolist() if len(source) else []
+    for index in sorted({*range(min(LOOKED_AT, len(source))), *spread}):
+        try:
+            row = source.read(index)
+        except RowError:
+            continue  # the scan says so
+        columns |= {str(name) for name in row}
+        for known in KNOWN.values():
+            usable |= {name for name in known.names if known.usable(reach(row, name))}
+    return Seen(frozenset(columns), frozenset(usable))
