@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from mtrl.data import Dataset, DataSettings, RowList, Sampler, open_dataset, ope
 from mtrl.data.cache import DiskCache
 from mtrl.data.sources import Source
 from mtrl.protocols import PromptEncoder
+from mtrl.rewards.registry import REWARDS
 from mtrl.training.evaluate import Validation
 from mtrl.zoo.rows import ZooRows
 
@@ -45,9 +46,23 @@ def sources_of(data: Rows, default_split: str) -> list[Source]:
     return sources
 
 
-def open_data(config: Config, data: Rows, split: str, encoder: PromptEncoder, directory: Path | None) -> Dataset:
+def rewards_of_truth(config: Config, given: Sequence[Callable[..., Any] | str] | None = None) -> list[str]:
+    """The built-in rewards of a run that compare with a row's answer."""
+    named = [name for name in given or config.reward_functions if isinstance(name, str)]
+    return [name for name in named if name in REWARDS and REWARDS[name].truth]
+
+
+def open_data(
+    config: Config,
+    data: Rows,
+    split: str,
+    encoder: PromptEncoder,
+    directory: Path | None,
+    truth_for: Sequence[str] = (),
+) -> Dataset:
     listed = None if directory is None else directory / BAD_ROWS
-    return open_dataset(sources_of(data, split), data_settings(config), encoder, bad_rows_path=listed)
+    settings = data_settings(config)
+    return open_dataset(sources_of(data, split), settings, encoder, bad_rows_path=listed, truth_for=truth_for)
 
 
 def build_sampler(config: Config, dataset: Dataset, encoder: PromptEncoder, directory: Path) -> Sampler:
@@ -64,20 +79,26 @@ def warn_of_few_rows(rows: int, prompts_per_step: int) -> None:
         )  # fmt: skip
 
 
-def validation_sampler(config: Config, encoder: PromptEncoder, directory: Path | None = None) -> Sampler:
+def validation_sampler(
+    config: Config, encoder: PromptEncoder, directory: Path | None = None, truth_for: Sequence[str] = ()
+) -> Sampler:
     """The validation data in their own order."""
-    dataset = open_data(config, config.dataset.val_files, "validation", encoder, directory)
+    dataset = open_data(config, config.dataset.val_files, "validation", encoder, directory, truth_for)
     return Sampler(dataset, encoder, shuffle=False)
 
 
 def build_validation(
-    config: Config, encoder: PromptEncoder, directory: Path | None, trained_on_rows: bool = False
+    config: Config,
+    encoder: PromptEncoder,
+    directory: Path | None,
+    trained_on_rows: bool = False,
+    truth_for: Sequence[str] = (),
 ) -> Validation | None:
     """None where there is nothing to validate on: the embedded task validates itself, other data only if given."""
     embedded = not config.dataset.train_files and not trained_on_rows
     if not config.dataset.val_files and not embedded:
         return None
-    sampler = validation_sampler(config, encoder, directory)
+    sampler = validation_sampler(config, encoder, directory, truth_for)
     return Validation(
         batches=lambda: sampler.one_pass(config.dataset.val_batch_size),
         sampling=recipe.validation_sampling(config),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrl.build import recipe
-from mtrl.build.data import Rows, build_sampler, build_validation, open_data, warn_of_few_rows
+from mtrl.build.data import Rows, build_sampler, build_validation, open_data, rewards_of_truth, warn_of_few_rows
 from mtrl.build.memory import rehearse_on_gpu
 from mtrl.build.model import (
     build_actor,
@@ -90,7 +90,8 @@ def build(
         directory = closing.enter_context(claim(place, config, training.fresh))
         encoder = build_encoder(config)
         files = config.dataset.train_files if data is None else data
-        dataset = open_data(config, files, "train", encoder, directory.path)
+        truth_for = rewards_of_truth(config, rewards)
+        dataset = open_data(config, files, "train", encoder, directory.path, truth_for)
         warn_of_few_rows(len(dataset), config.dataset.rollout_batch_size)
         steps = recipe.total_steps(config, len(dataset))
         start = find_start(
@@ -125,7 +126,7 @@ def build(
             actor=actor,
             tracker=tracker,
             store=closing.enter_context(build_store(config, directory)),
-            validation=build_validation(config, encoder, directory.path, trained_on_rows=data is not None),
+            validation=build_validation(config, encoder, directory.path, data is not None, truth_for),
             stop=interrupt.asked,
         )
         loop = Loop(components, rules)
@@ -141,7 +142,7 @@ def evaluate(config: Config) -> Result:
     """Validates a model without training it."""
     refuse_unbuilt(config)
     encoder, policy = build_policy(config)
-    validation = build_validation(config, encoder, None)
+    validation = build_validation(config, encoder, None, truth_for=rewards_of_truth(config))
     if validation is None:
         raise ConfigError(["dataset.val_files: nothing to evaluate on; name a file (--data F)"])
     generator, scorer = build_generator(config, policy, encoder), build_scorer(config, steps=1)

@@ -58,6 +58,7 @@ class DatasetConfig:
     seed: int = key(42, "seed of the order of the prompts and of the perturbations", "[0, inf)")
     filter_overlong_prompts: bool = key(True, "drop prompts over max_prompt_length")
     on_bad_row: Literal["error", "skip"] = key("error", "what happens to a row that cannot be read")
+    on_missing: Literal["error", "warn"] = key("error", "images that no key reads, no answers for a reward")
     format_prompt: str | None = key(None, "Jinja file that wraps each question", names="template")
     system_prompt: str | None = key(None, "text of the system message")
     override_chat_template: str | None = key(None, "chat template in place of the model's own")

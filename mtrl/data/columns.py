@@ -61,6 +61,11 @@ def reach(row: Mapping[str, Any], key: str, default: Any = None) -> Any:
     return value
 
 
+def image_column(columns: Mapping[str, Any]) -> str | None:
+    """The first of these columns that holds an image."""
+    return next((str(name) for name, value in columns.items() if looks_like_image(str(name), value)), None)
+
+
 class Seen(NamedTuple):
     """What some rows of a source have: their columns, and which known names hold something usable."""
 

@@ -18,6 +18,7 @@ import numpy as np
 from mtrl.data.cache import DiskCache
 from mtrl.data.columns import with_known_columns
 from mtrl.data.lengths import BAD, GOOD, TOO_BIG, Scanner, SourceScan, scan_source
+from mtrl.data.missing import GOES_ON, Noted
 from mtrl.data.prompts import TaskBuilder
 from mtrl.data.rows import BadRow, DataError, DataSettings, list_bad_rows
 from mtrl.data.sources import Source, open_sources
@@ -100,10 +101,12 @@ def open_dataset(
     *,
     cache_dir: Path | None = None,
     bad_rows_path: Path | None = None,
+    truth_for: Sequence[str] = (),
     workers: int | None = None,
     stream: TextIO | None = None,
 ) -> Dataset:
-    """Opens and scans the data, and refuses or leaves out what cannot be used. `stream` gets the progress (stderr)."""
+    """Opens and scans the data, and refuses or leaves out what cannot be used. `truth_for` names rewards that
+    want a truth; `stream` gets the progress (stderr)."""
     dataset = scan_dataset(data, settings, encoder, cache_dir=cache_dir, workers=workers, stream=stream)
     counts = dataset.counts
     if dataset.bad_rows and settings.on_bad_row == "error":
@@ -123,7 +126,17 @@ def open_dataset(
             f"no row is left to use of {counts.total}: {counts.bad} bad, {counts.overlong} over "
             f"dataset.max_prompt_length={settings.max_prompt_length}, {counts.too_big} over dataset.max_image_side"
         )
+    _tell_of_missing(dataset, truth_for)
     return dataset
+
+
+def _tell_of_missing(dataset: Dataset, truth_for: Sequence[str]) -> None:
+    noted = Noted(dataset.sources, dataset.scans, dataset.builder)
+    told = noted.missing(truth_for)
+    if told and dataset.settings.on_missing == "error":
+        raise DataError("\n".join([*told, GOES_ON]))
+    for line in filter(None, [*told, noted.beside()]):
+        logger.warning("%s", line)
 
 
 def scan_dataset(

@@ -18,9 +18,10 @@ import numpy as np
 import PIL
 
 from mtrl.data.cache import DiskCache, pack_json, unpack_json
+from mtrl.data.columns import image_column
 from mtrl.data.media import Size, read_size, within_side
 from mtrl.data.parallel import map_rows
-from mtrl.data.prompts import TaskBuilder
+from mtrl.data.prompts import MARK, TaskBuilder
 from mtrl.data.rows import DataSettings, RowError
 from mtrl.data.sources import Source
 from mtrl.protocols import PromptEncoder
@@ -28,6 +29,7 @@ from mtrl.types import Task
 
 VERSION = 2  # version of the scan's results; raise it when the same row would now get another result
 GOOD, BAD, TOO_BIG = 0, 1, 2
+UNREAD, BESIDE, MARKED = 1, 2, 3  # notes: images that nobody reads, alone or beside others; marks taken for text
 
 FileStamp = tuple[str, int, int]  # path, bytes, mtime in ns; -1, -1: not there
 
@@ -40,6 +42,7 @@ class RowScan:
     reason: str = ""
     length: int = -1  # prompt tokens; -1: no encoder, or a bad row
     pixels: int = 0  # pixels of all images together, at the sizes the model sees
+    note: int = 0  # 0: nothing to say
     sizes: tuple[Size, ...] = ()  # sizes of the images as they are in the data
     files: tuple[FileStamp, ...] = ()
 
@@ -51,6 +54,7 @@ class SourceScan:
     state: np.ndarray  # [rows]
     length: np.ndarray  # [rows]
     pixels: np.ndarray  # [rows]
+    note: np.ndarray  # [rows]
     sizes: np.ndarray  # [images, 3]: row, height, width
     stamps: np.ndarray  # [files, 3]: row, bytes, mtime
     paths: list[str] = field(default_factory=list)  # [files]
@@ -58,8 +62,14 @@ class SourceScan:
 
     @classmethod
     def empty(cls, rows: int) -> SourceScan:
-        per_row = (np.zeros(rows, np.uint8), np.full(rows, -1, np.int32), np.zeros(rows, np.int64))
-        return cls(*per_row, sizes=np.zeros((0, 3), np.int64), stamps=np.zeros((0, 3), np.int64))
+        return cls(
+            state=np.zeros(rows, np.uint8),
+            length=np.full(rows, -1, np.int32),
+            pixels=np.zeros(rows, np.int64),
+            note=np.zeros(rows, np.uint8),
+            sizes=np.zeros((0, 3), np.int64),
+            stamps=np.zeros((0, 3), np.int64),
+        )
 
     def update(self, rows: Sequence[int], found: Sequence[RowScan]) -> None:
         """Puts new results in place of what was known of these rows."""
@@ -74,6 +84,7 @@ class SourceScan:
         self.sizes = np.concatenate([self.sizes[~fresh[self.sizes[:, 0]]], np.array(sizes, np.int64).reshape(-1, 3)])
         for row, scan in zip(rows, found, strict=True):
             self.state[row], self.length[row], self.pixels[row] = scan.state, scan.length, scan.pixels
+            self.note[row] = scan.note
             self.reasons.pop(row, None)
             if scan.state == BAD:
                 self.reasons[row] = scan.reason
@@ -112,7 +123,8 @@ class Scanner:
         limited = [within_side(size, limit) for size in sizes]
         targets = target_sizes(self.encoder, limited)
         length = prompt_length(self.encoder, task, limited)
-        return RowScan(GOOD, "", length, sum(height * width for height, width in targets), sizes, files)
+        pixels = sum(height * width for height, width in targets)
+        return RowScan(GOOD, "", length, pixels, _note(task), sizes, files)
 
 
 def scan_source(
@@ -158,6 +170,12 @@ def prompt_length(encoder: PromptEncoder | None, task: Task, sizes: Sequence[Siz
         raise RowError(str(error)) from error
 
 
+def _note(task: Task) -> int:
+    if image_column(task.columns or {}) is not None:
+        return BESIDE if task.media else UNREAD
+    return MARKED if not task.media and MARK.search(task.text) else 0
+
+
 def _stamp(path: str) -> FileStamp:
     try:
         found = os.stat(path)
@@ -168,7 +186,8 @@ def _stamp(path: str) -> FileStamp:
 
 def _cache_key(source: Source, scanner: Scanner) -> dict[str, Any]:
     settings = scanner.settings
-    names = ("prompt_key", "image_key", "video_key", "options_key", "max_image_side", "big_images", "system_prompt")
+    names = ("prompt_key", "image_key", "video_key", "options_key", "max_image_side", "big_images", "system_prompt",
+             "on_missing")  # fmt: skip
     template = settings.format_prompt and Path(settings.format_prompt).expanduser().read_bytes()
     return {
         "version": [VERSION, PIL.__version__],
@@ -181,7 +200,7 @@ def _cache_key(source: Source, scanner: Scanner) -> dict[str, Any]:
     }
 
 
-ARRAYS = ("state", "length", "pixels", "sizes", "stamps")
+ARRAYS = ("state", "length", "pixels", "note", "sizes", "stamps")
 
 
 def _store(cache: DiskCache, key: Any, scan: SourceScan) -> None:

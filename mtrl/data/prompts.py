@@ -14,7 +14,7 @@ from typing import Any
 
 import jinja2
 
-from mtrl.data.columns import MISSING, reach
+from mtrl.data.columns import MISSING, image_column, reach
 from mtrl.data.media import VIDEO_REFUSED, image_medium, media_list
 from mtrl.data.rows import DataError, DataSettings, RowError
 from mtrl.data.sources import Source
@@ -22,6 +22,7 @@ from mtrl.types import Medium, Task
 
 MARKS = {"<image>": "image", "<video>": "video"}
 MARK = re.compile("(" + "|".join(MARKS) + ")")
+Chat = list[tuple[str, str]]  # role, and text with marks
 ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -47,13 +48,12 @@ class TaskBuilder:
         row, number, keys = source.read(index), source.row_number(index), self.settings
         images = self._images(row, source)
         chat = self._chat(row)
-        messages, order = place_media(chat, {"image": len(images), "video": 0})
-        assert all(kind == "image" for kind in order)
         taken = {keys.prompt_key, keys.answer_key, keys.image_key, keys.video_key}
         columns = {name: value for name, value in row.items() if name not in taken}
         options = reach(row, keys.options_key, MISSING)
         if options is not MISSING:  # rewards look under this name, whatever the column is called
             columns["options"] = _checked_options(options)
+        messages = self._placed(chat, len(images), columns)
         return Task(
             id=f"{source.fingerprint}:{number - 1}",
             origin=f"{source.name}, row {number}",
@@ -71,7 +71,25 @@ class TaskBuilder:
         directory = Path(image_dir).expanduser() if image_dir else source.directory
         return [image_medium(value, directory) for value in media_list(reach(row, self.settings.image_key))]
 
-    def _chat(self, row: Mapping[str, Any]) -> list[tuple[str, str]]:
+    def _placed(self, chat: Chat, images: int, columns: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
+        if not images and self.settings.on_missing == "warn":  # marks are text where there is nothing to put there
+            return tuple({"role": role, "content": text} for role, text in chat)
+        try:
+            messages, order = place_media(chat, {"image": images, "video": 0})
+        except RowError as error:
+            column = None if images else image_column(columns)
+            if column is not None:
+                raise RowError(
+                    f"{error}; the column {column!r} holds images: set dataset.image_key={column}"
+                ) from error
+            if not images:
+                told = "set dataset.image_key to their column, or dataset.on_missing=warn to take marks for text"
+                raise RowError(f"{error}; {told}") from error
+            raise
+        assert all(kind == "image" for kind in order)
+        return messages
+
+    def _chat(self, row: Mapping[str, Any]) -> Chat:
         """(role, text with marks) for every message, formatted, the system prompt before them."""
         key = self.settings.prompt_key
         prompt = reach(row, key, MISSING)
@@ -110,7 +128,7 @@ def load_template(path: str | None) -> jinja2.Template | None:
         raise DataError(f"dataset.format_prompt {path} is not a Jinja template: {error}") from error
 
 
-def read_chat(prompt: Any) -> list[tuple[str, str]]:
+def read_chat(prompt: Any) -> Chat:
     """A string or a list of messages as (role, text with marks)."""
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
@@ -124,9 +142,7 @@ def read_chat(prompt: Any) -> list[tuple[str, str]]:
     return chat
 
 
-def place_media(
-    chat: list[tuple[str, str]], available: Mapping[str, int]
-) -> tuple[tuple[dict[str, Any], ...], list[str]]:
+def place_media(chat: Chat, available: Mapping[str, int]) -> tuple[tuple[dict[str, Any], ...], list[str]]:
     """Messages with media parts where the marks stand, and the kinds of these parts in order."""
     marks = [MARKS[mark] for _, text in chat for mark in MARK.findall(text)]
     if marks:

@@ -27,6 +27,7 @@ class DataSettings:
     max_prompt_length: int = 2048
     filter_overlong_prompts: bool = True
     on_bad_row: Literal["error", "skip"] = "error"
+    on_missing: Literal["error", "warn"] = "error"
     format_prompt: str | None = None  # a Jinja file
     system_prompt: str | None = None
 

@@ -20,6 +20,7 @@ class BuiltinReward(NamedTuple):
 
     place: str  # package.module:name
     settings: tuple[str, ...] = ()
+    truth: bool = False  # compares with the row's answer, and says nothing without one
     attention: bool = False  # reads where the response looked
     sandboxed: bool = False  # runs as a user's function does: a hostile answer can make it think for hours
     library: Library | None = None  # the library that it cannot do without
@@ -28,9 +29,12 @@ class BuiltinReward(NamedTuple):
 COMPUTE_DTYPE = "worker.actor.fsdp.mixed_precision_dtype"
 
 REWARDS: Mapping[str, BuiltinReward] = {
-    "accuracy": BuiltinReward("mtrl.rewards.builtin:accuracy"),
+    "accuracy": BuiltinReward("mtrl.rewards.builtin:accuracy", truth=True),
     "math": BuiltinReward(
-        "mtrl.rewards.math_equality:math", sandboxed=True, library=Library("math_verify", "pip install 'mtrl[math]'")
+        "mtrl.rewards.math_equality:math",
+        truth=True,
+        sandboxed=True,
+        library=Library("math_verify", "pip install 'mtrl[math]'"),
     ),
     "format": BuiltinReward("mtrl.rewards.builtin:format"),
     "think_format": BuiltinReward("mtrl.rewards.builtin:think_format"),
