@@ -114,6 +114,17 @@ def with_known_columns(sources: Sequence[Source], settings: DataSettings, cache:
     return found
 
 
+def all_columns(sources: Sequence[Source], cache: DiskCache) -> set[str]:
+    """The columns that were seen in any of them, under our names and theirs."""
+    columns: set[str] = set()
+    for source in sources:
+        if isinstance(source, OtherNames):
+            columns |= source.names.keys()
+            source = source.source
+        columns |= seen_columns(source, cache).columns
+    return columns
+
+
 def _other_names(settings: DataSettings, seen: Seen) -> Iterator[tuple[str, str]]:
     """(key, column) for each key that is at its default, and whose column no row has, but one of another name."""
     defaults = {field.name: field.default for field in fields(DataSettings)}

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from mtrl.config.packaged import HOME
 from mtrl.data import DataError, DataSettings, RowList
 from mtrl.data.prompts import TaskBuilder
 from mtrl.data.rows import RowError
@@ -86,6 +87,7 @@ def test_format_prompt(tmp_path):
     chat = [user("<image>one"), {"role": "assistant", "content": "two"}, user("three")]
     found = task(row | {"prompt": chat}, format_prompt=str(file)).messages
     assert found[0] == user(IMAGE, text("one")) and found[-1] == user("three (x)(y) level 3")
+    file.write_text("{{ content }} {{ level.upper() }}")
     with pytest.raises(RowError, match=r"format prompt.*'level' is undefined"):
         task({"prompt": "hi", "options": []}, format_prompt=str(file))
     file.write_text("{{ content ")
@@ -93,6 +95,20 @@ def test_format_prompt(tmp_path):
         task(row, format_prompt=str(file))
     with pytest.raises(DataError, match="cannot be read"):
         task(row, format_prompt=str(tmp_path / "gone"))
+
+
+THINK = str(HOME / "experiments/think_answer.jinja")
+
+
+@pytest.mark.parametrize("absent", [{}, {"options": None}, {"options": []}])
+def test_a_template_takes_an_absent_column_for_false(tmp_path, absent):
+    (message,) = task({"prompt": "hi", **absent}, format_prompt=THINK).messages
+    assert message["content"].startswith("hi\n\nLook at the image")
+    (message,) = task({"prompt": "hi", "choices": ["x", "y"]}, format_prompt=THINK, options_key="choices").messages
+    assert "A. x\nB. y\n" in message["content"], "options are known by this name, whatever the column is called"
+    file = tmp_path / "format.jinja"
+    file.write_text("{{ content }}{% for o in options %}({{ o }}){% endfor %}{% if hint %} hint{% endif %}{{ level }}!")
+    assert task({"prompt": "hi", "level": None, **absent}, format_prompt=str(file)).messages == (user("hi!"),)
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,17 @@ def test_the_cache_holds_until_something_changes(tmp_path):
     assert scans(path, tmp_path) == 1
 
 
+def test_a_misspelt_name_in_the_template_is_said_once(tmp_path, caplog):
+    path, template = image_rows(tmp_path, 6, every=2), tmp_path / "format.jinja"
+    template.write_text("{{ content }}{% if optoins %}{{ optoins }}{% endif %}{{ level }}{% for i in range(2) %}"
+                        "{{ i }}{% endfor %}{% if options or images %}!{% endif %}")  # fmt: skip
+    for _ in range(2):
+        caplog.clear()
+        opened(path, tmp_path, format_prompt=str(template))
+        (said,) = caplog.messages
+        assert said.startswith("dataset.format_prompt uses 'optoins', a column that no row has")
+
+
 def test_changed_images_are_scanned_again_and_only_they(tmp_path):
     path = image_rows(tmp_path, 6)
     assert opened(path, tmp_path).lengths[2] == 17
