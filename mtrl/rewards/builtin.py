@@ -9,27 +9,29 @@ from typing import Any
 import torch
 
 from mtrl.algorithms.rewards import soft_overlong
-from mtrl.rewards.choices import chosen_letter, plain, true_letter
+from mtrl.rewards.choices import chosen, plain, spoken
+from mtrl.rewards.truths import is_absent, true_choices, truth_text
 
 Sample = Mapping[str, Any]
 
 THINK_THEN_ANSWER = re.compile(r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*", re.DOTALL)
 LEADING_THOUGHT = re.compile(r"\s*<think>.*?</think>\s*\S", re.DOTALL)
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def accuracy(sample: Sample) -> float | None:
-    """1 where the chosen option is the right one; a truth that is no option is compared as text."""
-    options = sample.get("options")
-    truth = sample["ground_truth"] if sample["ground_truth"] is not None else sample.get("label_idx")
-    if truth is None:
+    """1 where the chosen options are the right ones; a truth that is no option is compared as text."""
+    options, truth = sample.get("options"), sample["ground_truth"]
+    by_index = is_absent(truth)
+    if by_index:
+        truth = sample.get("label_idx")
+    if is_absent(truth):
         return None
-    letter = true_letter(truth, options)
-    if letter is not None:
-        return float(chosen_letter(sample["response"], options) == letter)
-    answers = ANSWER_TAG.findall(sample["response"])
-    return float(plain(answers[-1] if answers else sample["response"]) == plain(str(truth)))
+    right = true_choices(truth, options, index=by_index)
+    if right:
+        return float(chosen(sample["response"], options) == right)
+    text, answer = spoken(sample["response"])
+    return float(plain(text if answer is None else answer) == plain(truth_text(truth)))
 
 
 def format(sample: Sample) -> float:

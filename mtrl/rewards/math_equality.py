@@ -14,12 +14,11 @@ from typing import Any
 
 from math_verify import LatexExtractionConfig, parse, verify  # type: ignore[import-untyped]
 
-from mtrl.rewards.choices import ANSWER, THINKING
+from mtrl.rewards.tags import last_answer, without_thoughts
 
-BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+BRACE = re.compile(r"\\{1,2}(?:boxed|fbox)\s*(\{)|\\.|[{}]", re.DOTALL)  # a box's, an escaped one, any other
 EXPONENT = re.compile(r"(?<=\d)[eE]([+-]?\d+)")  # 1e3; in LaTeX that would be a product with e
-MATH_IN_WORDS = re.compile(r"\$[^$]+\$|\\\(.+\\\)|\\\[.+\\\]", re.DOTALL)
+DOLLARS = re.compile(r"\$[^$]+\$")
 TINY = 1e-4
 LATEX = [LatexExtractionConfig(boxed_match_priority=0)]
 
@@ -41,9 +40,9 @@ def math(data: Mapping[str, Any]) -> float | None:
 
 def given_answer(response: str) -> str | None:
     r"""The text of the last <answer>, or of the \boxed{} in it; without the tag, of the last \boxed{}."""
-    text = THINKING.sub(" ", response)
-    answers = ANSWER.findall(text)
-    answer = last_box(answers[-1]) or answers[-1] if answers else last_box(text)
+    text = without_thoughts(response)
+    held = last_answer(text)
+    answer = last_box(text) if held is None else last_box(held) or held
     return answer.strip() or None if answer else None
 
 
@@ -53,29 +52,28 @@ def true_answer(truth: str) -> str:
 
 
 def last_box(text: str) -> str | None:
-    """What the last box holds, braces matched; the outer one counts where a box is in a box."""
-    held, end = None, 0
-    for box in BOX.finditer(text):
-        if box.start() >= end and (close := closing_brace(text, box.end())) is not None:
-            held, end = text[box.end() : close], close
-    return held
-
-
-def closing_brace(text: str, start: int) -> int | None:
-    """Where the brace that was opened before `start` closes; an escaped one is a sign of a set."""
-    depth = 1
-    for brace in BRACE.finditer(text, start):
-        depth += {"{": 1, "}": -1}.get(brace[0], 0)
-        if not depth:
-            return brace.start()
-    return None
+    """What the last box holds, braces matched; the outer one counts where a box is in a box, for it closes last."""
+    held: tuple[int, int] | None = None
+    opened: list[int | None] = []  # where the contents of each open box begin; None for other braces
+    for brace in BRACE.finditer(text):
+        if brace[1] or brace[0] == "{":
+            opened.append(brace.end() if brace[1] else None)
+        elif brace[0] == "}" and opened and (start := opened.pop()) is not None:
+            held = start, brace.start()
+    return None if held is None else text[held[0] : held[1]]
 
 
 def expressions(answer: str) -> list[Any]:
     """What math-verify reads in an answer: all of it as LaTeX, or the formula among words."""
     answer = EXPONENT.sub(r"\\times 10^{\1}", answer.rstrip("."))
-    text = answer if MATH_IN_WORDS.search(answer) else rf"\boxed{{{answer}}}"
+    text = answer if has_formula(answer) else rf"\boxed{{{answer}}}"
     return parse(text, LATEX, parsing_timeout=None)
+
+
+def has_formula(answer: str) -> bool:
+    r"""Whether a formula stands among words: $..$, \(..\) or \[..\]."""
+    pairs = ((r"\(", r"\)"), (r"\[", r"\]"))
+    return bool(DOLLARS.search(answer)) or any(-1 < answer.find(a) < answer.rfind(b) - 2 for a, b in pairs)
 
 
 def tiny_and_apart(wanted: Any, given: Any) -> bool:

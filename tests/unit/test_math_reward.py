@@ -11,7 +11,7 @@ from mtrl.algorithms.metrics import success_part
 from mtrl.build import rewards
 from mtrl.build.rewards import build_scorer
 from mtrl.config import ConfigError, load_config
-from mtrl.rewards.math_equality import closing_brace, given_answer, last_box, math
+from mtrl.rewards.math_equality import given_answer, last_box, math
 
 EQUAL = [  # truth, response
     ("1/2", r"\boxed{0.5}"),
@@ -109,7 +109,10 @@ def test_where_the_answer_is_found():
     assert last_box(r"\fbox{3} \boxed {4}") == "4"
     assert last_box(r"\boxed{a \boxed{b} c}") == r"a \boxed{b} c"
     assert last_box(r"\boxed{1} \boxed{2") == "1"
-    assert closing_brace("1}", 0) == 1 and closing_brace("{1}", 0) is None
+    assert last_box(r"\boxed{a \boxed{b} c") == "b"  # the outer one never closes
+    assert last_box(r"{ } } \boxed{{1}") is None and last_box(r"{ } } \boxed{1}") == "1"
+    assert last_box(r"\\boxed{5}") == "5"  # as JSON spells it
+    assert given_answer("<answer>1<answer>2</answer>") == "2"
 
 
 def test_it_leaves_signals_alone():

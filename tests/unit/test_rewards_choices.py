@@ -1,9 +1,11 @@
 """Which letter a response chose, and which was right: SPEC 3, `accuracy`, case by case."""
 
 import pytest
+from phrasings import PHRASINGS
 
 from mtrl.rewards.builtin import accuracy
-from mtrl.rewards.choices import chosen_letter, true_letter
+from mtrl.rewards.choices import chosen_letter
+from mtrl.rewards.truths import true_choices
 
 COLOURS = ["red", "green", "blue", "a red circle"]
 
@@ -179,35 +181,83 @@ def test_an_option_in_its_own_words(response, letter):
 
 
 @pytest.mark.parametrize(
-    ("truth", "options", "letter"),
+    ("truth", "options", "letters"),
     [
         ("B", None, "B"),
         ("b", None, "B"),
         ("(B)", None, "B"),
         ("Ｂ", None, "B"),
         (" c. ", None, "C"),
-        ("K", None, None),
-        (0, None, "A"),
-        (9, None, "J"),
-        (10, None, None),
-        (-1, None, None),
-        (2.0, None, "C"),
-        (2.5, None, None),
-        (True, None, None),
-        (None, None, None),
+        ("K", None, ""),
+        (0, None, ""),  # a value
+        (2.0, None, ""),
+        (0, COLOURS, "A"),
+        (3, COLOURS, "D"),
+        (4, COLOURS, ""),
+        (-1, COLOURS, ""),
+        (2.0, COLOURS, "C"),
+        (2.5, COLOURS, ""),
+        (True, COLOURS, ""),
+        (3, ["3", "4"], "A"),  # no such index, but an option's text
+        (1, [], ""),  # an empty list is no options
         ("green", COLOURS, "B"),
         ("Green.", COLOURS, "B"),
-        ("purple", COLOURS, None),
-        ("green", None, None),
+        ("B. green", COLOURS, "B"),
+        ("green", ["A. red", "B. green"], "B"),
+        ("purple", COLOURS, ""),
+        ("E", COLOURS, ""),
+        ("green", None, ""),
+        ("<answer>B</answer>", None, "B"),
+        ("<answer>green</answer>", COLOURS, "B"),
+        ("<answer>1</answer>", COLOURS, "B"),
+        ("<answer>1</answer>", None, ""),
         ("2", ["1", "2", "3", "4"], "B"),  # an option's text before an index
         ("2", COLOURS, "C"),
-        ("3", None, None),  # an answer in digits, not the fourth option
+        ("3", None, ""),  # an answer in digits, not the fourth option
         ("A", ["B", "A"], "A"),  # a letter before an option's text
         ("e", ["e", "f", "g", "h"], "A"),  # there is no option E
+        ("C++", ["Java", "C++", "C"], "B"),
+        ("green", {"A": "red", "B": "green"}, "B"),
+        ("B", {"text": ["red", "green"], "label": ["A", "B"]}, "B"),  # a form that nobody knows shows no options
+        ("green", "A. red\nB. green", "B"),
+        ("B", "red, green", "B"),
+        # ---- sets
+        (["A", "C"], None, "AC"),
+        (("c", "a"), COLOURS, "AC"),
+        ([0, 2], COLOURS, "AC"),
+        ([0, 2], None, ""),  # values
+        (["red", "C"], COLOURS, "AC"),
+        (["B"], None, "B"),
+        (["A", "E"], COLOURS, ""),
+        (["Paris", "Rome"], None, ""),
+        ("A, C", None, "AC"),
+        ("A、C", COLOURS, "AC"),
+        ("A and C", COLOURS, "AC"),
+        ("A or C", None, ""),  # which?
+        ("red, blue", COLOURS, "AC"),
+        ("AC", COLOURS, "AC"),
+        ("AC", None, ""),  # air conditioning, perhaps
+        ("AE", COLOURS, ""),
+        ("BAD", COLOURS, ""),
     ],
 )
-def test_the_true_letter(truth, options, letter):
-    assert true_letter(truth, options) == letter
+def test_the_true_choices(truth, options, letters):
+    assert "".join(sorted(true_choices(truth, options))) == letters
+
+
+def test_an_index_needs_no_options():
+    assert true_choices(1, None, index=True) == true_choices("1", None, index=True) == {"B"}
+    assert not true_choices(10, None, index=True)
+
+
+@pytest.mark.parametrize(("response", "options", "truth", "score"), PHRASINGS)
+def test_phrasings(response, options, truth, score):
+    assert accuracy(sample(response, truth, options=options)) == score
+
+
+def test_there_are_200_phrasings_for_both_scores():
+    assert len({(response, str(truth)) for response, _, truth, _ in PHRASINGS}) >= 200
+    assert min(sum(score == given for *_, given in PHRASINGS) for score in (0, 1)) >= 90
 
 
 def sample(response, truth, **columns):
@@ -220,14 +270,24 @@ def sample(response, truth, **columns):
         (sample("B", "B"), 1.0),
         (sample("A", "B"), 0.0),
         (sample("nothing", "B"), 0.0),
-        (sample("B", 1), 1.0),
+        (sample("B", 1), 0.0),  # without options an integer is a value
+        (sample("<answer>1</answer>", 1), 1.0),
+        (sample("Answer: 1.", 1), 1.0),
+        (sample("<think>2</think>1", 1), 1.0),
+        (sample("<answer>1</answer>", 1.0), 1.0),
+        (sample("B", 1, options=COLOURS), 1.0),
         (sample("green", "B", options=COLOURS), 0.0),  # no tag, no key word, no letter
         (sample("<answer>green</answer>", "B", options=COLOURS), 1.0),
         (sample("B", "green", options=COLOURS), 1.0),
         (sample("B", None, label_idx=1), 1.0),
         (sample("A", None, label_idx=1), 0.0),
         (sample("A", "A", label_idx=1), 1.0),  # the answer column wins
+        (sample("B", "", label_idx=1), 1.0),
+        (sample("B", None, label_idx=1, options=COLOURS), 1.0),
         (sample("B", None), None),
+        (sample("", ""), None),
+        (sample("B", []), None),
+        (sample("B", float("nan")), None),
         (sample("<answer>e</answer>", "e", options=["e", "f", "g", "h"]), 1.0),
         (sample("<answer>3</answer>", "3"), 1.0),
         (sample("D", "3"), 0.0),
