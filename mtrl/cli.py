@@ -49,7 +49,7 @@ def train(arguments: Sequence[str]) -> int:
 
     mtrl train [FILE] [a.b=c ...]
 
-    FILE is YAML, your own or one of the package: experiments/zoo/tprl_full.yaml. mtrl config --list names them.
+    FILE is YAML, your own or one of the package: mtrl:zoo/tprl_full. mtrl config --list names them.
     With no file, no model and no data: the embedded model on the embedded task, in sizes for a laptop.
     """
     from mtrl.commands import train
@@ -84,10 +84,11 @@ def demo(arguments: Sequence[str]) -> int:
 def data(arguments: Sequence[str]) -> int:
     """Look at a dataset as the model will see it.
 
-    mtrl data FILE [a.b=c ...]
+    mtrl data FILE|RUN.yaml [a.b=c ...]
 
     Counts, lengths, image sizes, columns, bad rows, three samples, and how many prompts the length limit drops. FILE is
-    a file, a directory, a hub id[@split] or zoo@train; token counts need worker.actor.model.model_path=MODEL.
+    a file, a directory, a hub id[@split] or zoo@train; token counts need worker.actor.model.model_path=MODEL. Of a
+    configuration: its data, through its template and its model's tokenizer, and what its rewards miss in them.
     """
     from mtrl.commands import data
 
@@ -100,8 +101,9 @@ def doctor(arguments: Sequence[str]) -> int:
     mtrl doctor [FILE] [--gpu GIB] [a.b=c ...]
 
     Versions, devices, memory, optional features and what they lack; then missing files, disk and a memory estimate of
-    the run, and what to change where it does not fit: here, or on one GPU of that size. No weights are loaded, nothing
-    is downloaded. Exit status 2: it cannot run.
+    the run, and what to change where it does not fit: here, or on one GPU of that size. Some rows of the data that are
+    here are tried, through template and tokenizer. No weights are loaded, nothing is downloaded. Exit status 2: it
+    cannot run.
     """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported
     from mtrl.commands import doctor

@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from mtrl.build.data import EMBEDDED, data_settings, sources_of
+from mtrl.build.data import EMBEDDED, data_settings, rewards_of_truth, sources_of
 from mtrl.build.model import build_encoder
-from mtrl.commands.arguments import started
-from mtrl.config import ConfigError, load_config, take_file
+from mtrl.commands.arguments import say, started
+from mtrl.config import Config, ConfigError, load_config, take_file
+from mtrl.config.packaged import is_config
 from mtrl.data import DataError, DataSettings, report
 from mtrl.data.sources import Source
 from mtrl.models.families import TextEncoder
@@ -18,7 +19,9 @@ from mtrl.zoo.rows import CONFIG_FILE
 def run(arguments: Sequence[str]) -> int:
     file, overrides = take_file(arguments)
     if not file:
-        raise ConfigError(["which data? mtrl data FILE [a.b=c ...]"])
+        raise ConfigError(["which data? mtrl data FILE|RUN.yaml [a.b=c ...]"])
+    if is_config(file):
+        return run_config(load_config(file, overrides))
     embedded = file.startswith(EMBEDDED)
     config = load_config(CONFIG_FILE if embedded else None, overrides)
     knows_model = embedded or config.worker.actor.model.model_path is not None
@@ -27,7 +30,30 @@ def run(arguments: Sequence[str]) -> int:
     return started(show, file, sources, data_settings(config), encoder)
 
 
-def show(name: str, sources: Sequence[Source], settings: DataSettings, encoder: TextEncoder | None) -> int:
+def run_config(config: Config) -> int:
+    """The data of a configuration, through its template and its model's tokenizer."""
+    try:
+        encoder = build_encoder(config)
+    except (OSError, ValueError) as error:
+        say(f"note: the tokenizer is not at hand, so prompts are not measured ({str(error).splitlines()[0]})")
+        encoder = None
+    settings, truth_for, status = data_settings(config), rewards_of_truth(config), 0
+    for key, split in (("train_files", "train"), ("val_files", "validation")):
+        data = getattr(config.dataset, key)
+        if data or split == "train":
+            print(f"dataset.{key}: {data or 'the embedded task'}\n", flush=True)
+            sources = started(sources_of, data, split)
+            status = max(status, started(show, data, sources, settings, encoder, truth_for))
+    return status
+
+
+def show(
+    name: str,
+    sources: Sequence[Source],
+    settings: DataSettings,
+    encoder: TextEncoder | None,
+    truth_for: Sequence[str] = (),
+) -> int:
     if not any(map(len, sources)):
         raise DataError(f"{name} holds no row")
-    return report.run(sources, settings, encoder, sys.stdout)
+    return report.run(sources, settings, encoder, sys.stdout, truth_for=truth_for)

@@ -16,6 +16,7 @@ from mtrl.build.unbuilt import unbuilt
 from mtrl.commands import installed
 from mtrl.commands.arguments import take_option
 from mtrl.commands.installed import Device
+from mtrl.commands.rows import row_problems
 from mtrl.config import Config, ConfigError, take_file, warnings
 from mtrl.data.sources import HUB_ID
 from mtrl.machine import existing_parent, free_disk, may_write
@@ -37,13 +38,16 @@ def run(arguments: Sequence[str]) -> int:
     device = installed.devices()[0] if size is None else another_gpu(size)
     print(f"\nThe run: {'the embedded task' if embedded else file or 'the overrides'}")
     verdict = "It can run here." if size is None else "It can run there, as far as can be seen from here."
-    problems = [*unbuilt(config), *unknown_names(config), *missing_features(config), *missing_files(config)]
+    absent = [*missing_files(config)]
+    problems = [*unbuilt(config), *unknown_names(config), *missing_features(config), *absent]
+    model_seen = True
     try:
         model = load_model_config(model_path(config), config.worker.actor.model.trust_remote_code)
         refuse_unknown_family(model, model_path(config))
         plan = plan_of(config, device.is_gpu)
         found = estimate(model, plan)
     except ValueError as error:  # it names the model
+        model_seen = False
         told = f"{str(error).splitlines()[0]}; the memory is not estimated"
         if any(map(of_hub, (model_path(config), config.worker.reward.model_path or ""))):
             _note(f"{told}, and nothing is downloaded now")
@@ -54,6 +58,8 @@ def run(arguments: Sequence[str]) -> int:
         print(memory_report(found, device))
         problems += [*memory_problems(found, device, partial(smaller, model, plan, found))]
         problems += disk_problems(config, found.parameters)
+    if not absent:
+        problems += row_problems(config, model_seen, _note)
     for warning in warnings(config):
         _note(warning)
     print("\n".join(f"  PROBLEM  {problem}" for problem in problems) or f"  {verdict}")

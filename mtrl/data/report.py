@@ -14,6 +14,7 @@ from mtrl.data.columns import OtherNames
 from mtrl.data.dataset import Dataset, scan_dataset
 from mtrl.data.lengths import GOOD, target_sizes
 from mtrl.data.media import within_side
+from mtrl.data.missing import Noted
 from mtrl.data.rows import MAX_LISTED, BadRow, DataSettings, RowError
 from mtrl.data.sampler import PromptLoader
 from mtrl.data.sources import Source
@@ -39,9 +40,11 @@ def run(
     stream: TextIO,
     *,
     cache_dir: Path | None = None,
+    truth_for: Sequence[str] = (),
 ) -> int:
-    """Prints the report; 0 when every row can be used, 1 when some cannot."""
+    """Prints the report; 0 when every row can be used, 1 when some cannot or a run would be refused."""
     dataset = scan_dataset(data, settings, encoder, cache_dir=cache_dir)
+    missing = Noted(dataset.sources, dataset.scans, dataset.builder).missing(truth_for)
     prompts = _samples(dataset, encoder)
     sections = [
         _files(dataset),
@@ -49,10 +52,11 @@ def run(
         _lengths(dataset, encoder),
         _images(dataset, encoder, prompts),
         _bad_rows(dataset),
+        ["Missing", *(f"  {line}" for line in missing)] if missing else [],
         *(_sample(number, sample, encoder) for number, sample in enumerate(prompts, 1)),
     ]
     print("\n\n".join("\n".join(section) for section in sections if section), file=stream)
-    return 1 if dataset.bad_rows else 0
+    return 1 if dataset.bad_rows or (missing and settings.on_missing == "error") else 0
 
 
 def _files(dataset: Dataset) -> list[str]:

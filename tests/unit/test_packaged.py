@@ -21,6 +21,17 @@ def test_each_loads_by_its_name_with_and_without_yaml(name):
     assert config.training.project_name == "experiments"
 
 
+@pytest.mark.parametrize("name", ["mtrl:tprl_full", "mtrl:experiments/tprl_full", "mtrl:tprl_full.yaml"])
+def test_the_short_form_needs_no_folder(name):
+    assert load_config(name) == load_config("experiments/tprl_full")
+    assert load_config(name.replace("tprl_full", "zoo/tprl_full")) == load_config("experiments/zoo/tprl_full")
+
+
+def test_a_wrong_short_form_gets_the_near_ones():
+    (error,) = errors_of("mtrl:tprl_ful")
+    assert "did you mean experiments/tprl_full.yaml or experiments/zoo/tprl_full.yaml" in error
+
+
 def test_an_existing_file_wins(elsewhere):
     mine = elsewhere / "experiments" / "dapo.yaml"
     mine.parent.mkdir()
