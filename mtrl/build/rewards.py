@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
 import torch
 
 from mtrl.build import recipe
 from mtrl.config import Config, ConfigError
+from mtrl.data import Dataset
+from mtrl.data.rows import RowError
 from mtrl.models.reward_model import load_reward_model
 from mtrl.rewards.registry import REWARDS, BuiltinReward, is_bare
 from mtrl.rewards.sandbox import InProcess, Sandbox
 from mtrl.rewards.scorer import MODEL, Builtin, RewardFunction, RewardScorer
+from mtrl.rewards.truths import names_no_option, row_truth
 from mtrl.workers.reward_model import RewardModelWorker
+
+COMPARE_CHOICES = ("accuracy", "vgr_hard_negative")
+LOOKED_AT = 1000  # rows whose truths are looked at before a run
+
+logger = logging.getLogger(__name__)
 
 
 def build_scorer(config: Config, steps: int, given: Sequence[Callable[..., Any] | str] | None = None) -> RewardScorer:
@@ -44,6 +55,25 @@ def build_scorer(config: Config, steps: int, given: Sequence[Callable[..., Any] 
         answer_key=config.dataset.answer_key,
         wants_token_weights=algorithm.enable_token_weights and algorithm.compute_attention_metrics is False,
     )
+
+
+def warn_of_wrong_truths(dataset: Dataset, functions: Iterable[str]) -> None:
+    """One warning where `accuracy` can pay no response to some rows. All rows of a small dataset are looked at, and as
+    many rows spread over a large one."""
+    if not any(name.partition("#")[0] in COMPARE_CHOICES for name in functions):
+        return
+    wrong, places = [], np.unique(np.linspace(0, len(dataset) - 1, min(LOOKED_AT, len(dataset))).astype(int)).tolist()
+    for place in places:
+        with suppress(RowError):  # the sampler tells of those
+            task = dataset.task(place)
+            if names_no_option(task.answer, task.columns or {}):
+                wrong.append(task)
+    if wrong:
+        logger.warning(
+            "%d of the %d rows looked at have an answer that is none of their options, so that no response can be "
+            "right; the first: %s, %.60s. Look at dataset.answer_key and dataset.options_key",
+            len(wrong), len(places), wrong[0].origin, repr(row_truth(wrong[0].answer, wrong[0].columns or {})[0]),
+        )  # fmt: skip
 
 
 def build_reward_model(config: Config) -> RewardModelWorker | None:

@@ -20,7 +20,7 @@ from mtrl.build.model import (
     build_reference,
     refuse_unmeasured,
 )
-from mtrl.build.rewards import build_scorer
+from mtrl.build.rewards import build_scorer, warn_of_wrong_truths
 from mtrl.build.trackers import build_store, build_trackers
 from mtrl.build.unbuilt import refuse_unbuilt
 from mtrl.config import Config, ConfigError, given_keys, load_config, to_yaml
@@ -104,6 +104,7 @@ def build(
         _, policy = build_policy(config, encoder)
         scorer = build_scorer(config, steps, rewards)
         closing.callback(scorer.close)
+        warn_of_wrong_truths(dataset, scorer.functions)
         own = build_trackers(config, steps, encoder, directory.path)
         tracker = Trackers([*own, *trackers], before=directory.refuse_another)
         closing.callback(tracker.close)

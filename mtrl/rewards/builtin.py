@@ -10,7 +10,7 @@ import torch
 
 from mtrl.algorithms.rewards import soft_overlong
 from mtrl.rewards.choices import chosen, plain, spoken
-from mtrl.rewards.truths import is_absent, true_choices, truth_text
+from mtrl.rewards.truths import is_absent, row_truth, truth_text
 
 Sample = Mapping[str, Any]
 
@@ -21,15 +21,11 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 def accuracy(sample: Sample) -> float | None:
     """1 where the chosen options are the right ones; a truth that is no option is compared as text."""
-    options, truth = sample.get("options"), sample["ground_truth"]
-    by_index = is_absent(truth)
-    if by_index:
-        truth = sample.get("label_idx")
+    truth, right = row_truth(sample["ground_truth"], sample)
     if is_absent(truth):
         return None
-    right = true_choices(truth, options, index=by_index)
     if right:
-        return float(chosen(sample["response"], options) == right)
+        return float(chosen(sample["response"], sample.get("options")) == right)
     text, answer = spoken(sample["response"])
     return float(plain(text if answer is None else answer) == plain(truth_text(truth)))
 

@@ -25,7 +25,7 @@ KEY_WORD = re.compile(
     rf"(?:{VERB})?[\s*_]{{0,9}}:|(?:{VERB}|(?<=】))\s{{0,9}}{FILLER}(?={OPEN}{LONE}(?!(?<=[Aa]){WORD_AFTER})))"
 )
 REASON = re.compile(r"(?:\b(?:because|since)\b|因为|由于)(?:(?!所以|因此|故|\bso\b|\btherefore\b)[^.,，;!?\n。])*")
-LISTED = r"[,，;、&]|\band\b|以?及|和|与"
+LISTED = r"[,，;、&+]|\band\b|以?及|和|与"
 SET = re.compile(f" ?(?:{LISTED}) ?")
 HELD_OPEN = re.compile(rf" ?(?:{LISTED}|/|\bor\b|或者?) ?", re.IGNORECASE)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from mtrl.rewards.choices import NONE, SET, is_within, listed_choices, named_choice, option_list
@@ -19,6 +20,22 @@ def is_absent(truth: Any) -> bool:
 
 def is_nan(value: Any) -> bool:
     return isinstance(value, float) and math.isnan(value)
+
+
+def row_truth(answer: Any, columns: Mapping[str, Any]) -> tuple[Any, frozenset[str]]:
+    """A row's truth, its answer or else its `label_idx`, and the letters that are right by it, if it names options."""
+    by_index = is_absent(answer)
+    truth = columns.get("label_idx") if by_index else answer
+    right = NONE if is_absent(truth) else true_choices(truth, columns.get("options"), index=by_index)
+    return truth, right
+
+
+def names_no_option(answer: Any, columns: Mapping[str, Any]) -> bool:
+    """Whether the truth ought to name options and does not, so that no response can be right: it stands beside options,
+    is an index, or is a list."""
+    truth, right = row_truth(answer, columns)
+    ought = option_list(columns.get("options")) is not None or is_absent(answer) or isinstance(truth, (list, tuple))
+    return ought and not right and not is_absent(truth)
 
 
 def true_choices(truth: Any, options: Any = None, *, index: bool = False) -> frozenset[str]:

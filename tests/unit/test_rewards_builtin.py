@@ -1,6 +1,7 @@
 """Built-in rewards of form and length, and how the scorer makes a total of parts."""
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -8,8 +9,10 @@ import torch
 from helpers import NAN, close, fake_rollouts
 
 from mtrl.build.recipe import reward_schedule
-from mtrl.build.rewards import build_scorer
+from mtrl.build.rewards import build_scorer, warn_of_wrong_truths
+from mtrl.build.run import build
 from mtrl.config import load_config
+from mtrl.data import DataSettings, RowList, open_dataset
 from mtrl.rewards.builtin import accuracy, format, length, think_format
 from mtrl.rewards.sandbox import InProcess
 from mtrl.rewards.scorer import Builtin, RewardScorer
@@ -232,3 +235,38 @@ def test_schedules_of_the_config(overrides, schedule):
 def test_early_weights_last_for_the_warm_up():
     config = load_config(None, {"worker.reward.early_weights": (0.0, 1.0), "worker.actor.optim.warmup_ratio": 0.4})
     assert reward_schedule(config, 2) == [(0.0, (0.0, 1.0)), (0.4, (1.0, 1.0))]
+
+
+# -------------------------------------------------------------------------------------------------------- at the start
+ROWS = [
+    {"prompt": "which?", "options": ["red", "green"], "answer": answer}
+    for answer in ("A", 1, "green", "C", 2, "purple", ["A", "B"], None, "")
+]
+
+
+@pytest.mark.parametrize(
+    ("rows", "functions", "said"),
+    [
+        (ROWS, ["accuracy"], "3 of the 9 rows looked at .*row 4, 'C'"),
+        (ROWS, ["format", "accuracy#2"], "3 of the 9 rows"),
+        (ROWS, ["vgr_hard_negative"], "3 of the 9 rows"),
+        (ROWS, ["format", "half"], None),
+        (ROWS[:3], ["accuracy"], None),
+        ([{"prompt": "which?", "answer": answer} for answer in ("A", 7, "purple", "AC", None)], ["accuracy"], None),
+        ([{"prompt": "which?", "label_idx": index} for index in (0, 9, 10)], ["accuracy"], "1 of the 3 .*row 3, 10"),
+        ([{"prompt": "which?", "answer": ["Paris", "paris"]}], ["accuracy"], "1 of the 1 rows"),
+        (ROWS[3:4] * 5000, ["accuracy"], "1000 of the 1000 rows"),
+    ],
+)
+def test_truths_that_no_response_could_match_are_said(caplog, rows, functions, said):
+    dataset = open_dataset([RowList(rows, "rows")], DataSettings(), None)
+    warn_of_wrong_truths(dataset, functions)
+    messages = [record.getMessage() for record in caplog.records]
+    assert not messages if said is None else len(messages) == 1 and re.search(said, messages[0])
+
+
+def test_a_run_says_it_when_it_starts(tmp_path, caplog):
+    config = load_config(None, {"training.output_dir": str(tmp_path), "worker.reward.functions": ("accuracy",)})
+    rows = [{"prompt": "which?", "options": ["red", "green"], "answer": "C"}] * 4
+    with build(config, data=rows).closing:
+        assert "4 of the 4 rows looked at have an answer that is none of their options" in caplog.text
