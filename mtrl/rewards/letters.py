@@ -30,7 +30,10 @@ WORD_AFTER = rf"\s{{1,9}}(?!(?:{VERBS}|{OTHERS}|only|rather)\b)[a-z]"  # it make
 OPEN, CLOSE = r"""[(\[{【「《"'“‘*_`$]{0,4}""", r"""[)\]}】」》"'”’*_`$]{0,4}"""
 SPACE = r"[ \t]{0,9}"
 MAYBE = rf"(?:(?:maybe|perhaps|possibly|even|option|choice|也?可能是?|选项?){SPACE})?"
-BETWEEN = rf",?{SPACE}(?:and/or|or|and|nor|vs\.?|maybe|possibly|perhaps)\b|[/、&|+]|或者?|还是|以?及|和|与|跟|[,，]?也?可能是?"
+BETWEEN = (
+    rf",?{SPACE}(?:and/or|or|and|nor|vs|maybe|possibly|perhaps)\b|[/、&|+]|或者?|还是|以?及|和|与|跟"
+    "|[,，]?也?可能是?"
+)
 FIRMLY = rf"{CLOSE}{SPACE}[(]?(?:{BETWEEN}){SPACE}{MAYBE}{OPEN}{LONE}(?!(?<=a){WORD_AFTER})"
 LOOSELY = (  # "A, B", "A B"; but "B, A is wrong", "B (A is wrong)" and "B，A不对" go on with another sentence
     rf"{CLOSE}{SPACE}(?:[,;]?{SPACE}{OPEN}{LONE}(?![一-鿿](?<![和与或及都]))|，{OPEN}{LONE}(?![一-鿿]))"
