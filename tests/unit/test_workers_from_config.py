@@ -1,0 +1,108 @@
+"""What the configuration says of passes reaches the workers: which are made, over what, and in which direction."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from tiny_models import (
+    checkpoint,
+    encoder_of,
+    fresh_backbone,
+    plain_log_probs,
+    plain_model,
+    prompts_for,
+    random_rollouts,
+)
+
+from mtrl.build.model import build_actor, build_policy
+from mtrl.build.recipe import perturbation_of, recipe_of, with_scores
+from mtrl.config import load_config
+from mtrl.models.forward import Forward
+from mtrl.types import Needs
+from mtrl.workers.reference import Reference
+
+FAMILY = "qwen2"
+OLD = Needs("old", "entropy")
+
+
+# ------------------------------------------------------------------------------------------------ the old policy's pass
+@pytest.mark.parametrize(
+    ("per_update", "epochs", "needs", "measured"),
+    [
+        (8, 1, Needs(), Needs()),  # one optimizer step: its own pass says the old log-probs
+        (8, 1, Needs("mass"), Needs("mass")),  # attention needs no pass over the vocabulary
+        (8, 1, Needs("reference"), OLD | Needs("reference")),
+        (2, 1, Needs(), OLD),  # from the second of four optimizer steps on the policy is another
+        (8, 2, Needs(), OLD),
+        (4, 3, Needs("mass"), OLD | Needs("mass")),
+    ],
+)
+def test_old_log_probs_are_measured_unless_each_batch_is_learnt_from_once(per_update, epochs, needs, measured):
+    sizes = {"dataset.rollout_batch_size": 8, "worker.actor.global_batch_size": per_update}
+    config = load_config(None, sizes | {"worker.actor.ppo_epochs": epochs})
+    assert with_scores(needs, config) == measured
+
+
+@pytest.mark.parametrize("per_update", [2, 8])
+def test_the_recipe_asks_for_them(per_update):
+    sizes = {"dataset.rollout_batch_size": 8, "worker.actor.global_batch_size": per_update}
+    config = load_config(None, sizes | {"optimization.disable_divergence": True})
+    assert ("old" in recipe_of(config, 1).needs) == (per_update < 8)
+
+
+# ------------------------------------------------------------------------------------------------------- perturbations
+def test_the_perturbation_has_the_keys_of_the_configuration():
+    values = {
+        "black_prob": 0.25,
+        "noise_std": 7.0,
+        "blur_radius": 3.0,
+        "perturbation": "gaussian_noise",
+        "patch_size": "auto",
+    }
+    overrides = {f"optimization.{name}": value for name, value in values.items()}
+    config = load_config(None, overrides | {"dataset.seed": 7, "worker.rollout.seed": 9})
+    found = perturbation_of(config, patch_size=16)
+    assert (found.seed, found.patch_size, found.kind) == (7, 16, "gaussian_noise"), (
+        "the data's seed, the model's patches"
+    )
+    assert (found.black_prob, found.noise_std, found.blur_radius) == (0.25, 7.0, 3.0)
+    assert perturbation_of(load_config(None, {"optimization.patch_size": 8}), patch_size=16).patch_size == 8
+
+
+# ------------------------------------------------------------------------------------------------------ shared prefixes
+@pytest.mark.parametrize("share", [True, False])
+def test_share_prefix_reaches_the_passes(share, caplog):
+    path = str(checkpoint(FAMILY))
+    config = load_config(None, {"worker.actor.model.model_path": path, "worker.actor.share_prefix": share})
+    with caplog.at_level(logging.WARNING):
+        encoder, forward = build_policy(config)
+    actor = build_actor(config, forward, encoder, steps=1)
+    assert forward.share_prefix is share and "share_prefix" not in caplog.text
+    assert (actor.learner.batching.share_prefix, actor.probe_batching.share_prefix) == (share, share)
+
+
+# ---------------------------------------------------------------------------------------------------- full divergence
+def test_full_divergence_is_that_of_the_policy_from_the_reference():
+    """p (log p - log q), p the policy's, summed over the vocabulary: against plain forwards."""
+
+    def moved(model):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() > 1:
+                    parameter.mul_(0.5)
+        return model
+
+    policy = Forward(fresh_backbone(FAMILY), encoder_of(FAMILY))
+    reference = Reference.frozen(policy)
+    moved(policy.backbone.model)
+    rollouts = random_rollouts(prompts_for(FAMILY), [0, 1, 1], [4, 3, 5])
+    found = reference.signals(rollouts, Needs("divergence"), policy).divergence
+    theirs, ours = plain_model(FAMILY), moved(copy.deepcopy(plain_model(FAMILY)))
+    for row, (g, length) in enumerate(zip(rollouts.group.tolist(), rollouts.mask.sum(1).tolist(), strict=True)):
+        given = FAMILY, rollouts.prompts[g], rollouts.tokens[row, :length]
+        with torch.no_grad():
+            p, q = (plain_log_probs(*given, model=model).double() for model in (ours, theirs))
+        forward_kl, backward_kl = ((a.exp() * (a - b)).nan_to_num().sum(-1) for a, b in ((p, q), (q, p)))
+        torch.testing.assert_close(found[row, :length].double(), forward_kl, rtol=1e-4, atol=1e-5)
+        assert (forward_kl - backward_kl).abs().max() > 0.01, "worth telling apart"
