@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils import logging
 
 from mtrl.models.families import VISION_FAMILIES, load_model_config
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SHOWN = 3  # names of weights in a message
 
 
 def load_model(
@@ -27,13 +29,44 @@ def load_model(
     path = str(path)
     config = load_model_config(path, trust_remote_code)
     if not sys.stderr.isatty():
-        disable_progress_bar()
+        logging.disable_progress_bar()
     family: Any = AutoModelForImageTextToText if config.model_type in VISION_FAMILIES else AutoModelForCausalLM
-    model: Any = family.from_pretrained(
+    model, found = from_pretrained(
+        family,
         path,
         config=config,
         dtype=DTYPES[dtype],
         attn_implementation="sdpa" if attn_implementation == "auto" else attn_implementation,
         trust_remote_code=trust_remote_code,
     )
+    refuse_unfitting(path, found)
     return model.to(device).eval()
+
+
+def from_pretrained(kind: Any, path: str, **options: Any) -> tuple[Any, Mapping[str, Collection[Any]]]:
+    """The model, and which weights were missing, not expected, or of another size. transformers puts random numbers in
+    their place and says so in a long report, which is kept quiet: the caller has to judge."""
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        return kind.from_pretrained(path, output_loading_info=True, ignore_mismatched_sizes=True, **options)
+    finally:
+        logging.set_verbosity(level)
+
+
+def refuse_unfitting(path: str, found: Mapping[str, Collection[Any]]) -> None:
+    """Weights that are tied to others may be missing: transformers does not count them."""
+    wrong = {
+        "missing": found["missing_keys"],
+        "unknown": found["unexpected_keys"],
+        "of another size": [name for name, *_ in found["mismatched_keys"]],
+    }
+    if told := [f"{len(names)} {what} ({_some(names)})" for what, names in wrong.items() if names]:
+        raise ValueError(
+            f"{path}: the weights do not fit the model of its config.json: {', '.join(told)}; training would go on "
+            "with random numbers, so save the checkpoint anew by the class that is to load it"
+        )
+
+
+def _some(names: Collection[str]) -> str:
+    return ", ".join([*sorted(names)[:SHOWN], *([".."] if len(names) > SHOWN else [])])

@@ -26,12 +26,12 @@ from transformers import (
     AutoTokenizer,
     PreTrainedModel,
 )
-from transformers.utils import cached_file, logging
+from transformers.utils import cached_file
 
 from mtrl.models.backbone import Backbone, prompt_positions, vision_tokens
 from mtrl.models.families import VISION_FAMILIES, load_encoder, load_model_config
 from mtrl.models.families.text import TextEncoder, parts_of
-from mtrl.models.load import DTYPES
+from mtrl.models.load import DTYPES, from_pretrained
 from mtrl.types import Prompt, Task
 
 HEAD = "score.weight"
@@ -126,14 +126,10 @@ class VisionJudge:
 def load_whole(kind: Any, path: str, unused: str | None = None, **options: Any) -> Any:
     """The frozen model. Refuses what transformers would fill with random weights: a model without a head, with several
     labels, or in part. `unused` may be missing."""
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()  # it would report a head beside a backbone as a mistake
     try:
-        model, found = kind.from_pretrained(path, output_loading_info=True, ignore_mismatched_sizes=True, **options)
+        model, found = from_pretrained(kind, path, **options)
     except ValueError as error:
         raise ValueError(f"{path} is no reward model: {error}") from error
-    finally:
-        logging.set_verbosity(level)
     wrong = sorted({*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])} - {unused})
     if wrong:
         raise ValueError(
