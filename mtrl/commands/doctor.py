@@ -22,6 +22,7 @@ from mtrl.data.sources import HUB_ID
 from mtrl.machine import existing_parent, free_disk, may_write
 from mtrl.memory.estimate import Estimate, estimate, smaller
 from mtrl.models.families import load_model_config, refuse_unknown_family
+from mtrl.models.files import refuse_broken_weights
 from mtrl.models.load import DTYPES
 from mtrl.rewards.registry import is_bare
 
@@ -39,7 +40,7 @@ def run(arguments: Sequence[str]) -> int:
     print(f"\nThe run: {'the embedded task' if embedded else file or 'the overrides'}")
     verdict = "It can run here." if size is None else "It can run there, as far as can be seen from here."
     absent = [*missing_files(config)]
-    problems = [*unbuilt(config), *unknown_names(config), *missing_features(config), *absent]
+    problems = [*unbuilt(config), *unknown_names(config), *missing_features(config), *absent, *broken_weights(config)]
     model_seen = True
     try:
         model = load_model_config(model_path(config), config.worker.actor.model.trust_remote_code)
@@ -126,6 +127,16 @@ def missing_files(config: Config) -> Iterator[str]:
     for function in config.reward_functions:
         if not is_bare(function) and not function.startswith("python:"):
             yield from missing_function(function.rpartition(":")[0] or function)
+
+
+def broken_weights(config: Config) -> Iterator[str]:
+    """Models on this machine whose weights cannot be loaded; only where they say they stand is read."""
+    for path in filter(None, (model_path(config), config.worker.reward.model_path)):
+        try:
+            if (Path(path) / "config.json").exists():  # else it is no model at all, which is said anyway
+                refuse_broken_weights(path)
+        except ValueError as error:  # it names the file
+            yield str(error)
 
 
 def of_hub(name: str) -> bool:

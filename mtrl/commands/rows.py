@@ -21,7 +21,8 @@ def row_problems(config: Config, model_seen: bool, note: Say) -> Iterator[str]:
             encoder = build_encoder(config)
         except (OSError, ValueError) as error:
             place = config.worker.actor.model.tokenizer_path or model_path(config)
-            yield f"the tokenizer of {place} cannot be loaded: {str(error).splitlines()[0]}"
+            told = str(error).splitlines()[0]
+            yield told if place in told else f"the tokenizer of {place} cannot be loaded: {told}"
     data = config.dataset
     for split, names in (("train", data.train_files or f"{EMBEDDED}train"), ("validation", data.val_files)):
         here = local_data(names)

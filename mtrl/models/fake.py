@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 
 from mtrl.models.attention import Sight
 from mtrl.models.backbone import Backbone, Features, check_supported
-from mtrl.models.families import VISION_FAMILIES, TextEncoder
+from mtrl.models.families import VISION_FAMILIES, TextEncoder, in_a_line
 from mtrl.models.families.vision import rotary_positions
 from mtrl.models.live_tensors import LiveTensors
 from mtrl.protocols import ImageSettings
@@ -42,10 +42,13 @@ class FakeModel:
     ) -> None:
         family: Any = AutoModelForImageTextToText if config.model_type in VISION_FAMILIES else AutoModelForCausalLM
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        with self.mode:
-            self.model: Any = family.from_config(
-                config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
-            ).eval()
+        try:
+            with self.mode:
+                self.model: Any = family.from_config(
+                    config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
+                ).eval()
+        except Exception as error:  # numbers in a config.json that do not go together end in any error
+            raise ValueError(f"no model can be built from its config.json: {in_a_line(error)}") from error
         check_supported(self.model)
         self.tower: Any = getattr(self.model.model, "visual", None)
         self.language_model: Any = getattr(self.model.model, "language_model", self.model.model)

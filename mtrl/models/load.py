@@ -11,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.utils import logging
 
-from mtrl.models.families import VISION_FAMILIES, load_model_config
+from mtrl.models.families import VISION_FAMILIES, in_a_line, load_model_config
+from mtrl.models.files import refuse_broken_weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHOWN = 3  # names of weights in a message
@@ -40,16 +41,23 @@ def load_model(
         trust_remote_code=trust_remote_code,
     )
     refuse_unfitting(path, found)
-    return model.to(device).eval()
+    model = model.to(device).eval()
+    refuse_non_finite(path, model)
+    return model
 
 
 def from_pretrained(kind: Any, path: str, **options: Any) -> tuple[Any, Mapping[str, Collection[Any]]]:
     """The model, and which weights were missing, not expected, or of another size. transformers puts random numbers in
-    their place and says so in a long report, which is kept quiet: the caller has to judge."""
+    their place and says so in a long report, which is kept quiet: the caller has to judge. Pickled weights are refused,
+    and any error is a ValueError that names the path."""
+    refuse_broken_weights(path)
     level = logging.get_verbosity()
     logging.set_verbosity_error()
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True, "use_safetensors": True}
     try:
-        return kind.from_pretrained(path, output_loading_info=True, ignore_mismatched_sizes=True, **options)
+        return kind.from_pretrained(path, **options)
+    except Exception as error:  # whatever transformers meets in a config.json that is wrong in some other way
+        raise ValueError(f"{path} cannot be loaded: {in_a_line(error)}") from error
     finally:
         logging.set_verbosity(level)
 
@@ -65,6 +73,15 @@ def refuse_unfitting(path: str, found: Mapping[str, Collection[Any]]) -> None:
         raise ValueError(
             f"{path}: the weights do not fit the model of its config.json: {', '.join(told)}; training would go on "
             "with random numbers, so save the checkpoint anew by the class that is to load it"
+        )
+
+
+def refuse_non_finite(path: str, model: PreTrainedModel) -> None:
+    """A sum is finite only where all its numbers are, and takes no memory."""
+    if wrong := [name for name, weight in model.named_parameters() if not weight.sum(dtype=torch.float32).isfinite()]:
+        raise ValueError(
+            f"{path}: {len(wrong)} weights hold NaN or infinity ({_some(wrong)}): the training that wrote them had "
+            "diverged, or the file is damaged; use another checkpoint"
         )
 
 

@@ -23,14 +23,14 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
-    AutoTokenizer,
     PreTrainedModel,
 )
 from transformers.utils import cached_file
 
 from mtrl.models.backbone import Backbone, prompt_positions, vision_tokens
-from mtrl.models.families import VISION_FAMILIES, load_encoder, load_model_config
+from mtrl.models.families import VISION_FAMILIES, load_encoder, load_model_config, load_tokenizer
 from mtrl.models.families.text import TextEncoder, parts_of
+from mtrl.models.files import refuse_broken_weights
 from mtrl.models.load import DTYPES, from_pretrained
 from mtrl.types import Prompt, Task
 
@@ -56,13 +56,14 @@ def load_reward_model(
 ) -> RewardModel:
     """The reward model in a directory or behind a hub id, with its own tokenizer and image settings."""
     config = load_model_config(path, trust_remote_code)
+    refuse_broken_weights(path)
     options: dict[str, Any] = {"dtype": DTYPES[dtype], "trust_remote_code": trust_remote_code}
     if config.model_type in VISION_FAMILIES:
         encoder = load_encoder(path, trust_remote_code=trust_remote_code)
         head = read_head(path)
         model = load_whole(AutoModelForImageTextToText, path, unused="lm_head.weight", **options)
         return VisionJudge(with_head(model.to(device), head), encoder)
-    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    tokenizer = load_tokenizer(path, trust_remote_code)
     model = load_whole(AutoModelForSequenceClassification, path, num_labels=1, **options)
     return TextJudge(model.to(device), TextEncoder(tokenizer))
 

@@ -29,6 +29,7 @@ from transformers.utils import cached_file
 
 from mtrl.models.families.qwen_vl import QwenVLEncoder
 from mtrl.models.families.text import TextEncoder
+from mtrl.models.files import SETTINGS_FILES, TOKENIZER_FILES, refuse_broken_files
 from mtrl.protocols import ImageSettings
 
 # The encoder of each vision-language family, by the `model_type` of its config.json. It is made of (tokenizer, config,
@@ -52,8 +53,10 @@ __all__ = [
     "QwenVLEncoder",
     "TextEncoder",
     "encoder_files",
+    "in_a_line",
     "load_encoder",
     "load_model_config",
+    "load_tokenizer",
     "refuse_unknown_family",
 ]
 
@@ -77,7 +80,8 @@ def load_encoder(
     config = load_model_config(model_path, trust_remote_code)
     refuse_unknown_family(config, model_path)
     vision = FAMILIES.get(config.model_type)
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, trust_remote_code=trust_remote_code)
+    refuse_broken_files(model_path, SETTINGS_FILES)
+    tokenizer = load_tokenizer(tokenizer_path, trust_remote_code)
     template = _read_template(chat_template)
     if vision and template is None:  # older checkpoints; transformers' processors prefer it to the tokenizer's
         template = _read_json(tokenizer_path, "chat_template.json").get("chat_template")
@@ -94,12 +98,29 @@ def load_encoder(
 
 def load_model_config(path: str, trust_remote_code: bool = False) -> PreTrainedConfig:
     """config.json of a directory or hub id, or a ValueError that says what is wrong with it."""
+    refuse_broken_files(path, ["config.json"])
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         if family := re.search(r"has model type `(.+?)`", str(error)):  # transformers does not know it either
             raise ValueError(_unknown_family(path, family[1])) from error
         raise ValueError(f"{path} is no checkpoint directory and no hub id that can be reached: {error}") from error
+    except Exception as error:  # values of a kind that transformers does not expect end in any error
+        raise ValueError(f"{path}: transformers cannot use its config.json: {in_a_line(error)}") from error
+
+
+def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a directory or hub id, or a ValueError that says what is wrong with it."""
+    refuse_broken_files(path, TOKENIZER_FILES)
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as error:  # files that are JSON, but no tokenizer's, end in any error
+        raise ValueError(f"{path}: its tokenizer cannot be loaded: {in_a_line(error)}") from error
+
+
+def in_a_line(error: Exception) -> str:
+    """The kind of an error and the first line of what it says."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def refuse_unknown_family(config: PreTrainedConfig, path: str) -> None:
