@@ -31,3 +31,7 @@ class Finished(Exception):
 
 class RunError(Exception):
     """A run that cannot end well, for a reason a user can remove; what it saved before is whole."""
+
+
+class Diverged(RunError):
+    """The model's numbers are NaN or infinite: there is nothing to go on with, and nothing to save."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from mtrl.errors import Diverged
 from mtrl.models.backbone import Backbone, Cache, prompt_positions, vision_tokens
 from mtrl.protocols import PromptEncoder
 from mtrl.rollout.awake import Awake
@@ -107,7 +108,7 @@ class Decoding:
             # Rows that have finished write on while they are in the cache, beyond their length.
             tokens[row, t], logps[row, t] = chosen, logp
             lengths[row] += decoding
-            decoding &= ~torch.isin(chosen, stop_ids)
+            decoding &= ~torch.isin(chosen, stop_ids) & logp.isfinite()  # without probabilities nothing follows
             alive = int(decoding.sum())  # the only thing of a step that waits for the device
             if alive == 0 or t + 1 == self.sampling.max_new_tokens:
                 break
@@ -121,6 +122,8 @@ class Decoding:
             position = position + 1
         ends = lengths.tolist()
         split = [[x[:n] for x, n in zip(all_rows.cpu(), ends, strict=True)] for all_rows in (tokens, logps)]
+        if not all(bool(row.isfinite().all()) for row in split[1]):
+            raise Diverged(non_finite(self.engine.version, hidden.dtype))
         return split[0], split[1]
 
     def _prefill(self) -> tuple[Tensor, Tensor, Tensor, Cache]:
@@ -153,6 +156,21 @@ class Decoding:
         mask = None if keys is None else keys[:, None, None, :]
         where = position[None, :, None].expand(3, -1, -1)
         return self.engine.backbone.read(tokens[:, None], where, attention_mask=mask, cache=cache)[:, 0]
+
+
+def non_finite(version: int, dtype: torch.dtype) -> str:
+    """What to do about logits from which nothing can be sampled; version 0 is the model as it was given."""
+    what = "the model's logits are NaN or infinite, so nothing can be sampled from them"
+    if version == 0:
+        return (
+            f"{what}: its weights are broken, or too large for {str(dtype).removeprefix('torch.')}. Compute in fp32 "
+            "(worker.actor.fsdp.mixed_precision_dtype), or use another checkpoint."
+        )
+    return (
+        f"{what}: training has diverged in the {version} updates so far. Start a new run, from an earlier checkpoint "
+        "(training.load_checkpoint_path) or from the beginning, with a lower worker.actor.optim.lr, a longer "
+        "worker.actor.optim.warmup_steps or a lower worker.actor.max_grad_norm."
+    )
 
 
 def left_pad(rows: Sequence[Tensor]) -> Tensor:

@@ -53,7 +53,8 @@ def choose(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor,
         cumulative = logp.double().exp().cumsum(-1)
         # Strictly below the total, so that the token found always has a probability above 0.
         reach = uniform[:, None] * cumulative[:, -1:] * (1 - 1e-12)
-        tokens = torch.searchsorted(cumulative, reach, right=True)[:, 0]
+        # Where all is NaN, nothing is found; the log-prob of the last token says so.
+        tokens = torch.searchsorted(cumulative, reach, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
     return tokens, logp.gather(-1, tokens[:, None])[:, 0]
 
 

@@ -130,6 +130,15 @@ def skipped_update(seen: Seen) -> str | None:
     )
 
 
+def null_metrics(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return (
+        f"{', '.join(names[:3])}{more} are NaN or infinite, null in metrics.jsonl: the run diverges. Lower "
+        "worker.actor.optim.lr, look for extreme rewards of this step in rollouts.jsonl, or compute in fp32 "
+        "(worker.actor.fsdp.mixed_precision_dtype)."
+    )
+
+
 Rule = Callable[[Seen], str | None]
 RULES: tuple[Rule, ...] = (
     entropy_collapse,
@@ -150,6 +159,7 @@ class Watch(Tracker):
         self.limits = limits or Thresholds()
         self._first: list[Step] = []
         self._recent: deque[Step] = deque(maxlen=self.limits.remembered)
+        self._told_of_null = False
         self._rules = [rule for rule in RULES if groups or rule is not no_variance]
         for step in first:
             self._remember_start(step)
@@ -157,11 +167,19 @@ class Watch(Tracker):
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         self._remember_start(values)
         self._recent.append(finite_metrics(values))
+        self._say_null(step, values)
         seen = Seen(self._first, tuple(self._recent), self.limits)
         for rule in tuple(self._rules):
             if (warning := rule(seen)) is not None:
                 self._rules.remove(rule)
                 logger.warning("step %d: %s", step, warning)
+
+    def _say_null(self, step: int, values: Mapping[str, float]) -> None:
+        """Once. Of an update that was left out, its own rule speaks."""
+        names = [name for name, x in values.items() if x is not None and not math.isfinite(x)]
+        if names and not self._told_of_null and not values.get("actor/skipped_steps"):
+            self._told_of_null = True
+            logger.warning("step %d: %s", step, null_metrics(names))
 
     def _remember_start(self, values: Mapping[str, float]) -> None:
         if len(self._first) < self.limits.first_steps:

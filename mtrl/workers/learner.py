@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from mtrl.errors import Diverged
 from mtrl.models.weights import exported_weights, load_weights
 from mtrl.types import TrainBatch
 from mtrl.workers.micro_batches import MicroBatching
@@ -116,7 +117,7 @@ class Learner:
             told = "optimizer step %d of the %s has a non-finite loss or gradient and is skipped"
             logger.warning(told, self.optimizer_step, self.name)
         if self.bad_steps_in_a_row >= BAD_STEPS_IN_A_ROW:
-            raise FloatingPointError(
+            raise Diverged(
                 f"{BAD_STEPS_IN_A_ROW} optimizer steps in a row of the {self.name} had a non-finite loss or gradient. "
                 f"{self.advice}"
             )

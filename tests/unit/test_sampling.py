@@ -113,3 +113,13 @@ def test_draws_are_uniform():
     counts = torch.histc(draws, bins=20, min=0, max=1)
     chi_square = float(((counts - 1000) ** 2 / 1000).sum())
     assert chi_square < 43.8  # 19 degrees of freedom, 1 in 1,000
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_logits_that_are_not_finite_give_a_log_prob_that_says_so(value, temperature):
+    """And a token of the vocabulary: an index beyond it would end a GPU's process with an assertion."""
+    logits = torch.tensor([[0.0, 1.0, 2.0], [value] * 3])
+    tokens, logp = choose(logits, torch.tensor([0.5, 0.5]), Sampling(temperature=temperature))
+    assert 0 <= int(tokens[1]) < 3
+    assert logp.isfinite().tolist() == [True, False]

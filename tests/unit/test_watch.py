@@ -108,7 +108,6 @@ def test_a_healthy_run_with_noise_is_left_in_peace(warned):
         series("actor/grad_norm", [0.0] * 30 + [1.0]),  # steps that taught nothing make no median
         series("actor/grad_norm", [1.0] * 30 + [9.9] * 30),
         [{"rollout/logprob_gap_mean": None, "rollout/logprob_gap_cut_mean": 0.5}] * 20,  # top-p: no error
-        [dict.fromkeys(HEALTHY, math.nan)] * 20,
         [dict.fromkeys(HEALTHY)] * 20,
     ],
 )
@@ -151,3 +150,18 @@ def test_every_key_that_a_warning_names_exists():
     words = {word.strip("`;,.()") for word in source.replace('"', " ").split()}
     named = {word.partition("=")[0] for word in words if word.startswith(("worker.", "optimization.", "dataset."))}
     assert named and named <= set(known_leaves())
+
+
+def test_a_metric_that_is_not_finite_is_said_once_by_name(caplog):
+    tracker = Watch()
+    values = {"actor/pg_loss": math.nan, "actor/kl": math.inf, "actor/entropy": 1.0, "a": math.nan, "b": -math.inf}
+    with caplog.at_level(logging.WARNING):
+        tracker.metrics(1, {"actor/entropy": 1.0})
+        assert not caplog.records
+        tracker.metrics(2, values)
+        tracker.metrics(3, values)
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        "step 2: actor/pg_loss, actor/kl, a and 1 more are NaN or infinite, null in metrics.jsonl: the run diverges. "
+        "Lower worker.actor.optim.lr"
+    )

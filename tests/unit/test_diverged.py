@@ -1,0 +1,50 @@
+"""Numbers that are not finite end a run with one line that says what happened and what to change."""
+
+import pytest
+import torch
+from tiny_models import encoder_of, fresh_backbone, prompts_for
+
+from mtrl import cli
+from mtrl.errors import Diverged, RunError
+from mtrl.rollout.local import LocalGenerator
+from mtrl.types import Sampling
+
+FAMILY = "qwen2"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("version", "told"), [(0, "too large for float32. Compute in fp32"), (3, "in the 3 updates")])
+def test_sampling_from_nan_says_what_to_change(version, told, temperature):
+    generator = LocalGenerator(fresh_backbone(FAMILY), encoder_of(FAMILY), version=version)
+    prompts, sampling = (
+        prompts_for(FAMILY)[:2],
+        Sampling(n=2, max_new_tokens=4, temperature=temperature, version=version),
+    )
+    generator.generate(prompts, sampling)
+    with torch.no_grad():
+        generator.backbone.output_matrix[7] = torch.nan
+    with pytest.raises(Diverged, match="logits are NaN or infinite") as error:
+        generator.generate(prompts, sampling)
+    assert told in str(error.value) and "\n" not in str(error.value)
+
+
+def test_one_row_of_many_is_enough():
+    """A token's own embedding that is broken breaks only the rows that hold it."""
+    generator = LocalGenerator(fresh_backbone(FAMILY), encoder_of(FAMILY))
+    prompts = prompts_for(FAMILY)[:2]
+    only = set(prompts[1].ids.tolist()) - set(prompts[0].ids.tolist())
+    model = generator.backbone.model
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())  # no longer tied
+    with torch.no_grad():
+        model.get_input_embeddings().weight[min(only)] = torch.inf
+    with pytest.raises(Diverged):
+        generator.generate(prompts, Sampling(n=1, max_new_tokens=2))
+
+
+def test_the_command_says_it_in_a_line(monkeypatch, capsys):
+    def train(_arguments):
+        raise Diverged("the numbers are not finite")
+
+    monkeypatch.setitem(cli.COMMANDS, "train", train)
+    assert issubclass(Diverged, RunError) and cli.main(["train"]) == 1
+    assert capsys.readouterr().err == "mtrl: the numbers are not finite\n"
