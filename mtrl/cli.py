@@ -98,14 +98,17 @@ def data(arguments: Sequence[str]) -> int:
 def doctor(arguments: Sequence[str]) -> int:
     """Look at this machine, and whether a configuration can run on it.
 
-    mtrl doctor [FILE] [--gpu GIB] [a.b=c ...]
+    mtrl doctor [FILE] [--gpu GIB | --try] [a.b=c ...]
 
     Versions, devices, memory, optional features and what they lack; then missing files, disk and a memory estimate of
     the run, and what to change where it does not fit: here, or on one GPU of that size. Some rows of the data that are
     here are tried, through template and tokenizer. No weights are loaded, nothing is downloaded. Exit status 2: it
     cannot run.
+    --try loads the weights, compares log-probs with transformers' own forward and does one whole step at the configured
+    sizes, with its times and peak memory, in a temporary directory.
     """
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported
+    if "--try" not in arguments:
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported
     from mtrl.commands import doctor
 
     return doctor.run(arguments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -54,13 +55,7 @@ def build_policy(config: Config, encoder: TextEncoder | None = None) -> tuple[Te
     settings, actor = config.worker.actor.model, config.worker.actor
     encoder = encoder or build_encoder(config)
     refuse_damaged(Path(model_path(config)))
-    model = load_model(
-        model_path(config),
-        dtype=actor.fsdp.param_dtype,
-        attn_implementation=settings.attn_implementation,
-        device="cuda" if torch.cuda.is_available() else "cpu",
-        trust_remote_code=settings.trust_remote_code,
-    )
+    model = load_plain(config, model_path(config))
     if settings.enable_gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     compiled = actor.use_torch_compile and model.device.type == "cuda"
@@ -80,6 +75,18 @@ def build_policy(config: Config, encoder: TextEncoder | None = None) -> tuple[Te
         dependency=config.optimization.perception_estimator,
     )
     return encoder, forward
+
+
+def load_plain(config: Config, path: str) -> Any:
+    """The model at a path in the settings of the configuration, as transformers has it."""
+    settings = config.worker.actor.model
+    return load_model(
+        path,
+        dtype=config.worker.actor.fsdp.param_dtype,
+        attn_implementation=settings.attn_implementation,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        trust_remote_code=settings.trust_remote_code,
+    )
 
 
 def refuse_unmeasured(config: Config, rules: Recipe, backbone: Backbone) -> None:

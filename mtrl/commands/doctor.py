@@ -1,4 +1,5 @@
-"""`mtrl doctor`: what this machine has, and whether a configuration can run on it. Nothing is downloaded or started."""
+"""`mtrl doctor`: what this machine has, and whether a configuration can run on it. Nothing is downloaded or started,
+unless --try asks for it."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from mtrl.commands import installed
 from mtrl.commands.arguments import take_option
 from mtrl.commands.installed import Device
 from mtrl.commands.rows import row_problems
+from mtrl.commands.trial import trial_problems
 from mtrl.config import Config, ConfigError, take_file, warnings
 from mtrl.data.sources import HUB_ID
 from mtrl.machine import existing_parent, free_disk, may_write
@@ -27,13 +29,18 @@ from mtrl.models.load import DTYPES
 from mtrl.rewards.registry import is_bare
 
 CANNOT_RUN = 2
+TRY = "--try"
 GIB = 2**30
 
 
 def run(arguments: Sequence[str]) -> int:
     """Prints what it finds; 0 when the configuration can run here."""
+    trying = TRY in arguments
     print(machine_report())
     size, arguments = take_option(arguments, "--gpu", "say how many GiB it has")
+    if trying and size is not None:
+        raise ConfigError([f"{TRY}: the trial runs on this machine; leave out --gpu"])
+    arguments = [word for word in arguments if word != TRY]
     file, overrides = take_file(arguments)
     config, embedded = configure(file, overrides)
     device = installed.devices()[0] if size is None else another_gpu(size)
@@ -63,6 +70,9 @@ def run(arguments: Sequence[str]) -> int:
         problems += row_problems(config, model_seen, _note)
     for warning in warnings(config):
         _note(warning)
+    if trying and not problems:
+        problems += trial_problems(config)
+        verdict = "It runs here." if not problems else verdict
     print("\n".join(f"  PROBLEM  {problem}" for problem in problems) or f"  {verdict}")
     return CANNOT_RUN if problems else 0
 

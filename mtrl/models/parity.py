@@ -1,0 +1,68 @@
+"""Log-probs by transformers' own forward, row by row, to hold ours against: the first thing to know of real weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from inspect import signature
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from mtrl.protocols import PromptEncoder
+from mtrl.types import Prompt, Rollouts
+
+# Nats a token, on average, that rounding may make: far above what it does, far below what a wrong position does.
+ROUNDING = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 0.1}
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Between two log-probs of the same tokens, in nats."""
+
+    mean: float
+    largest: float
+    tokens: int
+    limit: float  # of the mean
+
+    @property
+    def within(self) -> bool:
+        return self.mean <= self.limit  # not where it is NaN
+
+
+def log_prob_gap(
+    ours: Tensor,
+    rollouts: Rollouts,
+    model: PreTrainedModel,
+    encoder: PromptEncoder,
+    *,
+    temperature: float,
+    compute_dtype: torch.dtype,
+) -> Gap:
+    """Of `ours` [N, T] from what `model` says, which is as transformers loads it."""
+    rows = []
+    for row, g in enumerate(rollouts.group.tolist()):
+        response = rollouts.tokens[row, : int(rollouts.mask[row].sum())]
+        with torch.autocast(model.device.type, dtype=compute_dtype, enabled=compute_dtype != model.dtype):
+            theirs = plain_log_probs(model, encoder, rollouts.prompts[g], response, temperature)
+        rows.append((ours[row, : len(response)] - theirs).abs())
+    gaps = torch.cat(rows).double()
+    return Gap(float(gaps.mean()), float(gaps.max()), len(gaps), ROUNDING[compute_dtype])
+
+
+@torch.no_grad()
+def plain_log_probs(
+    model: PreTrainedModel, encoder: PromptEncoder, prompt: Prompt, response: Tensor, temperature: float
+) -> Tensor:
+    """[length]: by a forward of this one row, which works out positions and masks by itself."""
+    inputs = encoder.inputs(prompt)
+    ids = torch.cat([prompt.ids, response])[None]
+    row = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    row |= {name: inputs[name] for name in ("pixel_values", "image_grid_thw") if name in inputs}
+    if "mm_token_type_ids" in inputs:
+        row["mm_token_type_ids"] = torch.cat([inputs["mm_token_type_ids"], torch.zeros_like(response)])[None]
+    few = {"logits_to_keep": len(response) + 1} if "logits_to_keep" in signature(model.forward).parameters else {}
+    logits = model(**{name: each.to(model.device) for name, each in row.items()}, **few).logits
+    logits = logits[0, -len(response) - 1 : -1].float().cpu() / temperature
+    logits[:, list(encoder.forbidden_ids)] = -torch.inf
+    return logits.log_softmax(-1).gather(-1, response[:, None])[:, 0]
