@@ -29,13 +29,14 @@ from mtrl.types import Medium, Prompt, Rollouts, Task
 logging.disable_progress_bar()
 
 SHARPER = 8.0
+LAYERS = 3  # early, middle and late attention have one each
 _scratch = tempfile.TemporaryDirectory()
 
 
 @lru_cache
 def checkpoint(family: str) -> Path:
     assert family in TINY_FAMILIES
-    directory = make_tiny_checkpoint(Path(_scratch.name) / family, family)
+    directory = make_tiny_checkpoint(Path(_scratch.name) / family, family, layers=LAYERS)
     model = plain_model_at(directory, family)
     with torch.no_grad():
         for parameter in model.parameters():
