@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,7 @@ def build_actor(
     config: Config, policy: Forward, encoder: TextEncoder, steps: int, reference: Reference | None = None
 ) -> LocalActor:
     on_gpu, images = policy.backbone.device.type == "cuda", encoder.image_settings
+    warn_of_large_steps(config.worker.actor.optim.lr, policy.backbone.model)
     return LocalActor(
         policy,
         recipe.optimizer_settings(config, steps),
@@ -130,6 +132,21 @@ def build_actor(
         encoder_files=encoder_files(encoder, model_path(config)),
         reference=reference,
     )
+
+
+def warn_of_large_steps(lr: float, model: Any) -> None:
+    """AdamW moves a weight by about the learning rate, whatever its gradient is: one as large as the weights leaves
+    nothing of the model, and every number stays finite."""
+    learning = [parameter.detach() for parameter in model.parameters() if parameter.requires_grad]
+    squares = sum(float(weight.norm(dtype=torch.float32)) ** 2 for weight in learning)
+    size = math.sqrt(squares / max(1, sum(weight.numel() for weight in learning)))
+    if lr > size > 0:
+        logger.warning(
+            "worker.actor.optim.lr = %g is larger than the weights themselves (%.2g in root mean square): the first "
+            "update leaves nothing of the model, since AdamW moves each weight by about lr; 1e-6 to 1e-5 are usual",
+            lr,
+            size,
+        )
 
 
 def build_reference(policy: Forward, needs: Needs) -> Reference | None:

@@ -5,6 +5,7 @@ import torch
 from tiny_models import encoder_of, fresh_backbone, prompts_for
 
 from mtrl import cli
+from mtrl.build.model import warn_of_large_steps
 from mtrl.errors import Diverged, RunError
 from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Sampling
@@ -48,3 +49,11 @@ def test_the_command_says_it_in_a_line(monkeypatch, capsys):
     monkeypatch.setitem(cli.COMMANDS, "train", train)
     assert issubclass(Diverged, RunError) and cli.main(["train"]) == 1
     assert capsys.readouterr().err == "mtrl: the numbers are not finite\n"
+
+
+@pytest.mark.parametrize(("lr", "warns"), [(30.0, True), (1e-3, False), (0.0, False)])
+def test_a_learning_rate_as_large_as_the_weights_is_said(lr, warns, caplog):
+    """Every number may stay finite, so nothing else would say it."""
+    warn_of_large_steps(lr, fresh_backbone(FAMILY).model)
+    assert ("worker.actor.optim.lr = 30 is larger than the weights themselves" in caplog.text) is warns
+    assert bool(caplog.records) is warns
