@@ -64,12 +64,10 @@ def parity_problems(config: Config, run: Run) -> Iterator[str]:
     model = load_plain(config, place)
     said = f"{sum(p.numel() for p in model.parameters()) / 1e6:,.1f} million parameters on {model.device.type}"
     print(f"  loaded     {place}: {said}")
-    settings = {
-        "temperature": config.worker.rollout.temperature,
-        "compute_dtype": DTYPES[config.worker.actor.fsdp.mixed_precision_dtype],
-    }
-    gap = log_prob_gap(ours, rollouts, model, build_encoder(config), **settings)
-    print(f"  log-probs  {told_gap(gap, config.worker.actor.fsdp.mixed_precision_dtype)}")
+    temperature, dtype = config.worker.rollout.temperature, config.worker.actor.fsdp.mixed_precision_dtype
+    encoder = build_encoder(config)
+    gap = log_prob_gap(ours, rollouts, model, encoder, temperature=temperature, compute_dtype=DTYPES[dtype])
+    print(f"  log-probs  {told_gap(gap, dtype)}")
     if not gap.within:
         yield (
             f"the log-probs of {place} are not those of transformers: {gap.mean:.2g} nats a token apart, "
