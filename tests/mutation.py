@@ -1,11 +1,11 @@
-"""Mutation run: is every operator of the pure core pinned down by a test?
+"""Mutation run: is every operator of the core pinned down by a test?
 
-    python tests/mutation.py [credit losses]
+    python tests/mutation.py [credit losses recipe ..]
 
-Each operator, constant, branch and flag of `mtrl/algorithms/<module>.py`, or of every file of a package there, is
-changed in turn, and the unit tests run against the change. A change that no test notices is a survivor: a missing test,
-or a change that changes nothing. The latter are listed in EQUIVALENT with the reason. Exit status 1: a survivor that is
-not listed, or a line of that table that no longer matches a survivor.
+Each operator, constant, branch and flag of a module of PLACES, or of every file of a package there, is changed in turn,
+and the unit tests run against the change. A change that no test notices is a survivor: a missing test, or a change that
+changes nothing. The latter are listed in EQUIVALENT with the reason. Exit status 1: a survivor that is not listed, or a
+line of that table that no longer matches a survivor.
 
 torch and TRL are imported once; each mutant runs in a fork of this process, at most JOBS at a time. A finder in front
 of `sys.meta_path` hands out the changed module, so every import of it gets the change. Two forks show that this works
@@ -30,7 +30,16 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-ALGORITHMS = ROOT / "mtrl/algorithms"
+PLACES = {
+    "credit": "mtrl.algorithms.credit",
+    "losses": "mtrl.algorithms.losses",
+    "recipe": "mtrl.build.recipe",
+    "steps": "mtrl.training.recipe",
+    "learner": "mtrl.workers.learner",
+    "actor": "mtrl.workers.actor",
+    "reference": "mtrl.workers.reference",
+    "micro_batches": "mtrl.workers.micro_batches",
+}
 JOBS = 2
 SECONDS_PER_MUTANT = 90
 CANARY = "the canary sings"
@@ -57,6 +66,12 @@ TESTS = {
         "tests/conformance/test_trl_agreement.py",
         *PROPERTIES,
     ],
+    "recipe": ["tests/unit/test_recipe.py"],
+    "steps": ["tests/unit/test_recipe.py"],
+    "learner": ["tests/unit/test_learner.py"],
+    "actor": ["tests/unit/test_actor.py"],
+    "reference": ["tests/unit/test_workers_from_config.py"],
+    "micro_batches": ["tests/unit/test_packing.py", "tests/unit/test_actor.py"],
 }
 
 NAMES_AND_MESSAGES = {"credit.registry"}  # files without arithmetic, left out
@@ -139,12 +154,26 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ): OFF_MASK,
     ("losses.importance_ratio", "return sequence * (logp - logp.detach()).where(mask, 1.0).exp()"): OFF_MASK,
     ("losses.importance_ratio", "return sequence * (logp - logp.detach()).where(mask, -1.0).exp()"): OFF_MASK,
+    (
+        "learner.OptimizerSettings.lr_at",
+        "if step <= self.warmup_steps:",
+    ): "at the end of the warm-up both say the full rate",
+    ("learner.Learner.__init__", "fused=model.device.type == 'cuda?'"): "these tests run without a GPU",
+    (
+        "learner.Learner.update",
+        "metrics = {name: sum((step[name] for step in finite)) / len(finite) for name in finite[-1]}",
+    ): "every step reports the same names",
+    **{
+        ("micro_batches.<module>", f"NO_LIMIT = {number}"): "any number above all tokens of a step"
+        for number in ("2 << 62", "1 << 63", "1 << 61")
+    },
+    ("micro_batches.MicroBatching.probe", "if values[-1] is not None:"): "every pass measures the same signals",
 }
 
 
 @dataclass(frozen=True)
 class Mutant:
-    module: str  # dotted name within mtrl.algorithms
+    module: str  # a name of PLACES, or that and a file of the package there
     function: str  # dotted name within the module, or "<module>"
     line: int
     before: str  # the statement, or what of it fits a line
@@ -288,8 +317,9 @@ def places(node: ast.AST, path: tuple = (), function: str = "", statement: tuple
 
 
 def is_of_types_or_names(node: ast.Assign) -> bool:
-    """A type alias, or __all__."""
-    return isinstance(node.value, ast.Subscript) or ast.unparse(node.targets[0]) == "__all__"
+    """A type alias, a type variable, or __all__."""
+    alias = isinstance(node.value, ast.Subscript) or ast.unparse(node.value).startswith("TypeVar(")
+    return alias or ast.unparse(node.targets[0]) == "__all__"
 
 
 def reach(tree: Any, path: tuple) -> Any:
@@ -343,18 +373,28 @@ def canary(source: str) -> ast.Module:
 
 def files_of(name: str) -> dict[str, Path]:
     """Modules by their dotted names, and where each stands: one, or all of a package."""
-    package = ALGORITHMS / name
+    package = path_of(name)
     if not package.is_dir():
-        return {name: ALGORITHMS / f"{name}.py"}
+        return {name: package.with_suffix(".py")}
     inner = {f"{name}.{path.stem}": path for path in sorted(package.glob("*.py")) if path.stem != "__init__"}
     return {name: package / "__init__.py"} | {k: path for k, path in inner.items() if k not in NAMES_AND_MESSAGES}
+
+
+def full_name(module: str) -> str:
+    name, *inner = module.split(".")
+    return ".".join([PLACES[name], *inner])
+
+
+def path_of(module: str) -> Path:
+    """Without the suffix of a file."""
+    return ROOT.joinpath(*full_name(module).split("."))
 
 
 class Changed(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Hands out one module from a tree in place of its file; the other files of a package stay as they are."""
 
     def __init__(self, module: str, tree: ast.Module) -> None:
-        self.name, self.tree, self.package = f"mtrl.algorithms.{module}", tree, ALGORITHMS.joinpath(*module.split("."))
+        self.name, self.tree, self.package = full_name(module), tree, path_of(module)
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if name != self.name:

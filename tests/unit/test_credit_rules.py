@@ -228,6 +228,28 @@ def test_a_weight_of_zero_and_a_negative_term_are_fine():
     close(credit_by(Adds(-torch.ones(2, 3))).advantage, padded([[0, 0, 0], [-3, -3]]))
 
 
+@pytest.mark.parametrize("judges", [[True], [True, True, True], [1, 1], [[True, True]]])
+def test_a_filter_speaks_for_each_row(judges):
+    told = "credit rule Keeps: speaks_for must return a bool for each of 2 responses"
+    assert text_of(Keeps(MASK, judges)) == told
+
+
+def test_an_unknown_target_is_told_with_those_there_are():
+    class Odd(Weighs):
+        target = "loss"
+
+    told = "credit rule Odd has the target 'loss'; there are advantage and mask"
+    assert text_of(Odd(torch.ones(2))) == told
+
+
+def test_of_a_long_message_the_first_line_is_told():
+    class Fails(Term):
+        def apply(self, experience, key):
+            raise ValueError("first\nsecond")
+
+    assert text_of(Fails()).startswith("credit rule Fails failed: ValueError: first (")
+
+
 def test_where_a_rule_raised_is_told():
     def divide(rollouts):
         return 1 / (len(rollouts) - 2)

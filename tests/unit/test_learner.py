@@ -1,5 +1,6 @@
 """A learner descends whatever loss it is handed: here one of values, by hand, on a model of a single weight."""
 
+import json
 import math
 from dataclasses import replace
 
@@ -73,3 +74,109 @@ def test_what_is_not_finite_is_told_of_this_learner(caplog):
     assert learner.model.w.item() == 0 and "optimizer step 1 of the critic" in caplog.text
     with pytest.raises(Diverged, match=r"^3 optimizer steps in a row of the critic .* Lower my\.lr\.$"):
         learner.update([batch_of()], bad)
+
+
+def test_a_new_learner_has_done_nothing():
+    learner = learner_of()
+    assert (learner.version, learner.optimizer_step, learner.bad_steps_in_a_row) == (0, 0, 0)
+    settings = learner.optimizer.defaults
+    assert (settings["lr"], settings["weight_decay"], settings["betas"]) == (0.5, 0.0, (0.9, 0.95))
+    assert not settings["fused"], "that is for a GPU"
+
+
+def test_weights_that_do_not_learn_are_left_out():
+    model = OneWeight()
+    model.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+    learner = Learner(model, OptimizerSettings(), MicroBatching(rows=1), name="critic", advice="")
+    assert learner.parameters == [model.w] and learner.names == {model.w: "w"}
+
+
+def test_metrics_are_of_the_steps_that_were_taken(caplog):
+    """One of three is not finite: it is counted, and neither moves the weights nor enters the means."""
+    learner, parts = learner_of(rows=3), iter([1.0, math.nan, 3.0])
+
+    def loss(batch):
+        value = next(parts)
+        return learner.model.w * value, {"value_loss": torch.tensor(value)}
+
+    metrics = learner.update([batch_of()] * 3, loss)
+    assert metrics == pytest.approx({"value_loss": 2.0, "grad_norm": 2.0, "lr": 0.5, "skipped_steps": 1.0})
+    assert (learner.version, learner.optimizer_step, learner.bad_steps_in_a_row) == (1, 3, 0)
+    (record,) = caplog.records
+    assert record.getMessage() == "optimizer step 1 of the critic has a non-finite loss or gradient and is skipped"
+    assert learner.model.w.grad is None
+
+
+def test_a_metric_that_is_not_finite_skips_the_step_too():
+    """The gradient may be finite where the loss is not."""
+    learner = learner_of(rows=3)
+    metrics = learner.update(
+        [batch_of()], lambda batch: (learner.model.w * 2.0, {"value_loss": torch.tensor(math.inf)})
+    )
+    assert metrics["skipped_steps"] == 1.0 and metrics["grad_norm"] == 2.0 and learner.model.w.item() == 0
+
+
+def test_only_bad_steps_in_a_row_end_the_run():
+    learner, good = learner_of(rows=3), []
+
+    def loss(batch):
+        return learner.model.w * (1.0 if good else math.nan), {}
+
+    for happens in ([], [], [1], [], []):  # two, a good one, two
+        good[:] = happens
+        learner.update([batch_of()], loss)
+    assert learner.bad_steps_in_a_row == 2
+    with pytest.raises(Diverged):
+        good.clear()
+        learner.update([batch_of()], loss)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "floor", "expected"),
+    [
+        ("constant_with_warmup", 0.5, [1, 2, 3, 3, 3, 3, 3, 3]),
+        ("linear", 0.0, [1, 2, 3, 2.25, 1.5, 0.75, 0, 0]),
+        ("linear", 0.5, [1, 2, 3, 2.625, 2.25, 1.875, 1.5, 1.5]),
+        ("cosine", 0.0, [1, 2, 3, 1.5 + 1.5 * math.sqrt(0.5), 1.5, 1.5 - 1.5 * math.sqrt(0.5), 0, 0]),
+    ],
+)
+def test_the_learning_rate_of_each_step(schedule, floor, expected):
+    """Two steps of warm-up, six in all; it stays at its end."""
+    settings = OptimizerSettings(lr=3.0, warmup_steps=2, total_steps=6, schedule=schedule, min_lr_ratio=floor)
+    assert [settings.lr_at(step) for step in range(8)] == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_defaults_of_an_optimizer():
+    """Those of the configuration, which test_recipe.py compares."""
+    expected = (1e-6, 0.01, (0.9, 0.95), 10, 1, "constant_with_warmup", 0.0, 1.0)
+    assert OptimizerSettings() == OptimizerSettings(*expected)
+
+
+def test_a_single_step_after_the_warm_up():
+    settings = OptimizerSettings(lr=4.0, warmup_steps=1, total_steps=2, schedule="linear")
+    assert [settings.lr_at(step) for step in range(3)] == [2.0, 4.0, 0.0]
+
+
+def test_a_warm_up_longer_than_the_run():
+    assert OptimizerSettings(lr=4.0, warmup_steps=3, total_steps=2, schedule="linear").lr_at(3) == 4.0
+
+
+def test_the_rate_of_a_step_is_the_schedule_s():
+    learner = learner_of(rows=3)
+    learner.optimization = OptimizerSettings(lr=3.0, warmup_steps=2, total_steps=6, schedule="linear")
+    metrics = [learner.update([batch_of()], value_loss(learner.model, []))["lr"] for _ in range(4)]
+    assert metrics == pytest.approx([1, 2, 3, 2.25])
+    assert learner.optimizer.param_groups[0]["lr"] == pytest.approx(2.25)
+
+
+def test_what_a_learner_counts_goes_to_the_disk_and_back(tmp_path, monkeypatch):
+    learner = learner_of()
+    learner.version, learner.optimizer_step, learner.bad_steps_in_a_row = 3, 7, 2
+    counters = learner.snapshot({"a.json": b"{}"}).counters
+    assert counters == {"version": 3, "optimizer_step": 7, "bad_steps_in_a_row": 2}
+    monkeypatch.setattr("mtrl.workers.learner.load_weights", lambda model, directory: None)
+    monkeypatch.setattr("mtrl.workers.learner.restore_optimizer_state", lambda *_: None)
+    monkeypatch.setattr("mtrl.workers.learner.read_counters", lambda directory: json.loads(json.dumps(counters)))
+    other = learner_of()
+    other.restore(tmp_path)
+    assert (other.version, other.optimizer_step, other.bad_steps_in_a_row) == (3, 7, 2)

@@ -105,7 +105,7 @@ def test_weights_that_are_not_finite(model, value):
     refused(model, r"1 weights hold NaN or infinity \(.+\): the training .* use another checkpoint")
 
 
-# ------------------------------------------------------------------------------------------------------ other files
+# ---------------------------------------------------------------------------------------------------------- other files
 FILES = ["config.json", "tokenizer.json", "tokenizer_config.json", "preprocessor_config.json", "generation_config.json"]
 
 

@@ -1,13 +1,46 @@
-"""From the config to a recipe."""
+"""From the configuration to the values of a run: every key that is a number, a switch or a name."""
+
+from dataclasses import replace
 
 import pytest
 
-from mtrl.build.recipe import optimizer_settings, recipe_of, total_steps
-from mtrl.config import load_config
-from mtrl.training.recipe import due
+from mtrl.algorithms.batches import BatchPlan
+from mtrl.algorithms.credit.attention_weights import AttentionWeights
+from mtrl.algorithms.credit.entropy_filter import EntropyFilter
+from mtrl.algorithms.credit.perception_filter import PerceptionFilter
+from mtrl.algorithms.credit.trajectory_scaling import TrajectoryScaling
+from mtrl.algorithms.divergence import Divergence
+from mtrl.algorithms.losses import Loss
+from mtrl.build.recipe import (
+    attention_every,
+    attention_weights,
+    credit_rules,
+    divergence_of,
+    optimizer_settings,
+    perturbation_of,
+    policy_loss,
+    probe_batching,
+    recipe_of,
+    reward_schedule,
+    total_steps,
+    training_sampling,
+    update_batching,
+    validation_sampling,
+    with_scores,
+)
+from mtrl.config import ConfigError, load_config
+from mtrl.models.perturb import Perturbation
+from mtrl.training.recipe import Recipe, due
+from mtrl.types import Needs, Sampling
+from mtrl.workers.learner import OptimizerSettings
+from mtrl.workers.micro_batches import MicroBatching
 
 
-# ----------------------------------------------------------------------------------------------------- from the config
+def optimization(**values):
+    return load_config(None, {f"optimization.{name}": value for name, value in values.items()})
+
+
+# ------------------------------------------------------------------------------------------------------- steps of a run
 @pytest.mark.parametrize(
     ("overrides", "rows", "steps"),
     [
@@ -21,21 +54,44 @@ def test_total_steps(overrides, rows, steps):
     assert total_steps(load_config(None, overrides), rows) == steps
 
 
+SIZES = {"dataset.rollout_batch_size": 8, "worker.actor.global_batch_size": 2, "worker.actor.ppo_epochs": 3}
+
+
 def test_optimizer_steps_of_a_run():
-    config = load_config(
-        None,
-        {
-            "dataset.rollout_batch_size": 8,
-            "worker.actor.global_batch_size": 2,
-            "worker.actor.ppo_epochs": 3,
-            "worker.actor.optim.warmup_ratio": 0.1,
-            "worker.actor.optim.warmup_steps": 99,
-        },
+    warmup = {"worker.actor.optim.warmup_ratio": 0.1, "worker.actor.optim.warmup_steps": 99}
+    config = load_config(None, SIZES | warmup)
+    found = optimizer_settings(config, steps=10)
+    assert found.total_steps == 10 * 4 * 3 and found.warmup_steps == 12
+    assert (
+        optimizer_settings(load_config(None, {**warmup, "worker.actor.optim.warmup_ratio": None}), 1).warmup_steps == 99
     )
-    optimization = optimizer_settings(config, steps=10)
-    assert optimization.total_steps == 10 * 4 * 3 and optimization.warmup_steps == 12
     rules = recipe_of(config, 10)
     assert (rules.prompts_per_step, rules.batches.prompts_per_update, rules.batches.passes) == (8, 2, 3)
+
+
+def test_the_optimizer_has_the_keys_of_the_configuration():
+    values = {
+        "lr": 2e-6, "weight_decay": 0.1, "betas": [0.8, 0.9], "warmup_steps": 4, "lr_scheduler_type": "cosine",
+        "min_lr_ratio": 0.2,
+    }  # fmt: skip
+    overrides = {f"worker.actor.optim.{name}": value for name, value in values.items()}
+    config = load_config(None, {**overrides, **SIZES, "worker.actor.max_grad_norm": 0.7})
+    assert optimizer_settings(config, 5) == OptimizerSettings(2e-6, 0.1, (0.8, 0.9), 4, 60, "cosine", 0.2, 0.7)
+
+
+def test_the_defaults_of_an_optimizer_are_those_of_the_configuration():
+    assert replace(optimizer_settings(load_config(None), 1), total_steps=1) == OptimizerSettings()
+
+
+# ------------------------------------------------------------------------------------------------------------- sampling
+def test_sampling_has_the_keys_of_the_configuration():
+    values = {
+        "n": 3, "temperature": 0.7, "top_p": 0.9, "top_k": 40, "seed": 9, "max_new_tokens": 11,
+        "val.n": 2, "val.temperature": 0.3,
+    }  # fmt: skip
+    config = load_config(None, {f"worker.rollout.{name}": value for name, value in values.items()})
+    assert training_sampling(config) == Sampling(n=3, temperature=0.7, top_p=0.9, top_k=40, max_new_tokens=11, seed=9)
+    assert validation_sampling(config) == Sampling(n=2, temperature=0.3, max_new_tokens=11, seed=9)
 
 
 def test_dr_grpo_divides_by_the_length_of_the_config():
@@ -44,6 +100,207 @@ def test_dr_grpo_divides_by_the_length_of_the_config():
     assert rules.sampling.max_new_tokens == 4 and rules.batches.max_response_length == 8
 
 
+# ----------------------------------------------------------------------------------------------------------- the recipe
+def test_the_recipe_has_the_keys_of_the_configuration():
+    values = {
+        "dataset.rollout_batch_size": 8, "worker.actor.global_batch_size": 4, "worker.actor.ppo_epochs": 2,
+        "dataset.max_response_length": 9, "dataset.seed": 5, "training.val_freq": 6, "training.save_freq": 7,
+        "optimization.loss_type": "dr_grpo", "optimization.loss_token_denominator": "selected",
+        "optimization.mask_truncated_responses": True, "optimization.tis_clip": 3.0,
+        "optimization.tis_level": "sequence", "optimization.scale_rewards": "batch",
+    }  # fmt: skip
+    rules = recipe_of(load_config(None, values), 12)
+    assert (rules.total_steps, rules.prompts_per_step, rules.seed) == (12, 8, 5)
+    assert (rules.validate_every, rules.save_every) == (6, 7)
+    assert rules.batches == BatchPlan(4, 2, "dr_grpo", "selected", 9, True)
+    assert rules.loss == Loss(policy_loss(load_config(None)), tis_clip=3.0, tis_level="sequence")
+    assert rules.estimator.scale_rewards == "batch"
+
+
+@pytest.mark.parametrize(("on", "coef"), [(True, 0.3), (False, 0.0)])
+def test_the_entropy_penalty_has_a_switch(on, coef):
+    config = optimization(use_entropy_penalty=on, entropy_penalty_coef=0.3)
+    assert recipe_of(config, 1).loss.entropy_penalty_coef == coef
+
+
+@pytest.mark.parametrize(
+    ("before", "first", "validates"), [(True, True, True), (True, False, False), (False, True, False)]
+)
+def test_only_a_run_without_steps_is_validated_first(before, first, validates):
+    config = load_config(None, {"training.val_before_train": before})
+    assert recipe_of(config, 1, first=first).validate_first is validates
+    if first:
+        assert recipe_of(config, 1).validate_first is validates
+
+
+def test_what_rules_rewards_trackers_and_divergence_read_comes_together():
+    rules = recipe_of(optimization(enable_perception_filtering=True), 1)
+    assert {"dependency", "reference", "old", "entropy"} <= rules.needs.names
+    config = optimization(disable_divergence=True)
+    assert not recipe_of(config, 1).needs
+    found = recipe_of(config, 1, rewards=[Needs("mass")], trackers=Needs("prompt_mass"))
+    assert found.needs == Needs("mass", "prompt_mass"), "attention needs no pass over the vocabulary"
+
+
+@pytest.mark.parametrize("alone", ["mass", "prompt_mass"])
+def test_attention_alone_needs_no_scores(alone):
+    assert with_scores(Needs(alone), load_config(None, SIZES | {"worker.actor.ppo_epochs": 1})) == Needs(
+        alone, "old", "entropy"
+    )
+    assert with_scores(Needs(alone), load_config(None)) == Needs(alone)
+
+
+# ------------------------------------------------------------------------------------------------------------ attention
+@pytest.mark.parametrize(
+    ("asked", "needed", "every"),
+    [("auto", False, 10), ("auto", True, 1), (True, False, 1), (True, True, 1), (False, True, 0)],
+)
+def test_how_often_attention_is_read(asked, needed, every):
+    assert attention_every(optimization(compute_attention_metrics=asked), needed) == every
+
+
+def test_attention_is_read_now_and_then_unless_somebody_reads_signals():
+    config = load_config(None)
+    assert attention_every(config) == recipe_of(config, 1).attention_every == 10
+    assert recipe_of(config, 1, rewards=[Needs("old"), Needs()]).attention_every == 1, "one of them may look"
+    assert recipe_of(config, 1, rewards=[Needs()]).attention_every == 10
+    assert recipe_of(config, 1, trackers=Needs("mass")).attention_every == 1
+    assert recipe_of(config, 1, sees_attention=False).attention_every == 0
+
+
+# --------------------------------------------------------------------------------------------------------------- credit
+KEYS = {
+    "top_p_perception_tokens": 0.3, "top_p_entropy_tokens": 0.4, "trajectory_scaling_min": 0.5,
+    "trajectory_scaling_max": 3.0, "token_weight_target": "mask", "token_weight_clip": [0.1, 4.0],
+    "token_weight_smooth_sigma": 1.5, "token_weight_top_ratio": 0.6,
+}  # fmt: skip
+SWITCHES = {
+    "enable_perception_filtering": PerceptionFilter(0.3),
+    "enable_entropy_filtering": EntropyFilter(0.4),
+    "enable_trajectory_reweighting": TrajectoryScaling(0.5, 3.0),
+    "enable_token_weights": AttentionWeights("mask", (0.1, 4.0), 1.5, 0.6, True),
+}
+
+
+def test_no_switch_no_rule():
+    assert credit_rules(optimization(**KEYS)) == ()
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_each_switch_adds_its_rule(switch):
+    assert credit_rules(optimization(**KEYS, **{switch: True})) == (SWITCHES[switch],)
+
+
+def test_all_switches_in_the_order_of_the_contract():
+    assert credit_rules(optimization(**KEYS, **dict.fromkeys(SWITCHES, True))) == tuple(SWITCHES.values())
+
+
+@pytest.mark.parametrize(("asked", "reads"), [("auto", True), (True, True), (False, False)])
+def test_token_weights_read_attention_unless_it_is_off(asked, reads):
+    assert attention_weights(optimization(compute_attention_metrics=asked)).attention is reads
+
+
+def test_the_arguments_of_a_further_rule_are_checked():
+    (rule,) = credit_rules(optimization(credit=[{"name": "entropy_change", "strength": 0.5}]))
+    assert rule.strength == 0.5
+    with pytest.raises(ConfigError, match=r"optimization\.credit: EntropyChange: strength: "):
+        credit_rules(optimization(credit=[{"name": "entropy_change", "strength": "much"}]))
+
+
+# -------------------------------------------------------------------------------------------------- divergence and loss
+def test_the_divergence_has_the_keys_of_the_configuration():
+    values = {
+        "divergence_penalty": "full", "divergence_coef": 0.5, "use_divergence_loss": True, "divergence_target": 3.0,
+        "divergence_horizon": 50.0,
+    }  # fmt: skip
+    for kind in ("fixed", "adaptive"):
+        expected = Divergence("full", 0.5, in_loss=True, adaptive=kind == "adaptive", target=3.0, horizon=50.0)
+        assert divergence_of(optimization(**values, divergence_type=kind)) == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "there"),
+    [
+        ({}, True),
+        ({"disable_divergence": True}, False),
+        ({"divergence_coef": 0.0}, False),
+        ({"divergence_coef": 1.0}, True),
+    ],
+)
+def test_a_divergence_that_counts_nothing_is_none(values, there):
+    assert (divergence_of(optimization(**values)) is not None) is there
+
+
+@pytest.mark.parametrize(
+    ("name", "level", "found"),
+    [
+        ("ppo", "token", ("ppo", "token")),
+        ("ppo", "sequence", ("ppo", "sequence")),
+        ("gspo", "token", ("ppo", "sequence")),
+        ("cispo", "token", ("cispo", "token")),
+        ("sapo", "token", ("sapo", "token")),
+    ],
+)
+def test_gspo_is_ppo_by_response(name, level, found):
+    loss = policy_loss(optimization(policy_loss=name, importance_sampling_level=level))
+    assert (loss.kind, loss.level) == found
+
+
+# -------------------------------------------------------------------------------------------------------- micro-batches
+def batching(**actor):
+    return load_config(None, {f"worker.actor.{name}": value for name, value in actor.items()})
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_passes_are_cut_by_tokens_or_by_rows(share):
+    by_tokens = batching(tokens_per_micro_batch=777)
+    assert update_batching(by_tokens, True, share) == MicroBatching(777, at_least=16384, share_prefix=share)
+    assert update_batching(by_tokens, False, share) == MicroBatching(777, at_least=0, share_prefix=share)
+    assert probe_batching(by_tokens, True, share) == MicroBatching(777, at_least=65536, share_prefix=share)
+    assert probe_batching(by_tokens, False, share) == MicroBatching(777, at_least=0, share_prefix=share)
+    sizes = {"micro_batch_size_per_device_for_update": 3, "micro_batch_size_per_device_for_experience": 5}
+    by_rows = batching(dynamic_batching=False, **sizes)
+    assert update_batching(by_rows, True, share) == MicroBatching(rows=3, share_prefix=share)
+    assert probe_batching(by_rows, True, share) == MicroBatching(rows=5, share_prefix=share)
+
+
+@pytest.mark.parametrize(("given", "found"), [("auto", 16), (8, 8)])
+def test_the_patches_of_a_perturbation(given, found):
+    expected = Perturbation(
+        kind="random_patch_blackening", patch_size=found, black_prob=0.5, noise_std=189.0, blur_radius=6.0, seed=1
+    )
+    assert perturbation_of(load_config(None, {"optimization.patch_size": given, "dataset.seed": 1}), 16) == expected
+
+
+# ------------------------------------------------------------------------------------------------------- reward weights
+def schedule(functions=2, **values):
+    named = {f"worker.reward.{name}": value for name, value in values.items()}
+    names = ["accuracy", "format", "math"][:functions]
+    return reward_schedule(load_config(None, {"worker.reward.functions": names} | named), functions)
+
+
+def test_weights_of_rewards():
+    assert schedule(weights=None) == [(0.0, (1.0, 1.0))]
+    assert schedule(weights=[2.0, 3.0]) == [(0.0, (2.0, 3.0))]
+    early = {"weights": [2.0, 3.0], "early_weights": [0.5, 4.0]}
+    assert schedule(**early, early_ratio=0.25) == [(0.0, (0.5, 4.0)), (0.25, (2.0, 3.0))]
+    assert schedule(**early, early_ratio=0.0) == [(0.0, (2.0, 3.0))]
+    steps = [[0.0, [1.0, 0.0]], [0.5, [0.0, 1.0]]]
+    assert schedule(weight_schedule=steps) == [(0.0, (1.0, 0.0)), (0.5, (0.0, 1.0))]
+
+
+# ------------------------------------------------------------------------------------------------------- when it is due
 @pytest.mark.parametrize("every", [-1, 0])
 def test_never_due(every):
     assert not any(due(step, every) for step in range(1, 10))
+
+
+def test_due_at_every_third():
+    assert [step for step in range(1, 10) if due(step, 3)] == [3, 6, 9]
+    assert due(1, 1) and due(7, 1)
+
+
+def test_attention_joins_what_is_needed_when_it_is_due():
+    rules = replace(recipe_of(optimization(disable_divergence=True), 1), attention_every=4)
+    assert [step for step in range(12) if "mass" in rules.needs_at(step)] == [3, 7, 11], "steps are counted from 1"
+    assert rules.needs_at(0) == rules.needs and Recipe.seed == 0

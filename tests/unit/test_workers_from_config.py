@@ -82,6 +82,22 @@ def test_share_prefix_reaches_the_passes(share, caplog):
     assert (actor.learner.batching.share_prefix, actor.probe_batching.share_prefix) == (share, share)
 
 
+# ------------------------------------------------------------------------------------------------------ the reference
+def test_a_reference_stays_as_it_was_and_never_learns():
+    policy = Forward(fresh_backbone(FAMILY), encoder_of(FAMILY))
+    reference = Reference.frozen(policy)
+    assert not any(weight.requires_grad for weight in reference.forward.backbone.model.parameters())
+    assert all(weight.requires_grad for weight in policy.backbone.model.parameters())
+    rollouts = random_rollouts(prompts_for(FAMILY), [0, 1], [4, 3])
+    before = policy.signals(rollouts).old
+    with torch.no_grad():
+        policy.backbone.output_matrix.mul_(2.0)
+    found = reference.signals(rollouts, Needs("reference"), policy)
+    torch.testing.assert_close(found.reference, before)
+    assert found.divergence is None and (policy.signals(rollouts).old - before).abs().max() > 0.01
+    assert reference.signals(rollouts, Needs("divergence"), policy).reference is None, "nobody reads it"
+
+
 # ---------------------------------------------------------------------------------------------------- full divergence
 def test_full_divergence_is_that_of_the_policy_from_the_reference():
     """p (log p - log q), p the policy's, summed over the vocabulary: against plain forwards."""

@@ -1,0 +1,199 @@
+"""Which passes an actor asks of its model, over which rows and views; and how rows are cut into passes."""
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import fake_batch, fake_rollouts, same
+from torch import nn
+
+from mtrl.algorithms.losses import Loss
+from mtrl.algorithms.vocab import TokenScores
+from mtrl.types import Needs, Signals
+from mtrl.workers.actor import ADVICE, LocalActor
+from mtrl.workers.learner import OptimizerSettings
+from mtrl.workers.micro_batches import MicroBatching
+
+
+class OneWeight(nn.Module):
+    device = torch.device("cpu")
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(()))
+
+
+@dataclass
+class Told:
+    """A forward pass that writes down what it is asked, and answers with the number of the row (its version)."""
+
+    backbone: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(model=OneWeight()))
+    asked: list = field(default_factory=list)
+
+    def signals(self, rollouts, needs=None, views=None):
+        self.asked.append((rollouts.version.tolist(), needs, views))
+        return Signals(old=rollouts.version[:, None].float().expand(rollouts.mask.shape).where(rollouts.mask, 0.0))
+
+    def scores(self, rollouts, entropy=False):
+        self.asked.append(entropy)
+        logp = self.backbone.model.w.expand(int(rollouts.mask.sum()))
+        return TokenScores(logp, torch.full(logp.shape, 2.0) if entropy else None)
+
+
+@dataclass
+class ToldReference:
+    asked: list = field(default_factory=list)
+
+    def signals(self, rollouts, needs, policy):
+        self.asked.append((rollouts.version.tolist(), needs, policy))
+        return Signals(reference=-torch.ones(rollouts.mask.shape))
+
+
+class Views:
+    def view(self, prompt, step):
+        return prompt.task.id, step
+
+
+def actor_of(batching=None, reference=None):
+    batching = batching or MicroBatching(rows=2)
+    return LocalActor(
+        Told(), OptimizerSettings(), perturbation=Views(), update_batching=batching, probe_batching=batching,
+        encoder_files={}, reference=reference,
+    )  # fmt: skip
+
+
+# -------------------------------------------------------------------------------------------------------------- probing
+def test_a_probe_goes_over_the_rows_pass_by_pass():
+    actor, rollouts = actor_of(), fake_rollouts([2, 1, 3])
+    found = actor.probe(rollouts, Needs("old"), 0)
+    assert [rows for rows, _, _ in actor.forward.asked] == [[0, 1], [2]]
+    same(found.old, torch.tensor([[0.0, 0, 0], [1, 0, 0], [2, 2, 2]]))
+    assert actor.forward.asked[0][1:] == (Needs("old"), None), "one view: nothing is perturbed"
+
+
+def test_two_views_are_of_this_step():
+    actor = actor_of(MicroBatching(rows=3))
+    actor.probe(fake_rollouts([2, 1, 3], group=[0, 0, 1]), Needs("dependency"), 5)
+    assert actor.forward.asked[0][2] == [("p0", 5), ("p1", 5)]
+
+
+def test_with_nothing_needed_no_pass_is_made():
+    actor = actor_of()
+    assert set(vars(actor.probe(fake_rollouts([2, 1]), Needs(), 0)).values()) == {None}
+    assert actor.forward.asked == []
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_attention_is_read_only_where_there_is_an_image(seen):
+    actor = actor_of(MicroBatching(rows=2))
+    actor.probe(fake_rollouts([2, 1], visual=[seen]), Needs("mass", "prompt_mass", "old"), 0)
+    assert actor.forward.asked[0][1] == (Needs("mass", "prompt_mass", "old") if seen else Needs("old"))
+    actor.forward.asked.clear()
+    actor.probe(fake_rollouts([2, 1], visual=[seen]), Needs("mass"), 0)
+    assert len(actor.forward.asked) == seen
+
+
+def test_one_image_among_the_prompts_is_enough_to_read_attention():
+    actor = actor_of()
+    actor.probe(fake_rollouts([2, 1], group=[0, 1], visual=[False, True]), Needs("mass"), 0)
+    assert actor.forward.asked[0][1] == Needs("mass")
+
+
+@pytest.mark.parametrize("name", ["reference", "divergence"])
+def test_the_reference_is_asked_for_its_own_signals(name):
+    actor = actor_of(reference=ToldReference())
+    found = actor.probe(fake_rollouts([2, 1, 3]), Needs("old", name, "values"), 0)
+    assert [needs for _, needs, _ in actor.forward.asked] == [Needs("old")] * 2
+    assert [rows for rows, _, _ in actor.reference.asked] == [[0, 1], [2]]
+    assert all(policy is actor.forward and name in needs for _, needs, policy in actor.reference.asked)
+    assert found.old is not None and found.reference is not None
+    actor.probe(fake_rollouts([2]), Needs("old"), 0)
+    assert len(actor.reference.asked) == 2, "not where nobody reads it"
+
+
+def test_a_reference_that_nobody_built_is_our_mistake():
+    with pytest.raises(AssertionError):
+        actor_of().probe(fake_rollouts([1]), Needs("reference"), 0)
+
+
+# ------------------------------------------------------------------------------------------------------------- updating
+@pytest.mark.parametrize("measured", [True, False])
+def test_entropy_is_measured_by_the_update_where_no_probe_did(measured):
+    actor, rollouts = actor_of(MicroBatching(rows=2)), fake_rollouts([2, 1])
+    zeros = torch.zeros(2, 2)
+    batch = fake_batch(rollouts, zeros if measured else None, zeros)
+    metrics = actor.update([batch], Loss())
+    assert actor.forward.asked == [not measured]
+    assert ("entropy" in metrics) is not measured
+    if not measured:
+        assert metrics["entropy"] == pytest.approx(2.0), "the mean over its tokens"
+
+
+def test_what_it_publishes_and_keeps():
+    actor = actor_of()
+    actor.learner.version = 4
+    weights = actor.publish()
+    assert weights.version == 4 and set(weights.tensors) == {"w"}
+    assert actor.snapshot().counters["version"] == 4
+    assert actor.learner.name == "actor" and actor.learner.advice == ADVICE
+    assert ADVICE.startswith("Lower worker.actor.optim.lr, ") and ADVICE.endswith("mixed_precision_dtype).")
+    assert "extreme values, or compute in fp32 (worker" in ADVICE
+
+
+# -------------------------------------------------------------------------------------------------------- micro-batches
+def passes(rollouts, views=None, **settings):
+    given = () if views is None else (views,)
+    return [rows.tolist() for rows in MicroBatching(**settings).split(rollouts, *given)]
+
+
+# Two groups of prompts of 4 tokens: 4 + 2 + 2 and 4 + 3 + 1.
+ROLLOUTS = fake_rollouts([2, 2, 3, 1], group=[0, 0, 1, 1])
+
+
+def prompt_tokens():
+    (size,) = {len(prompt.ids) for prompt in ROLLOUTS.prompts}
+    return size
+
+
+def test_passes_of_so_many_rows():
+    assert passes(ROLLOUTS, rows=3) == [[0, 1, 2], [3]]
+
+
+def test_passes_up_to_a_budget_of_tokens():
+    size = prompt_tokens() + 4
+    assert passes(ROLLOUTS, tokens=2 * size) == [[0, 1, 2, 3]]
+    assert passes(ROLLOUTS, tokens=2 * size - 1) == [[0, 1], [2, 3]]
+    assert passes(ROLLOUTS, views=2, tokens=4 * size - 1) == [[0, 1], [2, 3]], "each view reads both"
+    assert passes(ROLLOUTS, views=2, tokens=4 * size) == [[0, 1, 2, 3]]
+
+
+def test_without_a_budget_a_pass_takes_the_largest_group():
+    size = prompt_tokens() + 4
+    assert passes(ROLLOUTS) == [[0, 1], [2, 3]]
+    assert passes(ROLLOUTS, at_least=2 * size) == [[0, 1, 2, 3]]
+    assert passes(ROLLOUTS, at_least=2 * size - 1) == [[0, 1], [2, 3]]
+
+
+def test_prompts_that_are_not_shared_count_for_each_row():
+    rows = 2 * prompt_tokens() + 4
+    assert passes(ROLLOUTS, tokens=2 * rows, share_prefix=False) == [[0, 1, 2, 3]]
+    assert len(passes(ROLLOUTS, tokens=2 * rows - 1, share_prefix=False)) == 2
+    assert MicroBatching() == MicroBatching(None, 0, None, True)
+
+
+def test_signals_come_back_in_the_order_of_the_rows():
+    """Passes take the fullest groups first."""
+    rollouts = fake_rollouts([1, 1, 3, 3], group=[0, 0, 1, 1])
+    batching, seen = MicroBatching(tokens=2 * prompt_tokens() + 7), []
+
+    def measure(rows):
+        seen.append(rows.version.tolist())
+        return Signals(old=rows.version[:, None].float().expand(rows.mask.shape))
+
+    found = batching.probe(rollouts, measure)
+    assert seen == [[2, 3], [0, 1]] and found.entropy is None
+    same(found.old[:, 0], torch.arange(4.0))
+    seen.clear()
+    MicroBatching(tokens=2 * prompt_tokens() + 8).probe(rollouts, measure)
+    assert seen == [[0, 1, 2, 3]], "one view unless more are said"
