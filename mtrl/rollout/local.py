@@ -161,13 +161,15 @@ class Decoding:
 def non_finite(version: int, dtype: torch.dtype) -> str:
     """What to do about logits from which nothing can be sampled; version 0 is the model as it was given."""
     what = "the model's logits are NaN or infinite, so nothing can be sampled from them"
+    if version == 0 and dtype == torch.float32:
+        return f"{what}: its weights are broken. Use another checkpoint."
     if version == 0:
         return (
             f"{what}: its weights are broken, or too large for {str(dtype).removeprefix('torch.')}. Compute in fp32 "
             "(worker.actor.fsdp.mixed_precision_dtype), or use another checkpoint."
         )
     return (
-        f"{what}: training has diverged in the {version} updates so far. Start a new run, from an earlier checkpoint "
+        f"{what}: training has diverged by update {version}. Start a new run, from an earlier checkpoint "
         "(training.load_checkpoint_path) or from the beginning, with a lower worker.actor.optim.lr, a longer "
         "worker.actor.optim.warmup_steps or a lower worker.actor.max_grad_norm."
     )

@@ -7,26 +7,28 @@ from tiny_models import encoder_of, fresh_backbone, prompts_for
 from mtrl import cli
 from mtrl.build.model import warn_of_large_steps
 from mtrl.errors import Diverged, RunError
-from mtrl.rollout.local import LocalGenerator
+from mtrl.rollout.local import LocalGenerator, non_finite
 from mtrl.types import Sampling
 
 FAMILY = "qwen2"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize(("version", "told"), [(0, "too large for float32. Compute in fp32"), (3, "in the 3 updates")])
+@pytest.mark.parametrize(("version", "told"), [(0, "are broken. Use another"), (3, "has diverged by update 3")])
 def test_sampling_from_nan_says_what_to_change(version, told, temperature):
     generator = LocalGenerator(fresh_backbone(FAMILY), encoder_of(FAMILY), version=version)
-    prompts, sampling = (
-        prompts_for(FAMILY)[:2],
-        Sampling(n=2, max_new_tokens=4, temperature=temperature, version=version),
-    )
+    prompts = prompts_for(FAMILY)[:2]
+    sampling = Sampling(n=2, max_new_tokens=4, temperature=temperature, version=version)
     generator.generate(prompts, sampling)
     with torch.no_grad():
         generator.backbone.output_matrix[7] = torch.nan
     with pytest.raises(Diverged, match="logits are NaN or infinite") as error:
         generator.generate(prompts, sampling)
     assert told in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_narrow_dtype_may_be_the_cause():
+    assert "too large for bfloat16. Compute in fp32" in non_finite(0, torch.bfloat16)
 
 
 def test_one_row_of_many_is_enough():
