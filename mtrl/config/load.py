@@ -22,6 +22,7 @@ from mtrl.config.places import placed
 from mtrl.config.text import BadYaml, YamlFile, write_yaml
 from mtrl.config.tree import Config, known_leaves, known_sections
 from mtrl.config.values import BadValue, shown, typed
+from mtrl.files import regular_file
 
 Node = TypeVar("Node")
 Where = Callable[[str], str]  # dotted key -> the place that sets it
@@ -76,7 +77,7 @@ def to_yaml(config: Config) -> str:
 
 def _file_settings(path: Path, errors: list[str], saved: bool) -> list[Setting]:
     try:
-        file = YamlFile(path.read_text(encoding="utf-8-sig"))
+        file = YamlFile(regular_file(path).read_text(encoding="utf-8-sig"))
     except BadYaml as error:
         errors.append(f"{path}{error}")
         return []

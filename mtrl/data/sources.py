@@ -28,6 +28,7 @@ import numpy as np
 from mtrl.data.arrow import open_hub_dataset, open_parquet, open_saved_dataset, rows_fingerprint, several_splits
 from mtrl.data.cache import DiskCache, file_stamp
 from mtrl.data.rows import DataError, RowError
+from mtrl.files import regular_file
 
 SPLIT_NAMES = ("train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval")
 BLOCK = 8 << 20  # bytes read at once while lines are indexed
@@ -140,7 +141,7 @@ def _open_directory(path: Path, split: str | None, cache: DiskCache) -> Iterator
     if (path / "state.json").exists():
         yield open_saved_dataset(path, cache)
         return
-    files = sorted(file for file in path.rglob("*") if file.suffix in (".jsonl", ".parquet") and file.is_file())
+    files = sorted(file for file in path.rglob("*") if file.suffix in (".jsonl", ".parquet") and not file.is_dir())
     files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)]
     if not files:
         raise DataError(f"{path} holds no .jsonl or .parquet file")
@@ -180,9 +181,9 @@ def _open_file(path: Path, cache: DiskCache) -> Source:
     if path.suffix not in OPENERS:
         raise DataError(f"{path} is of no kind that can be read here ({', '.join(OPENERS)})")
     try:
-        return OPENERS[path.suffix](path, cache)
+        return OPENERS[path.suffix](regular_file(path), cache)
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def _open_json(path: Path, cache: DiskCache) -> Source:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtrl.errors import RunError, StartError
+from mtrl.files import regular_file
 from mtrl.machine import free_memory
 from mtrl.store.manifest import Damaged, move_to, seal, to_disk
 
@@ -210,7 +211,7 @@ def score_of(checkpoint: Path, metric: str | None) -> float:
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
     try:
-        state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+        state = json.loads(regular_file(checkpoint / STATE).read_text(encoding="utf-8"))
         if isinstance(state, dict) and "step" in state:
             return state
     except (OSError, ValueError) as error:
@@ -220,7 +221,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 def checkpoints(directory: Path) -> list[Path]:
     """`step_N`, the newest last. A folder that is there and cannot be read is an error: it is not empty."""
-    names = os.listdir(directory) if directory.exists() else []
+    names = os.listdir(directory) if os.path.lexists(directory) else []  # a link that leads nowhere is there
     return sorted((directory / name for name in names if re.fullmatch("step_[0-9]+", name)), key=step_of)
 
 

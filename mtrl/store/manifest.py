@@ -13,6 +13,8 @@ import zlib
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+from mtrl.files import regular_file
+
 MANIFEST = "mtrl_manifest.json"
 CHUNK = 8 << 20  # bytes read at once
 
@@ -68,7 +70,7 @@ def write_file(path: Path, text: str) -> None:
 
 def crc32(path: Path) -> int:
     total = 0
-    with path.open("rb") as file:
+    with regular_file(path).open("rb") as file:
         while chunk := file.read(CHUNK):
             total = zlib.crc32(chunk, total)
     return total
@@ -90,7 +92,7 @@ def _written(sums: Mapping[str, Mapping[str, int]]) -> str:
 
 def _read(folder: Path) -> Mapping[str, Mapping[str, int]]:
     try:
-        text = (folder / MANIFEST).read_text(encoding="utf-8")
+        text = regular_file(folder / MANIFEST).read_text(encoding="utf-8")
         sums: Mapping[str, Mapping[str, int]] = json.loads(text)["files"]
         whole = _written(sums) == text
     except FileNotFoundError:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TextIO
 
 from mtrl.errors import RunError, StartError
+from mtrl.files import regular_file
 from mtrl.store.checkpoint import checkpoints
 from mtrl.store.manifest import write_file
 
@@ -33,7 +34,7 @@ class RunDirectory:
         self._config: str | None = None
         try:
             self._lock = self._claim()
-            self.used = any((path / name).exists() for name in TRACES)
+            self.used = any(os.path.lexists(path / name) for name in TRACES)
             self.id = self._identify()
         except OSError as error:
             raise self._unusable(error) from error
@@ -64,7 +65,7 @@ class RunDirectory:
     def refuse_another(self) -> None:
         """Ends this run where the folder was removed and another run has it now, or had it: nothing there is ours."""
         with suppress(OSError):  # gone, or not to be read: whoever writes there will see
-            if (self.path / ID).read_text(encoding="utf-8").strip() != self.id:
+            if regular_file(self.path / ID).read_text(encoding="utf-8").strip() != self.id:
                 raise self._taken()
 
     def close(self) -> None:
@@ -78,6 +79,8 @@ class RunDirectory:
 
     def _claim(self) -> TextIO:
         self.path.mkdir(parents=True, exist_ok=True)
+        if os.path.lexists(self.path / LOCK):
+            regular_file(self.path / LOCK)
         lock = (self.path / LOCK).open("a+")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -97,7 +100,8 @@ class RunDirectory:
         return lock
 
     def _unusable(self, error: OSError) -> StartError:
-        return StartError(f"the run cannot be kept in {self.path}: {error.strerror}; set training.output_dir")
+        file = f" ({error.filename})" if error.filename and Path(error.filename) != self.path else ""
+        return StartError(f"the run cannot be kept in {self.path}: {error.strerror}{file}; set training.output_dir")
 
     def _taken(self) -> RunError:
         told = f"{self.path} was removed while the run was on, and another process has taken it"
@@ -125,4 +129,4 @@ class RunDirectory:
         place = self.path / ID
         if not place.exists():
             write_file(place, uuid.uuid4().hex[:12])
-        return place.read_text(encoding="utf-8").strip()
+        return regular_file(place).read_text(encoding="utf-8").strip()

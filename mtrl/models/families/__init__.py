@@ -27,6 +27,7 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils import cached_file
 
+from mtrl.files import refuse_special_files
 from mtrl.models.families.qwen_vl import QwenVLEncoder
 from mtrl.models.families.text import TextEncoder
 from mtrl.protocols import ImageSettings
@@ -77,6 +78,7 @@ def load_encoder(
     config = load_model_config(model_path, trust_remote_code)
     refuse_unknown_family(config, model_path)
     vision = FAMILIES.get(config.model_type)
+    refuse_pipes(tokenizer_path)
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, trust_remote_code=trust_remote_code)
     template = _read_template(chat_template)
     if vision and template is None:  # older checkpoints; transformers' processors prefer it to the tokenizer's
@@ -94,12 +96,21 @@ def load_encoder(
 
 def load_model_config(path: str, trust_remote_code: bool = False) -> PreTrainedConfig:
     """config.json of a directory or hub id, or a ValueError that says what is wrong with it."""
+    refuse_pipes(path)
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         if family := re.search(r"has model type `(.+?)`", str(error)):  # transformers does not know it either
             raise ValueError(_unknown_family(path, family[1])) from error
         raise ValueError(f"{path} is no checkpoint directory and no hub id that can be reached: {error}") from error
+
+
+def refuse_pipes(path: str) -> None:
+    """Libraries would wait for ever for a pipe among the files of a checkpoint."""
+    try:
+        refuse_special_files(path)
+    except OSError as error:
+        raise ValueError(f"{error.filename} cannot be read: {error.strerror}") from error
 
 
 def refuse_unknown_family(config: PreTrainedConfig, path: str) -> None:
