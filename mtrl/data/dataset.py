@@ -19,7 +19,7 @@ from mtrl.data.cache import DiskCache
 from mtrl.data.columns import all_columns, with_known_columns
 from mtrl.data.lengths import BAD, GOOD, TOO_BIG, Scanner, SourceScan, scan_source
 from mtrl.data.missing import GOES_ON, Noted
-from mtrl.data.prompts import TaskBuilder, strange_names
+from mtrl.data.prompts import TaskBuilder
 from mtrl.data.rows import BadRow, DataError, DataSettings, list_bad_rows
 from mtrl.data.sources import Source, open_sources
 from mtrl.protocols import PromptEncoder
@@ -153,8 +153,8 @@ def scan_dataset(
     builder = TaskBuilder.of(settings)
     opened = open_sources(data, cache) if isinstance(data, str) else list(data)
     sources = with_known_columns(opened, settings, cache)
-    if settings.format_prompt is not None and any(map(len, sources)):
-        for name in strange_names(settings.format_prompt, all_columns(sources, cache)):
+    if builder.template is not None and any(map(len, sources)):
+        for name in builder.template.strange_names(all_columns(sources, cache)):
             logger.warning("dataset.format_prompt uses %r, a column that no row has (of those looked at): it is empty "
                            "and false there", name)  # fmt: skip
     scanner = Scanner(builder, encoder, settings)

@@ -11,7 +11,6 @@ import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
@@ -24,6 +23,7 @@ from mtrl.data.parallel import map_rows
 from mtrl.data.prompts import MARK, TaskBuilder
 from mtrl.data.rows import DataSettings, RowError
 from mtrl.data.sources import Source
+from mtrl.data.templates import template_text
 from mtrl.protocols import PromptEncoder
 from mtrl.types import Task
 
@@ -188,7 +188,7 @@ def _cache_key(source: Source, scanner: Scanner) -> dict[str, Any]:
     settings = scanner.settings
     names = ("prompt_key", "image_key", "video_key", "options_key", "max_image_side", "big_images", "system_prompt",
              "on_missing")  # fmt: skip
-    template = settings.format_prompt and Path(settings.format_prompt).expanduser().read_bytes()
+    template = settings.format_prompt and template_text(settings.format_prompt)
     return {
         "version": [VERSION, PIL.__version__],
         "stamp": source.stamp,
@@ -196,7 +196,7 @@ def _cache_key(source: Source, scanner: Scanner) -> dict[str, Any]:
         "encoder": scanner.encoder.fingerprint() if scanner.encoder else None,
         "settings": {name: getattr(settings, name) for name in names},
         "image_dir": os.path.abspath(os.path.expanduser(settings.image_dir)) if settings.image_dir else None,
-        "template": hashlib.sha256(template).hexdigest() if template else None,
+        "template": hashlib.sha256(template.encode()).hexdigest() if template else None,
     }
 
 
