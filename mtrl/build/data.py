@@ -15,6 +15,7 @@ from mtrl.data.cache import DiskCache
 from mtrl.data.sources import Source
 from mtrl.protocols import PromptEncoder
 from mtrl.rewards.registry import REWARDS
+from mtrl.store.checkpoint import checkpoints
 from mtrl.training.evaluate import Validation
 from mtrl.zoo.rows import ZooRows
 
@@ -61,8 +62,15 @@ def open_data(
     truth_for: Sequence[str] = (),
 ) -> Dataset:
     listed = None if directory is None else directory / BAD_ROWS
-    settings = data_settings(config)
-    return open_dataset(sources_of(data, split), settings, encoder, bad_rows_path=listed, truth_for=truth_for)
+    begun = directory is not None and bool(checkpoints(directory / "checkpoints"))
+    return open_dataset(
+        sources_of(data, split),
+        data_settings(config),
+        encoder,
+        bad_rows_path=listed,
+        truth_for=truth_for,
+        begun=begun,
+    )
 
 
 def build_sampler(config: Config, dataset: Dataset, encoder: PromptEncoder, directory: Path) -> Sampler:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing, nullcontext
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,8 @@ from mtrl.build.rewards import build_scorer, warn_of_wrong_truths
 from mtrl.build.trackers import build_store, build_trackers
 from mtrl.build.unbuilt import refuse_unbuilt
 from mtrl.config import Config, ConfigError, given_keys, load_config, to_yaml
-from mtrl.errors import opening
+from mtrl.data import DataError
+from mtrl.errors import RunError, opening
 from mtrl.models.perturb import PERTURBATIONS
 from mtrl.protocols import Tracker
 from mtrl.tracking.several import Trackers
@@ -33,6 +35,8 @@ from mtrl.training.interrupt import Interrupt, say_at_once
 from mtrl.training.loop import Components, Loop
 from mtrl.training.resume import Start, claim, find_start, fitting_state
 from mtrl.zoo.rows import CONFIG_FILE
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -56,14 +60,39 @@ class Run:
                 self.loop.validate()
                 return
             self.rehearse()
-            with self.interrupt:
+            with self.interrupt, self._saved_on_error():
                 self.loop.run()
                 self.loop.components.store.close()
         if self.interrupt.asked():
-            name = self.config.training.experiment_name  # needed to resume: `mtrl demo` makes up a new one each time
-            again = f"the same command goes on from there, with training.experiment_name={name}"
-            say_at_once(f"saved after step {self.loop.done} in {self.directory}; {again}")
+            self._tell_of_saved()
             self.interrupt.leave()
+
+    @contextmanager
+    def _saved_on_error(self) -> Iterator[None]:
+        """An error that ends the run costs the step it came in: the one before is saved, unless an update has begun to
+        change it. Data that cannot be read are the user's to repair, not a mistake of ours."""
+        try:
+            yield
+        except Exception as error:
+            if self.loop.whole is not None and self.loop.saved < self.loop.done:
+                self._save_last_step()
+            if isinstance(error, DataError):
+                raise RunError(str(error)) from error
+            raise
+
+    def _save_last_step(self) -> None:
+        try:
+            self.loop.save()
+            self.loop.components.store.close()
+        except Exception as error:  # the error that ends the run is the one to be told
+            logger.warning("step %d could not be saved: %s", self.loop.done, error)
+        else:
+            self._tell_of_saved()
+
+    def _tell_of_saved(self) -> None:
+        name = self.config.training.experiment_name  # needed to resume: `mtrl demo` makes up a new one each time
+        again = f"the same command goes on from there, with training.experiment_name={name}"
+        say_at_once(f"saved after step {self.loop.done} in {self.directory}; {again}")
 
 
 def configure(file: str | Path | None, overrides: Sequence[str] | Mapping[str, Any]) -> tuple[Config, bool]:

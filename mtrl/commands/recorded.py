@@ -122,7 +122,7 @@ class DataRecord:
             return Group(task, responses, (STOP,) * len(responses))
         except RowError as error:
             bad = BadRow(source.name, source.row_number(place), error.reason)
-            if self.builder.settings.on_bad_row == "error":
+            if self.builder.settings.on_bad_row != "skip":
                 raise DataError(f"{bad}\nRepair it, or set dataset.on_bad_row=skip to go on without it.") from error
             self.bad.append(bad)
             return None

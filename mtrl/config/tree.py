@@ -57,7 +57,12 @@ class DatasetConfig:
     shuffle: bool = key(True, "a new order of the prompts in each epoch")
     seed: int = key(42, "seed of the order of the prompts and of the perturbations", "[0, inf)")
     filter_overlong_prompts: bool = key(True, "drop prompts over max_prompt_length")
-    on_bad_row: Literal["error", "skip"] = key("error", "what happens to a row that cannot be read")
+    on_bad_row: Literal["scan", "error", "skip"] = key(
+        "scan", "a row that cannot be read; scan: an error at the start, skipped later", may_change=True
+    )
+    check_images: Literal["sample", "full"] = key(
+        "sample", "images decoded whole at the start: some, or all of them", may_change=True
+    )
     on_missing: Literal["error", "warn"] = key("error", "images that no key reads, no answers for a reward")
     format_prompt: str | None = key(None, "Jinja file that wraps each question", names="template")
     system_prompt: str | None = key(None, "text of the system message")

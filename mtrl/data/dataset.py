@@ -17,7 +17,7 @@ import numpy as np
 
 from mtrl.data.cache import DiskCache
 from mtrl.data.columns import all_columns, with_known_columns
-from mtrl.data.lengths import BAD, GOOD, TOO_BIG, Scanner, SourceScan, scan_source
+from mtrl.data.lengths import BAD, GOOD, SAMPLED, TOO_BIG, Scanner, SourceScan, scan_source
 from mtrl.data.missing import GOES_ON, Noted
 from mtrl.data.prompts import TaskBuilder
 from mtrl.data.rows import BadRow, DataError, DataSettings, list_bad_rows
@@ -45,11 +45,21 @@ class Dataset:
     """Tasks by position. Rows are read from disk when asked for."""
 
     def __init__(
-        self, sources: Sequence[Source], builder: TaskBuilder, scans: Sequence[SourceScan], settings: DataSettings
+        self,
+        sources: Sequence[Source],
+        builder: TaskBuilder,
+        scans: Sequence[SourceScan],
+        settings: DataSettings,
+        begun: bool = False,
     ) -> None:
+        """`begun`: a run has used these rows before, so that those which have become bad since keep their place in its
+        order."""
         self.sources, self.builder, self.scans, self.settings = tuple(sources), builder, tuple(scans), settings
         overlong = [_overlong(scan, settings) for scan in scans]
-        keep = [(scan.state == GOOD) & ~over for scan, over in zip(scans, overlong, strict=True)]
+        keep = [
+            (scan.state == GOOD) & ~over | ((scan.state == BAD) & begun)
+            for scan, over in zip(scans, overlong, strict=True)
+        ]
         rows = [np.flatnonzero(kept) for kept in keep]
         self._source = np.repeat(np.arange(len(rows)), [len(found) for found in rows])
         self._row = _joined(rows)
@@ -102,21 +112,25 @@ def open_dataset(
     cache_dir: Path | None = None,
     bad_rows_path: Path | None = None,
     truth_for: Sequence[str] = (),
+    begun: bool = False,
     workers: int | None = None,
     stream: TextIO | None = None,
 ) -> Dataset:
     """Opens and scans the data, and refuses or leaves out what cannot be used. `truth_for` names rewards that
-    want a truth; `stream` gets the progress (stderr)."""
-    dataset = scan_dataset(data, settings, encoder, cache_dir=cache_dir, workers=workers, stream=stream)
+    want a truth; `begun` says that a run goes on, whose rows passed a scan before; `stream` gets the progress
+    (stderr)."""
+    begun = begun and settings.on_bad_row == "scan"
+    dataset = scan_dataset(data, settings, encoder, begun=begun, cache_dir=cache_dir, workers=workers, stream=stream)
     counts = dataset.counts
-    if dataset.bad_rows and settings.on_bad_row == "error":
+    if dataset.bad_rows and settings.on_bad_row != "skip" and not begun:
         raise DataError.of_rows(dataset.bad_rows, counts.total)
     if dataset.bad_rows:
         if bad_rows_path is not None:
             list_bad_rows(bad_rows_path, dataset.bad_rows)
         where = f", listed in {bad_rows_path}" if bad_rows_path else ""
-        logger.warning("%d of %d rows cannot be used and are skipped%s; the first: %s",
-                       counts.bad, counts.total, where, dataset.bad_rows[0])  # fmt: skip
+        fate = "have become unusable since the run began and are skipped" if begun else "cannot be used and are skipped"
+        logger.warning("%d of %d rows %s%s; the first: %s",
+                       counts.bad, counts.total, fate, where, dataset.bad_rows[0])  # fmt: skip
     if counts.overlong > MANY_OVERLONG * counts.total:
         logger.warning("%d of %d prompts (%.0f%%) are longer than dataset.max_prompt_length=%d and are left out",
                        counts.overlong, counts.total, 100 * counts.overlong / counts.total,
@@ -144,6 +158,7 @@ def scan_dataset(
     settings: DataSettings,
     encoder: PromptEncoder | None,
     *,
+    begun: bool = False,
     cache_dir: Path | None = None,
     workers: int | None = None,
     stream: TextIO | None = None,
@@ -158,8 +173,12 @@ def scan_dataset(
             logger.warning("dataset.format_prompt uses %r, a column that no row has (of those looked at): it is empty "
                            "and false there", name)  # fmt: skip
     scanner = Scanner(builder, encoder, settings)
-    scans = [scan_source(source, scanner, cache, workers=workers, stream=stream) for source in sources]
-    return Dataset(sources, builder, scans, settings)
+    ends = np.cumsum([0, *map(len, sources)]) * SAMPLED // max(1, sum(map(len, sources)))
+    scans = [
+        scan_source(source, scanner, cache, sampled=int(share), workers=workers, stream=stream)
+        for source, share in zip(sources, np.diff(ends), strict=True)
+    ]
+    return Dataset(sources, builder, scans, settings, begun)
 
 
 def _overlong(scan: SourceScan, settings: DataSettings) -> np.ndarray:

@@ -26,7 +26,8 @@ class DataSettings:
     big_images: Literal["resize", "filter"] = "resize"
     max_prompt_length: int = 2048
     filter_overlong_prompts: bool = True
-    on_bad_row: Literal["error", "skip"] = "error"
+    on_bad_row: Literal["scan", "error", "skip"] = "scan"
+    check_images: Literal["sample", "full"] = "sample"
     on_missing: Literal["error", "warn"] = "error"
     format_prompt: str | None = None  # a Jinja file
     system_prompt: str | None = None

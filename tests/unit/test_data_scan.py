@@ -99,9 +99,70 @@ def test_lengths_need_no_pixels(tmp_path, monkeypatch):
     path = image_rows(tmp_path, 6)
     monkeypatch.setattr("mtrl.data.media._load", never)
     monkeypatch.setattr("mtrl.data.media._to_rgb", never)
+    monkeypatch.setattr("mtrl.data.dataset.SAMPLED", 0)  # else some are decoded, to find damage
     dataset = opened(path, tmp_path)
     assert dataset.lengths.tolist() == [1 + 10 + 2 * (1 + i % 3) for i in range(6)]
     assert dataset.pixels.tolist() == [28 * 56 * (1 + i % 3) for i in range(6)]
+
+
+def hollow(path):
+    """A PNG whose pixels are gone, between a header and an end that are fine."""
+    data = bytearray(picture_bytes(56, 56))
+    data[60:-12] = b"\0" * (len(data) - 72)
+    path.write_bytes(bytes(data))
+
+
+def test_damage_that_no_header_shows_is_found_in_the_scan(tmp_path):
+    path = image_rows(tmp_path, 6)
+    hollow(tmp_path / "images/3.png")
+    for _ in range(2):  # the second time from the cache
+        with pytest.raises(DataError, match=r"1 of 6 rows(.|\n)*row 4: the image .*3\.png is truncated or damaged"):
+            opened(path, tmp_path)
+    assert opened(path, tmp_path, on_bad_row="skip").counts.bad == 1
+    (tmp_path / "images/3.png").write_bytes(picture_bytes(28, 28))
+    assert len(opened(path, tmp_path)) == 6
+
+
+def test_the_sample_is_bounded_and_spread_over_all_files(tmp_path, monkeypatch):
+    decoded = []
+    monkeypatch.setattr("mtrl.data.lengths.check_pixels", decoded.extend)
+    for name in ("a", "b", "c"):
+        (tmp_path / name).mkdir()
+        image_rows(tmp_path / name, 80 if name != "b" else 8)
+    files = [str(tmp_path / name / "train.jsonl") for name in ("a", "b", "c")]
+    opened(",".join(files), tmp_path)
+    parts = [sum(f"/{name}/" in medium.source for medium in decoded) for name in ("a", "b", "c")]
+    assert len(decoded) == 64 and min(parts) >= 3 and parts[0] in (30, 31)
+    places = [int(medium.source.split("/")[-1][:-4]) for medium in decoded if "/a/" in medium.source]
+    assert places[0] == 0 and places[-1] == 79 and max(np.diff(places)) <= 3
+    decoded.clear()
+    opened(",".join(files), tmp_path)
+    assert not decoded, "nothing changed"
+    opened(",".join(files), tmp_path, check_images="full")
+    assert len(decoded) == 168
+
+
+def test_a_full_check_finds_what_a_sample_misses(tmp_path, monkeypatch):
+    monkeypatch.setattr("mtrl.data.dataset.SAMPLED", 2)  # the first and the last
+    path = image_rows(tmp_path, 6)
+    hollow(tmp_path / "images/3.png")
+    assert len(opened(path, tmp_path)) == 6
+    with pytest.raises(DataError, match=r"row 4: .*truncated or damaged"):
+        opened(path, tmp_path, check_images="full")
+
+
+@pytest.mark.parametrize("mode", ["scan", "error", "skip"])
+def test_rows_that_went_bad_keep_their_place_in_a_run_that_has_begun(tmp_path, mode):
+    path = image_rows(tmp_path, 6)
+    settings = DataSettings(on_bad_row=mode)
+    whole = open_dataset(str(path), settings, FakeEncoder(), cache_dir=tmp_path / "cache")
+    (tmp_path / "images/3.png").unlink()
+    if mode == "error":
+        with pytest.raises(DataError, match="1 of 6 rows"):
+            open_dataset(str(path), settings, FakeEncoder(), cache_dir=tmp_path / "cache", begun=True)
+        return
+    later = open_dataset(str(path), settings, FakeEncoder(), cache_dir=tmp_path / "cache", begun=True)
+    assert (later.fingerprint == whole.fingerprint) == (mode == "scan") == (len(later) == 6)
 
 
 def test_overlong_prompts_are_left_out_or_refused(tmp_path, caplog):
