@@ -47,6 +47,7 @@ def build_encoder(config: Config) -> TextEncoder:
         max_pixels=data.max_pixels,
         chat_template=data.override_chat_template,
         trust_remote_code=settings.trust_remote_code,
+        allow_special_tokens=data.allow_special_tokens,
     )
 
 

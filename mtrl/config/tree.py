@@ -66,6 +66,7 @@ class DatasetConfig:
     on_missing: Literal["error", "warn"] = key("error", "images that no key reads, no answers for a reward")
     format_prompt: str | None = key(None, "Jinja file that wraps each question", names="template")
     system_prompt: str | None = key(None, "text of the system message")
+    allow_special_tokens: bool = key(False, "special tokens that a row spells out are tokens, not text")
     override_chat_template: str | None = key(None, "chat template in place of the model's own")
 
 

@@ -69,6 +69,7 @@ def load_encoder(
     trust_remote_code: bool = False,
     pool_special_tokens: bool = False,
     pool_system: bool = False,
+    allow_special_tokens: bool = False,
 ) -> TextEncoder:
     """The PromptEncoder for a checkpoint: a local directory or a hub id. Vision families have theirs in FAMILIES.
 
@@ -88,6 +89,7 @@ def load_encoder(
         "stop_ids": _stop_ids(model_path, tokenizer),
         "pool_special_tokens": pool_special_tokens,
         "pool_system": pool_system,
+        "allow_special_tokens": allow_special_tokens,
     }
     if vision is None:
         return TextEncoder(tokenizer, **options)
