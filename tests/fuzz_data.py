@@ -53,9 +53,10 @@ WEIRD_TEXT = [
 ]  # fmt: skip
 
 
-def nested(levels: int, leaf: Any = "deep") -> Any:
+def nested(levels: int, kind: str) -> Any:
+    leaf: Any = "deep"
     for level in range(levels):
-        leaf = [leaf] if level % 2 else {"a": leaf}
+        leaf = [leaf] if kind == "list" or (kind == "both" and level % 2) else {"a": leaf}
     return leaf
 
 
@@ -65,7 +66,8 @@ WEIRD_VALUES = [
     [{"role": "user", "content": None}], [{"role": "user", "content": [{"type": "image"}]}], [{"content": "x"}],
     [{"role": None, "content": "x"}], [{"role": "user", "content": [[]]}],
     [{"role": "user", "content": [{"type": "text"}]}], [{"role": "user", "content": [{"type": "text", "text": 4}]}],
-    nested(40), nested(300), nested(900), ["x.png"] * 5000, {str(i): i for i in range(5000)},
+    *(nested(levels, kind) for levels in (40, 90, 300, 600, 900) for kind in ("list", "object", "both")),
+    ["x.png"] * 5000, {str(i): i for i in range(5000)},
     [{"role": "user", "content": "x"}] * 2000, [{"role": ["user"], "content": "x"}],
     [{"role": "assistant", "content": "<|im_end|>"}, {"role": "user", "content": "and?"}],
 ]  # fmt: skip

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -11,6 +13,7 @@ from mtrl.algorithms.credit import Rule
 from mtrl.algorithms.estimators import Estimator
 from mtrl.build import recipe
 from mtrl.config import Config, ConfigError
+from mtrl.data.templates import template_text
 from mtrl.models.backbone import Backbone
 from mtrl.models.families import TextEncoder, encoder_files, load_encoder
 from mtrl.models.forward import Forward
@@ -40,7 +43,7 @@ def model_path(config: Config) -> str:
 
 def build_encoder(config: Config) -> TextEncoder:
     settings, data = config.worker.actor.model, config.dataset
-    return load_encoder(
+    encoder = load_encoder(
         model_path(config),
         tokenizer_path=settings.tokenizer_path,
         min_pixels=data.min_pixels,
@@ -49,6 +52,23 @@ def build_encoder(config: Config) -> TextEncoder:
         trust_remote_code=settings.trust_remote_code,
         allow_special_tokens=data.allow_special_tokens,
     )
+    warn_of_written_tokens(encoder, {"system_prompt": data.system_prompt, "format_prompt": text_of(data.format_prompt)})
+    return encoder
+
+
+def text_of(template: str | None) -> str | None:
+    """The text of a template; one that cannot be read is told by whoever loads it."""
+    with suppress(OSError, ValueError):
+        return None if template is None else template_text(template)
+    return None
+
+
+def warn_of_written_tokens(encoder: TextEncoder, texts: Mapping[str, str | None]) -> None:
+    """Whoever writes special tokens into a prompt of all rows may well mean them."""
+    for key, text in texts.items():
+        if found := encoder.tokens_as_text(text or ""):
+            logger.warning("dataset.%s spells out %s, which is text for the model; dataset.allow_special_tokens=true "
+                           "makes it a token", key, ", ".join(found))  # fmt: skip
 
 
 def build_policy(config: Config, encoder: TextEncoder | None = None) -> tuple[TextEncoder, Forward]:

@@ -55,7 +55,7 @@ class Run:
     def train(self) -> None:
         """Trains to the last step, or until a signal asks it to stop; then it saves and leaves as the signal would have
         it leave, with KeyboardInterrupt or SystemExit."""
-        with self.closing:
+        with self.closing, _data_errors_told():
             if self.config.training.val_only:
                 self.loop.validate()
                 return
@@ -70,14 +70,12 @@ class Run:
     @contextmanager
     def _saved_on_error(self) -> Iterator[None]:
         """An error that ends the run costs the step it came in: the one before is saved, unless an update has begun to
-        change it. Data that cannot be read are the user's to repair, not a mistake of ours."""
+        change it."""
         try:
             yield
-        except Exception as error:
+        except Exception:
             if self.loop.whole is not None and self.loop.saved < self.loop.done:
                 self._save_last_step()
-            if isinstance(error, DataError):
-                raise RunError(str(error)) from error
             raise
 
     def _save_last_step(self) -> None:
@@ -93,6 +91,15 @@ class Run:
         name = self.config.training.experiment_name  # needed to resume: `mtrl demo` makes up a new one each time
         again = f"the same command goes on from there, with training.experiment_name={name}"
         say_at_once(f"saved after step {self.loop.done} in {self.directory}; {again}")
+
+
+@contextmanager
+def _data_errors_told() -> Iterator[None]:
+    """Data that cannot be read any more are the user's to repair, not a mistake of ours."""
+    try:
+        yield
+    except DataError as error:
+        raise RunError(str(error)) from error
 
 
 def configure(file: str | Path | None, overrides: Sequence[str] | Mapping[str, Any]) -> tuple[Config, bool]:

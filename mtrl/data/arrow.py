@@ -208,7 +208,10 @@ def rows_fingerprint(rows: Iterable[Any]) -> str:
     """A hash of every value of decoded rows; long binary values count with their length and both ends."""
     digest = hashlib.blake2b(digest_size=8)
     for row in rows:
-        digest.update(json.dumps(row, default=_spell).encode())
+        try:
+            digest.update(json.dumps(row, default=_spell).encode())
+        except (ValueError, RecursionError) as error:  # nested too deep, or in itself; the scan says so with its row
+            digest.update(str(error).encode())
     return digest.hexdigest()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -20,7 +20,7 @@ from mtrl.data.columns import all_columns, with_known_columns
 from mtrl.data.lengths import BAD, GOOD, SAMPLED, TOO_BIG, Scanner, SourceScan, scan_source
 from mtrl.data.missing import GOES_ON, Noted
 from mtrl.data.prompts import TaskBuilder
-from mtrl.data.rows import BadRow, DataError, DataSettings, list_bad_rows
+from mtrl.data.rows import BadRow, DataError, DataSettings, left_out_at_first, list_bad_rows
 from mtrl.data.sources import Source, open_sources
 from mtrl.protocols import PromptEncoder
 from mtrl.types import Task
@@ -50,16 +50,15 @@ class Dataset:
         builder: TaskBuilder,
         scans: Sequence[SourceScan],
         settings: DataSettings,
-        begun: bool = False,
+        left_out: Set[tuple[str, int]] | None = None,
     ) -> None:
-        """`begun`: a run has used these rows before, so that those which have become bad since keep their place in its
-        order."""
+        """`left_out`: a run goes on that never used these rows (file, row). Others that are bad now were fine then, and
+        keep their place in its order, to be skipped there."""
         self.sources, self.builder, self.scans, self.settings = tuple(sources), builder, tuple(scans), settings
         overlong = [_overlong(scan, settings) for scan in scans]
-        keep = [
-            (scan.state == GOOD) & ~over | ((scan.state == BAD) & begun)
-            for scan, over in zip(scans, overlong, strict=True)
-        ]
+        late = [_late(source, scan, left_out) for source, scan in zip(sources, scans, strict=True)]
+        self.late = sum(int(rows.sum()) for rows in late)  # rows that have become bad since the run began
+        keep = [(scan.state == GOOD) & ~over | rows for scan, over, rows in zip(scans, overlong, late, strict=True)]
         rows = [np.flatnonzero(kept) for kept in keep]
         self._source = np.repeat(np.arange(len(rows)), [len(found) for found in rows])
         self._row = _joined(rows)
@@ -119,18 +118,24 @@ def open_dataset(
     """Opens and scans the data, and refuses or leaves out what cannot be used. `truth_for` names rewards that
     want a truth; `begun` says that a run goes on, whose rows passed a scan before; `stream` gets the progress
     (stderr)."""
-    begun = begun and settings.on_bad_row == "scan"
-    dataset = scan_dataset(data, settings, encoder, begun=begun, cache_dir=cache_dir, workers=workers, stream=stream)
+    left_out = None
+    if begun and settings.on_bad_row != "error":
+        left_out = left_out_at_first(bad_rows_path) if bad_rows_path is not None else set()
+    dataset = scan_dataset(
+        data, settings, encoder, left_out=left_out, cache_dir=cache_dir, workers=workers, stream=stream
+    )
     counts = dataset.counts
-    if dataset.bad_rows and settings.on_bad_row != "skip" and not begun:
+    if dataset.bad_rows and settings.on_bad_row != "skip" and left_out is None:
         raise DataError.of_rows(dataset.bad_rows, counts.total)
+    if dataset.late:
+        logger.warning("%d of %d rows have become unusable since the run began and will be skipped",
+                       dataset.late, counts.total)  # fmt: skip
     if dataset.bad_rows:
-        if bad_rows_path is not None:
+        if bad_rows_path is not None and left_out is None:
             list_bad_rows(bad_rows_path, dataset.bad_rows)
         where = f", listed in {bad_rows_path}" if bad_rows_path else ""
-        fate = "have become unusable since the run began and are skipped" if begun else "cannot be used and are skipped"
-        logger.warning("%d of %d rows %s%s; the first: %s",
-                       counts.bad, counts.total, fate, where, dataset.bad_rows[0])  # fmt: skip
+        logger.warning("%d of %d rows cannot be used and are skipped%s; the first: %s",
+                       counts.bad, counts.total, where, dataset.bad_rows[0])  # fmt: skip
     if counts.overlong > MANY_OVERLONG * counts.total:
         logger.warning("%d of %d prompts (%.0f%%) are longer than dataset.max_prompt_length=%d and are left out",
                        counts.overlong, counts.total, 100 * counts.overlong / counts.total,
@@ -158,7 +163,7 @@ def scan_dataset(
     settings: DataSettings,
     encoder: PromptEncoder | None,
     *,
-    begun: bool = False,
+    left_out: Set[tuple[str, int]] | None = None,
     cache_dir: Path | None = None,
     workers: int | None = None,
     stream: TextIO | None = None,
@@ -178,7 +183,16 @@ def scan_dataset(
         scan_source(source, scanner, cache, sampled=int(share), workers=workers, stream=stream)
         for source, share in zip(sources, np.diff(ends), strict=True)
     ]
-    return Dataset(sources, builder, scans, settings, begun)
+    return Dataset(sources, builder, scans, settings, left_out)
+
+
+def _late(source: Source, scan: SourceScan, left_out: Set[tuple[str, int]] | None) -> np.ndarray:
+    """[rows] bool: bad rows that a run has begun with."""
+    late = np.zeros(len(scan.state), bool)
+    if left_out is not None:
+        for row in np.flatnonzero(scan.state == BAD).tolist():
+            late[row] = (source.name, source.row_number(row)) not in left_out
+    return late
 
 
 def _overlong(scan: SourceScan, settings: DataSettings) -> np.ndarray:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from mtrl.files import regular_file
 
 MAX_REASON = 400  # characters of the reason why a row cannot be used
 MAX_LISTED = 20  # bad rows that an error message spells out
@@ -76,10 +79,23 @@ class DataError(ValueError):
         return cls("\n".join(lines), bad_rows)
 
 
-def list_bad_rows(path: Path, bad_rows: Iterable[BadRow]) -> None:
-    """Adds rows to a JSONL list (file, row, reason), except those in it: a resumed run finds the same ones again."""
+def list_bad_rows(path: Path, bad_rows: Iterable[BadRow], *, late: bool = False) -> None:
+    """Adds rows to a JSONL list (file, row, reason), except those in it: a resumed run finds the same ones again. Rows
+    that were fine when the run began are `late`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    listed = set(path.read_text(encoding="utf-8").splitlines()) if path.exists() else set()
-    lines = [json.dumps({"file": bad.file, "row": bad.row, "reason": bad.reason}) for bad in bad_rows]
+    listed = set(regular_file(path).read_text(encoding="utf-8").splitlines()) if path.exists() else set()
+    when = {"late": True} if late else {}
+    lines = [json.dumps({"file": bad.file, "row": bad.row, "reason": bad.reason, **when}) for bad in bad_rows]
     with path.open("a", encoding="utf-8") as out:
         out.writelines(line + "\n" for line in dict.fromkeys(lines) if line not in listed)
+
+
+def left_out_at_first(path: Path) -> set[tuple[str, int]]:
+    """File and row of those that a run has never used: the scan of its first start listed them."""
+    found = set()
+    for line in regular_file(path).read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        with suppress(ValueError, TypeError, KeyError):  # a line that a crash cut off
+            entry = json.loads(line)
+            if not entry.get("late"):
+                found.add((entry["file"], entry["row"]))
+    return found

@@ -301,7 +301,7 @@ class Sampler:
                 self.bad_rows[position] = result
                 logger.warning("%s; another row stands in (%d so far)", result, len(self.bad_rows))
                 if self.bad_rows_path is not None:
-                    list_bad_rows(self.bad_rows_path, [result])
+                    list_bad_rows(self.bad_rows_path, [result], late=True)
         return result
 
     def _refuse_many(self, skipped: int, asked: int) -> None:

@@ -31,6 +31,7 @@ from mtrl.data.rows import DataError, RowError
 from mtrl.files import regular_file
 
 SPLIT_NAMES = ("train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval")
+MOST_LEVELS = 100  # of lists and objects in a row: whoever looks at its columns may do so by recursion
 BLOCK = 8 << 20  # bytes read at once while lines are indexed
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -236,4 +237,18 @@ def _json_object(line: bytes) -> dict[str, Any]:
 def _as_object(value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise RowError(f"it is a {type(value).__name__}, not an object with columns")
+    if _is_deep(value):
+        raise RowError(f"it is nested more than {MOST_LEVELS} levels deep")
     return dict(value)
+
+
+def _is_deep(value: Any) -> bool:
+    """Level by level rather than by recursion, which is what so deep a value would break."""
+    level = [value]
+    for _ in range(MOST_LEVELS):
+        inner = [list(each.values()) if isinstance(each, Mapping) else each for each in level]
+        nested = (item for each in inner for item in each if isinstance(item, (list, tuple, Mapping)))
+        level = list({id(item): item for item in nested}.values())  # each once, however often it is named
+        if not level:
+            return False
+    return True

@@ -31,7 +31,7 @@ class PromptTemplate:
     """
 
     def __init__(self, text: str, name: str = "template") -> None:
-        self.name, self.environment = name, Sandbox()
+        self.name, self.environment = name, PromptEnvironment()
         tree = self.environment.parse(text)
         for loop in tree.find_all(nodes.For):
             loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None, lineno=loop.lineno)
@@ -59,7 +59,7 @@ class PromptTemplate:
         return sorted(jinja2.meta.find_undeclared_variables(tree) - known)
 
 
-class Sandbox(ImmutableSandboxedEnvironment):
+class PromptEnvironment(ImmutableSandboxedEnvironment):
     """Counts rounds and calls. Threads render at the same time, each with a count of its own."""
 
     intercepted_binops = frozenset(["*", "**", "%"])
@@ -80,7 +80,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             self._count()
             yield value
 
-    def call(self, context: Any, function: Any, /, *arguments: Any, **named: Any) -> Any:  # type: ignore[override]
+    def call(self, context: Any, function: Any, /, *arguments: Any, **named: Any) -> Any:
         self._count()
         _refuse_large([*arguments, *named.values()])
         return super().call(context, function, *arguments, **named)

@@ -152,17 +152,26 @@ def test_a_full_check_finds_what_a_sample_misses(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("mode", ["scan", "error", "skip"])
-def test_rows_that_went_bad_keep_their_place_in_a_run_that_has_begun(tmp_path, mode):
+def test_rows_that_went_bad_keep_their_place_in_a_run_that_has_begun(tmp_path, mode, caplog):
     path = image_rows(tmp_path, 6)
-    settings = DataSettings(on_bad_row=mode)
-    whole = open_dataset(str(path), settings, FakeEncoder(), cache_dir=tmp_path / "cache")
+    if mode == "skip":
+        (tmp_path / "images/1.png").unlink()  # it is left out from the start, and for ever
+
+    def at_start(begun):
+        return open_dataset(str(path), DataSettings(on_bad_row=mode), FakeEncoder(), cache_dir=tmp_path / "cache",
+                            bad_rows_path=tmp_path / "bad_rows.jsonl", begun=begun)  # fmt: skip
+
+    whole = at_start(begun=False)
     (tmp_path / "images/3.png").unlink()
     if mode == "error":
         with pytest.raises(DataError, match="1 of 6 rows"):
-            open_dataset(str(path), settings, FakeEncoder(), cache_dir=tmp_path / "cache", begun=True)
+            at_start(begun=True)
         return
-    later = open_dataset(str(path), settings, FakeEncoder(), cache_dir=tmp_path / "cache", begun=True)
-    assert (later.fingerprint == whole.fingerprint) == (mode == "scan") == (len(later) == 6)
+    for _ in range(2):
+        later = at_start(begun=True)
+        assert later.fingerprint == whole.fingerprint and len(later) == len(whole) == (5 if mode == "skip" else 6)
+        assert later.late == 1 and "1 of 6 rows have become unusable since the run began" in caplog.text
+    assert later.lengths.min() == -1
 
 
 def test_overlong_prompts_are_left_out_or_refused(tmp_path, caplog):

@@ -17,6 +17,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from mtrl.build.model import build_encoder
+from mtrl.config import load_config
 from mtrl.models.families import VISION_FAMILIES, load_encoder
 from mtrl.models.tiny import SPECIAL_TOKENS, make_tiny_checkpoint
 from mtrl.types import NO_POOL, TEXT_POOL, VISION_POOL, Medium, Task
@@ -140,6 +142,20 @@ def test_a_template_that_cuts_a_written_token_is_refused(checkpoints):
     encoder = load_encoder(checkpoints["qwen2"], chat_template=cutting)
     with pytest.raises(ValueError, match="cuts a special token"):
         encoder.encode(task(("user", "a<|im_end|>b")), [])
+
+
+def test_special_tokens_in_the_prompts_of_the_configuration_are_said(tmp_path, caplog):
+    template = tmp_path / "format.jinja"
+    template.write_text("{{ content }}<|im_end|>")
+    keys = {"dataset.system_prompt": "Be <|im_start|> brief.", "dataset.format_prompt": str(template)}
+    for allow in (False, True):
+        caplog.clear()
+        build_encoder(load_config(None, keys | {"dataset.allow_special_tokens": allow}))
+        said = [line for line in caplog.messages if "allow_special_tokens=true" in line]
+        assert len(said) == (0 if allow else 2)
+    build_encoder(
+        load_config(None, {"dataset.format_prompt": str(tmp_path / "gone.jinja")})
+    )  # told by whoever loads it
 
 
 def test_an_encoder_out_of_a_pickle_still_takes_them_for_text(encoder):

@@ -89,6 +89,10 @@ class TextEncoder:
         assert not media and not prompt.media, "a text model takes no images"
         return {"position_ids": torch.arange(len(prompt.ids))}
 
+    def tokens_as_text(self, text: str) -> list[str]:
+        """The special tokens that a text spells out, and that the model will read as text."""
+        return self._written.found_in(text)
+
     # ------------------------------------------------------------------------------------------------- back to text
     def decode(self, ids: Sequence[int] | Tensor) -> str:
         """The text of a response, without special tokens."""

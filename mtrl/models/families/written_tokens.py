@@ -39,6 +39,9 @@ class WrittenTokens:
             return Veil({content: chr(first + i) for i, (content, _, _) in enumerate(self.tokens)}, self._pattern)
         return Veil({}, self._pattern)
 
+    def found_in(self, text: str) -> list[str]:
+        return list(dict.fromkeys(self._pattern.findall(text))) if self.tokens else []
+
     def split(self, text: str) -> Iterator[tuple[str, bool]]:
         """The text in pieces, and whether each is a special token."""
         for place, piece in enumerate(self._parted.split(text)):
