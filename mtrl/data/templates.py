@@ -7,7 +7,7 @@ numbers are is bounded, so that a template that would never end is an error with
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,11 @@ from mtrl.files import regular_file
 
 MOST_WORK = 1_000_000  # loop rounds and calls of one rendering, and the largest number that it may repeat or pad by
 MOST_TEXT = 4_000_000  # characters of a rendered prompt
+LARGE_ROW = 10_000  # characters, items and numbers of a row whose own fault it may be that a template does too much
+
+
+class TooMuch(SecurityError):
+    """Beyond a bound: of a template that would never end, or of a row that is huge."""
 
 
 class PromptTemplate:
@@ -31,7 +36,7 @@ class PromptTemplate:
     """
 
     def __init__(self, text: str, name: str = "template") -> None:
-        self.name, self.environment = name, PromptEnvironment()
+        self.text, self.name, self.environment = text, name, PromptEnvironment()
         tree = self.environment.parse(text)
         for loop in tree.find_all(nodes.For):
             loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None, lineno=loop.lineno)
@@ -45,16 +50,18 @@ class PromptTemplate:
             for piece in self.template.generate(names):
                 length += len(piece)
                 if length > MOST_TEXT:
-                    raise SecurityError(f"it writes more than {MOST_TEXT:,} characters")
+                    raise TooMuch(f"it writes more than {MOST_TEXT:,} characters")
                 pieces.append(piece)
         except SecurityError as error:
+            if isinstance(error, TooMuch) and _size(names.values()) > LARGE_ROW:
+                raise ValueError(f"the row is too large for it: {error}") from error
             raise DataError(f"dataset.format_prompt {self.name} does what a template may not: {error}") from error
         return "".join(pieces)
 
     def strange_names(self, columns: Set[str]) -> list[str]:
         """Names in the template that are no column: most often misspelt. Options are known, since rows may do
         without."""
-        tree = self.environment.parse(template_text(self.name))
+        tree = self.environment.parse(self.text)
         known = {"content", "options", *columns, *self.environment.globals}
         return sorted(jinja2.meta.find_undeclared_variables(tree) - known)
 
@@ -94,7 +101,7 @@ class PromptEnvironment(ImmutableSandboxedEnvironment):
     def _count(self) -> None:
         self._done.work += 1
         if self._done.work > MOST_WORK:
-            raise SecurityError(f"it loops and calls more than {MOST_WORK:,} times")
+            raise TooMuch(f"it loops and calls more than {MOST_WORK:,} times")
 
     def _modest_filter(self, filter: Any) -> Any:
         def modest(*arguments: Any, **named: Any) -> Any:
@@ -109,7 +116,13 @@ def _refuse_large(values: Iterable[Any]) -> None:
     """Text times a large number, or padded to it, fills the memory at one stroke."""
     for value in values:
         if isinstance(value, (int, float)) and abs(value) > MOST_WORK:
-            raise SecurityError(f"it calculates with {value:g}, more than {MOST_WORK:,}")
+            raise TooMuch(f"it calculates with a number above {MOST_WORK:,}")
+
+
+def _size(values: Collection[Any]) -> float:
+    """Characters and items, and numbers as what a template may make of them."""
+    numbers = (min(abs(v), 10**9) for v in values if isinstance(v, (int, float)))
+    return sum(numbers) + sum(len(v) for v in values if hasattr(v, "__len__"))
 
 
 def template_text(path: str) -> str:

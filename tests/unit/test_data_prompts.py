@@ -190,6 +190,19 @@ def test_a_template_may_do_all_that_writes_text(tmp_path):
     assert found == "1/2. X, 2/2. Y 4 a-00007 --- x+y 1024 bhb[1]  a  1"
 
 
+def test_a_row_that_is_huge_is_its_own_fault(tmp_path):
+    file = tmp_path / "format.jinja"
+    file.write_text("{{ content }}{% for o in options %}{{ o }}{% endfor %}{{ 'x' * level }}")
+    for row in (
+        {"prompt": "x" * 5_000_000},
+        {"prompt": "x", "options": ["y"] * 1_100_000},
+        {"prompt": "x", "level": 1e9},
+        {"prompt": "x", "level": 10**400},
+    ):
+        with pytest.raises(RowError, match=r"the format prompt fails on it .*the row is too large for it"):
+            task({"level": 1, **row}, format_prompt=str(file))
+
+
 def test_the_count_begins_anew_with_each_row(tmp_path):
     file = tmp_path / "format.jinja"
     file.write_text("{% for a in range(40000) %}{% endfor %}{{ content }}")
