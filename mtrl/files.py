@@ -11,17 +11,17 @@ KINDS = {
     stat.S_IFSOCK: "a socket",
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
-    stat.S_IFDIR: "a directory",
 }
 
 
 def regular_file(path: str | os.PathLike[str]) -> Path:
     """The path, where a regular file is there or a link leads to one; else an OSError that says what is there."""
     mode = os.stat(path).st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
     if not stat.S_ISREG(mode):
         kind = KINDS.get(stat.S_IFMT(mode), "something else")
-        code = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
-        raise OSError(code, f"it is {kind}, not a file", os.fspath(path))
+        raise OSError(errno.EINVAL, f"it is {kind}, not a file", os.fspath(path))
     return Path(path)
 
 

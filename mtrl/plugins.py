@@ -37,7 +37,7 @@ def load_module(place: str, what: str) -> ModuleType:
     if not place.endswith(".py"):
         return import_named(place)
     path = Path(place).expanduser().resolve()
-    if not path.exists():
+    if not path.exists() or path.is_dir():
         raise PluginError(f"there is no {what} file {place}")
     try:
         regular_file(path)

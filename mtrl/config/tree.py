@@ -58,7 +58,7 @@ class DatasetConfig:
     seed: int = key(42, "seed of the order of the prompts and of the perturbations", "[0, inf)")
     filter_overlong_prompts: bool = key(True, "drop prompts over max_prompt_length")
     on_bad_row: Literal["scan", "error", "skip"] = key(
-        "scan", "a row that cannot be read; scan: an error at the start, skipped later", may_change=True
+        "scan", "a bad row; scan: an error at the start, skipped later", may_change=True
     )
     check_images: Literal["sample", "full"] = key(
         "sample", "images decoded whole at the start: some, or all of them", may_change=True

@@ -70,8 +70,6 @@ class JsonlWriter:
         if not self.path.parent.is_dir():
             self.path.parent.mkdir(parents=True)
             logger.warning("%s was gone and is made again, without what was in it", self.path.parent)
-        if self.path.exists():
-            regular_file(self.path)
         with self.path.open("ab", buffering=0) as file:
             before, written = file.tell(), 0
             try:

@@ -236,8 +236,8 @@ def test_rows_wait_until_the_place_can_be_written_again(tmp_path, caplog):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
 def test_a_full_disk_does_not_stop_the_run(tmp_path, caplog):
-    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")  # the kernel answers each write with ENOSPC
     files = RunFiles(tmp_path)
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")  # the kernel answers each write with ENOSPC
     files.metrics(1, {"x": 1.0})
     files.metrics(2, {"x": 2.0})
     assert caplog.text.count("No space left") == 1
