@@ -7,10 +7,13 @@ from mtrl.config.tree import known_leaves, known_sections
 
 _CLOSE_ENOUGH = 0.6
 _MOST_NAMED = 3
+_LONGEST = 120  # characters; nobody mistypes a longer key
 
 
 def suggestion(unknown: str) -> str:
     """What an unknown key probably means, to be put behind the words `unknown key`."""
+    if len(unknown) > _LONGEST:
+        return ""
     if answer := translation(unknown):
         return f", {answer}"
     if near := nearest_keys(unknown):

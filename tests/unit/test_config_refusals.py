@@ -48,7 +48,7 @@ def test_a_bad_value_does_not_cause_a_second_error_about_its_combination():
         ("- a\n- b\n", "{path}:1: expected `key: value` lines, got a sequence"),
         ("just words\n", "{path}:1: expected `key: value` lines, got a scalar"),
         ("dataset:\n  seed: [1\n", "{path}:3: not valid YAML: "),
-        ("dataset: &a {x: *a}\n", "{path}: not usable: an anchor contains itself"),
+        ("dataset: &a {x: *a}\n", "{path}:1: not valid YAML: an anchor contains itself"),
         ("a: 1\n---\nb: 2\n", "{path}:2: not valid YAML: "),
         ("dataset: !!python/object:os.system {}\n", "{path}:1: not valid YAML: "),
     ],
