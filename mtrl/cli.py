@@ -125,6 +125,21 @@ def attention(arguments: Sequence[str]) -> int:
     return attention.run(arguments)
 
 
+def convert(arguments: Sequence[str]) -> int:
+    """Turn a configuration of EasyR1, verl or TRL into one of MTRL.
+
+    mtrl convert FILE.yaml|FILE.py [--gpus N] > run.yaml
+
+    YAML of EasyR1, verl (hydra) and TRL, or a Python file with GRPOConfig(..) and GRPOTrainer(..), which is read and
+    never run. On stderr a line for each key: maps, another meaning, no counterpart; and their defaults that differ.
+    TRL's batch sizes are per process: --gpus says how many there are. Exit status 0: everything maps; 1: something does
+    not, though the YAML is written and loads; 2: the file cannot be read.
+    """
+    from mtrl.commands import convert
+
+    return convert.run(arguments)
+
+
 COMMANDS: dict[str, Command] = {
     "train": train,
     "demo": demo,
@@ -134,6 +149,7 @@ COMMANDS: dict[str, Command] = {
     "attention": attention,
     "doctor": doctor,
     "config": config,
+    "convert": convert,
 }
 
 

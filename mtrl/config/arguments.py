@@ -28,7 +28,8 @@ def read_arguments(arguments: Sequence[str], errors: list[str]) -> Iterator[tupl
         if key is None:
             errors.append(f"command line: {printable(str(text))}: not an override; write key=value")
         elif text is None:
-            errors.append(f"command line: {printable(key or '--')}: no value given; write {printable(key or 'key')}=value")
+            name = printable(key or "--")
+            errors.append(f"command line: {name}: no value given; write {name if key else 'key'}=value")
         else:
             try:
                 yield key, _value(key, text)

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-
 MOST_TOLD = 50
 
 

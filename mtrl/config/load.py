@@ -7,10 +7,12 @@ The layers are defaults, file, overrides; a later one wins. OmegaConf holds them
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_origin, get_type_hints
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException, UnsupportedInterpolationType
 
 from mtrl.config.arguments import read_arguments
@@ -19,7 +21,7 @@ from mtrl.config.errors import ConfigError
 from mtrl.config.nearest import keys_there, suggestion
 from mtrl.config.packaged import find, near_names
 from mtrl.config.places import placed
-from mtrl.config.plain import LITERAL, endless, first_line, plain
+from mtrl.config.plain import LITERAL, endless, first_line, plain, refers
 from mtrl.config.text import BadYaml, YamlFile, read_text, write_yaml
 from mtrl.config.tree import Config, known_leaves, known_sections
 from mtrl.config.values import BadValue, printable, shown, typed
@@ -53,7 +55,7 @@ def load_config(
     settings += _override_settings(overrides, errors)
     where = {setting.leaf: setting.where for setting in settings}
     values = _typed_values(_merged(settings), where, errors)
-    config = _build(Config, values)
+    config = build(Config, values)
     unusable = where.keys() - values.keys()
     errors += [_conflict_line(keys, why, values, where) for keys, why in conflicts(config) if unusable.isdisjoint(keys)]
     if errors:
@@ -74,7 +76,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 def to_yaml(config: Config) -> str:
     """YAML that loads to an equal `Config`."""
-    return write_yaml(_without_interpolation(to_dict(config)))
+    return write_yaml(without_interpolation(to_dict(config)))
 
 
 def _file_settings(path: Path, errors: list[str], saved: bool) -> list[Setting]:
@@ -164,13 +166,17 @@ def _typed_values(layers: dict[str, Any], where: Mapping[str, str], errors: list
         place = next((place for key, place in where.items() if too_many.startswith(key)), "configuration")
         errors.append(f"{place}: {too_many}: refers to other keys, and those to others, too often to be written out")
         return {}
-    tree, values = OmegaConf.create(layers), {}
+    tree: DictConfig | None = None
+    values = {}
     for key, place in where.items():
         leaf = known_leaves()[key]
+        value: Any = reduce(getitem, key.split("."), layers)
         try:
-            value = OmegaConf.select(tree, key, throw_on_missing=True)
-            if OmegaConf.is_config(value):
-                value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+            if refers(value):  # only then OmegaConf is asked: a whole tree of it takes longer than all the rest
+                tree = OmegaConf.create(layers) if tree is None else tree
+                value = OmegaConf.select(tree, key, throw_on_missing=True)
+                if OmegaConf.is_config(value):
+                    value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
             values[key] = typed(value, leaf.annotation, leaf.within)
         except BadValue as error:
             errors.append(f"{place}: {key}: {error}")
@@ -180,13 +186,13 @@ def _typed_values(layers: dict[str, Any], where: Mapping[str, str], errors: list
     return values
 
 
-def _build(cls: type[Node], values: Mapping[str, Any], prefix: str = "") -> Node:
+def build(cls: type[Node], values: Mapping[str, Any], prefix: str = "") -> Node:
     """The tree from the values of some leaves; the others keep their defaults."""
     parts = {}
     for name, hint in get_type_hints(cls).items():
         key = prefix + name
         if key in known_sections():
-            parts[name] = _build(hint, values, key + ".")
+            parts[name] = build(hint, values, key + ".")
         elif key in values:
             parts[name] = values[key]
     return cls(**parts)
@@ -202,12 +208,12 @@ def _default_told(key: str) -> str:
     return f"{key} = {shown(known_leaves()[key].default)} (default)"
 
 
-def _without_interpolation(value: Any) -> Any:
+def without_interpolation(value: Any) -> Any:
     """The value with each `${` escaped, so that it is read as text again."""
     if isinstance(value, str):
         return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + "\\${", value)
     if isinstance(value, Mapping):
-        return {name: _without_interpolation(item) for name, item in value.items()}
+        return {name: without_interpolation(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_without_interpolation(item) for item in value]
+        return [without_interpolation(item) for item in value]
     return value

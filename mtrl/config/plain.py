@@ -11,7 +11,7 @@ from mtrl.config.text import MAX_DEPTH, MAX_NODES
 from mtrl.config.values import BadValue
 
 LARGEST = 2**63 - 1
-MAX_REFERENCES = 50  # what one value may refer to, with all that those refer to; and how many values may refer at all
+MAX_REFERENCES = 50  # what one value may refer to, with all that those refer to; as many values may refer
 MAX_CHAIN = 8
 _REFERENCE = re.compile(r"\$\{\s*([^${}:]*?)\s*\}")
 _RESOLVER = re.compile(r"\$\{\s*([^${}:]*?)\s*:")
@@ -76,7 +76,16 @@ def _checked_reference(text: str) -> str:
     return text
 
 
-def endless(values: Mapping[str, Any]) -> Iterator[str]:
+def refers(value: Any) -> bool:
+    """Whether OmegaConf has something to say about a value: a reference, an escaped one, or its word for missing."""
+    if isinstance(value, Mapping):
+        return any(map(refers, value.values()))
+    if isinstance(value, list):
+        return any(map(refers, value))
+    return isinstance(value, str) and ("${" in value or value == "???")
+
+
+def endless(values: Mapping[str, Any], most: int = MAX_REFERENCES) -> Iterator[str]:
     """Keys whose references, with all that those refer to, are too many to be written out. References in a circle are
     left to OmegaConf, which names them."""
     found = {key: _references(text, key) for key, text in _texts(values, "")}
@@ -86,7 +95,7 @@ def endless(values: Mapping[str, Any]) -> Iterator[str]:
     def weight(key: str, above: Sequence[str]) -> int:
         if key in above:
             return 0
-        if len(above) > MAX_CHAIN or len(found) > MAX_REFERENCES:
+        if len(above) > MAX_CHAIN or len(found) > most:
             return too_many
         if key not in known:
             inner = [name for reference in found[key] for name in found if _holds(reference, name)]

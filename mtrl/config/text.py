@@ -1,7 +1,7 @@
 """YAML in and out. Numbers like `5e-7` are floats here (YAML 1.1 takes them for text), and dates stay text.
 
-What no configuration is, is refused before it costs time or memory: large files, deep nesting, anchors that grow without
-end, tags of Python.
+What no configuration is, is refused before it costs time or memory: large files, deep nesting, anchors that grow
+without end, tags of Python.
 """
 
 import os
@@ -180,11 +180,10 @@ class YamlFile(_Document):
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
-        kinds = {list: "sequence", dict: "mapping"}
         if self.content is None:
             self.content = {}
         elif not isinstance(self.content, dict):
-            kind = kinds.get(type(self.content), "scalar")
+            kind = "sequence" if isinstance(self.content, list) else "scalar"
             raise BadYaml(f":1: expected `key: value` lines, got a {kind}")
 
 

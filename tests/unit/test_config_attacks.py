@@ -36,15 +36,15 @@ HOSTILE = {
     "an open reference": ("dataset: {system_prompt: 'Pay ${ now'}", "dataset.system_prompt: cannot be used", "\\${"),
     "a path with a sign": ("dataset: {train_files: 'a/${x.jsonl'}", "dataset.train_files: cannot be used", "\\${"),
     "latex": ("dataset: {system_prompt: 'the square ${x}^2$'}", "'x' not found", "for the text ${ write \\${"),
-    "nested references": (f"dataset: {{system_prompt: '{'${' * 3000}a{'}' * 3000}'}}", "a reference inside a reference"),
+    "nested references": (f"dataset: {{system_prompt: '{'${' * 3000}a{'}' * 3000}'}}", "reference inside"),
     "an unknown resolver": ("dataset: {system_prompt: '${oc.create:[1]}'}", "oc.create:..} is not known here"),
     "infinity": ("worker: {actor: {optim: {lr: 1e400}}}", "worker.actor.optim.lr: expected a number", "got .inf"),
     "a giant whole number": (f"training: {{max_steps: 1{'0' * 5000}}}", ":1: not valid YAML: a number of 5001 char"),
-    "a giant for a float": (f"worker: {{actor: {{optim: {{lr: 1{'0' * 90}}}}}}}", "worker.actor.optim.lr: cannot be used"),
+    "a giant for a float": (f"worker: {{actor: {{optim: {{lr: 1{'0' * 90}}}}}}}", "optim.lr: cannot be used"),
     "a giant in base 16": (f"training: {{max_steps: 0x{'f' * 9000}}}", "a number of 9002 characters"),
     "a giant in base 60": (f"training: {{max_steps: {':'.join(['1'] * 9000)}}}", "a number of 17999 characters"),
-    "more than 63 bits": ("training: {max_steps: 9223372036854775808}", "training.max_steps: cannot be used", "64 bits"),
-    "a tag of python": ("dataset: {seed: !!python/object/apply:os.system [ls]}", "the tag !!python/object/apply:os.sys"),
+    "more than 63 bits": ("training: {max_steps: 9223372036854775808}", "max_steps: cannot be used", "64 bits"),
+    "a tag of python": ("dataset: {seed: !!python/object/apply:os.system [ls]}", "the tag !!python/object/"),
     "a tag of nobody": ("dataset: {seed: !foo 3}", "the tag !foo is none of a configuration"),
     "a set": ("dataset: !!set {a}", "the tag !!set is none of a configuration"),
     "a set above all": ("!!set {a}", "the tag !!set is none of a configuration"),
@@ -70,7 +70,7 @@ HOSTILE = {
     "a key twice": ("dataset: {seed: 1, seed: 2}", "dataset.seed: set a second time"),
     "a free key twice": (free("{a: 1, a: 2}"), "engine_kwargs.a: set a second time"),
     "a zero byte": ("dataset: {seed: 1}\0", "unacceptable character #x0000"),
-    "a written zero byte": ('dataset: {train_files: "a\\0b"}', "dataset.train_files: cannot be used: a text with a zero byte"),
+    "a written zero byte": ('dataset: {train_files: "a\\0b"}', "train_files: cannot be used: a text with a zero"),
     "half a character": ('dataset: {train_files: "\\ud800"}', "half a character"),
     "a key that colours": ('"\\x1b[31mred": 1', "'\\x1b[31mred': unknown key"),
     "a key of two lines": ('"a\\nb": 1', "'a\\nb': unknown key"),
@@ -154,7 +154,10 @@ def test_references_that_double_are_not_written_out(ways):
 
 
 def test_some_references_and_escapes_still_stand():
-    given = {f"{KWARGS}.a": {"b": "${..c}", "d": ["${worker.rollout.engine_kwargs.c}"]}, f"{KWARGS}.c": "${dataset.seed}"}
+    given = {
+        f"{KWARGS}.a": {"b": "${..c}", "d": ["${worker.rollout.engine_kwargs.c}"]},
+        f"{KWARGS}.c": "${dataset.seed}",
+    }
     assert load_config(None, given).worker.rollout.engine_kwargs == {"a": {"b": 42, "d": [42]}, "c": 42}
     prompt = load_config(None, ["dataset.system_prompt=Pay \\${5}, not ${dataset.seed}."]).dataset.system_prompt
     assert prompt == "Pay ${5}, not 42."
