@@ -50,7 +50,7 @@ class _Loader(yaml.SafeLoader):
             raise _refused(f"a number of {len(node.value)} characters; no key takes one", node.start_mark)
         try:
             return super().construct_object(node, deep)
-        except (ValueError, KeyError, AttributeError, TypeError, OverflowError):
+        except (ValueError, LookupError, AttributeError, TypeError, OverflowError):
             kind = node.tag.removeprefix(_YAML)
             raise _refused(f"{_cut(repr(node.value))} cannot be read as !!{kind}", node.start_mark) from None
 

@@ -50,6 +50,8 @@ HOSTILE = {
     "a set above all": ("!!set {a}", "the tag !!set is none of a configuration"),
     "a date": ("dataset: {val_files: !!timestamp x}", "the tag !!timestamp is none"),
     "no number": ("dataset: {seed: !!int abc}", ":1: not valid YAML: 'abc' cannot be read as !!int"),
+    "an empty number": ("dataset: {seed: !!int ''}", ":1: not valid YAML: '' cannot be read as !!int"),
+    "a long text for a list": (f"training: {{logger: '{'x' * 5000}'}}", "training.logger: expected a list"),
     "no truth": ("dataset: {shuffle: !!bool xx}", ":1: not valid YAML: 'xx' cannot be read as !!bool"),
     "no null": ("!!null {a: 1}", "not valid YAML: expected a scalar node, but found mapping"),
     "a mapping in itself": ("dataset: &a {x: *a}", ":1: not valid YAML: an anchor contains itself"),
