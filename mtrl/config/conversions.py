@@ -22,6 +22,7 @@ class Converted(NamedTuple):
 
 
 Conversion = Callable[[Any, Flat], Converted]
+TAKEN = Converted({})  # another key's conversion has read this one too
 
 
 def _words(key: str, words: Mapping[Any, Any]) -> Conversion:
@@ -225,7 +226,7 @@ _VERL: dict[str, Conversion] = {
     "actor_rollout_ref.rollout.mode": _words("worker.rollout.mode", {"sync": "inprocess", "async": "inprocess"}),
     "actor_rollout_ref.rollout.val_kwargs.do_sample": _greedy,
     "custom_reward_function.path": _custom_reward,
-    "custom_reward_function.name": lambda value, flat: Converted({}),  # the path has taken it
+    "custom_reward_function.name": lambda value, flat: TAKEN,
     "reward_model.enable": lambda value, flat: Converted({"worker.reward.reward_type": "model"} if value else {}),
     "reward_model.reward_manager": _reward_manager,
     "algorithm.norm_adv_by_std_in_grpo": _words("optimization.scale_rewards", {True: "group", False: "none"}),
@@ -275,8 +276,7 @@ def _batches(value: Any, flat: Flat) -> Converted:
 
 
 def _taken(value: Any, flat: Flat) -> Converted:
-    """Another key's conversion has read it."""
-    return Converted({})
+    return TAKEN
 
 
 def _steps(key: str) -> Conversion:
@@ -405,7 +405,9 @@ _TRL: dict[str, Conversion] = {
     "scale_rewards": _words("optimization.scale_rewards", {True: "group", False: "none"}),
     "top_entropy_quantile": _entropy,
     "top_k": lambda value, flat: Converted({"worker.rollout.top_k": value or -1}),
-    "use_vllm": lambda value, flat: Converted({"worker.rollout.name": "vllm"} if value else {}),
+    "use_vllm": lambda value, flat: Converted(
+        {"worker.rollout.name": "vllm"} if value else {"optimization.tis_clip": None}  # TRL corrects vLLM alone
+    ),
     "vllm_mode": _words("worker.rollout.mode", {"colocate": "inprocess"}),
     "vllm_server_host": _server,
     "vllm_server_port": _server,

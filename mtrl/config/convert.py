@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mtrl.config.checks import conflicts
-from mtrl.config.conversions import CONVERSIONS, Converted, Lost
+from mtrl.config.conversions import CONVERSIONS, TAKEN, Converted, Lost
 from mtrl.config.errors import ConfigError
 from mtrl.config.foreign import counterpart, without_effect
 from mtrl.config.load import build, without_interpolation
@@ -17,7 +17,7 @@ from mtrl.config.plain import endless, first_line, plain
 from mtrl.config.text import BadYaml, YamlFile, read_text, read_value, write_yaml
 from mtrl.config.tree import Config, known_leaves
 from mtrl.config.trl_script import Script, read_script
-from mtrl.config.unsaid import ALWAYS, DEFAULTS, OFF, idle
+from mtrl.config.unsaid import ALWAYS, DEFAULTS, OFF, Same, idle
 from mtrl.config.values import BadValue, printable, shown, typed
 
 MAPS, DIFFERS, LOST, DEFAULT = "maps", "another meaning", "no counterpart", "their default"
@@ -42,15 +42,22 @@ class Converter:
     """Values of our keys, filled key by key, and what is to be said of each."""
 
     def __init__(self, project: str, flat: Mapping[str, Any], remarks: Mapping[str, str], devices: int) -> None:
-        defaults = {key: value for key, value in DEFAULTS[project].items() if not _said(key, flat)}
+        defaults = {key: _default(value, flat) for key, value in DEFAULTS[project].items() if not _said(key, flat)}
         self.project, self.given, self.remarks = project, dict(flat), remarks
         self.flat = {**flat, **defaults, "devices": devices}
-        self.values: dict[str, Any] = dict(ALWAYS[project])
+        self.values: dict[str, Any] = {}
         self.lines: list[Line] = []
+        if devices > 1:
+            self.values["training.n_gpus_per_node"] = devices
+            self.lines.append(Line(MAPS, f"--gpus = {devices} -> training.n_gpus_per_node = {devices}"))
         for key, value in defaults.items():
             self._take(key, value, DEFAULT)
         for key, value in self.given.items():
             self._take(key, value, MAPS)
+        for key, value in ALWAYS[project].items():
+            if key not in self.values:
+                self.values[key] = value
+                self.lines.append(Line(DEFAULT, f"no key for it -> {key} = {shown(value)}"))
         self._settle()
 
     def yaml(self) -> str:
@@ -82,7 +89,8 @@ class Converter:
             return
         for name, item in ours.items():
             self._set(name, item)
-        told = ", ".join(f"{name} = {shown(item)}" for name, item in ours.items()) or "nothing to set"
+        nothing = "taken together with other keys" if found is TAKEN else "nothing to set"
+        told = ", ".join(f"{name} = {shown(item)}" for name, item in ours.items()) or nothing
         remark = found.differs or self.remarks.get(key, "")
         self._say(DIFFERS if remark else kind, key, value, f" -> {told}{f': {remark}' if remark else ''}")
 
@@ -139,6 +147,8 @@ def convert(path: str | Path, devices: int = 1) -> Converter:
             script = _resolved(flat)
     except BadYaml as error:
         raise ConfigError([f"{printable(str(path))}{error}"]) from None
+    if devices > 1 and project != "TRL":
+        raise ConfigError([f"--gpus {devices}: {printable(str(path))} is one of {project}, which says that itself"])
     converter = Converter(project, script.values, script.remarks, devices)
     converter.lines += [Line(LOST, f"{printable(key)}: {why}") for key, why in script.unread.items()]
     return converter
@@ -197,6 +207,10 @@ def _selected(value: Any, flat: Mapping[str, Any]) -> Any:
     if found is None:
         return value
     return f"${{{found[1]}}}" if found[1] in flat else read_value(found[2] or "null")
+
+
+def _default(value: Any, flat: Mapping[str, Any]) -> Any:
+    return flat.get(value.key, value.otherwise) if isinstance(value, Same) else value
 
 
 def _said(key: str, flat: Mapping[str, Any]) -> bool:

@@ -1,9 +1,17 @@
 """What files of EasyR1, verl and TRL mean without saying it: defaults, what is switched off, what has no effect."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 Flat = Mapping[str, Any]
+
+
+class Same(NamedTuple):
+    """A default that is whatever another key of theirs says."""
+
+    key: str
+    otherwise: Any
+
 
 # What a file of theirs means without saying it, where MTRL's own default is another.
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -12,7 +20,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "algorithm.adv_estimator": "gae", "algorithm.kl_penalty": "kl", "algorithm.kl_coef": 1e-3,
         "worker.actor.global_batch_size": 256, "worker.actor.optim.betas": [0.9, 0.999],
         "worker.actor.optim.lr_warmup_ratio": 0.0, "worker.actor.loss_avg_mode": "token", "worker.rollout.n": 1,
-        "worker.rollout.val_override_config.temperature": 1.0, "trainer.total_epochs": 15, "trainer.save_freq": -1,
+        "worker.rollout.val_override_config.temperature": Same("worker.rollout.temperature", 1.0),
+        "trainer.total_epochs": 15, "trainer.save_freq": -1,
         "trainer.val_freq": -1,
     },
     "verl": {
@@ -28,15 +37,16 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "max_completion_length": 256, "num_train_epochs": 3.0, "learning_rate": 1e-6, "lr_scheduler_type": "linear",
         "warmup_steps": 0, "weight_decay": 0.0, "adam_beta1": 0.9, "adam_beta2": 0.999, "beta": 0.0, "epsilon": 0.2,
         "loss_type": "dapo", "scale_rewards": "group", "seed": 42, "eval_on_start": False,
+        "use_vllm": False,
     },
 }  # fmt: skip
 
 # Keys of ours that none of theirs names, as their code does it: no correction of the sampler's distribution unless it
-# is asked for, and no dual clip in TRL.
+# is asked for, every checkpoint kept, and no dual clip in TRL.
 ALWAYS: dict[str, dict[str, Any]] = {
-    "EasyR1": {"optimization.tis_clip": None},
-    "verl": {"optimization.tis_clip": None},
-    "TRL": {"worker.actor.clip_ratio_dual": None},
+    "EasyR1": {"optimization.tis_clip": None, "training.save_limit": -1},
+    "verl": {"optimization.tis_clip": None, "training.save_limit": -1},
+    "TRL": {"worker.actor.clip_ratio_dual": None, "training.save_limit": -1},
 }
 
 # Values that switch a thing off which has no counterpart here: then nothing is lost.

@@ -44,7 +44,9 @@ def test_the_example_of_easyr1(tmp_path):
     config = loaded(converted, tmp_path)
     assert told(converted, DIFFERS) == {}
     assert told(converted, LOST).keys() == {"worker.rollout.val_override_config.top_p"}
-    assert told(converted, DEFAULT).keys() == {"worker.actor.optim.betas", "worker.actor.loss_avg_mode"}
+    said = {"worker.actor.optim.betas", "worker.actor.loss_avg_mode"}
+    said |= {"no key for it -> optimization.tis_clip"}  # save_limit is in the file
+    assert told(converted, DEFAULT).keys() == said
     assert told(converted, MAPS, LOST).keys() == set(leaves(yaml.safe_load(EASYR1.read_text())))
     dataset, actor, rollout = config.dataset, config.worker.actor, config.worker.rollout
     assert (dataset.train_files, dataset.prompt_key, dataset.rollout_batch_size) == (
@@ -76,6 +78,7 @@ def test_a_grpo_run_of_verl_maps_in_full(tmp_path, capsys):
     assert (rollout.n, rollout.name, rollout.val.temperature, rollout.tensor_parallel_size) == (5, "vllm", 0.0, 2)
     assert config.worker.reward.reward_fn_path == "examples/geo_reward.py:compute_score"
     assert (config.training.output_dir, config.training.val_freq) == ("checkpoints", 5)
+    assert config.training.save_limit == -1  # null keeps them all there
     assert "used with gae alone" in told(converted, MAPS)["critic.optim.lr"]
     assert main(["convert", str(VERL)]) == 0
     out, err = capsys.readouterr()
@@ -86,6 +89,7 @@ def test_a_script_for_trl(tmp_path):
     converted = convert(TRL)
     config = loaded(converted, tmp_path)
     assert told(converted, LOST).keys() == {"cache_implementation"}
+    assert "taken together with other keys" in told(converted, MAPS)["gradient_accumulation_steps"]
     assert told(converted, DIFFERS).keys() == {"output_dir", "max_prompt_length", "reward_funcs", "train_dataset"}
     assert ".map(..) does to them is not carried over" in told(converted, DIFFERS)["train_dataset"]
     actor, optimization = config.worker.actor, config.optimization
@@ -104,7 +108,10 @@ def test_a_script_for_trl(tmp_path):
     assert config.worker.reward.weights == (1.0, 0.5)
     assert (actor.model.peft_type, actor.model.lora_rank, actor.model.lora_alpha) == ("lora", 16, 32)
     assert (config.dataset.seed, config.worker.rollout.seed) == (7, 7)
-    assert convert(TRL, devices=4).values["dataset.rollout_batch_size"] == 32
+    on_four = convert(TRL, devices=4).values
+    assert (on_four["dataset.rollout_batch_size"], on_four["training.n_gpus_per_node"]) == (32, 4)
+    with pytest.raises(ConfigError, match="is one of EasyR1, which says that itself"):
+        convert(EASYR1, devices=4)
 
 
 # --- scripts ---
@@ -130,6 +137,7 @@ def test_what_trl_means_without_saying_it(tmp_path):
     assert config.optimization.disable_divergence and config.worker.actor.clip_ratio_high == 0.2
     assert (config.worker.actor.optim.lr_scheduler_type, config.worker.actor.optim.warmup_steps) == ("linear", 0)
     assert (config.dataset.rollout_batch_size, config.worker.actor.global_batch_size) == (1, 1)
+    assert (config.optimization.tis_clip, config.training.save_limit) == (None, -1)
 
 
 @pytest.mark.parametrize(
@@ -223,6 +231,12 @@ def test_references_of_hydra_are_followed_and_bad_ones_said(tmp_path):
     converted = yaml_of(tmp_path, text)
     assert converted.values["dataset.max_response_length"] == 7 and converted.values["worker.rollout.n"] == 4
     assert "cannot be resolved" in told(converted, LOST)["actor_rollout_ref.rollout.temperature"]
+
+
+@pytest.mark.parametrize("rollout, heat", [("{n: 4}", 1.0), ("{n: 4, temperature: 0.7}", 0.7)])
+def test_easyr1_validates_as_hot_as_it_trains_unless_it_says_otherwise(rollout, heat, tmp_path):
+    text = f"algorithm: {{adv_estimator: grpo, disable_kl: true}}\nworker: {{rollout: {rollout}}}\n"
+    assert yaml_of(tmp_path, text).values["worker.rollout.val.temperature"] == heat
 
 
 def test_both_divergences_of_verl_are_one_too_many(tmp_path):
