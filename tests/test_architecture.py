@@ -13,6 +13,7 @@ ROOM_MAY_IMPORT = {
     "rows": set(),
     "plugins": set(),
     "machine": set(),
+    "terminal": set(),
     "config": set(),
     "algorithms": {"types", "errors", "plugins"},
     "protocols": {"types", "algorithms"},
@@ -23,17 +24,19 @@ ROOM_MAY_IMPORT = {
     "memory": {"types", "errors", "protocols", "algorithms", "models", "rollout", "workers"},
     "rewards": {"types", "errors", "protocols", "algorithms", "plugins"},
     "data": {"types", "protocols"},
-    "tracking": {"types", "protocols", "algorithms"},
+    "tracking": {"types", "protocols", "algorithms", "terminal"},
     "store": {"errors", "protocols", "machine"},
     "zoo": {"types", "protocols"},
 }
-ROOM_MAY_IMPORT["training"] = {"types", "config", "errors", "protocols", "algorithms", "data", "store", "workers"}
+ROOM_MAY_IMPORT["training"] = {
+    "types", "config", "errors", "protocols", "algorithms", "data", "store", "workers", "machine", "terminal"
+}  # fmt: skip
 ROOM_MAY_IMPORT["build"] = set(ROOM_MAY_IMPORT)  # it alone names concrete classes
 ROOM_MAY_IMPORT["commands"] = set(ROOM_MAY_IMPORT)
 MODULE_MAY_IMPORT = {  # where a module may do other things than its room
     "mtrl": {"training", "config"},
     "mtrl.__main__": {"cli"},
-    "mtrl.cli": {"config", "errors", "commands"},
+    "mtrl.cli": {"config", "errors", "commands", "terminal"},
     "mtrl.training.training_main": {"cli"},
     "mtrl.training.trainer": {"config", "errors", "protocols", "build"},
     "mtrl.training.loop": {"config", "protocols", "algorithms", "types"},

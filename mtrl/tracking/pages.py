@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from mtrl.algorithms.signals import aei, segment, vgr
-from mtrl.tracking.colour import sanitize, shorten
+from mtrl.terminal import sanitize
+from mtrl.tracking.colour import shorten
 from mtrl.types import SEGMENTS
 
 SHOWN_SEGMENTS = SEGMENTS[:-1]  # "weight" is for token weights, not for people
