@@ -61,9 +61,11 @@ def train(arguments: Sequence[str]) -> int:
 def evaluate(arguments: Sequence[str]) -> int:
     """Accuracy and rewards of a checkpoint or of a run's newest one: avg@k, pass@k, by column.
 
-    mtrl eval CHECKPOINT|RUN [--data FILE] [a.b=c ...]
+    mtrl eval CHECKPOINT|RUN [--data FILE] [--out FILE] [a.b=c ...]
 
-    worker.rollout.val.n and .temperature say how it is sampled. The last line is JSON.
+    worker.rollout.val.n and .temperature say how it is sampled. --out keeps every question, answer and response with
+    its scores, as JSONL. optimization.compute_attention_metrics=true measures attention too, which takes longer. The
+    last line is JSON.
     """
     from mtrl.commands import evaluate
 

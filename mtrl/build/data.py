@@ -104,4 +104,5 @@ def build_validation(
         sampling=recipe.validation_sampling(config),
         keep_samples=config.training.val_generations_to_log,
         best_metric=config.training.best_metric,
+        prompts=len(sampler.dataset),
     )

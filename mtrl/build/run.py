@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,10 +28,10 @@ from mtrl.errors import opening
 from mtrl.models.perturb import PERTURBATIONS
 from mtrl.protocols import Tracker
 from mtrl.tracking.several import Trackers
-from mtrl.training.evaluate import Result
+from mtrl.training.evaluate import Result, Seen
 from mtrl.training.interrupt import Interrupt, say_at_once
 from mtrl.training.loop import Components, Loop
-from mtrl.training.resume import Start, claim, find_start, fitting_state
+from mtrl.training.resume import Start, claim, find_start, fitting_state, restoring
 from mtrl.zoo.rows import CONFIG_FILE
 
 
@@ -132,15 +132,20 @@ def build(
         )
         loop = Loop(components, rules)
         if start.checkpoint is not None:
-            loop.restore(start.checkpoint, start.state if start.own else fitting_state(start, sampler))
+            with restoring(start.checkpoint):
+                loop.restore(start.checkpoint, start.state if start.own else fitting_state(start, sampler))
         directory.record(to_yaml(config))
         resumed = start.checkpoint is not None
         rehearse = partial(rehearse_on_gpu, config, policy, rules.needs, has_states=resumed)
         return Run(config, directory.path, directory.id, start, loop, interrupt, closing.pop_all(), rehearse)
 
 
-def evaluate(config: Config) -> Result:
-    """Validates a model without training it."""
+Watch = Callable[[int], AbstractContextManager[Seen]]  # from the number of prompts to one who is shown their responses
+
+
+def evaluate(config: Config, watch: Watch = lambda prompts: nullcontext(lambda rollouts, rewards: None)) -> Result:
+    """Validates a model without training it. Attention is looked at on request, or for a reward: it costs a second pass
+    over every response."""
     refuse_unbuilt(config)
     encoder, policy = build_policy(config)
     validation = build_validation(config, encoder, None, truth_for=rewards_of_truth(config))
@@ -151,11 +156,11 @@ def evaluate(config: Config) -> Result:
         rewards = [function.needs for function in scorer.functions.values()]
         rules = recipe.recipe_of(config, 1, rewards=rewards, sees_attention=policy.backbone.own_attention)
         refuse_unmeasured(config, rules, policy.backbone)
-        looks = "mass" in rules.needs or rules.attention_every
+        looks = "mass" in rules.needs or config.optimization.compute_attention_metrics is True
         prober = build_actor(config, policy, encoder, steps=1) if looks else None
         # Without a prober nobody else wants the device, and the engine need not sleep between batches.
-        with generator.awake() if prober is None else nullcontext():
-            return validation.run(generator, scorer, version=0, prober=prober)
+        with generator.awake() if prober is None else nullcontext(), watch(validation.prompts) as seen:
+            return validation.run(generator, scorer, version=0, prober=prober, seen=seen)
 
 
 def unknown_names(config: Config) -> list[str]:

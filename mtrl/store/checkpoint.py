@@ -205,15 +205,15 @@ def score_of(checkpoint: Path, metric: str | None) -> float:
     except Damaged:
         return -math.inf
     score = state.get("score") if metric is not None and state.get("metric") == metric else None
-    return -math.inf if score is None or math.isnan(score) else score
+    return -math.inf if not isinstance(score, (int, float)) or math.isnan(score) else score
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
     try:
         state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-        if isinstance(state, dict) and "step" in state:
+        if isinstance(state, dict) and type(state.get("step")) is int and state["step"] >= 0:
             return state
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise Damaged(f"{STATE} cannot be read ({error})") from error
     raise Damaged(f"{STATE} is no state of a trainer")
 
