@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrl.build import recipe
+from mtrl.build.hub import seeking_data
 from mtrl.config import Config
 from mtrl.data import Dataset, DataSettings, RowList, Sampler, open_dataset, open_sources
 from mtrl.data.cache import DiskCache
@@ -42,7 +43,8 @@ def sources_of(data: Rows, default_split: str) -> list[Source]:
         if item.startswith(EMBEDDED):
             sources.append(ZooRows(item.removeprefix(EMBEDDED)))  # type: ignore[arg-type]
         else:
-            sources += open_sources(item, DiskCache())
+            with seeking_data(item):
+                sources += open_sources(item, DiskCache())
     return sources
 
 

@@ -10,6 +10,7 @@ import torch
 from mtrl.algorithms.credit import Rule
 from mtrl.algorithms.estimators import Estimator
 from mtrl.build import recipe
+from mtrl.build.hub import seek_model
 from mtrl.config import Config, ConfigError
 from mtrl.models.backbone import Backbone
 from mtrl.models.families import TextEncoder, encoder_files, load_encoder
@@ -40,6 +41,8 @@ def model_path(config: Config) -> str:
 
 def build_encoder(config: Config) -> TextEncoder:
     settings, data = config.worker.actor.model, config.dataset
+    seek_model(model_path(config))
+    seek_model(settings.tokenizer_path or model_path(config))
     return load_encoder(
         model_path(config),
         tokenizer_path=settings.tokenizer_path,
