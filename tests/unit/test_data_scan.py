@@ -69,8 +69,12 @@ def test_the_error_is_bounded(tmp_path):
     assert "no row is left to use of 50: 50 bad" in str(caught.value)
     with pytest.raises(DataError) as caught:
         opened(tmp_path / "a.jsonl", tmp_path)
-    assert len(str(caught.value).splitlines()) == 23 and "and 30 more" in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 3 and "(and 49 more rows like it)" in str(caught.value)
     assert len(caught.value.bad_rows) == 50
+    columns = "abcdefghijklmnopqrstuvwxyz"
+    with pytest.raises(DataError) as caught:
+        opened(write_jsonl(tmp_path / "b.jsonl", [{name: ""} for name in columns]), tmp_path)
+    assert len(str(caught.value).splitlines()) == 23 and "... and rows with 6 other causes" in str(caught.value)
 
 
 def test_skip_goes_on_without_them_and_lists_them_once(bad_file, tmp_path, caplog):
