@@ -21,6 +21,7 @@ from mtrl.build.model import (
     refuse_unmeasured,
 )
 from mtrl.build.rewards import build_scorer, warn_of_wrong_truths
+from mtrl.build.threads import settle_threads
 from mtrl.build.trackers import build_store, build_trackers
 from mtrl.build.unbuilt import refuse_unbuilt
 from mtrl.config import Config, ConfigError, given_keys, load_config, to_yaml
@@ -88,6 +89,7 @@ def build(
         training = config.training
         place = Path(training.output_dir, training.project_name, training.experiment_name).expanduser()
         directory = closing.enter_context(claim(place, config, training.fresh))
+        settle_threads(directory.path, resumed=directory.used)
         encoder = build_encoder(config)
         files = config.dataset.train_files if data is None else data
         truth_for = rewards_of_truth(config, rewards)
@@ -147,6 +149,7 @@ def evaluate(config: Config, watch: Watch = lambda prompts: nullcontext(lambda r
     """Validates a model without training it. Attention is looked at on request, or for a reward: it costs a second pass
     over every response."""
     refuse_unbuilt(config)
+    settle_threads()
     encoder, policy = build_policy(config)
     validation = build_validation(config, encoder, None, truth_for=rewards_of_truth(config))
     if validation is None:
