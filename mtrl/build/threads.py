@@ -50,7 +50,7 @@ def free_threads(usual: int, usable: int) -> int:
     if free >= ENOUGH * usual:
         return usual
     chosen = max(1, int(free))
-    told = f"{free:.1f} of {usable} processors are free: torch computes with {chosen} threads in place of {usual}"
+    told = f"{free:.1f} of {usable} processors are free: torch computes with {chosen} in place of {usual} threads"
     logger.warning("%s, which would wait for each other; OMP_NUM_THREADS sets a number", told)
     return chosen
 

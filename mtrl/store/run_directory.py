@@ -21,7 +21,7 @@ LOCK = "run.lock"
 CONFIG = "config.yaml"
 ID = "run_id"
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what network file systems without locks answer
-FILES = (LOCK, ID, CONFIG, "metrics.jsonl", "rollouts.jsonl", "validations.jsonl", "bad_rows.jsonl")
+FILES = (LOCK, ID, CONFIG, "metrics.jsonl", "rollouts.jsonl", "validations.jsonl", "bad_rows.jsonl", "torch_threads")
 FOLDERS = ("checkpoints", "logs")
 TRACES = (CONFIG, "metrics.jsonl", "checkpoints")  # any of these shows that a run has used the folder
 
