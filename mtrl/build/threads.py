@@ -37,7 +37,7 @@ def settle_threads(directory: Path | None = None, resumed: bool = False) -> None
         chosen = free_threads(usual, usable)
     if chosen != usual:
         torch.set_num_threads(chosen)
-    if directory is not None:
+    if directory is not None and recorded(directory / FILE) != chosen:
         write_file(directory / FILE, f"{chosen}\n")
 
 

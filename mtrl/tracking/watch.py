@@ -139,9 +139,9 @@ def busy_processors(seen: Seen) -> str | None:
     if not share or not free or max(share) >= seen.limits.cpu_share or max(free) >= seen.limits.cpu_free:
         return None
     return (
-        f"busy processors: the steps get {fmean(share):.0%} of the processor time that their threads ask for, other "
-        "programs the rest; threads wait for each other, and a step takes far longer than it needs. Stop the other "
-        "programs, or start a run with fewer threads (OMP_NUM_THREADS=1)."
+        f"busy processors: the steps get {fmean(share):.0%} of the processor time that their threads ask for; other "
+        "programs, or reward functions, take the rest. Threads wait for each other then, and a step takes far longer "
+        "than it needs: stop the other programs, or start a run with fewer threads (OMP_NUM_THREADS=1)."
     )
 
 

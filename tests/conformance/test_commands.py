@@ -56,6 +56,8 @@ def run(tmp_path_factory, questions) -> Path:
     assert "zoo.yaml" in finished.stderr, "that the packaged config is used must be said"
     assert "steps: 2, each 4 prompts x 4 responses of at most" in finished.stderr
     assert "step 2/2" in finished.stderr and "ETA" in finished.stderr
+    for line in ("steps: 2, each 4 prompts", "step 2/2  ETA", "validation at step 2", "finished at step 2 of 2"):
+        assert finished.stdout.count(line) == 1, "stdout is a log of its own here, and has it all, once"
     return output / "mtrl" / "zoo"
 
 

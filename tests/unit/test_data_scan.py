@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import signal
 import time
 
 import numpy as np
@@ -256,6 +257,12 @@ def test_forked_workers_give_the_same(small_chunks):
 def test_an_exception_of_the_job_is_raised(small_chunks):
     with pytest.raises(ZeroDivisionError):
         parallel.map_rows(lambda row: 1 / (row - 20), range(50), "x", workers=2)
+
+
+def test_ctrl_c_is_for_the_parent_of_the_workers(small_chunks):
+    """It ends them itself; each would write a traceback of its own."""
+    found = parallel.map_rows(lambda row: signal.getsignal(signal.SIGINT), range(50), "x", workers=2)
+    assert set(found) == {signal.SIG_IGN}
 
 
 def test_a_worker_that_dies_costs_time_only(small_chunks, caplog):
