@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from huggingface_hub import constants, try_to_load_from_cache
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from mtrl.data import DataError
 from mtrl.data.sources import HUB_ID, OPENERS
@@ -39,10 +40,9 @@ def unreachable() -> str | None:
 def seek_model(name: str) -> None:
     """Before a model or tokenizer is loaded by name: without the hub what is in its cache is used, which is said, or
     the name is refused."""
-    if os.path.exists(os.path.expanduser(name)) or (why := unreachable()) is None:
+    if os.path.exists(os.path.expanduser(name)) or not is_model_id(name) or (why := unreachable()) is None:
         return
-    is_id = HUB_ID.fullmatch(name) is not None
-    if not is_id or not any(isinstance(try_to_load_from_cache(name, each), str) for each in MODEL_FILES):
+    if not any(isinstance(try_to_load_from_cache(name, file), str) for file in MODEL_FILES):
         raise ValueError(
             f"{name} is no checkpoint directory and not in the cache of the Hugging Face hub, which cannot be reached "
             f"({why}); name a directory, or download it where there is a network: hf download {name}"
@@ -50,6 +50,14 @@ def seek_model(name: str) -> None:
     if not constants.HF_HUB_OFFLINE:
         logger.warning("the Hugging Face hub cannot be reached (%s): %s is taken from its cache", why, name)
         constants.HF_HUB_OFFLINE = True
+
+
+def is_model_id(name: str) -> bool:
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
 
 
 @contextmanager

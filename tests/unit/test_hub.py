@@ -58,7 +58,8 @@ def test_what_is_here_asks_no_network(no_network, tmp_path, monkeypatch):
     assert len(sources_of("rows.jsonl", "train")[0]) == 1
     with pytest.raises(DataError, match=r"absent\.jsonl does not exist"):
         sources_of("absent.jsonl", "train")
-    hub.seek_model(str(tmp_path))
+    for name in (str(tmp_path), "./nowhere", "/nowhere", "a/b/c"):  # the last are no ids, as their loader will say
+        hub.seek_model(name)
     assert no_network == []
 
 
