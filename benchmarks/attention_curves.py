@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.environment import environment
 from benchmarks.learning_curves import OFF, every_run, mean_curve, train
-from mtrl.tracking.chart import draw_chart
+from mtrl.report.chart import draw_chart
 
 ALWAYS = {**OFF, "optimization.compute_attention_metrics": "true"}
 MDI = {**ALWAYS, "worker.reward.weights": "null", "worker.actor.optim.lr": "3e-5"}

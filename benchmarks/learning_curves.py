@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import environment
-from mtrl.tracking.chart import draw_chart
+from mtrl.report.chart import draw_chart
 from mtrl.tracking.run_files import read_rows
 
 FILTER, SHAPE, ENTROPY = (

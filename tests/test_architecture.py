@@ -23,7 +23,8 @@ ROOM_MAY_IMPORT = {
     "memory": {"types", "errors", "protocols", "algorithms", "models", "rollout", "workers"},
     "rewards": {"types", "errors", "protocols", "algorithms", "plugins"},
     "data": {"types", "protocols"},
-    "tracking": {"types", "protocols", "algorithms"},
+    "report": {"types", "algorithms"},
+    "tracking": {"types", "protocols", "algorithms", "report"},
     "store": {"errors", "protocols", "machine"},
     "zoo": {"types", "protocols"},
 }

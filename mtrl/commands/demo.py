@@ -10,8 +10,8 @@ from typing import Any
 
 from mtrl.build.run import build, configure
 from mtrl.commands.arguments import say, started
+from mtrl.report.chart import draw_chart, running_mean
 from mtrl.store.checkpoint import checkpoints
-from mtrl.tracking.chart import draw_chart, running_mean
 from mtrl.tracking.run_files import read_rows
 
 STEPS = 24

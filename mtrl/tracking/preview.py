@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mtrl.tracking.colour import Paint, sanitize, shorten
+from mtrl.report.text import sanitize, shorten
+from mtrl.tracking.colour import Paint
 from mtrl.types import Experience, ValidationSample
 
 INDENT = "    "

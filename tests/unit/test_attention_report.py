@@ -12,8 +12,8 @@ from tiny_models import checkpoint
 
 from mtrl import cli
 from mtrl.commands.attention import MOST_DRAWN, chosen_tokens, images_of, place_for, places_of
-from mtrl.tracking.attention_page import Answered, overview, write_report
-from mtrl.tracking.heat_map import GAP, PANEL, ImageAttention, draw_heat_maps, heat
+from mtrl.report.attention_page import Answered, overview, write_report
+from mtrl.report.heat_map import GAP, PANEL, ImageAttention, draw_heat_maps, heat
 from mtrl.types import SEGMENTS
 from mtrl.zoo.rows import MODEL_DIRECTORY
 

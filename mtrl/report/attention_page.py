@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from mtrl.algorithms.signals import segment, vgr
-from mtrl.tracking.heat_map import ImageAttention, draw_heat_maps
-from mtrl.tracking.pages import BALANCE, SHOWN_SEGMENTS, attention_table, fenced, number, row_attention, table
+from mtrl.report.heat_map import ImageAttention, draw_heat_maps
+from mtrl.report.pages import BALANCE, SHOWN_SEGMENTS, attention_table, fenced, number, row_attention, table
 from mtrl.types import VISION_POOL
 
 LISTED = 8  # tokens listed as those that look most, and as those that look least

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mtrl.algorithms.signals import aei, segment, vgr
-from mtrl.tracking.colour import sanitize, shorten
+from mtrl.report.text import sanitize, shorten
 from mtrl.types import SEGMENTS
 
 SHOWN_SEGMENTS = SEGMENTS[:-1]  # "weight" is for token weights, not for people
