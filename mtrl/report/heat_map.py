@@ -1,18 +1,28 @@
-"""Attention over an image as a picture: the image, then one panel for each layer segment, drawn with Pillow alone."""
+"""Attention over an image as a picture: the image, then one panel for each layer segment, and one scale for all."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-PANEL, GAP, LINE = 224, 10, 20  # pixels: width of a panel, space around it, a line of text
-HEAT = np.array([220.0, 30.0, 0.0])  # where most of the attention goes
-PALE = 0.55  # how far the picture under the heat is bleached to grey
+from mtrl.report.style import QUIET, TICK, TITLE, drawable, new_figure, plain_numbers, save, ticks_within, words
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.colors import ListedColormap
+    from matplotlib.figure import Figure
+
+PANEL, GAP, TALLEST, SCALE = 2.2, 0.25, 3.3, 1.0  # inches: a panel with the gap beside it, its height, the scale
+HEAD, NOTES = 0.5, 0.5  # inches for the title, and for the two lines above each panel of the first row
+HEAT, HOTTEST = "YlOrRd", 0.85  # pale yellow to red, ever darker, so that it reads in grey too; not on to black-red
+STRONGEST = 0.62  # how opaque the heat is where most of the attention goes: the image stays to be seen through it
+BLEACHED = -160.0  # what black turns to, on a scale where 255 is white: heat must be seen on dark images, too
+GRID_UP_TO = 16  # tokens a side between which a line is drawn
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,45 +33,76 @@ class ImageAttention:
     maps: Mapping[str, Tensor]
 
 
-def draw_heat_maps(path: Path, title: str, images: list[ImageAttention], notes: Mapping[str, str]) -> None:
-    """A row an image; `notes` stand under the name of each segment. In each panel the strongest token is the reddest:
-    colours compare within a panel, and its note says what all of it is worth."""
-    names = ["image", *notes]
-    panels = [[_picture(each.image), *(_heated(each.image, each.maps[name]) for name in notes)] for each in images]
-    heights = [row[0].height for row in panels]
-    head = 4 * LINE
-    size = (GAP + len(names) * (PANEL + GAP), head + sum(heights) + GAP * len(heights))
-    canvas = Image.new("RGB", size, "white")
-    draw, font = ImageDraw.Draw(canvas), ImageFont.load_default(13)
-    draw.text((GAP, GAP), title, fill="black", font=ImageFont.load_default(15))
-    for column, name in enumerate(names):
-        lines = f"{name}\n{notes.get(name, '')}"
-        draw.multiline_text((GAP + column * (PANEL + GAP), 2 * LINE), lines, fill="black", font=font)
-    top = head
-    for row, height in zip(panels, heights, strict=True):
-        for column, panel in enumerate(row):
-            canvas.paste(panel, (GAP + column * (PANEL + GAP), top))
-        top += height + GAP
-    canvas.save(path)
+def draw_heat_maps(path: Path, title: str, images: Sequence[ImageAttention], notes: Mapping[str, str]) -> None:
+    save(heat_maps(title, images, notes), path)
 
 
-def heat(image: np.ndarray, attention: Tensor) -> np.ndarray:
-    """[H, W, 3] uint8: the image bleached, and on each token's square as much red as it has of the strongest's."""
-    rows, columns = attention.shape
-    strength = (attention / attention.max().clamp(min=1e-12)).numpy()
-    tall, wide = image.shape[0] // rows, image.shape[1] // columns
-    alpha = strength.repeat(tall, axis=0).repeat(wide, axis=1)[..., None] * 0.85
-    grey = image.mean(2, keepdims=True) * (1 - PALE) + 255 * PALE
-    return (grey * (1 - alpha) + HEAT * alpha).astype(np.uint8)
+def heat_maps(title: str, images: Sequence[ImageAttention], notes: Mapping[str, str]) -> Figure:
+    """A row an image; `notes` stand under the name of each segment. All panels share one scale: colours compare
+    between tokens, between segments and between images."""
+    heights = [min((PANEL - GAP) * each.image.shape[0] / each.image.shape[1], TALLEST) for each in images]
+    columns = 1 + len(notes)
+    figure = new_figure(columns * PANEL + SCALE, sum(heights) + HEAD + NOTES + GAP * len(images), HEAD)
+    wide, high = figure.get_size_inches()
+    figure.text(0.14 / wide, 1 - 0.14 / high, drawable(title, int(8 * wide)), va="top", **words(TITLE, weight="bold"))
+    ratios = {"height_ratios": heights, "width_ratios": [*[1] * columns, 0.08]}
+    grid = figure.add_gridspec(len(images), columns + 1, **ratios)
+    strongest = max((float(each.maps[name].max()) for each in images for name in notes), default=0.0) or 1.0
+    drawn: Any = None
+    for row, each in enumerate(images):
+        show(figure.add_subplot(grid[row, 0]), each.image, "image" if row == 0 else "", "")
+        for column, (name, note) in enumerate(notes.items(), 1):
+            axes = figure.add_subplot(grid[row, column])
+            show(axes, bleached(each.image), name if row == 0 else "", note if row == 0 else "")
+            drawn = lay_heat(axes, each.image.shape[:2], each.maps[name], strongest)
+    if drawn is not None:
+        draw_scale(figure.add_subplot(grid[:, -1]), drawn, strongest)
+    return figure
 
 
-def _heated(image: np.ndarray, attention: Tensor) -> Image.Image:
-    return _picture(heat(image, attention))
+def show(axes: Axes, image: np.ndarray, name: str, note: str) -> None:
+    axes.imshow(image)
+    axes.set_axis_off()
+    axes.set_title(note, loc="left", pad=5, **words(TICK, QUIET))
+    if name:
+        offset = {"xytext": (0, 20), "textcoords": "offset points", "annotation_clip": False}
+        axes.annotate(name, (0, 1), xycoords="axes fraction", va="bottom", **offset, **words(TICK + 1))
 
 
-def _picture(image: np.ndarray) -> Image.Image:
-    height = max(1, round(image.shape[0] * PANEL / image.shape[1]))
-    enlarged = image.shape[1] < PANEL
-    return Image.fromarray(image).resize(
-        (PANEL, height), Image.Resampling.NEAREST if enlarged else Image.Resampling.BOX
-    )
+def bleached(image: np.ndarray) -> np.ndarray:
+    """The image in light greys, [H, W, 3] uint8: heat has the colours to itself."""
+    grey = image.astype(float) @ np.array([0.299, 0.587, 0.114])  # brightness, as television has it
+    light = (grey - BLEACHED) / (255 - BLEACHED) * 255
+    return light.round().astype(np.uint8)[..., None].repeat(3, axis=2)
+
+
+def lay_heat(axes: Axes, size: tuple[int, int], attention: Tensor, strongest: float) -> Any:
+    """Lays the attention of each token over its square."""
+    (tall, wide), (rows, columns) = size, attention.shape
+    edges = (-0.5, wide - 0.5, tall - 0.5, -0.5)
+    look = {"cmap": heat_colours(), "vmin": 0.0, "vmax": strongest, "interpolation": "nearest"}
+    drawn = axes.imshow(attention.double().numpy(), extent=edges, **look)
+    if max(rows, columns) <= GRID_UP_TO:
+        axes.vlines(np.linspace(edges[0], edges[1], columns + 1)[1:-1], *axes.get_ylim(), color="white", linewidth=0.6)
+        axes.hlines(np.linspace(edges[3], edges[2], rows + 1)[1:-1], *axes.get_xlim(), color="white", linewidth=0.6)
+    return drawn
+
+
+def heat_colours() -> ListedColormap:
+    """From nothing at all to strong and still transparent."""
+    from matplotlib import colormaps
+    from matplotlib.colors import ListedColormap
+
+    colours = colormaps[HEAT](np.linspace(0, HOTTEST, 256))
+    colours[:, 3] = STRONGEST * np.linspace(0, 1, 256) ** 0.5
+    return ListedColormap(colours)
+
+
+def draw_scale(axes: Axes, drawn: Any, strongest: float) -> None:
+    """What the colours mean, in round percents."""
+    bar = drawn.figure.colorbar(drawn, cax=axes)
+    inside = ticks_within(0, 100 * strongest, most=5)
+    bar.set_ticks([x / 100 for x in inside], labels=[f"{text}%" for text in plain_numbers(inside)])
+    bar.ax.tick_params(labelsize=TICK, labelcolor=QUIET, length=0)
+    bar.set_label("share of the attention", **words(TICK, QUIET))
+    bar.outline.set_visible(False)
