@@ -127,6 +127,8 @@ class Console(Tracker):
             )
         if self.settings.directory is not None:
             lines.append(f"  files: {self.settings.directory}")
+            if (curve := self.settings.directory / "curve.png").is_file():
+                lines.append(f"  curve: {curve}")
             lines.append(f"  next:  mtrl eval {self.settings.directory} [--data FILE]")
         return lines
 
