@@ -90,7 +90,8 @@ def draw_panel(axes: Axes, panel: Panel, names: Sequence[str], window: int) -> N
     for line in panel.lines:
         look = look_of(line, names.index(line.name))
         if line.band:
-            axes.fill_between(*zip(*line.band, strict=True), color=look["color"], alpha=0.15, linewidth=0)
+            x, low, high = zip(*line.band, strict=True)
+            axes.fill_between(x, low, high, color=look["color"], alpha=0.15, linewidth=0)
         shown = line.points
         if line.noisy and window > 1:
             axes.plot(*zip(*line.points, strict=True), color=look["color"], linewidth=0.9, alpha=0.35)

@@ -65,7 +65,7 @@ def show(axes: Axes, image: np.ndarray, name: str, note: str) -> None:
     axes.set_axis_off()
     axes.set_title(note, loc="left", pad=5, **words(TICK, QUIET))
     if name:
-        offset = {"xytext": (0, 20), "textcoords": "offset points", "annotation_clip": False}
+        offset: dict[str, Any] = {"xytext": (0, 20), "textcoords": "offset points", "annotation_clip": False}
         axes.annotate(name, (0, 1), xycoords="axes fraction", va="bottom", **offset, **words(TICK + 1))
 
 
@@ -80,7 +80,7 @@ def lay_heat(axes: Axes, size: tuple[int, int], attention: Tensor, strongest: fl
     """Lays the attention of each token over its square."""
     (tall, wide), (rows, columns) = size, attention.shape
     edges = (-0.5, wide - 0.5, tall - 0.5, -0.5)
-    look = {"cmap": heat_colours(), "vmin": 0.0, "vmax": strongest, "interpolation": "nearest"}
+    look: dict[str, Any] = {"cmap": heat_colours(), "vmin": 0.0, "vmax": strongest, "interpolation": "nearest"}
     drawn = axes.imshow(attention.double().numpy(), extent=edges, **look)
     if max(rows, columns) <= GRID_UP_TO:
         axes.vlines(np.linspace(edges[0], edges[1], columns + 1)[1:-1], *axes.get_ylim(), color="white", linewidth=0.6)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from mtrl.report.chart import Line, Panel, Points, draw_chart
 
@@ -40,7 +40,7 @@ def history(rows: Iterable[Mapping[str, Any]]) -> History:
     return {name: sorted(points.items()) for name, points in found.items() if points}
 
 
-def is_step(value: Any) -> bool:
+def is_step(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 10**12
 
 
