@@ -113,5 +113,6 @@ def notes_of(answer: Answered, drawn: Drawn) -> dict[str, str]:
     notes = {}
     for name in SHOWN_SEGMENTS:
         mass = segment(answer.mass[drawn.token], name)
-        notes[name] = f"{float(mass[VISION_POOL - 1]):.0%} on images, VGR {number(float(vgr(mass, answer.sizes)))}"
+        ratio = number(float(vgr(mass, answer.sizes)), digits=2)  # there is no room for more above a panel
+        notes[name] = f"{float(mass[VISION_POOL - 1]):.0%} on images, VGR {ratio}"
     return notes

@@ -22,6 +22,7 @@ HEAD, NOTES = 0.5, 0.5  # inches for the title, and for the two lines above each
 HEAT, HOTTEST = "YlOrRd", 0.85  # pale yellow to red, ever darker, so that it reads in grey too; not on to black-red
 STRONGEST = 0.62  # how opaque the heat is where most of the attention goes: the image stays to be seen through it
 BLEACHED = -160.0  # what black turns to, on a scale where 255 is white: heat must be seen on dark images, too
+COLOUR_LEFT = 0.5  # how much of its colour the image keeps under the heat
 GRID_UP_TO = 16  # tokens a side between which a line is drawn
 
 
@@ -70,10 +71,12 @@ def show(axes: Axes, image: np.ndarray, name: str, note: str) -> None:
 
 
 def bleached(image: np.ndarray) -> np.ndarray:
-    """The image in light greys, [H, W, 3] uint8: heat has the colours to itself."""
+    """The image light and with little colour, [H, W, 3] uint8: heat must be seen on it, and things of equal brightness
+    must still be told apart."""
     grey = image.astype(float) @ np.array([0.299, 0.587, 0.114])  # brightness, as television has it
-    light = (grey - BLEACHED) / (255 - BLEACHED) * 255
-    return light.round().astype(np.uint8)[..., None].repeat(3, axis=2)
+    faint = grey[..., None] + COLOUR_LEFT * (image - grey[..., None])
+    light = (faint - BLEACHED) / (255 - BLEACHED) * 255
+    return light.round().clip(0, 255).astype(np.uint8)
 
 
 def lay_heat(axes: Axes, size: tuple[int, int], attention: Tensor, strongest: float) -> Any:

@@ -13,7 +13,7 @@ from tiny_models import checkpoint
 from mtrl import cli
 from mtrl.commands.attention import MOST_DRAWN, chosen_tokens, images_of, place_for, places_of
 from mtrl.report.attention_page import Answered, overview, write_report
-from mtrl.report.heat_map import STRONGEST, ImageAttention, draw_heat_maps, heat_maps
+from mtrl.report.heat_map import STRONGEST, ImageAttention, bleached, draw_heat_maps, heat_maps
 from mtrl.types import SEGMENTS
 from mtrl.zoo.rows import MODEL_DIRECTORY
 
@@ -78,6 +78,12 @@ def test_heat_lies_where_the_attention_is_and_the_image_is_seen_through_it():
     assert scale.get_ylabel() == "share of the attention"
     ticks = [label.get_text() for label in scale.get_yticklabels()]
     assert ticks == ["0%", "10%", "20%", "30%", "40%"] and STRONGEST < 0.7
+
+
+def test_things_of_equal_brightness_are_told_apart():
+    """Yellow on light blue vanished in an image of greys."""
+    blue, yellow = bleached(np.array([[[192, 216, 240], [236, 231, 60]]], np.uint8))[0].astype(int)
+    assert np.abs(blue - yellow).max() > 40
 
 
 def test_all_panels_share_one_scale():

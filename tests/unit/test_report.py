@@ -5,7 +5,6 @@ import logging
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 from matplotlib.text import Text
 from PIL import Image
@@ -106,7 +105,7 @@ def test_the_axis_begins_at_zero_where_that_is_near():
 def test_odd_numbers_are_drawn(points, tmp_path):
     draw_chart(tmp_path / "a.png", "t", [Panel("p", [Line("a", points, noisy=True)])])
     with Image.open(tmp_path / "a.png") as picture:
-        assert len(np.unique(np.asarray(picture.convert("RGB")).reshape(-1, 3), axis=0)) > 20, "something is drawn"
+        assert len(picture.convert("RGB").getcolors(10**6)) > 20, "something is drawn"
 
 
 def test_a_picture_is_whole_or_not_there(tmp_path, monkeypatch):
