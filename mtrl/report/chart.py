@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from mtrl.report.style import (
     COLOURS,
     LABEL,
     MARKS,
     QUIET,
     REFERENCE,
+    STROKES,
     TITLE,
     drawable,
     dress,
@@ -29,8 +32,8 @@ if TYPE_CHECKING:
 Points = Sequence[tuple[float, float]]
 
 PANEL = {1: (8.0, 3.6), 2: (4.8, 3.0), 3: (3.6, 2.6)}  # inches of a panel, by how many stand in a row
-MARKED = 60  # points of a line beyond which they are not marked one by one
-SMOOTHED = 5  # steps that a running mean spans at least
+MARKED, MOST_MARKED = 40, 200  # points of a line up to which each is marked, and up to which with a small mark
+SMOOTHED, MOST_SMOOTHED = 5, 2000  # steps that a running mean spans
 EDGE, HEADLINE, ROW = 0.14, 0.32, 0.26  # inches: around everything, for the title, for a line of text below it
 NAME = 60  # characters of a name in the legend, at most
 LETTER, SAMPLE = 0.085, 0.75  # inches, about: a letter of the legend, and the piece of line before its words
@@ -103,10 +106,12 @@ def look_of(line: Line, place: int) -> dict[str, Any]:
     """How a line is drawn. Points are marked one by one unless they are the noise of single steps, or too many."""
     if line.reference:
         return {"color": REFERENCE, "linewidth": 4.5, "solid_capstyle": "round", "clip_on": False, "zorder": 2}
-    marked = not line.noisy and len(line.points) <= MARKED
-    shape = MARKS[(place + place // len(COLOURS)) % len(MARKS)]  # where colours come again, marks differ
-    mark = {"marker": shape if marked else "", "markersize": 6, "markeredgecolor": "white"}
-    return {"color": COLOURS[place % len(COLOURS)], "linewidth": 2.0, "clip_on": False, "zorder": 3, **mark}
+    again, place = divmod(place, len(COLOURS))
+    marked = not line.noisy and len(line.points) <= MOST_MARKED
+    size = 6 if len(line.points) <= MARKED else 3
+    mark = {"marker": MARKS[place] if marked else "", "markersize": size, "markeredgecolor": "white"}
+    stroke = {"linestyle": STROKES[again % len(STROKES)], "linewidth": 2.0}  # where colours come again, strokes differ
+    return {"color": COLOURS[place], "clip_on": False, "zorder": 3, **mark, **stroke}
 
 
 def legend_handles(names: Sequence[str], panels: Sequence[Panel]) -> list[Any]:
@@ -156,13 +161,11 @@ def limit(axes: Axes, panel: Panel, steps: tuple[float, float]) -> None:
 def smoothing_window(noisy: Iterable[Points]) -> int:
     """Steps that a running mean spans: the longer the run, the more; 1 where there are too few to be smoothed."""
     longest = max(map(len, noisy), default=0)
-    return 1 if longest < 2 * SMOOTHED else max(SMOOTHED, longest // 50)
+    return 1 if longest < 2 * SMOOTHED else min(max(SMOOTHED, longest // 50), MOST_SMOOTHED)
 
 
 def running_mean(points: Points, window: int) -> list[tuple[float, float]]:
     """Each point the mean of itself and the ones before it, up to `window`."""
-    smooth = []
-    for end in range(1, len(points) + 1):
-        recent = points[max(0, end - window) : end]
-        smooth.append((points[end - 1][0], sum(y for _, y in recent) / len(recent)))
-    return smooth
+    sums = np.convolve([y for _, y in points], np.ones(window))[: len(points)]
+    counts = np.arange(1, len(points) + 1).clip(max=window)
+    return [(x, mean) for (x, _), mean in zip(points, (sums / counts).tolist(), strict=True)]

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#7A5C00", "#56B4E9", "#E69F00", "#4D4D4D")
-MARKS = ("o", "s", "^", "D", "v", "<", ">", "p")
+MARKS = ("o", "s", "^", "D", "v", "<", ">", "p")  # one for each colour
+STROKES = ("-", "--", ":", "-.")
 INK, QUIET, REFERENCE, GRID = "#222222", "#5F5F5F", "#B8B8B8", "#E3E3E3"
 TITLE, LABEL, TICK = 13, 11, 10  # points
 PIXELS_AN_INCH = 160

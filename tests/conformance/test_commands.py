@@ -65,6 +65,7 @@ def test_a_run_leaves_its_files(run):
     assert [row["step"] for row in rows if "val/avg@1" in row] == [0, 1, 2]
     assert len(read_rows(run / "rollouts.jsonl")) == 2 * 4 * 4
     assert load_config(run / "config.yaml").training.max_steps == 2
+    assert (run / "curve.png").stat().st_size > 10_000
     step = next(row for row in rows if row["step"] == 2)
     for name in LOGGED:
         assert isinstance(step[name], float), name

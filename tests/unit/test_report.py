@@ -68,7 +68,8 @@ def test_each_validation_is_a_point_and_single_steps_are_smoothed():
 
 def test_the_mean_spans_more_of_a_longer_run():
     assert smoothing_window([NOISE[:9]]) == 1, "too few to be smoothed"
-    assert [smoothing_window(lines) for lines in ([], [NOISE], [range(5000), NOISE])] == [1, 5, 100]
+    windows = [smoothing_window(runs) for runs in ([], [NOISE], [range(5000), NOISE], [range(10**6)])]
+    assert windows == [1, 5, 100, 2000]
     assert running_mean([(1, 1.0), (2, 3.0), (3, 8.0)], 2) == [(1, 1.0), (2, 2.0), (3, 5.5)]
 
 
@@ -90,9 +91,10 @@ def test_nothing_covers_anything(count):
 def test_a_name_has_one_look_everywhere_and_no_other_has_it():
     names = [f"run {i}" for i in range(2 * len(COLOURS))]
     first, second = axes_of(chart("t", [Panel("p", [Line(n, RATE) for n in names]), Panel("q", [Line("run 3", RATE)])]))
-    looks = [(line.get_color(), line.get_marker()) for line in first.get_lines()]
+    looks = [(line.get_color(), line.get_marker(), line.get_linestyle()) for line in first.get_lines()]
     assert len(set(looks)) == len(names) and len({line.get_color() for line in first.get_lines()}) == len(COLOURS)
-    assert (second.get_lines()[0].get_color(), second.get_lines()[0].get_marker()) == looks[3]
+    (line,) = second.get_lines()
+    assert (line.get_color(), line.get_marker(), line.get_linestyle()) == looks[3]
 
 
 def test_the_axis_begins_at_zero_where_that_is_near():
