@@ -36,7 +36,7 @@ MARKED, MOST_MARKED = 40, 200  # points of a line up to which each is marked, an
 SMOOTHED, MOST_SMOOTHED = 5, 2000  # steps that a running mean spans
 EDGE, HEADLINE, ROW = 0.14, 0.32, 0.26  # inches: around everything, for the title, for a line of text below it
 NAME = 60  # characters of a name in the legend, at most
-LETTER, SAMPLE = 0.085, 0.75  # inches, about: a letter of the legend, and the piece of line before its words
+LETTER, SAMPLE = 0.085, 0.9  # inches, about: a letter of the legend, and the piece of line before its words
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def write_head(figure: Figure, title: str, note: str, handles: Sequence[Any], be
     across = [each for column in range(beside) for each in handles[column::beside]]  # matplotlib fills columns first
     legend = figure.legend(
         handles=across, loc="upper left", bbox_to_anchor=(left, top), ncols=beside, frameon=False, borderpad=0,
-        borderaxespad=0, handlelength=1.8, columnspacing=1.6, labelspacing=0.35,
+        borderaxespad=0, handlelength=2.6, columnspacing=1.6, labelspacing=0.35,
     )  # fmt: skip
     legend.set_in_layout(False)
     for text in legend.get_texts():
