@@ -2,8 +2,11 @@
 
 import json
 import logging
+import shutil
 import subprocess
 import sys
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 from matplotlib.text import Text
@@ -16,6 +19,7 @@ from mtrl.report.style import COLOURS, MARKS, drawable, plain_numbers, ticks_wit
 from mtrl.tracking import curve
 from mtrl.tracking.curve import CurveFile
 
+ROOT = Path(__file__).resolve().parents[2]
 RATE = [(0, 0.4), (4, 0.6), (8, 1.0)]
 NOISE = [(step, 0.5 + 0.1 * (-1) ** step) for step in range(1, 25)]
 
@@ -275,3 +279,13 @@ def test_mistakes_are_answered_in_one_line(words, said, tmp_path, monkeypatch, c
     told = capsys.readouterr().err
     assert said in told and told.count("\n") == 1 and "Traceback" not in told
     assert not (tmp_path / "run" / "curve.png").exists()
+
+
+# ----------------------------------------------------------------------------------------------------------- benchmarks
+@pytest.mark.parametrize(("name", "pictures"), [("learning_curves", [""]), ("attention_curves", ["_mdi", "_weights"])])
+def test_curves_of_benchmarks_are_drawn_again_from_their_numbers(name, pictures, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))  # benchmarks/ stands beside the package
+    shutil.copy(ROOT / "docs" / f"{name}.json", tmp_path)
+    monkeypatch.setattr(sys, "argv", [name, "--redraw", "--out", str(tmp_path / name)])
+    import_module(f"benchmarks.{name}").main()
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == [f"{name}{picture}.png" for picture in pictures]
