@@ -32,7 +32,7 @@ ROOM_MAY_IMPORT["training"] = {"types", "config", "errors", "protocols", "algori
 ROOM_MAY_IMPORT["build"] = set(ROOM_MAY_IMPORT)  # it alone names concrete classes
 ROOM_MAY_IMPORT["commands"] = set(ROOM_MAY_IMPORT)
 MODULE_MAY_IMPORT = {  # where a module may do other things than its room
-    "mtrl": {"training", "config"},
+    "mtrl": {"training", "config", "errors", "protocols", "algorithms", "types"},
     "mtrl.__main__": {"cli"},
     "mtrl.cli": {"config", "errors", "commands"},
     "mtrl.training.training_main": {"cli"},

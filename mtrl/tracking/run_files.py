@@ -22,7 +22,7 @@ from mtrl.tracking.jsonl import ROTATE_AT, JsonlWriter, last_row, read_rows, row
 from mtrl.tracking.table import by_name
 from mtrl.types import Experience, ValidationSample
 
-__all__ = ["RunFiles", "first_steps_of", "read_rows", "validations_of"]
+__all__ = ["RunFiles", "first_steps_of", "history_of", "read_rows", "validations_of"]
 
 
 class RunFiles(Tracker):
@@ -97,3 +97,9 @@ def first_steps_of(directory: Path, count: int = 5) -> list[dict[str, float]]:
     """The metrics of a run's first steps, where earlier attempts have left any."""
     steps = (row for row in rows_of(directory / "metrics.jsonl") if "perf/seconds_step" in row)
     return list(islice(steps, count))
+
+
+def history_of(directory: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl in the order of the steps; of a step or validation that was done twice, the last."""
+    rows = {(row["step"], "perf/seconds_step" in row): row for row in rows_of(directory / "metrics.jsonl")}
+    return [rows[key] for key in sorted(rows, key=lambda key: (key[0], not key[1]))]
