@@ -78,9 +78,7 @@ def over(below: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any
     """The settings over those of a mapping."""
     if twice := below.keys() & settings.keys() & known_sections():
         name = min(twice)
-        raise ConfigError(
-            [f"{name}: a section of config= and an argument; write the argument's keys in full, {name}.x"]
-        )
+        raise ConfigError([f"{name}: a section of config= and an argument too; write the argument's keys in full"])
     return {**below, **settings}
 
 

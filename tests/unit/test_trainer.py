@@ -1,5 +1,6 @@
 """What `mtrl.Trainer` is given: keys by their last names, and objects of the right kinds. No model is loaded here."""
 
+import re
 import subprocess
 import sys
 from operator import attrgetter
@@ -68,6 +69,15 @@ def test_the_policy_is_meant_and_one_seed_is_for_all():
     assert (actor.optim.lr, actor.optim.warmup_steps, rollout.n, rollout.temperature) == (3e-5, 7, 5, 0.7)
     assert (trainer.config.dataset.seed, rollout.seed) == (11, 11)
     assert (rollout.val.n, rollout.val.temperature, trainer.config.worker.critic.optim.lr) == (1, 0.0, 1e-5)
+
+
+def test_the_page_has_the_same_table():
+    page = (Path(__file__).parents[2] / "docs/python.md").read_text()
+    told = {
+        name: tuple(re.findall(r"`(.*?)`", keys))
+        for name, keys in re.findall(r"^\| `(\w+)` \| (`\w+\..*) \|$", page, re.M)
+    }
+    assert told == SHORT_NAMES
 
 
 def test_other_last_names():
