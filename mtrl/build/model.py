@@ -57,7 +57,9 @@ class Loaded:
         self.as_given = False
 
     def reset(self, config: Config) -> None:
-        """The weights as they were given, of which a run makes its reference before it goes on anywhere."""
+        """The model as it was given: a run makes its reference of that before it goes on anywhere. One that failed in
+        the middle of an update has left gradients behind."""
+        self.model.eval().zero_grad()
         if not self.as_given:
             load_weights(self.model, Path(model_path(config)))
         self.as_given = True

@@ -59,10 +59,10 @@ class Run:
     id: str  # identifies the run, the same for every attempt
     start: Start
     loop: Loop
-    loaded: Loaded
     interrupt: Interrupt
     closing: ExitStack  # closes all that the run has opened
     rehearse: Callable[[], object] = lambda: None  # runs the passes at the limits, before the first step
+    loaded: Loaded | None = None  # the model that learns, which outlives the run
 
     def train(self) -> None:
         """Trains to the last step, or until a signal asks it to stop; then it saves and leaves as the signal would have
@@ -157,7 +157,8 @@ def build(
         directory.record(to_yaml(config))
         resumed = start.checkpoint is not None
         rehearse = partial(rehearse_on_gpu, config, policy, rules.needs, has_states=resumed)
-        return Run(config, directory.path, directory.id, start, loop, loaded, interrupt, closing.pop_all(), rehearse)
+        opened = closing.pop_all()
+        return Run(config, directory.path, directory.id, start, loop, interrupt, opened, rehearse, loaded)
 
 
 def open_model(config: Config) -> Loaded:

@@ -101,5 +101,6 @@ def first_steps_of(directory: Path, count: int = 5) -> list[dict[str, float]]:
 
 def history_of(directory: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl in the order of the steps; of a step or validation that was done twice, the last."""
-    rows = {(row["step"], "perf/seconds_step" in row): row for row in rows_of(directory / "metrics.jsonl")}
+    whole = (row for row in rows_of(directory / "metrics.jsonl") if "step" in row)
+    rows = {(row["step"], "perf/seconds_step" in row): row for row in whole}
     return [rows[key] for key in sorted(rows, key=lambda key: (key[0], not key[1]))]

@@ -146,6 +146,7 @@ class Trainer:
         """Validates the weights of now, on `val_data` of the trainer or those given here. Returns the numbers that a
         validation has in metrics.jsonl, where this writes nothing."""
         rows = self._val_rows if val_data is None else checked_data("val_data", val_data)
+        self.model.eval()
         return row_of(evaluate(self.config, val_data=rows, rewards=self._rewards, loaded=self._open()))
 
     def save(self, path: str | Path) -> Path:

@@ -13,7 +13,6 @@ import mtrl
 from mtrl.cli import main
 from mtrl.config import ConfigError, load_config
 from mtrl.tracking.run_files import read_rows
-from mtrl.training.trainer import full_key
 from mtrl.zoo.rows import ZooRows
 
 SMALL = [
@@ -177,10 +176,3 @@ def test_trainer_gives_its_rewards_their_weights():
     assert two.weights == (1.0, 0.5) and two.early_weights == (0.0, 1.0)
     with pytest.raises(ConfigError, match="weights"):
         mtrl.Trainer(rewards=[short], weights=[1.0, 2.0])
-
-
-def test_keys_by_their_last_name():
-    assert full_key("max_steps") == "training.max_steps"
-    assert full_key("a.b") == "a.b"
-    with pytest.raises(ConfigError, match=r"worker\.rollout\.val\.n"):
-        full_key("n")

@@ -117,7 +117,7 @@ def test_a_configuration_made_in_python(tmp_path):
     content = {"worker": {"actor": {"optim": {"lr": 2e-6}}}, "training": {"max_steps": 3}}
     of_file, of_keys = mtrl.Trainer(config=file, model="m", n=4), mtrl.Trainer(config=content, model="m", n=4)
     assert of_file.config == of_keys.config and of_keys.config.worker.rollout.n == 4
-    again = mtrl.Trainer(config=of_keys.config, system_prompt="a literal ${x}", lr=1e-5).config
+    again = mtrl.Trainer(config=of_keys.config, lr=1e-5).config
     assert (again.training.max_steps, again.worker.actor.optim.lr, again.worker.rollout.n) == (3, 1e-5, 4)
     with pytest.raises(ConfigError, match="worker: a section of config= and an argument too"):
         mtrl.Trainer(config=content, worker={"rollout": {"n": 4}})

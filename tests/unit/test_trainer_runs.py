@@ -181,7 +181,9 @@ def test_training_goes_on_after_an_interrupt_to_the_same_numbers(trained, tmp_pa
     trainer = trainer_in(tmp_path, callbacks=stop)
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
-    model = trainer.model
+    model = trainer.model.train()
+    for parameter in model.parameters():  # as an error in the middle of an update leaves them
+        parameter.grad = torch.ones_like(parameter)
     assert stop.seen == [1] and [row["step"] for row in trainer.history] == [0, 1]
     trainer.train()
     assert stop.seen == [1, 2] and stop.closed == 2 and trainer.model is model
