@@ -151,9 +151,9 @@ def build(
             stop=interrupt.asked,
         )
         loop = Loop(components, rules)
+        loaded.as_given = False  # from here on it goes on, or learns
         if start.checkpoint is not None:
             loop.restore(start.checkpoint, start.state if start.own else fitting_state(start, sampler))
-        loaded.as_given = False  # from here on it learns
         directory.record(to_yaml(config))
         resumed = start.checkpoint is not None
         rehearse = partial(rehearse_on_gpu, config, policy, rules.needs, has_states=resumed)
