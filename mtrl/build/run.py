@@ -188,8 +188,8 @@ def evaluate(
         raise ConfigError(["dataset.val_files: nothing to evaluate on; name a file (--data F, in Python val_data=)"])
     generator, scorer = build_generator(config, policy, encoder), build_scorer(config, 1, rewards)
     with closing(scorer):
-        rewards = [function.needs for function in scorer.functions.values()]
-        rules = recipe.recipe_of(config, 1, rewards=rewards, sees_attention=policy.backbone.own_attention)
+        wanted = [function.needs for function in scorer.functions.values()]
+        rules = recipe.recipe_of(config, 1, rewards=wanted, sees_attention=policy.backbone.own_attention)
         refuse_unmeasured(config, rules, policy.backbone)
         looks = "mass" in rules.needs or rules.attention_every
         prober = build_actor(config, policy, encoder, steps=1) if looks else None

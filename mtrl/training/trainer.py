@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ class History(list[dict[str, Any]]):
     def to_pandas(self) -> Any:
         """A DataFrame with a column for each number; what a row lacks is NaN."""
         try:
-            import pandas
+            pandas = import_module("pandas")
         except ImportError as error:
             raise ImportError("to_pandas() needs pandas: pip install pandas") from error
         return pandas.DataFrame(self)
