@@ -128,6 +128,20 @@ def attention(arguments: Sequence[str]) -> int:
     return attention.run(arguments)
 
 
+def plot(arguments: Sequence[str]) -> int:
+    """Draw the curves of a run, or of several in one picture.
+
+    mtrl plot RUN... [--out FILE] [metric ...]
+
+    Reward and accuracy, of training and at each validation, or the metrics that are named: any that metrics.jsonl has,
+    such as actor/entropy or val/avg@1. FILE ends in .png, .svg or .pdf; without it one run has its curve.png drawn
+    anew, and other pictures are plot.png in the working directory. Prints the path of the picture.
+    """
+    from mtrl.commands import plot
+
+    return plot.run(arguments)
+
+
 COMMANDS: dict[str, Command] = {
     "train": train,
     "demo": demo,
@@ -135,6 +149,7 @@ COMMANDS: dict[str, Command] = {
     "data": data,
     "reward": reward,
     "attention": attention,
+    "plot": plot,
     "doctor": doctor,
     "config": config,
 }

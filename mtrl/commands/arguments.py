@@ -12,8 +12,6 @@ from typing import Any, TextIO, TypeVar
 from mtrl.config import Config, ConfigError, load_config, take_file
 from mtrl.errors import StartError, opening
 from mtrl.terminal import separate_log
-from mtrl.training.resume import newest_intact
-from mtrl.workers.snapshot import OPTIMIZER_STATE
 from mtrl.zoo.rows import CONFIG_FILE, MODEL_DIRECTORY
 
 Result = TypeVar("Result")
@@ -74,6 +72,9 @@ def take_path_and_data(arguments: Sequence[str], question: str) -> tuple[str, st
 @opening()
 def evaluation_config(path: str, overrides: list[str]) -> Config:
     """A run's own configuration with its newest checkpoint; for a bare checkpoint the defaults."""
+    from mtrl.training.resume import newest_intact  # here, since these import torch and not every command needs that
+    from mtrl.workers.snapshot import OPTIMIZER_STATE
+
     place = Path(path)
     run = next((each for each in (place, place.absolute().parent.parent) if (each / "config.yaml").is_file()), None)
     checkpoint = newest_intact(place / "checkpoints", but=(OPTIMIZER_STATE,)) if run == place else place

@@ -31,11 +31,3 @@ class Paint:
 def wants_colour(stream: TextIO, asked: bool = True) -> bool:
     """Whether to write colours: on a terminal that can, unless the user said NO_COLOR."""
     return asked and stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-
-
-def shorten(text: str, limit: int) -> str:
-    """Beginning and end of a text, `limit` characters in all, and how much is left out between them."""
-    if len(text) <= limit:
-        return text
-    head = (limit + 1) // 2
-    return f"{text[:head]} [.. {len(text) - limit} characters ..] {text[len(text) - (limit - head) :]}"

@@ -131,7 +131,10 @@ class Console(Tracker):
             )
         if self.settings.directory is not None:
             place = sanitize(str(self.settings.directory))
-            lines += [f"  files: {place}", f"  next:  mtrl eval {place} [--data FILE]"]
+            lines.append(f"  files: {place}")
+            if (self.settings.directory / "curve.png").is_file():
+                lines.append(f"  curve: {place}/curve.png")
+            lines.append(f"  next:  mtrl eval {place} [--data FILE]")
         return lines
 
     # --------------------------------------------------------------------------------------------------------- writing

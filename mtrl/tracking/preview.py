@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from mtrl.algorithms.metrics import SUCCESS
+from mtrl.report.text import shorten
 from mtrl.terminal import sanitize
-from mtrl.tracking.colour import Paint, shorten
+from mtrl.tracking.colour import Paint
 from mtrl.types import Experience, ValidationSample
 
 INDENT = "    "

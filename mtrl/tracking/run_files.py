@@ -25,7 +25,7 @@ from mtrl.types import Experience, ValidationSample
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["RunFiles", "first_steps_of", "read_rows", "validations_of"]
+__all__ = ["RunFiles", "first_steps_of", "history_of", "read_rows", "validations_of"]
 
 
 class RunFiles(Tracker):
@@ -113,3 +113,10 @@ def first_steps_of(directory: Path, count: int = 5) -> list[dict[str, float]]:
     """The metrics of a run's first steps, where earlier attempts have left any."""
     steps = (row for row in rows_by_step(directory / "metrics.jsonl") if "perf/seconds_step" in row)
     return list(islice(steps, count))
+
+
+def history_of(directory: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl in the order of the steps; of a step or validation that was done twice, the last."""
+    whole = (row for row in rows_of(directory / "metrics.jsonl") if type(row.get("step")) is int)
+    rows = {(row["step"], "perf/seconds_step" in row): row for row in whole}
+    return [rows[key] for key in sorted(rows, key=lambda key: (key[0], not key[1]))]

@@ -23,6 +23,8 @@ from mtrl.store.manifest import MANIFEST, Damaged, check
 from mtrl.store.run_directory import CONFIG, RunDirectory
 from mtrl.workers.snapshot import OPTIMIZER_STATE
 
+ANOTHER = "choose another training.experiment_name for a new run"
+
 logger = logging.getLogger(__name__)
 
 
@@ -60,22 +62,26 @@ def refuse_another_run(directory: RunDirectory, config: Config, fresh: bool) -> 
     """Raises StartError where another run has used the folder: it belongs to that run."""
     if not directory.used:
         return
-    another = "choose another training.experiment_name for a new run"
     if fresh:
-        raise StartError(f"training.fresh: {directory.path} holds a run already; {another}")
+        raise StartError(f"training.fresh: {directory.path} holds a run already; {ANOTHER}")
     saved = directory.path / CONFIG
     if not saved.exists():
         told = f"its {CONFIG} is gone, so nobody can tell whether this configuration is the one it was started with"
-        logger.warning("%s holds a run, but %s; if it is not, %s", directory.path, told, another)
+        logger.warning("%s holds a run, but %s; if it is not, %s", directory.path, told, ANOTHER)
         return
+    refuse_other_configuration(directory.path, config)
+
+
+def refuse_other_configuration(directory: Path, config: Config) -> None:
+    """Raises StartError where the run there was started with other settings."""
     try:
-        before = load_config(saved, saved=True)
+        before = load_config(directory / CONFIG, saved=True)
     except ConfigError as error:
-        told = f"{directory.path} holds a run whose configuration cannot be read any more"
-        raise StartError(f"{told}; {another}. {error}") from error
+        told = f"{directory} holds a run whose configuration cannot be read any more"
+        raise StartError(f"{told}; {ANOTHER}. {error}") from error
     if differing := differing_keys(before, config):
-        told = f"{directory.path} holds a run of another configuration, which would not go on to the same numbers"
-        raise StartError("\n  ".join([f"{told}; set these back to go on with it, or {another}:", *differing]))
+        told = f"{directory} holds a run of another configuration, which would not go on to the same numbers"
+        raise StartError("\n  ".join([f"{told}; set these back to go on with it, or {ANOTHER}:", *differing]))
 
 
 def differing_keys(before: Config, now: Config) -> list[str]:
