@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from mtrl.build import recipe
+from mtrl.build.data import refuse_ungiven
 from mtrl.config import Config, ConfigError
 from mtrl.data import Dataset
 from mtrl.data.rows import RowError
@@ -97,6 +98,7 @@ def reward_function(config: Config, function: Callable[..., Any] | str) -> tuple
     if not isinstance(function, str):
         in_process = InProcess(function, reward.reward_fn_kwargs)
         return in_process.name, in_process
+    refuse_ungiven("a reward function", function)
     if not is_bare(function):
         sandbox = Sandbox(function, reward.reward_fn_kwargs, workers=reward.num_cpus, timeout_s=reward.timeout_s)
         return sandbox.name, sandbox

@@ -4,10 +4,12 @@ Only what can never work is refused here. What is merely not built yet, or what 
 the run starts. A check is skipped where the feature it concerns is switched off.
 """
 
+import re
 from collections.abc import Iterator
 from difflib import get_close_matches
 from functools import reduce
 from itertools import pairwise
+from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from mtrl.config.tree import GROUP_ESTIMATORS, Config
@@ -54,6 +56,7 @@ class Conflict(NamedTuple):
 
 
 def conflicts(config: Config) -> Iterator[Conflict]:
+    yield from _folders(config)
     yield from _sizes(config)
     yield from _batches_and_lengths(config)
     yield from _groups(config)
@@ -89,6 +92,15 @@ def warnings(config: Config) -> Iterator[str]:
             "8 bits, so an update below about 1/512 of the weight is lost, and updates are about as large as lr: "
             f"weights over {512 * actor.optim.lr:.1g} hardly learn; keep the master weights in fp32"
         )
+
+
+def _folders(config: Config) -> Iterator[Conflict]:
+    for name in ("project_name", "experiment_name"):
+        value = getattr(config.training, name)
+        parts = PurePosixPath(value).parts
+        if not value.strip() or not parts or parts[0] == "/" or ".." in parts or re.search(r"[\x00-\x1f\x7f]", value):
+            told = "it names a folder inside training.output_dir: not empty or absolute, no .. or control characters"
+            yield Conflict((f"training.{name}",), told)
 
 
 def _sizes(config: Config) -> Iterator[Conflict]:

@@ -7,7 +7,7 @@ import torch
 from config_helpers import errors_of, only_error, write
 
 from mtrl import cli
-from mtrl.config import load_config, warnings
+from mtrl.config import ConfigError, load_config, warnings
 from mtrl.config.checks import LARGEST
 from mtrl.config.foreign import TABLES, translation
 from mtrl.config.tree import known_leaves
@@ -224,6 +224,15 @@ IMPOSSIBLE = [
     ([f"{SCHEDULE}=[[0.0,[1,2]],[0.5,[1,2]],[0.5,[1,2]]]"], [SCHEDULE]),
     ([f"{SCHEDULE}=[[0.0,[1,2]],[1.5,[1,2]]]"], [SCHEDULE]),
 ]
+
+
+@pytest.mark.parametrize("key", ["training.experiment_name", "training.project_name"])
+@pytest.mark.parametrize("name", ["", " ", ".", "..", "../other", "a/../../b", "/tmp/run", "a\x1b[2J", "a\nb"])
+def test_a_run_stays_in_its_folder(key, name):
+    with pytest.raises(ConfigError) as raised:
+        load_config(None, {key: name})
+    assert key in str(raised.value) and "inside training.output_dir" in str(raised.value)
+    assert load_config(None, {key: "a/b-1.2 c"})
 
 
 @pytest.mark.parametrize("overrides, words", IMPOSSIBLE)
