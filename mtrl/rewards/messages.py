@@ -16,7 +16,7 @@ from mtrl.rewards.outcomes import LARGEST, TOKEN_WEIGHTS, Outcome, check_extras,
 from mtrl.rewards.signatures import Traits
 
 FRAME = struct.Struct("!QQ")  # number of the job, bytes that follow
-PLACE = struct.Struct("q")  # which sample of its job a worker is at, in memory that it shares with its parent
+PLACE = struct.Struct("qq")  # a job, and which of its samples a worker is at, in memory that it shares with its owner
 MOST_BYTES = 8 << 20  # longest message of a worker
 MOST_ANSWER = 4 << 20  # longest answer on one response: token weights of 200,000 tokens
 ENOUGH = 1 << 20  # bytes of answers that wait for no more
@@ -101,7 +101,7 @@ def _answer(
     if failure is not None:
         return place, Outcome(failure=last_words(failure) or "no reason given", output=output, seconds=_number(seconds))
     check_extras(extras)
-    if extras.get(TOKEN_WEIGHTS):
+    if extras and extras.get(TOKEN_WEIGHTS):
         extras[TOKEN_WEIGHTS] = extras[TOKEN_WEIGHTS][:tokens]
     return place, Outcome(None if value is None else _number(value), extras, None, output, _number(seconds))
 

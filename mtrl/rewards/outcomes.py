@@ -98,6 +98,8 @@ def _checked_extras(extras: dict[str, Any]) -> dict[str, Any]:
 
 def check_extras(extras: Mapping[str, Any]) -> None:
     """Raises ValueError where extra values are too many, or are not what they must be."""
+    if extras == {}:  # most often; this runs for every response
+        return
     if len(extras) > MAX_EXTRAS or not all(name.isprintable() and 0 < len(name) <= MAX_EXTRAS for name in extras):
         raise ValueError(f"at most {MAX_EXTRAS} extra values, with printable names of at most {MAX_EXTRAS} characters")
     weights = extras.get(TOKEN_WEIGHTS)

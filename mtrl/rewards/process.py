@@ -57,7 +57,6 @@ class WorkerProcess:
         """Begins a job; the first is the setup. Raises WorkerLost, also where the worker does not take the message
         within this time."""
         self._job += 1
-        os.pwrite(self._place.fileno(), PLACE.pack(0), 0)
         left, limit = memoryview(framed(self._job, message)), time.monotonic() + seconds
         while left:
             self._wait(select.POLLOUT, limit, f"did not take its samples within {seconds:g} s")
@@ -75,7 +74,7 @@ class WorkerProcess:
             self._wait(select.POLLIN, limit, late or f"took longer than {seconds:g} s")
             with suppress(BlockingIOError):
                 try:
-                    received = self._socket.recv(1 << 18)
+                    received = self._socket.recv(1 << 16)
                 except ConnectionError:
                     received = b""
                 if not received:
@@ -87,7 +86,8 @@ class WorkerProcess:
     def place(self) -> int:
         """Index, among the samples of the job, of the one that the worker is at."""
         there = os.pread(self._place.fileno(), PLACE.size, 0)
-        return int(PLACE.unpack(there)[0]) if len(there) == PLACE.size else 0
+        job, place = PLACE.unpack(there) if len(there) == PLACE.size else (self._job, 0)
+        return int(place) if job == self._job else 0
 
     def output(self) -> str:
         """The end of what it printed since it was last asked."""

@@ -57,7 +57,7 @@ class Answers:
         self.waiting.append(written_answer(place, outcome))
         self.size += len(self.waiting[-1])
         if place is not None:
-            PLACE.pack_into(self.place, 0, place + 1)
+            PLACE.pack_into(self.place, 0, self.job, place + 1)
         if ends or self.at_once or self.size > ENOUGH or time.monotonic() - self.sent > ANSWER_SECONDS:
             self.flush(ends)
 

@@ -63,18 +63,17 @@ DEEP = {
     "roots": r"\sqrt{" * 5_000 + "2" + "}" * 5_000, "a long sum": "+".join(["x"] * 50_000), "digits": "7" * SIZE,
     "a wide set": r"\{" + ",".join(map(str, range(20_000))) + r"\}", "an integral": r"\int_0^1 x^{x^{x^x}} dx",
 }  # fmt: skip
-LIMIT_SECONDS = 3.0
+LIMIT_SECONDS = 2.0
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("math_verify") is None, reason="needs math-verify")
 def test_no_answer_keeps_math_longer_than_its_limit():
-    """Each call, one after the other in one worker, with what it takes to start another one."""
+    """One call after the other, in one worker; starting the next one takes its time too."""
     limits = {"worker.reward.timeout_s": LIMIT_SECONDS, "worker.reward.num_cpus": 1}
     scorer = build_scorer(load_config(None, {"worker.reward.functions": ("math",), **limits}), steps=1)
-    hostile_answers = [*DEEP.values(), *map(hostile, UNITS)]
     begin = time.monotonic()
-    texts = [rf"\boxed{{{answer}}}" for answer in hostile_answers] + [r"\boxed{1/2}"]
+    texts = [rf"\boxed{{{answer}}}" for answer in (*DEEP.values(), *map(hostile, UNITS[::5]), "0.5")]
     found = [scorer.submit(rows([text], ["0.5"]), step=None).result() for text in texts]
     assert time.monotonic() - begin < len(texts) * (LIMIT_SECONDS + 10)
     assert found[-1].parts["math"].tolist() == [1.0]

@@ -126,7 +126,7 @@ def test_a_hostile_message_fails_alone(sandbox, tmp_path, does):
 
 @pytest.mark.parametrize("does", ["twice", "before it"])
 def test_a_repeated_answer_hangs_nobody(sandbox, does):
-    """The forged answer comes first, and counts; the other is no answer to the next call, but may cost it its worker."""
+    """The forged answer comes first, and counts; the other is none to the next call, but may cost it its worker."""
     assert outcome(sandbox, does).value == 5.0
     found = outcome(sandbox, "fine")
     assert (found.value, found.failure) in ((1.0, None), (None, NO_ANSWER))
