@@ -42,6 +42,8 @@ def framed(job: int, message: bytes) -> bytes:
 
 
 def written_answer(place: int | None, outcome: Outcome) -> str:
+    if outcome.value is not None and not outcome.extras:  # most often, and several times as quick as `dumps`
+        return f"[{place}, {outcome.value!r}, {{}}, null, {outcome.seconds!r}]"
     text = json.dumps([place, outcome.value, outcome.extras, outcome.failure, outcome.seconds])
     if len(text) <= MOST_ANSWER:
         return text

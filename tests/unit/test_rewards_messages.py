@@ -243,6 +243,9 @@ def test_an_answer_arrives_as_it_was():
     message = f'{{"answers": [{written_answer(1, given)}], "ends": true}}'.encode()
     answers, ends = read_answers(message, {0: 2, 1: 2}, "")
     assert answers == [(1, given)] and ends
+    plain = Outcome(-1 / 3, {}, None, "", 1e-9)
+    message = f'{{"answers": [{written_answer(0, plain)}], "ends": false}}'.encode()
+    assert read_answers(message, {0: 2}, "")[0] == [(0, plain)]
     failed = Outcome(failure="why", seconds=2.0)
     assert read_answers(told([None, None, {}, "why", 2.0]), {0: 1}, "")[0] == [(None, failed)]
 
