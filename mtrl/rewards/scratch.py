@@ -9,7 +9,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-PREFIX = "mtrl-images-"
+PREFIX = "mtrl-scratch-"  # not that of older versions, whose folders nobody locks
 
 
 class Scratch:
