@@ -14,6 +14,7 @@ ROOM_MAY_IMPORT = {
     "plugins": {"files"},
     "machine": set(),
     "files": set(),
+    "terminal": set(),
     "config": {"files"},
     "algorithms": {"types", "errors", "plugins"},
     "protocols": {"types", "algorithms"},
@@ -24,17 +25,20 @@ ROOM_MAY_IMPORT = {
     "memory": {"types", "errors", "protocols", "algorithms", "models", "rollout", "workers"},
     "rewards": {"types", "errors", "protocols", "algorithms", "plugins"},
     "data": {"types", "files", "protocols"},
-    "tracking": {"types", "files", "protocols", "algorithms"},
+    "report": {"types", "algorithms", "terminal"},
+    "tracking": {"types", "files", "protocols", "algorithms", "report", "terminal"},
     "store": {"errors", "files", "protocols", "machine"},
     "zoo": {"types", "protocols"},
 }
-ROOM_MAY_IMPORT["training"] = {"types", "config", "errors", "protocols", "algorithms", "data", "store", "workers"}
+ROOM_MAY_IMPORT["training"] = {
+    "types", "config", "errors", "protocols", "algorithms", "data", "store", "workers", "machine", "terminal"
+}  # fmt: skip
 ROOM_MAY_IMPORT["build"] = set(ROOM_MAY_IMPORT)  # it alone names concrete classes
 ROOM_MAY_IMPORT["commands"] = set(ROOM_MAY_IMPORT)
 MODULE_MAY_IMPORT = {  # where a module may do other things than its room
-    "mtrl": {"training", "config"},
+    "mtrl": {"training", "config", "errors", "protocols", "algorithms", "types"},
     "mtrl.__main__": {"cli"},
-    "mtrl.cli": {"config", "errors", "commands"},
+    "mtrl.cli": {"config", "errors", "commands", "terminal"},
     "mtrl.training.training_main": {"cli"},
     "mtrl.training.trainer": {"config", "errors", "protocols", "build"},
     "mtrl.training.loop": {"config", "protocols", "algorithms", "types"},
@@ -89,6 +93,7 @@ CONCRETE = {  # what stands behind a seam, and its room
     "LocalGenerator": "rollout", "LocalActor": "workers", "RewardModelWorker": "workers", "RewardScorer": "rewards",
     "Sandbox": "rewards", "InProcess": "rewards", "Sampler": "data", "FolderStore": "store", "Trackers": "tracking",
     "RunFiles": "tracking", "MarkdownLogs": "tracking", "Console": "tracking", "Watch": "tracking",
+    "CurveFile": "tracking",
 }  # fmt: skip
 NAMES_THE_ENGINE = {"mtrl.zoo.pretrain", "mtrl.memory.rehearsal"}  # a script of its own; it measures this very engine
 

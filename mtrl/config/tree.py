@@ -307,6 +307,9 @@ class RewardConfig:
     model_path: str | None = key(None, "reward model: hub id or directory")
     num_cpus: int = key(4, "processes that run reward functions", "[1, inf)")
     timeout_s: float = key(30.0, "seconds a reward function may take", "(0, inf]")
+    step_timeout_s: float = key(
+        3600.0, "seconds it may take for all responses of a step; the rest of them fail", "(0, inf]"
+    )
     failure_reward: float = key(0.0, "reward where a function fails")
     mdi_balance_ratio: float = key(2.0, "mdi: ratio at which the balance is lost", "(1, inf)")
     vgr_normalizer: Literal["iqr", "mad"] = key("iqr", "vgr: how a group is compared")

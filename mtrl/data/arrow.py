@@ -8,6 +8,7 @@ import importlib
 import json
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from itertools import accumulate
@@ -45,6 +46,38 @@ class ArrowRows:
 
     def row_number(self, index: int) -> int:
         return index + 1
+
+
+class DatasetRows:
+    """A `datasets.Dataset` that a script made, with its order and choice of rows. Images stay as they are stored until
+    a row is used, unless the dataset has a transform of its own: then a row is what that makes of it."""
+
+    directory, stamp = Path("."), None
+
+    def __init__(self, dataset: Any, name: str) -> None:
+        self.name, self.transformed = name, dataset.format["type"] == "custom"
+        self.rows = dataset if self.transformed else dataset.with_format("arrow")
+        self.fingerprint = rows_fingerprint(self.read(index) for index in range(len(self)))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def read(self, index: int) -> dict[str, Any]:
+        if not self.transformed:
+            return _row(self.rows[index : index + 1], 0)
+        try:
+            return dict(self.rows[index])
+        except Exception as error:  # whatever the user's transform raises
+            raise RowError(f"its transform fails: {type(error).__name__}: {_one_line(error)}") from error
+
+    def row_number(self, index: int) -> int:
+        return index + 1
+
+
+def is_dataset(data: Any) -> bool:
+    """Whether it is of the library `datasets`, which whoever made one has imported."""
+    library = sys.modules.get("datasets")
+    return library is not None and isinstance(data, library.Dataset)
 
 
 class GroupedRows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,7 +13,10 @@ from typing import Literal
 from mtrl.files import regular_file
 
 MAX_REASON = 400  # characters of the reason why a row cannot be used
-MAX_LISTED = 20  # bad rows that an error message spells out
+MAX_LISTED = 20  # causes of bad rows that a message spells out
+PARTICULAR = re.compile(r"""the image .+?(?= (?:does not|cannot|is|has|\())|'[^']*'|"[^"]*"|\([^()]*\)|\d+""")
+ABSENT = re.compile(r"the image .* does not exist")
+IMAGE_DIR = "set dataset.image_dir to the directory that the paths start from"
 
 
 @dataclass(frozen=True)
@@ -71,12 +75,26 @@ class DataError(ValueError):
     @classmethod
     def of_rows(cls, bad_rows: Sequence[BadRow], total: int) -> DataError:
         """One error for all the bad rows of a scan, the first of them spelled out."""
-        lines = [f"{len(bad_rows)} of {total} rows cannot be used:"]
-        lines += [f"  {bad}" for bad in bad_rows[:MAX_LISTED]]
-        if len(bad_rows) > MAX_LISTED:
-            lines.append(f"  ... and {len(bad_rows) - MAX_LISTED} more")
+        lines = [f"{len(bad_rows)} of {total} rows cannot be used:", *(f"  {line}" for line in by_cause(bad_rows))]
         lines.append("Repair them, or set dataset.on_bad_row=skip to train without them.")
         return cls("\n".join(lines), bad_rows)
+
+
+def by_cause(bad_rows: Iterable[BadRow]) -> list[str]:
+    """A line for each cause: its first row, how many rows have it too, and the key that would help.
+
+    >>> by_cause(BadRow("a.jsonl", row, f"the image {row}.png is empty") for row in (3, 4, 8))
+    ['a.jsonl, row 3: the image 3.png is empty (and 2 more rows like it)']
+    """
+    rows: dict[tuple[str, str], list[BadRow]] = {}
+    for bad in bad_rows:  # numbers, names and details are the row's own, the rest is the cause
+        rows.setdefault((bad.file, PARTICULAR.sub("..", bad.reason)), []).append(bad)
+    lines = []
+    for first, *others in rows.values():
+        more = f" (and {len(others):,} more row{'s' if len(others) > 1 else ''} like it)" if others else ""
+        lines.append(f"{first}{more}{f'; {IMAGE_DIR}' if ABSENT.search(first.reason) else ''}")
+    hidden = len(lines) - MAX_LISTED
+    return lines if hidden <= 0 else [*lines[:MAX_LISTED], f"... and rows with {hidden:,} other causes"]
 
 
 def list_bad_rows(path: Path, bad_rows: Iterable[BadRow], *, late: bool = False) -> None:

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import socket
 import uuid
 from contextlib import suppress
@@ -21,6 +22,8 @@ LOCK = "run.lock"
 CONFIG = "config.yaml"
 ID = "run_id"
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what network file systems without locks answer
+FILES = (LOCK, ID, CONFIG, "metrics.jsonl", "rollouts.jsonl", "validations.jsonl", "bad_rows.jsonl", "torch_threads")
+FOLDERS = ("checkpoints", "logs")
 TRACES = (CONFIG, "metrics.jsonl", "checkpoints")  # any of these shows that a run has used the folder
 
 logger = logging.getLogger(__name__)
@@ -33,6 +36,7 @@ class RunDirectory:
         self.path = path
         self._config: str | None = None
         try:
+            refuse_strange(path)
             self._lock = self._claim()
             self.used = any(os.path.lexists(path / name) for name in TRACES)
             self.id = self._identify()
@@ -129,4 +133,17 @@ class RunDirectory:
         place = self.path / ID
         if not place.exists():
             write_file(place, uuid.uuid4().hex[:12])
-        return regular_file(place).read_text(encoding="utf-8").strip()
+        found = place.read_text(encoding="utf-8", errors="replace").strip()
+        if not re.fullmatch(r"[\w-]+", found):
+            raise StartError(f"{place} does not hold the id that the run wrote there; put it back, or remove the file")
+        return found
+
+
+def refuse_strange(path: Path) -> None:
+    """What stands in the place of a run's file or folder must be one. From a pipe one would read for ever, and a link
+    that leads nowhere would make a new start of a run whose checkpoints are elsewhere."""
+    for names, what, there in ((FILES, "file", Path.is_file), (FOLDERS, "folder", Path.is_dir)):
+        for place in (path / name for name in names):
+            if os.path.lexists(place) and not there(place):
+                told = f"{place} is no {what}, but something else or a link that leads nowhere"
+                raise StartError(f"{told}; move it away, or choose another training.experiment_name")

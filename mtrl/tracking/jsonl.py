@@ -140,7 +140,7 @@ def last_row(path: Path) -> Row | None:
 
 def whole_rows(lines: Iterable[str]) -> Iterator[Row]:
     for line in lines:
-        with suppress(json.JSONDecodeError):
+        with suppress(ValueError, RecursionError):  # no JSON, a number without end, brackets without end
             row = json.loads(line)
             if isinstance(row, dict):
                 yield row

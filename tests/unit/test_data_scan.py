@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import signal
 import time
 
 import numpy as np
@@ -69,8 +70,12 @@ def test_the_error_is_bounded(tmp_path):
     assert "no row is left to use of 50: 50 bad" in str(caught.value)
     with pytest.raises(DataError) as caught:
         opened(tmp_path / "a.jsonl", tmp_path)
-    assert len(str(caught.value).splitlines()) == 23 and "and 30 more" in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 3 and "(and 49 more rows like it)" in str(caught.value)
     assert len(caught.value.bad_rows) == 50
+    columns = "abcdefghijklmnopqrstuvwxyz"
+    with pytest.raises(DataError) as caught:
+        opened(write_jsonl(tmp_path / "b.jsonl", [{name: ""} for name in columns]), tmp_path)
+    assert len(str(caught.value).splitlines()) == 23 and "... and rows with 6 other causes" in str(caught.value)
 
 
 def test_skip_goes_on_without_them_and_lists_them_once(bad_file, tmp_path, caplog):
@@ -322,6 +327,12 @@ def test_forked_workers_give_the_same(small_chunks):
 def test_an_exception_of_the_job_is_raised(small_chunks):
     with pytest.raises(ZeroDivisionError):
         parallel.map_rows(lambda row: 1 / (row - 20), range(50), "x", workers=2)
+
+
+def test_ctrl_c_is_for_the_parent_of_the_workers(small_chunks):
+    """It ends them itself; each would write a traceback of its own."""
+    found = parallel.map_rows(lambda row: signal.getsignal(signal.SIGINT), range(50), "x", workers=2)
+    assert set(found) == {signal.SIG_IGN}
 
 
 def test_a_worker_that_dies_costs_time_only(small_chunks, caplog):

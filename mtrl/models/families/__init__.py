@@ -104,7 +104,8 @@ def load_model_config(path: str, trust_remote_code: bool = False) -> PreTrainedC
     except (OSError, ValueError) as error:
         if family := re.search(r"has model type `(.+?)`", str(error)):  # transformers does not know it either
             raise ValueError(_unknown_family(path, family[1])) from error
-        raise ValueError(f"{path} is no checkpoint directory and no hub id that can be reached: {error}") from error
+        why = str(error).splitlines()[0]
+        raise ValueError(f"{path} is no checkpoint directory and no hub id that can be reached: {why}") from error
 
 
 def refuse_pipes(path: str) -> None:
