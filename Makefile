@@ -2,6 +2,7 @@
 # make demo       a vision-language model learns by reinforcement, on this machine, in minutes
 # make test       the suite, minutes on two cores
 # make test-all   also what is slow: mutation runs, long learning runs
+# make soak       hours: kills, mutated input, a thousand steps; goes on where it was stopped
 # make lint       ruff and mypy
 # make reference  docs/config-reference.yaml, from the tree of keys
 
@@ -9,7 +10,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: setup demo test test-all lint format reference
+.PHONY: setup demo test test-all soak lint format reference
 
 setup: $(INSTALLED)
 
@@ -27,6 +28,9 @@ test: setup
 test-all: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "slow or not slow"
 	$(BIN)/python tests/mutation.py
+
+soak: setup
+	$(BIN)/python tests/soak
 
 lint: setup
 	$(BIN)/ruff check .

@@ -7,7 +7,7 @@ same with token weights; the same seeds for each, filtering and shaping off. The
 third of the learning rate: Adam makes full steps of pure noise too, and at the demo's rate such a walk alone evens out
 the attention. Writes OUT.json with every validation (200 questions, greedy: mean |ln MDI| of the late layers, response
 length, accuracy) and every step's sampled mean, and OUT_mdi.png and OUT_weights.png with the means. One process a run,
-one thread each.
+one thread each. --redraw makes the pictures of an OUT.json that is there.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import environment
-from benchmarks.learning_curves import OFF, every_run, mean_curve, train
-from mtrl.tracking.chart import draw_chart
+from benchmarks.learning_curves import OFF, SEEDS, every_run, mean_curve, seed_line, train, write_report
+from mtrl.report.chart import Panel, draw_chart
 
 ALWAYS = {**OFF, "optimization.compute_attention_metrics": "true"}
 MDI = {**ALWAYS, "worker.reward.weights": "null", "worker.actor.optim.lr": "3e-5"}
@@ -30,9 +30,9 @@ VARIANTS = {
     "GRPO": GRPO,
     "GRPO + token weights": {**GRPO, "optimization.enable_token_weights": "true"},
 }
-CHARTS = {  # end of the file name: the value drawn, its label, and the runs compared
-    "_mdi": ("imbalance", "mean |ln MDI|, late layers", ("mdi", "mdi shuffled")),
-    "_weights": ("accuracy", "accuracy", ("GRPO", "GRPO + token weights")),
+CHARTS = {  # end of the file name: title, the value drawn, its label and bounds, and which runs: the control first
+    "_mdi": ("The reward mdi alone", "imbalance", "mean |ln MDI| of the late layers", None, ("mdi shuffled", "mdi")),
+    "_weights": ("Token weights", "accuracy", "accuracy", (0.0, 1.0), ("GRPO", "GRPO + token weights")),
 }
 VALIDATED = {
     "imbalance": "val/attention/imbalance_late",
@@ -67,23 +67,24 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--every", type=int, default=4, help="steps between validations")
     parser.add_argument("--out", type=Path, default=Path("docs/attention_curves"))
+    parser.add_argument("--redraw", action="store_true", help="only draw what OUT.json holds")
     options = parser.parse_args()
-    runs = every_run(learn, VARIANTS, options)
-    summary = {
-        variant: {name: change(runs, variant, name) for name in ("imbalance", "length")}
-        for variant in ("mdi", "mdi shuffled")
-    }
-    report = {"steps": options.steps, "seeds": options.seeds, "change": summary, "runs": runs, **environment()}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-    for suffix, (name, label, variants) in CHARTS.items():
-        draw_means(options.out.with_name(options.out.name + suffix + ".png"), runs, name, label, variants)
-    print(json.dumps(summary))
-
-
-def draw_means(path: Path, runs: list[dict[str, Any]], name: str, label: str, variants: tuple[str, ...]) -> None:
-    series = {variant: mean_curve(runs, variant, name) for variant in variants}
-    draw_chart(path, f"{label}: 200 validation questions, mean of the seeds", series, "step", label)
+    if not options.redraw:
+        runs = every_run(learn, VARIANTS, options)
+        summary = {
+            variant: {name: change(runs, variant, name) for name in ("imbalance", "length")}
+            for variant in ("mdi", "mdi shuffled")
+        }
+        settings = {"steps": options.steps, "seeds": options.seeds, "change": summary}
+        write_report(options.out, {**settings, "runs": runs, **environment()})
+        print(json.dumps(summary))
+    report = json.loads(options.out.with_suffix(".json").read_text())
+    for suffix, (title, name, label, bounds, (control, idea)) in CHARTS.items():
+        lines = [seed_line(control, report["runs"], control, name, reference=True)]
+        lines += [seed_line(idea, report["runs"], idea, name)]
+        panel = Panel(f"{label}, 200 validation questions", lines, bounds)
+        file = options.out.with_name(f"{options.out.name}{suffix}.png")
+        draw_chart(file, title, [panel], SEEDS.format(report["seeds"]))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 
 Plain GRPO, token gradient filtering (TGF, keeping 0.2 or 0.4 of the tokens), trajectory advantage shaping (TAS), both,
 and the entropy filter; the same seeds for each. Writes OUT.json with every validation and OUT.png with the means. One
-process a run, one thread each.
+process a run, one thread each. --redraw makes the picture of an OUT.json that is there.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import environment
-from mtrl.tracking.chart import draw_chart
+from mtrl.report.chart import Line, Panel, draw_chart
 from mtrl.tracking.run_files import read_rows
 
 FILTER, SHAPE, ENTROPY = (
     f"optimization.enable_{name}" for name in ("perception_filtering", "trajectory_reweighting", "entropy_filtering")
 )
+RULE = "with the rule that its panel names"
+SEEDS = "Line: mean of {} seeds; shaded: from the lowest to the highest."
 Learn = Callable[[str, int, int, int, Path], dict[str, Any]]  # variant, seed, steps, steps between validations, scratch
 OFF = {FILTER: "false", SHAPE: "false", ENTROPY: "false"}
 VARIANTS = {
@@ -76,13 +78,18 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--every", type=int, default=2, help="steps between validations")
     parser.add_argument("--out", type=Path, default=Path("docs/learning_curves"))
+    parser.add_argument("--redraw", action="store_true", help="only draw what OUT.json holds")
     options = parser.parse_args()
-    runs = every_run(learn, VARIANTS, options)
-    settings = {"steps": options.steps, "seeds": options.seeds, "validation_questions": 200}
-    report = {"environment": environment(), **settings, "runs": runs}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-    draw_means(options.out.with_suffix(".png"), runs, options.seeds)
+    if not options.redraw:
+        runs = every_run(learn, VARIANTS, options)
+        settings = {"steps": options.steps, "seeds": options.seeds, "validation_questions": 200}
+        write_report(options.out, {"environment": environment(), **settings, "runs": runs})
+    draw_means(options.out.with_suffix(".png"), json.loads(options.out.with_suffix(".json").read_text()))
+
+
+def write_report(out: Path, report: Mapping[str, Any]) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
 
 
 def every_run(learn: Learn, variants: Iterable[str], options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -102,10 +109,27 @@ def mean_curve(runs: Iterable[Mapping[str, Any]], variant: str, name: str) -> li
     return [(points[0][0], sum(y for _, y in points) / len(points)) for points in zip(*curves, strict=True)]
 
 
-def draw_means(path: Path, runs: list[dict[str, Any]], seeds: int) -> None:
-    series = {variant: mean_curve(runs, variant, "accuracy") for variant in VARIANTS}
-    title = f"Greedy accuracy on 200 validation questions, mean of {seeds} seeds"
-    draw_chart(path, title, series, "step", "accuracy")
+def seed_line(name: str, runs: Iterable[Mapping[str, Any]], variant: str, metric: str, reference: bool = False) -> Line:
+    """The mean over the seeds, and from the lowest to the highest of them."""
+    curves = [run[metric] for run in runs if run["variant"] == variant]
+    ends = (zip(*points, strict=True) for points in zip(*curves, strict=True))
+    band = [(steps[0], min(values), max(values)) for steps, values in ends]
+    return Line(name, mean_curve(runs, variant, metric), reference=reference, band=band)
+
+
+def draw_means(path: Path, report: Mapping[str, Any]) -> None:
+    """Each idea against plain GRPO, in a panel of its own: in one, the lines would cover each other."""
+    runs, (plain, *ideas) = report["runs"], VARIANTS
+    panels = [
+        Panel(
+            idea,
+            [seed_line(plain, runs, plain, "accuracy", reference=True), seed_line(RULE, runs, idea, "accuracy")],
+            bounds=(0, 1),
+        )
+        for idea in ideas
+    ]
+    title = f"Greedy accuracy on {report['validation_questions']} validation questions"
+    draw_chart(path, title, panels, SEEDS.format(report["seeds"]))
 
 
 if __name__ == "__main__":

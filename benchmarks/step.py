@@ -84,6 +84,12 @@ class FreshPrompts:
         self.taken += count
         return self.prompts[self.taken - count : self.taken]
 
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def state(self) -> dict[str, int]:
+        return {"taken": self.taken}
+
 
 @dataclass
 class Cutting(Awake):

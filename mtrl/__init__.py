@@ -2,18 +2,58 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mtrl.algorithms.credit import Filter, Term, Weight
+    from mtrl.config import ConfigError
+    from mtrl.errors import RunError, StartError
+    from mtrl.protocols import Tracker as Callback
     from mtrl.training.trainer import Trainer
+    from mtrl.types import Experience, Needs
 
-__all__ = ["Trainer"]
+    __version__: str
+
+# Where each public name lives. They are imported when they are asked for: `import mtrl` alone loads no torch.
+_PLACES = {
+    "Trainer": "mtrl.training.trainer:Trainer",
+    "Callback": "mtrl.protocols:Tracker",
+    "Filter": "mtrl.algorithms.credit:Filter",
+    "Weight": "mtrl.algorithms.credit:Weight",
+    "Term": "mtrl.algorithms.credit:Term",
+    "Needs": "mtrl.types:Needs",
+    "Experience": "mtrl.types:Experience",
+    "ConfigError": "mtrl.config:ConfigError",
+    "StartError": "mtrl.errors:StartError",
+    "RunError": "mtrl.errors:RunError",
+}
+
+__all__ = [
+    "Callback",
+    "ConfigError",
+    "Experience",
+    "Filter",
+    "Needs",
+    "RunError",
+    "StartError",
+    "Term",
+    "Trainer",
+    "Weight",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:
-    """`mtrl.Trainer`, imported when it is asked for: `import mtrl` alone loads no torch."""
-    if name == "Trainer":
-        from mtrl.training.trainer import Trainer
+    if name == "__version__":
+        from importlib.metadata import version
 
-        return Trainer
-    raise AttributeError(f"module 'mtrl' has no attribute {name!r}")
+        return version("mtrl")
+    if name not in _PLACES:
+        raise AttributeError(f"module 'mtrl' has no attribute {name!r}; public are {', '.join(__all__)}")
+    module, _, attribute = _PLACES[name].partition(":")
+    return getattr(import_module(module), attribute)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

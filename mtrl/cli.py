@@ -1,14 +1,15 @@
 """The command `mtrl`. A command is a function of its arguments and imports what it needs itself: help is quick."""
 
-import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
+from types import FrameType
 
 Command = Callable[[Sequence[str]], int]
 
 USER_ERROR = 2
+STOPPED = 130  # exit status that shells report after Ctrl-C
 UNREAD = 141  # exit status that shells report where nobody reads the output (SIGPIPE)
 
 
@@ -60,9 +61,11 @@ def train(arguments: Sequence[str]) -> int:
 def evaluate(arguments: Sequence[str]) -> int:
     """Accuracy and rewards of a checkpoint or of a run's newest one: avg@k, pass@k, by column.
 
-    mtrl eval CHECKPOINT|RUN [--data FILE] [a.b=c ...]
+    mtrl eval CHECKPOINT|RUN [--data FILE] [--out FILE] [a.b=c ...]
 
-    worker.rollout.val.n and .temperature say how it is sampled. The last line is JSON.
+    worker.rollout.val.n and .temperature say how it is sampled. --out keeps every question, answer and response with
+    its scores, as JSONL. optimization.compute_attention_metrics=true measures attention too, which takes longer. The
+    last line is JSON.
     """
     from mtrl.commands import evaluate
 
@@ -128,6 +131,35 @@ def attention(arguments: Sequence[str]) -> int:
     return attention.run(arguments)
 
 
+def convert(arguments: Sequence[str]) -> int:
+    """Turn a configuration of EasyR1, verl or TRL into one of MTRL.
+
+    mtrl convert FILE.yaml|FILE.py [--gpus N] > run.yaml
+
+    YAML of EasyR1, verl (hydra) and TRL, or a Python file with GRPOConfig(..) and GRPOTrainer(..), which is read and
+    never run. On stderr a line for each key: maps, another meaning, no counterpart; and their defaults that differ.
+    TRL's batch sizes are per process: --gpus says how many there are. Exit status 0: everything maps; 1: something does
+    not, though the YAML is written and loads; 2: the file cannot be read.
+    """
+    from mtrl.commands import convert
+
+    return convert.run(arguments)
+
+
+def plot(arguments: Sequence[str]) -> int:
+    """Draw the curves of a run, or of several in one picture.
+
+    mtrl plot RUN... [--out FILE] [metric ...]
+
+    Reward and accuracy, of training and at each validation, or the metrics that are named: any that metrics.jsonl has,
+    such as actor/entropy or val/avg@1. FILE ends in .png, .svg or .pdf; without it one run has its curve.png drawn
+    anew, and other pictures are plot.png in the working directory. Prints the path of the picture.
+    """
+    from mtrl.commands import plot
+
+    return plot.run(arguments)
+
+
 COMMANDS: dict[str, Command] = {
     "train": train,
     "demo": demo,
@@ -135,28 +167,82 @@ COMMANDS: dict[str, Command] = {
     "data": data,
     "reward": reward,
     "attention": attention,
+    "plot": plot,
     "doctor": doctor,
     "config": config,
+    "convert": convert,
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0; 1 where it was done in vain; 2 where the user has to change something first."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    before = signal.getsignal(signal.SIGINT)
+    ours = before is signal.default_int_handler and _in_main_thread()
+    if ours:
+        signal.signal(signal.SIGINT, _leave_while_starting)
+    try:
+        from mtrl.terminal import doors
+
+        with doors():
+            return _main(list(sys.argv[1:] if argv is None else argv))
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, before)
+
+
+def _main(arguments: list[str]) -> int:
     name = arguments[0] if arguments else "--help"
     if name in ("-h", "--help", "help"):
         print(_overview())
         return 0
     if name in ("-V", "--version"):
+        from importlib.metadata import version
+
         print(f"mtrl {version('mtrl')}")
         return 0
     if name not in COMMANDS:
-        print(f"mtrl: no command {name!r}\n\n{_overview()}", file=sys.stderr)
+        print(f"mtrl: no command {name!r}{_meant(name)}", file=sys.stderr)
+        return USER_ERROR
+    if strange := [word for word in arguments if not _is_utf8(word)]:
+        told = "is not UTF-8 text, and runs write such names down in files that are; give it another name"
+        print(f"mtrl: {strange[0]} {told}", file=sys.stderr)
         return USER_ERROR
     return _run(COMMANDS[name], arguments[1:])
 
 
+def _leave_while_starting(number: int, frame: FrameType | None) -> None:
+    """Ctrl-C. Before a command runs nothing is held, and an import that is cut off may raise anything: so leave."""
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("mtrl.commands.") and frame.f_code.co_name != "<module>":
+            raise KeyboardInterrupt
+        frame = frame.f_back
+    os.write(2, b"mtrl: stopped\n")
+    os._exit(STOPPED)
+
+
+def _in_main_thread() -> bool:
+    import threading
+
+    return threading.current_thread() is threading.main_thread()
+
+
+def _is_utf8(word: str) -> bool:
+    """Python reads bytes of an argument that are no UTF-8 as surrogates, which nothing can write."""
+    return not any("\ud800" <= sign <= "\udfff" for sign in word)
+
+
+def _meant(name: str) -> str:
+    from difflib import get_close_matches
+
+    if name.endswith((".yaml", ".yml")):
+        return f"; did you mean mtrl train {name}?"
+    near = get_close_matches(name, COMMANDS, n=1)
+    return f"; did you mean mtrl {near[0]}?" if near else f"\n\n{_overview()}"
+
+
 def _run(command: Command, arguments: Sequence[str]) -> int:
+    import logging
+
     from mtrl.config import ConfigError
     from mtrl.errors import Finished, RunError, StartError
 
@@ -186,7 +272,13 @@ def _run(command: Command, arguments: Sequence[str]) -> int:
         return 1
     except KeyboardInterrupt:
         print("mtrl: stopped", file=sys.stderr)
-        return 130
+        return STOPPED
+    except OSError as error:
+        if error.filename != "<stdout>":
+            raise
+        print(f"mtrl: stdout cannot be written: {error.strerror}", file=sys.stderr)
+        _drop_stdout()
+        return 1
 
 
 def _nobody_reads() -> bool:
@@ -194,9 +286,13 @@ def _nobody_reads() -> bool:
     try:
         print(flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_stdout()
         return True
     return False
+
+
+def _drop_stdout() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _overview() -> str:

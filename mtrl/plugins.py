@@ -10,6 +10,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from mtrl.files import regular_file
+
 
 class PluginError(ValueError):
     """There is no such thing; the message is all that a user needs. What a user's file raises is another matter."""
@@ -35,8 +37,12 @@ def load_module(place: str, what: str) -> ModuleType:
     if not place.endswith(".py"):
         return import_named(place)
     path = Path(place).expanduser().resolve()
-    if not path.is_file():
+    if not path.exists() or path.is_dir():
         raise PluginError(f"there is no {what} file {place}")
+    try:
+        regular_file(path)
+    except OSError as error:
+        raise PluginError(f"{place} cannot be read: {error.strerror}") from error
     if not os.access(path, os.R_OK):
         raise PluginError(f"{place} cannot be read: permission denied")
     sys.path.append(str(path.parent))  # it can import its neighbours; one called math.py hides nobody's math

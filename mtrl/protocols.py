@@ -103,6 +103,9 @@ class TaskSource(Protocol):
     def get(self, ids: Sequence[str]) -> list[Prompt]:
         """The prompts of these tasks, for replay."""
 
+    def metrics(self) -> dict[str, float]:
+        """What a step reports of the data: rows that could not be read."""
+
     def state(self) -> Mapping[str, Any]: ...
 
     def restore(self, state: Mapping[str, Any]) -> None: ...

@@ -11,29 +11,34 @@ ROOM_MAY_IMPORT = {
     "keyed": set(),
     "errors": set(),
     "rows": set(),
-    "plugins": set(),
+    "plugins": {"files"},
     "machine": set(),
-    "config": set(),
+    "files": set(),
+    "terminal": set(),
+    "config": {"files"},
     "algorithms": {"types", "errors", "plugins"},
     "protocols": {"types", "algorithms"},
-    "models": {"types", "keyed", "protocols", "algorithms"},
+    "models": {"types", "files", "keyed", "protocols", "algorithms"},
     "rollout": {"types", "keyed", "errors", "protocols", "algorithms", "models"},
     "workers": {"types", "errors", "protocols", "algorithms", "models"},
     "cluster": {"types", "protocols", "workers", "rollout"},
     "memory": {"types", "errors", "protocols", "algorithms", "models", "rollout", "workers"},
     "rewards": {"types", "errors", "protocols", "algorithms", "plugins"},
-    "data": {"types", "protocols"},
-    "tracking": {"types", "protocols", "algorithms"},
-    "store": {"errors", "protocols", "machine"},
+    "data": {"types", "files", "protocols"},
+    "report": {"types", "algorithms", "terminal"},
+    "tracking": {"types", "files", "protocols", "algorithms", "report", "terminal"},
+    "store": {"errors", "files", "protocols", "machine"},
     "zoo": {"types", "protocols"},
 }
-ROOM_MAY_IMPORT["training"] = {"types", "config", "errors", "protocols", "algorithms", "data", "store", "workers"}
+ROOM_MAY_IMPORT["training"] = {
+    "types", "config", "errors", "protocols", "algorithms", "data", "store", "workers", "machine", "terminal"
+}  # fmt: skip
 ROOM_MAY_IMPORT["build"] = set(ROOM_MAY_IMPORT)  # it alone names concrete classes
 ROOM_MAY_IMPORT["commands"] = set(ROOM_MAY_IMPORT)
 MODULE_MAY_IMPORT = {  # where a module may do other things than its room
-    "mtrl": {"training", "config"},
+    "mtrl": {"training", "config", "errors", "protocols", "algorithms", "types"},
     "mtrl.__main__": {"cli"},
-    "mtrl.cli": {"config", "errors", "commands"},
+    "mtrl.cli": {"config", "errors", "commands", "terminal"},
     "mtrl.training.training_main": {"cli"},
     "mtrl.training.trainer": {"config", "errors", "protocols", "build"},
     "mtrl.training.loop": {"config", "protocols", "algorithms", "types"},
@@ -88,6 +93,7 @@ CONCRETE = {  # what stands behind a seam, and its room
     "LocalGenerator": "rollout", "LocalActor": "workers", "RewardModelWorker": "workers", "RewardScorer": "rewards",
     "Sandbox": "rewards", "InProcess": "rewards", "Sampler": "data", "FolderStore": "store", "Trackers": "tracking",
     "RunFiles": "tracking", "MarkdownLogs": "tracking", "Console": "tracking", "Watch": "tracking",
+    "CurveFile": "tracking",
 }  # fmt: skip
 NAMES_THE_ENGINE = {"mtrl.zoo.pretrain", "mtrl.memory.rehearsal"}  # a script of its own; it measures this very engine
 

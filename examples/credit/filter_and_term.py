@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from mtrl.algorithms.credit import Filter, Term
+from mtrl import Filter, Term
 from mtrl.algorithms.credit.top_fraction import top_fraction
 from mtrl.algorithms.groups import group_mean
 from mtrl.keyed import keyed_generator

@@ -7,8 +7,7 @@ optimization:
 
 from dataclasses import dataclass
 
-from mtrl.algorithms.credit import Weight
-from mtrl.types import Needs
+from mtrl import Needs, Weight
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,19 @@
 """A logger of your own: one line of CSV a step, with the response that earned most and how much it hung on the image.
 
-mtrl.Trainer(trackers=[CsvLogger("best.csv")], ..).train()
+mtrl.Trainer(callbacks=[CsvLogger("best.csv")], ..).train()
 """
 
 import csv
 from pathlib import Path
 
-from mtrl.protocols import Tracker
-from mtrl.types import Needs
+import mtrl
 
 NUMBERS = ("reward/overall", "actor/grad_norm")  # of those that metrics.jsonl has
 COLUMNS = ("step", *NUMBERS, "best_reward", "best_dependency", "best_response")
 
 
-class CsvLogger(Tracker):
-    needs = Needs("dependency")  # measured because it is asked for, even where no rule reads it
+class CsvLogger(mtrl.Callback):
+    needs = mtrl.Needs("dependency")  # measured because it is asked for, even where no rule reads it
 
     def __init__(self, path):
         self.path, self.best = Path(path), ()

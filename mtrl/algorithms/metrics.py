@@ -14,6 +14,7 @@ from mtrl.algorithms.signals import aei, pool_sizes, segment, sequence_mass, vgr
 from mtrl.types import SEGMENTS, Experience, Rewards, Rollouts, Signals
 
 Metrics = dict[str, float]
+SUCCESS = ("accuracy", "math")  # parts of a reward that are 1 for a right answer, the first that applies counts
 
 
 def step_metrics(experience: Experience, cut: bool) -> Metrics:
@@ -43,8 +44,8 @@ def summary(name: str, x: Tensor) -> Metrics:
 
 
 def success_part(parts: Mapping[str, Tensor]) -> Tensor | None:
-    """The part that is 1 for a right answer: accuracy, else math. None where neither applies to any response."""
-    there = [parts[name] for name in ("accuracy", "math") if name in parts and not parts[name].isnan().all()]
+    """The part that is 1 for a right answer. None where no such part applies to any response."""
+    there = [parts[name] for name in SUCCESS if name in parts and not parts[name].isnan().all()]
     return there[0] if there else None
 
 

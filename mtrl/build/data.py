@@ -9,12 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from mtrl.build import recipe
-from mtrl.config import Config
+from mtrl.build.hub import seeking_data
+from mtrl.config import Config, ConfigError
+from mtrl.config.places import GIVEN
 from mtrl.data import Dataset, DataSettings, RowList, Sampler, open_dataset, open_sources
+from mtrl.data.arrow import DatasetRows, is_dataset
 from mtrl.data.cache import DiskCache
 from mtrl.data.sources import Source
 from mtrl.protocols import PromptEncoder
 from mtrl.rewards.registry import REWARDS
+from mtrl.store.checkpoint import checkpoints
 from mtrl.training.evaluate import Validation
 from mtrl.zoo.rows import ZooRows
 
@@ -23,7 +27,8 @@ logger = logging.getLogger(__name__)
 BAD_ROWS = "bad_rows.jsonl"
 EMBEDDED = "zoo@"  # `zoo@test` names a split of the embedded task, wherever a data file may be named
 
-Rows = str | Sequence[Mapping[str, Any]]  # a file specification, or rows made in Python
+Rows = str | Sequence[Mapping[str, Any]]  # a file specification, or rows made in Python, or a datasets.Dataset
+GIVEN_NAME = "rows given in Python"
 
 
 def data_settings(config: Config) -> DataSettings:
@@ -34,7 +39,8 @@ def data_settings(config: Config) -> DataSettings:
 
 def sources_of(data: Rows, default_split: str) -> list[Source]:
     if not isinstance(data, str):
-        return [RowList(list(data), "rows given in Python")]
+        return [DatasetRows(data, GIVEN_NAME) if is_dataset(data) else RowList(list(data), GIVEN_NAME)]
+    refuse_ungiven("data", data)
     if not data:
         data = EMBEDDED + default_split
     sources: list[Source] = []
@@ -42,8 +48,16 @@ def sources_of(data: Rows, default_split: str) -> list[Source]:
         if item.startswith(EMBEDDED):
             sources.append(ZooRows(item.removeprefix(EMBEDDED)))  # type: ignore[arg-type]
         else:
-            sources += open_sources(item, DiskCache())
+            with seeking_data(item):
+                sources += open_sources(item, DiskCache())
     return sources
+
+
+def refuse_ungiven(what: str, name: str) -> None:
+    """A configuration that a script's run has saved names what the script gave, and does not hold it."""
+    if name.startswith(GIVEN):
+        told = f"{name} stands for {what} that a script gave to mtrl.Trainer"
+        raise ConfigError([f"{told}; run that script again, or name a file"])
 
 
 def rewards_of_truth(config: Config, given: Sequence[Callable[..., Any] | str] | None = None) -> list[str]:
@@ -61,8 +75,15 @@ def open_data(
     truth_for: Sequence[str] = (),
 ) -> Dataset:
     listed = None if directory is None else directory / BAD_ROWS
-    settings = data_settings(config)
-    return open_dataset(sources_of(data, split), settings, encoder, bad_rows_path=listed, truth_for=truth_for)
+    begun = directory is not None and bool(checkpoints(directory / "checkpoints"))
+    return open_dataset(
+        sources_of(data, split),
+        data_settings(config),
+        encoder,
+        bad_rows_path=listed,
+        truth_for=truth_for,
+        begun=begun,
+    )
 
 
 def build_sampler(config: Config, dataset: Dataset, encoder: PromptEncoder, directory: Path) -> Sampler:
@@ -80,10 +101,15 @@ def warn_of_few_rows(rows: int, prompts_per_step: int) -> None:
 
 
 def validation_sampler(
-    config: Config, encoder: PromptEncoder, directory: Path | None = None, truth_for: Sequence[str] = ()
+    config: Config,
+    encoder: PromptEncoder,
+    directory: Path | None = None,
+    truth_for: Sequence[str] = (),
+    data: Rows | None = None,
 ) -> Sampler:
-    """The validation data in their own order."""
-    dataset = open_data(config, config.dataset.val_files, "validation", encoder, directory, truth_for)
+    """The validation data in their own order; `data` stand in for the config's."""
+    files = config.dataset.val_files if data is None else data
+    dataset = open_data(config, files, "validation", encoder, directory, truth_for)
     return Sampler(dataset, encoder, shuffle=False)
 
 
@@ -93,15 +119,17 @@ def build_validation(
     directory: Path | None,
     trained_on_rows: bool = False,
     truth_for: Sequence[str] = (),
+    data: Rows | None = None,
 ) -> Validation | None:
     """None where there is nothing to validate on: the embedded task validates itself, other data only if given."""
     embedded = not config.dataset.train_files and not trained_on_rows
-    if not config.dataset.val_files and not embedded:
+    if not config.dataset.val_files and data is None and not embedded:
         return None
-    sampler = validation_sampler(config, encoder, directory, truth_for)
+    sampler = validation_sampler(config, encoder, directory, truth_for, data)
     return Validation(
         batches=lambda: sampler.one_pass(config.dataset.val_batch_size),
         sampling=recipe.validation_sampling(config),
         keep_samples=config.training.val_generations_to_log,
         best_metric=config.training.best_metric,
+        prompts=len(sampler.dataset),
     )

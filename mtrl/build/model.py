@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +15,17 @@ import torch
 from mtrl.algorithms.credit import Rule
 from mtrl.algorithms.estimators import Estimator
 from mtrl.build import recipe
+from mtrl.build.hub import seek_model
 from mtrl.config import Config, ConfigError
+from mtrl.data.templates import template_text
 from mtrl.models.backbone import Backbone
 from mtrl.models.families import TextEncoder, encoder_files, load_encoder
 from mtrl.models.forward import Forward
 from mtrl.models.load import DTYPES, load_model
+from mtrl.models.weights import exported_weights, load_weights, save_model
 from mtrl.protocols import Generator
 from mtrl.rollout.local import LocalGenerator
+from mtrl.store.checkpoint import write_folder
 from mtrl.training.interrupt import say_at_once
 from mtrl.training.recipe import Recipe
 from mtrl.training.resume import refuse_damaged
@@ -36,20 +43,67 @@ COMPILING = (
 )
 
 
+@dataclass
+class Loaded:
+    """The model of a run with the encoder of its prompts: one object before the training, in it and after it."""
+
+    encoder: TextEncoder
+    policy: Forward
+    as_given: bool = True  # whether its weights are those of model_path still
+
+    @property
+    def model(self) -> Any:
+        """The model of transformers."""
+        return self.policy.backbone.model
+
+    def load(self, directory: Path) -> None:
+        """Takes over, in place, the weights of a checkpoint."""
+        load_weights(self.model, directory)
+        self.as_given = False
+
+    def reset(self, config: Config) -> None:
+        """The model as it was given: a run makes its reference of that before it goes on anywhere. One that failed in
+        the middle of an update has left gradients behind."""
+        self.model.eval().zero_grad()
+        if not self.as_given:
+            load_weights(self.model, Path(model_path(config)))
+        self.as_given = True
+
+
 def model_path(config: Config) -> str:
     return config.worker.actor.model.model_path or str(MODEL_DIRECTORY)
 
 
 def build_encoder(config: Config) -> TextEncoder:
     settings, data = config.worker.actor.model, config.dataset
-    return load_encoder(
+    seek_model(model_path(config))
+    seek_model(settings.tokenizer_path or model_path(config))
+    encoder = load_encoder(
         model_path(config),
         tokenizer_path=settings.tokenizer_path,
         min_pixels=data.min_pixels,
         max_pixels=data.max_pixels,
         chat_template=data.override_chat_template,
         trust_remote_code=settings.trust_remote_code,
+        allow_special_tokens=data.allow_special_tokens,
     )
+    warn_of_written_tokens(encoder, {"system_prompt": data.system_prompt, "format_prompt": text_of(data.format_prompt)})
+    return encoder
+
+
+def text_of(template: str | None) -> str | None:
+    """The text of a template; one that cannot be read is told by whoever loads it."""
+    with suppress(OSError, ValueError):
+        return None if template is None else template_text(template)
+    return None
+
+
+def warn_of_written_tokens(encoder: TextEncoder, texts: Mapping[str, str | None]) -> None:
+    """Whoever writes special tokens into a prompt of all rows may well mean them."""
+    for key, text in texts.items():
+        if found := encoder.tokens_as_text(text or ""):
+            logger.warning("dataset.%s spells out %s, which is text for the model; dataset.allow_special_tokens=true "
+                           "makes it a token", key, ", ".join(found))  # fmt: skip
 
 
 def build_policy(config: Config, encoder: TextEncoder | None = None) -> tuple[TextEncoder, Forward]:
@@ -157,3 +211,15 @@ def build_reference(policy: Forward, needs: Needs) -> Reference | None:
 def build_generator(config: Config, policy: Forward, encoder: TextEncoder) -> Generator:
     """The engine that samples. This is the only place that names one."""
     return LocalGenerator(policy.backbone, encoder)
+
+
+def save_checkpoint(config: Config, loaded: Loaded, target: Path) -> None:
+    """Writes a Hugging Face checkpoint of the weights as they are now, with the tokenizer."""
+    files = encoder_files(loaded.encoder, model_path(config))
+
+    def write(folder: Path) -> None:
+        save_model(loaded.model, exported_weights(loaded.model), folder)
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
+
+    write_folder(target, write)

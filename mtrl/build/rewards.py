@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from mtrl.build import recipe
+from mtrl.build.data import refuse_ungiven
 from mtrl.config import Config, ConfigError
 from mtrl.data import Dataset
 from mtrl.data.rows import RowError
@@ -97,10 +98,18 @@ def reward_function(config: Config, function: Callable[..., Any] | str) -> tuple
     if not isinstance(function, str):
         in_process = InProcess(function, reward.reward_fn_kwargs)
         return in_process.name, in_process
+    refuse_ungiven("a reward function", function)
     if not is_bare(function):
-        sandbox = Sandbox(function, reward.reward_fn_kwargs, workers=reward.num_cpus, timeout_s=reward.timeout_s)
+        sandbox = sandboxed(config, function, reward.reward_fn_kwargs)
         return sandbox.name, sandbox
     return function, builtin_reward(config, function)
+
+
+def sandboxed(config: Config, function: str, kwargs: Mapping[str, Any]) -> Sandbox:
+    reward = config.worker.reward
+    return Sandbox(
+        function, kwargs, workers=reward.num_cpus, timeout_s=reward.timeout_s, step_timeout_s=reward.step_timeout_s
+    )
 
 
 def known_reward(name: str) -> BuiltinReward:
@@ -111,11 +120,11 @@ def known_reward(name: str) -> BuiltinReward:
 
 
 def builtin_reward(config: Config, name: str) -> RewardFunction:
-    known, reward = known_reward(name), config.worker.reward
+    known = known_reward(name)
     if known.library is not None and find_spec(known.library.module) is None:
         raise ConfigError([f"worker.reward.functions: {name} needs {known.library.module}; {known.library.install}"])
     if known.sandboxed:
-        return Sandbox(known.place, {}, workers=reward.num_cpus, timeout_s=reward.timeout_s)
+        return sandboxed(config, known.place, {})
     module, _, attribute = known.place.partition(":")
     made = getattr(import_module(module), attribute)
     if known.settings:

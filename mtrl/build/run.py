@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing, nullcontext
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mtrl.build import recipe
-from mtrl.build.data import Rows, build_sampler, build_validation, open_data, rewards_of_truth, warn_of_few_rows
+from mtrl.build.data import (
+    Rows,
+    build_sampler,
+    build_validation,
+    open_data,
+    refuse_ungiven,
+    rewards_of_truth,
+    warn_of_few_rows,
+)
 from mtrl.build.memory import rehearse_on_gpu
 from mtrl.build.model import (
+    Loaded,
     build_actor,
     build_encoder,
     build_generator,
@@ -21,18 +31,28 @@ from mtrl.build.model import (
     refuse_unmeasured,
 )
 from mtrl.build.rewards import build_scorer, warn_of_wrong_truths
+from mtrl.build.threads import settle_threads
 from mtrl.build.trackers import build_store, build_trackers
 from mtrl.build.unbuilt import refuse_unbuilt
 from mtrl.config import Config, ConfigError, given_keys, load_config, to_yaml
-from mtrl.errors import opening
+from mtrl.config.places import GIVEN
+from mtrl.data import DataError
+from mtrl.errors import Diverged, RunError, opening
 from mtrl.models.perturb import PERTURBATIONS
 from mtrl.protocols import Tracker
+from mtrl.store.run_directory import CONFIG
+from mtrl.tracking.run_files import history_of
 from mtrl.tracking.several import Trackers
-from mtrl.training.evaluate import Result
+from mtrl.tracking.table import by_name
+from mtrl.training.evaluate import Result, Seen
 from mtrl.training.interrupt import Interrupt, say_at_once
 from mtrl.training.loop import Components, Loop
-from mtrl.training.resume import Start, claim, find_start, fitting_state
+from mtrl.training.resume import Start, claim, find_start, fitting_state, refuse_other_configuration, restoring
 from mtrl.zoo.rows import CONFIG_FILE
+
+logger = logging.getLogger(__name__)
+
+Reward = Callable[..., Any] | str  # a function, or the name of one
 
 
 @dataclass
@@ -47,29 +67,66 @@ class Run:
     interrupt: Interrupt
     closing: ExitStack  # closes all that the run has opened
     rehearse: Callable[[], object] = lambda: None  # runs the passes at the limits, before the first step
+    loaded: Loaded | None = None  # the model that learns, which outlives the run
 
     def train(self) -> None:
         """Trains to the last step, or until a signal asks it to stop; then it saves and leaves as the signal would have
         it leave, with KeyboardInterrupt or SystemExit."""
-        with self.closing:
+        with self.closing, _data_errors_told():
             if self.config.training.val_only:
                 self.loop.validate()
                 return
             self.rehearse()
-            with self.interrupt:
+            with self.interrupt, self._saved_on_error():
                 self.loop.run()
                 self.loop.components.store.close()
         if self.interrupt.asked():
-            name = self.config.training.experiment_name  # needed to resume: `mtrl demo` makes up a new one each time
-            again = f"the same command goes on from there, with training.experiment_name={name}"
-            say_at_once(f"saved after step {self.loop.done} in {self.directory}; {again}")
+            self._tell_of_saved()
             self.interrupt.leave()
+
+    @contextmanager
+    def _saved_on_error(self) -> Iterator[None]:
+        """An error that ends the run costs the step it came in: the one before is saved, unless an update has begun to
+        change it."""
+        try:
+            yield
+        except Diverged:
+            raise  # these weights are worth nothing; an earlier checkpoint is where to go on
+        except Exception:
+            if self.loop.whole is not None and self.loop.saved < self.loop.done:
+                self._save_last_step()
+            raise
+
+    def _save_last_step(self) -> None:
+        try:
+            self.loop.save()
+            self.loop.components.store.close()
+        except Exception as error:  # the error that ends the run is the one to be told
+            logger.warning("step %d could not be saved: %s", self.loop.done, error)
+        else:
+            self._tell_of_saved()
+
+    def _tell_of_saved(self) -> None:
+        name = self.config.training.experiment_name  # needed to resume: `mtrl demo` makes up a new one each time
+        again = f"the same command goes on from there, with training.experiment_name={name}"
+        say_at_once(f"saved after step {self.loop.done} in {self.directory}; {again}")
+
+
+@contextmanager
+def _data_errors_told() -> Iterator[None]:
+    """Data that cannot be read any more are the user's to repair, not a mistake of ours."""
+    try:
+        yield
+    except DataError as error:
+        raise RunError(str(error)) from error
 
 
 def configure(file: str | Path | None, overrides: Sequence[str] | Mapping[str, Any]) -> tuple[Config, bool]:
-    """The configuration, and whether the packaged zoo.yaml lies under it: with no file, no model and no data."""
+    """The configuration, and whether the packaged zoo.yaml lies under it: with no file, no model and no data file. Rows
+    given in Python are few and short, like those of the embedded task."""
     given = given_keys(overrides)
-    embedded = file is None and not any(map(given.get, ("worker.actor.model.model_path", "dataset.train_files")))
+    model, data = given.get("worker.actor.model.model_path"), given.get("dataset.train_files")
+    embedded = file is None and not model and (not data or str(data).startswith(GIVEN))
     return load_config(CONFIG_FILE if embedded else file, overrides), embedded
 
 
@@ -77,18 +134,19 @@ def build(
     config: Config,
     *,
     data: Rows | None = None,
-    rewards: Sequence[Callable[..., Any] | str] | None = None,
+    val_data: Rows | None = None,
+    rewards: Sequence[Reward] | None = None,
     trackers: Sequence[Tracker] = (),
+    loaded: Loaded | None = None,
 ) -> Run:
-    """`data` and `rewards` stand in for the config's when they are Python objects."""
-    refuse_unbuilt(config)
-    if unknown := unknown_names(config):
-        raise ConfigError(unknown)
+    """`data`, `val_data` and `rewards` stand in for the config's when they are Python objects; a model that is `loaded`
+    already is the one that learns."""
+    refuse_unusable(config)
     with opening(), ExitStack() as closing:
         training = config.training
-        place = Path(training.output_dir, training.project_name, training.experiment_name).expanduser()
-        directory = closing.enter_context(claim(place, config, training.fresh))
-        encoder = build_encoder(config)
+        directory = closing.enter_context(claim(place_of(config), config, training.fresh))
+        settle_threads(directory.path, resumed=directory.used)
+        encoder = build_encoder(config) if loaded is None else loaded.encoder
         files = config.dataset.train_files if data is None else data
         truth_for = rewards_of_truth(config, rewards)
         dataset = open_data(config, files, "train", encoder, directory.path, truth_for)
@@ -101,7 +159,9 @@ def build(
             given=training.load_checkpoint_path,
         )
         sampler = closing.enter_context(build_sampler(config, dataset, encoder, directory.path))
-        _, policy = build_policy(config, encoder)
+        loaded = loaded or Loaded(*build_policy(config, encoder))
+        loaded.reset(config)
+        policy = loaded.policy
         scorer = build_scorer(config, steps, rewards)
         closing.callback(scorer.close)
         warn_of_wrong_truths(dataset, scorer.functions)
@@ -127,35 +187,98 @@ def build(
             actor=actor,
             tracker=tracker,
             store=closing.enter_context(build_store(config, directory)),
-            validation=build_validation(config, encoder, directory.path, data is not None, truth_for),
+            validation=build_validation(config, encoder, directory.path, data is not None, truth_for, val_data),
             stop=interrupt.asked,
         )
         loop = Loop(components, rules)
+        loaded.as_given = False  # from here on it goes on, or learns
         if start.checkpoint is not None:
-            loop.restore(start.checkpoint, start.state if start.own else fitting_state(start, sampler))
+            with restoring(start.checkpoint):
+                loop.restore(start.checkpoint, start.state if start.own else fitting_state(start, sampler))
         directory.record(to_yaml(config))
         resumed = start.checkpoint is not None
         rehearse = partial(rehearse_on_gpu, config, policy, rules.needs, has_states=resumed)
-        return Run(config, directory.path, directory.id, start, loop, interrupt, closing.pop_all(), rehearse)
+        opened = closing.pop_all()
+        return Run(config, directory.path, directory.id, start, loop, interrupt, opened, rehearse, loaded)
 
 
-def evaluate(config: Config) -> Result:
-    """Validates a model without training it."""
+def open_model(config: Config) -> Loaded:
+    """The model as the run of this configuration left it, where that has begun, else as it is given. Nothing is
+    written, and a folder of another run is refused as `build` would."""
+    training, place = config.training, place_of(config)
+    with opening(), claim(place, config, training.fresh) if place.exists() else nullcontext():
+        start = find_start(place, None, find_last=training.find_last_checkpoint, given=training.load_checkpoint_path)
+        loaded = Loaded(*build_policy(config))
+        if start.checkpoint is not None:
+            loaded.load(start.checkpoint)
+    return loaded
+
+
+Watch = Callable[[int], AbstractContextManager[Seen]]  # from the number of prompts to one who is shown their responses
+
+
+def evaluate(
+    config: Config,
+    watch: Watch = lambda prompts: nullcontext(lambda rollouts, rewards: None),
+    *,
+    val_data: Rows | None = None,
+    rewards: Sequence[Reward] | None = None,
+    loaded: Loaded | None = None,
+) -> Result:
+    """Validates a model without training it. Attention is looked at on request, or for a reward: it costs a second pass
+    over every response."""
     refuse_unbuilt(config)
-    encoder, policy = build_policy(config)
-    validation = build_validation(config, encoder, None, truth_for=rewards_of_truth(config))
+    if loaded is None:
+        settle_threads()
+    encoder, policy = build_policy(config) if loaded is None else (loaded.encoder, loaded.policy)
+    validation = build_validation(config, encoder, None, truth_for=rewards_of_truth(config, rewards), data=val_data)
     if validation is None:
-        raise ConfigError(["dataset.val_files: nothing to evaluate on; name a file (--data F)"])
-    generator, scorer = build_generator(config, policy, encoder), build_scorer(config, steps=1)
+        raise ConfigError(["dataset.val_files: nothing to evaluate on; name a file (--data F, in Python val_data=)"])
+    generator, scorer = build_generator(config, policy, encoder), build_scorer(config, 1, rewards)
     with closing(scorer):
-        rewards = [function.needs for function in scorer.functions.values()]
-        rules = recipe.recipe_of(config, 1, rewards=rewards, sees_attention=policy.backbone.own_attention)
+        wanted = [function.needs for function in scorer.functions.values()]
+        rules = recipe.recipe_of(config, 1, rewards=wanted, sees_attention=policy.backbone.own_attention)
         refuse_unmeasured(config, rules, policy.backbone)
-        looks = "mass" in rules.needs or rules.attention_every
+        looks = "mass" in rules.needs or config.optimization.compute_attention_metrics is True
         prober = build_actor(config, policy, encoder, steps=1) if looks else None
         # Without a prober nobody else wants the device, and the engine need not sleep between batches.
-        with generator.awake() if prober is None else nullcontext():
-            return validation.run(generator, scorer, version=0, prober=prober)
+        with generator.awake() if prober is None else nullcontext(), watch(validation.prompts) as seen:
+            return validation.run(generator, scorer, version=0, prober=prober, seen=seen)
+
+
+def row_of(result: Result) -> dict[str, float]:
+    """A validation under the names that it has in metrics.jsonl."""
+    return {**result.metrics, **by_name(result.by)}
+
+
+def history(config: Config) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl of the run of this configuration; none before it has begun."""
+    place = place_of(config)
+    if (place / CONFIG).exists():
+        refuse_other_configuration(place, config)
+    return history_of(place)
+
+
+def place_of(config: Config) -> Path:
+    """The directory of the run."""
+    training = config.training
+    return Path(training.output_dir, training.project_name, training.experiment_name).expanduser()
+
+
+def refuse_unusable(config: Config) -> None:
+    refuse_unbuilt(config)
+    if unknown := unknown_names(config):
+        raise ConfigError(unknown)
+
+
+def refuse_not_given(config: Config, data: Any, val_data: Any, rewards: Any) -> None:
+    """A configuration that names what a script gave can only be used by one that gives it again."""
+    if data is None:
+        refuse_ungiven("data", config.dataset.train_files)
+    if val_data is None:
+        refuse_ungiven("data", config.dataset.val_files)
+    for name in config.reward_functions if rewards is None else ():
+        refuse_ungiven("a reward function", name)
 
 
 def unknown_names(config: Config) -> list[str]:

@@ -10,7 +10,9 @@ from mtrl.models.families import TextEncoder
 from mtrl.protocols import Tracker
 from mtrl.store.checkpoint import FolderStore
 from mtrl.store.run_directory import RunDirectory
+from mtrl.terminal import separate_log
 from mtrl.tracking.console import Console, ConsoleSettings
+from mtrl.tracking.curve import CurveFile
 from mtrl.tracking.markdown import LogPaths, MarkdownLogs
 from mtrl.tracking.run_files import RunFiles, first_steps_of, validations_of
 from mtrl.tracking.watch import Watch
@@ -24,10 +26,12 @@ def build_trackers(config: Config, steps: int, encoder: TextEncoder, directory: 
         RunFiles(directory, training.realtime_rollout_logging),
         MarkdownLogs(logs, encoder.decode_tokens, training.realtime_rollout_logging),
         Watch(first_steps_of(directory), groups=grouped),
+        CurveFile(directory),
     ]
     if "console" in training.logger:
         settings = ConsoleSettings(training.val_freq, training.colorize_output, training.log_preview_chars, directory)
-        trackers.append(Console(steps, settings, earlier=validations_of(directory), decode=encoder.decode_tokens))
+        earlier, decode = validations_of(directory), encoder.decode_tokens
+        trackers.append(Console(steps, settings, earlier=earlier, decode=decode, log=separate_log()))
     return trackers
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from mtrl.config import Config, ConfigError, load_config, take_file
 from mtrl.errors import StartError, opening
-from mtrl.training.resume import newest_intact
-from mtrl.workers.snapshot import OPTIMIZER_STATE
+from mtrl.terminal import separate_log
 from mtrl.zoo.rows import CONFIG_FILE, MODEL_DIRECTORY
 
 Result = TypeVar("Result")
@@ -29,9 +29,20 @@ def started(begin: Callable[..., Result], *arguments: Any) -> Result:
         raise StartError(str(error)) from error
 
 
-def say(text: str) -> None:
-    with suppress(OSError):  # nobody listens any more
-        print(text, file=sys.stderr, flush=True)
+def say(text: str, log: TextIO | None = None) -> None:
+    for stream in filter(None, (sys.stderr, log)):
+        with suppress(OSError):  # nobody listens any more
+            print(text, file=stream, flush=True)
+
+
+def warnings_to_log() -> TextIO | None:
+    """The log of a run on stdout, where that leads to a place of its own; warnings go there from now on, too."""
+    log = separate_log()
+    if log is not None:
+        handler = logging.StreamHandler(log)
+        handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+        logging.getLogger().addHandler(handler)
+    return log
 
 
 def take_option(arguments: Sequence[str], name: str, wanted: str) -> tuple[str | None, list[str]]:
@@ -61,6 +72,9 @@ def take_path_and_data(arguments: Sequence[str], question: str) -> tuple[str, st
 @opening()
 def evaluation_config(path: str, overrides: list[str]) -> Config:
     """A run's own configuration with its newest checkpoint; for a bare checkpoint the defaults."""
+    from mtrl.training.resume import newest_intact  # here, since these import torch and not every command needs that
+    from mtrl.workers.snapshot import OPTIMIZER_STATE
+
     place = Path(path)
     run = next((each for each in (place, place.absolute().parent.parent) if (each / "config.yaml").is_file()), None)
     checkpoint = newest_intact(place / "checkpoints", but=(OPTIMIZER_STATE,)) if run == place else place

@@ -23,10 +23,10 @@ from mtrl.errors import StartError
 from mtrl.machine import may_write
 from mtrl.models.families import TextEncoder
 from mtrl.models.forward import Forward
+from mtrl.report.attention_page import Answered, Drawn, overview, write_report
+from mtrl.report.heat_map import ImageAttention
+from mtrl.report.pages import SHOWN_SEGMENTS
 from mtrl.rewards.choices import chosen_letter
-from mtrl.tracking.attention_page import Answered, Drawn, overview, write_report
-from mtrl.tracking.heat_map import ImageAttention
-from mtrl.tracking.pages import SHOWN_SEGMENTS
 from mtrl.types import SEGMENTS, VISION_POOL, Needs, Prompt, Rollouts
 from mtrl.zoo.rows import MODEL_DIRECTORY
 

@@ -5,20 +5,17 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from mtrl.build.run import build, configure
 from mtrl.commands.arguments import say, started
 from mtrl.store.checkpoint import checkpoints
-from mtrl.tracking.chart import draw_chart, running_mean
 from mtrl.tracking.run_files import read_rows
 
 STEPS = 24
 PLAIN_GRPO = (  # every credit rule of zoo.yaml is off
     "mtrl train optimization.enable_perception_filtering=false optimization.enable_trajectory_reweighting=false"
 )
-SMOOTHED_OVER = 5  # steps that the running mean of the learning curve spans
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -26,10 +23,8 @@ def run(arguments: Sequence[str]) -> int:
     defaults = [
         f"training.max_steps={STEPS}",
         f"training.experiment_name=demo-{time.strftime('%Y%m%d-%H%M%S')}",
-        "training.val_freq=-1",
         "training.val_generations_to_log=1",
-        "optimization.compute_attention_metrics=false",  # saves a second pass over the questions of both validations
-        "dataset.val_files=zoo@test",
+        "optimization.compute_attention_metrics=false",  # saves a second pass over the questions of each validation
     ]
     config, _ = configure(None, [*defaults, *arguments])
     say(
@@ -43,10 +38,9 @@ def run(arguments: Sequence[str]) -> int:
     accuracy = f"val/avg@{config.worker.rollout.val.n}"
     validated = [row for row in rows if accuracy in row]
     before, after = validated[0], validated[-1]
-    _draw_learning_curve(training.directory / "learning_curve.png", rows, accuracy)
     print(_comparison(before, after, accuracy))
     print(
-        f"\nLearning curve:  {training.directory}/learning_curve.png"
+        f"\nLearning curve:  {training.directory}/curve.png"
         f"\nEvery response:  {training.directory}/rollouts.jsonl"
         f"\nEvery number:    {training.directory}/metrics.jsonl"
         f"\nThe new model:   {checkpoints(training.directory / 'checkpoints')[-1]}  (plain from_pretrained loads it)"
@@ -74,13 +68,3 @@ def _comparison(before: Mapping[str, Any], after: Mapping[str, Any], accuracy: s
     lines = [f"\n{'accuracy':<12} {'before':>7} {'after':>7}"]
     lines += [f"{kind:<12} {old:7.3f} {new:7.3f}   {new - old:+.3f}" for kind, old, new in rows]
     return "\n".join(lines)
-
-
-def _draw_learning_curve(path: Path, rows: Sequence[Mapping[str, Any]], accuracy: str) -> None:
-    sampled = [(row["step"], row["reward/success_rate"]) for row in rows if "reward/success_rate" in row]
-    validated = [(row["step"], row[accuracy]) for row in rows if accuracy in row]
-    series = {
-        f"training, sampled (mean of {SMOOTHED_OVER} steps)": running_mean(sampled, SMOOTHED_OVER),
-        "test questions": validated,
-    }
-    draw_chart(path, "Accuracy of the embedded model", series, "step", "accuracy")

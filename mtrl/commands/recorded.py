@@ -24,6 +24,7 @@ from mtrl.types import Finish, Prompt, Rollouts, Task
 
 ROWS_AT_ONCE = 512  # responses scored together; their images are in memory at the same time
 ROLLOUTS = "rollouts.jsonl"
+ROW = {"step": int, "id": str, "response": str}  # what each row of a run's rollouts has
 STOP: Finish = "stop"
 RESPONSE = "response"  # the column of a dataset that holds a response, or a list of them
 
@@ -50,7 +51,7 @@ def rollouts_file(data: str) -> Path | None:
     file = path / ROLLOUTS if path.is_dir() else path
     if file.suffix != ".jsonl" or not file.is_file():
         return None
-    return file if {"step", "id", "response"} <= next(rows_of(file), {}).keys() else None
+    return file if ROW.keys() <= next(rows_of(file), {}).keys() else None
 
 
 @dataclass
@@ -64,8 +65,8 @@ class RunRecord:
     joined: Counter[bool] = field(default_factory=Counter)
 
     def groups(self) -> Iterator[Group]:
-        attempts = {row["step"]: row.get("attempt") for row in rows_of(self.file)}  # the last attempt of each step
-        rows = (row for row in rows_of(self.file) if row.get("attempt") == attempts[row["step"]])
+        attempts = {row["step"]: row.get("attempt") for row in self._rows()}  # the last attempt of each step
+        rows = (row for row in self._rows() if row.get("attempt") == attempts[row["step"]])
         for (step, name), members in groupby(rows, key=lambda row: (row["step"], row["id"])):
             responses = list(members)
             task = self._task(name)
@@ -75,6 +76,15 @@ class RunRecord:
             task = replace(task, origin=f"step {step}, {task.origin}")
             finish = tuple(row.get("finish", STOP) for row in responses)
             yield Group(task, tuple(row["response"] for row in responses), finish)
+
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        """The rows as a run writes them; one that lacks something was put there by somebody else."""
+        for number, row in enumerate(rows_of(self.file), 1):
+            for name, kind in ROW.items():
+                if not isinstance(row.get(name), kind):
+                    told = f"its {name!r} is {'missing' if name not in row else 'no ' + kind.__name__}"
+                    raise DataError(f"{self.file}, row {number} is not what a run writes: {told}; remove the row")
+            yield row
 
     def notes(self) -> list[str]:
         if not self.joined[False]:
@@ -122,7 +132,7 @@ class DataRecord:
             return Group(task, responses, (STOP,) * len(responses))
         except RowError as error:
             bad = BadRow(source.name, source.row_number(place), error.reason)
-            if self.builder.settings.on_bad_row == "error":
+            if self.builder.settings.on_bad_row != "skip":
                 raise DataError(f"{bad}\nRepair it, or set dataset.on_bad_row=skip to go on without it.") from error
             self.bad.append(bad)
             return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mtrl.build.run import build, configure
-from mtrl.commands.arguments import say, started
+from mtrl.commands.arguments import say, started, warnings_to_log
 from mtrl.config import take_file, warnings
 from mtrl.training.recipe import Recipe
 from mtrl.zoo.rows import CONFIG_FILE
@@ -14,13 +14,17 @@ from mtrl.zoo.rows import CONFIG_FILE
 def run(arguments: Sequence[str]) -> int:
     file, overrides = take_file(arguments)
     config, embedded = configure(file, overrides)
+    log = warnings_to_log()
     if embedded:
-        say(f"no config file, model or data given: {CONFIG_FILE.name} of the embedded task lies under the overrides")
+        say(
+            f"no config file, model or data given: {CONFIG_FILE.name} of the embedded task lies under the overrides",
+            log,
+        )
     for warning in warnings(config):
-        say(f"warning: {warning}")
+        say(f"warning: {warning}", log)
     training = started(build, config)
-    say(f"run directory: {training.directory}, {training.start.told()}")
-    say(sizes(training.loop.recipe))
+    say(f"run directory: {training.directory}, {training.start.told()}", log)
+    say(sizes(training.loop.recipe), log)
     training.train()
     return 0
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from mtrl.config.text import BadYaml, read_value
 from mtrl.config.tree import known_leaves
-from mtrl.config.values import is_text
+from mtrl.config.values import is_text, printable
 
 _ASSIGNMENT = re.compile(r"(?:--)?([^=/\\\s]+)=(.*)", re.DOTALL)  # a path with `=` in it has its slash first
 
@@ -26,14 +26,15 @@ def read_arguments(arguments: Sequence[str], errors: list[str]) -> Iterator[tupl
     """Key and value of each override."""
     for _, key, text in _parts(arguments):
         if key is None:
-            errors.append(f"command line: {text}: not an override; write key=value")
+            errors.append(f"command line: {printable(str(text))}: not an override; write key=value")
         elif text is None:
-            errors.append(f"command line: {key}: no value given; write {key}=value")
+            name = printable(key or "--")
+            errors.append(f"command line: {name}: no value given; write {name if key else 'key'}=value")
         else:
             try:
                 yield key, _value(key, text)
             except BadYaml as error:
-                errors.append(f"command line: {key}: cannot read the value{error}")
+                errors.append(f"command line: {printable(key)}: cannot read the value{error}")
 
 
 def _parts(arguments: Sequence[str]) -> Iterator[tuple[slice, str | None, str | None]]:

@@ -4,10 +4,13 @@ Only what can never work is refused here. What is merely not built yet, or what 
 the run starts. A check is skipped where the feature it concerns is switched off.
 """
 
+import re
 from collections.abc import Iterator
 from difflib import get_close_matches
+from functools import reduce
 from itertools import pairwise
-from typing import NamedTuple
+from pathlib import PurePosixPath
+from typing import Any, NamedTuple
 
 from mtrl.config.tree import GROUP_ESTIMATORS, Config
 from mtrl.rewards.registry import REWARDS, is_bare
@@ -15,6 +18,33 @@ from mtrl.rewards.registry import REWARDS, is_bare
 # AdamW moves a weight by about lr, and a bf16 weight (8 bits) moves only by 1/512 of itself or more. Of weights of a
 # usual size (0.02), three steps change 2% at 1e-6, 15% at 1e-5, 82% at 1e-4.
 SMALL_LR_IN_BF16 = 1e-4
+# Adam moves every weight by about lr, and weights of a usual size are around 0.02.
+LARGE_LR = 0.01
+
+# More of any of these has no end, or no place on any machine. Far above what anybody needs: it is for slips of a finger
+# and for words like "no limit".
+LARGEST = {
+    "dataset.min_pixels": 10**9,
+    "dataset.max_prompt_length": 10**7,
+    "dataset.max_response_length": 10**7,
+    "dataset.rollout_batch_size": 10**6,
+    "dataset.val_batch_size": 10**6,
+    "training.total_epochs": 10**6,
+    "training.max_steps": 10**9,
+    "training.nnodes": 10**5,
+    "training.n_gpus_per_node": 10**3,
+    "optimization.max_refills": 10**4,
+    "optimization.blur_radius": 10**4,
+    "optimization.token_weight_smooth_sigma": 10**6,
+    "optimization.replay_buffer_size": 10**6,
+    "worker.actor.model.lora_rank": 10**5,
+    "worker.actor.ppo_epochs": 10**3,
+    "worker.rollout.n": 10**5,
+    "worker.rollout.val.n": 10**5,
+    "worker.reward.num_cpus": 10**4,
+}
+MOST_RESPONSES = 10**7  # of one step
+
 ATTENTION_REWARDS = tuple(name for name, reward in REWARDS.items() if reward.attention)
 
 
@@ -26,6 +56,8 @@ class Conflict(NamedTuple):
 
 
 def conflicts(config: Config) -> Iterator[Conflict]:
+    yield from _folders(config)
+    yield from _sizes(config)
     yield from _batches_and_lengths(config)
     yield from _groups(config)
     yield from _divergence(config)
@@ -49,11 +81,38 @@ def warnings(config: Config) -> Iterator[str]:
             "so it does not pull towards the reference; low_var_kl does"
         )
     actor = config.worker.actor
+    if actor.optim.lr > LARGE_LR:
+        yield (
+            f"worker.actor.optim.lr = {actor.optim.lr:g}: a step moves every weight by about that much, more than most "
+            "weights are large: the model is lost within a few steps; usual are 1e-6 to 1e-4"
+        )
     if actor.fsdp.param_dtype == "bf16" and 0 < actor.optim.lr < SMALL_LR_IN_BF16:
         yield (
             f"worker.actor.fsdp.param_dtype = bf16 with worker.actor.optim.lr = {actor.optim.lr:g}: a bf16 weight has "
             "8 bits, so an update below about 1/512 of the weight is lost, and updates are about as large as lr: "
             f"weights over {512 * actor.optim.lr:.1g} hardly learn; keep the master weights in fp32"
+        )
+
+
+def _folders(config: Config) -> Iterator[Conflict]:
+    for name in ("project_name", "experiment_name"):
+        value = getattr(config.training, name)
+        parts = PurePosixPath(value).parts
+        if not value.strip() or not parts or parts[0] == "/" or ".." in parts or re.search(r"[\x00-\x1f\x7f]", value):
+            told = "it names a folder inside training.output_dir: not empty or absolute, no .. or control characters"
+            yield Conflict((f"training.{name}",), told)
+
+
+def _sizes(config: Config) -> Iterator[Conflict]:
+    for key, largest in LARGEST.items():
+        value: Any = reduce(getattr, key.split("."), config)
+        if value is not None and value > largest:
+            yield Conflict((key,), f"no run of that size ends, or fits anywhere; at most {largest:,} is taken")
+    responses = config.dataset.rollout_batch_size * config.rollouts_per_prompt
+    if responses > MOST_RESPONSES:
+        yield Conflict(
+            ("dataset.rollout_batch_size", "worker.rollout.n"),
+            f"{responses:,} responses in a step: none of that size ends; at most {MOST_RESPONSES:,} are taken",
         )
 
 

@@ -38,7 +38,7 @@ _EASYR1_AND_VERL = {
 
 _EASYR1 = {
     "data.rollout_batch_size": "dataset.rollout_batch_size; prompts, as there",
-    "data.mini_rollout_batch_size": "none: leave it out; optimization.max_refills bounds the refills",
+    "data.mini_rollout_batch_size": "none: optimization.max_refills bounds the refills",
     "data.val_batch_size": "dataset.val_batch_size; at least 1, there is no -1",
     "data.format_prompt": "dataset.format_prompt",
     "algorithm.disable_kl": "optimization.disable_divergence",
@@ -87,15 +87,22 @@ _EASYR1 = {
     "trainer.save_checkpoint_path": "training.output_dir; the project and experiment names are appended",
     "trainer.load_checkpoint_path": "training.load_checkpoint_path",
     "trainer.find_last_checkpoint": "training.find_last_checkpoint",
+    "trainer.max_try_make_batch": "optimization.max_refills; rounds after the first one, there is no -1",
+    "trainer.save_model_only": "none: a checkpoint holds all that a run needs to go on",
+    "worker.rollout.disable_tqdm": "none: leave it out",
+    "worker.rollout.val_override_config.top_p": "none: there is worker.rollout.val.temperature",
+    "worker.actor.model.lora.exclude_modules": "none: worker.actor.model.lora_vision_tower is for the vision tower",
+    "worker.ref.fsdp.enable_full_shard": "none: leave it out",
+    "worker.ref.fsdp.enable_rank0_init": "none: leave it out",
 }
 
 _VERL = {
     "data.train_batch_size": "dataset.rollout_batch_size; prompts, as there",
-    "data.gen_batch_size": "none: leave it out; optimization.max_refills bounds the refills",
+    "data.gen_batch_size": "none: optimization.max_refills bounds the refills",
     "data.tokenizer": "worker.actor.model.tokenizer_path",
     "data.truncation": "dataset.filter_overlong_prompts; prompts are never cut",
     "data.custom_cls.path": "none: every column of the data reaches the reward function",
-    "data.reward_fn_key": "none: every column of the data reaches the reward function",
+    "data.reward_fn_key": "none: leave it out; every column of the data reaches the reward function",
     "actor_rollout_ref.model.path": "worker.actor.model.model_path",
     "actor_rollout_ref.model.custom_chat_template": "dataset.override_chat_template",
     "actor_rollout_ref.model.use_remove_padding": "worker.actor.padding_free",
@@ -145,6 +152,17 @@ _VERL = {
     "actor_rollout_ref.rollout.val_kwargs.temperature": "worker.rollout.val.temperature",
     "actor_rollout_ref.rollout.val_kwargs.do_sample": "worker.rollout.val.temperature; 0 is greedy",
     "actor_rollout_ref.rollout.calculate_log_probs": "none: the sampler's log-probs are always kept",
+    "actor_rollout_ref.rollout.val_kwargs.top_p": "none: there is worker.rollout.val.temperature",
+    "actor_rollout_ref.rollout.val_kwargs.top_k": "none: there is worker.rollout.val.temperature",
+    "actor_rollout_ref.rollout.ignore_eos": "none: a response ends at the end of its text",
+    "actor_rollout_ref.rollout.enforce_eager": "worker.rollout.engine_kwargs; as enforce_eager",
+    "actor_rollout_ref.rollout.enable_chunked_prefill": "worker.rollout.engine_kwargs; as enable_chunked_prefill",
+    "actor_rollout_ref.rollout.max_num_batched_tokens": "worker.rollout.engine_kwargs; as max_num_batched_tokens",
+    "actor_rollout_ref.rollout.max_num_seqs": "worker.rollout.engine_kwargs; as max_num_seqs",
+    "actor_rollout_ref.rollout.max_model_len": "worker.rollout.engine_kwargs; as max_model_len",
+    "actor_rollout_ref.rollout.dtype": "worker.rollout.engine_kwargs; as dtype",
+    "actor_rollout_ref.actor.shuffle": "none: the prompts of a step keep their order",
+    "custom_reward_function.reward_kwargs": "worker.reward.reward_fn_kwargs",
     "critic.model.path": "worker.critic.model.model_path",
     "critic.optim.lr": "worker.critic.optim.lr",
     "critic.cliprange_value": "worker.critic.cliprange_value",
@@ -181,6 +199,8 @@ _TRL = {
     "dataset_name": "dataset.train_files; hub id[@split]",
     "dataset_train_split": "dataset.train_files; written hub-id@split",
     "dataset_test_split": "dataset.val_files; written hub-id@split",
+    "train_dataset": "dataset.train_files; file or hub id[@split]",
+    "eval_dataset": "dataset.val_files; file or hub id[@split]",
     "shuffle_dataset": "dataset.shuffle",
     "seed": "dataset.seed; and worker.rollout.seed for the sampled tokens",
     "data_seed": "dataset.seed",
@@ -191,6 +211,9 @@ _TRL = {
     "num_train_epochs": "training.total_epochs; a whole number",
     "max_steps": "training.max_steps; rollout steps, each of one or more optimizer steps",
     "save_steps": "training.save_freq",
+    "save_strategy": "training.save_freq; -1 for no",
+    "eval_strategy": "training.val_freq; -1 for no",
+    "push_to_hub": "none: checkpoints load by from_pretrained as they are; push the one you like",
     "save_total_limit": "training.save_limit",
     "eval_steps": "training.val_freq",
     "eval_on_start": "training.val_before_train",
@@ -285,6 +308,37 @@ TABLES = {
     "EasyR1 forks": _FORKS,
 }
 
+# Keys that say how their own program runs, and nothing of what is trained; TRL's have no section.
+_PROGRAM = {
+    "actor_rollout_ref": "nccl_timeout",
+    "actor_rollout_ref.actor": "checkpoint ppo_infer_micro_batch_size_per_gpu profiler strategy",
+    "actor_rollout_ref.actor.fsdp_config": (
+        "forward_prefetch fsdp_size offload_policy reshard_after_forward wrap_policy"
+    ),
+    "actor_rollout_ref.model": "external_lib fused_kernel_options use_fused_kernels use_liger use_shm",
+    "actor_rollout_ref.ref": (
+        "fsdp_config log_prob_max_token_len_per_gpu log_prob_use_dynamic_bsz strategy ulysses_sequence_parallel_size"
+    ),
+    "actor_rollout_ref.rollout": (
+        "disable_log_stats do_sample free_cache_engine layered_summon load_format log_prob_max_token_len_per_gpu "
+        "log_prob_use_dynamic_bsz"
+    ),
+    "data": "dataloader_num_workers return_full_prompt return_raw_chat return_raw_input_ids use_shm",
+    "reward_model": "launch_reward_fn_async strategy",
+    "trainer": (
+        "balance_batch default_hdfs_dir del_local_ckpt_after_load device max_critic_ckpt_to_keep profile_steps "
+        "ray_timeline ray_wait_register_center_timeout remove_previous_ckpt_in_save use_legacy_worker_impl "
+        "validation_data_dir"
+    ),
+    "": (
+        "dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor ddp_find_unused_parameters "
+        "disable_tqdm gradient_checkpointing_kwargs log_level logging_dir logging_first_step logging_steps "
+        "logging_strategy overwrite_output_dir ray_kwargs remove_unused_columns tf32 use_liger_kernel use_liger_loss "
+        "vllm_enable_sleep_mode"
+    ),
+}
+_WITHOUT_EFFECT = {f"{section}.{name}".strip(".") for section, names in _PROGRAM.items() for name in names.split()}
+
 # Keys of theirs that have the same name here and at most another section.
 SAME = {
     "EasyR1": {
@@ -342,6 +396,20 @@ def names_elsewhere(key: str) -> dict[str, list[str]]:
     return {project: found for project, found in names.items() if found}
 
 
+def without_effect(key: str) -> bool:
+    """Whether a key of theirs, or the section it is in, only says how their program runs."""
+    return any(key == name or key.startswith(f"{name}.") for name in _WITHOUT_EFFECT)
+
+
+def counterpart(project: str, key: str) -> str | None:
+    """What the table says of a key of one project; our own key where only the section differs."""
+    for owner, table in TABLES.items():
+        if project in owner.split(" and ") and key in table:
+            return table[key]
+    is_theirs = project != "TRL" and key.partition(".")[0] not in ("dataset", "training", "optimization")
+    return moved(key) if is_theirs and moved(key) in known_leaves() else None
+
+
 def same_names() -> Iterator[tuple[str, str]]:
     """Project and name of each key of `SAME`, as it is written there."""
     for project, sections in SAME.items():
@@ -354,8 +422,14 @@ def translation(key: str) -> str | None:
     for project, table in TABLES.items():
         if key in table:
             return _answer(project, table[key])
+    if without_effect(key):
+        return "a key of another project that says how its program runs: leave it out"
     if moved(key) in known_leaves():
         return _answer("EasyR1 and verl", moved(key))
+    for project, table in TABLES.items():
+        for theirs, answer in table.items():
+            if moved(theirs) == key:  # their key, already put into our section
+                return _answer(project, answer)
     # TRL's keys have no section, so people put them into one that looks right. Where our own key only sits in another
     # section (`dataset.temperature`), the nearest key says it better.
     name = key.rsplit(".", 1)[-1]

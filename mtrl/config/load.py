@@ -7,11 +7,13 @@ The layers are defaults, file, overrides; a later one wins. OmegaConf holds them
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException, UnsupportedInterpolationType
 
 from mtrl.config.arguments import read_arguments
 from mtrl.config.checks import conflicts
@@ -19,12 +21,15 @@ from mtrl.config.errors import ConfigError
 from mtrl.config.nearest import keys_there, suggestion
 from mtrl.config.packaged import find, near_names
 from mtrl.config.places import placed
-from mtrl.config.text import BadYaml, YamlFile, write_yaml
+from mtrl.config.plain import LITERAL, endless, first_line, plain, refers
+from mtrl.config.text import BadYaml, YamlFile, read_text, write_yaml
 from mtrl.config.tree import Config, known_leaves, known_sections
-from mtrl.config.values import BadValue, shown, typed
+from mtrl.config.values import BadValue, printable, shown, typed
 
 Node = TypeVar("Node")
 Where = Callable[[str], str]  # dotted key -> the place that sets it
+MOST_LEVELS = 10  # of sections; the tree has fewer
+MANY = 20  # errors after which no more nearest keys are looked for
 
 
 class Setting(NamedTuple):
@@ -50,7 +55,7 @@ def load_config(
     settings += _override_settings(overrides, errors)
     where = {setting.leaf: setting.where for setting in settings}
     values = _typed_values(_merged(settings), where, errors)
-    config = _build(Config, values)
+    config = build(Config, values)
     unusable = where.keys() - values.keys()
     errors += [_conflict_line(keys, why, values, where) for keys, why in conflicts(config) if unusable.isdisjoint(keys)]
     if errors:
@@ -71,29 +76,25 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 def to_yaml(config: Config) -> str:
     """YAML that loads to an equal `Config`."""
-    return write_yaml(_without_interpolation(to_dict(config)))
+    return write_yaml(without_interpolation(to_dict(config)))
 
 
 def _file_settings(path: Path, errors: list[str], saved: bool) -> list[Setting]:
     try:
-        file = YamlFile(path.read_text(encoding="utf-8-sig"))
+        file = YamlFile(read_text(path))
     except BadYaml as error:
-        errors.append(f"{path}{error}")
-        return []
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        errors.append(f"{path}: cannot read the file: {reason}{_packaged_hint(path, error)}")
+        errors.append(f"{printable(str(path))}{error}{_packaged_hint(path, error.__cause__)}")
         return []
 
     def where(key: str) -> str:
-        return f"{path}:{file.line(key)}"
+        return f"{printable(str(path))}:{file.line(key)}"
 
-    errors += [f"{path}:{line}: {key}: set a second time; keep one of the two" for key, line in file.repeated]
-    found = [setting for name, value in file.content.items() for setting in _settings(str(name), value, where, errors)]
+    errors += [f"{where(key)}: {printable(key)}: set a second time; keep one of the two" for key, _ in file.repeated]
+    found = [setting for name, value in file.content.items() for setting in _settings(name, value, where, errors)]
     return found if saved else [_placed(setting, path.absolute().parent) for setting in found]
 
 
-def _packaged_hint(path: Path, error: Exception) -> str:
+def _packaged_hint(path: Path, error: BaseException | None) -> str:
     if not isinstance(error, FileNotFoundError) or path.is_absolute():
         return ""
     if near := near_names(path):
@@ -116,32 +117,25 @@ def _override_settings(overrides: Sequence[str] | Mapping[str, Any], errors: lis
     return [_placed(setting, None) for key, value in pairs for setting in _settings(key, value, where, errors)]
 
 
-def _settings(key: str, value: Any, where: Where, errors: list[str]) -> Iterator[Setting]:
+def _settings(key: Any, value: Any, where: Where, errors: list[str]) -> Iterator[Setting]:
     """The leaves that `key: value` sets, a section being opened; what is no key of the tree is reported."""
-    leaf, is_section = _leaf_of(key), key in known_sections()
+    if not isinstance(key, str):
+        errors.append(f"{where('')}: {shown(key)}: a key is text, got {type(key).__name__}")
+        return
+    leaf, is_section, told = _leaf_of(key), key in known_sections(), f"{where(key)}: {printable(key)}"
     if leaf is not None:
         try:
-            yield Setting(leaf, key, _plain(value), where(key))
-        except OmegaConfBaseException as error:
-            errors.append(f"{where(key)}: {key}: cannot be used: {_first_line(error)}")
-    elif isinstance(value, Mapping) and (is_section or value):  # an unknown section is reported key by key
+            yield Setting(leaf, key, plain(value), where(key))
+        except BadValue as error:
+            errors.append(f"{told}: cannot be used: {error}")
+    elif isinstance(value, Mapping) and (is_section or value) and key.count(".") < MOST_LEVELS:
+        # An unknown section is reported key by key.
         for name, inner in value.items():
             yield from _settings(f"{key}.{name}", inner, where, errors)
     elif not is_section:
-        errors.append(f"{where(key)}: {key}: unknown key{suggestion(key)}")
+        errors.append(f"{told}: unknown key{suggestion(key) if len(errors) < MANY else ''}")
     elif value is not None:  # a section whose keys are all commented out is fine
-        errors.append(f"{where(key)}: {key}: a section, got {shown(value)}; {keys_there(key + '.')}")
-
-
-def _plain(value: Any) -> Any:
-    """A copy in dictionaries and lists; OmegaConf refuses what a configuration cannot hold."""
-    if isinstance(value, Mapping):
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if value is not None and not isinstance(value, (bool, int, float, str)):
-        OmegaConf.create({"value": value})
-    return value
+        errors.append(f"{told}: a section, got {shown(value)}; {keys_there(key + '.')}")
 
 
 def _leaf_of(key: str) -> str | None:
@@ -149,10 +143,10 @@ def _leaf_of(key: str) -> str | None:
     if key in known_leaves():
         return key
     mappings = (name for name, leaf in known_leaves().items() if get_origin(leaf.annotation) is Mapping)
-    return next((name for name in mappings if key.startswith(name + ".")), None)
+    return next((name for name in mappings if key.startswith(name + ".") and "" not in key.split(".")), None)
 
 
-def _merged(settings: Sequence[Setting]) -> DictConfig:
+def _merged(settings: Sequence[Setting]) -> dict[str, Any]:
     """The settings over the defaults, later ones winning, with `${...}` still to be resolved."""
     tree = to_dict(Config())
     for _, key, value, _ in settings:
@@ -163,33 +157,42 @@ def _merged(settings: Sequence[Setting]) -> DictConfig:
                 node[step] = {}
             node = node[step]
         node[name] = value
-    return OmegaConf.create(tree)
+    return tree
 
 
-def _typed_values(tree: DictConfig, where: Mapping[str, str], errors: list[str]) -> dict[str, Any]:
+def _typed_values(layers: dict[str, Any], where: Mapping[str, str], errors: list[str]) -> dict[str, Any]:
     """Typed values of the keys that are set; values that cannot be used are reported and left out."""
+    if too_many := next(endless(layers), None):
+        place = next((place for key, place in where.items() if too_many.startswith(key)), "configuration")
+        errors.append(f"{place}: {too_many}: refers to other keys, and those to others, too often to be written out")
+        return {}
+    tree: DictConfig | None = None
     values = {}
     for key, place in where.items():
         leaf = known_leaves()[key]
+        value: Any = reduce(getitem, key.split("."), layers)
         try:
-            value = OmegaConf.select(tree, key, throw_on_missing=True)
-            if OmegaConf.is_config(value):
-                value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+            if refers(value):  # only then OmegaConf is asked: a whole tree of it takes longer than all the rest
+                tree = OmegaConf.create(layers) if tree is None else tree
+                value = OmegaConf.select(tree, key, throw_on_missing=True)
+                if OmegaConf.is_config(value):
+                    value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
             values[key] = typed(value, leaf.annotation, leaf.within)
         except BadValue as error:
             errors.append(f"{place}: {key}: {error}")
         except (OmegaConfBaseException, RecursionError) as error:
-            errors.append(f"{place}: {key}: cannot be resolved: {_first_line(error)}")
+            literal = f"; {LITERAL}" if isinstance(error, (InterpolationKeyError, UnsupportedInterpolationType)) else ""
+            errors.append(f"{place}: {key}: cannot be resolved: {first_line(error)}{literal}")
     return values
 
 
-def _build(cls: type[Node], values: Mapping[str, Any], prefix: str = "") -> Node:
+def build(cls: type[Node], values: Mapping[str, Any], prefix: str = "") -> Node:
     """The tree from the values of some leaves; the others keep their defaults."""
     parts = {}
     for name, hint in get_type_hints(cls).items():
         key = prefix + name
         if key in known_sections():
-            parts[name] = _build(hint, values, key + ".")
+            parts[name] = build(hint, values, key + ".")
         elif key in values:
             parts[name] = values[key]
     return cls(**parts)
@@ -205,16 +208,12 @@ def _default_told(key: str) -> str:
     return f"{key} = {shown(known_leaves()[key].default)} (default)"
 
 
-def _without_interpolation(value: Any) -> Any:
+def without_interpolation(value: Any) -> Any:
     """The value with each `${` escaped, so that it is read as text again."""
     if isinstance(value, str):
         return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + "\\${", value)
     if isinstance(value, Mapping):
-        return {name: _without_interpolation(item) for name, item in value.items()}
+        return {name: without_interpolation(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_without_interpolation(item) for item in value]
+        return [without_interpolation(item) for item in value]
     return value
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0]

@@ -5,12 +5,15 @@ from difflib import SequenceMatcher
 from mtrl.config.foreign import moved, translation
 from mtrl.config.tree import known_leaves, known_sections
 
-_CLOSE_ENOUGH = 0.6
+_CLOSE_ENOUGH = 0.7
 _MOST_NAMED = 3
+_LONGEST = 120  # characters; nobody mistypes a longer key
 
 
 def suggestion(unknown: str) -> str:
     """What an unknown key probably means, to be put behind the words `unknown key`."""
+    if len(unknown) > _LONGEST:
+        return ""
     if answer := translation(unknown):
         return f", {answer}"
     if near := nearest_keys(unknown):
@@ -24,10 +27,12 @@ def keys_there(key: str) -> str:
 
 
 def nearest_keys(unknown: str) -> list[str]:
-    """Up to three keys, best first: those whose last name is (almost) the same, the likelier section first."""
+    """Up to three keys, best first: those with the same last name anywhere, or almost the same in its own section."""
     unknown = moved(unknown)
+    parent = keys_of_section(unknown)[0]
     scored = [(_leaf_likeness(unknown, known), _likeness(unknown, known), known) for known in known_leaves()]
-    best = max(leaf for leaf, _, _ in scored)
+    scored = [each for each in scored if each[0] == 1 or not parent or each[2].startswith(f"{parent}.")]
+    best = max((leaf for leaf, _, _ in scored), default=0.0)
     if best < _CLOSE_ENOUGH:
         return []
     equals = sorted(((path, known) for leaf, path, known in scored if leaf == best), key=lambda pair: -pair[0])

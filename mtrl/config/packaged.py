@@ -19,9 +19,10 @@ def packaged() -> dict[str, Path]:
 def find(path: str | Path) -> Path:
     """The path itself where something is there; else the packaged configuration of that name, `.yaml` or not. After
     `mtrl:` the folder `experiments/` may be left out."""
-    path, known = Path(path), packaged()
+    path = Path(path)
     if os.path.exists(path):
         return path
+    known = packaged()
     name = path.as_posix().removeprefix(PREFIX)
     names = [name, f"experiments/{name}"] if path.as_posix().startswith(PREFIX) else [name]
     return next((known[each] for short in names for each in (short, f"{short}.yaml") if each in known), path)

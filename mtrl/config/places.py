@@ -16,6 +16,7 @@ Kind = Literal["folder", "template", "data", "code"]
 """A plain path; one that may be packaged; data as a list with commas and `@split`; Python code as `file.py:name`."""
 
 EMBEDDED = "zoo@"  # names splits of the embedded task, not a folder
+GIVEN = "python:"  # names what a script gave to mtrl.Trainer: rows, or a reward function
 
 
 def placed(value: Any, kind: Kind, folder: Path | None) -> Any:

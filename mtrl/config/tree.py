@@ -57,10 +57,16 @@ class DatasetConfig:
     shuffle: bool = key(True, "a new order of the prompts in each epoch")
     seed: int = key(42, "seed of the order of the prompts and of the perturbations", "[0, inf)")
     filter_overlong_prompts: bool = key(True, "drop prompts over max_prompt_length")
-    on_bad_row: Literal["error", "skip"] = key("error", "what happens to a row that cannot be read")
+    on_bad_row: Literal["scan", "error", "skip"] = key(
+        "scan", "a bad row; scan: an error at the start, skipped later", may_change=True
+    )
+    check_images: Literal["sample", "full"] = key(
+        "sample", "images decoded whole at the start: some, or all of them", may_change=True
+    )
     on_missing: Literal["error", "warn"] = key("error", "images that no key reads, no answers for a reward")
     format_prompt: str | None = key(None, "Jinja file that wraps each question", names="template")
     system_prompt: str | None = key(None, "text of the system message")
+    allow_special_tokens: bool = key(False, "special tokens that a row spells out are tokens, not text")
     override_chat_template: str | None = key(None, "chat template in place of the model's own")
 
 
@@ -301,6 +307,9 @@ class RewardConfig:
     model_path: str | None = key(None, "reward model: hub id or directory")
     num_cpus: int = key(4, "processes that run reward functions", "[1, inf)")
     timeout_s: float = key(30.0, "seconds a reward function may take", "(0, inf]")
+    step_timeout_s: float = key(
+        3600.0, "seconds it may take for all responses of a step; the rest of them fail", "(0, inf]"
+    )
     failure_reward: float = key(0.0, "reward where a function fails")
     mdi_balance_ratio: float = key(2.0, "mdi: ratio at which the balance is lost", "(1, inf)")
     vgr_normalizer: Literal["iqr", "mad"] = key("iqr", "vgr: how a group is compared")

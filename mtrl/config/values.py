@@ -9,6 +9,7 @@ import types
 from collections.abc import Mapping
 from typing import Any, Literal, Union, get_args, get_origin
 
+MAX_SHOWN = 200
 _UNIONS = (Union, types.UnionType)
 
 
@@ -78,8 +79,6 @@ def interval(within: str | None) -> tuple[float, float, bool, bool]:
 
 def _inside(number: float, within: str | None) -> bool:
     low, high, low_belongs, high_belongs = interval(within)
-    if math.isnan(number):
-        return False
     return (number > low or (low_belongs and number == low)) and (number < high or (high_belongs and number == high))
 
 
@@ -114,12 +113,18 @@ def is_text(annotation: Any) -> bool:
 
 
 def shown(value: Any) -> str:
-    """A value as YAML would write it, near enough for a message."""
+    """A value as YAML would write it, near enough for a message, on one line that is not too long."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, float) and not math.isfinite(value):
         return {"inf": ".inf", "-inf": "-.inf", "nan": ".nan"}[str(value)]
-    return repr(list(value) if isinstance(value, tuple) else value)
+    text = repr(list(value) if isinstance(value, tuple) else value)
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
+
+
+def printable(key: str) -> str:
+    """A key or a path on one line, without what a terminal would take for commands."""
+    return key if key and key.isprintable() and len(key) <= MAX_SHOWN else shown(key)
 
 
 def _hint(value: Any, annotation: Any) -> str:
@@ -128,7 +133,7 @@ def _hint(value: Any, annotation: Any) -> str:
     if is_text(annotation) and isinstance(value, (bool, int, float)):
         return "; put it in quotes"
     wants_list = any(get_origin(member) is tuple for member in (annotation, *get_args(annotation)))
-    if wants_list and isinstance(value, (str, int, float)):
+    if wants_list and isinstance(value, (str, int, float)) and len(str(value)) <= MAX_SHOWN:
         return f"; write [{value}]"
     if wants_list and isinstance(value, Mapping) and "a mapping" in describe(annotation, None):
         return "; write [{name: .., ..}]"

@@ -8,6 +8,7 @@ import importlib
 import json
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from itertools import accumulate
@@ -20,6 +21,7 @@ import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
 from mtrl.data.cache import DiskCache, file_stamp, pack_json, replacing, unpack_json
 from mtrl.data.rows import DataError, RowError
+from mtrl.files import regular_file
 
 MIB = 1 << 20
 MAX_ROW_GROUP = 8 * MIB  # bytes; a larger row group is too slow to decode for a single row
@@ -44,6 +46,38 @@ class ArrowRows:
 
     def row_number(self, index: int) -> int:
         return index + 1
+
+
+class DatasetRows:
+    """A `datasets.Dataset` that a script made, with its order and choice of rows. Images stay as they are stored until
+    a row is used, unless the dataset has a transform of its own: then a row is what that makes of it."""
+
+    directory, stamp = Path("."), None
+
+    def __init__(self, dataset: Any, name: str) -> None:
+        self.name, self.transformed = name, dataset.format["type"] == "custom"
+        self.rows = dataset if self.transformed else dataset.with_format("arrow")
+        self.fingerprint = rows_fingerprint(self.read(index) for index in range(len(self)))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def read(self, index: int) -> dict[str, Any]:
+        if not self.transformed:
+            return _row(self.rows[index : index + 1], 0)
+        try:
+            return dict(self.rows[index])
+        except Exception as error:  # whatever the user's transform raises
+            raise RowError(f"its transform fails: {type(error).__name__}: {_one_line(error)}") from error
+
+    def row_number(self, index: int) -> int:
+        return index + 1
+
+
+def is_dataset(data: Any) -> bool:
+    """Whether it is of the library `datasets`, which whoever made one has imported."""
+    library = sys.modules.get("datasets")
+    return library is not None and isinstance(data, library.Dataset)
 
 
 class GroupedRows:
@@ -98,24 +132,41 @@ def open_parquet(path: Path, cache: DiskCache) -> GroupedRows:
         if all(group.total_byte_size <= MAX_ROW_GROUP for group in groups):
             return GroupedRows(path, fingerprint, list(accumulate(counts)), lambda: _parquet_reader(path))
         copy, ends = _arrow_copy(path, fingerprint, cache)
-        return GroupedRows(path, fingerprint, ends, lambda: pa.ipc.open_file(pa.OSFile(str(copy))).get_batch)
+        return GroupedRows(path, fingerprint, ends, lambda: _copy_reader(copy))
     except UNREADABLE as error:
         raise DataError(f"{path} cannot be read as Parquet: {_one_line(error)}") from error
 
 
 def _parquet_reader(path: Path) -> Callable[[int], pa.Table]:
-    file = pq.ParquetFile(path, pre_buffer=False)
+    file = pq.ParquetFile(path, pre_buffer=False, page_checksum_verification=True)  # where the writer left checksums
     return lambda group: file.read_row_group(group, use_threads=False)  # a forked process has no threads
+
+
+def _copy_reader(copy: Path) -> Callable[[int], pa.RecordBatch]:
+    file = pa.ipc.open_file(pa.OSFile(str(copy)))
+
+    def read(group: int) -> pa.RecordBatch:
+        try:
+            batch = file.get_batch(group)
+            batch.validate(full=True)
+        except UNREADABLE as error:
+            raise ValueError(f"the copy {copy} is damaged; remove it: {_one_line(error)}") from error
+        return batch
+
+    return read
 
 
 def _arrow_copy(path: Path, fingerprint: str, cache: DiskCache) -> tuple[Path, list[int]]:
     """Streams the file, once, into an uncompressed Arrow file of batches of about a MiB; also the ends of these."""
     copy = cache.path("arrow", fingerprint, "arrow")
     known = cache.load("arrow", fingerprint)
-    if known is not None and copy.exists():
-        return copy, known["ends"].tolist()
+    if known is not None and copy.is_file():
+        if "stamp" in known and known["stamp"].tolist() == list(file_stamp(copy)[1:]):
+            return copy, known["ends"].tolist()
+        logger.warning("%s has changed since it was written; it is made again", copy)
     logger.warning("%s has large row groups; an Arrow copy for reading single rows goes to %s", path, copy)
-    parquet = pq.ParquetFile(path, pre_buffer=False, buffer_size=MIB)  # not whole column chunks at once
+    # The buffer is small, so that no whole column chunk is held.
+    parquet = pq.ParquetFile(path, pre_buffer=False, buffer_size=MIB, page_checksum_verification=True)
     size = sum(parquet.metadata.row_group(group).total_byte_size for group in range(parquet.num_row_groups))
     rows = max(1, parquet.metadata.num_rows * MIB // max(1, size))
     counts = []
@@ -125,22 +176,33 @@ def _arrow_copy(path: Path, fingerprint: str, cache: DiskCache) -> tuple[Path, l
             counts.append(batch.num_rows)
     pa.default_memory_pool().release_unused()  # before workers are forked from this process
     ends = np.cumsum(counts)
-    cache.store("arrow", fingerprint, {"ends": ends})
+    cache.store("arrow", fingerprint, {"ends": ends, "stamp": np.array(file_stamp(copy)[1:])})
     return copy, ends.tolist()
 
 
 def open_saved_dataset(directory: Path, cache: DiskCache) -> ArrowRows:
     """A `save_to_disk` copy. Its Arrow files are plain streams, so reading them needs no `datasets`."""
     try:
-        state = json.loads((directory / "state.json").read_text())
+        state = json.loads(regular_file(directory / "state.json").read_text())
         files = [directory / entry["filename"] for entry in state["_data_files"]]
-        tables = [pa.ipc.open_stream(pa.memory_map(str(file))).read_all() for file in files]
         stamp = [file_stamp(file) for file in files]
-        table = pa.concat_tables(tables)
+        table = pa.concat_tables([_mapped(file) for file in files])
         fingerprint = _cached_fingerprint(cache, stamp, lambda: table_fingerprint(table))
+    except DataError:
+        raise
     except (*UNREADABLE, KeyError, TypeError) as error:
         raise DataError(f"{directory} cannot be read as a saved dataset: {_one_line(error)}") from error
     return ArrowRows(table, str(directory), directory, fingerprint, stamp)
+
+
+def _mapped(file: Path) -> pa.Table:
+    """The table of an Arrow stream, checked whole: a damaged offset would lead the reader out of its memory."""
+    try:
+        table = pa.ipc.open_stream(pa.memory_map(str(regular_file(file)))).read_all()
+        table.validate(full=True)
+    except UNREADABLE as error:
+        raise DataError(f"{file} is damaged, or no Arrow file: {_one_line(error)}") from error
+    return table
 
 
 def open_hub_dataset(name: str, split: str | None, cache: DiskCache) -> ArrowRows:
@@ -161,6 +223,11 @@ def open_hub_dataset(name: str, split: str | None, cache: DiskCache) -> ArrowRow
     files = [file_stamp(Path(entry["filename"])) for entry in loaded.cache_files]
     stamp = [*files, [name, split]] if files else None
     table = loaded.data.table
+    try:
+        table.validate(full=True)
+    except UNREADABLE as error:
+        where = ", ".join(path for path, _, _ in files) or "in memory"
+        raise DataError(f"the dataset {name!r} ({where}) is damaged; remove it there: {_one_line(error)}") from error
     fingerprint = _cached_fingerprint(cache, stamp, lambda: table_fingerprint(table))
     return ArrowRows(table, f"{name}@{split}", Path("."), fingerprint, stamp)
 
@@ -174,7 +241,10 @@ def rows_fingerprint(rows: Iterable[Any]) -> str:
     """A hash of every value of decoded rows; long binary values count with their length and both ends."""
     digest = hashlib.blake2b(digest_size=8)
     for row in rows:
-        digest.update(json.dumps(row, default=_spell).encode())
+        try:
+            digest.update(json.dumps(row, default=_spell).encode())
+        except (ValueError, RecursionError) as error:  # nested too deep, or in itself; the scan says so with its row
+            digest.update(str(error).encode())
     return digest.hexdigest()
 
 

@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from mtrl.files import regular_file
+
 DIGEST = 16  # bytes of the checksum before an archive
 
 logger = logging.getLogger(__name__)
@@ -43,7 +45,7 @@ class DiskCache:
 
     def load(self, kind: str, key: Any) -> dict[str, np.ndarray] | None:
         try:
-            stored = self.path(kind, key).read_bytes()
+            stored = regular_file(self.path(kind, key)).read_bytes()
         except OSError:
             return None
         checksum, archive = stored[:DIGEST], stored[DIGEST:]

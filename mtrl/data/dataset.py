@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -17,10 +17,10 @@ import numpy as np
 
 from mtrl.data.cache import DiskCache
 from mtrl.data.columns import all_columns, with_known_columns
-from mtrl.data.lengths import BAD, GOOD, TOO_BIG, Scanner, SourceScan, scan_source
+from mtrl.data.lengths import BAD, GOOD, SAMPLED, TOO_BIG, Scanner, SourceScan, scan_source
 from mtrl.data.missing import GOES_ON, Noted
-from mtrl.data.prompts import TaskBuilder, strange_names
-from mtrl.data.rows import BadRow, DataError, DataSettings, list_bad_rows
+from mtrl.data.prompts import TaskBuilder
+from mtrl.data.rows import BadRow, DataError, DataSettings, left_out_at_first, list_bad_rows
 from mtrl.data.sources import Source, open_sources
 from mtrl.protocols import PromptEncoder
 from mtrl.types import Task
@@ -45,11 +45,20 @@ class Dataset:
     """Tasks by position. Rows are read from disk when asked for."""
 
     def __init__(
-        self, sources: Sequence[Source], builder: TaskBuilder, scans: Sequence[SourceScan], settings: DataSettings
+        self,
+        sources: Sequence[Source],
+        builder: TaskBuilder,
+        scans: Sequence[SourceScan],
+        settings: DataSettings,
+        left_out: Set[tuple[str, int]] | None = None,
     ) -> None:
+        """`left_out`: a run goes on that never used these rows (file, row). Others that are bad now were fine then, and
+        keep their place in its order, to be skipped there."""
         self.sources, self.builder, self.scans, self.settings = tuple(sources), builder, tuple(scans), settings
         overlong = [_overlong(scan, settings) for scan in scans]
-        keep = [(scan.state == GOOD) & ~over for scan, over in zip(scans, overlong, strict=True)]
+        late = [_late(source, scan, left_out) for source, scan in zip(sources, scans, strict=True)]
+        self.late = sum(int(rows.sum()) for rows in late)  # rows that have become bad since the run began
+        keep = [(scan.state == GOOD) & ~over | rows for scan, over, rows in zip(scans, overlong, late, strict=True)]
         rows = [np.flatnonzero(kept) for kept in keep]
         self._source = np.repeat(np.arange(len(rows)), [len(found) for found in rows])
         self._row = _joined(rows)
@@ -102,17 +111,27 @@ def open_dataset(
     cache_dir: Path | None = None,
     bad_rows_path: Path | None = None,
     truth_for: Sequence[str] = (),
+    begun: bool = False,
     workers: int | None = None,
     stream: TextIO | None = None,
 ) -> Dataset:
     """Opens and scans the data, and refuses or leaves out what cannot be used. `truth_for` names rewards that
-    want a truth; `stream` gets the progress (stderr)."""
-    dataset = scan_dataset(data, settings, encoder, cache_dir=cache_dir, workers=workers, stream=stream)
+    want a truth; `begun` says that a run goes on, whose rows passed a scan before; `stream` gets the progress
+    (stderr)."""
+    left_out = None
+    if begun and settings.on_bad_row != "error":
+        left_out = left_out_at_first(bad_rows_path) if bad_rows_path is not None else set()
+    dataset = scan_dataset(
+        data, settings, encoder, left_out=left_out, cache_dir=cache_dir, workers=workers, stream=stream
+    )
     counts = dataset.counts
-    if dataset.bad_rows and settings.on_bad_row == "error":
+    if dataset.bad_rows and settings.on_bad_row != "skip" and left_out is None:
         raise DataError.of_rows(dataset.bad_rows, counts.total)
+    if dataset.late:
+        logger.warning("%d of %d rows have become unusable since the run began and will be skipped",
+                       dataset.late, counts.total)  # fmt: skip
     if dataset.bad_rows:
-        if bad_rows_path is not None:
+        if bad_rows_path is not None and left_out is None:
             list_bad_rows(bad_rows_path, dataset.bad_rows)
         where = f", listed in {bad_rows_path}" if bad_rows_path else ""
         logger.warning("%d of %d rows cannot be used and are skipped%s; the first: %s",
@@ -144,6 +163,7 @@ def scan_dataset(
     settings: DataSettings,
     encoder: PromptEncoder | None,
     *,
+    left_out: Set[tuple[str, int]] | None = None,
     cache_dir: Path | None = None,
     workers: int | None = None,
     stream: TextIO | None = None,
@@ -153,13 +173,26 @@ def scan_dataset(
     builder = TaskBuilder.of(settings)
     opened = open_sources(data, cache) if isinstance(data, str) else list(data)
     sources = with_known_columns(opened, settings, cache)
-    if settings.format_prompt is not None and any(map(len, sources)):
-        for name in strange_names(settings.format_prompt, all_columns(sources, cache)):
+    if builder.template is not None and any(map(len, sources)):
+        for name in builder.template.strange_names(all_columns(sources, cache)):
             logger.warning("dataset.format_prompt uses %r, a column that no row has (of those looked at): it is empty "
                            "and false there", name)  # fmt: skip
     scanner = Scanner(builder, encoder, settings)
-    scans = [scan_source(source, scanner, cache, workers=workers, stream=stream) for source in sources]
-    return Dataset(sources, builder, scans, settings)
+    ends = np.cumsum([0, *map(len, sources)]) * SAMPLED // max(1, sum(map(len, sources)))
+    scans = [
+        scan_source(source, scanner, cache, sampled=int(share), workers=workers, stream=stream)
+        for source, share in zip(sources, np.diff(ends), strict=True)
+    ]
+    return Dataset(sources, builder, scans, settings, left_out)
+
+
+def _late(source: Source, scan: SourceScan, left_out: Set[tuple[str, int]] | None) -> np.ndarray:
+    """[rows] bool: bad rows that a run has begun with."""
+    late = np.zeros(len(scan.state), bool)
+    if left_out is not None:
+        for row in np.flatnonzero(scan.state == BAD).tolist():
+            late[row] = (source.name, source.row_number(row)) not in left_out
+    return late
 
 
 def _overlong(scan: SourceScan, settings: DataSettings) -> np.ndarray:

@@ -1,4 +1,5 @@
-"""The scan at a start: every row is read, its images' headers checked, its prompt measured. No pixel is decoded.
+"""The scan at a start: every row is read, its images' headers checked, its prompt measured. Of a sample of the images
+every pixel is decoded, with `check_images: full` of all of them: damage in the middle of a file shows nowhere else.
 
 Results are cached for each source. The key is the data file (path, size, mtime), the encoder's fingerprint and the
 settings that matter; the length limit is not among them, so changing it costs nothing. Image files are watched by
@@ -11,7 +12,6 @@ import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
@@ -19,16 +19,18 @@ import PIL
 
 from mtrl.data.cache import DiskCache, pack_json, unpack_json
 from mtrl.data.columns import image_column
-from mtrl.data.media import Size, read_size, within_side
+from mtrl.data.media import Size, check_pixels, read_size, within_side
 from mtrl.data.parallel import map_rows
 from mtrl.data.prompts import MARK, TaskBuilder
 from mtrl.data.rows import DataSettings, RowError
 from mtrl.data.sources import Source
+from mtrl.data.templates import template_text
 from mtrl.protocols import PromptEncoder
 from mtrl.types import Task
 
-VERSION = 2  # version of the scan's results; raise it when the same row would now get another result
+VERSION = 3  # version of the scan's results; raise it when the same row would now get another result
 GOOD, BAD, TOO_BIG = 0, 1, 2
+SAMPLED = 64  # rows whose images are decoded whole, spread over the data
 UNREAD, BESIDE, MARKED = 1, 2, 3  # notes: images that nobody reads, alone or beside others; marks taken for text
 
 FileStamp = tuple[str, int, int]  # path, bytes, mtime in ns; -1, -1: not there
@@ -89,6 +91,18 @@ class SourceScan:
             if scan.state == BAD:
                 self.reasons[row] = scan.reason
 
+    def refuse(self, row: int, reason: str) -> None:
+        """Takes a row for bad where there is a reason."""
+        if reason:
+            self.state[row], self.length[row], self.pixels[row], self.note[row] = BAD, -1, 0, 0
+            self.reasons[row] = reason
+
+    def rows_with_images(self, among: Sequence[int], count: int) -> list[int]:
+        """Up to so many good rows with images, spread evenly."""
+        rows = np.unique(self.sizes[:, 0])
+        rows = rows[(self.state[rows] == GOOD) & np.isin(rows, among)]
+        return rows[spread(len(rows), count)].tolist()
+
     def changed_rows(self) -> list[int]:
         """Rows with an image file that is not what it was."""
         rows = set()
@@ -115,8 +129,18 @@ class Scanner:
         except RowError as error:
             return RowScan(BAD, error.reason, files=files)
 
+    def damage(self, source: Source, index: int) -> str:
+        """Why an image of the row cannot be decoded; empty where all can."""
+        try:
+            check_pixels(self.builder.build(source, index).media)
+        except RowError as error:
+            return error.reason
+        return ""
+
     def _measure(self, task: Task, files: tuple[FileStamp, ...]) -> RowScan:
         sizes = tuple(read_size(medium) for medium in task.media)
+        if self.settings.check_images == "full":
+            check_pixels(task.media)
         limit = self.settings.max_image_side
         if self.settings.big_images == "filter" and limit is not None and any(max(size) > limit for size in sizes):
             return RowScan(TOO_BIG, sizes=sizes, files=files)
@@ -128,9 +152,16 @@ class Scanner:
 
 
 def scan_source(
-    source: Source, scanner: Scanner, cache: DiskCache, *, workers: int | None = None, stream: TextIO | None = None
+    source: Source,
+    scanner: Scanner,
+    cache: DiskCache,
+    *,
+    sampled: int = SAMPLED,
+    workers: int | None = None,
+    stream: TextIO | None = None,
 ) -> SourceScan:
-    """The scan of all rows, from the cache where that still holds."""
+    """The scan of all rows, from the cache where that still holds. Images of `sampled` of the rows that it looks at are
+    decoded whole."""
     key = None if source.stamp is None else _cache_key(source, scanner)
     scan = None if key is None else _load(cache, key, len(source))
     todo = range(len(source)) if scan is None else scan.changed_rows()
@@ -141,9 +172,20 @@ def scan_source(
             lambda index: scanner.scan(source, index), todo, f"checking {source.name}", workers=workers, stream=stream
         )
         scan.update(todo, found)
+        for row in [] if scanner.settings.check_images == "full" else scan.rows_with_images(todo, sampled):
+            scan.refuse(row, scanner.damage(source, row))
         if key is not None:
             _store(cache, key, scan)
     return scan
+
+
+def spread(rows: int, count: int) -> np.ndarray:
+    """Up to `count` different places of `rows`, evenly from the first to the last.
+
+    >>> spread(9, 3).tolist(), spread(2, 5).tolist()
+    ([0, 4, 8], [0, 1])
+    """
+    return np.unique(np.linspace(0, rows - 1, min(rows, count)).astype(np.int64))
 
 
 def target_sizes(encoder: PromptEncoder | None, sizes: Sequence[Size]) -> list[Size]:
@@ -187,8 +229,8 @@ def _stamp(path: str) -> FileStamp:
 def _cache_key(source: Source, scanner: Scanner) -> dict[str, Any]:
     settings = scanner.settings
     names = ("prompt_key", "image_key", "video_key", "options_key", "max_image_side", "big_images", "system_prompt",
-             "on_missing")  # fmt: skip
-    template = settings.format_prompt and Path(settings.format_prompt).expanduser().read_bytes()
+             "on_missing", "check_images")  # fmt: skip
+    template = settings.format_prompt and template_text(settings.format_prompt)
     return {
         "version": [VERSION, PIL.__version__],
         "stamp": source.stamp,
@@ -196,7 +238,7 @@ def _cache_key(source: Source, scanner: Scanner) -> dict[str, Any]:
         "encoder": scanner.encoder.fingerprint() if scanner.encoder else None,
         "settings": {name: getattr(settings, name) for name in names},
         "image_dir": os.path.abspath(os.path.expanduser(settings.image_dir)) if settings.image_dir else None,
-        "template": hashlib.sha256(template).hexdigest() if template else None,
+        "template": hashlib.sha256(template.encode()).hexdigest() if template else None,
     }
 
 

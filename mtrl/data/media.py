@@ -12,8 +12,7 @@ import binascii
 import io
 import os
 import re
-import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -23,6 +22,7 @@ import numpy as np
 from PIL import ExifTags, Image
 
 from mtrl.data.rows import RowError
+from mtrl.files import regular_file
 from mtrl.types import Medium
 
 MAX_PIXELS = 89_478_485  # most pixels of one image: 256 MiB of RGB, where Pillow begins to warn of decompression bombs
@@ -123,6 +123,12 @@ def decode(medium: Medium, target: Size) -> np.ndarray:
     return np.asarray(upright)
 
 
+def check_pixels(media: Iterable[Medium]) -> None:
+    """Decodes every pixel, for the error that a damaged image raises."""
+    for medium in media:
+        decode(medium, read_size(medium, verify=False))
+
+
 def within_side(size: Size, max_side: int | None) -> Size:
     """The size scaled down so that its longer side is at most `max_side`.
 
@@ -190,16 +196,11 @@ def _open_bytes(medium: Medium) -> BinaryIO:
     if isinstance(medium.source, bytes):
         return io.BytesIO(medium.source)
     try:
-        found = os.stat(medium.source)
-        regular = stat.S_ISREG(found.st_mode)  # reading from a pipe would wait for ever
-        data = open(medium.source, "rb") if regular else io.BytesIO()  # noqa: SIM115 (the caller closes it)
+        return regular_file(medium.source).open("rb")
     except FileNotFoundError as error:
         raise RowError(f"{_name(medium)} does not exist") from error
-    except (OSError, ValueError) as error:  # no permission, a name too long, a NUL in the name
-        raise RowError(f"{_name(medium)} cannot be opened ({error})") from error
-    if not regular:
-        raise RowError(f"{_name(medium)} is a directory or a device, not a file")
-    return data
+    except (OSError, ValueError) as error:  # a pipe, no permission, a name too long, a NUL in the name
+        raise RowError(f"{_name(medium)} cannot be opened ({getattr(error, 'strerror', None) or error})") from error
 
 
 class _DamagedPixels(Exception):

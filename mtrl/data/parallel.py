@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import time
@@ -86,6 +87,7 @@ def _forked(
 
 
 def _start_worker() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends its workers
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # tokenizers would warn of the fork; one core each is the point
     threading.Thread(target=_leave_with_parent, daemon=True).start()
 

@@ -7,18 +7,16 @@ the media of the row take their places in order. Without any mark the media come
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import jinja2
-import jinja2.meta
 
 from mtrl.data.columns import MISSING, image_column, reach
 from mtrl.data.media import VIDEO_REFUSED, image_medium, media_list
 from mtrl.data.rows import DataError, DataSettings, RowError
 from mtrl.data.sources import Source
+from mtrl.data.templates import PromptTemplate, load_template
 from mtrl.types import Medium, Task
 
 MARKS = {"<image>": "image", "<video>": "video"}
@@ -38,7 +36,7 @@ class TaskBuilder:
     """
 
     settings: DataSettings
-    template: jinja2.Template | None = None
+    template: PromptTemplate | None = None
 
     @classmethod
     def of(cls, settings: DataSettings) -> TaskBuilder:
@@ -112,6 +110,8 @@ class TaskBuilder:
         assert self.template is not None
         try:
             return self.template.render(self._template_names(row) | {"content": content})
+        except DataError:  # the fault of the template, not of the row
+            raise
         except Exception as error:  # a template may do anything with a row's values
             raise RowError(f"the format prompt fails on it ({type(error).__name__}: {error})") from error
 
@@ -120,28 +120,6 @@ class TaskBuilder:
         way to lack a value."""
         names = {"options": reach(row, self.settings.options_key), **row}
         return {name: value for name, value in names.items() if value is not None}
-
-
-def load_template(path: str | None) -> jinja2.Template | None:
-    """The Jinja file of `format_prompt`. It sees the row's columns, and the prompt as `content`. A column that a row
-    lacks is false and renders as nothing."""
-    if path is None:
-        return None
-    try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
-        return jinja2.Environment().from_string(text.strip())
-    except (OSError, ValueError) as error:
-        raise DataError(f"dataset.format_prompt {path} cannot be read: {error}") from error
-    except jinja2.TemplateError as error:
-        raise DataError(f"dataset.format_prompt {path} is not a Jinja template: {error}") from error
-
-
-def strange_names(path: str, columns: Set[str]) -> list[str]:
-    """Names in a template that are no column: most often misspelt. Options are known, since rows may do without."""
-    environment = jinja2.Environment()
-    tree = environment.parse(Path(path).expanduser().read_text(encoding="utf-8"))
-    known = {"content", "options", *columns, *environment.globals}
-    return sorted(jinja2.meta.find_undeclared_variables(tree) - known)
 
 
 def read_chat(prompt: Any) -> Chat:

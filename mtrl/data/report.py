@@ -15,7 +15,7 @@ from mtrl.data.dataset import Dataset, scan_dataset
 from mtrl.data.lengths import GOOD, target_sizes
 from mtrl.data.media import within_side
 from mtrl.data.missing import Noted
-from mtrl.data.rows import MAX_LISTED, BadRow, DataSettings, RowError
+from mtrl.data.rows import BadRow, DataSettings, RowError, by_cause
 from mtrl.data.sampler import PromptLoader
 from mtrl.data.sources import Source
 from mtrl.protocols import PromptEncoder
@@ -149,11 +149,7 @@ def _tokens_per_pixel(prompts: Sequence[Prompt | Task | BadRow]) -> float | None
 def _bad_rows(dataset: Dataset) -> list[str]:
     if not dataset.bad_rows:
         return ["Bad rows", "  none"]
-    lines = [f"Bad rows ({len(dataset.bad_rows):,})"]
-    lines += [f"  {bad}" for bad in dataset.bad_rows[:MAX_LISTED]]
-    if len(dataset.bad_rows) > MAX_LISTED:
-        lines.append(f"  ... and {len(dataset.bad_rows) - MAX_LISTED:,} more")
-    return lines
+    return [f"Bad rows ({len(dataset.bad_rows):,})", *(f"  {line}" for line in by_cause(dataset.bad_rows))]
 
 
 def _samples(dataset: Dataset, encoder: ReadableEncoder | None) -> list[Prompt | Task | BadRow]:

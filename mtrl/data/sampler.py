@@ -30,6 +30,7 @@ from mtrl.protocols import PromptEncoder
 from mtrl.types import Medium, Prompt
 
 BYTES_PER_PIXEL = 3
+MOST_SKIPPED = 0.01  # share of the rows asked that `on_bad_row: scan` does without; a single row never ends a run
 
 Result = TypeVar("Result")
 Jobs = queue.SimpleQueue[tuple[Future[Any], Callable[[int], Any], int] | None]
@@ -187,12 +188,14 @@ class Sampler:
         self.shuffle, self.seed, self.bad_rows_path = shuffle, seed, bad_rows_path
         self.epoch = self.position = 0  # where the next prompt stands
         self.bad_rows: dict[int, BadRow] = {}  # found while decoding, by dataset position
+        self.skipped: set[int] = set()  # dataset positions of rows that `take` left out, before a restore too
         self._fingerprint = dataset.fingerprint
         self._limits = (threads, prompts_ahead, bytes_ahead)
         self._ahead: Prefetcher | None = None
 
     def take(self, count: int) -> list[Prompt]:
-        """The next prompts. A row that cannot be decoded raises DataError, or under `skip` the next one stands in."""
+        """The next prompts. For a row that cannot be decoded the next one stands in, under `scan` as long as those are
+        few; under `error` it raises DataError."""
         prompts: list[Prompt] = []
         refused = 0
         while len(prompts) < count:
@@ -204,7 +207,11 @@ class Sampler:
             else:
                 prompts.append(result)
                 refused = 0
+        self._refuse_many(len(self.skipped), self.epoch * len(self.dataset) + self.position)
         return prompts
+
+    def metrics(self) -> dict[str, float]:
+        return {"data/skipped_rows": float(len(self.skipped))} if self.skipped else {}
 
     def get(self, ids: Sequence[str]) -> list[Prompt]:
         """Prompts by task id. One that cannot be made is an error: nothing can stand in for it."""
@@ -222,6 +229,7 @@ class Sampler:
             prompts = (prompt for prompt in self._results(ahead) if not isinstance(prompt, BadRow))
             while batch := list(islice(prompts, count)):
                 yield batch
+        self._refuse_many(len(self.bad_rows), len(self.dataset))
 
     def state(self) -> dict[str, Any]:
         return {
@@ -231,6 +239,7 @@ class Sampler:
             "shuffle": self.shuffle,
             "fingerprint": self._fingerprint,
             "rows": len(self.dataset),
+            "skipped": sorted(self.skipped),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -250,6 +259,7 @@ class Sampler:
                 )
         self._stop()
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
+        self.skipped = set(state.get("skipped", ()))  # states of older versions count none
 
     def close(self) -> None:
         self._stop()
@@ -267,7 +277,9 @@ class Sampler:
         self.position += 1
         if self.position == len(self.dataset):
             self.epoch, self.position = self.epoch + 1, 0
-        return self._checked(position, result)
+        if isinstance(self._checked(position, result), BadRow):
+            self.skipped.add(position)
+        return result
 
     def _positions(self, epoch: int, start: int) -> Iterator[int]:
         rows = len(self.dataset)
@@ -281,7 +293,7 @@ class Sampler:
             yield self._checked(*ahead.next())
 
     def _checked(self, position: int, result: Prompt | BadRow) -> Prompt | BadRow:
-        """A bad row found only now: an error, or under `skip` counted, listed and said, once."""
+        """A bad row found only now: an error under `error`, else counted, listed and said, once."""
         if isinstance(result, BadRow):
             if self.dataset.settings.on_bad_row == "error":
                 raise DataError(str(result), [result])
@@ -289,8 +301,18 @@ class Sampler:
                 self.bad_rows[position] = result
                 logger.warning("%s; another row stands in (%d so far)", result, len(self.bad_rows))
                 if self.bad_rows_path is not None:
-                    list_bad_rows(self.bad_rows_path, [result])
+                    list_bad_rows(self.bad_rows_path, [result], late=True)
         return result
+
+    def _refuse_many(self, skipped: int, asked: int) -> None:
+        if self.dataset.settings.on_bad_row == "scan" and skipped > max(1, MOST_SKIPPED * asked):
+            last = list(self.bad_rows.values())[-1:]
+            raise DataError(
+                f"{skipped} of the {asked} rows asked so far could not be read, more than {MOST_SKIPPED:.0%}"
+                f"{f'; the last: {last[0]}' if last else ''}. Repair the data, or set dataset.on_bad_row=skip to go on "
+                "without such rows",
+                last,
+            )
 
     def _stop(self) -> None:
         if self._ahead is not None:

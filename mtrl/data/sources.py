@@ -28,8 +28,10 @@ import numpy as np
 from mtrl.data.arrow import open_hub_dataset, open_parquet, open_saved_dataset, rows_fingerprint, several_splits
 from mtrl.data.cache import DiskCache, file_stamp
 from mtrl.data.rows import DataError, RowError
+from mtrl.files import regular_file
 
 SPLIT_NAMES = ("train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval")
+MOST_LEVELS = 100  # of lists and objects in a row: whoever looks at its columns may do so by recursion
 BLOCK = 8 << 20  # bytes read at once while lines are indexed
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -140,7 +142,7 @@ def _open_directory(path: Path, split: str | None, cache: DiskCache) -> Iterator
     if (path / "state.json").exists():
         yield open_saved_dataset(path, cache)
         return
-    files = sorted(file for file in path.rglob("*") if file.suffix in (".jsonl", ".parquet") and file.is_file())
+    files = sorted(file for file in path.rglob("*") if file.suffix in (".jsonl", ".parquet") and not file.is_dir())
     files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)]
     if not files:
         raise DataError(f"{path} holds no .jsonl or .parquet file")
@@ -180,9 +182,9 @@ def _open_file(path: Path, cache: DiskCache) -> Source:
     if path.suffix not in OPENERS:
         raise DataError(f"{path} is of no kind that can be read here ({', '.join(OPENERS)})")
     try:
-        return OPENERS[path.suffix](path, cache)
+        return OPENERS[path.suffix](regular_file(path), cache)
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def _open_json(path: Path, cache: DiskCache) -> Source:
@@ -235,4 +237,18 @@ def _json_object(line: bytes) -> dict[str, Any]:
 def _as_object(value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise RowError(f"it is a {type(value).__name__}, not an object with columns")
+    if _is_deep(value):
+        raise RowError(f"it is nested more than {MOST_LEVELS} levels deep")
     return dict(value)
+
+
+def _is_deep(value: Any) -> bool:
+    """Level by level rather than by recursion, which is what so deep a value would break."""
+    level = [value]
+    for _ in range(MOST_LEVELS):
+        inner = [list(each.values()) if isinstance(each, Mapping) else each for each in level]
+        nested = (item for each in inner for item in each if isinstance(item, (list, tuple, Mapping)))
+        level = list({id(item): item for item in nested}.values())  # each once, however often it is named
+        if not level:
+            return False
+    return True

@@ -55,7 +55,7 @@ def try_rows(
     missing = Noted(dataset.sources, dataset.scans, dataset.builder).missing()
     if truth_for and not has_truth(named, settings):
         missing.append(no_truth(named, settings, truth_for))
-    refused = [(bad, settings.on_bad_row == "error"), (missing, settings.on_missing == "error")]
+    refused = [(bad, settings.on_bad_row != "skip"), (missing, settings.on_missing == "error")]
     problems = [line for lines, ends in refused for line in lines if ends]
     notes = [line for lines, ends in refused for line in lines if not ends]
     return Tried(dataset.counts.total, problems, notes)

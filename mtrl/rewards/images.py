@@ -6,13 +6,14 @@ import io
 import itertools
 import os
 import pickle
-import tempfile
 import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
+
+from mtrl.rewards.scratch import Scratch
 
 if TYPE_CHECKING:  # a worker imports this module, and Pillow only where there is an image
     from PIL import Image
@@ -29,8 +30,8 @@ class ImageFiles:
         self._lock = threading.Lock()
 
     @cached_property
-    def directory(self) -> tempfile.TemporaryDirectory[str]:
-        return tempfile.TemporaryDirectory(prefix="mtrl-images-")
+    def directory(self) -> Scratch:
+        return Scratch()
 
     def path_of(self, image: Image.Image) -> str:
         key = id(image)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,6 @@ from mtrl.plugins import PluginError, load_module, split_spec
 from mtrl.rewards.signatures import UserReward
 
 DEFAULT_NAMES = ("reward_function", "compute_score")
-PLACE = struct.Struct("q")  # which sample of its message a worker is at, in memory that it shares with its parent
 
 
 @dataclass(frozen=True)
@@ -25,8 +23,6 @@ class Setup:
     kwargs: Mapping[str, Any]
     timeout_s: float
     memory_bytes: int
-    parent: int  # process id of the parent
-    scratch: str  # a directory that must not outlive the parent
 
 
 def load_reward(spec: str, kwargs: Mapping[str, Any], seconds: float | None = None) -> UserReward:

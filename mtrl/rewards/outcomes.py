@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import traceback
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -12,12 +14,16 @@ from typing import Any
 TOTAL_KEYS = ("overall", "score")  # where a dict keeps the reward: EasyR1's name, verl's name
 LARGEST = 3.4e38  # largest reward: rewards become 32-bit floats
 TOKEN_WEIGHTS = "token_weights"  # the extra value that weighs tokens (SPEC 2.1)
+MAX_EXTRAS = 100  # extra values that a function may have, and characters in the name of one
+MAX_FAILURE = 8_000  # characters kept of the reason of a failure
+UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 EXPECTED = "a reward function returns a number, None, (number, dict of extra values), or a dict with overall or score"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A number (None: not applicable) and extra values, or the reason of a failure."""
+    """A number (None: not applicable) and extra values, or the reason of a failure. All of it is bounded: a step holds
+    thousands of these."""
 
     value: float | None = None
     extras: Mapping[str, Any] = field(default_factory=dict)
@@ -33,6 +39,16 @@ def completed(outcome: Outcome) -> Future[Outcome]:
     return future
 
 
+def last_words(text: str, limit: int = MAX_FAILURE) -> str:
+    r"""The end of a text from a user's function, where a traceback has what matters. What a terminal would obey and
+    what cannot be written stands there escaped.
+
+    >>> last_words("a \x1b[2J b", limit=7)
+    '\\\\x1b[2J b'
+    """
+    return UNPRINTABLE.sub(lambda sign: ascii(sign[0])[1:-1], text[-limit:])[-limit:]
+
+
 def read_outcome(answer: Any, seconds: float = 0.0, logged: Mapping[str, Any] | None = None) -> Outcome:
     """Every way to answer wrongly becomes a failure that says what to return instead.
 
@@ -43,18 +59,18 @@ def read_outcome(answer: Any, seconds: float = 0.0, logged: Mapping[str, Any] | 
         value, extras = _split(answer)
         return Outcome(_number(value), _checked_extras({**(logged or {}), **extras}), seconds=seconds)
     except Exception as error:  # an array of no single number, a key that JSON cannot have, ..
-        return Outcome(failure=f"{type(error).__name__}: {error}", seconds=seconds)
+        return Outcome(failure=last_words("".join(traceback.format_exception_only(error)).strip()), seconds=seconds)
 
 
 def _split(answer: Any) -> tuple[Any, Mapping[str, Any]]:
     if isinstance(answer, tuple):
         if len(answer) != 2 or not isinstance(answer[1], Mapping):
-            raise TypeError(f"{EXPECTED}; it returned a tuple of {', '.join(type(x).__name__ for x in answer)}")
+            raise TypeError(f"{EXPECTED}; it returned a tuple of {', '.join(type(x).__name__ for x in answer[:10])}")
         return answer[0], answer[1]
     if isinstance(answer, Mapping):
         total = next((key for key in TOTAL_KEYS if key in answer), None)
         if total is None:
-            raise TypeError(f"{EXPECTED}; its dict has {', '.join(map(str, answer)) or 'nothing'}")
+            raise TypeError(f"{EXPECTED}; its dict has {', '.join(map(str, answer))[:1000] or 'nothing'}")
         return answer[total], {key: value for key, value in answer.items() if key != total}
     return answer, {}
 
@@ -71,14 +87,26 @@ def _number(value: Any) -> float | None:
 
 
 def _checked_extras(extras: dict[str, Any]) -> dict[str, Any]:
-    """Numbers, texts and lists of them, as JSON has them: arrays become lists, anything else its text."""
+    """The finite numbers, which are logged, and the token weights, all as JSON has them. Nobody reads anything else."""
     if not extras:
         return extras
-    plain: dict[str, Any] = json.loads(json.dumps(extras, default=lambda x: getattr(x, "tolist", x.__str__)()))
-    weights = plain.get(TOKEN_WEIGHTS)
+    plain: dict[str, Any] = json.loads(json.dumps(extras, default=lambda x: getattr(x, "tolist", lambda: None)()))
+    kept = {name: x for name, x in plain.items() if name == TOKEN_WEIGHTS or not math.isnan(logged_number(x))}
+    check_extras(kept)
+    return kept
+
+
+def check_extras(extras: Mapping[str, Any]) -> None:
+    """Raises ValueError where extra values are too many, or are not what they must be."""
+    if extras == {}:  # most often; this runs for every response
+        return
+    if len(extras) > MAX_EXTRAS or not all(name.isprintable() and 0 < len(name) <= MAX_EXTRAS for name in extras):
+        raise ValueError(f"at most {MAX_EXTRAS} extra values, with printable names of at most {MAX_EXTRAS} characters")
+    weights = extras.get(TOKEN_WEIGHTS)
     if weights is not None and not (isinstance(weights, list) and all(map(_is_weight, weights))):
         raise ValueError(f"{TOKEN_WEIGHTS} must be a list of finite numbers, none below 0, one for each token")
-    return plain
+    if any(math.isnan(logged_number(value)) for name, value in extras.items() if name != TOKEN_WEIGHTS):
+        raise ValueError("an extra value must be a finite number")
 
 
 def _is_weight(value: Any) -> bool:

@@ -4,111 +4,144 @@ from __future__ import annotations
 
 import math
 import mmap
-import multiprocessing
 import os
-import pickle
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from contextlib import suppress
-from typing import Any
 
-from mtrl.rewards.loading import PLACE, Setup
+from mtrl.rewards.messages import FRAME, MOST_BYTES, PLACE, WorkerLost, framed
+from mtrl.rewards.outcomes import last_words
 
 END_SECONDS = 5.0  # how long a process may outlive the end of its pipe
 KEPT_OUTPUT = 4_000  # bytes kept of what a worker prints
+LONGEST_POLL = 3600.0  # seconds: the system's own limit is 2,147,483
 # The directory we stand in comes last, or a random.py there would hide Python's.
 START = "import sys; sys.path.sort(key=lambda place: place == ''); from mtrl.rewards.worker import main; main()"
 
 
-class WorkerLost(Exception):
-    """The worker died or took too long, and must be replaced."""
-
-
 class WorkerProcess:
-    """Starts a worker and talks to it. Everything the worker prints comes through a pipe and is thrown away but for its
-    end, so that it can neither flood a terminal nor wait for a reader. It has a session of its own: it is killed with
-    all that it started, and Ctrl-C is ours alone."""
+    """Starts a worker with its supervisor and talks to it. Nothing here waits for the worker longer than it is told to.
 
-    def __init__(self, setup: Setup) -> None:
-        self._connection, theirs = multiprocessing.Pipe()
-        self._printed, prints = os.pipe()
-        os.set_blocking(self._printed, False)
-        with tempfile.TemporaryFile() as shared:
-            shared.truncate(mmap.PAGESIZE)
-            self._place = mmap.mmap(shared.fileno(), mmap.PAGESIZE)
-            handed = [theirs.fileno(), shared.fileno()]
+    Everything the worker prints comes through a pipe and is thrown away but for its end, so that it can neither flood a
+    terminal nor wait for a reader. It has a session of its own, so that Ctrl-C is ours alone.
+    """
+
+    def __init__(self, scratch: str) -> None:
+        self._socket, theirs = socket.socketpair()
+        self._socket.setblocking(False)
+        printed, prints = os.pipe()
+        self._printed = os.fdopen(printed, "rb", buffering=0)
+        os.set_blocking(printed, False)
+        self._place = tempfile.TemporaryFile()  # noqa: SIM115  The worker may cut it short: we never map it
+        self._place.truncate(mmap.PAGESIZE)
+        handed = [theirs.fileno(), self._place.fileno()]
+        with theirs, open(prints, "wb") as prints_file:
             self._process = subprocess.Popen(
-                [sys.executable, "-u", "-c", START, *map(str, handed)],
+                [sys.executable, "-u", "-c", START, *map(str, handed), str(os.getpid()), scratch],
                 pass_fds=handed,
                 stdin=subprocess.DEVNULL,
-                stdout=prints,
-                stderr=prints,
+                stdout=prints_file,
+                stderr=prints_file,
                 start_new_session=True,
             )
-        theirs.close()
-        os.close(prints)
-        self._output = b""
+        self._job, self._received, self._output = -1, bytearray(), b""
         self._poll = select.poll()
-        self._poll.register(self._connection.fileno(), select.POLLIN)
         self._poll.register(self._printed, select.POLLIN)
-        self.send(pickle.dumps(setup))
 
-    def send(self, message: bytes) -> None:
-        PLACE.pack_into(self._place, 0, 0)
-        try:
-            self._connection.send_bytes(message)
-        except OSError:
-            raise WorkerLost(self._last_words()) from None
-
-    def receive(self, seconds: float) -> Any:
-        """The next message. Raises WorkerLost."""
-        limit = time.monotonic() + seconds
-        while True:
-            left = limit - time.monotonic()
-            ready = dict(self._poll.poll(None if left == math.inf else max(0, math.ceil(1000 * left))))
-            if ready:
-                self._take_prints()
-            if self._connection.fileno() in ready:
+    def send(self, message: bytes, seconds: float) -> None:
+        """Begins a job; the first is the setup. Raises WorkerLost, also where the worker does not take the message
+        within this time."""
+        self._job += 1
+        left, limit = memoryview(framed(self._job, message)), time.monotonic() + seconds
+        while left:
+            self._wait(select.POLLOUT, limit, f"did not take its samples within {seconds:g} s")
+            with suppress(BlockingIOError):
                 try:
-                    return self._connection.recv()
-                except Exception:  # the pipe ended, or holds what the function itself wrote there
+                    left = left[self._socket.send(left) :]
+                except ConnectionError:
                     raise WorkerLost(self._last_words()) from None
-            if left <= 0:
-                raise WorkerLost(f"took longer than {seconds:g} s")
+
+    def receive(self, seconds: float, late: str | None = None) -> bytes:
+        """The next message on the job. Raises WorkerLost, with the reason `late` where it does not come within this
+        time, or only half of it does."""
+        limit = time.monotonic() + seconds
+        while (message := self._message()) is None:
+            self._wait(select.POLLIN, limit, late or f"took longer than {seconds:g} s")
+            with suppress(BlockingIOError):
+                try:
+                    received = self._socket.recv(1 << 16)
+                except ConnectionError:
+                    received = b""
+                if not received:
+                    raise WorkerLost(self._last_words())
+                self._received += received
+        return message
 
     @property
     def place(self) -> int:
-        """Index, in the last message, of the sample that the worker is at."""
-        return int(PLACE.unpack_from(self._place)[0])
+        """Index, among the samples of the job, of the one that the worker is at."""
+        there = os.pread(self._place.fileno(), PLACE.size, 0)
+        job, place = PLACE.unpack(there) if len(there) == PLACE.size else (self._job, 0)
+        return int(place) if job == self._job else 0
 
     def output(self) -> str:
         """The end of what it printed since it was last asked."""
         printed, self._output = self._output, b""
-        return printed.decode(errors="replace")
+        return last_words(printed.decode(errors="replace"), KEPT_OUTPUT)
 
     def kill(self) -> None:
-        """Kills the process, ended or not, and whatever it started; a `receive` in another thread sees its pipe end."""
-        with suppress(ProcessLookupError):  # nobody is left
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        """Asks its supervisor to kill it and whatever it started; a `receive` in another thread sees its pipe end."""
+        self._process.terminate()
 
     def release(self) -> None:
         """Kills it and closes its pipes; nobody may use it any more."""
         self.kill()
-        self._connection.close()
-        self._place.close()
-        os.close(self._printed)
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:  # the supervisor was stopped, or cannot end what stands below it
+            self._process.kill()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(END_SECONDS)
+        for each in (self._socket, self._place, self._printed):
+            each.close()
+
+    def _message(self) -> bytes | None:
+        """The message at the head of what was received, once it is whole."""
+        if len(self._received) < FRAME.size:
+            return None
+        job, length = FRAME.unpack_from(self._received)
+        if job != self._job or length > MOST_BYTES:
+            raise WorkerLost("its process sent what is no answer")
+        end = FRAME.size + length
+        if len(self._received) < end:
+            return None
+        message = bytes(self._received[FRAME.size : end])
+        del self._received[:end]
+        return message
+
+    def _wait(self, event: int, limit: float, late: str) -> None:
+        """Until its socket is ready for this. Takes meanwhile what it prints, or it would wait for us."""
+        self._poll.register(self._socket, event)
+        while True:
+            left = limit - time.monotonic()
+            ready = dict(self._poll.poll(math.ceil(1000 * min(max(0.0, left), LONGEST_POLL))))
+            if ready:
+                self._take_prints()
+            if self._socket.fileno() in ready:
+                return
+            if left <= 0:
+                raise WorkerLost(late)
 
     def _take_prints(self) -> None:
         """Takes the output that is there now: all that was printed before a message that has arrived."""
         for _ in range(4):  # a pipe holds one read's worth; one who prints for ever must not keep us here
-            try:
-                printed = os.read(self._printed, 1 << 16)
-            except BlockingIOError:
+            printed = self._printed.read(1 << 16)
+            if printed is None:
                 return
             if not printed:  # it closed its output
                 with suppress(KeyError):
@@ -125,4 +158,5 @@ class WorkerProcess:
         if status >= 0:
             return f"its process ended with status {status}"
         why = " (out of memory?)" if -status == signal.SIGKILL else ""
-        return f"its process was killed by {signal.Signals(-status).name}{why}"
+        known = {each.value: each.name for each in signal.Signals}
+        return f"its process was killed by {known.get(-status, f'signal {-status}')}{why}"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 import os
+import pickle
 import queue
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,8 +20,9 @@ from typing import Any
 
 from mtrl.rewards.images import ImageFiles, pack
 from mtrl.rewards.loading import Setup, name_of
-from mtrl.rewards.outcomes import Outcome
-from mtrl.rewards.process import END_SECONDS, WorkerLost, WorkerProcess
+from mtrl.rewards.messages import WorkerLost, read_answers, read_start
+from mtrl.rewards.outcomes import Outcome, last_words
+from mtrl.rewards.process import END_SECONDS, WorkerProcess
 from mtrl.rewards.signatures import Sample, Traits, UserReward
 from mtrl.types import Needs
 
@@ -31,6 +36,8 @@ SIGNALS_TOLD = Needs(
     "old", "entropy"
 )  # what a function that asks for signals can count on; more, where others need more
 IMAGES = ImageFiles()  # one for the whole process: several functions look at the same images
+
+logger = logging.getLogger(__name__)
 
 
 def split_calls(traits: Traits, group: Sequence[int], workers: int) -> list[list[int]]:
@@ -66,49 +73,63 @@ def memory_share(workers: int) -> int:
     return max(LEAST_MEMORY, machine // (2 * workers))
 
 
+@functools.cache
+def warn_of_strays() -> None:
+    logger.warning("this system does not let us end processes that a reward function moves to a session of their own "
+                   "(setsid): they may outlive the run (this is said once)")  # fmt: skip
+
+
 @dataclass
 class Job:
-    """Samples that travel together, and who waits for them."""
+    """Samples that travel together, who waits for them, and until when."""
 
     samples: list[Sample]
     futures: list[Future[Outcome]]
+    limit: float = math.inf  # on the monotonic clock: the end of the step's time
 
     def __post_init__(self) -> None:
-        self.waiting = set(range(len(self.samples)))
+        ids = [sample.get("response_token_ids", ()) for sample in self.samples]
+        self.waiting = {place: len(each) for place, each in enumerate(ids)}  # who has no outcome, and its tokens
 
     def settle(self, place: int | None, outcome: Outcome) -> None:
         """Hands the outcome to the sample at `place`; None stands for all samples that still wait."""
         for each in sorted(self.waiting) if place is None else (place,):
-            self.waiting.discard(each)
+            del self.waiting[each]
             self.futures[each].set_result(outcome)
 
     def rest(self, places: Sequence[int]) -> Job:
-        return Job([self.samples[place] for place in places], [self.futures[place] for place in places])
+        return Job([self.samples[each] for each in places], [self.futures[each] for each in places], self.limit)
 
 
 @dataclass
 class Service:
-    """What the threads of a sandbox do: each has a worker, replaces it where it was lost, and takes jobs to it."""
+    """What the threads of a sandbox do: each has a worker, replaces it where it was lost, and takes jobs to it.
+    Whatever happens there, a thread goes on and every sample gets an outcome."""
 
     setup: Setup
-    traits: Traits = field(init=False)
+    step_seconds: float = math.inf
+    traits: Traits | None = None  # as the first worker told them
     jobs: queue.SimpleQueue[Job | None] = field(default_factory=queue.SimpleQueue)
     alive: set[WorkerProcess] = field(default_factory=set)
     closing: threading.Event = field(default_factory=threading.Event)
     lost_in_a_row: int = 0
 
-    def start(self) -> WorkerProcess:
-        worker = WorkerProcess(self.setup)
+    def start(self, seconds: float = START_SECONDS) -> WorkerProcess:
+        setup = pickle.dumps(self.setup)
+        worker = WorkerProcess(IMAGES.directory.name)
         self.alive.add(worker)
         try:
-            kind, told = worker.receive(START_SECONDS)
+            worker.send(setup, seconds)
+            traits, error, contained = read_start(worker.receive(seconds))
         except WorkerLost as lost:
-            kind, told = "error", f"{lost}\n{worker.output()}"
-        if kind == "error":
+            traits, error, contained = None, f"{lost}\n{worker.output()}", True
+        if traits is None:
             self.drop(worker)
-            gap = "\n" if "\n" in told else " "
-            raise ValueError(f"the reward function {self.setup.function} cannot be loaded:{gap}{told}")
-        self.traits = told
+            gap = "\n" if "\n" in error else " "
+            raise ValueError(f"the reward function {self.setup.function} cannot be loaded:{gap}{error}")
+        if not contained:
+            warn_of_strays()
+        self.traits = self.traits or traits
         return worker
 
     def drop(self, worker: WorkerProcess) -> None:
@@ -117,55 +138,78 @@ class Service:
 
     def run(self, worker: WorkerProcess | None) -> None:
         while (job := self.jobs.get()) is not None:
-            worker = self.serve(job, worker)
+            try:
+                worker = self.serve(job, worker)
+            except BaseException:  # of a thread that ended, samples would wait for ever
+                job.settle(None, Outcome(failure="the sandbox failed: " + last_words(traceback.format_exc())))
+                worker = None
             del job  # while a thread waits, it must not keep a step's images
+        self.jobs.put(None)  # for the next thread
         if worker is not None:
             self.drop(worker)
 
     def serve(self, job: Job, worker: WorkerProcess | None) -> WorkerProcess | None:
         """Takes a job to the worker, or to a new one; gives the worker back if it is still good."""
-        if self.closing.is_set() or self.lost_in_a_row >= HOPELESS:
-            untried = f"not called: the {HOPELESS} calls before it all lost their worker process"
-            job.settle(None, Outcome(failure="the run has ended" if self.closing.is_set() else untried))
+        if why := self.hopeless(job):
+            job.settle(None, Outcome(failure=why))
             return worker
         try:
             message = pack(job.samples, IMAGES)
         except Exception:  # a column that cannot travel
-            self.retry_alone(job, Outcome(failure=traceback.format_exc()))
+            self.retry_alone(job, Outcome(failure=last_words(traceback.format_exc())))
             return worker
         try:
-            worker = worker or self.start()
+            worker = worker or self.start(min(START_SECONDS, job.limit - time.monotonic()))
         except Exception as error:
             self.lost_in_a_row += 1
-            job.settle(None, Outcome(failure=str(error)))
+            job.settle(None, Outcome(failure=last_words(str(error))))
             return None
         try:
-            worker.send(message)
-            if self.collect(job, worker):
+            if self.collect(job, worker, message):
                 return worker
         except WorkerLost as lost:
             self.lost_in_a_row += 1
             self.blame(job, worker.place, Outcome(failure=str(lost), output=worker.output()))
+        except Exception:
+            job.settle(None, Outcome(failure="the sandbox failed: " + last_words(traceback.format_exc())))
         self.drop(worker)
         return None
 
-    def collect(self, job: Job, worker: WorkerProcess) -> bool:
+    def hopeless(self, job: Job) -> str:
+        """Why a job need not be tried, if that is so."""
+        if self.closing.is_set():
+            return "the run has ended"
+        if time.monotonic() >= job.limit:
+            return f"not called: {self.out_of_time()}"
+        if self.lost_in_a_row >= HOPELESS:
+            return f"not called: the {HOPELESS} calls before it all lost their worker process"
+        return ""
+
+    def out_of_time(self) -> str:
+        return f"all responses together took longer than worker.reward.step_timeout_s={self.step_seconds:g}"
+
+    def collect(self, job: Job, worker: WorkerProcess, message: bytes) -> bool:
         """Takes the outcomes as they come; whether the worker is as good as before."""
-        limit = self.setup.timeout_s + (ASYNC_GRACE if self.traits.concurrent else 0.0)
+        assert self.traits is not None
+        seconds = self.setup.timeout_s + (ASYNC_GRACE if self.traits.concurrent else 0.0)
+        worker.send(message, min(seconds, job.limit - time.monotonic()))
         while job.waiting:
-            answers, ends = worker.receive(limit)
-            self.lost_in_a_row = 0
+            left = job.limit - time.monotonic()
+            told = worker.receive(min(seconds, left), self.out_of_time() if left < seconds else None)
             output = worker.output()
-            for place, value, extras, failure, seconds in answers:
-                job.settle(place, Outcome(value, extras, failure, output, seconds))
+            answers, ends = read_answers(told, job.waiting, output)
+            self.lost_in_a_row = 0
+            for place, outcome in answers:
+                job.settle(place, outcome)
             if ends:
-                self.put_back(job, Outcome(failure=failure, output=output))
+                self.put_back(job, Outcome(failure=answers[-1][1].failure or "its process ended", output=output))
                 return False
         return True
 
     def blame(self, job: Job, place: int, failure: Outcome) -> None:
         """A worker was lost. Samples that went one after the other fail at the one it was at; where they went together
         nobody knows which it was."""
+        assert self.traits is not None
         if self.traits.concurrent and not self.traits.batch:
             self.retry_alone(job, failure)
         else:
@@ -174,32 +218,39 @@ class Service:
             self.put_back(job, failure)
 
     def retry_alone(self, job: Job, failure: Outcome) -> None:
-        if self.traits.batch or len(job.waiting) == 1:
+        if len(job.waiting) == 1 or self.fails_whole():
             job.settle(None, failure)
         for place in sorted(job.waiting):
             self.jobs.put(job.rest([place]))
 
     def put_back(self, job: Job, failure: Outcome) -> None:
         """Queues samples that still wait once more. Where all of them went in one call, it failed for all of them."""
-        if self.traits.batch or self.closing.is_set():
+        if self.fails_whole():
             job.settle(None, failure)
         elif job.waiting:
             self.jobs.put(job.rest(sorted(job.waiting)))
 
+    def fails_whole(self) -> bool:
+        return self.closing.is_set() or self.traits is None or self.traits.batch
+
     def close(self, threads: list[threading.Thread]) -> None:
         """Ends threads and workers; calls in flight fail at once."""
         self.closing.set()
-        for _ in threads:
-            self.jobs.put(None)
+        self.jobs.put(None)
         for worker in list(self.alive):
             worker.kill()
         for thread in threads:
             if thread is not threading.current_thread():  # the garbage collector may call from any thread
                 thread.join(END_SECONDS)
+        self.settle_rest()
+
+    def settle_rest(self) -> None:
+        """Nobody will take a job any more."""
         with suppress(queue.Empty):
             while True:
                 if job := self.jobs.get_nowait():
                     job.settle(None, Outcome(failure="the run has ended"))
+        self.jobs.put(None)
 
 
 class Sandbox:
@@ -215,25 +266,31 @@ class Sandbox:
         *,
         workers: int,
         timeout_s: float,
+        step_timeout_s: float = math.inf,
         memory_bytes: int | None = None,
     ) -> None:
-        memory = memory_bytes or memory_share(workers)
-        setup = Setup(function, dict(kwargs), timeout_s, memory, os.getpid(), IMAGES.directory.name)
-        self._service = service = Service(setup)  # the threads hold it, and nothing that holds us
+        setup = Setup(function, dict(kwargs), timeout_s, memory_bytes or memory_share(workers))
+        self._service = service = Service(setup, step_timeout_s)  # the threads hold it, and nothing that holds us
         self._workers = workers
         first = [service.start(), *[None] * (workers - 1)]
-        self.needs = SIGNALS_TOLD if service.traits.signals else Needs()
-        self.name = service.traits.name or name_of(function)  # the name in logs
+        assert service.traits is not None, "the first worker told them"
+        self.traits = service.traits
+        self.needs = SIGNALS_TOLD if self.traits.signals else Needs()
+        self.name = self.traits.name or name_of(function)  # the name in logs
         threads = [threading.Thread(target=service.run, args=(worker,), daemon=True) for worker in first]
         for thread in threads:
             thread.start()
         self.close = weakref.finalize(self, service.close, threads)
 
     def submit(self, samples: Sequence[Sample], group: Sequence[int] | None = None) -> list[Future[Outcome]]:
+        """The time of a step counts from here, for all samples together."""
         futures: list[Future[Outcome]] = [Future() for _ in samples]
+        limit = time.monotonic() + self._service.step_seconds
         self._service.lost_in_a_row = 0
-        for rows in split_calls(self._service.traits, group or range(len(samples)), self._workers):
-            self._service.jobs.put(Job([samples[row] for row in rows], [futures[row] for row in rows]))
+        for rows in split_calls(self.traits, group or range(len(samples)), self._workers):
+            self._service.jobs.put(Job([samples[row] for row in rows], [futures[row] for row in rows], limit))
+        if self._service.closing.is_set():
+            self._service.settle_rest()
         return futures
 
 

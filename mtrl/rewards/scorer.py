@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from mtrl.algorithms.rewards import combine, scheduled_weights
 from mtrl.errors import RunError
-from mtrl.rewards.outcomes import TOKEN_WEIGHTS, Outcome, completed, logged_number
+from mtrl.rewards.outcomes import MAX_EXTRAS, TOKEN_WEIGHTS, Outcome, completed, last_words, logged_number
 from mtrl.rewards.samples import samples_of, signals_of
 from mtrl.types import Needs, Rewards, Rollouts, Signals
 
@@ -47,7 +48,8 @@ class ResponseScorer(Protocol):
 
 
 class Builtin:
-    """A built-in: quick and trusted, so it runs where it is asked."""
+    """A built-in that takes time in proportion to the response, and little of it, so it runs where it is asked: nothing
+    has to limit it. Those that can think longer have the sandbox."""
 
     needs = Needs()
 
@@ -55,7 +57,13 @@ class Builtin:
         self.function = function
 
     def submit(self, samples: Sequence[Sample], group: Sequence[int] | None = None) -> list[Future[Outcome]]:
-        return [completed(Outcome(self.function(sample))) for sample in samples]
+        return [completed(self._outcome(sample)) for sample in samples]
+
+    def _outcome(self, sample: Sample) -> Outcome:
+        try:
+            return Outcome(self.function(sample))
+        except Exception:  # a row with a truth or options that it cannot read
+            return Outcome(failure=last_words(traceback.format_exc()))
 
     def close(self) -> None: ...
 
@@ -80,6 +88,8 @@ class RewardScorer:
     wants_token_weights: bool = False  # a function must bring them, since nobody else does
     failed_steps: set[int] = field(default_factory=set)  # the last ones, if they failed on every response
     told_of_missing_weights: bool = False
+    extra_names: dict[str, None] = field(default_factory=dict)  # extra values that are logged, in the order they came
+    told_of_extras: bool = False
     told_absent: set[str] = field(default_factory=set)  # parts that applied to no response of a step
 
     def submit(self, rollouts: Rollouts, step: int | None) -> Pending:
@@ -132,7 +142,9 @@ class Pending:
             self.scorer.count_failure(self.step, bool(failed.all()), "\n".join(causes))
         self._tell_of_absent(outcomes)
         total = self.scorer.total(parts, self.rollouts.group, self.step)
-        return Rewards(total, parts | extra_values(outcomes), failed, token_weights=self._token_weights(outcomes))
+        self._know_extras(outcomes)
+        extras = extra_values(outcomes, self.scorer.extra_names)
+        return Rewards(total, parts | extras, failed, token_weights=self._token_weights(outcomes))
 
     def _outcomes(self, signals: Signals | None) -> Outcomes:
         """All outcomes, in the order of the functions. Those that want signals are asked now."""
@@ -174,6 +186,18 @@ class Pending:
                            when, name, len(self.samples), why)  # fmt: skip
         self.scorer.told_absent |= absent
 
+    def _know_extras(self, outcomes: Outcomes) -> None:
+        """Admits the names of new extra values while a run has few. A function that makes up names would fill tables
+        and disks."""
+        known = self.scorer.extra_names
+        found = dict.fromkeys(name for column in outcomes.values() for outcome in column for name in outcome.extras)
+        new = [name for name in found if name not in known and name not in outcomes and name != TOKEN_WEIGHTS]
+        known |= dict.fromkeys(new[: max(0, MAX_EXTRAS - len(known))])
+        if not self.scorer.told_of_extras and any(name not in known for name in new):
+            self.scorer.told_of_extras = True
+            logger.warning("the reward functions return more than %d different extra values; the first %d are logged, "
+                           "no others (this is said once)", MAX_EXTRAS, MAX_EXTRAS)  # fmt: skip
+
     def _token_weights(self, outcomes: Outcomes) -> Tensor | None:
         """The token weights of the first function that returns some. Rows that it left out, or failed on, get ones."""
         brought = {name: [outcome.extras.get(TOKEN_WEIGHTS) for outcome in column] for name, column in outcomes.items()}
@@ -195,13 +219,12 @@ def padded_with_ones(lists: Sequence[Sequence[float]], width: int) -> Tensor:
     return weights
 
 
-def extra_values(outcomes: Outcomes) -> dict[str, Tensor]:
+def extra_values(outcomes: Outcomes, names: Iterable[str]) -> dict[str, Tensor]:
     """Numbers that functions returned beside their reward, as parts of their own; NaN where a response has none."""
-    names = {key: None for column in outcomes.values() for outcome in column for key in outcome.extras}
     extras = {}
     for name in names:
         column = [logged_number(outcome.extras.get(name)) for row in outcomes.values() for outcome in row]
-        if not all(map(math.isnan, column)) and name not in outcomes:
+        if not all(map(math.isnan, column)):
             per_function = torch.tensor(column).view(len(outcomes), -1)
             extras[name] = per_function.nanmean(0)
     return extras

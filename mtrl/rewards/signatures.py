@@ -23,14 +23,13 @@ from dataclasses import dataclass, field
 from types import CodeType, SimpleNamespace
 from typing import Any, Literal
 
-from mtrl.rewards.outcomes import Outcome, read_outcome
+from mtrl.rewards.outcomes import Outcome, last_words, read_outcome
 
 Sample = Mapping[str, Any]
 Signature = Literal["mtrl", "trl", "easyr1", "easyr1_batch", "verl"]
 Way = tuple[list[Any], dict[str, Any]]  # positional and keyword arguments of a call
 Report = Callable[[int, Outcome], object]
 
-MAX_FAILURE = 8_000  # characters kept of a traceback
 NOT_COLUMNS = {"prompt", "prompt_messages", "response", "response_token_ids", "signals", "trainer_state"}
 
 
@@ -57,6 +56,7 @@ class UserReward:
     ) -> None:
         names, self.takes_any = parameters(function)
         module = module or sys.modules.get(getattr(function, "__module__", ""))
+        called = getattr(module, "REWARD_NAME", None)
         self.function, self.kwargs, self.names, self.seconds = function, dict(kwargs), names, seconds
         self.signature = signature_of(names, getattr(module, "REWARD_TYPE", None))
         self.out_of_memory, self.process = False, os.getpid()
@@ -64,7 +64,7 @@ class UserReward:
             batch=self.signature in ("trl", "easyr1_batch"),
             concurrent=is_async(function),
             signals="signals" in names or mentions(function, "signals"),
-            name=getattr(module, "REWARD_NAME", None),
+            name=None if called is None else str(called),
         )
         self._check_parameters()
 
@@ -271,7 +271,7 @@ def traceback_of(error: BaseException) -> str:
         if place.tb_frame.f_code.co_filename == __file__:
             theirs = place.tb_next
         place = place.tb_next
-    return "".join(traceback.format_exception(type(error), error, theirs))[-MAX_FAILURE:]
+    return last_words("".join(traceback.format_exception(type(error), error, theirs)))
 
 
 def leave_if_forked(owner: int, error: BaseException | None = None) -> None:

@@ -1,9 +1,10 @@
-"""A reward worker process: loads one user function and calls it until its pipe closes. Imports nothing heavy.
+"""A reward worker process: loads one user function and calls it until its socket closes. Imports nothing heavy.
 
-Its arguments are two file descriptors, of a pipe and of the shared place; `process.py` starts it.
+Its arguments are two file descriptors, of a socket and of the shared place, the parent's process id, and a directory
+that must not outlive the parent; `process.py` starts it.
 
-It receives a `Setup` and answers ("ready", traits) or ("error", message). Then it receives lists of samples and answers
-([(place in the list, fields of its outcome), ..], whether it ends now) as they are done; no place: for all the list.
+It receives a `Setup` and answers with the function's traits, or why it has none. Then it receives lists of samples and
+answers with outcomes as they are done (`messages.py`); no place in the list: for all the list.
 """
 
 from __future__ import annotations
@@ -12,29 +13,19 @@ import mmap
 import os
 import pickle
 import resource
-import shutil
-import signal
+import socket
 import sys
-import threading
 import time
 import traceback
-from multiprocessing.connection import Connection
-from typing import Any
 
 from mtrl.plugins import PluginError
-from mtrl.rewards.loading import PLACE, Setup, load_reward
-from mtrl.rewards.outcomes import Outcome
+from mtrl.rewards.loading import Setup, load_reward
+from mtrl.rewards.messages import ENOUGH, PLACE, framed, read_frame, written_answer, written_answers, written_start
+from mtrl.rewards.outcomes import Outcome, last_words
+from mtrl.rewards.signatures import UserReward
+from mtrl.rewards.supervisor import supervised
 
 ANSWER_SECONDS = 0.02  # seconds between two answers: at most so much work is done again where a process dies
-
-
-def end_with(parent: int, scratch: str) -> None:
-    """Waits for the end of the parent, then tidies up and ends this process with all that it started: a parent that was
-    killed cannot."""
-    while os.getppid() == parent:
-        time.sleep(1)
-    shutil.rmtree(scratch, ignore_errors=True)
-    os.killpg(os.getpid(), signal.SIGKILL)
 
 
 def limit_memory(size: int) -> None:
@@ -56,52 +47,62 @@ class Answers:
     """Outcomes on their way back, some at a time: a message for each would cost more than a quick function does. Where
     the work is stands in a number that the parent shares, for it to know which sample this process died of."""
 
-    def __init__(self, connection: Connection, place_fd: int, at_once: bool) -> None:
+    def __init__(self, connection: socket.socket, place_fd: int, at_once: bool) -> None:
         self.connection, self.at_once = connection, at_once
         self.place = mmap.mmap(place_fd, mmap.PAGESIZE)
-        self.waiting: list[tuple[Any, ...]] = []
+        self.job, self.waiting, self.size = 0, list[str](), 0
         self.sent = time.monotonic()
 
     def add(self, place: int | None, outcome: Outcome, ends: bool = False) -> None:
-        self.waiting.append((place, outcome.value, outcome.extras, outcome.failure, outcome.seconds))
+        self.waiting.append(written_answer(place, outcome))
+        self.size += len(self.waiting[-1])
         if place is not None:
-            PLACE.pack_into(self.place, 0, place + 1)
-        if ends or self.at_once or time.monotonic() - self.sent > ANSWER_SECONDS:
+            PLACE.pack_into(self.place, 0, self.job, place + 1)
+        if ends or self.at_once or self.size > ENOUGH or time.monotonic() - self.sent > ANSWER_SECONDS:
             self.flush(ends)
 
     def flush(self, ends: bool = False) -> None:
         if self.waiting:
-            self.connection.send_bytes(pickle.dumps((self.waiting, ends)))
-        self.waiting, self.sent = [], time.monotonic()
+            self.connection.sendall(framed(self.job, written_answers(self.waiting, ends)))
+        self.waiting, self.size, self.sent = [], 0, time.monotonic()
         if ends:  # out of memory: what the function holds may never come free, and a new process has room again
             os._exit(0)
 
 
+def load(setup: Setup) -> tuple[UserReward | None, str]:
+    """The function, or why there is none."""
+    try:
+        return load_reward(setup.function, setup.kwargs, setup.timeout_s), ""
+    except PluginError as error:
+        return None, str(error)
+    except BaseException:
+        return None, traceback.format_exc()
+
+
 def main() -> None:
-    connection = Connection(int(sys.argv[1]))
-    setup: Setup = connection.recv()
-    threading.Thread(target=end_with, args=(setup.parent, setup.scratch), daemon=True).start()
+    socket_fd, place_fd, parent = map(int, sys.argv[1:4])
+    contained = supervised(parent, sys.argv[4], (socket_fd, place_fd))
+    for descriptor in (socket_fd, place_fd):
+        os.set_inheritable(descriptor, False)  # what a function starts has no business there
+    connection = socket.socket(fileno=socket_fd)
+    stream = connection.makefile("rb")
+    first = read_frame(stream)
+    if first is None:
+        return
+    setup: Setup = pickle.loads(first[1])
     limit_memory(setup.memory_bytes)
     allow_open_files()
-    try:
-        reward = load_reward(setup.function, setup.kwargs, setup.timeout_s)
-    except PluginError as error:
-        connection.send(("error", str(error)))
+    reward, error = load(setup)
+    connection.sendall(framed(0, written_start(reward.traits if reward else None, error, contained)))
+    if reward is None:
         return
-    except BaseException:
-        connection.send(("error", traceback.format_exc()))
-        return
-    connection.send(("ready", reward.traits))
-    answers = Answers(connection, int(sys.argv[2]), at_once=reward.traits.concurrent)
-    while True:
-        try:
-            message = connection.recv_bytes()
-        except EOFError:
-            return
+    answers = Answers(connection, place_fd, at_once=reward.traits.concurrent)
+    while frame := read_frame(stream):
+        answers.job, message = frame
         try:
             samples = [pickle.loads(sample) for sample in pickle.loads(message)]
         except Exception:
-            answers.add(None, Outcome(failure=traceback.format_exc()))
+            answers.add(None, Outcome(failure=last_words(traceback.format_exc())))
         else:
             reward.score(samples, lambda place, outcome: answers.add(place, outcome, ends=reward.out_of_memory))
         answers.flush()

@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtrl.errors import RunError, StartError
+from mtrl.files import regular_file
 from mtrl.machine import free_memory
-from mtrl.store.manifest import Damaged, move_to, seal, to_disk
+from mtrl.store.manifest import MANIFEST, Damaged, move_to, seal, to_disk
 
 if TYPE_CHECKING:
     from mtrl.protocols import Snapshot, Stateful  # they import torch, which nothing here needs
@@ -205,22 +206,22 @@ def score_of(checkpoint: Path, metric: str | None) -> float:
     except Damaged:
         return -math.inf
     score = state.get("score") if metric is not None and state.get("metric") == metric else None
-    return -math.inf if score is None or math.isnan(score) else score
+    return -math.inf if not isinstance(score, (int, float)) or math.isnan(score) else score
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
     try:
-        state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-        if isinstance(state, dict) and "step" in state:
+        state = json.loads(regular_file(checkpoint / STATE).read_text(encoding="utf-8"))
+        if isinstance(state, dict) and type(state.get("step")) is int and state["step"] >= 0:
             return state
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise Damaged(f"{STATE} cannot be read ({error})") from error
     raise Damaged(f"{STATE} is no state of a trainer")
 
 
 def checkpoints(directory: Path) -> list[Path]:
     """`step_N`, the newest last. A folder that is there and cannot be read is an error: it is not empty."""
-    names = os.listdir(directory) if directory.exists() else []
+    names = os.listdir(directory) if os.path.lexists(directory) else []  # a link that leads nowhere is there
     return sorted((directory / name for name in names if re.fullmatch("step_[0-9]+", name)), key=step_of)
 
 
@@ -235,6 +236,26 @@ def remove(folder: Path) -> None:
         shutil.rmtree(hidden, ignore_errors=True)
         folder.rename(hidden)
         shutil.rmtree(hidden)
+
+
+def write_folder(target: Path, write: Callable[[Path], None]) -> None:
+    """A folder of its own with what `write` puts into it: whole, or not at all. One that was written so is replaced;
+    anything else that is there, the checkpoint of a run above all, is left alone."""
+    target = target.absolute()
+    replaced = (target / MANIFEST).exists() and not (target / STATE).exists()
+    if target.exists() and not replaced and (not target.is_dir() or any(target.iterdir())):
+        raise FileExistsError(f"{target} is there already, and was not saved by hand; name a new folder")
+    unfinished = target.with_name(f".{target.name}")
+    remove(unfinished)
+    unfinished.mkdir(parents=True)
+    try:
+        write(unfinished)
+        seal(unfinished)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    remove(target)
+    move_to(unfinished, target)
 
 
 # ---------------------------------------------------------------------------------------------------------------- room

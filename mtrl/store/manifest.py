@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import zlib
 from collections.abc import Collection, Mapping
 from pathlib import Path
+
+from mtrl.files import regular_file
 
 MANIFEST = "mtrl_manifest.json"
 CHUNK = 8 << 20  # bytes read at once
@@ -22,11 +25,15 @@ class Damaged(Exception):
 
 
 def seal(folder: Path) -> None:
-    """Writes the manifest of all files there, and returns when all of them are on the disk."""
+    """Writes the manifest of all files there, and returns when all of them are on the disk. They get the mode that a
+    new file has here: safetensors alone gives its files to nobody but the owner."""
     paths = sorted(folder.rglob("*"))
     files = {path.relative_to(folder).as_posix(): path for path in paths if path.is_file()}
     sums = {name: {"bytes": path.stat().st_size, "crc32": crc32(path)} for name, path in files.items()}
     (folder / MANIFEST).write_text(_written(sums))
+    mode = stat.S_IMODE((folder / MANIFEST).stat().st_mode)
+    for path in files.values():
+        path.chmod(mode)
     for path in [*paths, folder / MANIFEST, folder]:
         to_disk(path)
 
@@ -38,7 +45,7 @@ def check(folder: Path, but: Collection[str] = ()) -> None:
             continue
         path = folder / name
         try:
-            size = path.stat().st_size
+            size = _size(path)
             if size != expected["bytes"]:
                 raise Damaged(f"{name} has {size} bytes of {expected['bytes']}")
             if crc32(path) != expected["crc32"]:
@@ -49,6 +56,14 @@ def check(folder: Path, but: Collection[str] = ()) -> None:
             raise
         except OSError as error:  # a disk that cannot read its own sectors
             raise Damaged(f"{name} cannot be read ({error.strerror})") from error
+
+
+def _size(path: Path) -> int:
+    """The size of a file. From a pipe or a device nothing is read: it might never end."""
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise Damaged(f"{path.name} is no file")
+    return found.st_size
 
 
 def move_to(unfinished: Path, target: Path) -> None:
@@ -68,7 +83,7 @@ def write_file(path: Path, text: str) -> None:
 
 def crc32(path: Path) -> int:
     total = 0
-    with path.open("rb") as file:
+    with regular_file(path).open("rb") as file:
         while chunk := file.read(CHUNK):
             total = zlib.crc32(chunk, total)
     return total
@@ -90,12 +105,13 @@ def _written(sums: Mapping[str, Mapping[str, int]]) -> str:
 
 def _read(folder: Path) -> Mapping[str, Mapping[str, int]]:
     try:
+        _size(folder / MANIFEST)
         text = (folder / MANIFEST).read_text(encoding="utf-8")
         sums: Mapping[str, Mapping[str, int]] = json.loads(text)["files"]
-        whole = _written(sums) == text
+        whole = _written(sums) == text and all({"bytes", "crc32"} <= sums[name].keys() for name in sums)
     except FileNotFoundError:
         raise Damaged(f"{MANIFEST} is missing") from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         whole = False
     if not whole:
         raise Damaged(f"{MANIFEST} has changed since it was written")

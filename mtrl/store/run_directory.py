@@ -6,6 +6,7 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import socket
 import uuid
 from contextlib import suppress
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import TextIO
 
 from mtrl.errors import RunError, StartError
+from mtrl.files import regular_file
 from mtrl.store.checkpoint import checkpoints
 from mtrl.store.manifest import write_file
 
@@ -20,6 +22,8 @@ LOCK = "run.lock"
 CONFIG = "config.yaml"
 ID = "run_id"
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what network file systems without locks answer
+FILES = (LOCK, ID, CONFIG, "metrics.jsonl", "rollouts.jsonl", "validations.jsonl", "bad_rows.jsonl", "torch_threads")
+FOLDERS = ("checkpoints", "logs")
 TRACES = (CONFIG, "metrics.jsonl", "checkpoints")  # any of these shows that a run has used the folder
 
 logger = logging.getLogger(__name__)
@@ -32,8 +36,9 @@ class RunDirectory:
         self.path = path
         self._config: str | None = None
         try:
+            refuse_strange(path)
             self._lock = self._claim()
-            self.used = any((path / name).exists() for name in TRACES)
+            self.used = any(os.path.lexists(path / name) for name in TRACES)
             self.id = self._identify()
         except OSError as error:
             raise self._unusable(error) from error
@@ -64,7 +69,7 @@ class RunDirectory:
     def refuse_another(self) -> None:
         """Ends this run where the folder was removed and another run has it now, or had it: nothing there is ours."""
         with suppress(OSError):  # gone, or not to be read: whoever writes there will see
-            if (self.path / ID).read_text(encoding="utf-8").strip() != self.id:
+            if regular_file(self.path / ID).read_text(encoding="utf-8").strip() != self.id:
                 raise self._taken()
 
     def close(self) -> None:
@@ -78,6 +83,8 @@ class RunDirectory:
 
     def _claim(self) -> TextIO:
         self.path.mkdir(parents=True, exist_ok=True)
+        if os.path.lexists(self.path / LOCK):
+            regular_file(self.path / LOCK)
         lock = (self.path / LOCK).open("a+")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -97,7 +104,8 @@ class RunDirectory:
         return lock
 
     def _unusable(self, error: OSError) -> StartError:
-        return StartError(f"the run cannot be kept in {self.path}: {error.strerror}; set training.output_dir")
+        file = f" ({error.filename})" if error.filename and Path(error.filename) != self.path else ""
+        return StartError(f"the run cannot be kept in {self.path}: {error.strerror}{file}; set training.output_dir")
 
     def _taken(self) -> RunError:
         told = f"{self.path} was removed while the run was on, and another process has taken it"
@@ -125,4 +133,17 @@ class RunDirectory:
         place = self.path / ID
         if not place.exists():
             write_file(place, uuid.uuid4().hex[:12])
-        return place.read_text(encoding="utf-8").strip()
+        found = place.read_text(encoding="utf-8", errors="replace").strip()
+        if not re.fullmatch(r"[\w-]+", found):
+            raise StartError(f"{place} does not hold the id that the run wrote there; put it back, or remove the file")
+        return found
+
+
+def refuse_strange(path: Path) -> None:
+    """What stands in the place of a run's file or folder must be one. From a pipe one would read for ever, and a link
+    that leads nowhere would make a new start of a run whose checkpoints are elsewhere."""
+    for names, what, there in ((FILES, "file", Path.is_file), (FOLDERS, "folder", Path.is_dir)):
+        for place in (path / name for name in names):
+            if os.path.lexists(place) and not there(place):
+                told = f"{place} is no {what}, but something else or a link that leads nowhere"
+                raise StartError(f"{told}; move it away, or choose another training.experiment_name")

@@ -1,11 +1,12 @@
 """How it goes, for a person: a line of progress, a table at each validation with a few responses, a summary at the end.
 
-On a terminal the line moves and there are colours (not with NO_COLOR); elsewhere these are plain lines.
+On a terminal the line moves and there are colours (not with NO_COLOR); elsewhere and in the log these are plain lines.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 import sys
 import time
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import TextIO
 
 from mtrl.protocols import Tracker
+from mtrl.terminal import behind_door, sanitize
 from mtrl.tracking.colour import Paint, wants_colour
 from mtrl.tracking.pace import Pace, as_clock
 from mtrl.tracking.preview import DecodeTokens, Trained, most_taught, training_preview, validation_preview
@@ -23,6 +25,7 @@ from mtrl.tracking.table import By, Validations, Values, by_name, table
 from mtrl.types import Experience, ValidationSample
 
 BAR = 24  # characters of the progress bar
+PAINTED = re.compile(r"\x1b\[[\d;]*m")  # our own colours: all that comes from outside is sanitized
 SHOWN = {
     "reward": ("reward/overall", "{:.3f}"),
     "accuracy": ("reward/success_rate", "{:.2f}"),
@@ -41,7 +44,7 @@ class ConsoleSettings:
 
 class Console(Tracker):
     """`earlier`: what former attempts validated, by step. `decode` makes the tokens of a training response readable;
-    without it only validation responses are shown."""
+    without it only validation responses are shown. `log` gets the same lines, always plain."""
 
     def __init__(
         self,
@@ -51,9 +54,10 @@ class Console(Tracker):
         earlier: Mapping[int, Values] | None = None,
         decode: DecodeTokens | None = None,
         stream: TextIO | None = None,
+        log: TextIO | None = None,
     ) -> None:
         self.total, self.settings = total_steps, settings or ConsoleSettings()
-        self.stream = stream or sys.stderr
+        self.stream, self.log = behind_door(stream or sys.stderr), log
         self.live = self.stream.isatty()
         self.paint = Paint(wants_colour(self.stream, self.settings.colours))
         self.pace = Pace(total_steps, self.settings.validate_every)
@@ -74,7 +78,8 @@ class Console(Tracker):
         self._first_step, self._last_step = self._first_step or step, step
         self._tokens += values.get("perf/tokens_per_second", 0.0) * seconds
         self._step_seconds += seconds
-        self._say(f"{self._progress(step)}  ETA {as_clock(self.pace.left(step))}  {numbers(values)}".rstrip())
+        told = f"  ETA {as_clock(self.pace.left(step))}  {numbers(values)}".rstrip()
+        self._say(f"step {step}/{self.total}", self._bar(step), told)
 
     def validation(
         self, step: int, values: Mapping[str, float], by: By, samples: Sequence[ValidationSample] = ()
@@ -98,10 +103,9 @@ class Console(Tracker):
             handler.removeFilter(self._make_room)
 
     # ---------------------------------------------------------------------------------------------------------- pieces
-    def _progress(self, step: int) -> str:
+    def _bar(self, step: int) -> str:
         full = BAR * step // self.total
-        bar = f" [{'=' * full}{' ' * (BAR - full)}]" if self.live else ""
-        return f"step {step}/{self.total}{bar}"
+        return f" [{'=' * full}{' ' * (BAR - full)}]"
 
     def _previews(self, samples: Sequence[ValidationSample]) -> list[str]:
         limit, lines = self.settings.preview_chars, [self.paint("responses", "bold")]
@@ -122,27 +126,33 @@ class Console(Tracker):
         if name is not None:
             first, last, best = (part[name] for part in (self.history.first, self.history.last, self.history.best))
             lines.append(
-                f"  {name}: {first.value:.3f} at step {first.step}, {last.value:.3f} at step {last.step}; "
+                f"  {sanitize(name)}: {first.value:.3f} at step {first.step}, {last.value:.3f} at step {last.step}; "
                 f"best {best.value:.3f} at step {best.step}"
             )
         if self.settings.directory is not None:
-            lines.append(f"  files: {self.settings.directory}")
-            lines.append(f"  next:  mtrl eval {self.settings.directory} [--data FILE]")
+            place = sanitize(str(self.settings.directory))
+            lines.append(f"  files: {place}")
+            if (self.settings.directory / "curve.png").is_file():
+                lines.append(f"  curve: {place}/curve.png")
+            lines.append(f"  next:  mtrl eval {place} [--data FILE]")
         return lines
 
     # --------------------------------------------------------------------------------------------------------- writing
-    def _say(self, line: str) -> None:
-        """Writes a line of progress; on a terminal it replaces the one before."""
+    def _say(self, step: str, bar: str, told: str) -> None:
+        """Writes a line of progress; on a terminal it has a bar, and replaces the one before."""
+        self._copy(f"{step}{told}\n")
         if not self.live:
-            self._write(line + "\n")
+            self._write(f"{step}{told}\n")
             return
-        line = line[: shutil.get_terminal_size().columns - 1]  # one that wraps could not be replaced
+        line = f"{step}{bar}{told}"[: shutil.get_terminal_size().columns - 1]  # one that wraps could not be replaced
         self._write("\r" + line.ljust(self._width))
         self._width = len(line)
 
     def _keep(self, lines: Sequence[str]) -> None:
         self._make_room()
-        self._write("\n".join([*lines, ""]))
+        text = "\n".join([*lines, ""])
+        self._copy(PAINTED.sub("", text))
+        self._write(text)
 
     def _make_room(self, record: logging.LogRecord | None = None) -> bool:
         """Ends the line of progress, so that what comes next has a line of its own; also a filter of log handlers."""
@@ -151,11 +161,19 @@ class Console(Tracker):
             self._width = 0
         return True
 
+    def _copy(self, text: str) -> None:
+        if self.log is not None:
+            write_to(self.log, text)
+
     def _write(self, text: str) -> None:
-        """Writes to the stream. A reader that went away, or a full disk behind it, must not end a run."""
-        with suppress(OSError):
-            self.stream.write(text)
-            self.stream.flush()
+        write_to(self.stream, text)
+
+
+def write_to(stream: TextIO, text: str) -> None:
+    """Writes at once. A reader that went away, or a full disk behind the stream, must not end a run."""
+    with suppress(OSError):
+        stream.write(text)
+        stream.flush()
 
 
 def numbers(values: Mapping[str, float]) -> str:

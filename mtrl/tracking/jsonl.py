@@ -16,6 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from mtrl.files import regular_file
+
 ROTATE_AT = 64 * 2**20  # bytes of a full part, which an editor still opens
 KEPT_PARTS = 16  # parts kept: about a GiB with the newest one, some 250 steps of 2048 responses of 512 tokens
 WAITING_BYTES = 16 * 2**20  # size of the rows that wait for a write to succeed; beyond it the oldest are given up
@@ -110,7 +112,7 @@ def rows_of(path: Path) -> Iterator[Row]:
     are left out."""
     for part in (*parts(path), path):
         if part.exists():
-            with part.open(encoding="utf-8", errors="replace") as lines:
+            with regular_file(part).open(encoding="utf-8", errors="replace") as lines:
                 yield from whole_rows(lines)
 
 
@@ -122,7 +124,7 @@ def last_row(path: Path) -> Row | None:
     """The last whole row, read from the end: the file may be large."""
     if not path.exists():
         return None
-    with path.open("rb") as file:
+    with regular_file(path).open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         window = TAIL_BYTES
         while True:
@@ -138,7 +140,7 @@ def last_row(path: Path) -> Row | None:
 
 def whole_rows(lines: Iterable[str]) -> Iterator[Row]:
     for line in lines:
-        with suppress(json.JSONDecodeError):
+        with suppress(ValueError, RecursionError):  # no JSON, a number without end, brackets without end
             row = json.loads(line)
             if isinstance(row, dict):
                 yield row
@@ -174,7 +176,7 @@ def without_nan(value: Any) -> Any:
 
 def end_last_line(path: Path) -> None:
     """Ends the last line of a file: one that a crash cut off must not swallow the next one."""
-    if not path.exists() or not path.stat().st_size:
+    if not path.exists() or not regular_file(path).stat().st_size:
         return
     with path.open("rb+") as file:
         file.seek(-1, os.SEEK_END)

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from mtrl.algorithms.signals import pool_sizes, segment, sequence_mass, vgr
 from mtrl.protocols import Tracker
-from mtrl.tracking import pages
+from mtrl.report import pages
+from mtrl.report.pages import SHOWN_SEGMENTS, fenced, number, summary_cells, table
+from mtrl.terminal import sanitize
 from mtrl.tracking.background import LIMIT_BYTES, Background, append_bounded
-from mtrl.tracking.colour import sanitize
-from mtrl.tracking.pages import SHOWN_SEGMENTS, fenced, number, summary_cells, table
 from mtrl.tracking.preview import DecodeTokens
 from mtrl.types import Experience, Prompt, ValidationSample
 

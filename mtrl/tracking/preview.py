@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from mtrl.tracking.colour import Paint, sanitize, shorten
+from mtrl.algorithms.metrics import SUCCESS
+from mtrl.report.text import shorten
+from mtrl.terminal import sanitize
+from mtrl.tracking.colour import Paint
 from mtrl.types import Experience, ValidationSample
 
 INDENT = "    "
+VERDICT = {True: "green", False: "red", None: "bold"}  # a wrong answer is never green, whatever it was paid
 
 DecodeTokens = Callable[[Sequence[int]], Sequence[str]]
 
@@ -24,6 +28,7 @@ class Trained:
     tokens: Tensor  # [n] token ids
     credit: Tensor  # [n] one for each token
     reward: float
+    right: bool | None = None  # None: no part of the reward tells right from wrong
 
 
 def most_taught(experience: Experience) -> Trained | None:
@@ -37,7 +42,14 @@ def most_taught(experience: Experience) -> Trained | None:
         return None
     task, length = rollouts.prompts[int(rollouts.group[row])].task, int(rollouts.mask[row].sum())
     tokens = rollouts.tokens[row, :length].clone()  # not a view, which would hold the whole step
-    return Trained(task.id, task.text, tokens, credits[row, :length].clone(), rewards.total[row].item())
+    right = is_right({name: part[row].item() for name, part in rewards.parts.items()})
+    return Trained(task.id, task.text, tokens, credits[row, :length].clone(), rewards.total[row].item(), right)
+
+
+def is_right(parts: Mapping[str, float]) -> bool | None:
+    """Whether the answer is right, by the parts of its reward; None where none of them says so, or applies."""
+    said = [parts[name] for name in SUCCESS if name in parts and parts[name] == parts[name]]
+    return said[0] >= 1 if said else None
 
 
 def validation_preview(sample: ValidationSample, limit: int, paint: Paint) -> list[str]:
@@ -59,7 +71,7 @@ def training_preview(trained: Trained, decode: DecodeTokens, limit: int, paint: 
     learnt = sum(credit != 0 for _, credit in shown)
     told = f"reward {trained.reward:.3f}, {learnt} of {len(shown)} tokens learn"
     lines = [*_asked(trained.id, trained.prompt, limit, paint), *_indented("".join(pieces))]
-    return [*lines, INDENT + paint(told, "green" if trained.credit.sum() > 0 else "red")]
+    return [*lines, INDENT + paint(told, VERDICT[trained.right])]
 
 
 def _token(text: str, credit: float, paint: Paint) -> str:
@@ -77,7 +89,7 @@ def _asked(name: str, prompt: str, limit: int, paint: Paint) -> list[str]:
 
 def _got(sample: ValidationSample, paint: Paint) -> list[str]:
     truth = "" if sample.answer is None else f", truth {sanitize(shorten(str(sample.answer), 80))}"
-    return [INDENT + paint(f"reward {sample.reward:.3f}{truth}", "green" if sample.reward > 0 else "red")]
+    return [INDENT + paint(f"reward {sample.reward:.3f}{truth}", VERDICT[is_right(sample.rewards or {})])]
 
 
 def _indented(text: str) -> list[str]:

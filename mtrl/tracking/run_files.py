@@ -10,19 +10,22 @@ and may go back; nothing depends on it.
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from mtrl.protocols import Tracker
-from mtrl.tracking.jsonl import ROTATE_AT, JsonlWriter, last_row, read_rows, rows_of
+from mtrl.tracking.jsonl import ROTATE_AT, JsonlWriter, Row, last_row, read_rows, rows_of
 from mtrl.tracking.table import by_name
 from mtrl.types import Experience, ValidationSample
 
-__all__ = ["RunFiles", "first_steps_of", "read_rows", "validations_of"]
+logger = logging.getLogger(__name__)
+
+__all__ = ["RunFiles", "first_steps_of", "history_of", "read_rows", "validations_of"]
 
 
 class RunFiles(Tracker):
@@ -32,7 +35,8 @@ class RunFiles(Tracker):
         directory.mkdir(parents=True, exist_ok=True)
         names = ("metrics", "rollouts", "validations")
         paths = [directory / f"{name}.jsonl" for name in names]
-        self.attempt = 1 + max(int((last_row(path) or {}).get("attempt", 0)) for path in paths)
+        before = [(last_row(path) or {}).get("attempt", 0) for path in paths]
+        self.attempt = 1 + max(number if type(number) is int else 0 for number in before)
         self.every_step = every_step
         self._metrics = JsonlWriter(paths[0])
         self._rollouts, self._samples = (JsonlWriter(path, rotate_at) for path in paths[1:])
@@ -84,16 +88,35 @@ class RunFiles(Tracker):
         return {"step": step, "attempt": self.attempt, "time": round(time.time(), 3)}
 
 
+def rows_by_step(path: Path) -> Iterator[Row]:
+    """The rows that have a step, with their numbers alone. Others are none of ours: they are counted and left out."""
+    strange = 0
+    for row in rows_of(path):
+        if type(row.get("step")) is int:
+            yield {name: x for name, x in row.items() if isinstance(x, (int, float))}
+        else:
+            strange += 1
+    if strange:
+        logger.warning("%s: %d rows without a step are left out", path, strange)
+
+
 def validations_of(directory: Path) -> dict[int, dict[str, float]]:
     """What earlier attempts of a run validated, by step; the last counts where a step was done twice."""
     found = {}
-    for row in rows_of(directory / "metrics.jsonl"):
+    for row in rows_by_step(directory / "metrics.jsonl"):
         if "val/reward_score" in row:
-            found[row["step"]] = {name: x for name, x in row.items() if name.startswith("val/") and x is not None}
+            found[row["step"]] = {name: x for name, x in row.items() if name.startswith("val/")}
     return found
 
 
 def first_steps_of(directory: Path, count: int = 5) -> list[dict[str, float]]:
     """The metrics of a run's first steps, where earlier attempts have left any."""
-    steps = (row for row in rows_of(directory / "metrics.jsonl") if "perf/seconds_step" in row)
+    steps = (row for row in rows_by_step(directory / "metrics.jsonl") if "perf/seconds_step" in row)
     return list(islice(steps, count))
+
+
+def history_of(directory: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl in the order of the steps; of a step or validation that was done twice, the last."""
+    whole = (row for row in rows_of(directory / "metrics.jsonl") if type(row.get("step")) is int)
+    rows = {(row["step"], "perf/seconds_step" in row): row for row in whole}
+    return [rows[key] for key in sorted(rows, key=lambda key: (key[0], not key[1]))]

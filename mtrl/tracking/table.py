@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from mtrl.terminal import sanitize
 from mtrl.tracking.colour import Paint
 
 NAME_WIDTH = 26
@@ -69,7 +70,7 @@ def table(step: int, values: Values, by: By, history: Validations, paint: Paint)
     for name in shown:
         lines.append(_line(name, name.removeprefix("val/"), width, values[name], history, paint))
     for column, rates in by.items():
-        lines.append(f"  by {column}")
+        lines.append(f"  by {sanitize(column)}")
         names = {value: f"val/by_{column}/{value}" for value in rates}
         lines += [_line(names[value], f"  {value}", width, rates[value], history, paint) for value in rates]
     return lines
@@ -83,6 +84,7 @@ def _is_shown(name: str) -> bool:
 
 
 def _line(name: str, label: str, width: int, now: float, history: Validations, paint: Paint) -> str:
+    label = sanitize(label).replace("\n", "\\n")  # columns, their values and parts of rewards are the user's
     line = f"  {label:<{width - 2}} {now:8.3f}"
     before, best = history.last.get(name), history.best.get(name)
     if before is None or best is None:

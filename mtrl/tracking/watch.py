@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 Step = Mapping[str, float]
 READ = (
     "actor/entropy", "actor/grad_norm", "actor/skipped_steps", "reward/success_rate", "reward/zero_std_groups",
-    "response_length/truncated", "rollout/logprob_gap_mean",
+    "response_length/truncated", "rollout/logprob_gap_mean", "perf/cpu_share", "perf/cpu_free",
 )  # fmt: skip
 
 
@@ -34,6 +34,8 @@ class Thresholds:
     truncated_growth: float = 0.1  # how far that share is above the first steps'; a run may start high and come down
     logprob_gap: float = 0.1  # nats; rounding of bf16 gives 0.01 to 0.02
     spike: float = 10.0  # a gradient norm of so many times the median of the last steps
+    cpu_share: float = 0.5  # share of its threads' processor time that a run should get, where processors are busy
+    cpu_free: float = 0.1  # share of the processors' time below which they are
     spike_after: int = 10  # gradient norms that are enough for a median
 
 
@@ -139,6 +141,19 @@ def null_metrics(names: Sequence[str]) -> str:
     )
 
 
+def busy_processors(seen: Seen) -> str | None:
+    """Warns where others take the processors. A low share beside free processors is no such case: small models do not
+    keep many threads busy."""
+    share, free = seen.lately("perf/cpu_share"), seen.lately("perf/cpu_free")
+    if not share or not free or max(share) >= seen.limits.cpu_share or max(free) >= seen.limits.cpu_free:
+        return None
+    return (
+        f"busy processors: the steps get {fmean(share):.0%} of the processor time that their threads ask for; other "
+        "programs, or reward functions, take the rest. Threads wait for each other then, and a step takes far longer "
+        "than it needs: stop the other programs, or start a run with fewer threads (OMP_NUM_THREADS=1)."
+    )
+
+
 Rule = Callable[[Seen], str | None]
 RULES: tuple[Rule, ...] = (
     entropy_collapse,
@@ -147,6 +162,7 @@ RULES: tuple[Rule, ...] = (
     logprob_gap,
     gradient_spike,
     skipped_update,
+    busy_processors,
 )
 
 

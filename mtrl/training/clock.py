@@ -1,4 +1,4 @@
-"""How long each phase of a step takes, and how much memory."""
+"""How long each phase of a step takes, how much memory, and whether the processors were there for it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from contextlib import contextmanager
 
 import torch
 
+from mtrl.machine import cpu_times, free_share
+
 
 class Clock:
     """`with clock("generate"): ..` times a phase; `metrics` gives seconds, peaks and rates of the whole step."""
@@ -17,7 +19,7 @@ class Clock:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.peak_gb: dict[str, float] = {}
-        self._begin = time.perf_counter()
+        self._begin, self._cpu, self._machine = time.perf_counter(), time.process_time(), cpu_times()
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -35,12 +37,21 @@ class Clock:
         total = time.perf_counter() - self._begin
         values = {f"perf/seconds_{phase}": seconds for phase, seconds in self.seconds.items()}
         values |= {f"perf/peak_gb_{phase}": peak for phase, peak in self.peak_gb.items()}
+        if not torch.cuda.is_available():
+            values |= self._cpu_shares(total - self.seconds.get("reward", 0.0))
         return values | {
             "perf/seconds_step": total,
             "perf/tokens_per_second": tokens / total,
             "perf/samples_per_second": samples / total,
             "perf/throughput": tokens / total / devices,
         }
+
+    def _cpu_shares(self, seconds: float) -> dict[str, float]:
+        """Of the processor time that our threads could have had, the share that they got; and of all processors, the
+        share that was free meanwhile. Others' rewards are waited for, and do not count."""
+        got = (time.process_time() - self._cpu) / max(seconds, 1e-9) / torch.get_num_threads()
+        free = free_share(self._machine)
+        return {"perf/cpu_share": got} | ({} if free is None else {"perf/cpu_free": free})
 
 
 def resident_peak_gb() -> float:

@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 MAX_VALUES = 20  # a column with more different values is no category
 
+Seen = Callable[[Rollouts, Rewards], None]  # is shown each batch of a validation
+
 
 @dataclass(frozen=True)
 class Result:
@@ -40,8 +42,16 @@ class Validation:
     sampling: Sampling
     keep_samples: int = 4
     best_metric: str | None = None  # higher is better; None: no model is the best
+    prompts: int = 0  # how many there are, for whoever shows the progress
 
-    def run(self, generator: Generator, scorer: Scorer, version: int, prober: Prober | None = None) -> Result:
+    def run(
+        self,
+        generator: Generator,
+        scorer: Scorer,
+        version: int,
+        prober: Prober | None = None,
+        seen: Seen = lambda rollouts, rewards: None,
+    ) -> Result:
         """Samples and scores all prompts. With a prober the attention of the responses is read too, for metrics and for
         the rewards that want it."""
         scores: dict[str, list[float]] = defaultdict(list)
@@ -57,6 +67,7 @@ class Validation:
             add_scores(scores, rollouts, rewards, signals)
             solved += self._solved(rollouts, rewards)
             samples += shown_samples(rollouts, rewards, self.keep_samples - len(samples))
+            seen(rollouts, rewards)
         metrics = {f"val/{name}": sum(values) / len(values) for name, values in scores.items() if values}
         if solved:
             k = self.sampling.n

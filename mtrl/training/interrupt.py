@@ -9,6 +9,8 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
+from mtrl.terminal import sanitize
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 FINISHING = "finishing this step, then saving; Ctrl-C again to leave now, without saving"
 
@@ -60,4 +62,4 @@ class Interrupt:
 def say_at_once(text: str) -> None:
     """Writes past the buffers of sys.stderr, which a signal may have found half-way through a line."""
     with suppress(OSError):  # nobody listens any more
-        os.write(2, f"{text}\n".encode())
+        os.write(2, f"{sanitize(text)}\n".encode())

@@ -47,7 +47,10 @@ class Loop:
     def __init__(self, components: Components, recipe: Recipe) -> None:
         self.components, self.recipe = components, recipe
         self.divergence = recipe.divergence  # its coefficient may adapt
-        self.version, self.done = 0, 0  # version of the weights; steps done
+        self.version, self.done, self.saved = 0, 0, 0  # version of the weights; steps done; the last one saved
+        self.whole: dict[str, Any] | None = (
+            None  # the state after the last step; None while an update changes the actor
+        )
         self.clock = Clock()
 
     def run(self) -> None:
@@ -57,12 +60,11 @@ class Loop:
             self.validate()
         for step in range(self.done, recipe.total_steps):
             components.tracker.metrics(step + 1, self.step(step))
-            self.done = step + 1
             last = self.done == recipe.total_steps
             score = self.validate() if last or due(self.done, recipe.validate_every) else None
             stop = components.stop()
             if last or stop or due(self.done, recipe.save_every) or components.store.is_best(score):
-                components.store.save(self.done, {"actor": components.actor.snapshot()}, self.state(), score)
+                self.save(score)
             if stop:
                 return
 
@@ -75,12 +77,16 @@ class Loop:
             loss = recipe.loss.with_divergence(self.divergence)
             batches = list(assemble(recipe.batches, loss, experience))
         with clock("update"):
+            self.whole = None
             learnt = components.actor.update(batches, loss)
         with clock("publish"):
             self.publish()
+        adapted = self.adapt(experience)
+        self.done = step + 1
+        self.whole = self.state()  # from here on an error costs nothing of this step
         components.tracker.rollouts(step + 1, experience)
         values = step_metrics(experience, recipe.sampling.cut) | credit_metrics(recipe.credit, experience)
-        values |= learnt_metrics(learnt, recipe.sampling.cut) | self.adapt(experience)
+        values |= learnt_metrics(learnt, recipe.sampling.cut) | adapted | components.source.metrics()
         return values | clock.metrics(tokens=int(experience.rollouts.mask.sum()), samples=len(experience))
 
     # ------------------------------------------------------------------------------------------- the verbs of a step
@@ -138,15 +144,22 @@ class Loop:
         components.tracker.validation(self.done, result.metrics, result.by, result.samples)
         return result.score
 
+    def save(self, score: float | None = None) -> None:
+        """Saves the last step. Between steps its state is the state of now; within one the source has moved on."""
+        assert self.whole is not None, "an update has begun"
+        self.components.store.save(self.done, {"actor": self.components.actor.snapshot()}, self.whole, score)
+        self.saved = self.done
+
     def state(self) -> dict[str, Any]:
         """What the next step depends on besides the actor; all else is keyed by the step's number."""
         coef = None if self.divergence is None else self.divergence.coef
         return {"step": self.done, "source": self.components.source.state(), "divergence_coef": coef}
 
     def restore(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
-        self.done = state["step"]
+        self.done = self.saved = state["step"]
         self.components.source.restore(state["source"])
         if self.divergence is not None and self.divergence.adaptive and state["divergence_coef"] is not None:
             self.divergence = replace(self.divergence, coef=state["divergence_coef"])
         self.components.store.restore(checkpoint, {"actor": self.components.actor})
+        self.whole = self.state()
         self.publish()

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, count
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from mtrl.config import Config, ConfigError, load_config
 from mtrl.config.tree import known_leaves
 from mtrl.data.rows import DataError
 from mtrl.errors import Finished, StartError
 from mtrl.protocols import TaskSource
-from mtrl.store.checkpoint import checkpoints, read_state
+from mtrl.store.checkpoint import STATE, checkpoints, read_state
 from mtrl.store.manifest import MANIFEST, Damaged, check
 from mtrl.store.run_directory import CONFIG, RunDirectory
 from mtrl.workers.snapshot import OPTIMIZER_STATE
+
+ANOTHER = "choose another training.experiment_name for a new run"
 
 logger = logging.getLogger(__name__)
 
@@ -57,22 +62,26 @@ def refuse_another_run(directory: RunDirectory, config: Config, fresh: bool) -> 
     """Raises StartError where another run has used the folder: it belongs to that run."""
     if not directory.used:
         return
-    another = "choose another training.experiment_name for a new run"
     if fresh:
-        raise StartError(f"training.fresh: {directory.path} holds a run already; {another}")
+        raise StartError(f"training.fresh: {directory.path} holds a run already; {ANOTHER}")
     saved = directory.path / CONFIG
     if not saved.exists():
         told = f"its {CONFIG} is gone, so nobody can tell whether this configuration is the one it was started with"
-        logger.warning("%s holds a run, but %s; if it is not, %s", directory.path, told, another)
+        logger.warning("%s holds a run, but %s; if it is not, %s", directory.path, told, ANOTHER)
         return
+    refuse_other_configuration(directory.path, config)
+
+
+def refuse_other_configuration(directory: Path, config: Config) -> None:
+    """Raises StartError where the run there was started with other settings."""
     try:
-        before = load_config(saved, saved=True)
+        before = load_config(directory / CONFIG, saved=True)
     except ConfigError as error:
-        told = f"{directory.path} holds a run whose configuration cannot be read any more"
-        raise StartError(f"{told}; {another}. {error}") from error
+        told = f"{directory} holds a run whose configuration cannot be read any more"
+        raise StartError(f"{told}; {ANOTHER}. {error}") from error
     if differing := differing_keys(before, config):
-        told = f"{directory.path} holds a run of another configuration, which would not go on to the same numbers"
-        raise StartError("\n  ".join([f"{told}; set these back to go on with it, or {another}:", *differing]))
+        told = f"{directory} holds a run of another configuration, which would not go on to the same numbers"
+        raise StartError("\n  ".join([f"{told}; set these back to go on with it, or {ANOTHER}:", *differing]))
 
 
 def differing_keys(before: Config, now: Config) -> list[str]:
@@ -99,7 +108,7 @@ def _own_start(directory: Path, find_last: bool) -> Start | None:
     saves = directory / "checkpoints"
     if find_last:
         newest = newest_intact(saves, set_aside=True)
-        return None if newest is None else Start(newest, read_state(newest), own=True)
+        return None if newest is None else Start(newest, state_of(newest), own=True)
     if found := checkpoints(saves):
         told = f"{directory} holds checkpoints (the newest: {found[-1].name}), which a new start would mix with its own"
         raise StartError(f"training.find_last_checkpoint: {told}; choose another training.experiment_name")
@@ -110,7 +119,29 @@ def _given_start(given: str | None) -> Start:
     if given is None:
         return Start()
     checkpoint = checkpoint_at(Path(given).expanduser())
-    return Start(checkpoint, read_state(checkpoint))
+    return Start(checkpoint, state_of(checkpoint))
+
+
+def state_of(checkpoint: Path) -> dict[str, Any]:
+    """The trainer's state. A file that somebody changed and sealed again is whole by its checksum, and yet no state."""
+    try:
+        return read_state(checkpoint)
+    except Damaged as error:
+        raise StartError(f"{checkpoint}: {error}; move the folder away to go on from the checkpoint before") from error
+
+
+@contextmanager
+def restoring(checkpoint: Path) -> Iterator[None]:
+    """What a state that somebody changed does to whoever takes it up becomes one line with its name."""
+    try:
+        yield
+    except DataError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, SafetensorError) as error:
+        if str(checkpoint) in str(error):
+            raise
+        told = f"{checkpoint} is not as a run wrote it, in {STATE} or in trainer/ ({type(error).__name__}: {error})"
+        raise StartError(f"{told}; move the folder away to go on from the checkpoint before") from error
 
 
 def fitting_state(start: Start, source: TaskSource) -> dict[str, Any]:

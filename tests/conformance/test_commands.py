@@ -13,7 +13,6 @@ import mtrl
 from mtrl.cli import main
 from mtrl.config import ConfigError, load_config
 from mtrl.tracking.run_files import read_rows
-from mtrl.training.trainer import full_key
 from mtrl.zoo.rows import ZooRows
 
 SMALL = [
@@ -56,6 +55,8 @@ def run(tmp_path_factory, questions) -> Path:
     assert "zoo.yaml" in finished.stderr, "that the packaged config is used must be said"
     assert "steps: 2, each 4 prompts x 4 responses of at most" in finished.stderr
     assert "step 2/2" in finished.stderr and "ETA" in finished.stderr
+    for line in ("steps: 2, each 4 prompts", "step 2/2  ETA", "validation at step 2", "finished at step 2 of 2"):
+        assert finished.stdout.count(line) == 1, "stdout is a log of its own here, and has it all, once"
     return output / "mtrl" / "zoo"
 
 
@@ -65,6 +66,7 @@ def test_a_run_leaves_its_files(run):
     assert [row["step"] for row in rows if "val/avg@1" in row] == [0, 1, 2]
     assert len(read_rows(run / "rollouts.jsonl")) == 2 * 4 * 4
     assert load_config(run / "config.yaml").training.max_steps == 2
+    assert (run / "curve.png").stat().st_size > 10_000
     step = next(row for row in rows if row["step"] == 2)
     for name in LOGGED:
         assert isinstance(step[name], float), name
@@ -81,7 +83,7 @@ def test_the_checkpoint_loads_in_plain_transformers(run):
 def test_eval_of_a_run_and_of_its_checkpoint_agree_with_the_log(run, capsys):
     summaries = []
     for path in (run, run / "checkpoints" / "step_2"):
-        assert main(["eval", str(path)]) == 0
+        assert main(["eval", str(path), "optimization.compute_attention_metrics=true"]) == 0
         summaries.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
     logged = [row for row in read_rows(run / "metrics.jsonl") if "val/avg@1" in row][-1]
     for summary in summaries:
@@ -89,6 +91,23 @@ def test_eval_of_a_run_and_of_its_checkpoint_agree_with_the_log(run, capsys):
         assert "val/avg@1" in numbers and "val/attention/vgr_late" in numbers
         assert numbers == pytest.approx({name: logged[name] for name in numbers}, rel=1e-6, abs=1e-9)
         assert set(summary["by"]["kind"]) == {"colour", "shape", "position", "count", "comparison"}
+
+
+def test_eval_keeps_responses_and_looks_at_attention_on_request_alone(run, tmp_path, capsys):
+    (tmp_path / "two.jsonl").write_text(
+        '{"prompt": "Which? A or B", "answer": "A"}\n{"prompt": "Why?", "answer": "B"}\n'
+    )
+    command = ["eval", str(run), "--data", str(tmp_path / "two.jsonl"), f"--out={tmp_path / 'out.jsonl'}"]
+    assert main([*command, "worker.rollout.val.n=2", "worker.rollout.val.temperature=1"]) == 0
+    told = capsys.readouterr()
+    assert "evaluating 2 prompts, 2 responses each" in told.err and str(tmp_path / "out.jsonl") in told.err
+    summary, rows = json.loads(told.out.splitlines()[-1]), read_rows(tmp_path / "out.jsonl")
+    assert not [name for name in summary if "attention" in name]
+    assert [(row["question"], row["answer"]) for row in rows] == [("Which? A or B", "A")] * 2 + [("Why?", "B")] * 2
+    assert sum(row["reward"] for row in rows) / 4 == pytest.approx(summary["val/reward_score"])
+    assert {"accuracy", "format"} <= rows[0]["rewards"].keys() and all(isinstance(row["response"], str) for row in rows)
+    assert main(command) == 2, "it is not written over"
+    assert "out.jsonl is there already" in capsys.readouterr().err
 
 
 def test_starting_the_same_run_again_says_that_it_is_finished(run, questions, capsys):
@@ -176,10 +195,3 @@ def test_trainer_gives_its_rewards_their_weights():
     assert two.weights == (1.0, 0.5) and two.early_weights == (0.0, 1.0)
     with pytest.raises(ConfigError, match="weights"):
         mtrl.Trainer(rewards=[short], weights=[1.0, 2.0])
-
-
-def test_keys_by_their_last_name():
-    assert full_key("max_steps") == "training.max_steps"
-    assert full_key("a.b") == "a.b"
-    with pytest.raises(ConfigError, match=r"worker\.rollout\.val\.n"):
-        full_key("n")

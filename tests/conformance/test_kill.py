@@ -1,22 +1,19 @@
 """Kill it at any moment, start it again with the same command: it ends with the same numbers, to the bit.
 
 Real processes, SIGKILL, no warning. A kill is aimed at one of three moments: some time after the start, some time into
-a step, or the writing of a checkpoint; how long it waits there is drawn from a seeded generator.
+a step, or the writing of a checkpoint; how long it waits there is drawn from a seeded generator. `make soak` does the
+same fifty times, with rewards in their sandbox.
 """
 
 import random
 import signal
-import time
-from pathlib import Path
 
 import pytest
-from run_helpers import finish, metrics_of, run_of, same_end, start, train_arguments
+from interruptions import MOMENTS, strike
+from run_helpers import finish, metrics_of, run_of, same_end, train_arguments
 
 from mtrl.store.checkpoint import checkpoints
 from mtrl.store.manifest import check
-
-MOMENTS = ("start", "step", "save")
-PATIENCE = 120.0  # seconds without the moment: then something hangs
 
 
 @pytest.mark.parametrize(("kills", "steps"), [(3, 6), pytest.param(20, 60, marks=pytest.mark.slow)])
@@ -29,7 +26,8 @@ def test_a_killed_run_ends_with_the_same_numbers(tmp_path, kills, steps):
     hits = dict.fromkeys(MOMENTS, 0)
     for number in range(kills):
         moment = MOMENTS[number % len(MOMENTS)]
-        hits[moment] += kill(command, killed, moment, dice)
+        process, _ = strike(command, killed, moment, signal.SIGKILL, dice)
+        hits[moment] += process.returncode == -signal.SIGKILL
     status, said = finish(command)
     assert status == 0 and ("going on after step" in said or "is finished" in said), said
     assert sum(hits.values()) == kills, f"the run was over before its moment: {hits}"
@@ -38,34 +36,3 @@ def test_a_killed_run_ends_with_the_same_numbers(tmp_path, kills, steps):
     for checkpoint in checkpoints(killed / "checkpoints"):
         check(checkpoint)
     assert not list((killed / "checkpoints").glob(".*")), "leftovers of the killed are gone"
-
-
-def kill(command: list[str], run: Path, moment: str, dice: random.Random) -> bool:
-    """Starts the run and kills it; whether the moment came before the run was over."""
-    rows = rows_logged(run) + dice.randint(1, 2)
-    wait = dice.uniform(0.0, {"start": 3.0, "step": 0.15, "save": 0.03}[moment])
-    process = start(command)
-    try:
-        began = time.monotonic()
-        while process.poll() is None and not has_come(moment, run, rows):
-            assert time.monotonic() - began < PATIENCE
-            time.sleep(0.002)
-        time.sleep(wait)
-        process.kill()
-    finally:
-        process.communicate()
-    return process.returncode == -signal.SIGKILL
-
-
-def has_come(moment: str, run: Path, rows: int) -> bool:
-    if moment == "start":
-        return True
-    if moment == "step":
-        return rows_logged(run) >= rows
-    saves = run / "checkpoints"
-    return bool(checkpoints(saves)) and any(saves.glob(".step_*"))
-
-
-def rows_logged(run: Path) -> int:
-    metrics = run / "metrics.jsonl"
-    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0

@@ -11,11 +11,18 @@ from benchmarks.attention_curves import learn
 
 pytestmark = pytest.mark.slow
 
+SEEDS = (1, 2, 3)  # shuffled rewards are a random walk: one seed alone may wander anywhere
 
-@pytest.mark.parametrize("variant", ["mdi", "mdi shuffled"])
-def test_rewarded_balance_is_learnt(variant, tmp_path):
-    run = learn(variant, seed=5, steps=14, validate_every=14, scratch=tmp_path)
-    (_, first), *_, (_, last) = run["imbalance"]
-    assert (last < 0.7 * first) == (variant == "mdi"), (first, last)
-    (_, length_before), *_, (_, length_after) = run["length"]
-    assert 0.8 < length_after / length_before < 1.2
+
+def test_rewarded_balance_is_learnt(tmp_path):
+    ends = {}
+    for variant in ("mdi", "mdi shuffled"):
+        for seed in SEEDS:
+            run = learn(variant, seed, steps=8, validate_every=8, scratch=tmp_path / f"{variant}{seed}")
+            (_, first), *_, (_, last) = run["imbalance"]
+            (_, length_before), *_, (_, length_after) = run["length"]
+            assert 0.8 < length_after / length_before < 1.2
+            ends[variant, seed] = last / first
+    mean = {variant: sum(ends[variant, seed] for seed in SEEDS) / len(SEEDS) for variant, _ in ends}
+    assert mean["mdi"] < 0.7, ends
+    assert mean["mdi shuffled"] > 0.85, ends

@@ -31,6 +31,9 @@ class FakeSource:
         self.next += count
         return [fake_prompt(f"p{i}", visual=i > 0) for i in names]
 
+    def metrics(self):
+        return {}
+
     def state(self):
         return {"next": self.next}
 

@@ -12,8 +12,8 @@ from tiny_models import checkpoint
 
 from mtrl import cli
 from mtrl.commands.attention import MOST_DRAWN, chosen_tokens, images_of, place_for, places_of
-from mtrl.tracking.attention_page import Answered, overview, write_report
-from mtrl.tracking.heat_map import GAP, PANEL, ImageAttention, draw_heat_maps, heat
+from mtrl.report.attention_page import Answered, overview, write_report
+from mtrl.report.heat_map import STRONGEST, ImageAttention, bleached, draw_heat_maps, heat_maps
 from mtrl.types import SEGMENTS
 from mtrl.zoo.rows import MODEL_DIRECTORY
 
@@ -52,23 +52,65 @@ def test_what_is_asked_for_is_drawn():
 
 
 # -------------------------------------------------------------------------------------------------------------- drawing
-def test_heat_lies_where_the_attention_is():
-    image = np.full((4, 6, 3), 100, np.uint8)
-    hot = heat(image, torch.tensor([[0.0, 0.0, 0.2], [0.0, 0.4, 0.0]]))
-    assert hot.shape == image.shape
-    bleached = int(100 * 0.45 + 255 * 0.55)
-    assert (hot[:2, :4] == bleached).all() and (hot[2:, :2] == bleached).all()
-    red = hot.astype(int)[..., 0] - hot.astype(int)[..., 2]
-    assert (red[2:, 2:4] > 150).all() and (red[:2, 4:] > 50).all() and (red[:2, 4:] < red[2:, 2:4].min()).all()
-    assert (heat(image, torch.zeros(2, 3)) == bleached).all(), "no attention at all is no error"
+def pixels_of(figure, axes):
+    """What is drawn in the axes, [H, W, 3]."""
+    figure.canvas.draw()
+    drawn, box = np.asarray(figure.canvas.buffer_rgba())[..., :3], axes.get_window_extent()
+    top, bottom = (round(len(drawn) - y) for y in (box.y1, box.y0))
+    return drawn[top:bottom, round(box.x0) : round(box.x1)].astype(int)
 
 
-def test_a_panel_for_each_segment_and_a_row_for_each_image(tmp_path):
+def test_heat_lies_where_the_attention_is_and_the_image_is_seen_through_it():
+    image = np.full((56, 84, 3), 255, np.uint8)
+    image[:, ::28] = 0  # black lines: they must be seen everywhere
+    attention = torch.tensor([[0.0, 0.0, 0.2], [0.0, 0.4, 0.0]])
+    figure = heat_maps("token", [ImageAttention(image, {"late": attention})], {"late": "60% on images"})
+    plain, heated, scale = figure.axes
+    for axes in (plain, heated):
+        assert axes.get_images()[0].get_array().shape == image.shape
+    drawn = pixels_of(figure, heated)
+    tall, wide = len(drawn) // 2, drawn.shape[1] // 3
+    middle = lambda r, c: drawn[r * tall + tall // 2, c * wide + wide // 2]  # noqa: E731
+    heat = {(r, c): middle(r, c)[0] - middle(r, c)[2] for r in range(2) for c in range(3)}
+    assert heat[1, 1] > heat[0, 2] > 60 and all(heat[place] == 0 for place in heat if place not in ((1, 1), (0, 2)))
+    hottest = drawn[tall + 10 : -10, wide - wide // 8 : 2 * wide - wide // 8].sum(2)
+    assert hottest.max() - hottest.min() > 60, "the black line shows through the strongest heat"
+    assert scale.get_ylabel() == "share of the attention"
+    ticks = [label.get_text() for label in scale.get_yticklabels()]
+    assert ticks == ["0%", "10%", "20%", "30%", "40%"] and STRONGEST < 0.7
+
+
+def test_things_of_equal_brightness_are_told_apart():
+    """Yellow on light blue vanished in an image of greys."""
+    blue, yellow = bleached(np.array([[[192, 216, 240], [236, 231, 60]]], np.uint8))[0].astype(int)
+    assert np.abs(blue - yellow).max() > 40
+
+
+def test_all_panels_share_one_scale():
+    maps = {"early": torch.full((2, 2), 0.01), "late": torch.full((2, 2), 0.3)}
+    each = ImageAttention(np.zeros((56, 56, 3), np.uint8), maps)
+    figure = heat_maps("token", [each, each], {"early": "a", "late": "b"})
+    scales = {image.get_clim() for axes in figure.axes for image in axes.get_images() if image.get_array().ndim == 2}
+    assert [(low, round(high, 6)) for low, high in scales] == [(0, 0.3)]
+
+
+def test_no_attention_at_all_is_no_error(tmp_path):
+    nothing = ImageAttention(np.zeros((28, 280, 3), np.uint8), {"late": torch.zeros(1, 10)})
+    draw_heat_maps(tmp_path / "a.png", "token '$x_1'", [nothing], {"late": "0% on images, VGR n/a"})
+    assert (tmp_path / "a.png").stat().st_size > 5000
+
+
+def test_a_panel_for_each_segment_and_a_row_for_each_image():
     maps = {name: torch.rand(2, 4) for name in SEGMENTS}
     wide = ImageAttention(np.zeros((56, 112, 3), np.uint8), maps)
-    draw_heat_maps(tmp_path / "a.png", "token", [wide, wide], {"early": "10%", "late": "20%"})
-    with Image.open(tmp_path / "a.png") as picture:
-        assert picture.width == GAP + 3 * (PANEL + GAP) and picture.height == 80 + 2 * (PANEL // 2 + GAP)
+    tall = ImageAttention(np.zeros((4000, 28, 3), np.uint8), maps)
+    figure = heat_maps("token", [wide, tall], {"early": "10%", "late": "20%"})
+    assert len(figure.axes) == 2 * 3 + 1 and figure.get_size_inches()[1] < 8, (
+        "and the scale; none is taller than a page"
+    )
+    figure.canvas.draw()
+    boxes = [axes.get_tightbbox() for axes in figure.axes]
+    assert not any(one.overlaps(other) for place, one in enumerate(boxes) for other in boxes[place + 1 :])
 
 
 def test_attention_is_cut_into_images():

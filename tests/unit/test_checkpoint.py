@@ -368,3 +368,36 @@ def test_a_run_that_fails_waits_for_its_save_and_one_that_is_told_to_leave_does_
         release.join()
         store.wait()
         shutil.rmtree(tmp_path / "checkpoints")
+
+
+# -------------------------------------------------------------------------------------------------------------- strange
+def test_all_files_of_a_checkpoint_have_the_mode_of_a_new_file(tmp_path):
+    """safetensors gives its files to the owner alone, whatever the umask says."""
+    folder = tmp_path / "step_1"
+    folder.mkdir()
+    (folder / "model.safetensors").touch(mode=0o600)
+    before = os.umask(0o027)
+    try:
+        (folder / "config.json").write_text("{}")
+        seal(folder)
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o640}
+
+
+@pytest.mark.parametrize("name", [MANIFEST, "model.safetensors"])
+def test_a_pipe_in_a_checkpoint_is_damage(tmp_path, name):
+    save(store_of(tmp_path), 1, text="")
+    folder = tmp_path / "checkpoints" / "step_1"
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(Damaged, match=f"{name} is no file"):
+        check(folder)
+
+
+def test_a_score_that_is_no_number_is_none(tmp_path):
+    store = store_of(tmp_path, metric=METRIC)
+    save(store, 1, score=0.5)
+    state = tmp_path / "checkpoints" / "step_1" / "trainer_state.json"
+    state.write_text(json.dumps({"step": 1, "metric": METRIC, "score": "high"}))
+    assert module.score_of(state.parent, METRIC) == -float("inf")

@@ -55,7 +55,7 @@ def test_errors_go_to_stderr_with_status_2_and_no_traceback():
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines() == [
         "mtrl: 2 errors in the configuration:",
-        "  command line: dataset.sed: unknown key; did you mean dataset.seed or worker.rollout.seed?",
+        "  command line: dataset.sed: unknown key; did you mean dataset.seed?",
         "  command line: optimization.gamma: expected a number in [0, 1], got 3",
     ]
 

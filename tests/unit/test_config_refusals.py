@@ -7,7 +7,8 @@ import torch
 from config_helpers import errors_of, only_error, write
 
 from mtrl import cli
-from mtrl.config import load_config, warnings
+from mtrl.config import ConfigError, load_config, warnings
+from mtrl.config.checks import LARGEST
 from mtrl.config.foreign import TABLES, translation
 from mtrl.config.tree import known_leaves
 
@@ -23,7 +24,7 @@ def test_all_errors_of_file_and_command_line_come_in_one_report(tmp_path):
     errors = errors_of(path, "worker.rolout.n=4", "optimization.online_filtering=true", "optimization.filter_high=0.2")
     assert errors == [
         f"{path}:4: dataset.seed: set a second time; keep one of the two",
-        f"{path}:2: dataset.sed: unknown key; did you mean dataset.seed or worker.rollout.seed?",
+        f"{path}:2: dataset.sed: unknown key; did you mean dataset.seed?",
         f"{path}:9: trainer.test_freq: unknown key, a key of verl; here it is training.val_freq",
         f"{path}:10: trainer.nnodes: unknown key, a key of EasyR1 and verl; here it is training.nnodes",
         errors[4],
@@ -48,7 +49,7 @@ def test_a_bad_value_does_not_cause_a_second_error_about_its_combination():
         ("- a\n- b\n", "{path}:1: expected `key: value` lines, got a sequence"),
         ("just words\n", "{path}:1: expected `key: value` lines, got a scalar"),
         ("dataset:\n  seed: [1\n", "{path}:3: not valid YAML: "),
-        ("dataset: &a {x: *a}\n", "{path}: not usable: an anchor contains itself"),
+        ("dataset: &a {x: *a}\n", "{path}:1: not valid YAML: an anchor contains itself"),
         ("a: 1\n---\nb: 2\n", "{path}:2: not valid YAML: "),
         ("dataset: !!python/object:os.system {}\n", "{path}:1: not valid YAML: "),
     ],
@@ -225,6 +226,15 @@ IMPOSSIBLE = [
 ]
 
 
+@pytest.mark.parametrize("key", ["training.experiment_name", "training.project_name"])
+@pytest.mark.parametrize("name", ["", " ", ".", "..", "../other", "a/../../b", "/tmp/run", "a\x1b[2J", "a\nb"])
+def test_a_run_stays_in_its_folder(key, name):
+    with pytest.raises(ConfigError) as raised:
+        load_config(None, {key: name})
+    assert key in str(raised.value) and "inside training.output_dir" in str(raised.value)
+    assert load_config(None, {key: "a/b-1.2 c"})
+
+
 @pytest.mark.parametrize("overrides, words", IMPOSSIBLE)
 def test_combinations_that_cannot_work_name_the_keys(overrides, words):
     error = only_error(*overrides)
@@ -274,6 +284,32 @@ def test_neighbours_that_can_work_load(overrides):
     load_config(None, overrides)
 
 
+@pytest.mark.parametrize("key, largest", LARGEST.items())
+def test_sizes_without_an_end_are_refused_and_large_ones_are_not(key, largest):
+    same = ["worker.actor.global_batch_size=1"] if key == "dataset.rollout_batch_size" else []
+    same += ["dataset.max_pixels=1000000000"] if key == "dataset.min_pixels" else []
+    assert f"at most {largest:,} is taken" in errors_of(None, f"{key}={largest + 1}", *same)[0]
+    few = {"worker.rollout.n": "dataset.rollout_batch_size", "dataset.rollout_batch_size": "worker.rollout.n"}.get(key)
+    rest = [f"{few}=2", "worker.actor.global_batch_size=1"] if few else []
+    load_config(None, [f"{key}={largest}", *same, *rest])
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["worker.rollout.n=1000000000"],
+        ["training.max_steps=1000000000000000000"],
+        ["worker.actor.ppo_epochs=1000000000"],
+        ["dataset.val_batch_size=0"],
+        ["dataset.val_batch_size=-1"],
+        ["worker.actor.global_batch_size=0"],
+        ["dataset.rollout_batch_size=1000000", "worker.actor.global_batch_size=1", "worker.rollout.n=1000"],
+    ],
+)
+def test_what_can_never_end_is_refused(overrides):
+    assert errors_of(None, *overrides)[0].startswith("command line: ")
+
+
 @pytest.mark.parametrize(
     "overrides, count",
     [
@@ -287,6 +323,8 @@ def test_neighbours_that_can_work_load(overrides):
         (["worker.actor.fsdp.param_dtype=bf16", "worker.actor.optim.lr=1e-4"], 0),
         (["worker.actor.fsdp.param_dtype=bf16", "worker.actor.optim.lr=0"], 0),
         (["worker.actor.optim.lr=1e-7"], 0),
+        (["worker.actor.optim.lr=0.01"], 0),
+        (["worker.actor.optim.lr=30"], 1),
     ],
 )
 def test_warnings(overrides, count):

@@ -8,8 +8,10 @@ import pytest
 import torch
 from helpers import fake_experience, fake_rollouts, padded
 
+from mtrl.report.text import shorten
+from mtrl.terminal import Door, sanitize
 from mtrl.tracking import console, pace
-from mtrl.tracking.colour import Paint, sanitize, shorten, wants_colour
+from mtrl.tracking.colour import Paint, wants_colour
 from mtrl.tracking.console import Console, ConsoleSettings
 from mtrl.tracking.preview import most_taught, training_preview, validation_preview
 from mtrl.types import Credit, Rewards, ValidationSample
@@ -271,7 +273,7 @@ def test_long_texts_keep_both_ends():
 
 
 def test_a_sample_by_roles():
-    sample = ValidationSample("t:1", "<image>Which?\nA or B", "<think>x</think>\x1b[0mB", "B", 1.2)
+    sample = ValidationSample("t:1", "<image>Which?\nA or B", "<think>x</think>\x1b[0mB", "B", 1.2, {"accuracy": 1.0})
     assert validation_preview(sample, 100, Paint(False)) == [
         "  t:1",
         "    <image>Which?",
@@ -281,7 +283,31 @@ def test_a_sample_by_roles():
     ]
     coloured = validation_preview(sample, 100, Paint(True))
     assert coloured[1] == "\x1b[2m    <image>Which?\x1b[0m" and coloured[-1].startswith("    \x1b[32m")
-    assert "\x1b[31m" in validation_preview(ValidationSample("t", "", "", None, 0.0), 9, Paint(True))[-1]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "colour"),
+    [
+        ({"accuracy": 0.0, "format": 1.0}, "31"),  # paid for its form, and wrong
+        ({"math": 0.5}, "31"),
+        ({"accuracy": 1.0, "length": -2.0}, "32"),  # right, though it earned less than nothing
+        ({"accuracy": float("nan"), "math": 1.0}, "32"),
+        ({"style": 3.0}, "1"),  # nobody says whether it is right
+        (None, "1"),
+    ],
+)
+def test_a_wrong_answer_is_never_green(rewards, colour):
+    sample = ValidationSample("t", "", "", None, 0.7, rewards)
+    assert validation_preview(sample, 9, Paint(True))[-1] == f"    \x1b[{colour}mreward 0.700\x1b[0m"
+
+
+def test_a_wrong_training_response_that_is_praised_is_not_green():
+    rollouts, one = fake_rollouts([2]), torch.ones(1, 2)
+    parts = {"accuracy": torch.tensor([0.0]), "format": torch.tensor([1.0])}
+    rewards = Rewards(torch.tensor([0.1]), parts, torch.zeros(1, dtype=torch.bool))
+    chosen = most_taught(fake_experience(rollouts, rewards=rewards, credit=Credit(one, one > 0, one, one[0, :1])))
+    lines = training_preview(chosen, decode, 100, Paint(True))
+    assert lines[-1].startswith("    \x1b[31m") and not any("\x1b[32m" in line or ";42m" in line for line in lines)
 
 
 def taught(advantages, select=None):
@@ -311,7 +337,7 @@ def test_tokens_that_learn_are_marked():
     plain = training_preview(chosen, decode, 100, Paint(False))
     assert plain == ["  p0", "    fake", "    ", "    0[- 1][-", "    2]", "    reward 0.000, 2 of 3 tokens learn"]
     coloured = training_preview(chosen, decode, 100, Paint(True))
-    assert "\x1b[30;41m 1\x1b[0m" in coloured[3] and coloured[4] == "    \x1b[30;41m2\x1b[0m"
+    assert "\x1b[30;43m 1\x1b[0m" in coloured[3] and coloured[4] == "    \x1b[30;43m2\x1b[0m"
     assert "[..]" in "".join(training_preview(chosen, decode, 4, Paint(False)))
 
 
@@ -329,6 +355,31 @@ def test_previews_come_with_a_validation(time):
     assert "responses" not in stream.getvalue()[before:]
     Console(4, QUIET, stream=(silent := io.StringIO())).validation(1, {"val/reward_score": 0.5}, {}, [sample])
     assert "responses" not in silent.getvalue()
+
+
+def test_what_stands_in_the_data_cannot_move_the_cursor(time, tmp_path):
+    """Names of columns, their values, parts of rewards, ids, texts and the folder; the colours are our own."""
+    evil, stream, log = "x\x1b[2J\x07\r\u202e", Terminal(), io.StringIO()
+    shown = Console(4, ConsoleSettings(directory=tmp_path / evil), decode=decode, stream=stream, log=log)
+    shown.metrics(1, VALUES)
+    sample = ValidationSample(evil, evil, evil, evil, 0.5, {"accuracy": 1.0})
+    shown.validation(1, {"val/avg@1": 1.0, f"val/reward/{evil}": 1.0}, {evil: {evil + "\n": 1.0}}, [sample])
+    shown.close()
+    assert "\x1b" not in log.getvalue() and "x\\x1b[2J" in log.getvalue()
+    for text in (stream.getvalue().replace("\r", "", 1), log.getvalue()):  # the line of progress moves
+        assert sanitize(console.PAINTED.sub("", text)) == console.PAINTED.sub("", text)
+
+
+def test_the_log_of_a_terminal_has_plain_lines(time):
+    stream, log = Door(Terminal()), io.StringIO()
+    shown = Console(4, ConsoleSettings(preview_chars=0), stream=stream, log=log)
+    for step in (1, 2):
+        shown.metrics(step, VALUES)
+    shown.validation(2, {"val/reward_score": 1.0}, {})
+    assert stream.behind.getvalue().startswith("\rstep 1/4 [======") and "\x1b[1m" in stream.behind.getvalue()
+    lines = log.getvalue().splitlines()
+    assert lines[0].startswith("step 1/4  ETA 0:30  reward") and lines[1].startswith("step 2/4  ETA")
+    assert lines[2].startswith("validation at step 2") and "\x1b" not in log.getvalue()
 
 
 # ------------------------------------------------------------------------------------------------------------- summary

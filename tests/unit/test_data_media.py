@@ -182,7 +182,7 @@ def test_files_that_are_no_image(tmp_path):
     (tmp_path / "folder.png").mkdir()
     (tmp_path / "text.png").write_text("hello")
     os.mkfifo(tmp_path / "pipe.png")
-    reasons = {"empty.png": "is empty", "folder.png": "a directory", "text.png": "not an image", "pipe.png": "device",
+    reasons = {"empty.png": "is empty", "folder.png": "a directory", "text.png": "not an image", "pipe.png": "a pipe",
                "gone.png": "does not exist", "x" * 5000: "cannot be opened", "a\0.png": "cannot be opened"}  # fmt: skip
     for name, reason in reasons.items():
         with pytest.raises(RowError, match=reason):

@@ -147,3 +147,65 @@ def test_a_template_takes_an_absent_column_for_false(tmp_path, absent):
 def test_refused(row, reason):
     with pytest.raises(RowError, match=reason):
         task(row)
+
+
+# ---------------------------------------------------------------------------------------------- what a template may not
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ content.__class__.__mro__ }}",
+        "{{ ''.__class__.__base__.__subclasses__() }}",
+        "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+        "{{ options.append('x') }}",
+        "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}",
+        "{% for a in content %}{% for b in content %}{% for c in content %}{% endfor %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        "{{ 'x' * 10000000000 }}",
+        "{{ [content] * 10000000000 }}",
+        "{{ 10 ** 10000000 }}",
+        "{{ content.rjust(10000000000) }}",
+        "{{ content | center(10000000000) }}",
+        "{% for a in range(100000) %}{{ content }}{% endfor %}",
+    ],
+)  # fmt: skip
+def test_a_template_is_in_a_sandbox(tmp_path, template):
+    file = tmp_path / "format.jinja"
+    file.write_text(template)
+    with pytest.raises(DataError, match=rf"dataset\.format_prompt {file} does what a template may not: ") as caught:
+        task({"prompt": "what is it? " * 50, "options": ["x"]}, format_prompt=str(file))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_template_may_do_all_that_writes_text(tmp_path):
+    file = tmp_path / "format.jinja"
+    file.write_text(
+        "{% set seen = namespace(n=0) %}{% for o in options %}{% set seen.n = seen.n + 1 %}"
+        "{{ loop.index }}/{{ loop.length }}"
+        "{{ '. ' ~ o.upper() | trim }}{% if not loop.last %}, {% endif %}{% else %}none{% endfor %} {{ seen.n * 2 }} "
+        "{{ '%s-%05d' % ('a', 7) }} {{ '-' * 3 }} {{ options | join('+') }} {{ 2 ** 10 }} "
+        "{{ content | replace('a', 'b') }}"
+        "{% macro m(x) %}[{{ x }}]{% endmacro %}{{ m(1) }}{{ 'a' | center(5) }}{{ dict(a=1).a }}"
+    )  # fmt: skip
+    found = task({"prompt": "aha", "options": ["x", "y"]}, format_prompt=str(file)).messages[0]["content"]
+    assert found == "1/2. X, 2/2. Y 4 a-00007 --- x+y 1024 bhb[1]  a  1"
+
+
+def test_a_row_that_is_huge_is_its_own_fault(tmp_path):
+    file = tmp_path / "format.jinja"
+    file.write_text("{{ content }}{% for o in options %}{{ o }}{% endfor %}{{ 'x' * level }}")
+    for row in (
+        {"prompt": "x" * 5_000_000},
+        {"prompt": "x", "options": ["y"] * 1_100_000},
+        {"prompt": "x", "level": 1e9},
+        {"prompt": "x", "level": 10**400},
+    ):
+        with pytest.raises(RowError, match=r"the format prompt fails on it .*the row is too large for it"):
+            task({"level": 1, **row}, format_prompt=str(file))
+
+
+def test_the_count_begins_anew_with_each_row(tmp_path):
+    file = tmp_path / "format.jinja"
+    file.write_text("{% for a in range(40000) %}{% endfor %}{{ content }}")
+    builder = TaskBuilder.of(DataSettings(format_prompt=str(file)))
+    rows = RowList([{"prompt": "x"}] * 30, "train.json", DATA)
+    assert all(builder.build(rows, index).messages[0]["content"] == "x" for index in range(30))

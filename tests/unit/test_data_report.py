@@ -7,6 +7,7 @@ from data_helpers import FakeEncoder, image_rows, picture_bytes, write_jsonl
 
 from mtrl.data import DataError, DataSettings
 from mtrl.data import report as data_report
+from mtrl.data.rows import IMAGE_DIR
 
 
 def printed(path, tmp_path, encoder, **settings):
@@ -44,7 +45,19 @@ def test_bad_rows_are_shown_and_counted(tmp_path):
     code, text = printed(write_jsonl(tmp_path / "a.jsonl", rows), tmp_path, FakeEncoder())
     assert code == 1
     assert "       30  cannot be used" in text and "a.jsonl, row 1: the prompt is empty" in text
-    assert "... and 10 more" in text and "<pad> × 6fine" in text
+    assert "row 1: the prompt is empty (and 29 more rows like it)" in text and "<pad> × 6fine" in text
+    assert text.count("the prompt is empty") == 1
+
+
+def test_images_that_do_not_exist_are_told_once_with_the_key_that_helps(tmp_path):
+    rows = [{"prompt": "<image>?", "images": f"my photos/{i} is.png"} for i in range(40)]
+    rows += [{"prompt": "<image>?", "images": "b.png"}, {"prompt": 7}]
+    (tmp_path / "b.png").write_bytes(b"")
+    code, text = printed(write_jsonl(tmp_path / "a.jsonl", rows), tmp_path, FakeEncoder())
+    told = [line for line in text.splitlines() if ", row " in line]
+    assert code == 1 and len(told) == 3
+    assert told[0].endswith("0 is.png does not exist (and 39 more rows like it); " + IMAGE_DIR)
+    assert told[1].endswith("b.png is empty") and ", row 42: the prompt is a int" in told[2]
 
 
 def test_without_a_model(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 from data_helpers import FakeEncoder, image_rows, picture_bytes, write_jsonl
 
 import mtrl.data.sampler as sampler_module
-from mtrl.data import DataError, DataSettings, Sampler, open_dataset
+from mtrl.data import BadRow, DataError, DataSettings, Sampler, open_dataset
 from mtrl.data.media import decode
 from mtrl.data.sampler import Prefetcher, PromptLoader, epoch_order
 
@@ -24,7 +24,9 @@ def make(tmp_path):
     def make(data=None, rows=10, encoder=None, settings=None, **options):
         path = data or image_rows(tmp_path, rows, every=2)
         encoder = encoder or FakeEncoder()
-        dataset = open_dataset(str(path), settings or DataSettings(), encoder, cache_dir=tmp_path / "cache")
+        begun = options.pop("begun", False)
+        settings = settings or DataSettings()
+        dataset = open_dataset(str(path), settings, encoder, cache_dir=tmp_path / "cache", begun=begun)
         samplers.append(Sampler(dataset, encoder, **options))
         return samplers[-1]
 
@@ -201,7 +203,7 @@ def break_image(tmp_path, row):
 
 
 def test_a_row_broken_after_the_scan_is_an_error_with_its_place(make, tmp_path):
-    sampler = make(shuffle=False)
+    sampler = make(shuffle=False, settings=DataSettings(on_bad_row="error"))
     break_image(tmp_path, 4)
     sampler.take(4)
     with pytest.raises(DataError, match=r"train\.jsonl, row 5: the image .*4\.png is truncated or damaged"):
@@ -226,7 +228,8 @@ def test_skip_puts_the_next_row_in_its_place(make, tmp_path, caplog):
         resumed.restore(state)
 
 
-def test_resume_with_rows_that_only_decoding_finds(make, tmp_path):
+def test_resume_with_rows_that_only_decoding_finds(make, tmp_path, monkeypatch):
+    monkeypatch.setattr("mtrl.data.dataset.SAMPLED", 0)
     image_rows(tmp_path, 10, every=2)
     break_image(tmp_path, 4)
     settings = DataSettings(on_bad_row="skip")
@@ -236,6 +239,68 @@ def test_resume_with_rows_that_only_decoding_finds(make, tmp_path):
     resumed = make(tmp_path / "train.jsonl", settings=settings)
     resumed.restore(state)
     assert ids(resumed.take(12)) == expected
+
+
+def test_by_default_a_row_that_goes_bad_is_skipped_and_counted(make, tmp_path, caplog):
+    sampler = make(shuffle=False)
+    assert sampler.metrics() == {} and sampler.state()["skipped"] == []
+    break_image(tmp_path, 4)
+    assert answers(sampler.take(8)) == [0, 1, 2, 3, 5, 6, 7, 8]
+    assert sampler.metrics() == {"data/skipped_rows": 1} and sampler.state()["skipped"] == [4]
+    for _ in range(3):  # one row alone never ends a run, however often it is asked
+        sampler.take(9)
+    assert sampler.metrics() == {"data/skipped_rows": 1} and caplog.text.count("another row stands in") == 1
+
+
+def test_more_than_a_hundredth_ends_it_and_not_a_row_less(make, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": f"question {i}", "answer": i} for i in range(300)])
+    for bad, ends in ((3, False), (4, True)):
+        sampler = make(path, shuffle=False)
+        load = sampler.loader.load
+        broken = range(10, 10 + bad)
+        sampler.loader.load = lambda at, load=load, broken=broken: BadRow("a", at, "x") if at in broken else load(at)
+        if ends:
+            told = (
+                r"4 of the 300 rows asked so far could not be read, more than 1%; the last: a, row 13: x\. Repair the"
+            )
+            with pytest.raises(DataError, match=rf"{told} data, or set dataset\.on_bad_row=skip"):
+                sampler.take(296)
+        else:
+            assert len(sampler.take(297)) == 297
+
+
+def test_the_count_goes_on_after_a_resume(make, tmp_path):
+    sampler = make(rows=40, shuffle=False, prompts_ahead=1)
+    break_image(tmp_path, 4)
+    sampler.take(10)
+    state = json.loads(json.dumps(sampler.state()))
+    break_image(tmp_path, 20)
+    resumed = make(tmp_path / "train.jsonl", shuffle=False, begun=True)
+    resumed.restore(state)
+    assert resumed.metrics() == {"data/skipped_rows": 1}
+    for each in (sampler, resumed):
+        assert answers(each.take(5)) == [11, 12, 13, 14, 15]
+        with pytest.raises(DataError, match=r"2 of the 22 rows asked so far"):
+            each.take(5)
+
+
+def test_states_of_older_versions_count_nothing(make):
+    sampler = make()
+    sampler.take(3)
+    state = sampler.state()
+    del state["skipped"]
+    resumed = make()
+    resumed.restore(state)
+    assert ids(resumed.take(3)) == ids(sampler.take(3)) and resumed.metrics() == {}
+
+
+def test_a_validation_that_misses_many_rows_is_an_error(make, tmp_path):
+    sampler = make(shuffle=False)
+    break_image(tmp_path, 4)
+    assert len([answer for batch in sampler.one_pass(4) for answer in answers(batch)]) == 9
+    break_image(tmp_path, 2)
+    with pytest.raises(DataError, match="2 of the 10 rows"):
+        list(sampler.one_pass(4))
 
 
 def test_when_no_row_can_be_decoded_skip_gives_up(make, tmp_path):
@@ -248,7 +313,7 @@ def test_when_no_row_can_be_decoded_skip_gives_up(make, tmp_path):
 
 
 def test_an_image_that_grew_past_the_limit_is_refused(make, tmp_path):
-    sampler = make(rows=4, shuffle=False, settings=DataSettings(max_prompt_length=20))
+    sampler = make(rows=4, shuffle=False, settings=DataSettings(max_prompt_length=20, on_bad_row="error"))
     (tmp_path / "images/2.png").write_bytes(picture_bytes(280, 280))
     with pytest.raises(DataError, match=r"row 3: the prompt now has \d+ tokens"):
         sampler.take(4)
@@ -298,7 +363,7 @@ from data_helpers import FakeEncoder
 from mtrl.data import DataSettings, Sampler, open_dataset
 class Slow(FakeEncoder):
     def encode(self, task, media):
-        time.sleep(0.2)
+        time.sleep(1)
         return super().encode(task, media)
 dataset = open_dataset({str(path)!r}, DataSettings(), Slow(), cache_dir=__import__("pathlib").Path({str(tmp_path)!r}))
 sampler = Sampler(dataset, Slow(), prompts_ahead=40)
@@ -309,4 +374,4 @@ print("taken", flush=True)
         assert process.stdout.readline().strip() == "taken"
         began = time.monotonic()
         assert process.wait(timeout=30) == 0
-        assert time.monotonic() - began < 4  # 39 more prompts would take eight seconds
+        assert time.monotonic() - began < 15  # 39 more prompts would take twenty seconds

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import signal
 import time
 
 import numpy as np
@@ -69,8 +70,12 @@ def test_the_error_is_bounded(tmp_path):
     assert "no row is left to use of 50: 50 bad" in str(caught.value)
     with pytest.raises(DataError) as caught:
         opened(tmp_path / "a.jsonl", tmp_path)
-    assert len(str(caught.value).splitlines()) == 23 and "and 30 more" in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 3 and "(and 49 more rows like it)" in str(caught.value)
     assert len(caught.value.bad_rows) == 50
+    columns = "abcdefghijklmnopqrstuvwxyz"
+    with pytest.raises(DataError) as caught:
+        opened(write_jsonl(tmp_path / "b.jsonl", [{name: ""} for name in columns]), tmp_path)
+    assert len(str(caught.value).splitlines()) == 23 and "... and rows with 6 other causes" in str(caught.value)
 
 
 def test_skip_goes_on_without_them_and_lists_them_once(bad_file, tmp_path, caplog):
@@ -99,9 +104,79 @@ def test_lengths_need_no_pixels(tmp_path, monkeypatch):
     path = image_rows(tmp_path, 6)
     monkeypatch.setattr("mtrl.data.media._load", never)
     monkeypatch.setattr("mtrl.data.media._to_rgb", never)
+    monkeypatch.setattr("mtrl.data.dataset.SAMPLED", 0)  # else some are decoded, to find damage
     dataset = opened(path, tmp_path)
     assert dataset.lengths.tolist() == [1 + 10 + 2 * (1 + i % 3) for i in range(6)]
     assert dataset.pixels.tolist() == [28 * 56 * (1 + i % 3) for i in range(6)]
+
+
+def hollow(path):
+    """A PNG whose pixels are gone, between a header and an end that are fine."""
+    data = bytearray(picture_bytes(56, 56))
+    data[60:-12] = b"\0" * (len(data) - 72)
+    path.write_bytes(bytes(data))
+
+
+def test_damage_that_no_header_shows_is_found_in_the_scan(tmp_path):
+    path = image_rows(tmp_path, 6)
+    hollow(tmp_path / "images/3.png")
+    for _ in range(2):  # the second time from the cache
+        with pytest.raises(DataError, match=r"1 of 6 rows(.|\n)*row 4: the image .*3\.png is truncated or damaged"):
+            opened(path, tmp_path)
+    assert opened(path, tmp_path, on_bad_row="skip").counts.bad == 1
+    (tmp_path / "images/3.png").write_bytes(picture_bytes(28, 28))
+    assert len(opened(path, tmp_path)) == 6
+
+
+def test_the_sample_is_bounded_and_spread_over_all_files(tmp_path, monkeypatch):
+    decoded = []
+    monkeypatch.setattr("mtrl.data.lengths.check_pixels", decoded.extend)
+    for name in ("a", "b", "c"):
+        (tmp_path / name).mkdir()
+        image_rows(tmp_path / name, 80 if name != "b" else 8)
+    files = [str(tmp_path / name / "train.jsonl") for name in ("a", "b", "c")]
+    opened(",".join(files), tmp_path)
+    parts = [sum(f"/{name}/" in medium.source for medium in decoded) for name in ("a", "b", "c")]
+    assert len(decoded) == 64 and min(parts) >= 3 and parts[0] in (30, 31)
+    places = [int(medium.source.split("/")[-1][:-4]) for medium in decoded if "/a/" in medium.source]
+    assert places[0] == 0 and places[-1] == 79 and max(np.diff(places)) <= 3
+    decoded.clear()
+    opened(",".join(files), tmp_path)
+    assert not decoded, "nothing changed"
+    opened(",".join(files), tmp_path, check_images="full")
+    assert len(decoded) == 168
+
+
+def test_a_full_check_finds_what_a_sample_misses(tmp_path, monkeypatch):
+    monkeypatch.setattr("mtrl.data.dataset.SAMPLED", 2)  # the first and the last
+    path = image_rows(tmp_path, 6)
+    hollow(tmp_path / "images/3.png")
+    assert len(opened(path, tmp_path)) == 6
+    with pytest.raises(DataError, match=r"row 4: .*truncated or damaged"):
+        opened(path, tmp_path, check_images="full")
+
+
+@pytest.mark.parametrize("mode", ["scan", "error", "skip"])
+def test_rows_that_went_bad_keep_their_place_in_a_run_that_has_begun(tmp_path, mode, caplog):
+    path = image_rows(tmp_path, 6)
+    if mode == "skip":
+        (tmp_path / "images/1.png").unlink()  # it is left out from the start, and for ever
+
+    def at_start(begun):
+        return open_dataset(str(path), DataSettings(on_bad_row=mode), FakeEncoder(), cache_dir=tmp_path / "cache",
+                            bad_rows_path=tmp_path / "bad_rows.jsonl", begun=begun)  # fmt: skip
+
+    whole = at_start(begun=False)
+    (tmp_path / "images/3.png").unlink()
+    if mode == "error":
+        with pytest.raises(DataError, match="1 of 6 rows"):
+            at_start(begun=True)
+        return
+    for _ in range(2):
+        later = at_start(begun=True)
+        assert later.fingerprint == whole.fingerprint and len(later) == len(whole) == (5 if mode == "skip" else 6)
+        assert later.late == 1 and "1 of 6 rows have become unusable since the run began" in caplog.text
+    assert later.lengths.min() == -1
 
 
 def test_overlong_prompts_are_left_out_or_refused(tmp_path, caplog):
@@ -252,6 +327,12 @@ def test_forked_workers_give_the_same(small_chunks):
 def test_an_exception_of_the_job_is_raised(small_chunks):
     with pytest.raises(ZeroDivisionError):
         parallel.map_rows(lambda row: 1 / (row - 20), range(50), "x", workers=2)
+
+
+def test_ctrl_c_is_for_the_parent_of_the_workers(small_chunks):
+    """It ends them itself; each would write a traceback of its own."""
+    found = parallel.map_rows(lambda row: signal.getsignal(signal.SIGINT), range(50), "x", workers=2)
+    assert set(found) == {signal.SIG_IGN}
 
 
 def test_a_worker_that_dies_costs_time_only(small_chunks, caplog):

@@ -12,6 +12,8 @@ from loop_helpers import PROMPTS, REFERENCE, FakeReference, FakeScorer, loop, va
 from mtrl.algorithms.divergence import Divergence
 from mtrl.build.run import Run
 from mtrl.config import load_config
+from mtrl.data import DataError
+from mtrl.errors import RunError
 from mtrl.training.interrupt import Interrupt
 from mtrl.training.resume import Start
 
@@ -116,6 +118,109 @@ def test_everything_is_closed_when_a_step_fails(tmp_path):
     with pytest.raises(TypeError):
         run_of(made, tmp_path, {}).train()
     assert made.components.tracker.closed == 1
+
+
+# ------------------------------------------------------------------------------------------------- errors that end it
+class Broken(Exception):
+    pass
+
+
+def failing(made, part, method, step):
+    """Makes a component raise when it is called for the step of that number, from 1."""
+    component, calls = getattr(made.components, part), []
+    before = getattr(component, method)
+
+    def call(*arguments, **options):
+        calls.append(arguments)
+        if len(calls) == step:
+            raise Broken(f"{part} at step {step}")
+        return before(*arguments, **options)
+
+    setattr(component, method, call)
+
+
+@pytest.mark.parametrize(
+    ("part", "method", "saved"),
+    [
+        ("source", "take", 2),
+        ("generator", "generate", 2),
+        ("scorer", "submit", 2),
+        ("actor", "probe", 2),
+        ("actor", "update", None),  # it has begun to change the weights
+        ("generator", "load", None),
+        ("tracker", "rollouts", 3),
+        ("tracker", "metrics", 3),
+    ],
+)
+def test_an_error_saves_the_last_whole_step(tmp_path, capfd, part, method, saved):
+    made = loop(total_steps=5)
+    failing(made, part, method, 3)
+    with pytest.raises(Broken, match=part):
+        run_of(made, tmp_path, {}).train()
+    assert list(made.components.store.saved) == ([] if saved is None else [saved])
+    assert ("saved after step" in capfd.readouterr().err) == (saved is not None)
+    if saved is not None:
+        snapshots, state, _ = made.components.store.saved[saved]
+        assert snapshots == {"actor": f"snapshot of version {7 * saved}"}
+        assert state["step"] == saved and state["source"] == {"next": PROMPTS * saved}, (
+            "the prompts of step 3 come again"
+        )
+
+
+def test_what_an_error_left_goes_on_as_if_nothing_had_been(tmp_path):
+    def fresh():
+        rule = Divergence("abs", 0.5, adaptive=True, target=0.25, horizon=10.0)
+        return loop(reference=FakeReference(None, reference=REFERENCE), divergence=rule, total_steps=4)
+
+    for part, method in (("scorer", "submit"), ("tracker", "rollouts")):
+        whole, broken, restored = fresh(), fresh(), fresh()
+        whole.run()
+        failing(broken, part, method, 3)
+        with pytest.raises(Broken):
+            run_of(broken, tmp_path, {}).train()
+        ((step, (_, state, _)),) = broken.components.store.saved.items()
+        restored.restore(Path(f"checkpoints/{step}"), state)
+        restored.run()
+        rows, expected = restored.components.tracker.rows, whole.components.tracker.rows
+        assert rows.keys() == set(range(step + 1, 5))
+        for number, row in rows.items():
+            assert {k: v for k, v in row.items() if "perf/" not in k} == {
+                k: v for k, v in expected[number].items() if "perf/" not in k
+            }
+        assert restored.state() == whole.state()
+
+
+def test_nothing_is_saved_twice_or_before_the_first_step(tmp_path):
+    made = loop(total_steps=5, save_every=2)
+    failing(made, "scorer", "submit", 3)
+    with pytest.raises(Broken):
+        run_of(made, tmp_path, {}).train()
+    assert [entry for entry in made.components.actor.journal if entry[0] == "save"] == [("save", 2)]
+    made = loop(validation=validation_of(), validate_first=True)
+    failing(made, "scorer", "submit", 1)
+    with pytest.raises(Broken):
+        run_of(made, tmp_path, {}).train()
+    assert not made.components.store.saved
+
+
+def test_a_save_that_fails_does_not_hide_why_the_run_ended(tmp_path, caplog):
+    made = loop(total_steps=5)
+    failing(made, "scorer", "submit", 3)
+    failing(made, "store", "save", 1)
+    with pytest.raises(Broken, match="scorer"):
+        run_of(made, tmp_path, {}).train()
+    assert "step 2 could not be saved: store" in caplog.text
+
+
+def test_data_that_cannot_be_read_end_a_run_with_a_line(tmp_path):
+    made = loop(total_steps=5)
+
+    def take(count):
+        raise DataError("3 of the 200 rows asked so far could not be read")
+
+    made.components.source.take = take
+    with pytest.raises(RunError, match="3 of the 200 rows"):
+        run_of(made, tmp_path, {}).train()
 
 
 # ---------------------------------------------------------------------------------------------- stopping and going on

@@ -13,7 +13,8 @@ from helpers import NAN, fake_experience, fake_prompt, fake_rollouts
 
 from mtrl.build.run import build
 from mtrl.config import load_config
-from mtrl.tracking import background, pages
+from mtrl.report import pages
+from mtrl.tracking import background
 from mtrl.tracking.background import Background, append_bounded
 from mtrl.tracking.markdown import LogPaths, MarkdownLogs
 from mtrl.types import SEGMENTS, Credit, Rewards, Signals, ValidationSample

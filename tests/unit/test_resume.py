@@ -14,15 +14,16 @@ import pytest
 
 from mtrl.config import load_config, to_yaml
 from mtrl.config.tree import known_leaves
+from mtrl.data.rows import DataError
 from mtrl.errors import Finished, RunError, StartError
 from mtrl.protocols import Tracker
 from mtrl.store.checkpoint import FolderStore, checkpoints
-from mtrl.store.manifest import seal
+from mtrl.store.manifest import MANIFEST, seal
 from mtrl.store.run_directory import CONFIG, RunDirectory
 from mtrl.tracking.jsonl import JsonlWriter, read_rows
 from mtrl.tracking.several import Trackers
 from mtrl.training.interrupt import Interrupt
-from mtrl.training.resume import Start, checkpoint_at, differing_keys, find_start, refuse_another_run
+from mtrl.training.resume import Start, checkpoint_at, differing_keys, find_start, refuse_another_run, restoring
 
 NOTHING = {"actor": SimpleNamespace(nbytes=0)}  # of snapshots, what a save that is refused looks at
 
@@ -143,10 +144,14 @@ LOGGING = (
 PLACE = ("output_dir", "project_name", "experiment_name", "find_last_checkpoint", "fresh", "load_checkpoint_path")
 
 
-def test_only_logging_length_and_place_may_differ():
+BAD_DATA = ("on_bad_row", "check_images")  # the sampler notices whether the rows in use are the same
+
+
+def test_only_logging_length_place_and_bad_data_may_differ():
     """The keys say it themselves; here is the list in full, so that no key gets it by accident."""
     may_change = {key for key, leaf in known_leaves().items() if leaf.may_change}
-    assert may_change == {f"training.{name}" for name in (*LENGTH, *LOGGING, *PLACE)}
+    expected = {f"training.{name}" for name in (*LENGTH, *LOGGING, *PLACE)}
+    assert may_change == expected | {f"dataset.{name}" for name in BAD_DATA}
 
 
 def test_the_keys_that_differ_are_named():
@@ -374,3 +379,46 @@ def test_away_from_the_main_thread_no_signal_is_touched():
     thread.start()
     thread.join()
     assert not errors
+
+
+# ------------------------------------------------------------------------------------------------------- strange states
+@pytest.mark.parametrize("name", ["run.lock", "run_id", "config.yaml", "metrics.jsonl", "bad_rows.jsonl"])
+def test_a_pipe_in_the_place_of_a_file_is_refused_by_name(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(StartError, match=f"{name} is no file"):
+        RunDirectory(tmp_path)
+
+
+@pytest.mark.parametrize("target", ["nowhere", "checkpoints"])
+def test_checkpoints_that_lead_nowhere_are_no_new_start(tmp_path, target):
+    (tmp_path / "checkpoints").symlink_to(target)
+    with pytest.raises(StartError, match="checkpoints is no folder"):
+        RunDirectory(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"\x1b[2J"])
+def test_an_id_that_nobody_wrote_is_refused_by_name(tmp_path, content):
+    (tmp_path / "run_id").write_bytes(content)
+    with pytest.raises(StartError, match="run_id does not hold the id"):
+        RunDirectory(tmp_path)
+
+
+@pytest.mark.parametrize("state", ["[]", "{}", '{"step": "ten"}', '{"step": -1}', '{"step": true}', "[" * 10**5])
+def test_a_state_that_was_changed_and_sealed_again_is_refused_by_name(tmp_path, state):
+    folder = fake_checkpoint(tmp_path, 10)
+    (folder / "trainer_state.json").write_text(state)
+    (folder / MANIFEST).unlink()
+    seal(folder)
+    with pytest.raises(StartError, match=r"step_10: trainer_state.json .*; move the folder away"):
+        find_start(tmp_path, 99)
+    with pytest.raises(StartError, match=r"trainer_state\.json"):
+        find_start(tmp_path / "new", 99, given=str(folder))
+
+
+@pytest.mark.parametrize("error", [KeyError("source"), TypeError("'int' object is not subscriptable"), ValueError("x")])
+def test_what_a_changed_state_does_is_told_with_its_name(tmp_path, error):
+    told = rf"step_9 is not as a run wrote it, in trainer_state.json .*{type(error).__name__}"
+    with pytest.raises(StartError, match=told), restoring(tmp_path / "step_9"):
+        raise error
+    with pytest.raises(DataError, match="the data changed"), restoring(tmp_path / "step_9"):
+        raise DataError("the data changed")

@@ -184,6 +184,15 @@ def test_rollouts_without_their_data_still_have_response_and_answer(run, tmp_pat
     assert "the run's data cannot be opened" in err and "3 of 3 responses have no row" in err
 
 
+@pytest.mark.parametrize("strange", [{"response": "x"}, {"step": 1, "id": 7, "response": "x"}])
+def test_a_row_that_no_run_wrote_is_told_with_its_file(run, strange, capsys):
+    with (run / "rollouts.jsonl").open("a") as file:
+        file.write(json.dumps(strange) + "\n")
+    assert main(["reward", "format", "--data", str(run / "rollouts.jsonl")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "rollouts.jsonl, row " in line and "is not what a run writes" in line
+
+
 def test_rollouts_alone(run, capsys):
     (run / "config.yaml").unlink()
     found, _, err = tried(capsys, "format", "--data", str(run / "rollouts.jsonl"))

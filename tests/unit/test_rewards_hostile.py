@@ -1,10 +1,15 @@
-"""A response may be a megabyte of anything: the built-in rewards read it in linear time."""
+"""A response may be a megabyte of anything: the built-in rewards read it in linear time, or in a sandbox."""
 
 import time
+from importlib.util import find_spec
 
 import pytest
+from reward_helpers import rows
 
+from mtrl.build.rewards import build_scorer
+from mtrl.config import load_config
 from mtrl.rewards.builtin import accuracy, format, think_format
+from mtrl.rewards.registry import REWARDS
 
 SIZE = 1_000_000
 COLOURS = ["red", "green", "blue", "a red circle"]
@@ -49,3 +54,37 @@ def test_what_is_found_does_not_depend_on_the_length():
     assert accuracy({"response": "B" + padding, "ground_truth": "B"}) == 1
     assert accuracy({"response": padding + "Answer: B, not A", "ground_truth": "B"}) == 1
     assert accuracy({"response": "<answer>" + padding + "B</answer>" + padding, "ground_truth": "B"}) == 1
+
+
+# ------------------------------------------------------------------------------------------------------ the time limit
+DEEP = {
+    "a tower of powers": "9**9**9**9", "a tower in LaTeX": "9^{9^{9^{9^{9}}}}+1", "factorials": "((9!)!)!",
+    "brackets": "(" * 20_000 + "1" + ")" * 20_000, "fractions": r"\frac{1}{" * 5_000 + "2" + "}" * 5_000,
+    "roots": r"\sqrt{" * 5_000 + "2" + "}" * 5_000, "a long sum": "+".join(["x"] * 50_000), "digits": "7" * SIZE,
+    "a wide set": r"\{" + ",".join(map(str, range(20_000))) + r"\}", "an integral": r"\int_0^1 x^{x^{x^x}} dx",
+}  # fmt: skip
+LIMIT_SECONDS = 2.0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("math_verify") is None, reason="needs math-verify")
+def test_no_answer_keeps_math_longer_than_its_limit():
+    """One call after the other, in one worker; starting the next one takes its time too."""
+    limits = {"worker.reward.timeout_s": LIMIT_SECONDS, "worker.reward.num_cpus": 1}
+    scorer = build_scorer(load_config(None, {"worker.reward.functions": ("math",), **limits}), steps=1)
+    begin = time.monotonic()
+    texts = [rf"\boxed{{{answer}}}" for answer in (*DEEP.values(), *map(hostile, UNITS[::5]), "0.5")]
+    found = [scorer.submit(rows([text], ["0.5"]), step=None).result() for text in texts]
+    assert time.monotonic() - begin < len(texts) * (LIMIT_SECONDS + 10)
+    assert found[-1].parts["math"].tolist() == [1.0]
+    assert all(rewards.parts["math"].tolist() == [0.0] for rewards in found[:-1])
+    scorer.close()
+
+
+def test_every_builtin_reads_in_linear_time_or_has_the_sandbox():
+    """A new one belongs to one of these."""
+    linear = {"accuracy", "format", "think_format"}  # above
+    constant = {"length", "mdi", "vgr"}  # they look at numbers alone
+    as_accuracy = {"vgr_hard_negative"}
+    sandboxed = {name for name, reward in REWARDS.items() if reward.sandboxed}
+    assert sandboxed == {"math"} and set(REWARDS) == linear | constant | as_accuracy | sandboxed

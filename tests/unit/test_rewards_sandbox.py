@@ -1,10 +1,14 @@
 """User functions in worker processes: whatever one of them does, only its own call suffers."""
 
 import gc
+import os
 import resource
+import signal
 import subprocess
 import sys
+import threading
 import time
+from pathlib import Path
 
 import pytest
 from helpers import NAN, alive, close, fake_rollouts
@@ -12,27 +16,39 @@ from PIL import Image
 
 from mtrl.build.rewards import build_scorer
 from mtrl.config import load_config
+from mtrl.rewards import sandbox as sandboxes
 from mtrl.rewards.sandbox import InProcess, Sandbox
 
 MANNERS = '''
-import os, signal, subprocess, sys, threading, time
+import itertools, os, signal, subprocess, sys, threading, time
+
+import numpy
 
 hoard = []
 
 class Odd:
     pass
 
+def start(note):
+    """A child, one that left for a session of its own, and one of whom nobody is the parent any more."""
+    child, apart = (subprocess.Popen(["sleep", "1000"], start_new_session=new).pid for new in (False, True))
+    orphan = subprocess.check_output("setsid sleep 1000 >/dev/null 2>&1 & echo $!", shell=True, text=True)
+    open(note + ".part", "w").write(f"{child} {apart} {orphan}")
+    os.rename(note + ".part", note)
+
 def reward_function(data, scale=1.0):
     """Behaves as its response says."""
-    import numpy
     does = data["response"]
     if does == "raise": raise RuntimeError("deliberate " + data["response"])
     if does == "hang": time.sleep(1000)
-    if does == "hang with a child":
-        open(data["note"], "w").write(str(subprocess.Popen(["sleep", "1000"]).pid))
+    if does == "hang with children":
+        start(data["note"])
         time.sleep(1000)
-    if does == "quit with a child":
-        open(data["note"], "w").write(str(subprocess.Popen(["sleep", "1000"]).pid))
+    if does == "hold the interpreter with children":
+        start(data["note"])
+        sum(itertools.repeat(0))  # for ever, in C: no other thread of Python runs
+    if does == "quit with children":
+        start(data["note"])
         os._exit(4)
     if does.startswith("fork"):
         child = os.fork()
@@ -89,6 +105,13 @@ def outcome(sandbox, does, **columns):
     return sandbox.submit([{"response": does, **columns}])[0].result(timeout=60)
 
 
+def noted(path):
+    """Process ids that a function left there: three of them."""
+    found = [int(pid) for pid in path.read_text().split()]
+    assert len(found) == 3
+    return found
+
+
 def ends(pid, seconds=5.0):
     limit = time.monotonic() + seconds
     while alive(pid) and time.monotonic() < limit:
@@ -109,9 +132,9 @@ def test_every_column_arrives(sandbox):
     assert outcome(sandbox, "columns", a=1, b={"c": [1]}).value == 1.0
 
 
-def test_extras_come_back_as_plain_values(sandbox):
-    extras = outcome(sandbox, "extras").extras
-    assert extras["seen"] == 7.0 and extras["words"] == "many" and "Odd" in extras["odd"]
+def test_numbers_come_back_as_plain_values(sandbox):
+    """Nobody reads other extra values."""
+    assert outcome(sandbox, "extras").extras == {"seen": 7.0}
 
 
 @pytest.mark.parametrize(
@@ -162,17 +185,17 @@ def test_a_worker_that_hangs_is_replaced_with_all_it_started(file, tmp_path):
     sandbox = Sandbox(str(file), {}, workers=1, timeout_s=1.0)
     before, note = outcome(sandbox, "pid").extras["pid"], tmp_path / "pid"
     begin = time.monotonic()
-    found = outcome(sandbox, "hang with a child", note=str(note))
+    found = outcome(sandbox, "hang with children", note=str(note))
     assert found.failure == "took longer than 1 s" and time.monotonic() - begin < 10
-    assert ends(before) and ends(int(note.read_text()))
+    assert ends(before) and all(map(ends, noted(note)))
     assert outcome(sandbox, "fine").value == 1.0
     sandbox.close()
 
 
 def test_nothing_outlives_a_worker_that_ends(sandbox, tmp_path):
     note = tmp_path / "pid"
-    assert "ended with status 4" in outcome(sandbox, "quit with a child", note=str(note)).failure
-    assert ends(int(note.read_text()))
+    assert "ended with status 4" in outcome(sandbox, "quit with children", note=str(note)).failure
+    assert all(map(ends, noted(note)))
 
 
 @pytest.mark.parametrize(("does", "status"), [("fork", 0), ("fork and exit", 7), ("fork and raise", 1)])
@@ -269,8 +292,9 @@ def test_one_after_the_other_only_the_guilty_one_fails(file):
     sandbox.close()
 
 
-def test_a_step_of_hanging_calls_ends_soon(file):
-    sandbox = Sandbox(str(file), {}, workers=2, timeout_s=0.4)
+def test_a_step_of_hanging_calls_ends_soon(tmp_path):
+    source = "import time\ndef f(data):\n    if data['response'] == 'hang': time.sleep(1000)\n    return 1.0\n"
+    sandbox = Sandbox(str(named(tmp_path, source)), {}, workers=2, timeout_s=0.4)
     found = [each.result(timeout=120) for each in sandbox.submit([{"response": "hang"}] * 64)]
     tried = [each.failure == "took longer than 0.4 s" for each in found]
     assert 10 <= sum(tried) <= 12 and all(each.failure for each in found)
@@ -326,25 +350,59 @@ def test_closing_does_not_wait_for_a_call(file):
 
 
 def test_a_killed_run_leaves_nothing(file, tmp_path):
-    """Nobody is there to close anything, and the function hangs."""
-    note = tmp_path / "pid"
+    """Nobody is there to close anything, and the function holds the interpreter, so that no thread of its process could
+    notice."""
+    note = tmp_path / "pids"
     program = (
         "from mtrl.rewards.sandbox import Sandbox\n"
         f"sandbox = Sandbox({str(file)!r}, {{}}, workers=1, timeout_s=1000)\n"
         "print(sandbox.submit([{'response': 'pid'}])[0].result().extras['pid'], flush=True)\n"
-        f"sandbox.submit([{{'response': 'hang with a child', 'note': {str(note)!r}}}])[0].result()\n"
+        f"row = {{'response': 'hold the interpreter with children', 'note': {str(note)!r}}}\n"
+        "sandbox.submit([row])[0].result()\n"
     )
     run = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     worker = int(run.stdout.readline())
-    limit = time.monotonic() + 20
-    while not (note.exists() and note.read_text()) and time.monotonic() < limit:
+    limit = time.monotonic() + 60
+    while not note.exists() and time.monotonic() < limit:
         time.sleep(0.05)
-    child = int(note.read_text())
-    assert alive(worker) and alive(child)
+    started = [worker, parent_of(worker), *noted(note)]
+    assert all(map(alive, started)) and parent_of(parent_of(worker)) == run.pid
     run.kill()
     run.wait()
     run.stdout.close()
-    assert ends(worker) and ends(child)
+    assert all(map(ends, started))
+
+
+def parent_of(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_a_worker_outlives_the_thread_that_started_it(file):
+    """Linux tells a process of the end of its parent's thread, too, not of its parent's alone."""
+    made = []
+    thread = threading.Thread(target=lambda: made.append(Sandbox(str(file), {}, workers=1, timeout_s=20)))
+    thread.start()
+    thread.join()
+    before = outcome(made[0], "pid").extras["pid"]
+    time.sleep(0.3)
+    assert outcome(made[0], "pid").extras["pid"] == before
+    made[0].close()
+    assert ends(before)
+
+
+def test_a_worker_without_its_supervisor_dies(file):
+    sandbox = Sandbox(str(file), {}, workers=1, timeout_s=20)
+    before = outcome(sandbox, "pid").extras["pid"]
+    os.kill(parent_of(before), signal.SIGKILL)
+    assert ends(before)
+    sandbox.close()
+
+
+def test_a_system_without_subreapers_is_said_once(sandbox, caplog):
+    sandboxes.warn_of_strays.cache_clear()
+    for _ in range(2):
+        sandboxes.warn_of_strays()
+    assert caplog.text.count("may outlive the run") == 1
 
 
 # ---------------------------------------------------------------------------------------------------- finding functions

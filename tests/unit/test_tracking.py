@@ -138,6 +138,21 @@ def test_the_attempt_counts_from_every_file(tmp_path):
     assert not (tmp_path / "metrics.jsonl").exists() and RunFiles(tmp_path).attempt == 2
 
 
+def test_rows_without_a_step_are_left_out_and_told_with_their_file(tmp_path, caplog):
+    """Somebody edited the file: no row of it may end the run."""
+    rows = [
+        {"val/reward_score": 1.0}, {"step": None, "val/reward_score": 1.0}, {"step": "1", "perf/seconds_step": 1.0},
+        {"step": 1, "perf/seconds_step": 1.0, "actor/entropy": "low", "attempt": "first"},
+        {"step": 2, "val/reward_score": 0.5, "val/avg@1": [], "attempt": []},
+    ]  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert validations_of(tmp_path) == {2: {"val/reward_score": 0.5}}
+    (said,) = caplog.messages
+    assert said == f"{tmp_path / 'metrics.jsonl'}: 3 rows without a step are left out"
+    assert first_steps_of(tmp_path) == [{"step": 1, "perf/seconds_step": 1.0}]
+    assert RunFiles(tmp_path).attempt == 1
+
+
 def test_what_earlier_attempts_left(tmp_path):
     first = RunFiles(tmp_path)
     first.validation(0, {"val/reward_score": 0.1, "val/avg@1": NAN, "perf/seconds_validation": 3.0}, {"k": {"a": 0.5}})
@@ -236,8 +251,8 @@ def test_rows_wait_until_the_place_can_be_written_again(tmp_path, caplog):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
 def test_a_full_disk_does_not_stop_the_run(tmp_path, caplog):
-    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")  # the kernel answers each write with ENOSPC
     files = RunFiles(tmp_path)
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")  # the kernel answers each write with ENOSPC
     files.metrics(1, {"x": 1.0})
     files.metrics(2, {"x": 2.0})
     assert caplog.text.count("No space left") == 1

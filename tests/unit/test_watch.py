@@ -68,6 +68,12 @@ def test_gradient_spike(warned):
     assert warned(series("actor/grad_norm", [1.0] * 12 + [11.0] + [1.0] * 5 + [50.0])) == [(13, "gradient spike")]
 
 
+def test_busy_processors(warned):
+    """Two jobs on one processor: each gets half of it, and nothing is free."""
+    steps = [{"perf/cpu_share": 0.9, "perf/cpu_free": 0.02}] * 3 + [{"perf/cpu_share": 0.3, "perf/cpu_free": 0.02}] * 20
+    assert warned(steps) == [(8, "busy processors")]
+
+
 def test_skipped_updates(warned):
     found = warned([{}, {"actor/skipped_steps": 1.0, "actor/grad_norm": math.nan}, {"actor/skipped_steps": 2.0}])
     assert [step for step, _ in found] == [2]
@@ -108,6 +114,8 @@ def test_a_healthy_run_with_noise_is_left_in_peace(warned):
         series("actor/grad_norm", [0.0] * 30 + [1.0]),  # steps that taught nothing make no median
         series("actor/grad_norm", [1.0] * 30 + [9.9] * 30),
         [{"rollout/logprob_gap_mean": None, "rollout/logprob_gap_cut_mean": 0.5}] * 20,  # top-p: no error
+        [{"perf/cpu_share": 0.2, "perf/cpu_free": 0.7}] * 20,  # a small model on many processors: nobody takes them
+        [{"perf/cpu_share": 0.2}] * 20,  # the system does not say what is free
         [dict.fromkeys(HEALTHY)] * 20,
     ],
 )

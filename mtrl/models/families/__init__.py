@@ -27,6 +27,7 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils import cached_file
 
+from mtrl.files import refuse_special_files
 from mtrl.models.families.qwen_vl import QwenVLEncoder
 from mtrl.models.families.text import TextEncoder
 from mtrl.models.files import SETTINGS_FILES, TOKENIZER_FILES, refuse_broken_files
@@ -71,6 +72,7 @@ def load_encoder(
     trust_remote_code: bool = False,
     pool_special_tokens: bool = False,
     pool_system: bool = False,
+    allow_special_tokens: bool = False,
 ) -> TextEncoder:
     """The PromptEncoder for a checkpoint: a local directory or a hub id. Vision families have theirs in FAMILIES.
 
@@ -81,6 +83,7 @@ def load_encoder(
     refuse_unknown_family(config, model_path)
     vision = FAMILIES.get(config.model_type)
     refuse_broken_files(model_path, SETTINGS_FILES)
+    refuse_pipes(tokenizer_path)
     tokenizer = load_tokenizer(tokenizer_path, trust_remote_code)
     template = _read_template(chat_template)
     if vision and template is None:  # older checkpoints; transformers' processors prefer it to the tokenizer's
@@ -90,6 +93,7 @@ def load_encoder(
         "stop_ids": _stop_ids(model_path, tokenizer),
         "pool_special_tokens": pool_special_tokens,
         "pool_system": pool_system,
+        "allow_special_tokens": allow_special_tokens,
     }
     if vision is None:
         return TextEncoder(tokenizer, **options)
@@ -98,13 +102,15 @@ def load_encoder(
 
 def load_model_config(path: str, trust_remote_code: bool = False) -> PreTrainedConfig:
     """config.json of a directory or hub id, or a ValueError that says what is wrong with it."""
+    refuse_pipes(path)
     refuse_broken_files(path, ["config.json"])
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         if family := re.search(r"has model type `(.+?)`", str(error)):  # transformers does not know it either
             raise ValueError(_unknown_family(path, family[1])) from error
-        raise ValueError(f"{path} is no checkpoint directory and no hub id that can be reached: {error}") from error
+        why = str(error).splitlines()[0]
+        raise ValueError(f"{path} is no checkpoint directory and no hub id that can be reached: {why}") from error
     except Exception as error:  # values of a kind that transformers does not expect end in any error
         raise ValueError(f"{path}: transformers cannot use its config.json: {in_a_line(error)}") from error
 
@@ -121,6 +127,14 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
 def in_a_line(error: Exception) -> str:
     """The kind of an error and the first line of what it says."""
     return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def refuse_pipes(path: str) -> None:
+    """Libraries would wait for ever for a pipe among the files of a checkpoint."""
+    try:
+        refuse_special_files(path)
+    except OSError as error:
+        raise ValueError(f"{error.filename} cannot be read: {error.strerror}") from error
 
 
 def refuse_unknown_family(config: PreTrainedConfig, path: str) -> None:

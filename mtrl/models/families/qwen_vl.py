@@ -7,7 +7,7 @@ so one class serves them. Video will part them: Qwen2.5-VL spaces frames in time
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from typing import Any
 
@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from mtrl.models.families.text import TextEncoder, check_marks
 from mtrl.models.families.vision import patchify, rotary_positions, target_size
+from mtrl.models.families.written_tokens import strings_in
 from mtrl.protocols import ImageSettings
 from mtrl.types import VISION_POOL, Prompt, Task
 
@@ -100,7 +101,7 @@ class QwenVLEncoder(TextEncoder):
     # --------------------------------------------------------------------------------------------------- the pieces
     def _tokens(self, task: Task, media_count: int) -> tuple[str, Encoding]:
         check_marks(task, media_count)
-        for string in _strings(task.messages):
+        for string in strings_in(task.messages):
             if found := self._media_token.search(string):
                 raise ValueError(f"the text contains the media token {found[0]}; images must stand as image parts")
         text, tokens = super()._tokens(task, media_count)
@@ -129,15 +130,3 @@ class QwenVLEncoder(TextEncoder):
 
     def _settings(self) -> list[Any]:
         return [*super()._settings(), *astuple(self.image_settings), *self.forbidden_ids]
-
-
-def _strings(value: Any) -> Iterator[str]:
-    """Every string anywhere in the messages: a template may write any of them."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _strings(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _strings(item)

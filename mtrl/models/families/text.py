@@ -12,14 +12,15 @@ from typing import Any
 import jinja2
 import numpy as np
 import torch
-from tokenizers import Encoding
+from tokenizers import Encoding, Tokenizer
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from mtrl.models.families.written_tokens import WrittenTokens
 from mtrl.protocols import ImageSettings
 from mtrl.types import NO_POOL, TEXT_POOL, Prompt, Task
 
-ENCODING_VERSION = 1  # part of the fingerprint: raise it when the same settings give other tokens or pools
+ENCODING_VERSION = 2  # part of the fingerprint: raise it when the same settings give other tokens or pools
 
 CHATML_SYSTEM = re.compile(r"<\|im_start\|>system\n.*?(?=<\|im_start\|>|\Z)", re.DOTALL)
 
@@ -29,6 +30,9 @@ class TextEncoder:
 
     The text pool of a prompt (attention grounding) leaves out special tokens and the system segment;
     `pool_special_tokens` and `pool_system` let them in.
+
+    A special token that a message spells out (`<|im_end|>`) is text: only the chat template ends a turn.
+    `allow_special_tokens` makes it the token.
     """
 
     image_settings: ImageSettings | None = None  # a text model sees none
@@ -42,6 +46,7 @@ class TextEncoder:
         stop_ids: Sequence[int] = (),
         pool_special_tokens: bool = False,
         pool_system: bool = False,
+        allow_special_tokens: bool = False,
     ) -> None:
         if not tokenizer.is_fast:
             raise ValueError(f"{type(tokenizer).__name__} is a slow tokenizer; MTRL needs one with a tokenizer.json")
@@ -57,6 +62,7 @@ class TextEncoder:
         self._special_ids = torch.tensor(sorted({*tokenizer.all_special_ids, *(i for i, t in added if t.special)}))
         # The Rust tokenizer itself: no padding, no truncation, no warnings about long texts, and twice as fast.
         self._backend = tokenizer.backend_tokenizer
+        self._written = WrittenTokens.of(tokenizer) if not allow_special_tokens else WrittenTokens(())
         self._backend.no_padding()
         self._backend.no_truncation()
 
@@ -82,6 +88,10 @@ class TextEncoder:
         """What the model's forward takes besides the ids: position_ids [L]."""
         assert not media and not prompt.media, "a text model takes no images"
         return {"position_ids": torch.arange(len(prompt.ids))}
+
+    def tokens_as_text(self, text: str) -> list[str]:
+        """The special tokens that a text spells out, and that the model will read as text."""
+        return self._written.found_in(text)
 
     # ------------------------------------------------------------------------------------------------- back to text
     def decode(self, ids: Sequence[int] | Tensor) -> str:
@@ -126,12 +136,23 @@ class TextEncoder:
         return part["text"]
 
     def _tokens(self, task: Task, media_count: int) -> tuple[str, Encoding]:
-        """The prompt's text and its tokens, one pad for each medium."""
+        """The prompt's text and its tokens, one pad for each medium. Special tokens that messages spell out are veiled
+        in the text."""
         check_marks(task, media_count)
-        text = self.render(task.messages)
+        veil = self._written.veil(task.messages)
+        text = self.render(veil.over(task.messages))
         # A template writes its own special tokens; plain text gets what the tokenizer adds (a BOS, mostly none).
+        add = self.chat_template is None
         try:
-            return text, self._backend.encode(text, add_special_tokens=self.chat_template is None)
+            if not veil:
+                return text, self._backend.encode(text, add_special_tokens=add)
+            pieces = [
+                self._backend.encode(piece, add_special_tokens=False)
+                if is_token
+                else self._as_text.encode(veil.lifted(piece), add_special_tokens=False)
+                for piece, is_token in self._written.split(text)
+            ]
+            return text, self._backend.post_process(Encoding.merge(pieces), add_special_tokens=add)
         except TypeError as error:  # JSON can spell half a surrogate pair, which no tokenizer takes
             raise ValueError("the prompt is not valid Unicode text") from error
 
@@ -141,13 +162,25 @@ class TextEncoder:
             pool[torch.isin(torch.tensor(tokens.ids), self._special_ids)] = NO_POOL
         if not self._pool_system:
             starts, ends = torch.tensor(tokens.offsets, dtype=torch.long).view(-1, 2).unbind(1)
-            for begin, end in system_spans(text, task.messages):
+            for begin, end in system_spans(text, self._written.veil(task.messages).over(task.messages)):
                 pool[(ends > begin) & (starts < end)] = NO_POOL
         return pool
 
     def _settings(self) -> list[Any]:
         """All that `length` and `encode` depend on besides the tokenizer."""
-        return [ENCODING_VERSION, type(self).__name__, self.chat_template, self._pool_special, self._pool_system]
+        pools = [self._pool_special, self._pool_system]
+        return [ENCODING_VERSION, type(self).__name__, self.chat_template, *pools, not self._written.tokens]
+
+    @cached_property
+    def _text_backend(self) -> Tokenizer:
+        return Tokenizer.from_str(self._backend.to_str())
+
+    @property
+    def _as_text(self) -> Tokenizer:
+        """A tokenizer that takes special tokens for text. A copy, since others encode at the same time; told each time,
+        since one that comes out of a pickle has forgotten."""
+        self._text_backend.encode_special_tokens = True
+        return self._text_backend
 
     @cached_property
     def _fingerprint(self) -> str:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from mtrl.algorithms.signals import aei, segment, vgr
-from mtrl.tracking.colour import sanitize, shorten
+from mtrl.report.text import shorten
+from mtrl.terminal import sanitize
 from mtrl.types import SEGMENTS
 
 SHOWN_SEGMENTS = SEGMENTS[:-1]  # "weight" is for token weights, not for people
@@ -40,12 +41,12 @@ def fenced(text: str, language: str = "") -> str:
     return f"{fence}{language}\n{sanitize(shorten(text, TEXT_CHARS))}\n{fence}"
 
 
-def number(value: float) -> str:
+def number(value: float, digits: int = 4) -> str:
     """
-    >>> number(1.23456), number(float("nan")), number(-0.0)
-    ('1.235', 'n/a', '0')
+    >>> number(1.23456), number(float("nan")), number(-0.0), number(0.1234, digits=2)
+    ('1.235', 'n/a', '0', '0.12')
     """
-    return "n/a" if value != value else f"{value + 0.0:.4g}"  # adding 0.0 turns -0 into 0
+    return "n/a" if value != value else f"{value + 0.0:.{digits}g}"  # adding 0.0 turns -0 into 0
 
 
 def summary_cells(values: Tensor) -> list[str]:

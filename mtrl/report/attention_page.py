@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from mtrl.algorithms.signals import segment, vgr
-from mtrl.tracking.heat_map import ImageAttention, draw_heat_maps
-from mtrl.tracking.pages import BALANCE, SHOWN_SEGMENTS, attention_table, fenced, number, row_attention, table
+from mtrl.report.heat_map import ImageAttention, draw_heat_maps
+from mtrl.report.pages import BALANCE, SHOWN_SEGMENTS, attention_table, fenced, number, row_attention, table
 from mtrl.types import VISION_POOL
 
 LISTED = 8  # tokens listed as those that look most, and as those that look least
@@ -113,5 +113,6 @@ def notes_of(answer: Answered, drawn: Drawn) -> dict[str, str]:
     notes = {}
     for name in SHOWN_SEGMENTS:
         mass = segment(answer.mass[drawn.token], name)
-        notes[name] = f"{float(mass[VISION_POOL - 1]):.0%} on images, VGR {number(float(vgr(mass, answer.sizes)))}"
+        ratio = number(float(vgr(mass, answer.sizes)), digits=2)  # there is no room for more above a panel
+        notes[name] = f"{float(mass[VISION_POOL - 1]):.0%} on images, VGR {ratio}"
     return notes

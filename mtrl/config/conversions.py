@@ -1,0 +1,428 @@
+"""Values of EasyR1, verl and TRL in MTRL's terms, beside the names in foreign.py: what `mtrl convert` needs to know.
+
+A conversion takes the value of their key and all that their file says (flat, dotted), and gives values of our keys.
+Most keys need none: the table names our key, and the value stays as it is.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+Flat = Mapping[str, Any]
+
+
+class Lost(Exception):
+    """The value has no counterpart here; the message says why, or what to do."""
+
+
+class Converted(NamedTuple):
+    """Values of our keys, and what to say where they do not mean quite the same."""
+
+    values: Mapping[str, Any]
+    differs: str = ""
+
+
+Conversion = Callable[[Any, Flat], Converted]
+TAKEN = Converted({})  # another key's conversion has read this one too
+
+
+def _words(key: str, words: Mapping[Any, Any]) -> Conversion:
+    """Words of theirs for words of ours; one that is not listed stays, and our key refuses what it does not know."""
+    return lambda value, flat: Converted({key: words.get(value, value) if isinstance(value, (str, bool)) else value})
+
+
+def _nothing_for(key: str, *values: Any) -> Conversion:
+    """Some values say that nothing is set."""
+    return lambda value, flat: Converted({} if value in values else {key: value})
+
+
+def _differs(key: str, remark: str) -> Conversion:
+    return lambda value, flat: Converted({key: value}, remark)
+
+
+def _lost(why: str) -> Conversion:
+    def convert(value: Any, flat: Flat) -> Converted:
+        raise Lost(why)
+
+    return convert
+
+
+def _joined(key: str) -> Conversion:
+    return lambda value, flat: Converted({key: ",".join(value) if isinstance(value, list) else value})
+
+
+def _loggers(value: Any, flat: Flat) -> Converted:
+    """Files are always written, and the console is there by default."""
+    names = [value] if isinstance(value, str) else list(value or [])
+    names = [name for name in names if name not in ("file", "none", "console")]
+    return Converted({"training.logger": ["console", *names]})
+
+
+def _output_dir(project: str, experiment: str) -> Conversion:
+    """A folder of theirs is the run's own; here the names of project and experiment are appended."""
+
+    def convert(value: Any, flat: Flat) -> Converted:
+        ending = f"/{flat.get(project)}/{flat.get(experiment)}"
+        if str(value).rstrip("/").endswith(ending):
+            return Converted({"training.output_dir": str(value).rstrip("/").removesuffix(ending) or "/"})
+        return Converted({"training.output_dir": value}, "the project and experiment names are appended to it")
+
+    return convert
+
+
+def _warmup_steps(batch: str, mini_batch: str, epochs: str) -> Conversion:
+    """Theirs are steps of rollouts, ours optimizer steps."""
+
+    def convert(value: Any, flat: Flat) -> Converted:
+        if value is None or value < 0:
+            return Converted({})
+        updates = max(1, int(flat[batch]) // int(flat[mini_batch])) * int(flat.get(epochs) or 1)
+        return Converted({"worker.actor.optim.warmup_steps": value * updates})
+
+    return convert
+
+
+def _lora(value: Any, flat: Flat) -> Converted:
+    if not value:
+        return Converted({})
+    return Converted({"worker.actor.model.lora_rank": value, "worker.actor.model.peft_type": "lora"})
+
+
+def _modules(value: Any, flat: Flat) -> Converted:
+    if value == "all-linear":
+        raise Lost("name the modules in worker.actor.model.lora_target_modules; there is no word for all of them")
+    return Converted({"worker.actor.model.lora_target_modules": [value] if isinstance(value, str) else value})
+
+
+def _fsdp_size(value: Any, flat: Flat) -> Converted:
+    if value < 1:
+        return Converted({})
+    return Converted({"worker.actor.fsdp.sharding_strategy": "HYBRID_SHARD"}, "shards within a node, whatever the size")
+
+
+def _all_at_once(value: Any, flat: Flat) -> Converted:
+    """The size of a batch of validation never changes its result."""
+    return Converted({} if value is None or value < 1 else {"dataset.val_batch_size": value})
+
+
+def _refills(value: Any, flat: Flat) -> Converted:
+    if value is None or value < 1:
+        raise Lost("there is no step without a limit; optimization.max_refills is the number of further rounds")
+    return Converted({"optimization.max_refills": value - 1})
+
+
+def _whole(key: str) -> Conversion:
+    def convert(value: Any, flat: Flat) -> Converted:
+        whole = -int(-value // 1)
+        return Converted({key: max(1, whole)}, "" if whole == value else "rounded up to whole passes")
+
+    return convert
+
+
+_SAME_KL = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}
+_RUN_OF_THEIRS = _lost(
+    "their checkpoints are not read here; set worker.actor.model.model_path to a model they exported"
+)
+_KL_UNIT = "the KL of a response, summed over its tokens"
+
+_EASYR1: dict[str, Conversion] = {
+    "data.train_files": _joined("dataset.train_files"),
+    "data.val_files": _joined("dataset.val_files"),
+    "data.val_batch_size": _all_at_once,
+    "algorithm.kl_penalty": _words("optimization.divergence_penalty", _SAME_KL),
+    "algorithm.kl_target": _differs("optimization.divergence_target", _KL_UNIT),
+    "algorithm.kl_horizon": _differs("optimization.divergence_horizon", "counted in responses"),
+    "worker.actor.loss_type": _words("optimization.policy_loss", {"default": "ppo"}),
+    "worker.actor.loss_avg_mode": _words("optimization.loss_type", {"token": "dapo", "seq": "grpo"}),
+    "worker.actor.model.lora.rank": _lora,
+    "worker.actor.model.lora.target_modules": _modules,
+    "worker.actor.optim.lr_warmup_steps": _warmup_steps(
+        "data.rollout_batch_size", "worker.actor.global_batch_size", "worker.actor.ppo_epochs"
+    ),
+    "worker.actor.fsdp.enable_full_shard": _words(
+        "worker.actor.fsdp.sharding_strategy", {True: "FULL_SHARD", False: "SHARD_GRAD_OP"}
+    ),
+    "worker.actor.fsdp.fsdp_size": _fsdp_size,
+    "worker.rollout.limit_images": lambda value, flat: Converted(
+        {"worker.rollout.engine_kwargs.limit_mm_per_prompt": {"image": value}} if value else {}
+    ),
+    "worker.reward.reward_type": _words("worker.reward.reward_type", {"batch": "function", "sequential": "function"}),
+    "trainer.logger": _loggers,
+    "trainer.max_try_make_batch": _refills,
+    "trainer.save_checkpoint_path": _output_dir("trainer.project_name", "trainer.experiment_name"),
+    "trainer.load_checkpoint_path": _RUN_OF_THEIRS,
+}  # fmt: skip
+
+
+def _clip_ratio(value: Any, flat: Flat) -> Converted:
+    """One number for both sides, unless a side has its own."""
+    own = {f"clip_ratio_{side}": flat.get(f"actor_rollout_ref.actor.clip_ratio_{side}") for side in ("low", "high")}
+    return Converted({f"worker.actor.{name}": value for name, given in own.items() if given is None})
+
+
+def _kl_in_reward(value: Any, flat: Flat) -> Converted:
+    as_loss = flat.get("actor_rollout_ref.actor.use_kl_loss")
+    if value and as_loss:
+        raise Lost("the divergence is in the reward or in the loss, not in both; it is written as the loss")
+    return Converted({} if as_loss else {"optimization.disable_divergence": not value})
+
+
+def _custom_reward(value: Any, flat: Flat) -> Converted:
+    name = flat.get("custom_reward_function.name") or "compute_score"
+    return Converted({"worker.reward.reward_fn_path": f"{value}:{name}"} if value else {})
+
+
+def _reward_manager(value: Any, flat: Flat) -> Converted:
+    if flat.get("custom_reward_function.path"):
+        return Converted({})
+    raise Lost("verl chooses the function by the column data_source; name yours in worker.reward.functions")
+
+
+def _truncation(value: Any, flat: Flat) -> Converted:
+    if value in ("error", None):
+        return Converted({})
+    raise Lost("prompts are never cut; longer ones are dropped by dataset.filter_overlong_prompts")
+
+
+def _greedy(value: Any, flat: Flat) -> Converted:
+    return Converted({} if value else {"worker.rollout.val.temperature": 0.0})
+
+
+def _cap(key: str) -> Conversion:
+    return lambda value, flat: Converted({key: None if value is None or value <= 0 else value})
+
+
+_VERL: dict[str, Conversion] = {
+    "data.train_files": _EASYR1["data.train_files"],
+    "data.val_files": _EASYR1["data.val_files"],
+    "data.val_batch_size": _all_at_once,
+    "data.seed": _nothing_for("dataset.seed", None),
+    "data.truncation": _truncation,
+    "algorithm.kl_penalty": _EASYR1["algorithm.kl_penalty"],
+    "actor_rollout_ref.actor.clip_ratio": _clip_ratio,
+    "actor_rollout_ref.actor.policy_loss.loss_mode": _words("optimization.policy_loss", {"vanilla": "ppo"}),
+    "actor_rollout_ref.actor.loss_agg_mode": _words(
+        "optimization.loss_type",
+        {"token-mean": "dapo", "seq-mean-token-mean": "grpo", "seq-mean-token-sum-norm": "dr_grpo"},
+    ),
+    "actor_rollout_ref.actor.kl_loss_type": _words("optimization.divergence_penalty", _SAME_KL),
+    "actor_rollout_ref.actor.tis_imp_ratio_cap": _cap("optimization.tis_clip"),
+    "actor_rollout_ref.actor.optim.warmup_style": _words(
+        "worker.actor.optim.lr_scheduler_type", {"constant": "constant_with_warmup"}
+    ),
+    "actor_rollout_ref.actor.optim.lr_scheduler_type": _words(
+        "worker.actor.optim.lr_scheduler_type", {"constant": "constant_with_warmup"}
+    ),
+    "actor_rollout_ref.actor.optim.lr_warmup_steps": _warmup_steps(
+        "data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size", "actor_rollout_ref.actor.ppo_epochs"
+    ),
+    "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": _nothing_for("worker.actor.optim.warmup_ratio", None, 0),
+    "actor_rollout_ref.actor.optim.total_training_steps": _nothing_for("training.max_steps", None, -1),
+    "actor_rollout_ref.actor.ppo_micro_batch_size": _differs(
+        "worker.actor.micro_batch_size_per_device_for_update", "responses on one device, not on all"
+    ),
+    "actor_rollout_ref.model.lora_rank": _lora,
+    "actor_rollout_ref.model.target_modules": _modules,
+    "actor_rollout_ref.rollout.name": _words("worker.rollout.name", {"hf": "local"}),
+    "actor_rollout_ref.rollout.mode": _words("worker.rollout.mode", {"sync": "inprocess", "async": "inprocess"}),
+    "actor_rollout_ref.rollout.val_kwargs.do_sample": _greedy,
+    "custom_reward_function.path": _custom_reward,
+    "custom_reward_function.name": lambda value, flat: TAKEN,
+    "reward_model.enable": lambda value, flat: Converted({"worker.reward.reward_type": "model"} if value else {}),
+    "reward_model.reward_manager": _reward_manager,
+    "algorithm.norm_adv_by_std_in_grpo": _words("optimization.scale_rewards", {True: "group", False: "none"}),
+    "algorithm.use_kl_in_reward": _kl_in_reward,
+    "algorithm.kl_ctrl.target_kl": _differs("optimization.divergence_target", _KL_UNIT),
+    "algorithm.kl_ctrl.horizon": _differs("optimization.divergence_horizon", "counted in responses"),
+    "algorithm.filter_groups.metric": _words(
+        "optimization.filter_key",
+        {"acc": "accuracy", "score": "overall", "seq_reward": "overall", "seq_final_reward": "overall"},
+    ),
+    "algorithm.filter_groups.max_num_gen_batches": _refills,
+    "trainer.logger": _loggers,
+    "trainer.default_local_dir": _output_dir("trainer.project_name", "trainer.experiment_name"),
+    "trainer.max_actor_ckpt_to_keep": _words("training.save_limit", {}),
+    "trainer.resume_mode": _words("training.find_last_checkpoint", {"auto": True, "disable": False}),
+    "trainer.resume_from_path": _RUN_OF_THEIRS,
+}  # fmt: skip
+
+
+# --- TRL ---
+
+
+def _per_generation(flat: Flat) -> tuple[int, int]:
+    """Completions of one generation, and of one optimizer step, on all devices."""
+    update = flat["per_device_train_batch_size"] * flat["gradient_accumulation_steps"] * flat.get("devices", 1)
+    if flat.get("generation_batch_size"):
+        return flat["generation_batch_size"], update
+    steps = flat.get("steps_per_generation") or flat["gradient_accumulation_steps"]
+    return flat["per_device_train_batch_size"] * steps * flat.get("devices", 1), update
+
+
+def _batches(value: Any, flat: Flat) -> Converted:
+    """TRL counts completions, here prompts are counted: a group is never cut."""
+    n = flat["num_generations"]
+    generation, update = _per_generation(flat)
+    if generation % n:
+        raise Lost(f"{generation} completions are no whole groups of num_generations = {n}")
+    sizes = {
+        "worker.actor.micro_batch_size_per_device_for_update": flat["per_device_train_batch_size"],
+        "dataset.rollout_batch_size": generation // n,
+    }
+    if update % n or generation % update:
+        whole = generation // n
+        told = f"an optimizer step of {update} completions cuts groups of {n}; written as one of all {generation}"
+        return Converted({**sizes, "worker.actor.global_batch_size": whole}, told)
+    return Converted({**sizes, "worker.actor.global_batch_size": update // n})
+
+
+def _taken(value: Any, flat: Flat) -> Converted:
+    return TAKEN
+
+
+def _steps(key: str) -> Conversion:
+    """TRL counts optimizer steps, here a step is a rollout with all its optimizer steps."""
+
+    def convert(value: Any, flat: Flat) -> Converted:
+        if value is None or value < 0:
+            return Converted({})
+        if value < 1:
+            raise Lost("a share of the run; here it is a number of steps")
+        generation, update = _per_generation(flat)
+        updates = max(1, generation // update) * (flat.get("num_iterations") or 1)
+        return Converted({key: max(1, -int(-value // updates))})
+
+    return convert
+
+
+def _beta(value: Any, flat: Flat) -> Converted:
+    if not value:
+        return Converted({"optimization.disable_divergence": True})
+    return Converted(
+        {
+            "optimization.divergence_coef": value,
+            "optimization.use_divergence_loss": True,
+            "optimization.divergence_penalty": "low_var_kl",
+        }
+    )
+
+
+def _epsilon(value: Any, flat: Flat) -> Converted:
+    high = {} if flat.get("epsilon_high") is not None else _epsilon_high(value, flat).values
+    return Converted({"worker.actor.clip_ratio_low": value, **high})
+
+
+def _epsilon_high(value: Any, flat: Flat) -> Converted:
+    if value is None:
+        return Converted({})
+    cispo = flat.get("loss_type") == "cispo"
+    return Converted({"optimization.cispo_clip_high" if cispo else "worker.actor.clip_ratio_high": value})
+
+
+def _loss_type(value: Any, flat: Flat) -> Converted:
+    averages = {"cispo": "dapo", "sapo": "grpo"}  # as TRL averages these two
+    if value in averages:
+        return Converted({"optimization.policy_loss": value, "optimization.loss_type": averages[value]})
+    return Converted({"optimization.loss_type": value})
+
+
+def _warmup(value: Any, flat: Flat) -> Converted:
+    share = isinstance(value, float) and 0 < value < 1
+    return Converted({"worker.actor.optim.warmup_ratio" if share else "worker.actor.optim.warmup_steps": value})
+
+
+def _scheduler(value: Any, flat: Flat) -> Converted:
+    flat_rate = {"worker.actor.optim.warmup_steps": 0} if value == "constant" else {}
+    name = "constant_with_warmup" if value == "constant" else value
+    return Converted({"worker.actor.optim.lr_scheduler_type": name, **flat_rate})
+
+
+def _dtype(name: str) -> Conversion:
+    return lambda value, flat: Converted({"worker.actor.fsdp.mixed_precision_dtype": name} if value else {})
+
+
+def _betas(value: Any, flat: Flat) -> Converted:
+    return Converted({"worker.actor.optim.betas": [flat["adam_beta1"], flat["adam_beta2"]]})
+
+
+def _correction(value: Any, flat: Flat) -> Converted:
+    return Converted({} if value else {"optimization.tis_clip": None})
+
+
+def _entropy(value: Any, flat: Flat) -> Converted:
+    if value == 1:
+        return Converted({})
+    chosen = {"optimization.enable_entropy_filtering": True, "optimization.top_p_entropy_tokens": value}
+    return Converted(chosen, "the share is of each response, not of the batch")
+
+
+def _server(value: Any, flat: Flat) -> Converted:
+    if flat.get("vllm_mode", "server") == "colocate":
+        return Converted({})
+    host, port = flat.get("vllm_server_host", "0.0.0.0"), flat.get("vllm_server_port", 8000)
+    return Converted({"worker.rollout.address": f"{host}:{port}"})
+
+
+def _strategy(key: str) -> Conversion:
+    def convert(value: Any, flat: Flat) -> Converted:
+        if value not in ("no", "steps"):
+            raise Lost(f"{key} counts steps")
+        return Converted({key: -1} if value == "no" else {})
+
+    return convert
+
+
+_ADAMW = dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf"), "adamw")
+_ADAMW_8BIT = dict.fromkeys(("adamw_bnb_8bit", "paged_adamw_8bit"), "adamw_8bit")
+
+_TRL: dict[str, Conversion] = {
+    "per_device_train_batch_size": _batches,
+    "gradient_accumulation_steps": _taken,
+    "generation_batch_size": _taken,
+    "steps_per_generation": _taken,
+    "seed": lambda value, flat: Converted({"dataset.seed": value, "worker.rollout.seed": value}),
+    "num_train_epochs": _whole("training.total_epochs"),
+    "max_steps": _steps("training.max_steps"),
+    "save_steps": _steps("training.save_freq"),
+    "eval_steps": _steps("training.val_freq"),
+    "save_strategy": _strategy("training.save_freq"),
+    "eval_strategy": _strategy("training.val_freq"),
+    "warmup_steps": _warmup,
+    "warmup_ratio": _nothing_for("worker.actor.optim.warmup_ratio", 0, None),
+    "lr_scheduler_type": _scheduler,
+    "max_prompt_length": _differs("dataset.max_prompt_length", "longer prompts are dropped, not cut"),
+    "report_to": lambda value, flat: _loggers([] if value in ("none", ["none"]) else value, flat),
+    "output_dir": _differs("training.output_dir", "the project and experiment names are appended to it"),
+    "resume_from_checkpoint": _lost("their checkpoints are not read here; start anew from a model they exported"),
+    "adam_beta1": _betas,
+    "adam_beta2": _taken,
+    "optim": _words("worker.actor.optim.name", {**_ADAMW, **_ADAMW_8BIT}),
+    "bf16": _dtype("bf16"),
+    "fp16": _dtype("fp16"),
+    "beta": _beta,
+    "epsilon": _epsilon,
+    "epsilon_high": _epsilon_high,
+    "loss_type": _loss_type,
+    "scale_rewards": _words("optimization.scale_rewards", {True: "group", False: "none"}),
+    "top_entropy_quantile": _entropy,
+    "top_k": lambda value, flat: Converted({"worker.rollout.top_k": value or -1}),
+    "use_vllm": lambda value, flat: Converted(
+        {"worker.rollout.name": "vllm"} if value else {"optimization.tis_clip": None}  # TRL corrects vLLM alone
+    ),
+    "vllm_mode": _words("worker.rollout.mode", {"colocate": "inprocess"}),
+    "vllm_server_host": _server,
+    "vllm_server_port": _server,
+    "vllm_importance_sampling_correction": _correction,
+    "use_peft": lambda value, flat: Converted({"worker.actor.model.peft_type": "lora"} if value else {}),
+    "load_in_4bit": lambda value, flat: Converted({"worker.actor.model.peft_type": "qlora"} if value else {}),
+    "lora_target_modules": _modules,
+    "reward_model_name_or_path": lambda value, flat: Converted(
+        {"worker.reward.reward_type": "model", "worker.reward.model_path": value} if value else {}
+    ),
+    "dataset_name": lambda value, flat: Converted(
+        {"dataset.train_files": value if "@" in value else f"{value}@{flat.get('dataset_train_split', 'train')}"}
+    ),
+    "dataset_train_split": _taken,
+    "dataset_test_split": _lost("name the data of validation in dataset.val_files: hub-id@split"),
+}  # fmt: skip
+
+CONVERSIONS: dict[str, dict[str, Conversion]] = {"EasyR1": _EASYR1, "verl": _VERL, "TRL": _TRL}

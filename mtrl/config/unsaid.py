@@ -1,0 +1,110 @@
+"""What files of EasyR1, verl and TRL mean without saying it: defaults, what is switched off, what has no effect."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+Flat = Mapping[str, Any]
+
+
+class Same(NamedTuple):
+    """A default that is whatever another key of theirs says."""
+
+    key: str
+    otherwise: Any
+
+
+# What a file of theirs means without saying it, where MTRL's own default is another.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "EasyR1": {
+        "data.rollout_batch_size": 512, "data.max_prompt_length": 512, "data.max_response_length": 512, "data.seed": 1,
+        "algorithm.adv_estimator": "gae", "algorithm.kl_penalty": "kl", "algorithm.kl_coef": 1e-3,
+        "worker.actor.global_batch_size": 256, "worker.actor.optim.betas": [0.9, 0.999],
+        "worker.actor.optim.lr_warmup_ratio": 0.0, "worker.actor.loss_avg_mode": "token", "worker.rollout.n": 1,
+        "worker.rollout.val_override_config.temperature": Same("worker.rollout.temperature", 1.0),
+        "trainer.total_epochs": 15, "trainer.save_freq": -1,
+        "trainer.val_freq": -1,
+    },
+    "verl": {
+        "data.train_batch_size": 1024, "data.max_prompt_length": 512, "data.max_response_length": 512,
+        "algorithm.adv_estimator": "gae", "algorithm.use_kl_in_reward": False,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 256, "actor_rollout_ref.actor.clip_ratio": 0.2,
+        "actor_rollout_ref.actor.optim.betas": [0.9, 0.999], "actor_rollout_ref.actor.optim.lr_warmup_steps": 0,
+        "actor_rollout_ref.actor.loss_agg_mode": "token-mean", "actor_rollout_ref.rollout.n": 1,
+        "trainer.total_epochs": 30, "trainer.save_freq": -1, "trainer.test_freq": -1,
+    },
+    "TRL": {
+        "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_generations": 8,
+        "max_completion_length": 256, "num_train_epochs": 3.0, "learning_rate": 1e-6, "lr_scheduler_type": "linear",
+        "warmup_steps": 0, "weight_decay": 0.0, "adam_beta1": 0.9, "adam_beta2": 0.999, "beta": 0.0, "epsilon": 0.2,
+        "loss_type": "dapo", "scale_rewards": "group", "seed": 42, "eval_on_start": False,
+        "use_vllm": False,
+    },
+}  # fmt: skip
+
+# Keys of ours that none of theirs names, as their code does it: no correction of the sampler's distribution unless it
+# is asked for, every checkpoint kept, and no dual clip in TRL.
+ALWAYS: dict[str, dict[str, Any]] = {
+    "EasyR1": {"optimization.tis_clip": None, "training.save_limit": -1},
+    "verl": {"optimization.tis_clip": None, "training.save_limit": -1},
+    "TRL": {"worker.actor.clip_ratio_dual": None, "training.save_limit": -1},
+}
+
+# Values that switch a thing off which has no counterpart here: then nothing is lost.
+OFF: dict[str, tuple[Any, ...]] = {
+    "actor_rollout_ref.actor.entropy_coeff": (0,), "actor_rollout_ref.rollout.val_kwargs.top_p": (1,),
+    "actor_rollout_ref.rollout.val_kwargs.top_k": (-1,), "worker.rollout.val_override_config.top_p": (1,),
+    "entropy_coef": (0,), "min_p": (0,), "repetition_penalty": (1,), "vllm_server_timeout": (240,),
+}  # fmt: skip
+
+
+def idle(project: str, key: str, flat: Flat) -> str | None:
+    """Why a key has no effect in their own run, where another key switches its part off."""
+    for prefix, switch, works, why in _IDLE[project]:
+        if (key == prefix or key.startswith(f"{prefix}.")) and not works(flat.get(switch)):
+            return why
+    return None
+
+
+def _true(value: Any) -> bool:
+    return bool(value)
+
+
+def _gae(value: Any) -> bool:
+    return value == "gae"
+
+
+_NO_KL_LOSS, _NO_KL_REWARD = "used with use_kl_loss alone", "used with use_kl_in_reward alone"
+_IDLE: dict[str, list[tuple[str, str, Callable[[Any], bool], str]]] = {
+    "EasyR1": [
+        ("worker.critic", "algorithm.adv_estimator", _gae, "the critic is used with gae alone"),
+        ("trainer.critic_warmup", "algorithm.adv_estimator", _gae, "the critic is used with gae alone"),
+        ("worker.actor.model.lora", "worker.actor.model.lora.rank", _true, "adapters are off"),
+        ("trainer.max_try_make_batch", "algorithm.online_filtering", _true, "used with online_filtering alone"),
+    ],
+    "verl": [
+        ("critic", "algorithm.adv_estimator", _gae, "the critic is used with gae alone"),
+        ("trainer.critic_warmup", "algorithm.adv_estimator", _gae, "the critic is used with gae alone"),
+        ("reward_model.model", "reward_model.enable", _true, "the reward model is off"),
+        ("actor_rollout_ref.model.lora_alpha", "actor_rollout_ref.model.lora_rank", _true, "adapters are off"),
+        ("actor_rollout_ref.model.target_modules", "actor_rollout_ref.model.lora_rank", _true, "adapters are off"),
+        ("actor_rollout_ref.actor.kl_loss_coef", "actor_rollout_ref.actor.use_kl_loss", _true, _NO_KL_LOSS),
+        ("actor_rollout_ref.actor.kl_loss_type", "actor_rollout_ref.actor.use_kl_loss", _true, _NO_KL_LOSS),
+        ("algorithm.kl_ctrl", "algorithm.use_kl_in_reward", _true, _NO_KL_REWARD),
+        ("algorithm.kl_penalty", "algorithm.use_kl_in_reward", _true, _NO_KL_REWARD),
+        ("algorithm.filter_groups", "algorithm.filter_groups.enable", _true, "filter_groups is off"),
+        (
+            "actor_rollout_ref.rollout.val_kwargs.temperature",
+            "actor_rollout_ref.rollout.val_kwargs.do_sample",
+            _true,
+            "validation is greedy there",
+        ),
+    ],
+    "TRL": [
+        ("vllm_mode", "use_vllm", _true, "vLLM is off"),
+        ("vllm_server_host", "use_vllm", _true, "vLLM is off"),
+        ("vllm_server_port", "use_vllm", _true, "vLLM is off"),
+        ("vllm_gpu_memory_utilization", "use_vllm", _true, "vLLM is off"),
+        ("vllm_tensor_parallel_size", "use_vllm", _true, "vLLM is off"),
+        ("vllm_max_model_length", "use_vllm", _true, "vLLM is off"),
+    ],
+}

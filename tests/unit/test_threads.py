@@ -1,0 +1,106 @@
+"""How many threads a run computes with."""
+
+import pytest
+import torch
+
+from mtrl import machine
+from mtrl.build import threads
+from mtrl.build.threads import FILE, free_threads, settle_threads
+
+
+@pytest.fixture
+def torch_threads(monkeypatch):
+    """torch would take four, of as many processors, and nobody has said otherwise."""
+    for name in threads.CHOSEN_BY_USER:
+        monkeypatch.delenv(name, raising=False)
+    taken = [4]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: taken[-1])
+    monkeypatch.setattr(torch, "set_num_threads", taken.append)
+    monkeypatch.setattr(threads, "usable_cores", lambda: 4)
+    return taken
+
+
+def free(monkeypatch, cores):
+    monkeypatch.setattr(threads, "free_cores", lambda: cores)
+
+
+@pytest.mark.parametrize(
+    ("usual", "usable", "cores", "chosen"),
+    [
+        (4, 4, 4.0, 4), (4, 4, 3.1, 4), (2, 2, 1.6, 2),  # quiet enough: what torch takes by itself
+        (4, 4, 2.9, 2), (2, 2, 1.4, 1), (4, 4, 0.0, 1), (64, 64, 20.5, 20),  # others are at work
+        (64, 2, 64.0, 2),  # a container of two processors on a large machine
+        (1, 4, 0.0, 1),
+    ],
+)  # fmt: skip
+def test_as_many_threads_as_processors_are_free(usual, usable, cores, chosen, monkeypatch, caplog):
+    free(monkeypatch, cores)
+    assert free_threads(usual, usable) == chosen
+    assert ("processors are free" in caplog.text) == (chosen != usual)
+
+
+def test_a_quiet_machine_leaves_torch_alone(torch_threads, tmp_path, monkeypatch):
+    free(monkeypatch, 4.0)
+    settle_threads(tmp_path)
+    assert torch_threads == [4] and (tmp_path / FILE).read_text() == "4\n"
+
+
+def test_a_run_goes_on_with_its_own_number(torch_threads, tmp_path, monkeypatch, caplog):
+    free(monkeypatch, 2.2)
+    settle_threads(tmp_path)
+    assert torch_threads == [4, 2]
+    torch_threads.append(4)
+    free(monkeypatch, 4.0)
+    settle_threads(tmp_path, resumed=True)
+    assert torch_threads[-1] == 2 and (tmp_path / FILE).read_text() == "2\n"
+    torch_threads.append(4)
+    settle_threads(tmp_path)  # a start that failed before left the number: no run has computed with it
+    assert torch_threads[-1] == 4
+
+
+def test_more_threads_than_there_are_processors_here_are_not_taken(torch_threads, tmp_path, caplog):
+    (tmp_path / FILE).write_text("64")
+    settle_threads(tmp_path, resumed=True)
+    assert torch_threads == [4] and "with 64 threads before, now with 4" in caplog.text
+
+
+def test_the_users_number_stands(torch_threads, tmp_path, monkeypatch, caplog):
+    free(monkeypatch, 0.0)
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    (tmp_path / FILE).write_text("2")
+    settle_threads(tmp_path, resumed=True)
+    assert torch_threads == [4] and "last bits" in caplog.text
+
+
+# ---------------------------------------------------------------------------------------------------------- the machine
+@pytest.mark.parametrize(
+    ("name", "text", "quotas"),
+    [
+        ("cpu.max", "150000 100000\n", [1.5]),
+        ("cpu.max", "max 100000\n", []),
+        ("quota", "-1", []),
+        ("quota", "400000", [4]),
+    ],
+)
+def test_the_quota_of_a_container(name, text, quotas, tmp_path, monkeypatch):
+    (tmp_path / name).write_text(text)
+    (tmp_path / "period").write_text("100000")
+    monkeypatch.setattr(machine, "CPU_QUOTA", ((tmp_path / "cpu.max",), (tmp_path / "quota", tmp_path / "period")))
+    assert machine._quotas() == quotas
+
+
+def test_the_share_that_is_free(tmp_path, monkeypatch):
+    """Two processors that we are bound to, of three: one is idle for 60 of 100 ticks, one works for a nicer program."""
+    stat = tmp_path / "stat"
+    monkeypatch.setattr(machine, "CPU_TIMES", stat)
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda process: {0, 2})
+    monkeypatch.setattr(machine.os, "getpriority", lambda kind, process: 0)
+    stat.write_text("cpu  9 9 9 9 9 9 9 9\ncpu0 1 0 0 5 0 0 0 0 0 0\ncpu1 0 0 0 0 0 0 0 0\ncpu2 0 0 0 0 0 0 0 0\n")
+    before = machine.cpu_times()
+    assert before == (5, 6) and machine.free_share(before) is None, "no time has passed"
+    stat.write_text("cpu0 31 0 10 55 10 0 0 0 7 7\ncpu1 0 0 0 900 0 0 0 0\ncpu2 20 80 0 0 0 0 0 0\n")
+    assert machine.free_share(before) == (60 + 80) / 200
+    monkeypatch.setattr(machine.os, "getpriority", lambda kind, process: 19)
+    assert machine.free_share((5, 6)) == 60 / 200, "we are as nice ourselves"
+    monkeypatch.setattr(machine, "CPU_TIMES", tmp_path / "none")
+    assert machine.cpu_times() is None and machine.free_share(None) is None

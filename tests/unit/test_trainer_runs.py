@@ -1,0 +1,215 @@
+"""`mtrl.Trainer` before, while and after it trains: one small run of the embedded model on rows of a script."""
+
+import json
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText, AutoTokenizer, PreTrainedModel
+
+import mtrl
+from mtrl.cli import main
+from mtrl.config import ConfigError, load_config
+from mtrl.store.manifest import check
+from mtrl.tracking.run_files import read_rows
+
+COLOURS = ("red", "blue", "green", "pink")
+ROWS = [{"prompt": f"Say {name}.", "answer": name, "kind": name[0]} for name in COLOURS]
+SIZES = {"rollout_batch_size": 2, "global_batch_size": 1, "n": 3, "max_response_length": 8, "logger": [], "val_freq": 2}
+
+
+def short(data):
+    return 1.0 / (1 + len(data["response"]))
+
+
+def trainer_in(directory, **changes):
+    """With a reference to stay near to, whose weights must be the given ones whenever a run goes on."""
+    keys = {"rewards": short, "data": ROWS, "val_data": ROWS[:2], "max_steps": 2, "disable_divergence": False}
+    return mtrl.Trainer(output_dir=str(directory), experiment_name="rows", **SIZES, **keys | changes)
+
+
+def weights_of(trainer):
+    return {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
+
+
+def same_weights(left, right):
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A trainer that has trained, and what it said before."""
+    trainer = trainer_in(tmp_path_factory.mktemp("trained"))
+    model, before, weights = trainer.model, trainer.evaluate(), weights_of(trainer)
+    assert trainer.history == [] and not trainer.directory.exists(), "looking writes nothing"
+    assert trainer.train() == trainer.directory
+    return trainer, model, before, weights
+
+
+def test_the_model_is_one_object_that_learns(trained):
+    trainer, model, _, before = trained
+    assert isinstance(model, PreTrainedModel) and trainer.model is model
+    assert not same_weights(before, weights_of(trainer))
+    newest = trainer.directory / "checkpoints" / "step_2"
+    saved = AutoModelForImageTextToText.from_pretrained(newest).state_dict()
+    assert same_weights(saved, weights_of(trainer))
+    ids = torch.tensor([[5, 6, 7]])
+    said = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False)
+    assert said.shape[1] > 3, "plain transformers goes on with it"
+
+
+def test_history_is_metrics_jsonl(trained):
+    trainer, _, before, _ = trained
+    rows = trainer.history
+    assert rows == read_rows(trainer.directory / "metrics.jsonl")
+    assert [(row["step"], "actor/pg_loss" in row) for row in rows] == [(0, False), (1, True), (2, True), (2, False)]
+    first = {name: value for name, value in before.items() if not name.startswith("perf/")}
+    assert first.items() <= rows[0].items(), "the model that was evaluated is the one that then began"
+
+
+def test_history_as_a_table(trained, monkeypatch):
+    trainer, *_ = trained
+    frame = trainer.history.to_pandas()
+    assert frame["step"].tolist() == [0, 1, 2, 2] and frame["val/reward_score"].notna().tolist() == [
+        True,
+        False,
+        False,
+        True,
+    ]
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ImportError, match=r"to_pandas\(\) needs pandas: pip install pandas"):
+        trainer.history.to_pandas()
+
+
+def test_evaluate_judges_the_weights_of_now(trained):
+    trainer, *_ = trained
+    after, last = trainer.evaluate(), trainer.history[-1]
+    assert after["val/reward_score"] == last["val/reward_score"] and after.keys() <= last.keys()
+    other = trainer.evaluate([{"prompt": "Say nothing at all.", "answer": ""}])
+    assert other["val/reward_score"] != after["val/reward_score"]
+    assert len(trainer.history) == 4, "and writes nothing"
+
+
+def test_evaluate_wants_something_to_evaluate_on(trained):
+    trainer, *_ = trained
+    bare = mtrl.Trainer(data=ROWS, rewards=short, output_dir=str(trainer.directory / "none"))
+    with pytest.raises(ConfigError, match="val_data="):
+        bare.evaluate()
+    with pytest.raises(TypeError, match="val_data: a file, a list of rows"):
+        trainer.evaluate(3)
+
+
+def test_save_writes_a_checkpoint_that_transformers_loads(trained, tmp_path):
+    trainer, *_ = trained
+    place = trainer.save(tmp_path / "deep" / "model")
+    assert place == trainer.save(place), "an earlier one is replaced"
+    assert os.listdir(place.parent) == ["model"]
+    check(place)
+    model = AutoModelForImageTextToText.from_pretrained(place)
+    assert same_weights(model.state_dict(), weights_of(trainer))
+    given = AutoTokenizer.from_pretrained(trainer.directory / "checkpoints" / "step_2")
+    assert AutoTokenizer.from_pretrained(place).get_vocab() == given.get_vocab()
+    assert mtrl.Trainer(place, output_dir=str(tmp_path), max_pixels=3136, min_pixels=3136).model.num_parameters() > 0
+
+
+def test_save_leaves_alone_what_it_did_not_write(trained, tmp_path):
+    trainer, *_ = trained
+    (tmp_path / "thesis.tex").write_text("years of work")
+    for place in (tmp_path, tmp_path / "thesis.tex", trainer.directory / "checkpoints" / "step_2"):
+        with pytest.raises(FileExistsError, match="name a new folder"):
+            trainer.save(place)
+    assert os.listdir(tmp_path) == ["thesis.tex"]
+    assert trainer.save(tmp_path / "new").is_dir()
+
+
+def test_training_again_says_that_it_is_finished(trained, caplog):
+    trainer, *_ = trained
+    weights = weights_of(trainer)
+    assert trainer.train() == trainer.directory and "is finished: step 2 of 2" in caplog.text
+    assert same_weights(weights, weights_of(trainer)) and len(trainer.history) == 4
+
+
+def test_another_trainer_of_the_run_begins_where_it_is(trained):
+    trainer, *_ = trained
+    again = trainer_in(trainer.directory.parent.parent)
+    assert again.history == trainer.history
+    assert same_weights(weights_of(again), weights_of(trainer))
+    assert again.evaluate()["val/reward_score"] == trainer.history[-1]["val/reward_score"]
+
+
+def test_another_configuration_is_refused_everywhere(trained):
+    trainer, *_ = trained
+    other = trainer_in(trainer.directory.parent.parent, lr=0.5)
+    for look in (lambda: other.history, lambda: other.model, other.evaluate, other.train):
+        with pytest.raises(mtrl.StartError, match=r"worker\.actor\.optim\.lr: was 0\.0001, is 0\.5"):
+            look()
+
+
+def test_the_saved_configuration_names_what_the_script_gave(trained, capsys):
+    trainer, *_ = trained
+    saved = load_config(trainer.directory / "config.yaml", saved=True)
+    assert saved.dataset.train_files == saved.dataset.val_files == "python:rows"
+    assert saved.reward_functions == ("python:short",)
+    for words in (["eval", str(trainer.directory)], ["train", str(trainer.directory / "config.yaml")]):
+        assert main(words) == 2
+        assert "that a script gave to mtrl.Trainer; run that script again, or name a file" in capsys.readouterr().err
+
+
+class Stop(mtrl.Callback):
+    """Ctrl-C in the first step, once."""
+
+    def __init__(self):
+        self.seen, self.closed = [], 0
+
+    def rollouts(self, step, experience):
+        self.seen.append(step)
+        if self.seen == [1]:
+            signal.raise_signal(signal.SIGINT)
+
+    def close(self):
+        self.closed += 1
+
+
+def test_training_goes_on_after_an_interrupt_to_the_same_numbers(trained, tmp_path):
+    """The reference is made of the weights as they were given, though the model has learnt by then."""
+    whole, *_ = trained
+    stop = Stop()
+    trainer = trainer_in(tmp_path, callbacks=stop)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    model = trainer.model.train()
+    for parameter in model.parameters():  # as an error in the middle of an update leaves them
+        parameter.grad = torch.ones_like(parameter)
+    assert stop.seen == [1] and [row["step"] for row in trainer.history] == [0, 1]
+    trainer.train()
+    assert stop.seen == [1, 2] and stop.closed == 2 and trainer.model is model
+    assert same_weights(weights_of(trainer), weights_of(whole))
+    last = [
+        {k: v for k, v in t.history[-2].items() if not k.startswith(("perf/", "time", "attempt"))}
+        for t in (trainer, whole)
+    ]
+    assert last[0] == last[1] and last[0]["actor/reference_kl"] != 0
+
+
+def test_the_page_shows_what_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (code,) = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs/python.md").read_text(), re.DOTALL)
+    exec(compile(code, "python.md", "exec"), {})
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in said[1:3]] == ["1", "2"] and len(said) == 5, "its callback was told"
+    assert Path("colours_model/config.json").exists()
+
+
+def test_a_raised_limit_goes_on_and_other_rows_do_not(trained, tmp_path):
+    first = trainer_in(tmp_path, max_steps=1)
+    first.train()
+    with pytest.raises(ValueError, match="data"):
+        trainer_in(tmp_path, data=[*ROWS, {"prompt": "Say grey.", "answer": "grey"}]).train()
+    more = trainer_in(tmp_path)
+    more.train()
+    assert same_weights(weights_of(more), weights_of(trained[0]))
+    assert json.loads((tmp_path / "mtrl/rows/checkpoints/step_2/trainer_state.json").read_text())["step"] == 2
