@@ -134,7 +134,7 @@ def _hint(value: Any, annotation: Any) -> str:
         return "; put it in quotes"
     wants_list = any(get_origin(member) is tuple for member in (annotation, *get_args(annotation)))
     if wants_list and isinstance(value, (str, int, float)) and len(str(value)) <= MAX_SHOWN:
-        return f"; write [{value}]"
+        return f"; write [{printable(str(value))}]"
     if wants_list and isinstance(value, Mapping) and "a mapping" in describe(annotation, None):
         return "; write [{name: .., ..}]"
     return ""

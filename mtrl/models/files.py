@@ -10,6 +10,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from mtrl.files import regular_file
+
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
@@ -78,12 +80,13 @@ def read_json_object(file: Path) -> dict[str, Any]:
 
 def _is_there(file: Path) -> bool:
     """Whether there is a file; what only looks like one is refused. A pipe would be waited for without end."""
-    if not file.exists():
+    try:
+        with regular_file(file).open("rb") as opened:
+            head = opened.read(len(GIT_LFS))
+    except (FileNotFoundError, NotADirectoryError):
         return False
-    if not file.is_file():
-        raise ValueError(f"{file} is no ordinary file")
-    with file.open("rb") as opened:
-        head = opened.read(len(GIT_LFS))
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}") from error
     if not head:
         raise ValueError(f"{file} is empty: {AGAIN}")
     if head == GIT_LFS:

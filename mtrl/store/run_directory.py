@@ -83,8 +83,6 @@ class RunDirectory:
 
     def _claim(self) -> TextIO:
         self.path.mkdir(parents=True, exist_ok=True)
-        if os.path.lexists(self.path / LOCK):
-            regular_file(self.path / LOCK)
         lock = (self.path / LOCK).open("a+")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -25,11 +25,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from soak.ledger import Ledger
 from soak.long_run import long_run
+from soak.mutated_input import configurations, rows
 from soak.struck_runs import strikes
 
 TRIALS: dict[str, Callable[[Ledger], None]] = {
     "kills": partial(strikes, count=50, signals=[signal.SIGKILL]),
     "signals": partial(strikes, count=20, signals=[signal.SIGTERM, signal.SIGINT]),
+    "configs": partial(configurations, cases=10_000),
+    "rows": partial(rows, cases=10_000),
     "long": partial(long_run, steps=1000),
 }
 

@@ -333,6 +333,7 @@ def test_credit_rules_of_the_command_line(written, kept):
         ("{name: a}", "got {'name': 'a'}; write [{name: .., ..}]"),
         ("null", "got null"),
         ("3", "got 3; write [3]"),
+        ('"a\\nb"', r"got 'a\nb'; write ['a\nb']"),
         ("[a,3]", "got ['a', 3]"),
         ("[[a]]", "got [['a']]"),
     ],

@@ -1,11 +1,6 @@
 """Three hundred mutated configurations; tests/soak/config_fuzz.py runs as many as there is time for."""
 
-import sys
-from pathlib import Path
-
-sys.path.append(str(Path(__file__).parents[1] / "soak"))
-
-from config_fuzz import fuzz, outcome
+from soak.config_fuzz import fuzz, outcome
 
 from mtrl.config import ConfigError
 

@@ -1,10 +1,10 @@
 """Two thousand mutated rows and files: each is used, or refused with its file and row. No other error, no hang.
-`python tests/fuzz_data.py` tries as many as one likes."""
+`python tests/soak/data_fuzz.py` tries as many as one likes."""
 
 import logging
 
 import pytest
-from fuzz_data import Fuzzer, mutated_arrow, mutated_lines, mutated_parquet, mutated_rows, tiny_encoder
+from soak.data_fuzz import Fuzzer, mutated_arrow, mutated_lines, mutated_parquet, mutated_rows, tiny_encoder
 
 
 @pytest.fixture(autouse=True)

@@ -37,7 +37,7 @@ def test_rows_that_are_fine(run):
 @pytest.mark.parametrize(
     ("rows", "template", "told"),
     [
-        (GOOD, "{{ content }} {{ hint.upper() }}", "row 5: the format prompt fails on it (UndefinedError: 'hint'"),
+        (GOOD, "{{ content }} {{ hint.upper() }}", "the format prompt fails on it (UndefinedError: 'hint'"),
         ([*GOOD[:4], {"prompt": "<image>x", "images": "gone.png"}, *GOOD[5:]], "{{ content }}", "row 5: the image "),
         ([*GOOD[:4], {"prompt": "x", "photo": {"path": "a.png"}}, *GOOD[5:]], "{{ content }}", "image_key=photo"),
         ([{"prompt": "a", "truth": "A"}], "{{ content }}", "set dataset.answer_key to the column that holds it"),

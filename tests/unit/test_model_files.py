@@ -135,7 +135,7 @@ def test_a_pointer_is_no_file(model, name):
 def test_a_pipe_is_not_waited_for(model):
     (model / "config.json").unlink()
     os.mkfifo(model / "config.json")
-    refused(model, r"config\.json is no ordinary file")
+    refused(model, r"config\.json cannot be read: it is a pipe")
 
 
 @pytest.mark.parametrize("content", ['{"version": "1.0"}', '{"version": "1.0", "model": {"type": "?"}}'])
