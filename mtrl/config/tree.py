@@ -185,7 +185,7 @@ class ActorModelConfig:
 @dataclass(frozen=True)
 class ActorOptimConfig:
     name: Literal["adamw", "adamw_8bit"] = key("adamw", "optimizer")
-    lr: float = key(1e-6, "peak learning rate", "[0, inf)")
+    lr: float = key(1e-6, "peak learning rate", "[0, 1e6]")
     weight_decay: float = key(0.01, "decoupled weight decay", "[0, inf)")
     betas: tuple[float, float] = key((0.9, 0.95), "betas of Adam", "[0, 1)")
     warmup_steps: int = key(10, "steps to the peak", "[0, inf)")
@@ -243,7 +243,7 @@ class CriticModelConfig:
 
 @dataclass(frozen=True)
 class CriticOptimConfig:
-    lr: float = key(1e-5, "learning rate of the critic", "[0, inf)")
+    lr: float = key(1e-5, "learning rate of the critic", "[0, 1e6]")
 
 
 @dataclass(frozen=True)

@@ -284,6 +284,11 @@ def test_neighbours_that_can_work_load(overrides):
     load_config(None, overrides)
 
 
+def test_a_learning_rate_that_32_bits_cannot_hold_is_refused():
+    assert "expected a number in [0, 1e6], got 1e+38" in errors_of(None, "worker.actor.optim.lr=1e38")[0]
+    assert load_config(None, ["worker.actor.optim.lr=30"]).worker.actor.optim.lr == 30
+
+
 @pytest.mark.parametrize("key, largest", LARGEST.items())
 def test_sizes_without_an_end_are_refused_and_large_ones_are_not(key, largest):
     same = ["worker.actor.global_batch_size=1"] if key == "dataset.rollout_batch_size" else []
