@@ -1,6 +1,7 @@
 """The command itself: its words, its streams and its signals. What a command does is tested elsewhere."""
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ from mtrl.cli import main
 
 def run(code, *, folder=None, closed=(), **streams):
     def close():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a suite in the background of a shell has it ignored
         for number in closed:
             os.close(number)
 
