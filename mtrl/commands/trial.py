@@ -16,6 +16,7 @@ from mtrl.config import Config, ConfigError
 from mtrl.errors import RunError, StartError
 from mtrl.models.load import DTYPES
 from mtrl.models.parity import Gap, log_prob_gap
+from mtrl.tracking.pace import as_clock
 from mtrl.types import Needs
 
 ROWS, TOKENS = 2, 32  # of the responses whose log-probs are compared
@@ -91,8 +92,8 @@ def step_problems(run: Run) -> Iterator[str]:
     peaks = of_phases(values, "perf/peak_gb_")
     highest = max(peaks, key=peaks.__getitem__)
     print(f"  peak       {peaks[highest]:.2f} GiB, in {highest}")
-    hours = seconds * recipe.total_steps / 3600
-    print(f"  the run    {recipe.total_steps} such steps take about {hours:.1f} h; the first of them is the slowest")
+    length = as_clock(seconds * recipe.total_steps)
+    print(f"  the run    {recipe.total_steps} such steps take about {length}; the first of them is the slowest")
     if values["actor/skipped_steps"]:
         yield "the update had a loss or gradient that is not finite: compute in fp32, and look at the rewards"
     if values["reward/failed"] == 1:
