@@ -116,6 +116,8 @@ def build_policy(config: Config, encoder: TextEncoder | None = None) -> tuple[Te
     compiled = actor.use_torch_compile and model.device.type == "cuda"
     if compiled:
         say_at_once(COMPILING)
+    if actor.fsdp.mixed_precision_dtype == "bf16" and model.device.type == "cpu":
+        warn_of_slow_bf16()
     backbone = Backbone(model, DTYPES[actor.fsdp.mixed_precision_dtype], compiled=compiled)
     if settings.freeze_vision_tower and backbone.vision_tower is not None:
         backbone.vision_tower.requires_grad_(False)
@@ -130,6 +132,15 @@ def build_policy(config: Config, encoder: TextEncoder | None = None) -> tuple[Te
         dependency=config.optimization.perception_estimator,
     )
     return encoder, forward
+
+
+def warn_of_slow_bf16() -> None:
+    mkldnn = torch.backends.mkldnn
+    if not mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        logger.warning(
+            "this processor computes in bf16 by way of float32, many times slower than in float32 itself; "
+            "worker.actor.fsdp.mixed_precision_dtype=fp32 is quicker here"
+        )
 
 
 def load_plain(config: Config, path: str) -> Any:

@@ -82,6 +82,16 @@ def test_share_prefix_reaches_the_passes(share, caplog):
     assert (actor.learner.batching.share_prefix, actor.probe_batching.share_prefix) == (share, share)
 
 
+@pytest.mark.parametrize(("dtype", "told"), [("bf16", True), ("fp32", False)])
+def test_a_processor_that_is_slow_in_bf16_is_said(dtype, told, caplog, monkeypatch):
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    keys = {"worker.actor.model.model_path": str(checkpoint(FAMILY)), "worker.actor.fsdp.mixed_precision_dtype": dtype}
+    with caplog.at_level(logging.WARNING):
+        build_policy(load_config(None, keys))
+    assert ("worker.actor.fsdp.mixed_precision_dtype=fp32 is quicker here" in caplog.text) is told
+
+
 # ------------------------------------------------------------------------------------------------------ the reference
 def test_a_reference_stays_as_it_was_and_never_learns():
     policy = Forward(fresh_backbone(FAMILY), encoder_of(FAMILY))
