@@ -16,9 +16,9 @@ from run_helpers import run_of, train_arguments
 from soak.ledger import Ledger
 
 ROOT = Path(__file__).resolve().parents[2]
-SETTLED, WINDOW = 50, 25
+SETTLED, WINDOW = 50, 25  # by then the first checkpoints and validations have taken what they need
 EVERYTHING = [
-    "training.save_freq=50", "training.val_freq=50", "training.save_limit=2", "training.val_generations_to_log=3",
+    "training.save_freq=25", "training.val_freq=25", "training.save_limit=2", "training.val_generations_to_log=3",
     "training.logger=[console]", "worker.actor.ppo_epochs=2", "worker.reward.num_cpus=2",
     "optimization.enable_perception_filtering=true", "optimization.enable_trajectory_reweighting=true",
     "optimization.enable_entropy_filtering=true", "optimization.enable_token_weights=true",
