@@ -33,7 +33,7 @@ TRIALS: dict[str, Callable[[Ledger], None]] = {
     "signals": partial(strikes, count=20, signals=[signal.SIGTERM, signal.SIGINT]),
     "configs": partial(configurations, cases=10_000),
     "rows": partial(rows, cases=10_000),
-    "long": partial(long_run, steps=1000),
+    "long": partial(long_run, steps=1000, most=0.02),
 }
 
 

@@ -30,8 +30,9 @@ EVERYTHING = [
 ]  # fmt: skip
 
 
-def long_run(ledger: Ledger, steps: int) -> None:
-    """One process from the first step to the last, looked at from outside after each step."""
+def long_run(ledger: Ledger, steps: int, most: float) -> None:
+    """One process from the first step to the last, looked at from outside after each step. `most`: the share of memory
+    that it may have gained; the fewer the steps, the more of it is the allocator's coming and going."""
     output = ledger.directory / "run"
     shutil.rmtree(output, ignore_errors=True)  # memory is that of one process: it cannot go on in another
     command = [sys.executable, "-m", "mtrl", *train_arguments(output, f"training.max_steps={steps}", *EVERYTHING)]
@@ -44,7 +45,7 @@ def long_run(ledger: Ledger, steps: int) -> None:
     growth = late[0] / early[0] - 1
     found = {"steps": steps, "memory_mib": [round(at[0] / 1024) for at in (early, late)], "growth": round(growth, 4)}
     ledger.record(**found, files=[early[1], late[1]], threads=[early[2], late[2]])
-    assert growth < 0.02 and early[1:] == late[1:], ledger.counts
+    assert growth < most and early[1:] == late[1:], ledger.counts
     ledger.record(passed=True)
 
 
