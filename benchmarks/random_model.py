@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import random
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,24 @@ def random_backbone(
     """`weights` and `compute`: bf16 or fp32; weights of fp32 with bf16 products are master weights."""
     with tempfile.TemporaryDirectory() as directory:
         encoder = load_encoder(make_tiny_checkpoint(directory, "qwen2_5_vl", max_pixels=10**8))
-        marks = Qwen2_5_VLConfig.from_pretrained(directory)
+        model = random_model(Path(directory), size, device, weights, seed)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return encoder, Backbone(model.eval(), DTYPES[compute or weights])
+
+
+def random_checkpoint(directory: Path, size: str, device: str, seed: int = 0) -> Path:
+    """A Hugging Face folder of that shape for `worker.actor.model.model_path`, in bf16 as they are published."""
+    make_tiny_checkpoint(directory, "qwen2_5_vl", max_pixels=10**8)
+    model = random_model(directory, size, device, "bf16", seed)
+    (directory / "model.safetensors").unlink()  # the tiny one's; large weights are written in several files
+    model.save_pretrained(directory)
+    return directory
+
+
+def random_model(tiny: Path, size: str, device: str, weights: str, seed: int) -> Any:
+    """Random weights of that shape for the tokenizer of a tiny checkpoint."""
+    marks = Qwen2_5_VLConfig.from_pretrained(tiny)
     ends = {name: getattr(marks.text_config, name) for name in ("bos_token_id", "eos_token_id")}
     names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     config: Any = Qwen2_5_VLConfig(
@@ -59,28 +77,30 @@ def random_backbone(
     )
     torch.manual_seed(seed)
     with torch.device(device):
-        model: Any = Qwen2_5_VLForConditionalGeneration._from_config(
+        return Qwen2_5_VLForConditionalGeneration._from_config(
             config, dtype=DTYPES[weights], attn_implementation="sdpa"
         )
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    return encoder, Backbone(model.eval(), DTYPES[compute or weights])
 
 
 def random_prompts(
     encoder: TextEncoder, count: int, sides: Sequence[int], text_tokens: int, seed: int = 0
 ) -> list[Prompt]:
     """Prompts of a square picture (sides in pixels, in turn) and `text_tokens` other tokens, template included."""
+    questions = random_questions(encoder, count, sides, text_tokens, seed)
+    return [encode(encoder, number, text, image) for number, (text, image) in enumerate(questions)]
+
+
+def random_questions(
+    encoder: TextEncoder, count: int, sides: Sequence[int], text_tokens: int, seed: int = 0
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The texts and pictures of `random_prompts`."""
     words = [word for word in WORDS.split() if len(encoder.tokenizer(f" {word}")["input_ids"]) == 1]
     draw, noise = random.Random(seed), np.random.default_rng(seed)
-    prompts = []
     for number in range(count):
         side = sides[number % len(sides)]
         image = noise.integers(0, 256, (side, side, 3), dtype=np.uint8)
         spare = text_tokens - (len(encode(encoder, number, "", image).ids) - (side // TOKEN_PIXELS) ** 2)
-        text = "".join(f" {draw.choice(words)}" for _ in range(max(1, spare)))
-        prompts.append(encode(encoder, number, text, image))
-    return prompts
+        yield "".join(f" {draw.choice(words)}" for _ in range(max(1, spare))), image
 
 
 def encode(encoder: TextEncoder, number: int, text: str, image: np.ndarray) -> Prompt:

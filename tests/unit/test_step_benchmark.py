@@ -1,0 +1,86 @@
+"""`benchmarks.step` measures the run that `mtrl train` makes: only what it says differs from a user's."""
+
+import json
+
+import pytest
+
+from benchmarks import step
+from mtrl.build.run import place_of
+from mtrl.config import load_config
+from mtrl.config.load import to_dict
+
+SMALL = ["--prompts=2", "--generations=2", "--completion=5", "--steps=3", "--text-tokens=40"]
+COMPUTE = "worker.actor.fsdp.mixed_precision_dtype"  # processors without bf16 take half a minute for it
+SIZES = {
+    "dataset.rollout_batch_size": 2,
+    "dataset.max_response_length": 5,
+    "dataset.min_pixels": 56**2,
+    "training.max_steps": 3,
+    "worker.actor.global_batch_size": 2,
+    "worker.rollout.n": 2,
+    "worker.reward.functions": ["rewards.py:score"],
+}
+
+
+@pytest.fixture
+def built(monkeypatch):
+    """The runs that the benchmark builds."""
+    runs, build = [], step.build
+    monkeypatch.setattr(step, "build", lambda *args, **rest: runs.append(build(*args, **rest)) or runs[-1])
+    return runs
+
+
+def leaves(tree, prefix=""):
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def changed(config):
+    """Keys of a configuration that are not as a user gets them, without the paths."""
+    defaults = dict(leaves(to_dict(load_config())))
+    given = {key: value for key, value in leaves(to_dict(config)) if value != defaults[key]}
+    return {key: value for key, value in given.items() if key not in step.PATHS}
+
+
+def test_it_differs_from_the_defaults_only_where_it_says(built, capsys):
+    result = step.run(step.parse([*SMALL, f"{COMPUTE}=fp32"]))
+    (run,) = built
+    assert result["settings"] == SIZES | {COMPUTE: "fp32"}
+    assert changed(run.config).keys() == {*SIZES, COMPUTE}
+    assert result["args"]["dtype"] == "fp32" == run.config.worker.actor.fsdp.param_dtype
+    assert not place_of(run.config).exists(), "nothing is left behind"
+
+    rows, median = result["steps"], result["median_of_measured_steps"]
+    assert [row["completion_tokens"] for row in rows] == [2 * 2 * 5] * 3, "no response ends early"
+    assert result["prompt_len"] == 40 + (56 // 28) ** 2 and result["image_tokens"] == 4
+    assert all(row["grad_norm"] > 0 for row in rows), "rewards differ within a group"
+    assert median["wall"] == pytest.approx((rows[1]["wall"] + rows[2]["wall"]) / 2, abs=1e-4), "without the warm-up"
+    assert json.loads(json.dumps(result))["saving"] is None
+
+
+def test_arguments_become_keys(built, capsys):
+    words = [*SMALL, "--steps=1", "--tprl", "--attention", "--save"]
+    result = step.run(step.parse([*words, "optimization.disable_divergence=true", f"{COMPUTE}=fp32"]))
+    (run,) = built
+    added = {
+        "optimization.compute_attention_metrics": True,
+        "optimization.enable_perception_filtering": True,
+        "optimization.enable_trajectory_reweighting": True,
+        "optimization.disable_divergence": True,
+        COMPUTE: "fp32",
+    }
+    assert result["settings"] == SIZES | {"training.max_steps": 1} | added
+    assert changed(run.config).keys() == result["settings"].keys()
+    assert run.loop.recipe.divergence is None and len(run.loop.recipe.credit) == 2
+    assert {"dependency", "old"} <= run.loop.recipe.needs.names and run.loop.recipe.attention_every == 1
+    assert 0 < result["saving"]["held"] <= result["saving"]["written"]
+    parameters = list(run.loop.components.actor.model.parameters())
+    assert result["saving"]["gb"] > 3 * sum(p.nbytes for p in parameters) / 2**30, "weights and two averages"
+
+
+def test_the_dtype_of_the_weights():
+    plain, narrow = (step.settings_of(step.parse([*SMALL, *words])) for words in ([], ["--dtype=bf16"]))
+    assert plain == SIZES and narrow == SIZES | {"worker.actor.fsdp.param_dtype": "bf16"}
