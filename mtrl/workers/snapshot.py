@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from mtrl.models.transfer import to_main_memory
 from mtrl.models.weights import save_model
 
 # They have a folder of their own: inference servers read every *.safetensors beside a model's config as its weights.
@@ -88,7 +89,8 @@ def read_counters(directory: Path) -> dict[str, int]:
 
 def _copied(tensors: Tensors) -> dict[str, Tensor]:
     """Copies in main memory; those that share memory (tied weights) share it afterwards too."""
-    copies = {memory: tensor.detach().to("cpu", copy=True) for memory, tensor in _by_memory(tensors).items()}
+    distinct = _by_memory(tensors)
+    copies = dict(zip(distinct, to_main_memory(list(distinct.values())), strict=True))
     return {name: copies[_memory(tensor)] for name, tensor in tensors.items()}
 
 
