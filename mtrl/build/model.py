@@ -15,8 +15,10 @@ import torch
 from mtrl.algorithms.credit import Rule
 from mtrl.algorithms.estimators import Estimator
 from mtrl.build import recipe
+from mtrl.build.compile_cache import keep_compiled
 from mtrl.build.hub import seek_model
 from mtrl.config import Config, ConfigError
+from mtrl.data.cache import default_cache_dir
 from mtrl.data.templates import template_text
 from mtrl.models.backbone import Backbone
 from mtrl.models.families import TextEncoder, encoder_files, load_encoder
@@ -38,8 +40,8 @@ logger = logging.getLogger(__name__)
 
 UNMEASURED = Needs("values")  # signals that nobody measures: values would come from a critic, and there is none
 COMPILING = (
-    "the first pass compiles kernels for this GPU, about a minute each time a command starts; without: "
-    "worker.actor.use_torch_compile=false, with slower passes"
+    "the first pass compiles kernels for this GPU, about a minute where they are not there yet; they are kept in "
+    "{place}. Without: worker.actor.use_torch_compile=false, with slower passes"
 )
 
 
@@ -115,7 +117,7 @@ def build_policy(config: Config, encoder: TextEncoder | None = None) -> tuple[Te
         model.gradient_checkpointing_enable({"use_reentrant": False})
     compiled = actor.use_torch_compile and model.device.type == "cuda"
     if compiled:
-        say_at_once(COMPILING)
+        say_at_once(COMPILING.format(place=keep_compiled(default_cache_dir() / "compiled")))
     if actor.fsdp.mixed_precision_dtype == "bf16" and model.device.type == "cpu":
         warn_of_slow_bf16()
     backbone = Backbone(model, DTYPES[actor.fsdp.mixed_precision_dtype], compiled=compiled)
