@@ -1,0 +1,95 @@
+"""Changes of the mutation run that change nothing, and why. One that no longer survives must leave this table."""
+
+# (function, the changed statement as printed): why no test can tell
+OFF_MASK = "what stands off the mask has a weight of 0 in every term"
+DRAWS_NOTHING = "the rule draws nothing, so its key changes nothing"
+EQUIVALENT: dict[tuple[str, str], str] = {
+    ("credit.assign", "measure = measure * weight.where(mask, 1.0)"): "the measure is 0 there already",
+    ("credit.assign", "measure = measure * weight.where(mask, -1.0)"): "the measure is 0 there already",
+    (
+        "credit.entropy_change.EntropyChange.apply",
+        "weights = (1 - self.strength + self.strength * size / mean).clamp(*self.clip)",
+    ): "where the mean is below the limit, the weight is 1 whatever the quotient is",
+    **{
+        (
+            "credit.trajectory_scaling.TrajectoryScaling.metrics",
+            f"factors = self.apply(experience, {key}).double()[scored]",
+        ): DRAWS_NOTHING
+        for key in ("(1, 0)", "(-1, 0)", "(0, 1)", "(0, -1)")
+    },
+    (
+        "credit.trajectory_scaling.TrajectoryScaling.metrics",
+        "float(factors.mean() <= 1 - 1e-06)",
+    ): "no mean of a few float32 numbers is exactly 1 - 1e-6",
+    (
+        "credit.top_fraction.top_fraction",
+        "keep = (fraction * length.double() - 1e-06).ceil().clamp(min=1)",
+    ): "a rank beyond the length is a padded token's, and the mask takes it out",
+    (
+        "credit.top_fraction.top_fraction",
+        "keep = (fraction * length.double() - 1e-06).clamp(min=1).minimum(length)",
+    ): "ranks are whole: rank < 2.2 and rank < 3 are the same",
+    (
+        "credit.attention_weights.AttentionWeights.weights",
+        "looking = 2 / vgr(mass.double(), sizes[:, None, :])",
+    ): "a common factor, which the division by the mean takes out",
+    (
+        "credit.attention_weights.AttentionWeights.weights",
+        "top = top_fraction(v[None], torch.ones(2, len(v), dtype=torch.bool), self.top_ratio)[0]",
+    ): "two equal rows, of which the first is taken",
+    (
+        "credit.attention_weights.AttentionWeights.weights",
+        "top = top_fraction(v[None], torch.ones(1, len(v), dtype=torch.bool), self.top_ratio)[-1]",
+    ): "of one row the last is the first",
+    (
+        "credit.attention_weights.gaussian_smooth",
+        "return padded.unfold(-1, 2 * radius + 1, 1) @ (kernel / kernel.sum())",
+    ): "of one dimension the last is the first",
+    (
+        "losses.policy_term",
+        "gain = torch.where(advantage <= 0, torch.maximum(gain, rule.clip_dual * advantage), gain)",
+    ): "at A = 0 both are 0, with a gradient of 0",
+    (
+        "losses.policy_term",
+        "tau = torch.where(advantage >= 0, rule.tau_positive, rule.tau_negative)",
+    ): "at A = 0 the term is 0 with either tau",
+    ("losses.weighted_sum", "return (weight * torch.where(weight != 0, term, 1.0)).sum()"): "0 * 1 is 0",
+    ("losses.weighted_sum", "return (weight * torch.where(weight != 0, term, -1.0)).sum()"): "0 * -1 is 0",
+    (
+        "losses.term_weights",
+        "token=(measure / aggregation_denominator(measure, 'dapo?', max_response_length)).float()",
+    ): "every name but grpo and dr_grpo is the plain token mean",
+    ("losses.aggregation_denominator", "return per_row.where(per_row > 0, 1.5)"): "0 / 1.5 is 0",
+    ("losses.aggregation_denominator", "return per_row.where(per_row > 0, 0.6666666666666666)"): "0 / 0.67 is 0",
+    (
+        "losses.mismatch_correction",
+        "return gap.exp().clamp(max=clip).where(mask, 1.0)",
+    ): "a clip is far below exp(20), and a factor of exp(-20) is as good as 0",
+    ("losses.total_loss", "logp = logp.where(mask, 1.0)"): OFF_MASK,
+    ("losses.total_loss", "logp = logp.where(mask, -1.0)"): OFF_MASK,
+    ("losses.Loss", "tis_level: Level = 'token?'"): "every name but sequence is the token's own ratio",
+    (
+        "losses.importance_ratio",
+        "log_ratio = (logp - old).where(mask, 1.0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)",
+    ): OFF_MASK,
+    (
+        "losses.importance_ratio",
+        "log_ratio = (logp - old).where(mask, -1.0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)",
+    ): OFF_MASK,
+    ("losses.importance_ratio", "return sequence * (logp - logp.detach()).where(mask, 1.0).exp()"): OFF_MASK,
+    ("losses.importance_ratio", "return sequence * (logp - logp.detach()).where(mask, -1.0).exp()"): OFF_MASK,
+    (
+        "learner.OptimizerSettings.lr_at",
+        "if step <= self.warmup_steps:",
+    ): "at the end of the warm-up both say the full rate",
+    ("learner.Learner.__init__", "fused=model.device.type == 'cuda?'"): "these tests run without a GPU",
+    (
+        "learner.Learner.update",
+        "metrics = {name: sum((step[name] for step in finite)) / len(finite) for name in finite[-1]}",
+    ): "every step reports the same names",
+    **{
+        ("micro_batches.<module>", f"NO_LIMIT = {number}"): "any number above all tokens of a step"
+        for number in ("2 << 62", "1 << 63", "1 << 61")
+    },
+    ("micro_batches.MicroBatching.probe", "if values[-1] is not None:"): "every pass measures the same signals",
+}
