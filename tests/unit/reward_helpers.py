@@ -46,6 +46,22 @@ def scored(spec, rollouts, step=0, signals=None, **settings):
         scorer.close()
 
 
+def named(tmp_path, source, name="rewards_of_mine.py"):
+    path = tmp_path / name
+    path.write_text(source)
+    return path
+
+
+def score(spec, **overrides):
+    """The functions that a name means, and what they say of one response: through the scorer, as a run does it."""
+    settings = {"worker.reward.functions": (spec,), "worker.reward.num_cpus": 1}
+    scorer = build_scorer(load_config(None, settings | overrides), 10)
+    try:
+        return list(scorer.functions), scorer.submit(fake_rollouts([1]), 0).result()
+    finally:
+        scorer.close()
+
+
 def measured():
     return Signals(
         old=torch.tensor([[-1.0, -2.0, 0.0], [-3.0, -4.0, -5.0]]),
