@@ -8,7 +8,7 @@ from run_helpers import TINY, metrics_of, same_end
 
 from mtrl.build.run import Run, build, configure
 from mtrl.data.sampler import epoch_order
-from mtrl.errors import RunError
+from mtrl.errors import Diverged, RunError
 from mtrl.protocols import Tracker
 from mtrl.zoo.rows import CONFIG_FILE, ZooRows
 
@@ -113,3 +113,20 @@ def test_many_bad_rows_end_the_run_saved_and_it_goes_on_without_them(tmp_path, c
     assert again.start.step == 1
     again.train()
     assert again.loop.done == STEPS
+
+
+def test_weights_that_have_diverged_are_not_saved(tmp_path, monkeypatch):
+    """They would be the newest checkpoint, and the same command would go on from them."""
+    write_data(tmp_path / "data", [])
+    run = run_in(tmp_path)
+    gather = run.loop.gather
+
+    def diverge(step):
+        if step == 2:
+            raise Diverged("the logits are NaN")
+        return gather(step)
+
+    monkeypatch.setattr(run.loop, "gather", diverge)
+    with pytest.raises(Diverged):
+        run.train()
+    assert run.loop.done == 2 and not list((run.directory / "checkpoints").glob("step_*"))
