@@ -1,0 +1,1 @@
+"""Decoding on CUDA: one graph a step over static buffers, from the last tokens to the next ones and their log-probs."""

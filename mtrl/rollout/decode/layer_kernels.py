@@ -1,0 +1,285 @@
+"""What a decoder layer does beside its products, as Triton kernels; `plain.py` says the same in torch.
+
+A layer is seven launches of these and four products of cuBLAS. Numbers are rounded to the dtype of the weights where
+transformers rounds them, so that a log-prob differs from the trainer's by no more than products do.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mtrl.rollout.decode.buffers import Pieces, Rows, Seats, power_of_two
+from mtrl.rollout.decode.layers import Shape
+from mtrl.rollout.decode.weights import Layer
+
+# mypy: disable-error-code="no-untyped-def"
+
+LOG2E = 1.4426950408889634
+SILU_COLUMNS = 1024
+
+
+# -------------------------------------------------------------------------------------------------- embedding and norms
+@triton.jit
+def _rms(x, weight, eps, H: tl.constexpr, dtype: tl.constexpr):
+    scale = tl.rsqrt(tl.sum(x * x, 0) / H + eps)
+    return ((x * scale).to(dtype).to(tl.float32) * weight.to(tl.float32)).to(dtype)
+
+
+@triton.jit
+def embed_norm_kernel(slot, token, table, weight, residual, out, eps, H: tl.constexpr, HB: tl.constexpr):
+    """The start of a step: a row's last token embedded and normed."""
+    r = tl.program_id(0)
+    h = tl.arange(0, HB)
+    real = h < H
+    last = tl.load(token + tl.load(slot + r)).to(tl.int64)
+    x = tl.load(table + last * H + h, mask=real, other=0.0)
+    w = tl.load(weight + h, mask=real, other=0.0)
+    tl.store(residual + r * H + h, x, mask=real)
+    tl.store(out + r * H + h, _rms(x.to(tl.float32), w, eps, H, x.dtype), mask=real)
+
+
+@triton.jit
+def add_norm_kernel(update, residual, weight, out, eps, H: tl.constexpr, HB: tl.constexpr):
+    """residual += update; out = its RMS norm."""
+    r = tl.program_id(0)
+    h = tl.arange(0, HB)
+    real = h < H
+    w = tl.load(weight + h, mask=real, other=0.0)
+    x = tl.load(residual + r * H + h, mask=real, other=0.0)
+    y = tl.load(update + r * H + h, mask=real, other=0.0)
+    x = (x.to(tl.float32) + y.to(tl.float32)).to(x.dtype)
+    tl.store(residual + r * H + h, x, mask=real)
+    tl.store(out + r * H + h, _rms(x.to(tl.float32), w, eps, H, x.dtype), mask=real)
+
+
+@triton.jit
+def silu_mul_kernel(x, out, N: tl.constexpr, BN: tl.constexpr):
+    """silu(gate) * up of x [rows, 2 N]: gate, then up."""
+    r = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BN + tl.arange(0, BN)
+    real = c < N
+    gate = tl.load(x + r * 2 * N + c, mask=real, other=0.0).to(tl.float32)
+    up = tl.load(x + r * 2 * N + N + c, mask=real, other=0.0).to(tl.float32)
+    dtype = out.dtype.element_ty
+    y = (gate / (1 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
+    tl.store(out + r * N + c, y.to(dtype), mask=real)
+
+
+# ------------------------------------------------------------------------------------ queries, keys and values of a row
+@triton.jit
+def _projected(qkv, bias, row, column, real, dtype: tl.constexpr, BIAS: tl.constexpr):
+    x = tl.load(qkv + row + column, mask=real, other=0.0).to(tl.float32)
+    if BIAS:
+        x += tl.load(bias + column, mask=real, other=0.0).to(tl.float32)
+    return x.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _rotated(x1, x2, weight, cos, sin, c, real, eps, D: tl.constexpr, NORM: tl.constexpr, dtype: tl.constexpr):
+    """Both halves [heads, D / 2] of some heads, normed where the layer norms them, and rotated."""
+    if NORM:
+        scale = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / D + eps)[:, None]
+        w1 = tl.load(weight + c, mask=real, other=0.0).to(tl.float32)
+        w2 = tl.load(weight + D // 2 + c, mask=real, other=0.0).to(tl.float32)
+        x1 = ((x1 * scale).to(dtype).to(tl.float32) * w1[None, :]).to(dtype).to(tl.float32)
+        x2 = ((x2 * scale).to(dtype).to(tl.float32) * w2[None, :]).to(dtype).to(tl.float32)
+    return (x1 * cos - x2 * sin).to(dtype), (x2 * cos + x1 * sin).to(dtype)
+
+
+@triton.jit
+def rotate_write_kernel(
+    qkv, bias, q_norm, k_norm, cos, sin, slot, place, position, query, keys, values, eps,
+    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, SHARE: tl.constexpr, SHARE_B: tl.constexpr,
+    HALF_B: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """One row and one key head: bias, norm and rotary positions; keys and values go to the row's place in the cache."""
+    r, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    dtype = query.dtype.element_ty
+    HALF: tl.constexpr = D // 2
+    c = tl.arange(0, HALF_B)
+    real = c < HALF
+    s = tl.load(slot + r)
+    angle = tl.load(position + s) * HALF
+    co = tl.load(cos + angle + c, mask=real, other=0.0).to(tl.float32)[None, :]
+    si = tl.load(sin + angle + c, mask=real, other=0.0).to(tl.float32)[None, :]
+    row = r * (HQ + 2 * HKV) * D
+    j, one = tl.arange(0, SHARE_B)[:, None], tl.arange(0, 1)[:, None]
+    here, alone = (j < SHARE) & real[None, :], (one < 1) & real[None, :]
+    q_at = (h * SHARE + j) * D + c[None, :]
+    k_at = (HQ + h + one) * D + c[None, :]
+    v_at = (HQ + HKV + h + one) * D + c[None, :]
+    q1 = _projected(qkv, bias, row, q_at, here, dtype, BIAS)
+    q2 = _projected(qkv, bias, row, q_at + HALF, here, dtype, BIAS)
+    k1 = _projected(qkv, bias, row, k_at, alone, dtype, BIAS)
+    k2 = _projected(qkv, bias, row, k_at + HALF, alone, dtype, BIAS)
+    v1 = _projected(qkv, bias, row, v_at, alone, dtype, BIAS)
+    v2 = _projected(qkv, bias, row, v_at + HALF, alone, dtype, BIAS)
+    q1, q2 = _rotated(q1, q2, q_norm, co, si, c, real, eps, D, NORM, dtype)
+    k1, k2 = _rotated(k1, k2, k_norm, co, si, c, real, eps, D, NORM, dtype)
+    tl.store(query + r * HQ * D + q_at, q1, mask=here)
+    tl.store(query + r * HQ * D + q_at + HALF, q2, mask=here)
+    cell = (tl.load(place + s).to(tl.int64) * HKV + h) * D + one + c[None, :]
+    tl.store(keys + cell, k1, mask=alone)
+    tl.store(keys + cell + HALF, k2, mask=alone)
+    tl.store(values + cell, v1.to(dtype), mask=alone)
+    tl.store(values + cell + HALF, v2.to(dtype), mask=alone)
+
+
+# ------------------------------------------------------------------------------------------------------------ attention
+@triton.jit
+def _attend_to(
+    query, at, live, keys, values, low, high, scale, part, lse, to,
+    STRIDE: tl.constexpr, D: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """M queries over the keys low .. high - 1: their output and its log2-sum-exp2; only -inf where there are none."""
+    if low < high:
+        d, n = tl.arange(0, D), tl.arange(0, BLOCK)
+        q = tl.load(query + at[:, None] * D + d[None, :], mask=live[:, None], other=0.0)
+        top = tl.full([M], float("-inf"), tl.float32)
+        total = tl.zeros([M], tl.float32)
+        out = tl.zeros([M, D], tl.float32)
+        for start in range(low, high, BLOCK):
+            here = (start + n) < high
+            cell = (start + n)[:, None] * STRIDE + d[None, :]
+            k = tl.load(keys + cell, mask=here[:, None], other=0.0)
+            score = tl.dot(q, k.T, input_precision="ieee") * scale
+            score = tl.where(here[None, :], score, float("-inf"))
+            higher = tl.maximum(top, tl.max(score, 1))
+            p = tl.exp2(score - higher[:, None])
+            shrink = tl.exp2(top - higher)
+            v = tl.load(values + cell, mask=here[:, None], other=0.0)
+            out = tl.dot(p.to(v.dtype), v, out * shrink[:, None], input_precision="ieee")
+            total = total * shrink + tl.sum(p, 1)
+            top = higher
+        tl.store(part + to[:, None] * D + d[None, :], out / total[:, None], mask=live[:, None])
+        tl.store(lse + to, top + tl.log2(total), mask=live)
+    else:
+        tl.store(lse + to, tl.full([M], float("-inf"), tl.float32), mask=live)
+
+
+@triton.jit
+def _attend_prompt(
+    program, query, keys, values, members, start, length, part, lse, scale, rows,
+    MEMBERS: tl.constexpr, HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, SHARE: tl.constexpr, M: tl.constexpr,
+    PIECES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A piece of a prompt, read once for all rows of a group."""
+    piece, h, g = program % PIECES, (program // PIECES) % HKV, program // (PIECES * HKV)
+    m = tl.arange(0, M)
+    row = tl.load(members + g * MEMBERS + m // SHARE, mask=m < MEMBERS * SHARE, other=-1)
+    n = tl.where(tl.max(row, 0) < 0, 0, tl.load(length + g))
+    size = tl.cdiv(tl.cdiv(n, PIECES), 16) * 16
+    low = tl.minimum(piece * size, n)
+    high = tl.minimum(low + size, n)
+    at = row * HQ + h * SHARE + m % SHARE
+    base = (tl.load(start + g).to(tl.int64) * HKV + h) * D
+    _attend_to(query, at, row >= 0, keys + base, values + base, low, high, scale, part, lse, piece * rows * HQ + at,
+               HKV * D, D, M, BLOCK)  # fmt: skip
+
+
+@triton.jit
+def _attend_own(
+    program, query, keys, values, slot, count, part, lse, scale, rows, new,
+    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, SHARE: tl.constexpr, M: tl.constexpr, BEFORE: tl.constexpr,
+    PIECES: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A chunk of one row's own tokens."""
+    piece, h, r = program % PIECES, (program // PIECES) % HKV, program // (PIECES * HKV)
+    m = tl.arange(0, M)
+    s = tl.load(slot + r)
+    n = tl.load(count + s)
+    low = tl.minimum(piece * CHUNK, n)
+    high = tl.minimum(low + CHUNK, n)
+    at = r * HQ + h * SHARE + m
+    base = (s.to(tl.int64) * new * HKV + h) * D
+    _attend_to(query, at, m < SHARE, keys + base, values + base, low, high, scale, part, lse,
+               (BEFORE + piece) * rows * HQ + at, HKV * D, D, M, BLOCK)  # fmt: skip
+
+
+@triton.jit
+def attend_kernel(
+    query, prefix_k, prefix_v, own_k, own_v, members, start, length, slot, count, part, lse, scale, groups, rows, new,
+    MEMBERS: tl.constexpr, HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, SHARE: tl.constexpr,
+    M: tl.constexpr, M_OWN: tl.constexpr, PIECES: tl.constexpr, OWN_PIECES: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Attention in pieces, each with its log2-sum-exp2: first the programs of the prompts, then the rows' own."""
+    program = tl.program_id(0)
+    shared = groups * HKV * PIECES
+    if program < shared:
+        _attend_prompt(program, query, prefix_k, prefix_v, members, start, length, part, lse, scale, rows, MEMBERS, HQ,
+                       HKV, D, SHARE, M, PIECES, BLOCK)  # fmt: skip
+    else:
+        _attend_own(program - shared, query, own_k, own_v, slot, count, part, lse, scale, rows, new, HQ, HKV, D, SHARE,
+                    M_OWN, PIECES, OWN_PIECES, CHUNK, BLOCK)  # fmt: skip
+
+
+@triton.jit
+def combine_kernel(
+    part, lse, out, rows, HQ: tl.constexpr, D: tl.constexpr, PIECES: tl.constexpr, PIECES_B: tl.constexpr
+):  # fmt: skip
+    """The pieces of attention of one row and head, weighted by their mass. A row that nobody sits on finds in the
+    pieces of a prompt what others left there; it must stay finite, and nobody reads it."""
+    r, h = tl.program_id(0), tl.program_id(1)
+    i = tl.arange(0, PIECES_B)
+    d = tl.arange(0, D)
+    at = (i * rows + r) * HQ + h
+    mass = tl.load(lse + at, mask=i < PIECES, other=float("-inf"))
+    top = tl.max(mass)
+    weight = tl.exp2(mass - tl.where(top == float("-inf"), 0.0, top))
+    x = tl.load(part + at[:, None] * D + d[None, :], mask=(weight > 0)[:, None], other=0.0)
+    y = tl.sum(x * weight[:, None], 0) / tl.maximum(tl.sum(weight), 1e-30)
+    tl.store(out + (r * HQ + h) * D + d, y.to(out.dtype.element_ty))
+
+
+# ------------------------------------------------------------------------------------------------------------ launching
+def embed_norm(
+    slot: Tensor, token: Tensor, table: Tensor, weight: Tensor, residual: Tensor, out: Tensor, eps: float
+) -> None:
+    width = table.shape[1]
+    embed_norm_kernel[(len(slot),)](slot, token, table, weight, residual, out, eps, H=width, HB=power_of_two(width))
+
+
+def add_norm(update: Tensor, residual: Tensor, weight: Tensor, out: Tensor, eps: float) -> None:
+    rows, width = residual.shape
+    add_norm_kernel[(rows,)](update, residual, weight, out, eps, H=width, HB=power_of_two(width))
+
+
+def silu_mul(both: Tensor, out: Tensor) -> None:
+    rows, width = out.shape
+    silu_mul_kernel[(rows, -(-width // SILU_COLUMNS))](both, out, N=width, BN=SILU_COLUMNS)
+
+
+def rotate_write(
+    qkv: Tensor, layer: Layer, shape: Shape, angles: tuple[Tensor, Tensor], slot: Tensor, rows: Rows,
+    query: Tensor, keys: Tensor, values: Tensor,
+) -> None:  # fmt: skip
+    given = (layer.bias, layer.query_norm, layer.key_norm)
+    bias, query_norm, key_norm = (qkv if weight is None else weight for weight in given)  # a kernel takes no None
+    rotate_write_kernel[(len(slot), shape.key_heads)](
+        qkv, bias, query_norm, key_norm, *angles, slot, rows.place, rows.position, query, keys, values, shape.eps,
+        HQ=shape.heads, HKV=shape.key_heads, D=shape.width, SHARE=shape.share, SHARE_B=power_of_two(shape.share),
+        HALF_B=power_of_two(shape.width // 2), BIAS=layer.bias is not None, NORM=layer.query_norm is not None,
+    )  # fmt: skip
+
+
+def attend(
+    query: Tensor, prompts: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], seats: Seats, rows: Rows, shape: Shape,
+    pieces: Pieces, out: Tensor,
+) -> None:  # fmt: skip
+    count, (tables, members) = len(seats.slot), seats.members.shape
+    own_pieces = len(pieces.part) - pieces.of_prompt
+    programs = tables * shape.key_heads * pieces.of_prompt + count * shape.key_heads * own_pieces
+    attend_kernel[(programs,)](
+        query, *prompts, *own, seats.members, seats.start, seats.length, seats.slot, rows.count, pieces.part,
+        pieces.lse, shape.width**-0.5 * LOG2E, tables, count, rows.new, MEMBERS=members, HQ=shape.heads,
+        HKV=shape.key_heads, D=shape.width, SHARE=shape.share, M=power_of_two(members * shape.share, 16),
+        M_OWN=power_of_two(shape.share, 16), PIECES=pieces.of_prompt, OWN_PIECES=own_pieces, CHUNK=pieces.chunk,
+        BLOCK=pieces.block, num_stages=3,
+    )  # fmt: skip
+    combine_kernel[(count, shape.heads)](
+        pieces.part, pieces.lse, out, count, HQ=shape.heads, D=shape.width, PIECES=len(pieces.part),
+        PIECES_B=power_of_two(len(pieces.part)), num_warps=1,
+    )  # fmt: skip

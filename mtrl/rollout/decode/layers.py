@@ -1,0 +1,98 @@
+"""Which decoder layers the engine knows: a small table of facts, and why a model is none of them.
+
+All of these families share one layer: RMS norms before attention and MLP, separate projections of queries, keys and
+values, rotary positions over halves of a head, a gated MLP with SiLU. They differ in the bias of those projections and
+in norms of queries and keys; what images change (positions in three dimensions, deepstack) happens while the prompt is
+read, by the trainer's own modules. A new family with such a layer is one more line.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Facts:
+    bias: bool = False  # of the projections of queries, keys and values
+    norms: bool = False  # of queries and keys, head by head
+
+
+KNOWN = {  # by the `model_type` of the language model's settings
+    "qwen2": Facts(bias=True),
+    "qwen2_vl_text": Facts(bias=True),
+    "qwen2_5_vl_text": Facts(bias=True),
+    "qwen3": Facts(norms=True),
+    "qwen3_vl_text": Facts(norms=True),
+    "llama": Facts(),
+    "mistral": Facts(),
+}
+FIXED_ROPE = ("default", "linear", "llama3", "yarn")  # frequencies that no length changes
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class Shape:
+    hidden: int
+    inner: int  # width of the MLP
+    layers: int
+    heads: int
+    key_heads: int
+    width: int  # of a head
+    vocabulary: int
+    eps: float
+
+    @property
+    def share(self) -> int:
+        """Query heads that read one key head."""
+        return self.heads // self.key_heads
+
+    @property
+    def qkv(self) -> int:
+        return (self.heads + 2 * self.key_heads) * self.width
+
+
+def shape_of(language_model: Any) -> Shape:
+    config = language_model.config
+    return Shape(
+        hidden=config.hidden_size,
+        inner=config.intermediate_size,
+        layers=config.num_hidden_layers,
+        heads=config.num_attention_heads,
+        key_heads=config.num_key_value_heads,
+        width=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        vocabulary=config.vocab_size,
+        eps=config.rms_norm_eps,
+    )
+
+
+def why_unknown(language_model: Any) -> str | None:
+    """What of this model the kernels would get wrong; None where they get all of it right."""
+    config = language_model.config
+    facts = KNOWN.get(config.model_type)
+    if facts is None:
+        return f"the layers of the family {config.model_type!r} are not known"
+    width = shape_of(language_model).width
+    if width < 16 or width & (width - 1):
+        return f"heads of {width} numbers: the kernels take powers of two from 16"
+    if config.hidden_act != "silu":
+        return f"an MLP with {config.hidden_act}"
+    rotary = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rotary not in FIXED_ROPE:
+        return f"rotary positions of the kind {rotary!r}"
+    return next((why for layer in language_model.layers if (why := _why_unknown_layer(layer, facts))), None)
+
+
+def _why_unknown_layer(layer: Any, facts: Facts) -> str | None:
+    for module, names in zip((layer.self_attn, layer.mlp), LINEAR, strict=True):
+        for name in names:
+            linear = getattr(module, name, None)
+            if type(linear) is not nn.Linear:  # an adapter or a quantized weight computes something else
+                return f"{name} is a {type(linear).__name__}"
+            if (linear.bias is not None) != (facts.bias and name in LINEAR[0][:3]):
+                return f"the bias of {name}"
+    if hasattr(layer.self_attn, "q_norm") != facts.norms:
+        return "the norms of queries and keys"
+    return None

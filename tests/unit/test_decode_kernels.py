@@ -1,0 +1,227 @@
+"""Each kernel of decoding against its twin in plain torch, by Triton's interpreter where there is no GPU."""
+
+import copy
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from mtrl.rollout.decode import layer_kernels, plain, sampling_kernels
+from mtrl.rollout.decode.buffers import Mode, Pieces, Room, Rows, Rules, Seats, Tiles
+from mtrl.rollout.decode.layers import Shape
+from mtrl.rollout.decode.weights import Layer
+
+kernels = SimpleNamespace(**vars(layer_kernels) | vars(sampling_kernels))
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SHAPE = Shape(
+    hidden=24, inner=40, layers=1, heads=6, key_heads=2, width=16, vocabulary=200, eps=1e-6
+)  # 3 query heads share a key head, and neither 24, 40 nor 200 is a power of two
+ROOM = Room(slots=16, tables=4, members=4, new=12, prompt_tokens=64, longest=40, positions=64)
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def same_numbers():
+    torch.manual_seed(0)
+
+
+def noise(*size, dtype=torch.float32):
+    return torch.randn(*size, device=DEVICE).to(dtype)
+
+
+def close(found, expected, dtype=torch.float32):
+    """bf16 rounds at the same places in both, but where a sum falls between two numbers either may be the nearer."""
+    torch.testing.assert_close(found, expected, rtol=2e-2 if dtype == torch.bfloat16 else 2e-6, atol=2e-6)
+
+
+def running_rows(rows=16):
+    """Every row somewhere in its response, on a slot that is not its own number."""
+    state = Rows(ROOM, DEVICE)
+    state.restart(torch.arange(rows, device=DEVICE).int() + 5, torch.rand(rows, ROOM.new, dtype=torch.double))
+    state.token[:] = torch.randint(0, SHAPE.vocabulary, (ROOM.slots + 1,)).int()
+    state.count[:rows] = 1 + torch.arange(rows).int() % 9
+    state.place[:rows] = torch.arange(rows).int() * ROOM.new + state.count[:rows].cpu() - 1
+    state.position[:rows] = state.first[:rows] + state.count[:rows] - 1
+    return state
+
+
+def shuffled_slots(rows=16):
+    return torch.arange(rows, device=DEVICE).int().flip(0).contiguous()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_embed_norm(dtype):
+    rows, slot = running_rows(), shuffled_slots()
+    table, weight = noise(SHAPE.vocabulary, SHAPE.hidden, dtype=dtype), noise(SHAPE.hidden, dtype=dtype)
+    made = []
+    for ops in (kernels, plain):
+        residual, out = noise(2, 16, SHAPE.hidden, dtype=dtype)
+        ops.embed_norm(slot, rows.token, table, weight, residual, out, SHAPE.eps)
+        made.append((residual, out))
+    assert torch.equal(made[0][0], made[1][0])
+    close(made[0][1], made[1][1], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_add_norm(dtype):
+    update, before = noise(2, 16, SHAPE.hidden, dtype=dtype)
+    weight, made = noise(SHAPE.hidden, dtype=dtype), []
+    for ops in (kernels, plain):
+        residual, out = before.clone(), torch.empty_like(before)
+        ops.add_norm(update, residual, weight, out, SHAPE.eps)
+        made.append((residual, out))
+    close(made[0][0], made[1][0], dtype)
+    close(made[0][1], made[1][1], dtype)
+    assert not torch.equal(made[0][0], before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_silu_mul(dtype):
+    both, made = 4 * noise(16, 2 * SHAPE.inner, dtype=dtype), []
+    for ops in (kernels, plain):
+        made.append(torch.empty(16, SHAPE.inner, dtype=dtype, device=DEVICE))
+        ops.silu_mul(both, made[-1])
+    close(*made, dtype)
+
+
+def layer(bias, norms, dtype=torch.float32):
+    nothing = torch.zeros(0)
+    return Layer(
+        norm=nothing, qkv=nothing, out=nothing, mlp_norm=nothing, gate_up=nothing, down=nothing,
+        bias=noise(SHAPE.qkv, dtype=dtype) if bias else None,
+        query_norm=noise(SHAPE.width, dtype=dtype) if norms else None,
+        key_norm=noise(SHAPE.width, dtype=dtype) if norms else None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("bias, norms", [(True, False), (False, True), (False, False)])
+def test_rotate_write(bias, norms):
+    rows, slot, given = running_rows(), shuffled_slots(), layer(bias, norms)
+    qkv = noise(16, SHAPE.qkv)
+    angle = torch.arange(ROOM.positions, device=DEVICE)[:, None] * torch.rand(SHAPE.width // 2, device=DEVICE)
+    made = []
+    for ops in (kernels, plain):
+        query = torch.zeros(16, SHAPE.heads, SHAPE.width, device=DEVICE)
+        keys, values = torch.zeros(2, (ROOM.slots + 1) * ROOM.new, SHAPE.key_heads, SHAPE.width, device=DEVICE)
+        ops.rotate_write(qkv, given, SHAPE, (angle.cos(), angle.sin()), slot, rows, query, keys, values)
+        made.append((query, keys, values))
+    for found, expected in zip(*made, strict=True):
+        close(found, expected)
+        assert expected.any()
+    written = made[0][1].flatten(1).any(1).nonzero().flatten().tolist()
+    assert written == sorted(rows.place[:16].tolist()), "each row writes at its own place and nowhere else"
+
+
+def pieces(of_prompt, chunk, rows=16):
+    count = of_prompt + -(-ROOM.new // chunk)
+    size = (count, rows, SHAPE.heads)
+    part = torch.full((*size, SHAPE.width), torch.nan, device=DEVICE)  # what nobody wrote must not be read
+    return Pieces(of_prompt, chunk, 16, part, torch.full(size, torch.nan, device=DEVICE))
+
+
+@pytest.mark.parametrize("of_prompt, chunk", [(1, 12), (3, 4)])
+def test_attend_in_pieces_equals_attention_over_all_keys(of_prompt, chunk):
+    """Prompts of 40, 7 and 1 tokens; groups of several rows, of one, and rows that nobody sits on."""
+    rows, seats = running_rows(), Seats(16, ROOM, DEVICE)
+    prompt_of = [0] * 3 + [1] * 4 + [2] * 3 + [0] * 6
+    seats.take([2, 3, 0, 5, 6, 9, 12], prompt_of, [0, 40, 47], [40, 7, 1])
+    query = noise(16, SHAPE.heads, SHAPE.width)
+    prompts = tuple(noise(2, ROOM.prompt_tokens, SHAPE.key_heads, SHAPE.width))
+    own = tuple(noise(2, (ROOM.slots + 1) * ROOM.new, SHAPE.key_heads, SHAPE.width))
+    made = []
+    for ops in (kernels, plain):
+        made.append(torch.empty(16, SHAPE.heads * SHAPE.width, device=DEVICE))
+        ops.attend(query, prompts, own, seats, rows, SHAPE, pieces(of_prompt, chunk), made[-1])
+    close(made[0][:7], made[1][:7])
+    assert made[1][:7].any(1).all()
+
+
+def tiles(width=64, rows=16):
+    count = -(-SHAPE.vocabulary // width)
+    return Tiles(width, *torch.full((2, rows, count), torch.nan, device=DEVICE))
+
+
+def sampled(ops, raw, sampling, rows, slot, forbidden=(3, 70, 199), stops=(7, 11)):
+    """As a step does it: masses, the cut where there is one, the token."""
+    rules, found = Rules(SHAPE.vocabulary, DEVICE), tiles()
+    mode = rules.set(*sampling, forbidden, stops)
+    logits = torch.empty_like(raw) if mode.cuts else None
+    ops.tile_masses(raw, rules, logits, found)
+    if logits is not None:
+        cut = torch.empty(len(raw), device=DEVICE)
+        ops.find_cut(logits, rules, mode, found, cut)
+        ops.cut_masses(logits, cut, rules, found)
+    ops.pick(raw if logits is None else logits, found, rules, mode, slot, rows, raw=logits is None)
+    return found
+
+
+SAMPLINGS = {  # temperature, top p, top k
+    "greedy": (0.0, 0.9, 5),
+    "temperature": (0.7, 1.0, 0),
+    "top k": (1.0, 1.0, 7),
+    "top p": (1.3, 0.8, 0),
+    "both": (0.8, 0.5, 50),
+}
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+def test_the_token_and_all_that_follows_from_it(sampling):
+    rows, slot, raw = running_rows(), shuffled_slots(), 3 * noise(16, SHAPE.vocabulary)
+    rows.limit[:8], rows.done[3] = 4, 1
+    raw[5, 7] = 18.0  # a stop token, for sure
+    twin = copy.deepcopy(rows)
+    found, expected = sampled(kernels, raw, sampling, rows, slot), sampled(plain, raw, sampling, twin, slot)
+    close(found.top, expected.top)
+    close(found.mass, expected.mass)
+    for name in ("token", "tokens", "count", "place", "position", "done", "lengths"):
+        assert torch.equal(getattr(rows, name), getattr(twin, name)), name
+    close(rows.logps, twin.logps)
+    assert not set(rows.token[:16].tolist()) & {3, 70, 199}, "forbidden"
+    assert rows.done[:16].unique().tolist() == [0, 1] and rows.done[10] == 1, "row 5 sits on slot 10 and stopped"
+
+
+def test_every_token_is_found_at_its_own_share_of_the_uniforms():
+    """Uniforms from 0 to the last below 1, over a distribution whose last tile nearly all is forbidden."""
+    raw = noise(1, SHAPE.vocabulary).expand(16, -1).contiguous()
+    uniforms = torch.linspace(0, 1, 16, dtype=torch.double)
+    uniforms[-1] = 1 - 2**-53
+    chosen = []
+    for ops in (kernels, plain):
+        rows = Rows(ROOM, DEVICE)
+        rows.restart(torch.zeros(16, device=DEVICE).int(), uniforms[:, None])
+        sampled(ops, raw, (1.0, 1.0, 0), rows, shuffled_slots(), forbidden=range(193, 200))
+        chosen.append(rows.token[:16].tolist())
+    assert chosen[0] == chosen[1] and chosen[0] == sorted(chosen[0])
+    assert (chosen[0][0], chosen[0][-1]) == (0, 192) and len(set(chosen[0])) > 10
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "temperature", "both"])
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+def test_logits_without_probabilities_end_the_row_and_show(broken, sampling):
+    rows, raw = running_rows(), noise(16, SHAPE.vocabulary)
+    raw[4, 100] = broken
+    sampled(kernels, raw, SAMPLINGS[sampling], rows, shuffled_slots(), stops=())
+    slot, last = 11, int(rows.count[11]) - 1
+    assert not rows.logps[slot, last].isfinite() and rows.done[slot] == 1
+    assert 0 <= rows.token[slot] < SHAPE.vocabulary
+    assert rows.done.sum() == 1 and rows.logps[:16].isfinite().sum() == rows.logps[:16].numel() - 1
+
+
+def test_a_graph_knows_what_it_does_from_the_settings():
+    rules = Rules(200, DEVICE)
+    modes = [rules.set(*sampling, (), ()) for sampling in SAMPLINGS.values()]
+    assert modes == [Mode(True, False, False), Mode(False, False, False), Mode(False, True, False),
+                     Mode(False, False, True), Mode(False, True, True)]  # fmt: skip
+    assert not rules.set(1.0, 1.0, 200, (), ()).top_k, "all of the vocabulary is no cut"
+
+
+def test_room_grows_and_never_shrinks():
+    small = Room.for_batch([642] * 8, [100] * 8, n=8, new=256)
+    assert small.union(None) == small == small.union(replace(small, longest=512, slots=16))
+    assert small.slots == 64 and small.tables == 8 and small.prompt_tokens >= 8 * 642
+    assert Room.for_batch([640] * 8, [90] * 8, n=8, new=256) == small, "a batch a little smaller finds the same room"
+    large = Room.for_batch([5000], [5000], n=20, new=64).union(small)
+    assert large.longest >= 5000 and large.slots == 64 and large.new == 256 and large.positions >= 5064
