@@ -61,7 +61,7 @@ class LocalGenerator(Awake):
         behaviour: list[Tensor] = []
         for start in range(0, len(prompts), at_once):
             here = slice(start, start + at_once)
-            batch = Decoding(self, prompts[here], first[here], sampling).run()
+            batch = self.decode(prompts[here], first[here], sampling)
             tokens += batch[0]
             behaviour += batch[1]
         return rollouts_of(
@@ -74,6 +74,12 @@ class LocalGenerator(Awake):
             version=self.version,
             pad_id=self.encoder.pad_id,
         )
+
+    def decode(
+        self, prompts: Sequence[Prompt], first: Sequence[int], sampling: Sampling
+    ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
+        """Tokens and their log-probs of every row of one batch; `first`: the number of each prompt's first sample."""
+        return Decoding(self, prompts, first, sampling).run()
 
 
 @dataclass

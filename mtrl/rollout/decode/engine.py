@@ -1,0 +1,249 @@
+"""Groups of responses decoded together: prompts are read once by the trainer's own modules, then every step is one
+graph, and rows that have ended leave."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from mtrl.errors import Diverged
+from mtrl.models.backbone import Backbone, prompt_positions, vision_tokens
+from mtrl.protocols import PromptEncoder
+from mtrl.rollout.decode.buffers import Buffers, Mode, Room, round_up
+from mtrl.rollout.decode.layers import why_unknown
+from mtrl.rollout.decode.step import Ops, Step, triton_ops
+from mtrl.rollout.decode.weights import DecodeWeights
+from mtrl.rollout.local import ROWS_AT_ONCE, LocalGenerator, non_finite
+from mtrl.rollout.sampling import row_uniforms
+from mtrl.types import Prompt, Sampling
+
+logger = logging.getLogger(__name__)
+BUCKETS = (64, 128, 256, 512)  # rows of a step; fewer than 64 are no faster
+POLL = 4  # steps between two looks at who has ended
+PREFILL_TOKENS = 32_768  # of prompts in one pass, padding included
+
+
+def why_plain(backbone: Backbone) -> str | None:
+    """Why generation takes the plain route; None where this engine decodes."""
+    if backbone.device.type != "cuda":
+        return "no CUDA device"
+    try:
+        triton_ops()
+    except ImportError:
+        return "Triton is not installed (pip install triton)"
+    return why_unknown(backbone.language_model)
+
+
+def fastest_generator(backbone: Backbone, encoder: PromptEncoder) -> LocalGenerator:
+    """This engine where it knows the model, else the plain one; on a GPU the reason is said, once."""
+    why = why_plain(backbone)
+    if why is None:
+        return GraphGenerator(backbone, encoder, ops=triton_ops())
+    if backbone.device.type == "cuda":
+        logger.warning("generation takes the plain route, several times as slow: %s", why)
+    return LocalGenerator(backbone, encoder)
+
+
+@dataclass
+class Prefilled:
+    """Prompts whose keys and values are in the cache."""
+
+    hidden: Tensor  # [prompts, H], of their last tokens
+    starts: list[int]  # where each begins in the cache
+    lengths: list[int]
+    first: list[int]  # the position of a response's first token
+
+
+class GraphGenerator(LocalGenerator):
+    """LocalGenerator with its decoding replaced. Asleep it holds no device memory but the model's: buffers, graphs and
+    its own copy of weights are made again when they are needed, which takes some tens of milliseconds."""
+
+    def __init__(
+        self, backbone: Backbone, encoder: PromptEncoder, *, ops: Ops, version: int = 0,
+        rows_at_once: int = ROWS_AT_ONCE, buckets: Sequence[int] = BUCKETS, poll: int = POLL,
+    ) -> None:  # fmt: skip
+        super().__init__(backbone, encoder, version=version, rows_at_once=rows_at_once)
+        self.ops, self.buckets, self.poll = ops, sorted(buckets), poll
+        self.room: Room | None = None  # the largest so far; what is made anew is made for it
+        self.captures = 0
+        self._stream: Any = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self.weights: DecodeWeights | None = None
+        self.buffers: Buffers | None = None
+        self.steps: dict[tuple[int, Mode], Step] = {}
+        self.graphs: dict[tuple[int, Mode], Any] = {}
+
+    def sleep(self) -> None:
+        self._forget()
+
+    def decode(
+        self, prompts: Sequence[Prompt], first: Sequence[int], sampling: Sampling
+    ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
+        """Tokens and their log-probs of every row, on the CPU."""
+        inputs = [self.encoder.inputs(prompt, device=self.backbone.device) for prompt in prompts]
+        positions = [prompt_positions(each) for each in inputs]
+        begins = [int(each.max()) + 1 for each in positions]
+        lengths = [len(prompt.ids) for prompt in prompts]
+        buffers = self._prepare(Room.for_batch(lengths, begins, sampling.n, sampling.max_new_tokens))
+        prefilled = self._prefill(buffers, prompts, inputs, positions, begins)
+        mode = buffers.rules.set(
+            sampling.temperature, sampling.top_p, sampling.top_k, self.encoder.forbidden_ids, self.encoder.stop_ids
+        )
+        uniforms = row_uniforms([prompt.task.id for prompt in prompts], first, sampling)
+        self._run(buffers, prefilled, mode, uniforms, sampling.n)
+        return self._results(buffers, len(uniforms))
+
+    def _prepare(self, needed: Room) -> Buffers:
+        """Weights as they are now, and buffers with room; what graphs read stays where it is if at all possible."""
+        if self.weights is None or not self.weights.refresh():
+            self._forget()
+            self.weights = DecodeWeights(self.backbone.model, self.backbone.compute_dtype)
+        self.room = needed.union(self.room)
+        if self.buffers is None or self.buffers.room != self.room:
+            self.buffers, self.steps, self.graphs = None, {}, {}  # the old ones go before the new ones come
+            self.buffers = Buffers(self.weights, self.room, self.backbone.device)
+        return self.buffers
+
+    # -------------------------------------------------------------------------------------------------------- prompts
+    def _prefill(
+        self, buffers: Buffers, prompts: Sequence[Prompt], inputs: Sequence[dict[str, Tensor]],
+        positions: Sequence[Tensor], first: list[int],
+    ) -> Prefilled:  # fmt: skip
+        """Every prompt once, through the same `see` and `read` as training."""
+        lengths = [len(prompt.ids) for prompt in prompts]
+        starts = [sum(lengths[:i]) for i in range(len(lengths))]
+        at_once = max(1, PREFILL_TOKENS // max(lengths))
+        hidden = []
+        for low in range(0, len(prompts), at_once):
+            here = slice(low, low + at_once)
+            hidden.append(self._read(buffers, prompts[here], inputs[here], positions[here], starts[low]))
+        return Prefilled(torch.cat(hidden), starts, lengths, first)
+
+    def _read(
+        self, buffers: Buffers, prompts: Sequence[Prompt], inputs: Sequence[dict[str, Tensor]],
+        positions: Sequence[Tensor], start: int,
+    ) -> Tensor:  # fmt: skip
+        """Keys and values of these prompts into the cache, from `start` on; their last hidden states. Rows are padded
+        at their ends, where causal attention needs no mask."""
+        backbone, device, store = self.backbone, self.backbone.device, buffers.cache
+        lengths = torch.tensor([len(prompt.ids) for prompt in prompts])
+        cache = backbone.new_cache()
+        hidden = backbone.read(
+            right_pad([prompt.ids for prompt in prompts]).to(device),
+            right_pad([each.T for each in positions]).permute(2, 0, 1).to(device),
+            right_pad([vision_tokens(prompt) for prompt in prompts]).to(device),
+            backbone.see(inputs),
+            cache=cache,
+        )
+        real = (torch.arange(hidden.shape[1]) < lengths[:, None]).flatten().nonzero().flatten().to(device)
+        here = slice(start, start + len(real))
+        for i, layer in enumerate(cache.layers):
+            for place, made in ((store.prompt_keys, layer.keys), (store.prompt_values, layer.values)):
+                place[i, here] = made.transpose(1, 2).flatten(0, 1)[real].to(place.dtype)
+        return hidden[torch.arange(len(prompts), device=device), (lengths - 1).to(device)]
+
+    # -------------------------------------------------------------------------------------------------------- decoding
+    def _run(self, buffers: Buffers, prompts: Prefilled, mode: Mode, uniforms: Tensor, n: int) -> None:
+        """Step after step until all have ended. Who has is read one look later, so that the device never waits."""
+        device, (rows, tokens) = self.backbone.device, uniforms.shape
+        prompt_of = [p for p in range(len(prompts.lengths)) for _ in range(n)]
+        buffers.rows.restart(torch.tensor(prompts.first, dtype=torch.int32)[prompt_of].to(device), uniforms.to(device))
+        live = list(range(rows))
+        size = self._bucket(rows)
+        self._step(self._bucket(buffers.room.slots), mode)  # the largest first: all others share its scratch
+        step = self._seated(size, mode, live, prompt_of, prompts)
+        step.normed[:rows] = prompts.hidden[torch.tensor(prompt_of, device=device)].to(step.normed.dtype)
+        step.sample()
+        looked: list[tuple[Tensor, Any]] = []
+        for t in range(1, tokens):
+            self._replay(size, mode)
+            if t % self.poll:
+                continue
+            looked.append(self._look(buffers))
+            if len(looked) < 2:
+                continue
+            ended = self._seen(*looked.pop(0))
+            live = [slot for slot in live if not ended[slot]]
+            if not live:
+                break
+            if (fitting := self._bucket(len(live))) != size:
+                size = fitting
+                self._seated(size, mode, live, prompt_of, prompts)
+
+    def _bucket(self, rows: int) -> int:
+        return next((size for size in self.buckets if size >= rows), round_up(rows, 64))
+
+    def _step(self, size: int, mode: Mode) -> Step:
+        """The step of a bucket, made once; the graph of it is captured when it first runs."""
+        assert self.weights is not None and self.buffers is not None
+        if (size, mode) not in self.steps:
+            self.steps[size, mode] = Step(self.weights, self.buffers, size, mode, self.ops)
+        return self.steps[size, mode]
+
+    def _seated(
+        self, size: int, mode: Mode, live: Sequence[int], prompt_of: Sequence[int], prompts: Prefilled
+    ) -> Step:  # fmt: skip
+        step = self._step(size, mode)
+        if self.backbone.device.type == "cuda" and (size, mode) not in self.graphs:
+            self.graphs[size, mode] = self._capture(step)
+        step.seats.take(live, prompt_of, prompts.starts, prompts.lengths)
+        return step
+
+    def _capture(self, step: Step) -> Any:
+        """Nobody sits yet: the step that compiles the kernels writes to nobody's slot. It runs in the stream of the
+        capture, whose workspace for products then belongs to no graph."""
+        self._stream = self._stream or torch.cuda.Stream()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            step.run()
+            torch.cuda.synchronize()
+            graph.capture_begin()
+            step.run()
+            graph.capture_end()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        self.captures += 1
+        return graph
+
+    def _replay(self, size: int, mode: Mode) -> None:
+        graph = self.graphs.get((size, mode))
+        if graph is None:
+            self.steps[size, mode].run()
+        else:
+            graph.replay()
+
+    def _look(self, buffers: Buffers) -> tuple[Tensor, Any]:
+        """Who has ended, on its way to the CPU."""
+        if self.backbone.device.type != "cuda":
+            return buffers.rows.done.clone(), None
+        ended = torch.empty(len(buffers.rows.done), dtype=torch.int32, pin_memory=True)
+        ended.copy_(buffers.rows.done, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return ended, event
+
+    def _seen(self, ended: Tensor, event: Any) -> list[int]:
+        if event is not None:
+            event.synchronize()
+        return ended.tolist()
+
+    def _results(self, buffers: Buffers, rows: int) -> tuple[list[Tensor], list[Tensor]]:
+        ends = buffers.rows.lengths[:rows].tolist()
+        tokens, logps = buffers.rows.tokens[:rows].cpu().long(), buffers.rows.logps[:rows].cpu()
+        split = [[row[:end] for row, end in zip(every, ends, strict=True)] for every in (tokens, logps)]
+        if not all(bool(row.isfinite().all()) for row in split[1]):
+            raise Diverged(non_finite(self.version, self.backbone.compute_dtype))
+        return split[0], split[1]
+
+
+def right_pad(rows: Sequence[Tensor]) -> Tensor:
+    """Rows [L_i, ...] as one tensor [B, L, ...], aligned at their beginnings; zeros after."""
+    return pad_sequence(list(rows), batch_first=True)

@@ -1,0 +1,119 @@
+"""One step of decoding: from the last token of every row to the next one, over static buffers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtrl.rollout.decode.buffers import Buffers, Mode, Pieces, Room, Seats, Tiles
+from mtrl.rollout.decode.weights import DecodeWeights
+
+TILE = 64  # tokens of the vocabulary whose mass is summed
+CHUNK = 256  # own tokens in a piece of attention
+BLOCK = 32  # keys at a time
+PROGRAMS = 96  # of attention over prompts that fill a device, about
+LONG_PIECE = 512  # prompt tokens of a piece, where prompts are long enough to fill a device several times
+
+
+@dataclass(frozen=True)
+class Ops:
+    """Who does the work beside the products: modules of kernels, or `plain` as both."""
+
+    layer: Any
+    sampling: Any
+
+
+def triton_ops() -> Ops:
+    """The kernels. An ImportError where Triton is not installed."""
+    from mtrl.rollout.decode import layer_kernels, sampling_kernels
+
+    return Ops(layer_kernels, sampling_kernels)
+
+
+def pieces_of_prompt(tables: int, key_heads: int, longest: int) -> int:
+    """Programs a prompt and key head.
+
+    >>> pieces_of_prompt(8, 2, 642), pieces_of_prompt(64, 2, 642), pieces_of_prompt(8, 2, 16384)
+    (6, 1, 16)
+    """
+    each = tables * key_heads
+    filling, long = -(-PROGRAMS // each), min(-(-longest // LONG_PIECE), -(-3 * PROGRAMS // each))
+    return max(1, min(16, max(filling, long)))
+
+
+class Step:
+    """A step of up to `rows` rows. Everything it reads and writes is at a fixed address, so a graph can hold it."""
+
+    def __init__(self, weights: DecodeWeights, buffers: Buffers, rows: int, mode: Mode, ops: Ops) -> None:
+        shape, dtype, make = weights.shape, weights.dtype, buffers.scratch
+        self.weights, self.buffers, self.mode, self.ops = weights, buffers, mode, ops
+        self.seats = Seats(rows, buffers.room, make.device)
+        self.residual, self.normed = (make(name, dtype, rows, shape.hidden) for name in ("residual", "normed"))
+        self.qkv = make("qkv", dtype, rows, shape.qkv)
+        self.query = make("query", dtype, rows, shape.heads, shape.width)
+        self.attended = make("attended", dtype, rows, shape.heads * shape.width)
+        self.update = make("update", dtype, rows, shape.hidden)
+        self.both, self.inner = make("both", dtype, rows, 2 * shape.inner), make("inner", dtype, rows, shape.inner)
+        self.raw = make("raw", dtype, rows, shape.vocabulary)
+        self.logits = make("logits", torch.float32, rows, shape.vocabulary) if mode.cuts else None
+        self.cut = make("cut", torch.float32, rows)
+        tiles = -(-shape.vocabulary // TILE)
+        self.tiles = Tiles(TILE, make("top", torch.float32, rows, tiles), make("mass", torch.float32, rows, tiles))
+        self.pieces = self._pieces(rows, buffers.room)
+
+    def _pieces(self, rows: int, room: Room) -> Pieces:
+        shape, make = self.weights.shape, self.buffers.scratch
+        of_prompt = pieces_of_prompt(len(self.seats.start), shape.key_heads, room.longest)
+        size = (of_prompt + -(-room.new // CHUNK), rows, shape.heads)
+        name = f"pieces of {rows} rows"  # fewer rows may have more pieces
+        part = make(f"{name}, part", torch.float32, *size, shape.width)
+        return Pieces(of_prompt, CHUNK, BLOCK, part, make(f"{name}, lse", torch.float32, *size))
+
+    def run(self) -> None:
+        self.read()
+        self.sample()
+
+    def read(self) -> None:
+        """The rows' last tokens through all layers: `normed` is their last hidden state."""
+        weights, rows, do = self.weights, self.buffers.rows, self.ops.layer
+        eps, layers = weights.shape.eps, weights.layers
+        do.embed_norm(
+            self.seats.slot, rows.token, weights.embed, layers[0].norm, self.residual, self.normed, eps
+        )  # fmt: skip
+        following = [layer.norm for layer in layers[1:]] + [weights.norm]
+        for i, layer in enumerate(layers):
+            product(self.normed, layer.qkv, self.qkv)
+            self._attend(i)
+            product(self.attended, layer.out, self.update)
+            do.add_norm(self.update, self.residual, layer.mlp_norm, self.normed, eps)
+            product(self.normed, layer.gate_up, self.both)
+            do.silu_mul(self.both, self.inner)
+            product(self.inner, layer.down, self.update)
+            do.add_norm(self.update, self.residual, following[i], self.normed, eps)
+
+    def _attend(self, i: int) -> None:
+        shape, layer, do = self.weights.shape, self.weights.layers[i], self.ops.layer
+        buffers, cache = self.buffers, self.buffers.cache
+        own = cache.own_keys[i], cache.own_values[i]
+        angles = buffers.cos, buffers.sin
+        do.rotate_write(self.qkv, layer, shape, angles, self.seats.slot, buffers.rows, self.query, *own)
+        prompts = cache.prompt_keys[i], cache.prompt_values[i]
+        do.attend(self.query, prompts, own, self.seats, buffers.rows, shape, self.pieces, self.attended)
+
+    def sample(self) -> None:
+        """A token for every row from `normed`."""
+        rules, do, mode = self.buffers.rules, self.ops.sampling, self.mode
+        product(self.normed, self.weights.head, self.raw)
+        do.tile_masses(self.raw, rules, self.logits, self.tiles)
+        if self.logits is not None:
+            do.find_cut(self.logits, rules, mode, self.tiles, self.cut)
+            do.cut_masses(self.logits, self.cut, rules, self.tiles)
+        logits = self.raw if self.logits is None else self.logits
+        do.pick(logits, self.tiles, rules, mode, self.seats.slot, self.buffers.rows, raw=self.logits is None)
+
+
+def product(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    torch.mm(x, weight.t(), out=out)

@@ -1,0 +1,151 @@
+"""The engine of graphs on a GPU, against the plain one. Skipped without a GPU."""
+
+import gc
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.random_model import random_backbone, random_prompts
+from mtrl.models.backbone import Backbone
+from mtrl.models.families import load_encoder
+from mtrl.models.forward import Forward
+from mtrl.models.load import load_model
+from mtrl.rollout.decode.engine import GraphGenerator, fastest_generator
+from mtrl.rollout.decode.step import triton_ops
+from mtrl.rollout.local import LocalGenerator
+from mtrl.types import Sampling
+from mtrl.zoo.exam import prompts_of
+from mtrl.zoo.rows import MODEL_DIRECTORY
+from mtrl.zoo.task import make_question
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+SAMPLED = Sampling(n=4, max_new_tokens=24)
+GREEDY = replace(SAMPLED, n=1, temperature=0)
+
+
+@pytest.fixture(scope="module")
+def encoder():
+    return load_encoder(MODEL_DIRECTORY)
+
+
+@pytest.fixture(scope="module")
+def prompts(encoder):
+    return prompts_of([make_question("test", index) for index in range(24)], encoder)
+
+
+@pytest.fixture(autouse=True)
+def exact_products():
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def backbone_of(compute=torch.float32):
+    return Backbone(load_model(MODEL_DIRECTORY, device="cuda"), compute)
+
+
+def engine(backbone, encoder, **more):
+    return GraphGenerator(backbone, encoder, ops=triton_ops(), **more)
+
+
+def test_the_engine_is_chosen_where_it_knows_the_layers(encoder):
+    assert type(fastest_generator(backbone_of(), encoder)) is GraphGenerator
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_greedy_tokens_equal_the_plain_engine(encoder, prompts, device):
+    expected = LocalGenerator(Backbone(load_model(MODEL_DIRECTORY, device=device)), encoder).generate(prompts, GREEDY)
+    found = engine(backbone_of(), encoder).generate(prompts, GREEDY)
+    assert torch.equal(found.tokens, expected.tokens) and torch.equal(found.mask, expected.mask)
+    torch.testing.assert_close(found.behaviour, expected.behaviour, rtol=0, atol=1e-3)
+
+
+CUTS = {"temperature": {"temperature": 0.8}, "top k": {"top_k": 20}, "top p": {"top_p": 0.8},
+        "both": {"top_k": 50, "top_p": 0.9}}  # fmt: skip
+
+
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+def test_sampled_tokens_equal_the_plain_engine(encoder, prompts, cut):
+    """The same keys give the same uniforms; a row parts from its twin only where one falls between two tokens."""
+    backbone, sampling = backbone_of(), replace(SAMPLED, **cut)
+    expected = LocalGenerator(backbone, encoder).generate(prompts, sampling)
+    found = engine(backbone, encoder).generate(prompts, sampling)
+    assert sum(a == b for a, b in zip(found.text, expected.text, strict=True)) >= 0.97 * len(found)
+
+
+def test_log_probs_are_the_trainers_within_bf16_noise(encoder, prompts):
+    backbone = backbone_of(torch.bfloat16)  # float32 master weights
+    rollouts = engine(backbone, encoder).generate(prompts, SAMPLED)
+    exact = Forward(backbone_of(), encoder).signals(rollouts).old
+    narrow = Forward(backbone, encoder).signals(rollouts).old
+    noise = (narrow - exact)[rollouts.mask].abs().mean()
+    assert (rollouts.behaviour - exact)[rollouts.mask].abs().mean() < 2 * noise + 1e-3
+
+
+@pytest.mark.parametrize("rows", [16, 64])
+def test_the_same_keys_give_the_same_tokens_whatever_the_batch(encoder, prompts, rows):
+    backbone = backbone_of()
+    whole = engine(backbone, encoder).generate(prompts, SAMPLED)
+    parts = engine(backbone, encoder, rows_at_once=rows).generate(prompts, SAMPLED)
+    assert whole.text == parts.text
+    again = engine(backbone, encoder).generate(prompts, SAMPLED)
+    assert torch.equal(whole.tokens, again.tokens) and torch.equal(whole.behaviour, again.behaviour)
+
+
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16], ids=str)
+def test_new_weights_are_sampled_from(encoder, prompts, compute):
+    """Shared weights (float32) and copied ones (bf16): what changes in place is seen, without a capture."""
+    backbone = backbone_of(compute)
+    decode = engine(backbone, encoder)
+    decode.generate(prompts, GREEDY)
+    captures = decode.captures
+    with torch.no_grad():
+        for parameter in backbone.model.parameters():
+            parameter.mul_(0.9)
+    found = decode.generate(prompts, GREEDY)
+    fresh = engine(backbone, encoder).generate(prompts, GREEDY)
+    assert torch.equal(found.tokens, fresh.tokens) and torch.equal(found.behaviour, fresh.behaviour)
+    assert decode.captures == captures
+
+
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_rounds_of_changing_sizes_hold_no_more_memory(encoder, prompts, sleeps):
+    backbone = backbone_of(torch.bfloat16)
+    decode, held, captures = engine(backbone, encoder), [], []
+    for number in range(12):
+        part = prompts[number % 5 : 12 + number % 7]
+        sampling = replace(SAMPLED, n=2 + number % 3, step=number)
+        if sleeps:
+            with decode.awake():
+                decode.generate(part, sampling)
+        else:
+            decode.generate(part, sampling)
+        gc.collect()
+        held.append(torch.cuda.memory_allocated())
+        captures.append(decode.captures)
+    assert held[-1] <= held[5] * 1.01, held
+    assert sleeps or captures[-1] == captures[5], captures
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["bf16", "fp32"])
+def test_the_shape_of_3b_in_time(weights, capsys):
+    """64 x 256 tokens, 576 image tokens and 66 others a prompt; random weights, nothing stops early."""
+    encoder, backbone = random_backbone("3b", "cuda", weights, "bf16", checkpointing=False)
+    encoder.stop_ids = ()
+    decode = engine(backbone, encoder)
+    prompts, sampling = random_prompts(encoder, 8, [672], 66), Sampling(n=8, max_new_tokens=256)
+    seconds = []
+    for step in range(4):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        rollouts = decode.generate(prompts, replace(sampling, step=step))
+        seconds.append(time.perf_counter() - begin)
+    assert rollouts.mask.all() and rollouts.tokens.shape == (64, 256)
+    with capsys.disabled():
+        print(f"\n{weights} weights: 64 x 256 tokens in {sorted(seconds[1:])[1]:.2f} s, the first {seconds[0]:.2f} s")
+    assert sorted(seconds[1:])[1] < 1.5

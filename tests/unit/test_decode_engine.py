@@ -1,0 +1,132 @@
+"""The engine for CUDA on a CPU: its kernels interpreted, on a tiny model, against the plain engine."""
+
+import copy
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_models import encoder_of, fresh_backbone, prompts_for
+
+from mtrl.models.backbone import Backbone
+from mtrl.rollout.decode import plain
+from mtrl.rollout.decode.engine import GraphGenerator, fastest_generator, why_plain
+from mtrl.rollout.decode.layers import why_unknown
+from mtrl.rollout.decode.step import Ops, triton_ops
+from mtrl.rollout.decode.weights import DecodeWeights
+from mtrl.rollout.local import LocalGenerator
+from mtrl.types import Sampling
+
+FAMILY = "qwen2_5_vl"
+
+
+def engine(backbone, encoder, ops=None, **more):
+    return GraphGenerator(backbone, encoder, ops=ops or Ops(plain, plain), buckets=(16, 32), poll=1, **more)
+
+
+@pytest.fixture
+def encoder():
+    """With many stop tokens, so that rows leave."""
+    encoder = copy.copy(encoder_of(FAMILY))
+    encoder.stop_ids = tuple(range(4, 512, 7))
+    return encoder
+
+
+def same(found, expected):
+    assert torch.equal(found.mask, expected.mask) and torch.equal(found.tokens, expected.tokens)
+    torch.testing.assert_close(found.behaviour, expected.behaviour, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0, n=2, max_new_tokens=5), Sampling(n=5, max_new_tokens=4)])
+def test_interpreted_kernels_give_the_tokens_of_the_plain_engine(encoder, sampling):
+    """20 rows at first: they begin in the larger bucket."""
+    pytest.importorskip("triton")
+    backbone, prompts = fresh_backbone(FAMILY), prompts_for(FAMILY)
+    same(
+        engine(backbone, encoder, triton_ops()).generate(prompts, sampling),
+        LocalGenerator(backbone, encoder).generate(prompts, sampling),
+    )
+
+
+def test_a_batch_of_another_size_finds_room(encoder):
+    """Small, large, small: buffers grow, and what they held of earlier batches shows nowhere."""
+    backbone, prompts = fresh_backbone(FAMILY), prompts_for(FAMILY)
+    decode, expected = engine(backbone, encoder), LocalGenerator(backbone, encoder)
+    for part, sampling in (
+        (prompts[1:2], Sampling(n=2, max_new_tokens=3)),
+        (prompts, Sampling(n=6, max_new_tokens=8, top_k=20)),
+        (prompts[2:], Sampling(n=3, max_new_tokens=5)),
+        (prompts[:1], Sampling(temperature=0, max_new_tokens=6)),
+    ):
+        same(decode.generate(part, sampling), expected.generate(part, sampling))
+        largest = decode.room
+    with decode.awake():
+        same(decode.generate(prompts, sampling), expected.generate(prompts, sampling))
+    assert decode.buffers is None and decode.weights is None and not decode.steps, "asleep it holds nothing"
+    decode.generate(prompts[:1], sampling)
+    assert decode.buffers.room == largest, "and what it learned of the sizes outlasts the sleep"
+
+
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+def test_weights_follow_an_update(compute):
+    backbone = Backbone(fresh_backbone(FAMILY).model, compute)
+    weights = DecodeWeights(backbone.model, compute)
+    places = [weights.layers[1].qkv.data_ptr(), weights.layers[1].down.data_ptr(), weights.head.data_ptr()]
+    layer = backbone.language_model.layers[1]
+    parts = [getattr(layer.self_attn, f"{name}_proj").weight for name in "qkv"]
+    with torch.no_grad():
+        for parameter in backbone.model.parameters():
+            parameter.mul_(1.5).add_(0.25)
+    assert weights.refresh()
+    assert torch.equal(weights.layers[1].qkv, torch.cat(parts).to(compute))
+    assert torch.equal(weights.layers[1].down, layer.mlp.down_proj.weight.to(compute))
+    assert torch.equal(weights.head, backbone.output_matrix.to(compute))
+    assert places == [weights.layers[1].qkv.data_ptr(), weights.layers[1].down.data_ptr(), weights.head.data_ptr()]
+    assert bool(weights.copied) == (compute != torch.float32), "what has the dtype already is not copied"
+
+
+def test_a_weight_that_moved_away_is_noticed(encoder):
+    backbone, prompts = fresh_backbone(FAMILY), prompts_for(FAMILY)[1:]
+    decode, greedy = engine(backbone, encoder), Sampling(temperature=0, max_new_tokens=4)
+    before = decode.generate(prompts, greedy)
+    weight = backbone.language_model.layers[0].self_attn.q_proj.weight
+    weight.data = -weight.data
+    after = decode.generate(prompts, greedy)
+    assert not torch.equal(before.behaviour, after.behaviour)
+    same(after, LocalGenerator(backbone, encoder).generate(prompts, greedy))
+
+
+def test_unknown_layers_are_named():
+    assert why_unknown(fresh_backbone(FAMILY).language_model) is None
+    for change, told in (
+        (lambda lm: setattr(lm.config, "model_type", "gemma"), "family 'gemma'"),
+        (lambda lm: setattr(lm.config, "hidden_act", "gelu"), "gelu"),
+        (lambda lm: lm.config.rope_parameters.update(rope_type="dynamic"), "dynamic"),
+        (lambda lm: setattr(lm.layers[1].mlp, "up_proj", torch.nn.Identity()), "up_proj is a Identity"),
+        (lambda lm: setattr(lm.layers[2].self_attn.k_proj, "bias", None), "bias of k_proj"),
+        (lambda lm: setattr(lm.layers[0].self_attn, "q_norm", torch.nn.Identity()), "norms of queries"),
+    ):
+        language_model = fresh_backbone(FAMILY).language_model
+        change(language_model)
+        assert told in why_unknown(language_model)
+
+
+def test_without_a_gpu_the_plain_engine_decodes_and_says_nothing(encoder, caplog):
+    backbone = fresh_backbone(FAMILY)
+    if backbone.device.type == "cuda":
+        pytest.skip("there is one")
+    with caplog.at_level(logging.WARNING):
+        assert type(fastest_generator(backbone, encoder)) is LocalGenerator
+    assert why_plain(backbone) == "no CUDA device" and not caplog.records
+
+
+def test_draws_belong_to_the_row(encoder):
+    """The same keys give the same tokens, whatever the batch around them."""
+    prompts, sampling = prompts_for(FAMILY), Sampling(n=3, max_new_tokens=6, seed=5, step=2)
+    backbone = fresh_backbone(FAMILY)
+    whole = engine(backbone, encoder).generate(prompts, sampling)
+    alone = engine(backbone, encoder).generate(prompts[2:3], sampling)
+    width = alone.tokens.shape[1]
+    assert torch.equal(whole.tokens[6:9, :width], alone.tokens)
+    other = engine(backbone, encoder).generate(prompts[2:3], replace(sampling, step=3))
+    assert other.text != alone.text
