@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, lru_cache
+from itertools import chain
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -155,7 +157,7 @@ def use_compiled_pieces(model: nn.Module) -> None:
     for module in model.modules():
         kind = type(module)
         if kind.__name__.lower().endswith(("rmsnorm", "mlp")):
-            module.forward = MethodType(compiled(kind.forward), module)
+            module.forward = MethodType(compiled(kind.forward, all_but_last), module)
         elif kind.__name__.endswith("Attention"):
             module.forward = MethodType(with_compiled_rotary(kind.forward), module)
 
@@ -165,7 +167,7 @@ def with_compiled_rotary(forward: FunctionType) -> FunctionType:
     """The same function, in a namespace of its own where rotary positions are compiled: models of this process that are
     not ours go on as they were."""
     own = {
-        name: compiled(function)
+        name: compiled(function, all_but_heads)
         for name, function in forward.__globals__.items()
         if name in forward.__code__.co_names and "rotary" in name
     }
@@ -177,8 +179,34 @@ def with_compiled_rotary(forward: FunctionType) -> FunctionType:
 
 
 @cache
-def compiled(function: Any) -> Any:
+def compiled(function: Any, lengths: Callable[[Sequence[Tensor]], Iterable[tuple[Tensor, int]]] | None = None) -> Any:
     """The function compiled once for every kind of call (with gradients or without, two dimensions or three, each
-    dtype). These are more than torch's limit of 8, beyond which it would silently go back to the plain function."""
+    dtype). These are more than torch's limit of 8, beyond which it would silently go back to the plain function.
+
+    `lengths` says which dimensions of which arguments change from call to call; without it all are taken to. Sizes that
+    are known make faster kernels, and save most of the time that it takes to find them: torch reasons about every
+    unknown size by symbols.
+    """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, COMPILED_KINDS)
-    return torch.compile(function, dynamic=True)
+    if lengths is None:
+        return torch.compile(function, dynamic=True)
+    run = torch.compile(function)
+
+    def marked(*arguments: Any, **named: Any) -> Any:
+        for tensor, dimension in lengths([each for each in arguments if isinstance(each, Tensor)]):
+            torch._dynamo.maybe_mark_dynamic(tensor, dimension)
+        return run(*arguments, **named)
+
+    return marked
+
+
+def all_but_last(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, int]]:
+    """Of hidden states: their width is the model's."""
+    return ((tensor, dimension) for tensor in tensors for dimension in range(tensor.dim() - 1))
+
+
+def all_but_heads(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, int]]:
+    """Of queries and keys, [B, heads, S, D] or [S, heads, D], and of their angles."""
+    query, key, *angles = tensors
+    rows = ((tensor, dimension) for tensor in (query, key) for dimension in range(0, tensor.dim() - 1, 2))
+    return chain(rows, all_but_last(angles))

@@ -180,7 +180,7 @@ def test_it_is_for_narrow_products_on_cuda(device, compute, pads, monkeypatch):
 # ----------------------------------------------------------------------------------------------------------- compiled
 def test_the_padded_function_is_what_is_compiled(monkeypatch):
     calls = []
-    monkeypatch.setattr(patches, "compiled", lambda function: lambda *x: calls.append(function) or function(*x))
+    monkeypatch.setattr(patches, "compiled", lambda function, _: lambda *x: calls.append(function) or function(*x))
     module = padded(mlp_of(layers=2))
     use_compiled_pieces(module)
     module(torch.ones(2, HIDDEN))
@@ -195,7 +195,7 @@ def test_it_compiles_as_one_graph_for_all_layers_and_lengths(monkeypatch):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     function = torch.compile(padded_mlp, backend=counter, dynamic=True, fullgraph=True)
-    monkeypatch.setattr(patches, "compiled", lambda _: function)
+    monkeypatch.setattr(patches, "compiled", lambda *_: function)
     plain = mlp_of(layers=3)
     module = padded(plain)
     use_compiled_pieces(module)
