@@ -166,21 +166,20 @@ class Bench:
         whole, first = [], []
         with self.engine(case) as (generator, sampling):
             for number in range(self.a.rounds + 1):
-                sampling = replace(sampling, step=number)
                 with peak_gb(memory, "peak_gb"):
-                    taken, rollouts = timed(generator, prompts, sampling, memory if number == 0 else None)
-                taken_by_first, _ = timed(generator, prompts, replace(sampling, max_new_tokens=1))
+                    taken, rollouts = timed(generator, prompts, replace(sampling, step=number), memory)
                 check(case, rollouts)
-                if number:  # the first is the warm-up
-                    whole.append(taken)
-                    first.append(taken_by_first)
+                whole.append(taken)
             memory["asleep"] = held_gb()
-            name, captures = type(generator).__name__, getattr(generator, "captures", 0)
+            engine = {"engine": type(generator).__name__, "captures": getattr(generator, "captures", 0)}
+            for number in range(self.a.rounds + 1):  # afterwards: steps of a run do not change their sizes in between
+                taken, _ = timed(generator, prompts, replace(sampling, step=number, max_new_tokens=1))
+                first.append(taken)
         del generator
         give_back()
-        told = {name: value for name, value in asdict(case).items() if name != "peers"}
-        found = told | {"rows": len(rollouts), "engine": name, "captures": captures, "memory": memory}
-        found |= self.rates(rollouts, whole, first)
+        told = {key: value for key, value in asdict(case).items() if key != "peers"}
+        found = told | engine | {"rows": len(rollouts), "memory": memory}
+        found |= self.rates(rollouts, whole[1:], first[1:])  # the first of each is the warm-up
         return found | ({"peers": self.peers(case, prompts, found["seconds"])} if case.peers else {})
 
     def rates(self, rollouts: Rollouts, whole: Sequence[float], first: Sequence[float]) -> dict[str, Any]:
@@ -216,7 +215,7 @@ class Bench:
         del model
         give_back()
         return {name: round(taken, 3) for name, taken in found.items()} | {
-            name.replace("_s", "_over_ours"): round(taken / ours, 2) for name, taken in found.items()
+            f"{name.removesuffix('_s')}_over_ours": round(taken / ours, 2) for name, taken in found.items()
         }
 
     def profile(self, name: str, case: Case) -> str:
@@ -243,7 +242,8 @@ class Bench:
 def timed(
     generator: Generator, prompts: Sequence[Prompt], sampling: Sampling, memory: dict[str, Any] | None = None
 ) -> tuple[float, Rollouts]:
-    """Seconds of what a step does; with `memory` it looks at what is held meanwhile."""
+    """Seconds of what a step does; with `memory` it looks at what is held before the engine goes to sleep, a matter of
+    microseconds."""
     wait()
     begin = time.perf_counter()
     with generator.awake():

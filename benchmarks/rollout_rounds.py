@@ -55,7 +55,7 @@ def settings_of(sizes: Sizes, rounds: int) -> dict[str, Any]:
     return step_settings(sizes.prompts, sizes.n, sizes.new, rounds + 1, sizes.sides, longest)
 
 
-def measure_rounds(a: argparse.Namespace, precision: Mapping[str, Any]) -> dict[str, Any]:
+def measure_rounds(a: argparse.Namespace, precision: dict[str, Any]) -> dict[str, Any]:
     sizes = SIZES[a.size]
     settings = settings_of(sizes, a.memory) | precision
     with tempfile.TemporaryDirectory(prefix="mtrl-rollout-") as folder:
@@ -135,7 +135,9 @@ class Largest:
 
     def __init__(self, loop: Loop) -> None:
         actor: Any = loop.components.actor
-        self.update, self.peak, self.last, self.kept = actor.update, -1.0, None, None
+        self.update, self.peak = actor.update, -1.0
+        self.last: Any = None  # what the latest update was given, and what the largest was
+        self.kept: Any = None
         actor.update = self._made
 
     def _made(self, *given: Any) -> dict[str, float]:

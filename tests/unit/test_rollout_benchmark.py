@@ -18,6 +18,7 @@ from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Sampling
 
 FAMILY = "qwen2_5_vl"
+TEMPERATURE = "worker.rollout.temperature=0.9"
 COMPUTE = "worker.actor.fsdp.mixed_precision_dtype"
 SAMPLING = Sampling(n=3, max_new_tokens=9)
 
@@ -51,10 +52,18 @@ def test_drawn_lengths_are_uniform_within_their_limits():
     assert lengths_of(3, Sampling(max_new_tokens=1), shortest=32).tolist() == [1, 1, 1]
 
 
-def test_cases_are_measured_with_peers_and_a_profile(tmp_path, capsys):
+@pytest.fixture
+def configurations(monkeypatch):
+    """Those that engines are built from."""
+    seen, build = [], rollout.build_generator
+    monkeypatch.setattr(rollout, "build_generator", lambda config, *rest: seen.append(config) or build(config, *rest))
+    return seen
+
+
+def test_cases_are_measured_with_peers_and_a_profile(configurations, tmp_path, capsys):
     file = tmp_path / "profile.txt"
     names = ["4x6", "8x12-drawn", "8x12-drawn-all-stay"]
-    result = rollout.run(rollout.parse(["--rounds=2", f"--profile={file}", "--only", *names]))
+    result = rollout.run(rollout.parse([TEMPERATURE, "--rounds=2", f"--profile={file}", "--only", *names]))
     cases, told = result["cases"], capsys.readouterr().out.splitlines()
     assert [*cases] == names and json.loads(json.dumps(result)) == result
     for name, found in cases.items():
@@ -64,6 +73,10 @@ def test_cases_are_measured_with_peers_and_a_profile(tmp_path, capsys):
         assert (found["tokens"] == found["rows"] * case.new) == (case.shortest is None)
         assert found["engine"] == "LocalGenerator" and not found["captures"] and found["floor_ms_a_step"] is None
     assert [line.split(":")[0] for line in told] == [*cases], "a line each"
+    sizes = [(c.dataset.rollout_batch_size, c.worker.rollout.n, c.max_new_tokens) for c in configurations]
+    assert sizes == [(2, 2, 6), (2, 4, 12), (2, 4, 12), (2, 2, 6)], "as runs of these sizes have it, the profile last"
+    assert {c.worker.rollout.temperature for c in configurations} == {0.9}
+    assert result["settings"] == {COMPUTE: "fp32", "worker.rollout.temperature": 0.9}, "all else is as users get it"
     drawn, stayed = cases["8x12-drawn"], cases["8x12-drawn-all-stay"]
     assert drawn["tokens"] == stayed["tokens"], "the same lengths with compaction and without"
     peers = cases["4x6"]["peers"]
@@ -72,19 +85,6 @@ def test_cases_are_measured_with_peers_and_a_profile(tmp_path, capsys):
     assert "4x6, 5 steps" in lines[0] and any("aten::" in line for line in lines[2:])
     times = [float(line.split()[0]) for line in lines[2:]]
     assert times == sorted(times, reverse=True) and times[0] > 0
-
-
-def test_the_engine_is_the_one_that_a_run_of_these_sizes_would_have(monkeypatch, capsys):
-    """Only the sizes and what is asked for differ from a user's configuration."""
-    seen = []
-    build = rollout.build_generator
-    monkeypatch.setattr(rollout, "build_generator", lambda config, *rest: seen.append(config) or build(config, *rest))
-    words = ["worker.rollout.temperature=0.9", "--rounds=1", "--only", "4x6-groups-of-4"]
-    result = rollout.run(rollout.parse(words))
-    (config,) = seen
-    assert (config.dataset.rollout_batch_size, config.worker.rollout.n, config.max_new_tokens) == (1, 4, 6)
-    assert config.worker.rollout.temperature == 0.9
-    assert result["settings"] == {COMPUTE: "fp32", "worker.rollout.temperature": 0.9}
 
 
 def test_the_dtype_of_the_weights_is_the_default_unless_asked_for():
