@@ -210,6 +210,8 @@ def check_supported(model: PreTrainedModel) -> None:
         reasons.append("sliding attention")
     if getattr(head, "bias", None) is not None:
         reasons.append("an output layer with a bias")
+    if hasattr(head, "base_layer"):  # the matrix is read as it is, without what peft puts beside it
+        reasons.append("an output layer with an adapter")
     if reasons:
         raise ValueError(f"models of the family {config.model_type!r} are not supported: {', '.join(reasons)}")
 

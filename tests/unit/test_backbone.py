@@ -379,3 +379,20 @@ def test_models_that_would_be_scored_wrongly_are_refused(reason):
     model = AutoModelForCausalLM.from_config(ODD_MODELS[reason])
     with pytest.raises(ValueError, match=f"not supported: .*{reason.split(',')[0]}"):
         Backbone(model)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_an_adapter_of_the_first_vision_layer_is_seen(before):
+    """Put there before our product takes the layer's place, or after."""
+    peft = pytest.importorskip("peft")
+    backbone = fresh_backbone("qwen2_5_vl")
+    inputs = [encoder_of("qwen2_5_vl").inputs(prompts_for("qwen2_5_vl")[0])]
+    with torch.no_grad():
+        plain = backbone.see(inputs)[0].embeds
+        peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["patch_embed.proj"]), backbone.model)
+        if before:
+            backbone = Backbone(backbone.model)
+        adapter = backbone.vision_tower.patch_embed.proj
+        torch.testing.assert_close(backbone.see(inputs)[0].embeds, plain)  # B is zero at first
+        adapter.lora_B.default.weight.fill_(0.5)
+        assert not torch.allclose(backbone.see(inputs)[0].embeds, plain, atol=1e-2)

@@ -1,18 +1,17 @@
 """The engine for CUDA on a CPU: its kernels interpreted, on a tiny model, against the plain engine."""
 
-import copy
 import logging
 from dataclasses import replace
 
 import pytest
 import torch
-from tiny_models import encoder_of, fresh_backbone, prompts_for
+from decode_helpers import engine, same, stopping_encoder
+from tiny_models import fresh_backbone, prompts_for
 
 from mtrl.models.backbone import Backbone
-from mtrl.rollout.decode import plain
-from mtrl.rollout.decode.engine import GraphGenerator, fastest_generator, why_plain
+from mtrl.rollout.decode.engine import fastest_generator, why_plain
 from mtrl.rollout.decode.layers import why_unknown
-from mtrl.rollout.decode.step import Ops, triton_ops
+from mtrl.rollout.decode.step import triton_ops
 from mtrl.rollout.decode.weights import DecodeWeights
 from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Sampling
@@ -20,21 +19,9 @@ from mtrl.types import Sampling
 FAMILY = "qwen2_5_vl"
 
 
-def engine(backbone, encoder, ops=None, **more):
-    return GraphGenerator(backbone, encoder, ops=ops or Ops(plain, plain), buckets=(16, 32), poll=1, **more)
-
-
 @pytest.fixture
 def encoder():
-    """With many stop tokens, so that rows leave."""
-    encoder = copy.copy(encoder_of(FAMILY))
-    encoder.stop_ids = tuple(range(4, 512, 7))
-    return encoder
-
-
-def same(found, expected):
-    assert torch.equal(found.mask, expected.mask) and torch.equal(found.tokens, expected.tokens)
-    torch.testing.assert_close(found.behaviour, expected.behaviour, rtol=0, atol=1e-5)
+    return stopping_encoder(FAMILY)
 
 
 SAMPLINGS = [
@@ -102,7 +89,8 @@ def test_a_weight_that_moved_away_is_noticed(encoder):
 
 
 def test_unknown_layers_are_named():
-    assert why_unknown(fresh_backbone(FAMILY).language_model) is None
+    head = torch.nn.Linear(1, 1)
+    assert why_unknown(fresh_backbone(FAMILY).language_model, head) is None
     for change, told in (
         (lambda lm: setattr(lm.config, "model_type", "gemma"), "family 'gemma'"),
         (lambda lm: setattr(lm.config, "hidden_act", "gelu"), "gelu"),
@@ -113,7 +101,7 @@ def test_unknown_layers_are_named():
     ):
         language_model = fresh_backbone(FAMILY).language_model
         change(language_model)
-        assert told in why_unknown(language_model)
+        assert told in why_unknown(language_model, head)
 
 
 def test_without_a_gpu_the_plain_engine_decodes_and_says_nothing(encoder, caplog):

@@ -38,7 +38,7 @@ def why_plain(backbone: Backbone) -> str | None:
         triton_ops()
     except ImportError:
         return "Triton is not installed (pip install triton)"
-    return why_unknown(backbone.language_model)
+    return why_unknown(backbone.language_model, backbone.model.get_output_embeddings())
 
 
 def fastest_generator(backbone: Backbone, encoder: PromptEncoder) -> LocalGenerator:

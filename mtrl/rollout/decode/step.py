@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mtrl.rollout.decode.buffers import CHUNK, PIECE, PIECES, Buffers, Mode, Pieces, Seats, Tiles
-from mtrl.rollout.decode.weights import DecodeWeights
+from mtrl.rollout.decode.weights import DecodeWeights, LowRank
 
 TILE = 64  # tokens of the vocabulary whose mass is summed
 BLOCK = 32  # keys at a time
@@ -43,6 +43,7 @@ class Step:
         self.attended = make("attended", dtype, rows, shape.heads * shape.width)
         self.update = make("update", dtype, rows, shape.hidden)
         self.both, self.inner = make("both", dtype, rows, 2 * shape.inner), make("inner", dtype, rows, shape.inner)
+        self.low = make("low", dtype, rows * weights.rank) if weights.rank else None
         self.raw = make("raw", dtype, rows, shape.vocabulary)
         self.logits = make("logits", torch.float32, rows, shape.vocabulary) if mode.cuts else None
         self.cut = make("cut", torch.float32, rows)
@@ -65,13 +66,13 @@ class Step:
         )  # fmt: skip
         following = [layer.norm for layer in layers[1:]] + [weights.norm]
         for i, layer in enumerate(layers):
-            product(self.normed, layer.qkv, self.qkv)
+            product(self.normed, layer.qkv, self.qkv, layer.qkv_adapter, self.low)
             self._attend(i)
-            product(self.attended, layer.out, self.update)
+            product(self.attended, layer.out, self.update, layer.out_adapter, self.low)
             do.add_norm(self.update, self.residual, layer.mlp_norm, self.normed, eps)
-            product(self.normed, layer.gate_up, self.both)
+            product(self.normed, layer.gate_up, self.both, layer.gate_up_adapter, self.low)
             do.silu_mul(self.both, self.inner)
-            product(self.inner, layer.down, self.update)
+            product(self.inner, layer.down, self.update, layer.down_adapter, self.low)
             do.add_norm(self.update, self.residual, following[i], self.normed, eps)
 
     def _attend(self, i: int) -> None:
@@ -95,5 +96,13 @@ class Step:
         do.pick(logits, self.tiles, rules, mode, self.seats.slot, self.buffers.rows, raw=self.logits is None)
 
 
-def product(x: Tensor, weight: Tensor, out: Tensor) -> None:
+def product(
+    x: Tensor, weight: Tensor, out: Tensor, adapter: LowRank | None = None, scratch: Tensor | None = None
+) -> None:  # fmt: skip
+    """x @ weight.T, and what the adapter adds; `scratch` has room for its rank in every row."""
     torch.mm(x, weight.t(), out=out)
+    if adapter is not None:
+        assert scratch is not None
+        low = scratch[: len(x) * adapter.rank].view(len(x), adapter.rank)
+        torch.mm(x, adapter.low.t(), out=low)
+        out.addmm_(low, adapter.up.t())
