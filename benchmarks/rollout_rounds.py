@@ -44,8 +44,8 @@ class Sizes:
     rows: int  # of data; the run goes over them again and again
 
 
-SIZES = {  # of 128 responses, enough leave for a smaller step
-    "3b": Sizes(prompts=16, n=8, new=128, shortest=16, sides=(448, 672, 896), text_tokens=66, rows=72),
+SIZES = {  # of 96 responses, enough leave for a smaller step
+    "3b": Sizes(prompts=12, n=8, new=64, shortest=8, sides=(336, 448, 672), text_tokens=66, rows=72),
     "tiny": Sizes(prompts=2, n=2, new=8, shortest=2, sides=(56, 112, 168), text_tokens=40, rows=7),
 }
 

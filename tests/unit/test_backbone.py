@@ -195,7 +195,7 @@ def test_each_piece_is_compiled_in_our_model_alone(family, monkeypatch):
     """Rotary positions are a function inside transformers: another model of the process must go on as it was."""
     calls = Counter()
 
-    def counted(function):
+    def counted(function, _):
         return lambda *x, **y: calls.update([function.__qualname__]) or function(*x, **y)
 
     monkeypatch.setattr(patches, "compiled", counted)
@@ -219,7 +219,7 @@ def test_each_piece_is_compiled_in_our_model_alone(family, monkeypatch):
 
 
 def test_a_function_with_compiled_rotary_positions_takes_the_same_arguments(monkeypatch):
-    monkeypatch.setattr(patches, "compiled", lambda function: function)
+    monkeypatch.setattr(patches, "compiled", lambda function, _: function)
 
     def forward(self, hidden, mask=None, *, scale=2):
         return hidden * scale, mask
@@ -229,7 +229,7 @@ def test_a_function_with_compiled_rotary_positions_takes_the_same_arguments(monk
 
 def test_a_copy_of_a_compiled_model_runs_on_its_own_weights(family, monkeypatch):
     """The frozen reference is a copy of the policy, which must not follow it."""
-    monkeypatch.setattr(patches, "compiled", lambda function: function)
+    monkeypatch.setattr(patches, "compiled", lambda function, _: function)
     monkeypatch.setattr(patches, "with_compiled_rotary", patches.with_compiled_rotary.__wrapped__)
     ours = Backbone(load_model(checkpoint(family)), compiled=True)
     frozen = Backbone(copy.deepcopy(ours.model))

@@ -80,7 +80,7 @@ def test_cases_are_measured_with_peers_and_a_profile(configurations, tmp_path, c
     drawn, stayed = cases["8x12-drawn"], cases["8x12-drawn-all-stay"]
     assert drawn["tokens"] == stayed["tokens"], "the same lengths with compaction and without"
     peers = cases["4x6"]["peers"]
-    assert peers["model_generate_over_ours"] > 0 and peers["plain_engine_s"] > 0
+    assert peers["model_generate_over_ours"] > 0
     lines = file.read_text().splitlines()
     assert "4x6, 5 steps" in lines[0] and any("aten::" in line for line in lines[2:])
     times = [float(line.split()[0]) for line in lines[2:]]
