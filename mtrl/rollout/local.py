@@ -6,14 +6,16 @@ they finish.
 
 from __future__ import annotations
 
+import gc
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from mtrl.errors import Diverged
+from mtrl.errors import DeviceFull, Diverged
 from mtrl.models.backbone import Backbone, Cache, prompt_positions, vision_tokens
 from mtrl.protocols import PromptEncoder
 from mtrl.rollout.awake import Awake
@@ -21,8 +23,11 @@ from mtrl.rollout.responses import finish_of, rollouts_of
 from mtrl.rollout.sampling import choose, first_sample_numbers, row_uniforms
 from mtrl.types import Prompt, Rollouts, Sampling, Weights
 
+logger = logging.getLogger(__name__)
 ROWS_AT_ONCE = 512
 COMPACT_BELOW = 0.8  # share of the cached rows still decoding below which the finished ones leave the cache
+TAKES_LESS = "a smaller worker.rollout.max_new_tokens or dataset.max_prompt_length; mtrl doctor says how much each"
+Decoded = tuple[list[Tensor], list[Tensor]]  # tokens and their log-probs of responses, on the CPU
 
 
 class LocalGenerator(Awake):
@@ -55,15 +60,7 @@ class LocalGenerator(Awake):
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Rollouts:
         if sampling.version != self.version:
             raise RuntimeError(f"asked to sample at version {sampling.version}, but the engine holds {self.version}")
-        at_once = max(1, self.rows_at_once // sampling.n)
-        first = first_sample_numbers([prompt.task.id for prompt in prompts], sampling)
-        tokens: list[Tensor] = []
-        behaviour: list[Tensor] = []
-        for start in range(0, len(prompts), at_once):
-            here = slice(start, start + at_once)
-            batch = self.decode(prompts[here], first[here], sampling)
-            tokens += batch[0]
-            behaviour += batch[1]
+        tokens, behaviour = self._in_batches(prompts, sampling)
         return rollouts_of(
             prompts,
             [place for place in range(len(prompts)) for _ in range(sampling.n)],
@@ -75,10 +72,44 @@ class LocalGenerator(Awake):
             pad_id=self.encoder.pad_id,
         )
 
-    def decode(
-        self, prompts: Sequence[Prompt], first: Sequence[int], sampling: Sampling
-    ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
-        """Tokens and their log-probs of every row of one batch; `first`: the number of each prompt's first sample."""
+    def _in_batches(self, prompts: Sequence[Prompt], sampling: Sampling) -> Decoded:
+        """All responses, at most `rows_at_once` together: whole groups, or parts of one that is larger than that."""
+        first, n = first_sample_numbers([prompt.task.id for prompt in prompts], sampling), sampling.n
+        tokens: list[Tensor] = []
+        behaviour: list[Tensor] = []
+        while len(tokens) < n * len(prompts):
+            place, sample = divmod(len(tokens), n)
+            groups = 1 if sample else max(1, self.rows_at_once // n)
+            here, count = slice(place, place + groups), min(n - sample, self.rows_at_once)
+            batch = self._fitting(prompts[here], [sample + each for each in first[here]], replace(sampling, n=count))
+            if batch is not None:
+                tokens += batch[0]
+                behaviour += batch[1]
+        return tokens, behaviour
+
+    def _fitting(self, prompts: Sequence[Prompt], first: Sequence[int], sampling: Sampling) -> Decoded | None:
+        """A batch, or None where it does not fit into the device: then there are fewer rows at once from here on."""
+        try:
+            return self.decode(prompts, first, sampling)
+        except torch.OutOfMemoryError as error:
+            torch_says = str(error).partition(" Of the allocated memory")[0]  # the rest is about fragments
+        # The error is gone here, and with it the frames that held what there was of the batch.
+        self.shrink()
+        gc.collect()
+        torch.cuda.empty_cache()
+        rows = len(prompts) * sampling.n
+        if rows == 1:
+            raise DeviceFull(f"the device has no room to sample a single response. {torch_says} Set {TAKES_LESS}")
+        self.rows_at_once = rows // 2
+        logger.warning("the device has no room to sample %d responses at once: %d from here on, which is "
+                       "slower. What takes less: %s", rows, self.rows_at_once, TAKES_LESS)  # fmt: skip
+        return None
+
+    def shrink(self) -> None:
+        """Lets go of whatever was made for larger batches."""
+
+    def decode(self, prompts: Sequence[Prompt], first: Sequence[int], sampling: Sampling) -> Decoded:
+        """The rows of one batch; `first`: the number of each prompt's first sample."""
         return Decoding(self, prompts, first, sampling).run()
 
 
@@ -91,8 +122,7 @@ class Decoding:
     first: Sequence[int]  # the number of each prompt's first sample
     sampling: Sampling
 
-    def run(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Tokens and their log-probs of every row, on the CPU."""
+    def run(self) -> Decoded:
         device = self.engine.backbone.device
         task_ids = [prompt.task.id for prompt in self.prompts]
         uniforms = row_uniforms(task_ids, self.first, self.sampling).to(device)

@@ -84,6 +84,10 @@ class GraphGenerator(LocalGenerator):
     def sleep(self) -> None:
         self._forget()
 
+    def shrink(self) -> None:
+        self.room = None
+        self._forget()
+
     def decode(
         self, prompts: Sequence[Prompt], first: Sequence[int], sampling: Sampling
     ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
@@ -237,7 +241,7 @@ class GraphGenerator(LocalGenerator):
 
     def _results(self, buffers: Buffers, rows: int) -> tuple[list[Tensor], list[Tensor]]:
         ends = buffers.rows.lengths[:rows].tolist()
-        tokens, logps = buffers.rows.tokens[:rows].cpu().long(), buffers.rows.logps[:rows].cpu()
+        tokens, logps = buffers.rows.tokens[:rows].cpu().long(), buffers.rows.logps[:rows].to("cpu", copy=True)
         split = [[row[:end] for row, end in zip(every, ends, strict=True)] for every in (tokens, logps)]
         if not all(bool(row.isfinite().all()) for row in split[1]):
             raise Diverged(non_finite(self.version, self.backbone.compute_dtype))
