@@ -15,7 +15,8 @@ from torch.nn.utils.rnn import pad_sequence
 from mtrl.errors import Diverged
 from mtrl.models.backbone import Backbone, prompt_positions, vision_tokens
 from mtrl.protocols import PromptEncoder
-from mtrl.rollout.decode.buffers import Buffers, Mode, Room, round_up
+from mtrl.rollout.decode.arena import round_up
+from mtrl.rollout.decode.buffers import Buffers, Mode, Room
 from mtrl.rollout.decode.layers import why_unknown
 from mtrl.rollout.decode.step import Ops, Step, triton_ops
 from mtrl.rollout.decode.weights import DecodeWeights
@@ -61,8 +62,8 @@ class Prefilled:
 
 
 class GraphGenerator(LocalGenerator):
-    """LocalGenerator with its decoding replaced. Asleep it holds no device memory but the model's: buffers, graphs and
-    its own copy of weights are made again when they are needed, which takes some tens of milliseconds."""
+    """LocalGenerator with its decoding replaced. Asleep it holds hardly any device memory but the model's: what lies
+    behind its buffers and its own copy of the weights is given back, and graphs stay valid (`arena.py`)."""
 
     def __init__(
         self, backbone: Backbone, encoder: PromptEncoder, *, ops: Ops, version: int = 0,
@@ -82,7 +83,9 @@ class GraphGenerator(LocalGenerator):
         self.graphs: dict[tuple[int, Mode], Any] = {}
 
     def sleep(self) -> None:
-        self._forget()
+        for holder in (self.weights, self.buffers):
+            if holder is not None:
+                holder.arena.give_back()
 
     def shrink(self) -> None:
         self.room = None
@@ -107,13 +110,17 @@ class GraphGenerator(LocalGenerator):
 
     def _prepare(self, needed: Room) -> Buffers:
         """Weights as they are now, and buffers with room; what graphs read stays where it is if at all possible."""
-        if self.weights is None or not self.weights.refresh():
-            self._forget()
+        if self.weights is not None:
+            self.weights.arena.take()
+            if not self.weights.refresh():
+                self._forget()
+        if self.weights is None:
             self.weights = DecodeWeights(self.backbone.model, self.backbone.compute_dtype)
         self.room = needed.union(self.room)
         if self.buffers is None or self.buffers.room != self.room:
             self.buffers, self.steps, self.graphs = None, {}, {}  # the old ones go before the new ones come
             self.buffers = Buffers(self.weights, self.room, self.backbone.device)
+        self.buffers.arena.take()
         return self.buffers
 
     # -------------------------------------------------------------------------------------------------------- prompts
@@ -149,7 +156,8 @@ class GraphGenerator(LocalGenerator):
         )
         real = (torch.arange(hidden.shape[1]) < lengths[:, None]).flatten().nonzero().flatten().to(device)
         here = slice(start, start + len(real))
-        for i, layer in enumerate(cache.layers):
+        layers: Any = cache.layers
+        for i, layer in enumerate(layers):
             for place, made in ((store.prompt_keys, layer.keys), (store.prompt_values, layer.values)):
                 place[i, here] = made.transpose(1, 2).flatten(0, 1)[real].to(place.dtype)
         return hidden[torch.arange(len(prompts), device=device), (lengths - 1).to(device)]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mtrl.rollout.decode.arena import arena_on
 from mtrl.rollout.decode.layers import Shape, shape_of
 
 
@@ -29,14 +30,14 @@ class DecodeWeights:
     """Follows the parameters of `model`; call `refresh` after they have changed.
 
     A parameter that has this dtype already is not copied: alone it is used as it is, and one of several that are fused
-    becomes a view of the fused matrix (the model adopts it). Whatever is copied keeps its place at a refresh, so graphs
-    that read it stay valid; only a parameter that was moved elsewhere in the meantime makes them stale, and `refresh`
-    says so.
+    becomes a view of the fused matrix (the model adopts it). Whatever is copied lies in the arena and keeps its place,
+    so graphs that read it stay valid; only a parameter that was moved elsewhere in the meantime makes them stale, and
+    `refresh` says so.
     """
 
     def __init__(self, model: Any, dtype: torch.dtype) -> None:
         lm = getattr(model.model, "language_model", model.model)
-        self.dtype = dtype
+        self.dtype, self.arena = dtype, arena_on(model.device)
         self.copied: list[tuple[Tensor, nn.Parameter]] = []  # a place here, and the parameter it follows
         self.shared: list[tuple[Tensor, nn.Parameter]] = []
         self.layers = [self._layer(layer) for layer in lm.layers]
@@ -73,9 +74,9 @@ class DecodeWeights:
             self.shared.append((whole, parameters[0]))
             return whole
         first = parameters[0]
-        whole = torch.empty(
-            sum(len(each) for each in parameters), *first.shape[1:], dtype=self.dtype, device=first.device
-        )
+        size = (sum(len(each) for each in parameters), *first.shape[1:])
+        adopted = torch.empty(size, dtype=self.dtype, device=first.device) if same else None  # outlasts every sleep
+        whole = self.arena.empty(self.dtype, *size) if adopted is None else adopted
         for place, parameter in zip(whole.split([len(each) for each in parameters]), parameters, strict=True):
             place.copy_(parameter.detach())
             if same:
