@@ -104,6 +104,7 @@ def fake_model(config: Any, plan: Plan) -> FakeModel:
         checkpointing=plan.checkpointing,
         train_vision=plan.train_vision,
         compiled=plan.compiled,
+        padded=plan.on_gpu and plan.compute_bytes == 2,  # as Backbone does it
         trust_remote_code=plan.trust_remote_code,
     )
 
