@@ -7,7 +7,7 @@ comes. `mtrl doctor` runs the same passes on a model without numbers (`memory/es
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -166,7 +166,7 @@ def rehearse(
     def hold_states() -> None:
         held.extend(torch.empty_like(p) for p in learning for _ in range(0 if has_states else ADAM_STATES))
 
-    phases = {
+    phases: dict[str, Callable[[], None]] = {
         "optimizer": hold_states,
         "sample": partial(rehearsal.sample, generator),
         "probe": rehearsal.probe,
