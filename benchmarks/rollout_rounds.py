@@ -107,6 +107,7 @@ def rounds_of(training: Run, watch: Watch, rounds: int) -> dict[str, Any]:
         row |= {"compiled_graphs": compiled_graphs(), **held_gb(), "awake": dict(awake)}
         row |= {f"seconds_{phase}": round(values[f"perf/seconds_{phase}"], 3) for phase in (*PHASES, "step")}
         row |= {f"peak_gb_{phase}": round(values[f"perf/peak_gb_{phase}"], 3) for phase in PHASES}
+        row["peak_gb_generate"] += awake["engine_gb"]  # which torch's allocator knows nothing of
         rows.append(row)
         print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
     del generator
@@ -123,11 +124,17 @@ def look_when_awake(generator: Any) -> dict[str, float]:
 
     def looking(prompts: Sequence[Prompt], sampling: Sampling) -> Rollouts:
         rollouts: Rollouts = generate(prompts, sampling)
-        held.update(held_gb())
+        held.update(held_gb(), engine_gb=engine_gb(generator))
         return rollouts
 
     generator.generate = looking
     return held
+
+
+def engine_gb(generator: Any) -> float:
+    """What the engine holds in arenas of its own."""
+    held = [each for each in (getattr(generator, name, None) for name in ("weights", "buffers")) if each is not None]
+    return round(sum(each.arena.bytes for each in held) / 2**30, 3)
 
 
 class Largest:
