@@ -93,6 +93,7 @@ class Shapes:
 
     shape: Shape
     dtype: torch.dtype
+    rank: int = 0  # adapters are small
 
     def angles(self, positions: int) -> tuple[Tensor, Tensor]:
         cos, sin = torch.empty(2, positions, self.shape.width // 2, dtype=self.dtype, device=NOWHERE)
