@@ -94,12 +94,15 @@ def test_an_update_that_does_not_fit_is_refused(policy, little_memory):
 
 
 def test_a_run_that_cannot_fit_does_not_start(tmp_path):
-    """Keys and values of so many tokens for a single response."""
+    """Keys and values of so many tokens for a single response, where somebody else holds the memory."""
     words = [
-        "dataset.max_response_length=200000000", "worker.rollout.n=8", "dataset.rollout_batch_size=64",
+        "dataset.max_response_length=1000000", "worker.rollout.n=8", "dataset.rollout_batch_size=64",
         "worker.actor.global_batch_size=64", f"training.output_dir={tmp_path}", "training.logger=[]",
         "training.val_before_train=false", "training.max_steps=1", "worker.actor.use_torch_compile=false",
     ]  # fmt: skip
     run = build(configure(None, words)[0])
+    torch.cuda.empty_cache()
+    hog = torch.empty(torch.cuda.mem_get_info()[0] - 2**31, dtype=torch.uint8, device="cuda")
     with pytest.raises(StartError, match="memory: sampling does not fit at the limits of the configuration"):
         run.train()
+    del hog

@@ -52,19 +52,21 @@ def test_a_full_device_costs_nothing_but_time(name, caplog):
     prompts = prompts_of([make_question("test", index) for index in range(64)], encoder)
     backbone = Backbone(load_model(MODEL_DIRECTORY, device="cuda"))
     whole = make(backbone, encoder)
-    before = free()
+    before, held = free(), torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
     with whole.awake():
         expected = whole.generate(prompts, sampling)
-        taken = before - torch.cuda.mem_get_info()[0]  # what torch has reserved it keeps until `free`
+        past = before - torch.cuda.mem_get_info()[0] - torch.cuda.memory_reserved()  # torch's allocator
+        taken = torch.cuda.max_memory_allocated() - held + max(0, past)
     del whole
     assert taken > 2**28, "too little to be worth a test"
-    hog = torch.empty(free() - int(0.7 * taken), dtype=torch.uint8, device="cuda")
+    hog = torch.empty(free() - int(0.6 * taken), dtype=torch.uint8, device="cuda")
     engine = make(backbone, encoder)
     with caplog.at_level(logging.WARNING), engine.awake():
         found = engine.generate(prompts, sampling)
     del hog
     said = [record.getMessage() for record in caplog.records if "from here on" in record.getMessage()]
-    assert engine.rows_at_once in (128, 256) and len(said) == (1 if engine.rows_at_once == 256 else 2), said
+    assert engine.rows_at_once in (64, 128, 256) and len(said) == (512 // engine.rows_at_once).bit_length() - 1, said
     same = sum(a == b for a, b in zip(found.text, expected.text, strict=True))
     assert same >= 0.98 * len(found), f"{same} of {len(found)}: batches of other sizes have other products"
     del engine
