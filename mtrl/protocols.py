@@ -155,6 +155,13 @@ class Stateful(Protocol):
         """Goes on as the one whose snapshot was written there would have."""
 
 
+class Refreshed(Stateful, Protocol):
+    """A reference that follows the policy from afar. What it has become is in no file but a checkpoint."""
+
+    def refresh(self) -> None:
+        """Becomes the policy as it is now."""
+
+
 class Actor(Prober, Stateful, Protocol):
     """The policy that learns. Blind to algorithms: it sees token streams and adds."""
 

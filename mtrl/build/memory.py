@@ -15,6 +15,7 @@ GIB = 2**30
 
 
 def limits_of(config: Config, needs: Needs, on_gpu: bool, share_prefix: bool) -> Limits:
+    divergence = recipe.divergence_of(config)
     return Limits(
         prompts=config.dataset.rollout_batch_size,
         prompts_per_update=config.worker.actor.global_batch_size,
@@ -24,6 +25,7 @@ def limits_of(config: Config, needs: Needs, on_gpu: bool, share_prefix: bool) ->
         update=recipe.update_batching(config, on_gpu, share_prefix),
         probe=recipe.probe_batching(config, on_gpu, share_prefix),
         needs=needs | Needs("mass") if config.optimization.compute_attention_metrics is not False else needs,
+        full_divergence=divergence is not None and divergence.in_loss and divergence.penalty == "full",
     )
 
 
@@ -36,7 +38,7 @@ def plan_of(config: Config, on_gpu: bool) -> Plan:
         limits=limits_of(config, rules.needs, on_gpu, shared),
         weights=actor.fsdp.param_dtype,
         compute=actor.fsdp.mixed_precision_dtype,
-        reference="reference" in rules.needs or "divergence" in rules.needs,
+        reference=rules.reads_reference,
         train_vision=not actor.model.freeze_vision_tower,
         checkpointing=actor.model.enable_gradient_checkpointing,
         attention=attention,

@@ -216,9 +216,14 @@ def warn_of_large_steps(lr: float, model: Any) -> None:
         )
 
 
-def build_reference(policy: Forward, needs: Needs) -> Reference | None:
+def build_reference(policy: Forward, rules: Recipe) -> Reference | None:
     """The reference, where somebody reads it: a copy of the policy as it was given, before a checkpoint is restored."""
-    return Reference.frozen(policy) if "reference" in needs or "divergence" in needs else None
+    if rules.reads_reference:
+        return Reference.frozen(policy)
+    if rules.refresh_every:
+        told = "there is no reference to refresh; set optimization.disable_divergence=false, or this to null"
+        raise ConfigError([f"worker.ref.refresh_every: {told}"])
+    return None
 
 
 def build_generator(config: Config, policy: Forward, encoder: TextEncoder) -> Generator:

@@ -75,6 +75,7 @@ def recipe_of(
         validate_first=config.training.val_before_train and first,
         save_every=config.training.save_freq,
         seed=config.dataset.seed,
+        refresh_every=config.worker.ref.refresh_every or 0,
     )
 
 

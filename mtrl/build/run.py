@@ -48,6 +48,7 @@ from mtrl.training.evaluate import Result, Seen
 from mtrl.training.interrupt import Interrupt, say_at_once
 from mtrl.training.loop import Components, Loop
 from mtrl.training.resume import Start, claim, find_start, fitting_state, refuse_other_configuration, restoring
+from mtrl.workers.reference import RefreshedReference
 from mtrl.zoo.rows import CONFIG_FILE
 
 logger = logging.getLogger(__name__)
@@ -177,7 +178,8 @@ def build(
             sees_attention=policy.backbone.own_attention,
         )
         refuse_unmeasured(config, rules, policy.backbone)
-        actor = build_actor(config, policy, encoder, steps, build_reference(policy, rules.needs))
+        reference = build_reference(policy, rules)
+        actor = build_actor(config, policy, encoder, steps, reference)
         interrupt = Interrupt()
         components = Components(
             source=sampler,
@@ -185,6 +187,7 @@ def build(
             scorer=scorer,
             probers=[actor],
             actor=actor,
+            reference=RefreshedReference(reference, policy) if reference and rules.refresh_every else None,
             tracker=tracker,
             store=closing.enter_context(build_store(config, directory)),
             validation=build_validation(config, encoder, directory.path, data is not None, truth_for, val_data),

@@ -18,9 +18,6 @@ def unbuilt(config: Config) -> list[str]:
         ),
         "optimization.online_filtering; set it to false": algorithm.online_filtering,
         "optimization.replay_buffer_size; set it to 0": algorithm.replay_buffer_size > 0,
-        "optimization.divergence_penalty: full as a loss; leave use_divergence_loss off, or use low_var_kl": (
-            algorithm.use_divergence_loss and algorithm.divergence_penalty == "full"
-        ),
         "worker.actor.model.peft_type; set it to null": model.peft_type is not None,
         "worker.actor.optim.name: adamw_8bit; use adamw": worker.actor.optim.name != "adamw",
         "worker.actor.fsdp.cpu_offload; set it to false": worker.actor.fsdp.cpu_offload,

@@ -257,6 +257,9 @@ class CriticConfig:
 @dataclass(frozen=True)
 class RefConfig:
     offload_params: bool = key(False, "reference weights in main memory between uses")
+    refresh_every: int | None = key(
+        None, "steps after which the policy becomes the reference again; null: never", "[1, inf)"
+    )
 
 
 @dataclass(frozen=True)

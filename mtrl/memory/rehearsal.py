@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mtrl.algorithms.vocab import full_kl
 from mtrl.errors import StartError
 from mtrl.models.forward import Forward, unpack
 from mtrl.models.live_tensors import LiveTensors
@@ -47,6 +48,7 @@ class Limits:
     update: MicroBatching
     probe: MicroBatching
     needs: Needs
+    full_divergence: bool = False  # whether the update reads the reference's whole vocabulary
 
     @property
     def rows(self) -> int:
@@ -137,8 +139,18 @@ class Rehearsal:
         return [rollouts.rows(index) for index in self.limits.update.split(rollouts)[:2]]
 
     def learn(self, part: Rollouts) -> None:
-        scores = self.forward.scores(part, entropy="old" not in self.limits.needs)
-        unpack(scores.logp, part.mask).sum().backward()
+        theirs = self._of_reference(part) if self.limits.full_divergence else None
+        hidden = self.forward.response_hidden(part)
+        values = [self.forward.scores_of(hidden, part, entropy="old" not in self.limits.needs).logp]
+        if theirs is not None:
+            matrix = self.forward.backbone.output_matrix
+            values.append(full_kl(hidden, theirs, matrix, **self.forward.distribution()))
+        sum(unpack(each, part.mask).sum() for each in values).backward()
+
+    @torch.no_grad()
+    def _of_reference(self, part: Rollouts) -> Tensor:
+        """The policy stands in for its reference, which is as large."""
+        return self.forward.response_hidden(part)
 
     def update(self) -> None:
         for part in self.updates():

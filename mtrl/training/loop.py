@@ -21,7 +21,7 @@ from typing import Any
 from mtrl.algorithms.batches import assemble
 from mtrl.algorithms.credit import assign, credit_metrics
 from mtrl.algorithms.metrics import Metrics, learnt_metrics, step_metrics
-from mtrl.protocols import Actor, Generator, Prober, Scorer, Store, TaskSource, Tracker
+from mtrl.protocols import Actor, Generator, Prober, Refreshed, Scorer, Stateful, Store, TaskSource, Tracker
 from mtrl.training.clock import Clock
 from mtrl.training.evaluate import Validation
 from mtrl.training.recipe import Recipe, due
@@ -40,6 +40,7 @@ class Components:
     tracker: Tracker
     store: Store
     validation: Validation | None
+    reference: Refreshed | None = None  # where it does not stay what it was
     stop: Callable[[], bool] = lambda: False  # whether somebody asked the run to stop
 
 
@@ -75,7 +76,7 @@ class Loop:
         with clock("credit"):
             experience = self.give_credit(experience, step)
             loss = recipe.loss.with_divergence(self.divergence)
-            batches = list(assemble(recipe.batches, loss, experience))
+            batches = list(assemble(recipe.batches, loss, experience, (recipe.seed, step)))
         with clock("update"):
             self.whole = None
             learnt = components.actor.update(batches, loss)
@@ -83,6 +84,8 @@ class Loop:
             self.publish()
         adapted = self.adapt(experience)
         self.done = step + 1
+        if components.reference is not None and due(self.done, recipe.refresh_every):
+            components.reference.refresh()
         self.whole = self.state()  # from here on an error costs nothing of this step
         components.tracker.rollouts(step + 1, experience)
         values = step_metrics(experience, recipe.sampling.cut) | credit_metrics(recipe.credit, experience)
@@ -129,6 +132,8 @@ class Loop:
         rule = self.divergence
         if rule is None:
             return {}
+        if not rule.needs:  # the update alone has measured it
+            return {"actor/kl_coef": rule.coef}
         kl = rule.mean(experience.signals, experience.rollouts.mask)
         self.divergence = rule.adapted(kl, len(experience))
         return {"actor/kl_coef": rule.coef, "actor/reference_kl": kl}
@@ -147,8 +152,14 @@ class Loop:
     def save(self, score: float | None = None) -> None:
         """Saves the last step. Between steps its state is the state of now; within one the source has moved on."""
         assert self.whole is not None, "an update has begun"
-        self.components.store.save(self.done, {"actor": self.components.actor.snapshot()}, self.whole, score)
+        snapshots = {name: each.snapshot() for name, each in self.kept().items()}
+        self.components.store.save(self.done, snapshots, self.whole, score)
         self.saved = self.done
+
+    def kept(self) -> dict[str, Stateful]:
+        """All that changes from step to step, by its name in a checkpoint."""
+        reference = self.components.reference
+        return {"actor": self.components.actor} | ({} if reference is None else {"reference": reference})
 
     def state(self) -> dict[str, Any]:
         """What the next step depends on besides the actor; all else is keyed by the step's number."""
@@ -160,6 +171,6 @@ class Loop:
         self.components.source.restore(state["source"])
         if self.divergence is not None and self.divergence.adaptive and state["divergence_coef"] is not None:
             self.divergence = replace(self.divergence, coef=state["divergence_coef"])
-        self.components.store.restore(checkpoint, {"actor": self.components.actor})
+        self.components.store.restore(checkpoint, self.kept())
         self.whole = self.state()
         self.publish()

@@ -27,7 +27,13 @@ class Recipe:
     validate_every: int  # steps between two validations; -1: only at the end
     validate_first: bool
     save_every: int  # steps between two checkpoints; -1: only at the end
-    seed: int = 0  # for credit rules that draw random numbers
+    seed: int = 0  # for the order of minibatches, and for credit rules that draw random numbers
+    refresh_every: int = 0  # steps after which the reference becomes the policy of then; 0: it stays as it is
+
+    @property
+    def reads_reference(self) -> bool:
+        """Whether somebody reads the reference: before the update, or in it."""
+        return self.divergence is not None or "reference" in self.needs or "divergence" in self.needs
 
     def needs_at(self, step: int) -> Needs:
         return self.needs | Needs("mass") if due(step + 1, self.attention_every) else self.needs

@@ -22,10 +22,6 @@ REFUSED = {  # what the message names: the overrides
     "optimization.advantage_estimator: remax": {"optimization.advantage_estimator": "remax"},
     "optimization.online_filtering": {"optimization.online_filtering": True},
     "optimization.replay_buffer_size": {"optimization.replay_buffer_size": 64},
-    "optimization.divergence_penalty: full": {
-        "optimization.divergence_penalty": "full",
-        "optimization.use_divergence_loss": True,
-    },
     "worker.actor.model.peft_type": {"worker.actor.model.peft_type": "lora"},
     "worker.actor.optim.name: adamw_8bit": {"worker.actor.optim.name": "adamw_8bit"},
     "worker.actor.fsdp.cpu_offload": {"worker.actor.fsdp.cpu_offload": True},
@@ -98,6 +94,7 @@ def test_several_are_told_together():
         {"optimization.advantage_estimator": "rloo"},
         {"optimization.advantage_estimator": "reinforce_plus_plus"},
         {"optimization.use_divergence_loss": True, "optimization.divergence_penalty": "low_var_kl"},
+        {"optimization.use_divergence_loss": True, "optimization.divergence_penalty": "full"},
     ],
 )
 def test_what_works_is_not_refused(overrides):
