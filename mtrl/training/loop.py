@@ -43,6 +43,11 @@ class Components:
     reference: Refreshed | None = None  # where it does not stay what it was
     stop: Callable[[], bool] = lambda: False  # whether somebody asked the run to stop
 
+    @property
+    def learners(self) -> dict[str, Stateful]:
+        """All that changes from step to step, by the name that it has in a checkpoint."""
+        return {"actor": self.actor} | ({} if self.reference is None else {"reference": self.reference})
+
 
 class Loop:
     def __init__(self, components: Components, recipe: Recipe) -> None:
@@ -152,14 +157,9 @@ class Loop:
     def save(self, score: float | None = None) -> None:
         """Saves the last step. Between steps its state is the state of now; within one the source has moved on."""
         assert self.whole is not None, "an update has begun"
-        snapshots = {name: each.snapshot() for name, each in self.kept().items()}
+        snapshots = {name: learner.snapshot() for name, learner in self.components.learners.items()}
         self.components.store.save(self.done, snapshots, self.whole, score)
         self.saved = self.done
-
-    def kept(self) -> dict[str, Stateful]:
-        """All that changes from step to step, by its name in a checkpoint."""
-        reference = self.components.reference
-        return {"actor": self.components.actor} | ({} if reference is None else {"reference": reference})
 
     def state(self) -> dict[str, Any]:
         """What the next step depends on besides the actor; all else is keyed by the step's number."""
@@ -171,6 +171,6 @@ class Loop:
         self.components.source.restore(state["source"])
         if self.divergence is not None and self.divergence.adaptive and state["divergence_coef"] is not None:
             self.divergence = replace(self.divergence, coef=state["divergence_coef"])
-        self.components.store.restore(checkpoint, self.kept())
+        self.components.store.restore(checkpoint, self.components.learners)
         self.whole = self.state()
         self.publish()

@@ -20,7 +20,7 @@ from mtrl.workers.micro_batches import MicroBatching
 from mtrl.workers.reference import Reference, RefreshedReference
 
 TEMPERATURE, COEF = 0.7, 0.3
-EXACT = 1e-7  # of the largest gradient: the norms of transformers go by way of float32, in whatever order rows come
+EXACT = 1e-6  # of the largest gradient: the norms of transformers go by way of float32, in whatever order rows come
 LAYOUTS = {  # how rows are cut into passes, and whether all of a pass stand in one sequence
     "all rows": (ALL_AT_ONCE, False),
     "a row each": (MicroBatching(rows=1), False),
@@ -87,8 +87,7 @@ def test_the_gradient_is_that_of_plain_torch(family, layout):
     ours = dict(zip(actor.learner.names.values(), found.gradients[0], strict=True))
     assert gradients.keys() == {name for name, gradient in ours.items() if gradient is not None}
     largest = max(float(gradient.abs().max()) for gradient in gradients.values())
-    for name, gradient in gradients.items():
-        assert float((ours[name] - gradient).abs().max()) < EXACT * largest, name
+    assert difference([ours[name] for name in gradients], gradients.values()) < EXACT * largest
     frozen = actor.reference.forward.backbone.model
     assert all(p.grad is None for p in frozen.parameters())
 

@@ -19,8 +19,8 @@ from mtrl.types import Credit, Experience, Rewards, Sampling, Signals, Validatio
 
 
 def advantages_of(made):
-    """[N] of the first token of every row, over the batches of the last update."""
-    batches, _ = made.components.actor.updates[-1]
+    """[N] of the first token of every row, over the batches of the last update, in the order of the prompts."""
+    batches = sorted(made.components.actor.updates[-1][0], key=lambda batch: batch.rollouts.text)
     return torch.cat([batch.advantage[:, 0] for batch in batches])
 
 
@@ -224,7 +224,7 @@ def test_the_correction_is_capped_and_follows_its_rows():
     rollouts, signals = six_rows()  # o = -0.5, b = -1: exp(0.5) = 1.65; row 5 was sampled at b = -3.5
     rollouts.behaviour[5] = -3.5
     rules = recipe(prompts_per_update=1, loss=Loss(tis_clip=2.0))
-    batches = list(batches_of(rules, rollouts, signals))
+    batches = sorted(batches_of(rules, rollouts, signals), key=lambda batch: batch.rollouts.text)
     close(batches[0].correction, [[math.exp(0.5), 1, 1, 1], [math.exp(0.5)] * 2 + [1, 1]])
     close(batches[2].correction[1], [2, 2, 1, 1])
     close(next(batches_of(recipe(), rollouts, signals)).correction, torch.ones(4, 4))
