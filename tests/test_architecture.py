@@ -16,7 +16,7 @@ ROOM_MAY_IMPORT = {
     "files": set(),
     "terminal": set(),
     "config": {"files"},
-    "algorithms": {"types", "errors", "plugins"},
+    "algorithms": {"types", "errors", "plugins", "keyed"},
     "protocols": {"types", "algorithms"},
     "models": {"types", "files", "keyed", "protocols", "algorithms"},
     "rollout": {"types", "keyed", "errors", "protocols", "algorithms", "models"},
