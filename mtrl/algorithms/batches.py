@@ -26,8 +26,8 @@ class BatchPlan:
 
 
 def assemble(plan: BatchPlan, loss: Loss, experience: Experience, key: tuple[int, int]) -> Iterator[TrainBatch]:
-    """One batch for each optimizer step: whole groups, with weights whose denominators span the batch. Which groups meet
-    in a batch is drawn anew in each pass, by the `key` (seed, step)."""
+    """One batch for each optimizer step: whole groups, with weights whose denominators span the batch. Which groups
+    meet in a batch is drawn anew in each pass, by the `key` (seed, step)."""
     rollouts, signals, credit = experience.rollouts, experience.signals, experience.credit
     assert credit is not None, "batches are made of credit"
     correction = None

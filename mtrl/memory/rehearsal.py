@@ -145,7 +145,7 @@ class Rehearsal:
         if theirs is not None:
             matrix = self.forward.backbone.output_matrix
             values.append(full_kl(hidden, theirs, matrix, **self.forward.distribution()))
-        sum(unpack(each, part.mask).sum() for each in values).backward()
+        torch.stack([unpack(each, part.mask).sum() for each in values]).sum().backward()
 
     @torch.no_grad()
     def _of_reference(self, part: Rollouts) -> Tensor:

@@ -121,7 +121,11 @@ def test_without_a_reference_it_is_a_mistake(family):
 def test_a_refreshed_reference_is_the_policy_of_then(family, tmp_path):
     forward = Forward(fresh_backbone(family), encoder_of(family))
     actor = actor_of(family, forward=forward, reference=Reference.frozen(forward), lr=1e-3)
-    kept, rollouts, needs = RefreshedReference(actor.reference, forward), rollouts_for(family), Needs("old", "reference")
+    kept, rollouts, needs = (
+        RefreshedReference(actor.reference, forward),
+        rollouts_for(family),
+        Needs("old", "reference"),
+    )
     actor.update([plain_batch(family)], Loss())
     apart = actor.probe(rollouts, needs, 0)
     assert difference([apart.old], [apart.reference]) > 1e-3

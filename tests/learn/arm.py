@@ -1,4 +1,4 @@
-"""One arm of a comparison, as a process that can be killed: `python arm.py DIRECTORY a.b=c ..` trains the embedded model.
+"""One arm of a comparison, a process that can be killed: `python arm.py DIRECTORY a.b=c ..` trains the embedded model.
 
 `DIRECTORY/aims.jsonl` gets a line for each batch of prompts that was asked: the step, and for each task the share of
 right answers among those sampled (with `--vgr` the mean VGR of the late layers, negative: less is better). All that was

@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -62,7 +63,7 @@ class Arm:
 
 def moves_both_ways(rows: list[dict]) -> None:
     coefs = [row["actor/kl_coef"] for row in rows]
-    steps = [b - a for a, b in zip(coefs, coefs[1:], strict=False)]
+    steps = [b - a for a, b in pairwise(coefs)]
     assert min(steps) < 0 < max(steps), coefs
 
 

@@ -140,6 +140,23 @@ class FakeReference:
         return Signals(**{name: value.where(rollouts.mask, 0.0) for name, value in self.signals.items()})
 
 
+class FakeRefreshed:
+    """A reference that counts what it became."""
+
+    def __init__(self, journal=None):
+        self.journal, self.times = journal, 0
+
+    def refresh(self):
+        self.times += 1
+        self.journal.append(("refresh", self.times))
+
+    def snapshot(self):
+        return f"reference, refreshed {self.times} times"
+
+    def restore(self, directory):
+        self.times = int(directory.name)
+
+
 class FakeTracker:
     def __init__(self, journal):
         self.journal, self.rows, self.closed = journal, {}, 0
@@ -200,7 +217,7 @@ def recipe(**changes):
     return Recipe(**settings | {"batches": BatchPlan(**plan)} | changes)
 
 
-def loop(actor=None, reference=None, validation=None, scorer=None, **changes):
+def loop(actor=None, reference=None, validation=None, scorer=None, refreshed=None, **changes):
     journal = []
     actor = actor or FakeActor(journal)
     actor.journal = journal
@@ -218,8 +235,11 @@ def loop(actor=None, reference=None, validation=None, scorer=None, **changes):
         tracker=FakeTracker(journal),
         store=FakeStore(journal),
         validation=validation,
+        reference=refreshed,
     )
     components.scorer.journal = journal
+    if refreshed is not None:
+        refreshed.journal = journal
     return Loop(components, recipe(**changes))
 
 

@@ -105,7 +105,9 @@ def test_the_published_settings():
     shape = {"optimization.trajectory_scaling_min", "optimization.trajectory_scaling_max"}
     shaping = {"optimization.filter_key", "worker.reward.functions", "worker.reward.weights",
                "worker.reward.soft_punish_cache"}  # fmt: skip
-    assert differ <= ideas | shape | shaping | {"training.experiment_name"}, "VPPO is DAPO with ideas in place of shaping"
+    assert differ <= ideas | shape | shaping | {"training.experiment_name"}, (
+        "VPPO is DAPO with ideas in place of shaping"
+    )
 
 
 def test_the_four_parts_of_dapo():
@@ -121,6 +123,7 @@ def test_the_four_parts_of_dapo():
 
 def test_what_each_algorithm_is():
     """By the keys that make it what it is; nothing of token credit is on."""
+
     def of(name, *keys):
         return tuple(getattr(full(name).optimization, key) for key in keys)
 
