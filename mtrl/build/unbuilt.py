@@ -16,7 +16,6 @@ def unbuilt(config: Config) -> list[str]:
         "optimization.advantage_estimator: remax; use grpo, rloo or reinforce_plus_plus": (
             algorithm.advantage_estimator == "remax"
         ),
-        "optimization.online_filtering; set it to false": algorithm.online_filtering,
         "optimization.replay_buffer_size; set it to 0": algorithm.replay_buffer_size > 0,
         "optimization.divergence_penalty: full as a loss; leave use_divergence_loss off, or use low_var_kl": (
             algorithm.use_divergence_loss and algorithm.divergence_penalty == "full"

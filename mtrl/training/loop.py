@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import reduce
+from dataclasses import asdict, dataclass, replace
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from mtrl.protocols import Actor, Generator, Prober, Scorer, Store, TaskSource, 
 from mtrl.training.clock import Clock
 from mtrl.training.evaluate import Validation
 from mtrl.training.recipe import Recipe, due
+from mtrl.training.refill import Gathered, PromptCounts, fill, refuse_short
 from mtrl.types import Experience, Prompt, Rollouts, Signals
 
 
@@ -47,6 +48,7 @@ class Loop:
     def __init__(self, components: Components, recipe: Recipe) -> None:
         self.components, self.recipe = components, recipe
         self.divergence = recipe.divergence  # its coefficient may adapt
+        self.prompts = PromptCounts()  # what became of all that were asked
         self.version, self.done, self.saved = 0, 0, 0  # version of the weights; steps done; the last one saved
         self.whole: dict[str, Any] | None = (
             None  # the state after the last step; None while an update changes the actor
@@ -71,9 +73,9 @@ class Loop:
     def step(self, step: int) -> Metrics:
         components, recipe = self.components, self.recipe
         self.clock = clock = Clock()
-        experience = self.gather(step)
+        gathered = self.gather(step)
         with clock("credit"):
-            experience = self.give_credit(experience, step)
+            experience = self.give_credit(gathered.experience, step)
             loss = recipe.loss.with_divergence(self.divergence)
             batches = list(assemble(recipe.batches, loss, experience))
         with clock("update"):
@@ -86,22 +88,37 @@ class Loop:
         self.whole = self.state()  # from here on an error costs nothing of this step
         components.tracker.rollouts(step + 1, experience)
         values = step_metrics(experience, recipe.sampling.cut) | credit_metrics(recipe.credit, experience)
-        values |= learnt_metrics(learnt, recipe.sampling.cut) | adapted | components.source.metrics()
+        values |= learnt_metrics(learnt, recipe.sampling.cut) | adapted | components.source.metrics() | gathered.metrics
+        values |= self.prompts.metrics() if recipe.filtering else {}
         return values | clock.metrics(tokens=int(experience.rollouts.mask.sum()), samples=len(experience))
 
     # ------------------------------------------------------------------------------------------- the verbs of a step
-    def gather(self, step: int) -> Experience:
-        """Responses, what was measured of them and what they earned: all that a step learns from."""
+    def gather(self, step: int) -> Gathered:
+        """Responses, what was measured of them and what they earned: all that a step learns from. Groups that teach
+        nothing give way to fresh prompts where there is a filter."""
+        recipe, respond = self.recipe, partial(self.respond, step, Counter())
+        gathered = fill(respond, recipe.prompts_per_step, recipe.filtering)
+        if recipe.scores_first:
+            gathered = gathered.measured(self.probe(gathered.experience.rollouts, step))
+        refuse_short(gathered, recipe.prompts_per_step, recipe.filtering)
+        self.prompts += gathered.counts
+        return gathered
+
+    def respond(self, step: int, asked: Counter[str], count: int) -> Experience:
+        """Responses to the next prompts with their rewards; they are measured meanwhile, or later if scored first."""
         components, recipe = self.components, self.recipe
-        asked: Counter[str] = Counter()
         with self.clock("generate"):
-            rollouts = self.sample(components.source.take(recipe.prompts_per_step), step, asked)
+            rollouts = self.sample(components.source.take(count), step, asked)
         pending = components.scorer.submit(rollouts, step)
-        with self.clock("probe"):
-            probes = [prober.probe(rollouts, recipe.needs_at(step), step) for prober in components.probers]
-            signals = reduce(Signals.merge, probes)
+        signals = Signals() if recipe.scores_first else self.probe(rollouts, step)
         with self.clock("reward"):
             return Experience(rollouts, pending.result(signals), signals)
+
+    def probe(self, rollouts: Rollouts, step: int) -> Signals:
+        """What each token depends on, by all who measure."""
+        needs = self.recipe.needs_at(step)
+        with self.clock("probe"):
+            return reduce(Signals.merge, [prober.probe(rollouts, needs, step) for prober in self.components.probers])
 
     def sample(self, prompts: Sequence[Prompt], step: int, asked: Counter[str]) -> Rollouts:
         """Responses of the newest weights. `asked` counts the tasks of a step: one asked again gets other responses."""
@@ -153,11 +170,13 @@ class Loop:
     def state(self) -> dict[str, Any]:
         """What the next step depends on besides the actor; all else is keyed by the step's number."""
         coef = None if self.divergence is None else self.divergence.coef
-        return {"step": self.done, "source": self.components.source.state(), "divergence_coef": coef}
+        source, prompts = self.components.source.state(), asdict(self.prompts)
+        return {"step": self.done, "source": source, "prompts": prompts, "divergence_coef": coef}
 
     def restore(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
         self.done = self.saved = state["step"]
         self.components.source.restore(state["source"])
+        self.prompts = PromptCounts(**state.get("prompts", {}))
         if self.divergence is not None and self.divergence.adaptive and state["divergence_coef"] is not None:
             self.divergence = replace(self.divergence, coef=state["divergence_coef"])
         self.components.store.restore(checkpoint, {"actor": self.components.actor})

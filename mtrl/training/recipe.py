@@ -9,7 +9,10 @@ from mtrl.algorithms.credit import Rule
 from mtrl.algorithms.divergence import Divergence
 from mtrl.algorithms.estimators import Estimator
 from mtrl.algorithms.losses import Loss
+from mtrl.training.refill import Filtering
 from mtrl.types import Needs, Sampling
+
+NOTHING = Needs()
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,13 @@ class Recipe:
     validate_first: bool
     save_every: int  # steps between two checkpoints; -1: only at the end
     seed: int = 0  # for credit rules that draw random numbers
+    reward_needs: Needs = NOTHING  # the signals that rewards read: they come after the probes
+    filtering: Filtering | None = None
+
+    @property
+    def scores_first(self) -> bool:
+        """Whether a filter judges responses before they are measured, so that only those which stay are."""
+        return self.filtering is not None and not self.reward_needs
 
     def needs_at(self, step: int) -> Needs:
         return self.needs | Needs("mass") if due(step + 1, self.attention_every) else self.needs

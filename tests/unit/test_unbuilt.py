@@ -20,7 +20,6 @@ PACKAGE = Path(mtrl.__file__).parent
 REFUSED = {  # what the message names: the overrides
     "optimization.advantage_estimator: gae": {"optimization.advantage_estimator": "gae"},
     "optimization.advantage_estimator: remax": {"optimization.advantage_estimator": "remax"},
-    "optimization.online_filtering": {"optimization.online_filtering": True},
     "optimization.replay_buffer_size": {"optimization.replay_buffer_size": 64},
     "optimization.divergence_penalty: full": {
         "optimization.divergence_penalty": "full",
@@ -72,7 +71,7 @@ def test_every_refusal_is_tried_above():
 
 
 def test_several_are_told_together():
-    config = load_config(None, {"optimization.online_filtering": True, "worker.rollout.name": "vllm"})
+    config = load_config(None, {"worker.ref.offload_params": True, "worker.rollout.name": "vllm"})
     with pytest.raises(ConfigError) as caught:
         refuse_unbuilt(config)
     assert len(caught.value.errors) == 2
@@ -90,6 +89,7 @@ def test_several_are_told_together():
         {"worker.reward.functions": ("mdi", "vgr", "vgr_hard_negative")},
         {"worker.rollout.name": "local"},
         {"optimization.divergence_penalty": "full"},
+        {"optimization.online_filtering": True},
         {"worker.reward.functions": ("think_format", "length", "my/file.py:f", "package.module:f")},
         {"worker.reward.reward_fn_path": "file.py"},
         {"worker.reward.reward_fn_path": "file.py", "optimization.enable_token_weights": True},
@@ -110,17 +110,12 @@ def test_defaults_and_the_packaged_config_are_not_refused():
 
 # ------------------------------------------------------------------------------------------------- nothing is ignored
 OF_GAE = "gae is refused"
-OF_FILTERING = "online filtering is refused"
 OF_REPLAY = "replay is refused"
 OF_ADAPTERS = "peft_type is refused"
 OF_VLLM = "vLLM is refused"
 NO_EFFECT = {
     "dataset.video_fps": "the data layer refuses videos",
     "optimization.lam": OF_GAE,
-    "optimization.filter_key": OF_FILTERING,
-    "optimization.filter_low": OF_FILTERING,
-    "optimization.filter_high": OF_FILTERING,
-    "optimization.max_refills": OF_FILTERING,
     "optimization.replay_var_epsilon": OF_REPLAY,
     "optimization.filter_min_reward": OF_REPLAY,
     "worker.actor.model.lora_rank": OF_ADAPTERS,

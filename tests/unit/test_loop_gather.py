@@ -1,0 +1,144 @@
+"""What a step learns from, among fakes: filtered and refilled, in which order, and how it goes on after a restart."""
+
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+from loop_helpers import PROMPTS, FakeActor, FakeScorer, loop
+
+from mtrl.algorithms.filtering import GroupFilter
+from mtrl.errors import RunError
+from mtrl.training.refill import Filtering
+from mtrl.types import Needs, Signals
+
+SPREAD = Filtering(GroupFilter("spread"))
+
+
+class Actor(FakeActor):
+    """Brings as many rows as it is asked for, and writes down of whom."""
+
+    def probe(self, rollouts, needs, step):
+        self.journal.append(("probe", *(prompt.task.id for prompt in rollouts.prompts)))
+        return Signals(old=torch.full(rollouts.mask.shape, -1.0).where(rollouts.mask, 0.0))
+
+
+class Scorer(FakeScorer):
+    """Prompts of these numbers are worth learning from: one response of two is right. All else is always right."""
+
+    def __init__(self, *good):
+        super().__init__(None, accuracy=defaultdict(lambda: 1.0, {f"p{number} response 0": 0.0 for number in good}))
+
+
+def made(*good, **changes):
+    return loop(actor=Actor(None), scorer=Scorer(*good), **{"filtering": SPREAD} | changes)
+
+
+def journal_of(made, *names):
+    return [entry for entry in made.components.actor.journal if entry[0] in names]
+
+
+# --------------------------------------------------------------------------------------------------------------- filter
+def test_a_filter_scores_first_and_measures_what_stays():
+    one = made(1, 3)
+    one.step(0)
+    assert journal_of(one, "take", "generate", "submit", "result", "probe", "update") == [
+        ("take", PROMPTS), ("generate", 0, 0), ("submit", 0), ("result",),
+        ("take", 1), ("generate", 0, 0), ("submit", 0), ("result",),
+        ("take", 1), ("generate", 0, 0), ("submit", 0), ("result",),
+        ("probe", "p1", "p3"),
+        ("update", 1),
+    ]  # fmt: skip
+
+
+def test_rewards_that_read_signals_are_measured_before_they_are_judged():
+    one = made(1, 3, reward_needs=Needs("old"))
+    one.step(0)
+    assert journal_of(one, "submit", "result", "probe") == [
+        ("submit", 0), ("probe", "p0", "p1"), ("result",),
+        ("submit", 0), ("probe", "p2"), ("result",),
+        ("submit", 0), ("probe", "p3"), ("result",),
+    ]  # fmt: skip
+    ((batch,), _) = one.components.actor.updates[0]
+    assert batch.old.shape == batch.rollouts.mask.shape and batch.old[batch.rollouts.mask].eq(-1).all()
+
+
+def test_the_update_gets_whole_groups_of_what_stayed():
+    one = made(1, 3, prompts_per_update=1)
+    one.step(0)
+    batches, _ = one.components.actor.updates[0]
+    assert [tuple(p.task.id for p in batch.rollouts.prompts) for batch in batches] == [("p1",), ("p3",)]
+    assert [batch.rollouts.text for batch in batches] == [
+        ("p1 response 0", "p1 response 1"),
+        ("p3 response 0", "p3 response 1"),
+    ]
+    assert [batch.advantage[:, 0].tolist() for batch in batches] == [[-0.5, 0.5]] * 2
+
+
+def test_what_is_reported_of_prompts_and_of_all_responses():
+    one = made(1, 3, 4, 5, total_steps=2)
+    one.run()
+    first, second = (one.components.tracker.rows[step] for step in (1, 2))
+    names = ("used", "dropped", "refilled")
+    assert [first[f"filtering/prompts_{name}"] for name in names] == [2, 2, 2] and first["filtering/rounds"] == 3
+    assert [second[f"filtering/prompts_{name}"] for name in names] == [2, 0, 0] and second["filtering/rounds"] == 1
+    assert [second[f"filtering/prompts_{name}_so_far"] for name in names] == [4, 2, 2]
+    assert first["reward/success_rate"] == 0.75, "of all four prompts: it would be 1/2 among those that stayed"
+    assert first["reward/zero_std_groups"] == 0.5
+
+
+def test_tasks_asked_again_in_a_step_are_told_to_the_engine():
+    one = made(1, 3)
+    asked = []
+    before = one.components.generator.generate
+    one.components.generator.generate = lambda prompts, sampling: (
+        asked.append(dict(sampling.asked)) or before(prompts, sampling)
+    )
+    one.step(0)
+    assert asked == [{}, {"p0": 1, "p1": 1}, {"p0": 1, "p1": 1, "p2": 1}]
+
+
+@pytest.mark.parametrize(("groups", "sizes"), [((1,), [1]), ((1, 4), [2]), ((0, 1, 3), [2, 1])])
+def test_a_short_batch_learns_from_what_there_is(groups, sizes):
+    """Whole groups in whole optimizer steps, the last of fewer."""
+    short = Filtering(GroupFilter("spread"), max_refills=1)
+    one = made(*groups, filtering=short, prompts_per_step=4, prompts_per_update=2)
+    one.step(0)
+    batches, _ = one.components.actor.updates[0]
+    assert [len(batch.rollouts.prompts) for batch in batches] == sizes
+    assert [batch.weights.token.sum().item() for batch in batches] == pytest.approx([1.0] * len(sizes))
+
+
+def test_a_short_batch_stops_before_anything_is_learnt():
+    one = made(0, 1, 4, filtering=Filtering(GroupFilter("spread"), max_refills=1, on_short_batch="stop"), total_steps=2)
+    with pytest.raises(RunError, match="after 1 refills 1 of the 2 prompts"):
+        one.run()
+    assert one.done == 1 and len(one.components.actor.updates) == 1
+    assert one.whole["step"] == 1 and one.whole["source"] == {"next": PROMPTS}, "step 2 asks the same prompts again"
+    assert one.whole["prompts"] == {"used": 2, "dropped": 0, "refilled": 0}
+
+
+def test_a_restart_counts_on():
+    good = (1, 2, 5, 7, 8, 9, 11)
+    whole, restored = (made(*good, total_steps=3, save_every=1) for _ in range(2))
+    whole.run()
+    restored.restore(Path("checkpoints/1"), whole.components.store.saved[1][1])
+    restored.run()
+    assert restored.state() == whole.state() and whole.state()["prompts"]["refilled"] > 2
+    for step in (2, 3):
+        row, expected = (each.components.tracker.rows[step] for each in (restored, whole))
+        assert {k: v for k, v in row.items() if "perf/" not in k} == {
+            k: v for k, v in expected.items() if "perf/" not in k
+        }
+    counts = whole.state()["prompts"]
+    assert counts["used"] + counts["dropped"] == 3 * PROMPTS + counts["refilled"] == whole.components.source.next
+
+
+def test_phases_that_come_several_times_add_up():
+    one = made(1, 3)
+    one.run()
+    clock = one.clock
+    assert clock.seconds.keys() >= {"generate", "reward", "probe"}
+    with clock("generate"):
+        before = clock.seconds["generate"]
+    assert clock.seconds["generate"] >= before > 0
