@@ -78,6 +78,7 @@ def recipe_of(
         seed=config.dataset.seed,
         reward_needs=reduce(Needs.__or__, rewards, NOTHING),
         filtering=filtering_of(config),
+        greedy_baseline=algorithm.advantage_estimator == "remax",
     )
 
 

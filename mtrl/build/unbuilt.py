@@ -10,11 +10,8 @@ def unbuilt(config: Config) -> list[str]:
     training, algorithm, worker = config.training, config.optimization, config.worker
     model, rollout = worker.actor.model, worker.rollout
     switches = {
-        "optimization.advantage_estimator: gae (it needs the critic); use grpo, rloo or reinforce_plus_plus": (
+        "optimization.advantage_estimator: gae (it needs the critic); use grpo, rloo, remax or reinforce_plus_plus": (
             algorithm.advantage_estimator == "gae"
-        ),
-        "optimization.advantage_estimator: remax; use grpo, rloo or reinforce_plus_plus": (
-            algorithm.advantage_estimator == "remax"
         ),
         "optimization.replay_buffer_size; set it to 0": algorithm.replay_buffer_size > 0,
         "optimization.divergence_penalty: full as a loss; leave use_divergence_loss off, or use low_var_kl": (

@@ -145,6 +145,12 @@ def _batches_and_lengths(config: Config) -> Iterator[Conflict]:
 
 def _groups(config: Config) -> Iterator[Conflict]:
     estimator, n = config.optimization.advantage_estimator, config.rollouts_per_prompt
+    if n > 1 and estimator == "remax" and config.worker.reward.normalize == "normalize_then_sum":
+        yield Conflict(
+            ("worker.reward.normalize", "optimization.advantage_estimator"),
+            "each part is standardised within its group, and the greedy response that remax compares with is alone in "
+            "its own; use sum_then_normalize",
+        )
     if n > 1:
         return
     group_of_one = ("worker.rollout.n", "optimization.advantage_estimator")

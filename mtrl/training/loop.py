@@ -11,10 +11,8 @@ samples and perturbations of step k are the same whatever ran before, so a run c
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +22,10 @@ from mtrl.algorithms.metrics import Metrics, learnt_metrics, step_metrics
 from mtrl.protocols import Actor, Generator, Prober, Scorer, Store, TaskSource, Tracker
 from mtrl.training.clock import Clock
 from mtrl.training.evaluate import Validation
+from mtrl.training.gather import Gathering
 from mtrl.training.recipe import Recipe, due
-from mtrl.training.refill import Gathered, PromptCounts, fill, refuse_short
-from mtrl.types import Experience, Prompt, Rollouts, Signals
+from mtrl.training.refill import Gathered, PromptCounts
+from mtrl.types import Experience
 
 
 @dataclass
@@ -94,39 +93,12 @@ class Loop:
 
     # ------------------------------------------------------------------------------------------- the verbs of a step
     def gather(self, step: int) -> Gathered:
-        """Responses, what was measured of them and what they earned: all that a step learns from. Groups that teach
-        nothing give way to fresh prompts where there is a filter."""
-        recipe, respond = self.recipe, partial(self.respond, step, Counter())
-        gathered = fill(respond, recipe.prompts_per_step, recipe.filtering)
-        if recipe.scores_first:
-            gathered = gathered.measured(self.probe(gathered.experience.rollouts, step))
-        refuse_short(gathered, recipe.prompts_per_step, recipe.filtering)
+        """Responses, what was measured of them and what they earned: all that a step learns from."""
+        of = self.components
+        way = Gathering(of.source, of.generator, of.scorer, of.probers, self.recipe, step, self.version, self.clock)
+        gathered = way.run()
         self.prompts += gathered.counts
         return gathered
-
-    def respond(self, step: int, asked: Counter[str], count: int) -> Experience:
-        """Responses to the next prompts with their rewards; they are measured meanwhile, or later if scored first."""
-        components, recipe = self.components, self.recipe
-        with self.clock("generate"):
-            rollouts = self.sample(components.source.take(count), step, asked)
-        pending = components.scorer.submit(rollouts, step)
-        signals = Signals() if recipe.scores_first else self.probe(rollouts, step)
-        with self.clock("reward"):
-            return Experience(rollouts, pending.result(signals), signals)
-
-    def probe(self, rollouts: Rollouts, step: int) -> Signals:
-        """What each token depends on, by all who measure."""
-        needs = self.recipe.needs_at(step)
-        with self.clock("probe"):
-            return reduce(Signals.merge, [prober.probe(rollouts, needs, step) for prober in self.components.probers])
-
-    def sample(self, prompts: Sequence[Prompt], step: int, asked: Counter[str]) -> Rollouts:
-        """Responses of the newest weights. `asked` counts the tasks of a step: one asked again gets other responses."""
-        sampling = replace(self.recipe.sampling, step=step, version=self.version, asked=dict(asked))
-        with self.components.generator.awake():
-            rollouts = self.components.generator.generate(prompts, sampling)
-        asked.update(prompt.task.id for prompt in prompts)
-        return rollouts
 
     def give_credit(self, experience: Experience, step: int) -> Experience:
         """Turns rewards into advantages, and decides what each token gets of them."""

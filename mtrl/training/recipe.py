@@ -33,6 +33,7 @@ class Recipe:
     seed: int = 0  # for credit rules that draw random numbers
     reward_needs: Needs = NOTHING  # the signals that rewards read: they come after the probes
     filtering: Filtering | None = None
+    greedy_baseline: bool = False  # whether advantages compare with the greedy response to a prompt
 
     @property
     def scores_first(self) -> bool:

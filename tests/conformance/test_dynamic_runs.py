@@ -7,6 +7,7 @@ from run_helpers import SETTINGS, STEPS, metrics_of, run_of, same_end, train_arg
 
 from mtrl.cli import main
 from mtrl.store.checkpoint import read_state
+from mtrl.tracking.run_files import read_rows
 
 FILTERED = ("optimization.online_filtering=true", "optimization.filter_key=accuracy")
 BY_SPREAD = ("optimization.online_filtering=true", "optimization.filter_by=spread", "optimization.max_refills=20")
@@ -62,3 +63,21 @@ def test_a_run_that_stays_short_stops_with_its_last_step_saved(tmp_path, capfd):
     assert status == 0 and len(more) == STEPS
     assert min(row["filtering/prompts_used"] for row in more) < 4
     assert [row["filtering/prompts_used"] for row in more[: len(rows)]] == [4] * len(rows)
+
+
+# ----------------------------------------------------------------------------------------------------- greedy baselines
+REMAX = ("optimization.advantage_estimator=remax", "worker.rollout.n=null")
+
+
+def test_remax_learns_from_one_response_a_prompt(tmp_path):
+    status, rows = trained(tmp_path, *REMAX, "dataset.rollout_batch_size=4")
+    assert status == 0 and all(0 <= row["reward/greedy_baseline"] <= 1.2 for row in rows)
+    assert any(row["reward/greedy_baseline"] != row["reward/overall"] for row in rows)
+    assert any(row["actor/grad_norm"] > 0 for row in rows)
+    shown = [row for row in read_rows(run_of(tmp_path) / "rollouts.jsonl") if row["step"] == 1]
+    assert len(shown) == 4, "greedy responses are none of the run's"
+
+
+@pytest.mark.slow
+def test_remax_goes_on_to_the_bit(tmp_path):
+    goes_on_to_the_same_end(tmp_path, *REMAX)

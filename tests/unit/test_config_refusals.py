@@ -164,6 +164,10 @@ IMPOSSIBLE = [
         ["worker.reward.normalize", "worker.rollout.n"],
     ),
     (
+        ["optimization.advantage_estimator=remax", "worker.reward.normalize=normalize_then_sum", "worker.rollout.n=4"],
+        ["worker.reward.normalize", "optimization.advantage_estimator"],
+    ),
+    (
         ["optimization.disable_divergence=true", "optimization.use_divergence_loss=true"],
         ["optimization.disable_divergence", "optimization.use_divergence_loss"],
     ),

@@ -1,12 +1,15 @@
-"""What a step learns from, among fakes: filtered and refilled, in which order, and how it goes on after a restart."""
+"""What a step learns from, among fakes: filtered, refilled and compared with greedy responses, in which order, and how
+it goes on after a restart."""
 
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from loop_helpers import PROMPTS, FakeActor, FakeScorer, loop
 
+from mtrl.algorithms.estimators import Remax
 from mtrl.algorithms.filtering import GroupFilter
 from mtrl.errors import RunError
 from mtrl.training.refill import Filtering
@@ -142,3 +145,61 @@ def test_phases_that_come_several_times_add_up():
     with clock("generate"):
         before = clock.seconds["generate"]
     assert clock.seconds["generate"] >= before > 0
+
+
+# ----------------------------------------------------------------------------------------------------- greedy baselines
+# Rewards 0 1 for p0, 1 1 for p1; the greedy ones earn 0.25 and 0.75.
+EARNED = {"p0 response 0": 0.0, "p0 greedy": 0.25, "p1 greedy": 0.75}
+
+
+def remax(**changes):
+    made = loop(actor=Actor(None), scorer=Scorer(), **{"estimator": Remax(), "greedy_baseline": True} | changes)
+    made.components.scorer.accuracy.update(EARNED)
+    generator, before = made.components.generator, made.components.generator.generate
+
+    def generate(prompts, sampling):
+        rollouts = before(prompts, sampling)
+        if sampling.temperature > 0:
+            return rollouts
+        assert sampling.n == 1 and not sampling.cut and not sampling.asked
+        return replace(rollouts, text=tuple(f"{prompt.task.id} greedy" for prompt in prompts))
+
+    generator.generate = generate
+    return made
+
+
+def test_remax_by_hand():
+    made = remax()
+    made.step(0)
+    ((batch,), _) = made.components.actor.updates[0]
+    assert batch.advantage[:, 0].tolist() == [-0.25, 0.75, 0.25, 0.25]
+    assert [batch.advantage[row].count_nonzero().item() for row in range(4)] == [1, 2, 3, 4], "every token, no padding"
+
+
+def test_greedy_responses_are_scored_and_seen_by_nobody():
+    made = remax()
+    made.run()
+    row = made.components.tracker.rows[1]
+    assert row["reward/greedy_baseline"] == 0.5 and row["reward/overall"] == 0.75
+    assert row["response_length/mean"] == 2.5, "of the four that were sampled"
+    ((batch,), _) = made.components.actor.updates[0]
+    assert not any("greedy" in text for text in batch.rollouts.text)
+    assert journal_of(made, "take", "wake", "generate", "sleep", "submit", "probe", "result")[:9] == [
+        ("take", PROMPTS), ("wake",), ("generate", 0, 0), ("generate", 0, 0), ("sleep",),
+        ("submit", 0), ("submit", 0), ("probe", "p0", "p1"), ("result",),
+    ]  # fmt: skip
+
+
+def test_rewards_that_read_signals_read_those_of_the_greedy_response_too():
+    made = remax(reward_needs=Needs("old"))
+    made.step(0)
+    assert len(journal_of(made, "probe")) == 2
+
+
+def test_baselines_stay_with_their_groups_in_a_filter():
+    made = remax(filtering=SPREAD, prompts_per_step=1)
+    made.components.scorer.accuracy.update({"p0 response 0": 1.0, "p1 response 0": 0.0})
+    made.step(0)
+    ((batch,), _) = made.components.actor.updates[0]
+    assert [prompt.task.id for prompt in batch.rollouts.prompts] == ["p1"]
+    assert batch.advantage[:, 0].tolist() == [-0.75, 0.25]

@@ -19,7 +19,6 @@ PACKAGE = Path(mtrl.__file__).parent
 
 REFUSED = {  # what the message names: the overrides
     "optimization.advantage_estimator: gae": {"optimization.advantage_estimator": "gae"},
-    "optimization.advantage_estimator: remax": {"optimization.advantage_estimator": "remax"},
     "optimization.replay_buffer_size": {"optimization.replay_buffer_size": 64},
     "optimization.divergence_penalty: full": {
         "optimization.divergence_penalty": "full",
@@ -97,6 +96,7 @@ def test_several_are_told_together():
         {"worker.reward.reward_type": "model", "worker.reward.model_path": "x"},
         {"optimization.advantage_estimator": "rloo"},
         {"optimization.advantage_estimator": "reinforce_plus_plus"},
+        {"optimization.advantage_estimator": "remax"},
         {"optimization.use_divergence_loss": True, "optimization.divergence_penalty": "low_var_kl"},
     ],
 )
@@ -176,7 +176,7 @@ def read():
             found |= keys_read(ast.parse(path.read_text()))
     found |= keys_read(ast.parse((PACKAGE / "config/tree.py").read_text()), roots=("self",))  # what a null stands for
     found |= {key for reward in REWARDS.values() for key in reward.settings}  # by name, in `builtin_reward`
-    built = [kind for name, kind in ESTIMATORS.items() if name not in ("gae", "remax")]
+    built = [kind for name, kind in ESTIMATORS.items() if name != "gae"]
     found |= {f"optimization.{f.name}" for kind in built for f in fields(kind)}  # by name, in `estimator_of`
     return found | {f"dataset.{name}" for name in DataSettings.__dataclass_fields__}  # by name, in `data_settings`
 
