@@ -18,6 +18,7 @@ from mtrl.algorithms.divergence import Divergence
 from mtrl.algorithms.estimators import ESTIMATORS, Estimator
 from mtrl.algorithms.filtering import GroupFilter
 from mtrl.algorithms.losses import Loss, PolicyLoss
+from mtrl.algorithms.replay import ReplayRule
 from mtrl.config import Config, ConfigError
 from mtrl.config.values import BadValue, typed
 from mtrl.models.perturb import Perturbation
@@ -55,6 +56,8 @@ def recipe_of(
     readers = [*(rule.needs for rule in credit), *rewards, trackers, estimator.needs]
     if divergence is not None:
         readers.append(divergence.needs)
+    if (replay := replay_of(config)) is not None:
+        readers.append(Needs("old"))  # what a group is worth later is measured by the policy of now
     needs = reduce(Needs.__or__, readers)
     return Recipe(
         total_steps=steps,
@@ -79,6 +82,7 @@ def recipe_of(
         reward_needs=reduce(Needs.__or__, rewards, NOTHING),
         filtering=filtering_of(config),
         greedy_baseline=algorithm.advantage_estimator == "remax",
+        replay=replay,
     )
 
 
@@ -88,6 +92,13 @@ def filtering_of(config: Config) -> Filtering | None:
         return None
     rule = GroupFilter(algorithm.filter_by, algorithm.filter_key, algorithm.filter_low, algorithm.filter_high)
     return Filtering(rule, algorithm.max_refills, algorithm.on_short_batch)
+
+
+def replay_of(config: Config) -> ReplayRule | None:
+    algorithm = config.optimization
+    if algorithm.replay_buffer_size == 0:
+        return None
+    return ReplayRule(algorithm.replay_buffer_size, algorithm.replay_var_epsilon, algorithm.filter_min_reward)
 
 
 def with_scores(needs: Needs, config: Config) -> Needs:

@@ -13,7 +13,6 @@ def unbuilt(config: Config) -> list[str]:
         "optimization.advantage_estimator: gae (it needs the critic); use grpo, rloo, remax or reinforce_plus_plus": (
             algorithm.advantage_estimator == "gae"
         ),
-        "optimization.replay_buffer_size; set it to 0": algorithm.replay_buffer_size > 0,
         "optimization.divergence_penalty: full as a loss; leave use_divergence_loss off, or use low_var_kl": (
             algorithm.use_divergence_loss and algorithm.divergence_penalty == "full"
         ),

@@ -4,7 +4,8 @@
                          -> signals   (what each token depends on: the image, its own certainty, the reference)
 
 A filter changes the order: rewards first, fresh prompts in place of those that teach nothing (refill.py), and signals
-of what stayed. Rewards that read signals come after them in any case.
+of what stayed. Rewards that read signals come after them in any case. Last, groups of earlier steps stand in for those
+that teach nothing still (replay.py).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from mtrl.protocols import Generator, Prober, Scorer, TaskSource
 from mtrl.training.clock import Clock
 from mtrl.training.recipe import Recipe
 from mtrl.training.refill import Gathered, fill, refuse_short
+from mtrl.training.replay import ReplayMemory
 from mtrl.types import Experience, Needs, Prompt, Rollouts, Sampling, Signals
 
 
@@ -35,11 +37,13 @@ class Gathering:
     clock: Clock
     asked: Counter[str] = field(default_factory=Counter)  # how often each task was: again, it gets other responses
 
-    def run(self) -> Gathered:
+    def run(self, memory: ReplayMemory | None = None) -> Gathered:
         recipe = self.recipe
         gathered = fill(self.respond, recipe.prompts_per_step, recipe.filtering)
         if recipe.scores_first:
             gathered = gathered.measured(self.probe(gathered.experience.rollouts, recipe.needs_at(self.step)))
+        if memory is not None:
+            gathered = memory.exchange(gathered, recipe.prompts_per_step, self.step, self.source)
         refuse_short(gathered, recipe.prompts_per_step, recipe.filtering)
         return gathered
 

@@ -2,6 +2,7 @@
 
     prompts -> responses -> rewards   (user code, in its sandbox, meanwhile)
                          -> signals   (what each token depends on: the image, its own certainty, the reference)
+            -> groups that teach nothing give way to fresh prompts, or to groups of earlier steps, where that is on
             -> advantages -> credit   (what each token deserves, decided here, before anything is split)
             -> update                 (the actor adds gradients; it never learns which algorithm this was)
 
@@ -19,12 +20,13 @@ from typing import Any
 from mtrl.algorithms.batches import assemble
 from mtrl.algorithms.credit import assign, credit_metrics
 from mtrl.algorithms.metrics import Metrics, learnt_metrics, step_metrics
-from mtrl.protocols import Actor, Generator, Prober, Scorer, Store, TaskSource, Tracker
+from mtrl.protocols import Actor, Generator, Prober, Scorer, Stateful, Store, TaskSource, Tracker
 from mtrl.training.clock import Clock
 from mtrl.training.evaluate import Validation
 from mtrl.training.gather import Gathering
 from mtrl.training.recipe import Recipe, due
 from mtrl.training.refill import Gathered, PromptCounts
+from mtrl.training.replay import ReplayMemory
 from mtrl.types import Experience
 
 
@@ -48,6 +50,7 @@ class Loop:
         self.components, self.recipe = components, recipe
         self.divergence = recipe.divergence  # its coefficient may adapt
         self.prompts = PromptCounts()  # what became of all that were asked
+        self.memory = None if recipe.replay is None else ReplayMemory(recipe.replay, recipe.seed)
         self.version, self.done, self.saved = 0, 0, 0  # version of the weights; steps done; the last one saved
         self.whole: dict[str, Any] | None = (
             None  # the state after the last step; None while an update changes the actor
@@ -82,13 +85,12 @@ class Loop:
             learnt = components.actor.update(batches, loss)
         with clock("publish"):
             self.publish()
-        adapted = self.adapt(experience)
+        adapted = self.adapt(gathered.own) | self.remember(experience, gathered, step)
         self.done = step + 1
         self.whole = self.state()  # from here on an error costs nothing of this step
         components.tracker.rollouts(step + 1, experience)
-        values = step_metrics(experience, recipe.sampling.cut) | credit_metrics(recipe.credit, experience)
-        values |= learnt_metrics(learnt, recipe.sampling.cut) | adapted | components.source.metrics() | gathered.metrics
-        values |= self.prompts.metrics() if recipe.filtering else {}
+        values = step_metrics(gathered.own, recipe.sampling.cut) | credit_metrics(recipe.credit, experience)
+        values |= learnt_metrics(learnt, recipe.sampling.cut) | adapted | components.source.metrics()
         return values | clock.metrics(tokens=int(experience.rollouts.mask.sum()), samples=len(experience))
 
     # ------------------------------------------------------------------------------------------- the verbs of a step
@@ -96,9 +98,7 @@ class Loop:
         """Responses, what was measured of them and what they earned: all that a step learns from."""
         of = self.components
         way = Gathering(of.source, of.generator, of.scorer, of.probers, self.recipe, step, self.version, self.clock)
-        gathered = way.run()
-        self.prompts += gathered.counts
-        return gathered
+        return way.run(self.memory)
 
     def give_credit(self, experience: Experience, step: int) -> Experience:
         """Turns rewards into advantages, and decides what each token gets of them."""
@@ -122,6 +122,13 @@ class Loop:
         self.divergence = rule.adapted(kl, len(experience))
         return {"actor/kl_coef": rule.coef, "actor/reference_kl": kl}
 
+    def remember(self, experience: Experience, gathered: Gathered, step: int) -> Metrics:
+        """Counts what became of the step's prompts, and keeps the groups that are worth seeing again."""
+        self.prompts += gathered.counts
+        of_run = {} if self.recipe.filtering is None else self.prompts.metrics()
+        kept = {} if self.memory is None else self.memory.admit(experience, gathered.replayed, step)
+        return gathered.metrics | of_run | kept
+
     # ---------------------------------------------------------------------------------- validation, stopping, going on
     def validate(self) -> float | None:
         """Validates, and returns the score that the best model is chosen by."""
@@ -136,14 +143,21 @@ class Loop:
     def save(self, score: float | None = None) -> None:
         """Saves the last step. Between steps its state is the state of now; within one the source has moved on."""
         assert self.whole is not None, "an update has begun"
-        self.components.store.save(self.done, {"actor": self.components.actor.snapshot()}, self.whole, score)
+        snapshots = {name: each.snapshot() for name, each in self.kept().items()}
+        self.components.store.save(self.done, snapshots, self.whole, score)
         self.saved = self.done
+
+    def kept(self) -> dict[str, Stateful]:
+        """All that changes from step to step, by its name in a checkpoint."""
+        memory: dict[str, Stateful] = {} if self.memory is None else {"replay": self.memory}
+        return {"actor": self.components.actor, **memory}
 
     def state(self) -> dict[str, Any]:
         """What the next step depends on besides the actor; all else is keyed by the step's number."""
         coef = None if self.divergence is None else self.divergence.coef
         source, prompts = self.components.source.state(), asdict(self.prompts)
-        return {"step": self.done, "source": source, "prompts": prompts, "divergence_coef": coef}
+        state = {"step": self.done, "source": source, "prompts": prompts, "divergence_coef": coef}
+        return state if self.memory is None else state | {"replay": len(self.memory.buffer.entries)}
 
     def restore(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
         self.done = self.saved = state["step"]
@@ -151,6 +165,7 @@ class Loop:
         self.prompts = PromptCounts(**state.get("prompts", {}))
         if self.divergence is not None and self.divergence.adaptive and state["divergence_coef"] is not None:
             self.divergence = replace(self.divergence, coef=state["divergence_coef"])
-        self.components.store.restore(checkpoint, {"actor": self.components.actor})
+        saved = {name: each for name, each in self.kept().items() if name != "replay" or name in state}
+        self.components.store.restore(checkpoint, saved)
         self.whole = self.state()
         self.publish()

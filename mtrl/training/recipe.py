@@ -9,6 +9,7 @@ from mtrl.algorithms.credit import Rule
 from mtrl.algorithms.divergence import Divergence
 from mtrl.algorithms.estimators import Estimator
 from mtrl.algorithms.losses import Loss
+from mtrl.algorithms.replay import ReplayRule
 from mtrl.training.refill import Filtering
 from mtrl.types import Needs, Sampling
 
@@ -34,6 +35,7 @@ class Recipe:
     reward_needs: Needs = NOTHING  # the signals that rewards read: they come after the probes
     filtering: Filtering | None = None
     greedy_baseline: bool = False  # whether advantages compare with the greedy response to a prompt
+    replay: ReplayRule | None = None
 
     @property
     def scores_first(self) -> bool:

@@ -49,6 +49,13 @@ class Gathered:
     experience: Experience
     counts: PromptCounts
     metrics: Metrics = field(default_factory=dict)
+    replaced: Experience | None = None  # the step's own responses, where groups of earlier steps stand in for some
+    replayed: tuple[int, ...] = ()  # those groups, by their numbers
+
+    @property
+    def own(self) -> Experience:
+        """The responses of the newest weights alone, which is what metrics tell of."""
+        return self.experience if self.replaced is None else self.replaced
 
     def measured(self, signals: Signals) -> Gathered:
         return replace(self, experience=replace(self.experience, signals=signals))

@@ -1,12 +1,14 @@
 """Filtering, replay and greedy baselines in real runs of the embedded model, as small as they get."""
 
+import json
+import math
 import shutil
 
 import pytest
 from run_helpers import SETTINGS, STEPS, metrics_of, run_of, same_end, train_arguments
 
 from mtrl.cli import main
-from mtrl.store.checkpoint import read_state
+from mtrl.store.checkpoint import checkpoints, read_state
 from mtrl.tracking.run_files import read_rows
 
 FILTERED = ("optimization.online_filtering=true", "optimization.filter_key=accuracy")
@@ -20,16 +22,17 @@ def trained(output, *overrides):
     return status, [row for (_, validated), row in sorted(metrics_of(run_of(output)).items()) if not validated]
 
 
-def goes_on_to_the_same_end(tmp_path, *overrides):
+def goes_on_to_the_same_end(tmp_path, *overrides, steps=STEPS):
     """Cut back after step 2, a run ends as one that nobody disturbed, to the bit. Returns the rows of its steps."""
     for name in ("whole", "parts"):
         assert trained(tmp_path / name, *overrides)[0] == 0
     saves = run_of(tmp_path / "parts") / "checkpoints"
-    shutil.rmtree(saves / f"step_{STEPS}")
+    for path in checkpoints(saves)[1:]:
+        shutil.rmtree(path)
     (saves / "best_model").unlink(missing_ok=True)
     status, rows = trained(tmp_path / "parts", *overrides)
     assert status == 0
-    same_end(run_of(tmp_path / "whole"), run_of(tmp_path / "parts"), STEPS)
+    same_end(run_of(tmp_path / "whole"), run_of(tmp_path / "parts"), steps)
     return rows
 
 
@@ -81,3 +84,32 @@ def test_remax_learns_from_one_response_a_prompt(tmp_path):
 @pytest.mark.slow
 def test_remax_goes_on_to_the_bit(tmp_path):
     goes_on_to_the_same_end(tmp_path, *REMAX)
+
+
+# --------------------------------------------------------------------------------------------------------------- replay
+REPLAYED = ("optimization.replay_buffer_size=8", "training.max_steps=6", "dataset.rollout_batch_size=3")
+
+
+def test_groups_without_signal_are_replaced_by_stored_ones(tmp_path):
+    status, rows = trained(tmp_path, *REPLAYED)
+    assert status == 0 and sum(row["replay/hits"] for row in rows) > 0
+    assert all(row["replay/hits"] <= row["replay/wanted"] for row in rows)
+    assert [row["replay/size"] for row in rows] == sorted(row["replay/size"] for row in rows)
+    assert all(math.isfinite(row["actor/grad_norm"]) for row in rows)
+    shown = [row for row in read_rows(run_of(tmp_path) / "rollouts.jsonl") if row["version"] < row["step"] - 1]
+    assert len(shown) == 4 * sum(row["replay/hits"] for row in rows), "four responses a group, of earlier weights"
+    newest = run_of(tmp_path) / "checkpoints" / "step_6" / "replay"
+    assert len(json.loads((newest / "groups.json").read_text())) == rows[-1]["replay/size"]
+
+
+@pytest.mark.slow
+def test_a_replaying_run_goes_on_to_the_bit(tmp_path):
+    rows = goes_on_to_the_same_end(tmp_path, *REPLAYED, steps=6)
+    assert sum(row["replay/hits"] for row in rows[2:]) > 0
+
+
+@pytest.mark.slow
+def test_filtering_and_replay_together_go_on_to_the_bit(tmp_path):
+    words = (*FILTERED, *REPLAYED, "optimization.max_refills=0", "worker.reward.functions=[accuracy,vgr]")
+    rows = goes_on_to_the_same_end(tmp_path, *words, steps=6)
+    assert sum(row["replay/hits"] for row in rows[2:]) > 0 and sum(row["filtering/prompts_dropped"] for row in rows) > 0

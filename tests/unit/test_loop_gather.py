@@ -1,16 +1,20 @@
-"""What a step learns from, among fakes: filtered, refilled and compared with greedy responses, in which order, and how
-it goes on after a restart."""
+"""What a step learns from, among fakes: filtered, refilled, replayed and compared with greedy responses, in which
+order, and how it goes on after a restart."""
 
+import math
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from helpers import close
 from loop_helpers import PROMPTS, FakeActor, FakeScorer, loop
 
 from mtrl.algorithms.estimators import Remax
 from mtrl.algorithms.filtering import GroupFilter
+from mtrl.algorithms.losses import Loss, importance_ratio
+from mtrl.algorithms.replay import ReplayRule
 from mtrl.errors import RunError
 from mtrl.training.refill import Filtering
 from mtrl.types import Needs, Signals
@@ -203,3 +207,104 @@ def test_baselines_stay_with_their_groups_in_a_filter():
     ((batch,), _) = made.components.actor.updates[0]
     assert [prompt.task.id for prompt in batch.rollouts.prompts] == ["p1"]
     assert batch.advantage[:, 0].tolist() == [-0.75, 0.25]
+
+
+# --------------------------------------------------------------------------------------------------------------- replay
+def replaying(*good, **changes):
+    return made(*good, **{"filtering": None, "replay": ReplayRule(capacity=4), "total_steps": 3} | changes)
+
+
+def learnt_from(made):
+    """The prompts of each step's update."""
+    return [
+        [prompt.task.id for batch in batches for prompt in batch.rollouts.prompts]
+        for batches, _ in made.components.actor.updates
+    ]
+
+
+def test_groups_of_earlier_steps_stand_in():
+    # Step 1: p0 is flat, and nothing is stored yet. Step 2: both are flat, one is stored. Step 3: both are lively.
+    one = replaying(1, 4, 5)
+    one.run()
+    assert learnt_from(one) == [["p0", "p1"], ["p1", "p3"], ["p4", "p5"]]
+    rows = one.components.tracker.rows
+    assert [rows[step]["replay/hits"] for step in (1, 2, 3)] == [0, 1, 0]
+    assert [rows[step]["replay/wanted"] for step in (1, 2, 3)] == [1, 2, 0]
+    assert [rows[step]["replay/size"] for step in (1, 2, 3)] == [1, 1, 3], "a group is stored once"
+    assert rows[2]["replay/age_mean"] == rows[2]["replay/age_max"] == 1
+    (batch,) = one.components.actor.updates[1][0]
+    assert batch.rollouts.version.tolist() == [0, 0, 7, 7], "those of step 2 are of the newest weights"
+    assert batch.advantage[:, 0].tolist() == [-0.5, 0.5, 0, 0]
+
+
+def test_replayed_rows_keep_their_own_old_policy_and_sampler():
+    """Of step 1 o = -1 and b = -1, of step 2 o = -1.5 and b = -1. With l = -1.2 rho is e^-0.2 and e^0.3."""
+    one = replaying(1, total_steps=2, loss=Loss(tis_clip=2.0))
+    before = one.components.actor.probe
+    one.components.actor.probe = lambda rollouts, needs, step: Signals(
+        old=before(rollouts, needs, step).old * (1 + 0.5 * step)
+    )
+    one.run()
+    (batch,) = one.components.actor.updates[1][0]
+    mask = batch.rollouts.mask
+    close(batch.old[:, 0], [-1, -1, -1.5, -1.5])
+    close(batch.correction[:, 0], [1, 1, math.exp(-0.5), math.exp(-0.5)])
+    ratio = importance_ratio(torch.full(mask.shape, -1.2), batch.old, mask, "token")
+    close(ratio[:, 0], [math.exp(-0.2), math.exp(-0.2), math.exp(0.3), math.exp(0.3)])
+
+
+def test_metrics_tell_of_the_steps_own_responses():
+    one = replaying(1, 4, 5)
+    one.run()
+    row = one.components.tracker.rows[2]
+    assert row["reward/success_rate"] == 1 and row["reward/zero_std_groups"] == 1, "p2 and p3, not p1"
+
+
+def test_a_filter_and_replay_together():
+    short = Filtering(GroupFilter("spread"), max_refills=1, on_short_batch="stop")
+    one = replaying(1, 3, filtering=short, total_steps=1)
+    with pytest.raises(RunError, match="1 of the 2"):
+        one.run()  # p0 goes, so does p2 in its place, and nothing is stored
+    # Step 1: p2 in place of p0. Step 2: p3 and p4 go, then p5; p6 stays, and a stored group fills the other place.
+    one = replaying(1, 2, 6, filtering=short, total_steps=2)
+    one.run()
+    first, (own, replayed) = learnt_from(one)
+    assert first == ["p1", "p2"] and own == "p6" and replayed in first
+    row = one.components.tracker.rows[2]
+    assert (row["filtering/prompts_used"], row["filtering/prompts_dropped"], row["replay/hits"]) == (1, 3, 1)
+
+
+def test_a_restart_replays_the_same(tmp_path):
+    good = (1, 2, 5, 9, 10)
+    whole, restored = (replaying(*good, total_steps=6, save_every=3) for _ in range(2))
+    whole.run()
+    snapshots, state, _ = whole.components.store.saved[3]
+    assert snapshots.keys() == {"actor", "replay"} and state["replay"] == 3
+    (tmp_path / "3").mkdir()
+    snapshots["replay"].write(tmp_path / "3")
+    restored.restore(tmp_path / "3", state)
+    restored.run()
+    assert learnt_from(restored) == learnt_from(whole)[3:]
+    for step in (4, 5, 6):
+        row, expected = (each.components.tracker.rows[step] for each in (restored, whole))
+        assert {k: v for k, v in row.items() if "perf/" not in k} == {
+            k: v for k, v in expected.items() if "perf/" not in k
+        }
+    assert sum(whole.components.tracker.rows[step]["replay/hits"] for step in (4, 5, 6)) > 2
+    assert restored.state() == whole.state()
+
+
+def test_an_error_within_a_step_leaves_what_was_stored_before():
+    one = replaying(1, 2, 5, total_steps=3)
+    one.components.actor.update = lambda batches, loss, before=one.components.actor.update: (
+        before(batches, loss) if len(one.components.actor.updates) < 1 else 1 / 0
+    )
+    with pytest.raises(ZeroDivisionError):
+        one.run()
+    assert [entry.payload.task for entry in one.memory.buffer.entries] == ["p1"], "p2 is of the step that failed"
+
+
+def test_a_checkpoint_of_a_run_without_replay_is_started_from_with_nothing_stored():
+    one = replaying(1)
+    one.restore(Path("checkpoints/2"), {"step": 2, "source": {"next": 4}, "divergence_coef": None})
+    assert one.memory.buffer.entries == () and one.done == 2

@@ -19,7 +19,6 @@ PACKAGE = Path(mtrl.__file__).parent
 
 REFUSED = {  # what the message names: the overrides
     "optimization.advantage_estimator: gae": {"optimization.advantage_estimator": "gae"},
-    "optimization.replay_buffer_size": {"optimization.replay_buffer_size": 64},
     "optimization.divergence_penalty: full": {
         "optimization.divergence_penalty": "full",
         "optimization.use_divergence_loss": True,
@@ -89,6 +88,7 @@ def test_several_are_told_together():
         {"worker.rollout.name": "local"},
         {"optimization.divergence_penalty": "full"},
         {"optimization.online_filtering": True},
+        {"optimization.replay_buffer_size": 64},
         {"worker.reward.functions": ("think_format", "length", "my/file.py:f", "package.module:f")},
         {"worker.reward.reward_fn_path": "file.py"},
         {"worker.reward.reward_fn_path": "file.py", "optimization.enable_token_weights": True},
@@ -110,14 +110,11 @@ def test_defaults_and_the_packaged_config_are_not_refused():
 
 # ------------------------------------------------------------------------------------------------- nothing is ignored
 OF_GAE = "gae is refused"
-OF_REPLAY = "replay is refused"
 OF_ADAPTERS = "peft_type is refused"
 OF_VLLM = "vLLM is refused"
 NO_EFFECT = {
     "dataset.video_fps": "the data layer refuses videos",
     "optimization.lam": OF_GAE,
-    "optimization.replay_var_epsilon": OF_REPLAY,
-    "optimization.filter_min_reward": OF_REPLAY,
     "worker.actor.model.lora_rank": OF_ADAPTERS,
     "worker.actor.model.lora_alpha": OF_ADAPTERS,
     "worker.actor.model.lora_dropout": OF_ADAPTERS,
