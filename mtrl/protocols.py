@@ -147,7 +147,8 @@ class Snapshot(Protocol):
 
 
 class Stateful(Protocol):
-    """Whatever learns: the actor, and a critic. A checkpoint holds a snapshot of each, by name."""
+    """Whatever learns or remembers: the actor, a critic, the replay buffer. A checkpoint holds a snapshot of each, by
+    name."""
 
     def snapshot(self) -> Snapshot: ...
 

@@ -99,6 +99,11 @@ class Sampling:
     asked: Mapping[str, int] = field(default_factory=dict, hash=False)  # how often this step has asked a task before
 
     @property
+    def greedy(self) -> Sampling:
+        """One response a prompt, of the likeliest tokens."""
+        return replace(self, n=1, temperature=0.0, top_p=1.0, top_k=-1)
+
+    @property
     def cut(self) -> bool:
         """Whether the tail of the distribution is never sampled."""
         return self.top_p < 1 or self.top_k > 0
@@ -267,7 +272,10 @@ class Experience:
 
     @staticmethod
     def join(parts: Sequence[Experience]) -> Experience:
-        """All rows in one; what a part lacks (a signal of its own step, say), the whole lacks too."""
+        """All rows in one; what a part lacks (a signal of its own step, say), the whole lacks too. Token weights that a
+        reward function brought for some parts are ones in the others, as for rows that it left out."""
+        if any(part.rewards.token_weights is not None for part in parts):
+            parts = [_with_token_weights(part) for part in parts]
         return join_rows(parts)
 
 
@@ -324,6 +332,12 @@ class Weights:
 
     version: int
     tensors: Mapping[str, Tensor]
+
+
+def _with_token_weights(part: Experience) -> Experience:
+    if part.rewards.token_weights is not None:
+        return part
+    return replace(part, rewards=replace(part.rewards, token_weights=torch.ones(part.rollouts.mask.shape)))
 
 
 def _part_text(part: Mapping[str, Any]) -> str:

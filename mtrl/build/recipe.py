@@ -16,12 +16,15 @@ from mtrl.algorithms.credit.registry import make_rule
 from mtrl.algorithms.credit.trajectory_scaling import TrajectoryScaling
 from mtrl.algorithms.divergence import Divergence
 from mtrl.algorithms.estimators import ESTIMATORS, Estimator
+from mtrl.algorithms.filtering import GroupFilter
 from mtrl.algorithms.losses import Loss, PolicyLoss
+from mtrl.algorithms.replay import ReplayRule
 from mtrl.config import Config, ConfigError
 from mtrl.config.values import BadValue, typed
 from mtrl.models.perturb import Perturbation
 from mtrl.plugins import PluginError
-from mtrl.training.recipe import Recipe
+from mtrl.training.recipe import NOTHING, Recipe
+from mtrl.training.refill import Filtering
 from mtrl.types import Needs, Sampling
 from mtrl.workers.learner import OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching
@@ -29,7 +32,6 @@ from mtrl.workers.micro_batches import MicroBatching
 GPU_TOKENS_PER_MICRO_BATCH = 16384
 ATTENTION_NOW_AND_THEN = 10  # steps between two readings of attention that only its metrics ask for
 GPU_TOKENS_PER_PROBE = 65536  # more than in an update: without gradients a pass keeps no activations
-NOTHING = Needs()
 
 
 def total_steps(config: Config, rows: int) -> int:
@@ -54,6 +56,8 @@ def recipe_of(
     readers = [*(rule.needs for rule in credit), *rewards, trackers, estimator.needs]
     if divergence is not None:
         readers.append(divergence.needs)
+    if (replay := replay_of(config)) is not None:
+        readers.append(Needs("old"))  # what a group is worth later is measured by the policy of now
     needs = reduce(Needs.__or__, readers)
     return Recipe(
         total_steps=steps,
@@ -76,7 +80,26 @@ def recipe_of(
         save_every=config.training.save_freq,
         seed=config.dataset.seed,
         refresh_every=config.worker.ref.refresh_every or 0,
+        reward_needs=reduce(Needs.__or__, rewards, NOTHING),
+        filtering=filtering_of(config),
+        greedy_baseline=algorithm.advantage_estimator == "remax",
+        replay=replay,
     )
+
+
+def filtering_of(config: Config) -> Filtering | None:
+    algorithm = config.optimization
+    if not algorithm.online_filtering:
+        return None
+    rule = GroupFilter(algorithm.filter_by, algorithm.filter_key, algorithm.filter_low, algorithm.filter_high)
+    return Filtering(rule, algorithm.max_refills, algorithm.on_short_batch)
+
+
+def replay_of(config: Config) -> ReplayRule | None:
+    algorithm = config.optimization
+    if algorithm.replay_buffer_size == 0:
+        return None
+    return ReplayRule(algorithm.replay_buffer_size, algorithm.replay_var_epsilon, algorithm.filter_min_reward)
 
 
 def with_scores(needs: Needs, config: Config) -> Needs:

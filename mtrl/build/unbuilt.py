@@ -10,14 +10,9 @@ def unbuilt(config: Config) -> list[str]:
     training, algorithm, worker = config.training, config.optimization, config.worker
     model, rollout = worker.actor.model, worker.rollout
     switches = {
-        "optimization.advantage_estimator: gae (it needs the critic); use grpo, rloo or reinforce_plus_plus": (
+        "optimization.advantage_estimator: gae (it needs the critic); use grpo, rloo, remax or reinforce_plus_plus": (
             algorithm.advantage_estimator == "gae"
         ),
-        "optimization.advantage_estimator: remax; use grpo, rloo or reinforce_plus_plus": (
-            algorithm.advantage_estimator == "remax"
-        ),
-        "optimization.online_filtering; set it to false": algorithm.online_filtering,
-        "optimization.replay_buffer_size; set it to 0": algorithm.replay_buffer_size > 0,
         "worker.actor.model.peft_type; set it to null": model.peft_type is not None,
         "worker.actor.optim.name: adamw_8bit; use adamw": worker.actor.optim.name != "adamw",
         "worker.actor.fsdp.cpu_offload; set it to false": worker.actor.fsdp.cpu_offload,

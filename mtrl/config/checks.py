@@ -60,6 +60,7 @@ def conflicts(config: Config) -> Iterator[Conflict]:
     yield from _sizes(config)
     yield from _batches_and_lengths(config)
     yield from _groups(config)
+    yield from _filtering(config)
     yield from _divergence(config)
     yield from _credit(config)
     yield from _engine(config)
@@ -144,6 +145,12 @@ def _batches_and_lengths(config: Config) -> Iterator[Conflict]:
 
 def _groups(config: Config) -> Iterator[Conflict]:
     estimator, n = config.optimization.advantage_estimator, config.rollouts_per_prompt
+    if n > 1 and estimator == "remax" and config.worker.reward.normalize == "normalize_then_sum":
+        yield Conflict(
+            ("worker.reward.normalize", "optimization.advantage_estimator"),
+            "each part is standardised within its group, and the greedy response that remax compares with is alone in "
+            "its own; use sum_then_normalize",
+        )
     if n > 1:
         return
     group_of_one = ("worker.rollout.n", "optimization.advantage_estimator")
@@ -167,6 +174,31 @@ def _groups(config: Config) -> Iterator[Conflict]:
         )
 
 
+def _filtering(config: Config) -> Iterator[Conflict]:
+    optimization, key = config.optimization, "optimization.filter_key"
+    if not optimization.online_filtering:
+        return
+    if optimization.filter_by == "mean" and optimization.filter_low >= optimization.filter_high:
+        yield Conflict(
+            ("optimization.filter_low", "optimization.filter_high"),
+            "no group lies between them; filter_low must be below filter_high",
+        )
+    if optimization.filter_by == "spread" and config.rollouts_per_prompt == 1:
+        yield Conflict(
+            ("optimization.filter_by", "worker.rollout.n"),
+            "one response per prompt has no spread, so every group would be dropped; set worker.rollout.n to 2 or "
+            "more, or filter by mean",
+        )
+    functions = config.reward_functions
+    parts = ["overall", *functions, *(["model"] if config.worker.reward.reward_type == "model" else [])]
+    if optimization.filter_key not in parts and all(name in REWARDS for name in functions):  # others name parts
+        close = get_close_matches(optimization.filter_key, parts, n=1)
+        yield Conflict(
+            (key, "worker.reward.functions"),
+            f"no reward has such a part{f' (did you mean {close[0]}?)' if close else ''}; there are {', '.join(parts)}",
+        )
+
+
 def _divergence(config: Config) -> Iterator[Conflict]:
     optimization = config.optimization
     if not optimization.disable_divergence:
@@ -185,11 +217,6 @@ def _divergence(config: Config) -> Iterator[Conflict]:
 
 def _credit(config: Config) -> Iterator[Conflict]:
     optimization = config.optimization
-    if optimization.online_filtering and optimization.filter_low >= optimization.filter_high:
-        yield Conflict(
-            ("optimization.filter_low", "optimization.filter_high"),
-            "no group lies between them; filter_low must be below filter_high",
-        )
     low, high = optimization.token_weight_clip
     if low > high:
         yield Conflict(("optimization.token_weight_clip",), "the smallest weight comes first")

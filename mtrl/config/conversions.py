@@ -107,7 +107,12 @@ def _all_at_once(value: Any, flat: Flat) -> Converted:
 def _refills(value: Any, flat: Flat) -> Converted:
     if value is None or value < 1:
         raise Lost("there is no step without a limit; optimization.max_refills is the number of further rounds")
-    return Converted({"optimization.max_refills": value - 1})
+    return Converted({"optimization.max_refills": value - 1, "optimization.on_short_batch": "stop"})
+
+
+def _dynamic_sampling(value: Any, flat: Flat) -> Converted:
+    """verl keeps groups whose metric differs, EasyR1 those whose mean is within bounds."""
+    return Converted({"optimization.online_filtering": value} | ({"optimization.filter_by": "spread"} if value else {}))
 
 
 def _whole(key: str) -> Conversion:
@@ -233,6 +238,7 @@ _VERL: dict[str, Conversion] = {
     "algorithm.use_kl_in_reward": _kl_in_reward,
     "algorithm.kl_ctrl.target_kl": _differs("optimization.divergence_target", _KL_UNIT),
     "algorithm.kl_ctrl.horizon": _differs("optimization.divergence_horizon", "counted in responses"),
+    "algorithm.filter_groups.enable": _dynamic_sampling,
     "algorithm.filter_groups.metric": _words(
         "optimization.filter_key",
         {"acc": "accuracy", "score": "overall", "seq_reward": "overall", "seq_final_reward": "overall"},

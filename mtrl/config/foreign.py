@@ -181,7 +181,7 @@ _VERL = {
     "algorithm.kl_ctrl.target_kl": "optimization.divergence_target; the KL of a response, summed over its tokens",
     "algorithm.rollout_correction.rollout_is": "optimization.tis_level",
     "algorithm.rollout_correction.rollout_is_threshold": "optimization.tis_clip",
-    "algorithm.filter_groups.enable": "optimization.online_filtering",
+    "algorithm.filter_groups.enable": "optimization.online_filtering; by spread: optimization.filter_by",
     "algorithm.filter_groups.metric": "optimization.filter_key",
     "algorithm.filter_groups.max_num_gen_batches": "optimization.max_refills; 0 is no refill, not no limit",
     "trainer.total_training_steps": "training.max_steps",

@@ -119,10 +119,14 @@ class OptimizationConfig:
     divergence_target: float = key(6.0, "adaptive: wanted KL of a response", "(0, inf)")
     divergence_horizon: float = key(10000.0, "adaptive: responses over which the weight moves", "(0, inf)")
     online_filtering: bool = key(False, "replace groups that teach nothing by fresh prompts")
-    filter_key: str = key("overall", "the reward part online filtering looks at")
-    filter_low: float = key(0.01, "groups whose mean is not above this are replaced", "[-inf, inf)")
-    filter_high: float = key(0.99, "groups whose mean is not below this are replaced", "(-inf, inf]")
+    filter_by: Literal["mean", "spread"] = key("mean", "keep groups by their mean, or any whose rewards differ")
+    filter_key: str = key("overall", "the reward part online filtering looks at; overall: the total")
+    filter_low: float = key(0.01, "mean: groups whose mean is not above this are replaced", "[-inf, inf)")
+    filter_high: float = key(0.99, "mean: groups whose mean is not below this are replaced", "(-inf, inf]")
     max_refills: int = key(4, "rounds of fresh prompts in one step", "[0, inf)")
+    on_short_batch: Literal["continue", "stop"] = key(
+        "continue", "prompts missing then: train on the others, or end the run", may_change=True
+    )
     policy_loss: Literal["ppo", "gspo", "cispo", "sapo"] = key("ppo", "the policy-gradient term")
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = key("dapo", "how token losses become one number")
     importance_sampling_level: Literal["token", "sequence"] = key("token", "ratio of a token or of a response")

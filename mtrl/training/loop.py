@@ -2,6 +2,7 @@
 
     prompts -> responses -> rewards   (user code, in its sandbox, meanwhile)
                          -> signals   (what each token depends on: the image, its own certainty, the reference)
+            -> groups that teach nothing give way to fresh prompts, or to groups of earlier steps, where that is on
             -> advantages -> credit   (what each token deserves, decided here, before anything is split)
             -> update                 (the actor adds gradients; it never learns which algorithm this was)
 
@@ -11,10 +12,8 @@ samples and perturbations of step k are the same whatever ran before, so a run c
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import reduce
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,11 @@ from mtrl.algorithms.metrics import Metrics, learnt_metrics, step_metrics
 from mtrl.protocols import Actor, Generator, Prober, Refreshed, Scorer, Stateful, Store, TaskSource, Tracker
 from mtrl.training.clock import Clock
 from mtrl.training.evaluate import Validation
+from mtrl.training.gather import Gathering
 from mtrl.training.recipe import Recipe, due
-from mtrl.types import Experience, Prompt, Rollouts, Signals
+from mtrl.training.refill import Gathered, PromptCounts
+from mtrl.training.replay import ReplayMemory
+from mtrl.types import Experience
 
 
 @dataclass
@@ -45,7 +47,7 @@ class Components:
 
     @property
     def learners(self) -> dict[str, Stateful]:
-        """All that changes from step to step, by the name that it has in a checkpoint."""
+        """Whoever holds weights that change, by the name that it has in a checkpoint."""
         return {"actor": self.actor} | ({} if self.reference is None else {"reference": self.reference})
 
 
@@ -53,6 +55,8 @@ class Loop:
     def __init__(self, components: Components, recipe: Recipe) -> None:
         self.components, self.recipe = components, recipe
         self.divergence = recipe.divergence  # its coefficient may adapt
+        self.prompts = PromptCounts()  # what became of all that were asked
+        self.memory = None if recipe.replay is None else ReplayMemory(recipe.replay, recipe.seed)
         self.version, self.done, self.saved = 0, 0, 0  # version of the weights; steps done; the last one saved
         self.whole: dict[str, Any] | None = (
             None  # the state after the last step; None while an update changes the actor
@@ -77,9 +81,9 @@ class Loop:
     def step(self, step: int) -> Metrics:
         components, recipe = self.components, self.recipe
         self.clock = clock = Clock()
-        experience = self.gather(step)
+        gathered = self.gather(step)
         with clock("credit"):
-            experience = self.give_credit(experience, step)
+            experience = self.give_credit(gathered.experience, step)
             loss = recipe.loss.with_divergence(self.divergence)
             batches = list(assemble(recipe.batches, loss, experience, (recipe.seed, step)))
         with clock("update"):
@@ -87,37 +91,22 @@ class Loop:
             learnt = components.actor.update(batches, loss)
         with clock("publish"):
             self.publish()
-        adapted = self.adapt(experience)
+        adapted = self.adapt(gathered.own) | self.remember(experience, gathered, step)
         self.done = step + 1
         if components.reference is not None and due(self.done, recipe.refresh_every):
             components.reference.refresh()
         self.whole = self.state()  # from here on an error costs nothing of this step
         components.tracker.rollouts(step + 1, experience)
-        values = step_metrics(experience, recipe.sampling.cut) | credit_metrics(recipe.credit, experience)
+        values = step_metrics(gathered.own, recipe.sampling.cut) | credit_metrics(recipe.credit, experience)
         values |= learnt_metrics(learnt, recipe.sampling.cut) | adapted | components.source.metrics()
         return values | clock.metrics(tokens=int(experience.rollouts.mask.sum()), samples=len(experience))
 
     # ------------------------------------------------------------------------------------------- the verbs of a step
-    def gather(self, step: int) -> Experience:
+    def gather(self, step: int) -> Gathered:
         """Responses, what was measured of them and what they earned: all that a step learns from."""
-        components, recipe = self.components, self.recipe
-        asked: Counter[str] = Counter()
-        with self.clock("generate"):
-            rollouts = self.sample(components.source.take(recipe.prompts_per_step), step, asked)
-        pending = components.scorer.submit(rollouts, step)
-        with self.clock("probe"):
-            probes = [prober.probe(rollouts, recipe.needs_at(step), step) for prober in components.probers]
-            signals = reduce(Signals.merge, probes)
-        with self.clock("reward"):
-            return Experience(rollouts, pending.result(signals), signals)
-
-    def sample(self, prompts: Sequence[Prompt], step: int, asked: Counter[str]) -> Rollouts:
-        """Responses of the newest weights. `asked` counts the tasks of a step: one asked again gets other responses."""
-        sampling = replace(self.recipe.sampling, step=step, version=self.version, asked=dict(asked))
-        with self.components.generator.awake():
-            rollouts = self.components.generator.generate(prompts, sampling)
-        asked.update(prompt.task.id for prompt in prompts)
-        return rollouts
+        of = self.components
+        way = Gathering(of.source, of.generator, of.scorer, of.probers, self.recipe, step, self.version, self.clock)
+        return way.run(self.memory)
 
     def give_credit(self, experience: Experience, step: int) -> Experience:
         """Turns rewards into advantages, and decides what each token gets of them."""
@@ -143,6 +132,13 @@ class Loop:
         self.divergence = rule.adapted(kl, len(experience))
         return {"actor/kl_coef": rule.coef, "actor/reference_kl": kl}
 
+    def remember(self, experience: Experience, gathered: Gathered, step: int) -> Metrics:
+        """Counts what became of the step's prompts, and keeps the groups that are worth seeing again."""
+        self.prompts += gathered.counts
+        of_run = {} if self.recipe.filtering is None else self.prompts.metrics()
+        kept = {} if self.memory is None else self.memory.admit(experience, gathered.replayed, step)
+        return gathered.metrics | of_run | kept
+
     # ---------------------------------------------------------------------------------- validation, stopping, going on
     def validate(self) -> float | None:
         """Validates, and returns the score that the best model is chosen by."""
@@ -157,20 +153,29 @@ class Loop:
     def save(self, score: float | None = None) -> None:
         """Saves the last step. Between steps its state is the state of now; within one the source has moved on."""
         assert self.whole is not None, "an update has begun"
-        snapshots = {name: learner.snapshot() for name, learner in self.components.learners.items()}
+        snapshots = {name: each.snapshot() for name, each in self.kept().items()}
         self.components.store.save(self.done, snapshots, self.whole, score)
         self.saved = self.done
+
+    def kept(self) -> dict[str, Stateful]:
+        """All that changes from step to step, by its name in a checkpoint."""
+        memory: dict[str, Stateful] = {} if self.memory is None else {"replay": self.memory}
+        return {**self.components.learners, **memory}
 
     def state(self) -> dict[str, Any]:
         """What the next step depends on besides the actor; all else is keyed by the step's number."""
         coef = None if self.divergence is None else self.divergence.coef
-        return {"step": self.done, "source": self.components.source.state(), "divergence_coef": coef}
+        source, prompts = self.components.source.state(), asdict(self.prompts)
+        state = {"step": self.done, "source": source, "prompts": prompts, "divergence_coef": coef}
+        return state if self.memory is None else state | {"replay": len(self.memory.buffer.entries)}
 
     def restore(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
         self.done = self.saved = state["step"]
         self.components.source.restore(state["source"])
+        self.prompts = PromptCounts(**state.get("prompts", {}))
         if self.divergence is not None and self.divergence.adaptive and state["divergence_coef"] is not None:
             self.divergence = replace(self.divergence, coef=state["divergence_coef"])
-        self.components.store.restore(checkpoint, self.components.learners)
+        saved = {name: each for name, each in self.kept().items() if name != "replay" or name in state}
+        self.components.store.restore(checkpoint, saved)
         self.whole = self.state()
         self.publish()

@@ -29,7 +29,10 @@ class FakeSource:
         self.journal.append(("take", count))
         names = range(self.next, self.next + count)
         self.next += count
-        return [fake_prompt(f"p{i}", visual=i > 0) for i in names]
+        return self.get([f"p{i}" for i in names])
+
+    def get(self, ids):
+        return [fake_prompt(name, visual=name != "p0") for name in ids]
 
     def metrics(self):
         return {}

@@ -42,12 +42,8 @@ OF_THE_TASK = {  # the embedded task is multiple choice, with no box and no form
     "text_maths": {"worker.reward.functions", "dataset.answer_key"},
 } | {name: {"optimization.disable_divergence"} for name in CREDIT - {"vppo"}}  # without a reference, for speed
 WAITS = {  # what each asks for that is still to come
-    "experiment3_lora": {"optimization.replay_buffer_size", "worker.actor.model.peft_type"},
-    **{f"experiment{number}": {"optimization.replay_buffer_size"} for number in range(1, 6)},
-    "dapo": {"optimization.online_filtering"},
-    "vppo": {"optimization.online_filtering"},
+    "experiment3_lora": {"worker.actor.model.peft_type"},
     "ppo_gae": {"optimization.advantage_estimator"},
-    "remax": {"optimization.advantage_estimator"},
 }
 
 

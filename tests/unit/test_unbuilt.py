@@ -19,9 +19,6 @@ PACKAGE = Path(mtrl.__file__).parent
 
 REFUSED = {  # what the message names: the overrides
     "optimization.advantage_estimator: gae": {"optimization.advantage_estimator": "gae"},
-    "optimization.advantage_estimator: remax": {"optimization.advantage_estimator": "remax"},
-    "optimization.online_filtering": {"optimization.online_filtering": True},
-    "optimization.replay_buffer_size": {"optimization.replay_buffer_size": 64},
     "worker.actor.model.peft_type": {"worker.actor.model.peft_type": "lora"},
     "worker.actor.optim.name: adamw_8bit": {"worker.actor.optim.name": "adamw_8bit"},
     "worker.actor.fsdp.cpu_offload": {"worker.actor.fsdp.cpu_offload": True},
@@ -68,7 +65,7 @@ def test_every_refusal_is_tried_above():
 
 
 def test_several_are_told_together():
-    config = load_config(None, {"optimization.online_filtering": True, "worker.rollout.name": "vllm"})
+    config = load_config(None, {"worker.ref.offload_params": True, "worker.rollout.name": "vllm"})
     with pytest.raises(ConfigError) as caught:
         refuse_unbuilt(config)
     assert len(caught.value.errors) == 2
@@ -86,6 +83,8 @@ def test_several_are_told_together():
         {"worker.reward.functions": ("mdi", "vgr", "vgr_hard_negative")},
         {"worker.rollout.name": "local"},
         {"optimization.divergence_penalty": "full"},
+        {"optimization.online_filtering": True},
+        {"optimization.replay_buffer_size": 64},
         {"worker.reward.functions": ("think_format", "length", "my/file.py:f", "package.module:f")},
         {"worker.reward.reward_fn_path": "file.py"},
         {"worker.reward.reward_fn_path": "file.py", "optimization.enable_token_weights": True},
@@ -93,6 +92,7 @@ def test_several_are_told_together():
         {"worker.reward.reward_type": "model", "worker.reward.model_path": "x"},
         {"optimization.advantage_estimator": "rloo"},
         {"optimization.advantage_estimator": "reinforce_plus_plus"},
+        {"optimization.advantage_estimator": "remax"},
         {"optimization.use_divergence_loss": True, "optimization.divergence_penalty": "low_var_kl"},
         {"optimization.use_divergence_loss": True, "optimization.divergence_penalty": "full"},
     ],
@@ -107,19 +107,11 @@ def test_defaults_and_the_packaged_config_are_not_refused():
 
 # ------------------------------------------------------------------------------------------------- nothing is ignored
 OF_GAE = "gae is refused"
-OF_FILTERING = "online filtering is refused"
-OF_REPLAY = "replay is refused"
 OF_ADAPTERS = "peft_type is refused"
 OF_VLLM = "vLLM is refused"
 NO_EFFECT = {
     "dataset.video_fps": "the data layer refuses videos",
     "optimization.lam": OF_GAE,
-    "optimization.filter_key": OF_FILTERING,
-    "optimization.filter_low": OF_FILTERING,
-    "optimization.filter_high": OF_FILTERING,
-    "optimization.max_refills": OF_FILTERING,
-    "optimization.replay_var_epsilon": OF_REPLAY,
-    "optimization.filter_min_reward": OF_REPLAY,
     "worker.actor.model.lora_rank": OF_ADAPTERS,
     "worker.actor.model.lora_alpha": OF_ADAPTERS,
     "worker.actor.model.lora_dropout": OF_ADAPTERS,
@@ -178,7 +170,7 @@ def read():
             found |= keys_read(ast.parse(path.read_text()))
     found |= keys_read(ast.parse((PACKAGE / "config/tree.py").read_text()), roots=("self",))  # what a null stands for
     found |= {key for reward in REWARDS.values() for key in reward.settings}  # by name, in `builtin_reward`
-    built = [kind for name, kind in ESTIMATORS.items() if name not in ("gae", "remax")]
+    built = [kind for name, kind in ESTIMATORS.items() if name != "gae"]
     found |= {f"optimization.{f.name}" for kind in built for f in fields(kind)}  # by name, in `estimator_of`
     return found | {f"dataset.{name}" for name in DataSettings.__dataclass_fields__}  # by name, in `data_settings`
 
