@@ -123,14 +123,10 @@ class Loop:
 
     def adapt(self, experience: Experience) -> Metrics:
         """Reports the distance to the reference and moves its coefficient where that is adaptive."""
-        rule = self.divergence
-        if rule is None:
+        if self.divergence is None:
             return {}
-        if not rule.needs:  # the update alone has measured it
-            return {"actor/kl_coef": rule.coef}
-        kl = rule.mean(experience.signals, experience.rollouts.mask)
-        self.divergence = rule.adapted(kl, len(experience))
-        return {"actor/kl_coef": rule.coef, "actor/reference_kl": kl}
+        self.divergence, told = self.divergence.after_step(experience.signals, experience.rollouts.mask)
+        return told
 
     def remember(self, experience: Experience, gathered: Gathered, step: int) -> Metrics:
         """Counts what became of the step's prompts, and keeps the groups that are worth seeing again."""

@@ -67,9 +67,12 @@ def moves_both_ways(rows: list[dict]) -> None:
     assert min(steps) < 0 < max(steps), coefs
 
 
-def counts(name: str) -> Callable[[list[dict]], None]:
+def counts(*names: str) -> Callable[[list[dict]], None]:
+    """It really happened."""
+
     def check(rows: list[dict]) -> None:
-        assert sum(row.get(name, 0.0) for row in rows) > 0, name
+        sums = {name: sum(row.get(name, 0.0) for row in rows) for name in names}
+        assert min(sums.values()) > 0, sums
 
     return check
 
@@ -122,8 +125,10 @@ ARMS = {
     # what a step learns from
     "filtering by mean": algorithm(*FILTERED, also=counts("filtering/prompts_refilled")),
     "filtering by spread": algorithm(*FILTERED, "filter_by=spread", also=counts("filtering/prompts_refilled")),
-    "replay": algorithm(*REPLAYED),
-    "filtering and replay": algorithm(*FILTERED, *REPLAYED, "max_refills=0"),
+    "replay": algorithm(*REPLAYED, also=counts("replay/hits")),
+    "filtering and replay": algorithm(
+        *FILTERED, *REPLAYED, "max_refills=0", also=counts("filtering/prompts_dropped", "replay/hits")
+    ),
     # a reward that ranks within a group: its aim is the mean of what it ranks
     "vgr": Arm(("worker.reward.functions=[vgr,format]",), LOOKING, vgr=True),
 }  # fmt: skip
