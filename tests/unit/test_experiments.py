@@ -1,11 +1,13 @@
 """The experiments that ship as configurations: the spec's table, their shrunk forms, the grid."""
 
+import math
 import os
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 from mtrl.build.recipe import reward_schedule
 from mtrl.build.run import build
@@ -75,7 +77,7 @@ def test_numbered_experiments_are_those_of_the_table(name):
     assert optimization.enable_token_weights == (name == "experiment5")
     assert actor.model.peft_type == ("lora" if name == "experiment3_lora" else None)
     assert (config.training.total_epochs == 1) == (name == "experiment4")
-    assert optimization.filter_min_reward == (1.0 if name == "experiment4" else 2.0)
+    assert optimization.filter_min_reward == (1.0 if name in ("experiment2", "experiment4") else 2.0)
     assert optimization.disable_divergence, "section 9: no divergence"
     assert actor.model.model_path == "Qwen/Qwen2.5-VL-7B-Instruct" and actor.fsdp.mixed_precision_dtype == "bf16"
     assert (actor.optim.lr, actor.optim.lr_scheduler_type, actor.optim.warmup_ratio) == (1e-5, "cosine", 0.05)
@@ -217,7 +219,22 @@ def test_the_grid_is_18_different_runs():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["experiment3", "experiment5"])
+@pytest.mark.parametrize("name", [name for name in SHRUNK if name not in WAITS])
+def test_shrunk_ones_train(name, tmp_path):
+    """Two steps of each as it is written, after which its weights are others."""
+    changes = {"training.output_dir": str(tmp_path), "training.logger": (), "training.max_steps": 2}
+    run = build(shrunk(name, **changes))
+    run.loop.components.validation = None
+    model = run.loaded.model
+    before = {key: weight.clone() for key, weight in model.state_dict().items()}
+    run.train()
+    rows = read_rows(run.directory / "metrics.jsonl")
+    assert len(rows) == 2 and all(math.isfinite(x) for row in rows for x in row.values() if isinstance(x, float))
+    assert any(not torch.equal(weight, before[key]) for key, weight in model.state_dict().items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["experiment1", "experiment3", "experiment4", "experiment5"])
 def test_shrunk_ones_learn(name, tmp_path):
     config = shrunk(name, **{"training.output_dir": str(tmp_path), "training.logger": ()})
     run = build(config)
@@ -227,3 +244,4 @@ def test_shrunk_ones_learn(name, tmp_path):
     assert accuracy[-1] > accuracy[0] + 0.2
     steps = [row for row in rows if "perf/seconds_step" in row]
     assert len(steps) == 24 and all("attention/vgr_late" in row for row in steps)
+    assert steps[-1]["replay/size"] > 0 and sum(row.get("replay/hits", 0.0) for row in steps) > 0
