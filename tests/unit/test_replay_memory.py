@@ -144,7 +144,7 @@ def test_draws_belong_to_seed_and_step(memory):
 
 
 def test_what_comes_back_is_as_it_was_and_advantages_are_new(memory):
-    # `a` was sampled at o = -2, b = -2.5, with rewards 0, 1; those of now at o = -1. The loop's tests see rho's o and b.
+    # `a` was sampled at o = -2, b = -2.5, with rewards 0, 1; those of now at o = -1, b = -1.5.
     memory.rule = replace(memory.rule, capacity=1)
     memory.buffer = replace(memory.buffer, entries=memory.buffer.entries[1:])
     own = step_of("wx", [1.0, 1.0, 0.0, 1.0], old=-1.0)
