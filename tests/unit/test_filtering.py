@@ -6,12 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from helpers import NAN, fake_experience, fake_rollouts
+from helpers import NAN, fake_experience, fake_prompt, fake_rollouts
 
 from mtrl.algorithms.filtering import GroupFilter
 from mtrl.errors import RunError
 from mtrl.training.refill import Filtering, PromptCounts, fill, refuse_short
-from mtrl.types import Rewards
+from mtrl.types import Rewards, Signals
 
 GROUP = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3, 4, 4])
 
@@ -162,3 +162,17 @@ def test_dropped_prompts_do_not_keep_their_pixels():
 
     fill(ask, 3, filtering(max_refills=2))
     assert len(alive) == 7
+
+
+def test_rounds_without_images_or_token_weights_leave_those_of_others():
+    """A refill is small, and may hold text alone: its rows have no attention, and a function may bring no weights."""
+    first, second = Source(0).ask(2), Source(0).ask(1)
+    looked = Signals(mass=torch.ones(4, 2, 5, 2), prompt_mass=torch.ones(4, 5, 2))
+    weighted = replace(first.rewards, token_weights=torch.full((4, 2), 2.0))
+    text = replace(second.rollouts, prompts=(fake_prompt("text", visual=False),))
+    rounds = iter([replace(first, signals=looked, rewards=weighted), replace(second, rollouts=text)])
+    experience = fill(lambda count: next(rounds), 2, filtering()).experience
+    assert experience.signals.mass.shape[0] == 4 and experience.signals.mass[:2].eq(1).any()
+    assert experience.signals.mass[2:].eq(0).all() and experience.signals.prompt_mass[2:].eq(0).all()
+    assert experience.rewards.token_weights[:2].tolist() == [[2, 2]] * 2
+    assert experience.rewards.token_weights[2:, 0].tolist() == [1, 1]
