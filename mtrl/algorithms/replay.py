@@ -27,8 +27,8 @@ class ReplayRule:
     """How many groups are kept, and which are worth it."""
 
     capacity: int
-    var_epsilon: float = 1e-6  # standard deviation of the rewards that a group must exceed
-    min_reward: float = 0.0  # mean reward that it must reach
+    var_epsilon: float  # standard deviation of the rewards that a group must exceed
+    min_reward: float  # mean reward that it must reach
 
 
 @dataclass(frozen=True)
