@@ -272,10 +272,7 @@ class Experience:
 
     @staticmethod
     def join(parts: Sequence[Experience]) -> Experience:
-        """All rows in one; what a part lacks (a signal of its own step, say), the whole lacks too. Token weights that a
-        reward function brought for some parts are ones in the others, as for rows that it left out."""
-        if any(part.rewards.token_weights is not None for part in parts):
-            parts = [_with_token_weights(part) for part in parts]
+        """All rows in one; what a part lacks (a signal of its own step, say), the whole lacks too."""
         return join_rows(parts)
 
 
@@ -332,12 +329,6 @@ class Weights:
 
     version: int
     tensors: Mapping[str, Tensor]
-
-
-def _with_token_weights(part: Experience) -> Experience:
-    if part.rewards.token_weights is not None:
-        return part
-    return replace(part, rewards=replace(part.rewards, token_weights=torch.ones(part.rollouts.mask.shape)))
 
 
 def _part_text(part: Mapping[str, Any]) -> str:

@@ -41,6 +41,10 @@ PLACES = {
     "actor": "mtrl.workers.actor",
     "reference": "mtrl.workers.reference",
     "micro_batches": "mtrl.workers.micro_batches",
+    "filtering": "mtrl.algorithms.filtering",
+    "refill": "mtrl.training.refill",
+    "buffer": "mtrl.algorithms.replay",
+    "gather": "mtrl.training.gather",
 }
 JOBS = 2
 SECONDS_PER_MUTANT = 90
@@ -74,6 +78,10 @@ TESTS = {
     "actor": ["tests/unit/test_actor.py"],
     "reference": ["tests/unit/test_workers_from_config.py"],
     "micro_batches": ["tests/unit/test_packing.py", "tests/unit/test_actor.py"],
+    "filtering": ["tests/unit/test_filtering.py"],
+    "refill": ["tests/unit/test_filtering.py", "tests/unit/test_loop_gather.py"],
+    "buffer": ["tests/unit/test_replay.py", "tests/unit/test_replay_memory.py"],
+    "gather": ["tests/unit/test_loop_gather.py", "tests/unit/test_loop.py"],
 }
 
 NAMES_AND_MESSAGES = {"credit.registry"}  # files without arithmetic, left out

@@ -10,6 +10,7 @@ losses      policy losses, aggregation as term weights, the correction for sampl
 rewards     parts to a total, schedules, attention rewards
 filtering   which groups a step learns from
 replay      groups worth seeing again
+joining     groups of several calls or steps in one experience
 packing     whole groups into optimizer steps, ranks and micro-batches
 vocab       log-probs, entropy and KL over the vocabulary in chunks
 metrics     what is reported of all this

@@ -30,7 +30,7 @@ class GroupFilter:
     [True, False]
     """
 
-    by: FilterBy = "mean"
+    by: FilterBy
     key: str = OVERALL
     low: float = 0.01
     high: float = 0.99

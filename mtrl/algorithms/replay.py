@@ -8,7 +8,7 @@ sampler's mismatch of then. Its advantages are computed anew, in its group, and 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from mtrl.algorithms.groups import group_count, group_mean, group_std, group_sum, row_mean
-from mtrl.types import SEGMENTS, Experience
+from mtrl.algorithms.joining import join_groups
+from mtrl.types import Experience
 
 Payload = TypeVar("Payload")
 
@@ -26,8 +27,8 @@ class ReplayRule:
     """How many groups are kept, and which are worth it."""
 
     capacity: int
-    var_epsilon: float = 1e-6  # standard deviation of the rewards that a group must exceed
-    min_reward: float = 0.0  # mean reward that it must reach
+    var_epsilon: float  # standard deviation of the rewards that a group must exceed
+    min_reward: float  # mean reward that it must reach
 
 
 @dataclass(frozen=True)
@@ -90,18 +91,4 @@ def exchange_groups(experience: Experience, places: Sequence[int], others: Seque
     group = experience.rollouts.group
     instead = dict(zip(places, others, strict=False))
     stay = [instead[g] if g in instead else experience.rows(group == g) for g in range(group_count(group))]
-    return Experience.join(_with_attention([*stay, *others[len(places) :]]))
-
-
-def _with_attention(parts: Sequence[Experience]) -> Sequence[Experience]:
-    """Where attention was read at all, a step without a single image has none: zeros stand for it, which nobody reads
-    off rows that have no image."""
-    if all(part.signals.mass is None for part in parts):
-        return parts
-    return [part if part.rollouts.visual.any() or part.signals.mass is not None else _unseen(part) for part in parts]
-
-
-def _unseen(part: Experience) -> Experience:
-    rows, width = part.rollouts.mask.shape
-    mass, prompt_mass = torch.zeros(rows, width, len(SEGMENTS), 2), torch.zeros(rows, len(SEGMENTS), 2)
-    return replace(part, signals=replace(part.signals, mass=mass, prompt_mass=prompt_mass))
+    return join_groups([*stay, *others[len(places) :]])

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Literal
 
 from mtrl.algorithms.filtering import OVERALL, GroupFilter
+from mtrl.algorithms.joining import join_groups
 from mtrl.algorithms.metrics import Metrics, length_metrics, reward_metrics
 from mtrl.errors import RunError
 from mtrl.types import Experience, Rewards, Signals
@@ -71,11 +72,11 @@ def fill(ask: Ask, places: int, filtering: Filtering | None) -> Gathered:
         rounds.append(Round.of(ask(places - used), filtering.rule))
     asked = sum(each.asked for each in rounds)
     counts = PromptCounts(used=used, dropped=asked - used, refilled=asked - places)
-    sampled = Experience.join([each.sampled for each in rounds])
+    sampled = join_groups([each.sampled for each in rounds])
     if not used:
         raise nothing_kept(filtering, asked, sampled.rewards)
     told = sampled_metrics(sampled) | counts.metrics("") | {"filtering/rounds": float(len(rounds))}
-    return Gathered(Experience.join([each.kept for each in rounds if each.used]), counts, told)
+    return Gathered(join_groups([each.kept for each in rounds if each.used]), counts, told)
 
 
 @dataclass(frozen=True)

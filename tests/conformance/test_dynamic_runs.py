@@ -33,6 +33,8 @@ def goes_on_to_the_same_end(tmp_path, *overrides, steps=STEPS):
     status, rows = trained(tmp_path / "parts", *overrides)
     assert status == 0
     same_end(run_of(tmp_path / "whole"), run_of(tmp_path / "parts"), steps)
+    stored = [run_of(tmp_path / name) / f"checkpoints/step_{steps}/replay/groups.json" for name in ("whole", "parts")]
+    assert not stored[0].exists() or stored[0].read_text() == stored[1].read_text()
     return rows
 
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from helpers import NAN, fake_experience, fake_rollouts
+from helpers import NAN, fake_experience, fake_prompt, fake_rollouts
 
 from mtrl.algorithms.filtering import GroupFilter
 from mtrl.errors import RunError
 from mtrl.training.refill import Filtering, PromptCounts, fill, refuse_short
-from mtrl.types import Rewards
+from mtrl.types import Rewards, Signals
 
 GROUP = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3, 4, 4])
 
@@ -25,9 +25,9 @@ def rewards_of(total, **parts):
 def test_by_the_mean():
     # Means 0, 1, 1/2, 1/4, 3/4. The bounds themselves are outside.
     rewards = rewards_of([0.0, 0, 1, 1, 0, 1, 0.25, 0.25, 0.75, 0.75])
-    assert GroupFilter().keeps(rewards, GROUP).tolist() == [False, False, True, True, True]
-    assert GroupFilter(low=0.25, high=0.75).keeps(rewards, GROUP).tolist() == [False, False, True, False, False]
-    assert GroupFilter(low=-1.0, high=2.0).keeps(rewards, GROUP).all()
+    assert GroupFilter("mean").keeps(rewards, GROUP).tolist() == [False, False, True, True, True]
+    assert GroupFilter("mean", low=0.25, high=0.75).keeps(rewards, GROUP).tolist() == [False, False, True, False, False]
+    assert GroupFilter("mean", low=-1.0, high=2.0).keeps(rewards, GROUP).all()
 
 
 def test_by_the_spread():
@@ -56,9 +56,9 @@ def test_what_does_not_apply_is_left_out_and_a_group_without_any_value_goes():
     # Group 0: a mean of 1/2 and one value, so no spread. Group 1: nothing to judge by. Group 2: 0 and 1.
     rewards = rewards_of([0.0] * 6, x=[0.5, NAN, NAN, NAN, 0.0, 1.0])
     group = torch.tensor([0, 0, 1, 1, 2, 2])
-    assert GroupFilter(key="x").keeps(rewards, group).tolist() == [True, False, True]
+    assert GroupFilter("mean", key="x").keeps(rewards, group).tolist() == [True, False, True]
     assert GroupFilter("spread", "x").keeps(rewards, group).tolist() == [False, False, True]
-    assert GroupFilter(key="y").keeps(rewards, group).tolist() == [False, False, False]
+    assert GroupFilter("mean", key="y").keeps(rewards, group).tolist() == [False, False, False]
 
 
 # -------------------------------------------------------------------------------------------------------------- refills
@@ -76,7 +76,7 @@ class Source:
         rollouts = fake_rollouts([1 + number % 3 for number in numbers for _ in range(2)], group=group)
         total = [1.0 if row % 2 else 1.0 - (number in self.good) for number in numbers for row in range(2)]
         named = tuple(f"p{number} {row}" for number in numbers for row in range(2))
-        return fake_experience(replace(rollouts, text=named), rewards=rewards_of(total))
+        return fake_experience(replace(rollouts, text=named), rewards=rewards_of(total, accuracy=total))
 
 
 def filtering(**changes):
@@ -134,8 +134,8 @@ def test_a_short_batch_goes_on_or_stops():
 def test_nothing_to_learn_from_is_said():
     with pytest.raises(RunError, match="none of 15 prompts has a spread of overall"):
         fill(Source().ask, 3, filtering())
-    misnamed = Filtering(GroupFilter(key="acuracy"), max_refills=0)
-    with pytest.raises(RunError, match=r"a mean acuracy in \(0.01, 0.99\) \(the rewards have overall\)"):
+    misnamed = Filtering(GroupFilter("mean", key="acuracy"), max_refills=0)
+    with pytest.raises(RunError, match=r"a mean acuracy in \(0.01, 0.99\) \(the rewards have overall, accuracy\)"):
         fill(Source(0).ask, 3, misnamed)
 
 
@@ -162,3 +162,17 @@ def test_dropped_prompts_do_not_keep_their_pixels():
 
     fill(ask, 3, filtering(max_refills=2))
     assert len(alive) == 7
+
+
+def test_rounds_without_images_or_token_weights_leave_those_of_others():
+    """A refill is small, and may hold text alone: its rows have no attention, and a function may bring no weights."""
+    first, second = Source(0).ask(2), Source(0).ask(1)
+    looked = Signals(mass=torch.ones(4, 2, 5, 2), prompt_mass=torch.ones(4, 5, 2))
+    weighted = replace(first.rewards, token_weights=torch.full((4, 2), 2.0))
+    text = replace(second.rollouts, prompts=(fake_prompt("text", visual=False),))
+    rounds = iter([replace(first, signals=looked, rewards=weighted), replace(second, rollouts=text)])
+    experience = fill(lambda count: next(rounds), 2, filtering()).experience
+    assert experience.signals.mass.shape[0] == 4 and experience.signals.mass[:2].eq(1).any()
+    assert experience.signals.mass[2:].eq(0).all() and experience.signals.prompt_mass[2:].eq(0).all()
+    assert experience.rewards.token_weights[:2].tolist() == [[2, 2]] * 2
+    assert experience.rewards.token_weights[2:, 0].tolist() == [1, 1]

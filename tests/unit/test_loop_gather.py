@@ -211,7 +211,7 @@ def test_baselines_stay_with_their_groups_in_a_filter():
 
 # --------------------------------------------------------------------------------------------------------------- replay
 def replaying(*good, **changes):
-    return made(*good, **{"filtering": None, "replay": ReplayRule(capacity=4), "total_steps": 3} | changes)
+    return made(*good, **{"filtering": None, "replay": ReplayRule(4, 1e-6, 0.0), "total_steps": 3} | changes)
 
 
 def learnt_from(made):

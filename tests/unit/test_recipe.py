@@ -310,7 +310,7 @@ def test_attention_joins_what_is_needed_when_it_is_due():
     assert rules.needs_at(0) == rules.needs and Recipe.seed == 0
 
 
-# ------------------------------------------------------------------------------------------ which groups are learnt from
+# ----------------------------------------------------------------------------------------- which groups are learnt from
 def test_filtering_and_replay_are_what_the_keys_say():
     config = optimization(
         online_filtering=True, filter_by="spread", filter_key="format", filter_low=0.1, filter_high=0.9, max_refills=7,

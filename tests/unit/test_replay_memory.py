@@ -51,7 +51,7 @@ def names_of(experience):
 @pytest.fixture
 def memory():
     """Holds `a` and `c` of step 3, sampled by version 0, 1 and 4, 5; `b` taught nothing."""
-    memory = ReplayMemory(ReplayRule(capacity=4), seed=7)
+    memory = ReplayMemory(ReplayRule(4, 1e-6, 0.0), seed=7)
     told = memory.admit(step_of("abc", [0.0, 1.0, 1.0, 1.0, 0.0, 2.0], old=-2.0), (), step=3)
     assert told == {"replay/size": 2}
     return memory
@@ -63,7 +63,7 @@ def test_only_groups_worth_it_are_stored(memory):
     found = {entry.payload.task: (entry.key, entry.score) for entry in memory.buffer.entries}
     assert found.keys() == {"a", "c"} and found["a"][0] == (3, 0) and found["c"][0] == (3, 2)
     assert (found["a"][1], found["c"][1]) == pytest.approx((1.0, 2.0), rel=1e-5)
-    strict = ReplayMemory(ReplayRule(capacity=4, min_reward=1.0), seed=7)
+    strict = ReplayMemory(ReplayRule(4, 1e-6, 1.0), seed=7)
     strict.admit(step_of("abc", [0.0, 1.0, 1.0, 1.0, 0.0, 2.0]), (), step=0)
     assert [entry.payload.task for entry in strict.buffer.entries] == ["c"]
 
@@ -80,7 +80,7 @@ def test_entries_hold_no_prompts_and_no_pixels():
     experience = step_of("ab", [0.0, 1.0, 1.0, 0.0])
     prompts = tuple(replace(prompt, media=(pixels,)) for prompt in experience.rollouts.prompts)
     experience = replace(experience, rollouts=replace(experience.rollouts, prompts=prompts))
-    memory = ReplayMemory(ReplayRule(capacity=4), seed=7)
+    memory = ReplayMemory(ReplayRule(4, 1e-6, 0.0), seed=7)
     memory.admit(experience, (), step=0)
     del pixels, prompts, experience
     gc.collect()
@@ -129,8 +129,14 @@ def test_nothing_to_replace_and_nothing_stored_leave_the_step_as_it_is(memory):
     assert found.experience is lively.experience and found.own is lively.experience and not found.replayed
     assert found.metrics == {"replay/wanted": 0, "replay/hits": 0}
     flat = gathered(step_of("wx", [1.0] * 4))
-    empty = ReplayMemory(ReplayRule(capacity=4), seed=7).exchange(flat, 2, step=4, source=Source())
+    empty = ReplayMemory(ReplayRule(4, 1e-6, 0.0), seed=7).exchange(flat, 2, step=4, source=Source())
     assert empty.experience is flat.experience and empty.metrics == {"replay/wanted": 2, "replay/hits": 0}
+
+
+def test_ages_are_counted_in_steps(memory):
+    memory.admit(step_of("d", [0.0, 1.0]), (), step=6)
+    found = memory.exchange(gathered(step_of("xyz", [1.0] * 6)), 3, step=8, source=Source())
+    assert found.metrics["replay/age_mean"] == 4 and found.metrics["replay/age_max"] == 5, "of 5, 5 and 2"
 
 
 def test_draws_belong_to_seed_and_step(memory):
@@ -144,7 +150,7 @@ def test_draws_belong_to_seed_and_step(memory):
 
 
 def test_what_comes_back_is_as_it_was_and_advantages_are_new(memory):
-    # `a` was sampled at o = -2, b = -2.5, with rewards 0, 1; those of now at o = -1. The loop's tests see rho's o and b.
+    # `a` was sampled at o = -2, b = -2.5, with rewards 0, 1; those of now at o = -1, b = -1.5.
     memory.rule = replace(memory.rule, capacity=1)
     memory.buffer = replace(memory.buffer, entries=memory.buffer.entries[1:])
     own = step_of("wx", [1.0, 1.0, 0.0, 1.0], old=-1.0)
@@ -170,7 +176,7 @@ def test_token_weights_that_some_groups_lack_are_ones(memory):
 
 
 def test_steps_without_images_do_not_take_the_attention_of_others_away():
-    memory = ReplayMemory(ReplayRule(capacity=4), seed=7)
+    memory = ReplayMemory(ReplayRule(4, 1e-6, 0.0), seed=7)
     memory.admit(step_of(["text"], [0.0, 1.0]), (), step=0)
     own = step_of("wx", [1.0, 1.0, 0.0, 1.0], mass=True)
     found = memory.exchange(gathered(own), 2, step=4, source=Source()).experience
@@ -221,7 +227,7 @@ def test_a_restart_remembers_to_the_bit(memory, tmp_path):
 
 
 def test_an_empty_memory_is_written_and_read(tmp_path):
-    ReplayMemory(ReplayRule(capacity=4), seed=7).snapshot().write(tmp_path)
-    restored = ReplayMemory(ReplayRule(capacity=4), seed=7)
+    ReplayMemory(ReplayRule(4, 1e-6, 0.0), seed=7).snapshot().write(tmp_path)
+    restored = ReplayMemory(ReplayRule(4, 1e-6, 0.0), seed=7)
     restored.restore(tmp_path)
     assert restored.buffer.entries == () and json.loads((tmp_path / "groups.json").read_text()) == []
