@@ -276,7 +276,7 @@ _TRL = {
     "reward_funcs": "worker.reward.functions",
     "reward_weights": "worker.reward.weights",
     "reward_model_name_or_path": "worker.reward.model_path; with worker.reward.reward_type model",
-    "sync_ref_model": "worker.ref.refresh_every; the steps after which the reference is made anew",
+    "sync_ref_model": "none: worker.ref.refresh_every takes the number of steps, which is TRL's ref_model_sync_steps",
     "ref_model_sync_steps": "worker.ref.refresh_every",
     "ref_model_mixup_alpha": "none: worker.ref.refresh_every takes the whole policy over, without a mixture",
     "temperature": "worker.rollout.temperature",
