@@ -200,7 +200,7 @@ def build(
                 loop.restore(start.checkpoint, start.state if start.own else fitting_state(start, sampler))
         directory.record(to_yaml(config))
         resumed = start.checkpoint is not None
-        rehearse = partial(rehearse_on_gpu, config, policy, rules.needs, has_states=resumed)
+        rehearse = partial(rehearse_on_gpu, config, policy, components.generator, rules.needs, has_states=resumed)
         opened = closing.pop_all()
         return Run(config, directory.path, directory.id, start, loop, interrupt, opened, rehearse, loaded)
 
