@@ -24,7 +24,7 @@ def gradient_on(device: str, rollouts, **route):
     policy = Forward(Backbone(load_model(MODEL_DIRECTORY, device=device)), load_encoder(MODEL_DIRECTORY), **route)
     reference = Reference.frozen(policy)
     with torch.no_grad():
-        reference.forward.backbone.output_matrix.mul_(0.9)
+        reference.forward.backbone.output_matrix.mul_(0.4)
     theirs, ours = reference.response_hidden(rollouts), policy.response_hidden(rollouts)
     kl = reference.divergence(ours, theirs, policy)
     kl.mean().backward()
