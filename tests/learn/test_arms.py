@@ -41,7 +41,7 @@ COMMON = (
     "worker.actor.optim.lr=2e-4", "training.val_freq=-1", "training.val_before_train=false",
     "training.save_limit=-1", "training.best_metric=null",
 )  # fmt: skip
-FOUR_UPDATES = ("worker.actor.global_batch_size=4",)
+SEVERAL = ("worker.actor.global_batch_size=8", "worker.actor.optim.lr=1e-4")  # optimizer steps: ratios leave 1
 STEPS_WITHOUT = 2 * STEPS  # of the run that learns nothing: a filter asks for more prompts than there are places
 
 
@@ -97,11 +97,11 @@ ARMS = {
     "remax": algorithm("advantage_estimator=remax"),
     "gae": Arm(("optimization.advantage_estimator=gae", "worker.critic.optim.lr=1e-3")),
     # losses, each with ratios that differ from 1
-    "ppo": Arm(FOUR_UPDATES),
-    "ppo, two epochs": Arm((*FOUR_UPDATES, "worker.actor.ppo_epochs=2")),
-    "gspo": Arm((*FOUR_UPDATES, "optimization.policy_loss=gspo", "optimization.loss_type=grpo")),
-    "cispo": Arm((*FOUR_UPDATES, "optimization.policy_loss=cispo")),
-    "sapo": Arm((*FOUR_UPDATES, "optimization.policy_loss=sapo")),
+    "ppo": Arm(SEVERAL),
+    "ppo, two epochs": Arm((*SEVERAL, "worker.actor.ppo_epochs=2")),
+    "gspo": Arm((*SEVERAL, "optimization.policy_loss=gspo", "optimization.loss_type=grpo")),
+    "cispo": Arm((*SEVERAL, "optimization.policy_loss=cispo")),
+    "sapo": Arm((*SEVERAL, "optimization.policy_loss=sapo")),
     # aggregations; dapo is everybody else's
     "mean of means": algorithm("loss_type=grpo"),
     "dr_grpo": algorithm("loss_type=dr_grpo", "scale_rewards=none"),
