@@ -73,7 +73,7 @@ TESTS = {
         *PROPERTIES,
     ],
     "recipe": ["tests/unit/test_recipe.py"],
-    "steps": ["tests/unit/test_recipe.py"],
+    "steps": ["tests/unit/test_recipe.py", "tests/unit/test_loop.py"],
     "learner": ["tests/unit/test_learner.py"],
     "actor": ["tests/unit/test_actor.py"],
     "reference": ["tests/unit/test_workers_from_config.py"],

@@ -11,6 +11,7 @@ replay/
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
@@ -94,9 +95,9 @@ class ReplayMemory:
         return ReplaySnapshot(self.buffer.entries)
 
     def restore(self, directory: Path) -> None:
-        tensors = load_file(directory / GROUPS)
+        tensors = by_folder(load_file(directory / GROUPS))
         rows = json.loads((directory / INDEX).read_text(encoding="utf-8"))
-        entries = tuple(entry_of(row, under(tensors, str(number))) for number, row in enumerate(rows))
+        entries = tuple(entry_of(row, by_folder(tensors[str(number)])) for number, row in enumerate(rows))
         self.buffer = ReplayBuffer(self.rule.capacity, entries)
 
 
@@ -148,9 +149,13 @@ def tensors_of(record: Any) -> dict[str, Tensor]:
     return found
 
 
-def under(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-    """The tensors of a path, by the rest of theirs."""
-    return {key.removeprefix(f"{name}/"): tensor for key, tensor in tensors.items() if key.startswith(f"{name}/")}
+def by_folder(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """The tensors under each first part of a path, by the rest of theirs."""
+    found: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    for path, tensor in tensors.items():
+        folder, _, rest = path.partition("/")
+        found[folder][rest] = tensor
+    return found
 
 
 def row_of(entry: ReplayEntry[StoredGroup]) -> dict[str, Any]:
@@ -168,13 +173,12 @@ def row_of(entry: ReplayEntry[StoredGroup]) -> dict[str, Any]:
     }
 
 
-def entry_of(row: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> ReplayEntry[StoredGroup]:
-    of_rewards = under(tensors, "rewards")
-    parts = {name: of_rewards.pop(f"parts/{name}") for name in row["parts"]}
-    rollouts: Any = under(tensors, "rollouts")
+def entry_of(row: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Any]]) -> ReplayEntry[StoredGroup]:
+    rewards = dict(tensors["rewards"])
+    parts = {name: rewards.pop(f"parts/{name}") for name in row["parts"]}
     experience = Experience(
-        Rollouts(prompts=(), text=tuple(row["text"]), finish=tuple(row["finish"]), **rollouts),
-        Rewards(parts=parts, **of_rewards),
-        Signals(**under(tensors, "signals")),
+        Rollouts(prompts=(), text=tuple(row["text"]), finish=tuple(row["finish"]), **tensors["rollouts"]),
+        Rewards(parts=parts, **rewards),
+        Signals(**tensors["signals"]),
     )
     return StoredGroup(row["task"], row["step"], row["place"], experience).entry(row["score"])

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 from helpers import NAN, fake_experience, fake_prompt, fake_rollouts
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mtrl.algorithms.filtering import GroupFilter
 from mtrl.errors import RunError
@@ -118,6 +120,21 @@ def test_no_more_rounds_than_allowed(refills, rounds):
     counts = filled.counts
     assert counts.used == len(filled.experience.rollouts.prompts)
     assert counts.used + counts.dropped == 3 + counts.refilled == sum(rounds)
+
+
+@given(places=st.integers(1, 6), refills=st.integers(0, 5), good=st.sets(st.integers(0, 40)))
+def test_every_prompt_is_used_or_dropped(places, refills, good):
+    source = Source(*good)
+    try:
+        filled = fill(source.ask, places, filtering(max_refills=refills))
+    except RunError:
+        assert not good & set(range(source.next)) and len(source.rounds) == 1 + refills
+        return
+    counts, taken = filled.counts, source.next
+    kept = [number for number in range(taken) if number in good]
+    assert filled.experience.rollouts.text == tuple(f"p{number} {row}" for number in kept for row in range(2))
+    assert counts == PromptCounts(len(kept), taken - len(kept), taken - places)
+    assert len(kept) == places or (len(kept) < places and len(source.rounds) == 1 + refills)
 
 
 def test_a_short_batch_goes_on_or_stops():
