@@ -17,7 +17,9 @@ from mtrl.algorithms.credit.trajectory_scaling import TrajectoryScaling
 from mtrl.algorithms.divergence import Divergence
 from mtrl.algorithms.estimators import ESTIMATORS, Estimator
 from mtrl.algorithms.losses import Loss, PolicyLoss
+from mtrl.algorithms.values import ValueLoss
 from mtrl.config import Config, ConfigError
+from mtrl.config.tree import OptimConfig
 from mtrl.config.values import BadValue, typed
 from mtrl.models.perturb import Perturbation
 from mtrl.plugins import PluginError
@@ -75,7 +77,14 @@ def recipe_of(
         validate_first=config.training.val_before_train and first,
         save_every=config.training.save_freq,
         seed=config.dataset.seed,
+        value_loss=ValueLoss(config.worker.critic.cliprange_value),
+        critic_warmup=critic_warmup(config),
     )
+
+
+def critic_warmup(config: Config) -> int:
+    """Steps in which the critic learns alone; without a critic there are none."""
+    return config.worker.critic.warmup_steps if "values" in estimator_of(config).needs else 0
 
 
 def with_scores(needs: Needs, config: Config) -> Needs:
@@ -84,7 +93,7 @@ def with_scores(needs: Needs, config: Config) -> Needs:
     says them."""
     actor = config.worker.actor
     once = actor.ppo_epochs == 1 and actor.global_batch_size == config.dataset.rollout_batch_size
-    return needs if once and not needs.without("mass", "prompt_mass") else needs | Needs("old", "entropy")
+    return needs if once and not needs.without("mass", "prompt_mass", "values") else needs | Needs("old", "entropy")
 
 
 def batch_plan(config: Config) -> BatchPlan:
@@ -210,7 +219,17 @@ def policy_loss(config: Config) -> PolicyLoss:
 
 
 def optimizer_settings(config: Config, steps: int) -> OptimizerSettings:
-    actor, optim = config.worker.actor, config.worker.actor.optim
+    """The actor's. It takes no step while the critic warms up."""
+    return schedule_of(config, config.worker.actor.optim, max(0, steps - critic_warmup(config)))
+
+
+def critic_optimizer_settings(config: Config, steps: int) -> OptimizerSettings:
+    return schedule_of(config, config.worker.critic.optim, steps)
+
+
+def schedule_of(config: Config, optim: OptimConfig, steps: int) -> OptimizerSettings:
+    """Actor and critic learn from the same batches."""
+    actor = config.worker.actor
     updates = steps * actor.ppo_epochs * (config.dataset.rollout_batch_size // actor.global_batch_size)
     warmup = optim.warmup_steps if optim.warmup_ratio is None else round(optim.warmup_ratio * updates)
     return OptimizerSettings(

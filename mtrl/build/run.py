@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrl.build import recipe
+from mtrl.build.critic import build_critic
 from mtrl.build.data import (
     Rows,
     build_sampler,
@@ -178,17 +179,19 @@ def build(
         )
         refuse_unmeasured(config, rules, policy.backbone)
         actor = build_actor(config, policy, encoder, steps, build_reference(policy, rules.needs))
+        critic = build_critic(config, policy, encoder, steps) if "values" in rules.needs else None
         interrupt = Interrupt()
         components = Components(
             source=sampler,
             generator=build_generator(config, policy, encoder),
             scorer=scorer,
-            probers=[actor],
+            probers=[actor] if critic is None else [actor, critic],
             actor=actor,
             tracker=tracker,
             store=closing.enter_context(build_store(config, directory)),
             validation=build_validation(config, encoder, directory.path, data is not None, truth_for, val_data),
             stop=interrupt.asked,
+            critic=critic,
         )
         loop = Loop(components, rules)
         loaded.as_given = False  # from here on it goes on, or learns
@@ -197,7 +200,8 @@ def build(
                 loop.restore(start.checkpoint, start.state if start.own else fitting_state(start, sampler))
         directory.record(to_yaml(config))
         resumed = start.checkpoint is not None
-        rehearse = partial(rehearse_on_gpu, config, policy, rules.needs, has_states=resumed)
+        values = None if critic is None else critic.forward
+        rehearse = partial(rehearse_on_gpu, config, policy, rules.needs, has_states=resumed, critic=values)
         opened = closing.pop_all()
         return Run(config, directory.path, directory.id, start, loop, interrupt, opened, rehearse, loaded)
 

@@ -10,9 +10,6 @@ def unbuilt(config: Config) -> list[str]:
     training, algorithm, worker = config.training, config.optimization, config.worker
     model, rollout = worker.actor.model, worker.rollout
     switches = {
-        "optimization.advantage_estimator: gae (it needs the critic); use grpo, rloo or reinforce_plus_plus": (
-            algorithm.advantage_estimator == "gae"
-        ),
         "optimization.advantage_estimator: remax; use grpo, rloo or reinforce_plus_plus": (
             algorithm.advantage_estimator == "remax"
         ),
@@ -23,6 +20,7 @@ def unbuilt(config: Config) -> list[str]:
         ),
         "worker.actor.model.peft_type; set it to null": model.peft_type is not None,
         "worker.actor.optim.name: adamw_8bit; use adamw": worker.actor.optim.name != "adamw",
+        "worker.critic.optim.name: adamw_8bit; use adamw": worker.critic.optim.name != "adamw",
         "worker.actor.fsdp.cpu_offload; set it to false": worker.actor.fsdp.cpu_offload,
         "worker.actor.fsdp.mixed_precision_dtype: fp16; use bf16 or fp32": (
             worker.actor.fsdp.mixed_precision_dtype == "fp16"

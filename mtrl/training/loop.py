@@ -3,7 +3,7 @@
     prompts -> responses -> rewards   (user code, in its sandbox, meanwhile)
                          -> signals   (what each token depends on: the image, its own certainty, the reference)
             -> advantages -> credit   (what each token deserves, decided here, before anything is split)
-            -> update                 (the actor adds gradients; it never learns which algorithm this was)
+            -> update                 (the actor adds gradients, and a critic; neither learns which algorithm this was)
 
 Everything concrete stands behind `protocols.py` and is chosen by `build/`. A step is keyed by its number: prompts,
 samples and perturbations of step k are the same whatever ran before, so a run can be repeated and resumed.
@@ -20,12 +20,13 @@ from typing import Any
 
 from mtrl.algorithms.batches import assemble
 from mtrl.algorithms.credit import assign, credit_metrics
+from mtrl.algorithms.losses import Loss
 from mtrl.algorithms.metrics import Metrics, learnt_metrics, step_metrics
-from mtrl.protocols import Actor, Generator, Prober, Scorer, Store, TaskSource, Tracker
+from mtrl.protocols import Actor, Critic, Generator, Prober, Scorer, Stateful, Store, TaskSource, Tracker
 from mtrl.training.clock import Clock
 from mtrl.training.evaluate import Validation
 from mtrl.training.recipe import Recipe, due
-from mtrl.types import Experience, Prompt, Rollouts, Signals
+from mtrl.types import Experience, Prompt, Rollouts, Signals, TrainBatch
 
 
 @dataclass
@@ -41,6 +42,12 @@ class Components:
     store: Store
     validation: Validation | None
     stop: Callable[[], bool] = lambda: False  # whether somebody asked the run to stop
+    critic: Critic | None = None  # where advantages need one; it is among the probers too
+
+    @property
+    def learners(self) -> dict[str, Stateful]:
+        """Whoever learns, by the name that it has in a checkpoint."""
+        return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
 
 
 class Loop:
@@ -78,7 +85,7 @@ class Loop:
             batches = list(assemble(recipe.batches, loss, experience))
         with clock("update"):
             self.whole = None
-            learnt = components.actor.update(batches, loss)
+            learnt = self.learn(batches, loss, step)
         with clock("publish"):
             self.publish()
         adapted = self.adapt(experience)
@@ -86,7 +93,7 @@ class Loop:
         self.whole = self.state()  # from here on an error costs nothing of this step
         components.tracker.rollouts(step + 1, experience)
         values = step_metrics(experience, recipe.sampling.cut) | credit_metrics(recipe.credit, experience)
-        values |= learnt_metrics(learnt, recipe.sampling.cut) | adapted | components.source.metrics()
+        values |= learnt | adapted | components.source.metrics()
         return values | clock.metrics(tokens=int(experience.rollouts.mask.sum()), samples=len(experience))
 
     # ------------------------------------------------------------------------------------------- the verbs of a step
@@ -118,6 +125,17 @@ class Loop:
         experience = replace(experience, advantage=advantage, returns=returns)
         return replace(experience, credit=assign(self.recipe.credit, experience, (self.recipe.seed, step)))
 
+    def learn(self, batches: Sequence[TrainBatch], loss: Loss, step: int) -> Metrics:
+        """A critic learns at every step, the actor from where the critic's warm-up ends."""
+        critic, recipe = self.components.critic, self.recipe
+        learnt: Metrics = {}
+        if critic is not None:
+            updated = critic.update(batches, recipe.value_loss)
+            learnt |= {f"critic/{name}": value for name, value in updated.items()}
+        if step >= recipe.critic_warmup:
+            learnt |= learnt_metrics(self.components.actor.update(batches, loss), recipe.sampling.cut)
+        return learnt
+
     def publish(self) -> None:
         weights = self.components.actor.publish()
         with self.components.generator.awake():
@@ -147,11 +165,12 @@ class Loop:
     def save(self, score: float | None = None) -> None:
         """Saves the last step. Between steps its state is the state of now; within one the source has moved on."""
         assert self.whole is not None, "an update has begun"
-        self.components.store.save(self.done, {"actor": self.components.actor.snapshot()}, self.whole, score)
+        snapshots = {name: learner.snapshot() for name, learner in self.components.learners.items()}
+        self.components.store.save(self.done, snapshots, self.whole, score)
         self.saved = self.done
 
     def state(self) -> dict[str, Any]:
-        """What the next step depends on besides the actor; all else is keyed by the step's number."""
+        """What the next step depends on besides the learners; all else is keyed by the step's number."""
         coef = None if self.divergence is None else self.divergence.coef
         return {"step": self.done, "source": self.components.source.state(), "divergence_coef": coef}
 
@@ -160,6 +179,6 @@ class Loop:
         self.components.source.restore(state["source"])
         if self.divergence is not None and self.divergence.adaptive and state["divergence_coef"] is not None:
             self.divergence = replace(self.divergence, coef=state["divergence_coef"])
-        self.components.store.restore(checkpoint, {"actor": self.components.actor})
+        self.components.store.restore(checkpoint, self.components.learners)
         self.whole = self.state()
         self.publish()

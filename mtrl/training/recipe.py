@@ -9,7 +9,10 @@ from mtrl.algorithms.credit import Rule
 from mtrl.algorithms.divergence import Divergence
 from mtrl.algorithms.estimators import Estimator
 from mtrl.algorithms.losses import Loss
+from mtrl.algorithms.values import ValueLoss
 from mtrl.types import Needs, Sampling
+
+NO_CRITIC = ValueLoss()
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,8 @@ class Recipe:
     validate_first: bool
     save_every: int  # steps between two checkpoints; -1: only at the end
     seed: int = 0  # for credit rules that draw random numbers
+    value_loss: ValueLoss = NO_CRITIC  # of the critic, where there is one
+    critic_warmup: int = 0  # steps at the start of the run in which the critic learns alone
 
     def needs_at(self, step: int) -> Needs:
         return self.needs | Needs("mass") if due(step + 1, self.attention_every) else self.needs
