@@ -11,7 +11,6 @@ from torch import Tensor
 
 from mtrl.algorithms.groups import group_std, masked_mean, row_mean
 from mtrl.algorithms.signals import aei, pool_sizes, segment, sequence_mass, vgr
-from mtrl.algorithms.values import value_metrics
 from mtrl.types import SEGMENTS, Experience, Rewards, Rollouts, Signals
 
 Metrics = dict[str, float]
@@ -24,7 +23,7 @@ def step_metrics(experience: Experience, cut: bool) -> Metrics:
     values = reward_metrics(experience.rewards, rollouts.group)
     values |= sensitivity_metrics(signals, mask, rollouts.visual)
     values |= attention_metrics(signals, rollouts)
-    values |= length_metrics(mask, rollouts.truncated) | value_metrics(experience)
+    values |= length_metrics(mask, rollouts.truncated)
     if signals.old is not None:
         values |= mismatch_metrics(signals.old, rollouts.behaviour, mask, cut)
     if signals.entropy is not None:

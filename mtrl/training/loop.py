@@ -22,6 +22,7 @@ from mtrl.algorithms.batches import assemble
 from mtrl.algorithms.credit import assign, credit_metrics
 from mtrl.algorithms.losses import Loss
 from mtrl.algorithms.metrics import Metrics, learnt_metrics, step_metrics
+from mtrl.algorithms.values import value_metrics
 from mtrl.protocols import Actor, Critic, Generator, Prober, Scorer, Stateful, Store, TaskSource, Tracker
 from mtrl.training.clock import Clock
 from mtrl.training.evaluate import Validation
@@ -93,7 +94,7 @@ class Loop:
         self.whole = self.state()  # from here on an error costs nothing of this step
         components.tracker.rollouts(step + 1, experience)
         values = step_metrics(experience, recipe.sampling.cut) | credit_metrics(recipe.credit, experience)
-        values |= learnt | adapted | components.source.metrics()
+        values |= learnt | value_metrics(experience) | adapted | components.source.metrics()
         return values | clock.metrics(tokens=int(experience.rollouts.mask.sum()), samples=len(experience))
 
     # ------------------------------------------------------------------------------------------- the verbs of a step
