@@ -17,7 +17,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,23 @@ PROMPTS, ANSWERS, NEW_TOKENS = 16, 8, 32
 
 def left_padded(rows: list[torch.Tensor], value: int) -> torch.Tensor:
     return pad_sequence([row.flip(0) for row in rows], batch_first=True, padding_value=value).flip(1)
+
+
+def model_generate(model: Any, encoder: Any, prompts: Sequence[Any], answers: int, new_tokens: int) -> torch.Tensor:
+    """New tokens [rows, new tokens], sampled by transformers."""
+    device = model.device
+    inputs = [encoder.inputs(prompt, device=device) for prompt in prompts]
+    ids = left_padded([prompt.ids for prompt in prompts], encoder.pad_id)
+    output = model.generate(
+        input_ids=ids.to(device),
+        attention_mask=left_padded([torch.ones_like(prompt.ids) for prompt in prompts], 0).to(device),
+        mm_token_type_ids=left_padded([each["mm_token_type_ids"] for each in inputs], 0).to(device),
+        pixel_values=torch.cat([each["pixel_values"] for each in inputs]),
+        image_grid_thw=torch.cat([each["image_grid_thw"] for each in inputs]).to(device),
+        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, num_return_sequences=answers,
+        max_new_tokens=new_tokens, suppress_tokens=list(encoder.forbidden_ids),
+    )  # fmt: skip
+    return output[:, ids.shape[1] :].cpu()
 
 
 def contestants() -> dict[str, Callable[[int], int]]:
@@ -58,17 +75,7 @@ def contestants() -> dict[str, Callable[[int], int]]:
 
     def theirs(number: int) -> int:
         torch.manual_seed(number)
-        inputs = [encoder.inputs(prompt) for prompt in prompts]
-        ids = left_padded([prompt.ids for prompt in prompts], encoder.pad_id)
-        output = plain.generate(
-            input_ids=ids,
-            attention_mask=left_padded([torch.ones_like(prompt.ids) for prompt in prompts], 0),
-            mm_token_type_ids=left_padded([each["mm_token_type_ids"] for each in inputs], 0),
-            pixel_values=torch.cat([each["pixel_values"] for each in inputs]),
-            image_grid_thw=torch.cat([each["image_grid_thw"] for each in inputs]),
-            do_sample=True, temperature=1.0, top_k=0, top_p=1.0, num_return_sequences=ANSWERS,
-            max_new_tokens=NEW_TOKENS, suppress_tokens=list(encoder.forbidden_ids),
-        )[:, ids.shape[1] :]  # fmt: skip
+        output = model_generate(plain, encoder, prompts, ANSWERS, NEW_TOKENS)
         ended = torch.isin(output, torch.tensor(encoder.stop_ids)).long()
         return int((ended.cumsum(1) - ended == 0).sum())  # up to and with the first stop token
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -43,6 +44,23 @@ def peak_gb(into: dict[str, float], name: str) -> Iterator[None]:
     yield
     if torch.cuda.is_available():
         into[name] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+
+
+def held_gb() -> dict[str, float]:
+    """What is held on the device now: by tensors, and by everybody, what torch keeps to use again and graphs included;
+    nothing without a GPU."""
+    if not torch.cuda.is_available():
+        return {}
+    free, total = torch.cuda.mem_get_info()
+    held = {"allocated_gb": torch.cuda.memory_allocated(), "device_used_gb": total - free}
+    return {name: round(size / 2**30, 3) for name, size in held.items()}
+
+
+def give_back() -> None:
+    """Frees what nobody refers to, for whoever comes next on the device."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def compiled_graphs() -> int:

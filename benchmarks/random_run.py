@@ -4,7 +4,7 @@ function and a YAML. What the YAML does not say is as a user gets it."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,13 @@ PATHS = ("worker.actor.model.model_path", "dataset.train_files", "training.outpu
 
 
 def write_run(
-    folder: Path, size: str, device: str, rows: int, side: int, text_tokens: int, seed: int, settings: Mapping[str, Any]
-) -> Path:
-    """Writes everything into `folder`. `settings` are keys of the YAML with their dots; returned is its path."""
+    folder: Path, size: str, device: str, rows: int, sides: Sequence[int], text_tokens: int, seed: int,
+    settings: Mapping[str, Any],
+) -> Path:  # fmt: skip
+    """Writes everything into `folder`. Pictures are squares of these sides, in turn; `settings` are keys of the YAML
+    with their dots; returned is its path."""
     checkpoint = random_checkpoint(folder / "model", size, device, seed)
-    write_rows(folder, rows, side, text_tokens, seed)
+    write_rows(folder, rows, sides, text_tokens, seed)
     (folder / "rewards.py").write_text(REWARD)
     places = dict(zip(PATHS, (str(checkpoint), "train.jsonl", str(folder / "outputs")), strict=True))
     file = folder / "run.yaml"
@@ -39,12 +41,12 @@ def write_run(
     return file
 
 
-def write_rows(folder: Path, count: int, side: int, text_tokens: int, seed: int) -> None:
+def write_rows(folder: Path, count: int, sides: Sequence[int], text_tokens: int, seed: int) -> None:
     """`train.jsonl` with a picture of noise for each row, as PNG files."""
     encoder = load_encoder(folder / "model")
     (folder / "images").mkdir()
     rows = []
-    for number, (text, image) in enumerate(random_questions(encoder, count, [side], text_tokens, seed)):
+    for number, (text, image) in enumerate(random_questions(encoder, count, sides, text_tokens, seed)):
         name = f"images/{number}.png"
         Image.fromarray(image).save(folder / name, compress_level=1)
         rows.append({"prompt": f"<image>{text}", "images": [name], "answer": "A"})
@@ -52,7 +54,7 @@ def write_rows(folder: Path, count: int, side: int, text_tokens: int, seed: int)
 
 
 def step_settings(
-    prompts: int, generations: int, completion: int, steps: int, side: int, prompt_tokens: int
+    prompts: int, generations: int, completion: int, steps: int, sides: Sequence[int], prompt_tokens: int
 ) -> dict[str, Any]:
     """The sizes of a step. Limits of the data are touched only where pictures or prompts would not fit into them."""
     limits = load_config().dataset
@@ -64,10 +66,10 @@ def step_settings(
         "worker.rollout.n": generations,
         "worker.reward.functions": ["rewards.py:score"],
     }
-    if side**2 < limits.min_pixels:
-        settings["dataset.min_pixels"] = side**2
-    if side**2 > limits.max_pixels:
-        settings["dataset.max_pixels"] = side**2
+    if min(sides) ** 2 < limits.min_pixels:
+        settings["dataset.min_pixels"] = min(sides) ** 2
+    if max(sides) ** 2 > limits.max_pixels:
+        settings["dataset.max_pixels"] = max(sides) ** 2
     if prompt_tokens > limits.max_prompt_length:
         settings["dataset.max_prompt_length"] = prompt_tokens
     return settings

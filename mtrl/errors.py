@@ -35,3 +35,7 @@ class RunError(Exception):
 
 class Diverged(RunError):
     """The model's numbers are NaN or infinite: there is nothing to go on with, and nothing to save."""
+
+
+class DeviceFull(RunError):
+    """Not even the smallest part of the work fits into the device's memory."""

@@ -122,6 +122,9 @@ class Generator(Protocol):
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Rollouts: ...
 
+    def rehearse(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
+        """Takes the device memory that `generate` would take if no response stopped early, until the engine sleeps."""
+
     def load(self, weights: Weights) -> None:
         """Takes over a version of the weights as a whole: one that the engine does not know, or misses, is an error."""
 

@@ -95,7 +95,7 @@ CONCRETE = {  # what stands behind a seam, and its room
     "Trackers": "tracking", "RunFiles": "tracking", "MarkdownLogs": "tracking", "Console": "tracking",
     "Watch": "tracking", "CurveFile": "tracking",
 }  # fmt: skip
-NAMES_THE_ENGINE = {"mtrl.zoo.pretrain", "mtrl.memory.rehearsal"}  # a script of its own; it measures this very engine
+NAMES_THE_ENGINE = {"mtrl.zoo.pretrain"}  # a script of its own
 
 
 def named_classes(module: str) -> set[str]:

@@ -26,7 +26,7 @@ from mtrl.models.forward import Forward
 from mtrl.models.load import DTYPES, load_model
 from mtrl.models.weights import exported_weights, load_weights, save_model
 from mtrl.protocols import Generator
-from mtrl.rollout.local import LocalGenerator
+from mtrl.rollout.decode.engine import fastest_generator
 from mtrl.store.checkpoint import write_folder
 from mtrl.training.interrupt import say_at_once
 from mtrl.training.recipe import Recipe
@@ -231,8 +231,8 @@ def build_reference(policy: Forward, needs: Needs) -> Reference | None:
 
 
 def build_generator(config: Config, policy: Forward, encoder: TextEncoder) -> Generator:
-    """The engine that samples. This is the only place that names one."""
-    return LocalGenerator(policy.backbone, encoder)
+    """The engine that samples. This is the only place that chooses one."""
+    return fastest_generator(policy.backbone, encoder)
 
 
 def save_checkpoint(config: Config, loaded: Loaded, target: Path) -> None:

@@ -201,7 +201,7 @@ def build(
         directory.record(to_yaml(config))
         resumed = start.checkpoint is not None
         values = None if critic is None else critic.forward
-        rehearse = partial(rehearse_on_gpu, config, policy, rules.needs, has_states=resumed, critic=values)
+        rehearse = partial(rehearse_on_gpu, config, policy, components.generator, rules.needs, resumed, values)
         opened = closing.pop_all()
         return Run(config, directory.path, directory.id, start, loop, interrupt, opened, rehearse, loaded)
 

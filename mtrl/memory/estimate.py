@@ -8,7 +8,7 @@ grows by the same amount with each layer, so that the real depth follows.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from mtrl.models.forward import Forward
 from mtrl.models.live_tensors import LiveTensors
 from mtrl.models.load import DTYPES
 from mtrl.models.size import ModelSize, critic_tensors, size_of
+from mtrl.rollout.decode.footprint import decodes_by_graphs, graphs_parts, graphs_pass, plain_parts, plain_pass
 from mtrl.workers.micro_batches import MicroBatching
 
 MIB = 2**20
@@ -45,6 +46,7 @@ class Plan:
     on_gpu: bool = False
     packed: bool = False  # all in one sequence, who sees whom told by blocks; else by a matrix for each sequence
     compiled: bool = False  # MLPs, which then keep no narrow copies of their weights
+    graphs: bool = False  # generation by graphs, where the model's layers are known; else by the plain engine
     reward_model_parameters: int = 0
     critic: Any = None  # the settings of the critic's model, where there is one
     trust_remote_code: bool = False
@@ -83,8 +85,6 @@ def estimate(config: Any, plan: Plan, wanted: Collection[str] = PHASES) -> Estim
     size = size_of(fake.model)
     critic = ((), ()) if plan.critic is None else critic_tensors(fake_model(plan.critic, plan).model)
     moments, way = measure(fake, plan, wanted)
-    decoding = {"narrow copies of the weights": narrow_copies(size, plan)}
-    decoding |= plan.limits.decoding(size, plan.compute_bytes)
     gradients = {"gradients": held_by(size.learning, plan)}
     passes = {phase: list(map(parts_of, found.items())) for phase, found in moments.items()}
     # The first pass of an update makes the gradients, which are all there at its end; the second finds them.
@@ -94,7 +94,7 @@ def estimate(config: Any, plan: Plan, wanted: Collection[str] = PHASES) -> Estim
         unscored = [parts_of(each) for each in moments.get("second", {}).items() if each[0] != "score"]
         with_gradients += [{"gradients of the critic": held_by(critic[1], plan)} | parts for parts in unscored]
     phases = {
-        "sample": [*passes.get("sample", []), decoding],
+        "sample": while_sampling(fake, plan, passes.get("sample", [])),
         "probe": passes.get("probe", []),
         "update": [*passes.get("first", []), *with_gradients],
     }
@@ -110,6 +110,7 @@ def fake_model(config: Any, plan: Plan) -> FakeModel:
         checkpointing=plan.checkpointing,
         train_vision=plan.train_vision,
         compiled=plan.compiled,
+        padded=plan.on_gpu and plan.compute_bytes == 2,  # as Backbone does it
         trust_remote_code=plan.trust_remote_code,
     )
 
@@ -142,9 +143,18 @@ def held_by(tensors: Iterable[int], plan: Plan) -> int:
     return total
 
 
-def narrow_copies(size: ModelSize, plan: Plan) -> int:
-    """What autocast makes of wider weights while a token is read, and the output matrix."""
-    return (size.read + size.output) * plan.compute_bytes if plan.compute_bytes < plan.weight_bytes else 0
+def while_sampling(fake: FakeModel, plan: Plan, passes: Sequence[Parts]) -> list[Parts]:
+    """The plain engine holds keys and values when what the prompts took is gone; that of graphs has its buffers from
+    the beginning."""
+    compute, batch = DTYPES[plan.compute], plan.limits.batch
+    if not by_graphs(fake, plan):
+        return [*passes, plain_parts(fake.model, compute, batch)]
+    parts = graphs_parts(fake.model, compute, batch, plan.on_gpu)
+    return [parts | each for each in passes]
+
+
+def by_graphs(fake: FakeModel, plan: Plan) -> bool:
+    return plan.graphs and decodes_by_graphs(fake.model)
 
 
 def _some(parts: Parts) -> Parts:
@@ -178,6 +188,7 @@ def measure(fake: FakeModel, plan: Plan, wanted: Collection[str] = PHASES) -> tu
             for phase, moment in ((p, m) for p in base for m in base[p]):
                 slope = (more[phase][moment] - base[phase][moment]) / step
                 found[phase][moment] += round(slope * (layers - few))
+    fake.cut(*depth)
     extrapolated = f"extrapolated to {depth[0]}" + (f" and {depth[1]} of the vision tower" if depth[1] else "")
     return found, f"measured on fake tensors with {fake.few} and {fake.few + 2} layers, {extrapolated}"
 
@@ -199,7 +210,9 @@ def measure_at(fake: FakeModel, plan: Plan, wanted: Collection[str], depth: tupl
         found[phase] = dict(live.peaks)
 
     if "sample" in wanted:
-        count("sample", rehearsal.sample)
+        prompts, sampling = rehearsal.prompts, plan.limits.batch.sampling
+        reading = graphs_pass if by_graphs(fake, plan) else partial(plain_pass, sampling=sampling)
+        count("sample", partial(reading, backbone, fake.encoder, prompts))
     if "probe" in wanted:
         count("probe", rehearsal.probe)
     passes = rehearsal.updates() if "update" in wanted else []

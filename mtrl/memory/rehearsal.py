@@ -7,20 +7,21 @@ comes. `mtrl doctor` runs the same passes on a model without numbers (`memory/es
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mtrl.errors import StartError
+from mtrl.errors import DeviceFull, StartError
 from mtrl.models.forward import Forward, unpack
 from mtrl.models.live_tensors import LiveTensors
-from mtrl.models.size import ModelSize, size_of
-from mtrl.protocols import PromptEncoder
-from mtrl.rollout.local import ROWS_AT_ONCE, LocalGenerator
+from mtrl.protocols import Generator, PromptEncoder
+from mtrl.rollout.decode.footprint import Batch
+from mtrl.rollout.local import ROWS_AT_ONCE
 from mtrl.types import Finish, Medium, Needs, Prompt, Rollouts, Sampling, Task
 from mtrl.workers.micro_batches import MicroBatching
 
@@ -28,8 +29,7 @@ GIB = 2**30
 ADAM_STATES = 2  # of each weight that learns
 DOES_NOT_FIT = {
     "optimizer": "the states of the optimizer do not fit",
-    "sample": "reading the prompts of a step does not fit",
-    "decode": "the keys and values of the responses that decode together do not fit",
+    "sample": "sampling does not fit",
     "probe": "the probe of a step does not fit",
     "update": "the update does not fit",
     "critic": "the update of the critic does not fit",
@@ -50,25 +50,10 @@ class Limits:
     needs: Needs
 
     @property
-    def rows(self) -> int:
-        """Responses that decode together."""
-        return self.prompts_at_once * self.sampling.n
-
-    @property
-    def prompts_at_once(self) -> int:
-        return min(self.prompts, max(1, ROWS_AT_ONCE // self.sampling.n))
-
-    def decoding(self, size: ModelSize, compute_bytes: int) -> dict[str, int]:
-        """Bytes of the last token's step. Choosing a token takes two tables of float32 and two of float64, or three
-        and the places of sorted tokens where the tail is cut."""
-        keys_and_values = (
-            2 * size.keys * compute_bytes * self.rows * (self.prompt_tokens + self.sampling.max_new_tokens)
-        )
-        return {
-            "keys and values": size.layers * keys_and_values,
-            "a layer of them as it grows": keys_and_values,
-            "logits": (32 if self.sampling.cut else 24) * self.rows * size.vocabulary,
-        }
+    def batch(self) -> Batch:
+        """What is sampled at once, as long as it fits."""
+        n = min(self.sampling.n, ROWS_AT_ONCE)
+        return Batch(min(self.prompts, ROWS_AT_ONCE // n), self.prompt_tokens, replace(self.sampling, n=n))
 
 
 # ---------------------------------------------------------------------------------------------------- the longest step
@@ -116,11 +101,9 @@ class Rehearsal:
     limits: Limits
     critic: Forward | None = None
 
-    def sample(self) -> None:
-        """Reads the prompts and chooses a first token; the rest of decoding is known (`Limits.decoding`)."""
-        limits, engine = self.limits, LocalGenerator(self.forward.backbone, self.encoder)
-        prompts = limits.prompts_at_once * [self.prompt]
-        engine.generate(prompts, replace(limits.sampling, max_new_tokens=1, version=engine.version))
+    def sample(self, generator: Generator) -> None:
+        """The largest batch. One that does not fit is cut by the engine, for the rest of the run."""
+        generator.rehearse(self.prompts, self.limits.batch.sampling)
 
     def probe(self) -> None:
         """The largest pass, under as many views as are needed."""
@@ -152,6 +135,11 @@ class Rehearsal:
             self.critic.values(part).sum().backward()
 
     @property
+    def prompts(self) -> list[Prompt]:
+        """Those that are sampled at once."""
+        return self.limits.batch.prompts * [self.prompt]
+
+    @property
     def prompt(self) -> Prompt:
         return longest_prompt(self.encoder, self.limits)
 
@@ -164,12 +152,14 @@ def rehearse(
     forward: Forward,
     encoder: PromptEncoder,
     limits: Limits,
+    generator: Generator,
     *,
     has_states: bool,
     ways: Sequence[str] = (),
     critic: Forward | None = None,
 ) -> dict[str, int]:
-    """Runs the passes once; the bytes that each phase held at most, beyond what was held before.
+    """Runs the passes once; the bytes that each phase held at most, beyond what was held before. `generator` is the one
+    that will sample, and asleep.
 
     Where the optimizers have no states yet (they come with their first step), their room is taken meanwhile. Weights,
     gradients, random numbers and the mode of the model stay as they are. A phase that does not fit is a StartError with
@@ -185,14 +175,9 @@ def rehearse(
     def hold_states() -> None:
         held.extend(torch.empty_like(p) for p in learning for _ in range(0 if has_states else ADAM_STATES))
 
-    def decode() -> None:
-        known = limits.decoding(size_of(model), forward.backbone.compute_dtype.itemsize)
-        torch.empty(sum(known.values()), dtype=torch.uint8, device=device)
-
-    phases = {
+    phases: dict[str, Callable[[], None]] = {
         "optimizer": hold_states,
-        "sample": rehearsal.sample,
-        "decode": decode,
+        "sample": partial(rehearsal.sample, generator),
         "probe": rehearsal.probe,
         "update": rehearsal.update,
     }
@@ -205,7 +190,8 @@ def rehearse(
                 each.train(name in ("update", "critic"))
             for parameter in learning:
                 parameter.grad = None
-            with refusing(name, device, ways), peak_of(device) as peak:
+            sampling = generator.awake() if name == "sample" else nullcontext()
+            with refusing(name, device, ways), sampling, peak_of(device) as peak:
                 phase()
             peaks[name] = peak[0]
     finally:
@@ -221,17 +207,26 @@ def rehearse(
 
 @contextmanager
 def peak_of(device: torch.device) -> Iterator[list[int]]:
-    """[bytes], once it is over: by the allocator of a GPU, elsewhere counted tensor by tensor."""
+    """[bytes], once it is over: by the allocator of a GPU and what was taken past it, elsewhere counted tensor by
+    tensor."""
     peak: list[int] = []
     if device.type == "cuda":
-        before = torch.cuda.memory_allocated(device)
+        before, others = torch.cuda.memory_allocated(device), past_the_allocator(device)
         torch.cuda.reset_peak_memory_stats(device)
         yield peak
-        peak.append(torch.cuda.max_memory_allocated(device) - before)
+        taken_past = max(0, past_the_allocator(device) - others)
+        peak.append(torch.cuda.max_memory_allocated(device) - before + taken_past)
     else:
         with LiveTensors() as live:
             yield peak
         peak.append(live.peak)
+
+
+def past_the_allocator(device: torch.device) -> int:
+    """Bytes of a GPU that are taken and that torch's allocator does not know of: generation takes its buffers from the
+    driver itself (`rollout/decode/arena.py`)."""
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)
 
 
 @contextmanager
@@ -241,12 +236,12 @@ def refusing(phase: str, device: torch.device, ways: Sequence[str]) -> Iterator[
     try:
         yield
         return
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, DeviceFull) as error:
         torch_says = str(error).partition(" Of the allocated memory")[0]  # the rest is about fragments
     torch.cuda.empty_cache()
     total = torch.cuda.mem_get_info(device)[1] / GIB
     advice = "".join(f"\n    {way}" for way in [*ways, "a smaller model, or a larger device"])
     raise StartError(
         f"memory: {DOES_NOT_FIT[phase]} at the limits of the configuration, with {held:,.2f} of {total:,.2f} GiB held "
-        f"before. {torch_says}\n  What would help; mtrl doctor says how much each:{advice}"
+        f"before. {torch_says[:1].upper()}{torch_says[1:]}\n  What would help; mtrl doctor says how much each:{advice}"
     )

@@ -23,7 +23,13 @@ from transformers.vision_utils import (
 )
 
 from mtrl.models.attention import ATTENTION, FLEX_COLUMNS, Reader, Sight, use_attention
-from mtrl.models.patches import use_compiled_pieces, use_linear_patches, use_no_dropout, use_segment_attention
+from mtrl.models.patches import (
+    use_compiled_pieces,
+    use_linear_patches,
+    use_no_dropout,
+    use_padded_mlps,
+    use_segment_attention,
+)
 from mtrl.models.size import head_width
 from mtrl.models.transfer import to_device
 from mtrl.types import VISION_POOL, Prompt
@@ -65,6 +71,8 @@ class Backbone:
         if self.vision_tower is not None:
             use_segment_attention(self.vision_tower)
             use_linear_patches(self.vision_tower)
+            if self.device.type == "cuda" and self.compute_dtype.itemsize == 2:
+                use_padded_mlps(self.vision_tower)
             self.vision_indices = VisionIndices(self.vision_tower)
         if compiled:
             use_compiled_pieces(model)
@@ -202,6 +210,8 @@ def check_supported(model: PreTrainedModel) -> None:
         reasons.append("sliding attention")
     if getattr(head, "bias", None) is not None:
         reasons.append("an output layer with a bias")
+    if hasattr(head, "base_layer"):  # the matrix is read as it is, without what peft puts beside it
+        reasons.append("an output layer with an adapter")
     if reasons:
         raise ValueError(f"models of the family {config.model_type!r} are not supported: {', '.join(reasons)}")
 

@@ -22,12 +22,14 @@ from mtrl.models.backbone import Backbone, Features, check_supported
 from mtrl.models.families import VISION_FAMILIES, TextEncoder, in_a_line
 from mtrl.models.families.vision import rotary_positions
 from mtrl.models.live_tensors import LiveTensors
+from mtrl.models.patches import use_padded_mlps
 from mtrl.protocols import ImageSettings
 from mtrl.types import TEXT_POOL, VISION_POOL, Prompt, Task
 
 
 class FakeModel:
-    """`attention` and `checkpointing` as the configuration has them; `compiled`: MLPs are compiled on the target."""
+    """`attention` and `checkpointing` as the configuration has them; `compiled`: MLPs are compiled on the target;
+    `padded`: those of the vision tower are padded there (`use_padded_mlps`)."""
 
     def __init__(
         self,
@@ -38,6 +40,7 @@ class FakeModel:
         checkpointing: bool = False,
         train_vision: bool = True,
         compiled: bool = False,
+        padded: bool = False,
         trust_remote_code: bool = False,
     ) -> None:
         family: Any = AutoModelForImageTextToText if config.model_type in VISION_FAMILIES else AutoModelForCausalLM
@@ -61,6 +64,8 @@ class FakeModel:
             self.tower.requires_grad_(train_vision)
             if self._deepstack:  # of layers that are there after a cut
                 self.tower.deepstack_visual_indexes = list(range(self._deepstack))
+            if padded:
+                use_padded_mlps(self.tower)
         if compiled:
             for module in self.model.modules():
                 if type(module).__name__.lower().endswith("mlp"):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+
+from mtrl.types import Prompt, Sampling
 
 
 class Awake:
@@ -45,3 +47,7 @@ class Awake:
 
     def sleep(self) -> None:
         """Gives the device memory to the trainer; the weights outlast it."""
+
+    def rehearse(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
+        """Takes the memory that `generate` would take at most, until the engine sleeps. One that takes nothing more
+        than `wake` did has nothing to do."""

@@ -6,23 +6,30 @@ they finish.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import gc
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from mtrl.errors import Diverged
+from mtrl.errors import DeviceFull, Diverged
 from mtrl.models.backbone import Backbone, Cache, prompt_positions, vision_tokens
+from mtrl.models.size import ModelSize, size_of
 from mtrl.protocols import PromptEncoder
 from mtrl.rollout.awake import Awake
 from mtrl.rollout.responses import finish_of, rollouts_of
 from mtrl.rollout.sampling import choose, first_sample_numbers, row_uniforms
 from mtrl.types import Prompt, Rollouts, Sampling, Weights
 
+logger = logging.getLogger(__name__)
 ROWS_AT_ONCE = 512
 COMPACT_BELOW = 0.8  # share of the cached rows still decoding below which the finished ones leave the cache
+TAKES_LESS = "a smaller worker.rollout.max_new_tokens or dataset.max_prompt_length; mtrl doctor says how much each"
+Decoded = tuple[list[Tensor], list[Tensor]]  # tokens and their log-probs of responses, on the CPU
+Decode = Callable[[Sequence[Prompt], Sequence[int], Sampling], Decoded]
 
 
 class LocalGenerator(Awake):
@@ -55,15 +62,7 @@ class LocalGenerator(Awake):
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Rollouts:
         if sampling.version != self.version:
             raise RuntimeError(f"asked to sample at version {sampling.version}, but the engine holds {self.version}")
-        at_once = max(1, self.rows_at_once // sampling.n)
-        first = first_sample_numbers([prompt.task.id for prompt in prompts], sampling)
-        tokens: list[Tensor] = []
-        behaviour: list[Tensor] = []
-        for start in range(0, len(prompts), at_once):
-            here = slice(start, start + at_once)
-            batch = self.decode(prompts[here], first[here], sampling)
-            tokens += batch[0]
-            behaviour += batch[1]
+        tokens, behaviour = self._in_batches(prompts, sampling, self.decode)
         return rollouts_of(
             prompts,
             [place for place in range(len(prompts)) for _ in range(sampling.n)],
@@ -75,11 +74,77 @@ class LocalGenerator(Awake):
             pad_id=self.encoder.pad_id,
         )
 
-    def decode(
-        self, prompts: Sequence[Prompt], first: Sequence[int], sampling: Sampling
-    ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
-        """Tokens and their log-probs of every row of one batch; `first`: the number of each prompt's first sample."""
+    @torch.no_grad()
+    def rehearse(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
+        """Where it does not fit there are fewer rows at once from here on, as while sampling."""
+        self._in_batches(prompts, sampling, self.hold)
+
+    def _in_batches(self, prompts: Sequence[Prompt], sampling: Sampling, decode: Decode) -> Decoded:
+        """All responses, at most `rows_at_once` together: whole groups, or parts of one that is larger than that."""
+        first, n = first_sample_numbers([prompt.task.id for prompt in prompts], sampling), sampling.n
+        tokens: list[Tensor] = []
+        behaviour: list[Tensor] = []
+        while len(tokens) < n * len(prompts):
+            place, sample = divmod(len(tokens), n)
+            groups = 1 if sample else max(1, self.rows_at_once // n)
+            here, count = slice(place, place + groups), min(n - sample, self.rows_at_once)
+            numbers = [sample + each for each in first[here]]
+            batch = self._fitting(decode, prompts[here], numbers, replace(sampling, n=count))
+            if batch is not None:
+                tokens += batch[0]
+                behaviour += batch[1]
+        return tokens, behaviour
+
+    def _fitting(
+        self, decode: Decode, prompts: Sequence[Prompt], first: Sequence[int], sampling: Sampling
+    ) -> Decoded | None:  # fmt: skip
+        """A batch, or None where it does not fit into the device: then there are fewer rows at once from here on."""
+        try:
+            return decode(prompts, first, sampling)
+        except torch.OutOfMemoryError as error:
+            torch_says = str(error).partition(" Of the allocated memory")[0]  # the rest is about fragments
+        # The error is gone here, and with it the frames that held what there was of the batch.
+        self.shrink()
+        gc.collect()
+        torch.cuda.empty_cache()
+        rows = len(prompts) * sampling.n
+        if rows == 1:
+            raise DeviceFull(f"the device has no room to sample a single response. {torch_says} Set {TAKES_LESS}")
+        self.rows_at_once = rows // 2
+        logger.warning("the device has no room to sample %d responses at once: %d from here on, which is "
+                       "slower. What takes less: %s", rows, self.rows_at_once, TAKES_LESS)  # fmt: skip
+        return None
+
+    def shrink(self) -> None:
+        """Lets go of whatever was made for larger batches."""
+
+    def decode(self, prompts: Sequence[Prompt], first: Sequence[int], sampling: Sampling) -> Decoded:
+        """The rows of one batch; `first`: the number of each prompt's first sample."""
         return Decoding(self, prompts, first, sampling).run()
+
+    def hold(self, prompts: Sequence[Prompt], first: Sequence[int], sampling: Sampling) -> Decoded:
+        """A first token of `decode`, and then what it holds at most."""
+        decoded = self.decode(prompts, first, replace(sampling, max_new_tokens=1))
+        backbone, longest = self.backbone, max(len(prompt.ids) for prompt in prompts) + sampling.max_new_tokens
+        dtypes = backbone.output_matrix.dtype, backbone.compute_dtype
+        known = held_at_last(size_of(backbone.model), *dtypes, len(decoded[0]), longest, sampling.cut)
+        torch.empty(sum(known.values()), dtype=torch.uint8, device=backbone.device)
+        return decoded
+
+
+def held_at_last(
+    size: ModelSize, weights: torch.dtype, compute: torch.dtype, rows: int, tokens: int, cut: bool
+) -> dict[str, int]:
+    """Bytes of the last token's step, with what autocast makes of wider weights and the output matrix. Choosing a token
+    takes two tables of float32 and two of float64, or three and the places of sorted tokens where the tail is cut."""
+    keys_and_values = 2 * size.keys * compute.itemsize * rows * tokens
+    narrow = (size.read + size.output) * compute.itemsize if compute.itemsize < weights.itemsize else 0
+    return {
+        "narrow copies of the weights": narrow,
+        "keys and values": size.layers * keys_and_values,
+        "a layer of them as it grows": keys_and_values,
+        "logits": (32 if cut else 24) * rows * size.vocabulary,
+    }
 
 
 @dataclass
@@ -91,8 +156,7 @@ class Decoding:
     first: Sequence[int]  # the number of each prompt's first sample
     sampling: Sampling
 
-    def run(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Tokens and their log-probs of every row, on the CPU."""
+    def run(self) -> Decoded:
         device = self.engine.backbone.device
         task_ids = [prompt.task.id for prompt in self.prompts]
         uniforms = row_uniforms(task_ids, self.first, self.sampling).to(device)

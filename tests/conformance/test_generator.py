@@ -30,11 +30,26 @@ from mtrl.models.forward import Forward
 from mtrl.models.load import load_model
 from mtrl.models.weights import exported_weights
 from mtrl.rollout import local
+from mtrl.rollout.decode import plain
+from mtrl.rollout.decode.engine import GraphGenerator
+from mtrl.rollout.decode.step import Ops
 from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Sampling, Weights
 
-ENGINES = {"local": lambda family, encoder: LocalGenerator(shared_backbone(family), encoder)}
-FRESH_ENGINES = {"local": lambda family, encoder: LocalGenerator(fresh_backbone(family), encoder)}  # may be changed
+
+def decode_engine(backbone, encoder):
+    """The engine for CUDA with its kernels' twins in plain torch; small buckets and many looks, so that rows leave."""
+    return GraphGenerator(backbone, encoder, ops=Ops(plain, plain), buckets=(16, 32, 64), poll=1)
+
+
+ENGINES = {
+    "local": lambda family, encoder: LocalGenerator(shared_backbone(family), encoder),
+    "decode": lambda family, encoder: decode_engine(shared_backbone(family), encoder),
+}
+FRESH_ENGINES = {  # may be changed
+    "local": lambda family, encoder: LocalGenerator(fresh_backbone(family), encoder),
+    "decode": lambda family, encoder: decode_engine(fresh_backbone(family), encoder),
+}
 NONE = torch.zeros(0, dtype=torch.long)
 GREEDY = Sampling(temperature=0, max_new_tokens=12)
 SAMPLED = Sampling(n=3, max_new_tokens=12)

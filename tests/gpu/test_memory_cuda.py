@@ -9,11 +9,14 @@ import torch
 
 from mtrl.build.run import build, configure
 from mtrl.errors import StartError
-from mtrl.memory.rehearsal import Limits, rehearse
+from mtrl.memory.estimate import Plan, estimate
+from mtrl.memory.rehearsal import Limits, past_the_allocator, rehearse
 from mtrl.models.backbone import Backbone
-from mtrl.models.families import load_encoder
+from mtrl.models.families import load_encoder, load_model_config
 from mtrl.models.forward import Forward
 from mtrl.models.load import load_model
+from mtrl.rollout.decode.engine import GraphGenerator, fastest_generator
+from mtrl.rollout.decode.footprint import graphs_parts
 from mtrl.types import Needs, Sampling
 from mtrl.workers.micro_batches import MicroBatching
 from mtrl.zoo.rows import MODEL_DIRECTORY
@@ -46,41 +49,57 @@ def little_memory():
 
 def test_what_fits_leaves_nothing_behind(policy):
     model = policy.backbone.model
-    rehearse(policy, policy.encoder, LIMITS, has_states=False)  # workspaces of cuBLAS stay
+    engine = fastest_generator(policy.backbone, policy.encoder)
+    rehearse(policy, policy.encoder, LIMITS, engine, has_states=False)  # workspaces of cuBLAS stay
     gc.collect()
     weights = {name: p.clone() for name, p in model.named_parameters()}
     before, held = torch.cuda.memory_allocated(), sum(p.nbytes for p in weights.values())
+    past = past_the_allocator(policy.backbone.device)
     random = torch.cuda.get_rng_state()
-    peaks = rehearse(policy, policy.encoder, LIMITS, has_states=False)
+    peaks = rehearse(policy, policy.encoder, LIMITS, engine, has_states=False)
     gc.collect()
     assert torch.cuda.memory_allocated() == before and torch.equal(random, torch.cuda.get_rng_state())
+    assert past_the_allocator(policy.backbone.device) <= past, "the engine sleeps"
     assert all(torch.equal(p, weights[name]) and p.grad is None for name, p in model.named_parameters())
     assert not model.training
     assert peaks["optimizer"] >= 2 * held and peaks["update"] > held and min(peaks.values()) > 0
-    assert rehearse(policy, policy.encoder, LIMITS, has_states=True)["optimizer"] == 0
+    assert rehearse(policy, policy.encoder, LIMITS, engine, has_states=True)["optimizer"] == 0
+
+
+def test_the_peak_of_sampling_is_what_doctor_says(policy):
+    """Buffers that the driver gave are in both; kernels that are loaded once come before."""
+    engine = fastest_generator(policy.backbone, policy.encoder)
+    assert type(engine) is GraphGenerator
+    rehearse(policy, policy.encoder, LIMITS, engine, has_states=True)
+    peak = rehearse(policy, policy.encoder, LIMITS, engine, has_states=True)["sample"]
+    parts = graphs_parts(policy.backbone.model, policy.backbone.compute_dtype, LIMITS.batch)
+    told = estimate(load_model_config(str(MODEL_DIRECTORY)), Plan(LIMITS, on_gpu=True, graphs=True), ["sample"])
+    assert peak > parts["keys and values"] + parts["buffers of a step"]
+    assert peak <= sum(told.phases["sample"].values()) + 2**26, "beyond CUDA's graphs"
 
 
 def test_an_update_that_does_not_fit_is_refused(policy, little_memory):
     """66,560 tokens in one pass, all activations kept: several GiB."""
     limits = replace(LIMITS, update=MicroBatching(at_least=1 << 20))
+    engine, ways = fastest_generator(policy.backbone, policy.encoder), ["worker.actor.tokens_per_micro_batch=8192"]
     with pytest.raises(StartError) as told:
-        rehearse(policy, policy.encoder, limits, has_states=False, ways=["worker.actor.tokens_per_micro_batch=8192"])
+        rehearse(policy, policy.encoder, limits, engine, has_states=False, ways=ways)
     said = str(told.value)
     assert said.startswith("memory: the update does not fit at the limits of the configuration, with ")
     assert "Tried to allocate" in said and "\n    worker.actor.tokens_per_micro_batch=8192\n" in said
     assert not policy.backbone.model.training and all(p.grad is None for p in policy.backbone.model.parameters())
     del told  # its frames hold what the update had made
     gc.collect()
-    rehearse(policy, policy.encoder, LIMITS, has_states=False)
+    rehearse(policy, policy.encoder, LIMITS, engine, has_states=False)
 
 
 def test_a_run_that_cannot_fit_does_not_start(tmp_path):
-    """Keys and values of a million tokens for each of 512 rows."""
+    """Keys and values of so many tokens for a single response."""
     words = [
-        "dataset.max_response_length=1000000", "worker.rollout.n=8", "dataset.rollout_batch_size=64",
+        "dataset.max_response_length=200000000", "worker.rollout.n=8", "dataset.rollout_batch_size=64",
         "worker.actor.global_batch_size=64", f"training.output_dir={tmp_path}", "training.logger=[]",
         "training.val_before_train=false", "training.max_steps=1", "worker.actor.use_torch_compile=false",
     ]  # fmt: skip
     run = build(configure(None, words)[0])
-    with pytest.raises(StartError, match="the keys and values of the responses that decode together do not fit"):
+    with pytest.raises(StartError, match="memory: sampling does not fit at the limits of the configuration"):
         run.train()

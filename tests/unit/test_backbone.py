@@ -195,7 +195,7 @@ def test_each_piece_is_compiled_in_our_model_alone(family, monkeypatch):
     """Rotary positions are a function inside transformers: another model of the process must go on as it was."""
     calls = Counter()
 
-    def counted(function):
+    def counted(function, _):
         return lambda *x, **y: calls.update([function.__qualname__]) or function(*x, **y)
 
     monkeypatch.setattr(patches, "compiled", counted)
@@ -219,7 +219,7 @@ def test_each_piece_is_compiled_in_our_model_alone(family, monkeypatch):
 
 
 def test_a_function_with_compiled_rotary_positions_takes_the_same_arguments(monkeypatch):
-    monkeypatch.setattr(patches, "compiled", lambda function: function)
+    monkeypatch.setattr(patches, "compiled", lambda function, _: function)
 
     def forward(self, hidden, mask=None, *, scale=2):
         return hidden * scale, mask
@@ -229,7 +229,7 @@ def test_a_function_with_compiled_rotary_positions_takes_the_same_arguments(monk
 
 def test_a_copy_of_a_compiled_model_runs_on_its_own_weights(family, monkeypatch):
     """The frozen reference is a copy of the policy, which must not follow it."""
-    monkeypatch.setattr(patches, "compiled", lambda function: function)
+    monkeypatch.setattr(patches, "compiled", lambda function, _: function)
     monkeypatch.setattr(patches, "with_compiled_rotary", patches.with_compiled_rotary.__wrapped__)
     ours = Backbone(load_model(checkpoint(family)), compiled=True)
     frozen = Backbone(copy.deepcopy(ours.model))
@@ -379,3 +379,20 @@ def test_models_that_would_be_scored_wrongly_are_refused(reason):
     model = AutoModelForCausalLM.from_config(ODD_MODELS[reason])
     with pytest.raises(ValueError, match=f"not supported: .*{reason.split(',')[0]}"):
         Backbone(model)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_an_adapter_of_the_first_vision_layer_is_seen(before):
+    """Put there before our product takes the layer's place, or after."""
+    peft = pytest.importorskip("peft")
+    backbone = fresh_backbone("qwen2_5_vl")
+    inputs = [encoder_of("qwen2_5_vl").inputs(prompts_for("qwen2_5_vl")[0])]
+    with torch.no_grad():
+        plain = backbone.see(inputs)[0].embeds
+        peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["patch_embed.proj"]), backbone.model)
+        if before:
+            backbone = Backbone(backbone.model)
+        adapter = backbone.vision_tower.patch_embed.proj
+        torch.testing.assert_close(backbone.see(inputs)[0].embeds, plain)  # B is zero at first
+        adapter.lora_B.default.weight.fill_(0.5)
+        assert not torch.allclose(backbone.see(inputs)[0].embeds, plain, atol=1e-2)

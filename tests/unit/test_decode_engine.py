@@ -1,18 +1,17 @@
 """The engine for CUDA on a CPU: its kernels interpreted, on a tiny model, against the plain engine."""
 
-import copy
 import logging
 from dataclasses import replace
 
 import pytest
 import torch
-from tiny_models import encoder_of, fresh_backbone, prompts_for
+from decode_helpers import engine, same, stopping_encoder
+from tiny_models import fresh_backbone, prompts_for
 
 from mtrl.models.backbone import Backbone
-from mtrl.rollout.decode import plain
-from mtrl.rollout.decode.engine import GraphGenerator, fastest_generator, why_plain
+from mtrl.rollout.decode.engine import fastest_generator, why_plain
 from mtrl.rollout.decode.layers import why_unknown
-from mtrl.rollout.decode.step import Ops, triton_ops
+from mtrl.rollout.decode.step import triton_ops
 from mtrl.rollout.decode.weights import DecodeWeights
 from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Sampling
@@ -20,28 +19,21 @@ from mtrl.types import Sampling
 FAMILY = "qwen2_5_vl"
 
 
-def engine(backbone, encoder, ops=None, **more):
-    return GraphGenerator(backbone, encoder, ops=ops or Ops(plain, plain), buckets=(16, 32), poll=1, **more)
-
-
 @pytest.fixture
 def encoder():
-    """With many stop tokens, so that rows leave."""
-    encoder = copy.copy(encoder_of(FAMILY))
-    encoder.stop_ids = tuple(range(4, 512, 7))
-    return encoder
+    return stopping_encoder(FAMILY)
 
 
-def same(found, expected):
-    assert torch.equal(found.mask, expected.mask) and torch.equal(found.tokens, expected.tokens)
-    torch.testing.assert_close(found.behaviour, expected.behaviour, rtol=0, atol=1e-5)
+SAMPLINGS = [
+    Sampling(temperature=0, max_new_tokens=3),
+    pytest.param(Sampling(n=5, max_new_tokens=4), marks=pytest.mark.slow),  # 20 rows: they begin in the larger bucket
+]
 
 
-@pytest.mark.parametrize("sampling", [Sampling(temperature=0, n=2, max_new_tokens=5), Sampling(n=5, max_new_tokens=4)])
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
 def test_interpreted_kernels_give_the_tokens_of_the_plain_engine(encoder, sampling):
-    """20 rows at first: they begin in the larger bucket."""
     pytest.importorskip("triton")
-    backbone, prompts = fresh_backbone(FAMILY), prompts_for(FAMILY)
+    backbone, prompts = fresh_backbone(FAMILY), prompts_for(FAMILY)[: 2 * sampling.n]
     same(
         engine(backbone, encoder, triton_ops()).generate(prompts, sampling),
         LocalGenerator(backbone, encoder).generate(prompts, sampling),
@@ -62,9 +54,9 @@ def test_a_batch_of_another_size_finds_room(encoder):
         largest = decode.room
     with decode.awake():
         same(decode.generate(prompts, sampling), expected.generate(prompts, sampling))
-    assert decode.buffers is None and decode.weights is None and not decode.steps, "asleep it holds nothing"
+    made = decode.buffers, decode.weights
     decode.generate(prompts[:1], sampling)
-    assert decode.buffers.room == largest, "and what it learned of the sizes outlasts the sleep"
+    assert (decode.buffers, decode.weights) == made and decode.buffers.room == largest, "they outlast a sleep"
 
 
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
@@ -97,7 +89,8 @@ def test_a_weight_that_moved_away_is_noticed(encoder):
 
 
 def test_unknown_layers_are_named():
-    assert why_unknown(fresh_backbone(FAMILY).language_model) is None
+    head = torch.nn.Linear(1, 1)
+    assert why_unknown(fresh_backbone(FAMILY).language_model, head) is None
     for change, told in (
         (lambda lm: setattr(lm.config, "model_type", "gemma"), "family 'gemma'"),
         (lambda lm: setattr(lm.config, "hidden_act", "gelu"), "gelu"),
@@ -108,7 +101,7 @@ def test_unknown_layers_are_named():
     ):
         language_model = fresh_backbone(FAMILY).language_model
         change(language_model)
-        assert told in why_unknown(language_model)
+        assert told in why_unknown(language_model, head)
 
 
 def test_without_a_gpu_the_plain_engine_decodes_and_says_nothing(encoder, caplog):

@@ -19,7 +19,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPE = Shape(
     hidden=24, inner=40, layers=1, heads=6, key_heads=2, width=16, vocabulary=200, eps=1e-6
 )  # 3 query heads share a key head, and neither 24, 40 nor 200 is a power of two
-ROOM = Room(slots=16, tables=4, members=4, new=12, prompt_tokens=64, longest=40, positions=64)
+ROOM = Room(slots=16, tables=4, new=12, prompt_tokens=64, longest=40, positions=64)
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -115,15 +115,18 @@ def test_rotate_write(bias, norms):
     assert written == sorted(rows.place[:16].tolist()), "each row writes at its own place and nowhere else"
 
 
-def pieces(of_prompt, chunk, rows=16):
+def pieces(of_prompt, least, most, chunk, rows=16):
     count = of_prompt + -(-ROOM.new // chunk)
     size = (count, rows, SHAPE.heads)
     part = torch.full((*size, SHAPE.width), torch.nan, device=DEVICE)  # what nobody wrote must not be read
-    return Pieces(of_prompt, chunk, 16, part, torch.full(size, torch.nan, device=DEVICE))
+    return Pieces(of_prompt, least, most, chunk, 16, part, torch.full(size, torch.nan, device=DEVICE))
 
 
-@pytest.mark.parametrize("of_prompt, chunk", [(1, 12), (3, 4)])
-def test_attend_in_pieces_equals_attention_over_all_keys(of_prompt, chunk):
+CUTS = {"whole": (1, 64, 1, 12), "many pieces": (3, 16, 16, 4), "few that grow": (2, 8, 2, 12)}
+
+
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+def test_attend_in_pieces_equals_attention_over_all_keys(cut):
     """Prompts of 40, 7 and 1 tokens; groups of several rows, of one, and rows that nobody sits on."""
     rows, seats = running_rows(), Seats(16, ROOM, DEVICE)
     prompt_of = [0] * 3 + [1] * 4 + [2] * 3 + [0] * 6
@@ -134,9 +137,25 @@ def test_attend_in_pieces_equals_attention_over_all_keys(of_prompt, chunk):
     made = []
     for ops in (kernels, plain):
         made.append(torch.empty(16, SHAPE.heads * SHAPE.width, device=DEVICE))
-        ops.attend(query, prompts, own, seats, rows, SHAPE, pieces(of_prompt, chunk), made[-1])
-    close(made[0][:7], made[1][:7])
-    assert made[1][:7].any(1).all()
+        ops.attend(query, prompts, own, seats, rows, SHAPE, pieces(*cut), made[-1])
+    close(*made)
+    assert made[1].any(1).tolist() == [True] * 7 + [False] * 9
+
+
+def test_a_larger_room_changes_no_bit_of_attention():
+    """It has more pieces, of prompts and of own tokens, which are empty here."""
+    rows, seats = running_rows(), Seats(4, ROOM, DEVICE)
+    seats.take(range(4), [0] * 3 + [1], [0, 40], [40, 7])
+    query = noise(4, SHAPE.heads, SHAPE.width)
+    prompts = tuple(noise(2, ROOM.prompt_tokens, SHAPE.key_heads, SHAPE.width))
+    own = tuple(noise(2, (ROOM.slots + 1) * ROOM.new, SHAPE.key_heads, SHAPE.width))
+    made = []
+    for of_prompt, spare in ((3, 0), (8, 5)):
+        cut = pieces(of_prompt, 16, 8, 4, rows=4)
+        part, lse = (torch.cat([each, *spare * [each[:1]]]) for each in (cut.part, cut.lse))
+        made.append(torch.empty(4, SHAPE.heads * SHAPE.width, device=DEVICE))
+        kernels.attend(query, prompts, own, seats, rows, SHAPE, replace(cut, part=part, lse=lse), made[-1])
+    assert torch.equal(*made)
 
 
 def tiles(width=64, rows=16):
@@ -220,6 +239,7 @@ def test_a_graph_knows_what_it_does_from_the_settings():
 
 def test_room_grows_and_never_shrinks():
     small = Room.for_batch([642] * 8, [100] * 8, n=8, new=256)
+    assert small.pieces_of_prompt == 8 and small.pieces == 9 and replace(small, longest=2**15).pieces_of_prompt == 16
     assert small.union(None) == small == small.union(replace(small, longest=512, slots=16))
     assert small.slots == 64 and small.tables == 8 and small.prompt_tokens >= 8 * 642
     assert Room.for_batch([640] * 8, [90] * 8, n=8, new=256) == small, "a batch a little smaller finds the same room"

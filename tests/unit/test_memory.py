@@ -16,7 +16,7 @@ from mtrl.build import memory as build_memory
 from mtrl.config import load_config, warnings
 from mtrl.errors import StartError
 from mtrl.memory import estimate as memory
-from mtrl.memory.estimate import Estimate, Plan, changes, estimate, fake_model, held, held_by, narrow_copies, smaller
+from mtrl.memory.estimate import Estimate, Plan, changes, estimate, fake_model, held, held_by, smaller
 from mtrl.memory.rehearsal import Limits, Rehearsal, longest_prompt, rehearse
 from mtrl.models.backbone import Backbone
 from mtrl.models.families import load_encoder, load_model_config
@@ -26,6 +26,8 @@ from mtrl.models.load import DTYPES, load_model
 from mtrl.models.perturb import Perturbation
 from mtrl.models.size import ModelSize, size_of
 from mtrl.models.tiny import make_tiny_checkpoint
+from mtrl.protocols import PromptEncoder
+from mtrl.rollout.local import LocalGenerator, held_at_last
 from mtrl.types import VISION_POOL, Needs, Sampling, TrainBatch
 from mtrl.workers.actor import LocalActor
 from mtrl.workers.learner import OptimizerSettings
@@ -66,18 +68,22 @@ def test_what_the_allocator_leaves_unused():
 
 
 def test_decoding_by_hand():
-    """32 rows of 106 tokens: two widths of 4, in two bytes, of three layers."""
-    layer = 32 * 106 * 2 * 4 * 2
-    assert LIMITS.decoding(SIZE, compute_bytes=2) == {
-        "keys and values": 3 * layer, "a layer of them as it grows": layer, "logits": 32 * 10 * 24
+    """32 rows of 106 tokens: two widths of 4, in two bytes, of three layers; 680 weights that are read, narrowed."""
+    layer, (wide, narrow) = 32 * 106 * 2 * 4 * 2, (torch.float32, torch.bfloat16)
+    found = held_at_last(SIZE, wide, narrow, 32, 106, cut=False)
+    assert found == {
+        "narrow copies of the weights": 2 * 680, "keys and values": 3 * layer, "a layer of them as it grows": layer,
+        "logits": 32 * 10 * 24,
     }  # fmt: skip
-    many = replace(LIMITS, prompts=1000, sampling=replace(LIMITS.sampling, top_p=0.9))
-    assert many.rows == 512 and many.decoding(SIZE, 2)["logits"] == 512 * 10 * 32
+    cut = held_at_last(SIZE, narrow, narrow, 512, 106, cut=True)
+    assert cut["narrow copies of the weights"] == 0 and cut["logits"] == 512 * 10 * 32
 
 
-def test_narrow_copies_of_wide_weights():
-    assert narrow_copies(SIZE, Plan(LIMITS, "fp32", "bf16")) == 2 * 680
-    assert narrow_copies(SIZE, Plan(LIMITS, "bf16", "bf16")) == 0
+def test_what_is_sampled_at_once():
+    def rows(prompts, n):
+        return replace(LIMITS, prompts=prompts, sampling=Sampling(n=n)).batch.rows
+
+    assert (rows(4, 8), rows(1000, 8), rows(1000, 7), rows(3, 1000)) == (32, 512, 511, 512)
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
@@ -88,8 +94,7 @@ def test_logits_of_a_step_against_a_real_one(top_p):
     with LiveTensors() as live:
         logits = torch.randn(32, 5000)
         choose(logits, torch.rand(32, dtype=torch.float64), sampling)
-    known = replace(LIMITS, sampling=replace(LIMITS.sampling, top_p=top_p))
-    told = known.decoding(replace(SIZE, vocabulary=5000), 4)["logits"]
+    told = held_at_last(replace(SIZE, vocabulary=5000), logits.dtype, logits.dtype, 32, 1, sampling.cut)["logits"]
     assert 0.99 <= told / live.peak <= 1.15
 
 
@@ -178,6 +183,10 @@ def real_forward(path, plan: Plan) -> Forward:
     return Forward(Backbone(model, DTYPES[plan.compute]), load_encoder(path))
 
 
+def rehearsed(forward: Forward) -> tuple[Forward, PromptEncoder, Limits, LocalGenerator]:
+    return forward, forward.encoder, LIMITS, LocalGenerator(forward.backbone, forward.encoder)
+
+
 CASES = [
     pytest.param("qwen2_5_vl", {"checkpointing": True}, id="checkpointing"),
     pytest.param("qwen2_5_vl", {}, id="all activations"),
@@ -197,9 +206,8 @@ def test_few_layers_say_what_eight_hold(family, settings, tmp_path, monkeypatch)
     found = estimate(load_model_config(str(path)), plan)
     assert "extrapolated to 8" in found.way
     forward = real_forward(path, plan)
-    peaks = rehearse(forward, forward.encoder, LIMITS, has_states=False)
+    peaks = rehearse(*rehearsed(forward), has_states=False)
     assert peaks["optimizer"] == found.held["optimizer state"]
-    peaks["sample"] = max(peaks["sample"], peaks["decode"] + narrow_copies(size_of(forward.backbone.model), plan))
     for phase in found.phases:
         told = sum_of(found, phase) / peaks[phase]
         assert 0.97 <= told <= 1.03, f"{phase}: {peaks[phase]:,} bytes were held, {told:.3f} of them told"
@@ -260,7 +268,7 @@ def test_a_rehearsal_leaves_no_trace():
             before = copy.deepcopy((actor.model.state_dict(), actor.learner.optimizer.state_dict()))
             random = torch.get_rng_state()
             if rehearses:
-                peaks = rehearse(actor.forward, actor.forward.encoder, LIMITS, has_states=step > 0)
+                peaks = rehearse(*rehearsed(actor.forward), has_states=step > 0)
                 assert (peaks["optimizer"] > 0) == (step == 0) and min(peaks["update"], peaks["probe"]) > 0
             assert torch.equal(random, torch.get_rng_state())
             assert not actor.model.training and all(p.grad is None for p in actor.model.parameters())
@@ -277,7 +285,7 @@ def test_gradients_that_were_there_stay():
     forward = real_forward(checkpoint("qwen2"), Plan(LIMITS))
     weight = forward.backbone.output_matrix
     weight.grad = torch.ones_like(weight)
-    rehearse(forward, forward.encoder, LIMITS, has_states=True)
+    rehearse(*rehearsed(forward), has_states=True)
     assert torch.equal(weight.grad, torch.ones_like(weight))
 
 
@@ -291,7 +299,7 @@ def test_what_does_not_fit_is_told(monkeypatch):
     monkeypatch.setattr(Rehearsal, "learn", full)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB, 80 * GIB))
     with pytest.raises(StartError) as told:
-        rehearse(forward, forward.encoder, LIMITS, has_states=False, ways=["a.b=c"])
+        rehearse(*rehearsed(forward), has_states=False, ways=["a.b=c"])
     said = str(told.value)
     assert said.startswith("memory: the update does not fit at the limits of the configuration")
     assert "of 80.00 GiB" in said and "Tried to allocate 2.00 GiB" in said and "Of the allocated" not in said
@@ -301,7 +309,7 @@ def test_what_does_not_fit_is_told(monkeypatch):
 def test_on_a_cpu_a_run_does_not_rehearse(monkeypatch):
     monkeypatch.setattr(build_memory, "rehearse", lambda *_, **__: pytest.fail("it did"))
     forward = real_forward(checkpoint("qwen2"), Plan(LIMITS))
-    build_memory.rehearse_on_gpu(load_config(None, {}), forward, LIMITS.needs, has_states=False)
+    build_memory.rehearse_on_gpu(load_config(None, {}), forward, rehearsed(forward)[3], LIMITS.needs, has_states=False)
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from mtrl.models.families import load_model_config
 from mtrl.models.forward import Forward
 from mtrl.models.size import critic_tensors
 from mtrl.models.value_head import load_value_model, with_head
+from mtrl.rollout.local import LocalGenerator
 
 FAMILY = "qwen2_5_vl"
 
@@ -73,8 +74,9 @@ def test_the_rehearsal_runs_the_critic_and_leaves_no_trace():
     before = [p.detach().clone() for p in other.model.parameters()]
     kept = torch.ones_like(other.output_matrix)
     other.output_matrix.grad = kept
-    without = rehearse(forward, encoder, limits, has_states=False)
-    peaks = rehearse(forward, encoder, limits, has_states=False, critic=critic)
+    generator = LocalGenerator(forward.backbone, encoder)
+    without = rehearse(forward, encoder, limits, generator, has_states=False)
+    peaks = rehearse(forward, encoder, limits, generator, has_states=False, critic=critic)
     assert peaks.keys() - without.keys() == {"critic"}
     gradients = sum(p.nbytes for p in other.model.parameters())
     assert peaks["critic"] > gradients, "they are made, and passes hold more"

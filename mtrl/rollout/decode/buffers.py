@@ -9,14 +9,14 @@ from dataclasses import astuple, dataclass
 import torch
 from torch import Tensor
 
+from mtrl.rollout.decode.arena import Arena, arena_on, round_up
 from mtrl.rollout.decode.layers import Shape
 from mtrl.rollout.decode.weights import DecodeWeights
 
 MEMBERS = 8  # rows of a group that read their prompt together, at most
-
-
-def round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
+PIECE = 128  # prompt tokens in a piece of attention, at least
+PIECES = 16  # of a prompt, at most
+CHUNK = 256  # own tokens in a piece of attention
 
 
 def power_of_two(n: int, least: int = 1) -> int:
@@ -28,13 +28,22 @@ def power_of_two(n: int, least: int = 1) -> int:
     return max(least, 1 << max(0, n - 1).bit_length())
 
 
+def halfway(n: int, least: int) -> int:
+    """The power of two from n on, or the number halfway to it where that is enough: buffers of many gigabytes.
+
+    >>> [halfway(n, 4096) for n in (5, 5136, 6145, 41088)]
+    [4096, 6144, 8192, 49152]
+    """
+    whole = power_of_two(n, least)
+    return whole * 3 // 4 if least < whole and n <= whole * 3 // 4 else whole
+
+
 @dataclass(frozen=True)
 class Room:
     """How much the buffers hold."""
 
     slots: int  # responses
     tables: int  # prompts, one for each MEMBERS of their responses
-    members: int
     new: int  # tokens of a response
     prompt_tokens: int  # of all prompts together
     longest: int  # prompt
@@ -47,15 +56,24 @@ class Room:
         return cls(
             slots=round_up(len(lengths) * n, 16),
             tables=power_of_two(len(lengths) * -(-n // MEMBERS)),
-            members=min(power_of_two(n), MEMBERS),
             new=new,
-            prompt_tokens=round_up(sum(lengths), 4096),
+            prompt_tokens=halfway(sum(lengths), 4096),
             longest=power_of_two(max(lengths), 512),
             positions=power_of_two(max(first) + new, 2048),
         )
 
     def union(self, other: Room | None) -> Room:
         return self if other is None else Room(*map(max, zip(astuple(self), astuple(other), strict=True)))
+
+    @property
+    def pieces_of_prompt(self) -> int:
+        """As many as the longest prompt has. How a prompt is cut follows from its own length and from nothing else, so
+        that a token does not depend on who else is in the batch or was in one before."""
+        return min(PIECES, -(-self.longest // PIECE))
+
+    @property
+    def pieces(self) -> int:
+        return self.pieces_of_prompt + -(-self.new // CHUNK)
 
 
 class Rows:
@@ -128,7 +146,7 @@ class Seats:
         self.nobody = room.slots
         tables = min(rows, room.tables)
         self.slot = torch.full((rows,), self.nobody, dtype=torch.int32, device=device)
-        self.members = torch.full((tables, room.members), -1, dtype=torch.int32, device=device)
+        self.members = torch.full((tables, MEMBERS), -1, dtype=torch.int32, device=device)
         self.start, self.length = torch.zeros(2, tables, dtype=torch.int32, device=device)
 
     def take(
@@ -155,10 +173,10 @@ class Seats:
 class KeysAndValues:
     """[layers, tokens, key heads, width]: of the prompts, one after the other and each once; and of the responses."""
 
-    def __init__(self, room: Room, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, room: Room, shape: Shape, dtype: torch.dtype, arena: Arena) -> None:
         sizes = (room.prompt_tokens, room.prompt_tokens, (room.slots + 1) * room.new, (room.slots + 1) * room.new)
         self.prompt_keys, self.prompt_values, self.own_keys, self.own_values = (
-            torch.zeros(shape.layers, size, shape.key_heads, shape.width, dtype=dtype, device=device) for size in sizes
+            arena.empty(dtype, shape.layers, size, shape.key_heads, shape.width) for size in sizes
         )
 
 
@@ -167,6 +185,8 @@ class Pieces:
     """How attention is cut, and where its pieces wait to be summed."""
 
     of_prompt: int
+    least: int  # tokens in a piece of a prompt
+    most: int  # pieces that a prompt may have, here or in a larger room
     chunk: int  # own tokens in a piece
     block: int  # keys at a time
     part: Tensor  # [pieces, rows, heads, width] float32
@@ -187,17 +207,16 @@ class Tiles:
 
 
 class Scratch:
-    """Buffers that steps of several sizes share, since only one of them runs at a time. A larger one is made anew, so
-    the largest step must be the first."""
+    """Buffers that steps of several sizes share, as only one of them runs at a time: the largest must be the first."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
         self.flat: dict[str, Tensor] = {}
 
     def __call__(self, name: str, dtype: torch.dtype, *size: int) -> Tensor:
         n = torch.Size(size).numel()
         if name not in self.flat:
-            self.flat[name] = torch.zeros(n, dtype=dtype, device=self.device)
+            self.flat[name] = self.arena.empty(dtype, n)
         assert self.flat[name].numel() >= n, f"the largest {name} must be made first"
         return self.flat[name][:n].view(size)
 
@@ -206,9 +225,9 @@ class Buffers:
     """All that lives from step to step."""
 
     def __init__(self, weights: DecodeWeights, room: Room, device: torch.device) -> None:
-        self.room = room
+        self.room, self.device, self.arena = room, device, arena_on(device)
         self.rows = Rows(room, device)
         self.rules = Rules(weights.shape.vocabulary, device)
-        self.cache = KeysAndValues(room, weights.shape, weights.dtype, device)
+        self.cache = KeysAndValues(room, weights.shape, weights.dtype, self.arena)
         self.cos, self.sin = weights.angles(room.positions)
-        self.scratch = Scratch(device)
+        self.scratch = Scratch(self.arena)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,13 +13,14 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from mtrl.errors import Diverged
-from mtrl.models.backbone import Backbone, prompt_positions, vision_tokens
+from mtrl.models.backbone import Backbone, Cache, prompt_positions, vision_tokens
 from mtrl.protocols import PromptEncoder
-from mtrl.rollout.decode.buffers import Buffers, Mode, Room, round_up
+from mtrl.rollout.decode.arena import round_up
+from mtrl.rollout.decode.buffers import Buffers, Mode, Room
 from mtrl.rollout.decode.layers import why_unknown
 from mtrl.rollout.decode.step import Ops, Step, triton_ops
 from mtrl.rollout.decode.weights import DecodeWeights
-from mtrl.rollout.local import ROWS_AT_ONCE, LocalGenerator, non_finite
+from mtrl.rollout.local import ROWS_AT_ONCE, Decoded, LocalGenerator, non_finite
 from mtrl.rollout.sampling import row_uniforms
 from mtrl.types import Prompt, Sampling
 
@@ -37,7 +38,7 @@ def why_plain(backbone: Backbone) -> str | None:
         triton_ops()
     except ImportError:
         return "Triton is not installed (pip install triton)"
-    return why_unknown(backbone.language_model)
+    return why_unknown(backbone.language_model, backbone.model.get_output_embeddings())
 
 
 def fastest_generator(backbone: Backbone, encoder: PromptEncoder) -> LocalGenerator:
@@ -61,8 +62,8 @@ class Prefilled:
 
 
 class GraphGenerator(LocalGenerator):
-    """LocalGenerator with its decoding replaced. Asleep it holds no device memory but the model's: buffers, graphs and
-    its own copy of weights are made again when they are needed, which takes some tens of milliseconds."""
+    """LocalGenerator with its decoding replaced. Asleep it holds hardly any device memory but the model's: what lies
+    behind its buffers and its own copy of the weights is given back, and graphs stay valid (`arena.py`)."""
 
     def __init__(
         self, backbone: Backbone, encoder: PromptEncoder, *, ops: Ops, version: int = 0,
@@ -82,34 +83,50 @@ class GraphGenerator(LocalGenerator):
         self.graphs: dict[tuple[int, Mode], Any] = {}
 
     def sleep(self) -> None:
+        for holder in (self.weights, self.buffers):
+            if holder is not None:
+                holder.arena.give_back()
+
+    def shrink(self) -> None:
+        self.room = None
         self._forget()
 
+    def hold(self, prompts: Sequence[Prompt], first: Sequence[int], sampling: Sampling) -> Decoded:
+        decoded = self.decode(prompts, first, replace(sampling, max_new_tokens=2), new=sampling.max_new_tokens)
+        self.room = None  # buffers for the next batch are as large as that one needs
+        return decoded
+
     def decode(
-        self, prompts: Sequence[Prompt], first: Sequence[int], sampling: Sampling
-    ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
-        """Tokens and their log-probs of every row, on the CPU."""
+        self, prompts: Sequence[Prompt], first: Sequence[int], sampling: Sampling, new: int = 0
+    ) -> Decoded:  # fmt: skip
+        """Tokens and their log-probs of every row; `new`: tokens that there is room for, at least."""
         inputs = [self.encoder.inputs(prompt, device=self.backbone.device) for prompt in prompts]
         positions = [prompt_positions(each) for each in inputs]
         begins = [int(each.max()) + 1 for each in positions]
         lengths = [len(prompt.ids) for prompt in prompts]
-        buffers = self._prepare(Room.for_batch(lengths, begins, sampling.n, sampling.max_new_tokens))
-        prefilled = self._prefill(buffers, prompts, inputs, positions, begins)
+        buffers = self._prepare(Room.for_batch(lengths, begins, sampling.n, max(new, sampling.max_new_tokens)))
         mode = buffers.rules.set(
             sampling.temperature, sampling.top_p, sampling.top_k, self.encoder.forbidden_ids, self.encoder.stop_ids
         )
+        self._step(self._bucket(buffers.room.slots), mode)  # the largest first: all others share its scratch
+        prefilled = self._prefill(buffers, prompts, inputs, positions, begins)
         uniforms = row_uniforms([prompt.task.id for prompt in prompts], first, sampling)
         self._run(buffers, prefilled, mode, uniforms, sampling.n)
         return self._results(buffers, len(uniforms))
 
     def _prepare(self, needed: Room) -> Buffers:
         """Weights as they are now, and buffers with room; what graphs read stays where it is if at all possible."""
-        if self.weights is None or not self.weights.refresh():
-            self._forget()
+        if self.weights is not None:
+            self.weights.arena.take()
+            if not self.weights.refresh():
+                self._forget()
+        if self.weights is None:
             self.weights = DecodeWeights(self.backbone.model, self.backbone.compute_dtype)
         self.room = needed.union(self.room)
         if self.buffers is None or self.buffers.room != self.room:
             self.buffers, self.steps, self.graphs = None, {}, {}  # the old ones go before the new ones come
             self.buffers = Buffers(self.weights, self.room, self.backbone.device)
+        self.buffers.arena.take()
         return self.buffers
 
     # -------------------------------------------------------------------------------------------------------- prompts
@@ -120,7 +137,7 @@ class GraphGenerator(LocalGenerator):
         """Every prompt once, through the same `see` and `read` as training."""
         lengths = [len(prompt.ids) for prompt in prompts]
         starts = [sum(lengths[:i]) for i in range(len(lengths))]
-        at_once = max(1, PREFILL_TOKENS // max(lengths))
+        at_once = prompts_at_once(max(lengths))
         hidden = []
         for low in range(0, len(prompts), at_once):
             here = slice(low, low + at_once)
@@ -133,19 +150,13 @@ class GraphGenerator(LocalGenerator):
     ) -> Tensor:  # fmt: skip
         """Keys and values of these prompts into the cache, from `start` on; their last hidden states. Rows are padded
         at their ends, where causal attention needs no mask."""
-        backbone, device, store = self.backbone, self.backbone.device, buffers.cache
+        device, store = self.backbone.device, buffers.cache
         lengths = torch.tensor([len(prompt.ids) for prompt in prompts])
-        cache = backbone.new_cache()
-        hidden = backbone.read(
-            right_pad([prompt.ids for prompt in prompts]).to(device),
-            right_pad([each.T for each in positions]).permute(2, 0, 1).to(device),
-            right_pad([vision_tokens(prompt) for prompt in prompts]).to(device),
-            backbone.see(inputs),
-            cache=cache,
-        )
+        hidden, cache = read_prompts(self.backbone, prompts, inputs, positions)
         real = (torch.arange(hidden.shape[1]) < lengths[:, None]).flatten().nonzero().flatten().to(device)
         here = slice(start, start + len(real))
-        for i, layer in enumerate(cache.layers):
+        layers: Any = cache.layers
+        for i, layer in enumerate(layers):
             for place, made in ((store.prompt_keys, layer.keys), (store.prompt_values, layer.values)):
                 place[i, here] = made.transpose(1, 2).flatten(0, 1)[real].to(place.dtype)
         return hidden[torch.arange(len(prompts), device=device), (lengths - 1).to(device)]
@@ -158,7 +169,6 @@ class GraphGenerator(LocalGenerator):
         buffers.rows.restart(torch.tensor(prompts.first, dtype=torch.int32)[prompt_of].to(device), uniforms.to(device))
         live = list(range(rows))
         size = self._bucket(rows)
-        self._step(self._bucket(buffers.room.slots), mode)  # the largest first: all others share its scratch
         step = self._seated(size, mode, live, prompt_of, prompts)
         step.normed[:rows] = prompts.hidden[torch.tensor(prompt_of, device=device)].to(step.normed.dtype)
         step.sample()
@@ -179,7 +189,7 @@ class GraphGenerator(LocalGenerator):
                 self._seated(size, mode, live, prompt_of, prompts)
 
     def _bucket(self, rows: int) -> int:
-        return next((size for size in self.buckets if size >= rows), round_up(rows, 64))
+        return bucket_of(rows, self.buckets)
 
     def _step(self, size: int, mode: Mode) -> Step:
         """The step of a bucket, made once; the graph of it is captured when it first runs."""
@@ -235,13 +245,38 @@ class GraphGenerator(LocalGenerator):
             event.synchronize()
         return ended.tolist()
 
-    def _results(self, buffers: Buffers, rows: int) -> tuple[list[Tensor], list[Tensor]]:
+    def _results(self, buffers: Buffers, rows: int) -> Decoded:
         ends = buffers.rows.lengths[:rows].tolist()
-        tokens, logps = buffers.rows.tokens[:rows].cpu().long(), buffers.rows.logps[:rows].cpu()
+        tokens, logps = buffers.rows.tokens[:rows].cpu().long(), buffers.rows.logps[:rows].to("cpu", copy=True)
         split = [[row[:end] for row, end in zip(every, ends, strict=True)] for every in (tokens, logps)]
         if not all(bool(row.isfinite().all()) for row in split[1]):
             raise Diverged(non_finite(self.version, self.backbone.compute_dtype))
         return split[0], split[1]
+
+
+def read_prompts(
+    backbone: Backbone, prompts: Sequence[Prompt], inputs: Sequence[dict[str, Tensor]], positions: Sequence[Tensor]
+) -> tuple[Tensor, Cache]:
+    """Hidden states [prompts, L, H] and the cache of prompts in one pass."""
+    cache, device = backbone.new_cache(), backbone.device
+    hidden = backbone.read(
+        right_pad([prompt.ids for prompt in prompts]).to(device),
+        right_pad([each.T for each in positions]).permute(2, 0, 1).to(device),
+        right_pad([vision_tokens(prompt) for prompt in prompts]).to(device),
+        backbone.see(inputs),
+        cache=cache,
+    )
+    return hidden, cache
+
+
+def prompts_at_once(longest: int) -> int:
+    """How many prompts one pass reads."""
+    return max(1, PREFILL_TOKENS // longest)
+
+
+def bucket_of(rows: int, buckets: Sequence[int] = BUCKETS) -> int:
+    """Rows of the step that so many take."""
+    return next((size for size in buckets if size >= rows), round_up(rows, 64))
 
 
 def right_pad(rows: Sequence[Tensor]) -> Tensor:

@@ -163,14 +163,14 @@ def _attend_to(
 def _attend_prompt(
     program, query, keys, values, members, start, length, part, lse, scale, rows,
     MEMBERS: tl.constexpr, HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, SHARE: tl.constexpr, M: tl.constexpr,
-    PIECES: tl.constexpr, BLOCK: tl.constexpr,
+    PIECES: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A piece of a prompt, read once for all rows of a group."""
+    """A piece of a prompt, read once for all rows of a group; how long it is, the prompt's own length says."""
     piece, h, g = program % PIECES, (program // PIECES) % HKV, program // (PIECES * HKV)
     m = tl.arange(0, M)
     row = tl.load(members + g * MEMBERS + m // SHARE, mask=m < MEMBERS * SHARE, other=-1)
     n = tl.where(tl.max(row, 0) < 0, 0, tl.load(length + g))
-    size = tl.cdiv(tl.cdiv(n, PIECES), 16) * 16
+    size = tl.maximum(LEAST, tl.cdiv(tl.cdiv(n, MOST), 16) * 16)
     low = tl.minimum(piece * size, n)
     high = tl.minimum(low + size, n)
     at = row * HQ + h * SHARE + m % SHARE
@@ -202,15 +202,15 @@ def _attend_own(
 def attend_kernel(
     query, prefix_k, prefix_v, own_k, own_v, members, start, length, slot, count, part, lse, scale, groups, rows, new,
     MEMBERS: tl.constexpr, HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, SHARE: tl.constexpr,
-    M: tl.constexpr, M_OWN: tl.constexpr, PIECES: tl.constexpr, OWN_PIECES: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
+    M: tl.constexpr, M_OWN: tl.constexpr, PIECES: tl.constexpr, OWN_PIECES: tl.constexpr, LEAST: tl.constexpr,
+    MOST: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Attention in pieces, each with its log2-sum-exp2: first the programs of the prompts, then the rows' own."""
     program = tl.program_id(0)
     shared = groups * HKV * PIECES
     if program < shared:
         _attend_prompt(program, query, prefix_k, prefix_v, members, start, length, part, lse, scale, rows, MEMBERS, HQ,
-                       HKV, D, SHARE, M, PIECES, BLOCK)  # fmt: skip
+                       HKV, D, SHARE, M, PIECES, LEAST, MOST, BLOCK)  # fmt: skip
     else:
         _attend_own(program - shared, query, own_k, own_v, slot, count, part, lse, scale, rows, new, HQ, HKV, D, SHARE,
                     M_OWN, PIECES, OWN_PIECES, CHUNK, BLOCK)  # fmt: skip
@@ -218,20 +218,24 @@ def attend_kernel(
 
 @triton.jit
 def combine_kernel(
-    part, lse, out, rows, HQ: tl.constexpr, D: tl.constexpr, PIECES: tl.constexpr, PIECES_B: tl.constexpr
+    part, lse, slot, out, nobody, rows,
+    HQ: tl.constexpr, D: tl.constexpr, PIECES: tl.constexpr, PIECES_B: tl.constexpr,
 ):  # fmt: skip
-    """The pieces of attention of one row and head, weighted by their mass. A row that nobody sits on finds in the
-    pieces of a prompt what others left there; it must stay finite, and nobody reads it."""
+    """The pieces of attention of one row and head, weighted by their mass and added one after the other: pieces without
+    keys, of which a larger room has more, change no bit. A row that nobody sits on gets zeros."""
     r, h = tl.program_id(0), tl.program_id(1)
     i = tl.arange(0, PIECES_B)
     d = tl.arange(0, D)
-    at = (i * rows + r) * HQ + h
-    mass = tl.load(lse + at, mask=i < PIECES, other=float("-inf"))
+    pieces = tl.where(tl.load(slot + r) == nobody, 0, PIECES)
+    mass = tl.load(lse + (i * rows + r) * HQ + h, mask=i < pieces, other=float("-inf"))
     top = tl.max(mass)
-    weight = tl.exp2(mass - tl.where(top == float("-inf"), 0.0, top))
-    x = tl.load(part + at[:, None] * D + d[None, :], mask=(weight > 0)[:, None], other=0.0)
-    y = tl.sum(x * weight[:, None], 0) / tl.maximum(tl.sum(weight), 1e-30)
-    tl.store(out + (r * HQ + h) * D + d, y.to(out.dtype.element_ty))
+    weights = tl.exp2(mass - tl.where(top == float("-inf"), 0.0, top))
+    y, total = tl.zeros([D], tl.float32), 0.0
+    for p in tl.static_range(PIECES):
+        weight = tl.sum(tl.where(i == p, weights, 0.0))
+        y += weight * tl.load(part + ((p * rows + r) * HQ + h) * D + d, mask=d < tl.where(weight > 0, D, 0), other=0.0)
+        total += weight
+    tl.store(out + (r * HQ + h) * D + d, (y / tl.maximum(total, 1e-30)).to(out.dtype.element_ty))
 
 
 # ------------------------------------------------------------------------------------------------------------ launching
@@ -276,10 +280,10 @@ def attend(
         query, *prompts, *own, seats.members, seats.start, seats.length, seats.slot, rows.count, pieces.part,
         pieces.lse, shape.width**-0.5 * LOG2E, tables, count, rows.new, MEMBERS=members, HQ=shape.heads,
         HKV=shape.key_heads, D=shape.width, SHARE=shape.share, M=power_of_two(members * shape.share, 16),
-        M_OWN=power_of_two(shape.share, 16), PIECES=pieces.of_prompt, OWN_PIECES=own_pieces, CHUNK=pieces.chunk,
-        BLOCK=pieces.block, num_stages=3,
+        M_OWN=power_of_two(shape.share, 16), PIECES=pieces.of_prompt, OWN_PIECES=own_pieces, LEAST=pieces.least,
+        MOST=pieces.most, CHUNK=pieces.chunk, BLOCK=pieces.block, num_stages=3,
     )  # fmt: skip
     combine_kernel[(count, shape.heads)](
-        pieces.part, pieces.lse, out, count, HQ=shape.heads, D=shape.width, PIECES=len(pieces.part),
-        PIECES_B=power_of_two(len(pieces.part)), num_warps=1,
+        pieces.part, pieces.lse, seats.slot, out, seats.nobody, count, HQ=shape.heads, D=shape.width,
+        PIECES=len(pieces.part), PIECES_B=power_of_two(len(pieces.part)), num_warps=1,
     )  # fmt: skip

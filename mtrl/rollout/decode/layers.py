@@ -4,12 +4,15 @@ All of these families share one layer: RMS norms before attention and MLP, separ
 values, rotary positions over halves of a head, a gated MLP with SiLU. They differ in the bias of those projections and
 in norms of queries and keys; what images change (positions in three dimensions, deepstack) happens while the prompt is
 read, by the trainer's own modules. A new family with such a layer is one more line.
+
+A projection may have a LoRA adapter of the peft library beside its weight. Such layers are known by their attributes,
+so peft need not be installed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -68,8 +71,37 @@ def shape_of(language_model: Any) -> Shape:
     )
 
 
-def why_unknown(language_model: Any) -> str | None:
-    """What of this model the kernels would get wrong; None where they get all of it right."""
+class Adapter(NamedTuple):
+    """x @ weight.T becomes x @ weight.T + scaling * (x @ low.T) @ up.T"""
+
+    low: nn.Parameter  # [rank, in]
+    up: nn.Parameter  # [out, rank]
+    scaling: float
+
+
+def projections(layer: Any) -> list[Any]:
+    modules = zip((layer.self_attn, layer.mlp), LINEAR, strict=True)
+    return [getattr(module, name) for module, names in modules for name in names]
+
+
+def base_of(linear: Any) -> Any:
+    """The projection itself, without what is beside it."""
+    return getattr(linear, "base_layer", linear)
+
+
+def adapters_of(linear: Any) -> list[Adapter]:
+    """What is beside a projection now: nothing where adapters are switched off, or merged into the weight."""
+    if not hasattr(linear, "base_layer") or linear.disable_adapters or linear.merged:
+        return []
+    return [
+        Adapter(linear.lora_A[name].weight, linear.lora_B[name].weight, linear.scaling[name])
+        for name in linear.active_adapters
+        if name in linear.lora_A
+    ]
+
+
+def why_unknown(language_model: Any, head: nn.Module) -> str | None:
+    """What of this model the kernels would get wrong; None where they get all of it right. `head`: its output layer."""
     config = language_model.config
     facts = KNOWN.get(config.model_type)
     if facts is None:
@@ -82,6 +114,9 @@ def why_unknown(language_model: Any) -> str | None:
     rotary = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rotary not in FIXED_ROPE:
         return f"rotary positions of the kind {rotary!r}"
+    for what, module, kind in (("embedding", language_model.embed_tokens, nn.Embedding), ("head", head, nn.Linear)):
+        if type(module) is not kind:
+            return f"the {what} is a {_kind(module)}"
     return next((why for layer in language_model.layers if (why := _why_unknown_layer(layer, facts))), None)
 
 
@@ -89,10 +124,40 @@ def _why_unknown_layer(layer: Any, facts: Facts) -> str | None:
     for module, names in zip((layer.self_attn, layer.mlp), LINEAR, strict=True):
         for name in names:
             linear = getattr(module, name, None)
-            if type(linear) is not nn.Linear:  # an adapter or a quantized weight computes something else
-                return f"{name} is a {type(linear).__name__}"
-            if (linear.bias is not None) != (facts.bias and name in LINEAR[0][:3]):
+            base = base_of(linear)
+            if type(base) is not nn.Linear:  # a quantized weight computes something else
+                return f"{name} is a {_kind(base)}"
+            if (base.bias is not None) != (facts.bias and name in LINEAR[0][:3]):
                 return f"the bias of {name}"
+            if base is not linear and (why := _why_unknown_adapter(linear)):
+                return f"the adapter of {name} {why}"
     if hasattr(layer.self_attn, "q_norm") != facts.norms:
         return "the norms of queries and keys"
     return None
+
+
+def _why_unknown_adapter(linear: Any) -> str | None:
+    parts = getattr(linear, "lora_A", None), getattr(linear, "lora_B", None)
+    if not all(isinstance(part, nn.ModuleDict) for part in parts):
+        return f"is a {_kind(linear)}, not LoRA"
+    if linear.merged:
+        return "is merged into its weight: unmerge it"
+    active = [name for name in linear.active_adapters if name in linear.lora_A]
+    if len(active) > 1:
+        return f"is one of several ({', '.join(active)}): make one of them active"
+    for name in active:
+        if name in linear.lora_variant:
+            return f"is a {_kind(linear.lora_variant[name])}, not plain LoRA"
+        for part in (linear.lora_A[name], linear.lora_B[name]):
+            if type(part) is not nn.Linear:
+                return f"holds a {_kind(part)}"
+            if part.bias is not None:
+                return "has a bias"
+    return None
+
+
+def _kind(module: Any) -> str:
+    """With its package where it is not one of torch: libraries that change layers give theirs the same names."""
+    kind = type(module)
+    package = kind.__module__.partition(".")[0]
+    return kind.__name__ if package in ("torch", "builtins") else f"{package} {kind.__name__}"

@@ -66,7 +66,7 @@ def attend(
     for row, slot in enumerate(seats.slot.tolist()):
         low, high = spans.get(row, (0, 0))
         first, count = slot * rows.new, int(rows.count[slot])
-        if high - low + count == 0:
+        if slot == seats.nobody:
             continue
         k, v = (
             torch.cat([shared[low:high], mine[first : first + count]]).transpose(0, 1)

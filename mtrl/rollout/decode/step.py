@@ -8,14 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtrl.rollout.decode.buffers import Buffers, Mode, Pieces, Room, Seats, Tiles
-from mtrl.rollout.decode.weights import DecodeWeights
+from mtrl.rollout.decode.buffers import CHUNK, PIECE, PIECES, Buffers, Mode, Pieces, Seats, Tiles
+from mtrl.rollout.decode.weights import DecodeWeights, LowRank
 
 TILE = 64  # tokens of the vocabulary whose mass is summed
-CHUNK = 256  # own tokens in a piece of attention
 BLOCK = 32  # keys at a time
-PROGRAMS = 96  # of attention over prompts that fill a device, about
-LONG_PIECE = 512  # prompt tokens of a piece, where prompts are long enough to fill a device several times
 
 
 @dataclass(frozen=True)
@@ -33,44 +30,28 @@ def triton_ops() -> Ops:
     return Ops(layer_kernels, sampling_kernels)
 
 
-def pieces_of_prompt(tables: int, key_heads: int, longest: int) -> int:
-    """Programs a prompt and key head.
-
-    >>> pieces_of_prompt(8, 2, 642), pieces_of_prompt(64, 2, 642), pieces_of_prompt(8, 2, 16384)
-    (6, 1, 16)
-    """
-    each = tables * key_heads
-    filling, long = -(-PROGRAMS // each), min(-(-longest // LONG_PIECE), -(-3 * PROGRAMS // each))
-    return max(1, min(16, max(filling, long)))
-
-
 class Step:
     """A step of up to `rows` rows. Everything it reads and writes is at a fixed address, so a graph can hold it."""
 
     def __init__(self, weights: DecodeWeights, buffers: Buffers, rows: int, mode: Mode, ops: Ops) -> None:
         shape, dtype, make = weights.shape, weights.dtype, buffers.scratch
         self.weights, self.buffers, self.mode, self.ops = weights, buffers, mode, ops
-        self.seats = Seats(rows, buffers.room, make.device)
+        self.seats = Seats(rows, buffers.room, buffers.device)
         self.residual, self.normed = (make(name, dtype, rows, shape.hidden) for name in ("residual", "normed"))
         self.qkv = make("qkv", dtype, rows, shape.qkv)
         self.query = make("query", dtype, rows, shape.heads, shape.width)
         self.attended = make("attended", dtype, rows, shape.heads * shape.width)
         self.update = make("update", dtype, rows, shape.hidden)
         self.both, self.inner = make("both", dtype, rows, 2 * shape.inner), make("inner", dtype, rows, shape.inner)
+        self.low = make("low", dtype, rows * weights.rank) if weights.rank else None
         self.raw = make("raw", dtype, rows, shape.vocabulary)
         self.logits = make("logits", torch.float32, rows, shape.vocabulary) if mode.cuts else None
         self.cut = make("cut", torch.float32, rows)
         tiles = -(-shape.vocabulary // TILE)
         self.tiles = Tiles(TILE, make("top", torch.float32, rows, tiles), make("mass", torch.float32, rows, tiles))
-        self.pieces = self._pieces(rows, buffers.room)
-
-    def _pieces(self, rows: int, room: Room) -> Pieces:
-        shape, make = self.weights.shape, self.buffers.scratch
-        of_prompt = pieces_of_prompt(len(self.seats.start), shape.key_heads, room.longest)
-        size = (of_prompt + -(-room.new // CHUNK), rows, shape.heads)
-        name = f"pieces of {rows} rows"  # fewer rows may have more pieces
-        part = make(f"{name}, part", torch.float32, *size, shape.width)
-        return Pieces(of_prompt, CHUNK, BLOCK, part, make(f"{name}, lse", torch.float32, *size))
+        pieces = (buffers.room.pieces, rows, shape.heads)
+        part, lse = make("part", torch.float32, *pieces, shape.width), make("lse", torch.float32, *pieces)
+        self.pieces = Pieces(buffers.room.pieces_of_prompt, PIECE, PIECES, CHUNK, BLOCK, part, lse)
 
     def run(self) -> None:
         self.read()
@@ -85,13 +66,13 @@ class Step:
         )  # fmt: skip
         following = [layer.norm for layer in layers[1:]] + [weights.norm]
         for i, layer in enumerate(layers):
-            product(self.normed, layer.qkv, self.qkv)
+            product(self.normed, layer.qkv, self.qkv, layer.qkv_adapter, self.low)
             self._attend(i)
-            product(self.attended, layer.out, self.update)
+            product(self.attended, layer.out, self.update, layer.out_adapter, self.low)
             do.add_norm(self.update, self.residual, layer.mlp_norm, self.normed, eps)
-            product(self.normed, layer.gate_up, self.both)
+            product(self.normed, layer.gate_up, self.both, layer.gate_up_adapter, self.low)
             do.silu_mul(self.both, self.inner)
-            product(self.inner, layer.down, self.update)
+            product(self.inner, layer.down, self.update, layer.down_adapter, self.low)
             do.add_norm(self.update, self.residual, following[i], self.normed, eps)
 
     def _attend(self, i: int) -> None:
@@ -115,5 +96,13 @@ class Step:
         do.pick(logits, self.tiles, rules, mode, self.seats.slot, self.buffers.rows, raw=self.logits is None)
 
 
-def product(x: Tensor, weight: Tensor, out: Tensor) -> None:
+def product(
+    x: Tensor, weight: Tensor, out: Tensor, adapter: LowRank | None = None, scratch: Tensor | None = None
+) -> None:  # fmt: skip
+    """x @ weight.T, and what the adapter adds; `scratch` has room for its rank in every row."""
     torch.mm(x, weight.t(), out=out)
+    if adapter is not None:
+        assert scratch is not None
+        low = scratch[: len(x) * adapter.rank].view(len(x), adapter.rank)
+        torch.mm(x, adapter.low.t(), out=low)
+        out.addmm_(low, adapter.up.t())

@@ -3,13 +3,29 @@ one matrix."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mtrl.rollout.decode.layers import Shape, shape_of
+from mtrl.rollout.decode.arena import arena_on, round_up
+from mtrl.rollout.decode.layers import Shape, adapters_of, base_of, projections, shape_of, why_unknown
+
+ALIGNED = 8  # numbers; the rank of adapters is rounded up to it, since products with odd rows are slow
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """The adapters of projections that are one matrix: x @ matrix.T + (x @ low.T) @ up.T"""
+
+    low: Tensor  # [rank, in], one projection's after the other's
+    up: Tensor  # [out, rank], scaled; each projection's in its own rows and columns, zeros elsewhere
+
+    @property
+    def rank(self) -> int:
+        return len(self.low)
 
 
 @dataclass(frozen=True)
@@ -23,23 +39,40 @@ class Layer:
     mlp_norm: Tensor
     gate_up: Tensor
     down: Tensor
+    qkv_adapter: LowRank | None = None
+    out_adapter: LowRank | None = None
+    gate_up_adapter: LowRank | None = None
+    down_adapter: LowRank | None = None
+
+    @property
+    def rank(self) -> int:
+        """The highest of its adapters."""
+        adapters = self.qkv_adapter, self.out_adapter, self.gate_up_adapter, self.down_adapter
+        return max((each.rank for each in adapters if each is not None), default=0)
 
 
 class DecodeWeights:
     """Follows the parameters of `model`; call `refresh` after they have changed.
 
     A parameter that has this dtype already is not copied: alone it is used as it is, and one of several that are fused
-    becomes a view of the fused matrix (the model adopts it). Whatever is copied keeps its place at a refresh, so graphs
-    that read it stay valid; only a parameter that was moved elsewhere in the meantime makes them stale, and `refresh`
-    says so.
+    becomes a view of the fused matrix (the model adopts it). Adapters, which are small, are always copied. Whatever is
+    copied lies in the arena and keeps its place, so graphs that read it stay valid; only a parameter that was moved
+    elsewhere in the meantime, or another adapter than before, makes them stale, and `refresh` says so.
     """
 
     def __init__(self, model: Any, dtype: torch.dtype) -> None:
         lm = getattr(model.model, "language_model", model.model)
-        self.dtype = dtype
+        if why := why_unknown(lm, model.get_output_embeddings()):
+            raise ValueError(f"this engine cannot decode with the model: {why}")
+        self.dtype, self.arena = dtype, arena_on(model.device)
         self.copied: list[tuple[Tensor, nn.Parameter]] = []  # a place here, and the parameter it follows
         self.shared: list[tuple[Tensor, nn.Parameter]] = []
+        self.scaled: list[tuple[Tensor, Any]] = []  # a place here, and the projection whose adapter it follows
+        self.gapped: list[Tensor] = []  # what has zeros beside all that is followed
+        self._modules = lm.layers
+        self._adapters = self._adapters_now()
         self.layers = [self._layer(layer) for layer in lm.layers]
+        self.rank = max(layer.rank for layer in self.layers)
         self.norm = self._follow(lm.norm.weight)
         self.embed = self._follow(lm.embed_tokens.weight)
         output = model.get_output_embeddings().weight
@@ -51,31 +84,56 @@ class DecodeWeights:
 
     def _layer(self, layer: Any) -> Layer:
         attention, mlp = layer.self_attn, layer.mlp
-        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        qkv, gate_up = (attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)
+        biases = [base_of(each).bias for each in qkv]
         normed = hasattr(attention, "q_norm")
         return Layer(
             norm=self._follow(layer.input_layernorm.weight),
-            qkv=self._follow(*(each.weight for each in projections)),
-            bias=None if projections[0].bias is None else self._follow(*(each.bias for each in projections)),
+            qkv=self._matrix(*qkv),
+            bias=None if biases[0] is None else self._follow(*biases),
             query_norm=self._follow(attention.q_norm.weight) if normed else None,
             key_norm=self._follow(attention.k_norm.weight) if normed else None,
-            out=self._follow(attention.o_proj.weight),
+            out=self._matrix(attention.o_proj),
             mlp_norm=self._follow(layer.post_attention_layernorm.weight),
-            gate_up=self._follow(mlp.gate_proj.weight, mlp.up_proj.weight),
-            down=self._follow(mlp.down_proj.weight),
+            gate_up=self._matrix(*gate_up),
+            down=self._matrix(mlp.down_proj),
+            qkv_adapter=self._adapter(*qkv),
+            out_adapter=self._adapter(attention.o_proj),
+            gate_up_adapter=self._adapter(*gate_up),
+            down_adapter=self._adapter(mlp.down_proj),
         )
+
+    def _matrix(self, *linears: Any) -> Tensor:
+        return self._follow(*(base_of(each).weight for each in linears))
+
+    def _adapter(self, *linears: Any) -> LowRank | None:
+        """What is beside the matrix of these projections; those without an adapter have rank 0."""
+        weights, found = [base_of(each).weight for each in linears], [adapters_of(each) for each in linears]
+        ranks = [len(each[0].low) if each else 0 for each in found]
+        if not any(ranks):
+            return None
+        rank = round_up(sum(ranks), ALIGNED)
+        low = self.arena.empty(self.dtype, rank, weights[0].shape[1])
+        up = self.arena.empty(self.dtype, sum(map(len, weights)), rank)
+        self.gapped += [low, up]
+        row = column = 0
+        for linear, weight, adapters, width in zip(linears, weights, found, ranks, strict=True):
+            here = slice(column, column + width)
+            self.copied += [(low[here], each.low) for each in adapters]
+            self.scaled += [(up[row : row + len(weight), here], linear) for _ in adapters]
+            row, column = row + len(weight), column + width
+        return LowRank(low, up)
 
     def _follow(self, *parameters: nn.Parameter) -> Tensor:
         """One tensor that is these parameters, one after the other."""
         same = all(each.dtype == self.dtype for each in parameters)
-        if same and len(parameters) == 1 and parameters[0].is_contiguous():
-            whole = parameters[0].detach()
-            self.shared.append((whole, parameters[0]))
-            return whole
+        if same and (lying := adjacent(parameters)) is not None:
+            self.shared += [(each.detach(), each) for each in parameters]
+            return lying
         first = parameters[0]
-        whole = torch.empty(
-            sum(len(each) for each in parameters), *first.shape[1:], dtype=self.dtype, device=first.device
-        )
+        size = (sum(len(each) for each in parameters), *first.shape[1:])
+        adopted = torch.empty(size, dtype=self.dtype, device=first.device) if same else None  # outlasts every sleep
+        whole = self.arena.empty(self.dtype, *size) if adopted is None else adopted
         for place, parameter in zip(whole.split([len(each) for each in parameters]), parameters, strict=True):
             place.copy_(parameter.detach())
             if same:
@@ -87,13 +145,38 @@ class DecodeWeights:
 
     @torch.no_grad()
     def refresh(self) -> bool:
-        """Takes over the parameters' values, in place. False where a shared one lives elsewhere: make new weights."""
+        """Takes over the parameters' values, in place. False where a shared one lives elsewhere, or where there is
+        another adapter: make new weights."""
+        if self._adapters_now() != self._adapters:
+            return False
+        if self.gapped:
+            torch._foreach_zero_(self.gapped)  # the arena may have slept, and lost them
+        for place, linear in self.scaled:
+            (adapter,) = adapters_of(linear)
+            torch.mul(adapter.up, adapter.scaling, out=place)  # in float32, then narrowed
         if self.copied:
             torch._foreach_copy_([place for place, _ in self.copied], [each.detach() for _, each in self.copied])
         return all(place.data_ptr() == each.data_ptr() for place, each in self.shared)
+
+    def _adapters_now(self) -> list[list[int]]:
+        """Which adapters are beside each projection, as numbers: parameters compare their elements."""
+        linears = [linear for layer in self._modules for linear in projections(layer)]
+        return [[id(adapter.low) for adapter in adapters_of(linear)] for linear in linears]
 
     def angles(self, positions: int) -> tuple[Tensor, Tensor]:
         """cos and sin [positions, width / 2]: a generated token has one position, whatever the family."""
         angle = torch.arange(positions, device=self._frequencies.device)[:, None].float() * self._frequencies
         cos, sin = angle.cos() * self._rotary_scale, angle.sin() * self._rotary_scale
         return cos.to(self.dtype), sin.to(self.dtype)
+
+
+def adjacent(parameters: Sequence[Tensor]) -> Tensor | None:
+    """These as one tensor without a copy, where they lie one after the other: one alone does, and so do those that
+    earlier weights fused."""
+    first = parameters[0].detach()
+    memory, place = first.untyped_storage().data_ptr(), first.data_ptr()
+    for each in parameters:
+        if not each.is_contiguous() or (each.untyped_storage().data_ptr(), each.data_ptr()) != (memory, place):
+            return None
+        place += each.nbytes
+    return first.as_strided((sum(map(len, parameters)), *first.shape[1:]), first.stride())

@@ -1,0 +1,71 @@
+"""Sampling on a GPU whose memory somebody else holds: fewer responses at once, and the same tokens. Skipped without a
+GPU."""
+
+import copy
+import gc
+import logging
+
+import pytest
+import torch
+
+from mtrl.models.backbone import Backbone
+from mtrl.models.families import load_encoder
+from mtrl.models.load import load_model
+from mtrl.rollout.decode.engine import GraphGenerator
+from mtrl.rollout.decode.step import triton_ops
+from mtrl.rollout.local import LocalGenerator
+from mtrl.types import Sampling
+from mtrl.zoo.exam import prompts_of
+from mtrl.zoo.rows import MODEL_DIRECTORY
+from mtrl.zoo.task import make_question
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+ENGINES = {
+    "plain": (LocalGenerator, Sampling(n=8, max_new_tokens=512)),
+    "graphs": (
+        lambda backbone, encoder: GraphGenerator(backbone, encoder, ops=triton_ops()),
+        Sampling(n=8, max_new_tokens=4096),
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def exact_products():
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def free() -> int:
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_full_device_costs_nothing_but_time(name, caplog):
+    make, sampling = ENGINES[name]
+    encoder = copy.copy(load_encoder(MODEL_DIRECTORY))
+    encoder.stop_ids = () if name == "plain" else encoder.stop_ids  # buffers have room for all tokens, said or not
+    prompts = prompts_of([make_question("test", index) for index in range(64)], encoder)
+    backbone = Backbone(load_model(MODEL_DIRECTORY, device="cuda"))
+    whole = make(backbone, encoder)
+    before = free()
+    with whole.awake():
+        expected = whole.generate(prompts, sampling)
+        taken = before - torch.cuda.mem_get_info()[0]  # what torch has reserved it keeps until `free`
+    del whole
+    assert taken > 2**28, "too little to be worth a test"
+    hog = torch.empty(free() - int(0.7 * taken), dtype=torch.uint8, device="cuda")
+    engine = make(backbone, encoder)
+    with caplog.at_level(logging.WARNING), engine.awake():
+        found = engine.generate(prompts, sampling)
+    del hog
+    said = [record.getMessage() for record in caplog.records if "from here on" in record.getMessage()]
+    assert engine.rows_at_once in (128, 256) and len(said) == (1 if engine.rows_at_once == 256 else 2), said
+    same = sum(a == b for a, b in zip(found.text, expected.text, strict=True))
+    assert same >= 0.98 * len(found), f"{same} of {len(found)}: batches of other sizes have other products"
+    del engine
+    assert free() >= before - 2**28, "and nothing is held any more"

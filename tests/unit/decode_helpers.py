@@ -1,0 +1,26 @@
+"""What the tests of decoding share."""
+
+import copy
+
+import torch
+from tiny_models import encoder_of
+
+from mtrl.rollout.decode import plain
+from mtrl.rollout.decode.engine import GraphGenerator
+from mtrl.rollout.decode.step import Ops
+
+
+def stopping_encoder(family):
+    """With many stop tokens, so that rows leave."""
+    encoder = copy.copy(encoder_of(family))
+    encoder.stop_ids = tuple(range(4, 512, 7))
+    return encoder
+
+
+def engine(backbone, encoder, ops=None, **more):
+    return GraphGenerator(backbone, encoder, ops=ops or Ops(plain, plain), buckets=(16, 32), poll=1, **more)
+
+
+def same(found, expected):
+    assert torch.equal(found.mask, expected.mask) and torch.equal(found.tokens, expected.tokens)
+    torch.testing.assert_close(found.behaviour, expected.behaviour, rtol=0, atol=1e-5)

@@ -1,0 +1,163 @@
+"""What the engine of graphs is said to hold, against what it does hold: the same buffers and passes for real, on a
+CPU."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_models import checkpoint, encoder_of, fresh_backbone
+
+from mtrl.errors import StartError
+from mtrl.memory import estimate as memory
+from mtrl.memory.estimate import Plan, estimate
+from mtrl.memory.rehearsal import Limits, Rehearsal, rehearse
+from mtrl.models.backbone import Backbone
+from mtrl.models.families import load_encoder, load_model_config
+from mtrl.models.forward import Forward
+from mtrl.models.live_tensors import LiveTensors
+from mtrl.models.load import DTYPES, load_model
+from mtrl.models.tiny import make_tiny_checkpoint
+from mtrl.rollout.decode import plain
+from mtrl.rollout.decode.engine import GraphGenerator
+from mtrl.rollout.decode.footprint import graphs_parts
+from mtrl.rollout.decode.step import Ops
+from mtrl.rollout.decode.weights import DecodeWeights
+from mtrl.rollout.local import LocalGenerator
+from mtrl.types import Needs, Sampling
+from mtrl.workers.micro_batches import MicroBatching
+
+GIB = 2**30
+FAMILIES = ["qwen2_5_vl", "qwen3_vl", "qwen2"]
+LIMITS = Limits(
+    prompts=4, prompts_per_update=4, sampling=Sampling(n=8, max_new_tokens=16), prompt_tokens=90, max_pixels=168**2,
+    update=MicroBatching(2 * (90 + 8 * 16)), probe=MicroBatching(rows=8), needs=Needs("old"),
+)  # fmt: skip
+
+
+class Idle:
+    """Kernels that do nothing, and so hold nothing, as those of a GPU hold nothing beyond their buffers."""
+
+    def __getattr__(self, name):
+        return lambda *_, **__: None
+
+
+def longest_prompts(backbone, encoder, limits=LIMITS):
+    return Rehearsal(Forward(backbone, encoder), encoder, limits).prompts
+
+
+def bytes_of(holder) -> int:
+    """Of the tensors that an object holds, and that what it holds holds."""
+    found, waiting = {}, [holder]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, torch.Tensor):
+            found[each.untyped_storage()._cdata] = each.untyped_storage().nbytes()
+        elif isinstance(each, dict):
+            waiting += each.values()
+        elif hasattr(each, "__dict__"):
+            waiting += vars(each).values()
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("sampling", [LIMITS.sampling, Sampling(n=3, max_new_tokens=5, top_p=0.9)], ids=["", "cut"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_buffers_are_counted(family, sampling):
+    limits, backbone = replace(LIMITS, sampling=sampling), fresh_backbone(family)
+    engine = GraphGenerator(backbone, encoder_of(family), ops=Ops(Idle(), Idle()))
+    engine.rehearse(longest_prompts(backbone, engine.encoder, limits), sampling)
+    parts = graphs_parts(backbone.model, torch.float32, limits.batch, on_gpu=False)
+    (step,) = engine.steps.values()
+    assert parts["keys and values"] == bytes_of(engine.buffers.cache)
+    rest = bytes_of(engine.buffers) - bytes_of(engine.buffers.cache) + bytes_of(step.seats)
+    assert parts["buffers of a step"] == rest - engine.buffers.rules.settings.nbytes, "but for three numbers"
+
+
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16], ids=["adopted", "copied"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_engines_own_weights(family, compute):
+    model = fresh_backbone(family).model
+    told = graphs_parts(model, compute, LIMITS.batch)["own copy of the weights"]
+    assert told == sum(place.nbytes for place, _ in DecodeWeights(model, compute).copied)
+    assert (told > 0) == (compute == torch.bfloat16)
+
+
+CASES = [
+    pytest.param("qwen2_5_vl", "fp32", id="qwen2_5_vl"),
+    pytest.param("qwen2", "fp32", id="text"),
+    pytest.param("qwen3_vl", "bf16", id="narrow", marks=pytest.mark.slow),  # most processors are slow at it
+]
+
+
+@pytest.mark.parametrize(("family", "compute"), CASES)
+def test_few_layers_say_what_eight_hold(family, compute, tmp_path, monkeypatch):
+    """An estimate of 2 and 4 layers without numbers against the tensors of a real rehearsal of 8."""
+    path = make_tiny_checkpoint(tmp_path, family, hidden=128, layers=8, vision_layers=8, max_pixels=10**8)
+    monkeypatch.setattr(memory, "WHOLE", 0)
+    found = estimate(load_model_config(str(path)), Plan(LIMITS, compute=compute, graphs=True), ["sample"])
+    backbone, encoder = Backbone(load_model(path), DTYPES[compute]), load_encoder(path)
+    engine = GraphGenerator(backbone, encoder, ops=Ops(Idle(), Idle()))
+    if compute == "fp32":  # the model adopts all of them: they take the place of its own
+        engine.weights = DecodeWeights(backbone.model, torch.float32)
+    prompts = longest_prompts(backbone, encoder)
+    with LiveTensors() as live:
+        engine.rehearse(prompts, LIMITS.batch.sampling)
+    told, real = sum(found.phases["sample"].values()), live.peak
+    assert 0.97 <= told / real <= 1.03, f"{real:,} bytes were held, {told / real:.3f} of them told"
+    assert ("own copy of the weights" in found.phases["sample"]) == (compute == "bf16")
+
+
+def test_layers_that_are_not_known_are_counted_as_the_plain_engine():
+    config = load_model_config(str(checkpoint("qwen2")))
+    known, plain_engine = (estimate(config, Plan(LIMITS, graphs=graphs), ["sample"]) for graphs in (True, False))
+    assert "buffers of a step" in known.phases["sample"] and known.phases != plain_engine.phases
+    config.get_text_config().hidden_act = "gelu"
+    assert estimate(config, Plan(LIMITS, graphs=True), ["sample"]).phases == plain_engine.phases
+
+
+# ---------------------------------------------------------------------------------------------------- of a run's engine
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_rehearsal_changes_no_token(graphs):
+    backbone, encoder = fresh_backbone("qwen2"), encoder_of("qwen2")
+    engine = LocalGenerator(backbone, encoder)
+    if graphs:
+        engine = GraphGenerator(backbone, encoder, ops=Ops(plain, plain), buckets=(16, 32))
+    sampling = Sampling(n=2, max_new_tokens=4)
+    prompts = longest_prompts(backbone, encoder)[:2]
+    before = engine.generate(prompts, sampling)
+    with engine.awake():
+        engine.rehearse(prompts, LIMITS.sampling)
+    after = engine.generate(prompts, sampling)
+    assert torch.equal(before.tokens, after.tokens) and torch.equal(before.behaviour, after.behaviour)
+    assert not graphs or engine.buffers.room.new == 4, "buffers of the rehearsal are not those of the run"
+
+
+def test_a_batch_that_does_not_fit_is_halved_before_the_run(caplog):
+    """Its room, of which the device here has little."""
+    backbone, encoder = fresh_backbone("qwen2"), encoder_of("qwen2")
+    forward, engine = Forward(backbone, encoder), LocalGenerator(backbone, encoder)
+    hold = engine.hold
+
+    def full(prompts, first, sampling):
+        if len(prompts) * sampling.n > room:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. Of the allocated memory ..")
+        return hold(prompts, first, sampling)
+
+    engine.hold, room = full, 16
+    rehearse(forward, encoder, LIMITS, engine, has_states=True)
+    assert engine.rows_at_once == 16 and "32 responses at once: 16 from here on" in caplog.text
+
+
+def test_a_response_that_does_not_fit_is_told_before_the_run(monkeypatch):
+    backbone, encoder = fresh_backbone("qwen2"), encoder_of("qwen2")
+    engine = LocalGenerator(backbone, encoder)
+
+    def full(prompts, first, sampling):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. Of the allocated memory ..")
+
+    engine.hold = full
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB, 80 * GIB))
+    with pytest.raises(StartError) as told:
+        rehearse(Forward(backbone, encoder), encoder, LIMITS, engine, has_states=True, ways=["a.b=c"])
+    said = str(told.value)
+    assert said.startswith("memory: sampling does not fit at the limits of the configuration, with ")
+    assert "The device has no room to sample a single response. CUDA out of memory." in said and "a.b=c" in said
