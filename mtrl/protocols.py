@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mtrl.algorithms.losses import Loss
+from mtrl.algorithms.values import ValueLoss
 from mtrl.types import (
     Experience,
     Needs,
@@ -173,6 +174,13 @@ class Actor(Prober, Stateful, Protocol):
         """One optimizer step a batch; metrics are means over all tokens of the batches."""
 
     def publish(self) -> Weights: ...
+
+
+class Critic(Prober, Stateful, Protocol):
+    """Learns what a state is worth; it brings the signal `values`."""
+
+    def update(self, batches: Iterable[TrainBatch], loss: ValueLoss) -> dict[str, float]:
+        """One optimizer step a batch, as the actor's."""
 
 
 class PendingRewards(Protocol):

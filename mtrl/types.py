@@ -301,7 +301,8 @@ class TrainBatch:
     correction: Tensor | None  # [N, T] factor for the mismatch between sampler and trainer
     weights: TermWeights
     reference: Tensor | None = None  # [N, T]
-    returns: Tensor | None = None  # [N, T]
+    returns: Tensor | None = None  # [N, T] what a critic is to expect
+    values: Tensor | None = None  # [N, T] what it expected before this step's updates
 
     def __len__(self) -> int:
         return len(self.rollouts)

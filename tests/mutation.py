@@ -35,6 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PLACES = {
     "credit": "mtrl.algorithms.credit",
     "losses": "mtrl.algorithms.losses",
+    "values": "mtrl.algorithms.values",
     "recipe": "mtrl.build.recipe",
     "steps": "mtrl.training.recipe",
     "learner": "mtrl.workers.learner",
@@ -72,7 +73,8 @@ TESTS = {
         "tests/conformance/test_trl_agreement.py",
         *PROPERTIES,
     ],
-    "recipe": ["tests/unit/test_recipe.py"],
+    "values": ["tests/unit/test_values.py"],
+    "recipe": ["tests/unit/test_recipe.py", "tests/unit/test_build_critic.py"],
     "steps": ["tests/unit/test_recipe.py", "tests/unit/test_loop.py"],
     "learner": ["tests/unit/test_learner.py"],
     "actor": ["tests/unit/test_actor.py"],

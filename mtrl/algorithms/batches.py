@@ -52,4 +52,5 @@ def assemble(plan: BatchPlan, loss: Loss, experience: Experience, key: tuple[int
                 weights=weights,
                 reference=None if signals.reference is None else signals.reference[rows],
                 returns=None if experience.returns is None else experience.returns[rows],
+                values=None if signals.values is None else signals.values[rows],
             )

@@ -19,7 +19,9 @@ from mtrl.algorithms.estimators import ESTIMATORS, Estimator
 from mtrl.algorithms.filtering import GroupFilter
 from mtrl.algorithms.losses import Loss, PolicyLoss
 from mtrl.algorithms.replay import ReplayRule
+from mtrl.algorithms.values import ValueLoss
 from mtrl.config import Config, ConfigError
+from mtrl.config.tree import OptimConfig
 from mtrl.config.values import BadValue, typed
 from mtrl.models.perturb import Perturbation
 from mtrl.plugins import PluginError
@@ -84,7 +86,14 @@ def recipe_of(
         filtering=filtering_of(config),
         greedy_baseline=algorithm.advantage_estimator == "remax",
         replay=replay,
+        value_loss=ValueLoss(config.worker.critic.cliprange_value),
+        critic_warmup=critic_warmup(config),
     )
+
+
+def critic_warmup(config: Config) -> int:
+    """Steps in which the critic learns alone; without a critic there are none."""
+    return config.worker.critic.warmup_steps if "values" in estimator_of(config).needs else 0
 
 
 def filtering_of(config: Config) -> Filtering | None:
@@ -108,7 +117,7 @@ def with_scores(needs: Needs, config: Config) -> Needs:
     says them."""
     actor = config.worker.actor
     once = actor.ppo_epochs == 1 and actor.global_batch_size == config.dataset.rollout_batch_size
-    return needs if once and not needs.without("mass", "prompt_mass") else needs | Needs("old", "entropy")
+    return needs if once and not needs.without("mass", "prompt_mass", "values") else needs | Needs("old", "entropy")
 
 
 def batch_plan(config: Config) -> BatchPlan:
@@ -234,7 +243,17 @@ def policy_loss(config: Config) -> PolicyLoss:
 
 
 def optimizer_settings(config: Config, steps: int) -> OptimizerSettings:
-    actor, optim = config.worker.actor, config.worker.actor.optim
+    """The actor's. It takes no step while the critic warms up."""
+    return schedule_of(config, config.worker.actor.optim, max(0, steps - critic_warmup(config)))
+
+
+def critic_optimizer_settings(config: Config, steps: int) -> OptimizerSettings:
+    return schedule_of(config, config.worker.critic.optim, steps)
+
+
+def schedule_of(config: Config, optim: OptimConfig, steps: int) -> OptimizerSettings:
+    """Actor and critic learn from the same batches."""
+    actor = config.worker.actor
     updates = steps * actor.ppo_epochs * (config.dataset.rollout_batch_size // actor.global_batch_size)
     warmup = optim.warmup_steps if optim.warmup_ratio is None else round(optim.warmup_ratio * updates)
     return OptimizerSettings(

@@ -69,14 +69,14 @@ def _output_dir(project: str, experiment: str) -> Conversion:
     return convert
 
 
-def _warmup_steps(batch: str, mini_batch: str, epochs: str) -> Conversion:
+def _warmup_steps(batch: str, mini_batch: str, epochs: str, learner: str = "actor") -> Conversion:
     """Theirs are steps of rollouts, ours optimizer steps."""
 
     def convert(value: Any, flat: Flat) -> Converted:
         if value is None or value < 0:
             return Converted({})
         updates = max(1, int(flat[batch]) // int(flat[mini_batch])) * int(flat.get(epochs) or 1)
-        return Converted({"worker.actor.optim.warmup_steps": value * updates})
+        return Converted({f"worker.{learner}.optim.warmup_steps": value * updates})
 
     return convert
 
@@ -142,6 +142,9 @@ _EASYR1: dict[str, Conversion] = {
     "worker.actor.model.lora.target_modules": _modules,
     "worker.actor.optim.lr_warmup_steps": _warmup_steps(
         "data.rollout_batch_size", "worker.actor.global_batch_size", "worker.actor.ppo_epochs"
+    ),
+    "worker.critic.optim.lr_warmup_steps": _warmup_steps(
+        "data.rollout_batch_size", "worker.actor.global_batch_size", "worker.actor.ppo_epochs", "critic"
     ),
     "worker.actor.fsdp.enable_full_shard": _words(
         "worker.actor.fsdp.sharding_strategy", {True: "FULL_SHARD", False: "SHARD_GRAD_OP"}
@@ -221,6 +224,17 @@ _VERL: dict[str, Conversion] = {
         "data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size", "actor_rollout_ref.actor.ppo_epochs"
     ),
     "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": _nothing_for("worker.actor.optim.warmup_ratio", None, 0),
+    "critic.optim.warmup_style": _words("worker.critic.optim.lr_scheduler_type", {"constant": "constant_with_warmup"}),
+    "critic.optim.lr_scheduler_type": _words(
+        "worker.critic.optim.lr_scheduler_type", {"constant": "constant_with_warmup"}
+    ),
+    "critic.optim.lr_warmup_steps": _warmup_steps(
+        "data.train_batch_size",
+        "actor_rollout_ref.actor.ppo_mini_batch_size",
+        "actor_rollout_ref.actor.ppo_epochs",
+        "critic",
+    ),
+    "critic.optim.lr_warmup_steps_ratio": _nothing_for("worker.critic.optim.warmup_ratio", None, 0),
     "actor_rollout_ref.actor.optim.total_training_steps": _nothing_for("training.max_steps", None, -1),
     "actor_rollout_ref.actor.ppo_micro_batch_size": _differs(
         "worker.actor.micro_batch_size_per_device_for_update", "responses on one device, not on all"

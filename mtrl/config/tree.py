@@ -187,7 +187,7 @@ class ActorModelConfig:
 
 
 @dataclass(frozen=True)
-class ActorOptimConfig:
+class OptimConfig:
     name: Literal["adamw", "adamw_8bit"] = key("adamw", "optimizer")
     lr: float = key(1e-6, "peak learning rate", "[0, 1e6]")
     weight_decay: float = key(0.01, "decoupled weight decay", "[0, inf)")
@@ -219,7 +219,7 @@ class OffloadConfig:
 @dataclass(frozen=True)
 class ActorConfig:
     model: ActorModelConfig = field(default_factory=ActorModelConfig)
-    optim: ActorOptimConfig = field(default_factory=ActorOptimConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     global_batch_size: int = key(256, "prompts per optimizer step", "[1, inf)")
@@ -242,19 +242,19 @@ class ActorConfig:
 
 @dataclass(frozen=True)
 class CriticModelConfig:
-    model_path: str | None = key(None, "hub id or directory; null: the actor's")
+    model_path: str | None = key(None, "hub id or directory of a model or reward model; null: the actor's")
 
 
 @dataclass(frozen=True)
-class CriticOptimConfig:
-    lr: float = key(1e-5, "learning rate of the critic", "[0, 1e6]")
+class CriticOptimConfig(OptimConfig):
+    lr: float = key(1e-5, "peak learning rate", "[0, 1e6]")
 
 
 @dataclass(frozen=True)
 class CriticConfig:
     model: CriticModelConfig = field(default_factory=CriticModelConfig)
     optim: CriticOptimConfig = field(default_factory=CriticOptimConfig)
-    cliprange_value: float = key(0.5, "values move at most this far in one update", "(0, inf]")
+    cliprange_value: float = key(0.5, "values that have moved this far in a step learn no further", "(0, inf]")
     warmup_steps: int = key(0, "critic-only steps at the start", "[0, inf)")
 
 

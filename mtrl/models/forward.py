@@ -53,6 +53,10 @@ class Forward:
         """[M] log-probs with gradients, and entropies without."""
         return self.scores_of(self.response_hidden(rollouts), rollouts, entropy)
 
+    def values(self, rollouts: Rollouts) -> Tensor:
+        """[M] with gradients: what a value head says of the state before each token, the one that predicts it."""
+        return self.response_hidden(rollouts).float() @ self.backbone.output_matrix[0].float()
+
     @torch.no_grad()
     def signals(self, rollouts: Rollouts, needs: Needs = OLD, views: Views | None = None) -> Signals:
         """What is needed of every token, under the original image and, for what compares, the perturbed `views`.

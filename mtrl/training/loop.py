@@ -4,7 +4,7 @@
                          -> signals   (what each token depends on: the image, its own certainty, the reference)
             -> groups that teach nothing give way to fresh prompts, or to groups of earlier steps, where that is on
             -> advantages -> credit   (what each token deserves, decided here, before anything is split)
-            -> update                 (the actor adds gradients; it never learns which algorithm this was)
+            -> update                 (the actor adds gradients, and a critic; neither learns which algorithm this was)
 
 Everything concrete stands behind `protocols.py` and is chosen by `build/`. A step is keyed by its number: prompts,
 samples and perturbations of step k are the same whatever ran before, so a run can be repeated and resumed.
@@ -19,15 +19,17 @@ from typing import Any
 
 from mtrl.algorithms.batches import assemble
 from mtrl.algorithms.credit import assign, credit_metrics
+from mtrl.algorithms.losses import Loss
 from mtrl.algorithms.metrics import Metrics, learnt_metrics, step_metrics
-from mtrl.protocols import Actor, Generator, Prober, Refreshed, Scorer, Stateful, Store, TaskSource, Tracker
+from mtrl.algorithms.values import value_metrics
+from mtrl.protocols import Actor, Critic, Generator, Prober, Refreshed, Scorer, Stateful, Store, TaskSource, Tracker
 from mtrl.training.clock import Clock
 from mtrl.training.evaluate import Validation
 from mtrl.training.gather import Gathering
 from mtrl.training.recipe import Recipe, due
 from mtrl.training.refill import Gathered, PromptCounts
 from mtrl.training.replay import ReplayMemory
-from mtrl.types import Experience
+from mtrl.types import Experience, TrainBatch
 
 
 @dataclass
@@ -44,11 +46,7 @@ class Components:
     validation: Validation | None
     reference: Refreshed | None = None  # where it does not stay what it was
     stop: Callable[[], bool] = lambda: False  # whether somebody asked the run to stop
-
-    @property
-    def learners(self) -> dict[str, Stateful]:
-        """Whoever holds weights that change, by the name that it has in a checkpoint."""
-        return {"actor": self.actor} | ({} if self.reference is None else {"reference": self.reference})
+    critic: Critic | None = None  # where advantages need one; it is among the probers too
 
 
 class Loop:
@@ -88,7 +86,7 @@ class Loop:
             batches = list(assemble(recipe.batches, loss, experience, (recipe.seed, step)))
         with clock("update"):
             self.whole = None
-            learnt = components.actor.update(batches, loss)
+            learnt = self.learn(batches, loss, step)
         with clock("publish"):
             self.publish()
         adapted = self.adapt(gathered.own) | self.remember(experience, gathered, step)
@@ -98,7 +96,7 @@ class Loop:
         self.whole = self.state()  # from here on an error costs nothing of this step
         components.tracker.rollouts(step + 1, experience)
         values = step_metrics(gathered.own, recipe.sampling.cut) | credit_metrics(recipe.credit, experience)
-        values |= learnt_metrics(learnt, recipe.sampling.cut) | adapted | components.source.metrics()
+        values |= learnt | value_metrics(experience) | adapted | components.source.metrics()
         return values | clock.metrics(tokens=int(experience.rollouts.mask.sum()), samples=len(experience))
 
     # ------------------------------------------------------------------------------------------- the verbs of a step
@@ -114,6 +112,17 @@ class Loop:
         advantage, returns = self.recipe.estimator.estimate(experience, penalty)
         experience = replace(experience, advantage=advantage, returns=returns)
         return replace(experience, credit=assign(self.recipe.credit, experience, (self.recipe.seed, step)))
+
+    def learn(self, batches: Sequence[TrainBatch], loss: Loss, step: int) -> Metrics:
+        """A critic learns at every step, the actor from where the critic's warm-up ends."""
+        critic, recipe = self.components.critic, self.recipe
+        learnt: Metrics = {}
+        if critic is not None:
+            updated = critic.update(batches, recipe.value_loss)
+            learnt |= {f"critic/{name}": value for name, value in updated.items()}
+        if step >= recipe.critic_warmup:
+            learnt |= learnt_metrics(self.components.actor.update(batches, loss), recipe.sampling.cut)
+        return learnt
 
     def publish(self) -> None:
         weights = self.components.actor.publish()
@@ -155,11 +164,12 @@ class Loop:
 
     def kept(self) -> dict[str, Stateful]:
         """All that changes from step to step, by its name in a checkpoint."""
-        memory: dict[str, Stateful] = {} if self.memory is None else {"replay": self.memory}
-        return {**self.components.learners, **memory}
+        parts = self.components
+        others = {"critic": parts.critic, "reference": parts.reference, "replay": self.memory}
+        return {"actor": parts.actor} | {name: each for name, each in others.items() if each is not None}
 
     def state(self) -> dict[str, Any]:
-        """What the next step depends on besides the actor; all else is keyed by the step's number."""
+        """What the next step depends on besides the learners; all else is keyed by the step's number."""
         coef = None if self.divergence is None else self.divergence.coef
         source, prompts = self.components.source.state(), asdict(self.prompts)
         state = {"step": self.done, "source": source, "prompts": prompts, "divergence_coef": coef}

@@ -10,10 +10,12 @@ from mtrl.algorithms.divergence import Divergence
 from mtrl.algorithms.estimators import Estimator
 from mtrl.algorithms.losses import Loss
 from mtrl.algorithms.replay import ReplayRule
+from mtrl.algorithms.values import ValueLoss
 from mtrl.training.refill import Filtering
 from mtrl.types import Needs, Sampling
 
 NOTHING = Needs()
+NO_CRITIC = ValueLoss()
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class Recipe:
     filtering: Filtering | None = None
     greedy_baseline: bool = False  # whether advantages compare with the greedy response to a prompt
     replay: ReplayRule | None = None
+    value_loss: ValueLoss = NO_CRITIC  # of the critic, where there is one
+    critic_warmup: int = 0  # steps at the start of the run in which the critic learns alone
 
     @property
     def reads_reference(self) -> bool:
