@@ -20,11 +20,12 @@ from mtrl.build.hub import seek_model
 from mtrl.config import Config, ConfigError
 from mtrl.data.cache import default_cache_dir
 from mtrl.data.templates import template_text
+from mtrl.models.adapters import add_adapters, base_path, has_adapters, is_adapter, reset_adapters
 from mtrl.models.backbone import Backbone
 from mtrl.models.families import TextEncoder, encoder_files, load_encoder
 from mtrl.models.forward import Forward
 from mtrl.models.load import DTYPES, load_model
-from mtrl.models.weights import exported_weights, load_weights, save_model
+from mtrl.models.weights import load_weights, save_model, saved_weights
 from mtrl.protocols import Generator
 from mtrl.rollout.decode.engine import fastest_generator
 from mtrl.store.checkpoint import write_folder
@@ -68,7 +69,7 @@ class Loaded:
         the middle of an update has left gradients behind."""
         self.model.eval().zero_grad()
         if not self.as_given:
-            load_weights(self.model, Path(model_path(config)))
+            give_weights(config, self.model)
         self.as_given = True
 
 
@@ -112,7 +113,7 @@ def build_policy(config: Config, encoder: TextEncoder | None = None) -> tuple[Te
     settings, actor = config.worker.actor.model, config.worker.actor
     encoder = encoder or build_encoder(config)
     refuse_damaged(Path(model_path(config)))
-    model = load_plain(config, model_path(config))
+    model = load_policy(config)
     if settings.enable_gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     compiled = actor.use_torch_compile and model.device.type == "cuda"
@@ -145,12 +146,34 @@ def warn_of_slow_bf16() -> None:
         )
 
 
+def load_policy(config: Config) -> Any:
+    """The model of a run. Adapters that are at its path already are taken over."""
+    settings, path = recipe.adapter_settings(config), model_path(config)
+    if settings is None:
+        return load_plain(config, path)
+    seek_model(base_path(path))
+    model = load_plain(config, base_path(path))
+    add_adapters(model, settings)
+    if is_adapter(path):
+        load_weights(model, Path(path))
+    return model
+
+
+def give_weights(config: Config, model: Any) -> None:
+    """The weights that a run is given, in place. Under adapters nothing has changed."""
+    settings, path = recipe.adapter_settings(config), Path(model_path(config))
+    if settings is not None and not is_adapter(path):
+        reset_adapters(model, settings.seed)
+    else:
+        load_weights(model, path)
+
+
 def load_plain(config: Config, path: str) -> Any:
     """The model at a path in the settings of the configuration, as transformers has it."""
     settings = config.worker.actor.model
     return load_model(
         path,
-        dtype=config.worker.actor.fsdp.param_dtype,
+        dtype=recipe.base_dtype(config),
         attn_implementation=settings.attn_implementation,
         device="cuda" if torch.cuda.is_available() else "cpu",
         trust_remote_code=settings.trust_remote_code,
@@ -198,6 +221,7 @@ def build_actor(
         probe_batching=recipe.probe_batching(config, on_gpu, policy.share_prefix),
         encoder_files=encoder_files(encoder, model_path(config)),
         reference=reference,
+        dropout_seed=recipe.dropout_seed(config),
     )
 
 
@@ -217,8 +241,12 @@ def warn_of_large_steps(lr: float, model: Any) -> None:
 
 
 def build_reference(policy: Forward, needs: Needs) -> Reference | None:
-    """The reference, where somebody reads it: a copy of the policy as it was given, before a checkpoint is restored."""
-    return Reference.frozen(policy) if "reference" in needs or "divergence" in needs else None
+    """The reference, where somebody reads it: a copy of the policy as it was given, before a checkpoint is restored, or
+    what is under its adapters."""
+    if not ("reference" in needs or "divergence" in needs):
+        return None
+    adapted = has_adapters(policy.backbone.model)
+    return Reference.under_adapters(policy) if adapted else Reference.frozen(policy)
 
 
 def build_generator(config: Config, policy: Forward, encoder: TextEncoder) -> Generator:
@@ -227,11 +255,11 @@ def build_generator(config: Config, policy: Forward, encoder: TextEncoder) -> Ge
 
 
 def save_checkpoint(config: Config, loaded: Loaded, target: Path) -> None:
-    """Writes a Hugging Face checkpoint of the weights as they are now, with the tokenizer."""
+    """Writes a checkpoint of the weights as they are now, with the tokenizer: Hugging Face's, or adapters of peft."""
     files = encoder_files(loaded.encoder, model_path(config))
 
     def write(folder: Path) -> None:
-        save_model(loaded.model, exported_weights(loaded.model), folder)
+        save_model(loaded.model, saved_weights(loaded.model), folder)
         for name, content in files.items():
             (folder / name).write_bytes(content)
 

@@ -19,6 +19,8 @@ from mtrl.algorithms.estimators import ESTIMATORS, Estimator
 from mtrl.algorithms.losses import Loss, PolicyLoss
 from mtrl.config import Config, ConfigError
 from mtrl.config.values import BadValue, typed
+from mtrl.models.adapters import AdapterSettings
+from mtrl.models.load import DTYPES
 from mtrl.models.perturb import Perturbation
 from mtrl.plugins import PluginError
 from mtrl.training.recipe import Recipe
@@ -207,6 +209,34 @@ def policy_loss(config: Config) -> PolicyLoss:
         tau_positive=algorithm.tau_positive,
         tau_negative=algorithm.tau_negative,
     )
+
+
+def adapter_settings(config: Config) -> AdapterSettings | None:
+    """None where all weights learn."""
+    model, actor = config.worker.actor.model, config.worker.actor
+    if model.peft_type is None:
+        return None
+    return AdapterSettings(
+        rank=model.lora_rank,
+        alpha=model.lora_alpha,
+        targets=model.lora_target_modules,
+        vision_tower=model.lora_vision_tower,
+        dropout=model.lora_dropout,
+        dtype=DTYPES[actor.fsdp.param_dtype],
+        seed=config.dataset.seed,
+    )
+
+
+def dropout_seed(config: Config) -> int | None:
+    adapters = adapter_settings(config)
+    return adapters.seed if adapters is not None and adapters.dropout > 0 else None
+
+
+def base_dtype(config: Config) -> str:
+    """What the weights are kept in. Those that do not learn as products take them: wider ones would be narrowed in
+    every pass."""
+    fsdp, adapted = config.worker.actor.fsdp, config.worker.actor.model.peft_type is not None
+    return fsdp.mixed_precision_dtype if adapted else fsdp.param_dtype
 
 
 def optimizer_settings(config: Config, steps: int) -> OptimizerSettings:

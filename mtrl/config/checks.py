@@ -19,6 +19,7 @@ from mtrl.rewards.registry import REWARDS, is_bare
 # usual size (0.02), three steps change 2% at 1e-6, 15% at 1e-5, 82% at 1e-4.
 SMALL_LR_IN_BF16 = 1e-4
 # Adam moves every weight by about lr, and weights of a usual size are around 0.02.
+SMALL_LR_OF_ADAPTERS = 5e-6
 LARGE_LR = 0.01
 
 # More of any of these has no end, or no place on any machine. Far above what anybody needs: it is for slips of a finger
@@ -81,6 +82,17 @@ def warnings(config: Config) -> Iterator[str]:
             "so it does not pull towards the reference; low_var_kl does"
         )
     actor = config.worker.actor
+    if actor.model.peft_type is not None and actor.model.lora_dropout > 0:
+        yield (
+            f"worker.actor.model.lora_dropout = {actor.model.lora_dropout:g}: updates see another policy than the one "
+            "that sampled, so its ratio to itself is no longer 1, and results depend on how a batch is cut into "
+            "micro-batches; 0 is exact"
+        )
+    if actor.model.peft_type is not None and 0 < actor.optim.lr < SMALL_LR_OF_ADAPTERS:
+        yield (
+            f"worker.actor.optim.lr = {actor.optim.lr:g} with adapters: they begin at zero and move by about lr a step, "
+            "so they take some ten times the rate of all weights; usual are 1e-5 to 1e-4"
+        )
     if actor.optim.lr > LARGE_LR:
         yield (
             f"worker.actor.optim.lr = {actor.optim.lr:g}: a step moves every weight by about that much, more than most "

@@ -15,6 +15,7 @@ from mtrl.models.families import VISION_FAMILIES, load_model_config
 class ModelSize:
     tensors: tuple[int, ...]  # numbers in each weight, tied ones once
     learning: tuple[int, ...]  # the same of those that learn
+    frozen: tuple[int, ...]  # and of those that do not
     vocabulary: int
     output: int  # numbers of the output matrix
     layers: int  # of the language model
@@ -34,6 +35,7 @@ def size_of(model: Any) -> ModelSize:
     return ModelSize(
         tensors=tuple(parameter.numel() for parameter in model.parameters()),
         learning=tuple(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+        frozen=tuple(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad),
         vocabulary=output.shape[0],
         output=output.numel(),
         layers=text.num_hidden_layers,

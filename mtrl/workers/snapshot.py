@@ -30,7 +30,7 @@ class LearnerSnapshot:
     first."""
 
     model: Any  # the model, whose settings go beside the weights
-    weights: Tensors  # weights by their Hugging Face names (`exported_weights`)
+    weights: Tensors  # by the names that they have in the checkpoint (`saved_weights`)
     optimizer_state: Tensors
     counters: Mapping[str, int]
     files: Mapping[str, bytes]  # files of the tokenizer and the processors, by name
