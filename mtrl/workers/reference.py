@@ -7,14 +7,19 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from mtrl.algorithms.vocab import full_kl
 from mtrl.models.adapters import adapters_off
 from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward, unpack
+from mtrl.models.weights import exported_weights, load_weights
 from mtrl.types import Needs, Rollouts, Signals
+from mtrl.workers.snapshot import ModelSnapshot
 
 
 @dataclass(frozen=True)
@@ -34,18 +39,57 @@ class Reference:
 
     @classmethod
     def under_adapters(cls, policy: Forward) -> Reference:
-        """The policy's own model without its adapters: nothing is copied."""
+        """The policy's own model without its adapters: nothing is copied, and it stays what it is."""
         return cls(policy, partial(adapters_off, policy.backbone.model))
+
+    def take_over(self, policy: Forward) -> None:
+        """Becomes the policy as it is now. Weights are copied in place: whoever holds this view sees the new ones."""
+        self.forward.backbone.model.load_state_dict(exported_weights(policy.backbone.model))
 
     @torch.no_grad()
     def signals(self, rollouts: Rollouts, needs: Needs, policy: Forward) -> Signals:
         """What is needed of log-probs, and of the policy's divergence from them over the whole vocabulary."""
-        with self.asked():
-            found = Signals(reference=self.forward.signals(rollouts).old) if "reference" in needs else Signals()
-            theirs = self.forward.response_hidden(rollouts) if "divergence" in needs else None
-        if theirs is None:
+        found = Signals()
+        if "reference" in needs:
+            with self.asked():
+                found = Signals(reference=self.forward.signals(rollouts).old)
+        if "divergence" not in needs:
             return found
-        ours = policy.response_hidden(rollouts)
-        matrices = policy.backbone.output_matrix, self.forward.backbone.output_matrix
-        kl = full_kl(ours, theirs, *matrices, **policy.distribution())
+        theirs = self.response_hidden(rollouts)
+        kl = self.divergence(policy.response_hidden(rollouts), theirs, policy)
         return replace(found, divergence=unpack(kl, rollouts.mask).cpu())
+
+    @torch.no_grad()
+    def response_hidden(self, rollouts: Rollouts) -> Tensor:
+        """[M, H]: the hidden states that predict the response tokens. Whoever holds activations for a gradient asks for
+        these first: what this pass holds is gone when it ends."""
+        with self.asked():
+            return self.forward.response_hidden(rollouts)
+
+    def divergence(self, ours: Tensor, theirs: Tensor, policy: Forward) -> Tensor:
+        """[M]: KL(policy || reference) over the vocabulary, from the hidden states of both; gradients flow to ours and
+        to the policy's output matrix. Logits of both exist chunk by chunk alone."""
+        matrices = policy.backbone.output_matrix, self.forward.backbone.output_matrix
+        return full_kl(ours, theirs, *matrices, **policy.distribution())
+
+
+@dataclass(frozen=True)
+class RefreshedReference:
+    """A reference that becomes the policy every so often. Since it is no longer what the run was given, a checkpoint
+    holds it."""
+
+    reference: Reference
+    policy: Forward
+
+    def refresh(self) -> None:
+        self.reference.take_over(self.policy)
+
+    def snapshot(self) -> ModelSnapshot:
+        return ModelSnapshot(self.model, exported_weights(self.model))
+
+    def restore(self, directory: Path) -> None:
+        load_weights(self.model, directory)
+
+    @property
+    def model(self) -> Any:
+        return self.reference.forward.backbone.model
