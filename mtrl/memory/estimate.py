@@ -151,8 +151,8 @@ def held(size: ModelSize, plan: Plan, critic: Iterable[int] = (), critic_learnin
 
 
 def held_by(tensors: Iterable[int], plan: Plan, width: int | None = None) -> int:
-    """Bytes of tensors of so many numbers, as wide as what learns unless told. torch's allocator gives large ones on a GPU whole
-    blocks of 2 MiB, and leaves the rest of the last one unused where it is no more than 1 MiB."""
+    """Bytes of tensors of so many numbers, as wide as what learns unless told. torch's allocator gives large ones on a
+    GPU whole blocks of 2 MiB, and leaves the rest of the last one unused where it is no more than 1 MiB."""
     total = 0
     for numbers in tensors:
         size = numbers * (width or plan.weight_bytes)

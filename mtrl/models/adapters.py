@@ -185,7 +185,7 @@ def merge_adapters(model: Any) -> None:
     model.requires_grad_(True)
 
 
-# ------------------------------------------------------------------------------------------------------ to disk and back
+# ----------------------------------------------------------------------------------------------------- to disk and back
 def is_adapter(path: str | Path) -> bool:
     """Whether a directory holds adapters of another model, rather than a model."""
     return Path(path, CONFIG).is_file()

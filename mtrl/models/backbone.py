@@ -57,7 +57,8 @@ class Backbone:
     """`model` is a Hugging Face causal model of a family in `models/families`; its weights stay the caller's.
 
     `compute_dtype` is what products are taken in; weights, or adapters alone, may be kept wider (float32 master
-    weights). Adapters are there before. `compiled` puts compiled norms, MLPs and rotary positions in place, which pays where a model is large.
+    weights). Adapters must be there already. `compiled` puts compiled norms, MLPs and rotary positions in place, which
+    pays where a model is large.
     """
 
     def __init__(

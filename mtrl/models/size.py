@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +16,16 @@ from mtrl.models.families import VISION_FAMILIES, load_model_config
 class ModelSize:
     tensors: tuple[int, ...]  # numbers in each weight, tied ones once
     learning: tuple[int, ...]  # the same of those that learn
-    frozen: tuple[int, ...]  # and of those that do not
     vocabulary: int
     output: int  # numbers of the output matrix
     layers: int  # of the language model
     keys: int  # numbers that a layer keeps of a token, and as many values
     read: int  # parameters of the language model, embeddings included
+
+    @property
+    def frozen(self) -> tuple[int, ...]:
+        """The tensors that do not learn."""
+        return tuple((Counter(self.tensors) - Counter(self.learning)).elements())
 
     @property
     def parameters(self) -> int:
@@ -35,7 +40,6 @@ def size_of(model: Any) -> ModelSize:
     return ModelSize(
         tensors=tuple(parameter.numel() for parameter in model.parameters()),
         learning=tuple(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
-        frozen=tuple(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad),
         vocabulary=output.shape[0],
         output=output.numel(),
         layers=text.num_hidden_layers,

@@ -147,7 +147,8 @@ class Learner:
 
     # ---------------------------------------------------------------------------------------------- to disk and back
     def snapshot(self, files: Mapping[str, bytes]) -> LearnerSnapshot:
-        """All that `restore` needs; a checkpoint of Hugging Face, or of peft, once it is written, with `files` beside its weights."""
+        """All that `restore` needs; a checkpoint of Hugging Face, or of peft, once it is written, with `files` beside
+        its weights."""
         return LearnerSnapshot(
             model=self.model,
             weights=saved_weights(self.model),
