@@ -98,7 +98,7 @@ def _warnings_of_adapters(config: Config) -> Iterator[str]:
     if dropout > 0:
         yield (
             f"worker.actor.model.lora_dropout = {dropout:g}: updates see another policy than the one that sampled, so "
-            "its ratio to itself is no longer 1, and results vary with how a batch is cut into micro-batches; 0 is exact"
+            "its ratio to itself is no longer 1, and results vary with how a batch is cut into passes; 0 is exact"
         )
     if 0 < lr < SMALL_LR_OF_ADAPTERS:
         yield (

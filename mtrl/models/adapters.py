@@ -52,7 +52,8 @@ def library() -> Any:
 def add_adapters(model: Any, settings: AdapterSettings) -> None:
     """Puts adapters beside the projections that `settings` name, which change nothing until they have learnt. All
     other weights are frozen."""
-    inject(model, settings)
+    with torch.random.fork_rng(devices=[]):  # peft draws numbers that are not used
+        inject(model, settings)
     reset_adapters(model, settings.seed)
 
 
@@ -69,10 +70,10 @@ def inject(model: Any, settings: AdapterSettings) -> None:
 
 
 def _inject(model: Any, config: Any, dtype: torch.dtype) -> None:
-    with torch.random.fork_rng(devices=[]):  # peft draws numbers that are not used
-        library().inject_adapter_in_model(config, model, adapter_name=ADAPTER)
+    library().inject_adapter_in_model(config, model, adapter_name=ADAPTER)
     for parameter in adapter_parameters(model).values():
-        parameter.data = parameter.data.to(dtype)
+        if parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)
 
 
 def bound_modules(model: Any, targets: Sequence[str] | None, vision_tower: bool) -> list[str]:
@@ -255,6 +256,7 @@ def merge_saved(model: Any, directory: Path) -> None:
     """Adapters of a directory into the weights of their base."""
     settings = library().LoraConfig.from_pretrained(directory)
     settings.lora_dropout = 0.0
-    _inject(model, settings, torch.float32)
+    with torch.random.fork_rng(devices=[]):
+        _inject(model, settings, torch.float32)
     load_adapters(model, directory)
     merge_adapters(model)
