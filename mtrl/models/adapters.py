@@ -2,7 +2,7 @@
 
 They are injected: the model stays the Hugging Face model that it was, with other layers in the places of some
 projections, and everything that works on it goes on to work. Without its adapters a model is the base that they were
-given, so a reference takes no second copy. On a disk they are files of peft, beside the settings of their base.
+given, so a reference takes no second copy. On a disk they are files of peft, which name their base.
 """
 
 from __future__ import annotations
@@ -214,13 +214,13 @@ def _stored(name: str) -> str:
 
 
 def save_adapters(model: Any, tensors: Mapping[str, Tensor], directory: Path) -> None:
-    """Writes `tensors`, which are a model's adapters now or at an earlier moment, with the settings of the base."""
+    """Writes `tensors`, which are a model's adapters now or at an earlier moment. The base's config.json stays with the
+    base: transformers takes a folder that has one for a whole model."""
     settings = model.peft_config[ADAPTER]
     given = model.name_or_path
     setattr(settings, BASE, str(Path(given).resolve()) if Path(given).exists() else given)
     settings.save_pretrained(directory)
     save_file({name: each.contiguous() for name, each in tensors.items()}, directory / WEIGHTS, {"format": "pt"})
-    model.config.save_pretrained(directory)
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(directory)
 

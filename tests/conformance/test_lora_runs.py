@@ -22,7 +22,7 @@ LORA = (
     "optimization.disable_divergence=false",
 )
 FILES = (
-    "adapter_config.json", "adapter_model.safetensors", "chat_template.jinja", "config.json", "generation_config.json",
+    "adapter_config.json", "adapter_model.safetensors", "chat_template.jinja", "generation_config.json",
     "mtrl_manifest.json", "preprocessor_config.json", "tokenizer.json", "tokenizer_config.json",
     "trainer/optimizer.json", "trainer/optimizer.safetensors", "trainer_state.json",
 )  # fmt: skip

@@ -205,7 +205,6 @@ def test_files_are_those_of_peft(saved):
     assert {file.name for file in directory.iterdir()} == {
         "adapter_config.json",
         "adapter_model.safetensors",
-        "config.json",
         "generation_config.json",
     }
     plain = fresh_backbone(FAMILY).model
