@@ -208,7 +208,7 @@ class FsdpConfig:
         "FULL_SHARD", "what is split over the GPUs"
     )
     mixed_precision_dtype: Literal["bf16", "fp16", "fp32"] = key("bf16", "dtype of the computation")
-    param_dtype: Literal["fp32", "bf16"] = key("fp32", "dtype of the weights that learn (with adapters: theirs)")
+    param_dtype: Literal["fp32", "bf16"] = key("fp32", "dtype of the weights that learn")
     cpu_offload: bool = key(False, "keep sharded weights in main memory")
 
 
