@@ -74,6 +74,7 @@ def _inject(model: Any, config: Any, dtype: torch.dtype) -> None:
     for parameter in adapter_parameters(model).values():
         if parameter.dtype != dtype:
             parameter.data = parameter.data.to(dtype)
+    model.train(model.training)  # what is new is in training mode, whatever the model is in
 
 
 def bound_modules(model: Any, targets: Sequence[str] | None, vision_tower: bool) -> list[str]:

@@ -95,7 +95,7 @@ def same(left, right):
     return all(torch.equal(left[name], right[name]) for name in left)
 
 
-def test_dropout_is_drawn_by_seed_step_and_micro_batch(family, tmp_path):
+def test_dropout_is_drawn_by_seed_step_and_micro_batch(tmp_path, family="qwen3_vl"):
     dropped = {"batching": MicroBatching(rows=3), "dropout": 0.3}
     batches = [full_batch(family), full_batch(family)]
     whole = after(actor_of(family, seed=5, **dropped), batches)
