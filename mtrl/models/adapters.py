@@ -57,8 +57,8 @@ def add_adapters(model: Any, settings: AdapterSettings) -> None:
     reset_adapters(model, settings.seed)
 
 
-def inject(model: Any, settings: AdapterSettings) -> None:
-    """Adapters with any numbers in them."""
+def inject(model: Any, settings: AdapterSettings, empty: bool = False) -> None:
+    """Adapters with any numbers in them; `empty`: without, as tensors of the meta device."""
     config = library().LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,
@@ -66,11 +66,11 @@ def inject(model: Any, settings: AdapterSettings) -> None:
         target_modules=bound_modules(model, settings.targets, settings.vision_tower),
         task_type="CAUSAL_LM",
     )
-    _inject(model, config, settings.dtype)
+    _inject(model, config, settings.dtype, empty)
 
 
-def _inject(model: Any, config: Any, dtype: torch.dtype) -> None:
-    library().inject_adapter_in_model(config, model, adapter_name=ADAPTER)
+def _inject(model: Any, config: Any, dtype: torch.dtype, empty: bool = False) -> None:
+    library().inject_adapter_in_model(config, model, adapter_name=ADAPTER, low_cpu_mem_usage=empty)
     for parameter in adapter_parameters(model).values():
         if parameter.dtype != dtype:
             parameter.data = parameter.data.to(dtype)

@@ -20,6 +20,7 @@ LORA = (
     "worker.actor.optim.lr=1e-3",
     "worker.actor.model.lora_dropout=0.1",
     "optimization.disable_divergence=false",
+    "optimization.divergence_type=adaptive",
 )
 FILES = (
     "adapter_config.json", "adapter_model.safetensors", "chat_template.jinja", "generation_config.json",
@@ -48,7 +49,8 @@ def test_a_run_goes_on_to_the_bit(whole, tmp_path, capsys):
     same_end(run_of(whole), run_of(output), STEPS)
     steps = [row for row in metrics_of(run_of(output)).values() if "actor/grad_norm" in row]
     assert all(row["actor/grad_norm"] > 0 for row in steps)
-    assert steps[0]["actor/kl"] == 0 < steps[-1]["actor/kl"], "the reference is what it began with"
+    kl = [row["actor/reference_kl"] for row in steps]
+    assert kl[0] == 0 < kl[-1], "the reference is what the run began with"
 
 
 def test_a_checkpoint_is_of_peft_and_small(whole):
@@ -91,8 +93,8 @@ def test_from_python(tmp_path):
     model, begun = trainer.model, {name: each.clone() for name, each in trainer.model.state_dict().items()}
     trainer.train()
     changed = {name for name, each in model.state_dict().items() if not torch.equal(each, begun[name])}
-    assert changed and all(".lora_B.default." in name for name in changed), "A learns from the second step on"
+    assert changed and all(".lora_" in name for name in changed)
     saved = trainer.save(tmp_path / "saved")
     merged = load_model(saved).state_dict()
-    name = next(iter(changed)).partition(".lora_B")[0]
+    name = next(name for name in changed if ".lora_B." in name).partition(".lora_B")[0]
     assert not torch.equal(merged[f"{name}.weight"], begun[f"{name}.base_layer.weight"])
