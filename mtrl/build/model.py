@@ -20,11 +20,12 @@ from mtrl.build.hub import seek_model
 from mtrl.config import Config, ConfigError
 from mtrl.data.cache import default_cache_dir
 from mtrl.data.templates import template_text
+from mtrl.models.adapters import add_adapters, base_path, has_adapters, is_adapter, reset_adapters
 from mtrl.models.backbone import Backbone
 from mtrl.models.families import TextEncoder, encoder_files, load_encoder
 from mtrl.models.forward import Forward
 from mtrl.models.load import DTYPES, load_model
-from mtrl.models.weights import exported_weights, load_weights, save_model
+from mtrl.models.weights import load_weights, save_model, saved_weights
 from mtrl.protocols import Generator
 from mtrl.rollout.decode.engine import fastest_generator
 from mtrl.store.checkpoint import write_folder
@@ -66,7 +67,7 @@ class Loaded:
         the middle of an update has left gradients behind."""
         self.model.eval().zero_grad()
         if not self.as_given:
-            load_weights(self.model, Path(model_path(config)))
+            give_weights(config, self.model)
         self.as_given = True
 
 
@@ -110,7 +111,7 @@ def build_policy(config: Config, encoder: TextEncoder | None = None) -> tuple[Te
     actor = config.worker.actor
     encoder = encoder or build_encoder(config)
     refuse_damaged(Path(model_path(config)))
-    model = load_plain(config, model_path(config))
+    model = load_policy(config)
     if actor.use_torch_compile and model.device.type == "cuda":
         say_at_once(COMPILING.format(place=keep_compiled(default_cache_dir() / "compiled")))
     if actor.fsdp.mixed_precision_dtype == "bf16" and model.device.type == "cpu":
@@ -148,6 +149,30 @@ def warn_of_slow_bf16() -> None:
             "this processor computes in bf16 by way of float32, many times slower than in float32 itself; "
             "worker.actor.fsdp.mixed_precision_dtype=fp32 is quicker here"
         )
+
+
+def load_policy(config: Config) -> Any:
+    """The model of a run. Adapters that are at its path already are taken over. Weights that do not learn are kept as
+    products take them: wider ones would be narrowed in every pass."""
+    settings, path = recipe.adapter_settings(config), model_path(config)
+    if settings is None:
+        return load_plain(config, path)
+    seek_model(base_path(path))
+    kept = {"dtype": config.worker.actor.fsdp.mixed_precision_dtype}
+    model = load_model(base_path(path), **load_options(config) | kept)
+    add_adapters(model, settings)
+    if is_adapter(path):
+        load_weights(model, Path(path))
+    return model
+
+
+def give_weights(config: Config, model: Any) -> None:
+    """The weights that a run is given, in place. Under adapters nothing has changed."""
+    settings, path = recipe.adapter_settings(config), Path(model_path(config))
+    if settings is not None and not is_adapter(path):
+        reset_adapters(model, settings.seed)
+    else:
+        load_weights(model, path)
 
 
 def load_plain(config: Config, path: str) -> Any:
@@ -205,6 +230,7 @@ def build_actor(
         probe_batching=recipe.probe_batching(config, on_gpu, policy.share_prefix),
         encoder_files=encoder_files(encoder, model_path(config)),
         reference=reference,
+        dropout_seed=recipe.dropout_seed(config),
     )
 
 
@@ -225,9 +251,11 @@ def warn_of_large_steps(key: str, lr: float, model: Any) -> None:
 
 
 def build_reference(policy: Forward, rules: Recipe) -> Reference | None:
-    """The reference, where somebody reads it: a copy of the policy as it was given, before a checkpoint is restored."""
+    """The reference, where somebody reads it: a copy of the policy as it was given, before a checkpoint is restored, or
+    what is under its adapters."""
     if rules.reads_reference:
-        return Reference.frozen(policy)
+        adapted = has_adapters(policy.backbone.model)
+        return Reference.under_adapters(policy) if adapted else Reference.frozen(policy)
     if rules.refresh_every:
         told = "there is no reference to refresh; set optimization.disable_divergence=false, or this to null"
         raise ConfigError([f"worker.ref.refresh_every: {told}"])
@@ -240,11 +268,11 @@ def build_generator(config: Config, policy: Forward, encoder: TextEncoder) -> Ge
 
 
 def save_checkpoint(config: Config, loaded: Loaded, target: Path) -> None:
-    """Writes a Hugging Face checkpoint of the weights as they are now, with the tokenizer."""
+    """Writes a checkpoint of the weights as they are now, with the tokenizer: Hugging Face's, or adapters of peft."""
     files = encoder_files(loaded.encoder, model_path(config))
 
     def write(folder: Path) -> None:
-        save_model(loaded.model, exported_weights(loaded.model), folder)
+        save_model(loaded.model, saved_weights(loaded.model), folder)
         for name, content in files.items():
             (folder / name).write_bytes(content)
 

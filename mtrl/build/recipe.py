@@ -23,6 +23,8 @@ from mtrl.algorithms.values import ValueLoss
 from mtrl.config import Config, ConfigError
 from mtrl.config.tree import OptimConfig
 from mtrl.config.values import BadValue, typed
+from mtrl.models.adapters import AdapterSettings
+from mtrl.models.load import DTYPES
 from mtrl.models.perturb import Perturbation
 from mtrl.plugins import PluginError
 from mtrl.training.recipe import NOTHING, Recipe
@@ -240,6 +242,27 @@ def policy_loss(config: Config) -> PolicyLoss:
         tau_positive=algorithm.tau_positive,
         tau_negative=algorithm.tau_negative,
     )
+
+
+def adapter_settings(config: Config) -> AdapterSettings | None:
+    """None where all weights learn."""
+    model, actor = config.worker.actor.model, config.worker.actor
+    if model.peft_type is None:
+        return None
+    return AdapterSettings(
+        rank=model.lora_rank,
+        alpha=model.lora_alpha,
+        targets=model.lora_target_modules,
+        vision_tower=model.lora_vision_tower,
+        dropout=model.lora_dropout,
+        dtype=DTYPES[actor.fsdp.param_dtype],
+        seed=config.dataset.seed,
+    )
+
+
+def dropout_seed(config: Config) -> int | None:
+    adapters = adapter_settings(config)
+    return adapters.seed if adapters is not None and adapters.dropout > 0 else None
 
 
 def optimizer_settings(config: Config, steps: int) -> OptimizerSettings:

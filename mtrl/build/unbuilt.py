@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 from mtrl.config import Config, ConfigError
 
 
@@ -10,7 +12,7 @@ def unbuilt(config: Config) -> list[str]:
     training, worker = config.training, config.worker
     model, rollout = worker.actor.model, worker.rollout
     switches = {
-        "worker.actor.model.peft_type; set it to null": model.peft_type is not None,
+        "worker.actor.model.peft_type: qlora (it needs a GPU and bitsandbytes); use lora": model.peft_type == "qlora",
         "worker.actor.optim.name: adamw_8bit; use adamw": worker.actor.optim.name != "adamw",
         "worker.critic.optim.name: adamw_8bit; use adamw": worker.critic.optim.name != "adamw",
         "worker.actor.fsdp.cpu_offload; set it to false": worker.actor.fsdp.cpu_offload,
@@ -35,6 +37,14 @@ def unbuilt(config: Config) -> list[str]:
     return [f"{switch} (not built yet)" for switch, on in switches.items() if on]
 
 
+def missing_libraries(config: Config) -> list[str]:
+    """What is switched on and not installed. (Rewards say it of their own, when they are loaded.)"""
+    adapted = config.worker.actor.model.peft_type is not None
+    if adapted and find_spec("peft") is None:
+        return ["worker.actor.model.peft_type: adapters need the library peft; pip install 'mtrl[lora]'"]
+    return []
+
+
 def refuse_unbuilt(config: Config) -> None:
-    if found := unbuilt(config):
+    if found := unbuilt(config) or missing_libraries(config):
         raise ConfigError(found)

@@ -23,7 +23,8 @@ from mtrl.commands.trial import trial_problems
 from mtrl.config import Config, ConfigError, take_file, warnings
 from mtrl.data.sources import HUB_ID
 from mtrl.machine import existing_parent, free_disk, may_write
-from mtrl.memory.estimate import Estimate, estimate, smaller
+from mtrl.memory.estimate import Estimate, Plan, estimate, smaller
+from mtrl.memory.rehearsal import ADAM_STATES
 from mtrl.models.families import load_model_config, refuse_unknown_family
 from mtrl.models.files import refuse_broken_weights
 from mtrl.models.load import DTYPES
@@ -66,7 +67,7 @@ def run(arguments: Sequence[str]) -> int:
     else:
         print(memory_report(found, device))
         problems += [*memory_problems(found, device, partial(smaller, model, plan, found))]
-        problems += disk_problems(config, found.parameters + found.critic_parameters)
+        problems += disk_problems(config, saved_parameters(found, plan) + found.critic_parameters)
     if not absent:
         problems += row_problems(config, model_seen, _note)
     for warning in warnings(config):
@@ -164,6 +165,13 @@ def missing_function(place: str) -> Iterator[str]:
             yield f"worker.reward.functions: {place} does not exist"
     elif find_spec(place.partition(".")[0]) is None:
         yield f"worker.reward.functions: there is no module {place}"
+
+
+def saved_parameters(found: Estimate, plan: Plan) -> int:
+    """How many of the actor's a checkpoint holds: of adapters those alone."""
+    if plan.adapters is None:
+        return found.parameters
+    return found.held["optimizer state"] // (ADAM_STATES * plan.weight_bytes)
 
 
 def disk_problems(config: Config, parameters: int) -> Iterator[str]:

@@ -46,13 +46,17 @@ FEATURES = (
     *(_reward(name, reward.library) for name, reward in REWARDS.items() if reward.library is not None),
     Feature("datasets of the hub", ("datasets",), "pip install 'mtrl[hub]'", lambda c: False),
     Feature(
+        "adapters (LoRA)", ("peft",), "pip install 'mtrl[lora]'",
+        lambda c: c.worker.actor.model.peft_type == "lora",
+    ),
+    Feature(
         "flash attention", ("flash_attn",), "pip install flash-attn",
         lambda c: c.worker.actor.model.attn_implementation.startswith("flash_attention"),
     ),
 )  # fmt: skip
 # No library brings these: `unbuilt` and the data layer refuse them, whatever is installed.
 NOT_BUILT = (
-    "rollout by vLLM", "several processes", "adapters (LoRA, QLoRA)", "8-bit Adam", "videos",
+    "rollout by vLLM", "several processes", "adapters on 4-bit weights (QLoRA)", "8-bit Adam", "videos",
     "loggers (tensorboard, wandb, mlflow, swanlab, trackio)",
 )  # fmt: skip
 

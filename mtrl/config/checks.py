@@ -19,6 +19,7 @@ from mtrl.rewards.registry import REWARDS, is_bare
 # usual size (0.02), three steps change 2% at 1e-6, 15% at 1e-5, 82% at 1e-4.
 SMALL_LR_IN_BF16 = 1e-4
 # Adam moves every weight by about lr, and weights of a usual size are around 0.02.
+SMALL_LR_OF_ADAPTERS = 5e-6
 LARGE_LR = 0.01
 
 # More of any of these has no end, or no place on any machine. Far above what anybody needs: it is for slips of a finger
@@ -82,12 +83,28 @@ def warnings(config: Config) -> Iterator[str]:
             "optimization.use_divergence_loss with optimization.divergence_penalty = kl: its gradient has zero mean, "
             "so it does not pull towards the reference; low_var_kl does"
         )
+    if config.worker.actor.model.peft_type is not None:
+        yield from _warnings_of_adapters(config)
     rates = {"worker.actor.optim.lr": config.worker.actor.optim.lr}
     if optimization.advantage_estimator == "gae":
         rates["worker.critic.optim.lr"] = config.worker.critic.optim.lr
         yield from _warnings_of_critic(config)
     for key, lr in rates.items():
         yield from _warnings_of_rate(key, lr, config.worker.actor.fsdp.param_dtype)
+
+
+def _warnings_of_adapters(config: Config) -> Iterator[str]:
+    dropout, lr = config.worker.actor.model.lora_dropout, config.worker.actor.optim.lr
+    if dropout > 0:
+        yield (
+            f"worker.actor.model.lora_dropout = {dropout:g}: updates see another policy than the one that sampled, so "
+            "its ratio to itself is no longer 1, and results vary with how a batch is cut into passes; 0 is exact"
+        )
+    if 0 < lr < SMALL_LR_OF_ADAPTERS:
+        yield (
+            f"worker.actor.optim.lr = {lr:g} with adapters: they begin at zero and move by about lr a step, so they "
+            "take some ten times the rate of all weights; usual are 1e-5 to 1e-4"
+        )
 
 
 def _warnings_of_rate(key: str, lr: float, param_dtype: str) -> Iterator[str]:
@@ -284,6 +301,11 @@ def _engine(config: Config) -> Iterator[Conflict]:
         yield Conflict(
             ("worker.rollout.tensor_parallel_size", "training.nnodes", "training.n_gpus_per_node"),
             f"one engine would need more GPUs than the {gpus} of the run",
+        )
+    if model.peft_type is not None and config.worker.ref.refresh_every is not None:
+        yield Conflict(
+            ("worker.ref.refresh_every", "worker.actor.model.peft_type"),
+            "with adapters the reference is the model under them, which never changes; set refresh_every to null",
         )
     if model.peft_type is not None and model.freeze_vision_tower and model.lora_vision_tower:
         yield Conflict(

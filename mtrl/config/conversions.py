@@ -89,7 +89,7 @@ def _lora(value: Any, flat: Flat) -> Converted:
 
 def _modules(value: Any, flat: Flat) -> Converted:
     if value == "all-linear":
-        raise Lost("name the modules in worker.actor.model.lora_target_modules; there is no word for all of them")
+        return Converted({"worker.actor.model.lora_target_modules": None})
     return Converted({"worker.actor.model.lora_target_modules": [value] if isinstance(value, str) else value})
 
 

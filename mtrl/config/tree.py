@@ -181,8 +181,10 @@ class ActorModelConfig:
     peft_type: Literal["lora", "qlora"] | None = key(None, "train adapters; null: all weights")
     lora_rank: int = key(8, "rank of the adapters", "[1, inf)")
     lora_alpha: int = key(16, "scale of the adapters is alpha / rank", "[1, inf)")
-    lora_dropout: float = key(0.05, "dropout before the adapters", "[0, 1)")
-    lora_target_modules: tuple[str, ...] = key(("q_proj", "v_proj"), "modules that get adapters")
+    lora_dropout: float = key(0.0, "dropout before the adapters, in updates", "[0, 1)")
+    lora_target_modules: tuple[str, ...] | None = key(
+        None, "modules that get adapters, by the ends of their names; null: every projection"
+    )
     lora_vision_tower: bool = key(False, "adapters in the vision tower too")
 
 
@@ -206,7 +208,7 @@ class FsdpConfig:
         "FULL_SHARD", "what is split over the GPUs"
     )
     mixed_precision_dtype: Literal["bf16", "fp16", "fp32"] = key("bf16", "dtype of the computation")
-    param_dtype: Literal["fp32", "bf16"] = key("fp32", "dtype of the master weights")
+    param_dtype: Literal["fp32", "bf16"] = key("fp32", "dtype of the weights that learn")
     cpu_offload: bool = key(False, "keep sharded weights in main memory")
 
 

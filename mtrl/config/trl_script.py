@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from mtrl.config.text import BadYaml
 
 _TRAINER = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset")  # its arguments by position
+_LORA_DEFAULTS = {"lora_r": 8, "lora_alpha": 8, "lora_target_modules": ["q_proj", "v_proj"]}  # peft's, for our families
 _LORA = {"r": "lora_r", "target_modules": "lora_target_modules"}  # the others have their own name
 _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -131,7 +132,7 @@ class _Reader:
             return
         if not isinstance(made, ast.Call) or _name(made.func) != "LoraConfig":
             raise _NotLiteral
-        self.script.values["use_peft"] = True
+        self.script.values |= {"use_peft": True, **_LORA_DEFAULTS}
         self.take(_keywords(made, ("task_type", "r")), _LORA)
 
     def _rewards(self, name: str, node: ast.expr) -> None:

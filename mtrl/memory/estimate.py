@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from mtrl.memory.rehearsal import ADAM_STATES, Limits, Rehearsal
+from mtrl.models.adapters import AdapterSettings
 from mtrl.models.fake import FakeBackbone, FakeModel
 from mtrl.models.forward import Forward
 from mtrl.models.live_tensors import LiveTensors
@@ -41,6 +42,7 @@ class Plan:
     compute: str = "fp32"
     reference: bool = False
     train_vision: bool = True
+    adapters: AdapterSettings | None = None  # these alone learn; other weights are kept as products are taken
     checkpointing: bool = False
     attention: str = "sdpa"
     on_gpu: bool = False
@@ -52,8 +54,17 @@ class Plan:
     trust_remote_code: bool = False
 
     @property
+    def base(self) -> str:
+        """What weights that do not learn are kept in."""
+        return self.weights if self.adapters is None else self.compute
+
+    @property
     def weight_bytes(self) -> int:
         return DTYPES[self.weights].itemsize
+
+    @property
+    def base_bytes(self) -> int:
+        return DTYPES[self.base].itemsize
 
     @property
     def compute_bytes(self) -> int:
@@ -83,7 +94,7 @@ def estimate(config: Any, plan: Plan, wanted: Collection[str] = PHASES) -> Estim
     """`config` is the model's own; phases that are not wanted are left out."""
     fake = fake_model(config, plan)
     size = size_of(fake.model)
-    critic = ((), ()) if plan.critic is None else critic_tensors(fake_model(plan.critic, plan).model)
+    critic = ((), ()) if plan.critic is None else critic_tensors(fake_critic(plan).model)
     moments, way = measure(fake, plan, wanted)
     gradients = {"gradients": held_by(size.learning, plan)}
     passes = {phase: list(map(parts_of, found.items())) for phase, found in moments.items()}
@@ -105,39 +116,46 @@ def estimate(config: Any, plan: Plan, wanted: Collection[str] = PHASES) -> Estim
 def fake_model(config: Any, plan: Plan) -> FakeModel:
     return FakeModel(
         config,
-        dtype=DTYPES[plan.weights],
+        dtype=DTYPES[plan.base],
         attention="eager" if plan.attention == "eager" else "sdpa",  # other kernels keep what sdpa keeps
         checkpointing=plan.checkpointing,
         train_vision=plan.train_vision,
         compiled=plan.compiled,
         padded=plan.on_gpu and plan.compute_bytes == 2,  # as Backbone does it
         trust_remote_code=plan.trust_remote_code,
+        adapters=plan.adapters,
     )
+
+
+def fake_critic(plan: Plan) -> FakeModel:
+    """All of its weights learn, whatever the actor's do."""
+    return fake_model(plan.critic, replace(plan, adapters=None))
 
 
 # ---------------------------------------------------------------------------------------------------------- by formula
 def held(size: ModelSize, plan: Plan, critic: Iterable[int] = (), critic_learning: Iterable[int] = ()) -> Parts:
     """`critic`: numbers in each weight of a critic, and of those that learn."""
-    weights = held_by(size.tensors, plan)
+    learning = held_by(size.learning, plan)
+    weights = learning + held_by(size.frozen, plan, plan.base_bytes)
     return _some(
         {
             "weights": weights,
             "weights of the reference": weights if plan.reference else 0,
             "weights of the reward model": plan.reward_model_parameters * plan.compute_bytes,
             "weights of the critic": held_by(critic, plan),
-            "optimizer state": ADAM_STATES * held_by(size.learning, plan),
+            "optimizer state": ADAM_STATES * learning,
             "optimizer state of the critic": ADAM_STATES * held_by(critic_learning, plan),
             "workspaces of cuBLAS": WORKSPACES if plan.on_gpu else 0,
         }
     )
 
 
-def held_by(tensors: Iterable[int], plan: Plan) -> int:
-    """Bytes of tensors of so many numbers, as wide as the weights. torch's allocator gives large ones on a GPU whole
-    blocks of 2 MiB, and leaves the rest of the last one unused where it is no more than 1 MiB."""
+def held_by(tensors: Iterable[int], plan: Plan, width: int | None = None) -> int:
+    """Bytes of tensors of so many numbers, as wide as what learns unless told. torch's allocator gives large ones on a
+    GPU whole blocks of 2 MiB, and leaves the rest of the last one unused where it is no more than 1 MiB."""
     total = 0
     for numbers in tensors:
-        size = numbers * plan.weight_bytes
+        size = numbers * (width or plan.weight_bytes)
         rest = -size % (2 * MIB) if plan.on_gpu and size >= 10 * MIB else 0
         total += size + (rest if rest <= MIB else 0)
     return total
@@ -242,7 +260,7 @@ def changes(plan: Plan) -> dict[str, Plan]:
     ways = {
         "optimization.disable_divergence=true": replace(plan, reference=False),
         "optimization.advantage_estimator=reinforce_plus_plus": replace(plan, critic=None),
-        "worker.actor.model.freeze_vision_tower=true": replace(plan, train_vision=False),
+        "worker.actor.model.freeze_vision_tower=true": plan if plan.adapters else replace(plan, train_vision=False),
         "worker.actor.model.enable_gradient_checkpointing=true": replace(plan, checkpointing=True),
         f"worker.actor.tokens_per_micro_batch={half_pass}": within(update=halved, probe=halved),
         f"dataset.max_pixels={limits.max_pixels // 4}": within(max_pixels=limits.max_pixels // 4),

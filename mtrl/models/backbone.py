@@ -22,10 +22,12 @@ from transformers.vision_utils import (
     get_vision_window_index,
 )
 
+from mtrl.models.adapters import adapter_parameters
 from mtrl.models.attention import ATTENTION, FLEX_COLUMNS, Reader, Sight, use_attention
 from mtrl.models.patches import (
     use_compiled_pieces,
     use_linear_patches,
+    use_narrow_adapters,
     use_no_dropout,
     use_padded_mlps,
     use_segment_attention,
@@ -54,8 +56,9 @@ class Features:
 class Backbone:
     """`model` is a Hugging Face causal model of a family in `models/families`; its weights stay the caller's.
 
-    `compute_dtype` is what products are taken in; the weights may be kept wider (float32 master weights). `compiled`
-    puts compiled norms, MLPs and rotary positions in place, which pays where a model is large.
+    `compute_dtype` is what products are taken in; weights, or adapters alone, may be kept wider (float32 master
+    weights). Adapters must be there already. `compiled` puts compiled norms, MLPs and rotary positions in place, which
+    pays where a model is large.
     """
 
     def __init__(
@@ -68,6 +71,11 @@ class Backbone:
         self.language_model: Any = getattr(model.model, "language_model", model.model)
         use_attention(self.language_model)
         use_no_dropout(model)
+        self.wide_adapters = any(
+            each.dtype.itemsize > self.compute_dtype.itemsize for each in adapter_parameters(model).values()
+        )
+        if self.wide_adapters:
+            use_narrow_adapters(model)
         if self.vision_tower is not None:
             use_segment_attention(self.vision_tower)
             use_linear_patches(self.vision_tower)
@@ -155,7 +163,7 @@ class Backbone:
         return Cache(config=self.language_model.config)
 
     def _precision(self) -> torch.autocast:
-        narrower = self.compute_dtype != self.model.dtype
+        narrower = self.compute_dtype != self.model.dtype or self.wide_adapters
         return torch.autocast(self.device.type, dtype=self.compute_dtype, enabled=narrower)
 
     @property

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 
+from mtrl.models.adapters import ADAPTER, AdapterSettings, adapter_layers, inject
 from mtrl.models.attention import Sight
 from mtrl.models.backbone import Backbone, Features, check_supported
 from mtrl.models.families import VISION_FAMILIES, TextEncoder, in_a_line
@@ -42,6 +43,7 @@ class FakeModel:
         compiled: bool = False,
         padded: bool = False,
         trust_remote_code: bool = False,
+        adapters: AdapterSettings | None = None,
     ) -> None:
         family: Any = AutoModelForImageTextToText if config.model_type in VISION_FAMILIES else AutoModelForCausalLM
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -54,6 +56,10 @@ class FakeModel:
             raise ValueError(f"no model can be built from its config.json: {in_a_line(error)}") from error
         check_supported(self.model)
         self.tower: Any = getattr(self.model.model, "visual", None)
+        if self.tower is not None:
+            self.tower.requires_grad_(train_vision)
+        if adapters is not None:
+            self._add_adapters(adapters)
         self.language_model: Any = getattr(self.model.model, "language_model", self.model.model)
         self.layers = self.language_model.layers
         self.blocks: Any = [] if self.tower is None else self.tower.blocks
@@ -61,7 +67,6 @@ class FakeModel:
         if checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         if self.tower is not None:
-            self.tower.requires_grad_(train_vision)
             if self._deepstack:  # of layers that are there after a cut
                 self.tower.deepstack_visual_indexes = list(range(self._deepstack))
             if padded:
@@ -70,6 +75,15 @@ class FakeModel:
             for module in self.model.modules():
                 if type(module).__name__.lower().endswith("mlp"):
                     module.forward = without_cached_casts(module.forward)
+
+    def _add_adapters(self, settings: AdapterSettings) -> None:
+        """They come without numbers, and peft would move fake ones, which cannot be moved."""
+        inject(self.model, settings, empty=True)
+        with self.mode:
+            for layer in adapter_layers(self.model):
+                for linear in (layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]):
+                    weight = torch.empty(linear.weight.shape, dtype=linear.weight.dtype)
+                    linear.weight = torch.nn.Parameter(weight)
 
     @property
     def depth(self) -> tuple[int, int]:

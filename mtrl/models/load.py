@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.utils import logging
 
+from mtrl.models.adapters import base_path, is_adapter, merge_saved
 from mtrl.models.families import VISION_FAMILIES, in_a_line, load_model_config
 from mtrl.models.files import refuse_broken_weights
 
@@ -28,8 +29,9 @@ def load_model(
     but: Collection[str] = (),
 ) -> PreTrainedModel:
     """The causal model of a supported family, in evaluation mode. `attn_implementation: auto` is sdpa. Weights `but`
-    those must be the model's: of these any may be missing or unknown, for a caller who puts them in place."""
-    path = str(path)
+    those must be the model's: of these any may be missing or unknown, for a caller who puts them in place. A directory
+    of adapters gives their base with them merged into it."""
+    given, path = Path(path), base_path(path)
     config = load_model_config(path, trust_remote_code)
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
@@ -45,6 +47,11 @@ def load_model(
     refuse_unfitting(path, {problem: [each for each in names if each not in but] for problem, names in found.items()})
     model = model.to(device).eval()
     refuse_non_finite(path, model)
+    if is_adapter(given):
+        try:
+            merge_saved(model, given)
+        except ValueError as error:
+            raise ValueError(f"{given} does not fit {path}: {error}") from error
     return model
 
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from mtrl.models.adapters import adapter_layers
 from mtrl.models.transfer import to_device
 
 # Transformers hands segment boundaries (`cu_seq_lens_q`) only to implementations with "flash" in their name.
@@ -141,13 +142,24 @@ def use_no_dropout(model: Any) -> None:
     """Every dropout off, for training too.
 
     Why: the ratio of a policy to itself must be 1; dropout makes noise of it. And flex_attention has none, so the
-    routes would differ. Unnecessary where a checkpoint's settings have no dropout, as most of them.
+    routes would differ. Unnecessary where a checkpoint's settings have no dropout, as most of them. That of adapters is
+    left alone: whoever sets it has been told what it costs.
     """
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout) and ".lora_dropout." not in name:
             module.p = 0.0
         elif hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.0
+
+
+def use_narrow_adapters(model: nn.Module) -> None:
+    """Adapters that are wider than the products take their input as it is; autocast narrows their weights.
+
+    Why: peft widens every input to the dtype of the adapter, and autocast narrows it again: two more copies of each
+    hidden state for each projection. Unnecessary once peft leaves the dtype to autocast where that is on.
+    """
+    for layer in adapter_layers(model):
+        layer.cast_input_dtype_enabled = False
 
 
 def use_compiled_pieces(model: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,11 @@ class ModelSize:
     layers: int  # of the language model
     keys: int  # numbers that a layer keeps of a token, and as many values
     read: int  # parameters of the language model, embeddings included
+
+    @property
+    def frozen(self) -> tuple[int, ...]:
+        """The tensors that do not learn."""
+        return tuple((Counter(self.tensors) - Counter(self.learning)).elements())
 
     @property
     def parameters(self) -> int:

@@ -45,6 +45,9 @@ class LocalGenerator(Awake):
 
     def load(self, weights: Weights) -> None:
         """Takes over a version; tensors that are the model's own already are left alone."""
+        if getattr(weights.tensors, "model", None) is self.backbone.model:  # merged of the adapters that it has itself
+            self.version = weights.version
+            return
         own = self.backbone.model.state_dict()  # tied ones under each name
         for told, names in (
             ("the model has no weight", weights.tensors.keys() - own.keys()),

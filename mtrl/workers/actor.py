@@ -37,11 +37,14 @@ class LocalActor:
         probe_batching: MicroBatching,
         encoder_files: Mapping[str, bytes],
         reference: Reference | None = None,
+        dropout_seed: int | None = None,
     ) -> None:
         self.forward, self.reference = forward, reference
         self.perturbation, self.probe_batching = perturbation, probe_batching
         self.model = forward.backbone.model
-        self.learner = Learner(self.model, optimization, update_batching, name="actor", advice=ADVICE)
+        self.learner = Learner(
+            self.model, optimization, update_batching, name="actor", advice=ADVICE, dropout_seed=dropout_seed
+        )
         self.encoder_files = encoder_files  # what stands beside the weights of a checkpoint
 
     # ------------------------------------------------------------------------------------------------------- probing

@@ -8,16 +8,18 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mtrl.errors import Diverged
-from mtrl.models.weights import exported_weights, load_weights
+from mtrl.models.weights import load_weights, saved_weights
 from mtrl.types import TrainBatch
 from mtrl.workers.micro_batches import MicroBatching
 from mtrl.workers.snapshot import LearnerSnapshot, optimizer_state_of, read_counters, restore_optimizer_state
@@ -60,13 +62,21 @@ class OptimizerSettings:
 class Learner:
     """Takes optimizer steps on a Hugging Face model; parameters that do not require gradients stay as they are.
 
-    `name` says in messages who learns, `advice` what a user may change where its numbers are not finite."""
+    `name` says in messages who learns, `advice` what a user may change where its numbers are not finite. A model
+    with dropout needs a seed of it; without one no random numbers are drawn."""
 
     def __init__(
-        self, model: Any, optimization: OptimizerSettings, batching: MicroBatching, *, name: str, advice: str
+        self,
+        model: Any,
+        optimization: OptimizerSettings,
+        batching: MicroBatching,
+        *,
+        name: str,
+        advice: str,
+        dropout_seed: int | None = None,
     ) -> None:
         self.model, self.optimization, self.batching = model, optimization, batching
-        self.name, self.advice = name, advice
+        self.name, self.advice, self.dropout_seed = name, advice, dropout_seed
         self.names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         self.parameters = list(self.names)
         self.optimizer = torch.optim.AdamW(
@@ -96,9 +106,10 @@ class Learner:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         metrics: dict[str, float] = defaultdict(float)
-        for rows in self.batching.split(batch.rollouts):
-            part, values = loss(batch.rows(rows))
-            part.backward()
+        for number, rows in enumerate(self.batching.split(batch.rollouts)):
+            with self._dropping(number):
+                part, values = loss(batch.rows(rows))
+                part.backward()
             for name, value in values.items():
                 metrics[name] += float(value)
         norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.optimization.max_grad_norm))
@@ -109,6 +120,18 @@ class Learner:
         self._count_bad_steps(finite)
         self.optimizer_step += 1
         return {**metrics, "grad_norm": norm, "lr": lr, "skipped_steps": float(not finite)}
+
+    @contextmanager
+    def _dropping(self, micro_batch: int) -> Iterator[None]:
+        """What dropout leaves out is a matter of the seed, the optimizer step and the micro-batch, and of nothing that
+        was drawn before: a run that goes on from a checkpoint draws the same."""
+        if self.dropout_seed is None:
+            yield
+            return
+        device, numbers = self.model.device, [self.dropout_seed, self.optimizer_step, micro_batch]
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]))
+            yield
 
     def _count_bad_steps(self, finite: bool) -> None:
         """A step that would poison the weights is left out; three in a row are no accident."""
@@ -124,10 +147,11 @@ class Learner:
 
     # ---------------------------------------------------------------------------------------------- to disk and back
     def snapshot(self, files: Mapping[str, bytes]) -> LearnerSnapshot:
-        """All that `restore` needs; a Hugging Face checkpoint once it is written, with `files` beside its weights."""
+        """All that `restore` needs; a checkpoint of Hugging Face, or of peft, once it is written, with `files` beside
+        its weights."""
         return LearnerSnapshot(
             model=self.model,
-            weights=exported_weights(self.model),
+            weights=saved_weights(self.model),
             optimizer_state=optimizer_state_of(self.optimizer, self.names),
             counters={name: getattr(self, name) for name in COUNTED},
             files=files,

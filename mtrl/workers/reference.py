@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mtrl.algorithms.vocab import full_kl
+from mtrl.models.adapters import adapters_off
 from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward, unpack
 from mtrl.models.weights import exported_weights, load_weights
@@ -21,9 +25,11 @@ from mtrl.workers.snapshot import ModelSnapshot
 @dataclass(frozen=True)
 class Reference:
     """Other weights behind the policy's own forward pass. The worker that holds the policy holds this view as well, so
-    that a probe or an update can ask both about the same rows, whatever the weights are: a frozen copy here."""
+    that a probe or an update can ask both about the same rows, whatever the weights are: a frozen copy, or the base
+    under the policy's adapters."""
 
     forward: Forward  # without gradients
+    asked: Callable[[], AbstractContextManager[None]] = nullcontext  # entered while it is
 
     @classmethod
     def frozen(cls, policy: Forward) -> Reference:
@@ -31,15 +37,22 @@ class Reference:
         model = copy.deepcopy(policy.backbone.model).eval().requires_grad_(False)
         return cls(replace(policy, backbone=Backbone(model, policy.backbone.compute_dtype)))
 
+    @classmethod
+    def under_adapters(cls, policy: Forward) -> Reference:
+        """The policy's own model without its adapters: nothing is copied, and it stays what it is."""
+        return cls(policy, partial(adapters_off, policy.backbone.model))
+
     def take_over(self, policy: Forward) -> None:
-        """Becomes the policy as it is now. Weights are copied in place: whoever holds this view sees the new ones. (A
-        view of the policy without its adapters would copy those instead.)"""
+        """Becomes the policy as it is now. Weights are copied in place: whoever holds this view sees the new ones."""
         self.forward.backbone.model.load_state_dict(exported_weights(policy.backbone.model))
 
     @torch.no_grad()
     def signals(self, rollouts: Rollouts, needs: Needs, policy: Forward) -> Signals:
         """What is needed of log-probs, and of the policy's divergence from them over the whole vocabulary."""
-        found = Signals(reference=self.forward.signals(rollouts).old) if "reference" in needs else Signals()
+        found = Signals()
+        if "reference" in needs:
+            with self.asked():
+                found = Signals(reference=self.forward.signals(rollouts).old)
         if "divergence" not in needs:
             return found
         theirs = self.response_hidden(rollouts)
@@ -50,7 +63,8 @@ class Reference:
     def response_hidden(self, rollouts: Rollouts) -> Tensor:
         """[M, H]: the hidden states that predict the response tokens. Whoever holds activations for a gradient asks for
         these first: what this pass holds is gone when it ends."""
-        return self.forward.response_hidden(rollouts)
+        with self.asked():
+            return self.forward.response_hidden(rollouts)
 
     def divergence(self, ours: Tensor, theirs: Tensor, policy: Forward) -> Tensor:
         """[M]: KL(policy || reference) over the vocabulary, from the hidden states of both; gradients flow to ours and

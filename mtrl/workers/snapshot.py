@@ -31,7 +31,7 @@ class ModelSnapshot:
     first."""
 
     model: Any  # the model, whose settings go beside the weights
-    weights: Tensors  # weights by their Hugging Face names (`exported_weights`)
+    weights: Tensors  # by the names that they have in the checkpoint (`saved_weights`)
 
     @property
     def nbytes(self) -> int:

@@ -138,3 +138,13 @@ def lines(path):
 
 def timeless(line):
     return {name: value for name, value in line.items() if name != "time" and not name.startswith("perf/")}
+
+
+@pytest.mark.slow
+def test_adapters_learn_by_looking(tmp_path, without_looking):
+    """At ten times the rate: they begin at zero. The vision tower stays as it is."""
+    pytest.importorskip("peft")
+    lora = {"worker.actor.model.peft_type": "lora", "worker.actor.model.lora_rank": 16, "worker.actor.optim.lr": 1e-3}
+    _, tracker = train(tmp_path, blank=False, **lora)
+    assert tracker.accuracy[STEPS] >= tracker.accuracy[0] + 0.15
+    assert tracker.accuracy[STEPS] > without_looking + 0.15

@@ -211,6 +211,10 @@ IMPOSSIBLE = [
     ),
     (["worker.rollout.mode=server"], ["worker.rollout.mode", "worker.rollout.address"]),
     (
+        ["worker.actor.model.peft_type=lora", "worker.ref.refresh_every=10"],
+        ["worker.ref.refresh_every", "worker.actor.model.peft_type"],
+    ),
+    (
         ["worker.rollout.name=vllm", "worker.rollout.tensor_parallel_size=2"],
         ["worker.rollout.tensor_parallel_size", "training.n_gpus_per_node"],
     ),
@@ -350,6 +354,10 @@ def test_what_can_never_end_is_refused(overrides):
         (["worker.actor.optim.lr=1e-7"], 0),
         (["worker.actor.optim.lr=0.01"], 0),
         (["worker.actor.optim.lr=30"], 1),
+        (["worker.actor.model.peft_type=lora"], 1),  # the default rate is for all weights
+        (["worker.actor.model.peft_type=lora", "worker.actor.optim.lr=1e-5"], 0),
+        (["worker.actor.model.peft_type=lora", "worker.actor.optim.lr=1e-5", "worker.actor.model.lora_dropout=0.1"], 1),
+        (["worker.actor.model.lora_dropout=0.1"], 0),
     ],
 )
 def test_warnings(overrides, count):

@@ -18,7 +18,7 @@ from mtrl.zoo.rows import CONFIG_FILE
 PACKAGE = Path(mtrl.__file__).parent
 
 REFUSED = {  # what the message names: the overrides
-    "worker.actor.model.peft_type": {"worker.actor.model.peft_type": "lora"},
+    "worker.actor.model.peft_type: qlora": {"worker.actor.model.peft_type": "qlora"},
     "worker.actor.optim.name: adamw_8bit": {"worker.actor.optim.name": "adamw_8bit"},
     "worker.critic.optim.name: adamw_8bit": {"worker.critic.optim.name": "adamw_8bit"},
     "worker.actor.fsdp.cpu_offload": {"worker.actor.fsdp.cpu_offload": True},
@@ -94,6 +94,7 @@ def test_several_are_told_together():
         {"worker.reward.reward_fn_path": "file.py", "optimization.enable_token_weights": True},
         {"worker.reward.functions": ("math",)},
         {"worker.reward.reward_type": "model", "worker.reward.model_path": "x"},
+        {"worker.actor.model.peft_type": "lora"},
         {"optimization.advantage_estimator": "rloo"},
         {"optimization.advantage_estimator": "reinforce_plus_plus"},
         {"optimization.advantage_estimator": "remax"},
@@ -106,20 +107,21 @@ def test_what_works_is_not_refused(overrides):
     assert unbuilt(load_config(None, overrides)) == []
 
 
+def test_adapters_without_their_library_are_refused_with_how_to_get_it(monkeypatch):
+    monkeypatch.setattr("mtrl.build.unbuilt.find_spec", lambda name: None)
+    refuse_unbuilt(Config())
+    with pytest.raises(ConfigError, match=r"peft_type: adapters need the library peft; pip install 'mtrl\[lora\]'"):
+        refuse_unbuilt(load_config(None, {"worker.actor.model.peft_type": "lora"}))
+
+
 def test_defaults_and_the_packaged_config_are_not_refused():
     assert unbuilt(Config()) == [] and unbuilt(load_config(CONFIG_FILE, {})) == []
 
 
 # ------------------------------------------------------------------------------------------------- nothing is ignored
-OF_ADAPTERS = "peft_type is refused"
 OF_VLLM = "vLLM is refused"
 NO_EFFECT = {
     "dataset.video_fps": "the data layer refuses videos",
-    "worker.actor.model.lora_rank": OF_ADAPTERS,
-    "worker.actor.model.lora_alpha": OF_ADAPTERS,
-    "worker.actor.model.lora_dropout": OF_ADAPTERS,
-    "worker.actor.model.lora_target_modules": OF_ADAPTERS,
-    "worker.actor.model.lora_vision_tower": OF_ADAPTERS,
     "worker.actor.fsdp.sharding_strategy": "several processes are refused",
     "worker.rollout.address": OF_VLLM,
     "worker.rollout.gpu_memory_utilization": OF_VLLM,

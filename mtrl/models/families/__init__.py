@@ -28,6 +28,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import cached_file
 
 from mtrl.files import refuse_special_files
+from mtrl.models.adapters import base_path
 from mtrl.models.families.qwen_vl import QwenVLEncoder
 from mtrl.models.families.text import TextEncoder
 from mtrl.models.files import SETTINGS_FILES, TOKENIZER_FILES, refuse_broken_files
@@ -101,8 +102,10 @@ def load_encoder(
 
 
 def load_model_config(path: str, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """config.json of a directory or hub id, or a ValueError that says what is wrong with it."""
+    """config.json of a directory or hub id, or a ValueError that says what is wrong with it. For adapters it is that of
+    their base."""
     refuse_pipes(path)
+    path = base_path(path)
     refuse_broken_files(path, ["config.json"])
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)

@@ -1,0 +1,97 @@
+"""LoRA on a GPU: a bf16 base that is held once, compiled pieces around layers of peft, graphs that follow what was
+learnt. Skipped without a GPU."""
+
+import pytest
+import torch
+
+from mtrl.build.run import build, configure
+from mtrl.models.adapters import AdapterSettings, adapter_parameters, add_adapters
+from mtrl.models.backbone import Backbone
+from mtrl.models.families import load_encoder
+from mtrl.models.forward import Forward
+from mtrl.models.load import load_model
+from mtrl.rollout.decode.engine import GraphGenerator
+from mtrl.rollout.local import LocalGenerator
+from mtrl.types import Needs, Sampling
+from mtrl.workers.reference import Reference
+from mtrl.zoo.exam import prompts_of
+from mtrl.zoo.rows import MODEL_DIRECTORY
+from mtrl.zoo.task import make_question
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytest.importorskip("peft")
+
+
+@pytest.fixture(scope="module")
+def encoder():
+    return load_encoder(MODEL_DIRECTORY)
+
+
+@pytest.fixture(scope="module")
+def rollouts(encoder):
+    prompts = prompts_of([make_question("test", index) for index in range(6)], encoder)
+    engine = LocalGenerator(Backbone(load_model(MODEL_DIRECTORY, dtype="bf16", device="cuda")), encoder)
+    return engine.generate(prompts, Sampling(n=4, max_new_tokens=16))
+
+
+def adapted(encoder, compiled=False, checkpointing=False, vision_tower=False):
+    model = load_model(MODEL_DIRECTORY, dtype="bf16", device="cuda")
+    add_adapters(model, AdapterSettings(rank=8, alpha=16, vision_tower=vision_tower))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in adapter_parameters(model).values():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 10)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    backbone = Backbone(model, torch.bfloat16, compiled=compiled)
+    return Forward(backbone, encoder, packed=compiled and backbone.packs)
+
+
+def gradients(forward, rollouts):
+    model = forward.backbone.model.train()
+    forward.logp(rollouts).sum().backward()
+    model.eval()
+    return torch.cat([p.grad.flatten() for p in adapter_parameters(model).values()])
+
+
+@pytest.mark.parametrize("vision_tower", [False, True])
+def test_compiled_and_checkpointed_passes_are_those_of_plain_ones(encoder, rollouts, vision_tower):
+    plain = adapted(encoder, vision_tower=vision_tower)
+    expected, old = gradients(plain, rollouts), plain.signals(rollouts).old
+    for compiled, checkpointing in ((True, False), (True, True), (False, True)):
+        forward = adapted(encoder, compiled, checkpointing, vision_tower)
+        found = gradients(forward, rollouts)
+        assert found.dtype == torch.float32 and found.isfinite().all()
+        assert torch.nn.functional.cosine_similarity(found, expected, dim=0) > 0.99
+        difference = (forward.signals(rollouts).old - old)[rollouts.mask].abs().mean()
+        assert difference < 0.03, (compiled, checkpointing, difference)
+
+
+def test_the_reference_is_the_base_in_compiled_passes_too(encoder, rollouts):
+    forward = adapted(encoder, compiled=True)
+    reference = Reference.under_adapters(forward)
+    base = Forward(Backbone(load_model(MODEL_DIRECTORY, dtype="bf16", device="cuda")), encoder)
+    said = forward.signals(rollouts).old
+    found = reference.signals(rollouts, Needs("reference"), forward).reference
+    noise = (found - base.signals(rollouts).old)[rollouts.mask].abs().mean()
+    apart = (found - said)[rollouts.mask].abs().mean()
+    assert noise < 0.2 * apart, (noise, apart)
+    assert torch.equal(forward.signals(rollouts).old, said), "the adapters are back"
+
+
+def test_a_run_holds_the_base_once_and_its_graphs_follow(tmp_path):
+    lora = {"worker.actor.model.peft_type": "lora", "worker.actor.optim.lr": 1e-3}
+    settings = {
+        "training.output_dir": str(tmp_path), "training.max_steps": 3, "training.logger": (), "training.val_freq": -1,
+        "training.val_before_train": False, "worker.actor.fsdp.mixed_precision_dtype": "bf16",
+        "optimization.disable_divergence": False,
+    }  # fmt: skip
+    run = build(configure(None, settings | lora)[0])
+    model, engine = run.loaded.model, run.loop.components.generator
+    assert type(engine) is GraphGenerator
+    run.train()
+    frozen = model.model.language_model.layers[0].self_attn.q_proj.base_layer.weight
+    assert frozen.dtype == torch.bfloat16 and engine.weights.layers[0].qkv.data_ptr() == frozen.data_ptr()
+    assert {p.dtype for p in adapter_parameters(model).values()} == {torch.float32}
+    low, up = (next(p for n, p in adapter_parameters(model).items() if part in n) for part in ("lora_A", "lora_B"))
+    assert low.isfinite().all() and up.any(), "they have learnt"

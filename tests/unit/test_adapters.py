@@ -1,0 +1,258 @@
+"""LoRA: which projections get adapters, what they say and whether disks, merges and other tools agree."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_models import checkpoint, encoder_of, fresh_backbone, prompts_for, random_rollouts
+
+from mtrl.models.adapters import (
+    AdapterSettings,
+    MergedWeights,
+    adapter_parameters,
+    adapter_tensors,
+    add_adapters,
+    base_path,
+    is_adapter,
+    load_adapters,
+    merge_adapters,
+    reset_adapters,
+)
+from mtrl.models.backbone import Backbone
+from mtrl.models.forward import Forward
+from mtrl.models.load import load_model
+from mtrl.models.weights import exported_weights, load_weights, save_model, saved_weights
+from mtrl.rollout.local import LocalGenerator
+from mtrl.types import Needs, Sampling, Weights
+from mtrl.workers.reference import Reference
+
+peft = pytest.importorskip("peft")
+
+FAMILY = "qwen2_5_vl"
+ALL = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+def adapted(family=FAMILY, dtype=torch.float32, said=True, **settings):
+    """A backbone with adapters; `said`: with some that change what the model says."""
+    model = fresh_backbone(family).model.to(dtype)
+    add_adapters(model, AdapterSettings(rank=4, alpha=6, **settings))
+    if said:
+        stir(model)
+    return Backbone(model, dtype)
+
+
+@torch.no_grad()
+def stir(model, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in adapter_parameters(model).values():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) / 8)
+
+
+def rollouts_of(family=FAMILY):
+    return random_rollouts(prompts_for(family), [0, 0, 1, 2, 3], [5, 3, 4, 6, 2])
+
+
+def log_probs(backbone, family=FAMILY):
+    return Forward(backbone, encoder_of(family)).signals(rollouts_of(family)).old
+
+
+# --------------------------------------------------------------------------------------------------- what gets adapters
+@pytest.mark.parametrize("family", ["qwen2", "qwen2_vl", FAMILY, "qwen3_vl"])
+def test_by_default_every_projection_of_the_layers_and_nothing_of_the_tower(family):
+    model = adapted(family, said=False).model
+    names = [name for name, module in model.named_modules() if hasattr(module, "lora_A")]
+    assert {name.rpartition(".")[2] for name in names} == ALL
+    assert not any("visual" in name for name in names)
+    layers = getattr(model.model, "language_model", model.model).layers
+    assert len(names) == len(ALL) * len(layers)
+    learning = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert learning == adapter_parameters(model).keys() and len(learning) == 2 * len(names)
+
+
+@pytest.mark.parametrize("family, inside", [("qwen2_vl", "fc1"), (FAMILY, "gate_proj"), ("qwen3_vl", "linear_fc1")])
+def test_the_vision_tower_on_request(family, inside):
+    model = adapted(family, vision_tower=True).model
+    of_tower = {name for name in adapter_parameters(model) if "visual" in name}
+    assert any(f".{inside}.lora_A" in name for name in of_tower) and any(".qkv.lora_A" in name for name in of_tower)
+    forward = Forward(Backbone(model), encoder_of(family))
+    forward.logp(rollouts_of(family)).sum().backward()
+    gradients = [p.grad for name, p in adapter_parameters(model).items() if name in of_tower]
+    assert all(gradient is not None for gradient in gradients) and any(gradient.any() for gradient in gradients)
+
+
+def test_targets_are_the_ends_of_names():
+    model = adapted(targets=("q_proj", "mlp.down_proj")).model
+    assert {name.rpartition(".")[2] for name, m in model.named_modules() if hasattr(m, "lora_A")} == {
+        "q_proj",
+        "down_proj",
+    }
+    assert not any("visual" in name for name in adapter_parameters(model)), "its MLPs have a down_proj too"
+
+
+@pytest.mark.parametrize(
+    "family, settings, told",
+    [
+        (FAMILY, {"targets": ("q_proj", "query")}, "no projection is called query; its layers have down_proj, gate"),
+        (FAMILY, {"targets": ("qkv",)}, r"vision tower \(lora_vision_tower=true\) has .*qkv"),
+        (FAMILY, {"targets": ("lm_head",)}, "no projection is called lm_head"),
+        (FAMILY, {"targets": ()}, "nothing would get an adapter; its layers have"),
+        (FAMILY, {"targets": ("q_proj",), "vision_tower": True}, "lora_vision_tower: nothing in it would get"),
+        ("qwen2", {"vision_tower": True}, "lora_vision_tower: nothing in it would get an adapter"),
+    ],
+)
+def test_what_binds_nothing_is_an_error_that_says_what_there_is(family, settings, told):
+    with pytest.raises(ValueError, match=told):
+        adapted(family, **settings)
+
+
+def test_they_begin_as_nothing_the_same_on_every_run():
+    torch.manual_seed(1)
+    before = torch.random.get_rng_state()
+    first = adapted(said=False, seed=7)
+    assert torch.equal(torch.random.get_rng_state(), before), "nobody else's random numbers are used up"
+    assert torch.equal(log_probs(first), log_probs(fresh_backbone(FAMILY)))
+    torch.manual_seed(2)
+    second, other = adapted(said=False, seed=7), adapted(said=False, seed=8)
+    tensors = [adapter_tensors(each.model) for each in (first, second, other)]
+    low = next(name for name in tensors[0] if "lora_A" in name)
+    assert all(torch.equal(tensors[0][name], tensors[1][name]) for name in tensors[0])
+    assert not torch.equal(tensors[0][low], tensors[2][low])
+    stir(second.model)
+    reset_adapters(second.model, 7)
+    assert all(torch.equal(tensors[0][name], each) for name, each in adapter_tensors(second.model).items())
+
+
+# -------------------------------------------------------------------------------------------------------- what they say
+@pytest.mark.parametrize("family", [FAMILY, "qwen3_vl", "qwen2"])
+def test_merged_log_probs_are_those_of_the_adapters(family):
+    backbone = adapted(family, vision_tower=family != "qwen2")
+    expected, base = log_probs(backbone, family), log_probs(fresh_backbone(family), family)
+    merged = fresh_backbone(family)
+    merged.model.load_state_dict(dict(MergedWeights(backbone.model)))
+    assert (expected - base).abs().max() > 0.1, "the adapters say something"
+    assert (log_probs(merged, family) - expected).abs().max() < 1e-4
+    merge_adapters(backbone.model)
+    assert not adapter_parameters(backbone.model) and all(p.requires_grad for p in backbone.model.parameters())
+    assert torch.equal(log_probs(backbone, family), log_probs(merged, family))
+    assert backbone.model.state_dict().keys() == fresh_backbone(family).model.state_dict().keys()
+
+
+def test_the_reference_is_the_base_and_takes_no_copy():
+    backbone, plain = adapted(), fresh_backbone(FAMILY)
+    policy, rollouts = Forward(backbone, encoder_of(FAMILY)), rollouts_of()
+    reference = Reference.under_adapters(policy)
+    before = log_probs(backbone)
+    found = reference.signals(rollouts, Needs("reference", "divergence"), policy)
+    assert torch.equal(found.reference, log_probs(plain))
+    frozen = Reference.frozen(Forward(plain, encoder_of(FAMILY)))
+    expected = frozen.signals(rollouts, Needs("reference", "divergence"), policy)
+    assert torch.equal(found.divergence, expected.divergence) and found.divergence.max() > 0.01
+    assert torch.equal(log_probs(backbone), before), "the adapters are back"
+    assert all(parameter.requires_grad for parameter in adapter_parameters(backbone.model).values())
+    assert reference.forward.backbone.model is backbone.model
+
+
+def test_a_bf16_base_is_held_once_and_products_are_narrow():
+    """Adapters are float32, and autocast narrows them: hidden states keep their dtype."""
+    backbone = adapted(dtype=torch.bfloat16)
+    assert {p.dtype for p in adapter_parameters(backbone.model).values()} == {torch.float32}
+    layer = backbone.language_model.layers[0].mlp.down_proj
+    seen = []
+    layer.lora_A["default"].register_forward_hook(lambda _, x, y: seen.append((x[0].dtype, y.dtype)))
+    wide = adapted()
+    noise = (log_probs(backbone) - log_probs(wide)).abs().mean()
+    said = (log_probs(wide) - log_probs(fresh_backbone(FAMILY))).abs().mean()
+    assert seen and set(seen) == {(torch.bfloat16, torch.bfloat16)}
+    assert noise < 0.2 * said, (noise, said)
+
+
+def test_dropout_is_for_updates_alone():
+    backbone = adapted(dropout=0.5)
+    expected = log_probs(adapted())
+    assert torch.equal(log_probs(backbone), expected)
+    backbone.model.train()
+    torch.manual_seed(0)
+    assert not torch.equal(log_probs(backbone), expected)
+
+
+def test_the_engine_samples_with_them():
+    backbone = adapted()
+    prompts, sampling = prompts_for(FAMILY), Sampling(n=2, max_new_tokens=4, version=3)
+    own, other = (LocalGenerator(each, encoder_of(FAMILY)) for each in (backbone, fresh_backbone(FAMILY)))
+    before = {name: tensor.clone() for name, tensor in backbone.model.state_dict().items()}
+    weights = Weights(3, exported_weights(backbone.model))
+    own.load(weights)
+    assert all(torch.equal(before[name], tensor) for name, tensor in backbone.model.state_dict().items())
+    other.load(weights)  # without layers of peft: merged
+    found, expected = other.generate(prompts, sampling), own.generate(prompts, sampling)
+    assert torch.equal(found.tokens, expected.tokens)
+    scored = Forward(backbone, encoder_of(FAMILY)).signals(expected).old
+    assert (expected.behaviour - scored)[expected.mask].abs().max() < 1e-4
+
+
+# ----------------------------------------------------------------------------------------------------- to disk and back
+@pytest.fixture
+def saved(tmp_path):
+    backbone = adapted()
+    save_model(backbone.model, saved_weights(backbone.model), tmp_path)
+    return backbone, tmp_path
+
+
+def test_files_are_those_of_peft(saved):
+    """Loaded by peft, and by transformers, they say what the trainer said."""
+    backbone, directory = saved
+    assert {file.name for file in directory.iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "generation_config.json",
+    }
+    plain = fresh_backbone(FAMILY).model
+    theirs = peft.PeftModel.from_pretrained(plain, directory)
+    assert torch.equal(log_probs(Backbone(theirs.base_model.model)), log_probs(backbone))
+    assert base_path(directory) == str(checkpoint(FAMILY)) and is_adapter(directory)
+    loaded = type(plain).from_pretrained(directory)
+    assert torch.equal(log_probs(Backbone(loaded.eval())), log_probs(backbone))
+
+
+def test_they_come_back_to_the_bit_and_as_a_merged_model(saved):
+    backbone, directory = saved
+    other = adapted(said=False)
+    load_weights(other.model, directory)
+    assert torch.equal(log_probs(other), log_probs(backbone))
+    merged = load_model(directory)
+    assert not adapter_parameters(merged)
+    assert (log_probs(Backbone(merged)) - log_probs(backbone)).abs().max() < 1e-4
+
+
+def test_other_adapters_are_refused(saved):
+    _, directory = saved
+    for settings, told in (
+        ({"targets": ("q_proj",)}, "unknown"),
+        ({"targets": None, "vision_tower": True}, "missing"),
+        ({"rank": 8}, "of another size"),
+        ({"alpha": 16}, "rank 4 and alpha 6"),
+    ):
+        model = fresh_backbone(FAMILY).model
+        add_adapters(model, replace(AdapterSettings(rank=4, alpha=6), **settings))
+        with pytest.raises(ValueError, match=f"holds another model than this run's: its adapters .*{told}"):
+            load_weights(model, directory)
+    with pytest.raises(ValueError, match="another model than this run's: it holds adapters"):
+        load_weights(fresh_backbone(FAMILY).model, directory)
+    with pytest.raises(ValueError, match="another model than this run's: it has no adapters"):
+        load_weights(adapted().model, checkpoint(FAMILY))
+
+
+def test_a_base_that_is_gone_is_named(saved):
+    _, directory = saved
+    file = directory / "adapter_config.json"
+    settings = json.loads(file.read_text())
+    file.write_text(json.dumps(settings | {"base_model_name_or_path": "/nowhere/model"}))
+    with pytest.raises(ValueError, match="holds adapters of /nowhere/model, which is not there"):
+        load_model(directory)
+    file.write_text(json.dumps(settings | {"base_model_name_or_path": None}))
+    with pytest.raises(ValueError, match="does not say which model"):
+        load_model(directory)
+    (directory / "adapter_model.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_adapters(adapted().model, directory)

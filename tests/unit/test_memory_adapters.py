@@ -1,0 +1,54 @@
+"""What a run takes whose adapters alone learn."""
+
+import pytest
+import torch
+from test_memory import LIMITS
+from tiny_models import checkpoint, encoder_of
+
+from mtrl.build.memory import plan_of
+from mtrl.config import load_config
+from mtrl.memory.estimate import Plan, changes, estimate
+from mtrl.memory.rehearsal import rehearse
+from mtrl.models.adapters import AdapterSettings, adapter_parameters, add_adapters
+from mtrl.models.backbone import Backbone
+from mtrl.models.families import load_model_config
+from mtrl.models.forward import Forward
+from mtrl.models.load import DTYPES, load_model
+from mtrl.rollout.local import LocalGenerator
+
+pytest.importorskip("peft")
+
+FAMILY = "qwen2_5_vl"
+ADAPTERS = AdapterSettings(rank=4, alpha=8)
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_the_base_is_counted_once_and_adapters_alone_learn(compute):
+    model = load_model(checkpoint(FAMILY), dtype=compute)
+    base = sum(p.nbytes for p in model.parameters())
+    add_adapters(model, ADAPTERS)
+    learning = sum(p.nbytes for p in adapter_parameters(model).values())
+    plan = Plan(LIMITS, compute=compute, adapters=ADAPTERS, checkpointing=True)
+    found = estimate(load_model_config(str(checkpoint(FAMILY))), plan)
+    assert found.held == {"weights": base + learning, "optimizer state": 2 * learning}
+    assert learning < 0.2 * base
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    encoder = encoder_of(FAMILY)
+    backbone = Backbone(model, DTYPES[compute])
+    forward = Forward(backbone, encoder, share_prefix=LIMITS.update.share_prefix)
+    peaks = rehearse(forward, encoder, LIMITS, LocalGenerator(backbone, encoder), has_states=False)
+    assert peaks["optimizer"] == found.held["optimizer state"]
+    for phase, parts in found.phases.items():
+        told = sum(parts.values()) / peaks[phase]
+        assert 0.95 <= told <= 1.05, f"{phase}: {peaks[phase]:,} bytes were held, {told:.3f} of them told"
+
+
+def test_the_plan_of_a_configuration():
+    words = {"worker.actor.model.peft_type": "lora", "worker.actor.model.lora_rank": 3}
+    whole, adapted = plan_of(load_config(None, {}), True), plan_of(load_config(None, words), True)
+    assert whole.reference and whole.adapters is None and whole.base == "fp32"
+    assert not adapted.reference, "it is the base under the adapters"
+    assert adapted.adapters == AdapterSettings(rank=3, dtype=torch.float32, seed=load_config(None, {}).dataset.seed)
+    assert (adapted.base, adapted.weights) == ("bf16", "fp32")
+    ways = changes(adapted)
+    assert not any("disable_divergence" in way or "freeze_vision_tower" in way for way in ways), "neither would help"
