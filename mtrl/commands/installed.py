@@ -44,6 +44,7 @@ def _reward(name: str, library: Library) -> Feature:
 
 FEATURES = (
     *(_reward(name, reward.library) for name, reward in REWARDS.items() if reward.library is not None),
+    Feature("rollout by vLLM", ("vllm",), "pip install 'mtrl[vllm]'", lambda c: c.worker.rollout.name == "vllm"),
     Feature("datasets of the hub", ("datasets",), "pip install 'mtrl[hub]'", lambda c: False),
     Feature(
         "flash attention", ("flash_attn",), "pip install flash-attn",
@@ -52,7 +53,7 @@ FEATURES = (
 )  # fmt: skip
 # No library brings these: `unbuilt` and the data layer refuse them, whatever is installed.
 NOT_BUILT = (
-    "rollout by vLLM", "several processes", "adapters (LoRA, QLoRA)", "8-bit Adam", "videos",
+    "several processes", "adapters (LoRA, QLoRA)", "8-bit Adam", "videos",
     "loggers (tensorboard, wandb, mlflow, swanlab, trackio)",
 )  # fmt: skip
 

@@ -24,6 +24,7 @@ from tiny_models import (
     shared_backbone,
 )
 from transformers import DynamicCache
+from vllm_engines import INSTALLED, engine_on, in_process
 
 from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward
@@ -50,6 +51,9 @@ FRESH_ENGINES = {  # may be changed
     "local": lambda family, encoder: LocalGenerator(fresh_backbone(family), encoder),
     "decode": lambda family, encoder: decode_engine(fresh_backbone(family), encoder),
 }
+if INSTALLED:  # `make test-vllm`
+    ENGINES["vllm"] = lambda family, encoder: engine_on(in_process(family), family, encoder)
+    FRESH_ENGINES["vllm"] = lambda family, encoder: engine_on(in_process(family), family, encoder, may_change=True)
 NONE = torch.zeros(0, dtype=torch.long)
 GREEDY = Sampling(temperature=0, max_new_tokens=12)
 SAMPLED = Sampling(n=3, max_new_tokens=12)
