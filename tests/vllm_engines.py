@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from contextlib import suppress
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
@@ -15,7 +23,8 @@ from mtrl.rollout.vllm.generator import VllmGenerator
 from mtrl.rollout.vllm.inprocess import InProcess
 from mtrl.rollout.vllm.process import ChildProcess
 from mtrl.rollout.vllm.requests import Host
-from mtrl.rollout.vllm.settings import engine_arguments
+from mtrl.rollout.vllm.server import Server
+from mtrl.rollout.vllm.settings import ON_CPU, engine_arguments
 from mtrl.types import Weights
 
 INSTALLED = find_spec("vllm") is not None
@@ -40,6 +49,41 @@ def in_process(family: str) -> InProcess:
 @lru_cache
 def child_process(family: str) -> ChildProcess:
     return ChildProcess(*arguments(family), torch.float32)
+
+
+@lru_cache
+def server(family: str) -> Server:
+    """Started as docs/vllm.md says, for a CPU."""
+    with socket.socket() as any_port:
+        any_port.bind(("127.0.0.1", 0))
+        port = any_port.getsockname()[1]
+    start_server(family, port, {"VLLM_SERVER_DEV_MODE": "1"})
+    return Server(f"127.0.0.1:{port}", str(checkpoint(family)), torch.float32)
+
+
+def start_server(family: str, port: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    """A real server, ready; it ends with the tests."""
+    words = (
+        f"--model {checkpoint(family)} --host 127.0.0.1 --port {port} --dtype float32 --max-model-len {MAX_LENGTH} "
+        "--logprobs-mode processed_logprobs --generation-config vllm --enforce-eager --no-enable-chunked-prefill "
+        f"--max-num-batched-tokens 8192 --kv-cache-memory-bytes {2**26}"
+    )
+    log = checkpoint(family).parent / f"server-{port}.log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words.split()],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=os.environ | ON_CPU | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} | environment,
+        )
+    atexit.register(process.terminate)
+    for _ in range(600):
+        if process.poll() is not None:
+            break
+        with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+            return process
+        time.sleep(1)
+    raise AssertionError(f"the server does not start: {log.read_text()[-3000:]}")
 
 
 def engine_on(

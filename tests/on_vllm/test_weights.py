@@ -13,7 +13,7 @@ from tiny_models import (
     prompt,
     prompts_for,
 )
-from vllm_engines import INSTALLED, child_process, engine_on, in_process
+from vllm_engines import INSTALLED, child_process, engine_on, in_process, server
 
 from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward
@@ -23,7 +23,7 @@ from mtrl.types import Sampling, Weights
 pytestmark = pytest.mark.skipif(not INSTALLED, reason="vLLM is not installed")
 
 SAMPLED = Sampling(n=3, max_new_tokens=8)
-HOSTS = {"inprocess": in_process, "process": child_process}
+HOSTS = {"inprocess": in_process, "process": child_process, "server": server}
 TOLERANCE = 1e-4
 PLACES = {  # one weight of each part: what its name holds
     "vision tower": ("visual.blocks.0", "mlp"),
