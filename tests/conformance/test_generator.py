@@ -54,6 +54,7 @@ FRESH_ENGINES = {  # may be changed
 if INSTALLED:  # `make test-vllm`
     ENGINES["vllm"] = lambda family, encoder: engine_on(in_process(family), family, encoder)
     FRESH_ENGINES["vllm"] = lambda family, encoder: engine_on(in_process(family), family, encoder, may_change=True)
+TOLERANCE = 1e-4 if INSTALLED else 1e-5  # nats; vLLM sums in another order
 NONE = torch.zeros(0, dtype=torch.long)
 GREEDY = Sampling(temperature=0, max_new_tokens=12)
 SAMPLED = Sampling(n=3, max_new_tokens=12)
@@ -92,7 +93,7 @@ def same_rows(actual, rows, expected):
         assert actual.text[row] == expected.text[other] and actual.finish[row] == expected.finish[other]
 
 
-def close(actual, expected, atol=1e-5):
+def close(actual, expected, atol=TOLERANCE):
     torch.testing.assert_close(actual, expected, rtol=0, atol=atol)
 
 

@@ -48,6 +48,7 @@ def engine_arguments(
         "trust_remote_code": trust_remote_code,
         "limit_mm_per_prompt": {"video": 0},
         "logprobs_mode": "processed_logprobs",  # of the distribution sampled from: temperature, top-p, top-k and all
+        "use_tqdm_on_load": False,
         "generation_config": "vllm",  # nothing that a checkpoint says about sampling
     }
     if on_gpu:
