@@ -22,7 +22,7 @@ from mtrl.models.load import load_model
 from mtrl.models.tiny import TINY_FAMILIES, VISION_FAMILIES, make_tiny_checkpoint
 from mtrl.models.weights import exported_weights, save_model
 from mtrl.rollout.vllm.generator import VllmGenerator
-from mtrl.rollout.vllm.inprocess import InProcess
+from mtrl.rollout.vllm.inprocess import VllmInProcess
 from mtrl.rollout.vllm.settings import engine_arguments
 from mtrl.types import Medium, Prompt, Sampling, Task, Weights
 
@@ -50,7 +50,7 @@ def measure(family: str) -> list[str]:
         encoder = load_encoder(path)
         images = encoder.image_settings
         arguments = engine_arguments(str(path), dtype="float32", max_length=512, extra={"kv_cache_memory_bytes": 2**26})
-        host = InProcess(arguments, images.processor_arguments() if images else None)
+        host = VllmInProcess(arguments, images.processor_arguments() if images else None)
         engine = VllmGenerator(host, encoder, exported_weights(model).keys())
         forward = Forward(Backbone(model), encoder)
         kinds = KINDS if family in VISION_FAMILIES else {"text": KINDS["text"]}

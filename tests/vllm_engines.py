@@ -20,10 +20,10 @@ from tiny_models import checkpoint, encoder_of, plain_model
 from mtrl.models.families import TextEncoder
 from mtrl.models.weights import exported_weights
 from mtrl.rollout.vllm.generator import VllmGenerator
-from mtrl.rollout.vllm.inprocess import InProcess
-from mtrl.rollout.vllm.process import ChildProcess
+from mtrl.rollout.vllm.inprocess import VllmInProcess
+from mtrl.rollout.vllm.process import VllmProcess
 from mtrl.rollout.vllm.requests import Host
-from mtrl.rollout.vllm.server import Server
+from mtrl.rollout.vllm.server import VllmServer
 from mtrl.rollout.vllm.settings import ON_CPU, engine_arguments
 from mtrl.types import Weights
 
@@ -42,23 +42,23 @@ def arguments(family: str, **extra: Any) -> tuple[dict[str, Any], dict[str, Any]
 
 
 @lru_cache
-def in_process(family: str) -> InProcess:
-    return InProcess(*arguments(family))
+def in_process(family: str) -> VllmInProcess:
+    return VllmInProcess(*arguments(family))
 
 
 @lru_cache
-def child_process(family: str) -> ChildProcess:
-    return ChildProcess(*arguments(family), torch.float32)
+def child_process(family: str) -> VllmProcess:
+    return VllmProcess(*arguments(family), torch.float32)
 
 
 @lru_cache
-def server(family: str) -> Server:
+def server(family: str) -> VllmServer:
     """Started as docs/vllm.md says, for a CPU."""
     with socket.socket() as any_port:
         any_port.bind(("127.0.0.1", 0))
         port = any_port.getsockname()[1]
     start_server(family, port, {"VLLM_SERVER_DEV_MODE": "1"})
-    return Server(f"127.0.0.1:{port}", str(checkpoint(family)), torch.float32)
+    return VllmServer(f"127.0.0.1:{port}", str(checkpoint(family)), torch.float32)
 
 
 def start_server(family: str, port: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:

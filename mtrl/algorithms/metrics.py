@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from mtrl.algorithms.groups import group_std, masked_mean, row_mean
@@ -96,7 +95,7 @@ def effective_share(log_ratios: Tensor) -> float:
     """Effective sample size over the number of tokens, of samples that importance ratios correct: 1 where sampler and
     trainer agree, near 0 where a few tokens would count for all.
 
-    >>> effective_share(torch.zeros(5)), round(effective_share(torch.tensor([0.0, 0.0, 0.0, 12.0])), 3)
+    >>> effective_share(Tensor([0.0] * 5)), round(effective_share(Tensor([0.0, 0.0, 0.0, 12.0])), 3)
     (1.0, 0.25)
     """
     if not len(log_ratios):

@@ -13,10 +13,10 @@ from mtrl.models.families import TextEncoder
 from mtrl.models.forward import Forward
 from mtrl.models.weights import exported_weights
 from mtrl.rollout.vllm.generator import VllmGenerator
-from mtrl.rollout.vllm.inprocess import InProcess
-from mtrl.rollout.vllm.process import ChildProcess
+from mtrl.rollout.vllm.inprocess import VllmInProcess
+from mtrl.rollout.vllm.process import VllmProcess
 from mtrl.rollout.vllm.requests import Host
-from mtrl.rollout.vllm.server import Server
+from mtrl.rollout.vllm.server import VllmServer
 from mtrl.rollout.vllm.settings import engine_arguments
 from mtrl.types import Weights
 
@@ -26,7 +26,7 @@ def build_vllm(config: Config, path: str, policy: Forward, encoder: TextEncoder,
     dtype, weights = policy.backbone.compute_dtype, exported_weights(policy.backbone.model)
     host = build_host(config, path, encoder, dtype, on_gpu=policy.backbone.device.type == "cuda")
     engine = VllmGenerator(host, encoder, weights.keys(), compute_dtype=dtype)
-    if learns and isinstance(host, Server):
+    if learns and isinstance(host, VllmServer):
         if not host.takes_weights:
             raise StartError(f"worker.rollout.address: {host.no_weights}")
         engine.load(Weights(0, weights))  # it may hold those of an earlier run
@@ -37,12 +37,12 @@ def build_host(config: Config, path: str, encoder: TextEncoder, dtype: torch.dty
     rollout, images = config.worker.rollout, encoder.image_settings
     if rollout.mode == "server":
         assert rollout.address is not None, "the configuration was checked"
-        return Server(rollout.address, path, dtype)
+        return VllmServer(rollout.address, path, dtype)
     arguments = arguments_of(config, path, dtype, on_gpu)
     image_arguments = None if images is None else images.processor_arguments()
     if rollout.mode == "process":
-        return ChildProcess(arguments, image_arguments, dtype)
-    return InProcess(arguments, image_arguments)
+        return VllmProcess(arguments, image_arguments, dtype)
+    return VllmInProcess(arguments, image_arguments)
 
 
 def arguments_of(config: Config, path: str, dtype: torch.dtype, on_gpu: bool) -> dict[str, Any]:

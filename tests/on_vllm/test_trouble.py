@@ -10,8 +10,8 @@ from vllm_engines import INSTALLED, arguments, child_process, engine_on, in_proc
 
 from mtrl.errors import RunError, StartError
 from mtrl.models.weights import exported_weights
-from mtrl.rollout.vllm.inprocess import InProcess
-from mtrl.rollout.vllm.process import ChildProcess
+from mtrl.rollout.vllm.inprocess import VllmInProcess
+from mtrl.rollout.vllm.process import VllmProcess
 from mtrl.types import Sampling, Weights
 
 pytestmark = pytest.mark.skipif(not INSTALLED, reason="vLLM is not installed")
@@ -58,7 +58,7 @@ def test_a_full_cache_changes_nothing():
     roomy = engine_on(in_process(FAMILY), FAMILY, endless())
     sampling = replace(SAMPLED, n=8, max_new_tokens=200)
     expected = roomy.generate(prompts_for(FAMILY), sampling)
-    narrow = engine_on(InProcess(*arguments(FAMILY, num_gpu_blocks_override=12)), FAMILY, endless())
+    narrow = engine_on(VllmInProcess(*arguments(FAMILY, num_gpu_blocks_override=12)), FAMILY, endless())
     assert same(narrow.generate(prompts_for(FAMILY), sampling), expected)
 
 
@@ -70,7 +70,9 @@ def test_a_prompt_over_the_length():
 
 
 @pytest.mark.parametrize("wrong", [{"no_such_argument": 1}, {"max_model_len": 10**6}], ids=str)
-@pytest.mark.parametrize("kind", [InProcess, lambda *a: ChildProcess(*a, torch.float32)], ids=["inprocess", "process"])
+@pytest.mark.parametrize(
+    "kind", [VllmInProcess, lambda *a: VllmProcess(*a, torch.float32)], ids=["inprocess", "process"]
+)
 def test_an_engine_that_does_not_start_says_why_in_a_line(kind, wrong):
     with pytest.raises(StartError, match=r"^vLLM does not start: .+$"):
         kind(*arguments(FAMILY, **wrong))

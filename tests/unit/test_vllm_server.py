@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from mtrl.errors import RunError, StartError
 from mtrl.rollout.vllm.requests import Request
-from mtrl.rollout.vllm.server import Server
+from mtrl.rollout.vllm.server import VllmServer
 
 PARAMS = {"n": 2, "temperature": 1.0, "logit_bias": {5: -1e9}, "max_tokens": 2}
 TEXT = Request([1, 2, 3], (), 3, 11)
@@ -93,7 +93,7 @@ def start():
 
 
 def connect(fake, model="elsewhere/tiny"):
-    return Server(fake.address, model, torch.float32)
+    return VllmServer(fake.address, model, torch.float32)
 
 
 def test_requests_and_responses(start):
@@ -154,7 +154,7 @@ def test_another_model_is_refused(start):
 
 def test_nobody_there():
     with pytest.raises(StartError, match=r"127\.0\.0\.1:9 cannot be reached: .*; is the server running\?"):
-        Server("127.0.0.1:9", "tiny", torch.float32)
+        VllmServer("127.0.0.1:9", "tiny", torch.float32)
 
 
 def test_something_else_there(start, monkeypatch):

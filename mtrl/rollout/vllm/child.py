@@ -15,15 +15,15 @@ def serve(connection: Connection) -> None:
     """The first message makes the engine; each later one is a call. Errors go back as their text."""
     from safetensors.torch import load_file
 
-    from mtrl.rollout.vllm.inprocess import InProcess
+    from mtrl.rollout.vllm.inprocess import VllmInProcess
 
-    host: InProcess | None = None
+    host: VllmInProcess | None = None
     while True:
         name, arguments = connection.recv()
         try:
             answer: Any = None
             if name == "start":
-                host = InProcess(*arguments)
+                host = VllmInProcess(*arguments)
                 answer = host.max_length
             elif name == "load":
                 label, path = arguments

@@ -15,7 +15,7 @@ from mtrl.rollout.vllm.requests import Request, Response
 from mtrl.rollout.vllm.settings import prepare_environment
 
 
-class InProcess:
+class VllmInProcess:
     """`arguments` are those of `vllm.LLM`; `image_arguments` those of its image processor, for each request."""
 
     def __init__(self, arguments: Mapping[str, Any], image_arguments: Mapping[str, Any] | None = None) -> None:

@@ -29,8 +29,8 @@ ERRORS = {"RunError": RunError, "StartError": StartError}
 LOST = (EOFError, ConnectionError, OSError)
 
 
-class ChildProcess:
-    """Arguments as those of `InProcess`; `dtype`: what the engine computes in."""
+class VllmProcess:
+    """Arguments as those of `VllmInProcess`; `dtype`: what the engine computes in."""
 
     def __init__(
         self, arguments: Mapping[str, Any], image_arguments: Mapping[str, Any] | None, dtype: torch.dtype

@@ -28,7 +28,7 @@ AT_ONCE = 64  # prompts that wait for their responses
 DEVELOPMENT = "VLLM_SERVER_DEV_MODE=1"
 
 
-class Server:
+class VllmServer:
     """`address`: host:port, or a whole URL. Without the development endpoints it cannot be given weights: it then
     serves the evaluation of the model that it was started with."""
 
