@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrl.build import recipe
+from mtrl.build.critic import build_critic
 from mtrl.build.data import (
     Rows,
     build_sampler,
@@ -50,6 +51,7 @@ from mtrl.training.interrupt import Interrupt, say_at_once
 from mtrl.training.loop import Components, Loop
 from mtrl.training.resume import Start, claim, find_start, fitting_state, refuse_other_configuration, restoring
 from mtrl.types import Weights
+from mtrl.workers.reference import RefreshedReference
 from mtrl.zoo.rows import CONFIG_FILE
 
 logger = logging.getLogger(__name__)
@@ -179,7 +181,9 @@ def build(
             sees_attention=policy.backbone.own_attention,
         )
         refuse_unmeasured(config, rules, policy.backbone)
-        actor = build_actor(config, policy, encoder, steps, build_reference(policy, rules.needs))
+        reference = build_reference(policy, rules)
+        actor = build_actor(config, policy, encoder, steps, reference)
+        critic = build_critic(config, policy, encoder, steps) if "values" in rules.needs else None
         interrupt = Interrupt()
         generator = build_generator(config, policy, encoder, learns=not training.val_only)
         closing.callback(generator.close)
@@ -187,12 +191,14 @@ def build(
             source=sampler,
             generator=generator,
             scorer=scorer,
-            probers=[actor],
+            probers=[actor] if critic is None else [actor, critic],
             actor=actor,
+            reference=RefreshedReference(reference, policy) if reference and rules.refresh_every else None,
             tracker=tracker,
             store=closing.enter_context(build_store(config, directory)),
             validation=build_validation(config, encoder, directory.path, data is not None, truth_for, val_data),
             stop=interrupt.asked,
+            critic=critic,
         )
         loop = Loop(components, rules)
         loaded.as_given = False  # from here on it goes on, or learns
@@ -201,7 +207,8 @@ def build(
                 loop.restore(start.checkpoint, start.state if start.own else fitting_state(start, sampler))
         directory.record(to_yaml(config))
         resumed = start.checkpoint is not None
-        rehearse = partial(rehearse_on_gpu, config, policy, components.generator, rules.needs, has_states=resumed)
+        values = None if critic is None else critic.forward
+        rehearse = partial(rehearse_on_gpu, config, policy, components.generator, rules.needs, resumed, values)
         opened = closing.pop_all()
         return Run(config, directory.path, directory.id, start, loop, interrupt, opened, rehearse, loaded)
 
