@@ -85,7 +85,10 @@ class VllmProcess:
             )
         os.close(watched)
         self._connection = Connection(ours.detach())
-        self.max_length: int = self._ask("start", *self._setup)
+        try:
+            self.max_length: int = self._ask("start", *self._setup)
+        except LOST:
+            raise StartError(f"the process of vLLM ended while it started ({self._end()})") from None
 
     def _stop(self) -> None:
         with suppress(OSError):
