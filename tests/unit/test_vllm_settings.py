@@ -38,9 +38,7 @@ def test_prompts_of_any_length_get_all_places():
 @pytest.mark.parametrize("start", [lambda: VllmInProcess({}), lambda: VllmProcess({}, None, torch.float32)])
 def test_what_to_install(start, monkeypatch):
     monkeypatch.setattr(settings, "find_spec", lambda name: None)
-    with pytest.raises(
-        StartError, match=r"vllm is not installed; pip install 'mtrl\[vllm\]'.*worker.rollout.name=local"
-    ):
+    with pytest.raises(StartError, match=r"vllm is not installed; pip install .*worker.rollout.name=local"):
         start()
 
 
