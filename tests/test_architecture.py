@@ -90,7 +90,8 @@ def test_heavy_libraries_have_one_room(module):
 
 
 CONCRETE = {  # what stands behind a seam, and its room
-    "LocalGenerator": "rollout", "GraphGenerator": "rollout", "LocalActor": "workers", "RewardModelWorker": "workers",
+    "LocalGenerator": "rollout", "GraphGenerator": "rollout", "VllmGenerator": "rollout", "VllmInProcess": "rollout",
+    "VllmProcess": "rollout", "VllmServer": "rollout", "LocalActor": "workers", "RewardModelWorker": "workers",
     "RewardScorer": "rewards", "Sandbox": "rewards", "InProcess": "rewards", "Sampler": "data", "FolderStore": "store",
     "Trackers": "tracking", "RunFiles": "tracking", "MarkdownLogs": "tracking", "Console": "tracking",
     "Watch": "tracking", "CurveFile": "tracking",

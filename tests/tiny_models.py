@@ -10,6 +10,7 @@ import copy
 import tempfile
 from collections.abc import Sequence
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,14 @@ logging.disable_progress_bar()
 
 SHARPER = 8.0
 LAYERS = 3  # early, middle and late attention have one each
+HIDDEN = 64 if find_spec("vllm") is None else 128  # vLLM's attention on a CPU wants heads of 32 at least
 _scratch = tempfile.TemporaryDirectory()
 
 
 @lru_cache
 def checkpoint(family: str) -> Path:
     assert family in TINY_FAMILIES
-    directory = make_tiny_checkpoint(Path(_scratch.name) / family, family, layers=LAYERS)
+    directory = make_tiny_checkpoint(Path(_scratch.name) / family, family, layers=LAYERS, hidden=HIDDEN)
     model = plain_model_at(directory, family)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from mtrl.algorithms.groups import group_std, masked_mean, row_mean
-from mtrl.algorithms.signals import aei, pool_sizes, segment, sequence_mass, vgr
+from mtrl.algorithms.signals import LOG_RATIO_LIMIT, aei, pool_sizes, segment, sequence_mass, vgr
 from mtrl.types import SEGMENTS, Experience, Rewards, Rollouts, Signals
 
 Metrics = dict[str, float]
@@ -89,7 +89,21 @@ def mismatch_metrics(old: Tensor, behaviour: Tensor, mask: Tensor, cut: bool) ->
         f"{name}_mean": masked_mean(gap.abs(), mask),
         f"{name}_max": float(gap.abs().max()) if mask.any() else 0.0,
         f"{name}_kl": -masked_mean(gap, mask),
+        f"{name}_ess": effective_share(gap[mask]),
     }
+
+
+def effective_share(log_ratios: Tensor) -> float:
+    """Effective sample size over the number of tokens, of samples that importance ratios correct: 1 where sampler and
+    trainer agree, near 0 where a few tokens would count for all.
+
+    >>> effective_share(Tensor([0.0] * 5)), round(effective_share(Tensor([0.0, 0.0, 0.0, 12.0])), 3)
+    (1.0, 0.25)
+    """
+    if not len(log_ratios):
+        return 1.0
+    ratios = log_ratios.double().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    return float(ratios.sum() ** 2 / (len(ratios) * (ratios**2).sum()))
 
 
 def gap_name(cut: bool) -> str:

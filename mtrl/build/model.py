@@ -262,8 +262,12 @@ def build_reference(policy: Forward, rules: Recipe) -> Reference | None:
     return None
 
 
-def build_generator(config: Config, policy: Forward, encoder: TextEncoder) -> Generator:
-    """The engine that samples. This is the only place that chooses one."""
+def build_generator(config: Config, policy: Forward, encoder: TextEncoder, learns: bool = False) -> Generator:
+    """The engine that samples; `learns`: it will be given new weights. This is the only place that chooses one."""
+    if config.worker.rollout.name == "vllm":
+        from mtrl.build.vllm import build_vllm  # it need not be installed
+
+        return build_vllm(config, model_path(config), policy, encoder, learns)
     return fastest_generator(policy.backbone, encoder)
 
 

@@ -40,6 +40,7 @@ from mtrl.config.places import GIVEN
 from mtrl.data import DataError
 from mtrl.errors import Diverged, RunError, opening
 from mtrl.models.perturb import PERTURBATIONS
+from mtrl.models.weights import exported_weights
 from mtrl.protocols import Tracker
 from mtrl.store.run_directory import CONFIG
 from mtrl.tracking.run_files import history_of
@@ -49,6 +50,7 @@ from mtrl.training.evaluate import Result, Seen
 from mtrl.training.interrupt import Interrupt, say_at_once
 from mtrl.training.loop import Components, Loop
 from mtrl.training.resume import Start, claim, find_start, fitting_state, refuse_other_configuration, restoring
+from mtrl.types import Weights
 from mtrl.workers.reference import RefreshedReference
 from mtrl.zoo.rows import CONFIG_FILE
 
@@ -183,9 +185,11 @@ def build(
         actor = build_actor(config, policy, encoder, steps, reference)
         critic = build_critic(config, policy, encoder, steps) if "values" in rules.needs else None
         interrupt = Interrupt()
+        generator = build_generator(config, policy, encoder, learns=not training.val_only)
+        closing.callback(generator.close)
         components = Components(
             source=sampler,
-            generator=build_generator(config, policy, encoder),
+            generator=generator,
             scorer=scorer,
             probers=[actor] if critic is None else [actor, critic],
             actor=actor,
@@ -242,7 +246,10 @@ def evaluate(
     if validation is None:
         raise ConfigError(["dataset.val_files: nothing to evaluate on; name a file (--data F, in Python val_data=)"])
     generator, scorer = build_generator(config, policy, encoder), build_scorer(config, 1, rewards)
-    with closing(scorer):
+    with closing(scorer), closing(generator):
+        if loaded is not None and not loaded.as_given:
+            with generator.awake():
+                generator.load(Weights(0, exported_weights(loaded.model)))
         wanted = [function.needs for function in scorer.functions.values()]
         rules = recipe.recipe_of(config, 1, rewards=wanted, sees_attention=policy.backbone.own_attention)
         refuse_unmeasured(config, rules, policy.backbone)

@@ -25,9 +25,12 @@ def unbuilt(config: Config) -> list[str]:
         "worker.ref.offload_params; set it to false": worker.ref.offload_params,
         "worker.actor.ulysses_size; set it to 1": worker.actor.ulysses_size > 1,
         "worker.hybrid_engine: false; set it to true": not worker.hybrid_engine,
-        "worker.rollout.name: vllm; use auto or local": rollout.name == "vllm",
-        f"worker.rollout.mode: {rollout.mode}; use inprocess": rollout.mode != "inprocess",
-        "worker.rollout.engine_kwargs; set it to {}": bool(rollout.engine_kwargs),
+        f"worker.rollout.mode: {rollout.mode}; use inprocess, or worker.rollout.name: vllm": (
+            rollout.mode != "inprocess" and rollout.name != "vllm"
+        ),
+        "worker.rollout.engine_kwargs of the local engine; set it to {}, or worker.rollout.name to vllm": (
+            bool(rollout.engine_kwargs) and rollout.name != "vllm"
+        ),
         "worker.rollout.tensor_parallel_size; set it to 1": rollout.tensor_parallel_size > 1,
         "several processes; set training.nnodes and training.n_gpus_per_node to 1": (
             training.nnodes * training.n_gpus_per_node > 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -92,15 +93,15 @@ def look(config: Config, options: Options) -> list[Answered]:
         raise StartError(f"{model_path(config)} is a text model: there is no image to look at")
     if not config.dataset.val_files and config.worker.actor.model.model_path != str(MODEL_DIRECTORY):
         raise ConfigError(["dataset.val_files: nothing to answer; name a file (--data F)"])
-    generator = build_generator(config, policy, encoder)
     sampling = replace(recipe.validation_sampling(config), n=1)
     answers = []
-    for prompts in batches(config, encoder, options.samples):
-        with generator.awake():
-            rollouts = generator.generate(prompts, sampling)
-        for row, prompt in enumerate(prompts):
-            letter = chosen_letter(rollouts.text[row], (prompt.task.columns or {}).get(config.dataset.options_key))
-            answers.append(answered(policy, encoder, rollouts.rows(torch.tensor([row])), letter, options.tokens))
+    with closing(build_generator(config, policy, encoder)) as generator:
+        for prompts in batches(config, encoder, options.samples):
+            with generator.awake():
+                rollouts = generator.generate(prompts, sampling)
+            for row, prompt in enumerate(prompts):
+                letter = chosen_letter(rollouts.text[row], (prompt.task.columns or {}).get(config.dataset.options_key))
+                answers.append(answered(policy, encoder, rollouts.rows(torch.tensor([row])), letter, options.tokens))
     if not any(answer.sizes.all() for answer in answers):
         raise StartError(f"none of the first {len(answers)} prompts has an image; choose other --data")
     return answers

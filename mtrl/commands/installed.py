@@ -44,6 +44,7 @@ def _reward(name: str, library: Library) -> Feature:
 
 FEATURES = (
     *(_reward(name, reward.library) for name, reward in REWARDS.items() if reward.library is not None),
+    Feature("rollout by vLLM", ("vllm",), "pip install 'mtrl[vllm]'", lambda c: c.worker.rollout.name == "vllm"),
     Feature("datasets of the hub", ("datasets",), "pip install 'mtrl[hub]'", lambda c: False),
     Feature(
         "adapters (LoRA)", ("peft",), "pip install 'mtrl[lora]'",
@@ -56,7 +57,7 @@ FEATURES = (
 )  # fmt: skip
 # No library brings these: `unbuilt` and the data layer refuse them, whatever is installed.
 NOT_BUILT = (
-    "rollout by vLLM", "several processes", "adapters on 4-bit weights (QLoRA)", "8-bit Adam", "videos",
+    "several processes", "adapters on 4-bit weights (QLoRA)", "8-bit Adam", "videos",
     "loggers (tensorboard, wandb, mlflow, swanlab, trackio)",
 )  # fmt: skip
 

@@ -48,6 +48,9 @@ class Awake:
     def sleep(self) -> None:
         """Gives the device memory to the trainer; the weights outlast it."""
 
+    def close(self) -> None:
+        """By default there is nothing that would go on."""
+
     def rehearse(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
         """Takes the memory that `generate` would take at most, until the engine sleeps. One that takes nothing more
         than `wake` did has nothing to do."""

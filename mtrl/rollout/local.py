@@ -22,6 +22,7 @@ from mtrl.protocols import PromptEncoder
 from mtrl.rollout.awake import Awake
 from mtrl.rollout.responses import finish_of, rollouts_of
 from mtrl.rollout.sampling import choose, first_sample_numbers, row_uniforms
+from mtrl.rollout.weights import refuse_other_weights
 from mtrl.types import Prompt, Rollouts, Sampling, Weights
 
 logger = logging.getLogger(__name__)
@@ -49,12 +50,7 @@ class LocalGenerator(Awake):
             self.version = weights.version
             return
         own = self.backbone.model.state_dict()  # tied ones under each name
-        for told, names in (
-            ("the model has no weight", weights.tensors.keys() - own.keys()),
-            ("the actor publishes no weight", own.keys() - weights.tensors.keys()),
-        ):
-            if names:
-                raise ValueError(f"{told} {min(names)!r}; do actor and engine hold the same model?")
+        refuse_other_weights(own, weights.tensors)
         with torch.no_grad():
             for name, tensor in weights.tensors.items():
                 if own[name].data_ptr() != tensor.data_ptr():

@@ -165,19 +165,31 @@ def test_mismatch_metrics():
     old = padded([[-1, -1], [-2]], fill=INF)
     behaviour = padded([[-1.3, -0.9], [-2.1]], fill=-5.0)
     mask = mask_of(2, 1)
-    assert mismatch_metrics(old, behaviour, mask, cut=False) == pytest.approx(
-        {"rollout/logprob_gap_mean": 0.5 / 3, "rollout/logprob_gap_max": 0.3, "rollout/logprob_gap_kl": -0.1}, rel=1e-5
+    # Ratios e^0.3, e^-0.1, e^0.1: the square of their sum over three times the sum of their squares.
+    ratios = [math.exp(gap) for gap in (0.3, -0.1, 0.1)]
+    share = sum(ratios) ** 2 / (3 * sum(ratio**2 for ratio in ratios))
+    found = mismatch_metrics(old, behaviour, mask, cut=False)
+    assert 0.97 < share < 0.98 and found["rollout/logprob_gap_ess"] == pytest.approx(share, rel=1e-6)
+    assert found == pytest.approx(
+        {
+            "rollout/logprob_gap_mean": 0.5 / 3,
+            "rollout/logprob_gap_max": 0.3,
+            "rollout/logprob_gap_kl": -0.1,
+            "rollout/logprob_gap_ess": share,
+        },
+        rel=1e-5,
     )
     assert set(mismatch_metrics(old, behaviour, mask, cut=True)) == {
         "rollout/logprob_gap_cut_mean",
         "rollout/logprob_gap_cut_max",
         "rollout/logprob_gap_cut_kl",
+        "rollout/logprob_gap_cut_ess",
     }
 
 
 def test_mismatch_metrics_of_nothing():
     metrics = mismatch_metrics(torch.ones(1, 2), torch.zeros(1, 2), mask_of(0, width=2), cut=False)
-    assert list(metrics.values()) == [0, 0, 0]
+    assert list(metrics.values()) == [0, 0, 0, 1]
 
 
 def test_length_metrics():

@@ -28,7 +28,6 @@ REFUSED = {  # what the message names: the overrides
     "worker.ref.offload_params": {"worker.ref.offload_params": True},
     "worker.actor.ulysses_size": {"worker.actor.ulysses_size": 2, "training.n_gpus_per_node": 2},
     "worker.hybrid_engine": {"worker.hybrid_engine": False},
-    "worker.rollout.name: vllm": {"worker.rollout.name": "vllm"},
     "worker.rollout.mode: process": {"worker.rollout.mode": "process"},
     "worker.rollout.mode: server": {"worker.rollout.mode": "server", "worker.rollout.address": "localhost:8000"},
     "worker.rollout.engine_kwargs": {"worker.rollout.engine_kwargs": {"max_num_seqs": 8}},
@@ -69,7 +68,7 @@ def test_nothing_of_the_algorithms_is_refused():
 
 
 def test_several_are_told_together():
-    config = load_config(None, {"worker.ref.offload_params": True, "worker.rollout.name": "vllm"})
+    config = load_config(None, {"worker.ref.offload_params": True, "worker.hybrid_engine": False})
     with pytest.raises(ConfigError) as caught:
         refuse_unbuilt(config)
     assert len(caught.value.errors) == 2
@@ -86,6 +85,8 @@ def test_several_are_told_together():
         {"optimization.enable_token_weights": True},
         {"worker.reward.functions": ("mdi", "vgr", "vgr_hard_negative")},
         {"worker.rollout.name": "local"},
+        {"worker.rollout.name": "vllm", "worker.rollout.engine_kwargs": {"max_num_seqs": 8}},
+        {"worker.rollout.name": "vllm", "worker.rollout.mode": "process"},
         {"optimization.divergence_penalty": "full"},
         {"optimization.online_filtering": True},
         {"optimization.replay_buffer_size": 64},
@@ -119,13 +120,9 @@ def test_defaults_and_the_packaged_config_are_not_refused():
 
 
 # ------------------------------------------------------------------------------------------------- nothing is ignored
-OF_VLLM = "vLLM is refused"
 NO_EFFECT = {
     "dataset.video_fps": "the data layer refuses videos",
     "worker.actor.fsdp.sharding_strategy": "several processes are refused",
-    "worker.rollout.address": OF_VLLM,
-    "worker.rollout.gpu_memory_utilization": OF_VLLM,
-    "worker.rollout.enable_prefix_caching": "vLLM is refused; the local engine always shares a prompt's cache",
 }
 
 

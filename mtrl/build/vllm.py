@@ -1,0 +1,62 @@
+"""vLLM as the engine of a run: where it runs, and how it is started."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mtrl.build import recipe
+from mtrl.config import Config
+from mtrl.errors import StartError
+from mtrl.models.families import TextEncoder
+from mtrl.models.forward import Forward
+from mtrl.models.weights import exported_weights
+from mtrl.rollout.vllm.generator import VllmGenerator
+from mtrl.rollout.vllm.inprocess import VllmInProcess
+from mtrl.rollout.vllm.process import VllmProcess
+from mtrl.rollout.vllm.requests import Host
+from mtrl.rollout.vllm.server import VllmServer
+from mtrl.rollout.vllm.settings import engine_arguments
+from mtrl.types import Weights
+
+
+def build_vllm(config: Config, path: str, policy: Forward, encoder: TextEncoder, learns: bool) -> VllmGenerator:
+    """`path`: of the model, whose weights vLLM starts with. `learns`: the engine will be given others."""
+    dtype, weights = policy.backbone.compute_dtype, exported_weights(policy.backbone.model)
+    host = build_host(config, path, encoder, dtype, on_gpu=policy.backbone.device.type == "cuda")
+    engine = VllmGenerator(host, encoder, weights.keys(), compute_dtype=dtype)
+    if learns and isinstance(host, VllmServer):
+        if not host.takes_weights:
+            raise StartError(f"worker.rollout.address: {host.no_weights}")
+        engine.load(Weights(0, weights))  # it may hold those of an earlier run
+    return engine
+
+
+def build_host(config: Config, path: str, encoder: TextEncoder, dtype: torch.dtype, on_gpu: bool) -> Host:
+    rollout, images = config.worker.rollout, encoder.image_settings
+    if rollout.mode == "server":
+        assert rollout.address is not None, "the configuration was checked"
+        return VllmServer(rollout.address, path, dtype)
+    arguments = arguments_of(config, path, dtype, on_gpu)
+    image_arguments = None if images is None else images.processor_arguments()
+    if rollout.mode == "process":
+        return VllmProcess(arguments, image_arguments, dtype)
+    return VllmInProcess(arguments, image_arguments)
+
+
+def arguments_of(config: Config, path: str, dtype: torch.dtype, on_gpu: bool) -> dict[str, Any]:
+    rollout, model = config.worker.rollout, config.worker.actor.model
+    longest = config.dataset.max_prompt_length + recipe.training_sampling(config).max_new_tokens
+    return engine_arguments(
+        path,
+        tokenizer=model.tokenizer_path,
+        dtype=str(dtype).removeprefix("torch."),
+        max_length=longest if config.dataset.filter_overlong_prompts else None,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        tensor_parallel_size=rollout.tensor_parallel_size,
+        enable_prefix_caching=rollout.enable_prefix_caching,
+        trust_remote_code=model.trust_remote_code,
+        on_gpu=on_gpu,
+        extra=rollout.engine_kwargs,
+    )

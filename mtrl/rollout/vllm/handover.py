@@ -1,0 +1,44 @@
+"""Weights on their way to another process: a checkpoint's file, in shared memory where there is room."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+SHARED_MEMORY = Path("/dev/shm")
+FILE = "model.safetensors"
+
+
+def new_folder(room: int) -> Path:
+    """A folder that only this user can read: in shared memory if `room` bytes fit there twice (the old file goes when
+    the new one is whole), else where temporary files are."""
+    roomy = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 2 * room
+    return Path(tempfile.mkdtemp(prefix="mtrl-weights-", dir=SHARED_MEMORY if roomy else None))
+
+
+def bytes_of(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> int:
+    return sum(tensor.numel() for tensor in tensors.values()) * dtype.itemsize
+
+
+def write_weights(folder: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Path:
+    """The whole file or none, in the dtype of the engine. Tied weights stand in it under each name."""
+    seen: set[int] = set()
+    ready = {}
+    for name, tensor in tensors.items():
+        copy = tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
+        if copy.data_ptr() in seen:
+            copy = copy.clone()
+        seen.add(copy.data_ptr())
+        ready[name] = copy
+    target = folder / FILE
+    partial = target.with_suffix(".partial")
+    save_file(ready, partial, metadata={"format": "pt"})
+    os.replace(partial, target)
+    return target

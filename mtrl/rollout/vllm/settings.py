@@ -1,0 +1,71 @@
+"""With which arguments and in which environment vLLM starts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from mtrl.errors import StartError
+
+CPU_CACHE = 2**30  # bytes of keys and values on a CPU, where gpu_memory_utilization would be a share of main memory
+ON_CPU = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer's threads live in the same process
+    "TORCH_COMPILE_DISABLE": "1",  # minutes for what runs in seconds
+}
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine is where we start it, and dies with that process
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+INSTALL = "pip install 'mtrl[vllm]' (a GPU with CUDA), or set worker.rollout.name=local"
+
+
+def engine_arguments(
+    model: str,
+    *,
+    dtype: str,
+    max_length: int | None,  # tokens of a prompt and its response; None: all that the model knows places for
+    tokenizer: str | None = None,
+    gpu_memory_utilization: float = 0.4,
+    tensor_parallel_size: int = 1,
+    enable_prefix_caching: bool = True,
+    trust_remote_code: bool = False,
+    on_gpu: bool = False,
+    extra: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """What `vllm.LLM` is made of; `extra` (worker.rollout.engine_kwargs) has the last word."""
+    arguments: dict[str, Any] = {
+        "model": model,
+        "tokenizer": tokenizer,
+        "dtype": dtype,
+        "max_model_len": max_length,
+        "tensor_parallel_size": tensor_parallel_size,
+        "enable_prefix_caching": enable_prefix_caching,
+        "trust_remote_code": trust_remote_code,
+        "limit_mm_per_prompt": {"video": 0},
+        "logprobs_mode": "processed_logprobs",  # of the distribution sampled from: temperature, top-p, top-k and all
+        "use_tqdm_on_load": False,
+        "generation_config": "vllm",  # nothing that a checkpoint says about sampling
+    }
+    if on_gpu:
+        arguments |= {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": True}
+    else:  # without chunks: requests with seeds kill an engine on a CPU that cuts a prompt in pieces
+        arguments |= {"kv_cache_memory_bytes": CPU_CACHE, "enforce_eager": True, "enable_chunked_prefill": False}
+        arguments |= {"max_num_batched_tokens": max(max_length or 32768, 8192)}
+    return arguments | dict(extra or {})
+
+
+def prepare_environment() -> None:
+    """Before vLLM is imported. Whatever the user has set stays."""
+    refuse_missing()
+    for name, value in (ENVIRONMENT if torch.cuda.is_available() else ENVIRONMENT | ON_CPU).items():
+        os.environ.setdefault(name, value)
+
+
+def refuse_missing() -> None:
+    if find_spec("vllm") is None:
+        raise StartError(f"worker.rollout.name: vllm is not installed; {INSTALL}")

@@ -1,0 +1,79 @@
+"""Weights arrive in a real vLLM, in each of them, and in every mode: log-probs follow the trainer's."""
+
+import pytest
+import torch
+from tiny_models import (
+    TINY_FAMILIES,
+    VISION_FAMILIES,
+    checkpoint,
+    encoder_of,
+    plain_logp,
+    plain_model,
+    plain_model_at,
+    prompt,
+    prompts_for,
+)
+from vllm_engines import INSTALLED, child_process, engine_on, in_process, server
+
+from mtrl.models.backbone import Backbone
+from mtrl.models.forward import Forward
+from mtrl.models.weights import exported_weights
+from mtrl.types import Sampling, Weights
+
+pytestmark = pytest.mark.skipif(not INSTALLED, reason="vLLM is not installed")
+
+SAMPLED = Sampling(n=3, max_new_tokens=8)
+HOSTS = {"inprocess": in_process, "process": child_process, "server": server}
+TOLERANCE = 1e-4
+PLACES = {  # one weight of each part: what its name holds
+    "vision tower": ("visual.blocks.0", "mlp"),
+    "merger": ("visual.merger", "weight"),
+    "embedding": ("embed_tokens",),
+    "last layer": ("layers.2.", "down_proj"),
+}
+
+
+def gap(family, rollouts, model):
+    """The largest distance between the engine's log-probs and those of a model."""
+    with torch.no_grad():
+        return float((plain_logp(family, rollouts, model=model) - rollouts.behaviour).abs().max())
+
+
+def mixed_prompts(family):
+    """One image, text alone, several images, and the first image once more."""
+    prompts = prompts_for(family)
+    if family not in VISION_FAMILIES:
+        return prompts
+    return [*prompts, prompt(encoder_of(family), "again", "is it round", [(5, 9)])]
+
+
+@pytest.mark.parametrize("mode", HOSTS)
+@pytest.mark.parametrize("family", TINY_FAMILIES)
+def test_ten_updates(family, mode):
+    """After each the engine has the trainer's log-probs; with repeated images, whatever it cached of them before."""
+    engine, model = engine_on(HOSTS[mode](family), family, may_change=True), plain_model_at(checkpoint(family), family)
+    prompts = mixed_prompts(family)
+    forward = Forward(Backbone(model), encoder_of(family))
+    for version in range(1, 11):
+        noise = torch.Generator().manual_seed(version)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.02 * torch.randn(parameter.shape, generator=noise))
+        engine.load(Weights(version, exported_weights(model)))
+        rollouts = engine.generate(prompts, Sampling(n=3, max_new_tokens=8, version=version, step=version))
+        old = forward.signals(rollouts).old
+        assert (old - rollouts.behaviour).abs().max() < TOLERANCE
+        assert rollouts.version.unique().tolist() == [version]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_each_weight_arrives(family, place):
+    engine, model = engine_on(in_process(family), family, may_change=True), plain_model_at(checkpoint(family), family)
+    named = [p for name, p in model.named_parameters() if all(part in name for part in PLACES[place]) and p.dim() > 1]
+    with torch.no_grad():
+        named[0].add_(0.5 * named[0].std() * torch.randn(named[0].shape, generator=torch.Generator().manual_seed(0)))
+    engine.load(Weights(1, exported_weights(model)))
+    rollouts = engine.generate(prompts_for(family), Sampling(n=2, max_new_tokens=8, version=1))
+    assert gap(family, rollouts, model) < TOLERANCE
+    assert gap(family, rollouts, plain_model(family)) > 100 * TOLERANCE, "the old weights would say otherwise"

@@ -1,0 +1,171 @@
+"""The client of a vLLM server, against a small HTTP server that answers as vLLM's endpoints do."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mtrl.errors import RunError, StartError
+from mtrl.rollout.vllm.requests import Request
+from mtrl.rollout.vllm.server import VllmServer
+
+PARAMS = {"n": 2, "temperature": 1.0, "logit_bias": {5: -1e9}, "max_tokens": 2}
+TEXT = Request([1, 2, 3], (), 3, 11)
+SEEN = Request([1, 9, 3], (np.zeros((28, 28, 3), np.uint8),), 6, 12)
+
+
+class Fake(ThreadingHTTPServer):
+    """`development`: whether it has the endpoints that take weights."""
+
+    def __init__(self, development=True, model="models/tiny", prompt_lengths=(3, 6)):
+        self.development, self.model, self.lengths, self.asked, self.label = development, model, prompt_lengths, [], "0"
+        self.busy = False
+        super().__init__(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def address(self):
+        return f"127.0.0.1:{self.server_port}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    def log_message(self, *_):
+        return
+
+    def answer(self, code, body):
+        content = json.dumps(body).encode()
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def do_GET(self):
+        if self.path == "/v1/models":
+            self.answer(200, {"data": [{"id": "served", "root": self.server.model, "max_model_len": 99}]})
+        elif self.path == "/is_sleeping" and self.server.development:
+            self.answer(200, {"is_sleeping": False})
+        else:
+            self.answer(404, {"detail": "Not Found"})
+
+    def do_POST(self):
+        sent = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = json.loads(sent) if sent else None
+        self.server.asked.append((self.path, body))
+        if self.path == "/inference/v1/generate":
+            length = self.server.lengths[bool(body.get("content_parts"))]
+            seed = body["sampling_params"]["seed"]
+            choice = {
+                "logprobs": {"content": [{"token_id": 7, "logprob": -0.5}, {"token_id": 2, "logprob": -1.5}]},
+                "weight_versions": [{"version": self.server.label, "start": 0, "end": 2}],
+            }
+            rows = [{**choice, "index": i, "token_ids": [seed, i]} for i in (1, 0)]  # in whatever order
+            self.answer(200, {"prompt_token_ids": list(range(length)), "choices": rows})
+        elif self.path == "/update_weight_version":
+            self.server.label = body["new_version"]
+            self.answer(200, {})
+        elif self.path == "/collective_rpc":
+            folder = Path(body["kwargs"]["weights_path"])
+            self.server.asked.append(("file", load_file(folder / "model.safetensors")))
+            self.answer(200, {"results": [None]})
+        elif self.path == "/reset_prefix_cache":
+            self.answer(200, {"success": not self.server.busy})
+        else:
+            self.answer(200, None)
+
+
+@pytest.fixture
+def start():
+    servers = []
+
+    def begin(**options):
+        servers.append(Fake(**options))
+        return servers[-1]
+
+    yield begin
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def connect(fake, model="elsewhere/tiny"):
+    return VllmServer(fake.address, model, torch.float32)
+
+
+def test_requests_and_responses(start):
+    fake = start()
+    server = connect(fake)
+    assert server.max_length == 99 and server.takes_weights
+    answers = server.generate([TEXT, SEEN], PARAMS)
+    assert [[row.tokens for row in answer] for answer in answers] == [[[11, 0], [11, 1]], [[12, 0], [12, 1]]]
+    assert answers[0][0].logps == [-0.5, -1.5] and answers[0][0].version == "0"
+    bodies = {body["sampling_params"]["seed"]: body for path, body in fake.asked}
+    assert bodies[11]["token_ids"] == [1, 2, 3] and "content_parts" not in bodies[11]
+    assert bodies[12]["content_parts"][0]["url"].startswith("data:image/png;base64,")
+
+
+def test_weights_go_by_a_folder_and_every_cache_is_emptied(start):
+    fake = start()
+    server = connect(fake)
+    tied = torch.ones(2, 2)
+    server.load("run:4", {"a": tied, "b": tied})
+    paths = [path for path, _ in fake.asked]
+    assert paths == [
+        "/collective_rpc", "file", "/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache",
+        "/update_weight_version",
+    ]  # fmt: skip
+    assert dict(fake.asked)["file"].keys() == {"a", "b"}, "tied weights under both names"
+    assert server.generate([TEXT], PARAMS)[0][0].version == "run:4"
+    folder = Path(dict(fake.asked)["/collective_rpc"]["kwargs"]["weights_path"])
+    server.close()
+    assert not folder.exists()
+
+
+def test_a_server_in_use_is_said(start):
+    fake = start()
+    fake.busy = True
+    server = connect(fake)
+    with pytest.raises(RunError, match="did not empty its prefix cache: somebody else uses it"):
+        server.load("run:1", {"a": torch.ones(1)})
+    server.close()
+
+
+def test_without_development_endpoints_it_evaluates_alone(start):
+    server = connect(start(development=False))
+    assert not server.takes_weights and server.generate([TEXT], PARAMS)
+    with pytest.raises(RunError, match=r"without VLLM_SERVER_DEV_MODE=1, so it takes no weights and serves evaluation"):
+        server.load("run:1", {})
+
+
+def test_other_images_are_noticed(start):
+    server = connect(start(prompt_lengths=(3, 8)))
+    with pytest.raises(RunError, match="reads a prompt as 8 tokens, the trainer as 6"):
+        server.generate([SEEN], PARAMS)
+
+
+def test_another_model_is_refused(start):
+    with pytest.raises(StartError, match="serves models/tiny, the run has elsewhere/large"):
+        connect(start(), "elsewhere/large")
+
+
+def test_nobody_there():
+    with pytest.raises(StartError, match=r"127\.0\.0\.1:9 cannot be reached: .*; is the server running\?"):
+        VllmServer("127.0.0.1:9", "tiny", torch.float32)
+
+
+def test_something_else_there(start, monkeypatch):
+    monkeypatch.setattr(Handler, "do_GET", lambda self: self.answer(200, {"hello": "world"}))
+    with pytest.raises(StartError, match="answers, but is no server of vLLM"):
+        connect(start())
+
+
+def test_an_error_of_the_server_is_one_line(start, monkeypatch):
+    server = connect(start())
+    said = {"error": {"message": "the prompt is\ntoo long", "code": 400}}
+    monkeypatch.setattr(Handler, "do_POST", lambda self: self.answer(400, said))
+    with pytest.raises(RunError, match=r"answers 400: the prompt is too long$"):
+        server.generate([TEXT], PARAMS)

@@ -1,0 +1,69 @@
+"""From a configuration to the arguments of vLLM, and what is said where it is not installed."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mtrl.build.vllm import arguments_of
+from mtrl.config import load_config
+from mtrl.errors import StartError
+from mtrl.rollout.vllm import handover, settings
+from mtrl.rollout.vllm.inprocess import VllmInProcess, in_a_line
+from mtrl.rollout.vllm.process import VllmProcess
+
+WORDS = [
+    "worker.rollout.name=vllm", "dataset.max_prompt_length=100", "worker.rollout.max_new_tokens=20",
+    "worker.rollout.gpu_memory_utilization=0.25", "worker.rollout.enable_prefix_caching=false",
+]  # fmt: skip
+
+
+def test_keys_become_arguments():
+    found = arguments_of(load_config(None, WORDS), "some/model", torch.bfloat16, on_gpu=True)
+    assert (found["model"], found["dtype"], found["max_model_len"]) == ("some/model", "bfloat16", 120)
+    assert found["gpu_memory_utilization"] == 0.25 and found["enable_prefix_caching"] is False
+    own = arguments_of(
+        load_config(None, [*WORDS, "worker.rollout.engine_kwargs={max_model_len: 64, swap: 1}"]),
+        "m",
+        torch.float32,
+        False,
+    )
+    assert (own["max_model_len"], own["swap"], own["dtype"]) == (64, 1, "float32")
+
+
+def test_prompts_of_any_length_get_all_places():
+    words = [*WORDS, "dataset.filter_overlong_prompts=false"]
+    assert arguments_of(load_config(None, words), "m", torch.float32, on_gpu=False)["max_model_len"] is None
+
+
+@pytest.mark.parametrize("start", [lambda: VllmInProcess({}), lambda: VllmProcess({}, None, torch.float32)])
+def test_what_to_install(start, monkeypatch):
+    monkeypatch.setattr(settings, "find_spec", lambda name: None)
+    with pytest.raises(StartError, match=r"vllm is not installed; pip install .*worker.rollout.name=local"):
+        start()
+
+
+def test_weights_on_their_way(tmp_path, monkeypatch):
+    """Narrowed to the engine's dtype, tied ones under each name, and never half a file."""
+    monkeypatch.setattr(handover, "SHARED_MEMORY", tmp_path)
+    tied = torch.randn(4, 3)
+    weights = {"a": tied, "b": tied, "turned": tied.T, "count": torch.tensor([3])}
+    folder = handover.new_folder(handover.bytes_of(weights, torch.bfloat16))
+    assert folder.parent == tmp_path and folder.stat().st_mode & 0o077 == 0
+    for factor in (1, 2):
+        found = load_file(handover.write_weights(folder, {k: v * factor for k, v in weights.items()}, torch.bfloat16))
+        assert found.keys() == weights.keys() and found["count"].item() == 3 * factor
+        assert torch.equal(found["turned"], (tied.T * factor).bfloat16()) and torch.equal(found["a"], found["b"])
+        assert [file.name for file in folder.iterdir()] == [handover.FILE]
+    same = load_file(handover.write_weights(folder, {"a": tied, "b": tied}, torch.float32))
+    assert torch.equal(same["a"], tied) and torch.equal(same["b"], tied)
+
+
+def test_little_shared_memory_means_a_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(handover, "SHARED_MEMORY", tmp_path)
+    folder = handover.new_folder(10**18)
+    assert folder.parent != tmp_path
+    folder.rmdir()
+
+
+def test_an_error_in_a_line():
+    assert in_a_line(ValueError("\n  first\nsecond")) == "first" and in_a_line(ValueError()) == "ValueError"

@@ -1,0 +1,100 @@
+"""Real engines of vLLM for tests; one of each family lives as long as the tests do: a start takes seconds."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from contextlib import suppress
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from tiny_models import checkpoint, encoder_of, plain_model
+
+from mtrl.models.families import TextEncoder
+from mtrl.models.weights import exported_weights
+from mtrl.rollout.vllm.generator import VllmGenerator
+from mtrl.rollout.vllm.inprocess import VllmInProcess
+from mtrl.rollout.vllm.process import VllmProcess
+from mtrl.rollout.vllm.requests import Host
+from mtrl.rollout.vllm.server import VllmServer
+from mtrl.rollout.vllm.settings import ON_CPU, engine_arguments
+from mtrl.types import Weights
+
+INSTALLED = find_spec("vllm") is not None
+MAX_LENGTH = 512
+_changed: set[Host] = set()  # engines that may hold other weights than those of the checkpoint
+
+
+def arguments(family: str, **extra: Any) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    images = encoder_of(family).image_settings
+    small = {"kv_cache_memory_bytes": 2**26, **extra}
+    return (
+        engine_arguments(str(checkpoint(family)), dtype="float32", max_length=MAX_LENGTH, extra=small),
+        None if images is None else images.processor_arguments(),
+    )
+
+
+@lru_cache
+def in_process(family: str) -> VllmInProcess:
+    return VllmInProcess(*arguments(family))
+
+
+@lru_cache
+def child_process(family: str) -> VllmProcess:
+    return VllmProcess(*arguments(family), torch.float32)
+
+
+@lru_cache
+def server(family: str) -> VllmServer:
+    """Started as docs/vllm.md says, for a CPU."""
+    with socket.socket() as any_port:
+        any_port.bind(("127.0.0.1", 0))
+        port = any_port.getsockname()[1]
+    start_server(family, port, {"VLLM_SERVER_DEV_MODE": "1"})
+    return VllmServer(f"127.0.0.1:{port}", str(checkpoint(family)), torch.float32)
+
+
+def start_server(family: str, port: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    """A real server, ready; it ends with the tests."""
+    words = (
+        f"--model {checkpoint(family)} --host 127.0.0.1 --port {port} --dtype float32 --max-model-len {MAX_LENGTH} "
+        "--logprobs-mode processed_logprobs --generation-config vllm --enforce-eager --no-enable-chunked-prefill "
+        f"--max-num-batched-tokens 8192 --kv-cache-memory-bytes {2**26}"
+    )
+    log = checkpoint(family).parent / f"server-{port}.log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words.split()],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=os.environ | ON_CPU | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} | environment,
+        )
+    atexit.register(process.terminate)
+    for _ in range(600):
+        if process.poll() is not None:
+            break
+        with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+            return process
+        time.sleep(1)
+    raise AssertionError(f"the server does not start: {log.read_text()[-3000:]}")
+
+
+def engine_on(
+    host: Host, family: str, encoder: TextEncoder | None = None, *, may_change: bool = False
+) -> VllmGenerator:
+    """An engine at version 0, with the weights of the checkpoint."""
+    weights = exported_weights(plain_model(family))
+    engine = VllmGenerator(host, encoder or encoder_of(family), weights.keys())
+    if host in _changed:
+        engine.load(Weights(0, weights))
+        _changed.discard(host)
+    if may_change:
+        _changed.add(host)
+    return engine
