@@ -132,7 +132,7 @@ class _Reader:
             return
         if not isinstance(made, ast.Call) or _name(made.func) != "LoraConfig":
             raise _NotLiteral
-        self.script.values.update({"use_peft": True, **_LORA_DEFAULTS})
+        self.script.values.update(use_peft=True, **_LORA_DEFAULTS)
         self.take(_keywords(made, ("task_type", "r")), _LORA)
 
     def _rewards(self, name: str, node: ast.expr) -> None:

@@ -12,6 +12,7 @@ from mtrl.config.conversions import CONVERSIONS
 from mtrl.config.convert import DEFAULT, DIFFERS, LOST, MAPS, Converter, convert
 from mtrl.config.foreign import TABLES, same_names, translation
 from mtrl.config.nearest import nearest_keys
+from mtrl.config.trl_script import read_script
 from mtrl.config.unsaid import ALWAYS, DEFAULTS
 
 OTHERS = Path(__file__).parents[1] / "data" / "others"
@@ -356,3 +357,11 @@ def test_almost_the_same_name_in_another_section_is_not_meant(key):
 def test_errors_are_of_the_configuration(tmp_path):
     with pytest.raises(ConfigError, match="cannot read the file"):
         convert(tmp_path / "none.yaml")
+
+
+def test_what_a_lora_config_means_without_saying_it():
+    """Our defaults are others: every projection, and twice the scale."""
+    script = "GRPOTrainer(model='m', args=GRPOConfig('x'), peft_config=LoraConfig(r=4))"
+    values = read_script(script, "train.py").values
+    assert (values["lora_r"], values["lora_alpha"], values["lora_target_modules"]) == (4, 8, ["q_proj", "v_proj"])
+    assert "lora_r" not in read_script("GRPOTrainer(model='m', peft_config=None)", "train.py").values
