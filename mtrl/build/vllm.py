@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from mtrl.build import recipe
-from mtrl.config import Config
+from mtrl.config import Config, ConfigError
 from mtrl.errors import StartError
 from mtrl.models.families import TextEncoder
 from mtrl.models.forward import Forward
@@ -15,7 +15,7 @@ from mtrl.models.weights import exported_weights
 from mtrl.rollout.vllm.generator import VllmGenerator
 from mtrl.rollout.vllm.inprocess import VllmInProcess
 from mtrl.rollout.vllm.process import VllmProcess
-from mtrl.rollout.vllm.requests import Host
+from mtrl.rollout.vllm.requests import LOWEST_TEMPERATURE, Host
 from mtrl.rollout.vllm.server import VllmServer
 from mtrl.rollout.vllm.settings import engine_arguments
 from mtrl.types import Weights
@@ -23,6 +23,11 @@ from mtrl.types import Weights
 
 def build_vllm(config: Config, path: str, policy: Forward, encoder: TextEncoder, learns: bool) -> VllmGenerator:
     """`path`: of the model, whose weights vLLM starts with. `learns`: the engine will be given others."""
+    rollout = config.worker.rollout
+    for key, value in (("temperature", rollout.temperature), ("val.temperature", rollout.val.temperature)):
+        if 0 < value < LOWEST_TEMPERATURE:
+            told = f"{value:g} is below the {LOWEST_TEMPERATURE:g} that vLLM samples at; raise it"
+            raise ConfigError([f"worker.rollout.{key}: {told}"])
     dtype, weights = policy.backbone.compute_dtype, exported_weights(policy.backbone.model)
     host = build_host(config, path, encoder, dtype, on_gpu=policy.backbone.device.type == "cuda")
     engine = VllmGenerator(host, encoder, weights.keys(), compute_dtype=dtype)

@@ -34,11 +34,7 @@ class VllmInProcess:
     def generate(self, requests: Sequence[Request], params: Mapping[str, Any]) -> list[list[Response]]:
         from vllm import SamplingParams
 
-        asked = []
-        for request in requests:
-            each = SamplingParams(**params, seed=request.seed)
-            each.temperature = params["temperature"]  # vLLM raises those under 0.01, which nobody asked it to
-            asked.append(each)
+        asked = [SamplingParams(**params, seed=request.seed) for request in requests]
         prompts: Any = [self._prompt(request) for request in requests]
         try:
             answers = self.llm.generate(prompts, asked, use_tqdm=False)

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import mtrl
 from mtrl.errors import RunError, StartError
 from mtrl.rollout.vllm.handover import bytes_of, new_folder, write_weights
 from mtrl.rollout.vllm.requests import Request, Response
@@ -143,5 +142,5 @@ class VllmProcess:
 
 def _python_path() -> str:
     """The child finds mtrl where we did."""
-    here = str(Path(mtrl.__file__).parent.parent)
+    here = str(Path(__file__).parents[3])
     return os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -9,12 +9,14 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
+from mtrl.errors import RunError
 from mtrl.keyed import keyed_generator
 from mtrl.protocols import PromptEncoder
 from mtrl.rollout.sampling import first_sample_numbers
 from mtrl.types import Prompt, Sampling
 
 SEEDS = 2**62  # vLLM adds the number of the sample to a seed, and both must fit into 64 bits
+LOWEST_TEMPERATURE = 0.01  # vLLM raises lower ones to this, and only logs it
 OUT_OF_REACH = -1e9  # a logit that is never sampled; JSON has no infinity
 
 
@@ -70,6 +72,9 @@ def base_seed(prompt: Prompt, sampling: Sampling) -> int:
 
 def params_for(encoder: PromptEncoder, sampling: Sampling) -> dict[str, Any]:
     """One log-prob a token: that of the token itself. What ends a response is ours to say, not a checkpoint's."""
+    if 0 < sampling.temperature < LOWEST_TEMPERATURE:
+        raise RunError(f"vLLM does not sample at a temperature of {sampling.temperature:g}: set {LOWEST_TEMPERATURE:g} "
+                       "or more (worker.rollout.temperature, val.temperature), or 0, which is greedy")  # fmt: skip
     return {
         "n": sampling.n,
         "temperature": sampling.temperature,
