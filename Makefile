@@ -3,7 +3,7 @@
 # make test       the suite, minutes on two cores
 # make test-vllm  the suite of the vLLM engine, on the real one, in an environment of its own (3.5 GB)
 # make test-all   also what is slow: mutation runs, long learning runs
-# make soak       hours: kills, mutated input, a thousand steps; goes on where it was stopped
+# make soak       hours: every algorithm switch, kills, mutated input, a thousand steps
 # make lint       ruff and mypy
 # make reference  docs/config-reference.yaml, from the tree of keys
 
@@ -43,10 +43,11 @@ test-vllm: setup-vllm
 	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest tests/conformance/test_generator.py -k vllm
 
 test-all: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "slow or not slow"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not soak"
 	$(BIN)/python tests/mutation.py
 
 soak: setup
+	$(BIN)/python -m pytest -n 2 -m soak
 	$(BIN)/python tests/soak
 
 lint: setup
