@@ -183,7 +183,7 @@ class ActorModelConfig:
     lora_alpha: int = key(16, "scale of the adapters is alpha / rank", "[1, inf)")
     lora_dropout: float = key(0.0, "dropout before the adapters, in updates", "[0, 1)")
     lora_target_modules: tuple[str, ...] | None = key(
-        None, "modules that get adapters, by the ends of their names; null: every projection"
+        None, "ends of the names of modules that get adapters; null: every projection"
     )
     lora_vision_tower: bool = key(False, "adapters in the vision tower too")
 

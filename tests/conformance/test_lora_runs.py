@@ -20,7 +20,6 @@ LORA = (
     "worker.actor.optim.lr=1e-3",
     "worker.actor.model.lora_dropout=0.1",
     "optimization.disable_divergence=false",
-    "optimization.divergence_type=adaptive",
 )
 FILES = (
     "adapter_config.json", "adapter_model.safetensors", "chat_template.jinja", "generation_config.json",
@@ -50,7 +49,7 @@ def test_a_run_goes_on_to_the_bit(whole, tmp_path, capsys):
     steps = [row for row in metrics_of(run_of(output)).values() if "actor/grad_norm" in row]
     assert all(row["actor/grad_norm"] > 0 for row in steps)
     kl = [row["actor/reference_kl"] for row in steps]
-    assert kl[0] == 0 < kl[-1], "the reference is what the run began with"
+    assert abs(kl[0]) < 1e-5 < abs(kl[-1]), "but for rounding, the reference is what the run began with"
 
 
 def test_a_checkpoint_is_of_peft_and_small(whole):
