@@ -171,7 +171,7 @@ def saved_parameters(found: Estimate, plan: Plan) -> int:
     """How many of the actor's a checkpoint holds: of adapters those alone."""
     if plan.adapters is None:
         return found.parameters
-    return found.held["optimizer state"] // (ADAM_STATES * plan.weight_bytes)
+    return found.held.get("optimizer state", 0) // (ADAM_STATES * plan.weight_bytes)
 
 
 def disk_problems(config: Config, parameters: int) -> Iterator[str]:

@@ -43,7 +43,7 @@ OF_THE_TASK = {  # the embedded task is multiple choice, with no box and no form
     "vppo": {"worker.reward.functions"},
     "text_maths": {"worker.reward.functions", "dataset.answer_key"},
 } | {name: {"optimization.disable_divergence"} for name in CREDIT - {"vppo"}}  # without a reference, for speed
-WAITS = {"experiment3_lora": {"worker.actor.model.peft_type"}}  # what each asks for that is still to come
+WAITS: dict[str, set[str]] = {}  # what each asks for that is still to come
 
 
 def full(name):
