@@ -25,7 +25,7 @@ def encoder():
 
 
 SAMPLINGS = [
-    Sampling(temperature=0, max_new_tokens=3),
+    Sampling(temperature=0, max_new_tokens=2),
     pytest.param(Sampling(n=5, max_new_tokens=4), marks=pytest.mark.slow),  # 20 rows: they begin in the larger bucket
 ]
 
