@@ -20,7 +20,11 @@ from mtrl.zoo.exam import prompts_of
 from mtrl.zoo.rows import MODEL_DIRECTORY
 from mtrl.zoo.task import make_question
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.usefixtures("exact_products"),
+]
 
 SAMPLED = Sampling(n=4, max_new_tokens=24)
 GREEDY = replace(SAMPLED, n=1, temperature=0)
@@ -34,14 +38,6 @@ def encoder():
 @pytest.fixture(scope="module")
 def prompts(encoder):
     return prompts_of([make_question("test", index) for index in range(24)], encoder)
-
-
-@pytest.fixture(autouse=True)
-def exact_products():
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def backbone_of(compute=torch.float32):

@@ -19,7 +19,11 @@ from mtrl.zoo.exam import prompts_of
 from mtrl.zoo.rows import MODEL_DIRECTORY
 from mtrl.zoo.task import make_question
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.usefixtures("exact_products"),
+]
 
 ENGINES = {
     "plain": (LocalGenerator, Sampling(n=8, max_new_tokens=512)),
@@ -28,14 +32,6 @@ ENGINES = {
         Sampling(n=8, max_new_tokens=4096),
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def exact_products():
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def free() -> int:
