@@ -19,11 +19,19 @@ def exported_weights(model: PreTrainedModel) -> Mapping[str, Tensor]:
     return model.state_dict()
 
 
-def save_model(model: PreTrainedModel, weights: Mapping[str, Tensor], directory: Path) -> None:
+def save_model(
+    model: PreTrainedModel,
+    weights: Mapping[str, Tensor],
+    directory: Path,
+    *,
+    shard: str = "50GB",
+    progress: bool = False,
+) -> None:
     """Writes a checkpoint that `from_pretrained` loads as it is: the model's settings, and `weights`, which were
-    exported from it and may be older than what it holds now."""
-    disable_progress_bar()  # a bar for the shards would run through the progress of the training
-    model.save_pretrained(directory, state_dict=dict(weights))
+    exported from it and may be older than what it holds now. `shard`: the largest file of weights."""
+    if not progress:
+        disable_progress_bar()  # a bar for the shards would run through the progress of the training
+    model.save_pretrained(directory, state_dict=dict(weights), max_shard_size=shard)
 
 
 def load_weights(model: PreTrainedModel, directory: Path) -> None:
