@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mtrl.algorithms.losses import Loss
+from mtrl.algorithms.values import ValueLoss
 from mtrl.types import (
     Experience,
     Needs,
@@ -150,12 +151,20 @@ class Snapshot(Protocol):
 
 
 class Stateful(Protocol):
-    """Whatever learns: the actor, and a critic. A checkpoint holds a snapshot of each, by name."""
+    """Whatever learns or remembers: the actor, a critic, the replay buffer. A checkpoint holds a snapshot of each, by
+    name."""
 
     def snapshot(self) -> Snapshot: ...
 
     def restore(self, directory: Path) -> None:
         """Goes on as the one whose snapshot was written there would have."""
+
+
+class Refreshed(Stateful, Protocol):
+    """A reference that follows the policy from afar. What it has become is in no file but a checkpoint."""
+
+    def refresh(self) -> None:
+        """Becomes the policy as it is now."""
 
 
 class Actor(Prober, Stateful, Protocol):
@@ -165,6 +174,13 @@ class Actor(Prober, Stateful, Protocol):
         """One optimizer step a batch; metrics are means over all tokens of the batches."""
 
     def publish(self) -> Weights: ...
+
+
+class Critic(Prober, Stateful, Protocol):
+    """Learns what a state is worth; it brings the signal `values`."""
+
+    def update(self, batches: Iterable[TrainBatch], loss: ValueLoss) -> dict[str, float]:
+        """One optimizer step a batch, as the actor's."""
 
 
 class PendingRewards(Protocol):

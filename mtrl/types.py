@@ -99,6 +99,11 @@ class Sampling:
     asked: Mapping[str, int] = field(default_factory=dict, hash=False)  # how often this step has asked a task before
 
     @property
+    def greedy(self) -> Sampling:
+        """One response a prompt, of the likeliest tokens."""
+        return replace(self, n=1, temperature=0.0, top_p=1.0, top_k=-1)
+
+    @property
     def cut(self) -> bool:
         """Whether the tail of the distribution is never sampled."""
         return self.top_p < 1 or self.top_k > 0
@@ -296,7 +301,8 @@ class TrainBatch:
     correction: Tensor | None  # [N, T] factor for the mismatch between sampler and trainer
     weights: TermWeights
     reference: Tensor | None = None  # [N, T]
-    returns: Tensor | None = None  # [N, T]
+    returns: Tensor | None = None  # [N, T] what a critic is to expect
+    values: Tensor | None = None  # [N, T] what it expected before this step's updates
 
     def __len__(self) -> int:
         return len(self.rollouts)

@@ -35,12 +35,17 @@ ROOT = Path(__file__).resolve().parent.parent
 PLACES = {
     "credit": "mtrl.algorithms.credit",
     "losses": "mtrl.algorithms.losses",
+    "values": "mtrl.algorithms.values",
     "recipe": "mtrl.build.recipe",
     "steps": "mtrl.training.recipe",
     "learner": "mtrl.workers.learner",
     "actor": "mtrl.workers.actor",
     "reference": "mtrl.workers.reference",
     "micro_batches": "mtrl.workers.micro_batches",
+    "filtering": "mtrl.algorithms.filtering",
+    "refill": "mtrl.training.refill",
+    "buffer": "mtrl.algorithms.replay",
+    "gather": "mtrl.training.gather",
 }
 JOBS = 2
 SECONDS_PER_MUTANT = 90
@@ -68,12 +73,17 @@ TESTS = {
         "tests/conformance/test_trl_agreement.py",
         *PROPERTIES,
     ],
-    "recipe": ["tests/unit/test_recipe.py"],
-    "steps": ["tests/unit/test_recipe.py"],
+    "values": ["tests/unit/test_values.py"],
+    "recipe": ["tests/unit/test_recipe.py", "tests/unit/test_build_critic.py"],
+    "steps": ["tests/unit/test_recipe.py", "tests/unit/test_loop.py"],
     "learner": ["tests/unit/test_learner.py"],
     "actor": ["tests/unit/test_actor.py"],
     "reference": ["tests/unit/test_workers_from_config.py"],
     "micro_batches": ["tests/unit/test_packing.py", "tests/unit/test_actor.py"],
+    "filtering": ["tests/unit/test_filtering.py"],
+    "refill": ["tests/unit/test_filtering.py", "tests/unit/test_loop_gather.py"],
+    "buffer": ["tests/unit/test_replay.py", "tests/unit/test_replay_memory.py"],
+    "gather": ["tests/unit/test_loop_gather.py", "tests/unit/test_loop.py"],
 }
 
 NAMES_AND_MESSAGES = {"credit.registry"}  # files without arithmetic, left out

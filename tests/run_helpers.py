@@ -86,7 +86,7 @@ def metrics_of(run: Path) -> dict[tuple[int, bool], dict]:
 def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Weights and optimizer state, in one dictionary."""
     return {
-        f"{file.name}: {name}": tensor
+        f"{file.relative_to(checkpoint)}: {name}": tensor
         for file in sorted(checkpoint.rglob("*.safetensors"))
         for name, tensor in load_file(file).items()
     }

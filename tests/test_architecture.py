@@ -16,7 +16,7 @@ ROOM_MAY_IMPORT = {
     "files": set(),
     "terminal": set(),
     "config": {"files"},
-    "algorithms": {"types", "errors", "plugins"},
+    "algorithms": {"types", "errors", "plugins", "keyed"},
     "protocols": {"types", "algorithms"},
     "models": {"types", "files", "keyed", "protocols", "algorithms"},
     "rollout": {"types", "keyed", "errors", "protocols", "algorithms", "models"},
@@ -31,7 +31,7 @@ ROOM_MAY_IMPORT = {
     "zoo": {"types", "protocols"},
 }
 ROOM_MAY_IMPORT["training"] = {
-    "types", "config", "errors", "protocols", "algorithms", "data", "store", "workers", "machine", "terminal"
+    "types", "keyed", "config", "errors", "protocols", "algorithms", "data", "store", "workers", "machine", "terminal"
 }  # fmt: skip
 ROOM_MAY_IMPORT["build"] = set(ROOM_MAY_IMPORT)  # it alone names concrete classes
 ROOM_MAY_IMPORT["commands"] = set(ROOM_MAY_IMPORT)

@@ -10,8 +10,6 @@ import pytest
 
 from mtrl.algorithms.credit import Filter, Term, Weight
 from mtrl.algorithms.credit.registry import RULES
-from mtrl.build.unbuilt import unbuilt
-from mtrl.config import load_config
 from mtrl.config.foreign import translation
 from mtrl.config.tree import OptimizationConfig, known_leaves, known_sections
 from mtrl.models.perturb import PERTURBATIONS
@@ -77,15 +75,6 @@ def test_settings_name_keys(page):
         setting = re.fullmatch(r"([a-z]+(?:_[a-z0-9]+)+)(?:: |=)(?:true|false|null|auto|[a-z_]+|[\d.]+)", quoted)
         if setting is not None:
             assert setting[1] in last_names or translation(setting[1]), f"{page.name}: there is no key {setting[1]}"
-
-
-def test_what_is_said_to_be_unbuilt_is_refused(tmp_path):
-    """A line of that section goes when its switch is built."""
-    section = ALGORITHMS.split("## Not built yet")[1]
-    lines = [backticked(line) for line in section.splitlines() if line.startswith("- ")]
-    for settings in lines:
-        overrides = [setting.replace(": ", "=") for setting in settings]
-        assert unbuilt(load_config(None, overrides)), f"{settings} is built: take it off docs/algorithms.md"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

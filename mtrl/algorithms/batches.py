@@ -25,16 +25,17 @@ class BatchPlan:
     mask_truncated: bool = False
 
 
-def assemble(plan: BatchPlan, loss: Loss, experience: Experience) -> Iterator[TrainBatch]:
-    """One batch for each optimizer step: whole groups, with weights whose denominators span the batch."""
+def assemble(plan: BatchPlan, loss: Loss, experience: Experience, key: tuple[int, int]) -> Iterator[TrainBatch]:
+    """One batch for each optimizer step: whole groups, with weights whose denominators span the batch. Which groups
+    meet in a batch is drawn anew in each pass, by the `key` (seed, step)."""
     rollouts, signals, credit = experience.rollouts, experience.signals, experience.credit
     assert credit is not None, "batches are made of credit"
     correction = None
     if signals.old is not None:
         correction = mismatch_correction(signals.old, rollouts.behaviour, rollouts.mask, loss.tis_clip, loss.tis_level)
     silenced = rollouts.truncated if plan.mask_truncated else torch.zeros(len(rollouts), dtype=torch.bool)
-    for _ in range(plan.passes):
-        for rows in optimizer_steps(rollouts.group, plan.prompts_per_update):
+    for epoch in range(plan.passes):
+        for rows in optimizer_steps(rollouts.group, plan.prompts_per_update, (*key, "minibatches", epoch)):
             weights = term_weights(
                 credit.measure[rows],
                 credit.select[rows],
@@ -51,4 +52,5 @@ def assemble(plan: BatchPlan, loss: Loss, experience: Experience) -> Iterator[Tr
                 weights=weights,
                 reference=None if signals.reference is None else signals.reference[rows],
                 returns=None if experience.returns is None else experience.returns[rows],
+                values=None if signals.values is None else signals.values[rows],
             )

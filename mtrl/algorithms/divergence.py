@@ -40,6 +40,8 @@ class Divergence:
 
     @property
     def needs(self) -> Needs:
+        if self.penalty == "full" and self.in_loss and not self.adaptive:
+            return Needs()  # the update asks the reference itself, and nobody reads it before
         return Needs("old", "divergence" if self.penalty == "full" else "reference")
 
     def distance(self, signals: Signals) -> Tensor:
@@ -56,6 +58,14 @@ class Divergence:
     def mean(self, signals: Signals, mask: Tensor) -> float:
         """Mean over responses of the KL of a response, which is the sum over its tokens."""
         return float(self.distance(signals).where(mask, 0.0).sum(1).double().mean())
+
+    def after_step(self, signals: Signals, mask: Tensor) -> tuple[Divergence, dict[str, float]]:
+        """This divergence for the next step, and what is to be said of it. A distance that the update alone has
+        measured is reported by the update."""
+        if not self.needs:
+            return self, {"actor/kl_coef": self.coef}
+        kl = self.mean(signals, mask)
+        return self.adapted(kl, len(mask)), {"actor/kl_coef": self.coef, "actor/reference_kl": kl}
 
     def adapted(self, kl: float, responses: int) -> Divergence:
         """This divergence for the next step: an adaptive coefficient has moved towards the target."""

@@ -46,6 +46,11 @@ class Loss:
     tis_clip: float | None = None
     tis_level: Level = "token"
 
+    @property
+    def full_divergence(self) -> bool:
+        """Whether a term of it reads the whole vocabulary of the policy and of the reference."""
+        return self.divergence == "full" and self.divergence_coef != 0
+
     def with_divergence(self, rule: Divergence | None) -> Loss:
         """This loss with the divergence as a term, where it is one rather than a part of the reward."""
         if rule is None or not rule.in_loss:
@@ -53,10 +58,13 @@ class Loss:
         return replace(self, divergence=rule.penalty, divergence_coef=rule.coef)
 
 
-def total_loss(logp: Tensor, batch: TrainBatch, loss: Loss) -> tuple[Tensor, dict[str, Tensor]]:
+def total_loss(
+    logp: Tensor, batch: TrainBatch, loss: Loss, full_kl: Tensor | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of these rows with gradients, and metrics; both add up over the slices of an optimizer step.
 
-    `logp` [N, T] are the current policy's log-probs; off the mask they may hold anything.
+    `logp` [N, T] are the current policy's log-probs; off the mask they may hold anything. `full_kl` [N, T] is its
+    divergence from the reference over the vocabulary, with gradients, where that is a term of the loss.
     """
     mask, weights, behaviour = batch.rollouts.mask, batch.weights, batch.rollouts.behaviour
     logp = logp.where(mask, 0.0)  # what stands off the mask gets a gradient of 0, whatever it is
@@ -78,8 +86,7 @@ def total_loss(logp: Tensor, batch: TrainBatch, loss: Loss) -> tuple[Tensor, dic
         metrics["logprob_gap_mean"] = weighted_sum(weights.token, (old - behaviour).abs())
         metrics["logprob_gap_kl"] = weighted_sum(weights.token, behaviour - old)
     if loss.divergence_coef:
-        assert batch.reference is not None, "a divergence loss needs the reference's log-probs"
-        distance = weighted_sum(weights.divergence, divergence(logp, batch.reference, loss.divergence))
+        distance = weighted_sum(weights.divergence, _distance(logp, batch, loss, full_kl))
         total = total + loss.divergence_coef * distance
         metrics["divergence_loss"] = distance
     if loss.entropy_penalty_coef:
@@ -87,6 +94,15 @@ def total_loss(logp: Tensor, batch: TrainBatch, loss: Loss) -> tuple[Tensor, dic
         total = total + loss.entropy_penalty_coef * surprise
         metrics["entropy_penalty"] = surprise
     return total, {name: value.detach() for name, value in metrics.items()}
+
+
+def _distance(logp: Tensor, batch: TrainBatch, loss: Loss, full_kl: Tensor | None) -> Tensor:
+    """[N, T]: how far the policy is from the reference at each token, with gradients."""
+    if loss.full_divergence:
+        assert full_kl is not None, "a full divergence is read off the vocabulary"
+        return full_kl
+    assert batch.reference is not None, "a divergence loss needs the reference's log-probs"
+    return divergence(logp, batch.reference, loss.divergence)
 
 
 def importance_ratio(logp: Tensor, old: Tensor, mask: Tensor, level: Level) -> Tensor:

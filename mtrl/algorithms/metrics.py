@@ -59,6 +59,8 @@ def reward_metrics(rewards: Rewards, group: Tensor) -> Metrics:
     metrics["reward/overall"] = float(rewards.total.double().mean())  # whatever a function calls `overall`
     metrics["reward/failed"] = masked_rate(rewards.failed)
     metrics["reward/zero_std_groups"] = float((group_std(rewards.total, group) == 0).double().mean())
+    if rewards.baseline is not None:
+        metrics["reward/greedy_baseline"] = float(rewards.baseline.double().mean())
     success = success_part(rewards.parts)
     if success is not None:
         metrics["reward/success_rate"] = float((success[~success.isnan()] >= 1).double().mean())

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mtrl.algorithms.groups import group_count
+from mtrl.keyed import keyed_generator
 
 
 @dataclass(frozen=True)
@@ -24,13 +25,14 @@ class Piece:
     tokens: int
 
 
-def optimizer_steps(group: Tensor, prompts_per_step: int) -> list[Tensor]:
-    """Row indices of each optimizer step: groups in their order, `prompts_per_step` of them a step."""
+def optimizer_steps(group: Tensor, prompts_per_step: int, key: Sequence[int | str] = ()) -> list[Tensor]:
+    """Row indices of each optimizer step: whole groups, `prompts_per_step` of them a step, in an order drawn by the key
+    (without one, in their own). The rows of a step stay in their order: one step of all groups is the same for any key.
+    """
     groups = group_count(group)
-    return [
-        torch.nonzero((group >= start) & (group < start + prompts_per_step)).flatten()
-        for start in range(0, groups, prompts_per_step)
-    ]
+    order = torch.from_numpy(keyed_generator(*key).permutation(groups)) if key else torch.arange(groups)
+    parts = order.split(prompts_per_step) if groups else ()
+    return [torch.nonzero(torch.isin(group, chosen)).flatten() for chosen in parts]
 
 
 def cut_groups(

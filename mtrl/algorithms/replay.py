@@ -1,11 +1,13 @@
 """Replay: groups worth seeing again stand in for groups that teach nothing (SPEC 4).
 
-The buffer knows scores; what an entry holds is the caller's business (ids and token streams, no pixels).
+The buffer knows scores; what an entry holds is the caller's business (ids and token streams, no pixels). A group that
+comes back brings its own o, b, S and rewards: rho = exp(l - o) is how far the policy has gone since, exp(o - b) the
+sampler's mismatch of then. Its advantages are computed anew, in its group, and it joins every range over the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -13,9 +15,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mtrl.algorithms.groups import group_mean, group_std, group_sum, row_mean
+from mtrl.algorithms.groups import group_count, group_mean, group_std, group_sum, row_mean
+from mtrl.algorithms.joining import join_groups
+from mtrl.types import Experience
 
 Payload = TypeVar("Payload")
+
+
+@dataclass(frozen=True)
+class ReplayRule:
+    """How many groups are kept, and which are worth it."""
+
+    capacity: int
+    var_epsilon: float  # standard deviation of the rewards that a group must exceed
+    min_reward: float  # mean reward that it must reach
 
 
 @dataclass(frozen=True)
@@ -71,3 +84,11 @@ def replay_scores(
 def flat_groups(rewards: Tensor, group: Tensor, var_epsilon: float) -> Tensor:
     """Indices of groups without reward variance, which replay may replace."""
     return torch.nonzero(group_std(rewards, group) <= var_epsilon).flatten()
+
+
+def exchange_groups(experience: Experience, places: Sequence[int], others: Sequence[Experience]) -> Experience:
+    """The experience with `others`, a group each, in these places of it; those for which there is none come last."""
+    group = experience.rollouts.group
+    instead = dict(zip(places, others, strict=False))
+    stay = [instead[g] if g in instead else experience.rows(group == g) for g in range(group_count(group))]
+    return join_groups([*stay, *others[len(places) :]])

@@ -1,4 +1,4 @@
-"""Reward arithmetic: parts to a total, weight schedules, attention rewards, group filtering (SPEC 3 and 4)."""
+"""Reward arithmetic: parts to a total, weight schedules, attention rewards (SPEC 3 and 4)."""
 
 from __future__ import annotations
 
@@ -110,9 +110,3 @@ def rank_in_pool(value: Tensor, pool: Tensor, normalizer: Normalizer, neutral: f
 
 def neutral_value(normalizer: Normalizer) -> float:
     return 0.5 if normalizer == "iqr" else 0.0
-
-
-def groups_in_range(values: Tensor, group: Tensor, low: float, high: float) -> Tensor:
-    """[P] bool: groups whose mean lies inside (low, high). Online filtering drops the others."""
-    mean = group_mean(values, group)
-    return (mean > low) & (mean < high)

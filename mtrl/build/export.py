@@ -211,7 +211,7 @@ def refuse_push(repository: str) -> None:
 
 
 def push(folder: Path, repository: str) -> str:
-    """Uploads the folder; a repository that is not there yet is made, for its owner's eyes alone. Returns its address."""
+    """Uploads the folder; a repository that is not there yet is made, private. Returns its address."""
     hub = HfApi()
     try:
         place = hub.create_repo(repository, private=True, exist_ok=True)

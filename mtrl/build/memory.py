@@ -7,9 +7,11 @@ from importlib.util import find_spec
 import torch
 
 from mtrl.build import recipe
+from mtrl.build.critic import critic_path
 from mtrl.config import Config
 from mtrl.memory.estimate import Plan, changes
 from mtrl.memory.rehearsal import Limits, rehearse
+from mtrl.models.families import load_model_config
 from mtrl.models.forward import Forward
 from mtrl.models.size import reward_model_parameters
 from mtrl.protocols import Generator
@@ -20,6 +22,7 @@ GIB = 2**30
 
 
 def limits_of(config: Config, needs: Needs, on_gpu: bool, share_prefix: bool) -> Limits:
+    divergence = recipe.divergence_of(config)
     return Limits(
         prompts=config.dataset.rollout_batch_size,
         prompts_per_update=config.worker.actor.global_batch_size,
@@ -29,6 +32,7 @@ def limits_of(config: Config, needs: Needs, on_gpu: bool, share_prefix: bool) ->
         update=recipe.update_batching(config, on_gpu, share_prefix),
         probe=recipe.probe_batching(config, on_gpu, share_prefix),
         needs=needs | Needs("mass") if config.optimization.compute_attention_metrics is not False else needs,
+        full_divergence=divergence is not None and divergence.in_loss and divergence.penalty == "full",
     )
 
 
@@ -41,7 +45,7 @@ def plan_of(config: Config, on_gpu: bool) -> Plan:
         limits=limits_of(config, rules.needs, on_gpu, shared),
         weights=actor.fsdp.param_dtype,
         compute=actor.fsdp.mixed_precision_dtype,
-        reference="reference" in rules.needs or "divergence" in rules.needs,
+        reference=rules.reads_reference,
         train_vision=not actor.model.freeze_vision_tower,
         checkpointing=actor.model.enable_gradient_checkpointing,
         attention=attention,
@@ -50,6 +54,7 @@ def plan_of(config: Config, on_gpu: bool) -> Plan:
         compiled=compiled,
         graphs=on_gpu and not triton_is_missing(),
         reward_model_parameters=reward_model_parameters(reward.model_path, trusted) if reward.model_path else 0,
+        critic=load_model_config(critic_path(config), trusted) if "values" in rules.needs else None,
         trust_remote_code=trusted,
     )
 
@@ -59,14 +64,21 @@ def triton_is_missing() -> bool:
     return torch.cuda.is_available() and find_spec("triton") is None
 
 
-def rehearse_on_gpu(config: Config, policy: Forward, generator: Generator, needs: Needs, has_states: bool) -> None:
+def rehearse_on_gpu(
+    config: Config,
+    policy: Forward,
+    generator: Generator,
+    needs: Needs,
+    has_states: bool,
+    critic: Forward | None = None,
+) -> None:
     """The passes of a step at the limits of the configuration, once: what does not fit is told before the first step. A
     CPU is slow, and what does not fit there is swapped."""
     if policy.backbone.device.type != "cuda":
         return
     limits = limits_of(config, needs, on_gpu=True, share_prefix=policy.share_prefix)
     ways = changes(plan_of(config, on_gpu=True))
-    peaks = rehearse(policy, policy.encoder, limits, generator, has_states=has_states, ways=[*ways])
+    peaks = rehearse(policy, policy.encoder, limits, generator, has_states=has_states, ways=[*ways], critic=critic)
     say_at_once(
         "rehearsed at the limits: " + ", ".join(f"{name} {peak / GIB:,.1f} GiB" for name, peak in peaks.items())
     )

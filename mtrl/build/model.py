@@ -31,14 +31,12 @@ from mtrl.store.checkpoint import write_folder
 from mtrl.training.interrupt import say_at_once
 from mtrl.training.recipe import Recipe
 from mtrl.training.resume import refuse_damaged
-from mtrl.types import VIEWS, Needs
 from mtrl.workers.actor import LocalActor
 from mtrl.workers.reference import Reference
 from mtrl.zoo.rows import MODEL_DIRECTORY
 
 logger = logging.getLogger(__name__)
 
-UNMEASURED = Needs("values")  # signals that nobody measures: values would come from a critic, and there is none
 COMPILING = (
     "the first pass compiles kernels for this GPU, about a minute where they are not there yet; they are kept in "
     "{place}. Without: worker.actor.use_torch_compile=false, with slower passes"
@@ -109,20 +107,15 @@ def warn_of_written_tokens(encoder: TextEncoder, texts: Mapping[str, str | None]
 
 
 def build_policy(config: Config, encoder: TextEncoder | None = None) -> tuple[TextEncoder, Forward]:
-    settings, actor = config.worker.actor.model, config.worker.actor
+    actor = config.worker.actor
     encoder = encoder or build_encoder(config)
     refuse_damaged(Path(model_path(config)))
     model = load_plain(config, model_path(config))
-    if settings.enable_gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    compiled = actor.use_torch_compile and model.device.type == "cuda"
-    if compiled:
+    if actor.use_torch_compile and model.device.type == "cuda":
         say_at_once(COMPILING.format(place=keep_compiled(default_cache_dir() / "compiled")))
     if actor.fsdp.mixed_precision_dtype == "bf16" and model.device.type == "cpu":
         warn_of_slow_bf16()
-    backbone = Backbone(model, DTYPES[actor.fsdp.mixed_precision_dtype], compiled=compiled)
-    if settings.freeze_vision_tower and backbone.vision_tower is not None:
-        backbone.vision_tower.requires_grad_(False)
+    backbone = backbone_of(config, model)
     forward = Forward(
         backbone,
         encoder,
@@ -136,6 +129,18 @@ def build_policy(config: Config, encoder: TextEncoder | None = None) -> tuple[Te
     return encoder, forward
 
 
+def backbone_of(config: Config, model: Any) -> Backbone:
+    """A model that learns, actor or critic, in the settings of the configuration."""
+    settings, actor = config.worker.actor.model, config.worker.actor
+    if settings.enable_gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    compiled = actor.use_torch_compile and model.device.type == "cuda"
+    backbone = Backbone(model, DTYPES[actor.fsdp.mixed_precision_dtype], compiled=compiled)
+    if settings.freeze_vision_tower and backbone.vision_tower is not None:
+        backbone.vision_tower.requires_grad_(False)
+    return backbone
+
+
 def warn_of_slow_bf16() -> None:
     mkldnn = torch.backends.mkldnn
     if not mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -147,14 +152,17 @@ def warn_of_slow_bf16() -> None:
 
 def load_plain(config: Config, path: str) -> Any:
     """The model at a path in the settings of the configuration, as transformers has it."""
+    return load_model(path, **load_options(config))
+
+
+def load_options(config: Config) -> dict[str, Any]:
     settings = config.worker.actor.model
-    return load_model(
-        path,
-        dtype=config.worker.actor.fsdp.param_dtype,
-        attn_implementation=settings.attn_implementation,
-        device="cuda" if torch.cuda.is_available() else "cpu",
-        trust_remote_code=settings.trust_remote_code,
-    )
+    return {
+        "dtype": config.worker.actor.fsdp.param_dtype,
+        "attn_implementation": settings.attn_implementation,
+        "device": "cuda" if torch.cuda.is_available() else "cpu",
+        "trust_remote_code": settings.trust_remote_code,
+    }
 
 
 def refuse_unmeasured(config: Config, rules: Recipe, backbone: Backbone) -> None:
@@ -166,10 +174,9 @@ def refuse_unmeasured(config: Config, rules: Recipe, backbone: Backbone) -> None
     if looks and wanted is False:
         told = f"{asking(rules, 'mass')} reads attention; set auto"
         raise ConfigError([f"optimization.compute_attention_metrics: false, but {told}"])
-    for name in UNMEASURED.names & rules.needs.names:
-        known = ", ".join(each for each in VIEWS if each not in UNMEASURED)
-        told = f"{asking(rules, name)} asks for the signal {name}, which nobody measures here"
-        raise ConfigError([f"optimization.credit: {told}; there are {known}"])
+    if "values" in rules.needs and "values" not in rules.estimator.needs:
+        told = f"{asking(rules, 'values')} asks for the signal values, which a critic measures, and there is none"
+        raise ConfigError([f"optimization.credit: {told}; set optimization.advantage_estimator to gae"])
 
 
 def asking(rules: Recipe, name: str) -> str:
@@ -189,7 +196,7 @@ def build_actor(
     config: Config, policy: Forward, encoder: TextEncoder, steps: int, reference: Reference | None = None
 ) -> LocalActor:
     on_gpu, images = policy.backbone.device.type == "cuda", encoder.image_settings
-    warn_of_large_steps(config.worker.actor.optim.lr, policy.backbone.model)
+    warn_of_large_steps("worker.actor.optim.lr", config.worker.actor.optim.lr, policy.backbone.model)
     return LocalActor(
         policy,
         recipe.optimizer_settings(config, steps),
@@ -201,7 +208,7 @@ def build_actor(
     )
 
 
-def warn_of_large_steps(lr: float, model: Any) -> None:
+def warn_of_large_steps(key: str, lr: float, model: Any) -> None:
     """AdamW moves a weight by about the learning rate, whatever its gradient is: one as large as the weights leaves
     nothing of the model, and every number stays finite."""
     learning = [parameter.detach() for parameter in model.parameters() if parameter.requires_grad]
@@ -209,16 +216,22 @@ def warn_of_large_steps(lr: float, model: Any) -> None:
     size = math.sqrt(squares / max(1, sum(weight.numel() for weight in learning)))
     if lr > size > 0:
         logger.warning(
-            "worker.actor.optim.lr = %g is larger than the weights themselves (%.2g in root mean square): the first "
-            "update leaves nothing of the model, since AdamW moves each weight by about lr; 1e-6 to 1e-5 are usual",
+            "%s = %g is larger than the weights themselves (%.2g in root mean square): the first update leaves nothing "
+            "of the model, since AdamW moves each weight by about lr; 1e-6 to 1e-5 are usual",
+            key,
             lr,
             size,
         )
 
 
-def build_reference(policy: Forward, needs: Needs) -> Reference | None:
+def build_reference(policy: Forward, rules: Recipe) -> Reference | None:
     """The reference, where somebody reads it: a copy of the policy as it was given, before a checkpoint is restored."""
-    return Reference.frozen(policy) if "reference" in needs or "divergence" in needs else None
+    if rules.reads_reference:
+        return Reference.frozen(policy)
+    if rules.refresh_every:
+        told = "there is no reference to refresh; set optimization.disable_divergence=false, or this to null"
+        raise ConfigError([f"worker.ref.refresh_every: {told}"])
+    return None
 
 
 def build_generator(config: Config, policy: Forward, encoder: TextEncoder) -> Generator:

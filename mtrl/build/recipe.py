@@ -16,12 +16,17 @@ from mtrl.algorithms.credit.registry import make_rule
 from mtrl.algorithms.credit.trajectory_scaling import TrajectoryScaling
 from mtrl.algorithms.divergence import Divergence
 from mtrl.algorithms.estimators import ESTIMATORS, Estimator
+from mtrl.algorithms.filtering import GroupFilter
 from mtrl.algorithms.losses import Loss, PolicyLoss
+from mtrl.algorithms.replay import ReplayRule
+from mtrl.algorithms.values import ValueLoss
 from mtrl.config import Config, ConfigError
+from mtrl.config.tree import OptimConfig
 from mtrl.config.values import BadValue, typed
 from mtrl.models.perturb import Perturbation
 from mtrl.plugins import PluginError
-from mtrl.training.recipe import Recipe
+from mtrl.training.recipe import NOTHING, Recipe
+from mtrl.training.refill import Filtering
 from mtrl.types import Needs, Sampling
 from mtrl.workers.learner import OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching
@@ -29,7 +34,6 @@ from mtrl.workers.micro_batches import MicroBatching
 GPU_TOKENS_PER_MICRO_BATCH = 16384
 ATTENTION_NOW_AND_THEN = 10  # steps between two readings of attention that only its metrics ask for
 GPU_TOKENS_PER_PROBE = 65536  # more than in an update: without gradients a pass keeps no activations
-NOTHING = Needs()
 
 
 def total_steps(config: Config, rows: int) -> int:
@@ -54,6 +58,8 @@ def recipe_of(
     readers = [*(rule.needs for rule in credit), *rewards, trackers, estimator.needs]
     if divergence is not None:
         readers.append(divergence.needs)
+    if (replay := replay_of(config)) is not None:
+        readers.append(Needs("old"))  # what a group is worth later is measured by the policy of now
     needs = reduce(Needs.__or__, readers)
     return Recipe(
         total_steps=steps,
@@ -75,7 +81,34 @@ def recipe_of(
         validate_first=config.training.val_before_train and first,
         save_every=config.training.save_freq,
         seed=config.dataset.seed,
+        refresh_every=config.worker.ref.refresh_every or 0,
+        reward_needs=reduce(Needs.__or__, rewards, NOTHING),
+        filtering=filtering_of(config),
+        greedy_baseline=algorithm.advantage_estimator == "remax",
+        replay=replay,
+        value_loss=ValueLoss(config.worker.critic.cliprange_value),
+        critic_warmup=critic_warmup(config),
     )
+
+
+def critic_warmup(config: Config) -> int:
+    """Steps in which the critic learns alone; without a critic there are none."""
+    return config.worker.critic.warmup_steps if "values" in estimator_of(config).needs else 0
+
+
+def filtering_of(config: Config) -> Filtering | None:
+    algorithm = config.optimization
+    if not algorithm.online_filtering:
+        return None
+    rule = GroupFilter(algorithm.filter_by, algorithm.filter_key, algorithm.filter_low, algorithm.filter_high)
+    return Filtering(rule, algorithm.max_refills, algorithm.on_short_batch)
+
+
+def replay_of(config: Config) -> ReplayRule | None:
+    algorithm = config.optimization
+    if algorithm.replay_buffer_size == 0:
+        return None
+    return ReplayRule(algorithm.replay_buffer_size, algorithm.replay_var_epsilon, algorithm.filter_min_reward)
 
 
 def with_scores(needs: Needs, config: Config) -> Needs:
@@ -84,7 +117,7 @@ def with_scores(needs: Needs, config: Config) -> Needs:
     says them."""
     actor = config.worker.actor
     once = actor.ppo_epochs == 1 and actor.global_batch_size == config.dataset.rollout_batch_size
-    return needs if once and not needs.without("mass", "prompt_mass") else needs | Needs("old", "entropy")
+    return needs if once and not needs.without("mass", "prompt_mass", "values") else needs | Needs("old", "entropy")
 
 
 def batch_plan(config: Config) -> BatchPlan:
@@ -210,7 +243,17 @@ def policy_loss(config: Config) -> PolicyLoss:
 
 
 def optimizer_settings(config: Config, steps: int) -> OptimizerSettings:
-    actor, optim = config.worker.actor, config.worker.actor.optim
+    """The actor's. It takes no step while the critic warms up."""
+    return schedule_of(config, config.worker.actor.optim, max(0, steps - critic_warmup(config)))
+
+
+def critic_optimizer_settings(config: Config, steps: int) -> OptimizerSettings:
+    return schedule_of(config, config.worker.critic.optim, steps)
+
+
+def schedule_of(config: Config, optim: OptimConfig, steps: int) -> OptimizerSettings:
+    """Actor and critic learn from the same batches."""
+    actor = config.worker.actor
     updates = steps * actor.ppo_epochs * (config.dataset.rollout_batch_size // actor.global_batch_size)
     warmup = optim.warmup_steps if optim.warmup_ratio is None else round(optim.warmup_ratio * updates)
     return OptimizerSettings(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrl.build import recipe
+from mtrl.build.critic import build_critic
 from mtrl.build.data import (
     Rows,
     build_sampler,
@@ -48,6 +49,7 @@ from mtrl.training.evaluate import Result, Seen
 from mtrl.training.interrupt import Interrupt, say_at_once
 from mtrl.training.loop import Components, Loop
 from mtrl.training.resume import Start, claim, find_start, fitting_state, refuse_other_configuration, restoring
+from mtrl.workers.reference import RefreshedReference
 from mtrl.zoo.rows import CONFIG_FILE
 
 logger = logging.getLogger(__name__)
@@ -177,18 +179,22 @@ def build(
             sees_attention=policy.backbone.own_attention,
         )
         refuse_unmeasured(config, rules, policy.backbone)
-        actor = build_actor(config, policy, encoder, steps, build_reference(policy, rules.needs))
+        reference = build_reference(policy, rules)
+        actor = build_actor(config, policy, encoder, steps, reference)
+        critic = build_critic(config, policy, encoder, steps) if "values" in rules.needs else None
         interrupt = Interrupt()
         components = Components(
             source=sampler,
             generator=build_generator(config, policy, encoder),
             scorer=scorer,
-            probers=[actor],
+            probers=[actor] if critic is None else [actor, critic],
             actor=actor,
+            reference=RefreshedReference(reference, policy) if reference and rules.refresh_every else None,
             tracker=tracker,
             store=closing.enter_context(build_store(config, directory)),
             validation=build_validation(config, encoder, directory.path, data is not None, truth_for, val_data),
             stop=interrupt.asked,
+            critic=critic,
         )
         loop = Loop(components, rules)
         loaded.as_given = False  # from here on it goes on, or learns
@@ -197,7 +203,8 @@ def build(
                 loop.restore(start.checkpoint, start.state if start.own else fitting_state(start, sampler))
         directory.record(to_yaml(config))
         resumed = start.checkpoint is not None
-        rehearse = partial(rehearse_on_gpu, config, policy, components.generator, rules.needs, has_states=resumed)
+        values = None if critic is None else critic.forward
+        rehearse = partial(rehearse_on_gpu, config, policy, components.generator, rules.needs, resumed, values)
         opened = closing.pop_all()
         return Run(config, directory.path, directory.id, start, loop, interrupt, opened, rehearse, loaded)
 

@@ -7,22 +7,12 @@ from mtrl.config import Config, ConfigError
 
 def unbuilt(config: Config) -> list[str]:
     """Each switch that is on and cannot be had, with what to set instead."""
-    training, algorithm, worker = config.training, config.optimization, config.worker
+    training, worker = config.training, config.worker
     model, rollout = worker.actor.model, worker.rollout
     switches = {
-        "optimization.advantage_estimator: gae (it needs the critic); use grpo, rloo or reinforce_plus_plus": (
-            algorithm.advantage_estimator == "gae"
-        ),
-        "optimization.advantage_estimator: remax; use grpo, rloo or reinforce_plus_plus": (
-            algorithm.advantage_estimator == "remax"
-        ),
-        "optimization.online_filtering; set it to false": algorithm.online_filtering,
-        "optimization.replay_buffer_size; set it to 0": algorithm.replay_buffer_size > 0,
-        "optimization.divergence_penalty: full as a loss; leave use_divergence_loss off, or use low_var_kl": (
-            algorithm.use_divergence_loss and algorithm.divergence_penalty == "full"
-        ),
         "worker.actor.model.peft_type; set it to null": model.peft_type is not None,
         "worker.actor.optim.name: adamw_8bit; use adamw": worker.actor.optim.name != "adamw",
+        "worker.critic.optim.name: adamw_8bit; use adamw": worker.critic.optim.name != "adamw",
         "worker.actor.fsdp.cpu_offload; set it to false": worker.actor.fsdp.cpu_offload,
         "worker.actor.fsdp.mixed_precision_dtype: fp16; use bf16 or fp32": (
             worker.actor.fsdp.mixed_precision_dtype == "fp16"

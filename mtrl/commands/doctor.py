@@ -9,6 +9,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
+from mtrl.build.critic import critic_path
 from mtrl.build.data import EMBEDDED
 from mtrl.build.memory import plan_of
 from mtrl.build.model import model_path
@@ -57,7 +58,7 @@ def run(arguments: Sequence[str]) -> int:
     except ValueError as error:  # it names the model
         model_seen = False
         told = f"{str(error).splitlines()[0]}; the memory is not estimated"
-        if any(map(of_hub, (model_path(config), config.worker.reward.model_path or ""))):
+        if any(map(of_hub, (model_path(config), critic_path(config), config.worker.reward.model_path or ""))):
             _note(f"{told}, and nothing is downloaded now")
             verdict = "Nothing speaks against it, but the model was not seen."
         else:
@@ -65,7 +66,7 @@ def run(arguments: Sequence[str]) -> int:
     else:
         print(memory_report(found, device))
         problems += [*memory_problems(found, device, partial(smaller, model, plan, found))]
-        problems += disk_problems(config, found.parameters)
+        problems += disk_problems(config, found.parameters + found.critic_parameters)
     if not absent:
         problems += row_problems(config, model_seen, _note)
     for warning in warnings(config):
@@ -141,7 +142,9 @@ def missing_files(config: Config) -> Iterator[str]:
 
 def broken_weights(config: Config) -> Iterator[str]:
     """Models on this machine whose weights cannot be loaded; only where they say they stand is read."""
-    for path in filter(None, (model_path(config), config.worker.reward.model_path)):
+    for path in filter(
+        None, (model_path(config), config.worker.critic.model.model_path, config.worker.reward.model_path)
+    ):
         try:
             if (Path(path) / "config.json").exists():  # else it is no model at all, which is said anyway
                 refuse_broken_weights(path)

@@ -39,6 +39,7 @@ LARGEST = {
     "optimization.replay_buffer_size": 10**6,
     "worker.actor.model.lora_rank": 10**5,
     "worker.actor.ppo_epochs": 10**3,
+    "worker.critic.warmup_steps": 10**9,
     "worker.rollout.n": 10**5,
     "worker.rollout.val.n": 10**5,
     "worker.reward.num_cpus": 10**4,
@@ -60,6 +61,7 @@ def conflicts(config: Config) -> Iterator[Conflict]:
     yield from _sizes(config)
     yield from _batches_and_lengths(config)
     yield from _groups(config)
+    yield from _filtering(config)
     yield from _divergence(config)
     yield from _credit(config)
     yield from _engine(config)
@@ -80,17 +82,39 @@ def warnings(config: Config) -> Iterator[str]:
             "optimization.use_divergence_loss with optimization.divergence_penalty = kl: its gradient has zero mean, "
             "so it does not pull towards the reference; low_var_kl does"
         )
-    actor = config.worker.actor
-    if actor.optim.lr > LARGE_LR:
+    rates = {"worker.actor.optim.lr": config.worker.actor.optim.lr}
+    if optimization.advantage_estimator == "gae":
+        rates["worker.critic.optim.lr"] = config.worker.critic.optim.lr
+        yield from _warnings_of_critic(config)
+    for key, lr in rates.items():
+        yield from _warnings_of_rate(key, lr, config.worker.actor.fsdp.param_dtype)
+
+
+def _warnings_of_rate(key: str, lr: float, param_dtype: str) -> Iterator[str]:
+    if lr > LARGE_LR:
         yield (
-            f"worker.actor.optim.lr = {actor.optim.lr:g}: a step moves every weight by about that much, more than most "
-            "weights are large: the model is lost within a few steps; usual are 1e-6 to 1e-4"
+            f"{key} = {lr:g}: a step moves every weight by about that much, more than most weights are large: the "
+            "model is lost within a few steps; usual are 1e-6 to 1e-4"
         )
-    if actor.fsdp.param_dtype == "bf16" and 0 < actor.optim.lr < SMALL_LR_IN_BF16:
+    if param_dtype == "bf16" and 0 < lr < SMALL_LR_IN_BF16:
         yield (
-            f"worker.actor.fsdp.param_dtype = bf16 with worker.actor.optim.lr = {actor.optim.lr:g}: a bf16 weight has "
-            "8 bits, so an update below about 1/512 of the weight is lost, and updates are about as large as lr: "
-            f"weights over {512 * actor.optim.lr:.1g} hardly learn; keep the master weights in fp32"
+            f"worker.actor.fsdp.param_dtype = bf16 with {key} = {lr:g}: a bf16 weight has 8 bits, so an update below "
+            "about 1/512 of the weight is lost, and updates are about as large as lr: "
+            f"weights over {512 * lr:.1g} hardly learn; keep the master weights in fp32"
+        )
+
+
+def _warnings_of_critic(config: Config) -> Iterator[str]:
+    warmup, steps = config.worker.critic.warmup_steps, config.training.max_steps
+    if steps is not None and warmup >= steps:
+        yield (
+            f"worker.critic.warmup_steps = {warmup} with training.max_steps = {steps}: the actor learns nothing, since "
+            "the critic learns alone to the end of the run; lower the warm-up, or train longer"
+        )
+    if config.worker.critic.optim.lr == 0:
+        yield (
+            "worker.critic.optim.lr = 0: the critic stays as it is, and without worker.critic.model.model_path it says "
+            "0 of everything: set a rate, or use reinforce_plus_plus, which needs no critic"
         )
 
 
@@ -144,6 +168,12 @@ def _batches_and_lengths(config: Config) -> Iterator[Conflict]:
 
 def _groups(config: Config) -> Iterator[Conflict]:
     estimator, n = config.optimization.advantage_estimator, config.rollouts_per_prompt
+    if n > 1 and estimator == "remax" and config.worker.reward.normalize == "normalize_then_sum":
+        yield Conflict(
+            ("worker.reward.normalize", "optimization.advantage_estimator"),
+            "each part is standardised within its group, and the greedy response that remax compares with is alone in "
+            "its own; use sum_then_normalize",
+        )
     if n > 1:
         return
     group_of_one = ("worker.rollout.n", "optimization.advantage_estimator")
@@ -167,6 +197,31 @@ def _groups(config: Config) -> Iterator[Conflict]:
         )
 
 
+def _filtering(config: Config) -> Iterator[Conflict]:
+    optimization, key = config.optimization, "optimization.filter_key"
+    if not optimization.online_filtering:
+        return
+    if optimization.filter_by == "mean" and optimization.filter_low >= optimization.filter_high:
+        yield Conflict(
+            ("optimization.filter_low", "optimization.filter_high"),
+            "no group lies between them; filter_low must be below filter_high",
+        )
+    if optimization.filter_by == "spread" and config.rollouts_per_prompt == 1:
+        yield Conflict(
+            ("optimization.filter_by", "worker.rollout.n"),
+            "one response per prompt has no spread, so every group would be dropped; set worker.rollout.n to 2 or "
+            "more, or filter by mean",
+        )
+    functions = config.reward_functions
+    parts = ["overall", *functions, *(["model"] if config.worker.reward.reward_type == "model" else [])]
+    if optimization.filter_key not in parts and all(name in REWARDS for name in functions):  # others name parts
+        close = get_close_matches(optimization.filter_key, parts, n=1)
+        yield Conflict(
+            (key, "worker.reward.functions"),
+            f"no reward has such a part{f' (did you mean {close[0]}?)' if close else ''}; there are {', '.join(parts)}",
+        )
+
+
 def _divergence(config: Config) -> Iterator[Conflict]:
     optimization = config.optimization
     if not optimization.disable_divergence:
@@ -185,11 +240,6 @@ def _divergence(config: Config) -> Iterator[Conflict]:
 
 def _credit(config: Config) -> Iterator[Conflict]:
     optimization = config.optimization
-    if optimization.online_filtering and optimization.filter_low >= optimization.filter_high:
-        yield Conflict(
-            ("optimization.filter_low", "optimization.filter_high"),
-            "no group lies between them; filter_low must be below filter_high",
-        )
     low, high = optimization.token_weight_clip
     if low > high:
         yield Conflict(("optimization.token_weight_clip",), "the smallest weight comes first")

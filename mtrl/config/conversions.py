@@ -69,14 +69,14 @@ def _output_dir(project: str, experiment: str) -> Conversion:
     return convert
 
 
-def _warmup_steps(batch: str, mini_batch: str, epochs: str) -> Conversion:
+def _warmup_steps(batch: str, mini_batch: str, epochs: str, learner: str = "actor") -> Conversion:
     """Theirs are steps of rollouts, ours optimizer steps."""
 
     def convert(value: Any, flat: Flat) -> Converted:
         if value is None or value < 0:
             return Converted({})
         updates = max(1, int(flat[batch]) // int(flat[mini_batch])) * int(flat.get(epochs) or 1)
-        return Converted({"worker.actor.optim.warmup_steps": value * updates})
+        return Converted({f"worker.{learner}.optim.warmup_steps": value * updates})
 
     return convert
 
@@ -107,7 +107,12 @@ def _all_at_once(value: Any, flat: Flat) -> Converted:
 def _refills(value: Any, flat: Flat) -> Converted:
     if value is None or value < 1:
         raise Lost("there is no step without a limit; optimization.max_refills is the number of further rounds")
-    return Converted({"optimization.max_refills": value - 1})
+    return Converted({"optimization.max_refills": value - 1, "optimization.on_short_batch": "stop"})
+
+
+def _dynamic_sampling(value: Any, flat: Flat) -> Converted:
+    """verl keeps groups whose metric differs, EasyR1 those whose mean is within bounds."""
+    return Converted({"optimization.online_filtering": value} | ({"optimization.filter_by": "spread"} if value else {}))
 
 
 def _whole(key: str) -> Conversion:
@@ -137,6 +142,9 @@ _EASYR1: dict[str, Conversion] = {
     "worker.actor.model.lora.target_modules": _modules,
     "worker.actor.optim.lr_warmup_steps": _warmup_steps(
         "data.rollout_batch_size", "worker.actor.global_batch_size", "worker.actor.ppo_epochs"
+    ),
+    "worker.critic.optim.lr_warmup_steps": _warmup_steps(
+        "data.rollout_batch_size", "worker.actor.global_batch_size", "worker.actor.ppo_epochs", "critic"
     ),
     "worker.actor.fsdp.enable_full_shard": _words(
         "worker.actor.fsdp.sharding_strategy", {True: "FULL_SHARD", False: "SHARD_GRAD_OP"}
@@ -216,6 +224,17 @@ _VERL: dict[str, Conversion] = {
         "data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size", "actor_rollout_ref.actor.ppo_epochs"
     ),
     "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": _nothing_for("worker.actor.optim.warmup_ratio", None, 0),
+    "critic.optim.warmup_style": _words("worker.critic.optim.lr_scheduler_type", {"constant": "constant_with_warmup"}),
+    "critic.optim.lr_scheduler_type": _words(
+        "worker.critic.optim.lr_scheduler_type", {"constant": "constant_with_warmup"}
+    ),
+    "critic.optim.lr_warmup_steps": _warmup_steps(
+        "data.train_batch_size",
+        "actor_rollout_ref.actor.ppo_mini_batch_size",
+        "actor_rollout_ref.actor.ppo_epochs",
+        "critic",
+    ),
+    "critic.optim.lr_warmup_steps_ratio": _nothing_for("worker.critic.optim.warmup_ratio", None, 0),
     "actor_rollout_ref.actor.optim.total_training_steps": _nothing_for("training.max_steps", None, -1),
     "actor_rollout_ref.actor.ppo_micro_batch_size": _differs(
         "worker.actor.micro_batch_size_per_device_for_update", "responses on one device, not on all"
@@ -233,6 +252,7 @@ _VERL: dict[str, Conversion] = {
     "algorithm.use_kl_in_reward": _kl_in_reward,
     "algorithm.kl_ctrl.target_kl": _differs("optimization.divergence_target", _KL_UNIT),
     "algorithm.kl_ctrl.horizon": _differs("optimization.divergence_horizon", "counted in responses"),
+    "algorithm.filter_groups.enable": _dynamic_sampling,
     "algorithm.filter_groups.metric": _words(
         "optimization.filter_key",
         {"acc": "accuracy", "score": "overall", "seq_reward": "overall", "seq_final_reward": "overall"},

@@ -51,7 +51,8 @@ class Converter:
             self.values["training.n_gpus_per_node"] = devices
             self.lines.append(Line(MAPS, f"--gpus = {devices} -> training.n_gpus_per_node = {devices}"))
         for key, value in defaults.items():
-            self._take(key, value, DEFAULT)
+            if not idle(project, key, self.flat):
+                self._take(key, value, DEFAULT)
         for key, value in self.given.items():
             self._take(key, value, MAPS)
         for key, value in ALWAYS[project].items():
@@ -217,6 +218,8 @@ def _said(key: str, flat: Mapping[str, Any]) -> bool:
     """Whether the file says a default itself, by that key or by another for the same thing."""
     others = {
         "worker.actor.optim.lr_warmup_ratio": ("worker.actor.optim.lr_warmup_steps",),
+        "worker.critic.optim.lr_warmup_ratio": ("worker.critic.optim.lr_warmup_steps",),
+        "critic.optim.lr_warmup_steps": ("critic.optim.lr_warmup_steps_ratio",),
         "actor_rollout_ref.actor.optim.lr_warmup_steps": ("actor_rollout_ref.actor.optim.lr_warmup_steps_ratio",),
         "trainer.total_epochs": ("trainer.total_episodes",),
         "warmup_steps": ("warmup_ratio",),

@@ -119,10 +119,14 @@ class OptimizationConfig:
     divergence_target: float = key(6.0, "adaptive: wanted KL of a response", "(0, inf)")
     divergence_horizon: float = key(10000.0, "adaptive: responses over which the weight moves", "(0, inf)")
     online_filtering: bool = key(False, "replace groups that teach nothing by fresh prompts")
-    filter_key: str = key("overall", "the reward part online filtering looks at")
-    filter_low: float = key(0.01, "groups whose mean is not above this are replaced", "[-inf, inf)")
-    filter_high: float = key(0.99, "groups whose mean is not below this are replaced", "(-inf, inf]")
+    filter_by: Literal["mean", "spread"] = key("mean", "keep groups by their mean, or any whose rewards differ")
+    filter_key: str = key("overall", "the reward part online filtering looks at; overall: the total")
+    filter_low: float = key(0.01, "mean: groups whose mean is not above this are replaced", "[-inf, inf)")
+    filter_high: float = key(0.99, "mean: groups whose mean is not below this are replaced", "(-inf, inf]")
     max_refills: int = key(4, "rounds of fresh prompts in one step", "[0, inf)")
+    on_short_batch: Literal["continue", "stop"] = key(
+        "continue", "prompts missing then: train on the others, or end the run", may_change=True
+    )
     policy_loss: Literal["ppo", "gspo", "cispo", "sapo"] = key("ppo", "the policy-gradient term")
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = key("dapo", "how token losses become one number")
     importance_sampling_level: Literal["token", "sequence"] = key("token", "ratio of a token or of a response")
@@ -183,7 +187,7 @@ class ActorModelConfig:
 
 
 @dataclass(frozen=True)
-class ActorOptimConfig:
+class OptimConfig:
     name: Literal["adamw", "adamw_8bit"] = key("adamw", "optimizer")
     lr: float = key(1e-6, "peak learning rate", "[0, 1e6]")
     weight_decay: float = key(0.01, "decoupled weight decay", "[0, inf)")
@@ -215,7 +219,7 @@ class OffloadConfig:
 @dataclass(frozen=True)
 class ActorConfig:
     model: ActorModelConfig = field(default_factory=ActorModelConfig)
-    optim: ActorOptimConfig = field(default_factory=ActorOptimConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     global_batch_size: int = key(256, "prompts per optimizer step", "[1, inf)")
@@ -238,25 +242,28 @@ class ActorConfig:
 
 @dataclass(frozen=True)
 class CriticModelConfig:
-    model_path: str | None = key(None, "hub id or directory; null: the actor's")
+    model_path: str | None = key(None, "hub id or directory of a model or reward model; null: the actor's")
 
 
 @dataclass(frozen=True)
-class CriticOptimConfig:
-    lr: float = key(1e-5, "learning rate of the critic", "[0, 1e6]")
+class CriticOptimConfig(OptimConfig):
+    lr: float = key(1e-5, "peak learning rate", "[0, 1e6]")
 
 
 @dataclass(frozen=True)
 class CriticConfig:
     model: CriticModelConfig = field(default_factory=CriticModelConfig)
     optim: CriticOptimConfig = field(default_factory=CriticOptimConfig)
-    cliprange_value: float = key(0.5, "values move at most this far in one update", "(0, inf]")
+    cliprange_value: float = key(0.5, "values that have moved this far in a step learn no further", "(0, inf]")
     warmup_steps: int = key(0, "critic-only steps at the start", "[0, inf)")
 
 
 @dataclass(frozen=True)
 class RefConfig:
     offload_params: bool = key(False, "reference weights in main memory between uses")
+    refresh_every: int | None = key(
+        None, "steps after which the policy becomes the reference again; null: never", "[1, inf)"
+    )
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from mtrl.models.fake import FakeBackbone, FakeModel
 from mtrl.models.forward import Forward
 from mtrl.models.live_tensors import LiveTensors
 from mtrl.models.load import DTYPES
-from mtrl.models.size import ModelSize, size_of
+from mtrl.models.size import ModelSize, critic_tensors, size_of
 from mtrl.rollout.decode.footprint import decodes_by_graphs, graphs_parts, graphs_pass, plain_parts, plain_pass
 from mtrl.workers.micro_batches import MicroBatching
 
@@ -48,6 +48,7 @@ class Plan:
     compiled: bool = False  # MLPs, which then keep no narrow copies of their weights
     graphs: bool = False  # generation by graphs, where the model's layers are known; else by the plain engine
     reward_model_parameters: int = 0
+    critic: Any = None  # the settings of the critic's model, where there is one
     trust_remote_code: bool = False
 
     @property
@@ -67,6 +68,7 @@ class Estimate:
     held: Parts
     phases: dict[str, Parts]
     way: str  # how activations were found
+    critic_parameters: int = 0
 
     @property
     def held_bytes(self) -> int:
@@ -81,19 +83,23 @@ def estimate(config: Any, plan: Plan, wanted: Collection[str] = PHASES) -> Estim
     """`config` is the model's own; phases that are not wanted are left out."""
     fake = fake_model(config, plan)
     size = size_of(fake.model)
+    critic = ((), ()) if plan.critic is None else critic_tensors(fake_model(plan.critic, plan).model)
     moments, way = measure(fake, plan, wanted)
     gradients = {"gradients": held_by(size.learning, plan)}
     passes = {phase: list(map(parts_of, found.items())) for phase, found in moments.items()}
     # The first pass of an update makes the gradients, which are all there at its end; the second finds them.
     at_end = [parts_of(("end", moments["first"]["end"]))] if "first" in moments else []
     with_gradients = [gradients | parts for parts in [*at_end, *passes.get("second", [])]]
+    if plan.critic is not None:  # it learns before the actor does, in such passes that score no vocabulary
+        unscored = [parts_of(each) for each in moments.get("second", {}).items() if each[0] != "score"]
+        with_gradients += [{"gradients of the critic": held_by(critic[1], plan)} | parts for parts in unscored]
     phases = {
         "sample": while_sampling(fake, plan, passes.get("sample", [])),
         "probe": passes.get("probe", []),
         "update": [*passes.get("first", []), *with_gradients],
     }
     told = {phase: _some(fullest(*phases[phase])) for phase in wanted}
-    return Estimate(size.parameters, held(size, plan), told, way)
+    return Estimate(size.parameters, held(size, plan, *critic), told, way, sum(critic[0]))
 
 
 def fake_model(config: Any, plan: Plan) -> FakeModel:
@@ -110,14 +116,17 @@ def fake_model(config: Any, plan: Plan) -> FakeModel:
 
 
 # ---------------------------------------------------------------------------------------------------------- by formula
-def held(size: ModelSize, plan: Plan) -> Parts:
+def held(size: ModelSize, plan: Plan, critic: Iterable[int] = (), critic_learning: Iterable[int] = ()) -> Parts:
+    """`critic`: numbers in each weight of a critic, and of those that learn."""
     weights = held_by(size.tensors, plan)
     return _some(
         {
             "weights": weights,
             "weights of the reference": weights if plan.reference else 0,
             "weights of the reward model": plan.reward_model_parameters * plan.compute_bytes,
+            "weights of the critic": held_by(critic, plan),
             "optimizer state": ADAM_STATES * held_by(size.learning, plan),
+            "optimizer state of the critic": ADAM_STATES * held_by(critic_learning, plan),
             "workspaces of cuBLAS": WORKSPACES if plan.on_gpu else 0,
         }
     )
@@ -232,6 +241,7 @@ def changes(plan: Plan) -> dict[str, Plan]:
 
     ways = {
         "optimization.disable_divergence=true": replace(plan, reference=False),
+        "optimization.advantage_estimator=reinforce_plus_plus": replace(plan, critic=None),
         "worker.actor.model.freeze_vision_tower=true": replace(plan, train_vision=False),
         "worker.actor.model.enable_gradient_checkpointing=true": replace(plan, checkpointing=True),
         f"worker.actor.tokens_per_micro_batch={half_pass}": within(update=halved, probe=halved),

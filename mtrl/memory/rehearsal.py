@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mtrl.algorithms.vocab import full_kl
 from mtrl.errors import DeviceFull, StartError
 from mtrl.models.forward import Forward, unpack
 from mtrl.models.live_tensors import LiveTensors
@@ -32,6 +33,7 @@ DOES_NOT_FIT = {
     "sample": "sampling does not fit",
     "probe": "the probe of a step does not fit",
     "update": "the update does not fit",
+    "critic": "the update of the critic does not fit",
 }
 
 
@@ -47,6 +49,7 @@ class Limits:
     update: MicroBatching
     probe: MicroBatching
     needs: Needs
+    full_divergence: bool = False  # whether the update reads the reference's whole vocabulary
 
     @property
     def batch(self) -> Batch:
@@ -98,6 +101,7 @@ class Rehearsal:
     forward: Forward
     encoder: PromptEncoder
     limits: Limits
+    critic: Forward | None = None
 
     def sample(self, generator: Generator) -> None:
         """The largest batch. One that does not fit is cut by the engine, for the rest of the run."""
@@ -120,12 +124,27 @@ class Rehearsal:
         return [rollouts.rows(index) for index in self.limits.update.split(rollouts)[:2]]
 
     def learn(self, part: Rollouts) -> None:
-        scores = self.forward.scores(part, entropy="old" not in self.limits.needs)
-        unpack(scores.logp, part.mask).sum().backward()
+        theirs = self._of_reference(part) if self.limits.full_divergence else None
+        hidden = self.forward.response_hidden(part)
+        values = [self.forward.scores_of(hidden, part, entropy="old" not in self.limits.needs).logp]
+        if theirs is not None:
+            matrix = self.forward.backbone.output_matrix
+            values.append(full_kl(hidden, theirs, matrix, **self.forward.distribution()))
+        torch.stack([unpack(each, part.mask).sum() for each in values]).sum().backward()
+
+    @torch.no_grad()
+    def _of_reference(self, part: Rollouts) -> Tensor:
+        """The policy stands in for its reference, which is as large."""
+        return self.forward.response_hidden(part)
 
     def update(self) -> None:
         for part in self.updates():
             self.learn(part)
+
+    def update_critic(self) -> None:
+        assert self.critic is not None
+        for part in self.updates():
+            self.critic.values(part).sum().backward()
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -149,17 +168,19 @@ def rehearse(
     *,
     has_states: bool,
     ways: Sequence[str] = (),
+    critic: Forward | None = None,
 ) -> dict[str, int]:
     """Runs the passes once; the bytes that each phase held at most, beyond what was held before. `generator` is the one
     that will sample, and asleep.
 
-    Where the optimizer has no states yet (they come with its first step), their room is taken meanwhile. Weights,
+    Where the optimizers have no states yet (they come with their first step), their room is taken meanwhile. Weights,
     gradients, random numbers and the mode of the model stay as they are. A phase that does not fit is a StartError with
     the `ways` to make it smaller.
     """
     model, device = forward.backbone.model, forward.backbone.device
-    rehearsal = Rehearsal(forward, encoder, limits)
-    learning = [p for p in model.parameters() if p.requires_grad]
+    rehearsal = Rehearsal(forward, encoder, limits, critic)
+    models = [model] if critic is None else [model, critic.backbone.model]
+    learning = [p for each in models for p in each.parameters() if p.requires_grad]
     before = [p.grad for p in learning]
     held: list[Tensor] = []
 
@@ -172,10 +193,13 @@ def rehearse(
         "probe": rehearsal.probe,
         "update": rehearsal.update,
     }
-    was_training, peaks = model.training, {}
+    if critic is not None:
+        phases["critic"] = rehearsal.update_critic
+    were_training, peaks = [each.training for each in models], {}
     try:
         for name, phase in phases.items():
-            model.train(name == "update")
+            for each in models:
+                each.train(name in ("update", "critic"))
             for parameter in learning:
                 parameter.grad = None
             sampling = generator.awake() if name == "sample" else nullcontext()
@@ -184,7 +208,8 @@ def rehearse(
             peaks[name] = peak[0]
     finally:
         held.clear()
-        model.train(was_training)
+        for each, was_training in zip(models, were_training, strict=True):
+            each.train(was_training)
         for parameter, gradient in zip(learning, before, strict=True):
             parameter.grad = gradient
         if device.type == "cuda":

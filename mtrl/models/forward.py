@@ -51,7 +51,11 @@ class Forward:
 
     def scores(self, rollouts: Rollouts, entropy: bool = False) -> TokenScores:
         """[M] log-probs with gradients, and entropies without."""
-        return self._scores(self.response_hidden(rollouts), rollouts, entropy)
+        return self.scores_of(self.response_hidden(rollouts), rollouts, entropy)
+
+    def values(self, rollouts: Rollouts) -> Tensor:
+        """[M] with gradients: what a value head says of the state before each token, the one that predicts it."""
+        return self.response_hidden(rollouts).float() @ self.backbone.output_matrix[0].float()
 
     @torch.no_grad()
     def signals(self, rollouts: Rollouts, needs: Needs = OLD, views: Views | None = None) -> Signals:
@@ -74,12 +78,12 @@ class Forward:
         """Each signal that comes from the vocabulary as [M], on the device, which is asked for everything before
         anything is waited for. A new signal of this kind has its place here."""
         changes = "entropy_change" in needs
-        clean = self._scores(hidden[0], rollouts, entropy="entropy" in needs or changes)
+        clean = self.scores_of(hidden[0], rollouts, entropy="entropy" in needs or changes)
         found = {"old": clean.logp}
         if clean.entropy is not None:
             found["entropy"] = clean.entropy
         if needs.views == 2:
-            perturbed = self._scores(hidden[1], rollouts, entropy=changes)
+            perturbed = self.scores_of(hidden[1], rollouts, entropy=changes)
             found["perturbed"] = perturbed.logp
             if clean.entropy is not None and perturbed.entropy is not None:
                 found["entropy_change"] = perturbed.entropy - clean.entropy
@@ -103,6 +107,11 @@ class Forward:
     def response_hidden(self, rollouts: Rollouts) -> Tensor:
         """[M, H]: for every valid response token, row by row, the hidden state of the position that predicts it."""
         return self._read(*self._prepare(rollouts, [None]))[0]
+
+    def scores_of(self, hidden: Tensor, rollouts: Rollouts, entropy: bool = False) -> TokenScores:
+        """The `scores` that follow from `response_hidden`."""
+        targets = to_device(rollouts.tokens[rollouts.mask], hidden.device)
+        return token_scores(hidden, self.backbone.output_matrix, targets, entropy=entropy, **self.distribution())
 
     def distribution(self) -> dict[str, Any]:
         """How hidden states become probabilities, for `algorithms.vocab`."""
@@ -137,10 +146,6 @@ class Forward:
             reader=reader,
         )
         return [hidden[to_device(sequence, device), to_device(place, device)] for sequence, place in layout.predicts]
-
-    def _scores(self, hidden: Tensor, rollouts: Rollouts, entropy: bool = False) -> TokenScores:
-        targets = to_device(rollouts.tokens[rollouts.mask], hidden.device)
-        return token_scores(hidden, self.backbone.output_matrix, targets, entropy=entropy, **self.distribution())
 
     # ------------------------------------------------------------------------------------------------------ attention
     def _reader(self, layout: Layout) -> MassReader:

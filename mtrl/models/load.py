@@ -25,8 +25,10 @@ def load_model(
     attn_implementation: str = "auto",
     device: str | torch.device = "cpu",
     trust_remote_code: bool = False,
+    but: Collection[str] = (),
 ) -> PreTrainedModel:
-    """The causal model of a supported family, in evaluation mode. `attn_implementation: auto` is sdpa."""
+    """The causal model of a supported family, in evaluation mode. `attn_implementation: auto` is sdpa. Weights `but`
+    those must be the model's: of these any may be missing or unknown, for a caller who puts them in place."""
     path = str(path)
     config = load_model_config(path, trust_remote_code)
     if not sys.stderr.isatty():
@@ -40,7 +42,7 @@ def load_model(
         attn_implementation="sdpa" if attn_implementation == "auto" else attn_implementation,
         trust_remote_code=trust_remote_code,
     )
-    refuse_unfitting(path, found)
+    refuse_unfitting(path, {problem: [each for each in names if each not in but] for problem, names in found.items()})
     model = model.to(device).eval()
     refuse_non_finite(path, model)
     return model

@@ -8,33 +8,29 @@ score stands at the last token.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from PIL import Image
-from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     PreTrainedModel,
 )
-from transformers.utils import cached_file
 
 from mtrl.models.backbone import Backbone, prompt_positions, vision_tokens
 from mtrl.models.families import VISION_FAMILIES, load_encoder, load_model_config, load_tokenizer
 from mtrl.models.families.text import TextEncoder, parts_of
 from mtrl.models.files import refuse_broken_weights
 from mtrl.models.load import DTYPES, from_pretrained
+from mtrl.models.value_head import HEAD, OUTPUT_MATRIX, find_head, with_head
 from mtrl.types import Prompt, Task
 
-HEAD = "score.weight"
 NOTHING_FOLLOWS = "{% set add_generation_prompt = false %}"  # before a template: the answer is there already
 
 
@@ -61,8 +57,8 @@ def load_reward_model(
     if config.model_type in VISION_FAMILIES:
         encoder = load_encoder(path, trust_remote_code=trust_remote_code)
         head = read_head(path)
-        model = load_whole(AutoModelForImageTextToText, path, unused="lm_head.weight", **options)
-        return VisionJudge(with_head(model.to(device), head), encoder)
+        model = load_whole(AutoModelForImageTextToText, path, unused=OUTPUT_MATRIX, **options)
+        return VisionJudge(with_head(model.to(device), head).requires_grad_(False), encoder)
     tokenizer = load_tokenizer(path, trust_remote_code)
     model = load_whole(AutoModelForSequenceClassification, path, num_labels=1, **options)
     return TextJudge(model.to(device), TextEncoder(tokenizer))
@@ -142,32 +138,13 @@ def load_whole(kind: Any, path: str, unused: str | None = None, **options: Any) 
 
 def read_head(path: str) -> Tensor:
     """The score head [1, hidden] in the safetensors of a local or hub checkpoint."""
-    index = stored_file(path, "model.safetensors.index.json")
-    shards = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"] if index else {}
-    file = stored_file(path, shards.get(HEAD, "model.safetensors"))
-    head = None
-    if file is not None:
-        with safe_open(file, framework="pt") as tensors:
-            head = tensors.get_tensor(HEAD) if HEAD in tensors.keys() else None  # noqa: SIM118
+    head = find_head(path)
     if head is None or head.dim() != 2 or len(head) != 1:
         raise ValueError(
             f"{path} is no reward model with one label: its safetensors must hold {HEAD} [1, hidden] beside the "
             f"backbone, and {'there is none' if head is None else f'it is {list(head.shape)}'}"
         )
     return head
-
-
-def stored_file(path: str, name: str) -> str | None:
-    return cached_file(path, name, _raise_exceptions_for_missing_entries=False)
-
-
-def with_head(model: PreTrainedModel, head: Tensor) -> PreTrainedModel:
-    """The model with the score head in place of its output matrix, which is not needed."""
-    score = nn.Linear(head.shape[1], 1, bias=False, device=model.device, dtype=model.dtype)
-    score.weight.data.copy_(head)
-    score.requires_grad_(False)
-    model.set_output_embeddings(score)
-    return model
 
 
 # ------------------------------------------------------------------------------------------------------- conversations

@@ -42,6 +42,16 @@ def size_of(model: Any) -> ModelSize:
     )
 
 
+def critic_tensors(model: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Numbers in each weight of such a model with a value head in place of its output matrix, and in those that learn.
+    A matrix that is the input's too stays."""
+    output, stays = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    kept = [each for each in model.parameters() if each is not output or each is stays]
+    head = output.shape[1]
+    learning = (each.numel() for each in kept if each.requires_grad)
+    return (*(each.numel() for each in kept), head), (*learning, head)
+
+
 def reward_model_parameters(path: str, trust_remote_code: bool = False) -> int:
     config = load_model_config(path, trust_remote_code)
     family: Any = AutoModelForSequenceClassification

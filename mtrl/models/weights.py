@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
+
+from mtrl.models.load import from_pretrained
+from mtrl.models.value_head import HEAD, OUTPUT_MATRIX, find_head, has_head, with_head
 
 
 def exported_weights(model: PreTrainedModel) -> Mapping[str, Tensor]:
     """Every weight by its Hugging Face name, tied ones under each of theirs: what is published and what is saved come
     from here alone, so that they cannot differ. The tensors are the model's own and follow its updates. Weights that
     a model does not hold as plain tensors (adapters to merge, shards to gather) are to be made in here, by a mapping
-    that makes each when it is asked for."""
-    return model.state_dict()
+    that makes each when it is asked for. A value head has the name that it has in checkpoints."""
+    weights: dict[str, Tensor] = model.state_dict()
+    if has_head(model):
+        weights[HEAD] = weights.pop(OUTPUT_MATRIX)
+    return weights
 
 
 def save_model(
@@ -36,11 +41,15 @@ def save_model(
 
 def load_weights(model: PreTrainedModel, directory: Path) -> None:
     """Takes over, in place, what `save_model` wrote of the same model; anything missing or left over is an error."""
-    family: Any = type(model)
+    headed = has_head(model)
+    replaced = {HEAD, OUTPUT_MATRIX} if headed else set()  # the head stands in the place of the other
     try:
-        saved, found = family.from_pretrained(directory, dtype=model.dtype, output_loading_info=True)
-        if wrong := {problem: sorted(map(str, names)) for problem, names in found.items() if names}:
-            raise ValueError(str(wrong))
+        saved, found = from_pretrained(type(model), str(directory), dtype=model.dtype)
+        wrong = {problem: sorted(set(map(str, names)) - replaced) for problem, names in found.items()}
+        if any(wrong.values()):
+            raise ValueError(str({problem: names for problem, names in wrong.items() if names}))
+        if headed and (head := find_head(str(directory))) is not None:
+            saved = with_head(saved, head)
         model.load_state_dict(saved.state_dict())
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"{directory} holds another model than this run's: {error}") from error

@@ -72,6 +72,9 @@ class RunFiles(Tracker):
                 "failed": bool(rewards.failed[i]),
                 "tokens": lengths[i],
                 "finish": rollouts.finish[i],
+                "version": int(
+                    rollouts.version[i]
+                ),  # of the weights that sampled it: a replayed row has an earlier one
             }
             for i, task in enumerate(tasks)
         ]

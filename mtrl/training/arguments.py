@@ -19,10 +19,11 @@ from mtrl.protocols import Tracker
 
 GIVEN_ROWS = f"{GIVEN}rows"  # the name of rows and datasets in a configuration
 
+OF_OPTIMIZER = ("lr", "weight_decay", "betas", "warmup_steps", "warmup_ratio", "lr_scheduler_type", "min_lr_ratio")
+
 # Where several keys end in the same name: the policy's and its training rollouts', and one seed for all.
 SHORT_NAMES = {
-    "lr": ("worker.actor.optim.lr",),
-    "warmup_steps": ("worker.actor.optim.warmup_steps",),
+    **{name: (f"worker.actor.optim.{name}",) for name in OF_OPTIMIZER},
     "model_path": ("worker.actor.model.model_path",),
     "offload_params": ("worker.actor.offload.offload_params",),
     "n": ("worker.rollout.n",),

@@ -14,7 +14,8 @@ from mtrl.machine import cpu_times, free_share
 
 
 class Clock:
-    """`with clock("generate"): ..` times a phase; `metrics` gives seconds, peaks and rates of the whole step."""
+    """`with clock("generate"): ..` times a phase, which may come several times; `metrics` gives seconds, peaks and
+    rates of the whole step."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -30,8 +31,9 @@ class Clock:
         yield
         if on_gpu:
             torch.cuda.synchronize()
-        self.seconds[phase] = time.perf_counter() - begin
-        self.peak_gb[phase] = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else resident_peak_gb()
+        peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else resident_peak_gb()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - begin
+        self.peak_gb[phase] = max(self.peak_gb.get(phase, 0.0), peak)
 
     def metrics(self, tokens: int, samples: int, devices: int = 1) -> dict[str, float]:
         total = time.perf_counter() - self._begin

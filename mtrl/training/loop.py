@@ -2,8 +2,9 @@
 
     prompts -> responses -> rewards   (user code, in its sandbox, meanwhile)
                          -> signals   (what each token depends on: the image, its own certainty, the reference)
+            -> groups that teach nothing give way to fresh prompts, or to groups of earlier steps, where that is on
             -> advantages -> credit   (what each token deserves, decided here, before anything is split)
-            -> update                 (the actor adds gradients; it never learns which algorithm this was)
+            -> update                 (the actor adds gradients, and a critic; neither learns which algorithm this was)
 
 Everything concrete stands behind `protocols.py` and is chosen by `build/`. A step is keyed by its number: prompts,
 samples and perturbations of step k are the same whatever ran before, so a run can be repeated and resumed.
@@ -11,21 +12,24 @@ samples and perturbations of step k are the same whatever ran before, so a run c
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import reduce
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mtrl.algorithms.batches import assemble
 from mtrl.algorithms.credit import assign, credit_metrics
+from mtrl.algorithms.losses import Loss
 from mtrl.algorithms.metrics import Metrics, learnt_metrics, step_metrics
-from mtrl.protocols import Actor, Generator, Prober, Scorer, Store, TaskSource, Tracker
+from mtrl.algorithms.values import value_metrics
+from mtrl.protocols import Actor, Critic, Generator, Prober, Refreshed, Scorer, Stateful, Store, TaskSource, Tracker
 from mtrl.training.clock import Clock
 from mtrl.training.evaluate import Validation
+from mtrl.training.gather import Gathering
 from mtrl.training.recipe import Recipe, due
-from mtrl.types import Experience, Prompt, Rollouts, Signals
+from mtrl.training.refill import Gathered, PromptCounts
+from mtrl.training.replay import ReplayMemory
+from mtrl.types import Experience, TrainBatch
 
 
 @dataclass
@@ -40,13 +44,17 @@ class Components:
     tracker: Tracker
     store: Store
     validation: Validation | None
+    reference: Refreshed | None = None  # where it does not stay what it was
     stop: Callable[[], bool] = lambda: False  # whether somebody asked the run to stop
+    critic: Critic | None = None  # where advantages need one; it is among the probers too
 
 
 class Loop:
     def __init__(self, components: Components, recipe: Recipe) -> None:
         self.components, self.recipe = components, recipe
         self.divergence = recipe.divergence  # its coefficient may adapt
+        self.prompts = PromptCounts()  # what became of all that were asked
+        self.memory = None if recipe.replay is None else ReplayMemory(recipe.replay, recipe.seed)
         self.version, self.done, self.saved = 0, 0, 0  # version of the weights; steps done; the last one saved
         self.whole: dict[str, Any] | None = (
             None  # the state after the last step; None while an update changes the actor
@@ -71,45 +79,32 @@ class Loop:
     def step(self, step: int) -> Metrics:
         components, recipe = self.components, self.recipe
         self.clock = clock = Clock()
-        experience = self.gather(step)
+        gathered = self.gather(step)
         with clock("credit"):
-            experience = self.give_credit(experience, step)
+            experience = self.give_credit(gathered.experience, step)
             loss = recipe.loss.with_divergence(self.divergence)
-            batches = list(assemble(recipe.batches, loss, experience))
+            batches = list(assemble(recipe.batches, loss, experience, (recipe.seed, step)))
         with clock("update"):
             self.whole = None
-            learnt = components.actor.update(batches, loss)
+            learnt = self.learn(batches, loss, step)
         with clock("publish"):
             self.publish()
-        adapted = self.adapt(experience)
+        adapted = self.adapt(gathered.own) | self.remember(experience, gathered, step)
         self.done = step + 1
+        if components.reference is not None and due(self.done, recipe.refresh_every):
+            components.reference.refresh()
         self.whole = self.state()  # from here on an error costs nothing of this step
         components.tracker.rollouts(step + 1, experience)
-        values = step_metrics(experience, recipe.sampling.cut) | credit_metrics(recipe.credit, experience)
-        values |= learnt_metrics(learnt, recipe.sampling.cut) | adapted | components.source.metrics()
+        values = step_metrics(gathered.own, recipe.sampling.cut) | credit_metrics(recipe.credit, experience)
+        values |= learnt | value_metrics(experience) | adapted | components.source.metrics()
         return values | clock.metrics(tokens=int(experience.rollouts.mask.sum()), samples=len(experience))
 
     # ------------------------------------------------------------------------------------------- the verbs of a step
-    def gather(self, step: int) -> Experience:
+    def gather(self, step: int) -> Gathered:
         """Responses, what was measured of them and what they earned: all that a step learns from."""
-        components, recipe = self.components, self.recipe
-        asked: Counter[str] = Counter()
-        with self.clock("generate"):
-            rollouts = self.sample(components.source.take(recipe.prompts_per_step), step, asked)
-        pending = components.scorer.submit(rollouts, step)
-        with self.clock("probe"):
-            probes = [prober.probe(rollouts, recipe.needs_at(step), step) for prober in components.probers]
-            signals = reduce(Signals.merge, probes)
-        with self.clock("reward"):
-            return Experience(rollouts, pending.result(signals), signals)
-
-    def sample(self, prompts: Sequence[Prompt], step: int, asked: Counter[str]) -> Rollouts:
-        """Responses of the newest weights. `asked` counts the tasks of a step: one asked again gets other responses."""
-        sampling = replace(self.recipe.sampling, step=step, version=self.version, asked=dict(asked))
-        with self.components.generator.awake():
-            rollouts = self.components.generator.generate(prompts, sampling)
-        asked.update(prompt.task.id for prompt in prompts)
-        return rollouts
+        of = self.components
+        way = Gathering(of.source, of.generator, of.scorer, of.probers, self.recipe, step, self.version, self.clock)
+        return way.run(self.memory)
 
     def give_credit(self, experience: Experience, step: int) -> Experience:
         """Turns rewards into advantages, and decides what each token gets of them."""
@@ -117,6 +112,17 @@ class Loop:
         advantage, returns = self.recipe.estimator.estimate(experience, penalty)
         experience = replace(experience, advantage=advantage, returns=returns)
         return replace(experience, credit=assign(self.recipe.credit, experience, (self.recipe.seed, step)))
+
+    def learn(self, batches: Sequence[TrainBatch], loss: Loss, step: int) -> Metrics:
+        """A critic learns at every step, the actor from where the critic's warm-up ends."""
+        critic, recipe = self.components.critic, self.recipe
+        learnt: Metrics = {}
+        if critic is not None:
+            updated = critic.update(batches, recipe.value_loss)
+            learnt |= {f"critic/{name}": value for name, value in updated.items()}
+        if step >= recipe.critic_warmup:
+            learnt |= learnt_metrics(self.components.actor.update(batches, loss), recipe.sampling.cut)
+        return learnt
 
     def publish(self) -> None:
         weights = self.components.actor.publish()
@@ -126,12 +132,17 @@ class Loop:
 
     def adapt(self, experience: Experience) -> Metrics:
         """Reports the distance to the reference and moves its coefficient where that is adaptive."""
-        rule = self.divergence
-        if rule is None:
+        if self.divergence is None:
             return {}
-        kl = rule.mean(experience.signals, experience.rollouts.mask)
-        self.divergence = rule.adapted(kl, len(experience))
-        return {"actor/kl_coef": rule.coef, "actor/reference_kl": kl}
+        self.divergence, told = self.divergence.after_step(experience.signals, experience.rollouts.mask)
+        return told
+
+    def remember(self, experience: Experience, gathered: Gathered, step: int) -> Metrics:
+        """Counts what became of the step's prompts, and keeps the groups that are worth seeing again."""
+        self.prompts += gathered.counts
+        of_run = {} if self.recipe.filtering is None else self.prompts.metrics()
+        kept = {} if self.memory is None else self.memory.admit(experience, gathered.replayed, step)
+        return gathered.metrics | of_run | kept
 
     # ---------------------------------------------------------------------------------- validation, stopping, going on
     def validate(self) -> float | None:
@@ -147,19 +158,30 @@ class Loop:
     def save(self, score: float | None = None) -> None:
         """Saves the last step. Between steps its state is the state of now; within one the source has moved on."""
         assert self.whole is not None, "an update has begun"
-        self.components.store.save(self.done, {"actor": self.components.actor.snapshot()}, self.whole, score)
+        snapshots = {name: each.snapshot() for name, each in self.kept().items()}
+        self.components.store.save(self.done, snapshots, self.whole, score)
         self.saved = self.done
 
+    def kept(self) -> dict[str, Stateful]:
+        """All that changes from step to step, by its name in a checkpoint."""
+        parts = self.components
+        others = {"critic": parts.critic, "reference": parts.reference, "replay": self.memory}
+        return {"actor": parts.actor} | {name: each for name, each in others.items() if each is not None}
+
     def state(self) -> dict[str, Any]:
-        """What the next step depends on besides the actor; all else is keyed by the step's number."""
+        """What the next step depends on besides the learners; all else is keyed by the step's number."""
         coef = None if self.divergence is None else self.divergence.coef
-        return {"step": self.done, "source": self.components.source.state(), "divergence_coef": coef}
+        source, prompts = self.components.source.state(), asdict(self.prompts)
+        state = {"step": self.done, "source": source, "prompts": prompts, "divergence_coef": coef}
+        return state if self.memory is None else state | {"replay": len(self.memory.buffer.entries)}
 
     def restore(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
         self.done = self.saved = state["step"]
         self.components.source.restore(state["source"])
+        self.prompts = PromptCounts(**state.get("prompts", {}))
         if self.divergence is not None and self.divergence.adaptive and state["divergence_coef"] is not None:
             self.divergence = replace(self.divergence, coef=state["divergence_coef"])
-        self.components.store.restore(checkpoint, {"actor": self.components.actor})
+        saved = {name: each for name, each in self.kept().items() if name != "replay" or name in state}
+        self.components.store.restore(checkpoint, saved)
         self.whole = self.state()
         self.publish()

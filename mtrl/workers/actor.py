@@ -8,6 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from mtrl.algorithms.losses import Loss, total_loss, weighted_sum
+from mtrl.algorithms.vocab import TokenScores
 from mtrl.models.forward import Forward, unpack
 from mtrl.models.perturb import Perturbation
 from mtrl.models.weights import exported_weights
@@ -70,12 +71,25 @@ class LocalActor:
         return self.learner.update(batches, lambda batch: self._loss(batch, loss))
 
     def _loss(self, batch: TrainBatch, loss: Loss) -> tuple[Tensor, dict[str, Tensor]]:
-        mask = batch.rollouts.mask
-        scores = self.forward.scores(batch.rollouts, entropy=batch.old is None)
-        total, metrics = total_loss(unpack(scores.logp, mask).cpu(), batch, loss)
+        rollouts, mask, kl = batch.rollouts, batch.rollouts.mask, None
+        if loss.full_divergence:
+            scores, kl = self._scores_and_divergence(rollouts, entropy=batch.old is None)
+        else:
+            scores = self.forward.scores(rollouts, entropy=batch.old is None)
+        total, metrics = total_loss(unpack(scores.logp, mask).cpu(), batch, loss, kl)
         if scores.entropy is not None:  # no probe has measured it
             metrics["entropy"] = weighted_sum(batch.weights.token, unpack(scores.entropy, mask).cpu())
         return total, metrics
+
+    def _scores_and_divergence(self, rollouts: Rollouts, entropy: bool) -> tuple[TokenScores, Tensor]:
+        """The scores, and the KL to the reference [N, T], both of one pass of the policy. The reference reads the same
+        rows here, in every pass over them: its hidden states of a whole step would take tokens * H, and a probe that
+        kept them would be a pass as well."""
+        assert self.reference is not None, "a run whose loss asks for the reference builds one"
+        theirs = self.reference.response_hidden(rollouts)
+        ours = self.forward.response_hidden(rollouts)
+        kl = self.reference.divergence(ours, theirs, self.forward)
+        return self.forward.scores_of(ours, rollouts, entropy), unpack(kl, rollouts.mask).cpu()
 
     # -------------------------------------------------------------------------------------------------------- weights
     def publish(self) -> Weights:

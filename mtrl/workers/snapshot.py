@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError
@@ -25,35 +26,47 @@ Names = Mapping[Any, str]  # the name of each parameter
 
 
 @dataclass(frozen=True, eq=False)
-class LearnerSnapshot:
-    """The state of a learner. It reads the live weights, so it must be written before the next update, or be `detached`
+class ModelSnapshot:
+    """The weights of a model. It reads the live ones, so it must be written before the next update, or be `detached`
     first."""
 
     model: Any  # the model, whose settings go beside the weights
     weights: Tensors  # weights by their Hugging Face names (`exported_weights`)
+
+    @property
+    def nbytes(self) -> int:
+        return _bytes_of(self.weights)
+
+    def detached(self) -> Self:
+        """A copy in main memory, which later updates leave alone."""
+        return replace(self, weights=_copied(self.weights))
+
+    def write(self, directory: Path) -> None:
+        with _full_disk_told():
+            save_model(self.model, self.weights, directory)
+
+
+@dataclass(frozen=True, eq=False)
+class LearnerSnapshot(ModelSnapshot):
+    """The state of a learner: its weights, and what its next update depends on."""
+
     optimizer_state: Tensors
     counters: Mapping[str, int]
     files: Mapping[str, bytes]  # files of the tokenizer and the processors, by name
 
     @property
     def nbytes(self) -> int:
-        tensors = {
-            key: tensor for part in (self.weights, self.optimizer_state) for key, tensor in _by_memory(part).items()
-        }
-        return sum(tensor.nbytes for tensor in tensors.values()) + sum(map(len, self.files.values()))
+        return _bytes_of(self.weights, self.optimizer_state) + sum(map(len, self.files.values()))
 
-    def detached(self) -> LearnerSnapshot:
-        """A copy in main memory, which later updates leave alone."""
-        return replace(self, weights=_copied(self.weights), optimizer_state=_copied(self.optimizer_state))
+    def detached(self) -> Self:
+        return replace(super().detached(), optimizer_state=_copied(self.optimizer_state))
 
     def write(self, directory: Path) -> None:
         (directory / OPTIMIZER_STATE).parent.mkdir()
-        try:
-            save_model(self.model, self.weights, directory)
+        super().write(directory)
+        with _full_disk_told():
             state = {name: tensor.contiguous() for name, tensor in self.optimizer_state.items()}
             save_file(state, directory / OPTIMIZER_STATE)
-        except SafetensorError as error:  # how it reports a full disk
-            raise OSError(str(error)) from error
         (directory / COUNTERS).write_text(json.dumps(self.counters))
         for name, content in self.files.items():
             (directory / name).write_bytes(content)
@@ -92,6 +105,20 @@ def _copied(tensors: Tensors) -> dict[str, Tensor]:
     distinct = _by_memory(tensors)
     copies = dict(zip(distinct, to_main_memory(list(distinct.values())), strict=True))
     return {name: copies[_memory(tensor)] for name, tensor in tensors.items()}
+
+
+@contextmanager
+def _full_disk_told() -> Iterator[None]:
+    try:
+        yield
+    except SafetensorError as error:  # how it reports a full disk
+        raise OSError(str(error)) from error
+
+
+def _bytes_of(*parts: Tensors) -> int:
+    """Bytes of tensors, of which those that share memory are one."""
+    distinct = {key: tensor for part in parts for key, tensor in _by_memory(part).items()}
+    return sum(tensor.nbytes for tensor in distinct.values())
 
 
 def _by_memory(tensors: Tensors) -> dict[tuple[int, torch.Size], Tensor]:

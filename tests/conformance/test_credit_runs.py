@@ -91,7 +91,7 @@ from mtrl.types import Needs
 WRONG = {
     "asks for what nobody measures": (
         "class Mine(Weight):\n    needs = Needs('values')\n    def apply(self, experience, key): ...",
-        "Mine asks for the signal values, which nobody measures here",
+        "Mine asks for the signal values, which a critic measures, and there is none; set optimization.advantage_esti",
     ),
     "asks for what does not exist": (
         "class Mine(Weight):\n    needs = Needs('gaze')\n    def apply(self, experience, key): ...",

@@ -6,7 +6,8 @@ import time
 from pathlib import Path
 
 import pytest
-from run_helpers import SETTINGS, STEPS, metrics_of, run_of, same_end, train_arguments
+import torch
+from run_helpers import SETTINGS, STEPS, metrics_of, run_of, same_end, tensors_of, train_arguments
 
 import mtrl
 from mtrl.cli import main
@@ -14,6 +15,8 @@ from mtrl.store.checkpoint import checkpoints, read_state
 from mtrl.store.manifest import check
 from mtrl.tracking.run_files import read_rows
 from mtrl.training.resume import find_start
+from mtrl.zoo.rows import CONFIG_FILE
+from mtrl.zoo.task import make_question
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +88,46 @@ def test_an_adaptive_coefficient_and_several_passes_go_on_too(tmp_path):
     same_end(run_of(tmp_path / "whole"), run_of(tmp_path / "parts"), STEPS)
     coefficients = {row["actor/kl_coef"] for row in metrics_of(run_of(tmp_path / "parts")).values() if len(row) > 20}
     assert len(coefficients) == STEPS, "it moved at every step"
+
+
+def mixed_rows(folder: Path) -> Path:
+    """Questions about pictures, and questions without any, in turn."""
+    lines = []
+    for index in range(8):
+        question, seen = make_question("train", index), index % 2 == 1
+        question.image.save(folder / f"{index}.png")
+        told = {"prompt": question.prompt, "answer": question.answer, "options": question.options}
+        lines.append(json.dumps(told | ({"images": [f"{index}.png"]} if seen else {})))
+    (folder / "mixed.jsonl").write_text("\n".join(lines))
+    return folder / "mixed.jsonl"
+
+
+def test_a_critic_goes_on_to_the_same_numbers(tmp_path):
+    """Pictures and text alone in each batch; the critic learns alone in the first step, with a schedule of its own."""
+    more = [
+        f"dataset.train_files={mixed_rows(tmp_path)}", "dataset.shuffle=false", "training.max_steps=3",
+        "training.save_freq=1", "training.val_freq=-1", "training.val_before_train=false",
+        "optimization.advantage_estimator=gae", "worker.critic.warmup_steps=1", "worker.critic.optim.lr=1e-3",
+        "worker.critic.optim.lr_scheduler_type=cosine",
+    ]  # fmt: skip
+    command, *keys = train_arguments(tmp_path / "whole", *SETTINGS, *more)
+    arguments = [command, str(CONFIG_FILE), *keys]
+    assert main(arguments) == 0
+    shutil.copytree(tmp_path / "whole", tmp_path / "parts", symlinks=True)
+    cut_back(tmp_path / "parts", 1)
+    assert main([*arguments, f"training.output_dir={tmp_path / 'parts'}"]) == 0
+    whole, parts = run_of(tmp_path / "whole"), run_of(tmp_path / "parts")
+    same_end(whole, parts, 3)
+    first, last = (tensors_of(whole / "checkpoints" / f"step_{step}") for step in (1, 3))
+    critics = {name for name in first if name.startswith("critic/model.safetensors")}
+    assert "critic/model.safetensors: score.weight" in critics
+    assert all(
+        not torch.equal(first[name], last[name]) for name in critics if "score" in name or "visual.blocks" in name
+    )
+    rows = [row for _, row in sorted(metrics_of(parts).items()) if "critic/value_loss" in row]
+    assert ["actor/pg_loss" in row for row in rows] == [False, True, True]
+    counted = {(run / "checkpoints/step_3/critic/trainer/optimizer.json").read_text() for run in (whole, parts)}
+    assert len(counted) == 1 and json.loads(counted.pop())["optimizer_step"] == 3 * 2, "it learns in each step, twice"
 
 
 def test_another_configuration_is_refused_with_its_keys(whole, output, capsys):

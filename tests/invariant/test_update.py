@@ -1,6 +1,5 @@
 """What an optimizer step does to the weights depends on the batch, and on nothing about how it is cut or laid out."""
 
-import math
 from dataclasses import replace
 from functools import lru_cache
 
@@ -12,8 +11,11 @@ from update_helpers import (
     ALL_AT_ONCE,
     FULL_LOSS,
     GROUP,
+    LAYOUTS,
     MASKED,
+    MIXED,
     NEEDS,
+    SMALL,
     actor_of,
     check_equal,
     full_batch,
@@ -21,6 +23,7 @@ from update_helpers import (
     plain_batch,
     rollouts_for,
     signals_for,
+    widened,
 )
 
 from mtrl.algorithms.losses import Loss, PolicyLoss, mismatch_correction
@@ -29,16 +32,6 @@ from mtrl.types import Needs
 from mtrl.workers.micro_batches import MicroBatching
 from mtrl.workers.reference import Reference
 
-SMALL, LARGE = 40, 180  # tokens: the one cuts groups, the other joins them
-LAYOUTS = {
-    "a row each": MicroBatching(rows=1),
-    "three rows": MicroBatching(rows=3),
-    "small token budget": MicroBatching(tokens=SMALL),
-    "large token budget": MicroBatching(tokens=LARGE),
-    "the largest group's tokens": MicroBatching(),
-    "all rows, prompts not shared": MicroBatching(rows=len(GROUP), share_prefix=False),
-    "token budget, prompts not shared": MicroBatching(tokens=LARGE, share_prefix=False),
-}
 KINDS = {
     "plain": (plain_batch, Loss()),
     "all streams, grpo": (full_batch, FULL_LOSS),
@@ -53,22 +46,6 @@ KINDS = {
 def expected_of(family, kind):
     make, loss = KINDS[kind]
     return learn(actor_of(family), [make(family)], loss)
-
-
-def widened(batch, columns):
-    """The same batch with more padding. What has no weight there may hold anything."""
-
-    def wider(x, fill):
-        return None if x is None else torch.nn.functional.pad(x, (0, columns), value=fill)
-
-    rollouts, weights = batch.rollouts, batch.weights
-    return replace(
-        batch,
-        rollouts=replace(rollouts, tokens=wider(rollouts.tokens, 7), mask=wider(rollouts.mask, False)),
-        **{name: wider(getattr(batch, name), math.nan) for name in ("old", "advantage", "reference")},
-        correction=wider(batch.correction, 9.0),
-        weights=replace(weights, **{name: wider(weight, 0.0) for name, weight in vars(weights).items()}),
-    )
 
 
 # ------------------------------------------------------------------------------------------------------ the invariant
@@ -140,9 +117,6 @@ def test_the_comparison_sees_a_fault(family, fault):
 
 
 # ------------------------------------------------------------------------------------------------------------- probing
-MIXED = torch.randperm(len(GROUP), generator=torch.Generator().manual_seed(1))  # rows in an order that mixes the groups
-
-
 @lru_cache
 def probed_at_once(family, dependency):
     return actor_of(family, dependency=dependency).probe(rollouts_for(family), NEEDS, 4)

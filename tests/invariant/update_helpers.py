@@ -1,5 +1,6 @@
 """Actors, batches for them, and what an update made of the weights: real models, as small as can be."""
 
+import math
 from dataclasses import replace
 from functools import lru_cache
 from types import SimpleNamespace
@@ -29,6 +30,17 @@ GROUP, LENGTHS, MASKED = [0, 0, 0, 0, 1, 1, 2, 2, 3, 3], [6, 2, 9, 5, 4, 1, 7, 3
 # still moves by about LR, a hundred times the tolerance.
 LR, CLIP = 1e-4, 0.01
 ALL_AT_ONCE = MicroBatching(rows=len(GROUP))
+MIXED = torch.randperm(len(GROUP), generator=torch.Generator().manual_seed(1))  # rows in an order that mixes the groups
+SMALL, LARGE = 40, 180  # tokens: the one cuts groups, the other joins them
+LAYOUTS = {
+    "a row each": MicroBatching(rows=1),
+    "three rows": MicroBatching(rows=3),
+    "small token budget": MicroBatching(tokens=SMALL),
+    "large token budget": MicroBatching(tokens=LARGE),
+    "the largest group's tokens": MicroBatching(),
+    "all rows, prompts not shared": MicroBatching(rows=len(GROUP), share_prefix=False),
+    "token budget, prompts not shared": MicroBatching(tokens=LARGE, share_prefix=False),
+}
 NEEDS = Needs("old", "entropy", "entropy_change", "dependency", "mass")
 
 
@@ -123,3 +135,19 @@ def check_equal(found, expected):
     assert found.metrics.keys() == expected.metrics.keys() and expected.metrics["grad_norm"] > 10 * CLIP
     for name, value in expected.metrics.items():
         assert found.metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+
+
+def widened(batch, columns):
+    """The same batch with more padding. What has no weight there may hold anything."""
+
+    def wider(x, fill):
+        return None if x is None else torch.nn.functional.pad(x, (0, columns), value=fill)
+
+    rollouts, weights = batch.rollouts, batch.weights
+    return replace(
+        batch,
+        rollouts=replace(rollouts, tokens=wider(rollouts.tokens, 7), mask=wider(rollouts.mask, False)),
+        **{name: wider(getattr(batch, name), math.nan) for name in ("old", "advantage", "reference")},
+        correction=wider(batch.correction, 9.0),
+        weights=replace(weights, **{name: wider(weight, 0.0) for name, weight in vars(weights).items()}),
+    )

@@ -29,7 +29,10 @@ class FakeSource:
         self.journal.append(("take", count))
         names = range(self.next, self.next + count)
         self.next += count
-        return [fake_prompt(f"p{i}", visual=i > 0) for i in names]
+        return self.get([f"p{i}" for i in names])
+
+    def get(self, ids):
+        return [fake_prompt(name, visual=name != "p0") for name in ids]
 
     def metrics(self):
         return {}
@@ -140,6 +143,23 @@ class FakeReference:
         return Signals(**{name: value.where(rollouts.mask, 0.0) for name, value in self.signals.items()})
 
 
+class FakeRefreshed:
+    """A reference that counts what it became."""
+
+    def __init__(self, journal=None):
+        self.journal, self.times = journal, 0
+
+    def refresh(self):
+        self.times += 1
+        self.journal.append(("refresh", self.times))
+
+    def snapshot(self):
+        return f"reference, refreshed {self.times} times"
+
+    def restore(self, directory):
+        self.times = int(directory.name)
+
+
 class FakeTracker:
     def __init__(self, journal):
         self.journal, self.rows, self.closed = journal, {}, 0
@@ -200,7 +220,7 @@ def recipe(**changes):
     return Recipe(**settings | {"batches": BatchPlan(**plan)} | changes)
 
 
-def loop(actor=None, reference=None, validation=None, scorer=None, **changes):
+def loop(actor=None, reference=None, validation=None, scorer=None, refreshed=None, **changes):
     journal = []
     actor = actor or FakeActor(journal)
     actor.journal = journal
@@ -218,8 +238,11 @@ def loop(actor=None, reference=None, validation=None, scorer=None, **changes):
         tracker=FakeTracker(journal),
         store=FakeStore(journal),
         validation=validation,
+        reference=refreshed,
     )
     components.scorer.journal = journal
+    if refreshed is not None:
+        refreshed.journal = journal
     return Loop(components, recipe(**changes))
 
 

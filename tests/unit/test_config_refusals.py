@@ -164,6 +164,10 @@ IMPOSSIBLE = [
         ["worker.reward.normalize", "worker.rollout.n"],
     ),
     (
+        ["optimization.advantage_estimator=remax", "worker.reward.normalize=normalize_then_sum", "worker.rollout.n=4"],
+        ["worker.reward.normalize", "optimization.advantage_estimator"],
+    ),
+    (
         ["optimization.disable_divergence=true", "optimization.use_divergence_loss=true"],
         ["optimization.disable_divergence", "optimization.use_divergence_loss"],
     ),
@@ -174,6 +178,18 @@ IMPOSSIBLE = [
     (
         ["optimization.online_filtering=true", "optimization.filter_low=0.99"],
         ["optimization.filter_low", "optimization.filter_high"],
+    ),
+    (
+        [
+            "optimization.online_filtering=true",
+            "optimization.filter_by=spread",
+            "optimization.advantage_estimator=remax",
+        ],
+        ["optimization.filter_by", "worker.rollout.n"],
+    ),
+    (
+        ["optimization.online_filtering=true", "optimization.filter_key=acuracy"],
+        ["optimization.filter_key", "did you mean accuracy?"],
     ),
     (["optimization.token_weight_clip=[3.0,0.2]"], ["optimization.token_weight_clip"]),
     (
@@ -256,6 +272,10 @@ def test_combinations_that_cannot_work_name_the_keys(overrides, words):
         ["optimization.advantage_estimator=gae", "optimization.replay_buffer_size=64", "worker.rollout.n=4"],
         ["optimization.disable_divergence=true"],
         ["optimization.filter_low=0.99"],  # not in use
+        ["optimization.online_filtering=true", "optimization.filter_by=spread", "optimization.filter_low=0.99"],
+        ["optimization.filter_key=acuracy"],
+        ["optimization.online_filtering=true", "optimization.filter_key=format"],
+        ["optimization.online_filtering=true", "optimization.filter_key=x", "worker.reward.reward_fn_path=mine.py"],
         ["optimization.token_weight_clip=[1,1]"],
         ["optimization.trajectory_scaling_max=0.5"],  # not in use
         ["optimization.enable_trajectory_reweighting=true", "optimization.trajectory_scaling_max=null"],

@@ -85,6 +85,22 @@ def test_a_grpo_run_of_verl_maps_in_full(tmp_path, capsys):
     assert yaml.safe_load(out)["worker"]["rollout"]["n"] == 5 and len(err.splitlines()) == len(converted.lines)
 
 
+def test_groups_are_filtered_as_they_are_there(tmp_path):
+    """EasyR1 keeps groups by their mean and verl by their spread; both end a run that stays short of prompts."""
+    easyr1 = yaml.safe_load(EASYR1.read_text())
+    easyr1["algorithm"] |= {"online_filtering": True, "filter_key": "accuracy", "filter_low": 0.1, "filter_high": 0.9}
+    verl = yaml.safe_load(VERL.read_text())
+    verl["algorithm"]["filter_groups"] = {"enable": True, "metric": "acc", "max_num_gen_batches": 10}
+    found = {}
+    for name, content in {"easyr1": easyr1, "verl": verl}.items():
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(content))
+        found[name] = loaded(convert(tmp_path / f"{name}.yaml"), tmp_path).optimization
+    keys = ("online_filtering", "filter_by", "filter_key", "max_refills", "on_short_batch")
+    assert [getattr(found["easyr1"], key) for key in keys] == [True, "mean", "accuracy", 19, "stop"]
+    assert (found["easyr1"].filter_low, found["easyr1"].filter_high) == (0.1, 0.9)
+    assert [getattr(found["verl"], key) for key in keys] == [True, "spread", "accuracy", 9, "stop"]
+
+
 def test_a_script_for_trl(tmp_path):
     converted = convert(TRL)
     config = loaded(converted, tmp_path)

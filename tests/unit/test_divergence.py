@@ -93,6 +93,14 @@ def test_the_full_distance_comes_from_the_probe():
     close(rule.reward_penalty(signals), [[0.5, 1.5]])
 
 
+def test_the_full_distance_as_a_loss_is_the_updates_affair():
+    assert not Divergence("full", 0.5, in_loss=True).needs
+    assert Divergence("full", 0.5, in_loss=True, adaptive=True).needs == Needs("old", "divergence")
+    assert Loss().with_divergence(Divergence("full", 0.5, in_loss=True)).full_divergence
+    assert not Loss().with_divergence(Divergence("full", 0.5)).full_divergence
+    assert not Loss(divergence="full").full_divergence, "a coefficient of 0 takes the term out"
+
+
 def test_in_the_reward_or_as_a_loss():
     charge = Divergence("kl", 0.5).reward_penalty(SIGNALS)
     close(charge[MASK], [0.25, -0.5, 1])

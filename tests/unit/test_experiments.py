@@ -1,10 +1,13 @@
 """The experiments that ship as configurations: the spec's table, their shrunk forms, the grid."""
 
+import math
 import os
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 from mtrl.build.recipe import reward_schedule
 from mtrl.build.run import build
@@ -24,16 +27,23 @@ NUMBERED = {  # functions beside accuracy, format and length; weights; early wei
     "experiment4": ("vgr_hard_negative", (2.5, 1, 0.5, 1), (1, 1, 2, 1)),
     "experiment5": ("vgr", (2.5, 0, 0.5, 1), (1, 0, 2, 1)),
 }
-OF_SIZE = {  # what a shrunk form may change: model, data, sizes, speed, and the two switches that are still to come
+ALGORITHMS = {"ppo_gae", "grpo", "dapo", "dr_grpo", "gspo", "cispo", "reinforce_plus_plus", "rloo", "remax"}
+CREDIT = {"plain_ppo", "tprl_filtering", "tprl_full", "entropy_filtering", "attention_4_1_1", "vppo"}
+OF_SIZE = {  # what a shrunk form may change: model, data, sizes, speed
     "dataset.train_files", "dataset.val_files", "dataset.prompt_key", "dataset.format_prompt", "dataset.min_pixels",
     "dataset.max_pixels", "dataset.max_prompt_length", "dataset.max_response_length", "dataset.rollout_batch_size",
     "dataset.val_batch_size", "training.experiment_name", "training.max_steps", "training.total_epochs",
-    "training.val_freq", "training.save_freq", "optimization.disable_divergence", "optimization.online_filtering",
-    "optimization.replay_buffer_size", "optimization.filter_min_reward", "worker.actor.model.model_path",
+    "training.val_freq", "training.save_freq", "worker.actor.model.model_path",
     "worker.actor.model.enable_gradient_checkpointing", "worker.actor.optim.lr", "worker.actor.optim.warmup_steps",
     "worker.actor.fsdp.mixed_precision_dtype", "worker.actor.global_batch_size", "worker.actor.tokens_per_micro_batch",
-    "worker.reward.soft_punish_cache", "worker.reward.num_cpus",
+    "worker.critic.optim.lr", "worker.critic.warmup_steps", "worker.reward.soft_punish_cache", "worker.reward.num_cpus",
 }  # fmt: skip
+OF_THE_TASK = {  # the embedded task is multiple choice, with no box and no formula
+    "dapo": {"worker.reward.functions", "optimization.filter_key"},
+    "vppo": {"worker.reward.functions"},
+    "text_maths": {"worker.reward.functions", "dataset.answer_key"},
+} | {name: {"optimization.disable_divergence"} for name in CREDIT - {"vppo"}}  # without a reference, for speed
+WAITS = {"experiment3_lora": {"worker.actor.model.peft_type"}}  # what each asks for that is still to come
 
 
 def full(name):
@@ -51,8 +61,7 @@ def value(config, key):
 
 
 def test_all_of_the_spec_are_there():
-    others = {"plain_ppo", "tprl_filtering", "tprl_full", "entropy_filtering", "attention_4_1_1", "dapo", "vppo"}
-    assert set(FULL) == {*NUMBERED, *others}
+    assert set(FULL) == {*NUMBERED, *ALGORITHMS, *CREDIT, "text_maths"}
     assert set(SHRUNK) == set(FULL) - {"experiment3_lora"}
 
 
@@ -65,7 +74,8 @@ def test_numbered_experiments_are_those_of_the_table(name):
     assert optimization.enable_token_weights == (name == "experiment5")
     assert actor.model.peft_type == ("lora" if name == "experiment3_lora" else None)
     assert (config.training.total_epochs == 1) == (name == "experiment4")
-    assert optimization.filter_min_reward == (1.0 if name == "experiment4" else 2.0)
+    assert optimization.filter_min_reward == (1.0 if name in ("experiment2", "experiment4") else 2.0)
+    assert optimization.disable_divergence, "section 9: no divergence"
     assert actor.model.model_path == "Qwen/Qwen2.5-VL-7B-Instruct" and actor.fsdp.mixed_precision_dtype == "bf16"
     assert (actor.optim.lr, actor.optim.lr_scheduler_type, actor.optim.warmup_ratio) == (1e-5, "cosine", 0.05)
     assert (actor.max_grad_norm, config.rollouts_per_prompt, reward.soft_punish_cache) == (1.0, 8, 50)
@@ -88,7 +98,48 @@ def test_the_published_settings():
     differ = {key for key in known_leaves() if value(vppo, key) != value(dapo, key)}
     ideas = {key for key in wanted if "enable_p" in key or "enable_t" in key or "top_p" in key or "penalty" in key}
     shape = {"optimization.trajectory_scaling_min", "optimization.trajectory_scaling_max"}
-    assert differ <= ideas | shape | {"training.experiment_name"}, "DAPO is VPPO without its ideas"
+    shaping = {"optimization.filter_key", "worker.reward.functions", "worker.reward.weights",
+               "worker.reward.soft_punish_cache"}  # fmt: skip
+    assert differ <= ideas | shape | shaping | {"training.experiment_name"}, (
+        "VPPO is DAPO with ideas in place of shaping"
+    )
+
+
+def test_the_four_parts_of_dapo():
+    config = full("dapo")
+    actor, algorithm, reward = config.worker.actor, config.optimization, config.worker.reward
+    assert actor.clip_ratio_low < actor.clip_ratio_high == 0.28, "clip-higher"
+    assert algorithm.online_filtering and algorithm.filter_key == "math", "dynamic sampling, by accuracy"
+    assert 0 <= algorithm.filter_low < 1 / 8 and 7 / 8 < algorithm.filter_high <= 1, "all right or all wrong, of 8"
+    assert algorithm.loss_type == "dapo", "a token-level loss"
+    assert reward.functions == ("math", "length") and reward.soft_punish_cache == 512, "overlong shaping"
+    assert algorithm.disable_divergence
+
+
+def test_what_each_algorithm_is():
+    """By the keys that make it what it is; nothing of token credit is on."""
+
+    def of(name, *keys):
+        return tuple(getattr(full(name).optimization, key) for key in keys)
+
+    estimators = {name: of(name, "advantage_estimator")[0] for name in ALGORITHMS}
+    assert estimators == dict.fromkeys(ALGORITHMS, "grpo") | {
+        "ppo_gae": "gae", "rloo": "rloo", "remax": "remax", "reinforce_plus_plus": "reinforce_plus_plus",
+    }  # fmt: skip
+    assert {name: of(name, "policy_loss")[0] for name in ALGORITHMS} == dict.fromkeys(ALGORITHMS, "ppo") | {
+        "gspo": "gspo", "cispo": "cispo",
+    }  # fmt: skip
+    assert of("grpo", "scale_rewards", "loss_type", "use_divergence_loss") == ("group", "grpo", True)
+    assert of("dr_grpo", "scale_rewards", "loss_type", "disable_divergence") == ("none", "dr_grpo", True)
+    assert of("gspo", "loss_type") == ("grpo",) and full("gspo").worker.actor.clip_ratio_high == 4e-4
+    assert of("ppo_gae", "gamma", "lam", "use_divergence_loss") == (1.0, 0.95, False)
+    steps = {name: full(name).dataset.rollout_batch_size // full(name).worker.actor.global_batch_size
+             for name in ("gspo", "cispo", "ppo_gae", "dapo")}  # fmt: skip
+    assert steps == {"gspo": 4, "cispo": 4, "ppo_gae": 4, "dapo": 3}, "a ratio of its own needs several optimizer steps"
+    groups = {name: full(name).rollouts_per_prompt for name in ALGORITHMS}
+    assert {name for name, n in groups.items() if n == 1} == {"ppo_gae", "remax", "reinforce_plus_plus"}
+    maths = full("text_maths")
+    assert maths.worker.reward.functions == ("math",) and "VL" not in maths.worker.actor.model.model_path
 
 
 def test_the_ratio_of_411():
@@ -114,27 +165,27 @@ def test_four_ablations_of_token_credit():
 def test_a_shrunk_form_differs_in_size_alone(name):
     large, small = full(name), shrunk(name)
     differ = {key for key in known_leaves() if value(large, key) != value(small, key)} - OF_SIZE
-    if name in ("dapo", "vppo"):
-        differ.remove("worker.reward.functions")  # the embedded task is multiple choice
-    assert not differ
-    assert small.worker.actor.model.model_path is None and not small.dataset.train_files
-    assert small.dataset.rollout_batch_size * small.training.max_steps <= 16 * 24, "minutes, not hours"
+    assert differ == OF_THE_TASK.get(name, set())
+    assert small.worker.actor.model.model_path is None and bool(small.dataset.train_files) == (name == "text_maths")
+    responses = small.dataset.rollout_batch_size * small.rollouts_per_prompt
+    assert responses * small.training.max_steps <= 8 * 16 * 24, "minutes, not hours"
 
 
 @pytest.mark.parametrize("name", FULL)
 def test_full_ones_say_what_is_still_to_come(name):
-    """And what to set; nothing else stands in the way but attention, adapters, replay and filtering."""
-    config = full(name)
-    said = unbuilt(config)
+    """And what to set; nothing else stands in the way."""
+    said = unbuilt(full(name))
     assert all(";" in line and "not built yet" in line for line in said)
-    for switch, on in {
-        "optimization.replay_buffer_size; set it to 0": config.optimization.replay_buffer_size > 0,
-        "optimization.online_filtering; set it to false": config.optimization.online_filtering,
-    }.items():
-        assert any(line.startswith(switch) for line in said) == on
+    assert {line.partition(";")[0].partition(":")[0] for line in said} == WAITS.get(name, set())
 
 
-@pytest.mark.parametrize("name", SHRUNK)
+def test_every_recipe_is_on_the_page():
+    """docs/recipes.md lists each by name, and no other."""
+    page = (HOME.parents[2] / "docs/recipes.md").read_text()
+    assert sorted(re.findall(r"^\| `(\w+)` ", page, re.MULTILINE)) == FULL
+
+
+@pytest.mark.parametrize("name", [name for name in SHRUNK if name not in WAITS])
 def test_shrunk_ones_start(name, tmp_path):
     config = shrunk(name, **{"training.output_dir": str(tmp_path), "training.logger": ()})
     assert unbuilt(config) == []
@@ -165,7 +216,22 @@ def test_the_grid_is_18_different_runs():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["experiment3", "experiment5"])
+@pytest.mark.parametrize("name", [name for name in SHRUNK if name not in WAITS])
+def test_shrunk_ones_train(name, tmp_path):
+    """Two steps of each as it is written, after which its weights are others."""
+    changes = {"training.output_dir": str(tmp_path), "training.logger": (), "training.max_steps": 2}
+    run = build(shrunk(name, **changes))
+    run.loop.components.validation = None
+    model = run.loaded.model
+    before = {key: weight.clone() for key, weight in model.state_dict().items()}
+    run.train()
+    rows = read_rows(run.directory / "metrics.jsonl")
+    assert len(rows) == 2 and all(math.isfinite(x) for row in rows for x in row.values() if isinstance(x, float))
+    assert any(not torch.equal(weight, before[key]) for key, weight in model.state_dict().items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["experiment1", "experiment3", "experiment4", "experiment5"])
 def test_shrunk_ones_learn(name, tmp_path):
     config = shrunk(name, **{"training.output_dir": str(tmp_path), "training.logger": ()})
     run = build(config)
@@ -175,3 +241,4 @@ def test_shrunk_ones_learn(name, tmp_path):
     assert accuracy[-1] > accuracy[0] + 0.2
     steps = [row for row in rows if "perf/seconds_step" in row]
     assert len(steps) == 24 and all("attention/vgr_late" in row for row in steps)
+    assert steps[-1]["replay/size"] > 0 and sum(row.get("replay/hits", 0.0) for row in steps) > 0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from loop_helpers import PROMPTS, REFERENCE, FakeReference, FakeScorer, loop, validation_of
+from loop_helpers import PROMPTS, REFERENCE, FakeReference, FakeRefreshed, FakeScorer, loop, validation_of
 
 from mtrl.algorithms.divergence import Divergence
 from mtrl.build.run import Run
@@ -256,6 +256,28 @@ def test_a_restored_loop_does_what_the_first_would_have_done():
         restored.components.tracker.rows[3]["actor/kl_coef"] == whole.components.tracker.rows[3]["actor/kl_coef"] > 0.5
     )
     assert restored.components.source.next == whole.components.source.next == 3 * PROMPTS
+
+
+def test_a_reference_is_made_anew_and_kept():
+    def fresh():
+        return loop(refreshed=FakeRefreshed(), refresh_every=2, total_steps=5, save_every=3)
+
+    whole, restored = fresh(), fresh()
+    whole.run()
+    journal = [entry for entry in whole.components.actor.journal if entry[0] in ("publish", "refresh", "save")]
+    assert journal == [
+        ("publish", 7), ("publish", 14), ("refresh", 1), ("publish", 21), ("save", 3), ("publish", 28),
+        ("refresh", 2), ("publish", 35), ("save", 5),
+    ]  # fmt: skip
+    snapshots, state, _ = whole.components.store.saved[3]
+    assert snapshots == {"actor": "snapshot of version 21", "reference": "reference, refreshed 1 times"}
+    restored.restore(Path("checkpoints/3"), state)
+    assert restored.components.reference.times == 3, "it takes up what lies there"
+    restored.run()
+    assert restored.components.reference.times == 4
+    stays = loop(total_steps=4)
+    stays.run()
+    assert set(stays.components.store.saved[4][0]) == {"actor"}, "one that stays is made of the model as it was given"
 
 
 def test_a_fixed_coefficient_is_the_configurations():

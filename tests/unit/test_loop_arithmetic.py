@@ -13,13 +13,14 @@ from mtrl.algorithms.credit.trajectory_scaling import TrajectoryScaling
 from mtrl.algorithms.divergence import Divergence
 from mtrl.algorithms.estimators import Grpo, ReinforcePlusPlus, Rloo
 from mtrl.algorithms.losses import Loss
+from mtrl.training import loop as training_loop
 from mtrl.training.evaluate import add_scores, by_column
 from mtrl.types import Credit, Experience, Rewards, Sampling, Signals, ValidationSample
 
 
 def advantages_of(made):
-    """[N] of the first token of every row, over the batches of the last update."""
-    batches, _ = made.components.actor.updates[-1]
+    """[N] of the first token of every row, over the batches of the last update, in the order of the prompts."""
+    batches = sorted(made.components.actor.updates[-1][0], key=lambda batch: batch.rollouts.text)
     return torch.cat([batch.advantage[:, 0] for batch in batches])
 
 
@@ -69,6 +70,22 @@ def test_divergence_as_a_loss():
     close(advantages_of(made), [0.5, -0.5, 1, -1])
 
 
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_full_divergence_as_a_loss(adaptive):
+    """The update reads it off the vocabulary. Only a controller asks for it before."""
+    rule = Divergence("full", 0.5, in_loss=True, adaptive=adaptive, target=0.1, horizon=10.0)
+    brought = {"divergence": torch.full((4, 4), 0.2)} if adaptive else {}
+    reference = FakeReference(None, **brought) if adaptive else None
+    made = loop(reference=reference, divergence=rule)
+    made.step(0)
+    loss = made.components.actor.updates[-1][1]
+    assert loss.full_divergence and loss.divergence_coef == 0.5 and bool(rule.needs) is adaptive
+    close(advantages_of(made), [0.5, -0.5, 1, -1])
+    row = made.adapt(Experience(six_rows()[0], None, Signals(**{k: torch.full((6, 4), 0.2) for k in brought})))
+    assert ("actor/reference_kl" in row) is adaptive and "actor/kl_coef" in row
+    assert (made.divergence.coef > 0.5) is adaptive
+
+
 def test_the_adaptive_coefficient():
     # |d| = 0.2 a token, 2.5 tokens a response: KL 0.5 of a target of 0.25: e = min(1, 0.2); 4 responses, horizon 10.
     made = loop(
@@ -116,14 +133,14 @@ def test_credit_is_decided_before_the_split():
 
 
 # ------------------------------------------------------------------------------------------------------------- batches
-def batches_of(rules, rollouts, signals, select=None):
+def batches_of(rules, rollouts, signals, select=None, key=(0, 0)):
     """Of a step whose rows have their number for an advantage."""
     mask = rollouts.mask
     rows = torch.arange(len(mask), dtype=torch.float32)[:, None]
     select = mask if select is None else select
     credit = Credit(rows.expand(mask.shape).where(mask, 0.0), select, mask.float(), torch.ones(len(mask)))
     rewards = Rewards(torch.zeros(len(mask)), {}, torch.zeros(len(mask), dtype=torch.bool))
-    return assemble(rules.batches, rules.loss, Experience(rollouts, rewards, signals, credit=credit))
+    return assemble(rules.batches, rules.loss, Experience(rollouts, rewards, signals, credit=credit), key)
 
 
 def six_rows():
@@ -137,7 +154,11 @@ def six_rows():
 
 def test_whole_groups_with_denominators_of_their_own():
     rollouts, signals = six_rows()
-    batches = list(batches_of(recipe(prompts_per_update=2, passes=2), rollouts, signals))
+    rules = recipe(prompts_per_update=2, passes=2)
+    batches = next(
+        made for seed in range(99)  # the first whose first pass keeps the last group for its second step
+        if (made := list(batches_of(rules, rollouts, signals, key=(seed, 0))))[1].rollouts.text[0] == "p2 response 0"
+    )  # fmt: skip
     assert [len(batch) for batch in batches] == [4, 2, 4, 2]
     assert [len(batch.rollouts.prompts) for batch in batches] == [2, 1, 2, 1]
     first, second = batches[:2]
@@ -148,6 +169,29 @@ def test_whole_groups_with_denominators_of_their_own():
     same(second.reference, torch.full((2, 4), -3.0))
     for batch in batches:
         assert float(batch.weights.token.sum()) == pytest.approx(1)
+
+
+def test_each_pass_of_each_step_shuffles_its_groups():
+    """By (seed, step, pass); and where all groups are one optimizer step there is nothing to shuffle."""
+    rollouts, signals = six_rows()
+
+    def order(key, per_update=1):
+        made = batches_of(recipe(prompts_per_update=per_update, passes=2), rollouts, signals, key=key)
+        return ["".join(text[1] for text in batch.rollouts.text[::2]) for batch in made]
+
+    assert all(set(order((seed, 0))[:3]) == set(order((seed, 0))[3:]) == {"0", "1", "2"} for seed in range(9))
+    assert any(order((seed, 0))[:3] != order((seed, 0))[3:] for seed in range(9))
+    assert len({tuple(order((0, step))) for step in range(20)}) > 10 and order((0, 5)) == order((0, 5))
+    assert len({tuple(order((seed, 0))) for seed in range(20)}) > 10
+    assert {tuple(order((seed, 0), per_update=3)) for seed in range(9)} == {("012", "012")}
+
+
+def test_the_loop_keys_the_order_by_seed_and_step(monkeypatch):
+    keys = []
+    real = training_loop.assemble
+    monkeypatch.setattr(training_loop, "assemble", lambda *given: keys.append(given[-1]) or real(*given))
+    loop(seed=9, total_steps=2).run()
+    assert keys == [(9, 0), (9, 1)]
 
 
 @pytest.mark.parametrize(
@@ -180,7 +224,7 @@ def test_the_correction_is_capped_and_follows_its_rows():
     rollouts, signals = six_rows()  # o = -0.5, b = -1: exp(0.5) = 1.65; row 5 was sampled at b = -3.5
     rollouts.behaviour[5] = -3.5
     rules = recipe(prompts_per_update=1, loss=Loss(tis_clip=2.0))
-    batches = list(batches_of(rules, rollouts, signals))
+    batches = sorted(batches_of(rules, rollouts, signals), key=lambda batch: batch.rollouts.text)
     close(batches[0].correction, [[math.exp(0.5), 1, 1, 1], [math.exp(0.5)] * 2 + [1, 1]])
     close(batches[2].correction[1], [2, 2, 1, 1])
     close(next(batches_of(recipe(), rollouts, signals)).correction, torch.ones(4, 4))

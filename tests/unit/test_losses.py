@@ -433,6 +433,19 @@ def test_a_divergence_loss_without_a_reference_is_a_mistake():
         total_loss(LOGP, batch, Loss(divergence_coef=0.5))
 
 
+def test_a_full_divergence_is_given():
+    # KL 1; 2, 0, 3 of the vocabulary: mean 3/2, whatever the log-probs of the sampled tokens are.
+    kl = padded([[1], [2, 0, 3]], fill=99.0).requires_grad_()
+    batch = fake_batch(ROLLOUTS, OLD_LOGP, ADVANTAGE)
+    total, metrics = total_loss(LOGP, batch, Loss(divergence="full", divergence_coef=0.5), kl)
+    total.backward()
+    close(metrics["divergence_loss"], 1.5)
+    close(total, 0.45 + 0.75)
+    close(kl.grad, [[0.125, 0, 0], [0.125, 0.125, 0.125]])
+    with pytest.raises(AssertionError, match="vocabulary"):
+        total_loss(LOGP, batch, Loss(divergence="full", divergence_coef=0.5))
+
+
 def test_sequence_level_loss_by_hand():
     # Row 0: s = 1. Row 1: ratios 1, 2, 1/2: s = 1 too. Terms -2; 1, 1, 1: mean 1/4. Slopes -rho A/4.
     total, slope, _ = loss_and_slope(Loss(PolicyLoss(level="sequence")))

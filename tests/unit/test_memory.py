@@ -289,6 +289,34 @@ def test_gradients_that_were_there_stay():
     assert torch.equal(weight.grad, torch.ones_like(weight))
 
 
+def test_a_full_divergence_as_a_loss_is_rehearsed():
+    """The gradient of the output matrix comes twice, and hidden states of a second model lie beside the policy's."""
+    forward, peaks = real_forward(checkpoint("qwen2"), Plan(LIMITS)), {}
+    for full in (False, True):
+        rehearsal = Rehearsal(forward, forward.encoder, replace(LIMITS, full_divergence=full))
+        (part, *_) = rehearsal.updates()
+        forward.backbone.model.zero_grad()
+        with LiveTensors() as live:
+            rehearsal.learn(part)
+        peaks[full] = live.peak
+    hidden = int(part.mask.sum()) * forward.backbone.output_matrix.shape[1] * 4
+    assert peaks[True] >= peaks[False] + hidden
+
+
+@pytest.mark.parametrize(
+    ("overrides", "on"),
+    [
+        ({}, False),
+        ({"optimization.divergence_penalty": "full"}, False),
+        ({"optimization.divergence_penalty": "full", "optimization.use_divergence_loss": True}, True),
+        ({"optimization.divergence_penalty": "low_var_kl", "optimization.use_divergence_loss": True}, False),
+    ],
+)
+def test_which_configurations_rehearse_it(overrides, on):
+    plan = build_memory.plan_of(load_config(None, overrides), on_gpu=False)
+    assert plan.limits.full_divergence is on and plan.reference
+
+
 def test_what_does_not_fit_is_told(monkeypatch):
     """Torch's error of a GPU, which there is none of here."""
     forward = real_forward(checkpoint("qwen2"), Plan(LIMITS))

@@ -13,6 +13,23 @@ def test_optimizer_steps_count_prompts_not_rows():
     assert [rows.tolist() for rows in optimizer_steps(group, 4)] == [[0, 1, 2, 3, 4, 5, 6]]
 
 
+def test_optimizer_steps_in_an_order_drawn_by_a_key():
+    group = torch.tensor([0, 0, 1, 2, 2, 2, 3, 4, 5, 5])
+
+    def steps(prompts, *key):
+        return [rows.tolist() for rows in optimizer_steps(group, prompts, key)]
+
+    drawn = {tuple(map(tuple, steps(2, 7, step, "minibatches", epoch))) for step in range(4) for epoch in range(3)}
+    assert len(drawn) > 9, "another order for each step and epoch"
+    assert steps(2, 7, 1, "minibatches", 0) == steps(2, 7, 1, "minibatches", 0), "and the same for the same"
+    for order in drawn:
+        assert sorted(row for rows in order for row in rows) == list(range(10))
+        assert all(list(rows) == sorted(rows) for rows in order), "rows stay in their order"
+        assert [len(set(group[list(rows)].tolist())) for rows in order] == [2, 2, 2]
+    assert steps(6, 7, 1) == steps(6, 7, 2) == [list(range(10))], "one step of all groups is the same for any key"
+    assert optimizer_steps(torch.zeros(0, dtype=torch.long), 2, (1,)) == []
+
+
 def test_optimizer_steps_find_the_rows_of_a_group_wherever_they_are():
     group = torch.tensor([1, 0, 1, 0])
     assert [rows.tolist() for rows in optimizer_steps(group, 1)] == [[1, 3], [0, 2]]

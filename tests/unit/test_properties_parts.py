@@ -149,10 +149,10 @@ def test_packing(case, ranks):
     assert max(rank_loads) - min(rank_loads) <= max(piece.tokens for piece in pieces)
 
 
-@given(packings(), st.integers(1, 4))
-def test_optimizer_steps_hold_every_row_once_and_whole_groups(case, prompts_per_step):
+@given(packings(), st.integers(1, 4), st.sampled_from([(), (1, 2)]))
+def test_optimizer_steps_hold_every_row_once_and_whole_groups(case, prompts_per_step, key):
     group = case[0]
-    steps = optimizer_steps(group, prompts_per_step)
+    steps = optimizer_steps(group, prompts_per_step, key)
     assert sorted(torch.cat(steps).tolist()) == list(range(len(group)))
     held = [set(group[rows].tolist()) for rows in steps]
     assert all(len(groups) == prompts_per_step for groups in held[:-1])

@@ -10,7 +10,9 @@ from mtrl.algorithms.credit.entropy_filter import EntropyFilter
 from mtrl.algorithms.credit.perception_filter import PerceptionFilter
 from mtrl.algorithms.credit.trajectory_scaling import TrajectoryScaling
 from mtrl.algorithms.divergence import Divergence
+from mtrl.algorithms.filtering import GroupFilter
 from mtrl.algorithms.losses import Loss
+from mtrl.algorithms.replay import ReplayRule
 from mtrl.build.recipe import (
     attention_every,
     attention_weights,
@@ -31,6 +33,7 @@ from mtrl.build.recipe import (
 from mtrl.config import ConfigError, load_config
 from mtrl.models.perturb import Perturbation
 from mtrl.training.recipe import Recipe, due
+from mtrl.training.refill import Filtering
 from mtrl.types import Needs, Sampling
 from mtrl.workers.learner import OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching
@@ -138,6 +141,7 @@ def test_what_rules_rewards_trackers_and_divergence_read_comes_together():
     assert {"dependency", "reference", "old", "entropy"} <= rules.needs.names
     config = optimization(disable_divergence=True)
     assert not recipe_of(config, 1).needs
+    assert recipe_of(optimization(disable_divergence=True, replay_buffer_size=8), 1).needs == Needs("old", "entropy")
     found = recipe_of(config, 1, rewards=[Needs("mass")], trackers=Needs("prompt_mass"))
     assert found.needs == Needs("mass", "prompt_mass"), "attention needs no pass over the vocabulary"
 
@@ -304,3 +308,23 @@ def test_attention_joins_what_is_needed_when_it_is_due():
     rules = replace(recipe_of(optimization(disable_divergence=True), 1), attention_every=4)
     assert [step for step in range(12) if "mass" in rules.needs_at(step)] == [3, 7, 11], "steps are counted from 1"
     assert rules.needs_at(0) == rules.needs and Recipe.seed == 0
+
+
+# ----------------------------------------------------------------------------------------- which groups are learnt from
+def test_filtering_and_replay_are_what_the_keys_say():
+    config = optimization(
+        online_filtering=True, filter_by="spread", filter_key="format", filter_low=0.1, filter_high=0.9, max_refills=7,
+        on_short_batch="stop", replay_buffer_size=5, replay_var_epsilon=0.25, filter_min_reward=1.5,
+    )  # fmt: skip
+    rules = recipe_of(config, 1)
+    assert rules.filtering == Filtering(GroupFilter("spread", "format", 0.1, 0.9), 7, "stop")
+    assert rules.replay == ReplayRule(capacity=5, var_epsilon=0.25, min_reward=1.5)
+    plain = recipe_of(optimization(), 1)
+    assert plain.filtering is None and plain.replay is None and not plain.greedy_baseline and not plain.scores_first
+    assert recipe_of(optimization(advantage_estimator="remax"), 1).greedy_baseline
+
+
+def test_rewards_that_read_signals_are_not_scored_first():
+    config = optimization(online_filtering=True)
+    assert recipe_of(config, 1).scores_first
+    assert not recipe_of(config, 1, rewards=[Needs(), Needs("mass")]).scores_first

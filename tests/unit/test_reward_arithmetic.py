@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from mtrl.algorithms.rewards import (
     VGR_ROUNDING,
     combine,
-    groups_in_range,
     mdi_reward,
     neutral_value,
     scheduled_weights,
@@ -258,20 +257,3 @@ def test_hard_negative_keeps_groups_apart():
     vgr = torch.tensor([1.0, 10, 2, 20, 3, 30])
     group = torch.tensor([0, 1, 0, 1, 0, 1])
     close(vgr_hard_negative_reward(vgr, torch.ones(6), group), [0.5, 0.5, 0, 0, -0.5, -0.5])
-
-
-# ---- online filtering ----
-
-
-def test_groups_in_range():
-    # Means 0, 1, 1/2, 1/4, 3/4. The bounds themselves are outside.
-    values = torch.tensor([0.0, 0, 1, 1, 0, 1, 0.25, 0.25, 0.75, 0.75])
-    group = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3, 4, 4])
-    assert groups_in_range(values, group, 0.01, 0.99).tolist() == [False, False, True, True, True]
-    assert groups_in_range(values, group, 0.25, 0.75).tolist() == [False, False, True, False, False]
-
-
-def test_groups_in_range_leaves_not_applicable_out():
-    # Group 0: mean of 1/2 alone. Group 1: nothing to judge by, dropped.
-    values, group = torch.tensor([0.5, NAN, NAN, NAN]), torch.tensor([0, 0, 1, 1])
-    assert groups_in_range(values, group, 0.01, 0.99).tolist() == [True, False]

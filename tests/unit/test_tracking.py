@@ -64,7 +64,7 @@ def test_a_row_a_response(tmp_path):
     time = first.pop("time")
     assert first == {
         "step": 3, "attempt": 1, "id": "p0", "response": "row 0", "answer": None, "reward": 1.0,
-        "rewards": {"accuracy": 1.0, "mdi": None}, "failed": False, "tokens": 2, "finish": "stop",
+        "rewards": {"accuracy": 1.0, "mdi": None}, "failed": False, "tokens": 2, "finish": "stop", "version": 0,
     }  # fmt: skip
     assert time > 1e9 and second["failed"] and second["finish"] == "length" and second["tokens"] == 3
     assert second["id"] == "p1" and second["reward"] == 0.25

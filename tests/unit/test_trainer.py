@@ -43,7 +43,12 @@ def test_importing_the_package_loads_no_torch():
 # --------------------------------------------------------------------------------------------------------------- keys
 VALUES = {
     "lr": 3e-5,
+    "weight_decay": 0.5,
+    "betas": (0.5, 0.75),
     "warmup_steps": 7,
+    "warmup_ratio": 0.25,
+    "lr_scheduler_type": "cosine",
+    "min_lr_ratio": 0.125,
     "n": 5,
     "temperature": 0.7,
     "seed": 11,
@@ -98,7 +103,7 @@ def test_other_last_names():
         ({"learning_rate": 1e-6}, "worker.actor.optim.lr"),
         ({"num_generations": 8}, "worker.rollout.n"),
         ({"max_steps": "ten"}, "training.max_steps"),
-        ({"advantage_estimator": "gae"}, "not built yet"),
+        ({"tensor_parallel_size": 2, "n_gpus_per_node": 2}, "not built yet"),
         ({"logger": ["wandb"]}, "not built yet"),
         ({"perturbation": "thunder"}, "random_patch_blackening"),
         ({"rewards": "acuracy"}, "did you mean accuracy"),

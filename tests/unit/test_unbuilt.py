@@ -18,16 +18,9 @@ from mtrl.zoo.rows import CONFIG_FILE
 PACKAGE = Path(mtrl.__file__).parent
 
 REFUSED = {  # what the message names: the overrides
-    "optimization.advantage_estimator: gae": {"optimization.advantage_estimator": "gae"},
-    "optimization.advantage_estimator: remax": {"optimization.advantage_estimator": "remax"},
-    "optimization.online_filtering": {"optimization.online_filtering": True},
-    "optimization.replay_buffer_size": {"optimization.replay_buffer_size": 64},
-    "optimization.divergence_penalty: full": {
-        "optimization.divergence_penalty": "full",
-        "optimization.use_divergence_loss": True,
-    },
     "worker.actor.model.peft_type": {"worker.actor.model.peft_type": "lora"},
     "worker.actor.optim.name: adamw_8bit": {"worker.actor.optim.name": "adamw_8bit"},
+    "worker.critic.optim.name: adamw_8bit": {"worker.critic.optim.name": "adamw_8bit"},
     "worker.actor.fsdp.cpu_offload": {"worker.actor.fsdp.cpu_offload": True},
     "worker.actor.fsdp.mixed_precision_dtype: fp16": {"worker.actor.fsdp.mixed_precision_dtype": "fp16"},
     "worker.actor.offload": {"worker.actor.offload.offload_optimizer": True},
@@ -71,8 +64,12 @@ def test_every_refusal_is_tried_above():
         assert text and text in said, f"no override above switches on: {text}"
 
 
+def test_nothing_of_the_algorithms_is_refused():
+    assert "optimization" not in (PACKAGE / "build/unbuilt.py").read_text()
+
+
 def test_several_are_told_together():
-    config = load_config(None, {"optimization.online_filtering": True, "worker.rollout.name": "vllm"})
+    config = load_config(None, {"worker.ref.offload_params": True, "worker.rollout.name": "vllm"})
     with pytest.raises(ConfigError) as caught:
         refuse_unbuilt(config)
     assert len(caught.value.errors) == 2
@@ -90,6 +87,8 @@ def test_several_are_told_together():
         {"worker.reward.functions": ("mdi", "vgr", "vgr_hard_negative")},
         {"worker.rollout.name": "local"},
         {"optimization.divergence_penalty": "full"},
+        {"optimization.online_filtering": True},
+        {"optimization.replay_buffer_size": 64},
         {"worker.reward.functions": ("think_format", "length", "my/file.py:f", "package.module:f")},
         {"worker.reward.reward_fn_path": "file.py"},
         {"worker.reward.reward_fn_path": "file.py", "optimization.enable_token_weights": True},
@@ -97,7 +96,10 @@ def test_several_are_told_together():
         {"worker.reward.reward_type": "model", "worker.reward.model_path": "x"},
         {"optimization.advantage_estimator": "rloo"},
         {"optimization.advantage_estimator": "reinforce_plus_plus"},
+        {"optimization.advantage_estimator": "remax"},
+        {"optimization.advantage_estimator": "gae"},
         {"optimization.use_divergence_loss": True, "optimization.divergence_penalty": "low_var_kl"},
+        {"optimization.use_divergence_loss": True, "optimization.divergence_penalty": "full"},
     ],
 )
 def test_what_works_is_not_refused(overrides):
@@ -109,30 +111,16 @@ def test_defaults_and_the_packaged_config_are_not_refused():
 
 
 # ------------------------------------------------------------------------------------------------- nothing is ignored
-OF_GAE = "gae is refused"
-OF_FILTERING = "online filtering is refused"
-OF_REPLAY = "replay is refused"
 OF_ADAPTERS = "peft_type is refused"
 OF_VLLM = "vLLM is refused"
 NO_EFFECT = {
     "dataset.video_fps": "the data layer refuses videos",
-    "optimization.lam": OF_GAE,
-    "optimization.filter_key": OF_FILTERING,
-    "optimization.filter_low": OF_FILTERING,
-    "optimization.filter_high": OF_FILTERING,
-    "optimization.max_refills": OF_FILTERING,
-    "optimization.replay_var_epsilon": OF_REPLAY,
-    "optimization.filter_min_reward": OF_REPLAY,
     "worker.actor.model.lora_rank": OF_ADAPTERS,
     "worker.actor.model.lora_alpha": OF_ADAPTERS,
     "worker.actor.model.lora_dropout": OF_ADAPTERS,
     "worker.actor.model.lora_target_modules": OF_ADAPTERS,
     "worker.actor.model.lora_vision_tower": OF_ADAPTERS,
     "worker.actor.fsdp.sharding_strategy": "several processes are refused",
-    "worker.critic.model.model_path": OF_GAE,
-    "worker.critic.optim.lr": OF_GAE,
-    "worker.critic.cliprange_value": OF_GAE,
-    "worker.critic.warmup_steps": OF_GAE,
     "worker.rollout.address": OF_VLLM,
     "worker.rollout.gpu_memory_utilization": OF_VLLM,
     "worker.rollout.enable_prefix_caching": "vLLM is refused; the local engine always shares a prompt's cache",
@@ -180,8 +168,10 @@ def read():
         if path.parent.name != "config":
             found |= keys_read(ast.parse(path.read_text()))
     found |= keys_read(ast.parse((PACKAGE / "config/tree.py").read_text()), roots=("self",))  # what a null stands for
+    of_both = keys_read(ast.parse((PACKAGE / "build/recipe.py").read_text()), roots=("optim",))  # in `schedule_of`
+    found |= {f"worker.{learner}.optim.{name}" for learner in ("actor", "critic") for name in of_both}
     found |= {key for reward in REWARDS.values() for key in reward.settings}  # by name, in `builtin_reward`
-    built = [kind for name, kind in ESTIMATORS.items() if name not in ("gae", "remax")]
+    built = ESTIMATORS.values()
     found |= {f"optimization.{f.name}" for kind in built for f in fields(kind)}  # by name, in `estimator_of`
     return found | {f"dataset.{name}" for name in DataSettings.__dataclass_fields__}  # by name, in `data_settings`
 

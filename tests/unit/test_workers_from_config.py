@@ -15,9 +15,9 @@ from tiny_models import (
     random_rollouts,
 )
 
-from mtrl.build.model import build_actor, build_policy
+from mtrl.build.model import build_actor, build_policy, build_reference
 from mtrl.build.recipe import perturbation_of, recipe_of, with_scores
-from mtrl.config import load_config
+from mtrl.config import ConfigError, load_config
 from mtrl.models.forward import Forward
 from mtrl.types import Needs
 from mtrl.workers.reference import Reference
@@ -109,6 +109,27 @@ def test_a_reference_stays_as_it_was_and_never_learns():
 
 
 # ---------------------------------------------------------------------------------------------------- full divergence
+@pytest.mark.parametrize(
+    ("overrides", "built"),
+    [
+        ({"optimization.disable_divergence": True}, False),
+        ({"optimization.divergence_coef": 0.0}, False),
+        ({}, True),
+        ({"optimization.divergence_penalty": "full", "optimization.use_divergence_loss": True}, True),
+    ],
+    ids=["none", "worth nothing", "in the reward", "read by the update alone"],
+)
+def test_a_reference_is_built_where_somebody_reads_it(overrides, built):
+    policy = Forward(fresh_backbone(FAMILY), encoder_of(FAMILY))
+    rules = recipe_of(load_config(None, overrides), steps=1)
+    assert (build_reference(policy, rules) is not None) is built and rules.refresh_every == 0
+    refreshed = recipe_of(load_config(None, overrides | {"worker.ref.refresh_every": 5}), steps=1)
+    assert refreshed.refresh_every == 5
+    if not built:
+        with pytest.raises(ConfigError, match=r"worker\.ref\.refresh_every: there is no reference to refresh; set"):
+            build_reference(policy, refreshed)
+
+
 def test_full_divergence_is_that_of_the_policy_from_the_reference():
     """p (log p - log q), p the policy's, summed over the vocabulary: against plain forwards."""
 

@@ -1,0 +1,57 @@
+"""The critic of a run whose advantages need one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from mtrl.build import recipe
+from mtrl.build.hub import seek_model
+from mtrl.build.model import backbone_of, load_options, model_path, warn_of_large_steps
+from mtrl.config import Config, ConfigError
+from mtrl.models.families import TextEncoder, encoder_files, load_encoder, load_model_config
+from mtrl.models.forward import Forward
+from mtrl.models.value_head import load_value_model
+from mtrl.training.resume import refuse_damaged
+from mtrl.workers.critic import LocalCritic
+
+KEY = "worker.critic.model.model_path"
+
+
+def critic_path(config: Config) -> str:
+    """Where its weights come from: by default what the actor starts from too."""
+    return config.worker.critic.model.model_path or model_path(config)
+
+
+def build_critic(config: Config, policy: Forward, encoder: TextEncoder, steps: int) -> LocalCritic:
+    """A model of its own behind the policy's passes: the same tokens and images, shared and packed in the same way. It
+    is kept and computed as the actor is; its optimizer and schedule are its own."""
+    path, on_gpu = critic_path(config), policy.backbone.device.type == "cuda"
+    seek_model(path)
+    refuse_damaged(Path(path))
+    if path != model_path(config):
+        refuse_other_inputs(config, policy.backbone.model.config.model_type, encoder)
+    model = load_value_model(path, **load_options(config))
+    warn_of_large_steps("worker.critic.optim.lr", config.worker.critic.optim.lr, model)
+    return LocalCritic(
+        replace(policy, backbone=backbone_of(config, model)),
+        recipe.critic_optimizer_settings(config, steps),
+        update_batching=recipe.update_batching(config, on_gpu, policy.share_prefix),
+        probe_batching=recipe.probe_batching(config, on_gpu, policy.share_prefix),
+        encoder_files=encoder_files(encoder, path),
+    )
+
+
+def refuse_other_inputs(config: Config, family: str, encoder: TextEncoder) -> None:
+    """A critic reads the very tokens and pixels that were made for the actor."""
+    path, trusted = critic_path(config), config.worker.actor.model.trust_remote_code
+    told = f"{KEY}: {path} cannot read what is made for the actor"
+    theirs = load_model_config(path, trusted).model_type
+    if theirs != family:
+        raise ConfigError([f"{told}: it is of the family {theirs}, not {family}; name a model of the actor's family"])
+    data = config.dataset
+    own = load_encoder(path, min_pixels=data.min_pixels, max_pixels=data.max_pixels, trust_remote_code=trusted)
+    if own.tokenizer.get_vocab() != encoder.tokenizer.get_vocab():
+        raise ConfigError([f"{told}: its tokenizer is another one; name a model with the actor's tokenizer"])
+    if own.image_settings != encoder.image_settings:
+        raise ConfigError([f"{told}: its images have other patches or colours; name a model with the actor's settings"])

@@ -1,0 +1,64 @@
+"""One number in place of a distribution over the vocabulary: the head of a critic, and of a reward model that sees.
+
+On a disk such a model is a checkpoint of its family with `score.weight` [1, hidden] in its safetensors and no output
+matrix of its own (the layout of `AutoModelForSequenceClassification`, and for vision-language families that of
+ms-swift). So a critic may start from a reward model, and a critic that has learnt is a checkpoint like others.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils import cached_file
+
+from mtrl.models.load import load_model
+
+HEAD = "score.weight"
+OUTPUT_MATRIX = "lm_head.weight"  # in every supported family
+
+
+class ValueHead(nn.Linear):
+    """Stands where the output matrix stood, so that it takes no memory beside it."""
+
+
+def load_value_model(path: str | Path, **options: Any) -> PreTrainedModel:
+    """A model of a supported family that gives a number: by the head of its checkpoint, else by one of zeros, which
+    says 0 of everything until it has learnt. `options` are those of `load_model`."""
+    model: Any = load_model(path, but=(HEAD, OUTPUT_MATRIX), **options)
+    width, head = model.get_output_embeddings().in_features, find_head(str(path))
+    if head is not None and head.shape != (1, width):
+        raise ValueError(f"{path}: its {HEAD} is {list(head.shape)}; a value is one number, so it must be [1, {width}]")
+    return with_head(model, torch.zeros(1, width) if head is None else head)
+
+
+def with_head(model: PreTrainedModel, head: Tensor) -> PreTrainedModel:
+    """The model with the head in place of its output matrix, which is not needed."""
+    score = ValueHead(head.shape[1], 1, bias=False, device=model.device, dtype=model.dtype)
+    score.weight.data.copy_(head)
+    model.set_output_embeddings(score)
+    return model
+
+
+def has_head(model: PreTrainedModel) -> bool:
+    return isinstance(getattr(model, "lm_head", None), ValueHead)
+
+
+def find_head(path: str) -> Tensor | None:
+    """The head in the safetensors of a local or hub checkpoint; None where it holds none."""
+    index = _stored_file(path, "model.safetensors.index.json")
+    shards = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"] if index else {}
+    file = _stored_file(path, shards.get(HEAD, "model.safetensors"))
+    if file is None:
+        return None
+    with safe_open(file, framework="pt") as tensors:
+        return tensors.get_tensor(HEAD) if HEAD in tensors.keys() else None  # noqa: SIM118
+
+
+def _stored_file(path: str, name: str) -> str | None:
+    return cached_file(path, name, _raise_exceptions_for_missing_entries=False)

@@ -1,0 +1,77 @@
+"""How a step comes by what it learns from.
+
+    prompts -> responses -> rewards   (user code, in its sandbox, meanwhile)
+                         -> signals   (what each token depends on: the image, its own certainty, the reference)
+
+A filter changes the order: rewards first, fresh prompts in place of those that teach nothing (refill.py), and signals
+of what stayed. Rewards that read signals come after them in any case. Last, groups of earlier steps stand in for those
+that teach nothing still (replay.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import reduce
+
+from mtrl.protocols import Generator, Prober, Scorer, TaskSource
+from mtrl.training.clock import Clock
+from mtrl.training.recipe import Recipe
+from mtrl.training.refill import Gathered, fill, refuse_short
+from mtrl.training.replay import ReplayMemory
+from mtrl.types import Experience, Needs, Prompt, Rollouts, Sampling, Signals
+
+
+@dataclass
+class Gathering:
+    """One step's way from prompts to experience, with the weights of one version."""
+
+    source: TaskSource
+    generator: Generator
+    scorer: Scorer
+    probers: Sequence[Prober]
+    recipe: Recipe
+    step: int
+    version: int
+    clock: Clock
+    asked: Counter[str] = field(default_factory=Counter)  # how often each task was: again, it gets other responses
+
+    def run(self, memory: ReplayMemory | None = None) -> Gathered:
+        recipe = self.recipe
+        gathered = fill(self.respond, recipe.prompts_per_step, recipe.filtering)
+        if recipe.scores_first:
+            gathered = gathered.measured(self.probe(gathered.experience.rollouts, recipe.needs_at(self.step)))
+        if memory is not None:
+            gathered = memory.exchange(gathered, recipe.prompts_per_step, self.step, self.source)
+        refuse_short(gathered, recipe.prompts_per_step, recipe.filtering)
+        return gathered
+
+    def respond(self, count: int) -> Experience:
+        """Responses to the next prompts with their rewards. They are measured meanwhile, or later if scored first."""
+        recipe = self.recipe
+        with self.clock("generate"):
+            prompts = self.source.take(count)
+            with self.generator.awake():
+                rollouts = self.sample(prompts, replace(recipe.sampling, asked=dict(self.asked)))
+                greedy = self.sample(prompts, recipe.sampling.greedy) if recipe.greedy_baseline else None
+        self.asked.update(prompt.task.id for prompt in prompts)
+        pending = self.scorer.submit(rollouts, self.step)
+        baseline = None if greedy is None else self.scorer.submit(greedy, self.step)
+        signals = Signals() if recipe.scores_first else self.probe(rollouts, recipe.needs_at(self.step))
+        of_greedy = Signals() if greedy is None else self.probe(greedy, recipe.reward_needs)
+        with self.clock("reward"):
+            rewards = pending.result(signals)
+            if baseline is not None:
+                rewards = replace(rewards, baseline=baseline.result(of_greedy).total[rollouts.group])
+        return Experience(rollouts, rewards, signals)
+
+    def sample(self, prompts: Sequence[Prompt], sampling: Sampling) -> Rollouts:
+        return self.generator.generate(prompts, replace(sampling, step=self.step, version=self.version))
+
+    def probe(self, rollouts: Rollouts, needs: Needs) -> Signals:
+        """What each token depends on, by all who measure; with nothing needed, nobody is asked."""
+        if not needs:
+            return Signals()
+        with self.clock("probe"):
+            return reduce(Signals.merge, [prober.probe(rollouts, needs, self.step) for prober in self.probers])

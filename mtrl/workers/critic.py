@@ -1,0 +1,61 @@
+"""The critic: what a state is worth, learnt beside the policy, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mtrl.algorithms.values import ValueLoss, value_loss
+from mtrl.models.forward import Forward, unpack
+from mtrl.types import Needs, Rollouts, Signals, TrainBatch
+from mtrl.workers.learner import Learner, OptimizerSettings
+from mtrl.workers.micro_batches import MicroBatching
+from mtrl.workers.snapshot import LearnerSnapshot
+
+ADVICE = (
+    "Lower worker.critic.optim.lr, look at the rewards for extreme values, or compute in fp32 "
+    "(worker.actor.fsdp.mixed_precision_dtype)."
+)
+
+
+class LocalCritic:
+    """Probes and updates a model with a value head in this process, which `forward` holds: the policy's passes, over
+    weights of its own."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        optimization: OptimizerSettings,
+        *,
+        update_batching: MicroBatching,
+        probe_batching: MicroBatching,
+        encoder_files: Mapping[str, bytes],
+    ) -> None:
+        self.forward, self.probe_batching = forward, probe_batching
+        self.model = forward.backbone.model
+        self.learner = Learner(self.model, optimization, update_batching, name="critic", advice=ADVICE)
+        self.encoder_files = encoder_files  # what stands beside the weights of a checkpoint
+
+    def probe(self, rollouts: Rollouts, needs: Needs, step: int) -> Signals:
+        """What it expects at every token, before any update of this step."""
+        return self.probe_batching.probe(rollouts, self._signals) if "values" in needs else Signals()
+
+    @torch.no_grad()
+    def _signals(self, rollouts: Rollouts) -> Signals:
+        return Signals(values=unpack(self.forward.values(rollouts), rollouts.mask).cpu())
+
+    def update(self, batches: Iterable[TrainBatch], loss: ValueLoss) -> dict[str, float]:
+        return self.learner.update(batches, lambda batch: self._loss(batch, loss))
+
+    def _loss(self, batch: TrainBatch, loss: ValueLoss) -> tuple[Tensor, dict[str, Tensor]]:
+        values = unpack(self.forward.values(batch.rollouts), batch.rollouts.mask)
+        return value_loss(values.cpu(), batch, loss)
+
+    def snapshot(self) -> LearnerSnapshot:
+        return self.learner.snapshot(self.encoder_files)
+
+    def restore(self, directory: Path) -> None:
+        self.learner.restore(directory)

@@ -1,0 +1,117 @@
+"""Filtering, replay and greedy baselines in real runs of the embedded model, as small as they get."""
+
+import json
+import math
+import shutil
+
+import pytest
+from run_helpers import SETTINGS, STEPS, metrics_of, run_of, same_end, train_arguments
+
+from mtrl.cli import main
+from mtrl.store.checkpoint import checkpoints, read_state
+from mtrl.tracking.run_files import read_rows
+
+FILTERED = ("optimization.online_filtering=true", "optimization.filter_key=accuracy")
+BY_SPREAD = ("optimization.online_filtering=true", "optimization.filter_by=spread", "optimization.max_refills=20")
+NO_VALIDATION = ("training.val_freq=-1", "training.val_before_train=false")
+
+
+def trained(output, *overrides):
+    """Status, and the rows of the steps."""
+    status = main(train_arguments(output, *SETTINGS, *NO_VALIDATION, *overrides))
+    return status, [row for (_, validated), row in sorted(metrics_of(run_of(output)).items()) if not validated]
+
+
+def goes_on_to_the_same_end(tmp_path, *overrides, steps=STEPS):
+    """Cut back after step 2, a run ends as one that nobody disturbed, to the bit. Returns the rows of its steps."""
+    for name in ("whole", "parts"):
+        assert trained(tmp_path / name, *overrides)[0] == 0
+    saves = run_of(tmp_path / "parts") / "checkpoints"
+    for path in checkpoints(saves)[1:]:
+        shutil.rmtree(path)
+    (saves / "best_model").unlink(missing_ok=True)
+    status, rows = trained(tmp_path / "parts", *overrides)
+    assert status == 0
+    same_end(run_of(tmp_path / "whole"), run_of(tmp_path / "parts"), steps)
+    stored = [run_of(tmp_path / name) / f"checkpoints/step_{steps}/replay/groups.json" for name in ("whole", "parts")]
+    assert not stored[0].exists() or stored[0].read_text() == stored[1].read_text()
+    return rows
+
+
+# ------------------------------------------------------------------------------------------------------------ filtering
+def test_a_filtered_run_refills_and_counts_every_prompt(tmp_path):
+    status, rows = trained(tmp_path, *BY_SPREAD)
+    assert status == 0 and len(rows) == STEPS
+    total = {name: sum(row[f"filtering/prompts_{name}"] for row in rows) for name in ("used", "dropped", "refilled")}
+    assert total["refilled"] > 0 and total["dropped"] == total["refilled"], "every batch is full in the end"
+    assert all(row["filtering/prompts_used"] == 2 and row["actor/grad_norm"] > 0 for row in rows)
+    state = read_state(run_of(tmp_path) / "checkpoints" / f"step_{STEPS}")
+    assert state["prompts"] == total and state["source"]["position"] == total["used"] + total["dropped"]
+    assert rows[-1]["filtering/prompts_dropped_so_far"] == total["dropped"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rewards", ["[accuracy,format]", "[accuracy,vgr]"])
+def test_a_filtered_run_goes_on_to_the_bit(tmp_path, rewards):
+    words = (*FILTERED, "optimization.max_refills=9", f"worker.reward.functions={rewards}")
+    rows = goes_on_to_the_same_end(tmp_path, *words)
+    assert sum(row["filtering/prompts_refilled"] for row in rows) > 0
+
+
+def test_a_run_that_stays_short_stops_with_its_last_step_saved(tmp_path, capfd):
+    """And goes on, where it is told to go on with fewer prompts."""
+    words = (*FILTERED, "optimization.max_refills=0", "training.save_freq=-1", "dataset.rollout_batch_size=4")
+    status, rows = trained(tmp_path, *words, "optimization.on_short_batch=stop")
+    said = capfd.readouterr().err
+    assert status != 0 and "Set optimization.on_short_batch=continue" in said and "Traceback" not in said
+    status, more = trained(tmp_path, *words, "optimization.on_short_batch=continue")
+    assert status == 0 and len(more) == STEPS
+    assert min(row["filtering/prompts_used"] for row in more) < 4
+    assert [row["filtering/prompts_used"] for row in more[: len(rows)]] == [4] * len(rows)
+
+
+# ----------------------------------------------------------------------------------------------------- greedy baselines
+REMAX = ("optimization.advantage_estimator=remax", "worker.rollout.n=null")
+
+
+def test_remax_learns_from_one_response_a_prompt(tmp_path):
+    status, rows = trained(tmp_path, *REMAX, "dataset.rollout_batch_size=4")
+    assert status == 0 and all(0 <= row["reward/greedy_baseline"] <= 1.2 for row in rows)
+    assert any(row["reward/greedy_baseline"] != row["reward/overall"] for row in rows)
+    assert any(row["actor/grad_norm"] > 0 for row in rows)
+    shown = [row for row in read_rows(run_of(tmp_path) / "rollouts.jsonl") if row["step"] == 1]
+    assert len(shown) == 4, "greedy responses are none of the run's"
+
+
+@pytest.mark.slow
+def test_remax_goes_on_to_the_bit(tmp_path):
+    goes_on_to_the_same_end(tmp_path, *REMAX)
+
+
+# --------------------------------------------------------------------------------------------------------------- replay
+REPLAYED = ("optimization.replay_buffer_size=8", "training.max_steps=6", "dataset.rollout_batch_size=3")
+
+
+def test_groups_without_signal_are_replaced_by_stored_ones(tmp_path):
+    status, rows = trained(tmp_path, *REPLAYED)
+    assert status == 0 and sum(row["replay/hits"] for row in rows) > 0
+    assert all(row["replay/hits"] <= row["replay/wanted"] for row in rows)
+    assert [row["replay/size"] for row in rows] == sorted(row["replay/size"] for row in rows)
+    assert all(math.isfinite(row["actor/grad_norm"]) for row in rows)
+    shown = [row for row in read_rows(run_of(tmp_path) / "rollouts.jsonl") if row["version"] < row["step"] - 1]
+    assert len(shown) == 4 * sum(row["replay/hits"] for row in rows), "four responses a group, of earlier weights"
+    newest = run_of(tmp_path) / "checkpoints" / "step_6" / "replay"
+    assert len(json.loads((newest / "groups.json").read_text())) == rows[-1]["replay/size"]
+
+
+@pytest.mark.slow
+def test_a_replaying_run_goes_on_to_the_bit(tmp_path):
+    rows = goes_on_to_the_same_end(tmp_path, *REPLAYED, steps=6)
+    assert sum(row["replay/hits"] for row in rows[2:]) > 0
+
+
+@pytest.mark.slow
+def test_filtering_and_replay_together_go_on_to_the_bit(tmp_path):
+    words = (*FILTERED, *REPLAYED, "optimization.max_refills=0", "worker.reward.functions=[accuracy,vgr]")
+    rows = goes_on_to_the_same_end(tmp_path, *words, steps=6)
+    assert sum(row["replay/hits"] for row in rows[2:]) > 0 and sum(row["filtering/prompts_dropped"] for row in rows) > 0
