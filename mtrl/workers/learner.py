@@ -5,6 +5,7 @@ Which loss it descends is the worker's affair: an actor hands in the policy loss
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 from collections import defaultdict
@@ -16,14 +17,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mtrl.errors import Diverged
+from mtrl.errors import DeviceFull, Diverged
 from mtrl.models.weights import exported_weights, load_weights
 from mtrl.types import TrainBatch
 from mtrl.workers.micro_batches import MicroBatching
 from mtrl.workers.snapshot import LearnerSnapshot, optimizer_state_of, read_counters, restore_optimizer_state
 
 BAD_STEPS_IN_A_ROW = 3
-COUNTED = ("version", "optimizer_step", "bad_steps_in_a_row")  # what a learner counts, for its snapshot
+COUNTED = ("version", "optimizer_step", "bad_steps_in_a_row", "cut_to")  # what a learner counts, for its snapshot
+TAKES_LESS = (
+    "worker.actor.tokens_per_micro_batch, worker.actor.model.enable_gradient_checkpointing=true, dataset.max_pixels "
+    "or dataset.max_response_length"
+)
 
 BatchLoss = Callable[[TrainBatch], tuple[Tensor, dict[str, Tensor]]]
 """The loss of some rows with gradients, and metrics; both add up over the slices of an optimizer step."""
@@ -65,7 +70,7 @@ class Learner:
     def __init__(
         self, model: Any, optimization: OptimizerSettings, batching: MicroBatching, *, name: str, advice: str
     ) -> None:
-        self.model, self.optimization, self.batching = model, optimization, batching
+        self.model, self.optimization, self.given_batching = model, optimization, batching
         self.name, self.advice = name, advice
         self.names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         self.parameters = list(self.names)
@@ -79,6 +84,11 @@ class Learner:
         self.version = 0  # version of the weights: how many updates they have seen
         self.optimizer_step = 0
         self.bad_steps_in_a_row = 0
+        self.cut_to = 0  # tokens, or rows, of a pass since the device was full; 0: it never was
+
+    @property
+    def batching(self) -> MicroBatching:
+        return self.given_batching.within(self.cut_to) if self.cut_to else self.given_batching
 
     # ------------------------------------------------------------------------------------------------------ updating
     def update(self, batches: Iterable[TrainBatch], loss: BatchLoss) -> dict[str, float]:
@@ -95,12 +105,7 @@ class Learner:
         lr = self.optimization.lr_at(self.optimizer_step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        metrics: dict[str, float] = defaultdict(float)
-        for rows in self.batching.split(batch.rollouts):
-            part, values = loss(batch.rows(rows))
-            part.backward()
-            for name, value in values.items():
-                metrics[name] += float(value)
+        metrics = self._fitting_gradients(batch, loss)
         norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.optimization.max_grad_norm))
         finite = math.isfinite(norm) and all(map(math.isfinite, metrics.values()))
         if finite:
@@ -109,6 +114,46 @@ class Learner:
         self._count_bad_steps(finite)
         self.optimizer_step += 1
         return {**metrics, "grad_norm": norm, "lr": lr, "skipped_steps": float(not finite)}
+
+    def _fitting_gradients(self, batch: TrainBatch, loss: BatchLoss) -> dict[str, float]:
+        """The gradients of an optimizer step. Where a pass does not fit into the device they are made anew in smaller
+        ones, and so in all later steps; where those do not fit either, it is an error."""
+        try:
+            return self._gradients(batch, loss)
+        except torch.OutOfMemoryError as error:
+            torch_says = str(error).partition(" Of the allocated memory")[0]  # the rest is about fragments
+        # The error is gone here, and with it the frames that held what there was of the pass. What it had added to the
+        # gradients cannot be told from what the passes before it had: all of it goes.
+        self._let_go()
+        half = self.batching.half_of(batch.rollouts)
+        if half is None:
+            raise DeviceFull(f"the device has no room to learn from a single response. {torch_says} Set {TAKES_LESS}")
+        self.cut_to = half
+        unit = "tokens" if self.given_batching.rows is None else "responses"
+        logger.warning("the device has no room for an update of the %s in passes of this size; the step begins again "
+                       "with half of it, %d %s a pass from here on, which is slower. What takes less: %s",
+                       self.name, half, unit, TAKES_LESS)  # fmt: skip
+        try:
+            return self._gradients(batch, loss)
+        except torch.OutOfMemoryError as error:
+            torch_says = str(error).partition(" Of the allocated memory")[0]
+        self._let_go()
+        raise DeviceFull(f"the device has no room for half of an update's pass either. {torch_says} Set {TAKES_LESS}")
+
+    def _gradients(self, batch: TrainBatch, loss: BatchLoss) -> dict[str, float]:
+        """Adds the gradients of every pass to those of the parameters, and the metrics to one another."""
+        metrics: dict[str, float] = defaultdict(float)
+        for rows in self.batching.split(batch.rollouts):
+            part, values = loss(batch.rows(rows))
+            part.backward()
+            for name, value in values.items():
+                metrics[name] += float(value)
+        return metrics
+
+    def _let_go(self) -> None:
+        self.optimizer.zero_grad()
+        gc.collect()
+        torch.cuda.empty_cache()  # does nothing where there is no GPU in use
 
     def _count_bad_steps(self, finite: bool) -> None:
         """A step that would poison the weights is left out; three in a row are no accident."""
