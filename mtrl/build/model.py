@@ -24,6 +24,7 @@ from mtrl.models.backbone import Backbone
 from mtrl.models.families import TextEncoder, encoder_files, load_encoder
 from mtrl.models.forward import Forward
 from mtrl.models.load import DTYPES, load_model
+from mtrl.models.recompute import recompute
 from mtrl.models.weights import exported_weights, load_weights, save_model
 from mtrl.protocols import Generator
 from mtrl.rollout.decode.engine import fastest_generator
@@ -132,10 +133,9 @@ def build_policy(config: Config, encoder: TextEncoder | None = None) -> tuple[Te
 def backbone_of(config: Config, model: Any) -> Backbone:
     """A model that learns, actor or critic, in the settings of the configuration."""
     settings, actor = config.worker.actor.model, config.worker.actor
-    if settings.enable_gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
     compiled = actor.use_torch_compile and model.device.type == "cuda"
     backbone = Backbone(model, DTYPES[actor.fsdp.mixed_precision_dtype], compiled=compiled)
+    recompute(model, settings.enable_gradient_checkpointing)
     if settings.freeze_vision_tower and backbone.vision_tower is not None:
         backbone.vision_tower.requires_grad_(False)
     return backbone

@@ -175,7 +175,9 @@ class ActorModelConfig:
     model_path: str | None = key(None, "hub id or directory; null: the embedded model")
     tokenizer_path: str | None = key(None, "hub id or directory of the tokenizer; null: model_path")
     trust_remote_code: bool = key(False, "run Python that comes with the model")
-    enable_gradient_checkpointing: bool = key(True, "less memory, more time")
+    enable_gradient_checkpointing: bool | Literal["mlp", "attention"] = key(
+        True, "activations computed again on the way back: of whole layers, of a part of each, or none"
+    )
     freeze_vision_tower: bool = key(False, "train the language model only")
     attn_implementation: str = key("auto", "attention of transformers: sdpa, flash_attention_2, ...")
     peft_type: Literal["lora", "qlora"] | None = key(None, "train adapters; null: all weights")

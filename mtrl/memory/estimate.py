@@ -18,6 +18,7 @@ from mtrl.models.fake import FakeBackbone, FakeModel
 from mtrl.models.forward import Forward
 from mtrl.models.live_tensors import LiveTensors
 from mtrl.models.load import DTYPES
+from mtrl.models.recompute import Recomputed
 from mtrl.models.size import ModelSize, critic_tensors, size_of
 from mtrl.rollout.decode.footprint import decodes_by_graphs, graphs_parts, graphs_pass, plain_parts, plain_pass
 from mtrl.workers.micro_batches import MicroBatching
@@ -41,7 +42,7 @@ class Plan:
     compute: str = "fp32"
     reference: bool = False
     train_vision: bool = True
-    checkpointing: bool = False
+    checkpointing: Recomputed = False
     attention: str = "sdpa"
     on_gpu: bool = False
     packed: bool = False  # all in one sequence, who sees whom told by blocks; else by a matrix for each sequence

@@ -1,5 +1,5 @@
 """A pass of an update that runs out of device memory: the step begins again in smaller ones, and ends with the same
-gradients. There is no device here: the loss says that it is full for more than so much, when its gradients are added."""
+gradients. There is no device here: the loss says that it is full for more than so much, its gradients added already."""
 
 import logging
 import weakref
@@ -72,7 +72,7 @@ def test_what_does_not_fit_at_half_the_size_is_an_error():
     actor = actor_of(FAMILY)
     before = {name: weight.clone() for name, weight in actor.model.state_dict().items()}
     Full(actor, 4, len)
-    with pytest.raises(DeviceFull, match="half of an update's pass either. CUDA out of memory.*tokens_per_micro_batch"):
+    with pytest.raises(DeviceFull, match=r"half of an update's pass either\. CUDA out of .*tokens_per_micro_batch"):
         actor.update([plain_batch(FAMILY)], FULL_LOSS)
     assert all(torch.equal(before[name], weight) for name, weight in actor.model.state_dict().items())
     assert all(parameter.grad is None for parameter in actor.learner.parameters)
