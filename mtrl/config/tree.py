@@ -209,6 +209,9 @@ class FsdpConfig:
     )
     mixed_precision_dtype: Literal["bf16", "fp16", "fp32"] = key("bf16", "dtype of the computation")
     param_dtype: Literal["fp32", "bf16"] = key("fp32", "dtype of the master weights")
+    param_rounding: Literal["none", "stochastic", "kahan"] = key(
+        "none", "how bf16 master weights take updates that are too small for them"
+    )
     cpu_offload: bool = key(False, "keep sharded weights in main memory")
 
 

@@ -9,7 +9,7 @@ import gc
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +21,7 @@ from mtrl.errors import DeviceFull, Diverged
 from mtrl.models.weights import exported_weights, load_weights
 from mtrl.types import TrainBatch
 from mtrl.workers.micro_batches import MicroBatching
+from mtrl.workers.rounding import RoundedAdamW, Rounding
 from mtrl.workers.snapshot import LearnerSnapshot, optimizer_state_of, read_counters, restore_optimizer_state
 
 BAD_STEPS_IN_A_ROW = 3
@@ -48,6 +49,7 @@ class OptimizerSettings:
     schedule: Literal["constant_with_warmup", "cosine", "linear"] = "constant_with_warmup"
     min_lr_ratio: float = 0.0
     max_grad_norm: float = 1.0
+    rounding: Rounding = "none"  # how a weight in bf16 takes what is too little for it
 
     def lr_at(self, step: int) -> float:
         """The learning rate of optimizer step 0, 1, ..: the warm-up ends at step `warmup_steps` with the full rate."""
@@ -62,6 +64,14 @@ class OptimizerSettings:
         return self.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * fall)
 
 
+def optimizer_of(parameters: Sequence[Tensor], settings: OptimizerSettings, fused: bool) -> torch.optim.Optimizer:
+    """`fused`: one kernel, no copies of the weights on the way."""
+    common: Any = {"lr": settings.lr, "betas": settings.betas, "weight_decay": settings.weight_decay}
+    if settings.rounding == "none":
+        return torch.optim.AdamW(parameters, **common, fused=fused)
+    return RoundedAdamW(parameters, **common, rounding=settings.rounding)
+
+
 class Learner:
     """Takes optimizer steps on a Hugging Face model; parameters that do not require gradients stay as they are.
 
@@ -74,13 +84,7 @@ class Learner:
         self.name, self.advice = name, advice
         self.names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         self.parameters = list(self.names)
-        self.optimizer = torch.optim.AdamW(
-            self.parameters,
-            lr=optimization.lr,
-            betas=optimization.betas,
-            weight_decay=optimization.weight_decay,
-            fused=model.device.type == "cuda",  # one kernel, no copies of the weights on the way
-        )
+        self.optimizer = optimizer_of(self.parameters, optimization, fused=model.device.type == "cuda")
         self.version = 0  # version of the weights: how many updates they have seen
         self.optimizer_step = 0
         self.bad_steps_in_a_row = 0
