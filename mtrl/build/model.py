@@ -205,6 +205,8 @@ def build_actor(
         probe_batching=recipe.probe_batching(config, on_gpu, policy.share_prefix),
         encoder_files=encoder_files(encoder, model_path(config)),
         reference=reference,
+        offload_optimizer=on_gpu and config.worker.actor.offload.offload_optimizer,
+        offload_reference=on_gpu and config.worker.ref.offload_params,
     )
 
 

@@ -212,13 +212,13 @@ class FsdpConfig:
     param_rounding: Literal["none", "stochastic", "kahan"] = key(
         "none", "how bf16 master weights take updates that are too small for them"
     )
-    cpu_offload: bool = key(False, "keep sharded weights in main memory")
+    cpu_offload: bool = key(False, "weights that are split over GPUs in main memory, but for the layer at work")
 
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    offload_params: bool = key(False, "weights in main memory while the rollout runs")
-    offload_optimizer: bool = key(False, "optimizer state in main memory between updates")
+    offload_params: bool = key(False, "weights in main memory while an engine with weights of its own samples")
+    offload_optimizer: bool = key(False, "optimizer state in main memory between updates, the critic's too")
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +22,7 @@ from mtrl.errors import DeviceFull, Diverged
 from mtrl.models.weights import exported_weights, load_weights
 from mtrl.types import TrainBatch
 from mtrl.workers.micro_batches import MicroBatching
+from mtrl.workers.offload import Parked
 from mtrl.workers.rounding import RoundedAdamW, Rounding
 from mtrl.workers.snapshot import LearnerSnapshot, optimizer_state_of, read_counters, restore_optimizer_state
 
@@ -75,16 +77,25 @@ def optimizer_of(parameters: Sequence[Tensor], settings: OptimizerSettings, fuse
 class Learner:
     """Takes optimizer steps on a Hugging Face model; parameters that do not require gradients stay as they are.
 
-    `name` says in messages who learns, `advice` what a user may change where its numbers are not finite."""
+    `name` says in messages who learns, `advice` what a user may change where its numbers are not finite. With `offload`
+    the optimizer's state lies in main memory between updates."""
 
     def __init__(
-        self, model: Any, optimization: OptimizerSettings, batching: MicroBatching, *, name: str, advice: str
+        self,
+        model: Any,
+        optimization: OptimizerSettings,
+        batching: MicroBatching,
+        *,
+        name: str,
+        advice: str,
+        offload: bool = False,
     ) -> None:
         self.model, self.optimization, self.given_batching = model, optimization, batching
         self.name, self.advice = name, advice
         self.names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         self.parameters = list(self.names)
         self.optimizer = optimizer_of(self.parameters, optimization, fused=model.device.type == "cuda")
+        self.parked = Parked(self._large_states, model.device) if offload else None
         self.version = 0  # version of the weights: how many updates they have seen
         self.optimizer_step = 0
         self.bad_steps_in_a_row = 0
@@ -98,7 +109,8 @@ class Learner:
     def update(self, batches: Iterable[TrainBatch], loss: BatchLoss) -> dict[str, float]:
         """One optimizer step a batch. Metrics are means over the steps; within a step, parts of it add up."""
         self.model.train()
-        steps = [self._step(batch, loss) for batch in batches]
+        with nullcontext() if self.parked is None else self.parked.here():
+            steps = [self._step(batch, loss) for batch in batches]
         self.model.eval()
         self.version += 1
         finite = [step for step in steps if step["skipped_steps"] == 0] or steps
@@ -159,6 +171,10 @@ class Learner:
         gc.collect()
         torch.cuda.empty_cache()  # does nothing where there is no GPU in use
 
+    def _large_states(self) -> list[Tensor]:
+        """All but the counts of steps, which some kernels want elsewhere than the weights."""
+        return [each for state in self.optimizer.state.values() for name, each in state.items() if name != "step"]
+
     def _count_bad_steps(self, finite: bool) -> None:
         """A step that would poison the weights is left out; three in a row are no accident."""
         self.bad_steps_in_a_row = 0 if finite else self.bad_steps_in_a_row + 1
@@ -186,5 +202,7 @@ class Learner:
         """Goes on as the learner whose snapshot was written there would have."""
         load_weights(self.model, directory)
         restore_optimizer_state(self.optimizer, self.names, directory)
+        if self.parked is not None:
+            self.parked.park()
         for name, count in read_counters(directory).items():
             setattr(self, name, count)

@@ -2,8 +2,8 @@
 
 A bf16 number has 8 bits, so a change of less than about 1/512 of a weight is lost when the sum is rounded to the
 nearest one, step after step. Two ways out: round up or down at random, so that the mean of the sum is right; or keep
-what was lost in a second number and add it the next time (Kahan). Products are taken in float32; the states are kept in the
-weights' dtype, rounded at random: at beta2 = 0.999 the nearest number would stand still for ever.
+what was lost in a second number and add it the next time (Kahan). Products are taken in float32; the states are kept
+in the weights' dtype, rounded at random: at beta2 = 0.999 the nearest number would stand still for ever.
 """
 
 from __future__ import annotations
