@@ -1,5 +1,5 @@
-"""Optimizer state and reference in main memory between their uses: the same numbers to the bit. There is no device here:
-what would be copied to it and back is copied all the same. On a GPU: tests/gpu/test_offload_cuda.py."""
+"""Optimizer state and reference in main memory between their uses: the same numbers to the bit. There is no device
+here: what would be copied to it and back is copied all the same. On a GPU: tests/gpu/test_offload_cuda.py."""
 
 import math
 from dataclasses import replace
