@@ -23,11 +23,12 @@ from mtrl.models.parity import log_prob_gap
 
 ROWS = [{"prompt": f"Say {name}.", "answer": name} for name in ("red", "blue", "green", "pink")]
 KEYS = {"rollout_batch_size": 2, "global_batch_size": 2, "n": 2, "max_response_length": 6, "logger": [], "val_freq": 1}
+KEYS |= {"mixed_precision_dtype": "fp32", "enable_gradient_checkpointing": False}
 
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory):
-    """A run of one step with an old template of its own."""
+    """A run of one step, in float32."""
     place = tmp_path_factory.mktemp("outputs")
     (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     data = str(place / "rows.jsonl")
@@ -80,7 +81,7 @@ def gap_to_the_trainer(trainer, place, dtype):
 
 
 def test_transformers_loads_it_with_the_trainers_log_probs(trainer, exported):
-    """The embedded model computes in float32, and so it is exported."""
+    """The run computes in float32, and so it is exported."""
     model = AutoModelForImageTextToText.from_pretrained(exported, dtype="auto")
     ours = trainer.model.state_dict()
     assert all(torch.equal(weight, ours[name]) for name, weight in model.state_dict().items())
@@ -203,14 +204,14 @@ def test_a_base_of_the_hub_is_named_for_the_hub():
         (["empty", "--to", "new"], "empty is no checkpoint directory"),
     ],
 )
-def test_what_a_user_must_change_is_one_line(words, named, tmp_path, monkeypatch, capsys):
+def test_what_a_user_must_change_is_said_at_once(words, named, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "full").mkdir()
     (tmp_path / "empty").mkdir()
     (tmp_path / "full" / "thesis.tex").write_text("years of work")
     assert main(["export", *words]) == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("mtrl:")]
-    assert named in line and sorted(os.listdir(tmp_path)) == ["empty", "full"]
+    said = capsys.readouterr().err
+    assert named in said and len(said.splitlines()) <= 2 and sorted(os.listdir(tmp_path)) == ["empty", "full"]
 
 
 def test_a_damaged_checkpoint_is_refused(trainer, tmp_path, capsys):
@@ -264,7 +265,7 @@ def fake_hub(monkeypatch):
 
 def test_a_hub_that_cannot_be_reached_is_said_at_once(trainer, tmp_path, no_network, capsys):
     assert main(["export", str(trainer.directory), "--to", str(tmp_path / "m"), "--push", "me/model"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    line = capsys.readouterr().err.splitlines()[-1]
     assert "cannot be reached (huggingface.co: Name or service not known)" in line and "hf upload me/model" in line
     assert os.listdir(tmp_path) == [], "before anything is done"
 
