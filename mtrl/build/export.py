@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from operator import attrgetter
@@ -171,7 +171,7 @@ def rewards_of(config: Config) -> dict[str, float]:
     return dict(zip(names, weights or (1.0,) * len(names), strict=False))
 
 
-def samples_of(run: Path, step: int | None) -> list[Mapping[str, Any]]:
+def samples_of(run: Path, step: int | None) -> Sequence[Mapping[str, Any]]:
     """Responses of the last validation up to the step."""
     rows = [row for row in rows_of(run / "validations.jsonl") if type(row.get("step")) is int and row.get("response")]
     until = [row for row in rows if step is None or row["step"] <= step]

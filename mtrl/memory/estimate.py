@@ -294,7 +294,7 @@ def peak_after(config: Any, plan: Plan, changed: Plan, found: Estimate) -> int:
     """Of a smaller plan. A phase is estimated anew only while it may be the fullest: none grows."""
     if replace(changed, reference=plan.reference) == plan and REFERENCE in found.held:
         return found.peak_bytes - found.held[REFERENCE]
-    offload = {"offload_optimizer": plan.offload_optimizer, "offload_reference": plan.offload_reference}
+    offload: Any = {"offload_optimizer": plan.offload_optimizer, "offload_reference": plan.offload_reference}
     if replace(changed, **offload) == plan:
         always, away = apart(found.held, changed)
         then = {phase: parts | needed_in(phase, away, changed) for phase, parts in found.phases.items()}

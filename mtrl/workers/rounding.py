@@ -86,7 +86,7 @@ def adam_change(
 
 def add_compensated(weight: Tensor, change: Tensor, lost: Tensor) -> None:
     """Adds to the weight what it can hold of the change and of what was lost before; the rest is lost now."""
-    wanted, before = change + lost.float(), weight.float()
+    wanted, before = change + lost.float(), weight.to(torch.float32, copy=True)
     weight.copy_(before + wanted)
     lost.copy_(wanted - (weight.float() - before))
 
