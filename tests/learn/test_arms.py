@@ -95,7 +95,9 @@ ARMS = {
     "rloo": algorithm("advantage_estimator=rloo"),
     "reinforce_plus_plus": algorithm("advantage_estimator=reinforce_plus_plus"),
     "remax": algorithm("advantage_estimator=remax"),
-    "gae": Arm(("optimization.advantage_estimator=gae", "worker.critic.optim.lr=1e-3")),
+    "gae": Arm(
+        ("optimization.advantage_estimator=gae", "worker.critic.optim.lr=1e-3", "worker.critic.optim.warmup_steps=2")
+    ),
     # losses, each with ratios that differ from 1
     "ppo": Arm(SEVERAL),
     "ppo, two epochs": Arm((*SEVERAL, "worker.actor.ppo_epochs=2")),

@@ -35,6 +35,13 @@ class Told:
         self.asked.append((rollouts.version.tolist(), needs, views))
         return Signals(old=rollouts.version[:, None].float().expand(rollouts.mask.shape).where(rollouts.mask, 0.0))
 
+    def response_hidden(self, rollouts):
+        self.asked.append("policy")
+        return self.backbone.model.w.expand(int(rollouts.mask.sum()), 1)
+
+    def scores_of(self, hidden, rollouts, entropy=False):
+        return self.scores(rollouts, entropy)
+
     def scores(self, rollouts, entropy=False):
         self.asked.append(entropy)
         logp = self.backbone.model.w.expand(int(rollouts.mask.sum()))
@@ -48,6 +55,14 @@ class ToldReference:
     def signals(self, rollouts, needs, policy):
         self.asked.append((rollouts.version.tolist(), needs, policy))
         return Signals(reference=-torch.ones(rollouts.mask.shape))
+
+    def response_hidden(self, rollouts):
+        self.asked.append(rollouts.version.tolist())
+        return torch.zeros(int(rollouts.mask.sum()), 1)
+
+    def divergence(self, ours, theirs, policy):
+        """The weight of the policy times three, at each token."""
+        return 3 * (ours - theirs)[:, 0]
 
 
 class Views:
@@ -128,6 +143,23 @@ def test_entropy_is_measured_by_the_update_where_no_probe_did(measured):
     assert ("entropy" in metrics) is not measured
     if not measured:
         assert metrics["entropy"] == pytest.approx(2.0), "the mean over its tokens"
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_a_full_divergence_is_asked_of_the_reference_pass_by_pass(measured):
+    """Before the policy's own pass, which then says log-probs and divergence."""
+    actor, rollouts = actor_of(MicroBatching(rows=2), reference=ToldReference()), fake_rollouts([2, 1, 3])
+    zeros = torch.zeros(3, 3)
+    batch = fake_batch(rollouts, zeros if measured else None, zeros)
+    actor.model.w.data.fill_(0.5)
+    metrics = actor.update([batch], Loss(divergence="full", divergence_coef=0.1))
+    assert actor.reference.asked == [[0, 1], [2]]
+    assert actor.forward.asked == ["policy", not measured] * 2
+    assert metrics["divergence_loss"] == pytest.approx(1.5), "the mean over its tokens"
+    assert metrics["grad_norm"] == pytest.approx(0.3), "three times the coefficient, and nothing else"
+    assert ("entropy" in metrics) is not measured
+    with pytest.raises(AssertionError, match="reference"):
+        actor_of().update([batch], Loss(divergence="full", divergence_coef=0.1))
 
 
 def test_what_it_publishes_and_keeps():

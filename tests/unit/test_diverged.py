@@ -56,6 +56,6 @@ def test_the_command_says_it_in_a_line(monkeypatch, capsys):
 @pytest.mark.parametrize(("lr", "warns"), [(30.0, True), (1e-3, False), (0.0, False)])
 def test_a_learning_rate_as_large_as_the_weights_is_said(lr, warns, caplog):
     """Every number may stay finite, so nothing else would say it."""
-    warn_of_large_steps(lr, fresh_backbone(FAMILY).model)
+    warn_of_large_steps("worker.actor.optim.lr", lr, fresh_backbone(FAMILY).model)
     assert ("worker.actor.optim.lr = 30 is larger than the weights themselves" in caplog.text) is warns
     assert bool(caplog.records) is warns

@@ -69,11 +69,13 @@ def test_both_learn_from_the_same_batches():
     (theirs, _), *_ = made.components.actor.updates
     assert loss == ValueLoss(0.2) and len(batches) == 2
     assert all(ours is other for ours, other in zip(batches, theirs, strict=True))
-    returns = torch.cat([batch.returns for batch in batches])
-    expected = torch.tensor([1.0, 0, 2, 0])[:, None].expand(4, 4)
-    mask = torch.cat([batch.rollouts.mask for batch in batches])
-    torch.testing.assert_close(returns, expected.where(mask, 0.0))
-    assert set(torch.cat([batch.values for batch in batches])[mask].tolist()) == {0.5}
+    earned = {1: 1.0, 2: 0.0, 3: 2.0, 4: 0.0}  # by the number of tokens: which group comes first is drawn
+    for batch in batches:
+        mask = batch.rollouts.mask
+        expected = torch.tensor([earned[int(length)] for length in mask.sum(1)])[:, None].expand(mask.shape)
+        torch.testing.assert_close(batch.returns, expected.where(mask, 0.0))
+        assert set(batch.values[mask].tolist()) == {0.5}
+    assert sorted(int(n) for batch in batches for n in batch.rollouts.mask.sum(1)) == [1, 2, 3, 4]
 
 
 def test_what_is_reported():

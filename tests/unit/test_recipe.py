@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from loop_helpers import recipe
 
 from mtrl.algorithms.batches import BatchPlan
 from mtrl.algorithms.credit.attention_weights import AttentionWeights
@@ -220,6 +221,24 @@ def test_the_divergence_has_the_keys_of_the_configuration():
     for kind in ("fixed", "adaptive"):
         expected = Divergence("full", 0.5, in_loss=True, adaptive=kind == "adaptive", target=3.0, horizon=50.0)
         assert divergence_of(optimization(**values, divergence_type=kind)) == expected
+
+
+def test_when_the_reference_is_made_anew():
+    assert recipe_of(optimization(), 1).refresh_every == recipe().refresh_every == 0, "never"
+    assert recipe_of(load_config(None, {"worker.ref.refresh_every": 5}), 1).refresh_every == 5
+
+
+@pytest.mark.parametrize(
+    ("divergence", "needs", "reads"),
+    [
+        (None, Needs("old"), False),
+        (None, Needs("reference"), True),  # a credit rule or a reward
+        (None, Needs("divergence"), True),
+        (Divergence("full", 0.1, in_loss=True), Needs(), True),  # the update alone
+    ],
+)
+def test_who_reads_the_reference(divergence, needs, reads):
+    assert recipe(divergence=divergence, needs=needs).reads_reference is reads
 
 
 @pytest.mark.parametrize(
