@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from operator import attrgetter
 from pathlib import Path
@@ -105,7 +106,7 @@ def export(source: Source, target: Path, dtype: str, name: str, say: Say) -> Non
         card = Exported(name, base, base_id, sees_images(model), dtype, version("mtrl"), record)
         (folder / CARD).write_text(model_card(card), encoding="utf-8")
 
-    write_folder(target, write, finish=settle)
+    write_folder(target, write, finish=partial(settle, plain=CARD))
 
 
 # ------------------------------------------------------------------------------------------------ what the card says

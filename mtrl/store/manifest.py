@@ -30,13 +30,13 @@ def seal(folder: Path) -> None:
     files = {path.relative_to(folder).as_posix(): path for path in paths if path.is_file()}
     sums = {name: {"bytes": path.stat().st_size, "crc32": crc32(path)} for name, path in files.items()}
     (folder / MANIFEST).write_text(_written(sums))
-    settle(folder)
+    settle(folder, MANIFEST)
 
 
-def settle(folder: Path) -> None:
-    """Returns when all that is in the folder is on the disk. Files get the mode that a new file has here, which is the
-    folder's own without the right to enter: safetensors alone gives its files to nobody but the owner."""
-    mode = stat.S_IMODE(folder.stat().st_mode) & 0o666
+def settle(folder: Path, plain: str) -> None:
+    """Returns when all that is in the folder is on the disk. Files get the mode that a new file has here, such as the
+    one called `plain`: safetensors alone gives its files to nobody but the owner."""
+    mode = stat.S_IMODE((folder / plain).stat().st_mode)
     paths = sorted(folder.rglob("*"))
     for path in paths:
         if path.is_file():
