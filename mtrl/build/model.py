@@ -25,6 +25,7 @@ from mtrl.models.backbone import Backbone
 from mtrl.models.families import TextEncoder, encoder_files, load_encoder
 from mtrl.models.forward import Forward
 from mtrl.models.load import DTYPES, load_model
+from mtrl.models.recompute import recompute
 from mtrl.models.weights import load_weights, save_model, saved_weights
 from mtrl.protocols import Generator
 from mtrl.rollout.decode.engine import fastest_generator
@@ -133,10 +134,9 @@ def build_policy(config: Config, encoder: TextEncoder | None = None) -> tuple[Te
 def backbone_of(config: Config, model: Any) -> Backbone:
     """A model that learns, actor or critic, in the settings of the configuration."""
     settings, actor = config.worker.actor.model, config.worker.actor
-    if settings.enable_gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
     compiled = actor.use_torch_compile and model.device.type == "cuda"
     backbone = Backbone(model, DTYPES[actor.fsdp.mixed_precision_dtype], compiled=compiled)
+    recompute(model, settings.enable_gradient_checkpointing)
     if settings.freeze_vision_tower and backbone.vision_tower is not None:
         backbone.vision_tower.requires_grad_(False)
     return backbone
@@ -231,6 +231,8 @@ def build_actor(
         encoder_files=encoder_files(encoder, model_path(config)),
         reference=reference,
         dropout_seed=recipe.dropout_seed(config),
+        offload_optimizer=on_gpu and config.worker.actor.offload.offload_optimizer,
+        offload_reference=on_gpu and config.worker.ref.offload_params,
     )
 
 

@@ -15,14 +15,15 @@ def unbuilt(config: Config) -> list[str]:
         "worker.actor.model.peft_type: qlora (it needs a GPU and bitsandbytes); use lora": model.peft_type == "qlora",
         "worker.actor.optim.name: adamw_8bit; use adamw": worker.actor.optim.name != "adamw",
         "worker.critic.optim.name: adamw_8bit; use adamw": worker.critic.optim.name != "adamw",
-        "worker.actor.fsdp.cpu_offload; set it to false": worker.actor.fsdp.cpu_offload,
+        "worker.actor.fsdp.cpu_offload (of weights that are split over several GPUs); set it to false": (
+            worker.actor.fsdp.cpu_offload
+        ),
         "worker.actor.fsdp.mixed_precision_dtype: fp16; use bf16 or fp32": (
             worker.actor.fsdp.mixed_precision_dtype == "fp16"
         ),
-        "worker.actor.offload; set offload_params and offload_optimizer to false": (
-            worker.actor.offload.offload_params or worker.actor.offload.offload_optimizer
+        "worker.actor.offload.offload_params (the local engine samples from these weights); set it to false": (
+            worker.actor.offload.offload_params
         ),
-        "worker.ref.offload_params; set it to false": worker.ref.offload_params,
         "worker.actor.ulysses_size; set it to 1": worker.actor.ulysses_size > 1,
         "worker.hybrid_engine: false; set it to true": not worker.hybrid_engine,
         f"worker.rollout.mode: {rollout.mode}; use inprocess, or worker.rollout.name: vllm": (

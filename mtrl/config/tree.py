@@ -175,7 +175,9 @@ class ActorModelConfig:
     model_path: str | None = key(None, "hub id or directory; null: the embedded model")
     tokenizer_path: str | None = key(None, "hub id or directory of the tokenizer; null: model_path")
     trust_remote_code: bool = key(False, "run Python that comes with the model")
-    enable_gradient_checkpointing: bool = key(True, "less memory, more time")
+    enable_gradient_checkpointing: bool | Literal["mlp", "attention"] = key(
+        True, "activations computed again on the way back: of whole layers, of a part of each, or none"
+    )
     freeze_vision_tower: bool = key(False, "train the language model only")
     attn_implementation: str = key("auto", "attention of transformers: sdpa, flash_attention_2, ...")
     peft_type: Literal["lora", "qlora"] | None = key(None, "train adapters; null: all weights")
@@ -209,13 +211,16 @@ class FsdpConfig:
     )
     mixed_precision_dtype: Literal["bf16", "fp16", "fp32"] = key("bf16", "dtype of the computation")
     param_dtype: Literal["fp32", "bf16"] = key("fp32", "dtype of the weights that learn")
-    cpu_offload: bool = key(False, "keep sharded weights in main memory")
+    param_rounding: Literal["none", "stochastic", "kahan"] = key(
+        "none", "how bf16 weights take updates that are too small for them"
+    )
+    cpu_offload: bool = key(False, "weights that are split over GPUs in main memory, but for the layer at work")
 
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    offload_params: bool = key(False, "weights in main memory while the rollout runs")
-    offload_optimizer: bool = key(False, "optimizer state in main memory between updates")
+    offload_params: bool = key(False, "weights in main memory while an engine with weights of its own samples")
+    offload_optimizer: bool = key(False, "optimizer state in main memory between updates, the critic's too")
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from mtrl.models.fake import FakeBackbone, FakeModel
 from mtrl.models.forward import Forward
 from mtrl.models.live_tensors import LiveTensors
 from mtrl.models.load import DTYPES
+from mtrl.models.recompute import Recomputed
 from mtrl.models.size import ModelSize, critic_tensors, size_of
 from mtrl.rollout.decode.footprint import decodes_by_graphs, graphs_parts, graphs_pass, plain_parts, plain_pass
 from mtrl.workers.micro_batches import MicroBatching
@@ -28,6 +29,8 @@ WORKSPACES = 3 * 32 * MIB  # of cuBLAS on Hopper, less on others
 WHOLE = 12  # layers, of both stacks: fewer are measured as they are
 PHASES = ("sample", "probe", "update")
 MOMENTS = {"see": "images seen", "read": "tokens read", "score": "tokens scored", "end": "end of backward"}
+
+REFERENCE, OPTIMIZER = "weights of the reference", ("optimizer state", "optimizer state of the critic")
 
 Parts = dict[str, int]
 Moments = dict[str, dict[str, int]]  # bytes by phase and moment
@@ -43,7 +46,7 @@ class Plan:
     reference: bool = False
     train_vision: bool = True
     adapters: AdapterSettings | None = None  # these alone learn; other weights are kept as products are taken
-    checkpointing: bool = False
+    checkpointing: Recomputed = False
     attention: str = "sdpa"
     on_gpu: bool = False
     packed: bool = False  # all in one sequence, who sees whom told by blocks; else by a matrix for each sequence
@@ -51,6 +54,10 @@ class Plan:
     graphs: bool = False  # generation by graphs, where the model's layers are known; else by the plain engine
     reward_model_parameters: int = 0
     critic: Any = None  # the settings of the critic's model, where there is one
+    states: int = ADAM_STATES  # numbers that the optimizer keeps of each weight that learns
+    offload_optimizer: bool = False  # in main memory but for the updates
+    offload_reference: bool = False  # in main memory but where it is read
+    reference_in_update: bool = False
     trust_remote_code: bool = False
 
     @property
@@ -109,8 +116,9 @@ def estimate(config: Any, plan: Plan, wanted: Collection[str] = PHASES) -> Estim
         "probe": passes.get("probe", []),
         "update": [*passes.get("first", []), *with_gradients],
     }
-    told = {phase: _some(fullest(*phases[phase])) for phase in wanted}
-    return Estimate(size.parameters, held(size, plan, *critic), told, way, sum(critic[0]))
+    always, away = apart(held(size, plan, *critic), plan)
+    told = {phase: _some(fullest(*phases[phase])) | needed_in(phase, away, plan) for phase in wanted}
+    return Estimate(size.parameters, always, told, way, sum(critic[0]))
 
 
 def fake_model(config: Any, plan: Plan) -> FakeModel:
@@ -140,14 +148,30 @@ def held(size: ModelSize, plan: Plan, critic: Iterable[int] = (), critic_learnin
     return _some(
         {
             "weights": weights,
-            "weights of the reference": weights if plan.reference else 0,
+            REFERENCE: weights if plan.reference else 0,
             "weights of the reward model": plan.reward_model_parameters * plan.compute_bytes,
             "weights of the critic": held_by(critic, plan),
-            "optimizer state": ADAM_STATES * learning,
-            "optimizer state of the critic": ADAM_STATES * held_by(critic_learning, plan),
+            OPTIMIZER[0]: plan.states * learning,
+            OPTIMIZER[1]: plan.states * held_by(critic_learning, plan),
             "workspaces of cuBLAS": WORKSPACES if plan.on_gpu else 0,
         }
     )
+
+
+def apart(held: Parts, plan: Plan) -> tuple[Parts, Parts]:
+    """What is on the device all the time, and what lies in main memory between its uses."""
+    away = {name: size for name, size in held.items() if _offloaded(name, plan)}
+    return {name: size for name, size in held.items() if name not in away}, away
+
+
+def _offloaded(name: str, plan: Plan) -> bool:
+    return plan.offload_optimizer if name in OPTIMIZER else plan.offload_reference and name == REFERENCE
+
+
+def needed_in(phase: str, away: Parts, plan: Plan) -> Parts:
+    """What a phase brings back of all that lies in main memory."""
+    reads = {"probe": (REFERENCE,), "update": (*OPTIMIZER, *([REFERENCE] if plan.reference_in_update else []))}
+    return {name: size for name, size in away.items() if name in reads.get(phase, ())}
 
 
 def held_by(tensors: Iterable[int], plan: Plan, width: int | None = None) -> int:
@@ -260,6 +284,8 @@ def changes(plan: Plan) -> dict[str, Plan]:
     ways = {
         "optimization.disable_divergence=true": replace(plan, reference=False),
         "optimization.advantage_estimator=reinforce_plus_plus": replace(plan, critic=None),
+        "worker.actor.offload.offload_optimizer=true": replace(plan, offload_optimizer=plan.on_gpu),
+        "worker.ref.offload_params=true": replace(plan, offload_reference=plan.on_gpu and plan.reference),
         "worker.actor.model.freeze_vision_tower=true": plan if plan.adapters else replace(plan, train_vision=False),
         "worker.actor.model.enable_gradient_checkpointing=true": replace(plan, checkpointing=True),
         f"worker.actor.tokens_per_micro_batch={half_pass}": within(update=halved, probe=halved),
@@ -284,8 +310,13 @@ def smaller(config: Any, plan: Plan, found: Estimate) -> list[tuple[str, int]]:
 
 def peak_after(config: Any, plan: Plan, changed: Plan, found: Estimate) -> int:
     """Of a smaller plan. A phase is estimated anew only while it may be the fullest: none grows."""
-    if replace(changed, reference=plan.reference) == plan:
-        return found.peak_bytes - found.held["weights of the reference"]
+    if replace(changed, reference=plan.reference) == plan and REFERENCE in found.held:
+        return found.peak_bytes - found.held[REFERENCE]
+    offload: Any = {"offload_optimizer": plan.offload_optimizer, "offload_reference": plan.offload_reference}
+    if replace(changed, **offload) == plan:
+        always, away = apart(found.held, changed)
+        then = {phase: parts | needed_in(phase, away, changed) for phase, parts in found.phases.items()}
+        return replace(found, held=always, phases=then).peak_bytes
     phases, known = dict(found.phases), dict[str, Estimate]()
     while (top := max(phases, key=lambda phase: sum(phases[phase].values()))) not in known:
         known[top] = estimate(config, changed, [top])

@@ -169,13 +169,16 @@ def rehearse(
     has_states: bool,
     ways: Sequence[str] = (),
     critic: Forward | None = None,
+    states: int = ADAM_STATES,
+    offloaded: bool = False,
 ) -> dict[str, int]:
     """Runs the passes once; the bytes that each phase held at most, beyond what was held before. `generator` is the one
     that will sample, and asleep.
 
-    Where the optimizers have no states yet (they come with their first step), their room is taken meanwhile. Weights,
-    gradients, random numbers and the mode of the model stay as they are. A phase that does not fit is a StartError with
-    the `ways` to make it smaller.
+    Where the optimizers have no states yet (they come with their first step), their room is taken meanwhile, of so many
+    `states` of each weight, in the update alone where they are `offloaded` otherwise. Weights, gradients, random
+    numbers and the mode of the model stay as they are. A phase that does not fit is a StartError with the `ways` to
+    make it smaller.
     """
     model, device = forward.backbone.model, forward.backbone.device
     rehearsal = Rehearsal(forward, encoder, limits, critic)
@@ -185,12 +188,14 @@ def rehearse(
     held: list[Tensor] = []
 
     def hold_states() -> None:
-        held.extend(torch.empty_like(p) for p in learning for _ in range(0 if has_states else ADAM_STATES))
+        here = has_states and not offloaded  # those of a run that goes on lie in main memory too
+        held.extend(torch.empty_like(p) for p in learning for _ in range(0 if here else states))
 
     phases: dict[str, Callable[[], None]] = {
-        "optimizer": hold_states,
+        **({} if offloaded else {"optimizer": hold_states}),
         "sample": partial(rehearsal.sample, generator),
         "probe": rehearsal.probe,
+        **({"optimizer": hold_states} if offloaded else {}),
         "update": rehearsal.update,
     }
     if critic is not None:

@@ -23,9 +23,7 @@ REFUSED = {  # what the message names: the overrides
     "worker.critic.optim.name: adamw_8bit": {"worker.critic.optim.name": "adamw_8bit"},
     "worker.actor.fsdp.cpu_offload": {"worker.actor.fsdp.cpu_offload": True},
     "worker.actor.fsdp.mixed_precision_dtype: fp16": {"worker.actor.fsdp.mixed_precision_dtype": "fp16"},
-    "worker.actor.offload": {"worker.actor.offload.offload_optimizer": True},
-    "offload_params": {"worker.actor.offload.offload_params": True},
-    "worker.ref.offload_params": {"worker.ref.offload_params": True},
+    "worker.actor.offload.offload_params": {"worker.actor.offload.offload_params": True},
     "worker.actor.ulysses_size": {"worker.actor.ulysses_size": 2, "training.n_gpus_per_node": 2},
     "worker.hybrid_engine": {"worker.hybrid_engine": False},
     "worker.rollout.mode: process": {"worker.rollout.mode": "process"},
@@ -68,7 +66,7 @@ def test_nothing_of_the_algorithms_is_refused():
 
 
 def test_several_are_told_together():
-    config = load_config(None, {"worker.ref.offload_params": True, "worker.hybrid_engine": False})
+    config = load_config(None, {"worker.actor.optim.name": "adamw_8bit", "worker.hybrid_engine": False})
     with pytest.raises(ConfigError) as caught:
         refuse_unbuilt(config)
     assert len(caught.value.errors) == 2

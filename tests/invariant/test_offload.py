@@ -1,0 +1,129 @@
+"""Optimizer state and reference in main memory between their uses: the same numbers to the bit. There is no device
+here: what would be copied to it and back is copied all the same. On a GPU: tests/gpu/test_offload_cuda.py."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_models import encoder_of, fresh_backbone
+from update_helpers import FULL_LOSS, full_batch, rollouts_for, weights_of
+
+from mtrl.build.model import build_actor, build_encoder, build_policy, build_reference
+from mtrl.build.recipe import recipe_of
+from mtrl.config import load_config
+from mtrl.models.forward import Forward
+from mtrl.models.perturb import Perturbation
+from mtrl.types import Needs
+from mtrl.workers.actor import LocalActor
+from mtrl.workers.learner import OptimizerSettings
+from mtrl.workers.micro_batches import MicroBatching
+from mtrl.workers.offload import Parked
+from mtrl.workers.reference import Reference
+
+FAMILY = "qwen2_5_vl"
+WHOLE_VOCABULARY = replace(FULL_LOSS, divergence="full")
+NEEDS = Needs("old", "reference")
+
+
+def actor_of(offload):
+    forward = Forward(fresh_backbone(FAMILY), encoder_of(FAMILY), share_prefix=True)
+    return LocalActor(
+        forward,
+        OptimizerSettings(lr=1e-3, warmup_steps=0, total_steps=10, max_grad_norm=math.inf),
+        perturbation=Perturbation(seed=3),
+        update_batching=MicroBatching(),
+        probe_batching=MicroBatching(),
+        encoder_files={},
+        reference=Reference.frozen(forward),
+        offload_optimizer=offload,
+        offload_reference=offload,
+    )
+
+
+def learn(actor, steps=1, loss=FULL_LOSS):
+    return [actor.update([full_batch(FAMILY)], loss) for _ in range(steps)], weights_of(actor)
+
+
+def places(tensors):
+    return [tensor.data_ptr() for tensor in tensors]
+
+
+def same(first, second):
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("loss", [FULL_LOSS, WHOLE_VOCABULARY], ids=["low_var_kl", "full"])
+def test_numbers_are_the_same_to_the_bit(loss):
+    plain, parked = actor_of(False), actor_of(True)
+    for _ in range(2):
+        (ours, weights), (theirs, expected) = learn(parked, 1, loss), learn(plain, 1, loss)
+        assert ours == theirs and same(weights, expected)
+        found, wanted = (each.probe(rollouts_for(FAMILY), NEEDS, 0) for each in (parked, plain))
+        assert torch.equal(found.reference, wanted.reference) and torch.equal(found.old, wanted.old)
+    states, others = (each.snapshot().optimizer_state for each in (parked, plain))
+    assert same(states, others) and len(states) > 100
+
+
+def test_what_is_parked_lies_elsewhere_but_for_its_use():
+    actor, seen = actor_of(True), []
+    reference = list(actor.reference.forward.backbone.model.parameters())
+    kept = places(reference)
+    signals = actor.reference.signals
+
+    def look(*arguments):
+        seen.append(places(reference))
+        return signals(*arguments)
+
+    object.__setattr__(actor.reference, "signals", look)
+    actor.probe(rollouts_for(FAMILY), NEEDS, 0)
+    assert places(reference) == kept and set(seen[0]).isdisjoint(kept), "it comes back to the same places"
+    learn(actor)
+    states = actor.learner._large_states()
+    kept = places(states)
+    actor.learner.optimizer.register_step_pre_hook(lambda *_: seen.append(places(states)))
+    learn(actor)
+    assert places(states) == kept and set(seen[-1]).isdisjoint(kept)
+
+
+def test_a_checkpoint_is_written_and_read_while_all_is_parked(tmp_path):
+    whole, half, other = actor_of(True), actor_of(True), actor_of(True)
+    learn(half, 2)
+    half.snapshot().write(tmp_path)
+    other.restore(tmp_path)
+    rows, weights = learn(other, 1)
+    expected, wanted = learn(whole, 3)
+    assert rows == expected[2:] and same(weights, wanted)
+
+
+def test_an_error_leaves_all_parked():
+    tensor = torch.ones(3)
+    parked = Parked(lambda: [tensor], torch.device("cpu"))
+    parked.park()
+    place = tensor.data_ptr()
+    with pytest.raises(ValueError, match="in the middle"), parked.here():
+        tensor += 1
+        assert tensor.data_ptr() != place
+        raise ValueError("in the middle")
+    assert tensor.data_ptr() == place and tensor.tolist() == [2, 2, 2]
+
+
+def test_the_keys_are_read_where_there_is_a_device(monkeypatch):
+    """On a CPU there is nothing to do: all of it is in main memory."""
+    keys = {"worker.actor.offload.offload_optimizer": True, "worker.ref.offload_params": True,
+            "optimization.disable_divergence": False}  # fmt: skip
+    config = load_config(None, keys)
+    encoder, policy = build_policy(config, build_encoder(config))
+    given = {}
+
+    class Told:
+        def __init__(self, *_, **options):
+            given.update(options)
+
+    monkeypatch.setattr("mtrl.build.model.LocalActor", Told)
+    rules = recipe_of(config, 1)
+    build_actor(config, policy, encoder, 1, build_reference(policy, rules))
+    assert (given["offload_optimizer"], given["offload_reference"]) == (False, False)
+    monkeypatch.setattr(type(policy.backbone), "device", torch.device("cuda"))
+    build_actor(config, policy, encoder, 1)
+    assert (given["offload_optimizer"], given["offload_reference"]) == (True, True)
