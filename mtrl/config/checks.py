@@ -317,6 +317,12 @@ def _engine(config: Config) -> Iterator[Conflict]:
             ("worker.ref.refresh_every", "worker.actor.model.peft_type"),
             "with adapters the reference is the model under them, which never changes; set refresh_every to null",
         )
+    if model.peft_type is not None and config.worker.ref.offload_params:
+        yield Conflict(
+            ("worker.ref.offload_params", "worker.actor.model.peft_type"),
+            "with adapters the reference is the model under them, which has no weights of its own to move; set "
+            "worker.ref.offload_params to false",
+        )
     if model.peft_type is not None and model.freeze_vision_tower and model.lora_vision_tower:
         yield Conflict(
             ("worker.actor.model.freeze_vision_tower", "worker.actor.model.lora_vision_tower"),

@@ -215,6 +215,10 @@ IMPOSSIBLE = [
         ["worker.ref.refresh_every", "worker.actor.model.peft_type"],
     ),
     (
+        ["worker.actor.model.peft_type=lora", "worker.ref.offload_params=true"],
+        ["worker.ref.offload_params", "worker.actor.model.peft_type"],
+    ),
+    (
         ["worker.rollout.name=vllm", "worker.rollout.tensor_parallel_size=2"],
         ["worker.rollout.tensor_parallel_size", "training.n_gpus_per_node"],
     ),

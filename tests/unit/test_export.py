@@ -26,18 +26,21 @@ KEYS = {"rollout_batch_size": 2, "global_batch_size": 2, "n": 2, "max_response_l
 KEYS |= {"mixed_precision_dtype": "fp32", "enable_gradient_checkpointing": False}
 
 
-@pytest.fixture(scope="module")
-def trainer(tmp_path_factory):
+def trained(place, **keys):
     """A run of one step, in float32."""
-    place = tmp_path_factory.mktemp("outputs")
     (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     data = str(place / "rows.jsonl")
     trainer = mtrl.Trainer(
         data=data, val_data=data, rewards=["accuracy", "format"], weights=[1.0, 0.25], max_steps=1, lr=1e-3,
-        system_prompt="Answer briefly.", output_dir=str(place), experiment_name="short", **KEYS,
+        system_prompt="Answer briefly.", output_dir=str(place), experiment_name="short", **KEYS, **keys,
     )  # fmt: skip
     trainer.train()
     return trainer
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory):
+    return trained(tmp_path_factory.mktemp("outputs"))
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +123,24 @@ def test_large_models_are_written_in_parts(trainer, tmp_path, monkeypatch):
     assert len(list((tmp_path / "m").glob("model-*.safetensors"))) > 3
     model = AutoModelForImageTextToText.from_pretrained(tmp_path / "m")
     assert all(torch.equal(weight, trainer.model.state_dict()[name]) for name, weight in model.state_dict().items())
+
+
+def test_a_run_of_adapters_has_the_trainers_log_probs(tmp_path):
+    pytest.importorskip("peft")
+    trainer, learnt, later = trained(tmp_path, peft_type="lora", lora_rank=4), tmp_path / "learnt", tmp_path / "later"
+    assert main(["export", str(trainer.directory), "--to", str(learnt)]) == 0
+    assert gap_to_the_trainer(trainer, learnt, torch.float32).largest < 1e-4
+    with torch.no_grad():  # as after many steps
+        for name, weight in trainer.model.named_parameters():
+            if ".lora_B." in name:
+                weight.normal_(0, 0.05, generator=torch.Generator().manual_seed(len(name)))
+    assert gap_to_the_trainer(trainer, learnt, torch.float32).largest > 0.1, "adapters make a difference"
+    trainer.save(tmp_path / "adapters")
+    assert main(["export", str(tmp_path / "adapters"), "--to", str(later), "--dtype", "fp32"]) == 0
+    assert gap_to_the_trainer(trainer, later, torch.float32).largest < 1e-4
+    for place in (learnt, later):
+        assert "model.safetensors" in os.listdir(place) and not list(place.glob("adapter*"))
+    assert "peft_type: lora" in (learnt / "README.md").read_text().replace("worker.actor.model.", "")
 
 
 def test_adapters_are_merged(tmp_path):
