@@ -108,11 +108,12 @@ def warn_of_written_tokens(encoder: TextEncoder, texts: Mapping[str, str | None]
                            "makes it a token", key, ", ".join(found))  # fmt: skip
 
 
-def build_policy(config: Config, encoder: TextEncoder | None = None) -> tuple[TextEncoder, Forward]:
+def build_policy(config: Config, encoder: TextEncoder | None = None, base: Any = None) -> tuple[TextEncoder, Forward]:
+    """`base`: the model of the configuration where it is in memory already, in `base_dtype`."""
     actor = config.worker.actor
     encoder = encoder or build_encoder(config)
     refuse_damaged(Path(model_path(config)))
-    model = load_policy(config)
+    model = load_policy(config, base)
     if actor.use_torch_compile and model.device.type == "cuda":
         say_at_once(COMPILING.format(place=keep_compiled(default_cache_dir() / "compiled")))
     if actor.fsdp.mixed_precision_dtype == "bf16" and model.device.type == "cpu":
@@ -151,19 +152,25 @@ def warn_of_slow_bf16() -> None:
         )
 
 
-def load_policy(config: Config) -> Any:
-    """The model of a run. Adapters that are at its path already are taken over. Weights that do not learn are kept as
-    products take them: wider ones would be narrowed in every pass."""
+def load_policy(config: Config, base: Any = None) -> Any:
+    """The model of a run. Adapters that are at its path already are taken over."""
     settings, path = recipe.adapter_settings(config), model_path(config)
     if settings is None:
-        return load_plain(config, path)
-    seek_model(base_path(path))
-    kept = {"dtype": config.worker.actor.fsdp.mixed_precision_dtype}
-    model = load_model(base_path(path), **load_options(config) | kept)
-    add_adapters(model, settings)
+        return base or load_plain(config, path)
+    if base is None:
+        seek_model(base_path(path))
+        base = load_model(base_path(path), **load_options(config) | {"dtype": base_dtype(config)})
+    add_adapters(base, settings)
     if is_adapter(path):
-        load_weights(model, Path(path))
-    return model
+        load_weights(base, Path(path))
+    return base
+
+
+def base_dtype(config: Config) -> str:
+    """What the actor's model is loaded in. Under adapters it does not learn, and is kept as products take it: wider
+    weights would be narrowed in every pass."""
+    fsdp = config.worker.actor.fsdp
+    return fsdp.param_dtype if config.worker.actor.model.peft_type is None else fsdp.mixed_precision_dtype
 
 
 def give_weights(config: Config, model: Any) -> None:
