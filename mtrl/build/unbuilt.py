@@ -11,6 +11,7 @@ def unbuilt(config: Config) -> list[str]:
     """Each switch that is on and cannot be had, with what to set instead."""
     training, worker = config.training, config.worker
     model, rollout = worker.actor.model, worker.rollout
+    ranked = training.nnodes * training.n_gpus_per_node > 1
     switches = {
         "worker.actor.model.peft_type: qlora (it needs a GPU and bitsandbytes); use lora": model.peft_type == "qlora",
         "worker.actor.optim.name: adamw_8bit; use adamw": worker.actor.optim.name != "adamw",
@@ -33,8 +34,13 @@ def unbuilt(config: Config) -> list[str]:
             bool(rollout.engine_kwargs) and rollout.name != "vllm"
         ),
         "worker.rollout.tensor_parallel_size; set it to 1": rollout.tensor_parallel_size > 1,
-        "several processes; set training.nnodes and training.n_gpus_per_node to 1": (
-            training.nnodes * training.n_gpus_per_node > 1
+        "worker.rollout.name: vllm on several processes; use local": ranked and rollout.name == "vllm",
+        "worker.ref.offload_params on several processes; set it to false": ranked and worker.ref.offload_params,
+        f"worker.actor.fsdp.param_rounding: {worker.actor.fsdp.param_rounding} on several processes; use none": (
+            ranked and worker.actor.fsdp.param_rounding != "none"
+        ),
+        "worker.reward.reward_type: model on several processes; use function": (
+            ranked and worker.reward.reward_type == "model"
         ),
         f"training.logger: {', '.join(training.logger)}; use [console]": training.logger not in (("console",), ()),
     }
