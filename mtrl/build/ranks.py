@@ -26,6 +26,7 @@ from mtrl.build.model import (
     model_path,
 )
 from mtrl.config import Config, ConfigError
+from mtrl.machine import started_by_torchrun
 from mtrl.models.adapters import base_path, has_adapters, inject
 from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward
@@ -42,7 +43,6 @@ from mtrl.workers.ranked import RankedLearner, RankedReference, RankPart
 from mtrl.workers.reference import Reference, RefreshedReference
 
 LOGS = "logs"  # of the ranks, in the run's directory
-LAUNCHED_BY_TORCHRUN = "TORCHELASTIC_RUN_ID"  # a variable that it sets
 
 
 def world_size(config: Config) -> int:
@@ -173,7 +173,7 @@ def open_ranks(plan: RankPlan, directory: Path) -> Workers:
 
 
 def open_crew(plan: RankPlan, directory: Path) -> Crew:
-    if launched() or dist.is_initialized():
+    if started_by_torchrun() or dist.is_initialized():
         ranks = join_ranks()
         ranks.told_by_first(plan)
         return OwnCrew(ranks, build_parts(plan, ranks))
@@ -184,14 +184,9 @@ def open_crew(plan: RankPlan, directory: Path) -> Crew:
     return RayCrew(world_size(plan.config), training.n_gpus_per_node, build, logs, training.heartbeat_s)
 
 
-def launched() -> bool:
-    """Whether torchrun has started this process."""
-    return LAUNCHED_BY_TORCHRUN in os.environ
-
-
 def follows() -> bool:
     """Whether this process was started to do what another one says."""
-    return launched() and os.environ.get("RANK", "0") != "0"
+    return started_by_torchrun() and os.environ.get("RANK", "0") != "0"
 
 
 def follow() -> None:
@@ -203,7 +198,7 @@ def follow() -> None:
 
 def refuse_other_world(config: Config) -> None:
     """The processes of torchrun must be those of the configuration."""
-    if launched() and (started := int(os.environ["WORLD_SIZE"])) != world_size(config):
+    if started_by_torchrun() and (started := int(os.environ["WORLD_SIZE"])) != world_size(config):
         raise ConfigError(
             [
                 f"training.n_gpus_per_node: the configuration is for {world_size(config)} processes and torchrun has "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ from mtrl.build.unbuilt import refuse_unbuilt
 from mtrl.config import Config, ConfigError, given_keys, load_config, to_yaml
 from mtrl.config.places import GIVEN
 from mtrl.data import DataError
-from mtrl.errors import Diverged, RunError, opening
+from mtrl.errors import Diverged, RankLost, RunError, opening
 from mtrl.models.perturb import PERTURBATIONS
 from mtrl.models.weights import exported_weights
 from mtrl.protocols import Tracker
@@ -225,6 +225,21 @@ def build(
         rehearse = partial(workers.rehearse, start.checkpoint is not None)
         opened = closing.pop_all()
         return Run(config, directory.path, directory.id, start, loop, interrupt, opened, rehearse, loaded)
+
+
+def train_through(config: Config, begin: Callable[[Config], Run]) -> Run:
+    """Trains to the end. A run that loses a process goes on from its last checkpoint, `training.max_restarts` times."""
+    for left in reversed(range(config.training.max_restarts + 1)):
+        try:
+            run = begin(config)
+            run.train()
+            return run
+        except RankLost as error:
+            if not left:
+                raise
+            say_at_once(f"{error}the run goes on from its last checkpoint ({left} more restarts)")
+            config = replace(config, training=replace(config.training, fresh=False))  # its directory is there now
+    raise AssertionError("the last attempt returns or raises")
 
 
 def local_workers(config: Config, loaded: Loaded, steps: int, rules: Recipe) -> Workers:

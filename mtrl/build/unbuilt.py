@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from mtrl.config import Config, ConfigError
+from mtrl.machine import started_by_torchrun
 
 
 def unbuilt(config: Config) -> list[str]:
@@ -52,6 +53,10 @@ def missing_libraries(config: Config) -> list[str]:
     adapted = config.worker.actor.model.peft_type is not None
     if adapted and find_spec("peft") is None:
         return ["worker.actor.model.peft_type: adapters need the library peft; pip install 'mtrl[lora]'"]
+    ranked = config.training.nnodes * config.training.n_gpus_per_node > 1
+    if ranked and find_spec("ray") is None and not started_by_torchrun():
+        start = "torchrun --nproc-per-node N -m mtrl train .."
+        return [f"training.n_gpus_per_node: several processes need ray; pip install 'mtrl[cluster]', or start {start}"]
     return []
 
 

@@ -86,8 +86,9 @@ class Sharding:
         self.split(model)
         source = self.ranks.by_first(load)
         fill(tensors_of(model), None if source is None else tensors_of(source), self.ranks)
-        if source is not None:
-            model.generation_config = source.generation_config  # a file beside the weights, which goes with them
+        if source is not None:  # what a checkpoint says besides its weights goes with them, names in its files as well
+            model.generation_config = source.generation_config
+            model._weight_conversions = getattr(source, "_weight_conversions", None)
         return model
 
 

@@ -52,6 +52,7 @@ class Told:
 @dataclass
 class ToldReference:
     asked: list = field(default_factory=list)
+    forward: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(backbone=SimpleNamespace(model=None)))
 
     def signals(self, rollouts, needs, policy):
         self.asked.append((rollouts.version.tolist(), needs, policy))
