@@ -14,6 +14,7 @@ from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mtrl.cluster.process import Build, RankProcess
+from mtrl.cluster.transfer import Lent
 from mtrl.errors import RankLost, StartError
 
 LINES = 12  # of a lost rank's log in the message
@@ -26,6 +27,7 @@ class RayCrew:
 
     def __init__(self, size: int, per_node: int, build: Build, logs: Path, heartbeat: float) -> None:
         self.size, self.logs, self.heartbeat = size, logs, heartbeat
+        self.lent = Lent()
         self.lost: RankLost | None = None
         self.started = open_ray(size)
         self.group: PlacementGroup | None = None
@@ -48,7 +50,7 @@ class RayCrew:
     def call(self, part: str, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         self._refuse_lost()
         calls = zip(self.ranks, arguments, strict=True)
-        return self._results([rank.answer.remote(part, method, given) for rank, given in calls])
+        return self._results([rank.answer.remote(part, method, self.lent(given)) for rank, given in calls])
 
     def call_first(self, part: str, method: str, *arguments: Any) -> Any:
         self._refuse_lost()

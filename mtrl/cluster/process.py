@@ -13,6 +13,7 @@ from typing import Any
 import ray
 import torch
 
+from mtrl.cluster.transfer import fetched
 from mtrl.models.ranks import Ranks
 from mtrl.workers.rank import answer, join_ranks
 
@@ -63,7 +64,7 @@ class RankProcess:
 
     def answer(self, part: str, method: str, arguments: tuple[Any, ...]) -> Any:
         logger.info("%s.%s begins", part, method)
-        found = answer(self.parts, (part, method, arguments))
+        found = answer(self.parts, (part, method, fetched(arguments)))
         logger.info("%s.%s ends", part, method)
         return found
 

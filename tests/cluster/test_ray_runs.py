@@ -82,6 +82,15 @@ def test_a_killed_rank_costs_nothing_but_time(tmp_path):
     assert [row["actor/grad_norm"] for row in rows[0]][-1] == [row["actor/grad_norm"] for row in rows[1]][-1]
 
 
+def test_a_rank_that_does_not_answer_is_lost(tmp_path):
+    run = start(tmp_path, "training.max_restarts=0", "training.heartbeat_s=15")
+    wait_for(lambda: updates(tmp_path, 1) >= 2 or run.poll() is not None, "second update")
+    os.kill(processes(tmp_path)["rank_1"][-1], signal.SIGSTOP)
+    said = run.communicate(timeout=SECONDS)[0]
+    assert run.returncode == 1 and "rank 1 of 2" in said and "has not answered for 15 s" in said, said
+    nothing_is_left(tmp_path)
+
+
 def test_asked_to_stop_it_saves_and_leaves_nothing(tmp_path):
     run = start(tmp_path, "training.max_steps=400", "training.save_freq=-1")
     wait_for(lambda: updates(tmp_path, 0) >= 2 or run.poll() is not None, "second update")
