@@ -34,6 +34,7 @@ from mtrl.training.interrupt import say_at_once
 from mtrl.training.recipe import Recipe
 from mtrl.training.resume import refuse_damaged
 from mtrl.workers.actor import LocalActor
+from mtrl.workers.offload import Parked
 from mtrl.workers.reference import Reference
 from mtrl.zoo.rows import MODEL_DIRECTORY
 
@@ -276,7 +277,11 @@ def build_generator(config: Config, policy: Forward, encoder: TextEncoder, learn
     if config.worker.rollout.name == "vllm":
         from mtrl.build.vllm import build_vllm  # it need not be installed
 
-        return build_vllm(config, model_path(config), policy, encoder, learns)
+        engine = build_vllm(config, model_path(config), policy, encoder, learns)
+        if config.worker.actor.offload.offload_params and policy.backbone.device.type == "cuda":
+            weights = list(policy.backbone.model.parameters())
+            engine.making_room = Parked(lambda: weights, policy.backbone.device).away
+        return engine
     return fastest_generator(policy.backbone, encoder)
 
 

@@ -304,6 +304,12 @@ def _engine(config: Config) -> Iterator[Conflict]:
             ("worker.rollout.name", "worker.rollout.tensor_parallel_size"),
             "the local engine does not split a model over GPUs; set 1, or use the engine vllm",
         )
+    if rollout.name != "vllm" and config.worker.actor.offload.offload_params:
+        yield Conflict(
+            ("worker.actor.offload.offload_params", "worker.rollout.name"),
+            "the local engine samples from these weights themselves, so they cannot be elsewhere meanwhile; set "
+            "offload_params to false, or use the engine vllm, which has its own",
+        )
     if rollout.mode == "server" and rollout.address is None:
         yield Conflict(("worker.rollout.mode", "worker.rollout.address"), "set the address of the server")
     gpus = training.nnodes * training.n_gpus_per_node

@@ -219,8 +219,8 @@ class FsdpConfig:
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    offload_params: bool = key(False, "weights in main memory while an engine with weights of its own samples")
-    offload_optimizer: bool = key(False, "optimizer state in main memory between updates, the critic's too")
+    offload_params: bool = key(False, "weights in main memory while vLLM, which has its own, samples")
+    offload_optimizer: bool = key(False, "optimizer state in main memory, the critic's too; it comes for its steps")
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from mtrl.models.recompute import Recomputed
 from mtrl.models.size import ModelSize, critic_tensors, size_of
 from mtrl.rollout.decode.footprint import decodes_by_graphs, graphs_parts, graphs_pass, plain_parts, plain_pass
 from mtrl.workers.micro_batches import MicroBatching
+from mtrl.workers.offload import PIECE
 
 MIB = 2**20
 WORKSPACES = 3 * 32 * MIB  # of cuBLAS on Hopper, less on others
@@ -31,6 +32,7 @@ PHASES = ("sample", "probe", "update")
 MOMENTS = {"see": "images seen", "read": "tokens read", "score": "tokens scored", "end": "end of backward"}
 
 REFERENCE, OPTIMIZER = "weights of the reference", ("optimizer state", "optimizer state of the critic")
+OF_A_PIECE = "optimizer state, a piece at a time"
 
 Parts = dict[str, int]
 Moments = dict[str, dict[str, int]]  # bytes by phase and moment
@@ -87,6 +89,7 @@ class Estimate:
     phases: dict[str, Parts]
     way: str  # how activations were found
     critic_parameters: int = 0
+    piece: int = 0  # bytes of the optimizer's state that are on the device at once where it lies in main memory
 
     @property
     def held_bytes(self) -> int:
@@ -117,8 +120,9 @@ def estimate(config: Any, plan: Plan, wanted: Collection[str] = PHASES) -> Estim
         "update": [*passes.get("first", []), *with_gradients],
     }
     always, away = apart(held(size, plan, *critic), plan)
-    told = {phase: _some(fullest(*phases[phase])) | needed_in(phase, away, plan) for phase in wanted}
-    return Estimate(size.parameters, always, told, way, sum(critic[0]))
+    piece = plan.states * max(PIECE, plan.weight_bytes * max((*size.learning, *critic[1])))
+    told = {phase: _some(fullest(*phases[phase])) | needed_in(phase, away, plan, piece) for phase in wanted}
+    return Estimate(size.parameters, always, told, way, sum(critic[0]), piece)
 
 
 def fake_model(config: Any, plan: Plan) -> FakeModel:
@@ -168,10 +172,13 @@ def _offloaded(name: str, plan: Plan) -> bool:
     return plan.offload_optimizer if name in OPTIMIZER else plan.offload_reference and name == REFERENCE
 
 
-def needed_in(phase: str, away: Parts, plan: Plan) -> Parts:
-    """What a phase brings back of all that lies in main memory."""
-    reads = {"probe": (REFERENCE,), "update": (*OPTIMIZER, *([REFERENCE] if plan.reference_in_update else []))}
-    return {name: size for name, size in away.items() if name in reads.get(phase, ())}
+def needed_in(phase: str, away: Parts, plan: Plan, piece: int) -> Parts:
+    """What a phase brings back of all that lies in main memory. Of the optimizer's state it is a piece at a time, of
+    one learner after the other, when activations are gone: counted with them, it is more than there ever is."""
+    reads = {"probe": REFERENCE, "update": REFERENCE if plan.reference_in_update else None}
+    here = {name: size for name, size in away.items() if name == reads.get(phase)}
+    states = [min(piece, size) for name, size in away.items() if name in OPTIMIZER]
+    return here | ({OF_A_PIECE: max(states)} if states and phase == "update" else {})
 
 
 def held_by(tensors: Iterable[int], plan: Plan, width: int | None = None) -> int:
@@ -315,7 +322,7 @@ def peak_after(config: Any, plan: Plan, changed: Plan, found: Estimate) -> int:
     offload: Any = {"offload_optimizer": plan.offload_optimizer, "offload_reference": plan.offload_reference}
     if replace(changed, **offload) == plan:
         always, away = apart(found.held, changed)
-        then = {phase: parts | needed_in(phase, away, changed) for phase, parts in found.phases.items()}
+        then = {phase: parts | needed_in(phase, away, changed, found.piece) for phase, parts in found.phases.items()}
         return replace(found, held=always, phases=then).peak_bytes
     phases, known = dict(found.phases), dict[str, Estimate]()
     while (top := max(phases, key=lambda phase: sum(phases[phase].values()))) not in known:

@@ -10,8 +10,9 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ from mtrl.errors import DeviceFull, Diverged
 from mtrl.models.weights import load_weights, saved_weights
 from mtrl.types import TrainBatch
 from mtrl.workers.micro_batches import MicroBatching
-from mtrl.workers.offload import Parked
+from mtrl.workers.offload import Parked, pieces_of
 from mtrl.workers.rounding import RoundedAdamW, Rounding
 from mtrl.workers.snapshot import LearnerSnapshot, optimizer_state_of, read_counters, restore_optimizer_state
 
@@ -79,8 +80,8 @@ class Learner:
     """Takes optimizer steps on a Hugging Face model; parameters that do not require gradients stay as they are.
 
     `name` says in messages who learns, `advice` what a user may change where its numbers are not finite. With `offload`
-    the optimizer's state lies in main memory between updates. A model with dropout needs a seed of it; without one no
-    random numbers are drawn."""
+    the optimizer's state lies in main memory and comes piece by piece for its steps. A model with dropout needs a seed
+    of it; without one no random numbers are drawn."""
 
     def __init__(
         self,
@@ -98,7 +99,8 @@ class Learner:
         self.names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         self.parameters = list(self.names)
         self.optimizer = optimizer_of(self.parameters, optimization, fused=model.device.type == "cuda")
-        self.parked = Parked(self._large_states, model.device) if offload else None
+        pieces = pieces_of(self.parameters) if offload else []
+        self.pieces = [(piece, Parked(partial(self._large_states, piece), model.device)) for piece in pieces]
         self.version = 0  # version of the weights: how many updates they have seen
         self.optimizer_step = 0
         self.bad_steps_in_a_row = 0
@@ -112,8 +114,7 @@ class Learner:
     def update(self, batches: Iterable[TrainBatch], loss: BatchLoss) -> dict[str, float]:
         """One optimizer step a batch. Metrics are means over the steps; within a step, parts of it add up."""
         self.model.train()
-        with nullcontext() if self.parked is None else self.parked.here():
-            steps = [self._step(batch, loss) for batch in batches]
+        steps = [self._step(batch, loss) for batch in batches]
         self.model.eval()
         self.version += 1
         finite = [step for step in steps if step["skipped_steps"] == 0] or steps
@@ -128,7 +129,7 @@ class Learner:
         norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.optimization.max_grad_norm))
         finite = math.isfinite(norm) and all(map(math.isfinite, metrics.values()))
         if finite:
-            self.optimizer.step()
+            self._move_weights()
         self.optimizer.zero_grad()
         self._count_bad_steps(finite)
         self.optimizer_step += 1
@@ -187,9 +188,28 @@ class Learner:
         gc.collect()
         torch.cuda.empty_cache()  # does nothing where there is no GPU in use
 
-    def _large_states(self) -> list[Tensor]:
+    def _move_weights(self) -> None:
+        """The optimizer's own step. State that lies in main memory comes for one piece of the parameters after the
+        other: those without a gradient are left alone, and a piece has no further use for its own afterwards."""
+        if not self.pieces:
+            self.optimizer.step()
+            return
+        gradients = {parameter: parameter.grad for parameter in self.parameters}
+        self.optimizer.zero_grad()
+        for piece, states in self.pieces:
+            for parameter in piece:
+                parameter.grad = gradients.pop(parameter)
+            states.bring()
+            self.optimizer.step()
+            states.park()
+            for parameter in piece:
+                parameter.grad = None
+        states.give_back()
+
+    def _large_states(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """All but the counts of steps, which some kernels want elsewhere than the weights."""
-        return [each for state in self.optimizer.state.values() for name, each in state.items() if name != "step"]
+        states = [self.optimizer.state.get(parameter, {}) for parameter in parameters]
+        return [each for state in states for name, each in state.items() if name != "step"]
 
     def _count_bad_steps(self, finite: bool) -> None:
         """A step that would poison the weights is left out; three in a row are no accident."""
@@ -218,8 +238,8 @@ class Learner:
     def restore(self, directory: Path) -> None:
         """Goes on as the learner whose snapshot was written there would have."""
         load_weights(self.model, directory)
-        restore_optimizer_state(self.optimizer, self.names, directory)
-        if self.parked is not None:
-            self.parked.park()
+        restore_optimizer_state(self.optimizer, self.names, directory, stays=bool(self.pieces))
+        for _, states in self.pieces:
+            states.park()
         for name, count in read_counters(directory).items():
             setattr(self, name, count)

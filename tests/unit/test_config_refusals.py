@@ -211,6 +211,10 @@ IMPOSSIBLE = [
     ),
     (["worker.rollout.mode=server"], ["worker.rollout.mode", "worker.rollout.address"]),
     (
+        ["worker.actor.offload.offload_params=true"],
+        ["worker.actor.offload.offload_params", "worker.rollout.name", "vllm"],
+    ),
+    (
         ["worker.actor.model.peft_type=lora", "worker.ref.refresh_every=10"],
         ["worker.ref.refresh_every", "worker.actor.model.peft_type"],
     ),
