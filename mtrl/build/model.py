@@ -20,7 +20,7 @@ from mtrl.build.hub import seek_model
 from mtrl.config import Config, ConfigError
 from mtrl.data.cache import default_cache_dir
 from mtrl.data.templates import template_text
-from mtrl.models.adapters import add_adapters, base_path, has_adapters, is_adapter, reset_adapters
+from mtrl.models.adapters import add_adapters, base_path, has_adapters, is_adapter, quantize_base, reset_adapters
 from mtrl.models.backbone import Backbone
 from mtrl.models.families import TextEncoder, encoder_files, load_encoder
 from mtrl.models.forward import Forward
@@ -158,9 +158,13 @@ def load_policy(config: Config, base: Any = None) -> Any:
     settings, path = recipe.adapter_settings(config), model_path(config)
     if settings is None:
         return base or load_plain(config, path)
+    options, quantized = load_options(config), config.worker.actor.model.peft_type == "qlora"
     if base is None:
         seek_model(base_path(path))
-        base = load_model(base_path(path), **load_options(config) | {"dtype": base_dtype(config)})
+        kept = {"dtype": base_dtype(config)} | ({"device": "cpu"} if quantized else {})  # it goes there in 4 bits
+        base = load_model(base_path(path), **options | kept)
+    if quantized:
+        quantize_base(base, torch.device(options["device"]))
     add_adapters(base, settings)
     if is_adapter(path):
         load_weights(base, Path(path))

@@ -165,6 +165,11 @@ def _precision(config: Config) -> Iterator[Conflict]:
     if fsdp.param_rounding != "none" and fsdp.param_dtype != "bf16":
         told = "float32 weights lose nothing; set worker.actor.fsdp.param_dtype to bf16, or param_rounding to none"
         yield Conflict(("worker.actor.fsdp.param_rounding", "worker.actor.fsdp.param_dtype"), told)
+    learners = {"actor": config.worker.actor.optim, "critic": config.worker.critic.optim}
+    for name, optim in learners.items():
+        if fsdp.param_rounding != "none" and optim.name == "adamw_8bit":
+            told = "the kernels of 8-bit AdamW round weights to the nearest; use adamw, or set param_rounding to none"
+            yield Conflict(("worker.actor.fsdp.param_rounding", f"worker.{name}.optim.name"), told)
 
 
 def _batches_and_lengths(config: Config) -> Iterator[Conflict]:

@@ -180,7 +180,9 @@ class ActorModelConfig:
     )
     freeze_vision_tower: bool = key(False, "train the language model only")
     attn_implementation: str = key("auto", "attention of transformers: sdpa, flash_attention_2, ...")
-    peft_type: Literal["lora", "qlora"] | None = key(None, "train adapters; null: all weights")
+    peft_type: Literal["lora", "qlora"] | None = key(
+        None, "train adapters; qlora: beside a base in 4 bits; null: all weights"
+    )
     lora_rank: int = key(8, "rank of the adapters", "[1, inf)")
     lora_alpha: int = key(16, "scale of the adapters is alpha / rank", "[1, inf)")
     lora_dropout: float = key(0.0, "dropout before the adapters, in updates", "[0, 1)")
@@ -192,7 +194,7 @@ class ActorModelConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    name: Literal["adamw", "adamw_8bit"] = key("adamw", "optimizer")
+    name: Literal["adamw", "adamw_8bit"] = key("adamw", "optimizer; adamw_8bit: a byte for each number of its state")
     lr: float = key(1e-6, "peak learning rate", "[0, 1e6]")
     weight_decay: float = key(0.01, "decoupled weight decay", "[0, inf)")
     betas: tuple[float, float] = key((0.9, 0.95), "betas of Adam", "[0, 1)")

@@ -14,11 +14,12 @@ from functools import partial
 from typing import Any
 
 from mtrl.memory.rehearsal import ADAM_STATES, Limits, Rehearsal
-from mtrl.models.adapters import AdapterSettings
+from mtrl.models.adapters import AdapterSettings, layer_projections
 from mtrl.models.fake import FakeBackbone, FakeModel
 from mtrl.models.forward import Forward
 from mtrl.models.live_tensors import LiveTensors
 from mtrl.models.load import DTYPES
+from mtrl.models.quantized import BYTES
 from mtrl.models.recompute import Recomputed
 from mtrl.models.size import ModelSize, critic_tensors, size_of
 from mtrl.rollout.decode.footprint import decodes_by_graphs, graphs_parts, graphs_pass, plain_parts, plain_pass
@@ -48,6 +49,7 @@ class Plan:
     reference: bool = False
     train_vision: bool = True
     adapters: AdapterSettings | None = None  # these alone learn; other weights are kept as products are taken
+    four_bit: bool = False  # projections of the layers under the adapters
     checkpointing: Recomputed = False
     attention: str = "sdpa"
     on_gpu: bool = False
@@ -57,6 +59,7 @@ class Plan:
     reward_model_parameters: int = 0
     critic: Any = None  # the settings of the critic's model, where there is one
     states: int = ADAM_STATES  # numbers that the optimizer keeps of each weight that learns
+    eight_bit: bool = False  # a byte for each of them; else they are as wide as the weights
     offload_optimizer: bool = False  # in main memory but for the updates
     offload_reference: bool = False  # in main memory but where it is read
     reference_in_update: bool = False
@@ -70,6 +73,11 @@ class Plan:
     @property
     def weight_bytes(self) -> int:
         return DTYPES[self.weights].itemsize
+
+    @property
+    def state_bytes(self) -> int:
+        """Of a number of the optimizer's state, without what it shares with others of its block."""
+        return 1 if self.eight_bit else self.weight_bytes
 
     @property
     def base_bytes(self) -> int:
@@ -119,7 +127,8 @@ def estimate(config: Any, plan: Plan, wanted: Collection[str] = PHASES) -> Estim
         "probe": passes.get("probe", []),
         "update": [*passes.get("first", []), *with_gradients],
     }
-    always, away = apart(held(size, plan, *critic), plan)
+    packed = [each.weight.numel() for each in layer_projections(fake.model)] if plan.four_bit else []
+    always, away = apart(held(size, plan, *critic, packed=packed), plan)
     piece = plan.states * max(PIECE, plan.weight_bytes * max((*size.learning, *critic[1])))
     told = {phase: _some(fullest(*phases[phase])) | needed_in(phase, away, plan, piece) for phase in wanted}
     return Estimate(size.parameters, always, told, way, sum(critic[0]), piece)
@@ -145,18 +154,25 @@ def fake_critic(plan: Plan) -> FakeModel:
 
 
 # ---------------------------------------------------------------------------------------------------------- by formula
-def held(size: ModelSize, plan: Plan, critic: Iterable[int] = (), critic_learning: Iterable[int] = ()) -> Parts:
-    """`critic`: numbers in each weight of a critic, and of those that learn."""
+def held(
+    size: ModelSize,
+    plan: Plan,
+    critic: Iterable[int] = (),
+    critic_learning: Iterable[int] = (),
+    packed: Sequence[int] = (),
+) -> Parts:
+    """`critic`: numbers in each weight of a critic, and of those that learn; `packed`: in each weight of 4 bits."""
     learning = held_by(size.learning, plan)
-    weights = learning + held_by(size.frozen, plan, plan.base_bytes)
+    weights = learning + held_by(size.frozen, plan, plan.base_bytes) - round(sum(packed) * (plan.base_bytes - BYTES))
     return _some(
         {
             "weights": weights,
+            "a weight made of its 4 bits": max(packed, default=0) * plan.compute_bytes,
             REFERENCE: weights if plan.reference else 0,
             "weights of the reward model": plan.reward_model_parameters * plan.compute_bytes,
             "weights of the critic": held_by(critic, plan),
-            OPTIMIZER[0]: plan.states * learning,
-            OPTIMIZER[1]: plan.states * held_by(critic_learning, plan),
+            OPTIMIZER[0]: plan.states * held_by(size.learning, plan, plan.state_bytes),
+            OPTIMIZER[1]: plan.states * held_by(critic_learning, plan, plan.state_bytes),
             "workspaces of cuBLAS": WORKSPACES if plan.on_gpu else 0,
         }
     )
@@ -203,7 +219,7 @@ def while_sampling(fake: FakeModel, plan: Plan, passes: Sequence[Parts]) -> list
 
 
 def by_graphs(fake: FakeModel, plan: Plan) -> bool:
-    return plan.graphs and decodes_by_graphs(fake.model)
+    return plan.graphs and not plan.four_bit and decodes_by_graphs(fake.model)
 
 
 def _some(parts: Parts) -> Parts:

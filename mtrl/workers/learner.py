@@ -23,6 +23,7 @@ from torch import Tensor
 from mtrl.errors import DeviceFull, Diverged
 from mtrl.models.weights import load_weights, saved_weights
 from mtrl.types import TrainBatch
+from mtrl.workers.eight_bit import EightBitAdamW
 from mtrl.workers.micro_batches import MicroBatching
 from mtrl.workers.offload import Parked, pieces_of
 from mtrl.workers.rounding import RoundedAdamW, Rounding
@@ -54,6 +55,7 @@ class OptimizerSettings:
     min_lr_ratio: float = 0.0
     max_grad_norm: float = 1.0
     rounding: Rounding = "none"  # how a weight in bf16 takes what is too little for it
+    eight_bit: bool = False  # a byte for each number of the state
 
     def lr_at(self, step: int) -> float:
         """The learning rate of optimizer step 0, 1, ..: the warm-up ends at step `warmup_steps` with the full rate."""
@@ -71,6 +73,8 @@ class OptimizerSettings:
 def optimizer_of(parameters: Sequence[Tensor], settings: OptimizerSettings, fused: bool) -> torch.optim.Optimizer:
     """`fused`: one kernel, no copies of the weights on the way."""
     common: Any = {"lr": settings.lr, "betas": settings.betas, "weight_decay": settings.weight_decay}
+    if settings.eight_bit:
+        return EightBitAdamW(parameters, **common)
     if settings.rounding == "none":
         return torch.optim.AdamW(parameters, **common, fused=fused)
     return RoundedAdamW(parameters, **common, rounding=settings.rounding)

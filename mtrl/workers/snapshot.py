@@ -96,11 +96,11 @@ def restore_optimizer_state(
     now = optimizer.state_dict()
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state = {number: saved[names[each]] for number, each in enumerate(parameters) if names[each] in saved}
-    moved = {number: {"step": each["step"]} if stays else each for number, each in state.items()}
-    optimizer.load_state_dict({**now, "state": moved})
-    for number, each in state.items():
-        if stays:
-            optimizer.state[parameters[number]].update({kind: each[kind] for kind in each if kind != "step"})
+    optimizer.load_state_dict({**now, "state": {number: {"step": each["step"]} for number, each in state.items()}})
+    for number, each in state.items():  # as they are: torch would make the dtype of the parameter of them
+        place = parameters[number]
+        others = {kind: tensor for kind, tensor in each.items() if kind != "step"}
+        optimizer.state[place].update(others if stays else {kind: t.to(place.device) for kind, t in others.items()})
 
 
 def read_counters(directory: Path) -> dict[str, int]:
