@@ -244,7 +244,7 @@ def build_actor(
         reference=reference,
         dropout_seed=recipe.dropout_seed(config),
         offload_optimizer=on_gpu and config.worker.actor.offload.offload_optimizer,
-        offload_reference=on_gpu and config.worker.ref.offload_params,
+        offload_reference=on_gpu and config.worker.ref.offload_params and not has_adapters(policy.backbone.model),
     )
 
 

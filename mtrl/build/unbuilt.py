@@ -15,9 +15,8 @@ def unbuilt(config: Config) -> list[str]:
         "worker.actor.fsdp.cpu_offload (of weights that are split over several GPUs); set it to false": (
             worker.actor.fsdp.cpu_offload
         ),
-        "worker.actor.fsdp.mixed_precision_dtype: fp16; use bf16 or fp32": (
-            worker.actor.fsdp.mixed_precision_dtype == "fp16"
-        ),
+        "worker.actor.offload.offload_params (the local engine samples from these weights); set it to false, or "
+        "worker.rollout.name to vllm": (worker.actor.offload.offload_params and rollout.name != "vllm"),
         "worker.actor.ulysses_size; set it to 1": worker.actor.ulysses_size > 1,
         "worker.hybrid_engine: false; set it to true": not worker.hybrid_engine,
         f"worker.rollout.mode: {rollout.mode}; use inprocess, or worker.rollout.name: vllm": (

@@ -102,6 +102,11 @@ def _warnings_of_adapters(config: Config) -> Iterator[str]:
             f"worker.actor.model.lora_dropout = {dropout:g}: updates see another policy than the one that sampled, so "
             "its ratio to itself is no longer 1, and results vary with how a batch is cut into passes; 0 is exact"
         )
+    if config.worker.ref.offload_params:
+        yield (
+            "worker.ref.offload_params with adapters: the reference is the model under them, which has no weights of "
+            "its own, so there is nothing to move; set it to false"
+        )
     if 0 < lr < SMALL_LR_OF_ADAPTERS:
         yield (
             f"worker.actor.optim.lr = {lr:g} with adapters: they begin at zero and move by about lr a step, so they "
@@ -309,12 +314,6 @@ def _engine(config: Config) -> Iterator[Conflict]:
             ("worker.rollout.name", "worker.rollout.tensor_parallel_size"),
             "the local engine does not split a model over GPUs; set 1, or use the engine vllm",
         )
-    if rollout.name != "vllm" and config.worker.actor.offload.offload_params:
-        yield Conflict(
-            ("worker.actor.offload.offload_params", "worker.rollout.name"),
-            "the local engine samples from these weights themselves, so they cannot be elsewhere meanwhile; set "
-            "offload_params to false, or use the engine vllm, which has its own",
-        )
     if rollout.mode == "server" and rollout.address is None:
         yield Conflict(("worker.rollout.mode", "worker.rollout.address"), "set the address of the server")
     gpus = training.nnodes * training.n_gpus_per_node
@@ -327,12 +326,6 @@ def _engine(config: Config) -> Iterator[Conflict]:
         yield Conflict(
             ("worker.ref.refresh_every", "worker.actor.model.peft_type"),
             "with adapters the reference is the model under them, which never changes; set refresh_every to null",
-        )
-    if model.peft_type is not None and config.worker.ref.offload_params:
-        yield Conflict(
-            ("worker.ref.offload_params", "worker.actor.model.peft_type"),
-            "with adapters the reference is the model under them, which has no weights of its own to move; set "
-            "worker.ref.offload_params to false",
         )
     if model.peft_type is not None and model.freeze_vision_tower and model.lora_vision_tower:
         yield Conflict(

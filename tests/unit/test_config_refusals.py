@@ -219,16 +219,8 @@ IMPOSSIBLE = [
         ["worker.actor.fsdp.param_rounding", "worker.actor.optim.name"],
     ),
     (
-        ["worker.actor.offload.offload_params=true"],
-        ["worker.actor.offload.offload_params", "worker.rollout.name", "vllm"],
-    ),
-    (
         ["worker.actor.model.peft_type=lora", "worker.ref.refresh_every=10"],
         ["worker.ref.refresh_every", "worker.actor.model.peft_type"],
-    ),
-    (
-        ["worker.actor.model.peft_type=lora", "worker.ref.offload_params=true"],
-        ["worker.ref.offload_params", "worker.actor.model.peft_type"],
     ),
     (
         ["worker.rollout.name=vllm", "worker.rollout.tensor_parallel_size=2"],

@@ -19,7 +19,7 @@ PACKAGE = Path(mtrl.__file__).parent
 
 REFUSED = {  # what the message names: the overrides
     "worker.actor.fsdp.cpu_offload": {"worker.actor.fsdp.cpu_offload": True},
-    "worker.actor.fsdp.mixed_precision_dtype: fp16": {"worker.actor.fsdp.mixed_precision_dtype": "fp16"},
+    "worker.actor.offload.offload_params": {"worker.actor.offload.offload_params": True},
     "worker.actor.ulysses_size": {"worker.actor.ulysses_size": 2, "training.n_gpus_per_node": 2},
     "worker.hybrid_engine": {"worker.hybrid_engine": False},
     "worker.rollout.mode: process": {"worker.rollout.mode": "process"},
