@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ class Parked:
     def __init__(self, tensors: Callable[[], Sequence[Tensor]], device: torch.device) -> None:
         self.tensors, self.device = tensors, device
         self._places: list[Tensor] = []
+        self._pinned: list[torch.UntypedStorage] = []  # what is pinned may not be freed before it is let go
 
     @contextmanager
     def here(self) -> Iterator[None]:
@@ -68,7 +70,8 @@ class Parked:
         if kinds != [(place.shape, place.dtype) for place in self._places]:
             self._places = places_for(tensors)
             if self.device.type == "cuda" and self._places:
-                pin(self, self._places[0].untyped_storage())
+                self._pinned.append(self._places[0].untyped_storage())
+                pin(self._pinned[-1], until=self)
 
 
 def places_for(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -79,12 +82,12 @@ def places_for(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [part[: t.nbytes].view(t.dtype).view(t.shape) for part, t in zip(parts, tensors, strict=True)]
 
 
-def pin(owner: object, block: torch.UntypedStorage) -> None:
-    """Pins a block for as long as its owner lives. torch's own pinned memory comes in powers of two: of large blocks
-    up to half would be wasted, and pinned memory cannot be swapped."""
-    driver = torch.cuda.cudart()
-    torch.cuda.check_error(int(driver.cudaHostRegister(block.data_ptr(), block.nbytes(), 0)))
-    weakref.finalize(owner, driver.cudaHostUnregister, block.data_ptr())
+def pin(block: torch.UntypedStorage, until: object) -> None:
+    """Pins a block until its owner goes. torch's own pinned memory comes in powers of two: of large blocks up to half
+    would be wasted, and pinned memory cannot be swapped."""
+    driver: Any = torch.cuda.cudart()
+    torch.cuda.check_error(driver.cudaHostRegister(block.data_ptr(), block.nbytes(), 0))
+    weakref.finalize(until, driver.cudaHostUnregister, block.data_ptr())
 
 
 def pieces_of(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
