@@ -10,6 +10,8 @@ from contextlib import contextmanager
 
 import torch
 
+from mtrl.rollout.decode.arena import Driver
+
 
 def wait() -> None:
     if torch.cuda.is_available():
@@ -54,6 +56,27 @@ def held_gb() -> dict[str, float]:
     free, total = torch.cuda.mem_get_info()
     held = {"allocated_gb": torch.cuda.memory_allocated(), "device_used_gb": total - free}
     return {name: round(size / 2**30, 3) for name, size in held.items()}
+
+
+@contextmanager
+def device_of(gib: float | None) -> Iterator[None]:
+    """The GPU as if it had so much memory; None: as it is. The rest is taken from the driver and not used, so that
+    torch's allocator, the engine's buffers past it, graphs, workspaces and CUDA's own context share what is left, as
+    they would on a smaller card. (A cap of torch's allocator would leave the others out.)"""
+    if gib is None:
+        yield
+        return
+    device = torch.device("cuda")
+    torch.zeros(1, device=device)  # the driver's calls need torch's context
+    driver, total = Driver(device), torch.cuda.mem_get_info()[1]
+    rest = int(total - gib * 2**30) // driver.granularity * driver.granularity
+    taken = driver.create(rest) if rest > 0 else None
+    if taken is None:
+        raise SystemExit(f"the device has not {gib:g} GiB and as much more as would have to be put aside")
+    try:
+        yield
+    finally:
+        driver.release(taken)
 
 
 def give_back() -> None:

@@ -1,6 +1,7 @@
 """A Qwen2.5-VL of random weights, prompts with pictures of noise, and random responses: what the benchmarks run on.
 
-`3b` has the shape of Qwen2.5-VL-3B (3.75 B parameters); `tiny` is for trying a benchmark on a CPU.
+`3b` has the shape of Qwen2.5-VL-3B (3.75 B parameters), `7b` that of Qwen2.5-VL-7B (8.29 B); `tiny` is for trying a
+benchmark on a CPU.
 """
 
 from __future__ import annotations
@@ -31,13 +32,21 @@ TEXT = {
         "num_key_value_heads": 2, "vocab_size": 151936,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
     },
+    "7b": {
+        "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+        "num_key_value_heads": 4, "vocab_size": 152064,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+    },
 }  # fmt: skip
 VISION = {
     "tiny": {"depth": 2, "hidden_size": 128, "intermediate_size": 256, "num_heads": 4, "out_hidden_size": 128,
              "fullatt_block_indexes": [1]},
     "3b": {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 2048,
            "fullatt_block_indexes": [7, 15, 23, 31]},
+    "7b": {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584,
+           "fullatt_block_indexes": [7, 15, 23, 31]},
 }  # fmt: skip
+OWN_OUTPUT_MATRIX = ("7b",)  # sizes whose output matrix is not that of the embedding
 PATCHES = {"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 112}
 TOKEN_PIXELS = 28  # side in pixels of the square that becomes one image token
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -57,29 +66,39 @@ def random_backbone(
 
 def random_checkpoint(directory: Path, size: str, device: str, seed: int = 0) -> Path:
     """A Hugging Face folder of that shape for `worker.actor.model.model_path`, in bf16 as they are published."""
+    checkpoint_without_weights(directory, size)
+    random_model(directory, size, device, "bf16", seed).save_pretrained(directory)
+    return directory
+
+
+def checkpoint_without_weights(directory: Path, size: str) -> Path:
+    """The same for a model that is made where it is used: writing and reading gigabytes takes longer than a step."""
     make_tiny_checkpoint(directory, "qwen2_5_vl", max_pixels=10**8)
-    model = random_model(directory, size, device, "bf16", seed)
-    (directory / "model.safetensors").unlink()  # the tiny one's; large weights are written in several files
-    model.save_pretrained(directory)
+    (directory / "model.safetensors").unlink()  # the tiny one's
+    random_config(directory, size).save_pretrained(directory)
     return directory
 
 
 def random_model(tiny: Path, size: str, device: str, weights: str, seed: int) -> Any:
-    """Random weights of that shape for the tokenizer of a tiny checkpoint."""
-    marks = Qwen2_5_VLConfig.from_pretrained(tiny)
-    ends = {name: getattr(marks.text_config, name) for name in ("bos_token_id", "eos_token_id")}
-    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-    config: Any = Qwen2_5_VLConfig(
-        text_config=TEXT[size] | ends | {"tie_word_embeddings": True, "max_position_embeddings": 128_000},
-        vision_config=VISION[size] | PATCHES,
-        tie_word_embeddings=True,
-        **{name: getattr(marks, name) for name in names},
-    )
+    """Random weights of that shape for the tokenizer of a tiny checkpoint, drawn on the device in their dtype."""
     torch.manual_seed(seed)
     with torch.device(device):
         return Qwen2_5_VLForConditionalGeneration._from_config(
-            config, dtype=DTYPES[weights], attn_implementation="sdpa"
+            random_config(tiny, size), dtype=DTYPES[weights], attn_implementation="sdpa"
         )
+
+
+def random_config(tiny: Path, size: str) -> Any:
+    marks = Qwen2_5_VLConfig.from_pretrained(tiny)
+    ends = {name: getattr(marks.text_config, name) for name in ("bos_token_id", "eos_token_id")}
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    tied = size not in OWN_OUTPUT_MATRIX
+    return Qwen2_5_VLConfig(
+        text_config=TEXT[size] | ends | {"tie_word_embeddings": tied, "max_position_embeddings": 128_000},
+        vision_config=VISION[size] | PATCHES,
+        tie_word_embeddings=tied,
+        **{name: getattr(marks, name) for name in names},
+    )
 
 
 def random_prompts(

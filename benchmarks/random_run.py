@@ -10,7 +10,7 @@ from typing import Any
 
 from PIL import Image
 
-from benchmarks.random_model import random_checkpoint, random_questions
+from benchmarks.random_model import checkpoint_without_weights, random_checkpoint, random_questions
 from mtrl.config.load import load_config
 from mtrl.config.text import write_yaml
 from mtrl.models.families import load_encoder
@@ -28,11 +28,12 @@ PATHS = ("worker.actor.model.model_path", "dataset.train_files", "training.outpu
 
 def write_run(
     folder: Path, size: str, device: str, rows: int, sides: Sequence[int], text_tokens: int, seed: int,
-    settings: Mapping[str, Any],
+    settings: Mapping[str, Any], *, weights: bool = True,
 ) -> Path:  # fmt: skip
-    """Writes everything into `folder`. Pictures are squares of these sides, in turn; `settings` are keys of the YAML
-    with their dots; returned is its path."""
-    checkpoint = random_checkpoint(folder / "model", size, device, seed)
+    """Writes everything into `folder`, on request but for the `weights`. Pictures are squares of these sides, in turn;
+    `settings` are keys of the YAML with their dots; returned is its path."""
+    place = folder / "model"
+    checkpoint = random_checkpoint(place, size, device, seed) if weights else checkpoint_without_weights(place, size)
     write_rows(folder, rows, sides, text_tokens, seed)
     (folder / "rewards.py").write_text(REWARD)
     places = dict(zip(PATHS, (str(checkpoint), "train.jsonl", str(folder / "outputs")), strict=True))

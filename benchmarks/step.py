@@ -3,9 +3,10 @@
     python -m benchmarks.step --size 3b --device cuda --prompts 8 --generations 8 \
         --image-side 672 --completion 256 --steps 4 [--trl TRL_STEP.py] [KEY=VALUE ..]
 
-A checkpoint, rows with pictures and a YAML are written to a temporary folder, and the run is configured, built,
-rehearsed and stepped by the code of `mtrl train`: what the YAML does not set is as users get it, and what it sets
-stands in the result under `settings`. Its sizes come from the arguments; --dtype chooses the dtype of the weights
+A checkpoint without weights, rows with pictures and a YAML are written to a temporary folder, and the run is
+configured, built, rehearsed and stepped by the code of `mtrl train`: what the YAML does not set is as users get it, and
+what it sets stands in the result under `settings`. The weights are drawn on the device, in the dtype in which the run
+would have loaded them. Sizes come from the arguments; --dtype chooses the dtype of the weights
 (fp32 master weights are the default), --tprl turns token gradient filtering and trajectory shaping on, --attention
 measures attention at every step, and any KEY=VALUE is an override as of `mtrl train`. Rewards are a function of the
 response without a meaning. No token ends a response: all have --completion tokens, as in the peer's benchmark.
@@ -13,7 +14,11 @@ response without a meaning. No token ends a response: all have --completion toke
 Arguments and JSON keys are those of the benchmark of TRL's trainer (`trl_step.py`), which `--trl` runs beside it,
 before, on the same device with the same arguments. TRL's plain GRPO has no reference; MTRL's default has one, and
 optimization.disable_divergence=true makes the two alike. The first step is the warm-up, and medians leave it out.
---save saves a checkpoint after the last step and says how long that held the loop. The last line is one JSON object.
+--save saves a checkpoint after the last step and says how long that held the loop.
+
+--memory-gib 24 makes the GPU one of 24 GiB, for everything that runs on it. Peaks are those of torch's allocator in
+each phase; with what generation takes past it, `peak_gb_buffers`, they are what a step held. `halved` says what had
+to be halved on the way, null where all of it fitted. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -33,14 +38,16 @@ from typing import Any
 import torch
 
 from benchmarks.environment import finish
-from benchmarks.measure import give_back
-from benchmarks.random_model import TOKEN_PIXELS
+from benchmarks.measure import device_of
+from benchmarks.random_model import TOKEN_PIXELS, random_model
 from benchmarks.random_run import PATHS, step_settings, write_run
-from mtrl.build.model import Loaded, build_policy
+from mtrl.build.model import Loaded, base_dtype, build_encoder, build_policy, model_path
 from mtrl.build.run import Run, build, configure
 from mtrl.config import Config, given_keys
 from mtrl.protocols import Tracker
-from mtrl.training.loop import Loop
+from mtrl.rollout.decode.arena import CudaArena
+from mtrl.rollout.local import ROWS_AT_ONCE
+from mtrl.training.loop import Components, Loop
 from mtrl.types import Experience
 
 SHARED_ARGUMENTS = ("size", "prompts", "generations", "image_side", "completion", "steps", "device", "micro_batch",
@@ -56,7 +63,7 @@ BESIDE_SETTINGS = {"stop_ids": "none: no token ends a response"}  # what no key 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="any other key of the run")
-    parser.add_argument("--size", choices=["tiny", "3b"], default="tiny")
+    parser.add_argument("--size", choices=["tiny", "3b", "7b"], default="tiny")
     parser.add_argument("--prompts", type=int, default=2)
     parser.add_argument("--generations", type=int, default=4)
     parser.add_argument("--image-side", type=int, default=56)
@@ -66,6 +73,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="of the master weights")
     parser.add_argument("--micro-batch", type=int, default=8, help="rows of a pass of TRL")
     parser.add_argument("--text-tokens", type=int, default=64)
+    parser.add_argument("--memory-gib", type=float, default=None, help="of a smaller card")
     parser.add_argument("--seed", type=int, default=0)
     for switch in ("tprl", "attention", "save"):
         parser.add_argument(f"--{switch}", action="store_true")
@@ -94,22 +102,25 @@ def settings_of(a: argparse.Namespace) -> dict[str, Any]:
     return settings | (TPRL if a.tprl else {})
 
 
-def build_run(config: Config, lengths: PromptLengths) -> Run:
-    """The run of `mtrl train`, whose model is loaded here first, only to take the ends of responses away."""
-    loaded = Loaded(*build_policy(config))
+def build_run(config: Config, a: argparse.Namespace, lengths: PromptLengths) -> Run:
+    """The run of `mtrl train`, whose model is made here first, of random weights; no token ends a response."""
+    encoder, place = build_encoder(config), model_path(config)
+    base = random_model(Path(place), a.size, a.device, base_dtype(config), a.seed).eval()
+    base.name_or_path = place
+    loaded = Loaded(*build_policy(config, encoder, base))
     loaded.encoder.stop_ids = ()
     return build(config, trackers=[lengths], loaded=loaded)
 
 
 def run(a: argparse.Namespace) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="mtrl-step-") as folder:
+    with tempfile.TemporaryDirectory(prefix="mtrl-step-") as folder, device_of(a.memory_gib):
         file = write_run(
-            Path(folder), a.size, a.device, a.prompts * a.steps, [a.image_side], a.text_tokens, a.seed, settings_of(a)
-        )
-        give_back()  # the checkpoint was made on the device
+            Path(folder), a.size, a.device, a.prompts * a.steps, [a.image_side], a.text_tokens, a.seed,
+            settings_of(a), weights=False,
+        )  # fmt: skip
         config, _ = configure(file, a.overrides)
         lengths, begin = PromptLengths(), time.perf_counter()
-        training = build_run(config, lengths)
+        training = build_run(config, a, lengths)
         with training.closing:
             built = time.perf_counter()
             training.rehearse()
@@ -127,11 +138,25 @@ def measured(loop: Loop, step: int, a: argparse.Namespace) -> dict[str, Any]:
         row[name] = sum(values[f"perf/seconds_{phase}"] for phase in phases)
     row["detail"] = {phase: values[f"perf/seconds_{phase}"] for phases in PHASES.values() for phase in phases}
     row["peak_gb_generation"] = round(values["perf/peak_gb_generate"], 2)
+    row["peak_gb_buffers"] = round(past_the_allocator(loop.components.generator) / 2**30, 2)
     row["peak_gb_training"] = round(max(values["perf/peak_gb_probe"], values["perf/peak_gb_update"]), 2)
     row |= {"grad_norm": values["actor/grad_norm"], "loss": values["actor/pg_loss"]}
     row["completion_tokens"] = round(values["response_length/mean"] * a.prompts * a.generations)
     print(f"step {step + 1}: " + ", ".join(f"{k} {v:.3f}" for k, v in row.items() if isinstance(v, float)), flush=True)
     return row
+
+
+def past_the_allocator(generator: Any) -> int:
+    """Bytes of generation that torch's allocator does not know of: they are there until the engine sleeps."""
+    holders = [getattr(generator, name, None) for name in ("weights", "buffers")]
+    return sum(holder.arena.bytes for holder in holders if holder is not None and isinstance(holder.arena, CudaArena))
+
+
+def halved(components: Components) -> dict[str, int] | None:
+    """How many responses are sampled at once, and tokens of a pass of the update, where fewer than asked for fitted."""
+    rows, tokens = getattr(components.generator, "rows_at_once", ROWS_AT_ONCE), components.actor.learner.cut_to  # type: ignore[attr-defined]
+    found = {"responses_at_once": rows if rows < ROWS_AT_ONCE else 0, "tokens_of_an_update": tokens}
+    return {name: value for name, value in found.items() if value} or None
 
 
 def timed_save(loop: Loop) -> dict[str, float]:
@@ -167,9 +192,13 @@ def result_of(
         "image_tokens": (a.image_side // TOKEN_PIXELS) ** 2,
         "prompt_len": prompt_len,
         "median_of_measured_steps": summary,
-        "peak_gb": max(max(row["peak_gb_generation"], row["peak_gb_training"]) for row in rows),
+        "peak_gb": max(
+            max(row["peak_gb_generation"] + row["peak_gb_buffers"], row["peak_gb_training"]) for row in rows
+        ),
         "peak_gb_generation": max(row["peak_gb_generation"] for row in rows),
+        "peak_gb_buffers": max(row["peak_gb_buffers"] for row in rows),
         "peak_gb_training": max(row["peak_gb_training"] for row in rows),
+        "halved": halved(training.loop.components),
         "seconds_before_the_first_step": start,
         "saving": saving,
         "steps": rows,

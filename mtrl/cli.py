@@ -160,6 +160,21 @@ def plot(arguments: Sequence[str]) -> int:
     return plot.run(arguments)
 
 
+def export(arguments: Sequence[str]) -> int:
+    """Write a run's newest checkpoint, or any, as a model that other tools load, with a card.
+
+    mtrl export RUN|CHECKPOINT --to DIR [--dtype bf16|fp32] [--push ORG/NAME]
+
+    Safetensors with tokenizer, processor and generation settings, adapters merged, and a model card (README.md): the
+    run's configuration, curves, data, rewards and samples. --dtype is what the run computed in unless it is given. DIR
+    is new or empty. --push uploads it to the Hugging Face hub; a repository that is not there yet is made private. The
+    last line is JSON.
+    """
+    from mtrl.commands import export
+
+    return export.run(arguments)
+
+
 COMMANDS: dict[str, Command] = {
     "train": train,
     "demo": demo,
@@ -168,6 +183,7 @@ COMMANDS: dict[str, Command] = {
     "reward": reward,
     "attention": attention,
     "plot": plot,
+    "export": export,
     "doctor": doctor,
     "config": config,
     "convert": convert,

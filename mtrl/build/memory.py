@@ -10,7 +10,7 @@ from mtrl.build import recipe
 from mtrl.build.critic import critic_path
 from mtrl.config import Config
 from mtrl.memory.estimate import Plan, changes
-from mtrl.memory.rehearsal import Limits, rehearse
+from mtrl.memory.rehearsal import ADAM_STATES, Limits, rehearse
 from mtrl.models.families import load_model_config
 from mtrl.models.forward import Forward
 from mtrl.models.size import reward_model_parameters
@@ -41,12 +41,14 @@ def plan_of(config: Config, on_gpu: bool) -> Plan:
     trusted, own_attention = actor.model.trust_remote_code, attention in ("auto", "sdpa")
     compiled, rules = on_gpu and actor.use_torch_compile, recipe.recipe_of(config, 1)
     shared = actor.share_prefix and (own_attention or attention == "eager")
+    learners = [actor.optim, config.worker.critic.optim] if "values" in rules.needs else [actor.optim]
     return Plan(
         limits=limits_of(config, rules.needs, on_gpu, shared),
         weights=actor.fsdp.param_dtype,
         compute=actor.fsdp.mixed_precision_dtype,
         reference=rules.reads_reference and actor.model.peft_type is None,
         adapters=recipe.adapter_settings(config),
+        four_bit=actor.model.peft_type == "qlora",
         train_vision=not actor.model.freeze_vision_tower,
         checkpointing=actor.model.enable_gradient_checkpointing,
         attention=attention,
@@ -55,6 +57,11 @@ def plan_of(config: Config, on_gpu: bool) -> Plan:
         compiled=compiled,
         graphs=on_gpu and not triton_is_missing(),
         reward_model_parameters=reward_model_parameters(reward.model_path, trusted) if reward.model_path else 0,
+        states=ADAM_STATES + (actor.fsdp.param_rounding == "kahan"),
+        eight_bit=all(optim.name == "adamw_8bit" for optim in learners),
+        offload_optimizer=on_gpu and actor.offload.offload_optimizer,
+        offload_reference=on_gpu and config.worker.ref.offload_params and rules.reads_reference,
+        reference_in_update=rules.loss.full_divergence,
         critic=load_model_config(critic_path(config), trusted) if "values" in rules.needs else None,
         trust_remote_code=trusted,
     )
@@ -78,8 +85,19 @@ def rehearse_on_gpu(
     if policy.backbone.device.type != "cuda":
         return
     limits = limits_of(config, needs, on_gpu=True, share_prefix=policy.share_prefix)
-    ways = changes(plan_of(config, on_gpu=True))
-    peaks = rehearse(policy, policy.encoder, limits, generator, has_states=has_states, ways=[*ways], critic=critic)
+    plan = plan_of(config, on_gpu=True)
+    peaks = rehearse(
+        policy,
+        policy.encoder,
+        limits,
+        generator,
+        has_states=has_states,
+        ways=[*changes(plan)],
+        critic=critic,
+        states=plan.states,
+        state_dtype=torch.uint8 if plan.eight_bit else None,
+        offloaded=plan.offload_optimizer,
+    )
     say_at_once(
         "rehearsed at the limits: " + ", ".join(f"{name} {peak / GIB:,.1f} GiB" for name, peak in peaks.items())
     )

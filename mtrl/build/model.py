@@ -20,11 +20,12 @@ from mtrl.build.hub import seek_model
 from mtrl.config import Config, ConfigError
 from mtrl.data.cache import default_cache_dir
 from mtrl.data.templates import template_text
-from mtrl.models.adapters import add_adapters, base_path, has_adapters, is_adapter, reset_adapters
+from mtrl.models.adapters import add_adapters, base_path, has_adapters, is_adapter, quantize_base, reset_adapters
 from mtrl.models.backbone import Backbone
 from mtrl.models.families import TextEncoder, encoder_files, load_encoder
 from mtrl.models.forward import Forward
 from mtrl.models.load import DTYPES, load_model
+from mtrl.models.recompute import recompute
 from mtrl.models.weights import load_weights, save_model, saved_weights
 from mtrl.protocols import Generator
 from mtrl.rollout.decode.engine import fastest_generator
@@ -33,6 +34,7 @@ from mtrl.training.interrupt import say_at_once
 from mtrl.training.recipe import Recipe
 from mtrl.training.resume import refuse_damaged
 from mtrl.workers.actor import LocalActor
+from mtrl.workers.offload import Parked
 from mtrl.workers.reference import Reference
 from mtrl.zoo.rows import MODEL_DIRECTORY
 
@@ -107,11 +109,12 @@ def warn_of_written_tokens(encoder: TextEncoder, texts: Mapping[str, str | None]
                            "makes it a token", key, ", ".join(found))  # fmt: skip
 
 
-def build_policy(config: Config, encoder: TextEncoder | None = None) -> tuple[TextEncoder, Forward]:
+def build_policy(config: Config, encoder: TextEncoder | None = None, base: Any = None) -> tuple[TextEncoder, Forward]:
+    """`base`: the model of the configuration where it is in memory already, in `base_dtype`."""
     actor = config.worker.actor
     encoder = encoder or build_encoder(config)
     refuse_damaged(Path(model_path(config)))
-    model = load_policy(config)
+    model = load_policy(config, base)
     if actor.use_torch_compile and model.device.type == "cuda":
         say_at_once(COMPILING.format(place=keep_compiled(default_cache_dir() / "compiled")))
     if actor.fsdp.mixed_precision_dtype == "bf16" and model.device.type == "cpu":
@@ -133,10 +136,9 @@ def build_policy(config: Config, encoder: TextEncoder | None = None) -> tuple[Te
 def backbone_of(config: Config, model: Any) -> Backbone:
     """A model that learns, actor or critic, in the settings of the configuration."""
     settings, actor = config.worker.actor.model, config.worker.actor
-    if settings.enable_gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
     compiled = actor.use_torch_compile and model.device.type == "cuda"
     backbone = Backbone(model, DTYPES[actor.fsdp.mixed_precision_dtype], compiled=compiled)
+    recompute(model, settings.enable_gradient_checkpointing)
     if settings.freeze_vision_tower and backbone.vision_tower is not None:
         backbone.vision_tower.requires_grad_(False)
     return backbone
@@ -151,19 +153,29 @@ def warn_of_slow_bf16() -> None:
         )
 
 
-def load_policy(config: Config) -> Any:
-    """The model of a run. Adapters that are at its path already are taken over. Weights that do not learn are kept as
-    products take them: wider ones would be narrowed in every pass."""
+def load_policy(config: Config, base: Any = None) -> Any:
+    """The model of a run. Adapters that are at its path already are taken over."""
     settings, path = recipe.adapter_settings(config), model_path(config)
     if settings is None:
-        return load_plain(config, path)
-    seek_model(base_path(path))
-    kept = {"dtype": config.worker.actor.fsdp.mixed_precision_dtype}
-    model = load_model(base_path(path), **load_options(config) | kept)
-    add_adapters(model, settings)
+        return base or load_plain(config, path)
+    options, quantized = load_options(config), config.worker.actor.model.peft_type == "qlora"
+    if base is None:
+        seek_model(base_path(path))
+        kept = {"dtype": base_dtype(config)} | ({"device": "cpu"} if quantized else {})  # it goes there in 4 bits
+        base = load_model(base_path(path), **options | kept)
+    if quantized:
+        quantize_base(base, torch.device(options["device"]))
+    add_adapters(base, settings)
     if is_adapter(path):
-        load_weights(model, Path(path))
-    return model
+        load_weights(base, Path(path))
+    return base
+
+
+def base_dtype(config: Config) -> str:
+    """What the actor's model is loaded in. Under adapters it does not learn, and is kept as products take it: wider
+    weights would be narrowed in every pass."""
+    fsdp = config.worker.actor.fsdp
+    return fsdp.param_dtype if config.worker.actor.model.peft_type is None else fsdp.mixed_precision_dtype
 
 
 def give_weights(config: Config, model: Any) -> None:
@@ -231,6 +243,8 @@ def build_actor(
         encoder_files=encoder_files(encoder, model_path(config)),
         reference=reference,
         dropout_seed=recipe.dropout_seed(config),
+        offload_optimizer=on_gpu and config.worker.actor.offload.offload_optimizer,
+        offload_reference=on_gpu and config.worker.ref.offload_params and not has_adapters(policy.backbone.model),
     )
 
 
@@ -267,7 +281,11 @@ def build_generator(config: Config, policy: Forward, encoder: TextEncoder, learn
     if config.worker.rollout.name == "vllm":
         from mtrl.build.vllm import build_vllm  # it need not be installed
 
-        return build_vllm(config, model_path(config), policy, encoder, learns)
+        engine = build_vllm(config, model_path(config), policy, encoder, learns)
+        if config.worker.actor.offload.offload_params and policy.backbone.device.type == "cuda":
+            weights = list(policy.backbone.model.parameters())
+            engine.making_room = Parked(lambda: weights, policy.backbone.device).away
+        return engine
     return fastest_generator(policy.backbone, encoder)
 
 

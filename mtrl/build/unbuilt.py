@@ -10,19 +10,13 @@ from mtrl.config import Config, ConfigError
 def unbuilt(config: Config) -> list[str]:
     """Each switch that is on and cannot be had, with what to set instead."""
     training, worker = config.training, config.worker
-    model, rollout = worker.actor.model, worker.rollout
+    rollout = worker.rollout
     switches = {
-        "worker.actor.model.peft_type: qlora (it needs a GPU and bitsandbytes); use lora": model.peft_type == "qlora",
-        "worker.actor.optim.name: adamw_8bit; use adamw": worker.actor.optim.name != "adamw",
-        "worker.critic.optim.name: adamw_8bit; use adamw": worker.critic.optim.name != "adamw",
-        "worker.actor.fsdp.cpu_offload; set it to false": worker.actor.fsdp.cpu_offload,
-        "worker.actor.fsdp.mixed_precision_dtype: fp16; use bf16 or fp32": (
-            worker.actor.fsdp.mixed_precision_dtype == "fp16"
+        "worker.actor.fsdp.cpu_offload (of weights that are split over several GPUs); set it to false": (
+            worker.actor.fsdp.cpu_offload
         ),
-        "worker.actor.offload; set offload_params and offload_optimizer to false": (
-            worker.actor.offload.offload_params or worker.actor.offload.offload_optimizer
-        ),
-        "worker.ref.offload_params; set it to false": worker.ref.offload_params,
+        "worker.actor.offload.offload_params (the local engine samples from these weights); set it to false, or "
+        "worker.rollout.name to vllm": (worker.actor.offload.offload_params and rollout.name != "vllm"),
         "worker.actor.ulysses_size; set it to 1": worker.actor.ulysses_size > 1,
         "worker.hybrid_engine: false; set it to true": not worker.hybrid_engine,
         f"worker.rollout.mode: {rollout.mode}; use inprocess, or worker.rollout.name: vllm": (
@@ -42,10 +36,16 @@ def unbuilt(config: Config) -> list[str]:
 
 def missing_libraries(config: Config) -> list[str]:
     """What is switched on and not installed. (Rewards say it of their own, when they are loaded.)"""
-    adapted = config.worker.actor.model.peft_type is not None
-    if adapted and find_spec("peft") is None:
-        return ["worker.actor.model.peft_type: adapters need the library peft; pip install 'mtrl[lora]'"]
-    return []
+    kind, learners = config.worker.actor.model.peft_type, {"actor": config.worker.actor, "critic": config.worker.critic}
+    missing = []
+    if kind is not None and find_spec("peft") is None:
+        missing.append("worker.actor.model.peft_type: adapters need the library peft; pip install 'mtrl[lora]'")
+    if find_spec("bitsandbytes") is None:
+        need = "needs the library bitsandbytes; pip install 'mtrl[qlora]', or use"
+        missing += [f"worker.actor.model.peft_type: qlora {need} lora"] if kind == "qlora" else []
+        eight_bit = [name for name, learner in learners.items() if learner.optim.name == "adamw_8bit"]
+        missing += [f"worker.{name}.optim.name: adamw_8bit {need} adamw" for name in eight_bit]
+    return missing
 
 
 def refuse_unbuilt(config: Config) -> None:

@@ -70,15 +70,22 @@ def take_path_and_data(arguments: Sequence[str], question: str) -> tuple[str, st
 
 
 @opening()
-def evaluation_config(path: str, overrides: list[str]) -> Config:
-    """A run's own configuration with its newest checkpoint; for a bare checkpoint the defaults."""
+def run_and_checkpoint(path: str) -> tuple[Path | None, Path]:
+    """What a user means by RUN|CHECKPOINT: a run and its newest checkpoint, or a checkpoint and the run it lies in."""
     from mtrl.training.resume import newest_intact  # here, since these import torch and not every command needs that
     from mtrl.workers.snapshot import OPTIMIZER_STATE
 
     place = Path(path)
     run = next((each for each in (place, place.absolute().parent.parent) if (each / "config.yaml").is_file()), None)
     checkpoint = newest_intact(place / "checkpoints", but=(OPTIMIZER_STATE,)) if run == place else place
-    if run == place and checkpoint is None:
+    if checkpoint is None:
         raise ConfigError([f"{path} is a run without a checkpoint"])
+    return run, checkpoint
+
+
+@opening()
+def evaluation_config(path: str, overrides: list[str]) -> Config:
+    """A run's own configuration with its newest checkpoint; for a bare checkpoint the defaults."""
+    place, (run, checkpoint) = Path(path), run_and_checkpoint(path)
     file = run / "config.yaml" if run else CONFIG_FILE if place.resolve() == MODEL_DIRECTORY else None
     return load_config(file, [f"worker.actor.model.model_path={checkpoint}", *overrides], saved=True)

@@ -65,6 +65,7 @@ def conflicts(config: Config) -> Iterator[Conflict]:
     yield from _filtering(config)
     yield from _divergence(config)
     yield from _credit(config)
+    yield from _precision(config)
     yield from _engine(config)
     yield from _reward_functions(config)
     yield from _reward_weights(config)
@@ -90,7 +91,8 @@ def warnings(config: Config) -> Iterator[str]:
         rates["worker.critic.optim.lr"] = config.worker.critic.optim.lr
         yield from _warnings_of_critic(config)
     for key, lr in rates.items():
-        yield from _warnings_of_rate(key, lr, config.worker.actor.fsdp.param_dtype)
+        lossy = config.worker.actor.fsdp.param_dtype == "bf16" and config.worker.actor.fsdp.param_rounding == "none"
+        yield from _warnings_of_rate(key, lr, lossy)
 
 
 def _warnings_of_adapters(config: Config) -> Iterator[str]:
@@ -100,6 +102,11 @@ def _warnings_of_adapters(config: Config) -> Iterator[str]:
             f"worker.actor.model.lora_dropout = {dropout:g}: updates see another policy than the one that sampled, so "
             "its ratio to itself is no longer 1, and results vary with how a batch is cut into passes; 0 is exact"
         )
+    if config.worker.ref.offload_params:
+        yield (
+            "worker.ref.offload_params with adapters: the reference is the model under them, which has no weights of "
+            "its own, so there is nothing to move; set it to false"
+        )
     if 0 < lr < SMALL_LR_OF_ADAPTERS:
         yield (
             f"worker.actor.optim.lr = {lr:g} with adapters: they begin at zero and move by about lr a step, so they "
@@ -107,17 +114,18 @@ def _warnings_of_adapters(config: Config) -> Iterator[str]:
         )
 
 
-def _warnings_of_rate(key: str, lr: float, param_dtype: str) -> Iterator[str]:
+def _warnings_of_rate(key: str, lr: float, lossy: bool) -> Iterator[str]:
     if lr > LARGE_LR:
         yield (
             f"{key} = {lr:g}: a step moves every weight by about that much, more than most weights are large: the "
             "model is lost within a few steps; usual are 1e-6 to 1e-4"
         )
-    if param_dtype == "bf16" and 0 < lr < SMALL_LR_IN_BF16:
+    if lossy and 0 < lr < SMALL_LR_IN_BF16:
         yield (
             f"worker.actor.fsdp.param_dtype = bf16 with {key} = {lr:g}: a bf16 weight has 8 bits, so an update below "
             "about 1/512 of the weight is lost, and updates are about as large as lr: "
-            f"weights over {512 * lr:.1g} hardly learn; keep the master weights in fp32"
+            f"weights over {512 * lr:.1g} hardly learn; set worker.actor.fsdp.param_rounding to kahan or "
+            "stochastic, or keep the master weights in fp32"
         )
 
 
@@ -155,6 +163,18 @@ def _sizes(config: Config) -> Iterator[Conflict]:
             ("dataset.rollout_batch_size", "worker.rollout.n"),
             f"{responses:,} responses in a step: none of that size ends; at most {MOST_RESPONSES:,} are taken",
         )
+
+
+def _precision(config: Config) -> Iterator[Conflict]:
+    fsdp = config.worker.actor.fsdp
+    if fsdp.param_rounding != "none" and fsdp.param_dtype != "bf16":
+        told = "float32 weights lose nothing; set worker.actor.fsdp.param_dtype to bf16, or param_rounding to none"
+        yield Conflict(("worker.actor.fsdp.param_rounding", "worker.actor.fsdp.param_dtype"), told)
+    learners = {"actor": config.worker.actor.optim, "critic": config.worker.critic.optim}
+    for name, optim in learners.items():
+        if fsdp.param_rounding != "none" and optim.name == "adamw_8bit":
+            told = "the kernels of 8-bit AdamW round weights to the nearest; use adamw, or set param_rounding to none"
+            yield Conflict(("worker.actor.fsdp.param_rounding", f"worker.{name}.optim.name"), told)
 
 
 def _batches_and_lengths(config: Config) -> Iterator[Conflict]:

@@ -25,6 +25,7 @@ from mtrl.rollout.decode.footprint import Batch
 from mtrl.rollout.local import ROWS_AT_ONCE
 from mtrl.types import Finish, Medium, Needs, Prompt, Rollouts, Sampling, Task
 from mtrl.workers.micro_batches import MicroBatching
+from mtrl.workers.offload import pieces_of
 
 GIB = 2**30
 ADAM_STATES = 2  # of each weight that learns
@@ -169,13 +170,17 @@ def rehearse(
     has_states: bool,
     ways: Sequence[str] = (),
     critic: Forward | None = None,
+    states: int = ADAM_STATES,
+    state_dtype: torch.dtype | None = None,
+    offloaded: bool = False,
 ) -> dict[str, int]:
     """Runs the passes once; the bytes that each phase held at most, beyond what was held before. `generator` is the one
     that will sample, and asleep.
 
-    Where the optimizers have no states yet (they come with their first step), their room is taken meanwhile. Weights,
-    gradients, random numbers and the mode of the model stay as they are. A phase that does not fit is a StartError with
-    the `ways` to make it smaller.
+    Where the optimizers have no states yet (they come with their first step), their room is taken meanwhile, of so many
+    `states` of each weight, in its dtype unless told; where they are `offloaded`, that of the largest piece, for the
+    update alone. Weights, gradients, random numbers and the mode of the model stay as they are. A phase that does not
+    fit is a StartError with the `ways` to make it smaller.
     """
     model, device = forward.backbone.model, forward.backbone.device
     rehearsal = Rehearsal(forward, encoder, limits, critic)
@@ -185,12 +190,16 @@ def rehearse(
     held: list[Tensor] = []
 
     def hold_states() -> None:
-        held.extend(torch.empty_like(p) for p in learning for _ in range(0 if has_states else ADAM_STATES))
+        here = [] if has_states else learning
+        if offloaded:  # those of a run that goes on lie in main memory too
+            here = max(pieces_of(learning), key=lambda piece: sum(p.nbytes for p in piece))
+        held.extend(torch.empty_like(p, dtype=state_dtype or p.dtype) for p in here for _ in range(states))
 
     phases: dict[str, Callable[[], None]] = {
-        "optimizer": hold_states,
+        **({} if offloaded else {"optimizer": hold_states}),
         "sample": partial(rehearsal.sample, generator),
         "probe": rehearsal.probe,
+        **({"optimizer": hold_states} if offloaded else {}),
         "update": rehearsal.update,
     }
     if critic is not None:

@@ -24,6 +24,7 @@ from mtrl.models.families import VISION_FAMILIES, TextEncoder, in_a_line
 from mtrl.models.families.vision import rotary_positions
 from mtrl.models.live_tensors import LiveTensors
 from mtrl.models.patches import use_padded_mlps
+from mtrl.models.recompute import Recomputed, recompute
 from mtrl.protocols import ImageSettings
 from mtrl.types import TEXT_POOL, VISION_POOL, Prompt, Task
 
@@ -38,7 +39,7 @@ class FakeModel:
         *,
         dtype: torch.dtype = torch.float32,
         attention: str = "sdpa",
-        checkpointing: bool = False,
+        checkpointing: Recomputed = False,
         train_vision: bool = True,
         compiled: bool = False,
         padded: bool = False,
@@ -64,13 +65,12 @@ class FakeModel:
         self.layers = self.language_model.layers
         self.blocks: Any = [] if self.tower is None else self.tower.blocks
         self.encoder = FakeEncoder(self)
-        if checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
         if self.tower is not None:
             if self._deepstack:  # of layers that are there after a cut
                 self.tower.deepstack_visual_indexes = list(range(self._deepstack))
             if padded:
                 use_padded_mlps(self.tower)
+        recompute(self.model, checkpointing)
         if compiled:
             for module in self.model.modules():
                 if type(module).__name__.lower().endswith("mlp"):

@@ -39,14 +39,23 @@ def saved_weights(model: PreTrainedModel) -> Mapping[str, Tensor]:
     return adapter_tensors(model) if has_adapters(model) else exported_weights(model)
 
 
-def save_model(model: PreTrainedModel, weights: Mapping[str, Tensor], directory: Path) -> None:
+def save_model(
+    model: PreTrainedModel,
+    weights: Mapping[str, Tensor],
+    directory: Path,
+    *,
+    shard: str = "50GB",
+    progress: bool = False,
+) -> None:
     """Writes a checkpoint that `from_pretrained` loads as it is: the model's settings, and `weights`, which were
-    exported from it and may be older than what it holds now. Of adapters: files of peft."""
-    disable_progress_bar()  # a bar for the shards would run through the progress of the training
+    exported from it and may be older than what it holds now. Of adapters: files of peft. `shard`: the largest file of
+    weights."""
+    if not progress:
+        disable_progress_bar()  # a bar for the shards would run through the progress of the training
     if has_adapters(model):
         save_adapters(model, weights, directory)
     else:
-        model.save_pretrained(directory, state_dict=dict(weights))
+        model.save_pretrained(directory, state_dict=dict(weights), max_shard_size=shard)
 
 
 def load_weights(model: PreTrainedModel, directory: Path) -> None:

@@ -238,9 +238,10 @@ def remove(folder: Path) -> None:
         shutil.rmtree(hidden)
 
 
-def write_folder(target: Path, write: Callable[[Path], None]) -> None:
-    """A folder of its own with what `write` puts into it: whole, or not at all. One that was written so is replaced;
-    anything else that is there, the checkpoint of a run above all, is left alone."""
+def write_folder(target: Path, write: Callable[[Path], None], finish: Callable[[Path], None] = seal) -> None:
+    """A folder of its own with what `write` puts into it: whole, or not at all. One that was sealed so is replaced;
+    anything else that is there, the checkpoint of a run above all, is left alone. A folder whose files a user may
+    change afterwards is settled in place of sealed."""
     target = target.absolute()
     replaced = (target / MANIFEST).exists() and not (target / STATE).exists()
     if target.exists() and not replaced and (not target.is_dir() or any(target.iterdir())):
@@ -250,7 +251,7 @@ def write_folder(target: Path, write: Callable[[Path], None]) -> None:
     unfinished.mkdir(parents=True)
     try:
         write(unfinished)
-        seal(unfinished)
+        finish(unfinished)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise

@@ -25,16 +25,23 @@ class Damaged(Exception):
 
 
 def seal(folder: Path) -> None:
-    """Writes the manifest of all files there, and returns when all of them are on the disk. They get the mode that a
-    new file has here: safetensors alone gives its files to nobody but the owner."""
+    """Writes the manifest of all files there, and returns when all of them are on the disk."""
     paths = sorted(folder.rglob("*"))
     files = {path.relative_to(folder).as_posix(): path for path in paths if path.is_file()}
     sums = {name: {"bytes": path.stat().st_size, "crc32": crc32(path)} for name, path in files.items()}
     (folder / MANIFEST).write_text(_written(sums))
-    mode = stat.S_IMODE((folder / MANIFEST).stat().st_mode)
-    for path in files.values():
-        path.chmod(mode)
-    for path in [*paths, folder / MANIFEST, folder]:
+    settle(folder, MANIFEST)
+
+
+def settle(folder: Path, plain: str) -> None:
+    """Returns when all that is in the folder is on the disk. Files get the mode that a new file has here, such as the
+    one called `plain`: safetensors alone gives its files to nobody but the owner."""
+    mode = stat.S_IMODE((folder / plain).stat().st_mode)
+    paths = sorted(folder.rglob("*"))
+    for path in paths:
+        if path.is_file():
+            path.chmod(mode)
+    for path in [*paths, folder]:
         to_disk(path)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from torch import Tensor
@@ -15,6 +16,7 @@ from mtrl.models.weights import exported_weights
 from mtrl.types import Needs, Rollouts, Signals, TrainBatch, Weights
 from mtrl.workers.learner import Learner, OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching
+from mtrl.workers.offload import Parked
 from mtrl.workers.reference import Reference
 from mtrl.workers.snapshot import LearnerSnapshot
 
@@ -38,12 +40,25 @@ class LocalActor:
         encoder_files: Mapping[str, bytes],
         reference: Reference | None = None,
         dropout_seed: int | None = None,
+        offload_optimizer: bool = False,
+        offload_reference: bool = False,
     ) -> None:
         self.forward, self.reference = forward, reference
+        self.parked: Parked | None = None
+        if offload_reference and reference is not None:
+            weights = list(reference.forward.backbone.model.parameters())
+            self.parked = Parked(lambda: weights, forward.backbone.device)
+            self.parked.park()
         self.perturbation, self.probe_batching = perturbation, probe_batching
         self.model = forward.backbone.model
         self.learner = Learner(
-            self.model, optimization, update_batching, name="actor", advice=ADVICE, dropout_seed=dropout_seed
+            self.model,
+            optimization,
+            update_batching,
+            name="actor",
+            advice=ADVICE,
+            offload=offload_optimizer,
+            dropout_seed=dropout_seed,
         )
         self.encoder_files = encoder_files  # what stands beside the weights of a checkpoint
 
@@ -55,8 +70,13 @@ class LocalActor:
             return found
         reference = self.reference
         assert reference is not None, "a run that asks for the reference builds one"
-        views = self.probe_batching.probe(rollouts, lambda rows: reference.signals(rows, needs, self.forward))
+        with self._reference_here():
+            views = self.probe_batching.probe(rollouts, lambda rows: reference.signals(rows, needs, self.forward))
         return found.merge(views)
+
+    def _reference_here(self) -> AbstractContextManager[None]:
+        """While the weights of the reference are on the device."""
+        return nullcontext() if self.parked is None else self.parked.here()
 
     def _probe_policy(self, rollouts: Rollouts, needs: Needs, step: int) -> Signals:
         if not rollouts.visual.any():
@@ -71,7 +91,8 @@ class LocalActor:
 
     # ------------------------------------------------------------------------------------------------------ updating
     def update(self, batches: Iterable[TrainBatch], loss: Loss) -> dict[str, float]:
-        return self.learner.update(batches, lambda batch: self._loss(batch, loss))
+        with self._reference_here() if loss.full_divergence else nullcontext():
+            return self.learner.update(batches, lambda batch: self._loss(batch, loss))
 
     def _loss(self, batch: TrainBatch, loss: Loss) -> tuple[Tensor, dict[str, Tensor]]:
         rollouts, mask, kl = batch.rollouts, batch.rollouts.mask, None

@@ -33,10 +33,13 @@ class LocalCritic:
         update_batching: MicroBatching,
         probe_batching: MicroBatching,
         encoder_files: Mapping[str, bytes],
+        offload_optimizer: bool = False,
     ) -> None:
         self.forward, self.probe_batching = forward, probe_batching
         self.model = forward.backbone.model
-        self.learner = Learner(self.model, optimization, update_batching, name="critic", advice=ADVICE)
+        self.learner = Learner(
+            self.model, optimization, update_batching, name="critic", advice=ADVICE, offload=offload_optimizer
+        )
         self.encoder_files = encoder_files  # what stands beside the weights of a checkpoint
 
     def probe(self, rollouts: Rollouts, needs: Needs, step: int) -> Signals:

@@ -5,12 +5,14 @@ Which loss it descends is the worker's affair: an actor hands in the policy loss
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,14 +20,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mtrl.errors import Diverged
+from mtrl.errors import DeviceFull, Diverged
 from mtrl.models.weights import load_weights, saved_weights
 from mtrl.types import TrainBatch
+from mtrl.workers.eight_bit import EightBitAdamW
 from mtrl.workers.micro_batches import MicroBatching
+from mtrl.workers.offload import Parked, pieces_of
+from mtrl.workers.rounding import RoundedAdamW, Rounding
 from mtrl.workers.snapshot import LearnerSnapshot, optimizer_state_of, read_counters, restore_optimizer_state
 
 BAD_STEPS_IN_A_ROW = 3
-COUNTED = ("version", "optimizer_step", "bad_steps_in_a_row")  # what a learner counts, for its snapshot
+COUNTED = ("version", "optimizer_step", "bad_steps_in_a_row", "cut_to")  # what a learner counts, for its snapshot
+TAKES_LESS = (
+    "worker.actor.tokens_per_micro_batch, worker.actor.model.enable_gradient_checkpointing=true, dataset.max_pixels "
+    "or dataset.max_response_length"
+)
 
 BatchLoss = Callable[[TrainBatch], tuple[Tensor, dict[str, Tensor]]]
 """The loss of some rows with gradients, and metrics; both add up over the slices of an optimizer step."""
@@ -45,6 +54,8 @@ class OptimizerSettings:
     schedule: Literal["constant_with_warmup", "cosine", "linear"] = "constant_with_warmup"
     min_lr_ratio: float = 0.0
     max_grad_norm: float = 1.0
+    rounding: Rounding = "none"  # how a weight in bf16 takes what is too little for it
+    eight_bit: bool = False  # a byte for each number of the state
 
     def lr_at(self, step: int) -> float:
         """The learning rate of optimizer step 0, 1, ..: the warm-up ends at step `warmup_steps` with the full rate."""
@@ -59,11 +70,22 @@ class OptimizerSettings:
         return self.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * fall)
 
 
+def optimizer_of(parameters: Sequence[Tensor], settings: OptimizerSettings, fused: bool) -> torch.optim.Optimizer:
+    """`fused`: one kernel, no copies of the weights on the way."""
+    common: Any = {"lr": settings.lr, "betas": settings.betas, "weight_decay": settings.weight_decay}
+    if settings.eight_bit:
+        return EightBitAdamW(parameters, **common)
+    if settings.rounding == "none":
+        return torch.optim.AdamW(parameters, **common, fused=fused)
+    return RoundedAdamW(parameters, **common, rounding=settings.rounding)
+
+
 class Learner:
     """Takes optimizer steps on a Hugging Face model; parameters that do not require gradients stay as they are.
 
-    `name` says in messages who learns, `advice` what a user may change where its numbers are not finite. A model
-    with dropout needs a seed of it; without one no random numbers are drawn."""
+    `name` says in messages who learns, `advice` what a user may change where its numbers are not finite. With `offload`
+    the optimizer's state lies in main memory and comes piece by piece for its steps. A model with dropout needs a seed
+    of it; without one no random numbers are drawn."""
 
     def __init__(
         self,
@@ -73,22 +95,24 @@ class Learner:
         *,
         name: str,
         advice: str,
+        offload: bool = False,
         dropout_seed: int | None = None,
     ) -> None:
-        self.model, self.optimization, self.batching = model, optimization, batching
+        self.model, self.optimization, self.given_batching = model, optimization, batching
         self.name, self.advice, self.dropout_seed = name, advice, dropout_seed
         self.names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         self.parameters = list(self.names)
-        self.optimizer = torch.optim.AdamW(
-            self.parameters,
-            lr=optimization.lr,
-            betas=optimization.betas,
-            weight_decay=optimization.weight_decay,
-            fused=model.device.type == "cuda",  # one kernel, no copies of the weights on the way
-        )
+        self.optimizer = optimizer_of(self.parameters, optimization, fused=model.device.type == "cuda")
+        pieces = pieces_of(self.parameters) if offload else []
+        self.pieces = [(piece, Parked(partial(self._large_states, piece), model.device)) for piece in pieces]
         self.version = 0  # version of the weights: how many updates they have seen
         self.optimizer_step = 0
         self.bad_steps_in_a_row = 0
+        self.cut_to = 0  # tokens, or rows, of a pass since the device was full; 0: it never was
+
+    @property
+    def batching(self) -> MicroBatching:
+        return self.given_batching.within(self.cut_to) if self.cut_to else self.given_batching
 
     # ------------------------------------------------------------------------------------------------------ updating
     def update(self, batches: Iterable[TrainBatch], loss: BatchLoss) -> dict[str, float]:
@@ -105,17 +129,11 @@ class Learner:
         lr = self.optimization.lr_at(self.optimizer_step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        metrics: dict[str, float] = defaultdict(float)
-        for number, rows in enumerate(self.batching.split(batch.rollouts)):
-            with self._dropping(number):
-                part, values = loss(batch.rows(rows))
-                part.backward()
-            for name, value in values.items():
-                metrics[name] += float(value)
+        metrics = self._fitting_gradients(batch, loss)
         norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.optimization.max_grad_norm))
         finite = math.isfinite(norm) and all(map(math.isfinite, metrics.values()))
         if finite:
-            self.optimizer.step()
+            self._move_weights()
         self.optimizer.zero_grad()
         self._count_bad_steps(finite)
         self.optimizer_step += 1
@@ -132,6 +150,70 @@ class Learner:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]))
             yield
+
+    def _fitting_gradients(self, batch: TrainBatch, loss: BatchLoss) -> dict[str, float]:
+        """The gradients of an optimizer step. Where a pass does not fit into the device they are made anew in smaller
+        ones, and so in all later steps; where those do not fit either, it is an error."""
+        try:
+            return self._gradients(batch, loss)
+        except torch.OutOfMemoryError as error:
+            torch_says = str(error).partition(" Of the allocated memory")[0]  # the rest is about fragments
+        # The error is gone here, and with it the frames that held what there was of the pass. What it had added to the
+        # gradients cannot be told from what the passes before it had: all of it goes.
+        self._let_go()
+        half = self.batching.half_of(batch.rollouts)
+        if half is None:
+            raise DeviceFull(f"the device has no room to learn from a single response. {torch_says} Set {TAKES_LESS}")
+        self.cut_to = half
+        unit = "tokens" if self.given_batching.rows is None else "responses"
+        logger.warning("the device has no room for an update of the %s in passes of this size; the step begins again "
+                       "with half of it, %d %s a pass from here on, which is slower. What takes less: %s",
+                       self.name, half, unit, TAKES_LESS)  # fmt: skip
+        try:
+            return self._gradients(batch, loss)
+        except torch.OutOfMemoryError as error:
+            torch_says = str(error).partition(" Of the allocated memory")[0]
+        self._let_go()
+        raise DeviceFull(f"the device has no room for half of an update's pass either. {torch_says} Set {TAKES_LESS}")
+
+    def _gradients(self, batch: TrainBatch, loss: BatchLoss) -> dict[str, float]:
+        """Adds the gradients of every pass to those of the parameters, and the metrics to one another."""
+        metrics: dict[str, float] = defaultdict(float)
+        for number, rows in enumerate(self.batching.split(batch.rollouts)):
+            with self._dropping(number):
+                part, values = loss(batch.rows(rows))
+                part.backward()
+            for name, value in values.items():
+                metrics[name] += float(value)
+        return metrics
+
+    def _let_go(self) -> None:
+        self.optimizer.zero_grad()
+        gc.collect()
+        torch.cuda.empty_cache()  # does nothing where there is no GPU in use
+
+    def _move_weights(self) -> None:
+        """The optimizer's own step. State that lies in main memory comes for one piece of the parameters after the
+        other: those without a gradient are left alone, and a piece has no further use for its own afterwards."""
+        if not self.pieces:
+            self.optimizer.step()
+            return
+        gradients = {parameter: parameter.grad for parameter in self.parameters}
+        self.optimizer.zero_grad()
+        for piece, states in self.pieces:
+            for parameter in piece:
+                parameter.grad = gradients.pop(parameter)
+            states.bring()
+            self.optimizer.step()
+            states.park()
+            for parameter in piece:
+                parameter.grad = None
+        states.give_back()
+
+    def _large_states(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """All but the counts of steps, which some kernels want elsewhere than the weights."""
+        states = [self.optimizer.state.get(parameter, {}) for parameter in parameters]
+        return [each for state in states for name, each in state.items() if name != "step"]
 
     def _count_bad_steps(self, finite: bool) -> None:
         """A step that would poison the weights is left out; three in a row are no accident."""
@@ -160,6 +242,8 @@ class Learner:
     def restore(self, directory: Path) -> None:
         """Goes on as the learner whose snapshot was written there would have."""
         load_weights(self.model, directory)
-        restore_optimizer_state(self.optimizer, self.names, directory)
+        restore_optimizer_state(self.optimizer, self.names, directory, stays=bool(self.pieces))
+        for _, states in self.pieces:
+            states.park()
         for name, count in read_counters(directory).items():
             setattr(self, name, count)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
-from mtrl.algorithms.packing import cut_groups, fill_micro_batches, row_index
+from mtrl.algorithms.packing import Piece, cut_groups, fill_micro_batches, row_index
 from mtrl.types import Rollouts, Signals
 
 NO_LIMIT = 1 << 62
@@ -27,13 +27,31 @@ class MicroBatching:
         """Row indices of each pass, which reads every prompt and response under so many views."""
         if self.rows is not None:
             return list(torch.arange(len(rollouts)).split(self.rows))
+        return [row_index(batch) for batch in self._packed(rollouts, views)]
+
+    def _packed(self, rollouts: Rollouts, views: int = 1) -> list[list[Piece]]:
         response_tokens = views * rollouts.mask.sum(1)
         prompt_tokens = [views * len(prompt.ids) for prompt in rollouts.prompts]
         budget = NO_LIMIT if self.tokens is None else self.tokens
         pieces = cut_groups(rollouts.group, response_tokens, prompt_tokens, budget, self.share_prefix)
         if self.tokens is None:
             budget = max(self.at_least, *(piece.tokens for piece in pieces))
-        return [row_index(batch) for batch in fill_micro_batches(pieces, budget)]
+        return fill_micro_batches(pieces, budget)
+
+    def half_of(self, rollouts: Rollouts) -> int | None:
+        """Half of what the largest pass over these rows takes, in tokens or in rows, for `within`; None where that
+        would cut them no finer."""
+        if self.rows is not None:
+            largest = min(self.rows, len(rollouts))
+        else:
+            largest = max(sum(piece.tokens for piece in batch) for batch in self._packed(rollouts))
+        half = max(1, largest // 2)
+        finer = len(self.within(half).split(rollouts)) > len(self.split(rollouts))
+        return half if finer else None
+
+    def within(self, limit: int) -> MicroBatching:
+        """The same with a smaller budget: of rows where these are counted, else of tokens."""
+        return replace(self, tokens=limit) if self.rows is None else replace(self, rows=limit)
 
     def probe(self, rollouts: Rollouts, measure: Callable[[Rollouts], Signals], views: int = 1) -> Signals:
         """Measures the rollouts pass by pass, and puts the signals back into the order of the rows."""

@@ -81,8 +81,11 @@ def optimizer_state_of(optimizer: torch.optim.Optimizer, names: Names) -> dict[s
     }
 
 
-def restore_optimizer_state(optimizer: torch.optim.Optimizer, names: Names, directory: Path) -> None:
-    """The optimizer as `optimizer_state_of` found it. A parameter that has had no gradient yet has no state."""
+def restore_optimizer_state(
+    optimizer: torch.optim.Optimizer, names: Names, directory: Path, stays: bool = False
+) -> None:
+    """The optimizer as `optimizer_state_of` found it. A parameter that has had no gradient yet has no state. It goes to
+    the device of its parameter, unless it `stays` in main memory, but for the counts of steps."""
     saved: dict[str, dict[str, Tensor]] = {}
     for key, tensor in load_file(directory / OPTIMIZER_STATE).items():
         name, _, kind = key.rpartition("/")
@@ -91,9 +94,13 @@ def restore_optimizer_state(optimizer: torch.optim.Optimizer, names: Names, dire
         file = directory / OPTIMIZER_STATE
         raise ValueError(f"{file} is of other parameters than this run trains: {sorted(unknown)[:3]}")
     now = optimizer.state_dict()
-    in_order = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
-    state = {number: saved[name] for number, name in enumerate(in_order) if name in saved}
-    optimizer.load_state_dict({**now, "state": state})
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state = {number: saved[names[each]] for number, each in enumerate(parameters) if names[each] in saved}
+    optimizer.load_state_dict({**now, "state": {number: {"step": each["step"]} for number, each in state.items()}})
+    for number, each in state.items():  # as they are: torch would make the dtype of the parameter of them
+        place = parameters[number]
+        others = {kind: tensor for kind, tensor in each.items() if kind != "step"}
+        optimizer.state[place].update(others if stays else {kind: t.to(place.device) for kind, t in others.items()})
 
 
 def read_counters(directory: Path) -> dict[str, int]:

@@ -1,6 +1,7 @@
 """An optimizer step by hand: how many, how far, of which weights; and none at all on numbers that are not finite."""
 
 import math
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -13,11 +14,11 @@ from update_helpers import (
     FULL_LOSS,
     LR,
     actor_of,
-    check_equal,
     difference,
     full_batch,
     learn,
     plain_batch,
+    rollouts_for,
     weights_of,
 )
 
@@ -29,6 +30,7 @@ from mtrl.models.backbone import Backbone
 from mtrl.types import Needs
 from mtrl.workers.learner import OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching
+from mtrl.workers.reference import Reference
 
 TEXT = "model.language_model.layers.0.mlp.down_proj.weight"
 
@@ -164,20 +166,55 @@ def test_rows_are_packed_by_a_compiled_kernel_or_not_at_all(family, compiled, mo
     assert build_policy(load_config(None, settings))[1].packed is compiled
 
 
-def test_gradient_checkpointing_changes_nothing_but_the_work(family):
-    calls = []
-    found = {}
-    for on in (False, True):
-        policy = policy_of(family, enable_gradient_checkpointing=on)
-        calls.append(0)
+def test_gradient_checkpointing_changes_nothing_but_the_work(family, monkeypatch):
+    """Numbers to the bit; what is computed twice is the whole layer, or the part of it."""
+    work, found = {}, {}
+    product = torch.nn.functional.linear
+    for what in (False, True, "mlp", "attention"):
+        policy = policy_of(family, enable_gradient_checkpointing=what)
+        layer = policy.backbone.language_model.layers[0]
+        block = policy.backbone.vision_tower.blocks[0]
+        known = {id(layer.mlp.down_proj.weight): "mlp", id(layer.self_attn.q_proj.weight): "attention"}
+        known[id(block.attn.proj.weight)] = "vision attention"
+        work[what] = Counter()
 
-        def count(*_):
-            calls[-1] += 1
+        def counted(x, weight, *bias, known=known, seen=work[what]):
+            seen[known.get(id(weight))] += 1
+            return product(x, weight, *bias)
 
-        policy.backbone.language_model.layers[0].register_forward_pre_hook(count)
-        found[on] = learn(actor_of(family, forward=policy), [full_batch(family)])
-    assert calls == [1, 2], "with checkpointing a layer runs again on the way back"
-    check_equal(found[True], found[False])
+        monkeypatch.setattr(torch.nn.functional, "linear", counted)
+        found[what] = learn(actor_of(family, forward=policy), [full_batch(family)])
+        monkeypatch.setattr(torch.nn.functional, "linear", product)
+    names = ("mlp", "attention", "vision attention")
+    assert {what: tuple(seen[name] for name in names) for what, seen in work.items()} == {
+        False: (1, 1, 1), True: (2, 2, 2), "mlp": (2, 1, 1), "attention": (1, 2, 2)
+    }  # fmt: skip
+    for what in (True, "mlp", "attention"):
+        assert all(torch.equal(weight, found[False].weights[name]) for name, weight in found[what].weights.items())
+        assert found[what].metrics == found[False].metrics
+
+
+def test_parts_that_are_recomputed_are_not_kept(family):
+    """What a pass holds at its end; and a copy of such a model, the reference, computes with weights of its own."""
+    held = {}
+    for what in (False, "mlp", "attention", True):
+        policy, saved = policy_of(family, enable_gradient_checkpointing=what), []
+        policy.backbone.model.train()
+
+        def keep(tensor, saved=saved):
+            saved.append(tensor.nbytes)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            policy.scores(rollouts_for(family))
+        held[what] = sum(saved)
+    assert held[True] < min(held["mlp"], held["attention"]) and max(held["mlp"], held["attention"]) < held[False]
+    policy = policy_of(family, enable_gradient_checkpointing="mlp")
+    reference, before = Reference.frozen(policy), policy.signals(rollouts_for(family)).old
+    with torch.no_grad():
+        policy.backbone.language_model.layers[0].mlp.down_proj.weight.zero_()
+    assert not torch.equal(policy.signals(rollouts_for(family)).old, before)
+    assert torch.equal(reference.forward.signals(rollouts_for(family)).old, before)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

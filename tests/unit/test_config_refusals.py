@@ -211,6 +211,14 @@ IMPOSSIBLE = [
     ),
     (["worker.rollout.mode=server"], ["worker.rollout.mode", "worker.rollout.address"]),
     (
+        [
+            "worker.actor.fsdp.param_dtype=bf16",
+            "worker.actor.fsdp.param_rounding=kahan",
+            "worker.actor.optim.name=adamw_8bit",
+        ],
+        ["worker.actor.fsdp.param_rounding", "worker.actor.optim.name"],
+    ),
+    (
         ["worker.actor.model.peft_type=lora", "worker.ref.refresh_every=10"],
         ["worker.ref.refresh_every", "worker.actor.model.peft_type"],
     ),

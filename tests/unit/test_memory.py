@@ -24,6 +24,7 @@ from mtrl.models.forward import Forward
 from mtrl.models.live_tensors import LiveTensors
 from mtrl.models.load import DTYPES, load_model
 from mtrl.models.perturb import Perturbation
+from mtrl.models.recompute import recompute
 from mtrl.models.size import ModelSize, size_of
 from mtrl.models.tiny import make_tiny_checkpoint
 from mtrl.protocols import PromptEncoder
@@ -176,11 +177,11 @@ def deep_checkpoint(directory, family):
 
 def real_forward(path, plan: Plan) -> Forward:
     model = load_model(path, dtype=plan.weights)
-    if plan.checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
     if not plan.train_vision:
         model.model.visual.requires_grad_(False)
-    return Forward(Backbone(model, DTYPES[plan.compute]), load_encoder(path))
+    backbone = Backbone(model, DTYPES[plan.compute])
+    recompute(model, plan.checkpointing)
+    return Forward(backbone, load_encoder(path))
 
 
 def rehearsed(forward: Forward) -> tuple[Forward, PromptEncoder, Limits, LocalGenerator]:
@@ -190,6 +191,7 @@ def rehearsed(forward: Forward) -> tuple[Forward, PromptEncoder, Limits, LocalGe
 CASES = [
     pytest.param("qwen2_5_vl", {"checkpointing": True}, id="checkpointing"),
     pytest.param("qwen2_5_vl", {}, id="all activations"),
+    pytest.param("qwen2_5_vl", {"checkpointing": "mlp"}, id="all but those of MLPs", marks=pytest.mark.slow),
     pytest.param("qwen3_vl", {"checkpointing": True}, id="qwen3_vl"),
     pytest.param("qwen2", {}, id="text"),
     pytest.param("qwen2_5_vl", {"compute": "bf16", "checkpointing": True}, id="narrow", marks=pytest.mark.slow),

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from benchmarks import step
+from benchmarks.random_model import checkpoint_without_weights, random_model
 from mtrl.build.run import place_of
 from mtrl.config import load_config
 from mtrl.config.load import to_dict
@@ -79,6 +80,25 @@ def test_arguments_become_keys(built, capsys):
     assert 0 < result["saving"]["held"] <= result["saving"]["written"]
     parameters = list(run.loop.components.actor.model.parameters())
     assert result["saving"]["gb"] > 3 * sum(p.nbytes for p in parameters) / 2**30, "weights and two averages"
+
+
+def test_adapters_beside_a_base_that_was_never_written(built, capsys):
+    pytest.importorskip("peft")
+    words = [*SMALL, "--steps=1", "worker.actor.model.peft_type=lora", f"{COMPUTE}=fp32", "--save"]
+    result = step.run(step.parse(words))
+    (run,) = built
+    learning = [name for name, p in run.loop.components.actor.model.named_parameters() if p.requires_grad]
+    assert learning and all(".lora_" in name for name in learning)
+    assert result["steps"][0]["grad_norm"] > 0 and result["halved"] is None and result["peak_gb_buffers"] == 0
+    assert result["settings"]["worker.actor.model.peft_type"] == "lora"
+
+
+def test_the_shape_of_seven_billion(tmp_path):
+    """8,292,166,656 parameters, as the published model has by its own index of weights."""
+    model = random_model(checkpoint_without_weights(tmp_path, "7b"), "7b", "meta", "bf16", 0)
+    assert sum(p.numel() for p in model.parameters()) == 8_292_166_656
+    assert model.lm_head.weight is not model.get_input_embeddings().weight
+    assert not list(tmp_path.glob("*.safetensors"))
 
 
 def test_the_dtype_of_the_weights():

@@ -18,14 +18,8 @@ from mtrl.zoo.rows import CONFIG_FILE
 PACKAGE = Path(mtrl.__file__).parent
 
 REFUSED = {  # what the message names: the overrides
-    "worker.actor.model.peft_type: qlora": {"worker.actor.model.peft_type": "qlora"},
-    "worker.actor.optim.name: adamw_8bit": {"worker.actor.optim.name": "adamw_8bit"},
-    "worker.critic.optim.name: adamw_8bit": {"worker.critic.optim.name": "adamw_8bit"},
     "worker.actor.fsdp.cpu_offload": {"worker.actor.fsdp.cpu_offload": True},
-    "worker.actor.fsdp.mixed_precision_dtype: fp16": {"worker.actor.fsdp.mixed_precision_dtype": "fp16"},
-    "worker.actor.offload": {"worker.actor.offload.offload_optimizer": True},
-    "offload_params": {"worker.actor.offload.offload_params": True},
-    "worker.ref.offload_params": {"worker.ref.offload_params": True},
+    "worker.actor.offload.offload_params": {"worker.actor.offload.offload_params": True},
     "worker.actor.ulysses_size": {"worker.actor.ulysses_size": 2, "training.n_gpus_per_node": 2},
     "worker.hybrid_engine": {"worker.hybrid_engine": False},
     "worker.rollout.mode: process": {"worker.rollout.mode": "process"},
@@ -68,7 +62,7 @@ def test_nothing_of_the_algorithms_is_refused():
 
 
 def test_several_are_told_together():
-    config = load_config(None, {"worker.ref.offload_params": True, "worker.hybrid_engine": False})
+    config = load_config(None, {"worker.actor.fsdp.cpu_offload": True, "worker.hybrid_engine": False})
     with pytest.raises(ConfigError) as caught:
         refuse_unbuilt(config)
     assert len(caught.value.errors) == 2
@@ -113,6 +107,23 @@ def test_adapters_without_their_library_are_refused_with_how_to_get_it(monkeypat
     refuse_unbuilt(Config())
     with pytest.raises(ConfigError, match=r"peft_type: adapters need the library peft; pip install 'mtrl\[lora\]'"):
         refuse_unbuilt(load_config(None, {"worker.actor.model.peft_type": "lora"}))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ({"worker.actor.model.peft_type": "qlora"}, "worker.actor.model.peft_type: qlora"),
+        ({"worker.actor.optim.name": "adamw_8bit"}, "worker.actor.optim.name: adamw_8bit"),
+        ({"worker.critic.optim.name": "adamw_8bit"}, "worker.critic.optim.name: adamw_8bit"),
+    ],
+)
+def test_so_is_what_needs_bitsandbytes(overrides, told, monkeypatch):
+    monkeypatch.setattr("mtrl.build.unbuilt.find_spec", lambda name: None if name == "bitsandbytes" else name)
+    how = r"needs the library bitsandbytes; pip install 'mtrl\[qlora\]', or use"
+    with pytest.raises(ConfigError, match=f"{told} {how}"):
+        refuse_unbuilt(load_config(None, overrides))
+    monkeypatch.setattr("mtrl.build.unbuilt.find_spec", lambda name: name)
+    refuse_unbuilt(load_config(None, overrides))
 
 
 def test_defaults_and_the_packaged_config_are_not_refused():

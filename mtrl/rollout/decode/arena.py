@@ -160,6 +160,9 @@ class Driver:
 
     def unmap(self, address: int, size: int, handle: int) -> None:
         self._call("cuMemUnmap", _long(address), _size(size))
+        self.release(handle)
+
+    def release(self, handle: int) -> None:
         self._call("cuMemRelease", _long(handle))
 
 

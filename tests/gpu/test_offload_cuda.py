@@ -1,0 +1,89 @@
+"""Optimizer state and reference in main memory between their uses, on a GPU: the same numbers to the bit, and the room
+is free in between. Skipped without a GPU."""
+
+import gc
+
+import pytest
+import torch
+from helpers import fake_batch
+from tiny_models import prompt, random_rollouts
+
+from mtrl.algorithms.losses import Loss, PolicyLoss
+from mtrl.models.backbone import Backbone
+from mtrl.models.families import load_encoder
+from mtrl.models.forward import Forward
+from mtrl.models.load import load_model
+from mtrl.models.perturb import Perturbation
+from mtrl.types import Needs
+from mtrl.workers.actor import LocalActor
+from mtrl.workers.learner import OptimizerSettings
+from mtrl.workers.micro_batches import MicroBatching
+from mtrl.workers.reference import Reference
+from mtrl.zoo.rows import MODEL_DIRECTORY
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+LOSS, NEEDS = Loss(PolicyLoss()), Needs("old", "reference")
+
+
+@pytest.fixture(autouse=True)
+def same_kernels():
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+def actor_with(offload):
+    forward = Forward(Backbone(load_model(MODEL_DIRECTORY, device="cuda")), load_encoder(MODEL_DIRECTORY))
+    return LocalActor(
+        forward,
+        OptimizerSettings(lr=1e-4, warmup_steps=0),
+        perturbation=Perturbation(seed=3),
+        update_batching=MicroBatching(),
+        probe_batching=MicroBatching(),
+        encoder_files={},
+        reference=Reference.frozen(forward),
+        offload_optimizer=offload,
+        offload_reference=offload,
+    )
+
+
+def learnt(offload, tmp_path=None):
+    """Signals, metrics and weights of three steps; and bytes on the device after them."""
+    actor = actor_with(offload)
+    prompts = [prompt(actor.forward.encoder, f"t:{i}", "which colour is it", [(2, 2)]) for i in range(3)]
+    rollouts = random_rollouts(prompts, [0, 0, 1, 1, 2], [9, 5, 7, 7, 3])
+    advantage = torch.randn(5, 1, generator=torch.Generator().manual_seed(1)).expand(rollouts.mask.shape)
+    signals, metrics = [], []
+    for step in range(3):
+        signals.append(actor.probe(rollouts, NEEDS, step))
+        metrics.append(actor.update([fake_batch(rollouts, signals[-1].old, advantage)], LOSS))
+    gc.collect()
+    torch.cuda.empty_cache()
+    weights = {name: weight.cpu() for name, weight in actor.model.state_dict().items()}
+    return signals, metrics, weights, torch.cuda.memory_allocated()
+
+
+def test_numbers_are_the_same_and_the_room_is_free():
+    signals, metrics, weights, held = learnt(False)
+    gc.collect()
+    ours, told, found, less = learnt(True)
+    assert told == metrics and all(torch.equal(found[name], weight) for name, weight in weights.items())
+    for a, b in zip(ours, signals, strict=True):
+        assert torch.equal(a.reference, b.reference) and torch.equal(a.old, b.old)
+    parameters = sum(weight.nbytes for weight in weights.values())
+    assert less < held - 2.5 * parameters, "of five copies of the weights three are gone"
+
+
+def test_states_are_pinned_and_come_back_to_their_places():
+    actor = actor_with(True)
+    prompts = [prompt(actor.forward.encoder, "t:0", "how many")]
+    rollouts = random_rollouts(prompts, [0, 0], [9, 5])
+    batch = fake_batch(rollouts, torch.zeros(rollouts.mask.shape), torch.ones(rollouts.mask.shape))
+    actor.update([batch], LOSS)
+    states = actor.learner._large_states(actor.learner.parameters)
+    places = [state.data_ptr() for state in states]
+    assert all(state.device.type == "cpu" and state.is_pinned() for state in states)
+    actor.update([batch], LOSS)
+    assert [state.data_ptr() for state in states] == places

@@ -1,0 +1,86 @@
+"""What lies in main memory between its uses takes no room in the other phases: counted, advised and rehearsed."""
+
+from dataclasses import replace
+
+import pytest
+from tiny_models import encoder_of, fresh_backbone
+
+from mtrl.build.memory import plan_of
+from mtrl.config import load_config
+from mtrl.memory.estimate import Estimate, Plan, apart, changes, held, needed_in, peak_after
+from mtrl.memory.rehearsal import Limits, rehearse
+from mtrl.models.forward import Forward
+from mtrl.models.size import ModelSize
+from mtrl.rollout.local import LocalGenerator
+from mtrl.types import Needs, Sampling
+from mtrl.workers import offload
+from mtrl.workers.micro_batches import MicroBatching
+
+LIMITS = Limits(
+    prompts=2, prompts_per_update=2, sampling=Sampling(n=2, max_new_tokens=4), prompt_tokens=40, max_pixels=56**2,
+    update=MicroBatching(), probe=MicroBatching(), needs=Needs("old", "entropy"),
+)  # fmt: skip
+PLAN = Plan(LIMITS, reference=True, on_gpu=True)
+# 40 are held and sampling is the fullest phase, at 70; then the update, then the probe.
+FOUND = Estimate(
+    1, {"weights": 10, "weights of the reference": 10, "optimizer state": 20},
+    {"sample": {"keys": 30}, "probe": {"a": 5}, "update": {"b": 18}}, "by hand", piece=3,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "peak"),
+    [
+        ({"offload_optimizer": True}, 50),  # held 20; sampling 50, the update 20 + 3 + 18
+        ({"offload_reference": True}, 60),  # held 30; sampling 60, the update 48, the probe 45
+        ({"offload_optimizer": True, "offload_reference": True}, 40),  # held 10; sampling 40, the update 10 + 3 + 18
+        ({"offload_optimizer": True, "offload_reference": True, "reference_in_update": True}, 41),
+    ],
+)
+def test_peaks_by_hand(changed, peak):
+    plan = replace(PLAN, reference_in_update=changed.get("reference_in_update", False))
+    assert peak_after(None, plan, replace(plan, **changed), FOUND) == peak
+
+
+def test_it_is_counted_in_the_phases_that_need_it():
+    size = ModelSize(tensors=(700,), learning=(700,), vocabulary=10, output=80, layers=3, keys=4, read=600)
+    plan = replace(PLAN, on_gpu=False, offload_optimizer=True, offload_reference=True)
+    always, away = apart(held(size, plan), plan)
+    assert always == {"weights": 2800}
+    assert away == {"weights of the reference": 2800, "optimizer state": 2 * 2800}
+    assert needed_in("sample", away, plan, 1000) == {}
+    assert needed_in("probe", away, plan, 1000) == {"weights of the reference": 2800}
+    assert needed_in("update", away, plan, 1000) == {"optimizer state, a piece at a time": 1000}
+    assert needed_in("update", away, plan, 9000) == {"optimizer state, a piece at a time": 5600}, "all of it at once"
+    assert held(size, replace(plan, states=3))["optimizer state"] == 3 * 2800, "kahan keeps a third"
+
+
+def test_it_is_advised_where_it_would_help():
+    ways = {"worker.actor.offload.offload_optimizer=true", "worker.ref.offload_params=true"}
+    assert ways <= changes(PLAN).keys()
+    assert ways.isdisjoint(changes(replace(PLAN, on_gpu=False)).keys()), "a CPU has no other memory"
+    assert "worker.ref.offload_params=true" not in changes(replace(PLAN, reference=False))
+    assert ways.isdisjoint(changes(replace(PLAN, offload_optimizer=True, offload_reference=True)).keys())
+
+
+def test_the_keys_are_in_the_plan():
+    keys = {"worker.actor.offload.offload_optimizer": True, "worker.ref.offload_params": True,
+            "optimization.disable_divergence": False, "worker.actor.fsdp.param_dtype": "bf16",
+            "worker.actor.fsdp.param_rounding": "kahan"}  # fmt: skip
+    plan = plan_of(load_config(None, keys), on_gpu=True)
+    assert (plan.offload_optimizer, plan.offload_reference, plan.states) == (True, True, 3)
+    plan = plan_of(load_config(None, keys | {"optimization.disable_divergence": True}), on_gpu=True)
+    assert not plan.offload_reference, "there is none"
+
+
+@pytest.mark.parametrize(("offloaded", "has_states"), [(False, False), (False, True), (True, False), (True, True)])
+def test_the_rehearsal_takes_their_room_when_they_will_be_there(offloaded, has_states, monkeypatch):
+    forward = Forward(fresh_backbone("qwen2"), encoder_of("qwen2"))
+    engine = LocalGenerator(forward.backbone, forward.encoder)
+    monkeypatch.setattr(offload, "PIECE", 1)  # every weight is one
+    peaks = rehearse(forward, forward.encoder, LIMITS, engine, has_states=has_states, states=3, offloaded=offloaded)
+    numbers = [parameter.numel() for parameter in forward.backbone.model.parameters()]
+    room = max(numbers) if offloaded else 0 if has_states else sum(numbers)
+    assert peaks["optimizer"] == 3 * 4 * room
+    order = ["optimizer", "sample", "probe", "update"]
+    assert list(peaks) == (["sample", "probe", "optimizer", "update"] if offloaded else order)
