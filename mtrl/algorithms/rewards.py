@@ -16,7 +16,7 @@ Normalizer = Literal["iqr", "mad"]
 FLAT_SPREAD = 1e-6  # a group that differs by less gets the neutral value
 # By the dtype that attention is computed in: a spread of so much of the median is no more than rounding can make of
 # responses that look alike (docs/attention.md says what was measured).
-VGR_ROUNDING = {"fp32": 1e-5, "bf16": 5e-3, "fp16": 5e-3}
+VGR_ROUNDING = {"fp32": 1e-5, "bf16": 5e-3}
 
 
 def combine(

@@ -41,12 +41,14 @@ def plan_of(config: Config, on_gpu: bool) -> Plan:
     trusted, own_attention = actor.model.trust_remote_code, attention in ("auto", "sdpa")
     compiled, rules = on_gpu and actor.use_torch_compile, recipe.recipe_of(config, 1)
     shared = actor.share_prefix and (own_attention or attention == "eager")
+    learners = [actor.optim, config.worker.critic.optim] if "values" in rules.needs else [actor.optim]
     return Plan(
         limits=limits_of(config, rules.needs, on_gpu, shared),
         weights=actor.fsdp.param_dtype,
         compute=actor.fsdp.mixed_precision_dtype,
         reference=rules.reads_reference and actor.model.peft_type is None,
         adapters=recipe.adapter_settings(config),
+        four_bit=actor.model.peft_type == "qlora",
         train_vision=not actor.model.freeze_vision_tower,
         checkpointing=actor.model.enable_gradient_checkpointing,
         attention=attention,
@@ -56,6 +58,7 @@ def plan_of(config: Config, on_gpu: bool) -> Plan:
         graphs=on_gpu and not triton_is_missing(),
         reward_model_parameters=reward_model_parameters(reward.model_path, trusted) if reward.model_path else 0,
         states=ADAM_STATES + (actor.fsdp.param_rounding == "kahan"),
+        eight_bit=all(optim.name == "adamw_8bit" for optim in learners),
         offload_optimizer=on_gpu and actor.offload.offload_optimizer,
         offload_reference=on_gpu and config.worker.ref.offload_params and rules.reads_reference,
         reference_in_update=rules.loss.full_divergence,
@@ -92,6 +95,7 @@ def rehearse_on_gpu(
         ways=[*changes(plan)],
         critic=critic,
         states=plan.states,
+        state_dtype=torch.uint8 if plan.eight_bit else None,
         offloaded=plan.offload_optimizer,
     )
     say_at_once(

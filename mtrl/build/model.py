@@ -20,7 +20,7 @@ from mtrl.build.hub import seek_model
 from mtrl.config import Config, ConfigError
 from mtrl.data.cache import default_cache_dir
 from mtrl.data.templates import template_text
-from mtrl.models.adapters import add_adapters, base_path, has_adapters, is_adapter, reset_adapters
+from mtrl.models.adapters import add_adapters, base_path, has_adapters, is_adapter, quantize_base, reset_adapters
 from mtrl.models.backbone import Backbone
 from mtrl.models.families import TextEncoder, encoder_files, load_encoder
 from mtrl.models.forward import Forward
@@ -36,6 +36,7 @@ from mtrl.training.interrupt import say_at_once
 from mtrl.training.recipe import Recipe
 from mtrl.training.resume import refuse_damaged
 from mtrl.workers.actor import LocalActor
+from mtrl.workers.offload import Parked
 from mtrl.workers.reference import Reference
 from mtrl.zoo.rows import MODEL_DIRECTORY
 
@@ -163,9 +164,13 @@ def load_policy(config: Config, base: Any = None, device: str | None = None) -> 
     options = load_options(config, device)
     if settings is None:
         return base or load_model(path, **options)
+    quantized = config.worker.actor.model.peft_type == "qlora"
     if base is None:
         seek_model(base_path(path))
-        base = load_model(base_path(path), **options | {"dtype": base_dtype(config)})
+        kept = {"dtype": base_dtype(config)} | ({"device": "cpu"} if quantized else {})  # it goes there in 4 bits
+        base = load_model(base_path(path), **options | kept)
+    if quantized:
+        quantize_base(base, torch.device(options["device"]))
     add_adapters(base, settings)
     if is_adapter(path):
         load_weights(base, Path(path))
@@ -250,7 +255,7 @@ def build_actor(
         reference=reference,
         dropout_seed=recipe.dropout_seed(config),
         offload_optimizer=on_gpu and config.worker.actor.offload.offload_optimizer,
-        offload_reference=on_gpu and config.worker.ref.offload_params,
+        offload_reference=on_gpu and config.worker.ref.offload_params and not has_adapters(policy.backbone.model),
     )
 
 
@@ -291,7 +296,11 @@ def build_generator(config: Config, policy: Forward, encoder: TextEncoder, learn
     if config.worker.rollout.name == "vllm":
         from mtrl.build.vllm import build_vllm  # it need not be installed
 
-        return build_vllm(config, model_path(config), policy, encoder, learns)
+        engine = build_vllm(config, model_path(config), policy, encoder, learns)
+        if config.worker.actor.offload.offload_params and policy.backbone.device.type == "cuda":
+            weights = list(policy.backbone.model.parameters())
+            engine.making_room = Parked(lambda: weights, policy.backbone.device).away
+        return engine
     return fastest_generator(policy.backbone, encoder)
 
 

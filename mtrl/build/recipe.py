@@ -289,6 +289,7 @@ def schedule_of(config: Config, optim: OptimConfig, steps: int) -> OptimizerSett
         min_lr_ratio=optim.min_lr_ratio,
         max_grad_norm=actor.max_grad_norm,
         rounding=actor.fsdp.param_rounding,
+        eight_bit=optim.name == "adamw_8bit",
     )
 
 

@@ -13,19 +13,13 @@ def unbuilt(config: Config) -> list[str]:
     training, worker = config.training, config.worker
     model, rollout = worker.actor.model, worker.rollout
     ranked = training.nnodes * training.n_gpus_per_node > 1
+    names = {worker.actor.optim.name, worker.critic.optim.name}
     switches = {
-        "worker.actor.model.peft_type: qlora (it needs a GPU and bitsandbytes); use lora": model.peft_type == "qlora",
-        "worker.actor.optim.name: adamw_8bit; use adamw": worker.actor.optim.name != "adamw",
-        "worker.critic.optim.name: adamw_8bit; use adamw": worker.critic.optim.name != "adamw",
         "worker.actor.fsdp.cpu_offload (of weights that are split over several GPUs); set it to false": (
             worker.actor.fsdp.cpu_offload
         ),
-        "worker.actor.fsdp.mixed_precision_dtype: fp16; use bf16 or fp32": (
-            worker.actor.fsdp.mixed_precision_dtype == "fp16"
-        ),
-        "worker.actor.offload.offload_params (the local engine samples from these weights); set it to false": (
-            worker.actor.offload.offload_params
-        ),
+        "worker.actor.offload.offload_params (the local engine samples from these weights); set it to false, or "
+        "worker.rollout.name to vllm": (worker.actor.offload.offload_params and rollout.name != "vllm"),
         "worker.actor.ulysses_size; set it to 1": worker.actor.ulysses_size > 1,
         "worker.hybrid_engine: false; set it to true": not worker.hybrid_engine,
         f"worker.rollout.mode: {rollout.mode}; use inprocess, or worker.rollout.name: vllm": (
@@ -36,6 +30,11 @@ def unbuilt(config: Config) -> list[str]:
         ),
         "worker.rollout.tensor_parallel_size; set it to 1": rollout.tensor_parallel_size > 1,
         "worker.rollout.name: vllm on several processes; use local": ranked and rollout.name == "vllm",
+        "worker.actor.model.peft_type: qlora on several processes; use lora": ranked and model.peft_type == "qlora",
+        "worker.actor.optim.name: adamw_8bit on several processes; use adamw": ranked and names != {"adamw"},
+        "worker.actor.offload.offload_optimizer on several processes; set it to false": (
+            ranked and worker.actor.offload.offload_optimizer
+        ),
         "worker.ref.offload_params on several processes; set it to false": ranked and worker.ref.offload_params,
         f"worker.actor.fsdp.param_rounding: {worker.actor.fsdp.param_rounding} on several processes; use none": (
             ranked and worker.actor.fsdp.param_rounding != "none"
@@ -50,14 +49,21 @@ def unbuilt(config: Config) -> list[str]:
 
 def missing_libraries(config: Config) -> list[str]:
     """What is switched on and not installed. (Rewards say it of their own, when they are loaded.)"""
-    adapted = config.worker.actor.model.peft_type is not None
-    if adapted and find_spec("peft") is None:
-        return ["worker.actor.model.peft_type: adapters need the library peft; pip install 'mtrl[lora]'"]
+    kind, learners = config.worker.actor.model.peft_type, {"actor": config.worker.actor, "critic": config.worker.critic}
+    missing = []
+    if kind is not None and find_spec("peft") is None:
+        missing.append("worker.actor.model.peft_type: adapters need the library peft; pip install 'mtrl[lora]'")
+    if find_spec("bitsandbytes") is None:
+        need = "needs the library bitsandbytes; pip install 'mtrl[qlora]', or use"
+        missing += [f"worker.actor.model.peft_type: qlora {need} lora"] if kind == "qlora" else []
+        eight_bit = [name for name, learner in learners.items() if learner.optim.name == "adamw_8bit"]
+        missing += [f"worker.{name}.optim.name: adamw_8bit {need} adamw" for name in eight_bit]
     ranked = config.training.nnodes * config.training.n_gpus_per_node > 1
     if ranked and find_spec("ray") is None and not started_by_torchrun():
         start = "torchrun --nproc-per-node N -m mtrl train .."
-        return [f"training.n_gpus_per_node: several processes need ray; pip install 'mtrl[cluster]', or start {start}"]
-    return []
+        told = f"several processes need ray; pip install 'mtrl[cluster]', or start {start}"
+        missing.append(f"training.n_gpus_per_node: {told}")
+    return missing
 
 
 def refuse_unbuilt(config: Config) -> None:

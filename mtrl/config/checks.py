@@ -102,6 +102,11 @@ def _warnings_of_adapters(config: Config) -> Iterator[str]:
             f"worker.actor.model.lora_dropout = {dropout:g}: updates see another policy than the one that sampled, so "
             "its ratio to itself is no longer 1, and results vary with how a batch is cut into passes; 0 is exact"
         )
+    if config.worker.ref.offload_params:
+        yield (
+            "worker.ref.offload_params with adapters: the reference is the model under them, which has no weights of "
+            "its own, so there is nothing to move; set it to false"
+        )
     if 0 < lr < SMALL_LR_OF_ADAPTERS:
         yield (
             f"worker.actor.optim.lr = {lr:g} with adapters: they begin at zero and move by about lr a step, so they "
@@ -165,6 +170,11 @@ def _precision(config: Config) -> Iterator[Conflict]:
     if fsdp.param_rounding != "none" and fsdp.param_dtype != "bf16":
         told = "float32 weights lose nothing; set worker.actor.fsdp.param_dtype to bf16, or param_rounding to none"
         yield Conflict(("worker.actor.fsdp.param_rounding", "worker.actor.fsdp.param_dtype"), told)
+    learners = {"actor": config.worker.actor.optim, "critic": config.worker.critic.optim}
+    for name, optim in learners.items():
+        if fsdp.param_rounding != "none" and optim.name == "adamw_8bit":
+            told = "the kernels of 8-bit AdamW round weights to the nearest; use adamw, or set param_rounding to none"
+            yield Conflict(("worker.actor.fsdp.param_rounding", f"worker.{name}.optim.name"), told)
 
 
 def _batches_and_lengths(config: Config) -> Iterator[Conflict]:
@@ -316,12 +326,6 @@ def _engine(config: Config) -> Iterator[Conflict]:
         yield Conflict(
             ("worker.ref.refresh_every", "worker.actor.model.peft_type"),
             "with adapters the reference is the model under them, which never changes; set refresh_every to null",
-        )
-    if model.peft_type is not None and config.worker.ref.offload_params:
-        yield Conflict(
-            ("worker.ref.offload_params", "worker.actor.model.peft_type"),
-            "with adapters the reference is the model under them, which has no weights of its own to move; set "
-            "worker.ref.offload_params to false",
         )
     if model.peft_type is not None and model.freeze_vision_tower and model.lora_vision_tower:
         yield Conflict(

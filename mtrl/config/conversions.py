@@ -360,6 +360,12 @@ def _dtype(name: str) -> Conversion:
     return lambda value, flat: Converted({"worker.actor.fsdp.mixed_precision_dtype": name} if value else {})
 
 
+def _fp16(value: Any, flat: Flat) -> Converted:
+    if value:
+        raise Lost("fp16 would need its loss scaled; bf16, the default, has the range of fp32")
+    return Converted({})
+
+
 def _betas(value: Any, flat: Flat) -> Converted:
     return Converted({"worker.actor.optim.betas": [flat["adam_beta1"], flat["adam_beta2"]]})
 
@@ -417,7 +423,7 @@ _TRL: dict[str, Conversion] = {
     "adam_beta2": _taken,
     "optim": _words("worker.actor.optim.name", {**_ADAMW, **_ADAMW_8BIT}),
     "bf16": _dtype("bf16"),
-    "fp16": _dtype("fp16"),
+    "fp16": _fp16,
     "beta": _beta,
     "epsilon": _epsilon,
     "epsilon_high": _epsilon_high,

@@ -254,7 +254,7 @@ _TRL = {
     "max_grad_norm": "worker.actor.max_grad_norm",
     "gradient_checkpointing": "worker.actor.model.enable_gradient_checkpointing",
     "bf16": "worker.actor.fsdp.mixed_precision_dtype; bf16",
-    "fp16": "worker.actor.fsdp.mixed_precision_dtype; fp16",
+    "fp16": "worker.actor.fsdp.mixed_precision_dtype; bf16 or fp32, since fp16 would need its loss scaled",
     "torch_compile": "worker.actor.use_torch_compile",
     "attn_implementation": "worker.actor.model.attn_implementation",
     "trust_remote_code": "worker.actor.model.trust_remote_code",

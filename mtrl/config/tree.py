@@ -182,11 +182,11 @@ class ActorModelConfig:
     tokenizer_path: str | None = key(None, "hub id or directory of the tokenizer; null: model_path")
     trust_remote_code: bool = key(False, "run Python that comes with the model")
     enable_gradient_checkpointing: bool | Literal["mlp", "attention"] = key(
-        True, "activations computed again on the way back: of whole layers, of a part of each, or none"
+        True, "what is computed again on the way back"
     )
     freeze_vision_tower: bool = key(False, "train the language model only")
     attn_implementation: str = key("auto", "attention of transformers: sdpa, flash_attention_2, ...")
-    peft_type: Literal["lora", "qlora"] | None = key(None, "train adapters; null: all weights")
+    peft_type: Literal["lora", "qlora"] | None = key(None, "train adapters; qlora: base of 4 bits; null: all")
     lora_rank: int = key(8, "rank of the adapters", "[1, inf)")
     lora_alpha: int = key(16, "scale of the adapters is alpha / rank", "[1, inf)")
     lora_dropout: float = key(0.0, "dropout before the adapters, in updates", "[0, 1)")
@@ -198,7 +198,7 @@ class ActorModelConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    name: Literal["adamw", "adamw_8bit"] = key("adamw", "optimizer")
+    name: Literal["adamw", "adamw_8bit"] = key("adamw", "optimizer; adamw_8bit: state in bytes")
     lr: float = key(1e-6, "peak learning rate", "[0, 1e6]")
     weight_decay: float = key(0.01, "decoupled weight decay", "[0, inf)")
     betas: tuple[float, float] = key((0.9, 0.95), "betas of Adam", "[0, 1)")
@@ -215,18 +215,18 @@ class FsdpConfig:
     sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"] = key(
         "FULL_SHARD", "what is split over the GPUs"
     )
-    mixed_precision_dtype: Literal["bf16", "fp16", "fp32"] = key("bf16", "dtype of the computation")
+    mixed_precision_dtype: Literal["bf16", "fp32"] = key("bf16", "dtype of the computation")
     param_dtype: Literal["fp32", "bf16"] = key("fp32", "dtype of the weights that learn")
     param_rounding: Literal["none", "stochastic", "kahan"] = key(
-        "none", "how bf16 weights take updates that are too small for them"
+        "none", "how bf16 weights take updates too small for them"
     )
     cpu_offload: bool = key(False, "weights that are split over GPUs in main memory, but for the layer at work")
 
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    offload_params: bool = key(False, "weights in main memory while an engine with weights of its own samples")
-    offload_optimizer: bool = key(False, "optimizer state in main memory between updates, the critic's too")
+    offload_params: bool = key(False, "weights in main memory while vLLM, which has its own, samples")
+    offload_optimizer: bool = key(False, "optimizer state in main memory, the critic's too; it comes for its steps")
 
 
 @dataclass(frozen=True)

@@ -14,15 +14,17 @@ from functools import partial
 from typing import Any
 
 from mtrl.memory.rehearsal import ADAM_STATES, Limits, Rehearsal
-from mtrl.models.adapters import AdapterSettings
+from mtrl.models.adapters import AdapterSettings, layer_projections
 from mtrl.models.fake import FakeBackbone, FakeModel
 from mtrl.models.forward import Forward
 from mtrl.models.live_tensors import LiveTensors
 from mtrl.models.load import DTYPES
+from mtrl.models.quantized import BYTES
 from mtrl.models.recompute import Recomputed
 from mtrl.models.size import ModelSize, critic_tensors, size_of
 from mtrl.rollout.decode.footprint import decodes_by_graphs, graphs_parts, graphs_pass, plain_parts, plain_pass
 from mtrl.workers.micro_batches import MicroBatching
+from mtrl.workers.offload import PIECE
 
 MIB = 2**20
 WORKSPACES = 3 * 32 * MIB  # of cuBLAS on Hopper, less on others
@@ -31,6 +33,7 @@ PHASES = ("sample", "probe", "update")
 MOMENTS = {"see": "images seen", "read": "tokens read", "score": "tokens scored", "end": "end of backward"}
 
 REFERENCE, OPTIMIZER = "weights of the reference", ("optimizer state", "optimizer state of the critic")
+OF_A_PIECE = "optimizer state, a piece at a time"
 
 Parts = dict[str, int]
 Moments = dict[str, dict[str, int]]  # bytes by phase and moment
@@ -46,6 +49,7 @@ class Plan:
     reference: bool = False
     train_vision: bool = True
     adapters: AdapterSettings | None = None  # these alone learn; other weights are kept as products are taken
+    four_bit: bool = False  # projections of the layers under the adapters
     checkpointing: Recomputed = False
     attention: str = "sdpa"
     on_gpu: bool = False
@@ -55,6 +59,7 @@ class Plan:
     reward_model_parameters: int = 0
     critic: Any = None  # the settings of the critic's model, where there is one
     states: int = ADAM_STATES  # numbers that the optimizer keeps of each weight that learns
+    eight_bit: bool = False  # a byte for each of them; else they are as wide as the weights
     offload_optimizer: bool = False  # in main memory but for the updates
     offload_reference: bool = False  # in main memory but where it is read
     reference_in_update: bool = False
@@ -68,6 +73,11 @@ class Plan:
     @property
     def weight_bytes(self) -> int:
         return DTYPES[self.weights].itemsize
+
+    @property
+    def state_bytes(self) -> int:
+        """Of a number of the optimizer's state, without what it shares with others of its block."""
+        return 1 if self.eight_bit else self.weight_bytes
 
     @property
     def base_bytes(self) -> int:
@@ -87,6 +97,7 @@ class Estimate:
     phases: dict[str, Parts]
     way: str  # how activations were found
     critic_parameters: int = 0
+    piece: int = 0  # bytes of the optimizer's state that are on the device at once where it lies in main memory
 
     @property
     def held_bytes(self) -> int:
@@ -116,9 +127,11 @@ def estimate(config: Any, plan: Plan, wanted: Collection[str] = PHASES) -> Estim
         "probe": passes.get("probe", []),
         "update": [*passes.get("first", []), *with_gradients],
     }
-    always, away = apart(held(size, plan, *critic), plan)
-    told = {phase: _some(fullest(*phases[phase])) | needed_in(phase, away, plan) for phase in wanted}
-    return Estimate(size.parameters, always, told, way, sum(critic[0]))
+    packed = [each.weight.numel() for each in layer_projections(fake.model)] if plan.four_bit else []
+    always, away = apart(held(size, plan, *critic, packed=packed), plan)
+    piece = plan.states * max(PIECE, plan.weight_bytes * max((*size.learning, *critic[1])))
+    told = {phase: _some(fullest(*phases[phase])) | needed_in(phase, away, plan, piece) for phase in wanted}
+    return Estimate(size.parameters, always, told, way, sum(critic[0]), piece)
 
 
 def fake_model(config: Any, plan: Plan) -> FakeModel:
@@ -141,18 +154,25 @@ def fake_critic(plan: Plan) -> FakeModel:
 
 
 # ---------------------------------------------------------------------------------------------------------- by formula
-def held(size: ModelSize, plan: Plan, critic: Iterable[int] = (), critic_learning: Iterable[int] = ()) -> Parts:
-    """`critic`: numbers in each weight of a critic, and of those that learn."""
+def held(
+    size: ModelSize,
+    plan: Plan,
+    critic: Iterable[int] = (),
+    critic_learning: Iterable[int] = (),
+    packed: Sequence[int] = (),
+) -> Parts:
+    """`critic`: numbers in each weight of a critic, and of those that learn; `packed`: in each weight of 4 bits."""
     learning = held_by(size.learning, plan)
-    weights = learning + held_by(size.frozen, plan, plan.base_bytes)
+    weights = learning + held_by(size.frozen, plan, plan.base_bytes) - round(sum(packed) * (plan.base_bytes - BYTES))
     return _some(
         {
             "weights": weights,
+            "a weight made of its 4 bits": max(packed, default=0) * plan.compute_bytes,
             REFERENCE: weights if plan.reference else 0,
             "weights of the reward model": plan.reward_model_parameters * plan.compute_bytes,
             "weights of the critic": held_by(critic, plan),
-            OPTIMIZER[0]: plan.states * learning,
-            OPTIMIZER[1]: plan.states * held_by(critic_learning, plan),
+            OPTIMIZER[0]: plan.states * held_by(size.learning, plan, plan.state_bytes),
+            OPTIMIZER[1]: plan.states * held_by(critic_learning, plan, plan.state_bytes),
             "workspaces of cuBLAS": WORKSPACES if plan.on_gpu else 0,
         }
     )
@@ -168,10 +188,13 @@ def _offloaded(name: str, plan: Plan) -> bool:
     return plan.offload_optimizer if name in OPTIMIZER else plan.offload_reference and name == REFERENCE
 
 
-def needed_in(phase: str, away: Parts, plan: Plan) -> Parts:
-    """What a phase brings back of all that lies in main memory."""
-    reads = {"probe": (REFERENCE,), "update": (*OPTIMIZER, *([REFERENCE] if plan.reference_in_update else []))}
-    return {name: size for name, size in away.items() if name in reads.get(phase, ())}
+def needed_in(phase: str, away: Parts, plan: Plan, piece: int) -> Parts:
+    """What a phase brings back of all that lies in main memory. Of the optimizer's state it is a piece at a time, of
+    one learner after the other, when activations are gone: counted with them, it is more than there ever is."""
+    reads = {"probe": REFERENCE, "update": REFERENCE if plan.reference_in_update else None}
+    here = {name: size for name, size in away.items() if name == reads.get(phase)}
+    states = [min(piece, size) for name, size in away.items() if name in OPTIMIZER]
+    return here | ({OF_A_PIECE: max(states)} if states and phase == "update" else {})
 
 
 def held_by(tensors: Iterable[int], plan: Plan, width: int | None = None) -> int:
@@ -196,7 +219,7 @@ def while_sampling(fake: FakeModel, plan: Plan, passes: Sequence[Parts]) -> list
 
 
 def by_graphs(fake: FakeModel, plan: Plan) -> bool:
-    return plan.graphs and decodes_by_graphs(fake.model)
+    return plan.graphs and not plan.four_bit and decodes_by_graphs(fake.model)
 
 
 def _some(parts: Parts) -> Parts:
@@ -315,7 +338,7 @@ def peak_after(config: Any, plan: Plan, changed: Plan, found: Estimate) -> int:
     offload: Any = {"offload_optimizer": plan.offload_optimizer, "offload_reference": plan.offload_reference}
     if replace(changed, **offload) == plan:
         always, away = apart(found.held, changed)
-        then = {phase: parts | needed_in(phase, away, changed) for phase, parts in found.phases.items()}
+        then = {phase: parts | needed_in(phase, away, changed, found.piece) for phase, parts in found.phases.items()}
         return replace(found, held=always, phases=then).peak_bytes
     phases, known = dict(found.phases), dict[str, Estimate]()
     while (top := max(phases, key=lambda phase: sum(phases[phase].values()))) not in known:

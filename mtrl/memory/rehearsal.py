@@ -25,6 +25,7 @@ from mtrl.rollout.decode.footprint import Batch
 from mtrl.rollout.local import ROWS_AT_ONCE
 from mtrl.types import Finish, Medium, Needs, Prompt, Rollouts, Sampling, Task
 from mtrl.workers.micro_batches import MicroBatching
+from mtrl.workers.offload import pieces_of
 
 GIB = 2**30
 ADAM_STATES = 2  # of each weight that learns
@@ -170,15 +171,16 @@ def rehearse(
     ways: Sequence[str] = (),
     critic: Forward | None = None,
     states: int = ADAM_STATES,
+    state_dtype: torch.dtype | None = None,
     offloaded: bool = False,
 ) -> dict[str, int]:
     """Runs the passes once; the bytes that each phase held at most, beyond what was held before. `generator` is the one
     that will sample, and asleep.
 
     Where the optimizers have no states yet (they come with their first step), their room is taken meanwhile, of so many
-    `states` of each weight, in the update alone where they are `offloaded` otherwise. Weights, gradients, random
-    numbers and the mode of the model stay as they are. A phase that does not fit is a StartError with the `ways` to
-    make it smaller.
+    `states` of each weight, in its dtype unless told; where they are `offloaded`, that of the largest piece, for the
+    update alone. Weights, gradients, random numbers and the mode of the model stay as they are. A phase that does not
+    fit is a StartError with the `ways` to make it smaller.
     """
     model, device = forward.backbone.model, forward.backbone.device
     rehearsal = Rehearsal(forward, encoder, limits, critic)
@@ -188,8 +190,10 @@ def rehearse(
     held: list[Tensor] = []
 
     def hold_states() -> None:
-        here = has_states and not offloaded  # those of a run that goes on lie in main memory too
-        held.extend(torch.empty_like(p) for p in learning for _ in range(0 if here else states))
+        here = [] if has_states else learning
+        if offloaded:  # those of a run that goes on lie in main memory too
+            here = max(pieces_of(learning), key=lambda piece: sum(p.nbytes for p in piece))
+        held.extend(torch.empty_like(p, dtype=state_dtype or p.dtype) for p in here for _ in range(states))
 
     phases: dict[str, Callable[[], None]] = {
         **({} if offloaded else {"optimizer": hold_states}),

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from mtrl.models.files import read_json_object
+from mtrl.models.quantized import four_bit_layers, quantize
 from mtrl.models.sharding import is_split, whole
 
 ADAPTER = "default"  # peft's name for the one that a model has here
@@ -96,6 +97,11 @@ def bound_modules(model: Any, targets: Sequence[str] | None, vision_tower: bool)
     return bound
 
 
+def layer_projections(model: Any) -> list[nn.Linear]:
+    """Those of the language model's layers, without what adapters have of their own beside them."""
+    return [model.get_submodule(name) for name in _linears(model)[0] if ".lora_" not in name]
+
+
 def _linears(model: Any) -> tuple[list[str], list[str]]:
     """The projections of the language model's layers, and those of the vision tower."""
     inside = "model.language_model." if hasattr(model.model, "language_model") else "model."
@@ -124,6 +130,13 @@ def reset_adapters(model: Any, seed: int) -> None:
         low, up = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
         low.copy_(nn.init.kaiming_uniform_(torch.empty(low.shape), a=math.sqrt(5), generator=generator))
         up.zero_()
+
+
+def quantize_base(model: Any, device: torch.device) -> None:
+    """The projections of the language model's layers in 4 bits; embeddings, output matrix, norms and vision tower stay
+    as they are. All of it is on the device then."""
+    quantize(model, _linears(model)[0], device)
+    model.to(device)
 
 
 # -------------------------------------------------------------------------------------------------------------- looking
@@ -161,11 +174,14 @@ class MergedWeights(Mapping[str, Tensor]):
         learnt = adapter_parameters(model).keys()
         plain = {name: tensor for name, tensor in model.state_dict().items() if name not in learnt}
         self._tensors = {name.replace(".base_layer.", "."): tensor for name, tensor in plain.items()}
+        packed = four_bit_layers(model).items()
+        self._packed = {f"{name.removesuffix('.base_layer')}.weight": layer for name, layer in packed}
         self._layers = {f"{name}.weight": module for name, module in model.named_modules() if hasattr(module, "lora_A")}
 
     @torch.no_grad()
     def __getitem__(self, name: str) -> Tensor:
-        weight, layer = self._tensors[name], self._layers.get(name)
+        packed, layer = self._packed.get(name), self._layers.get(name)
+        weight = self._tensors[name] if packed is None else packed.weight
         if layer is None:
             return whole(weight)
         if not is_split(self.model):
@@ -174,10 +190,10 @@ class MergedWeights(Mapping[str, Tensor]):
         return (whole(weight).float() + (up @ low).float() * layer.scaling[ADAPTER]).to(weight.dtype)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
+        return iter(self._tensors | self._packed)
 
     def __len__(self) -> int:
-        return len(self._tensors)
+        return len(self._tensors | self._packed)
 
 
 def merge_adapters(model: Any) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from mtrl.types import Prompt, Sampling
 
@@ -24,18 +24,25 @@ class Awake:
     sleeps
     """
 
+    making_room: Callable[[], AbstractContextManager[None]] = nullcontext  # from before it wakes until it sleeps
     _entered = 0  # blocks that are open
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        if not self._entered:
+        with nullcontext() if self._entered else self._woken():
+            self._entered += 1
+            try:
+                yield
+            finally:
+                self._entered -= 1
+
+    @contextmanager
+    def _woken(self) -> Iterator[None]:
+        with self.making_room():
             self.wake()
-        self._entered += 1
-        try:
-            yield
-        finally:
-            self._entered -= 1
-            if not self._entered:
+            try:
+                yield
+            finally:
                 self.sleep()
 
     @property

@@ -125,8 +125,8 @@ class Loop:
         return learnt
 
     def publish(self) -> None:
-        weights = self.components.actor.publish()
         with self.components.generator.awake():
+            weights = self.components.actor.publish()
             self.components.generator.load(weights)
         self.version = weights.version
 

@@ -10,7 +10,7 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,8 +25,9 @@ from mtrl.models.ranks import ALONE, Ranks
 from mtrl.models.sharding import in_one_pass, own_part, whole
 from mtrl.models.weights import load_weights
 from mtrl.types import TermWeights, TrainBatch
+from mtrl.workers.eight_bit import EightBitAdamW
 from mtrl.workers.micro_batches import MicroBatching
-from mtrl.workers.offload import Parked
+from mtrl.workers.offload import Parked, pieces_of
 from mtrl.workers.rounding import RoundedAdamW, Rounding
 from mtrl.workers.snapshot import LearnerSnapshot, read_counters, restore_optimizer_state, snapshot_of
 
@@ -56,6 +57,7 @@ class OptimizerSettings:
     min_lr_ratio: float = 0.0
     max_grad_norm: float = 1.0
     rounding: Rounding = "none"  # how a weight in bf16 takes what is too little for it
+    eight_bit: bool = False  # a byte for each number of the state
 
     def lr_at(self, step: int) -> float:
         """The learning rate of optimizer step 0, 1, ..: the warm-up ends at step `warmup_steps` with the full rate."""
@@ -73,6 +75,8 @@ class OptimizerSettings:
 def optimizer_of(parameters: Sequence[Tensor], settings: OptimizerSettings, fused: bool) -> torch.optim.Optimizer:
     """`fused`: one kernel, no copies of the weights on the way."""
     common: Any = {"lr": settings.lr, "betas": settings.betas, "weight_decay": settings.weight_decay}
+    if settings.eight_bit:
+        return EightBitAdamW(parameters, **common)
     if settings.rounding == "none":
         return torch.optim.AdamW(parameters, **common, fused=fused)
     return RoundedAdamW(parameters, **common, rounding=settings.rounding)
@@ -82,9 +86,9 @@ class Learner:
     """Takes optimizer steps on a Hugging Face model; parameters that do not require gradients stay as they are.
 
     `name` says in messages who learns, `advice` what a user may change where its numbers are not finite. With `offload`
-    the optimizer's state lies in main memory between updates. A model with dropout needs a seed of it; without one no
-    random numbers are drawn. Where `ranks` hold the model together each has its part of every batch, and all of them
-    find the same metrics and take the same steps."""
+    the optimizer's state lies in main memory and comes piece by piece for its steps. A model with dropout needs a seed
+    of it; without one no random numbers are drawn. Where `ranks` hold the model together each has its part of every
+    batch, and all of them find the same metrics and take the same steps."""
 
     def __init__(
         self,
@@ -103,7 +107,8 @@ class Learner:
         self.names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         self.parameters = list(self.names)
         self.optimizer = optimizer_of(self.parameters, optimization, fused=model.device.type == "cuda")
-        self.parked = Parked(self._large_states, model.device) if offload else None
+        pieces = pieces_of(self.parameters) if offload else []
+        self.pieces = [(piece, Parked(partial(self._large_states, piece), model.device)) for piece in pieces]
         self.version = 0  # version of the weights: how many updates they have seen
         self.optimizer_step = 0
         self.bad_steps_in_a_row = 0
@@ -117,8 +122,7 @@ class Learner:
     def update(self, batches: Iterable[TrainBatch], loss: BatchLoss) -> dict[str, float]:
         """One optimizer step a batch. Metrics are means over the steps; within a step, parts of it add up."""
         self.model.train()
-        with nullcontext() if self.parked is None else self.parked.here():
-            steps = [self._step(batch, loss) for batch in batches]
+        steps = [self._step(batch, loss) for batch in batches]
         self.model.eval()
         self.version += 1
         finite = [step for step in steps if step["skipped_steps"] == 0] or steps
@@ -133,7 +137,7 @@ class Learner:
         norm = float(whole(torch.nn.utils.clip_grad_norm_(self.parameters, self.optimization.max_grad_norm)))
         finite = math.isfinite(norm) and all(map(math.isfinite, metrics.values()))
         if finite:
-            self.optimizer.step()
+            self._move_weights()
         self.optimizer.zero_grad()
         self._count_bad_steps(finite)
         self.optimizer_step += 1
@@ -197,9 +201,27 @@ class Learner:
         gc.collect()
         torch.cuda.empty_cache()  # does nothing where there is no GPU in use
 
-    def _large_states(self) -> list[Tensor]:
+    def _move_weights(self) -> None:
+        """The optimizer's own step. State that lies in main memory comes for one piece of the parameters after the
+        other: those without a gradient are left alone, and a piece has no further use for its own afterwards."""
+        if not self.pieces:
+            self.optimizer.step()
+            return
+        gradients = {parameter: parameter.grad for parameter in self.parameters}
+        self.optimizer.zero_grad()
+        for piece, states in self.pieces:
+            for parameter in piece:
+                parameter.grad = gradients.pop(parameter)
+            states.bring()
+            self.optimizer.step()
+            states.park()
+            for parameter in piece:
+                parameter.grad = None
+        states.give_back()
+
+    def _large_states(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """All but the counts of steps, which some kernels want elsewhere than the weights."""
-        states = self.optimizer.state.values()
+        states = [self.optimizer.state.get(parameter, {}) for parameter in parameters]
         return [own_part(each) for state in states for name, each in state.items() if name != "step"]
 
     def _count_bad_steps(self, finite: bool) -> None:
@@ -224,9 +246,9 @@ class Learner:
     def restore(self, directory: Path) -> None:
         """Goes on as the learner whose snapshot was written there would have."""
         load_weights(self.model, directory, self.ranks)
-        restore_optimizer_state(self.optimizer, self.names, directory, self.ranks)
-        if self.parked is not None:
-            self.parked.park()
+        restore_optimizer_state(self.optimizer, self.names, directory, bool(self.pieces), self.ranks)
+        for _, states in self.pieces:
+            states.park()
         for name, count in read_counters(directory).items():
             setattr(self, name, count)
 

@@ -112,9 +112,10 @@ def optimizer_state_of(optimizer: torch.optim.Optimizer, names: Names) -> dict[s
 
 
 def restore_optimizer_state(
-    optimizer: torch.optim.Optimizer, names: Names, directory: Path, ranks: Ranks = ALONE
+    optimizer: torch.optim.Optimizer, names: Names, directory: Path, stays: bool = False, ranks: Ranks = ALONE
 ) -> None:
-    """The optimizer as `optimizer_state_of` found it. A parameter that has had no gradient yet has no state."""
+    """The optimizer as `optimizer_state_of` found it. A parameter that has had no gradient yet has no state. It goes to
+    the device of its parameter, unless it `stays` in main memory, but for the counts of steps."""
     file = directory / OPTIMIZER_STATE
     read = _split_like(names, ranks.by_first(lambda: load_file(file)), ranks)
     saved: dict[str, dict[str, Tensor]] = {}
@@ -124,9 +125,13 @@ def restore_optimizer_state(
     if unknown := saved.keys() - set(names.values()):
         raise ValueError(f"{file} is of other parameters than this run trains: {sorted(unknown)[:3]}")
     now = optimizer.state_dict()
-    in_order = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
-    state = {number: saved[name] for number, name in enumerate(in_order) if name in saved}
-    optimizer.load_state_dict({**now, "state": state})
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state = {number: saved[names[each]] for number, each in enumerate(parameters) if names[each] in saved}
+    optimizer.load_state_dict({**now, "state": {number: {"step": each["step"]} for number, each in state.items()}})
+    for number, each in state.items():  # as they are: torch would make the dtype of the parameter of them
+        place = parameters[number]
+        others = {kind: tensor for kind, tensor in each.items() if kind != "step"}
+        optimizer.state[place].update(others if stays else {kind: t.to(place.device) for kind, t in others.items()})
 
 
 def _split_like(names: Names, read: Tensors | None, ranks: Ranks) -> Tensors:

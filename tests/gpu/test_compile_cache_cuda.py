@@ -17,6 +17,7 @@ def test_a_second_run_finds_what_the_first_compiled(tmp_path, capsys):
     kept = tmp_path / "cache" / "compiled"
     environment = {name: value for name, value in os.environ.items() if name not in (INDUCTOR, TRITON)}
     environment |= {"MTRL_CACHE": str(tmp_path / "cache")}
+    environment |= {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}  # it runs in another folder
     graphs, seconds = [], []
     for name in ("first", "second"):
         words = ["training.max_steps=1", "training.val_before_train=false", f"training.experiment_name={name}"]

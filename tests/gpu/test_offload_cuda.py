@@ -82,7 +82,7 @@ def test_states_are_pinned_and_come_back_to_their_places():
     rollouts = random_rollouts(prompts, [0, 0], [9, 5])
     batch = fake_batch(rollouts, torch.zeros(rollouts.mask.shape), torch.ones(rollouts.mask.shape))
     actor.update([batch], LOSS)
-    states = actor.learner._large_states()
+    states = actor.learner._large_states(actor.learner.parameters)
     places = [state.data_ptr() for state in states]
     assert all(state.device.type == "cpu" and state.is_pinned() for state in states)
     actor.update([batch], LOSS)

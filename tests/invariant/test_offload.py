@@ -2,23 +2,27 @@
 here: what would be copied to it and back is copied all the same. On a GPU: tests/gpu/test_offload_cuda.py."""
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from tiny_models import encoder_of, fresh_backbone
 from update_helpers import FULL_LOSS, full_batch, rollouts_for, weights_of
 
-from mtrl.build.model import build_actor, build_encoder, build_policy, build_reference
+from mtrl.build.model import build_actor, build_encoder, build_generator, build_policy, build_reference
 from mtrl.build.recipe import recipe_of
 from mtrl.config import load_config
 from mtrl.models.adapters import AdapterSettings, add_adapters
 from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward
 from mtrl.models.perturb import Perturbation
+from mtrl.rollout.awake import Awake
 from mtrl.types import Needs
+from mtrl.workers import offload
 from mtrl.workers.actor import LocalActor
-from mtrl.workers.learner import OptimizerSettings
+from mtrl.workers.learner import Learner, OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching
 from mtrl.workers.offload import Parked
 from mtrl.workers.reference import Reference
@@ -28,7 +32,7 @@ WHOLE_VOCABULARY = replace(FULL_LOSS, divergence="full")
 NEEDS = Needs("old", "reference")
 
 
-def actor_of(offload, adapters=False):
+def actor_of(parks, adapters=False):
     """Under adapters the reference has no weights of its own, so there is nothing of it to move."""
     model = fresh_backbone(FAMILY).model
     if adapters:
@@ -43,8 +47,8 @@ def actor_of(offload, adapters=False):
         probe_batching=MicroBatching(),
         encoder_files={},
         reference=Reference.under_adapters(forward) if adapters else Reference.frozen(forward),
-        offload_optimizer=offload,
-        offload_reference=offload and not adapters,
+        offload_optimizer=parks,
+        offload_reference=parks and not adapters,
     )
 
 
@@ -62,8 +66,10 @@ def same(first, second):
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["all weights", "adapters"])
 @pytest.mark.parametrize("loss", [FULL_LOSS, WHOLE_VOCABULARY], ids=["low_var_kl", "full"])
-def test_numbers_are_the_same_to_the_bit(loss, adapters):
+def test_numbers_are_the_same_to_the_bit(loss, adapters, monkeypatch):
+    monkeypatch.setattr(offload, "PIECE", 2**14)  # as large models have it: many pieces, and weights that are larger
     plain, parked = actor_of(False, adapters), actor_of(True, adapters)
+    assert 1 < len(parked.learner.pieces) < len(parked.learner.parameters)
     for _ in range(2):
         (ours, weights), (theirs, expected) = learn(parked, 1, loss), learn(plain, 1, loss)
         assert ours == theirs and same(weights, expected)
@@ -88,7 +94,7 @@ def test_what_is_parked_lies_elsewhere_but_for_its_use():
     actor.probe(rollouts_for(FAMILY), NEEDS, 0)
     assert places(reference) == kept and set(seen[0]).isdisjoint(kept), "it comes back to the same places"
     learn(actor)
-    states = actor.learner._large_states()
+    states = actor.learner._large_states(actor.learner.parameters)
     kept = places(states)
     actor.learner.optimizer.register_step_pre_hook(lambda *_: seen.append(places(states)))
     learn(actor)
@@ -103,6 +109,48 @@ def test_a_checkpoint_is_written_and_read_while_all_is_parked(tmp_path):
     rows, weights = learn(other, 1)
     expected, wanted = learn(whole, 3)
     assert rows == expected[2:] and same(weights, wanted)
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
+def test_rounded_weights_take_their_steps_in_pieces_too(rounding, monkeypatch):
+    """Their random numbers are keyed by the place of a parameter among all."""
+    weights = [torch.randn(9, 5, generator=torch.Generator().manual_seed(place)).bfloat16() for place in range(4)]
+    plain, parked = (learner_of(weights, rounding, parks) for parks in (False, True))
+    monkeypatch.setattr(offload, "PIECE", 200)
+    parked.pieces = [(piece, Parked(partial(parked._large_states, piece), torch.device("cpu")))
+                     for piece in offload.pieces_of(parked.parameters)]  # fmt: skip
+    assert len(parked.pieces) == 2
+    for step in range(3):
+        for learner in (plain, parked):
+            for place, parameter in enumerate(learner.parameters):
+                draw = torch.Generator().manual_seed(100 * step + place)
+                parameter.grad = torch.randn(9, 5, generator=draw).bfloat16()
+            learner._move_weights()
+    assert all(map(torch.equal, plain.parameters, parked.parameters))
+
+
+def learner_of(weights, rounding, parks):
+    model = torch.nn.Module()
+    model.device = torch.device("cpu")
+    for place, weight in enumerate(weights):
+        model.register_parameter(str(place), torch.nn.Parameter(weight.clone()))
+    settings = OptimizerSettings(lr=1e-2, rounding=rounding)
+    return Learner(model, settings, MicroBatching(), name="", advice="", offload=parks)
+
+
+def test_weights_are_away_while_an_engine_with_its_own_is_awake():
+    """As build_generator arranges it for vLLM on a GPU."""
+    model, engine = torch.nn.Linear(3, 3), Awake()
+    parked = Parked(lambda: list(model.parameters()), torch.device("cpu"))
+    engine.making_room = parked.away
+    before, numbers, seen = places(model.parameters()), model.weight.detach().clone(), []
+    engine.wake = lambda: seen.append(places(model.parameters()))
+    engine.sleep = lambda: seen.append(places(model.parameters()))
+    with engine.awake(), engine.awake():
+        kept = places(model.parameters())
+        assert torch.equal(model.weight, numbers), "they can be read there, to be handed to the engine"
+    assert seen == [kept, kept] and set(kept).isdisjoint(before), "gone before it wakes, back when it sleeps"
+    assert set(places(model.parameters())).isdisjoint(kept) and torch.equal(model.weight, numbers)
 
 
 def test_an_error_leaves_all_parked():
@@ -136,3 +184,14 @@ def test_the_keys_are_read_where_there_is_a_device(monkeypatch):
     monkeypatch.setattr(type(policy.backbone), "device", torch.device("cuda"))
     build_actor(config, policy, encoder, 1)
     assert (given["offload_optimizer"], given["offload_reference"]) == (True, True)
+
+
+def test_weights_make_room_for_vllm(monkeypatch):
+    keys = {"worker.actor.offload.offload_params": True, "worker.rollout.name": "vllm"}
+    config = load_config(None, keys)
+    encoder, policy = build_policy(config, build_encoder(config))
+    monkeypatch.setattr("mtrl.build.vllm.build_vllm", lambda *_: Awake())
+    assert build_generator(config, policy, encoder).making_room is nullcontext, "on a CPU there is nothing to do"
+    monkeypatch.setattr(type(policy.backbone), "device", torch.device("cuda"))
+    parked = build_generator(config, policy, encoder).making_room.__self__
+    assert places(parked.tensors()) == places(policy.backbone.model.parameters())

@@ -94,6 +94,7 @@ def test_two_configs_do_not_share_their_free_form_mappings():
 COMPANIONS: dict[str, dict[str, Any]] = {
     "dataset.min_pixels": {"dataset.max_pixels": 2**30},
     "dataset.rollout_batch_size": {"worker.actor.global_batch_size": 1},
+    "worker.actor.fsdp.param_rounding": {"worker.actor.fsdp.param_dtype": "bf16"},
     "worker.actor.ulysses_size": {"training.n_gpus_per_node": 2},
     "worker.rollout.tensor_parallel_size": {"training.n_gpus_per_node": 2},
     "worker.rollout.mode": {"worker.rollout.address": "localhost:8000"},
@@ -199,8 +200,9 @@ def test_the_yaml_of_a_full_run_loads_and_survives(tmp_path):
     assert config.worker.rollout.name == "vllm" and config.worker.actor.model.peft_type == "lora"
     assert config.worker.rollout.engine_kwargs == {"enforce_eager": True, "limit_mm_per_prompt": {"image": 2}}
     assert config.worker.reward.weights == (2.5, 1.0, 0.5, 1.0)
-    (said,) = warnings(config)
-    assert "lr = 5e-07 with adapters" in said
+    moved, slow = warnings(config)
+    assert "worker.ref.offload_params with adapters" in moved and "nothing to move" in moved
+    assert "lr = 5e-07 with adapters" in slow
     assert load_config(write(tmp_path, to_yaml(config))) == config
 
 

@@ -211,12 +211,16 @@ IMPOSSIBLE = [
     ),
     (["worker.rollout.mode=server"], ["worker.rollout.mode", "worker.rollout.address"]),
     (
-        ["worker.actor.model.peft_type=lora", "worker.ref.refresh_every=10"],
-        ["worker.ref.refresh_every", "worker.actor.model.peft_type"],
+        [
+            "worker.actor.fsdp.param_dtype=bf16",
+            "worker.actor.fsdp.param_rounding=kahan",
+            "worker.actor.optim.name=adamw_8bit",
+        ],
+        ["worker.actor.fsdp.param_rounding", "worker.actor.optim.name"],
     ),
     (
-        ["worker.actor.model.peft_type=lora", "worker.ref.offload_params=true"],
-        ["worker.ref.offload_params", "worker.actor.model.peft_type"],
+        ["worker.actor.model.peft_type=lora", "worker.ref.refresh_every=10"],
+        ["worker.ref.refresh_every", "worker.actor.model.peft_type"],
     ),
     (
         ["worker.rollout.name=vllm", "worker.rollout.tensor_parallel_size=2"],

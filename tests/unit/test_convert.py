@@ -365,3 +365,11 @@ def test_what_a_lora_config_means_without_saying_it():
     values = read_script(script, "train.py").values
     assert (values["lora_r"], values["lora_alpha"], values["lora_target_modules"]) == (4, 8, ["q_proj", "v_proj"])
     assert "lora_r" not in read_script("GRPOTrainer(model='m', peft_config=None)", "train.py").values
+
+
+def test_fp16_of_trl_is_told_as_lost(tmp_path):
+    script = tmp_path / "grpo.py"
+    script.write_text("from trl import GRPOConfig\n\nGRPOConfig(output_dir='out', fp16=True)\n")
+    converted = convert(script)
+    assert "fp16 would need its loss scaled" in told(converted, LOST)["fp16"]
+    assert loaded(converted, tmp_path).worker.actor.fsdp.mixed_precision_dtype == "bf16"

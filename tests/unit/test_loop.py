@@ -32,8 +32,8 @@ def test_a_step_in_order():
         ("reference", 0),
         ("result",),
         ("update", 1),
-        ("publish", 7),
         ("wake",),
+        ("publish", 7),
         ("load", 7),
         ("sleep",),
         ("rollouts", 1),
@@ -246,8 +246,8 @@ def test_a_restored_loop_does_what_the_first_would_have_done():
     restored.run()
     journal = whole.components.actor.journal
     assert restored.components.actor.journal == [
-        ("publish", 14),
         ("wake",),
+        ("publish", 14),
         ("load", 14),
         ("sleep",),
         *journal[journal.index(("save", 2)) + 1 :],

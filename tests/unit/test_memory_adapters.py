@@ -1,5 +1,7 @@
 """What a run takes whose adapters alone learn."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from test_memory import LIMITS
@@ -52,3 +54,24 @@ def test_the_plan_of_a_configuration():
     assert (adapted.base, adapted.weights) == ("bf16", "fp32")
     ways = changes(adapted)
     assert not any("disable_divergence" in way or "freeze_vision_tower" in way for way in ways), "neither would help"
+
+
+def test_a_base_in_four_bits_and_states_of_a_byte():
+    """Seven projections of a layer leave their two bytes a number for half of one and its part of scales."""
+    config = load_model_config(str(checkpoint(FAMILY)))
+    plan = Plan(LIMITS, compute="bf16", adapters=ADAPTERS, checkpointing=True, graphs=True, eight_bit=True)
+    plain, packed = (estimate(config, replace(plan, four_bit=each), ["sample"]) for each in (False, True))
+    model = load_model(checkpoint(FAMILY))
+    sizes = [each.weight.numel() for name, each in model.named_modules() if "language_model.layers" in name
+             and isinstance(each, torch.nn.Linear)]  # fmt: skip
+    assert len(sizes) == 7 * config.text_config.num_hidden_layers
+    less = plain.held["weights"] - packed.held["weights"]
+    assert less == pytest.approx(sum(sizes) * (2 - 0.5 - 1 / 64), rel=1e-3)
+    add_adapters(model, ADAPTERS)
+    assert packed.held["optimizer state"] == 2 * sum(p.numel() for p in adapter_parameters(model).values())
+    assert packed.held["a weight made of its 4 bits"] == 2 * max(sizes)
+    engines = [found.phases["sample"].keys() for found in (plain, packed)]
+    assert "own copy of the weights" in engines[0] - engines[1], "the engine of graphs does not know such weights"
+    words = {"worker.actor.model.peft_type": "qlora", "worker.actor.optim.name": "adamw_8bit"}
+    found = plan_of(load_config(None, words), True)
+    assert found.four_bit and found.eight_bit and not plan_of(load_config(None, {}), True).eight_bit

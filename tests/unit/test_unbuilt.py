@@ -18,11 +18,7 @@ from mtrl.zoo.rows import CONFIG_FILE
 PACKAGE = Path(mtrl.__file__).parent
 
 REFUSED = {  # what the message names: the overrides
-    "worker.actor.model.peft_type: qlora": {"worker.actor.model.peft_type": "qlora"},
-    "worker.actor.optim.name: adamw_8bit": {"worker.actor.optim.name": "adamw_8bit"},
-    "worker.critic.optim.name: adamw_8bit": {"worker.critic.optim.name": "adamw_8bit"},
     "worker.actor.fsdp.cpu_offload": {"worker.actor.fsdp.cpu_offload": True},
-    "worker.actor.fsdp.mixed_precision_dtype: fp16": {"worker.actor.fsdp.mixed_precision_dtype": "fp16"},
     "worker.actor.offload.offload_params": {"worker.actor.offload.offload_params": True},
     "worker.actor.ulysses_size": {"worker.actor.ulysses_size": 2, "training.n_gpus_per_node": 2},
     "worker.hybrid_engine": {"worker.hybrid_engine": False},
@@ -35,6 +31,13 @@ REFUSED = {  # what the message names: the overrides
     },
     "worker.rollout.name: vllm on several processes": {
         "worker.rollout.name": "vllm", "training.n_gpus_per_node": 2
+    },
+    "worker.actor.model.peft_type: qlora on several": {
+        "worker.actor.model.peft_type": "qlora", "training.n_gpus_per_node": 2
+    },
+    "worker.actor.optim.name: adamw_8bit on several": {"worker.actor.optim.name": "adamw_8bit", "training.nnodes": 2},
+    "worker.actor.offload.offload_optimizer on several": {
+        "worker.actor.offload.offload_optimizer": True, "training.nnodes": 2
     },
     "worker.ref.offload_params on several": {"worker.ref.offload_params": True, "training.nnodes": 2},
     "worker.actor.fsdp.param_rounding: kahan on several": {
@@ -77,7 +80,7 @@ def test_nothing_of_the_algorithms_is_refused():
 
 
 def test_several_are_told_together():
-    config = load_config(None, {"worker.actor.optim.name": "adamw_8bit", "worker.hybrid_engine": False})
+    config = load_config(None, {"worker.actor.fsdp.cpu_offload": True, "worker.hybrid_engine": False})
     with pytest.raises(ConfigError) as caught:
         refuse_unbuilt(config)
     assert len(caught.value.errors) == 2
@@ -122,6 +125,23 @@ def test_adapters_without_their_library_are_refused_with_how_to_get_it(monkeypat
     refuse_unbuilt(Config())
     with pytest.raises(ConfigError, match=r"peft_type: adapters need the library peft; pip install 'mtrl\[lora\]'"):
         refuse_unbuilt(load_config(None, {"worker.actor.model.peft_type": "lora"}))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ({"worker.actor.model.peft_type": "qlora"}, "worker.actor.model.peft_type: qlora"),
+        ({"worker.actor.optim.name": "adamw_8bit"}, "worker.actor.optim.name: adamw_8bit"),
+        ({"worker.critic.optim.name": "adamw_8bit"}, "worker.critic.optim.name: adamw_8bit"),
+    ],
+)
+def test_so_is_what_needs_bitsandbytes(overrides, told, monkeypatch):
+    monkeypatch.setattr("mtrl.build.unbuilt.find_spec", lambda name: None if name == "bitsandbytes" else name)
+    how = r"needs the library bitsandbytes; pip install 'mtrl\[qlora\]', or use"
+    with pytest.raises(ConfigError, match=f"{told} {how}"):
+        refuse_unbuilt(load_config(None, overrides))
+    monkeypatch.setattr("mtrl.build.unbuilt.find_spec", lambda name: name)
+    refuse_unbuilt(load_config(None, overrides))
 
 
 def test_defaults_and_the_packaged_config_are_not_refused():

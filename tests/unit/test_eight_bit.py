@@ -1,0 +1,81 @@
+"""AdamW with a state of bytes: it goes where float32's goes, is small, and is restored to the bit. Skipped without
+bitsandbytes, whose kernels run on a CPU too."""
+
+import pytest
+import torch
+
+from mtrl.workers import offload
+from mtrl.workers.learner import Learner, OptimizerSettings
+from mtrl.workers.micro_batches import MicroBatching
+from mtrl.workers.offload import Parked
+from mtrl.workers.snapshot import optimizer_state_of, restore_optimizer_state
+
+pytest.importorskip("bitsandbytes")
+SHAPES = {"projection": (64, 96), "wide": (40, 256), "norm": (96,)}
+
+
+def learner_of(parks=False, **settings):
+    model = torch.nn.Module()
+    model.device = torch.device("cpu")
+    for seed, (name, shape) in enumerate(SHAPES.items()):
+        weight = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) / 10
+        model.register_parameter(name, torch.nn.Parameter(weight))
+    made = OptimizerSettings(lr=1e-3, weight_decay=0.1, **settings)
+    return Learner(model, made, MicroBatching(), name="", advice="", offload=parks)
+
+
+def learn(learner, steps):
+    """Noisy gradients of half the squared distance to a target."""
+    for step in steps:
+        for place, parameter in enumerate(learner.parameters):
+            draw = torch.Generator().manual_seed(1000 * step + place)
+            noise = torch.randn(parameter.shape, generator=draw) / 10
+            target = torch.sin(torch.arange(parameter.numel()).float()).view(parameter.shape)
+            parameter.grad = parameter.detach() - target + noise
+        learner._move_weights()
+        learner.optimizer.zero_grad()
+    return [parameter.detach().clone() for parameter in learner.parameters]
+
+
+def test_it_goes_where_float32_goes():
+    begin = learn(learner_of(), [])
+    ours, theirs = (learn(learner_of(eight_bit=bits), range(60)) for bits in (True, False))
+    for start, here, there in zip(begin, ours, theirs, strict=True):
+        way = there - start
+        assert (here - there).norm() < 0.05 * way.norm() and way.norm() > 1e-2 * start.numel() ** 0.5
+    assert torch.equal(ours[2], theirs[2]) or (ours[2] - theirs[2]).abs().max() < 1e-6, "small ones are in float32"
+
+
+def test_a_byte_a_number():
+    learner = learner_of(eight_bit=True)
+    learn(learner, range(1))
+    state = optimizer_state_of(learner.optimizer, learner.names)
+    numbers = 64 * 96 + 40 * 256
+    large = sum(tensor.nbytes for name, tensor in state.items() if not name.startswith("norm"))
+    assert large == pytest.approx(2 * numbers * (1 + 4 / 256), rel=0.01)
+    assert state["norm/exp_avg"].dtype == torch.float32 and state["wide/exp_avg"].dtype == torch.uint8
+
+
+def test_restored_it_goes_on_to_the_bit(tmp_path):
+    from safetensors.torch import save_file
+
+    whole = learn(learner_of(eight_bit=True), range(6))
+    half, other = learner_of(eight_bit=True), learner_of(eight_bit=True)
+    weights = learn(half, range(3))
+    (tmp_path / "trainer").mkdir()
+    save_file(optimizer_state_of(half.optimizer, half.names), tmp_path / "trainer/optimizer.safetensors")
+    with torch.no_grad():
+        for parameter, weight in zip(other.parameters, weights, strict=True):
+            parameter.copy_(weight)
+    restore_optimizer_state(other.optimizer, other.names, tmp_path)
+    assert all(map(torch.equal, learn(other, range(3, 6)), whole))
+
+
+def test_in_main_memory_between_its_steps(monkeypatch):
+    monkeypatch.setattr(offload, "PIECE", 30_000)
+    parked = learner_of(parks=True, eight_bit=True)
+    assert len(parked.pieces) == 3 and isinstance(parked.pieces[0][1], Parked)
+    assert all(map(torch.equal, learn(parked, range(4)), learn(learner_of(eight_bit=True), range(4))))
+    places = [each.data_ptr() for each in parked._large_states(parked.parameters)]
+    learn(parked, range(4, 5))
+    assert [each.data_ptr() for each in parked._large_states(parked.parameters)] == places and len(places) == 10
