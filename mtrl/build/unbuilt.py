@@ -49,14 +49,15 @@ def unbuilt(config: Config) -> list[str]:
 
 def missing_libraries(config: Config) -> list[str]:
     """What is switched on and not installed. (Rewards say it of their own, when they are loaded.)"""
-    kind, learners = config.worker.actor.model.peft_type, {"actor": config.worker.actor, "critic": config.worker.critic}
+    kind = config.worker.actor.model.peft_type
+    optimizers = {"actor": config.worker.actor.optim.name, "critic": config.worker.critic.optim.name}
     missing = []
     if kind is not None and find_spec("peft") is None:
         missing.append("worker.actor.model.peft_type: adapters need the library peft; pip install 'mtrl[lora]'")
     if find_spec("bitsandbytes") is None:
         need = "needs the library bitsandbytes; pip install 'mtrl[qlora]', or use"
         missing += [f"worker.actor.model.peft_type: qlora {need} lora"] if kind == "qlora" else []
-        eight_bit = [name for name, learner in learners.items() if learner.optim.name == "adamw_8bit"]
+        eight_bit = [learner for learner, name in optimizers.items() if name == "adamw_8bit"]
         missing += [f"worker.{name}.optim.name: adamw_8bit {need} adamw" for name in eight_bit]
     ranked = config.training.nnodes * config.training.n_gpus_per_node > 1
     if ranked and find_spec("ray") is None and not started_by_torchrun():

@@ -190,7 +190,7 @@ def rehearse(
     held: list[Tensor] = []
 
     def hold_states() -> None:
-        here = [] if has_states else learning
+        here: Sequence[Tensor] = [] if has_states else learning
         if offloaded:  # those of a run that goes on lie in main memory too
             here = max(pieces_of(learning), key=lambda piece: sum(p.nbytes for p in piece))
         held.extend(torch.empty_like(p, dtype=state_dtype or p.dtype) for p in here for _ in range(states))

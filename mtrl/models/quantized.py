@@ -50,7 +50,7 @@ class FourBitLinear(nn.Linear):
 
 @torch.compiler.disable  # scales are no tensors
 def _product(x: Tensor, linear: FourBitLinear, bias: Tensor | None) -> Tensor:
-    return _FourBitProduct.apply(x, linear, bias)  # type: ignore[no-any-return,no-untyped-call]
+    return _FourBitProduct.apply(x, linear, bias)
 
 
 class _FourBitProduct(torch.autograd.Function):
@@ -62,7 +62,7 @@ class _FourBitProduct(torch.autograd.Function):
         return nn.functional.linear(x, linear.weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return (gradient @ ctx.linear.weight.to(gradient.dtype)).to(ctx.dtype), None, None
 
 
