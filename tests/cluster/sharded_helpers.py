@@ -38,6 +38,7 @@ CPU = torch.device("cpu")
 # Prompts with an image, without, with several, with one. Groups are uneven, and one token budget cuts the first.
 MIXED = [0, 0, 0, 0, 1, 1, 2, 2, 3, 3], [6, 2, 9, 5, 4, 1, 7, 3, 5, 5]
 TEXT_AND_ONE_IMAGE = [0, 0, 1, 1, 1], [6, 2, 4, 3, 8]  # of two ranks one has the image, and the other text alone
+TEXT_ALONE = [1, 1, 1], [4, 3, 8]  # nobody sees anything, and the second rank has nothing to do
 ONE_GROUP = [0, 0, 0], [6, 2, 9]  # the second rank has nothing to do
 BUDGET = MicroBatching(tokens=60)
 NEEDS = Needs("old", "entropy", "entropy_change", "dependency", "mass", "reference")
@@ -60,7 +61,10 @@ def backbone_of(family, kind, ranks, strategy, checkpointing=False, per_node=1):
         model = Sharding(ranks, CPU, strategy, per_node).spread(empty, lambda: load().model)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    return Backbone(model, ranks=ranks)
+    backbone = Backbone(model, ranks=ranks)
+    if kind == "frozen tower":
+        backbone.vision_tower.requires_grad_(False)
+    return backbone
 
 
 def worker_of(kind, family, batching, ranks=ALONE, strategy="FULL_SHARD", checkpointing=False, per_node=1):
