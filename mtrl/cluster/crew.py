@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +14,26 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from mtrl.cluster.process import Build, RankProcess
 from mtrl.cluster.transfer import Lent
 from mtrl.errors import RankLost, StartError
+from mtrl.models.ranks import Ranks
 
 LINES = 12  # of a lost rank's log in the message
 GRACE = 5.0  # seconds in which the ranks that lost another one say so: the one that died first is to be told
 PLACING = 120.0  # seconds that a cluster has to find room for all ranks
 
 
+Build = Callable[[Ranks], Mapping[str, Any]]
+
+
 class RayCrew:
     """`build` makes the workers of a rank, on that rank. Nothing of a model is ever here."""
 
     def __init__(self, size: int, per_node: int, build: Build, logs: Path, heartbeat: float) -> None:
+        from mtrl.cluster.process import RankProcess
+
         self.size, self.logs, self.heartbeat = size, logs, heartbeat
-        self.lent = Lent()
+        self.lent = Lent(ray.put)
         self.lost: RankLost | None = None
         self.started = open_ray(size)
         self.group: PlacementGroup | None = None
@@ -37,8 +43,7 @@ class RayCrew:
             strategy = PlacementGroupSchedulingStrategy(self.group)
             for number in range(size):
                 options = {"scheduling_strategy": strategy, "num_cpus": 1, "num_gpus": gpus()}
-                kind: Any = RankProcess  # ray.remote has put more into the class
-                self.ranks.append(kind.options(**options).remote(number, size, self._log(number)))
+                self.ranks.append(RankProcess.options(**options).remote(number, size, self._log(number)))
             self.places = self._results([rank.place.remote() for rank in self.ranks])
             address = ray.get(self.ranks[0].address.remote())
             self._results([rank.join.remote(address, build) for rank in self.ranks])
@@ -134,7 +139,7 @@ def open_ray(size: int) -> bool:
         return True
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     cores = max(size, os.cpu_count() or 1)
-    ray.init(address="local", num_cpus=cores, include_dashboard=False, log_to_driver=True, logging_level="error")
+    ray.init(address="local", num_cpus=cores, include_dashboard=False, log_to_driver=True, logging_level=logging.ERROR)
     return True
 
 

@@ -21,10 +21,11 @@ BESIDE, WATCH = "beside", "watch"  # threads of their own, beside the one that c
 
 logger = logging.getLogger(__name__)
 
-Build = Callable[[Ranks], Mapping[str, Any]]
+
+remote: Any = ray.remote  # its types know nothing of groups
 
 
-@ray.remote(concurrency_groups={BESIDE: 1, WATCH: 1})
+@remote(concurrency_groups={BESIDE: 1, WATCH: 1})
 class RankProcess:
     """Its log goes to a file as well, whose last lines are told where the process ends without a word."""
 
@@ -53,7 +54,7 @@ class RankProcess:
         """Its machine and its process, for people."""
         return socket.gethostname(), os.getpid()
 
-    def join(self, address: tuple[str, int], build: Build) -> None:
+    def join(self, address: tuple[str, int], build: Callable[[Ranks], Mapping[str, Any]]) -> None:
         """Meets the others, and builds its workers together with them."""
         host, port = address
         os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port), "LOCAL_RANK": "0"}  # Ray shows it one GPU alone
@@ -64,7 +65,7 @@ class RankProcess:
 
     def answer(self, part: str, method: str, arguments: tuple[Any, ...]) -> Any:
         logger.info("%s.%s begins", part, method)
-        found = answer(self.parts, (part, method, fetched(arguments)))
+        found = answer(self.parts, (part, method, fetched(arguments, ray.get)))
         logger.info("%s.%s ends", part, method)
         return found
 

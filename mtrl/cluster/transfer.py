@@ -7,39 +7,45 @@ to a machine once, and all processes there read the same memory.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
-
-import ray
 
 from mtrl.types import Prompt, Rollouts, TrainBatch
 
 
-class Lent:
-    """The driver's side. What is put stays there for as long as the driver holds the prompt."""
+@dataclass(frozen=True)
+class Name:
+    """Stands for a prompt in the store."""
 
-    def __init__(self) -> None:
-        self._names: WeakKeyDictionary[Prompt, Any] = WeakKeyDictionary()
+    reference: Any
+
+
+class Lent:
+    """The driver's side; `put` is the store's. A prompt stays there for as long as the driver holds it."""
+
+    def __init__(self, put: Callable[[Any], Any]) -> None:
+        self.put = put
+        self._names: WeakKeyDictionary[Prompt, Name] = WeakKeyDictionary()
 
     def __call__(self, value: Any) -> Any:
         """The same arguments with a name in the place of every prompt."""
         return with_prompts(value, self._name)
 
-    def _name(self, prompt: Prompt) -> Any:
+    def _name(self, prompt: Prompt) -> Name:
         if prompt not in self._names:
-            self._names[prompt] = ray.put(prompt)
+            self._names[prompt] = Name(self.put(prompt))
         return self._names[prompt]
 
 
-def fetched(value: Any) -> Any:
-    """The rank's side: prompts in the places of their names."""
-    return with_prompts(value, ray.get)
+def fetched(value: Any, get: Callable[[Any], Any]) -> Any:
+    """The rank's side: prompts in the places of their names; `get` is the store's."""
+    return with_prompts(value, lambda name: get(name.reference))
 
 
 def with_prompts(value: Any, changed: Callable[[Any], Any]) -> Any:
     """The value with `changed` prompts, in the records that carry them."""
-    if isinstance(value, (Prompt, ray.ObjectRef)):
+    if isinstance(value, (Prompt, Name)):
         return changed(value)
     if isinstance(value, Rollouts):
         return replace(value, prompts=tuple(changed(prompt) for prompt in value.prompts))

@@ -61,8 +61,7 @@ FEATURES = (
 )  # fmt: skip
 # No library brings these: `unbuilt` and the data layer refuse them, whatever is installed.
 NOT_BUILT = (
-    "adapters on 4-bit weights (QLoRA)", "8-bit Adam", "videos",
-    "loggers (tensorboard, wandb, mlflow, swanlab, trackio)",
+    "videos", "loggers (tensorboard, wandb, mlflow, swanlab, trackio)",
 )  # fmt: skip
 
 
