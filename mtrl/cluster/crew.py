@@ -43,7 +43,8 @@ class RayCrew:
             strategy = PlacementGroupSchedulingStrategy(self.group)
             for number in range(size):
                 options = {"scheduling_strategy": strategy, "num_cpus": 1, "num_gpus": gpus()}
-                self.ranks.append(RankProcess.options(**options).remote(number, size, self._log(number)))
+                kind: Any = RankProcess  # ray.remote has put more into the class
+                self.ranks.append(kind.options(**options).remote(number, size, self._log(number)))
             self.places = self._results([rank.place.remote() for rank in self.ranks])
             address = ray.get(self.ranks[0].address.remote())
             self._results([rank.join.remote(address, build) for rank in self.ranks])
