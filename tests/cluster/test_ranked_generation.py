@@ -1,6 +1,7 @@
 """Engines of two ranks give the rows of one, before and after the weights that they gather have changed; and rows are
 dealt out in whole groups."""
 
+import pytest
 import torch
 from helpers import fake_rollouts, same
 from rank_helpers import run_ranks
@@ -75,6 +76,7 @@ def on_rank(ranks, path):
     return [(rows.group, rows.tokens, rows.mask, rows.behaviour, rows.text, rows.version) for rows in found]
 
 
+@pytest.mark.slow
 def test_two_engines_give_the_rows_of_one(tmp_path):
     path = checkpoint(FAMILY)
     encoder = encoder_of(FAMILY)

@@ -35,10 +35,11 @@ def test_mixed_batches(family, tmp_path):
 
 
 def test_a_text_model(tmp_path):
+    """One process, one rank, two ranks."""
     check("actor", "qwen2", MIXED, tmp_path)
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.slow)])
 def test_an_image_on_one_rank_alone(family, tmp_path):
     """The tower runs on both, or both wait for ever."""
     check("actor", family, TEXT_AND_ONE_IMAGE, tmp_path, sizes=(2,))
@@ -48,26 +49,32 @@ def test_a_rank_without_rows_goes_along(tmp_path):
     check("actor", "qwen2_5_vl", ONE_GROUP, tmp_path, MicroBatching(tokens=30), sizes=(2,))
 
 
+@pytest.mark.slow
 def test_nobody_sees_anything(tmp_path):
     check("actor", "qwen3_vl", TEXT_ALONE, tmp_path, sizes=(2,))
 
 
+@pytest.mark.slow
 def test_a_frozen_tower(tmp_path):
     check("frozen tower", "qwen2_5_vl", TEXT_AND_ONE_IMAGE, tmp_path, sizes=(2,))
 
 
+@pytest.mark.slow
 def test_a_critic(tmp_path):
     check("critic", "qwen2_5_vl", TEXT_AND_ONE_IMAGE, tmp_path)
 
 
+@pytest.mark.slow
 def test_token_weights_by_attention(tmp_path):
     check("tprl", "qwen3_vl", TEXT_AND_ONE_IMAGE, tmp_path)
 
 
+@pytest.mark.slow
 def test_adapters(tmp_path):
     check("lora", "qwen2_5_vl", TEXT_AND_ONE_IMAGE, tmp_path)
 
 
+@pytest.mark.slow
 def test_the_divergence_over_the_vocabulary(tmp_path):
     check("full divergence", "qwen2_5_vl", TEXT_AND_ONE_IMAGE, tmp_path, sizes=(2,))
 
