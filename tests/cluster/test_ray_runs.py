@@ -18,15 +18,24 @@ from mtrl.tracking.run_files import read_rows
 pytest.importorskip("ray")
 pytestmark = pytest.mark.slow  # Ray takes half a minute to begin and to end
 
+STARTED = []
 STEPS = ("training.max_steps=4", "training.save_freq=1", "training.val_freq=-1", "training.val_before_train=false")
-SECONDS = 400
+SECONDS = 900  # a hang is a failure, and a busy machine is none
 
 
 def start(output, *words, ranks=2):
     arguments = train_arguments(output, *STEPS, f"training.n_gpus_per_node={ranks}", *words)
     command = [sys.executable, "-m", "mtrl", *arguments]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, **pipes)
+    STARTED.append(subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, **pipes))
+    return STARTED[-1]
+
+
+@pytest.fixture(autouse=True)
+def nothing_outlives_a_failure():
+    yield
+    while STARTED:
+        STARTED.pop().kill()  # Ray's processes end with the one that started them
 
 
 def processes(output):
