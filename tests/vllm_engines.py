@@ -65,8 +65,9 @@ def start_server(family: str, port: int, environment: dict[str, str]) -> subproc
     """A real server, ready; it ends with the tests."""
     words = (
         f"--model {checkpoint(family)} --host 127.0.0.1 --port {port} --dtype float32 --max-model-len {MAX_LENGTH} "
-        "--logprobs-mode processed_logprobs --generation-config vllm --enforce-eager --no-enable-chunked-prefill "
-        f"--max-num-batched-tokens 8192 --kv-cache-memory-bytes {2**26}"
+        "--logprobs-mode processed_logprobs --generation-config vllm --enable-scale-out --enforce-eager "
+        "--distributed-executor-backend uni "
+        f"--no-enable-chunked-prefill --max-num-batched-tokens 8192 --kv-cache-memory-bytes {2**26}"
     )
     log = checkpoint(family).parent / f"server-{port}.log"
     with log.open("wb") as file:

@@ -15,8 +15,10 @@ from tiny_models import (
 )
 from vllm_engines import INSTALLED, child_process, engine_on, in_process, server
 
+from mtrl.models.adapters import AdapterSettings, adapter_layers, add_adapters
 from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward
+from mtrl.models.load import load_model
 from mtrl.models.weights import exported_weights
 from mtrl.types import Sampling, Weights
 
@@ -77,3 +79,23 @@ def test_each_weight_arrives(family, place):
     rollouts = engine.generate(prompts_for(family), Sampling(n=2, max_new_tokens=8, version=1))
     assert gap(family, rollouts, model) < TOLERANCE
     assert gap(family, rollouts, plain_model(family)) > 100 * TOLERANCE, "the old weights would say otherwise"
+
+
+@pytest.mark.parametrize("mode", ["inprocess", "process"])
+def test_adapters_arrive_merged(mode):
+    """What a run with adapters publishes goes the same way; of each weight that the adapters change."""
+    pytest.importorskip("peft")
+    family = "qwen2_5_vl"
+    model = load_model(checkpoint(family))
+    add_adapters(model, AdapterSettings(vision_tower=True))
+    engine = engine_on(HOSTS[mode](family), family, may_change=True)
+    forward = Forward(Backbone(model), encoder_of(family))
+    for version in (1, 2):
+        dice = torch.Generator().manual_seed(version)
+        for layer in adapter_layers(model):
+            up = layer.lora_B["default"].weight.data
+            up.copy_(0.2 * torch.randn(up.shape, generator=dice))
+        engine.load(Weights(version, exported_weights(model)))
+        rollouts = engine.generate(mixed_prompts(family), Sampling(n=2, max_new_tokens=8, version=version))
+        assert (forward.signals(rollouts).old - rollouts.behaviour).abs().max() < TOLERANCE
+        assert gap(family, rollouts, plain_model(family)) > 100 * TOLERANCE, "the base would say otherwise"
