@@ -126,6 +126,8 @@ def build_policy(config: Config, encoder: TextEncoder | None = None) -> tuple[Te
         last_k=config.optimization.attention_last_k_layers,
         weight_last_k=config.optimization.token_weight_last_k_layers,
         dependency=config.optimization.perception_estimator,
+        top_p=config.worker.rollout.top_p,
+        top_k=config.worker.rollout.top_k,
     )
     return encoder, forward
 

@@ -37,7 +37,7 @@ from mtrl.rollout.decode.engine import GraphGenerator
 from mtrl.rollout.decode.step import Ops
 from mtrl.rollout.local import LocalGenerator
 from mtrl.rollout.vllm.generator import VllmGenerator
-from mtrl.types import Sampling, Weights
+from mtrl.types import Needs, Sampling, Weights
 
 
 def decode_engine(backbone, encoder):
@@ -143,6 +143,14 @@ def test_behaviour_is_what_the_trainer_computes(family, encoder, engine, tempera
     close(rollouts.behaviour, Forward(shared_backbone(family), encoder, temperature).signals(rollouts).old)
     with torch.no_grad():
         close(rollouts.behaviour, plain_logp(family, rollouts, temperature=temperature))
+
+
+@pytest.mark.parametrize("cut", [{"top_k": 12}, {"top_p": 0.8}, {"top_k": 20, "top_p": 0.7}], ids=str)
+def test_cut_behaviour_is_what_the_trainer_computes_on_the_sampled_support(family, encoder, engine, cut):
+    rollouts = engine.generate(prompts_for(family), replace(SAMPLED, temperature=0.7, **cut))
+    found = Forward(shared_backbone(family), encoder, 0.7, **cut).signals(rollouts, Needs("old", "support"))
+    close((found.old - found.support).where(rollouts.mask, 0.0), rollouts.behaviour)
+    assert (found.old - rollouts.behaviour).abs().max() > 0.05, "the whole distribution is another one"
 
 
 @pytest.mark.parametrize("cut", [{}, {"top_k": 5}, {"top_p": 0.5}, {"top_k": 20, "top_p": 0.7}], ids=str)
