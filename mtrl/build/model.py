@@ -27,7 +27,7 @@ from mtrl.models.forward import Forward
 from mtrl.models.load import DTYPES, load_model
 from mtrl.models.weights import load_weights, save_model, saved_weights
 from mtrl.protocols import Generator
-from mtrl.rollout.decode.engine import fastest_generator
+from mtrl.rollout.decode.engine import fastest_generator, unknown_model
 from mtrl.store.checkpoint import write_folder
 from mtrl.training.interrupt import say_at_once
 from mtrl.training.recipe import Recipe
@@ -270,7 +270,17 @@ def build_generator(config: Config, policy: Forward, encoder: TextEncoder, learn
         from mtrl.build.vllm import build_vllm  # it need not be installed
 
         return build_vllm(config, model_path(config), policy, encoder, learns)
+    if config.worker.rollout.name == "auto" and learns:
+        say_at_once(chosen_engine(policy.backbone))
     return fastest_generator(policy.backbone, encoder)
+
+
+def chosen_engine(backbone: Backbone) -> str:
+    """What `auto` is, for people."""
+    told = "worker.rollout.name=auto: the local engine samples"
+    if why := unknown_model(backbone):
+        return f"{told}, by its plain route also on a GPU ({why}); worker.rollout.name=vllm is the faster one there"
+    return told
 
 
 def save_checkpoint(config: Config, loaded: Loaded, target: Path) -> None:
