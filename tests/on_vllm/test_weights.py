@@ -13,7 +13,7 @@ from tiny_models import (
     prompt,
     prompts_for,
 )
-from vllm_engines import INSTALLED, child_process, engine_on, in_process, server
+from vllm_engines import INSTALLED, begun_server, child_process, engine_on, in_process, server
 
 from mtrl.models.adapters import AdapterSettings, adapter_layers, add_adapters
 from mtrl.models.backbone import Backbone
@@ -35,6 +35,13 @@ PLACES = {  # one weight of each part: what its name holds
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def servers():
+    """They come up while the other modes are tested."""
+    for family in TINY_FAMILIES:
+        begun_server(str(checkpoint(family)))
+
+
 def gap(family, rollouts, model):
     """The largest distance between the engine's log-probs and those of a model."""
     with torch.no_grad():
@@ -47,25 +54,6 @@ def mixed_prompts(family):
     if family not in VISION_FAMILIES:
         return prompts
     return [*prompts, prompt(encoder_of(family), "again", "is it round", [(5, 9)])]
-
-
-@pytest.mark.parametrize("mode", HOSTS)
-@pytest.mark.parametrize("family", TINY_FAMILIES)
-def test_ten_updates(family, mode):
-    """After each the engine has the trainer's log-probs; with repeated images, whatever it cached of them before."""
-    engine, model = engine_on(HOSTS[mode](family), family, may_change=True), plain_model_at(checkpoint(family), family)
-    prompts = mixed_prompts(family)
-    forward = Forward(Backbone(model), encoder_of(family))
-    for version in range(1, 11):
-        noise = torch.Generator().manual_seed(version)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.02 * torch.randn(parameter.shape, generator=noise))
-        engine.load(Weights(version, exported_weights(model)))
-        rollouts = engine.generate(prompts, Sampling(n=3, max_new_tokens=8, version=version, step=version))
-        old = forward.signals(rollouts).old
-        assert (old - rollouts.behaviour).abs().max() < TOLERANCE
-        assert rollouts.version.unique().tolist() == [version]
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -99,3 +87,22 @@ def test_adapters_arrive_merged(mode):
         rollouts = engine.generate(mixed_prompts(family), Sampling(n=2, max_new_tokens=8, version=version))
         assert (forward.signals(rollouts).old - rollouts.behaviour).abs().max() < TOLERANCE
         assert gap(family, rollouts, plain_model(family)) > 100 * TOLERANCE, "the base would say otherwise"
+
+
+@pytest.mark.parametrize("family", TINY_FAMILIES)
+@pytest.mark.parametrize("mode", HOSTS)
+def test_ten_updates(family, mode):
+    """After each the engine has the trainer's log-probs; with repeated images, whatever it cached of them before."""
+    engine, model = engine_on(HOSTS[mode](family), family, may_change=True), plain_model_at(checkpoint(family), family)
+    prompts = mixed_prompts(family)
+    forward = Forward(Backbone(model), encoder_of(family))
+    for version in range(1, 11):
+        noise = torch.Generator().manual_seed(version)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.02 * torch.randn(parameter.shape, generator=noise))
+        engine.load(Weights(version, exported_weights(model)))
+        rollouts = engine.generate(prompts, Sampling(n=3, max_new_tokens=8, version=version, step=version))
+        old = forward.signals(rollouts).old
+        assert (old - rollouts.behaviour).abs().max() < TOLERANCE
+        assert rollouts.version.unique().tolist() == [version]
