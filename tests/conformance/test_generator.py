@@ -6,6 +6,7 @@ An engine enters the suite as a function in ENGINES that makes it from a family 
 import copy
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from tiny_models import (
     shared_backbone,
 )
 from transformers import DynamicCache
-from vllm_engines import INSTALLED, engine_on, in_process
+from vllm_engines import INSTALLED, child_process, engine_on, in_process, server
 
 from mtrl.errors import RunError
 from mtrl.models.backbone import Backbone
@@ -45,6 +46,10 @@ def decode_engine(backbone, encoder):
     return GraphGenerator(backbone, encoder, ops=Ops(plain, plain), buckets=(16, 32, 64), poll=1)
 
 
+def vllm_engine(host, family, encoder, may_change=False):
+    return engine_on(host(family), family, encoder, may_change=may_change)
+
+
 ENGINES = {
     "local": lambda family, encoder: LocalGenerator(shared_backbone(family), encoder),
     "decode": lambda family, encoder: decode_engine(shared_backbone(family), encoder),
@@ -53,9 +58,10 @@ FRESH_ENGINES = {  # may be changed
     "local": lambda family, encoder: LocalGenerator(fresh_backbone(family), encoder),
     "decode": lambda family, encoder: decode_engine(fresh_backbone(family), encoder),
 }
-if INSTALLED:  # `make test-vllm`
-    ENGINES["vllm"] = lambda family, encoder: engine_on(in_process(family), family, encoder)
-    FRESH_ENGINES["vllm"] = lambda family, encoder: engine_on(in_process(family), family, encoder, may_change=True)
+HOSTS = {"vllm": in_process, "vllm_process": child_process, "vllm_server": server} if INSTALLED else {}
+for name, host in HOSTS.items():  # `make test-vllm`
+    ENGINES[name], FRESH_ENGINES[name] = partial(vllm_engine, host), partial(vllm_engine, host, may_change=True)
+ALL = [pytest.param(name, marks=pytest.mark.slow if name.startswith("vllm_") else ()) for name in ENGINES]
 TOLERANCE = 1e-4 if INSTALLED else 1e-5  # nats; vLLM sums in another order
 NONE = torch.zeros(0, dtype=torch.long)
 GREEDY = Sampling(temperature=0, max_new_tokens=12)
@@ -75,12 +81,12 @@ def encoder(family):
     return encoder
 
 
-@pytest.fixture(params=ENGINES)
+@pytest.fixture(params=ALL)
 def engine(request, family, encoder):
     return ENGINES[request.param](family, encoder)
 
 
-@pytest.fixture(params=FRESH_ENGINES)
+@pytest.fixture(params=ALL)
 def fresh_engine(request, family, encoder):
     return FRESH_ENGINES[request.param](family, encoder)
 
