@@ -1,6 +1,6 @@
 """Does vLLM keep memory? Rounds of update and generation on images that are never the same:
-`python -m benchmarks.vllm_growth [rounds] [inprocess|process]`. Prints a line of JSON: resident MiB of this process and its
-children after the 50th round (or a sixth of all), after the last, and the growth between them.
+`python -m benchmarks.vllm_growth [rounds] [inprocess|process]`. Prints a line of JSON: resident MiB of this process and
+its children after the 50th round (or a sixth of all), after the last, and the growth between them.
 """
 
 from __future__ import annotations

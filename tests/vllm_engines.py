@@ -32,6 +32,7 @@ from mtrl.types import Weights
 
 INSTALLED = find_spec("vllm") is not None
 MAX_LENGTH = 512
+_servers: list[subprocess.Popen[bytes]] = []
 _changed: set[Host] = set()  # engines that may hold other weights than those of the checkpoint
 
 
@@ -89,8 +90,20 @@ def begun_server(model: str, development: bool = True) -> Begun:
             stderr=subprocess.STDOUT,
             env=os.environ | ON_CPU | mode,
         )
-    atexit.register(process.terminate)
+    _servers.append(process)
     return Begun(process, port, log)
+
+
+@atexit.register
+def end_servers() -> None:
+    """They take two gigabytes each."""
+    for process in _servers:
+        process.terminate()
+    for process in _servers:
+        process.wait()
+    _servers.clear()
+    begun_server.cache_clear()
+    server.cache_clear()
 
 
 def ready(begun: Begun) -> str:

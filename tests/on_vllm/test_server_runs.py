@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from run_helpers import metrics_of, run_of, train_arguments
-from vllm_engines import INSTALLED, begun_server, ready
+from vllm_engines import INSTALLED, begun_server, end_servers, ready
 
 from mtrl import cli
 from mtrl.errors import StartError
@@ -21,7 +21,8 @@ ON_SERVER = ("worker.rollout.name=vllm", "worker.rollout.mode=server")
 @pytest.fixture(scope="module")
 def servers():
     """One that takes weights and one that does not."""
-    return [begun_server(str(MODEL_DIRECTORY), development) for development in (True, False)]
+    yield [begun_server(str(MODEL_DIRECTORY), development) for development in (True, False)]
+    end_servers()
 
 
 def training(output, address, *words):

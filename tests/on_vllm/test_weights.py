@@ -13,7 +13,7 @@ from tiny_models import (
     prompt,
     prompts_for,
 )
-from vllm_engines import INSTALLED, begun_server, child_process, engine_on, in_process, server
+from vllm_engines import INSTALLED, begun_server, child_process, end_servers, engine_on, in_process, server
 
 from mtrl.models.adapters import AdapterSettings, adapter_layers, add_adapters
 from mtrl.models.backbone import Backbone
@@ -40,6 +40,8 @@ def servers():
     """They come up while the other modes are tested."""
     for family in TINY_FAMILIES:
         begun_server(str(checkpoint(family)))
+    yield
+    end_servers()
 
 
 def gap(family, rollouts, model):
