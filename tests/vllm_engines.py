@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from tiny_models import checkpoint, encoder_of, plain_model
 
@@ -68,6 +69,13 @@ class Begun:
     process: subprocess.Popen[bytes]
     port: int
     log: Path
+
+    def kill(self) -> None:
+        """With what it started, which would outlive it."""
+        with suppress(psutil.NoSuchProcess):  # killed already
+            own = psutil.Process(self.process.pid)
+            for each in [own, *own.children(recursive=True)]:
+                each.kill()
 
 
 @lru_cache

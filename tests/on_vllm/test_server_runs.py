@@ -66,7 +66,7 @@ def test_one_that_dies_in_the_middle_of_a_generation(servers, tmp_path, capsys, 
         if path == TOKENS and (tmp_path / "mtrl/zoo/metrics.jsonl").exists():
             rows = [row for row in metrics_of(run_of(tmp_path)).values() if "actor/grad_norm" in row]
             if len(rows) == 2:
-                servers[0].process.kill()
+                servers[0].kill()
         return ask(server, method, path, *rest, **options)
 
     monkeypatch.setattr(VllmServer, "_ask", asked)
