@@ -33,6 +33,7 @@ from mtrl.types import Weights
 
 INSTALLED = find_spec("vllm") is not None
 MAX_LENGTH = 512
+_in_process: dict[str, VllmInProcess] = {}
 _servers: list[subprocess.Popen[bytes]] = []
 _changed: set[Host] = set()  # engines that may hold other weights than those of the checkpoint
 
@@ -46,9 +47,17 @@ def arguments(family: str, **extra: Any) -> tuple[dict[str, Any], dict[str, Any]
     )
 
 
-@lru_cache
 def in_process(family: str) -> VllmInProcess:
-    return VllmInProcess(*arguments(family))
+    """Engines of one process share vLLM's groups: when one is closed (a run has ended), the others are of no use."""
+    from vllm.distributed.parallel_state import model_parallel_is_initialized
+
+    if _in_process and not model_parallel_is_initialized():
+        for host in _in_process.values():
+            host.close()
+        _in_process.clear()
+    if family not in _in_process:
+        _in_process[family] = VllmInProcess(*arguments(family))
+    return _in_process[family]
 
 
 @lru_cache
