@@ -3,10 +3,14 @@
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny_models import encoder_of, fresh_backbone
 
+from mtrl.build.model import build_generator
 from mtrl.build.vllm import arguments_of
 from mtrl.config import load_config
 from mtrl.errors import StartError
+from mtrl.models.forward import Forward
+from mtrl.rollout.local import LocalGenerator
 from mtrl.rollout.vllm import handover, settings
 from mtrl.rollout.vllm.inprocess import VllmInProcess, in_a_line
 from mtrl.rollout.vllm.process import VllmProcess
@@ -67,3 +71,16 @@ def test_little_shared_memory_means_a_disk(tmp_path, monkeypatch):
 
 def test_an_error_in_a_line():
     assert in_a_line(ValueError("\n  first\nsecond")) == "first" and in_a_line(ValueError()) == "ValueError"
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_auto_says_that_it_is_local_and_when_vllm_would_be_faster(known, capfd):
+    policy = Forward(fresh_backbone("qwen2_5_vl"), encoder_of("qwen2_5_vl"))
+    if not known:
+        policy.backbone.language_model.config.model_type = "gemma"
+    for name, learns in (("auto", True), ("auto", False), ("local", True)):
+        config = load_config(None, [f"worker.rollout.name={name}"])
+        assert isinstance(build_generator(config, policy, policy.encoder, learns), LocalGenerator)
+        said = capfd.readouterr().err
+        assert ("worker.rollout.name=auto: the local engine samples" in said) is (name == "auto" and learns)
+        assert ("'gemma' are not known); worker.rollout.name=vllm" in said) is (name == "auto" and learns and not known)
