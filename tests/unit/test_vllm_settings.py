@@ -1,5 +1,9 @@
 """From a configuration to the arguments of vLLM, and what is said where it is not installed."""
 
+import shutil
+import subprocess
+import sys
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -57,16 +61,30 @@ def test_weights_on_their_way(tmp_path, monkeypatch):
         found = load_file(handover.write_weights(folder, {k: v * factor for k, v in weights.items()}, torch.bfloat16))
         assert found.keys() == weights.keys() and found["count"].item() == 3 * factor
         assert torch.equal(found["turned"], (tied.T * factor).bfloat16()) and torch.equal(found["a"], found["b"])
-        assert [file.name for file in folder.iterdir()] == [handover.FILE]
+        assert {file.name for file in folder.iterdir()} == {handover.FILE, handover.LOCK}
     same = load_file(handover.write_weights(folder, {"a": tied, "b": tied}, torch.float32))
     assert torch.equal(same["a"], tied) and torch.equal(same["b"], tied)
+
+
+def test_what_a_killed_run_left_is_removed_and_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.setattr(handover, "SHARED_MEMORY", tmp_path)
+    words = (
+        "import os, pathlib; from mtrl.rollout.vllm import handover as h; "
+        f"h.SHARED_MEMORY = pathlib.Path({str(tmp_path)!r}); h.new_folder(1); os.kill(os.getpid(), 9)"
+    )
+    assert subprocess.run([sys.executable, "-c", words]).returncode == -9
+    (left,) = tmp_path.iterdir()
+    mine = handover.new_folder(1)
+    assert not left.exists() and mine.exists()
+    other = handover.new_folder(1)
+    assert mine.exists() and other.exists(), "in use"
 
 
 def test_little_shared_memory_means_a_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(handover, "SHARED_MEMORY", tmp_path)
     folder = handover.new_folder(10**18)
     assert folder.parent != tmp_path
-    folder.rmdir()
+    shutil.rmtree(folder)
 
 
 def test_an_error_in_a_line():
