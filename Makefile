@@ -1,5 +1,6 @@
 # make setup      a virtual environment in .venv with everything the tests need
 # make demo       a vision-language model learns by reinforcement, on this machine, in minutes
+# make demo-cluster  the demo on two processes, by Ray
 # make test       the suite, minutes on two cores
 # make test-vllm  the suite of the vLLM engine, on the real one, in an environment of its own (3.5 GB)
 # make test-all   also what is slow: mutation runs, long learning runs
@@ -13,7 +14,7 @@ INSTALLED := .venv/.installed
 VLLM_BIN := .venv-vllm/bin
 VLLM_INSTALLED := .venv-vllm/.installed
 
-.PHONY: setup demo test setup-vllm test-vllm test-all soak lint format reference
+.PHONY: setup demo demo-cluster test setup-vllm test-vllm test-all soak lint format reference
 
 setup: $(INSTALLED)
 
@@ -24,6 +25,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 demo: setup
 	$(BIN)/mtrl demo
+
+demo-cluster: setup
+	$(BIN)/mtrl demo training.n_gpus_per_node=2
 
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile

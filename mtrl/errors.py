@@ -33,6 +33,10 @@ class RunError(Exception):
     """A run that cannot end well, for a reason a user can remove; what it saved before is whole."""
 
 
+class RankLost(RunError):
+    """A process of the run has ended or does not answer; the last checkpoint is where to go on."""
+
+
 class Diverged(RunError):
     """The model's numbers are NaN or infinite: there is nothing to go on with, and nothing to save."""
 

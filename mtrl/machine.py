@@ -112,3 +112,8 @@ def may_write(path: Path) -> bool:
 
 def free_disk(path: Path) -> int:
     return shutil.disk_usage(existing_parent(path)).free
+
+
+def started_by_torchrun() -> bool:
+    """Whether this process is one of several that torchrun has started, by a variable that it sets."""
+    return "TORCHELASTIC_RUN_ID" in os.environ

@@ -186,6 +186,22 @@ class Critic(Prober, Stateful, Protocol):
         """One optimizer step a batch, as the actor's."""
 
 
+class Crew(Protocol):
+    """Processes that hold the same workers together, and whoever drives them: each worker is a part of every process,
+    by a name, and its methods are called on all of them at once."""
+
+    size: int
+
+    def call(self, part: str, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """What the method gives on each rank, which has arguments of its own."""
+
+    def call_first(self, part: str, method: str, *arguments: Any) -> Any:
+        """The same of the first rank alone, beside what is called on all of them: it must not wait for the others."""
+
+    def close(self) -> None:
+        """Ends all processes."""
+
+
 class PendingRewards(Protocol):
     def result(self, signals: Signals | None = None) -> Rewards:
         """Waits for the rewards. Functions that asked for signals run now; None: nothing was measured."""

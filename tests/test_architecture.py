@@ -19,9 +19,9 @@ ROOM_MAY_IMPORT = {
     "algorithms": {"types", "errors", "plugins", "keyed"},
     "protocols": {"types", "algorithms"},
     "models": {"types", "files", "keyed", "protocols", "algorithms"},
-    "rollout": {"types", "keyed", "errors", "protocols", "algorithms", "models"},
-    "workers": {"types", "errors", "protocols", "algorithms", "models"},
-    "cluster": {"types", "protocols", "workers", "rollout"},
+    "rollout": {"types", "rows", "keyed", "errors", "protocols", "algorithms", "models"},
+    "workers": {"types", "rows", "errors", "protocols", "algorithms", "models"},
+    "cluster": {"types", "errors", "protocols", "models", "workers", "rollout"},
     "memory": {"types", "errors", "protocols", "algorithms", "models", "rollout", "workers"},
     "rewards": {"types", "errors", "protocols", "algorithms", "plugins"},
     "data": {"types", "files", "protocols"},
@@ -91,7 +91,8 @@ def test_heavy_libraries_have_one_room(module):
 
 CONCRETE = {  # what stands behind a seam, and its room
     "LocalGenerator": "rollout", "GraphGenerator": "rollout", "VllmGenerator": "rollout", "VllmInProcess": "rollout",
-    "VllmProcess": "rollout", "VllmServer": "rollout", "LocalActor": "workers", "RewardModelWorker": "workers",
+    "VllmProcess": "rollout", "VllmServer": "rollout", "LocalActor": "workers", "RayCrew": "cluster",
+    "RewardModelWorker": "workers",
     "RewardScorer": "rewards", "Sandbox": "rewards", "InProcess": "rewards", "Sampler": "data", "FolderStore": "store",
     "Trackers": "tracking", "RunFiles": "tracking", "MarkdownLogs": "tracking", "Console": "tracking",
     "Watch": "tracking", "CurveFile": "tracking",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from mtrl.build import recipe
 from mtrl.build.hub import seek_model
@@ -23,24 +24,29 @@ def critic_path(config: Config) -> str:
     return config.worker.critic.model.model_path or model_path(config)
 
 
-def build_critic(config: Config, policy: Forward, encoder: TextEncoder, steps: int) -> LocalCritic:
+def build_critic(config: Config, policy: Forward, encoder: TextEncoder, steps: int, model: Any = None) -> LocalCritic:
     """A model of its own behind the policy's passes: the same tokens and images, shared and packed in the same way. It
-    is kept and computed as the actor is; its optimizer and schedule are its own."""
-    path, on_gpu = critic_path(config), policy.backbone.device.type == "cuda"
-    seek_model(path)
-    refuse_damaged(Path(path))
+    is kept and computed as the actor is; its optimizer and schedule are its own. One that is there is taken."""
+    path, on_gpu, ranks = critic_path(config), policy.backbone.device.type == "cuda", policy.backbone.ranks
     if path != model_path(config):
         refuse_other_inputs(config, policy.backbone.model.config.model_type, encoder)
-    model = load_value_model(path, **load_options(config))
+    model = model or load_critic(config)
     warn_of_large_steps("worker.critic.optim.lr", config.worker.critic.optim.lr, model)
     return LocalCritic(
-        replace(policy, backbone=backbone_of(config, model)),
+        replace(policy, backbone=backbone_of(config, model, ranks)),
         recipe.critic_optimizer_settings(config, steps),
-        update_batching=recipe.update_batching(config, on_gpu, policy.share_prefix),
-        probe_batching=recipe.probe_batching(config, on_gpu, policy.share_prefix),
+        update_batching=replace(recipe.update_batching(config, on_gpu, policy.share_prefix), ranks=ranks),
+        probe_batching=replace(recipe.probe_batching(config, on_gpu, policy.share_prefix), ranks=ranks),
         encoder_files=encoder_files(encoder, path),
         offload_optimizer=on_gpu and config.worker.actor.offload.offload_optimizer,
     )
+
+
+def load_critic(config: Config, device: str | None = None) -> Any:
+    path = critic_path(config)
+    seek_model(path)
+    refuse_damaged(Path(path))
+    return load_value_model(path, **load_options(config, device))
 
 
 def refuse_other_inputs(config: Config, family: str, encoder: TextEncoder) -> None:

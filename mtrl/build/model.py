@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,9 @@ from mtrl.models.backbone import Backbone
 from mtrl.models.families import TextEncoder, encoder_files, load_encoder
 from mtrl.models.forward import Forward
 from mtrl.models.load import DTYPES, load_model
+from mtrl.models.ranks import ALONE, Ranks
 from mtrl.models.recompute import recompute
+from mtrl.models.sharding import whole
 from mtrl.models.weights import load_weights, save_model, saved_weights
 from mtrl.protocols import Generator
 from mtrl.rollout.decode.engine import fastest_generator, unknown_model
@@ -111,16 +113,20 @@ def warn_of_written_tokens(encoder: TextEncoder, texts: Mapping[str, str | None]
 
 def build_policy(config: Config, encoder: TextEncoder | None = None, base: Any = None) -> tuple[TextEncoder, Forward]:
     """`base`: the model of the configuration where it is in memory already, in `base_dtype`."""
-    actor = config.worker.actor
     encoder = encoder or build_encoder(config)
     refuse_damaged(Path(model_path(config)))
-    model = load_policy(config, base)
+    return encoder, forward_of(config, encoder, load_policy(config, base))
+
+
+def forward_of(config: Config, encoder: TextEncoder, model: Any, ranks: Ranks = ALONE) -> Forward:
+    """The passes of a model that is there."""
+    actor = config.worker.actor
     if actor.use_torch_compile and model.device.type == "cuda":
         say_at_once(COMPILING.format(place=keep_compiled(default_cache_dir() / "compiled")))
     if actor.fsdp.mixed_precision_dtype == "bf16" and model.device.type == "cpu":
         warn_of_slow_bf16()
-    backbone = backbone_of(config, model)
-    forward = Forward(
+    backbone = backbone_of(config, model, ranks)
+    return Forward(
         backbone,
         encoder,
         config.worker.rollout.temperature,
@@ -132,14 +138,13 @@ def build_policy(config: Config, encoder: TextEncoder | None = None, base: Any =
         top_p=config.worker.rollout.top_p,
         top_k=config.worker.rollout.top_k,
     )
-    return encoder, forward
 
 
-def backbone_of(config: Config, model: Any) -> Backbone:
+def backbone_of(config: Config, model: Any, ranks: Ranks = ALONE) -> Backbone:
     """A model that learns, actor or critic, in the settings of the configuration."""
     settings, actor = config.worker.actor.model, config.worker.actor
     compiled = actor.use_torch_compile and model.device.type == "cuda"
-    backbone = Backbone(model, DTYPES[actor.fsdp.mixed_precision_dtype], compiled=compiled)
+    backbone = Backbone(model, DTYPES[actor.fsdp.mixed_precision_dtype], compiled=compiled, ranks=ranks)
     recompute(model, settings.enable_gradient_checkpointing)
     if settings.freeze_vision_tower and backbone.vision_tower is not None:
         backbone.vision_tower.requires_grad_(False)
@@ -155,12 +160,13 @@ def warn_of_slow_bf16() -> None:
         )
 
 
-def load_policy(config: Config, base: Any = None) -> Any:
+def load_policy(config: Config, base: Any = None, device: str | None = None) -> Any:
     """The model of a run. Adapters that are at its path already are taken over."""
     settings, path = recipe.adapter_settings(config), model_path(config)
+    options = load_options(config, device)
     if settings is None:
-        return base or load_plain(config, path)
-    options, quantized = load_options(config), config.worker.actor.model.peft_type == "qlora"
+        return base or load_model(path, **options)
+    quantized = config.worker.actor.model.peft_type == "qlora"
     if base is None:
         seek_model(base_path(path))
         kept = {"dtype": base_dtype(config)} | ({"device": "cpu"} if quantized else {})  # it goes there in 4 bits
@@ -194,20 +200,20 @@ def load_plain(config: Config, path: str) -> Any:
     return load_model(path, **load_options(config))
 
 
-def load_options(config: Config) -> dict[str, Any]:
+def load_options(config: Config, device: str | None = None) -> dict[str, Any]:
     settings = config.worker.actor.model
     return {
         "dtype": config.worker.actor.fsdp.param_dtype,
         "attn_implementation": settings.attn_implementation,
-        "device": "cuda" if torch.cuda.is_available() else "cpu",
+        "device": device or ("cuda" if torch.cuda.is_available() else "cpu"),
         "trust_remote_code": settings.trust_remote_code,
     }
 
 
-def refuse_unmeasured(config: Config, rules: Recipe, backbone: Backbone) -> None:
+def refuse_unmeasured(config: Config, rules: Recipe, sees_attention: bool) -> None:
     """What somebody needs and nobody here measures is refused before the first step, with who asks for it."""
     wanted, looks = config.optimization.compute_attention_metrics, "mass" in rules.needs
-    if (looks or wanted is True) and not backbone.own_attention:
+    if (looks or wanted is True) and not sees_attention:
         chosen = config.worker.actor.model.attn_implementation
         raise ConfigError([f"worker.actor.model.attn_implementation: {chosen} hides attention; set auto"])
     if looks and wanted is False:
@@ -224,6 +230,11 @@ def asking(rules: Recipe, name: str) -> str:
     return ", ".join(type(each).__name__ for each in readers if name in each.needs) or "a reward or a logger"
 
 
+def own_attention(config: Config) -> bool:
+    """Whether a model in these settings attends by `models/attention.py`."""
+    return config.worker.actor.model.attn_implementation in ("auto", "sdpa")
+
+
 def shares_prefixes(backbone: Backbone) -> bool:
     if not backbone.shares_prefixes:
         said = "share_prefix: not known to be exact for the family %r with %s attention; each response reads its prompt"
@@ -234,14 +245,14 @@ def shares_prefixes(backbone: Backbone) -> bool:
 def build_actor(
     config: Config, policy: Forward, encoder: TextEncoder, steps: int, reference: Reference | None = None
 ) -> LocalActor:
-    on_gpu, images = policy.backbone.device.type == "cuda", encoder.image_settings
+    on_gpu, images, ranks = policy.backbone.device.type == "cuda", encoder.image_settings, policy.backbone.ranks
     warn_of_large_steps("worker.actor.optim.lr", config.worker.actor.optim.lr, policy.backbone.model)
     return LocalActor(
         policy,
         recipe.optimizer_settings(config, steps),
         perturbation=recipe.perturbation_of(config, images.patch_size if images else 1),
-        update_batching=recipe.update_batching(config, on_gpu, policy.share_prefix),
-        probe_batching=recipe.probe_batching(config, on_gpu, policy.share_prefix),
+        update_batching=replace(recipe.update_batching(config, on_gpu, policy.share_prefix), ranks=ranks),
+        probe_batching=replace(recipe.probe_batching(config, on_gpu, policy.share_prefix), ranks=ranks),
         encoder_files=encoder_files(encoder, model_path(config)),
         reference=reference,
         dropout_seed=recipe.dropout_seed(config),
@@ -254,7 +265,7 @@ def warn_of_large_steps(key: str, lr: float, model: Any) -> None:
     """AdamW moves a weight by about the learning rate, whatever its gradient is: one as large as the weights leaves
     nothing of the model, and every number stays finite."""
     learning = [parameter.detach() for parameter in model.parameters() if parameter.requires_grad]
-    squares = sum(float(weight.norm(dtype=torch.float32)) ** 2 for weight in learning)
+    squares = sum(float(whole(weight.norm(dtype=torch.float32))) ** 2 for weight in learning)
     size = math.sqrt(squares / max(1, sum(weight.numel() for weight in learning)))
     if lr > size > 0:
         logger.warning(
@@ -269,13 +280,17 @@ def warn_of_large_steps(key: str, lr: float, model: Any) -> None:
 def build_reference(policy: Forward, rules: Recipe) -> Reference | None:
     """The reference, where somebody reads it: a copy of the policy as it was given, before a checkpoint is restored, or
     what is under its adapters."""
-    if rules.reads_reference:
-        adapted = has_adapters(policy.backbone.model)
-        return Reference.under_adapters(policy) if adapted else Reference.frozen(policy)
-    if rules.refresh_every:
+    refuse_nothing_to_refresh(rules)
+    if not rules.reads_reference:
+        return None
+    adapted = has_adapters(policy.backbone.model)
+    return Reference.under_adapters(policy) if adapted else Reference.frozen(policy)
+
+
+def refuse_nothing_to_refresh(rules: Recipe) -> None:
+    if rules.refresh_every and not rules.reads_reference:
         told = "there is no reference to refresh; set optimization.disable_divergence=false, or this to null"
         raise ConfigError([f"worker.ref.refresh_every: {told}"])
-    return None
 
 
 def build_generator(config: Config, policy: Forward, encoder: TextEncoder, learns: bool = False) -> Generator:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,11 @@ from mtrl.build.model import (
     build_generator,
     build_policy,
     build_reference,
+    own_attention,
+    refuse_nothing_to_refresh,
     refuse_unmeasured,
 )
+from mtrl.build.ranks import RankPlan, Workers, follow, follows, open_ranks, refuse_other_world, world_size
 from mtrl.build.rewards import build_scorer, warn_of_wrong_truths
 from mtrl.build.threads import settle_threads
 from mtrl.build.trackers import build_store, build_trackers
@@ -38,7 +41,7 @@ from mtrl.build.unbuilt import refuse_unbuilt
 from mtrl.config import Config, ConfigError, given_keys, load_config, to_yaml
 from mtrl.config.places import GIVEN
 from mtrl.data import DataError
-from mtrl.errors import Diverged, RunError, opening
+from mtrl.errors import Diverged, RankLost, RunError, opening
 from mtrl.models.perturb import PERTURBATIONS
 from mtrl.models.weights import exported_weights
 from mtrl.protocols import Tracker
@@ -49,6 +52,7 @@ from mtrl.tracking.table import by_name
 from mtrl.training.evaluate import Result, Seen
 from mtrl.training.interrupt import Interrupt, say_at_once
 from mtrl.training.loop import Components, Loop
+from mtrl.training.recipe import Recipe
 from mtrl.training.resume import Start, claim, find_start, fitting_state, refuse_other_configuration, restoring
 from mtrl.types import Weights
 from mtrl.workers.reference import RefreshedReference
@@ -144,8 +148,14 @@ def build(
     loaded: Loaded | None = None,
 ) -> Run:
     """`data`, `val_data` and `rewards` stand in for the config's when they are Python objects; a model that is `loaded`
-    already is the one that learns."""
+    already is the one that learns, where one process alone does. A process that was started to do what another one says
+    does so, and ends."""
     refuse_unusable(config)
+    refuse_other_world(config)
+    if follows():
+        follow()
+        raise SystemExit(0)
+    ranked = world_size(config) > 1
     with opening(), ExitStack() as closing:
         training = config.training
         directory = closing.enter_context(claim(place_of(config), config, training.fresh))
@@ -163,9 +173,12 @@ def build(
             given=training.load_checkpoint_path,
         )
         sampler = closing.enter_context(build_sampler(config, dataset, encoder, directory.path))
-        loaded = loaded or Loaded(*build_policy(config, encoder))
-        loaded.reset(config)
-        policy = loaded.policy
+        if ranked:
+            loaded = None
+        else:
+            loaded = loaded or Loaded(*build_policy(config, encoder))
+            loaded.reset(config)
+        sees_attention = own_attention(config) if loaded is None else loaded.policy.backbone.own_attention
         scorer = build_scorer(config, steps, rewards)
         closing.callback(scorer.close)
         warn_of_wrong_truths(dataset, scorer.functions)
@@ -178,39 +191,72 @@ def build(
             first=not start.own,
             rewards=[function.needs for function in scorer.functions.values()],
             trackers=tracker.needs,
-            sees_attention=policy.backbone.own_attention,
+            sees_attention=sees_attention,
         )
-        refuse_unmeasured(config, rules, policy.backbone)
-        reference = build_reference(policy, rules)
-        actor = build_actor(config, policy, encoder, steps, reference)
-        critic = build_critic(config, policy, encoder, steps) if "values" in rules.needs else None
+        refuse_unmeasured(config, rules, sees_attention)
+        refuse_nothing_to_refresh(rules)
+        if loaded is None:
+            workers = open_ranks(RankPlan.of(config, steps, rules), directory.path)
+            closing.callback(workers.close)
+        else:
+            workers = local_workers(config, loaded, steps, rules)
         interrupt = Interrupt()
-        generator = build_generator(config, policy, encoder, learns=not training.val_only)
-        closing.callback(generator.close)
+        closing.callback(workers.generator.close)
         components = Components(
             source=sampler,
-            generator=generator,
+            generator=workers.generator,
             scorer=scorer,
-            probers=[actor] if critic is None else [actor, critic],
-            actor=actor,
-            reference=RefreshedReference(reference, policy) if reference and rules.refresh_every else None,
+            probers=[workers.actor] if workers.critic is None else [workers.actor, workers.critic],
+            actor=workers.actor,
+            reference=workers.reference,
             tracker=tracker,
             store=closing.enter_context(build_store(config, directory)),
             validation=build_validation(config, encoder, directory.path, data is not None, truth_for, val_data),
             stop=interrupt.asked,
-            critic=critic,
+            critic=workers.critic,
         )
         loop = Loop(components, rules)
-        loaded.as_given = False  # from here on it goes on, or learns
+        if loaded is not None:
+            loaded.as_given = False  # from here on it goes on, or learns
         if start.checkpoint is not None:
             with restoring(start.checkpoint):
                 loop.restore(start.checkpoint, start.state if start.own else fitting_state(start, sampler))
         directory.record(to_yaml(config))
-        resumed = start.checkpoint is not None
-        values = None if critic is None else critic.forward
-        rehearse = partial(rehearse_on_gpu, config, policy, components.generator, rules.needs, resumed, values)
+        rehearse = partial(workers.rehearse, start.checkpoint is not None)
         opened = closing.pop_all()
         return Run(config, directory.path, directory.id, start, loop, interrupt, opened, rehearse, loaded)
+
+
+def train_through(config: Config, begin: Callable[[Config], Run]) -> Run:
+    """Trains to the end. A run that loses a process goes on from its last checkpoint, `training.max_restarts` times."""
+    for left in reversed(range(config.training.max_restarts + 1)):
+        try:
+            run = begin(config)
+            run.train()
+            return run
+        except RankLost as error:
+            if not left:
+                raise
+            say_at_once(f"{error}the run goes on from its last checkpoint ({left} more restarts)")
+            config = replace(config, training=replace(config.training, fresh=False))  # its directory is there now
+    raise AssertionError("the last attempt returns or raises")
+
+
+def local_workers(config: Config, loaded: Loaded, steps: int, rules: Recipe) -> Workers:
+    """All in this process, around one model."""
+    policy, encoder = loaded.policy, loaded.encoder
+    reference = build_reference(policy, rules)
+    actor = build_actor(config, policy, encoder, steps, reference)
+    critic = build_critic(config, policy, encoder, steps) if "values" in rules.needs else None
+    generator = build_generator(config, policy, encoder, learns=not config.training.val_only)
+    values = None if critic is None else critic.forward
+    return Workers(
+        actor,
+        critic,
+        RefreshedReference(reference, policy) if reference and rules.refresh_every else None,
+        generator,
+        lambda resumed: rehearse_on_gpu(config, policy, generator, rules.needs, resumed, values),
+    )
 
 
 def open_model(config: Config) -> Loaded:
@@ -252,7 +298,7 @@ def evaluate(
                 generator.load(Weights(0, exported_weights(loaded.model)))
         wanted = [function.needs for function in scorer.functions.values()]
         rules = recipe.recipe_of(config, 1, rewards=wanted, sees_attention=policy.backbone.own_attention)
-        refuse_unmeasured(config, rules, policy.backbone)
+        refuse_unmeasured(config, rules, policy.backbone.own_attention)
         looks = "mass" in rules.needs or config.optimization.compute_attention_metrics is True
         prober = build_actor(config, policy, encoder, steps=1) if looks else None
         # Without a prober nobody else wants the device, and the engine need not sleep between batches.

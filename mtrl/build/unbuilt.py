@@ -5,12 +5,15 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from mtrl.config import Config, ConfigError
+from mtrl.machine import started_by_torchrun
 
 
 def unbuilt(config: Config) -> list[str]:
     """Each switch that is on and cannot be had, with what to set instead."""
     training, worker = config.training, config.worker
-    rollout = worker.rollout
+    model, rollout = worker.actor.model, worker.rollout
+    ranked = training.nnodes * training.n_gpus_per_node > 1
+    names = {worker.actor.optim.name, worker.critic.optim.name}
     switches = {
         "worker.actor.fsdp.cpu_offload (of weights that are split over several GPUs); set it to false": (
             worker.actor.fsdp.cpu_offload
@@ -26,8 +29,18 @@ def unbuilt(config: Config) -> list[str]:
             bool(rollout.engine_kwargs) and rollout.name != "vllm"
         ),
         "worker.rollout.tensor_parallel_size; set it to 1": rollout.tensor_parallel_size > 1,
-        "several processes; set training.nnodes and training.n_gpus_per_node to 1": (
-            training.nnodes * training.n_gpus_per_node > 1
+        "worker.rollout.name: vllm on several processes; use local": ranked and rollout.name == "vllm",
+        "worker.actor.model.peft_type: qlora on several processes; use lora": ranked and model.peft_type == "qlora",
+        "worker.actor.optim.name: adamw_8bit on several processes; use adamw": ranked and names != {"adamw"},
+        "worker.actor.offload.offload_optimizer on several processes; set it to false": (
+            ranked and worker.actor.offload.offload_optimizer
+        ),
+        "worker.ref.offload_params on several processes; set it to false": ranked and worker.ref.offload_params,
+        f"worker.actor.fsdp.param_rounding: {worker.actor.fsdp.param_rounding} on several processes; use none": (
+            ranked and worker.actor.fsdp.param_rounding != "none"
+        ),
+        "worker.reward.reward_type: model on several processes; use function": (
+            ranked and worker.reward.reward_type == "model"
         ),
         f"training.logger: {', '.join(training.logger)}; use [console]": training.logger not in (("console",), ()),
     }
@@ -46,6 +59,11 @@ def missing_libraries(config: Config) -> list[str]:
         missing += [f"worker.actor.model.peft_type: qlora {need} lora"] if kind == "qlora" else []
         eight_bit = [learner for learner, name in optimizers.items() if name == "adamw_8bit"]
         missing += [f"worker.{name}.optim.name: adamw_8bit {need} adamw" for name in eight_bit]
+    ranked = config.training.nnodes * config.training.n_gpus_per_node > 1
+    if ranked and find_spec("ray") is None and not started_by_torchrun():
+        start = "torchrun --nproc-per-node N -m mtrl train .."
+        told = f"several processes need ray; pip install 'mtrl[cluster]', or start {start}"
+        missing.append(f"training.n_gpus_per_node: {told}")
     return missing
 
 

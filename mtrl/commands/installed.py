@@ -13,7 +13,7 @@ from importlib.util import find_spec
 import torch
 
 from mtrl.config import Config
-from mtrl.machine import free_memory, main_memory
+from mtrl.machine import free_memory, main_memory, started_by_torchrun
 from mtrl.rewards.registry import REWARDS, Library
 
 CORE = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow", "pillow", "omegaconf")
@@ -51,14 +51,17 @@ FEATURES = (
         lambda c: c.worker.actor.model.peft_type == "lora",
     ),
     Feature(
+        "several processes", ("ray",), "pip install 'mtrl[cluster]'",
+        lambda c: c.training.nnodes * c.training.n_gpus_per_node > 1 and not started_by_torchrun(),
+    ),
+    Feature(
         "flash attention", ("flash_attn",), "pip install flash-attn",
         lambda c: c.worker.actor.model.attn_implementation.startswith("flash_attention"),
     ),
 )  # fmt: skip
 # No library brings these: `unbuilt` and the data layer refuse them, whatever is installed.
 NOT_BUILT = (
-    "several processes", "adapters on 4-bit weights (QLoRA)", "8-bit Adam", "videos",
-    "loggers (tensorboard, wandb, mlflow, swanlab, trackio)",
+    "videos", "loggers (tensorboard, wandb, mlflow, swanlab, trackio)",
 )  # fmt: skip
 
 

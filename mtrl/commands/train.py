@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mtrl.build.run import build, configure
+from mtrl.build.run import Run, build, configure, train_through
 from mtrl.commands.arguments import say, started, warnings_to_log
-from mtrl.config import take_file, warnings
+from mtrl.config import Config, take_file, warnings
 from mtrl.training.recipe import Recipe
 from mtrl.zoo.rows import CONFIG_FILE
 
@@ -22,10 +22,14 @@ def run(arguments: Sequence[str]) -> int:
         )
     for warning in warnings(config):
         say(f"warning: {warning}", log)
-    training = started(build, config)
-    say(f"run directory: {training.directory}, {training.start.told()}", log)
-    say(sizes(training.loop.recipe), log)
-    training.train()
+
+    def begin(config: Config) -> Run:
+        training = started(build, config)
+        say(f"run directory: {training.directory}, {training.start.told()}", log)
+        say(sizes(training.loop.recipe), log)
+        return training
+
+    train_through(config, begin)
     return 0
 
 

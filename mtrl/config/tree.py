@@ -78,8 +78,14 @@ class TrainingConfig:
     experiment_name: str = key("run", "folder and logger name of the run", may_change=True)
     output_dir: str = key("outputs", "runs live in <output_dir>/<project_name>/<experiment_name>", may_change=True)
     logger: tuple[Logger, ...] = key(("console",), "loggers beside metrics.jsonl", may_change=True)
-    nnodes: int = key(1, "machines of the run", "[1, inf)")
-    n_gpus_per_node: int = key(1, "training processes on each machine, one a GPU", "[1, inf)")
+    nnodes: int = key(1, "machines of the run", "[1, inf)", may_change=True)
+    n_gpus_per_node: int = key(1, "training processes on each machine, one a GPU", "[1, inf)", may_change=True)
+    max_restarts: int = key(
+        3, "times that a run goes on from its last checkpoint after it lost a process", "[0, inf)", may_change=True
+    )
+    heartbeat_s: float = key(
+        60.0, "seconds without an answer after which a process is lost", "[1, inf)", may_change=True
+    )
     save_freq: int = key(500, "steps between checkpoints; -1: only at the end", "[-1, inf)", may_change=True)
     save_limit: int = key(3, "newest checkpoints kept, besides the best; -1: all", "[-1, inf)", may_change=True)
     best_metric: str | None = key(

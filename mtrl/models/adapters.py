@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from mtrl.models.files import read_json_object
 from mtrl.models.quantized import four_bit_layers, quantize
+from mtrl.models.sharding import is_split, whole
 
 ADAPTER = "default"  # peft's name for the one that a model has here
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -182,8 +183,11 @@ class MergedWeights(Mapping[str, Tensor]):
         packed, layer = self._packed.get(name), self._layers.get(name)
         weight = self._tensors[name] if packed is None else packed.weight
         if layer is None:
-            return weight
-        return (weight.float() + layer.get_delta_weight(ADAPTER).float()).to(weight.dtype)
+            return whole(weight)
+        if not is_split(self.model):
+            return (weight.float() + layer.get_delta_weight(ADAPTER).float()).to(weight.dtype)
+        low, up = whole(layer.lora_A[ADAPTER].weight), whole(layer.lora_B[ADAPTER].weight)
+        return (whole(weight).float() + (up @ low).float() * layer.scaling[ADAPTER]).to(weight.dtype)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors | self._packed)
@@ -244,7 +248,14 @@ def save_adapters(model: Any, tensors: Mapping[str, Tensor], directory: Path) ->
 
 @torch.no_grad()
 def load_adapters(model: Any, directory: Path) -> None:
-    """Takes over, in place, what `save_adapters` wrote of such a model; anything missing or left over is an error."""
+    """Takes over, in place, what `save_adapters` wrote of such a model."""
+    saved = read_adapters(model, directory)
+    for name, tensor in adapter_tensors(model).items():
+        tensor.copy_(saved[name])
+
+
+def read_adapters(model: Any, directory: Path) -> dict[str, Tensor]:
+    """What `save_adapters` wrote of such a model; anything missing or left over is an error."""
     own, saved = adapter_tensors(model), _read(directory)
     wrong = {
         "missing": own.keys() - saved.keys(),
@@ -256,8 +267,7 @@ def load_adapters(model: Any, directory: Path) -> None:
     now, then = model.peft_config[ADAPTER], read_json_object(directory / CONFIG)
     if (now.r, now.lora_alpha) != (then.get("r"), then.get("lora_alpha")):
         raise ValueError(f"its adapters have rank {then.get('r')} and alpha {then.get('lora_alpha')}")
-    for name, tensor in own.items():
-        tensor.copy_(saved[name])
+    return saved
 
 
 def _read(directory: Path) -> dict[str, Tensor]:

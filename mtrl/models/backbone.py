@@ -32,6 +32,7 @@ from mtrl.models.patches import (
     use_padded_mlps,
     use_segment_attention,
 )
+from mtrl.models.ranks import ALONE, Ranks
 from mtrl.models.size import head_width
 from mtrl.models.transfer import to_device
 from mtrl.types import VISION_POOL, Prompt
@@ -58,14 +59,19 @@ class Backbone:
 
     `compute_dtype` is what products are taken in; weights, or adapters alone, may be kept wider (float32 master
     weights). Adapters must be there already. `compiled` puts compiled norms, MLPs and rotary positions in place, which
-    pays where a model is large.
+    pays where a model is large. A model may be split over `ranks` (`sharding.py`), which then make every pass together.
     """
 
     def __init__(
-        self, model: PreTrainedModel, compute_dtype: torch.dtype | None = None, *, compiled: bool = False
+        self,
+        model: PreTrainedModel,
+        compute_dtype: torch.dtype | None = None,
+        *,
+        compiled: bool = False,
+        ranks: Ranks = ALONE,
     ) -> None:
         check_supported(model)
-        self.model = model
+        self.model, self.ranks = model, ranks
         self.compute_dtype = compute_dtype or model.dtype
         self.vision_tower: Any = getattr(model.model, "visual", None)
         self.language_model: Any = getattr(model.model, "language_model", model.model)
@@ -99,7 +105,10 @@ class Backbone:
         seen = [i for i, prompt in enumerate(inputs) if "pixel_values" in prompt]
         features: list[Features | None] = [None] * len(inputs)
         if not seen:
+            if self.vision_tower is not None and self.ranks.any(False):
+                features[0] = self.look_along()
             return features
+        self.ranks.any(True)
         assert self.vision_tower is not None, "a text model was given an image"
         grids = tuple(tuple(grid) for i in seen for grid in inputs[i]["image_grid_thw"].tolist())
         output = self.run_tower(torch.cat([inputs[i]["pixel_values"] for i in seen]), grids)
@@ -110,6 +119,17 @@ class Backbone:
         for i, (embeds, *deepstack) in zip(seen, by_prompt, strict=True):
             features[i] = Features(embeds, tuple(deepstack))
         return features
+
+    def look_along(self) -> Features:
+        """Other ranks see images, and a tower that is split runs on all ranks or on none: it runs over one blank image,
+        of which no token is taken. The tower's gradients are zeros, and are there."""
+        tower = self.vision_tower
+        width = tower.patch_embed.proj.weight[0].numel()
+        side = tower.spatial_merge_size
+        output = self.run_tower(torch.zeros(side * side, width), ((1, side, side),))
+        layers = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
+        embeds, *deepstack = (layer[:0] for layer in layers)
+        return Features(embeds, tuple(deepstack))
 
     def run_tower(self, pixels: Tensor, grids: tuple[Grid, ...]) -> Any:
         """The vision tower over all patches of images of these grids."""

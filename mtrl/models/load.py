@@ -32,18 +32,10 @@ def load_model(
     those must be the model's: of these any may be missing or unknown, for a caller who puts them in place. A directory
     of adapters gives their base with them merged into it."""
     given, path = Path(path), base_path(path)
-    config = load_model_config(path, trust_remote_code)
+    family, options = _how_to_load(path, dtype, attn_implementation, trust_remote_code)
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
-    family: Any = AutoModelForImageTextToText if config.model_type in VISION_FAMILIES else AutoModelForCausalLM
-    model, found = from_pretrained(
-        family,
-        path,
-        config=config,
-        dtype=DTYPES[dtype],
-        attn_implementation="sdpa" if attn_implementation == "auto" else attn_implementation,
-        trust_remote_code=trust_remote_code,
-    )
+    model, found = from_pretrained(family, path, **options)
     refuse_unfitting(path, {problem: [each for each in names if each not in but] for problem, names in found.items()})
     model = model.to(device).eval()
     refuse_non_finite(path, model)
@@ -53,6 +45,29 @@ def load_model(
         except ValueError as error:
             raise ValueError(f"{given} does not fit {path}: {error}") from error
     return model
+
+
+def empty_model(
+    path: str | Path, *, dtype: str = "fp32", attn_implementation: str = "auto", trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """What `load_model` would load, on the meta device: shapes, and no numbers. (Of adapters: their base.)"""
+    family, options = _how_to_load(base_path(path), dtype, attn_implementation, trust_remote_code)
+    with torch.device("meta"):
+        return family.from_config(options.pop("config"), **options).eval()
+
+
+def _how_to_load(
+    path: str, dtype: str, attn_implementation: str, trust_remote_code: bool
+) -> tuple[Any, dict[str, Any]]:
+    """The class of transformers that has the model, and the options of its making."""
+    config = load_model_config(path, trust_remote_code)
+    family: Any = AutoModelForImageTextToText if config.model_type in VISION_FAMILIES else AutoModelForCausalLM
+    return family, {
+        "config": config,
+        "dtype": DTYPES[dtype],
+        "attn_implementation": "sdpa" if attn_implementation == "auto" else attn_implementation,
+        "trust_remote_code": trust_remote_code,
+    }
 
 
 def from_pretrained(kind: Any, path: str, **options: Any) -> tuple[Any, Mapping[str, Collection[Any]]]:

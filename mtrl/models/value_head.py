@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
-from mtrl.models.load import load_model
+from mtrl.models.load import empty_model, load_model
 
 HEAD = "score.weight"
 OUTPUT_MATRIX = "lm_head.weight"  # in every supported family
@@ -43,6 +43,12 @@ def with_head(model: PreTrainedModel, head: Tensor) -> PreTrainedModel:
     score.weight.data.copy_(head)
     model.set_output_embeddings(score)
     return model
+
+
+def empty_value_model(path: str | Path, **options: Any) -> PreTrainedModel:
+    """What `load_value_model` would load, on the meta device; `options` are those of `empty_model`."""
+    model: Any = empty_model(path, **options)
+    return with_head(model, torch.empty(1, model.get_output_embeddings().in_features, device="meta"))
 
 
 def has_head(model: PreTrainedModel) -> bool:

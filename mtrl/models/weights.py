@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from torch import Tensor
@@ -14,24 +14,43 @@ from mtrl.models.adapters import (
     adapter_tensors,
     has_adapters,
     is_adapter,
-    load_adapters,
+    read_adapters,
     save_adapters,
 )
 from mtrl.models.load import from_pretrained
+from mtrl.models.ranks import ALONE, Ranks
+from mtrl.models.sharding import fill, is_split, plain_class, whole
 from mtrl.models.value_head import HEAD, OUTPUT_MATRIX, find_head, has_head, with_head
 
 
 def exported_weights(model: PreTrainedModel) -> Mapping[str, Tensor]:
     """Every weight by its Hugging Face name, tied ones under each of theirs: what is published and what is saved come
-    from here alone, so that they cannot differ. The tensors are the model's own and follow its updates. Weights that
-    a model does not hold as plain tensors (shards to gather) are to be made in here, as adapters are merged: by a
-    mapping that makes each when it is asked for. A value head has the name that it has in checkpoints."""
+    from here alone, so that they cannot differ. The tensors are the model's own and follow its updates. Those that a
+    model does not hold as plain tensors, merged with adapters or split over ranks, are made when they are asked for; of
+    a model that is split all ranks must ask, in the same order. A value head has the name that it has in checkpoints.
+    """
     if has_adapters(model):
         return MergedWeights(model)
     weights: dict[str, Tensor] = model.state_dict()
     if has_head(model):
         weights[HEAD] = weights.pop(OUTPUT_MATRIX)
-    return weights
+    return WholeWeights(weights) if is_split(model) else weights
+
+
+class WholeWeights(Mapping[str, Tensor]):
+    """Weights that are split over ranks; each is gathered when it is asked for."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        self._weights = weights
+
+    def __getitem__(self, name: str) -> Tensor:
+        return whole(self._weights[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
 
 
 def saved_weights(model: PreTrainedModel) -> Mapping[str, Tensor]:
@@ -58,22 +77,33 @@ def save_model(
         model.save_pretrained(directory, state_dict=dict(weights), max_shard_size=shard)
 
 
-def load_weights(model: PreTrainedModel, directory: Path) -> None:
-    """Takes over, in place, what `save_model` wrote of the same model; anything missing or left over is an error."""
-    headed = has_head(model)
-    replaced = {HEAD, OUTPUT_MATRIX} if headed else set()  # the head stands in the place of the other
+def load_weights(model: PreTrainedModel, directory: Path, ranks: Ranks = ALONE) -> None:
+    """Takes over, in place, what `save_model` wrote of the same model; anything missing or left over is an error. Of
+    ranks that hold a model together the first alone reads."""
     try:
-        if has_adapters(model):
-            load_adapters(model, directory)
-            return
-        if is_adapter(directory):
-            raise ValueError("it holds adapters (worker.actor.model.peft_type)")
-        saved, found = from_pretrained(type(model), str(directory), dtype=model.dtype)
-        wrong = {problem: sorted(set(map(str, names)) - replaced) for problem, names in found.items()}
-        if any(wrong.values()):
-            raise ValueError(str({problem: names for problem, names in wrong.items() if names}))
-        if headed and (head := find_head(str(directory))) is not None:
-            saved = with_head(saved, head)
-        model.load_state_dict(saved.state_dict())
+        saved = ranks.by_first(lambda: _read(model, directory))
+        targets = adapter_tensors(model) if has_adapters(model) else model.state_dict()
+        fill(targets, saved, ranks)
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"{directory} holds another model than this run's: {error}") from error
+
+
+def _read(model: PreTrainedModel, directory: Path) -> Mapping[str, Tensor]:
+    """The tensors of a checkpoint, which are the model's in name and shape: adapters, or by the names of its state."""
+    if has_adapters(model):
+        return read_adapters(model, directory)
+    if is_adapter(directory):
+        raise ValueError("it holds adapters (worker.actor.model.peft_type)")
+    headed = has_head(model)
+    replaced = {HEAD, OUTPUT_MATRIX} if headed else set()  # the head stands in the place of the other
+    saved, found = from_pretrained(plain_class(model), str(directory), dtype=model.dtype)
+    wrong = {problem: sorted(set(map(str, names)) - replaced) for problem, names in found.items()}
+    if any(wrong.values()):
+        raise ValueError(str({problem: names for problem, names in wrong.items() if names}))
+    if headed and (head := find_head(str(directory))) is not None:
+        saved = with_head(saved, head)
+    read: dict[str, Tensor] = saved.state_dict()
+    own, theirs = ({name: tensor.shape for name, tensor in each.items()} for each in (model.state_dict(), read))
+    if other := sorted(name for name in own.keys() | theirs.keys() if own.get(name) != theirs.get(name)):
+        raise ValueError(f"weights of other names or sizes ({', '.join(other[:3])})")
+    return read

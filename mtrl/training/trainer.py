@@ -13,6 +13,7 @@ from mtrl.build.data import Rows
 from mtrl.build.model import Loaded, save_checkpoint
 from mtrl.build.run import (
     Reward,
+    Run,
     build,
     configure,
     evaluate,
@@ -22,6 +23,7 @@ from mtrl.build.run import (
     refuse_not_given,
     refuse_unusable,
     row_of,
+    train_through,
 )
 from mtrl.config import Config, warnings
 from mtrl.errors import Finished
@@ -125,23 +127,25 @@ class Trainer:
     def train(self) -> Path:
         """Runs to the end, from where the run stopped; a finished one says so. Returns its directory."""
         try:
-            run = build(
-                self.config,
-                data=self._rows,
-                val_data=self._val_rows,
-                rewards=self._rewards,
-                trackers=self._callbacks,
-                loaded=self._loaded,
-            )
+            return train_through(self.config, self._begin).directory
         except Finished as finished:
             logger.warning("%s", finished)
             return finished.directory
+
+    def _begin(self, config: Config) -> Run:
+        run = build(
+            config,
+            data=self._rows,
+            val_data=self._val_rows,
+            rewards=self._rewards,
+            trackers=self._callbacks,
+            loaded=self._loaded,
+        )
         if self._embedded:
             say("no model and no config given: the embedded model, with the settings of its zoo.yaml under yours")
         say(f"run directory: {run.directory}, {run.start.told()}")
         self._loaded = run.loaded
-        run.train()
-        return run.directory
+        return run
 
     def evaluate(self, val_data: Rows | Path | None = None) -> dict[str, float]:
         """Validates the weights of now, on `val_data` of the trainer or those given here. Returns the numbers that a

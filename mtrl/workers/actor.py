@@ -1,17 +1,20 @@
-"""The policy that learns, in one process."""
+"""The policy that learns, in one process or as one rank of several."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
+from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from mtrl.algorithms.losses import Loss, total_loss, weighted_sum
 from mtrl.algorithms.vocab import TokenScores
 from mtrl.models.forward import Forward, unpack
 from mtrl.models.perturb import Perturbation
+from mtrl.models.sharding import in_one_pass, while_whole
 from mtrl.models.weights import exported_weights
 from mtrl.types import Needs, Rollouts, Signals, TrainBatch, Weights
 from mtrl.workers.learner import Learner, OptimizerSettings
@@ -20,6 +23,7 @@ from mtrl.workers.offload import Parked
 from mtrl.workers.reference import Reference
 from mtrl.workers.snapshot import LearnerSnapshot
 
+Result = TypeVar("Result")
 ADVICE = (
     "Lower worker.actor.optim.lr, look at the rewards for extreme values, or compute in fp32 "
     "(worker.actor.fsdp.mixed_precision_dtype)."
@@ -27,7 +31,8 @@ ADVICE = (
 
 
 class LocalActor:
-    """Probes and updates a model in this process, which `forward` holds; the `reference` is another view of it."""
+    """Probes and updates a model in this process, which `forward` holds; the `reference` is another view of it. Where
+    ranks hold the model together this is one of them: all are called alike, each with rows of its own."""
 
     def __init__(
         self,
@@ -43,7 +48,7 @@ class LocalActor:
         offload_optimizer: bool = False,
         offload_reference: bool = False,
     ) -> None:
-        self.forward, self.reference = forward, reference
+        self.forward, self.reference, self.ranks = forward, reference, forward.backbone.ranks
         self.parked: Parked | None = None
         if offload_reference and reference is not None:
             weights = list(reference.forward.backbone.model.parameters())
@@ -59,6 +64,7 @@ class LocalActor:
             advice=ADVICE,
             offload=offload_optimizer,
             dropout_seed=dropout_seed,
+            ranks=self.ranks,
         )
         self.encoder_files = encoder_files  # what stands beside the weights of a checkpoint
 
@@ -70,20 +76,29 @@ class LocalActor:
             return found
         reference = self.reference
         assert reference is not None, "a run that asks for the reference builds one"
-        with self._reference_here():
-            views = self.probe_batching.probe(rollouts, lambda rows: reference.signals(rows, needs, self.forward))
-        return found.merge(views)
+        measure = lambda rows: reference.signals(rows, needs, self.forward)  # noqa: E731
+        return found.merge(self._with_reference(lambda: self._probe_in_passes(rollouts, measure)))
 
-    def _reference_here(self) -> AbstractContextManager[None]:
-        """While the weights of the reference are on the device."""
-        return nullcontext() if self.parked is None else self.parked.here()
+    def _with_reference(self, work: Callable[[], Result]) -> Result:
+        """While the weights of the reference are on the device, and its output matrix is whole."""
+        assert self.reference is not None, "a run whose loss asks for the reference builds one"
+        model = self.reference.forward.backbone.model
+        with nullcontext() if self.parked is None else self.parked.here():
+            return work() if model is self.model else while_whole(model, work)
 
     def _probe_policy(self, rollouts: Rollouts, needs: Needs, step: int) -> Signals:
-        if not rollouts.visual.any():
+        if not self.ranks.any(bool(rollouts.visual.any())):
             needs = needs.without("mass", "prompt_mass")
         if not needs:
             return Signals()
-        return self.probe_batching.probe(rollouts, lambda rows: self._signals(rows, needs, step), needs.views)
+        return self._probe_in_passes(rollouts, lambda rows: self._signals(rows, needs, step), needs.views)
+
+    @torch.no_grad()
+    def _probe_in_passes(self, rollouts: Rollouts, measure: Callable[[Rollouts], Signals], views: int = 1) -> Signals:
+        def in_pass(rows: Rollouts) -> Signals:
+            return in_one_pass(self.model, lambda: measure(rows))
+
+        return self.probe_batching.probe(rollouts, in_pass, views)
 
     def _signals(self, rollouts: Rollouts, needs: Needs, step: int) -> Signals:
         views = [self.perturbation.view(p, step) for p in rollouts.prompts] if needs.views == 2 else None
@@ -91,8 +106,10 @@ class LocalActor:
 
     # ------------------------------------------------------------------------------------------------------ updating
     def update(self, batches: Iterable[TrainBatch], loss: Loss) -> dict[str, float]:
-        with self._reference_here() if loss.full_divergence else nullcontext():
+        def learn() -> dict[str, float]:
             return self.learner.update(batches, lambda batch: self._loss(batch, loss))
+
+        return self._with_reference(learn) if loss.full_divergence else learn()
 
     def _loss(self, batch: TrainBatch, loss: Loss) -> tuple[Tensor, dict[str, Tensor]]:
         rollouts, mask, kl = batch.rollouts, batch.rollouts.mask, None

@@ -1,4 +1,4 @@
-"""The critic: what a state is worth, learnt beside the policy, in one process."""
+"""The critic: what a state is worth, learnt beside the policy, in one process or as one rank of several."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mtrl.algorithms.values import ValueLoss, value_loss
 from mtrl.models.forward import Forward, unpack
+from mtrl.models.sharding import in_one_pass
 from mtrl.types import Needs, Rollouts, Signals, TrainBatch
 from mtrl.workers.learner import Learner, OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching
@@ -38,7 +39,13 @@ class LocalCritic:
         self.forward, self.probe_batching = forward, probe_batching
         self.model = forward.backbone.model
         self.learner = Learner(
-            self.model, optimization, update_batching, name="critic", advice=ADVICE, offload=offload_optimizer
+            self.model,
+            optimization,
+            update_batching,
+            name="critic",
+            advice=ADVICE,
+            offload=offload_optimizer,
+            ranks=forward.backbone.ranks,
         )
         self.encoder_files = encoder_files  # what stands beside the weights of a checkpoint
 
@@ -48,7 +55,8 @@ class LocalCritic:
 
     @torch.no_grad()
     def _signals(self, rollouts: Rollouts) -> Signals:
-        return Signals(values=unpack(self.forward.values(rollouts), rollouts.mask).cpu())
+        values = in_one_pass(self.model, lambda: self.forward.values(rollouts))
+        return Signals(values=unpack(values, rollouts.mask).cpu())
 
     def update(self, batches: Iterable[TrainBatch], loss: ValueLoss) -> dict[str, float]:
         return self.learner.update(batches, lambda batch: self._loss(batch, loss))

@@ -11,7 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -21,13 +21,15 @@ import torch
 from torch import Tensor
 
 from mtrl.errors import DeviceFull, Diverged
-from mtrl.models.weights import load_weights, saved_weights
-from mtrl.types import TrainBatch
+from mtrl.models.ranks import ALONE, Ranks
+from mtrl.models.sharding import in_one_pass, own_part, whole
+from mtrl.models.weights import load_weights
+from mtrl.types import TermWeights, TrainBatch
 from mtrl.workers.eight_bit import EightBitAdamW
 from mtrl.workers.micro_batches import MicroBatching
 from mtrl.workers.offload import Parked, pieces_of
 from mtrl.workers.rounding import RoundedAdamW, Rounding
-from mtrl.workers.snapshot import LearnerSnapshot, optimizer_state_of, read_counters, restore_optimizer_state
+from mtrl.workers.snapshot import LearnerSnapshot, read_counters, restore_optimizer_state, snapshot_of
 
 BAD_STEPS_IN_A_ROW = 3
 COUNTED = ("version", "optimizer_step", "bad_steps_in_a_row", "cut_to")  # what a learner counts, for its snapshot
@@ -85,7 +87,8 @@ class Learner:
 
     `name` says in messages who learns, `advice` what a user may change where its numbers are not finite. With `offload`
     the optimizer's state lies in main memory and comes piece by piece for its steps. A model with dropout needs a seed
-    of it; without one no random numbers are drawn."""
+    of it; without one no random numbers are drawn. Where `ranks` hold the model together each has its part of every
+    batch, and all of them find the same metrics and take the same steps."""
 
     def __init__(
         self,
@@ -97,8 +100,9 @@ class Learner:
         advice: str,
         offload: bool = False,
         dropout_seed: int | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
-        self.model, self.optimization, self.given_batching = model, optimization, batching
+        self.model, self.optimization, self.given_batching, self.ranks = model, optimization, batching, ranks
         self.name, self.advice, self.dropout_seed = name, advice, dropout_seed
         self.names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         self.parameters = list(self.names)
@@ -130,7 +134,7 @@ class Learner:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         metrics = self._fitting_gradients(batch, loss)
-        norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.optimization.max_grad_norm))
+        norm = float(whole(torch.nn.utils.clip_grad_norm_(self.parameters, self.optimization.max_grad_norm)))
         finite = math.isfinite(norm) and all(map(math.isfinite, metrics.values()))
         if finite:
             self._move_weights()
@@ -147,6 +151,8 @@ class Learner:
             yield
             return
         device, numbers = self.model.device, [self.dropout_seed, self.optimizer_step, micro_batch]
+        if self.ranks.number:
+            numbers.append(self.ranks.number)  # other rows than those of the first rank
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]))
             yield
@@ -161,6 +167,8 @@ class Learner:
         # The error is gone here, and with it the frames that held what there was of the pass. What it had added to the
         # gradients cannot be told from what the passes before it had: all of it goes.
         self._let_go()
+        if self.ranks.size > 1:  # the others wait in the middle of a pass
+            raise DeviceFull(f"a device has no room for its part of an update. {torch_says} Set {TAKES_LESS}")
         half = self.batching.half_of(batch.rollouts)
         if half is None:
             raise DeviceFull(f"the device has no room to learn from a single response. {torch_says} Set {TAKES_LESS}")
@@ -179,13 +187,14 @@ class Learner:
     def _gradients(self, batch: TrainBatch, loss: BatchLoss) -> dict[str, float]:
         """Adds the gradients of every pass to those of the parameters, and the metrics to one another."""
         metrics: dict[str, float] = defaultdict(float)
-        for number, rows in enumerate(self.batching.split(batch.rollouts)):
+        for number, (rows, counts) in enumerate(self.batching.passes(batch.rollouts)):
+            taken = batch.rows(rows) if counts else weightless(batch.rows(rows))
             with self._dropping(number):
-                part, values = loss(batch.rows(rows))
+                part, values = in_one_pass(self.model, partial(loss, taken))
                 part.backward()
             for name, value in values.items():
                 metrics[name] += float(value)
-        return metrics
+        return self.ranks.total(metrics)
 
     def _let_go(self) -> None:
         self.optimizer.zero_grad()
@@ -213,7 +222,7 @@ class Learner:
     def _large_states(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """All but the counts of steps, which some kernels want elsewhere than the weights."""
         states = [self.optimizer.state.get(parameter, {}) for parameter in parameters]
-        return [each for state in states for name, each in state.items() if name != "step"]
+        return [own_part(each) for state in states for name, each in state.items() if name != "step"]
 
     def _count_bad_steps(self, finite: bool) -> None:
         """A step that would poison the weights is left out; three in a row are no accident."""
@@ -231,19 +240,20 @@ class Learner:
     def snapshot(self, files: Mapping[str, bytes]) -> LearnerSnapshot:
         """All that `restore` needs; a checkpoint of Hugging Face, or of peft, once it is written, with `files` beside
         its weights."""
-        return LearnerSnapshot(
-            model=self.model,
-            weights=saved_weights(self.model),
-            optimizer_state=optimizer_state_of(self.optimizer, self.names),
-            counters={name: getattr(self, name) for name in COUNTED},
-            files=files,
-        )
+        counters = {name: getattr(self, name) for name in COUNTED}
+        return snapshot_of(self.model, self.optimizer, self.names, counters, files, self.ranks)
 
     def restore(self, directory: Path) -> None:
         """Goes on as the learner whose snapshot was written there would have."""
-        load_weights(self.model, directory)
-        restore_optimizer_state(self.optimizer, self.names, directory, stays=bool(self.pieces))
+        load_weights(self.model, directory, self.ranks)
+        restore_optimizer_state(self.optimizer, self.names, directory, bool(self.pieces), self.ranks)
         for _, states in self.pieces:
             states.park()
         for name, count in read_counters(directory).items():
             setattr(self, name, count)
+
+
+def weightless(batch: TrainBatch) -> TrainBatch:
+    """Rows that count for nothing: their pass adds zeros to gradients and metrics."""
+    weights = TermWeights(**{name: torch.zeros_like(weight) for name, weight in vars(batch.weights).items()})
+    return replace(batch, weights=weights)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mtrl.algorithms.packing import Piece, cut_groups, fill_micro_batches, row_index
+from mtrl.models.ranks import ALONE, Ranks
 from mtrl.types import Rollouts, Signals
 
 NO_LIMIT = 1 << 62
@@ -16,12 +17,20 @@ NO_LIMIT = 1 << 62
 
 @dataclass(frozen=True)
 class MicroBatching:
-    """The size of a pass: whole groups up to a budget of tokens, or else a number of rows."""
+    """The size of a pass: whole groups up to a budget of tokens, or else a number of rows. `ranks` make as many passes
+    as the one among them that has most."""
 
     tokens: int | None = None  # budget of a pass; None: what the largest group takes
     at_least: int = 0  # the smallest budget that `tokens: None` stands for
     rows: int | None = None  # rows of a pass, in place of a budget of tokens
     share_prefix: bool = True
+    ranks: Ranks = ALONE
+
+    def passes(self, rollouts: Rollouts, views: int = 1) -> list[tuple[Tensor, bool]]:
+        """Row indices of each pass, and whether it counts: a rank that has none left goes along with an idle one."""
+        own = self.split(rollouts, views)
+        shortest = rollouts.mask.sum(1).argmin()[None]
+        return [(rows, True) for rows in own] + [(shortest, False)] * (self.ranks.most(len(own)) - len(own))
 
     def split(self, rollouts: Rollouts, views: int = 1) -> list[Tensor]:
         """Row indices of each pass, which reads every prompt and response under so many views."""
@@ -55,8 +64,12 @@ class MicroBatching:
 
     def probe(self, rollouts: Rollouts, measure: Callable[[Rollouts], Signals], views: int = 1) -> Signals:
         """Measures the rollouts pass by pass, and puts the signals back into the order of the rows."""
-        rows = self.split(rollouts, views)
-        parts = [measure(rollouts.rows(index)) for index in rows]
+        rows, parts = [], []
+        for index, counts in self.passes(rollouts, views):
+            part = measure(rollouts.rows(index))
+            if counts:
+                rows.append(index)
+                parts.append(part)
         order = torch.argsort(torch.cat(rows))
         joined = {}
         for f in fields(Signals):

@@ -17,9 +17,10 @@ from mtrl.algorithms.vocab import full_kl
 from mtrl.models.adapters import adapters_off
 from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward, unpack
+from mtrl.models.sharding import is_split, own_part
 from mtrl.models.weights import exported_weights, load_weights
 from mtrl.types import Needs, Rollouts, Signals
-from mtrl.workers.snapshot import ModelSnapshot
+from mtrl.workers.snapshot import ModelSnapshot, gathered_weights
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,14 @@ class Reference:
     @classmethod
     def frozen(cls, policy: Forward) -> Reference:
         """A copy of the policy as it is now."""
-        model = copy.deepcopy(policy.backbone.model).eval().requires_grad_(False)
-        return cls(replace(policy, backbone=Backbone(model, policy.backbone.compute_dtype)))
+        return cls.of(copy.deepcopy(policy.backbone.model), policy)
+
+    @classmethod
+    def of(cls, model: Any, policy: Forward) -> Reference:
+        """Another model behind the policy's passes; one that is split is made by whoever splits the policy."""
+        model.eval().requires_grad_(False)
+        own = policy.backbone
+        return cls(replace(policy, backbone=Backbone(model, own.compute_dtype, ranks=own.ranks)))
 
     @classmethod
     def under_adapters(cls, policy: Forward) -> Reference:
@@ -43,8 +50,12 @@ class Reference:
         return cls(policy, partial(adapters_off, policy.backbone.model))
 
     def take_over(self, policy: Forward) -> None:
-        """Becomes the policy as it is now. Weights are copied in place: whoever holds this view sees the new ones."""
-        self.forward.backbone.model.load_state_dict(exported_weights(policy.backbone.model))
+        """Becomes the policy as it is now. Weights are copied in place: whoever holds this view sees the new ones. Of
+        models that are split alike, each rank copies its own part."""
+        theirs = policy.backbone.model.state_dict()
+        with torch.no_grad():
+            for name, tensor in self.forward.backbone.model.state_dict().items():
+                own_part(tensor).copy_(own_part(theirs[name]))
 
     @torch.no_grad()
     def signals(self, rollouts: Rollouts, needs: Needs, policy: Forward) -> Signals:
@@ -85,10 +96,13 @@ class RefreshedReference:
         self.reference.take_over(self.policy)
 
     def snapshot(self) -> ModelSnapshot:
-        return ModelSnapshot(self.model, exported_weights(self.model))
+        weights = exported_weights(self.model)
+        if is_split(self.model):
+            weights = gathered_weights(self.model, weights, self.policy.backbone.ranks)
+        return ModelSnapshot(self.model, weights)
 
     def restore(self, directory: Path) -> None:
-        load_weights(self.model, directory)
+        load_weights(self.model, directory, self.policy.backbone.ranks)
 
     @property
     def model(self) -> Any:

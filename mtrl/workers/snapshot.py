@@ -14,8 +14,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from mtrl.models.ranks import ALONE, Ranks
+from mtrl.models.sharding import fill, gathered_by_first, is_part, is_split
 from mtrl.models.transfer import to_main_memory
-from mtrl.models.weights import save_model
+from mtrl.models.weights import save_model, saved_weights
 
 # They have a folder of their own: inference servers read every *.safetensors beside a model's config as its weights.
 OPTIMIZER_STATE = "trainer/optimizer.safetensors"  # tensors by parameter and kind: `<parameter>/exp_avg`, ..
@@ -72,6 +74,34 @@ class LearnerSnapshot(ModelSnapshot):
             (directory / name).write_bytes(content)
 
 
+def snapshot_of(
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    names: Names,
+    counters: Mapping[str, int],
+    files: Mapping[str, bytes],
+    ranks: Ranks = ALONE,
+) -> LearnerSnapshot:
+    """The state of a learner. Of one that is split over ranks it is a copy at once: the first rank gathers it in its
+    main memory, and the others have nothing to write."""
+    weights: Tensors = saved_weights(model)
+    state: Tensors = optimizer_state_of(optimizer, names)
+    if is_split(model):
+        weights = gathered_weights(model, weights, ranks)
+        state = gathered_by_first(state, ranks)
+    return LearnerSnapshot(model, weights, state, counters, files)
+
+
+def gathered_weights(model: Any, weights: Tensors, ranks: Ranks) -> dict[str, Tensor]:
+    """Whole weights of a model that is split, on the first rank; tied ones share memory as they did."""
+    kept, tied = gathered_by_first(weights, ranks), dict[int, str]()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first = tied.setdefault(id(parameter), name)
+        if first != name and first in kept and name in kept:
+            kept[name] = kept[first]
+    return kept
+
+
 def optimizer_state_of(optimizer: torch.optim.Optimizer, names: Names) -> dict[str, Tensor]:
     """The optimizer's state by the names of its parameters."""
     return {
@@ -82,16 +112,17 @@ def optimizer_state_of(optimizer: torch.optim.Optimizer, names: Names) -> dict[s
 
 
 def restore_optimizer_state(
-    optimizer: torch.optim.Optimizer, names: Names, directory: Path, stays: bool = False
+    optimizer: torch.optim.Optimizer, names: Names, directory: Path, stays: bool = False, ranks: Ranks = ALONE
 ) -> None:
     """The optimizer as `optimizer_state_of` found it. A parameter that has had no gradient yet has no state. It goes to
     the device of its parameter, unless it `stays` in main memory, but for the counts of steps."""
+    file = directory / OPTIMIZER_STATE
+    read = _split_like(names, ranks.by_first(lambda: load_file(file)), ranks)
     saved: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in load_file(directory / OPTIMIZER_STATE).items():
+    for key, tensor in read.items():
         name, _, kind = key.rpartition("/")
         saved.setdefault(name, {})[kind] = tensor
     if unknown := saved.keys() - set(names.values()):
-        file = directory / OPTIMIZER_STATE
         raise ValueError(f"{file} is of other parameters than this run trains: {sorted(unknown)[:3]}")
     now = optimizer.state_dict()
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -101,6 +132,21 @@ def restore_optimizer_state(
         place = parameters[number]
         others = {kind: tensor for kind, tensor in each.items() if kind != "step"}
         optimizer.state[place].update(others if stays else {kind: t.to(place.device) for kind, t in others.items()})
+
+
+def _split_like(names: Names, read: Tensors | None, ranks: Ranks) -> Tensors:
+    """States as the first rank has read them, split as the parameters of their names are."""
+    parameters = {name: parameter for parameter, name in names.items()}
+    if not any(map(is_part, parameters.values())):
+        return read or {}
+    kinds = ranks.told_by_first({} if read is None else {key: (each.shape, each.dtype) for key, each in read.items()})
+    states = {}
+    for key, (shape, dtype) in kinds.items():
+        like = parameters.get(key.rpartition("/")[0])
+        fits = like is not None and like.shape == shape
+        states[key] = torch.zeros_like(like, dtype=dtype) if fits else torch.zeros(shape, dtype=dtype)  # type: ignore
+    fill(states, read, ranks)
+    return states
 
 
 def read_counters(directory: Path) -> dict[str, int]:

@@ -10,6 +10,7 @@ from torch import nn
 
 from mtrl.algorithms.losses import Loss
 from mtrl.algorithms.vocab import TokenScores
+from mtrl.models.ranks import ALONE
 from mtrl.types import Needs, Signals
 from mtrl.workers.actor import ADVICE, LocalActor
 from mtrl.workers.learner import OptimizerSettings
@@ -28,7 +29,7 @@ class OneWeight(nn.Module):
 class Told:
     """A forward pass that writes down what it is asked, and answers with the number of the row (its version)."""
 
-    backbone: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(model=OneWeight()))
+    backbone: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(model=OneWeight(), ranks=ALONE))
     asked: list = field(default_factory=list)
 
     def signals(self, rollouts, needs=None, views=None):
@@ -51,6 +52,7 @@ class Told:
 @dataclass
 class ToldReference:
     asked: list = field(default_factory=list)
+    forward: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(backbone=SimpleNamespace(model=None)))
 
     def signals(self, rollouts, needs, policy):
         self.asked.append((rollouts.version.tolist(), needs, policy))

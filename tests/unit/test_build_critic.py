@@ -161,11 +161,10 @@ def test_a_rule_may_read_values_where_there_is_a_critic(tmp_path):
         "    def apply(self, experience, key): return experience.signals.values\n"
     )
     config = config_of(optimization__credit=(f"{file}:Mine",))
-    _, policy = build_policy(config)
-    refuse_unmeasured(config, recipe.recipe_of(config, 1), policy.backbone)
+    refuse_unmeasured(config, recipe.recipe_of(config, 1), True)
     grpo = config_of(optimization__credit=(f"{file}:Mine",), optimization__advantage_estimator="grpo")
     with pytest.raises(ConfigError, match=r"Mine asks for the signal values, which a critic measures"):
-        refuse_unmeasured(grpo, recipe.recipe_of(grpo, 1), policy.backbone)
+        refuse_unmeasured(grpo, recipe.recipe_of(grpo, 1), True)
 
 
 def test_the_name_of_the_head():

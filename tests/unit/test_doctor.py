@@ -103,9 +103,6 @@ def test_a_wanted_feature_that_is_missing(monkeypatch):
 
 
 NOT_BUILT = {
-    "several processes": ["training.n_gpus_per_node=2"],
-    "adapters on 4-bit weights (QLoRA)": ["worker.actor.model.peft_type=qlora"],
-    "8-bit Adam": ["worker.actor.optim.name=adamw_8bit"],
     "videos": None,  # no switch: the data layer refuses them
     "loggers (tensorboard, wandb, mlflow, swanlab, trackio)": ["training.logger=[console, wandb, mlflow]"],
 }

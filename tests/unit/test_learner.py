@@ -174,8 +174,8 @@ def test_what_a_learner_counts_goes_to_the_disk_and_back(tmp_path, monkeypatch):
     learner.version, learner.optimizer_step, learner.bad_steps_in_a_row, learner.cut_to = 3, 7, 2, 1
     counters = learner.snapshot({"a.json": b"{}"}).counters
     assert counters == {"version": 3, "optimizer_step": 7, "bad_steps_in_a_row": 2, "cut_to": 1}
-    monkeypatch.setattr("mtrl.workers.learner.load_weights", lambda model, directory: None)
-    monkeypatch.setattr("mtrl.workers.learner.restore_optimizer_state", lambda *_, **__: None)
+    monkeypatch.setattr("mtrl.workers.learner.load_weights", lambda model, directory, ranks: None)
+    monkeypatch.setattr("mtrl.workers.learner.restore_optimizer_state", lambda *_: None)
     monkeypatch.setattr("mtrl.workers.learner.read_counters", lambda directory: json.loads(json.dumps(counters)))
     other = learner_of()
     other.restore(tmp_path)

@@ -1,0 +1,207 @@
+"""A run of several processes: what each of them holds, and how whoever drives them reaches them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mtrl.build import recipe
+from mtrl.build.critic import build_critic, critic_path, load_critic
+from mtrl.build.hub import seek_model
+from mtrl.build.model import (
+    base_dtype,
+    build_actor,
+    build_encoder,
+    build_generator,
+    forward_of,
+    load_options,
+    load_policy,
+    model_path,
+)
+from mtrl.config import Config, ConfigError
+from mtrl.machine import started_by_torchrun
+from mtrl.models.adapters import base_path, has_adapters, inject
+from mtrl.models.backbone import Backbone
+from mtrl.models.forward import Forward
+from mtrl.models.load import DTYPES, empty_model
+from mtrl.models.ranks import Ranks
+from mtrl.models.sharding import Sharding, make_room, own_part, tensors_of
+from mtrl.models.value_head import empty_value_model
+from mtrl.protocols import Actor, Crew, Critic, Generator, Refreshed
+from mtrl.rollout.ranked import RankedGenerator, RankEngine
+from mtrl.training.recipe import Recipe
+from mtrl.training.resume import refuse_damaged
+from mtrl.workers.rank import OwnCrew, join_ranks, serve
+from mtrl.workers.ranked import RankedLearner, RankedReference, RankPart
+from mtrl.workers.reference import Reference, RefreshedReference
+
+LOGS = "logs"  # of the ranks, in the run's directory
+
+
+def world_size(config: Config) -> int:
+    return config.training.nnodes * config.training.n_gpus_per_node
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What a rank has to hold: all that follows from the configuration and from the data together."""
+
+    config: Config
+    steps: int
+    reference: bool
+    refreshed: bool
+    critic: bool
+
+    @classmethod
+    def of(cls, config: Config, steps: int, rules: Recipe) -> RankPlan:
+        return cls(config, steps, rules.reads_reference, bool(rules.refresh_every), "values" in rules.needs)
+
+
+# ----------------------------------------------------------------------------------------------------- on every rank
+def build_parts(plan: RankPlan, ranks: Ranks) -> dict[str, Any]:
+    """The workers of one rank by their names. All ranks build them at once: models are split as they are loaded."""
+    config, settings = plan.config, plan.config.worker.actor.fsdp
+    cuda = torch.cuda.is_available()
+    sharding = Sharding(
+        ranks,
+        torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"),
+        strategy=settings.sharding_strategy,
+        per_node=config.training.n_gpus_per_node,
+        compute_dtype=DTYPES[settings.mixed_precision_dtype],
+        cpu_offload=cuda and settings.cpu_offload,
+    )
+    encoder = build_encoder(config)
+    refuse_damaged(Path(model_path(config)))
+    model = sharding.spread(empty_policy(config), partial(load_policy, config, device="cpu"))
+    policy = forward_of(config, encoder, model, ranks)
+    reference = split_reference(config, policy, sharding) if plan.reference else None
+    actor = build_actor(config, policy, encoder, plan.steps, reference)
+    engine = RankEngine(build_generator(config, engine_forward(config, policy), encoder, learns=True), actor.publish)
+    engine.load()
+    parts: dict[str, Any] = {"actor": RankPart(actor, ranks.first), "engine": engine}
+    if plan.critic:
+        empty = empty_value_model(critic_path(config), **without_device(load_options(config)))
+        values = sharding.spread(empty, partial(load_critic, config, device="cpu"))
+        parts["critic"] = RankPart(build_critic(config, policy, encoder, plan.steps, values), ranks.first)
+    if plan.refreshed and reference is not None:
+        parts["reference"] = RankPart(RefreshedReference(reference, policy), ranks.first)
+    return parts
+
+
+def empty_policy(config: Config, dtype: str | None = None, adapters: bool = True) -> Any:
+    """The model of a run without its numbers; without `adapters` as an engine holds it."""
+    path, settings = model_path(config), recipe.adapter_settings(config) if adapters else None
+    seek_model(base_path(path))
+    options = without_device(load_options(config)) | {"dtype": dtype or base_dtype(config)}
+    model = empty_model(path, **options)
+    if settings is not None:
+        inject(model, settings, empty=True)
+    return model
+
+
+def without_device(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name != "device"}
+
+
+def split_reference(config: Config, policy: Forward, sharding: Sharding) -> Reference:
+    """The policy as it is now: what is under its adapters, or a copy that is split as the policy is, part by part."""
+    own = policy.backbone.model
+    if has_adapters(own):
+        return Reference.under_adapters(policy)
+    model = empty_policy(config)
+    sharding.split(model)
+    copy_parts(model, own)
+    return Reference.of(model, policy)
+
+
+def engine_forward(config: Config, policy: Forward) -> Forward:
+    """A whole model for an engine, in the dtype that it computes in. It gets its weights by `load`; buffers are not
+    among them."""
+    dtype, own = config.worker.actor.fsdp.mixed_precision_dtype, policy.backbone
+    model = empty_policy(config, dtype, adapters=False)
+    make_room(model, own.device, {})
+    theirs = dict(own.model.named_buffers())
+    for name, buffer in model.named_buffers():
+        buffer.copy_(theirs[name])
+    model.requires_grad_(False)
+    return forward_with(policy, Backbone(model, DTYPES[dtype]))
+
+
+def forward_with(policy: Forward, backbone: Backbone) -> Forward:
+    return Forward(backbone, policy.encoder, policy.temperature)
+
+
+@torch.no_grad()
+def copy_parts(target: Any, source: Any) -> None:
+    """Between models that are split alike."""
+    theirs = tensors_of(source)
+    for name, tensor in tensors_of(target).items():
+        own_part(tensor).copy_(own_part(theirs[name]))
+
+
+# ------------------------------------------------------------------------------------------------- whoever drives them
+@dataclass
+class Workers:
+    """All that computes, as the loop sees it: in this process, or on ranks."""
+
+    actor: Actor
+    critic: Critic | None
+    reference: Refreshed | None
+    generator: Generator
+    rehearse: Callable[[bool], object] = lambda resumed: None  # runs the passes at the limits
+    close: Callable[[], None] = lambda: None
+
+
+def open_ranks(plan: RankPlan, directory: Path) -> Workers:
+    """Starts the ranks by Ray, or joins those that torchrun has started; `directory` is the run's."""
+    share = plan.config.worker.actor.share_prefix
+    crew = open_crew(plan, directory)
+    return Workers(
+        RankedLearner(crew, "actor", share),
+        RankedLearner(crew, "critic", share) if plan.critic else None,
+        RankedReference(crew) if plan.refreshed and plan.reference else None,
+        RankedGenerator(crew),
+        close=crew.close,
+    )
+
+
+def open_crew(plan: RankPlan, directory: Path) -> Crew:
+    if started_by_torchrun() or dist.is_initialized():
+        ranks = join_ranks()
+        ranks.told_by_first(plan)
+        return OwnCrew(ranks, build_parts(plan, ranks))
+    from mtrl.cluster.crew import RayCrew  # it need not be installed
+
+    training = plan.config.training
+    build, logs = partial(build_parts, plan), directory.absolute() / LOGS
+    return RayCrew(world_size(plan.config), training.n_gpus_per_node, build, logs, training.heartbeat_s)
+
+
+def follows() -> bool:
+    """Whether this process was started to do what another one says."""
+    return started_by_torchrun() and os.environ.get("RANK", "0") != "0"
+
+
+def follow() -> None:
+    """Holds the workers of one rank until the first one has no more to do."""
+    ranks = join_ranks()
+    plan: RankPlan = ranks.told_by_first(None)  # type: ignore[assignment]
+    serve(ranks, build_parts(plan, ranks))
+
+
+def refuse_other_world(config: Config) -> None:
+    """The processes of torchrun must be those of the configuration."""
+    if started_by_torchrun() and (started := int(os.environ["WORLD_SIZE"])) != world_size(config):
+        raise ConfigError(
+            [
+                f"training.n_gpus_per_node: the configuration is for {world_size(config)} processes and torchrun has "
+                f"started {started}; training.nnodes times training.n_gpus_per_node must be as many"
+            ]
+        )

@@ -1,0 +1,1 @@
+"""Several machines or GPUs as one crew of ranks, by Ray. This room alone imports ray, and nothing else needs it."""

@@ -1,0 +1,79 @@
+"""One rank as an actor of Ray: a process with a GPU of its own, where there are any."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import socket
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+
+from mtrl.cluster.transfer import fetched
+from mtrl.models.ranks import Ranks
+from mtrl.workers.rank import answer, join_ranks
+
+BESIDE, WATCH = "beside", "watch"  # threads of their own, beside the one that computes
+
+logger = logging.getLogger(__name__)
+
+
+remote: Any = ray.remote  # its types know nothing of groups
+
+
+@remote(concurrency_groups={BESIDE: 1, WATCH: 1})
+class RankProcess:
+    """Its log goes to a file as well, whose last lines are told where the process ends without a word."""
+
+    def __init__(self, number: int, size: int, log: Path) -> None:
+        self.number, self.size = number, size
+        self.parts: Mapping[str, Any] = {}
+        log.parent.mkdir(parents=True, exist_ok=True)
+        file = log.open("a", buffering=1)
+        faulthandler.enable(file)
+        handler = logging.StreamHandler(file)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        logging.getLogger().addHandler(handler)
+        logging.getLogger("mtrl").setLevel(logging.INFO)
+
+    def __repr__(self) -> str:
+        """What Ray puts before each of its lines on the console."""
+        return f"rank {self.number}"
+
+    def address(self) -> tuple[str, int]:
+        """Where the ranks meet, if this is the first: its machine, and a port that is free there."""
+        with socket.socket() as found:
+            found.bind(("", 0))
+            return ray.util.get_node_ip_address(), found.getsockname()[1]
+
+    def place(self) -> tuple[str, int]:
+        """Its machine and its process, for people."""
+        return socket.gethostname(), os.getpid()
+
+    def join(self, address: tuple[str, int], build: Callable[[Ranks], Mapping[str, Any]]) -> None:
+        """Meets the others, and builds its workers together with them."""
+        host, port = address
+        os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port), "LOCAL_RANK": "0"}  # Ray shows it one GPU alone
+        os.environ |= {"RANK": str(self.number), "WORLD_SIZE": str(self.size)}
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        logger.info("process %d on %s is rank %d of %d", os.getpid(), socket.gethostname(), self.number, self.size)
+        self.parts = build(join_ranks())
+
+    def answer(self, part: str, method: str, arguments: tuple[Any, ...]) -> Any:
+        logger.info("%s.%s begins", part, method)
+        found = answer(self.parts, (part, method, fetched(arguments, ray.get)))
+        logger.info("%s.%s ends", part, method)
+        return found
+
+    @ray.method(concurrency_group=BESIDE)
+    def answer_beside(self, part: str, method: str, arguments: tuple[Any, ...]) -> Any:
+        """While the rank computes on."""
+        return answer(self.parts, (part, method, arguments))
+
+    @ray.method(concurrency_group=WATCH)
+    def beat(self) -> None:
+        """A process that does not answer this is stopped, or its machine is gone."""

@@ -1,0 +1,83 @@
+"""The processes that hold one model together: what they must agree on so that all make the same collective calls.
+
+A rank that waits for a call that the others do not make waits for ever. So how many passes there are, whether a pass
+sees images, and whether a step counts is decided by all of them, in messages of a few bytes between main memories.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, eq=False)
+class Ranks:
+    """By default a process that is alone, whose own word is everybody's. `group` is a process group of gloo."""
+
+    group: Any = None
+    number: int = 0
+    size: int = 1
+
+    @property
+    def first(self) -> bool:
+        return self.number == 0
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is so on any rank."""
+        return bool(self.most(int(flag)))
+
+    def most(self, number: int) -> int:
+        """The largest number of any rank."""
+        return int(self._reduced(torch.tensor(number), dist.ReduceOp.MAX))
+
+    def total(self, values: Mapping[str, float]) -> dict[str, float]:
+        """The sum over ranks of each value; all ranks have the same names."""
+        if self.group is None:
+            return dict(values)
+        names = sorted(values)
+        added = self._reduced(torch.tensor([values[name] for name in names], dtype=torch.float64), dist.ReduceOp.SUM)
+        found = dict(zip(names, added.tolist(), strict=True))
+        return {name: found[name] for name in values}
+
+    def by_first(self, make: Callable[[], Value]) -> Value | None:
+        """What the first rank makes, there alone. Where it cannot, nobody goes on: all raise its error."""
+        if self.group is None:
+            return make()
+        made, failure = None, None
+        if self.first:
+            try:
+                made = make()
+            except Exception as error:
+                failure = error
+        failure = self.told_by_first(failure)
+        if failure is not None:
+            raise failure
+        return made
+
+    def told_by_first(self, value: Value) -> Value:
+        """The first rank's value, on all of them."""
+        told = [value]
+        if self.group is not None:
+            dist.broadcast_object_list(told, src=0, group=self.group)
+        return told[0]
+
+    def _reduced(self, values: Tensor, operation: Any) -> Tensor:
+        if self.group is not None:
+            dist.all_reduce(values, operation, group=self.group)
+        return values
+
+
+ALONE = Ranks()
+
+
+def all_ranks() -> Ranks:
+    """All processes of `torch.distributed`, which has been set up."""
+    group = dist.new_group(backend="gloo")
+    return Ranks(group, dist.get_rank(), dist.get_world_size())

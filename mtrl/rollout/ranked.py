@@ -1,0 +1,91 @@
+"""Engines of several ranks as one: each holds the whole model, and samples for its share of the prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from mtrl.algorithms.packing import Piece, balance
+from mtrl.protocols import Crew, Generator
+from mtrl.rollout.awake import Awake
+from mtrl.rows import join_rows, take_rows
+from mtrl.types import Prompt, Rollouts, Sampling, Weights
+
+PART = "engine"
+
+
+class RankedGenerator(Awake):
+    """Samples are keyed by task, and a rank gets all of a task's prompts: rows are those of a single engine."""
+
+    def __init__(self, crew: Crew) -> None:
+        self.crew = crew
+
+    def wake(self) -> None:
+        self._on_all("wake")
+
+    def sleep(self) -> None:
+        self._on_all("sleep")
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Rollouts:
+        """Prompts go out once, and of the responses alone something comes back."""
+        shares = deal_prompts(prompts, self.crew.size)
+        given = [([prompts[place] for place in share], sampling) for share in shares]
+        found = self.crew.call(PART, "generate", given)
+        parts = [
+            replace(rows, prompts=(), group=torch.tensor(share)[rows.group])
+            for rows, share in zip(found, shares, strict=True)
+            if share
+        ]
+        rows = join_rows(parts)
+        return replace(take_rows(rows, rows.group.argsort(stable=True)), prompts=tuple(prompts))
+
+    def rehearse(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
+        self.crew.call(PART, "rehearse", [(prompts, sampling)] * self.crew.size)
+
+    def load(self, weights: Weights) -> None:
+        """Every engine takes the weights of its own rank's actor, which gathers them one by one."""
+        versions = self._on_all("load")
+        assert set(versions) == {weights.version}, f"ranks hold the versions {versions}, not {weights.version}"
+
+    def close(self) -> None:
+        """Engines end with their ranks."""
+
+    def _on_all(self, method: str) -> list[Any]:
+        return self.crew.call(PART, method, [()] * self.crew.size)
+
+
+def deal_prompts(prompts: Sequence[Prompt], ranks: int) -> list[list[int]]:
+    """The places of each rank's prompts, in order. Prompts of one task stay together: they are counted."""
+    by_task: dict[str, list[int]] = {}
+    for place, prompt in enumerate(prompts):
+        by_task.setdefault(prompt.task.id, []).append(place)
+    pieces = [Piece(tuple(places), sum(len(prompts[p].ids) for p in places)) for places in by_task.values()]
+    return [sorted(place for piece in share for place in piece.rows) for share in balance(pieces, ranks)]
+
+
+class RankEngine:
+    """The engine of one rank, as `RankedGenerator` calls it; `publish` gives the weights of the rank's actor."""
+
+    def __init__(self, generator: Generator, publish: Callable[[], Weights]) -> None:
+        self.generator, self.publish, self._awake = generator, publish, ExitStack()
+
+    def wake(self) -> None:
+        self._awake.enter_context(self.generator.awake())
+
+    def sleep(self) -> None:
+        self._awake.close()
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Rollouts | None:
+        return replace(self.generator.generate(prompts, sampling), prompts=()) if prompts else None
+
+    def rehearse(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
+        self.generator.rehearse(prompts, sampling)
+
+    def load(self) -> int:
+        weights = self.publish()
+        self.generator.load(weights)
+        return weights.version

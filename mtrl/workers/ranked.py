@@ -1,0 +1,150 @@
+"""Learners that several ranks hold together, as the loop sees them: one actor, one critic, one reference.
+
+Rows are dealt out here, whole groups to a rank, so that a prompt is still read once for its responses. What every row
+weighs was decided before (`TermWeights`), so that ranks only add: their sums are made between them (`learner.py`), and
+what comes back is a number a metric, or a signal a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtrl.algorithms.packing import balance, cut_groups, row_index
+from mtrl.protocols import Crew, Snapshot, Stateful
+from mtrl.rows import join_rows, take_rows
+from mtrl.types import Needs, Rollouts, Signals, TrainBatch, Weights
+from mtrl.workers.learner import weightless
+from mtrl.workers.micro_batches import NO_LIMIT
+
+
+def deal(rollouts: Rollouts, ranks: int, share_prefix: bool = True) -> list[Tensor]:
+    """The rows of each rank: whole groups, as equal in tokens as they go. A rank may get none."""
+    prompt_tokens = [len(prompt.ids) for prompt in rollouts.prompts]
+    pieces = cut_groups(rollouts.group, rollouts.mask.sum(1), prompt_tokens, NO_LIMIT, share_prefix)
+    return [row_index(share) for share in balance(pieces, ranks)]
+
+
+def shortest_row(rollouts: Rollouts) -> Tensor:
+    """For a rank that has no rows and must go along with the others."""
+    return rollouts.mask.sum(1).argmin()[None]
+
+
+@dataclass(frozen=True)
+class RankedLearner:
+    """A worker of every rank, by its name `part`: an actor, or a critic."""
+
+    crew: Crew
+    part: str
+    share_prefix: bool = True
+
+    def probe(self, rollouts: Rollouts, needs: Needs, step: int) -> Signals:
+        dealt = deal(rollouts, self.crew.size, self.share_prefix)
+        shares = [rollouts.rows(rows if len(rows) else shortest_row(rollouts)) for rows in dealt]
+        found = self.crew.call(self.part, "probe", [(share, needs, step) for share in shares])
+        parts = [signals for signals, rows in zip(found, dealt, strict=True) if len(rows)]
+        return take_rows(join_rows(parts), torch.argsort(torch.cat(dealt)))
+
+    def update(self, batches: Iterable[TrainBatch], loss: Any) -> dict[str, float]:
+        """Every rank has its part of each optimizer step; all find the same metrics."""
+        shares: list[list[TrainBatch]] = [[] for _ in range(self.crew.size)]
+        for batch in batches:
+            for share, rows in zip(shares, deal(batch.rollouts, self.crew.size, self.share_prefix), strict=True):
+                idle = weightless(batch.rows(shortest_row(batch.rollouts)))
+                share.append(batch.rows(rows) if len(rows) else idle)
+        return self.crew.call(self.part, "update", [(share, loss) for share in shares])[0]
+
+    def publish(self) -> Weights:
+        """A handle alone: weights go from the ranks' actors to their own engines, and never through here."""
+        return Weights(self.crew.call_first(self.part, "version"), {})
+
+    def snapshot(self) -> Snapshot:
+        return take_snapshot(self.crew, self.part)
+
+    def restore(self, directory: Path) -> None:
+        on_all(self.crew, self.part, "restore", directory)
+
+
+@dataclass(frozen=True)
+class RankedReference:
+    """A reference that follows the policy, on every rank."""
+
+    crew: Crew
+    part: str = "reference"
+
+    def refresh(self) -> None:
+        on_all(self.crew, self.part, "refresh")
+
+    def snapshot(self) -> Snapshot:
+        return take_snapshot(self.crew, self.part)
+
+    def restore(self, directory: Path) -> None:
+        on_all(self.crew, self.part, "restore", directory)
+
+
+@dataclass(frozen=True)
+class RankedSnapshot:
+    """What lies gathered in the first rank's main memory, a copy from the beginning."""
+
+    crew: Crew
+    part: str
+    number: int
+    nbytes: int
+
+    def detached(self) -> RankedSnapshot:
+        return self
+
+    def write(self, directory: Path) -> None:
+        self.crew.call_first(self.part, "write_snapshot", self.number, directory)
+
+
+def take_snapshot(crew: Crew, part: str) -> RankedSnapshot:
+    number, nbytes = on_all(crew, part, "take_snapshot")[0]
+    return RankedSnapshot(crew, part, number, nbytes)
+
+
+def on_all(crew: Crew, part: str, method: str, *arguments: Any) -> list[Any]:
+    return crew.call(part, method, [arguments] * crew.size)
+
+
+@dataclass
+class RankPart:
+    """A learner of one rank, as `RankedLearner` calls it. Snapshots wait here until they are written."""
+
+    worker: Any
+    first: bool
+    snapshots: dict[int, Snapshot] = field(default_factory=dict)
+    numbers: Iterable[int] = field(default_factory=count)
+
+    def probe(self, rollouts: Rollouts, needs: Needs, step: int) -> Signals:
+        return self.worker.probe(rollouts, needs, step)
+
+    def update(self, batches: Sequence[TrainBatch], loss: Any) -> dict[str, float]:
+        return self.worker.update(batches, loss)
+
+    def version(self) -> int:
+        return self.worker.learner.version
+
+    def refresh(self) -> None:
+        self.worker.refresh()
+
+    def restore(self, directory: Path) -> None:
+        self.worker.restore(directory)
+
+    def take_snapshot(self) -> tuple[int, int]:
+        """Its number, and its bytes: all ranks gather it, and the first keeps it."""
+        stateful: Stateful = self.worker
+        snapshot, number = stateful.snapshot(), next(iter(self.numbers))
+        if not self.first:
+            return number, 0
+        self.snapshots = {number: snapshot}  # one that nobody has written is of no use any more
+        return number, snapshot.nbytes
+
+    def write_snapshot(self, number: int, directory: Path) -> None:
+        self.snapshots.pop(number).write(directory)

@@ -1,0 +1,173 @@
+"""Workers of one rank or of a process alone, batches for them, and what they make of these."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from helpers import close, fake_batch
+from rank_helpers import run_ranks
+from tiny_models import checkpoint, encoder_of, prompts_for, random_rollouts
+
+from mtrl.algorithms.credit import assign
+from mtrl.algorithms.credit.attention_weights import AttentionWeights
+from mtrl.algorithms.losses import Loss, PolicyLoss, term_weights
+from mtrl.algorithms.values import ValueLoss
+from mtrl.models.adapters import AdapterSettings, add_adapters, inject
+from mtrl.models.backbone import Backbone
+from mtrl.models.forward import Forward
+from mtrl.models.load import empty_model, load_model
+from mtrl.models.perturb import Perturbation
+from mtrl.models.ranks import ALONE
+from mtrl.models.sharding import Sharding
+from mtrl.models.value_head import empty_value_model, load_value_model
+from mtrl.models.weights import exported_weights
+from mtrl.types import Experience, Needs, Rewards, TrainBatch
+from mtrl.workers.actor import LocalActor
+from mtrl.workers.critic import LocalCritic
+from mtrl.workers.learner import OptimizerSettings
+from mtrl.workers.micro_batches import MicroBatching
+from mtrl.workers.rank import OwnCrew, serve
+from mtrl.workers.ranked import RankedLearner, RankPart
+from mtrl.workers.reference import Reference
+
+UPDATES = 5
+SETTINGS = OptimizerSettings(lr=1e-4, warmup_steps=2, total_steps=UPDATES, schedule="cosine", max_grad_norm=0.01)
+LORA = AdapterSettings(rank=4, alpha=8, vision_tower=True, seed=3)
+CPU = torch.device("cpu")
+# Prompts with an image, without, with several, with one. Groups are uneven, and one token budget cuts the first.
+MIXED = [0, 0, 0, 0, 1, 1, 2, 2, 3, 3], [6, 2, 9, 5, 4, 1, 7, 3, 5, 5]
+TEXT_AND_ONE_IMAGE = [0, 0, 1, 1, 1], [6, 2, 4, 3, 8]  # of two ranks one has the image, and the other text alone
+TEXT_ALONE = [1, 1, 1], [4, 3, 8]  # nobody sees anything, and the second rank has nothing to do
+ONE_GROUP = [0, 0, 0], [6, 2, 9]  # the second rank has nothing to do
+BUDGET = MicroBatching(tokens=60)
+NEEDS = Needs("old", "entropy", "entropy_change", "dependency", "mass", "reference")
+
+
+# -------------------------------------------------------------------------------------------------------- the workers
+def backbone_of(family, kind, ranks, strategy, checkpointing=False, per_node=1):
+    """Loaded as a whole where it is alone, else split from the first rank's copy."""
+    path = checkpoint(family)
+    if ranks.group is None:
+        model = load_value_model(path) if kind == "critic" else load_model(path)
+        if kind == "lora":
+            add_adapters(model, LORA)
+    else:
+        empty = (empty_value_model if kind == "critic" else empty_model)(path)
+        if kind == "lora":
+            empty.requires_grad_(False)
+            inject(empty, LORA, empty=True)
+        load = partial(backbone_of, family, kind, ALONE, strategy)
+        model = Sharding(ranks, CPU, strategy, per_node).spread(empty, lambda: load().model)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    backbone = Backbone(model, ranks=ranks)
+    if kind == "frozen tower":
+        backbone.vision_tower.requires_grad_(False)
+    return backbone
+
+
+def worker_of(kind, family, batching, ranks=ALONE, strategy="FULL_SHARD", checkpointing=False, per_node=1):
+    forward = Forward(backbone_of(family, kind, ranks, strategy, checkpointing, per_node), encoder_of(family))
+    settings = SETTINGS
+    options = {"update_batching": batching, "probe_batching": batching, "encoder_files": {}}
+    if kind == "critic":
+        return LocalCritic(forward, settings, **options)
+    if kind == "lora":
+        reference = Reference.under_adapters(forward)
+    else:
+        other = backbone_of(family, kind, ranks, strategy, per_node=per_node).model
+        reference = Reference.of(other, forward)
+    return LocalActor(forward, settings, perturbation=Perturbation(seed=3), reference=reference, **options)
+
+
+# --------------------------------------------------------------------------------------------------------- the batches
+def noise(like, seed, scale=1.0):
+    return scale * torch.randn(like.shape, generator=torch.Generator().manual_seed(seed))
+
+
+def batches_of(kind, family, rows):
+    """One for each update, all of them recorded from a single process, old log-probs a bit off."""
+    rollouts = random_rollouts(prompts_for(family), *rows)
+    mask = rollouts.mask
+    if kind == "critic":
+        zeros = torch.zeros(mask.shape)
+        made = (fake_batch(rollouts, zeros, zeros) for _ in range(UPDATES))
+        return [
+            replace(batch, values=noise(mask, seed, 0.3), returns=noise(mask, seed + 9).where(mask, 0.0))
+            for seed, batch in enumerate(made)
+        ]
+    actor = worker_of("actor", family, MicroBatching(rows=len(rollouts)))
+    needs = Needs("old", "mass") if kind == "tprl" else Needs("old")
+    signals = actor.probe(rollouts, needs, 0)
+    return [actor_batch(kind, rollouts, signals, seed) for seed in range(UPDATES)]
+
+
+def actor_batch(kind, rollouts, signals, seed):
+    mask = rollouts.mask
+    advantage = noise(mask[:, :1], seed + 1).expand(mask.shape).where(mask, 0.0)
+    old, weights = signals.old + noise(mask, seed + 20, 0.3), term_weights(mask.float(), mask, "grpo", 16)
+    if kind == "tprl":
+        nothing = torch.zeros(len(rollouts))
+        rewards = Rewards(nothing, {}, nothing.bool())
+        credit = assign([AttentionWeights(target="mask")], Experience(rollouts, rewards, signals, advantage), (0, 0))
+        assert credit.weights.std() > 0.01
+        advantage, weights = credit.advantage, term_weights(credit.measure, credit.select, "dapo", 16)
+    batch = TrainBatch(rollouts, old, advantage, torch.ones(mask.shape), weights)
+    return replace(batch, reference=signals.old + noise(mask, seed + 40, 0.5))
+
+
+LOSSES = {
+    "critic": ValueLoss(0.5),
+    "full divergence": Loss(PolicyLoss(), divergence="full", divergence_coef=0.1),
+}
+LOSS = Loss(PolicyLoss(), divergence="low_var_kl", divergence_coef=0.1, entropy_penalty_coef=0.06)
+
+
+def learn(worker, kind, batches):
+    """Metrics of each update, and what it says of the rows before the first and after the last."""
+    loss, rollouts = LOSSES.get(kind, LOSS), batches[0].rollouts
+    needs = Needs("values") if kind == "critic" else NEEDS
+    before = worker.probe(rollouts, needs, 4)
+    metrics = [worker.update([batch], loss) for batch in batches]
+    return before, metrics, worker.probe(rollouts, needs, 4)
+
+
+def on_rank(ranks, kind, family, batching, batches, options):
+    worker = worker_of(kind, family, replace(batching, ranks=ranks), ranks, **options)
+    parts = {"worker": RankPart(worker, ranks.first)}
+    found = None
+    if ranks.first:
+        crew = OwnCrew(ranks, parts)
+        found = learn(RankedLearner(crew, "worker"), kind, batches)
+        crew.close()
+    else:
+        serve(ranks, parts)
+    return found, {name: tensor.clone() for name, tensor in exported_weights(worker.model).items()}
+
+
+def check(kind, family, rows, tmp_path, batching=BUDGET, sizes=(1, 2), **options):
+    batches = batches_of(kind, family, rows)
+    alone = worker_of(kind, family, batching)
+    start = {name: tensor.clone() for name, tensor in exported_weights(alone.model).items()}
+    before, metrics, after = learn(alone, kind, batches)
+    weights = exported_weights(alone.model)
+    moved = max(float((weights[name] - start[name]).abs().max()) for name in weights)
+    assert moved > 100e-6, "a hundred times the tolerance"
+    for size in sizes:
+        results = run_ranks(size, on_rank, tmp_path / str(size), kind, family, batching, batches, options)
+        (their_before, their_metrics, their_after), _ = results[0]
+        for _, theirs in results:
+            assert theirs.keys() == weights.keys()
+            worst = max(float((theirs[name] - weights[name]).abs().max()) for name in weights)
+            assert worst < 2e-6, f"weights differ by {worst} on {size} ranks"
+        for mine, other in zip(metrics, their_metrics, strict=True):
+            assert mine.keys() == other.keys()
+            for name, value in mine.items():
+                assert other[name] == pytest.approx(value, rel=2e-5, abs=2e-6), (size, name)
+        for mine, other in ((before, their_before), (after, their_after)):
+            for name, signal in vars(mine).items():
+                if signal is None:
+                    assert getattr(other, name) is None
+                else:
+                    close(getattr(other, name), signal, rtol=2e-5, atol=5e-5)

@@ -1,0 +1,113 @@
+"""Engines of two ranks give the rows of one, before and after the weights that they gather have changed; and rows are
+dealt out in whole groups."""
+
+import pytest
+import torch
+from helpers import fake_rollouts, same
+from rank_helpers import run_ranks
+from sharded_helpers import LOSS, actor_batch
+from tiny_models import checkpoint, encoder_of, fresh_backbone, prompts_for
+
+from mtrl.build.model import build_actor, forward_of
+from mtrl.build.ranks import RankPlan, build_parts
+from mtrl.config import load_config
+from mtrl.models.load import load_model
+from mtrl.rollout.local import LocalGenerator
+from mtrl.rollout.ranked import RankedGenerator, deal_prompts
+from mtrl.types import Needs, Sampling
+from mtrl.workers.rank import OwnCrew, serve
+from mtrl.workers.ranked import RankedLearner, deal
+
+FAMILY = "qwen2_5_vl"
+SAMPLING = Sampling(n=3, max_new_tokens=6, seed=5, step=2)
+
+
+def config_for(path):
+    return load_config(
+        None,
+        {
+            "worker.actor.model.model_path": str(path),
+            "worker.actor.fsdp.mixed_precision_dtype": "fp32",
+            "worker.actor.optim.lr": 1e-3,
+            "worker.actor.optim.warmup_steps": 0,
+            "worker.actor.global_batch_size": 2,
+            "dataset.rollout_batch_size": 2,
+            "training.n_gpus_per_node": 2,
+            "optimization.advantage_estimator": "gae",
+        },
+    )
+
+
+def prompts():
+    """A task that a step takes twice counts on, wherever its prompts go."""
+    found = prompts_for(FAMILY)
+    return [*found, found[0]]
+
+
+def steps(actor, generator):
+    """Responses, an update on them, and responses of the new weights."""
+    with generator.awake():
+        first = generator.generate(prompts(), SAMPLING)
+    signals = actor.probe(first, Needs("old"), 0)
+    actor.update([actor_batch("actor", first, signals, 1)], LOSS)
+    with generator.awake():
+        weights = actor.publish()
+        generator.load(weights)
+        second = generator.generate(prompts(), Sampling(**vars(SAMPLING) | {"version": weights.version}))
+    return first, second
+
+
+def on_rank(ranks, path):
+    plan = RankPlan(config_for(path), steps=4, reference=True, refreshed=True, critic=True)
+    parts = build_parts(plan, ranks)
+    assert set(parts) == {"actor", "engine", "critic", "reference"}
+    if not ranks.first:
+        return serve(ranks, parts)
+    crew = OwnCrew(ranks, parts)
+    actor = RankedLearner(crew, "actor")
+    found = steps(actor, RankedGenerator(crew))
+    moved = actor.probe(found[0], Needs("old", "reference"), 0)
+    assert (moved.old - moved.reference).abs().max() > 1e-3, "the reference stays"
+    crew.call("reference", "refresh", [()] * 2)
+    again = actor.probe(found[0], Needs("old", "reference"), 0)
+    torch.testing.assert_close(again.old, again.reference)
+    assert RankedLearner(crew, "critic").probe(found[0], Needs("values"), 0).values.shape == found[0].mask.shape
+    crew.close()
+    return [(rows.group, rows.tokens, rows.mask, rows.behaviour, rows.text, rows.version) for rows in found]
+
+
+@pytest.mark.slow
+def test_two_engines_give_the_rows_of_one(tmp_path):
+    path = checkpoint(FAMILY)
+    encoder = encoder_of(FAMILY)
+    forward = forward_of(config_for(path), encoder, load_model(path))
+    actor = build_actor(config_for(path), forward, encoder, 4)
+    expected = steps(actor, LocalGenerator(forward.backbone, encoder))
+    found, _ = run_ranks(2, on_rank, tmp_path, path)
+    for rows, (group, tokens, mask, behaviour, text, version) in zip(expected, found, strict=True):
+        same(group, rows.group)
+        same(mask, rows.mask)
+        same(tokens.where(mask, 0), rows.tokens.where(rows.mask, 0))
+        torch.testing.assert_close(behaviour, rows.behaviour, rtol=1e-4, atol=1e-4)
+        assert text == rows.text
+        same(version, rows.version)
+    assert expected[0].text != expected[1].text, "the new weights say something else"
+    assert fresh_backbone(FAMILY).output_matrix.shape == forward.backbone.output_matrix.shape
+
+
+def test_prompts_of_a_task_stay_together():
+    shares = deal_prompts(prompts(), 2)
+    assert sorted(place for share in shares for place in share) == [0, 1, 2, 3, 4]
+    assert any({0, 4} <= set(share) for share in shares) and all(share == sorted(share) for share in shares)
+    assert deal_prompts(prompts()[:1], 3) == [[0], [], []]
+
+
+def test_rows_are_dealt_out_in_whole_groups():
+    rollouts = fake_rollouts([2, 9, 3, 3, 1, 8], group=[0, 0, 1, 2, 2, 3])
+    dealt = deal(rollouts, 2)
+    assert torch.cat(dealt).sort().values.tolist() == list(range(6))
+    groups = [set(rollouts.group[rows].tolist()) for rows in dealt]
+    assert not groups[0] & groups[1]
+    tokens = [int(rollouts.mask[rows].sum()) + 7 * len(found) for rows, found in zip(dealt, groups, strict=True)]
+    assert max(tokens) - min(tokens) <= 18, "no more than the largest group"
+    assert [len(rows) for rows in deal(fake_rollouts([1, 2]), 3)] == [2, 0, 0]

@@ -1,0 +1,109 @@
+"""`mtrl train` on two ranks by Ray: it trains as two ranks without Ray do, outlives a killed rank and leaves nothing
+behind."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from helpers import alive, close
+from run_helpers import run_of, train_arguments
+from safetensors.torch import load_file
+
+from mtrl.tracking.run_files import read_rows
+
+pytest.importorskip("ray")
+pytestmark = pytest.mark.slow  # Ray takes half a minute to begin and to end
+
+STARTED = []
+STEPS = ("training.max_steps=4", "training.save_freq=1", "training.val_freq=-1", "training.val_before_train=false")
+SECONDS = 900  # a hang is a failure, and a busy machine is none
+
+
+def start(output, *words, ranks=2):
+    arguments = train_arguments(output, *STEPS, f"training.n_gpus_per_node={ranks}", *words)
+    command = [sys.executable, "-m", "mtrl", *arguments]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    STARTED.append(subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, **pipes))
+    return STARTED[-1]
+
+
+@pytest.fixture(autouse=True)
+def nothing_outlives_a_failure():
+    yield
+    while STARTED:
+        STARTED.pop().kill()  # Ray's processes end with the one that started them
+
+
+def processes(output):
+    """Of every rank that ever was, by its log."""
+    logs = sorted((run_of(output) / "logs").glob("rank_*.log"))
+    return {log.stem: [int(each) for each in re.findall(r"process (\d+) on", log.read_text())] for log in logs}
+
+
+def wait_for(condition, what):
+    end = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < end, f"no {what} within {SECONDS} s"
+        time.sleep(0.05)
+
+
+def updates(output, rank):
+    log = run_of(output) / "logs" / f"rank_{rank}.log"
+    return log.read_text().count("actor.update begins") if log.exists() else 0
+
+
+def weights(output):
+    return load_file(run_of(output) / "checkpoints/step_4/model.safetensors")
+
+
+def nothing_is_left(output):
+    found = [number for numbers in processes(output).values() for number in numbers]
+    assert found
+    wait_for(lambda: not any(map(alive, found)), "end of every rank")
+
+
+def test_a_killed_rank_costs_nothing_but_time(tmp_path):
+    whole = start(tmp_path / "whole")
+    said = whole.communicate(timeout=SECONDS)[0]
+    assert whole.returncode == 0, said
+    nothing_is_left(tmp_path / "whole")
+
+    run = start(tmp_path / "killed")
+    wait_for(lambda: updates(tmp_path / "killed", 1) >= 3 or run.poll() is not None, "third update")
+    os.kill(processes(tmp_path / "killed")["rank_1"][-1], signal.SIGKILL)
+    said = run.communicate(timeout=SECONDS)[0]
+    assert run.returncode == 0, said
+    assert re.search(r"rank 1 of 2 \(process \d+ on .+\) has ended; its last lines:", said), said
+    assert "actor.update begins" in said and "goes on from its last checkpoint (3 more restarts)" in said
+    nothing_is_left(tmp_path / "killed")
+
+    expected = weights(tmp_path / "whole")
+    for name, weight in weights(tmp_path / "killed").items():
+        close(weight, expected[name], rtol=0, atol=0)
+    rows = [
+        [row for row in read_rows(run_of(tmp_path / each)) if "actor/grad_norm" in row] for each in ("whole", "killed")
+    ]
+    assert len(rows[0]) >= 4
+    assert [row["actor/grad_norm"] for row in rows[0]][-1] == [row["actor/grad_norm"] for row in rows[1]][-1]
+
+
+def test_a_rank_that_does_not_answer_is_lost(tmp_path):
+    run = start(tmp_path, "training.max_restarts=0", "training.heartbeat_s=15")
+    wait_for(lambda: updates(tmp_path, 1) >= 2 or run.poll() is not None, "second update")
+    os.kill(processes(tmp_path)["rank_1"][-1], signal.SIGSTOP)
+    said = run.communicate(timeout=SECONDS)[0]
+    assert run.returncode == 1 and "rank 1 of 2" in said and "has not answered for 15 s" in said, said
+    nothing_is_left(tmp_path)
+
+
+def test_asked_to_stop_it_saves_and_leaves_nothing(tmp_path):
+    run = start(tmp_path, "training.max_steps=400", "training.save_freq=-1")
+    wait_for(lambda: updates(tmp_path, 0) >= 2 or run.poll() is not None, "second update")
+    run.send_signal(signal.SIGTERM)
+    said = run.communicate(timeout=SECONDS)[0]
+    assert run.returncode == 143 and "saved after step" in said, said
+    nothing_is_left(tmp_path)

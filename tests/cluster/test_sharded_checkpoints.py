@@ -1,0 +1,108 @@
+"""What two ranks save, one process and three ranks go on from, as if nothing had been in between."""
+
+import pytest
+import torch
+from helpers import close
+from rank_helpers import run_ranks
+from sharded_helpers import LOSS, LOSSES, TEXT_AND_ONE_IMAGE, batches_of, worker_of
+from tiny_models import plain_model_at
+
+from mtrl.models.weights import exported_weights
+from mtrl.workers.micro_batches import MicroBatching
+from mtrl.workers.rank import OwnCrew, serve
+from mtrl.workers.ranked import RankedLearner, RankPart
+
+FAMILY = "qwen2_5_vl"
+BEFORE = 2  # updates before the checkpoint
+
+
+def on_rank(ranks, kind, batches, saved, target):
+    """Goes on from what was `saved`, learns and writes its own checkpoint."""
+    worker = worker_of(kind, FAMILY, MicroBatching(tokens=60, ranks=ranks), ranks)
+    parts = {"worker": RankPart(worker, ranks.first)}
+    if not ranks.first:
+        return serve(ranks, parts)
+    crew = OwnCrew(ranks, parts)
+    learner = RankedLearner(crew, "worker")
+    metrics = go_on(learner, kind, batches, saved)
+    version = learner.publish().version
+    write(learner, target)
+    crew.close()
+    return metrics, version
+
+
+def go_on(worker, kind, batches, saved):
+    if saved is not None:
+        worker.restore(saved)
+    return [worker.update([batch], LOSSES.get(kind, LOSS)) for batch in batches]
+
+
+def write(worker, target):
+    snapshot = worker.snapshot().detached()
+    assert snapshot.nbytes > 0
+    target.mkdir()
+    snapshot.write(target)
+
+
+@pytest.mark.parametrize(
+    "kind", ["actor", pytest.param("critic", marks=pytest.mark.slow), pytest.param("lora", marks=pytest.mark.slow)]
+)
+def test_saved_by_two_and_resumed_by_one_and_three(kind, tmp_path):
+    batches = batches_of(kind, FAMILY, TEXT_AND_ONE_IMAGE)
+    whole = worker_of(kind, FAMILY, MicroBatching(tokens=60))
+    expected = go_on(whole, kind, batches, None)
+    first, _ = run_ranks(2, on_rank, tmp_path / "two", kind, batches[:BEFORE], None, tmp_path / "saved")
+    check_metrics(first[0], expected[:BEFORE])
+
+    alone = worker_of(kind, FAMILY, MicroBatching(tokens=60))
+    check_metrics(go_on(alone, kind, batches[BEFORE:], tmp_path / "saved"), expected[BEFORE:])
+    check_weights(exported_weights(alone.model), exported_weights(whole.model))
+    assert alone.learner.version == len(batches)
+
+    rest = batches[BEFORE:]
+    found, *_ = run_ranks(3, on_rank, tmp_path / "three", kind, rest, tmp_path / "saved", tmp_path / "again")
+    check_metrics(found[0], expected[BEFORE:])
+    assert found[1] == len(batches)
+    last = worker_of(kind, FAMILY, MicroBatching(tokens=60))
+    last.restore(tmp_path / "again")
+    check_weights(exported_weights(last.model), exported_weights(whole.model))
+
+
+def test_files_are_those_of_a_single_process(tmp_path):
+    """The same names, tensors and sizes: plain transformers loads them."""
+    write(worker_of("actor", FAMILY, MicroBatching(tokens=60)), tmp_path / "one")
+    run_ranks(2, on_rank, tmp_path / "ranks", "actor", [], None, tmp_path / "two")
+    names = [
+        sorted(str(file.relative_to(tmp_path / each)) for file in (tmp_path / each).rglob("*"))
+        for each in ("one", "two")
+    ]
+    assert names[0] == names[1]
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+    plain_model_at(tmp_path / "two", FAMILY)
+
+
+def test_a_checkpoint_of_something_else_is_refused_by_all(tmp_path):
+    """The first rank reads, and its error is everybody's: nobody waits for the others."""
+    write(worker_of("lora", FAMILY, MicroBatching(tokens=60)), tmp_path / "other")
+    for error in run_ranks(2, refused, tmp_path / "ranks", tmp_path / "other"):
+        assert "holds another model than this run's: it holds adapters" in error
+
+
+def refused(ranks, directory):
+    worker = worker_of("actor", FAMILY, MicroBatching(tokens=60, ranks=ranks), ranks)
+    with pytest.raises(ValueError) as error:
+        worker.restore(directory)
+    return str(error.value)
+
+
+def check_metrics(found, expected):
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=2e-5, abs=2e-6)
+
+
+def check_weights(found, expected):
+    for name, weight in expected.items():
+        close(found[name], weight, rtol=0, atol=2e-6)
+    assert torch.is_tensor(weight)

@@ -1,0 +1,127 @@
+"""One process, one rank and two ranks: the same recorded rollouts make the same weights, metrics and signals."""
+
+import pytest
+import torch
+from rank_helpers import run_ranks
+from sharded_helpers import (
+    CPU,
+    LOSS,
+    MIXED,
+    ONE_GROUP,
+    SETTINGS,
+    TEXT_ALONE,
+    TEXT_AND_ONE_IMAGE,
+    batches_of,
+    check,
+    worker_of,
+)
+from tiny_models import checkpoint, encoder_of
+
+from mtrl.models.backbone import Backbone
+from mtrl.models.forward import Forward
+from mtrl.models.load import empty_model, load_model
+from mtrl.models.perturb import Perturbation
+from mtrl.models.ranks import ALONE
+from mtrl.models.sharding import Sharding
+from mtrl.workers.actor import LocalActor
+from mtrl.workers.micro_batches import MicroBatching
+
+
+# ----------------------------------------------------------------------------------------------------------- the tests
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_mixed_batches(family, tmp_path):
+    check("actor", family, MIXED, tmp_path)
+
+
+def test_a_text_model(tmp_path):
+    """One process, one rank, two ranks."""
+    check("actor", "qwen2", MIXED, tmp_path)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.slow)])
+def test_an_image_on_one_rank_alone(family, tmp_path):
+    """The tower runs on both, or both wait for ever."""
+    check("actor", family, TEXT_AND_ONE_IMAGE, tmp_path, sizes=(2,))
+
+
+def test_a_rank_without_rows_goes_along(tmp_path):
+    check("actor", "qwen2_5_vl", ONE_GROUP, tmp_path, MicroBatching(tokens=30), sizes=(2,))
+
+
+@pytest.mark.slow
+def test_nobody_sees_anything(tmp_path):
+    check("actor", "qwen3_vl", TEXT_ALONE, tmp_path, sizes=(2,))
+
+
+@pytest.mark.slow
+def test_a_frozen_tower(tmp_path):
+    check("frozen tower", "qwen2_5_vl", TEXT_AND_ONE_IMAGE, tmp_path, sizes=(2,))
+
+
+@pytest.mark.slow
+def test_a_critic(tmp_path):
+    check("critic", "qwen2_5_vl", TEXT_AND_ONE_IMAGE, tmp_path)
+
+
+@pytest.mark.slow
+def test_token_weights_by_attention(tmp_path):
+    check("tprl", "qwen3_vl", TEXT_AND_ONE_IMAGE, tmp_path)
+
+
+@pytest.mark.slow
+def test_adapters(tmp_path):
+    check("lora", "qwen2_5_vl", TEXT_AND_ONE_IMAGE, tmp_path)
+
+
+@pytest.mark.slow
+def test_the_divergence_over_the_vocabulary(tmp_path):
+    check("full divergence", "qwen2_5_vl", TEXT_AND_ONE_IMAGE, tmp_path, sizes=(2,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"])
+def test_other_strategies(strategy, tmp_path):
+    check("actor", "qwen2_5_vl", TEXT_AND_ONE_IMAGE, tmp_path, sizes=(2,), strategy=strategy, checkpointing=True)
+
+
+@pytest.mark.slow
+def test_rows_of_ranks_that_hold_the_same(tmp_path):
+    options = {"strategy": "HYBRID_SHARD", "per_node": 2}
+    check("actor", "qwen2_5_vl", TEXT_AND_ONE_IMAGE, tmp_path, sizes=(4,), **options)
+
+
+def summed(ranks, family):
+    """Gradients of a step by ranks that all have the same row, against those of one: what an average would halve."""
+    worker = worker_of("actor", family, MicroBatching(rows=1, ranks=ranks), ranks)
+    batch = batches_of("actor", family, ([1], [4]))[0]
+    return worker.update([batch], LOSS)["grad_norm"]
+
+
+def test_gradients_are_summed(tmp_path):
+    alone = summed(ALONE, "qwen2")
+    assert run_ranks(2, summed, tmp_path, "qwen2") == pytest.approx([2 * alone] * 2, rel=1e-4)
+
+
+def in_bf16(ranks, family, batches):
+    """Weights in float32, products in bf16."""
+    sharding = Sharding(ranks, CPU, compute_dtype=torch.bfloat16)
+    model = load_model(checkpoint(family))
+    if ranks.group is not None:
+        model = sharding.spread(empty_model(checkpoint(family)), lambda: load_model(checkpoint(family)))
+    assert model.dtype == torch.float32
+    forward = Forward(Backbone(model, torch.bfloat16, ranks=ranks), encoder_of(family))
+    batching = MicroBatching(tokens=60, ranks=ranks)
+    options = {"update_batching": batching, "probe_batching": batching, "encoder_files": {}}
+    actor = LocalActor(forward, SETTINGS, perturbation=Perturbation(seed=3), **options)
+    return [actor.update([batch], LOSS)["grad_norm"] for batch in batches], str(actor.learner.parameters[0].dtype)
+
+
+@pytest.mark.slow
+def test_products_in_bf16(tmp_path):
+    """Both ranks have all rows, so that they find twice the gradients."""
+    batches = batches_of("actor", "qwen2_5_vl", TEXT_AND_ONE_IMAGE)[:2]
+    expected, dtype = in_bf16(ALONE, "qwen2_5_vl", batches)
+    for norms, their_dtype in run_ranks(2, in_bf16, tmp_path, "qwen2_5_vl", batches):
+        assert norms == pytest.approx([2 * norm for norm in expected], rel=0.05)
+        assert their_dtype == dtype == "torch.float32"

@@ -1,0 +1,80 @@
+"""One NCCL rank: the model is split by FSDP2, and learns what the plain one learns."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from tiny_models import checkpoint, encoder_of, prompts_for, random_rollouts
+
+from mtrl.algorithms.losses import Loss, PolicyLoss, term_weights
+from mtrl.models.backbone import Backbone
+from mtrl.models.forward import Forward
+from mtrl.models.load import empty_model, load_model
+from mtrl.models.perturb import Perturbation
+from mtrl.models.ranks import ALONE
+from mtrl.models.sharding import Sharding, is_split
+from mtrl.models.weights import exported_weights
+from mtrl.types import Needs, TrainBatch
+from mtrl.workers.actor import LocalActor
+from mtrl.workers.learner import OptimizerSettings
+from mtrl.workers.micro_batches import MicroBatching
+from mtrl.workers.rank import join_ranks
+
+FAMILY = "qwen2_5_vl"
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29541",
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+    }
+    yield join_ranks()
+    dist.destroy_process_group()
+
+
+def actor_of(ranks, compute):
+    device = torch.device("cuda", 0)
+    if ranks.group is None:
+        model = load_model(checkpoint(FAMILY), device=device)
+    else:
+        sharding = Sharding(ranks, device, compute_dtype=compute)
+        model = sharding.spread(empty_model(checkpoint(FAMILY)), lambda: load_model(checkpoint(FAMILY)))
+        assert is_split(model)
+    batching = MicroBatching(tokens=60, ranks=ranks)
+    return LocalActor(
+        Forward(Backbone(model, compute, ranks=ranks), encoder_of(FAMILY)),
+        OptimizerSettings(lr=1e-4, warmup_steps=0, max_grad_norm=0.01),
+        perturbation=Perturbation(seed=3),
+        update_batching=batching,
+        probe_batching=batching,
+        encoder_files={},
+    )
+
+
+def learn(actor):
+    rollouts = random_rollouts(prompts_for(FAMILY), [0, 0, 1, 1, 2, 3], [6, 2, 4, 3, 8, 5])
+    mask = rollouts.mask
+    advantage = torch.randn(len(mask), 1, generator=torch.Generator().manual_seed(1)).expand(mask.shape)
+    old = actor.probe(rollouts, Needs("old"), 0).old
+    batch = TrainBatch(
+        rollouts, old, advantage.where(mask, 0.0), torch.ones(mask.shape), term_weights(mask.float(), mask, "dapo", 16)
+    )
+    return old, [actor.update([batch], Loss(PolicyLoss())) for _ in range(3)]
+
+
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+def test_a_split_model_learns_what_the_plain_one_does(ranks, compute):
+    plain, split = actor_of(ALONE, compute), actor_of(ranks, compute)
+    (old, metrics), (their_old, their_metrics) = learn(plain), learn(split)
+    exact = compute == torch.float32
+    torch.testing.assert_close(their_old, old, rtol=0, atol=1e-4 if exact else 0.2)
+    for ours, theirs in zip(metrics, their_metrics, strict=True):
+        assert theirs["grad_norm"] == pytest.approx(ours["grad_norm"], rel=1e-3 if exact else 0.1)
+    weights = exported_weights(plain.model)
+    for name, weight in exported_weights(split.model).items():
+        torch.testing.assert_close(weight, weights[name], rtol=0, atol=2e-5 if exact else 1e-3)
