@@ -43,8 +43,7 @@ $(VLLM_INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 test-vllm: setup-vllm
-	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest tests/on_vllm
-	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest tests/conformance/test_generator.py -k vllm
+	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -n 2 --dist loadfile tests/on_vllm tests/conformance/test_generator.py -k vllm
 
 test-all: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not soak"

@@ -184,6 +184,7 @@ class Signals:
     """
 
     old: Tensor | None = None  # [N, T] log-prob on the original image, before this step's updates
+    support: Tensor | None = None  # [N, T] log of the probability of what top-p and top-k leave, where they cut
     perturbed: Tensor | None = field(default=None, metadata=TWO_VIEWS)  # [N, T] log-prob on the perturbed image
     dependency: Tensor | None = field(default=None, metadata=TWO_VIEWS)  # [N, T] S of section 1.2
     entropy: Tensor | None = None  # [N, T] entropy of the policy at that token, in nats

@@ -7,13 +7,17 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from tiny_models import checkpoint, encoder_of, plain_model
 
@@ -29,6 +33,8 @@ from mtrl.types import Weights
 
 INSTALLED = find_spec("vllm") is not None
 MAX_LENGTH = 512
+_in_process: dict[str, VllmInProcess] = {}
+_servers: list[subprocess.Popen[bytes]] = []
 _changed: set[Host] = set()  # engines that may hold other weights than those of the checkpoint
 
 
@@ -41,9 +47,17 @@ def arguments(family: str, **extra: Any) -> tuple[dict[str, Any], dict[str, Any]
     )
 
 
-@lru_cache
 def in_process(family: str) -> VllmInProcess:
-    return VllmInProcess(*arguments(family))
+    """Engines of one process share vLLM's groups: when one is closed (a run has ended), the others are of no use."""
+    from vllm.distributed.parallel_state import model_parallel_is_initialized
+
+    if _in_process and not model_parallel_is_initialized():
+        for host in _in_process.values():
+            host.close()
+        _in_process.clear()
+    if family not in _in_process:
+        _in_process[family] = VllmInProcess(*arguments(family))
+    return _in_process[family]
 
 
 @lru_cache
@@ -54,36 +68,70 @@ def child_process(family: str) -> VllmProcess:
 @lru_cache
 def server(family: str) -> VllmServer:
     """Started as docs/vllm.md says, for a CPU."""
+    return VllmServer(ready(begun_server(str(checkpoint(family)))), str(checkpoint(family)), torch.float32)
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A server on its way up, which takes three imports of vLLM one after the other."""
+
+    process: subprocess.Popen[bytes]
+    port: int
+    log: Path
+
+    def kill(self) -> None:
+        """With what it started, which would outlive it."""
+        with suppress(psutil.NoSuchProcess):  # killed already
+            own = psutil.Process(self.process.pid)
+            for each in [own, *own.children(recursive=True)]:
+                each.kill()
+
+
+@lru_cache
+def begun_server(model: str, development: bool = True) -> Begun:
+    """It ends with the tests. Begin it early: it starts beside them."""
     with socket.socket() as any_port:
         any_port.bind(("127.0.0.1", 0))
         port = any_port.getsockname()[1]
-    start_server(family, port, {"VLLM_SERVER_DEV_MODE": "1"})
-    return VllmServer(f"127.0.0.1:{port}", str(checkpoint(family)), torch.float32)
-
-
-def start_server(family: str, port: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    """A real server, ready; it ends with the tests."""
     words = (
-        f"--model {checkpoint(family)} --host 127.0.0.1 --port {port} --dtype float32 --max-model-len {MAX_LENGTH} "
-        "--logprobs-mode processed_logprobs --generation-config vllm --enforce-eager --no-enable-chunked-prefill "
-        f"--max-num-batched-tokens 8192 --kv-cache-memory-bytes {2**26}"
+        f"--model {model} --host 127.0.0.1 --port {port} --dtype float32 --max-model-len {MAX_LENGTH} "
+        "--logprobs-mode processed_logprobs --generation-config vllm --enable-scale-out --enforce-eager "
+        f"--no-enable-chunked-prefill --max-num-batched-tokens 8192 --kv-cache-memory-bytes {2**26}"
     )
-    log = checkpoint(family).parent / f"server-{port}.log"
+    mode = {"VLLM_SERVER_DEV_MODE": str(int(development)), "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    log = Path(tempfile.gettempdir()) / f"vllm-server-{port}.log"
     with log.open("wb") as file:
         process = subprocess.Popen(
             [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words.split()],
             stdout=file,
             stderr=subprocess.STDOUT,
-            env=os.environ | ON_CPU | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} | environment,
+            env=os.environ | ON_CPU | mode,
         )
-    atexit.register(process.terminate)
+    _servers.append(process)
+    return Begun(process, port, log)
+
+
+@atexit.register
+def end_servers() -> None:
+    """They take two gigabytes each."""
+    for process in _servers:
+        process.terminate()
+    for process in _servers:
+        process.wait()
+    _servers.clear()
+    begun_server.cache_clear()
+    server.cache_clear()
+
+
+def ready(begun: Begun) -> str:
+    """The address of a server that answers."""
     for _ in range(600):
-        if process.poll() is not None:
+        if begun.process.poll() is not None:
             break
-        with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
-            return process
+        with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{begun.port}/health", timeout=5):
+            return f"127.0.0.1:{begun.port}"
         time.sleep(1)
-    raise AssertionError(f"the server does not start: {log.read_text()[-3000:]}")
+    raise AssertionError(f"the server does not start: {begun.log.read_text()[-3000:]}")
 
 
 def engine_on(

@@ -26,6 +26,8 @@ def step_metrics(experience: Experience, cut: bool) -> Metrics:
     values |= length_metrics(mask, rollouts.truncated)
     if signals.old is not None:
         values |= mismatch_metrics(signals.old, rollouts.behaviour, mask, cut)
+        if signals.support is not None:
+            values |= mismatch_metrics(signals.old - signals.support, rollouts.behaviour, mask, cut=False)
     if signals.entropy is not None:
         values["actor/entropy"] = masked_mean(signals.entropy, mask)
     return values
@@ -82,7 +84,8 @@ def sensitivity_metrics(signals: Signals, mask: Tensor, visual: Tensor) -> Metri
 
 def mismatch_metrics(old: Tensor, behaviour: Tensor, mask: Tensor, cut: bool) -> Metrics:
     """How far the sampler's log-probs are from the trainer's. With top-p or top-k the sampler renormalises, so the gap
-    is no error: it gets a name of its own."""
+    to the whole distribution (`cut`) is no error and gets a name of its own; that to the trainer's log-probs on what
+    the cut leaves has the usual one."""
     name = gap_name(cut)
     gap = (old - behaviour).where(mask, 0.0)
     return {
@@ -112,7 +115,8 @@ def gap_name(cut: bool) -> str:
 
 def learnt_metrics(learnt: Metrics, cut: bool) -> Metrics:
     """What the actor reports, by its full name."""
-    names = {name: name.replace("logprob_gap", gap_name(cut)) for name in learnt}
+    gaps = {"logprob_gap": gap_name(cut), "support_gap": gap_name(False)}
+    names = {name: next((name.replace(gap, gaps[gap]) for gap in gaps if gap in name), name) for name in learnt}
     return {new if new != old else f"actor/{old}": learnt[old] for old, new in names.items()}
 
 

@@ -24,6 +24,7 @@ CHUNK_POSITIONS = 512
 class TokenScores(NamedTuple):
     logp: Tensor  # [M], with gradients
     entropy: Tensor | None  # [M], without
+    support: Tensor | None = None  # [M], without: log of the probability of what the sampler's cut leaves
 
 
 def token_scores(
@@ -65,6 +66,43 @@ def full_kl(
     weight = weight.to(hidden.dtype)
     kl: Tensor = _FullKL.apply(hidden, weight, other_hidden.detach(), other_weight, temperature, forbidden, chunk)
     return kl
+
+
+def top_p_top_k(logits: Tensor, top_p: float, top_k: int) -> Tensor:
+    """Logits with everything outside the top k and the nucleus at -inf."""
+    if 0 < top_k < logits.shape[-1]:
+        weakest = logits.topk(top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < weakest, -torch.inf)
+    if top_p < 1:
+        ordered, order = logits.sort(-1, descending=True)
+        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
+        # A token stays while those before it hold less than top_p; the first always does.
+        outside = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, before >= top_p)
+        logits = logits.masked_fill(outside, -torch.inf)
+    return logits
+
+
+@torch.no_grad()
+def support_mass(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    top_p: float,
+    top_k: int,
+    temperature: float = 1.0,
+    forbidden: Tensor | None = None,
+    chunk: int = CHUNK_POSITIONS,
+) -> Tensor:
+    """[M]: log of the probability of all tokens that top-p and top-k leave. A log-prob less this is that of the cut
+    distribution. The target counts in any case: it was sampled, whatever our own rounding says of the border."""
+    forbidden, weight = _at(hidden, forbidden), weight.to(hidden.dtype)
+    mass = hidden.new_empty(len(hidden), dtype=_wide(hidden))
+    for rows in _chunks(len(hidden), chunk):
+        log_probs = _logits(hidden[rows], weight, temperature, forbidden).log_softmax(-1)
+        left = top_p_top_k(log_probs, top_p, top_k).isfinite().scatter_(1, targets[rows, None], True)
+        mass[rows] = log_probs.masked_fill_(~left, -torch.inf).logsumexp(-1)
+    return mass
 
 
 class _TokenScores(torch.autograd.Function):

@@ -30,7 +30,7 @@ from mtrl.models.recompute import recompute
 from mtrl.models.sharding import whole
 from mtrl.models.weights import load_weights, save_model, saved_weights
 from mtrl.protocols import Generator
-from mtrl.rollout.decode.engine import fastest_generator
+from mtrl.rollout.decode.engine import fastest_generator, unknown_model
 from mtrl.store.checkpoint import write_folder
 from mtrl.training.interrupt import say_at_once
 from mtrl.training.recipe import Recipe
@@ -135,6 +135,8 @@ def forward_of(config: Config, encoder: TextEncoder, model: Any, ranks: Ranks = 
         last_k=config.optimization.attention_last_k_layers,
         weight_last_k=config.optimization.token_weight_last_k_layers,
         dependency=config.optimization.perception_estimator,
+        top_p=config.worker.rollout.top_p,
+        top_k=config.worker.rollout.top_k,
     )
 
 
@@ -301,7 +303,17 @@ def build_generator(config: Config, policy: Forward, encoder: TextEncoder, learn
             weights = list(policy.backbone.model.parameters())
             engine.making_room = Parked(lambda: weights, policy.backbone.device).away
         return engine
+    if config.worker.rollout.name == "auto" and learns:
+        say_at_once(chosen_engine(policy.backbone))
     return fastest_generator(policy.backbone, encoder)
+
+
+def chosen_engine(backbone: Backbone) -> str:
+    """What `auto` is, for people."""
+    told = "worker.rollout.name=auto: the local engine samples"
+    if why := unknown_model(backbone):
+        return f"{told}, by its plain route also on a GPU ({why}); worker.rollout.name=vllm is the faster one there"
+    return told
 
 
 def save_checkpoint(config: Config, loaded: Loaded, target: Path) -> None:

@@ -119,7 +119,10 @@ def with_scores(needs: Needs, config: Config) -> Needs:
     says them."""
     actor = config.worker.actor
     once = actor.ppo_epochs == 1 and actor.global_batch_size == config.dataset.rollout_batch_size
-    return needs if once and not needs.without("mass", "prompt_mass", "values") else needs | Needs("old", "entropy")
+    if once and not needs.without("mass", "prompt_mass", "values"):
+        return needs
+    support = Needs("support") if training_sampling(config).cut else NOTHING
+    return needs | Needs("old", "entropy") | support
 
 
 def batch_plan(config: Config) -> BatchPlan:

@@ -9,6 +9,7 @@ import torch
 from mtrl.build import recipe
 from mtrl.config import Config, ConfigError
 from mtrl.errors import StartError
+from mtrl.models.adapters import base_path, is_adapter
 from mtrl.models.families import TextEncoder
 from mtrl.models.forward import Forward
 from mtrl.models.weights import exported_weights
@@ -22,19 +23,22 @@ from mtrl.types import Weights
 
 
 def build_vllm(config: Config, path: str, policy: Forward, encoder: TextEncoder, learns: bool) -> VllmGenerator:
-    """`path`: of the model, whose weights vLLM starts with. `learns`: the engine will be given others."""
+    """`path`: of the model, whose weights vLLM starts with; under adapters it starts with those of their base and is
+    given the merged ones. `learns`: the engine will be given others."""
     rollout = config.worker.rollout
     for key, value in (("temperature", rollout.temperature), ("val.temperature", rollout.val.temperature)):
         if 0 < value < LOWEST_TEMPERATURE:
             told = f"{value:g} is below the {LOWEST_TEMPERATURE:g} that vLLM samples at; raise it"
             raise ConfigError([f"worker.rollout.{key}: {told}"])
     dtype, weights = policy.backbone.compute_dtype, exported_weights(policy.backbone.model)
-    host = build_host(config, path, encoder, dtype, on_gpu=policy.backbone.device.type == "cuda")
+    host = build_host(config, base_path(path), encoder, dtype, on_gpu=policy.backbone.device.type == "cuda")
     engine = VllmGenerator(host, encoder, weights.keys(), compute_dtype=dtype)
-    if learns and isinstance(host, VllmServer):
-        if not host.takes_weights:
-            raise StartError(f"worker.rollout.address: {host.no_weights}")
-        engine.load(Weights(0, weights))  # it may hold those of an earlier run
+    server = host if isinstance(host, VllmServer) else None  # it may hold the weights of an earlier run
+    if (server and learns) or is_adapter(path):
+        if server and not server.takes_weights:
+            raise StartError(f"worker.rollout.address: {server.no_weights}")
+        with engine.awake():
+            engine.load(Weights(0, weights))
     return engine
 
 

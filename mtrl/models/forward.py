@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mtrl.algorithms.signals import bounded_dependency, layer_segments, visual_dependency
-from mtrl.algorithms.vocab import CHUNK_POSITIONS, TokenScores, full_kl, token_scores
+from mtrl.algorithms.vocab import CHUNK_POSITIONS, TokenScores, full_kl, support_mass, token_scores
 from mtrl.models.attention import MapReader, MassReader, Reader
 from mtrl.models.backbone import Backbone, Features, prompt_positions
 from mtrl.models.layout import Layout, lay_out
@@ -33,6 +33,7 @@ class Forward:
 
     `packed`: everything in one sequence without padding, for kernels that skip what nobody sees (CUDA). `last_k` and
     `weight_last_k` restrict the layers of the segments `all` and `weight` of the attention. `dependency` estimates S.
+    `top_p` and `top_k` are the sampler's: every score is of the whole distribution, beside the mass of what they leave.
     """
 
     backbone: Backbone
@@ -44,13 +45,15 @@ class Forward:
     last_k: int | None = None
     weight_last_k: int | None = None
     dependency: Literal["low_var_kl", "full_kl"] = "low_var_kl"
+    top_p: float = 1.0
+    top_k: int = -1
 
     def logp(self, rollouts: Rollouts) -> Tensor:
         """[N, T] log-probs with gradients, on the model's device; 0 off the mask."""
         return unpack(self.scores(rollouts).logp, rollouts.mask)
 
     def scores(self, rollouts: Rollouts, entropy: bool = False) -> TokenScores:
-        """[M] log-probs with gradients, and entropies without."""
+        """[M] log-probs with gradients, and entropies without, which bring the mass of what a cut leaves."""
         return self.scores_of(self.response_hidden(rollouts), rollouts, entropy)
 
     def values(self, rollouts: Rollouts) -> Tensor:
@@ -78,10 +81,12 @@ class Forward:
         """Each signal that comes from the vocabulary as [M], on the device, which is asked for everything before
         anything is waited for. A new signal of this kind has its place here."""
         changes = "entropy_change" in needs
-        clean = self.scores_of(hidden[0], rollouts, entropy="entropy" in needs or changes)
+        clean = self.scores_of(hidden[0], rollouts, entropy=changes or "entropy" in needs or "support" in needs)
         found = {"old": clean.logp}
         if clean.entropy is not None:
             found["entropy"] = clean.entropy
+        if clean.support is not None:
+            found["support"] = clean.support
         if needs.views == 2:
             perturbed = self.scores_of(hidden[1], rollouts, entropy=changes)
             found["perturbed"] = perturbed.logp
@@ -111,7 +116,12 @@ class Forward:
     def scores_of(self, hidden: Tensor, rollouts: Rollouts, entropy: bool = False) -> TokenScores:
         """The `scores` that follow from `response_hidden`."""
         targets = to_device(rollouts.tokens[rollouts.mask], hidden.device)
-        return token_scores(hidden, self.backbone.output_matrix, targets, entropy=entropy, **self.distribution())
+        matrix, rules = self.backbone.output_matrix, self.distribution()
+        scores = token_scores(hidden, matrix, targets, entropy=entropy, **rules)
+        if not entropy or (self.top_p >= 1 and self.top_k <= 0):
+            return scores
+        support = support_mass(hidden, matrix, targets, top_p=self.top_p, top_k=self.top_k, **rules)
+        return TokenScores(scores.logp, scores.entropy, support)
 
     def distribution(self) -> dict[str, Any]:
         """How hidden states become probabilities, for `algorithms.vocab`."""

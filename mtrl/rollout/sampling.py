@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mtrl.algorithms.vocab import top_p_top_k
 from mtrl.keyed import keyed_generator
 from mtrl.types import Sampling
 
@@ -56,17 +57,3 @@ def choose(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor,
         # Where all is NaN, nothing is found; the log-prob of the last token says so.
         tokens = torch.searchsorted(cumulative, reach, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
     return tokens, logp.gather(-1, tokens[:, None])[:, 0]
-
-
-def top_p_top_k(logits: Tensor, top_p: float, top_k: int) -> Tensor:
-    """Logits with everything outside the top k and the nucleus at -inf."""
-    if 0 < top_k < logits.shape[-1]:
-        weakest = logits.topk(top_k).values[:, -1:]
-        logits = logits.masked_fill(logits < weakest, -torch.inf)
-    if top_p < 1:
-        ordered, order = logits.sort(-1, descending=True)
-        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
-        # A token stays while those before it hold less than top_p; the first always does.
-        outside = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, before >= top_p)
-        logits = logits.masked_fill(outside, -torch.inf)
-    return logits

@@ -100,7 +100,7 @@ def growing_truncation(seen: Seen) -> str | None:
 
 
 def logprob_gap(seen: Seen) -> str | None:
-    """Warns where sampler and trainer disagree. With top-p or top-k the gap has another name: there it is no error."""
+    """Warns where sampler and trainer disagree. With top-p or top-k this gap is that on what the cut leaves."""
     lately = seen.lately("rollout/logprob_gap_mean")
     if not lately or min(lately) <= seen.limits.logprob_gap:
         return None

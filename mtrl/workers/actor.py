@@ -120,6 +120,9 @@ class LocalActor:
         total, metrics = total_loss(unpack(scores.logp, mask).cpu(), batch, loss, kl)
         if scores.entropy is not None:  # no probe has measured it
             metrics["entropy"] = weighted_sum(batch.weights.token, unpack(scores.entropy, mask).cpu())
+        if scores.support is not None:
+            cut = unpack(scores.logp.detach() - scores.support, mask).cpu()
+            metrics["support_gap_mean"] = weighted_sum(batch.weights.token, (cut - rollouts.behaviour).abs())
         return total, metrics
 
     def _scores_and_divergence(self, rollouts: Rollouts, entropy: bool) -> tuple[TokenScores, Tensor]:

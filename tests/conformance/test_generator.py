@@ -6,6 +6,7 @@ An engine enters the suite as a function in ENGINES that makes it from a family 
 import copy
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from tiny_models import (
     shared_backbone,
 )
 from transformers import DynamicCache
-from vllm_engines import INSTALLED, engine_on, in_process
+from vllm_engines import INSTALLED, child_process, engine_on, in_process, server
 
 from mtrl.errors import RunError
 from mtrl.models.backbone import Backbone
@@ -37,12 +38,16 @@ from mtrl.rollout.decode.engine import GraphGenerator
 from mtrl.rollout.decode.step import Ops
 from mtrl.rollout.local import LocalGenerator
 from mtrl.rollout.vllm.generator import VllmGenerator
-from mtrl.types import Sampling, Weights
+from mtrl.types import Needs, Sampling, Weights
 
 
 def decode_engine(backbone, encoder):
     """The engine for CUDA with its kernels' twins in plain torch; small buckets and many looks, so that rows leave."""
     return GraphGenerator(backbone, encoder, ops=Ops(plain, plain), buckets=(16, 32, 64), poll=1)
+
+
+def vllm_engine(host, family, encoder, may_change=False):
+    return engine_on(host(family), family, encoder, may_change=may_change)
 
 
 ENGINES = {
@@ -53,9 +58,10 @@ FRESH_ENGINES = {  # may be changed
     "local": lambda family, encoder: LocalGenerator(fresh_backbone(family), encoder),
     "decode": lambda family, encoder: decode_engine(fresh_backbone(family), encoder),
 }
-if INSTALLED:  # `make test-vllm`
-    ENGINES["vllm"] = lambda family, encoder: engine_on(in_process(family), family, encoder)
-    FRESH_ENGINES["vllm"] = lambda family, encoder: engine_on(in_process(family), family, encoder, may_change=True)
+HOSTS = {"vllm": in_process, "vllm_process": child_process, "vllm_server": server} if INSTALLED else {}
+for name, host in HOSTS.items():  # `make test-vllm`
+    ENGINES[name], FRESH_ENGINES[name] = partial(vllm_engine, host), partial(vllm_engine, host, may_change=True)
+ALL = [pytest.param(name, marks=pytest.mark.slow if name.startswith("vllm_") else ()) for name in ENGINES]
 TOLERANCE = 1e-4 if INSTALLED else 1e-5  # nats; vLLM sums in another order
 NONE = torch.zeros(0, dtype=torch.long)
 GREEDY = Sampling(temperature=0, max_new_tokens=12)
@@ -75,12 +81,12 @@ def encoder(family):
     return encoder
 
 
-@pytest.fixture(params=ENGINES)
+@pytest.fixture(params=ALL)
 def engine(request, family, encoder):
     return ENGINES[request.param](family, encoder)
 
 
-@pytest.fixture(params=FRESH_ENGINES)
+@pytest.fixture(params=ALL)
 def fresh_engine(request, family, encoder):
     return FRESH_ENGINES[request.param](family, encoder)
 
@@ -143,6 +149,14 @@ def test_behaviour_is_what_the_trainer_computes(family, encoder, engine, tempera
     close(rollouts.behaviour, Forward(shared_backbone(family), encoder, temperature).signals(rollouts).old)
     with torch.no_grad():
         close(rollouts.behaviour, plain_logp(family, rollouts, temperature=temperature))
+
+
+@pytest.mark.parametrize("cut", [{"top_k": 12}, {"top_p": 0.8}, {"top_k": 20, "top_p": 0.7}], ids=str)
+def test_cut_behaviour_is_what_the_trainer_computes_on_the_sampled_support(family, encoder, engine, cut):
+    rollouts = engine.generate(prompts_for(family), replace(SAMPLED, temperature=0.7, **cut))
+    found = Forward(shared_backbone(family), encoder, 0.7, **cut).signals(rollouts, Needs("old", "support"))
+    close((found.old - found.support).where(rollouts.mask, 0.0), rollouts.behaviour)
+    assert (found.old - rollouts.behaviour).abs().max() > 0.05, "the whole distribution is another one"
 
 
 @pytest.mark.parametrize("cut", [{}, {"top_k": 5}, {"top_p": 0.5}, {"top_k": 20, "top_p": 0.7}], ids=str)

@@ -211,6 +211,18 @@ def test_one_step_on_fresh_rollouts_needs_no_old_pass(family, kind, level):
     assert said["logprob_gap_kl"] == pytest.approx(-float(gap.mean()), rel=1e-5)
 
 
+def test_one_step_on_fresh_rollouts_compares_on_the_sampled_support(family):
+    """What a probe would say of a sampler that cuts, the update's own pass says."""
+    rollouts, actor = rollouts_for(family), actor_of(family)
+    actor.forward = replace(actor.forward, top_k=5)
+    signals = actor.probe(rollouts, Needs("old", "support"), 0)
+    gap = (signals.old - signals.support - rollouts.behaviour)[rollouts.mask]
+    fresh = replace(plain_batch(family), old=None, correction=None)
+    told = learn(actor, [fresh], Loss()).metrics["support_gap_mean"]
+    assert told == pytest.approx(float(gap.abs().mean()), rel=1e-5)
+    assert "support_gap_mean" not in learn(actor_of(family), [fresh], Loss()).metrics
+
+
 def test_a_probe_of_nothing_makes_no_pass(family, monkeypatch):
     actor = actor_of(family)
     monkeypatch.setattr(Forward, "signals", None)

@@ -1,6 +1,7 @@
 """What goes wrong with a real vLLM: one clear line, or a new start from the weights that it held."""
 
 import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -32,9 +33,10 @@ def endless():
     return silent
 
 
-@pytest.mark.parametrize("seconds", [0.0, 1.0], ids=["before", "meanwhile"])
-def test_a_process_that_is_killed_comes_back_with_its_weights(seconds, caplog):
-    """Not with those of the checkpoint; and the call that died is answered as if nothing had happened."""
+@pytest.mark.parametrize("share", [0.0, 0.3], ids=["before", "meanwhile"])
+def test_a_process_that_is_killed_comes_back_with_its_weights(share, caplog):
+    """Not with those of the checkpoint; and the call that died is answered as if nothing had happened. `share`: of the
+    time that the call takes, after which it is killed."""
     host = child_process(FAMILY)
     engine, model = engine_on(host, FAMILY, endless(), may_change=True), plain_model_at(checkpoint(FAMILY), FAMILY)
     with torch.no_grad():
@@ -42,24 +44,39 @@ def test_a_process_that_is_killed_comes_back_with_its_weights(seconds, caplog):
             parameter.mul_(1.05)
     engine.load(Weights(1, exported_weights(model)))
     sampling = replace(SAMPLED, n=16, max_new_tokens=300, version=1)
+    began = time.monotonic()
     expected = engine.generate(prompts_for(FAMILY), sampling)
-    timer = threading.Timer(seconds, host._process.kill)
+    timer = threading.Timer(share * (time.monotonic() - began), host._process.kill)
     timer.start()
-    if not seconds:
+    if not share:
         timer.join()
     again = engine.generate(prompts_for(FAMILY), sampling)
     timer.join()
     assert same(again, expected)
-    assert "signal 9): it is started again with the weights it held" in caplog.text or seconds
+    assert "signal 9): it is started again with the weights it held" in caplog.text
+
+
+def test_a_process_that_dies_twice_of_the_same_call_ends_the_run(monkeypatch):
+    """With one line; a third start would be no better."""
+    host = child_process(FAMILY)
+    engine, restart = engine_on(host, FAMILY), host._restart
+    monkeypatch.setattr(host, "_restart", lambda: (restart(), host._process.kill(), host._process.wait()))
+    host._process.kill()
+    with pytest.raises(RunError, match=r"ended twice in the same call \(signal 9\)"):
+        engine.generate(prompts_for(FAMILY), SAMPLED)
+    monkeypatch.undo()
+    assert len(engine.generate(prompts_for(FAMILY), SAMPLED)) == 16, "it goes on after that"
 
 
 def test_a_full_cache_changes_nothing():
     """Rows that find no room wait, or are computed again."""
     roomy = engine_on(in_process(FAMILY), FAMILY, endless())
-    sampling = replace(SAMPLED, n=8, max_new_tokens=200)
+    sampling = replace(SAMPLED, n=8, max_new_tokens=100)
     expected = roomy.generate(prompts_for(FAMILY), sampling)
     narrow = engine_on(VllmInProcess(*arguments(FAMILY, num_gpu_blocks_override=12)), FAMILY, endless())
-    assert same(narrow.generate(prompts_for(FAMILY), sampling), expected)
+    found = narrow.generate(prompts_for(FAMILY), sampling)
+    narrow.close()
+    assert same(found, expected)
 
 
 def test_a_prompt_over_the_length():

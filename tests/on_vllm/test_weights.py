@@ -13,10 +13,12 @@ from tiny_models import (
     prompt,
     prompts_for,
 )
-from vllm_engines import INSTALLED, child_process, engine_on, in_process, server
+from vllm_engines import INSTALLED, begun_server, child_process, end_servers, engine_on, in_process, server
 
+from mtrl.models.adapters import AdapterSettings, adapter_layers, add_adapters
 from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward
+from mtrl.models.load import load_model
 from mtrl.models.weights import exported_weights
 from mtrl.types import Sampling, Weights
 
@@ -33,6 +35,15 @@ PLACES = {  # one weight of each part: what its name holds
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def servers():
+    """They come up while the other modes are tested."""
+    for family in TINY_FAMILIES:
+        begun_server(str(checkpoint(family)))
+    yield
+    end_servers()
+
+
 def gap(family, rollouts, model):
     """The largest distance between the engine's log-probs and those of a model."""
     with torch.no_grad():
@@ -47,8 +58,41 @@ def mixed_prompts(family):
     return [*prompts, prompt(encoder_of(family), "again", "is it round", [(5, 9)])]
 
 
-@pytest.mark.parametrize("mode", HOSTS)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_each_weight_arrives(family, place):
+    engine, model = engine_on(in_process(family), family, may_change=True), plain_model_at(checkpoint(family), family)
+    named = [p for name, p in model.named_parameters() if all(part in name for part in PLACES[place]) and p.dim() > 1]
+    with torch.no_grad():
+        named[0].add_(0.5 * named[0].std() * torch.randn(named[0].shape, generator=torch.Generator().manual_seed(0)))
+    engine.load(Weights(1, exported_weights(model)))
+    rollouts = engine.generate(prompts_for(family), Sampling(n=2, max_new_tokens=8, version=1))
+    assert gap(family, rollouts, model) < TOLERANCE
+    assert gap(family, rollouts, plain_model(family)) > 100 * TOLERANCE, "the old weights would say otherwise"
+
+
+@pytest.mark.parametrize("mode", ["inprocess", "process"])
+def test_adapters_arrive_merged(mode):
+    """What a run with adapters publishes goes the same way; of each weight that the adapters change."""
+    pytest.importorskip("peft")
+    family = "qwen2_5_vl"
+    model = load_model(checkpoint(family))
+    add_adapters(model, AdapterSettings(vision_tower=True))
+    engine = engine_on(HOSTS[mode](family), family, may_change=True)
+    forward = Forward(Backbone(model), encoder_of(family))
+    for version in (1, 2):
+        dice = torch.Generator().manual_seed(version)
+        for layer in adapter_layers(model):
+            up = layer.lora_B["default"].weight.data
+            up.copy_(0.2 * torch.randn(up.shape, generator=dice))
+        engine.load(Weights(version, exported_weights(model)))
+        rollouts = engine.generate(mixed_prompts(family), Sampling(n=2, max_new_tokens=8, version=version))
+        assert (forward.signals(rollouts).old - rollouts.behaviour).abs().max() < TOLERANCE
+        assert gap(family, rollouts, plain_model(family)) > 100 * TOLERANCE, "the base would say otherwise"
+
+
 @pytest.mark.parametrize("family", TINY_FAMILIES)
+@pytest.mark.parametrize("mode", HOSTS)
 def test_ten_updates(family, mode):
     """After each the engine has the trainer's log-probs; with repeated images, whatever it cached of them before."""
     engine, model = engine_on(HOSTS[mode](family), family, may_change=True), plain_model_at(checkpoint(family), family)
@@ -64,16 +108,3 @@ def test_ten_updates(family, mode):
         old = forward.signals(rollouts).old
         assert (old - rollouts.behaviour).abs().max() < TOLERANCE
         assert rollouts.version.unique().tolist() == [version]
-
-
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("family", VISION_FAMILIES)
-def test_each_weight_arrives(family, place):
-    engine, model = engine_on(in_process(family), family, may_change=True), plain_model_at(checkpoint(family), family)
-    named = [p for name, p in model.named_parameters() if all(part in name for part in PLACES[place]) and p.dim() > 1]
-    with torch.no_grad():
-        named[0].add_(0.5 * named[0].std() * torch.randn(named[0].shape, generator=torch.Generator().manual_seed(0)))
-    engine.load(Weights(1, exported_weights(model)))
-    rollouts = engine.generate(prompts_for(family), Sampling(n=2, max_new_tokens=8, version=1))
-    assert gap(family, rollouts, model) < TOLERANCE
-    assert gap(family, rollouts, plain_model(family)) > 100 * TOLERANCE, "the old weights would say otherwise"

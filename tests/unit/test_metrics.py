@@ -14,11 +14,13 @@ from mtrl.algorithms.credit.trajectory_scaling import TrajectoryScaling
 from mtrl.algorithms.groups import masked_mean
 from mtrl.algorithms.metrics import (
     attention_metrics,
+    learnt_metrics,
     length_metrics,
     masked_rate,
     mismatch_metrics,
     reward_metrics,
     sensitivity_metrics,
+    step_metrics,
     summary,
 )
 from mtrl.types import Rewards, Signals
@@ -185,6 +187,19 @@ def test_mismatch_metrics():
         "rollout/logprob_gap_cut_kl",
         "rollout/logprob_gap_cut_ess",
     }
+
+
+def test_with_a_cut_the_gap_is_that_on_what_it_leaves():
+    """A sampler without error says as much more as the trainer gives to what is left less than all."""
+    old, support = padded([[-1, -2], [-2]]), padded([[-0.5, 0.0], [-0.25]])
+    rollouts = replace(fake_rollouts([2, 1]), behaviour=old - support)
+    cases = {True: Signals(old=old, support=support), False: Signals(old=old)}
+    found = {cut: step_metrics(fake_experience(rollouts, cases[cut]), cut=True) for cut in cases}
+    assert found[True]["rollout/logprob_gap_max"] == 0.0 and found[True]["rollout/logprob_gap_ess"] == 1.0
+    assert found[True]["rollout/logprob_gap_cut_mean"] == found[False]["rollout/logprob_gap_cut_mean"] == approx(0.25)
+    assert "rollout/logprob_gap_max" not in found[False], "nobody has measured it"
+    learnt = learnt_metrics({"logprob_gap_mean": 1.0, "support_gap_mean": 2.0, "entropy": 3.0}, cut=True)
+    assert learnt == {"rollout/logprob_gap_cut_mean": 1.0, "rollout/logprob_gap_mean": 2.0, "actor/entropy": 3.0}
 
 
 def test_mismatch_metrics_of_nothing():

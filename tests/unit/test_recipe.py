@@ -147,6 +147,12 @@ def test_what_rules_rewards_trackers_and_divergence_read_comes_together():
     assert found.needs == Needs("mass", "prompt_mass"), "attention needs no pass over the vocabulary"
 
 
+def test_a_cut_is_compared_on_what_it_leaves():
+    words = {"optimization.replay_buffer_size": 8, "optimization.disable_divergence": True}
+    for cut in ({"worker.rollout.top_p": 0.9}, {"worker.rollout.top_k": 20}):
+        assert recipe_of(load_config(None, words | cut), 1).needs == Needs("old", "entropy", "support")
+
+
 @pytest.mark.parametrize("alone", ["mass", "prompt_mass"])
 def test_attention_alone_needs_no_scores(alone):
     assert with_scores(Needs(alone), load_config(None, SIZES | {"worker.actor.ppo_epochs": 1})) == Needs(

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from mtrl.rollout.sampling import choose, first_sample_numbers, row_uniforms, top_p_top_k
+from mtrl.algorithms.vocab import top_p_top_k
+from mtrl.rollout.sampling import choose, first_sample_numbers, row_uniforms
 from mtrl.types import Sampling
 
 PROBABILITIES = torch.tensor([0.05, 0.4, 0.0, 0.3, 0.15, 0.1], dtype=torch.float64)

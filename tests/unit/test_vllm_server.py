@@ -20,11 +20,12 @@ SEEN = Request([1, 9, 3], (np.zeros((28, 28, 3), np.uint8),), 6, 12)
 
 
 class Fake(ThreadingHTTPServer):
-    """`development`: whether it has the endpoints that take weights."""
+    """`development`: whether it has the endpoints that take weights; `tokens`: the one that takes tokens; `raw`:
+    its log-probs are those of the whole distribution."""
 
-    def __init__(self, development=True, model="models/tiny", prompt_lengths=(3, 6)):
+    def __init__(self, development=True, model="models/tiny", prompt_lengths=(3, 6), tokens=True, raw=False):
         self.development, self.model, self.lengths, self.asked, self.label = development, model, prompt_lengths, [], "0"
-        self.busy = False
+        self.busy, self.tokens, self.raw = False, tokens, raw
         super().__init__(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -55,6 +56,13 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         sent = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         body = json.loads(sent) if sent else None
+        if self.path == "/inference/v1/generate" and not (body and self.server.tokens):
+            self.answer(422 if self.server.tokens else 403, {"detail": "no"})
+            return
+        if body and body.get("sampling_params", {}).get("top_k") == 1:
+            step = {"token_id": 7, "logprob": -0.5 if self.server.raw else 0.0}
+            self.answer(200, {"choices": [{"index": 0, "token_ids": [7], "logprobs": {"content": [step]}}]})
+            return
         self.server.asked.append((self.path, body))
         if self.path == "/inference/v1/generate":
             length = self.server.lengths[bool(body.get("content_parts"))]
@@ -139,6 +147,16 @@ def test_without_development_endpoints_it_evaluates_alone(start):
     assert not server.takes_weights and server.generate([TEXT], PARAMS)
     with pytest.raises(RunError, match=r"without VLLM_SERVER_DEV_MODE=1, so it takes no weights and serves evaluation"):
         server.load("run:1", {})
+
+
+def test_a_server_that_takes_no_tokens_is_refused_at_the_start(start):
+    with pytest.raises(StartError, match=r"takes no tokens; start the server with --enable-scale-out"):
+        connect(start(tokens=False))
+
+
+def test_log_probs_of_another_distribution_are_refused_at_the_start(start):
+    with pytest.raises(StartError, match=r"start the server with --logprobs-mode processed_logprobs"):
+        connect(start(raw=True))
 
 
 def test_other_images_are_noticed(start):

@@ -1,12 +1,20 @@
 """From a configuration to the arguments of vLLM, and what is said where it is not installed."""
 
+import shutil
+import subprocess
+import sys
+
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny_models import encoder_of, fresh_backbone
 
+from mtrl.build.model import build_generator
 from mtrl.build.vllm import arguments_of
 from mtrl.config import load_config
 from mtrl.errors import StartError
+from mtrl.models.forward import Forward
+from mtrl.rollout.local import LocalGenerator
 from mtrl.rollout.vllm import handover, settings
 from mtrl.rollout.vllm.inprocess import VllmInProcess, in_a_line
 from mtrl.rollout.vllm.process import VllmProcess
@@ -53,17 +61,44 @@ def test_weights_on_their_way(tmp_path, monkeypatch):
         found = load_file(handover.write_weights(folder, {k: v * factor for k, v in weights.items()}, torch.bfloat16))
         assert found.keys() == weights.keys() and found["count"].item() == 3 * factor
         assert torch.equal(found["turned"], (tied.T * factor).bfloat16()) and torch.equal(found["a"], found["b"])
-        assert [file.name for file in folder.iterdir()] == [handover.FILE]
+        assert {file.name for file in folder.iterdir()} == {handover.FILE, handover.LOCK}
     same = load_file(handover.write_weights(folder, {"a": tied, "b": tied}, torch.float32))
     assert torch.equal(same["a"], tied) and torch.equal(same["b"], tied)
+
+
+def test_what_a_killed_run_left_is_removed_and_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.setattr(handover, "SHARED_MEMORY", tmp_path)
+    words = (
+        "import os, pathlib; from mtrl.rollout.vllm import handover as h; "
+        f"h.SHARED_MEMORY = pathlib.Path({str(tmp_path)!r}); h.new_folder(1); os.kill(os.getpid(), 9)"
+    )
+    assert subprocess.run([sys.executable, "-c", words]).returncode == -9
+    (left,) = tmp_path.iterdir()
+    mine = handover.new_folder(1)
+    assert not left.exists() and mine.exists()
+    other = handover.new_folder(1)
+    assert mine.exists() and other.exists(), "in use"
 
 
 def test_little_shared_memory_means_a_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(handover, "SHARED_MEMORY", tmp_path)
     folder = handover.new_folder(10**18)
     assert folder.parent != tmp_path
-    folder.rmdir()
+    shutil.rmtree(folder)
 
 
 def test_an_error_in_a_line():
     assert in_a_line(ValueError("\n  first\nsecond")) == "first" and in_a_line(ValueError()) == "ValueError"
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_auto_says_that_it_is_local_and_when_vllm_would_be_faster(known, capfd):
+    policy = Forward(fresh_backbone("qwen2_5_vl"), encoder_of("qwen2_5_vl"))
+    if not known:
+        policy.backbone.language_model.config.model_type = "gemma"
+    for name, learns in (("auto", True), ("auto", False), ("local", True)):
+        config = load_config(None, [f"worker.rollout.name={name}"])
+        assert isinstance(build_generator(config, policy, policy.encoder, learns), LocalGenerator)
+        said = capfd.readouterr().err
+        assert ("worker.rollout.name=auto: the local engine samples" in said) is (name == "auto" and learns)
+        assert ("'gemma' are not known); worker.rollout.name=vllm" in said) is (name == "auto" and learns and not known)

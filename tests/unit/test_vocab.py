@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtrl.algorithms.vocab import full_kl, token_scores
+from mtrl.algorithms.vocab import full_kl, support_mass, token_scores
 from mtrl.models.live_tensors import LiveTensors
 
 POSITIONS, VOCABULARY, WIDTH = 11, 23, 6
@@ -333,3 +333,28 @@ def test_memory_grows_with_the_chunk_not_with_the_positions(function, positions,
     """In float32 buffers of chunk * vocabulary; on top of them the gradient of the matrix and what a position takes."""
     peak, buffer, gradient = peak_of(function, positions, chunk), chunk * MANY_WORDS * 4, MANY_WORDS * NARROW * 4
     assert buffers * buffer <= peak < buffers * buffer + gradient + positions * 16 * NARROW
+
+
+@pytest.mark.parametrize("cut", [{"top_k": 4}, {"top_p": 0.6}, {"top_k": 5, "top_p": 0.7}], ids=str)
+@options
+@chunks
+def test_the_mass_of_a_cut(temperature: float, forbidden: Tensor | None, chunk: int, cut: dict) -> None:
+    """By the plain definition, token by token in order of probability; what was sampled is never outside."""
+    hidden, weight, targets = make()
+    found = support_mass(
+        hidden, weight, targets, temperature=temperature, forbidden=forbidden, chunk=chunk,
+        **{"top_p": 1.0, "top_k": -1} | cut,
+    )  # fmt: skip
+    probs = plain_log_probs(hidden, weight, temperature, forbidden).exp().detach()
+    outside = 0
+    for row, target in enumerate(targets.tolist()):
+        order = probs[row].argsort(descending=True).tolist()[: cut.get("top_k")]
+        total, mass, kept = float(probs[row][order].sum()), 0.0, set()
+        for token in order:
+            if mass / total >= cut.get("top_p", 1.0):
+                break
+            kept.add(token)
+            mass += float(probs[row, token])
+        outside += target not in kept
+        assert float(found[row].exp()) == pytest.approx(float(probs[row][sorted(kept | {target})].sum()), rel=1e-9)
+    assert 0 < outside < POSITIONS and not found.requires_grad

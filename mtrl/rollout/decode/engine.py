@@ -38,6 +38,11 @@ def why_plain(backbone: Backbone) -> str | None:
         triton_ops()
     except ImportError:
         return "Triton is not installed (pip install triton)"
+    return unknown_model(backbone)
+
+
+def unknown_model(backbone: Backbone) -> str | None:
+    """Why this engine would not decode a model on any device; None where a GPU is all it takes."""
     return why_unknown(backbone.language_model, backbone.model.get_output_embeddings())
 
 

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mtrl.algorithms.vocab import top_p_top_k
 from mtrl.rollout.decode.buffers import Mode, Pieces, Rows, Rules, Seats, Tiles
 from mtrl.rollout.decode.layers import Shape
 from mtrl.rollout.decode.weights import Layer
-from mtrl.rollout.sampling import top_p_top_k
 
 
 def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:

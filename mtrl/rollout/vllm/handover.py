@@ -2,25 +2,42 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import TextIO
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 SHARED_MEMORY = Path("/dev/shm")
-FILE = "model.safetensors"
+FILE, LOCK, PREFIX = "model.safetensors", "in-use", "mtrl-weights-"
+_locks: list[TextIO] = []
 
 
 def new_folder(room: int) -> Path:
     """A folder that only this user can read: in shared memory if `room` bytes fit there twice (the old file goes when
-    the new one is whole), else where temporary files are."""
+    the new one is whole), else where temporary files are. What a killed run left there is removed."""
+    for left in SHARED_MEMORY.glob(f"{PREFIX}*"):
+        remove_if_left(left)
     roomy = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 2 * room
-    return Path(tempfile.mkdtemp(prefix="mtrl-weights-", dir=SHARED_MEMORY if roomy else None))
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=SHARED_MEMORY if roomy else None))
+    lock = (folder / LOCK).open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    _locks.append(lock)
+    return folder
+
+
+def remove_if_left(folder: Path) -> None:
+    """Whoever made it holds its lock for as long as it lives, however it ends."""
+    with suppress(OSError), (folder / LOCK).open("r+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def bytes_of(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> int:

@@ -109,9 +109,11 @@ class VllmProcess:
             logger.warning(
                 "the process of vLLM has ended (%s): it is started again with the weights it held", self._end()
             )
-        self._restart()
         try:
+            self._restart()
             return self._ask(name, *arguments)
+        except StartError as error:  # the run has begun: it ends with what it has
+            raise RunError(str(error)) from error
         except LOST:
             raise RunError(
                 f"the process of vLLM has ended twice in the same call ({self._end()}). What it printed says why; less "

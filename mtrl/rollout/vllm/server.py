@@ -11,6 +11,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from mtrl.rollout.vllm.requests import Request, Response
 CONNECT_SECONDS = 30.0
 ANSWER_SECONDS = 3600.0  # a batch of long responses
 AT_ONCE = 64  # prompts that wait for their responses
+ROUNDING = 1e-4
+TOKENS = "/inference/v1/generate"
 DEVELOPMENT = "VLLM_SERVER_DEV_MODE=1"
 
 
@@ -44,6 +47,10 @@ class VllmServer:
         if Path(served["root"]).name != Path(model).name:
             raise StartError(f"worker.rollout.address: {self.url} serves {served['root']}, the run has {model}; start "
                              "the server with the model of the run")  # fmt: skip
+        if self._status("POST", TOKENS) in (403, 404):  # an empty request is a wrong one where they are open
+            raise StartError(f"worker.rollout.address: {self.url} takes no tokens; start the server with "
+                             "--enable-scale-out, as docs/vllm.md says (vLLM 0.32 or newer)")  # fmt: skip
+        self._refuse_raw()
         self.takes_weights = self._status("GET", "/is_sleeping") == 200
 
     def _served(self) -> dict[str, Any]:
@@ -54,6 +61,17 @@ class VllmServer:
             raise StartError(f"worker.rollout.address: {error}; is the server running?") from error
         except (KeyError, IndexError, TypeError, ValueError):
             raise StartError(f"worker.rollout.address: {self.url} answers, but is no server of vLLM") from None
+
+    def _refuse_raw(self) -> None:
+        """Of the one token that is left by top_k 1 the log-prob is 0, unless it is that of the whole distribution."""
+        params = {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "logprobs": 0, "ignore_eos": True}
+        try:
+            answer = self._ask("POST", TOKENS, {"model": self.name, "token_ids": [0], "sampling_params": params})
+        except RunError as error:
+            raise StartError(f"worker.rollout.address: {error}") from error
+        if _response(answer["choices"][0]).logps[0] < -ROUNDING:
+            raise StartError(f"worker.rollout.address: {self.url} gives log-probs from before top-p, top-k and "
+                             "temperature; start the server with --logprobs-mode processed_logprobs")  # fmt: skip
 
     @property
     def no_weights(self) -> str:
@@ -77,7 +95,7 @@ class VllmServer:
         }
         if request.images:
             body["content_parts"] = [{"type": "image_url", "url": _data_url(image)} for image in request.images]
-        answer = self._ask("POST", "/inference/v1/generate", body)
+        answer = self._ask("POST", TOKENS, body)
         refuse_other_length(request, len(answer["prompt_token_ids"]))
         return [_response(choice) for choice in sorted(answer["choices"], key=lambda choice: int(choice["index"]))]
 
@@ -129,7 +147,7 @@ class VllmServer:
         except urllib.error.HTTPError as error:
             said = error.read().decode(errors="replace")
             raise RunError(f"{self.url}{path} answers {error.code}: {_message(said)}") from error
-        except OSError as error:
+        except (OSError, HTTPException) as error:  # HTTPException: it ended in the middle of an answer
             reason = getattr(error, "reason", error)
             raise RunError(f"{self.url} cannot be reached: {reason}") from error
         return json.loads(content) if content else None

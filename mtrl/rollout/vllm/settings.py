@@ -64,6 +64,8 @@ def prepare_environment() -> None:
     refuse_missing()
     for name, value in (ENVIRONMENT if torch.cuda.is_available() else ENVIRONMENT | ON_CPU).items():
         os.environ.setdefault(name, value)
+    if os.environ.get("TORCH_COMPILE_DISABLE") == "1":  # torch has read its environment already
+        torch._dynamo.config.disable = True
 
 
 def refuse_missing() -> None:
