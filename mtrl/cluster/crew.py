@@ -45,7 +45,8 @@ class RayCrew:
                 options = {"scheduling_strategy": strategy, "num_cpus": 1, "num_gpus": gpus()}
                 kind: Any = RankProcess  # ray.remote has put more into the class
                 self.ranks.append(kind.options(**options).remote(number, size, self._log(number)))
-            self.places = self._results([rank.place.remote() for rank in self.ranks])
+            # A process that starts answers nobody: on a busy machine that takes longer than a heartbeat.
+            self.places = ray.get([rank.place.remote() for rank in self.ranks])
             address = ray.get(self.ranks[0].address.remote())
             self._results([rank.join.remote(address, build) for rank in self.ranks])
         except BaseException:
