@@ -47,6 +47,7 @@ test-vllm: setup-vllm
 
 test-all: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not soak"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not soak" tests/cluster
 	$(BIN)/python tests/mutation.py
 
 soak: setup
