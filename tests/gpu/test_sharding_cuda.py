@@ -1,4 +1,4 @@
-"""One NCCL rank: the model is split by FSDP2, and learns what the plain one learns."""
+"""One NCCL rank: the model is split by FSDP2, and learns what the plain one learns. Skipped without a GPU."""
 
 import os
 
@@ -21,6 +21,7 @@ from mtrl.workers.learner import OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching
 from mtrl.workers.rank import join_ranks
 
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 FAMILY = "qwen2_5_vl"
 
 
