@@ -20,6 +20,7 @@ from mtrl.models.load import empty_model, load_model
 from mtrl.models.perturb import Perturbation
 from mtrl.models.ranks import ALONE
 from mtrl.models.sharding import Sharding
+from mtrl.models.ulysses import share_sequences
 from mtrl.models.value_head import empty_value_model, load_value_model
 from mtrl.models.weights import exported_weights
 from mtrl.types import Experience, Needs, Rewards, TrainBatch
@@ -67,8 +68,9 @@ def backbone_of(family, kind, ranks, strategy, checkpointing=False, per_node=1):
     return backbone
 
 
-def worker_of(kind, family, batching, ranks=ALONE, strategy="FULL_SHARD", checkpointing=False, per_node=1):
-    forward = Forward(backbone_of(family, kind, ranks, strategy, checkpointing, per_node), encoder_of(family))
+def worker_of(kind, family, batching, ranks=ALONE, strategy="FULL_SHARD", checkpointing=False, per_node=1, sharers=1):
+    backbone = backbone_of(family, kind, ranks, strategy, checkpointing, per_node)
+    forward = Forward(backbone, encoder_of(family), sharers=share_sequences(sharers))
     settings = SETTINGS
     options = {"update_batching": batching, "probe_batching": batching, "encoder_files": {}}
     if kind == "critic":
@@ -134,12 +136,14 @@ def learn(worker, kind, batches):
 
 
 def on_rank(ranks, kind, family, batching, batches, options):
-    worker = worker_of(kind, family, replace(batching, ranks=ranks), ranks, **options)
-    parts = {"worker": RankPart(worker, ranks.first)}
+    sharers = options.get("sharers", 1)
+    ranks = replace(ranks, counts=ranks.number % sharers == 0)
+    worker = worker_of(kind, family, batching.over(ranks, sharers), ranks, **options)
+    parts = {"worker": RankPart(worker, ranks)}
     found = None
     if ranks.first:
         crew = OwnCrew(ranks, parts)
-        found = learn(RankedLearner(crew, "worker"), kind, batches)
+        found = learn(RankedLearner(crew, "worker", sharers=sharers), kind, batches)
         crew.close()
     else:
         serve(ranks, parts)
