@@ -150,8 +150,8 @@ def on_rank(ranks, kind, family, batching, batches, options):
     return found, {name: tensor.clone() for name, tensor in exported_weights(worker.model).items()}
 
 
-def check(kind, family, rows, tmp_path, batching=BUDGET, sizes=(1, 2), **options):
-    batches = batches_of(kind, family, rows)
+def check(kind, family, rows, tmp_path, batching=BUDGET, sizes=(1, 2), updates=UPDATES, **options):
+    batches = batches_of(kind, family, rows)[:updates]
     alone = worker_of(kind, family, batching)
     start = {name: tensor.clone() for name, tensor in exported_weights(alone.model).items()}
     before, metrics, after = learn(alone, kind, batches)
