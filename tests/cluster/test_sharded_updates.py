@@ -36,17 +36,17 @@ def test_mixed_batches(family, tmp_path):
 
 def test_a_text_model(tmp_path):
     """One process, one rank, two ranks."""
-    check("actor", "qwen2", MIXED, tmp_path)
+    check("actor", "qwen2", MIXED, tmp_path, updates=3)
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.slow)])
 def test_an_image_on_one_rank_alone(family, tmp_path):
     """The tower runs on both, or both wait for ever."""
-    check("actor", family, TEXT_AND_ONE_IMAGE, tmp_path, sizes=(2,))
+    check("actor", family, TEXT_AND_ONE_IMAGE, tmp_path, sizes=(2,), updates=3)
 
 
 def test_a_rank_without_rows_goes_along(tmp_path):
-    check("actor", "qwen2_5_vl", ONE_GROUP, tmp_path, MicroBatching(tokens=30), sizes=(2,))
+    check("actor", "qwen2_5_vl", ONE_GROUP, tmp_path, MicroBatching(tokens=30), sizes=(2,), updates=3)
 
 
 @pytest.mark.slow

@@ -126,6 +126,7 @@ def by_blocks(ranks):
     return forward.signals(rollouts, Needs("old", "mass"))
 
 
+@pytest.mark.slow
 def test_flex_attention_of_a_share_of_the_heads(tmp_path):
     forward = Forward(shared_backbone("qwen3_vl"), encoder_of("qwen3_vl"))
     expected = forward.signals(random_rollouts(prompts_for("qwen3_vl"), *MIXED), Needs("old", "mass"))
@@ -158,7 +159,7 @@ def test_a_rank_without_a_token(tmp_path):
 
 # --------------------------------------------------------------------------------------------------- updates, by FSDP
 def test_two_ranks_learn_as_one_process(tmp_path):
-    check("actor", "qwen2_5_vl", ONE_GROUP, tmp_path, sizes=(2,), sharers=2)
+    check("actor", "qwen2_5_vl", ONE_GROUP, tmp_path, sizes=(2,), updates=3, sharers=2)
 
 
 @pytest.mark.slow
