@@ -250,12 +250,13 @@ def local_workers(config: Config, loaded: Loaded, steps: int, rules: Recipe) -> 
     critic = build_critic(config, policy, encoder, steps) if "values" in rules.needs else None
     generator = build_generator(config, policy, encoder, learns=not config.training.val_only)
     values = None if critic is None else critic.forward
+    learners = [actor.learner] if critic is None else [actor.learner, critic.learner]
     return Workers(
         actor,
         critic,
         RefreshedReference(reference, policy) if reference and rules.refresh_every else None,
         generator,
-        lambda resumed: rehearse_on_gpu(config, policy, generator, rules.needs, resumed, values),
+        lambda resumed: rehearse_on_gpu(config, policy, generator, rules.needs, resumed, learners, values),
     )
 
 
