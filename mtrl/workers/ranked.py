@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from mtrl.algorithms.packing import balance, cut_groups, row_index
-from mtrl.models.ranks import Ranks
 from mtrl.protocols import Crew, Snapshot, Stateful
 from mtrl.rows import join_rows, take_rows
 from mtrl.types import Needs, Rollouts, Signals, TrainBatch, Weights
@@ -129,13 +128,14 @@ class RankPart:
     """A learner of one rank, as `RankedLearner` calls it. Snapshots wait here until they are written."""
 
     worker: Any
-    ranks: Ranks
+    first: bool
     snapshots: dict[int, Snapshot] = field(default_factory=dict)
     numbers: Iterable[int] = field(default_factory=count)
+    counts: bool = True  # or another rank, with which it shares all passes, says the same
 
     def probe(self, rollouts: Rollouts, needs: Needs, step: int) -> Signals:
         found = self.worker.probe(rollouts, needs, step)
-        return found if self.ranks.counts else Signals()  # another rank says the same
+        return found if self.counts else Signals()
 
     def update(self, batches: Sequence[TrainBatch], loss: Any) -> dict[str, float]:
         return self.worker.update(batches, loss)
@@ -153,7 +153,7 @@ class RankPart:
         """Its number, and its bytes: all ranks gather it, and the first keeps it."""
         stateful: Stateful = self.worker
         snapshot, number = stateful.snapshot(), next(iter(self.numbers))
-        if not self.ranks.first:
+        if not self.first:
             return number, 0
         self.snapshots = {number: snapshot}  # one that nobody has written is of no use any more
         return number, snapshot.nbytes

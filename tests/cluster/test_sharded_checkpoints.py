@@ -19,7 +19,7 @@ BEFORE = 2  # updates before the checkpoint
 def on_rank(ranks, kind, batches, saved, target):
     """Goes on from what was `saved`, learns and writes its own checkpoint."""
     worker = worker_of(kind, FAMILY, MicroBatching(tokens=60, ranks=ranks), ranks)
-    parts = {"worker": RankPart(worker, ranks)}
+    parts = {"worker": RankPart(worker, ranks.first)}
     if not ranks.first:
         return serve(ranks, parts)
     crew = OwnCrew(ranks, parts)
