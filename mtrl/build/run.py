@@ -214,6 +214,7 @@ def build(
             validation=build_validation(config, encoder, directory.path, data is not None, truth_for, val_data),
             stop=interrupt.asked,
             critic=workers.critic,
+            devices=world_size(config),
         )
         loop = Loop(components, rules)
         if loaded is not None:

@@ -20,7 +20,6 @@ def unbuilt(config: Config) -> list[str]:
         ),
         "worker.actor.offload.offload_params (the local engine samples from these weights); set it to false, or "
         "worker.rollout.name to vllm": (worker.actor.offload.offload_params and rollout.name != "vllm"),
-        "worker.actor.ulysses_size; set it to 1": worker.actor.ulysses_size > 1,
         "worker.hybrid_engine: false; set it to true": not worker.hybrid_engine,
         f"worker.rollout.mode: {rollout.mode}; use inprocess, or worker.rollout.name: vllm": (
             rollout.mode != "inprocess" and rollout.name != "vllm"

@@ -249,7 +249,7 @@ class ActorConfig:
         None, "the token budget; null: the largest group; on a GPU 32768, or what fits", "[1, inf)"
     )
     share_prefix: bool = key(True, "one prompt, its group of responses, one pass")
-    ulysses_size: int = key(1, "GPUs that share one sequence", "[1, inf)")
+    ulysses_size: int = key(1, "GPUs that share each sequence; it must divide the heads", "[1, inf)", may_change=True)
     use_torch_compile: bool = key(True, "compile the hot functions (on a GPU); without it rows are padded")
 
 

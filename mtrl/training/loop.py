@@ -47,6 +47,7 @@ class Components:
     reference: Refreshed | None = None  # where it does not stay what it was
     stop: Callable[[], bool] = lambda: False  # whether somebody asked the run to stop
     critic: Critic | None = None  # where advantages need one; it is among the probers too
+    devices: int = 1  # processes that compute
 
 
 class Loop:
@@ -56,9 +57,7 @@ class Loop:
         self.prompts = PromptCounts()  # what became of all that were asked
         self.memory = None if recipe.replay is None else ReplayMemory(recipe.replay, recipe.seed)
         self.version, self.done, self.saved = 0, 0, 0  # version of the weights; steps done; the last one saved
-        self.whole: dict[str, Any] | None = (
-            None  # the state after the last step; None while an update changes the actor
-        )
+        self.whole: dict[str, Any] | None = None  # the state after the last step; None while an update changes it
         self.clock = Clock()
 
     def run(self) -> None:
@@ -97,7 +96,7 @@ class Loop:
         components.tracker.rollouts(step + 1, experience)
         values = step_metrics(gathered.own, recipe.sampling.cut) | credit_metrics(recipe.credit, experience)
         values |= learnt | value_metrics(experience) | adapted | components.source.metrics()
-        return values | clock.metrics(tokens=int(experience.rollouts.mask.sum()), samples=len(experience))
+        return values | clock.metrics(int(experience.rollouts.mask.sum()), len(experience), components.devices)
 
     # ------------------------------------------------------------------------------------------- the verbs of a step
     def gather(self, step: int) -> Gathered:

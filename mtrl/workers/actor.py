@@ -132,7 +132,7 @@ class LocalActor:
         assert self.reference is not None, "a run whose loss asks for the reference builds one"
         theirs = self.reference.response_hidden(rollouts)
         ours = self.forward.response_hidden(rollouts)
-        kl = self.reference.divergence(ours, theirs, self.forward)
+        kl = self.reference.divergence(ours, theirs, self.forward, rollouts)
         return self.forward.scores_of(ours, rollouts, entropy), unpack(kl, rollouts.mask).cpu()
 
     # -------------------------------------------------------------------------------------------------------- weights

@@ -47,6 +47,11 @@ class MicroBatching:
             budget = max(self.at_least, *(piece.tokens for piece in pieces))
         return fill_micro_batches(pieces, budget)
 
+    def over(self, ranks: Ranks, sharers: int = 1) -> MicroBatching:
+        """The same on ranks. Budgets are of the tokens that a rank holds, of which so many `sharers` make a pass."""
+        tokens = None if self.tokens is None else sharers * self.tokens
+        return replace(self, ranks=ranks, tokens=tokens, at_least=sharers * self.at_least)
+
     def half_of(self, rollouts: Rollouts, views: int = 1) -> int | None:
         """Half of what the largest pass over these rows takes, in tokens or in rows, for `within`; None where that
         would cut them no finer."""

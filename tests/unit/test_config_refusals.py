@@ -156,6 +156,10 @@ IMPOSSIBLE = [
         ["worker.actor.ulysses_size", "training.n_gpus_per_node"],
     ),
     (
+        ["worker.actor.ulysses_size=2", "training.n_gpus_per_node=2", "worker.actor.model.attn_implementation=eager"],
+        ["worker.actor.ulysses_size", "worker.actor.model.attn_implementation", "set auto"],
+    ),
+    (
         ["optimization.advantage_estimator=gae", "optimization.replay_buffer_size=64"],
         ["optimization.replay_buffer_size", "worker.rollout.n = null (default)"],
     ),
