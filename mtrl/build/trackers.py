@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mtrl.build import recipe
 from mtrl.config import Config
 from mtrl.config.tree import GROUP_ESTIMATORS
 from mtrl.models.families import TextEncoder
@@ -11,9 +12,11 @@ from mtrl.protocols import Tracker
 from mtrl.store.checkpoint import FolderStore
 from mtrl.store.run_directory import RunDirectory
 from mtrl.terminal import separate_log
+from mtrl.tracking.blocks import RECORD
 from mtrl.tracking.console import Console, ConsoleSettings
 from mtrl.tracking.curve import CurveFile
 from mtrl.tracking.markdown import LogPaths, MarkdownLogs
+from mtrl.tracking.record import RolloutRecord
 from mtrl.tracking.run_files import RunFiles, first_steps_of, validations_of
 from mtrl.tracking.watch import Watch
 
@@ -22,17 +25,33 @@ def build_trackers(config: Config, steps: int, encoder: TextEncoder, directory: 
     training = config.training
     grouped = config.optimization.advantage_estimator in GROUP_ESTIMATORS
     logs = LogPaths.of(directory / "logs", training.rollout_log_path, training.attention_diag_log_path)
+    files = RunFiles(directory, training.realtime_rollout_logging)
     trackers: list[Tracker] = [
-        RunFiles(directory, training.realtime_rollout_logging),
+        files,
         MarkdownLogs(logs, encoder.decode_tokens, training.realtime_rollout_logging),
         Watch(first_steps_of(directory), groups=grouped),
         CurveFile(directory),
     ]
+    if training.record_rollouts_per_step:
+        trackers.append(build_record(config, encoder, directory, files.attempt))
     if "console" in training.logger:
         settings = ConsoleSettings(training.val_freq, training.colorize_output, training.log_preview_chars, directory)
         earlier, decode = validations_of(directory), encoder.decode_tokens
         trackers.append(Console(steps, settings, earlier=earlier, decode=decode, log=separate_log()))
     return trackers
+
+
+def build_record(config: Config, encoder: TextEncoder, directory: Path, attempt: int) -> RolloutRecord:
+    training, images = config.training, encoder.image_settings
+    return RolloutRecord(
+        directory / RECORD,
+        encoder.decode_tokens,
+        encoder.decode,
+        recipe.perturbation_of(config, images.patch_size if images else 1).view,
+        attempt=attempt,
+        per_step=training.record_rollouts_per_step,
+        limit_bytes=int(training.record_limit_gib * 2**30),
+    )
 
 
 def build_store(config: Config, directory: RunDirectory) -> FolderStore:
