@@ -160,6 +160,20 @@ def plot(arguments: Sequence[str]) -> int:
     return plot.run(arguments)
 
 
+def view(arguments: Sequence[str]) -> int:
+    """See runs in the browser: curves, and every recorded response token by token.
+
+    mtrl view RUN_DIR [RUN_DIR ...] [--port N] [--host ADDRESS] [--no-browser]
+
+    Follows a run that goes on, opens one that has ended, compares several: which tokens looked at the image, which were
+    trained on, what each response was worth. Also opens TRL's completions (parquet) and verl's rollouts (JSONL). It
+    listens on this machine alone unless --host says otherwise. Needs pip install 'mtrl[view]'.
+    """
+    from mtrl.commands import view
+
+    return view.run(arguments)
+
+
 def export(arguments: Sequence[str]) -> int:
     """Write a run's newest checkpoint, or any, as a model that other tools load, with a card.
 
@@ -183,6 +197,7 @@ COMMANDS: dict[str, Command] = {
     "reward": reward,
     "attention": attention,
     "plot": plot,
+    "view": view,
     "export": export,
     "doctor": doctor,
     "config": config,

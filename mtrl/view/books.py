@@ -15,6 +15,7 @@ from mtrl.tracking.blocks import Block, Damaged, Table, Walk, parts_of
 from mtrl.tracking.streams import unpack_response
 
 SORTED_BY = ("reward", "tokens", "dependency", "entropy", "vision", "advantage")
+LISTED = (*SORTED_BY, "finish", "version", "head", "kept", "scale", "failed")  # what a row of a list says
 TABLES_KEPT = 48  # tables of steps held in memory, of those that were looked at last
 
 Json = dict[str, Any]
@@ -122,9 +123,7 @@ class RecordBook:
 
     def _row(self, table: Table, step: int, place: int) -> Json:
         columns = table["rollouts"]
-        plain = ("reward", "tokens", "finish", "version", "dependency", "entropy", "vision", "advantage", "head", "kept",
-                 "scale", "failed")  # fmt: skip
-        row: Json = {name: columns[name][place] for name in plain if name in columns}
+        row: Json = {name: columns[name][place] for name in LISTED if name in columns}
         prompt = table["prompts"][columns["prompt"][place]]
         parts = {name: values[place] for name, values in columns.get("parts", {}).items()}
         images = prompt.get("images", [])
@@ -169,9 +168,10 @@ class RecordBook:
 def checked(table: Table, count: int) -> Table:
     """The table, where it is as it must be; whoever made the file may have meant harm."""
     columns, prompts = table.get("rollouts"), table.get("prompts")
-    whole = isinstance(columns, dict) and isinstance(prompts, list) and isinstance(table.get("where"), list)
-    if not whole or not all(isinstance(prompt, dict) for prompt in prompts):
+    if not isinstance(columns, dict) or not isinstance(prompts, list) or not isinstance(table.get("where"), list):
         raise Damaged("a table lacks what it must have")
+    if not all(isinstance(prompt, dict) for prompt in prompts):
+        raise Damaged("a table's prompts are none")
     lists = [values for name, values in columns.items() if name not in ("parts", "mass")]
     lists += [table["where"], *dict(columns.get("parts", {})).values()]
     if "prompt" not in columns or any(not isinstance(values, list) or len(values) != count for values in lists):
@@ -190,7 +190,7 @@ def as_numbers(values: Any, count: int) -> np.ndarray | None:
 
 
 def as_list(array: np.ndarray) -> list[Any]:
-    """Numbers as JSON has them: whole ones as they are, others with the three digits that are kept, None for those without an end."""
+    """Numbers as JSON has them: floats with the three digits that are kept, None for those without an end."""
     if array.dtype.kind in "iu":
         return array.tolist()
     return [float(f"{x:.3g}") if ok else None for x, ok in zip(array.tolist(), np.isfinite(array), strict=True)]

@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from helpers import NAN, fake_experience, fake_rollouts
 from PIL import Image
+from view_helpers import decode, opened, picture, recorded, step_of
 
 from mtrl.build.run import build
 from mtrl.config import load_config
@@ -17,59 +17,8 @@ from mtrl.tracking import blocks
 from mtrl.tracking.blocks import BlockWriter, Damaged, Walk, parts_of
 from mtrl.tracking.record import Pieces, RolloutRecord
 from mtrl.tracking.streams import pack_response, unpack_response
-from mtrl.types import SEGMENTS, Credit, Rewards, Signals
-from mtrl.view.books import RecordBook
+from mtrl.types import Signals
 from mtrl.zoo.rows import CONFIG_FILE
-
-
-def decode(ids):
-    return [f"t{i} " for i in ids]
-
-
-def picture(shade, side=4):
-    return np.full((side, side, 3), shade, dtype=np.uint8)
-
-
-def step_of(lengths=(2, 1, 2), group=(0, 0, 1), shades=(10, 20), **changes):
-    """Three responses of 2, 1 and 2 tokens to two prompts, each about a picture of one shade."""
-    rollouts = fake_rollouts(list(lengths), group=list(group))
-    prompts = tuple(
-        replace(prompt, media=(picture(shade),)) for prompt, shade in zip(rollouts.prompts, shades, strict=True)
-    )
-    rollouts = replace(rollouts, prompts=prompts, version=torch.zeros(len(rollouts), dtype=torch.long))
-    shape = rollouts.mask.shape
-    rewards = Rewards(
-        torch.tensor([1.5, 0.5, 1.0])[: len(rollouts)],
-        {"accuracy": torch.tensor([1.0, 0.0, NAN])[: len(rollouts)]},
-        torch.tensor([False, False, True])[: len(rollouts)],
-    )
-    select = torch.zeros(shape, dtype=torch.bool)
-    select[:, 0] = True
-    credit = Credit(torch.full(shape, -0.5), select, rollouts.mask.float(), torch.full((len(rollouts),), 1.25))
-    mass = torch.zeros(*shape, len(SEGMENTS), 2)
-    mass[..., 2, 1] = 0.75  # late layers, vision
-    signals = Signals(
-        old=torch.full(shape, -1.0), dependency=torch.arange(shape[0] * shape[1]).view(shape) / 4, mass=mass
-    )
-    return replace(fake_experience(rollouts, signals, torch.full(shape, -0.4), rewards, credit=credit), **changes)
-
-
-def recorded(directory, *steps, **options):
-    record = RolloutRecord(
-        directory, decode, str, lambda prompt, step: [medium // 2 for medium in prompt.media], **options
-    )
-    for number, step in enumerate(steps, 1):
-        record.rollouts(number, step)
-        while record._background._jobs.qsize():  # a step is never so quick
-            pass
-    record.close()
-    return opened(directory)
-
-
-def opened(directory):
-    book = RecordBook(directory)
-    book.refresh()
-    return book
 
 
 # -------------------------------------------------------------------------------------------------------- what is kept
@@ -154,7 +103,7 @@ def test_it_is_read_while_it_grows(tmp_path):
 def test_damage_costs_one_step_and_is_said(tmp_path, hurt):
     recorded(tmp_path, step_of(), step_of(), step_of())
     part = parts_of(tmp_path)[0]
-    first, second, third = Walk(part).advance()
+    _, second, _ = Walk(part).advance()
     data = bytearray(part.read_bytes())
     if hurt == "head":
         data[second.start + 10] ^= 1
