@@ -174,6 +174,20 @@ def view(arguments: Sequence[str]) -> int:
     return view.run(arguments)
 
 
+def report(arguments: Sequence[str]) -> int:
+    """Put a run, or several, into one HTML file to hand on.
+
+    mtrl report RUN_DIR [RUN_DIR ...] [--out DIR] [--rollouts 64]
+
+    report.html is what mtrl view shows, in a file that needs no server and asks nobody: curves, and responses of the
+    first step to the last with their images and heat maps. Beside it report.md and curves.png, for a paper. DIR is
+    RUN_DIR/report unless it is given. Prints the paths of the files.
+    """
+    from mtrl.commands import report
+
+    return report.run(arguments)
+
+
 def export(arguments: Sequence[str]) -> int:
     """Write a run's newest checkpoint, or any, as a model that other tools load, with a card.
 
@@ -198,6 +212,7 @@ COMMANDS: dict[str, Command] = {
     "attention": attention,
     "plot": plot,
     "view": view,
+    "report": report,
     "export": export,
     "doctor": doctor,
     "config": config,

@@ -58,7 +58,7 @@ class Run:
         files = [self.path / METRICS, *(self.path / RECORD).glob("part-*.bin")] if self.kind == "mtrl" else []
         times = [file.stat().st_mtime for file in files if file.is_file()]
         seconds = list(self.history.metrics.get("perf/seconds_step", {}).values())[-1:]
-        return bool(times) and time.time() - max(times) < max(STALE_S, *(3 * s for s in seconds))
+        return bool(times) and time.time() - max(times) < max([STALE_S, *(3 * s for s in seconds)])
 
     def config(self) -> str | None:
         file = self.path / CONFIG

@@ -99,7 +99,7 @@ export class Rollouts {
     const asked = ++this.asked;
     const query = this.query();
     const key = JSON.stringify([state.run, query, query.from === "" || query.to === "" ? run.steps.length : 0]);
-    if (key === this.key) return;
+    if (key === this.listed) return;
     let page;
     try {
       page = await api.rollouts(state.run, query);
@@ -108,7 +108,7 @@ export class Rollouts {
       return;
     }
     if (asked !== this.asked) return;
-    this.key = key;
+    this.listed = key;
     [this.rows, this.total] = [page.rows, page.total];
     this.showList();
     const there = this.rows.some((row) => row.step === state.step && row.row === state.row);
