@@ -58,9 +58,8 @@ def run(arguments: Sequence[str]) -> int:
         "run_dir": str(training.directory),
     }
     print(json.dumps(summary), flush=True)
-    say(
-        f"\nSee which tokens looked at the picture, and which were trained on:\n  {this_command()} view {training.directory}"
-    )
+    told = "See which tokens looked at the picture, and which were trained on:"
+    say(f"\n{told}\n  {this_command()} view {training.directory}")
     return 0
 
 

@@ -22,7 +22,7 @@ from mtrl.protocols import Tracker
 from mtrl.tracking.background import Background
 from mtrl.tracking.blocks import BlockWriter
 from mtrl.tracking.preview import DecodeTokens
-from mtrl.tracking.streams import pack_response
+from mtrl.tracking.streams import as_kept, pack_response
 from mtrl.types import SEGMENTS, Experience, Prompt
 
 SHOWN = SEGMENTS[:4]  # early, middle, late, all: the layers that token weights read are among them
@@ -74,14 +74,14 @@ class RolloutRecord(Tracker):
             "prompts": self._prompts(step, it, images),
             "rollouts": columns_of(it),
         }
-        streams = token_streams(it)
-        responses = [self._response(it, row, streams) for row in range(len(it))]
+        streams = {name: as_kept(name, values.numpy()) for name, values in token_streams(it).items()}
+        lengths = it.rollouts.mask.sum(1).tolist()
+        responses = [self._response(it.rollouts.text[i], streams, i, length) for i, length in enumerate(lengths)]
         self.writer.append(step, self.attempt, table, responses, images)
 
-    def _response(self, it: Experience, row: int, streams: Mapping[str, Tensor]) -> bytes:
-        length = int(it.rollouts.mask[row].sum())
-        own = {name: values[row, :length].numpy() for name, values in streams.items()}
-        return pack_response(it.rollouts.text[row], self.pieces(own["ids"].tolist()), own)
+    def _response(self, text: str, streams: Mapping[str, np.ndarray], row: int, length: int) -> bytes:
+        own = {name: values[row, :length] for name, values in streams.items()}
+        return pack_response(text, self.pieces(own["ids"].tolist()), own)
 
     def _prompts(self, step: int, it: Experience, images: dict[str, Callable[[], bytes]]) -> list[dict[str, Any]]:
         """What was asked. The other view is that of this step, so that it is left out for groups of earlier ones."""

@@ -31,8 +31,10 @@ def pack_response(text: str, pieces: Sequence[str], streams: Mapping[str, np.nda
 
 
 def as_kept(name: str, array: np.ndarray) -> np.ndarray:
-    if name in KINDS:
-        return array.astype(KINDS[name])
+    """The array as it is written; quick for one that is so already, as rows of a whole step are."""
+    kind = np.dtype(KINDS.get(name, FLOAT))
+    if name in KINDS or array.dtype == kind:
+        return array.astype(kind, copy=False)
     return np.clip(array, -LARGEST, LARGEST).astype(FLOAT)  # NaN stays what it is
 
 
