@@ -96,7 +96,7 @@ CONCRETE = {  # what stands behind a seam, and its room
     "RewardModelWorker": "workers",
     "RewardScorer": "rewards", "Sandbox": "rewards", "InProcess": "rewards", "Sampler": "data", "FolderStore": "store",
     "Trackers": "tracking", "RunFiles": "tracking", "MarkdownLogs": "tracking", "Console": "tracking",
-    "Watch": "tracking", "CurveFile": "tracking", "RolloutRecord": "tracking",
+    "Watch": "tracking", "CurveFile": "tracking", "RolloutRecord": "tracking", "LoggerFeed": "tracking",
 }  # fmt: skip
 NAMES_THE_ENGINE = {"mtrl.zoo.pretrain"}  # a script of its own
 
