@@ -140,7 +140,8 @@ def kind_of(path: Path) -> str | None:
 
 
 def open_run(name: str, path: Path, kind: str) -> Run:
-    history = History(path / METRICS if kind == "mtrl" else path / "no-metrics")
+    metrics = path / METRICS
+    history = History(metrics if kind == "mtrl" and is_inside(metrics, path) else path / "none" / METRICS)
     return Run(name, path, kind, open_book(path, kind), history)
 
 
@@ -151,8 +152,10 @@ def open_book(path: Path, kind: str) -> Book:
         files = sorted(path.glob("*.jsonl"), key=by_number) if path.is_dir() else [path]
         return JsonlBook([file for file in files if is_inside(file, path)])
     recorded = path / RECORD
+    if not is_inside(recorded, path) or not is_inside(path / ROLLOUTS, path):
+        return JsonlBook()  # links that lead out of the run: nothing is read there
     without = (path / ROLLOUTS).exists() and not recorded.is_dir()
-    return JsonlBook(rotating=path / ROLLOUTS) if without or not is_inside(recorded, path) else RecordBook(recorded)
+    return JsonlBook(rotating=path / ROLLOUTS) if without else RecordBook(recorded)
 
 
 def by_number(path: Path) -> tuple[int, str]:

@@ -120,8 +120,14 @@ def test_a_link_out_of_the_run_leads_nowhere(tmp_path):
     run = fake_run(tmp_path / "run")
     (run / "config.yaml").unlink()
     (run / "config.yaml").symlink_to(secret)
+    other = fake_run(tmp_path / "other")
+    for name in ("metrics.jsonl", "record"):
+        (run / name).rename(tmp_path / f"old {name}")
+        (run / name).symlink_to(other / name)
     client = TestClient(make_app(open_runs([run]), "127.0.0.1", 6060), base_url=f"http://{HOST}")
     assert client.get("/api/config?run=0").text == ""
+    about = client.get("/api/runs").json()["runs"][0]
+    assert about["steps"] == [] and about["metrics"] == []
 
 
 def test_headers_that_keep_strangers_out(client):
