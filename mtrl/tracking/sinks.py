@@ -1,13 +1,15 @@
 """The loggers themselves, each around its library, which is imported when it is asked for.
 
-A resumed run goes on in the same run of wandb: its id stands in `loggers.json` of the run's directory. What the user's
-environment says to a library (WANDB_MODE and so on) holds; wandb without a key writes offline.
+A resumed run goes on in the same run of wandb or mlflow: its id stands in `loggers.json` of the run's directory. What the
+user's environment says to a library (WANDB_MODE and so on) holds; wandb without a key writes offline.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -110,7 +112,48 @@ def has_netrc_key() -> bool:
         return False
 
 
-SINKS: dict[str, Callable[[About], Sink]] = {"tensorboard": TensorboardSink, "wandb": WandbSink}
+class MlflowSink:
+    """A run of mlflow, at MLFLOW_TRACKING_URI or in `mlruns/` of the run's directory. mlflow-skinny is enough."""
+
+    def __init__(self, about: About) -> None:
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # files need no database; mlflow asks to say so
+        import mlflow
+        from mlflow.entities import Metric, Param
+
+        place = os.environ.get("MLFLOW_TRACKING_URI") or (about.directory.absolute() / "mlruns").as_uri()
+        self.client, self.metric = mlflow.MlflowClient(tracking_uri=place), Metric
+        experiment = self.client.get_experiment_by_name(about.project)
+        number = self.client.create_experiment(about.project) if experiment is None else experiment.experiment_id
+        made = []
+
+        def make() -> str:
+            made.append(self.client.create_run(number, run_name=about.name).info.run_id)
+            return made[0]
+
+        self.id = kept_id(about.directory, "mlflow", make)
+        settings = [Param(key, str(value)[:500]) for key, value in about.config.items()] if made else []
+        for start in range(0, len(settings), 100):  # as many as it takes at once
+            self.client.log_batch(self.id, params=settings[start : start + 100])
+        self.client.update_run(self.id, status="RUNNING")
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        now = int(time.time() * 1000)
+        found = [self.metric(NOT_IN_MLFLOW.sub("_", name), value, now, step) for name, value in values.items()]
+        for start in range(0, len(found), 1000):
+            self.client.log_batch(self.id, metrics=found[start : start + 1000])
+
+    def responses(self, step: int, shown: Sequence[Shown]) -> None:
+        self.client.log_text(self.id, "\n\n".join(map(as_markdown, shown)), f"responses/step_{step}.md")
+        for place, each in enumerate(shown):
+            if each.image is not None:
+                self.client.log_image(self.id, each.image, artifact_file=f"responses/step_{step}_{place}.png")
+
+    def close(self) -> None:
+        self.client.set_terminated(self.id)
+
+
+NOT_IN_MLFLOW = re.compile(r"[^\w\-. :/]", re.ASCII)  # signs that names may not have there: val/avg@1 is val/avg_1
+SINKS: dict[str, Callable[[About], Sink]] = {"tensorboard": TensorboardSink, "wandb": WandbSink, "mlflow": MlflowSink}
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Any]:

@@ -156,6 +156,26 @@ def test_wandb_offline_written_and_read_back(tmp_path, monkeypatch):
     assert len(list(files[0].parent.rglob("*.png"))) == 2, "two pictures, one of them shown twice"
 
 
+def test_mlflow_written_and_read_back(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    for first in (1, 3):
+        feed = LoggerFeed("mlflow", lambda first=first: SINKS["mlflow"](about(tmp_path, first)))
+        feed.metrics(first, {"reward/overall": 0.25 * first})
+        feed.rollouts(first, step_of())
+        feed.validation(first, {"val/avg@1": 0.5}, {}, [SAMPLE])
+        feed.close()
+    client = mlflow.MlflowClient(tracking_uri=(tmp_path / "mlruns").as_uri())
+    (run,) = client.search_runs([client.get_experiment_by_name("project").experiment_id])
+    assert run.info.run_name == "name" and run.info.status == "FINISHED" and run.data.params == {"dataset.seed": "7"}
+    points = [(each.step, each.value) for each in client.get_metric_history(run.info.run_id, "reward/overall")]
+    assert points == [(1, 0.25), (3, 0.75)], "both attempts in one run"
+    assert run.data.metrics["val/avg_1"] == 0.5
+    files = {file.path for file in client.list_artifacts(run.info.run_id, "responses")}
+    assert {"responses/step_1.md", "responses/step_3.md", "responses/step_1_1.png"} <= files
+
+
 # ------------------------------------------------------------------------------------------------------------ the house
 def test_every_logger_that_is_built_has_a_sink():
     assert ("console", *SINKS) == LOGGERS
