@@ -1,6 +1,6 @@
 """The loggers themselves, each around its library, which is imported when it is asked for.
 
-A resumed run goes on in the same run of wandb or mlflow: its id stands in `loggers.json` of the run's directory. What the
+A resumed run goes on in the same run of wandb or mlflow: `loggers.json` in the run's directory has its id. What the
 user's environment says to a library (WANDB_MODE and so on) holds; wandb without a key writes offline.
 """
 
