@@ -38,6 +38,10 @@ class Feature:
         return [module for module in self.modules if find_spec(module) is None]
 
 
+def _logger(name: str) -> Feature:
+    return Feature(f"logger {name}", (name,), f"pip install {name}", lambda config: name in config.training.logger)
+
+
 def _reward(name: str, library: Library) -> Feature:
     return Feature(f"reward `{name}`", (library.module,), library.install, lambda c: name in c.reward_functions)
 
@@ -54,10 +58,7 @@ FEATURES = (
         "several processes", ("ray",), "pip install 'mtrl[cluster]'",
         lambda c: c.training.nnodes * c.training.n_gpus_per_node > 1 and not started_by_torchrun(),
     ),
-    *(
-        Feature(f"logger {name}", (name,), f"pip install {name}", lambda c, name=name: name in c.training.logger)
-        for name in ("tensorboard", "wandb", "mlflow")
-    ),
+    *map(_logger, ("tensorboard", "wandb", "mlflow")),
     Feature("mtrl view", ("starlette", "uvicorn"), "pip install 'mtrl[view]'", lambda c: False),
     Feature(
         "flash attention", ("flash_attn",), "pip install flash-attn",

@@ -250,7 +250,7 @@ class ActorConfig:
     padding_free: bool = key(True, "pack rows without padding (on a GPU, by a compiled kernel)")
     dynamic_batching: bool = key(True, "token budget instead of a row count")
     tokens_per_micro_batch: int | None = key(
-        None, "the token budget; null: the largest group; on a GPU 32768, or what fits", "[1, inf)"
+        None, "the token budget; null: the largest group, on a GPU what fits", "[1, inf)"
     )
     share_prefix: bool = key(True, "one prompt, its group of responses, one pass")
     ulysses_size: int = key(1, "GPUs that share each sequence; it must divide the heads", "[1, inf)", may_change=True)
