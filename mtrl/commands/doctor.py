@@ -55,10 +55,9 @@ def run(arguments: Sequence[str]) -> int:
         model = load_model_config(model_path(config), config.worker.actor.model.trust_remote_code)
         refuse_unknown_family(model, model_path(config))
         plan = plan_of(config, device.is_gpu)
+        found = estimate(model, plan)
         if device.is_gpu and sized_by_memory(config):
-            plan, found = sized(model, plan, device.total)
-        else:
-            found = estimate(model, plan)
+            plan, found = sized(model, plan, found, device.total)
     except ValueError as error:  # it names the model
         model_seen = False
         told = f"{str(error).splitlines()[0]}; the memory is not estimated"

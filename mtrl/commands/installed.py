@@ -54,6 +54,11 @@ FEATURES = (
         "several processes", ("ray",), "pip install 'mtrl[cluster]'",
         lambda c: c.training.nnodes * c.training.n_gpus_per_node > 1 and not started_by_torchrun(),
     ),
+    *(
+        Feature(f"logger {name}", (name,), f"pip install {name}", lambda c, name=name: name in c.training.logger)
+        for name in ("tensorboard", "wandb", "mlflow")
+    ),
+    Feature("mtrl view", ("starlette", "uvicorn"), "pip install 'mtrl[view]'", lambda c: False),
     Feature(
         "flash attention", ("flash_attn",), "pip install flash-attn",
         lambda c: c.worker.actor.model.attn_implementation.startswith("flash_attention"),
@@ -61,7 +66,7 @@ FEATURES = (
 )  # fmt: skip
 # No library brings these: `unbuilt` and the data layer refuse them, whatever is installed.
 NOT_BUILT = (
-    "videos", "loggers (tensorboard, wandb, mlflow, swanlab, trackio)",
+    "videos", "loggers (swanlab, trackio)",
 )  # fmt: skip
 
 

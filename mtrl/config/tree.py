@@ -103,6 +103,10 @@ class TrainingConfig:
     realtime_rollout_logging: bool = key(
         True, "write the rollouts of every step; false: of validated steps alone", may_change=True
     )
+    record_rollouts_per_step: int = key(
+        64, "responses of a step recorded token by token for mtrl view; -1: all, 0: none", "[-1, inf)", may_change=True
+    )
+    record_limit_gib: float = key(1.0, "size of that record; the oldest steps give way", "(0, inf)", may_change=True)
     rollout_log_path: str | None = key(None, "another place for the rollout Markdown", may_change=True)
     attention_diag_log_path: str | None = key(None, "another place for the attention Markdown", may_change=True)
     log_preview_chars: int = key(2000, "longest text in a preview; 0: no previews", "[0, inf)", may_change=True)

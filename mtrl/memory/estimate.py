@@ -139,11 +139,10 @@ def estimate(config: Any, plan: Plan, wanted: Collection[str] = PHASES) -> Estim
     return Estimate(size.parameters, always, told, way, sum(critic[0]), piece)
 
 
-def sized(config: Any, plan: Plan, room: int) -> tuple[Plan, Estimate]:
-    """The plan in passes so small that they fit into the room, as a run cuts them before its first step, and what it
-    takes. What does not fit whatever its passes stays as it is."""
-    given, first = plan, estimate(config, plan)
-    found, encoder = first, fake_model(config, plan).encoder
+def sized(config: Any, plan: Plan, found: Estimate, room: int) -> tuple[Plan, Estimate]:
+    """The plan, and what was found of it, in passes so small that they fit into the room, as a run cuts them before its
+    first step. What does not fit whatever its passes stays as it is."""
+    given, first, encoder = plan, found, fake_model(config, plan).encoder
     while found.held_bytes < room < found.peak_bytes:
         tokens = half_pass(plan.limits, encoder, found.fullest)
         if tokens is None:

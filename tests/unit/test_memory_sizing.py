@@ -86,10 +86,10 @@ def test_what_is_counted_is_what_a_run_would_cut_to():
     config = load_model_config(str(checkpoint(FAMILY)))
     plan = Plan(LIMITS)
     whole = estimate(config, plan)
-    assert sized(config, plan, whole.peak_bytes) == (plan, whole)
+    assert sized(config, plan, whole, whole.peak_bytes) == (plan, whole)
     halved = replace(plan, limits=LIMITS.within(half_pass(LIMITS, encoder_of(FAMILY), whole.fullest)))
     less = estimate(config, halved)
     assert whole.held_bytes < less.peak_bytes < whole.peak_bytes
-    cut, found = sized(config, plan, less.peak_bytes)
+    cut, found = sized(config, plan, whole, less.peak_bytes)
     assert (cut, found.phases, found.held) == (halved, less.phases, less.held)
-    assert sized(config, plan, whole.held_bytes // 2) == (plan, whole), "smaller passes are no help"
+    assert sized(config, plan, whole, whole.held_bytes // 2) == (plan, whole), "smaller passes are no help"
