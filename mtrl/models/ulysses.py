@@ -162,9 +162,9 @@ class _Gather(torch.autograd.Function):
         ctx.own = sharers.tokens(count)
         each = -(-count // sharers.size)
         padded = torch.nn.functional.pad(values, (0, each - len(values)))
-        found = values.new_empty(sharers.size * each)
-        dist.all_gather_into_tensor(found, padded, group=sharers.group)
-        return found[:count]
+        found = [torch.empty_like(padded) for _ in range(sharers.size)]
+        dist.all_gather(found, padded, group=sharers.group)
+        return torch.cat(found)[:count]
 
     @staticmethod
     @once_differentiable

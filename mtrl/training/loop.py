@@ -57,7 +57,7 @@ class Loop:
         self.prompts = PromptCounts()  # what became of all that were asked
         self.memory = None if recipe.replay is None else ReplayMemory(recipe.replay, recipe.seed)
         self.version, self.done, self.saved = 0, 0, 0  # version of the weights; steps done; the last one saved
-        self.whole: dict[str, Any] | None = None  # the state after the last step; None while an update changes it
+        self.whole: dict[str, Any] | None = None  # the state after the last step; None once an update has begun
         self.clock = Clock()
 
     def run(self) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from mtrl.models.ranks import all_ranks
 
 FORK = multiprocessing.get_context("fork")
-SECONDS = 120  # a hang is a failure, and a busy machine is none
+SECONDS = 300  # a hang is a failure, and a busy machine is none
 
 
 def run_ranks(size, function, folder: Path, *arguments):
