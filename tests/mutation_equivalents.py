@@ -78,6 +78,12 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ): OFF_MASK,
     ("losses.importance_ratio", "return sequence * (logp - logp.detach()).where(mask, 1.0).exp()"): OFF_MASK,
     ("losses.importance_ratio", "return sequence * (logp - logp.detach()).where(mask, -1.0).exp()"): OFF_MASK,
+    ("values.value_loss", "values = values.where(batch.rollouts.mask, 1.0)"): OFF_MASK,
+    ("values.value_loss", "values = values.where(batch.rollouts.mask, -1.0)"): OFF_MASK,
+    (
+        "values.explained_variance",
+        "known, expected = (returns.double()[mask], values[mask])",
+    ): "taken from returns in double precision, they are in double precision too",
     (
         "learner.OptimizerSettings.lr_at",
         "if step <= self.warmup_steps:",
