@@ -79,7 +79,7 @@ TESTS = {
     "learner": ["tests/unit/test_learner.py"],
     "actor": ["tests/unit/test_actor.py"],
     "reference": ["tests/unit/test_workers_from_config.py"],
-    "micro_batches": ["tests/unit/test_packing.py", "tests/unit/test_actor.py"],
+    "micro_batches": ["tests/unit/test_micro_batches.py"],
     "filtering": ["tests/unit/test_filtering.py"],
     "refill": ["tests/unit/test_filtering.py", "tests/unit/test_loop_gather.py"],
     "buffer": ["tests/unit/test_replay.py", "tests/unit/test_replay_memory.py"],

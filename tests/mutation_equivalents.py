@@ -78,11 +78,24 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ): OFF_MASK,
     ("losses.importance_ratio", "return sequence * (logp - logp.detach()).where(mask, 1.0).exp()"): OFF_MASK,
     ("losses.importance_ratio", "return sequence * (logp - logp.detach()).where(mask, -1.0).exp()"): OFF_MASK,
+    ("values.value_loss", "values = values.where(batch.rollouts.mask, 1.0)"): OFF_MASK,
+    ("values.value_loss", "values = values.where(batch.rollouts.mask, -1.0)"): OFF_MASK,
+    (
+        "values.explained_variance",
+        "known, expected = (returns.double()[mask], values[mask])",
+    ): "taken from returns in double precision, they are in double precision too",
     (
         "learner.OptimizerSettings.lr_at",
         "if step <= self.warmup_steps:",
     ): "at the end of the warm-up both say the full rate",
-    ("learner.Learner.__init__", "fused=model.device.type == 'cuda?'"): "these tests run without a GPU",
+    (
+        "learner.Learner._dropping",
+        "torch.manual_seed(int(np.random.SeedSequence(numbers).generate_state(2, np.uint64)[0]))",
+    ): "the first number is the same however many are made",
+    (
+        "learner.Learner._dropping",
+        "torch.manual_seed(int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[-1]))",
+    ): "of one number the last is the first",
     (
         "learner.Learner.update",
         "metrics = {name: sum((step[name] for step in finite)) / len(finite) for name in finite[-1]}",

@@ -38,7 +38,7 @@ class MicroBatching:
             return list(torch.arange(len(rollouts)).split(self.rows))
         return [row_index(batch) for batch in self._packed(rollouts, views)]
 
-    def _packed(self, rollouts: Rollouts, views: int = 1) -> list[list[Piece]]:
+    def _packed(self, rollouts: Rollouts, views: int) -> list[list[Piece]]:
         response_tokens = views * rollouts.mask.sum(1)
         prompt_tokens = [views * len(prompt.ids) for prompt in rollouts.prompts]
         budget = NO_LIMIT if self.tokens is None else self.tokens

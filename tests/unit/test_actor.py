@@ -1,6 +1,7 @@
-"""Which passes an actor asks of its model, over which rows and views; and how rows are cut into passes."""
+"""Which passes an actor asks of its model, over which rows and views."""
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import pytest
@@ -29,8 +30,11 @@ class OneWeight(nn.Module):
 class Told:
     """A forward pass that writes down what it is asked, and answers with the number of the row (its version)."""
 
-    backbone: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(model=OneWeight(), ranks=ALONE))
+    backbone: SimpleNamespace = field(
+        default_factory=lambda: SimpleNamespace(model=OneWeight(), ranks=ALONE, device=OneWeight.device)
+    )
     asked: list = field(default_factory=list)
+    support: float | None = None  # log of the probability of what the sampler's cut leaves
 
     def signals(self, rollouts, needs=None, views=None):
         self.asked.append((rollouts.version.tolist(), needs, views))
@@ -46,7 +50,8 @@ class Told:
     def scores(self, rollouts, entropy=False):
         self.asked.append(entropy)
         logp = self.backbone.model.w.expand(int(rollouts.mask.sum()))
-        return TokenScores(logp, torch.full(logp.shape, 2.0) if entropy else None)
+        support = None if self.support is None else torch.full(logp.shape, self.support)
+        return TokenScores(logp, torch.full(logp.shape, 2.0) if entropy else None, support)
 
 
 @dataclass
@@ -67,16 +72,25 @@ class ToldReference:
         return 3 * (ours - theirs)[:, 0]
 
 
+# Two groups of prompts of the same size, with four tokens each.
+ROLLOUTS = fake_rollouts([2, 2, 3, 1], group=[0, 0, 1, 1])
+
+
+def prompt_tokens():
+    (size,) = {len(prompt.ids) for prompt in ROLLOUTS.prompts}
+    return size
+
+
 class Views:
     def view(self, prompt, step):
         return prompt.task.id, step
 
 
-def actor_of(batching=None, reference=None):
+def actor_of(batching=None, reference=None, **options):
     batching = batching or MicroBatching(rows=2)
     return LocalActor(
         Told(), OptimizerSettings(), perturbation=Views(), update_batching=batching, probe_batching=batching,
-        encoder_files={}, reference=reference,
+        encoder_files={}, reference=reference, **options,
     )  # fmt: skip
 
 
@@ -129,6 +143,14 @@ def test_the_reference_is_asked_for_its_own_signals(name):
     assert len(actor.reference.asked) == 2, "not where nobody reads it"
 
 
+@pytest.mark.parametrize(("less", "passes"), [(0, [[0, 1, 2, 3]]), (1, [[0, 1], [2, 3]])])
+def test_the_reference_reads_everything_once(less, passes):
+    """Whatever the number of views of the policy's own pass."""
+    actor = actor_of(MicroBatching(tokens=2 * (prompt_tokens() + 4) - less), reference=ToldReference())
+    actor.probe(ROLLOUTS, Needs("dependency", "reference"), 0)
+    assert [rows for rows, _, _ in actor.reference.asked] == passes
+
+
 def test_a_reference_that_nobody_built_is_our_mistake():
     with pytest.raises(AssertionError):
         actor_of().probe(fake_rollouts([1]), Needs("reference"), 0)
@@ -164,6 +186,55 @@ def test_a_full_divergence_is_asked_of_the_reference_pass_by_pass(measured):
         actor_of().update([batch], Loss(divergence="full", divergence_coef=0.1))
 
 
+def test_how_far_the_sampler_was_is_told_on_what_its_cut_leaves():
+    """The policy says -1/2 of each token and log 1/2 of the cut, -1/2 - log 1/2 = 0.19 within it; the sampler had said
+    0, 1/4 and 1: 0.19, 0.06 and 0.81 away, a third each."""
+    actor, rollouts, zeros = actor_of(), fake_rollouts([2, 1]), torch.zeros(2, 2)
+    behaviour = torch.tensor([[0.0, 0.25], [1.0, 9.0]])
+    batch = fake_batch(replace(rollouts, behaviour=behaviour), zeros, zeros)
+    actor.model.w.data.fill_(-0.5)
+    _, metrics = actor._loss(batch, Loss())
+    assert "support_gap_mean" not in metrics, "nothing is cut"
+    actor.forward.support = -math.log(2)
+    _, metrics = actor._loss(batch, Loss())
+    within = math.log(2) - 0.5
+    assert metrics["support_gap_mean"].item() == pytest.approx((within + (0.25 - within) + (1 - within)) / 3)
+    assert not metrics["support_gap_mean"].requires_grad
+
+
+# -------------------------------------------------------------------------------------------------- where weights lie
+def reference_of(model):
+    return ToldReference(forward=SimpleNamespace(backbone=SimpleNamespace(model=model)))
+
+
+def test_nothing_is_offloaded_unless_that_is_asked_for():
+    actor = actor_of(reference=reference_of(OneWeight()))
+    assert actor.parked is None and not actor.learner.pieces
+    assert actor_of(offload_reference=True).parked is None, "there is none"
+    assert actor_of(offload_optimizer=True).learner.pieces
+
+
+def test_an_offloaded_reference_is_on_the_device_while_it_is_asked():
+    model = OneWeight()
+    actor = actor_of(reference=reference_of(model), offload_reference=True)
+    parked = model.w.data_ptr()
+    seen = []
+    actor._with_reference(lambda: seen.append(model.w.data_ptr()))
+    assert list(actor.parked.tensors()) == [model.w] and seen != [parked] and model.w.data_ptr() == parked
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_the_reference_is_whole_while_it_is_asked_unless_it_is_the_policy(own, monkeypatch):
+    """The policy's own model is made whole pass by pass, and twice would be once too often."""
+    whole = []
+    monkeypatch.setattr("mtrl.workers.actor.while_whole", lambda model, work: whole.append(model) or work())
+    actor = actor_of()
+    model = actor.model if own else OneWeight()
+    actor.reference = reference_of(model)
+    actor.probe(fake_rollouts([2, 1, 3]), Needs("reference"), 0)
+    assert whole == ([] if own else [model]) and len(actor.reference.asked) == 2
+
+
 def test_what_it_publishes_and_keeps():
     actor = actor_of()
     actor.learner.version = 4
@@ -173,61 +244,3 @@ def test_what_it_publishes_and_keeps():
     assert actor.learner.name == "actor" and actor.learner.advice == ADVICE
     assert ADVICE.startswith("Lower worker.actor.optim.lr, ") and ADVICE.endswith("mixed_precision_dtype).")
     assert "extreme values, or compute in fp32 (worker" in ADVICE
-
-
-# -------------------------------------------------------------------------------------------------------- micro-batches
-def passes(rollouts, views=None, **settings):
-    given = () if views is None else (views,)
-    return [rows.tolist() for rows in MicroBatching(**settings).split(rollouts, *given)]
-
-
-# Two groups of prompts of 4 tokens: 4 + 2 + 2 and 4 + 3 + 1.
-ROLLOUTS = fake_rollouts([2, 2, 3, 1], group=[0, 0, 1, 1])
-
-
-def prompt_tokens():
-    (size,) = {len(prompt.ids) for prompt in ROLLOUTS.prompts}
-    return size
-
-
-def test_passes_of_so_many_rows():
-    assert passes(ROLLOUTS, rows=3) == [[0, 1, 2], [3]]
-
-
-def test_passes_up_to_a_budget_of_tokens():
-    size = prompt_tokens() + 4
-    assert passes(ROLLOUTS, tokens=2 * size) == [[0, 1, 2, 3]]
-    assert passes(ROLLOUTS, tokens=2 * size - 1) == [[0, 1], [2, 3]]
-    assert passes(ROLLOUTS, views=2, tokens=4 * size - 1) == [[0, 1], [2, 3]], "each view reads both"
-    assert passes(ROLLOUTS, views=2, tokens=4 * size) == [[0, 1, 2, 3]]
-
-
-def test_without_a_budget_a_pass_takes_the_largest_group():
-    size = prompt_tokens() + 4
-    assert passes(ROLLOUTS) == [[0, 1], [2, 3]]
-    assert passes(ROLLOUTS, at_least=2 * size) == [[0, 1, 2, 3]]
-    assert passes(ROLLOUTS, at_least=2 * size - 1) == [[0, 1], [2, 3]]
-
-
-def test_prompts_that_are_not_shared_count_for_each_row():
-    rows = 2 * prompt_tokens() + 4
-    assert passes(ROLLOUTS, tokens=2 * rows, share_prefix=False) == [[0, 1, 2, 3]]
-    assert len(passes(ROLLOUTS, tokens=2 * rows - 1, share_prefix=False)) == 2
-    assert MicroBatching() == MicroBatching(None, 0, None, True)
-
-
-def test_signals_come_back_in_the_order_of_the_rows():
-    """Passes take the fullest groups first."""
-    rollouts = fake_rollouts([1, 1, 3, 3], group=[0, 0, 1, 1])
-    batching, seen = MicroBatching(tokens=2 * prompt_tokens() + 7), []
-
-    def measure(rows):
-        seen.append(rows.version.tolist())
-        return Signals(old=rows.version[:, None].float().expand(rows.mask.shape))
-
-    found = batching.probe(rollouts, measure)
-    assert seen == [[2, 3], [0, 1]] and found.entropy is None
-    same(found.old[:, 0], torch.arange(4.0))
-    seen.clear()
-    MicroBatching(tokens=2 * prompt_tokens() + 8).probe(rollouts, measure)
-    assert seen == [[0, 1, 2, 3]], "one view unless more are said"

@@ -2,14 +2,17 @@
 
 import json
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from helpers import fake_batch, fake_rollouts
 from torch import nn
 
-from mtrl.errors import Diverged
+from mtrl.errors import DeviceFull, Diverged
+from mtrl.models.ranks import Ranks
 from mtrl.workers.learner import Learner, OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching
 
@@ -17,18 +20,18 @@ RETURNS = torch.tensor([1.0, 2.0, 6.0])  # of three rows
 
 
 class OneWeight(nn.Module):
-    """Its value of everything is w."""
+    """Its value of everything is w. Whatever device it says it is on, w is in main memory."""
 
-    device = torch.device("cpu")
-
-    def __init__(self):
+    def __init__(self, device="cpu"):
         super().__init__()
+        self.device = torch.device(device)
         self.w = nn.Parameter(torch.zeros(()))
 
 
-def learner_of(rows=2, lr=0.5):
+def learner_of(rows=2, lr=0.5, batching=None, device="cpu", **options):
     settings = OptimizerSettings(lr=lr, warmup_steps=0, weight_decay=0.0, max_grad_norm=math.inf)
-    return Learner(OneWeight(), settings, MicroBatching(rows=rows), name="critic", advice="Lower my.lr.")
+    batching = batching or MicroBatching(rows=rows)
+    return Learner(OneWeight(device), settings, batching, name="critic", advice="Lower my.lr.", **options)
 
 
 def batch_of():
@@ -81,7 +84,8 @@ def test_a_new_learner_has_done_nothing():
     assert (learner.version, learner.optimizer_step, learner.bad_steps_in_a_row) == (0, 0, 0)
     settings = learner.optimizer.defaults
     assert (settings["lr"], settings["weight_decay"], settings["betas"]) == (0.5, 0.0, (0.9, 0.95))
-    assert not settings["fused"], "that is for a GPU"
+    assert not settings["fused"] and learner_of(device="cuda").optimizer.defaults["fused"], "that is for a GPU"
+    assert not learner.pieces, "its state stays where the weights are"
 
 
 def test_weights_that_do_not_learn_are_left_out():
@@ -181,3 +185,141 @@ def test_what_a_learner_counts_goes_to_the_disk_and_back(tmp_path, monkeypatch):
     other.restore(tmp_path)
     assert (other.version, other.optimizer_step, other.bad_steps_in_a_row) == (3, 7, 2)
     assert other.batching == MicroBatching(rows=1)
+
+
+# ------------------------------------------------------------------------------------------------- state in main memory
+def test_offloaded_state_is_all_but_the_counts_of_steps():
+    learner, plain = learner_of(offload=True), learner_of()
+    for each in (learner, plain):
+        each.update([batch_of(), batch_of()], value_loss(each.model, []))
+    ((piece, states),) = learner.pieces
+    assert piece == [learner.model.w]
+    state = learner.optimizer.state[learner.model.w]
+    assert set(map(id, states.tensors())) == {id(state["exp_avg"]), id(state["exp_avg_sq"])}
+    assert learner.model.w.item() == plain.model.w.item() and learner.model.w.grad is None
+
+
+# -------------------------------------------------------------------------------------------------------------- dropout
+def drawn(seed, micro_batch, step=0, **options):
+    """What a pass draws, and what a draw after it does."""
+    learner = learner_of(dropout_seed=seed, **options)
+    learner.optimizer_step = step
+    torch.manual_seed(3)
+    with learner._dropping(micro_batch):
+        inside = torch.rand(4).tolist()
+    return inside, torch.rand(4).tolist()
+
+
+def draws_of(number):
+    return torch.rand(4, generator=torch.Generator().manual_seed(number)).tolist()
+
+
+@pytest.mark.parametrize(
+    ("numbers", "given"),
+    [
+        ([5, 0, 2], {}),
+        ([5, 8, 2], {"step": 8}),
+        ([5, 0, 2], {"ranks": Ranks(None, 0, 2)}),
+        ([5, 0, 2, 1], {"ranks": Ranks(None, 1, 2)}),  # other rows than those of the first rank
+    ],
+)
+def test_what_dropout_draws_is_a_matter_of_seed_step_micro_batch_and_rank(numbers, given):
+    inside, after = drawn(5, 2, **given)
+    assert inside == draws_of(int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]))
+    assert after == draws_of(3), "nobody else's random numbers are used up"
+
+
+def test_without_dropout_nothing_is_seeded():
+    inside, after = drawn(None, 2)
+    assert inside == draws_of(3) and after != draws_of(3)
+
+
+@pytest.mark.parametrize(("device", "forked"), [("cpu", []), ("cuda", [torch.device("cuda")])])
+def test_the_device_s_own_random_numbers_are_left_alone_too(device, forked, monkeypatch):
+    seen = []
+    monkeypatch.setattr(torch.random, "fork_rng", lambda devices: seen.append(devices) or nullcontext())
+    drawn(5, 2, device=device)
+    assert seen == [forked]
+
+
+# ---------------------------------------------------------------------------------------------------------- idle passes
+class OneOfTwo(Ranks):
+    """The other rank has three passes."""
+
+    def most(self, number):
+        return max(3, number)
+
+
+def test_an_idle_pass_counts_for_nothing():
+    learner, weights = learner_of(batching=MicroBatching(rows=2, ranks=OneOfTwo(None, 0, 2))), []
+
+    def loss(batch):
+        weights.append(batch.weights.token.sum(1).tolist())
+        assert all(torch.equal(each, batch.weights.token) for each in vars(batch.weights).values())
+        return learner.model.w * batch.weights.token.sum(), {"value_loss": batch.weights.token.sum()}
+
+    metrics = learner.update([batch_of()], loss)
+    assert weights == [pytest.approx([1 / 3, 1 / 3]), pytest.approx([1 / 3]), [0.0]]
+    assert metrics["value_loss"] == pytest.approx(1.0)
+
+
+# ------------------------------------------------------------------------------------------------------- a full device
+TORCH_SAYS = "CUDA out of memory. Tried to allocate 2.00 GiB."
+TAKES_LESS = (
+    "worker.actor.tokens_per_micro_batch, worker.actor.model.enable_gradient_checkpointing=true, dataset.max_pixels or "
+    "dataset.max_response_length"
+)
+
+
+def full_beyond(learner, rows, seen):
+    """The loss of values on a device with room for so many rows."""
+    loss = value_loss(learner.model, seen)
+
+    def full(batch):
+        part, metrics = loss(batch)
+        if len(batch) > rows:
+            part.backward()
+            raise torch.OutOfMemoryError(f"{TORCH_SAYS} Of the allocated memory 1.00 GiB is allocated by PyTorch")
+        return part, metrics
+
+    return full
+
+
+PROMPT = len(fake_rollouts([1]).prompts[0].ids)
+
+
+@pytest.mark.parametrize(
+    ("batching", "slices", "told"),
+    [
+        (MicroBatching(rows=3), [3, 1, 1, 1], "1 responses"),
+        # A prompt and three tokens; half of it has room for a row only.
+        (MicroBatching(), [3, 1, 1, 1], f"{(PROMPT + 3) // 2} tokens"),
+    ],
+)
+def test_passes_that_do_not_fit_are_halved_and_that_is_said(batching, slices, told, caplog):
+    learner, seen = learner_of(batching=batching), []
+    metrics = learner.update([batch_of()], full_beyond(learner, 2, seen))
+    assert seen == slices
+    assert metrics == pytest.approx({"value_loss": 41 / 6, "grad_norm": 3.0, "lr": 0.5, "skipped_steps": 0.0})
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "the device has no room for an update of the critic in passes of this size; the step begins again with half of "
+        f"it, {told} a pass from here on, which is slower. What takes less: {TAKES_LESS}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "room", "options", "told"),
+    [
+        (3, 0, {}, "the device has no room for half of an update's pass either."),
+        (1, 0, {}, "the device has no room to learn from a single response."),
+        (3, 1, {"ranks": Ranks(None, 1, 2)}, "a device has no room for its part of an update."),
+    ],
+    ids=["half", "one", "ranks"],
+)
+def test_what_does_not_fit_is_said_with_what_takes_less(rows, room, options, told):
+    learner = learner_of(rows, **options)
+    with pytest.raises(DeviceFull) as refused:
+        learner.update([batch_of()], full_beyond(learner, room, []))
+    assert str(refused.value) == f"{told} {TORCH_SAYS} Set {TAKES_LESS}"
+    assert learner.model.w.item() == 0 and learner.model.w.grad is None

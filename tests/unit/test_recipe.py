@@ -19,6 +19,7 @@ from mtrl.build.recipe import (
     attention_weights,
     credit_rules,
     divergence_of,
+    dropout_seed,
     optimizer_settings,
     perturbation_of,
     policy_loss,
@@ -81,6 +82,19 @@ def test_the_optimizer_has_the_keys_of_the_configuration():
     overrides = {f"worker.actor.optim.{name}": value for name, value in values.items()}
     config = load_config(None, {**overrides, **SIZES, "worker.actor.max_grad_norm": 0.7})
     assert optimizer_settings(config, 5) == OptimizerSettings(2e-6, 0.1, (0.8, 0.9), 4, 60, "cosine", 0.2, 0.7)
+
+
+@pytest.mark.parametrize(("name", "eight_bit"), [("adamw", False), ("adamw_8bit", True)])
+def test_which_optimizer_has_a_state_of_bytes(name, eight_bit):
+    assert optimizer_settings(load_config(None, {"worker.actor.optim.name": name}), 1).eight_bit is eight_bit
+
+
+@pytest.mark.parametrize(
+    ("kind", "dropout", "seed"), [(None, 0.5, None), ("lora", 0.0, None), ("lora", 0.5, 7), ("qlora", 0.5, 7)]
+)
+def test_only_adapters_that_drop_something_draw_random_numbers(kind, dropout, seed):
+    model = {"worker.actor.model.peft_type": kind, "worker.actor.model.lora_dropout": dropout}
+    assert dropout_seed(load_config(None, model | {"dataset.seed": 7})) == seed
 
 
 def test_the_defaults_of_an_optimizer_are_those_of_the_configuration():
@@ -332,7 +346,7 @@ def test_due_at_every_third():
 def test_attention_joins_what_is_needed_when_it_is_due():
     rules = replace(recipe_of(optimization(disable_divergence=True), 1), attention_every=4)
     assert [step for step in range(12) if "mass" in rules.needs_at(step)] == [3, 7, 11], "steps are counted from 1"
-    assert rules.needs_at(0) == rules.needs and Recipe.seed == 0
+    assert rules.needs_at(0) == rules.needs and Recipe.seed == Recipe.critic_warmup == 0
 
 
 # ----------------------------------------------------------------------------------------- which groups are learnt from

@@ -1,6 +1,7 @@
 """The critic's loss and how much it knew, by hand; and against what verl says of the same input."""
 
 import math
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from mtrl.algorithms.batches import BatchPlan, assemble
 from mtrl.algorithms.credit import assign
 from mtrl.algorithms.losses import Loss
 from mtrl.algorithms.values import ValueLoss, explained_variance, value_loss, value_metrics
+from mtrl.config import load_config
 from mtrl.types import Signals
 
 # Responses of two tokens and of one, a clip of 1/2. The first value moved by 1/4: it is free, (5/4 - 2)² = 9/16. The
@@ -72,6 +74,10 @@ def test_token_weights_in_the_mask_count_here_too():
     close(loss, 0.5 * (3 * 9 / 16 + 1 / 4 + 121 / 16) / 5)
 
 
+def test_the_clip_is_that_of_the_configuration():
+    assert ValueLoss().clip == load_config(None).worker.critic.cliprange_value == 0.5
+
+
 def test_a_batch_without_returns_is_our_mistake():
     with pytest.raises(AssertionError, match="returns"):
         value_loss(VALUES, replace(batch_of(), returns=None), ValueLoss())
@@ -86,6 +92,19 @@ def test_explained_variance_by_hand():
     assert explained_variance(torch.full((2, 2), 7.0), returns, mask) == pytest.approx(0.0), "the mean is not explained"
     assert explained_variance(returns, returns, mask) == 1.0
     assert explained_variance(-returns, returns, mask) == pytest.approx(-3.0), "worse than saying nothing"
+
+
+def test_two_tokens_are_enough_to_explain():
+    # Returns 1 3, variance 2. What is left of them after the values 1 2: 0 1, variance 1/2.
+    values, returns = torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0, 3.0]])
+    assert explained_variance(values, returns, mask_of(2)) == pytest.approx(3 / 4)
+
+
+def test_variances_are_taken_in_double_precision():
+    values, returns = torch.tensor([[0.1, 0.3, 0.7]]), torch.tensor([[0.2, 0.5, 1.7]])
+    left = [r - v for r, v in zip(returns[0].tolist(), values[0].tolist(), strict=True)]
+    expected = 1 - statistics.variance(left) / statistics.variance(returns[0].tolist())
+    assert explained_variance(values, returns, mask_of(3)) == pytest.approx(expected, rel=1e-13)
 
 
 def test_where_returns_do_not_differ_nothing_is_explained():

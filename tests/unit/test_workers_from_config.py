@@ -20,7 +20,7 @@ from mtrl.build.recipe import perturbation_of, recipe_of, with_scores
 from mtrl.config import ConfigError, load_config
 from mtrl.models.forward import Forward
 from mtrl.types import Needs
-from mtrl.workers.reference import Reference
+from mtrl.workers.reference import Reference, RefreshedReference
 
 FAMILY = "qwen2"
 OLD = Needs("old", "entropy")
@@ -106,6 +106,14 @@ def test_a_reference_stays_as_it_was_and_never_learns():
     torch.testing.assert_close(found.reference, before)
     assert found.divergence is None and (policy.signals(rollouts).old - before).abs().max() > 0.01
     assert reference.signals(rollouts, Needs("divergence"), policy).reference is None, "nobody reads it"
+
+
+def test_a_snapshot_of_a_refreshed_reference_reads_the_live_weights():
+    """Nothing is copied or gathered in one process."""
+    policy = Forward(fresh_backbone(FAMILY), encoder_of(FAMILY))
+    refreshed = RefreshedReference(Reference.frozen(policy), policy)
+    weights, live = refreshed.snapshot().weights, refreshed.model.state_dict()
+    assert {name: weight.data_ptr() for name, weight in weights.items()} == {n: w.data_ptr() for n, w in live.items()}
 
 
 # ---------------------------------------------------------------------------------------------------- full divergence

@@ -1,0 +1,125 @@
+"""How rows are cut into passes, and into smaller ones where those do not fit."""
+
+import pytest
+import torch
+from helpers import fake_rollouts, same
+
+from mtrl.models.ranks import Ranks
+from mtrl.types import Signals
+from mtrl.workers.micro_batches import MicroBatching
+
+
+def passes(rollouts, views=None, **settings):
+    given = () if views is None else (views,)
+    return [rows.tolist() for rows in MicroBatching(**settings).split(rollouts, *given)]
+
+
+# Two groups of prompts of 4 tokens: 4 + 2 + 2 and 4 + 3 + 1.
+ROLLOUTS = fake_rollouts([2, 2, 3, 1], group=[0, 0, 1, 1])
+
+
+def prompt_tokens():
+    (size,) = {len(prompt.ids) for prompt in ROLLOUTS.prompts}
+    return size
+
+
+def test_passes_of_so_many_rows():
+    assert passes(ROLLOUTS, rows=3) == [[0, 1, 2], [3]]
+
+
+def test_passes_up_to_a_budget_of_tokens():
+    size = prompt_tokens() + 4
+    assert passes(ROLLOUTS, tokens=2 * size) == [[0, 1, 2, 3]]
+    assert passes(ROLLOUTS, tokens=2 * size - 1) == [[0, 1], [2, 3]]
+    assert passes(ROLLOUTS, views=2, tokens=4 * size - 1) == [[0, 1], [2, 3]], "each view reads both"
+    assert passes(ROLLOUTS, views=2, tokens=4 * size) == [[0, 1, 2, 3]]
+
+
+def test_without_a_budget_a_pass_takes_the_largest_group():
+    size = prompt_tokens() + 4
+    assert passes(ROLLOUTS) == [[0, 1], [2, 3]]
+    assert passes(ROLLOUTS, at_least=2 * size) == [[0, 1, 2, 3]]
+    assert passes(ROLLOUTS, at_least=2 * size - 1) == [[0, 1], [2, 3]]
+
+
+def test_prompts_that_are_not_shared_count_for_each_row():
+    rows = 2 * prompt_tokens() + 4
+    assert passes(ROLLOUTS, tokens=2 * rows, share_prefix=False) == [[0, 1, 2, 3]]
+    assert len(passes(ROLLOUTS, tokens=2 * rows - 1, share_prefix=False)) == 2
+    assert MicroBatching() == MicroBatching(None, 0, None, True)
+
+
+def test_signals_come_back_in_the_order_of_the_rows():
+    """Passes take the fullest groups first."""
+    rollouts = fake_rollouts([1, 1, 3, 3], group=[0, 0, 1, 1])
+    batching, seen = MicroBatching(tokens=2 * prompt_tokens() + 7), []
+
+    def measure(rows):
+        seen.append(rows.version.tolist())
+        return Signals(old=rows.version[:, None].float().expand(rows.mask.shape))
+
+    found = batching.probe(rollouts, measure)
+    assert seen == [[2, 3], [0, 1]] and found.entropy is None
+    same(found.old[:, 0], torch.arange(4.0))
+    seen.clear()
+    MicroBatching(tokens=2 * prompt_tokens() + 8).probe(rollouts, measure)
+    assert seen == [[0, 1, 2, 3]], "one view unless more are said"
+
+
+# ---------------------------------------------------------------------------------------------------------- idle passes
+class Busy(Ranks):
+    """One of two ranks, of which the other has three passes."""
+
+    def most(self, number):
+        return max(3, number)
+
+
+def test_a_rank_without_rows_goes_along_with_its_shortest():
+    rollouts = fake_rollouts([3, 2, 3, 1], group=[0, 0, 1, 1])
+    ranks = Busy(None, 1, 2)
+    found = [(rows.tolist(), counts) for rows, counts in MicroBatching(rows=2, ranks=ranks).passes(rollouts)]
+    assert found == [([0, 1], True), ([2, 3], True), ([3], False)]
+    assert len(MicroBatching(rows=1, ranks=ranks).passes(rollouts)) == 4, "nobody has more"
+    assert [counts for _, counts in MicroBatching(rows=2).passes(rollouts)] == [True, True]
+
+
+def test_a_pass_is_of_one_view_unless_more_are_said():
+    size = prompt_tokens() + 4
+    for tokens, count in [(2 * size, 1), (2 * size - 1, 2)]:
+        assert len(MicroBatching(tokens).passes(ROLLOUTS)) == count
+    assert len(MicroBatching(2 * size).passes(ROLLOUTS, 2)) == 2
+
+
+# ------------------------------------------------------------------------------------------------------- smaller passes
+@pytest.mark.parametrize(
+    ("rows", "half"),
+    [(4, 2), (100, 2), (3, 1), (2, 1), (1, None)],  # of four rows
+)
+def test_half_of_a_number_of_rows(rows, half):
+    assert MicroBatching(rows=rows).half_of(ROLLOUTS) == half
+
+
+# Groups of a prompt and 2 + 2 + 2, and of a prompt and 1: the first is the largest pass of those that take one each.
+UNEVEN = fake_rollouts([2, 2, 2, 1], group=[0, 0, 0, 1])
+
+
+def test_half_of_the_tokens_that_the_largest_pass_takes():
+    size = prompt_tokens()
+    assert MicroBatching().half_of(UNEVEN) == (size + 6) // 2
+    assert MicroBatching(10**6).half_of(UNEVEN) == (2 * size + 7) // 2, "both groups, and not the budget"
+    assert MicroBatching(10**6).half_of(UNEVEN, 2) == 2 * size + 7, "each view reads both"
+    assert MicroBatching(10**6).half_of(fake_rollouts([3, 3])) == (size + 6) // 2
+
+
+def test_what_is_cut_no_finer_has_no_half():
+    assert MicroBatching().half_of(fake_rollouts([5])) is None, "a single response"
+    assert MicroBatching(1).half_of(ROLLOUTS) is None, "a response each"
+    assert MicroBatching(rows=1).half_of(fake_rollouts([1])) is None
+
+
+def test_within_a_limit_of_what_is_counted():
+    assert MicroBatching(rows=4).within(3) == MicroBatching(rows=3)
+    assert MicroBatching(rows=4).within(5) == MicroBatching(rows=4)
+    assert MicroBatching(100).within(50) == MicroBatching(50)
+    assert MicroBatching(100).within(200) == MicroBatching(100)
+    assert MicroBatching(at_least=7).within(50) == MicroBatching(50, at_least=7)
