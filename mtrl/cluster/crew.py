@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import ray
@@ -46,8 +50,8 @@ class RayCrew:
                 kind: Any = RankProcess  # ray.remote has put more into the class
                 self.ranks.append(kind.options(**options).remote(number, size, self._log(number)))
             # A process that starts answers nobody: on a busy machine that takes longer than a heartbeat.
-            self.places = ray.get([rank.place.remote() for rank in self.ranks])
-            address = ray.get(self.ranks[0].address.remote())
+            self.places = self._results([rank.place.remote() for rank in self.ranks], watched=False)
+            [address] = self._results([self.ranks[0].address.remote()])
             self._results([rank.join.remote(address, build) for rank in self.ranks])
         except BaseException:
             self.close()
@@ -67,11 +71,11 @@ class RayCrew:
         if self.lost is not None:
             raise self.lost
 
-    def _results(self, calls: Sequence[Any]) -> list[Any]:
+    def _results(self, calls: Sequence[Any], watched: bool = True) -> list[Any]:
         """Waits for all, and looks meanwhile whether every rank is alive."""
-        waiting = list(calls)
+        waiting, patience = list(calls), self.heartbeat if watched else None
         while waiting:
-            done, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=self.heartbeat)
+            done, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=patience)
             for call in done:
                 try:
                     ray.get(call)
@@ -133,16 +137,34 @@ def open_ray(size: int) -> bool:
     """Joins the cluster that RAY_ADDRESS names, or starts one on this machine. Whether it was started here."""
     if ray.is_initialized():
         return False
-    if address := os.environ.get("RAY_ADDRESS"):
-        try:
-            ray.init(address=address, log_to_driver=True)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise StartError(f"RAY_ADDRESS: no cluster of Ray answers at {address}: {error}") from error
-        return True
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    cores = max(size, os.cpu_count() or 1)
-    ray.init(address="local", num_cpus=cores, include_dashboard=False, log_to_driver=True, logging_level=logging.ERROR)
+    with sigterm_kept():
+        if address := os.environ.get("RAY_ADDRESS"):
+            try:
+                ray.init(address=address, log_to_driver=True)
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                raise StartError(f"RAY_ADDRESS: no cluster of Ray answers at {address}: {error}") from error
+            return True
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        os.environ.setdefault("RAY_worker_niceness", "0")  # ranks are what the machine is for: Ray would let others go first
+        quiet: dict[str, Any] = {"include_dashboard": False, "logging_level": logging.ERROR}
+        ray.init(address="local", num_cpus=max(size, os.cpu_count() or 1), log_to_driver=True, **quiet)
     return True
+
+
+@contextmanager
+def sigterm_kept() -> Iterator[None]:
+    """Ray makes SIGTERM an exit with status 15. It stays what it was, and where it would have ended the process without
+    a word, it now ends it with the status of a signal, after all that was started."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, leave if before in (signal.SIG_DFL, None) else before)
+
+
+def leave(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
 
 
 def gpus() -> int:
