@@ -151,7 +151,8 @@ def fitting_state(start: Start, source: TaskSource) -> dict[str, Any]:
     except DataError as error:
         told = f"weights and optimizer are those of {start.checkpoint}; the data start at their beginning"
         logger.warning("%s, since they are not that run's: %s", told, error)
-    state = {name: value for name, value in start.state.items() if name != "replay"}  # what it saw is not ours to see
+    theirs = ("replay", "ahead")  # what it saw is not ours to see
+    state = {name: value for name, value in start.state.items() if name not in theirs}
     return {**state, "source": source.state()}
 
 

@@ -155,6 +155,7 @@ IMPOSSIBLE = [
         ["worker.actor.ulysses_size=3", "training.n_gpus_per_node=4"],
         ["worker.actor.ulysses_size", "training.n_gpus_per_node"],
     ),
+    (["worker.rollout.lag=1", "optimization.tis_clip=null"], ["worker.rollout.lag", "optimization.tis_clip"]),
     (
         ["optimization.advantage_estimator=gae", "optimization.replay_buffer_size=64"],
         ["optimization.replay_buffer_size", "worker.rollout.n = null (default)"],
