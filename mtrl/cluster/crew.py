@@ -145,7 +145,7 @@ def open_ray(size: int) -> bool:
                 raise StartError(f"RAY_ADDRESS: no cluster of Ray answers at {address}: {error}") from error
             return True
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        os.environ.setdefault("RAY_worker_niceness", "0")  # ranks are what the machine is for: Ray would let others go first
+        os.environ.setdefault("RAY_worker_niceness", "0")  # Ray would let everything else go first
         quiet: dict[str, Any] = {"include_dashboard": False, "logging_level": logging.ERROR}
         ray.init(address="local", num_cpus=max(size, os.cpu_count() or 1), log_to_driver=True, **quiet)
     return True
