@@ -67,12 +67,17 @@ class RayCrew:
         self._refuse_lost()
         return self._results([self.ranks[0].answer_beside.remote(part, method, arguments)])[0]
 
+    def call_beside(self, part: str, method: str, *arguments: Any) -> list[Any]:
+        self._refuse_lost()
+        return self._results([rank.answer_beside.remote(part, method, arguments) for rank in self.ranks], beside=True)
+
     def _refuse_lost(self) -> None:
         if self.lost is not None:
             raise self.lost
 
-    def _results(self, calls: Sequence[Any], watched: bool = True) -> list[Any]:
-        """Waits for all, and looks meanwhile whether every rank is alive."""
+    def _results(self, calls: Sequence[Any], watched: bool = True, beside: bool = False) -> list[Any]:
+        """Waits for all, and looks meanwhile whether every rank is alive. An error of something that was done `beside`
+        leaves the ranks as they were."""
         waiting, patience = list(calls), self.heartbeat if watched else None
         while waiting:
             done, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=patience)
@@ -80,7 +85,7 @@ class RayCrew:
                 try:
                     ray.get(call)
                 except (RayActorError, RayTaskError) as error:
-                    raise self._told(error, calls) from error
+                    raise self._told(error, calls, beside) from error
             if waiting:
                 self._look()
         return ray.get(list(calls))
@@ -96,7 +101,7 @@ class RayCrew:
                 self.lost = RankLost(self._message(number, f"has not answered for {self.heartbeat:g} s"))
                 raise self.lost from error
 
-    def _told(self, error: Exception, calls: Sequence[Any]) -> Exception:
+    def _told(self, error: Exception, calls: Sequence[Any], beside: bool) -> Exception:
         """What went wrong first. Where a process ended, others fail too, since it does not answer them."""
         ray.wait(list(calls), num_returns=len(calls), timeout=GRACE)
         ended = [number for number, rank in enumerate(self.ranks) if is_dead(rank)]
@@ -104,7 +109,8 @@ class RayCrew:
             self.lost = RankLost("; ".join(self._message(number, "has ended") for number in ended))
             return self.lost
         cause = error.cause if isinstance(error, RayTaskError) else error
-        self.lost = RankLost(f"the ranks cannot go on: {cause}")
+        if not beside:
+            self.lost = RankLost(f"the ranks cannot go on: {cause}")
         return cause if isinstance(cause, Exception) else error
 
     def _message(self, number: int, what: str) -> str:

@@ -82,6 +82,7 @@ def staleness_metrics(version: int, rollouts: Rollouts) -> Metrics:
 class AheadSnapshot:
     """Nobody changes what was sampled, so that it may be written at any time."""
 
+    copied = True
     sampled: Sampled | None
 
     @property
