@@ -24,8 +24,10 @@ from mtrl.models.ranks import Ranks
 
 LINES = 12  # of a lost rank's log in the message
 GRACE = 5.0  # seconds in which the ranks that lost another one say so: the one that died first is to be told
+STARTS = 3  # attempts to start Ray on this machine
 PLACING = 120.0  # seconds that a cluster has to find room for all ranks
 
+logger = logging.getLogger(__name__)
 
 Build = Callable[[Ranks], Mapping[str, Any]]
 
@@ -150,11 +152,23 @@ def open_ray(size: int) -> bool:
             except (ConnectionError, RuntimeError, ValueError) as error:
                 raise StartError(f"RAY_ADDRESS: no cluster of Ray answers at {address}: {error}") from error
             return True
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        os.environ.setdefault("RAY_worker_niceness", "0")  # Ray would let everything else go first
-        quiet: dict[str, Any] = {"include_dashboard": False, "logging_level": logging.ERROR}
-        ray.init(address="local", num_cpus=max(size, os.cpu_count() or 1), log_to_driver=True, **quiet)
+        start_ray(max(size, os.cpu_count() or 1))
     return True
+
+
+def start_ray(cores: int) -> None:
+    """A cluster of this machine alone. Ray gives itself half a minute for it, which a busy machine does not keep."""
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray would let everything else go first
+    quiet: dict[str, Any] = {"include_dashboard": False, "logging_level": logging.ERROR}
+    for left in reversed(range(STARTS)):
+        try:
+            ray.init(address="local", num_cpus=cores, log_to_driver=True, **quiet)
+            return
+        except Exception as error:  # Ray has no class of its own for it
+            if not left:
+                raise StartError(f"Ray does not start on this machine, after {STARTS} attempts: {error}") from error
+            logger.warning("Ray has not started (%s); it is tried again", error)
 
 
 @contextmanager

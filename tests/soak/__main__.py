@@ -5,6 +5,7 @@ signals   20 x SIGTERM and SIGINT, the same
 configs   10,000 mutated configurations: no traceback, no hang
 rows      10,000 mutated rows and images: the same, and every row accounted for
 ranks     20 x SIGKILL of a rank of two, once of their driver: the run goes on by itself, to the bit, no orphan
+torchrun  20 x SIGKILL of a rank of two without Ray, the first or the second, the same
 long      1,000 steps with everything on: memory, files and threads do not grow
 
 Each keeps a ledger in DIR/<trial>: a soak that was stopped goes on where it was, and one that has passed is not
@@ -28,11 +29,13 @@ from soak.long_run import long_run
 from soak.lost_ranks import lost_ranks
 from soak.mutated_input import configurations, rows
 from soak.struck_runs import strikes
+from soak.torchrun_ranks import torchrun_ranks
 
 TRIALS: dict[str, partial[None]] = {
     "kills": partial(strikes, count=50, signals=[signal.SIGKILL]),
     "signals": partial(strikes, count=20, signals=[signal.SIGTERM, signal.SIGINT]),
     "ranks": partial(lost_ranks, count=20),
+    "torchrun": partial(torchrun_ranks, count=20),
     "configs": partial(configurations, cases=10_000),
     "rows": partial(rows, cases=10_000),
     "long": partial(long_run, steps=1000, most=0.02),
