@@ -15,8 +15,9 @@ ahead/
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,50 +26,48 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mtrl.algorithms.metrics import Metrics
-from mtrl.protocols import PendingRewards, TaskSource
-from mtrl.training.replay import by_folder, tensors_of
+from mtrl.protocols import TaskSource
+from mtrl.training.gather import Asked, Gathering, Sampled
+from mtrl.training.refill import Gathered
+from mtrl.training.replay import ReplayMemory, by_folder, tensors_of
 from mtrl.types import Rollouts
 
 RESPONSES, INDEX = "responses.safetensors", "responses.json"
-
-
-@dataclass(frozen=True, eq=False)
-class Sampled:
-    """Responses to the prompts of a step, and the greedy ones where advantages compare with them."""
-
-    rollouts: Rollouts
-    greedy: Rollouts | None = None
-
-    def parts(self) -> dict[str, Rollouts]:
-        return {"rollouts": self.rollouts} | ({} if self.greedy is None else {"greedy": self.greedy})
-
-
-@dataclass(frozen=True, eq=False)
-class Asked:
-    """Responses whose rewards are being worked out."""
-
-    sampled: Sampled
-    pending: PendingRewards
-    baseline: PendingRewards | None = None
+OWN = ("replay", "ahead")  # parts of a checkpoint that hold what a run has seen: no other run goes on from them
 
 
 class Ahead:
-    """What is there for the next step: nothing before the first and after the last."""
+    """What steps learn from that was sampled before them, by their numbers. `done` tells how many steps are: within a
+    step what it began with is still there, since a run that fails in it goes on from its beginning."""
 
-    def __init__(self) -> None:
-        self.asked: Asked | None = None
-        self.directory = Path()  # where a checkpoint has it
+    def __init__(self, done: Callable[[], int]) -> None:
+        self.done = done
+        self.asked: dict[int, Asked] = {}
+        self.directory: Path | None = None  # of the checkpoint that the run goes on from
+
+    def run(self, way: Gathering, memory: ReplayMemory | None) -> Gathered:
+        """Gathers a step, and before that samples the next one, whose prompts come after this one's."""
+        step, places = way.step, way.recipe.prompts_per_step
+        now = self.asked.get(step) or self._restored(way) or way.ask(places)
+        self.asked = {step: now}
+        if step + 1 < way.recipe.total_steps:
+            self.asked[step + 1] = replace(way, step=step + 1, asked=Counter()).ask(places)
+        gathered = way.run(memory, now)
+        told = staleness_metrics(way.version, gathered.own.rollouts)
+        return replace(gathered, metrics=gathered.metrics | told)
+
+    def _restored(self, way: Gathering) -> Asked | None:
+        """What a checkpoint has for this step; its rewards are worked out anew."""
+        directory, self.directory = self.directory, None
+        sampled = None if directory is None else read_sampled(directory, way.source)
+        return None if sampled is None else way.submitted(sampled)
 
     def snapshot(self) -> AheadSnapshot:
-        return AheadSnapshot(None if self.asked is None else self.asked.sampled)
+        asked = self.asked.get(self.done())
+        return AheadSnapshot(None if asked is None else asked.sampled)
 
     def restore(self, directory: Path) -> None:
-        """From where `take_up` reads it, once there is somebody to bring the prompts and to score."""
         self.directory = directory
-
-    def take_up(self, source: TaskSource, submit: Callable[[Sampled], Asked]) -> None:
-        sampled = read_sampled(self.directory, source)
-        self.asked = None if sampled is None else submit(sampled)
 
 
 def staleness_metrics(version: int, rollouts: Rollouts) -> Metrics:

@@ -15,13 +15,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 
-from mtrl.protocols import Generator, Prober, Scorer, TaskSource
-from mtrl.training.ahead import Asked, Sampled
+from mtrl.protocols import Generator, PendingRewards, Prober, Scorer, TaskSource
 from mtrl.training.clock import Clock
 from mtrl.training.recipe import Recipe
 from mtrl.training.refill import Gathered, fill, refuse_short
 from mtrl.training.replay import ReplayMemory
 from mtrl.types import Experience, Needs, Prompt, Rollouts, Sampling, Signals
+
+
+@dataclass(frozen=True, eq=False)
+class Sampled:
+    """Responses to the prompts of a step, and the greedy ones where advantages compare with them."""
+
+    rollouts: Rollouts
+    greedy: Rollouts | None = None
+
+    def parts(self) -> dict[str, Rollouts]:
+        return {"rollouts": self.rollouts} | ({} if self.greedy is None else {"greedy": self.greedy})
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """Responses whose rewards are being worked out."""
+
+    sampled: Sampled
+    pending: PendingRewards
+    baseline: PendingRewards | None = None
 
 
 @dataclass

@@ -23,7 +23,7 @@ from mtrl.algorithms.losses import Loss
 from mtrl.algorithms.metrics import Metrics, learnt_metrics, step_metrics
 from mtrl.algorithms.values import value_metrics
 from mtrl.protocols import Actor, Critic, Generator, Prober, Refreshed, Scorer, Stateful, Store, TaskSource, Tracker
-from mtrl.training.ahead import Ahead, Asked, staleness_metrics
+from mtrl.training.ahead import OWN, Ahead
 from mtrl.training.clock import Clock
 from mtrl.training.evaluate import Validation
 from mtrl.training.gather import Gathering
@@ -56,11 +56,9 @@ class Loop:
         self.divergence = recipe.divergence  # its coefficient may adapt
         self.prompts = PromptCounts()  # what became of all that were asked
         self.memory = None if recipe.replay is None else ReplayMemory(recipe.replay, recipe.seed)
-        self.ahead = Ahead() if recipe.lag else None  # what the next step learns from, where that is sampled before
+        self.ahead = Ahead(lambda: self.done) if recipe.lag else None  # what a step learns from, sampled before it
         self.version, self.done, self.saved = 0, 0, 0  # version of the weights; steps done; the last one saved
-        self.whole: dict[str, Any] | None = (
-            None  # the state after the last step; None while an update changes the actor
-        )
+        self.whole: dict[str, Any] | None = None  # the state after the last step; None once an update has begun
         self.clock = Clock()
 
     def run(self) -> None:
@@ -81,7 +79,7 @@ class Loop:
     def step(self, step: int) -> Metrics:
         components, recipe = self.components, self.recipe
         self.clock = clock = Clock()
-        gathered, upcoming = self.gather(step)
+        gathered = self.gather(step)
         with clock("credit"):
             experience = self.give_credit(gathered.experience, step)
             loss = recipe.loss.with_divergence(self.divergence)
@@ -95,8 +93,6 @@ class Loop:
         self.done = step + 1
         if components.reference is not None and due(self.done, recipe.refresh_every):
             components.reference.refresh()
-        if self.ahead is not None:
-            self.ahead.asked = upcoming
         self.whole = self.state()  # from here on an error costs nothing of this step
         components.tracker.rollouts(step + 1, experience)
         values = step_metrics(gathered.own, recipe.sampling.cut) | credit_metrics(recipe.credit, experience)
@@ -104,21 +100,11 @@ class Loop:
         return values | clock.metrics(tokens=int(experience.rollouts.mask.sum()), samples=len(experience))
 
     # ------------------------------------------------------------------------------------------- the verbs of a step
-    def gather(self, step: int) -> tuple[Gathered, Asked | None]:
-        """Responses, what was measured of them and what they earned: all that a step learns from. With a lag also the
-        next step's responses, which these weights sample before they learn."""
-        if self.ahead is None:
-            return self.way(step).run(self.memory), None
-        places = self.recipe.prompts_per_step
-        asked = self.ahead.asked or self.way(step).ask(places)
-        upcoming = self.way(step + 1).ask(places) if step + 1 < self.recipe.total_steps else None
-        gathered = self.way(step).run(self.memory, asked)
-        told = staleness_metrics(self.version, gathered.own.rollouts)
-        return replace(gathered, metrics=gathered.metrics | told), upcoming
-
-    def way(self, step: int) -> Gathering:
+    def gather(self, step: int) -> Gathered:
+        """Responses, what was measured of them and what they earned: all that a step learns from."""
         of = self.components
-        return Gathering(of.source, of.generator, of.scorer, of.probers, self.recipe, step, self.version, self.clock)
+        way = Gathering(of.source, of.generator, of.scorer, of.probers, self.recipe, step, self.version, self.clock)
+        return way.run(self.memory) if self.ahead is None else self.ahead.run(way, self.memory)
 
     def give_credit(self, experience: Experience, step: int) -> Experience:
         """Turns rewards into advantages, and decides what each token gets of them."""
@@ -185,10 +171,9 @@ class Loop:
     def state(self) -> dict[str, Any]:
         """What the next step depends on besides the learners; all else is keyed by the step's number."""
         coef = None if self.divergence is None else self.divergence.coef
-        source, prompts = self.components.source.state(), asdict(self.prompts)
-        state = {"step": self.done, "source": source, "prompts": prompts, "divergence_coef": coef}
-        kept = {} if self.memory is None else {"replay": len(self.memory.buffer.entries)}
-        return state | kept | ({} if self.ahead is None else {"ahead": self.ahead.asked is not None})
+        state = {"step": self.done, "source": self.components.source.state(), "prompts": asdict(self.prompts)}
+        state |= {"divergence_coef": coef} | ({} if self.ahead is None else {"ahead": True})
+        return state if self.memory is None else state | {"replay": len(self.memory.buffer.entries)}
 
     def restore(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
         self.done = self.saved = state["step"]
@@ -196,10 +181,7 @@ class Loop:
         self.prompts = PromptCounts(**state.get("prompts", {}))
         if self.divergence is not None and self.divergence.adaptive and state["divergence_coef"] is not None:
             self.divergence = replace(self.divergence, coef=state["divergence_coef"])
-        own = ("replay", "ahead")  # what another run has seen is not there to go on from
-        saved = {name: each for name, each in self.kept().items() if name not in own or name in state}
+        saved = {name: each for name, each in self.kept().items() if name not in OWN or name in state}
         self.components.store.restore(checkpoint, saved)
-        if self.ahead is not None and "ahead" in saved:
-            self.ahead.take_up(self.components.source, self.way(self.done).submitted)
         self.whole = self.state()
         self.publish()
