@@ -14,7 +14,7 @@ INSTALLED := .venv/.installed
 VLLM_BIN := .venv-vllm/bin
 VLLM_INSTALLED := .venv-vllm/.installed
 
-.PHONY: setup demo demo-cluster test setup-vllm test-vllm test-all soak lint format reference
+.PHONY: setup browser demo demo-cluster test setup-vllm test-vllm test-all soak lint format reference
 
 setup: $(INSTALLED)
 
@@ -29,8 +29,14 @@ demo: setup
 demo-cluster: setup
 	$(BIN)/mtrl demo training.n_gpus_per_node=2
 
-test: setup
+test: setup browser
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# The viewer is tested in Chromium, and not where there is none; in a container of one's own it is installed.
+browser:
+	@command -v chromium > /dev/null \
+	|| { test "$$(id -u)" = 0 && apt-get -qq update && apt-get -qq install --yes --no-install-recommends chromium; } > /dev/null 2>&1 \
+	|| echo "no Chromium: the tests of mtrl view in a browser are skipped (apt-get install chromium)"
 
 setup-vllm: $(VLLM_INSTALLED)
 
@@ -45,7 +51,7 @@ $(VLLM_INSTALLED): pyproject.toml constraints.txt
 test-vllm: setup-vllm
 	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -n 2 --dist loadfile tests/on_vllm tests/conformance/test_generator.py -k vllm
 
-test-all: setup
+test-all: setup browser
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not soak"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not soak" tests/cluster
 	$(BIN)/python tests/mutation.py

@@ -1,12 +1,11 @@
-"""Which settings fit on which card: the peak that `mtrl doctor` counts for a TPRL step of a 3 B and a 7 B model.
+"""Which recipe fits on which card: the peaks that `mtrl doctor` counts for those of mtrl/configs/cards.
 
     python -m benchmarks.cards [--out benchmarks/results/cards.json]    # some minutes of one core, no GPU
     python -m benchmarks.cards --render benchmarks/results/cards.json   # the table of docs/memory.md again
 
-The step is that of `benchmarks.step`: 8 prompts x 8 responses x 256 tokens, an image of 576 tokens and 66 others, token
-gradient filtering, trajectory shaping and attention at every step; all else is as users get it. A card is counted as
-what its driver leaves of it, less a GiB for CUDA's context, graphs and fragments. `measured` is filled by hand from
-`benchmarks.step --size SIZE --device cuda --memory-gib CARD .. KEY=VALUE ..`, its `peak_gb`.
+A recipe is called by its model and its card. It is counted at its own limits, in passes that are cut as its run would
+cut them on that card, which counts as what its driver leaves of it, less a GiB for CUDA's context, graphs and
+fragments.
 """
 
 from __future__ import annotations
@@ -15,89 +14,53 @@ import argparse
 import json
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import step
+import mtrl
 from benchmarks.environment import finish
 from benchmarks.random_model import checkpoint_without_weights, random_config
 from mtrl.build.memory import plan_of
-from mtrl.config import given_keys, load_config
-from mtrl.memory.estimate import Estimate, Plan, apart, estimate, needed_in
+from mtrl.config import load_config
+from mtrl.memory.estimate import estimate, sized
 
 GIB = 2**30
-SIZES = ("3b", "7b")
-CARDS = {"24 GB": 24.0, "48 GB": 44.5, "80 GB": 79.1, "141 GB": 139.8}  # GiB: RTX 4090, L40S, A100, H200
+CARDS = {"24gb": 24.0, "48gb": 44.5, "80gb": 79.1, "141gb": 139.8}  # GiB: RTX 4090, L40S, A100, H200
 REST = 1.0  # GiB
-STEP = ["--prompts=8", "--generations=8", "--image-side=672", "--text-tokens=66", "--completion=256", "--tprl"]
-LIMIT = "dataset.max_prompt_length=642"
-BF16 = ("worker.actor.fsdp.param_dtype=bf16", "worker.actor.fsdp.param_rounding=stochastic")
-OFFLOADED = ("worker.actor.offload.offload_optimizer=true", "worker.ref.offload_params=true")
-SMALL = "worker.actor.tokens_per_micro_batch=4096"
-WAYS: dict[str, tuple[str, ...]] = {
-    "all weights, float32 (the defaults)": (),
-    "all weights, float32, offloaded": OFFLOADED,
-    "all weights, bf16, offloaded, small passes": (*BF16, *OFFLOADED, SMALL),
-    "LoRA, small passes": ("worker.actor.model.peft_type=lora", SMALL),
-    "QLoRA, small passes": ("worker.actor.model.peft_type=qlora", SMALL),
-}
+RECIPES = sorted(
+    Path(mtrl.__file__).with_name("configs").glob("cards/*.yaml"),
+    key=lambda file: (file.stem[:2], [*CARDS].index(file.stem.split("_")[1]), file.stem),
+)
 
 
-def peaks(size: str, overrides: Sequence[str]) -> dict[str, float]:
-    """GiB that are held, and at most in each phase."""
-    settings = step.settings_of(step.parse([*STEP, "--attention", f"--size={size}"]))
+def row(recipe: Path) -> dict[str, Any]:
+    size, card = recipe.stem.split("_")[:2]
     with tempfile.TemporaryDirectory() as folder:
         place = checkpoint_without_weights(Path(folder), size)
-        here = {"worker.actor.model.model_path": str(place), "worker.reward.functions": ["accuracy"]}
-        plan = plan_of(load_config(None, {**settings, **here, **given_keys([LIMIT, *overrides])}), on_gpu=True)
-        found = passes(
-            size, random_config(place, size), replace(plan, offload_optimizer=False, offload_reference=False)
-        )
-    always, away = apart(found.held, plan)  # what is offloaded changes nothing in the passes, which take the time
-    held = sum(always.values())
-    back = {phase: needed_in(phase, away, plan, found.piece) for phase in found.phases}
-    phases = {phase: held + sum((parts | back[phase]).values()) for phase, parts in found.phases.items()}
-    return {name: round(count / GIB, 1) for name, count in {"held": held, **phases}.items()}
-
-
-def passes(size: str, model: Any, plan: Plan) -> Estimate:
-    known = next((found for key, found in KNOWN if key == (size, plan)), None)
-    if known is None:
-        KNOWN.append(((size, plan), known := estimate(model, plan)))
-    return known
-
-
-KNOWN: list[tuple[tuple[str, Plan], Estimate]] = []
-
-
-def row(size: str, way: str) -> dict[str, Any]:
-    found = peaks(size, WAYS[way])
-    print(f"{size}, {way}: {found}", flush=True)
-    return {"size": size, "way": way, "keys": [LIMIT, *WAYS[way]], "doctor": found, "measured": None}
-
-
-def smallest(peak: float) -> str:
-    """
-    >>> smallest(18.6), smallest(23.5), smallest(500)
-    ('24 GB', '48 GB', 'none')
-    """
-    return next((card for card, room in CARDS.items() if peak + REST <= room), "none")
+        plan = plan_of(load_config(recipe, {"worker.actor.model.model_path": str(place)}), on_gpu=True)
+        model, room = random_config(place, size), CARDS[card] - REST
+        plan, found = sized(model, plan, estimate(model, plan), int(room * GIB))
+    phases = {phase: found.held_bytes + sum(parts.values()) for phase, parts in found.phases.items()}
+    told = {name: round(count / GIB, 1) for name, count in {"held": found.held_bytes, **phases}.items()}
+    result = {"recipe": recipe.stem, "room": room, "tokens": plan.limits.update.tokens, "doctor": told}
+    print(result, flush=True)
+    return result
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Markdown, as docs/memory.md has it."""
-    lines = [
-        "| model | settings | held | sampling | probe | update | smallest card | measured peak |",
-        8 * "|---" + "|",
-    ]
+    lines = ["| recipe | settings | held | sampling | probe | update | tokens a pass |", 7 * "|---" + "|"]
     for each in rows:
-        doctor, measured = each["doctor"], each["measured"]
-        peak = max(doctor[phase] for phase in ("sample", "probe", "update"))
-        numbers = [f"{doctor[name]:.1f}" for name in ("held", "sample", "probe", "update")]
-        cells = [each["size"].upper().replace("B", " B"), each["way"], *numbers, smallest(peak)]
-        lines.append(f"| {' | '.join([*cells, '' if measured is None else f'{measured:.1f}'])} |")
+        numbers = [f"{each['doctor'][name]:.1f}" for name in ("held", "sample", "probe", "update")]
+        tokens = f"{each['tokens']:,}" if each["tokens"] else "32,768"
+        lines.append(f"| `{each['recipe']}` | {settings_of(each['recipe'])} | {' | '.join([*numbers, tokens])} |")
     return "\n".join(lines)
+
+
+def settings_of(recipe: str) -> str:
+    """What its first line says."""
+    file = next(file for file in RECIPES if file.stem == recipe)
+    return file.read_text().splitlines()[0].partition("GB: ")[2]
 
 
 def main() -> None:
@@ -108,9 +71,9 @@ def main() -> None:
     if a.render is not None:
         print(table(json.loads(a.render.read_text())["rows"]))
         return
-    rows = [row(size, way) for size in SIZES for way in WAYS]
+    rows = [row(recipe) for recipe in RECIPES]
     print(table(rows))
-    finish({"bench": "cards", "step": [*STEP, "--attention"], "rows": rows}, a.out)
+    finish({"bench": "cards", "rows": rows}, a.out)
 
 
 if __name__ == "__main__":

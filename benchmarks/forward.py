@@ -43,7 +43,7 @@ from mtrl.workers.micro_batches import MicroBatching
 TEXT_TOKENS = 66
 SHAPES = {"3b": (8, 256, 672), "tiny": (4, 16, 112)}  # prompts and responses, tokens, image side
 SIDES = {"3b": (448, 672, 896), "tiny": (56, 112, 168)}
-BUDGET = {"update": 16384, "probe": 65536}  # tokens of a pass, as on a GPU by default
+BUDGET = {"update": 32768, "probe": 65536}  # tokens of a pass, as on a GPU by default
 ROWS = 8  # responses in one pass of the padded route
 
 

@@ -53,7 +53,7 @@ from mtrl.config import given_keys
 from mtrl.models.backbone import Backbone
 from mtrl.protocols import Generator
 from mtrl.rollout import local
-from mtrl.rollout.decode.engine import GraphGenerator
+from mtrl.rollout.decode.engine import GraphGenerator, bucket_of
 from mtrl.types import Prompt, Rollouts, Sampling
 
 BYTES_A_SECOND = 4.3e12  # what an H200 reads
@@ -258,7 +258,11 @@ def check(case: Case, rollouts: Rollouts) -> None:
 @contextmanager
 def all_stay(generator: Generator, rows: int) -> Iterator[None]:
     """Rows that have ended do not leave until all have."""
-    whole = patch.object(generator, "buckets", [rows]) if isinstance(generator, GraphGenerator) else nullcontext()
+    whole = (
+        patch.object(generator, "buckets", [bucket_of(rows)])
+        if isinstance(generator, GraphGenerator)
+        else nullcontext()
+    )
     with whole, patch.object(local, "COMPACT_BELOW", 0.0):
         yield
 

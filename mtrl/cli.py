@@ -160,6 +160,34 @@ def plot(arguments: Sequence[str]) -> int:
     return plot.run(arguments)
 
 
+def view(arguments: Sequence[str]) -> int:
+    """See runs in the browser: curves, and every recorded response token by token.
+
+    mtrl view RUN_DIR [RUN_DIR ...] [--port N] [--host ADDRESS] [--no-browser]
+
+    Follows a run that goes on, opens one that has ended, compares several: which tokens looked at the image, which were
+    trained on, what each response was worth. Also opens TRL's completions (parquet) and verl's rollouts (JSONL). It
+    listens on this machine alone unless --host says otherwise. Needs pip install 'mtrl[view]'.
+    """
+    from mtrl.commands import view
+
+    return view.run(arguments)
+
+
+def report(arguments: Sequence[str]) -> int:
+    """Put a run, or several, into one HTML file to hand on.
+
+    mtrl report RUN_DIR [RUN_DIR ...] [--out DIR] [--rollouts 64]
+
+    report.html is what mtrl view shows, in a file that needs no server and asks nobody: curves, and responses of the
+    first step to the last with their images and heat maps. Beside it report.md and curves.png, for a paper. DIR is
+    RUN_DIR/report unless it is given. Prints the paths of the files.
+    """
+    from mtrl.commands import report
+
+    return report.run(arguments)
+
+
 def export(arguments: Sequence[str]) -> int:
     """Write a run's newest checkpoint, or any, as a model that other tools load, with a card.
 
@@ -183,6 +211,8 @@ COMMANDS: dict[str, Command] = {
     "reward": reward,
     "attention": attention,
     "plot": plot,
+    "view": view,
+    "report": report,
     "export": export,
     "doctor": doctor,
     "config": config,

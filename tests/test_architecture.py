@@ -27,6 +27,7 @@ ROOM_MAY_IMPORT = {
     "data": {"types", "files", "protocols"},
     "report": {"types", "algorithms", "terminal"},
     "tracking": {"types", "files", "protocols", "algorithms", "report", "terminal"},
+    "view": {"files", "tracking", "report"},
     "store": {"errors", "files", "protocols", "machine"},
     "zoo": {"types", "protocols"},
 }
@@ -95,7 +96,7 @@ CONCRETE = {  # what stands behind a seam, and its room
     "RewardModelWorker": "workers",
     "RewardScorer": "rewards", "Sandbox": "rewards", "InProcess": "rewards", "Sampler": "data", "FolderStore": "store",
     "Trackers": "tracking", "RunFiles": "tracking", "MarkdownLogs": "tracking", "Console": "tracking",
-    "Watch": "tracking", "CurveFile": "tracking",
+    "Watch": "tracking", "CurveFile": "tracking", "RolloutRecord": "tracking", "LoggerFeed": "tracking",
 }  # fmt: skip
 NAMES_THE_ENGINE = {"mtrl.zoo.pretrain"}  # a script of its own
 

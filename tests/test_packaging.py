@@ -11,7 +11,11 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SOURCES = sorted((ROOT / "mtrl").rglob("*.py"))
-DISTRIBUTIONS = {"PIL": "pillow", "yaml": "pyyaml"}  # where a module is called otherwise than its distribution
+DISTRIBUTIONS = {
+    "PIL": "pillow",
+    "yaml": "pyyaml",
+    "mlflow": "mlflow-skinny",
+}  # where a module is called otherwise than its distribution
 
 
 def names(requirements: list[str]) -> set[str]:

@@ -35,8 +35,8 @@ def build_critic(config: Config, policy: Forward, encoder: TextEncoder, steps: i
     return LocalCritic(
         replace(policy, backbone=backbone_of(config, model, ranks)),
         recipe.critic_optimizer_settings(config, steps),
-        update_batching=replace(recipe.update_batching(config, on_gpu, policy.share_prefix), ranks=ranks),
-        probe_batching=replace(recipe.probe_batching(config, on_gpu, policy.share_prefix), ranks=ranks),
+        update_batching=recipe.update_batching(config, on_gpu, policy.share_prefix).over(ranks, policy.sharers.size),
+        probe_batching=recipe.probe_batching(config, on_gpu, policy.share_prefix).over(ranks, policy.sharers.size),
         encoder_files=encoder_files(encoder, path),
         offload_optimizer=on_gpu and config.worker.actor.offload.offload_optimizer,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 
 import torch
@@ -10,13 +12,14 @@ from mtrl.build import recipe
 from mtrl.build.critic import critic_path
 from mtrl.config import Config
 from mtrl.memory.estimate import Plan, changes
-from mtrl.memory.rehearsal import ADAM_STATES, Limits, rehearse
+from mtrl.memory.rehearsal import ADAM_STATES, DOES_NOT_FIT, DoesNotFit, Limits, half_pass, rehearse
 from mtrl.models.families import load_model_config
 from mtrl.models.forward import Forward
 from mtrl.models.size import reward_model_parameters
 from mtrl.protocols import Generator
 from mtrl.training.interrupt import say_at_once
 from mtrl.types import Needs
+from mtrl.workers.learner import Learner
 
 GIB = 2**30
 
@@ -78,19 +81,19 @@ def rehearse_on_gpu(
     generator: Generator,
     needs: Needs,
     has_states: bool,
+    learners: Sequence[Learner],
     critic: Forward | None = None,
 ) -> None:
     """The passes of a step at the limits of the configuration, once: what does not fit is told before the first step. A
     CPU is slow, and what does not fit there is swapped."""
     if policy.backbone.device.type != "cuda":
         return
-    limits = limits_of(config, needs, on_gpu=True, share_prefix=policy.share_prefix)
     plan = plan_of(config, on_gpu=True)
-    peaks = rehearse(
+    run_once = partial(
+        rehearse,
         policy,
         policy.encoder,
-        limits,
-        generator,
+        generator=generator,
         has_states=has_states,
         ways=[*changes(plan)],
         critic=critic,
@@ -98,6 +101,35 @@ def rehearse_on_gpu(
         state_dtype=torch.uint8 if plan.eight_bit else None,
         offloaded=plan.offload_optimizer,
     )
+    limits = limits_of(config, needs, on_gpu=True, share_prefix=policy.share_prefix)
+    if learners[0].cut_to:  # the run goes on, with passes that were cut before
+        limits = limits.within(learners[0].cut_to)
+    peaks = fitted(run_once, limits, policy, learners if sized_by_memory(config) else [])
     say_at_once(
         "rehearsed at the limits: " + ", ".join(f"{name} {peak / GIB:,.1f} GiB" for name, peak in peaks.items())
     )
+
+
+def sized_by_memory(config: Config) -> bool:
+    """Whether nobody has said how large a pass is."""
+    actor = config.worker.actor
+    return actor.dynamic_batching and actor.tokens_per_micro_batch is None
+
+
+def fitted(
+    run_once: Callable[[Limits], dict[str, int]], limits: Limits, policy: Forward, learners: Sequence[Learner]
+) -> dict[str, int]:
+    """What the passes held, once they are so small that they fit; those of the learners are cut likewise. A phase that
+    fits in no passes is an error, as is any that does not where there is no learner to cut."""
+    while True:
+        try:
+            return run_once(limits)
+        except DoesNotFit as error:
+            tokens = half_pass(limits, policy.encoder, error.phase) if learners else None
+            if tokens is None:
+                raise
+            phase = error.phase
+        say_at_once(f"{DOES_NOT_FIT[phase]} in passes of this size: they are cut to {tokens:,} tokens")
+        limits = limits.within(tokens)
+        for learner in learners:
+            learner.cut_to = tokens

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from mtrl.models.load import DTYPES, load_model
 from mtrl.models.ranks import ALONE, Ranks
 from mtrl.models.recompute import recompute
 from mtrl.models.sharding import whole
+from mtrl.models.ulysses import WHOLE, SequenceGroup
 from mtrl.models.weights import load_weights, save_model, saved_weights
 from mtrl.protocols import Generator
 from mtrl.rollout.decode.engine import fastest_generator, unknown_model
@@ -118,7 +119,9 @@ def build_policy(config: Config, encoder: TextEncoder | None = None, base: Any =
     return encoder, forward_of(config, encoder, load_policy(config, base))
 
 
-def forward_of(config: Config, encoder: TextEncoder, model: Any, ranks: Ranks = ALONE) -> Forward:
+def forward_of(
+    config: Config, encoder: TextEncoder, model: Any, ranks: Ranks = ALONE, sharers: SequenceGroup = WHOLE
+) -> Forward:
     """The passes of a model that is there."""
     actor = config.worker.actor
     if actor.use_torch_compile and model.device.type == "cuda":
@@ -137,6 +140,7 @@ def forward_of(config: Config, encoder: TextEncoder, model: Any, ranks: Ranks = 
         dependency=config.optimization.perception_estimator,
         top_p=config.worker.rollout.top_p,
         top_k=config.worker.rollout.top_k,
+        sharers=sharers,
     )
 
 
@@ -251,8 +255,8 @@ def build_actor(
         policy,
         recipe.optimizer_settings(config, steps),
         perturbation=recipe.perturbation_of(config, images.patch_size if images else 1),
-        update_batching=replace(recipe.update_batching(config, on_gpu, policy.share_prefix), ranks=ranks),
-        probe_batching=replace(recipe.probe_batching(config, on_gpu, policy.share_prefix), ranks=ranks),
+        update_batching=recipe.update_batching(config, on_gpu, policy.share_prefix).over(ranks, policy.sharers.size),
+        probe_batching=recipe.probe_batching(config, on_gpu, policy.share_prefix).over(ranks, policy.sharers.size),
         encoder_files=encoder_files(encoder, model_path(config)),
         reference=reference,
         dropout_seed=recipe.dropout_seed(config),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,13 @@ from mtrl.build.model import (
 from mtrl.config import Config, ConfigError
 from mtrl.machine import started_by_torchrun
 from mtrl.models.adapters import base_path, has_adapters, inject
-from mtrl.models.backbone import Backbone
+from mtrl.models.backbone import Backbone, unshareable
+from mtrl.models.families import load_model_config
 from mtrl.models.forward import Forward
 from mtrl.models.load import DTYPES, empty_model
 from mtrl.models.ranks import Ranks
 from mtrl.models.sharding import Sharding, make_room, own_part, tensors_of
+from mtrl.models.ulysses import share_sequences
 from mtrl.models.value_head import empty_value_model
 from mtrl.protocols import Actor, Crew, Critic, Generator, Refreshed
 from mtrl.rollout.ranked import RankedGenerator, RankEngine
@@ -68,6 +70,8 @@ class RankPlan:
 def build_parts(plan: RankPlan, ranks: Ranks) -> dict[str, Any]:
     """The workers of one rank by their names. All ranks build them at once: models are split as they are loaded."""
     config, settings = plan.config, plan.config.worker.actor.fsdp
+    sharers = share_sequences(config.worker.actor.ulysses_size)
+    ranks = replace(ranks, counts=sharers.first)
     cuda = torch.cuda.is_available()
     sharding = Sharding(
         ranks,
@@ -80,18 +84,19 @@ def build_parts(plan: RankPlan, ranks: Ranks) -> dict[str, Any]:
     encoder = build_encoder(config)
     refuse_damaged(Path(model_path(config)))
     model = sharding.spread(empty_policy(config), partial(load_policy, config, device="cpu"))
-    policy = forward_of(config, encoder, model, ranks)
+    policy = forward_of(config, encoder, model, ranks, sharers)
     reference = split_reference(config, policy, sharding) if plan.reference else None
     actor = build_actor(config, policy, encoder, plan.steps, reference)
     engine = RankEngine(build_generator(config, engine_forward(config, policy), encoder, learns=True), actor.publish)
     engine.load()
-    parts: dict[str, Any] = {"actor": RankPart(actor, ranks.first), "engine": engine}
+    parts: dict[str, Any] = {"actor": RankPart(actor, counts=ranks.counts), "engine": engine}
     if plan.critic:
         empty = empty_value_model(critic_path(config), **without_device(load_options(config)))
         values = sharding.spread(empty, partial(load_critic, config, device="cpu"))
-        parts["critic"] = RankPart(build_critic(config, policy, encoder, plan.steps, values), ranks.first)
+        critic = build_critic(config, policy, encoder, plan.steps, values)
+        parts["critic"] = RankPart(critic, counts=ranks.counts)
     if plan.refreshed and reference is not None:
-        parts["reference"] = RankPart(RefreshedReference(reference, policy), ranks.first)
+        parts["reference"] = RankPart(RefreshedReference(reference, policy))
     return parts
 
 
@@ -161,15 +166,25 @@ class Workers:
 
 def open_ranks(plan: RankPlan, directory: Path) -> Workers:
     """Starts the ranks by Ray, or joins those that torchrun has started; `directory` is the run's."""
-    share = plan.config.worker.actor.share_prefix
+    share, sharers = plan.config.worker.actor.share_prefix, plan.config.worker.actor.ulysses_size
+    refuse_unshareable(plan)
     crew = open_crew(plan, directory)
     return Workers(
-        RankedLearner(crew, "actor", share),
-        RankedLearner(crew, "critic", share) if plan.critic else None,
+        RankedLearner(crew, "actor", share, sharers),
+        RankedLearner(crew, "critic", share, sharers) if plan.critic else None,
         RankedReference(crew) if plan.refreshed and plan.reference else None,
         RankedGenerator(crew),
         close=crew.close,
     )
+
+
+def refuse_unshareable(plan: RankPlan) -> None:
+    """Before any process is started: what ranks share must be known to be exact, and heads must divide."""
+    config, size = plan.config, plan.config.worker.actor.ulysses_size
+    for path in {model_path(config), critic_path(config)} if plan.critic else {model_path(config)}:
+        model = load_model_config(base_path(path), config.worker.actor.model.trust_remote_code)
+        if size > 1 and (why := unshareable(model, size)):
+            raise ConfigError([f"worker.actor.ulysses_size: {size} ranks cannot share the sequences of {path}: {why}"])
 
 
 def open_crew(plan: RankPlan, directory: Path) -> Crew:

@@ -33,7 +33,7 @@ from mtrl.types import Needs, Sampling
 from mtrl.workers.learner import OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching
 
-GPU_TOKENS_PER_MICRO_BATCH = 16384
+GPU_TOKENS_PER_MICRO_BATCH = 32768  # as long as they fit; few large passes leave a GPU no gaps
 ATTENTION_NOW_AND_THEN = 10  # steps between two readings of attention that only its metrics ask for
 GPU_TOKENS_PER_PROBE = 65536  # more than in an update: without gradients a pass keeps no activations
 

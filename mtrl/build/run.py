@@ -182,7 +182,7 @@ def build(
         scorer = build_scorer(config, steps, rewards)
         closing.callback(scorer.close)
         warn_of_wrong_truths(dataset, scorer.functions)
-        own = build_trackers(config, steps, encoder, directory.path)
+        own = build_trackers(config, steps, encoder, directory.path, start.step)
         tracker = Trackers([*own, *trackers], before=directory.refuse_another)
         closing.callback(tracker.close)
         rules = recipe.recipe_of(
@@ -214,6 +214,7 @@ def build(
             validation=build_validation(config, encoder, directory.path, data is not None, truth_for, val_data),
             stop=interrupt.asked,
             critic=workers.critic,
+            devices=world_size(config),
         )
         loop = Loop(components, rules)
         if loaded is not None:
@@ -250,12 +251,13 @@ def local_workers(config: Config, loaded: Loaded, steps: int, rules: Recipe) -> 
     critic = build_critic(config, policy, encoder, steps) if "values" in rules.needs else None
     generator = build_generator(config, policy, encoder, learns=not config.training.val_only)
     values = None if critic is None else critic.forward
+    learners = [actor.learner] if critic is None else [actor.learner, critic.learner]
     return Workers(
         actor,
         critic,
         RefreshedReference(reference, policy) if reference and rules.refresh_every else None,
         generator,
-        lambda resumed: rehearse_on_gpu(config, policy, generator, rules.needs, resumed, values),
+        lambda resumed: rehearse_on_gpu(config, policy, generator, rules.needs, resumed, learners, values),
     )
 
 

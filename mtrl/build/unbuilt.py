@@ -7,6 +7,8 @@ from importlib.util import find_spec
 from mtrl.config import Config, ConfigError
 from mtrl.machine import started_by_torchrun
 
+LOGGERS = ("console", "tensorboard", "wandb", "mlflow")  # those that are built
+
 
 def unbuilt(config: Config) -> list[str]:
     """Each switch that is on and cannot be had, with what to set instead."""
@@ -20,7 +22,6 @@ def unbuilt(config: Config) -> list[str]:
         ),
         "worker.actor.offload.offload_params (the local engine samples from these weights); set it to false, or "
         "worker.rollout.name to vllm": (worker.actor.offload.offload_params and rollout.name != "vllm"),
-        "worker.actor.ulysses_size; set it to 1": worker.actor.ulysses_size > 1,
         "worker.hybrid_engine: false; set it to true": not worker.hybrid_engine,
         f"worker.rollout.mode: {rollout.mode}; use inprocess, or worker.rollout.name: vllm": (
             rollout.mode != "inprocess" and rollout.name != "vllm"
@@ -42,7 +43,9 @@ def unbuilt(config: Config) -> list[str]:
         "worker.reward.reward_type: model on several processes; use function": (
             ranked and worker.reward.reward_type == "model"
         ),
-        f"training.logger: {', '.join(training.logger)}; use [console]": training.logger not in (("console",), ()),
+        f"training.logger: {', '.join(training.logger)}; use {', '.join(LOGGERS)}": bool(
+            set(training.logger) - set(LOGGERS)
+        ),
     }
     return [f"{switch} (not built yet)" for switch, on in switches.items() if on]
 
@@ -59,6 +62,9 @@ def missing_libraries(config: Config) -> list[str]:
         missing += [f"worker.actor.model.peft_type: qlora {need} lora"] if kind == "qlora" else []
         eight_bit = [learner for learner, name in optimizers.items() if name == "adamw_8bit"]
         missing += [f"worker.{name}.optim.name: adamw_8bit {need} adamw" for name in eight_bit]
+    for name in LOGGERS[1:]:
+        if name in config.training.logger and find_spec(name) is None:
+            missing.append(f"training.logger: {name} is not installed; pip install {name}")
     ranked = config.training.nnodes * config.training.n_gpus_per_node > 1
     if ranked and find_spec("ray") is None and not started_by_torchrun():
         start = "torchrun --nproc-per-node N -m mtrl train .."

@@ -143,6 +143,7 @@ class RayCrew:
 
 def open_ray(size: int) -> bool:
     """Joins the cluster that RAY_ADDRESS names, or starts one on this machine. Whether it was started here."""
+    os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # the console writes out what is no text
     if ray.is_initialized():
         return False
     with sigterm_kept():

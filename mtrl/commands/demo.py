@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -55,8 +57,15 @@ def run(arguments: Sequence[str]) -> int:
         "seconds": seconds,
         "run_dir": str(training.directory),
     }
-    print(json.dumps(summary))
+    print(json.dumps(summary), flush=True)
+    told = "See which tokens looked at the picture, and which were trained on:"
+    say(f"\n{told}\n  {this_command()} view {training.directory}")
     return 0
+
+
+def this_command() -> str:
+    """How a user calls us: by name where a shell finds it, else by this Python."""
+    return "mtrl" if shutil.which("mtrl") else f"{sys.executable} -m mtrl"
 
 
 def _comparison(before: Mapping[str, Any], after: Mapping[str, Any], accuracy: str) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mtrl.build.critic import critic_path
 from mtrl.build.data import EMBEDDED
-from mtrl.build.memory import plan_of
+from mtrl.build.memory import plan_of, sized_by_memory
 from mtrl.build.model import model_path
 from mtrl.build.run import configure, unknown_names
 from mtrl.build.unbuilt import unbuilt
@@ -23,7 +23,7 @@ from mtrl.commands.trial import trial_problems
 from mtrl.config import Config, ConfigError, take_file, warnings
 from mtrl.data.sources import HUB_ID
 from mtrl.machine import existing_parent, free_disk, may_write
-from mtrl.memory.estimate import Estimate, Plan, estimate, smaller
+from mtrl.memory.estimate import Estimate, Plan, estimate, sized, smaller
 from mtrl.memory.rehearsal import ADAM_STATES
 from mtrl.models.families import load_model_config, refuse_unknown_family
 from mtrl.models.files import refuse_broken_weights
@@ -56,6 +56,8 @@ def run(arguments: Sequence[str]) -> int:
         refuse_unknown_family(model, model_path(config))
         plan = plan_of(config, device.is_gpu)
         found = estimate(model, plan)
+        if device.is_gpu and sized_by_memory(config):
+            plan, found = sized(model, plan, found, device.total)
     except ValueError as error:  # it names the model
         model_seen = False
         told = f"{str(error).splitlines()[0]}; the memory is not estimated"
@@ -66,6 +68,8 @@ def run(arguments: Sequence[str]) -> int:
             problems.append(told)
     else:
         print(memory_report(found, device))
+        if tokens := plan.limits.update.tokens:
+            print(f"    in passes of at most {tokens:,} tokens")
         problems += [*memory_problems(found, device, partial(smaller, model, plan, found))]
         problems += disk_problems(config, saved_parameters(found, plan) + found.critic_parameters)
     if not absent:

@@ -201,6 +201,12 @@ def _batches_and_lengths(config: Config) -> Iterator[Conflict]:
             ("worker.actor.ulysses_size", "training.nnodes", "training.n_gpus_per_node"),
             f"that many GPUs share one sequence, so the {gpus} GPUs of the run must divide into such groups",
         )
+    if actor.ulysses_size > 1 and actor.model.attn_implementation not in ("auto", "sdpa"):
+        yield Conflict(
+            ("worker.actor.ulysses_size", "worker.actor.model.attn_implementation"),
+            "GPUs that share one sequence exchange heads in the attention of auto and sdpa alone; set auto, or "
+            "worker.actor.ulysses_size to 1",
+        )
 
 
 def _groups(config: Config) -> Iterator[Conflict]:

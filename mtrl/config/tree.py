@@ -103,6 +103,10 @@ class TrainingConfig:
     realtime_rollout_logging: bool = key(
         True, "write the rollouts of every step; false: of validated steps alone", may_change=True
     )
+    record_rollouts_per_step: int = key(
+        64, "responses of a step recorded token by token for mtrl view; -1: all, 0: none", "[-1, inf)", may_change=True
+    )
+    record_limit_gib: float = key(1.0, "size of that record; the oldest steps give way", "(0, inf)", may_change=True)
     rollout_log_path: str | None = key(None, "another place for the rollout Markdown", may_change=True)
     attention_diag_log_path: str | None = key(None, "another place for the attention Markdown", may_change=True)
     log_preview_chars: int = key(2000, "longest text in a preview; 0: no previews", "[0, inf)", may_change=True)
@@ -246,10 +250,10 @@ class ActorConfig:
     padding_free: bool = key(True, "pack rows without padding (on a GPU, by a compiled kernel)")
     dynamic_batching: bool = key(True, "token budget instead of a row count")
     tokens_per_micro_batch: int | None = key(
-        None, "the token budget; null: the largest group, at least 16384 on a GPU", "[1, inf)"
+        None, "the token budget; null: the largest group, on a GPU what fits", "[1, inf)"
     )
     share_prefix: bool = key(True, "one prompt, its group of responses, one pass")
-    ulysses_size: int = key(1, "GPUs that share one sequence", "[1, inf)")
+    ulysses_size: int = key(1, "GPUs that share each sequence; it must divide the heads", "[1, inf)", may_change=True)
     use_torch_compile: bool = key(True, "compile the hot functions (on a GPU); without it rows are padded")
 
 

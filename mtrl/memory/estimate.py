@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from mtrl.memory.rehearsal import ADAM_STATES, Limits, Rehearsal
+from mtrl.memory.rehearsal import ADAM_STATES, Limits, Rehearsal, half_pass
 from mtrl.models.adapters import AdapterSettings, layer_projections
 from mtrl.models.fake import FakeBackbone, FakeModel
 from mtrl.models.forward import Forward
@@ -105,7 +105,12 @@ class Estimate:
 
     @property
     def peak_bytes(self) -> int:
-        return self.held_bytes + max(sum(parts.values()) for parts in self.phases.values())
+        return self.held_bytes + sum(self.phases[self.fullest].values())
+
+    @property
+    def fullest(self) -> str:
+        """The phase."""
+        return max(self.phases, key=lambda phase: sum(self.phases[phase].values()))
 
 
 def estimate(config: Any, plan: Plan, wanted: Collection[str] = PHASES) -> Estimate:
@@ -132,6 +137,20 @@ def estimate(config: Any, plan: Plan, wanted: Collection[str] = PHASES) -> Estim
     piece = plan.states * max(PIECE, plan.weight_bytes * max((*size.learning, *critic[1])))
     told = {phase: _some(fullest(*phases[phase])) | needed_in(phase, away, plan, piece) for phase in wanted}
     return Estimate(size.parameters, always, told, way, sum(critic[0]), piece)
+
+
+def sized(config: Any, plan: Plan, found: Estimate, room: int) -> tuple[Plan, Estimate]:
+    """The plan, and what was found of it, in passes so small that they fit into the room, as a run cuts them before its
+    first step. What does not fit whatever its passes stays as it is."""
+    given, first, encoder = plan, found, fake_model(config, plan).encoder
+    while found.held_bytes < room < found.peak_bytes:
+        tokens = half_pass(plan.limits, encoder, found.fullest)
+        if tokens is None:
+            return given, first
+        plan = replace(plan, limits=plan.limits.within(tokens))
+        again = estimate(config, plan, ["probe", "update"])
+        found = replace(found, phases=found.phases | again.phases)
+    return plan, found
 
 
 def fake_model(config: Any, plan: Plan) -> FakeModel:

@@ -58,6 +58,15 @@ class Limits:
         n = min(self.sampling.n, ROWS_AT_ONCE)
         return Batch(min(self.prompts, ROWS_AT_ONCE // n), self.prompt_tokens, replace(self.sampling, n=n))
 
+    @property
+    def probed(self) -> Needs:
+        """What of the needs the policy's own probe measures."""
+        return self.needs.without("reference", "divergence", "values")
+
+    def within(self, tokens: int) -> Limits:
+        """The same in passes of no more tokens."""
+        return replace(self, update=self.update.within(tokens), probe=self.probe.within(tokens))
+
 
 # ---------------------------------------------------------------------------------------------------- the longest step
 def longest_prompt(encoder: PromptEncoder, limits: Limits) -> Prompt:
@@ -95,6 +104,15 @@ def longest_rollouts(prompt: Prompt, prompts: int, sampling: Sampling) -> Rollou
     )
 
 
+def half_pass(limits: Limits, encoder: PromptEncoder, phase: str) -> int | None:
+    """Half of what the largest pass of a phase takes, in tokens; None where it has none that could be cut finer."""
+    if phase not in ("probe", "update", "critic"):
+        return None
+    probing, prompt = phase == "probe", longest_prompt(encoder, limits)
+    rollouts = longest_rollouts(prompt, limits.prompts if probing else limits.prompts_per_update, limits.sampling)
+    return limits.probe.half_of(rollouts, limits.probed.views) if probing else limits.update.half_of(rollouts)
+
+
 @dataclass(frozen=True)
 class Rehearsal:
     """The passes of a step, each a function that leaves nothing behind but gradients."""
@@ -110,7 +128,7 @@ class Rehearsal:
 
     def probe(self) -> None:
         """The largest pass, under as many views as are needed."""
-        needs = self.limits.needs.without("reference", "divergence", "values")
+        needs = self.limits.probed
         rollouts = self.rollouts(self.limits.prompts)
         part = rollouts.rows(self.limits.probe.split(rollouts, needs.views)[0])
         if not (self.forward.backbone.own_attention and part.visual.any()):
@@ -180,7 +198,7 @@ def rehearse(
     Where the optimizers have no states yet (they come with their first step), their room is taken meanwhile, of so many
     `states` of each weight, in its dtype unless told; where they are `offloaded`, that of the largest piece, for the
     update alone. Weights, gradients, random numbers and the mode of the model stay as they are. A phase that does not
-    fit is a StartError with the `ways` to make it smaller.
+    fit is a DoesNotFit with the `ways` to make it smaller.
     """
     model, device = forward.backbone.model, forward.backbone.device
     rehearsal = Rehearsal(forward, encoder, limits, critic)
@@ -250,6 +268,14 @@ def past_the_allocator(device: torch.device) -> int:
     return total - free - torch.cuda.memory_reserved(device)
 
 
+class DoesNotFit(StartError):
+    """A phase of a step, at the limits of a configuration."""
+
+    def __init__(self, phase: str, told: str) -> None:
+        super().__init__(told)
+        self.phase = phase
+
+
 @contextmanager
 def refusing(phase: str, device: torch.device, ways: Sequence[str]) -> Iterator[None]:
     """What does not fit becomes a sentence, once what it held has been let go."""
@@ -262,7 +288,8 @@ def refusing(phase: str, device: torch.device, ways: Sequence[str]) -> Iterator[
     torch.cuda.empty_cache()
     total = torch.cuda.mem_get_info(device)[1] / GIB
     advice = "".join(f"\n    {way}" for way in [*ways, "a smaller model, or a larger device"])
-    raise StartError(
+    raise DoesNotFit(
+        phase,
         f"memory: {DOES_NOT_FIT[phase]} at the limits of the configuration, with {held:,.2f} of {total:,.2f} GiB held "
-        f"before. {torch_says[:1].upper()}{torch_says[1:]}\n  What would help; mtrl doctor says how much each:{advice}"
+        f"before. {torch_says[:1].upper()}{torch_says[1:]}\n  What would help; mtrl doctor says how much each:{advice}",
     )

@@ -6,6 +6,8 @@ a `BlockMask`     flex_attention over packed sequences (CUDA), blocks that nobod
 a single query    a decoding step, without a copy of the keys for every head that shares them
 anything else     sdpa
 
+Where ranks share sequences (`ulysses.py`) each does so for its share of the heads.
+
 A `Reader` handed along adds up where the attention goes. No matrix of attention ever exists: for the masses the layer's
 attention runs once more over values that are indicators of the pools, and its output *is* the mass (section 2 of the
 spec); for maps over single tokens, a few positions at most, their rows of the matrix are made and nothing else.
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -27,10 +29,12 @@ from transformers.masking_utils import sdpa_mask
 
 from mtrl.models.patches import compiled
 from mtrl.models.transfer import to_device
+from mtrl.models.ulysses import WHOLE, SequenceGroup
 from mtrl.types import TEXT_POOL, VISION_POOL
 
 ATTENTION = "mtrl_sdpa"
 BLOCK = 128  # positions a side of a block of flex_attention; packed sequences are a multiple of it
+CAUSAL = torch.empty(0, 0, 0, 0)  # in place of no mask, of which transformers would make one for a part of a sequence
 FLEX_COLUMNS = 16  # the fewest columns of queries, keys and values that flex_attention takes
 
 
@@ -48,14 +52,31 @@ def attention(
     attention_mask: Tensor | BlockMask | None,
     *,
     reader: Reader | None = None,
+    sharers: SequenceGroup = WHOLE,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """[B, heads, S, D] -> [B, S, heads, D], as transformers calls it."""
-    # rotary positions are kept wider under autocast
-    layer = Layer(module, query.to(value.dtype), key.to(value.dtype), attention_mask, options)
+    """[B, heads, S, D] -> [B, S, heads, D], as transformers calls it. Of sequences that ranks share, S is this rank's
+    part; the mask is that of whole sequences."""
+    query, key = query.to(value.dtype), key.to(value.dtype)  # rotary positions are kept wider under autocast
+    described: Any = module
+    if sharers.size > 1:
+        query, key, value = sharers.by_heads(query, key, value)
+        described = OwnHeads(described.layer_idx, query.shape[1] // key.shape[1])
+        if isinstance(attention_mask, Tensor) and not attention_mask.numel():  # CAUSAL, on any device
+            attention_mask = None
+    layer = Layer(described, query, key, attention_mask, options)
     if reader is not None:
         reader.look(layer, value)
-    return layer.attend(value), None
+    output = layer.attend(value)
+    return (output if sharers.size == 1 else sharers.by_positions(output)), None
+
+
+class OwnHeads(NamedTuple):
+    """A layer's attention as sdpa of transformers reads it, where a rank has a share of the heads."""
+
+    layer_idx: int
+    num_key_value_groups: int
+    is_causal: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,11 +204,12 @@ class MassReader:
         places: tuple[Tensor, Tensor],
         segments: Sequence[range],
         mask: Tensor | BlockMask | None,
+        sharers: SequenceGroup = WHOLE,
     ) -> None:
         counted = ~sink & (pool >= 0)
         columns = [(pool == TEXT_POOL) & counted, (pool == VISION_POOL) & counted, counted]
         self.indicator = torch.stack(columns, -1)  # [B, S, 3]
-        self.places, self.segments, self.mask = places, segments, mask
+        self.places, self.segments, self.mask, self.sharers = places, segments, mask, sharers
         self.total = torch.zeros(len(places[0]), len(segments), 2, device=pool.device)
         for number in (number for number, layers in enumerate(segments) if not layers):
             self.total[:, number] = torch.nan
@@ -207,7 +229,7 @@ class MassReader:
 
     def add(self, layer: int, output: Tensor) -> None:
         """`output` [B, S, heads, columns] of a layer: mean of the heads, then the share of the counted keys."""
-        text, vision, counted = output[self.places][..., :3].float().mean(1).unbind(-1)
+        text, vision, counted = self.sharers.mean(output[self.places][..., :3].float().mean(1)).unbind(-1)
         shares = torch.stack([text, vision], -1) / counted.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
         for number, layers in enumerate(self.segments):
             if layer in layers:
@@ -221,11 +243,17 @@ class MapReader:
     """
 
     def __init__(
-        self, pool: Tensor, sink: Tensor, sight: Sight, places: tuple[Tensor, Tensor], segments: Sequence[range]
+        self,
+        pool: Tensor,
+        sink: Tensor,
+        sight: Sight,
+        places: tuple[Tensor, Tensor],
+        segments: Sequence[range],
+        sharers: SequenceGroup = WHOLE,
     ) -> None:
         self.counted = (~sink & (pool >= 0))[places[0]]  # [M, S]
         self.seen = sight.seen_from(places)
-        self.places, self.segments = places, segments
+        self.places, self.segments, self.sharers = places, segments, sharers
         self.total = torch.zeros(len(places[0]), len(segments), pool.shape[1], device=pool.device)
 
     def look(self, layer: Layer, value: Tensor) -> None:
@@ -235,7 +263,7 @@ class MapReader:
         )  # [M, key heads, heads that share them, D]
         scores = torch.einsum("mkhd,mksd->mkhs", chosen.float(), layer.key[rows].float()) * layer.options["scaling"]
         weights = scores.masked_fill(~self.seen[:, None, None], -torch.inf).softmax(-1).mean((1, 2))
-        counted = weights.where(self.counted, 0.0)
+        counted = self.sharers.mean(weights).where(self.counted, 0.0)
         shares = counted / counted.sum(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
         for number, layers in enumerate(self.segments):
             if layer.module.layer_idx in layers:

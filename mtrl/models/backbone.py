@@ -23,7 +23,7 @@ from transformers.vision_utils import (
 )
 
 from mtrl.models.adapters import adapter_parameters
-from mtrl.models.attention import ATTENTION, FLEX_COLUMNS, Reader, Sight, use_attention
+from mtrl.models.attention import ATTENTION, CAUSAL, FLEX_COLUMNS, Reader, Sight, use_attention
 from mtrl.models.patches import (
     use_compiled_pieces,
     use_linear_patches,
@@ -35,6 +35,7 @@ from mtrl.models.patches import (
 from mtrl.models.ranks import ALONE, Ranks
 from mtrl.models.size import head_width
 from mtrl.models.transfer import to_device
+from mtrl.models.ulysses import WHOLE, SequenceGroup, unshareable_heads
 from mtrl.types import VISION_POOL, Prompt
 
 Grid = tuple[int, int, int]
@@ -52,6 +53,10 @@ class Features:
 
     embeds: Tensor
     deepstack: tuple[Tensor, ...] = ()
+
+    def rows(self, chosen: Tensor) -> Features:
+        """Those of some of the image tokens, by their numbers."""
+        return Features(self.embeds[chosen], tuple(layer[chosen] for layer in self.deepstack))
 
 
 class Backbone:
@@ -120,6 +125,20 @@ class Backbone:
             features[i] = Features(embeds, tuple(deepstack))
         return features
 
+    def only_images(self, inputs: dict[str, Tensor], tokens: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """The inputs of those images of a prompt that hold some of these image tokens; and for every image token of the
+        prompt its number among theirs."""
+        if not len(tokens):
+            return {}, torch.empty(0, dtype=torch.long)
+        grids = inputs["image_grid_thw"].cpu()
+        patches = grids.prod(1)
+        image_of = torch.arange(len(patches)).repeat_interleave(patches // self.vision_tower.spatial_merge_size**2)
+        wanted = torch.zeros(len(patches), dtype=torch.bool)
+        wanted[image_of[tokens]] = True
+        pixels = inputs["pixel_values"]
+        chosen = to_device(wanted.repeat_interleave(patches), pixels.device)
+        return {"pixel_values": pixels[chosen], "image_grid_thw": grids[wanted]}, wanted[image_of].cumsum(0) - 1
+
     def look_along(self) -> Features:
         """Other ranks see images, and a tower that is split runs on all ranks or on none: it runs over one blank image,
         of which no token is taken. The tower's gradients are zeros, and are there."""
@@ -149,14 +168,20 @@ class Backbone:
         attention_mask: Tensor | BlockMask | None = None,
         cache: Cache | None = None,
         reader: Reader | None = None,
+        sharers: SequenceGroup = WHOLE,
     ) -> Tensor:
         """Hidden states [B, S, H] of ids [B, S] at positions [3, B, S].
 
         `is_vision` [B, S] marks where the rows' features go, in their order. Without `attention_mask` ([B, 1, S, keys]
-        bool, or blocks) attention is causal, which is all that right-padded rows need.
+        bool, or blocks) attention is causal, which is all that right-padded rows need. Where `sharers` hold a part of
+        each sequence, S is this rank's, and the mask is that of whole sequences.
         """
         embeds = self.model.get_input_embeddings()(ids).to(self.compute_dtype)
         extra: dict[str, Any] = {} if reader is None else {"reader": reader}
+        if sharers.size > 1:
+            assert self.own_attention, "ranks that share sequences attend by `models/attention.py`"
+            attention_mask = CAUSAL if attention_mask is None else attention_mask
+            extra["sharers"] = sharers
         given = [row for row in features if row is not None]
         if given:
             assert is_vision is not None
@@ -242,6 +267,14 @@ def check_supported(model: PreTrainedModel) -> None:
         reasons.append("an output layer with an adapter")
     if reasons:
         raise ValueError(f"models of the family {config.model_type!r} are not supported: {', '.join(reasons)}")
+
+
+def unshareable(config: Any, size: int) -> str | None:
+    """Why so many ranks cannot share the sequences of a model of this configuration (`ulysses.py`)."""
+    if config.model_type not in SHARED_PREFIX_FAMILIES:  # as for a shared prefix, position and mask must say all
+        return f"it is not known to be exact for the family {config.model_type!r}; set it to 1"
+    text = config.get_text_config()
+    return unshareable_heads(text.num_attention_heads, text.num_key_value_heads, size)
 
 
 def prompt_positions(inputs: dict[str, Tensor]) -> Tensor:

@@ -17,9 +17,10 @@ from torch import Tensor
 from mtrl.algorithms.signals import bounded_dependency, layer_segments, visual_dependency
 from mtrl.algorithms.vocab import CHUNK_POSITIONS, TokenScores, full_kl, support_mass, token_scores
 from mtrl.models.attention import MapReader, MassReader, Reader
-from mtrl.models.backbone import Backbone, Features, prompt_positions
+from mtrl.models.backbone import Backbone, Features, prompt_positions, vision_tokens
 from mtrl.models.layout import Layout, lay_out
 from mtrl.models.transfer import to_device
+from mtrl.models.ulysses import WHOLE, SequenceGroup
 from mtrl.protocols import PromptEncoder
 from mtrl.types import Needs, Rollouts, Signals
 
@@ -34,6 +35,7 @@ class Forward:
     `packed`: everything in one sequence without padding, for kernels that skip what nobody sees (CUDA). `last_k` and
     `weight_last_k` restrict the layers of the segments `all` and `weight` of the attention. `dependency` estimates S.
     `top_p` and `top_k` are the sampler's: every score is of the whole distribution, beside the mass of what they leave.
+    `sharers` are ranks that make every pass together, over the same rollouts.
     """
 
     backbone: Backbone
@@ -47,6 +49,7 @@ class Forward:
     dependency: Literal["low_var_kl", "full_kl"] = "low_var_kl"
     top_p: float = 1.0
     top_k: int = -1
+    sharers: SequenceGroup = WHOLE
 
     def logp(self, rollouts: Rollouts) -> Tensor:
         """[N, T] log-probs with gradients, on the model's device; 0 off the mask."""
@@ -58,7 +61,8 @@ class Forward:
 
     def values(self, rollouts: Rollouts) -> Tensor:
         """[M] with gradients: what a value head says of the state before each token, the one that predicts it."""
-        return self.response_hidden(rollouts).float() @ self.backbone.output_matrix[0].float()
+        values = self.response_hidden(rollouts).float() @ self.backbone.output_matrix[0].float()
+        return self.of_all(values, rollouts)
 
     @torch.no_grad()
     def signals(self, rollouts: Rollouts, needs: Needs = OLD, views: Views | None = None) -> Signals:
@@ -93,7 +97,8 @@ class Forward:
             if clean.entropy is not None and perturbed.entropy is not None:
                 found["entropy_change"] = perturbed.entropy - clean.entropy
         if "dependency" in needs and self.dependency == "full_kl":
-            found["dependency"] = full_kl(hidden[0], hidden[1], self.backbone.output_matrix, **self.distribution())
+            kl = full_kl(hidden[0], hidden[1], self.backbone.output_matrix, **self.distribution())
+            found["dependency"] = self.of_all(kl, rollouts)
         return found
 
     @torch.no_grad()
@@ -105,23 +110,30 @@ class Forward:
         chosen, device = torch.tensor(tokens, dtype=torch.long), self.backbone.device
         sequence, place = (each[chosen].to(device) for each in layout.predicts[0])
         pool, sink = layout.pool.to(device), layout.sink.to(device)
-        reader = MapReader(pool, sink, layout.sight.to(device), (sequence, place), self._segments())
+        reader = MapReader(pool, sink, layout.sight.to(device), (sequence, place), self._segments(), self.sharers)
         self._read(layout, features, reader)
         return reader.total[:, :, : len(rollouts.prompts[0].ids)].cpu()
 
     def response_hidden(self, rollouts: Rollouts) -> Tensor:
-        """[M, H]: for every valid response token, row by row, the hidden state of the position that predicts it."""
+        """[M, H]: for every valid response token, row by row, the hidden state of the position that predicts it. Of
+        those that ranks share, this rank's own."""
         return self._read(*self._prepare(rollouts, [None]))[0]
 
     def scores_of(self, hidden: Tensor, rollouts: Rollouts, entropy: bool = False) -> TokenScores:
         """The `scores` that follow from `response_hidden`."""
-        targets = to_device(rollouts.tokens[rollouts.mask], hidden.device)
+        tokens = rollouts.tokens[rollouts.mask]
+        targets = to_device(tokens[self.sharers.tokens(len(tokens))], hidden.device)
         matrix, rules = self.backbone.output_matrix, self.distribution()
         scores = token_scores(hidden, matrix, targets, entropy=entropy, **rules)
-        if not entropy or (self.top_p >= 1 and self.top_k <= 0):
-            return scores
-        support = support_mass(hidden, matrix, targets, top_p=self.top_p, top_k=self.top_k, **rules)
-        return TokenScores(scores.logp, scores.entropy, support)
+        if entropy and (self.top_p < 1 or self.top_k > 0):
+            support = support_mass(hidden, matrix, targets, top_p=self.top_p, top_k=self.top_k, **rules)
+            scores = scores._replace(support=support)
+        beside = (None if each is None else self.of_all(each, rollouts) for each in (scores.entropy, scores.support))
+        return TokenScores(self.of_all(scores.logp, rollouts), *beside)
+
+    def of_all(self, values: Tensor, rollouts: Rollouts) -> Tensor:
+        """[M]: a number for each token, of those that this rank has made from `response_hidden`."""
+        return self.sharers.of_all(values, int(rollouts.mask.sum()))
 
     def distribution(self) -> dict[str, Any]:
         """How hidden states become probabilities, for `algorithms.vocab`."""
@@ -138,24 +150,52 @@ class Forward:
             for g, prompt in enumerate(prompts)
             if view is None or prompt.task.visual
         }
-        features = dict(zip(inputs, self.backbone.see(list(inputs.values())), strict=True))
         positions = [prompt_positions(inputs[0, g]) for g in range(len(prompts))]
-        layout = lay_out(rollouts, positions, share_prefix=self.share_prefix, packed=self.packed, views=len(views))
+        layout = lay_out(
+            rollouts,
+            positions,
+            share_prefix=self.share_prefix,
+            packed=self.packed,
+            views=len(views),
+            parts=self.sharers.size,
+        )
+        if self.sharers.size > 1:
+            return layout, self._own_features(layout, inputs, [int(vision_tokens(each).sum()) for each in prompts])
+        features = dict(zip(inputs, self.backbone.see(list(inputs.values())), strict=True))
         return layout, [features[document.view, document.prompt] for document in layout.documents]
 
+    def _own_features(
+        self, layout: Layout, inputs: dict[tuple[int, int], dict[str, Tensor]], sizes: Sequence[int]
+    ) -> list[Features | None]:
+        """Of each document, whose prompt has so many image tokens, those in this rank's part of the sequences: it sees
+        the images alone that reach into it."""
+        keys = [(document.view, document.prompt) for document in layout.documents]
+        own = layout.vision_within(self.sharers.columns(layout.ids.shape[1]), [sizes[g] for _, g in keys])
+        wanted = {key: [torch.empty(0, dtype=torch.long)] for key in inputs}  # by all documents of a prompt
+        for key, tokens in zip(keys, own, strict=True):
+            wanted[key].append(tokens)
+        kept = {key: self.backbone.only_images(inputs[key], torch.cat(wanted[key])) for key in inputs}
+        seen = dict(zip(inputs, self.backbone.see([given for given, _ in kept.values()]), strict=True))
+        features: list[Features | None] = []
+        for key, tokens in zip(keys, own, strict=True):
+            found, numbers = seen[key], kept[key][1]
+            features.append(found and found.rows(to_device(numbers[tokens], self.backbone.device)))
+        return features
+
     def _read(self, layout: Layout, features: list[Features | None], reader: Reader | None = None) -> list[Tensor]:
-        """For each view the hidden states [M, H] that predict the response tokens."""
-        device = self.backbone.device
+        """For each view the hidden states [M, H] that predict the response tokens; of shared ones this rank's own."""
+        device, sharers = self.backbone.device, self.sharers
         mask = None if layout.causal else self.backbone.sight_mask(layout.sight, layout.packed)
         hidden = self.backbone.read(
-            to_device(layout.ids, device),
-            to_device(layout.positions, device),
-            to_device(layout.is_vision, device),
+            to_device(sharers.part(layout.ids), device),
+            to_device(sharers.part(layout.positions), device),
+            to_device(sharers.part(layout.is_vision), device),
             features,
             attention_mask=mask,
             reader=reader,
+            sharers=sharers,
         )
-        return [hidden[to_device(sequence, device), to_device(place, device)] for sequence, place in layout.predicts]
+        return [sharers.hidden_of(hidden, places) for places in layout.predicts]
 
     # ------------------------------------------------------------------------------------------------------ attention
     def _reader(self, layout: Layout) -> MassReader:
@@ -168,7 +208,7 @@ class Forward:
         pool, sink = to_device(layout.pool[corner], device), to_device(layout.sink[corner], device)
         mask = None if layout.causal else self.backbone.sight_mask(layout.sight[corner], layout.packed)
         places = to_device(sequence, device), to_device(place, device)
-        return MassReader(pool, sink, places, self._segments(), mask)
+        return MassReader(pool, sink, places, self._segments(), mask, self.sharers)
 
     def _segments(self) -> list[range]:
         return layer_segments(len(self.backbone.language_model.layers), self.last_k, self.weight_last_k)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from mtrl.models.attention import Sight, whole_blocks
+from mtrl.models.attention import BLOCK, Sight, whole_blocks
 from mtrl.types import VISION_POOL, Rollouts
 
 NOT_PROMPT = -1  # the pool of what is no prompt token, and the segment of padding
@@ -48,6 +49,12 @@ class Layout:
         before = torch.nn.functional.pad(self.sight.segment[:, :-1], (1, 0), value=NOT_PROMPT - 1)
         return (self.pool != NOT_PROMPT) & (self.sight.segment != before)
 
+    def vision_within(self, columns: slice, sizes: Sequence[int]) -> list[Tensor]:
+        """For each document the numbers of those of its image tokens, so many in all, that stand in these columns."""
+        within = torch.zeros_like(self.is_vision)
+        within[:, columns] = True
+        return [each.nonzero()[:, 0] for each in within[self.is_vision].split(list(sizes))]
+
     def corner(self, places: tuple[Tensor, Tensor]) -> tuple[slice, slice]:
         """The first sequences and positions that hold these places and all that they see."""
         sequences, size = (int(each.max()) + 1 for each in places)
@@ -55,9 +62,16 @@ class Layout:
 
 
 def lay_out(
-    rollouts: Rollouts, positions: Sequence[Tensor], *, share_prefix: bool = True, packed: bool = False, views: int = 1
+    rollouts: Rollouts,
+    positions: Sequence[Tensor],
+    *,
+    share_prefix: bool = True,
+    packed: bool = False,
+    views: int = 1,
+    parts: int = 1,
 ) -> Layout:
-    """`share_prefix` off: a document a row. `packed` off: a sequence a document, padded to the longest.
+    """`share_prefix` off: a document a row. `packed` off: a sequence a document, padded to the longest. Sequences can
+    be cut into so many equal `parts`.
 
     Prompts without images look the same under every view, so they are read under the first alone.
     """
@@ -66,7 +80,7 @@ def lay_out(
     builder = _Builder(rollouts, positions, lengths)
     for number, document in enumerate(documents):
         builder.add(0 if packed else number, document)
-    return builder.layout(documents, packed, views)
+    return builder.layout(documents, packed, views, parts)
 
 
 def documents_of(rollouts: Rollouts, share_prefix: bool, views: int) -> list[Document]:
@@ -125,10 +139,13 @@ class _Builder:
         tail = torch.arange(begin + (int(seen[-1]) + 1 if len(seen) else 0), begin + size)
         self.tails.append((torch.full_like(tail, sequence), tail))
 
-    def layout(self, documents: list[Document], packed: bool, views: int) -> Layout:
+    def layout(self, documents: list[Document], packed: bool, views: int, parts: int) -> Layout:
+        longest = whole_blocks(max(self.sizes)) if packed else max(self.sizes)
+        length = -(-longest // (step := math.lcm(BLOCK, parts) if packed else parts)) * step
+
         def joined(name: str, fill: int = 0) -> Tensor:
             whole = pad_sequence([torch.cat(s[name]) for s in self.streams], batch_first=True, padding_value=fill)
-            spare = whole_blocks(whole.shape[1]) - whole.shape[1] if packed else 0
+            spare = length - whole.shape[1]
             return torch.nn.functional.pad(whole, (0, 0) * (whole.dim() - 2) + (0, spare), value=fill)
 
         def places(view: int) -> tuple[Tensor, Tensor]:

@@ -25,6 +25,7 @@ class Ranks:
     group: Any = None
     number: int = 0
     size: int = 1
+    counts: bool = True  # of ranks that share sequences, and find the same, the first
 
     @property
     def first(self) -> bool:
@@ -39,11 +40,12 @@ class Ranks:
         return int(self._reduced(torch.tensor(number), dist.ReduceOp.MAX))
 
     def total(self, values: Mapping[str, float]) -> dict[str, float]:
-        """The sum over ranks of each value; all ranks have the same names."""
+        """The sum of each value over the ranks that count; all ranks have the same names."""
         if self.group is None:
             return dict(values)
         names = sorted(values)
-        added = self._reduced(torch.tensor([values[name] for name in names], dtype=torch.float64), dist.ReduceOp.SUM)
+        own = torch.tensor([values[name] if self.counts else 0.0 for name in names], dtype=torch.float64)
+        added = self._reduced(own, dist.ReduceOp.SUM)
         found = dict(zip(names, added.tolist(), strict=True))
         return {name: found[name] for name in values}
 

@@ -39,7 +39,7 @@ class Clock:
         total = time.perf_counter() - self._begin
         values = {f"perf/seconds_{phase}": seconds for phase, seconds in self.seconds.items()}
         values |= {f"perf/peak_gb_{phase}": peak for phase, peak in self.peak_gb.items()}
-        if not torch.cuda.is_available():
+        if devices == 1 and not torch.cuda.is_available():  # where others compute, this process waits for them
             values |= self._cpu_shares(total - self.seconds.get("reward", 0.0))
         return values | {
             "perf/seconds_step": total,

@@ -48,6 +48,7 @@ class Components:
     reference: Refreshed | None = None  # where it does not stay what it was
     stop: Callable[[], bool] = lambda: False  # whether somebody asked the run to stop
     critic: Critic | None = None  # where advantages need one; it is among the probers too
+    devices: int = 1  # processes that compute
 
 
 class Loop:
@@ -97,7 +98,7 @@ class Loop:
         components.tracker.rollouts(step + 1, experience)
         values = step_metrics(gathered.own, recipe.sampling.cut) | credit_metrics(recipe.credit, experience)
         values |= learnt | value_metrics(experience) | adapted | components.source.metrics()
-        return values | clock.metrics(tokens=int(experience.rollouts.mask.sum()), samples=len(experience))
+        return values | clock.metrics(int(experience.rollouts.mask.sum()), len(experience), components.devices)
 
     # ------------------------------------------------------------------------------------------- the verbs of a step
     def gather(self, step: int) -> Gathered:
@@ -170,9 +171,8 @@ class Loop:
 
     def state(self) -> dict[str, Any]:
         """What the next step depends on besides the learners; all else is keyed by the step's number."""
-        coef = None if self.divergence is None else self.divergence.coef
         state = {"step": self.done, "source": self.components.source.state(), "prompts": asdict(self.prompts)}
-        state |= {"divergence_coef": coef} | ({} if self.ahead is None else {"ahead": True})
+        state |= {"divergence_coef": self.divergence and self.divergence.coef} | ({"ahead": True} if self.ahead else {})
         return state if self.memory is None else state | {"replay": len(self.memory.buffer.entries)}
 
     def restore(self, checkpoint: Path, state: Mapping[str, Any]) -> None:

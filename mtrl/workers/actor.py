@@ -98,7 +98,7 @@ class LocalActor:
         def in_pass(rows: Rollouts) -> Signals:
             return in_one_pass(self.model, lambda: measure(rows))
 
-        return self.probe_batching.probe(rollouts, in_pass, views)
+        return self.learner.fitting(self.probe_batching).probe(rollouts, in_pass, views)
 
     def _signals(self, rollouts: Rollouts, needs: Needs, step: int) -> Signals:
         views = [self.perturbation.view(p, step) for p in rollouts.prompts] if needs.views == 2 else None
@@ -132,7 +132,7 @@ class LocalActor:
         assert self.reference is not None, "a run whose loss asks for the reference builds one"
         theirs = self.reference.response_hidden(rollouts)
         ours = self.forward.response_hidden(rollouts)
-        kl = self.reference.divergence(ours, theirs, self.forward)
+        kl = self.reference.divergence(ours, theirs, self.forward, rollouts)
         return self.forward.scores_of(ours, rollouts, entropy), unpack(kl, rollouts.mask).cpu()
 
     # -------------------------------------------------------------------------------------------------------- weights

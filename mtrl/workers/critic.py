@@ -51,7 +51,9 @@ class LocalCritic:
 
     def probe(self, rollouts: Rollouts, needs: Needs, step: int) -> Signals:
         """What it expects at every token, before any update of this step."""
-        return self.probe_batching.probe(rollouts, self._signals) if "values" in needs else Signals()
+        if "values" not in needs:
+            return Signals()
+        return self.learner.fitting(self.probe_batching).probe(rollouts, self._signals)
 
     @torch.no_grad()
     def _signals(self, rollouts: Rollouts) -> Signals:

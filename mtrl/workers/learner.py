@@ -117,7 +117,11 @@ class Learner:
 
     @property
     def batching(self) -> MicroBatching:
-        return self.given_batching.within(self.cut_to) if self.cut_to else self.given_batching
+        return self.fitting(self.given_batching)
+
+    def fitting(self, batching: MicroBatching) -> MicroBatching:
+        """No larger passes than the device had room for."""
+        return batching.within(self.cut_to) if self.cut_to else batching
 
     # ------------------------------------------------------------------------------------------------------ updating
     def update(self, batches: Iterable[TrainBatch], loss: BatchLoss) -> dict[str, float]:

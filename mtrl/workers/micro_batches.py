@@ -47,20 +47,27 @@ class MicroBatching:
             budget = max(self.at_least, *(piece.tokens for piece in pieces))
         return fill_micro_batches(pieces, budget)
 
-    def half_of(self, rollouts: Rollouts) -> int | None:
+    def over(self, ranks: Ranks, sharers: int = 1) -> MicroBatching:
+        """The same on ranks. Budgets are of the tokens that a rank holds, of which so many `sharers` make a pass."""
+        tokens = None if self.tokens is None else sharers * self.tokens
+        return replace(self, ranks=ranks, tokens=tokens, at_least=sharers * self.at_least)
+
+    def half_of(self, rollouts: Rollouts, views: int = 1) -> int | None:
         """Half of what the largest pass over these rows takes, in tokens or in rows, for `within`; None where that
         would cut them no finer."""
         if self.rows is not None:
             largest = min(self.rows, len(rollouts))
         else:
-            largest = max(sum(piece.tokens for piece in batch) for batch in self._packed(rollouts))
+            largest = max(sum(piece.tokens for piece in batch) for batch in self._packed(rollouts, views))
         half = max(1, largest // 2)
-        finer = len(self.within(half).split(rollouts)) > len(self.split(rollouts))
+        finer = len(self.within(half).split(rollouts, views)) > len(self.split(rollouts, views))
         return half if finer else None
 
     def within(self, limit: int) -> MicroBatching:
-        """The same with a smaller budget: of rows where these are counted, else of tokens."""
-        return replace(self, tokens=limit) if self.rows is None else replace(self, rows=limit)
+        """The same with a budget of no more than that: of rows where these are counted, else of tokens."""
+        if self.rows is not None:
+            return replace(self, rows=min(self.rows, limit))
+        return replace(self, tokens=limit if self.tokens is None else min(self.tokens, limit))
 
     def probe(self, rollouts: Rollouts, measure: Callable[[Rollouts], Signals], views: int = 1) -> Signals:
         """Measures the rollouts pass by pass, and puts the signals back into the order of the rows."""

@@ -38,27 +38,37 @@ def shortest_row(rollouts: Rollouts) -> Tensor:
 
 @dataclass(frozen=True)
 class RankedLearner:
-    """A worker of every rank, by its name `part`: an actor, or a critic."""
+    """A worker of every rank, by its name `part`: an actor, or a critic. So many `sharers`, neighbours, make every pass
+    together and get the same rows."""
 
     crew: Crew
     part: str
     share_prefix: bool = True
+    sharers: int = 1
 
     def probe(self, rollouts: Rollouts, needs: Needs, step: int) -> Signals:
-        dealt = deal(rollouts, self.crew.size, self.share_prefix)
+        dealt = self._dealt(rollouts)
         shares = [rollouts.rows(rows if len(rows) else shortest_row(rollouts)) for rows in dealt]
-        found = self.crew.call(self.part, "probe", [(share, needs, step) for share in shares])
+        found = self._call("probe", [(share, needs, step) for share in shares])
         parts = [signals for signals, rows in zip(found, dealt, strict=True) if len(rows)]
         return take_rows(join_rows(parts), torch.argsort(torch.cat(dealt)))
 
     def update(self, batches: Iterable[TrainBatch], loss: Any) -> dict[str, float]:
         """Every rank has its part of each optimizer step; all find the same metrics."""
-        shares: list[list[TrainBatch]] = [[] for _ in range(self.crew.size)]
+        shares: list[list[TrainBatch]] = [[] for _ in range(self.crew.size // self.sharers)]
         for batch in batches:
-            for share, rows in zip(shares, deal(batch.rollouts, self.crew.size, self.share_prefix), strict=True):
+            for share, rows in zip(shares, self._dealt(batch.rollouts), strict=True):
                 idle = weightless(batch.rows(shortest_row(batch.rollouts)))
                 share.append(batch.rows(rows) if len(rows) else idle)
-        return self.crew.call(self.part, "update", [(share, loss) for share in shares])[0]
+        return self._call("update", [(share, loss) for share in shares])[0]
+
+    def _dealt(self, rollouts: Rollouts) -> list[Tensor]:
+        return deal(rollouts, self.crew.size // self.sharers, self.share_prefix)
+
+    def _call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Each of the arguments to all who share it; what the first of them says."""
+        given = [each for each in arguments for _ in range(self.sharers)]
+        return self.crew.call(self.part, method, given)[:: self.sharers]
 
     def publish(self) -> Weights:
         """A handle alone: weights go from the ranks' actors to their own engines, and never through here."""
@@ -119,12 +129,13 @@ class RankPart:
     """A learner of one rank, as `RankedLearner` calls it. Snapshots wait here until they are written."""
 
     worker: Any
-    first: bool
     snapshots: dict[int, Snapshot] = field(default_factory=dict)
     numbers: Iterable[int] = field(default_factory=count)
+    counts: bool = True  # or another rank, with which it shares all passes, says the same
 
     def probe(self, rollouts: Rollouts, needs: Needs, step: int) -> Signals:
-        return self.worker.probe(rollouts, needs, step)
+        found = self.worker.probe(rollouts, needs, step)
+        return found if self.counts else Signals()
 
     def update(self, batches: Sequence[TrainBatch], loss: Any) -> dict[str, float]:
         return self.worker.update(batches, loss)

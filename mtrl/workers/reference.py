@@ -67,7 +67,7 @@ class Reference:
         if "divergence" not in needs:
             return found
         theirs = self.response_hidden(rollouts)
-        kl = self.divergence(policy.response_hidden(rollouts), theirs, policy)
+        kl = self.divergence(policy.response_hidden(rollouts), theirs, policy, rollouts)
         return replace(found, divergence=unpack(kl, rollouts.mask).cpu())
 
     @torch.no_grad()
@@ -77,11 +77,11 @@ class Reference:
         with self.asked():
             return self.forward.response_hidden(rollouts)
 
-    def divergence(self, ours: Tensor, theirs: Tensor, policy: Forward) -> Tensor:
+    def divergence(self, ours: Tensor, theirs: Tensor, policy: Forward, rollouts: Rollouts) -> Tensor:
         """[M]: KL(policy || reference) over the vocabulary, from the hidden states of both; gradients flow to ours and
         to the policy's output matrix. Logits of both exist chunk by chunk alone."""
         matrices = policy.backbone.output_matrix, self.forward.backbone.output_matrix
-        return full_kl(ours, theirs, *matrices, **policy.distribution())
+        return policy.of_all(full_kl(ours, theirs, *matrices, **policy.distribution()), rollouts)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ import pickle
 import traceback
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -18,8 +17,6 @@ SECONDS = 120  # a hang is a failure, and a busy machine is none
 
 def run_ranks(size, function, folder: Path, *arguments):
     """What `function(ranks, *arguments)` returns on each rank; an error of any of them is raised with its traceback."""
-    if os.environ.get("OMP_NUM_THREADS") != "1":  # the fork of a process that has used OpenMP's threads hangs in them
-        pytest.skip("ranks are forked: OMP_NUM_THREADS=1, as make test-all does it")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "store").unlink(missing_ok=True)
     processes = [FORK.Process(target=_rank, args=(rank, size, folder, function, arguments)) for rank in range(size)]

@@ -20,6 +20,7 @@ from mtrl.models.load import empty_model, load_model
 from mtrl.models.perturb import Perturbation
 from mtrl.models.ranks import ALONE
 from mtrl.models.sharding import Sharding
+from mtrl.models.ulysses import share_sequences
 from mtrl.models.value_head import empty_value_model, load_value_model
 from mtrl.models.weights import exported_weights
 from mtrl.types import Experience, Needs, Rewards, TrainBatch
@@ -67,8 +68,9 @@ def backbone_of(family, kind, ranks, strategy, checkpointing=False, per_node=1):
     return backbone
 
 
-def worker_of(kind, family, batching, ranks=ALONE, strategy="FULL_SHARD", checkpointing=False, per_node=1):
-    forward = Forward(backbone_of(family, kind, ranks, strategy, checkpointing, per_node), encoder_of(family))
+def worker_of(kind, family, batching, ranks=ALONE, strategy="FULL_SHARD", checkpointing=False, per_node=1, sharers=1):
+    backbone = backbone_of(family, kind, ranks, strategy, checkpointing, per_node)
+    forward = Forward(backbone, encoder_of(family), sharers=share_sequences(sharers))
     settings = SETTINGS
     options = {"update_batching": batching, "probe_batching": batching, "encoder_files": {}}
     if kind == "critic":
@@ -134,20 +136,22 @@ def learn(worker, kind, batches):
 
 
 def on_rank(ranks, kind, family, batching, batches, options):
-    worker = worker_of(kind, family, replace(batching, ranks=ranks), ranks, **options)
-    parts = {"worker": RankPart(worker, ranks.first)}
+    sharers = options.get("sharers", 1)
+    ranks = replace(ranks, counts=ranks.number % sharers == 0)
+    worker = worker_of(kind, family, batching.over(ranks, sharers), ranks, **options)
+    parts = {"worker": RankPart(worker, counts=ranks.counts)}
     found = None
     if ranks.first:
         crew = OwnCrew(ranks, parts)
-        found = learn(RankedLearner(crew, "worker"), kind, batches)
+        found = learn(RankedLearner(crew, "worker", sharers=sharers), kind, batches)
         crew.close()
     else:
         serve(ranks, parts)
     return found, {name: tensor.clone() for name, tensor in exported_weights(worker.model).items()}
 
 
-def check(kind, family, rows, tmp_path, batching=BUDGET, sizes=(1, 2), **options):
-    batches = batches_of(kind, family, rows)
+def check(kind, family, rows, tmp_path, batching=BUDGET, sizes=(1, 2), updates=UPDATES, **options):
+    batches = batches_of(kind, family, rows)[:updates]
     alone = worker_of(kind, family, batching)
     start = {name: tensor.clone() for name, tensor in exported_weights(alone.model).items()}
     before, metrics, after = learn(alone, kind, batches)

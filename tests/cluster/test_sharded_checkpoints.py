@@ -23,7 +23,7 @@ BEFORE = 2  # updates before the checkpoint
 def on_rank(ranks, kind, batches, saved, target):
     """Goes on from what was `saved`, learns and writes its own checkpoint."""
     worker = worker_of(kind, FAMILY, MicroBatching(tokens=60, ranks=ranks), ranks)
-    parts = {"worker": RankPart(worker, ranks.first)}
+    parts = {"worker": RankPart(worker)}
     if not ranks.first:
         return serve(ranks, parts)
     crew = OwnCrew(ranks, parts)
@@ -108,7 +108,7 @@ class Weighed(RankPart):
 def in_parts(ranks, kind, batches, target):
     """The bytes that this rank held for the checkpoint."""
     worker = worker_of(kind, FAMILY, MicroBatching(tokens=60, ranks=ranks), ranks)
-    part = Weighed(worker, ranks.first)
+    part = Weighed(worker)
     if not ranks.first:
         serve(ranks, {"worker": part})
         return part.taken

@@ -24,7 +24,7 @@ from mtrl.models.perturb import Perturbation
 from mtrl.models.ranks import ALONE
 from mtrl.models.sharding import Sharding
 from mtrl.workers.actor import LocalActor
-from mtrl.workers.micro_batches import MicroBatching
+from mtrl.workers.micro_batches import NO_LIMIT, MicroBatching
 
 
 # ----------------------------------------------------------------------------------------------------------- the tests
@@ -36,17 +36,17 @@ def test_mixed_batches(family, tmp_path):
 
 def test_a_text_model(tmp_path):
     """One process, one rank, two ranks."""
-    check("actor", "qwen2", MIXED, tmp_path)
+    check("actor", "qwen2", MIXED, tmp_path, updates=3)
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.slow)])
 def test_an_image_on_one_rank_alone(family, tmp_path):
     """The tower runs on both, or both wait for ever."""
-    check("actor", family, TEXT_AND_ONE_IMAGE, tmp_path, sizes=(2,))
+    check("actor", family, TEXT_AND_ONE_IMAGE, tmp_path, sizes=(2,), updates=3)
 
 
 def test_a_rank_without_rows_goes_along(tmp_path):
-    check("actor", "qwen2_5_vl", ONE_GROUP, tmp_path, MicroBatching(tokens=30), sizes=(2,))
+    check("actor", "qwen2_5_vl", ONE_GROUP, tmp_path, MicroBatching(tokens=30), sizes=(2,), updates=3)
 
 
 @pytest.mark.slow
@@ -85,10 +85,16 @@ def test_other_strategies(strategy, tmp_path):
     check("actor", "qwen2_5_vl", TEXT_AND_ONE_IMAGE, tmp_path, sizes=(2,), strategy=strategy, checkpointing=True)
 
 
+def test_text_and_images_on_two_machines_of_two(tmp_path):
+    """A group for each of four ranks, one of text alone: the tower runs on all of them, or on none."""
+    options = {"strategy": "HYBRID_SHARD", "per_node": 2, "updates": 3}
+    check("actor", "qwen2_5_vl", MIXED, tmp_path, MicroBatching(tokens=NO_LIMIT), sizes=(4,), **options)
+
+
 @pytest.mark.slow
-def test_rows_of_ranks_that_hold_the_same(tmp_path):
+def test_some_of_two_machines_of_two_have_nothing(tmp_path):
     options = {"strategy": "HYBRID_SHARD", "per_node": 2}
-    check("actor", "qwen2_5_vl", TEXT_AND_ONE_IMAGE, tmp_path, sizes=(4,), **options)
+    check("actor", "qwen3_vl", TEXT_AND_ONE_IMAGE, tmp_path, sizes=(4,), **options)
 
 
 def summed(ranks, family):

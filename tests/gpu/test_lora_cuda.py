@@ -20,6 +20,7 @@ from mtrl.zoo.task import make_question
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 pytest.importorskip("peft")
+DRAWS = 6  # of adapters
 
 
 @pytest.fixture(scope="module")
@@ -37,14 +38,20 @@ def rollouts(encoder):
 def adapted(encoder, compiled=False, checkpointing=False, vision_tower=False, dtype="bf16"):
     model = load_model(MODEL_DIRECTORY, dtype=dtype, device="cuda")
     add_adapters(model, AdapterSettings(rank=8, alpha=16, vision_tower=vision_tower))
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in adapter_parameters(model).values():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 10)
+    draw(model, 0)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     backbone = Backbone(model, torch.bfloat16 if dtype == "bf16" else None, compiled=compiled)
     return Forward(backbone, encoder, packed=compiled and backbone.packs)
+
+
+def draw(model, seed):
+    """Other adapters, without gradients."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in adapter_parameters(model).values():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 10)
+            parameter.grad = None
 
 
 def gradients(forward, rollouts):
@@ -62,19 +69,31 @@ def distances(forward, rollouts, truth):
     return [float((mine - exact).norm() / exact.norm()) for mine, exact in zip((found, logp), truth, strict=True)]
 
 
+def mean_distances(forward, rollouts, truths):
+    found = []
+    for seed, truth in enumerate(truths):
+        draw(forward.backbone.model, seed)
+        found.append(distances(forward, rollouts, truth))
+    return torch.tensor(found).mean(0).tolist()
+
+
 @pytest.mark.parametrize("vision_tower", [False, True])
 @pytest.mark.usefixtures("exact_products")
 def test_compiled_and_checkpointed_passes_are_those_of_plain_ones(encoder, rollouts, vision_tower):
-    """Equal in float32; in bf16 as near to float32 as plain passes of bf16 are."""
+    """Equal in float32; in bf16 as near to float32 as plain passes of bf16 are, on average over adapters: for some of
+    them either is twice as far as the other."""
     plain = adapted(encoder, vision_tower=vision_tower, dtype="fp32")
-    truth = gradients(plain, rollouts), plain.signals(rollouts).old[rollouts.mask]
-    noise = distances(adapted(encoder, vision_tower=vision_tower), rollouts, truth)
+    truths = []
+    for seed in range(DRAWS):
+        draw(plain.backbone.model, seed)
+        truths.append((gradients(plain, rollouts), plain.signals(rollouts).old[rollouts.mask]))
+    noise = mean_distances(adapted(encoder, vision_tower=vision_tower), rollouts, truths)
     for compiled, checkpointing in ((True, False), (True, True), (False, True)):
         kinds = compiled, checkpointing, vision_tower
-        exact = distances(adapted(encoder, *kinds, dtype="fp32"), rollouts, truth)
+        exact = distances(adapted(encoder, *kinds, dtype="fp32"), rollouts, truths[0])
         assert max(exact) < 1e-3, (kinds, exact)
-        rounded = distances(adapted(encoder, *kinds), rollouts, truth)
-        assert all(mine < 1.5 * plainly for mine, plainly in zip(rounded, noise, strict=True)), (kinds, rounded, noise)
+        rounded = mean_distances(adapted(encoder, *kinds), rollouts, truths)
+        assert all(mine < 1.4 * plainly for mine, plainly in zip(rounded, noise, strict=True)), (kinds, rounded, noise)
 
 
 def test_the_reference_is_the_base_in_compiled_passes_too(encoder, rollouts):

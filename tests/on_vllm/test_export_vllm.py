@@ -1,10 +1,11 @@
-"""A folder that a run leaves behind is a model for vLLM as it is: the trainer's log-probs, without any handing over."""
+"""What a run leaves behind is a model for vLLM: the trainer's log-probs, without any handing over."""
 
 import pytest
 from run_helpers import run_of, train_arguments
 from vllm_engines import INSTALLED, MAX_LENGTH
 
 from mtrl import cli
+from mtrl.build.run import configure, open_model
 from mtrl.models.backbone import Backbone
 from mtrl.models.families import load_encoder
 from mtrl.models.forward import Forward
@@ -24,25 +25,33 @@ QUESTIONS = [make_question("test", index) for index in range(8)]
 LARGE_STEPS = ("training.max_steps=1", "worker.actor.optim.lr=1e-3", "worker.actor.optim.warmup_steps=0")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """The checkpoint of a run that has learnt something."""
-    output = tmp_path_factory.mktemp("run")
-    assert cli.main(train_arguments(output, *LARGE_STEPS)) == 0
-    return run_of(output) / "checkpoints" / "step_1"
+LORA = ("worker.actor.model.peft_type=lora", "worker.actor.optim.lr=3e-2")
 
 
-def test_a_checkpoint_of_a_run_is_a_model_of_vllm(folder):
-    encoder, model = load_encoder(folder, min_pixels=3136, max_pixels=3136), load_model(folder)
+def log_probs_of_vllm(folder):
+    """Of responses that vLLM samples from the model of a folder."""
+    encoder = load_encoder(folder, min_pixels=3136, max_pixels=3136)
     arguments = engine_arguments(
         str(folder), dtype="float32", max_length=MAX_LENGTH, extra={"kv_cache_memory_bytes": 2**26}
     )
     host = VllmInProcess(arguments, encoder.image_settings.processor_arguments())
-    engine = VllmGenerator(host, encoder, exported_weights(model).keys())
+    engine = VllmGenerator(host, encoder, exported_weights(load_model(folder)).keys())
     rollouts = engine.generate(prompts_of(QUESTIONS, encoder), Sampling(n=4, max_new_tokens=24))
     engine.close()
-    trained, given = (
-        Forward(Backbone(each), encoder).signals(rollouts).old for each in (model, load_model(MODEL_DIRECTORY))
-    )
+    return rollouts
+
+
+@pytest.mark.parametrize("adapters", [(), LORA], ids=["all weights", "adapters"])
+def test_what_a_run_leaves_behind_is_a_model_of_vllm(tmp_path, adapters):
+    """A checkpoint as it is; adapters once they are merged by `mtrl export`."""
+    words = train_arguments(tmp_path / "out", *LARGE_STEPS, *adapters)
+    assert cli.main(words) == 0
+    folder = run_of(tmp_path / "out") / "checkpoints" / "step_1"
+    if adapters:
+        folder = tmp_path / "exported"
+        assert cli.main(["export", str(run_of(tmp_path / "out")), "--to", str(folder)]) == 0
+    rollouts = log_probs_of_vllm(folder)
+    trained = open_model(configure(None, words[1:])[0]).policy.signals(rollouts).old
     assert (trained - rollouts.behaviour).abs().max() < 1e-4
+    given = Forward(Backbone(load_model(MODEL_DIRECTORY)), load_encoder(folder)).signals(rollouts).old
     assert (given - rollouts.behaviour).abs().max() > 1e-2, "the model that the run began with would say otherwise"

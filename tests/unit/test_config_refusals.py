@@ -157,6 +157,10 @@ IMPOSSIBLE = [
     ),
     (["worker.rollout.lag=1", "optimization.tis_clip=null"], ["worker.rollout.lag", "optimization.tis_clip"]),
     (
+        ["worker.actor.ulysses_size=2", "training.n_gpus_per_node=2", "worker.actor.model.attn_implementation=eager"],
+        ["worker.actor.ulysses_size", "worker.actor.model.attn_implementation", "set auto"],
+    ),
+    (
         ["optimization.advantage_estimator=gae", "optimization.replay_buffer_size=64"],
         ["optimization.replay_buffer_size", "worker.rollout.n = null (default)"],
     ),

@@ -104,7 +104,7 @@ def test_a_wanted_feature_that_is_missing(monkeypatch):
 
 NOT_BUILT = {
     "videos": None,  # no switch: the data layer refuses them
-    "loggers (tensorboard, wandb, mlflow, swanlab, trackio)": ["training.logger=[console, wandb, mlflow]"],
+    "loggers (swanlab, trackio)": ["training.logger=[console, wandb, swanlab]"],
 }
 
 

@@ -14,6 +14,7 @@ from mtrl.build.run import Run
 from mtrl.config import load_config
 from mtrl.data import DataError
 from mtrl.errors import RunError
+from mtrl.training.clock import Clock
 from mtrl.training.interrupt import Interrupt
 from mtrl.training.resume import Start
 
@@ -325,3 +326,12 @@ def test_what_is_reported():
     assert row["perf/tokens_per_second"] == pytest.approx(10 / row["perf/seconds_step"])
     assert row["perf/samples_per_second"] == pytest.approx(4 / row["perf/seconds_step"])
     assert all(math.isfinite(value) for value in row.values())
+
+
+def test_a_process_that_waits_for_others_says_nothing_of_its_own_processor(monkeypatch):
+    """Its share would be near 0, and would be warned of as if other programs took the rest."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    alone, of_two = Clock().metrics(60, 3), Clock().metrics(60, 3, devices=2)
+    assert "perf/cpu_share" in alone
+    assert "perf/cpu_share" not in of_two and "perf/cpu_free" not in of_two
+    assert of_two["perf/throughput"] == pytest.approx(of_two["perf/tokens_per_second"] / 2)

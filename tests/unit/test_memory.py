@@ -339,7 +339,8 @@ def test_what_does_not_fit_is_told(monkeypatch):
 def test_on_a_cpu_a_run_does_not_rehearse(monkeypatch):
     monkeypatch.setattr(build_memory, "rehearse", lambda *_, **__: pytest.fail("it did"))
     forward = real_forward(checkpoint("qwen2"), Plan(LIMITS))
-    build_memory.rehearse_on_gpu(load_config(None, {}), forward, rehearsed(forward)[3], LIMITS.needs, has_states=False)
+    generator = rehearsed(forward)[3]
+    build_memory.rehearse_on_gpu(load_config(None, {}), forward, generator, LIMITS.needs, has_states=False, learners=[])
 
 
 @pytest.mark.slow

@@ -284,7 +284,7 @@ def batching(**actor):
 @pytest.mark.parametrize("share", [True, False])
 def test_passes_are_cut_by_tokens_or_by_rows(share):
     by_tokens = batching(tokens_per_micro_batch=777)
-    assert update_batching(by_tokens, True, share) == MicroBatching(777, at_least=16384, share_prefix=share)
+    assert update_batching(by_tokens, True, share) == MicroBatching(777, at_least=32768, share_prefix=share)
     assert update_batching(by_tokens, False, share) == MicroBatching(777, at_least=0, share_prefix=share)
     assert probe_batching(by_tokens, True, share) == MicroBatching(777, at_least=65536, share_prefix=share)
     assert probe_batching(by_tokens, False, share) == MicroBatching(777, at_least=0, share_prefix=share)

@@ -20,7 +20,6 @@ PACKAGE = Path(mtrl.__file__).parent
 REFUSED = {  # what the message names: the overrides
     "worker.actor.fsdp.cpu_offload": {"worker.actor.fsdp.cpu_offload": True},
     "worker.actor.offload.offload_params": {"worker.actor.offload.offload_params": True},
-    "worker.actor.ulysses_size": {"worker.actor.ulysses_size": 2, "training.n_gpus_per_node": 2},
     "worker.hybrid_engine": {"worker.hybrid_engine": False},
     "worker.rollout.mode: process": {"worker.rollout.mode": "process"},
     "worker.rollout.mode: server": {"worker.rollout.mode": "server", "worker.rollout.address": "localhost:8000"},
@@ -50,7 +49,7 @@ REFUSED = {  # what the message names: the overrides
         "worker.reward.model_path": "org/rm",
         "training.n_gpus_per_node": 2,
     },
-    "training.logger: console, wandb": {"training.logger": ("console", "wandb")},
+    "training.logger: console, trackio": {"training.logger": ("console", "trackio")},
 }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from mtrl.errors import RunError, StartError
 from mtrl.rollout.vllm.requests import Request
-from mtrl.rollout.vllm.server import VllmServer
+from mtrl.rollout.vllm.server import RESPONSES, VllmServer
 
 PARAMS = {"n": 2, "temperature": 1.0, "logit_bias": {5: -1e9}, "max_tokens": 2}
 TEXT = Request([1, 2, 3], (), 3, 11)
@@ -71,7 +71,8 @@ class Handler(BaseHTTPRequestHandler):
                 "logprobs": {"content": [{"token_id": 7, "logprob": -0.5}, {"token_id": 2, "logprob": -1.5}]},
                 "weight_versions": [{"version": self.server.label, "start": 0, "end": 2}],
             }
-            rows = [{**choice, "index": i, "token_ids": [seed, i]} for i in (1, 0)]  # in whatever order
+            rows = range(body["sampling_params"]["n"])
+            rows = [{**choice, "index": i, "token_ids": [seed, i]} for i in reversed(rows)]  # in whatever order
             self.answer(200, {"prompt_token_ids": list(range(length)), "choices": rows})
         elif self.path == "/update_weight_version":
             self.server.label = body["new_version"]
@@ -114,6 +115,15 @@ def test_requests_and_responses(start):
     bodies = {body["sampling_params"]["seed"]: body for path, body in fake.asked}
     assert bodies[11]["token_ids"] == [1, 2, 3] and "content_parts" not in bodies[11]
     assert bodies[12]["content_parts"][0]["url"].startswith("data:image/png;base64,")
+
+
+def test_no_request_asks_for_more_than_a_server_takes(start):
+    """Responses have the seeds of their places, as those of one request would."""
+    fake = start()
+    answers = connect(fake).generate([TEXT, SEEN], PARAMS | {"n": 2 * RESPONSES + 1})
+    for answer, seed in zip(answers, (11, 12), strict=True):
+        assert [sum(row.tokens) for row in answer] == [seed + i for i in range(2 * RESPONSES + 1)]
+    assert sorted(body["sampling_params"]["n"] for _, body in fake.asked) == [1, 1, *4 * [RESPONSES]]
 
 
 def test_weights_go_by_a_folder_and_every_cache_is_emptied(start):

@@ -11,7 +11,9 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from http.client import HTTPException
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,8 @@ from mtrl.rollout.vllm.requests import Request, Response
 
 CONNECT_SECONDS = 30.0
 ANSWER_SECONDS = 3600.0  # a batch of long responses
-AT_ONCE = 64  # prompts that wait for their responses
+AT_ONCE = 64  # requests that wait for their responses
+RESPONSES = 64  # of a request: servers refuse more than --max-num-seqs, 128 or more unless told
 ROUNDING = 1e-4
 TOKENS = "/inference/v1/generate"
 DEVELOPMENT = "VLLM_SERVER_DEV_MODE=1"
@@ -82,8 +85,10 @@ class VllmServer:
         )
 
     def generate(self, requests: Sequence[Request], params: Mapping[str, Any]) -> list[list[Response]]:
+        parts = [cut(request, params["n"]) for request in requests]
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            return list(pool.map(lambda request: self._generate(request, params), requests))
+            found = pool.map(lambda part: self._generate(part[0], {**params, "n": part[1]}), chain(*parts))
+            return [[each for _ in here for each in next(found)] for here in parts]
 
     def _generate(self, request: Request, params: Mapping[str, Any]) -> list[Response]:
         bias = params["logit_bias"] and {str(token): value for token, value in params["logit_bias"].items()}
@@ -151,6 +156,12 @@ class VllmServer:
             reason = getattr(error, "reason", error)
             raise RunError(f"{self.url} cannot be reached: {reason}") from error
         return json.loads(content) if content else None
+
+
+def cut(request: Request, n: int) -> list[tuple[Request, int]]:
+    """The request for `n` responses as several, none of them for more than a server takes: a response has the seed of
+    its place, whichever it comes with."""
+    return [(replace(request, seed=request.seed + i), min(RESPONSES, n - i)) for i in range(0, n, RESPONSES)]
 
 
 def _response(choice: Mapping[str, Any]) -> Response:

@@ -1,0 +1,198 @@
+"""The record of a run, for `mtrl view`: some responses of each step with all that is known of each of their tokens, and
+the images as the model saw them. It only looks: no signal is measured for its sake, so that no number of a run depends
+on it. It is written in a thread of its own (see background.py)."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from mtrl.algorithms.signals import TEXT, VISION, pool_sizes
+from mtrl.protocols import Tracker
+from mtrl.tracking.background import Background
+from mtrl.tracking.blocks import BlockWriter
+from mtrl.tracking.preview import DecodeTokens
+from mtrl.tracking.streams import as_kept, pack_response
+from mtrl.types import SEGMENTS, Experience, Prompt
+
+SHOWN = SEGMENTS[:4]  # early, middle, late, all: the layers that token weights read are among them
+HEAD_CHARS = 120  # of a response, for lists
+LOSSLESS_PIXELS = 256 * 256  # a larger image is kept as JPEG, a tenth of the size and nothing to see of it
+FRAMES = 4  # of a clip, side by side
+REPLACEMENT = "\ufffd"  # what a decoder makes of a part of a character
+
+Perturb = Callable[[Prompt, int], Sequence[np.ndarray]]
+DecodeText = Callable[[Sequence[int]], str]
+
+
+class RolloutRecord(Tracker):
+    """A tracker. `per_step`: how many responses of a step are kept (-1: all), whole groups first; `perturb` makes the
+    other view of a prompt's images, as it was for the probes of a step."""
+
+    def __init__(
+        self,
+        directory: Path,
+        decode: DecodeTokens,
+        decode_text: DecodeText,
+        perturb: Perturb,
+        *,
+        attempt: int = 1,
+        per_step: int = 64,
+        limit_bytes: int = 2**30,
+    ) -> None:
+        self.writer = BlockWriter(directory, limit_bytes)
+        self.pieces = Pieces(decode, decode_text)
+        self.perturb, self.attempt, self.per_step = perturb, attempt, per_step
+        self._background = Background("record of the rollouts")
+
+    def rollouts(self, step: int, experience: Experience) -> None:
+        count = len(experience) if self.per_step < 0 else min(self.per_step, len(experience))
+        if count:  # a copy of these rows alone: the step itself must not wait in memory
+            kept = experience.rows(torch.arange(count))
+            self._background.submit(partial(self._write, step, kept))
+
+    def close(self) -> None:
+        self._background.close()
+
+    def _write(self, step: int, it: Experience) -> None:
+        images: dict[str, Callable[[], bytes]] = {}
+        table = {
+            "step": step,
+            "attempt": self.attempt,
+            "time": round(time.time(), 3),
+            "segments": SHOWN,
+            "prompts": self._prompts(step, it, images),
+            "rollouts": columns_of(it),
+        }
+        streams = {name: as_kept(name, values.numpy()) for name, values in token_streams(it).items()}
+        lengths = it.rollouts.mask.sum(1).tolist()
+        responses = [self._response(it.rollouts.text[i], streams, i, length) for i, length in enumerate(lengths)]
+        self.writer.append(step, self.attempt, table, responses, images)
+
+    def _response(self, text: str, streams: Mapping[str, np.ndarray], row: int, length: int) -> bytes:
+        own = {name: values[row, :length] for name, values in streams.items()}
+        return pack_response(text, self.pieces(own["ids"].tolist()), own)
+
+    def _prompts(self, step: int, it: Experience, images: dict[str, Callable[[], bytes]]) -> list[dict[str, Any]]:
+        """What was asked. The other view is that of this step, so that it is left out for groups of earlier ones."""
+        rollouts, looked_twice = it.rollouts, it.signals.dependency is not None or it.signals.perturbed is not None
+        versions, sizes = rollouts.version, pool_sizes(rollouts.prompts).tolist()
+        rows = []
+        for place, prompt in enumerate(rollouts.prompts):
+            fresh = bool((versions[rollouts.group == place] == versions.max()).all())
+            views = self.perturb(prompt, step - 1) if looked_twice and fresh and prompt.media else ()
+            task = prompt.task
+            answer = None if task.answer is None else str(task.answer)
+            row = {"id": task.id, "text": task.text, "answer": answer, "pools": sizes[place]}
+            row |= {"images": [add_image(images, medium) for medium in prompt.media]}
+            rows.append(row | {"perturbed": [add_image(images, view) for view in views]})
+        return rows
+
+
+class Pieces:
+    """The text of each token, remembered: a response repeats few of them. Tokens that are only a part of a character
+    stand together; the last of them carries the text."""
+
+    def __init__(self, decode: DecodeTokens, decode_text: DecodeText) -> None:
+        self.decode, self.decode_text = decode, decode_text
+        self._known: dict[int, str] = {}
+
+    def __call__(self, ids: Sequence[int]) -> list[str]:
+        new = sorted(set(ids) - self._known.keys())
+        self._known.update(zip(new, self.decode(new), strict=True))
+        texts = [self._known[i] for i in ids]
+        start: int | None = None
+        for place, text in enumerate([*texts, ""]):
+            if REPLACEMENT in text:
+                start = place if start is None else start
+            elif start is not None:
+                texts[start:place] = [""] * (place - 1 - start) + [self.decode_text(ids[start:place])]
+                start = None
+        return texts
+
+
+# -------------------------------------------------------------------------------------------------------------- values
+def token_streams(it: Experience) -> dict[str, Tensor]:
+    """What is known of each token, [N, T] by name; `mass` is [N, T, segments, 2], text before vision."""
+    signals, credit = it.signals, it.credit
+    found: dict[str, Tensor | None] = {
+        "ids": it.rollouts.tokens,
+        "behaviour": it.rollouts.behaviour,
+        "old": signals.old,
+        "perturbed": signals.perturbed,
+        "reference": signals.reference,
+        "dependency": signals.dependency,
+        "entropy": signals.entropy,
+        "values": signals.values,
+        "group_advantage": it.advantage,
+        "mass": None if signals.mass is None else signals.mass[:, :, : len(SHOWN)],
+    }
+    if credit is not None:
+        weights = torch.ones_like(credit.advantage) if credit.weights is None else credit.weights
+        found |= {"advantage": credit.advantage, "mask": credit.select, "weight": credit.scale[:, None] * weights}
+    return {name: values for name, values in found.items() if values is not None}
+
+
+def columns_of(it: Experience) -> dict[str, Any]:
+    """What lists show, sort and filter by: a value for each response."""
+    rollouts, rewards, mask = it.rollouts, it.rewards, it.rollouts.mask
+    streams = token_streams(it)
+    lengths = mask.sum(1)
+
+    def mean(values: Tensor | None) -> list[float | None] | None:
+        return None if values is None else numbers(values.where(mask, 0.0).sum(1) / lengths.clamp(min=1))
+
+    columns: dict[str, Any] = {
+        "prompt": rollouts.group.tolist(),
+        "reward": numbers(rewards.total),
+        "parts": {name: numbers(part) for name, part in rewards.parts.items()},
+        "failed": rewards.failed.tolist(),
+        "tokens": lengths.tolist(),
+        "finish": list(rollouts.finish),
+        "version": rollouts.version.tolist(),
+        "dependency": mean(streams.get("dependency")),
+        "entropy": mean(streams.get("entropy")),
+        "advantage": mean(streams.get("group_advantage")),
+        "head": [text[:HEAD_CHARS] for text in rollouts.text],
+    }
+    if (mass := streams.get("mass")) is not None:
+        by_segment = [[mean(mass[:, :, s, pool]) for pool in (TEXT, VISION)] for s in range(len(SHOWN))]
+        columns |= {"mass": by_segment, "vision": by_segment[SHOWN.index("all")][VISION]}
+    if it.credit is not None:
+        columns |= {"kept": (it.credit.select & mask).sum(1).tolist(), "scale": numbers(it.credit.scale)}
+    return {name: values for name, values in columns.items() if values is not None}
+
+
+def numbers(values: Tensor) -> list[float | None]:
+    """Six digits, and None for what JSON cannot say."""
+    return [float(f"{x:.6g}") if np.isfinite(x) else None for x in values.tolist()]
+
+
+# -------------------------------------------------------------------------------------------------------------- images
+def add_image(images: dict[str, Callable[[], bytes]], medium: np.ndarray) -> str:
+    """The key of an image: by what it shows, so that it is kept once however often it is asked about."""
+    key = hashlib.blake2b(repr(medium.shape).encode() + medium.tobytes(), digest_size=12).hexdigest()
+    images[key] = partial(encoded, medium)
+    return key
+
+
+def encoded(medium: np.ndarray) -> bytes:
+    if medium.ndim == 4:
+        chosen = np.linspace(0, len(medium) - 1, min(FRAMES, len(medium))).round().astype(int)
+        medium = np.concatenate(list(medium[chosen]), axis=1)
+    buffer = io.BytesIO()
+    if medium.shape[0] * medium.shape[1] <= LOSSLESS_PIXELS:
+        Image.fromarray(medium).save(buffer, "PNG", compress_level=4)
+    else:
+        Image.fromarray(medium).save(buffer, "JPEG", quality=92, subsampling=0)
+    return buffer.getvalue()

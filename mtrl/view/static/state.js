@@ -1,0 +1,55 @@
+// What is looked at. It stands in the address, so that a reload, a bookmark and the browser's arrows keep it.
+
+export const defaults = {
+  tab: "curves", run: 0, from: "", to: "", latest: true, sort: "step", order: "", page: 0,
+  min_reward: "", max_reward: "", min_tokens: "", max_tokens: "", min_dependency: "", max_dependency: "",
+  step: null, row: null, heat: "dependency", segment: "all", view: "sample", smooth: 0.6, search: "",
+};
+
+export const state = { ...defaults };
+export const live = { runs: [], error: "" }; // what the server last said of the runs
+const listeners = new Set();
+
+export function onChange(listener) {
+  listeners.add(listener);
+}
+
+/** Changes what is looked at, and tells everybody which keys changed. */
+export function set(changes) {
+  const changed = Object.keys(changes).filter((key) => state[key] !== changes[key]);
+  if (!changed.length) return;
+  Object.assign(state, changes);
+  write();
+  tell(changed);
+}
+
+export function tell(changed) {
+  for (const listener of listeners) listener(new Set(changed));
+}
+
+function write() {
+  const query = new URLSearchParams();
+  for (const [key, value] of Object.entries(state))
+    if (key !== "tab" && value !== defaults[key] && value !== null) query.set(key, value);
+  const hash = `#${state.tab}${query.size ? `?${query}` : ""}`;
+  if (hash !== location.hash) history.replaceState(null, "", hash);
+}
+
+/** Takes over what the address says. */
+export function read() {
+  const [tab, query] = location.hash.slice(1).split("?");
+  const given = new URLSearchParams(query ?? "");
+  for (const [key, usual] of Object.entries(defaults)) {
+    const text = given.get(key);
+    if (key === "tab") state.tab = ["curves", "rollouts", "run"].includes(tab) ? tab : usual;
+    else if (text === null) state[key] = usual;
+    else if (typeof usual === "boolean") state[key] = text === "true";
+    else state[key] = typeof usual === "number" || usual === null ? Number(text) || 0 : text;
+  }
+}
+
+export const runColours = ["--run-0", "--run-1", "--run-2", "--run-3", "--run-4", "--run-5", "--run-6", "--run-7"];
+export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+export const runColour = (run) => colour(runColours[run % runColours.length]);
+
+export const hidden = new Set(); // runs that are not drawn

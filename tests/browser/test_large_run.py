@@ -1,0 +1,85 @@
+"""As much as rotation keeps: a thousand steps in a GiB. The first page comes at once, and the server stays small."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+from view_helpers import metrics_row, recorded, step_of
+
+from mtrl.tracking.blocks import BlockWriter, parts_of
+
+pytestmark = pytest.mark.slow
+STEPS, LIMIT = 1000, 2**30
+METRICS = 70  # numbers of a step
+
+
+@pytest.fixture(scope="module")
+def large_run(tmp_path_factory):
+    run = tmp_path_factory.mktemp("large") / "run"
+    book = recorded(tmp_path_factory.mktemp("one"), step_of())
+    table, block = book.table(1), book._blocks[1]
+    responses = [block.piece(place) for place in table["where"]]
+    many = 64 // len(responses) * len(responses)
+    columns = {
+        name: column * (many // len(responses))
+        for name, column in table["rollouts"].items()
+        if isinstance(column, list) and name != "mass"
+    }
+    filler = os.urandom(LIMIT // STEPS - many * len(responses[0]) - 4000)  # what longer responses would take
+    writer = BlockWriter(run / "record", LIMIT)
+    for step in range(1, STEPS + 1):
+        images = {key: (lambda place=place: block.piece(place)) for key, place in table["images"].items()}
+        whole = {"step": step, "prompts": table["prompts"], "segments": [], "rollouts": columns}
+        writer.append(
+            step, 1, whole, [*responses] * (many // len(responses)), images | {f"filler {step}": lambda: filler}
+        )
+    rows = [
+        metrics_row(s, **{f"group{k % 7}/metric{k}": s * k / 7 for k in range(METRICS)}, **{"reward/overall": s / 9})
+        for s in range(1, STEPS + 1)
+    ]
+    (run / "metrics.jsonl").write_text("".join(rows))
+    assert 0.9 * LIMIT < sum(part.stat().st_size for part in parts_of(run / "record")) <= LIMIT
+    return run
+
+
+@pytest.fixture
+def server(large_run):
+    command = [sys.executable, "-m", "mtrl", "view", str(large_run), "--port", "0", "--no-browser"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    address = re.search(r"http://\S+", process.stdout.readline())[0]
+    yield process, address
+    process.terminate()
+    process.wait(10)
+
+
+def test_the_first_page_comes_at_once_and_the_server_stays_small(server):
+    process, address = server
+
+    def ask(path):
+        with urllib.request.urlopen(address + path) as answer:
+            return answer.read()
+
+    begin = time.perf_counter()
+    ask("")
+    ask("api/runs")
+    ask("api/series?run=0&names=" + ",".join(f"group{k % 7}/metric{k}" for k in range(12)))
+    ask(f"api/rollouts?run=0&from={STEPS}&to={STEPS}")
+    ask(f"api/response?run=0&step={STEPS}&row=5")
+    first = time.perf_counter() - begin
+    begin = time.perf_counter()
+    assert b'"total":63000' in ask("api/rollouts?run=0&sort=reward&order=desc")
+    whole = time.perf_counter() - begin
+    begin = time.perf_counter()
+    ask("api/rollouts?run=0&sort=dependency&order=desc&page=7")
+    again = time.perf_counter() - begin
+    for step in range(1, STEPS, 7):
+        ask(f"api/response?run=0&step={step}&row=3")
+    peak = int(re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{process.pid}/status").read_text())[1]) / 1024
+    print(f"first page {first:.2f} s, all responses sorted {whole:.2f} s, then {again:.2f} s, peak {peak:.0f} MB")
+    assert first < 1 and again < 1
+    assert peak < 300

@@ -1,0 +1,59 @@
+"""A report: one file that shows a run without a server, and asks nobody for anything."""
+
+import re
+from pathlib import Path
+
+import pytest
+from view_helpers import fake_run, metrics_row, recorded, said, step_of
+
+from mtrl.commands import report
+from mtrl.errors import StartError
+
+expect = pytest.importorskip("playwright.sync_api", reason="pip install playwright, which drives the browser").expect
+HARM = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>"
+
+
+def test_a_report_opens_by_itself(page, tmp_path, capsys):
+    run = fake_run(tmp_path / "run", steps=12)
+    assert report.run([str(run)]) == 0
+    html, table, picture = map(Path, capsys.readouterr().out.split())
+    assert picture.name == "curves.png" and "| reward/overall | 0.1 | 1.2 | 1.2 | 12 |" in table.read_text()
+    assert str(tmp_path) not in html.read_text(), "a report names no path of the machine"
+    page.goto(f"file://{html}")
+    page.wait_for_selector("canvas")
+    page.keyboard.press("r")
+    page.wait_for_selector(".response .token")
+    expect(page.locator(".sample header h2")).to_contain_text("Step 12")
+    assert page.locator(".images img").first.evaluate("image => image.complete && image.naturalWidth") == 4
+    page.keyboard.press("5")
+    page.wait_for_selector(".token.on")
+    page.keyboard.press("[")
+    expect(page.locator(".sample header h2")).to_contain_text(re.compile("Step 1[01]"))
+    page.keyboard.press("g")
+    page.wait_for_selector(".member")
+    page.keyboard.press("i")
+    expect(page.locator("table").first).to_contain_text("update")
+
+
+def test_a_report_of_texts_that_mean_harm(page, tmp_path, capsys):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text(metrics_row(1, **{f"{HARM}/x": 1.0, "reward/overall": 1.0}))
+    (run / "config.yaml").write_text(HARM)
+    recorded(run / "record", said(step_of(), HARM, prompt=HARM, name=HARM))
+    report.run([str(run), "--out", str(tmp_path / "shared")])
+    page.goto(f"file://{tmp_path / 'shared' / 'report.html'}#rollouts")
+    page.wait_for_selector(".list .head")
+    assert page.locator(".list .head").first.inner_text().startswith("</script><script>")
+    assert page.locator("main script").count() == 0
+
+
+def test_arguments(tmp_path):
+    for wrong, why in (
+        ([], "which run"),
+        (["x", "--outt"], "no option"),
+        (["x", "--rollouts", "many"], "no number"),
+        ([str(tmp_path / "no")], "no such"),
+    ):
+        with pytest.raises(StartError, match=why):
+            report.run(wrong)

@@ -1,0 +1,231 @@
+"""The viewer in real Chromium: a run of the demo, live runs, filters, comparison, damage, and texts that mean harm."""
+
+import json
+import re
+
+import pytest
+from view_helpers import fake_run, metrics_row, recorded, said, served, step_of
+
+from mtrl.commands import demo
+from mtrl.zoo.rows import SIZES
+
+pytest.importorskip("uvicorn", reason="pip install 'mtrl[view]'")
+expect = pytest.importorskip("playwright.sync_api", reason="pip install playwright, which drives the browser").expect
+
+
+@pytest.fixture(scope="module")
+def demo_run(tmp_path_factory):
+    """A run made by the demo, three steps of it, with every heat map: token weights read attention."""
+    output = tmp_path_factory.mktemp("demo")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(SIZES, "validation", 8)
+        demo.run([
+            "training.max_steps=3", "training.val_freq=-1", "training.logger=[]", "training.experiment_name=demo",
+            f"training.output_dir={output}", "dataset.rollout_batch_size=2", "worker.rollout.n=4",
+            "worker.actor.global_batch_size=2",
+            "optimization.enable_token_weights=true", "optimization.compute_attention_metrics=true",
+        ])  # fmt: skip
+    return output / "mtrl" / "demo"
+
+
+def titles(page):
+    return page.locator(".sample header h2").inner_text()
+
+
+def test_a_run_of_the_demo(page, demo_run):
+    with served(demo_run) as address:
+        page.goto(address)
+        page.wait_for_selector("canvas")
+        assert page.locator(".chart .title", has_text="reward/overall").first.is_visible()
+        page.locator(".chart canvas").first.hover()
+        assert re.match(r"step \d", page.locator(".chart-tip:visible").inner_text())
+        page.keyboard.press("r")
+        page.wait_for_selector(".list li")
+        assert page.locator(".list li").count() == 8
+        assert "Step 3" in titles(page)
+        images = page.locator(".images img")
+        assert images.count() == 2 and images.nth(1).evaluate("image => image.complete && image.naturalWidth") == 56
+        page.locator(".response .token").first.hover()
+        told = page.locator(".token-tip").inner_text()
+        for name in ("S", "entropy", "weight", "trained on", "advantage", "log-prob", "vision mass, late"):
+            assert name in told
+        # keys move through the samples, and to the step before
+        before = titles(page)
+        page.keyboard.press("ArrowRight")
+        expect(page.locator(".sample header h2")).not_to_have_text(before)
+        assert page.locator(".list li[aria-selected=true]").get_attribute("data-key") == "3 1"
+        page.keyboard.press("[")
+        expect(page.locator(".sample header h2")).to_contain_text("Step 2")
+        assert "from=2" in page.url, "the address keeps it"
+
+
+def test_every_heat_map_shows_its_own_numbers(page, demo_run):
+    with served(demo_run) as address:
+        page.goto(f"{address}#rollouts")
+        page.wait_for_selector(".response .token")
+        seen = {}
+        for number, name in enumerate(("dependency", "entropy", "vision", "weight", "mask", "advantage"), 1):
+            page.keyboard.press(str(number))
+            page.wait_for_selector(f'.pill[data-heat={name}][aria-pressed="true"]')
+            seen[name] = page.eval_on_selector_all(
+                ".response .token", "tokens => tokens.map(t => t.style.background + t.className)"
+            )
+        assert len({tuple(look) for look in seen.values()}) == 6, "six maps, six pictures"
+        assert any("on" in look for look in seen["mask"]) and any("off" in look for look in seen["mask"])
+        page.keyboard.press("3")
+        page.select_option(".heat-bar select", "early")
+        expect(page).to_have_url(re.compile("segment=early"))
+        early = page.eval_on_selector_all(
+            ".response .token", "tokens => tokens.map(t => t.style.background + t.className)"
+        )
+        assert early != seen["vision"], "layers differ"
+        rows = page.locator(".matrix .row button").all_inner_texts()
+        assert rows[:2] == ["S", "entropy"] and "vision, late" in rows and "mask" in rows
+
+
+def test_a_group(page, demo_run):
+    with served(demo_run) as address:
+        page.goto(f"{address}#rollouts")
+        page.wait_for_selector(".response .token")
+        page.keyboard.press("g")
+        page.wait_for_selector(".member")
+        rewards = [float(text) for text in page.locator(".member .reward").all_inner_texts()]
+        assert len(rewards) == 4 and rewards == sorted(rewards, reverse=True)
+        page.locator(".member button").nth(3).click()
+        page.wait_for_selector(".matrix")
+
+
+def test_phases_memory_and_configuration(page, demo_run):
+    with served(demo_run) as address:
+        page.goto(f"{address}#run")
+        page.wait_for_selector("table tbody tr")
+        phases = page.locator("table tbody td:first-child").all_inner_texts()
+        assert {"generate", "probe", "update", "whole step"} <= set(phases)
+        page.get_by_text("configuration").click()
+        assert "rollout_batch_size" in page.locator(".config").inner_text()
+
+
+def test_it_follows_a_run_that_goes_on(page, tmp_path):
+    run = fake_run(tmp_path / "run", steps=2)
+    with served(run) as address:
+        page.goto(f"{address}#rollouts")
+        expect(page.locator(".sample header h2")).to_contain_text("Step 2")
+        assert "live" in page.locator(".badge").inner_text()
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(metrics_row(3, **{"reward/overall": 0.9, "new/metric": 1.0}))
+        more = recorded(tmp_path / "more", step_of(), step_of(), said(step_of(shades=(7, 8)), "the newest"))
+        part = more._blocks[3].part.read_bytes()
+        with (run / "record/part-00001.bin").open("ab") as file:
+            file.write(part[more._blocks[3].start :][:-30])
+            file.flush()
+            page.wait_for_timeout(2500)
+            assert titles(page).startswith("Step 2"), "half of it is not shown"
+            file.write(part[-30:])
+        expect(page.locator(".sample header h2")).to_contain_text("Step 3")
+        page.keyboard.press("c")
+        page.wait_for_selector(".chart .title[title='new/metric']")
+
+
+def test_sorting_filters_and_pages(page, tmp_path):
+    run = fake_run(tmp_path / "run", steps=40)
+    with served(run) as address:
+        page.goto(f"{address}#rollouts?latest=false")
+        page.wait_for_selector(".list li")
+        assert "1–50 of 120 responses" in page.locator(".pager").inner_text()
+        page.get_by_label("next page").click()
+        expect(page.locator(".pager")).to_contain_text("51–100")
+        page.select_option("select[aria-label='sort by']", "reward")
+        page.get_by_label("turn the order round").click()
+        expect(page.locator(".list .reward").first).to_have_text("1.5")
+        page.get_by_text("filter", exact=False).first.click()
+        page.get_by_label("max").first.fill("0.7")
+        expect(page.locator(".pager")).to_contain_text("of 40 responses")
+        assert set(page.locator(".list .reward").all_inner_texts()) == {"0.5"}
+        page.get_by_label("min").nth(2).fill("9")
+        page.get_by_text("Nothing passes these filters.").wait_for()
+
+
+def test_two_runs_compared(page, tmp_path):
+    with served(fake_run(tmp_path / "one"), fake_run(tmp_path / "two", steps=2)) as address:
+        page.goto(address)
+        page.wait_for_selector("canvas")
+        page.locator(".chart canvas").first.hover(position={"x": 60, "y": 60})
+        assert {"one", "two"} <= set(page.locator(".chart-tip:visible").inner_text().split())
+        page.locator(".run", has_text="two").click()
+        page.locator(".chart canvas").first.hover(position={"x": 62, "y": 60})
+        assert "two" not in page.locator(".chart-tip:visible").inner_text()
+        page.locator(".run", has_text="two").click()
+        page.goto(f"{address}#rollouts?latest=false&from=1&to=1&view=group")
+        page.wait_for_selector(".beside section:nth-child(2) .member")
+        assert [name.strip() for name in page.locator(".beside h2").all_inner_texts()] == ["one", "two"]
+
+
+HARM = "<script>alert('x')</script><img src=x onerror=alert(1)>\x1b[31mred\x1b[0m \u202egnp.exe"
+
+
+def test_texts_that_mean_harm_are_texts(page, tmp_path):
+    name = "<b onmouseover=alert(3)>run"
+    run = tmp_path / name
+    run.mkdir()
+    (run / "metrics.jsonl").write_text(
+        metrics_row(1, **{"<img src=x onerror=alert(2)>/loss": 1.0, "reward/overall": 1.0})
+    )
+    (run / "config.yaml").write_text("</pre><script>alert(4)</script>")
+    recorded(run / "record", said(step_of(), HARM, prompt=HARM, name=f"../../{HARM}"))
+    with served(run) as address:
+        page.goto(address)
+        page.get_by_text("<img src=x onerror=alert(2)>/loss").wait_for()
+        assert page.locator(".run").inner_text() == name
+        page.goto(f"{address}#rollouts")
+        page.wait_for_selector(".list li .head")
+        head = page.locator(".list .head").first.inner_text()
+        assert head.startswith("<script>alert('x')</script><img src=x") and "␛[31mred" in head and "[U+202E]" in head
+        assert "<script>" in page.locator(".question pre").inner_text() and "../../<script>" in titles(page)
+        page.goto(f"{address}#run")
+        page.get_by_text("configuration").click()
+        assert "alert(4)" in page.locator(".config").inner_text()
+        assert page.locator("main script, main img[onerror], b[onmouseover]").count() == 0
+
+
+def test_a_damaged_run_opens_and_says_what_is_missing(page, tmp_path):
+    run = fake_run(tmp_path / "run")
+    (part,) = (run / "record").iterdir()
+    data = bytearray(part.read_bytes())
+    data[len(data) // 2 : len(data) // 2 + 200] = bytes(200)
+    part.write_bytes(data)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"half": \n')
+    with served(run) as address:
+        page.goto(f"{address}#rollouts?latest=false")
+        page.wait_for_selector(".list li .head")
+        page.get_by_text("metrics.jsonl: 1 lines are damaged and left out").wait_for()
+        assert "Step 1" in titles(page)
+
+
+def test_runs_of_others(page, tmp_path):
+    rows = [{"input": "2 + 2?", "output": f"it is {k}", "gts": "4", "score": k / 4, "step": 1} for k in (4, 5)]
+    (tmp_path / "1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with served(tmp_path) as address:
+        page.goto(f"{address}#rollouts")
+        page.wait_for_selector(".response.plain")
+        assert page.locator(".response").inner_text() == "it is 4"
+        page.get_by_text("no numbers for single tokens").wait_for()
+
+
+@pytest.mark.parametrize("width", [1280, 1920])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_fits_the_screen_in_light_and_dark(chromium, tmp_path, width, scheme):
+    context = chromium.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
+    page = context.new_page()
+    with served(fake_run(tmp_path / "run")) as address:
+        for tab in ("curves", "rollouts", "rollouts?view=group", "run"):
+            page.goto(f"{address}#{tab}")
+            page.wait_for_selector(".chart, .sample header")
+            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), tab
+            red, *_ = map(int, re.findall(r"\d+", page.evaluate("getComputedStyle(document.body).backgroundColor")))
+            assert (red > 200) == (scheme == "light")
+            page.keyboard.press("t")
+            other, *_ = map(int, re.findall(r"\d+", page.evaluate("getComputedStyle(document.body).backgroundColor")))
+            assert (other > 200) != (red > 200)
+            page.keyboard.press("t")
+    context.close()

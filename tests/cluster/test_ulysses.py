@@ -1,0 +1,236 @@
+"""Ranks that share sequences say what one process says, and learn what it learns."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import close
+from rank_helpers import run_ranks
+from run_helpers import run_of, train_arguments
+from safetensors.torch import load_file
+from sharded_helpers import CPU, MIXED, ONE_GROUP, TEXT_AND_ONE_IMAGE, check
+from tiny_models import encoder_of, fresh_backbone, plain_logp, prompts_for, random_rollouts, shared_backbone
+
+from mtrl.build.ranks import RankPlan, refuse_unshareable
+from mtrl.cli import main
+from mtrl.config import ConfigError, load_config
+from mtrl.models.backbone import unshareable
+from mtrl.models.forward import Forward
+from mtrl.models.perturb import Perturbation
+from mtrl.models.ranks import Ranks
+from mtrl.models.ulysses import WHOLE, share_sequences, unshareable_heads
+from mtrl.tracking.run_files import read_rows
+from mtrl.types import Needs
+from mtrl.workers.micro_batches import MicroBatching
+
+LAYOUTS = {
+    "shared": {"share_prefix": True},
+    "packed": {"share_prefix": True, "packed": True, "top_p": 0.9},
+    "rows": {"share_prefix": False, "dependency": "full_kl"},  # causal: there is no mask
+}
+NEEDS = Needs("old", "entropy", "support", "entropy_change", "dependency", "mass", "prompt_mass")
+
+
+# ----------------------------------------------------------------------------------------------- passes, without FSDP
+def passes(family, ranks=None, sharers=WHOLE):
+    """Log-probs, signals, and gradients of a loss that no token has to itself, by layout."""
+    backbone = fresh_backbone(family)
+    if ranks is not None:
+        backbone.ranks = ranks
+    widths, patches, run_tower = [], [], backbone.run_tower
+    backbone.run_tower = lambda pixels, grids: patches.append(len(pixels)) or run_tower(pixels, grids)
+    backbone.language_model.layers[0].mlp.register_forward_hook(lambda _, given, made: widths.append(made.shape[1]))
+    rollouts = random_rollouts(prompts_for(family), *MIXED)
+    views = [Perturbation(seed=3).view(prompt, 1) for prompt in rollouts.prompts]
+    weights = torch.randn(rollouts.mask.shape, generator=torch.Generator().manual_seed(1))
+    found = {}
+    for name, options in LAYOUTS.items():
+        forward = Forward(backbone, encoder_of(family), 0.7, sharers=sharers, chunk=7, **options)
+        signals = forward.signals(rollouts, NEEDS, views)
+        widths.clear(), patches.clear()
+        backbone.model.zero_grad()
+        logp = forward.logp(rollouts)
+        (weights * logp).sum(1).tanh().sum().backward()
+        own = {each: p.grad.clone() for each, p in backbone.model.named_parameters() if p.grad is not None}
+        grads = {each: grad.clone() for each, grad in own.items()}
+        for each in grads if ranks is not None else ():
+            dist.all_reduce(grads[each])
+        hidden = forward.response_hidden(rollouts)
+        found[name] = SimpleNamespace(
+            logp=logp.detach(),
+            signals=signals,
+            own=own,
+            grads=grads,
+            width=widths[0],
+            tokens=len(hidden),
+            patches=sum(patches[:1]),
+        )
+    maps = Forward(backbone, encoder_of(family), sharers=sharers).maps(rollouts.rows(torch.tensor([0])), [0, 3])
+    return found, maps
+
+
+def on_rank(ranks, family):
+    return passes(family, ranks, share_sequences(ranks.size))
+
+
+def agree(family, size, folder):
+    expected, maps = passes(family)
+    tokens = sum(MIXED[1])
+    for found, their_maps in run_ranks(size, on_rank, folder, family):
+        close(their_maps, maps, rtol=1e-5, atol=1e-6)
+        for name, mine in expected.items():
+            theirs = found[name]
+            close(theirs.logp, mine.logp, rtol=1e-5, atol=3e-5)
+            for signal, values in vars(mine.signals).items():
+                if values is not None:
+                    close(getattr(theirs.signals, signal), values, rtol=1e-4, atol=5e-5)
+            assert theirs.grads.keys() == mine.grads.keys()
+            for each, grad in mine.grads.items():
+                close(theirs.grads[each], grad, rtol=1e-4, atol=2e-5 * max(1.0, float(grad.abs().max())))
+            assert mine.width <= size * theirs.width < mine.width + 2 * 128, "each has its part of the positions"
+            if name == "packed" and mine.patches:
+                assert theirs.patches < mine.patches, "nobody sees all the images"
+            assert abs(size * theirs.tokens - tokens) <= size * (size - 1), "each has its share of the vocabulary"
+            for part in ("embed_tokens", "mlp.up_proj", "patch_embed", "deepstack_merger_list"):
+                for each in (each for each in mine.grads if part in each and each.endswith("weight")):
+                    assert mine.grads[each].abs().max() > 1e-3 and not torch.equal(theirs.own[each], mine.grads[each])
+    return expected
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_two_ranks_share_a_sequence(family, tmp_path):
+    expected = agree(family, 2, tmp_path)
+    if family == "qwen3_vl":
+        assert any("deepstack_merger_list" in name for name in expected["shared"].grads)
+    rollouts = random_rollouts(prompts_for(family), *MIXED)
+    with torch.no_grad():
+        close(expected["packed"].logp, plain_logp(family, rollouts, temperature=0.7), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_vl"])
+def test_more_ranks_than_heads_of_keys(family, tmp_path):
+    """Four, where there are two: keys and values go to two ranks each."""
+    assert shared_backbone(family).language_model.config.num_key_value_heads == 2
+    agree(family, 4, tmp_path)
+
+
+def by_blocks(ranks):
+    """Signals by the mask that a GPU has, in blocks."""
+    backbone = fresh_backbone("qwen3_vl")
+    backbone.ranks, backbone.sight_mask = ranks, lambda sight, packed: sight.blocks(CPU)
+    rollouts = random_rollouts(prompts_for("qwen3_vl"), *MIXED)
+    forward = Forward(backbone, encoder_of("qwen3_vl"), packed=True, sharers=share_sequences(ranks.size))
+    return forward.signals(rollouts, Needs("old", "mass"))
+
+
+@pytest.mark.slow
+def test_flex_attention_of_a_share_of_the_heads(tmp_path):
+    forward = Forward(shared_backbone("qwen3_vl"), encoder_of("qwen3_vl"))
+    expected = forward.signals(random_rollouts(prompts_for("qwen3_vl"), *MIXED), Needs("old", "mass"))
+    for found in run_ranks(2, by_blocks, tmp_path):
+        close(found.old, expected.old, rtol=1e-5, atol=3e-5)
+        close(found.mass, expected.mass, rtol=1e-5, atol=3e-5)
+
+
+def one_token(ranks, family):
+    """Fewer response tokens than ranks: the last has none, and goes along."""
+    backbone = fresh_backbone(family)
+    sharers = WHOLE
+    if ranks is not None:
+        backbone.ranks, sharers = ranks, share_sequences(ranks.size)
+    forward = Forward(backbone, encoder_of(family), sharers=sharers)
+    logp = forward.logp(random_rollouts(prompts_for(family), [3], [1]))
+    logp.sum().backward()
+    grad = backbone.output_matrix.grad
+    if ranks is not None:
+        dist.all_reduce(grad)
+    return logp.detach(), grad
+
+
+def test_a_rank_without_a_token(tmp_path):
+    expected, grad = one_token(None, "qwen2_5_vl")
+    for logp, their_grad in run_ranks(2, one_token, tmp_path, "qwen2_5_vl"):
+        close(logp, expected, rtol=1e-5, atol=1e-5)
+        close(their_grad, grad, rtol=1e-4, atol=1e-5)
+
+
+# --------------------------------------------------------------------------------------------------- updates, by FSDP
+def test_two_ranks_learn_as_one_process(tmp_path):
+    check("actor", "qwen2_5_vl", ONE_GROUP, tmp_path, sizes=(2,), updates=3, sharers=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["actor", "tprl", "full divergence", "critic", "lora", "frozen tower"])
+def test_all_that_learns(kind, tmp_path):
+    check(kind, "qwen3_vl", TEXT_AND_ONE_IMAGE, tmp_path, sizes=(2,), sharers=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD"])
+def test_two_groups_of_two(strategy, tmp_path):
+    """Rows are dealt out to groups, and one group sees an image that the other does not."""
+    options = {"strategy": strategy, "per_node": 2, "checkpointing": True, "sharers": 2}
+    check("actor", "qwen3_vl", TEXT_AND_ONE_IMAGE, tmp_path, sizes=(4,), **options)
+
+
+# ------------------------------------------------------------------------------------------------------ a whole run
+WORDS = ("training.max_steps=3", "training.save_freq=3", "training.val_freq=-1", "training.val_before_train=false")
+
+
+def trained(ranks, output, *words):
+    """`mtrl train` as torchrun would start it."""
+    if ranks is not None:
+        os.environ |= {"TORCHELASTIC_RUN_ID": "test", "RANK": str(ranks.number), "WORLD_SIZE": str(ranks.size)}
+    try:
+        return main(train_arguments(output, *WORDS, *words))
+    except SystemExit as end:
+        return end.code
+
+
+@pytest.mark.slow
+def test_a_run_of_two_that_share_is_the_run_of_one(tmp_path):
+    words = ["optimization.enable_token_weights=true", "optimization.compute_attention_metrics=true"]
+    assert trained(None, tmp_path / "one", *words) == 0
+    words += ["training.n_gpus_per_node=2", "worker.actor.ulysses_size=2"]
+    assert run_ranks(2, trained, tmp_path / "ranks", tmp_path / "two", *words) == [0, 0]
+    rows = [read_rows(run_of(tmp_path / each) / "metrics.jsonl") for each in ("one", "two")]
+    steps = [[row for row in each if "actor/grad_norm" in row] for each in rows]
+    assert len(steps[0]) == len(steps[1]) == 3
+    for mine, theirs in zip(*steps, strict=True):
+        compared = [name for name in mine if not name.startswith(("perf/", "time", "attempt"))]
+        assert "actor/grad_norm" in compared and any("attention" in name for name in compared)
+        for name in compared:
+            assert theirs[name] == pytest.approx(mine[name], rel=1e-3, abs=1e-4, nan_ok=True), name
+    ours, theirs = (
+        load_file(run_of(tmp_path / each) / "checkpoints/step_3/model.safetensors") for each in ("one", "two")
+    )
+    assert max(float((theirs[name] - weight).abs().max()) for name, weight in ours.items()) < 2e-5  # each step is 1e-4
+
+
+# ----------------------------------------------------------------------------------------------------------- refusals
+def test_heads_that_do_not_divide_are_refused():
+    assert unshareable_heads(28, 4, 4) is unshareable_heads(28, 4, 2) is unshareable_heads(16, 2, 8) is None
+    assert "its 28 attention heads cannot be dealt out to 8 ranks; take a divisor of 28" in unshareable_heads(28, 4, 8)
+    assert "its 4 heads of keys and values cannot be dealt out to 6 ranks" in unshareable_heads(12, 4, 6)
+    unknown = SimpleNamespace(model_type="qwen3_next")
+    assert "not known to be exact for the family 'qwen3_next'; set it to 1" in unshareable(unknown, 2)
+
+
+def test_a_run_is_refused_before_any_process_starts():
+    words = {"worker.actor.ulysses_size": 4, "training.n_gpus_per_node": 4}
+    plan = RankPlan(load_config(None, words), 1, reference=False, refreshed=False, critic=False)
+    with pytest.raises(
+        ConfigError, match=r"worker\.actor\.ulysses_size: 4 ranks cannot share .* its 6 attention heads"
+    ):
+        refuse_unshareable(plan)
+
+
+def test_budgets_are_of_what_a_rank_holds():
+    rollouts = random_rollouts(prompts_for("qwen2"), *MIXED)
+    batching, ranks = MicroBatching(tokens=40), Ranks(size=2)
+    assert batching.over(ranks, 2) == MicroBatching(tokens=80, ranks=ranks)
+    assert len(batching.over(ranks, 2).split(rollouts)) < len(batching.split(rollouts))
+    assert MicroBatching(at_least=9).over(ranks, 2).at_least == 18

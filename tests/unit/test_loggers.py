@@ -1,0 +1,212 @@
+"""Loggers: real ones written and read back, and ones that fail and never stop a run."""
+
+import json
+import logging
+import threading
+from pathlib import Path
+
+import pytest
+from view_helpers import step_of
+
+from mtrl.build.trackers import build_trackers
+from mtrl.build.unbuilt import LOGGERS, missing_libraries
+from mtrl.config import load_config
+from mtrl.tracking import feed as feeds
+from mtrl.tracking.feed import About, LoggerFeed
+from mtrl.tracking.sinks import SINKS, as_markdown, kept_id
+from mtrl.types import ValidationSample
+
+SAMPLE = ValidationSample("a:1", "Which colour?\n# no heading", "red", "B", 0.5)
+
+
+def about(directory, first_step=1):
+    return About("project", "name", directory, {"dataset.seed": 7}, first_step)
+
+
+class Memory:
+    """A logger that remembers, and fails while `fails` is set."""
+
+    def __init__(self):
+        self.got, self.fails, self.closed = [], False, False
+
+    def metrics(self, step, values):
+        if self.fails:
+            raise ConnectionError("the server is gone")
+        self.got.append((step, values))
+
+    def responses(self, step, shown):
+        self.metrics(step, [each.kind for each in shown])
+
+    def close(self):
+        self.closed = True
+
+
+def wait(feed):
+    """Until the feed's thread has done what it was given."""
+    done = threading.Event()
+    feed._background.submit(done.set)
+    assert done.wait(10)
+
+
+# ------------------------------------------------------------------------------------------------------------ the feed
+def test_everything_arrives_in_order_and_samples_with_a_validation():
+    memory = Memory()
+    feed = LoggerFeed("memory", lambda: memory)
+    feed.metrics(1, {"loss": 1.0, "nan": float("nan")})
+    feed.rollouts(1, step_of())
+    feed.validation(1, {"val/reward_score": 0.5}, {"kind": {"shape": 0.25}}, [SAMPLE])
+    feed.close()
+    assert memory.got == [
+        (1, {"loss": 1.0}),
+        (1, {"val/reward_score": 0.5, "val/by_kind/shape": 0.25}),
+        (1, ["val", "train", "train", "train"]),
+    ]
+    assert memory.closed
+
+
+def test_a_logger_that_loses_its_server_catches_up(caplog):
+    memory = Memory()
+    feed = LoggerFeed("memory", lambda: memory)
+    with caplog.at_level(logging.WARNING):
+        for step in range(1, 7):
+            memory.fails = step in (2, 3, 4)
+            feed.metrics(step, {"loss": float(step)})
+            wait(feed)
+        feed.close()
+    assert [step for step, _ in memory.got] == [1, 2, 3, 4, 5, 6]
+    assert caplog.text.count("fails (ConnectionError: the server is gone)") == 1 and "works again" in caplog.text
+
+
+def test_what_is_lost_is_said(caplog, monkeypatch):
+    def refuse():
+        raise RuntimeError("no account")
+
+    monkeypatch.setattr(feeds, "WAITING", 3)
+    feed = LoggerFeed("memory", refuse)
+    with caplog.at_level(logging.WARNING):
+        for step in range(5):
+            feed.metrics(step, {"loss": 1.0})
+            wait(feed)
+        feed.close()
+    assert "logger memory: 5 entries are lost; metrics.jsonl has every number" in caplog.text
+
+
+def test_one_that_starts_late_gets_what_came_before():
+    memory, tries = Memory(), []
+
+    def slow_start():
+        tries.append(1)
+        if len(tries) < 3:
+            raise TimeoutError
+        return memory
+
+    feed = LoggerFeed("memory", slow_start)
+    for step in (1, 2, 3):
+        feed.metrics(step, {"loss": 1.0})
+        wait(feed)
+    feed.close()
+    assert [step for step, _ in memory.got] == [1, 2, 3]
+
+
+# ------------------------------------------------------------------------------------------------------------ real ones
+def test_tensorboard_written_and_read_back(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for first, value in ((1, 1.0), (3, 9.0)):  # the second attempt goes on after step 2
+        feed = LoggerFeed("tensorboard", lambda first=first: SINKS["tensorboard"](about(tmp_path, first)))
+        for step in range(first, 5):
+            feed.metrics(step, {"reward/overall": value + step})
+        feed.rollouts(4, step_of())
+        feed.validation(4, {"val/reward_score": 0.5}, {}, [SAMPLE])
+        feed.close()
+    read = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0, "images": 0})
+    read.Reload()
+    points = [(event.step, event.value) for event in read.Scalars("reward/overall")]
+    assert points == [(1, 2.0), (2, 3.0), (3, 12.0), (4, 13.0)], "what was done again replaces what was undone"
+    assert "val/reward_score" in read.Tags()["scalars"] and any(
+        tag.startswith("train/") for tag in read.Tags()["images"]
+    )
+    text = read.Tensors("val/0/text_summary")[-1].tensor_proto.string_val[0].decode()
+    assert "    # no heading" in text and "reward 0.5, answer B" in text
+    assert "dataset.seed: 7" in read.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
+
+
+def test_wandb_offline_written_and_read_back(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    ids = []
+    for first in (1, 3):
+        feed = LoggerFeed("wandb", lambda first=first: SINKS["wandb"](about(tmp_path, first)))
+        feed.metrics(first, {"reward/overall": 0.25})
+        feed.rollouts(first, step_of())
+        feed.validation(first, {"val/reward_score": 0.5}, {}, [SAMPLE])
+        feed.close()
+        ids.append(json.loads((tmp_path / "loggers.json").read_text())["wandb"])
+    assert ids[0] == ids[1], "a resumed run goes on in the same run"
+    files = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert files and all(ids[0] in file.name for file in files)
+    data = b"".join(file.read_bytes() for file in files)
+    assert b"reward/overall" in data and b"val/reward_score" in data and b"dataset.seed" in data
+    (table,) = (tmp_path / "wandb").glob(f"{files[0].parent.name}/files/media/table/*.json")
+    assert ["val", "a:1", "Which colour?\n# no heading", "red", "B", 0.5] in json.loads(table.read_text())["data"]
+    assert len(list(files[0].parent.rglob("*.png"))) == 2, "two pictures, one of them shown twice"
+
+
+def test_mlflow_written_and_read_back(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    for first in (1, 3):
+        feed = LoggerFeed("mlflow", lambda first=first: SINKS["mlflow"](about(tmp_path, first)))
+        feed.metrics(first, {"reward/overall": 0.25 * first})
+        feed.rollouts(first, step_of())
+        feed.validation(first, {"val/avg@1": 0.5}, {}, [SAMPLE])
+        feed.close()
+    client = mlflow.MlflowClient(tracking_uri=(tmp_path / "mlruns").as_uri())
+    (run,) = client.search_runs([client.get_experiment_by_name("project").experiment_id])
+    assert run.info.run_name == "name" and run.info.status == "FINISHED" and run.data.params == {"dataset.seed": "7"}
+    points = [(each.step, each.value) for each in client.get_metric_history(run.info.run_id, "reward/overall")]
+    assert points == [(1, 0.25), (3, 0.75)], "both attempts in one run"
+    assert run.data.metrics["val/avg_1"] == 0.5
+    files = {file.path for file in client.list_artifacts(run.info.run_id, "responses")}
+    assert {"responses/step_1.md", "responses/step_3.md", "responses/step_1_1.png"} <= files
+
+
+# ------------------------------------------------------------------------------------------------------------ the house
+def test_every_logger_that_is_built_has_a_sink():
+    assert ("console", *SINKS) == LOGGERS
+
+
+def test_one_that_is_not_installed_is_said_at_the_start(monkeypatch):
+    monkeypatch.setattr("mtrl.build.unbuilt.find_spec", lambda name: None if name == "wandb" else name)
+    config = load_config(None, {"training.logger": ("console", "wandb", "tensorboard")})
+    assert missing_libraries(config) == ["training.logger: wandb is not installed; pip install wandb"]
+
+
+def test_several_at_once(tmp_path):
+    class Encoder:
+        image_settings = None
+        decode = decode_tokens = staticmethod(lambda ids: "")
+
+    config = load_config(None, {"training.logger": ("tensorboard", "wandb")})
+    trackers = build_trackers(config, 1, Encoder(), tmp_path)
+    assert [each.name for each in trackers if isinstance(each, LoggerFeed)] == ["tensorboard", "wandb"]
+    for each in trackers:
+        each.close()
+    assert not (tmp_path / "wandb").exists(), "nothing to tell, nothing started"
+
+
+def test_ids_survive_damage(tmp_path):
+    first = kept_id(tmp_path, "wandb")
+    assert kept_id(tmp_path, "wandb") == first and kept_id(tmp_path, "other") != first
+    Path(tmp_path / "loggers.json").write_text("[broken")
+    assert isinstance(kept_id(tmp_path, "wandb"), str)
+
+
+def test_texts_are_no_markup():
+    shown = feeds.of_validation(ValidationSample("<b>", "![x](http://evil)", "<script>", None, 1.0))
+    assert all(line.startswith("    ") for line in as_markdown(shown).split("\n"))

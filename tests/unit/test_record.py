@@ -1,0 +1,195 @@
+"""The record of the rollouts: what is kept of each token, bounds, damage, and that a run does not notice it."""
+
+import io
+import logging
+import os
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from view_helpers import decode, opened, picture, recorded, step_of
+
+from mtrl.build.run import build
+from mtrl.config import load_config
+from mtrl.tracking import blocks
+from mtrl.tracking.blocks import BlockWriter, Damaged, Walk, parts_of
+from mtrl.tracking.record import Pieces, RolloutRecord
+from mtrl.tracking.streams import pack_response, unpack_response
+from mtrl.types import Signals
+from mtrl.zoo.rows import CONFIG_FILE
+
+
+# -------------------------------------------------------------------------------------------------------- what is kept
+def test_a_response_with_all_that_is_known_of_its_tokens(tmp_path):
+    book = recorded(tmp_path, step_of())
+    assert book.steps() == {1: 3} and book.skipped() == []
+    first = book.response(1, 0)
+    assert first["text"] == "row 0" and first["pieces"] == ["t0 ", "t1 "]
+    streams = first["streams"]
+    assert streams["ids"] == [0, 1] and streams["mask"] == [1, 0]
+    assert streams["dependency"] == [0, 0.25] and streams["old"] == [-1, -1]
+    assert streams["advantage"] == [-0.5, -0.5] and streams["group_advantage"] == [-0.4, -0.4]
+    assert streams["weight"] == [1.25, 1.25], "w * v, and v is 1 where no rule weighs tokens"
+    assert streams["vision_late"] == [0.75, 0.75] and streams["vision_early"] == [0, 0]
+    assert "entropy" not in streams, "what nobody measured is not there"
+    assert (first["reward"], first["parts"], first["kept"], first["members"]) == (1.5, {"accuracy": 1.0}, 1, [0, 1])
+    assert book.response(1, 2)["parts"] == {"accuracy": None} and book.response(1, 1)["tokens"] == 1
+    assert book.page(1).numbers["dependency"].tolist() == [0.125, 0.5, 1.125], "means over the tokens of a response"
+
+
+def test_images_as_the_model_saw_them_and_perturbed(tmp_path):
+    book = recorded(tmp_path, step_of())
+    prompt = book.response(1, 2)["prompt"]
+    shown = [np.asarray(Image.open(io.BytesIO(book.image(1, prompt[name][0])))) for name in ("images", "perturbed")]
+    assert (shown[0] == picture(20)).all() and (shown[1] == picture(10)).all()
+    with pytest.raises(KeyError):
+        book.image(1, "../../config.yaml")
+
+
+def test_an_image_is_kept_once(tmp_path):
+    noise = np.random.default_rng(1).integers(0, 255, (64, 64, 3), dtype=np.uint8)
+    step = step_of()
+    prompts = tuple(replace(prompt, media=(noise,)) for prompt in step.rollouts.prompts)
+    step = replace(step, rollouts=replace(step.rollouts, prompts=prompts), signals=Signals())
+    book = recorded(tmp_path, step, step, step)
+    size = parts_of(tmp_path)[0].stat().st_size
+    assert 12_000 < size < 2 * 12_000, "one such picture takes 12 kB, and six are shown"
+    assert book.image(3, book.response(3, 2)["prompt"]["images"][0]) == book.image(1, book.response(1, 0)["image"])
+
+
+def test_the_other_view_is_left_out_where_nobody_saw_it(tmp_path):
+    assert recorded(tmp_path / "a", step_of(signals=Signals())).response(1, 0)["prompt"]["perturbed"] == []
+    step = step_of()
+    older = replace(step, rollouts=replace(step.rollouts, version=torch.tensor([0, 0, 3])))
+    book = recorded(tmp_path / "b", older)
+    assert book.response(1, 0)["prompt"]["perturbed"] == [], "its group was measured in an earlier step"
+    assert len(book.response(1, 2)["prompt"]["perturbed"]) == 1
+
+
+def test_as_many_as_asked_for(tmp_path):
+    assert recorded(tmp_path / "two", step_of(), per_step=2).steps() == {1: 2}
+    assert recorded(tmp_path / "all", step_of(), per_step=-1).steps() == {1: 3}
+
+
+def test_parts_of_a_character_stand_together():
+    vocabulary = {1: "ab", 2: "\ufffd", 3: "\ufffd", 4: "c"}
+    pieces = Pieces(lambda ids: [vocabulary[i] for i in ids], lambda ids: "é" if ids == [2, 3] else "?")
+    assert pieces([1, 2, 3, 4]) == ["ab", "", "é", "c"] and pieces([2, 3]) == ["", "é"]
+
+
+def test_numbers_without_an_end():
+    kept = unpack_response(pack_response("x", ["x"], {"entropy": np.array([np.inf, np.nan, 1e9], dtype=np.float32)}))
+    assert kept["streams"]["entropy"].tolist()[0] == 65504 and np.isnan(kept["streams"]["entropy"][1])
+
+
+# ------------------------------------------------------------------------------------------------------ growth, damage
+def test_it_is_read_while_it_grows(tmp_path):
+    book = recorded(tmp_path, step_of())
+    whole = parts_of(tmp_path)[0].read_bytes()
+    part = parts_of(tmp_path)[0]
+    for length in (1, 40, len(blocks.MARK) + 70, len(whole) - 1):
+        part.write_bytes(whole + whole[:length])
+        book.refresh()
+        assert book.steps() == {1: 3} and book.skipped() == []
+    second = bytearray(whole)
+    part.write_bytes(whole + bytes(second))
+    book.refresh()
+    assert len(list(Walk(part).advance())) == 2
+
+
+@pytest.mark.parametrize("hurt", ["head", "body", "table", "cut", "garbage"])
+def test_damage_costs_one_step_and_is_said(tmp_path, hurt):
+    recorded(tmp_path, step_of(), step_of(), step_of())
+    part = parts_of(tmp_path)[0]
+    _, second, _ = Walk(part).advance()
+    data = bytearray(part.read_bytes())
+    if hurt == "head":
+        data[second.start + 10] ^= 1
+    elif hurt == "body":
+        data[second.start + blocks.HEAD.size + 2 : second.start + second.body_bytes] = bytes(second.body_bytes - 2 - 64)
+    elif hurt == "table":
+        data[second.end - 5] ^= 1
+    elif hurt == "cut":
+        del data[second.start + 100 : second.end]
+    else:
+        data[second.start : second.start] = os.urandom(1000)
+    part.write_bytes(data)
+    book = opened(tmp_path)
+    assert book.response(1, 0)["text"] == book.response(3, 0)["text"] == "row 0"
+    if hurt == "garbage":
+        assert book.response(2, 0)["text"] == "row 0"
+    else:
+        with pytest.raises((Damaged, KeyError)):
+            book.response(2, 0)
+    assert bool(book.skipped()) == (hurt != "body"), "a damaged response is found when it is looked at"
+
+
+def test_a_table_from_somebody_else_is_no_trap(tmp_path):
+    writer = BlockWriter(tmp_path, 2**20)
+    writer.append(1, 1, {"prompts": [{}], "rollouts": {"prompt": [7]}}, [b"x"], {})
+    writer.append(2, 1, {"prompts": "no", "rollouts": []}, [b"x"], {})
+    bomb = blocks.zlib.compress(b"0" * (blocks.LARGEST + 1))
+    with pytest.raises(Damaged):
+        blocks.inflated(bomb)
+    book = opened(tmp_path)
+    for step in (1, 2):
+        with pytest.raises(Damaged):
+            book.rows(step, [0])
+    assert book.steps() == {} and len(book.skipped()) == 2
+
+
+def test_it_stays_within_its_limit(tmp_path):
+    steps = [step_of(shades=(number, number + 100)) for number in range(60)]
+    book = recorded(tmp_path, *steps, limit_bytes=32_000)
+    assert sum(part.stat().st_size for part in parts_of(tmp_path)) <= 32_000
+    kept = list(book.steps())
+    assert kept[-1] == 60 and kept == list(range(kept[0], 61)) and kept[0] > 1, "the oldest steps give way"
+    assert len(book.image(kept[0], book.response(kept[0], 0)["image"])) > 0, "with their images, and no others"
+
+
+def test_the_last_attempt_counts(tmp_path):
+    recorded(tmp_path, step_of(), step_of(), step_of())
+    record = RolloutRecord(tmp_path, decode, str, lambda prompt, step: (), attempt=2)
+    record.rollouts(2, step_of(signals=Signals()))
+    record.close()
+    book = opened(tmp_path)
+    assert list(book.steps()) == [1, 2], "step 3 of the first attempt was undone"
+    assert "dependency" not in book.response(2, 0)["streams"] and "dependency" in book.response(1, 0)["streams"]
+
+
+def test_a_full_disk_is_said_once_and_stops_nothing(tmp_path, monkeypatch, caplog):
+    def full(path, data):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(blocks, "write_whole", full)
+    with caplog.at_level(logging.WARNING):
+        recorded(tmp_path, step_of(), step_of())
+    assert caplog.text.count("No space left") == 1
+
+
+# ------------------------------------------------------------------------------------------------------------ the run
+def test_a_run_does_not_notice_it(tmp_path):
+    """The same weights to the bit, whether it is recorded or not; and nothing is measured for its sake."""
+    questions = tmp_path / "val.jsonl"
+    questions.write_text('{"prompt": "Which letter?", "answer": "A", "options": ["x", "y"]}\n')
+    ends = {}
+    for kept in (0, 3):
+        config = load_config(CONFIG_FILE, {
+            "training.output_dir": str(tmp_path / str(kept)), "training.max_steps": 2, "training.logger": (),
+            "training.record_rollouts_per_step": kept, "training.val_before_train": False, "training.val_freq": -1,
+            "dataset.val_files": str(questions), "dataset.rollout_batch_size": 2, "worker.rollout.n": 2,
+            "worker.actor.global_batch_size": 2, "training.val_generations_to_log": 0, "training.best_metric": None,
+        })  # fmt: skip
+        training = build(config)
+        training.train()
+        record = training.directory / "record"
+        assert record.is_dir() == bool(kept)
+        (weights,) = sorted(training.directory.glob("checkpoints/step_2/**/*.safetensors"))[:1]
+        ends[kept] = weights.read_bytes()
+        if kept:
+            book = opened(record)
+            assert book.steps() == {1: 3, 2: 3}
+            assert book.response(2, 0)["prompt"]["perturbed"], "the embedded recipe looks at two views"
+    assert ends[0] == ends[3]

@@ -1,0 +1,205 @@
+"""What the viewer reads: runs of ours while they grow and after damage, of TRL and verl; sorting, filtering."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from view_helpers import fake_run, metrics_row, opened, recorded, said, step_of
+
+from mtrl.commands import view
+from mtrl.errors import StartError
+from mtrl.view.history import History
+from mtrl.view.query import Query, select
+from mtrl.view.runs import NoRun, open_runs
+
+
+def refreshed(*paths):
+    runs = open_runs(paths)
+    for run in runs:
+        run.refresh()
+    return runs
+
+
+# ------------------------------------------------------------------------------------------------------------ numbers
+def test_numbers_follow_a_run_that_goes_on(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(metrics_row(1, loss=1.0) + metrics_row(2, loss=2.0) + '{"step": 3, "att')
+    history = History(file)
+    history.refresh()
+    assert history.series(["loss"]) == {"loss": [[1, 2], [1.0, 2.0]]} and history.damaged == 0, "it is being written"
+    with file.open("a") as more:
+        more.write('empt": 1, "loss": 3.0}\n')
+    history.refresh()
+    assert history.series(["loss"], after=2) == {"loss": [[3], [3.0]]} and history.last_step == 3
+    with file.open("a") as more:
+        more.write(metrics_row(2, attempt=2, loss=9.0))
+    history.refresh()
+    assert history.series(["loss"]) == {"loss": [[1, 2], [1.0, 9.0]]}, "a second attempt went on from step 1"
+
+
+def test_damaged_lines_are_left_out_and_said(tmp_path):
+    run = fake_run(tmp_path / "run")
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(
+            b'\xff\xfe broken\n[1, 2]\n{"step": "x"}\n{"step": 4, "reward/overall": NaN, "ok": 1}\n'
+            + b"[" * 10**5
+            + b"\n"
+        )
+    (opened_run,) = refreshed(run)
+    assert opened_run.skipped() == ["metrics.jsonl: 4 lines are damaged and left out"]
+    assert opened_run.history.series(["ok", "reward/overall"]) == {
+        "ok": [[4], [1.0]],
+        "reward/overall": [[1, 2, 3], [0.1, 0.2, 0.3]],
+    }
+
+
+def test_a_run_without_a_record_shows_its_rollouts(tmp_path):
+    row = {"id": "a:1", "response": "red", "answer": "blue", "reward": 0.5, "rewards": {"accuracy": 0.0}, "tokens": 3}
+    lines = [
+        json.dumps({"step": s, "attempt": 1, "time": 1.0, **row, "response": f"{s} {k}"})
+        for s in (1, 2)
+        for k in range(3)
+    ]
+    lines[4] = lines[4][:30]  # damaged
+    (tmp_path / "rollouts.jsonl").write_text("\n".join(lines) + "\n")
+    (run,) = refreshed(tmp_path)
+    assert run.book.steps() == {1: 3, 2: 2} and run.skipped() == ["rollouts: 1 lines are damaged and left out"]
+    one = run.book.response(2, 1)
+    assert (one["text"], one["prompt"]["answer"], one["reward"], one["members"]) == ("2 2", "blue", 0.5, [0, 1])
+    assert one["pieces"] is None and one["streams"] == {}
+    (tmp_path / "rollouts.jsonl").rename(tmp_path / "rollouts.1.jsonl")  # full: it rotates
+    (tmp_path / "rollouts.jsonl").write_text(lines[0].replace('"step": 1', '"step": 3') + "\n")
+    run.refresh()
+    assert run.book.steps() == {1: 3, 2: 2, 3: 1} and run.book.response(1, 2)["text"] == "1 2"
+
+
+# ---------------------------------------------------------------------------------------------------------- questions
+def book_of(tmp_path, steps=4):
+    return recorded(tmp_path, *[step_of() for _ in range(steps)])
+
+
+def test_sorting_and_filtering(tmp_path):
+    book = book_of(tmp_path)
+    # each step: rewards 1.5, 0.5, 1.0; tokens 2, 1, 2; mean S 0.125, 0.5, 1.125
+    best = select(book, Query(sort="reward", descending=True, size=5))
+    assert best["total"] == 12 and [row["reward"] for row in best["rows"]] == [1.5, 1.5, 1.5, 1.5, 1.0]
+    assert [row["step"] for row in best["rows"]] == [1, 2, 3, 4, 1], "equal ones in the order of the steps"
+    some = select(book, Query(first=2, last=3, least={"dependency": 0.3}, most={"reward": 0.9}))
+    assert [(row["step"], row["row"]) for row in some["rows"]] == [(2, 1), (3, 1)]
+    none = select(book, Query(least={"entropy": 0.0}))
+    assert none["total"] == 0, "nobody measured it, so nothing passes"
+    assert select(book, Query(sort="entropy"))["total"] == 12, "but all can be listed"
+
+
+def test_pages(tmp_path):
+    book = book_of(tmp_path)
+    pages = [select(book, Query(page=page, size=5))["rows"] for page in range(4)]
+    places = [(row["step"], row["row"]) for rows in pages for row in rows]
+    assert places == [(step, row) for step in (1, 2, 3, 4) for row in range(3)] and pages[3] == []
+    newest = select(book, Query(descending=True, size=2))["rows"]
+    assert [(row["step"], row["row"]) for row in newest] == [(4, 0), (4, 1)]
+    for wrong in ({"sort": "id"}, {"size": 0}, {"size": 10**6}, {"page": -1}):
+        with pytest.raises(ValueError):
+            Query(**wrong)
+
+
+def test_ten_thousand_responses_by_their_numbers(tmp_path):
+    """A range of 10,000 responses: what is sorted by is read once, and a page opens the steps it shows alone."""
+    book = recorded(tmp_path, step_of())
+    block = book._blocks[1]
+    book._blocks = dict.fromkeys(range(1, 3335), block)
+    assert select(book, Query(sort="reward", descending=True))["total"] == 10_002
+    read = []
+    table, book.table = book.table, lambda step: read.append(step) or table(step)
+    page = select(book, Query(sort="reward", descending=True, page=3, size=50))
+    assert len(page["rows"]) == 50 and len(read) <= 50
+
+
+# ------------------------------------------------------------------------------------------------------------- others
+def test_completions_of_trl(tmp_path):
+    folder = tmp_path / "completions"
+    folder.mkdir()
+    chat = [[{"role": "user", "content": "What is 2 + 2?"}]] * 2
+    answers = [[{"role": "assistant", "content": answer}] for answer in "45"]
+    for step in (5, 10):
+        table = {
+            "step": [step] * 2, "prompt": chat, "completion": answers,
+            "accuracy_reward": [1.0, 0.0], "format_reward": [0.5, None], "advantage": [0.7, -0.7],
+        }  # fmt: skip
+        pq.write_table(pa.table(table), folder / f"completions_{step:05d}.parquet")
+    (folder / "completions_00015.parquet").write_bytes(b"PAR1 half")
+    (run,) = refreshed(tmp_path)
+    assert run.kind == "trl" and run.book.steps() == {5: 2, 10: 2}
+    assert run.skipped() == ["completions_00015.parquet is no whole parquet file and is left out"]
+    one = run.book.response(10, 1)
+    assert (one["text"], one["prompt"]["text"], one["reward"], one["advantage"]) == ("5", "What is 2 + 2?", 0.0, -0.7)
+    assert run.book.response(5, 0)["parts"] == {"accuracy_reward": 1.0, "format_reward": 0.5} and one["members"] == [
+        0,
+        1,
+    ]
+    assert run.history.series(["reward/mean"]) == {"reward/mean": [[5, 10], [0.75, 0.75]]}
+    (tmp_path / "checkpoint-10").mkdir()
+    (tmp_path / "checkpoint-10/trainer_state.json").write_text(
+        '{"log_history": [{"step": 5, "loss": 0.25, "epoch": 1}]}'
+    )
+    run.refresh()
+    assert run.history.series(["loss"]) == {"loss": [[5], [0.25]]}
+
+
+def test_rollouts_of_verl(tmp_path):
+    for step in (2, 10):
+        rows = [
+            {"input": "q", "output": f"a{k}", "gts": "7", "score": float(k), "step": step, "acc": k} for k in range(2)
+        ]
+        (tmp_path / f"{step}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run,) = refreshed(tmp_path)
+    assert run.kind == "verl" and run.book.steps() == {2: 2, 10: 2}
+    one = run.book.response(10, 1)
+    assert (one["text"], one["prompt"]["text"], one["prompt"]["answer"], one["reward"]) == ("a1", "q", "7", 1.0)
+    assert one["parts"] == {"acc": 1} and run.history.series(["reward/mean"])["reward/mean"] == [[2, 10], [0.5, 0.5]]
+
+
+def test_a_folder_of_runs_and_no_run(tmp_path):
+    fake_run(tmp_path / "a" / "one")
+    fake_run(tmp_path / "a" / "two")
+    assert [run.name for run in open_runs([tmp_path / "a"])] == ["one", "two"]
+    fake_run(tmp_path / "b" / "one")
+    assert [run.name for run in open_runs([tmp_path / "a/one", tmp_path / "b/one"])] == ["a/one", "b/one"]
+    (tmp_path / "empty").mkdir()
+    for wrong, why in ((tmp_path / "empty", "holds no run"), (tmp_path / "none", "no such directory")):
+        with pytest.raises(NoRun, match=why):
+            open_runs([wrong])
+
+
+# ------------------------------------------------------------------------------------------------------------ command
+def test_arguments():
+    paths, host, port, browser = view.parse(["a", "--port=7000", "b", "--host", "::1", "--no-browser"])
+    assert ([str(path) for path in paths], host, port, browser) == (["a", "b"], "::1", 7000, False)
+    for wrong, why in (
+        ([], "which run"),
+        (["a", "--port", "x"], "no port"),
+        (["--prot", "1"], "no option"),
+        (["a", "--port"], "needs a value"),
+    ):
+        with pytest.raises(StartError, match=why):
+            view.parse(wrong)
+
+
+def test_the_viewer_needs_no_torch():
+    """It would take hundreds of megabytes and seconds."""
+    code = "import sys, mtrl.cli, mtrl.commands.view, mtrl.view.server; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_strange_names_and_texts_stay_what_they_are(tmp_path):
+    book = recorded(
+        tmp_path, said(step_of(), "<script>alert(1)</script>\x1b[2J\ud800", prompt="</script>", name="../../etc")
+    )
+    one = book.response(1, 0)
+    assert one["text"].startswith("<script>alert(1)</script>\x1b[2J") and one["id"] == "../../etc"
+    assert json.dumps(one).isascii() and np.isfinite(one["reward"])
+    assert opened(tmp_path).skipped() == []

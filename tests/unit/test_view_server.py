@@ -1,0 +1,144 @@
+"""The server of the viewer: what it answers, and what it refuses."""
+
+import json
+import re
+
+import pytest
+from view_helpers import fake_run
+
+pytest.importorskip("starlette", reason="pip install 'mtrl[view]'")
+from starlette.testclient import TestClient
+
+from mtrl.view import page
+from mtrl.view.runs import open_runs
+from mtrl.view.server import hosts_of, make_app
+
+HOST = "127.0.0.1:6060"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return fake_run(tmp_path_factory.mktemp("runs") / "run")
+
+
+@pytest.fixture
+def client(run):
+    return TestClient(
+        make_app(open_runs([run]), "127.0.0.1", 6060), base_url=f"http://{HOST}", raise_server_exceptions=False
+    )
+
+
+def test_it_answers_its_page(client):
+    about = client.get("/api/runs").json()["runs"][0]
+    assert (about["name"], about["last_step"], about["steps"], about["counts"]) == ("run", 3, [1, 2, 3], [3, 3, 3])
+    assert client.get("/api/series?run=0&names=reward/overall&after=1").json() == {
+        "reward/overall": [[2, 3], [0.2, 0.3]]
+    }
+    found = client.get("/api/rollouts?run=0&from=2&to=2&sort=reward&order=desc&max_reward=1.2").json()
+    assert [row["reward"] for row in found["rows"]] == [1.0, 0.5] and found["total"] == 2
+    one = client.get("/api/response?run=0&step=2&row=1").json()
+    assert one["text"] == "row 1" and one["pieces"] == ["t100 "]
+    assert [each["row"] for each in client.get("/api/group?run=0&step=2&row=1").json()] == [0, 1]
+    assert [each["row"] for each in client.get("/api/group?run=0&step=2&id=p1").json()] == [2]
+    image = client.get("/api/image", params={"run": 0, "step": 2, "key": one["prompt"]["images"][0]})
+    assert image.headers["content-type"] == "image/png" and image.content.startswith(b"\x89PNG")
+    assert "seed: 7" in client.get("/api/config?run=0").text
+
+
+def test_every_module_is_served_and_named(client):
+    html = client.get("/").text
+    named = json.loads(re.search(r'importmap">(.*?)</script>', html)[1])["imports"]
+    assert set(named) == {f"mtrl/{path.stem}" for path in page.STATIC.glob("*.js")}
+    for address in (*named.values(), "/static/view.css"):
+        answer = client.get(address)
+        assert answer.status_code == 200 and re.match("text/(javascript|css)", answer.headers["content-type"])
+        wanted = re.findall(r'from "(mtrl/\w+)"', answer.text)
+        assert set(wanted) <= set(named)
+    assert not re.search(r"https?://", "".join(page.static(path.name).decode() for path in page.STATIC.iterdir())), (
+        "it asks nobody else"
+    )
+    assert "innerHTML" not in "".join(page.static(path.name).decode() for path in page.STATIC.iterdir())
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+@pytest.mark.parametrize(
+    "host", ["evil.example", "127.0.0.1", "127.0.0.1:80", "127.0.0.1:6060.evil.example", "", "localhost:6061"]
+)
+def test_other_hosts_are_refused(client, host):
+    assert client.get("/api/runs", headers={"host": host}).status_code == 403
+
+
+def test_its_own_names_are_not(client):
+    for host in (HOST, "localhost:6060", "LOCALHOST:6060", "[::1]:6060"):
+        assert client.get("/", headers={"host": host}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"sec-fetch-site": "cross-site"}, {"sec-fetch-site": "same-site"}, {"origin": "https://evil.example"},
+        {"origin": "null"}, {"origin": "http://127.0.0.1:9999"},
+    ],
+)  # fmt: skip
+def test_other_sites_are_refused(client, headers):
+    answer = client.get("/api/runs", headers=headers)
+    assert answer.status_code == 403 and "runs" not in answer.text
+
+
+def test_its_own_page_is_not(client):
+    own = {"sec-fetch-site": "same-origin", "origin": f"http://{HOST}"}
+    assert client.get("/api/runs", headers=own).status_code == 200
+    assert client.get("/", headers={"sec-fetch-site": "none"}).status_code == 200
+
+
+@pytest.mark.parametrize("method", ["post", "put", "delete", "options", "patch"])
+def test_nothing_can_be_changed(client, method):
+    assert getattr(client, method)("/api/runs").status_code == 403
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/static/../server.py", "/static/%2e%2e%2fserver.py", "/static/..%5cserver.py", "/static//etc/passwd",
+        "/static/", "/etc/passwd", "/api/image?run=0&step=1&key=../../config.yaml", "/api/image?run=0&step=1&key=",
+        "/api/image?run=../..&step=1&key=x", "/api/config?run=1", "/api/config?run=-1",
+        "/api/response?run=0&step=1&row=99",
+        "/api/response?run=0&step=99&row=0", "/api/response?run=0&step=1&row=-1", "/api/response?run=0&step=1e9&row=0",
+        "/api/rollouts?run=0&sort=__class__", "/api/rollouts?run=0&size=99999", "/api/rollouts?run=0&min_reward=x",
+        "/api/group?run=0&step=1&id=no", f"/api/response?run=0&step={'9' * 400}&row=0", "/api/series",
+    ],
+)  # fmt: skip
+def test_what_is_not_there_is_refused(client, path):
+    answer = client.get(path)
+    assert answer.status_code in (400, 404), answer.text
+    assert "root:" not in answer.text and "Traceback" not in answer.text
+
+
+def test_a_link_out_of_the_run_leads_nowhere(tmp_path):
+    secret = tmp_path / "secret.yaml"
+    secret.write_text("password: 1")
+    run = fake_run(tmp_path / "run")
+    (run / "config.yaml").unlink()
+    (run / "config.yaml").symlink_to(secret)
+    other = fake_run(tmp_path / "other")
+    for name in ("metrics.jsonl", "record"):
+        (run / name).rename(tmp_path / f"old {name}")
+        (run / name).symlink_to(other / name)
+    client = TestClient(make_app(open_runs([run]), "127.0.0.1", 6060), base_url=f"http://{HOST}")
+    assert client.get("/api/config?run=0").text == ""
+    about = client.get("/api/runs").json()["runs"][0]
+    assert about["steps"] == [] and about["metrics"] == []
+
+
+def test_headers_that_keep_strangers_out(client):
+    for path in ("/", "/api/runs", "/static/main.js", "/nothing"):
+        headers = client.get(path).headers
+        policy = headers["content-security-policy"]
+        assert "default-src 'none'" in policy and "'unsafe" not in policy and "frame-ancestors 'none'" in policy
+        assert headers["x-content-type-options"] == "nosniff" and "access-control-allow-origin" not in headers
+
+
+def test_names_of_an_address():
+    assert hosts_of("127.0.0.1", 1) == ["127.0.0.1:1", "127.0.0.1:1", "localhost:1", "[::1]:1"]
+    assert hosts_of("::1", 1)[0] == "[::1]:1" and hosts_of("10.0.0.7", 1) == ["10.0.0.7:1"]
+    assert "localhost:1" in hosts_of("0.0.0.0", 1) and hosts_of("box.lan", 1) == ["box.lan:1"]
