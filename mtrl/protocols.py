@@ -146,6 +146,10 @@ class Snapshot(Protocol):
     @property
     def nbytes(self) -> int: ...
 
+    @property
+    def copied(self) -> bool:
+        """Whether it is one that later updates leave alone, and `detached` is the same."""
+
     def detached(self) -> Snapshot:
         """A copy in main memory."""
 
@@ -197,6 +201,10 @@ class Crew(Protocol):
 
     def call_first(self, part: str, method: str, *arguments: Any) -> Any:
         """The same of the first rank alone, beside what is called on all of them: it must not wait for the others."""
+
+    def call_beside(self, part: str, method: str, *arguments: Any) -> list[Any]:
+        """What the method gives on each rank while they compute on, for whom it is called; ranks must not wait for one
+        another in it. Where it fails on one, its error is raised and all of them go on."""
 
     def close(self) -> None:
         """Ends all processes."""

@@ -39,13 +39,13 @@ def cut_groups(
     group: Tensor, response_tokens: Tensor, prompt_tokens: Sequence[int], budget: int, share_prefix: bool = True
 ) -> list[Piece]:
     """One piece a group; more where a group is over the budget. A single row over the budget is a piece of its own."""
-    pieces = []
-    for g in range(group_count(group)):
-        prompt = prompt_tokens[g]
+    pieces, lengths = [], response_tokens.tolist()
+    rows_of = group.argsort(stable=True).split(group.bincount().tolist())  # looked for once, not once a group
+    for prompt, of_group in zip(prompt_tokens, rows_of, strict=False):
         rows: list[int] = []
         tokens = 0
-        for row in torch.nonzero(group == g).flatten().tolist():
-            response = int(response_tokens[row])
+        for row in of_group.tolist():
+            response = int(lengths[row])
             cost = response if share_prefix and rows else prompt + response
             if rows and tokens + cost > budget:
                 pieces.append(Piece(tuple(rows), tokens))

@@ -89,15 +89,14 @@ def build_parts(plan: RankPlan, ranks: Ranks) -> dict[str, Any]:
     actor = build_actor(config, policy, encoder, plan.steps, reference)
     engine = RankEngine(build_generator(config, engine_forward(config, policy), encoder, learns=True), actor.publish)
     engine.load()
-    parts: dict[str, Any] = {"actor": RankPart(actor, ranks.first, counts=ranks.counts), "engine": engine}
+    parts: dict[str, Any] = {"actor": RankPart(actor, counts=ranks.counts), "engine": engine}
     if plan.critic:
         empty = empty_value_model(critic_path(config), **without_device(load_options(config)))
         values = sharding.spread(empty, partial(load_critic, config, device="cpu"))
-        parts["critic"] = RankPart(
-            build_critic(config, policy, encoder, plan.steps, values), ranks.first, counts=ranks.counts
-        )
+        critic = build_critic(config, policy, encoder, plan.steps, values)
+        parts["critic"] = RankPart(critic, counts=ranks.counts)
     if plan.refreshed and reference is not None:
-        parts["reference"] = RankPart(RefreshedReference(reference, policy), ranks.first)
+        parts["reference"] = RankPart(RefreshedReference(reference, policy))
     return parts
 
 

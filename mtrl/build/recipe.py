@@ -90,6 +90,7 @@ def recipe_of(
         replay=replay,
         value_loss=ValueLoss(config.worker.critic.cliprange_value),
         critic_warmup=critic_warmup(config),
+        lag=config.worker.rollout.lag,
     )
 
 
@@ -115,11 +116,12 @@ def replay_of(config: Config) -> ReplayRule | None:
 
 def with_scores(needs: Needs, config: Config) -> Needs:
     """Old log-probs and entropies come with every pass over the vocabulary, and updates after the first need the old
-    ones. Where nobody asks for anything and each batch is learnt from once, there is no such pass: the update's own
-    says them."""
+    ones, as do responses of older weights. Where nobody asks for anything and each batch of fresh responses is learnt
+    from once, there is no such pass: the update's own says them."""
     actor = config.worker.actor
     once = actor.ppo_epochs == 1 and actor.global_batch_size == config.dataset.rollout_batch_size
-    if once and not needs.without("mass", "prompt_mass", "values"):
+    fresh = config.worker.rollout.lag == 0
+    if once and fresh and not needs.without("mass", "prompt_mass", "values"):
         return needs
     support = Needs("support") if training_sampling(config).cut else NOTHING
     return needs | Needs("old", "entropy") | support

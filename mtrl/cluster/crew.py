@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import ray
@@ -20,8 +24,10 @@ from mtrl.models.ranks import Ranks
 
 LINES = 12  # of a lost rank's log in the message
 GRACE = 5.0  # seconds in which the ranks that lost another one say so: the one that died first is to be told
+STARTS = 3  # attempts to start Ray on this machine
 PLACING = 120.0  # seconds that a cluster has to find room for all ranks
 
+logger = logging.getLogger(__name__)
 
 Build = Callable[[Ranks], Mapping[str, Any]]
 
@@ -46,8 +52,8 @@ class RayCrew:
                 kind: Any = RankProcess  # ray.remote has put more into the class
                 self.ranks.append(kind.options(**options).remote(number, size, self._log(number)))
             # A process that starts answers nobody: on a busy machine that takes longer than a heartbeat.
-            self.places = ray.get([rank.place.remote() for rank in self.ranks])
-            address = ray.get(self.ranks[0].address.remote())
+            self.places = self._results([rank.place.remote() for rank in self.ranks], watched=False)
+            [address] = self._results([self.ranks[0].address.remote()])
             self._results([rank.join.remote(address, build) for rank in self.ranks])
         except BaseException:
             self.close()
@@ -63,20 +69,25 @@ class RayCrew:
         self._refuse_lost()
         return self._results([self.ranks[0].answer_beside.remote(part, method, arguments)])[0]
 
+    def call_beside(self, part: str, method: str, *arguments: Any) -> list[Any]:
+        self._refuse_lost()
+        return self._results([rank.answer_beside.remote(part, method, arguments) for rank in self.ranks], beside=True)
+
     def _refuse_lost(self) -> None:
         if self.lost is not None:
             raise self.lost
 
-    def _results(self, calls: Sequence[Any]) -> list[Any]:
-        """Waits for all, and looks meanwhile whether every rank is alive."""
-        waiting = list(calls)
+    def _results(self, calls: Sequence[Any], watched: bool = True, beside: bool = False) -> list[Any]:
+        """Waits for all, and looks meanwhile whether every rank is alive. An error of something that was done `beside`
+        leaves the ranks as they were."""
+        waiting, patience = list(calls), self.heartbeat if watched else None
         while waiting:
-            done, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=self.heartbeat)
+            done, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=patience)
             for call in done:
                 try:
                     ray.get(call)
                 except (RayActorError, RayTaskError) as error:
-                    raise self._told(error, calls) from error
+                    raise self._told(error, calls, beside) from error
             if waiting:
                 self._look()
         return ray.get(list(calls))
@@ -92,7 +103,7 @@ class RayCrew:
                 self.lost = RankLost(self._message(number, f"has not answered for {self.heartbeat:g} s"))
                 raise self.lost from error
 
-    def _told(self, error: Exception, calls: Sequence[Any]) -> Exception:
+    def _told(self, error: Exception, calls: Sequence[Any], beside: bool) -> Exception:
         """What went wrong first. Where a process ended, others fail too, since it does not answer them."""
         ray.wait(list(calls), num_returns=len(calls), timeout=GRACE)
         ended = [number for number, rank in enumerate(self.ranks) if is_dead(rank)]
@@ -100,7 +111,8 @@ class RayCrew:
             self.lost = RankLost("; ".join(self._message(number, "has ended") for number in ended))
             return self.lost
         cause = error.cause if isinstance(error, RayTaskError) else error
-        self.lost = RankLost(f"the ranks cannot go on: {cause}")
+        if not beside:
+            self.lost = RankLost(f"the ranks cannot go on: {cause}")
         return cause if isinstance(cause, Exception) else error
 
     def _message(self, number: int, what: str) -> str:
@@ -134,16 +146,46 @@ def open_ray(size: int) -> bool:
     os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # the console writes out what is no text
     if ray.is_initialized():
         return False
-    if address := os.environ.get("RAY_ADDRESS"):
-        try:
-            ray.init(address=address, log_to_driver=True)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise StartError(f"RAY_ADDRESS: no cluster of Ray answers at {address}: {error}") from error
-        return True
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    cores = max(size, os.cpu_count() or 1)
-    ray.init(address="local", num_cpus=cores, include_dashboard=False, log_to_driver=True, logging_level=logging.ERROR)
+    with sigterm_kept():
+        if address := os.environ.get("RAY_ADDRESS"):
+            try:
+                ray.init(address=address, log_to_driver=True)
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                raise StartError(f"RAY_ADDRESS: no cluster of Ray answers at {address}: {error}") from error
+            return True
+        start_ray(max(size, os.cpu_count() or 1))
     return True
+
+
+def start_ray(cores: int) -> None:
+    """A cluster of this machine alone. Ray gives itself half a minute for it, which a busy machine does not keep."""
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray would let everything else go first
+    quiet: dict[str, Any] = {"include_dashboard": False, "logging_level": logging.ERROR}
+    for left in reversed(range(STARTS)):
+        try:
+            ray.init(address="local", num_cpus=cores, log_to_driver=True, **quiet)
+            return
+        except Exception as error:  # Ray has no class of its own for it
+            if not left:
+                raise StartError(f"Ray does not start on this machine, after {STARTS} attempts: {error}") from error
+            logger.warning("Ray has not started (%s); it is tried again", error)
+
+
+@contextmanager
+def sigterm_kept() -> Iterator[None]:
+    """Ray makes SIGTERM an exit with status 15. It stays what it was, and where it would have ended the process without
+    a word, it now ends it with the status of a signal, after all that was started."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, leave if before in (signal.SIG_DFL, None) else before)
+
+
+def leave(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
 
 
 def gpus() -> int:

@@ -39,6 +39,7 @@ class RankProcess:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         logging.getLogger().addHandler(handler)
         logging.getLogger("mtrl").setLevel(logging.INFO)
+        logger.info("process %d on %s is rank %d of %d", os.getpid(), socket.gethostname(), number, size)
 
     def __repr__(self) -> str:
         """What Ray puts before each of its lines on the console."""
@@ -60,7 +61,6 @@ class RankProcess:
         os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port), "LOCAL_RANK": "0"}  # Ray shows it one GPU alone
         os.environ |= {"RANK": str(self.number), "WORLD_SIZE": str(self.size)}
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        logger.info("process %d on %s is rank %d of %d", os.getpid(), socket.gethostname(), self.number, self.size)
         self.parts = build(join_ranks())
 
     def answer(self, part: str, method: str, arguments: tuple[Any, ...]) -> Any:

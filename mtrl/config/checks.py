@@ -322,6 +322,11 @@ def _engine(config: Config) -> Iterator[Conflict]:
         )
     if rollout.mode == "server" and rollout.address is None:
         yield Conflict(("worker.rollout.mode", "worker.rollout.address"), "set the address of the server")
+    if rollout.lag and config.optimization.tis_clip is None:
+        yield Conflict(
+            ("worker.rollout.lag", "optimization.tis_clip"),
+            "responses of older weights are corrected by a ratio that tis_clip caps; set a cap, such as 2, or lag to 0",
+        )
     gpus = training.nnodes * training.n_gpus_per_node
     if rollout.mode != "server" and rollout.name != "local" and rollout.tensor_parallel_size > gpus:
         yield Conflict(

@@ -303,6 +303,7 @@ class RolloutConfig:
         None, "tokens sampled for a response; null: dataset.max_response_length", "[1, inf)"
     )
     seed: int = key(1, "seed of the sampled tokens", "[0, inf)")
+    lag: int = key(0, "1: responses are sampled one step before they are learnt from, and corrected for it", "[0, 1]")
     gpu_memory_utilization: float = key(0.4, "share of GPU memory for vLLM", "(0, 1]")
     tensor_parallel_size: int = key(1, "GPUs per vLLM engine", "[1, inf)")
     enable_prefix_caching: bool = key(True, "responses of a prompt share its cache")

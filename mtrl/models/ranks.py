@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -79,7 +80,7 @@ class Ranks:
 ALONE = Ranks()
 
 
-def all_ranks() -> Ranks:
-    """All processes of `torch.distributed`, which has been set up."""
-    group = dist.new_group(backend="gloo")
+def all_ranks(patience: timedelta | None = None) -> Ranks:
+    """All processes of `torch.distributed`, which has been set up; messages wait for so long."""
+    group = dist.new_group(backend="gloo", timeout=patience)
     return Ranks(group, dist.get_rank(), dist.get_world_size())

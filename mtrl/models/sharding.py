@@ -11,7 +11,7 @@ averaged.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -193,11 +193,11 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def gathered_by_first(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
-    """Whole tensors in the first rank's main memory, one after the other; other ranks keep none."""
-    kept = {}
-    for name in tensors:
+def gathered(tensors: Mapping[str, Tensor], names: Iterable[str], kept: Collection[str]) -> dict[str, Tensor]:
+    """Whole tensors in main memory, of each rank those that it is to keep. All ranks gather the same, one at a time."""
+    found = {}
+    for name in names:
         value = whole(tensors[name])
-        if ranks.first:
-            kept[name] = value.detach().to("cpu", copy=True)
-    return kept
+        if name in kept:
+            found[name] = value.detach().to("cpu", copy=True)
+    return found

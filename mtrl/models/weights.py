@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
@@ -17,6 +20,7 @@ from mtrl.models.adapters import (
     read_adapters,
     save_adapters,
 )
+from mtrl.models.files import WEIGHTS
 from mtrl.models.load import from_pretrained
 from mtrl.models.ranks import ALONE, Ranks
 from mtrl.models.sharding import fill, is_split, plain_class, whole
@@ -45,6 +49,11 @@ class WholeWeights(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         return whole(self._weights[name])
+
+    def bytes_of(self, name: str) -> int:
+        """Of the whole tensor, which nobody need gather for it."""
+        weight = self._weights[name]
+        return weight.numel() * weight.element_size()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)
@@ -75,6 +84,33 @@ def save_model(
         save_adapters(model, weights, directory)
     else:
         model.save_pretrained(directory, state_dict=dict(weights), max_shard_size=shard)
+
+
+def names_in_files(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict[str, str] | None:
+    """The name in a checkpoint of each weight that `save_model` writes, of tied ones one; found by writing a number in
+    the place of each. None where a checkpoint does not hold them one by one as they are."""
+    first: dict[int, str] = {}
+    tied = {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
+    names = list(weights)
+    marks = {name: torch.tensor([number]) for number, name in enumerate(names)}
+    with TemporaryDirectory() as folder:
+        try:
+            save_model(model, {name: marks[tied.get(name, name)] for name in names}, Path(folder))
+        except (RuntimeError, ValueError, IndexError):  # tensors are joined on their way out, and these have no shape
+            return None
+        written = load_file(Path(folder) / WEIGHTS)
+    distinct = {tied.get(name, name) for name in names}
+    alone = len(written) == len(distinct) and all(mark.shape == (1,) for mark in written.values())
+    return {names[int(mark)]: name for name, mark in written.items()} if alone else None
+
+
+def save_settings(model: PreTrainedModel, directory: Path) -> None:
+    """All that `save_model` writes beside the weights. It would remove files of weights that others write there."""
+    with TemporaryDirectory(dir=directory) as folder:
+        save_model(model, {}, Path(folder))
+        for file in Path(folder).iterdir():
+            if file.name != WEIGHTS:
+                file.rename(directory / file.name)
 
 
 def load_weights(model: PreTrainedModel, directory: Path, ranks: Ranks = ALONE) -> None:

@@ -75,7 +75,8 @@ class FolderStore:
         if self.is_best(score):
             self.best_score = score  # type: ignore[assignment]
         nbytes = sum(snapshot.nbytes for snapshot in snapshots.values())
-        background = 2 * nbytes <= free_memory()
+        copied = sum(snapshot.nbytes for snapshot in snapshots.values() if not snapshot.copied)
+        background = 2 * copied <= free_memory()
         try:
             self.before_saving()
             self.directory.mkdir(parents=True, exist_ok=True)

@@ -15,12 +15,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 
-from mtrl.protocols import Generator, Prober, Scorer, TaskSource
+from mtrl.protocols import Generator, PendingRewards, Prober, Scorer, TaskSource
 from mtrl.training.clock import Clock
 from mtrl.training.recipe import Recipe
 from mtrl.training.refill import Gathered, fill, refuse_short
 from mtrl.training.replay import ReplayMemory
 from mtrl.types import Experience, Needs, Prompt, Rollouts, Sampling, Signals
+
+
+@dataclass(frozen=True, eq=False)
+class Sampled:
+    """Responses to the prompts of a step, and the greedy ones where advantages compare with them."""
+
+    rollouts: Rollouts
+    greedy: Rollouts | None = None
+
+    def parts(self) -> dict[str, Rollouts]:
+        return {"rollouts": self.rollouts} | ({} if self.greedy is None else {"greedy": self.greedy})
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """Responses whose rewards are being worked out."""
+
+    sampled: Sampled
+    pending: PendingRewards
+    baseline: PendingRewards | None = None
 
 
 @dataclass
@@ -37,9 +57,11 @@ class Gathering:
     clock: Clock
     asked: Counter[str] = field(default_factory=Counter)  # how often each task was: again, it gets other responses
 
-    def run(self, memory: ReplayMemory | None = None) -> Gathered:
-        recipe = self.recipe
-        gathered = fill(self.respond, recipe.prompts_per_step, recipe.filtering)
+    def run(self, memory: ReplayMemory | None = None, ahead: Asked | None = None) -> Gathered:
+        """`ahead`: responses to the first prompts of this step that were sampled before it."""
+        recipe, ready = self.recipe, iter([] if ahead is None else [ahead])
+        respond = lambda count: self.answered(next(ready, None) or self.ask(count))  # noqa: E731
+        gathered = fill(respond, recipe.prompts_per_step, recipe.filtering)
         if recipe.scores_first:
             gathered = gathered.measured(self.probe(gathered.experience.rollouts, recipe.needs_at(self.step)))
         if memory is not None:
@@ -47,23 +69,31 @@ class Gathering:
         refuse_short(gathered, recipe.prompts_per_step, recipe.filtering)
         return gathered
 
-    def respond(self, count: int) -> Experience:
-        """Responses to the next prompts with their rewards. They are measured meanwhile, or later if scored first."""
+    def ask(self, count: int) -> Asked:
+        """Responses to the next prompts; their rewards are worked out from here on."""
         recipe = self.recipe
         with self.clock("generate"):
             prompts = self.source.take(count)
             with self.generator.awake():
                 rollouts = self.sample(prompts, replace(recipe.sampling, asked=dict(self.asked)))
                 greedy = self.sample(prompts, recipe.sampling.greedy) if recipe.greedy_baseline else None
-        self.asked.update(prompt.task.id for prompt in prompts)
-        pending = self.scorer.submit(rollouts, self.step)
-        baseline = None if greedy is None else self.scorer.submit(greedy, self.step)
+        return self.submitted(Sampled(rollouts, greedy))
+
+    def submitted(self, sampled: Sampled) -> Asked:
+        pending = self.scorer.submit(sampled.rollouts, self.step)
+        greedy = sampled.greedy
+        return Asked(sampled, pending, None if greedy is None else self.scorer.submit(greedy, self.step))
+
+    def answered(self, asked: Asked) -> Experience:
+        """Responses with their rewards. They are measured meanwhile, or later if scored first."""
+        recipe, rollouts, greedy = self.recipe, asked.sampled.rollouts, asked.sampled.greedy
+        self.asked.update(prompt.task.id for prompt in rollouts.prompts)
         signals = Signals() if recipe.scores_first else self.probe(rollouts, recipe.needs_at(self.step))
         of_greedy = Signals() if greedy is None else self.probe(greedy, recipe.reward_needs)
         with self.clock("reward"):
-            rewards = pending.result(signals)
-            if baseline is not None:
-                rewards = replace(rewards, baseline=baseline.result(of_greedy).total[rollouts.group])
+            rewards = asked.pending.result(signals)
+            if asked.baseline is not None:
+                rewards = replace(rewards, baseline=asked.baseline.result(of_greedy).total[rollouts.group])
         return Experience(rollouts, rewards, signals)
 
     def sample(self, prompts: Sequence[Prompt], sampling: Sampling) -> Rollouts:

@@ -23,6 +23,7 @@ from mtrl.algorithms.losses import Loss
 from mtrl.algorithms.metrics import Metrics, learnt_metrics, step_metrics
 from mtrl.algorithms.values import value_metrics
 from mtrl.protocols import Actor, Critic, Generator, Prober, Refreshed, Scorer, Stateful, Store, TaskSource, Tracker
+from mtrl.training.ahead import OWN, Ahead
 from mtrl.training.clock import Clock
 from mtrl.training.evaluate import Validation
 from mtrl.training.gather import Gathering
@@ -56,6 +57,7 @@ class Loop:
         self.divergence = recipe.divergence  # its coefficient may adapt
         self.prompts = PromptCounts()  # what became of all that were asked
         self.memory = None if recipe.replay is None else ReplayMemory(recipe.replay, recipe.seed)
+        self.ahead = Ahead(lambda: self.done) if recipe.lag else None  # what a step learns from, sampled before it
         self.version, self.done, self.saved = 0, 0, 0  # version of the weights; steps done; the last one saved
         self.whole: dict[str, Any] | None = None  # the state after the last step; None once an update has begun
         self.clock = Clock()
@@ -103,7 +105,7 @@ class Loop:
         """Responses, what was measured of them and what they earned: all that a step learns from."""
         of = self.components
         way = Gathering(of.source, of.generator, of.scorer, of.probers, self.recipe, step, self.version, self.clock)
-        return way.run(self.memory)
+        return way.run(self.memory) if self.ahead is None else self.ahead.run(way, self.memory)
 
     def give_credit(self, experience: Experience, step: int) -> Experience:
         """Turns rewards into advantages, and decides what each token gets of them."""
@@ -164,14 +166,13 @@ class Loop:
     def kept(self) -> dict[str, Stateful]:
         """All that changes from step to step, by its name in a checkpoint."""
         parts = self.components
-        others = {"critic": parts.critic, "reference": parts.reference, "replay": self.memory}
+        others = {"critic": parts.critic, "reference": parts.reference, "replay": self.memory, "ahead": self.ahead}
         return {"actor": parts.actor} | {name: each for name, each in others.items() if each is not None}
 
     def state(self) -> dict[str, Any]:
         """What the next step depends on besides the learners; all else is keyed by the step's number."""
-        coef = None if self.divergence is None else self.divergence.coef
-        source, prompts = self.components.source.state(), asdict(self.prompts)
-        state = {"step": self.done, "source": source, "prompts": prompts, "divergence_coef": coef}
+        state = {"step": self.done, "source": self.components.source.state(), "prompts": asdict(self.prompts)}
+        state |= {"divergence_coef": self.divergence and self.divergence.coef} | ({"ahead": True} if self.ahead else {})
         return state if self.memory is None else state | {"replay": len(self.memory.buffer.entries)}
 
     def restore(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
@@ -180,7 +181,7 @@ class Loop:
         self.prompts = PromptCounts(**state.get("prompts", {}))
         if self.divergence is not None and self.divergence.adaptive and state["divergence_coef"] is not None:
             self.divergence = replace(self.divergence, coef=state["divergence_coef"])
-        saved = {name: each for name, each in self.kept().items() if name != "replay" or name in state}
+        saved = {name: each for name, each in self.kept().items() if name not in OWN or name in state}
         self.components.store.restore(checkpoint, saved)
         self.whole = self.state()
         self.publish()

@@ -40,6 +40,7 @@ class Recipe:
     greedy_baseline: bool = False  # whether advantages compare with the greedy response to a prompt
     replay: ReplayRule | None = None
     value_loss: ValueLoss = NO_CRITIC  # of the critic, where there is one
+    lag: int = 0  # steps by which responses are sampled ahead of the weights that learn from them
     critic_warmup: int = 0  # steps at the start of the run in which the critic learns alone
 
     @property

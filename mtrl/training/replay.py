@@ -110,6 +110,7 @@ def hit_metrics(wanted: int, ages: Sequence[int]) -> Metrics:
 class ReplaySnapshot:
     """The entries at one moment. Nobody changes them, so that they may be written at any time."""
 
+    copied = True
     entries: tuple[ReplayEntry[StoredGroup], ...]
 
     @property

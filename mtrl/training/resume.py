@@ -21,6 +21,7 @@ from mtrl.protocols import TaskSource
 from mtrl.store.checkpoint import STATE, checkpoints, read_state
 from mtrl.store.manifest import MANIFEST, Damaged, check
 from mtrl.store.run_directory import CONFIG, RunDirectory
+from mtrl.training.ahead import OWN
 from mtrl.workers.snapshot import OPTIMIZER_STATE
 
 ANOTHER = "choose another training.experiment_name for a new run"
@@ -151,7 +152,7 @@ def fitting_state(start: Start, source: TaskSource) -> dict[str, Any]:
     except DataError as error:
         told = f"weights and optimizer are those of {start.checkpoint}; the data start at their beginning"
         logger.warning("%s, since they are not that run's: %s", told, error)
-    state = {name: value for name, value in start.state.items() if name != "replay"}  # what it saw is not ours to see
+    state = {name: value for name, value in start.state.items() if name not in OWN}  # what it saw is not ours to see
     return {**state, "source": source.state()}
 
 

@@ -16,12 +16,12 @@ from mtrl.models.forward import Forward, unpack
 from mtrl.models.perturb import Perturbation
 from mtrl.models.sharding import in_one_pass, while_whole
 from mtrl.models.weights import exported_weights
+from mtrl.protocols import Snapshot
 from mtrl.types import Needs, Rollouts, Signals, TrainBatch, Weights
 from mtrl.workers.learner import Learner, OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching
 from mtrl.workers.offload import Parked
 from mtrl.workers.reference import Reference
-from mtrl.workers.snapshot import LearnerSnapshot
 
 Result = TypeVar("Result")
 ADVICE = (
@@ -140,7 +140,7 @@ class LocalActor:
         """A handle on this version. Tied weights stand there under each name, since an engine may hold them apart."""
         return Weights(self.learner.version, exported_weights(self.model))
 
-    def snapshot(self) -> LearnerSnapshot:
+    def snapshot(self) -> Snapshot:
         return self.learner.snapshot(self.encoder_files)
 
     def restore(self, directory: Path) -> None:

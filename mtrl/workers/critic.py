@@ -11,10 +11,10 @@ from torch import Tensor
 from mtrl.algorithms.values import ValueLoss, value_loss
 from mtrl.models.forward import Forward, unpack
 from mtrl.models.sharding import in_one_pass
+from mtrl.protocols import Snapshot
 from mtrl.types import Needs, Rollouts, Signals, TrainBatch
 from mtrl.workers.learner import Learner, OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching
-from mtrl.workers.snapshot import LearnerSnapshot
 
 ADVICE = (
     "Lower worker.critic.optim.lr, look at the rewards for extreme values, or compute in fp32 "
@@ -67,7 +67,7 @@ class LocalCritic:
         values = unpack(self.forward.values(batch.rollouts), batch.rollouts.mask)
         return value_loss(values.cpu(), batch, loss)
 
-    def snapshot(self) -> LearnerSnapshot:
+    def snapshot(self) -> Snapshot:
         return self.learner.snapshot(self.encoder_files)
 
     def restore(self, directory: Path) -> None:

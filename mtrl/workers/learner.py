@@ -24,12 +24,13 @@ from mtrl.errors import DeviceFull, Diverged
 from mtrl.models.ranks import ALONE, Ranks
 from mtrl.models.sharding import in_one_pass, own_part, whole
 from mtrl.models.weights import load_weights
+from mtrl.protocols import Snapshot
 from mtrl.types import TermWeights, TrainBatch
 from mtrl.workers.eight_bit import EightBitAdamW
 from mtrl.workers.micro_batches import MicroBatching
 from mtrl.workers.offload import Parked, pieces_of
 from mtrl.workers.rounding import RoundedAdamW, Rounding
-from mtrl.workers.snapshot import LearnerSnapshot, read_counters, restore_optimizer_state, snapshot_of
+from mtrl.workers.snapshot import read_counters, restore_optimizer_state, snapshot_of
 
 BAD_STEPS_IN_A_ROW = 3
 COUNTED = ("version", "optimizer_step", "bad_steps_in_a_row", "cut_to")  # what a learner counts, for its snapshot
@@ -241,7 +242,7 @@ class Learner:
             )
 
     # ---------------------------------------------------------------------------------------------- to disk and back
-    def snapshot(self, files: Mapping[str, bytes]) -> LearnerSnapshot:
+    def snapshot(self, files: Mapping[str, bytes]) -> Snapshot:
         """All that `restore` needs; a checkpoint of Hugging Face, or of peft, once it is written, with `files` beside
         its weights."""
         counters = {name: getattr(self, name) for name in COUNTED}

@@ -6,6 +6,7 @@ Messages go by object collectives of gloo: a call scatters its arguments and gat
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from mtrl.models.ranks import Ranks, all_ranks
 
 STOP = "stop"
+FOR_EVER = timedelta(days=10_000)  # nobody knows when there is something to do beside the training
 PATIENCE = timedelta(minutes=60)  # what a rank waits for the others: the longest pass, or the longest download
 
 Call = tuple[str, str, tuple[Any, ...]]  # part, method, arguments
@@ -31,7 +33,7 @@ def join_ranks() -> Ranks:
         backend = "cpu:gloo,cuda:nccl"
     if not dist.is_initialized():
         dist.init_process_group(backend, timeout=PATIENCE)
-    return all_ranks()
+    return all_ranks(PATIENCE)
 
 
 class OwnCrew:
@@ -40,6 +42,7 @@ class OwnCrew:
     def __init__(self, ranks: Ranks, parts: Parts) -> None:
         assert ranks.first
         self.ranks, self.parts, self.size = ranks, parts, ranks.size
+        self.beside = all_ranks(FOR_EVER)
         self.closed = False
 
     def call(self, part: str, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -50,17 +53,42 @@ class OwnCrew:
     def call_first(self, part: str, method: str, *arguments: Any) -> Any:
         return answer(self.parts, (part, method, arguments))
 
+    def call_beside(self, part: str, method: str, *arguments: Any) -> list[Any]:
+        call = hand_out(self.beside, [(part, method, arguments)] * self.size)
+        found = collected(self.beside, attempt(self.parts, call))
+        for _, error in found:
+            if error is not None:
+                raise error
+        return [result for result, _ in found]
+
     def close(self) -> None:
         if not self.closed:
             self.closed = True
-            hand_out(self.ranks, [STOP] * self.size)
+            for ranks in (self.beside, self.ranks):
+                hand_out(ranks, [STOP] * self.size)
 
 
 def serve(ranks: Ranks, parts: Parts) -> None:
     """Does what the first rank says, until it says stop. An error ends the process: the others then find its connection
     closed, and end as well."""
+    beside = threading.Thread(target=serve_beside, args=(all_ranks(FOR_EVER), parts), daemon=True)
+    beside.start()
     while (call := hand_out(ranks, None)) != STOP:
         collected(ranks, answer(parts, call))
+    beside.join()
+
+
+def serve_beside(ranks: Ranks, parts: Parts) -> None:
+    """The same in a thread of its own, where an error is told and ends nothing."""
+    while (call := hand_out(ranks, None)) != STOP:
+        collected(ranks, attempt(parts, call))
+
+
+def attempt(parts: Parts, call: Call) -> tuple[Any, Exception | None]:
+    try:
+        return answer(parts, call), None
+    except Exception as error:
+        return None, error
 
 
 def answer(parts: Parts, call: Call) -> Any:

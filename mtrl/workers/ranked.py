@@ -100,23 +100,24 @@ class RankedReference:
 
 @dataclass(frozen=True)
 class RankedSnapshot:
-    """What lies gathered in the first rank's main memory, a copy from the beginning."""
+    """What lies gathered in the main memories of the ranks, each with its part: a copy from the beginning."""
 
     crew: Crew
     part: str
     number: int
     nbytes: int
+    copied = True
 
     def detached(self) -> RankedSnapshot:
         return self
 
     def write(self, directory: Path) -> None:
-        self.crew.call_first(self.part, "write_snapshot", self.number, directory)
+        self.crew.call_beside(self.part, "write_snapshot", self.number, directory)
 
 
 def take_snapshot(crew: Crew, part: str) -> RankedSnapshot:
-    number, nbytes = on_all(crew, part, "take_snapshot")[0]
-    return RankedSnapshot(crew, part, number, nbytes)
+    taken = on_all(crew, part, "take_snapshot")
+    return RankedSnapshot(crew, part, taken[0][0], sum(nbytes for _, nbytes in taken))
 
 
 def on_all(crew: Crew, part: str, method: str, *arguments: Any) -> list[Any]:
@@ -128,7 +129,6 @@ class RankPart:
     """A learner of one rank, as `RankedLearner` calls it. Snapshots wait here until they are written."""
 
     worker: Any
-    first: bool
     snapshots: dict[int, Snapshot] = field(default_factory=dict)
     numbers: Iterable[int] = field(default_factory=count)
     counts: bool = True  # or another rank, with which it shares all passes, says the same
@@ -150,11 +150,9 @@ class RankPart:
         self.worker.restore(directory)
 
     def take_snapshot(self) -> tuple[int, int]:
-        """Its number, and its bytes: all ranks gather it, and the first keeps it."""
+        """Its number, which is the same on all ranks, and the bytes of this rank's part."""
         stateful: Stateful = self.worker
         snapshot, number = stateful.snapshot(), next(iter(self.numbers))
-        if not self.first:
-            return number, 0
         self.snapshots = {number: snapshot}  # one that nobody has written is of no use any more
         return number, snapshot.nbytes
 

@@ -20,7 +20,7 @@ from mtrl.models.forward import Forward, unpack
 from mtrl.models.sharding import is_split, own_part
 from mtrl.models.weights import exported_weights, load_weights
 from mtrl.types import Needs, Rollouts, Signals
-from mtrl.workers.snapshot import ModelSnapshot, gathered_weights
+from mtrl.workers.snapshot import ModelSnapshot, PartSnapshot, part_of
 
 
 @dataclass(frozen=True)
@@ -95,10 +95,10 @@ class RefreshedReference:
     def refresh(self) -> None:
         self.reference.take_over(self.policy)
 
-    def snapshot(self) -> ModelSnapshot:
+    def snapshot(self) -> ModelSnapshot | PartSnapshot:
         weights = exported_weights(self.model)
         if is_split(self.model):
-            weights = gathered_weights(self.model, weights, self.policy.backbone.ranks)
+            return part_of(self.model, self.policy.backbone.ranks, weights)
         return ModelSnapshot(self.model, weights)
 
     def restore(self, directory: Path) -> None:

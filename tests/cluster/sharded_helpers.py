@@ -139,7 +139,7 @@ def on_rank(ranks, kind, family, batching, batches, options):
     sharers = options.get("sharers", 1)
     ranks = replace(ranks, counts=ranks.number % sharers == 0)
     worker = worker_of(kind, family, batching.over(ranks, sharers), ranks, **options)
-    parts = {"worker": RankPart(worker, ranks.first, counts=ranks.counts)}
+    parts = {"worker": RankPart(worker, counts=ranks.counts)}
     found = None
     if ranks.first:
         crew = OwnCrew(ranks, parts)

@@ -27,7 +27,8 @@ def start(output, *words, ranks=2):
     arguments = train_arguments(output, *STEPS, f"training.n_gpus_per_node={ranks}", *words)
     command = [sys.executable, "-m", "mtrl", *arguments]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    STARTED.append(subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, **pipes))
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    STARTED.append(subprocess.Popen(command, env=environment, start_new_session=True, **pipes))
     return STARTED[-1]
 
 
@@ -35,7 +36,7 @@ def start(output, *words, ranks=2):
 def nothing_outlives_a_failure():
     yield
     while STARTED:
-        STARTED.pop().kill()  # Ray's processes end with the one that started them
+        STARTED.pop().kill()  # Ray's processes end with the one that started them (tests/soak tries it)
 
 
 def processes(output):
@@ -101,10 +102,12 @@ def test_a_rank_that_does_not_answer_is_lost(tmp_path):
     nothing_is_left(tmp_path)
 
 
-def test_asked_to_stop_it_saves_and_leaves_nothing(tmp_path):
+@pytest.mark.parametrize(("by", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_asked_to_stop_it_saves_and_leaves_nothing(by, status, tmp_path):
+    """A terminal sends Ctrl-C to all processes of a command, and a scheduler may do so too."""
     run = start(tmp_path, "training.max_steps=400", "training.save_freq=-1")
     wait_for(lambda: updates(tmp_path, 0) >= 2 or run.poll() is not None, "second update")
-    run.send_signal(signal.SIGTERM)
+    os.killpg(run.pid, signal.SIGINT) if by == signal.SIGINT else run.send_signal(by)
     said = run.communicate(timeout=SECONDS)[0]
-    assert run.returncode == 143 and "saved after step" in said, said
+    assert run.returncode == status and "saved after step" in said, said
     nothing_is_left(tmp_path)

@@ -1,13 +1,17 @@
 """What two ranks save, one process and three ranks go on from, as if nothing had been in between."""
 
+import json
+
 import pytest
 import torch
 from helpers import close
 from rank_helpers import run_ranks
+from safetensors.torch import load_file
 from sharded_helpers import LOSS, LOSSES, TEXT_AND_ONE_IMAGE, batches_of, worker_of
 from tiny_models import plain_model_at
 
 from mtrl.models.weights import exported_weights
+from mtrl.workers import parts
 from mtrl.workers.micro_batches import MicroBatching
 from mtrl.workers.rank import OwnCrew, serve
 from mtrl.workers.ranked import RankedLearner, RankPart
@@ -19,7 +23,7 @@ BEFORE = 2  # updates before the checkpoint
 def on_rank(ranks, kind, batches, saved, target):
     """Goes on from what was `saved`, learns and writes its own checkpoint."""
     worker = worker_of(kind, FAMILY, MicroBatching(tokens=60, ranks=ranks), ranks)
-    parts = {"worker": RankPart(worker, ranks.first)}
+    parts = {"worker": RankPart(worker)}
     if not ranks.first:
         return serve(ranks, parts)
     crew = OwnCrew(ranks, parts)
@@ -38,6 +42,7 @@ def go_on(worker, kind, batches, saved):
 
 
 def write(worker, target):
+    """Of ranks each writes what it holds, and in one file none but the first."""
     snapshot = worker.snapshot().detached()
     assert snapshot.nbytes > 0
     target.mkdir()
@@ -66,6 +71,82 @@ def test_saved_by_two_and_resumed_by_one_and_three(kind, tmp_path):
     last = worker_of(kind, FAMILY, MicroBatching(tokens=60))
     last.restore(tmp_path / "again")
     check_weights(exported_weights(last.model), exported_weights(whole.model))
+
+
+@pytest.mark.parametrize("kind", ["actor", pytest.param("critic", marks=pytest.mark.slow)])
+def test_several_files_are_written_by_several_ranks(kind, tmp_path, monkeypatch):
+    """Nobody holds the whole, and what they write is one checkpoint."""
+    monkeypatch.setattr(parts, "FILE_BYTES", 60_000)
+    batches = batches_of(kind, FAMILY, TEXT_AND_ONE_IMAGE)
+    whole = worker_of(kind, FAMILY, MicroBatching(tokens=60))
+    expected = go_on(whole, kind, batches, None)
+    shares = run_ranks(2, in_parts, tmp_path / "two", kind, batches[:BEFORE], tmp_path / "saved")
+    assert max(shares) < 0.7 * sum(shares), f"bytes that ranks held: {shares}"
+    index = json.loads((tmp_path / "saved" / "model.safetensors.index.json").read_text())
+    files = sorted(file.name for file in (tmp_path / "saved").glob("model-*.safetensors"))
+    assert len(files) > 2 and set(index["weight_map"].values()) == set(files)
+    assert len(list((tmp_path / "saved" / "trainer").glob("optimizer-*-of-*.safetensors"))) > 2
+    if kind == "actor":
+        plain_model_at(tmp_path / "saved", FAMILY)
+        write(worker_of("actor", FAMILY, MicroBatching(tokens=60)), tmp_path / "one")
+        assert index["weight_map"].keys() == load_file(tmp_path / "one" / "model.safetensors").keys()
+
+    alone = worker_of(kind, FAMILY, MicroBatching(tokens=60))
+    check_metrics(go_on(alone, kind, batches[BEFORE:], tmp_path / "saved"), expected[BEFORE:])
+    check_weights(exported_weights(alone.model), exported_weights(whole.model))
+    rest = batches[BEFORE:]
+    found, *_ = run_ranks(3, on_rank, tmp_path / "three", kind, rest, tmp_path / "saved", tmp_path / "again")
+    check_metrics(found[0], expected[BEFORE:])
+
+
+class Weighed(RankPart):
+    def take_snapshot(self):
+        number, self.taken = super().take_snapshot()
+        return number, self.taken
+
+
+def in_parts(ranks, kind, batches, target):
+    """The bytes that this rank held for the checkpoint."""
+    worker = worker_of(kind, FAMILY, MicroBatching(tokens=60, ranks=ranks), ranks)
+    part = Weighed(worker)
+    if not ranks.first:
+        serve(ranks, {"worker": part})
+        return part.taken
+    crew = OwnCrew(ranks, {"worker": part})
+    learner = RankedLearner(crew, "worker")
+    go_on(learner, kind, batches, None)
+    write(learner, target)
+    crew.close()
+    return part.taken
+
+
+def test_an_error_while_ranks_write_is_told_and_ends_nothing(tmp_path):
+    """A disk that is full on the second rank alone: the driver hears of it, and the ranks go on."""
+    assert run_ranks(2, failing_write, tmp_path)[0] == ("No space left on device", [3, 3])
+
+
+class Part:
+    def __init__(self, ranks):
+        self.ranks = ranks
+
+    def write(self, directory):
+        if not self.ranks.first:
+            raise OSError(28, "No space left on device")
+
+    def add(self, a, b):
+        return a + b
+
+
+def failing_write(ranks):
+    parts = {"worker": Part(ranks)}
+    if not ranks.first:
+        return serve(ranks, parts)
+    crew = OwnCrew(ranks, parts)
+    with pytest.raises(OSError) as error:
+        crew.call_beside("worker", "write", "somewhere")
+    found = crew.call("worker", "add", [(1, 2), (1, 2)])
+    crew.close()
+    return error.value.strerror, found
 
 
 def test_files_are_those_of_a_single_process(tmp_path):

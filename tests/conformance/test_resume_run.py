@@ -90,6 +90,20 @@ def test_an_adaptive_coefficient_and_several_passes_go_on_too(tmp_path):
     assert len(coefficients) == STEPS, "it moved at every step"
 
 
+@pytest.mark.slow
+def test_responses_that_were_sampled_ahead_are_learnt_from_after_a_resume(tmp_path):
+    """Those of the third step are of weights that the checkpoint after the second does not hold."""
+    more = ["worker.rollout.lag=1", "training.val_freq=-1", "worker.actor.optim.lr=1e-3"]
+    for name in ("whole", "parts"):
+        assert main(train_arguments(tmp_path / name, *SETTINGS, *more)) == 0
+    cut_back(tmp_path / "parts", 2)
+    assert main(train_arguments(tmp_path / "parts", *SETTINGS, *more)) == 0
+    same_end(run_of(tmp_path / "whole"), run_of(tmp_path / "parts"), STEPS)
+    rows = {place[0]: row for place, row in metrics_of(run_of(tmp_path / "whole")).items() if not place[1]}
+    assert [rows[step]["rollout/staleness_max"] for step in range(1, STEPS + 1)] == [0.0, 1.0, 1.0, 1.0]
+    assert rows[1]["rollout/logprob_gap_max"] < 1e-4 < rows[3]["rollout/logprob_gap_max"]
+
+
 def mixed_rows(folder: Path) -> Path:
     """Questions about pictures, and questions without any, in turn."""
     lines = []

@@ -56,9 +56,9 @@ def completed(command: list[str]) -> None:
     assert status == 0, said
 
 
-def left_behind() -> list[str]:
+def left_behind(grace: float | None = None) -> list[str]:
     """Command lines of processes that carry the mark, ourselves aside, once they had time to go."""
-    deadline = time.monotonic() + GRACE
+    deadline = time.monotonic() + (GRACE if grace is None else grace)
     while (found := marked()) and time.monotonic() < deadline:
         time.sleep(0.05)
     return found

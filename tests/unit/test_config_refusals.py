@@ -155,6 +155,7 @@ IMPOSSIBLE = [
         ["worker.actor.ulysses_size=3", "training.n_gpus_per_node=4"],
         ["worker.actor.ulysses_size", "training.n_gpus_per_node"],
     ),
+    (["worker.rollout.lag=1", "optimization.tis_clip=null"], ["worker.rollout.lag", "optimization.tis_clip"]),
     (
         ["worker.actor.ulysses_size=2", "training.n_gpus_per_node=2", "worker.actor.model.attn_implementation=eager"],
         ["worker.actor.ulysses_size", "worker.actor.model.attn_implementation", "set auto"],

@@ -173,6 +173,7 @@ def test_attention_alone_needs_no_scores(alone):
         alone, "old", "entropy"
     )
     assert with_scores(Needs(alone), load_config(None)) == Needs(alone)
+    assert "old" in with_scores(Needs(alone), load_config(None, {"worker.rollout.lag": 1})), "the ratio to it corrects"
 
 
 # ------------------------------------------------------------------------------------------------------------ attention

@@ -1,0 +1,319 @@
+"""What the driver of several ranks does as a step grows from 64 prompts to 4,096: bytes, seconds and memory.
+
+    python -m benchmarks.driver [--sizes 64 .. 4096] [--steps 3] [--out benchmarks/results/driver.json]
+
+The driver is the real one: `training/loop.py` with `RankedGenerator` and `RankedLearner` over a `RayCrew`, which puts
+each prompt with its pixels into Ray's store once. **The workers are simulated**: two processes of Ray that hold no
+model and answer at once with random tokens and signals of the right shapes; so are data and rewards. What is left is
+what the driver itself costs.
+
+The first step of a size counts bytes, as pickled, and is not timed. Seconds are those of the driver's processors (all
+its threads, Ray's among them), which other work on the machine does not change, and beside them those of the clock.
+Memory is the driver's own (RssAnon, without the store's shared memory), at its highest within a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickle
+import statistics
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.environment import environment
+from mtrl.algorithms.batches import BatchPlan
+from mtrl.algorithms.estimators import ESTIMATORS
+from mtrl.algorithms.losses import Loss
+from mtrl.cluster.crew import RayCrew
+from mtrl.cluster.transfer import Lent
+from mtrl.models.ranks import Ranks
+from mtrl.protocols import Tracker
+from mtrl.report.chart import Line, Panel, draw_chart
+from mtrl.rollout.ranked import RankedGenerator
+from mtrl.training.loop import Components, Loop
+from mtrl.training.recipe import Recipe
+from mtrl.types import Needs, Prompt, Rewards, Rollouts, Sampling, Signals, Task
+from mtrl.workers.ranked import RankedLearner
+
+SIZES = (64, 128, 256, 512, 1024, 2048, 4096)
+RANKS, RESPONSES, LENGTH, PROMPT_TOKENS, PIXELS = 2, 8, 128, 96, 112
+MB, MIB = 1e6, 2**20
+
+
+# ------------------------------------------------------------------------------------------ simulated: on every rank
+@dataclass
+class SimulatedEngine:
+    """Random responses of random lengths, at once."""
+
+    version: int = 0
+
+    def wake(self) -> None: ...
+
+    def sleep(self) -> None: ...
+
+    def load(self) -> int:
+        self.version += 1
+        return self.version - 1
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Rollouts:
+        rows = len(prompts) * sampling.n
+        random = torch.Generator().manual_seed(sampling.step)
+        lengths = torch.randint(sampling.max_new_tokens // 2, sampling.max_new_tokens + 1, (rows,), generator=random)
+        mask = torch.arange(int(lengths.max())) < lengths[:, None]
+        tokens = torch.randint(1000, mask.shape, generator=random).where(mask, 0)
+        return Rollouts(
+            prompts=(),
+            group=torch.arange(len(prompts)).repeat_interleave(sampling.n),
+            tokens=tokens,
+            mask=mask,
+            behaviour=(-torch.rand(mask.shape, generator=random)).where(mask, 0.0),
+            text=("x" * LENGTH,) * rows,
+            finish=("stop",) * rows,
+            version=torch.full((rows,), sampling.version),
+        )
+
+
+@dataclass
+class SimulatedActor:
+    """Signals that are the sampler's own, and updates that teach nothing."""
+
+    updates: int = 0
+
+    def probe(self, rollouts: Rollouts, needs: Needs, step: int) -> Signals:
+        return Signals(old=rollouts.behaviour, entropy=torch.ones(rollouts.mask.shape).where(rollouts.mask, 0.0))
+
+    def update(self, batches: Sequence[Any], loss: Any) -> dict[str, float]:
+        self.updates += 1
+        return {"pg_loss": 0.0, "grad_norm": 1.0}
+
+    def version(self) -> int:
+        return self.updates
+
+
+def simulated_parts(ranks: Ranks) -> Mapping[str, Any]:
+    engine = SimulatedEngine()
+    engine.load()
+    return {"actor": SimulatedActor(), "engine": engine}
+
+
+# ------------------------------------------------------------------------------------------ simulated: on the driver
+@dataclass
+class SimulatedSource:
+    """Prompts with random pixels, made before a step is timed."""
+
+    made: int = 0
+    ready: list[Prompt] = field(default_factory=list)
+
+    def prepare(self, count: int) -> None:
+        random = np.random.default_rng(self.made)
+        self.ready = [self._prompt(f"simulated:{self.made + number}", random) for number in range(count)]
+        self.made += count
+
+    def _prompt(self, name: str, random: np.random.Generator) -> Prompt:
+        pixels = random.integers(0, 256, (PIXELS, PIXELS, 3), dtype=np.uint8)
+        ids = torch.arange(PROMPT_TOKENS)
+        return Prompt(Task(name, name, ({"role": "user", "content": "?"},)), (pixels,), ids, ids, torch.ones_like(ids))
+
+    def take(self, count: int) -> list[Prompt]:
+        taken, self.ready = self.ready, []
+        assert len(taken) == count
+        return taken
+
+    def get(self, ids: Sequence[str]) -> list[Prompt]:
+        raise NotImplementedError("nothing is replayed here")
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def state(self) -> Mapping[str, Any]:
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class SimulatedRewards:
+    rows: int
+
+    def result(self, signals: Signals | None = None) -> Rewards:
+        total = torch.rand(self.rows, generator=torch.Generator().manual_seed(self.rows)).round()
+        return Rewards(total, {"accuracy": total}, torch.zeros(self.rows, dtype=torch.bool))
+
+
+class SimulatedScorer:
+    def submit(self, rollouts: Rollouts, step: int | None) -> SimulatedRewards:
+        return SimulatedRewards(len(rollouts))
+
+
+# ------------------------------------------------------------------------------------------------ what is measured
+class CountedCrew(RayCrew):
+    """Counts bytes while `counting`; otherwise it is the plain one."""
+
+    counting = False
+
+    def call(self, part: str, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        found = super().call(part, method, arguments)
+        if self.counting:
+            named = [Lent(lambda prompt: 0)(each) for each in arguments]
+            self.counts["to_ranks"] += sum(len(pickle.dumps(each, 5)) for each in named)
+            self.counts["from_ranks"] += sum(len(pickle.dumps(each, 5)) for each in found)
+        return found
+
+    def count(self) -> Counter[str]:
+        """Starts counting; `put` counts what goes to the store."""
+        self.counts: Counter[str] = Counter()
+        self.counting, put = True, self.lent.put
+
+        def counted(prompt: Prompt) -> Any:
+            self.counts["to_store"] += len(pickle.dumps(prompt, 5))
+            return put(prompt)
+
+        self.lent = Lent(counted)
+        return self.counts
+
+
+def loop_of(crew: RayCrew, prompts: int, version: int) -> Loop:
+    """The project's loop over simulated workers: plain GRPO, four optimizer steps."""
+    recipe = Recipe(
+        total_steps=1 << 30,
+        prompts_per_step=prompts,
+        sampling=Sampling(n=RESPONSES, max_new_tokens=LENGTH),
+        needs=Needs("old", "entropy"),
+        attention_every=0,
+        estimator=ESTIMATORS["grpo"](),
+        divergence=None,
+        credit=(),
+        loss=Loss(),
+        batches=BatchPlan(prompts // 4, max_response_length=LENGTH),
+        validate_every=-1,
+        validate_first=False,
+        save_every=-1,
+    )
+    actor: Any = RankedLearner(crew, "actor")
+    store: Any = None  # nothing is saved here
+    loop = Loop(
+        Components(
+            source=SimulatedSource(),
+            generator=RankedGenerator(crew),
+            scorer=SimulatedScorer(),
+            probers=[actor],
+            actor=actor,
+            tracker=Tracker(),
+            store=store,
+            validation=None,
+        ),
+        recipe,
+    )
+    loop.version = version
+    return loop
+
+
+def measure(crew: CountedCrew, prompts: int, steps: int, version: int) -> dict[str, Any]:
+    """One counted step, then `steps` timed ones."""
+    loop = loop_of(crew, prompts, version)
+    source: Any = loop.components.source
+    plain, counts = crew.lent, crew.count()
+    source.prepare(prompts)
+    loop.step(0)
+    crew.counting, crew.lent = False, plain
+    timed = []
+    for step in range(1, steps + 1):
+        source.prepare(prompts)
+        with memory_watched() as seen:
+            began, processors = time.perf_counter(), time.process_time()
+            loop.step(step)
+            timed.append((time.process_time() - processors, time.perf_counter() - began, 0.0))
+        timed[-1] = (*timed[-1][:2], max(seen) / MIB)
+    cpu, clock, memory = zip(*timed, strict=True)
+    return {
+        "prompts": prompts,
+        "bytes": dict(counts),
+        "driver_cpu_s": round(statistics.median(cpu), 4),
+        "clock_s": round(statistics.median(clock), 4),
+        "peak_mib_by_step": [round(each, 1) for each in memory],
+    }
+
+
+@contextmanager
+def memory_watched() -> Any:
+    """A list that fills with the process's own memory in bytes, looked at every 10 ms."""
+    seen, done = [own_memory()], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.01):
+            seen.append(own_memory())
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        done.set()
+        thread.join()
+
+
+def own_memory() -> int:
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.partition("RssAnon:")[2].split()[0])
+
+
+def run(sizes: Sequence[int], steps: int) -> list[dict[str, Any]]:
+    rows = []
+    with tempfile.TemporaryDirectory() as logs:
+        crew = CountedCrew(RANKS, RANKS, simulated_parts, Path(logs), heartbeat=600.0)
+        try:
+            for size in sizes:
+                version = crew.call_first("actor", "version")
+                rows.append(measure(crew, size, steps, version))
+                print(json.dumps(rows[-1]), flush=True)
+        finally:
+            crew.close()
+    return rows
+
+
+def draw(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    names = {"to_store": "prompts with pixels, to the store", "to_ranks": "to ranks", "from_ranks": "from ranks"}
+    moved = [Line(name, [(r["prompts"], r["bytes"][key] / MB) for r in rows]) for key, name in names.items()]
+    panels = [
+        Panel("MB moved", moved),
+        Panel(
+            "Seconds of the driver's processors", [Line("driver", [(r["prompts"], r["driver_cpu_s"]) for r in rows])]
+        ),
+        Panel("MiB of the driver", [Line("driver", [(r["prompts"], max(r["peak_mib_by_step"])) for r in rows])]),
+    ]
+    note = (
+        f"{RESPONSES} responses of up to {LENGTH} tokens a prompt, {PIXELS}-px images, {RANKS} simulated ranks by Ray."
+    )
+    draw_chart(path, "A step of the driver, by prompts", panels, note, x_name="prompts a step")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/driver.json"))
+    parser.add_argument("--picture", type=Path, default=Path("docs/driver.png"))
+    parser.add_argument("--redraw", action="store_true", help="only draw what --out holds")
+    options = parser.parse_args()
+    if not options.redraw:
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        settings = {"ranks": RANKS, "responses": RESPONSES, "tokens": LENGTH, "pixels": PIXELS, "workers": "simulated"}
+        result = {**settings, "rows": run(options.sizes, options.steps), **environment()}
+        options.out.write_text(json.dumps(result, indent=2) + "\n")
+    draw(options.picture, json.loads(options.out.read_text())["rows"])
+
+
+if __name__ == "__main__":
+    main()

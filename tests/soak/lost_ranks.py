@@ -1,0 +1,142 @@
+"""A run of two ranks by Ray that loses a process again and again, against one that nobody disturbed: equal to the bit,
+nothing left. The run starts its ranks again by itself; the process that drives them is killed as well, and started
+again by the same command."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from helpers import alive
+from run_helpers import run_of, same_end, train_arguments
+
+from soak.ledger import Ledger
+from soak.struck_runs import MARK, left_behind
+
+RANKS = 2
+MOMENTS = ("start", "step", "save")
+LONGEST_WAIT = {"start": 5.0, "step": 0.5, "save": 0.05}  # seconds after the moment, drawn at random
+GRACE = 60.0  # seconds in which what Ray has started must be gone
+PATIENCE = 1200.0  # seconds without the moment: then something hangs
+
+
+def lost_ranks(ledger: Ledger, count: int, drivers: int = 1) -> None:
+    """`count` kills of a rank at start-up, within a step and while a checkpoint is written, and `drivers` of the driver
+    within a step; then the comparison."""
+    os.environ |= {MARK: str(ledger.directory), "OMP_NUM_THREADS": "1"}
+    steps = 2 * (count + drivers) + 2  # no kill waits for more than two
+    settings = [
+        f"training.max_steps={steps}", "training.save_freq=1", "training.save_limit=2", "training.val_freq=-1",
+        "training.val_before_train=false", f"training.n_gpus_per_node={RANKS}", f"training.max_restarts={count}",
+    ]  # fmt: skip
+    whole, struck = ledger.directory / "whole", ledger.directory / "struck"
+    if not ledger.get("undisturbed"):
+        Driven(whole, settings).completed()
+        ledger.record(undisturbed=steps)
+    run = Driven(struck, settings)
+    try:
+        for number in range(ledger.get("ranks killed"), count):
+            moment, dice = MOMENTS[number % len(MOMENTS)], random.Random(number)
+            run.lose(dice.randrange(RANKS), moment, dice)
+            ledger.record(**{"ranks killed": number + 1, f"at {moment}": ledger.get(f"at {moment}") + 1})
+            print(f"{ledger.directory.name}: {number + 1} of {count}", flush=True)
+        for number in range(ledger.get("drivers killed"), drivers):
+            run.end_driver(random.Random(number))
+            ledger.record(**{"drivers killed": number + 1})
+            run = Driven(struck, settings)
+        run.completed()
+    finally:
+        run.process.kill()
+    same_end(run_of(whole), run_of(struck), steps)
+    ledger.record(passed=True)
+
+
+class Driven:
+    """`mtrl train` on ranks, in a process of its own, and what its ranks write of themselves."""
+
+    def __init__(self, output: Path, settings: list[str]) -> None:
+        self.run = run_of(output)
+        command = [sys.executable, "-m", "mtrl", *train_arguments(output, *settings)]
+        self.told, self.gone = output / "said.txt", self.ranks_so_far()
+        with self.told.open("w") as said:
+            self.process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT)
+
+    def completed(self) -> None:
+        status = self.process.wait()
+        assert status == 0, self.said()
+        assert not (left := left_behind(GRACE)), f"{left} still run"
+
+    def lose(self, rank: int, moment: str, dice: random.Random) -> None:
+        """Kills a rank, and waits until the run has said so and is about to go on."""
+        pid, losses = self.await_moment(rank, moment, dice), self.losses()
+        os.kill(pid, signal.SIGKILL)
+        self.await_that(lambda: self.losses() > losses, f"word of the loss of rank {rank} ({pid}) at {moment}")
+        assert self.losses() == losses + 1 and f"rank {rank} of {RANKS}" in self.said(), self.said()
+        self.gone |= self.ranks_so_far()
+        ended = lambda: not any(map(alive, self.gone))  # noqa: E731
+        self.await_that(ended, "end of the ranks that were left alone")
+
+    def end_driver(self, dice: random.Random) -> None:
+        """Kills the driver: nothing that it started outlives it."""
+        self.await_moment(0, "step", dice)
+        self.process.kill()
+        self.process.wait()
+        assert not (left := left_behind(GRACE)), f"{left} outlive their driver"
+
+    def await_moment(self, rank: int, moment: str, dice: random.Random) -> int:
+        """The process of a rank that has only just come to its moment."""
+        updates, wait = dice.randint(1, 2), dice.uniform(0.0, LONGEST_WAIT[moment])
+        has_come = {
+            "start": lambda: True,
+            "step": lambda: self.updates(rank) >= updates,
+            "save": lambda: self.updates(rank) >= 1 and any((self.run / "checkpoints").glob(".step_*")),
+        }[moment]
+        self.await_that(lambda: self.now(rank) is not None and has_come(), f"moment ({moment})")
+        time.sleep(wait)
+        pid = self.now(rank)
+        assert pid is not None and alive(pid), f"the rank ended before its moment ({moment}):\n{self.said()}"
+        return pid
+
+    def await_that(self, condition: Callable[[], bool], what: str) -> None:
+        began = time.monotonic()
+        while not condition():
+            assert self.process.poll() is None, f"the run ended before the {what}:\n{self.said()}"
+            assert time.monotonic() - began < PATIENCE, f"no {what} within {PATIENCE:.0f} s:\n{self.said()}"
+            time.sleep(0.005)
+
+    # ------------------------------------------------------------------------------------------------ what can be read
+    def now(self, rank: int) -> int | None:
+        """The process of a rank, once the newest attempt has one."""
+        pids = pids_in(self.log(rank))
+        return pids[-1] if pids and pids[-1] not in self.gone else None
+
+    def updates(self, rank: int) -> int:
+        """Those that its newest process has begun."""
+        return self.log(rank).rpartition("process ")[2].count("actor.update begins")
+
+    def ranks_so_far(self) -> set[int]:
+        return {pid for rank in range(RANKS) for pid in pids_in(self.log(rank))}
+
+    def losses(self) -> int:
+        return self.said().count("goes on from its last checkpoint")
+
+    def log(self, rank: int) -> str:
+        return read(self.run / "logs" / f"rank_{rank}.log")
+
+    def said(self) -> str:
+        return read(self.told)
+
+
+def pids_in(log: str) -> list[int]:
+    return [int(found) for found in re.findall(r"process (\d+) on", log)]
+
+
+def read(file: Path) -> str:
+    return file.read_text(errors="replace") if file.exists() else ""

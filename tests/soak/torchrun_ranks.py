@@ -1,0 +1,120 @@
+"""Two ranks as torchrun starts them, one of which is killed again and again, against two that nobody disturbed.
+
+They are forked from a process that has imported everything, so that a start takes seconds; whoever forks them does what
+`torchrun --max-restarts` does: once one has ended the others have to, and the same command is started again."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+
+from interruptions import rows_logged
+from run_helpers import run_of, same_end, train_arguments
+
+from soak.ledger import Ledger
+from soak.struck_runs import MARK, left_behind
+
+RANKS = 2
+MOMENTS = ("start", "step", "save")
+LONGEST_WAIT = {"start": 3.0, "step": 0.3, "save": 0.03}  # seconds after the moment, drawn at random
+GRACE = 60.0  # seconds in which what a rank has started must be gone
+PATIENCE = 600.0  # seconds without the moment, or for which a rank outlives another: then something hangs
+IMPORTED = ("mtrl.cli", "mtrl.commands.train", "mtrl.build.run", "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl")
+FORK = multiprocessing.get_context("fork")
+
+
+def torchrun_ranks(ledger: Ledger, count: int) -> None:
+    """`count` kills of a rank, the first or the second, at start-up, within a step and while a checkpoint is written;
+    then the comparison."""
+    os.environ |= {MARK: str(ledger.directory), "OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "soak"}
+    for module in IMPORTED:
+        import_module(module)
+    steps = 2 * count + 2  # no kill waits for more than two
+    settings = [
+        f"training.max_steps={steps}", "training.save_freq=1", "training.save_limit=2", "training.val_freq=-1",
+        "training.val_before_train=false", f"training.n_gpus_per_node={RANKS}",
+    ]  # fmt: skip
+    whole, struck = ledger.directory / "whole", ledger.directory / "struck"
+    if not ledger.get("undisturbed"):
+        completed(whole, settings)
+        ledger.record(undisturbed=steps)
+    for number in range(ledger.get("ranks killed"), count):
+        moment, dice = MOMENTS[number % len(MOMENTS)], random.Random(number)
+        strike(struck, settings, moment, dice)
+        ledger.record(**{"ranks killed": number + 1, f"at {moment}": ledger.get(f"at {moment}") + 1})
+        print(f"{ledger.directory.name}: {number + 1} of {count}", flush=True)
+    completed(struck, settings)
+    same_end(run_of(whole), run_of(struck), steps)
+    ledger.record(passed=True)
+
+
+def completed(output: Path, settings: Sequence[str]) -> None:
+    ranks = start(output, settings)
+    for rank in ranks:
+        rank.join()
+    assert [rank.exitcode for rank in ranks] == [0] * RANKS, said(output)
+    assert not (left := left_behind(GRACE)), f"{left} still run"
+
+
+def strike(output: Path, settings: Sequence[str], moment: str, dice: random.Random) -> None:
+    """Starts the ranks and kills one; the others end by themselves, and so does all that they started."""
+    run, killed = run_of(output), dice.randrange(RANKS)
+    rows, wait = rows_logged(run) + dice.randint(1, 2), dice.uniform(0.0, LONGEST_WAIT[moment])
+    has_come = {
+        "start": lambda: True,
+        "step": lambda: rows_logged(run) >= rows,
+        "save": lambda: rows_logged(run) >= rows and any((run / "checkpoints").glob(".step_*")),
+    }[moment]
+    ranks = start(output, settings)
+    try:
+        began = time.monotonic()
+        while not has_come():
+            assert all(rank.is_alive() for rank in ranks), (
+                f"the run ended before its moment ({moment}):\n{said(output)}"
+            )
+            assert time.monotonic() - began < PATIENCE, f"the moment ({moment}) never came:\n{said(output)}"
+            time.sleep(0.002)
+        time.sleep(wait)
+        ranks[killed].kill()
+        for rank in ranks:
+            rank.join(PATIENCE)
+            assert not rank.is_alive(), f"a rank outlives the other ({moment}):\n{said(output)}"
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert ranks[killed].exitcode == -signal.SIGKILL and ranks[1 - killed].exitcode == 1, said(output)
+    assert not (left := left_behind(GRACE)), f"{left} still run after a kill at {moment}"
+
+
+def start(output: Path, settings: Sequence[str]) -> list[multiprocessing.context.ForkProcess]:
+    arguments = train_arguments(output, *settings)
+    with socket.socket() as found:
+        found.bind(("", 0))
+        port = found.getsockname()[1]
+    ranks = [FORK.Process(target=be_rank, args=(rank, port, arguments, output)) for rank in range(RANKS)]
+    for rank in ranks:
+        rank.start()
+    return ranks
+
+
+def be_rank(rank: int, port: int, arguments: list[str], output: Path) -> None:
+    import mtrl.cli
+
+    with (output / "said.txt").open("a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    sys.exit(mtrl.cli.main(arguments))
+
+
+def said(output: Path) -> str:
+    return (output / "said.txt").read_text(errors="replace")[-6000:]
