@@ -56,7 +56,7 @@ FEATURES = (
     ),
     *(
         Feature(f"logger {name}", (name,), f"pip install {name}", lambda c, name=name: name in c.training.logger)
-        for name in ("tensorboard", "wandb", "mlflow")
+        for name in ("tensorboard", "wandb", "mlflow", "swanlab")
     ),
     Feature("mtrl view", ("starlette", "uvicorn"), "pip install 'mtrl[view]'", lambda c: False),
     Feature(
@@ -66,7 +66,7 @@ FEATURES = (
 )  # fmt: skip
 # No library brings these: `unbuilt` and the data layer refuse them, whatever is installed.
 NOT_BUILT = (
-    "videos", "loggers (swanlab, trackio)",
+    "videos", "the logger trackio",
 )  # fmt: skip
 
 

@@ -104,7 +104,7 @@ def test_a_wanted_feature_that_is_missing(monkeypatch):
 
 NOT_BUILT = {
     "videos": None,  # no switch: the data layer refuses them
-    "loggers (swanlab, trackio)": ["training.logger=[console, wandb, swanlab]"],
+    "the logger trackio": ["training.logger=[console, trackio]"],
 }
 
 
