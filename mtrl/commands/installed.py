@@ -42,6 +42,10 @@ def _reward(name: str, library: Library) -> Feature:
     return Feature(f"reward `{name}`", (library.module,), library.install, lambda c: name in c.reward_functions)
 
 
+def _logger(name: str) -> Feature:
+    return Feature(f"logger {name}", (name,), "pip install 'mtrl[loggers]'", lambda c: name in c.training.logger)
+
+
 FEATURES = (
     *(_reward(name, reward.library) for name, reward in REWARDS.items() if reward.library is not None),
     Feature("rollout by vLLM", ("vllm",), "pip install 'mtrl[vllm]'", lambda c: c.worker.rollout.name == "vllm"),
@@ -54,10 +58,7 @@ FEATURES = (
         "several processes", ("ray",), "pip install 'mtrl[cluster]'",
         lambda c: c.training.nnodes * c.training.n_gpus_per_node > 1 and not started_by_torchrun(),
     ),
-    *(
-        Feature(f"logger {name}", (name,), f"pip install {name}", lambda c, name=name: name in c.training.logger)
-        for name in ("tensorboard", "wandb", "mlflow", "swanlab")
-    ),
+    *(_logger(name) for name in ("tensorboard", "wandb", "mlflow", "swanlab")),
     Feature("mtrl view", ("starlette", "uvicorn"), "pip install 'mtrl[view]'", lambda c: False),
     Feature(
         "flash attention", ("flash_attn",), "pip install flash-attn",
