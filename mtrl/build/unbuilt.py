@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from mtrl.config import Config, ConfigError
 from mtrl.machine import started_by_torchrun
 
-LOGGERS = ("console", "tensorboard", "wandb", "mlflow")  # those that are built
+LOGGERS = ("console", "tensorboard", "wandb", "mlflow", "swanlab")  # those that are built
 
 
 def unbuilt(config: Config) -> list[str]:

@@ -38,12 +38,12 @@ class Feature:
         return [module for module in self.modules if find_spec(module) is None]
 
 
-def _logger(name: str) -> Feature:
-    return Feature(f"logger {name}", (name,), f"pip install {name}", lambda config: name in config.training.logger)
-
-
 def _reward(name: str, library: Library) -> Feature:
     return Feature(f"reward `{name}`", (library.module,), library.install, lambda c: name in c.reward_functions)
+
+
+def _logger(name: str) -> Feature:
+    return Feature(f"logger {name}", (name,), "pip install 'mtrl[loggers]'", lambda c: name in c.training.logger)
 
 
 FEATURES = (
@@ -58,7 +58,7 @@ FEATURES = (
         "several processes", ("ray",), "pip install 'mtrl[cluster]'",
         lambda c: c.training.nnodes * c.training.n_gpus_per_node > 1 and not started_by_torchrun(),
     ),
-    *map(_logger, ("tensorboard", "wandb", "mlflow")),
+    *(_logger(name) for name in ("tensorboard", "wandb", "mlflow", "swanlab")),
     Feature("mtrl view", ("starlette", "uvicorn"), "pip install 'mtrl[view]'", lambda c: False),
     Feature(
         "flash attention", ("flash_attn",), "pip install flash-attn",
@@ -67,7 +67,7 @@ FEATURES = (
 )  # fmt: skip
 # No library brings these: `unbuilt` and the data layer refuse them, whatever is installed.
 NOT_BUILT = (
-    "videos", "loggers (swanlab, trackio)",
+    "videos", "the logger trackio",
 )  # fmt: skip
 
 

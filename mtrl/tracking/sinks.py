@@ -1,7 +1,7 @@
 """The loggers themselves, each around its library, which is imported when it is asked for.
 
-A resumed run goes on in the same run of wandb or mlflow: `loggers.json` in the run's directory has its id. What the
-user's environment says to a library (WANDB_MODE and so on) holds; wandb without a key writes offline.
+A resumed run goes on in the same run of wandb, mlflow or swanlab: `loggers.json` in its directory has the id. What the
+user's environment says to a library (WANDB_MODE and so on) holds; without a key wandb and swanlab write offline.
 """
 
 from __future__ import annotations
@@ -152,8 +152,51 @@ class MlflowSink:
         self.client.set_terminated(self.id)
 
 
+class SwanlabSink:
+    """A run of SwanLab. Without a key or SWANLAB_MODE it is offline, in `swanlab/`; swanlab sync sends it."""
+
+    def __init__(self, about: About) -> None:
+        import swanlab
+
+        place = about.directory / "swanlab"
+        place.mkdir(parents=True, exist_ok=True)
+        told = os.environ.get("SWANLAB_MODE") or os.environ.get("SWANLAB_API_KEY") or has_swanlab_key()
+        self.swanlab = swanlab
+        self.run = swanlab.init(
+            project=about.project,
+            name=about.name,
+            id=kept_id(about.directory, "swanlab", lambda: uuid.uuid4().hex[:21]),
+            resume="allow",
+            log_dir=str(place),
+            config=dict(about.config),
+            mode=None if told else "offline",
+            settings=swanlab.Settings(terminal={"proxy_type": "none"}),  # stdout and stderr stay ours
+        )
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        self.run.log(dict(values), step=step)
+
+    def responses(self, step: int, shown: Sequence[Shown]) -> None:
+        entries: dict[str, Any] = {"responses": [self.swanlab.Text(as_markdown(each)) for each in shown]}
+        images = [self.swanlab.Image(each.image, caption=each.id) for each in shown if each.image is not None]
+        self.run.log(entries | ({"images": images} if images else {}), step=step)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+def has_swanlab_key() -> bool:
+    """Whether `swanlab login` was done here."""
+    return any((folder / ".swanlab" / ".netrc").is_file() for folder in (Path.home(), Path.cwd()))
+
+
 NOT_IN_MLFLOW = re.compile(r"[^\w\-. :/]", re.ASCII)  # signs that names may not have there: val/avg@1 is val/avg_1
-SINKS: dict[str, Callable[[About], Sink]] = {"tensorboard": TensorboardSink, "wandb": WandbSink, "mlflow": MlflowSink}
+SINKS: dict[str, Callable[[About], Sink]] = {
+    "tensorboard": TensorboardSink,
+    "wandb": WandbSink,
+    "mlflow": MlflowSink,
+    "swanlab": SwanlabSink,
+}
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Any]:

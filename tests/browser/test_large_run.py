@@ -14,6 +14,7 @@ from view_helpers import metrics_row, recorded, step_of
 from mtrl.tracking.blocks import BlockWriter, parts_of
 
 pytestmark = pytest.mark.slow
+pytest.importorskip("uvicorn", reason="pip install 'mtrl[view]'")
 STEPS, LIMIT = 1000, 2**30
 METRICS = 70  # numbers of a step
 

@@ -176,6 +176,28 @@ def test_mlflow_written_and_read_back(tmp_path, monkeypatch):
     assert {"responses/step_1.md", "responses/step_3.md", "responses/step_1_1.png"} <= files
 
 
+def test_swanlab_offline_written_and_read_back(tmp_path, monkeypatch):
+    pytest.importorskip("swanlab")
+    for name in ("SWANLAB_MODE", "SWANLAB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for first in (1, 3):
+        feed = LoggerFeed("swanlab", lambda first=first: SINKS["swanlab"](about(tmp_path, first)))
+        feed.metrics(first, {"reward/overall": 0.25})
+        feed.rollouts(first, step_of())
+        feed.validation(first, {"val/reward_score": 0.5}, {}, [SAMPLE])
+        feed.close()
+    name = json.loads((tmp_path / "loggers.json").read_text())["swanlab"]
+    files = sorted((tmp_path / "swanlab").glob(f"run-*-{name}/run-{name}.swanlab"))
+    assert files, "both attempts under one id"
+    data = b"".join(file.read_bytes() for file in files)
+    assert b"reward/overall" in data and b"val/reward_score" in data
+    texts = "".join(file.read_text() for file in files[0].parent.glob("media/text/*.txt"))
+    assert "    # no heading" in texts and list(files[0].parent.glob("media/image/*.png"))
+    assert "dataset.seed" in (files[0].parent / "files/config.yaml").read_text()
+
+
 # ------------------------------------------------------------------------------------------------------------ the house
 def test_every_logger_that_is_built_has_a_sink():
     assert ("console", *SINKS) == LOGGERS

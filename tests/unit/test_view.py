@@ -191,6 +191,7 @@ def test_arguments():
 
 def test_the_viewer_needs_no_torch():
     """It would take hundreds of megabytes and seconds."""
+    pytest.importorskip("starlette", reason="pip install 'mtrl[view]'")
     code = "import sys, mtrl.cli, mtrl.commands.view, mtrl.view.server; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
