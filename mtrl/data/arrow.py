@@ -215,14 +215,14 @@ def _mapped(file: Path) -> pa.Table:
     return table
 
 
-def open_hub_dataset(name: str, split: str | None, cache: DiskCache) -> ArrowRows:
-    """A dataset of the Hugging Face hub, downloaded or from its cache."""
+def open_hub_dataset(name: str, split: str | None, cache: DiskCache, config: str | None = None) -> ArrowRows:
+    """A dataset of the Hugging Face hub, or one configuration of it, downloaded or from its cache."""
     try:
         datasets = importlib.import_module("datasets")
     except ImportError as error:
         raise DataError(f"{name!r} is no file here; to read it from the hub: pip install 'mtrl[hub]'") from error
     try:
-        loaded = datasets.load_dataset(name, split=split)
+        loaded = datasets.load_dataset(name, *([config] if config else []), split=split)
     except Exception as error:  # the hub's many errors, all of them about this name, split or connection
         raise DataError(f"the dataset {name!r} (split {split or 'any'}) cannot be loaded: {error}") from error
     if split is None:
@@ -231,7 +231,7 @@ def open_hub_dataset(name: str, split: str | None, cache: DiskCache) -> ArrowRow
         (split,) = loaded
         loaded = loaded[split]
     files = [file_stamp(Path(entry["filename"])) for entry in loaded.cache_files]
-    stamp = [*files, [name, split]] if files else None
+    stamp = [*files, [name, split, config]] if files else None
     table = loaded.data.table
     try:
         table.validate(full=True)

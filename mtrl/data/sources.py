@@ -156,6 +156,12 @@ def _open_directory(path: Path, split: str | None, cache: DiskCache) -> Iterator
     if (path / "state.json").exists():
         yield open_saved_dataset(path, cache)
         return
+    for file in files_of(path, split):
+        yield _open_file(file, cache)
+
+
+def files_of(path: Path, split: str | None, if_told: bool = False) -> list[Path]:
+    """The data files under a directory, of one split. `if_told`: all of them where no name tells a split."""
     found = sorted(file for file in path.rglob("*") if file.suffix in OPENERS and not file.is_dir())
     found = [file for file in found if not any(part.startswith(".") for part in file.relative_to(path).parts)]
     kinds = ((".jsonl", ".parquet"), (".tar",), (".arrow",))  # not .json, which most often describes the others
@@ -164,11 +170,10 @@ def _open_directory(path: Path, split: str | None, cache: DiskCache) -> Iterator
         raise DataError(f"{path} holds no .jsonl or .parquet file, no .tar and no .arrow")
     split_of = {file: _split_of(file.relative_to(path), split) for file in files}
     splits = sorted({name for name in split_of.values() if name})
-    if split is not None or len(splits) > 1:
+    if len(splits) > 1 or (split is not None and (splits or not if_told)):
         split = _choose_split(str(path), split, splits)
         files = [file for file in files if split_of[file] == split]
-    for file in files:
-        yield _open_file(file, cache)
+    return files
 
 
 def _choose_split(name: str, split: str | None, splits: list[str]) -> str:
