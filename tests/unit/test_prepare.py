@@ -204,6 +204,21 @@ def test_wrong_words_get_one_clear_line(capsys, arguments, told):
     assert told in capsys.readouterr().err
 
 
+def test_by_its_id_on_the_hub(tmp_path, capsys, monkeypatch):
+    """The library is asked for each configuration by its name."""
+    hub, asked = published.mmmu_pro(tmp_path / "hub", 3), []
+
+    def load_dataset(name, config, split):
+        asked.append((name, config, split))
+        (file,) = (hub / config).glob("*.parquet")
+        return datasets.Dataset(pq.read_table(file))
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr("mtrl.build.hub.unreachable", lambda: None)
+    assert prepared(capsys, "mmmu-pro", "--subset", 2)["rows"] == {"test": 4}
+    assert asked == [("MMMU/MMMU_Pro", f"standard ({options} options)", "test") for options in (4, 10)]
+
+
 def test_datasets_saved_to_disk(tmp_path, capsys):
     rows = published.aokvqa_rows(5)
     features = datasets.Features.from_arrow_schema(published.AOKVQA)
