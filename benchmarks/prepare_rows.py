@@ -1,6 +1,6 @@
 """A million rows prepared and opened: seconds and peak memory, beside those of a thousand.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.prepare_rows [--rows 1000000] [--every 4] [--scratch DIR] [--out FILE]
+    OMP_NUM_THREADS=1 python -m benchmarks.prepare_rows [--rows 1000 1000000] [--every 4] [--scratch DIR] [--out FILE]
 
 Rows of one schema, of which one in `--every` has a small JPEG of its own, are made. `mtrl prepare merge` chooses and
 checks them, splits them 9:1 and writes them; then a run's dataset opens all of it twice, first with the scan of every
@@ -113,17 +113,17 @@ def _bytes(folder: Path) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1000, 1_000_000])
     parser.add_argument("--every", type=int, default=4)
     parser.add_argument("--scratch", type=Path, default=None, help="where the rows are made; removed afterwards")
     parser.add_argument("--out", type=Path, default=None)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
-        sizes = {"thousand": 1000, "all": arguments.rows}
-        found = {name: measure(Path(scratch) / name, rows, arguments.every) for name, rows in sizes.items()}
+        found = [measure(Path(scratch) / str(rows), rows, arguments.every) for rows in arguments.rows]
     shown = f"one in {arguments.every} with a 56 x 56 JPEG of its own"
-    what = f"{arguments.rows} rows, {shown}: prepared, split 9:1, opened"
-    finish({"what": what, "command": "python -m benchmarks.prepare_rows", **found}, arguments.out)
+    what = f"rows, {shown}: prepared, split 9:1, opened"
+    finish({"what": what, "command": f"python -m benchmarks.prepare_rows --rows {' '.join(map(str, arguments.rows))}",
+            "sizes": found}, arguments.out)  # fmt: skip
 
 
 if __name__ == "__main__":
