@@ -87,7 +87,7 @@ def measured_start(data: Path, model: Path, cache: Path, workers: int | None) ->
     process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True)
     peak = {"rss": 0, "pss": 0}
     done = threading.Event()
-    watcher = threading.Thread(target=_watch, args=(process.pid, peak, done))
+    watcher = threading.Thread(target=watch_memory, args=(process.pid, peak, done))
     watcher.start()
     output, _ = process.communicate()
     done.set()
@@ -99,7 +99,7 @@ def measured_start(data: Path, model: Path, cache: Path, workers: int | None) ->
     return result | {"peak_rss_sum_mb": peak["rss"] / 1e6, "peak_pss_mb": peak["pss"] / 1e6}
 
 
-def _watch(pid: int, peak: dict[str, int], done: threading.Event) -> None:
+def watch_memory(pid: int, peak: dict[str, int], done: threading.Event) -> None:
     while not done.wait(0.05):
         try:
             found = [_memory(process) for process in _tree(pid)]

@@ -98,6 +98,24 @@ def data(arguments: Sequence[str]) -> int:
     return data.run(arguments)
 
 
+def prepare(arguments: Sequence[str]) -> int:
+    """Make a public dataset ready for training: one schema, Parquet shards, a card, a sheet of samples.
+
+    mtrl prepare aokvqa|arxivqa|mmmu-pro [SOURCE] [--out DIR] [--split S] [--subset N] [--seed N] [--ids FILE]
+                 [--images embed|paths] [--image-dir DIR] [--options 4,10,vision] [--shard-mib N] [--skip-bad]
+    mtrl prepare merge [DIR[@split] ...] [--val 0.1] [--out DIR] [--subset N] [--seed N] [--images embed|paths] ...
+
+    SOURCE is a hub id or a local copy: Parquet, Arrow or JSON with images; without it the dataset's own id. --subset
+    counts questions, --ids names them. --options is MMMU-Pro's. merge joins prepared folders (without any: the three
+    above) and holds a share of the questions back, never of the rows, for validation: data/ddm, which the experiments
+    read. An image that is missing or damaged ends it, unless --skip-bad. The same command goes on where it was
+    interrupted, to the same bytes. The last line is JSON.
+    """
+    from mtrl.commands import prepare
+
+    return prepare.run(arguments)
+
+
 def doctor(arguments: Sequence[str]) -> int:
     """Look at this machine, and whether a configuration can run on it.
 
@@ -208,6 +226,7 @@ COMMANDS: dict[str, Command] = {
     "demo": demo,
     "eval": evaluate,
     "data": data,
+    "prepare": prepare,
     "reward": reward,
     "attention": attention,
     "plot": plot,

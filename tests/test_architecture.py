@@ -25,6 +25,7 @@ ROOM_MAY_IMPORT = {
     "memory": {"types", "errors", "protocols", "algorithms", "models", "rollout", "workers"},
     "rewards": {"types", "errors", "protocols", "algorithms", "plugins"},
     "data": {"types", "files", "protocols"},
+    "prepare": {"types", "errors", "files", "data"},
     "report": {"types", "algorithms", "terminal"},
     "tracking": {"types", "files", "protocols", "algorithms", "report", "terminal"},
     "view": {"files", "tracking", "report"},

@@ -128,7 +128,7 @@ def open_parquet(path: Path, cache: DiskCache) -> GroupedRows:
         counts = [group.num_rows for group in groups]
         if min(counts, default=0) < 0 or sum(counts) != metadata.num_rows:
             raise ValueError("its row counts do not add up")
-        fingerprint = _cached_fingerprint(cache, file_stamp(path), lambda: _file_fingerprint(path))
+        fingerprint = _cached_fingerprint(cache, file_stamp(path), lambda: file_fingerprint(path))
         if all(group.total_byte_size <= MAX_ROW_GROUP for group in groups):
             return GroupedRows(path, fingerprint, list(accumulate(counts)), lambda: _parquet_reader(path))
         copy, ends = _arrow_copy(path, fingerprint, cache)
@@ -195,24 +195,34 @@ def open_saved_dataset(directory: Path, cache: DiskCache) -> ArrowRows:
     return ArrowRows(table, str(directory), directory, fingerprint, stamp)
 
 
+def open_arrow(path: Path, cache: DiskCache) -> ArrowRows:
+    """One Arrow file, as `datasets` keeps them in its cache, or of the kind with a footer."""
+    table, stamp = _mapped(path), file_stamp(path)
+    fingerprint = _cached_fingerprint(cache, stamp, lambda: table_fingerprint(table))
+    return ArrowRows(table, str(path), path.parent, fingerprint, stamp)
+
+
 def _mapped(file: Path) -> pa.Table:
-    """The table of an Arrow stream, checked whole: a damaged offset would lead the reader out of its memory."""
+    """The table of an Arrow file, checked whole: a damaged offset would lead the reader out of its memory."""
     try:
-        table = pa.ipc.open_stream(pa.memory_map(str(regular_file(file)))).read_all()
+        mapped = pa.memory_map(str(regular_file(file)))
+        with_footer = mapped.read(6) == b"ARROW1"
+        mapped.seek(0)
+        table = (pa.ipc.open_file if with_footer else pa.ipc.open_stream)(mapped).read_all()
         table.validate(full=True)
     except UNREADABLE as error:
         raise DataError(f"{file} is damaged, or no Arrow file: {_one_line(error)}") from error
     return table
 
 
-def open_hub_dataset(name: str, split: str | None, cache: DiskCache) -> ArrowRows:
-    """A dataset of the Hugging Face hub, downloaded or from its cache."""
+def open_hub_dataset(name: str, split: str | None, cache: DiskCache, config: str | None = None) -> ArrowRows:
+    """A dataset of the Hugging Face hub, or one configuration of it, downloaded or from its cache."""
     try:
         datasets = importlib.import_module("datasets")
     except ImportError as error:
         raise DataError(f"{name!r} is no file here; to read it from the hub: pip install 'mtrl[hub]'") from error
     try:
-        loaded = datasets.load_dataset(name, split=split)
+        loaded = datasets.load_dataset(name, *([config] if config else []), split=split)
     except Exception as error:  # the hub's many errors, all of them about this name, split or connection
         raise DataError(f"the dataset {name!r} (split {split or 'any'}) cannot be loaded: {error}") from error
     if split is None:
@@ -221,7 +231,7 @@ def open_hub_dataset(name: str, split: str | None, cache: DiskCache) -> ArrowRow
         (split,) = loaded
         loaded = loaded[split]
     files = [file_stamp(Path(entry["filename"])) for entry in loaded.cache_files]
-    stamp = [*files, [name, split]] if files else None
+    stamp = [*files, [name, split, config]] if files else None
     table = loaded.data.table
     try:
         table.validate(full=True)
@@ -267,7 +277,7 @@ def _spell(value: Any) -> Any:
     return [type(value).__name__, str(value)]
 
 
-def _file_fingerprint(path: Path) -> str:
+def file_fingerprint(path: Path) -> str:
     digest = hashlib.blake2b(digest_size=8)
     with path.open("rb") as file:
         while block := file.read(8 * MIB):

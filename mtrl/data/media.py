@@ -66,6 +66,8 @@ def looks_like_image(column: str, value: Any) -> bool:
         return bool(value) and looks_like_image(column, value[0])
     if isinstance(value, dict):
         content, path = value.get("bytes"), value.get("path")
+        if content is None and path is None and value.get("image") is not None:
+            return looks_like_image("image", value["image"])
         return looks_like_image(column, content) or (isinstance(path, str) and path.lower().endswith(IMAGE_ENDINGS))
     if isinstance(value, (bytes, bytearray, memoryview)):
         start = bytes(value[:14])
@@ -87,6 +89,8 @@ def image_medium(value: Any, directory: Path) -> Medium:
     """
     if isinstance(value, dict):
         if value.get("bytes") is None and value.get("path") is None:
+            if value.get("image") is not None:  # as verl nests them
+                return image_medium(value["image"], directory)
             raise RowError(f"an image is an object with {sorted(map(str, value))}, neither bytes nor a path")
         value = value["bytes"] if value.get("bytes") is not None else value["path"]
     if isinstance(value, (bytes, bytearray, memoryview)):

@@ -10,18 +10,28 @@ from typing import Any, Protocol, TextIO
 import numpy as np
 from PIL import Image
 
-from mtrl.data.columns import OtherNames
+from mtrl.data.arrow import ArrowRows, GroupedRows
+from mtrl.data.cache import DiskCache
+from mtrl.data.columns import OtherNames, seen_columns
 from mtrl.data.dataset import Dataset, scan_dataset
 from mtrl.data.lengths import GOOD, target_sizes
 from mtrl.data.media import within_side
 from mtrl.data.missing import Noted
 from mtrl.data.rows import BadRow, DataSettings, RowError, by_cause
 from mtrl.data.sampler import PromptLoader
-from mtrl.data.sources import Source
+from mtrl.data.sources import JsonlSource, RowList, Source
+from mtrl.data.tars import TarRows
 from mtrl.protocols import PromptEncoder
 from mtrl.types import VISION_POOL, Prompt, Task
 
 SAMPLES = 3
+CONTAINERS: dict[type, str] = {
+    JsonlSource: "JSONL",
+    GroupedRows: "Parquet",
+    ArrowRows: "Arrow, as datasets saves it",
+    TarRows: "WebDataset",
+    RowList: "a list",
+}
 COLUMN_ROWS = 100  # rows of each source whose column types are looked at
 
 
@@ -48,6 +58,7 @@ def run(
     prompts = _samples(dataset, encoder)
     sections = [
         _files(dataset),
+        _formats(dataset.sources, DiskCache(cache_dir)),
         _columns(dataset.sources),
         _lengths(dataset, encoder),
         _images(dataset, encoder, prompts),
@@ -73,13 +84,28 @@ def _files(dataset: Dataset) -> list[str]:
     return lines
 
 
+def _formats(sources: Sequence[Source], cache: DiskCache) -> list[str]:
+    """Whose columns they were taken for, and in which kind of file; a line for each that occurs."""
+    taken: Counter[str] = Counter()
+    for source in sources:
+        source = source.source if isinstance(source, OtherNames) else source
+        kind = next((name for kind, name in CONTAINERS.items() if isinstance(source, kind)), "rows")
+        if isinstance(source, TarRows):
+            kind += f" ({', '.join(f'.{field}' for field in source.fields[:8])})"
+        taken[f"{seen_columns(source, cache).format}, in {kind}"] += 1
+    files = {found: f" ({count} files)" if len(taken) > 1 or count > 1 else "" for found, count in taken.items()}
+    return ["Format", *(f"  {found}{many}" for found, many in files.items())]
+
+
 def _columns(sources: Sequence[Source]) -> list[str]:
     types: dict[str, Counter[str]] = {}
     read_as: dict[str, str] = {}
     looked_at = 0
     for source in sources:
         if isinstance(source, OtherNames):  # the columns as they are in the file
-            read_as |= {theirs: f", read as {ours}" for ours, theirs in source.names.items()}
+            for theirs in source.names.values():
+                both = " and ".join(ours for ours, name in source.names.items() if name == theirs)
+                read_as[theirs] = f", read as {both}"
             source = source.source
         for index in range(min(len(source), COLUMN_ROWS)):
             try:

@@ -1,4 +1,5 @@
-"""Where rows come from: JSONL, JSON, Parquet, directories of them, Hugging Face datasets, lists of all these.
+"""Where rows come from: JSONL, JSON, Parquet, Arrow, WebDataset tars, directories of them, Hugging Face datasets, lists
+of all these.
 
     sources = open_sources("a.jsonl, photos/, lmms-lab/AI2D@test", DiskCache())
 
@@ -25,15 +26,25 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mtrl.data.arrow import open_hub_dataset, open_parquet, open_saved_dataset, rows_fingerprint, several_splits
+from mtrl.data.arrow import (
+    file_fingerprint,
+    open_arrow,
+    open_hub_dataset,
+    open_parquet,
+    open_saved_dataset,
+    rows_fingerprint,
+    several_splits,
+)
 from mtrl.data.cache import DiskCache, file_stamp
 from mtrl.data.rows import DataError, RowError
+from mtrl.data.tars import TarRows
 from mtrl.files import regular_file
 
 SPLIT_NAMES = ("train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval")
 MOST_LEVELS = 100  # of lists and objects in a row: whoever looks at its columns may do so by recursion
 BLOCK = 8 << 20  # bytes read at once while lines are indexed
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+NUMBERED = re.compile(r"\{(\d+)\.\.(\d+)\}")  # shards as WebDataset names them
 
 
 class Source(Protocol):
@@ -121,6 +132,9 @@ def _open_item(item: str, cache: DiskCache) -> Iterator[Source]:
         if split not in (None, "train"):
             raise DataError(f"{name} is one file and has no split {split!r}")
         yield _open_file(path, cache)
+    elif shards := NUMBERED.search(name):
+        for number in range(int(shards[1]), int(shards[2]) + 1):
+            yield from _open_item(name.replace(shards[0], str(number).zfill(len(shards[1]))), cache)
     elif HUB_ID.fullmatch(name) and path.suffix not in OPENERS:
         yield open_hub_dataset(name, split, cache)
     else:
@@ -142,17 +156,24 @@ def _open_directory(path: Path, split: str | None, cache: DiskCache) -> Iterator
     if (path / "state.json").exists():
         yield open_saved_dataset(path, cache)
         return
-    files = sorted(file for file in path.rglob("*") if file.suffix in (".jsonl", ".parquet") and not file.is_dir())
-    files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)]
+    for file in files_of(path, split):
+        yield _open_file(file, cache)
+
+
+def files_of(path: Path, split: str | None, if_told: bool = False) -> list[Path]:
+    """The data files under a directory, of one split. `if_told`: all of them where no name tells a split."""
+    found = sorted(file for file in path.rglob("*") if file.suffix in OPENERS and not file.is_dir())
+    found = [file for file in found if not any(part.startswith(".") for part in file.relative_to(path).parts)]
+    kinds = ((".jsonl", ".parquet"), (".tar",), (".arrow",))  # not .json, which most often describes the others
+    files = next(filter(None, ([file for file in found if file.suffix in kind] for kind in kinds)), [])
     if not files:
-        raise DataError(f"{path} holds no .jsonl or .parquet file")
+        raise DataError(f"{path} holds no .jsonl or .parquet file, no .tar and no .arrow")
     split_of = {file: _split_of(file.relative_to(path), split) for file in files}
     splits = sorted({name for name in split_of.values() if name})
-    if split is not None or len(splits) > 1:
+    if len(splits) > 1 or (split is not None and (splits or not if_told)):
         split = _choose_split(str(path), split, splits)
         files = [file for file in files if split_of[file] == split]
-    for file in files:
-        yield _open_file(file, cache)
+    return files
 
 
 def _choose_split(name: str, split: str | None, splits: list[str]) -> str:
@@ -203,6 +224,8 @@ OPENERS: dict[str, Callable[[Path, DiskCache], Source]] = {
     ".jsonl": JsonlSource,
     ".json": _open_json,
     ".parquet": open_parquet,
+    ".arrow": open_arrow,
+    ".tar": lambda path, cache: TarRows(path, cache, lambda: file_fingerprint(path)),
 }
 
 

@@ -1,0 +1,58 @@
+"""Images of the output: in the shards, as the bytes that the dataset holds, or as paths of files."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from PIL import Image
+
+from mtrl.data.cache import replacing
+from mtrl.data.media import image_medium, read_size
+from mtrl.data.rows import RowError
+from mtrl.types import Medium
+
+Storage = Literal["embed", "paths"]
+ENDINGS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp", "GIF": "gif", "BMP": "bmp", "TIFF": "tif"}
+FOLDER = "images"
+
+
+def stored(value: Any, directory: Path, out: Path, storage: Storage) -> dict[str, Any]:
+    """What stands in the column: {bytes, path}. Raises RowError for an image that is missing or damaged."""
+    if value is None:
+        raise RowError("it has no image")
+    medium = image_medium(value, directory)
+    read_size(medium)
+    if storage == "paths" and isinstance(medium.source, str):
+        return {"bytes": None, "path": os.path.relpath(medium.source, out / "split")}  # shards lie one folder deeper
+    data = _bytes(medium)
+    if storage == "paths":
+        return {"bytes": None, "path": f"../{_write(data, out)}"}
+    name = value.get("path") if isinstance(value, dict) else medium.source if isinstance(medium.source, str) else None
+    return {"bytes": data, "path": os.path.basename(name) if isinstance(name, str) else None}
+
+
+def _bytes(medium: Medium) -> bytes:
+    if isinstance(medium.source, bytes):
+        return medium.source
+    if isinstance(medium.source, str):
+        return Path(medium.source).read_bytes()
+    assert isinstance(medium.source, Image.Image)
+    data = io.BytesIO()
+    medium.source.save(data, "PNG")
+    return data.getvalue()
+
+
+def _write(data: bytes, out: Path) -> str:
+    """A file by its content: an image that several rows show is there once."""
+    with Image.open(io.BytesIO(data)) as image:
+        ending = ENDINGS.get(image.format or "", "img")
+    name = hashlib.blake2b(data, digest_size=16).hexdigest()
+    path = f"{FOLDER}/{name[:2]}/{name}.{ending}"
+    if not (out / path).exists():
+        with replacing(out / path) as file:
+            file.write(data)
+    return path
