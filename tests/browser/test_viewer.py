@@ -183,7 +183,7 @@ def test_texts_that_mean_harm_are_texts(page, tmp_path):
         assert "<script>" in page.locator(".question pre").inner_text() and "../../<script>" in titles(page)
         page.goto(f"{address}#run")
         page.get_by_text("configuration").click()
-        assert "alert(4)" in page.locator(".config").inner_text()
+        page.locator(".config", has_text="alert(4)").wait_for()
         assert page.locator("main script, main img[onerror], b[onmouseover]").count() == 0
 
 

@@ -67,7 +67,7 @@ class ToldReference:
         self.asked.append(rollouts.version.tolist())
         return torch.zeros(int(rollouts.mask.sum()), 1)
 
-    def divergence(self, ours, theirs, policy):
+    def divergence(self, ours, theirs, policy, rollouts):
         """The weight of the policy times three, at each token."""
         return 3 * (ours - theirs)[:, 0]
 

@@ -136,8 +136,8 @@ def another_number(kind: type, within: str | None, default: Any) -> Any:
     low, high, _, _ = interval(within)
     if math.isinf(low) or math.isinf(high):
         return (default or 0) + kind(1)
-    between = [low + (high - low) * share for share in (0.123456789, 0.5)]
-    return kind(next(number for number in between if number != default))
+    between = [kind(low + (high - low) * share) for share in (0.123456789, 0.5, 1.0)]
+    return next(number for number in between if number != default)
 
 
 def changed(key: str, leaf: Leaf) -> Any:
