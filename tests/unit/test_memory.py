@@ -190,7 +190,7 @@ def rehearsed(forward: Forward) -> tuple[Forward, PromptEncoder, Limits, LocalGe
 
 CASES = [
     pytest.param("qwen2_5_vl", {"checkpointing": True}, id="checkpointing"),
-    pytest.param("qwen2_5_vl", {}, id="all activations"),
+    pytest.param("qwen2_5_vl", {}, id="all activations", marks=pytest.mark.slow),
     pytest.param("qwen2_5_vl", {"checkpointing": "mlp"}, id="all but those of MLPs", marks=pytest.mark.slow),
     pytest.param("qwen3_vl", {"checkpointing": True}, id="qwen3_vl"),
     pytest.param("qwen2", {}, id="text"),
