@@ -34,6 +34,7 @@ def test_mixed_batches(family, tmp_path):
     check("actor", family, MIXED, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_text_model(tmp_path):
     """One process, one rank, two ranks."""
     check("actor", "qwen2", MIXED, tmp_path, updates=3)
@@ -45,6 +46,7 @@ def test_an_image_on_one_rank_alone(family, tmp_path):
     check("actor", family, TEXT_AND_ONE_IMAGE, tmp_path, sizes=(2,), updates=3)
 
 
+@pytest.mark.slow
 def test_a_rank_without_rows_goes_along(tmp_path):
     check("actor", "qwen2_5_vl", ONE_GROUP, tmp_path, MicroBatching(tokens=30), sizes=(2,), updates=3)
 
