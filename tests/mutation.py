@@ -83,7 +83,7 @@ TESTS = {
     "filtering": ["tests/unit/test_filtering.py"],
     "refill": ["tests/unit/test_filtering.py", "tests/unit/test_loop_gather.py"],
     "buffer": ["tests/unit/test_replay.py", "tests/unit/test_replay_memory.py"],
-    "gather": ["tests/unit/test_loop_gather.py", "tests/unit/test_loop.py"],
+    "gather": ["tests/unit/test_loop_gather.py", "tests/unit/test_loop.py", "tests/unit/test_loop_ahead.py"],
 }
 
 NAMES_AND_MESSAGES = {"credit.registry"}  # files without arithmetic, left out

@@ -123,3 +123,11 @@ def test_within_a_limit_of_what_is_counted():
     assert MicroBatching(100).within(50) == MicroBatching(50)
     assert MicroBatching(100).within(200) == MicroBatching(100)
     assert MicroBatching(at_least=7).within(50) == MicroBatching(50, at_least=7)
+
+
+def test_ranks_that_share_a_sequence_hold_so_much_more_together():
+    """A budget is what one rank holds."""
+    ranks = Ranks(size=4)
+    assert MicroBatching(100, at_least=7).over(ranks) == MicroBatching(100, at_least=7, ranks=ranks)
+    assert MicroBatching(100, at_least=7).over(ranks, 2) == MicroBatching(200, at_least=14, ranks=ranks)
+    assert MicroBatching(at_least=7).over(ranks, 2) == MicroBatching(at_least=14, ranks=ranks)
