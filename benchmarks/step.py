@@ -14,6 +14,8 @@ response without a meaning. No token ends a response: all have --completion toke
 Arguments and JSON keys are those of the benchmark of TRL's trainer (`trl_step.py`), which `--trl` runs beside it,
 before, on the same device with the same arguments. TRL's plain GRPO has no reference; MTRL's default has one, and
 optimization.disable_divergence=true makes the two alike. The first step is the warm-up, and medians leave it out.
+--stored writes the weights to the disk, and the run reads them. So it is always where torchrun starts the benchmark, on
+one rank whose models are split by FSDP2: `torchrun --nproc-per-node 1 -m benchmarks.step ..`.
 --save saves a checkpoint after the last step and says how long that held the loop.
 
 --memory-gib 24 makes the GPU one of 24 GiB, for everything that runs on it. Peaks are those of torch's allocator in
@@ -44,11 +46,15 @@ from benchmarks.random_run import PATHS, step_settings, write_run
 from mtrl.build.model import Loaded, base_dtype, build_encoder, build_policy, model_path
 from mtrl.build.run import Run, build, configure
 from mtrl.config import Config, given_keys
+from mtrl.machine import started_by_torchrun
+from mtrl.models.sharding import is_split
 from mtrl.protocols import Tracker
 from mtrl.rollout.decode.arena import CudaArena
 from mtrl.rollout.local import ROWS_AT_ONCE
+from mtrl.rollout.ranked import PART, RankedGenerator
 from mtrl.training.loop import Components, Loop
 from mtrl.types import Experience
+from mtrl.workers.ranked import RankedLearner
 
 SHARED_ARGUMENTS = ("size", "prompts", "generations", "image_side", "completion", "steps", "device", "micro_batch",
                     "text_tokens", "seed")  # fmt: skip
@@ -75,7 +81,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--text-tokens", type=int, default=64)
     parser.add_argument("--memory-gib", type=float, default=None, help="of a smaller card")
     parser.add_argument("--seed", type=int, default=0)
-    for switch in ("tprl", "attention", "save"):
+    for switch in ("tprl", "attention", "stored", "save"):
         parser.add_argument(f"--{switch}", action="store_true")
     parser.add_argument("--trl", type=Path, default=None, help="the script of the peer's benchmark, run before ours")
     parser.add_argument("--out", type=Path, default=None)
@@ -104,6 +110,12 @@ def settings_of(a: argparse.Namespace) -> dict[str, Any]:
 
 def build_run(config: Config, a: argparse.Namespace, lengths: PromptLengths) -> Run:
     """The run of `mtrl train`, whose model is made here first, of random weights; no token ends a response."""
+    if a.stored:
+        training = build(config, trackers=[lengths])
+        generator = training.loop.components.generator
+        engine = generator.crew.parts[PART].generator if isinstance(generator, RankedGenerator) else generator
+        engine.encoder.stop_ids = ()
+        return training
     encoder, place = build_encoder(config), model_path(config)
     base = random_model(Path(place), a.size, a.device, base_dtype(config), a.seed).eval()
     base.name_or_path = place
@@ -116,7 +128,7 @@ def run(a: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="mtrl-step-") as folder, device_of(a.memory_gib):
         file = write_run(
             Path(folder), a.size, a.device, a.prompts * a.steps, [a.image_side], a.text_tokens, a.seed,
-            settings_of(a), weights=False,
+            settings_of(a), weights=a.stored,
         )  # fmt: skip
         config, _ = configure(file, a.overrides)
         lengths, begin = PromptLengths(), time.perf_counter()
@@ -154,9 +166,15 @@ def past_the_allocator(generator: Any) -> int:
 
 def halved(components: Components) -> dict[str, int] | None:
     """How many responses are sampled at once, and tokens of a pass of the update, where fewer than asked for fitted."""
-    rows, tokens = getattr(components.generator, "rows_at_once", ROWS_AT_ONCE), components.actor.learner.cut_to  # type: ignore[attr-defined]
+    rows, tokens = getattr(components.generator, "rows_at_once", ROWS_AT_ONCE), own_actor(components).learner.cut_to
     found = {"responses_at_once": rows if rows < ROWS_AT_ONCE else 0, "tokens_of_an_update": tokens}
     return {name: value for name, value in found.items() if value} or None
+
+
+def own_actor(components: Components) -> Any:
+    """The actor of this process."""
+    actor: Any = components.actor
+    return actor.crew.parts["actor"].worker if isinstance(actor, RankedLearner) else actor
 
 
 def timed_save(loop: Loop) -> dict[str, float]:
@@ -171,7 +189,7 @@ def timed_save(loop: Loop) -> dict[str, float]:
 def result_of(
     a: argparse.Namespace, training: Run, rows: list[dict[str, Any]], prompt_len: int, start: Any, saving: Any
 ) -> dict[str, Any]:
-    model = training.loop.components.actor.model  # type: ignore[attr-defined]
+    model = own_actor(training.loop.components).model
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     later = rows[1:] or rows
     summary = {name: round(statistics.median(row[name] for row in later), 4) for name in ("wall", *PHASES)}
@@ -188,6 +206,7 @@ def result_of(
         "beside_settings": BESIDE_SETTINGS,
         "params_m": round(sum(sizes.values()) / 1e6, 1),
         "vision_params_m": round(sum(n for name, n in sizes.items() if ".visual." in name) / 1e6, 1),
+        "ranks": 1 if is_split(model) else None,
         "completions_per_step": responses,
         "image_tokens": (a.image_side // TOKEN_PIXELS) ** 2,
         "prompt_len": prompt_len,
@@ -222,6 +241,7 @@ def main() -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a run takes the GPU that it sees
     elif not torch.cuda.is_available():
         raise SystemExit("there is no CUDA device here")
+    a.stored = a.stored or started_by_torchrun()
     peer = None if a.trl is None else run_trl(a.trl, a)
     result = run(a)
     if peer is not None:

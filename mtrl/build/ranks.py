@@ -51,6 +51,11 @@ def world_size(config: Config) -> int:
     return config.training.nnodes * config.training.n_gpus_per_node
 
 
+def on_ranks(config: Config) -> bool:
+    """Whether models are split: over several processes, or on the one that torchrun has started."""
+    return world_size(config) > 1 or started_by_torchrun()
+
+
 @dataclass(frozen=True)
 class RankPlan:
     """What a rank has to hold: all that follows from the configuration and from the data together."""

@@ -33,7 +33,7 @@ from mtrl.build.model import (
     refuse_nothing_to_refresh,
     refuse_unmeasured,
 )
-from mtrl.build.ranks import RankPlan, Workers, follow, follows, open_ranks, refuse_other_world, world_size
+from mtrl.build.ranks import RankPlan, Workers, follow, follows, on_ranks, open_ranks, refuse_other_world, world_size
 from mtrl.build.rewards import build_scorer, warn_of_wrong_truths
 from mtrl.build.threads import settle_threads
 from mtrl.build.trackers import build_store, build_trackers
@@ -155,7 +155,7 @@ def build(
     if follows():
         follow()
         raise SystemExit(0)
-    ranked = world_size(config) > 1
+    ranked = on_ranks(config)
     with opening(), ExitStack() as closing:
         training = config.training
         directory = closing.enter_context(claim(place_of(config), config, training.fresh))
