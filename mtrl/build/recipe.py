@@ -201,8 +201,11 @@ def check_arguments(rule: Rule) -> None:
     """The values of a rule's fields against their annotations, those that a configuration can hold."""
     hints = get_type_hints(type(rule))
     for argument in fields(rule):  # type: ignore[arg-type]
+        value = getattr(rule, argument.name)
+        if isinstance(value, Rule):  # one that this one wraps
+            check_arguments(value)
         try:
-            typed(getattr(rule, argument.name), hints[argument.name], None)
+            typed(value, hints[argument.name], None)
         except BadValue as error:
             raise PluginError(f"{type(rule).__name__}: {argument.name}: {error}") from error
         except TypeError:  # an annotation that no key of a configuration has

@@ -78,7 +78,7 @@ def refusal(spec):
 
 
 # -------------------------------------------------------------------------------------------------------- what is found
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", sorted(RULES.keys() - {"shuffled"}))  # which wants another one to wrap
 def test_every_name_makes_its_rule(name):
     rule = make_rule(name)
     assert type(rule) is RULES[name] and isinstance(rule, Rule) and isinstance(rule.needs, Needs)

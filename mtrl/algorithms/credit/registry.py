@@ -7,12 +7,19 @@ from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from typing import Any
 
+from mtrl.algorithms.credit.attention_anchors import AttentionAnchors
 from mtrl.algorithms.credit.attention_weights import AttentionWeights
+from mtrl.algorithms.credit.controls import Bottom, RandomFilter
 from mtrl.algorithms.credit.entropy_change import EntropyChange
 from mtrl.algorithms.credit.entropy_filter import EntropyFilter
+from mtrl.algorithms.credit.key_tokens import KeyTokens
+from mtrl.algorithms.credit.mass_gate import MassGate
+from mtrl.algorithms.credit.perception_bonus import PerceptionBonus
 from mtrl.algorithms.credit.perception_filter import PerceptionFilter
 from mtrl.algorithms.credit.rule import Filter, Rule, Term, Weight
+from mtrl.algorithms.credit.shuffled import Shuffled, shuffled
 from mtrl.algorithms.credit.trajectory_scaling import TrajectoryScaling
+from mtrl.algorithms.credit.vision_entropy import VisionEntropy, VisionEntropyWeights
 from mtrl.plugins import PluginError, load_plugin
 
 RULES: dict[str, type[Rule]] = {
@@ -21,6 +28,15 @@ RULES: dict[str, type[Rule]] = {
     "trajectory_scaling": TrajectoryScaling,
     "attention_weights": AttentionWeights,
     "entropy_change": EntropyChange,
+    "mass_gate": MassGate,
+    "vision_entropy": VisionEntropy,
+    "vision_entropy_weights": VisionEntropyWeights,
+    "attention_anchors": AttentionAnchors,
+    "key_tokens": KeyTokens,
+    "perception_bonus": PerceptionBonus,
+    "random_filter": RandomFilter,
+    "bottom": Bottom,
+    "shuffled": Shuffled,
 }
 
 
@@ -35,10 +51,13 @@ def make_rule(spec: str | Mapping[str, Any]) -> Rule:
     if unknown := sorted(arguments.keys() - set(known)):
         raise PluginError(f"{name} takes no {', '.join(unknown)}; its arguments are {', '.join(known) or 'none'}")
     listed = {key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()}
+    if kind is Shuffled and "rule" in listed:
+        listed["rule"] = make_rule(listed["rule"])
     try:
-        return kind(**listed)
+        rule: Rule = kind(**listed)
     except TypeError as error:  # an argument without a default is missing
         raise PluginError(f"{name}: {error}") from error
+    return shuffled(rule.rule, rule.across) if isinstance(rule, Shuffled) else rule
 
 
 def find_class(name: str) -> Any:

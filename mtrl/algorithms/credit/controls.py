@@ -1,0 +1,49 @@
+"""Filters that ought not to help: what one does by its size alone, whatever it looks at.
+
+`RandomFilter` keeps as many tokens as a filter of the same ratio, drawn; `Bottom` those that depend least on the image.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mtrl.algorithms.credit.rule import Filter, Key
+from mtrl.algorithms.credit.top_fraction import top_fraction
+from mtrl.keyed import keyed_generator
+from mtrl.types import Experience, Needs
+
+
+@dataclass(frozen=True)
+class RandomFilter(Filter):
+    """Keeps a drawn share of the tokens of each response that has an image, as `perception_filter` does of the best."""
+
+    top_p: float = 0.2
+
+    def speaks_for(self, experience: Experience) -> Tensor:
+        return experience.rollouts.visual
+
+    def apply(self, experience: Experience, key: Key) -> Tensor:
+        mask = experience.rollouts.mask
+        score = torch.zeros(mask.shape, dtype=torch.float64)
+        for row, valid in enumerate(mask):  # each by its own key: what it draws does not hang on the others
+            draw = keyed_generator("random filter", *key, row)
+            score[row, valid] = torch.from_numpy(draw.random(int(valid.sum())))
+        return top_fraction(score, mask, self.top_p)
+
+
+@dataclass(frozen=True)
+class Bottom(Filter):
+    """Keeps the tokens with the lowest visual dependency S."""
+
+    top_p: float = 0.2
+    needs = Needs("dependency")
+
+    def speaks_for(self, experience: Experience) -> Tensor:
+        return experience.rollouts.visual
+
+    def apply(self, experience: Experience, key: Key) -> Tensor:
+        dependency = experience.signals.dependency
+        return top_fraction(None if dependency is None else -dependency, experience.rollouts.mask, self.top_p)

@@ -1,0 +1,68 @@
+"""Visual dependency times entropy, after VEPO (arXiv 2606.03937): a token counts where the image matters and the model
+was uncertain at once.
+
+    s_t = (S_t / max S) * (H_t / max H)      maxima over the response
+
+`VisionEntropy` keeps the tokens with the highest s; `VisionEntropyWeights` weighs by it, n s_t / sum of s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from mtrl.algorithms.credit.rule import Filter, Key, Weight
+from mtrl.algorithms.credit.top_fraction import top_fraction
+from mtrl.algorithms.groups import masked_mean, row_mean
+from mtrl.types import Experience, Needs
+
+TINY = 1e-12
+
+
+@dataclass(frozen=True)
+class VisionEntropy(Filter):
+    """Cannot judge a response that has no image."""
+
+    top_p: float = 0.2
+    needs = Needs("dependency", "entropy")
+
+    def speaks_for(self, experience: Experience) -> Tensor:
+        return experience.rollouts.visual
+
+    def apply(self, experience: Experience, key: Key) -> Tensor:
+        return top_fraction(vision_entropy(experience), experience.rollouts.mask, self.top_p)
+
+    def metrics(self, experience: Experience) -> dict[str, float]:
+        seen = experience.rollouts.mask & experience.rollouts.visual[:, None]
+        if experience.signals.dependency is None or not seen.any():
+            return {}
+        return {"actor/vision_entropy_token_fraction": masked_mean(self.apply(experience, (0, 0)), seen)}
+
+
+@dataclass(frozen=True)
+class VisionEntropyWeights(Weight):
+    """v [N, T] with mean 1 over a response before the clip. Rows without an image, or with s = 0 throughout, get
+    ones."""
+
+    clip: tuple[float, float] = (0.2, 3.0)
+    needs = Needs("dependency", "entropy")
+
+    def apply(self, experience: Experience, key: Key) -> Tensor:
+        score, rollouts = vision_entropy(experience), experience.rollouts
+        mean = row_mean(score, rollouts.mask)[:, None]
+        judged = rollouts.visual[:, None] & (mean > TINY) & rollouts.mask
+        return (score / mean.clamp(min=TINY)).clamp(*self.clip).where(judged, 1.0).float()
+
+
+def vision_entropy(experience: Experience) -> Tensor:
+    """s [N, T], float64."""
+    signals, mask = experience.signals, experience.rollouts.mask
+    assert signals.dependency is not None and signals.entropy is not None, "the probe was not asked for its signals"
+    return over_maximum(signals.dependency, mask) * over_maximum(signals.entropy, mask)
+
+
+def over_maximum(x: Tensor, mask: Tensor) -> Tensor:
+    """x [N, T] over its highest value in each row; 0 where that is 0, and off the mask."""
+    kept = x.double().where(mask, 0.0)
+    return kept / kept.amax(1, keepdim=True).clamp(min=TINY)

@@ -1,0 +1,195 @@
+"""Rules after published ideas, and the controls beside them: by hand, text-only rows, padding, keys."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import close, fake_experience, fake_rollouts, padded, same
+
+from mtrl.algorithms.credit import Filter, Term, Weight, assign
+from mtrl.algorithms.credit.attention_anchors import AttentionAnchors
+from mtrl.algorithms.credit.controls import Bottom, RandomFilter
+from mtrl.algorithms.credit.entropy_change import EntropyChange
+from mtrl.algorithms.credit.key_tokens import KeyTokens, association
+from mtrl.algorithms.credit.mass_gate import MassGate
+from mtrl.algorithms.credit.perception_bonus import PerceptionBonus
+from mtrl.algorithms.credit.perception_filter import PerceptionFilter
+from mtrl.algorithms.credit.registry import RULES, make_rule
+from mtrl.algorithms.credit.shuffled import shuffled
+from mtrl.algorithms.credit.trajectory_scaling import TrajectoryScaling
+from mtrl.algorithms.credit.vision_entropy import VisionEntropy, VisionEntropyWeights
+from mtrl.plugins import PluginError
+from mtrl.types import SEGMENTS, Rewards, Signals
+
+KEY = (3, 7)
+VISUAL_AND_TEXT = [True, False]
+
+
+def bits(*rows):
+    return torch.tensor(rows, dtype=torch.bool)
+
+
+def answer(rule, lengths, visual=None, key=KEY, rewards=None, **signals):
+    rollouts = fake_rollouts(lengths, group=range(len(lengths)) if visual else None, visual=visual)
+    experience = fake_experience(rollouts, signals=Signals(**{n: padded(x) for n, x in signals.items()}))
+    return rule.apply(experience, key)
+
+
+# --------------------------------------------------------------------------------------------------- visual dependency
+def test_mass_gate_moves_the_weight_of_weak_tokens_to_strong_ones():
+    # Mean S is 2: 1 and 0 are gated; 3 and 4 share the weight of four tokens, 12/7 and 16/7.
+    close(answer(MassGate(), [4], dependency=[[1.0, 3, 4, 0]]), [[0, 12 / 7, 16 / 7, 0]])
+    close(answer(MassGate(strength=0.5), [4], dependency=[[1.0, 3, 4, 0]]), [[0.5, 19 / 14, 23 / 14, 0.5]])
+    # Half the mean: 1 passes too. Sum 8, four tokens: each counts for S/2.
+    close(answer(MassGate(threshold=0.5), [4], dependency=[[1.0, 3, 4, 0]]), [[0.5, 1.5, 2, 0]])
+
+
+def test_mass_gate_says_nothing_of_rows_without_image_or_dependency():
+    found = answer(MassGate(), [2, 2, 2], [True, False, True], dependency=[[0.0, 2], [0, 2], [0, 1e-9]])
+    close(found, [[0, 2], [1, 1], [1, 1]])
+
+
+def test_vision_entropy_is_the_product_of_both_over_their_maxima():
+    # S/max 1/4 1 1/2 0, H/max 1 1/2 1 1: products 1/4 1/2 1/2 0. Two of four: the later two of the first three.
+    signals = {"dependency": [[1.0, 4, 2, 0]], "entropy": [[2.0, 1, 2, 2]]}
+    same(answer(VisionEntropy(top_p=0.5), [4], **signals), bits([0, 1, 1, 0]))
+    # Mean 5/16: weights 4/5, 8/5, 8/5, 0, the last one lifted to the clip.
+    close(answer(VisionEntropyWeights(), [4], **signals), [[0.8, 1.6, 1.6, 0.2]])
+    close(answer(VisionEntropyWeights(clip=(0, 1.5)), [4], **signals), [[0.8, 1.5, 1.5, 0]])
+
+
+def test_vision_entropy_judges_visual_rows_alone():
+    signals = {"dependency": [[1.0, 4], [1, 4]], "entropy": [[1.0, 1], [1, 1]]}
+    close(answer(VisionEntropyWeights(), [2, 2], VISUAL_AND_TEXT, **signals)[1], [1, 1])
+    flat = {"dependency": [[0.0, 0]], "entropy": [[1.0, 1]]}
+    close(answer(VisionEntropyWeights(), [2], **flat), [[1, 1]])
+    rollouts = fake_rollouts([2, 2], group=range(2), visual=VISUAL_AND_TEXT)
+    experience = fake_experience(
+        rollouts, Signals(**{name: padded(x) for name, x in signals.items()}), advantage=torch.ones(2, 2)
+    )
+    same(assign([VisionEntropy(top_p=0.5)], experience, KEY).select, bits([0, 1], [1, 1]))
+
+
+def test_perception_bonus_rewards_what_the_image_made_likely():
+    # x = log 1/2, 0, log 2: 1 - exp(x) = 1/2, 0, -1.
+    change = [[math.log(0.5), 0.0, math.log(2.0)]]
+    close(answer(PerceptionBonus(gamma=0.1), [3], old=[[0.0] * 3], perturbed=change), [[0.05, 0, -0.1]])
+
+
+def test_perception_bonus_is_zero_where_the_dependency_is_held_at_its_limit():
+    # k3 of x = 3 is 16.1 and of x = -12 it is 11: both above the limit of 10, where S has no slope.
+    close(answer(PerceptionBonus(gamma=1.0), [2], old=[[0.0, 0]], perturbed=[[3.0, -12]]), [[0, 0]])
+    found = answer(PerceptionBonus(gamma=1.0), [1, 1], VISUAL_AND_TEXT, old=[[0.0], [0]], perturbed=[[-1.0], [-1]])
+    close(found, [[1 - math.exp(-1)], [0]])
+
+
+def test_perception_bonus_is_the_gradient_of_papos_loss():
+    # d/dl of gamma * k3(x) at the old policy, x = perturbed - l: gamma * (1 - exp(x)), which an advantage brings too.
+    for x in (-1.0, 0.3):
+        policy = torch.tensor(0.0, dtype=torch.float64, requires_grad=True)
+        difference = x - policy
+        (0.2 * (difference.exp() - difference - 1)).backward()
+        term = answer(PerceptionBonus(gamma=0.2), [1], old=[[0.0]], perturbed=[[x]])
+        assert float(term) == pytest.approx(float(policy.grad), abs=1e-7)
+
+
+# ----------------------------------------------------------------------------------------------------- attention, ids
+def test_attention_anchors_are_the_tokens_that_look_most():
+    mass = torch.zeros(2, 4, len(SEGMENTS), 2)
+    mass[:, :, SEGMENTS.index("weight"), 1] = torch.tensor([0.1, 0.4, 0.2, 0.3])
+    rollouts = fake_rollouts([4, 4], group=range(2), visual=VISUAL_AND_TEXT)
+    found = AttentionAnchors(top_p=0.25, boost=3.0).apply(fake_experience(rollouts, Signals(mass=mass)), KEY)
+    close(found, [[2 / 3, 2, 2 / 3, 2 / 3], [1, 1, 1, 1]])  # 1 3 1 1 over their mean 3/2; without an image: ones
+    assert AttentionAnchors().apply(fake_experience(rollouts), KEY) is None
+
+
+def test_key_tokens_are_ids_that_go_with_reward():
+    # Two good, two bad. 5: both good ones (phi 1). 6: one of each (0). 7: all (0). 8: one bad one (-1/sqrt 3).
+    tokens = torch.tensor([[5, 6, 7], [5, 7, 0], [6, 7, 0], [8, 7, 7]])
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 1, 0], [1, 1, 1]], dtype=torch.bool)
+    found = association(tokens, mask, torch.tensor([True, True, False, False]))
+    close(found[mask], [1, 0, 0, 1, 0, 0, 0, -1 / math.sqrt(3), 0, 0])
+
+
+def test_key_tokens_look_at_one_group_at_a_time():
+    rollouts = replace(
+        fake_rollouts([1, 1, 1, 1], group=[0, 1, 0, 1]), tokens=torch.tensor([[5], [5], [6], [6]])
+    )  # in group 0 the first is good, in group 1 both are equal
+    rewards = Rewards(torch.tensor([1.0, 1.0, 0.0, 1.0]), {}, torch.zeros(4, dtype=torch.bool))
+    found = KeyTokens(strength=0.5).apply(fake_experience(rollouts, rewards=rewards), KEY)
+    close(found, [[0.5], [0], [-0.5], [0]])
+
+
+# ----------------------------------------------------------------------------------------------------------- controls
+def test_random_filter_keeps_as_many_and_draws_by_the_key():
+    lengths = [10, 7, 1]
+    kept = answer(RandomFilter(top_p=0.3), lengths)
+    assert kept.sum(1).tolist() == [3, 3, 1]
+    same(answer(RandomFilter(top_p=0.3), lengths), kept)
+    assert not torch.equal(answer(RandomFilter(top_p=0.3), lengths, key=(3, 8)), kept)
+    # What a row draws does not hang on the rows beside it.
+    same(answer(RandomFilter(top_p=0.3), [10, 2, 1])[0], kept[0])
+    often = torch.stack([answer(RandomFilter(top_p=0.2), [5], key=(0, step))[0] for step in range(400)])
+    assert often.double().mean(0).tolist() == pytest.approx([0.2] * 5, abs=0.07)
+
+
+def test_bottom_keeps_the_least_dependent_tokens():
+    same(answer(Bottom(top_p=0.5), [4], dependency=[[1.0, 3, 4, 0]]), bits([1, 0, 0, 1]))
+
+
+def test_shuffled_rules_stay_of_their_kind_and_ask_for_the_same():
+    for rule, kind in ((PerceptionFilter(), Filter), (EntropyChange(), Weight), (PerceptionBonus(), Term)):
+        assert isinstance(shuffled(rule), kind)
+        assert shuffled(rule).needs == rule.needs
+    assert shuffled(make_rule({"name": "attention_weights", "target": "mask"})).target == "mask"
+
+
+def test_shuffled_tokens_keep_the_values_and_lose_their_places():
+    change = [[1.0, 2, 3, 4, 5, 6], [1, 2, 0, 0, 0, 0]]
+    plain, moved = (
+        answer(rule, [6, 2], entropy_change=change) for rule in (EntropyChange(), shuffled(EntropyChange()))
+    )
+    assert sorted(moved[0].tolist()) == sorted(plain[0].tolist())
+    assert moved[0].tolist() != plain[0].tolist()
+    assert sorted(moved[1, :2].tolist()) == sorted(plain[1, :2].tolist())
+
+
+def test_shuffled_rows_get_the_signals_of_another_response():
+    # Two rows: each gets the other's. The second has two tokens, so that the first repeats them.
+    rule = shuffled(PerceptionFilter(top_p=0.5), across="rows")
+    found = answer(rule, [4, 2], dependency=[[1.0, 9, 3, 4], [7, 5, 0, 0]])
+    same(found, bits([1, 0, 1, 0], [0, 1, 0, 0]))
+    # The factors of responses change hands: the same ones, none at its place.
+    scaling = TrajectoryScaling()
+    plain, moved = (
+        answer(r, [1] * 5, dependency=[[1.0], [2], [3], [4], [5]]) for r in (scaling, shuffled(scaling, "rows"))
+    )
+    assert sorted(plain.tolist()) == sorted(moved.tolist())
+    assert (plain != moved).all()
+
+
+def test_shuffled_by_name():
+    rule = make_rule({"name": "shuffled", "rule": {"name": "perception_filter", "top_p": 0.4}, "across": "rows"})
+    assert rule == shuffled(PerceptionFilter(0.4), "rows")
+    assert make_rule({"name": "shuffled", "rule": "bottom"}) == shuffled(Bottom())
+    with pytest.raises(PluginError, match="rule"):
+        make_rule("shuffled")
+    with pytest.raises(PluginError, match="there is no rule nonsense"):
+        make_rule({"name": "shuffled", "rule": "nonsense"})
+
+
+@pytest.mark.parametrize("name", sorted(RULES.keys() - {"shuffled"}))
+def test_text_only_rows_get_plain_credit(name):
+    """Of rules that read the image: one that judges by entropy or ids has a word for text as well."""
+    rule = make_rule(name)
+    if name in ("entropy_filter", "key_tokens"):
+        return
+    rollouts = fake_rollouts([3, 2], group=range(2), visual=[False, False])
+    drawn = torch.rand(2, 3, generator=torch.Generator().manual_seed(0))
+    known = {"dependency": drawn, "entropy": drawn, "entropy_change": drawn, "old": drawn, "perturbed": -drawn}
+    signals = Signals(mass=torch.rand(2, 3, len(SEGMENTS), 2), **known)
+    experience = fake_experience(rollouts, signals, advantage=torch.full((2, 3), 2.0))
+    credit = assign([rule], experience, KEY)
+    close(credit.advantage, padded([[2, 2, 2], [2, 2]]))
+    same(credit.select, rollouts.mask)
