@@ -29,6 +29,7 @@ ROOM_MAY_IMPORT = {
     "report": {"types", "algorithms", "terminal"},
     "tracking": {"types", "files", "protocols", "algorithms", "report", "terminal"},
     "view": {"files", "tracking", "report"},
+    "compare": {"errors", "files", "keyed", "tracking", "report"},
     "store": {"errors", "files", "protocols", "machine"},
     "zoo": {"types", "protocols"},
 }
