@@ -50,9 +50,8 @@ class ShuffledTerm(Shuffled, Term): ...
 
 def shuffled(rule: Rule, across: Across = "tokens") -> Rule:
     """The rule on signals that belong elsewhere, of the kind that it is: that says how it joins others."""
-    if isinstance(rule, Filter):
-        return ShuffledFilter(rule, across)
-    return ShuffledWeight(rule, across) if isinstance(rule, Weight) else ShuffledTerm(rule, across)
+    kind = ShuffledFilter if isinstance(rule, Filter) else ShuffledWeight if isinstance(rule, Weight) else ShuffledTerm
+    return kind(rule, across)
 
 
 def moved(signals: Signals, row: Tensor, column: Tensor) -> Signals:
