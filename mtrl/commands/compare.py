@@ -9,8 +9,8 @@ from pathlib import Path
 
 from mtrl.commands.arguments import say, started, take_option
 from mtrl.compare.arms import Arm, arm_of, read_arm
-from mtrl.compare.batch import Job, jobs_of, pack, run_batch, unpack
-from mtrl.compare.pages import write_pages
+from mtrl.compare.batch import Job, check_arm, jobs_of, pack, run_batch, unpack
+from mtrl.compare.pages import NONE, Checks, check_page, write_pages
 from mtrl.config import load_config
 from mtrl.errors import StartError
 
@@ -58,11 +58,13 @@ def run_all(jobs: Sequence[Job], at_once: int, minutes: int | None, archive: Pat
     out = jobs[0].out
     if archive is not None and archive.is_file() and not out.exists():
         unpack(archive, out)
+    checks = {job.arm: check_arm(job) for job in jobs if job.seed == 0}
+    print(check_page(checks))
     failed, left = run_batch(jobs, at_once, None if minutes is None else 60.0 * minutes, say)
     arms = [arm_of(name, places) for name, places in finished(jobs).items()]
     known = [arm for arm in arms if arm is not None]
     if len(known) == len(arms):
-        report(known, out)
+        report(known, out, checks)
     if left:
         say(f"{left} of {len(jobs)} runs are left; the same command goes on")
     if archive is not None:
@@ -79,8 +81,8 @@ def finished(jobs: Sequence[Job]) -> dict[str, list[Path]]:
     return arms
 
 
-def report(arms: Sequence[Arm], out: Path) -> int:
-    print(started(write_pages, arms, out))
+def report(arms: Sequence[Arm], out: Path, checks: Checks = NONE) -> int:
+    print(started(write_pages, arms, out, checks))
     print(json.dumps({"arms": {arm.name: len(arm.runs) for arm in arms}, "report": str(out / "comparison.md")}))
     return 0
 

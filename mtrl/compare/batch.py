@@ -11,6 +11,7 @@ alone, and what was begun goes on from its checkpoint.
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -20,6 +21,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mtrl.errors import StartError
+
+CHECK = "manipulation.json"
 POLL_S = 0.2
 LAST_LINES = 5
 
@@ -60,6 +64,21 @@ class Job:
 def jobs_of(arms: Mapping[str, str], seeds: int, overrides: Sequence[str], out: Path) -> list[Job]:
     """Seed by seed, so that a batch that is cut short has whole pairs."""
     return [Job(arm, seed, file, tuple(overrides), out) for seed in range(seeds) for arm, file in arms.items()]
+
+
+def check_arm(job: Job) -> dict[str, float]:
+    """What the rules of an arm do to the gradient of its first step; measured once, and kept beside its runs."""
+    file = job.directory.parent / CHECK
+    if not file.is_file():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        words = [*job.overrides, f"dataset.seed={job.seed}", f"worker.rollout.seed={job.seed}"]
+        command = [sys.executable, "-m", "mtrl.commands.manipulation", job.config, *words]
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        if done.returncode:
+            raise StartError(f"{job.arm} cannot begin: {' '.join(done.stderr.strip().splitlines()[-LAST_LINES:])}")
+        file.write_text(done.stdout.strip().splitlines()[-1] + "\n")
+    found: dict[str, float] = json.loads(file.read_text())
+    return found
 
 
 def run_batch(jobs: Sequence[Job], at_once: int, seconds: float | None, say: Callable[[str], None]) -> tuple[int, int]:

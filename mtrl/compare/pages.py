@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,9 @@ from mtrl.compare.statistics import Discordant, Estimate, Paired, estimate, holm
 from mtrl.report.chart import Line, Panel, draw_chart
 from mtrl.report.pages import table
 from mtrl.report.runs import title_of
+
+Checks = Mapping[str, Mapping[str, float]]
+NONE: Checks = {}
 
 
 @dataclass(frozen=True)
@@ -56,11 +59,11 @@ def adjusted(verdicts: Sequence[Verdict], endpoint: str) -> list[Verdict]:
     return found
 
 
-def write_pages(arms: Sequence[Arm], directory: Path) -> str:
-    """comparison.md, .png and .json; returned is the text."""
+def write_pages(arms: Sequence[Arm], directory: Path, checks: Checks = NONE) -> str:
+    """comparison.md, .png and .json; returned is the text. `checks`: what rules do to a gradient, by arm."""
     metric = endpoint(arms)
     verdicts = compare(arms, metric)
-    text = page(verdicts, metric)
+    text = page(verdicts, metric) + (f"\n{check_page(checks)}" if checks else "")
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "comparison.md").write_text(text, encoding="utf-8")
     (directory / "comparison.json").write_text(json.dumps(numbers(verdicts, metric), indent=1) + "\n")
@@ -91,6 +94,15 @@ def page(verdicts: Sequence[Verdict], metric: str) -> str:
     rows = table(heads, [row_of(verdict) for verdict in verdicts])
     title = f"# {len(verdicts)} arms compared by {title_of(metric)}"
     return f"{title}\n\n{HOW.format(baseline=name)}\n\n{rows}\n\n![curves](comparison.png)\n"
+
+
+def check_page(checks: Checks) -> str:
+    """Before training: an arm whose gradient points where that of plain credit does cannot learn another thing."""
+    heads = ["arm", "cosine to the plain gradient", "norm over the plain one", "kept |A| (1 - p)", "effective tokens",
+             "of plain credit"]  # fmt: skip
+    names = ("cosine", "size", "kept_surprise", "effective_tokens", "plain_tokens")
+    rows = [[arm, *(f"{found[name]:.3g}" for name in names)] for arm, found in checks.items()]
+    return f"## What the rules do to the gradient of the first step\n\n{table(heads, rows)}\n"
 
 
 def row_of(verdict: Verdict) -> list[str]:
