@@ -79,7 +79,7 @@ def build_parts(plan: RankPlan, ranks: Ranks) -> dict[str, Any]:
         strategy=settings.sharding_strategy,
         per_node=config.training.n_gpus_per_node,
         compute_dtype=DTYPES[settings.mixed_precision_dtype],
-        cpu_offload=cuda and settings.cpu_offload,
+        cpu_offload=settings.cpu_offload,
     )
     encoder = build_encoder(config)
     refuse_damaged(Path(model_path(config)))
@@ -121,7 +121,7 @@ def split_reference(config: Config, policy: Forward, sharding: Sharding) -> Refe
     if has_adapters(own):
         return Reference.under_adapters(policy)
     model = empty_policy(config)
-    sharding.split(model)
+    replace(sharding, cpu_offload=sharding.cpu_offload or config.worker.ref.offload_params).split(model)
     copy_parts(model, own)
     return Reference.of(model, policy)
 

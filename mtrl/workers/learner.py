@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mtrl.errors import DeviceFull, Diverged
 from mtrl.models.ranks import ALONE, Ranks
-from mtrl.models.sharding import in_one_pass, own_part, whole
+from mtrl.models.sharding import device_of, in_one_pass, own_part, whole
 from mtrl.models.weights import load_weights
 from mtrl.protocols import Snapshot
 from mtrl.types import TermWeights, TrainBatch
@@ -107,9 +107,10 @@ class Learner:
         self.name, self.advice, self.dropout_seed = name, advice, dropout_seed
         self.names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         self.parameters = list(self.names)
-        self.optimizer = optimizer_of(self.parameters, optimization, fused=model.device.type == "cuda")
+        device = device_of(model)
+        self.optimizer = optimizer_of(self.parameters, optimization, fused=device.type == "cuda")
         pieces = pieces_of(self.parameters) if offload else []
-        self.pieces = [(piece, Parked(partial(self._large_states, piece), model.device)) for piece in pieces]
+        self.pieces = [(piece, Parked(partial(self._large_states, piece), device)) for piece in pieces]
         self.version = 0  # version of the weights: how many updates they have seen
         self.optimizer_step = 0
         self.bad_steps_in_a_row = 0
@@ -155,7 +156,7 @@ class Learner:
         if self.dropout_seed is None:
             yield
             return
-        device, numbers = self.model.device, [self.dropout_seed, self.optimizer_step, micro_batch]
+        device, numbers = device_of(self.model), [self.dropout_seed, self.optimizer_step, micro_batch]
         if self.ranks.number:
             numbers.append(self.ranks.number)  # other rows than those of the first rank
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
