@@ -25,6 +25,7 @@ from mtrl.build.model import (
     load_policy,
     model_path,
 )
+from mtrl.build.rewards import build_reward_model
 from mtrl.config import Config, ConfigError
 from mtrl.machine import started_by_torchrun
 from mtrl.models.adapters import base_path, has_adapters, inject
@@ -37,11 +38,12 @@ from mtrl.models.sharding import Sharding, make_room, own_part, tensors_of
 from mtrl.models.ulysses import share_sequences
 from mtrl.models.value_head import empty_value_model
 from mtrl.protocols import Actor, Crew, Critic, Generator, Refreshed
+from mtrl.rewards.scorer import ResponseScorer
 from mtrl.rollout.ranked import RankedGenerator, RankEngine
 from mtrl.training.recipe import Recipe
 from mtrl.training.resume import refuse_damaged
 from mtrl.workers.rank import OwnCrew, join_ranks, serve
-from mtrl.workers.ranked import RankedLearner, RankedReference, RankPart
+from mtrl.workers.ranked import RankedLearner, RankedReference, RankedRewardModel, RankPart
 from mtrl.workers.reference import Reference, RefreshedReference
 
 LOGS = "logs"  # of the ranks, in the run's directory
@@ -95,6 +97,8 @@ def build_parts(plan: RankPlan, ranks: Ranks) -> dict[str, Any]:
         values = sharding.spread(empty, partial(load_critic, config, device="cpu"))
         critic = build_critic(config, policy, encoder, plan.steps, values)
         parts["critic"] = RankPart(critic, counts=ranks.counts)
+    if config.worker.reward.reward_type == "model":
+        parts["reward"] = build_reward_model(config, sharding)
     if plan.refreshed and reference is not None:
         parts["reference"] = RankPart(RefreshedReference(reference, policy))
     return parts
@@ -160,6 +164,7 @@ class Workers:
     critic: Critic | None
     reference: Refreshed | None
     generator: Generator
+    reward_model: ResponseScorer | None = None  # of ranks
     rehearse: Callable[[bool], object] = lambda resumed: None  # runs the passes at the limits
     close: Callable[[], None] = lambda: None
 
@@ -174,6 +179,7 @@ def open_ranks(plan: RankPlan, directory: Path) -> Workers:
         RankedLearner(crew, "critic", share, sharers) if plan.critic else None,
         RankedReference(crew) if plan.refreshed and plan.reference else None,
         RankedGenerator(crew),
+        RankedRewardModel(crew) if plan.config.worker.reward.reward_type == "model" else None,
         close=crew.close,
     )
 

@@ -179,7 +179,7 @@ def build(
             loaded = loaded or Loaded(*build_policy(config, encoder))
             loaded.reset(config)
         sees_attention = own_attention(config) if loaded is None else loaded.policy.backbone.own_attention
-        scorer = build_scorer(config, steps, rewards)
+        scorer = build_scorer(config, steps, rewards, ranked)
         closing.callback(scorer.close)
         warn_of_wrong_truths(dataset, scorer.functions)
         own = build_trackers(config, steps, encoder, directory.path, start.step)
@@ -198,6 +198,7 @@ def build(
         if loaded is None:
             workers = open_ranks(RankPlan.of(config, steps, rules), directory.path)
             closing.callback(workers.close)
+            scorer.model = workers.reward_model
         else:
             workers = local_workers(config, loaded, steps, rules)
         interrupt = Interrupt()
@@ -257,7 +258,7 @@ def local_workers(config: Config, loaded: Loaded, steps: int, rules: Recipe) -> 
         critic,
         RefreshedReference(reference, policy) if reference and rules.refresh_every else None,
         generator,
-        lambda resumed: rehearse_on_gpu(config, policy, generator, rules.needs, resumed, learners, values),
+        rehearse=lambda resumed: rehearse_on_gpu(config, policy, generator, rules.needs, resumed, learners, values),
     )
 
 

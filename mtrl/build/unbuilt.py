@@ -36,9 +36,6 @@ def unbuilt(config: Config) -> list[str]:
         f"worker.actor.fsdp.param_rounding: {worker.actor.fsdp.param_rounding} on several processes; use none": (
             ranked and worker.actor.fsdp.param_rounding != "none"
         ),
-        "worker.reward.reward_type: model on several processes; use function": (
-            ranked and worker.reward.reward_type == "model"
-        ),
         f"training.logger: {', '.join(training.logger)}; use {', '.join(LOGGERS)}": bool(
             set(training.logger) - set(LOGGERS)
         ),

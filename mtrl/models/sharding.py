@@ -92,13 +92,17 @@ class Sharding:
         source = self.ranks.by_first(load)
         fill(tensors_of(model), None if source is None else tensors_of(source), self.ranks)
         if source is not None:  # what a checkpoint says besides its weights goes with them, names in its files as well
-            model.generation_config = source.generation_config
+            model.generation_config = getattr(source, "generation_config", None)
             model._weight_conversions = getattr(source, "_weight_conversions", None)
         return model
 
 
 def units(model: Any) -> Iterator[nn.Module]:
-    """What is gathered as one, in the order of a pass."""
+    """What is gathered as one, in the order of a pass. Of models that are read by their own `forward` (reward models of
+    any family) it is what transformers wants to stay together."""
+    if not hasattr(model, "model"):
+        yield from (each for each in model.modules() if type(each).__name__ in model._no_split_modules)
+        return
     tower = getattr(model.model, "visual", None)
     if tower is not None:
         yield from tower.blocks
