@@ -41,7 +41,8 @@ from mtrl.build.unbuilt import refuse_unbuilt
 from mtrl.config import Config, ConfigError, given_keys, load_config, to_yaml
 from mtrl.config.places import GIVEN
 from mtrl.data import DataError
-from mtrl.errors import Diverged, RankLost, RunError, opening
+from mtrl.errors import Diverged, PassesCut, RankLost, RunError, opening
+from mtrl.machine import started_by_torchrun
 from mtrl.models.perturb import PERTURBATIONS
 from mtrl.models.weights import exported_weights
 from mtrl.protocols import Tracker
@@ -196,7 +197,7 @@ def build(
         refuse_unmeasured(config, rules, sees_attention)
         refuse_nothing_to_refresh(rules)
         if loaded is None:
-            workers = open_ranks(RankPlan.of(config, steps, rules), directory.path)
+            workers = open_ranks(RankPlan.of(config, steps, rules, directory.path), directory.path)
             closing.callback(workers.close)
             scorer.model = workers.reward_model
         else:
@@ -230,18 +231,24 @@ def build(
 
 
 def train_through(config: Config, begin: Callable[[Config], Run]) -> Run:
-    """Trains to the end. A run that loses a process goes on from its last checkpoint, `training.max_restarts` times."""
-    for left in reversed(range(config.training.max_restarts + 1)):
+    """Trains to the end. A run that loses a process goes on from its last checkpoint, `training.max_restarts` times;
+    one whose passes were cut as often as they can be."""
+    left = config.training.max_restarts
+    while True:
         try:
             run = begin(config)
             run.train()
             return run
+        except PassesCut as error:
+            if started_by_torchrun():  # it ends the processes together, and starts them again
+                raise RunError(f"{error}the same command goes on from the last checkpoint") from error
+            say_at_once(f"{error}the run goes on from its last checkpoint")
         except RankLost as error:
             if not left:
                 raise
             say_at_once(f"{error}the run goes on from its last checkpoint ({left} more restarts)")
-            config = replace(config, training=replace(config.training, fresh=False))  # its directory is there now
-    raise AssertionError("the last attempt returns or raises")
+            left -= 1
+        config = replace(config, training=replace(config.training, fresh=False))  # its directory is there now
 
 
 def local_workers(config: Config, loaded: Loaded, steps: int, rules: Recipe) -> Workers:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from tiny_models import checkpoint, encoder_of, prompts_for, random_rollouts
 
 from mtrl.algorithms.losses import Loss, PolicyLoss, term_weights
+from mtrl.memory.rehearsal import Limits, rehearse
 from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward
 from mtrl.models.load import empty_model, load_model
@@ -16,7 +17,7 @@ from mtrl.models.perturb import Perturbation
 from mtrl.models.ranks import ALONE
 from mtrl.models.sharding import Sharding, is_split, own_part
 from mtrl.models.weights import exported_weights
-from mtrl.types import Needs, TrainBatch
+from mtrl.types import Needs, Sampling, TrainBatch
 from mtrl.workers.actor import LocalActor
 from mtrl.workers.learner import OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching
@@ -111,6 +112,18 @@ def test_offloaded_it_learns_the_same(ranks, way, tmp_path):
     check_places(again, way)
     learn(again), learn(split)
     check_same(again, split, atol=1e-4)  # of six steps of about 1e-4
+
+
+def test_a_rehearsal_changes_nothing(ranks):
+    limits = Limits(
+        prompts=2, prompts_per_update=2, sampling=Sampling(n=2, max_new_tokens=4), prompt_tokens=40, max_pixels=56**2,
+        update=MicroBatching(60), probe=MicroBatching(60), needs=Needs("old", "entropy", "dependency"),
+    )  # fmt: skip
+    plain, rehearsed = actor_of(ranks, torch.bfloat16), actor_of(ranks, torch.bfloat16)
+    peaks = rehearse(rehearsed.forward, encoder_of(FAMILY), limits, None, has_states=False)
+    assert list(peaks) == ["optimizer", "probe", "update"] and min(peaks.values()) > 0
+    learn(plain), learn(rehearsed)
+    check_same(rehearsed, plain, atol=1e-3)
 
 
 def check_same(found, expected, atol):
