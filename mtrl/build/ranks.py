@@ -100,13 +100,15 @@ def build_parts(plan: RankPlan, ranks: Ranks) -> dict[str, Any]:
     engine = RankEngine(build_generator(config, engine_forward(config, policy), encoder, learns=True), actor.publish)
     engine.load()
     parts: dict[str, Any] = {"actor": RankPart(actor, counts=ranks.counts), "engine": engine}
-    learners, value_forward = [actor.learner], None
+    learners = [actor.learner]
+    value_forward: Forward | None = None
     if plan.critic:
         empty = empty_value_model(critic_path(config), **without_device(load_options(config)))
         values = sharding.spread(empty, partial(load_critic, config, device="cpu"))
         critic = build_critic(config, policy, encoder, plan.steps, values)
         parts["critic"] = RankPart(critic, counts=ranks.counts)
-        learners, value_forward = [actor.learner, critic.learner], critic.forward
+        learners.append(critic.learner)
+        value_forward = critic.forward
     kept = None if plan.directory is None else KeptPasses(plan.directory / PASSES)
     if kept is not None:
         for learner in learners:
