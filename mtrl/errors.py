@@ -37,6 +37,11 @@ class RankLost(RunError):
     """A process of the run has ended or does not answer; the last checkpoint is where to go on."""
 
 
+class PassesCut(RankLost):
+    """The device of one process had no room for its part of a pass, while others wait in the middle of theirs. What was
+    kept for the next attempt is smaller."""
+
+
 class Diverged(RunError):
     """The model's numbers are NaN or infinite: there is nothing to go on with, and nothing to save."""
 

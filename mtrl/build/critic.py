@@ -38,7 +38,7 @@ def build_critic(config: Config, policy: Forward, encoder: TextEncoder, steps: i
         update_batching=recipe.update_batching(config, on_gpu, policy.share_prefix).over(ranks, policy.sharers.size),
         probe_batching=recipe.probe_batching(config, on_gpu, policy.share_prefix).over(ranks, policy.sharers.size),
         encoder_files=encoder_files(encoder, path),
-        offload_optimizer=on_gpu and config.worker.actor.offload.offload_optimizer,
+        offload_optimizer=on_gpu and recipe.offloads_optimizer(config),
     )
 
 

@@ -27,7 +27,7 @@ from mtrl.models.forward import Forward
 from mtrl.models.load import DTYPES, load_model
 from mtrl.models.ranks import ALONE, Ranks
 from mtrl.models.recompute import recompute
-from mtrl.models.sharding import whole
+from mtrl.models.sharding import device_of, is_split, whole
 from mtrl.models.ulysses import WHOLE, SequenceGroup
 from mtrl.models.weights import load_weights, save_model, saved_weights
 from mtrl.protocols import Generator
@@ -124,9 +124,9 @@ def forward_of(
 ) -> Forward:
     """The passes of a model that is there."""
     actor = config.worker.actor
-    if actor.use_torch_compile and model.device.type == "cuda":
+    if actor.use_torch_compile and device_of(model).type == "cuda":
         say_at_once(COMPILING.format(place=keep_compiled(default_cache_dir() / "compiled")))
-    if actor.fsdp.mixed_precision_dtype == "bf16" and model.device.type == "cpu":
+    if actor.fsdp.mixed_precision_dtype == "bf16" and device_of(model).type == "cpu":
         warn_of_slow_bf16()
     backbone = backbone_of(config, model, ranks)
     return Forward(
@@ -147,7 +147,7 @@ def forward_of(
 def backbone_of(config: Config, model: Any, ranks: Ranks = ALONE) -> Backbone:
     """A model that learns, actor or critic, in the settings of the configuration."""
     settings, actor = config.worker.actor.model, config.worker.actor
-    compiled = actor.use_torch_compile and model.device.type == "cuda"
+    compiled = actor.use_torch_compile and device_of(model).type == "cuda"
     backbone = Backbone(model, DTYPES[actor.fsdp.mixed_precision_dtype], compiled=compiled, ranks=ranks)
     recompute(model, settings.enable_gradient_checkpointing)
     if settings.freeze_vision_tower and backbone.vision_tower is not None:
@@ -250,7 +250,8 @@ def build_actor(
     config: Config, policy: Forward, encoder: TextEncoder, steps: int, reference: Reference | None = None
 ) -> LocalActor:
     on_gpu, images, ranks = policy.backbone.device.type == "cuda", encoder.image_settings, policy.backbone.ranks
-    warn_of_large_steps("worker.actor.optim.lr", config.worker.actor.optim.lr, policy.backbone.model)
+    model = policy.backbone.model  # one that is split has a reference that lies where it was split to lie
+    warn_of_large_steps("worker.actor.optim.lr", config.worker.actor.optim.lr, model)
     return LocalActor(
         policy,
         recipe.optimizer_settings(config, steps),
@@ -260,8 +261,8 @@ def build_actor(
         encoder_files=encoder_files(encoder, model_path(config)),
         reference=reference,
         dropout_seed=recipe.dropout_seed(config),
-        offload_optimizer=on_gpu and config.worker.actor.offload.offload_optimizer,
-        offload_reference=on_gpu and config.worker.ref.offload_params and not has_adapters(policy.backbone.model),
+        offload_optimizer=on_gpu and recipe.offloads_optimizer(config),
+        offload_reference=on_gpu and config.worker.ref.offload_params and not (has_adapters(model) or is_split(model)),
     )
 
 

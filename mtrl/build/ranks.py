@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from mtrl.build import recipe
 from mtrl.build.critic import build_critic, critic_path, load_critic
 from mtrl.build.hub import seek_model
+from mtrl.build.memory import KeptPasses, rehearse_on_gpu
 from mtrl.build.model import (
     base_dtype,
     build_actor,
@@ -25,6 +26,7 @@ from mtrl.build.model import (
     load_policy,
     model_path,
 )
+from mtrl.build.rewards import build_reward_model
 from mtrl.config import Config, ConfigError
 from mtrl.machine import started_by_torchrun
 from mtrl.models.adapters import base_path, has_adapters, inject
@@ -37,14 +39,19 @@ from mtrl.models.sharding import Sharding, make_room, own_part, tensors_of
 from mtrl.models.ulysses import share_sequences
 from mtrl.models.value_head import empty_value_model
 from mtrl.protocols import Actor, Crew, Critic, Generator, Refreshed
+from mtrl.rewards.scorer import ResponseScorer
 from mtrl.rollout.ranked import RankedGenerator, RankEngine
 from mtrl.training.recipe import Recipe
 from mtrl.training.resume import refuse_damaged
+from mtrl.types import Needs
+from mtrl.workers.learner import Learner
 from mtrl.workers.rank import OwnCrew, join_ranks, serve
-from mtrl.workers.ranked import RankedLearner, RankedReference, RankPart
+from mtrl.workers.ranked import RankedLearner, RankedReference, RankedRewardModel, RankPart, on_all
 from mtrl.workers.reference import Reference, RefreshedReference
 
-LOGS = "logs"  # of the ranks, in the run's directory
+LOGS, PASSES = "logs", "passes.json"  # of the ranks, in the run's directory
+
+NOTHING = Needs()
 
 
 def world_size(config: Config) -> int:
@@ -65,10 +72,13 @@ class RankPlan:
     reference: bool
     refreshed: bool
     critic: bool
+    needs: Needs = NOTHING
+    directory: Path | None = None  # of the run
 
     @classmethod
-    def of(cls, config: Config, steps: int, rules: Recipe) -> RankPlan:
-        return cls(config, steps, rules.reads_reference, bool(rules.refresh_every), "values" in rules.needs)
+    def of(cls, config: Config, steps: int, rules: Recipe, directory: Path) -> RankPlan:
+        reference, refreshed = rules.reads_reference, bool(rules.refresh_every)
+        return cls(config, steps, reference, refreshed, "values" in rules.needs, rules.needs, directory.absolute())
 
 
 # ----------------------------------------------------------------------------------------------------- on every rank
@@ -84,7 +94,7 @@ def build_parts(plan: RankPlan, ranks: Ranks) -> dict[str, Any]:
         strategy=settings.sharding_strategy,
         per_node=config.training.n_gpus_per_node,
         compute_dtype=DTYPES[settings.mixed_precision_dtype],
-        cpu_offload=cuda and settings.cpu_offload,
+        cpu_offload=settings.cpu_offload,
     )
     encoder = build_encoder(config)
     refuse_damaged(Path(model_path(config)))
@@ -95,14 +105,42 @@ def build_parts(plan: RankPlan, ranks: Ranks) -> dict[str, Any]:
     engine = RankEngine(build_generator(config, engine_forward(config, policy), encoder, learns=True), actor.publish)
     engine.load()
     parts: dict[str, Any] = {"actor": RankPart(actor, counts=ranks.counts), "engine": engine}
+    learners = [actor.learner]
+    value_forward: Forward | None = None
     if plan.critic:
         empty = empty_value_model(critic_path(config), **without_device(load_options(config)))
         values = sharding.spread(empty, partial(load_critic, config, device="cpu"))
         critic = build_critic(config, policy, encoder, plan.steps, values)
         parts["critic"] = RankPart(critic, counts=ranks.counts)
+        learners.append(critic.learner)
+        value_forward = critic.forward
+    kept = None if plan.directory is None else KeptPasses(plan.directory / PASSES)
+    if kept is not None:
+        for learner in learners:
+            kept.settle(learner)
+    sampler = parts["engine"].generator if "engine" in parts else None
+    parts["rehearsal"] = RankRehearsal(plan, policy, sampler, learners, value_forward, kept)
+    if config.worker.reward.reward_type == "model":
+        parts["reward"] = build_reward_model(config, sharding)
     if plan.refreshed and reference is not None:
         parts["reference"] = RankPart(RefreshedReference(reference, policy))
     return parts
+
+
+@dataclass(frozen=True)
+class RankRehearsal:
+    """The passes at the limits, as all ranks make them together before the first step."""
+
+    plan: RankPlan
+    policy: Forward
+    engine: Generator | None  # none where ranks do not sample
+    learners: Sequence[Learner]
+    critic: Forward | None
+    kept: KeptPasses | None
+
+    def run(self, resumed: bool) -> None:
+        config, needs = self.plan.config, self.plan.needs
+        rehearse_on_gpu(config, self.policy, self.engine, needs, resumed, self.learners, self.critic, self.kept)
 
 
 def empty_policy(config: Config, dtype: str | None = None, adapters: bool = True) -> Any:
@@ -126,7 +164,7 @@ def split_reference(config: Config, policy: Forward, sharding: Sharding) -> Refe
     if has_adapters(own):
         return Reference.under_adapters(policy)
     model = empty_policy(config)
-    sharding.split(model)
+    replace(sharding, cpu_offload=sharding.cpu_offload or config.worker.ref.offload_params).split(model)
     copy_parts(model, own)
     return Reference.of(model, policy)
 
@@ -165,6 +203,7 @@ class Workers:
     critic: Critic | None
     reference: Refreshed | None
     generator: Generator
+    reward_model: ResponseScorer | None = None  # of ranks
     rehearse: Callable[[bool], object] = lambda resumed: None  # runs the passes at the limits
     close: Callable[[], None] = lambda: None
 
@@ -179,6 +218,8 @@ def open_ranks(plan: RankPlan, directory: Path) -> Workers:
         RankedLearner(crew, "critic", share, sharers) if plan.critic else None,
         RankedReference(crew) if plan.refreshed and plan.reference else None,
         RankedGenerator(crew),
+        RankedRewardModel(crew) if plan.config.worker.reward.reward_type == "model" else None,
+        rehearse=lambda resumed: on_all(crew, "rehearsal", "run", resumed),
         close=crew.close,
     )
 

@@ -301,6 +301,12 @@ def schedule_of(config: Config, optim: OptimConfig, steps: int) -> OptimizerSett
     )
 
 
+def offloads_optimizer(config: Config) -> bool:
+    """Whether the state of the optimizers comes from main memory for their steps. With weights that lie there it stays
+    there, and is worked on there."""
+    return config.worker.actor.offload.offload_optimizer and not config.worker.actor.fsdp.cpu_offload
+
+
 def update_batching(config: Config, on_gpu: bool, share_prefix: bool) -> MicroBatching:
     """How an update is cut into passes: by tokens, or by rows where `dynamic_batching` is off."""
     rows = config.worker.actor.micro_batch_size_per_device_for_update

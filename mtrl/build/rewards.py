@@ -19,6 +19,7 @@ from mtrl.config import Config, ConfigError
 from mtrl.data import Dataset
 from mtrl.data.rows import RowError
 from mtrl.models.reward_model import load_reward_model
+from mtrl.models.sharding import Sharding
 from mtrl.rewards.registry import REWARDS, BuiltinReward, is_bare
 from mtrl.rewards.sandbox import InProcess, Sandbox
 from mtrl.rewards.scorer import MODEL, Builtin, RewardFunction, RewardScorer
@@ -31,10 +32,14 @@ LOOKED_AT = 1000  # rows whose truths are looked at before a run
 logger = logging.getLogger(__name__)
 
 
-def build_scorer(config: Config, steps: int, given: Sequence[Callable[..., Any] | str] | None = None) -> RewardScorer:
-    reward, algorithm, model = config.worker.reward, config.optimization, build_reward_model(config)
+def build_scorer(
+    config: Config, steps: int, given: Sequence[Callable[..., Any] | str] | None = None, ranked: bool = False
+) -> RewardScorer:
+    """`ranked`: the reward model, where there is one, is that of ranks, and given to the scorer when they are there."""
+    reward, algorithm = config.worker.reward, config.optimization
     functions: dict[str, RewardFunction] = {}
-    taken = [] if model is None else [MODEL]
+    taken = [MODEL] if reward.reward_type == "model" else []
+    model = build_reward_model(config) if taken and not ranked else None
     for each in given or config.reward_functions:
         name, function = reward_function(config, each)
         same = sum(other.partition("#")[0] == name for other in (*functions, *taken))
@@ -77,10 +82,9 @@ def warn_of_wrong_truths(dataset: Dataset, functions: Iterable[str]) -> None:
         )  # fmt: skip
 
 
-def build_reward_model(config: Config) -> RewardModelWorker | None:
+def build_reward_model(config: Config, sharding: Sharding | None = None) -> RewardModelWorker:
+    """Whole on the device of this process, or split over ranks, of which this is one."""
     reward, actor = config.worker.reward, config.worker.actor
-    if reward.reward_type != "model":
-        return None
     assert reward.model_path is not None, "the configuration's checks want a path"
     on_gpu = torch.cuda.is_available()
     model = load_reward_model(
@@ -88,8 +92,10 @@ def build_reward_model(config: Config) -> RewardModelWorker | None:
         dtype=actor.fsdp.mixed_precision_dtype,
         device="cuda" if on_gpu else "cpu",
         trust_remote_code=actor.model.trust_remote_code,
+        sharding=sharding,
     )
-    return RewardModelWorker(model, recipe.probe_batching(config, on_gpu, share_prefix=False))
+    batching = recipe.probe_batching(config, on_gpu, share_prefix=False)
+    return RewardModelWorker(model, batching if sharding is None else batching.over(sharding.ranks))
 
 
 def reward_function(config: Config, function: Callable[..., Any] | str) -> tuple[str, RewardFunction]:

@@ -41,7 +41,8 @@ from mtrl.build.unbuilt import refuse_unbuilt
 from mtrl.config import Config, ConfigError, given_keys, load_config, to_yaml
 from mtrl.config.places import GIVEN
 from mtrl.data import DataError
-from mtrl.errors import Diverged, RankLost, RunError, opening
+from mtrl.errors import Diverged, PassesCut, RankLost, RunError, opening
+from mtrl.machine import started_by_torchrun
 from mtrl.models.perturb import PERTURBATIONS
 from mtrl.models.weights import exported_weights
 from mtrl.protocols import Tracker
@@ -179,7 +180,7 @@ def build(
             loaded = loaded or Loaded(*build_policy(config, encoder))
             loaded.reset(config)
         sees_attention = own_attention(config) if loaded is None else loaded.policy.backbone.own_attention
-        scorer = build_scorer(config, steps, rewards)
+        scorer = build_scorer(config, steps, rewards, ranked)
         closing.callback(scorer.close)
         warn_of_wrong_truths(dataset, scorer.functions)
         own = build_trackers(config, steps, encoder, directory.path, start.step)
@@ -196,8 +197,9 @@ def build(
         refuse_unmeasured(config, rules, sees_attention)
         refuse_nothing_to_refresh(rules)
         if loaded is None:
-            workers = open_ranks(RankPlan.of(config, steps, rules), directory.path)
+            workers = open_ranks(RankPlan.of(config, steps, rules, directory.path), directory.path)
             closing.callback(workers.close)
+            scorer.model = workers.reward_model
         else:
             workers = local_workers(config, loaded, steps, rules)
         interrupt = Interrupt()
@@ -229,18 +231,24 @@ def build(
 
 
 def train_through(config: Config, begin: Callable[[Config], Run]) -> Run:
-    """Trains to the end. A run that loses a process goes on from its last checkpoint, `training.max_restarts` times."""
-    for left in reversed(range(config.training.max_restarts + 1)):
+    """Trains to the end. A run that loses a process goes on from its last checkpoint, `training.max_restarts` times;
+    one whose passes were cut as often as they can be."""
+    left = config.training.max_restarts
+    while True:
         try:
             run = begin(config)
             run.train()
             return run
+        except PassesCut as error:
+            if started_by_torchrun():  # it ends the processes together, and starts them again
+                raise RunError(f"{error}the same command goes on from the last checkpoint") from error
+            say_at_once(f"{error}the run goes on from its last checkpoint")
         except RankLost as error:
             if not left:
                 raise
             say_at_once(f"{error}the run goes on from its last checkpoint ({left} more restarts)")
-            config = replace(config, training=replace(config.training, fresh=False))  # its directory is there now
-    raise AssertionError("the last attempt returns or raises")
+            left -= 1
+        config = replace(config, training=replace(config.training, fresh=False))  # its directory is there now
 
 
 def local_workers(config: Config, loaded: Loaded, steps: int, rules: Recipe) -> Workers:
@@ -257,7 +265,7 @@ def local_workers(config: Config, loaded: Loaded, steps: int, rules: Recipe) -> 
         critic,
         RefreshedReference(reference, policy) if reference and rules.refresh_every else None,
         generator,
-        lambda resumed: rehearse_on_gpu(config, policy, generator, rules.needs, resumed, learners, values),
+        rehearse=lambda resumed: rehearse_on_gpu(config, policy, generator, rules.needs, resumed, learners, values),
     )
 
 

@@ -17,8 +17,8 @@ def unbuilt(config: Config) -> list[str]:
     ranked = training.nnodes * training.n_gpus_per_node > 1
     names = {worker.actor.optim.name, worker.critic.optim.name}
     switches = {
-        "worker.actor.fsdp.cpu_offload (of weights that are split over several GPUs); set it to false": (
-            worker.actor.fsdp.cpu_offload
+        "worker.actor.fsdp.cpu_offload on one process (it is for weights that are split); set it to false": (
+            worker.actor.fsdp.cpu_offload and not ranked
         ),
         "worker.actor.offload.offload_params (the local engine samples from these weights); set it to false, or "
         "worker.rollout.name to vllm": (worker.actor.offload.offload_params and rollout.name != "vllm"),
@@ -33,15 +33,8 @@ def unbuilt(config: Config) -> list[str]:
         "worker.rollout.name: vllm on several processes; use local": ranked and rollout.name == "vllm",
         "worker.actor.model.peft_type: qlora on several processes; use lora": ranked and model.peft_type == "qlora",
         "worker.actor.optim.name: adamw_8bit on several processes; use adamw": ranked and names != {"adamw"},
-        "worker.actor.offload.offload_optimizer on several processes; set it to false": (
-            ranked and worker.actor.offload.offload_optimizer
-        ),
-        "worker.ref.offload_params on several processes; set it to false": ranked and worker.ref.offload_params,
         f"worker.actor.fsdp.param_rounding: {worker.actor.fsdp.param_rounding} on several processes; use none": (
             ranked and worker.actor.fsdp.param_rounding != "none"
-        ),
-        "worker.reward.reward_type: model on several processes; use function": (
-            ranked and worker.reward.reward_type == "model"
         ),
         f"training.logger: {', '.join(training.logger)}; use {', '.join(LOGGERS)}": bool(
             set(training.logger) - set(LOGGERS)

@@ -67,7 +67,7 @@ def run(arguments: Sequence[str]) -> int:
         else:
             problems.append(told)
     else:
-        print(memory_report(found, device))
+        print(memory_report(found, device, on_ranks=plan.split is not None))
         if tokens := plan.limits.update.tokens:
             print(f"    in passes of at most {tokens:,} tokens")
         problems += [*memory_problems(found, device, partial(smaller, model, plan, found))]
@@ -175,7 +175,8 @@ def saved_parameters(found: Estimate, plan: Plan) -> int:
     """How many of the actor's a checkpoint holds: of adapters those alone."""
     if plan.adapters is None:
         return found.parameters
-    return found.held.get("optimizer state", 0) // (ADAM_STATES * plan.weight_bytes)
+    parts = 1 if plan.split is None else plan.split.parts
+    return parts * found.held.get("optimizer state", 0) // (ADAM_STATES * plan.weight_bytes)
 
 
 def disk_problems(config: Config, parameters: int) -> Iterator[str]:
@@ -193,8 +194,9 @@ def disk_problems(config: Config, parameters: int) -> Iterator[str]:
 
 
 # -------------------------------------------------------------------------------------------------------------- memory
-def memory_report(found: Estimate, device: Device) -> str:
-    lines = [f"  {found.parameters / 1e6:,.1f} million parameters; memory at most, at the limits of the configuration:"]
+def memory_report(found: Estimate, device: Device, on_ranks: bool = False) -> str:
+    millions, whose = f"{found.parameters / 1e6:,.1f} million", "memory of each device" if on_ranks else "memory"
+    lines = [f"  {millions} parameters; {whose} at most, at the limits of the configuration:"]
     for title, parts in {"held": found.held, **found.phases}.items():
         lines += [f"    {title:<8} {name:<36} {human_size(part):>12}" for name, part in parts.items()]
         lines.append(f"    {title:<8} {'in all':<36} {human_size(sum(parts.values())):>12}")

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from mtrl.memory.rehearsal import ADAM_STATES, Limits, Rehearsal, half_pass
+from mtrl.memory.split import Split, whole_gradients, whole_in_a_pass
 from mtrl.models.adapters import AdapterSettings, layer_projections
 from mtrl.models.fake import FakeBackbone, FakeModel
 from mtrl.models.forward import Forward
@@ -64,11 +65,17 @@ class Plan:
     offload_reference: bool = False  # in main memory but where it is read
     reference_in_update: bool = False
     trust_remote_code: bool = False
+    split: Split | None = None  # over ranks, of which this is one
 
     @property
     def base(self) -> str:
         """What weights that do not learn are kept in."""
         return self.weights if self.adapters is None else self.compute
+
+    @property
+    def passed(self) -> str:
+        """What weights are in a pass: those that are split are gathered as products are taken."""
+        return self.base if self.split is None else self.compute
 
     @property
     def weight_bytes(self) -> int:
@@ -119,14 +126,15 @@ def estimate(config: Any, plan: Plan, wanted: Collection[str] = PHASES) -> Estim
     size = size_of(fake.model)
     critic = ((), ()) if plan.critic is None else critic_tensors(fake_critic(plan).model)
     moments, way = measure(fake, plan, wanted)
-    gradients = {"gradients": held_by(size.learning, plan)}
+    gradients = {"gradients": held_by(shares(size.learning, plan), plan)}
     passes = {phase: list(map(parts_of, found.items())) for phase, found in moments.items()}
     # The first pass of an update makes the gradients, which are all there at its end; the second finds them.
     at_end = [parts_of(("end", moments["first"]["end"]))] if "first" in moments else []
     with_gradients = [gradients | parts for parts in [*at_end, *passes.get("second", [])]]
     if plan.critic is not None:  # it learns before the actor does, in such passes that score no vocabulary
         unscored = [parts_of(each) for each in moments.get("second", {}).items() if each[0] != "score"]
-        with_gradients += [{"gradients of the critic": held_by(critic[1], plan)} | parts for parts in unscored]
+        theirs = {"gradients of the critic": held_by(shares(critic[1], plan), plan)}
+        with_gradients += [theirs | parts for parts in unscored]
     phases = {
         "sample": while_sampling(fake, plan, passes.get("sample", [])),
         "probe": passes.get("probe", []),
@@ -134,8 +142,12 @@ def estimate(config: Any, plan: Plan, wanted: Collection[str] = PHASES) -> Estim
     }
     packed = [each.weight.numel() for each in layer_projections(fake.model)] if plan.four_bit else []
     always, away = apart(held(size, plan, *critic, packed=packed), plan)
-    piece = plan.states * max(PIECE, plan.weight_bytes * max((*size.learning, *critic[1])))
-    told = {phase: _some(fullest(*phases[phase])) | needed_in(phase, away, plan, piece) for phase in wanted}
+    gathered = while_whole(fake, plan)
+    piece = plan.states * max(PIECE, plan.weight_bytes * max((0, *shares((*size.learning, *critic[1]), plan))))
+    told = {
+        phase: _some(fullest(*phases[phase]) | gathered.get(phase, {})) | needed_in(phase, away, plan, piece)
+        for phase in wanted
+    }
     return Estimate(size.parameters, always, told, way, sum(critic[0]), piece)
 
 
@@ -156,7 +168,7 @@ def sized(config: Any, plan: Plan, found: Estimate, room: int) -> tuple[Plan, Es
 def fake_model(config: Any, plan: Plan) -> FakeModel:
     return FakeModel(
         config,
-        dtype=DTYPES[plan.base],
+        dtype=DTYPES[plan.passed],
         attention="eager" if plan.attention == "eager" else "sdpa",  # other kernels keep what sdpa keeps
         checkpointing=plan.checkpointing,
         train_vision=plan.train_vision,
@@ -181,20 +193,37 @@ def held(
     packed: Sequence[int] = (),
 ) -> Parts:
     """`critic`: numbers in each weight of a critic, and of those that learn; `packed`: in each weight of 4 bits."""
-    learning = held_by(size.learning, plan)
-    weights = learning + held_by(size.frozen, plan, plan.base_bytes) - round(sum(packed) * (plan.base_bytes - BYTES))
+    own = partial(shares, plan=plan)
+    learning, frozen = held_by(own(size.learning), plan), held_by(own(size.frozen), plan, plan.base_bytes)
+    weights = learning + frozen - round(sum(packed) * (plan.base_bytes - BYTES))
+    engine = size.tensors if plan.split is not None and plan.split.own_engine else ()
     return _some(
         {
             "weights": weights,
+            "weights of the engine": held_by(engine, plan, plan.compute_bytes),
             "a weight made of its 4 bits": max(packed, default=0) * plan.compute_bytes,
             REFERENCE: weights if plan.reference else 0,
-            "weights of the reward model": plan.reward_model_parameters * plan.compute_bytes,
-            "weights of the critic": held_by(critic, plan),
-            OPTIMIZER[0]: plan.states * held_by(size.learning, plan, plan.state_bytes),
-            OPTIMIZER[1]: plan.states * held_by(critic_learning, plan, plan.state_bytes),
+            "weights of the reward model": sum(own([plan.reward_model_parameters])) * plan.compute_bytes,
+            "weights of the critic": held_by(own(critic), plan),
+            OPTIMIZER[0]: plan.states * held_by(own(size.learning), plan, plan.state_bytes),
+            OPTIMIZER[1]: plan.states * held_by(own(critic_learning), plan, plan.state_bytes),
             "workspaces of cuBLAS": WORKSPACES if plan.on_gpu else 0,
         }
     )
+
+
+def shares(tensors: Iterable[int], plan: Plan) -> Iterable[int]:
+    """What this device has of them."""
+    return tensors if plan.split is None else plan.split.share(tensors)
+
+
+def while_whole(fake: FakeModel, plan: Plan) -> dict[str, Parts]:
+    """What the phases of a rank gather of weights that are split: the policy's, or as much of a reference or critic."""
+    if plan.split is None:
+        return {}
+    weights = {"weights gathered": whole_in_a_pass(fake.model, plan.split, plan.compute_bytes)}
+    gradients = {"gradients not yet summed": whole_gradients(fake.model, plan.compute_bytes)}
+    return {"probe": weights, "update": weights | gradients}
 
 
 def apart(held: Parts, plan: Plan) -> tuple[Parts, Parts]:
@@ -317,7 +346,7 @@ def changes(plan: Plan) -> dict[str, Plan]:
     group = limits.prompt_tokens + sampling.n * sampling.max_new_tokens
     half_pass = max(longest, (limits.update.tokens or max(limits.update.at_least, group)) // 2)
     halved = MicroBatching(half_pass, share_prefix=limits.update.share_prefix)
-    fewer = max(1, limits.prompts // 4)
+    fewer, ranks = max(1, limits.prompts // 4), 1 if plan.split is None else plan.split.ranks
     per_update = math.gcd(fewer, limits.prompts_per_update)  # a step is cut into whole optimizer steps
 
     def within(**changed: Any) -> Plan:
@@ -328,6 +357,7 @@ def changes(plan: Plan) -> dict[str, Plan]:
         "optimization.advantage_estimator=reinforce_plus_plus": replace(plan, critic=None),
         "worker.actor.offload.offload_optimizer=true": replace(plan, offload_optimizer=plan.on_gpu),
         "worker.ref.offload_params=true": replace(plan, offload_reference=plan.on_gpu and plan.reference),
+        "worker.actor.fsdp.cpu_offload=true": to_main_memory(plan),
         "worker.actor.model.freeze_vision_tower=true": plan if plan.adapters else replace(plan, train_vision=False),
         "worker.actor.model.enable_gradient_checkpointing=true": replace(plan, checkpointing=True),
         f"worker.actor.tokens_per_micro_batch={half_pass}": within(update=halved, probe=halved),
@@ -336,11 +366,18 @@ def changes(plan: Plan) -> dict[str, Plan]:
         f"dataset.max_response_length={sampling.max_new_tokens // 2}": within(
             sampling=replace(sampling, max_new_tokens=sampling.max_new_tokens // 2)
         ),
-        f"dataset.rollout_batch_size={fewer} worker.actor.global_batch_size={per_update}": within(
+        f"dataset.rollout_batch_size={ranks * fewer} worker.actor.global_batch_size={ranks * per_update}": within(
             prompts=fewer, prompts_per_update=per_update
         ),
     }
     return {way: changed for way, changed in ways.items() if changed != plan}
+
+
+def to_main_memory(plan: Plan) -> Plan:
+    """Weights that are split can lie there, with all that belongs to them; on a CPU they do."""
+    if plan.split is None or not plan.on_gpu:
+        return plan
+    return replace(plan, split=replace(plan.split, in_main_memory=True), offload_optimizer=False)
 
 
 def smaller(config: Any, plan: Plan, found: Estimate) -> list[tuple[str, int]]:

@@ -20,6 +20,8 @@ from mtrl.algorithms.vocab import full_kl
 from mtrl.errors import DeviceFull, StartError
 from mtrl.models.forward import Forward, unpack
 from mtrl.models.live_tensors import LiveTensors
+from mtrl.models.ranks import ALONE
+from mtrl.models.sharding import in_one_pass, own_part
 from mtrl.protocols import Generator, PromptEncoder
 from mtrl.rollout.decode.footprint import Batch
 from mtrl.rollout.local import ROWS_AT_ONCE
@@ -62,6 +64,16 @@ class Limits:
     def probed(self) -> Needs:
         """What of the needs the policy's own probe measures."""
         return self.needs.without("reference", "divergence", "values")
+
+    def on_each(self, ranks: int, sharers: int) -> Limits:
+        """What one of several ranks has of it, of which so many neighbours share every pass."""
+        return replace(
+            self,
+            prompts=-(-self.prompts * sharers // ranks),
+            prompts_per_update=-(-self.prompts_per_update * sharers // ranks),
+            update=self.update.over(ALONE, sharers),
+            probe=self.probe.over(ALONE, sharers),
+        )
 
     def within(self, tokens: int) -> Limits:
         """The same in passes of no more tokens."""
@@ -134,7 +146,9 @@ class Rehearsal:
         if not (self.forward.backbone.own_attention and part.visual.any()):
             needs = needs.without("mass", "prompt_mass")
         if needs:
-            self.forward.signals(part, needs, [prompt.media for prompt in part.prompts])
+            views = [prompt.media for prompt in part.prompts]
+            with torch.no_grad():
+                in_one_pass(self.forward.backbone.model, lambda: self.forward.signals(part, needs, views))
 
     def updates(self) -> list[Rollouts]:
         """Of an optimizer step the first pass, which is the largest, and the next one, which finds its gradients; those
@@ -143,13 +157,19 @@ class Rehearsal:
         return [rollouts.rows(index) for index in self.limits.update.split(rollouts)[:2]]
 
     def learn(self, part: Rollouts) -> None:
+        total, *_held = in_one_pass(self.forward.backbone.model, lambda: self._loss(part))
+        total.backward()
+
+    def _loss(self, part: Rollouts) -> tuple[Tensor, ...]:
+        """A sum to go back from, and all that is held until it has."""
         theirs = self._of_reference(part) if self.limits.full_divergence else None
         hidden = self.forward.response_hidden(part)
         values = [self.forward.scores_of(hidden, part, entropy="old" not in self.limits.needs).logp]
         if theirs is not None:
             matrix = self.forward.backbone.output_matrix
             values.append(full_kl(hidden, theirs, matrix, **self.forward.distribution()))
-        torch.stack([unpack(each, part.mask).sum() for each in values]).sum().backward()
+        total = torch.stack([unpack(each, part.mask).sum() for each in values]).sum()
+        return (total, hidden, *values, *(() if theirs is None else (theirs,)))
 
     @torch.no_grad()
     def _of_reference(self, part: Rollouts) -> Tensor:
@@ -161,9 +181,14 @@ class Rehearsal:
             self.learn(part)
 
     def update_critic(self) -> None:
-        assert self.critic is not None
+        critic = self.critic
+        assert critic is not None
         for part in self.updates():
-            self.critic.values(part).sum().backward()
+            in_one_pass(critic.backbone.model, partial(self._values, critic, part)).backward()
+
+    @staticmethod
+    def _values(critic: Forward, part: Rollouts) -> Tensor:
+        return critic.values(part).sum()
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -183,7 +208,7 @@ def rehearse(
     forward: Forward,
     encoder: PromptEncoder,
     limits: Limits,
-    generator: Generator,
+    generator: Generator | None,
     *,
     has_states: bool,
     ways: Sequence[str] = (),
@@ -193,7 +218,7 @@ def rehearse(
     offloaded: bool = False,
 ) -> dict[str, int]:
     """Runs the passes once; the bytes that each phase held at most, beyond what was held before. `generator` is the one
-    that will sample, and asleep.
+    that will sample, and asleep; None where others do.
 
     Where the optimizers have no states yet (they come with their first step), their room is taken meanwhile, of so many
     `states` of each weight, in its dtype unless told; where they are `offloaded`, that of the largest piece, for the
@@ -210,12 +235,12 @@ def rehearse(
     def hold_states() -> None:
         here: Sequence[Tensor] = [] if has_states else learning
         if offloaded:  # those of a run that goes on lie in main memory too
-            here = max(pieces_of(learning), key=lambda piece: sum(p.nbytes for p in piece))
+            here = max(pieces_of(learning), key=lambda piece: sum(own_part(p).nbytes for p in piece))
         held.extend(torch.empty_like(p, dtype=state_dtype or p.dtype) for p in here for _ in range(states))
 
     phases: dict[str, Callable[[], None]] = {
         **({} if offloaded else {"optimizer": hold_states}),
-        "sample": partial(rehearsal.sample, generator),
+        **({} if generator is None else {"sample": partial(rehearsal.sample, generator)}),
         "probe": rehearsal.probe,
         **({"optimizer": hold_states} if offloaded else {}),
         "update": rehearsal.update,
@@ -229,7 +254,7 @@ def rehearse(
                 each.train(name in ("update", "critic"))
             for parameter in learning:
                 parameter.grad = None
-            sampling = generator.awake() if name == "sample" else nullcontext()
+            sampling = generator.awake() if generator is not None and name == "sample" else nullcontext()
             with refusing(name, device, ways), sampling, peak_of(device) as peak:
                 phase()
             peaks[name] = peak[0]
@@ -274,6 +299,10 @@ class DoesNotFit(StartError):
     def __init__(self, phase: str, told: str) -> None:
         super().__init__(told)
         self.phase = phase
+
+    def __reduce__(self) -> tuple[type[DoesNotFit], tuple[str, str]]:
+        """It may come from another process."""
+        return type(self), (self.phase, str(self))
 
 
 @contextmanager

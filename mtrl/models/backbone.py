@@ -33,6 +33,7 @@ from mtrl.models.patches import (
     use_segment_attention,
 )
 from mtrl.models.ranks import ALONE, Ranks
+from mtrl.models.sharding import device_of
 from mtrl.models.size import head_width
 from mtrl.models.transfer import to_device
 from mtrl.models.ulysses import WHOLE, SequenceGroup, unshareable_heads
@@ -98,7 +99,7 @@ class Backbone:
 
     @property
     def device(self) -> torch.device:
-        return self.model.device
+        return device_of(self.model)
 
     @property
     def output_matrix(self) -> Tensor:

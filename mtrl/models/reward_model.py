@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,8 +29,10 @@ from mtrl.models.families import VISION_FAMILIES, load_encoder, load_model_confi
 from mtrl.models.families.text import TextEncoder, parts_of
 from mtrl.models.files import refuse_broken_weights
 from mtrl.models.load import DTYPES, from_pretrained
-from mtrl.models.value_head import HEAD, OUTPUT_MATRIX, find_head, with_head
-from mtrl.types import Prompt, Task
+from mtrl.models.ranks import ALONE, Ranks
+from mtrl.models.sharding import Sharding, device_of, in_one_pass, split_again
+from mtrl.models.value_head import HEAD, OUTPUT_MATRIX, empty_value_model, find_head, with_head
+from mtrl.types import TEXT_POOL, Prompt, Task
 
 NOTHING_FOLLOWS = "{% set add_generation_prompt = false %}"  # before a template: the answer is there already
 
@@ -43,25 +46,46 @@ class RewardModel(Protocol):
     def encode(self, task: Task, media: Sequence[np.ndarray], response: str) -> Prompt:
         """The conversation with the response at its end. A ValueError says why it cannot be scored."""
 
+    def blank(self) -> Prompt:
+        """A conversation of one token, whose score says nothing."""
+
     def scores(self, conversations: Sequence[Prompt]) -> Tensor:
-        """One score for each conversation: [N] float32, on the CPU."""
+        """One score for each conversation: [N] float32, on the CPU. Ranks that hold the model together ask at once."""
 
 
 def load_reward_model(
-    path: str, *, dtype: str = "fp32", device: str | torch.device = "cpu", trust_remote_code: bool = False
+    path: str,
+    *,
+    dtype: str = "fp32",
+    device: str | torch.device = "cpu",
+    trust_remote_code: bool = False,
+    sharding: Sharding | None = None,
 ) -> RewardModel:
-    """The reward model in a directory or behind a hub id, with its own tokenizer and image settings."""
+    """The reward model in a directory or behind a hub id, with its own tokenizer and image settings: whole on a device,
+    or by `sharding` split over ranks, which all load it at once."""
     config = load_model_config(path, trust_remote_code)
     refuse_broken_weights(path)
     options: dict[str, Any] = {"dtype": DTYPES[dtype], "trust_remote_code": trust_remote_code}
     if config.model_type in VISION_FAMILIES:
         encoder = load_encoder(path, trust_remote_code=trust_remote_code)
-        head = read_head(path)
-        model = load_whole(AutoModelForImageTextToText, path, unused=OUTPUT_MATRIX, **options)
-        return VisionJudge(with_head(model.to(device), head).requires_grad_(False), encoder)
-    tokenizer = load_tokenizer(path, trust_remote_code)
-    model = load_whole(AutoModelForSequenceClassification, path, num_labels=1, **options)
-    return TextJudge(model.to(device), TextEncoder(tokenizer))
+        load = partial(load_with_head, path, **options)
+        if sharding is None:
+            return VisionJudge(load().to(device), encoder)
+        empty: Any = empty_value_model(path, dtype=dtype, trust_remote_code=trust_remote_code)
+        return VisionJudge(sharding.spread(empty, load).requires_grad_(False), encoder, sharding.ranks)
+    tokenizer = TextEncoder(load_tokenizer(path, trust_remote_code))
+    load = partial(load_whole, AutoModelForSequenceClassification, path, num_labels=1, **options)
+    if sharding is None:
+        return TextJudge(load().to(device), tokenizer)
+    config.num_labels = 1
+    with torch.device("meta"):
+        empty = AutoModelForSequenceClassification.from_config(config, **options).eval()
+    return TextJudge(sharding.spread(empty, load).requires_grad_(False), tokenizer)
+
+
+def blank_conversation(encoder: TextEncoder) -> Prompt:
+    one = torch.tensor([encoder.pad_id])
+    return Prompt(Task("", "", ()), (), one, one, torch.full((1,), TEXT_POOL))
 
 
 class TextJudge:
@@ -77,19 +101,25 @@ class TextJudge:
     def encode(self, task: Task, media: Sequence[np.ndarray], response: str) -> Prompt:
         return encode_answered(self.encoder, self.limit, words_of(task), (), response)
 
+    def blank(self) -> Prompt:
+        return blank_conversation(self.encoder)
+
     @torch.no_grad()
     def scores(self, conversations: Sequence[Prompt]) -> Tensor:
-        rows, device = [each.ids for each in conversations], self.model.device
+        rows, device = [each.ids for each in conversations], device_of(self.model)
         ids = pad_sequence(rows, batch_first=True, padding_value=self.encoder.pad_id)
         mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
-        return self.model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits[:, 0].float().cpu()
+        found = self.model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits[:, 0].float().cpu()
+        split_again(self.model)
+        return found
 
 
 class VisionJudge:
     """Sees the images too: those of a prompt once for all its responses in a pass."""
 
-    def __init__(self, model: PreTrainedModel, encoder: TextEncoder) -> None:
-        self.backbone, self.encoder, self.limit = Backbone(model), for_answered(encoder), longest(model, encoder)
+    def __init__(self, model: PreTrainedModel, encoder: TextEncoder, ranks: Ranks = ALONE) -> None:
+        self.backbone = Backbone(model, ranks=ranks)
+        self.encoder, self.limit = for_answered(encoder), longest(model, encoder)
 
     def fit(self, media: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
         return [resized(array, *self.encoder.target_size(*array.shape[-3:-1])) for array in media]
@@ -97,8 +127,14 @@ class VisionJudge:
     def encode(self, task: Task, media: Sequence[np.ndarray], response: str) -> Prompt:
         return encode_answered(self.encoder, self.limit, task, media, response)
 
+    def blank(self) -> Prompt:
+        return blank_conversation(self.encoder)
+
     @torch.no_grad()
     def scores(self, conversations: Sequence[Prompt]) -> Tensor:
+        return in_one_pass(self.backbone.model, partial(self._scores, conversations))
+
+    def _scores(self, conversations: Sequence[Prompt]) -> Tensor:
         device = self.backbone.device
         owner = [images_of(each) for each in conversations]
         seen = dict(zip(owner, conversations, strict=True))
@@ -134,6 +170,13 @@ def load_whole(kind: Any, path: str, unused: str | None = None, **options: Any) 
             "one number, so it must be a sequence classifier with num_labels=1"
         )
     return model.eval().requires_grad_(False)
+
+
+def load_with_head(path: str, **options: Any) -> Any:
+    """A backbone that sees, with the head of its checkpoint; frozen."""
+    head = read_head(path)
+    model = load_whole(AutoModelForImageTextToText, path, unused=OUTPUT_MATRIX, **options)
+    return with_head(model, head).requires_grad_(False)
 
 
 def read_head(path: str) -> Tensor:

@@ -34,11 +34,14 @@ from mtrl.models.ranks import Ranks
 Strategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"]
 Result = TypeVar("Result")
 PASS = "run_pass"  # a method that models get here: FSDP takes a call of it for a forward
+COMPUTES_ON = "computes_on"  # an attribute that they get: their weights may lie in main memory
 
 
 @dataclass(frozen=True, eq=False)
 class Sharding:
-    """How models are split. `per_node`: ranks of one machine, within which HYBRID_SHARD splits."""
+    """How models are split. `per_node`: ranks of one machine, within which HYBRID_SHARD splits. With `cpu_offload`
+    weights, and with them gradients and optimizer state, lie in main memory; a unit is on the device while it computes.
+    """
 
     ranks: Ranks
     device: torch.device
@@ -60,23 +63,25 @@ class Sharding:
     def split(self, model: Any) -> None:
         """Splits a model in place. One on the meta device gets room and no numbers, a unit at a time: no rank ever
         holds more of it than its own part and one unit. `fill` brings the numbers."""
-        mesh, room = self.mesh(), torch.device("cpu") if self.cpu_offload else self.device
+        mesh = self.mesh()
+        in_main_memory = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
         narrow = self.compute_dtype if self.compute_dtype != model.dtype else None
         options: dict[str, Any] = {
             "mesh": mesh,
             "reshard_after_forward": self.strategy != "SHARD_GRAD_OP",
             # Sums of gradients are taken in float32; a pass brings its inputs in the right dtype itself.
             "mp_policy": MixedPrecisionPolicy(narrow, torch.float32, cast_forward_inputs=False),
-            "offload_policy": CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy(),
+            "offload_policy": in_main_memory if self.cpu_offload else OffloadPolicy(),
         }
         given: dict[nn.Parameter, nn.Parameter] = {}
         for unit in [*units(model), model]:
-            make_room(unit, room, given)
+            make_room(unit, self.device, given)
             fully_shard(unit, **options)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)  # gloo and NCCL both have sums
+        setattr(model, COMPUTES_ON, self.device)
         setattr(model, PASS, _call)
         register_fsdp_forward_method(model, PASS)
 
@@ -87,13 +92,17 @@ class Sharding:
         source = self.ranks.by_first(load)
         fill(tensors_of(model), None if source is None else tensors_of(source), self.ranks)
         if source is not None:  # what a checkpoint says besides its weights goes with them, names in its files as well
-            model.generation_config = source.generation_config
+            model.generation_config = getattr(source, "generation_config", None)
             model._weight_conversions = getattr(source, "_weight_conversions", None)
         return model
 
 
 def units(model: Any) -> Iterator[nn.Module]:
-    """What is gathered as one, in the order of a pass."""
+    """What is gathered as one, in the order of a pass. Of models that are read by their own `forward` (reward models of
+    any family) it is what transformers wants to stay together."""
+    if not hasattr(model, "model"):
+        yield from (each for each in model.modules() if type(each).__name__ in model._no_split_modules)
+        return
     tower = getattr(model.model, "visual", None)
     if tower is not None:
         yield from tower.blocks
@@ -119,6 +128,12 @@ def _call(work: Callable[[], Result]) -> Result:
 
 def is_split(model: Any) -> bool:
     return isinstance(model, FSDPModule)
+
+
+def device_of(model: Any) -> torch.device:
+    """Where a model computes."""
+    device: torch.device = getattr(model, COMPUTES_ON, model.device)
+    return device
 
 
 def plain_class(model: Any) -> Any:
@@ -156,8 +171,15 @@ def split_again(model: nn.Module) -> None:
 
 # -------------------------------------------------------------------------------------------------------- whole tensors
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor gathered from all ranks, where it is split; all of them must ask for it."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """A tensor gathered from all ranks, where it is split; all of them must ask for it. Parts that lie in main memory
+    go by way of the devices, which are faster at it."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    part, mesh = own_part(tensor), tensor.device_mesh
+    if part.device.type != mesh.device_type:
+        options: Any = {"run_check": False, "shape": tensor.shape, "stride": tensor.stride()}
+        tensor = DTensor.from_local(part, mesh, tensor.placements, **options)
+    return tensor.full_tensor()
 
 
 def is_part(tensor: Tensor) -> bool:
@@ -175,7 +197,7 @@ def fill(targets: Mapping[str, Tensor], source: Mapping[str, Tensor] | None, ran
     """Numbers of the first rank's `source` into tensors of the same names that are split over ranks, or that all have;
     other ranks give none. One tensor at a time is whole."""
     for name, target in targets.items():
-        device = own_part(target).device
+        device = target.device_mesh.device_type if isinstance(target, DTensor) else target.device
         if ranks.first:
             assert source is not None
             value = source[name].detach().to(device, target.dtype).reshape(target.shape).contiguous()

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mtrl.errors import DeviceFull, Diverged
+from mtrl.errors import DeviceFull, Diverged, PassesCut
 from mtrl.models.ranks import ALONE, Ranks
-from mtrl.models.sharding import in_one_pass, own_part, whole
+from mtrl.models.sharding import device_of, in_one_pass, is_split, own_part, whole
 from mtrl.models.weights import load_weights
 from mtrl.protocols import Snapshot
 from mtrl.types import TermWeights, TrainBatch
@@ -107,13 +107,15 @@ class Learner:
         self.name, self.advice, self.dropout_seed = name, advice, dropout_seed
         self.names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         self.parameters = list(self.names)
-        self.optimizer = optimizer_of(self.parameters, optimization, fused=model.device.type == "cuda")
+        device = device_of(model)
+        self.optimizer = optimizer_of(self.parameters, optimization, fused=device.type == "cuda")
         pieces = pieces_of(self.parameters) if offload else []
-        self.pieces = [(piece, Parked(partial(self._large_states, piece), model.device)) for piece in pieces]
+        self.pieces = [(piece, Parked(partial(self._large_states, piece), device)) for piece in pieces]
         self.version = 0  # version of the weights: how many updates they have seen
         self.optimizer_step = 0
         self.bad_steps_in_a_row = 0
         self.cut_to = 0  # tokens, or rows, of a pass since the device was full; 0: it never was
+        self.keep_cut: Callable[[int], object] = lambda size: None  # for the next attempt, where ranks have to end
 
     @property
     def batching(self) -> MicroBatching:
@@ -165,7 +167,7 @@ class Learner:
         if self.dropout_seed is None:
             yield
             return
-        device, numbers = self.model.device, [self.dropout_seed, self.optimizer_step, micro_batch]
+        device, numbers = device_of(self.model), [self.dropout_seed, self.optimizer_step, micro_batch]
         if self.ranks.number:
             numbers.append(self.ranks.number)  # other rows than those of the first rank
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -182,13 +184,18 @@ class Learner:
         # The error is gone here, and with it the frames that held what there was of the pass. What it had added to the
         # gradients cannot be told from what the passes before it had: all of it goes.
         self._let_go()
-        if self.ranks.size > 1:  # the others wait in the middle of a pass
-            raise DeviceFull(f"a device has no room for its part of an update. {torch_says} Set {TAKES_LESS}")
         half = self.batching.half_of(batch.rollouts)
         if half is None:
             raise DeviceFull(f"the device has no room to learn from a single response. {torch_says} Set {TAKES_LESS}")
-        self.cut_to = half
         unit = "tokens" if self.given_batching.rows is None else "responses"
+        if self.ranks.size > 1 or is_split(self.model):  # nobody comes out of the middle of a pass
+            self.keep_cut(half)
+            raise PassesCut(
+                f"the device of rank {self.ranks.number} has no room for its part of an update of the {self.name}; all "
+                f"ranks make passes of {half} {unit} from here on, which is slower. {torch_says} What takes less: "
+                f"{TAKES_LESS}; "
+            )
+        self.cut_to = half
         logger.warning("the device has no room for an update of the %s in passes of this size; the step begins again "
                        "with half of it, %d %s a pass from here on, which is slower. What takes less: %s",
                        self.name, half, unit, TAKES_LESS)  # fmt: skip
@@ -264,8 +271,10 @@ class Learner:
         restore_optimizer_state(self.optimizer, self.names, directory, bool(self.pieces), self.ranks)
         for _, states in self.pieces:
             states.park()
+        found = self.cut_to
         for name, count in read_counters(directory).items():
             setattr(self, name, count)
+        self.cut_to = min(filter(None, (found, self.cut_to)), default=0)  # it may have been full since
 
 
 def weightless(batch: TrainBatch) -> TrainBatch:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mtrl.models.sharding import own_part
+
 PIECE = 2**30  # bytes of weights whose optimizer state is on the device at once; a larger weight is a piece by itself
 ALIGNMENT = 512
 
@@ -91,7 +93,7 @@ def pin(block: torch.UntypedStorage, until: object) -> None:
 
 
 def pieces_of(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Parameters in their order, in pieces of up to PIECE bytes.
+    """Parameters in their order, in pieces of up to PIECE bytes; of those that are split this rank's part counts.
 
     >>> [len(piece) for piece in pieces_of([torch.empty(2**28, device="meta")] * 2 + [torch.empty(9)] * 3)]
     [1, 1, 3]
@@ -99,9 +101,10 @@ def pieces_of(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
     pieces: list[list[Tensor]] = []
     room = 0
     for parameter in parameters:
-        room -= parameter.nbytes
+        size = own_part(parameter).nbytes
+        room -= size
         if room < 0:
             pieces.append([])
-            room = PIECE - parameter.nbytes
+            room = PIECE - size
         pieces[-1].append(parameter)
     return pieces

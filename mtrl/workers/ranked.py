@@ -82,6 +82,23 @@ class RankedLearner:
 
 
 @dataclass(frozen=True)
+class RankedRewardModel:
+    """A reward model that all ranks hold together; each reads whole groups, since images are seen once for them."""
+
+    crew: Crew
+    part: str = "reward"
+
+    def score(self, rollouts: Rollouts) -> list[float | str]:
+        dealt = deal(rollouts, self.crew.size, share_prefix=False)
+        shares = [rollouts.rows(rows if len(rows) else shortest_row(rollouts)) for rows in dealt]
+        told = self.crew.call(self.part, "score", [(share,) for share in shares])
+        found: dict[int, float | str] = {}
+        for rows, scores in zip(dealt, told, strict=True):
+            found |= dict(zip(rows.tolist(), scores, strict=False))  # a rank without rows has scored one for nobody
+        return [found[row] for row in range(len(rollouts))]
+
+
+@dataclass(frozen=True)
 class RankedReference:
     """A reference that follows the policy, on every rank."""
 

@@ -1,4 +1,4 @@
-"""A reward model, on the device of the trainer."""
+"""A reward model, on the device of the trainer, or split over ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mtrl.workers.micro_batches import MicroBatching
 class RewardModelWorker:
     """Scores when it is asked, in the asking thread. The probes run next and want the same device: beside them it would
     be no sooner ready, and the memory of two passes would be needed at once. Reward functions run meanwhile, in
-    processes of their own."""
+    processes of their own. Of ranks that hold the model together each scores rows of its own, in as many passes."""
 
     def __init__(self, model: RewardModel, batching: MicroBatching) -> None:
         self.model, self.batching = model, batching
@@ -23,12 +23,21 @@ class RewardModelWorker:
     def score(self, rollouts: Rollouts) -> list[float | str]:
         """For each response its score, or the reason why it has none."""
         found: dict[int, float | str] = {}
-        for rows in self.batching.split(rollouts):
+        for rows, counts in self.batching.passes(rollouts):
             readable, unreadable = self._encode(rollouts.rows(rows))
-            scores = self.model.scores(list(readable.values())).tolist() if readable else []
+            scores = self._scores(list(readable.values()))
+            if not counts:
+                continue
             outcomes = unreadable | dict(zip(readable, map(checked_score, scores), strict=True))
             found |= {int(rows[place]): outcome for place, outcome in outcomes.items()}
         return [found[row] for row in range(len(rollouts))]
+
+    def _scores(self, conversations: list[Prompt]) -> list[float]:
+        """A rank that has nothing to read goes along where another one has."""
+        if not self.batching.ranks.any(bool(conversations)):
+            return []
+        found: list[float] = self.model.scores(conversations or [self.model.blank()]).tolist()
+        return found[: len(conversations)]
 
     def _encode(self, rollouts: Rollouts) -> tuple[dict[int, Prompt], dict[int, float | str]]:
         """The conversations by row, and for the other rows why they cannot be scored."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mtrl.models.files import WEIGHTS
 from mtrl.models.ranks import ALONE, Ranks
-from mtrl.models.sharding import fill, gathered, is_part, is_split
+from mtrl.models.sharding import fill, gathered, is_part, is_split, own_part
 from mtrl.models.transfer import to_main_memory
 from mtrl.models.weights import WholeWeights, names_in_files, save_model, save_settings, saved_weights
 from mtrl.workers import parts
@@ -202,7 +202,7 @@ def restore_optimizer_state(
     file = directory / OPTIMIZER_STATE
     read: dict[str, Tensor] = {}
     for part in ranks.told_by_first(state_files(directory)):
-        read |= _split_like(names, ranks.by_first(partial(load_file, part)), ranks)
+        read |= _split_like(names, ranks.by_first(partial(load_file, part)), ranks, stays)
     saved: dict[str, dict[str, Tensor]] = {}
     for key, tensor in read.items():
         name, _, kind = key.rpartition("/")
@@ -225,8 +225,9 @@ def state_files(directory: Path) -> list[Path]:
     return sorted(file.parent.glob(f"{file.stem}-*-of-*{SUFFIX}")) or [file]
 
 
-def _split_like(names: Names, read: Tensors | None, ranks: Ranks) -> Tensors:
-    """States as the first rank has read them, split as the parameters of their names are."""
+def _split_like(names: Names, read: Tensors | None, ranks: Ranks, stays: bool) -> Tensors:
+    """States as the first rank has read them, split as the parameters of their names are; those that `stay` in main
+    memory are there from the beginning."""
     parameters = {name: parameter for parameter, name in names.items()}
     if not any(map(is_part, parameters.values())):
         return read or {}
@@ -236,6 +237,9 @@ def _split_like(names: Names, read: Tensors | None, ranks: Ranks) -> Tensors:
         like = parameters.get(key.rpartition("/")[0])
         fits = like is not None and like.shape == shape
         states[key] = torch.zeros_like(like, dtype=dtype) if fits else torch.zeros(shape, dtype=dtype)  # type: ignore
+        if stays:  # the numbers alone: a part of the optimizer's state must say that it is where its parameter is
+            own = own_part(states[key])
+            own.data = own.cpu()
     fill(states, read, ranks)
     return states
 

@@ -46,7 +46,7 @@ NEEDS = Needs("old", "entropy", "entropy_change", "dependency", "mass", "referen
 
 
 # -------------------------------------------------------------------------------------------------------- the workers
-def backbone_of(family, kind, ranks, strategy, checkpointing=False, per_node=1):
+def backbone_of(family, kind, ranks, strategy, checkpointing=False, per_node=1, cpu_offload=False):
     """Loaded as a whole where it is alone, else split from the first rank's copy."""
     path = checkpoint(family)
     if ranks.group is None:
@@ -59,7 +59,7 @@ def backbone_of(family, kind, ranks, strategy, checkpointing=False, per_node=1):
             empty.requires_grad_(False)
             inject(empty, LORA, empty=True)
         load = partial(backbone_of, family, kind, ALONE, strategy)
-        model = Sharding(ranks, CPU, strategy, per_node).spread(empty, lambda: load().model)
+        model = Sharding(ranks, CPU, strategy, per_node, cpu_offload=cpu_offload).spread(empty, lambda: load().model)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     backbone = Backbone(model, ranks=ranks)
@@ -68,17 +68,29 @@ def backbone_of(family, kind, ranks, strategy, checkpointing=False, per_node=1):
     return backbone
 
 
-def worker_of(kind, family, batching, ranks=ALONE, strategy="FULL_SHARD", checkpointing=False, per_node=1, sharers=1):
-    backbone = backbone_of(family, kind, ranks, strategy, checkpointing, per_node)
+def worker_of(
+    kind,
+    family,
+    batching,
+    ranks=ALONE,
+    strategy="FULL_SHARD",
+    checkpointing=False,
+    per_node=1,
+    sharers=1,
+    cpu_offload=False,
+    offload_optimizer=False,
+):
+    backbone = backbone_of(family, kind, ranks, strategy, checkpointing, per_node, cpu_offload)
     forward = Forward(backbone, encoder_of(family), sharers=share_sequences(sharers))
     settings = SETTINGS
     options = {"update_batching": batching, "probe_batching": batching, "encoder_files": {}}
+    options["offload_optimizer"] = offload_optimizer
     if kind == "critic":
         return LocalCritic(forward, settings, **options)
     if kind == "lora":
         reference = Reference.under_adapters(forward)
     else:
-        other = backbone_of(family, kind, ranks, strategy, per_node=per_node).model
+        other = backbone_of(family, kind, ranks, strategy, per_node=per_node, cpu_offload=cpu_offload).model
         reference = Reference.of(other, forward)
     return LocalActor(forward, settings, perturbation=Perturbation(seed=3), reference=reference, **options)
 

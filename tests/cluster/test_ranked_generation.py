@@ -60,7 +60,7 @@ def steps(actor, generator):
 def on_rank(ranks, path):
     plan = RankPlan(config_for(path), steps=4, reference=True, refreshed=True, critic=True)
     parts = build_parts(plan, ranks)
-    assert set(parts) == {"actor", "engine", "critic", "reference"}
+    assert set(parts) == {"actor", "engine", "critic", "reference", "rehearsal"}
     if not ranks.first:
         return serve(ranks, parts)
     crew = OwnCrew(ranks, parts)

@@ -1,6 +1,7 @@
 """One NCCL rank: the model is split by FSDP2, and learns what the plain one learns. Skipped without a GPU."""
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,18 +9,20 @@ import torch.distributed as dist
 from tiny_models import checkpoint, encoder_of, prompts_for, random_rollouts
 
 from mtrl.algorithms.losses import Loss, PolicyLoss, term_weights
+from mtrl.memory.rehearsal import Limits, rehearse
 from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward
 from mtrl.models.load import empty_model, load_model
 from mtrl.models.perturb import Perturbation
 from mtrl.models.ranks import ALONE
-from mtrl.models.sharding import Sharding, is_split
+from mtrl.models.sharding import Sharding, is_split, own_part
 from mtrl.models.weights import exported_weights
-from mtrl.types import Needs, TrainBatch
+from mtrl.types import Needs, Sampling, TrainBatch
 from mtrl.workers.actor import LocalActor
 from mtrl.workers.learner import OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching
 from mtrl.workers.rank import join_ranks
+from mtrl.workers.reference import Reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 FAMILY = "qwen2_5_vl"
@@ -38,22 +41,31 @@ def ranks():
     dist.destroy_process_group()
 
 
-def actor_of(ranks, compute):
+def actor_of(ranks, compute, cpu_offload=False, offload_optimizer=False, reference=False):
     device = torch.device("cuda", 0)
     if ranks.group is None:
         model = load_model(checkpoint(FAMILY), device=device)
     else:
-        sharding = Sharding(ranks, device, compute_dtype=compute)
+        sharding = Sharding(ranks, device, compute_dtype=compute, cpu_offload=cpu_offload)
         model = sharding.spread(empty_model(checkpoint(FAMILY)), lambda: load_model(checkpoint(FAMILY)))
         assert is_split(model)
     batching = MicroBatching(tokens=60, ranks=ranks)
+    forward = Forward(Backbone(model, compute, ranks=ranks), encoder_of(FAMILY))
+    frozen = None
+    if reference:
+        other = replace(sharding, cpu_offload=True)
+        frozen = Reference.of(
+            other.spread(empty_model(checkpoint(FAMILY)), lambda: load_model(checkpoint(FAMILY))), forward
+        )
     return LocalActor(
-        Forward(Backbone(model, compute, ranks=ranks), encoder_of(FAMILY)),
+        forward,
         OptimizerSettings(lr=1e-4, warmup_steps=0, max_grad_norm=0.01),
         perturbation=Perturbation(seed=3),
         update_batching=batching,
         probe_batching=batching,
         encoder_files={},
+        reference=frozen,
+        offload_optimizer=offload_optimizer,
     )
 
 
@@ -79,3 +91,54 @@ def test_a_split_model_learns_what_the_plain_one_does(ranks, compute):
     weights = exported_weights(plain.model)
     for name, weight in exported_weights(split.model).items():
         torch.testing.assert_close(weight, weights[name], rtol=0, atol=2e-5 if exact else 1e-3)
+
+
+@pytest.mark.parametrize("way", ["cpu_offload", "offload_optimizer"])
+def test_offloaded_it_learns_the_same(ranks, way, tmp_path):
+    """AdamW takes its steps on the CPU with `cpu_offload`, and rounds otherwise there; a checkpoint in between goes on.
+    A reference that lies in main memory says what the policy says before it has learnt."""
+    split, offloaded = actor_of(ranks, torch.float32), actor_of(ranks, torch.float32, **{way: True}, reference=True)
+    (old, metrics), (their_old, their_metrics) = learn(split), learn(offloaded)
+    torch.testing.assert_close(their_old, old, rtol=0, atol=1e-4)
+    for ours, theirs in zip(metrics, their_metrics, strict=True):
+        assert theirs["grad_norm"] == pytest.approx(ours["grad_norm"], rel=1e-3)
+    check_same(offloaded, split, atol=2e-5)
+    check_places(offloaded, way)
+    rollouts = random_rollouts(prompts_for(FAMILY), [0, 0, 1, 1, 2, 3], [6, 2, 4, 3, 8, 5])
+    torch.testing.assert_close(offloaded.probe(rollouts, Needs("reference"), 0).reference, their_old, rtol=0, atol=1e-4)
+    offloaded.snapshot().write(tmp_path)
+    again = actor_of(ranks, torch.float32, **{way: True})
+    again.restore(tmp_path)
+    check_places(again, way)
+    learn(again), learn(split)
+    check_same(again, split, atol=1e-4)  # of six steps of about 1e-4
+
+
+def test_a_rehearsal_changes_nothing(ranks):
+    limits = Limits(
+        prompts=2, prompts_per_update=2, sampling=Sampling(n=2, max_new_tokens=4), prompt_tokens=40, max_pixels=56**2,
+        update=MicroBatching(60), probe=MicroBatching(60), needs=Needs("old", "entropy", "dependency"),
+    )  # fmt: skip
+    plain, rehearsed = actor_of(ranks, torch.bfloat16), actor_of(ranks, torch.bfloat16)
+    peaks = rehearse(rehearsed.forward, encoder_of(FAMILY), limits, None, has_states=False)
+    assert list(peaks) == ["optimizer", "probe", "update"] and min(peaks.values()) > 0
+    learn(plain), learn(rehearsed)
+    check_same(rehearsed, plain, atol=1e-3)
+
+
+def check_same(found, expected, atol):
+    weights = exported_weights(expected.model)
+    for name, weight in exported_weights(found.model).items():
+        assert weight.device.type == "cuda", "engines take them from there"
+        torch.testing.assert_close(weight, weights[name], rtol=0, atol=atol)
+
+
+def check_places(actor, way):
+    """Between steps; parts of weights and of the optimizer's state."""
+    learner = actor.learner
+    weights, states = map(own_part, learner.parameters), learner._large_states(learner.parameters)
+    where = "cpu" if way == "cpu_offload" else "cuda"
+    assert {weight.device.type for weight in weights} == {where}
+    assert {state.device.type for state in states} == {"cpu"}
+    if actor.reference is not None:
+        assert {own_part(p).device.type for p in actor.reference.forward.backbone.model.parameters()} == {"cpu"}

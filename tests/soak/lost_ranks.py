@@ -24,7 +24,8 @@ RANKS = 2
 MOMENTS = ("start", "step", "save")
 LONGEST_WAIT = {"start": 5.0, "step": 0.5, "save": 0.05}  # seconds after the moment, drawn at random
 GRACE = 60.0  # seconds in which what Ray has started must be gone
-PATIENCE = 1200.0  # seconds without the moment: then something hangs
+PATIENCE = 3600.0  # seconds without the moment: then something hangs
+NO_RAY = "Ray does not start on this machine"
 
 
 def lost_ranks(ledger: Ledger, count: int, drivers: int = 1) -> None:
@@ -63,13 +64,29 @@ class Driven:
 
     def __init__(self, output: Path, settings: list[str]) -> None:
         self.run = run_of(output)
-        command = [sys.executable, "-m", "mtrl", *train_arguments(output, *settings)]
+        self.command = [sys.executable, "-m", "mtrl", *train_arguments(output, *settings)]
         self.told, self.gone = output / "said.txt", self.ranks_so_far()
-        with self.told.open("w") as said:
-            self.process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT)
+        self.retried: set[int] = set()  # losses after which Ray was too slow to start
+        self.told.unlink(missing_ok=True)
+        self.process = self.started()
+
+    def started(self) -> subprocess.Popen[bytes]:
+        with self.told.open("a") as said:
+            return subprocess.Popen(self.command, stdout=said, stderr=subprocess.STDOUT)
+
+    def status(self) -> int | None:
+        """Its exit status, once it has ended. That a machine is too busy for Ray is no fault of the run's: the same
+        command starts it again, once for each loss."""
+        status = self.process.poll()
+        if status and NO_RAY in self.said() and self.losses() not in self.retried:
+            self.retried.add(self.losses())
+            self.process = self.started()
+            return None
+        return status
 
     def completed(self) -> None:
-        status = self.process.wait()
+        while (status := self.status()) is None:
+            time.sleep(0.5)
         assert status == 0, self.said()
         assert not (left := left_behind(GRACE)), f"{left} still run"
 
@@ -107,7 +124,7 @@ class Driven:
     def await_that(self, condition: Callable[[], bool], what: str) -> None:
         began = time.monotonic()
         while not condition():
-            assert self.process.poll() is None, f"the run ended before the {what}:\n{self.said()}"
+            assert self.status() is None, f"the run ended before the {what}:\n{self.said()}"
             assert time.monotonic() - began < PATIENCE, f"no {what} within {PATIENCE:.0f} s:\n{self.said()}"
             time.sleep(0.005)
 

@@ -11,7 +11,7 @@ import torch
 from helpers import fake_batch, fake_rollouts
 from torch import nn
 
-from mtrl.errors import DeviceFull, Diverged
+from mtrl.errors import DeviceFull, Diverged, PassesCut
 from mtrl.models.ranks import Ranks
 from mtrl.workers.learner import Learner, OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching
@@ -313,9 +313,9 @@ def test_passes_that_do_not_fit_are_halved_and_that_is_said(batching, slices, to
     [
         (3, 0, {}, "the device has no room for half of an update's pass either."),
         (1, 0, {}, "the device has no room to learn from a single response."),
-        (3, 1, {"ranks": Ranks(None, 1, 2)}, "a device has no room for its part of an update."),
+        (1, 0, {"ranks": Ranks(None, 1, 2)}, "the device has no room to learn from a single response."),
     ],
-    ids=["half", "one", "ranks"],
+    ids=["half", "one", "one of a rank"],
 )
 def test_what_does_not_fit_is_said_with_what_takes_less(rows, room, options, told):
     learner = learner_of(rows, **options)
@@ -323,3 +323,27 @@ def test_what_does_not_fit_is_said_with_what_takes_less(rows, room, options, tol
         learner.update([batch_of()], full_beyond(learner, room, []))
     assert str(refused.value) == f"{told} {TORCH_SAYS} Set {TAKES_LESS}"
     assert learner.model.w.item() == 0 and learner.model.w.grad is None
+
+
+def test_a_rank_that_is_full_keeps_half_for_the_next_attempt():
+    """Other ranks wait in the middle of their pass: nothing is tried again here."""
+    learner, seen, kept = learner_of(3, ranks=Ranks(None, 1, 2)), [], []
+    learner.keep_cut = kept.append
+    with pytest.raises(PassesCut) as told:
+        learner.update([batch_of()], full_beyond(learner, 1, seen))
+    assert (seen, kept) == ([3], [1]) and learner.model.w.item() == 0 and learner.model.w.grad is None
+    assert str(told.value) == (
+        "the device of rank 1 has no room for its part of an update of the critic; all ranks make passes of 1 "
+        f"responses from here on, which is slower. {TORCH_SAYS} What takes less: {TAKES_LESS}; "
+    )
+
+
+@pytest.mark.parametrize(("found", "saved", "then"), [(0, 0, 0), (0, 8, 8), (4, 0, 4), (4, 8, 4), (8, 4, 4)])
+def test_what_fits_is_the_smaller_of_checkpoint_and_last_attempt(found, saved, then, monkeypatch):
+    learner = learner_of()
+    monkeypatch.setattr("mtrl.workers.learner.load_weights", lambda *given: None)
+    monkeypatch.setattr("mtrl.workers.learner.restore_optimizer_state", lambda *given: None)
+    monkeypatch.setattr("mtrl.workers.learner.read_counters", lambda directory: {"version": 3, "cut_to": saved})
+    learner.cut_to = found
+    learner.restore("somewhere")
+    assert (learner.cut_to, learner.version) == (then, 3)

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from judge_helpers import GROUP, RESPONSES, answered, asked, encoder_judge, text_judge, vision_judge
 from safetensors.torch import load_file, save_file
-from tiny_models import checkpoint, encoder_of, picture, plain_inputs, plain_model, random_rollouts
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertTokenizer
+from tiny_models import checkpoint, encoder_of, picture, plain_inputs, plain_model
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from mtrl.build.rewards import build_scorer
 from mtrl.cli import main
@@ -18,52 +19,11 @@ from mtrl.config import ConfigError, load_config
 from mtrl.models.reward_model import load_reward_model
 from mtrl.models.tiny import VISION_FAMILIES, make_tiny_checkpoint
 from mtrl.tracking.run_files import read_rows
-from mtrl.types import Medium, Task
 from mtrl.workers.micro_batches import MicroBatching
 from mtrl.workers.reward_model import RewardModelWorker
 from mtrl.zoo.rows import MODEL_DIRECTORY
 
-RESPONSES = ["red", "it is blue and not a dog", "", "the sum of 3 and 4 is seven, so B", "<answer>A</answer>", "green"]
-GROUP = [0, 0, 0, 1, 1, 2]
 BY_ROWS = MicroBatching(rows=4)
-
-
-def text_judge(directory, num_labels=1, template=True):
-    """A sequence classifier of the Qwen2 family with random weights, far from zero."""
-    make_tiny_checkpoint(directory, "qwen2")
-    config = AutoConfig.from_pretrained(directory, num_labels=num_labels)
-    torch.manual_seed(0)
-    model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(8)
-    model.save_pretrained(directory)
-    if not template:
-        (directory / "chat_template.jinja").unlink()
-    return str(directory)
-
-
-def vision_judge(directory, family, head=None):
-    """A vision-language checkpoint with a `score.weight` beside the backbone."""
-    shutil.copytree(checkpoint(family), directory)
-    weights = load_file(directory / "model.safetensors")
-    weights["score.weight"] = torch.randn(1, 64, generator=torch.Generator().manual_seed(1)) if head is None else head
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    return str(directory)
-
-
-def asked(text, images=0, system=None):
-    content = [*[{"type": "image"}] * images, {"type": "text", "text": text}] if images else text
-    first = [{"role": "system", "content": system}] if system else []
-    media = (Medium("image", None),) * images
-    return Task(text, text, (*first, {"role": "user", "content": content}), media=media)
-
-
-def answered(encoder, tasks_and_media, responses=RESPONSES, group=GROUP):
-    """Rollouts with these texts; their tokens are the policy's and do not matter to a reward model."""
-    prompts = [encoder.encode(task, media) for task, media in tasks_and_media]
-    return replace(random_rollouts(prompts, group, [3] * len(group)), text=tuple(responses))
 
 
 # ---------------------------------------------------------------------------------------------------------------- text
@@ -96,17 +56,7 @@ def test_without_a_template_prompt_and_response_stand_end_to_end(tmp_path):
 
 def test_an_encoder_model_gets_its_special_tokens_and_its_limit(tmp_path):
     """BERT scores its [CLS]; a conversation longer than its positions fails alone."""
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "which", "colour", "red", "blue"]
-    tokenizer = BertTokenizer(vocab={word: i for i, word in enumerate(words)}, model_max_length=12)
-    config = BertConfig(
-        vocab_size=len(words), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
-        max_position_embeddings=12, num_labels=1, initializer_range=0.5,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = AutoModelForSequenceClassification.from_config(config).eval()
-    model.save_pretrained(tmp_path / "rm")
-    tokenizer.save_pretrained(tmp_path / "rm")
-
+    model, tokenizer = encoder_judge(tmp_path / "rm")
     responses = [" red", " blue", " red" * 20]
     rollouts = answered(encoder_of("qwen2"), [(asked("which colour"), ())], responses, [0, 0, 0])
     found = RewardModelWorker(load_reward_model(str(tmp_path / "rm")), BY_ROWS).score(rollouts)

@@ -35,19 +35,10 @@ REFUSED = {  # what the message names: the overrides
         "worker.actor.model.peft_type": "qlora", "training.n_gpus_per_node": 2
     },
     "worker.actor.optim.name: adamw_8bit on several": {"worker.actor.optim.name": "adamw_8bit", "training.nnodes": 2},
-    "worker.actor.offload.offload_optimizer on several": {
-        "worker.actor.offload.offload_optimizer": True, "training.nnodes": 2
-    },
-    "worker.ref.offload_params on several": {"worker.ref.offload_params": True, "training.nnodes": 2},
     "worker.actor.fsdp.param_rounding: kahan on several": {
         "worker.actor.fsdp.param_rounding": "kahan",
         "worker.actor.fsdp.param_dtype": "bf16",
         "training.n_gpus_per_node": 4,
-    },
-    "worker.reward.reward_type: model on several": {
-        "worker.reward.reward_type": "model",
-        "worker.reward.model_path": "org/rm",
-        "training.n_gpus_per_node": 2,
     },
     "training.logger: console, trackio": {"training.logger": ("console", "trackio")},
 }  # fmt: skip
@@ -106,7 +97,10 @@ def test_several_are_told_together():
         {"worker.reward.reward_fn_path": "file.py", "optimization.enable_token_weights": True},
         {"worker.reward.functions": ("math",)},
         {"worker.reward.reward_type": "model", "worker.reward.model_path": "x"},
+        {"worker.reward.reward_type": "model", "worker.reward.model_path": "x", "training.n_gpus_per_node": 2},
         {"worker.actor.model.peft_type": "lora"},
+        {"worker.actor.fsdp.cpu_offload": True, "training.n_gpus_per_node": 2},
+        {"worker.actor.offload.offload_optimizer": True, "worker.ref.offload_params": True, "training.nnodes": 2},
         {"optimization.advantage_estimator": "rloo"},
         {"optimization.advantage_estimator": "reinforce_plus_plus"},
         {"optimization.advantage_estimator": "remax"},

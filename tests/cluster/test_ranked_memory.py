@@ -1,0 +1,82 @@
+"""Passes at the limits, and a device that is full, on two ranks. No device is full here: a loss says that it is."""
+
+import pickle
+
+import pytest
+import torch
+from rank_helpers import run_ranks
+from sharded_helpers import LOSS, TEXT_AND_ONE_IMAGE, batches_of, worker_of
+from tiny_models import encoder_of
+
+from mtrl.build.memory import KeptPasses
+from mtrl.memory.rehearsal import Limits, rehearse
+from mtrl.models.weights import exported_weights
+from mtrl.types import Needs, Sampling
+from mtrl.workers.micro_batches import MicroBatching
+
+FAMILY = "qwen2_5_vl"
+LIMITS = Limits(
+    prompts=2, prompts_per_update=2, sampling=Sampling(n=2, max_new_tokens=4), prompt_tokens=40, max_pixels=56**2,
+    update=MicroBatching(60), probe=MicroBatching(60), needs=Needs("old", "entropy", "dependency", "mass"),
+)  # fmt: skip
+
+
+def weights_of(worker):
+    return {name: weight.clone() for name, weight in exported_weights(worker.model).items()}
+
+
+def rehearsed(ranks, batches):
+    """Updates after a rehearsal, and without one."""
+    batching = MicroBatching(tokens=60, ranks=ranks)
+    found = []
+    for rehearses in (True, False):
+        actor = worker_of("actor", FAMILY, batching, ranks)
+        critic = worker_of("critic", FAMILY, batching, ranks)
+        if rehearses:
+            options = {"has_states": False, "critic": critic.forward}
+            peaks = rehearse(actor.forward, encoder_of(FAMILY), LIMITS, None, **options)
+            assert list(peaks) == ["optimizer", "probe", "update", "critic"] and min(peaks.values()) > 0
+            assert all(p.grad is None for p in [*actor.model.parameters(), *critic.model.parameters()])
+        found.append(([actor.update([batch], LOSS) for batch in batches], weights_of(actor)))
+    return found
+
+
+def test_a_rehearsal_on_ranks_leaves_nothing_behind(tmp_path):
+    batches = batches_of("actor", FAMILY, TEXT_AND_ONE_IMAGE)[:2]
+    for after, without in run_ranks(2, rehearsed, tmp_path, batches):
+        assert after[0] == without[0] and all(torch.equal(after[1][name], each) for name, each in without[1].items())
+
+
+def one_is_full(ranks, batches, file):
+    """The second rank's device is full in the middle of the second update. What the first one gets to know is that its
+    neighbour has gone: whoever drives them ends both."""
+    kept = KeptPasses(file)
+    worker = worker_of("actor", FAMILY, MicroBatching(tokens=10**6, ranks=ranks), ranks)
+    kept.settle(worker.learner)
+    began_with = worker.learner.cut_to
+    metrics = [worker.update(batches[:1], LOSS)]
+    if not began_with and not ranks.first:
+        fine = worker._loss
+
+        def full(batch, loss):
+            fine(batch, loss)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. Of the allocated memory ..")
+
+        worker._loss = full
+    metrics.append(worker.update(batches[1:2], LOSS))
+    return began_with, len(worker.learner.batching.split(batches[0].rollouts)), metrics, weights_of(worker)
+
+
+def test_the_next_attempt_of_all_ranks_has_smaller_passes(tmp_path):
+    """Both ranks have all rows."""
+    batches, file = batches_of("actor", FAMILY, TEXT_AND_ONE_IMAGE), tmp_path / "passes.json"
+    with pytest.raises(AssertionError, match=r"(?s)rank 0 of 2: .*(Connection closed|reset) by peer"):
+        run_ranks(2, one_is_full, tmp_path / "ranks", batches, file)
+    told = pickle.loads((tmp_path / "ranks" / "result_1").read_bytes())[1]
+    assert "PassesCut: the device of rank 1 has no room for its part of an update of the actor" in told
+    expected = worker_of("actor", FAMILY, MicroBatching(tokens=10**6))
+    whole = [expected.update([batch], LOSS) for batch in batches[:2]]
+    for began_with, passes, metrics, _ in run_ranks(2, one_is_full, tmp_path / "again", batches, file):
+        assert began_with > 0 and passes > 1
+        for ours, theirs in zip(metrics, whole, strict=True):
+            assert ours["grad_norm"] == pytest.approx(2 * theirs["grad_norm"], rel=1e-3)

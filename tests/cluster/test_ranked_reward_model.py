@@ -1,0 +1,60 @@
+"""A reward model that two ranks hold together scores as the whole one does."""
+
+import pytest
+import torch
+from judge_helpers import answered, asked, encoder_judge, text_judge, vision_judge
+from rank_helpers import run_ranks
+from tiny_models import encoder_of, picture
+
+from mtrl.build.rewards import build_reward_model
+from mtrl.config import load_config
+from mtrl.models.sharding import Sharding, is_part
+from mtrl.workers.rank import OwnCrew, serve
+from mtrl.workers.ranked import RankedRewardModel
+
+FAMILY, CPU = "qwen2_5_vl", torch.device("cpu")
+
+
+def config_for(path):
+    """Two responses a pass, so that ranks have to make idle ones."""
+    rows = {"worker.actor.dynamic_batching": False, "worker.actor.micro_batch_size_per_device_for_experience": 2}
+    rows["worker.actor.fsdp.mixed_precision_dtype"] = "fp32"
+    return load_config(None, rows | {"worker.reward.reward_type": "model", "worker.reward.model_path": path})
+
+
+def batches():
+    """Groups of several sizes, of which one sees two images; one group alone, which leaves a rank without rows; and
+    responses that are longer than BERT reads, in a group of their own."""
+    encoder = encoder_of(FAMILY)
+    seen = [picture(encoder, 2, 2, seed=1), picture(encoder, 4, 3, seed=2)]
+    given = [(asked("which colour"), []), (asked("compare these", 2), seen), (asked("which red"), [])]
+    words = ["red", " blue", " which red", " colour", " blue red", " red" * 20, " blue" * 30]
+    several = answered(encoder, given, words, [0, 0, 0, 1, 1, 2, 2])
+    return [several, answered(encoder, given[1:2], words[:1], [0])]
+
+
+def on_rank(ranks, config, rollouts):
+    worker = build_reward_model(config, Sharding(ranks, CPU))
+    model = getattr(worker.model, "model", None) or worker.model.backbone.model
+    assert all(map(is_part, model.parameters())) and not any(p.requires_grad for p in model.parameters())
+    if not ranks.first:
+        return serve(ranks, {"reward": worker})
+    crew = OwnCrew(ranks, {"reward": worker})
+    found = [RankedRewardModel(crew).score(each) for each in rollouts]
+    crew.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    "kind", ["vision", pytest.param("text", marks=pytest.mark.slow), pytest.param("encoder", marks=pytest.mark.slow)]
+)
+def test_ranks_score_as_one_process(kind, tmp_path):
+    made = {"text": text_judge, "encoder": encoder_judge, "vision": lambda path: vision_judge(path, FAMILY)}[kind]
+    made(tmp_path / "rm")
+    config = config_for(str(tmp_path / "rm"))
+    expected = [build_reward_model(config).score(rollouts) for rollouts in batches()]
+    found, _ = run_ranks(2, on_rank, tmp_path / "ranks", config, batches())
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == [each if isinstance(each, str) else pytest.approx(each, rel=1e-4, abs=1e-5) for each in theirs]
+    unread = [each for each in expected[0] if isinstance(each, str)]
+    assert len(unread) == (2 if kind == "encoder" else 0) and len(set(expected[0])) > 4, "scores that differ"

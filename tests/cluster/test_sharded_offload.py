@@ -1,0 +1,71 @@
+"""Weights, gradients and optimizer state of a split model in main memory: the same numbers to the bit. On a GPU:
+`tests/gpu/test_sharding_cuda.py`."""
+
+from itertools import pairwise
+
+import torch
+from rank_helpers import run_ranks
+from sharded_helpers import LOSS, NEEDS, TEXT_AND_ONE_IMAGE, batches_of, worker_of
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+
+from mtrl.models.sharding import own_part
+from mtrl.models.weights import exported_weights
+from mtrl.workers import offload
+from mtrl.workers.micro_batches import MicroBatching
+
+FAMILY, BEFORE = "qwen2_5_vl", 2
+OFFLOADED = {"weights": {"cpu_offload": True}, "optimizer": {"offload_optimizer": True}}
+
+
+def learnt(worker, batches):
+    """What it says of the rows, metrics and weights; every rank has all rows."""
+    signals = worker.probe(batches[0].rollouts, NEEDS, 4)
+    metrics = [worker.update([batch], LOSS) for batch in batches]
+    return signals, metrics, {name: weight.clone() for name, weight in exported_weights(worker.model).items()}
+
+
+def all_ways(ranks, batches, folder):
+    """Without offload, with each kind of it, and from a checkpoint that such a worker wrote in between."""
+    offload.PIECE = 60_000  # of this process: a few weights each
+    batching = MicroBatching(tokens=60, ranks=ranks)
+    build = lambda options: worker_of("actor", FAMILY, batching, ranks, **options)  # noqa: E731
+    found = {"plain": learnt(build({}), batches)}
+    for name, options in OFFLOADED.items():
+        worker = build(options)
+        learnt(worker, batches[:BEFORE])
+        check_where(worker, **options)
+        snapshot = worker.snapshot()
+        (folder / name).mkdir(exist_ok=True)
+        snapshot.write(folder / name)
+        found[name] = learnt(worker, batches[BEFORE:])
+        again = build(options)
+        again.restore(ranks.told_by_first(folder / name))
+        found[f"{name} again"] = learnt(again, batches[BEFORE:])
+        check_where(again, **options)
+    return found
+
+
+def check_where(worker, cpu_offload=False, offload_optimizer=False):
+    units = [each for each in worker.model.modules() if isinstance(each, FSDPModule)]
+    groups = [group for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups]
+    assert groups and all(isinstance(each.offload_policy, CPUOffloadPolicy) == cpu_offload for each in groups)
+    if offload_optimizer:
+        pieces = worker.learner.pieces
+        parts = [[own_part(weight).nbytes for weight in piece] for piece, _ in pieces]
+        assert len(parts) > 3
+        for piece, following in pairwise(parts):
+            assert sum(piece) + following[0] > offload.PIECE, "a piece is full of what this rank holds"
+        for piece, parked in pieces:
+            states = [worker.learner.optimizer.state[p][kind] for p in piece for kind in ("exp_avg", "exp_avg_sq")]
+            places = {place.data_ptr() for place in parked._places}
+            assert {own_part(state).data_ptr() for state in states} == places, "they lie where they were parked"
+
+
+def test_numbers_are_the_same_to_the_bit(tmp_path):
+    batches = batches_of("actor", FAMILY, TEXT_AND_ONE_IMAGE)[: BEFORE + 2]
+    for found in run_ranks(2, all_ways, tmp_path / "ranks", batches, tmp_path):
+        signals, metrics, weights = found.pop("plain")
+        for way, (theirs, told, moved) in found.items():
+            assert told == metrics[BEFORE:], way
+            assert all(torch.equal(moved[name], weight) for name, weight in weights.items()), way
+            assert theirs.reference.equal(signals.reference), f"{way}: the reference is what it was"

@@ -1,0 +1,116 @@
+"""Ranks whose device was full begin again with smaller passes. There is no device here: what is full says so itself."""
+
+import pickle
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from tiny_models import encoder_of
+
+from mtrl.build.memory import KeptPasses, fitted
+from mtrl.build.run import train_through
+from mtrl.config import load_config
+from mtrl.errors import PassesCut, RankLost, RunError
+from mtrl.memory.rehearsal import DoesNotFit, Limits
+from mtrl.types import Needs, Sampling
+from mtrl.workers.micro_batches import MicroBatching
+
+POLICY = SimpleNamespace(encoder=encoder_of("qwen2"))
+LIMITS = Limits(
+    prompts=8, prompts_per_update=4, sampling=Sampling(n=8, max_new_tokens=16), prompt_tokens=90, max_pixels=56**2,
+    update=MicroBatching(at_least=1000), probe=MicroBatching(4000), needs=Needs("old"),
+)  # fmt: skip
+GROUP = 90 + 8 * 16  # tokens
+
+
+def attempt(kept, room):
+    """A start of a rank with room for an update of so many tokens: the size that its learners begin the first step
+    with."""
+    learners = [SimpleNamespace(name=name, cut_to=0) for name in ("actor", "critic")]
+    for learner in learners:
+        kept.settle(learner)
+
+    def run_once(limits):
+        if (limits.update.tokens or 4 * GROUP) > room:
+            raise DoesNotFit("update", "memory: it does not fit")
+        return {"update": 1}
+
+    cut = learners[0].cut_to
+    fitted(run_once, LIMITS.within(cut) if cut else LIMITS, POLICY, learners, kept)
+    return [learner.cut_to for learner in learners]
+
+
+def test_each_start_has_half_of_what_did_not_fit_before(tmp_path):
+    kept = KeptPasses(tmp_path / "passes.json")
+    assert attempt(kept, 4 * GROUP) == [0, 0] and not kept.file.exists()
+    for tokens in (2 * GROUP, GROUP):
+        with pytest.raises(PassesCut, match=f"they are cut to {tokens} tokens; $"):
+            attempt(kept, GROUP)
+        assert [file.name for file in tmp_path.iterdir()] == ["passes.json"]
+    assert attempt(kept, GROUP) == [GROUP, GROUP]
+
+
+def test_a_learner_that_is_full_later_keeps_its_own(tmp_path):
+    kept, learner = KeptPasses(tmp_path / "passes.json"), SimpleNamespace(name="critic")
+    kept.keep("actor", 100)
+    kept.settle(learner)
+    learner.keep_cut(50)
+    assert attempt(kept, 4 * GROUP) == [100, 50]
+
+
+def test_what_fits_in_no_passes_is_an_error_that_comes_from_any_process(tmp_path):
+    kept = KeptPasses(tmp_path / "passes.json")
+    with pytest.raises(DoesNotFit) as told:
+        while True:
+            with pytest.raises(PassesCut):
+                attempt(kept, 3)
+    again = pickle.loads(pickle.dumps(told.value))
+    assert isinstance(again, DoesNotFit) and (again.phase, str(again)) == ("update", "memory: it does not fit")
+    cut = pickle.loads(pickle.dumps(PassesCut("full; ")))
+    assert isinstance(cut, PassesCut) and str(cut) == "full; "
+
+
+def test_limits_of_one_of_several_ranks():
+    each = LIMITS.on_each(ranks=4, sharers=1)
+    assert (each.prompts, each.prompts_per_update) == (2, 1) and each.update == LIMITS.update
+    shared = LIMITS.on_each(ranks=4, sharers=2)
+    assert (shared.prompts, shared.prompts_per_update) == (4, 2), "two ranks have the same rows"
+    assert (shared.probe.tokens, shared.update.at_least) == (8000, 2000), "and each a half of a pass"
+    assert replace(LIMITS, prompts=9).on_each(4, 1).prompts == 3, "one has more than the others"
+
+
+@pytest.mark.parametrize(("restarts", "ends"), [(1, "run"), (0, "lost")])
+def test_smaller_passes_are_no_restart(restarts, ends, capfd):
+    """Those are for ranks that die."""
+    happens = [PassesCut("half; "), PassesCut("a quarter; "), RankLost("rank 1 is gone; "), PassesCut("less; "), None]
+    fresh = []
+
+    def begin(config):
+        fresh.append(config.training.fresh)
+        error = happens.pop(0)
+
+        def train():
+            if error is not None:
+                raise error
+
+        return SimpleNamespace(train=train)
+
+    config = load_config(None, {"training.max_restarts": restarts, "training.fresh": True})
+    if ends == "lost":
+        with pytest.raises(RankLost, match="rank 1 is gone"):
+            train_through(config, begin)
+        return
+    train_through(config, begin)
+    assert fresh == [True, False, False, False, False]
+    assert "half; the run goes on from its last checkpoint\n" in capfd.readouterr().err
+
+
+def test_by_torchrun_the_command_goes_on(monkeypatch):
+    """It ends the processes together; nobody can begin again among them."""
+    monkeypatch.setattr("mtrl.build.run.started_by_torchrun", lambda: True)
+
+    def begin(config):
+        raise PassesCut("half; ")
+
+    with pytest.raises(RunError, match="half; the same command goes on from the last checkpoint"):
+        train_through(load_config(None, {}), begin)
