@@ -87,8 +87,11 @@ def build_parts(plan: RankPlan, ranks: Ranks) -> dict[str, Any]:
     policy = forward_of(config, encoder, model, ranks, sharers)
     reference = split_reference(config, policy, sharding) if plan.reference else None
     actor = build_actor(config, policy, encoder, plan.steps, reference)
-    engine = RankEngine(build_generator(config, engine_forward(config, policy), encoder, learns=True), actor.publish)
+    samples_by = policy if config.worker.rollout.name == "vllm" else engine_forward(config, policy)
+    engine = RankEngine(build_generator(config, samples_by, encoder, learns=True), actor.publish)
+    engine.wake()
     engine.load()
+    engine.sleep()
     parts: dict[str, Any] = {"actor": RankPart(actor, counts=ranks.counts), "engine": engine}
     if plan.critic:
         empty = empty_value_model(critic_path(config), **without_device(load_options(config)))

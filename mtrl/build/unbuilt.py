@@ -30,7 +30,12 @@ def unbuilt(config: Config) -> list[str]:
             bool(rollout.engine_kwargs) and rollout.name != "vllm"
         ),
         "worker.rollout.tensor_parallel_size; set it to 1": rollout.tensor_parallel_size > 1,
-        "worker.rollout.name: vllm on several processes; use local": ranked and rollout.name == "vllm",
+        "worker.rollout.mode: server on several processes; use inprocess or process": (
+            ranked and rollout.name == "vllm" and rollout.mode == "server"
+        ),
+        "worker.actor.offload.offload_params on several processes; set it to false": (
+            ranked and rollout.name == "vllm" and worker.actor.offload.offload_params
+        ),
         "worker.actor.model.peft_type: qlora on several processes; use lora": ranked and model.peft_type == "qlora",
         "worker.actor.optim.name: adamw_8bit on several processes; use adamw": ranked and names != {"adamw"},
         "worker.actor.offload.offload_optimizer on several processes; set it to false": (

@@ -28,8 +28,14 @@ REFUSED = {  # what the message names: the overrides
         "worker.rollout.tensor_parallel_size": 2,
         "training.n_gpus_per_node": 2,
     },
-    "worker.rollout.name: vllm on several processes": {
-        "worker.rollout.name": "vllm", "training.n_gpus_per_node": 2
+    "worker.rollout.mode: server on several processes": {
+        "worker.rollout.name": "vllm",
+        "worker.rollout.mode": "server",
+        "worker.rollout.address": "localhost:8000",
+        "training.n_gpus_per_node": 2,
+    },
+    "worker.actor.offload.offload_params on several": {
+        "worker.rollout.name": "vllm", "worker.actor.offload.offload_params": True, "training.n_gpus_per_node": 2
     },
     "worker.actor.model.peft_type: qlora on several": {
         "worker.actor.model.peft_type": "qlora", "training.n_gpus_per_node": 2
@@ -98,6 +104,8 @@ def test_several_are_told_together():
         {"worker.rollout.name": "local"},
         {"worker.rollout.name": "vllm", "worker.rollout.engine_kwargs": {"max_num_seqs": 8}},
         {"worker.rollout.name": "vllm", "worker.rollout.mode": "process"},
+        {"worker.rollout.name": "vllm", "worker.rollout.mode": "process", "training.n_gpus_per_node": 2},
+        {"worker.rollout.name": "vllm", "training.nnodes": 2},
         {"optimization.divergence_penalty": "full"},
         {"optimization.online_filtering": True},
         {"optimization.replay_buffer_size": 64},
