@@ -37,7 +37,7 @@ from mtrl.build.ranks import RankPlan, Workers, follow, follows, open_ranks, ref
 from mtrl.build.rewards import build_scorer, warn_of_wrong_truths
 from mtrl.build.threads import settle_threads
 from mtrl.build.trackers import build_store, build_trackers
-from mtrl.build.unbuilt import refuse_unbuilt
+from mtrl.build.unbuilt import refuse_unbuilt, several_processes
 from mtrl.config import Config, ConfigError, given_keys, load_config, to_yaml
 from mtrl.config.places import GIVEN
 from mtrl.data import DataError
@@ -155,7 +155,7 @@ def build(
     if follows():
         follow()
         raise SystemExit(0)
-    ranked = world_size(config) > 1
+    ranked = several_processes(config)
     with opening(), ExitStack() as closing:
         training = config.training
         directory = closing.enter_context(claim(place_of(config), config, training.fresh))
@@ -214,7 +214,7 @@ def build(
             validation=build_validation(config, encoder, directory.path, data is not None, truth_for, val_data),
             stop=interrupt.asked,
             critic=workers.critic,
-            devices=world_size(config),
+            devices=world_size(config) + (config.worker.rollout.n_gpus or 0),
         )
         loop = Loop(components, rules)
         if loaded is not None:

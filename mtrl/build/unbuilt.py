@@ -14,7 +14,7 @@ def unbuilt(config: Config) -> list[str]:
     """Each switch that is on and cannot be had, with what to set instead."""
     training, worker = config.training, config.worker
     model, rollout = worker.actor.model, worker.rollout
-    ranked = training.nnodes * training.n_gpus_per_node > 1
+    ranked = several_processes(config)
     names = {worker.actor.optim.name, worker.critic.optim.name}
     switches = {
         "worker.actor.fsdp.cpu_offload (of weights that are split over several GPUs); set it to false": (
@@ -22,7 +22,9 @@ def unbuilt(config: Config) -> list[str]:
         ),
         "worker.actor.offload.offload_params (the local engine samples from these weights); set it to false, or "
         "worker.rollout.name to vllm": (worker.actor.offload.offload_params and rollout.name != "vllm"),
-        "worker.hybrid_engine: false; set it to true": not worker.hybrid_engine,
+        f"worker.rollout.mode: {rollout.mode} of engines apart, which have processes of their own; use inprocess": (
+            not worker.hybrid_engine and rollout.name == "vllm" and rollout.mode == "process"
+        ),
         f"worker.rollout.mode: {rollout.mode}; use inprocess, or worker.rollout.name: vllm": (
             rollout.mode != "inprocess" and rollout.name != "vllm"
         ),
@@ -70,12 +72,19 @@ def missing_libraries(config: Config) -> list[str]:
     for name in LOGGERS[1:]:
         if name in config.training.logger and find_spec(name) is None:
             missing.append(f"training.logger: {name} is not installed; pip install {name}")
-    ranked = config.training.nnodes * config.training.n_gpus_per_node > 1
+    ranked = several_processes(config)
     if ranked and find_spec("ray") is None and not started_by_torchrun():
         start = "torchrun --nproc-per-node N -m mtrl train .."
         told = f"several processes need ray; pip install 'mtrl[cluster]', or start {start}"
         missing.append(f"training.n_gpus_per_node: {told}")
+    if started_by_torchrun() and not config.worker.hybrid_engine:
+        told = "false needs Ray, which starts the processes of engines; start mtrl without torchrun, or set it to true"
+        missing.append(f"worker.hybrid_engine: {told}")
     return missing
+
+
+def several_processes(config: Config) -> bool:
+    return config.training.nnodes * config.training.n_gpus_per_node > 1 or not config.worker.hybrid_engine
 
 
 def refuse_unbuilt(config: Config) -> None:

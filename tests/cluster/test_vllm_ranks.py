@@ -56,10 +56,17 @@ def by_ray(arguments):
     return [sys.executable, "-m", "mtrl", *arguments]
 
 
-@pytest.mark.parametrize(("launched", "mode"), [(by_torchrun, "inprocess"), (by_ray, "inprocess"), (by_ray, "process")])
-def test_each_rank_drives_an_engine(launched, mode, tmp_path, alone):
+IN_CHILD = ("worker.rollout.mode=process",)
+APART = ("worker.hybrid_engine=false", "worker.rollout.n_gpus=1")
+
+
+@pytest.mark.parametrize(
+    ("launched", "words"), [(by_torchrun, ()), (by_ray, ()), (by_ray, IN_CHILD), (by_ray, APART)],
+    ids=["torchrun", "ray", "ray in a child", "ray apart"],
+)  # fmt: skip
+def test_engines_of_ranks(launched, words, tmp_path, alone):
     """The numbers of one process: each engine was given the weights that the ranks hold together, at every step."""
-    words = (*WORDS, "training.n_gpus_per_node=2", f"worker.rollout.mode={mode}")
+    words = (*WORDS, "training.n_gpus_per_node=2", *words)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
         launched(train_arguments(tmp_path, *words)), env=environment, capture_output=True, text=True, timeout=SECONDS
