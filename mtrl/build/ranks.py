@@ -241,9 +241,9 @@ def open_crew(plan: RankPlan, directory: Path) -> Crew:
 
     training = plan.config.training
     build, logs = partial(build_parts, plan), directory.absolute() / LOGS
-    engines = plan.config.worker.rollout.n_gpus or 0
-    ranks, per_node = world_size(plan.config), training.n_gpus_per_node
-    return RayCrew(ranks, per_node, build, logs, training.heartbeat_s, engines, partial(build_apart, plan))
+    engines, size = plan.config.worker.rollout.n_gpus or 0, world_size(plan.config)
+    build_engine = partial(build_apart, plan)
+    return RayCrew(size, training.n_gpus_per_node, build, logs, training.heartbeat_s, engines, build_engine)
 
 
 def follows() -> bool:

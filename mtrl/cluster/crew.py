@@ -72,6 +72,7 @@ class RayCrew:
     def _start(self, kind: str, number: int, size: int) -> Any:
         from mtrl.cluster.process import RankProcess
 
+        assert self.group is not None
         strategy = PlacementGroupSchedulingStrategy(self.group)
         options = {"scheduling_strategy": strategy, "num_cpus": 1, "num_gpus": gpus()}
         remote: Any = RankProcess  # ray.remote has put more into the class

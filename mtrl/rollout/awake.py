@@ -60,6 +60,7 @@ class Awake:
         """By default there is nothing that would go on."""
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Rollouts:
+        """Every engine's own."""
         raise NotImplementedError
 
     def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> Callable[[], Rollouts]:
