@@ -20,7 +20,6 @@ from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mtrl.cluster.transfer import Lent
-from mtrl.cluster.watch import Lookout, Member
 from mtrl.cluster.weights import Door
 from mtrl.errors import StartError
 from mtrl.models.ranks import Ranks
@@ -48,6 +47,8 @@ class RayCrew:
         engines: int = 0,
         build_engine: BuildEngine | None = None,
     ) -> None:
+        from mtrl.cluster.watch import Lookout
+
         self.size, self.logs, self.watch = size, logs, Lookout(heartbeat)
         self.lent = Lent(ray.put)
         self.started = open_ray(size + engines)
@@ -71,6 +72,7 @@ class RayCrew:
 
     def _start(self, kind: str, number: int, size: int) -> Any:
         from mtrl.cluster.process import RankProcess
+        from mtrl.cluster.watch import Member
 
         assert self.group is not None
         strategy = PlacementGroupSchedulingStrategy(self.group)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import ray
 import torch
 from torch import Tensor
 
@@ -26,6 +25,8 @@ class Door:
     engines: list[Any]
 
     def __call__(self, sent: Iterable[tuple[Any, Tensor | None]]) -> None:
+        import ray
+
         waiting: deque[list[Any]] = deque()
         for head, tensor in sent:
             form, stored = (None, None) if tensor is None else (form_of(tensor), ray.put(bytes_of(tensor)))

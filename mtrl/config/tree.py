@@ -305,7 +305,7 @@ class RolloutConfig:
     seed: int = key(1, "seed of the sampled tokens", "[0, inf)")
     lag: int = key(0, "1: responses are sampled one step before they are learnt from, and corrected for it", "[0, 1]")
     n_gpus: int | None = key(
-        None, "GPUs of engines alone, where worker.hybrid_engine is false; each holds the whole model", "[1, inf)"
+        None, "GPUs for engines alone, which each hold the model, with worker.hybrid_engine: false", "[1, inf)"
     )
     gpu_memory_utilization: float = key(0.4, "share of GPU memory for vLLM", "(0, 1]")
     tensor_parallel_size: int = key(1, "GPUs per vLLM engine", "[1, inf)")
