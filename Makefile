@@ -54,6 +54,7 @@ $(VLLM_INSTALLED): pyproject.toml constraints.txt
 
 test-vllm: setup-vllm
 	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -n 2 --dist loadfile tests/on_vllm tests/conformance/test_generator.py -k vllm
+	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -m slow tests/cluster/test_vllm_ranks.py
 
 test-all: setup browser
 	$(PYTEST) -m "not soak"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -120,7 +120,12 @@ class Generator(Protocol):
         """Wakes the engine; at its end the engine sleeps and the trainer has the device memory. Such blocks may stand
         inside one another: the outermost counts."""
 
+    apart: bool  # whether it samples beside those who learn, on devices of its own
+
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Rollouts: ...
+
+    def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> Callable[[], Rollouts]:
+        """`generate` in two: one that is `apart` samples on until what it gives is called."""
 
     def rehearse(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
         """Takes the device memory that `generate` would take if no response stopped early, until the engine sleeps."""
@@ -190,14 +195,30 @@ class Critic(Prober, Stateful, Protocol):
         """One optimizer step a batch, as the actor's."""
 
 
-class Crew(Protocol):
-    """Processes that hold the same workers together, and whoever drives them: each worker is a part of every process,
-    by a name, and its methods are called on all of them at once."""
+class Called(Protocol):
+    """Processes that hold the same workers: each is a part of every process, by a name, and its methods are called on
+    all of them at once."""
 
-    size: int
+    @property
+    def size(self) -> int: ...
 
     def call(self, part: str, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """What the method gives on each rank, which has arguments of its own."""
+        """What the method gives on each process, which has arguments of its own."""
+
+
+class Engines(Called, Protocol):
+    """Processes that sample, beside a crew whose ranks learn."""
+
+    def begin(self, part: str, method: str, arguments: Sequence[tuple[Any, ...]]) -> Callable[[], list[Any]]:
+        """`call` in two: what it gives waits for them."""
+
+    def hand_over(self, sender: str, taker: str) -> list[Any]:
+        """Weights from the part `sender` of all ranks, one by one, to the part `taker` of all engines; what these say
+        then."""
+
+
+class Crew(Called, Protocol):
+    """Processes that hold one model together, ranks, and whoever drives them."""
 
     def call_first(self, part: str, method: str, *arguments: Any) -> Any:
         """The same of the first rank alone, beside what is called on all of them: it must not wait for the others."""

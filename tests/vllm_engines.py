@@ -52,12 +52,19 @@ def in_process(family: str) -> VllmInProcess:
     from vllm.distributed.parallel_state import model_parallel_is_initialized
 
     if _in_process and not model_parallel_is_initialized():
-        for host in _in_process.values():
-            host.close()
-        _in_process.clear()
+        end_in_process()
     if family not in _in_process:
         _in_process[family] = VllmInProcess(*arguments(family))
     return _in_process[family]
+
+
+def end_in_process() -> None:
+    """With the group of torch.distributed that they have made: a process that is forked could join no other."""
+    for host in _in_process.values():
+        host.close()
+    _in_process.clear()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 @lru_cache

@@ -31,19 +31,22 @@ from mtrl.config import Config, ConfigError
 from mtrl.machine import started_by_torchrun
 from mtrl.models.adapters import base_path, has_adapters, inject
 from mtrl.models.backbone import Backbone, unshareable
-from mtrl.models.families import load_model_config
+from mtrl.models.families import TextEncoder, load_model_config
 from mtrl.models.forward import Forward
-from mtrl.models.load import DTYPES, empty_model
+from mtrl.models.load import DTYPES, empty_model, load_model
 from mtrl.models.ranks import Ranks
 from mtrl.models.sharding import Sharding, make_room, own_part, tensors_of
 from mtrl.models.ulysses import share_sequences
 from mtrl.models.value_head import empty_value_model
 from mtrl.protocols import Actor, Crew, Critic, Generator, Refreshed
 from mtrl.rewards.scorer import ResponseScorer
+from mtrl.rollout.apart import SENDER, ApartEngine, ApartGenerator, Sent, WeightSender
+from mtrl.rollout.decode.engine import fastest_generator
+from mtrl.rollout.ranked import PART as ENGINE
 from mtrl.rollout.ranked import RankedGenerator, RankEngine
 from mtrl.training.recipe import Recipe
 from mtrl.training.resume import refuse_damaged
-from mtrl.types import Needs
+from mtrl.types import Needs, Weights
 from mtrl.workers.learner import Learner
 from mtrl.workers.rank import OwnCrew, join_ranks, serve
 from mtrl.workers.ranked import RankedLearner, RankedReference, RankedRewardModel, RankPart, on_all
@@ -56,11 +59,6 @@ NOTHING = Needs()
 
 def world_size(config: Config) -> int:
     return config.training.nnodes * config.training.n_gpus_per_node
-
-
-def on_ranks(config: Config) -> bool:
-    """Whether models are split: over several processes, or on the one that torchrun has started."""
-    return world_size(config) > 1 or started_by_torchrun()
 
 
 @dataclass(frozen=True)
@@ -102,9 +100,11 @@ def build_parts(plan: RankPlan, ranks: Ranks) -> dict[str, Any]:
     policy = forward_of(config, encoder, model, ranks, sharers)
     reference = split_reference(config, policy, sharding) if plan.reference else None
     actor = build_actor(config, policy, encoder, plan.steps, reference)
-    engine = RankEngine(build_generator(config, engine_forward(config, policy), encoder, learns=True), actor.publish)
-    engine.load()
-    parts: dict[str, Any] = {"actor": RankPart(actor, counts=ranks.counts), "engine": engine}
+    parts: dict[str, Any] = {"actor": RankPart(actor, counts=ranks.counts)}
+    if config.worker.hybrid_engine:
+        parts[ENGINE] = rank_engine(config, policy, encoder, actor.publish)
+    else:
+        parts[SENDER] = WeightSender(actor.publish, DTYPES[settings.mixed_precision_dtype])
     learners = [actor.learner]
     value_forward: Forward | None = None
     if plan.critic:
@@ -118,7 +118,7 @@ def build_parts(plan: RankPlan, ranks: Ranks) -> dict[str, Any]:
     if kept is not None:
         for learner in learners:
             kept.settle(learner)
-    sampler = parts["engine"].generator if "engine" in parts else None
+    sampler = parts[ENGINE].generator if ENGINE in parts else None
     parts["rehearsal"] = RankRehearsal(plan, policy, sampler, learners, value_forward, kept)
     if config.worker.reward.reward_type == "model":
         parts["reward"] = build_reward_model(config, sharding)
@@ -141,6 +141,32 @@ class RankRehearsal:
     def run(self, resumed: bool) -> None:
         config, needs = self.plan.config, self.plan.needs
         rehearse_on_gpu(config, self.policy, self.engine, needs, resumed, self.learners, self.critic, self.kept)
+
+
+def rank_engine(config: Config, policy: Forward, encoder: TextEncoder, publish: Callable[[], Weights]) -> RankEngine:
+    samples_by = policy if config.worker.rollout.name == "vllm" else engine_forward(config, policy)
+    engine = RankEngine(build_generator(config, samples_by, encoder, learns=True), publish)
+    engine.wake()
+    engine.load()
+    engine.sleep()
+    return engine
+
+
+def build_apart(plan: RankPlan, next_one: Callable[[], Sent]) -> dict[str, Any]:
+    """An engine that is alone in its process, with the model's weights as they are given; `next_one` brings others."""
+    config, dtype = plan.config, plan.config.worker.actor.fsdp.mixed_precision_dtype
+    encoder, path = build_encoder(config), base_path(model_path(config))
+    seek_model(path)
+    refuse_damaged(Path(path))
+    if config.worker.rollout.name == "vllm":
+        from mtrl.build.vllm import vllm_engine  # it need not be installed
+
+        names = empty_policy(config, dtype, adapters=False).state_dict().keys()
+        on_gpu = torch.cuda.is_available()
+        return {ENGINE: ApartEngine(vllm_engine(config, path, encoder, names, DTYPES[dtype], on_gpu), next_one)}
+    model = load_model(path, **load_options(config) | {"dtype": dtype})
+    model.requires_grad_(False)
+    return {ENGINE: ApartEngine(fastest_generator(Backbone(model, DTYPES[dtype]), encoder), next_one)}
 
 
 def empty_policy(config: Config, dtype: str | None = None, adapters: bool = True) -> Any:
@@ -217,11 +243,24 @@ def open_ranks(plan: RankPlan, directory: Path) -> Workers:
         RankedLearner(crew, "actor", share, sharers),
         RankedLearner(crew, "critic", share, sharers) if plan.critic else None,
         RankedReference(crew) if plan.refreshed and plan.reference else None,
-        RankedGenerator(crew),
+        generator_of(plan, crew),
         RankedRewardModel(crew) if plan.config.worker.reward.reward_type == "model" else None,
         rehearse=lambda resumed: on_all(crew, "rehearsal", "run", resumed),
         close=crew.close,
     )
+
+
+def generator_of(plan: RankPlan, crew: Any) -> Generator:
+    """The engines of the ranks, or those of a crew of Ray that has some apart, with the weights of the ranks."""
+    if plan.config.worker.hybrid_engine:
+        return RankedGenerator(crew)
+    generator = ApartGenerator(crew.engines)
+    try:
+        generator.load(Weights(0, {}))
+    except BaseException:
+        crew.close()
+        raise
+    return generator
 
 
 def refuse_unshareable(plan: RankPlan) -> None:
@@ -242,7 +281,9 @@ def open_crew(plan: RankPlan, directory: Path) -> Crew:
 
     training = plan.config.training
     build, logs = partial(build_parts, plan), directory.absolute() / LOGS
-    return RayCrew(world_size(plan.config), training.n_gpus_per_node, build, logs, training.heartbeat_s)
+    engines, size = plan.config.worker.rollout.n_gpus or 0, world_size(plan.config)
+    build_engine = partial(build_apart, plan)
+    return RayCrew(size, training.n_gpus_per_node, build, logs, training.heartbeat_s, engines, build_engine)
 
 
 def follows() -> bool:

@@ -33,11 +33,11 @@ from mtrl.build.model import (
     refuse_nothing_to_refresh,
     refuse_unmeasured,
 )
-from mtrl.build.ranks import RankPlan, Workers, follow, follows, on_ranks, open_ranks, refuse_other_world, world_size
+from mtrl.build.ranks import RankPlan, Workers, follow, follows, open_ranks, refuse_other_world, world_size
 from mtrl.build.rewards import build_scorer, warn_of_wrong_truths
 from mtrl.build.threads import settle_threads
 from mtrl.build.trackers import build_store, build_trackers
-from mtrl.build.unbuilt import refuse_unbuilt
+from mtrl.build.unbuilt import refuse_unbuilt, several_processes
 from mtrl.config import Config, ConfigError, given_keys, load_config, to_yaml
 from mtrl.config.places import GIVEN
 from mtrl.data import DataError
@@ -156,7 +156,7 @@ def build(
     if follows():
         follow()
         raise SystemExit(0)
-    ranked = on_ranks(config)
+    ranked = several_processes(config)
     with opening(), ExitStack() as closing:
         training = config.training
         directory = closing.enter_context(claim(place_of(config), config, training.fresh))
@@ -216,7 +216,7 @@ def build(
             validation=build_validation(config, encoder, directory.path, data is not None, truth_for, val_data),
             stop=interrupt.asked,
             critic=workers.critic,
-            devices=world_size(config),
+            devices=world_size(config) + (config.worker.rollout.n_gpus or 0),
         )
         loop = Loop(components, rules)
         if loaded is not None:

@@ -14,7 +14,7 @@ def unbuilt(config: Config) -> list[str]:
     """Each switch that is on and cannot be had, with what to set instead."""
     training, worker = config.training, config.worker
     model, rollout = worker.actor.model, worker.rollout
-    ranked = training.nnodes * training.n_gpus_per_node > 1
+    ranked = several_processes(config)
     names = {worker.actor.optim.name, worker.critic.optim.name}
     switches = {
         "worker.actor.fsdp.cpu_offload on one process (it is for weights that are split); set it to false": (
@@ -22,7 +22,9 @@ def unbuilt(config: Config) -> list[str]:
         ),
         "worker.actor.offload.offload_params (the local engine samples from these weights); set it to false, or "
         "worker.rollout.name to vllm": (worker.actor.offload.offload_params and rollout.name != "vllm"),
-        "worker.hybrid_engine: false; set it to true": not worker.hybrid_engine,
+        f"worker.rollout.mode: {rollout.mode} of engines apart, which have processes of their own; use inprocess": (
+            not worker.hybrid_engine and rollout.name == "vllm" and rollout.mode == "process"
+        ),
         f"worker.rollout.mode: {rollout.mode}; use inprocess, or worker.rollout.name: vllm": (
             rollout.mode != "inprocess" and rollout.name != "vllm"
         ),
@@ -30,7 +32,12 @@ def unbuilt(config: Config) -> list[str]:
             bool(rollout.engine_kwargs) and rollout.name != "vllm"
         ),
         "worker.rollout.tensor_parallel_size; set it to 1": rollout.tensor_parallel_size > 1,
-        "worker.rollout.name: vllm on several processes; use local": ranked and rollout.name == "vllm",
+        "worker.rollout.mode: server on several processes; use inprocess or process": (
+            ranked and rollout.name == "vllm" and rollout.mode == "server"
+        ),
+        "worker.actor.offload.offload_params on several processes; set it to false": (
+            ranked and rollout.name == "vllm" and worker.actor.offload.offload_params
+        ),
         "worker.actor.model.peft_type: qlora on several processes; use lora": ranked and model.peft_type == "qlora",
         "worker.actor.optim.name: adamw_8bit on several processes; use adamw": ranked and names != {"adamw"},
         f"worker.actor.fsdp.param_rounding: {worker.actor.fsdp.param_rounding} on several processes; use none": (
@@ -58,12 +65,21 @@ def missing_libraries(config: Config) -> list[str]:
     for name in LOGGERS[1:]:
         if name in config.training.logger and find_spec(name) is None:
             missing.append(f"training.logger: {name} is not installed; pip install {name}")
-    ranked = config.training.nnodes * config.training.n_gpus_per_node > 1
+    ranked = several_processes(config)
     if ranked and find_spec("ray") is None and not started_by_torchrun():
         start = "torchrun --nproc-per-node N -m mtrl train .."
         told = f"several processes need ray; pip install 'mtrl[cluster]', or start {start}"
         missing.append(f"training.n_gpus_per_node: {told}")
+    if started_by_torchrun() and not config.worker.hybrid_engine:
+        told = "false needs Ray, which starts the processes of engines; start mtrl without torchrun, or set it to true"
+        missing.append(f"worker.hybrid_engine: {told}")
     return missing
+
+
+def several_processes(config: Config) -> bool:
+    """Whether models are split over ranks: torchrun's, be it a single one, or those of a crew of Ray."""
+    ranks = config.training.nnodes * config.training.n_gpus_per_node
+    return ranks > 1 or not config.worker.hybrid_engine or started_by_torchrun()
 
 
 def refuse_unbuilt(config: Config) -> None:

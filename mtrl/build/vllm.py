@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -25,16 +26,11 @@ from mtrl.types import Weights
 def build_vllm(config: Config, path: str, policy: Forward, encoder: TextEncoder, learns: bool) -> VllmGenerator:
     """`path`: of the model, whose weights vLLM starts with; under adapters it starts with those of their base and is
     given the merged ones. `learns`: the engine will be given others."""
-    rollout = config.worker.rollout
-    for key, value in (("temperature", rollout.temperature), ("val.temperature", rollout.val.temperature)):
-        if 0 < value < LOWEST_TEMPERATURE:
-            told = f"{value:g} is below the {LOWEST_TEMPERATURE:g} that vLLM samples at; raise it"
-            raise ConfigError([f"worker.rollout.{key}: {told}"])
-    dtype, weights = policy.backbone.compute_dtype, exported_weights(policy.backbone.model)
-    host = build_host(config, base_path(path), encoder, dtype, on_gpu=policy.backbone.device.type == "cuda")
-    engine = VllmGenerator(host, encoder, weights.keys(), compute_dtype=dtype)
-    server = host if isinstance(host, VllmServer) else None  # it may hold the weights of an earlier run
-    if (server and learns) or is_adapter(path):
+    backbone, weights = policy.backbone, exported_weights(policy.backbone.model)
+    on_gpu, ranked = backbone.device.type == "cuda", backbone.ranks.group is not None
+    engine = vllm_engine(config, path, encoder, weights.keys(), backbone.compute_dtype, on_gpu, ranked)
+    server = engine.host if isinstance(engine.host, VllmServer) else None  # it may hold the weights of an earlier run
+    if (server and learns) or (is_adapter(path) and not ranked):  # a rank's engine is given its actor's in any case
         if server and not server.takes_weights:
             raise StartError(f"worker.rollout.address: {server.no_weights}")
         with engine.awake():
@@ -42,19 +38,40 @@ def build_vllm(config: Config, path: str, policy: Forward, encoder: TextEncoder,
     return engine
 
 
-def build_host(config: Config, path: str, encoder: TextEncoder, dtype: torch.dtype, on_gpu: bool) -> Host:
+def vllm_engine(
+    config: Config,
+    path: str,
+    encoder: TextEncoder,
+    names: Collection[str],
+    dtype: torch.dtype,
+    on_gpu: bool,
+    ranked: bool = False,
+) -> VllmGenerator:
+    """An engine for the weights of these `names`; `ranked`: in a process of several that hold a model together."""
+    rollout = config.worker.rollout
+    for key, value in (("temperature", rollout.temperature), ("val.temperature", rollout.val.temperature)):
+        if 0 < value < LOWEST_TEMPERATURE:
+            told = f"{value:g} is below the {LOWEST_TEMPERATURE:g} that vLLM samples at; raise it"
+            raise ConfigError([f"worker.rollout.{key}: {told}"])
+    host = build_host(config, base_path(path), encoder, dtype, on_gpu, ranked)
+    return VllmGenerator(host, encoder, names, compute_dtype=dtype)
+
+
+def build_host(config: Config, path: str, encoder: TextEncoder, dtype: torch.dtype, on_gpu: bool, ranked: bool) -> Host:
     rollout, images = config.worker.rollout, encoder.image_settings
     if rollout.mode == "server":
         assert rollout.address is not None, "the configuration was checked"
         return VllmServer(rollout.address, path, dtype)
-    arguments = arguments_of(config, path, dtype, on_gpu)
+    arguments = arguments_of(config, path, dtype, on_gpu, ranked)
     image_arguments = None if images is None else images.processor_arguments()
     if rollout.mode == "process":
         return VllmProcess(arguments, image_arguments, dtype)
     return VllmInProcess(arguments, image_arguments)
 
 
-def arguments_of(config: Config, path: str, dtype: torch.dtype, on_gpu: bool) -> dict[str, Any]:
+def arguments_of(
+    config: Config, path: str, dtype: torch.dtype, on_gpu: bool, ranked: bool = False
+) -> dict[str, Any]:  # fmt: skip
     rollout, model = config.worker.rollout, config.worker.actor.model
     longest = config.dataset.max_prompt_length + recipe.training_sampling(config).max_new_tokens
     return engine_arguments(
@@ -67,5 +84,6 @@ def arguments_of(config: Config, path: str, dtype: torch.dtype, on_gpu: bool) ->
         enable_prefix_caching=rollout.enable_prefix_caching,
         trust_remote_code=model.trust_remote_code,
         on_gpu=on_gpu,
+        among_ranks=ranked and rollout.mode == "inprocess",
         extra=rollout.engine_kwargs,
     )

@@ -1,4 +1,5 @@
-"""Ranks as processes of Ray: placed one a GPU, called together, watched while they work, and ended with the run."""
+"""Ranks as processes of Ray: placed one a GPU, called together, watched while they work, and ended with the run.
+Engines that have GPUs of their own are further processes, placed beside them."""
 
 from __future__ import annotations
 
@@ -8,137 +9,142 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import ray
 import torch
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mtrl.cluster.transfer import Lent
-from mtrl.errors import RankLost, StartError
+from mtrl.cluster.weights import Door
+from mtrl.errors import StartError
 from mtrl.models.ranks import Ranks
 
-LINES = 12  # of a lost rank's log in the message
-GRACE = 5.0  # seconds in which the ranks that lost another one say so: the one that died first is to be told
 STARTS = 3  # attempts to start Ray on this machine
 PLACING = 120.0  # seconds that a cluster has to find room for all ranks
 
 logger = logging.getLogger(__name__)
 
 Build = Callable[[Ranks], Mapping[str, Any]]
+BuildEngine = Callable[[Callable[[], Any]], Mapping[str, Any]]  # from what brings the next of what arrives
 
 
 class RayCrew:
-    """`build` makes the workers of a rank, on that rank. Nothing of a model is ever here."""
+    """`build` makes the workers of a rank, on that rank, and `build_engine` those of each of so many `engines`, which
+    hold nothing else. Nothing of a model is ever here."""
 
-    def __init__(self, size: int, per_node: int, build: Build, logs: Path, heartbeat: float) -> None:
-        from mtrl.cluster.process import RankProcess
+    def __init__(
+        self,
+        size: int,
+        per_node: int,
+        build: Build,
+        logs: Path,
+        heartbeat: float,
+        engines: int = 0,
+        build_engine: BuildEngine | None = None,
+    ) -> None:
+        from mtrl.cluster.watch import Lookout
 
-        self.size, self.logs, self.heartbeat = size, logs, heartbeat
+        self.size, self.logs, self.watch = size, logs, Lookout(heartbeat)
         self.lent = Lent(ray.put)
-        self.lost: RankLost | None = None
-        self.started = open_ray(size)
+        self.started = open_ray(size + engines)
         self.group: PlacementGroup | None = None
         self.ranks: list[Any] = []
         try:
-            self.group = place(size, per_node)
-            strategy = PlacementGroupSchedulingStrategy(self.group)
-            for number in range(size):
-                options = {"scheduling_strategy": strategy, "num_cpus": 1, "num_gpus": gpus()}
-                kind: Any = RankProcess  # ray.remote has put more into the class
-                self.ranks.append(kind.options(**options).remote(number, size, self._log(number)))
+            self.group = place(size, per_node, engines)
+            self.ranks = [self._start("rank", number, size) for number in range(size)]
+            apart = [self._start("engine", number, engines) for number in range(engines)]
             # A process that starts answers nobody: on a busy machine that takes longer than a heartbeat.
-            self.places = self._results([rank.place.remote() for rank in self.ranks], watched=False)
-            [address] = self._results([self.ranks[0].address.remote()])
-            self._results([rank.join.remote(address, build) for rank in self.ranks])
+            members = self.watch.members
+            for member, where in zip(members, self._places([*self.ranks, *apart]), strict=True):
+                member.place = where
+            [address] = self.watch.results([self.ranks[0].address.remote()])
+            joining = [rank.join.remote(address, build) for rank in self.ranks]
+            self.watch.results([*joining, *(engine.hold.remote(build_engine) for engine in apart)])
+            self.engines = RayEngines(apart, self)
         except BaseException:
             self.close()
             raise
 
+    def _start(self, kind: str, number: int, size: int) -> Any:
+        from mtrl.cluster.process import RankProcess
+        from mtrl.cluster.watch import Member
+
+        assert self.group is not None
+        strategy = PlacementGroupSchedulingStrategy(self.group)
+        options = {"scheduling_strategy": strategy, "num_cpus": 1, "num_gpus": gpus()}
+        remote: Any = RankProcess  # ray.remote has put more into the class
+        log = self.logs / f"{kind}_{number}.log"
+        process = remote.options(**options).remote(number, size, log, kind)
+        self.watch.members.append(Member(process, f"{kind} {number} of {size}", log))
+        return process
+
+    def _places(self, processes: Sequence[Any]) -> list[tuple[str, int]]:
+        return self.watch.results([process.place.remote() for process in processes], watched=False)
+
     # -------------------------------------------------------------------------------------------------------- calling
     def call(self, part: str, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        self._refuse_lost()
-        calls = zip(self.ranks, arguments, strict=True)
-        return self._results([rank.answer.remote(part, method, self.lent(given)) for rank, given in calls])
+        return self.watch.results(self.begun(self.ranks, part, method, arguments))
+
+    def begun(
+        self, processes: Sequence[Any], part: str, method: str, arguments: Sequence[tuple[Any, ...]]
+    ) -> list[Any]:  # fmt: skip
+        """Names of what will come of it."""
+        self.watch.refuse_lost()
+        calls = zip(processes, arguments, strict=True)
+        return [process.answer.remote(part, method, self.lent(given)) for process, given in calls]
 
     def call_first(self, part: str, method: str, *arguments: Any) -> Any:
-        self._refuse_lost()
-        return self._results([self.ranks[0].answer_beside.remote(part, method, arguments)])[0]
+        self.watch.refuse_lost()
+        return self.watch.results([self.ranks[0].answer_beside.remote(part, method, arguments)])[0]
 
     def call_beside(self, part: str, method: str, *arguments: Any) -> list[Any]:
-        self._refuse_lost()
-        return self._results([rank.answer_beside.remote(part, method, arguments) for rank in self.ranks], beside=True)
-
-    def _refuse_lost(self) -> None:
-        if self.lost is not None:
-            raise self.lost
-
-    def _results(self, calls: Sequence[Any], watched: bool = True, beside: bool = False) -> list[Any]:
-        """Waits for all, and looks meanwhile whether every rank is alive. An error of something that was done `beside`
-        leaves the ranks as they were."""
-        waiting, patience = list(calls), self.heartbeat if watched else None
-        while waiting:
-            done, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=patience)
-            for call in done:
-                try:
-                    ray.get(call)
-                except (RayActorError, RayTaskError) as error:
-                    raise self._told(error, calls, beside) from error
-            if waiting:
-                self._look()
-        return ray.get(list(calls))
-
-    def _look(self) -> None:
-        beats = [rank.beat.remote() for rank in self.ranks]
-        for number, beat in enumerate(beats):
-            try:
-                ray.get(beat, timeout=self.heartbeat)
-            except RayActorError:
-                continue  # its call says so
-            except GetTimeoutError as error:
-                self.lost = RankLost(self._message(number, f"has not answered for {self.heartbeat:g} s"))
-                raise self.lost from error
-
-    def _told(self, error: Exception, calls: Sequence[Any], beside: bool) -> Exception:
-        """What went wrong first. Where a process ended, others fail too, since it does not answer them."""
-        ray.wait(list(calls), num_returns=len(calls), timeout=GRACE)
-        ended = [number for number, rank in enumerate(self.ranks) if is_dead(rank)]
-        if ended:
-            self.lost = RankLost("; ".join(self._message(number, "has ended") for number in ended))
-            return self.lost
-        cause = error.cause if isinstance(error, RayTaskError) else error
-        if not beside:
-            self.lost = RankLost(f"the ranks cannot go on: {cause}")
-        return cause if isinstance(cause, Exception) else error
-
-    def _message(self, number: int, what: str) -> str:
-        host, process = self.places[number] if hasattr(self, "places") else ("unknown", 0)
-        try:
-            lines = self._log(number).read_text(errors="replace").splitlines()[-LINES:]
-        except OSError:
-            lines = ["(its log cannot be read here)"]
-        told = "\n    ".join(lines)
-        return f"rank {number} of {self.size} (process {process} on {host}) {what}; its last lines:\n    {told}\n"
-
-    def _log(self, number: int) -> Path:
-        return self.logs / f"rank_{number}.log"
+        self.watch.refuse_lost()
+        calls = [rank.answer_beside.remote(part, method, arguments) for rank in self.ranks]
+        return self.watch.results(calls, beside=True)
 
     # --------------------------------------------------------------------------------------------------------- the end
     def close(self) -> None:
-        """Ends all ranks, and Ray where it was started here."""
-        ranks, self.ranks = self.ranks, []
-        for rank in ranks:
-            ray.kill(rank)
+        """Ends all processes, and Ray where it was started here."""
+        members, self.watch.members = self.watch.members, []
+        for member in members:
+            ray.kill(member.process)
         if self.group is not None:
             ray.util.remove_placement_group(self.group)
             self.group = None
         if self.started:
             self.started = False
             ray.shutdown()
+
+
+@dataclass(frozen=True, eq=False)
+class RayEngines:
+    """Engines that hold no part of what learns, and compute while ranks do."""
+
+    processes: Sequence[Any]
+    crew: RayCrew
+
+    @property
+    def size(self) -> int:
+        return len(self.processes)
+
+    def call(self, part: str, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        return self.begin(part, method, arguments)()
+
+    def begin(self, part: str, method: str, arguments: Sequence[tuple[Any, ...]]) -> Callable[[], list[Any]]:
+        calls = self.crew.begun(self.processes, part, method, arguments)
+        return lambda: self.crew.watch.results(calls)
+
+    def hand_over(self, sender: str, taker: str) -> list[Any]:
+        """Waits for all of them at once: whoever fails leaves the others waiting for ever."""
+        doors = [(Door(list(self.processes)),), *[(None,)] * (self.crew.size - 1)]
+        taken = self.crew.begun(self.processes, taker, "take", [()] * self.size)
+        sent = self.crew.begun(self.crew.ranks, sender, "send", doors)
+        return self.crew.watch.results([*taken, *sent])[: self.size]
 
 
 def open_ray(size: int) -> bool:
@@ -192,25 +198,18 @@ def gpus() -> int:
     return int(torch.cuda.is_available())
 
 
-def place(size: int, per_node: int) -> PlacementGroup:
-    """One bundle a rank; those of a machine stand one after the other."""
-    bundles = [{"CPU": 1.0, "GPU": 1.0} if gpus() else {"CPU": 1.0}] * size
-    group = placement_group(bundles, strategy="STRICT_PACK" if size == per_node else "PACK")
+def place(size: int, per_node: int, engines: int = 0) -> PlacementGroup:
+    """One bundle a process; those of a machine stand one after the other, engines last."""
+    bundles = [{"CPU": 1.0, "GPU": 1.0} if gpus() else {"CPU": 1.0}] * (size + engines)
+    group = placement_group(bundles, strategy="STRICT_PACK" if size == per_node and not engines else "PACK")
     if not group.wait(PLACING):
         ray.util.remove_placement_group(group)
         kind = "GPUs" if gpus() else "processors"
+        beside, keys = "", "training.nnodes and training.n_gpus_per_node"
+        if engines:
+            beside, keys = f" and {engines} engines", f"{keys} and worker.rollout.n_gpus"
         raise StartError(
-            f"the cluster has no room for {size} ranks ({kind}: {ray.cluster_resources()}); set training.nnodes and "
-            "training.n_gpus_per_node to what it has"
+            f"the cluster has no room for {size} ranks{beside} ({kind}: {ray.cluster_resources()}); set {keys} to what "
+            "it has"
         )
     return group
-
-
-def is_dead(rank: Any) -> bool:
-    try:
-        ray.get(rank.beat.remote(), timeout=GRACE)
-    except RayActorError:
-        return True
-    except GetTimeoutError:
-        return False
-    return False

@@ -1,4 +1,4 @@
-"""One rank as an actor of Ray: a process with a GPU of its own, where there are any."""
+"""One rank, or one engine, as an actor of Ray: a process with a GPU of its own, where there are any."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ import os
 import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
+import numpy as np
 import ray
 import torch
 
 from mtrl.cluster.transfer import fetched
+from mtrl.cluster.weights import Form, tensor_of
 from mtrl.models.ranks import Ranks
 from mtrl.workers.rank import answer, join_ranks
 
-BESIDE, WATCH = "beside", "watch"  # threads of their own, beside the one that computes
+BESIDE, WATCH, ARRIVE = "beside", "watch", "arrive"  # threads of their own, beside the one that computes
 
 logger = logging.getLogger(__name__)
 
@@ -25,12 +28,13 @@ logger = logging.getLogger(__name__)
 remote: Any = ray.remote  # its types know nothing of groups
 
 
-@remote(concurrency_groups={BESIDE: 1, WATCH: 1})
+@remote(concurrency_groups={BESIDE: 1, WATCH: 1, ARRIVE: 1})
 class RankProcess:
     """Its log goes to a file as well, whose last lines are told where the process ends without a word."""
 
-    def __init__(self, number: int, size: int, log: Path) -> None:
-        self.number, self.size = number, size
+    def __init__(self, number: int, size: int, log: Path, kind: str = "rank") -> None:
+        self.number, self.size, self.kind = number, size, kind
+        self.arrived: Queue[tuple[Any, Any]] = Queue(maxsize=1)
         self.parts: Mapping[str, Any] = {}
         log.parent.mkdir(parents=True, exist_ok=True)
         file = log.open("a", buffering=1)
@@ -39,11 +43,11 @@ class RankProcess:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         logging.getLogger().addHandler(handler)
         logging.getLogger("mtrl").setLevel(logging.INFO)
-        logger.info("process %d on %s is rank %d of %d", os.getpid(), socket.gethostname(), number, size)
+        logger.info("process %d on %s is %s %d of %d", os.getpid(), socket.gethostname(), kind, number, size)
 
     def __repr__(self) -> str:
         """What Ray puts before each of its lines on the console."""
-        return f"rank {self.number}"
+        return f"{self.kind} {self.number}"
 
     def address(self) -> tuple[str, int]:
         """Where the ranks meet, if this is the first: its machine, and a port that is free there."""
@@ -62,6 +66,16 @@ class RankProcess:
         os.environ |= {"RANK": str(self.number), "WORLD_SIZE": str(self.size)}
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         self.parts = build(join_ranks())
+
+    def hold(self, build: Callable[[Callable[[], Any]], Mapping[str, Any]]) -> None:
+        """Builds its workers, which meet nobody; they are given what brings the next of what arrives here."""
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        self.parts = build(self.arrived.get)
+
+    @ray.method(concurrency_group=ARRIVE)
+    def arrive(self, head: Any, form: Form | None, stored: np.ndarray | None) -> None:
+        """Returns when what came before it was taken."""
+        self.arrived.put((head, None if form is None or stored is None else tensor_of(form, stored)))
 
     def answer(self, part: str, method: str, arguments: tuple[Any, ...]) -> Any:
         logger.info("%s.%s begins", part, method)

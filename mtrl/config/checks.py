@@ -322,6 +322,11 @@ def _engine(config: Config) -> Iterator[Conflict]:
         )
     if rollout.mode == "server" and rollout.address is None:
         yield Conflict(("worker.rollout.mode", "worker.rollout.address"), "set the address of the server")
+    if config.worker.hybrid_engine != (rollout.n_gpus is None):
+        yield Conflict(
+            ("worker.hybrid_engine", "worker.rollout.n_gpus"),
+            "engines that do not share the devices of the training have so many of their own; set both, or neither",
+        )
     if rollout.lag and config.optimization.tis_clip is None:
         yield Conflict(
             ("worker.rollout.lag", "optimization.tis_clip"),

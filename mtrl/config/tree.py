@@ -304,6 +304,9 @@ class RolloutConfig:
     )
     seed: int = key(1, "seed of the sampled tokens", "[0, inf)")
     lag: int = key(0, "1: responses are sampled one step before they are learnt from, and corrected for it", "[0, 1]")
+    n_gpus: int | None = key(
+        None, "GPUs for engines alone, which each hold the model, with worker.hybrid_engine: false", "[1, inf)"
+    )
     gpu_memory_utilization: float = key(0.4, "share of GPU memory for vLLM", "(0, 1]")
     tensor_parallel_size: int = key(1, "GPUs per vLLM engine", "[1, inf)")
     enable_prefix_caching: bool = key(True, "responses of a prompt share its cache")
@@ -344,7 +347,7 @@ class RewardConfig:
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    hybrid_engine: bool = key(True, "rollout and training share the devices")
+    hybrid_engine: bool = key(True, "rollout and training share the devices; false: worker.rollout.n_gpus more")
     actor: ActorConfig = field(default_factory=ActorConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     ref: RefConfig = field(default_factory=RefConfig)

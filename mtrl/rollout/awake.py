@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-from mtrl.types import Prompt, Sampling
+from mtrl.types import Prompt, Rollouts, Sampling
 
 
 class Awake:
@@ -24,6 +24,7 @@ class Awake:
     sleeps
     """
 
+    apart = False  # it has devices of its own: what was begun goes on while others compute
     making_room: Callable[[], AbstractContextManager[None]] = nullcontext  # from before it wakes until it sleeps
     _entered = 0  # blocks that are open
 
@@ -57,6 +58,15 @@ class Awake:
 
     def close(self) -> None:
         """By default there is nothing that would go on."""
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Rollouts:
+        """Every engine's own."""
+        raise NotImplementedError
+
+    def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> Callable[[], Rollouts]:
+        """Begins to sample, and gives what waits for the rows. One that is not `apart` has them then."""
+        rollouts = self.generate(prompts, sampling)
+        return lambda: rollouts
 
     def rehearse(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
         """Takes the memory that `generate` would take at most, until the engine sleeps. One that takes nothing more

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mtrl.algorithms.packing import Piece, balance
-from mtrl.protocols import Crew, Generator
+from mtrl.protocols import Called, Generator
 from mtrl.rollout.awake import Awake
 from mtrl.rows import join_rows, take_rows
 from mtrl.types import Prompt, Rollouts, Sampling, Weights
@@ -21,7 +21,7 @@ PART = "engine"
 class RankedGenerator(Awake):
     """Samples are keyed by task, and a rank gets all of a task's prompts: rows are those of a single engine."""
 
-    def __init__(self, crew: Crew) -> None:
+    def __init__(self, crew: Called) -> None:
         self.crew = crew
 
     def wake(self) -> None:
@@ -32,9 +32,16 @@ class RankedGenerator(Awake):
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Rollouts:
         """Prompts go out once, and of the responses alone something comes back."""
+        shares, given = self.dealt(prompts, sampling)
+        return self.joined(prompts, shares, self.crew.call(PART, "generate", given))
+
+    def dealt(self, prompts: Sequence[Prompt], sampling: Sampling) -> tuple[list[list[int]], list[tuple[Any, ...]]]:
+        """The places of each engine's prompts, and what it is asked."""
         shares = deal_prompts(prompts, self.crew.size)
-        given = [([prompts[place] for place in share], sampling) for share in shares]
-        found = self.crew.call(PART, "generate", given)
+        return shares, [([prompts[place] for place in share], sampling) for share in shares]
+
+    def joined(self, prompts: Sequence[Prompt], shares: Sequence[list[int]], found: Sequence[Any]) -> Rollouts:
+        """What engines say of their shares as the rows of one."""
         parts = [
             replace(rows, prompts=(), group=torch.tensor(share)[rows.group])
             for rows, share in zip(found, shares, strict=True)
@@ -48,8 +55,10 @@ class RankedGenerator(Awake):
 
     def load(self, weights: Weights) -> None:
         """Every engine takes the weights of its own rank's actor, which gathers them one by one."""
-        versions = self._on_all("load")
-        assert set(versions) == {weights.version}, f"ranks hold the versions {versions}, not {weights.version}"
+        self.refuse_other(weights, self._on_all("load"))
+
+    def refuse_other(self, weights: Weights, versions: Sequence[int]) -> None:
+        assert set(versions) == {weights.version}, f"engines hold the versions {versions}, not {weights.version}"
 
     def close(self) -> None:
         """Engines end with their ranks."""

@@ -2,6 +2,9 @@
 
     sample k + 1 | measure k, learn k     rewards of k + 1 are worked out meanwhile, by the scorer's processes
 
+    sample k + 1                          where engines have devices of their own; rewards of k + 1 then begin with the
+    measure k, learn k                    end of both
+
 So a step learns from responses of the weights before the last update. Their log-probs under those weights are kept
 (`Rollouts.behaviour`), those of the policy of now are measured before the update, and the ratio of both corrects the
 gradient (`losses.mismatch_correction`). No other file can bring the responses back, since their weights are gone when
@@ -43,6 +46,7 @@ class Ahead:
     def __init__(self, done: Callable[[], int]) -> None:
         self.done = done
         self.asked: dict[int, Asked] = {}
+        self.begun: tuple[int, Callable[[], Asked]] | None = None  # a step that an engine apart samples for
         self.directory: Path | None = None  # of the checkpoint that the run goes on from
 
     def run(self, way: Gathering, memory: ReplayMemory | None) -> Gathered:
@@ -51,10 +55,18 @@ class Ahead:
         now = self.asked.get(step) or self._restored(way) or way.ask(places)
         self.asked = {step: now}
         if step + 1 < way.recipe.total_steps:
-            self.asked[step + 1] = replace(way, step=step + 1, asked=Counter()).ask(places)
+            self.begun = step + 1, replace(way, step=step + 1, asked=Counter()).begin(places)
+            if not way.generator.apart:
+                self.settle()
         gathered = way.run(memory, now)
         told = staleness_metrics(way.version, gathered.own.rollouts)
         return replace(gathered, metrics=gathered.metrics | told)
+
+    def settle(self) -> None:
+        """Waits for what was begun, which is to be sampled by the weights that engines hold until now."""
+        if self.begun is not None:
+            (step, arrived), self.begun = self.begun, None
+            self.asked[step] = arrived()
 
     def _restored(self, way: Gathering) -> Asked | None:
         """What a checkpoint has for this step; its rewards are worked out anew."""

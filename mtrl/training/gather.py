@@ -11,7 +11,7 @@ that teach nothing still (replay.py).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 
@@ -71,13 +71,23 @@ class Gathering:
 
     def ask(self, count: int) -> Asked:
         """Responses to the next prompts; their rewards are worked out from here on."""
+        return self.begin(count)()
+
+    def begin(self, count: int) -> Callable[[], Asked]:
+        """The same in two: an engine apart samples until what this gives is called."""
         recipe = self.recipe
         with self.clock("generate"):
             prompts = self.source.take(count)
             with self.generator.awake():
                 rollouts = self.sample(prompts, replace(recipe.sampling, asked=dict(self.asked)))
                 greedy = self.sample(prompts, recipe.sampling.greedy) if recipe.greedy_baseline else None
-        return self.submitted(Sampled(rollouts, greedy))
+
+        def arrived() -> Asked:
+            with self.clock("generate"):
+                sampled = Sampled(rollouts(), None if greedy is None else greedy())
+            return self.submitted(sampled)
+
+        return arrived
 
     def submitted(self, sampled: Sampled) -> Asked:
         pending = self.scorer.submit(sampled.rollouts, self.step)
@@ -96,8 +106,8 @@ class Gathering:
                 rewards = replace(rewards, baseline=asked.baseline.result(of_greedy).total[rollouts.group])
         return Experience(rollouts, rewards, signals)
 
-    def sample(self, prompts: Sequence[Prompt], sampling: Sampling) -> Rollouts:
-        return self.generator.generate(prompts, replace(sampling, step=self.step, version=self.version))
+    def sample(self, prompts: Sequence[Prompt], sampling: Sampling) -> Callable[[], Rollouts]:
+        return self.generator.begin(prompts, replace(sampling, step=self.step, version=self.version))
 
     def probe(self, rollouts: Rollouts, needs: Needs) -> Signals:
         """What each token depends on, by all who measure; with nothing needed, nobody is asked."""

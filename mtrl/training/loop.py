@@ -88,6 +88,8 @@ class Loop:
         with clock("update"):
             self.whole = None
             learnt = self.learn(batches, loss, step)
+        if self.ahead is not None:
+            self.ahead.settle()
         with clock("publish"):
             self.publish()
         adapted = self.adapt(gathered.own) | self.remember(experience, gathered, step)
@@ -117,10 +119,8 @@ class Loop:
     def learn(self, batches: Sequence[TrainBatch], loss: Loss, step: int) -> Metrics:
         """A critic learns at every step, the actor from where the critic's warm-up ends."""
         critic, recipe = self.components.critic, self.recipe
-        learnt: Metrics = {}
-        if critic is not None:
-            updated = critic.update(batches, recipe.value_loss)
-            learnt |= {f"critic/{name}": value for name, value in updated.items()}
+        updated = {} if critic is None else critic.update(batches, recipe.value_loss)
+        learnt: Metrics = {f"critic/{name}": value for name, value in updated.items()}
         if step >= recipe.critic_warmup:
             learnt |= learnt_metrics(self.components.actor.update(batches, loss), recipe.sampling.cut)
         return learnt

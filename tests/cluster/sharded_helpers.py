@@ -11,7 +11,7 @@ from tiny_models import checkpoint, encoder_of, prompts_for, random_rollouts
 
 from mtrl.algorithms.credit import assign
 from mtrl.algorithms.credit.attention_weights import AttentionWeights
-from mtrl.algorithms.losses import Loss, PolicyLoss, term_weights
+from mtrl.algorithms.losses import Loss, PolicyLoss, mismatch_correction, term_weights
 from mtrl.algorithms.values import ValueLoss
 from mtrl.models.adapters import AdapterSettings, add_adapters, inject
 from mtrl.models.backbone import Backbone
@@ -23,7 +23,7 @@ from mtrl.models.sharding import Sharding
 from mtrl.models.ulysses import share_sequences
 from mtrl.models.value_head import empty_value_model, load_value_model
 from mtrl.models.weights import exported_weights
-from mtrl.types import Experience, Needs, Rewards, TrainBatch
+from mtrl.types import Experience, Needs, Rewards, Rollouts, TrainBatch
 from mtrl.workers.actor import LocalActor
 from mtrl.workers.critic import LocalCritic
 from mtrl.workers.learner import OptimizerSettings
@@ -42,6 +42,7 @@ TEXT_AND_ONE_IMAGE = [0, 0, 1, 1, 1], [6, 2, 4, 3, 8]  # of two ranks one has th
 TEXT_ALONE = [1, 1, 1], [4, 3, 8]  # nobody sees anything, and the second rank has nothing to do
 ONE_GROUP = [0, 0, 0], [6, 2, 9]  # the second rank has nothing to do
 BUDGET = MicroBatching(tokens=60)
+CLIP = 2.0  # of the correction of what an engine has sampled
 NEEDS = Needs("old", "entropy", "entropy_change", "dependency", "mass", "reference")
 
 
@@ -101,8 +102,9 @@ def noise(like, seed, scale=1.0):
 
 
 def batches_of(kind, family, rows):
-    """One for each update, all of them recorded from a single process, old log-probs a bit off."""
-    rollouts = random_rollouts(prompts_for(family), *rows)
+    """One for each update, all of them recorded from a single process, old log-probs a bit off. `rows` say how long
+    random responses are, or are what an engine has sampled."""
+    rollouts = rows if isinstance(rows, Rollouts) else random_rollouts(prompts_for(family), *rows)
     mask = rollouts.mask
     if kind == "critic":
         zeros = torch.zeros(mask.shape)
@@ -127,7 +129,8 @@ def actor_batch(kind, rollouts, signals, seed):
         credit = assign([AttentionWeights(target="mask")], Experience(rollouts, rewards, signals, advantage), (0, 0))
         assert credit.weights.std() > 0.01
         advantage, weights = credit.advantage, term_weights(credit.measure, credit.select, "dapo", 16)
-    batch = TrainBatch(rollouts, old, advantage, torch.ones(mask.shape), weights)
+    correction = mismatch_correction(old, rollouts.behaviour, mask, CLIP, "token") if kind == "engine" else None
+    batch = TrainBatch(rollouts, old, advantage, torch.ones(mask.shape) if correction is None else correction, weights)
     return replace(batch, reference=signals.old + noise(mask, seed + 40, 0.5))
 
 

@@ -1,6 +1,7 @@
 """`mtrl train` on two ranks by Ray: it trains as two ranks without Ray do, outlives a killed rank and leaves nothing
 behind."""
 
+import json
 import os
 import re
 import signal
@@ -10,7 +11,7 @@ import time
 
 import pytest
 from helpers import alive, close
-from run_helpers import run_of, train_arguments
+from run_helpers import finish, metrics_of, run_of, same_end, train_arguments
 from safetensors.torch import load_file
 
 from mtrl.tracking.run_files import read_rows
@@ -40,8 +41,8 @@ def nothing_outlives_a_failure():
 
 
 def processes(output):
-    """Of every rank that ever was, by its log."""
-    logs = sorted((run_of(output) / "logs").glob("rank_*.log"))
+    """Of every rank and engine that ever was, by its log."""
+    logs = sorted((run_of(output) / "logs").glob("*_[0-9].log"))
     return {log.stem: [int(each) for each in re.findall(r"process (\d+) on", log.read_text())] for log in logs}
 
 
@@ -91,6 +92,65 @@ def test_a_killed_rank_costs_nothing_but_time(tmp_path):
     for name, weight in weights(tmp_path / "killed").items():
         close(weight, expected[name], rtol=0, atol=0)
     assert grad_norms(tmp_path / "killed") == grad_norms(tmp_path / "whole")
+
+
+APART = ("worker.hybrid_engine=false", "worker.rollout.n_gpus=1")
+LAGS = ("worker.rollout.lag=1", "worker.actor.optim.lr=1e-4", "training.max_steps=3")
+
+
+def completed(output, *words):
+    run = start(output, *words)
+    said = run.communicate(timeout=SECONDS)[0]
+    assert run.returncode == 0, said
+    nothing_is_left(output)
+    return run_of(output)
+
+
+def alike(found, expected, steps):
+    """The same responses at every step, and the same numbers to the rounding of float32."""
+    rows = [
+        [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()] for run in (found, expected)
+    ]
+    assert [row["response"] for row in rows[0]] == [row["response"] for row in rows[1]]
+    theirs = metrics_of(expected)
+    for place, row in metrics_of(found).items():
+        for name, value in row.items():
+            if "logprob_gap" not in name:
+                assert value == pytest.approx(theirs[place][name], rel=1e-3, abs=1e-4), (place, name)
+    assert {step for step, _ in theirs} == set(range(1, steps + 1))
+
+
+def test_an_engine_apart_samples_as_colocated_ones_do(tmp_path):
+    alike(completed(tmp_path / "apart", *APART), completed(tmp_path / "shared"), 4)
+    logs = {log.stem: log.read_text() for log in (run_of(tmp_path / "apart") / "logs").glob("*_[0-9].log")}
+    assert set(logs) == {"rank_0", "rank_1", "engine_0"}
+    assert logs["engine_0"].count("engine.generate begins") >= 4 and logs["engine_0"].count("engine.take ends") == 5
+    assert "engine." not in logs["rank_0"] and "actor." not in logs["engine_0"]
+
+
+def test_one_step_ahead_on_ranks(tmp_path):
+    """Engines that share the ranks' devices, one that does not, and one process: the same numbers."""
+    shared, apart = completed(tmp_path / "shared", *LAGS), completed(tmp_path / "apart", *LAGS, *APART)
+    alone = tmp_path / "alone"
+    status, said = finish(train_arguments(alone, *STEPS, *LAGS))
+    assert status == 0, said
+    for run in (shared, apart):
+        alike(run, run_of(alone), 3)
+        assert [row["rollout/staleness_mean"] for row in metrics_of(run).values()] == [0.0, 1.0, 1.0]
+
+
+def test_a_killed_engine_costs_nothing_but_time(tmp_path):
+    words = (*APART, "worker.rollout.lag=1")
+    whole = completed(tmp_path / "whole", *words)
+    run = start(tmp_path / "killed", *words)
+    wait_for(lambda: updates(tmp_path / "killed", 1) >= 3 or run.poll() is not None, "third update")
+    os.kill(processes(tmp_path / "killed")["engine_0"][-1], signal.SIGKILL)
+    said = run.communicate(timeout=SECONDS)[0]
+    assert run.returncode == 0, said
+    assert re.search(r"engine 0 of 1 \(process \d+ on .+\) has ended; its last lines:", said), said
+    assert "goes on from its last checkpoint (3 more restarts)" in said
+    nothing_is_left(tmp_path / "killed")
+    same_end(whole, run_of(tmp_path / "killed"), 4)
 
 
 def test_a_rank_that_does_not_answer_is_lost(tmp_path):

@@ -98,6 +98,8 @@ COMPANIONS: dict[str, dict[str, Any]] = {
     "worker.actor.ulysses_size": {"training.n_gpus_per_node": 2},
     "worker.rollout.tensor_parallel_size": {"training.n_gpus_per_node": 2},
     "worker.rollout.mode": {"worker.rollout.address": "localhost:8000"},
+    "worker.hybrid_engine": {"worker.rollout.n_gpus": 1},
+    "worker.rollout.n_gpus": {"worker.hybrid_engine": False},
     "worker.reward.reward_type": {"worker.reward.model_path": "org/reward-model"},
 }
 # Where the type alone does not tell what a value must look like.

@@ -155,6 +155,8 @@ IMPOSSIBLE = [
         ["worker.actor.ulysses_size=3", "training.n_gpus_per_node=4"],
         ["worker.actor.ulysses_size", "training.n_gpus_per_node"],
     ),
+    (["worker.hybrid_engine=false"], ["worker.hybrid_engine", "worker.rollout.n_gpus"]),
+    (["worker.rollout.n_gpus=2"], ["worker.hybrid_engine", "worker.rollout.n_gpus"]),
     (["worker.rollout.lag=1", "optimization.tis_clip=null"], ["worker.rollout.lag", "optimization.tis_clip"]),
     (
         ["worker.actor.ulysses_size=2", "training.n_gpus_per_node=2", "worker.actor.model.attn_implementation=eager"],
@@ -392,7 +394,7 @@ def test_what_is_said_of_small_steps_in_bf16_is_so():
 def test_commands_tell_the_warnings(command, tmp_path, monkeypatch, capsys):
     """Before anything is built: here the run is then refused."""
     monkeypatch.chdir(tmp_path)
-    words = ["worker.actor.fsdp.param_dtype=bf16", "worker.actor.optim.lr=1e-6", "worker.hybrid_engine=false"]
+    words = ["worker.actor.fsdp.param_dtype=bf16", "worker.actor.optim.lr=1e-6", "training.logger=[trackio]"]
     assert cli.main([command, *words]) == 2
     told = capsys.readouterr()
     assert (told.out + told.err).count("bf16 with worker.actor.optim.lr = 1e-06") == 1

@@ -74,13 +74,15 @@ def test_what_is_missing_is_told_all_at_once(tmp_path, monkeypatch, capsys):
     words = [
         "dataset.train_files=none.jsonl, org/name@train, zoo@train", "dataset.image_dir=nowhere/",
         "worker.reward.functions=[accuracy, rewards.py:f, no_such_package.module:f, json:loads]",
-        "worker.reward.weights=null", "worker.hybrid_engine=false", "training.load_checkpoint_path=nothing_to_load",
+        "worker.reward.weights=null", "worker.actor.offload.offload_params=true",
+        "training.load_checkpoint_path=nothing_to_load",
         "optimization.perturbation=no_such", "training.logger=[console, no]",
     ]  # fmt: skip
     assert cli.main(["doctor", *words[:-1], "worker.actor.model.model_path=./nothing"]) == 2
     problems = [line for line in capsys.readouterr().out.splitlines() if "PROBLEM" in line]
     for told in (
-        "worker.hybrid_engine", "none.jsonl does not exist", "nowhere/ does not exist", "rewards.py does not exist",
+        "worker.actor.offload.offload_params",
+        "none.jsonl does not exist", "nowhere/ does not exist", "rewards.py does not exist",
         "no module no_such_package.module", "./nothing is no checkpoint directory", "nothing_to_load does not exist",
         "optimization.perturbation: no_such; there are ",
     ):  # fmt: skip

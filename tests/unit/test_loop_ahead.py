@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import close
-from loop_helpers import PROMPTS, FakeActor, FakePending, FakeScorer, loop
+from loop_helpers import PROMPTS, FakeActor, FakeGenerator, FakePending, FakeScorer, loop
 
 from mtrl.algorithms.estimators import Remax
 from mtrl.algorithms.filtering import GroupFilter
@@ -45,6 +45,51 @@ def test_a_step_learns_from_responses_of_the_weights_before():
     ]  # fmt: skip
     rows = one.components.tracker.rows
     assert [rows[step]["rollout/staleness_mean"] for step in (1, 2, 3)] == [0.0, 7.0, 7.0]
+
+
+class ApartGenerator(FakeGenerator):
+    """Samples until it is asked for the rows."""
+
+    apart = True
+
+    def begin(self, prompts, sampling):
+        self.journal.append(("begin", sampling.step, sampling.version))
+        rows = self.generate(prompts, sampling)
+
+        def arrived():
+            self.journal.append(("arrive", sampling.step))
+            return rows
+
+        return arrived
+
+
+def test_an_engine_apart_samples_beside_the_update():
+    """Its responses are waited for when the update is over, before it gets other weights; all else is as above."""
+    beside, before = made(), made()
+    beside.components.generator = ApartGenerator(beside.components.actor.journal)
+    beside.run()
+    before.run()
+    order = [entry for entry in beside.components.actor.journal if entry[0] in ("begin", "arrive", "update", "load")]
+    assert order == [
+        ("begin", 0, 0), ("arrive", 0), ("begin", 1, 0), ("update", 1), ("arrive", 1), ("load", 7),
+        ("begin", 2, 7), ("update", 1), ("arrive", 2), ("load", 14),
+        ("update", 1), ("load", 21),
+    ]  # fmt: skip
+    rows = [each.components.tracker.rows for each in (beside, before)]
+    for step in (1, 2, 3):
+        assert same_but_clock(rows[0][step]) == same_but_clock(rows[1][step])
+
+
+def same_but_clock(row):
+    return {name: value for name, value in row.items() if not name.startswith("perf/")}
+
+
+def test_without_a_lag_an_engine_apart_is_waited_for():
+    one = made(lag=0)
+    one.components.generator = ApartGenerator(one.components.actor.journal)
+    one.run()
+    order = [entry[0] for entry in one.components.actor.journal if entry[0] in ("begin", "arrive", "update", "load")]
+    assert order == ["begin", "arrive", "update", "load"] * 3
 
 
 def test_older_responses_are_corrected_by_importance_sampling():

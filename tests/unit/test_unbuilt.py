@@ -20,7 +20,12 @@ PACKAGE = Path(mtrl.__file__).parent
 REFUSED = {  # what the message names: the overrides
     "worker.actor.fsdp.cpu_offload": {"worker.actor.fsdp.cpu_offload": True},
     "worker.actor.offload.offload_params": {"worker.actor.offload.offload_params": True},
-    "worker.hybrid_engine": {"worker.hybrid_engine": False},
+    "worker.rollout.mode: process of engines apart": {
+        "worker.rollout.name": "vllm",
+        "worker.rollout.mode": "process",
+        "worker.hybrid_engine": False,
+        "worker.rollout.n_gpus": 1,
+    },
     "worker.rollout.mode: process": {"worker.rollout.mode": "process"},
     "worker.rollout.mode: server": {"worker.rollout.mode": "server", "worker.rollout.address": "localhost:8000"},
     "worker.rollout.engine_kwargs": {"worker.rollout.engine_kwargs": {"max_num_seqs": 8}},
@@ -28,8 +33,14 @@ REFUSED = {  # what the message names: the overrides
         "worker.rollout.tensor_parallel_size": 2,
         "training.n_gpus_per_node": 2,
     },
-    "worker.rollout.name: vllm on several processes": {
-        "worker.rollout.name": "vllm", "training.n_gpus_per_node": 2
+    "worker.rollout.mode: server on several processes": {
+        "worker.rollout.name": "vllm",
+        "worker.rollout.mode": "server",
+        "worker.rollout.address": "localhost:8000",
+        "training.n_gpus_per_node": 2,
+    },
+    "worker.actor.offload.offload_params on several": {
+        "worker.rollout.name": "vllm", "worker.actor.offload.offload_params": True, "training.n_gpus_per_node": 2
     },
     "worker.actor.model.peft_type: qlora on several": {
         "worker.actor.model.peft_type": "qlora", "training.n_gpus_per_node": 2
@@ -70,7 +81,7 @@ def test_nothing_of_the_algorithms_is_refused():
 
 
 def test_several_are_told_together():
-    config = load_config(None, {"worker.actor.fsdp.cpu_offload": True, "worker.hybrid_engine": False})
+    config = load_config(None, {"worker.actor.fsdp.cpu_offload": True, "training.logger": ("trackio",)})
     with pytest.raises(ConfigError) as caught:
         refuse_unbuilt(config)
     assert len(caught.value.errors) == 2
@@ -89,6 +100,9 @@ def test_several_are_told_together():
         {"worker.rollout.name": "local"},
         {"worker.rollout.name": "vllm", "worker.rollout.engine_kwargs": {"max_num_seqs": 8}},
         {"worker.rollout.name": "vllm", "worker.rollout.mode": "process"},
+        {"worker.rollout.name": "vllm", "worker.rollout.mode": "process", "training.n_gpus_per_node": 2},
+        {"worker.rollout.name": "vllm", "training.nnodes": 2},
+        {"worker.hybrid_engine": False, "worker.rollout.n_gpus": 2, "worker.rollout.lag": 1},
         {"optimization.divergence_penalty": "full"},
         {"optimization.online_filtering": True},
         {"optimization.replay_buffer_size": 64},
@@ -135,6 +149,19 @@ def test_so_is_what_needs_bitsandbytes(overrides, told, monkeypatch):
         refuse_unbuilt(load_config(None, overrides))
     monkeypatch.setattr("mtrl.build.unbuilt.find_spec", lambda name: name)
     refuse_unbuilt(load_config(None, overrides))
+
+
+def test_engines_apart_need_ray(monkeypatch):
+    apart = load_config(None, {"worker.hybrid_engine": False, "worker.rollout.n_gpus": 1})
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    with pytest.raises(ConfigError, match=r"worker.hybrid_engine: false needs Ray, which starts .* without torchrun"):
+        refuse_unbuilt(apart)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    monkeypatch.setattr("mtrl.build.unbuilt.find_spec", lambda name: None if name == "ray" else name)
+    with pytest.raises(ConfigError, match="several processes need ray"):
+        refuse_unbuilt(apart)
+    monkeypatch.setattr("mtrl.build.unbuilt.find_spec", lambda name: name)
+    refuse_unbuilt(apart)
 
 
 def test_defaults_and_the_packaged_config_are_not_refused():

@@ -17,7 +17,7 @@ from mtrl.models.forward import Forward
 from mtrl.rollout.local import LocalGenerator
 from mtrl.rollout.vllm import handover, settings
 from mtrl.rollout.vllm.inprocess import VllmInProcess, in_a_line
-from mtrl.rollout.vllm.process import VllmProcess
+from mtrl.rollout.vllm.process import VllmProcess, own_gpu
 
 WORDS = [
     "worker.rollout.name=vllm", "dataset.max_prompt_length=100", "worker.rollout.max_new_tokens=20",
@@ -36,6 +36,28 @@ def test_keys_become_arguments():
         False,
     )
     assert (own["max_model_len"], own["swap"], own["dtype"]) == (64, 1, "float32")
+
+
+def test_an_engine_of_a_rank_lives_in_the_group_that_is_there():
+    found = {
+        (mode, ranked): arguments_of(
+            load_config(None, [*WORDS, f"worker.rollout.mode={mode}"]), "m", torch.float32, False, ranked
+        )
+        for mode in ("inprocess", "process")
+        for ranked in (False, True)
+    }
+    among = {place for place, each in found.items() if each.get("distributed_executor_backend") == "external_launcher"}
+    assert among == {("inprocess", True)}, "a child process has a group of its own"
+
+
+def test_a_child_sees_the_gpu_of_its_rank_alone(monkeypatch):
+    assert own_gpu() == {}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert own_gpu() == {"CUDA_VISIBLE_DEVICES": "1"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    assert own_gpu() == {"CUDA_VISIBLE_DEVICES": "6"}
 
 
 def test_prompts_of_any_length_get_all_places():

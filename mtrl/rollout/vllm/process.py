@@ -79,7 +79,7 @@ class VllmProcess:
                 [sys.executable, "-m", "mtrl.rollout.vllm.child", *map(str, handed)],
                 pass_fds=handed,
                 stdin=subprocess.DEVNULL,
-                env=os.environ | threads | {"PYTHONPATH": _python_path()},
+                env=os.environ | threads | own_gpu() | {"PYTHONPATH": _python_path()},
                 start_new_session=True,  # Ctrl-C is for the trainer, which ends it
             )
         os.close(watched)
@@ -140,6 +140,14 @@ class VllmProcess:
             self._process.wait(timeout=10)
         code = self._process.returncode
         return "it does not answer" if code is None else f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
+def own_gpu() -> dict[str, str]:
+    """The child computes on the GPU of this process, which may be one of several that it sees."""
+    if not torch.cuda.is_available():
+        return {}
+    seen, number = os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.current_device()
+    return {"CUDA_VISIBLE_DEVICES": seen.split(",")[number] if seen else str(number)}
 
 
 def _python_path() -> str:

@@ -35,6 +35,7 @@ def engine_arguments(
     enable_prefix_caching: bool = True,
     trust_remote_code: bool = False,
     on_gpu: bool = False,
+    among_ranks: bool = False,  # in a process of a group of torch.distributed
     extra: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """What `vllm.LLM` is made of; `extra` (worker.rollout.engine_kwargs) has the last word."""
@@ -56,6 +57,8 @@ def engine_arguments(
     else:  # without chunks: requests with seeds kill an engine on a CPU that cuts a prompt in pieces
         arguments |= {"kv_cache_memory_bytes": CPU_CACHE, "enforce_eager": True, "enable_chunked_prefill": False}
         arguments |= {"max_num_batched_tokens": max(max_length or 32768, 8192)}
+    if among_ranks:  # it lives in the group that is there, with whose other members it does nothing together
+        arguments |= {"distributed_executor_backend": "external_launcher"}
     return arguments | dict(extra or {})
 
 

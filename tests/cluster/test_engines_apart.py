@@ -1,0 +1,130 @@
+"""Engines that hold nothing that learns: sent the weights of two ranks one by one, they give the rows of one engine."""
+
+import queue
+import threading
+
+import pytest
+import torch
+from helpers import same
+from rank_helpers import run_ranks
+from test_ranked_generation import FAMILY, config_for, steps
+from tiny_models import checkpoint, encoder_of
+
+from mtrl.build.model import build_actor, forward_of
+from mtrl.build.ranks import RankPlan, build_apart, build_parts
+from mtrl.config import load_config
+from mtrl.models.load import load_model
+from mtrl.rollout.apart import SENDER, ApartGenerator, Arriving, arriving
+from mtrl.rollout.local import LocalGenerator
+from mtrl.types import Weights
+from mtrl.workers.rank import OwnCrew, serve
+from mtrl.workers.ranked import RankedLearner
+
+
+class ThreadedEngines:
+    """`Engines` in threads of the process that drives the ranks, each with a place for one weight."""
+
+    def __init__(self, plan, crew, size):
+        self.crew, self.size = crew, size
+        self.places = [queue.Queue(maxsize=1) for _ in range(size)]
+        self.parts = [build_apart(plan, place.get) for place in self.places]
+        self.names = []  # of the weights that went through, in their order
+
+    def begin(self, part, method, arguments):
+        found = [getattr(parts[part], method)(*given) for parts, given in zip(self.parts, arguments, strict=True)]
+        return lambda: found
+
+    def call(self, part, method, arguments):
+        return self.begin(part, method, arguments)()
+
+    def hand_over(self, sender, taker):
+        versions = []
+        take = lambda parts: versions.append(parts[taker].take())  # noqa: E731
+        threads = [threading.Thread(target=take, args=(parts,)) for parts in self.parts]
+        for thread in threads:
+            thread.start()
+        own = self.crew.parts[sender]
+        own.send, plain = lambda door: plain(self.door), own.send  # a door is not for sending to other processes
+        self.crew.call(sender, "send", [(None,)] * self.crew.size)
+        del own.send
+        for thread in threads:
+            thread.join()
+        return versions
+
+    def door(self, sent):
+        for head, tensor in sent:
+            self.names.append(head)
+            for place in self.places:
+                place.put((head, None if tensor is None else tensor.clone()))
+
+
+def plan_for(path, **changes):
+    config = config_for(path)
+    keys = {"worker.hybrid_engine": False, "worker.rollout.n_gpus": 2} | changes
+    words = {
+        "worker.actor.model.model_path": str(path),
+        "worker.actor.fsdp.mixed_precision_dtype": "fp32",
+        "worker.actor.optim.lr": config.worker.actor.optim.lr,
+        "worker.actor.optim.warmup_steps": 0,
+        "worker.actor.global_batch_size": 2,
+        "dataset.rollout_batch_size": 2,
+        "training.n_gpus_per_node": 2,
+    }
+    return RankPlan(load_config(None, words | keys), steps=4, reference=False, refreshed=False, critic=False)
+
+
+def on_rank(ranks, path):
+    plan = plan_for(path)
+    parts = build_parts(plan, ranks)
+    assert set(parts) == {"actor", SENDER}, "no engine"
+    if not ranks.first:
+        return serve(ranks, parts)
+    crew = OwnCrew(ranks, parts)
+    engines = ThreadedEngines(plan, crew, 2)
+    generator = ApartGenerator(engines)
+    generator.load(Weights(0, {}))
+    found = steps(RankedLearner(crew, "actor"), generator)
+    crew.close()
+    assert engines.names.count((0, engines.names[0][1])) == 1 and len(engines.names) == 2 * len(engines.names[0][1]) + 2
+    return [(rows.group, rows.tokens, rows.mask, rows.behaviour, rows.text, rows.version) for rows in found]
+
+
+def test_engines_of_their_own_give_the_rows_of_one(tmp_path):
+    """Before an update of two ranks, and after it."""
+    path, encoder = checkpoint(FAMILY), encoder_of(FAMILY)
+    config = plan_for(path).config
+    forward = forward_of(config, encoder, load_model(path))
+    expected = steps(build_actor(config, forward, encoder, 4), LocalGenerator(forward.backbone, encoder))
+    found, _ = run_ranks(2, on_rank, tmp_path, path)
+    for rows, (group, tokens, mask, behaviour, text, version) in zip(expected, found, strict=True):
+        same(group, rows.group)
+        same(mask, rows.mask)
+        same(tokens.where(mask, 0), rows.tokens.where(rows.mask, 0))
+        torch.testing.assert_close(behaviour, rows.behaviour, rtol=1e-4, atol=1e-4)
+        assert text == rows.text
+        same(version, rows.version)
+    assert expected[0].text != expected[1].text, "the new weights say something else"
+
+
+def test_weights_arrive_in_their_order():
+    sent = iter([((3, ["a", "b"]), None), ("a", torch.ones(2)), ("c", torch.zeros(1))])
+    weights = arriving(lambda: next(sent))
+    assert weights.version == 3 and list(weights.tensors) == ["a", "b"] and len(weights.tensors) == 2
+    assert isinstance(weights.tensors, Arriving) and "b" in weights.tensors
+    same(weights.tensors["a"], torch.ones(2))
+    with pytest.raises(KeyError, match="b was asked for, and c is next"):
+        weights.tensors["b"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("shape", [(), (3,), (2, 5)])
+def test_a_tensor_by_its_bytes(dtype, shape):
+    pytest.importorskip("ray")
+    from mtrl.cluster.weights import bytes_of, form_of, tensor_of
+
+    tensor = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 100).to(dtype)
+    stored = bytes_of(tensor)
+    stored.flags.writeable = False  # as it lies in the store
+    found = tensor_of(form_of(tensor), stored)
+    same(found, tensor)
+    assert found.dtype == dtype and found.shape == shape
