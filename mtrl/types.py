@@ -175,6 +175,19 @@ TWO_VIEWS = {"views": 2}  # metadata of a signal that compares the original imag
 
 
 @dataclass(frozen=True, eq=False)
+class AttentionMap:
+    """Where on its images a response looks: for each of its tokens the share of its attention that every image token of
+    the prompt gets, `scale * (level / 255) ** 2`. A token's shares sum up to its vision mass."""
+
+    levels: Tensor  # [tokens, image tokens] uint8
+    scale: Tensor  # [tokens]
+
+    @property
+    def shares(self) -> Tensor:
+        return self.scale[:, None] * (self.levels / 255).square()
+
+
+@dataclass(frozen=True, eq=False)
 class Signals:
     """What the probes measured, per token of a response. Fields nobody asked for stay None.
 
@@ -194,6 +207,7 @@ class Signals:
     values: Tensor | None = None  # [N, T] returns that a critic expects
     mass: Tensor | None = None  # [N, T, len(SEGMENTS), 2] attention on the text and the vision pool
     prompt_mass: Tensor | None = None  # [N, len(SEGMENTS), 2] from the prompt's tokens after its images
+    maps: tuple[AttentionMap | None, ...] | None = None  # [N] the vision mass of `all`, patch by patch
 
     def merge(self, other: Signals) -> Signals:
         """Both probes' fields in one record; a field that both bring is a mistake of the caller."""
@@ -203,6 +217,7 @@ class Signals:
         return replace(self, **brought)
 
 
+ATTENTION = ("mass", "prompt_mass", "maps")  # the signals that are read off the attention
 VIEWS = {f.name: f.metadata.get("views", 1) for f in fields(Signals)}  # how many views of the image each signal takes
 
 
@@ -270,6 +285,10 @@ class Experience:
 
     def rows(self, index: Tensor) -> Experience:
         return take_rows(self, index)
+
+    def first(self, count: int) -> Experience:
+        """So many rows, where there are as many; -1: all."""
+        return self.rows(torch.arange(len(self) if count < 0 else min(count, len(self))))
 
     @staticmethod
     def join(parts: Sequence[Experience]) -> Experience:

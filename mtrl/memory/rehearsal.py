@@ -23,7 +23,7 @@ from mtrl.models.live_tensors import LiveTensors
 from mtrl.protocols import Generator, PromptEncoder
 from mtrl.rollout.decode.footprint import Batch
 from mtrl.rollout.local import ROWS_AT_ONCE
-from mtrl.types import Finish, Medium, Needs, Prompt, Rollouts, Sampling, Task
+from mtrl.types import ATTENTION, Finish, Medium, Needs, Prompt, Rollouts, Sampling, Task
 from mtrl.workers.micro_batches import MicroBatching
 from mtrl.workers.offload import pieces_of
 
@@ -132,7 +132,7 @@ class Rehearsal:
         rollouts = self.rollouts(self.limits.prompts)
         part = rollouts.rows(self.limits.probe.split(rollouts, needs.views)[0])
         if not (self.forward.backbone.own_attention and part.visual.any()):
-            needs = needs.without("mass", "prompt_mass")
+            needs = needs.without(*ATTENTION)
         if needs:
             self.forward.signals(part, needs, [prompt.media for prompt in part.prompts])
 

@@ -30,7 +30,7 @@ from mtrl.training.gather import Gathering
 from mtrl.training.recipe import Recipe, due
 from mtrl.training.refill import Gathered, PromptCounts
 from mtrl.training.replay import ReplayMemory
-from mtrl.types import Experience, TrainBatch
+from mtrl.types import Experience, Needs, TrainBatch
 
 
 @dataclass
@@ -85,6 +85,7 @@ class Loop:
             experience = self.give_credit(gathered.experience, step)
             loss = recipe.loss.with_divergence(self.divergence)
             batches = list(assemble(recipe.batches, loss, experience, (recipe.seed, step)))
+        shown = self.with_maps(experience, step) if recipe.maps_per_step else experience
         with clock("update"):
             self.whole = None
             learnt = self.learn(batches, loss, step)
@@ -95,7 +96,7 @@ class Loop:
         if components.reference is not None and due(self.done, recipe.refresh_every):
             components.reference.refresh()
         self.whole = self.state()  # from here on an error costs nothing of this step
-        components.tracker.rollouts(step + 1, experience)
+        components.tracker.rollouts(step + 1, shown)
         values = step_metrics(gathered.own, recipe.sampling.cut) | credit_metrics(recipe.credit, experience)
         values |= learnt | value_metrics(experience) | adapted | components.source.metrics()
         return values | clock.metrics(int(experience.rollouts.mask.sum()), len(experience), components.devices)
@@ -113,6 +114,15 @@ class Loop:
         advantage, returns = self.recipe.estimator.estimate(experience, penalty)
         experience = replace(experience, advantage=advantage, returns=returns)
         return replace(experience, credit=assign(self.recipe.credit, experience, (self.recipe.seed, step)))
+
+    def with_maps(self, experience: Experience, step: int) -> Experience:
+        """For those who look on: where the tokens of the first responses look. The step itself never reads it."""
+        first = experience.first(self.recipe.maps_per_step).rollouts
+        with self.clock("probe"):
+            maps = self.components.actor.probe(first, Needs("maps"), step).maps
+        nothing = (None,) * (len(experience) - len(first))
+        signals = replace(experience.signals, maps=None if maps is None else maps + nothing)
+        return replace(experience, signals=signals)
 
     def learn(self, batches: Sequence[TrainBatch], loss: Loss, step: int) -> Metrics:
         """A critic learns at every step, the actor from where the critic's warm-up ends."""

@@ -17,7 +17,7 @@ from mtrl.models.perturb import Perturbation
 from mtrl.models.sharding import in_one_pass, while_whole
 from mtrl.models.weights import exported_weights
 from mtrl.protocols import Snapshot
-from mtrl.types import Needs, Rollouts, Signals, TrainBatch, Weights
+from mtrl.types import ATTENTION, Needs, Rollouts, Signals, TrainBatch, Weights
 from mtrl.workers.learner import Learner, OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching
 from mtrl.workers.offload import Parked
@@ -88,7 +88,7 @@ class LocalActor:
 
     def _probe_policy(self, rollouts: Rollouts, needs: Needs, step: int) -> Signals:
         if not self.ranks.any(bool(rollouts.visual.any())):
-            needs = needs.without("mass", "prompt_mass")
+            needs = needs.without(*ATTENTION)
         if not needs:
             return Signals()
         return self._probe_in_passes(rollouts, lambda rows: self._signals(rows, needs, step), needs.views)
