@@ -3,10 +3,13 @@
 import json
 import re
 
+import numpy as np
 import pytest
-from view_helpers import fake_run, metrics_row, recorded, said, served, step_of
+import torch
+from view_helpers import fake_run, metrics_row, recorded, said, served, step_of, with_maps
 
 from mtrl.commands import demo
+from mtrl.types import AttentionMap
 from mtrl.zoo.rows import SIZES
 
 pytest.importorskip("uvicorn", reason="pip install 'mtrl[view]'")
@@ -15,12 +18,13 @@ expect = pytest.importorskip("playwright.sync_api", reason="pip install playwrig
 
 @pytest.fixture(scope="module")
 def demo_run(tmp_path_factory):
-    """A run made by the demo, three steps of it, with every heat map: token weights read attention."""
+    """A run made by the demo, two steps of it, with every heat map: token weights read attention."""
     output = tmp_path_factory.mktemp("demo")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(SIZES, "validation", 8)
         demo.run([
-            "training.max_steps=3", "training.val_freq=-1", "training.logger=[]", "training.experiment_name=demo",
+            "training.max_steps=2", "training.record_attention_maps=true", "training.val_freq=-1",
+            "training.logger=[]", "training.experiment_name=demo",
             f"training.output_dir={output}", "dataset.rollout_batch_size=2", "worker.rollout.n=4",
             "worker.actor.global_batch_size=2",
             "optimization.enable_token_weights=true", "optimization.compute_attention_metrics=true",
@@ -42,7 +46,7 @@ def test_a_run_of_the_demo(page, demo_run):
         page.keyboard.press("r")
         page.wait_for_selector(".list li")
         assert page.locator(".list li").count() == 8
-        assert "Step 3" in titles(page)
+        assert "Step 2" in titles(page)
         images = page.locator(".images img")
         assert images.count() == 2 and images.nth(1).evaluate("image => image.complete && image.naturalWidth") == 56
         page.locator(".response .token").first.hover()
@@ -53,10 +57,10 @@ def test_a_run_of_the_demo(page, demo_run):
         before = titles(page)
         page.keyboard.press("ArrowRight")
         expect(page.locator(".sample header h2")).not_to_have_text(before)
-        assert page.locator(".list li[aria-selected=true]").get_attribute("data-key") == "3 1"
+        assert page.locator(".list li[aria-selected=true]").get_attribute("data-key") == "2 1"
         page.keyboard.press("[")
-        expect(page.locator(".sample header h2")).to_contain_text("Step 2")
-        assert "from=2" in page.url, "the address keeps it"
+        expect(page.locator(".sample header h2")).to_contain_text("Step 1")
+        assert "from=1" in page.url, "the address keeps it"
 
 
 def test_every_heat_map_shows_its_own_numbers(page, demo_run):
@@ -81,6 +85,62 @@ def test_every_heat_map_shows_its_own_numbers(page, demo_run):
         assert early != seen["vision"], "layers differ"
         rows = page.locator(".matrix .row button").all_inner_texts()
         assert rows[:2] == ["S", "entropy"] and "vision, late" in rows and "mask" in rows
+
+
+DRAWN = "canvas => [...canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data].join()"
+
+
+def test_where_a_token_looks(page, demo_run):
+    with served(demo_run) as address:
+        page.goto(f"{address}#rollouts")
+        tokens, looks = page.locator(".response .token"), page.locator(".images canvas.looks")
+        tokens.nth(1).hover()
+        looks.wait_for()
+        assert looks.evaluate("canvas => [canvas.width, canvas.height]") == [2, 2] and looks.count() == 1
+        over, picture = looks.bounding_box(), page.locator(".images img").first.bounding_box()
+        assert all(abs(over[side] - picture[side]) <= 2 for side in over), "it lies on the image"
+        first, said = looks.evaluate(DRAWN), page.locator(".images figcaption").first.inner_text()
+        assert re.search(r"\d% of its attention", said)
+        tokens.nth(4).hover()
+        assert looks.evaluate(DRAWN) != first, "another token, another map"
+        page.locator(".question").hover()
+        assert looks.is_hidden() and page.locator(".images figcaption").first.inner_text() == "as the model saw it"
+        # the keyboard does the same, and moves to no other response
+        tokens.first.focus()
+        before = titles(page)
+        page.keyboard.press("ArrowRight")
+        assert looks.is_visible() and looks.evaluate(DRAWN) == first and titles(page) == before
+        page.keyboard.press("Escape")
+        assert looks.is_hidden()
+        page.keyboard.press("g")
+        page.wait_for_selector(".member")
+        page.locator(".member .token").nth(1).hover()
+        looks.wait_for()
+
+
+def test_each_image_has_its_own_map(page, tmp_path):
+    """Two images, the second looked at by the first token and the first by the second; far down they are in the tip."""
+    maps = [AttentionMap(torch.tensor([[0, 0, 255], [255, 51, 0]], dtype=torch.uint8), torch.tensor([0.5, 0.25]))]
+    media = (np.full((28, 56, 3), 90, np.uint8), np.full((28, 28, 3), 160, np.uint8))
+    recorded(tmp_path / "run/record", with_maps(step_of(), [*maps, None, None], media))
+    with served(tmp_path / "run") as address:
+        page.goto(f"{address}#rollouts")
+        tokens, looks = page.locator(".response .token"), page.locator(".images canvas.looks")
+        tokens.first.hover()
+        expect(looks).to_have_count(2)
+        drawn = [
+            [round(1 - int(each) / 255, 2) for each in look.evaluate(DRAWN).split(",")[3::4]] for look in looks.all()
+        ]
+        assert drawn == [[0.28, 0.28], [0.66]], "veiled, and not"
+        said = page.locator(".images figcaption").all_inner_texts()
+        assert (said[0], said[2]) == ("0% of its attention", "50% of its attention")
+        tokens.nth(1).hover()
+        expect(page.locator(".images figcaption").first).to_have_text("26% of its attention")
+        page.set_viewport_size({"width": 1280, "height": 300})
+        tokens.first.focus()
+        page.locator(".sample").evaluate("node => (node.scrollTop = 1000)")
+        tokens.nth(1).hover()
+        expect(page.locator(".token-tip canvas.looks")).to_have_count(2)
 
 
 def test_a_group(page, demo_run):
