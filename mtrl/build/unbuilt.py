@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from mtrl.config import Config, ConfigError
 from mtrl.machine import started_by_torchrun
 
-LOGGERS = ("console", "tensorboard", "wandb", "mlflow", "swanlab")  # those that are built
+LOGGERS = ("console", "tensorboard", "wandb", "mlflow", "swanlab", "trackio")
 
 
 def unbuilt(config: Config) -> list[str]:
@@ -42,9 +42,6 @@ def unbuilt(config: Config) -> list[str]:
         ),
         "worker.reward.reward_type: model on several processes; use function": (
             ranked and worker.reward.reward_type == "model"
-        ),
-        f"training.logger: {', '.join(training.logger)}; use {', '.join(LOGGERS)}": bool(
-            set(training.logger) - set(LOGGERS)
         ),
     }
     return [f"{switch} (not built yet)" for switch, on in switches.items() if on]

@@ -49,7 +49,6 @@ REFUSED = {  # what the message names: the overrides
         "worker.reward.model_path": "org/rm",
         "training.n_gpus_per_node": 2,
     },
-    "training.logger: console, trackio": {"training.logger": ("console", "trackio")},
 }  # fmt: skip
 
 
