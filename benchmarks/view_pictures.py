@@ -1,10 +1,9 @@
 """The pictures of mtrl view in the docs, from runs of the embedded model.
 
-    python -m benchmarks.view_pictures RUN OTHER [--step 4] [--row 1] [--word blue]
+    python -m benchmarks.view_pictures RUN [--step 4] [--row 1] [--word blue]
 
-RUN was recorded with `training.record_attention_maps=true`: a response of it, light, on a laptop's screen, and a group
-beside OTHER's, dark, on a larger one; in both a token is pointed at, and the image shows where it looks. It needs
-Chromium.
+The run was recorded with `training.record_attention_maps=true`. A response of it, light, on a laptop's screen, and its
+group, dark, on a larger one; in both a token is pointed at, and the image shows where it looks. It needs Chromium.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ LAPTOP, DESK = {"width": 1280, "height": 800}, {"width": 1920, "height": 1080}
 
 
 @contextmanager
-def served(paths: list[Path]) -> Iterator[str]:
+def served(run: Path) -> Iterator[str]:
     with listen("127.0.0.1", 0) as listening:
         port = listening.getsockname()[1]
-        app = make_app(open_runs(paths), "127.0.0.1", port)
+        app = make_app(open_runs([run]), "127.0.0.1", port)
         server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()
@@ -59,7 +58,7 @@ def take(browser: Any, address: str, screen: dict[str, int], scheme: str, word: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs=2, type=Path)
+    parser.add_argument("run", type=Path)
     parser.add_argument("--step", type=int, default=4)
     parser.add_argument("--row", type=int, default=1, help="of the response that is shown")
     parser.add_argument("--word", default="blue", help="the text of the token that is pointed at")
@@ -68,11 +67,11 @@ def main() -> None:
     here = f"#rollouts?from={asked.step}&to={asked.step}&latest=false&step={asked.step}&row={asked.row}"
     path = shutil.which("chromium") or shutil.which("google-chrome")
     options = ["--no-sandbox"] if os.geteuid() == 0 else []
-    with served(asked.runs) as address, sync_playwright() as playwright:
+    with served(asked.run) as address, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=options)
         take(browser, f"{address}{here}", LAPTOP, "light", asked.word, asked.out / "view_response.png")
         group = f"{address}{here}&view=group&heat=advantage"
-        take(browser, group, DESK, "dark", asked.word, asked.out / "view_group.png")
+        take(browser, group, DESK, "dark", asked.word, asked.out / "view_looks.png")
         browser.close()
 
 

@@ -2,9 +2,9 @@
 
 import * as api from "mtrl/api";
 import { h, number } from "mtrl/dom";
-import { colour } from "mtrl/state";
 
-const VEIL = [12, 14, 18]; // over what the token passes by
+const VEIL = "12 14 18"; // over what the token passes by; colours stay what they are
+const DARKEST = 0.75;
 const known = new WeakMap(); // a response -> its maps, or null while they are on their way
 
 /** The maps of a response, where they are here; else they are asked for, and `then` is called once they have come. */
@@ -33,11 +33,10 @@ function sharesOf(one, maps, place) {
   });
 }
 
-/** Draws a token's attention over pictures, one `.seen` an image: what it passes by is veiled, what it looks at glows. */
+/** Draws a token's attention over pictures, one `.seen` an image: the less of it, the darker. */
 export function look(pictures, one, maps, place) {
   const images = sharesOf(one, maps, place);
   const most = Math.max(...images.flatMap((image) => image.frames.flat()), 1e-12);
-  const glow = colour("--heat").split(" ").map(Number);
   images.forEach((image, which) => {
     const { rows, columns, shown, frames, sum } = image;
     if (!pictures[which] || !rows || !columns) return;
@@ -46,9 +45,7 @@ export function look(pictures, one, maps, place) {
     canvas.height = rows;
     const pen = canvas.getContext("2d");
     shown.forEach((time, frame) => frames[time].forEach((share, cell) => {
-      const part = share / most;
-      const ink = VEIL.map((dark, channel) => Math.round(dark + part * (glow[channel] - dark)));
-      pen.fillStyle = `rgb(${ink.join(" ")} / ${(0.72 - 0.38 * part).toFixed(3)})`;
+      pen.fillStyle = `rgb(${VEIL} / ${(DARKEST * (1 - share / most)).toFixed(3)})`;
       pen.fillRect(frame * columns + (cell % columns), Math.floor(cell / columns), 1, 1);
     }));
     canvas.hidden = false;
