@@ -26,6 +26,7 @@ from benchmarks.environment import finish
 from mtrl.build.run import build
 from mtrl.config import load_config
 from mtrl.tracking.record import RolloutRecord
+from mtrl.training import loop
 from mtrl.training.loop import Loop
 from mtrl.zoo.rows import CONFIG_FILE
 
@@ -62,7 +63,7 @@ def measured(directory: Path, steps: int, maps: bool) -> dict[str, Any]:
     training = build(config)
     with (
         timed(Loop, "step", time.process_time, found["step"]),
-        timed(Loop, "with_maps", time.process_time, found["maps"]),
+        timed(loop, "with_maps", time.process_time, found["maps"]),
         timed(RolloutRecord, "_write", time.thread_time, found["write"]),
         timed(RolloutRecord, "rollouts", time.thread_time, found["hand_over"]),
     ):

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mtrl.attention_map import AttentionMap
 from mtrl.rows import as_index, join_rows, take_rows
 
 NO_POOL, TEXT_POOL, VISION_POOL = 0, 1, 2
@@ -64,7 +65,8 @@ class Task:
     def text(self) -> str:
         """The messages for people: media as <image> and <video>, without a template's marks."""
         contents = [message.get("content") or "" for message in self.messages]
-        return "\n".join(c if isinstance(c, str) else "".join(map(_part_text, c)) for c in contents)
+        said = lambda parts: "".join(p["text"] if p["type"] == "text" else f"<{p['type']}>" for p in parts)  # noqa: E731
+        return "\n".join(c if isinstance(c, str) else said(c) for c in contents)
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,19 +177,6 @@ TWO_VIEWS = {"views": 2}  # metadata of a signal that compares the original imag
 
 
 @dataclass(frozen=True, eq=False)
-class AttentionMap:
-    """Where on its images a response looks: for each of its tokens the share of its attention that every image token of
-    the prompt gets, `scale * (level / 255) ** 2`. A token's shares sum up to its vision mass."""
-
-    levels: Tensor  # [tokens, image tokens] uint8
-    scale: Tensor  # [tokens]
-
-    @property
-    def shares(self) -> Tensor:
-        return self.scale[:, None] * (self.levels / 255).square()
-
-
-@dataclass(frozen=True, eq=False)
 class Signals:
     """What the probes measured, per token of a response. Fields nobody asked for stay None.
 
@@ -217,7 +206,6 @@ class Signals:
         return replace(self, **brought)
 
 
-ATTENTION = ("mass", "prompt_mass", "maps")  # the signals that are read off the attention
 VIEWS = {f.name: f.metadata.get("views", 1) for f in fields(Signals)}  # how many views of the image each signal takes
 
 
@@ -286,10 +274,6 @@ class Experience:
     def rows(self, index: Tensor) -> Experience:
         return take_rows(self, index)
 
-    def first(self, count: int) -> Experience:
-        """So many rows, where there are as many; -1: all."""
-        return self.rows(torch.arange(len(self) if count < 0 else min(count, len(self))))
-
     @staticmethod
     def join(parts: Sequence[Experience]) -> Experience:
         """All rows in one; what a part lacks (a signal of its own step, say), the whole lacks too."""
@@ -350,7 +334,3 @@ class Weights:
 
     version: int
     tensors: Mapping[str, Tensor]
-
-
-def _part_text(part: Mapping[str, Any]) -> str:
-    return part["text"] if part["type"] == "text" else f"<{part['type']}>"

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mtrl.algorithms.signals import ATTENTION
 from mtrl.algorithms.vocab import full_kl
 from mtrl.errors import DeviceFull, StartError
 from mtrl.models.forward import Forward, unpack
@@ -23,7 +24,7 @@ from mtrl.models.live_tensors import LiveTensors
 from mtrl.protocols import Generator, PromptEncoder
 from mtrl.rollout.decode.footprint import Batch
 from mtrl.rollout.local import ROWS_AT_ONCE
-from mtrl.types import ATTENTION, Finish, Medium, Needs, Prompt, Rollouts, Sampling, Task
+from mtrl.types import Finish, Medium, Needs, Prompt, Rollouts, Sampling, Task
 from mtrl.workers.micro_batches import MicroBatching
 from mtrl.workers.offload import pieces_of
 

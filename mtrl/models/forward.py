@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mtrl.algorithms.signals import bounded_dependency, layer_segments, visual_dependency
+from mtrl.algorithms.signals import ATTENTION, bounded_dependency, layer_segments, visual_dependency
 from mtrl.algorithms.vocab import CHUNK_POSITIONS, TokenScores, full_kl, support_mass, token_scores
 from mtrl.models.attention import MapReader, MassReader, Reader
 from mtrl.models.attention_maps import PatchReader, SeveralReaders, onlookers
@@ -23,7 +23,7 @@ from mtrl.models.layout import Layout, lay_out
 from mtrl.models.transfer import to_device
 from mtrl.models.ulysses import WHOLE, SequenceGroup
 from mtrl.protocols import PromptEncoder
-from mtrl.types import ATTENTION, SEGMENTS, Needs, Rollouts, Signals
+from mtrl.types import SEGMENTS, Needs, Rollouts, Signals
 
 OLD = Needs("old")
 Views = Sequence[tuple[np.ndarray, ...]]  # for each prompt its media, perturbed

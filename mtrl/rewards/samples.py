@@ -9,8 +9,8 @@ from typing import Any
 from PIL import Image
 from torch import Tensor
 
-from mtrl.algorithms.signals import pool_sizes, segment, sequence_mass, vgr
-from mtrl.types import ATTENTION, SEGMENTS, Prompt, Rollouts, Signals
+from mtrl.algorithms.signals import ATTENTION, pool_sizes, segment, sequence_mass, vgr
+from mtrl.types import SEGMENTS, Prompt, Rollouts, Signals
 
 PER_TOKEN = tuple(f.name for f in fields(Signals) if f.name not in ATTENTION)  # [N, T]; attention has more dimensions
 

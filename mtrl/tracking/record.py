@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mtrl.algorithms.signals import TEXT, VISION, pool_sizes
 from mtrl.protocols import Tracker
+from mtrl.rows import first_rows
 from mtrl.tracking.background import Background
 from mtrl.tracking.blocks import BlockWriter
 from mtrl.tracking.preview import DecodeTokens
@@ -61,7 +62,7 @@ class RolloutRecord(Tracker):
 
     def rollouts(self, step: int, experience: Experience) -> None:
         if len(experience) and self.per_step:  # a copy of these rows alone: the step itself must not wait in memory
-            self._background.submit(partial(self._write, step, experience.first(self.per_step)))
+            self._background.submit(partial(self._write, step, first_rows(experience, self.per_step)))
 
     def close(self) -> None:
         self._background.close()

@@ -26,11 +26,11 @@ from mtrl.protocols import Actor, Critic, Generator, Prober, Refreshed, Scorer, 
 from mtrl.training.ahead import OWN, Ahead
 from mtrl.training.clock import Clock
 from mtrl.training.evaluate import Validation
-from mtrl.training.gather import Gathering
+from mtrl.training.gather import Gathering, with_maps
 from mtrl.training.recipe import Recipe, due
 from mtrl.training.refill import Gathered, PromptCounts
 from mtrl.training.replay import ReplayMemory
-from mtrl.types import Experience, Needs, TrainBatch
+from mtrl.types import Experience, TrainBatch
 
 
 @dataclass
@@ -85,7 +85,7 @@ class Loop:
             experience = self.give_credit(gathered.experience, step)
             loss = recipe.loss.with_divergence(self.divergence)
             batches = list(assemble(recipe.batches, loss, experience, (recipe.seed, step)))
-        shown = self.with_maps(experience, step) if recipe.maps_per_step else experience
+        shown = with_maps(experience, components.actor, recipe.maps_per_step, step, clock)
         with clock("update"):
             self.whole = None
             learnt = self.learn(batches, loss, step)
@@ -114,15 +114,6 @@ class Loop:
         advantage, returns = self.recipe.estimator.estimate(experience, penalty)
         experience = replace(experience, advantage=advantage, returns=returns)
         return replace(experience, credit=assign(self.recipe.credit, experience, (self.recipe.seed, step)))
-
-    def with_maps(self, experience: Experience, step: int) -> Experience:
-        """For those who look on: where the tokens of the first responses look. The step itself never reads it."""
-        first = experience.first(self.recipe.maps_per_step).rollouts
-        with self.clock("probe"):
-            maps = self.components.actor.probe(first, Needs("maps"), step).maps
-        nothing = (None,) * (len(experience) - len(first))
-        signals = replace(experience.signals, maps=None if maps is None else maps + nothing)
-        return replace(experience, signals=signals)
 
     def learn(self, batches: Sequence[TrainBatch], loss: Loss, step: int) -> Metrics:
         """A critic learns at every step, the actor from where the critic's warm-up ends."""

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from mtrl.algorithms.losses import Loss, total_loss, weighted_sum
+from mtrl.algorithms.signals import ATTENTION
 from mtrl.algorithms.vocab import TokenScores
 from mtrl.models.forward import Forward, unpack
 from mtrl.models.perturb import Perturbation
 from mtrl.models.sharding import in_one_pass, while_whole
 from mtrl.models.weights import exported_weights
 from mtrl.protocols import Snapshot
-from mtrl.types import ATTENTION, Needs, Rollouts, Signals, TrainBatch, Weights
+from mtrl.types import Needs, Rollouts, Signals, TrainBatch, Weights
 from mtrl.workers.learner import Learner, OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching
 from mtrl.workers.offload import Parked
