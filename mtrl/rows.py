@@ -27,6 +27,11 @@ def take_rows(record: Record, index: Tensor) -> Record:
     return replace(record, **{f.name: _picked(getattr(record, f.name), index) for f in fields(record)})  # type: ignore
 
 
+def first_rows(record: Any, count: int) -> Any:
+    """So many rows of the record, where it has as many; -1: all."""
+    return record.rows(torch.arange(len(record) if count < 0 else min(count, len(record))))
+
+
 def _picked(value: Any, index: Tensor) -> Any:
     if isinstance(value, Tensor):
         return value[index]

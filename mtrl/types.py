@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mtrl.attention_map import AttentionMap
 from mtrl.rows import as_index, join_rows, take_rows
 
 NO_POOL, TEXT_POOL, VISION_POOL = 0, 1, 2
@@ -64,7 +65,8 @@ class Task:
     def text(self) -> str:
         """The messages for people: media as <image> and <video>, without a template's marks."""
         contents = [message.get("content") or "" for message in self.messages]
-        return "\n".join(c if isinstance(c, str) else "".join(map(_part_text, c)) for c in contents)
+        said = lambda parts: "".join(p["text"] if p["type"] == "text" else f"<{p['type']}>" for p in parts)  # noqa: E731
+        return "\n".join(c if isinstance(c, str) else said(c) for c in contents)
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,6 +196,7 @@ class Signals:
     values: Tensor | None = None  # [N, T] returns that a critic expects
     mass: Tensor | None = None  # [N, T, len(SEGMENTS), 2] attention on the text and the vision pool
     prompt_mass: Tensor | None = None  # [N, len(SEGMENTS), 2] from the prompt's tokens after its images
+    maps: tuple[AttentionMap | None, ...] | None = None  # [N] the vision mass of `all`, patch by patch
 
     def merge(self, other: Signals) -> Signals:
         """Both probes' fields in one record; a field that both bring is a mistake of the caller."""
@@ -331,7 +334,3 @@ class Weights:
 
     version: int
     tensors: Mapping[str, Tensor]
-
-
-def _part_text(part: Mapping[str, Any]) -> str:
-    return part["text"] if part["type"] == "text" else f"<{part['type']}>"

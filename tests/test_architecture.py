@@ -7,10 +7,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOM_MAY_IMPORT = {
-    "types": {"rows"},
+    "types": {"rows", "attention_map"},
     "keyed": set(),
     "errors": set(),
     "rows": set(),
+    "attention_map": set(),
     "plugins": {"files"},
     "machine": set(),
     "files": set(),
@@ -27,14 +28,15 @@ ROOM_MAY_IMPORT = {
     "data": {"types", "files", "protocols"},
     "prepare": {"types", "errors", "files", "data"},
     "report": {"types", "algorithms", "terminal"},
-    "tracking": {"types", "files", "protocols", "algorithms", "report", "terminal"},
+    "tracking": {"types", "rows", "files", "protocols", "algorithms", "report", "terminal"},
     "view": {"files", "tracking", "report"},
     "compare": {"errors", "files", "keyed", "tracking", "report"},
     "store": {"errors", "files", "protocols", "machine"},
     "zoo": {"types", "protocols"},
 }
 ROOM_MAY_IMPORT["training"] = {
-    "types", "keyed", "config", "errors", "protocols", "algorithms", "data", "store", "workers", "machine", "terminal"
+    "types", "rows", "keyed", "config", "errors", "protocols", "algorithms", "data", "store", "workers", "machine",
+    "terminal",
 }  # fmt: skip
 ROOM_MAY_IMPORT["build"] = set(ROOM_MAY_IMPORT)  # it alone names concrete classes
 ROOM_MAY_IMPORT["commands"] = set(ROOM_MAY_IMPORT)

@@ -50,6 +50,13 @@ def step_of(lengths=(2, 1, 2), group=(0, 0, 1), shades=(10, 20), **changes):
     return replace(fake_experience(rollouts, signals, torch.full(shape, -0.4), rewards, credit=credit), **changes)
 
 
+def with_maps(step, maps, media):
+    """The step with attention maps of its responses, which all look at the same media."""
+    prompts = tuple(replace(prompt, media=media) for prompt in step.rollouts.prompts)
+    signals = replace(step.signals, maps=tuple(maps))
+    return replace(step, signals=signals, rollouts=replace(step.rollouts, prompts=prompts))
+
+
 def recorded(directory, *steps, **options):
     record = RolloutRecord(
         directory, decode, str, lambda prompt, step: [medium // 2 for medium in prompt.media], **options
@@ -57,7 +64,7 @@ def recorded(directory, *steps, **options):
     for number, step in enumerate(steps, 1):
         record.rollouts(number, step)
         while record._background._jobs.qsize():  # a step is never so quick
-            pass
+            time.sleep(0.001)  # the thread that writes needs its turn
     record.close()
     return opened(directory)
 

@@ -12,6 +12,7 @@ from mtrl.types import SEGMENTS, TEXT_POOL, VISION_POOL, Prompt
 LOG_RATIO_LIMIT = 20.0  # exp(20) is 5e8: beyond it a ratio says nothing, and float32 soon overflows
 DEPENDENCY_LIMIT = 10.0
 MASS_FLOOR = 1e-8
+ATTENTION = ("mass", "prompt_mass", "maps")  # the signals that are read off the attention
 TEXT, VISION = 0, 1  # the last axis of a mass
 
 

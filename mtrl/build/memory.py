@@ -41,9 +41,15 @@ def limits_of(config: Config, needs: Needs, on_gpu: bool, share_prefix: bool) ->
         max_pixels=config.dataset.max_pixels,
         update=recipe.update_batching(config, on_gpu, share_prefix),
         probe=recipe.probe_batching(config, on_gpu, share_prefix),
-        needs=needs | Needs("mass") if config.optimization.compute_attention_metrics is not False else needs,
+        needs=needs | read_off_attention(config),
         full_divergence=divergence is not None and divergence.in_loss and divergence.penalty == "full",
     )
+
+
+def read_off_attention(config: Config) -> Needs:
+    """What is read off the attention now and then."""
+    mass = Needs("mass") if config.optimization.compute_attention_metrics is not False else Needs()
+    return mass | Needs("maps") if config.training.record_attention_maps else mass
 
 
 def plan_of(config: Config, on_gpu: bool) -> Plan:

@@ -217,7 +217,7 @@ def load_options(config: Config, device: str | None = None) -> dict[str, Any]:
 def refuse_unmeasured(config: Config, rules: Recipe, sees_attention: bool) -> None:
     """What somebody needs and nobody here measures is refused before the first step, with who asks for it."""
     wanted, looks = config.optimization.compute_attention_metrics, "mass" in rules.needs
-    if (looks or wanted is True) and not sees_attention:
+    if (looks or wanted is True or rules.maps_per_step) and not sees_attention:
         chosen = config.worker.actor.model.attn_implementation
         raise ConfigError([f"worker.actor.model.attn_implementation: {chosen} hides attention; set auto"])
     if looks and wanted is False:

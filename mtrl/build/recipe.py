@@ -91,6 +91,7 @@ def recipe_of(
         value_loss=ValueLoss(config.worker.critic.cliprange_value),
         critic_warmup=critic_warmup(config),
         lag=config.worker.rollout.lag,
+        maps_per_step=config.training.record_rollouts_per_step if config.training.record_attention_maps else 0,
     )
 
 

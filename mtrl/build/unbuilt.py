@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from mtrl.config import Config, ConfigError
 from mtrl.machine import started_by_torchrun
 
-LOGGERS = ("console", "tensorboard", "wandb", "mlflow", "swanlab")  # those that are built
+LOGGERS = ("console", "tensorboard", "wandb", "mlflow", "swanlab", "trackio")
 
 
 def unbuilt(config: Config) -> list[str]:
@@ -42,9 +42,6 @@ def unbuilt(config: Config) -> list[str]:
         "worker.actor.optim.name: adamw_8bit on several processes; use adamw": ranked and names != {"adamw"},
         f"worker.actor.fsdp.param_rounding: {worker.actor.fsdp.param_rounding} on several processes; use none": (
             ranked and worker.actor.fsdp.param_rounding != "none"
-        ),
-        f"training.logger: {', '.join(training.logger)}; use {', '.join(LOGGERS)}": bool(
-            set(training.logger) - set(LOGGERS)
         ),
     }
     return [f"{switch} (not built yet)" for switch, on in switches.items() if on]

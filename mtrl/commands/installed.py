@@ -58,7 +58,7 @@ FEATURES = (
         "several processes", ("ray",), "pip install 'mtrl[cluster]'",
         lambda c: c.training.nnodes * c.training.n_gpus_per_node > 1 and not started_by_torchrun(),
     ),
-    *(_logger(name) for name in ("tensorboard", "wandb", "mlflow", "swanlab")),
+    *(_logger(name) for name in ("tensorboard", "wandb", "mlflow", "swanlab", "trackio")),
     Feature("mtrl view", ("starlette", "uvicorn"), "pip install 'mtrl[view]'", lambda c: False),
     Feature(
         "flash attention", ("flash_attn",), "pip install flash-attn",
@@ -67,7 +67,7 @@ FEATURES = (
 )  # fmt: skip
 # No library brings these: `unbuilt` and the data layer refuse them, whatever is installed.
 NOT_BUILT = (
-    "videos", "the logger trackio",
+    "videos",
 )  # fmt: skip
 
 

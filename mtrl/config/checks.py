@@ -282,7 +282,12 @@ def _divergence(config: Config) -> Iterator[Conflict]:
 
 
 def _credit(config: Config) -> Iterator[Conflict]:
-    optimization = config.optimization
+    optimization, training = config.optimization, config.training
+    if training.record_attention_maps and training.record_rollouts_per_step == 0:
+        yield Conflict(
+            ("training.record_attention_maps", "training.record_rollouts_per_step"),
+            "attention maps are those of recorded responses, and none are; set record_rollouts_per_step to 64",
+        )
     low, high = optimization.token_weight_clip
     if low > high:
         yield Conflict(("optimization.token_weight_clip",), "the smallest weight comes first")

@@ -106,6 +106,9 @@ class TrainingConfig:
     record_rollouts_per_step: int = key(
         64, "responses of a step recorded token by token for mtrl view; -1: all, 0: none", "[-1, inf)", may_change=True
     )
+    record_attention_maps: bool = key(
+        False, "record where on the image each of their tokens looks; one more pass over them", may_change=True
+    )
     record_limit_gib: float = key(1.0, "size of that record; the oldest steps give way", "(0, inf)", may_change=True)
     rollout_log_path: str | None = key(None, "another place for the rollout Markdown", may_change=True)
     attention_diag_log_path: str | None = key(None, "another place for the attention Markdown", may_change=True)

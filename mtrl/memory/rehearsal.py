@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mtrl.algorithms.signals import ATTENTION
 from mtrl.algorithms.vocab import full_kl
 from mtrl.errors import DeviceFull, StartError
 from mtrl.models.forward import Forward, unpack
@@ -144,7 +145,7 @@ class Rehearsal:
         rollouts = self.rollouts(self.limits.prompts)
         part = rollouts.rows(self.limits.probe.split(rollouts, needs.views)[0])
         if not (self.forward.backbone.own_attention and part.visual.any()):
-            needs = needs.without("mass", "prompt_mass")
+            needs = needs.without(*ATTENTION)
         if needs:
             views = [prompt.media for prompt in part.prompts]
             with torch.no_grad():

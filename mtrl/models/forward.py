@@ -14,15 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mtrl.algorithms.signals import bounded_dependency, layer_segments, visual_dependency
+from mtrl.algorithms.signals import ATTENTION, bounded_dependency, layer_segments, visual_dependency
 from mtrl.algorithms.vocab import CHUNK_POSITIONS, TokenScores, full_kl, support_mass, token_scores
 from mtrl.models.attention import MapReader, MassReader, Reader
+from mtrl.models.attention_maps import PatchReader, SeveralReaders, onlookers
 from mtrl.models.backbone import Backbone, Features, prompt_positions, vision_tokens
 from mtrl.models.layout import Layout, lay_out
 from mtrl.models.transfer import to_device
 from mtrl.models.ulysses import WHOLE, SequenceGroup
 from mtrl.protocols import PromptEncoder
-from mtrl.types import Needs, Rollouts, Signals
+from mtrl.types import SEGMENTS, Needs, Rollouts, Signals
 
 OLD = Needs("old")
 Views = Sequence[tuple[np.ndarray, ...]]  # for each prompt its media, perturbed
@@ -72,14 +73,17 @@ class Forward:
         assert needs.views == 1 or views is not None, "two views are compared"
         layout, features = self._prepare(rollouts, [None, views][: needs.views])
         reader = self._reader(layout) if "mass" in needs else None
-        hidden = self._read(layout, features, reader)
-        scored = self._score_views(hidden, rollouts, needs) if needs.without("mass", "prompt_mass") else {}
+        patches = self._patch_reader(layout, rollouts) if "maps" in needs else None
+        readers = [each for each in (reader, patches) if each is not None]
+        hidden = self._read(layout, features, SeveralReaders(readers) if readers else None)
+        scored = self._score_views(hidden, rollouts, needs) if needs.without(*ATTENTION) else {}
         found = {name: unpack(values.cpu(), rollouts.mask) for name, values in scored.items()}
         if "dependency" in found:
             found["dependency"] = bounded_dependency(found["dependency"], rollouts.mask)
         elif "dependency" in needs:
             found["dependency"] = visual_dependency(found["old"], found["perturbed"], rollouts.mask)
-        return Signals(**found, **({} if reader is None else self._mass(reader, layout, rollouts)))
+        mass = {} if reader is None else self._mass(reader, layout, rollouts)
+        return Signals(**found, **mass, maps=None if patches is None else patches.maps(len(rollouts)))
 
     def _score_views(self, hidden: list[Tensor], rollouts: Rollouts, needs: Needs) -> dict[str, Tensor]:
         """Each signal that comes from the vocabulary as [M], on the device, which is asked for everything before
@@ -209,6 +213,11 @@ class Forward:
         mask = None if layout.causal else self.backbone.sight_mask(layout.sight[corner], layout.packed)
         places = to_device(sequence, device), to_device(place, device)
         return MassReader(pool, sink, places, self._segments(), mask, self.sharers)
+
+    def _patch_reader(self, layout: Layout, rollouts: Rollouts) -> PatchReader:
+        self._check_attention()
+        groups = onlookers(layout, rollouts, self.backbone.device)
+        return PatchReader(groups, self._segments()[SEGMENTS.index("all")], self.sharers)
 
     def _segments(self) -> list[range]:
         return layer_segments(len(self.backbone.language_model.layers), self.last_k, self.weight_last_k)

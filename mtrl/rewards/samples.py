@@ -9,10 +9,10 @@ from typing import Any
 from PIL import Image
 from torch import Tensor
 
-from mtrl.algorithms.signals import pool_sizes, segment, sequence_mass, vgr
+from mtrl.algorithms.signals import ATTENTION, pool_sizes, segment, sequence_mass, vgr
 from mtrl.types import SEGMENTS, Prompt, Rollouts, Signals
 
-PER_TOKEN = tuple(f.name for f in fields(Signals) if "mass" not in f.name)  # [N, T]; attention has more dimensions
+PER_TOKEN = tuple(f.name for f in fields(Signals) if f.name not in ATTENTION)  # [N, T]; attention has more dimensions
 
 
 def samples_of(

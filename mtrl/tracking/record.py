@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import io
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,12 @@ from torch import Tensor
 
 from mtrl.algorithms.signals import TEXT, VISION, pool_sizes
 from mtrl.protocols import Tracker
+from mtrl.rows import first_rows
 from mtrl.tracking.background import Background
 from mtrl.tracking.blocks import BlockWriter
 from mtrl.tracking.preview import DecodeTokens
-from mtrl.tracking.streams import as_kept, pack_response
-from mtrl.types import SEGMENTS, Experience, Prompt
+from mtrl.tracking.streams import MAP_SCALE, MAPS, as_kept, pack_response
+from mtrl.types import SEGMENTS, AttentionMap, Experience, Prompt
 
 SHOWN = SEGMENTS[:4]  # early, middle, late, all: the layers that token weights read are among them
 HEAD_CHARS = 120  # of a response, for lists
@@ -31,13 +32,15 @@ LOSSLESS_PIXELS = 256 * 256  # a larger image is kept as JPEG, a tenth of the si
 FRAMES = 4  # of a clip, side by side
 REPLACEMENT = "\ufffd"  # what a decoder makes of a part of a character
 
+Grid = tuple[int, int, int, list[int]]  # image tokens in time, height and width; at which times the frames shown stand
 Perturb = Callable[[Prompt, int], Sequence[np.ndarray]]
 DecodeText = Callable[[Sequence[int]], str]
 
 
 class RolloutRecord(Tracker):
     """A tracker. `per_step`: how many responses of a step are kept (-1: all), whole groups first; `perturb` makes the
-    other view of a prompt's images, as it was for the probes of a step."""
+    other view of a prompt's images, as it was for the probes of a step; `token_size`: frames and pixels a side of what
+    becomes one image token."""
 
     def __init__(
         self,
@@ -49,17 +52,17 @@ class RolloutRecord(Tracker):
         attempt: int = 1,
         per_step: int = 64,
         limit_bytes: int = 2**30,
+        token_size: tuple[int, int] = (2, 28),
     ) -> None:
+        self.token_size = token_size
         self.writer = BlockWriter(directory, limit_bytes)
         self.pieces = Pieces(decode, decode_text)
         self.perturb, self.attempt, self.per_step = perturb, attempt, per_step
         self._background = Background("record of the rollouts")
 
     def rollouts(self, step: int, experience: Experience) -> None:
-        count = len(experience) if self.per_step < 0 else min(self.per_step, len(experience))
-        if count:  # a copy of these rows alone: the step itself must not wait in memory
-            kept = experience.rows(torch.arange(count))
-            self._background.submit(partial(self._write, step, kept))
+        if len(experience) and self.per_step:  # a copy of these rows alone: the step itself must not wait in memory
+            self._background.submit(partial(self._write, step, first_rows(experience, self.per_step)))
 
     def close(self) -> None:
         self._background.close()
@@ -76,12 +79,12 @@ class RolloutRecord(Tracker):
         }
         streams = {name: as_kept(name, values.numpy()) for name, values in token_streams(it).items()}
         lengths = it.rollouts.mask.sum(1).tolist()
-        responses = [self._response(it.rollouts.text[i], streams, i, length) for i, length in enumerate(lengths)]
+        maps = it.signals.maps or (None,) * len(it)
+        responses = []
+        for row, (text, length, looks) in enumerate(zip(it.rollouts.text, lengths, maps, strict=True)):
+            own = {name: values[row, :length] for name, values in streams.items()} | map_streams(looks)
+            responses.append(pack_response(text, self.pieces(own["ids"].tolist()), own))
         self.writer.append(step, self.attempt, table, responses, images)
-
-    def _response(self, text: str, streams: Mapping[str, np.ndarray], row: int, length: int) -> bytes:
-        own = {name: values[row, :length] for name, values in streams.items()}
-        return pack_response(text, self.pieces(own["ids"].tolist()), own)
 
     def _prompts(self, step: int, it: Experience, images: dict[str, Callable[[], bytes]]) -> list[dict[str, Any]]:
         """What was asked. The other view is that of this step, so that it is left out for groups of earlier ones."""
@@ -95,6 +98,8 @@ class RolloutRecord(Tracker):
             answer = None if task.answer is None else str(task.answer)
             row = {"id": task.id, "text": task.text, "answer": answer, "pools": sizes[place]}
             row |= {"images": [add_image(images, medium) for medium in prompt.media]}
+            if it.signals.maps is not None:
+                row |= {"grids": [grid_of(medium, *self.token_size) for medium in prompt.media]}
             rows.append(row | {"perturbed": [add_image(images, view) for view in views]})
         return rows
 
@@ -143,6 +148,10 @@ def token_streams(it: Experience) -> dict[str, Tensor]:
     return {name: values for name, values in found.items() if values is not None}
 
 
+def map_streams(it: AttentionMap | None) -> dict[str, np.ndarray]:
+    return {} if it is None else {MAPS: it.levels.numpy(), MAP_SCALE: it.scale.numpy()}
+
+
 def columns_of(it: Experience) -> dict[str, Any]:
     """What lists show, sort and filter by: a value for each response."""
     rollouts, rewards, mask = it.rollouts, it.rewards, it.rollouts.mask
@@ -186,10 +195,21 @@ def add_image(images: dict[str, Callable[[], bytes]], medium: np.ndarray) -> str
     return key
 
 
+def grid_of(medium: np.ndarray, frames: int, pixels: int) -> Grid:
+    """How an image or a clip becomes tokens, row by row, and which of them lie on the picture that is kept."""
+    height, width = (side // pixels for side in medium.shape[-3:-1])
+    if medium.ndim == 3:
+        return 1, height, width, [0]
+    return -(-len(medium) // frames), height, width, [frame // frames for frame in shown_frames(medium)]
+
+
+def shown_frames(clip: np.ndarray) -> list[int]:
+    return np.linspace(0, len(clip) - 1, min(FRAMES, len(clip))).round().astype(int).tolist()
+
+
 def encoded(medium: np.ndarray) -> bytes:
     if medium.ndim == 4:
-        chosen = np.linspace(0, len(medium) - 1, min(FRAMES, len(medium))).round().astype(int)
-        medium = np.concatenate(list(medium[chosen]), axis=1)
+        medium = np.concatenate(list(medium[shown_frames(medium)]), axis=1)
     buffer = io.BytesIO()
     if medium.shape[0] * medium.shape[1] <= LOSSLESS_PIXELS:
         Image.fromarray(medium).save(buffer, "PNG", compress_level=4)

@@ -1,7 +1,8 @@
 """The loggers themselves, each around its library, which is imported when it is asked for.
 
-A resumed run goes on in the same run of wandb, mlflow or swanlab: `loggers.json` in its directory has the id. What the
-user's environment says to a library (WANDB_MODE and so on) holds; without a key wandb and swanlab write offline.
+A resumed run goes on in the same run of wandb, mlflow, swanlab or trackio: `loggers.json` in its directory has the id.
+What the user's environment says to a library (WANDB_MODE and so on) holds; without a key wandb and swanlab write
+offline.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -190,12 +192,47 @@ def has_swanlab_key() -> bool:
     return any((folder / ".swanlab" / ".netrc").is_file() for folder in (Path.home(), Path.cwd()))
 
 
+class TrackioSink:
+    """A run of trackio: in its own place on this machine (TRACKIO_DIR), or where TRACKIO_SPACE_ID or TRACKIO_SERVER_URL
+    say. It knows runs by their names, so that the name carries a mark of this run."""
+
+    def __init__(self, about: About) -> None:
+        import trackio
+
+        for name in ("trackio", "trackio.utils", "trackio.run"):
+            vars(sys.modules[name])["print"] = lambda *words, **options: None  # stdout stays ours
+        self.trackio = trackio
+        self.run = trackio.init(
+            project=about.project,
+            name=kept_id(about.directory, "trackio", lambda: f"{about.name}-{uuid.uuid4().hex[:6]}"),
+            resume="allow",
+            config=dict(about.config),
+            embed=False,
+            auto_log_gpu=False,  # perf/* has what a step took
+            auto_log_cpu=False,
+        )
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        self.run.log(dict(values), step=step)
+
+    def responses(self, step: int, shown: Sequence[Shown]) -> None:
+        pictures = [None if each.image is None else self.trackio.Image(each.image, caption=each.id) for each in shown]
+        rows = [[each.kind, as_markdown(each), each.reward, picture]
+                for each, picture in zip(shown, pictures, strict=True)]  # fmt: skip
+        table = self.trackio.Table(columns=["kind", "response", "reward", "image"], data=rows)
+        self.run.log({"responses": table}, step=step)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
 NOT_IN_MLFLOW = re.compile(r"[^\w\-. :/]", re.ASCII)  # signs that names may not have there: val/avg@1 is val/avg_1
 SINKS: dict[str, Callable[[About], Sink]] = {
     "tensorboard": TensorboardSink,
     "wandb": WandbSink,
     "mlflow": MlflowSink,
     "swanlab": SwanlabSink,
+    "trackio": TrackioSink,
 }
 
 

@@ -17,7 +17,8 @@ from mtrl.tracking.blocks import Damaged, inflated
 
 HEAD = struct.Struct("<I")  # bytes of the JSON that comes first
 LARGEST = float(np.finfo(np.float16).max)
-KINDS = {"ids": "<i4", "mask": "|u1"}  # every other stream is made of floats
+MAPS, MAP_SCALE = "maps", "map_scale"  # attention over the image: [tokens, image tokens] levels, and [tokens]
+KINDS = {"ids": "<i4", "mask": "|u1", MAPS: "|u1", MAP_SCALE: "<f4"}  # every other stream is made of half floats
 FLOAT = "<f2"
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import reduce
 
 from mtrl.protocols import Generator, PendingRewards, Prober, Scorer, TaskSource
+from mtrl.rows import first_rows
 from mtrl.training.clock import Clock
 from mtrl.training.recipe import Recipe
 from mtrl.training.refill import Gathered, fill, refuse_short
@@ -115,3 +116,14 @@ class Gathering:
             return Signals()
         with self.clock("probe"):
             return reduce(Signals.merge, [prober.probe(rollouts, needs, self.step) for prober in self.probers])
+
+
+def with_maps(experience: Experience, actor: Prober, count: int, step: int, clock: Clock) -> Experience:
+    """For those who look on: where the tokens of the first responses look. The step itself never reads it."""
+    if not count:
+        return experience
+    first = first_rows(experience.rollouts, count)
+    with clock("probe"):
+        maps = actor.probe(first, Needs("maps"), step).maps
+    nothing = (None,) * (len(experience) - len(first))
+    return replace(experience, signals=replace(experience.signals, maps=None if maps is None else maps + nothing))

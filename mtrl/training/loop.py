@@ -26,7 +26,7 @@ from mtrl.protocols import Actor, Critic, Generator, Prober, Refreshed, Scorer, 
 from mtrl.training.ahead import OWN, Ahead
 from mtrl.training.clock import Clock
 from mtrl.training.evaluate import Validation
-from mtrl.training.gather import Gathering
+from mtrl.training.gather import Gathering, with_maps
 from mtrl.training.recipe import Recipe, due
 from mtrl.training.refill import Gathered, PromptCounts
 from mtrl.training.replay import ReplayMemory
@@ -85,6 +85,7 @@ class Loop:
             experience = self.give_credit(gathered.experience, step)
             loss = recipe.loss.with_divergence(self.divergence)
             batches = list(assemble(recipe.batches, loss, experience, (recipe.seed, step)))
+        shown = with_maps(experience, components.actor, recipe.maps_per_step, step, clock)
         with clock("update"):
             self.whole = None
             learnt = self.learn(batches, loss, step)
@@ -97,7 +98,7 @@ class Loop:
         if components.reference is not None and due(self.done, recipe.refresh_every):
             components.reference.refresh()
         self.whole = self.state()  # from here on an error costs nothing of this step
-        components.tracker.rollouts(step + 1, experience)
+        components.tracker.rollouts(step + 1, shown)
         values = step_metrics(gathered.own, recipe.sampling.cut) | credit_metrics(recipe.credit, experience)
         values |= learnt | value_metrics(experience) | adapted | components.source.metrics()
         return values | clock.metrics(int(experience.rollouts.mask.sum()), len(experience), components.devices)

@@ -40,6 +40,7 @@ class Recipe:
     greedy_baseline: bool = False  # whether advantages compare with the greedy response to a prompt
     replay: ReplayRule | None = None
     value_loss: ValueLoss = NO_CRITIC  # of the critic, where there is one
+    maps_per_step: int = 0  # responses of a step whose attention maps are recorded; -1: of all
     lag: int = 0  # steps by which responses are sampled ahead of the weights that learn from them
     critic_warmup: int = 0  # steps at the start of the run in which the critic learns alone
 

@@ -44,7 +44,7 @@ class StoredGroup:
     def of(cls, experience: Experience, group: int, step: int) -> StoredGroup:
         rows = experience.rows(experience.rollouts.group == group)
         (prompt,) = rows.rollouts.prompts
-        lean = Experience(replace(rows.rollouts, prompts=()), rows.rewards, rows.signals)
+        lean = Experience(replace(rows.rollouts, prompts=()), rows.rewards, replace(rows.signals, maps=None))
         return cls(prompt.task.id, step, group, lean)
 
     def entry(self, score: float) -> ReplayEntry[StoredGroup]:

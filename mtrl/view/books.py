@@ -3,6 +3,7 @@ looked at. `Pages` are the numbers that responses are sorted and filtered by, ke
 
 from __future__ import annotations
 
+import base64
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,10 +13,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from mtrl.tracking.blocks import Block, Damaged, Table, Walk, parts_of
-from mtrl.tracking.streams import unpack_response
+from mtrl.tracking.streams import MAP_SCALE, MAPS, unpack_response
 
 SORTED_BY = ("reward", "tokens", "dependency", "entropy", "vision", "advantage")
 LISTED = (*SORTED_BY, "finish", "version", "head", "kept", "scale", "failed")  # what a row of a list says
+LARGEST_SIDE = 4096  # image tokens of a side
 TABLES_KEPT = 48  # tables of steps held in memory, of those that were looked at last
 
 Json = dict[str, Any]
@@ -43,6 +45,11 @@ class Book(Protocol):
 
     def response(self, step: int, place: int) -> Json:
         """All that is known of a response."""
+
+    def maps(self, step: int, place: int) -> Json:
+        """Where each token of a response looks: {"levels": base64 of a byte for each token and image token, "scale": a
+        number a token}, of which `scale * (level / 255) ** 2` is the share of its attention. KeyError where nobody
+        recorded it."""
 
     def image(self, step: int, key: str) -> bytes:
         """An image that a response of the step names, or KeyError."""
@@ -138,7 +145,8 @@ class RecordBook:
             raise KeyError(place)
         row, columns = self._row(table, step, place), table["rollouts"]
         kept = unpack_response(block.piece(table["where"][place]))
-        streams = {name: as_list(array) for name, array in kept["streams"].items() if array.ndim == 1}
+        numbers = {name: array for name, array in kept["streams"].items() if name not in (MAPS, MAP_SCALE)}
+        streams = {name: as_list(array) for name, array in numbers.items() if array.ndim == 1}
         segments = list(table.get("segments", []))
         if (mass := kept["streams"].get("mass")) is not None:
             for number, segment in enumerate(segments):
@@ -152,7 +160,21 @@ class RecordBook:
         }
         members = [other for other, group in enumerate(columns["prompt"]) if group == row["group"]]
         said = {"text": kept["text"], "pieces": kept["pieces"], "streams": streams}
+        if (grids := grids_of(kept["streams"], table["prompts"][row["group"]])) is not None:
+            said["grids"] = grids
+            streams.setdefault("vision_all", as_list(vision_mass(kept["streams"])))
         return row | said | {"prompt": asked, "segments": segments, "mass": by_segment, "members": members}
+
+    def maps(self, step: int, place: int) -> Json:
+        table, block = self.table(step), self._blocks[step]
+        if not 0 <= place < block.count:
+            raise KeyError(place)
+        kept = unpack_response(block.piece(table["where"][place]))
+        prompt = table["prompts"][table["rollouts"]["prompt"][place]]
+        if grids_of(kept["streams"], prompt) is None:
+            raise KeyError(place)
+        levels, scale = kept["streams"][MAPS], kept["streams"][MAP_SCALE]
+        return {"levels": base64.b64encode(levels.tobytes()).decode(), "scale": as_list(scale, 6)}
 
     def image(self, step: int, key: str) -> bytes:
         place = self.table(step).get("images", {})[key]
@@ -181,6 +203,33 @@ def checked(table: Table, count: int) -> Table:
     return table
 
 
+def grids_of(streams: Mapping[str, np.ndarray], prompt: Mapping[str, Any]) -> list[Any] | None:
+    """How the maps of a response lie on its images; None where there are no maps, or they do not fit."""
+    levels, scale, grids = streams.get(MAPS), streams.get(MAP_SCALE), prompt.get("grids")
+    if levels is None or scale is None or levels.ndim != 2 or scale.shape != levels.shape[:1]:
+        return None
+    if not isinstance(grids, list) or not all(map(is_grid, grids)):
+        return None
+    if sum(time * height * width for time, height, width, _ in grids) != levels.shape[1]:
+        return None
+    return grids
+
+
+def vision_mass(streams: Mapping[str, np.ndarray]) -> np.ndarray:
+    """What the maps sum up to, for steps in which nobody else read the attention."""
+    return streams[MAP_SCALE] * np.square(streams[MAPS] / 255).sum(1)
+
+
+def is_grid(grid: Any) -> bool:
+    """(time, height, width, the times of the frames shown), from a file that anybody may have made."""
+    try:
+        *sides, shown = grid
+        whole = all(type(number) is int and 0 <= number <= LARGEST_SIDE for number in (*sides, *shown))
+        return whole and len(sides) == 3 and len(shown) <= LARGEST_SIDE and all(time < sides[0] for time in shown)
+    except TypeError:
+        return False
+
+
 def as_numbers(values: Any, count: int) -> np.ndarray | None:
     """[count] floats, None as NaN; None where there are none at all."""
     if not isinstance(values, list) or len(values) != count:
@@ -189,8 +238,8 @@ def as_numbers(values: Any, count: int) -> np.ndarray | None:
     return np.array([x if ok else np.nan for x, ok in zip(values, plain, strict=True)], dtype=np.float64)
 
 
-def as_list(array: np.ndarray) -> list[Any]:
-    """Numbers as JSON has them: floats with the three digits that are kept, None for those without an end."""
+def as_list(array: np.ndarray, digits: int = 3) -> list[Any]:
+    """Numbers as JSON has them: floats with the digits that are kept, None for those without an end."""
     if array.dtype.kind in "iu":
         return array.tolist()
-    return [float(f"{x:.3g}") if ok else None for x, ok in zip(array.tolist(), np.isfinite(array), strict=True)]
+    return [float(f"{x:.{digits}g}") if ok else None for x, ok in zip(array.tolist(), np.isfinite(array), strict=True)]

@@ -75,6 +75,9 @@ class RowsBook:
         kept = {name: x for name, x in row.items() if name not in ("asked", "answer")}
         return kept | {"prompt": prompt, "pieces": None, "streams": {}, "segments": [], "mass": [], "members": members}
 
+    def maps(self, step: int, place: int) -> Json:
+        raise KeyError(place)
+
     def image(self, step: int, key: str) -> bytes:
         raise KeyError(key)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 STATIC = Path(__file__).parent / "static"
 STYLE = "view.css"
-MODULES = ("main", "api", "dom", "state", "chart", "curves", "rollouts", "sample", "heat", "timing")
+MODULES = ("main", "api", "dom", "state", "chart", "curves", "rollouts", "sample", "looks", "heat", "timing")
 EMPTY_ICON = "data:,"  # browsers ask for an icon otherwise
 
 SHELL = """<!doctype html>

@@ -130,6 +130,11 @@ class Answers:
             members = run.book.response(step, place)["members"][:MOST_TOGETHER]
             return JSONResponse([run.book.response(step, member) for member in members])
 
+    def maps(self, request: Request) -> Response:
+        run, step, place = self._run(request), self._number(request, "step"), self._number(request, "row")
+        with run.lock:
+            return JSONResponse(run.book.maps(step, place))
+
     def image(self, request: Request) -> Response:
         run, step = self._run(request), self._number(request, "step")
         with run.lock:
@@ -199,7 +204,7 @@ def make_app(runs: Sequence[Run], host: str = "127.0.0.1", port: int = 0) -> Asg
     answers = Answers(runs)
     named = {
         "runs": answers.about, "series": answers.series, "rollouts": answers.rollouts, "response": answers.response,
-        "group": answers.group, "image": answers.image, "config": answers.config,
+        "group": answers.group, "image": answers.image, "config": answers.config, "maps": answers.maps,
     }  # fmt: skip
     routes = [Route("/", index), Route("/static/{name}", file)]
     routes += [Route(f"/api/{name}", endpoint) for name, endpoint in named.items()]

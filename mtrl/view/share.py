@@ -10,6 +10,7 @@ from mtrl.view.books import SORTED_BY, Book, Json
 from mtrl.view.runs import Run
 
 STEPS_SHOWN = 8  # steps that the responses come from, the first and the last among them
+MAPS_BYTES = 4 * 2**20  # of attention maps; responses after that come without
 POINTS = 1000  # of a curve: a longer one is thinned out
 
 
@@ -17,6 +18,7 @@ def shared(runs: Sequence[Run], rollouts: int) -> Json:
     """All that the page asks a server for, by the names of its questions."""
     images: dict[str, str] = {}
     responses = [some_responses(run.book, rollouts // len(runs), images) for run in runs]
+    maps = shared_maps(runs, responses)
     about = []
     for run, shown in zip(runs, responses, strict=True):
         steps = sorted({each["step"] for each in shown})
@@ -28,6 +30,7 @@ def shared(runs: Sequence[Run], rollouts: int) -> Json:
         "series": [{name: thinned(*points) for name, points in series_of(run).items()} for run in runs],
         "rollouts": responses,
         "images": images,
+        "maps": maps,
         "config": [run.config() or "" for run in runs],
     }
 
@@ -53,6 +56,22 @@ def some_responses(book: Book, count: int, images: dict[str, str]) -> list[Json]
             found += groups_of(book, steps[place], wanted, images)
         except (Damaged, KeyError, OSError):
             continue  # the run says what is damaged
+    return found
+
+
+def shared_maps(runs: Sequence[Run], responses: Sequence[Sequence[Json]]) -> dict[str, Json]:
+    """Where the tokens look, by "run step row", of the first response of each group, then of the second, and so on, as
+    long as there is room."""
+    there = [(one["members"].index(one["row"]), number, one) for number, shown in enumerate(responses) for one in shown
+             if "grids" in one]  # fmt: skip
+    found: dict[str, Json] = {}
+    room = MAPS_BYTES
+    for _, number, one in sorted(there, key=lambda each: each[0]):
+        maps = runs[number].book.maps(one["step"], one["row"])
+        room -= len(maps["levels"]) + 8 * len(maps["scale"])
+        if room < 0:
+            break
+        found[f"{number} {one['step']} {one['row']}"] = maps
     return found
 
 

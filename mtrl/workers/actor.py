@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mtrl.algorithms.losses import Loss, total_loss, weighted_sum
+from mtrl.algorithms.signals import ATTENTION
 from mtrl.algorithms.vocab import TokenScores
 from mtrl.models.forward import Forward, unpack
 from mtrl.models.perturb import Perturbation
@@ -89,7 +90,7 @@ class LocalActor:
 
     def _probe_policy(self, rollouts: Rollouts, needs: Needs, step: int) -> Signals:
         if not self.ranks.any(bool(rollouts.visual.any())):
-            needs = needs.without("mass", "prompt_mass")
+            needs = needs.without(*ATTENTION)
         if not needs:
             return Signals()
         return self._probe_in_passes(rollouts, lambda rows: self._signals(rows, needs, step), needs.views)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from mtrl.algorithms.packing import Piece, cut_groups, fill_micro_batches, row_index
 from mtrl.models.ranks import ALONE, Ranks
+from mtrl.rows import join_rows, take_rows
 from mtrl.types import Rollouts, Signals
 
 NO_LIMIT = 1 << 62
@@ -77,10 +78,4 @@ class MicroBatching:
             if counts:
                 rows.append(index)
                 parts.append(part)
-        order = torch.argsort(torch.cat(rows))
-        joined = {}
-        for f in fields(Signals):
-            values = [getattr(part, f.name) for part in parts]
-            if values[0] is not None:
-                joined[f.name] = torch.cat(values)[order]
-        return Signals(**joined)
+        return take_rows(join_rows(parts), torch.argsort(torch.cat(rows)))

@@ -3,10 +3,13 @@
 import json
 import re
 
+import numpy as np
 import pytest
-from view_helpers import fake_run, metrics_row, recorded, said, served, step_of
+import torch
+from view_helpers import fake_run, metrics_row, recorded, said, served, step_of, with_maps
 
 from mtrl.commands import demo
+from mtrl.types import AttentionMap
 from mtrl.zoo.rows import SIZES
 
 pytest.importorskip("uvicorn", reason="pip install 'mtrl[view]'")
@@ -15,12 +18,13 @@ expect = pytest.importorskip("playwright.sync_api", reason="pip install playwrig
 
 @pytest.fixture(scope="module")
 def demo_run(tmp_path_factory):
-    """A run made by the demo, three steps of it, with every heat map: token weights read attention."""
+    """A run made by the demo, two steps of it, with every heat map: token weights read attention."""
     output = tmp_path_factory.mktemp("demo")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(SIZES, "validation", 8)
         demo.run([
-            "training.max_steps=3", "training.val_freq=-1", "training.logger=[]", "training.experiment_name=demo",
+            "training.max_steps=2", "training.record_attention_maps=true", "training.val_freq=-1",
+            "training.logger=[]", "training.experiment_name=demo",
             f"training.output_dir={output}", "dataset.rollout_batch_size=2", "worker.rollout.n=4",
             "worker.actor.global_batch_size=2",
             "optimization.enable_token_weights=true", "optimization.compute_attention_metrics=true",
@@ -42,7 +46,7 @@ def test_a_run_of_the_demo(page, demo_run):
         page.keyboard.press("r")
         page.wait_for_selector(".list li")
         assert page.locator(".list li").count() == 8
-        assert "Step 3" in titles(page)
+        assert "Step 2" in titles(page)
         images = page.locator(".images img")
         assert images.count() == 2 and images.nth(1).evaluate("image => image.complete && image.naturalWidth") == 56
         page.locator(".response .token").first.hover()
@@ -53,10 +57,10 @@ def test_a_run_of_the_demo(page, demo_run):
         before = titles(page)
         page.keyboard.press("ArrowRight")
         expect(page.locator(".sample header h2")).not_to_have_text(before)
-        assert page.locator(".list li[aria-selected=true]").get_attribute("data-key") == "3 1"
+        assert page.locator(".list li[aria-selected=true]").get_attribute("data-key") == "2 1"
         page.keyboard.press("[")
-        expect(page.locator(".sample header h2")).to_contain_text("Step 2")
-        assert "from=2" in page.url, "the address keeps it"
+        expect(page.locator(".sample header h2")).to_contain_text("Step 1")
+        assert "from=1" in page.url, "the address keeps it"
 
 
 def test_every_heat_map_shows_its_own_numbers(page, demo_run):
@@ -83,6 +87,62 @@ def test_every_heat_map_shows_its_own_numbers(page, demo_run):
         assert rows[:2] == ["S", "entropy"] and "vision, late" in rows and "mask" in rows
 
 
+DRAWN = "canvas => [...canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data].join()"
+
+
+def test_where_a_token_looks(page, demo_run):
+    with served(demo_run) as address:
+        page.goto(f"{address}#rollouts")
+        tokens, looks = page.locator(".response .token"), page.locator(".images canvas.looks")
+        tokens.nth(1).hover()
+        looks.wait_for()
+        assert looks.evaluate("canvas => [canvas.width, canvas.height]") == [2, 2] and looks.count() == 1
+        over, picture = looks.bounding_box(), page.locator(".images img").first.bounding_box()
+        assert all(abs(over[side] - picture[side]) <= 2 for side in over), "it lies on the image"
+        first, said = looks.evaluate(DRAWN), page.locator(".images figcaption").first.inner_text()
+        assert re.search(r"\d% of its attention", said)
+        tokens.nth(4).hover()
+        assert looks.evaluate(DRAWN) != first, "another token, another map"
+        page.locator(".question").hover()
+        assert looks.is_hidden() and page.locator(".images figcaption").first.inner_text() == "as the model saw it"
+        # the keyboard does the same, and moves to no other response
+        tokens.first.focus()
+        before = titles(page)
+        page.keyboard.press("ArrowRight")
+        assert looks.is_visible() and looks.evaluate(DRAWN) == first and titles(page) == before
+        page.keyboard.press("Escape")
+        assert looks.is_hidden()
+        page.keyboard.press("g")
+        page.wait_for_selector(".member")
+        page.locator(".member .token").nth(1).hover()
+        looks.wait_for()
+
+
+def test_each_image_has_its_own_map(page, tmp_path):
+    """Two images, the second looked at by the first token and the first by the second; far down they are in the tip."""
+    maps = [AttentionMap(torch.tensor([[0, 0, 255], [255, 51, 0]], dtype=torch.uint8), torch.tensor([0.5, 0.25]))]
+    media = (np.full((28, 56, 3), 90, np.uint8), np.full((28, 28, 3), 160, np.uint8))
+    recorded(tmp_path / "run/record", with_maps(step_of(), [*maps, None, None], media))
+    with served(tmp_path / "run") as address:
+        page.goto(f"{address}#rollouts")
+        tokens, looks = page.locator(".response .token"), page.locator(".images canvas.looks")
+        tokens.first.hover()
+        expect(looks).to_have_count(2)
+        drawn = [
+            [round(1 - int(each) / 255, 2) for each in look.evaluate(DRAWN).split(",")[3::4]] for look in looks.all()
+        ]
+        assert drawn == [[0.25, 0.25], [1.0]], "veiled, and not"
+        said = page.locator(".images figcaption").all_inner_texts()
+        assert (said[0], said[2]) == ("0% of its attention", "50% of its attention")
+        tokens.nth(1).hover()
+        expect(page.locator(".images figcaption").first).to_have_text("26% of its attention")
+        page.set_viewport_size({"width": 1280, "height": 300})
+        tokens.first.focus()
+        page.locator(".sample").evaluate("node => (node.scrollTop = 1000)")
+        tokens.nth(1).hover()
+        expect(page.locator(".token-tip canvas.looks")).to_have_count(2)
+
+
 def test_a_group(page, demo_run):
     with served(demo_run) as address:
         page.goto(f"{address}#rollouts")
@@ -106,8 +166,15 @@ def test_phases_memory_and_configuration(page, demo_run):
 
 
 def test_it_follows_a_run_that_goes_on(page, tmp_path):
+    """The page asks every two seconds, by a clock that is run ahead here."""
     run = fake_run(tmp_path / "run", steps=2)
+
+    def pulse():
+        with page.expect_response("**/api/runs*"):
+            page.clock.run_for(2500)
+
     with served(run) as address:
+        page.clock.install()
         page.goto(f"{address}#rollouts")
         expect(page.locator(".sample header h2")).to_contain_text("Step 2")
         assert "live" in page.locator(".badge").inner_text()
@@ -118,28 +185,30 @@ def test_it_follows_a_run_that_goes_on(page, tmp_path):
         with (run / "record/part-00001.bin").open("ab") as file:
             file.write(part[more._blocks[3].start :][:-30])
             file.flush()
-            page.wait_for_timeout(2500)
+            pulse()
+            pulse()
             assert titles(page).startswith("Step 2"), "half of it is not shown"
             file.write(part[-30:])
+        pulse()
         expect(page.locator(".sample header h2")).to_contain_text("Step 3")
         page.keyboard.press("c")
         page.wait_for_selector(".chart .title[title='new/metric']")
 
 
 def test_sorting_filters_and_pages(page, tmp_path):
-    run = fake_run(tmp_path / "run", steps=40)
+    run = fake_run(tmp_path / "run", steps=18)
     with served(run) as address:
         page.goto(f"{address}#rollouts?latest=false")
         page.wait_for_selector(".list li")
-        assert "1–50 of 120 responses" in page.locator(".pager").inner_text()
+        assert "1–50 of 54 responses" in page.locator(".pager").inner_text()
         page.get_by_label("next page").click()
-        expect(page.locator(".pager")).to_contain_text("51–100")
+        expect(page.locator(".pager")).to_contain_text("51–54")
         page.select_option("select[aria-label='sort by']", "reward")
         page.get_by_label("turn the order round").click()
         expect(page.locator(".list .reward").first).to_have_text("1.5")
         page.get_by_text("filter", exact=False).first.click()
         page.get_by_label("max").first.fill("0.7")
-        expect(page.locator(".pager")).to_contain_text("of 40 responses")
+        expect(page.locator(".pager")).to_contain_text("of 18 responses")
         assert set(page.locator(".list .reward").all_inner_texts()) == {"0.5"}
         page.get_by_label("min").nth(2).fill("9")
         page.get_by_text("Nothing passes these filters.").wait_for()
@@ -212,8 +281,7 @@ def test_runs_of_others(page, tmp_path):
         page.get_by_text("no numbers for single tokens").wait_for()
 
 
-@pytest.mark.parametrize("width", [1280, 1920])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1920, "dark")])  # and from each to the other
 def test_it_fits_the_screen_in_light_and_dark(chromium, tmp_path, width, scheme):
     context = chromium.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
     page = context.new_page()

@@ -18,6 +18,7 @@ from tiny_models import (
 )
 
 from mtrl.algorithms.signals import pool_sizes, segment, sequence_mass, vgr
+from mtrl.models import attention_maps
 from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward
 from mtrl.models.load import load_model
@@ -167,3 +168,54 @@ def test_other_attention_is_refused_by_name(family):
     forward = Forward(Backbone(eager_model(family)), encoder_of(family))
     with pytest.raises(ValueError, match="attn_implementation"):
         forward.signals(rollouts_for(family), Needs("mass"))
+
+
+# ----------------------------------------------------------------------------------------------- maps for the record
+@pytest.mark.parametrize("family", VISION_FAMILIES, indirect=True)
+@pytest.mark.parametrize("last_k", [None, 1])
+def test_maps_of_whole_responses_equal_those_of_eager_matrices(family, route, last_k):
+    """Every token's attention on every image token, of several images too; a token's sum is its vision mass."""
+    rollouts = rollouts_for(family)
+    forward = Forward(shared_backbone(family), encoder_of(family), last_k=last_k, **route)
+    signals = forward.signals(rollouts, Needs("maps", "mass"))
+    assert signals.old is None, "the vocabulary is left alone"
+    for row, length in enumerate(LENGTHS):
+        pool = rollouts.prompts[GROUP[row]].pool
+        if not length or not (pool == VISION_POOL).any():
+            assert signals.maps[row] is None
+            continue
+        found = signals.maps[row]
+        expected = eager_maps(family, row, last_k)["all"][len(pool) - 1 : len(pool) - 1 + length, pool == VISION_POOL]
+        assert found.levels.shape == expected.shape and found.levels.dtype == torch.uint8
+        close(found.shares.sum(1), expected.sum(1))
+        close(found.shares.sum(1), segment(signals.mass[row, :length], "all")[:, 1])
+        most = expected.amax(1, keepdim=True)
+        error = (found.shares - expected).abs() / (expected * most).sqrt().clamp(min=most / 255)
+        assert error.max() < 2 / 255, "half a level of a root, and what the scale moves"
+        assert found.shares.std(1).min() > 1e-4, "worth drawing"
+
+
+@pytest.mark.parametrize("family", VISION_FAMILIES[:1], indirect=True)
+def test_pieces_make_the_same_maps(family, route, monkeypatch):
+    rollouts = rollouts_for(family)
+    forward = Forward(shared_backbone(family), encoder_of(family), **route)
+    whole = forward.signals(rollouts, Needs("maps")).maps
+    heads = shared_backbone(family).language_model.config.num_attention_heads
+    for scores in (1, 3 * heads * 40):  # a token at a time, and a few
+        monkeypatch.setattr(attention_maps, "SCORES_AT_ONCE", scores)
+        for one, other in zip(whole, forward.signals(rollouts, Needs("maps")).maps, strict=True):
+            assert (one is None) == (other is None)
+            if one is not None:
+                torch.testing.assert_close(other.shares, one.shares, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", VISION_FAMILIES[:1], indirect=True)
+def test_maps_that_are_too_large_are_left_out(family, monkeypatch):
+    rollouts = rollouts_for(family)
+    forward = Forward(shared_backbone(family), encoder_of(family))
+    image_tokens = int((rollouts.prompts[0].pool == VISION_POOL).sum())
+    monkeypatch.setattr(attention_maps, "CELLS_OF_A_RESPONSE", 5 * image_tokens)
+    maps = forward.signals(rollouts, Needs("maps")).maps
+    assert maps[0] is None and maps[1] is not None, "six tokens are one too many"
+    monkeypatch.setattr(attention_maps, "CELLS_OF_A_PASS", 0)
+    assert forward.signals(rollouts, Needs("maps")).maps == (None,) * len(rollouts)

@@ -63,11 +63,17 @@ def rollouts():
 def test_signals_equal_the_cpu(rollouts, route):
     perturbation = Perturbation()
     views = [perturbation.view(prompt, step=0) for prompt in rollouts.prompts]
-    needs = Needs("entropy", "entropy_change", "dependency", "mass")
+    needs = Needs("entropy", "entropy_change", "dependency", "mass", "maps")
     routes = forward_on("cpu"), forward_on("cuda", **ROUTES[route])
     here, there = (replace(each, dependency="full_kl").signals(rollouts, needs, views) for each in routes)
     for name in ("old", "perturbed", "entropy", "entropy_change", "dependency", "mass", "prompt_mass"):
         torch.testing.assert_close(getattr(here, name), getattr(there, name), rtol=2e-3, atol=2e-3)
+    for row, (one, other) in enumerate(zip(here.maps, there.maps, strict=True)):
+        torch.testing.assert_close(one.shares, other.shares, rtol=0, atol=5e-3)  # a level of a strong patch
+        length = len(other.scale)
+        torch.testing.assert_close(
+            other.shares.sum(1), segment(there.mass[row, :length], "all")[:, 1], rtol=0, atol=2e-3
+        )
 
 
 @pytest.mark.parametrize("route", ROUTES)

@@ -241,6 +241,10 @@ IMPOSSIBLE = [
         ],
         ["worker.actor.model.freeze_vision_tower", "worker.actor.model.lora_vision_tower"],
     ),
+    (
+        ["training.record_attention_maps=true", "training.record_rollouts_per_step=0"],
+        ["training.record_attention_maps", "training.record_rollouts_per_step"],
+    ),
     (["worker.reward.reward_type=model"], ["worker.reward.reward_type", "worker.reward.model_path"]),
     (["worker.reward.functions=[]"], ["worker.reward.functions"]),
     (["worker.reward.functions=[accurcy]"], ["worker.reward.functions", "did you mean accuracy?"]),

@@ -198,6 +198,29 @@ def test_swanlab_offline_written_and_read_back(tmp_path, monkeypatch):
     assert "dataset.seed" in (files[0].parent / "files/config.yaml").read_text()
 
 
+def test_trackio_written_and_read_back(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    trackio = pytest.importorskip("trackio")
+    place = trackio.utils.TRACKIO_DIR  # where it was told to when it was imported
+    for first in (1, 3):
+        feed = LoggerFeed("trackio", lambda first=first: SINKS["trackio"](about(tmp_path, first)))
+        feed.metrics(first, {"reward/overall": 0.25 * first})
+        feed.rollouts(first, step_of())
+        feed.validation(first, {"val/avg@1": 0.5}, {}, [SAMPLE])
+        feed.close()
+    name = json.loads((tmp_path / "loggers.json").read_text())["trackio"]
+    (run,) = [run for run in trackio.Api().runs("project") if run.name == name]
+    assert name.startswith("name-") and run.config["dataset.seed"] == 7
+    rows = trackio.sqlite_storage.SQLiteStorage.get_logs("project", name)
+    points = {row["step"]: row["reward/overall"] for row in rows if "reward/overall" in row}
+    assert points == {1: 0.25, 3: 0.75} and any(row.get("val/avg@1") == 0.5 for row in rows), "both attempts in one run"
+    (table, _) = [row["responses"]["_value"] for row in rows if "responses" in row]
+    assert "    # no heading" in table[0]["response"] and table[0]["kind"] == "val"
+    pictures = [place / "media" / row["image"]["file_path"] for row in table if row["image"]]
+    assert pictures and all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
+    assert capsys.readouterr().out == "", "the console stays the run's"
+
+
 # ------------------------------------------------------------------------------------------------------------ the house
 def test_every_logger_that_is_built_has_a_sink():
     assert ("console", *SINKS) == LOGGERS

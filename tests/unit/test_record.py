@@ -1,5 +1,6 @@
 """The record of the rollouts: what is kept of each token, bounds, damage, and that a run does not notice it."""
 
+import base64
 import io
 import logging
 import os
@@ -9,15 +10,19 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from view_helpers import decode, opened, picture, recorded, step_of
+from view_helpers import decode, opened, picture, recorded, step_of, with_maps
 
+from mtrl.build.memory import limits_of
+from mtrl.build.model import refuse_unmeasured
+from mtrl.build.recipe import recipe_of
 from mtrl.build.run import build
-from mtrl.config import load_config
+from mtrl.config import ConfigError, load_config
 from mtrl.tracking import blocks
 from mtrl.tracking.blocks import BlockWriter, Damaged, Walk, parts_of
 from mtrl.tracking.record import Pieces, RolloutRecord
 from mtrl.tracking.streams import pack_response, unpack_response
-from mtrl.types import Signals
+from mtrl.types import AttentionMap, Needs, Signals
+from mtrl.view.books import grids_of
 from mtrl.zoo.rows import CONFIG_FILE
 
 
@@ -82,6 +87,39 @@ def test_parts_of_a_character_stand_together():
 def test_numbers_without_an_end():
     kept = unpack_response(pack_response("x", ["x"], {"entropy": np.array([np.inf, np.nan, 1e9], dtype=np.float32)}))
     assert kept["streams"]["entropy"].tolist()[0] == 65504 and np.isnan(kept["streams"]["entropy"][1])
+
+
+# ------------------------------------------------------------------------------------------------------ attention maps
+def looked(levels, scale=0.5):
+    levels = torch.tensor(levels, dtype=torch.uint8)
+    return AttentionMap(levels, torch.full((len(levels),), scale))
+
+
+def test_maps_lie_on_the_images_and_clips_that_they_are_about(tmp_path):
+    """A picture of 4 x 6 pixels and a clip of five frames, two a token; a token is two pixels a side."""
+    still, clip = np.zeros((4, 6, 3), np.uint8), np.zeros((5, 4, 4, 3), np.uint8)
+    step = with_maps(step_of(), [looked([[9] * 18, [255] * 18]), None, looked([[1] * 18, [2] * 18])], (still, clip))
+    book = recorded(tmp_path, step, token_size=(2, 2))
+    one = book.response(1, 0)
+    assert one["grids"] == [[1, 2, 3, [0]], [3, 2, 2, [0, 0, 1, 2]]], "frames 0, 1, 3 and 4 of the clip are shown"
+    assert book.maps(1, 0) == {"levels": base64.b64encode(bytes([9] * 18 + [255] * 18)).decode(), "scale": [0.5, 0.5]}
+    assert not {"maps", "map_scale"} & one["streams"].keys(), "a list of responses stays small"
+    assert one["streams"]["vision_all"] == [0, 0], "what was measured stays"
+    assert "grids" not in book.response(1, 1)
+    with pytest.raises(KeyError):
+        book.maps(1, 1)
+
+
+@pytest.mark.parametrize("grids", [
+    None, 7, [[1, 2, 2, [0]]], [[1, 1, 3, [1]]], [[1, 3, [0]]], [[1, -1, -3, [0]]], [[1, 1, 3.0, [0]]], [{"x": 1}],
+    [[1, 1, 3, 0]], [[1, 1, 3, [0]], None],
+])  # fmt: skip
+def test_maps_that_do_not_fit_their_images_are_not_shown(grids):
+    streams = {"maps": np.zeros((2, 3), np.uint8), "map_scale": np.zeros(2, np.float32)}
+    assert grids_of(streams, {"grids": [[1, 1, 3, [0]]]}) == [[1, 1, 3, [0]]]
+    assert grids_of(streams, {"grids": grids}) is None
+    for name, wrong in (("maps", np.zeros(3, np.uint8)), ("map_scale", np.zeros(3, np.float32))):
+        assert grids_of(streams | {name: wrong}, {"grids": [[1, 1, 3, [0]]]}) is None
 
 
 # ------------------------------------------------------------------------------------------------------ growth, damage
@@ -171,12 +209,13 @@ def test_a_full_disk_is_said_once_and_stops_nothing(tmp_path, monkeypatch, caplo
 
 # ------------------------------------------------------------------------------------------------------------ the run
 def test_a_run_does_not_notice_it(tmp_path):
-    """The same weights to the bit, whether it is recorded or not; and nothing is measured for its sake."""
+    """The same weights to the bit, whether it is recorded, with attention maps at that, or not."""
     questions = tmp_path / "val.jsonl"
     questions.write_text('{"prompt": "Which letter?", "answer": "A", "options": ["x", "y"]}\n')
     ends = {}
     for kept in (0, 3):
         config = load_config(CONFIG_FILE, {
+            "training.record_attention_maps": bool(kept),
             "training.output_dir": str(tmp_path / str(kept)), "training.max_steps": 2, "training.logger": (),
             "training.record_rollouts_per_step": kept, "training.val_before_train": False, "training.val_freq": -1,
             "dataset.val_files": str(questions), "dataset.rollout_batch_size": 2, "worker.rollout.n": 2,
@@ -192,4 +231,34 @@ def test_a_run_does_not_notice_it(tmp_path):
             book = opened(record)
             assert book.steps() == {1: 3, 2: 3}
             assert book.response(2, 0)["prompt"]["perturbed"], "the embedded recipe looks at two views"
+            shown = [book.response(2, row) for row in range(3)]
+            assert all("vision_late" not in each["streams"] for each in shown), "attention is due at step 10"
+            check_maps(book, shown[2])
     assert ends[0] == ends[3]
+
+
+def check_maps(book, one):
+    """A byte for each token and each of the 2 x 2 image tokens of the embedded model."""
+    assert one["grids"] == [[1, 2, 2, [0]]]
+    maps = book.maps(one["step"], one["row"])
+    levels = np.frombuffer(base64.b64decode(maps["levels"]), np.uint8).reshape(-1, 4)
+    assert len(levels) == len(maps["scale"]) == len(one["pieces"])
+    assert levels.max(1).min() == 255 and levels.min() < 255
+    sums = np.array(maps["scale"]) * np.square(levels / 255).sum(1)
+    assert one["streams"]["vision_all"] == pytest.approx(sums, rel=1e-2)
+    assert sums.min() > 0.01 and sums.max() < 1
+
+
+def test_maps_where_attention_is_hidden_are_refused_at_the_start():
+    config = load_config(CONFIG_FILE, {"training.record_attention_maps": True})
+    rules = recipe_of(config, 1)
+    refuse_unmeasured(config, rules, True)
+    with pytest.raises(ConfigError, match="attn_implementation"):
+        refuse_unmeasured(config, rules, False)
+
+
+def test_doctor_counts_the_memory_of_maps():
+    needs = limits_of(
+        load_config(CONFIG_FILE, {"training.record_attention_maps": True}), Needs("old"), False, True
+    ).needs
+    assert "maps" in needs and "mass" in needs

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mtrl.algorithms.credit import assign
 from mtrl.rows import as_index, join_rows, take_rows
-from mtrl.types import Experience, Rewards, Rollouts, Signals
+from mtrl.types import AttentionMap, Experience, Rewards, Rollouts, Signals
 
 
 def rewards_of(total, **parts):
@@ -24,6 +24,15 @@ def ids(rollouts):
 
 
 # -------------------------------------------------------------------------------------------------------------- picking
+def test_attention_maps_of_several_passes_come_back_in_order():
+    """Responses without an image have none; so it comes from ranks and from passes."""
+    maps = [AttentionMap(torch.full((2, 3), level, dtype=torch.uint8), torch.ones(2)) for level in (7, 8)]
+    joined = join_rows([Signals(maps=(maps[0], None)), Signals(maps=(maps[1],))])
+    assert take_rows(joined, torch.tensor([2, 1, 0])).maps == (maps[1], None, maps[0])
+    assert join_rows([Signals(maps=(None,)), Signals()]).maps is None
+    close(maps[0].shares, torch.full((2, 3), (7 / 255) ** 2))
+
+
 def test_rows_of_rewards_take_everything_along():
     rewards = replace(
         rewards_of([1.0, -2.0, 3.0], accuracy=[1.0, 0.0, NAN], length=[0.1, 0.2, 0.3]),

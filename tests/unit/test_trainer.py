@@ -104,7 +104,7 @@ def test_other_last_names():
         ({"num_generations": 8}, "worker.rollout.n"),
         ({"max_steps": "ten"}, "training.max_steps"),
         ({"tensor_parallel_size": 2, "n_gpus_per_node": 2}, "not built yet"),
-        ({"logger": ["trackio"]}, "not built yet"),
+        ({"logger": ["trackoi"]}, "training.logger"),
         ({"perturbation": "thunder"}, "random_patch_blackening"),
         ({"rewards": "acuracy"}, "did you mean accuracy"),
         *(({name: object()}, f"{name}: called {here}") for name, here in CALLED_HERE.items()),

@@ -51,7 +51,6 @@ REFUSED = {  # what the message names: the overrides
         "worker.actor.fsdp.param_dtype": "bf16",
         "training.n_gpus_per_node": 4,
     },
-    "training.logger: console, trackio": {"training.logger": ("console", "trackio")},
 }  # fmt: skip
 
 

@@ -105,6 +105,7 @@ def test_nothing_can_be_changed(client, method):
         "/api/response?run=0&step=1&row=99",
         "/api/response?run=0&step=99&row=0", "/api/response?run=0&step=1&row=-1", "/api/response?run=0&step=1e9&row=0",
         "/api/rollouts?run=0&sort=__class__", "/api/rollouts?run=0&size=99999", "/api/rollouts?run=0&min_reward=x",
+        "/api/maps?run=0&step=1&row=0", "/api/maps?run=0&step=1&row=99", "/api/maps?run=0&step=1&row=-1",
         "/api/group?run=0&step=1&id=no", f"/api/response?run=0&step={'9' * 400}&row=0", "/api/series",
     ],
 )  # fmt: skip

@@ -45,6 +45,13 @@ export async function sameGroup(run, step, id) {
   return held ? held.rollouts[run].filter((each) => each.step === step && each.id === id) : ask("group", { run, step, id });
 }
 
+/** Where each token of a response looks: {levels: a byte for each token and image token, scale: a number a token}. */
+export async function maps(run, step, row) {
+  const found = held ? held.maps?.[`${run} ${step} ${row}`] : await ask("maps", { run, step, row });
+  if (!found) throw new Error("its attention maps are not in the report");
+  return { scale: found.scale, levels: Uint8Array.from(atob(found.levels), (sign) => sign.charCodeAt(0)) };
+}
+
 export async function config(run) {
   return held ? held.config[run] ?? "" : ask("config", { run });
 }

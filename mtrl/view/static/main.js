@@ -15,6 +15,7 @@ const KEYS = [
   ["→ or j, ← or k", "next, previous response"],
   ["] and [", "next, previous step"],
   [`1 … ${HEATS.length}`, `heat map: ${HEATS.map((heat) => heat.label).join(", ")}`],
+  ["Tab to a token, → and ←", "from token to token: its numbers, and where it looks"],
   ["g", "the group: all responses to the prompt"],
   ["c, r, i", "curves, rollouts, about the run"],
   ["/", "search the metrics, or the first filter"],

@@ -3,6 +3,7 @@
 import * as api from "mtrl/api";
 import { fill, h, number, plural, visible } from "mtrl/dom";
 import { HEATS, allOf, heatOf, legendOf, paint, scaleOf, valuesOf } from "mtrl/heat";
+import { look, lookAway, mapsOf } from "mtrl/looks";
 import { verdict } from "mtrl/rollouts";
 import { colour, hidden, live, runColours, set, state } from "mtrl/state";
 
@@ -11,6 +12,14 @@ const NUMBERS = [
   ["old", "log-prob"], ["perturbed", "log-prob, perturbed image"], ["reference", "log-prob, reference"], ["behaviour", "log-prob when sampled"], ["values", "value"],
 ];
 const SMALL = 200; // pixels: a smaller image is shown larger, its pixels sharp
+const ENLARGED = 190;
+
+function enlarge(img) {
+  const [width, height] = [img.naturalWidth, img.naturalHeight];
+  if (width > SMALL) return;
+  const factor = ENLARGED / Math.max(width, height, 1);
+  Object.assign(img.style, { width: `${width * factor}px`, height: `${height * factor}px`, imageRendering: "pixelated" });
+}
 
 export class Sample {
   constructor(move) {
@@ -40,9 +49,10 @@ export class Sample {
   }
 
   async draw() {
-    this.tip.hidden = true;
+    this.forget();
     if (!this.shown) return;
     const { run, one } = this.shown;
+    mapsOf(run, one); // so that they are here when a token is pointed at
     if (state.view === "group" && !this.shown.group) {
       const here = this.shown;
       try {
@@ -74,12 +84,12 @@ export class Sample {
   }
 
   images(run, one) {
-    const figure = (key, caption, place, many) => {
-      const img = h("img", { src: api.image(run, one.step, key), alt: caption, onload: () => img.classList.toggle("small", img.naturalWidth <= SMALL) });
-      return h("figure", {}, img, h("figcaption", {}, many > 1 ? `${caption} ${place + 1}` : caption));
+    const figure = (key, caption, place, many, seen) => {
+      const img = h("img", { src: api.image(run, one.step, key), alt: caption, onload: () => enlarge(img) });
+      return h("figure", {}, h("div", { class: seen ? "seen" : "" }, img), h("figcaption", {}, many > 1 ? `${caption} ${place + 1}` : caption));
     };
-    const of = (keys, caption) => (keys ?? []).map((key, place) => [place, figure(key, caption, place, keys.length)]);
-    const pairs = [...of(one.prompt.images, "as the model saw it"), ...of(one.prompt.perturbed, "perturbed view")].sort(([a], [b]) => a - b);
+    const of = (keys, caption, seen) => (keys ?? []).map((key, place) => [place, figure(key, caption, place, keys.length, seen)]);
+    const pairs = [...of(one.prompt.images, "as the model saw it", true), ...of(one.prompt.perturbed, "perturbed view")].sort(([a], [b]) => a - b);
     return pairs.length ? h("div", { class: "images" }, pairs.map(([, node]) => node)) : null;
   }
 
@@ -114,7 +124,9 @@ export class Sample {
   async elsewhere(run, one) {
     const there = live.runs.map((each, place) => [place, each]).filter(([place, each]) => place !== run && !hidden.has(place) && each.steps.includes(one.step));
     const asked = there.map(async ([place]) => [place, await api.sameGroup(place, one.step, one.id).catch(() => [])]);
-    return (await Promise.all(asked)).filter(([, members]) => members.length);
+    const found = (await Promise.all(asked)).filter(([, members]) => members.length);
+    for (const [place, members] of found) for (const each of members) each.run = place;
+    return found;
   }
 
   groups(members, scale) {
@@ -145,13 +157,38 @@ export class Sample {
     const tokens = one.pieces.map((piece, place) => {
       const value = values?.[place];
       const chosen = scale?.heat.kind === "choice" ? (value ? "on" : "off") : "";
-      const span = h("span", { class: `token ${chosen}`, dataset: { place }, style: { background: scale ? paint(scale, value) : "" } }, piece.replace(/\n/g, "↵\n"));
-      span.addEventListener("pointerenter", () => this.tell(one, place, span));
+      const span = h("span", { class: `token ${chosen}`, tabindex: place ? -1 : 0, dataset: { place }, style: { background: scale ? paint(scale, value) : "" } }, piece.replace(/\n/g, "↵\n"));
+      for (const kind of ["pointerenter", "focus"]) span.addEventListener(kind, () => this.tell(one, place, span));
       return span;
     });
     const box = h("div", { class: "response" }, tokens);
-    box.addEventListener("pointerleave", () => (this.tip.hidden = true));
+    for (const kind of ["pointerleave", "focusout"]) box.addEventListener(kind, () => this.forget());
+    box.addEventListener("keydown", (event) => stepThrough(event, tokens));
     return box;
+  }
+
+  /** Nothing is pointed at any more. */
+  forget() {
+    this.tip.hidden = true;
+    this.looking = null;
+    lookAway(this.node.querySelectorAll(".seen"));
+  }
+
+  /** Where the token looks: on the images, and in the tip where those are scrolled out of sight. */
+  lookAt(one, place) {
+    const run = one.run ?? this.shown?.run;
+    this.looking = `${one.step} ${one.row} ${place}`;
+    const here = this.looking;
+    const maps = mapsOf(run, one, () => here === this.looking && this.lookAt(one, place));
+    const pictures = [...this.node.querySelectorAll(".seen")];
+    if (!maps) return lookAway(pictures);
+    look(pictures, one, maps, place);
+    const top = this.node.getBoundingClientRect().top;
+    if (pictures.some((picture) => picture.getBoundingClientRect().top + 40 < top)) {
+      const copies = pictures.map((picture) => h("div", { class: "seen" }, h("img", { src: picture.querySelector("img").src, alt: "" })));
+      this.tip.append(h("div", { class: "thumbs" }, copies));
+      look(copies, one, maps, place);
+    }
   }
 
   tell(one, place, span) {
@@ -160,6 +197,7 @@ export class Sample {
     for (const segment of one.segments) if (streams[`vision_${segment}`]) rows.push([`vision mass, ${segment}`, number(streams[`vision_${segment}`][place]), state.heat === "vision" && segment === state.segment]);
     const name = one.pieces[place] === "" ? "(part of the next character)" : JSON.stringify(one.pieces[place]);
     fill(this.tip, h("header", {}, h("code", {}, name), h("span", { class: "quiet" }, `token ${place + 1} of ${one.pieces.length}, id ${streams.ids?.[place] ?? "–"}`)), h("dl", {}, rows.map(([label, value, strong]) => [h("dt", { class: strong ? "strong" : "" }, label), h("dd", { class: strong ? "strong" : "" }, value)])));
+    this.lookAt(one, place);
     this.tip.hidden = false;
     const [box, own] = [span.getBoundingClientRect(), this.tip.getBoundingClientRect()];
     const below = box.bottom + own.height + 10 < innerHeight;
@@ -210,10 +248,7 @@ export class Sample {
 
   pointFrom(one, place, event) {
     this.node.querySelectorAll(".token.pointed").forEach((token) => token.classList.remove("pointed"));
-    if (place === null) {
-      this.tip.hidden = true;
-      return;
-    }
+    if (place === null) return this.forget();
     this.point(place, true);
     this.tell(one, place, { getBoundingClientRect: () => ({ left: event.clientX + 12, top: event.clientY, bottom: event.clientY + 12 }) });
   }
@@ -247,4 +282,16 @@ export class Sample {
     const pools = one.prompt.pools;
     return h("section", { class: "card" }, h("h3", {}, "Attention by layers"), h("dl", { class: "parts" }, one.segments.map((name, place) => line(name, one.mass[place]))), h("p", { class: "key quiet" }, h("i", { class: "vision" }), "image", h("i", { class: "text" }), "text", pools ? ` · ${pools[1]} and ${pools[0]} tokens` : ""));
   }
+}
+
+/** Arrows go from token to token once one of them has the focus; Escape gives it back. */
+function stepThrough(event, tokens) {
+  const at = tokens.indexOf(event.target);
+  const to = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: tokens.length - 1 }[event.key];
+  if (at < 0 || event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.key === "Escape") event.target.blur();
+  else if (to === undefined) return;
+  else tokens[Math.max(0, Math.min(tokens.length - 1, to))].focus();
+  event.preventDefault();
+  event.stopPropagation();
 }
