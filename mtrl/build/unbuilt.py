@@ -12,7 +12,7 @@ LOGGERS = ("console", "tensorboard", "wandb", "mlflow", "swanlab", "trackio")
 
 def unbuilt(config: Config) -> list[str]:
     """Each switch that is on and cannot be had, with what to set instead."""
-    training, worker = config.training, config.worker
+    worker = config.worker
     model, rollout = worker.actor.model, worker.rollout
     ranked = several_processes(config)
     names = {worker.actor.optim.name, worker.critic.optim.name}
