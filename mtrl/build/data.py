@@ -15,6 +15,7 @@ from mtrl.config.places import GIVEN
 from mtrl.data import Dataset, DataSettings, RowList, Sampler, open_dataset, open_sources
 from mtrl.data.arrow import DatasetRows, is_dataset
 from mtrl.data.cache import DiskCache
+from mtrl.data.columns import seen_columns
 from mtrl.data.sources import Source
 from mtrl.protocols import PromptEncoder
 from mtrl.rewards.registry import REWARDS
@@ -84,6 +85,17 @@ def open_data(
         truth_for=truth_for,
         begun=begun,
     )
+
+
+def holds_videos(config: Config) -> bool:
+    """Whether rows of the run's files have a column of videos, of those rows that are looked at for their columns; of
+    rows given in Python nothing is known."""
+    files = [config.dataset.train_files, config.dataset.val_files]
+    if any(name.startswith(GIVEN) for name in files):
+        return True
+    sources = [source for name in files if name for source in sources_of(name, "train")]
+    seen = [seen_columns(source, DiskCache()) for source in sources]
+    return any(config.dataset.video_key in each.columns or "video_key" in dict(each.usable) for each in seen)
 
 
 def build_sampler(config: Config, dataset: Dataset, encoder: PromptEncoder, directory: Path) -> Sampler:

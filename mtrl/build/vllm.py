@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from mtrl.build import recipe
+from mtrl.build.data import holds_videos
 from mtrl.config import Config, ConfigError
 from mtrl.errors import StartError
 from mtrl.models.adapters import base_path, is_adapter
@@ -67,5 +68,6 @@ def arguments_of(config: Config, path: str, dtype: torch.dtype, on_gpu: bool) ->
         enable_prefix_caching=rollout.enable_prefix_caching,
         trust_remote_code=model.trust_remote_code,
         on_gpu=on_gpu,
+        videos=holds_videos(config),
         extra=rollout.engine_kwargs,
     )

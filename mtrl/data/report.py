@@ -14,13 +14,14 @@ from mtrl.data.arrow import ArrowRows, GroupedRows
 from mtrl.data.cache import DiskCache
 from mtrl.data.columns import OtherNames, seen_columns
 from mtrl.data.dataset import Dataset, scan_dataset
-from mtrl.data.lengths import GOOD, target_sizes
+from mtrl.data.lengths import GOOD
 from mtrl.data.media import within_side
 from mtrl.data.missing import Noted
 from mtrl.data.rows import BadRow, DataSettings, RowError, by_cause
 from mtrl.data.sampler import PromptLoader
 from mtrl.data.sources import JsonlSource, RowList, Source
 from mtrl.data.tars import TarRows
+from mtrl.data.video import target_sizes
 from mtrl.protocols import PromptEncoder
 from mtrl.types import VISION_POOL, Prompt, Task
 

@@ -23,9 +23,9 @@ import numpy as np
 from PIL import Image
 
 from mtrl.data.dataset import Dataset
-from mtrl.data.lengths import target_sizes
-from mtrl.data.media import Size, decode, read_size, within_side
+from mtrl.data.media import Size, within_side
 from mtrl.data.rows import BadRow, DataError, RowError, list_bad_rows
+from mtrl.data.video import measure, pixels, target_sizes
 from mtrl.protocols import PromptEncoder
 from mtrl.types import Medium, Prompt
 
@@ -59,9 +59,10 @@ class PromptLoader:
             return BadRow(*self.dataset.place(position), error.reason)
 
     def _load(self, position: int) -> Prompt:
-        task, settings = self.dataset.task(position), self.dataset.settings
-        sizes = [within_side(read_size(medium, verify=False), settings.max_image_side) for medium in task.media]
-        targets = target_sizes(self.encoder, sizes)
+        settings = self.dataset.settings
+        task, sizes = measure(self.dataset.task(position), self.encoder, verify=False)
+        limited = [within_side(size, settings.max_image_side) for size in sizes]
+        targets = target_sizes(self.encoder, limited, task.media)
         media = [self._image(medium, target) for medium, target in zip(task.media, targets, strict=True)]
         try:
             with self._encoding:
@@ -75,12 +76,12 @@ class PromptLoader:
     def _image(self, medium: Medium, target: Size) -> np.ndarray:
         """Pixels, shared with every prompt now alive that shows the same image."""
         if isinstance(medium.source, Image.Image):
-            return decode(medium, target)
+            return pixels(medium, target)
         source = medium.source
         key = source if isinstance(source, str) else hashlib.blake2b(source, digest_size=16).digest()
         found = self._images.get((key, target))
         if found is None:
-            found = self._images.setdefault((key, target), decode(medium, target))
+            found = self._images.setdefault((key, target), pixels(medium, target))
         return found
 
 

@@ -106,7 +106,6 @@ def test_a_wanted_feature_that_is_missing(monkeypatch):
 
 
 NOT_BUILT = {
-    "videos": None,  # no switch: the data layer refuses them
     "the logger trackio": ["training.logger=[console, trackio]"],
 }
 
