@@ -35,7 +35,9 @@ def film_bytes(pixels: np.ndarray, fps: int = 8, kind: str = "mp4", codec: str =
     return data.getvalue()
 
 
-def tiny_film(encoder: TextEncoder, path: Path, rows: int = 5, columns: int = 6, frames: int = 20, fps: int = 8) -> Path:
+def tiny_film(
+    encoder: TextEncoder, path: Path, rows: int = 5, columns: int = 6, frames: int = 20, fps: int = 8
+) -> Path:
     """A file whose frames are of the size that the model sees, rows x columns tokens."""
     side = encoder.image_settings.factor
     path.write_bytes(film_bytes(film(rows * side, columns * side, frames), fps))

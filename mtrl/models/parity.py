@@ -56,7 +56,7 @@ def plain_log_probs(
     model: PreTrainedModel, encoder: PromptEncoder, prompt: Prompt, response: Tensor, temperature: float
 ) -> Tensor:
     """[length]: by a forward of this one row, which works out positions and masks by itself."""
-    row = plain_inputs(model, encoder.inputs(prompt), prompt, response)
+    row = plain_inputs(encoder.inputs(prompt), prompt, response)
     few = {"logits_to_keep": len(response) + 1} if "logits_to_keep" in signature(model.forward).parameters else {}
     logits = model(**{name: each.to(model.device) for name, each in row.items()}, **few).logits
     logits = logits[0, -len(response) - 1 : -1].float().cpu() / temperature
@@ -64,9 +64,7 @@ def plain_log_probs(
     return logits.log_softmax(-1).gather(-1, response[:, None])[:, 0]
 
 
-def plain_inputs(
-    model: PreTrainedModel, inputs: Mapping[str, Tensor], prompt: Prompt, response: Tensor
-) -> dict[str, Tensor]:
+def plain_inputs(inputs: Mapping[str, Tensor], prompt: Prompt, response: Tensor) -> dict[str, Tensor]:
     """What the model's own forward takes for this one row, of what an encoder has made: images and videos apart."""
     ids = torch.cat([prompt.ids, response])[None]
     row = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -82,7 +80,6 @@ def plain_inputs(
     ):
         if chosen:
             row |= dict(zip(names, (torch.cat([patches[i] for i in chosen]), grids[chosen]), strict=True))
-    if "second_per_grid_ts" in signature(model.forward).parameters and any(clips):
-        deep = model.config.vision_config.temporal_patch_size
-        row["second_per_grid_ts"] = torch.tensor([deep / clip.shown_fps for clip in clips if clip is not None])
+    if "second_per_grid_ts" in inputs:
+        row["second_per_grid_ts"] = inputs["second_per_grid_ts"]
     return row

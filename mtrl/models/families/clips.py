@@ -39,11 +39,20 @@ class ClipRules:
         places = torch.arange(0, total, total / count).int().tolist() if count else [0]
         return Clip(total, fps, tuple(places))
 
+    @property
+    def timed(self) -> bool:
+        """Whether videos are placed by their seconds."""
+        return not self.stamped and self.per_second is not None
+
+    def seconds(self, clip: Clip) -> float:
+        """Of a patch."""
+        return self.deep / clip.shown_fps
+
     def times(self, clip: Clip, patches: int) -> list[int]:
         """The position in time of each patch, from that of the clip. transformers' numbers: float32, cut off."""
         if self.per_second is None:
             return list(range(patches))
-        step = self.per_second * torch.tensor(self.deep / clip.shown_fps)
+        step = self.per_second * torch.tensor(self.seconds(clip))
         return (torch.arange(patches) * step).long().tolist()
 
     def stamps(self, clip: Clip) -> list[str]:

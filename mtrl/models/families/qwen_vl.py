@@ -100,8 +100,9 @@ class QwenVLEncoder(TextEncoder):
         mm_token_type_ids  [L] 1 for image tokens, 2 for video tokens, else 0; in a batch [B, L], zeros for responses
         pixel_values       [patches of all media, channels * frames * patch * patch] float32; batches concatenate
         image_grid_thw     [media, 3] patches in time, height and width; batches concatenate
+        second_per_grid_ts [videos] seconds of a patch, for families that place videos by them
 
-        The last two are missing where the prompt has no media; images and videos stand in them in the order of the
+        The last ones are missing where the prompt has no media; images and videos stand in them in the order of the
         prompt (`parity.py` parts them as transformers wants it). `media`: another view of them, of the same sizes.
         Pixels are made on the `device`, from bytes.
         """
@@ -117,6 +118,9 @@ class QwenVLEncoder(TextEncoder):
             merge = self.image_settings.merge_size
             grids = [(t, rows * merge, columns * merge) for t, (rows, columns) in zip(deep, sides, strict=True)]
             inputs["image_grid_thw"] = torch.tensor(grids)
+        seconds = [self._clips.seconds(medium.clip) for medium in prompt.task.media if medium.clip is not None]
+        if seconds and self._clips.timed:
+            inputs["second_per_grid_ts"] = torch.tensor(seconds)
         return inputs
 
     # --------------------------------------------------------------------------------------------------- the pieces
