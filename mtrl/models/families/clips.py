@@ -35,8 +35,8 @@ class ClipRules:
             places = np.linspace(0, total - 1, min(int(wanted), most)).round().astype(int).tolist()
             return Clip(total, fps, tuple(places))
         count = int(min(wanted, most) // self.deep) * self.deep
-        # torch's own numbers: they decide to which frame a place between two is rounded.
-        places = torch.arange(0, total, total / count).int().tolist() if count else [0]
+        # torch's own numbers: they decide to which frame a place between two is rounded, and may be one too many.
+        places = torch.arange(0, total, total / count).int()[:count].tolist() if count else [0]
         return Clip(total, fps, tuple(places))
 
     @property
