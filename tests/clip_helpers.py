@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -21,18 +21,22 @@ def film(height: int, width: int, frames: int, seed: int = 0) -> np.ndarray:
     return np.stack([np.roll(still, 5 * number, axis=1) for number in range(frames)])
 
 
-def film_bytes(pixels: np.ndarray, fps: int = 8, kind: str = "mp4", codec: str = "libx264", **options: str) -> bytes:
+def film_bytes(
+    pixels: np.ndarray, fps: int = 8, kind: str = "mp4", codec: str = "libx264", rotation: int = 0, **options: str
+) -> bytes:
     import av
 
-    data = io.BytesIO()
-    with av.open(data, "w", format=kind, options=options) as container:
+    with tempfile.NamedTemporaryFile() as file, av.open(file.name, "w", format=kind, options=options) as container:
         stream = container.add_stream(codec, rate=fps)
         stream.height, stream.width = pixels.shape[1:3]
         stream.pix_fmt = "yuv420p"
+        if rotation:
+            stream.set_display_rotation(rotation)
         for frame in pixels:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")))
         container.mux(stream.encode())
-    return data.getvalue()
+        container.close()
+        return Path(file.name).read_bytes()
 
 
 def tiny_film(

@@ -83,6 +83,8 @@ def check_pixels(media: Iterable[Medium]) -> None:
 def read_film(medium: Medium, verify: bool = True) -> Film:
     """From the header and the first frame; `verify` looks whether the file ends before its last frame does."""
     with _opened(medium) as (container, stream, length):
+        if verify and any(entry.pos + entry.size > length for entry in list(stream.index_entries)[-1:]):
+            raise RowError(f"{name_of(medium)} is truncated or damaged (it ends before its last frame)")
         frame = next(container.decode(stream), None)
         if frame is None:
             raise RowError(f"{name_of(medium)} has no frames")
@@ -92,8 +94,6 @@ def read_film(medium: Medium, verify: bool = True) -> Film:
         fps = stream.average_rate or stream.guessed_rate
         if not fps:
             raise RowError(f"{name_of(medium)} does not say how many frames a second has")
-        if verify and any(entry.pos + entry.size > length for entry in list(stream.index_entries)[-1:]):
-            raise RowError(f"{name_of(medium)} is truncated or damaged (it ends before its last frame)")
         size = (width, height) if _turns(frame) % 2 else (height, width)
         return Film(size, stream.frames or _counted(container, stream, float(fps)), float(fps))
 

@@ -21,7 +21,7 @@ from mtrl.models.families.clips import ClipRules, frame_settings
 from mtrl.models.families.text import TextEncoder, check_marks
 from mtrl.models.families.vision import patchify, rotary_positions, target_size
 from mtrl.models.families.written_tokens import strings_in
-from mtrl.protocols import ImageSettings
+from mtrl.protocols import ImageSettings, VideoSettings
 from mtrl.types import NO_POOL, TEXT_POOL, VISION_POOL, Clip, Medium, Prompt, Task
 
 
@@ -204,8 +204,9 @@ class QwenVLEncoder(TextEncoder):
         return height // self.image_settings.factor, width // self.image_settings.factor
 
     def _settings(self) -> list[Any]:
-        media = (*astuple(self.image_settings), *astuple(self.video_settings))
-        return [*super()._settings(), *media, *self.forbidden_ids]
+        video = self.video_settings  # what is usual is left out: caches that users have stay good
+        videos = () if video == VideoSettings() else ("video", *astuple(video))
+        return [*super()._settings(), *astuple(self.image_settings), *self.forbidden_ids, *videos]
 
 
 def _known(medium: Medium) -> Clip:
