@@ -65,6 +65,9 @@ class DatasetConfig:
     check_images: Literal["sample", "full"] = key(
         "sample", "images decoded whole at the start: some, or all of them", may_change=True
     )
+    dataloader_num_workers: int | None = key(
+        None, "processes that decode media ahead; null: up to 8, where they pay", "[0, inf)", may_change=True
+    )
     on_missing: Literal["error", "warn"] = key("error", "images that no key reads, no answers for a reward")
     format_prompt: str | None = key(None, "Jinja file that wraps each question", names="template")
     system_prompt: str | None = key(None, "text of the system message")
