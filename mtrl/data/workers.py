@@ -141,10 +141,9 @@ def _send(connection: socket.socket, answer: Any) -> None:
         connection.sendall(each)
 
 
-def _received(connection: socket.socket, size: int) -> np.ndarray:
+def _received(connection: socket.socket, size: int) -> memoryview:
     """So many bytes, straight to where they stay."""
-    data = np.empty(size, np.uint8)
-    left = memoryview(data)
+    left = data = np.empty(size, np.uint8).data
     while left:
         count = connection.recv_into(left)
         if not count:
