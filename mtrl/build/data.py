@@ -106,7 +106,7 @@ def build_sampler(config: Config, dataset: Dataset, encoder: PromptEncoder, dire
     return Sampler(dataset, encoder, shuffle=shuffle, seed=seed, bad_rows_path=directory / BAD_ROWS, **options)
 
 
-def ahead_of_use(config: Config, dataset: Dataset, prompts: int) -> dict[str, int]:
+def ahead_of_use(config: Config, dataset: Dataset, prompts: int) -> dict[str, Any]:
     """With which processes prompts are made before they are asked for; with some, a whole batch of them is ahead."""
     workers = worker_count(config.dataset.dataloader_num_workers, dataset.pixels)
     most = {"prompts_ahead": max(AHEAD, prompts), "bytes_ahead": BYTES_AHEAD}

@@ -229,8 +229,8 @@ def _as_model_sees(prompt: Prompt, encoder: ReadableEncoder) -> str:
     if not any(vision):
         return text
     if any(medium.kind == "video" for medium in prompt.task.media):  # times stand between its pads
-        runs = [(token, len(list(run))) for token, run in groupby(encoder.decode_tokens(prompt.ids.tolist()))]
-        return "".join(f"{token} × {count}" if count > 2 else token * count for token, count in runs)
+        counted = [(token, len(list(run))) for token, run in groupby(encoder.decode_tokens(prompt.ids.tolist()))]
+        return "".join(f"{token} × {count}" if count > 2 else token * count for token, count in counted)
     (pad,) = encoder.decode_tokens([int(prompt.ids[vision.index(True)])])
     runs = "".join("v" if seen else " " for seen in vision).split()
     first, *rest = text.split(pad)
