@@ -15,7 +15,6 @@ from torch import Tensor
 from mtrl.algorithms.losses import Loss
 from mtrl.algorithms.values import ValueLoss
 from mtrl.types import (
-    Clip,
     Experience,
     Needs,
     Prompt,
@@ -64,6 +63,20 @@ class ImageSettings:
         # A checkpoint may write 1 for 1.0, which transformers takes from a file but not as an argument.
         floats = {name: [float(v) for v in getattr(self, name)] for name in ("image_mean", "image_std")}
         return asdict(self) | floats | {"do_resize": False, "do_rescale": True, "do_normalize": True}
+
+
+@dataclass(frozen=True)
+class Clip:
+    """Which frames of a video are shown. Two of a second of film, at 24 frames a second: Clip(24, 24.0, (0, 12))."""
+
+    total: int  # frames of the video
+    fps: float  # its frames a second
+    frames: tuple[int, ...]  # numbers of those that are shown, in their order
+
+    @property
+    def shown_fps(self) -> float:
+        """Frames that are shown of a second."""
+        return len(self.frames) / self.total * self.fps
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from mtrl.rows import as_index, join_rows, take_rows
 
-NO_POOL, TEXT_POOL, VISION_POOL = 0, 1, 2
-"""Values of `Prompt.pool`: which prompt tokens the attention of section 2 counts, and as what."""
+NO_POOL, TEXT_POOL, VISION_POOL = 0, 1, 2  # of `Prompt.pool`: which prompt tokens attention counts, and as what
 
 SEGMENTS = ("early", "middle", "late", "all", "weight")
 """Layer segments of `Signals.mass`: thirds of the layers, all (or the last k), and those that token weights read."""
@@ -30,26 +29,12 @@ Finish = Literal["stop", "length"]
 
 
 @dataclass(frozen=True)
-class Clip:
-    """Which frames of a video are shown. Two of a second of film, at 24 frames a second: Clip(24, 24.0, (0, 12))."""
-
-    total: int  # frames of the video
-    fps: float  # its frames a second
-    frames: tuple[int, ...]  # numbers of those that are shown, in their order
-
-    @property
-    def shown_fps(self) -> float:
-        """Frames that are shown of a second."""
-        return len(self.frames) / self.total * self.fps
-
-
-@dataclass(frozen=True)
 class Medium:
     """An image or a video as the dataset names it, not decoded yet: Medium("image", "cats/1.png")."""
 
     kind: Literal["image", "video"]
     source: Any  # a path, bytes, base64 text or a PIL image
-    clip: Clip | None = field(default=None, repr=False)  # of a video, once it is known what it holds
+    clip: Any = field(default=None, repr=False)  # the `protocols.Clip` of a video, once it is known what it holds
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,10 @@ from vllm_engines import INSTALLED, MAX_LENGTH, arguments
 
 from mtrl.models.forward import Forward
 from mtrl.models.weights import exported_weights
+from mtrl.protocols import Clip
 from mtrl.rollout.vllm.generator import VllmGenerator
 from mtrl.rollout.vllm.inprocess import VllmInProcess
-from mtrl.types import Clip, Medium, Sampling, Task
+from mtrl.types import Medium, Sampling, Task
 
 pytestmark = pytest.mark.skipif(not INSTALLED, reason="vLLM is not installed")
 pytest.importorskip("av")

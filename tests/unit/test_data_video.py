@@ -16,8 +16,8 @@ from mtrl.data.report import run as report
 from mtrl.data.rows import RowError
 from mtrl.data.video import check_pixels, measure, pixels, read_film
 from mtrl.models.families import load_encoder
-from mtrl.protocols import VideoSettings
-from mtrl.types import Clip, Medium, Task
+from mtrl.protocols import Clip, VideoSettings
+from mtrl.types import Medium, Task
 
 av = pytest.importorskip("av")
 FRAMES, FPS = 20, 8

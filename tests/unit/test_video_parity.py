@@ -9,7 +9,8 @@ from tiny_models import encoder_of, plain_model, random_rollouts, shared_backbon
 
 from mtrl.models.forward import Forward
 from mtrl.models.parity import log_prob_gap
-from mtrl.types import Clip, Medium, Task
+from mtrl.protocols import Clip
+from mtrl.types import Medium, Task
 
 pytest.importorskip("av")
 FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]

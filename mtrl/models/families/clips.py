@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from mtrl.protocols import ImageSettings, VideoSettings
-from mtrl.types import Clip
+from mtrl.protocols import Clip, ImageSettings, VideoSettings
 
 MIN_FRAMES = 4  # of a video that has them
 FRAME_TOKENS = (128, 768)  # that a frame is enlarged and reduced to, as transformers' video processors do it

@@ -21,8 +21,8 @@ from mtrl.models.families.clips import ClipRules, frame_settings
 from mtrl.models.families.text import TextEncoder, check_marks
 from mtrl.models.families.vision import patchify, rotary_positions, target_size
 from mtrl.models.families.written_tokens import strings_in
-from mtrl.protocols import ImageSettings, VideoSettings
-from mtrl.types import NO_POOL, TEXT_POOL, VISION_POOL, Clip, Medium, Prompt, Task
+from mtrl.protocols import Clip, ImageSettings, VideoSettings
+from mtrl.types import NO_POOL, TEXT_POOL, VISION_POOL, Medium, Prompt, Task
 
 
 class QwenVLEncoder(TextEncoder):

@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from mtrl.models.families.written_tokens import WrittenTokens
-from mtrl.protocols import ImageSettings, VideoSettings
-from mtrl.types import NO_POOL, TEXT_POOL, Clip, Prompt, Task
+from mtrl.protocols import Clip, ImageSettings, VideoSettings
+from mtrl.types import NO_POOL, TEXT_POOL, Prompt, Task
 
 ENCODING_VERSION = 2  # part of the fingerprint: raise it when the same settings give other tokens or pools
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from mtrl.errors import RunError, StartError
+from mtrl.protocols import Clip
 from mtrl.rollout.vllm.requests import Request, Response
 from mtrl.rollout.vllm.settings import prepare_environment
-from mtrl.types import Clip
 
 
 class VllmInProcess:
