@@ -65,6 +65,29 @@ class ImageSettings:
         return asdict(self) | floats | {"do_resize": False, "do_rescale": True, "do_normalize": True}
 
 
+@dataclass(frozen=True)
+class Clip:
+    """Which frames of a video are shown. Two of a second of film, at 24 frames a second: Clip(24, 24.0, (0, 12))."""
+
+    total: int  # frames of the video
+    fps: float  # its frames a second
+    frames: tuple[int, ...]  # numbers of those that are shown, in their order
+
+    @property
+    def shown_fps(self) -> float:
+        """Frames that are shown of a second."""
+        return len(self.frames) / self.total * self.fps
+
+
+@dataclass(frozen=True)
+class VideoSettings:
+    """How many frames of a video are shown, and how large: the keys of the `dataset:` block."""
+
+    fps: float = 2.0  # frames taken from a second
+    max_frames: int = 64
+    max_pixels: int | None = None  # of a frame; None: as many as the family gives it
+
+
 class PromptEncoder(Protocol):
     """Template, tokens, resize target, pads, pools: what one model family makes of a task."""
 
@@ -79,11 +102,19 @@ class PromptEncoder(Protocol):
     def target_size(self, height: int, width: int) -> tuple[int, int]:
         """The size the model will see: (height, width), multiples of patch * merge within the pixel limits."""
 
+    def frame_size(self, height: int, width: int) -> tuple[int, int]:
+        """The same for the frames of a video, whose limits are lower."""
+
+    def clip(self, total: int, fps: float) -> Clip:
+        """Which frames the model is shown of a video of so many frames."""
+
     def length(self, task: Task, sizes: Sequence[tuple[int, int]]) -> int:
-        """Prompt tokens with the pads expanded, from each medium's (height, width) before `target_size`."""
+        """Prompt tokens with the pads expanded, from each medium's (height, width) before `target_size`. Videos of the
+        task say which frames are shown."""
 
     def encode(self, task: Task, media: Sequence[np.ndarray]) -> Prompt:
-        """`media` are decoded RGB arrays, one for each medium of the task, already at their target size."""
+        """`media` are decoded RGB arrays, one for each medium of the task, already at their target size: [H, W, 3] an
+        image, [F, H, W, 3] the frames of a video."""
 
     def inputs(
         self, prompt: Prompt, media: Sequence[np.ndarray] | None = None, device: torch.device | None = None

@@ -21,8 +21,7 @@ from torch import Tensor
 from mtrl.attention_map import AttentionMap
 from mtrl.rows import as_index, join_rows, take_rows
 
-NO_POOL, TEXT_POOL, VISION_POOL = 0, 1, 2
-"""Values of `Prompt.pool`: which prompt tokens the attention of section 2 counts, and as what."""
+NO_POOL, TEXT_POOL, VISION_POOL = 0, 1, 2  # of `Prompt.pool`: which prompt tokens attention counts, and as what
 
 SEGMENTS = ("early", "middle", "late", "all", "weight")
 """Layer segments of `Signals.mass`: thirds of the layers, all (or the last k), and those that token weights read."""
@@ -36,6 +35,7 @@ class Medium:
 
     kind: Literal["image", "video"]
     source: Any  # a path, bytes, base64 text or a PIL image
+    clip: Any = field(default=None, repr=False)  # the `protocols.Clip` of a video, once it is known what it holds
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from transformers.utils import logging
 from mtrl.models.backbone import Backbone
 from mtrl.models.families import TextEncoder, load_encoder
 from mtrl.models.load import load_model
+from mtrl.models.parity import plain_inputs as as_transformers_takes_it
 from mtrl.models.tiny import TINY_FAMILIES, VISION_FAMILIES, make_tiny_checkpoint
 from mtrl.rollout.responses import rollouts_of
 from mtrl.types import Medium, Prompt, Rollouts, Task
@@ -125,13 +126,7 @@ def random_rollouts(prompts: Sequence[Prompt], group: Sequence[int], lengths: Se
 
 def plain_inputs(encoder: TextEncoder, prompt: Prompt, response: Tensor, view: Any = None) -> dict[str, Tensor]:
     """One row for `model.forward`, which works out positions and masks by itself."""
-    inputs = encoder.inputs(prompt, view)
-    ids = torch.cat([prompt.ids, response])[None]
-    row = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if "mm_token_type_ids" in inputs:
-        marks = torch.cat([inputs["mm_token_type_ids"], torch.zeros(len(response), dtype=torch.long)])
-        row["mm_token_type_ids"] = marks[None]
-    return row | {name: inputs[name] for name in ("pixel_values", "image_grid_thw") if name in inputs}
+    return as_transformers_takes_it(encoder.inputs(prompt, view), prompt, response)
 
 
 def plain_log_probs(

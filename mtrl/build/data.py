@@ -15,7 +15,9 @@ from mtrl.config.places import GIVEN
 from mtrl.data import Dataset, DataSettings, RowList, Sampler, open_dataset, open_sources
 from mtrl.data.arrow import DatasetRows, is_dataset
 from mtrl.data.cache import DiskCache
+from mtrl.data.columns import seen_columns
 from mtrl.data.sources import Source
+from mtrl.data.workers import worker_count
 from mtrl.protocols import PromptEncoder
 from mtrl.rewards.registry import REWARDS
 from mtrl.store.checkpoint import checkpoints
@@ -25,6 +27,7 @@ from mtrl.zoo.rows import ZooRows
 logger = logging.getLogger(__name__)
 
 BAD_ROWS = "bad_rows.jsonl"
+AHEAD, BYTES_AHEAD = 64, 2 << 30  # prompts and bytes of pixels that processes make ahead
 EMBEDDED = "zoo@"  # `zoo@test` names a split of the embedded task, wherever a data file may be named
 
 Rows = str | Sequence[Mapping[str, Any]]  # a file specification, or rows made in Python, or a datasets.Dataset
@@ -86,9 +89,28 @@ def open_data(
     )
 
 
+def holds_videos(config: Config) -> bool:
+    """Whether rows of the run's files have a column of videos, of those rows that are looked at for their columns; of
+    rows given in Python nothing is known."""
+    files = [config.dataset.train_files, config.dataset.val_files]
+    if any(name.startswith(GIVEN) for name in files):
+        return True
+    sources = [source for name in files if name for source in sources_of(name, "train")]
+    seen = [seen_columns(source, DiskCache()) for source in sources]
+    return any(config.dataset.video_key in each.columns or "video_key" in dict(each.usable) for each in seen)
+
+
 def build_sampler(config: Config, dataset: Dataset, encoder: PromptEncoder, directory: Path) -> Sampler:
-    shuffle, seed = config.dataset.shuffle, config.dataset.seed
-    return Sampler(dataset, encoder, shuffle=shuffle, seed=seed, bad_rows_path=directory / BAD_ROWS)
+    shuffle, seed, ahead = config.dataset.shuffle, config.dataset.seed, config.dataset.rollout_batch_size
+    options = ahead_of_use(config, dataset, ahead)
+    return Sampler(dataset, encoder, shuffle=shuffle, seed=seed, bad_rows_path=directory / BAD_ROWS, **options)
+
+
+def ahead_of_use(config: Config, dataset: Dataset, prompts: int) -> dict[str, Any]:
+    """With which processes prompts are made before they are asked for; with some, a whole batch of them is ahead."""
+    workers = worker_count(config.dataset.dataloader_num_workers, dataset.pixels)
+    most = {"prompts_ahead": max(AHEAD, prompts), "bytes_ahead": BYTES_AHEAD}
+    return {"workers": workers, **most} if workers else {}
 
 
 def warn_of_few_rows(rows: int, prompts_per_step: int) -> None:
@@ -110,7 +132,7 @@ def validation_sampler(
     """The validation data in their own order; `data` stand in for the config's."""
     files = config.dataset.val_files if data is None else data
     dataset = open_data(config, files, "validation", encoder, directory, truth_for)
-    return Sampler(dataset, encoder, shuffle=False)
+    return Sampler(dataset, encoder, shuffle=False, **ahead_of_use(config, dataset, config.dataset.val_batch_size))
 
 
 def build_validation(

@@ -30,7 +30,7 @@ from mtrl.models.recompute import recompute
 from mtrl.models.sharding import device_of, is_split, whole
 from mtrl.models.ulysses import WHOLE, SequenceGroup
 from mtrl.models.weights import load_weights, save_model, saved_weights
-from mtrl.protocols import Generator
+from mtrl.protocols import Generator, VideoSettings
 from mtrl.rollout.decode.engine import fastest_generator, unknown_model
 from mtrl.store.checkpoint import write_folder
 from mtrl.training.interrupt import say_at_once
@@ -89,6 +89,7 @@ def build_encoder(config: Config) -> TextEncoder:
         tokenizer_path=settings.tokenizer_path,
         min_pixels=data.min_pixels,
         max_pixels=data.max_pixels,
+        video=VideoSettings(data.video_fps, data.video_max_frames, data.video_max_pixels),
         chat_template=data.override_chat_template,
         trust_remote_code=settings.trust_remote_code,
         allow_special_tokens=data.allow_special_tokens,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from mtrl.build import recipe
+from mtrl.build.data import holds_videos
 from mtrl.config import Config, ConfigError
 from mtrl.errors import StartError
 from mtrl.models.adapters import base_path, is_adapter
@@ -85,5 +86,6 @@ def arguments_of(
         trust_remote_code=model.trust_remote_code,
         on_gpu=on_gpu,
         among_ranks=ranked and rollout.mode == "inprocess",
+        videos=holds_videos(config),
         extra=rollout.engine_kwargs,
     )

@@ -136,18 +136,20 @@ def answered(
     if not chosen:
         return answer
     maps = policy.maps(rollouts, list(chosen))
-    assert encoder.image_settings is not None, "a prompt with an image was encoded"
+    images = encoder.image_settings
+    assert images is not None, "a prompt with an image was encoded"
     drawn = [
-        Drawn(token, why, images_of(prompt, each, encoder.image_settings.factor))
+        Drawn(token, why, images_of(prompt, each, images.factor, images.temporal_patch_size))
         for (token, why), each in zip(chosen.items(), maps, strict=True)
     ]
     return replace(answer, drawn=tuple(drawn))
 
 
-def images_of(prompt: Prompt, attention: Tensor, side: int) -> tuple[ImageAttention, ...]:
-    """The attention [len(SEGMENTS), L] cut into images; `side`: pixels of a token."""
+def images_of(prompt: Prompt, attention: Tensor, side: int, deep: int = 2) -> tuple[ImageAttention, ...]:
+    """The attention [len(SEGMENTS), L] cut into images, and into every first of the `deep` frames that are a patch of a
+    clip; `side`: pixels of a token."""
     on_images, begin, found = attention[:, prompt.pool == VISION_POOL], 0, []
-    for image in prompt.media:
+    for image in (frame for medium in prompt.media for frame in (medium[::deep] if medium.ndim == 4 else [medium])):
         rows, columns = image.shape[0] // side, image.shape[1] // side
         part = on_images[:, begin : begin + rows * columns].unflatten(1, (rows, columns))
         found.append(ImageAttention(image, dict(zip(SEGMENTS, part, strict=True))))

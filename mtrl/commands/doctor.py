@@ -110,7 +110,6 @@ def machine_report() -> str:
         missing = feature.missing()
         told = f"  no    {feature.name}: {feature.install} ({', '.join(missing)} missing)"
         lines.append(told if missing else f"  yes   {feature.name}")
-    lines.append(f"  not built yet: {', '.join(installed.NOT_BUILT)}")
     return "\n".join(lines)
 
 

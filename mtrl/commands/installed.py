@@ -59,15 +59,12 @@ FEATURES = (
         lambda c: c.training.nnodes * c.training.n_gpus_per_node > 1 and not started_by_torchrun(),
     ),
     *(_logger(name) for name in ("tensorboard", "wandb", "mlflow", "swanlab", "trackio")),
+    Feature("videos", ("av",), "pip install 'mtrl[video]'", lambda c: False),  # a row that has one asks for it
     Feature("mtrl view", ("starlette", "uvicorn"), "pip install 'mtrl[view]'", lambda c: False),
     Feature(
         "flash attention", ("flash_attn",), "pip install flash-attn",
         lambda c: c.worker.actor.model.attn_implementation.startswith("flash_attention"),
     ),
-)  # fmt: skip
-# No library brings these: `unbuilt` and the data layer refuse them, whatever is installed.
-NOT_BUILT = (
-    "videos",
 )  # fmt: skip
 
 

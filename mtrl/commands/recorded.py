@@ -13,10 +13,10 @@ from typing import Any, Protocol
 import torch
 
 from mtrl.data import BadRow, DataError
-from mtrl.data.media import decode, read_size
 from mtrl.data.prompts import TaskBuilder
 from mtrl.data.rows import RowError
 from mtrl.data.sources import Source
+from mtrl.data.video import measure, pixels, target_sizes
 from mtrl.models.families import TextEncoder
 from mtrl.rollout.responses import rollouts_of
 from mtrl.tracking.jsonl import rows_of
@@ -204,9 +204,9 @@ def response_tokens(text: str, finish: Finish, encoder: TextEncoder) -> list[int
 def seen_prompt(task: Task, encoder: TextEncoder | None) -> Prompt:
     """The prompt of a task with its images decoded, without tokens, which rewards do not see."""
     try:
-        sizes = [read_size(medium) for medium in task.media]
-        targets = [encoder.target_size(*size) for size in sizes] if encoder else sizes
-        media = tuple(decode(medium, target) for medium, target in zip(task.media, targets, strict=True))
+        task, sizes = measure(task, encoder)
+        targets = target_sizes(encoder, sizes, task.media)
+        media = tuple(pixels(medium, target) for medium, target in zip(task.media, targets, strict=True))
     except ValueError as error:
         raise DataError(f"{task.origin}: {error}") from error
     nothing = torch.zeros(0, dtype=torch.long)

@@ -46,6 +46,8 @@ class DatasetConfig:
     options_key: str = key("options", "column of the choices of a multiple-choice row")
     image_dir: str | None = key(None, "base of relative media paths", names="folder")
     video_fps: float = key(2.0, "frames taken from a second of video", "(0, inf)")
+    video_max_frames: int = key(64, "frames taken from a video at most, however long it is", "[1, inf)")
+    video_max_pixels: int | None = key(None, "larger frames are reduced to this; null: 768 tokens", "[1, inf)")
     min_pixels: int = key(262144, "smaller images are enlarged to this many pixels", "[1, inf)")
     max_pixels: int = key(4194304, "larger images are reduced to this many pixels", "[1, inf)")
     max_image_side: int | None = key(None, "longest side of an image, in pixels", "[1, inf)")
@@ -62,6 +64,9 @@ class DatasetConfig:
     )
     check_images: Literal["sample", "full"] = key(
         "sample", "images decoded whole at the start: some, or all of them", may_change=True
+    )
+    dataloader_num_workers: int | None = key(
+        None, "processes that decode media ahead; null: up to 8, where they pay", "[0, inf)", may_change=True
     )
     on_missing: Literal["error", "warn"] = key("error", "images that no key reads, no answers for a reward")
     format_prompt: str | None = key(None, "Jinja file that wraps each question", names="template")

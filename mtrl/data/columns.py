@@ -17,11 +17,11 @@ import numpy as np
 
 from mtrl.data.cache import DiskCache, pack_json, unpack_json
 from mtrl.data.formats import CONVERSATIONS, UNKNOWN, format_of, read_conversation
-from mtrl.data.media import looks_like_image
+from mtrl.data.media import looks_like_image, looks_like_video
 from mtrl.data.rows import DataSettings, RowError
 from mtrl.data.sources import Source
 
-VERSION = 2  # of what the cache holds; raise it with KNOWN or with what is usable
+VERSION = 3  # of what the cache holds; raise it with KNOWN or with what is usable
 LOOKED_AT = 32  # rows of a source at its start, and as many spread over all of it
 MISSING = object()
 
@@ -51,6 +51,7 @@ KNOWN = {
         "answers", ("reward_model.ground_truth", "solution", "ground_truth", "label", "cls", *CONVERSATIONS), is_truth
     ),
     "image_key": Known("images", ("image",), lambda value: looks_like_image("image", value)),
+    "video_key": Known("videos", ("video",), looks_like_video),
 }
 
 
@@ -113,7 +114,7 @@ class OtherNames:
             value = known_value(row, self.keys[ours], theirs)
             if ours not in row and value is not MISSING:
                 row[ours] = value
-                if theirs in KNOWN["image_key"].names:
+                if theirs in (*KNOWN["image_key"].names, *KNOWN["video_key"].names):
                     del row[theirs]
         return row
 

@@ -19,16 +19,17 @@ import PIL
 
 from mtrl.data.cache import DiskCache, pack_json, unpack_json
 from mtrl.data.columns import image_column
-from mtrl.data.media import Size, check_pixels, read_size, within_side
+from mtrl.data.media import Size, within_side
 from mtrl.data.parallel import map_rows
 from mtrl.data.prompts import MARK, TaskBuilder
 from mtrl.data.rows import DataSettings, RowError
 from mtrl.data.sources import Source
 from mtrl.data.templates import template_text
+from mtrl.data.video import check_pixels, measure, target_sizes
 from mtrl.protocols import PromptEncoder
 from mtrl.types import Task
 
-VERSION = 3  # version of the scan's results; raise it when the same row would now get another result
+VERSION = 4  # version of the scan's results; raise it when the same row would now get another result
 GOOD, BAD, TOO_BIG = 0, 1, 2
 SAMPLED = 64  # rows whose images are decoded whole, spread over the data
 UNREAD, BESIDE, MARKED = 1, 2, 3  # notes: images that nobody reads, alone or beside others; marks taken for text
@@ -43,9 +44,9 @@ class RowScan:
     state: int = GOOD
     reason: str = ""
     length: int = -1  # prompt tokens; -1: no encoder, or a bad row
-    pixels: int = 0  # pixels of all images together, at the sizes the model sees
+    pixels: int = 0  # pixels of all images and frames together, at the sizes the model sees
     note: int = 0  # 0: nothing to say
-    sizes: tuple[Size, ...] = ()  # sizes of the images as they are in the data
+    sizes: tuple[tuple[int, int, int], ...] = ()  # height and width of media in the data, frames that are shown
     files: tuple[FileStamp, ...] = ()
 
 
@@ -57,7 +58,7 @@ class SourceScan:
     length: np.ndarray  # [rows]
     pixels: np.ndarray  # [rows]
     note: np.ndarray  # [rows]
-    sizes: np.ndarray  # [images, 3]: row, height, width
+    sizes: np.ndarray  # [media, 4]: row, height, width, frames (0: an image)
     stamps: np.ndarray  # [files, 3]: row, bytes, mtime
     paths: list[str] = field(default_factory=list)  # [files]
     reasons: dict[int, str] = field(default_factory=dict)  # why each bad row cannot be used, by row
@@ -69,7 +70,7 @@ class SourceScan:
             length=np.full(rows, -1, np.int32),
             pixels=np.zeros(rows, np.int64),
             note=np.zeros(rows, np.uint8),
-            sizes=np.zeros((0, 3), np.int64),
+            sizes=np.zeros((0, 4), np.int64),
             stamps=np.zeros((0, 3), np.int64),
         )
 
@@ -83,7 +84,7 @@ class SourceScan:
         sizes = [(row, *size) for row, scan in zip(rows, found, strict=True) for size in scan.sizes]
         self.paths = paths + [path for scan in found for path, _, _ in scan.files]
         self.stamps = np.concatenate([self.stamps[kept], np.array(stamps, np.int64).reshape(-1, 3)])
-        self.sizes = np.concatenate([self.sizes[~fresh[self.sizes[:, 0]]], np.array(sizes, np.int64).reshape(-1, 3)])
+        self.sizes = np.concatenate([self.sizes[~fresh[self.sizes[:, 0]]], np.array(sizes, np.int64).reshape(-1, 4)])
         for row, scan in zip(rows, found, strict=True):
             self.state[row], self.length[row], self.pixels[row] = scan.state, scan.length, scan.pixels
             self.note[row] = scan.note
@@ -132,23 +133,25 @@ class Scanner:
     def damage(self, source: Source, index: int) -> str:
         """Why an image of the row cannot be decoded; empty where all can."""
         try:
-            check_pixels(self.builder.build(source, index).media)
+            check_pixels(measure(self.builder.build(source, index), self.encoder, verify=False)[0].media)
         except RowError as error:
             return error.reason
         return ""
 
     def _measure(self, task: Task, files: tuple[FileStamp, ...]) -> RowScan:
-        sizes = tuple(read_size(medium) for medium in task.media)
+        task, sizes = measure(task, self.encoder)
         if self.settings.check_images == "full":
             check_pixels(task.media)
+        shown = [0 if medium.clip is None else len(medium.clip.frames) for medium in task.media]
+        seen = tuple((*size, frames) for size, frames in zip(sizes, shown, strict=True))
         limit = self.settings.max_image_side
         if self.settings.big_images == "filter" and limit is not None and any(max(size) > limit for size in sizes):
-            return RowScan(TOO_BIG, sizes=sizes, files=files)
+            return RowScan(TOO_BIG, sizes=seen, files=files)
         limited = [within_side(size, limit) for size in sizes]
-        targets = target_sizes(self.encoder, limited)
+        targets = target_sizes(self.encoder, limited, task.media)
         length = prompt_length(self.encoder, task, limited)
-        pixels = sum(height * width for height, width in targets)
-        return RowScan(GOOD, "", length, pixels, _note(task), sizes, files)
+        pixels = sum(max(1, frames) * height * width for frames, (height, width) in zip(shown, targets, strict=True))
+        return RowScan(GOOD, "", length, pixels, _note(task), seen, files)
 
 
 def scan_source(
@@ -186,19 +189,6 @@ def spread(rows: int, count: int) -> np.ndarray:
     ([0, 4, 8], [0, 1])
     """
     return np.unique(np.linspace(0, rows - 1, min(rows, count)).astype(np.int64))
-
-
-def target_sizes(encoder: PromptEncoder | None, sizes: Sequence[Size]) -> list[Size]:
-    """The sizes the model will see; without an encoder, the sizes as they are."""
-    if encoder is None:
-        return list(sizes)
-    targets = []
-    for height, width in sizes:
-        try:
-            targets.append(encoder.target_size(height, width))
-        except ValueError as error:
-            raise RowError(f"the model cannot take an image of {width} x {height} pixels ({error})") from error
-    return targets
 
 
 def prompt_length(encoder: PromptEncoder | None, task: Task, sizes: Sequence[Size]) -> int:

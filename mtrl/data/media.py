@@ -12,11 +12,11 @@ import binascii
 import io
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 from PIL import ExifTags, Image
@@ -28,12 +28,12 @@ from mtrl.types import Medium
 MAX_PIXELS = 89_478_485  # most pixels of one image: 256 MiB of RGB, where Pillow begins to warn of decompression bombs
 # Formats that Pillow decodes by itself; for others, such as EPS, it would run a program.
 FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "JPEG2000", "AVIF")
-VIDEO_REFUSED = "it has a video, and video is not supported yet"
 
 BASE64_TEXT = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
 BASE64_STARTS = ("/9j/", "iVBORw0KGgo", "R0lGOD", "UklGR", "Qk", "SUkq", "TU0A")  # JPEG PNG GIF WebP BMP TIFF TIFF
 IMAGE_STARTS = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"II*\0", b"MM\0*")  # and WebP and BMP, which begin less clearly
 IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".jp2", ".avif")
+VIDEO_ENDINGS = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".wmv", ".flv", ".ogv", ".ts")
 IMAGE_COLUMNS = ("image", "images", "img", "imgs", "picture", "pictures")  # here a text may be the name of a file
 TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -46,6 +46,8 @@ TURNS = {
 }
 
 Size = tuple[int, int]  # height, width
+Kind = Literal["image", "video"]
+A = {"image": "an image", "video": "a video"}
 
 
 def media_list(value: Any) -> list[Any]:
@@ -81,25 +83,36 @@ def looks_like_image(column: str, value: Any) -> bool:
     return isinstance(value, Image.Image)
 
 
-def image_medium(value: Any, directory: Path) -> Medium:
-    """A value of an image column as a path, bytes or a PIL image.
+def looks_like_video(value: Any) -> bool:
+    """Whether a value of a column called so is a video, as far as it shows without opening a file."""
+    if isinstance(value, (list, tuple)):
+        return bool(value) and looks_like_video(value[0])
+    if isinstance(value, dict):
+        return any(looks_like_video(value.get(name)) for name in ("bytes", "path", "video"))
+    if isinstance(value, str):
+        return value.startswith("data:video/") or value.lower().endswith(VIDEO_ENDINGS)
+    return isinstance(value, (bytes, bytearray, memoryview)) and len(value) > 0
+
+
+def image_medium(value: Any, directory: Path, kind: Kind = "image") -> Medium:
+    """A value of an image or a video column as a path, bytes or a PIL image.
 
     >>> image_medium("cats/1.png", Path("/data"))
     Medium(kind='image', source='/data/cats/1.png')
     """
     if isinstance(value, dict):
         if value.get("bytes") is None and value.get("path") is None:
-            if value.get("image") is not None:  # as verl nests them
-                return image_medium(value["image"], directory)
-            raise RowError(f"an image is an object with {sorted(map(str, value))}, neither bytes nor a path")
+            if value.get(kind) is not None:  # as verl nests them
+                return image_medium(value[kind], directory, kind)
+            raise RowError(f"{A[kind]} is an object with {sorted(map(str, value))}, neither bytes nor a path")
         value = value["bytes"] if value.get("bytes") is not None else value["path"]
     if isinstance(value, (bytes, bytearray, memoryview)):
-        return Medium("image", bytes(value))
-    if isinstance(value, Image.Image):
-        return Medium("image", value)
+        return Medium(kind, bytes(value))
+    if isinstance(value, Image.Image) and kind == "image":
+        return Medium(kind, value)
     if isinstance(value, (str, os.PathLike)):
-        return Medium("image", _text_source(os.fspath(value), directory))
-    raise RowError(f"an image is a {type(value).__name__}; expected a path, bytes, base64 text or {{'bytes': ...}}")
+        return Medium(kind, _text_source(os.fspath(value), directory, A[kind]))
+    raise RowError(f"{A[kind]} is a {type(value).__name__}; expected a path, bytes, base64 text or {{'bytes': ...}}")
 
 
 def read_size(medium: Medium, verify: bool = True) -> Size:
@@ -121,16 +134,10 @@ def decode(medium: Medium, target: Size) -> np.ndarray:
             upright = _to_rgb(image)
             upright = upright.transpose(turn) if turn is not None else upright
         except (ValueError, OSError, MemoryError) as error:
-            raise RowError(f"{_name(medium)} (mode {image.mode}) cannot be made RGB: {error}") from error
+            raise RowError(f"{name_of(medium)} (mode {image.mode}) cannot be made RGB: {error}") from error
     if upright.size != (target[1], target[0]):
         upright = upright.resize((target[1], target[0]), Image.Resampling.BICUBIC)
     return np.asarray(upright)
-
-
-def check_pixels(media: Iterable[Medium]) -> None:
-    """Decodes every pixel, for the error that a damaged image raises."""
-    for medium in media:
-        decode(medium, read_size(medium, verify=False))
 
 
 def within_side(size: Size, max_side: int | None) -> Size:
@@ -145,56 +152,55 @@ def within_side(size: Size, max_side: int | None) -> Size:
     return max(1, round(size[0] * scale)), max(1, round(size[1] * scale))
 
 
-def _text_source(text: str, directory: Path) -> str | bytes:
+def _text_source(text: str, directory: Path, what: str) -> str | bytes:
     if text.startswith("data:"):
         kind, comma, payload = text.partition(",")
         if not comma or not kind.endswith(";base64"):
-            raise RowError(f"an image is a data: address without base64 ({_short(text)})")
-        return _from_base64(payload)
+            raise RowError(f"{what} is a data: address without base64 ({_short(text)})")
+        return _from_base64(payload, what)
     if text.startswith(("http://", "https://")):
-        raise RowError(f"an image is a web address ({_short(text)}); download it and give its path")
+        raise RowError(f"{what} is a web address ({_short(text)}); download it and give its path")
     if len(text) >= 64 and text.startswith(BASE64_STARTS) and BASE64_TEXT.fullmatch(text):
-        return _from_base64(text)
+        return _from_base64(text, what)
     path = text.removeprefix("file://")
     return os.path.join(directory, path)
 
 
-def _from_base64(text: str) -> bytes:
+def _from_base64(text: str, what: str) -> bytes:
     try:
         return base64.b64decode("".join(text.split()), validate=True)
     except (binascii.Error, ValueError) as error:
-        raise RowError(f"an image is damaged base64 text ({error})") from error
+        raise RowError(f"{what} is damaged base64 text ({error})") from error
 
 
 @contextmanager
 def _open(medium: Medium) -> Iterator[tuple[Image.Image, BinaryIO]]:
     """The image before decoding, and the bytes behind it."""
-    if medium.kind == "video":
-        raise RowError(VIDEO_REFUSED)
-    with _open_bytes(medium) as data:
+    assert medium.kind == "image", "videos are read by `video.py`"
+    with open_bytes(medium) as data:
         if data.seek(0, os.SEEK_END) == 0 and not isinstance(medium.source, Image.Image):
-            raise RowError(f"{_name(medium)} is empty")
+            raise RowError(f"{name_of(medium)} is empty")
         data.seek(0)
         image = medium.source if isinstance(medium.source, Image.Image) else _parse(medium, data)
         _check_size(image, medium)
         try:
             yield image, data
         except _DamagedPixels as error:
-            raise RowError(f"{_name(medium)} is truncated or damaged ({error})") from error
+            raise RowError(f"{name_of(medium)} is truncated or damaged ({error})") from error
 
 
 def _parse(medium: Medium, data: BinaryIO) -> Image.Image:
     try:
         return Image.open(data, formats=_known_formats())
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise RowError(f"{_name(medium)} is too large, perhaps a decompression bomb: {error}") from error
+        raise RowError(f"{name_of(medium)} is too large, perhaps a decompression bomb: {error}") from error
     except Image.UnidentifiedImageError as error:
-        raise RowError(f"{_name(medium)} is not an image of a known kind") from error
+        raise RowError(f"{name_of(medium)} is not an image of a known kind") from error
     except Exception as error:  # Pillow's parsers raise anything on damaged headers
-        raise RowError(f"{_name(medium)} has a damaged header ({type(error).__name__}: {error})") from error
+        raise RowError(f"{name_of(medium)} has a damaged header ({type(error).__name__}: {error})") from error
 
 
-def _open_bytes(medium: Medium) -> BinaryIO:
+def open_bytes(medium: Medium) -> BinaryIO:
     if isinstance(medium.source, Image.Image):
         return io.BytesIO()
     if isinstance(medium.source, bytes):
@@ -202,9 +208,9 @@ def _open_bytes(medium: Medium) -> BinaryIO:
     try:
         return regular_file(medium.source).open("rb")
     except FileNotFoundError as error:
-        raise RowError(f"{_name(medium)} does not exist") from error
+        raise RowError(f"{name_of(medium)} does not exist") from error
     except (OSError, ValueError) as error:  # a pipe, no permission, a name too long, a NUL in the name
-        raise RowError(f"{_name(medium)} cannot be opened ({getattr(error, 'strerror', None) or error})") from error
+        raise RowError(f"{name_of(medium)} cannot be opened ({getattr(error, 'strerror', None) or error})") from error
 
 
 class _DamagedPixels(Exception):
@@ -221,10 +227,10 @@ def _load(image: Image.Image) -> None:
 def _check_size(image: Image.Image, medium: Medium) -> None:
     width, height = image.size
     if width < 1 or height < 1:
-        raise RowError(f"{_name(medium)} has no pixels ({width} x {height})")
+        raise RowError(f"{name_of(medium)} has no pixels ({width} x {height})")
     if width * height > MAX_PIXELS:
         raise RowError(
-            f"{_name(medium)} is too large, perhaps a decompression bomb: {width} x {height} pixels, "
+            f"{name_of(medium)} is too large, perhaps a decompression bomb: {width} x {height} pixels, "
             f"more than {MAX_PIXELS:,}"
         )
 
@@ -293,8 +299,8 @@ def _known_formats() -> tuple[str, ...]:
     return tuple(name for name in FORMATS if name in Image.OPEN)
 
 
-def _name(medium: Medium) -> str:
-    return f"the image {medium.source}" if isinstance(medium.source, str) else "an image in the row"
+def name_of(medium: Medium) -> str:
+    return f"the {medium.kind} {medium.source}" if isinstance(medium.source, str) else f"{A[medium.kind]} in the row"
 
 
 def _short(text: str) -> str:

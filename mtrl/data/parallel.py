@@ -42,10 +42,10 @@ def map_rows(
 ) -> list[Result]:
     """`[job(row) for row in rows]`, with a progress bar. An exception of the job is raised here."""
     chunks = [list(rows[start : start + CHUNK]) for start in range(0, len(rows), CHUNK)]
-    workers = min(_usable_cores() if workers is None else workers, len(chunks))
+    workers = min(usable_cores() if workers is None else workers, len(chunks))
     done: dict[int, list[Result]] = {}
     with Progress(len(rows), label, stream) as progress:
-        if workers > 1 and len(rows) >= FORK_PAYS and _may_fork():
+        if workers > 1 and len(rows) >= FORK_PAYS and may_fork():
             for number, results in _forked(job, chunks, workers, stalled_s):
                 done[number] = results
                 progress.add(len(results))
@@ -89,10 +89,10 @@ def _forked(
 def _start_worker() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends its workers
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # tokenizers would warn of the fork; one core each is the point
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    threading.Thread(target=leave_with_parent, daemon=True).start()
 
 
-def _leave_with_parent() -> None:
+def leave_with_parent() -> None:
     """Ends this worker with its parent. Else the worker of a run that was killed would wait for ever, and keep the
     run's lock, which it inherited."""
     parent = multiprocessing.parent_process()
@@ -106,12 +106,12 @@ def _run_chunk(chunk: list[int]) -> list[Any]:
     return [_job(row) for row in chunk]
 
 
-def _may_fork() -> bool:
+def may_fork() -> bool:
     """Linux only (elsewhere system libraries break in forks), and not in a process that may have no children."""
     return sys.platform == "linux" and not multiprocessing.current_process().daemon
 
 
-def _usable_cores() -> int:
+def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

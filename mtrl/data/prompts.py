@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrl.data.columns import MISSING, image_column, reach
-from mtrl.data.media import VIDEO_REFUSED, image_medium, media_list
+from mtrl.data.media import Kind, image_medium, media_list
 from mtrl.data.rows import DataError, DataSettings, RowError
 from mtrl.data.sources import Source
 from mtrl.data.templates import PromptTemplate, load_template
@@ -45,48 +45,49 @@ class TaskBuilder:
     def build(self, source: Source, index: int) -> Task:
         """Raises RowError when the row cannot be used."""
         row, number, keys = source.read(index), source.row_number(index), self.settings
-        images = self._images(row, source)
+        media = {"image": self._media(row, source, "image"), "video": self._media(row, source, "video")}
         chat = self._chat(row)
         taken = {keys.prompt_key, keys.answer_key, keys.image_key, keys.video_key}
         columns = {name: value for name, value in row.items() if name not in taken}
         options = reach(row, keys.options_key, MISSING)
         if options is not MISSING:  # rewards look under this name, whatever the column is called
             columns["options"] = _checked_options(options)
-        messages = self._placed(chat, len(images), columns)
+        messages, order = self._placed(chat, {kind: len(found) for kind, found in media.items()}, columns)
+        following = {kind: iter(found) for kind, found in media.items()}
         return Task(
             id=f"{source.fingerprint}:{number - 1}",
             origin=f"{source.name}, row {number}",
             messages=messages,
-            media=tuple(images),
+            media=tuple(next(following[kind]) for kind in order),
             answer=reach(row, keys.answer_key),
             columns=columns,
             chat=not isinstance(reach(row, keys.prompt_key), str),
         )
 
-    def _images(self, row: Mapping[str, Any], source: Source) -> list[Medium]:
-        if media_list(reach(row, self.settings.video_key)):
-            raise RowError(VIDEO_REFUSED)
-        image_dir = self.settings.image_dir
+    def _media(self, row: Mapping[str, Any], source: Source, kind: Kind) -> list[Medium]:
+        image_dir, keys = self.settings.image_dir, {"image": self.settings.image_key, "video": self.settings.video_key}
         directory = Path(image_dir).expanduser() if image_dir else source.directory
-        return [image_medium(value, directory) for value in media_list(reach(row, self.settings.image_key))]
+        return [image_medium(value, directory, kind) for value in media_list(reach(row, keys[kind]))]
 
-    def _placed(self, chat: Chat, images: int, columns: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
-        if not images and self.settings.on_missing == "warn":  # marks are text where there is nothing to put there
-            return tuple({"role": role, "content": text} for role, text in chat)
+    def _placed(
+        self, chat: Chat, available: Mapping[str, int], columns: Mapping[str, Any]
+    ) -> tuple[tuple[dict[str, Any], ...], list[str]]:
+        """The messages, and the kinds of their media in order."""
+        none = not any(available.values())
+        if none and self.settings.on_missing == "warn":  # marks are text where there is nothing to put there
+            return tuple({"role": role, "content": text} for role, text in chat), []
         try:
-            messages, order = place_media(chat, {"image": images, "video": 0})
+            return place_media(chat, available)
         except RowError as error:
-            column = None if images else image_column(columns)
+            column = image_column(columns) if none else None
             if column is not None:
                 raise RowError(
                     f"{error}; the column {column!r} holds images: set dataset.image_key={column}"
                 ) from error
-            if not images:
+            if none:
                 told = "set dataset.image_key to their column, or dataset.on_missing=warn to take marks for text"
                 raise RowError(f"{error}; {told}") from error
             raise
-        assert all(kind == "image" for kind in order)
-        return messages
 
     def _chat(self, row: Mapping[str, Any]) -> Chat:
         """(role, text with marks) for every message, formatted, the system prompt before them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -14,13 +15,14 @@ from mtrl.data.arrow import ArrowRows, GroupedRows
 from mtrl.data.cache import DiskCache
 from mtrl.data.columns import OtherNames, seen_columns
 from mtrl.data.dataset import Dataset, scan_dataset
-from mtrl.data.lengths import GOOD, target_sizes
+from mtrl.data.lengths import GOOD
 from mtrl.data.media import within_side
 from mtrl.data.missing import Noted
 from mtrl.data.rows import BadRow, DataSettings, RowError, by_cause
 from mtrl.data.sampler import PromptLoader
 from mtrl.data.sources import JsonlSource, RowList, Source
 from mtrl.data.tars import TarRows
+from mtrl.data.video import target_sizes
 from mtrl.protocols import PromptEncoder
 from mtrl.types import VISION_POOL, Prompt, Task
 
@@ -62,6 +64,7 @@ def run(
         _columns(dataset.sources),
         _lengths(dataset, encoder),
         _images(dataset, encoder, prompts),
+        _videos(dataset),
         _bad_rows(dataset),
         ["Missing", *(f"  {line}" for line in missing)] if missing else [],
         *(_sample(number, sample, encoder) for number, sample in enumerate(prompts, 1)),
@@ -142,19 +145,33 @@ def _lengths(dataset: Dataset, encoder: ReadableEncoder | None) -> list[str]:
 
 
 def _images(dataset: Dataset, encoder: ReadableEncoder | None, prompts: Sequence[Prompt | Task | BadRow]) -> list[str]:
-    sizes = np.concatenate([scan.sizes for scan in dataset.scans])
+    found = [scan.sizes[scan.sizes[:, 3] == 0] for scan in dataset.scans]
+    sizes = np.concatenate(found)
     if not len(sizes):
         return ["Images", "  none"]
-    rows = sum(len(np.unique(scan.sizes[:, 0])) for scan in dataset.scans)
-    lines = ["Images", f"  {len(sizes):,} in {rows:,} rows"]
-    lines += [f"  width   {_spread(sizes[:, 2])}", f"  height  {_spread(sizes[:, 1])}"]
+    lines = ["Images", *_sizes(found)]
     density = _tokens_per_pixel(prompts)
     if encoder is None or density is None:
         return [*lines, "  tokens need a vision-language model: set worker.actor.model.model_path=<model>"]
-    usable = np.concatenate([scan.sizes[scan.state[scan.sizes[:, 0]] == GOOD] for scan in dataset.scans])
-    distinct, times = np.unique(usable[:, 1:], axis=0, return_counts=True)
+    usable = np.concatenate(
+        [each[scan.state[each[:, 0]] == GOOD] for scan, each in zip(dataset.scans, found, strict=True)]
+    )
+    distinct, times = np.unique(usable[:, 1:3], axis=0, return_counts=True)
     tokens = [round(density * height * width) for height, width in _targets(dataset, encoder, distinct)]
     return [*lines, f"  tokens  {_spread(np.repeat(tokens, times))}"]
+
+
+def _videos(dataset: Dataset) -> list[str]:
+    found = [scan.sizes[scan.sizes[:, 3] > 0] for scan in dataset.scans]
+    sizes = np.concatenate(found)
+    return ["Videos", *_sizes(found), f"  frames shown  {_spread(sizes[:, 3])}"] if len(sizes) else []
+
+
+def _sizes(found: Sequence[np.ndarray]) -> list[str]:
+    """How many media there are, in how many rows, and how large."""
+    sizes, rows = np.concatenate(found), sum(len(np.unique(each[:, 0])) for each in found)
+    counted = f"  {len(sizes):,} in {rows:,} rows"
+    return [counted, f"  width   {_spread(sizes[:, 2])}", f"  height  {_spread(sizes[:, 1])}"]
 
 
 def _targets(dataset: Dataset, encoder: PromptEncoder, sizes: np.ndarray) -> list[tuple[int, int]]:
@@ -166,8 +183,8 @@ def _tokens_per_pixel(prompts: Sequence[Prompt | Task | BadRow]) -> float | None
     """Tokens of a pixel, by the first encoded image: sizes that models see are whole numbers of tokens, so one image
     tells the measure of all."""
     for prompt in prompts:
-        if isinstance(prompt, Prompt) and prompt.media:
-            pixels = sum(image.shape[-3] * image.shape[-2] for image in prompt.media)
+        if isinstance(prompt, Prompt) and prompt.media and all(image.ndim == 3 for image in prompt.media):
+            pixels = sum(image.shape[0] * image.shape[1] for image in prompt.media)
             return float((prompt.pool == VISION_POOL).sum()) / pixels
     return None
 
@@ -211,6 +228,9 @@ def _as_model_sees(prompt: Prompt, encoder: ReadableEncoder) -> str:
     vision = (prompt.pool == VISION_POOL).tolist()
     if not any(vision):
         return text
+    if any(medium.kind == "video" for medium in prompt.task.media):  # times stand between its pads
+        counted = [(token, len(list(run))) for token, run in groupby(encoder.decode_tokens(prompt.ids.tolist()))]
+        return "".join(f"{token} × {count}" if count > 2 else token * count for token, count in counted)
     (pad,) = encoder.decode_tokens([int(prompt.ids[vision.index(True)])])
     runs = "".join("v" if seen else " " for seen in vision).split()
     first, *rest = text.split(pad)

@@ -14,8 +14,8 @@ from mtrl.files import regular_file
 
 MAX_REASON = 400  # characters of the reason why a row cannot be used
 MAX_LISTED = 20  # causes of bad rows that a message spells out
-PARTICULAR = re.compile(r"""the image .+?(?= (?:does not|cannot|is|has|\())|'[^']*'|"[^"]*"|\([^()]*\)|\d+""")
-ABSENT = re.compile(r"the image .* does not exist")
+PARTICULAR = re.compile(r"""the (?:image|video) .+?(?= (?:does not|cannot|is|has|\())|'[^']*'|"[^"]*"|\([^()]*\)|\d+""")
+ABSENT = re.compile(r"the (image|video) .* does not exist")
 IMAGE_DIR = "set dataset.image_dir to the directory that the paths start from"
 
 

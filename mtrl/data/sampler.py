@@ -1,4 +1,4 @@
-"""Prompts in a seeded order, decoded and encoded ahead of use.
+"""Prompts in a seeded order, decoded and encoded ahead of use, by threads or by processes (`workers.py`).
 
 The order of an epoch depends on (seed, epoch) alone, so the state of a run is two numbers: the epoch and the position
 in it. What is ahead is bounded in prompts and in bytes, and thrown away and made again by a restore.
@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,9 +24,10 @@ import numpy as np
 from PIL import Image
 
 from mtrl.data.dataset import Dataset
-from mtrl.data.lengths import target_sizes
-from mtrl.data.media import Size, decode, read_size, within_side
+from mtrl.data.media import Size, within_side
 from mtrl.data.rows import BadRow, DataError, RowError, list_bad_rows
+from mtrl.data.video import measure, pixels, target_sizes
+from mtrl.data.workers import Workers
 from mtrl.protocols import PromptEncoder
 from mtrl.types import Medium, Prompt
 
@@ -59,9 +61,10 @@ class PromptLoader:
             return BadRow(*self.dataset.place(position), error.reason)
 
     def _load(self, position: int) -> Prompt:
-        task, settings = self.dataset.task(position), self.dataset.settings
-        sizes = [within_side(read_size(medium, verify=False), settings.max_image_side) for medium in task.media]
-        targets = target_sizes(self.encoder, sizes)
+        settings = self.dataset.settings
+        task, sizes = measure(self.dataset.task(position), self.encoder, verify=False)
+        limited = [within_side(size, settings.max_image_side) for size in sizes]
+        targets = target_sizes(self.encoder, limited, task.media)
         media = [self._image(medium, target) for medium, target in zip(task.media, targets, strict=True)]
         try:
             with self._encoding:
@@ -75,13 +78,38 @@ class PromptLoader:
     def _image(self, medium: Medium, target: Size) -> np.ndarray:
         """Pixels, shared with every prompt now alive that shows the same image."""
         if isinstance(medium.source, Image.Image):
-            return decode(medium, target)
-        source = medium.source
-        key = source if isinstance(source, str) else hashlib.blake2b(source, digest_size=16).digest()
-        found = self._images.get((key, target))
+            return pixels(medium, target)
+        key = _name_of(medium), target
+        found = self._images.get(key)
         if found is None:
-            found = self._images.setdefault((key, target), decode(medium, target))
+            found = self._images.setdefault(key, pixels(medium, target))
         return found
+
+    def sharing(self, prompt: Prompt) -> Prompt:
+        """A prompt that another process has made, with the pixels of those alive that show the same image."""
+        media = [
+            array
+            if isinstance(medium.source, Image.Image)
+            else self._images.setdefault((_name_of(medium), array.shape[-3:-1]), array)
+            for medium, array in zip(prompt.task.media, prompt.media, strict=True)
+        ]
+        return replace(prompt, media=tuple(media)) if media else prompt
+
+
+def _name_of(medium: Medium) -> str | bytes:
+    source = medium.source
+    return source if isinstance(source, str) else hashlib.blake2b(source, digest_size=16).digest()
+
+
+class ForkedLoader:
+    """A PromptLoader whose prompts are made by so many processes."""
+
+    def __init__(self, loader: PromptLoader, count: int) -> None:
+        self.loader, self.dataset, self.workers = loader, loader.dataset, Workers(loader.load, count)
+
+    def load(self, position: int) -> Prompt | BadRow:
+        found = self.workers.load(position)
+        return found if isinstance(found, BadRow) else self.loader.sharing(found)
 
 
 class Threads:
@@ -128,7 +156,9 @@ def _stop(jobs: Jobs, stopping: threading.Event, threads: list[threading.Thread]
 class Prefetcher:
     """Results for a row of positions, in order, made by threads before they are asked for."""
 
-    def __init__(self, loader: PromptLoader, positions: Iterator[int], threads: int, prompts: int, nbytes: int) -> None:
+    def __init__(
+        self, loader: PromptLoader | ForkedLoader, positions: Iterator[int], threads: int, prompts: int, nbytes: int
+    ) -> None:
         self.loader, self.positions, self.max_prompts, self.max_bytes = loader, positions, prompts, nbytes
         self.queue: deque[tuple[int, int, Future[Prompt | BadRow]]] = deque()  # position, bytes, result
         self.bytes = 0
@@ -179,10 +209,13 @@ class Sampler:
         shuffle: bool = True,
         seed: int = 42,
         bad_rows_path: Path | None = None,
+        workers: int = 0,
         threads: int = 2,
         prompts_ahead: int = 64,
         bytes_ahead: int = 256 << 20,
     ) -> None:
+        """`workers`: processes that make the prompts, from the first that is asked for; none: `threads` do. As many
+        prompts and bytes of pixels are made ahead."""
         assert len(dataset), "open_dataset refuses an empty dataset"
         self.dataset, self.loader = dataset, PromptLoader(dataset, encoder)
         self.shuffle, self.seed, self.bad_rows_path = shuffle, seed, bad_rows_path
@@ -190,7 +223,8 @@ class Sampler:
         self.bad_rows: dict[int, BadRow] = {}  # found while decoding, by dataset position
         self.skipped: set[int] = set()  # dataset positions of rows that `take` left out, before a restore too
         self._fingerprint = dataset.fingerprint
-        self._limits = (threads, prompts_ahead, bytes_ahead)
+        self.workers, self._limits = workers, (workers or threads, prompts_ahead, bytes_ahead)
+        self._forked: ForkedLoader | None = None
         self._ahead: Prefetcher | None = None
 
     def take(self, count: int) -> list[Prompt]:
@@ -225,7 +259,7 @@ class Sampler:
 
     def one_pass(self, count: int) -> Iterator[list[Prompt]]:
         """Every prompt once, in the order of the files, `count` at a time: for validation. Leaves `take` alone."""
-        with closing(Prefetcher(self.loader, iter(range(len(self.dataset))), *self._limits)) as ahead:
+        with closing(self._prefetcher(iter(range(len(self.dataset))))) as ahead:
             prompts = (prompt for prompt in self._results(ahead) if not isinstance(prompt, BadRow))
             while batch := list(islice(prompts, count)):
                 yield batch
@@ -263,6 +297,14 @@ class Sampler:
 
     def close(self) -> None:
         self._stop()
+        if self._forked is not None:
+            self._forked.workers.close()
+            self._forked = None
+
+    def _prefetcher(self, positions: Iterator[int]) -> Prefetcher:
+        if self.workers and self._forked is None:
+            self._forked = ForkedLoader(self.loader, self.workers)
+        return Prefetcher(self._forked or self.loader, positions, *self._limits)
 
     def __enter__(self) -> Sampler:
         return self
@@ -272,7 +314,7 @@ class Sampler:
 
     def _next(self) -> Prompt | BadRow:
         if self._ahead is None:
-            self._ahead = Prefetcher(self.loader, self._positions(self.epoch, self.position), *self._limits)
+            self._ahead = self._prefetcher(self._positions(self.epoch, self.position))
         position, result = self._ahead.next()
         self.position += 1
         if self.position == len(self.dataset):

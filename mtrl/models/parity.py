@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from inspect import signature
 
@@ -55,14 +56,30 @@ def plain_log_probs(
     model: PreTrainedModel, encoder: PromptEncoder, prompt: Prompt, response: Tensor, temperature: float
 ) -> Tensor:
     """[length]: by a forward of this one row, which works out positions and masks by itself."""
-    inputs = encoder.inputs(prompt)
-    ids = torch.cat([prompt.ids, response])[None]
-    row = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    row |= {name: inputs[name] for name in ("pixel_values", "image_grid_thw") if name in inputs}
-    if "mm_token_type_ids" in inputs:
-        row["mm_token_type_ids"] = torch.cat([inputs["mm_token_type_ids"], torch.zeros_like(response)])[None]
+    row = plain_inputs(encoder.inputs(prompt), prompt, response)
     few = {"logits_to_keep": len(response) + 1} if "logits_to_keep" in signature(model.forward).parameters else {}
     logits = model(**{name: each.to(model.device) for name, each in row.items()}, **few).logits
     logits = logits[0, -len(response) - 1 : -1].float().cpu() / temperature
     logits[:, list(encoder.forbidden_ids)] = -torch.inf
     return logits.log_softmax(-1).gather(-1, response[:, None])[:, 0]
+
+
+def plain_inputs(inputs: Mapping[str, Tensor], prompt: Prompt, response: Tensor) -> dict[str, Tensor]:
+    """What the model's own forward takes for this one row, of what an encoder has made: images and videos apart."""
+    ids = torch.cat([prompt.ids, response])[None]
+    row = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if "mm_token_type_ids" in inputs:
+        row["mm_token_type_ids"] = torch.cat([inputs["mm_token_type_ids"], torch.zeros_like(response)])[None]
+    if "pixel_values" not in inputs:
+        return row
+    clips, grids = [medium.clip for medium in prompt.task.media], inputs["image_grid_thw"]
+    patches = inputs["pixel_values"].split(grids.prod(1).tolist())
+    for names, chosen in (
+        (("pixel_values", "image_grid_thw"), [i for i, clip in enumerate(clips) if clip is None]),
+        (("pixel_values_videos", "video_grid_thw"), [i for i, clip in enumerate(clips) if clip is not None]),
+    ):
+        if chosen:
+            row |= dict(zip(names, (torch.cat([patches[i] for i in chosen]), grids[chosen]), strict=True))
+    if "second_per_grid_ts" in inputs:
+        row["second_per_grid_ts"] = inputs["second_per_grid_ts"]
+    return row

@@ -21,7 +21,8 @@ def samples_of(
     answer_key: str = "answer",
     progress: Mapping[str, int] | None = None,
 ) -> list[dict[str, Any]]:
-    """One dict a response: prompt, response, response_token_ids, ground_truth, images and every dataset column.
+    """One dict a response: prompt, response, response_token_ids, ground_truth, images, videos (the paths or bytes of a
+    row that has any) and every dataset column.
 
     `progress` says how far the run is, as TRL's `trainer_state` does. What the responses to a prompt share, they share
     as objects.
@@ -47,6 +48,8 @@ def prompt_part(prompt: Prompt, options_key: str, answer_key: str) -> dict[str, 
         "ground_truth": task.answer,
         "images": [Image.fromarray(medium) for medium in prompt.media if medium.ndim == 3],
     }
+    if videos := [medium.source for medium in task.media if medium.kind == "video"]:  # frames would be a great many
+        part["videos"] = videos
     return part | {"prompt_messages": list(task.messages)} if task.chat else part
 
 

@@ -189,11 +189,6 @@ def test_files_that_are_no_image(tmp_path):
             read_size(image_medium(name, tmp_path))
 
 
-def test_video_is_not_yet():
-    with pytest.raises(RowError, match="video is not supported yet"):
-        read_size(Medium("video", "a.mp4"))
-
-
 def test_within_side():
     assert within_side((100, 50), None) == within_side((100, 50), 100) == (100, 50)
     assert within_side((1000, 50), 100) == (100, 5) and within_side((10_000, 1), 100) == (100, 1)

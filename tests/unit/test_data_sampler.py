@@ -178,7 +178,7 @@ def test_what_is_ahead_is_bounded(tmp_path, prompts, nbytes, expected):
 
 def test_an_image_is_held_once(make, tmp_path, monkeypatch):
     decoded = []
-    monkeypatch.setattr(sampler_module, "decode", lambda *call: decoded.append(call) or decode(*call))
+    monkeypatch.setattr(sampler_module, "pixels", lambda *call: decoded.append(call) or decode(*call))
     (tmp_path / "one.png").write_bytes(picture_bytes(28, 56))
     (tmp_path / "copy.png").write_bytes(picture_bytes(28, 56))
     names = ["one.png", "one.png", "copy.png"]

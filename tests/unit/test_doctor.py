@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from mtrl import cli, machine
-from mtrl.build.unbuilt import unbuilt
 from mtrl.commands import doctor, installed
 from mtrl.commands.doctor import GIB
 from mtrl.commands.installed import Device, Feature
@@ -105,32 +104,6 @@ def test_a_wanted_feature_that_is_missing(monkeypatch):
     assert list(doctor.missing_features(load_config(None, {}))) == [
         "the configuration asks for telepathy: pip install telepathy"
     ]
-
-
-NOT_BUILT = {
-    "videos": None,  # no switch: the data layer refuses them
-}
-
-
-def test_what_is_not_built_is_listed_until_it_is():
-    assert tuple(NOT_BUILT) == installed.NOT_BUILT
-    for name, words in NOT_BUILT.items():
-        assert words is None or unbuilt(load_config(None, words)), f"{name} is built by now"
-
-
-@pytest.mark.parametrize("name", [name for name, words in NOT_BUILT.items() if words])
-def test_what_is_not_built_gets_one_verdict(name, tmp_path, monkeypatch, capsys):
-    """Never both "pip install" and "not built"."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(doctor, "estimate", lambda *_: BIG)
-    monkeypatch.setattr(doctor, "smaller", lambda *_: [])
-    assert cli.main(["doctor", *NOT_BUILT[name]]) == 2
-    said = capsys.readouterr().out
-    features = said.partition("Optional features")[2].partition("The run")[0]
-    told = [line for line in features.splitlines() if name in line]
-    assert len(told) == 1 and told[0].startswith("  not built yet: ") and "pip install" not in told[0]
-    problems = [line for line in said.splitlines() if "PROBLEM" in line and "memory" not in line and "disk" not in line]
-    assert len(problems) == 1 and problems[0].endswith("(not built yet)")
 
 
 @pytest.mark.parametrize("command", ["train", "doctor"])

@@ -216,13 +216,13 @@ def test_a_template_that_drops_images_is_refused(checkpoints):
         blind.length(task(("user", [IMAGE]), images=1), [(56, 56)])
 
 
-def test_video_is_not_supported_yet(encoder):
-    for row in (
-        task(("user", [{"type": "video"}]), images=1, kind="video"),
-        task(("user", "x"), images=1, kind="video"),
-    ):
-        with pytest.raises(ValueError, match="video is not supported yet"):
-            encoder.length(row, [(56, 56)])
+def test_a_video_is_no_image(encoder, text_encoder):
+    with pytest.raises(ValueError, match=r"marks of image, the row's media are video"):
+        encoder.length(task(("user", [IMAGE]), images=1, kind="video"), [(56, 56)])
+    with pytest.raises(ValueError, match="0 media marks, the row names 1 media and 1 were given"):
+        encoder.length(task(("user", "x"), images=1, kind="video"), [(56, 56)])
+    with pytest.raises(ValueError, match="takes no videos"):
+        text_encoder.clip(20, 8.0)
 
 
 def test_a_text_model_takes_no_images(text_encoder):

@@ -32,7 +32,7 @@ from mtrl.models.adapters import base_path
 from mtrl.models.families.qwen_vl import QwenVLEncoder
 from mtrl.models.families.text import TextEncoder
 from mtrl.models.files import SETTINGS_FILES, TOKENIZER_FILES, refuse_broken_files
-from mtrl.protocols import ImageSettings
+from mtrl.protocols import ImageSettings, VideoSettings
 
 # The encoder of each vision-language family, by the `model_type` of its config.json. It is made of (tokenizer, config,
 # image settings) and the options of a TextEncoder. A user's file adds one by an assignment; text-only models need none.
@@ -69,6 +69,7 @@ def load_encoder(
     tokenizer_path: str | Path | None = None,
     min_pixels: int | None = None,
     max_pixels: int | None = None,
+    video: VideoSettings | None = None,
     chat_template: str | None = None,
     trust_remote_code: bool = False,
     pool_special_tokens: bool = False,
@@ -98,7 +99,9 @@ def load_encoder(
     }
     if vision is None:
         return TextEncoder(tokenizer, **options)
-    return vision(tokenizer, config, _image_settings(model_path, config, min_pixels, max_pixels), **options)
+    encoder = vision(tokenizer, config, _image_settings(model_path, config, min_pixels, max_pixels), **options)
+    encoder.video_settings = video or encoder.video_settings
+    return encoder
 
 
 def load_model_config(path: str, trust_remote_code: bool = False) -> PreTrainedConfig:

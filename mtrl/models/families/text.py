@@ -17,11 +17,12 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from mtrl.models.families.written_tokens import WrittenTokens
-from mtrl.protocols import ImageSettings
+from mtrl.protocols import Clip, ImageSettings, VideoSettings
 from mtrl.types import NO_POOL, TEXT_POOL, Prompt, Task
 
 ENCODING_VERSION = 2  # part of the fingerprint: raise it when the same settings give other tokens or pools
 
+NO_VIDEOS = "this model takes no videos"
 CHATML_SYSTEM = re.compile(r"<\|im_start\|>system\n.*?(?=<\|im_start\|>|\Z)", re.DOTALL)
 
 
@@ -36,6 +37,7 @@ class TextEncoder:
     """
 
     image_settings: ImageSettings | None = None  # a text model sees none
+    video_settings = VideoSettings()
     forbidden_ids: tuple[int, ...] = ()
 
     def __init__(
@@ -72,6 +74,12 @@ class TextEncoder:
 
     def target_size(self, height: int, width: int) -> tuple[int, int]:
         raise ValueError("this is a text model; it takes no images")
+
+    def frame_size(self, height: int, width: int) -> tuple[int, int]:
+        raise ValueError(NO_VIDEOS)
+
+    def clip(self, total: int, fps: float) -> Clip:
+        raise ValueError(NO_VIDEOS)
 
     def length(self, task: Task, sizes: Sequence[tuple[int, int]]) -> int:
         """Tokens of the prompt. `sizes` are those of the media as they come; the encoder works out what they become."""
@@ -132,7 +140,7 @@ class TextEncoder:
 
     def _part_text(self, part: Mapping[str, Any]) -> str:
         if part["type"] != "text":
-            raise ValueError(f"this is a text model; the prompt has an {part['type']}")
+            raise ValueError(f"this is a text model; the prompt has media ({part['type']})")
         return part["text"]
 
     def _tokens(self, task: Task, media_count: int) -> tuple[str, Encoding]:
@@ -206,15 +214,17 @@ def parts_of(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def check_marks(task: Task, media_count: int) -> None:
-    """Media in the messages, media of the task and media at hand must be the same in number."""
+    """Media in the messages, media of the task and media at hand must be the same in number, and in kind."""
     marks = [part["type"] for message in task.messages for part in parts_of(message) if part["type"] != "text"]
-    if "video" in marks or any(medium.kind == "video" for medium in task.media):
-        raise ValueError("video is not supported yet")
-    if not len(marks) == len(task.media) == media_count:
+    kinds = [medium.kind for medium in task.media]
+    if not len(marks) == len(kinds) == media_count:
+        media = "media" if "video" in (*marks, *kinds) else "images"
         raise ValueError(
-            f"the messages have {len(marks)} image marks, the row names {len(task.media)} images and "
+            f"the messages have {len(marks)} {media.removesuffix('s')} marks, the row names {len(kinds)} {media} and "
             f"{media_count} were given; the three must be equal"
         )
+    if marks != kinds:
+        raise ValueError(f"the messages have marks of {', '.join(marks)}, the row's media are {', '.join(kinds)}")
 
 
 def system_spans(text: str, messages: Iterable[Mapping[str, Any]]) -> list[tuple[int, int]]:

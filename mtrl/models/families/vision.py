@@ -1,7 +1,7 @@
-"""What Qwen's vision-language families do with an image: its size, its patches, its place among the tokens.
+"""What Qwen's vision-language families do with an image or a clip: its size, its patches, its place among the tokens.
 
 Plain functions; the numbers (patch, merge, limits, mean, std) come from the checkpoint. For images Qwen2-VL, Qwen2.5-VL
-and Qwen3-VL follow one rule and differ only in those numbers; they part ways at video.
+and Qwen3-VL follow one rule and differ only in those numbers; they part ways at video (`clips.py`).
 """
 
 from __future__ import annotations
@@ -37,47 +37,58 @@ def target_size(height: int, width: int, settings: ImageSettings) -> tuple[int, 
     return near
 
 
-def patchify(image: np.ndarray, settings: ImageSettings, device: torch.device | None = None) -> Tensor:
-    """[H, W, 3] uint8 to [patches, channels * frames * patch * patch] float32.
+def patchify(medium: np.ndarray, settings: ImageSettings, device: torch.device | None = None) -> Tensor:
+    """[H, W, 3] or [F, H, W, 3] uint8 to [patches, channels * frames * patch * patch] float32.
 
-    Patches that merge into one token stand next to each other. Hugging Face's processor gives the same numbers but
-    takes several times as long for a small image.
+    Patches that merge into one token stand next to each other. A patch is as many frames deep as the tower wants: an
+    image is repeated, of a clip that does not fill the last one its last frame is. Hugging Face's processors give the
+    same numbers but take several times as long for a small image.
     """
-    height, width, _ = image.shape
+    height, width = medium.shape[-3:-1]
     p, m = settings.patch_size, settings.merge_size
     # torch.tensor copies: decoded images are often read-only, which from_numpy warns about
-    blocks = to_device(torch.tensor(image), device).view(height // (p * m), m, p, width // (p * m), m, p, 3)
-    patches = blocks.permute(0, 3, 1, 4, 6, 2, 5).reshape(-1, 3, 1, p * p).float()
+    frames = to_device(torch.tensor(medium), device).view(-1, height, width, 3)
+    deep = 1 if medium.ndim == 3 else settings.temporal_patch_size
+    if missing := -len(frames) % deep:
+        frames = torch.cat([frames, frames[-1:].expand(missing, -1, -1, -1)])
+    blocks = frames.view(-1, deep, height // (p * m), m, p, width // (p * m), m, p, 3)
+    patches = blocks.permute(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(-1, 3, deep, p * p).float()
     normal = settings.image_mean, settings.image_std
     mean, std = (to_device(torch.tensor(value), device).view(3, 1, 1) for value in normal)
     patches = patches.mul_(settings.rescale_factor).sub_(mean).div_(std)
     return patches.expand(-1, -1, settings.temporal_patch_size, -1).reshape(len(patches), -1)
 
 
-def rotary_positions(is_pad: Tensor, sides: Sequence[tuple[int, int]]) -> Tensor:
+def rotary_positions(
+    is_pad: Tensor, sides: Sequence[tuple[int, int]], times: Sequence[Sequence[int]] | None = None
+) -> Tensor:
     """[3, L]: the time, height and width position of each prompt token.
 
-    `is_pad` [L] marks image tokens, `sides` are the (rows, columns) of tokens of each image. Text counts on in all
-    three; an image spreads from the current position over rows and columns and moves it on by its longer side:
+    `is_pad` [L] marks image tokens, `sides` are the (rows, columns) of tokens of each image, `times` where each of its
+    patches in time stands; without them there is one. Text counts on in all three; an image spreads from the current
+    position over rows and columns and moves it on past all that it has taken:
 
     text text [2 x 3 image] text  ->  time   0 1 | 2 2 2 2 2 2 | 5
                                       height 0 1 | 2 2 2 3 3 3 | 5
                                       width  0 1 | 2 3 4 2 3 4 | 5
     """
+    times = [(0,)] * len(sides) if times is None else times
     positions = torch.empty(3, len(is_pad), dtype=torch.long)
     pads = is_pad.nonzero().flatten().tolist()
-    assert len(pads) == sum(rows * columns for rows, columns in sides), "image tokens do not match the images"
+    sizes = [len(time) * rows * columns for (rows, columns), time in zip(sides, times, strict=True)]
+    assert len(pads) == sum(sizes), "image tokens do not match the images"
     token = position = seen = 0
-    for rows, columns in sides:
+    for (rows, columns), time, size in zip(sides, times, sizes, strict=True):
         start = pads[seen]
         positions[:, token:start] = torch.arange(position, position + start - token)
         position += start - token
-        token = start + rows * columns
-        image = positions[:, start:token].view(3, rows, columns)
+        token = start + size
+        image = positions[:, start:token].view(3, len(time), rows, columns)
         image[:] = position
+        image[0] += torch.tensor(time)[:, None, None]
         image[1] += torch.arange(rows)[:, None]
         image[2] += torch.arange(columns)
-        position += max(rows, columns)
-        seen += rows * columns
+        position += max(rows, columns, time[-1] + 1)
+        seen += size
     positions[:, token:] = torch.arange(position, position + len(is_pad) - token)
     return positions

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mtrl.errors import RunError, StartError
+from mtrl.protocols import Clip
 from mtrl.rollout.vllm.requests import Request, Response
 from mtrl.rollout.vllm.settings import prepare_environment
 
@@ -47,11 +48,16 @@ class VllmInProcess:
     def _prompt(self, request: Request) -> dict[str, Any]:
         from PIL import Image
 
-        if not request.images:
+        media: dict[str, list[Any]] = {}
+        if request.images:
+            media["image"] = [Image.fromarray(image) for image in request.images]
+        if request.videos:
+            media["video"] = [(frames, metadata(clip)) for frames, clip in request.videos]
+        if not media:
             return {"prompt_token_ids": request.ids}
         return {
             "prompt_token_ids": request.ids,
-            "multi_modal_data": {"image": [Image.fromarray(image) for image in request.images]},
+            "multi_modal_data": media,
             "mm_processor_kwargs": self.image_arguments,
         }
 
@@ -85,6 +91,18 @@ class VllmInProcess:
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm
         gc.collect()
+
+
+def metadata(clip: Clip) -> dict[str, Any]:
+    """What vLLM wants to know of frames that were chosen already."""
+    return {
+        "fps": clip.fps,
+        "duration": clip.total / clip.fps,
+        "total_num_frames": clip.total,
+        "frames_indices": list(clip.frames),
+        "video_backend": "pyav",
+        "do_sample_frames": False,
+    }
 
 
 def _response(output: Any) -> Response:

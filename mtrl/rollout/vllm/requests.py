@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mtrl.errors import RunError
 from mtrl.keyed import keyed_generator
-from mtrl.protocols import PromptEncoder
+from mtrl.protocols import Clip, PromptEncoder
 from mtrl.rollout.sampling import first_sample_numbers
 from mtrl.types import Prompt, Sampling
 
@@ -28,6 +28,7 @@ class Request:
     images: tuple[np.ndarray, ...]  # at the size that the model sees
     length: int  # tokens when all pads are there
     seed: int
+    videos: tuple[tuple[np.ndarray, Clip], ...] = ()  # the frames that are shown, and which they are
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,14 @@ class Host(Protocol):
 def requests_for(prompts: Sequence[Prompt], sampling: Sampling) -> list[Request]:
     """Seeds are keyed by (seed, step, task id), and samples of a task that is asked again count on."""
     first = first_sample_numbers([prompt.task.id for prompt in prompts], sampling)
-    return [
-        Request(prompt.engine_ids.tolist(), prompt.media, len(prompt.ids), base_seed(prompt, sampling) + start)
-        for prompt, start in zip(prompts, first, strict=True)
-    ]
+    return [_request(prompt, base_seed(prompt, sampling) + start) for prompt, start in zip(prompts, first, strict=True)]
+
+
+def _request(prompt: Prompt, seed: int) -> Request:
+    media = list(zip(prompt.media, (medium.clip for medium in prompt.task.media), strict=True))
+    images = tuple(pixels for pixels, clip in media if clip is None)
+    videos = tuple((pixels, clip) for pixels, clip in media if clip is not None)
+    return Request(prompt.engine_ids.tolist(), images, len(prompt.ids), seed, videos)
 
 
 def base_seed(prompt: Prompt, sampling: Sampling) -> int:

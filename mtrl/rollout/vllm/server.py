@@ -98,6 +98,9 @@ class VllmServer:
             "sampling_params": {**params, "logit_bias": bias, "seed": request.seed},
             "return_token_ids": True,
         }
+        if request.videos:
+            raise RunError("a server of vLLM takes videos as files alone, and would choose other frames of them; set "
+                           "worker.rollout.mode=process, or inprocess")  # fmt: skip
         if request.images:
             body["content_parts"] = [{"type": "image_url", "url": _data_url(image)} for image in request.images]
         answer = self._ask("POST", TOKENS, body)

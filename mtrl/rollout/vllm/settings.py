@@ -36,6 +36,7 @@ def engine_arguments(
     trust_remote_code: bool = False,
     on_gpu: bool = False,
     among_ranks: bool = False,  # in a process of a group of torch.distributed
+    videos: bool = False,  # an engine that may be shown some keeps room for the largest
     extra: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """What `vllm.LLM` is made of; `extra` (worker.rollout.engine_kwargs) has the last word."""
@@ -47,7 +48,7 @@ def engine_arguments(
         "tensor_parallel_size": tensor_parallel_size,
         "enable_prefix_caching": enable_prefix_caching,
         "trust_remote_code": trust_remote_code,
-        "limit_mm_per_prompt": {"video": 0},
+        "limit_mm_per_prompt": {} if videos else {"video": 0},
         "logprobs_mode": "processed_logprobs",  # of the distribution sampled from: temperature, top-p, top-k and all
         "use_tqdm_on_load": False,
         "generation_config": "vllm",  # nothing that a checkpoint says about sampling
