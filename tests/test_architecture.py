@@ -30,7 +30,7 @@ ROOM_MAY_IMPORT = {
     "tracking": {"types", "files", "protocols", "algorithms", "report", "terminal"},
     "view": {"files", "tracking", "report"},
     "store": {"errors", "files", "protocols", "machine"},
-    "zoo": {"types", "protocols"},
+    "zoo": {"types", "protocols", "keyed"},
 }
 ROOM_MAY_IMPORT["training"] = {
     "types", "keyed", "config", "errors", "protocols", "algorithms", "data", "store", "workers", "machine", "terminal"

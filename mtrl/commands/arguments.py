@@ -12,7 +12,7 @@ from typing import Any, TextIO, TypeVar
 from mtrl.config import Config, ConfigError, load_config, take_file
 from mtrl.errors import StartError, opening
 from mtrl.terminal import separate_log
-from mtrl.zoo.rows import CONFIG_FILE, MODEL_DIRECTORY
+from mtrl.zoo.rows import CONFIG_FILES, MODELS
 
 Result = TypeVar("Result")
 
@@ -85,7 +85,10 @@ def run_and_checkpoint(path: str) -> tuple[Path | None, Path]:
 
 @opening()
 def evaluation_config(path: str, overrides: list[str]) -> Config:
-    """A run's own configuration with its newest checkpoint; for a bare checkpoint the defaults."""
+    """A run's own configuration with its newest checkpoint; for a bare checkpoint the defaults, and for the model of an
+    embedded task, by its name or place, the settings of that."""
+    path = path if Path(path).exists() else str(MODELS.get(path, path))
     place, (run, checkpoint) = Path(path), run_and_checkpoint(path)
-    file = run / "config.yaml" if run else CONFIG_FILE if place.resolve() == MODEL_DIRECTORY else None
+    embedded = [CONFIG_FILES[name] for name, folder in MODELS.items() if place.resolve() == folder]
+    file = run / "config.yaml" if run else next(iter(embedded), None)
     return load_config(file, [f"worker.actor.model.model_path={checkpoint}", *overrides], saved=True)

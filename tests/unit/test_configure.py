@@ -6,10 +6,12 @@ import pytest
 
 import mtrl
 from mtrl import cli
+from mtrl.build.model import model_path
 from mtrl.build.recipe import credit_rules
 from mtrl.build.run import configure
 from mtrl.commands.demo import PLAIN_GRPO
 from mtrl.config import ConfigError, take_file
+from mtrl.zoo.rows import CONFIG_FILE, CONFIG_FILES, MODELS
 
 MODEL, DATA = "worker.actor.model.model_path", "dataset.train_files"
 ONE_REWARD = {"worker.reward.functions": ["accuracy"]}  # the weights in zoo.yaml are for two
@@ -19,7 +21,7 @@ def test_the_advice_for_plain_grpo_leaves_no_credit_rule_on():
     program, command, *words = shlex.split(PLAIN_GRPO)
     file, overrides = take_file(words)
     config, embedded = configure(file, overrides)
-    assert (program, command, file, embedded) == ("mtrl", "train", None, True)
+    assert (program, command, file, embedded) == ("mtrl", "train", None, CONFIG_FILE)
     assert credit_rules(config) == ()
     assert credit_rules(configure(None, [])[0]), "or the advice would change nothing"
 
@@ -36,6 +38,33 @@ def test_with_a_model_or_data_the_settings_of_the_embedded_task_are_not_looked_a
 def test_without_them_they_lie_under_the_overrides(given):
     config, embedded = configure(None, given | {"training.max_steps": 3})
     assert embedded and (config.training.max_steps, config.worker.reward.weights) == (3, (1.0, 0.2))
+
+
+@pytest.mark.parametrize(
+    "given", [{MODEL: "scenes"}, {DATA: "scenes@train"}, {DATA: "scenes-blank@train", MODEL: "scenes"}]
+)
+def test_the_settings_of_scenes_lie_under_its_model_and_its_data(given):
+    config, embedded = configure(None, given)
+    assert embedded == CONFIG_FILES["scenes"] and config.dataset.max_response_length == 208
+    assert config.worker.actor.model.model_path == "scenes" and model_path(config) == str(MODELS["scenes"])
+    assert (config.dataset.train_files, config.dataset.val_files) == (
+        given.get(DATA, "scenes@train"),
+        "scenes@validation",
+    )
+    assert credit_rules(config) == (), "plain GRPO, to which an experiment adds its rules"
+
+
+@pytest.mark.parametrize(
+    "given", [{MODEL: "x", DATA: "scenes@train"}, {MODEL: "scenes", DATA: "f"}, {DATA: "scenes.jsonl"}]
+)
+def test_with_another_model_or_other_data_they_do_not(given):
+    assert configure(None, given)[1] is None
+
+
+def test_a_model_that_has_to_be_made_first(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(MODELS, "scenes", tmp_path / "nowhere")
+    assert cli.main(["train", f"{MODEL}=scenes", f"training.output_dir={tmp_path}"]) == 2
+    assert "make it: python -m mtrl.zoo.pretrain scenes" in capsys.readouterr().err
 
 
 def test_on_the_command_line(tmp_path, capsys):
