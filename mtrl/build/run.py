@@ -46,6 +46,7 @@ from mtrl.models.perturb import PERTURBATIONS
 from mtrl.models.weights import exported_weights
 from mtrl.protocols import Tracker
 from mtrl.store.run_directory import CONFIG
+from mtrl.tracking.record import Pieces
 from mtrl.tracking.run_files import history_of
 from mtrl.tracking.several import Trackers
 from mtrl.tracking.table import by_name
@@ -198,6 +199,7 @@ def build(
             rewards=[function.needs for function in scorer.functions.values()],
             trackers=tracker.needs,
             sees_attention=sees_attention,
+            pieces=Pieces(encoder.decode_tokens, encoder.decode),
         )
         refuse_unmeasured(config, rules, sees_attention)
         refuse_nothing_to_refresh(rules)

@@ -14,13 +14,15 @@ from mtrl.algorithms.credit.entropy_change import EntropyChange
 from mtrl.algorithms.credit.entropy_filter import EntropyFilter
 from mtrl.algorithms.credit.key_tokens import KeyTokens
 from mtrl.algorithms.credit.mass_gate import MassGate
+from mtrl.algorithms.credit.oracle import Oracle
+from mtrl.algorithms.credit.own_code import load_own
 from mtrl.algorithms.credit.perception_bonus import PerceptionBonus
 from mtrl.algorithms.credit.perception_filter import PerceptionFilter
 from mtrl.algorithms.credit.rule import Filter, Rule, Term, Weight
 from mtrl.algorithms.credit.shuffled import Shuffled, shuffled
 from mtrl.algorithms.credit.trajectory_scaling import TrajectoryScaling
 from mtrl.algorithms.credit.vision_entropy import VisionEntropy, VisionEntropyWeights
-from mtrl.plugins import PluginError, load_plugin
+from mtrl.plugins import PluginError
 
 RULES: dict[str, type[Rule]] = {
     "perception_filter": PerceptionFilter,
@@ -37,6 +39,7 @@ RULES: dict[str, type[Rule]] = {
     "random_filter": RandomFilter,
     "bottom": Bottom,
     "shuffled": Shuffled,
+    "oracle": Oracle,
 }
 
 
@@ -53,6 +56,8 @@ def make_rule(spec: str | Mapping[str, Any]) -> Rule:
     listed = {key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()}
     if kind is Shuffled and "rule" in listed:
         listed["rule"] = make_rule(listed["rule"])
+        if not listed["rule"].needs:
+            raise PluginError(f"{name}: {listed['rule']} reads no signal, so that there is nothing to shuffle")
     try:
         rule: Rule = kind(**listed)
     except TypeError as error:  # an argument without a default is missing
@@ -66,12 +71,7 @@ def find_class(name: str) -> Any:
         close = get_close_matches(name, RULES, n=1)
         hint = f" (did you mean {close[0]}?)" if close else ""
         raise PluginError(f"there is no rule {name}{hint}; there are {', '.join(RULES)}; your own is file.py:Name")
-    try:
-        kind: Any = load_plugin(name, "credit rule")
-    except PluginError:
-        raise
-    except Exception as error:  # whatever the user's file raises
-        raise PluginError(f"{name} cannot be loaded: {type(error).__name__}: {error}") from error
+    kind: Any = load_own(name, "credit rule")
     fits = isinstance(kind, type) and issubclass(kind, (Filter, Weight, Term)) and is_dataclass(kind)
     if not fits or not kind.__dataclass_params__.frozen:
         raise PluginError(f"{name} is no credit rule: it must be a frozen dataclass and a Filter, a Weight or a Term")

@@ -18,6 +18,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -26,6 +27,7 @@ from torch import Tensor
 from mtrl.types import Experience, Needs
 
 Key = tuple[int, int]  # (seed, step)
+Pieces = Callable[[Sequence[int]], Sequence[str]]  # the text of each token of a response, as mtrl view shows it
 Target = Literal["advantage", "mask"]
 
 
@@ -36,6 +38,10 @@ class Rule(ABC):
     def needs(self) -> Needs:
         """The signals that the rule reads; subclasses set a class attribute."""
         return Needs()
+
+    def reading(self, pieces: Pieces) -> Rule:
+        """The rule that a run uses: one that looks at words keeps what it needs to find them in the tokens."""
+        return self
 
     @abstractmethod
     def apply(self, experience: Experience, key: Key) -> Tensor | None: ...
