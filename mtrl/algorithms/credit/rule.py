@@ -18,8 +18,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Sequence
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -27,8 +27,13 @@ from torch import Tensor
 from mtrl.types import Experience, Needs
 
 Key = tuple[int, int]  # (seed, step)
-Pieces = Callable[[Sequence[int]], Sequence[str]]  # the text of each token of a response, as mtrl view shows it
 Target = Literal["advantage", "mask"]
+
+
+class Pieces(Protocol):
+    """The text of each token of a response; of tokens that are parts of one character the last one has it."""
+
+    def __call__(self, ids: Sequence[int]) -> Sequence[str]: ...
 
 
 class Rule(ABC):
