@@ -29,8 +29,12 @@ demo: setup
 demo-cluster: setup
 	$(BIN)/mtrl demo training.n_gpus_per_node=2
 
+# One thread a process: two of them have two cores, and a process that has used OpenMP's threads cannot be forked, which
+# tests of ranks do. Files go out in their order, so that those with few long tests do not come last.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
 test: setup browser
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(PYTEST)
 
 # The viewer is tested in Chromium, and not where there is none; in a container of one's own it is installed.
 browser:
@@ -52,8 +56,7 @@ test-vllm: setup-vllm
 	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -n 2 --dist loadfile tests/on_vllm tests/conformance/test_generator.py -k vllm
 
 test-all: setup browser
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not soak"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not soak" tests/cluster
+	$(PYTEST) -m "not soak"
 	$(BIN)/python tests/mutation.py
 
 soak: setup

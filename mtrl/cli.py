@@ -178,6 +178,23 @@ def plot(arguments: Sequence[str]) -> int:
     return plot.run(arguments)
 
 
+def compare(arguments: Sequence[str]) -> int:
+    """Compare configurations over the same seeds, or runs that are there, with intervals and tests.
+
+    mtrl compare CONFIG CONFIG... [--seeds 5] [--jobs 1] [--minutes M] [--out DIR] [--archive FILE] [a.b=c ...]
+    mtrl compare RUN|DIR_OF_RUNS RUN|DIR_OF_RUNS... [--out DIR]
+
+    Trains every configuration with each seed, --jobs at once, into DIR/CONFIG/seed_S; the first is what the others are
+    compared with. The same command goes on where it was interrupted; --minutes ends it in time, and --archive packs DIR
+    into one file, from which another machine goes on. Writes comparison.md, .json and .png: final accuracy and area
+    under the curve with intervals, paired tests with Holm's correction, questions won and lost, the time of a step.
+    Exit status 1: a run failed. Needs pip install 'mtrl[compare]'.
+    """
+    from mtrl.commands import compare
+
+    return compare.run(arguments)
+
+
 def view(arguments: Sequence[str]) -> int:
     """See runs in the browser: curves, and every recorded response token by token.
 
@@ -230,6 +247,7 @@ COMMANDS: dict[str, Command] = {
     "reward": reward,
     "attention": attention,
     "plot": plot,
+    "compare": compare,
     "view": view,
     "report": report,
     "export": export,

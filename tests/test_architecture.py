@@ -29,6 +29,7 @@ ROOM_MAY_IMPORT = {
     "report": {"types", "algorithms", "terminal"},
     "tracking": {"types", "files", "protocols", "algorithms", "report", "terminal"},
     "view": {"files", "tracking", "report"},
+    "compare": {"errors", "files", "keyed", "tracking", "report"},
     "store": {"errors", "files", "protocols", "machine"},
     "zoo": {"types", "protocols", "keyed"},
 }
@@ -152,5 +153,6 @@ def test_the_method_reads_in_one_sitting():
 
 
 def test_a_credit_rule_fits_on_a_page():
-    rules = {name: len(path.read_text().splitlines()) for name, path in SOURCES.items() if ".credit" in name}
+    names = [name for name in SOURCES if ".credit" in name and not name.endswith(".registry")]  # a line a rule
+    rules = {name: len(SOURCES[name].read_text().splitlines()) for name in names}
     assert max(rules.values()) < 80, rules

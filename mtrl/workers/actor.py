@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -110,6 +111,11 @@ class LocalActor:
             return self.learner.update(batches, lambda batch: self._loss(batch, loss))
 
         return self._with_reference(learn) if loss.full_divergence else learn()
+
+    def gradient(self, batches: Iterable[TrainBatch], loss: Loss) -> list[Tensor]:
+        """What `update` would descend, had it no optimizer: for those who compare gradients."""
+        work = partial(self.learner.gradient, batches, lambda batch: self._loss(batch, loss))
+        return self._with_reference(work) if loss.full_divergence else work()
 
     def _loss(self, batch: TrainBatch, loss: Loss) -> tuple[Tensor, dict[str, Tensor]]:
         rollouts, mask, kl = batch.rollouts, batch.rollouts.mask, None

@@ -134,6 +134,16 @@ class Learner:
         metrics = {name: sum(step[name] for step in finite) / len(finite) for name in finite[0]}
         return metrics | {"skipped_steps": sum(step["skipped_steps"] for step in steps)}
 
+    def gradient(self, batches: Iterable[TrainBatch], loss: BatchLoss) -> list[Tensor]:
+        """Of all batches together at the weights of now, one tensor a parameter; nothing is learnt of it."""
+        self.model.train()
+        for batch in batches:
+            self._fitting_gradients(batch, loss)
+        self.model.eval()
+        found = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        self.optimizer.zero_grad()
+        return found
+
     def _step(self, batch: TrainBatch, loss: BatchLoss) -> dict[str, float]:
         lr = self.optimization.lr_at(self.optimizer_step)
         for group in self.optimizer.param_groups:

@@ -1,4 +1,4 @@
-"""Where ranks cannot be forked, tests of them are left to `test_with_one_thread.py`, before they compute anything."""
+"""Where ranks cannot be forked, tests of them are skipped before they compute anything."""
 
 import os
 
@@ -9,4 +9,4 @@ import pytest
 def one_thread(request):
     """The fork of a process that has used OpenMP's threads hangs in them."""
     if os.environ.get("OMP_NUM_THREADS") != "1" and hasattr(request.module, "run_ranks"):
-        pytest.skip("ranks are forked: OMP_NUM_THREADS=1, as test_with_one_thread.py and make test-all have it")
+        pytest.skip("ranks are forked: OMP_NUM_THREADS=1, as make test has it")

@@ -68,7 +68,15 @@ GREEDY = Sampling(temperature=0, max_new_tokens=12)
 SAMPLED = Sampling(n=3, max_new_tokens=12)
 
 
-@pytest.fixture(params=TINY_FAMILIES)
+OLD_FAMILY = "qwen2_vl"  # whose decoder is that of qwen2_5_vl: `make test-all`
+
+
+def slow_but(*families):
+    """All families, those but these among the slow tests."""
+    return [pytest.param(each, marks=() if each in families else pytest.mark.slow) for each in TINY_FAMILIES]
+
+
+@pytest.fixture(params=slow_but(*(each for each in TINY_FAMILIES if each != OLD_FAMILY)))
 def family(request):
     return request.param
 
@@ -439,6 +447,7 @@ def test_eager_attention_gives_the_same_answers(family, encoder, local_engine):
     same_rows(expected, range(12), eager.generate(prompts_for(family), SAMPLED))
 
 
+@pytest.mark.parametrize("family", slow_but("qwen2_5_vl"), indirect=True)  # half precision is slow on a CPU
 def test_half_precision(family, encoder):
     """Records stay float32; engine and trainer agree within what bfloat16 can."""
     backbone = Backbone(load_model(checkpoint(family), dtype="bf16"))

@@ -94,6 +94,7 @@ def test_it_learns_with_divergence_in_the_reward(tmp_path, without_looking):
     assert 0 < max(tracker.taught_by_equals) < 0.1
 
 
+@pytest.mark.slow
 def test_without_pictures_it_does_not_learn(tmp_path, without_looking):
     _, tracker = train(tmp_path, blank=True)
     assert tracker.accuracy[STEPS] <= without_looking + 0.05

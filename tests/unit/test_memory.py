@@ -192,7 +192,7 @@ CASES = [
     pytest.param("qwen2_5_vl", {"checkpointing": True}, id="checkpointing"),
     pytest.param("qwen2_5_vl", {}, id="all activations", marks=pytest.mark.slow),
     pytest.param("qwen2_5_vl", {"checkpointing": "mlp"}, id="all but those of MLPs", marks=pytest.mark.slow),
-    pytest.param("qwen3_vl", {"checkpointing": True}, id="qwen3_vl"),
+    pytest.param("qwen3_vl", {"checkpointing": True}, id="qwen3_vl", marks=pytest.mark.slow),
     pytest.param("qwen2", {}, id="text"),
     pytest.param("qwen2_5_vl", {"compute": "bf16", "checkpointing": True}, id="narrow", marks=pytest.mark.slow),
     pytest.param("qwen2_5_vl", {"train_vision": False}, id="frozen tower", marks=pytest.mark.slow),

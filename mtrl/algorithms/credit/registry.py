@@ -53,7 +53,9 @@ def make_rule(spec: str | Mapping[str, Any]) -> Rule:
     known = [f.name for f in fields(kind) if f.init]
     if unknown := sorted(arguments.keys() - set(known)):
         raise PluginError(f"{name} takes no {', '.join(unknown)}; its arguments are {', '.join(known) or 'none'}")
-    listed = {key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()}
+    listed: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()
+    }
     if kind is Shuffled and "rule" in listed:
         listed["rule"] = make_rule(listed["rule"])
         if not listed["rule"].needs:

@@ -24,7 +24,7 @@ class Shuffled(Rule):
     across: Across = "tokens"
 
     @property
-    def needs(self) -> Needs:  # type: ignore[override]
+    def needs(self) -> Needs:
         return self.rule.needs
 
     def apply(self, experience: Experience, key: Key) -> Tensor | None:
@@ -50,8 +50,8 @@ class ShuffledTerm(Shuffled, Term): ...
 
 def shuffled(rule: Rule, across: Across = "tokens") -> Rule:
     """The rule on signals that belong elsewhere, of the kind that it is: that says how it joins others."""
-    kinds: dict[type[Rule], type[Shuffled]] = {Filter: ShuffledFilter, Weight: ShuffledWeight, Term: ShuffledTerm}
-    return next(wrapper for kind, wrapper in kinds.items() if isinstance(rule, kind))(rule, across)
+    kind = ShuffledFilter if isinstance(rule, Filter) else ShuffledWeight if isinstance(rule, Weight) else ShuffledTerm
+    return kind(rule, across)
 
 
 def moved(signals: Signals, row: Tensor, column: Tensor) -> Signals:

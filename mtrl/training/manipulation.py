@@ -1,0 +1,77 @@
+"""Does a credit rule do anything? What the rules of a run make of the gradient of its first step, before it is trained.
+
+A rule that leaves the direction of the gradient alone cannot teach another thing than plain credit, however different
+its weights look: most of a gradient may sit on a few tokens that every rule keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from mtrl.algorithms.batches import assemble
+from mtrl.algorithms.credit import assign
+from mtrl.training.loop import Loop
+from mtrl.types import Experience
+
+
+@dataclass(frozen=True)
+class Manipulation:
+    """`cosine`: of the gradient with the rules to the plain one. `size`: its norm over the plain one's.
+    `kept_surprise`: share of the sum of c = |A| (1 - p) over tokens, which bounds what each adds to the gradient.
+    `effective_tokens`: how many tokens of a response share it, (sum of c)² / sum of c², its mean over responses;
+    `plain_tokens`: without rules."""
+
+    cosine: float
+    size: float
+    kept_surprise: float
+    effective_tokens: float
+    plain_tokens: float
+
+
+def manipulation(loop: Loop) -> Manipulation:
+    """Samples the first step and takes two gradients of it. Nothing is learnt; the loop's source has moved on."""
+    experience = loop.give_credit(loop.gather(0).experience, 0)
+    plain = replace(experience, credit=assign((), experience, (loop.recipe.seed, 0)))
+    ours, theirs = gradient_of(loop, experience), gradient_of(loop, plain)
+    norms = dot(ours, ours) ** 0.5, dot(theirs, theirs) ** 0.5
+    share, base = surprise(experience), surprise(plain)
+    return Manipulation(
+        cosine=dot(ours, theirs) / max(norms[0] * norms[1], 1e-30),
+        size=norms[0] / max(norms[1], 1e-30),
+        kept_surprise=float(share.sum() / base.sum().clamp(min=1e-30)),
+        effective_tokens=effective(share),
+        plain_tokens=effective(base),
+    )
+
+
+def gradient_of(loop: Loop, experience: Experience) -> list[Tensor]:
+    recipe, actor = loop.recipe, loop.components.actor
+    loss = recipe.loss.with_divergence(loop.divergence)
+    batches = list(assemble(recipe.batches, loss, experience, (recipe.seed, 0)))
+    worker: Any = actor  # on ranks there is none to ask
+    return worker.gradient(batches, loss)
+
+
+def dot(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
+    return sum(float((a.double() * b.double()).sum()) for a, b in zip(ours, theirs, strict=True))
+
+
+def surprise(experience: Experience) -> Tensor:
+    """c [N, T] = |A'| (1 - p) of the tokens that count, float64: no token adds more than that to the gradient."""
+    credit, rollouts = experience.credit, experience.rollouts
+    assert credit is not None
+    p = rollouts.behaviour.double().exp().clamp(max=1.0)
+    return (credit.advantage.double().abs() * credit.measure.double() * (1 - p)).where(
+        credit.select & rollouts.mask, 0.0
+    )
+
+
+def effective(share: Tensor) -> float:
+    """The mean over responses that have any."""
+    total, squares = share.sum(1), (share**2).sum(1)
+    counted = squares > 0
+    return float((total[counted] ** 2 / squares[counted]).mean()) if counted.any() else 0.0

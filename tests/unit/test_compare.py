@@ -1,0 +1,196 @@
+"""`mtrl compare`: runs that are there, and batches that end early, fail and go on. Runs are written by hand here; a
+real batch stands at the end, among the slow ones."""
+
+import json
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from mtrl.cli import main
+from mtrl.compare import batch
+from mtrl.compare.arms import read_arm
+from mtrl.compare.batch import jobs_of, pack, run_batch, unpack
+
+
+def write_run(place, seed, curve, right=(), seconds=2.0):
+    place.mkdir(parents=True)
+    (place / "config.yaml").write_text(f"dataset: {{seed: {seed}}}\n")
+    rows = [{"step": step, "val/avg@1": value} for step, value in enumerate(curve)]
+    rows += [{"step": step + 1, "perf/seconds_step": 100.0 if step == 0 else seconds} for step in range(len(curve))]
+    (place / "metrics.jsonl").write_text("".join(f"{json.dumps({'attempt': 1} | row)}\n" for row in rows))
+    answers = [
+        {"step": step, "id": f"q{number}", "rewards": {"accuracy": float(known and step > 0)}}
+        for step in (0, len(curve) - 1)
+        for number, known in enumerate(right)
+    ]
+    (place / "validations.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in answers))
+    return place
+
+
+@pytest.fixture
+def two_arms(tmp_path):
+    for seed in range(4):
+        write_run(tmp_path / f"plain/seed_{seed}", seed, [0.3, 0.4 + 0.1 * seed], [1, 0, 0])
+        write_run(tmp_path / f"better/seed_{seed}", seed, [0.3, 0.5 + 0.102 * seed], [1, 1, 0], seconds=3.0)
+    return tmp_path
+
+
+# ------------------------------------------------------------------------------------------------ runs that are there
+def test_runs_that_are_there_are_compared(two_arms, monkeypatch, capsys):
+    monkeypatch.chdir(two_arms)
+    assert main(["compare", "plain", "better", "--out", "found"]) == 0
+    page, found = (two_arms / "found/comparison.md").read_text(), json.loads(Path("found/comparison.json").read_text())
+    plain, better = found["arms"]
+    assert plain["final"]["mean"] == pytest.approx(0.55) and better["by_final"]["difference"]["mean"] == pytest.approx(
+        0.103
+    )
+    assert better["by_final"]["p"] < 0.001 and better["by_final"]["adjusted"] == better["by_final"]["p"], (
+        "one comparison"
+    )
+    assert better["questions"] == {"gained": 4, "lost": 0, "p": pytest.approx(0.125)}
+    assert (plain["seconds_step"], better["seconds_step"]) == (2.0, 3.0), "without the first step"
+    assert "| better | 4 | 0.653 [" in page and "+0.103 [" in page and "| 4, 0 | 0.125 | 3.00 |" in page
+    assert Path("found/comparison.png").stat().st_size > 10_000
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["arms"] == {"plain": 4, "better": 4}
+
+
+def test_single_runs_have_no_interval(two_arms, monkeypatch):
+    monkeypatch.chdir(two_arms)
+    assert main(["compare", "plain/seed_0", "better/seed_0"]) == 0
+    page = Path("comparison/comparison.md").read_text()
+    assert "| seed_0 | 1 | 0.400 | 0.350 |" in page and "+0.100 | - | - |" in page
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["plain"], "two configurations or runs"),
+        (["plain", "nothing"], "nothing"),
+        (["plain", "empty"], "has no run with numbers"),
+        (["plain", "twice"], "has the seed 0"),
+        (["plain", "better", "--seeds", "many"], "--seeds: many"),
+        (["plain", "better", "--sedes", "3"], "no option --sedes"),
+        (["plain", "better", "training.max_steps=3"], "overrides are for configurations"),
+        (["plain", "without"], "share no validation"),
+    ],
+)
+def test_wrong_words_are_told(two_arms, monkeypatch, capsys, words, told):
+    monkeypatch.chdir(two_arms)
+    Path("empty").mkdir()
+    for name in ("a", "b"):
+        write_run(Path("twice") / name, 0, [0.1])
+    (write_run(Path("without/run"), 0, [0.1]) / "metrics.jsonl").write_text('{"step": 1, "reward/overall": 1.0}\n')
+    assert main(["compare", *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_the_last_validation_counts(tmp_path):
+    arm = read_arm(write_run(tmp_path / "run", 3, [0.0, 0.5], [1, 0]))
+    assert arm.runs[3].right == {"q0": True, "q1": False}
+    assert arm.right() == {"3 q0": True, "3 q1": False}
+
+
+# --------------------------------------------------------------------------------------------------------- batches
+FAKE_RUN = textwrap.dedent(
+    """
+    import json, signal, sys, time
+    from pathlib import Path
+
+    keys = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
+    place = Path(keys["training.output_dir"], keys["training.project_name"], keys["training.experiment_name"])
+    (place / "checkpoints").mkdir(parents=True, exist_ok=True)
+    (place / "checkpoints/weights").write_bytes(bytes(1000))
+    signal.signal(signal.SIGTERM, lambda *_: (print("saved"), sys.exit(143)))
+    print("begun", flush=True)
+    seed = int(keys["dataset.seed"])
+    assert keys["worker.rollout.seed"] == keys["dataset.seed"]
+    behaviour = Path(sys.argv[1]).read_text()
+    if behaviour == "slow":
+        time.sleep(60)
+    if behaviour == "fails":
+        sys.exit("it cannot be")
+    (place / "config.yaml").write_text(f"dataset: {{seed: {seed}}}")
+    (place / "metrics.jsonl").write_text(json.dumps({"step": 1, "val/avg@1": 0.5 + seed / 10}))
+    """
+)
+
+
+@pytest.fixture
+def fake_runs(tmp_path, monkeypatch):
+    """A fake in the place of `mtrl train`: it takes its words and leaves what a run leaves, at once."""
+    script = tmp_path / "fake_run.py"
+    script.write_text(FAKE_RUN)
+    real = batch.Job.command
+    monkeypatch.setattr(batch.Job, "command", lambda job: [sys.executable, str(script), *real(job)[4:]])
+    for name in ("one", "two", "slow", "fails"):
+        (tmp_path / f"{name}.txt").write_text(name)
+    return tmp_path
+
+
+def jobs(folder, *names, seeds=2):
+    return jobs_of({name: str(folder / f"{name}.txt") for name in names}, seeds, [], folder / "out")
+
+
+def test_a_batch_runs_everything_once(fake_runs):
+    said = []
+    assert run_batch(jobs(fake_runs, "one", "two"), 2, None, said.append) == (0, 0)
+    assert len([line for line in said if line.startswith("finished")]) == 4
+    assert read_arm(fake_runs / "out/one").finals("val/avg@1") == {0: 0.5, 1: 0.6}
+    said.clear()
+    assert run_batch(jobs(fake_runs, "one", "two"), 2, None, said.append) == (0, 0)
+    assert said == ["4 of 4 runs are done already"]
+
+
+def test_a_run_that_fails_is_told_and_the_others_go_on(fake_runs):
+    said = []
+    assert run_batch(jobs(fake_runs, "fails", "one", seeds=1), 1, None, said.append) == (1, 0)
+    assert any("failed   fails seed 0 (status 1)" in line and "it cannot be" in line for line in said)
+    assert (fake_runs / "out/one/seed_0.done").exists() and not (fake_runs / "out/fails/seed_0.done").exists()
+
+
+def test_a_batch_ends_in_time_and_goes_on(fake_runs):
+    begin = time.monotonic()
+    given = jobs(fake_runs, "one", "slow", seeds=1)
+    assert run_batch(given, 2, 3.0, lambda line: None) == (0, 1)
+    assert time.monotonic() - begin < 30
+    assert "saved" in (fake_runs / "out/slow/seed_0.log").read_text(), "it was asked to stop, not killed"
+    (fake_runs / "slow.txt").write_text("quick now")
+    assert run_batch(given, 2, None, lambda line: None) == (0, 0)
+
+
+def test_an_archive_goes_on_elsewhere_without_the_weights_of_what_is_done(fake_runs):
+    given = jobs(fake_runs, "one", "slow", seeds=1)
+    run_batch(given, 2, 3.0, lambda line: None)
+    pack(fake_runs / "out", fake_runs / "batch.tar.gz", given)
+    elsewhere = fake_runs / "elsewhere/out"
+    elsewhere.parent.mkdir()
+    unpack(fake_runs / "batch.tar.gz", elsewhere)
+    assert (elsewhere / "one/seed_0.done").exists() and (elsewhere / "one/seed_0/metrics.jsonl").exists()
+    assert not (elsewhere / "one/seed_0/checkpoints").exists()
+    assert (elsewhere / "slow/seed_0/checkpoints/weights").exists()
+
+
+@pytest.mark.slow
+def test_a_real_batch(tmp_path, monkeypatch, capsys):
+    """Two configurations of the embedded task, two seeds: runs of one seed begin with the same responses."""
+    monkeypatch.chdir(tmp_path)
+    words = [
+        "mtrl:zoo/grpo",
+        "mtrl:zoo/tprl_filtering",
+        "--seeds",
+        "2",
+        "--jobs",
+        "2",
+        "--out",
+        "out",
+        "training.max_steps=2",
+    ]
+    assert main(["compare", *words]) == 0
+    curves = {arm.name: arm.runs for arm in (read_arm(Path("out") / name) for name in ("grpo", "tprl_filtering"))}
+    for seed in (0, 1):
+        plain, filtered = (dict(curves[name][seed].curves["reward/overall"]) for name in ("grpo", "tprl_filtering"))
+        assert plain[1] == filtered[1]
+    assert "| tprl_filtering | 2 |" in capsys.readouterr().out
