@@ -87,8 +87,8 @@ def run_and_checkpoint(path: str) -> tuple[Path | None, Path]:
 def evaluation_config(path: str, overrides: list[str]) -> Config:
     """A run's own configuration with its newest checkpoint; for a bare checkpoint the defaults, and for the model of an
     embedded task, by its name or place, the settings of that."""
-    path = path if Path(path).exists() else str(MODELS.get(path, path))
-    place, (run, checkpoint) = Path(path), run_and_checkpoint(path)
-    embedded = [CONFIG_FILES[name] for name, folder in MODELS.items() if place.resolve() == folder]
-    file = run / "config.yaml" if run else next(iter(embedded), None)
+    place = Path(path)
+    names = [n for n, folder in MODELS.items() if place.resolve() == folder or (path == n and not place.exists())]
+    run, checkpoint = run_and_checkpoint(str(MODELS[names[0]]) if names else path)
+    file = run / "config.yaml" if run else CONFIG_FILES[names[0]] if names else None
     return load_config(file, [f"worker.actor.model.model_path={checkpoint}", *overrides], saved=True)

@@ -9,6 +9,7 @@ from mtrl import cli
 from mtrl.build.model import model_path
 from mtrl.build.recipe import credit_rules
 from mtrl.build.run import configure
+from mtrl.commands.arguments import evaluation_config
 from mtrl.commands.demo import PLAIN_GRPO
 from mtrl.config import ConfigError, take_file
 from mtrl.zoo.rows import CONFIG_FILE, CONFIG_FILES, MODELS
@@ -65,6 +66,18 @@ def test_a_model_that_has_to_be_made_first(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(MODELS, "scenes", tmp_path / "nowhere")
     assert cli.main(["train", f"{MODEL}=scenes", f"training.output_dir={tmp_path}"]) == 2
     assert "make it: python -m mtrl.zoo.pretrain scenes" in capsys.readouterr().err
+
+
+def test_a_model_to_evaluate_by_its_name(tmp_path, monkeypatch):
+    monkeypatch.setitem(MODELS, "scenes", MODELS["zoo"])
+    monkeypatch.chdir(tmp_path)
+    config = evaluation_config("scenes", [])
+    assert (
+        config.worker.actor.model.model_path == str(MODELS["zoo"]) and config.dataset.val_files == "scenes@validation"
+    )
+    assert evaluation_config(str(MODELS["zoo"]), []).dataset.max_response_length == 24
+    (tmp_path / "scenes").mkdir()
+    assert evaluation_config("scenes", []).worker.actor.model.model_path == "scenes", "a folder that is there"
 
 
 def test_on_the_command_line(tmp_path, capsys):
