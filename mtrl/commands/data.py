@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from mtrl.build.data import data_settings, rewards_of_truth, sources_of
-from mtrl.build.model import build_encoder
+from mtrl.build.model import build_encoder, unmade
 from mtrl.commands.arguments import say, started
 from mtrl.config import Config, ConfigError, load_config, take_file
 from mtrl.config.packaged import is_config
@@ -24,7 +24,7 @@ def run(arguments: Sequence[str]) -> int:
         return run_config(load_config(file, overrides))
     embedded = config_of(file)
     config = load_config(embedded, overrides)
-    knows_model = embedded is not None or config.worker.actor.model.model_path is not None
+    knows_model = (embedded is not None or config.worker.actor.model.model_path is not None) and not unmade(config)
     encoder = started(build_encoder, config) if knows_model else None
     sources = started(sources_of, file, "train")
     return started(show, file, sources, data_settings(config), encoder)

@@ -110,7 +110,7 @@ COURSES = {
         scenes.make_question, scene_teacher.demonstrations, scenes.KINDS, scene_teacher.vocabulary_text, SIDE,
         {"hidden": 256, "layers": 4, "heads": 8, "kv_heads": 2, "vision_hidden": 192, "vision_layers": 4,
          "vocabulary": 1024},
-        scenes.TEST_QUESTIONS, longest=208, steps=4000,
+        scenes.TEST_QUESTIONS, longest=208, steps=3000,
     ),
 }  # fmt: skip
 
