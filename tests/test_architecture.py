@@ -32,7 +32,7 @@ ROOM_MAY_IMPORT = {
     "view": {"files", "tracking", "report"},
     "compare": {"errors", "files", "keyed", "tracking", "report"},
     "store": {"errors", "files", "protocols", "machine"},
-    "zoo": {"types", "protocols"},
+    "zoo": {"types", "protocols", "keyed"},
 }
 ROOM_MAY_IMPORT["training"] = {
     "types", "rows", "keyed", "config", "errors", "protocols", "algorithms", "data", "store", "workers", "machine",

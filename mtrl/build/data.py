@@ -22,13 +22,13 @@ from mtrl.protocols import PromptEncoder
 from mtrl.rewards.registry import REWARDS
 from mtrl.store.checkpoint import checkpoints
 from mtrl.training.evaluate import Validation
-from mtrl.zoo.rows import ZooRows
+from mtrl.zoo.rows import TASKS, embedded_rows
 
 logger = logging.getLogger(__name__)
 
 BAD_ROWS = "bad_rows.jsonl"
 AHEAD, BYTES_AHEAD = 64, 2 << 30  # prompts and bytes of pixels that processes make ahead
-EMBEDDED = "zoo@"  # `zoo@test` names a split of the embedded task, wherever a data file may be named
+EMBEDDED = tuple(f"{name}@" for name in TASKS)  # `zoo@test` names a split of a task, wherever a data file may be named
 
 Rows = str | Sequence[Mapping[str, Any]]  # a file specification, or rows made in Python, or a datasets.Dataset
 GIVEN_NAME = "rows given in Python"
@@ -45,11 +45,11 @@ def sources_of(data: Rows, default_split: str) -> list[Source]:
         return [DatasetRows(data, GIVEN_NAME) if is_dataset(data) else RowList(list(data), GIVEN_NAME)]
     refuse_ungiven("data", data)
     if not data:
-        data = EMBEDDED + default_split
+        data = f"zoo@{default_split}"
     sources: list[Source] = []
     for item in (item.strip() for item in data.split(",")):
         if item.startswith(EMBEDDED):
-            sources.append(ZooRows(item.removeprefix(EMBEDDED)))  # type: ignore[arg-type]
+            sources.append(embedded_rows(item))
         else:
             with seeking_data(item):
                 sources += open_sources(item, DiskCache())

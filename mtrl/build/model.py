@@ -39,7 +39,7 @@ from mtrl.training.resume import refuse_damaged
 from mtrl.workers.actor import LocalActor
 from mtrl.workers.offload import Parked
 from mtrl.workers.reference import Reference
-from mtrl.zoo.rows import MODEL_DIRECTORY
+from mtrl.zoo.rows import MODELS
 
 logger = logging.getLogger(__name__)
 
@@ -77,11 +77,23 @@ class Loaded:
 
 
 def model_path(config: Config) -> str:
-    return config.worker.actor.model.model_path or str(MODEL_DIRECTORY)
+    """A directory or a hub id; an embedded model may be called by its name (a folder of that name: `./scenes`)."""
+    name = config.worker.actor.model.model_path or "zoo"
+    return str(MODELS.get(name, name))
+
+
+def unmade(config: Config) -> str | None:
+    """What to do where the model of an embedded task is called by its name and has not been made."""
+    name = config.worker.actor.model.model_path
+    if name not in MODELS or (MODELS[name] / "config.json").is_file():
+        return None
+    return f"the model {name} does not come with the package; make it: python -m mtrl.zoo.pretrain {name}"
 
 
 def build_encoder(config: Config) -> TextEncoder:
     settings, data = config.worker.actor.model, config.dataset
+    if told := unmade(config):
+        raise ValueError(told)
     seek_model(model_path(config))
     seek_model(settings.tokenizer_path or model_path(config))
     encoder = load_encoder(

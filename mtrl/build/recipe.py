@@ -13,6 +13,7 @@ from mtrl.algorithms.credit.attention_weights import AttentionWeights
 from mtrl.algorithms.credit.entropy_filter import EntropyFilter
 from mtrl.algorithms.credit.perception_filter import PerceptionFilter
 from mtrl.algorithms.credit.registry import make_rule
+from mtrl.algorithms.credit.rule import Pieces
 from mtrl.algorithms.credit.trajectory_scaling import TrajectoryScaling
 from mtrl.algorithms.divergence import Divergence
 from mtrl.algorithms.estimators import ESTIMATORS, Estimator
@@ -52,8 +53,10 @@ def recipe_of(
     rewards: Iterable[Needs] = (),
     trackers: Needs = NOTHING,
     sees_attention: bool = True,
+    pieces: Pieces | None = None,
 ) -> Recipe:
-    """`first`: the run has no step behind it. `rewards` and `trackers` are the signals that they read."""
+    """`first`: the run has no step behind it. `rewards` and `trackers` are the signals that they read; `pieces` tells
+    rules what tokens say, where they are to be applied."""
     algorithm = config.optimization
     credit, divergence, estimator = credit_rules(config), divergence_of(config), estimator_of(config)
     rewards = tuple(rewards)
@@ -71,7 +74,7 @@ def recipe_of(
         attention_every=attention_every(config, "mass" in needs or any(rewards)) if sees_attention else 0,
         estimator=estimator,
         divergence=divergence,
-        credit=credit,
+        credit=credit if pieces is None else tuple(rule.reading(pieces) for rule in credit),
         loss=Loss(
             policy=policy_loss(config),
             entropy_penalty_coef=algorithm.entropy_penalty_coef if algorithm.use_entropy_penalty else 0.0,

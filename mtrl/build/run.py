@@ -47,6 +47,7 @@ from mtrl.models.perturb import PERTURBATIONS
 from mtrl.models.weights import exported_weights
 from mtrl.protocols import Tracker
 from mtrl.store.run_directory import CONFIG
+from mtrl.tracking.record import Pieces
 from mtrl.tracking.run_files import history_of
 from mtrl.tracking.several import Trackers
 from mtrl.tracking.table import by_name
@@ -57,10 +58,11 @@ from mtrl.training.recipe import Recipe
 from mtrl.training.resume import Start, claim, find_start, fitting_state, refuse_other_configuration, restoring
 from mtrl.types import Weights
 from mtrl.workers.reference import RefreshedReference
-from mtrl.zoo.rows import CONFIG_FILE
+from mtrl.zoo.rows import CONFIG_FILE, CONFIG_FILES, config_of
 
 logger = logging.getLogger(__name__)
 
+SCENES = CONFIG_FILES["scenes"]
 Reward = Callable[..., Any] | str  # a function, or the name of one
 
 
@@ -130,13 +132,18 @@ def _data_errors_told() -> Iterator[None]:
         raise RunError(str(error)) from error
 
 
-def configure(file: str | Path | None, overrides: Sequence[str] | Mapping[str, Any]) -> tuple[Config, bool]:
-    """The configuration, and whether the packaged zoo.yaml lies under it: with no file, no model and no data file. Rows
-    given in Python are few and short, like those of the embedded task."""
+def configure(file: str | Path | None, overrides: Sequence[str] | Mapping[str, Any]) -> tuple[Config, Path | None]:
+    """The configuration, and which of the package's lies under it, if one does. With no file, no model and no data file
+    it is zoo.yaml: rows given in Python are few and short, like those of that task. With no file it is scenes.yaml for
+    its model or its data, with neither from elsewhere."""
     given = given_keys(overrides)
-    model, data = given.get("worker.actor.model.model_path"), given.get("dataset.train_files")
-    embedded = file is None and not model and (not data or str(data).startswith(GIVEN))
-    return load_config(CONFIG_FILE if embedded else file, overrides), embedded
+    model, data = given.get("worker.actor.model.model_path"), str(given.get("dataset.train_files") or "")
+    embedded: Path | None = None
+    if file is None and not model and (not data or data.startswith(GIVEN)):
+        embedded = CONFIG_FILE
+    elif file is None and model in (None, "", "scenes") and (not data or config_of(data) == SCENES):
+        embedded = SCENES
+    return load_config(embedded or file, overrides), embedded
 
 
 def build(
@@ -193,6 +200,7 @@ def build(
             rewards=[function.needs for function in scorer.functions.values()],
             trackers=tracker.needs,
             sees_attention=sees_attention,
+            pieces=Pieces(encoder.decode_tokens, encoder.decode),
         )
         refuse_unmeasured(config, rules, sees_attention)
         refuse_nothing_to_refresh(rules)

@@ -12,7 +12,7 @@ from typing import Any, TextIO, TypeVar
 from mtrl.config import Config, ConfigError, load_config, take_file
 from mtrl.errors import StartError, opening
 from mtrl.terminal import separate_log
-from mtrl.zoo.rows import CONFIG_FILE, MODEL_DIRECTORY
+from mtrl.zoo.rows import CONFIG_FILES, MODELS
 
 Result = TypeVar("Result")
 
@@ -85,7 +85,10 @@ def run_and_checkpoint(path: str) -> tuple[Path | None, Path]:
 
 @opening()
 def evaluation_config(path: str, overrides: list[str]) -> Config:
-    """A run's own configuration with its newest checkpoint; for a bare checkpoint the defaults."""
-    place, (run, checkpoint) = Path(path), run_and_checkpoint(path)
-    file = run / "config.yaml" if run else CONFIG_FILE if place.resolve() == MODEL_DIRECTORY else None
+    """A run's own configuration with its newest checkpoint; for a bare checkpoint the defaults, and for the model of an
+    embedded task, by its name or place, the settings of that."""
+    place = Path(path)
+    names = [n for n, folder in MODELS.items() if place.resolve() == folder or (path == n and not place.exists())]
+    run, checkpoint = run_and_checkpoint(str(MODELS[names[0]]) if names else path)
+    file = run / "config.yaml" if run else CONFIG_FILES[names[0]] if names else None
     return load_config(file, [f"worker.actor.model.model_path={checkpoint}", *overrides], saved=True)

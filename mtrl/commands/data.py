@@ -5,15 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from mtrl.build.data import EMBEDDED, data_settings, rewards_of_truth, sources_of
-from mtrl.build.model import build_encoder
+from mtrl.build.data import data_settings, rewards_of_truth, sources_of
+from mtrl.build.model import build_encoder, unmade
 from mtrl.commands.arguments import say, started
 from mtrl.config import Config, ConfigError, load_config, take_file
 from mtrl.config.packaged import is_config
 from mtrl.data import DataError, DataSettings, report
 from mtrl.data.sources import Source
 from mtrl.models.families import TextEncoder
-from mtrl.zoo.rows import CONFIG_FILE
+from mtrl.zoo.rows import config_of
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -22,9 +22,9 @@ def run(arguments: Sequence[str]) -> int:
         raise ConfigError(["which data? mtrl data FILE|RUN.yaml [a.b=c ...]"])
     if is_config(file):
         return run_config(load_config(file, overrides))
-    embedded = file.startswith(EMBEDDED)
-    config = load_config(CONFIG_FILE if embedded else None, overrides)
-    knows_model = embedded or config.worker.actor.model.model_path is not None
+    embedded = config_of(file)
+    config = load_config(embedded, overrides)
+    knows_model = (embedded is not None or config.worker.actor.model.model_path is not None) and not unmade(config)
     encoder = started(build_encoder, config) if knows_model else None
     sources = started(sources_of, file, "train")
     return started(show, file, sources, data_settings(config), encoder)

@@ -12,7 +12,7 @@ from pathlib import Path
 from mtrl.build.critic import critic_path
 from mtrl.build.data import EMBEDDED
 from mtrl.build.memory import plan_of, sized_by_memory
-from mtrl.build.model import model_path
+from mtrl.build.model import model_path, unmade
 from mtrl.build.run import configure, unknown_names
 from mtrl.build.unbuilt import unbuilt
 from mtrl.commands import installed
@@ -122,6 +122,8 @@ def missing_features(config: Config) -> Iterator[str]:
 # --------------------------------------------------------------------------------------------------------------- files
 def missing_files(config: Config) -> Iterator[str]:
     data, model = config.dataset, config.worker.actor.model
+    if told := unmade(config):
+        yield told
     for key, names in (("train_files", data.train_files), ("val_files", data.val_files)):
         for name in filter(None, map(str.strip, names.split(","))):
             path = name if os.path.exists(name) else name.rpartition("@")[0] or name

@@ -23,7 +23,7 @@ from mtrl.rewards.registry import is_bare
 from mtrl.rewards.samples import samples_of
 from mtrl.rewards.trial import Trial, try_on
 from mtrl.rewards.trial_report import report, summary
-from mtrl.zoo.rows import CONFIG_FILE
+from mtrl.zoo.rows import config_of
 
 ALL_FAILED = 1  # exit status: the function gave no response a reward
 
@@ -33,7 +33,7 @@ def run(arguments: Sequence[str]) -> int:
     if data is None:
         raise ConfigError(["--data: name the rollouts.jsonl of a run, or a dataset"])
     file = started(rollouts_file, data)
-    place = CONFIG_FILE if data.startswith(EMBEDDED) else None if file is None else file.parent / "config.yaml"
+    place = config_of(data) or (None if file is None else file.parent / "config.yaml")
     config = load_config(place if place and place.is_file() else None, overrides, saved=True)
     trial, notes = started(try_reward, config, function, data, file)
     for note in notes:

@@ -24,7 +24,7 @@ def row_problems(config: Config, model_seen: bool, note: Say) -> Iterator[str]:
             told = str(error).splitlines()[0]
             yield told if place in told else f"the tokenizer of {place} cannot be loaded: {told}"
     data = config.dataset
-    for split, names in (("train", data.train_files or f"{EMBEDDED}train"), ("validation", data.val_files)):
+    for split, names in (("train", data.train_files or "zoo@train"), ("validation", data.val_files)):
         here = local_data(names)
         if not here:
             continue
@@ -42,7 +42,7 @@ def row_problems(config: Config, model_seen: bool, note: Say) -> Iterator[str]:
 
 
 def local_data(names: str) -> list[str]:
-    """What can be opened without a download: files, directories and splits of the embedded task."""
+    """What can be opened without a download: files, directories and splits of the embedded tasks."""
     items = [item for item in map(str.strip, names.split(",")) if item]
     paths = {item: item if os.path.exists(item) else item.rpartition("@")[0] or item for item in items}
     return [item for item in items if item.startswith(EMBEDDED) or os.path.exists(os.path.expanduser(paths[item]))]

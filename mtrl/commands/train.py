@@ -8,7 +8,6 @@ from mtrl.build.run import Run, build, configure, train_through
 from mtrl.commands.arguments import say, started, warnings_to_log
 from mtrl.config import Config, take_file, warnings
 from mtrl.training.recipe import Recipe
-from mtrl.zoo.rows import CONFIG_FILE
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -16,10 +15,8 @@ def run(arguments: Sequence[str]) -> int:
     config, embedded = configure(file, overrides)
     log = warnings_to_log()
     if embedded:
-        say(
-            f"no config file, model or data given: {CONFIG_FILE.name} of the embedded task lies under the overrides",
-            log,
-        )
+        why = "no config file, model or data given" if embedded.stem == "zoo" else "no config file given"
+        say(f"{why}: {embedded.name} of the embedded task lies under the overrides", log)
     for warning in warnings(config):
         say(f"warning: {warning}", log)
 

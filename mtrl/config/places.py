@@ -15,7 +15,8 @@ from mtrl.config.packaged import HOME
 Kind = Literal["folder", "template", "data", "code"]
 """A plain path; one that may be packaged; data as a list with commas and `@split`; Python code as `file.py:name`."""
 
-EMBEDDED = "zoo@"  # names splits of the embedded task, not a folder
+EMBEDDED = ("zoo@", "scenes@", "scenes-blank@")  # name splits of the embedded tasks, not a folder
+CODE = ("name", "spans")  # of a credit rule: itself, and the function that tells one which characters count
 GIVEN = "python:"  # names what a script gave to mtrl.Trainer: rows, or a reward function
 
 
@@ -24,7 +25,7 @@ def placed(value: Any, kind: Kind, folder: Path | None) -> Any:
     if isinstance(value, list):
         return [placed(item, kind, folder) for item in value]
     if isinstance(value, Mapping):  # a credit rule with its arguments
-        return {name: placed(item, kind, folder) if name == "name" else item for name, item in value.items()}
+        return {name: placed(item, kind, folder) if name in CODE else item for name, item in value.items()}
     if not isinstance(value, str) or "${" in value + str(folder):  # what another key says is taken as that key has it
         return value
     if kind == "code":

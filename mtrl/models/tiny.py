@@ -32,7 +32,7 @@ from transformers import (
 VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 TINY_FAMILIES = (*VISION_FAMILIES, "qwen2")
 
-VOCABULARY = 512  # rows of the embedding; the tokenizer fills them all
+VOCABULARY = 512  # most tokens that there are; the embedding has a row for each
 
 SPECIAL_TOKENS = [
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>",
@@ -79,21 +79,23 @@ def make_tiny_checkpoint(
     max_pixels: int | None = None,
     words: str = WORDS,
     added_tokens: Sequence[str] = (),
+    vocabulary: int = VOCABULARY,
 ) -> Path:
     """Writes a loadable Hugging Face directory with random weights; the same arguments give the same bytes.
 
-    Pixel limits default to 4 and 1280 tokens an image. The tokenizer is trained on `words`, and each of `added_tokens`
-    is one token of its own. The caller's random state is left alone.
+    Pixel limits default to 4 and 1280 tokens an image. The tokenizer is trained on `words`, up to `vocabulary` tokens,
+    and each of `added_tokens` is one token of its own. The caller's random state is left alone.
     """
     if family not in TINY_FAMILIES:
         raise ValueError(f"no tiny checkpoint for family {family!r}; there are {', '.join(TINY_FAMILIES)}")
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    tokenizer = tiny_tokenizer(family != "qwen3_vl", words, tuple(added_tokens))
+    tokenizer = tiny_tokenizer(family != "qwen3_vl", words, tuple(added_tokens), vocabulary)
     tokenizer.save_pretrained(directory)
 
     end, pad = (tokenizer.convert_tokens_to_ids(token) for token in ("<|im_end|>", "<|endoftext|>"))
-    text = _text_config(family, hidden, layers, heads, kv_heads) | {"bos_token_id": pad, "eos_token_id": end}
+    text = _text_config(family, hidden, layers, heads, kv_heads)
+    text |= {"vocab_size": len(tokenizer), "bos_token_id": pad, "eos_token_id": end}
     if family == "qwen2":
         config = AutoConfig.for_model(family, **text)
         loader: Any = AutoModelForCausalLM
@@ -112,10 +114,13 @@ def make_tiny_checkpoint(
 
 
 def tiny_tokenizer(
-    default_system: bool = True, words: str = WORDS, added_tokens: tuple[str, ...] = ()
+    default_system: bool = True,
+    words: str = WORDS,
+    added_tokens: tuple[str, ...] = (),
+    vocabulary: int = VOCABULARY,
 ) -> Qwen2Tokenizer:
-    """Qwen's tokenizer class and special tokens over a vocabulary of 512."""
-    vocab, merges = _trained_vocabulary(words, added_tokens)
+    """Qwen's tokenizer class and special tokens over a small vocabulary."""
+    vocab, merges = _trained_vocabulary(words, added_tokens, vocabulary)
     tokenizer = Qwen2Tokenizer(
         vocab=dict(vocab), merges=list(merges), eos_token="<|im_end|>", pad_token="<|endoftext|>",
         model_max_length=32768, clean_up_tokenization_spaces=False,
@@ -127,12 +132,12 @@ def tiny_tokenizer(
 
 
 @lru_cache(maxsize=4)
-def _trained_vocabulary(words: str, added_tokens: tuple[str, ...]) -> tuple[dict[str, int], list[Any]]:
+def _trained_vocabulary(words: str, added_tokens: tuple[str, ...], vocabulary: int) -> tuple[dict[str, int], list[Any]]:
     """A byte-level BPE of the word list: whole words with a leading space, and every byte."""
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     trainer = BpeTrainer(
-        vocab_size=VOCABULARY - len(SPECIAL_TOKENS) - len(added_tokens),
+        vocab_size=vocabulary - len(SPECIAL_TOKENS) - len(added_tokens),
         initial_alphabet=ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -156,7 +161,7 @@ def _text_config(family: str, hidden: int, layers: int, heads: int, kv_heads: in
         side = half * 24 // 64
         rope |= {"mrope_section": [half - 2 * side, side, side]}
     config = {
-        "hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": layers, "vocab_size": VOCABULARY,
+        "hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": layers,
         "num_attention_heads": heads, "num_key_value_heads": kv_heads, "max_position_embeddings": 32768,
         "rope_parameters": rope, "tie_word_embeddings": True, "use_cache": True,
     }  # fmt: skip

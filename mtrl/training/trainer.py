@@ -142,7 +142,7 @@ class Trainer:
             loaded=self._loaded,
         )
         if self._embedded:
-            say("no model and no config given: the embedded model, with the settings of its zoo.yaml under yours")
+            say(f"no config given: the embedded model, with the settings of its {self._embedded.name} under yours")
         say(f"run directory: {run.directory}, {run.start.told()}")
         self._loaded = run.loaded
         return run

@@ -1,4 +1,4 @@
-"""How good is a model at the embedded task? Accuracy by kind of question, greedy and sampled."""
+"""How good is a model at an embedded task? Accuracy by kind of question, greedy and sampled."""
 
 from __future__ import annotations
 
@@ -6,15 +6,40 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
+from PIL import Image
 
 from mtrl.protocols import Generator, PromptEncoder
-from mtrl.types import Prompt, Rollouts, Sampling
-from mtrl.zoo.task import KINDS, Question, as_task
+from mtrl.types import Prompt, Rollouts, Sampling, Task
 
-WELL_FORMED = re.compile(r"<think>.*?</think>\s*<answer>\s*([A-D])\s*</answer>\s*", re.DOTALL)
+WELL_FORMED = re.compile(r"<think>.*?</think>\s*<answer>\s*(\w+)\s*</answer>\s*", re.DOTALL)
+
+
+class Question(Protocol):
+    """What the questions of all embedded tasks have."""
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def answer(self) -> str: ...
+
+    @property
+    def value(self) -> str:
+        """The right answer in words."""
+
+    @property
+    def choices(self) -> Sequence[str]:
+        """What an answer may be."""
+
+    @property
+    def image(self) -> Image.Image: ...
+
+    @property
+    def task(self) -> Task: ...
 
 
 @dataclass(frozen=True)
@@ -32,22 +57,33 @@ def prompts_of(questions: Sequence[Question], encoder: PromptEncoder, blank: boo
     pictures = [np.asarray(question.image) for question in questions]
     if blank:
         pictures = [np.full_like(picture, 127) for picture in pictures]
-    return [encoder.encode(as_task(q), [picture]) for q, picture in zip(questions, pictures, strict=True)]
+    return [encoder.encode(q.task, [picture]) for q, picture in zip(questions, pictures, strict=True)]
 
 
 def grade(questions: Sequence[Question], rollouts: Rollouts) -> Grades:
-    answers = [WELL_FORMED.fullmatch(text) for text in rollouts.text]
+    groups = rollouts.group.tolist()
+    answers = [answer_of(text, questions[group]) for group, text in zip(groups, rollouts.text, strict=True)]
     right: dict[int, list[bool]] = defaultdict(list)
-    for group, answer in zip(rollouts.group.tolist(), answers, strict=True):
-        right[group].append(answer is not None and answer[1] == questions[group].answer)
+    for group, answer in zip(groups, answers, strict=True):
+        right[group].append(answer == questions[group].answer)
     rates = torch.tensor([sum(right[g]) / len(right[g]) for g in range(len(questions))], dtype=torch.float64)
-    of_kind = {kind: torch.tensor([q.kind == kind for q in questions]) for kind in KINDS}
+    of_kind = {kind: torch.tensor([q.kind == kind for q in questions]) for kind in kinds_of(questions)}
     return Grades(
         avg=float(rates.mean()),
         best=float((rates > 0).double().mean()),
         form=sum(answer is not None for answer in answers) / len(answers),
-        by_kind={kind: float(rates[rows].mean()) for kind, rows in of_kind.items() if rows.any()},
+        by_kind={kind: float(rates[rows].mean()) for kind, rows in of_kind.items()},
     )
+
+
+def answer_of(text: str, question: Question) -> str | None:
+    """The answer of a response in the right format; None where it has another, or the question no such answer."""
+    found = WELL_FORMED.fullmatch(text)
+    return found[1] if found and found[1] in question.choices else None
+
+
+def kinds_of(questions: Sequence[Question]) -> list[str]:
+    return list(dict.fromkeys(question.kind for question in questions))
 
 
 def examine(
@@ -59,7 +95,7 @@ def examine(
 def best_constant(questions: Sequence[Question]) -> dict[str, float]:
     """By kind, the share of the commonest right letter or right value: what an answer without looking is worth."""
     best: dict[str, float] = {}
-    for kind in KINDS:
+    for kind in kinds_of(questions):
         of_kind = [q for q in questions if q.kind == kind]
         answers = [[q.answer for q in of_kind], [q.value for q in of_kind]]
         best[kind] = max(max(column.count(x) for x in set(column)) for column in answers) / len(of_kind)

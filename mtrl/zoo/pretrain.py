@@ -1,8 +1,9 @@
-"""The cold start: supervised training of the embedded model on the flawed teacher of `teacher.py`.
+"""The cold start: supervised training of an embedded model on the flawed teacher of its task.
 
-    python -m mtrl.zoo.pretrain --out mtrl/zoo/model --steps 2500
+    python -m mtrl.zoo.pretrain zoo --out mtrl/zoo/model      # teacher.py, minutes on one GPU
+    python -m mtrl.zoo.pretrain scenes                        # scene_teacher.py
 
-A few minutes on one GPU. Seeded; the same machine and libraries give the same weights.
+Seeded; the same machine and libraries give the same weights. Without --out the model goes where its name finds it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import os
 import shutil
 import tempfile
 import time
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,14 +34,15 @@ from mtrl.models.load import load_model
 from mtrl.models.tiny import make_tiny_checkpoint
 from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Sampling
+from mtrl.zoo import scene_teacher, scenes
 from mtrl.zoo.exam import examine
-from mtrl.zoo.task import IMAGE_SIDE, KINDS, TEST_QUESTIONS, VALUES, as_task, make_question
-from mtrl.zoo.teacher import demonstrations
+from mtrl.zoo.rows import MODELS
+from mtrl.zoo.scene_pictures import SIDE
+from mtrl.zoo.task import IMAGE_SIDE, KINDS, TEST_QUESTIONS, VALUES, make_question
+from mtrl.zoo.teacher import Demonstration, demonstrations
 
 ADDED_TOKENS = ("<think>", "</think>", "<answer>", "</answer>")
-SHAPE = {"hidden": 192, "layers": 4, "heads": 6, "kv_heads": 2, "vision_hidden": 160, "vision_layers": 4}
 WAYS = 3  # most demonstrations of one question
-EMPHASIS = {"position": 3.0}  # where things are is learnt last, so it is shown more often
 
 
 class Lesson(NamedTuple):
@@ -66,7 +69,7 @@ class Lessons(NamedTuple):
 
 
 def vocabulary_text() -> str:
-    """Every word of questions and answers, for the tokenizer."""
+    """Every word of the questions and answers of `zoo`, for the tokenizer."""
     words: set[str] = set()
     for index in range(200):
         question = make_question("train", index)
@@ -80,11 +83,43 @@ def vocabulary_text() -> str:
     return "\n".join([spaced, "it", "What", "Where", "How", "system", "assistant"])  # as they begin a line
 
 
-def make_lesson(index: int, encoder: TextEncoder) -> Lesson:
-    question = make_question("train", index)
-    prompt = encoder.encode(as_task(question), [np.asarray(question.image)])
+@dataclass(frozen=True)
+class Course:
+    """What is taught, to a model of which shape, and how it is examined."""
+
+    make_question: Callable[[Any, int], Any]  # split, index
+    demonstrations: Callable[[Any], list[Demonstration]]
+    kinds: Sequence[str]
+    words: Callable[[], str]
+    side: int  # of a picture
+    shape: Mapping[str, int]
+    test_questions: int
+    longest: int  # tokens of a response in the exam
+    steps: int
+    emphasis: Mapping[str, float] = field(default_factory=dict)  # kinds that are shown more often
+
+
+COURSES = {
+    "zoo": Course(
+        make_question, demonstrations, KINDS, vocabulary_text, IMAGE_SIDE,
+        {"hidden": 192, "layers": 4, "heads": 6, "kv_heads": 2, "vision_hidden": 160, "vision_layers": 4},
+        TEST_QUESTIONS, longest=32, steps=2500,
+        emphasis={"position": 3.0},  # where things are is learnt last
+    ),
+    "scenes": Course(
+        scenes.make_question, scene_teacher.demonstrations, scenes.KINDS, scene_teacher.vocabulary_text, SIDE,
+        {"hidden": 256, "layers": 4, "heads": 8, "kv_heads": 2, "vision_hidden": 192, "vision_layers": 4,
+         "vocabulary": 1024},
+        scenes.TEST_QUESTIONS, longest=208, steps=3000,
+    ),
+}  # fmt: skip
+
+
+def make_lesson(index: int, encoder: TextEncoder, course: Course) -> Lesson:
+    question = course.make_question("train", index)
+    prompt = encoder.encode(question.task, [np.asarray(question.image)])
     inputs = encoder.inputs(prompt)
-    ways = demonstrations(question)
+    ways = course.demonstrations(question)
     end = encoder.stop_ids[0]
     responses = [torch.tensor([*encoder.tokenizer(way.text)["input_ids"], end]) for way in ways]
     return Lesson(
@@ -93,28 +128,28 @@ def make_lesson(index: int, encoder: TextEncoder) -> Lesson:
     )  # fmt: skip
 
 
-def make_lessons(count: int, encoder: TextEncoder, device: torch.device, workers: int) -> Lessons:
+def make_lessons(count: int, encoder: TextEncoder, device: torch.device, workers: int, course: Course) -> Lessons:
     torch.set_num_threads(1)  # before forking: a pool of threads does not survive it
     torch.multiprocessing.set_sharing_strategy("file_system")
-    with multiprocessing.get_context("fork").Pool(workers, _share_encoder, (encoder,)) as pool:
+    with multiprocessing.get_context("fork").Pool(workers, _share, (encoder, course)) as pool:
         lessons = pool.map(_make_shared_lesson, range(count), chunksize=256)
     torch.set_num_threads(workers)
-    return pad_lessons(lessons, device)
+    return pad_lessons(lessons, device, course)
 
 
-_ENCODER: list[TextEncoder] = []
+_SHARED: list[tuple[TextEncoder, Course]] = []
 
 
-def _share_encoder(encoder: TextEncoder) -> None:
-    _ENCODER.append(encoder)
+def _share(encoder: TextEncoder, course: Course) -> None:
+    _SHARED.append((encoder, course))
 
 
 def _make_shared_lesson(index: int) -> Lesson:
     torch.set_num_threads(1)
-    return Lesson(*(x.numpy() if isinstance(x, Tensor) else x for x in make_lesson(index, _ENCODER[0])))  # type: ignore[arg-type]
+    return Lesson(*(x.numpy() if isinstance(x, Tensor) else x for x in make_lesson(index, *_SHARED[0])))  # type: ignore[arg-type]
 
 
-def pad_lessons(lessons: list[Lesson], device: torch.device) -> Lessons:
+def pad_lessons(lessons: list[Lesson], device: torch.device, course: Course) -> Lessons:
     ids, positions, learn = [], [], []
     for lesson in lessons:
         prompt = torch.as_tensor(lesson.prompt)
@@ -132,6 +167,7 @@ def pad_lessons(lessons: list[Lesson], device: torch.device) -> Lessons:
         rows = [*rows, torch.zeros(size, *rows[0].shape[1:], dtype=rows[0].dtype)]  # the width of the widest
         return pad_sequence(rows, batch_first=True)[:-1].to(device)
 
+    emphasis = [course.emphasis.get(kind, 1.0) for kind in course.kinds]
     probabilities = [[*lesson.probabilities, *[0.0] * (WAYS - len(lesson.probabilities))] for lesson in lessons]
     return Lessons(
         padded(ids).unflatten(0, (-1, WAYS)),
@@ -140,13 +176,14 @@ def pad_lessons(lessons: list[Lesson], device: torch.device) -> Lessons:
         padded(learn).unflatten(0, (-1, WAYS)),
         torch.stack([torch.as_tensor(lesson.pixels) for lesson in lessons]).to(device),
         torch.tensor(probabilities, device=device),
-        torch.tensor([EMPHASIS.get(KINDS[index % len(KINDS)], 1.0) for index in range(len(lessons))], device=device),
+        torch.tensor([emphasis[index % len(emphasis)] for index in range(len(lessons))], device=device),
     )
 
 
 def loss_of(backbone: Backbone, lessons: Lessons, batch: Tensor, way: Tensor) -> Tensor:
     """Mean negative log-prob of the response tokens of the chosen demonstrations."""
-    grids = ((1, IMAGE_SIDE // 14, IMAGE_SIDE // 14),) * len(batch)
+    patches = math.isqrt(lessons.pixels.shape[1])  # a side
+    grids = ((1, patches, patches),) * len(batch)
     seen = backbone.run_tower(lessons.pixels[batch].flatten(0, 1), grids).pooler_output
     ids, learn = lessons.ids[batch, way], lessons.learn[batch, way]
     hidden = backbone.read(ids, lessons.positions[batch].transpose(0, 1), lessons.is_vision[batch], [Features(seen)])
@@ -181,44 +218,51 @@ def train(backbone: Backbone, lessons: Lessons, *, steps: int, batch_size: int, 
     return loss.item()
 
 
-def examine_all(generator: LocalGenerator, encoder: TextEncoder) -> dict[str, Any]:
-    """The grades on the fixed test questions, as they stand beside the weights."""
-    questions = [make_question("test", index) for index in range(TEST_QUESTIONS)]
-    greedy = examine(generator, encoder, questions, Sampling(temperature=0, max_new_tokens=32))
-    sampled = examine(generator, encoder, questions, Sampling(n=8, max_new_tokens=32))
-    blind = examine(generator, encoder, questions, Sampling(temperature=0, max_new_tokens=32), blank=True)
+def examine_all(generator: LocalGenerator, encoder: TextEncoder, course: Course, count: int) -> dict[str, Any]:
+    """The grades on so many of the fixed test questions, as they stand beside the weights."""
+    questions = [course.make_question("test", index) for index in range(count)]
+    alone, eight = Sampling(temperature=0, max_new_tokens=course.longest), Sampling(n=8, max_new_tokens=course.longest)
+    greedy = examine(generator, encoder, questions, alone)
+    sampled = examine(generator, encoder, questions, eight)
+    blind = examine(generator, encoder, questions, alone, blank=True)
     return {"greedy": asdict(greedy), "sampled at temperature 1, 8 times": asdict(sampled), "blank": asdict(blind)}
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=2500)
+    parser.add_argument("task", choices=COURSES, nargs="?", default="zoo")
+    parser.add_argument("--out", type=Path, help="default: where the model's name finds it")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--steps", type=int, help="default: as many as the shipped model took")
     parser.add_argument("--batch", type=int, default=1024)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--lessons", type=int, default=60_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--questions", type=int, help="of the test, in the exam at the end; default: all")
     options = parser.parse_args(arguments)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    course, device, out = COURSES[options.task], torch.device(options.device), options.out or MODELS[options.task]
+    steps = options.steps or course.steps
     with tempfile.TemporaryDirectory() as scratch:
         start = make_tiny_checkpoint(
-            scratch, "qwen2_5_vl", seed=options.seed, words=vocabulary_text(), added_tokens=ADDED_TOKENS,
-            min_pixels=IMAGE_SIDE**2, max_pixels=IMAGE_SIDE**2, **SHAPE,
+            scratch, "qwen2_5_vl", seed=options.seed, words=course.words(), added_tokens=ADDED_TOKENS,
+            min_pixels=course.side**2, max_pixels=course.side**2, **course.shape,
         )  # fmt: skip
         encoder = load_encoder(start)
         backbone = Backbone(load_model(start, device=device))
         print(f"{sum(p.numel() for p in backbone.model.parameters()):,} parameters, {len(encoder.tokenizer)} tokens")
-        lessons = make_lessons(options.lessons, encoder, device, workers=os.cpu_count() or 1)
-        loss = train(backbone, lessons, steps=options.steps, batch_size=options.batch, lr=options.lr, seed=options.seed)
-        options.out.mkdir(parents=True, exist_ok=True)
-        shutil.copy(start / "preprocessor_config.json", options.out)
-        encoder.tokenizer.save_pretrained(options.out)
-        backbone.model.bfloat16().save_pretrained(options.out)
+        lessons = make_lessons(options.lessons, encoder, device, os.cpu_count() or 1, course)
+        loss = train(backbone, lessons, steps=steps, batch_size=options.batch, lr=options.lr, seed=options.seed)
+        out.mkdir(parents=True, exist_ok=True)
+        shutil.copy(start / "preprocessor_config.json", out)
+        encoder.tokenizer.save_pretrained(out)
+        backbone.model.bfloat16().save_pretrained(out)
         backbone.model.float()  # examined as it will be loaded: rounded to bf16, computed in float32
-        report = examine_all(LocalGenerator(backbone, encoder, rows_at_once=4096), encoder)
+        count = options.questions or course.test_questions
+        report = examine_all(LocalGenerator(backbone, encoder, rows_at_once=4096), encoder, course, count)
         print(json.dumps(report, indent=2))
-        made_by = {key: value for key, value in vars(options).items() if key != "out"} | {"loss": round(loss, 4)}
-        (options.out / "made_by.json").write_text(json.dumps(made_by | report, indent=2) + "\n")
+        used = vars(options) | {"steps": steps, "loss": round(loss, 4)}
+        made_by = {key: value for key, value in used.items() if key not in ("task", "out", "device", "questions")}
+        (out / "made_by.json").write_text(json.dumps(made_by | report, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -96,6 +96,15 @@ class Question:
         return LETTERS[self.options.index(self.value)]
 
     @property
+    def choices(self) -> tuple[str, ...]:
+        """What an answer may be."""
+        return tuple(LETTERS)
+
+    @property
+    def task(self) -> Task:
+        return as_task(self)
+
+    @property
     def prompt(self) -> str:
         return "\n".join(
             [self.text, *(f"{letter} {option}" for letter, option in zip(LETTERS, self.options, strict=True))]

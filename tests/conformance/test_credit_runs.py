@@ -63,6 +63,16 @@ def test_the_package_rule_trains(tmp_path):
     assert "actor/combined_token_fraction" not in step, "it is a weight, not a filter"
 
 
+def test_the_oracle_reads_the_responses_of_a_run(tmp_path):
+    """By a function of the user's: the first token of every answer, <think>, is what counts."""
+    spans = tmp_path / "mine.py"
+    spans.write_text("def spans(row, response):\n    assert row['options']\n    return [(0, 7)]\n")
+    status, rows = run(tmp_path, *PLAIN, f"optimization.credit=[{{name: oracle, spans: '{spans}:spans'}}]")
+    step = rows[1, False]
+    assert status == 0 and step["actor/grad_norm"] >= 0
+    assert step["actor/combined_token_fraction"] == pytest.approx(1 / step["response_length/mean"], rel=0.01)
+
+
 def test_a_users_file_named_in_a_yaml_trains(tmp_path):
     config = tmp_path / "run.yaml"
     rule = {"name": f"{EXAMPLE}:EntropyChange", "strength": 0.5}

@@ -6,10 +6,13 @@ import pytest
 
 import mtrl
 from mtrl import cli
+from mtrl.build.model import model_path
 from mtrl.build.recipe import credit_rules
 from mtrl.build.run import configure
+from mtrl.commands.arguments import evaluation_config
 from mtrl.commands.demo import PLAIN_GRPO
 from mtrl.config import ConfigError, take_file
+from mtrl.zoo.rows import CONFIG_FILE, CONFIG_FILES, MODELS
 
 MODEL, DATA = "worker.actor.model.model_path", "dataset.train_files"
 ONE_REWARD = {"worker.reward.functions": ["accuracy"]}  # the weights in zoo.yaml are for two
@@ -19,7 +22,7 @@ def test_the_advice_for_plain_grpo_leaves_no_credit_rule_on():
     program, command, *words = shlex.split(PLAIN_GRPO)
     file, overrides = take_file(words)
     config, embedded = configure(file, overrides)
-    assert (program, command, file, embedded) == ("mtrl", "train", None, True)
+    assert (program, command, file, embedded) == ("mtrl", "train", None, CONFIG_FILE)
     assert credit_rules(config) == ()
     assert credit_rules(configure(None, [])[0]), "or the advice would change nothing"
 
@@ -36,6 +39,45 @@ def test_with_a_model_or_data_the_settings_of_the_embedded_task_are_not_looked_a
 def test_without_them_they_lie_under_the_overrides(given):
     config, embedded = configure(None, given | {"training.max_steps": 3})
     assert embedded and (config.training.max_steps, config.worker.reward.weights) == (3, (1.0, 0.2))
+
+
+@pytest.mark.parametrize(
+    "given", [{MODEL: "scenes"}, {DATA: "scenes@train"}, {DATA: "scenes-blank@train", MODEL: "scenes"}]
+)
+def test_the_settings_of_scenes_lie_under_its_model_and_its_data(given):
+    config, embedded = configure(None, given)
+    assert embedded == CONFIG_FILES["scenes"] and config.dataset.max_response_length == 208
+    assert config.worker.actor.model.model_path == "scenes" and model_path(config) == str(MODELS["scenes"])
+    assert (config.dataset.train_files, config.dataset.val_files) == (
+        given.get(DATA, "scenes@train"),
+        "scenes@validation",
+    )
+    assert credit_rules(config) == (), "plain GRPO, to which an experiment adds its rules"
+
+
+@pytest.mark.parametrize(
+    "given", [{MODEL: "x", DATA: "scenes@train"}, {MODEL: "scenes", DATA: "f"}, {DATA: "scenes.jsonl"}]
+)
+def test_with_another_model_or_other_data_they_do_not(given):
+    assert configure(None, given)[1] is None
+
+
+def test_a_model_that_has_to_be_made_first(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(MODELS, "scenes", tmp_path / "nowhere")
+    assert cli.main(["train", f"{MODEL}=scenes", f"training.output_dir={tmp_path}"]) == 2
+    assert "make it: python -m mtrl.zoo.pretrain scenes" in capsys.readouterr().err
+
+
+def test_a_model_to_evaluate_by_its_name(tmp_path, monkeypatch):
+    monkeypatch.setitem(MODELS, "scenes", MODELS["zoo"])
+    monkeypatch.chdir(tmp_path)
+    config = evaluation_config("scenes", [])
+    assert (
+        config.worker.actor.model.model_path == str(MODELS["zoo"]) and config.dataset.val_files == "scenes@validation"
+    )
+    assert evaluation_config(str(MODELS["zoo"]), []).dataset.max_response_length == 24
+    (tmp_path / "scenes").mkdir()
+    assert evaluation_config("scenes", []).worker.actor.model.model_path == "scenes", "a folder that is there"
 
 
 def test_on_the_command_line(tmp_path, capsys):

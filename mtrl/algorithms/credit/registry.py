@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
@@ -14,13 +14,15 @@ from mtrl.algorithms.credit.entropy_change import EntropyChange
 from mtrl.algorithms.credit.entropy_filter import EntropyFilter
 from mtrl.algorithms.credit.key_tokens import KeyTokens
 from mtrl.algorithms.credit.mass_gate import MassGate
+from mtrl.algorithms.credit.oracle import Oracle
+from mtrl.algorithms.credit.own_code import load_rule
 from mtrl.algorithms.credit.perception_bonus import PerceptionBonus
 from mtrl.algorithms.credit.perception_filter import PerceptionFilter
-from mtrl.algorithms.credit.rule import Filter, Rule, Term, Weight
+from mtrl.algorithms.credit.rule import Rule
 from mtrl.algorithms.credit.shuffled import Shuffled, shuffled
 from mtrl.algorithms.credit.trajectory_scaling import TrajectoryScaling
 from mtrl.algorithms.credit.vision_entropy import VisionEntropy, VisionEntropyWeights
-from mtrl.plugins import PluginError, load_plugin
+from mtrl.plugins import PluginError
 
 RULES: dict[str, type[Rule]] = {
     "perception_filter": PerceptionFilter,
@@ -37,6 +39,7 @@ RULES: dict[str, type[Rule]] = {
     "random_filter": RandomFilter,
     "bottom": Bottom,
     "shuffled": Shuffled,
+    "oracle": Oracle,
 }
 
 
@@ -50,11 +53,11 @@ def make_rule(spec: str | Mapping[str, Any]) -> Rule:
     known = [f.name for f in fields(kind) if f.init]
     if unknown := sorted(arguments.keys() - set(known)):
         raise PluginError(f"{name} takes no {', '.join(unknown)}; its arguments are {', '.join(known) or 'none'}")
-    listed: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()
-    }
+    listed: dict[str, Any] = {key: tuple(x) if isinstance(x, list) else x for key, x in arguments.items()}
     if kind is Shuffled and "rule" in listed:
         listed["rule"] = make_rule(listed["rule"])
+        if not listed["rule"].needs:
+            raise PluginError(f"{name}: {listed['rule']} reads no signal, so that there is nothing to shuffle")
     try:
         rule: Rule = kind(**listed)
     except TypeError as error:  # an argument without a default is missing
@@ -68,13 +71,4 @@ def find_class(name: str) -> Any:
         close = get_close_matches(name, RULES, n=1)
         hint = f" (did you mean {close[0]}?)" if close else ""
         raise PluginError(f"there is no rule {name}{hint}; there are {', '.join(RULES)}; your own is file.py:Name")
-    try:
-        kind: Any = load_plugin(name, "credit rule")
-    except PluginError:
-        raise
-    except Exception as error:  # whatever the user's file raises
-        raise PluginError(f"{name} cannot be loaded: {type(error).__name__}: {error}") from error
-    fits = isinstance(kind, type) and issubclass(kind, (Filter, Weight, Term)) and is_dataclass(kind)
-    if not fits or not kind.__dataclass_params__.frozen:
-        raise PluginError(f"{name} is no credit rule: it must be a frozen dataclass and a Filter, a Weight or a Term")
-    return kind
+    return load_rule(name)

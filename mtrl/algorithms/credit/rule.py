@@ -18,7 +18,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Literal
+from collections.abc import Sequence
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +30,12 @@ Key = tuple[int, int]  # (seed, step)
 Target = Literal["advantage", "mask"]
 
 
+class Pieces(Protocol):
+    """The text of each token of a response; of tokens that are parts of one character the last one has it."""
+
+    def __call__(self, ids: Sequence[int]) -> Sequence[str]: ...
+
+
 class Rule(ABC):
     """What all kinds share. Subclasses are frozen dataclasses whose fields are the arguments of the configuration."""
 
@@ -36,6 +43,10 @@ class Rule(ABC):
     def needs(self) -> Needs:
         """The signals that the rule reads; subclasses set a class attribute."""
         return Needs()
+
+    def reading(self, pieces: Pieces) -> Rule:
+        """The rule that a run uses: one that looks at words keeps what it needs to find them in the tokens."""
+        return self
 
     @abstractmethod
     def apply(self, experience: Experience, key: Key) -> Tensor | None: ...

@@ -1,0 +1,180 @@
+"""Credit by the word of the task: from characters to tokens by hand, rows it does not speak for, and its function."""
+
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import fake_experience, fake_rollouts, same
+
+from mtrl.algorithms.credit import assign
+from mtrl.algorithms.credit.oracle import Oracle
+from mtrl.algorithms.credit.registry import make_rule
+from mtrl.algorithms.credit.token_places import token_places
+from mtrl.build.recipe import credit_rules, recipe_of
+from mtrl.config import ConfigError, load_config
+from mtrl.models.families import load_encoder
+from mtrl.plugins import PluginError
+from mtrl.rollout.responses import rollouts_of
+from mtrl.tracking.record import Pieces
+from mtrl.zoo.rows import MODEL_DIRECTORY
+from mtrl.zoo.scenes import causal_spans, make_question
+from mtrl.zoo.task import make_question as zoo_question
+
+KEY = (1, 2)
+VOCABULARY = {1: "so the answer", 2: " is", 3: " red", 4: "<answer>", 5: "blue", 6: "</answer>", 7: "<|im_end|>"}
+
+
+def words(ids):
+    return [VOCABULARY[i] for i in ids]
+
+
+def told(texts, ids, columns, visual=None):
+    """Responses of these tokens to prompts of their own, with these columns."""
+    rollouts = fake_rollouts([len(row) for row in ids], group=range(len(ids)), visual=visual or [True] * len(ids))
+    tokens = torch.zeros_like(rollouts.tokens)
+    for row, numbers in enumerate(ids):
+        tokens[row, : len(numbers)] = torch.tensor(numbers)
+    prompts = [
+        replace(prompt, task=replace(prompt.task, columns=each))
+        for prompt, each in zip(rollouts.prompts, columns, strict=True)
+    ]
+    return fake_experience(
+        replace(rollouts, tokens=tokens, text=tuple(texts), prompts=tuple(prompts)),
+        advantage=torch.ones(tokens.shape),
+    )
+
+
+SCENE = {"task": "scenes", "kind": "colour"}
+RESPONSE = "so the answer is red<answer>blue</answer>"
+IDS = [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_the_tokens_that_hold_a_causal_character_count():
+    rule = Oracle().reading(words)
+    experience = told([RESPONSE, RESPONSE[:20]], [IDS, [1, 2, 3]], [SCENE, SCENE])
+    expected = torch.tensor([[0, 0, 1, 0, 1, 0, 0], [0, 0, 1, 0, 0, 0, 0]], dtype=torch.bool)
+    same(rule.apply(experience, KEY), expected)
+    same(assign([rule], experience, KEY).select, expected & experience.rollouts.mask)
+
+
+def test_it_does_not_speak_for_others():
+    """A row of another task, one without an image, and a response in which nothing decides: all their tokens count."""
+    silent = "well, well"
+    VOCABULARY[8] = silent
+    columns = [SCENE, {"task": "zoo"}, None, SCENE, SCENE]
+    texts, ids = [RESPONSE] * 4 + [silent], [IDS] * 4 + [[8, 7]]
+    experience = told(texts, ids, columns, visual=[True, True, True, False, True])
+    rule = Oracle().reading(words)
+    assert rule.speaks_for(experience).tolist() == [True, False, False, False, False]
+    select = assign([rule], experience, KEY).select
+    assert select[0].sum() == 2
+    same(select[1:], experience.rollouts.mask[1:])
+
+
+def test_a_rule_that_nobody_told_what_tokens_say():
+    with pytest.raises(AssertionError, match="what tokens say"):
+        Oracle().apply(told([RESPONSE], [IDS], [SCENE]), KEY)
+
+
+def test_places_of_pieces():
+    assert token_places(["ab", "c"], "abc") == [(0, 2), (2, 3)]
+    assert token_places(["ab", "<|im_end|>"], "ab") == [(0, 2), (2, 2)], "the text leaves the end token out"
+    assert token_places(["a", "", "", "é", "b"], "aéb") == [(0, 1), (1, 2), (1, 2), (1, 2), (2, 3)]
+    assert token_places(["a", "", ""], "a") == [(0, 1), (1, 1), (1, 1)]
+    assert token_places([], "") == []
+    with pytest.raises(ValueError, match="end after 1 of 3 characters"):
+        token_places(["a", "x"], "abc")
+
+
+@pytest.mark.parametrize("text", ["so the answer is rot für é漢字🙂 and on", "🙂🙂", "a\ufffdb", "<think>I</think>é"])
+def test_places_with_a_tokenizer_of_bytes(text):
+    """Whatever a character is cut into, each of its tokens holds all of it, and all characters are held in order."""
+    encoder = load_encoder(MODEL_DIRECTORY)
+    ids = [*encoder.tokenizer(text)["input_ids"], encoder.stop_ids[0]]
+    assert encoder.decode(ids) == text
+    places = token_places(Pieces(encoder.decode_tokens, encoder.decode)(ids), text)
+    assert len(places) == len(ids) and places[-1] == (len(text), len(text))
+    assert {c for start, end in places for c in range(start, end)} == set(range(len(text)))
+    assert places == sorted(places)
+
+
+def test_a_cut_character_at_the_end_of_a_response():
+    encoder = load_encoder(MODEL_DIRECTORY)
+    ids = encoder.tokenizer("so é")["input_ids"]
+    cut = ids[:-1]
+    assert len(ids) > len(cut) and encoder.decode(cut) == "so \ufffd"
+    places = token_places(Pieces(encoder.decode_tokens, encoder.decode)(cut), encoder.decode(cut))
+    assert places[-1] == (3, 4)
+
+
+def test_a_whole_response_of_the_task():
+    """With a tokenizer that cuts words into letters, the tokens that count spell what decides."""
+    encoder = load_encoder(MODEL_DIRECTORY)
+    question = make_question("train", 0)
+    text = (
+        "<think>besides, a small blue ring is at the top left. there is a small red ring.</think><answer>red</answer>"
+    )
+    ids = [*encoder.tokenizer(text)["input_ids"], encoder.stop_ids[0]]
+    prompt = replace(fake_rollouts([1]).prompts[0], task=question.task)
+    rollouts = rollouts_of(
+        [prompt], [0], [ids], None, text=[encoder.decode(ids)], finish=["stop"], version=0, pad_id=encoder.pad_id
+    )
+    rule = Oracle().reading(Pieces(encoder.decode_tokens, encoder.decode))
+    (kept,) = rule.apply(fake_experience(rollouts), KEY)
+    assert encoder.decode(torch.tensor(ids)[kept]).replace(" ", "") == "redred"
+    assert [text[a:b] for a, b in causal_spans(question.columns, text)] == ["red", "red"]
+
+
+# ------------------------------------------------------------------------------------------------------- its function
+@pytest.fixture(autouse=True)
+def own_path(monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+
+def test_a_function_of_the_users(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("def spans(row, response):\n    return [(0, 1)] if row['answer'] is None else None\n")
+    rule = make_rule({"name": "oracle", "spans": f"{path}:spans"}).reading(words)
+    same(rule.apply(told([RESPONSE], [IDS], [None]), KEY), torch.tensor([[1, 0, 0, 0, 0, 0, 0]], dtype=torch.bool))
+
+
+def test_functions_that_are_none(tmp_path):
+    broken = tmp_path / "broken.py"
+    broken.write_text("x = 1 / 0\n")
+    for spec, said in (
+        ("mtrl.zoo.scenes:nothing", "mtrl.zoo.scenes has no function of causal spans nothing"),
+        ("mtrl.zoo.scenes:KINDS", "is no function"),
+        (f"{broken}:f", "ZeroDivisionError"),
+        ("no_such_module:f", "No module named"),
+    ):
+        with pytest.raises(PluginError, match=said):
+            make_rule({"name": "oracle", "spans": spec})
+    with pytest.raises(ConfigError, match=r"optimization\.credit: .*nothing"):
+        credit_rules(
+            load_config(None, {"optimization.credit": [{"name": "oracle", "spans": "mtrl.zoo.scenes:nothing"}]})
+        )
+
+
+def test_a_file_beside_the_configuration_is_found_there(tmp_path):
+    (tmp_path / "mine.py").write_text("def spans(row, response):\n    return None\n")
+    (tmp_path / "run.yaml").write_text("optimization: {credit: [{name: oracle, spans: 'mine.py:spans'}]}\n")
+    (spec,) = load_config(tmp_path / "run.yaml", []).optimization.credit
+    assert spec["spans"] == f"{tmp_path}/mine.py:spans"
+
+
+def test_nothing_to_shuffle():
+    with pytest.raises(PluginError, match="reads no signal, so that there is nothing to shuffle"):
+        make_rule({"name": "shuffled", "rule": "oracle"})
+
+
+def test_a_run_tells_its_rules_what_tokens_say():
+    config = load_config(None, {"optimization.credit": ["oracle", "key_tokens"]})
+    oracle, other = recipe_of(config, 1, pieces=words).credit
+    assert oracle.pieces is words and other == make_rule("key_tokens")
+    assert recipe_of(config, 1).credit[0].pieces is None
+
+
+def test_rows_of_the_other_embedded_task_are_left_alone():
+    task = zoo_question("train", 0).task
+    assert causal_spans({**task.columns, "answer": task.answer}, RESPONSE) is None
