@@ -80,7 +80,7 @@ def test_nothing_of_the_algorithms_is_refused():
 
 
 def test_several_are_told_together():
-    config = load_config(None, {"worker.actor.fsdp.cpu_offload": True, "worker.rollout.tensor_parallel_size": 2})
+    config = load_config(None, {"worker.actor.fsdp.cpu_offload": True, "worker.rollout.engine_kwargs": {"seed": 1}})
     with pytest.raises(ConfigError) as caught:
         refuse_unbuilt(config)
     assert len(caught.value.errors) == 2
