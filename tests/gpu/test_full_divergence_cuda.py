@@ -26,7 +26,7 @@ def gradient_on(device: str, rollouts, **route):
     with torch.no_grad():
         reference.forward.backbone.output_matrix.mul_(0.4)
     theirs, ours = reference.response_hidden(rollouts), policy.response_hidden(rollouts)
-    kl = reference.divergence(ours, theirs, policy)
+    kl = reference.divergence(ours, theirs, policy, rollouts)
     kl.mean().backward()
     gradients = [p.grad.cpu() for p in policy.backbone.model.parameters() if p.grad is not None]
     assert not any(p.requires_grad for p in reference.forward.backbone.model.parameters())
