@@ -170,6 +170,9 @@ def _precision(config: Config) -> Iterator[Conflict]:
     if fsdp.param_rounding != "none" and fsdp.param_dtype != "bf16":
         told = "float32 weights lose nothing; set worker.actor.fsdp.param_dtype to bf16, or param_rounding to none"
         yield Conflict(("worker.actor.fsdp.param_rounding", "worker.actor.fsdp.param_dtype"), told)
+    if fsdp.param_dtype == "bf16" and fsdp.mixed_precision_dtype != "bf16":
+        told = "weights in bf16 are multiplied in bf16; set worker.actor.fsdp.mixed_precision_dtype to bf16"
+        yield Conflict(("worker.actor.fsdp.param_dtype", "worker.actor.fsdp.mixed_precision_dtype"), told)
     learners = {"actor": config.worker.actor.optim, "critic": config.worker.critic.optim}
     for name, optim in learners.items():
         if fsdp.param_rounding != "none" and optim.name == "adamw_8bit":

@@ -190,7 +190,7 @@ class OptimizationConfig:
 
 @dataclass(frozen=True)
 class ActorModelConfig:
-    model_path: str | None = key(None, "hub id or directory; null: the embedded model; scenes: that of the task scenes")
+    model_path: str | None = key(None, "hub id or directory; null: the embedded model; scenes: the other one")
     tokenizer_path: str | None = key(None, "hub id or directory of the tokenizer; null: model_path")
     trust_remote_code: bool = key(False, "run Python that comes with the model")
     enable_gradient_checkpointing: bool | Literal["mlp", "attention"] = key(

@@ -76,7 +76,7 @@ def plan_for(path, **changes):
 def on_rank(ranks, path):
     plan = plan_for(path)
     parts = build_parts(plan, ranks)
-    assert set(parts) == {"actor", SENDER}, "no engine"
+    assert set(parts) == {"actor", "rehearsal", SENDER}, "no engine"
     if not ranks.first:
         return serve(ranks, parts)
     crew = OwnCrew(ranks, parts)

@@ -137,7 +137,7 @@ def test_data_shows_the_embedded_task(capsys):
         (["eval", "nowhere"], "nowhere"),
         (["train", "worker.reward.reward_fn_path=nowhere.py", "worker.reward.functions=null"], "nowhere.py"),
         (["train", "worker.actor.model.model_path=nowhere", "dataset.train_files=nowhere.jsonl"], "nowhere"),
-        (["train", "worker.hybrid_engine=false"], "not built yet"),
+        (["train", "worker.rollout.engine_kwargs={seed: 1}"], "not built yet"),
         (["demo", "optimization.perturbation=thunder"], "random_patch_blackening"),
     ],
 )

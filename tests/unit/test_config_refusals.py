@@ -218,6 +218,10 @@ IMPOSSIBLE = [
     ),
     (["worker.rollout.mode=server"], ["worker.rollout.mode", "worker.rollout.address"]),
     (
+        ["worker.actor.fsdp.param_dtype=bf16", "worker.actor.fsdp.mixed_precision_dtype=fp32"],
+        ["worker.actor.fsdp.param_dtype", "worker.actor.fsdp.mixed_precision_dtype"],
+    ),
+    (
         [
             "worker.actor.fsdp.param_dtype=bf16",
             "worker.actor.fsdp.param_rounding=kahan",
@@ -396,9 +400,10 @@ def test_what_is_said_of_small_steps_in_bf16_is_so():
 
 @pytest.mark.parametrize("command", ["train", "doctor"])
 def test_commands_tell_the_warnings(command, tmp_path, monkeypatch, capsys):
-    """Before anything is built: here the run is then refused."""
+    """Before anything is built: here the run is then refused, for what the local engine does not take."""
     monkeypatch.chdir(tmp_path)
-    words = ["worker.actor.fsdp.param_dtype=bf16", "worker.actor.optim.lr=1e-6", "training.logger=[trackio]"]
+    dtypes = [f"worker.actor.fsdp.{name}_dtype=bf16" for name in ("param", "mixed_precision")]
+    words = [*dtypes, "worker.actor.optim.lr=1e-6", "worker.rollout.engine_kwargs={seed: 1}"]
     assert cli.main([command, *words]) == 2
     told = capsys.readouterr()
     assert (told.out + told.err).count("bf16 with worker.actor.optim.lr = 1e-06") == 1

@@ -162,7 +162,10 @@ def test_only_logging_length_place_and_bad_data_may_differ():
     expected = {f"training.{name}" for name in (*LENGTH, *LOGGING, *PLACE)}
     stopped = {"optimization.on_short_batch"}  # a step that it stopped has no numbers that could differ
     ranks = {f"training.{name}" for name in ("nnodes", "n_gpus_per_node", "heartbeat_s", "max_restarts")}
-    ranks.add("worker.actor.ulysses_size")
+    ranks |= {
+        "worker.actor.ulysses_size",
+        "dataset.dataloader_num_workers",
+    }  # who makes what
     assert may_change == expected | {f"dataset.{name}" for name in BAD_DATA} | stopped | ranks
 
 

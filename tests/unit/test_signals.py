@@ -169,7 +169,7 @@ def test_needs_say_how_many_views_it_takes():
 
 
 def test_a_signal_that_there_is_not_is_refused():
-    with pytest.raises(ValueError, match=r"there is no signal attention, entropie; there are old, .*prompt_mass$"):
+    with pytest.raises(ValueError, match=r"no signal attention, entropie; there are old, .*prompt_mass, maps$"):
         Needs("old", "entropie", "attention")
 
 
