@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 import queue
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 LIMIT_BYTES = 16 * 2**20  # size of one log; a full one becomes `name.1.md` in place of the one before
-GIVES_WAY_S = 5e-4  # a thread that computes lets others wait for so long; Python's own is ten times that
 PATIENCE_S = 30.0  # how long the end of a run waits for the last jobs
 
 logger = logging.getLogger(__name__)
@@ -22,8 +20,6 @@ class Background:
     for; one that fails is told once and stops nothing."""
 
     def __init__(self, name: str, waiting: int = 4) -> None:
-        # A token of a response takes a few milliseconds: who samples must not wait for who writes as long again.
-        sys.setswitchinterval(min(GIVES_WAY_S, sys.getswitchinterval()))
         self.name, self.dropped = name, 0
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(waiting)
         self._told = False
