@@ -5,7 +5,7 @@ on it. It is written in a thread of its own (see background.py)."""
 from __future__ import annotations
 
 import hashlib
-import io
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -111,11 +111,15 @@ class Pieces:
     def __init__(self, decode: DecodeTokens, decode_text: DecodeText) -> None:
         self.decode, self.decode_text = decode, decode_text
         self._known: dict[int, str] = {}
+        self._partial: set[int] = set()  # whose text is no whole character
 
     def __call__(self, ids: Sequence[int]) -> list[str]:
         new = sorted(set(ids) - self._known.keys())
         self._known.update(zip(new, self.decode(new), strict=True))
+        self._partial.update(i for i in new if REPLACEMENT in self._known[i])
         texts = [self._known[i] for i in ids]
+        if self._partial.isdisjoint(ids):
+            return texts
         start: int | None = None
         for place, text in enumerate([*texts, ""]):
             if REPLACEMENT in text:
@@ -190,7 +194,9 @@ def numbers(values: Tensor) -> list[float | None]:
 # -------------------------------------------------------------------------------------------------------------- images
 def add_image(images: dict[str, Callable[[], bytes]], medium: np.ndarray) -> str:
     """The key of an image: by what it shows, so that it is kept once however often it is asked about."""
-    key = hashlib.blake2b(repr(medium.shape).encode() + medium.tobytes(), digest_size=12).hexdigest()
+    seen = hashlib.blake2b(repr(medium.shape).encode(), digest_size=12)
+    seen.update(np.ascontiguousarray(medium))
+    key = seen.hexdigest()
     images[key] = partial(encoded, medium)
     return key
 
@@ -210,9 +216,10 @@ def shown_frames(clip: np.ndarray) -> list[int]:
 def encoded(medium: np.ndarray) -> bytes:
     if medium.ndim == 4:
         medium = np.concatenate(list(medium[shown_frames(medium)]), axis=1)
-    buffer = io.BytesIO()
-    if medium.shape[0] * medium.shape[1] <= LOSSLESS_PIXELS:
-        Image.fromarray(medium).save(buffer, "PNG", compress_level=4)
-    else:
-        Image.fromarray(medium).save(buffer, "JPEG", quality=92, subsampling=0)
-    return buffer.getvalue()
+    with tempfile.TemporaryFile() as file:  # into a file Pillow writes without the interpreter, which others wait for
+        if medium.shape[0] * medium.shape[1] <= LOSSLESS_PIXELS:
+            Image.fromarray(medium).save(file, "PNG", compress_level=4)
+        else:
+            Image.fromarray(medium).save(file, "JPEG", quality=92, subsampling=0)
+        file.seek(0)
+        return file.read()
