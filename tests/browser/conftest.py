@@ -8,7 +8,7 @@ import pytest
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
-@pytest.fixture(scope="package")  # its event loop would stand in the way of others
+@pytest.fixture(scope="module")  # its event loop would stand in the way of other tests
 def chromium():
     sync_api = pytest.importorskip("playwright.sync_api", reason="pip install playwright, which drives the browser")
     path = next(filter(None, map(shutil.which, NAMES)), None)
