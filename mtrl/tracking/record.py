@@ -195,7 +195,7 @@ def numbers(values: Tensor) -> list[float | None]:
 def add_image(images: dict[str, Callable[[], bytes]], medium: np.ndarray) -> str:
     """The key of an image: by what it shows, so that it is kept once however often it is asked about."""
     seen = hashlib.blake2b(repr(medium.shape).encode(), digest_size=12)
-    seen.update(np.ascontiguousarray(medium))
+    seen.update(np.ascontiguousarray(medium).data)
     key = seen.hexdigest()
     images[key] = partial(encoded, medium)
     return key
