@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import close, fake_batch
+from helpers import close, fake_batch, same
 from rank_helpers import run_ranks
 from tiny_models import checkpoint, encoder_of, prompts_for, random_rollouts
 
@@ -190,3 +190,20 @@ def check(kind, family, rows, tmp_path, batching=BUDGET, sizes=(1, 2), updates=U
                     assert getattr(other, name) is None
                 else:
                     close(getattr(other, name), signal, rtol=2e-5, atol=5e-5)
+
+
+def as_streams(rollouts):
+    """Responses as a rank sends them: without their prompts."""
+    return [(rows.group, rows.tokens, rows.mask, rows.behaviour, rows.text, rows.version) for rows in rollouts]
+
+
+def same_responses(found, expected):
+    """Those of ranks, before an update and after it, against those of one engine."""
+    for rows, (group, tokens, mask, behaviour, text, version) in zip(expected, found, strict=True):
+        same(group, rows.group)
+        same(mask, rows.mask)
+        same(tokens.where(mask, 0), rows.tokens.where(rows.mask, 0))
+        torch.testing.assert_close(behaviour, rows.behaviour, rtol=1e-4, atol=1e-4)
+        assert text == rows.text
+        same(version, rows.version)
+    assert expected[0].text != expected[1].text, "the new weights say something else"

@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers import same
 from rank_helpers import run_ranks
+from sharded_helpers import as_streams, same_responses
 from test_ranked_generation import FAMILY, config_for, steps
 from tiny_models import checkpoint, encoder_of
 
@@ -86,7 +87,7 @@ def on_rank(ranks, path):
     found = steps(RankedLearner(crew, "actor"), generator)
     crew.close()
     assert engines.names.count((0, engines.names[0][1])) == 1 and len(engines.names) == 2 * len(engines.names[0][1]) + 2
-    return [(rows.group, rows.tokens, rows.mask, rows.behaviour, rows.text, rows.version) for rows in found]
+    return as_streams(found)
 
 
 def test_engines_of_their_own_give_the_rows_of_one(tmp_path):
@@ -96,14 +97,7 @@ def test_engines_of_their_own_give_the_rows_of_one(tmp_path):
     forward = forward_of(config, encoder, load_model(path))
     expected = steps(build_actor(config, forward, encoder, 4), LocalGenerator(forward.backbone, encoder))
     found, _ = run_ranks(2, on_rank, tmp_path, path)
-    for rows, (group, tokens, mask, behaviour, text, version) in zip(expected, found, strict=True):
-        same(group, rows.group)
-        same(mask, rows.mask)
-        same(tokens.where(mask, 0), rows.tokens.where(rows.mask, 0))
-        torch.testing.assert_close(behaviour, rows.behaviour, rtol=1e-4, atol=1e-4)
-        assert text == rows.text
-        same(version, rows.version)
-    assert expected[0].text != expected[1].text, "the new weights say something else"
+    same_responses(found, expected)
 
 
 def test_weights_arrive_in_their_order():

@@ -3,9 +3,9 @@ dealt out in whole groups."""
 
 import pytest
 import torch
-from helpers import fake_rollouts, same
+from helpers import fake_rollouts
 from rank_helpers import run_ranks
-from sharded_helpers import LOSS, actor_batch
+from sharded_helpers import LOSS, actor_batch, as_streams, same_responses
 from tiny_models import checkpoint, encoder_of, fresh_backbone, prompts_for
 
 from mtrl.build.model import build_actor, forward_of
@@ -73,7 +73,7 @@ def on_rank(ranks, path):
     torch.testing.assert_close(again.old, again.reference)
     assert RankedLearner(crew, "critic").probe(found[0], Needs("values"), 0).values.shape == found[0].mask.shape
     crew.close()
-    return [(rows.group, rows.tokens, rows.mask, rows.behaviour, rows.text, rows.version) for rows in found]
+    return as_streams(found)
 
 
 @pytest.mark.slow
@@ -84,14 +84,7 @@ def test_two_engines_give_the_rows_of_one(tmp_path):
     actor = build_actor(config_for(path), forward, encoder, 4)
     expected = steps(actor, LocalGenerator(forward.backbone, encoder))
     found, _ = run_ranks(2, on_rank, tmp_path, path)
-    for rows, (group, tokens, mask, behaviour, text, version) in zip(expected, found, strict=True):
-        same(group, rows.group)
-        same(mask, rows.mask)
-        same(tokens.where(mask, 0), rows.tokens.where(rows.mask, 0))
-        torch.testing.assert_close(behaviour, rows.behaviour, rtol=1e-4, atol=1e-4)
-        assert text == rows.text
-        same(version, rows.version)
-    assert expected[0].text != expected[1].text, "the new weights say something else"
+    same_responses(found, expected)
     assert fresh_backbone(FAMILY).output_matrix.shape == forward.backbone.output_matrix.shape
 
 
