@@ -153,9 +153,6 @@ class Generator(Protocol):
 
     apart: bool  # whether it samples beside those who learn, on devices of its own
 
-    @property
-    def is_awake(self) -> bool: ...
-
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Rollouts: ...
 
     def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> Callable[[], Rollouts]:

@@ -190,7 +190,7 @@ def build(
         scorer = build_scorer(config, steps, rewards, ranked)
         closing.callback(scorer.close)
         warn_of_wrong_truths(dataset, scorer.functions)
-        own = build_trackers(config, steps, encoder, directory.path, start.step, lambda: workers.generator.is_awake)
+        own = build_trackers(config, steps, encoder, directory.path, start.step)
         tracker = Trackers([*own, *trackers], before=directory.refuse_another)
         closing.callback(tracker.close)
         rules = recipe.recipe_of(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -26,10 +25,8 @@ from mtrl.tracking.sinks import SINKS, flat
 from mtrl.tracking.watch import Watch
 
 
-def build_trackers(
-    config: Config, steps: int, encoder: TextEncoder, directory: Path, done: int, sampling: Callable[[], bool]
-) -> list[Tracker]:
-    """`done`: the steps that earlier attempts did and this one builds on; `sampling`: whether an engine is awake."""
+def build_trackers(config: Config, steps: int, encoder: TextEncoder, directory: Path, done: int = 0) -> list[Tracker]:
+    """`done`: the steps that earlier attempts did and this one builds on."""
     training = config.training
     grouped = config.optimization.advantage_estimator in GROUP_ESTIMATORS
     logs = LogPaths.of(directory / "logs", training.rollout_log_path, training.attention_diag_log_path)
@@ -41,7 +38,7 @@ def build_trackers(
         CurveFile(directory),
     ]
     if training.record_rollouts_per_step:
-        trackers.append(build_record(config, encoder, directory, files.attempt, sampling))
+        trackers.append(build_record(config, encoder, directory, files.attempt))
     trackers += [LoggerFeed(name, partial(SINKS[name], about_run(config, directory, done)))
                  for name in training.logger if name in SINKS]  # fmt: skip
     if "console" in training.logger:
@@ -57,9 +54,7 @@ def about_run(config: Config, directory: Path, done: int) -> About:
     return About(training.project_name, training.experiment_name, directory, settings, first_step=done + 1)
 
 
-def build_record(
-    config: Config, encoder: TextEncoder, directory: Path, attempt: int, sampling: Callable[[], bool]
-) -> RolloutRecord:
+def build_record(config: Config, encoder: TextEncoder, directory: Path, attempt: int) -> RolloutRecord:
     training, images = config.training, encoder.image_settings
     return RolloutRecord(
         directory / RECORD,
@@ -70,7 +65,6 @@ def build_record(
         per_step=training.record_rollouts_per_step,
         limit_bytes=int(training.record_limit_gib * 2**30),
         token_size=(images.temporal_patch_size, images.factor) if images else (1, 1),
-        busy=sampling,
     )
 
 

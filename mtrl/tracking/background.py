@@ -5,28 +5,24 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 LIMIT_BYTES = 16 * 2**20  # size of one log; a full one becomes `name.1.md` in place of the one before
 PATIENCE_S = 30.0  # how long the end of a run waits for the last jobs
-LONGEST_BUSY_S = 10.0  # a job begins after it in any case: beside what takes longer it is not felt
-GLANCE_S = 0.02  # between two looks whether it is a good moment
 
 logger = logging.getLogger(__name__)
 
 
 class Background:
     """Does jobs in a thread, one after the other. Where it falls behind, jobs are dropped and counted, never waited
-    for; one that fails is told once and stops nothing. `busy` says when not to begin one, since it would take the
-    interpreter from somebody who needs it every millisecond."""
+    for; one that fails is told once and stops nothing."""
 
-    def __init__(self, name: str, waiting: int = 4, busy: Callable[[], bool] = lambda: False) -> None:
-        self.name, self.dropped, self.busy = name, 0, busy
+    def __init__(self, name: str, waiting: int = 4) -> None:
+        self.name, self.dropped = name, 0
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(waiting)
-        self._told, self._closing = False, threading.Event()
+        self._told = False
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
@@ -38,7 +34,6 @@ class Background:
 
     def close(self) -> None:
         """Waits for what was handed over, with patience but not for ever."""
-        self._closing.set()
         with suppress(queue.Full):  # the thread hangs in a job: told below
             self._jobs.put(None, timeout=PATIENCE_S)
         self._thread.join(PATIENCE_S)
@@ -51,7 +46,6 @@ class Background:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            self._await_calm()
             try:
                 job()
             except Exception as error:  # a log must never end a run
@@ -60,11 +54,6 @@ class Background:
                     told = "%s: an entry cannot be written (%s); the run goes on"
                     logger.warning(told, self.name, error, exc_info=ours)
                 self._told = True
-
-    def _await_calm(self) -> None:
-        latest = time.monotonic() + LONGEST_BUSY_S
-        while self.busy() and time.monotonic() < latest and not self._closing.wait(GLANCE_S):
-            pass
 
 
 def append_bounded(path: Path, text: str, limit: int = LIMIT_BYTES) -> None:

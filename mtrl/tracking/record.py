@@ -40,7 +40,7 @@ DecodeText = Callable[[Sequence[int]], str]
 class RolloutRecord(Tracker):
     """A tracker. `per_step`: how many responses of a step are kept (-1: all), whole groups first; `perturb` makes the
     other view of a prompt's images, as it was for the probes of a step; `token_size`: frames and pixels a side of what
-    becomes one image token; `busy`: when not to begin with the writing of a step."""
+    becomes one image token."""
 
     def __init__(
         self,
@@ -53,13 +53,12 @@ class RolloutRecord(Tracker):
         per_step: int = 64,
         limit_bytes: int = 2**30,
         token_size: tuple[int, int] = (2, 28),
-        busy: Callable[[], bool] = lambda: False,
     ) -> None:
         self.token_size = token_size
         self.writer = BlockWriter(directory, limit_bytes)
         self.pieces = Pieces(decode, decode_text)
         self.perturb, self.attempt, self.per_step = perturb, attempt, per_step
-        self._background = Background("record of the rollouts", busy=busy)
+        self._background = Background("record of the rollouts")
 
     def rollouts(self, step: int, experience: Experience) -> None:
         if len(experience) and self.per_step:  # a copy of these rows alone: the step itself must not wait in memory

@@ -238,7 +238,7 @@ def test_several_at_once(tmp_path):
         decode = decode_tokens = staticmethod(lambda ids: "")
 
     config = load_config(None, {"training.logger": ("tensorboard", "wandb")})
-    trackers = build_trackers(config, 1, Encoder(), tmp_path, 0, lambda: False)
+    trackers = build_trackers(config, 1, Encoder(), tmp_path)
     assert [each.name for each in trackers if isinstance(each, LoggerFeed)] == ["tensorboard", "wandb"]
     for each in trackers:
         each.close()

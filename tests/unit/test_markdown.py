@@ -8,7 +8,6 @@ import time
 from dataclasses import replace
 
 import numpy as np
-import pytest
 import torch
 from helpers import NAN, fake_experience, fake_prompt, fake_rollouts
 
@@ -187,29 +186,6 @@ def test_a_job_that_hangs_does_not_hold_the_end(caplog, monkeypatch):
     worker.close()
     assert "are given up" in caplog.text
     gate.set()
-
-
-def test_a_job_begins_when_nobody_is_disturbed():
-    busy, done = threading.Event(), threading.Event()
-    busy.set()
-    worker = Background("considerate", busy=busy.is_set)
-    worker.submit(done.set)
-    assert not done.wait(0.2)
-    busy.clear()
-    assert done.wait(5)
-    worker.close()
-
-
-@pytest.mark.parametrize("ends", [True, False])
-def test_what_is_always_busy_is_not_waited_for(ends, monkeypatch):
-    monkeypatch.setattr(background, "LONGEST_BUSY_S", 3600.0 if ends else 0.05)
-    done = threading.Event()
-    worker = Background("patient", busy=lambda: True)
-    worker.submit(done.set)
-    if ends:
-        worker.close()
-    assert done.wait(5)
-    worker.close()
 
 
 def test_a_place_that_cannot_be_written_stops_nothing(tmp_path, caplog):
