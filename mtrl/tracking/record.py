@@ -114,7 +114,7 @@ class Pieces:
         self._partial: set[int] = set()  # whose text is no whole character
 
     def __call__(self, ids: Sequence[int]) -> list[str]:
-        new = sorted(set(ids) - self._known.keys())
+        new = sorted(i for i in set(ids) if i not in self._known)  # `-` would walk over all that is known
         self._known.update(zip(new, self.decode(new), strict=True))
         self._partial.update(i for i in new if REPLACEMENT in self._known[i])
         texts = [self._known[i] for i in ids]

@@ -84,6 +84,18 @@ def test_parts_of_a_character_stand_together():
     assert pieces([1, 2, 3, 4]) == ["ab", "", "é", "c"] and pieces([2, 3]) == ["", "é"]
 
 
+def test_a_response_costs_its_own_tokens_and_not_all_that_are_known():
+    class Known(dict):
+        def __iter__(self):
+            raise AssertionError("walks over all tokens that were ever seen")
+
+        keys = values = items = __iter__
+
+    pieces = Pieces(lambda ids: [f"<{i}>" for i in ids], str)
+    pieces._known = Known()
+    assert pieces([7, 8]) == pieces([7, 8]) == ["<7>", "<8>"]
+
+
 def test_numbers_without_an_end():
     kept = unpack_response(pack_response("x", ["x"], {"entropy": np.array([np.inf, np.nan, 1e9], dtype=np.float32)}))
     assert kept["streams"]["entropy"].tolist()[0] == 65504 and np.isnan(kept["streams"]["entropy"][1])
