@@ -3,7 +3,7 @@
 # make demo-cluster  the demo on two processes, by Ray
 # make test       the suite, minutes on two cores
 # make test-vllm  the suite of the vLLM engine, on the real one, in an environment of its own (3.5 GB)
-# make test-all   also what is slow: mutation runs, long learning runs
+# make test-all   also what is slow, vLLM in other processes and on ranks among it, and the mutation run
 # make soak       hours: every algorithm switch, kills, mutated input, a thousand steps
 # make lint       ruff and mypy
 # make reference  docs/config-reference.yaml, from the tree of keys
@@ -52,12 +52,15 @@ $(VLLM_INSTALLED): pyproject.toml constraints.txt
 	$(VLLM_BIN)/python tests/on_vllm/mend_torchvision.py
 	touch $@
 
-test-vllm: setup-vllm
-	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -n 2 --dist loadfile tests/on_vllm tests/conformance/test_generator.py -k vllm
-	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -m slow tests/cluster/test_vllm_ranks.py
+PYTEST_VLLM := OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -n 2 --dist loadfile
+OF_VLLM := tests/on_vllm tests/conformance/test_generator.py
 
-test-all: setup browser
+test-vllm: setup-vllm
+	$(PYTEST_VLLM) $(OF_VLLM) -k vllm
+
+test-all: setup browser setup-vllm
 	$(PYTEST) -m "not soak"
+	$(PYTEST_VLLM) -m slow $(OF_VLLM) tests/cluster/test_vllm_ranks.py -k vllm
 	$(BIN)/python tests/mutation.py
 
 soak: setup
