@@ -1,6 +1,7 @@
 """Who may import whom, and no cycles. Reads the source with `ast`; runs nothing."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,7 @@ def room(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
 
+@cache
 def imports(module: str) -> set[str]:
     """Every absolute module that a file imports, wherever in the file."""
     found: set[str] = set()

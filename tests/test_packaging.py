@@ -38,7 +38,7 @@ def imported(path: Path) -> set[tuple[str, bool]]:
             modules = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             modules = [node.module or ""]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) == "import_module":
             modules = [word.value for word in node.args if isinstance(word, ast.Constant)]
         roots = {module.split(".")[0] for module in modules} - sys.stdlib_module_names - {"mtrl"}
         found |= {(DISTRIBUTIONS.get(root, root.replace("_", "-").lower()), node in tree.body) for root in roots}

@@ -41,6 +41,7 @@ def rehearsed(ranks, batches):
     return found
 
 
+@pytest.mark.slow
 def test_a_rehearsal_on_ranks_leaves_nothing_behind(tmp_path):
     batches = batches_of("actor", FAMILY, TEXT_AND_ONE_IMAGE)[:2]
     for after, without in run_ranks(2, rehearsed, tmp_path, batches):

@@ -73,7 +73,8 @@ def test_saved_by_two_and_resumed_by_one_and_three(kind, tmp_path):
     check_weights(exported_weights(last.model), exported_weights(whole.model))
 
 
-@pytest.mark.parametrize("kind", ["actor", pytest.param("critic", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["actor", "critic"])
 def test_several_files_are_written_by_several_ranks(kind, tmp_path, monkeypatch):
     """Nobody holds the whole, and what they write is one checkpoint."""
     monkeypatch.setattr(parts, "FILE_BYTES", 60_000)

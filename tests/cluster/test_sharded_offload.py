@@ -3,6 +3,7 @@
 
 from itertools import pairwise
 
+import pytest
 import torch
 from rank_helpers import run_ranks
 from sharded_helpers import LOSS, NEEDS, TEXT_AND_ONE_IMAGE, batches_of, worker_of
@@ -61,6 +62,7 @@ def check_where(worker, cpu_offload=False, offload_optimizer=False):
             assert {own_part(state).data_ptr() for state in states} == places, "they lie where they were parked"
 
 
+@pytest.mark.slow
 def test_numbers_are_the_same_to_the_bit(tmp_path):
     batches = batches_of("actor", FAMILY, TEXT_AND_ONE_IMAGE)[: BEFORE + 2]
     for found in run_ranks(2, all_ways, tmp_path / "ranks", batches, tmp_path):

@@ -117,7 +117,8 @@ def test_forbidden_tokens_hold_no_probability(family, forward):
     """The probabilities of all other tokens add up to one: sum over every possible one-token response."""
     encoder = encoder_of(family)
     vocabulary = forward.backbone.output_matrix.shape[0]
-    rollouts = random_rollouts(prompts_for(family)[:1], [0] * vocabulary, [1] * vocabulary)
+    shortest = min(prompts_for(family), key=lambda prompt: len(prompt.ids))
+    rollouts = random_rollouts([shortest], [0] * vocabulary, [1] * vocabulary)
     rollouts.tokens[:, 0] = torch.arange(vocabulary)
     each_reads_its_prompt = forward.packed and not forward.share_prefix  # all in one sequence, seen by a large matrix
     few = torch.arange(vocabulary).split(16 if each_reads_its_prompt else 256)

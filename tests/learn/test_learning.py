@@ -19,7 +19,7 @@ from mtrl.zoo.task import make_question, row
 logging.disable_progress_bar()
 
 STEPS, PROMPTS_PER_STEP = 10, 16
-QUESTIONS = [make_question("test", index) for index in range(250)]
+QUESTIONS = [make_question("test", index) for index in range(160)]
 
 
 class FakeTracker(Tracker):
@@ -116,6 +116,7 @@ def test_the_whole_control(tmp_path, capsys):
     assert all(by_kind[kind] <= best[kind] + 0.05 for kind in best)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_numbers(tmp_path):
     metrics, responses, weights = [], [], []
     small = {"dataset.rollout_batch_size": 4, "worker.actor.global_batch_size": 4, "training.val_before_train": False}

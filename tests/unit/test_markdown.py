@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 from helpers import NAN, fake_experience, fake_prompt, fake_rollouts
 
@@ -233,6 +234,7 @@ def test_a_large_step_costs_the_training_path_milliseconds(tmp_path):
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_under_one_percent_of_a_real_step(tmp_path):
     settings = {"training.output_dir": str(tmp_path), "training.max_steps": 3, "training.logger": (),
                 "training.val_before_train": False, "dataset.rollout_batch_size": 8,

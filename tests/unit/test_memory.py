@@ -189,7 +189,7 @@ def rehearsed(forward: Forward) -> tuple[Forward, PromptEncoder, Limits, LocalGe
 
 
 CASES = [
-    pytest.param("qwen2_5_vl", {"checkpointing": True}, id="checkpointing"),
+    pytest.param("qwen2_5_vl", {"checkpointing": True}, id="checkpointing", marks=pytest.mark.slow),
     pytest.param("qwen2_5_vl", {}, id="all activations", marks=pytest.mark.slow),
     pytest.param("qwen2_5_vl", {"checkpointing": "mlp"}, id="all but those of MLPs", marks=pytest.mark.slow),
     pytest.param("qwen3_vl", {"checkpointing": True}, id="qwen3_vl", marks=pytest.mark.slow),
@@ -215,7 +215,7 @@ def test_few_layers_say_what_eight_hold(family, settings, tmp_path, monkeypatch)
         assert 0.97 <= told <= 1.03, f"{phase}: {peaks[phase]:,} bytes were held, {told:.3f} of them told"
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.slow)])
 def test_packed_on_a_gpu_no_matrix_is_counted(family, tmp_path):
     """Where the target packs, the pass holds nothing that grows with the square of its length."""
     config = load_model_config(str(make_tiny_checkpoint(tmp_path, family)))
