@@ -17,25 +17,21 @@ ahead/
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from mtrl.algorithms.metrics import Metrics
 from mtrl.protocols import TaskSource
 from mtrl.training.gather import Asked, Gathering, Sampled
+from mtrl.training.kept import KeptRecords, read_kept, tensors_of
 from mtrl.training.refill import Gathered
-from mtrl.training.replay import ReplayMemory, by_folder, tensors_of
+from mtrl.training.replay import ReplayMemory
 from mtrl.types import Rollouts
 
-RESPONSES, INDEX = "responses.safetensors", "responses.json"
+RESPONSES = "responses"
 OWN = ("replay", "ahead")  # parts of a checkpoint that hold what a run has seen: no other run goes on from them
 
 
@@ -74,9 +70,10 @@ class Ahead:
         sampled = None if directory is None else read_sampled(directory, way.source)
         return None if sampled is None else way.submitted(sampled)
 
-    def snapshot(self) -> AheadSnapshot:
+    def snapshot(self) -> KeptRecords:
         asked = self.asked.get(self.done())
-        return AheadSnapshot(None if asked is None else asked.sampled)
+        parts = {} if asked is None else asked.sampled.parts()
+        return KeptRecords(RESPONSES, tensors_of(parts), {name: row_of(each) for name, each in parts.items()})
 
     def restore(self, directory: Path) -> None:
         self.directory = directory
@@ -89,36 +86,6 @@ def staleness_metrics(version: int, rollouts: Rollouts) -> Metrics:
 
 
 # -------------------------------------------------------------------------------------------------- to disk and back
-@dataclass(frozen=True)
-class AheadSnapshot:
-    """Nobody changes what was sampled, so that it may be written at any time."""
-
-    copied = True
-    sampled: Sampled | None
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._tensors().values())
-
-    def detached(self) -> AheadSnapshot:
-        return self
-
-    def write(self, directory: Path) -> None:
-        try:
-            save_file(self._tensors(), directory / RESPONSES)
-        except SafetensorError as error:  # how it reports a full disk
-            raise OSError(str(error)) from error
-        rows = {name: row_of(rollouts) for name, rollouts in self._parts().items()}
-        (directory / INDEX).write_text(json.dumps(rows, indent=1), encoding="utf-8")
-
-    def _parts(self) -> dict[str, Rollouts]:
-        return {} if self.sampled is None else self.sampled.parts()
-
-    def _tensors(self) -> dict[str, Tensor]:
-        parts = {name: tensors_of(rollouts) for name, rollouts in self._parts().items()}
-        return {f"{name}/{field}": tensor for name, found in parts.items() for field, tensor in found.items()}
-
-
 def row_of(rollouts: Rollouts) -> dict[str, Any]:
     """What of responses is no tensor."""
     tasks = [prompt.task.id for prompt in rollouts.prompts]
@@ -126,8 +93,7 @@ def row_of(rollouts: Rollouts) -> dict[str, Any]:
 
 
 def read_sampled(directory: Path, source: TaskSource) -> Sampled | None:
-    tensors = by_folder(load_file(directory / RESPONSES))
-    rows: Mapping[str, Mapping[str, Any]] = json.loads((directory / INDEX).read_text(encoding="utf-8"))
+    tensors, rows = read_kept(directory, RESPONSES)
     if not rows:
         return None
     prompts = tuple(source.get(rows["rollouts"]["tasks"]))

@@ -10,25 +10,20 @@ replay/
 
 from __future__ import annotations
 
-import json
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from mtrl.algorithms.metrics import Metrics
 from mtrl.algorithms.replay import ReplayBuffer, ReplayEntry, ReplayRule, exchange_groups, flat_groups, replay_scores
 from mtrl.keyed import keyed_generator
 from mtrl.protocols import TaskSource
+from mtrl.training.kept import KeptRecords, by_folder, read_kept, tensors_of
 from mtrl.training.refill import Gathered
 from mtrl.types import Experience, Prompt, Rewards, Rollouts, Signals
 
-GROUPS, INDEX = "groups.safetensors", "groups.json"
+GROUPS = "groups"
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,12 +86,13 @@ class ReplayMemory:
         return {"replay/size": float(len(self.buffer.entries))}
 
     # ---------------------------------------------------------------------------------------------- to disk and back
-    def snapshot(self) -> ReplaySnapshot:
-        return ReplaySnapshot(self.buffer.entries)
+    def snapshot(self) -> KeptRecords:
+        entries = self.buffer.entries
+        groups = {str(number): entry.payload.experience for number, entry in enumerate(entries)}
+        return KeptRecords(GROUPS, tensors_of(groups), [row_of(entry) for entry in entries])
 
     def restore(self, directory: Path) -> None:
-        tensors = by_folder(load_file(directory / GROUPS))
-        rows = json.loads((directory / INDEX).read_text(encoding="utf-8"))
+        tensors, rows = read_kept(directory, GROUPS)
         entries = tuple(entry_of(row, by_folder(tensors[str(number)])) for number, row in enumerate(rows))
         self.buffer = ReplayBuffer(self.rule.capacity, entries)
 
@@ -106,59 +102,7 @@ def hit_metrics(wanted: int, ages: Sequence[int]) -> Metrics:
     return told | ({"replay/age_mean": sum(ages) / len(ages), "replay/age_max": float(max(ages))} if ages else {})
 
 
-@dataclass(frozen=True)
-class ReplaySnapshot:
-    """The entries at one moment. Nobody changes them, so that they may be written at any time."""
-
-    copied = True
-    entries: tuple[ReplayEntry[StoredGroup], ...]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._tensors().values())
-
-    def detached(self) -> ReplaySnapshot:
-        return self
-
-    def write(self, directory: Path) -> None:
-        try:
-            save_file(self._tensors(), directory / GROUPS)
-        except SafetensorError as error:  # how it reports a full disk
-            raise OSError(str(error)) from error
-        (directory / INDEX).write_text(
-            json.dumps([row_of(entry) for entry in self.entries], indent=1), encoding="utf-8"
-        )
-
-    def _tensors(self) -> dict[str, Tensor]:
-        return {
-            f"{number}/{name}": tensor
-            for number, entry in enumerate(self.entries)
-            for name, tensor in tensors_of(entry.payload.experience).items()
-        }
-
-
-# ------------------------------------------------------------------------------------------------- records and tensors
-def tensors_of(record: Any) -> dict[str, Tensor]:
-    """Every tensor of a record, and of records and mappings in it, by its path."""
-    found: dict[str, Tensor] = {}
-    items = {f.name: getattr(record, f.name) for f in fields(record)} if is_dataclass(record) else record
-    for name, value in items.items():
-        if isinstance(value, Tensor):
-            found[name] = value.contiguous()
-        elif isinstance(value, Mapping) or is_dataclass(value):
-            found |= {f"{name}/{path}": tensor for path, tensor in tensors_of(value).items()}
-    return found
-
-
-def by_folder(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """The tensors under each first part of a path, by the rest of theirs."""
-    found: dict[str, dict[str, Tensor]] = defaultdict(dict)
-    for path, tensor in tensors.items():
-        folder, _, rest = path.partition("/")
-        found[folder][rest] = tensor
-    return found
-
-
+# ------------------------------------------------------------------------------------------------------ rows of a file
 def row_of(entry: ReplayEntry[StoredGroup]) -> dict[str, Any]:
     """What of an entry is no tensor."""
     group = entry.payload

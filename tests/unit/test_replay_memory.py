@@ -15,8 +15,9 @@ from mtrl.algorithms.advantages import grpo
 from mtrl.algorithms.credit import assign
 from mtrl.algorithms.credit.trajectory_scaling import TrajectoryScaling
 from mtrl.algorithms.replay import ReplayRule, exchange_groups
+from mtrl.training.kept import tensors_of
 from mtrl.training.refill import Gathered, PromptCounts
-from mtrl.training.replay import ReplayMemory, tensors_of
+from mtrl.training.replay import ReplayMemory
 from mtrl.types import Rewards, Signals
 
 
@@ -208,18 +209,18 @@ def test_a_restart_remembers_to_the_bit(memory, tmp_path):
     weights, baseline = torch.tensor([[0.1, 0.2], [0.3, 0.4]]), torch.tensor([1 / 3, 2 / 3])
     more = step_of(["deep/é\n"], [0.1, 1 / 3], old=-1 / 3, mass=True, token_weights=weights, baseline=baseline)
     memory.admit(more, (), step=11)
-    snapshot = memory.snapshot()
+    snapshot, entries = memory.snapshot(), memory.buffer.entries
     memory.admit(step_of("later", [0.0, 50.0] * 5), (), step=12)
     assert snapshot.detached().nbytes == sum(
-        tensor.nbytes for entry in snapshot.entries for tensor in tensors_of(entry.payload.experience).values()
+        tensor.nbytes for entry in entries for tensor in tensors_of(entry.payload.experience).values()
     )
     snapshot.detached().write(tmp_path)
     restored = ReplayMemory(memory.rule, seed=7)
     restored.restore(tmp_path)
     assert [(e.key, e.score, e.payload.task, e.payload.step) for e in restored.buffer.entries] == [
-        (e.key, e.score, e.payload.task, e.payload.step) for e in snapshot.entries
+        (e.key, e.score, e.payload.task, e.payload.step) for e in entries
     ]
-    for entry, expected in zip(restored.buffer.entries, snapshot.entries, strict=True):
+    for entry, expected in zip(restored.buffer.entries, entries, strict=True):
         assert_same_records(entry.payload.experience, expected.payload.experience)
     assert restored.buffer.capacity == 4 and len(restored.buffer.entries) == 3
     assert {path.name for path in tmp_path.iterdir()} == {"groups.safetensors", "groups.json"}

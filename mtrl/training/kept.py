@@ -1,0 +1,70 @@
+"""Records in a checkpoint: their tensors by path in NAME.safetensors, and what of them is no tensor in NAME.json."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class KeptRecords:
+    """A snapshot. Nobody changes records, so that they may be written at any time."""
+
+    copied = True
+    name: str
+    tensors: Mapping[str, Tensor]
+    rows: Any  # for JSON
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def detached(self) -> KeptRecords:
+        return self
+
+    def write(self, directory: Path) -> None:
+        tensors, rows = files_of(directory, self.name)
+        try:
+            save_file(dict(self.tensors), tensors)
+        except SafetensorError as error:  # how it reports a full disk
+            raise OSError(str(error)) from error
+        rows.write_text(json.dumps(self.rows, indent=1), encoding="utf-8")
+
+
+def read_kept(directory: Path, name: str) -> tuple[dict[str, dict[str, Tensor]], Any]:
+    """The tensors by the first part of their path, and the rows."""
+    tensors, rows = files_of(directory, name)
+    return by_folder(load_file(tensors)), json.loads(rows.read_text(encoding="utf-8"))
+
+
+def files_of(directory: Path, name: str) -> tuple[Path, Path]:
+    return directory / f"{name}.safetensors", directory / f"{name}.json"
+
+
+def tensors_of(record: Any) -> dict[str, Tensor]:
+    """Every tensor of a record, and of records and mappings in it, by its path."""
+    found: dict[str, Tensor] = {}
+    items = {f.name: getattr(record, f.name) for f in fields(record)} if is_dataclass(record) else record
+    for name, value in items.items():
+        if isinstance(value, Tensor):
+            found[name] = value.contiguous()
+        elif isinstance(value, Mapping) or is_dataclass(value):
+            found |= {f"{name}/{path}": tensor for path, tensor in tensors_of(value).items()}
+    return found
+
+
+def by_folder(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """The tensors under each first part of a path, by the rest of theirs."""
+    found: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    for path, tensor in tensors.items():
+        folder, _, rest = path.partition("/")
+        found[folder][rest] = tensor
+    return found
