@@ -83,11 +83,11 @@ def model_path(config: Config) -> str:
 
 
 def unmade(config: Config) -> str | None:
-    """What to do where the model of an embedded task is called by its name and has not been made."""
+    """What to do where the model of an embedded task is called by its name and is not there."""
     name = config.worker.actor.model.model_path
     if name not in MODELS or (MODELS[name] / "config.json").is_file():
         return None
-    return f"the model {name} does not come with the package; make it: python -m mtrl.zoo.pretrain {name}"
+    return f"the files of the model {name} are missing; make it: python -m mtrl.zoo.pretrain {name}"
 
 
 def build_encoder(config: Config) -> TextEncoder:

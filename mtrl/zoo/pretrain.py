@@ -96,6 +96,7 @@ class Course:
     test_questions: int
     longest: int  # tokens of a response in the exam
     steps: int
+    batch: int
     emphasis: Mapping[str, float] = field(default_factory=dict)  # kinds that are shown more often
 
 
@@ -103,14 +104,14 @@ COURSES = {
     "zoo": Course(
         make_question, demonstrations, KINDS, vocabulary_text, IMAGE_SIDE,
         {"hidden": 192, "layers": 4, "heads": 6, "kv_heads": 2, "vision_hidden": 160, "vision_layers": 4},
-        TEST_QUESTIONS, longest=32, steps=2500,
+        TEST_QUESTIONS, longest=32, steps=2500, batch=1024,
         emphasis={"position": 3.0},  # where things are is learnt last
     ),
     "scenes": Course(
         scenes.make_question, scene_teacher.demonstrations, scenes.KINDS, scene_teacher.vocabulary_text, SIDE,
         {"hidden": 256, "layers": 4, "heads": 8, "kv_heads": 2, "vision_hidden": 192, "vision_layers": 4,
          "vocabulary": 1024},
-        scenes.TEST_QUESTIONS, longest=208, steps=3000,
+        scenes.TEST_QUESTIONS, longest=208, steps=2400, batch=768,
     ),
 }  # fmt: skip
 
@@ -234,14 +235,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="default: where the model's name finds it")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, help="default: as many as the shipped model took")
-    parser.add_argument("--batch", type=int, default=1024)
+    parser.add_argument("--batch", type=int, help="default: as large as the shipped model's")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--lessons", type=int, default=60_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--questions", type=int, help="of the test, in the exam at the end; default: all")
     options = parser.parse_args(arguments)
     course, device, out = COURSES[options.task], torch.device(options.device), options.out or MODELS[options.task]
-    steps = options.steps or course.steps
+    steps, batch = options.steps or course.steps, options.batch or course.batch
     with tempfile.TemporaryDirectory() as scratch:
         start = make_tiny_checkpoint(
             scratch, "qwen2_5_vl", seed=options.seed, words=course.words(), added_tokens=ADDED_TOKENS,
@@ -251,7 +252,7 @@ def main(arguments: list[str] | None = None) -> None:
         backbone = Backbone(load_model(start, device=device))
         print(f"{sum(p.numel() for p in backbone.model.parameters()):,} parameters, {len(encoder.tokenizer)} tokens")
         lessons = make_lessons(options.lessons, encoder, device, os.cpu_count() or 1, course)
-        loss = train(backbone, lessons, steps=steps, batch_size=options.batch, lr=options.lr, seed=options.seed)
+        loss = train(backbone, lessons, steps=steps, batch_size=batch, lr=options.lr, seed=options.seed)
         out.mkdir(parents=True, exist_ok=True)
         shutil.copy(start / "preprocessor_config.json", out)
         encoder.tokenizer.save_pretrained(out)
@@ -260,7 +261,7 @@ def main(arguments: list[str] | None = None) -> None:
         count = options.questions or course.test_questions
         report = examine_all(LocalGenerator(backbone, encoder, rows_at_once=4096), encoder, course, count)
         print(json.dumps(report, indent=2))
-        used = vars(options) | {"steps": steps, "loss": round(loss, 4)}
+        used = vars(options) | {"steps": steps, "batch": batch, "loss": round(loss, 4)}
         made_by = {key: value for key, value in used.items() if key not in ("task", "out", "device", "questions")}
         (out / "made_by.json").write_text(json.dumps(made_by | report, indent=2) + "\n")
 
