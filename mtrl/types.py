@@ -191,6 +191,7 @@ class Signals:
     dependency: Tensor | None = field(default=None, metadata=TWO_VIEWS)  # [N, T] S of section 1.2
     entropy: Tensor | None = None  # [N, T] entropy of the policy at that token, in nats
     entropy_change: Tensor | None = field(default=None, metadata=TWO_VIEWS)  # [N, T] perturbed minus `entropy`
+    similarity: Tensor | None = None  # [N, T] cosine of the state that predicts a token to its image's; 0 without one
     reference: Tensor | None = None  # [N, T] log-prob under the reference
     divergence: Tensor | None = None  # [N, T] KL to the reference over the whole vocabulary (`full`)
     values: Tensor | None = None  # [N, T] returns that a critic expects

@@ -1,6 +1,6 @@
 """What the model says of sampled tokens, under any view of the image.
 
-Log-prob, entropy, visual dependency and attention of every response token; with gradients for the update, without for
+Log-prob, entropy, visual dependency, attention and likeness to the image of every response token; with gradients for the update, without for
 the probes. A prompt is read once for its whole group, and its images are seen once; all views go through in one pass.
 """
 
@@ -75,8 +75,12 @@ class Forward:
         reader = self._reader(layout) if "mass" in needs else None
         patches = self._patch_reader(layout, rollouts) if "maps" in needs else None
         readers = [each for each in (reader, patches) if each is not None]
-        hidden = self._read(layout, features, SeveralReaders(readers) if readers else None)
+        states = self._states(layout, features, SeveralReaders(readers) if readers else None)
+        hidden = self._predicting(states, layout)
+        similar = {"similarity": self._similarity(states, hidden[0], layout)} if "similarity" in needs else {}
+        del states  # the vocabulary takes its room
         scored = self._score_views(hidden, rollouts, needs) if needs.without(*ATTENTION) else {}
+        scored |= {name: self.of_all(values, rollouts) for name, values in similar.items()}
         found = {name: unpack(values.cpu(), rollouts.mask) for name, values in scored.items()}
         if "dependency" in found:
             found["dependency"] = bounded_dependency(found["dependency"], rollouts.mask)
@@ -188,9 +192,16 @@ class Forward:
 
     def _read(self, layout: Layout, features: list[Features | None], reader: Reader | None = None) -> list[Tensor]:
         """For each view the hidden states [M, H] that predict the response tokens; of shared ones this rank's own."""
+        return self._predicting(self._states(layout, features, reader), layout)
+
+    def _predicting(self, states: Tensor, layout: Layout) -> list[Tensor]:
+        return [self.sharers.hidden_of(states, places) for places in layout.predicts]
+
+    def _states(self, layout: Layout, features: list[Features | None], reader: Reader | None = None) -> Tensor:
+        """[B, S, H]: the last hidden states; of shared sequences those of this rank's part."""
         device, sharers = self.backbone.device, self.sharers
         mask = None if layout.causal else self.backbone.sight_mask(layout.sight, layout.packed)
-        hidden = self.backbone.read(
+        return self.backbone.read(
             to_device(sharers.part(layout.ids), device),
             to_device(sharers.part(layout.positions), device),
             to_device(sharers.part(layout.is_vision), device),
@@ -199,7 +210,22 @@ class Forward:
             reader=reader,
             sharers=sharers,
         )
-        return [sharers.hidden_of(hidden, places) for places in layout.predicts]
+
+    def _similarity(self, states: Tensor, predicting: Tensor, layout: Layout) -> Tensor:
+        """[M]: the cosine of the state that predicts each token, on the original image, to the mean of the unit states
+        at the image's positions, which stand in its prompt; 0 without an image. Of shared tokens this rank's own."""
+        sharers, device = self.sharers, states.device
+        prompts, of_token = layout.sight.prompt[layout.predicts[0]].unique(return_inverse=True)
+        own_prompt, own_vision = sharers.part(layout.sight.prompt), sharers.part(layout.is_vision)
+        image = states.new_zeros(len(prompts), states.shape[-1], dtype=torch.float32)
+        for number, prompt in enumerate(prompts.tolist()):
+            sequence, place = ((own_prompt == prompt) & own_vision).nonzero(as_tuple=True)
+            seen = states[to_device(sequence, device), to_device(place, device)]
+            image[number] = torch.nn.functional.normalize(seen.float(), dim=-1).sum(0)
+        image = sharers.mean(image)  # a cosine does not see by how much a sum is divided
+        whose = to_device(of_token[sharers.tokens(len(of_token))], device)
+        pieces = zip(predicting.split(self.chunk), whose.split(self.chunk), strict=True)
+        return torch.cat([torch.cosine_similarity(each.float(), image[i], dim=-1) for each, i in pieces])
 
     # ------------------------------------------------------------------------------------------------------ attention
     def _reader(self, layout: Layout) -> MassReader:

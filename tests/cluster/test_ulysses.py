@@ -30,7 +30,7 @@ LAYOUTS = {
     "packed": {"share_prefix": True, "packed": True, "top_p": 0.9},
     "rows": {"share_prefix": False, "dependency": "full_kl"},  # causal: there is no mask
 }
-NEEDS = Needs("old", "entropy", "support", "entropy_change", "dependency", "mass", "prompt_mass")
+NEEDS = Needs("old", "entropy", "support", "entropy_change", "dependency", "similarity", "mass", "prompt_mass")
 
 
 # ----------------------------------------------------------------------------------------------- passes, without FSDP

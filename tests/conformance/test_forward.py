@@ -8,6 +8,7 @@ from tiny_models import (
     TINY_FAMILIES,
     VISION_FAMILIES,
     encoder_of,
+    plain_inputs,
     plain_log_probs,
     plain_logp,
     plain_model,
@@ -21,7 +22,7 @@ from mtrl.algorithms.signals import DEPENDENCY_LIMIT
 from mtrl.models.backbone import SHARED_PREFIX_FAMILIES, Backbone
 from mtrl.models.forward import Forward
 from mtrl.models.perturb import Perturbation
-from mtrl.types import Needs
+from mtrl.types import VISION_POOL, Needs
 
 # Groups uneven and not in order; responses unequal, one empty, one prompt (the third) without any.
 GROUP, LENGTHS = [0, 0, 1, 3, 0, 1, 3], [6, 2, 4, 1, 0, 6, 5]
@@ -96,9 +97,28 @@ def test_entropy_equals_a_plain_forward(family, forward):
         assert (entropy[row, length:] == 0).all()
 
 
+def test_similarity_to_the_image_equals_a_plain_forward(family, forward):
+    """Beside a second view, whose states are none of its business; rows without an image have none."""
+    rollouts = rollouts_for(family)
+    signals = forward.signals(rollouts, Needs("similarity", "perturbed"), views_of(rollouts))
+    for row, length in enumerate(LENGTHS):
+        prompt = rollouts.prompts[GROUP[row]]
+        inputs = plain_inputs(encoder_of(family), prompt, rollouts.tokens[row, :length])
+        with torch.no_grad():
+            states = plain_model(family)(**inputs, output_hidden_states=True).hidden_states[-1][0]
+        seen = states[: len(prompt.ids)][prompt.pool == VISION_POOL]
+        image = (seen / seen.norm(dim=-1, keepdim=True)).mean(0) if len(seen) else torch.zeros_like(states[0])
+        predicting = states[len(prompt.ids) - 1 : len(prompt.ids) - 1 + length]
+        close(signals.similarity[row, :length], torch.cosine_similarity(predicting, image, dim=-1))
+        assert (signals.similarity[row, length:] == 0).all()
+        assert prompt.task.visual == bool(length and signals.similarity[row, 0] != 0) or not length
+    old = forward.signals(rollouts).old
+    assert torch.equal(forward.signals(rollouts, Needs("old", "similarity")).old, old), "it changes nothing else"
+
+
 def test_unasked_fields_stay_empty(family, forward):
     signals = forward.signals(rollouts_for(family))
-    assert signals.entropy is signals.dependency is signals.perturbed is None
+    assert signals.entropy is signals.dependency is signals.perturbed is signals.similarity is None
 
 
 def test_only_empty_responses(family, forward):
@@ -106,9 +126,9 @@ def test_only_empty_responses(family, forward):
     rollouts = random_rollouts(prompts_for(family), [0, 1], [3, 3])
     rollouts.mask[:] = False
     signals = replace(forward, dependency="full_kl").signals(
-        rollouts, Needs("entropy", "dependency"), views_of(rollouts)
+        rollouts, Needs("entropy", "dependency", "similarity"), views_of(rollouts)
     )
-    assert all((x == 0).all() for x in (signals.old, signals.entropy, signals.dependency))
+    assert all((x == 0).all() for x in (signals.old, signals.entropy, signals.dependency, signals.similarity))
     forward.logp(rollouts).sum().backward()
     assert all(p.grad is None or (p.grad == 0).all() for p in forward.backbone.model.parameters())
 

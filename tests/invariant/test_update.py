@@ -129,7 +129,7 @@ def test_signals_do_not_depend_on_the_layout(family, layout, dependency):
     rollouts, expected = rollouts_for(family), probed_at_once(family, dependency)
     found = actor_of(family, LAYOUTS[layout], dependency=dependency).probe(rollouts.rows(MIXED), NEEDS, 4)
     assert expected.dependency[rollouts.visual].max() > 0.1
-    for name in ("old", "perturbed", "entropy", "entropy_change", "dependency", "mass", "prompt_mass"):
+    for name in ("old", "perturbed", "entropy", "entropy_change", "dependency", "similarity", "mass", "prompt_mass"):
         close(getattr(found, name), getattr(expected, name)[MIXED], rtol=1e-5, atol=2e-5)
 
 

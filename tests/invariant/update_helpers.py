@@ -41,7 +41,7 @@ LAYOUTS = {
     "all rows, prompts not shared": MicroBatching(rows=len(GROUP), share_prefix=False),
     "token budget, prompts not shared": MicroBatching(tokens=LARGE, share_prefix=False),
 }
-NEEDS = Needs("old", "entropy", "entropy_change", "dependency", "mass")
+NEEDS = Needs("old", "entropy", "entropy_change", "dependency", "similarity", "mass")
 
 
 @lru_cache

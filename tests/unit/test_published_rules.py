@@ -11,6 +11,7 @@ from mtrl.algorithms.credit import Filter, Term, Weight, assign
 from mtrl.algorithms.credit.attention_anchors import AttentionAnchors
 from mtrl.algorithms.credit.controls import Bottom, RandomFilter
 from mtrl.algorithms.credit.entropy_change import EntropyChange
+from mtrl.algorithms.credit.hidden_similarity import HiddenSimilarity
 from mtrl.algorithms.credit.key_tokens import KeyTokens, association
 from mtrl.algorithms.credit.mass_gate import MassGate
 from mtrl.algorithms.credit.perception_bonus import PerceptionBonus
@@ -104,6 +105,16 @@ def test_attention_anchors_are_the_tokens_that_look_most():
     assert AttentionAnchors().apply(fake_experience(rollouts), KEY) is None
 
 
+def test_hidden_similarity_stretches_the_cosines_of_a_response():
+    # 0.1 0.5 0.3 stand at 0, 1 and 1/2 of their range, whose mean is 1/2: weights 0 2 1, the first lifted to the clip.
+    close(answer(HiddenSimilarity(), [3], similarity=[[0.1, 0.5, 0.3]]), [[0.2, 2, 1]])
+    close(answer(HiddenSimilarity(strength=0.5), [3], similarity=[[-0.4, 0.0, -0.2]]), [[0.5, 1.5, 1]])
+    # A row without an image, and one whose cosines are all the same; what stands off the mask is nobody's.
+    found = answer(HiddenSimilarity(clip=(0, 9)), [2, 2, 3], [True, False, True],
+                   similarity=[[0.2, 0.4, 9], [0.2, 0.4, 0], [0.3, 0.3, 0.3]])  # fmt: skip
+    close(found, [[0, 2, 1], [1, 1, 1], [1, 1, 1]])
+
+
 def test_key_tokens_are_ids_that_go_with_reward():
     # Two good, two bad. 5: both good ones (phi 1). 6: one of each (0). 7: all (0). 8: one bad one (-1/sqrt 3).
     tokens = torch.tensor([[5, 6, 7], [5, 7, 0], [6, 7, 0], [8, 7, 7]])
@@ -187,7 +198,8 @@ def test_text_only_rows_get_plain_credit(name):
         return
     rollouts = fake_rollouts([3, 2], group=range(2), visual=[False, False])
     drawn = torch.rand(2, 3, generator=torch.Generator().manual_seed(0))
-    known = {"dependency": drawn, "entropy": drawn, "entropy_change": drawn, "old": drawn, "perturbed": -drawn}
+    known = {"dependency": drawn, "entropy": drawn, "entropy_change": drawn, "old": drawn, "perturbed": -drawn,
+             "similarity": drawn}  # fmt: skip
     signals = Signals(mass=torch.rand(2, 3, len(SEGMENTS), 2), **known)
     experience = fake_experience(rollouts, signals, advantage=torch.full((2, 3), 2.0))
     credit = assign([rule], experience, KEY)

@@ -12,6 +12,7 @@ from mtrl.algorithms.credit.attention_weights import AttentionWeights
 from mtrl.algorithms.credit.controls import Bottom, RandomFilter
 from mtrl.algorithms.credit.entropy_change import EntropyChange
 from mtrl.algorithms.credit.entropy_filter import EntropyFilter
+from mtrl.algorithms.credit.hidden_similarity import HiddenSimilarity
 from mtrl.algorithms.credit.key_tokens import KeyTokens
 from mtrl.algorithms.credit.mass_gate import MassGate
 from mtrl.algorithms.credit.oracle import Oracle
@@ -33,6 +34,7 @@ RULES: dict[str, type[Rule]] = {
     "mass_gate": MassGate,
     "vision_entropy": VisionEntropy,
     "vision_entropy_weights": VisionEntropyWeights,
+    "hidden_similarity": HiddenSimilarity,
     "attention_anchors": AttentionAnchors,
     "key_tokens": KeyTokens,
     "perception_bonus": PerceptionBonus,

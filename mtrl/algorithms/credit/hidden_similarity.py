@@ -1,0 +1,43 @@
+"""Weights by likeness to the image, after PEPO (arXiv 2603.22847) and VGPO (arXiv 2604.09349): a token counts for more
+where the state that says it is like what the model made of the image.
+
+    c_t = cosine of the last hidden state that predicts t to the mean of the unit last hidden states of the image
+    s_t = (c_t - min c) / (max c - min c)      v_t = clip(1 - strength + strength * n s_t / sum of s)
+
+It takes no second view of the image, and no gradient flows through it. PEPO mixes c with the entropy, VGPO lets it grow
+along the response; this is what the two have in common.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mtrl.algorithms.credit.rule import Key, Weight
+from mtrl.algorithms.groups import row_mean
+from mtrl.types import Experience, Needs
+
+FLAT_RANGE = 1e-6  # of c: below it there is rounding to stretch, and every token keeps weight 1
+
+
+@dataclass(frozen=True)
+class HiddenSimilarity(Weight):
+    """v [N, T] with mean 1 over a response before the clip. Rows without an image, or with one c throughout, get
+    ones."""
+
+    strength: float = 1.0  # 0: plain advantages
+    clip: tuple[float, float] = (0.2, 3.0)
+    needs = Needs("similarity")
+
+    def apply(self, experience: Experience, key: Key) -> Tensor:
+        similarity, rollouts = experience.signals.similarity, experience.rollouts
+        assert similarity is not None, "the rule needs its signal: the probe was not asked for it"
+        c, mask = similarity.double(), rollouts.mask
+        low = c.where(mask, torch.inf).amin(1, keepdim=True)
+        width = c.where(mask, -torch.inf).amax(1, keepdim=True) - low
+        share = ((c - low) / width.clamp(min=FLAT_RANGE)).where(mask, 0.0)
+        mean = row_mean(share, mask)[:, None].clamp(min=1e-12)
+        weights = (1 - self.strength + self.strength * share / mean).clamp(*self.clip)
+        return weights.where(rollouts.visual[:, None] & (width > FLAT_RANGE) & mask, 1.0).float()
