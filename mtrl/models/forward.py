@@ -1,7 +1,8 @@
 """What the model says of sampled tokens, under any view of the image.
 
-Log-prob, entropy, visual dependency, attention and likeness to the image of every response token; with gradients for the update, without for
-the probes. A prompt is read once for its whole group, and its images are seen once; all views go through in one pass.
+Log-prob, entropy, visual dependency, attention and likeness to the image of every response token; with gradients for
+the update, without for the probes. A prompt is read once for its whole group, and its images are seen once; all views
+go through in one pass.
 """
 
 from __future__ import annotations

@@ -63,6 +63,15 @@ def test_the_package_rule_trains(tmp_path):
     assert "actor/combined_token_fraction" not in step, "it is a weight, not a filter"
 
 
+@pytest.mark.slow
+def test_rules_after_published_ideas_train_together(tmp_path):
+    rules = ("mass_gate", "vision_entropy", "vision_entropy_weights", "hidden_similarity", "attention_anchors",
+             "key_tokens", "perception_bonus", "random_filter", "bottom")  # fmt: skip
+    status, rows = run(tmp_path, *PLAIN, f"optimization.credit=[{','.join(rules)}]")
+    assert status == 0 and rows[1, False]["actor/grad_norm"] > 0
+    assert 0.2 < rows[1, False]["actor/combined_token_fraction"] < 1
+
+
 def test_the_oracle_reads_the_responses_of_a_run(tmp_path):
     """By a function of the user's: the first token of every answer, <think>, is what counts."""
     spans = tmp_path / "mine.py"
