@@ -1,7 +1,6 @@
 """Credit: which tokens count, and for how much (SPEC 1.3, 1.4, 2.1, 2.2).
 
-Everything here is computed once a step on the driver, over all rows, before the batch is split. So nothing changes with
-the micro-batch size, the number of ranks, padding or packing.
+Computed once a step on the driver, over all rows: nothing changes with micro-batches, ranks, padding or packing.
 
     loss_t = term((A_t + b_t) * w * v_t) * M_t
 
