@@ -38,9 +38,13 @@ class Lent:
         return self._names[prompt]
 
 
-def fetched(value: Any, get: Callable[[Any], Any]) -> Any:
-    """The rank's side: prompts in the places of their names; `get` is the store's."""
-    return with_prompts(value, lambda name: get(name.reference))
+def fetched(value: Any, get: Callable[[list[Any]], list[Any]]) -> Any:
+    """The rank's side: prompts in the places of their names. `get` is the store's and is asked once for all of them:
+    one by one, each would wait for the driver and the store to have their turn."""
+    references: list[Any] = []
+    with_prompts(value, lambda name: references.append(name.reference))
+    prompts = iter(get(references))
+    return with_prompts(value, lambda name: next(prompts))
 
 
 def with_prompts(value: Any, changed: Callable[[Any], Any]) -> Any:

@@ -13,14 +13,15 @@ from mtrl.types import Needs
 
 class Store:
     def __init__(self):
-        self.held = {}
+        self.held, self.asked = {}, 0
 
     def put(self, value):
         self.held[len(self.held)] = pickle.dumps(value)
         return len(self.held) - 1
 
-    def get(self, reference):
-        return pickle.loads(self.held[reference])
+    def get(self, references):
+        self.asked += 1
+        return [pickle.loads(self.held[each]) for each in references]
 
 
 def test_each_prompt_travels_once():
@@ -33,6 +34,7 @@ def test_each_prompt_travels_once():
     assert all(isinstance(name, Name) for name in sent[1][0].prompts)
 
     prompts, probe, update = (fetched(call, store.get) for call in sent)
+    assert store.asked == len(sent), "once for all prompts of a call"
     assert [prompt.task.id for prompt in prompts[0]] == ["p0", "p1"] and prompts[1] == 7
     assert [prompt.task.id for prompt in probe[0].prompts] == ["p0", "p1"] and probe[1:] == (Needs("old"), 3)
     assert [prompt.task.id for prompt in update[0][1].rollouts.prompts] == ["p1"] and update[1] is None
