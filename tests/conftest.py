@@ -4,6 +4,7 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported: no test may wait for the network
 
+import pytest
 import torch
 from hypothesis import settings
 
@@ -12,3 +13,12 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported: kernels run in numpy, on tiny shapes
 settings.register_profile("mtrl", derandomize=True, deadline=None, max_examples=40)
 settings.load_profile("mtrl")
+
+
+@pytest.fixture(autouse=True)
+def same_products():
+    """A product in bf16 that a processor cannot do makes torch leave oneDNN for good, in this process: what runs after
+    it would differ in its last bits from what other processes compute."""
+    yield
+    if not torch.backends.mkldnn.enabled:
+        torch.backends.mkldnn.set_flags(True)
