@@ -8,7 +8,7 @@ model and answer at once with random tokens and signals of the right shapes; so 
 what the driver itself costs.
 
 The first step of a size counts bytes, as pickled, and is not timed. Seconds are those of the driver's processors (all
-its threads, Ray's among them), which other work on the machine does not change, and beside them those of the clock.
+its threads, Ray's among them, without what looks at the memory), and beside them those of the clock.
 Memory is the driver's own (RssAnon, without the store's shared memory), at its highest within a step.
 """
 
@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -231,11 +231,11 @@ def measure(crew: CountedCrew, prompts: int, steps: int, version: int) -> dict[s
     timed = []
     for step in range(1, steps + 1):
         source.prepare(prompts)
-        with memory_watched() as seen:
-            began, processors = time.perf_counter(), time.process_time()
+        began, processors = time.perf_counter(), time.process_time()
+        with memory_watched() as watch:
             loop.step(step)
-            timed.append((time.process_time() - processors, time.perf_counter() - began, 0.0))
-        timed[-1] = (*timed[-1][:2], max(seen) / MIB)
+        own = time.process_time() - processors - watch.processor_s
+        timed.append((own, time.perf_counter() - began, watch.peak / MIB))
     cpu, clock, memory = zip(*timed, strict=True)
     return {
         "prompts": prompts,
@@ -246,19 +246,27 @@ def measure(crew: CountedCrew, prompts: int, steps: int, version: int) -> dict[s
     }
 
 
-@contextmanager
-def memory_watched() -> Any:
-    """A list that fills with the process's own memory in bytes, looked at every 10 ms."""
-    seen, done = [own_memory()], threading.Event()
+@dataclass
+class MemoryWatch:
+    """The process's own memory at its highest, in bytes, and what looking took of the processors."""
 
-    def watch() -> None:
+    peak: int = 0
+    processor_s: float = 0.0
+
+    def look_until(self, done: threading.Event) -> None:
         while not done.wait(0.01):
-            seen.append(own_memory())
+            self.peak = max(self.peak, own_memory())
+        self.processor_s = time.thread_time()
 
-    thread = threading.Thread(target=watch, daemon=True)
+
+@contextmanager
+def memory_watched() -> Iterator[MemoryWatch]:
+    """Looks every 10 ms, in a thread."""
+    watch, done = MemoryWatch(own_memory()), threading.Event()
+    thread = threading.Thread(target=watch.look_until, args=(done,), daemon=True)
     thread.start()
     try:
-        yield seen
+        yield watch
     finally:
         done.set()
         thread.join()
