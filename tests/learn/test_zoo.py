@@ -279,6 +279,7 @@ def test_dependency_is_where_the_image_is(backbone, encoder, sampled):
     assert auc(seen, template) >= 0.8
 
 
+@pytest.mark.slow
 def test_dependency_is_nowhere_without_a_perturbation(backbone, encoder, sampled):
     rollouts = first_samples(sampled, samples=1)
     views = [prompt.media for prompt in rollouts.prompts]

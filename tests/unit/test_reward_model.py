@@ -257,6 +257,7 @@ def test_what_the_configuration_says_of_it():
     load_config(None, settings("x", **{"worker.reward.weights": (2.0,)}))
 
 
+@pytest.mark.slow
 def test_a_run_trains_on_it(tmp_path):
     """The embedded model, judged by itself with a random head in place of its vocabulary: two steps by `mtrl train`."""
     shutil.copytree(MODEL_DIRECTORY, tmp_path / "rm")

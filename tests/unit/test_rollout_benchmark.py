@@ -117,6 +117,7 @@ def test_the_floor_counts_weights_and_each_prompt_once_a_group():
     assert rollout.bytes_to_read(backbone, rollouts) == 4 * (3 * sum(matrices.values()) + token * (own + shared))
 
 
+@pytest.mark.slow
 def test_rounds_of_a_run_change_lengths_and_images(capsys):
     result = measure_rounds(rollout.parse(["--memory=2"]), rollout.precision(rollout.parse([])))
     rows, sizes = result["rounds"], SIZES["tiny"]
