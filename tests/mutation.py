@@ -62,6 +62,8 @@ TESTS = {
     "credit": [
         "tests/unit/test_credit.py",
         "tests/unit/test_credit_rules.py",
+        "tests/unit/test_published_rules.py",
+        "tests/unit/test_oracle.py",
         "tests/unit/test_metrics.py",
         "tests/unit/test_mutants.py",
         *PROPERTIES,

@@ -1,7 +1,7 @@
 """Rules after published ideas, and the controls beside them: by hand, text-only rows, padding, keys."""
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -205,3 +205,44 @@ def test_text_only_rows_get_plain_credit(name):
     credit = assign([rule], experience, KEY)
     close(credit.advantage, padded([[2, 2, 2], [2, 2]]))
     same(credit.select, rollouts.mask)
+
+
+# ---------------------------------------------------------------------------------------------------------- all of them
+DEFAULTS = {
+    "mass_gate": {"threshold": 1.0, "strength": 1.0},
+    "vision_entropy": {"top_p": 0.2},
+    "vision_entropy_weights": {"clip": (0.2, 3.0)},
+    "hidden_similarity": {"strength": 1.0, "clip": (0.2, 3.0)},
+    "attention_anchors": {"top_p": 0.15, "boost": 3.0},
+    "key_tokens": {"strength": 0.5},
+    "perception_bonus": {"gamma": 0.01},
+    "random_filter": {"top_p": 0.2},
+    "bottom": {"top_p": 0.2},
+}
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_what_a_rule_does_where_nobody_says(name):
+    assert {f.name: getattr(make_rule(name), f.name) for f in fields(make_rule(name))} == DEFAULTS[name]
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_answers_are_bits_or_float32_for_tokens_of_any_precision(name):
+    """Thirds of tokens that are worked out in float64: rounded once, at the end. A row without tokens stays finite."""
+    rollouts = fake_rollouts([3, 0], group=range(2), visual=[True, True])
+    drawn = torch.tensor([[0.1, 0.7, 0.3], [0.0, 0, 0]])
+    known = dict.fromkeys(("dependency", "entropy", "old", "similarity"), drawn) | {"perturbed": -drawn}
+    signals = Signals(mass=drawn[:, :, None, None].expand(2, 3, len(SEGMENTS), 2), **known)
+    rewards = Rewards(torch.tensor([1.0, 0.0]), {}, torch.zeros(2, dtype=torch.bool))
+    rule = make_rule(name)
+    found = rule.apply(fake_experience(rollouts, signals, rewards=rewards), KEY)
+    assert found.dtype == (torch.bool if isinstance(rule, Filter) else torch.float32)
+    assert found.double().isfinite().all()
+
+
+def test_draws_are_those_of_every_version():
+    """A run that goes on, and a study that is repeated, must draw the same."""
+    kept = answer(RandomFilter(top_p=0.3), [10, 4])
+    assert [row.nonzero().flatten().tolist() for row in kept] == [[7, 8, 9], [1, 2]]
+    moved = answer(shuffled(MassGate()), [6], dependency=[[1.0, 2, 3, 4, 5, 6]])  # as they are: the last three
+    assert moved[0].nonzero().flatten().tolist() == [0, 3, 4]
