@@ -249,6 +249,18 @@ def test_when_the_reference_is_made_anew():
     assert recipe_of(load_config(None, {"worker.ref.refresh_every": 5}), 1).refresh_every == 5
 
 
+def test_maps_of_the_responses_that_are_recorded():
+    record = {"training.record_rollouts_per_step": 7}
+    assert recipe_of(load_config(None, record), 1).maps_per_step == recipe().maps_per_step == 0, "they cost a pass"
+    assert recipe_of(load_config(None, record | {"training.record_attention_maps": True}), 1).maps_per_step == 7
+
+
+def test_rules_are_told_what_tokens_say():
+    config = optimization(credit=["oracle"])
+    (told,), (untold,) = recipe_of(config, 1, pieces=str).credit, recipe_of(config, 1).credit
+    assert told.pieces is str and untold.pieces is None
+
+
 @pytest.mark.parametrize(
     ("divergence", "needs", "reads"),
     [
