@@ -186,6 +186,15 @@ def test_a_full_divergence_is_asked_of_the_reference_pass_by_pass(measured):
         actor_of().update([batch], Loss(divergence="full", divergence_coef=0.1))
 
 
+def test_a_gradient_has_the_reference_where_its_loss_does(monkeypatch):
+    batch = fake_batch(fake_rollouts([2, 1]), torch.zeros(2, 2), torch.zeros(2, 2))
+    assert len(actor_of().gradient([batch], Loss())) == 1, "no reference, and nobody asks for one"
+    actor, staged = actor_of(reference=ToldReference()), []
+    monkeypatch.setattr(actor, "_with_reference", lambda work: staged.append(1) or work())
+    (gradient,) = actor.gradient([batch], Loss(divergence="full", divergence_coef=0.1))
+    assert staged == [1] and gradient.item() == pytest.approx(0.3)
+
+
 def test_how_far_the_sampler_was_is_told_on_what_its_cut_leaves():
     """The policy says -1/2 of each token and log 1/2 of the cut, -1/2 - log 1/2 = 0.19 within it; the sampler had said
     0, 1/4 and 1: 0.19, 0.06 and 0.81 away, a third each."""

@@ -51,6 +51,15 @@ def value_loss(model, seen):
     return loss
 
 
+def test_a_gradient_is_looked_at_and_nothing_learnt():
+    """Of two batches together, -3 each; a weight that the loss does not know has none."""
+    learner = learner_of()
+    learner.parameters.append(nn.Parameter(torch.ones(2)))
+    of_w, of_other = learner.gradient([batch_of()] * 2, value_loss(learner.model, []))
+    assert of_w.item() == pytest.approx(-6) and of_other.tolist() == [0, 0]
+    assert learner.model.w.item() == 0 and learner.model.w.grad is None and not learner.model.training
+
+
 @pytest.mark.parametrize(("rows", "slices"), [(1, [1, 1, 1]), (2, [2, 1]), (3, [3])])
 def test_any_loss_in_any_slices(rows, slices):
     learner, seen = learner_of(rows), []

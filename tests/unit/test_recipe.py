@@ -20,6 +20,7 @@ from mtrl.build.recipe import (
     credit_rules,
     divergence_of,
     dropout_seed,
+    offloads_optimizer,
     optimizer_settings,
     perturbation_of,
     policy_loss,
@@ -247,6 +248,13 @@ def test_the_divergence_has_the_keys_of_the_configuration():
 def test_when_the_reference_is_made_anew():
     assert recipe_of(optimization(), 1).refresh_every == recipe().refresh_every == 0, "never"
     assert recipe_of(load_config(None, {"worker.ref.refresh_every": 5}), 1).refresh_every == 5
+
+
+@pytest.mark.parametrize(("state", "weights", "comes"), [(0, 0, 0), (1, 0, 1), (0, 1, 0), (1, 1, 0)])
+def test_whether_the_state_of_optimizers_comes_for_their_steps(state, weights, comes):
+    keys = {"offload.offload_optimizer": bool(state), "fsdp.cpu_offload": bool(weights)}
+    config = load_config(None, {f"worker.actor.{name}": value for name, value in keys.items()})
+    assert offloads_optimizer(config) == bool(comes)
 
 
 def test_maps_of_the_responses_that_are_recorded():
