@@ -104,5 +104,4 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         ("micro_batches.<module>", f"NO_LIMIT = {number}"): "any number above all tokens of a step"
         for number in ("2 << 62", "1 << 63", "1 << 61")
     },
-    ("micro_batches.MicroBatching.probe", "if values[-1] is not None:"): "every pass measures the same signals",
 }

@@ -5,10 +5,11 @@ import math
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import close
+from helpers import close, fake_experience, fake_rollouts
 from loop_helpers import PROMPTS, FakeActor, FakeScorer, loop
 
 from mtrl.algorithms.estimators import Remax
@@ -16,6 +17,8 @@ from mtrl.algorithms.filtering import GroupFilter
 from mtrl.algorithms.losses import Loss, importance_ratio
 from mtrl.algorithms.replay import ReplayRule
 from mtrl.errors import RunError
+from mtrl.training.clock import Clock
+from mtrl.training.gather import with_maps
 from mtrl.training.refill import Filtering
 from mtrl.types import Needs, Signals
 
@@ -308,3 +311,27 @@ def test_a_checkpoint_of_a_run_without_replay_is_started_from_with_nothing_store
     one = replaying(1)
     one.restore(Path("checkpoints/2"), {"step": 2, "source": {"next": 4}, "divergence_coef": None})
     assert one.memory.buffer.entries == () and one.done == 2
+
+
+# ------------------------------------------------------------------------------------------------ for those who look on
+def test_phases_have_their_names():
+    one = made(0, 1)
+    one.step(0)
+    assert set(one.clock.seconds) == {"generate", "reward", "probe", "credit", "update", "publish"}
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_maps_of_the_first_responses_and_of_no_others(reads):
+    """Whole groups come first; a model whose attention cannot be read has none."""
+    asked, clock = [], Clock()
+
+    def probe(rollouts, needs, step):
+        asked.append((len(rollouts), needs, step))
+        return Signals(maps=tuple(range(len(rollouts))) if reads else None)
+
+    step = fake_experience(fake_rollouts([1] * 4, group=[0, 0, 1, 1]))
+    prober = SimpleNamespace(probe=probe)
+    assert with_maps(step, prober, 0, 5, clock) is step and not asked
+    found = with_maps(step, prober, 2, 5, clock)
+    assert asked == [(2, Needs("maps"), 5)] and set(clock.seconds) == {"probe"}
+    assert found.signals.maps == ((0, 1, None, None) if reads else None) and found.rollouts is step.rollouts
