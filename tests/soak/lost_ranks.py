@@ -23,7 +23,7 @@ from soak.struck_runs import MARK, left_behind
 RANKS = 2
 MOMENTS = ("start", "step", "save")
 LONGEST_WAIT = {"start": 5.0, "step": 0.5, "save": 0.05}  # seconds after the moment, drawn at random
-GRACE = 60.0  # seconds in which what Ray has started must be gone
+GRACE = 90.0  # seconds in which what Ray has started must be gone: its agents try for 60 to report that it is
 PATIENCE = 3600.0  # seconds without the moment: then something hangs
 NO_RAY = "Ray does not start on this machine"
 
