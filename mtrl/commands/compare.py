@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mtrl.commands.arguments import say, started, take_option
 from mtrl.compare.arms import Arm, arm_of, read_arm
-from mtrl.compare.batch import Job, check_arm, jobs_of, pack, run_batch, unpack
+from mtrl.compare.batch import Job, check_arms, jobs_of, pack, run_batch, unpack
 from mtrl.compare.pages import NONE, Checks, check_page, write_pages
 from mtrl.config import load_config
 from mtrl.errors import StartError
@@ -58,7 +58,7 @@ def run_all(jobs: Sequence[Job], at_once: int, minutes: int | None, archive: Pat
     out = jobs[0].out
     if archive is not None and archive.is_file() and not out.exists():
         unpack(archive, out)
-    checks = {job.arm: check_arm(job) for job in jobs if job.seed == 0}
+    checks = check_arms(jobs, at_once)
     print(check_page(checks))
     failed, left = run_batch(jobs, at_once, None if minutes is None else 60.0 * minutes, say)
     arms = [arm_of(name, places) for name, places in finished(jobs).items()]

@@ -12,12 +12,14 @@ alone, and what was begun goes on from its checkpoint.
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import tarfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,14 +68,29 @@ def jobs_of(arms: Mapping[str, str], seeds: int, overrides: Sequence[str], out: 
     return [Job(arm, seed, file, tuple(overrides), out) for seed in range(seeds) for arm, file in arms.items()]
 
 
-def check_arm(job: Job) -> dict[str, float]:
+def check_arms(jobs: Sequence[Job], at_once: int) -> dict[str, dict[str, float]]:
+    """What the rules of each arm do to a gradient, before any of them is trained."""
+    first = [job for job in jobs if job.seed == 0]
+    with ThreadPoolExecutor(at_once) as pool:
+        found = pool.map(lambda job: check_arm(job, share_of(at_once)), first)
+        return {job.arm: check for job, check in zip(first, found, strict=True)}
+
+
+def share_of(at_once: int) -> dict[str, str]:
+    """The environment of one of several runs: its share of the cores. All of them for each would be slower for all."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    shared = {"OMP_NUM_THREADS": str(max(1, cores // at_once))} if at_once > 1 else {}
+    return shared | os.environ
+
+
+def check_arm(job: Job, environment: Mapping[str, str]) -> dict[str, float]:
     """What the rules of an arm do to the gradient of its first step; measured once, and kept beside its runs."""
     file = job.directory.parent / CHECK
     if not file.is_file():
         file.parent.mkdir(parents=True, exist_ok=True)
         words = [*job.overrides, f"dataset.seed={job.seed}", f"worker.rollout.seed={job.seed}"]
         command = [sys.executable, "-m", "mtrl.commands.manipulation", job.config, *words]
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment)
         if done.returncode:
             raise StartError(f"{job.arm} cannot begin: {' '.join(done.stderr.strip().splitlines()[-LAST_LINES:])}")
         file.write_text(done.stdout.strip().splitlines()[-1] + "\n")
@@ -93,7 +110,7 @@ def run_batch(jobs: Sequence[Job], at_once: int, seconds: float | None, say: Cal
         while (waiting or running) and time.monotonic() < end:
             while waiting and len(running) < at_once:
                 job = waiting.pop(0)
-                running[job] = start(job)
+                running[job] = start(job, share_of(at_once))
                 say(f"started  {job.name}")
             for job in [job for job, process in running.items() if process.poll() is not None]:
                 status = running.pop(job).returncode
@@ -113,10 +130,12 @@ def end_of(job: Job, status: int, say: Callable[[str], None]) -> None:
         say(f"finished {job.name}")
 
 
-def start(job: Job) -> subprocess.Popen[bytes]:
+def start(job: Job, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     job.log.parent.mkdir(parents=True, exist_ok=True)
     with job.log.open("ab") as log:
-        return subprocess.Popen(job.command(), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+        return subprocess.Popen(
+            job.command(), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment
+        )
 
 
 def stop(running: Mapping[Job, subprocess.Popen[bytes]]) -> None:

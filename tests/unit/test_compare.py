@@ -2,8 +2,10 @@
 real batch stands at the end, among the slow ones."""
 
 import json
+import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import pytest
 from mtrl.cli import main
 from mtrl.compare import batch
 from mtrl.compare.arms import read_arm
-from mtrl.compare.batch import jobs_of, pack, run_batch, unpack
+from mtrl.compare.batch import check_arms, jobs_of, pack, run_batch, unpack
 
 
 def write_run(place, seed, curve, right=(), seconds=2.0):
@@ -96,7 +98,7 @@ def test_the_last_validation_counts(tmp_path):
 # --------------------------------------------------------------------------------------------------------- batches
 FAKE_RUN = textwrap.dedent(
     """
-    import json, signal, sys, time
+    import json, os, signal, sys, time
     from pathlib import Path
 
     keys = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
@@ -104,7 +106,7 @@ FAKE_RUN = textwrap.dedent(
     (place / "checkpoints").mkdir(parents=True, exist_ok=True)
     (place / "checkpoints/weights").write_bytes(bytes(1000))
     signal.signal(signal.SIGTERM, lambda *_: (print("saved"), sys.exit(143)))
-    print("begun", flush=True)
+    print("begun with", os.environ.get("OMP_NUM_THREADS"), "threads", flush=True)
     seed = int(keys["dataset.seed"])
     assert keys["worker.rollout.seed"] == keys["dataset.seed"]
     behaviour = Path(sys.argv[1]).read_text()
@@ -171,6 +173,33 @@ def test_an_archive_goes_on_elsewhere_without_the_weights_of_what_is_done(fake_r
     assert (elsewhere / "one/seed_0.done").exists() and (elsewhere / "one/seed_0/metrics.jsonl").exists()
     assert not (elsewhere / "one/seed_0/checkpoints").exists()
     assert (elsewhere / "slow/seed_0/checkpoints/weights").exists()
+
+
+@pytest.mark.parametrize(
+    ("at_once", "given", "threads"), [(1, None, "None"), (3, None, "5"), (99, None, "1"), (3, "7", "7")]
+)
+def test_runs_at_once_share_the_cores(fake_runs, monkeypatch, at_once, given, threads):
+    monkeypatch.setattr(batch.os, "sched_getaffinity", lambda process: range(16), raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    run_batch(jobs(fake_runs, "one", seeds=1), at_once, None, lambda line: None)
+    assert f"begun with {threads} threads" in (fake_runs / "out/one/seed_0.log").read_text()
+
+
+def test_arms_are_checked_at_once_and_only_once(tmp_path, monkeypatch):
+    together, asked = threading.Barrier(2, timeout=30), []
+
+    def measured(command, **others):
+        asked.append(command[3])
+        together.wait()  # the other one has begun, too
+        return subprocess.CompletedProcess(command, 0, f'loading\n{{"cosine": {len(command[3])}}}\n', "")
+
+    monkeypatch.setattr(batch.subprocess, "run", measured)
+    for _ in range(2):
+        found = check_arms(jobs(tmp_path, "one", "three"), 2)
+        assert list(found) == ["one", "three"] and found["one"]["cosine"] == len(str(tmp_path / "one.txt"))
+    assert len(asked) == 2
 
 
 @pytest.mark.slow
