@@ -86,7 +86,6 @@ class Loop:
             loss = recipe.loss.with_divergence(self.divergence)
             batches = list(assemble(recipe.batches, loss, experience, (recipe.seed, step)))
         shown = with_maps(experience, components.actor, recipe.maps_per_step, step, clock)
-        components.tracker.rollouts(step + 1, shown)  # before the update: threads write while the device has much to do
         with clock("update"):
             self.whole = None
             learnt = self.learn(batches, loss, step)
@@ -99,6 +98,7 @@ class Loop:
         if components.reference is not None and due(self.done, recipe.refresh_every):
             components.reference.refresh()
         self.whole = self.state()  # from here on an error costs nothing of this step
+        components.tracker.rollouts(step + 1, shown)
         values = step_metrics(gathered.own, recipe.sampling.cut) | credit_metrics(recipe.credit, experience)
         values |= learnt | value_metrics(experience) | adapted | components.source.metrics()
         return values | clock.metrics(int(experience.rollouts.mask.sum()), len(experience), components.devices)

@@ -32,12 +32,12 @@ def test_a_step_in_order():
         ("probe", 0),
         ("reference", 0),
         ("result",),
-        ("rollouts", 1),  # written down while the device is busy with the update
         ("update", 1),
         ("wake",),
         ("publish", 7),
         ("load", 7),
         ("sleep",),
+        ("rollouts", 1),
     ]
 
 
@@ -149,7 +149,7 @@ def failing(made, part, method, step):
         ("actor", "probe", 2),
         ("actor", "update", None),  # it has begun to change the weights
         ("generator", "load", None),
-        ("tracker", "rollouts", 2),
+        ("tracker", "rollouts", 3),
         ("tracker", "metrics", 3),
     ],
 )
