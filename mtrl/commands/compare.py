@@ -14,13 +14,13 @@ from mtrl.compare.pages import NONE, Checks, check_page, write_pages
 from mtrl.config import load_config
 from mtrl.errors import StartError
 
-USAGE = "mtrl compare CONFIG... [--seeds N] [--jobs N] [--minutes M] [--out DIR] [--archive FILE] [a.b=c ...]"
+USAGE = "mtrl compare CONFIG... [--seeds N | A-B] [--jobs N] [--minutes M] [--out DIR] [--archive FILE] [a.b=c ...]"
 
 
 def run(arguments: Sequence[str]) -> int:
     if find_spec("scipy") is None:
         raise StartError("mtrl compare needs scipy; pip install 'mtrl[compare]'")
-    seeds, words = number_of(arguments, "--seeds", 5)
+    seeds, words = seeds_of(arguments)
     at_once, words = number_of(words, "--jobs", 1)
     minutes, words = number_of(words, "--minutes", None)
     given, words = take_option(words, "--out", "name a directory")
@@ -39,12 +39,12 @@ def run(arguments: Sequence[str]) -> int:
         if overrides:
             raise StartError(f"{overrides[0]}: these runs are there already; overrides are for configurations")
         return report([started(read_arm, Path(place)) for place in places], Path(given or "comparison"))
-    assert seeds is not None and at_once is not None
+    assert at_once is not None
     jobs = plan(places, seeds, overrides, Path(given or "comparison"))
     return run_all(jobs, at_once, minutes, Path(archive) if archive else None)
 
 
-def plan(files: Sequence[str], seeds: int, overrides: Sequence[str], out: Path) -> list[Job]:
+def plan(files: Sequence[str], seeds: Sequence[int], overrides: Sequence[str], out: Path) -> list[Job]:
     """Whatever is wrong with a configuration is said before hours are spent on another."""
     arms = {Path(file).stem: file for file in files}
     if len(arms) < len(files):
@@ -85,6 +85,18 @@ def report(arms: Sequence[Arm], out: Path, checks: Checks = NONE) -> int:
     print(started(write_pages, arms, out, checks))
     print(json.dumps({"arms": {arm.name: len(arm.runs) for arm in arms}, "report": str(out / "comparison.md")}))
     return 0
+
+
+def seeds_of(words: Sequence[str]) -> tuple[range, list[str]]:
+    """The first so many, or from one to another: runs of other seeds may have been made elsewhere."""
+    given, others = take_option(words, "--seeds", "give a whole number, or the first and the last seed as 5-9")
+    first, dash, last = (given or "5").partition("-")
+    if not dash:
+        number, _ = number_of(["--seeds", first], "--seeds", None)
+        return range(number or 0), others
+    if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
+        raise StartError(f"--seeds: {given} is no range of seeds; write the first and the last as 5-9")
+    return range(int(first), int(last) + 1), others
 
 
 def number_of(words: Sequence[str], name: str, default: int | None) -> tuple[int | None, list[str]]:

@@ -63,14 +63,14 @@ class Job:
         return [sys.executable, "-m", "mtrl", "train", self.config, *self.overrides, *words]
 
 
-def jobs_of(arms: Mapping[str, str], seeds: int, overrides: Sequence[str], out: Path) -> list[Job]:
+def jobs_of(arms: Mapping[str, str], seeds: Sequence[int], overrides: Sequence[str], out: Path) -> list[Job]:
     """Seed by seed, so that a batch that is cut short has whole pairs."""
-    return [Job(arm, seed, file, tuple(overrides), out) for seed in range(seeds) for arm, file in arms.items()]
+    return [Job(arm, seed, file, tuple(overrides), out) for seed in seeds for arm, file in arms.items()]
 
 
 def check_arms(jobs: Sequence[Job], at_once: int) -> dict[str, dict[str, float]]:
     """What the rules of each arm do to a gradient, before any of them is trained."""
-    first = [job for job in jobs if job.seed == 0]
+    first = [job for job in jobs if job.seed == jobs[0].seed]
     with ThreadPoolExecutor(at_once) as pool:
         found = pool.map(lambda job: check_arm(job, share_of(at_once)), first)
         return {job.arm: check for job, check in zip(first, found, strict=True)}

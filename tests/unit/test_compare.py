@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from mtrl.cli import main
+from mtrl.commands.compare import seeds_of
 from mtrl.compare import batch
 from mtrl.compare.arms import read_arm
 from mtrl.compare.batch import check_arms, jobs_of, pack, run_batch, unpack
@@ -74,6 +75,8 @@ def test_single_runs_have_no_interval(two_arms, monkeypatch):
         (["plain", "empty"], "has no run with numbers"),
         (["plain", "twice"], "has the seed 0"),
         (["plain", "better", "--seeds", "many"], "--seeds: many"),
+        (["plain", "better", "--seeds", "9-5"], "--seeds: 9-5 is no range"),
+        (["plain", "better", "--seeds", "5-"], "--seeds: 5- is no range"),
         (["plain", "better", "--sedes", "3"], "no option --sedes"),
         (["plain", "better", "training.max_steps=3"], "overrides are for configurations"),
         (["plain", "without"], "share no validation"),
@@ -87,6 +90,14 @@ def test_wrong_words_are_told(two_arms, monkeypatch, capsys, words, told):
     (write_run(Path("without/run"), 0, [0.1]) / "metrics.jsonl").write_text('{"step": 1, "reward/overall": 1.0}\n')
     assert main(["compare", *words]) == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "seeds"), [([], range(5)), (["3"], range(3)), (["5-9"], range(5, 10)), (["7-7"], [7])]
+)
+def test_seeds_are_the_first_or_a_range(words, seeds):
+    found, others = seeds_of(["one", *(["--seeds", *words] if words else []), "two"])
+    assert list(found) == list(seeds) and others == ["one", "two"]
 
 
 def test_the_last_validation_counts(tmp_path):
@@ -133,7 +144,7 @@ def fake_runs(tmp_path, monkeypatch):
 
 
 def jobs(folder, *names, seeds=2):
-    return jobs_of({name: str(folder / f"{name}.txt") for name in names}, seeds, [], folder / "out")
+    return jobs_of({name: str(folder / f"{name}.txt") for name in names}, range(seeds), [], folder / "out")
 
 
 def test_a_batch_runs_everything_once(fake_runs):
