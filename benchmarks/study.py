@@ -33,6 +33,7 @@ PAIRS = (  # hypotheses 3 to 5: what is not compared with plain GRPO
 DRAWN = ("grpo", "oracle", "tgf_20", "random_20", "random_10", "shuffled_tokens", "bottom", "blank")
 SMALL = 0.02  # a difference within it, by its interval, is too small to matter
 ALPHA = 0.025  # two looks, a half of 0.05 each
+LOOK = 5  # seeds of the first look: before it nothing is decided
 
 
 # ------------------------------------------------------------------------------------------------------ the small file
@@ -123,15 +124,29 @@ def said_of(verdict: Verdict) -> list[str]:
     )
 
 
+HEAD = """# Results of the study
+
+Written by `python -m benchmarks.study` from benchmarks/results/study.json.gz; what they mean is said in
+[study.md](study.md). better, worse: p after Holm below {alpha}; too small to matter: the interval lies within ±{small}.
+{caution}"""
+
+
+def caution(arms: Sequence[Arm]) -> str:
+    few = sum(len(arm.runs) < LOOK for arm in arms)
+    return (
+        f"**{few} of {len(arms)} arms have fewer than {LOOK} seeds: no word of theirs is a decision yet.**"
+        if few
+        else ""
+    )
+
+
 def write(file: Path = KEPT, page_file: Path = PAGE, picture: Path = PICTURE) -> str:
     found, checks = load(file)
     arms = [found[BASELINE], *(arm for name, arm in sorted(found.items()) if name != BASELINE)]
     metric = endpoint(arms)
     verdicts = compare(arms, metric)
     parts = [
-        "# Results of the study", "Written by `python -m benchmarks.study` from benchmarks/results/study.json.gz; "
-        "what they mean is said in [study.md](study.md).", words_table(verdicts),
-        f"better, worse: p after Holm below {ALPHA}; too small to matter: the interval lies within ±{SMALL}.",
+        HEAD.format(alpha=ALPHA, small=SMALL, caution=caution(arms)), words_table(verdicts),
         "## Pairs of hypotheses 3 to 5", "A family of its own, corrected by itself.", pairs_table(found, metric),
         "## Everything", page(verdicts, metric).partition("\n\n")[2].replace("comparison.png", picture.name),
         check_page(checks),

@@ -66,6 +66,13 @@ def test_tables_and_picture_come_from_the_file(study, tmp_path):
     table = write(file, page, picture)
     assert "| oracle | 3 | 0.711 [" in table and "| better |" in table and "| grpo | 3 | 0.510 [" in table
     assert table in page.read_text() and picture.stat().st_size > 10_000
+    assert "2 of 2 arms have fewer than 5 seeds" in page.read_text()
+    for name in ("grpo", "oracle"):
+        for seed in (3, 4):
+            write_run(study / name / f"seed_{seed}", seed, 0.5, [1, 0, 0])
+    keep([study], file)
+    write(file, page, picture)
+    assert "fewer than" not in page.read_text()
 
 
 @pytest.mark.parametrize(
