@@ -101,7 +101,9 @@ def image_rows(directory: Path, count: int, every: int = 1) -> Path:
     for i in range(count):
         row: dict[str, Any] = {"prompt": f"question {i}", "answer": i, "level": i % 3}
         if i % every == 0:
-            (directory / f"images/{i}.png").write_bytes(picture_bytes(28 + 28 * (i % 3), 56, seed=i))
+            part = directory / f"images/{i}.part"  # another sampler may read ahead while this one is made
+            part.write_bytes(picture_bytes(28 + 28 * (i % 3), 56, seed=i))
+            part.replace(part.with_suffix(".png"))
             row |= {"prompt": f"<image>question {i}", "images": [f"images/{i}.png"]}
         rows.append(row)
     return write_jsonl(directory / "train.jsonl", rows)
