@@ -64,6 +64,7 @@ TESTS = {
         "tests/unit/test_credit_rules.py",
         "tests/unit/test_published_rules.py",
         "tests/unit/test_oracle.py",
+        "tests/unit/test_registry.py",
         "tests/unit/test_metrics.py",
         "tests/unit/test_mutants.py",
         *PROPERTIES,

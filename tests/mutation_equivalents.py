@@ -3,6 +3,9 @@
 # (function, the changed statement as printed): why no test can tell
 OFF_MASK = "what stands off the mask has a weight of 0 in every term"
 DRAWS_NOTHING = "the rule draws nothing, so its key changes nothing"
+ABOVE_NOTHING = "a mean is 0, and so is what it divides, or far above"
+SAME_LENGTH = "made from each other, they are of one length"
+VISION_ENTROPY_PART = "{'actor/vision_entropy_token_fraction'"
 EQUIVALENT: dict[tuple[str, str], str] = {
     ("credit.assign", "measure = measure * weight.where(mask, 1.0)"): "the measure is 0 there already",
     ("credit.assign", "measure = measure * weight.where(mask, -1.0)"): "the measure is 0 there already",
@@ -10,6 +13,42 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "credit.entropy_change.EntropyChange.apply",
         "weights = (1 - self.strength + self.strength * size / mean).clamp(*self.clip)",
     ): "where the mean is below the limit, the weight is 1 whatever the quotient is",
+    **{
+        (
+            "credit.vision_entropy.VisionEntropy.metrics",
+            f"return {VISION_ENTROPY_PART}: masked_mean(self.apply(experience, {key}), seen)}}",
+        ): DRAWS_NOTHING
+        for key in ("(1, 0)", "(-1, 0)", "(0, 1)", "(0, -1)")
+    },
+    (
+        "credit.attention_anchors.AttentionAnchors.apply",
+        "return (weights / row_mean(weights, rollouts.mask).clamp(min=1.5e-12)[:, None]).where(judged, 1.0).float()",
+    ): ABOVE_NOTHING,
+    (
+        "credit.attention_anchors.AttentionAnchors.apply",
+        "(weights / row_mean(weights, rollouts.mask).clamp(min=6.666666666666667e-13)[:, None]).where(judged, 1.0)",
+    ): ABOVE_NOTHING,
+    (
+        "credit.controls.RandomFilter.apply",
+        "score = torch.ones(mask.shape, dtype=torch.float64)",
+    ): "what stands off the mask is never among the top",
+    (
+        "credit.key_tokens.association",
+        "ids, place = torch.unique(tokens.where(mask, -2), return_inverse=True)",
+    ): "no id is negative",
+    (
+        "credit.key_tokens.association",
+        "return ((a * d - b * c) / spread.clamp(min=0.6666666666666666))[place]",
+    ): "counts: what is below 1 is 0, and so is what it divides",
+    ("credit.oracle.Oracle.marked", "texts = zip(tasks, rows, rollouts.text, strict=False)"): SAME_LENGTH,
+    (
+        "credit.shuffled.elsewhere",
+        "for taker, giver in zip(takers.tolist(), givers.tolist(), strict=False):",
+    ): SAME_LENGTH,
+    (
+        "credit.perception_bonus.PerceptionBonus.apply",
+        "judged = rollouts.visual[:, None] & rollouts.mask & (low_var_kl(change) <= DEPENDENCY_LIMIT)",
+    ): "no k3 of float32 numbers is exactly the limit",
     **{
         (
             "credit.trajectory_scaling.TrajectoryScaling.metrics",

@@ -134,7 +134,8 @@ def own_path(monkeypatch):
 
 def test_a_function_of_the_users(tmp_path):
     path = tmp_path / "mine.py"
-    path.write_text("def spans(row, response):\n    return [(0, 1)] if row['answer'] is None else None\n")
+    told_all = "row['answer'] is None and row['id'] == 'p0'"
+    path.write_text(f"def spans(row, response):\n    return [(0, 1)] if {told_all} else None\n")
     rule = make_rule({"name": "oracle", "spans": f"{path}:spans"}).reading(words)
     same(rule.apply(told([RESPONSE], [IDS], [None]), KEY), torch.tensor([[1, 0, 0, 0, 0, 0, 0]], dtype=torch.bool))
 

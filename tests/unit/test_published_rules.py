@@ -17,9 +17,14 @@ from mtrl.algorithms.credit.mass_gate import MassGate
 from mtrl.algorithms.credit.perception_bonus import PerceptionBonus
 from mtrl.algorithms.credit.perception_filter import PerceptionFilter
 from mtrl.algorithms.credit.registry import RULES, make_rule
-from mtrl.algorithms.credit.shuffled import shuffled
+from mtrl.algorithms.credit.shuffled import moved, shuffled
 from mtrl.algorithms.credit.trajectory_scaling import TrajectoryScaling
-from mtrl.algorithms.credit.vision_entropy import VisionEntropy, VisionEntropyWeights
+from mtrl.algorithms.credit.vision_entropy import (
+    VisionEntropy,
+    VisionEntropyWeights,
+    over_maximum,
+    vision_entropy,
+)
 from mtrl.plugins import PluginError
 from mtrl.types import SEGMENTS, Rewards, Signals
 
@@ -95,6 +100,36 @@ def test_perception_bonus_is_the_gradient_of_papos_loss():
         assert float(term) == pytest.approx(float(policy.grad), abs=1e-7)
 
 
+def test_perception_bonus_takes_the_difference_of_both_views():
+    found = answer(PerceptionBonus(gamma=2.0), [1], old=[[-1.0]], perturbed=[[-1.5]])
+    close(found, [[2 * (1 - math.exp(-0.5))]])
+    for known in ("old", "perturbed"):
+        with pytest.raises(AssertionError, match="not asked"):
+            answer(PerceptionBonus(), [1], **{known: [[-1.0]]})
+
+
+def test_vision_entropy_is_weighed_where_there_is_any():
+    """Products whose mean is a billionth of a thousandth: above it they are weighed, up to it not."""
+    for much, weighed in ((1.2e-12, True), (1e-12, False), (0.8e-12, False)):
+        entropy = torch.tensor([[2 * much, 1]], dtype=torch.float64)
+        signals = Signals(dependency=torch.tensor([[1.0, 0]]), entropy=entropy)
+        experience = fake_experience(fake_rollouts([2]), signals)
+        assert vision_entropy(experience).tolist() == [[2 * much, 0]]
+        assert (VisionEntropyWeights().apply(experience, KEY) != 1).any() == weighed
+    assert over_maximum(torch.tensor([[0.0, 0], [1, 4]]), bits([1, 1], [1, 1])).tolist() == [[0, 0], [0.25, 1]]
+
+
+def test_vision_entropy_tells_what_it_keeps_of_tokens_with_an_image():
+    rule = VisionEntropy(top_p=0.5)
+    signals = Signals(dependency=torch.ones(2, 4), entropy=torch.rand(2, 4))
+    seen = fake_experience(fake_rollouts([4, 2], group=range(2), visual=VISUAL_AND_TEXT), signals)
+    assert rule.metrics(seen) == {"actor/vision_entropy_token_fraction": 0.5}
+    longer = fake_experience(fake_rollouts([1, 4], group=range(2), visual=VISUAL_AND_TEXT), signals)
+    assert rule.metrics(longer) == {"actor/vision_entropy_token_fraction": 1.0}
+    assert rule.metrics(fake_experience(fake_rollouts([4, 2], visual=[False]), signals)) == {}
+    assert rule.metrics(fake_experience(seen.rollouts, Signals())) == {}
+
+
 # ----------------------------------------------------------------------------------------------------- attention, ids
 def test_attention_anchors_are_the_tokens_that_look_most():
     mass = torch.zeros(2, 4, len(SEGMENTS), 2)
@@ -103,6 +138,8 @@ def test_attention_anchors_are_the_tokens_that_look_most():
     found = AttentionAnchors(top_p=0.25, boost=3.0).apply(fake_experience(rollouts, Signals(mass=mass)), KEY)
     close(found, [[2 / 3, 2, 2 / 3, 2 / 3], [1, 1, 1, 1]])  # 1 3 1 1 over their mean 3/2; without an image: ones
     assert AttentionAnchors().apply(fake_experience(rollouts), KEY) is None
+    single = fake_experience(fake_rollouts([1]), Signals(mass=mass[:1, :1]))
+    close(AttentionAnchors(boost=0.0).apply(single, KEY), [[0.0]])  # nothing is left of a mean
 
 
 def test_hidden_similarity_stretches_the_cosines_of_a_response():
@@ -113,6 +150,18 @@ def test_hidden_similarity_stretches_the_cosines_of_a_response():
     found = answer(HiddenSimilarity(clip=(0, 9)), [2, 2, 3], [True, False, True],
                    similarity=[[0.2, 0.4, 9], [0.2, 0.4, 0], [0.3, 0.3, 0.3]])  # fmt: skip
     close(found, [[0, 2, 1], [1, 1, 1], [1, 1, 1]])
+    # Off the mask stand a lower and a higher value; the second row's own are all the same.
+    found = answer(HiddenSimilarity(), [2, 2, 3], similarity=[[0.2, 0.4, -9], [0.3, 0.3, 9], [0.3, 0.3, 0.3]])
+    close(found, [[0.2, 2, 1], [1, 1, 1], [1, 1, 1]])
+
+
+@pytest.mark.parametrize(("rule", "signal"), [(HiddenSimilarity(), "similarity"), (MassGate(), "dependency")])
+def test_what_is_nearly_nothing_is_not_stretched(rule, signal):
+    """Two values that differ by a millionth, or whose gated mean is one: above it they are weighed, up to it not."""
+    for much, weighed in ((1.2e-6, True), (1e-6, False), (0.8e-6, False)):
+        top = much if signal == "similarity" else 2 * much  # one of two tokens passes the gate: the mean is half of it
+        signals = Signals(**{signal: torch.tensor([[0.0, top]], dtype=torch.float64)})
+        assert (rule.apply(fake_experience(fake_rollouts([2]), signals), KEY) != 1).any() == weighed
 
 
 def test_key_tokens_are_ids_that_go_with_reward():
@@ -121,6 +170,26 @@ def test_key_tokens_are_ids_that_go_with_reward():
     mask = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 1, 0], [1, 1, 1]], dtype=torch.bool)
     found = association(tokens, mask, torch.tensor([True, True, False, False]))
     close(found[mask], [1, 0, 0, 1, 0, 0, 0, -1 / math.sqrt(3), 0, 0])
+
+
+def test_key_tokens_count_what_was_said_alone():
+    # One good of four says 1, and so does a bad one; 0 is said by the good one alone, 5 by all. What stands off the
+    # mask was not said, whatever its id is. 1: a b c d = 1 1 0 2, phi = 2 / sqrt(12); 0: 1 0 0 3, phi = 1.
+    tokens = torch.tensor([[1, 0, 5], [1, 5, 0], [5, 1, 1], [5, 0, 1]])
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 0, 0]], dtype=torch.bool)
+    found = association(tokens, mask, torch.tensor([True, False, False, False]))
+    close(found[mask], [2 / math.sqrt(12), 1, 0, 2 / math.sqrt(12), 0, 0, 0])
+
+
+def test_key_tokens_of_three_groups_and_of_a_reward_at_the_mean():
+    # Group 0: the middle reward is the mean and no good one. Group 1: equal rewards. Group 2: the last is good.
+    rollouts = replace(
+        fake_rollouts([1, 2, 1, 1, 1, 1, 1], group=[0, 0, 0, 1, 1, 2, 2]),
+        tokens=torch.tensor([[5, 9], [6, 6], [6, 9], [5, 9], [6, 9], [7, 9], [8, 9]]),
+    )
+    rewards = Rewards(torch.tensor([1.0, 0.5, 0, 1, 1, 0, 1]), {}, torch.zeros(7, dtype=torch.bool))
+    found = KeyTokens(strength=1.0).apply(fake_experience(rollouts, rewards=rewards), KEY)
+    close(found, [[1, 0], [-1, -1], [-1, 0], [0, 0], [0, 0], [-1, 0], [1, 0]])
 
 
 def test_key_tokens_look_at_one_group_at_a_time():
@@ -228,16 +297,40 @@ def test_what_a_rule_does_where_nobody_says(name):
 
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_answers_are_bits_or_float32_for_tokens_of_any_precision(name):
-    """Thirds of tokens that are worked out in float64: rounded once, at the end. A row without tokens stays finite."""
-    rollouts = fake_rollouts([3, 0], group=range(2), visual=[True, True])
-    drawn = torch.tensor([[0.1, 0.7, 0.3], [0.0, 0, 0]])
-    known = dict.fromkeys(("dependency", "entropy", "old", "similarity"), drawn) | {"perturbed": -drawn}
-    signals = Signals(mass=drawn[:, :, None, None].expand(2, 3, len(SEGMENTS), 2), **known)
+    """Whatever a signal comes in, thirds are worked out in float64 and rounded once, at the end. A row without tokens
+    stays finite."""
+    rollouts = fake_rollouts([31, 0], group=range(2), visual=[True, True])
+    drawn = torch.rand(2, 31, generator=torch.Generator().manual_seed(1))
     rewards = Rewards(torch.tensor([1.0, 0.0]), {}, torch.zeros(2, dtype=torch.bool))
-    rule = make_rule(name)
-    found = rule.apply(fake_experience(rollouts, signals, rewards=rewards), KEY)
-    assert found.dtype == (torch.bool if isinstance(rule, Filter) else torch.float32)
-    assert found.double().isfinite().all()
+    rule, found = make_rule(name), []
+    for values in (drawn, drawn.double()):
+        known = dict.fromkeys(("dependency", "entropy", "old", "similarity"), values) | {"perturbed": 0 * values}
+        signals = Signals(mass=values[:, :, None, None].expand(2, 31, len(SEGMENTS), 2), **known)
+        found.append(rule.apply(fake_experience(rollouts, signals, rewards=rewards), KEY))
+    assert found[0].dtype == found[1].dtype == (torch.bool if isinstance(rule, Filter) else torch.float32)
+    assert found[0].double().isfinite().all()
+    if name != "perception_bonus":  # float32 is what old and perturbed are to the probe
+        same(found[0], found[1])
+
+
+def test_anchors_are_weighed_as_exactly_as_float32_can_say():
+    for tokens in range(2, 30):
+        mass = torch.rand(1, tokens, len(SEGMENTS), 2)
+        found = AttentionAnchors(top_p=0.3, boost=1.7).apply(
+            fake_experience(fake_rollouts([tokens]), Signals(mass=mass)), KEY
+        )
+        anchors = math.ceil(0.3 * tokens - 1e-6)
+        mean = (tokens + 0.7 * anchors) / tokens
+        assert {*found[0].tolist()} <= {*torch.tensor([1 / mean, 1.7 / mean], dtype=torch.float64).float().tolist()}
+
+
+def test_what_a_prompt_says_stays_with_it():
+    """Shuffled rules move what is known of tokens: attention of the prompt and maps have no tokens to move."""
+    signals = Signals(dependency=torch.tensor([[1.0, 2, 3]]), prompt_mass=torch.rand(1, 2, 2), maps=(None,))
+    row, column = torch.zeros(1, 3, dtype=torch.long), torch.tensor([[2, 0, 1]])
+    found = moved(signals, row, column)
+    assert found.prompt_mass is signals.prompt_mass and found.maps is signals.maps
+    close(found.dependency, [[3.0, 1, 2]])
 
 
 def test_draws_are_those_of_every_version():

@@ -2,7 +2,7 @@
 where the state that says it is like what the model made of the image.
 
     c_t = cosine of the last hidden state that predicts t to the mean of the unit last hidden states of the image
-    s_t = (c_t - min c) / (max c - min c)      v_t = clip(1 - strength + strength * n s_t / sum of s)
+    s_t = c_t - min c      v_t = clip(1 - strength + strength * n s_t / sum of s)
 
 It takes no second view of the image, and no gradient flows through it. PEPO mixes c with the entropy, VGPO lets it grow
 along the response; this is what the two have in common.
@@ -37,7 +37,6 @@ class HiddenSimilarity(Weight):
         c, mask = similarity.double(), rollouts.mask
         low = c.where(mask, torch.inf).amin(1, keepdim=True)
         width = c.where(mask, -torch.inf).amax(1, keepdim=True) - low
-        share = ((c - low) / width.clamp(min=FLAT_RANGE)).where(mask, 0.0)
-        mean = row_mean(share, mask)[:, None].clamp(min=1e-12)
-        weights = (1 - self.strength + self.strength * share / mean).clamp(*self.clip)
+        above = c - low
+        weights = (1 - self.strength + self.strength * above / row_mean(above, mask)[:, None]).clamp(*self.clip)
         return weights.where(rollouts.visual[:, None] & (width > FLAT_RANGE) & mask, 1.0).float()

@@ -29,8 +29,8 @@ class KeyTokens(Term):
 
     def apply(self, experience: Experience, key: Key) -> Tensor:
         rollouts, reward = experience.rollouts, experience.rewards.total
-        good = reward.double() > group_mean(reward, rollouts.group)[rollouts.group]
-        term = torch.zeros(rollouts.mask.shape, dtype=torch.float64)
+        good = reward > group_mean(reward, rollouts.group)[rollouts.group]
+        term = torch.empty(rollouts.mask.shape, dtype=torch.float64)
         for number in range(group_count(rollouts.group)):
             rows = (rollouts.group == number).nonzero().flatten()
             term[rows] = association(rollouts.tokens[rows], rollouts.mask[rows], good[rows])

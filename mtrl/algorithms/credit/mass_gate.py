@@ -34,5 +34,5 @@ class MassGate(Weight):
         gated = dependency.double().where(rollouts.mask & (dependency >= self.threshold * mean), 0.0)
         share = row_mean(gated, rollouts.mask)[:, None]
         judged = rollouts.visual[:, None] & (share > FLAT_MEAN) & rollouts.mask
-        weights = 1 - self.strength + self.strength * gated / share.clamp(min=FLAT_MEAN)
+        weights = 1 - self.strength + self.strength * gated / share
         return weights.where(judged, 1.0).float()
