@@ -300,9 +300,9 @@ def test_answers_are_bits_or_float32_for_tokens_of_any_precision(name):
     """Whatever a signal comes in, thirds are worked out in float64 and rounded once, at the end. A row without tokens
     stays finite."""
     rollouts = fake_rollouts([31, 0], group=range(2), visual=[True, True])
-    drawn = torch.rand(2, 31, generator=torch.Generator().manual_seed(1))
+    drawn = torch.rand(2, 31, generator=torch.Generator().manual_seed(1)).sqrt()  # all of their bits are used
     rewards = Rewards(torch.tensor([1.0, 0.0]), {}, torch.zeros(2, dtype=torch.bool))
-    rule, found = make_rule(name), []
+    rule, found = make_rule({"name": name} | ({"strength": 0.3} if "strength" in DEFAULTS[name] else {})), []
     for values in (drawn, drawn.double()):
         known = dict.fromkeys(("dependency", "entropy", "old", "similarity"), values) | {"perturbed": 0 * values}
         signals = Signals(mass=values[:, :, None, None].expand(2, 31, len(SEGMENTS), 2), **known)
