@@ -116,7 +116,11 @@ def test_vision_entropy_is_weighed_where_there_is_any():
         experience = fake_experience(fake_rollouts([2]), signals)
         assert vision_entropy(experience).tolist() == [[2 * much, 0]]
         assert (VisionEntropyWeights().apply(experience, KEY) != 1).any() == weighed
-    assert over_maximum(torch.tensor([[0.0, 0], [1, 4]]), bits([1, 1], [1, 1])).tolist() == [[0, 0], [0.25, 1]]
+    found = over_maximum(torch.tensor([[0.0, 0, 0], [1, 4, 9]]), bits([1, 1, 1], [1, 1, 0]))
+    assert found.tolist() == [[0, 0, 0], [0.25, 1, 0]], "what stands off the mask is 0, and no maximum"
+    for known in ("dependency", "entropy"):
+        with pytest.raises(AssertionError, match="not asked"):
+            answer(VisionEntropy(), [1], **{known: [[1.0]]})
 
 
 def test_vision_entropy_tells_what_it_keeps_of_tokens_with_an_image():

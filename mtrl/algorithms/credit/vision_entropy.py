@@ -52,7 +52,7 @@ class VisionEntropyWeights(Weight):
         score, rollouts = vision_entropy(experience), experience.rollouts
         mean = row_mean(score, rollouts.mask)[:, None]
         judged = rollouts.visual[:, None] & (mean > TINY) & rollouts.mask
-        return (score / mean.clamp(min=TINY)).clamp(*self.clip).where(judged, 1.0).float()
+        return (score / mean).clamp(*self.clip).where(judged, 1.0).float()
 
 
 def vision_entropy(experience: Experience) -> Tensor:
