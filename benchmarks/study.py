@@ -119,9 +119,9 @@ def pairs_table(arms: Mapping[str, Arm], metric: str) -> str:
 
 def said_of(verdict: Verdict) -> list[str]:
     test = verdict.by_final
-    return (
-        ["", "", ""] if test is None else [told(test.difference, signed=True), told_p(test.adjusted), word_of(verdict)]
-    )
+    if test is None:
+        return ["", "", ""]
+    return [told(test.difference, signed=True), told_p(test.adjusted), word_of(verdict)]
 
 
 HEAD = """# Results of the study
@@ -133,11 +133,8 @@ Written by `python -m benchmarks.study` from benchmarks/results/study.json.gz; w
 
 def caution(arms: Sequence[Arm]) -> str:
     few = sum(len(arm.runs) < LOOK for arm in arms)
-    return (
-        f"**{few} of {len(arms)} arms have fewer than {LOOK} seeds: no word of theirs is a decision yet.**"
-        if few
-        else ""
-    )
+    told = f"{few} of {len(arms)} arms have fewer than {LOOK} seeds: no word of theirs is a decision yet."
+    return f"**{told}**" if few else ""
 
 
 def write(file: Path = KEPT, page_file: Path = PAGE, picture: Path = PICTURE) -> str:

@@ -181,7 +181,7 @@ def plot(arguments: Sequence[str]) -> int:
 def compare(arguments: Sequence[str]) -> int:
     """Compare configurations over the same seeds, or runs that are there, with intervals and tests.
 
-    mtrl compare CONFIG CONFIG... [--seeds 5] [--jobs 1] [--minutes M] [--out DIR] [--archive FILE] [a.b=c ...]
+    mtrl compare CONFIG CONFIG... [--seeds 5 | 5-9] [--jobs 1] [--minutes M] [--out DIR] [--archive FILE] [a.b=c ...]
     mtrl compare RUN|DIR_OF_RUNS RUN|DIR_OF_RUNS... [--out DIR]
 
     Trains every configuration with each seed, --jobs at once, into DIR/CONFIG/seed_S; the first is what the others are

@@ -77,7 +77,7 @@ def check_arms(jobs: Sequence[Job], at_once: int) -> dict[str, dict[str, float]]
 
 
 def share_of(at_once: int) -> dict[str, str]:
-    """The environment of one of several runs: its share of the cores. All of them for each would be slower for all."""
+    """The environment of one of several runs: its share of the cores, not all of them for each."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     shared = {"OMP_NUM_THREADS": str(max(1, cores // at_once))} if at_once > 1 else {}
     return shared | os.environ
