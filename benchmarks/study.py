@@ -1,7 +1,8 @@
 """The study of docs/study.md: its runs in one small file, and its tables and picture from that file.
 
 mtrl compare study/grpo.yaml .. --seeds 5 --jobs 12 --out study    # the runs, where there is a GPU
-python -m benchmarks.study keep study [another ..]                 # what is compared, into results/study.json.gz
+python -m benchmarks.study keep study [another ..]                 # what is compared, into results/study.json.gz; a file
+                                                                   # as that one may be named, too: runs of another machine
 python -m benchmarks.study                                         # docs/study_results.md and docs/study.png
 """
 
@@ -37,20 +38,30 @@ LOOK = 5  # seeds of the first look: before it nothing is decided
 
 
 # ------------------------------------------------------------------------------------------------------ the small file
-def keep(directories: Iterable[Path], file: Path = KEPT) -> dict[str, list[int]]:
-    """Adds the finished runs of these directories to the file; what it holds already stays. Seeds by arm."""
+def keep(places: Iterable[Path], file: Path = KEPT) -> dict[str, list[int]]:
+    """Adds the finished runs of these directories, or files as this one; what it holds already stays. Seeds by arm."""
     arms, checks = load(file) if file.exists() else ({}, {})
-    for directory in directories:
-        for place in sorted(path for path in directory.iterdir() if path.is_dir()):
-            if check := text_of(place / CHECK):
-                checks[place.name] = json.loads(check)
-            done = {int(path.stem.removeprefix("seed_")) for path in place.glob("seed_*.done")}
-            if done:
-                runs = dict(arms[place.name].runs) if place.name in arms else {}
-                runs |= {seed: run for seed, run in read_arm(place).runs.items() if seed in done}
-                arms[place.name] = Arm(place.name, dict(sorted(runs.items())))
+    for place in places:
+        more, measured = load(place) if place.is_file() else finished(place)
+        checks |= measured
+        for name, arm in more.items():
+            runs = {**arm.runs, **(arms[name].runs if name in arms else {})}
+            arms[name] = Arm(name, dict(sorted(runs.items())))
     save(arms, checks, file)
     return {name: list(arm.runs) for name, arm in arms.items()}
+
+
+def finished(directory: Path) -> tuple[dict[str, Arm], dict[str, Mapping[str, float]]]:
+    """What `mtrl compare` left in a directory: of each arm the runs that went through, and the check of its gradient."""
+    arms, checks = {}, {}
+    for place in sorted(path for path in directory.iterdir() if path.is_dir()):
+        if check := text_of(place / CHECK):
+            checks[place.name] = json.loads(check)
+        done = {int(path.stem.removeprefix("seed_")) for path in place.glob("seed_*.done")}
+        if done:
+            runs = {seed: run for seed, run in read_arm(place).runs.items() if seed in done}
+            arms[place.name] = Arm(place.name, runs)
+    return arms, checks
 
 
 def text_of(file: Path) -> str:
