@@ -1,9 +1,10 @@
 """The study of docs/study.md: its runs in one small file, and its tables and picture from that file.
 
 mtrl compare study/grpo.yaml .. --seeds 5 --jobs 12 --out study    # the runs, where there is a GPU
-python -m benchmarks.study keep study [another ..]                 # what is compared, into results/study.json.gz; a file
-                                                                   # as that one may be named, too: runs of another machine
+python -m benchmarks.study keep study [another ..]                 # what is compared, into results/study.json.gz
 python -m benchmarks.study                                         # docs/study_results.md and docs/study.png
+
+What is kept may come from such a file of another machine, too.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from mtrl.report.pages import table
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / "benchmarks/results/study.json.gz"
+TWICE = KEPT.with_name("study_twice_the_rate.json.gz")  # the supplement's
 PAGE, PICTURE = ROOT / "docs/study_results.md", ROOT / "docs/study.png"
 BASELINE = "grpo"
+NEW_PAIRS = "val/by_pair/new"
 CURVES = ("val/", "reward/", "actor/", "response_length/mean", "perf/seconds_step")
 PAIRS = (  # hypotheses 3 to 5: what is not compared with plain GRPO
     ("tgf_20", "random_20"), ("tgf_20", "shuffled_tokens"), ("tgf_20", "shuffled_rows"), ("tgf_40", "random_40"),
@@ -52,7 +55,7 @@ def keep(places: Iterable[Path], file: Path = KEPT) -> dict[str, list[int]]:
 
 
 def finished(directory: Path) -> tuple[dict[str, Arm], dict[str, Mapping[str, float]]]:
-    """What `mtrl compare` left in a directory: of each arm the runs that went through, and the check of its gradient."""
+    """What `mtrl compare` left in a directory: of each arm the runs that went through, and its check."""
     arms, checks = {}, {}
     for place in sorted(path for path in directory.iterdir() if path.is_dir()):
         if check := text_of(place / CHECK):
@@ -115,10 +118,16 @@ def words_table(verdicts: Sequence[Verdict]) -> str:
     """The table that the study is about: sorted by the difference, with the word of the plan."""
     first, *others = verdicts
     others = sorted(others, key=lambda v: -v.by_final.difference.mean if v.by_final else 0.0)
-    rows = [[first.arm.name, str(len(first.arm.runs)), told(first.final), "", "", ""]]
-    for v in others:
-        rows.append([v.arm.name, str(len(v.arm.runs)), told(v.final), *said_of(v)])
-    return table(["arm", "seeds", "accuracy", f"to {first.arm.name}", "p (Holm)", "word"], rows)
+    rows = [
+        [v.arm.name, str(len(v.arm.runs)), told(v.final), *said_of(v), on_new_pairs(v.arm)] for v in (first, *others)
+    ]
+    return table(["arm", "seeds", "accuracy", f"to {first.arm.name}", "p (Holm)", "word", "new pairs"], rows)
+
+
+def on_new_pairs(arm: Arm) -> str:
+    """Accuracy on compositions that no picture of the training has."""
+    found = arm.finals(NEW_PAIRS).values()
+    return f"{sum(found) / len(found):.3f}" if found else ""
 
 
 def pairs_table(arms: Mapping[str, Arm], metric: str) -> str:
@@ -139,6 +148,7 @@ HEAD = """# Results of the study
 
 Written by `python -m benchmarks.study` from benchmarks/results/study.json.gz; what they mean is said in
 [study.md](study.md). better, worse: p after Holm below {alpha}; too small to matter: the interval lies within ±{small}.
+new pairs: accuracy on the half of the test whose colour and shape are never together in training.
 {caution}"""
 
 
@@ -148,18 +158,30 @@ def caution(arms: Sequence[Arm]) -> str:
     return f"**{told}**" if few else ""
 
 
-def write(file: Path = KEPT, page_file: Path = PAGE, picture: Path = PICTURE) -> str:
-    found, checks = load(file)
+def compared(found: Mapping[str, Arm]) -> tuple[list[Verdict], str]:
+    """Every arm against the baseline, by which number."""
     arms = [found[BASELINE], *(arm for name, arm in sorted(found.items()) if name != BASELINE)]
     metric = endpoint(arms)
-    verdicts = compare(arms, metric)
+    return compare(arms, metric), metric
+
+
+def supplement(file: Path) -> str:
+    if not file.exists():
+        return ""
+    return f"## The supplement: twice the rate\n\n{words_table(compared(load(file)[0])[0])}"
+
+
+def write(file: Path = KEPT, page_file: Path = PAGE, picture: Path = PICTURE, twice: Path = TWICE) -> str:
+    found, checks = load(file)
+    verdicts, metric = compared(found)
     parts = [
-        HEAD.format(alpha=ALPHA, small=SMALL, caution=caution(arms)), words_table(verdicts),
+        HEAD.format(alpha=ALPHA, small=SMALL, caution=caution(list(found.values()))), words_table(verdicts),
         "## Pairs of hypotheses 3 to 5", "A family of its own, corrected by itself.", pairs_table(found, metric),
+        supplement(twice),
         "## Everything", page(verdicts, metric).partition("\n\n")[2].replace("comparison.png", picture.name),
         check_page(checks),
     ]  # fmt: skip
-    page_file.write_text("\n\n".join(part.strip() for part in parts) + "\n", encoding="utf-8")
+    page_file.write_text("\n\n".join(part.strip() for part in parts if part) + "\n", encoding="utf-8")
     drawn = [found[name] for name in DRAWN if name in found]
     panel = Panel("accuracy on the test", [line(arm, metric) for arm in drawn], (0.0, 1.0))
     draw_chart(picture, "The study", [panel], note="Means over seeds. Bands: 95% over seeds.")

@@ -86,9 +86,11 @@ def holm(ps: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def mcnemar(right: Mapping[str, bool], baseline: Mapping[str, bool]) -> Discordant:
-    """Two runs on the same questions, by their ids (with their seed, where there are several)."""
+def mcnemar(right: Mapping[str, bool], baseline: Mapping[str, bool]) -> Discordant | None:
+    """Two runs on the same questions, by their ids (with their seed, where there are several); none without such."""
     shared = right.keys() & baseline.keys()
+    if not shared:
+        return None
     gained = sum(right[each] and not baseline[each] for each in shared)
     lost = sum(baseline[each] and not right[each] for each in shared)
     if not gained + lost:

@@ -51,6 +51,7 @@ def test_mcnemar_counts_the_questions_on_which_two_disagree():
     # Three won, one lost: two-sided binomial of 3 or more of 4, (1 + 4) / 16 * 2 = 0.625.
     assert mcnemar(right, baseline) == Discordant(3, 1, pytest.approx(0.625))
     assert mcnemar({"a": True}, {"a": True}) == Discordant(0, 0, 1.0)
+    assert mcnemar({"a": True}, {"b": True}) is None, "no question of the one was asked of the other"
 
 
 def test_the_area_is_the_mean_height():

@@ -63,7 +63,12 @@ def test_seeds_are_added_and_what_is_not_done_is_left_out(study, tmp_path):
 def test_tables_and_picture_come_from_the_file(study, tmp_path):
     file, page, picture = tmp_path / "kept.json.gz", tmp_path / "results.md", tmp_path / "study.png"
     keep([study], file)
-    table = write(file, page, picture)
+    twice = tmp_path / "twice.json.gz"
+    table = write(file, page, picture, twice)
+    assert "twice the rate" not in page.read_text()
+    keep([study, file], twice)  # a file as good as a directory
+    table = write(file, page, picture, twice)
+    assert page.read_text().partition("twice the rate")[2].count(table) == 1
     assert "| oracle | 3 | 0.711 [" in table and "| better |" in table and "| grpo | 3 | 0.510 [" in table
     assert table in page.read_text() and picture.stat().st_size > 10_000
     assert "2 of 2 arms have fewer than 5 seeds" in page.read_text()
@@ -71,7 +76,7 @@ def test_tables_and_picture_come_from_the_file(study, tmp_path):
         for seed in (3, 4):
             write_run(study / name / f"seed_{seed}", seed, 0.5, [1, 0, 0])
     keep([study], file)
-    write(file, page, picture)
+    write(file, page, picture, twice)
     assert "fewer than" not in page.read_text()
 
 
