@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -24,6 +26,7 @@ from tiny_models import checkpoint, encoder_of, plain_model
 from mtrl.models.families import TextEncoder
 from mtrl.models.weights import exported_weights
 from mtrl.rollout.vllm.generator import VllmGenerator
+from mtrl.rollout.vllm.handover import write_weights
 from mtrl.rollout.vllm.inprocess import VllmInProcess
 from mtrl.rollout.vllm.process import VllmProcess
 from mtrl.rollout.vllm.requests import Host
@@ -34,15 +37,17 @@ from mtrl.types import Weights
 INSTALLED = find_spec("vllm") is not None
 MAX_LENGTH = 512
 _in_process: dict[str, VllmInProcess] = {}
-_servers: list[subprocess.Popen[bytes]] = []
+_in_parts: dict[str, InParts] = {}
+_servers: list[Begun] = []
 _changed: set[Host] = set()  # engines that may hold other weights than those of the checkpoint
 
 
-def arguments(family: str, **extra: Any) -> tuple[dict[str, Any], dict[str, Any] | None]:
+def arguments(family: str, parts: int = 1, **extra: Any) -> tuple[dict[str, Any], dict[str, Any] | None]:
     images = encoder_of(family).image_settings
+    split = {"tensor_parallel_size": parts, "among_ranks": parts > 1}
     small = {"kv_cache_memory_bytes": 2**26, **extra}
     return (
-        engine_arguments(str(checkpoint(family)), dtype="float32", max_length=MAX_LENGTH, extra=small),
+        engine_arguments(str(checkpoint(family)), dtype="float32", max_length=MAX_LENGTH, extra=small, **split),
         None if images is None else images.processor_arguments(),
     )
 
@@ -72,6 +77,89 @@ def child_process(family: str) -> VllmProcess:
     return VllmProcess(*arguments(family), torch.float32)
 
 
+class InParts:
+    """An engine that two processes hold together, a half of each layer each, as two ranks do: both are given the same
+    weights, are asked the same, and have to say the same."""
+
+    sleeps = False
+
+    def __init__(self, arguments: dict[str, Any], image_arguments: dict[str, Any] | None, size: int = 2) -> None:
+        place = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "WORLD_SIZE": str(size),
+            "LOCAL_RANK": "0",
+        }
+        spawn = multiprocessing.get_context("spawn")
+        self.connections, self.processes = [], []
+        for number in range(size):
+            ours, theirs = spawn.Pipe()
+            process = spawn.Process(target=hold_part, args=(theirs, place | {"RANK": str(number)}), daemon=True)
+            process.start()
+            self.connections.append(ours)
+            self.processes.append(process)
+        self.max_length: int = self.ask("start", arguments, image_arguments)[0]
+        self.folder = Path(tempfile.mkdtemp())
+
+    def ask(self, name: str, *given: Any) -> list[Any]:
+        for connection in self.connections:
+            connection.send((name, given))
+        answers = [connection.recv() for connection in self.connections]
+        assert all(error is None for error, _ in answers), answers
+        return [answer for _, answer in answers]
+
+    def generate(self, requests: Any, params: Any) -> Any:
+        first, *others = self.ask("generate", list(requests), dict(params))
+        assert all(other == first for other in others)
+        return first
+
+    def load(self, label: str, tensors: Any) -> None:
+        self.ask("load", label, str(write_weights(self.folder, tensors, torch.float32)))
+
+    def sizes(self) -> list[dict[str, int]]:
+        """Of each weight, by its name, how many numbers each process holds."""
+        return self.ask("sizes")
+
+    def wake(self) -> None: ...
+
+    def sleep(self) -> None: ...
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+        shutil.rmtree(self.folder)
+
+
+def hold_part(connection: Any, place: dict[str, str]) -> None:
+    from mtrl.rollout.vllm import child
+
+    os.environ |= place
+    VllmInProcess.sizes = lambda host: host.llm.apply_model(sizes_of)[0]
+    with suppress(EOFError):
+        child.serve(connection)
+
+
+def sizes_of(model: Any) -> dict[str, int]:
+    return {name: weight.numel() for name, weight in model.named_parameters()}
+
+
+def in_parts(family: str) -> InParts:
+    """One at a time: each is two processes of a gigabyte."""
+    if family not in _in_parts:
+        for host in _in_parts.values():
+            host.close()
+        _in_parts.clear()
+        _in_parts[family] = InParts(*arguments(family, parts=2))
+    return _in_parts[family]
+
+
+def free_port() -> int:
+    with socket.socket() as any_port:
+        any_port.bind(("127.0.0.1", 0))
+        return int(any_port.getsockname()[1])
+
+
 @lru_cache
 def server(family: str) -> VllmServer:
     """Started as docs/vllm.md says, for a CPU."""
@@ -97,9 +185,7 @@ class Begun:
 @lru_cache
 def begun_server(model: str, development: bool = True) -> Begun:
     """It ends with the tests. Begin it early: it starts beside them."""
-    with socket.socket() as any_port:
-        any_port.bind(("127.0.0.1", 0))
-        port = any_port.getsockname()[1]
+    port = free_port()
     words = (
         f"--model {model} --host 127.0.0.1 --port {port} --dtype float32 --max-model-len {MAX_LENGTH} "
         "--logprobs-mode processed_logprobs --generation-config vllm --enable-scale-out --enforce-eager "
@@ -114,17 +200,21 @@ def begun_server(model: str, development: bool = True) -> Begun:
             stderr=subprocess.STDOUT,
             env=os.environ | ON_CPU | mode,
         )
-    _servers.append(process)
-    return Begun(process, port, log)
+    begun = Begun(process, port, log)
+    _servers.append(begun)
+    return begun
 
 
 @atexit.register
 def end_servers() -> None:
-    """They take two gigabytes each."""
-    for process in _servers:
-        process.terminate()
-    for process in _servers:
-        process.wait()
+    """They take two gigabytes each. One that is told while it starts does not listen."""
+    for begun in _servers:
+        begun.process.terminate()
+    for begun in _servers:
+        with suppress(subprocess.TimeoutExpired):
+            begun.process.wait(timeout=20)
+        begun.kill()
+        begun.process.wait()
     _servers.clear()
     begun_server.cache_clear()
     server.cache_clear()

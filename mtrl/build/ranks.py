@@ -153,7 +153,8 @@ def rank_engine(config: Config, policy: Forward, encoder: TextEncoder, publish: 
 
 
 def build_apart(plan: RankPlan, next_one: Callable[[], Sent]) -> dict[str, Any]:
-    """An engine that is alone in its process, with the model's weights as they are given; `next_one` brings others."""
+    """An engine, or a part of one, alone in its process, with the model's weights as they are given; `next_one` brings
+    others."""
     config, dtype = plan.config, plan.config.worker.actor.fsdp.mixed_precision_dtype
     encoder, path = build_encoder(config), base_path(model_path(config))
     seek_model(path)
@@ -162,8 +163,9 @@ def build_apart(plan: RankPlan, next_one: Callable[[], Sent]) -> dict[str, Any]:
         from mtrl.build.vllm import vllm_engine  # it need not be installed
 
         names = empty_policy(config, dtype, adapters=False).state_dict().keys()
-        on_gpu = torch.cuda.is_available()
-        return {ENGINE: ApartEngine(vllm_engine(config, path, encoder, names, DTYPES[dtype], on_gpu), next_one)}
+        on_gpu, ranked = torch.cuda.is_available(), dist.is_initialized()  # with those that hold the other parts
+        engine = vllm_engine(config, path, encoder, names, DTYPES[dtype], on_gpu, ranked)
+        return {ENGINE: ApartEngine(engine, next_one)}
     model = load_model(path, **load_options(config) | {"dtype": dtype})
     model.requires_grad_(False)
     return {ENGINE: ApartEngine(fastest_generator(Backbone(model, DTYPES[dtype]), encoder), next_one)}
@@ -252,9 +254,10 @@ def open_ranks(plan: RankPlan, directory: Path) -> Workers:
 
 def generator_of(plan: RankPlan, crew: Any) -> Generator:
     """The engines of the ranks, or those of a crew of Ray that has some apart, with the weights of the ranks."""
+    sharers = plan.config.worker.rollout.tensor_parallel_size
     if plan.config.worker.hybrid_engine:
-        return RankedGenerator(crew)
-    generator = ApartGenerator(crew.engines)
+        return RankedGenerator(crew, sharers)
+    generator = ApartGenerator(crew.engines, sharers)
     try:
         generator.load(Weights(0, {}))
     except BaseException:
@@ -277,13 +280,13 @@ def open_crew(plan: RankPlan, directory: Path) -> Crew:
         ranks = join_ranks()
         ranks.told_by_first(plan)
         return OwnCrew(ranks, build_parts(plan, ranks))
-    from mtrl.cluster.crew import RayCrew  # it need not be installed
+    from mtrl.cluster.crew import Apart, RayCrew  # it need not be installed
 
     training = plan.config.training
     build, logs = partial(build_parts, plan), directory.absolute() / LOGS
-    engines, size = plan.config.worker.rollout.n_gpus or 0, world_size(plan.config)
-    build_engine = partial(build_apart, plan)
-    return RayCrew(size, training.n_gpus_per_node, build, logs, training.heartbeat_s, engines, build_engine)
+    rollout, size = plan.config.worker.rollout, world_size(plan.config)
+    engines = Apart(rollout.n_gpus or 0, rollout.tensor_parallel_size, partial(build_apart, plan))
+    return RayCrew(size, training.n_gpus_per_node, build, logs, training.heartbeat_s, engines)
 
 
 def follows() -> bool:

@@ -31,7 +31,12 @@ def unbuilt(config: Config) -> list[str]:
         "worker.rollout.engine_kwargs of the local engine; set it to {}, or worker.rollout.name to vllm": (
             bool(rollout.engine_kwargs) and rollout.name != "vllm"
         ),
-        "worker.rollout.tensor_parallel_size; set it to 1": rollout.tensor_parallel_size > 1,
+        "worker.rollout.tensor_parallel_size of the local engine; set it to 1, or worker.rollout.name to vllm": (
+            rollout.tensor_parallel_size > 1 and rollout.name != "vllm"
+        ),
+        "worker.rollout.tensor_parallel_size in a child process; set it to 1, or worker.rollout.mode to inprocess": (
+            rollout.tensor_parallel_size > 1 and rollout.name == "vllm" and rollout.mode == "process"
+        ),
         "worker.rollout.mode: server on several processes; use inprocess or process": (
             ranked and rollout.name == "vllm" and rollout.mode == "server"
         ),

@@ -33,9 +33,22 @@ Build = Callable[[Ranks], Mapping[str, Any]]
 BuildEngine = Callable[[Callable[[], Any]], Mapping[str, Any]]  # from what brings the next of what arrives
 
 
+@dataclass(frozen=True)
+class Apart:
+    """So many processes for engines, which hold nothing else; `build` makes what one holds, on it. So many `sharers`,
+    neighbours, are one engine and meet before."""
+
+    size: int = 0
+    sharers: int = 1
+    build: BuildEngine | None = None
+
+
+NOBODY = Apart()
+
+
 class RayCrew:
-    """`build` makes the workers of a rank, on that rank, and `build_engine` those of each of so many `engines`, which
-    hold nothing else. Nothing of a model is ever here."""
+    """`build` makes the workers of a rank, on that rank; `engines` have processes of their own. Nothing of a model is
+    ever here."""
 
     def __init__(
         self,
@@ -44,27 +57,29 @@ class RayCrew:
         build: Build,
         logs: Path,
         heartbeat: float,
-        engines: int = 0,
-        build_engine: BuildEngine | None = None,
+        engines: Apart = NOBODY,
     ) -> None:
         from mtrl.cluster.watch import Lookout
 
         self.size, self.logs, self.watch = size, logs, Lookout(heartbeat)
         self.lent = Lent(ray.put)
-        self.started = open_ray(size + engines)
+        self.started = open_ray(size + engines.size)
         self.group: PlacementGroup | None = None
         self.ranks: list[Any] = []
         try:
-            self.group = place(size, per_node, engines)
+            self.group = place(size, per_node, engines.size)
             self.ranks = [self._start("rank", number, size) for number in range(size)]
-            apart = [self._start("engine", number, engines) for number in range(engines)]
+            apart = [self._start("engine", number, engines.size) for number in range(engines.size)]
             # A process that starts answers nobody: on a busy machine that takes longer than a heartbeat.
             members = self.watch.members
             for member, where in zip(members, self._places([*self.ranks, *apart]), strict=True):
                 member.place = where
-            [address] = self.watch.results([self.ranks[0].address.remote()])
+            firsts = [self.ranks[0], *apart[:: engines.sharers]]
+            address, *others = self.watch.results([first.address.remote() for first in firsts])
             joining = [rank.join.remote(address, build) for rank in self.ranks]
-            self.watch.results([*joining, *(engine.hold.remote(build_engine) for engine in apart)])
+            meeting = [(where, engines.sharers) for where in others for _ in range(engines.sharers)]
+            holding = [engine.hold.remote(engines.build, *met) for engine, met in zip(apart, meeting, strict=True)]
+            self.watch.results([*joining, *holding])
             self.engines = RayEngines(apart, self)
         except BaseException:
             self.close()

@@ -25,6 +25,18 @@ BESIDE, WATCH, ARRIVE = "beside", "watch", "arrive"  # threads of their own, bes
 logger = logging.getLogger(__name__)
 
 
+def use_own_threads() -> None:
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+
+
+def met(address: tuple[str, int], number: int, size: int) -> Ranks:
+    """This process as one of so many, which meet at the address of the first."""
+    host, port = address
+    os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port), "LOCAL_RANK": "0"}  # Ray shows it one GPU alone
+    os.environ |= {"RANK": str(number), "WORLD_SIZE": str(size)}
+    return join_ranks()
+
+
 remote: Any = ray.remote  # its types know nothing of groups
 
 
@@ -61,15 +73,17 @@ class RankProcess:
 
     def join(self, address: tuple[str, int], build: Callable[[Ranks], Mapping[str, Any]]) -> None:
         """Meets the others, and builds its workers together with them."""
-        host, port = address
-        os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port), "LOCAL_RANK": "0"}  # Ray shows it one GPU alone
-        os.environ |= {"RANK": str(self.number), "WORLD_SIZE": str(self.size)}
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        self.parts = build(join_ranks())
+        use_own_threads()
+        self.parts = build(met(address, self.number, self.size))
 
-    def hold(self, build: Callable[[Callable[[], Any]], Mapping[str, Any]]) -> None:
-        """Builds its workers, which meet nobody; they are given what brings the next of what arrives here."""
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    def hold(
+        self, build: Callable[[Callable[[], Any]], Mapping[str, Any]], address: tuple[str, int], sharers: int
+    ) -> None:  # fmt: skip
+        """Builds its workers, which meet nobody but neighbours that are one engine with it; they are given what brings
+        the next of what arrives here."""
+        use_own_threads()
+        if sharers > 1:
+            met(address, self.number % sharers, sharers)
         self.parts = build(self.arrived.get)
 
     @ray.method(concurrency_group=ARRIVE)

@@ -316,8 +316,28 @@ def _credit(config: Config) -> Iterator[Conflict]:
         )
 
 
+def _parts_of_an_engine(config: Config) -> Iterator[Conflict]:
+    rollout, training = config.worker.rollout, config.training
+    if rollout.tensor_parallel_size == 1 or rollout.name == "local":
+        return
+    if rollout.mode == "server":
+        yield Conflict(
+            ("worker.rollout.mode", "worker.rollout.tensor_parallel_size"),
+            "a server is split over GPUs by its own --tensor-parallel-size; set this to 1",
+        )
+        return
+    gpus, keys = rollout.n_gpus, ["worker.rollout.n_gpus"]
+    if gpus is None:
+        gpus, keys = training.nnodes * training.n_gpus_per_node, ["training.nnodes", "training.n_gpus_per_node"]
+    if gpus % rollout.tensor_parallel_size:
+        yield Conflict(
+            ("worker.rollout.tensor_parallel_size", *keys),
+            f"that many GPUs are one engine, so the {gpus} GPUs of the engines must divide into such groups",
+        )
+
+
 def _engine(config: Config) -> Iterator[Conflict]:
-    rollout, training, model = config.worker.rollout, config.training, config.worker.actor.model
+    rollout, model = config.worker.rollout, config.worker.actor.model
     if rollout.name == "local" and rollout.mode != "inprocess":
         yield Conflict(
             ("worker.rollout.name", "worker.rollout.mode"),
@@ -340,12 +360,7 @@ def _engine(config: Config) -> Iterator[Conflict]:
             ("worker.rollout.lag", "optimization.tis_clip"),
             "responses of older weights are corrected by a ratio that tis_clip caps; set a cap, such as 2, or lag to 0",
         )
-    gpus = training.nnodes * training.n_gpus_per_node
-    if rollout.mode != "server" and rollout.name != "local" and rollout.tensor_parallel_size > gpus:
-        yield Conflict(
-            ("worker.rollout.tensor_parallel_size", "training.nnodes", "training.n_gpus_per_node"),
-            f"one engine would need more GPUs than the {gpus} of the run",
-        )
+    yield from _parts_of_an_engine(config)
     if model.peft_type is not None and config.worker.ref.refresh_every is not None:
         yield Conflict(
             ("worker.ref.refresh_every", "worker.actor.model.peft_type"),

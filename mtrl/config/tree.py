@@ -316,7 +316,7 @@ class RolloutConfig:
         None, "GPUs for engines alone, which each hold the model, with worker.hybrid_engine: false", "[1, inf)"
     )
     gpu_memory_utilization: float = key(0.4, "share of GPU memory for vLLM", "(0, 1]")
-    tensor_parallel_size: int = key(1, "GPUs per vLLM engine", "[1, inf)")
+    tensor_parallel_size: int = key(1, "GPUs of one vLLM engine; it divides those of the run, or n_gpus", "[1, inf)")
     enable_prefix_caching: bool = key(True, "responses of a prompt share its cache")
     val: ValSamplingConfig = field(default_factory=ValSamplingConfig)
 

@@ -25,8 +25,8 @@ class ApartGenerator(RankedGenerator):
 
     apart = True
 
-    def __init__(self, engines: Engines) -> None:
-        super().__init__(engines)
+    def __init__(self, engines: Engines, sharers: int = 1) -> None:
+        super().__init__(engines, sharers)
         self.engines = engines
 
     def wake(self) -> None: ...

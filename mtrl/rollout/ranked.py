@@ -1,4 +1,5 @@
-"""Engines of several ranks as one: each holds the whole model, and samples for its share of the prompts."""
+"""Engines of several ranks as one: each samples for its share of the prompts, by the whole model or, with neighbours,
+by a part of it each."""
 
 from __future__ import annotations
 
@@ -19,10 +20,11 @@ PART = "engine"
 
 
 class RankedGenerator(Awake):
-    """Samples are keyed by task, and a rank gets all of a task's prompts: rows are those of a single engine."""
+    """Samples are keyed by task, and an engine gets all of a task's prompts: rows are those of a single one. So many
+    `sharers`, neighbours, are one engine: they are asked the same, and say the same."""
 
-    def __init__(self, crew: Called) -> None:
-        self.crew = crew
+    def __init__(self, crew: Called, sharers: int = 1) -> None:
+        self.crew, self.sharers = crew, sharers
 
     def wake(self) -> None:
         self._on_all("wake")
@@ -36,15 +38,16 @@ class RankedGenerator(Awake):
         return self.joined(prompts, shares, self.crew.call(PART, "generate", given))
 
     def dealt(self, prompts: Sequence[Prompt], sampling: Sampling) -> tuple[list[list[int]], list[tuple[Any, ...]]]:
-        """The places of each engine's prompts, and what it is asked."""
-        shares = deal_prompts(prompts, self.crew.size)
-        return shares, [([prompts[place] for place in share], sampling) for share in shares]
+        """The places of each engine's prompts, and what each rank is asked."""
+        shares = deal_prompts(prompts, self.crew.size // self.sharers)
+        asked = [([prompts[place] for place in share], sampling) for share in shares]
+        return shares, [each for each in asked for _ in range(self.sharers)]
 
     def joined(self, prompts: Sequence[Prompt], shares: Sequence[list[int]], found: Sequence[Any]) -> Rollouts:
         """What engines say of their shares as the rows of one."""
         parts = [
             replace(rows, prompts=(), group=torch.tensor(share)[rows.group])
-            for rows, share in zip(found, shares, strict=True)
+            for rows, share in zip(found[:: self.sharers], shares, strict=True)
             if share
         ]
         rows = join_rows(parts)

@@ -5,6 +5,7 @@ With vLLM (`make test-vllm`): a rank takes a quarter of a minute to import it.""
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -47,8 +48,8 @@ def alone(tmp_path_factory):
     return metrics_of(run_of(output))
 
 
-def by_torchrun(arguments):
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def by_torchrun(arguments, ranks=2):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return [*launcher, "-m", "mtrl", *arguments]
 
 
@@ -58,12 +59,19 @@ def by_ray(arguments):
 
 IN_CHILD = ("worker.rollout.mode=process",)
 APART = ("worker.hybrid_engine=false", "worker.rollout.n_gpus=1")
+IN_PARTS = ("worker.rollout.tensor_parallel_size=2",)  # two processes hold a half of each layer
+TWO_IN_PARTS = (*IN_PARTS, "training.n_gpus_per_node=4")  # two engines of two
+APART_IN_PARTS = ("worker.hybrid_engine=false", "worker.rollout.n_gpus=2", *IN_PARTS)
 
 
-@pytest.mark.parametrize(
-    ("launched", "words"), [(by_torchrun, ()), (by_ray, ()), (by_ray, IN_CHILD), (by_ray, APART)],
-    ids=["torchrun", "ray", "ray in a child", "ray apart"],
-)  # fmt: skip
+WAYS = {
+    "torchrun": (by_torchrun, ()), "torchrun two in parts": (partial(by_torchrun, ranks=4), TWO_IN_PARTS),
+    "ray": (by_ray, ()), "ray in parts": (by_ray, IN_PARTS), "ray in a child": (by_ray, IN_CHILD),
+    "ray apart": (by_ray, APART), "ray apart in parts": (by_ray, APART_IN_PARTS),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("launched", "words"), WAYS.values(), ids=WAYS.keys())
 def test_engines_of_ranks(launched, words, tmp_path, alone):
     """The numbers of one process: each engine was given the weights that the ranks hold together, at every step."""
     words = (*WORDS, "training.n_gpus_per_node=2", *words)

@@ -25,7 +25,7 @@ from tiny_models import (
     shared_backbone,
 )
 from transformers import DynamicCache
-from vllm_engines import INSTALLED, child_process, engine_on, in_process, server
+from vllm_engines import INSTALLED, child_process, engine_on, in_parts, in_process, server
 
 from mtrl.errors import RunError
 from mtrl.models.backbone import Backbone
@@ -58,7 +58,16 @@ FRESH_ENGINES = {  # may be changed
     "local": lambda family, encoder: LocalGenerator(fresh_backbone(family), encoder),
     "decode": lambda family, encoder: decode_engine(fresh_backbone(family), encoder),
 }
-HOSTS = {"vllm": in_process, "vllm_process": child_process, "vllm_server": server} if INSTALLED else {}
+
+
+def parts_of_one_family(family):
+    if family != "qwen2_5_vl":
+        pytest.skip("two processes would start for each test; tests/on_vllm/test_weights.py has all families in parts")
+    return in_parts(family)
+
+
+HOSTS = {"vllm": in_process, "vllm_process": child_process, "vllm_server": server, "vllm_parts": parts_of_one_family}
+HOSTS = HOSTS if INSTALLED else {}
 for name, host in HOSTS.items():  # `make test-vllm`
     ENGINES[name], FRESH_ENGINES[name] = partial(vllm_engine, host), partial(vllm_engine, host, may_change=True)
 ALL = [pytest.param(name, marks=pytest.mark.slow if name.startswith("vllm_") else ()) for name in ENGINES]

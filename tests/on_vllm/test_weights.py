@@ -13,7 +13,17 @@ from tiny_models import (
     prompt,
     prompts_for,
 )
-from vllm_engines import INSTALLED, begun_server, child_process, end_servers, engine_on, in_process, server
+from vllm_engines import (
+    INSTALLED,
+    begun_server,
+    child_process,
+    end_servers,
+    engine_on,
+    in_parts,
+    in_process,
+    server,
+    sizes_of,
+)
 
 from mtrl.models.adapters import AdapterSettings, adapter_layers, add_adapters
 from mtrl.models.backbone import Backbone
@@ -25,7 +35,8 @@ from mtrl.types import Sampling, Weights
 pytestmark = pytest.mark.skipif(not INSTALLED, reason="vLLM is not installed")
 
 SAMPLED = Sampling(n=3, max_new_tokens=8)
-HOSTS = {"inprocess": in_process, "process": child_process, "server": server}
+HOSTS = {"inprocess": in_process, "process": child_process, "server": server, "parts": in_parts}
+MODES = [pytest.param(mode, marks=pytest.mark.slow if mode == "parts" else ()) for mode in HOSTS]
 TOLERANCE = 1e-4
 PLACES = {  # one weight of each part: what its name holds
     "vision tower": ("visual.blocks.0", "mlp"),
@@ -60,8 +71,9 @@ def mixed_prompts(family):
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("family", VISION_FAMILIES)
-def test_each_weight_arrives(family, place):
-    engine, model = engine_on(in_process(family), family, may_change=True), plain_model_at(checkpoint(family), family)
+@pytest.mark.parametrize("mode", ["inprocess", pytest.param("parts", marks=pytest.mark.slow)])
+def test_each_weight_arrives(family, place, mode):
+    engine, model = engine_on(HOSTS[mode](family), family, may_change=True), plain_model_at(checkpoint(family), family)
     named = [p for name, p in model.named_parameters() if all(part in name for part in PLACES[place]) and p.dim() > 1]
     with torch.no_grad():
         named[0].add_(0.5 * named[0].std() * torch.randn(named[0].shape, generator=torch.Generator().manual_seed(0)))
@@ -92,7 +104,7 @@ def test_adapters_arrive_merged(mode):
 
 
 @pytest.mark.parametrize("family", TINY_FAMILIES)
-@pytest.mark.parametrize("mode", HOSTS)
+@pytest.mark.parametrize("mode", MODES)
 def test_ten_updates(family, mode):
     """After each the engine has the trainer's log-probs; with repeated images, whatever it cached of them before."""
     engine, model = engine_on(HOSTS[mode](family), family, may_change=True), plain_model_at(checkpoint(family), family)
@@ -108,3 +120,15 @@ def test_ten_updates(family, mode):
         old = forward.signals(rollouts).old
         assert (old - rollouts.behaviour).abs().max() < TOLERANCE
         assert rollouts.version.unique().tolist() == [version]
+
+
+@pytest.mark.slow
+def test_each_process_holds_its_part():
+    """Half of each weight that vLLM leaves where it was (linear layers are packed elsewhere); a norm, whole."""
+    split, whole = ("embed_tokens.weight", "qkv_proj.bias", "qkv.bias"), ("norm.weight",)
+    first, second = in_parts("qwen2_5_vl").sizes()
+    alone = in_process("qwen2_5_vl").llm.apply_model(sizes_of)[0]
+    assert first == second and first.keys() == alone.keys()
+    for kinds, parts in ((split, 2), (whole, 1)):
+        found = {name for name in alone if name.endswith(kinds)}
+        assert found and all(alone[name] == parts * first[name] > 0 for name in found)

@@ -238,6 +238,14 @@ IMPOSSIBLE = [
         ["worker.rollout.tensor_parallel_size", "training.n_gpus_per_node"],
     ),
     (
+        ["worker.hybrid_engine=false", "worker.rollout.n_gpus=3", "worker.rollout.tensor_parallel_size=2"],
+        ["worker.rollout.tensor_parallel_size", "worker.rollout.n_gpus"],
+    ),
+    (
+        ["worker.rollout.mode=server", "worker.rollout.address=h:1", "worker.rollout.tensor_parallel_size=8"],
+        ["worker.rollout.mode", "worker.rollout.tensor_parallel_size"],
+    ),
+    (
         [
             "worker.actor.model.peft_type=lora",
             "worker.actor.model.freeze_vision_tower=true",
@@ -316,7 +324,8 @@ def test_combinations_that_cannot_work_name_the_keys(overrides, words):
             "worker.reward.reward_fn_path=a.py",
         ],
         ["worker.rollout.mode=server", "worker.rollout.address=localhost:8000"],
-        ["worker.rollout.mode=server", "worker.rollout.address=h:1", "worker.rollout.tensor_parallel_size=8"],
+        ["worker.rollout.name=vllm", "worker.rollout.tensor_parallel_size=2", "training.n_gpus_per_node=4"],
+        ["worker.hybrid_engine=false", "worker.rollout.n_gpus=2", "worker.rollout.tensor_parallel_size=2"],
         ["worker.rollout.mode=process"],
         ["worker.actor.model.freeze_vision_tower=true", "worker.actor.model.lora_vision_tower=true"],  # no adapters
         ["worker.actor.model.peft_type=qlora", "training.n_gpus_per_node=8"],

@@ -29,7 +29,12 @@ REFUSED = {  # what the message names: the overrides
     "worker.rollout.mode: process": {"worker.rollout.mode": "process"},
     "worker.rollout.mode: server": {"worker.rollout.mode": "server", "worker.rollout.address": "localhost:8000"},
     "worker.rollout.engine_kwargs": {"worker.rollout.engine_kwargs": {"max_num_seqs": 8}},
-    "worker.rollout.tensor_parallel_size": {
+    "worker.rollout.tensor_parallel_size of the local engine": {
+        "worker.rollout.tensor_parallel_size": 2, "training.n_gpus_per_node": 2
+    },
+    "worker.rollout.tensor_parallel_size in a child process": {
+        "worker.rollout.name": "vllm",
+        "worker.rollout.mode": "process",
         "worker.rollout.tensor_parallel_size": 2,
         "training.n_gpus_per_node": 2,
     },

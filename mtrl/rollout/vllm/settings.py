@@ -58,8 +58,10 @@ def engine_arguments(
     else:  # without chunks: requests with seeds kill an engine on a CPU that cuts a prompt in pieces
         arguments |= {"kv_cache_memory_bytes": CPU_CACHE, "enforce_eager": True, "enable_chunked_prefill": False}
         arguments |= {"max_num_batched_tokens": max(max_length or 32768, 8192)}
-    if among_ranks:  # it lives in the group that is there, with whose other members it does nothing together
+    if among_ranks:  # it lives in the group that is there, and has its parts, if any, in the neighbours
         arguments |= {"distributed_executor_backend": "external_launcher"}
+        if tensor_parallel_size > 1 and not on_gpu:
+            arguments |= {"worker_cls": "mtrl.rollout.vllm.cpu_part.CpuPart"}
     return arguments | dict(extra or {})
 
 
