@@ -1,19 +1,21 @@
 """Engines of two ranks give the rows of one, before and after the weights that they gather have changed; and rows are
 dealt out in whole groups."""
 
+from dataclasses import dataclass, field
+
 import pytest
 import torch
 from helpers import fake_rollouts
 from rank_helpers import run_ranks
 from sharded_helpers import LOSS, actor_batch, as_streams, same_responses
-from tiny_models import checkpoint, encoder_of, fresh_backbone, prompts_for
+from tiny_models import checkpoint, encoder_of, fresh_backbone, prompts_for, shared_backbone
 
 from mtrl.build.model import build_actor, forward_of
 from mtrl.build.ranks import RankPlan, build_parts
 from mtrl.config import load_config
 from mtrl.models.load import load_model
 from mtrl.rollout.local import LocalGenerator
-from mtrl.rollout.ranked import RankedGenerator, deal_prompts
+from mtrl.rollout.ranked import RankedGenerator, RankEngine, deal_prompts
 from mtrl.types import Needs, Sampling
 from mtrl.workers.rank import OwnCrew, serve
 from mtrl.workers.ranked import RankedLearner, deal
@@ -86,6 +88,34 @@ def test_two_engines_give_the_rows_of_one(tmp_path):
     found, _ = run_ranks(2, on_rank, tmp_path, path)
     same_responses(found, expected)
     assert fresh_backbone(FAMILY).output_matrix.shape == forward.backbone.output_matrix.shape
+
+
+@dataclass
+class InTurn:
+    """Ranks of this process, one after the other; what they were asked is kept."""
+
+    size: int
+    engine: RankEngine
+    asked: list = field(default_factory=list)
+
+    def call(self, part, method, arguments):
+        assert len(arguments) == self.size
+        self.asked = [[prompt.task.id for prompt in prompts] for prompts, _ in arguments]
+        return [getattr(self.engine, method)(*each) for each in arguments]
+
+
+@pytest.mark.parametrize(("ranks", "sharers"), [(2, 1), (2, 2), (4, 2), (6, 2), (6, 3)])
+def test_neighbours_that_are_one_engine_are_asked_the_same(ranks, sharers):
+    """And their rows count once: those of a single engine, whatever their number; some have nothing to do."""
+    alone = LocalGenerator(shared_backbone(FAMILY), encoder_of(FAMILY))
+    crew = InTurn(ranks, RankEngine(alone, publish=None))
+    found = RankedGenerator(crew, sharers).generate(prompts(), SAMPLING)
+    expected = alone.generate(prompts(), SAMPLING)
+    assert found.text == expected.text and torch.equal(found.group, expected.group)
+    assert torch.equal(found.tokens.where(found.mask, 0), expected.tokens.where(expected.mask, 0))
+    engines = [crew.asked[first : first + sharers] for first in range(0, ranks, sharers)]
+    assert all(each == [each[0]] * sharers for each in engines)
+    assert sum(len(each[0]) for each in engines) == len(prompts())
 
 
 def test_prompts_of_a_task_stay_together():
