@@ -27,7 +27,7 @@ def test_a_report_opens_by_itself(page, tmp_path, capsys):
     page.keyboard.press("r")
     page.wait_for_selector(".response .token")
     expect(page.locator(".sample header h2")).to_contain_text("Step 4")
-    assert page.locator(".images img").first.evaluate("image => image.complete && image.naturalWidth") == 4
+    assert page.locator(".images img").first.evaluate("image => image.decode().then(() => image.naturalWidth)") == 4
     page.keyboard.press("5")
     page.wait_for_selector(".token.on")
     page.keyboard.press("[")

@@ -48,7 +48,8 @@ def test_a_run_of_the_demo(page, demo_run):
         assert page.locator(".list li").count() == 8
         assert "Step 2" in titles(page)
         images = page.locator(".images img")
-        assert images.count() == 2 and images.nth(1).evaluate("image => image.complete && image.naturalWidth") == 56
+        assert images.count() == 2
+        assert images.nth(1).evaluate("image => image.decode().then(() => image.naturalWidth)") == 56
         page.locator(".response .token").first.hover()
         told = page.locator(".token-tip").inner_text()
         for name in ("S", "entropy", "weight", "trained on", "advantage", "log-prob", "vision mass, late"):

@@ -77,7 +77,8 @@ def test_nor_on_packing_nor_on_checkpointing(family):
 
 def test_in_the_vision_tower_too(family):
     found = learn(actor_of(family, LAYOUTS["small token budget"], vision_tower=True), [full_batch(family)])
-    check_equal(found, expected_of(family, vision_tower=True))
+    expected = expected_of(family, vision_tower=True)
+    check_equal(found, expected, weights=1e-5)  # a tenth of a step: some gradients are as small as their noise
     checkpointed = learn(actor_of(family, checkpointing=True, vision_tower=True), [full_batch(family)])
     check_equal(checkpointed, expected_of(family, vision_tower=True))
 
