@@ -91,9 +91,16 @@ def test_every_heat_map_shows_its_own_numbers(page, demo_run):
 DRAWN = "canvas => [...canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data].join()"
 
 
+def wait_for_images(page):
+    """What is below them moves until they are there."""
+    page.wait_for_selector(".images img")
+    page.locator(".images img").evaluate_all("images => Promise.all(images.map(image => image.decode()))")
+
+
 def test_where_a_token_looks(page, demo_run):
     with served(demo_run) as address:
         page.goto(f"{address}#rollouts")
+        wait_for_images(page)
         tokens, looks = page.locator(".response .token"), page.locator(".images canvas.looks")
         tokens.nth(1).hover()
         looks.wait_for()
@@ -125,9 +132,14 @@ def test_each_image_has_its_own_map(page, tmp_path):
     media = (np.full((28, 56, 3), 90, np.uint8), np.full((28, 28, 3), 160, np.uint8))
     recorded(tmp_path / "run/record", with_maps(step_of(), [*maps, None, None], media))
     with served(tmp_path / "run") as address:
+        asked = []
+        page.route("**/maps*", lambda route: asked.append(route))
         page.goto(f"{address}#rollouts")
+        wait_for_images(page)
         tokens, looks = page.locator(".response .token"), page.locator(".images canvas.looks")
-        tokens.first.hover()
+        tokens.nth(1).hover()
+        tokens.first.hover()  # while the maps are on their way
+        asked[0].continue_()
         expect(looks).to_have_count(2)
         drawn = [
             [round(1 - int(each) / 255, 2) for each in look.evaluate(DRAWN).split(",")[3::4]] for look in looks.all()

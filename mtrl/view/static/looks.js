@@ -5,19 +5,16 @@ import { h, number } from "mtrl/dom";
 
 const VEIL = "12 14 18"; // over what the token passes by; colours stay what they are
 const DARKEST = 0.75;
-const known = new WeakMap(); // a response -> its maps, or null while they are on their way
+const known = new WeakMap(); // a response -> its maps
+const coming = new WeakMap(); // a response -> the promise of them
 
 /** The maps of a response, where they are here; else they are asked for, and `then` is called once they have come. */
 export function mapsOf(run, one, then) {
   if (!one.grids) return null;
-  if (!known.has(one)) {
-    known.set(one, null);
-    api.maps(run, one.step, one.row).then((found) => {
-      known.set(one, found);
-      then?.();
-    }, () => {});
-  }
-  return known.get(one);
+  if (known.has(one)) return known.get(one);
+  if (!coming.has(one)) coming.set(one, api.maps(run, one.step, one.row).then((found) => known.set(one, found)));
+  coming.get(one).then(() => then?.(), () => {});
+  return null;
 }
 
 /** For each image the shares [time][row * width + column] of a token's attention. */
