@@ -12,6 +12,7 @@ from mtrl.rewards.builtin import accuracy, format, think_format
 from mtrl.rewards.registry import REWARDS
 
 SIZE = 1_000_000
+SOON = 4.0  # seconds: a slow processor took 1.1 in linear time, and what is quadratic takes many minutes
 COLOURS = ["red", "green", "blue", "a red circle"]
 UNITS = ["\n", " ", "<think>", "</think>", "<answer>", "</answer>", "<think></think>", "answer:", "answer ", "答案是"]
 UNITS += ["(", "[[", "{", "A", "A ", "a ", "A, ", "A or ", "not A ", "A is wrong. ", "because ", "option b ", "Ａ"]
@@ -29,24 +30,24 @@ def seconds(function, *arguments):
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_a_megabyte_takes_less_than_a_second(unit):
+def test_a_megabyte_takes_seconds_at_most(unit):
     text = hostile(unit)
     for response in (text, "<answer>" + text):
-        assert seconds(accuracy, {"response": response, "ground_truth": "B", "options": COLOURS}) < 1
-    assert seconds(accuracy, {"response": text, "ground_truth": "some text"}) < 1
+        assert seconds(accuracy, {"response": response, "ground_truth": "B", "options": COLOURS}) < SOON
+    assert seconds(accuracy, {"response": text, "ground_truth": "some text"}) < SOON
     for form in (format, think_format):
-        assert seconds(form, {"response": f"<think>{text}</think>"}) < 1
+        assert seconds(form, {"response": f"<think>{text}</think>"}) < SOON
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_the_formula_in_a_megabyte_is_found_in_less_than_a_second(unit):
+def test_the_formula_in_a_megabyte_is_found_in_seconds(unit):
     pytest.importorskip("math_verify")
     from mtrl.rewards.math_equality import given_answer, has_formula, last_box
 
     text = hostile(unit)
     for function in (given_answer, has_formula):
-        assert seconds(function, text) < 1
-    assert seconds(last_box, text[: SIZE // 2] + "}" * (SIZE // 2)) < 1
+        assert seconds(function, text) < SOON
+    assert seconds(last_box, text[: SIZE // 2] + "}" * (SIZE // 2)) < SOON
 
 
 def test_what_is_found_does_not_depend_on_the_length():
