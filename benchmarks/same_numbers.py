@@ -1,25 +1,35 @@
-"""Two commits, the same runs: are all numbers equal to the bit?
+"""Train the same runs with two commits and check that all numbers are bitwise equal.
 
-    python -m benchmarks.same_numbers BEFORE [AFTER] [--only tprl,demo] [--keep DIR]
+    python -m benchmarks.same_numbers BEFORE [AFTER] [--only tprl,demo] [--keep DIR] [--jobs 2] [--out FILE]
 
-Each commit is checked out aside and trains the embedded model through its own `mtrl train`, once for each case below
-(AFTER left out: the working tree). Every number of metrics.jsonl is compared except those of the clock, and every
-tensor of the last checkpoint. What differs is printed; the exit status is 1 if anything does.
+Each commit is checked out in a temporary worktree and trains through its own `mtrl train`, once per case below
+(without AFTER: the working tree). Every number of metrics.jsonl except timings is compared, and every tensor of the
+last checkpoint. Differences are printed; the exit status is 1 if there are any. `--out` writes a digest per case.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from torch import Tensor
+
+from mtrl.models.tiny import make_tiny_checkpoint
+
 ROOT = Path(__file__).resolve().parent.parent
-NOT_COMPARED = ("perf/", "time", "attempt")  # what the clock says, and how often a step was done
+NOT_COMPARED = ("perf/", "time", "attempt")  # timings, and how often a step was run
 TINY = (
     "dataset.rollout_batch_size=4", "worker.actor.global_batch_size=2", "worker.rollout.n=4", "training.max_steps=3",
     "training.logger=[]", "training.val_before_train=false", "training.val_freq=-1",
@@ -61,52 +71,107 @@ CASES: dict[str, tuple[str, ...]] = {
     "no_attention": ("optimization.compute_attention_metrics=false",),
     "attention": ("optimization.compute_attention_metrics=true", "training.val_before_train=true"),
 }  # fmt: skip
+RULES = (
+    "perception_filter", "entropy_filter", "trajectory_scaling", "attention_weights", "entropy_change", "mass_gate",
+    "vision_entropy", "vision_entropy_weights", "hidden_similarity", "attention_anchors", "key_tokens",
+    "perception_bonus", "random_filter", "bottom",
+)  # fmt: skip
+SCENES = ("worker.actor.model.model_path=scenes", "dataset.val_files={inputs}/mixed.jsonl")
+MIXED = ("dataset.train_files={inputs}/mixed.jsonl", "dataset.val_files={inputs}/mixed.jsonl")
+CASES |= {
+    "gae": (*PLAIN, "optimization.advantage_estimator=gae", "worker.critic.warmup_steps=1", "worker.rollout.n=2"),
+    "remax": (*PLAIN, "optimization.advantage_estimator=remax"),
+    "replay": (*PLAIN, "optimization.replay_buffer_size=4"),
+    "filtering": (*PLAIN, "optimization.online_filtering=true", "optimization.filter_key=accuracy"),
+    "lora": (*PLAIN, "worker.actor.model.peft_type=lora", "optimization.enable_perception_filtering=true"),
+    "one_step_ahead": ("worker.rollout.lag=1", "optimization.enable_perception_filtering=true"),
+    "two_ranks": ("training.n_gpus_per_node=2", "optimization.enable_perception_filtering=true"),
+    "text_rows": (*MIXED, "optimization.enable_perception_filtering=true", "optimization.enable_entropy_filtering=true"),
+    "qwen3_vl": (
+        *MIXED, "worker.actor.model.model_path={inputs}/qwen3_vl", "optimization.enable_perception_filtering=true",
+        "optimization.enable_token_weights=true", "dataset.max_response_length=24", "dataset.min_pixels=4096",
+    ),
+    "rule_shuffled": ("optimization.credit=[{name: shuffled, rule: perception_filter}]",),
+    "rule_oracle": (*SCENES, "optimization.credit=[oracle]"),
+} | {f"rule_{name}": (f"optimization.credit=[{name}]",) for name in RULES}  # fmt: skip
 DEMO = "demo"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before")
-    parser.add_argument("after", nargs="?", help="a commit; left out: the working tree")
-    parser.add_argument("--only", help=f"some of {', '.join([*CASES, DEMO])}")
-    parser.add_argument("--keep", type=Path, help="where runs of commits are kept, to be used again")
+    parser.add_argument("after", nargs="?", help="a commit; default: the working tree")
+    parser.add_argument("--only", help=f"comma-separated, from {', '.join([*CASES, DEMO])}")
+    parser.add_argument("--keep", type=Path, help="directory that keeps the runs of commits for the next call")
+    parser.add_argument("--jobs", type=int, default=1, help="cases that run at once")
+    parser.add_argument("--out", type=Path, help="JSON with a digest of the numbers of each case")
     options = parser.parse_args()
     names = options.only.split(",") if options.only else [*CASES, DEMO]
     with tempfile.TemporaryDirectory() as scratch:
         keep = (options.keep or Path(scratch, "runs")).resolve()
+        make_inputs(keep / "inputs")
         before = checkout(options.before, Path(scratch))
         after = checkout(options.after, Path(scratch)) if options.after else None
-        different = [name for name in names if not compare(name, keep, before, after)]
-        for tree in filter(None, (before, after)):
+        with ThreadPoolExecutor(options.jobs) as pool:
+            results = list(pool.map(lambda name: compare(name, keep, before, after), names))
+        for tree in {before, after} - {None}:
             git("worktree", "remove", "--force", str(tree))
-    print(f"{len(names) - len(different)} of {len(names)} cases equal to the bit")
-    return 1 if different else 0
+    equal = sum(not result["differences"] for result in results)
+    print(f"{equal} of {len(names)} cases bitwise equal")
+    if options.out is not None:
+        after_name = after.name if after else git("rev-parse", "--short", "HEAD")
+        report = {"before": before.name, "after": after_name, "cases": dict(zip(names, results, strict=True))}
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
+    return 0 if equal == len(names) else 1
 
 
-def compare(name: str, keep: Path, before: Path, after: Path | None) -> bool:
-    first = run(name, before, keep / before.name)
+def make_inputs(directory: Path) -> None:
+    """A file of rows with and without images, and a tiny Qwen3-VL: both commits read the same files."""
+    if (directory / "done").exists():
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for number in range(8):
+        row = {
+            "prompt": f"How many {'red green blue black'.split()[number % 4]} dogs? A 1, B 2.",
+            "answer": "AB"[number % 2],
+        }
+        if number % 2:
+            pixels = np.random.default_rng(number).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(directory / f"{number}.png")
+            row |= {"images": [f"{number}.png"]}
+        rows.append(json.dumps(row) + "\n")
+    (directory / "mixed.jsonl").write_text("".join(rows))
+    make_tiny_checkpoint(directory / "qwen3_vl", "qwen3_vl")
+    (directory / "done").touch()
+
+
+def compare(name: str, keep: Path, before: Path, after: Path | None) -> dict[str, Any]:
+    first = run(name, before, keep / before.name, keep / "inputs")
     with tempfile.TemporaryDirectory() as fresh:
-        second = run(name, after or ROOT, keep / after.name if after else Path(fresh))
-        found = [*differences(metrics(first), metrics(second)), *weight_differences(first, second)]
-    print(f"{name:<16} {'equal' if not found else f'{len(found)} DIFFERENCES'}", flush=True)
-    for line in found[:8]:
+        second = run(name, after or ROOT, keep / after.name if after else Path(fresh), keep / "inputs")
+        different = [*differences(metrics(first), metrics(second)), *differences(digests(first), digests(second))]
+    print(f"{name:<28} {'equal' if not different else f'{len(different)} DIFFERENCES'}", flush=True)
+    for line in different[:8]:
         print(f"    {line}")
-    return not found
+    numbers = {"metrics": len(metrics(first)), "tensors": len(digests(first)), "differences": len(different)}
+    everything = json.dumps([metrics(first), digests(first)], sort_keys=True)
+    return numbers | {"digest": hashlib.sha256(everything.encode()).hexdigest()[:16]}
 
 
-def run(name: str, tree: Path, place: Path) -> Path:
-    """The run's directory; one that is kept is not made again."""
-    output = place / name
-    found = list(output.glob("mtrl/*/checkpoints/best_model"))
-    if not found:
-        words = ["demo"] if name == DEMO else ["train", *TINY, *CASES[name]]
+def run(name: str, tree: Path, directory: Path, inputs: Path) -> Path:
+    """Trains a case unless its run is kept from an earlier call; returns the run directory."""
+    output = directory / name
+    done = list(output.glob("mtrl/*/checkpoints/best_model"))
+    if not done:
+        words = ["demo"] if name == DEMO else ["train", *TINY, *(word.format(inputs=inputs) for word in CASES[name])]
         command = [sys.executable, "-m", "mtrl", *words, f"training.output_dir={output}"]
         environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
-        if done.returncode:
-            raise SystemExit(f"{name} failed in {tree.name}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-        found = list(output.glob("mtrl/*/checkpoints/best_model"))
-    return found[0].parent.parent
+        process = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+        if process.returncode:
+            raise SystemExit(f"{name} failed in {tree.name}:\n{process.stdout[-2000:]}\n{process.stderr[-4000:]}")
+        done = list(output.glob("mtrl/*/checkpoints/best_model"))
+    return done[0].parent.parent
 
 
 def metrics(directory: Path) -> dict[str, Any]:
@@ -129,16 +194,26 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     ]
 
 
-def weight_differences(before: Path, after: Path) -> list[str]:
-    """Weights and optimizer state of the last checkpoints, by the bytes of their files."""
-    last = [max((run / "checkpoints").glob("step_*"), key=lambda path: int(path.name[5:])) for run in (before, after)]
-    files = {path.relative_to(last[0]) for path in last[0].rglob("*.safetensors")}
-    return [f"{file}: other bytes" for file in files if (last[0] / file).read_bytes() != (last[1] / file).read_bytes()]
+def digests(run: Path) -> dict[str, str]:
+    """A hash of every tensor of the last checkpoint: weights, optimizer state, replay buffer, responses sampled ahead.
+    The tensors of a file are numbered by their content, since a commit may give one another name."""
+    last = max((run / "checkpoints").glob("step_*"), key=lambda path: int(path.name[5:]))
+    found = {}
+    for path in sorted(last.rglob("*.safetensors")):
+        hashes = sorted(digest(tensor) for tensor in load_file(path).values())
+        found |= {f"{path.relative_to(last)}, tensor {number}": each for number, each in enumerate(hashes)}
+    return found
+
+
+def digest(tensor: Tensor) -> str:
+    content = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    return hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode() + content).hexdigest()[:16]
 
 
 def checkout(commit: str, scratch: Path) -> Path:
     name = git("rev-parse", "--short", commit)
-    git("worktree", "add", "--detach", "--force", str(scratch / name), commit)
+    if not (scratch / name).exists():
+        git("worktree", "add", "--detach", "--force", str(scratch / name), commit)
     return scratch / name
 
 
