@@ -86,7 +86,9 @@ CASES |= {
     "lora": (*PLAIN, "worker.actor.model.peft_type=lora", "optimization.enable_perception_filtering=true"),
     "one_step_ahead": ("worker.rollout.lag=1", "optimization.enable_perception_filtering=true"),
     "two_ranks": ("training.n_gpus_per_node=2", "optimization.enable_perception_filtering=true"),
-    "text_rows": (*MIXED, "optimization.enable_perception_filtering=true", "optimization.enable_entropy_filtering=true"),
+    "text_rows": (
+        *MIXED, "optimization.enable_perception_filtering=true", "optimization.enable_entropy_filtering=true",
+    ),
     "qwen3_vl": (
         *MIXED, "worker.actor.model.model_path={inputs}/qwen3_vl", "optimization.enable_perception_filtering=true",
         "optimization.enable_token_weights=true", "dataset.max_response_length=24", "dataset.min_pixels=4096",
@@ -132,10 +134,8 @@ def make_inputs(directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     rows = []
     for number in range(8):
-        row = {
-            "prompt": f"How many {'red green blue black'.split()[number % 4]} dogs? A 1, B 2.",
-            "answer": "AB"[number % 2],
-        }
+        colour = ("red", "green", "blue", "black")[number % 4]
+        row = {"prompt": f"How many {colour} dogs? A 1, B 2.", "answer": "AB"[number % 2]}
         if number % 2:
             pixels = np.random.default_rng(number).integers(0, 256, (64, 64, 3), dtype=np.uint8)
             Image.fromarray(pixels).save(directory / f"{number}.png")
