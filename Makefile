@@ -73,7 +73,7 @@ lint: setup
 	$(BIN)/mypy
 
 reference: setup
-	$(BIN)/python -m mtrl.config.reference > docs/config-reference.yaml
+	$(BIN)/python -m mtrl.config.key_reference > docs/config-reference.yaml
 
 format: setup
 	$(BIN)/ruff check --fix .

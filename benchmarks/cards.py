@@ -20,7 +20,7 @@ from typing import Any
 import mtrl
 from benchmarks.environment import finish
 from benchmarks.random_model import checkpoint_without_weights, random_config
-from mtrl.build.memory import plan_of
+from mtrl.compose.memory_limits import plan_of
 from mtrl.config import load_config
 from mtrl.memory.estimate import estimate, sized
 

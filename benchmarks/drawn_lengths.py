@@ -15,12 +15,12 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from mtrl.keyed import keyed_generator
 from mtrl.models.families import TextEncoder
 from mtrl.rollout import local
 from mtrl.rollout.decode import engine
 from mtrl.rollout.sampling import row_uniforms
 from mtrl.types import Sampling
+from mtrl.utils.seeding import keyed_generator
 
 SPARED = (
     0.1  # uniforms below this are not drawn, so that the stop token, far less likely than that, is not met by chance

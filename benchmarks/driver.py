@@ -36,16 +36,16 @@ from benchmarks.environment import environment
 from mtrl.algorithms.batches import BatchPlan
 from mtrl.algorithms.estimators import ESTIMATORS
 from mtrl.algorithms.losses import Loss
-from mtrl.cluster.crew import RayCrew
-from mtrl.cluster.transfer import Lent
-from mtrl.models.ranks import Ranks
+from mtrl.distributed.generator_proxy import RankedGenerator
+from mtrl.distributed.learner_proxy import RankedLearner
+from mtrl.distributed.object_refs import Lent
+from mtrl.distributed.ray_group import RayCrew
+from mtrl.models.parallel.ranks import Ranks
 from mtrl.protocols import Tracker
 from mtrl.report.chart import Line, Panel, draw_chart
-from mtrl.rollout.ranked import RankedGenerator
+from mtrl.training.algorithm_spec import Recipe
 from mtrl.training.loop import Components, Loop
-from mtrl.training.recipe import Recipe
 from mtrl.types import Needs, Prompt, Rewards, Rollouts, Sampling, Signals, Task
-from mtrl.workers.ranked import RankedLearner
 
 SIZES = (64, 128, 256, 512, 1024, 2048, 4096)
 RANKS, RESPONSES, LENGTH, PROMPT_TOKENS, PIXELS = 2, 8, 128, 96, 112

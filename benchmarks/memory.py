@@ -25,7 +25,7 @@ from benchmarks.measure import peak_gb
 from benchmarks.random_model import PATCHES, TEXT, TOKEN_PIXELS, VISION
 from mtrl.algorithms.losses import Loss
 from mtrl.memory.estimate import Estimate, Plan, estimate
-from mtrl.memory.rehearsal import Limits
+from mtrl.memory.preflight import Limits
 from mtrl.types import Needs, Sampling
 from mtrl.workers.micro_batches import MicroBatching
 

@@ -11,8 +11,8 @@ from typing import Any
 from PIL import Image
 
 from benchmarks.random_model import checkpoint_without_weights, random_checkpoint, random_questions
-from mtrl.config.load import load_config
-from mtrl.config.text import write_yaml
+from mtrl.config.load_config import load_config
+from mtrl.config.yaml_io import write_yaml
 from mtrl.models.families import load_encoder
 
 REWARD = '''"""A reward without a meaning: groups with different rewards, the same ones whenever it is asked."""

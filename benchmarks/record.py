@@ -23,12 +23,12 @@ from typing import Any
 import torch
 
 from benchmarks.environment import finish
-from mtrl.build.run import build
+from mtrl.compose.run import build
 from mtrl.config import load_config
+from mtrl.embedded.embedded_rows import CONFIG_FILE
 from mtrl.tracking.record import RolloutRecord
 from mtrl.training import loop
 from mtrl.training.loop import Loop
-from mtrl.zoo.rows import CONFIG_FILE
 
 Seconds = dict[str, list[float]]
 

@@ -46,9 +46,9 @@ from benchmarks.measure import give_back, held_gb, peak_gb, wait
 from benchmarks.random_model import random_prompts
 from benchmarks.random_run import PATHS, step_settings, write_run
 from benchmarks.rollout_rounds import ROUNDS, measure_rounds
-from mtrl.build.model import Loaded, build_generator, build_policy
-from mtrl.build.recipe import training_sampling
-from mtrl.build.run import configure
+from mtrl.compose.algorithm import training_sampling
+from mtrl.compose.policy import Loaded, build_generator, build_policy
+from mtrl.compose.run import configure
 from mtrl.config import given_keys
 from mtrl.models.backbone import Backbone
 from mtrl.protocols import Generator

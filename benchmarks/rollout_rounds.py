@@ -21,7 +21,7 @@ from benchmarks.drawn_lengths import drawn_lengths
 from benchmarks.measure import compiled_graphs, give_back, held_gb, peak_gb, wait
 from benchmarks.random_model import TOKEN_PIXELS
 from benchmarks.random_run import PATHS, step_settings, write_run
-from mtrl.build.run import Run, build, configure
+from mtrl.compose.run import Run, build, configure
 from mtrl.config import given_keys
 from mtrl.protocols import Tracker
 from mtrl.rollout.local import LocalGenerator

@@ -164,7 +164,11 @@ def run(name: str, tree: Path, directory: Path, inputs: Path) -> Path:
     output = directory / name
     done = list(output.glob("mtrl/*/checkpoints/best_model"))
     if not done:
-        words = ["demo"] if name == DEMO else ["train", *TINY, *(word.format(inputs=inputs) for word in CASES[name])]
+        words = (
+            ["demo"]
+            if name == DEMO
+            else ["train", *TINY, *(word.replace("{inputs}", str(inputs)) for word in CASES[name])]
+        )
         command = [sys.executable, "-m", "mtrl", *words, f"training.output_dir={output}"]
         environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
         process = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)

@@ -43,18 +43,18 @@ from benchmarks.environment import finish
 from benchmarks.measure import device_of
 from benchmarks.random_model import TOKEN_PIXELS, random_model
 from benchmarks.random_run import PATHS, step_settings, write_run
-from mtrl.build.model import Loaded, base_dtype, build_encoder, build_policy, model_path
-from mtrl.build.run import Run, build, configure
+from mtrl.compose.policy import Loaded, base_dtype, build_encoder, build_policy, model_path
+from mtrl.compose.run import Run, build, configure
 from mtrl.config import Config, given_keys
-from mtrl.machine import started_by_torchrun
-from mtrl.models.sharding import is_split
+from mtrl.distributed.generator_proxy import PART, RankedGenerator
+from mtrl.distributed.learner_proxy import RankedLearner
+from mtrl.models.parallel.fsdp import is_split
 from mtrl.protocols import Tracker
 from mtrl.rollout.decode.arena import CudaArena
 from mtrl.rollout.local import ROWS_AT_ONCE
-from mtrl.rollout.ranked import PART, RankedGenerator
 from mtrl.training.loop import Components, Loop
 from mtrl.types import Experience
-from mtrl.workers.ranked import RankedLearner
+from mtrl.utils.machine import started_by_torchrun
 
 SHARED_ARGUMENTS = ("size", "prompts", "generations", "image_side", "completion", "steps", "device", "micro_batch",
                     "text_tokens", "seed")  # fmt: skip

@@ -22,8 +22,8 @@ from PIL import Image, ImageDraw, ImageFont
 from transformers import AutoTokenizer
 
 import mtrl
+from mtrl.embedded.embedded_rows import MODEL_DIRECTORY
 from mtrl.models.perturb import PERTURBATIONS
-from mtrl.zoo.rows import MODEL_DIRECTORY
 
 KEPT_SHARE = 0.2
 WIDTH, MARGIN, GAP = 1720, 56, 12  # pixels, drawn for a display at half that size

@@ -2,7 +2,7 @@
 
     keys="training.max_steps=5 training.save_freq=1 training.save_limit=-1 training.output_dir=sizes dataset.val_files="
     for arm in tgf_20 grpo; do mtrl train study/$arm.yaml $keys dataset.seed=0 worker.rollout.seed=0; done
-    python -m benchmarks.update_size mtrl/zoo/scenes_model sizes/study/tgf_20 sizes/study/grpo
+    python -m benchmarks.update_size mtrl/embedded/scenes_model sizes/study/tgf_20 sizes/study/grpo
 
 The first run is the one to match. The norm of an update is that of the difference of all weights, from checkpoint to
 checkpoint; the mean over steps is compared. AdamW moves weights by a size that hardly hangs on that of the gradient, so

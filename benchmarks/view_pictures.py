@@ -22,7 +22,7 @@ import uvicorn
 from playwright.sync_api import sync_playwright
 
 from mtrl.commands.view import listen
-from mtrl.view.runs import open_runs
+from mtrl.view.run_index import open_runs
 from mtrl.view.server import make_app
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"

@@ -16,12 +16,12 @@ import psutil
 import torch
 
 from mtrl.models.families import TextEncoder, load_encoder
-from mtrl.models.load import load_model
+from mtrl.models.load_model import load_model
+from mtrl.models.state_dicts import exported_weights
 from mtrl.models.tiny import make_tiny_checkpoint
-from mtrl.models.weights import exported_weights
 from mtrl.rollout.vllm.generator import VllmGenerator
 from mtrl.rollout.vllm.inprocess import VllmInProcess
-from mtrl.rollout.vllm.process import VllmProcess
+from mtrl.rollout.vllm.process_engine import VllmProcess
 from mtrl.rollout.vllm.settings import engine_arguments
 from mtrl.types import Medium, Prompt, Sampling, Task, Weights
 

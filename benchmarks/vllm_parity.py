@@ -18,9 +18,9 @@ from mtrl.commands.installed import package_version
 from mtrl.models.backbone import Backbone
 from mtrl.models.families import TextEncoder, load_encoder
 from mtrl.models.forward import Forward
-from mtrl.models.load import load_model
+from mtrl.models.load_model import load_model
+from mtrl.models.state_dicts import exported_weights, save_model
 from mtrl.models.tiny import TINY_FAMILIES, VISION_FAMILIES, make_tiny_checkpoint
-from mtrl.models.weights import exported_weights, save_model
 from mtrl.rollout.vllm.generator import VllmGenerator
 from mtrl.rollout.vllm.inprocess import VllmInProcess
 from mtrl.rollout.vllm.settings import engine_arguments

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mtrl.algorithms.credit import Filter, Term, Weight
     from mtrl.config import ConfigError
-    from mtrl.errors import RunError, StartError
     from mtrl.protocols import Tracker as Callback
     from mtrl.training.trainer import Trainer
     from mtrl.types import Experience, Needs
+    from mtrl.utils.errors import RunError, StartError
 
     __version__: str
 
@@ -25,8 +25,8 @@ _PLACES = {
     "Needs": "mtrl.types:Needs",
     "Experience": "mtrl.types:Experience",
     "ConfigError": "mtrl.config:ConfigError",
-    "StartError": "mtrl.errors:StartError",
-    "RunError": "mtrl.errors:RunError",
+    "StartError": "mtrl.utils.errors:StartError",
+    "RunError": "mtrl.utils.errors:RunError",
 }
 
 __all__ = [

@@ -264,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if ours:
         signal.signal(signal.SIGINT, _leave_while_starting)
     try:
-        from mtrl.terminal import doors
+        from mtrl.utils.terminal import doors
 
         with doors():
             return _main(list(sys.argv[1:] if argv is None else argv))
@@ -327,7 +327,7 @@ def _run(command: Command, arguments: Sequence[str]) -> int:
     import logging
 
     from mtrl.config import ConfigError
-    from mtrl.errors import Finished, RunError, StartError
+    from mtrl.utils.errors import Finished, RunError, StartError
 
     if command is config and len(arguments) > 1 and arguments[0] in ("-h", "--help"):
         arguments = ["explain", *arguments[1:]]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mtrl.algorithms.losses import Loss
-from mtrl.algorithms.values import ValueLoss
+from mtrl.algorithms.value_loss import ValueLoss
 from mtrl.types import (
     Experience,
     Needs,
@@ -145,7 +145,7 @@ class TaskSource(Protocol):
 
 class Generator(Protocol):
     """Samples responses. It resets its own caches in `load` and refuses to sample at a version it does not hold.
-    `generate` and `load` are for an engine that is awake; its weights outlast a sleep (`rollout/awake.py`)."""
+    `generate` and `load` are for an engine that is awake; its weights outlast a sleep (`rollout/lifecycle.py`)."""
 
     def awake(self) -> AbstractContextManager[None]:
         """Wakes the engine; at its end the engine sleeps and the trainer has the device memory. Such blocks may stand

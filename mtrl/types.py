@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mtrl.attention_map import AttentionMap
-from mtrl.rows import as_index, join_rows, take_rows
+from mtrl.utils.attention_map import AttentionMap
+from mtrl.utils.record_rows import as_index, join_rows, take_rows
 
 NO_POOL, TEXT_POOL, VISION_POOL = 0, 1, 2  # of `Prompt.pool`: which prompt tokens attention counts, and as what
 

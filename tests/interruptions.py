@@ -9,7 +9,7 @@ from subprocess import Popen
 
 from run_helpers import start
 
-from mtrl.store.checkpoint import checkpoints
+from mtrl.checkpoint.folder_store import checkpoints
 
 MOMENTS = ("start", "step", "save")
 LONGEST_WAIT = {"start": 3.0, "step": 0.15, "save": 0.03}  # seconds after the moment, drawn at random

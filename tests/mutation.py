@@ -35,17 +35,17 @@ ROOT = Path(__file__).resolve().parent.parent
 PLACES = {
     "credit": "mtrl.algorithms.credit",
     "losses": "mtrl.algorithms.losses",
-    "values": "mtrl.algorithms.values",
-    "recipe": "mtrl.build.recipe",
-    "steps": "mtrl.training.recipe",
+    "values": "mtrl.algorithms.value_loss",
+    "recipe": "mtrl.compose.algorithm",
+    "steps": "mtrl.training.algorithm_spec",
     "learner": "mtrl.workers.learner",
     "actor": "mtrl.workers.actor",
     "reference": "mtrl.workers.reference",
     "micro_batches": "mtrl.workers.micro_batches",
     "filtering": "mtrl.algorithms.filtering",
-    "refill": "mtrl.training.refill",
+    "refill": "mtrl.training.dynamic_sampling",
     "buffer": "mtrl.algorithms.replay",
-    "gather": "mtrl.training.gather",
+    "gather": "mtrl.training.collect",
 }
 JOBS = 2
 SECONDS_PER_MUTANT = 90

@@ -10,7 +10,7 @@ import pytest
 
 from mtrl.algorithms.credit import Filter, Term, Weight
 from mtrl.algorithms.credit.registry import RULES
-from mtrl.config.foreign import translation
+from mtrl.config.foreign_keys import translation
 from mtrl.config.tree import OptimizationConfig, known_leaves, known_sections
 from mtrl.models.perturb import PERTURBATIONS
 

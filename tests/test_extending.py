@@ -18,19 +18,19 @@ from run_helpers import metrics_of, train_arguments
 from tiny_models import SHARPER, plain_inputs, prompt, random_rollouts
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from mtrl.build import run as run_module
-from mtrl.build.recipe import credit_rules
 from mtrl.cli import main
+from mtrl.compose import run as run_module
+from mtrl.compose.algorithm import credit_rules
 from mtrl.config import load_config
+from mtrl.embedded.embedded_rows import CONFIG_FILE, MODEL_DIRECTORY
 from mtrl.models.backbone import Backbone
 from mtrl.models.families import FAMILIES, QwenVLEncoder, load_encoder
 from mtrl.models.forward import Forward
-from mtrl.models.load import load_model
+from mtrl.models.load_model import load_model
 from mtrl.models.tiny import make_tiny_checkpoint
-from mtrl.plugins import load_plugin
 from mtrl.tracking.run_files import read_rows
 from mtrl.types import VISION_POOL, Experience, Rewards, Sampling, Signals, Weights
-from mtrl.zoo.rows import CONFIG_FILE, MODEL_DIRECTORY
+from mtrl.utils.plugins import load_plugin
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs/extending.md").read_text()

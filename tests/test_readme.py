@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mtrl.config import load_config
-from mtrl.zoo.rows import SIZES
+from mtrl.embedded.embedded_rows import SIZES
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()

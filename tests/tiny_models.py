@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from mtrl.models.backbone import Backbone
 from mtrl.models.families import TextEncoder, load_encoder
-from mtrl.models.load import load_model
+from mtrl.models.load_model import load_model
 from mtrl.models.parity import plain_inputs as as_transformers_takes_it
 from mtrl.models.tiny import TINY_FAMILIES, VISION_FAMILIES, make_tiny_checkpoint
 from mtrl.rollout.responses import rollouts_of

@@ -15,7 +15,7 @@ from helpers import NAN, fake_experience, fake_rollouts
 
 from mtrl.tracking.record import RolloutRecord
 from mtrl.types import SEGMENTS, Credit, Rewards, Signals
-from mtrl.view.books import RecordBook
+from mtrl.view.rollout_store import RecordBook
 
 
 def decode(ids):
@@ -107,7 +107,7 @@ def served(*paths):
     import uvicorn
 
     from mtrl.commands.view import listen
-    from mtrl.view.runs import open_runs
+    from mtrl.view.run_index import open_runs
     from mtrl.view.server import make_app
 
     with listen("127.0.0.1", 0) as listening:

@@ -24,14 +24,14 @@ import torch
 from tiny_models import checkpoint, encoder_of, plain_model
 
 from mtrl.models.families import TextEncoder
-from mtrl.models.weights import exported_weights
+from mtrl.models.state_dicts import exported_weights
 from mtrl.rollout.vllm.generator import VllmGenerator
-from mtrl.rollout.vllm.handover import write_weights
 from mtrl.rollout.vllm.inprocess import VllmInProcess
-from mtrl.rollout.vllm.process import VllmProcess
+from mtrl.rollout.vllm.process_engine import VllmProcess
 from mtrl.rollout.vllm.requests import Host
-from mtrl.rollout.vllm.server import VllmServer
+from mtrl.rollout.vllm.server_engine import VllmServer
 from mtrl.rollout.vllm.settings import ON_CPU, engine_arguments
+from mtrl.rollout.vllm.weight_files import write_weights
 from mtrl.types import Weights
 
 INSTALLED = find_spec("vllm") is not None
@@ -132,7 +132,7 @@ class InParts:
 
 
 def hold_part(connection: Any, place: dict[str, str]) -> None:
-    from mtrl.rollout.vllm import child
+    from mtrl.rollout.vllm import child_main as child
 
     os.environ |= place
     VllmInProcess.sizes = lambda host: host.llm.apply_model(sizes_of)[0]

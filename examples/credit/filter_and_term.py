@@ -14,7 +14,7 @@ import torch
 from mtrl import Filter, Term
 from mtrl.algorithms.credit.top_fraction import top_fraction
 from mtrl.algorithms.groups import group_mean
-from mtrl.keyed import keyed_generator
+from mtrl.utils.seeding import keyed_generator
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """An engine of your own: it answers from a table, by question. For trying rewards and credit on responses you chose."""
 
-from mtrl.rollout.awake import Awake
+from mtrl.rollout.lifecycle import Awake
 from mtrl.rollout.responses import finish_of, rollouts_of
 from mtrl.rollout.sampling import first_sample_numbers
 

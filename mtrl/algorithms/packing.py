@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mtrl.algorithms.groups import group_count
-from mtrl.keyed import keyed_generator
+from mtrl.utils.seeding import keyed_generator
 
 
 @dataclass(frozen=True)

@@ -14,22 +14,22 @@ import torch
 from torch import Tensor
 
 from mtrl.algorithms.signals import pool_sizes, segment, vgr
-from mtrl.build import recipe
-from mtrl.build.data import validation_sampler
-from mtrl.build.model import build_generator, build_policy, model_path
-from mtrl.build.unbuilt import refuse_unbuilt
-from mtrl.commands.arguments import evaluation_config, started, take_option, take_path_and_data
+from mtrl.commands.load_arguments import evaluation_config, started, take_option, take_path_and_data
+from mtrl.compose import algorithm
+from mtrl.compose.policy import build_generator, build_policy, model_path
+from mtrl.compose.task_source import validation_sampler
+from mtrl.compose.unsupported import refuse_unbuilt
 from mtrl.config import Config, ConfigError
-from mtrl.errors import StartError
-from mtrl.machine import may_write
+from mtrl.embedded.embedded_rows import MODEL_DIRECTORY
 from mtrl.models.families import TextEncoder
 from mtrl.models.forward import Forward
 from mtrl.report.attention_page import Answered, Drawn, overview, write_report
 from mtrl.report.heat_map import ImageAttention
-from mtrl.report.pages import SHOWN_SEGMENTS
+from mtrl.report.markdown_pages import SHOWN_SEGMENTS
 from mtrl.rewards.choices import chosen_letter
 from mtrl.types import SEGMENTS, VISION_POOL, Needs, Prompt, Rollouts
-from mtrl.zoo.rows import MODEL_DIRECTORY
+from mtrl.utils.errors import StartError
+from mtrl.utils.machine import may_write
 
 SAMPLES = 8
 MOST_DRAWN = 8  # most tokens of one response that get a picture
@@ -93,7 +93,7 @@ def look(config: Config, options: Options) -> list[Answered]:
         raise StartError(f"{model_path(config)} is a text model: there is no image to look at")
     if not config.dataset.val_files and config.worker.actor.model.model_path != str(MODEL_DIRECTORY):
         raise ConfigError(["dataset.val_files: nothing to answer; name a file (--data F)"])
-    sampling = replace(recipe.validation_sampling(config), n=1)
+    sampling = replace(algorithm.validation_sampling(config), n=1)
     answers = []
     with closing(build_generator(config, policy, encoder)) as generator:
         for prompts in batches(config, encoder, options.samples):

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from mtrl.commands.arguments import say, started, take_option
+from mtrl.commands.load_arguments import say, started, take_option
 from mtrl.compare.arms import Arm, arm_of, read_arm
 from mtrl.compare.batch import Job, check_arms, jobs_of, pack, run_batch, unpack
-from mtrl.compare.pages import NONE, Checks, check_page, write_pages
 from mtrl.config import load_config
-from mtrl.errors import StartError
+from mtrl.report.compare_page import NONE, Checks, check_page, write_pages
+from mtrl.utils.errors import StartError
 
 USAGE = "mtrl compare CONFIG... [--seeds N | A-B] [--jobs N] [--minutes M] [--out DIR] [--archive FILE] [a.b=c ...]"
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from mtrl.config import ConfigError
-from mtrl.config.convert import DIFFERS, LOST, convert
+from mtrl.config.foreign_config import DIFFERS, LOST, convert
 
 NOT_ALL = 1
 USAGE = "mtrl convert FILE.yaml|FILE.py [--gpus N] > run.yaml"

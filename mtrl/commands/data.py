@@ -5,15 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from mtrl.build.data import data_settings, rewards_of_truth, sources_of
-from mtrl.build.model import build_encoder, unmade
-from mtrl.commands.arguments import say, started
+from mtrl.commands.load_arguments import say, started
+from mtrl.compose.policy import build_encoder, unmade
+from mtrl.compose.task_source import data_settings, rewards_of_truth, sources_of
 from mtrl.config import Config, ConfigError, load_config, take_file
 from mtrl.config.packaged import is_config
-from mtrl.data import DataError, DataSettings, report
+from mtrl.data import DataError, DataSettings
 from mtrl.data.sources import Source
+from mtrl.embedded.embedded_rows import config_of
 from mtrl.models.families import TextEncoder
-from mtrl.zoo.rows import config_of
+from mtrl.report import data_page as report
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -9,9 +9,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mtrl.build.run import build, configure
-from mtrl.commands.arguments import say, started
-from mtrl.store.checkpoint import checkpoints
+from mtrl.checkpoint.folder_store import checkpoints
+from mtrl.commands.load_arguments import say, started
+from mtrl.compose.run import build, configure
 from mtrl.tracking.run_files import read_rows
 
 STEPS = 24

@@ -9,26 +9,26 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from mtrl.build.critic import critic_path
-from mtrl.build.data import EMBEDDED
-from mtrl.build.memory import plan_of, sized_by_memory
-from mtrl.build.model import model_path, unmade
-from mtrl.build.run import configure, unknown_names
-from mtrl.build.unbuilt import unbuilt
 from mtrl.commands import installed
-from mtrl.commands.arguments import take_option
+from mtrl.commands.doctor_trial import trial_problems
 from mtrl.commands.installed import Device
-from mtrl.commands.rows import row_problems
-from mtrl.commands.trial import trial_problems
+from mtrl.commands.load_arguments import take_option
+from mtrl.commands.show_rows import row_problems
+from mtrl.compose.critic_worker import critic_path
+from mtrl.compose.memory_limits import plan_of, sized_by_memory
+from mtrl.compose.policy import model_path, unmade
+from mtrl.compose.run import configure, unknown_names
+from mtrl.compose.task_source import EMBEDDED
+from mtrl.compose.unsupported import unbuilt
 from mtrl.config import Config, ConfigError, take_file, warnings
 from mtrl.data.sources import HUB_ID
-from mtrl.machine import existing_parent, free_disk, may_write
 from mtrl.memory.estimate import Estimate, Plan, estimate, sized, smaller
-from mtrl.memory.rehearsal import ADAM_STATES
+from mtrl.memory.preflight import ADAM_STATES
+from mtrl.models.checkpoint_files import refuse_broken_weights
 from mtrl.models.families import load_model_config, refuse_unknown_family
-from mtrl.models.files import refuse_broken_weights
-from mtrl.models.load import DTYPES
-from mtrl.rewards.registry import is_bare
+from mtrl.models.load_model import DTYPES
+from mtrl.rewards.builtin_names import is_bare
+from mtrl.utils.machine import existing_parent, free_disk, may_write
 
 CANNOT_RUN = 2
 TRY = "--try"

@@ -9,12 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mtrl.build.run import evaluate
-from mtrl.commands.arguments import evaluation_config, say, started, take_option, take_path_and_data
+from mtrl.commands.load_arguments import evaluation_config, say, started, take_option, take_path_and_data
+from mtrl.compose.run import evaluate
 from mtrl.config import ConfigError, given_keys
 from mtrl.data.parallel import Progress
 from mtrl.tracking.jsonl import as_line
-from mtrl.training.evaluate import Result, Seen
+from mtrl.training.validation import Result, Seen
 from mtrl.types import Rewards, Rollouts
 
 ATTENTION = "optimization.compute_attention_metrics"

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from mtrl.build.export import Source, export, push, refuse_push, refuse_target
-from mtrl.commands.arguments import run_and_checkpoint, say, started, take_option
+from mtrl.commands.load_arguments import run_and_checkpoint, say, started, take_option
+from mtrl.compose.export_model import Source, export, push, refuse_push, refuse_target
 from mtrl.config import ConfigError
 
 USAGE = "mtrl export RUN|CHECKPOINT --to DIR [--dtype bf16|fp32] [--push ORG/NAME]"

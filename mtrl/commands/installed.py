@@ -13,8 +13,8 @@ from importlib.util import find_spec
 import torch
 
 from mtrl.config import Config
-from mtrl.machine import free_memory, main_memory, started_by_torchrun
-from mtrl.rewards.registry import REWARDS, Library
+from mtrl.rewards.builtin_names import REWARDS, Library
+from mtrl.utils.machine import free_memory, main_memory, started_by_torchrun
 
 CORE = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow", "pillow", "omegaconf")
 

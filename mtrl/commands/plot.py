@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
-from mtrl.commands.arguments import say, started, take_option
-from mtrl.errors import StartError
-from mtrl.machine import may_write
-from mtrl.report.runs import History, draw_runs, history, is_step
+from mtrl.commands.load_arguments import say, started, take_option
+from mtrl.report.run_curves import draw_runs
 from mtrl.tracking.jsonl import rows_of
+from mtrl.utils.errors import StartError
+from mtrl.utils.machine import may_write
+from mtrl.utils.metric_history import History, history, is_step
 
 USAGE = "mtrl plot RUN... [--out FILE] [metric ...]"
 METRICS = "metrics.jsonl"

@@ -9,14 +9,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mtrl.build.hub import seeking_data
-from mtrl.commands.arguments import say, started, take_option
+from mtrl.commands.load_arguments import say, started, take_option
+from mtrl.compose.hub import seeking_data
 from mtrl.config import ConfigError
-from mtrl.errors import RunError
 from mtrl.prepare import aokvqa, arxivqa, merge, mmmu_pro
+from mtrl.prepare.prepare_dataset import Prepared, Wishes, prepare
 from mtrl.prepare.questions import Reader
-from mtrl.prepare.run import Prepared, Wishes, prepare
 from mtrl.prepare.select import read_ids
+from mtrl.utils.errors import RunError
 
 DATASETS = {"aokvqa": aokvqa, "arxivqa": arxivqa, "mmmu-pro": mmmu_pro}
 TITLES = {"aokvqa": "A-OKVQA", "arxivqa": "VisRAG-ArxivQA", "mmmu-pro": "MMMU-Pro", "merge": "A merged set"}

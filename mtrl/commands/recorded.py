@@ -14,7 +14,7 @@ import torch
 
 from mtrl.data import BadRow, DataError
 from mtrl.data.prompts import TaskBuilder
-from mtrl.data.rows import RowError
+from mtrl.data.row_settings import RowError
 from mtrl.data.sources import Source
 from mtrl.data.video import measure, pixels, target_sizes
 from mtrl.models.families import TextEncoder

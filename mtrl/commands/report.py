@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from mtrl.errors import StartError
 from mtrl.report.markdown_report import write_markdown
-from mtrl.report.runs import draw_runs
-from mtrl.view.page import single_page
-from mtrl.view.runs import NoRun, Run, open_runs
-from mtrl.view.share import shared
+from mtrl.report.run_curves import draw_runs
+from mtrl.utils.errors import StartError
+from mtrl.view.html_page import single_page
+from mtrl.view.run_index import NoRun, Run, open_runs
+from mtrl.view.shared_view import shared
 
 USAGE = "mtrl report RUN_DIR [RUN_DIR ...] [--out DIR] [--rollouts N]"
 ROLLOUTS = 64  # responses in a report

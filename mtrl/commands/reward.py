@@ -7,23 +7,23 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from mtrl.build.data import EMBEDDED, data_settings, sources_of
-from mtrl.build.model import build_encoder
-from mtrl.build.rewards import known_reward, reward_function
-from mtrl.commands.arguments import say, started, take_path_and_data
+from mtrl.commands.load_arguments import say, started, take_path_and_data
 from mtrl.commands.recorded import DataRecord, Recorded, RunRecord, batches, rollouts_file
+from mtrl.compose.policy import build_encoder
+from mtrl.compose.reward_scorer import known_reward, reward_function
+from mtrl.compose.task_source import EMBEDDED, data_settings, sources_of
 from mtrl.config import Config, ConfigError, load_config
 from mtrl.data import DataError
 from mtrl.data.cache import DiskCache
 from mtrl.data.columns import with_known_columns
 from mtrl.data.prompts import TaskBuilder
 from mtrl.data.sources import Source
+from mtrl.embedded.embedded_rows import config_of
 from mtrl.models.families import TextEncoder
-from mtrl.rewards.registry import is_bare
+from mtrl.report.reward_page import report, summary
+from mtrl.rewards.builtin_names import is_bare
+from mtrl.rewards.dry_run import Trial, try_on
 from mtrl.rewards.samples import samples_of
-from mtrl.rewards.trial import Trial, try_on
-from mtrl.rewards.trial_report import report, summary
-from mtrl.zoo.rows import config_of
 
 ALL_FAILED = 1  # exit status: the function gave no response a reward
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mtrl.build.run import Run, build, configure, train_through
-from mtrl.commands.arguments import say, started, warnings_to_log
+from mtrl.commands.load_arguments import say, started, warnings_to_log
+from mtrl.compose.run import Run, build, configure, train_through
 from mtrl.config import Config, take_file, warnings
-from mtrl.training.recipe import Recipe
+from mtrl.training.algorithm_spec import Recipe
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from mtrl.errors import StartError
-from mtrl.view.runs import NoRun, Run, open_runs
+from mtrl.utils.errors import StartError
+from mtrl.view.run_index import NoRun, Run, open_runs
 
 USAGE = "mtrl view RUN_DIR [RUN_DIR ...] [--port N] [--host ADDRESS] [--no-browser]"
 PORT = 6060

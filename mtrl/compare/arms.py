@@ -11,10 +11,10 @@ from typing import Any, NoReturn
 import yaml  # type: ignore[import-untyped]
 
 from mtrl.compare.statistics import area
-from mtrl.errors import StartError
-from mtrl.files import regular_file
-from mtrl.report.runs import History, history
 from mtrl.tracking.jsonl import rows_of
+from mtrl.utils.errors import StartError
+from mtrl.utils.files import regular_file
+from mtrl.utils.metric_history import History, history
 
 METRICS, VALIDATIONS, CONFIG = "metrics.jsonl", "validations.jsonl", "config.yaml"
 ENDPOINTS = ("val/avg@", "val/reward_score")  # what is compared: accuracy, else reward

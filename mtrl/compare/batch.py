@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from mtrl.errors import StartError
+from mtrl.utils.errors import StartError
 
 CHECK = "manipulation.json"
 POLL_S = 0.2
@@ -89,7 +89,7 @@ def check_arm(job: Job, environment: Mapping[str, str]) -> dict[str, float]:
     if not file.is_file():
         file.parent.mkdir(parents=True, exist_ok=True)
         words = [*job.overrides, f"dataset.seed={job.seed}", f"worker.rollout.seed={job.seed}"]
-        command = [sys.executable, "-m", "mtrl.commands.manipulation", job.config, *words]
+        command = [sys.executable, "-m", "mtrl.commands.gradient_check", job.config, *words]
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment)
         if done.returncode:
             raise StartError(f"{job.arm} cannot begin: {' '.join(done.stderr.strip().splitlines()[-LAST_LINES:])}")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mtrl.keyed import keyed_generator
+from mtrl.utils.seeding import keyed_generator
 
 RESAMPLES = 10_000
 LEVEL = 0.95

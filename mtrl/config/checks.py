@@ -13,7 +13,7 @@ from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from mtrl.config.tree import GROUP_ESTIMATORS, Config
-from mtrl.rewards.registry import REWARDS, is_bare
+from mtrl.rewards.builtin_names import REWARDS, is_bare
 
 # AdamW moves a weight by about lr, and a bf16 weight (8 bits) moves only by 1/512 of itself or more. Of weights of a
 # usual size (0.02), three steps change 2% at 1e-6, 15% at 1e-5, 82% at 1e-4.

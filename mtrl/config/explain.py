@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 
-from mtrl.config.errors import ConfigError
-from mtrl.config.foreign import names_elsewhere
+from mtrl.config.config_error import ConfigError
+from mtrl.config.foreign_keys import names_elsewhere
+from mtrl.config.key_reference import reference, section_lines, written
 from mtrl.config.nearest import suggestion
-from mtrl.config.reference import reference, section_lines, written
 from mtrl.config.tree import known_leaves, known_sections
-from mtrl.config.values import describe
+from mtrl.config.value_types import describe
 
 
 def explain(name: str | None) -> str:

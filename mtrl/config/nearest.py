@@ -2,7 +2,7 @@
 
 from difflib import SequenceMatcher
 
-from mtrl.config.foreign import moved, translation
+from mtrl.config.foreign_keys import moved, translation
 from mtrl.config.tree import known_leaves, known_sections
 
 _CLOSE_ENOUGH = 0.7

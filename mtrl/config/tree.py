@@ -13,7 +13,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_type_hints
 
-from mtrl.config.places import Kind
+from mtrl.config.paths import Kind
 
 GROUP_ESTIMATORS = ("grpo", "rloo")  # they compare the responses of one prompt
 DEFAULT_GROUP_SIZE = 8

@@ -8,7 +8,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from mtrl.config.text import BadYaml
+from mtrl.config.yaml_io import BadYaml
 
 _TRAINER = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset")  # its arguments by position
 _LORA_DEFAULTS = {"lora_r": 8, "lora_alpha": 8, "lora_target_modules": ["q_proj", "v_proj"]}  # peft's, for our families

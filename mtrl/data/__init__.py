@@ -1,7 +1,7 @@
 """From files to prompts. `open_dataset` reads and checks, `Sampler` hands out."""
 
 from mtrl.data.dataset import Counts, Dataset, open_dataset
-from mtrl.data.rows import BadRow, DataError, DataSettings
+from mtrl.data.row_settings import BadRow, DataError, DataSettings
 from mtrl.data.sampler import Sampler
 from mtrl.data.sources import RowList, open_sources
 

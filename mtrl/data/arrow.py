@@ -20,8 +20,8 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
 from mtrl.data.cache import DiskCache, file_stamp, pack_json, replacing, unpack_json
-from mtrl.data.rows import DataError, RowError
-from mtrl.files import regular_file
+from mtrl.data.row_settings import DataError, RowError
+from mtrl.utils.files import regular_file
 
 MIB = 1 << 20
 MAX_ROW_GROUP = 8 * MIB  # bytes; a larger row group is too slow to decode for a single row

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from mtrl.files import regular_file
+from mtrl.utils.files import regular_file
 
 DIGEST = 16  # bytes of the checksum before an archive
 

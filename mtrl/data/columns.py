@@ -18,7 +18,7 @@ import numpy as np
 from mtrl.data.cache import DiskCache, pack_json, unpack_json
 from mtrl.data.formats import CONVERSATIONS, UNKNOWN, format_of, read_conversation
 from mtrl.data.media import looks_like_image, looks_like_video
-from mtrl.data.rows import DataSettings, RowError
+from mtrl.data.row_settings import DataSettings, RowError
 from mtrl.data.sources import Source
 
 VERSION = 3  # of what the cache holds; raise it with KNOWN or with what is usable

@@ -20,7 +20,7 @@ from mtrl.data.columns import all_columns, with_known_columns
 from mtrl.data.lengths import BAD, GOOD, SAMPLED, TOO_BIG, Scanner, SourceScan, scan_source
 from mtrl.data.missing import GOES_ON, Noted
 from mtrl.data.prompts import TaskBuilder
-from mtrl.data.rows import BadRow, DataError, DataSettings, left_out_at_first, list_bad_rows
+from mtrl.data.row_settings import BadRow, DataError, DataSettings, left_out_at_first, list_bad_rows
 from mtrl.data.sources import Source, open_sources
 from mtrl.protocols import PromptEncoder
 from mtrl.types import Task

@@ -22,7 +22,7 @@ from mtrl.data.columns import image_column
 from mtrl.data.media import Size, within_side
 from mtrl.data.parallel import map_rows
 from mtrl.data.prompts import MARK, TaskBuilder
-from mtrl.data.rows import DataSettings, RowError
+from mtrl.data.row_settings import DataSettings, RowError
 from mtrl.data.sources import Source
 from mtrl.data.templates import template_text
 from mtrl.data.video import check_pixels, measure, target_sizes

@@ -21,9 +21,9 @@ from typing import Any, BinaryIO, Literal
 import numpy as np
 from PIL import ExifTags, Image
 
-from mtrl.data.rows import RowError
-from mtrl.files import regular_file
+from mtrl.data.row_settings import RowError
 from mtrl.types import Medium
+from mtrl.utils.files import regular_file
 
 MAX_PIXELS = 89_478_485  # most pixels of one image: 256 MiB of RGB, where Pillow begins to warn of decompression bombs
 # Formats that Pillow decodes by itself; for others, such as EPS, it would run a program.

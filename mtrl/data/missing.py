@@ -10,7 +10,7 @@ import numpy as np
 from mtrl.data.columns import image_column, is_truth, reach
 from mtrl.data.lengths import BESIDE, MARKED, UNREAD, SourceScan
 from mtrl.data.prompts import TaskBuilder
-from mtrl.data.rows import DataSettings, RowError
+from mtrl.data.row_settings import DataSettings, RowError
 from mtrl.data.sources import Source
 
 GOES_ON = "To go on all the same: dataset.on_missing=warn."

@@ -14,7 +14,7 @@ from typing import Any
 
 from mtrl.data.columns import MISSING, image_column, reach
 from mtrl.data.media import Kind, image_medium, media_list
-from mtrl.data.rows import DataError, DataSettings, RowError
+from mtrl.data.row_settings import DataError, DataSettings, RowError
 from mtrl.data.sources import Source
 from mtrl.data.templates import PromptTemplate, load_template
 from mtrl.types import Medium, Task

@@ -25,7 +25,7 @@ from PIL import Image
 
 from mtrl.data.dataset import Dataset
 from mtrl.data.media import Size, within_side
-from mtrl.data.rows import BadRow, DataError, RowError, list_bad_rows
+from mtrl.data.row_settings import BadRow, DataError, RowError, list_bad_rows
 from mtrl.data.video import measure, pixels, target_sizes
 from mtrl.data.workers import Workers
 from mtrl.protocols import PromptEncoder

@@ -36,9 +36,9 @@ from mtrl.data.arrow import (
     several_splits,
 )
 from mtrl.data.cache import DiskCache, file_stamp
-from mtrl.data.rows import DataError, RowError
+from mtrl.data.row_settings import DataError, RowError
 from mtrl.data.tars import TarRows
-from mtrl.files import regular_file
+from mtrl.utils.files import regular_file
 
 SPLIT_NAMES = ("train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval")
 MOST_LEVELS = 100  # of lists and objects in a row: whoever looks at its columns may do so by recursion

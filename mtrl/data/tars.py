@@ -16,7 +16,7 @@ import numpy as np
 
 from mtrl.data.cache import DiskCache, file_stamp, pack_json, unpack_json
 from mtrl.data.media import IMAGE_ENDINGS
-from mtrl.data.rows import DataError, RowError
+from mtrl.data.row_settings import DataError, RowError
 
 COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 NEEDED = {"first", "start", "size", "field", "fields", "keys", "fingerprint"}

@@ -16,8 +16,8 @@ import jinja2.meta
 from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
-from mtrl.data.rows import DataError
-from mtrl.files import regular_file
+from mtrl.data.row_settings import DataError
+from mtrl.utils.files import regular_file
 
 MOST_WORK = 1_000_000  # loop rounds and calls of one rendering, and the largest number that it may repeat or pad by
 MOST_TEXT = 4_000_000  # characters of a rendered prompt

@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image
 
 from mtrl.data.media import MAX_PIXELS, Size, decode, name_of, open_bytes, read_size, within_side
-from mtrl.data.rows import DataError, RowError
+from mtrl.data.row_settings import DataError, RowError
 from mtrl.protocols import PromptEncoder
 from mtrl.types import Medium, Task
 

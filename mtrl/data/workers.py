@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from mtrl.data.parallel import STALLED_S, leave_with_parent, may_fork, usable_cores
-from mtrl.data.rows import BadRow
+from mtrl.data.row_settings import BadRow
 from mtrl.types import Prompt
 
 MOST_WORKERS = 8

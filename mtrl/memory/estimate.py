@@ -1,8 +1,8 @@
 """How much device memory a run takes at most: what is certain by formula, the rest from passes.
 
 Weights, gradients, optimizer state, keys and values are counted. What passes hold beyond them is measured on a model of
-the same width that has no numbers (`models/fake.py`), with 2 and with 4 layers, at the limits of the configuration; it
-grows by the same amount with each layer, so that the real depth follows.
+the same width that has no numbers (`models/fake_model.py`), with 2 and with 4 layers, at the limits of the
+configuration; it grows by the same amount with each layer, so that the real depth follows.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from mtrl.memory.rehearsal import ADAM_STATES, Limits, Rehearsal, half_pass
-from mtrl.memory.split import Split, whole_gradients, whole_in_a_pass
+from mtrl.memory.decode_footprint import decodes_by_graphs, graphs_parts, graphs_pass, plain_parts, plain_pass
+from mtrl.memory.preflight import ADAM_STATES, Limits, Rehearsal, half_pass
+from mtrl.memory.shard_sizes import Split, whole_gradients, whole_in_a_pass
+from mtrl.models.activation_checkpointing import Recomputed
 from mtrl.models.adapters import AdapterSettings, layer_projections
-from mtrl.models.fake import FakeBackbone, FakeModel
+from mtrl.models.fake_model import FakeBackbone, FakeModel
 from mtrl.models.forward import Forward
-from mtrl.models.live_tensors import LiveTensors
-from mtrl.models.load import DTYPES
+from mtrl.models.load_model import DTYPES
+from mtrl.models.model_size import ModelSize, critic_tensors, size_of
 from mtrl.models.quantized import BYTES
-from mtrl.models.recompute import Recomputed
-from mtrl.models.size import ModelSize, critic_tensors, size_of
-from mtrl.rollout.decode.footprint import decodes_by_graphs, graphs_parts, graphs_pass, plain_parts, plain_pass
+from mtrl.utils.live_tensors import LiveTensors
 from mtrl.workers.micro_batches import MicroBatching
 from mtrl.workers.offload import PIECE
 

@@ -19,9 +19,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from mtrl.models.files import read_json_object
+from mtrl.models.checkpoint_files import read_json_object
+from mtrl.models.parallel.fsdp import is_split, whole
 from mtrl.models.quantized import four_bit_layers, quantize
-from mtrl.models.sharding import is_split, whole
 
 ADAPTER = "default"  # peft's name for the one that a model has here
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

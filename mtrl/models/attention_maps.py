@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from mtrl.models.attention import Layer, Reader
+from mtrl.models.device_copy import to_device
 from mtrl.models.layout import Layout
-from mtrl.models.transfer import to_device
-from mtrl.models.ulysses import WHOLE, SequenceGroup
+from mtrl.models.masked_attention import Layer, Reader
+from mtrl.models.parallel.sequence import WHOLE, SequenceGroup
 from mtrl.types import VISION_POOL, AttentionMap, Rollouts
 
 SCORES_AT_ONCE = 2**24  # of heads, tokens and keys, in float32

@@ -23,7 +23,12 @@ from transformers.vision_utils import (
 )
 
 from mtrl.models.adapters import adapter_parameters
-from mtrl.models.attention import ATTENTION, CAUSAL, FLEX_COLUMNS, Reader, Sight, use_attention
+from mtrl.models.device_copy import to_device
+from mtrl.models.masked_attention import ATTENTION, CAUSAL, FLEX_COLUMNS, Reader, Sight, use_attention
+from mtrl.models.model_size import head_width
+from mtrl.models.parallel.fsdp import device_of
+from mtrl.models.parallel.ranks import ALONE, Ranks
+from mtrl.models.parallel.sequence import WHOLE, SequenceGroup, unshareable_heads
 from mtrl.models.patches import (
     use_compiled_pieces,
     use_linear_patches,
@@ -32,11 +37,6 @@ from mtrl.models.patches import (
     use_padded_mlps,
     use_segment_attention,
 )
-from mtrl.models.ranks import ALONE, Ranks
-from mtrl.models.sharding import device_of
-from mtrl.models.size import head_width
-from mtrl.models.transfer import to_device
-from mtrl.models.ulysses import WHOLE, SequenceGroup, unshareable_heads
 from mtrl.types import VISION_POOL, Prompt
 
 Grid = tuple[int, int, int]
@@ -180,7 +180,7 @@ class Backbone:
         embeds = self.model.get_input_embeddings()(ids).to(self.compute_dtype)
         extra: dict[str, Any] = {} if reader is None else {"reader": reader}
         if sharers.size > 1:
-            assert self.own_attention, "ranks that share sequences attend by `models/attention.py`"
+            assert self.own_attention, "ranks that share sequences attend by `models/masked_attention.py`"
             attention_mask = CAUSAL if attention_mask is None else attention_mask
             extra["sharers"] = sharers
         given = [row for row in features if row is not None]
@@ -219,7 +219,7 @@ class Backbone:
 
     @property
     def own_attention(self) -> bool:
-        """Whether the language model attends by `models/attention.py`, which reads every mask and every mass."""
+        """Whether the language model attends by `models/masked_attention.py`, which reads every mask and every mass."""
         return self.language_model.config._attn_implementation == ATTENTION
 
     @property

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from mtrl.algorithms.signals import ATTENTION, bounded_dependency, layer_segments, visual_dependency
 from mtrl.algorithms.vocab import CHUNK_POSITIONS, TokenScores, full_kl, support_mass, token_scores
-from mtrl.models.attention import MapReader, MassReader, Reader
 from mtrl.models.attention_maps import PatchReader, SeveralReaders, onlookers
 from mtrl.models.backbone import Backbone, Features, prompt_positions, vision_tokens
+from mtrl.models.device_copy import to_device
 from mtrl.models.layout import Layout, lay_out
-from mtrl.models.transfer import to_device
-from mtrl.models.ulysses import WHOLE, SequenceGroup
+from mtrl.models.masked_attention import MapReader, MassReader, Reader
+from mtrl.models.parallel.sequence import WHOLE, SequenceGroup
 from mtrl.protocols import PromptEncoder
 from mtrl.types import SEGMENTS, Needs, Rollouts, Signals
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from mtrl.models.attention import BLOCK, Sight, whole_blocks
+from mtrl.models.masked_attention import BLOCK, Sight, whole_blocks
 from mtrl.types import VISION_POOL, Rollouts
 
 NOT_PROMPT = -1  # the pool of what is no prompt token, and the segment of padding

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from mtrl.models.adapters import adapter_layers
-from mtrl.models.transfer import to_device
+from mtrl.models.device_copy import to_device
 
 # Transformers hands segment boundaries (`cu_seq_lens_q`) only to implementations with "flash" in their name.
 SEGMENT_ATTENTION = "mtrl_flash_segments"

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image, ImageFilter
 
-from mtrl.keyed import keyed_generator
 from mtrl.types import Prompt
+from mtrl.utils.seeding import keyed_generator
 
 MID_GREY = 127
 

@@ -25,12 +25,12 @@ from transformers import (
 )
 
 from mtrl.models.backbone import Backbone, prompt_positions, vision_tokens
+from mtrl.models.checkpoint_files import refuse_broken_weights
 from mtrl.models.families import VISION_FAMILIES, load_encoder, load_model_config, load_tokenizer
 from mtrl.models.families.text import TextEncoder, parts_of
-from mtrl.models.files import refuse_broken_weights
-from mtrl.models.load import DTYPES, from_pretrained
-from mtrl.models.ranks import ALONE, Ranks
-from mtrl.models.sharding import Sharding, device_of, in_one_pass, split_again
+from mtrl.models.load_model import DTYPES, from_pretrained
+from mtrl.models.parallel.fsdp import Sharding, device_of, in_one_pass, split_again
+from mtrl.models.parallel.ranks import ALONE, Ranks
 from mtrl.models.value_head import HEAD, OUTPUT_MATRIX, empty_value_model, find_head, with_head
 from mtrl.types import TEXT_POOL, Prompt, Task
 

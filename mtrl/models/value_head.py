@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
-from mtrl.models.load import empty_model, load_model
+from mtrl.models.load_model import empty_model, load_model
 
 HEAD = "score.weight"
 OUTPUT_MATRIX = "lm_head.weight"  # in every supported family

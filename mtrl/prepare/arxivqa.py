@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mtrl.data.rows import DataError
+from mtrl.data.row_settings import DataError
 from mtrl.prepare.questions import Head, Question, RowFault
 from mtrl.prepare.tables import open_table, want_columns
 from mtrl.prepare.texts import LeftOut, checked_options, letter_of, option_list, without_labels

@@ -12,7 +12,7 @@ from PIL import Image
 
 from mtrl.data.cache import replacing
 from mtrl.data.media import image_medium, read_size
-from mtrl.data.rows import RowError
+from mtrl.data.row_settings import RowError
 from mtrl.types import Medium
 
 Storage = Literal["embed", "paths"]

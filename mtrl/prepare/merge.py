@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrl.data.media import media_list
-from mtrl.data.rows import DataError
+from mtrl.data.row_settings import DataError
 from mtrl.prepare.questions import Head, Question, TableReader
 from mtrl.prepare.tables import Table, open_table, want_columns
 from mtrl.prepare.texts import LeftOut

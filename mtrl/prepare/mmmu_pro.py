@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mtrl.data.rows import RowError
+from mtrl.data.row_settings import RowError
 from mtrl.prepare.questions import Head, Question, TableReader
 from mtrl.prepare.tables import Table, open_table, want_columns
 from mtrl.prepare.texts import checked_options, letter_of, option_list, place_marks

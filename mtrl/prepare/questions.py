@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from mtrl.data.rows import RowError
+from mtrl.data.row_settings import RowError
 from mtrl.prepare.tables import Table
 from mtrl.prepare.texts import LeftOut
 

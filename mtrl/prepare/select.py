@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from mtrl.data.rows import DataError
-from mtrl.files import regular_file
+from mtrl.data.row_settings import DataError
 from mtrl.prepare.questions import Reader
+from mtrl.utils.files import regular_file
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
 from mtrl.data.cache import replacing
-from mtrl.data.rows import DataError
-from mtrl.errors import RunError
+from mtrl.data.row_settings import DataError
 from mtrl.prepare.merge import JOURNAL
+from mtrl.utils.errors import RunError
 
 VERSION = 1  # of the output; raise it when the same rows would become other bytes
 SKIPPED = "skipped.txt"  # a line each; not of a kind that a run would take for data

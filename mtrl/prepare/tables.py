@@ -14,7 +14,7 @@ import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
 from mtrl.data.arrow import MIB, UNREADABLE, ArrowRows, open_hub_dataset
 from mtrl.data.cache import DiskCache, file_stamp
-from mtrl.data.rows import DataError, RowError
+from mtrl.data.row_settings import DataError, RowError
 from mtrl.data.sources import HUB_ID, Source, files_of, open_sources
 
 AT_ONCE = 32  # rows decoded together

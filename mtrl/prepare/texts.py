@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mtrl.data.rows import RowError
+from mtrl.data.row_settings import RowError
 
 LETTERS = "ABCDEFGHIJ"
 NUMBERED_MARK = re.compile(r"<image\s*(\d*)\s*>", re.IGNORECASE)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mtrl.algorithms.signals import segment, vgr
 from mtrl.report.heat_map import ImageAttention, draw_heat_maps
-from mtrl.report.pages import BALANCE, SHOWN_SEGMENTS, attention_table, fenced, number, row_attention, table
+from mtrl.report.markdown_pages import BALANCE, SHOWN_SEGMENTS, attention_table, fenced, number, row_attention, table
 from mtrl.types import VISION_POOL
 
 LISTED = 8  # tokens listed as those that look most, and as those that look least

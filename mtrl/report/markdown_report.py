@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from mtrl.report.runs import History, usual_metrics
-from mtrl.report.text import shorten
-from mtrl.terminal import sanitize
+from mtrl.report.escape import shorten
+from mtrl.report.run_curves import usual_metrics
+from mtrl.utils.metric_history import History
+from mtrl.utils.terminal import sanitize
 
 ALSO = ("response_length/mean", "actor/entropy", "attention/vgr_all", "perf/seconds_step", "perf/tokens_per_second")
 NAME_CHARS = 80

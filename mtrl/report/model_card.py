@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mtrl.report.pages import fenced, number, table
-from mtrl.report.runs import History
+from mtrl.report.markdown_pages import fenced, number, table
+from mtrl.utils.metric_history import History
 
 CURVE = "curve.png"
 SAMPLES = 3

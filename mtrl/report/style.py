@@ -12,8 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mtrl.report.text import shorten
-from mtrl.terminal import sanitize
+from mtrl.report.escape import shorten
+from mtrl.utils.terminal import sanitize
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

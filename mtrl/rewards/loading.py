@@ -9,8 +9,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from mtrl.plugins import PluginError, load_module, split_spec
 from mtrl.rewards.signatures import UserReward
+from mtrl.utils.plugins import PluginError, load_module, split_spec
 
 DEFAULT_NAMES = ("reward_function", "compute_score")
 

@@ -18,12 +18,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from mtrl.rewards.images import ImageFiles, pack
+from mtrl.rewards.image_files import ImageFiles, pack
 from mtrl.rewards.loading import Setup, name_of
 from mtrl.rewards.messages import WorkerLost, read_answers, read_start
 from mtrl.rewards.outcomes import Outcome, last_words
-from mtrl.rewards.process import END_SECONDS, WorkerProcess
 from mtrl.rewards.signatures import Sample, Traits, UserReward
+from mtrl.rewards.worker_process import END_SECONDS, WorkerProcess
 from mtrl.types import Needs
 
 START_SECONDS = 120.0  # time limit of loading a function: a reward file may import something large

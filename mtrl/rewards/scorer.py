@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from mtrl.algorithms.rewards import combine, scheduled_weights
-from mtrl.errors import RunError
 from mtrl.rewards.outcomes import MAX_EXTRAS, TOKEN_WEIGHTS, Outcome, completed, last_words, logged_number
 from mtrl.rewards.samples import samples_of, signals_of
 from mtrl.types import Needs, Rewards, Rollouts, Signals
+from mtrl.utils.errors import RunError
 
 Schedule = Sequence[tuple[float, Sequence[float]]]
 Sample = Mapping[str, Any]

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from mtrl.errors import DeviceFull, Diverged
 from mtrl.models.backbone import Backbone, Cache, prompt_positions, vision_tokens
-from mtrl.models.size import ModelSize, size_of
+from mtrl.models.model_size import ModelSize, size_of
 from mtrl.protocols import PromptEncoder
-from mtrl.rollout.awake import Awake
+from mtrl.rollout.lifecycle import Awake
 from mtrl.rollout.responses import finish_of, rollouts_of
 from mtrl.rollout.sampling import choose, first_sample_numbers, row_uniforms
-from mtrl.rollout.weights import refuse_other_weights
+from mtrl.rollout.weight_checks import refuse_other_weights
 from mtrl.types import Prompt, Rollouts, Sampling, Weights
+from mtrl.utils.errors import DeviceFull, Diverged
 
 logger = logging.getLogger(__name__)
 ROWS_AT_ONCE = 512

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from mtrl.algorithms.vocab import top_p_top_k
-from mtrl.keyed import keyed_generator
 from mtrl.types import Sampling
+from mtrl.utils.seeding import keyed_generator
 
 
 def first_sample_numbers(task_ids: Sequence[str], sampling: Sampling) -> list[int]:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mtrl.files import regular_file
+from mtrl.utils.files import regular_file
 
 RECORD = "record"  # the folder of these files in a run's directory
 MARK = b"\x89MTRLREC"

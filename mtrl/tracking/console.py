@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import TextIO
 
 from mtrl.protocols import Tracker
-from mtrl.terminal import behind_door, sanitize
 from mtrl.tracking.colour import Paint, wants_colour
 from mtrl.tracking.pace import Pace, as_clock
 from mtrl.tracking.preview import DecodeTokens, Trained, most_taught, training_preview, validation_preview
 from mtrl.tracking.table import By, Validations, Values, by_name, table
 from mtrl.types import Experience, ValidationSample
+from mtrl.utils.terminal import behind_door, sanitize
 
 BAR = 24  # characters of the progress bar
 PAINTED = re.compile(r"\x1b\[[\d;]*m")  # our own colours: all that comes from outside is sanitized

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mtrl.protocols import Tracker
-from mtrl.report.runs import draw_runs, history
+from mtrl.report.run_curves import draw_runs
 from mtrl.tracking.jsonl import rows_of
+from mtrl.utils.metric_history import history
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from mtrl.protocols import Tracker
-from mtrl.report.pages import rows_over_range
-from mtrl.report.text import shorten
+from mtrl.report.escape import shorten
+from mtrl.report.markdown_pages import rows_over_range
 from mtrl.tracking.background import Background
 from mtrl.tracking.table import by_name
 from mtrl.types import Experience, ValidationSample

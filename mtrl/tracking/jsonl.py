@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mtrl.files import regular_file
+from mtrl.utils.files import regular_file
 
 ROTATE_AT = 64 * 2**20  # bytes of a full part, which an editor still opens
 KEPT_PARTS = 16  # parts kept: about a GiB with the newest one, some 250 steps of 2048 responses of 512 tokens

@@ -22,12 +22,12 @@ from torch import Tensor
 
 from mtrl.algorithms.signals import pool_sizes, segment, sequence_mass, vgr
 from mtrl.protocols import Tracker
-from mtrl.report import pages
-from mtrl.report.pages import SHOWN_SEGMENTS, fenced, number, summary_cells, table
-from mtrl.terminal import sanitize
+from mtrl.report import markdown_pages as pages
+from mtrl.report.markdown_pages import SHOWN_SEGMENTS, fenced, number, summary_cells, table
 from mtrl.tracking.background import LIMIT_BYTES, Background, append_bounded
 from mtrl.tracking.preview import DecodeTokens
 from mtrl.types import Experience, Prompt, ValidationSample
+from mtrl.utils.terminal import sanitize
 
 SAMPLES = 4  # responses shown of a step, from the lowest reward to the highest
 SAMPLES_OF_TOKENS = 2  # responses written out token by token

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from mtrl.algorithms.metrics import SUCCESS
-from mtrl.report.text import shorten
-from mtrl.terminal import sanitize
+from mtrl.report.escape import shorten
 from mtrl.tracking.colour import Paint
 from mtrl.types import Experience, ValidationSample
+from mtrl.utils.terminal import sanitize
 
 INDENT = "    "
 VERDICT = {True: "green", False: "red", None: "bold"}  # a wrong answer is never green, whatever it was paid

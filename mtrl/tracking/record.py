@@ -19,12 +19,12 @@ from torch import Tensor
 
 from mtrl.algorithms.signals import TEXT, VISION, pool_sizes
 from mtrl.protocols import Tracker
-from mtrl.rows import first_rows
 from mtrl.tracking.background import Background
 from mtrl.tracking.blocks import BlockWriter
 from mtrl.tracking.preview import DecodeTokens
 from mtrl.tracking.streams import MAP_SCALE, MAPS, as_kept, pack_response
 from mtrl.types import SEGMENTS, AttentionMap, Experience, Prompt
+from mtrl.utils.record_rows import first_rows
 
 SHOWN = SEGMENTS[:4]  # early, middle, late, all: the layers that token weights read are among them
 HEAD_CHARS = 120  # of a response, for lists

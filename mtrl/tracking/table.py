@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from mtrl.terminal import sanitize
 from mtrl.tracking.colour import Paint
+from mtrl.utils.terminal import sanitize
 
 NAME_WIDTH = 26
 ATTENTION = "val/attention/"

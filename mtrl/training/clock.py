@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
-from mtrl.machine import cpu_times, free_share
+from mtrl.utils.machine import cpu_times, free_share
 
 
 class Clock:

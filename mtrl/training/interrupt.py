@@ -9,7 +9,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from mtrl.terminal import sanitize
+from mtrl.utils.terminal import sanitize
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 FINISHING = "finishing this step, then saving; Ctrl-C again to leave now, without saving"

@@ -21,15 +21,15 @@ from mtrl.algorithms.batches import assemble
 from mtrl.algorithms.credit import assign, credit_metrics
 from mtrl.algorithms.losses import Loss
 from mtrl.algorithms.metrics import Metrics, learnt_metrics, step_metrics
-from mtrl.algorithms.values import value_metrics
+from mtrl.algorithms.value_loss import value_metrics
 from mtrl.protocols import Actor, Critic, Generator, Prober, Refreshed, Scorer, Stateful, Store, TaskSource, Tracker
-from mtrl.training.ahead import OWN, Ahead
+from mtrl.training.algorithm_spec import Recipe, due
 from mtrl.training.clock import Clock
-from mtrl.training.evaluate import Validation
-from mtrl.training.gather import Gathering, with_maps
-from mtrl.training.recipe import Recipe, due
-from mtrl.training.refill import Gathered, PromptCounts
-from mtrl.training.replay import ReplayMemory
+from mtrl.training.collect import Gathering, with_maps
+from mtrl.training.dynamic_sampling import Gathered, PromptCounts
+from mtrl.training.off_policy import OWN, Ahead
+from mtrl.training.replay_memory import ReplayMemory
+from mtrl.training.validation import Validation
 from mtrl.types import Experience, TrainBatch
 
 

@@ -13,16 +13,16 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from mtrl.checkpoint.folder_store import STATE, checkpoints, read_state
+from mtrl.checkpoint.learner_snapshot import OPTIMIZER_STATE
+from mtrl.checkpoint.manifest import MANIFEST, Damaged, check
+from mtrl.checkpoint.run_directory import CONFIG, RunDirectory
 from mtrl.config import Config, ConfigError, load_config
 from mtrl.config.tree import known_leaves
-from mtrl.data.rows import DataError
-from mtrl.errors import Finished, StartError
+from mtrl.data.row_settings import DataError
 from mtrl.protocols import TaskSource
-from mtrl.store.checkpoint import STATE, checkpoints, read_state
-from mtrl.store.manifest import MANIFEST, Damaged, check
-from mtrl.store.run_directory import CONFIG, RunDirectory
-from mtrl.training.ahead import OWN
-from mtrl.workers.snapshot import OPTIMIZER_STATE
+from mtrl.training.off_policy import OWN
+from mtrl.utils.errors import Finished, StartError
 
 ANOTHER = "choose another training.experiment_name for a new run"
 

@@ -9,9 +9,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from mtrl.build.data import Rows
-from mtrl.build.model import Loaded, save_checkpoint
-from mtrl.build.run import (
+from mtrl.compose.policy import Loaded, save_checkpoint
+from mtrl.compose.run import (
     Reward,
     Run,
     build,
@@ -25,10 +24,10 @@ from mtrl.build.run import (
     row_of,
     train_through,
 )
+from mtrl.compose.task_source import Rows
 from mtrl.config import Config, warnings
-from mtrl.errors import Finished
 from mtrl.protocols import Tracker
-from mtrl.training.arguments import (
+from mtrl.training.trainer_arguments import (
     GIVEN_ROWS,
     checked_callbacks,
     checked_data,
@@ -40,6 +39,7 @@ from mtrl.training.arguments import (
     over,
     put,
 )
+from mtrl.utils.errors import Finished
 
 # What belongs to the reward functions of a configuration, and goes with them when a script gives its own.
 OF_REWARDS = ("reward_fn_path", "weights", "early_weights", "weight_schedule")

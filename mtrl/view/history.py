@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mtrl.files import regular_file
-from mtrl.report.runs import HEAD, is_number, is_step
+from mtrl.utils.files import regular_file
+from mtrl.utils.metric_history import HEAD, is_number, is_step
 
 
 class Tail:

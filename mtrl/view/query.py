@@ -9,7 +9,7 @@ from itertools import groupby
 import numpy as np
 
 from mtrl.tracking.blocks import Damaged
-from mtrl.view.books import SORTED_BY, Book, Json
+from mtrl.view.rollout_store import SORTED_BY, Book, Json
 
 MOST_ROWS = 200  # of a page
 

@@ -14,10 +14,10 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from mtrl.tracking.blocks import Damaged
-from mtrl.view import page
-from mtrl.view.books import SORTED_BY
+from mtrl.view import html_page as page
 from mtrl.view.query import Query, select
-from mtrl.view.runs import Run
+from mtrl.view.rollout_store import SORTED_BY
+from mtrl.view.run_index import Run
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]

@@ -15,9 +15,9 @@ from mtrl.algorithms.losses import Loss, total_loss, weighted_sum
 from mtrl.algorithms.signals import ATTENTION
 from mtrl.algorithms.vocab import TokenScores
 from mtrl.models.forward import Forward, unpack
+from mtrl.models.parallel.fsdp import in_one_pass, while_whole
 from mtrl.models.perturb import Perturbation
-from mtrl.models.sharding import in_one_pass, while_whole
-from mtrl.models.weights import exported_weights
+from mtrl.models.state_dicts import exported_weights
 from mtrl.protocols import Snapshot
 from mtrl.types import Needs, Rollouts, Signals, TrainBatch, Weights
 from mtrl.workers.learner import Learner, OptimizerSettings

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mtrl.algorithms.values import ValueLoss, value_loss
+from mtrl.algorithms.value_loss import ValueLoss, value_loss
 from mtrl.models.forward import Forward, unpack
-from mtrl.models.sharding import in_one_pass
+from mtrl.models.parallel.fsdp import in_one_pass
 from mtrl.protocols import Snapshot
 from mtrl.types import Needs, Rollouts, Signals, TrainBatch
 from mtrl.workers.learner import Learner, OptimizerSettings

@@ -20,17 +20,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mtrl.errors import DeviceFull, Diverged, PassesCut
-from mtrl.models.ranks import ALONE, Ranks
-from mtrl.models.sharding import device_of, in_one_pass, is_split, own_part, whole
-from mtrl.models.weights import load_weights
+from mtrl.checkpoint.learner_snapshot import read_counters, restore_optimizer_state, snapshot_of
+from mtrl.models.parallel.fsdp import device_of, in_one_pass, is_split, own_part, whole
+from mtrl.models.parallel.ranks import ALONE, Ranks
+from mtrl.models.state_dicts import load_weights
 from mtrl.protocols import Snapshot
 from mtrl.types import TermWeights, TrainBatch
+from mtrl.utils.errors import DeviceFull, Diverged, PassesCut
 from mtrl.workers.eight_bit import EightBitAdamW
 from mtrl.workers.micro_batches import MicroBatching
 from mtrl.workers.offload import Parked, pieces_of
 from mtrl.workers.rounding import RoundedAdamW, Rounding
-from mtrl.workers.snapshot import read_counters, restore_optimizer_state, snapshot_of
 
 BAD_STEPS_IN_A_ROW = 3
 COUNTED = ("version", "optimizer_step", "bad_steps_in_a_row", "cut_to")  # what a learner counts, for its snapshot

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from mtrl.algorithms.packing import Piece, cut_groups, fill_micro_batches, row_index
-from mtrl.models.ranks import ALONE, Ranks
-from mtrl.rows import join_rows, take_rows
+from mtrl.models.parallel.ranks import ALONE, Ranks
 from mtrl.types import Rollouts, Signals
+from mtrl.utils.record_rows import join_rows, take_rows
 
 NO_LIMIT = 1 << 62
 

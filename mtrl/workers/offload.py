@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtrl.models.sharding import own_part
+from mtrl.models.parallel.fsdp import own_part
 
 PIECE = 2**30  # bytes of weights whose optimizer state is on the device at once; a larger weight is a piece by itself
 ALIGNMENT = 512

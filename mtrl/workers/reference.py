@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from mtrl.algorithms.vocab import full_kl
+from mtrl.checkpoint.learner_snapshot import ModelSnapshot, PartSnapshot, part_of
 from mtrl.models.adapters import adapters_off
 from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward, unpack
-from mtrl.models.sharding import is_split, own_part
-from mtrl.models.weights import exported_weights, load_weights
+from mtrl.models.parallel.fsdp import is_split, own_part
+from mtrl.models.state_dicts import exported_weights, load_weights
 from mtrl.types import Needs, Rollouts, Signals
-from mtrl.workers.snapshot import ModelSnapshot, PartSnapshot, part_of
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ import torch
 from view_helpers import fake_run, metrics_row, recorded, said, step_of, with_maps
 
 from mtrl.commands import report
-from mtrl.errors import StartError
 from mtrl.types import AttentionMap
-from mtrl.view import share
+from mtrl.utils.errors import StartError
+from mtrl.view import shared_view as share
 
 expect = pytest.importorskip("playwright.sync_api", reason="pip install playwright, which drives the browser").expect
 HARM = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>"

@@ -9,8 +9,8 @@ import torch
 from view_helpers import fake_run, metrics_row, recorded, said, served, step_of, with_maps
 
 from mtrl.commands import demo
+from mtrl.embedded.embedded_rows import SIZES
 from mtrl.types import AttentionMap
-from mtrl.zoo.rows import SIZES
 
 pytest.importorskip("uvicorn", reason="pip install 'mtrl[view]'")
 expect = pytest.importorskip("playwright.sync_api", reason="pip install playwright, which drives the browser").expect

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from mtrl.models.ranks import all_ranks
+from mtrl.models.parallel.ranks import all_ranks
 
 FORK = multiprocessing.get_context("fork")
 SECONDS = 300  # a hang is a failure, and a busy machine is none

@@ -12,24 +12,24 @@ from tiny_models import checkpoint, encoder_of, prompts_for, random_rollouts
 from mtrl.algorithms.credit import assign
 from mtrl.algorithms.credit.attention_weights import AttentionWeights
 from mtrl.algorithms.losses import Loss, PolicyLoss, mismatch_correction, term_weights
-from mtrl.algorithms.values import ValueLoss
+from mtrl.algorithms.value_loss import ValueLoss
+from mtrl.distributed.learner_proxy import RankedLearner, RankPart
+from mtrl.distributed.torchrun_group import OwnCrew, serve
 from mtrl.models.adapters import AdapterSettings, add_adapters, inject
 from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward
-from mtrl.models.load import empty_model, load_model
+from mtrl.models.load_model import empty_model, load_model
+from mtrl.models.parallel.fsdp import Sharding
+from mtrl.models.parallel.ranks import ALONE
+from mtrl.models.parallel.sequence import share_sequences
 from mtrl.models.perturb import Perturbation
-from mtrl.models.ranks import ALONE
-from mtrl.models.sharding import Sharding
-from mtrl.models.ulysses import share_sequences
+from mtrl.models.state_dicts import exported_weights
 from mtrl.models.value_head import empty_value_model, load_value_model
-from mtrl.models.weights import exported_weights
 from mtrl.types import Experience, Needs, Rewards, Rollouts, TrainBatch
 from mtrl.workers.actor import LocalActor
 from mtrl.workers.critic import LocalCritic
 from mtrl.workers.learner import OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching
-from mtrl.workers.rank import OwnCrew, serve
-from mtrl.workers.ranked import RankedLearner, RankPart
 from mtrl.workers.reference import Reference
 
 UPDATES = 5

@@ -11,15 +11,15 @@ from sharded_helpers import as_streams, same_responses
 from test_ranked_generation import FAMILY, config_for, steps
 from tiny_models import checkpoint, encoder_of
 
-from mtrl.build.model import build_actor, forward_of
-from mtrl.build.ranks import RankPlan, build_apart, build_parts
+from mtrl.compose.policy import build_actor, forward_of
+from mtrl.compose.worker_groups import RankPlan, build_apart, build_parts
 from mtrl.config import load_config
-from mtrl.models.load import load_model
-from mtrl.rollout.apart import SENDER, ApartGenerator, Arriving, arriving
+from mtrl.distributed.dedicated_engines import SENDER, ApartGenerator, Arriving, arriving
+from mtrl.distributed.learner_proxy import RankedLearner
+from mtrl.distributed.torchrun_group import OwnCrew, serve
+from mtrl.models.load_model import load_model
 from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Weights
-from mtrl.workers.rank import OwnCrew, serve
-from mtrl.workers.ranked import RankedLearner
 
 
 class ThreadedEngines:
@@ -114,7 +114,7 @@ def test_weights_arrive_in_their_order():
 @pytest.mark.parametrize("shape", [(), (3,), (2, 5)])
 def test_a_tensor_by_its_bytes(dtype, shape):
     pytest.importorskip("ray")
-    from mtrl.cluster.weights import bytes_of, form_of, tensor_of
+    from mtrl.distributed.weight_channel import bytes_of, form_of, tensor_of
 
     tensor = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 100).to(dtype)
     stored = bytes_of(tensor)

@@ -7,7 +7,7 @@ import weakref
 import torch
 from helpers import fake_batch, fake_rollouts
 
-from mtrl.cluster.transfer import Lent, Name, fetched
+from mtrl.distributed.object_refs import Lent, Name, fetched
 from mtrl.types import Needs
 
 

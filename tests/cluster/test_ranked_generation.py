@@ -10,15 +10,15 @@ from rank_helpers import run_ranks
 from sharded_helpers import LOSS, actor_batch, as_streams, same_responses
 from tiny_models import checkpoint, encoder_of, fresh_backbone, prompts_for, shared_backbone
 
-from mtrl.build.model import build_actor, forward_of
-from mtrl.build.ranks import RankPlan, build_parts
+from mtrl.compose.policy import build_actor, forward_of
+from mtrl.compose.worker_groups import RankPlan, build_parts
 from mtrl.config import load_config
-from mtrl.models.load import load_model
+from mtrl.distributed.generator_proxy import RankedGenerator, RankEngine, deal_prompts
+from mtrl.distributed.learner_proxy import RankedLearner, deal
+from mtrl.distributed.torchrun_group import OwnCrew, serve
+from mtrl.models.load_model import load_model
 from mtrl.rollout.local import LocalGenerator
-from mtrl.rollout.ranked import RankedGenerator, RankEngine, deal_prompts
 from mtrl.types import Needs, Sampling
-from mtrl.workers.rank import OwnCrew, serve
-from mtrl.workers.ranked import RankedLearner, deal
 
 FAMILY = "qwen2_5_vl"
 SAMPLING = Sampling(n=3, max_new_tokens=6, seed=5, step=2)

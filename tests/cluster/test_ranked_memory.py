@@ -8,9 +8,9 @@ from rank_helpers import run_ranks
 from sharded_helpers import LOSS, TEXT_AND_ONE_IMAGE, batches_of, worker_of
 from tiny_models import encoder_of
 
-from mtrl.build.memory import KeptPasses
-from mtrl.memory.rehearsal import Limits, rehearse
-from mtrl.models.weights import exported_weights
+from mtrl.compose.memory_limits import KeptPasses
+from mtrl.memory.preflight import Limits, rehearse
+from mtrl.models.state_dicts import exported_weights
 from mtrl.types import Needs, Sampling
 from mtrl.workers.micro_batches import MicroBatching
 

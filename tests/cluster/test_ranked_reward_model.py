@@ -6,11 +6,11 @@ from judge_helpers import answered, asked, encoder_judge, text_judge, vision_jud
 from rank_helpers import run_ranks
 from tiny_models import encoder_of, picture
 
-from mtrl.build.rewards import build_reward_model
+from mtrl.compose.reward_scorer import build_reward_model
 from mtrl.config import load_config
-from mtrl.models.sharding import Sharding, is_part
-from mtrl.workers.rank import OwnCrew, serve
-from mtrl.workers.ranked import RankedRewardModel
+from mtrl.distributed.learner_proxy import RankedRewardModel
+from mtrl.distributed.torchrun_group import OwnCrew, serve
+from mtrl.models.parallel.fsdp import Sharding, is_part
 
 FAMILY, CPU = "qwen2_5_vl", torch.device("cpu")
 

@@ -5,14 +5,14 @@ from rank_helpers import run_ranks
 from sharded_helpers import LOSS, LOSSES, TEXT_AND_ONE_IMAGE, batches_of
 from tiny_models import checkpoint
 
-from mtrl.build.memory import plan_of
-from mtrl.build.ranks import RankPlan, build_parts
+from mtrl.compose.memory_limits import plan_of
+from mtrl.compose.worker_groups import RankPlan, build_parts
 from mtrl.config import load_config
 from mtrl.memory.estimate import estimate, fake_model, held, shares
-from mtrl.memory.split import Split, sizes, whole_gradients, whole_in_a_pass
+from mtrl.memory.shard_sizes import Split, sizes, whole_gradients, whole_in_a_pass
 from mtrl.models.families import load_model_config
-from mtrl.models.sharding import own_part
-from mtrl.models.size import critic_tensors, size_of
+from mtrl.models.model_size import critic_tensors, size_of
+from mtrl.models.parallel.fsdp import own_part
 
 FAMILY = "qwen2_5_vl"
 PROMPTS = {"dataset.rollout_batch_size": 64, "worker.actor.global_batch_size": 64}

@@ -6,8 +6,8 @@ import pytest
 
 ray = pytest.importorskip("ray")
 
-from mtrl.cluster import crew  # noqa: E402
-from mtrl.errors import StartError  # noqa: E402
+from mtrl.distributed import crew  # noqa: E402
+from mtrl.utils.errors import StartError  # noqa: E402
 
 
 @pytest.fixture

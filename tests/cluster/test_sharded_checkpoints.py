@@ -10,11 +10,11 @@ from safetensors.torch import load_file
 from sharded_helpers import LOSS, LOSSES, TEXT_AND_ONE_IMAGE, batches_of, worker_of
 from tiny_models import plain_model_at
 
-from mtrl.models.weights import exported_weights
-from mtrl.workers import parts
+from mtrl.checkpoint import sharded_files as parts
+from mtrl.distributed.learner_proxy import RankedLearner, RankPart
+from mtrl.distributed.torchrun_group import OwnCrew, serve
+from mtrl.models.state_dicts import exported_weights
 from mtrl.workers.micro_batches import MicroBatching
-from mtrl.workers.rank import OwnCrew, serve
-from mtrl.workers.ranked import RankedLearner, RankPart
 
 FAMILY = "qwen2_5_vl"
 BEFORE = 2  # updates before the checkpoint

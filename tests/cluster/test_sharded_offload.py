@@ -9,8 +9,8 @@ from rank_helpers import run_ranks
 from sharded_helpers import LOSS, NEEDS, TEXT_AND_ONE_IMAGE, batches_of, worker_of
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
-from mtrl.models.sharding import own_part
-from mtrl.models.weights import exported_weights
+from mtrl.models.parallel.fsdp import own_part
+from mtrl.models.state_dicts import exported_weights
 from mtrl.workers import offload
 from mtrl.workers.micro_batches import MicroBatching
 

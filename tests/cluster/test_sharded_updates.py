@@ -19,10 +19,10 @@ from tiny_models import checkpoint, encoder_of
 
 from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward
-from mtrl.models.load import empty_model, load_model
+from mtrl.models.load_model import empty_model, load_model
+from mtrl.models.parallel.fsdp import Sharding
+from mtrl.models.parallel.ranks import ALONE
 from mtrl.models.perturb import Perturbation
-from mtrl.models.ranks import ALONE
-from mtrl.models.sharding import Sharding
 from mtrl.workers.actor import LocalActor
 from mtrl.workers.micro_batches import NO_LIMIT, MicroBatching
 

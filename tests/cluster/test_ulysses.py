@@ -13,14 +13,14 @@ from safetensors.torch import load_file
 from sharded_helpers import CPU, MIXED, ONE_GROUP, TEXT_AND_ONE_IMAGE, check
 from tiny_models import encoder_of, fresh_backbone, plain_logp, prompts_for, random_rollouts, shared_backbone
 
-from mtrl.build.ranks import RankPlan, refuse_unshareable
 from mtrl.cli import main
+from mtrl.compose.worker_groups import RankPlan, refuse_unshareable
 from mtrl.config import ConfigError, load_config
 from mtrl.models.backbone import unshareable
 from mtrl.models.forward import Forward
+from mtrl.models.parallel.ranks import Ranks
+from mtrl.models.parallel.sequence import WHOLE, share_sequences, unshareable_heads
 from mtrl.models.perturb import Perturbation
-from mtrl.models.ranks import Ranks
-from mtrl.models.ulysses import WHOLE, share_sequences, unshareable_heads
 from mtrl.tracking.run_files import read_rows
 from mtrl.types import Needs
 from mtrl.workers.micro_batches import MicroBatching

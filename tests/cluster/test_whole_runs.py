@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from soak.torchrun_ranks import said, start
 
 from mtrl.cli import main
-from mtrl.zoo.rows import MODELS
+from mtrl.embedded.embedded_rows import MODELS
 
 pytestmark = [
     pytest.mark.slow,  # six runs

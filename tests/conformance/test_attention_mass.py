@@ -21,7 +21,7 @@ from mtrl.algorithms.signals import pool_sizes, segment, sequence_mass, vgr
 from mtrl.models import attention_maps
 from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward
-from mtrl.models.load import load_model
+from mtrl.models.load_model import load_model
 from mtrl.models.perturb import Perturbation
 from mtrl.models.tiny import make_tiny_checkpoint
 from mtrl.types import SEGMENTS, TEXT_POOL, VISION_POOL, Needs

@@ -12,8 +12,8 @@ from transformers import AutoModelForImageTextToText
 import mtrl
 from mtrl.cli import main
 from mtrl.config import ConfigError, load_config
+from mtrl.embedded.embedded_rows import ZooRows
 from mtrl.tracking.run_files import read_rows
-from mtrl.zoo.rows import ZooRows
 
 SMALL = [
     "dataset.rollout_batch_size=4",

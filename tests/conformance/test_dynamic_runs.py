@@ -7,8 +7,8 @@ import shutil
 import pytest
 from run_helpers import SETTINGS, STEPS, metrics_of, run_of, same_end, train_arguments
 
+from mtrl.checkpoint.folder_store import checkpoints, read_state
 from mtrl.cli import main
-from mtrl.store.checkpoint import checkpoints, read_state
 from mtrl.tracking.run_files import read_rows
 
 FILTERED = ("optimization.online_filtering=true", "optimization.filter_key=accuracy")

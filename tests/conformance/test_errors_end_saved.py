@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from run_helpers import TINY, metrics_of, same_end
 
-from mtrl.build.run import Run, build, configure
+from mtrl.compose.run import Run, build, configure
 from mtrl.data.sampler import epoch_order
-from mtrl.errors import Diverged, RunError
+from mtrl.embedded.embedded_rows import CONFIG_FILE, ZooRows
 from mtrl.protocols import Tracker
-from mtrl.zoo.rows import CONFIG_FILE, ZooRows
+from mtrl.utils.errors import Diverged, RunError
 
 ROWS, STEPS, BATCH, SEED = 6, 4, 2, 42
 ORDER = epoch_order(ROWS, SEED, 0).tolist()

@@ -27,18 +27,18 @@ from tiny_models import (
 from transformers import DynamicCache
 from vllm_engines import INSTALLED, child_process, engine_on, in_parts, in_process, server
 
-from mtrl.errors import RunError
 from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward
-from mtrl.models.load import load_model
-from mtrl.models.weights import exported_weights
+from mtrl.models.load_model import load_model
+from mtrl.models.state_dicts import exported_weights
 from mtrl.rollout import local
-from mtrl.rollout.decode import plain
+from mtrl.rollout.decode import torch_ops as plain
 from mtrl.rollout.decode.engine import GraphGenerator
 from mtrl.rollout.decode.step import Ops
 from mtrl.rollout.local import LocalGenerator
 from mtrl.rollout.vllm.generator import VllmGenerator
 from mtrl.types import Needs, Sampling, Weights
+from mtrl.utils.errors import RunError
 
 
 def decode_engine(backbone, encoder):

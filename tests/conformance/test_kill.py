@@ -12,8 +12,8 @@ import pytest
 from interruptions import MOMENTS, strike
 from run_helpers import finish, metrics_of, run_of, same_end, train_arguments
 
-from mtrl.store.checkpoint import checkpoints
-from mtrl.store.manifest import check
+from mtrl.checkpoint.folder_store import checkpoints
+from mtrl.checkpoint.manifest import check
 
 
 @pytest.mark.parametrize(("kills", "steps"), [(1, 3), pytest.param(20, 60, marks=pytest.mark.slow)])

@@ -8,10 +8,10 @@ import torch
 from run_helpers import SETTINGS, STEPS, metrics_of, run_of, same_end, tensors_of, train_arguments
 
 import mtrl
+from mtrl.checkpoint.folder_store import checkpoints, read_state
 from mtrl.cli import main
-from mtrl.models.load import load_model
-from mtrl.store.checkpoint import checkpoints, read_state
-from mtrl.zoo.rows import MODEL_DIRECTORY
+from mtrl.embedded.embedded_rows import MODEL_DIRECTORY
+from mtrl.models.load_model import load_model
 
 pytest.importorskip("peft")
 

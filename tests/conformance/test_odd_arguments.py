@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from run_helpers import bound_by_permissions, run_of, train_arguments
 
-from mtrl.build.run import build, configure
+from mtrl.checkpoint.folder_store import checkpoints
 from mtrl.cli import main
-from mtrl.errors import StartError
-from mtrl.store.checkpoint import checkpoints
-from mtrl.zoo.rows import MODEL_DIRECTORY
+from mtrl.compose.run import build, configure
+from mtrl.embedded.embedded_rows import MODEL_DIRECTORY
+from mtrl.utils.errors import StartError
 
 ZOO = str(MODEL_DIRECTORY)
 

@@ -10,13 +10,13 @@ import torch
 from run_helpers import SETTINGS, STEPS, metrics_of, run_of, same_end, tensors_of, train_arguments
 
 import mtrl
+from mtrl.checkpoint.folder_store import checkpoints, read_state
+from mtrl.checkpoint.manifest import check
 from mtrl.cli import main
-from mtrl.store.checkpoint import checkpoints, read_state
-from mtrl.store.manifest import check
+from mtrl.embedded.embedded_rows import CONFIG_FILE
+from mtrl.embedded.task import make_question
 from mtrl.tracking.run_files import read_rows
 from mtrl.training.resume import find_start
-from mtrl.zoo.rows import CONFIG_FILE
-from mtrl.zoo.task import make_question
 
 
 @pytest.fixture(scope="module")

@@ -90,7 +90,7 @@ def workers_of_this_process():
     for directory in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             parent = int((directory / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == os.getpid() and b"mtrl.rewards.worker" in (directory / "cmdline").read_bytes():
+            if parent == os.getpid() and b"mtrl.rewards.worker_main" in (directory / "cmdline").read_bytes():
                 found.append(directory.name)
     return found
 

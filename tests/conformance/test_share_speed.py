@@ -4,7 +4,7 @@ from statistics import median
 
 import pytest
 
-from mtrl.build.run import build, configure
+from mtrl.compose.run import build, configure
 
 STEPS = 6
 

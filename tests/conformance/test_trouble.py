@@ -12,10 +12,10 @@ import pytest
 from helpers import alive
 from run_helpers import SETTINGS, STEPS, finish, metrics_of, run_of, same_end, start, train_arguments
 
+from mtrl.checkpoint.folder_store import checkpoints, read_state
+from mtrl.checkpoint.manifest import check
+from mtrl.checkpoint.run_directory import RunDirectory
 from mtrl.cli import main
-from mtrl.store.checkpoint import checkpoints, read_state
-from mtrl.store.manifest import check
-from mtrl.store.run_directory import RunDirectory
 from mtrl.tracking.run_files import read_rows
 
 
@@ -128,7 +128,7 @@ def test_a_full_disk_keeps_the_last_good_checkpoint(tmp_path, whole):
 @pytest.mark.slow
 def test_a_disk_that_fills_while_saving(tmp_path, whole):
     """The estimate finds room, and then somebody takes it: the write itself fails."""
-    unfinished = f"{tmp_path}/disk/mtrl/zoo/checkpoints/.step_2"
+    unfinished = f"{tmp_path}/disk/mtrl/embedded/checkpoints/.step_2"
     filler = f"{until(f'[ -e {unfinished} ]')}; head -c 200m /dev/zero > {tmp_path}/disk/big"
     command = [*train_arguments(whole, *SETTINGS), f"training.output_dir={tmp_path / 'disk'}"]
     status, said, left = on_a_small_disk(tmp_path, 90, filler, command)
@@ -143,7 +143,7 @@ def test_a_disk_that_fills_while_saving(tmp_path, whole):
 @pytest.mark.slow
 def test_a_folder_that_turns_read_only(tmp_path, whole):
     """The checkpoints' folder alone, for what is open elsewhere may be written to."""
-    saves = f"{tmp_path}/disk/mtrl/zoo/checkpoints"
+    saves = f"{tmp_path}/disk/mtrl/embedded/checkpoints"
     turn = f"mount --bind {saves} {saves}; until mount -o remount,bind,ro {saves}; do sleep 0.02; done"
     command = [*train_arguments(whole, *SETTINGS, "training.max_steps=12"), f"training.output_dir={tmp_path / 'disk'}"]
     status, said, left = on_a_small_disk(tmp_path, 500, f"{until(f'[ -e {saves}/step_2 ]')}; {turn}", command)

@@ -12,16 +12,16 @@ from torch._dynamo.utils import counters
 
 from mtrl.algorithms.rewards import VGR_ROUNDING
 from mtrl.algorithms.signals import pool_sizes, segment, sequence_mass, vgr
+from mtrl.embedded.embedded_rows import MODEL_DIRECTORY
+from mtrl.embedded.task import make_question
 from mtrl.models.backbone import Backbone
 from mtrl.models.families import load_encoder
 from mtrl.models.forward import Forward
-from mtrl.models.load import DTYPES, load_model
+from mtrl.models.load_model import DTYPES, load_model
 from mtrl.models.perturb import Perturbation
 from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Needs, Sampling
-from mtrl.zoo.exam import examine, prompts_of
-from mtrl.zoo.rows import MODEL_DIRECTORY
-from mtrl.zoo.task import make_question
+from pretraining.evaluation import examine, prompts_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

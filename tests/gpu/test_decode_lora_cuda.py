@@ -3,16 +3,16 @@
 import pytest
 import torch
 
+from mtrl.embedded.embedded_rows import MODEL_DIRECTORY
+from mtrl.embedded.task import make_question
 from mtrl.models.backbone import Backbone
 from mtrl.models.families import load_encoder
 from mtrl.models.forward import Forward
-from mtrl.models.load import load_model
+from mtrl.models.load_model import load_model
 from mtrl.rollout.decode.engine import GraphGenerator, fastest_generator
 from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Sampling
-from mtrl.zoo.exam import prompts_of
-from mtrl.zoo.rows import MODEL_DIRECTORY
-from mtrl.zoo.task import make_question
+from pretraining.evaluation import prompts_of
 
 pytestmark = [
     pytest.mark.gpu,

@@ -4,19 +4,19 @@ learnt. Skipped without a GPU."""
 import pytest
 import torch
 
-from mtrl.build.run import build, configure
+from mtrl.compose.run import build, configure
+from mtrl.embedded.embedded_rows import MODEL_DIRECTORY
+from mtrl.embedded.task import make_question
 from mtrl.models.adapters import AdapterSettings, adapter_parameters, add_adapters
 from mtrl.models.backbone import Backbone
 from mtrl.models.families import load_encoder
 from mtrl.models.forward import Forward
-from mtrl.models.load import load_model
+from mtrl.models.load_model import load_model
 from mtrl.rollout.decode.engine import GraphGenerator
 from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Needs, Sampling
 from mtrl.workers.reference import Reference
-from mtrl.zoo.exam import prompts_of
-from mtrl.zoo.rows import MODEL_DIRECTORY
-from mtrl.zoo.task import make_question
+from pretraining.evaluation import prompts_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 pytest.importorskip("peft")

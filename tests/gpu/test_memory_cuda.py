@@ -7,19 +7,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mtrl.build.run import build, configure
-from mtrl.errors import StartError
+from mtrl.compose.run import build, configure
+from mtrl.embedded.embedded_rows import MODEL_DIRECTORY
+from mtrl.memory.decode_footprint import graphs_parts
 from mtrl.memory.estimate import Plan, estimate
-from mtrl.memory.rehearsal import Limits, past_the_allocator, rehearse
+from mtrl.memory.preflight import Limits, past_the_allocator, rehearse
 from mtrl.models.backbone import Backbone
 from mtrl.models.families import load_encoder, load_model_config
 from mtrl.models.forward import Forward
-from mtrl.models.load import load_model
+from mtrl.models.load_model import load_model
 from mtrl.rollout.decode.engine import GraphGenerator, fastest_generator
-from mtrl.rollout.decode.footprint import graphs_parts
 from mtrl.types import Needs, Sampling
+from mtrl.utils.errors import StartError
 from mtrl.workers.micro_batches import MicroBatching
-from mtrl.zoo.rows import MODEL_DIRECTORY
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

@@ -12,7 +12,7 @@ import mtrl
 from mtrl.models.adapters import AdapterSettings, adapter_parameters, add_adapters, quantize_base
 from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward
-from mtrl.models.load import load_model
+from mtrl.models.load_model import load_model
 from mtrl.models.quantized import BYTES, FourBitLinear
 from mtrl.workers.eight_bit import EightBitAdamW
 

@@ -7,14 +7,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mtrl.embedded.embedded_rows import MODEL_DIRECTORY
+from mtrl.embedded.task import make_question
 from mtrl.models.families import load_encoder
 from mtrl.models.reward_model import load_reward_model
 from mtrl.types import Rollouts
 from mtrl.workers.micro_batches import MicroBatching
-from mtrl.workers.reward_model import RewardModelWorker
-from mtrl.zoo.exam import prompts_of
-from mtrl.zoo.rows import MODEL_DIRECTORY
-from mtrl.zoo.task import make_question
+from mtrl.workers.reward_model_worker import RewardModelWorker
+from pretraining.evaluation import prompts_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

@@ -8,14 +8,14 @@ import torch
 from helpers import same
 from safetensors.torch import load_file
 
-from mtrl.machine import free_memory, usable_cores
-from mtrl.models.load import load_model
-from mtrl.models.transfer import STAGE, to_main_memory
-from mtrl.store.checkpoint import FolderStore
+from mtrl.checkpoint.folder_store import FolderStore
+from mtrl.checkpoint.learner_snapshot import OPTIMIZER_STATE
+from mtrl.embedded.embedded_rows import MODEL_DIRECTORY
+from mtrl.models.device_copy import STAGE, to_main_memory
+from mtrl.models.load_model import load_model
+from mtrl.utils.machine import free_memory, usable_cores
 from mtrl.workers.learner import Learner, OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching
-from mtrl.workers.snapshot import OPTIMIZER_STATE
-from mtrl.zoo.rows import MODEL_DIRECTORY
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

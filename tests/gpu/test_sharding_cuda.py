@@ -9,19 +9,19 @@ import torch.distributed as dist
 from tiny_models import checkpoint, encoder_of, prompts_for, random_rollouts
 
 from mtrl.algorithms.losses import Loss, PolicyLoss, term_weights
-from mtrl.memory.rehearsal import Limits, rehearse
+from mtrl.distributed.torchrun_group import join_ranks
+from mtrl.memory.preflight import Limits, rehearse
 from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward
-from mtrl.models.load import empty_model, load_model
+from mtrl.models.load_model import empty_model, load_model
+from mtrl.models.parallel.fsdp import Sharding, is_split, own_part
+from mtrl.models.parallel.ranks import ALONE
 from mtrl.models.perturb import Perturbation
-from mtrl.models.ranks import ALONE
-from mtrl.models.sharding import Sharding, is_split, own_part
-from mtrl.models.weights import exported_weights
+from mtrl.models.state_dicts import exported_weights
 from mtrl.types import Needs, Sampling, TrainBatch
 from mtrl.workers.actor import LocalActor
 from mtrl.workers.learner import OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching
-from mtrl.workers.rank import join_ranks
 from mtrl.workers.reference import Reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

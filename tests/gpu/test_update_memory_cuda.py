@@ -9,15 +9,15 @@ from helpers import fake_batch
 from tiny_models import prompt, random_rollouts
 
 from mtrl.algorithms.losses import Loss, PolicyLoss
+from mtrl.embedded.embedded_rows import MODEL_DIRECTORY
 from mtrl.models.backbone import Backbone
 from mtrl.models.families import load_encoder
 from mtrl.models.forward import Forward
-from mtrl.models.load import load_model
+from mtrl.models.load_model import load_model
 from mtrl.models.perturb import Perturbation
 from mtrl.workers.actor import LocalActor
 from mtrl.workers.learner import OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching
-from mtrl.zoo.rows import MODEL_DIRECTORY
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

@@ -33,12 +33,12 @@ from update_helpers import (
     widened,
 )
 
-from mtrl.algorithms.values import ValueLoss
+from mtrl.algorithms.value_loss import ValueLoss
 from mtrl.models.families import encoder_files, load_encoder
 from mtrl.models.forward import Forward
 from mtrl.models.reward_model import load_reward_model
+from mtrl.models.state_dicts import save_model
 from mtrl.models.value_head import HEAD, find_head, has_head, load_value_model, with_head
-from mtrl.models.weights import save_model
 from mtrl.types import Needs
 from mtrl.workers.critic import LocalCritic
 from mtrl.workers.learner import OptimizerSettings

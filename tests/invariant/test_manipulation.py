@@ -8,8 +8,8 @@ from helpers import close, fake_experience, fake_rollouts, padded
 
 from mtrl.algorithms.credit import assign
 from mtrl.algorithms.credit.entropy_filter import EntropyFilter
-from mtrl.build.run import build, configure
-from mtrl.training.manipulation import effective, manipulation, surprise
+from mtrl.compose.run import build, configure
+from mtrl.training.gradient_effect import effective, manipulation, surprise
 from mtrl.types import Signals
 
 PLAIN = {"optimization.enable_perception_filtering": False, "optimization.enable_trajectory_reweighting": False}

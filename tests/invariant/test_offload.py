@@ -11,14 +11,14 @@ import torch
 from tiny_models import encoder_of, fresh_backbone
 from update_helpers import FULL_LOSS, full_batch, rollouts_for, weights_of
 
-from mtrl.build.model import build_actor, build_encoder, build_generator, build_policy, build_reference
-from mtrl.build.recipe import recipe_of
+from mtrl.compose.algorithm import recipe_of
+from mtrl.compose.policy import build_actor, build_encoder, build_generator, build_policy, build_reference
 from mtrl.config import load_config
 from mtrl.models.adapters import AdapterSettings, add_adapters
 from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward
 from mtrl.models.perturb import Perturbation
-from mtrl.rollout.awake import Awake
+from mtrl.rollout.lifecycle import Awake
 from mtrl.types import Needs
 from mtrl.workers import offload
 from mtrl.workers.actor import LocalActor
@@ -177,7 +177,7 @@ def test_the_keys_are_read_where_there_is_a_device(monkeypatch):
         def __init__(self, *_, **options):
             given.update(options)
 
-    monkeypatch.setattr("mtrl.build.model.LocalActor", Told)
+    monkeypatch.setattr("mtrl.compose.policy.LocalActor", Told)
     rules = recipe_of(config, 1)
     build_actor(config, policy, encoder, 1, build_reference(policy, rules))
     assert (given["offload_optimizer"], given["offload_reference"]) == (False, False)
@@ -190,7 +190,7 @@ def test_weights_make_room_for_vllm(monkeypatch):
     keys = {"worker.actor.offload.offload_params": True, "worker.rollout.name": "vllm"}
     config = load_config(None, keys)
     encoder, policy = build_policy(config, build_encoder(config))
-    monkeypatch.setattr("mtrl.build.vllm.build_vllm", lambda *_: Awake())
+    monkeypatch.setattr("mtrl.compose.vllm_engine.build_vllm", lambda *_: Awake())
     assert build_generator(config, policy, encoder).making_room is nullcontext, "on a CPU there is nothing to do"
     monkeypatch.setattr(type(policy.backbone), "device", torch.device("cuda"))
     parked = build_generator(config, policy, encoder).making_room.__self__

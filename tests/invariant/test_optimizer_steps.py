@@ -23,11 +23,11 @@ from update_helpers import (
 )
 
 from mtrl.algorithms.losses import Loss, term_weights, total_loss
-from mtrl.build.model import build_policy
+from mtrl.compose.policy import build_policy
 from mtrl.config import load_config
-from mtrl.errors import Diverged
 from mtrl.models.backbone import Backbone
 from mtrl.types import Needs
+from mtrl.utils.errors import Diverged
 from mtrl.workers.learner import OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching
 from mtrl.workers.reference import Reference

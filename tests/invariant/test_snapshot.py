@@ -15,15 +15,15 @@ from tiny_models import (
 )
 
 from mtrl.algorithms.losses import Loss, term_weights
+from mtrl.checkpoint.folder_store import FolderStore
+from mtrl.checkpoint.learner_snapshot import OPTIMIZER_STATE
 from mtrl.models.families import encoder_files, load_encoder
 from mtrl.models.forward import Forward
 from mtrl.models.perturb import Perturbation
-from mtrl.store.checkpoint import FolderStore
 from mtrl.types import Needs, TrainBatch
 from mtrl.workers.actor import LocalActor
 from mtrl.workers.learner import OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching
-from mtrl.workers.snapshot import OPTIMIZER_STATE
 
 GROUP, LENGTHS = [0, 0, 1, 3], [6, 2, 4, 5]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from update_helpers import FULL_LOSS, actor_of, check_equal, full_batch, learn, rollouts_for
 
-from mtrl.errors import DeviceFull
+from mtrl.utils.errors import DeviceFull
 from mtrl.workers.micro_batches import MicroBatching
 
 FAMILY = "qwen2_5_vl"

@@ -17,7 +17,7 @@ import torch
 
 from mtrl.algorithms.groups import group_mean
 from mtrl.algorithms.metrics import attention_values
-from mtrl.build.run import build, configure
+from mtrl.compose.run import build, configure
 from mtrl.protocols import Tracker
 from mtrl.rewards.builtin import accuracy
 from mtrl.types import Experience, Needs, Rollouts

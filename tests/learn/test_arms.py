@@ -28,8 +28,8 @@ import torch
 from arm import AIMS
 from run_helpers import metrics_of, run_of, tensors_of
 
-from mtrl.build.run import configure
-from mtrl.build.unbuilt import unbuilt
+from mtrl.compose.run import configure
+from mtrl.compose.unsupported import unbuilt
 
 pytestmark = pytest.mark.soak
 

@@ -9,12 +9,12 @@ from PIL import Image
 from transformers.utils import logging
 
 from mtrl.algorithms.groups import group_std
-from mtrl.build.run import build, configure
+from mtrl.compose.run import build, configure
+from mtrl.embedded.task import make_question, row
 from mtrl.protocols import Tracker
-from mtrl.training.evaluate import Validation
+from mtrl.training.validation import Validation
 from mtrl.types import Sampling
-from mtrl.zoo.exam import best_constant, prompts_of
-from mtrl.zoo.task import make_question, row
+from pretraining.evaluation import best_constant, prompts_of
 
 logging.disable_progress_bar()
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mtrl.embedded.embedded_rows import MODEL_DIRECTORY
 from mtrl.models.backbone import Backbone
 from mtrl.models.families import load_encoder
-from mtrl.models.load import load_model
-from mtrl.zoo import pretrain
-from mtrl.zoo.rows import MODEL_DIRECTORY
+from mtrl.models.load_model import load_model
+from pretraining import pretrain
 
 
 def test_the_shipped_model_knows_its_lessons():

@@ -5,15 +5,15 @@ import json
 import numpy as np
 import pytest
 
+from mtrl.embedded.embedded_rows import MODELS
+from mtrl.embedded.scenes import CHANCE, causal_spans, make_question
 from mtrl.models.backbone import Backbone
 from mtrl.models.families import load_encoder
-from mtrl.models.load import load_model
+from mtrl.models.load_model import load_model
 from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Sampling
-from mtrl.zoo.exam import grade, prompts_of
-from mtrl.zoo.pretrain import COURSES
-from mtrl.zoo.rows import MODELS
-from mtrl.zoo.scenes import CHANCE, causal_spans, make_question
+from pretraining.evaluation import grade, prompts_of
+from pretraining.pretrain import COURSES
 
 MODEL = MODELS["scenes"]
 

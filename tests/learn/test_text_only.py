@@ -6,7 +6,7 @@ from statistics import mean
 
 import pytest
 
-from mtrl.build.run import build, configure
+from mtrl.compose.run import build, configure
 from mtrl.models.tiny import make_tiny_checkpoint
 from mtrl.tracking.run_files import read_rows
 

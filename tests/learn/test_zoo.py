@@ -18,20 +18,20 @@ from safetensors import safe_open
 from transformers import AutoModelForImageTextToText
 from transformers.utils import logging
 
-import mtrl.zoo
+import mtrl.embedded
+from mtrl.embedded.task import HABITS, KINDS, LETTERS, TEST_QUESTIONS, VALUES, as_task, make_question
 from mtrl.models.backbone import Backbone
 from mtrl.models.families import load_encoder
 from mtrl.models.forward import Forward
-from mtrl.models.load import load_model
+from mtrl.models.load_model import load_model
 from mtrl.models.perturb import Perturbation
 from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Needs, Sampling
-from mtrl.zoo.exam import best_constant, grade, prompts_of
-from mtrl.zoo.task import HABITS, KINDS, LETTERS, TEST_QUESTIONS, VALUES, as_task, make_question
+from pretraining.evaluation import best_constant, grade, prompts_of
 
 logging.disable_progress_bar()
 
-MODEL = Path(mtrl.zoo.__file__).parent / "model"
+MODEL = Path(mtrl.embedded.__file__).parent / "model"
 GREEDY = Sampling(temperature=0, max_new_tokens=32)
 SAMPLED = Sampling(n=8, max_new_tokens=32)
 QUICK_QUESTIONS = 160

@@ -5,19 +5,19 @@ from run_helpers import run_of, train_arguments
 from vllm_engines import INSTALLED, MAX_LENGTH
 
 from mtrl import cli
-from mtrl.build.run import configure, open_model
+from mtrl.compose.run import configure, open_model
+from mtrl.embedded.embedded_rows import MODEL_DIRECTORY
+from mtrl.embedded.task import make_question
 from mtrl.models.backbone import Backbone
 from mtrl.models.families import load_encoder
 from mtrl.models.forward import Forward
-from mtrl.models.load import load_model
-from mtrl.models.weights import exported_weights
+from mtrl.models.load_model import load_model
+from mtrl.models.state_dicts import exported_weights
 from mtrl.rollout.vllm.generator import VllmGenerator
 from mtrl.rollout.vllm.inprocess import VllmInProcess
 from mtrl.rollout.vllm.settings import engine_arguments
 from mtrl.types import Sampling
-from mtrl.zoo.exam import prompts_of
-from mtrl.zoo.rows import MODEL_DIRECTORY
-from mtrl.zoo.task import make_question
+from pretraining.evaluation import prompts_of
 
 pytestmark = pytest.mark.skipif(not INSTALLED, reason="vLLM is not installed")
 

@@ -8,10 +8,10 @@ from run_helpers import metrics_of, run_of, train_arguments
 from vllm_engines import INSTALLED, begun_server, end_servers, ready
 
 from mtrl import cli
-from mtrl.errors import StartError
-from mtrl.rollout.vllm.server import TOKENS, VllmServer
-from mtrl.store.checkpoint import checkpoints
-from mtrl.zoo.rows import MODEL_DIRECTORY, SIZES
+from mtrl.checkpoint.folder_store import checkpoints
+from mtrl.embedded.embedded_rows import MODEL_DIRECTORY, SIZES
+from mtrl.rollout.vllm.server_engine import TOKENS, VllmServer
+from mtrl.utils.errors import StartError
 
 pytestmark = pytest.mark.skipif(not INSTALLED, reason="vLLM is not installed")
 
@@ -63,7 +63,7 @@ def test_one_that_dies_in_the_middle_of_a_generation(servers, tmp_path, capsys, 
     address, ask = ready(servers[0]), VllmServer._ask
 
     def asked(server, method, path, *rest, **options):
-        if path == TOKENS and (tmp_path / "mtrl/zoo/metrics.jsonl").exists():
+        if path == TOKENS and (tmp_path / "mtrl/embedded/metrics.jsonl").exists():
             rows = [row for row in metrics_of(run_of(tmp_path)).values() if "actor/grad_norm" in row]
             if len(rows) == 2:
                 servers[0].kill()

@@ -9,8 +9,8 @@ from run_helpers import finish, metrics_of, run_of, same_end, start, train_argum
 from vllm_engines import INSTALLED
 
 from mtrl import cli
-from mtrl.store.checkpoint import checkpoints
-from mtrl.zoo.rows import MODEL_DIRECTORY, SIZES
+from mtrl.checkpoint.folder_store import checkpoints
+from mtrl.embedded.embedded_rows import MODEL_DIRECTORY, SIZES
 
 pytestmark = pytest.mark.skipif(not INSTALLED, reason="vLLM is not installed")
 

@@ -8,7 +8,7 @@ from tiny_models import encoder_of, plain_model, shared_backbone
 from vllm_engines import INSTALLED, MAX_LENGTH, arguments
 
 from mtrl.models.forward import Forward
-from mtrl.models.weights import exported_weights
+from mtrl.models.state_dicts import exported_weights
 from mtrl.protocols import Clip
 from mtrl.rollout.vllm.generator import VllmGenerator
 from mtrl.rollout.vllm.inprocess import VllmInProcess

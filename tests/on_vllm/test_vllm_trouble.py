@@ -9,11 +9,11 @@ import torch
 from tiny_models import checkpoint, encoder_of, plain_model_at, prompts_for
 from vllm_engines import INSTALLED, arguments, child_process, engine_on, in_process
 
-from mtrl.errors import RunError, StartError
-from mtrl.models.weights import exported_weights
+from mtrl.models.state_dicts import exported_weights
 from mtrl.rollout.vllm.inprocess import VllmInProcess
-from mtrl.rollout.vllm.process import VllmProcess
+from mtrl.rollout.vllm.process_engine import VllmProcess
 from mtrl.types import Sampling, Weights
+from mtrl.utils.errors import RunError, StartError
 
 pytestmark = pytest.mark.skipif(not INSTALLED, reason="vLLM is not installed")
 

@@ -28,8 +28,8 @@ from vllm_engines import (
 from mtrl.models.adapters import AdapterSettings, adapter_layers, add_adapters
 from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward
-from mtrl.models.load import load_model
-from mtrl.models.weights import exported_weights
+from mtrl.models.load_model import load_model
+from mtrl.models.state_dicts import exported_weights
 from mtrl.types import Sampling, Weights
 
 pytestmark = pytest.mark.skipif(not INSTALLED, reason="vLLM is not installed")

@@ -23,8 +23,8 @@ from typing import Any
 import yaml
 
 from mtrl.config import ConfigError, load_config, to_yaml, warnings
-from mtrl.config.convert import convert
-from mtrl.config.foreign import TABLES
+from mtrl.config.foreign_config import convert
+from mtrl.config.foreign_keys import TABLES
 from mtrl.config.packaged import packaged
 from mtrl.config.tree import known_leaves, known_sections
 

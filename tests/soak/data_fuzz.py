@@ -36,9 +36,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from data_helpers import FakeEncoder, picture, picture_bytes
 
 from mtrl.data import BadRow, DataError, DataSettings, Sampler
-from mtrl.data import report as data_report
 from mtrl.data.dataset import scan_dataset
 from mtrl.data.sampler import PromptLoader
+from mtrl.report import data_page as data_report
 from mtrl.types import Prompt
 
 CASE_SECONDS = 10

@@ -28,7 +28,7 @@ LONGEST_WAIT = {"start": 3.0, "step": 0.3, "save": 0.03}  # seconds after the mo
 GRACE = 60.0  # seconds in which what a rank has started must be gone
 SECONDS = 5.0  # in which a rank that lost the other ends by itself, before it is asked to
 PATIENCE = 600.0  # seconds without the moment, or for which a rank outlives another: then something hangs
-IMPORTED = ("mtrl.cli", "mtrl.commands.train", "mtrl.build.run", "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl")
+IMPORTED = ("mtrl.cli", "mtrl.commands.train", "mtrl.compose.run", "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl")
 FORK = multiprocessing.get_context("fork")
 
 

@@ -5,7 +5,7 @@ import copy
 import torch
 from tiny_models import encoder_of
 
-from mtrl.rollout.decode import plain
+from mtrl.rollout.decode import torch_ops as plain
 from mtrl.rollout.decode.engine import GraphGenerator
 from mtrl.rollout.decode.step import Ops
 

@@ -8,11 +8,11 @@ from helpers import fake_prompt
 from mtrl.algorithms.batches import BatchPlan
 from mtrl.algorithms.estimators import Grpo
 from mtrl.algorithms.losses import Loss
-from mtrl.rollout.awake import Awake
+from mtrl.rollout.lifecycle import Awake
 from mtrl.rollout.responses import rollouts_of
-from mtrl.training.evaluate import Validation
+from mtrl.training.algorithm_spec import Recipe
 from mtrl.training.loop import Components, Loop
-from mtrl.training.recipe import Recipe
+from mtrl.training.validation import Validation
 from mtrl.types import Needs, Rewards, Sampling, Signals, Weights
 
 PROMPTS, RESPONSES = 2, 2  # in a step

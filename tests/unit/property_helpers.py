@@ -21,8 +21,8 @@ from mtrl.algorithms.credit.perception_filter import PerceptionFilter
 from mtrl.algorithms.credit.trajectory_scaling import TrajectoryScaling
 from mtrl.algorithms.losses import Loss, PolicyLoss, mismatch_correction, term_weights, total_loss
 from mtrl.algorithms.signals import pool_sizes, visual_dependency
-from mtrl.rows import take_rows
 from mtrl.types import SEGMENTS, Credit, Experience, Rollouts, Signals, TrainBatch
+from mtrl.utils.record_rows import take_rows
 
 MAX_LENGTH = 12
 

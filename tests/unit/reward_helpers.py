@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from helpers import fake_rollouts
 
-from mtrl.build.rewards import build_scorer
+from mtrl.compose.reward_scorer import build_scorer
 from mtrl.config import load_config
 from mtrl.types import Signals
 

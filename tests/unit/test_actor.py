@@ -11,7 +11,7 @@ from torch import nn
 
 from mtrl.algorithms.losses import Loss
 from mtrl.algorithms.vocab import TokenScores
-from mtrl.models.ranks import ALONE
+from mtrl.models.parallel.ranks import ALONE
 from mtrl.types import Needs, Signals
 from mtrl.workers.actor import ADVICE, LocalActor
 from mtrl.workers.learner import OptimizerSettings

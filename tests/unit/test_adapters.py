@@ -21,8 +21,8 @@ from mtrl.models.adapters import (
 )
 from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward
-from mtrl.models.load import load_model
-from mtrl.models.weights import exported_weights, load_weights, save_model, saved_weights
+from mtrl.models.load_model import load_model
+from mtrl.models.state_dicts import exported_weights, load_weights, save_model, saved_weights
 from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Needs, Sampling, Weights
 from mtrl.workers.reference import Reference

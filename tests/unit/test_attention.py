@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
-from mtrl.models.attention import BLOCK, MassReader, Sight, attention, visible_blocks, whole_blocks
+from mtrl.models.masked_attention import BLOCK, MassReader, Sight, attention, visible_blocks, whole_blocks
 from mtrl.types import NO_POOL, TEXT_POOL, VISION_POOL
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")  # on a CPU, on purpose
@@ -166,7 +166,7 @@ def test_flex_attention_is_what_the_blocks_go_to(monkeypatch):
     """On a CPU it is slow and without gradients, yet it is the kernel of the GPU route: the same numbers."""
     calls = []
     monkeypatch.setattr(
-        "mtrl.models.attention.flex_attention", lambda *x, **y: calls.append(1) or flex_attention(*x, **y)
+        "mtrl.models.masked_attention.flex_attention", lambda *x, **y: calls.append(1) or flex_attention(*x, **y)
     )
     sight = sight_of([[100, 28]], 128)
     attention(module_of(), *heads(128), sight.blocks(torch.device("cpu")), scaling=1.0, dropout=0.0)

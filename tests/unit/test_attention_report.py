@@ -12,10 +12,10 @@ from tiny_models import checkpoint
 
 from mtrl import cli
 from mtrl.commands.attention import MOST_DRAWN, chosen_tokens, images_of, place_for, places_of
+from mtrl.embedded.embedded_rows import MODEL_DIRECTORY
 from mtrl.report.attention_page import Answered, overview, write_report
 from mtrl.report.heat_map import STRONGEST, ImageAttention, bleached, draw_heat_maps, heat_maps
 from mtrl.types import SEGMENTS
-from mtrl.zoo.rows import MODEL_DIRECTORY
 
 
 def answered(*ratios, tokens=None, visual=True):

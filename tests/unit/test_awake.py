@@ -2,7 +2,7 @@
 
 import pytest
 
-from mtrl.rollout.awake import Awake
+from mtrl.rollout.lifecycle import Awake
 
 
 class Engine(Awake):

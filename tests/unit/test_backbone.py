@@ -29,11 +29,12 @@ from transformers import (
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from mtrl.models import attention, patches
 from mtrl.models import backbone as module
+from mtrl.models import masked_attention as attention
+from mtrl.models import patches
 from mtrl.models.backbone import Backbone, prompt_positions, vision_tokens
 from mtrl.models.families.vision import patchify
-from mtrl.models.load import load_model
+from mtrl.models.load_model import load_model
 
 # rows and columns of tokens. Windows of Qwen2.5-VL are 4 x 4 tokens: most of these leave odd ones at the edges.
 GRIDS = {

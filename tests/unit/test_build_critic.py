@@ -7,13 +7,13 @@ import torch
 from helpers import same
 from tiny_models import checkpoint, encoder_of, prompts_for, random_rollouts
 
-from mtrl.build import recipe
-from mtrl.build.critic import build_critic
-from mtrl.build.model import build_policy, refuse_unmeasured
+from mtrl.compose import algorithm
+from mtrl.compose.critic_worker import build_critic
+from mtrl.compose.policy import build_policy, refuse_unmeasured
 from mtrl.config import ConfigError, load_config, warnings
 from mtrl.models.families import encoder_files
+from mtrl.models.state_dicts import exported_weights, save_model
 from mtrl.models.value_head import HEAD
-from mtrl.models.weights import exported_weights, save_model
 from mtrl.types import Needs
 
 FAMILY = "qwen2_5_vl"
@@ -87,7 +87,7 @@ def test_it_reads_as_the_actor_does():
     config = config_of(worker__actor__tokens_per_micro_batch=77, worker__actor__share_prefix=False)
     policy, critic = built(config)
     assert critic.forward.share_prefix is policy.share_prefix is False and critic.forward.encoder is policy.encoder
-    assert critic.learner.batching == recipe.update_batching(config, False, False)
+    assert critic.learner.batching == algorithm.update_batching(config, False, False)
     assert critic.probe_batching.tokens == 77
 
 
@@ -99,8 +99,8 @@ def test_a_frozen_vision_tower_is_frozen_in_the_critic_too(frozen):
 
 
 def test_values_alone_need_no_pass_of_the_old_policy():
-    assert recipe.recipe_of(config_of(), 1).needs == Needs("values")
-    several = recipe.recipe_of(config_of(worker__actor__global_batch_size=4), 1).needs
+    assert algorithm.recipe_of(config_of(), 1).needs == Needs("values")
+    several = algorithm.recipe_of(config_of(worker__actor__global_batch_size=4), 1).needs
     assert several == Needs("values", "old", "entropy")
 
 
@@ -109,27 +109,27 @@ def test_its_optimizer_and_schedule_are_its_own():
     names = {"lr": 3e-4, "weight_decay": 0.5, "betas": (0.5, 0.75), "warmup_ratio": 0.25, "min_lr_ratio": 0.125}
     keys = {f"worker__critic__optim__{name}": value for name, value in names.items()}
     config = config_of(**keys, worker__critic__optim__lr_scheduler_type="linear", worker__actor__max_grad_norm=2.0)
-    ours = recipe.critic_optimizer_settings(config, 10)
+    ours = algorithm.critic_optimizer_settings(config, 10)
     assert (ours.lr, ours.weight_decay, ours.betas, ours.min_lr_ratio) == (3e-4, 0.5, (0.5, 0.75), 0.125)
     assert (ours.warmup_steps, ours.total_steps, ours.schedule, ours.max_grad_norm) == (2, 10, "linear", 2.0)
-    theirs = recipe.optimizer_settings(config, 10)
+    theirs = algorithm.optimizer_settings(config, 10)
     assert (theirs.lr, theirs.warmup_steps, theirs.schedule) == (1e-6, 10, "constant_with_warmup")
-    assert recipe.critic_optimizer_settings(config_of(), 10).lr == 1e-5
+    assert algorithm.critic_optimizer_settings(config_of(), 10).lr == 1e-5
 
 
 def test_the_actors_schedule_begins_after_the_warm_up():
     config = config_of(worker__critic__warmup_steps=4, worker__actor__global_batch_size=4)
-    assert recipe.optimizer_settings(config, 10).total_steps == 6 * 2
-    assert recipe.critic_optimizer_settings(config, 10).total_steps == 10 * 2
-    assert recipe.recipe_of(config, 10).critic_warmup == 4
-    assert recipe.optimizer_settings(config, 3).total_steps == 0, "it never learns"
+    assert algorithm.optimizer_settings(config, 10).total_steps == 6 * 2
+    assert algorithm.critic_optimizer_settings(config, 10).total_steps == 10 * 2
+    assert algorithm.recipe_of(config, 10).critic_warmup == 4
+    assert algorithm.optimizer_settings(config, 3).total_steps == 0, "it never learns"
     grpo = load_config(None, SIZES | {"worker.critic.warmup_steps": 4})
-    assert recipe.recipe_of(grpo, 10).critic_warmup == 0, "no critic, no warm-up"
-    assert recipe.optimizer_settings(grpo, 10).total_steps == 10
+    assert algorithm.recipe_of(grpo, 10).critic_warmup == 0, "no critic, no warm-up"
+    assert algorithm.optimizer_settings(grpo, 10).total_steps == 10
 
 
 def test_the_clip_reaches_the_loss():
-    assert recipe.recipe_of(config_of(worker__critic__cliprange_value=0.125), 1).value_loss.clip == 0.125
+    assert algorithm.recipe_of(config_of(worker__critic__cliprange_value=0.125), 1).value_loss.clip == 0.125
 
 
 # ---------------------------------------------------------------------------------------------------- what hardly works
@@ -161,10 +161,10 @@ def test_a_rule_may_read_values_where_there_is_a_critic(tmp_path):
         "    def apply(self, experience, key): return experience.signals.values\n"
     )
     config = config_of(optimization__credit=(f"{file}:Mine",))
-    refuse_unmeasured(config, recipe.recipe_of(config, 1), True)
+    refuse_unmeasured(config, algorithm.recipe_of(config, 1), True)
     grpo = config_of(optimization__credit=(f"{file}:Mine",), optimization__advantage_estimator="grpo")
     with pytest.raises(ConfigError, match=r"Mine asks for the signal values, which a critic measures"):
-        refuse_unmeasured(grpo, recipe.recipe_of(grpo, 1), True)
+        refuse_unmeasured(grpo, algorithm.recipe_of(grpo, 1), True)
 
 
 def test_the_name_of_the_head():

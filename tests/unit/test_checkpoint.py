@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from run_helpers import bound_by_permissions
 
-from mtrl.errors import RunError, StartError
-from mtrl.store import checkpoint as module
-from mtrl.store.checkpoint import FolderStore, checkpoints, read_state, step_of
-from mtrl.store.manifest import MANIFEST, Damaged, check, seal
+from mtrl.checkpoint import folder_store as module
+from mtrl.checkpoint.folder_store import FolderStore, checkpoints, read_state, step_of
+from mtrl.checkpoint.manifest import MANIFEST, Damaged, check, seal
+from mtrl.utils.errors import RunError, StartError
 
 METRIC = "val/reward_score"
 

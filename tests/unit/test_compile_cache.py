@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch._inductor.runtime import cache_dir_utils as of_torch
 
-from mtrl.build.compile_cache import INDUCTOR, TRITON, keep_compiled
+from mtrl.compose.compile_cache import INDUCTOR, TRITON, keep_compiled
 
 
 @pytest.fixture(autouse=True)

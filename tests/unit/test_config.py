@@ -14,10 +14,10 @@ from config_helpers import errors_of, only_error, write
 from omegaconf import DictConfig, ListConfig
 
 from mtrl.config import Config, ConfigError, load_config, to_dict, to_yaml, warnings
-from mtrl.config.reference import reference
-from mtrl.config.text import YamlFile
+from mtrl.config.key_reference import reference
 from mtrl.config.tree import Leaf, known_leaves, known_sections
-from mtrl.config.values import interval
+from mtrl.config.value_types import interval
+from mtrl.config.yaml_io import YamlFile
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "docs" / "config-reference.yaml"

@@ -8,7 +8,7 @@ from config_helpers import errors_of, only_error, write
 
 from mtrl.cli import main
 from mtrl.config import ConfigError, load_config, to_yaml
-from mtrl.config.errors import MOST_TOLD
+from mtrl.config.config_error import MOST_TOLD
 
 KWARGS = "worker.rollout.engine_kwargs"
 

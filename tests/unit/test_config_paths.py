@@ -3,10 +3,10 @@
 import pytest
 from config_helpers import write
 
+from mtrl.checkpoint.run_directory import CONFIG, RunDirectory
 from mtrl.config import load_config, to_yaml
 from mtrl.config.packaged import HOME
 from mtrl.config.tree import known_leaves
-from mtrl.store.run_directory import CONFIG, RunDirectory
 from mtrl.training.resume import refuse_another_run
 
 

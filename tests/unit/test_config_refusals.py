@@ -9,7 +9,7 @@ from config_helpers import errors_of, only_error, write
 from mtrl import cli
 from mtrl.config import ConfigError, load_config, warnings
 from mtrl.config.checks import LARGEST
-from mtrl.config.foreign import TABLES, translation
+from mtrl.config.foreign_keys import TABLES, translation
 from mtrl.config.tree import known_leaves
 
 # --- the report ---

@@ -6,13 +6,13 @@ import pytest
 
 import mtrl
 from mtrl import cli
-from mtrl.build.model import model_path
-from mtrl.build.recipe import credit_rules
-from mtrl.build.run import configure
-from mtrl.commands.arguments import evaluation_config
 from mtrl.commands.demo import PLAIN_GRPO
+from mtrl.commands.load_arguments import evaluation_config
+from mtrl.compose.algorithm import credit_rules
+from mtrl.compose.policy import model_path
+from mtrl.compose.run import configure
 from mtrl.config import ConfigError, take_file
-from mtrl.zoo.rows import CONFIG_FILE, CONFIG_FILES, MODELS
+from mtrl.embedded.embedded_rows import CONFIG_FILE, CONFIG_FILES, MODELS
 
 MODEL, DATA = "worker.actor.model.model_path", "dataset.train_files"
 ONE_REWARD = {"worker.reward.functions": ["accuracy"]}  # the weights in zoo.yaml are for two
@@ -65,7 +65,7 @@ def test_with_another_model_or_other_data_they_do_not(given):
 def test_a_model_that_has_to_be_made_first(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(MODELS, "scenes", tmp_path / "nowhere")
     assert cli.main(["train", f"{MODEL}=scenes", f"training.output_dir={tmp_path}"]) == 2
-    assert "make it: python -m mtrl.zoo.pretrain scenes" in capsys.readouterr().err
+    assert "make it: python -m pretraining.pretrain scenes" in capsys.readouterr().err
 
 
 def test_a_model_to_evaluate_by_its_name(tmp_path, monkeypatch):

@@ -8,13 +8,13 @@ import pytest
 import torch
 from helpers import fake_experience, fake_rollouts, padded
 
-from mtrl.report.text import shorten
-from mtrl.terminal import Door, sanitize
+from mtrl.report.escape import shorten
 from mtrl.tracking import console, pace
 from mtrl.tracking.colour import Paint, wants_colour
 from mtrl.tracking.console import Console, ConsoleSettings
 from mtrl.tracking.preview import most_taught, training_preview, validation_preview
 from mtrl.types import Credit, Rewards, ValidationSample
+from mtrl.utils.terminal import Door, sanitize
 
 
 class Terminal(io.StringIO):

@@ -9,11 +9,11 @@ from config_helpers import only_error
 from mtrl.cli import main
 from mtrl.config import ConfigError, load_config
 from mtrl.config.conversions import CONVERSIONS
-from mtrl.config.convert import DEFAULT, DIFFERS, LOST, MAPS, Converter, convert
-from mtrl.config.foreign import TABLES, same_names, translation
+from mtrl.config.foreign_config import DEFAULT, DIFFERS, LOST, MAPS, Converter, convert
+from mtrl.config.foreign_defaults import ALWAYS, DEFAULTS
+from mtrl.config.foreign_keys import TABLES, same_names, translation
 from mtrl.config.nearest import nearest_keys
 from mtrl.config.trl_script import read_script
-from mtrl.config.unsaid import ALWAYS, DEFAULTS
 
 OTHERS = Path(__file__).parents[1] / "data" / "others"
 EASYR1, VERL, TRL = OTHERS / "easyr1.yaml", OTHERS / "verl_grpo.yaml", OTHERS / "trl_grpo.py"

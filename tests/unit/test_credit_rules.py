@@ -14,8 +14,8 @@ from mtrl.algorithms.credit.entropy_change import EntropyChange
 from mtrl.algorithms.credit.entropy_filter import EntropyFilter
 from mtrl.algorithms.credit.perception_filter import PerceptionFilter
 from mtrl.algorithms.credit.trajectory_scaling import TrajectoryScaling
-from mtrl.errors import RunError
 from mtrl.types import Signals
+from mtrl.utils.errors import RunError
 
 KEY = (3, 7)  # seed and step
 ADVANTAGE = padded([[1, 1, 1], [-2, -2]], fill=INF)  # of two responses, of 3 and 2 tokens

@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 from data_helpers import FakeEncoder, picture, picture_bytes, write_jsonl
 
-from mtrl.build.data import sources_of
 from mtrl.cli import main
+from mtrl.compose.task_source import sources_of
 from mtrl.data import DataError, DataSettings, open_dataset
 from mtrl.data.media import looks_like_image
 

@@ -8,9 +8,9 @@ import pytest
 from data_helpers import picture_bytes, write_jsonl
 
 from mtrl.data import DataError, DataSettings, Sampler, open_dataset
-from mtrl.data import report as data_report
 from mtrl.models.families import load_encoder
 from mtrl.models.tiny import make_tiny_checkpoint
+from mtrl.report import data_page as data_report
 
 
 @pytest.fixture(scope="module")

@@ -10,14 +10,14 @@ import pyarrow.parquet as pq
 import pytest
 from data_helpers import FakeEncoder, picture_bytes, write_jsonl
 
-from mtrl.build.run import build
 from mtrl.cli import main
+from mtrl.compose.run import build
 from mtrl.config import load_config
 from mtrl.data import DataError, DataSettings, open_dataset
 from mtrl.data.formats import format_of, read_conversation
+from mtrl.embedded.embedded_rows import CONFIG_FILE
+from mtrl.embedded.task import make_question, row
 from mtrl.tracking.run_files import read_rows
-from mtrl.zoo.rows import CONFIG_FILE
-from mtrl.zoo.task import make_question, row
 
 ROWS = 4
 QUESTIONS = [row(make_question("train", index)) for index in range(ROWS)]

@@ -12,7 +12,7 @@ from data_helpers import picture, picture_bytes
 from PIL import Image, ImageOps
 
 from mtrl.data.media import decode, image_medium, media_list, read_size, within_side
-from mtrl.data.rows import RowError
+from mtrl.data.row_settings import RowError
 from mtrl.types import Medium
 
 

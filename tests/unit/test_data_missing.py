@@ -3,7 +3,7 @@
 import pytest
 from data_helpers import FakeEncoder, picture, picture_bytes, write_jsonl
 
-from mtrl.build.data import rewards_of_truth, sources_of
+from mtrl.compose.task_source import rewards_of_truth, sources_of
 from mtrl.config import load_config
 from mtrl.data import DataError, DataSettings, open_dataset
 

@@ -7,7 +7,7 @@ import pytest
 from mtrl.config.packaged import HOME
 from mtrl.data import DataError, DataSettings, RowList
 from mtrl.data.prompts import TaskBuilder
-from mtrl.data.rows import RowError
+from mtrl.data.row_settings import RowError
 from mtrl.types import Medium
 
 IMAGE, DATA = {"type": "image"}, Path("/data")

@@ -6,8 +6,8 @@ import pytest
 from data_helpers import FakeEncoder, image_rows, picture_bytes, write_jsonl
 
 from mtrl.data import DataError, DataSettings
-from mtrl.data import report as data_report
-from mtrl.data.rows import IMAGE_DIR
+from mtrl.data.row_settings import IMAGE_DIR
+from mtrl.report import data_page as data_report
 
 
 def printed(path, tmp_path, encoder, **settings):

@@ -14,7 +14,7 @@ from data_helpers import picture_bytes, write_jsonl
 import mtrl.data.arrow as arrow
 from mtrl.data import DataError, RowList, open_sources
 from mtrl.data.cache import DiskCache
-from mtrl.data.rows import RowError
+from mtrl.data.row_settings import RowError
 
 ROWS = [{"prompt": f"question {i}", "answer": str(i)} for i in range(7)]
 

@@ -4,7 +4,7 @@ import pytest
 from data_helpers import picture_bytes, write_jsonl
 
 from mtrl.cli import main
-from mtrl.zoo.rows import MODEL_DIRECTORY
+from mtrl.embedded.embedded_rows import MODEL_DIRECTORY
 
 
 @pytest.fixture

@@ -12,11 +12,11 @@ from tiny_models import checkpoint, encoder_of
 
 from mtrl.data import DataError, DataSettings, RowList, Sampler, open_dataset
 from mtrl.data.media import image_medium
-from mtrl.data.report import run as report
-from mtrl.data.rows import RowError
+from mtrl.data.row_settings import RowError
 from mtrl.data.video import check_pixels, measure, pixels, read_film
 from mtrl.models.families import load_encoder
 from mtrl.protocols import Clip, VideoSettings
+from mtrl.report.data_page import run as report
 from mtrl.types import Medium, Task
 
 av = pytest.importorskip("av")

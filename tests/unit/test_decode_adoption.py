@@ -5,13 +5,13 @@ import torch
 from decode_helpers import engine, same, stopping_encoder
 from tiny_models import fresh_backbone, prompts_for
 
+from mtrl.checkpoint.learner_snapshot import LearnerSnapshot
 from mtrl.models.backbone import Backbone
-from mtrl.models.load import load_model
-from mtrl.models.weights import exported_weights, load_weights, save_model
-from mtrl.rollout.decode.weights import DecodeWeights
+from mtrl.models.load_model import load_model
+from mtrl.models.state_dicts import exported_weights, load_weights, save_model
+from mtrl.rollout.decode.fused_weights import DecodeWeights
 from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Sampling
-from mtrl.workers.snapshot import LearnerSnapshot
 
 FAMILY = "qwen2_5_vl"
 GREEDY = Sampling(temperature=0, max_new_tokens=4)

@@ -10,9 +10,9 @@ from tiny_models import fresh_backbone, prompts_for
 
 from mtrl.models.backbone import Backbone
 from mtrl.rollout.decode.engine import fastest_generator, why_plain
+from mtrl.rollout.decode.fused_weights import DecodeWeights
 from mtrl.rollout.decode.layers import why_unknown
 from mtrl.rollout.decode.step import triton_ops
-from mtrl.rollout.decode.weights import DecodeWeights
 from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Sampling
 

@@ -9,10 +9,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from mtrl.rollout.decode import layer_kernels, plain, sampling_kernels
+from mtrl.rollout.decode import layer_kernels, sampling_kernels
+from mtrl.rollout.decode import torch_ops as plain
 from mtrl.rollout.decode.buffers import Mode, Pieces, Room, Rows, Rules, Seats, Tiles
+from mtrl.rollout.decode.fused_weights import Layer
 from mtrl.rollout.decode.layers import Shape
-from mtrl.rollout.decode.weights import Layer
 
 kernels = SimpleNamespace(**vars(layer_kernels) | vars(sampling_kernels))
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -9,9 +9,9 @@ from tiny_models import encoder_of, fresh_backbone, prompts_for
 
 from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward
+from mtrl.rollout.decode.fused_weights import DecodeWeights
 from mtrl.rollout.decode.layers import why_unknown
 from mtrl.rollout.decode.step import product
-from mtrl.rollout.decode.weights import DecodeWeights
 from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Sampling
 

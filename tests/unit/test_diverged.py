@@ -5,10 +5,10 @@ import torch
 from tiny_models import encoder_of, fresh_backbone, prompts_for
 
 from mtrl import cli
-from mtrl.build.model import warn_of_large_steps
-from mtrl.errors import Diverged, RunError
+from mtrl.compose.policy import warn_of_large_steps
 from mtrl.rollout.local import LocalGenerator, non_finite
 from mtrl.types import Sampling
+from mtrl.utils.errors import Diverged, RunError
 
 FAMILY = "qwen2"
 

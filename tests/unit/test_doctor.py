@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from mtrl import cli, machine
+from mtrl import cli
 from mtrl.commands import doctor, installed
 from mtrl.commands.doctor import GIB
 from mtrl.commands.installed import Device, Feature
 from mtrl.config import load_config
 from mtrl.memory.estimate import Estimate
+from mtrl.utils import machine
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -4,11 +4,11 @@ bitsandbytes, whose kernels run on a CPU too."""
 import pytest
 import torch
 
+from mtrl.checkpoint.learner_snapshot import optimizer_state_of, restore_optimizer_state
 from mtrl.workers import offload
 from mtrl.workers.learner import Learner, OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching
 from mtrl.workers.offload import Parked
-from mtrl.workers.snapshot import optimizer_state_of, restore_optimizer_state
 
 pytest.importorskip("bitsandbytes")
 SHAPES = {"projection": (64, 96), "wide": (40, 256), "norm": (96,)}

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mtrl.build.recipe import reward_schedule
-from mtrl.build.run import build
-from mtrl.build.unbuilt import unbuilt
+from mtrl.compose.algorithm import reward_schedule
+from mtrl.compose.run import build
+from mtrl.compose.unsupported import unbuilt
 from mtrl.config import load_config
 from mtrl.config.tree import known_leaves
 from mtrl.tracking.run_files import read_rows

@@ -4,7 +4,7 @@ import pytest
 
 from mtrl.cli import main
 from mtrl.config.explain import explain
-from mtrl.config.foreign import SAME, TABLES, moved, names_elsewhere, same_names, translation
+from mtrl.config.foreign_keys import SAME, TABLES, moved, names_elsewhere, same_names, translation
 from mtrl.config.tree import known_leaves, known_sections
 
 

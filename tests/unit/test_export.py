@@ -15,10 +15,10 @@ from tiny_models import checkpoint, encoder_of, plain_logp, prompt, prompts_for,
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, GenerationConfig
 
 import mtrl
-from mtrl.build import export as exporting
 from mtrl.cli import main
+from mtrl.compose import export_model as exporting
 from mtrl.config import load_config
-from mtrl.models import export as models
+from mtrl.models import save_pretrained as models
 from mtrl.models.parity import log_prob_gap
 
 ROWS = [{"prompt": f"Say {name}.", "answer": name} for name in ("red", "blue", "green", "pink")]

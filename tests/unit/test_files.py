@@ -10,18 +10,18 @@ import pyarrow as pa
 import pytest
 from data_helpers import FakeEncoder, image_rows, picture_bytes, write_jsonl
 
+from mtrl.checkpoint.folder_store import checkpoints
+from mtrl.checkpoint.manifest import Damaged, check, seal
+from mtrl.checkpoint.run_directory import RunDirectory
 from mtrl.config import ConfigError, load_config
 from mtrl.data import DataError, DataSettings, open_dataset
-from mtrl.errors import StartError, opening
-from mtrl.files import refuse_special_files, regular_file
 from mtrl.models.families import load_encoder
 from mtrl.models.tiny import make_tiny_checkpoint
-from mtrl.plugins import PluginError, load_plugin
-from mtrl.store.checkpoint import checkpoints
-from mtrl.store.manifest import Damaged, check, seal
-from mtrl.store.run_directory import RunDirectory
 from mtrl.tracking.jsonl import JsonlWriter, last_row, read_rows
 from mtrl.training.resume import find_start
+from mtrl.utils.errors import StartError, opening
+from mtrl.utils.files import refuse_special_files, regular_file
+from mtrl.utils.plugins import PluginError, load_plugin
 
 
 @pytest.fixture(autouse=True)

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtrl.algorithms.filtering import GroupFilter
-from mtrl.errors import RunError
-from mtrl.training.refill import Filtering, PromptCounts, fill, refuse_short
+from mtrl.training.dynamic_sampling import Filtering, PromptCounts, fill, refuse_short
 from mtrl.types import Rewards, Signals
+from mtrl.utils.errors import RunError
 
 GROUP = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3, 4, 4])
 

@@ -7,23 +7,23 @@ import pytest
 import torch
 from tiny_models import checkpoint, encoder_of, fresh_backbone
 
-from mtrl.errors import StartError
 from mtrl.memory import estimate as memory
+from mtrl.memory.decode_footprint import graphs_parts
 from mtrl.memory.estimate import Plan, estimate
-from mtrl.memory.rehearsal import Limits, Rehearsal, rehearse
+from mtrl.memory.preflight import Limits, Rehearsal, rehearse
 from mtrl.models.backbone import Backbone
 from mtrl.models.families import load_encoder, load_model_config
 from mtrl.models.forward import Forward
-from mtrl.models.live_tensors import LiveTensors
-from mtrl.models.load import DTYPES, load_model
+from mtrl.models.load_model import DTYPES, load_model
 from mtrl.models.tiny import make_tiny_checkpoint
-from mtrl.rollout.decode import plain
+from mtrl.rollout.decode import torch_ops as plain
 from mtrl.rollout.decode.engine import GraphGenerator
-from mtrl.rollout.decode.footprint import graphs_parts
+from mtrl.rollout.decode.fused_weights import DecodeWeights
 from mtrl.rollout.decode.step import Ops
-from mtrl.rollout.decode.weights import DecodeWeights
 from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Needs, Sampling
+from mtrl.utils.errors import StartError
+from mtrl.utils.live_tensors import LiveTensors
 from mtrl.workers.micro_batches import MicroBatching
 
 GIB = 2**30

@@ -11,12 +11,12 @@ from helpers import NAN, close, fake_experience, fake_prompt, fake_rollouts, mas
 from mtrl.algorithms.advantages import grpo
 from mtrl.algorithms.credit import assign
 from mtrl.algorithms.credit.attention_weights import AttentionWeights
-from mtrl.build.recipe import recipe_of
-from mtrl.build.rewards import build_scorer
+from mtrl.compose.algorithm import recipe_of
+from mtrl.compose.reward_scorer import build_scorer
 from mtrl.config import ConfigError, load_config
 from mtrl.rewards.samples import signals_of
 from mtrl.rewards.sandbox import InProcess
-from mtrl.training.evaluate import add_scores
+from mtrl.training.validation import add_scores
 from mtrl.types import SEGMENTS, Needs, Rewards, Signals
 
 KEY = (0, 0)  # nothing here draws

@@ -5,9 +5,9 @@ import socket
 import pytest
 from huggingface_hub import constants
 
-from mtrl.build import hub
-from mtrl.build.data import sources_of
 from mtrl.cli import main
+from mtrl.compose import hub
+from mtrl.compose.task_source import sources_of
 from mtrl.data import DataError
 
 
@@ -46,7 +46,7 @@ def test_a_dataset_that_is_nowhere_is_one_line_at_once(name, no_network, monkeyp
         assert constants.HF_HUB_OFFLINE, "else it would try again and again"
         raise DataError("a long story")
 
-    monkeypatch.setattr("mtrl.build.data.open_sources", library)
+    monkeypatch.setattr("mtrl.compose.task_source.open_sources", library)
     with pytest.raises(DataError, match="not in the cache of the Hugging Face hub, which cannot be reached"):
         sources_of(name, "train")
     assert not constants.HF_HUB_OFFLINE

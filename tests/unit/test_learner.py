@@ -11,8 +11,8 @@ import torch
 from helpers import fake_batch, fake_rollouts
 from torch import nn
 
-from mtrl.errors import DeviceFull, Diverged, PassesCut
-from mtrl.models.ranks import Ranks
+from mtrl.models.parallel.ranks import Ranks
+from mtrl.utils.errors import DeviceFull, Diverged, PassesCut
 from mtrl.workers.learner import Learner, OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching
 

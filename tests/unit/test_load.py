@@ -11,8 +11,8 @@ from tiny_models import TINY_FAMILIES, checkpoint, plain_model
 from transformers.utils import logging
 
 from mtrl import cli
-from mtrl.models.load import load_model
-from mtrl.zoo.rows import MODEL_DIRECTORY
+from mtrl.embedded.embedded_rows import MODEL_DIRECTORY
+from mtrl.models.load_model import load_model
 
 EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from view_helpers import step_of
 
-from mtrl.build.trackers import build_trackers
-from mtrl.build.unbuilt import LOGGERS, missing_libraries
+from mtrl.compose.trackers import build_trackers
+from mtrl.compose.unsupported import LOGGERS, missing_libraries
 from mtrl.config import load_config
 from mtrl.tracking import feed as feeds
 from mtrl.tracking.feed import About, LoggerFeed
@@ -227,7 +227,7 @@ def test_every_logger_that_is_built_has_a_sink():
 
 
 def test_one_that_is_not_installed_is_said_at_the_start(monkeypatch):
-    monkeypatch.setattr("mtrl.build.unbuilt.find_spec", lambda name: None if name == "wandb" else name)
+    monkeypatch.setattr("mtrl.compose.unsupported.find_spec", lambda name: None if name == "wandb" else name)
     config = load_config(None, {"training.logger": ("console", "wandb", "tensorboard")})
     assert missing_libraries(config) == ["training.logger: wandb is not installed; pip install wandb"]
 

@@ -10,13 +10,13 @@ import torch
 from loop_helpers import PROMPTS, REFERENCE, FakeReference, FakeRefreshed, FakeScorer, loop, validation_of
 
 from mtrl.algorithms.divergence import Divergence
-from mtrl.build.run import Run
+from mtrl.compose.run import Run
 from mtrl.config import load_config
 from mtrl.data import DataError
-from mtrl.errors import RunError
 from mtrl.training.clock import Clock
 from mtrl.training.interrupt import Interrupt
 from mtrl.training.resume import Start
+from mtrl.utils.errors import RunError
 
 
 # ------------------------------------------------------------------------------------------------------ order of calls

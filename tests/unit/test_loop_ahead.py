@@ -10,8 +10,8 @@ from loop_helpers import PROMPTS, FakeActor, FakeGenerator, FakePending, FakeSco
 from mtrl.algorithms.estimators import Remax
 from mtrl.algorithms.filtering import GroupFilter
 from mtrl.algorithms.losses import Loss
-from mtrl.training.ahead import staleness_metrics
-from mtrl.training.refill import Filtering
+from mtrl.training.dynamic_sampling import Filtering
+from mtrl.training.off_policy import staleness_metrics
 from mtrl.types import Signals
 
 VERBS = ("generate", "submit", "result", "probe", "update", "load")

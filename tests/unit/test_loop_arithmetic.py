@@ -14,7 +14,7 @@ from mtrl.algorithms.divergence import Divergence
 from mtrl.algorithms.estimators import Grpo, ReinforcePlusPlus, Rloo
 from mtrl.algorithms.losses import Loss
 from mtrl.training import loop as training_loop
-from mtrl.training.evaluate import add_scores, by_column
+from mtrl.training.validation import add_scores, by_column
 from mtrl.types import Credit, Experience, Rewards, Sampling, Signals, ValidationSample
 
 

@@ -7,7 +7,7 @@ import torch
 from loop_helpers import PROMPTS, FakeActor, loop
 
 from mtrl.algorithms.estimators import Gae
-from mtrl.algorithms.values import ValueLoss
+from mtrl.algorithms.value_loss import ValueLoss
 from mtrl.types import Needs, Signals
 
 

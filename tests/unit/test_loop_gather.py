@@ -16,11 +16,11 @@ from mtrl.algorithms.estimators import Remax
 from mtrl.algorithms.filtering import GroupFilter
 from mtrl.algorithms.losses import Loss, importance_ratio
 from mtrl.algorithms.replay import ReplayRule
-from mtrl.errors import RunError
 from mtrl.training.clock import Clock
-from mtrl.training.gather import with_maps
-from mtrl.training.refill import Filtering
+from mtrl.training.collect import with_maps
+from mtrl.training.dynamic_sampling import Filtering
 from mtrl.types import Needs, Signals
+from mtrl.utils.errors import RunError
 
 SPREAD = Filtering(GroupFilter("spread"))
 

@@ -12,14 +12,14 @@ import pytest
 import torch
 from helpers import NAN, fake_experience, fake_prompt, fake_rollouts
 
-from mtrl.build.run import build
+from mtrl.compose.run import build
 from mtrl.config import load_config
-from mtrl.report import pages
+from mtrl.embedded.embedded_rows import CONFIG_FILE
+from mtrl.report import markdown_pages as pages
 from mtrl.tracking import background
 from mtrl.tracking.background import Background, append_bounded
 from mtrl.tracking.markdown import LogPaths, MarkdownLogs
 from mtrl.types import SEGMENTS, Credit, Rewards, Signals, ValidationSample
-from mtrl.zoo.rows import CONFIG_FILE
 
 BALANCED, LOOKING = [0.5, 0.5], [0.2, 0.8]  # mass on 2 text and 4 image tokens: VGR 2 and 0.5
 

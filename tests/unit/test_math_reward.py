@@ -8,8 +8,8 @@ import pytest
 from helpers import NAN, close, fake_rollouts
 
 from mtrl.algorithms.metrics import success_part
-from mtrl.build import rewards
-from mtrl.build.rewards import build_scorer
+from mtrl.compose import reward_scorer as rewards
+from mtrl.compose.reward_scorer import build_scorer
 from mtrl.config import ConfigError, load_config
 from mtrl.rewards.math_equality import given_answer, last_box, math
 

@@ -12,24 +12,24 @@ from torch import nn
 
 from benchmarks.memory import expected
 from mtrl.algorithms.losses import Loss, term_weights
-from mtrl.build import memory as build_memory
+from mtrl.compose import memory_limits as build_memory
 from mtrl.config import load_config, warnings
-from mtrl.errors import StartError
 from mtrl.memory import estimate as memory
 from mtrl.memory.estimate import Estimate, Plan, changes, estimate, fake_model, held, held_by, smaller
-from mtrl.memory.rehearsal import Limits, Rehearsal, longest_prompt, rehearse
+from mtrl.memory.preflight import Limits, Rehearsal, longest_prompt, rehearse
+from mtrl.models.activation_checkpointing import recompute
 from mtrl.models.backbone import Backbone
 from mtrl.models.families import load_encoder, load_model_config
 from mtrl.models.forward import Forward
-from mtrl.models.live_tensors import LiveTensors
-from mtrl.models.load import DTYPES, load_model
+from mtrl.models.load_model import DTYPES, load_model
+from mtrl.models.model_size import ModelSize, size_of
 from mtrl.models.perturb import Perturbation
-from mtrl.models.recompute import recompute
-from mtrl.models.size import ModelSize, size_of
 from mtrl.models.tiny import make_tiny_checkpoint
 from mtrl.protocols import PromptEncoder
 from mtrl.rollout.local import LocalGenerator, held_at_last
 from mtrl.types import VISION_POOL, Needs, Sampling, TrainBatch
+from mtrl.utils.errors import StartError
+from mtrl.utils.live_tensors import LiveTensors
 from mtrl.workers.actor import LocalActor
 from mtrl.workers.learner import OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching

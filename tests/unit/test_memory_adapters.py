@@ -7,15 +7,15 @@ import torch
 from test_memory import LIMITS
 from tiny_models import checkpoint, encoder_of
 
-from mtrl.build.memory import plan_of
+from mtrl.compose.memory_limits import plan_of
 from mtrl.config import load_config
 from mtrl.memory.estimate import Plan, changes, estimate
-from mtrl.memory.rehearsal import rehearse
+from mtrl.memory.preflight import rehearse
 from mtrl.models.adapters import AdapterSettings, adapter_parameters, add_adapters
 from mtrl.models.backbone import Backbone
 from mtrl.models.families import load_model_config
 from mtrl.models.forward import Forward
-from mtrl.models.load import DTYPES, load_model
+from mtrl.models.load_model import DTYPES, load_model
 from mtrl.rollout.local import LocalGenerator
 
 pytest.importorskip("peft")

@@ -7,13 +7,13 @@ import torch
 from test_memory import LIMITS, SIZE
 from tiny_models import checkpoint, encoder_of, fresh_backbone
 
-from mtrl.build.memory import plan_of
+from mtrl.compose.memory_limits import plan_of
 from mtrl.config import load_config
 from mtrl.memory.estimate import Plan, estimate, fake_model, held
-from mtrl.memory.rehearsal import rehearse
+from mtrl.memory.preflight import rehearse
 from mtrl.models.families import load_model_config
 from mtrl.models.forward import Forward
-from mtrl.models.size import critic_tensors
+from mtrl.models.model_size import critic_tensors
 from mtrl.models.value_head import load_value_model, with_head
 from mtrl.rollout.local import LocalGenerator
 

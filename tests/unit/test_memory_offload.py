@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 from tiny_models import encoder_of, fresh_backbone
 
-from mtrl.build.memory import plan_of
+from mtrl.compose.memory_limits import plan_of
 from mtrl.config import load_config
 from mtrl.memory.estimate import Estimate, Plan, apart, changes, held, needed_in, peak_after
-from mtrl.memory.rehearsal import Limits, rehearse
+from mtrl.memory.preflight import Limits, rehearse
 from mtrl.models.forward import Forward
-from mtrl.models.size import ModelSize
+from mtrl.models.model_size import ModelSize
 from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Needs, Sampling
 from mtrl.workers import offload

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 from tiny_models import checkpoint, encoder_of
 
-from mtrl.build.memory import fitted, sized_by_memory
+from mtrl.compose.memory_limits import fitted, sized_by_memory
 from mtrl.config import load_config
 from mtrl.memory.estimate import Plan, estimate, sized
-from mtrl.memory.rehearsal import DoesNotFit, Limits, half_pass
+from mtrl.memory.preflight import DoesNotFit, Limits, half_pass
 from mtrl.models.families import load_model_config
 from mtrl.types import Needs, Sampling
 from mtrl.workers.micro_batches import MicroBatching

@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers import fake_rollouts, same
 
-from mtrl.models.ranks import Ranks
+from mtrl.models.parallel.ranks import Ranks
 from mtrl.types import Signals
 from mtrl.workers.micro_batches import MicroBatching
 

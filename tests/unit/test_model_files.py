@@ -11,7 +11,7 @@ from tiny_models import checkpoint
 
 from mtrl import cli
 from mtrl.models.families import load_encoder, load_model_config
-from mtrl.models.load import load_model
+from mtrl.models.load_model import load_model
 
 FAMILY = "qwen2_5_vl"
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n"

@@ -10,16 +10,16 @@ from helpers import fake_experience, fake_rollouts, same
 from mtrl.algorithms.credit import assign
 from mtrl.algorithms.credit.oracle import Oracle
 from mtrl.algorithms.credit.registry import make_rule
-from mtrl.algorithms.credit.token_places import token_places
-from mtrl.build.recipe import credit_rules, recipe_of
+from mtrl.algorithms.credit.token_spans import token_places
+from mtrl.compose.algorithm import credit_rules, recipe_of
 from mtrl.config import ConfigError, load_config
+from mtrl.embedded.embedded_rows import MODEL_DIRECTORY
+from mtrl.embedded.scenes import causal_spans, make_question
+from mtrl.embedded.task import make_question as zoo_question
 from mtrl.models.families import load_encoder
-from mtrl.plugins import PluginError
 from mtrl.rollout.responses import rollouts_of
 from mtrl.tracking.record import Pieces
-from mtrl.zoo.rows import MODEL_DIRECTORY
-from mtrl.zoo.scenes import causal_spans, make_question
-from mtrl.zoo.task import make_question as zoo_question
+from mtrl.utils.plugins import PluginError
 
 KEY = (1, 2)
 VOCABULARY = {1: "so the answer", 2: " is", 3: " red", 4: "<answer>", 5: "blue", 6: "</answer>", 7: "<|im_end|>"}
@@ -144,8 +144,8 @@ def test_functions_that_are_none(tmp_path):
     broken = tmp_path / "broken.py"
     broken.write_text("x = 1 / 0\n")
     for spec, said in (
-        ("mtrl.zoo.scenes:nothing", "mtrl.zoo.scenes has no function of causal spans nothing"),
-        ("mtrl.zoo.scenes:KINDS", "is no function"),
+        ("mtrl.embedded.scenes:nothing", "mtrl.embedded.scenes has no function of causal spans nothing"),
+        ("mtrl.embedded.scenes:KINDS", "is no function"),
         (f"{broken}:f", "ZeroDivisionError"),
         ("no_such_module:f", "No module named"),
     ):
@@ -153,7 +153,7 @@ def test_functions_that_are_none(tmp_path):
             make_rule({"name": "oracle", "spans": spec})
     with pytest.raises(ConfigError, match=r"optimization\.credit: .*nothing"):
         credit_rules(
-            load_config(None, {"optimization.credit": [{"name": "oracle", "spans": "mtrl.zoo.scenes:nothing"}]})
+            load_config(None, {"optimization.credit": [{"name": "oracle", "spans": "mtrl.embedded.scenes:nothing"}]})
         )
 
 

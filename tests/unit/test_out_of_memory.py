@@ -10,12 +10,12 @@ import pytest
 import torch
 from tiny_models import encoder_of, fresh_backbone, prompts_for
 
-from mtrl.errors import DeviceFull
-from mtrl.rollout.decode import plain
+from mtrl.rollout.decode import torch_ops as plain
 from mtrl.rollout.decode.engine import GraphGenerator
 from mtrl.rollout.decode.step import Ops
 from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Sampling
+from mtrl.utils.errors import DeviceFull
 
 FAMILY = "qwen2_5_vl"
 SAMPLING = Sampling(n=6, max_new_tokens=5)  # 24 responses to 4 prompts

@@ -13,8 +13,9 @@ from transformers import AutoModelForImageTextToText
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLMLP
 
 from mtrl.memory.estimate import Plan, estimate, fake_model
-from mtrl.memory.rehearsal import Limits
-from mtrl.models import fake, patches
+from mtrl.memory.preflight import Limits
+from mtrl.models import fake_model as fake
+from mtrl.models import patches
 from mtrl.models.backbone import Backbone
 from mtrl.models.families import load_model_config
 from mtrl.models.patches import MLP_MULTIPLE, padded_mlp, use_compiled_pieces, use_padded_mlps

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mtrl.workers.parts import FilePlan
+from mtrl.checkpoint.sharded_files import FilePlan
 
 
 def test_files_are_filled_in_order_up_to_the_limit():

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 from tiny_models import encoder_of
 
-from mtrl.build.memory import KeptPasses, fitted
-from mtrl.build.run import train_through
+from mtrl.compose.memory_limits import KeptPasses, fitted
+from mtrl.compose.run import train_through
 from mtrl.config import load_config
-from mtrl.errors import PassesCut, RankLost, RunError
-from mtrl.memory.rehearsal import DoesNotFit, Limits
+from mtrl.memory.preflight import DoesNotFit, Limits
 from mtrl.types import Needs, Sampling
+from mtrl.utils.errors import PassesCut, RankLost, RunError
 from mtrl.workers.micro_batches import MicroBatching
 
 POLICY = SimpleNamespace(encoder=encoder_of("qwen2"))
@@ -107,7 +107,7 @@ def test_smaller_passes_are_no_restart(restarts, ends, capfd):
 
 def test_by_torchrun_the_command_goes_on(monkeypatch):
     """It ends the processes together; nobody can begin again among them."""
-    monkeypatch.setattr("mtrl.build.run.started_by_torchrun", lambda: True)
+    monkeypatch.setattr("mtrl.compose.run.started_by_torchrun", lambda: True)
 
     def begin(config):
         raise PassesCut("half; ")

@@ -169,7 +169,7 @@ def test_merging_other_files_and_a_repeated_row(tmp_path, capsys):
 
 @pytest.mark.parametrize("storage", ["embed", pytest.param("paths", marks=pytest.mark.slow)])
 def test_twice_the_same_bytes(tmp_path, capsys, storage, monkeypatch):
-    monkeypatch.setattr("mtrl.prepare.run.STRETCH_ROWS", 7)
+    monkeypatch.setattr("mtrl.prepare.prepare_dataset.STRETCH_ROWS", 7)
     all_three(tmp_path, capsys, "--images", storage)
     first, ddm = contents(tmp_path / "data"), ("--images", storage)
     prepared(capsys, "merge", *ddm)
@@ -214,7 +214,7 @@ def test_by_its_id_on_the_hub(tmp_path, capsys, monkeypatch):
         return datasets.Dataset(pq.read_table(file))
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr("mtrl.build.hub.unreachable", lambda: None)
+    monkeypatch.setattr("mtrl.compose.hub.unreachable", lambda: None)
     assert prepared(capsys, "mmmu-pro", "--subset", 2)["rows"] == {"test": 4}
     assert asked == [("MMMU/MMMU_Pro", f"standard ({options} options)", "test") for options in (4, 10)]
 

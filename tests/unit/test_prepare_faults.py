@@ -13,14 +13,15 @@ from data_helpers import picture_bytes
 from prepare_helpers import contents, rows_of
 
 from mtrl.cli import main
-from mtrl.prepare import images, run, shards
+from mtrl.prepare import images, shards
+from mtrl.prepare import prepare_dataset as run
 
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
     monkeypatch.setenv("MTRL_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("mtrl.prepare.run.STRETCH_ROWS", 4)
+    monkeypatch.setattr("mtrl.prepare.prepare_dataset.STRETCH_ROWS", 4)
     monkeypatch.setattr("mtrl.prepare.shards.GROUP_ROWS", 2)
 
 

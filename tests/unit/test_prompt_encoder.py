@@ -17,12 +17,12 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from mtrl.build.model import build_encoder
+from mtrl.compose.policy import build_encoder
 from mtrl.config import load_config
+from mtrl.embedded.embedded_rows import MODEL_DIRECTORY
 from mtrl.models.families import VISION_FAMILIES, load_encoder
 from mtrl.models.tiny import SPECIAL_TOKENS, make_tiny_checkpoint
 from mtrl.types import NO_POOL, TEXT_POOL, VISION_POOL, Medium, Task
-from mtrl.zoo.rows import MODEL_DIRECTORY
 
 IMAGE = {"type": "image"}
 PLAIN = "{% for m in messages %}[{{ m.role }}] {{ m.content | trim }} {% endfor %}[assistant]"  # not ChatML

@@ -33,7 +33,7 @@ from mtrl.algorithms.groups import group_std
 from mtrl.algorithms.losses import Loss, total_loss
 from mtrl.algorithms.rewards import combine, vgr_hard_negative_reward, vgr_reward
 from mtrl.algorithms.signals import pool_sizes, sequence_mass, vgr
-from mtrl.rows import take_rows
+from mtrl.utils.record_rows import take_rows
 
 
 def assert_records_close(actual, expected, **tolerance) -> None:

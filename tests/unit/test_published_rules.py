@@ -25,8 +25,8 @@ from mtrl.algorithms.credit.vision_entropy import (
     over_maximum,
     vision_entropy,
 )
-from mtrl.plugins import PluginError
 from mtrl.types import SEGMENTS, Rewards, Signals
+from mtrl.utils.plugins import PluginError
 
 KEY = (3, 7)
 VISUAL_AND_TEXT = [True, False]

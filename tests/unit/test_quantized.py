@@ -9,9 +9,9 @@ import mtrl
 from mtrl.models.adapters import AdapterSettings, adapter_parameters, adapters_off, add_adapters, quantize_base
 from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward
-from mtrl.models.load import load_model
+from mtrl.models.load_model import load_model
 from mtrl.models.quantized import BYTES, FourBitLinear, four_bit_layers
-from mtrl.models.weights import exported_weights
+from mtrl.models.state_dicts import exported_weights
 from mtrl.rollout.decode.layers import why_unknown
 
 pytest.importorskip("bitsandbytes")

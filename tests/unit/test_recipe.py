@@ -14,7 +14,7 @@ from mtrl.algorithms.divergence import Divergence
 from mtrl.algorithms.filtering import GroupFilter
 from mtrl.algorithms.losses import Loss
 from mtrl.algorithms.replay import ReplayRule
-from mtrl.build.recipe import (
+from mtrl.compose.algorithm import (
     attention_every,
     attention_weights,
     credit_rules,
@@ -35,8 +35,8 @@ from mtrl.build.recipe import (
 )
 from mtrl.config import ConfigError, load_config
 from mtrl.models.perturb import Perturbation
-from mtrl.training.recipe import Recipe, due
-from mtrl.training.refill import Filtering
+from mtrl.training.algorithm_spec import Recipe, due
+from mtrl.training.dynamic_sampling import Filtering
 from mtrl.types import Needs, Sampling
 from mtrl.workers.learner import OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching

@@ -12,18 +12,18 @@ import torch
 from PIL import Image
 from view_helpers import decode, opened, picture, recorded, step_of, with_maps
 
-from mtrl.build.memory import limits_of
-from mtrl.build.model import refuse_unmeasured
-from mtrl.build.recipe import recipe_of
-from mtrl.build.run import build
+from mtrl.compose.algorithm import recipe_of
+from mtrl.compose.memory_limits import limits_of
+from mtrl.compose.policy import refuse_unmeasured
+from mtrl.compose.run import build
 from mtrl.config import ConfigError, load_config
+from mtrl.embedded.embedded_rows import CONFIG_FILE
 from mtrl.tracking import blocks
 from mtrl.tracking.blocks import BlockWriter, Damaged, Walk, parts_of
 from mtrl.tracking.record import Pieces, RolloutRecord
 from mtrl.tracking.streams import pack_response, unpack_response
 from mtrl.types import AttentionMap, Needs, Signals
-from mtrl.view.books import grids_of
-from mtrl.zoo.rows import CONFIG_FILE
+from mtrl.view.rollout_store import grids_of
 
 
 # -------------------------------------------------------------------------------------------------------- what is kept

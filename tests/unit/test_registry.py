@@ -12,8 +12,8 @@ from mtrl.algorithms.credit.entropy_filter import EntropyFilter
 from mtrl.algorithms.credit.registry import RULES, make_rule
 from mtrl.algorithms.credit.rule import Rule
 from mtrl.algorithms.credit.trajectory_scaling import TrajectoryScaling
-from mtrl.plugins import PluginError
 from mtrl.types import Needs
+from mtrl.utils.plugins import PluginError
 
 MINE = '''
 from dataclasses import dataclass

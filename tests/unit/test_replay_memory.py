@@ -15,9 +15,9 @@ from mtrl.algorithms.advantages import grpo
 from mtrl.algorithms.credit import assign
 from mtrl.algorithms.credit.trajectory_scaling import TrajectoryScaling
 from mtrl.algorithms.replay import ReplayRule, exchange_groups
-from mtrl.training.kept import tensors_of
-from mtrl.training.refill import Gathered, PromptCounts
-from mtrl.training.replay import ReplayMemory
+from mtrl.checkpoint.records import tensors_of
+from mtrl.training.dynamic_sampling import Gathered, PromptCounts
+from mtrl.training.replay_memory import ReplayMemory
 from mtrl.types import Rewards, Signals
 
 

@@ -14,10 +14,11 @@ from PIL import Image
 
 from mtrl import cli
 from mtrl.report.chart import Line, Panel, chart, draw_chart, running_mean, smoothing_window
-from mtrl.report.runs import history, metric_panels, usual_metrics, usual_panels
+from mtrl.report.run_curves import metric_panels, usual_metrics, usual_panels
 from mtrl.report.style import COLOURS, MARKS, drawable, plain_numbers, ticks_within
 from mtrl.tracking import curve
 from mtrl.tracking.curve import CurveFile
+from mtrl.utils.metric_history import history
 
 ROOT = Path(__file__).resolve().parents[2]
 RATE = [(0, 0.4), (4, 0.6), (8, 1.0)]
@@ -125,12 +126,13 @@ def test_a_picture_is_whole_or_not_there(tmp_path, monkeypatch):
 def test_no_state_is_shared_with_other_drawing(tmp_path):
     """pyplot keeps figures and a backend for the whole process; help and the rest of a command need no matplotlib."""
     code = (
-        "import sys, pathlib, mtrl.report.runs, mtrl.report.heat_map, mtrl.tracking.curve\n"
+        "import sys, pathlib, mtrl.report.run_curves, mtrl.report.heat_map, mtrl.tracking.curve\n"
         "assert 'matplotlib' not in sys.modules\n"
         "import matplotlib\n"
         "settings = lambda: {key: matplotlib.rcParams[key] for key in matplotlib.rcParams if key != 'backend'}\n"
         "before = settings()\n"
-        "mtrl.report.runs.draw_runs(pathlib.Path(sys.argv[1]), {'run': {'reward/overall': [(1, 0.5), (2, 0.7)]}})\n"
+        "points = {'reward/overall': [(1, 0.5), (2, 0.7)]}\n"
+        "mtrl.report.run_curves.draw_runs(pathlib.Path(sys.argv[1]), {'run': points})\n"
         "assert 'matplotlib.pyplot' not in sys.modules and settings() == before\n"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "x.svg")], check=True)

@@ -12,14 +12,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from mtrl.checkpoint.folder_store import FolderStore, checkpoints
+from mtrl.checkpoint.manifest import MANIFEST, seal
+from mtrl.checkpoint.run_directory import CONFIG, RunDirectory
 from mtrl.config import load_config, to_yaml
 from mtrl.config.tree import known_leaves
-from mtrl.data.rows import DataError
-from mtrl.errors import Finished, RunError, StartError
+from mtrl.data.row_settings import DataError
 from mtrl.protocols import Tracker
-from mtrl.store.checkpoint import FolderStore, checkpoints
-from mtrl.store.manifest import MANIFEST, seal
-from mtrl.store.run_directory import CONFIG, RunDirectory
 from mtrl.tracking.jsonl import JsonlWriter, read_rows
 from mtrl.tracking.several import Trackers
 from mtrl.training.interrupt import Interrupt
@@ -32,6 +31,7 @@ from mtrl.training.resume import (
     refuse_another_run,
     restoring,
 )
+from mtrl.utils.errors import Finished, RunError, StartError
 
 NOTHING = {"actor": SimpleNamespace(nbytes=0, copied=False)}  # of snapshots, what a save that is refused looks at
 
@@ -215,7 +215,7 @@ def test_a_configuration_that_is_gone_is_said(tmp_path, caplog):
 @contextmanager
 def another_process(run):
     """Holds the run's folder as a run does, until it is killed."""
-    code = "import sys, time; from pathlib import Path; from mtrl.store.run_directory import RunDirectory\n"
+    code = "import sys, time; from pathlib import Path; from mtrl.checkpoint.run_directory import RunDirectory\n"
     code += "held = RunDirectory(Path(sys.argv[1])); held.record('theirs'); print('held', flush=True); time.sleep(60)"
     owner = subprocess.Popen([sys.executable, "-c", code, str(run)], stdout=subprocess.PIPE, text=True)
     try:
@@ -314,7 +314,7 @@ def test_workers_of_a_killed_run_do_not_keep_its_lock(tmp_path):
 import sys, time
 from pathlib import Path
 from mtrl.data.parallel import map_rows
-from mtrl.store.run_directory import RunDirectory
+from mtrl.checkpoint.run_directory import RunDirectory
 
 def job(row):
     print(row, flush=True)

@@ -11,10 +11,10 @@ from run_helpers import bound_by_permissions
 from mtrl.cli import main
 from mtrl.data import open_sources
 from mtrl.data.cache import DiskCache
+from mtrl.embedded.embedded_rows import MODEL_DIRECTORY
+from mtrl.report.reward_page import failures, parts_table, report
+from mtrl.rewards.dry_run import Trial, Tried, ValueSummary, histogram
 from mtrl.rewards.outcomes import Outcome
-from mtrl.rewards.trial import Trial, Tried, ValueSummary, histogram
-from mtrl.rewards.trial_report import failures, parts_table, report
-from mtrl.zoo.rows import MODEL_DIRECTORY
 
 FUNCTION = '''
 import time

@@ -13,15 +13,15 @@ from safetensors.torch import load_file, save_file
 from tiny_models import checkpoint, encoder_of, picture, plain_inputs, plain_model
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from mtrl.build.rewards import build_scorer
 from mtrl.cli import main
+from mtrl.compose.reward_scorer import build_scorer
 from mtrl.config import ConfigError, load_config
+from mtrl.embedded.embedded_rows import MODEL_DIRECTORY
 from mtrl.models.reward_model import load_reward_model
 from mtrl.models.tiny import VISION_FAMILIES, make_tiny_checkpoint
 from mtrl.tracking.run_files import read_rows
 from mtrl.workers.micro_batches import MicroBatching
-from mtrl.workers.reward_model import RewardModelWorker
-from mtrl.zoo.rows import MODEL_DIRECTORY
+from mtrl.workers.reward_model_worker import RewardModelWorker
 
 BY_ROWS = MicroBatching(rows=4)
 

@@ -6,11 +6,11 @@ from types import ModuleType
 import pytest
 from config_helpers import only_error
 
-from mtrl.build.rewards import reward_function
 from mtrl.commands.installed import FEATURES
+from mtrl.compose.reward_scorer import reward_function
 from mtrl.config import ConfigError, load_config
 from mtrl.config.tree import known_leaves
-from mtrl.rewards.registry import REWARDS, BuiltinReward, Library, is_bare
+from mtrl.rewards.builtin_names import REWARDS, BuiltinReward, Library, is_bare
 
 SAMPLE = {"response": "<answer>7</answer>", "ground_truth": "7", "response_token_ids": [1, 2, 3, 4], "signals": {}}
 GROUNDED = SAMPLE | {"signals": {"vgr_late": 0.25}}

@@ -8,9 +8,9 @@ import pytest
 import torch
 from helpers import NAN, close, fake_rollouts
 
-from mtrl.build.recipe import reward_schedule
-from mtrl.build.rewards import build_scorer, warn_of_wrong_truths
-from mtrl.build.run import build
+from mtrl.compose.algorithm import reward_schedule
+from mtrl.compose.reward_scorer import build_scorer, warn_of_wrong_truths
+from mtrl.compose.run import build
 from mtrl.config import load_config
 from mtrl.data import DataSettings, RowList, open_dataset
 from mtrl.rewards.builtin import accuracy, format, length, think_format

@@ -6,10 +6,10 @@ from importlib.util import find_spec
 import pytest
 from reward_helpers import rows
 
-from mtrl.build.rewards import build_scorer
+from mtrl.compose.reward_scorer import build_scorer
 from mtrl.config import load_config
 from mtrl.rewards.builtin import accuracy, format, think_format
-from mtrl.rewards.registry import REWARDS
+from mtrl.rewards.builtin_names import REWARDS
 
 SIZE = 1_000_000
 SOON = 4.0  # seconds: a slow processor took 1.1 in linear time, and what is quadratic takes many minutes

@@ -4,7 +4,7 @@ import pytest
 from helpers import close
 from reward_helpers import named, score
 
-from mtrl.build.rewards import build_scorer
+from mtrl.compose.reward_scorer import build_scorer
 from mtrl.config import load_config
 
 TWO = "def one(data): return 1.0\ndef two(data): return 2.0\n"

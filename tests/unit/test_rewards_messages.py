@@ -6,7 +6,7 @@ import time
 import pytest
 from reward_helpers import rows
 
-from mtrl.build.rewards import build_scorer
+from mtrl.compose.reward_scorer import build_scorer
 from mtrl.config import load_config
 from mtrl.rewards import sandbox as sandboxes
 from mtrl.rewards.messages import MOST_ANSWER, MOST_BYTES, WorkerLost, read_answers, read_start, written_answer
@@ -34,7 +34,7 @@ def framed(body, job, length=None):
     return struct.pack("!QQ", job, len(body) if length is None else length) + body
 
 def current_job():
-    from mtrl.rewards.worker import Answers
+    from mtrl.rewards.worker_main import Answers
     return next(each.job for each in gc.get_objects() if isinstance(each, Answers))
 
 def good(place=0, value=1.0):

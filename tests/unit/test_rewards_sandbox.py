@@ -15,7 +15,7 @@ from helpers import NAN, alive, close, fake_rollouts
 from PIL import Image
 from reward_helpers import named, score
 
-from mtrl.build.rewards import build_scorer
+from mtrl.compose.reward_scorer import build_scorer
 from mtrl.config import load_config
 from mtrl.rewards import sandbox as sandboxes
 from mtrl.rewards.sandbox import InProcess, Sandbox

@@ -9,10 +9,10 @@ from helpers import close, fake_experience, fake_rollouts
 from reward_helpers import rows
 
 from mtrl.algorithms.credit import assign
-from mtrl.build.recipe import credit_rules
-from mtrl.build.rewards import build_scorer
+from mtrl.compose.algorithm import credit_rules
+from mtrl.compose.reward_scorer import build_scorer
 from mtrl.config import load_config
-from mtrl.errors import RunError
+from mtrl.utils.errors import RunError
 
 
 def scorer_of(*functions, **settings):

@@ -7,7 +7,7 @@ import tempfile
 
 import pytest
 
-from mtrl.rewards.images import ImageFiles
+from mtrl.rewards.image_files import ImageFiles
 from mtrl.rewards.scratch import PREFIX
 
 OWNER = """

@@ -10,7 +10,7 @@ import pytest
 from helpers import NAN, close
 from reward_helpers import measured, rows, scored
 
-from mtrl.build.rewards import build_scorer
+from mtrl.compose.reward_scorer import build_scorer
 from mtrl.config import load_config
 from mtrl.rewards.outcomes import read_outcome
 from mtrl.rewards.sandbox import InProcess, Sandbox, split_calls

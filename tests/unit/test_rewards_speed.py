@@ -11,7 +11,7 @@ from helpers import close
 from PIL import Image
 from reward_helpers import rows
 
-from mtrl.build.rewards import build_scorer
+from mtrl.compose.reward_scorer import build_scorer
 from mtrl.config import load_config
 from mtrl.rewards import sandbox as sandboxes
 from mtrl.rewards.sandbox import Sandbox

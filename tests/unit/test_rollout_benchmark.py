@@ -11,7 +11,7 @@ from tiny_models import encoder_of, fresh_backbone, prompts_for
 from benchmarks import rollout
 from benchmarks.drawn_lengths import drawn_lengths, lengths_of
 from benchmarks.rollout_rounds import SIZES, measure_rounds, summary_of
-from mtrl.rollout.decode import plain
+from mtrl.rollout.decode import torch_ops as plain
 from mtrl.rollout.decode.engine import GraphGenerator
 from mtrl.rollout.decode.step import Ops
 from mtrl.rollout.local import LocalGenerator

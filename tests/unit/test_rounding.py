@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from mtrl.build.recipe import optimizer_settings
+from mtrl.compose.algorithm import optimizer_settings
 from mtrl.config import ConfigError, load_config, warnings
 from mtrl.workers import rounding
 from mtrl.workers.learner import OptimizerSettings, optimizer_of

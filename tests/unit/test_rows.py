@@ -10,8 +10,8 @@ from property_helpers import ALL_RULES, credit_of, experience_of, steps
 from torch import Tensor
 
 from mtrl.algorithms.credit import assign
-from mtrl.rows import as_index, join_rows, take_rows
 from mtrl.types import AttentionMap, Experience, Rewards, Rollouts, Signals
+from mtrl.utils.record_rows import as_index, join_rows, take_rows
 
 
 def rewards_of(total, **parts):

@@ -8,15 +8,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from mtrl.build.data import EMBEDDED, sources_of
-from mtrl.config import places
-from mtrl.models.tiny import tiny_tokenizer
-from mtrl.rewards.builtin import accuracy, format
-from mtrl.zoo.exam import answer_of
-from mtrl.zoo.pretrain import ADDED_TOKENS, COURSES
-from mtrl.zoo.rows import TASKS, config_of
-from mtrl.zoo.scene_teacher import HABITS, WAYS, demonstrations
-from mtrl.zoo.scenes import (
+from mtrl.compose.task_source import EMBEDDED, sources_of
+from mtrl.config import paths as places
+from mtrl.embedded.embedded_rows import TASKS, config_of
+from mtrl.embedded.scenes import (
     CHANCE,
     HELD_OUT,
     KINDS,
@@ -28,6 +23,11 @@ from mtrl.zoo.scenes import (
     make_question,
     walk,
 )
+from mtrl.models.tiny import tiny_tokenizer
+from mtrl.rewards.builtin import accuracy, format
+from pretraining.evaluation import answer_of
+from pretraining.pretrain import ADDED_TOKENS, COURSES
+from pretraining.scene_teacher import HABITS, WAYS, demonstrations
 
 COUNT = 250
 

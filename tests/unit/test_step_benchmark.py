@@ -6,9 +6,9 @@ import pytest
 
 from benchmarks import step
 from benchmarks.random_model import checkpoint_without_weights, random_model
-from mtrl.build.run import place_of
+from mtrl.compose.run import place_of
 from mtrl.config import load_config
-from mtrl.config.load import to_dict
+from mtrl.config.load_config import to_dict
 
 SMALL = ["--prompts=2", "--generations=2", "--completion=5", "--steps=3", "--text-tokens=40"]
 COMPUTE = "worker.actor.fsdp.mixed_precision_dtype"  # processors without bf16 take half a minute for it

@@ -8,7 +8,7 @@ import sys
 import pytest
 from tqdm import tqdm
 
-from mtrl.terminal import Door, behind_door, sanitize, separate_log
+from mtrl.utils.terminal import Door, behind_door, sanitize, separate_log
 
 
 class Terminal(io.StringIO):
@@ -41,7 +41,7 @@ def test_what_can_be_read_stays():
 
 
 def separate(stdout, stderr):
-    code = "import sys; from mtrl.terminal import separate_log; log = separate_log()\n"
+    code = "import sys; from mtrl.utils.terminal import separate_log; log = separate_log()\n"
     code += "print('other' if log is None else 'own', file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code], stdout=stdout, stderr=stderr)
     assert done.returncode == 0

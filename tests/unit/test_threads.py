@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from mtrl import machine
-from mtrl.build import threads
-from mtrl.build.threads import FILE, free_threads, settle_threads
+from mtrl.compose import threads
+from mtrl.compose.threads import FILE, free_threads, settle_threads
+from mtrl.utils import machine
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ from datasets import Dataset, DatasetDict, IterableDataset
 from PIL import Image
 
 import mtrl
-from mtrl.build.data import sources_of
+from mtrl.compose.task_source import sources_of
 from mtrl.config import ConfigError
 from mtrl.config.tree import known_leaves
 from mtrl.protocols import Tracker
-from mtrl.training.arguments import CALLED_HERE, SHORT_NAMES, keys_of
+from mtrl.training.trainer_arguments import CALLED_HERE, SHORT_NAMES, keys_of
 
 ROWS = [{"prompt": "Say red.", "answer": "red"}, {"prompt": "Say blue.", "answer": "blue"}]
 

@@ -12,9 +12,9 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoTokenizer, PreTrainedModel
 
 import mtrl
+from mtrl.checkpoint.manifest import check
 from mtrl.cli import main
 from mtrl.config import ConfigError, load_config
-from mtrl.store.manifest import check
 from mtrl.tracking.run_files import read_rows
 
 COLOURS = ("red", "blue", "green", "pink")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers import same
 
-from mtrl.models.transfer import rounds, stage, to_main_memory
+from mtrl.models.device_copy import rounds, stage, to_main_memory
 
 
 def tensors():

@@ -7,7 +7,7 @@ import torch
 from tiny_models import checkpoint, encoder_of, plain_logp, plain_model, prompts_for, random_rollouts
 
 from mtrl import cli
-from mtrl.commands import trial
+from mtrl.commands import doctor_trial as trial
 from mtrl.config import load_config
 from mtrl.models.parity import Gap, log_prob_gap
 

@@ -8,12 +8,12 @@ import pytest
 
 import mtrl
 from mtrl.algorithms.estimators import ESTIMATORS
-from mtrl.build.unbuilt import refuse_unbuilt, unbuilt
+from mtrl.compose.unsupported import refuse_unbuilt, unbuilt
 from mtrl.config import Config, ConfigError, load_config
 from mtrl.config.tree import known_leaves
 from mtrl.data import DataSettings
-from mtrl.rewards.registry import REWARDS
-from mtrl.zoo.rows import CONFIG_FILE
+from mtrl.embedded.embedded_rows import CONFIG_FILE
+from mtrl.rewards.builtin_names import REWARDS
 
 PACKAGE = Path(mtrl.__file__).parent
 
@@ -72,7 +72,7 @@ def test_each_switch_alone_is_refused_by_name(named):
 
 def test_every_refusal_is_tried_above():
     """As many conditions as `unbuilt` has."""
-    source = ast.parse((PACKAGE / "build/unbuilt.py").read_text())
+    source = ast.parse((PACKAGE / "compose/unsupported.py").read_text())
     switches = next(node for node in ast.walk(source) if isinstance(node, ast.Dict))
     texts = [ast.unparse(switch).strip("f'\"").partition(";")[0].partition("{")[0] for switch in switches.keys]
     said = "\n".join(line for overrides in REFUSED.values() for line in unbuilt(load_config(None, overrides)))
@@ -81,7 +81,7 @@ def test_every_refusal_is_tried_above():
 
 
 def test_nothing_of_the_algorithms_is_refused():
-    assert "optimization" not in (PACKAGE / "build/unbuilt.py").read_text()
+    assert "optimization" not in (PACKAGE / "compose/unsupported.py").read_text()
 
 
 def test_several_are_told_together():
@@ -132,7 +132,7 @@ def test_what_works_is_not_refused(overrides):
 
 
 def test_adapters_without_their_library_are_refused_with_how_to_get_it(monkeypatch):
-    monkeypatch.setattr("mtrl.build.unbuilt.find_spec", lambda name: None)
+    monkeypatch.setattr("mtrl.compose.unsupported.find_spec", lambda name: None)
     refuse_unbuilt(Config())
     with pytest.raises(ConfigError, match=r"peft_type: adapters need the library peft; pip install 'mtrl\[lora\]'"):
         refuse_unbuilt(load_config(None, {"worker.actor.model.peft_type": "lora"}))
@@ -147,11 +147,11 @@ def test_adapters_without_their_library_are_refused_with_how_to_get_it(monkeypat
     ],
 )
 def test_so_is_what_needs_bitsandbytes(overrides, told, monkeypatch):
-    monkeypatch.setattr("mtrl.build.unbuilt.find_spec", lambda name: None if name == "bitsandbytes" else name)
+    monkeypatch.setattr("mtrl.compose.unsupported.find_spec", lambda name: None if name == "bitsandbytes" else name)
     how = r"needs the library bitsandbytes; pip install 'mtrl\[qlora\]', or use"
     with pytest.raises(ConfigError, match=f"{told} {how}"):
         refuse_unbuilt(load_config(None, overrides))
-    monkeypatch.setattr("mtrl.build.unbuilt.find_spec", lambda name: name)
+    monkeypatch.setattr("mtrl.compose.unsupported.find_spec", lambda name: name)
     refuse_unbuilt(load_config(None, overrides))
 
 
@@ -161,10 +161,10 @@ def test_engines_apart_need_ray(monkeypatch):
     with pytest.raises(ConfigError, match=r"worker.hybrid_engine: false needs Ray, which starts .* without torchrun"):
         refuse_unbuilt(apart)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
-    monkeypatch.setattr("mtrl.build.unbuilt.find_spec", lambda name: None if name == "ray" else name)
+    monkeypatch.setattr("mtrl.compose.unsupported.find_spec", lambda name: None if name == "ray" else name)
     with pytest.raises(ConfigError, match="several processes need ray"):
         refuse_unbuilt(apart)
-    monkeypatch.setattr("mtrl.build.unbuilt.find_spec", lambda name: name)
+    monkeypatch.setattr("mtrl.compose.unsupported.find_spec", lambda name: name)
     refuse_unbuilt(apart)
 
 
@@ -217,7 +217,7 @@ def read():
         if path.parent.name != "config":
             found |= keys_read(ast.parse(path.read_text()))
     found |= keys_read(ast.parse((PACKAGE / "config/tree.py").read_text()), roots=("self",))  # what a null stands for
-    of_both = keys_read(ast.parse((PACKAGE / "build/recipe.py").read_text()), roots=("optim",))  # in `schedule_of`
+    of_both = keys_read(ast.parse((PACKAGE / "compose/algorithm.py").read_text()), roots=("optim",))  # in `schedule_of`
     found |= {f"worker.{learner}.optim.{name}" for learner in ("actor", "critic") for name in of_both}
     found |= {key for reward in REWARDS.values() for key in reward.settings}  # by name, in `builtin_reward`
     built = ESTIMATORS.values()

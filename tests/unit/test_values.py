@@ -12,7 +12,7 @@ from mtrl.algorithms.advantages import gae
 from mtrl.algorithms.batches import BatchPlan, assemble
 from mtrl.algorithms.credit import assign
 from mtrl.algorithms.losses import Loss
-from mtrl.algorithms.values import ValueLoss, explained_variance, value_loss, value_metrics
+from mtrl.algorithms.value_loss import ValueLoss, explained_variance, value_loss, value_metrics
 from mtrl.config import load_config
 from mtrl.types import Signals
 

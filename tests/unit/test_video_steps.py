@@ -9,7 +9,7 @@ from clip_helpers import mixed_prompts, mixed_rows
 from tiny_models import checkpoint, encoder_of, plain_inputs, plain_model, shared_backbone
 
 from mtrl.algorithms.signals import pool_sizes
-from mtrl.build.run import build
+from mtrl.compose.run import build
 from mtrl.config import load_config
 from mtrl.models.forward import Forward
 from mtrl.models.perturb import Perturbation

@@ -11,10 +11,10 @@ import pytest
 from view_helpers import fake_run, metrics_row, opened, recorded, said, step_of
 
 from mtrl.commands import view
-from mtrl.errors import StartError
+from mtrl.utils.errors import StartError
 from mtrl.view.history import History
 from mtrl.view.query import Query, select
-from mtrl.view.runs import NoRun, open_runs
+from mtrl.view.run_index import NoRun, open_runs
 
 
 def refreshed(*paths):

@@ -9,8 +9,8 @@ from view_helpers import fake_run
 pytest.importorskip("starlette", reason="pip install 'mtrl[view]'")
 from starlette.testclient import TestClient
 
-from mtrl.view import page
-from mtrl.view.runs import open_runs
+from mtrl.view import html_page as page
+from mtrl.view.run_index import open_runs
 from mtrl.view.server import hosts_of, make_app
 
 HOST = "127.0.0.1:6060"

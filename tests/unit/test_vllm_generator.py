@@ -6,12 +6,12 @@ import pytest
 import torch
 from tiny_models import encoder_of, plain_model, prompts_for
 
-from mtrl.errors import Diverged, RunError
-from mtrl.models.weights import exported_weights
+from mtrl.models.state_dicts import exported_weights
 from mtrl.rollout.vllm.generator import VllmGenerator
 from mtrl.rollout.vllm.requests import Response, params_for, requests_for
 from mtrl.rollout.vllm.settings import engine_arguments
 from mtrl.types import Sampling, Weights
+from mtrl.utils.errors import Diverged, RunError
 
 FAMILY = "qwen2_5_vl"
 SAMPLED = Sampling(n=2, max_new_tokens=4)

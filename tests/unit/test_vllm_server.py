@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mtrl.errors import RunError, StartError
 from mtrl.rollout.vllm.requests import Request
-from mtrl.rollout.vllm.server import RESPONSES, VllmServer
+from mtrl.rollout.vllm.server_engine import RESPONSES, VllmServer
+from mtrl.utils.errors import RunError, StartError
 
 PARAMS = {"n": 2, "temperature": 1.0, "logit_bias": {5: -1e9}, "max_tokens": 2}
 TEXT = Request([1, 2, 3], (), 3, 11)

@@ -9,15 +9,16 @@ import torch
 from safetensors.torch import load_file
 from tiny_models import encoder_of, fresh_backbone
 
-from mtrl.build.model import build_generator
-from mtrl.build.vllm import arguments_of
+from mtrl.compose.policy import build_generator
+from mtrl.compose.vllm_engine import arguments_of
 from mtrl.config import load_config
-from mtrl.errors import StartError
 from mtrl.models.forward import Forward
 from mtrl.rollout.local import LocalGenerator
-from mtrl.rollout.vllm import handover, settings
+from mtrl.rollout.vllm import settings
+from mtrl.rollout.vllm import weight_files as handover
 from mtrl.rollout.vllm.inprocess import VllmInProcess, in_a_line
-from mtrl.rollout.vllm.process import VllmProcess, own_gpu
+from mtrl.rollout.vllm.process_engine import VllmProcess, own_gpu
+from mtrl.utils.errors import StartError
 
 WORDS = [
     "worker.rollout.name=vllm", "dataset.max_prompt_length=100", "worker.rollout.max_new_tokens=20",

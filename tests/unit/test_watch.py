@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from mtrl.config.tree import known_leaves
-from mtrl.keyed import keyed_generator
-from mtrl.tracking import watch
-from mtrl.tracking.watch import Thresholds, Watch
+from mtrl.tracking import alerts as watch
+from mtrl.tracking.alerts import Thresholds, Watch
+from mtrl.utils.seeding import keyed_generator
 
 HEALTHY = {
     "actor/entropy": 0.5,

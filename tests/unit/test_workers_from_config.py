@@ -15,8 +15,8 @@ from tiny_models import (
     random_rollouts,
 )
 
-from mtrl.build.model import build_actor, build_policy, build_reference
-from mtrl.build.recipe import perturbation_of, recipe_of, with_scores
+from mtrl.compose.algorithm import perturbation_of, recipe_of, with_scores
+from mtrl.compose.policy import build_actor, build_policy, build_reference
 from mtrl.config import ConfigError, load_config
 from mtrl.models.forward import Forward
 from mtrl.types import Needs

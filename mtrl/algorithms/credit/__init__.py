@@ -20,8 +20,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mtrl.algorithms.credit.checked import applied, asked, judged_rows
 from mtrl.algorithms.credit.rule import Filter, Key, Rule, Term, Weight
+from mtrl.algorithms.credit.rule_checks import applied, asked, judged_rows
 from mtrl.algorithms.groups import masked_mean
 from mtrl.types import Credit, Experience
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from mtrl.algorithms.credit.rule import Filter, Key
 from mtrl.algorithms.credit.top_fraction import top_fraction
-from mtrl.keyed import keyed_generator
 from mtrl.types import Experience, Needs
+from mtrl.utils.seeding import keyed_generator
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mtrl.algorithms.credit.own_code import load_own
 from mtrl.algorithms.credit.rule import Filter, Key, Pieces
-from mtrl.algorithms.credit.token_places import Span, token_places
-from mtrl.plugins import PluginError
+from mtrl.algorithms.credit.token_spans import Span, token_places
+from mtrl.algorithms.credit.user_rules import load_own
 from mtrl.types import Experience
+from mtrl.utils.plugins import PluginError
 
 CausalSpans = Callable[[Mapping[str, Any], str], Sequence[Span] | None]
 
@@ -27,7 +27,7 @@ class Oracle(Filter):
     """`spans` names a function of a row (its columns, answer and id) and a response: the characters that cause the
     answer, or None where it cannot say. For such rows, and for those without an image, the rule does not speak."""
 
-    spans: str = "mtrl.zoo.scenes:causal_spans"
+    spans: str = "mtrl.embedded.scenes:causal_spans"
     pieces: ClassVar[Pieces | None] = None  # what tokens say, once it has been told
 
     def __post_init__(self) -> None:

@@ -16,14 +16,14 @@ from mtrl.algorithms.credit.hidden_similarity import HiddenSimilarity
 from mtrl.algorithms.credit.key_tokens import KeyTokens
 from mtrl.algorithms.credit.mass_gate import MassGate
 from mtrl.algorithms.credit.oracle import Oracle
-from mtrl.algorithms.credit.own_code import load_rule
 from mtrl.algorithms.credit.perception_bonus import PerceptionBonus
 from mtrl.algorithms.credit.perception_filter import PerceptionFilter
 from mtrl.algorithms.credit.rule import Rule
 from mtrl.algorithms.credit.shuffled import Shuffled, shuffled
 from mtrl.algorithms.credit.trajectory_scaling import TrajectoryScaling
+from mtrl.algorithms.credit.user_rules import load_rule
 from mtrl.algorithms.credit.vision_entropy import VisionEntropy, VisionEntropyWeights
-from mtrl.plugins import PluginError
+from mtrl.utils.plugins import PluginError
 
 RULES: dict[str, type[Rule]] = {
     "perception_filter": PerceptionFilter,

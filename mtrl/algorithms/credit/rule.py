@@ -12,7 +12,7 @@
             return (1 + self.slope * place).expand(experience.rollouts.mask.shape)
 
 `experience` has rollouts (tokens, mask, text, prompts with their tasks and columns), rewards, signals and advantage.
-`key` is (seed, step), for rules that draw: `mtrl.keyed.keyed_generator("my rule", *key)`.
+`key` is (seed, step), for rules that draw: `mtrl.utils.seeding.keyed_generator("my rule", *key)`.
 """
 
 from __future__ import annotations

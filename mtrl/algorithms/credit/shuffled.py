@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from mtrl.algorithms.credit.rule import Filter, Key, Rule, Target, Term, Weight
-from mtrl.keyed import keyed_generator
 from mtrl.types import Experience, Needs, Signals
+from mtrl.utils.seeding import keyed_generator
 
 Across = Literal["tokens", "rows"]
 

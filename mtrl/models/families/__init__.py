@@ -27,12 +27,12 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils import cached_file
 
-from mtrl.files import refuse_special_files
 from mtrl.models.adapters import base_path
+from mtrl.models.checkpoint_files import SETTINGS_FILES, TOKENIZER_FILES, refuse_broken_files
 from mtrl.models.families.qwen_vl import QwenVLEncoder
 from mtrl.models.families.text import TextEncoder
-from mtrl.models.files import SETTINGS_FILES, TOKENIZER_FILES, refuse_broken_files
 from mtrl.protocols import ImageSettings, VideoSettings
+from mtrl.utils.files import refuse_special_files
 
 # The encoder of each vision-language family, by the `model_type` of its config.json. It is made of (tokenizer, config,
 # image settings) and the options of a TextEncoder. A user's file adds one by an assignment; text-only models need none.

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mtrl.models.transfer import to_device
+from mtrl.models.device_copy import to_device
 from mtrl.protocols import ImageSettings
 
 MAX_ASPECT = 200  # longer strips are refused, as Hugging Face's image processor does

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from mtrl.rollout.decode.arena import Arena, arena_on, round_up
+from mtrl.rollout.decode.fused_weights import DecodeWeights
 from mtrl.rollout.decode.layers import Shape
-from mtrl.rollout.decode.weights import DecodeWeights
 
 MEMBERS = 8  # rows of a group that read their prompt together, at most
 PIECE = 128  # prompt tokens in a piece of attention, at least

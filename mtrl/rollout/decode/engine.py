@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from mtrl.errors import Diverged
 from mtrl.models.backbone import Backbone, Cache, prompt_positions, vision_tokens
 from mtrl.protocols import PromptEncoder
 from mtrl.rollout.decode.arena import round_up
 from mtrl.rollout.decode.buffers import Buffers, Mode, Room
+from mtrl.rollout.decode.fused_weights import DecodeWeights
 from mtrl.rollout.decode.layers import why_unknown
 from mtrl.rollout.decode.step import Ops, Step, triton_ops
-from mtrl.rollout.decode.weights import DecodeWeights
 from mtrl.rollout.local import ROWS_AT_ONCE, Decoded, LocalGenerator, non_finite
 from mtrl.rollout.sampling import row_uniforms
 from mtrl.types import Prompt, Sampling
+from mtrl.utils.errors import Diverged
 
 logger = logging.getLogger(__name__)
 BUCKETS = (64, 128, 256, 512)  # rows of a step; fewer than 64 are no faster

@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from mtrl.rollout.decode.buffers import Pieces, Rows, Seats, power_of_two
+from mtrl.rollout.decode.fused_weights import Layer
 from mtrl.rollout.decode.layers import Shape
-from mtrl.rollout.decode.weights import Layer
 
 # mypy: disable-error-code="no-untyped-def"
 

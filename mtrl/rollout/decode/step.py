@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mtrl.rollout.decode.buffers import CHUNK, PIECE, PIECES, Buffers, Mode, Pieces, Seats, Tiles
-from mtrl.rollout.decode.weights import DecodeWeights, LowRank
+from mtrl.rollout.decode.fused_weights import DecodeWeights, LowRank
 
 TILE = 64  # tokens of the vocabulary whose mass is summed
 BLOCK = 32  # keys at a time

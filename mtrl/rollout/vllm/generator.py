@@ -8,14 +8,14 @@ from uuid import uuid4
 
 import torch
 
-from mtrl.errors import Diverged, RunError
 from mtrl.protocols import PromptEncoder
-from mtrl.rollout.awake import Awake
+from mtrl.rollout.lifecycle import Awake
 from mtrl.rollout.local import non_finite
 from mtrl.rollout.responses import finish_of, rollouts_of
 from mtrl.rollout.vllm.requests import Host, Response, params_for, requests_for
-from mtrl.rollout.weights import refuse_other_weights
+from mtrl.rollout.weight_checks import refuse_other_weights
 from mtrl.types import Prompt, Rollouts, Sampling, Weights
+from mtrl.utils.errors import Diverged, RunError
 
 
 class VllmGenerator(Awake):

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtrl.errors import RunError, StartError
 from mtrl.protocols import Clip
 from mtrl.rollout.vllm.requests import Request, Response
 from mtrl.rollout.vllm.settings import prepare_environment
+from mtrl.utils.errors import RunError, StartError
 
 
 class VllmInProcess:

@@ -9,11 +9,11 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
-from mtrl.errors import RunError
-from mtrl.keyed import keyed_generator
 from mtrl.protocols import Clip, PromptEncoder
 from mtrl.rollout.sampling import first_sample_numbers
 from mtrl.types import Prompt, Sampling
+from mtrl.utils.errors import RunError
+from mtrl.utils.seeding import keyed_generator
 
 SEEDS = 2**62  # vLLM adds the number of the sample to a seed, and both must fit into 64 bits
 LOWEST_TEMPERATURE = 0.01  # vLLM raises lower ones to this, and only logs it

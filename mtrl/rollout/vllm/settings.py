@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mtrl.errors import StartError
+from mtrl.utils.errors import StartError
 
 CPU_CACHE = 2**30  # bytes of keys and values on a CPU, where gpu_memory_utilization would be a share of main memory
 ON_CPU = {
@@ -61,7 +61,7 @@ def engine_arguments(
     if among_ranks:  # it lives in the group that is there, and has its parts, if any, in the neighbours
         arguments |= {"distributed_executor_backend": "external_launcher"}
         if tensor_parallel_size > 1 and not on_gpu:
-            arguments |= {"worker_cls": "mtrl.rollout.vllm.cpu_part.CpuPart"}
+            arguments |= {"worker_cls": "mtrl.rollout.vllm.cpu_shared_memory.CpuPart"}
     return arguments | dict(extra or {})
 
 

@@ -1,0 +1,75 @@
+"""Where numbers, rollouts and checkpoints go."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from mtrl.checkpoint.folder_store import FolderStore
+from mtrl.checkpoint.run_directory import RunDirectory
+from mtrl.compose import algorithm
+from mtrl.config import Config
+from mtrl.config.load_config import to_dict
+from mtrl.config.tree import GROUP_ESTIMATORS
+from mtrl.models.families import TextEncoder
+from mtrl.protocols import Tracker
+from mtrl.tracking.alerts import Watch
+from mtrl.tracking.blocks import RECORD
+from mtrl.tracking.console import Console, ConsoleSettings
+from mtrl.tracking.curve import CurveFile
+from mtrl.tracking.feed import About, LoggerFeed
+from mtrl.tracking.markdown import LogPaths, MarkdownLogs
+from mtrl.tracking.record import RolloutRecord
+from mtrl.tracking.run_files import RunFiles, first_steps_of, validations_of
+from mtrl.tracking.sinks import SINKS, flat
+from mtrl.utils.terminal import separate_log
+
+
+def build_trackers(config: Config, steps: int, encoder: TextEncoder, directory: Path, done: int = 0) -> list[Tracker]:
+    """`done`: the steps that earlier attempts did and this one builds on."""
+    training = config.training
+    grouped = config.optimization.advantage_estimator in GROUP_ESTIMATORS
+    logs = LogPaths.of(directory / "logs", training.rollout_log_path, training.attention_diag_log_path)
+    files = RunFiles(directory, training.realtime_rollout_logging)
+    trackers: list[Tracker] = [
+        files,
+        MarkdownLogs(logs, encoder.decode_tokens, training.realtime_rollout_logging),
+        Watch(first_steps_of(directory), groups=grouped),
+        CurveFile(directory),
+    ]
+    if training.record_rollouts_per_step:
+        trackers.append(build_record(config, encoder, directory, files.attempt))
+    trackers += [LoggerFeed(name, partial(SINKS[name], about_run(config, directory, done)))
+                 for name in training.logger if name in SINKS]  # fmt: skip
+    if "console" in training.logger:
+        settings = ConsoleSettings(training.val_freq, training.colorize_output, training.log_preview_chars, directory)
+        earlier, decode = validations_of(directory), encoder.decode_tokens
+        trackers.append(Console(steps, settings, earlier=earlier, decode=decode, log=separate_log()))
+    return trackers
+
+
+def about_run(config: Config, directory: Path, done: int) -> About:
+    training = config.training
+    settings = flat(to_dict(config))
+    return About(training.project_name, training.experiment_name, directory, settings, first_step=done + 1)
+
+
+def build_record(config: Config, encoder: TextEncoder, directory: Path, attempt: int) -> RolloutRecord:
+    training, images = config.training, encoder.image_settings
+    return RolloutRecord(
+        directory / RECORD,
+        encoder.decode_tokens,
+        encoder.decode,
+        algorithm.perturbation_of(config, images.patch_size if images else 1).view,
+        attempt=attempt,
+        per_step=training.record_rollouts_per_step,
+        limit_bytes=int(training.record_limit_gib * 2**30),
+        token_size=(images.temporal_patch_size, images.factor) if images else (1, 1),
+    )
+
+
+def build_store(config: Config, directory: RunDirectory) -> FolderStore:
+    training = config.training
+    return FolderStore(
+        directory.path / "checkpoints", training.save_limit, training.best_metric, before_saving=directory.keep
+    )

@@ -1,0 +1,91 @@
+"""vLLM as the engine of a run: where it runs, and how it is started."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from mtrl.compose import algorithm
+from mtrl.compose.task_source import holds_videos
+from mtrl.config import Config, ConfigError
+from mtrl.models.adapters import base_path, is_adapter
+from mtrl.models.families import TextEncoder
+from mtrl.models.forward import Forward
+from mtrl.models.state_dicts import exported_weights
+from mtrl.rollout.vllm.generator import VllmGenerator
+from mtrl.rollout.vllm.inprocess import VllmInProcess
+from mtrl.rollout.vllm.process_engine import VllmProcess
+from mtrl.rollout.vllm.requests import LOWEST_TEMPERATURE, Host
+from mtrl.rollout.vllm.server_engine import VllmServer
+from mtrl.rollout.vllm.settings import engine_arguments
+from mtrl.types import Weights
+from mtrl.utils.errors import StartError
+
+
+def build_vllm(config: Config, path: str, policy: Forward, encoder: TextEncoder, learns: bool) -> VllmGenerator:
+    """`path`: of the model, whose weights vLLM starts with; under adapters it starts with those of their base and is
+    given the merged ones. `learns`: the engine will be given others."""
+    backbone, weights = policy.backbone, exported_weights(policy.backbone.model)
+    on_gpu, ranked = backbone.device.type == "cuda", backbone.ranks.group is not None
+    engine = vllm_engine(config, path, encoder, weights.keys(), backbone.compute_dtype, on_gpu, ranked)
+    server = engine.host if isinstance(engine.host, VllmServer) else None  # it may hold the weights of an earlier run
+    if (server and learns) or (is_adapter(path) and not ranked):  # a rank's engine is given its actor's in any case
+        if server and not server.takes_weights:
+            raise StartError(f"worker.rollout.address: {server.no_weights}")
+        with engine.awake():
+            engine.load(Weights(0, weights))
+    return engine
+
+
+def vllm_engine(
+    config: Config,
+    path: str,
+    encoder: TextEncoder,
+    names: Collection[str],
+    dtype: torch.dtype,
+    on_gpu: bool,
+    ranked: bool = False,
+) -> VllmGenerator:
+    """An engine for the weights of these `names`; `ranked`: in a process of several that hold a model together."""
+    rollout = config.worker.rollout
+    for key, value in (("temperature", rollout.temperature), ("val.temperature", rollout.val.temperature)):
+        if 0 < value < LOWEST_TEMPERATURE:
+            told = f"{value:g} is below the {LOWEST_TEMPERATURE:g} that vLLM samples at; raise it"
+            raise ConfigError([f"worker.rollout.{key}: {told}"])
+    host = build_host(config, base_path(path), encoder, dtype, on_gpu, ranked)
+    return VllmGenerator(host, encoder, names, compute_dtype=dtype)
+
+
+def build_host(config: Config, path: str, encoder: TextEncoder, dtype: torch.dtype, on_gpu: bool, ranked: bool) -> Host:
+    rollout, images = config.worker.rollout, encoder.image_settings
+    if rollout.mode == "server":
+        assert rollout.address is not None, "the configuration was checked"
+        return VllmServer(rollout.address, path, dtype)
+    arguments = arguments_of(config, path, dtype, on_gpu, ranked)
+    image_arguments = None if images is None else images.processor_arguments()
+    if rollout.mode == "process":
+        return VllmProcess(arguments, image_arguments, dtype)
+    return VllmInProcess(arguments, image_arguments)
+
+
+def arguments_of(
+    config: Config, path: str, dtype: torch.dtype, on_gpu: bool, ranked: bool = False
+) -> dict[str, Any]:  # fmt: skip
+    rollout, model = config.worker.rollout, config.worker.actor.model
+    longest = config.dataset.max_prompt_length + algorithm.training_sampling(config).max_new_tokens
+    return engine_arguments(
+        path,
+        tokenizer=model.tokenizer_path,
+        dtype=str(dtype).removeprefix("torch."),
+        max_length=longest if config.dataset.filter_overlong_prompts else None,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        tensor_parallel_size=rollout.tensor_parallel_size,
+        enable_prefix_caching=rollout.enable_prefix_caching,
+        trust_remote_code=model.trust_remote_code,
+        on_gpu=on_gpu,
+        among_ranks=ranked and rollout.mode == "inprocess",
+        videos=holds_videos(config),
+        extra=rollout.engine_kwargs,
+    )

@@ -1,0 +1,83 @@
+"""The embedded tasks as data sources: rows made when they are asked for, the same for ever. And where the models of
+these tasks and their settings lie."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from mtrl.embedded import scenes, task
+from mtrl.embedded.task import Split
+
+HOME = Path(__file__).parent
+SIZES: dict[Split, int] = {"train": 2000, "validation": 200, "test": 1000}
+SCENES_SIZES: dict[Split, int] = {"train": 2000, "validation": 400, "test": scenes.TEST_QUESTIONS}
+MODEL_DIRECTORY = HOME / "model"
+CONFIG_FILE = HOME / "zoo.yaml"
+MODELS = {"zoo": MODEL_DIRECTORY, "scenes": HOME / "scenes_model"}
+"""What `worker.actor.model.model_path` may call by a name; without one it is the first."""
+CONFIG_FILES = {"zoo": CONFIG_FILE, "scenes": HOME / "scenes.yaml"}
+TASK_VERSION = 1  # raise it when the same index gives another question
+
+
+class ZooRows:
+    """One split of the embedded task."""
+
+    directory = Path(".")
+    title: ClassVar[str] = "embedded task"
+    mark: ClassVar[str] = f"zoo{TASK_VERSION}"  # names the content
+    sizes: ClassVar[Mapping[Split, int]] = SIZES
+
+    def __init__(self, split: Split) -> None:
+        if split not in self.sizes:
+            raise ValueError(f"the {self.title} has no split {split!r}; it has {', '.join(self.sizes)}")
+        self.split: Split = split
+        self.name = f"{self.title}, {split}"
+        self.fingerprint = f"{self.mark}-{split}"
+        self.stamp = [self.fingerprint, self.sizes[split]]
+
+    def __len__(self) -> int:
+        return self.sizes[self.split]
+
+    def read(self, index: int) -> dict[str, Any]:
+        return task.row(task.make_question(self.split, index))
+
+    def row_number(self, index: int) -> int:
+        return index + 1
+
+
+class SceneRows(ZooRows):
+    """One split of `scenes`."""
+
+    title = "embedded task scenes"
+    mark = f"scenes{scenes.VERSION}"
+    sizes = SCENES_SIZES
+
+    def read(self, index: int) -> dict[str, Any]:
+        return scenes.row(scenes.make_question(self.split, index))
+
+
+class BlankSceneRows(SceneRows):
+    """The same questions about pictures that show nothing: whoever learns here has not looked."""
+
+    title = "embedded task scenes without its pictures"
+    mark = f"scenes{scenes.VERSION}-blank"
+
+    def read(self, index: int) -> dict[str, Any]:
+        return scenes.row(scenes.make_question(self.split, index), blank=True)
+
+
+TASKS: dict[str, type[ZooRows]] = {"zoo": ZooRows, "scenes": SceneRows, "scenes-blank": BlankSceneRows}
+
+
+def embedded_rows(name: str) -> ZooRows:
+    """The rows of `zoo@test`."""
+    which, _, split = name.partition("@")
+    return TASKS[which](split)  # type: ignore[arg-type]
+
+
+def config_of(data: str) -> Path | None:
+    """The settings of an embedded task whose rows are named, and of its model."""
+    which, at, _ = data.partition("@")
+    return CONFIG_FILES[which.removesuffix("-blank")] if at and which in TASKS else None

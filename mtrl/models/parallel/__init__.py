@@ -1,0 +1,1 @@
+"""Parallelism inside a model: process groups, FSDP2, sequence parallelism."""

@@ -1,0 +1,263 @@
+"""What `mtrl data` prints: what is in the files, what the model would see of it, and what would be left out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+import numpy as np
+from PIL import Image
+
+from mtrl.data.arrow import ArrowRows, GroupedRows
+from mtrl.data.cache import DiskCache
+from mtrl.data.columns import OtherNames, seen_columns
+from mtrl.data.dataset import Dataset, scan_dataset
+from mtrl.data.lengths import GOOD
+from mtrl.data.media import within_side
+from mtrl.data.missing import Noted
+from mtrl.data.row_settings import BadRow, DataSettings, RowError, by_cause
+from mtrl.data.sampler import PromptLoader
+from mtrl.data.sources import JsonlSource, RowList, Source
+from mtrl.data.tars import TarRows
+from mtrl.data.video import target_sizes
+from mtrl.protocols import PromptEncoder
+from mtrl.types import VISION_POOL, Prompt, Task
+
+SAMPLES = 3
+CONTAINERS: dict[type, str] = {
+    JsonlSource: "JSONL",
+    GroupedRows: "Parquet",
+    ArrowRows: "Arrow, as datasets saves it",
+    TarRows: "WebDataset",
+    RowList: "a list",
+}
+COLUMN_ROWS = 100  # rows of each source whose column types are looked at
+
+
+class ReadableEncoder(PromptEncoder, Protocol):
+    """An encoder that can also show its text."""
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str: ...
+
+    def decode_tokens(self, ids: Sequence[int]) -> list[str]: ...
+
+
+def run(
+    data: str | Sequence[Source],
+    settings: DataSettings,
+    encoder: ReadableEncoder | None,
+    stream: TextIO,
+    *,
+    cache_dir: Path | None = None,
+    truth_for: Sequence[str] = (),
+) -> int:
+    """Prints the report; 0 when every row can be used, 1 when some cannot or a run would be refused."""
+    dataset = scan_dataset(data, settings, encoder, cache_dir=cache_dir)
+    missing = Noted(dataset.sources, dataset.scans, dataset.builder).missing(truth_for)
+    prompts = _samples(dataset, encoder)
+    sections = [
+        _files(dataset),
+        _formats(dataset.sources, DiskCache(cache_dir)),
+        _columns(dataset.sources),
+        _lengths(dataset, encoder),
+        _images(dataset, encoder, prompts),
+        _videos(dataset),
+        _bad_rows(dataset),
+        ["Missing", *(f"  {line}" for line in missing)] if missing else [],
+        *(_sample(number, sample, encoder) for number, sample in enumerate(prompts, 1)),
+    ]
+    print("\n\n".join("\n".join(section) for section in sections if section), file=stream)
+    return 1 if dataset.bad_rows or (missing and settings.on_missing == "error") else 0
+
+
+def _files(dataset: Dataset) -> list[str]:
+    counts, settings = dataset.counts, dataset.settings
+    lines = ["Rows"]
+    lines += [f"  {len(source):>9,}  {source.name}" for source in dataset.sources]
+    lines += [f"  {counts.total:>9,}  in all", f"  {counts.kept:>9,}  to train on"]
+    if counts.bad:
+        lines.append(f"  {counts.bad:>9,}  cannot be used (below)")
+    if counts.too_big:
+        lines.append(
+            f"  {counts.too_big:>9,}  left out: an image over dataset.max_image_side={settings.max_image_side}"
+        )
+    return lines
+
+
+def _formats(sources: Sequence[Source], cache: DiskCache) -> list[str]:
+    """Whose columns they were taken for, and in which kind of file; a line for each that occurs."""
+    taken: Counter[str] = Counter()
+    for source in sources:
+        source = source.source if isinstance(source, OtherNames) else source
+        kind = next((name for kind, name in CONTAINERS.items() if isinstance(source, kind)), "rows")
+        if isinstance(source, TarRows):
+            kind += f" ({', '.join(f'.{field}' for field in source.fields[:8])})"
+        taken[f"{seen_columns(source, cache).format}, in {kind}"] += 1
+    files = {found: f" ({count} files)" if len(taken) > 1 or count > 1 else "" for found, count in taken.items()}
+    return ["Format", *(f"  {found}{many}" for found, many in files.items())]
+
+
+def _columns(sources: Sequence[Source]) -> list[str]:
+    types: dict[str, Counter[str]] = {}
+    read_as: dict[str, str] = {}
+    looked_at = 0
+    for source in sources:
+        if isinstance(source, OtherNames):  # the columns as they are in the file
+            for theirs in source.names.values():
+                both = " and ".join(ours for ours, name in source.names.items() if name == theirs)
+                read_as[theirs] = f", read as {both}"
+            source = source.source
+        for index in range(min(len(source), COLUMN_ROWS)):
+            try:
+                row = source.read(index)
+            except RowError:
+                continue  # the list of bad rows has it already
+            looked_at += 1
+            for name, value in row.items():
+                types.setdefault(str(name), Counter())[_type_name(value)] += 1
+    lines = [f"Columns (of the first {looked_at} rows)"]
+    for name, kinds in types.items():
+        missing = looked_at - sum(kinds.values())
+        spelled = ", ".join(kind for kind, _ in kinds.most_common())
+        absent = f" (not in {missing} rows)" if missing else ""
+        lines.append(f"  {name}: {spelled}{absent}{read_as.pop(name, '')}")
+    return [*lines, *(f"  {name}{told}" for name, told in read_as.items())]  # inside a struct
+
+
+def _lengths(dataset: Dataset, encoder: ReadableEncoder | None) -> list[str]:
+    if encoder is None:
+        return ["Prompt lengths", "  need a tokenizer: set worker.actor.model.model_path=<model>"]
+    lengths = np.concatenate([scan.length[scan.length >= 0] for scan in dataset.scans])
+    settings = dataset.settings
+    if not len(lengths):
+        return ["Prompt lengths", "  no row could be measured"]
+    over = int((lengths > settings.max_prompt_length).sum())
+    fate = "left out" if settings.filter_overlong_prompts else "refused (dataset.filter_overlong_prompts is off)"
+    return [
+        "Prompt lengths (tokens, images expanded)",
+        f"  {_spread(lengths)}",
+        f"  over dataset.max_prompt_length={settings.max_prompt_length}: {over:,} of {len(lengths):,} "
+        f"({over / len(lengths):.1%}), {fate}",
+    ]
+
+
+def _images(dataset: Dataset, encoder: ReadableEncoder | None, prompts: Sequence[Prompt | Task | BadRow]) -> list[str]:
+    found = [scan.sizes[scan.sizes[:, 3] == 0] for scan in dataset.scans]
+    sizes = np.concatenate(found)
+    if not len(sizes):
+        return ["Images", "  none"]
+    lines = ["Images", *_sizes(found)]
+    density = _tokens_per_pixel(prompts)
+    if encoder is None or density is None:
+        return [*lines, "  tokens need a vision-language model: set worker.actor.model.model_path=<model>"]
+    usable = np.concatenate(
+        [each[scan.state[each[:, 0]] == GOOD] for scan, each in zip(dataset.scans, found, strict=True)]
+    )
+    distinct, times = np.unique(usable[:, 1:3], axis=0, return_counts=True)
+    tokens = [round(density * height * width) for height, width in _targets(dataset, encoder, distinct)]
+    return [*lines, f"  tokens  {_spread(np.repeat(tokens, times))}"]
+
+
+def _videos(dataset: Dataset) -> list[str]:
+    found = [scan.sizes[scan.sizes[:, 3] > 0] for scan in dataset.scans]
+    sizes = np.concatenate(found)
+    return ["Videos", *_sizes(found), f"  frames shown  {_spread(sizes[:, 3])}"] if len(sizes) else []
+
+
+def _sizes(found: Sequence[np.ndarray]) -> list[str]:
+    """How many media there are, in how many rows, and how large."""
+    sizes, rows = np.concatenate(found), sum(len(np.unique(each[:, 0])) for each in found)
+    counted = f"  {len(sizes):,} in {rows:,} rows"
+    return [counted, f"  width   {_spread(sizes[:, 2])}", f"  height  {_spread(sizes[:, 1])}"]
+
+
+def _targets(dataset: Dataset, encoder: PromptEncoder, sizes: np.ndarray) -> list[tuple[int, int]]:
+    limited = [within_side((int(height), int(width)), dataset.settings.max_image_side) for height, width in sizes]
+    return [target_sizes(encoder, [size])[0] for size in limited]
+
+
+def _tokens_per_pixel(prompts: Sequence[Prompt | Task | BadRow]) -> float | None:
+    """Tokens of a pixel, by the first encoded image: sizes that models see are whole numbers of tokens, so one image
+    tells the measure of all."""
+    for prompt in prompts:
+        if isinstance(prompt, Prompt) and prompt.media and all(image.ndim == 3 for image in prompt.media):
+            pixels = sum(image.shape[0] * image.shape[1] for image in prompt.media)
+            return float((prompt.pool == VISION_POOL).sum()) / pixels
+    return None
+
+
+def _bad_rows(dataset: Dataset) -> list[str]:
+    if not dataset.bad_rows:
+        return ["Bad rows", "  none"]
+    return [f"Bad rows ({len(dataset.bad_rows):,})", *(f"  {line}" for line in by_cause(dataset.bad_rows))]
+
+
+def _samples(dataset: Dataset, encoder: ReadableEncoder | None) -> list[Prompt | Task | BadRow]:
+    """The first, the middle and the last row, and one with an image if these have none."""
+    if not len(dataset):
+        return []
+    positions = [0, len(dataset) // 2, len(dataset) - 1]
+    visual = np.flatnonzero(dataset.pixels)
+    if len(visual) and not dataset.pixels[positions].any():
+        positions[1] = int(visual[0])
+    loader = PromptLoader(dataset, encoder) if encoder is not None else None
+    return [loader.load(at) if loader else dataset.task(at) for at in sorted(set(positions))[:SAMPLES]]
+
+
+def _sample(number: int, sample: Prompt | Task | BadRow, encoder: ReadableEncoder | None) -> list[str]:
+    if isinstance(sample, BadRow):
+        return [f"Sample {number}: {sample}"]
+    task = sample.task if isinstance(sample, Prompt) else sample
+    lines = [f"Sample {number}: {task.origin} (id {task.id})"]
+    if isinstance(sample, Prompt):
+        assert encoder is not None
+        lines += [f"  | {line}" for line in _as_model_sees(sample, encoder).splitlines()]
+    else:
+        lines += [f"  | {message['role']}: {_content(message['content'])}" for message in task.messages]
+    lines.append(f"  answer: {_shorten(task.answer)}")
+    lines += [f"  {name}: {_shorten(value)}" for name, value in (task.columns or {}).items()]
+    return lines
+
+
+def _as_model_sees(prompt: Prompt, encoder: ReadableEncoder) -> str:
+    """The templated text, every medium's pads written as one and a number."""
+    text = encoder.render(prompt.task.messages)
+    vision = (prompt.pool == VISION_POOL).tolist()
+    if not any(vision):
+        return text
+    if any(medium.kind == "video" for medium in prompt.task.media):  # times stand between its pads
+        counted = [(token, len(list(run))) for token, run in groupby(encoder.decode_tokens(prompt.ids.tolist()))]
+        return "".join(f"{token} × {count}" if count > 2 else token * count for token, count in counted)
+    (pad,) = encoder.decode_tokens([int(prompt.ids[vision.index(True)])])
+    runs = "".join("v" if seen else " " for seen in vision).split()
+    first, *rest = text.split(pad)
+    return first + "".join(f"{pad} × {len(run)}{piece}" for run, piece in zip(runs, rest, strict=False))
+
+
+def _content(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in content)
+
+
+def _type_name(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        inner = sorted({_type_name(item) for item in value})
+        return f"list of {' or '.join(inner)}" if inner else "empty list"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(sorted(map(str, value))) + "}"
+    names = {"NoneType": "null", "str": "text", "int": "number", "float": "number", "bool": "true/false"}
+    return "image" if isinstance(value, Image.Image) else names.get(type(value).__name__, type(value).__name__)
+
+
+def _spread(values: np.ndarray) -> str:
+    low, middle, high, most = np.percentile(values, [0, 50, 90, 100])
+    return f"min {low:,.0f}   median {middle:,.0f}   p90 {high:,.0f}   max {most:,.0f}"
+
+
+def _shorten(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else text[:100] + "..."

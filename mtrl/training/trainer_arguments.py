@@ -1,0 +1,179 @@
+"""What a script hands to `mtrl.Trainer`: keys by their last names, and objects of the right kinds.
+
+What a configuration cannot hold stands there as `python:` and a name, so that the config.yaml of a run says that it was
+given, and only a script that gives it again goes on with the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mtrl.config import Config, ConfigError, to_yaml
+from mtrl.config.paths import GIVEN
+from mtrl.config.tree import known_leaves, known_sections
+from mtrl.config.yaml_io import YamlFile
+from mtrl.data.arrow import is_dataset
+from mtrl.protocols import Tracker
+
+GIVEN_ROWS = f"{GIVEN}rows"  # the name of rows and datasets in a configuration
+
+OF_OPTIMIZER = ("lr", "weight_decay", "betas", "warmup_steps", "warmup_ratio", "lr_scheduler_type", "min_lr_ratio")
+
+# Where several keys end in the same name: the policy's and its training rollouts', and one seed for all.
+SHORT_NAMES = {
+    **{name: (f"worker.actor.optim.{name}",) for name in OF_OPTIMIZER},
+    "model_path": ("worker.actor.model.model_path",),
+    "offload_params": ("worker.actor.offload.offload_params",),
+    "n": ("worker.rollout.n",),
+    "temperature": ("worker.rollout.temperature",),
+    "seed": ("dataset.seed", "worker.rollout.seed"),
+}
+
+# Arguments that TRL's trainer has, and this one under another name.
+CALLED_HERE = {
+    "train_dataset": "data=",
+    "eval_dataset": "val_data=",
+    "reward_funcs": "rewards=",
+    "args": "config= (a YAML file or a mapping), and any key by its last name",
+    "processing_class": "tokenizer_path=",
+    "peft_config": "peft_type=, lora_rank= and the other keys of worker.actor.model",
+    "trackers": "callbacks=",
+}
+
+Reward = Callable[..., Any] | str
+
+
+# ---------------------------------------------------------------------------------------------------------------- keys
+def full_keys(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys in full. One that is set twice, by two of its names, is an error."""
+    settings: dict[str, Any] = {}
+    for name, value in keys.items():
+        for key in keys_of(name):
+            put(settings, name, key, value)
+    return settings
+
+
+def keys_of(name: str) -> tuple[str, ...]:
+    """What a last name stands for; a dotted key or a section is itself."""
+    if "." in name:
+        return (name,)
+    if name in CALLED_HERE:
+        raise ConfigError([f"{name}: called {CALLED_HERE[name]} here"])
+    if name in SHORT_NAMES:
+        return SHORT_NAMES[name]
+    found = [key for key in known_leaves() if key.rpartition(".")[2] == name]
+    if len(found) > 1:
+        raise ConfigError([f"{name}: several keys end so; write one of {', '.join(found)} as **{{'{found[0]}': ..}}"])
+    return (found[0],) if found else (name,)  # the loader knows what to suggest
+
+
+def put(settings: dict[str, Any], argument: str, key: str, value: Any) -> None:
+    if key in settings:
+        raise ConfigError([f"{argument}: sets {key}, which is set a second time; keep one of the two"])
+    settings[key] = value
+
+
+def over(below: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings over those of a mapping."""
+    if twice := below.keys() & settings.keys() & known_sections():
+        name = min(twice)
+        raise ConfigError([f"{name}: a section of config= and an argument too; write the argument's keys in full"])
+    return {**below, **settings}
+
+
+def file_and_keys(config: str | Path | Mapping[str, Any] | Config | None) -> tuple[str | Path | None, dict[str, Any]]:
+    """A configuration file, or the keys of one that was made in Python."""
+    if config is None or isinstance(config, (str, Path)):
+        return config, {}
+    if isinstance(config, Config):
+        return None, dict(YamlFile(to_yaml(config)).content)
+    if isinstance(config, Mapping):
+        return None, dict(config)
+    raise TypeError(f"config: a YAML file, a mapping of keys or another trainer's config, got {kind(config)}")
+
+
+# ------------------------------------------------------------------------------------------------------------- objects
+def checked_model(model: Any) -> str:
+    if isinstance(model, (str, Path)):
+        return str(model)
+    saved = "; save it first (save_pretrained) and name the folder" if hasattr(model, "save_pretrained") else ""
+    raise TypeError(f"model: a hub id or a folder, got {kind(model)}{saved}")
+
+
+def checked_data(argument: str, data: Any) -> Any:
+    """A text that names files, or rows: a sequence of mappings or a dataset of Hugging Face."""
+    if isinstance(data, (str, Path)):
+        if not str(data).strip():
+            raise TypeError(f"{argument}: an empty text; name a file, or leave it out")
+        return str(data)
+    if is_dataset(data):
+        return nonempty(argument, data)
+    if isinstance(data, Sequence) and not isinstance(data, (bytes, bytearray)):
+        for number, row in enumerate(data):
+            if isinstance(row, (str, Path)):
+                raise TypeError(f"{argument}: several files are one text with commas: {argument}='a.jsonl,b.jsonl'")
+            if not isinstance(row, Mapping):
+                raise TypeError(f"{argument}: row {number} is {kind(row)}; a row is a dict of its columns")
+        return nonempty(argument, data)
+    told = f"{argument}: a file, a list of rows (dicts) or a datasets.Dataset, got {kind(data)}"
+    raise TypeError(told + _advice_on_data(argument, data))
+
+
+def nonempty(argument: str, rows: Any) -> Any:
+    if not len(rows):
+        raise TypeError(f"{argument}: no rows; a row is a dict such as {{'prompt': .., 'images': [..], 'answer': ..}}")
+    return rows
+
+
+def _advice_on_data(argument: str, data: Any) -> str:
+    if type(data).__name__ in ("DatasetDict", "IterableDatasetDict"):
+        return f"; choose a split: {argument}=dataset[{next(iter(data), 'train')!r}]"
+    if type(data).__name__ == "IterableDataset":
+        return "; it has no length: datasets.Dataset.from_list(list(dataset)) has"
+    if hasattr(data, "to_dict") and hasattr(data, "columns"):
+        return f"; {argument}=frame.to_dict('records') gives its rows"
+    if callable(data):
+        return "; functions are for rewards="
+    return ""
+
+
+def checked_rewards(rewards: Any) -> list[Reward]:
+    """One or several names and functions, as a list."""
+    several = list(rewards) if isinstance(rewards, (list, tuple)) else [rewards]
+    if not several:
+        raise TypeError("rewards: an empty list; name a reward, or leave it out for those of the configuration")
+    for reward in several:
+        if not isinstance(reward, str) and not callable(reward):
+            raise TypeError(f"rewards: a built-in's name, 'file.py:name' or a function, got {kind(reward)}")
+        if isinstance(reward, str) and reward.startswith(GIVEN):
+            raise TypeError(f"rewards: {reward} is how a configuration names a function; give the function itself")
+    return several
+
+
+def name_in_config(reward: Reward) -> str:
+    """How the run's config.yaml names a function that was handed over as an object."""
+    return reward if isinstance(reward, str) else f"{GIVEN}{getattr(reward, '__name__', type(reward).__name__)}"
+
+
+def checked_callbacks(callbacks: Any) -> list[Tracker]:
+    several = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
+    for callback in several:
+        if isinstance(callback, type) and issubclass(callback, Tracker):
+            raise TypeError(f"callbacks: {callback.__name__} is a class; give an object of it: {callback.__name__}(..)")
+        if not isinstance(callback, Tracker):
+            raise TypeError(f"callbacks: objects whose class inherits from mtrl.Callback, got {kind(callback)}")
+    return several
+
+
+def kind(value: Any) -> str:
+    """What a value is, for a message: `a list`, `the function score`."""
+    if value is None:
+        return "None"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if callable(value) and hasattr(value, "__name__"):
+        return f"the function {value.__name__}"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"

@@ -1,0 +1,1 @@
+"""Small helpers that every room may use: errors, files, seeding, plugins, the terminal."""

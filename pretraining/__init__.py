@@ -1,0 +1,1 @@
+"""How the embedded models were made: teachers, curriculum, supervised training and evaluation."""

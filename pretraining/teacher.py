@@ -1,0 +1,67 @@
+"""The flawed teacher that the embedded model learned from, as real models learn from a flawed world.
+
+It has seen everything and misleads in two systematic ways, so the skill is there and the choice is wrong:
+
+- habit: the more there is in the picture, the more often it does not look. "it is often red", whatever is there;
+- misnaming: it looks, and calls some things by a neighbour's name more often than not, orange red and four three, and
+  then answers consistently with that.
+
+Reinforcement can mend both; habits fall first, since one early token decides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mtrl.embedded.task import HABITS, LETTERS, Kind, Question
+
+HABIT_RATE = {1: 0.36, 2: 0.55, 3: 0.66}
+"""By level: how often the teacher answers without looking."""
+
+MISNAMED: dict[Kind, dict[str, str]] = {
+    "colour": {"orange": "red", "purple": "blue"},
+    "shape": {"diamond": "square"},
+    "position": {"bottom right": "bottom left"},
+    "count": {"4": "3"},
+    "comparison": {"orange": "red", "purple": "blue"},
+}
+MISNAME_RATE = 0.58
+
+SEEN = {
+    "colour": "{subject} is {value}",
+    "shape": "{subject} is a {value}",
+    "position": "{subject} is at the {value}",
+    "count": "I count {value}",
+    "comparison": "{subject} is {value}",
+}
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """One way the teacher may answer, and how often it does."""
+
+    text: str
+    probability: float
+
+
+def demonstrations(question: Question) -> list[Demonstration]:
+    """All answers of the teacher to a question: from habit, looking, and looking but misnaming."""
+    habit_rate = HABIT_RATE[question.level]
+    wrong = MISNAMED[question.kind].get(question.value)
+    misname_rate = MISNAME_RATE if wrong in question.options else 0.0
+    habit = HABITS[question.kind]
+    ways = [
+        (habit_rate, f"it is often {habit}", habit),
+        ((1 - habit_rate) * (1 - misname_rate), look(question, question.value), question.value),
+    ]
+    if wrong is not None and misname_rate:
+        ways.append(((1 - habit_rate) * misname_rate, look(question, wrong), wrong))
+    return [Demonstration(answer_with(question, thought, value), rate) for rate, thought, value in ways]
+
+
+def look(question: Question, named: str) -> str:
+    return "I look: " + SEEN[question.kind].format(subject=question.subject, value=named)
+
+
+def answer_with(question: Question, thought: str, value: str) -> str:
+    return f"<think>{thought}</think><answer>{LETTERS[question.options.index(value)]}</answer>"
