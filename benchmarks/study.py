@@ -13,14 +13,16 @@ import gzip
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from mtrl.compare.arms import Arm, SeedRun, endpoint, read_arm
 from mtrl.compare.batch import CHECK
-from mtrl.compare.pages import Checks, Verdict, adjusted, check_page, compare, judge, line, page, told, told_p
 from mtrl.report.chart import Panel, draw_chart
-from mtrl.report.pages import table
+from mtrl.report.compare_page import Checks, Verdict, adjusted, check_page, compare, judge, line, page, told, told_p
+from mtrl.report.markdown_pages import table
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / "benchmarks/results/study.json.gz"
@@ -28,12 +30,16 @@ TWICE = KEPT.with_name("study_twice_the_rate.json.gz")  # the supplement's
 PAGE, PICTURE = ROOT / "docs/study_results.md", ROOT / "docs/study.png"
 BASELINE = "grpo"
 NEW_PAIRS = "val/by_pair/new"
+SAMPLED = "reward/accuracy"  # accuracy of the responses that a step samples and trains on
+ENTROPY = "actor/entropy"
+WINDOW = 10  # steps that one value of SAMPLED is the mean of: the last window is steps 21 to 30
 CURVES = ("val/", "reward/", "actor/", "response_length/mean", "perf/seconds_step")
 PAIRS = (  # hypotheses 3 to 5: what is not compared with plain GRPO
     ("tgf_20", "random_20"), ("tgf_20", "shuffled_tokens"), ("tgf_20", "shuffled_rows"), ("tgf_40", "random_40"),
     ("oracle", "random_10"), ("bottom", "random_20"), ("tgf_20", "grpo_matched"),
     ("experiment3", "experiment1"), ("experiment4", "experiment1"), ("experiment5", "experiment1"),
 )  # fmt: skip
+RATES = ("grpo", "hidden_similarity", "oracle")  # at 1e-5: what plain GRPO at 2e-5 is compared with
 DRAWN = ("grpo", "oracle", "tgf_20", "random_20", "random_10", "shuffled_tokens", "bottom", "blank")
 SMALL = 0.02  # a difference within it, by its interval, is too small to matter
 ALPHA = 0.025  # two looks, a half of 0.05 each
@@ -101,6 +107,61 @@ def unpacked(seed: int, run: Mapping[str, Any], questions: Sequence[str]) -> See
     return SeedRun(seed, {name: [tuple(p) for p in points] for name, points in run["curves"].items()}, right)
 
 
+# ------------------------------------------------------------------------------------------------------- two endpoints
+@dataclass(frozen=True)
+class Endpoints:
+    """One comparison by both endpoints: greedy accuracy on the test, sampled accuracy in training."""
+
+    greedy: Verdict
+    sampled: Verdict
+
+
+def by_windows(arm: Arm, metric: str = SAMPLED) -> Arm:
+    """The arm with a metric of single steps as means of WINDOW steps, each at the last step of its window."""
+    runs = {seed: SeedRun(seed, {metric: window_means(run.curves[metric])}) for seed, run in arm.runs.items()}
+    return Arm(arm.name, runs)
+
+
+def window_means(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """
+    >>> window_means([(1, 0.0), (10, 1.0), (11, 0.25)])
+    [(10, 0.5), (20, 0.25)]
+    """
+    windows: dict[float, list[float]] = {}
+    for step, value in points:
+        windows.setdefault(-(-step // WINDOW) * WINDOW, []).append(value)
+    return [(last, fmean(values)) for last, values in windows.items()]
+
+
+def compare_arms(found: Mapping[str, Arm]) -> tuple[list[Endpoints], str]:
+    """Every arm against the baseline by both endpoints, and the name of the greedy one. Holm's correction is over the
+    arms, for each endpoint separately."""
+    arms = [found[BASELINE], *(arm for name, arm in sorted(found.items()) if name != BASELINE)]
+    metric = endpoint(arms)
+    greedy, sampled = compare(arms, metric), compare([by_windows(arm) for arm in arms], SAMPLED)
+    return [Endpoints(*each) for each in zip(greedy, sampled, strict=True)], metric
+
+
+def compare_pairs(pairs: Sequence[tuple[Arm, Arm]], metric: str) -> list[Endpoints]:
+    """The first arm of each pair against the second, corrected as one family."""
+    greedy = [judge(a, b, metric) for a, b in pairs]
+    sampled = [judge(by_windows(a), by_windows(b), SAMPLED) for a, b in pairs]
+    families = adjusted(greedy, "by_final"), adjusted(sampled, "by_final")
+    return [Endpoints(*each) for each in zip(*families, strict=True)]
+
+
+def planned_pairs(found: Mapping[str, Arm], metric: str) -> dict[str, Endpoints]:
+    there = [(found[a], found[b]) for a, b in PAIRS if a in found and b in found]
+    return dict(zip([f"{a.name} - {b.name}" for a, b in there], compare_pairs(there, metric), strict=True))
+
+
+def across_rates(found: Mapping[str, Arm], twice: Mapping[str, Arm], metric: str) -> dict[str, Endpoints]:
+    """Plain GRPO at twice the rate against arms at the rate of the study."""
+    there = [found[name] for name in RATES if name in found]
+    compared = compare_pairs([(twice[BASELINE], arm) for arm in there], metric)
+    return {f"{BASELINE} at 2e-5 - {arm.name} at 1e-5": each for arm, each in zip(there, compared, strict=True)}
+
+
 # ----------------------------------------------------------------------------------------------------- tables, picture
 def word_of(verdict: Verdict) -> str:
     """What the plan calls an effect, too small to matter, or open."""
@@ -114,42 +175,69 @@ def word_of(verdict: Verdict) -> str:
     return "too small to matter" if within else "open"
 
 
-def words_table(verdicts: Sequence[Verdict]) -> str:
-    """The table that the study is about: sorted by the difference, with the word of the plan."""
-    first, *others = verdicts
-    others = sorted(others, key=lambda v: -v.by_final.difference.mean if v.by_final else 0.0)
-    rows = [
-        [v.arm.name, str(len(v.arm.runs)), told(v.final), *said_of(v), on_new_pairs(v.arm)] for v in (first, *others)
-    ]
-    return table(["arm", "seeds", "accuracy", f"to {first.arm.name}", "p (Holm)", "word", "new pairs"], rows)
-
-
-def on_new_pairs(arm: Arm) -> str:
-    """Accuracy on compositions that no picture of the training has."""
-    found = arm.finals(NEW_PAIRS).values()
-    return f"{sum(found) / len(found):.3f}" if found else ""
-
-
-def pairs_table(arms: Mapping[str, Arm], metric: str) -> str:
-    there = [(a, b) for a, b in PAIRS if a in arms and b in arms]
-    verdicts = adjusted([judge(arms[a], arms[b], metric) for a, b in there], "by_final")
-    rows = [[f"{a} - {b}", *said_of(v)] for (a, b), v in zip(there, verdicts, strict=True)]
-    return table(["pair", "difference of accuracy", "p (Holm)", "word"], rows)
-
-
-def said_of(verdict: Verdict) -> list[str]:
+def cells_of(verdict: Verdict) -> list[str]:
+    """Difference, p, p after Holm, and the word of the plan."""
     test = verdict.by_final
     if test is None:
-        return ["", "", ""]
-    return [told(test.difference, signed=True), told_p(test.adjusted), word_of(verdict)]
+        return ["", "", "", ""]
+    return [told(test.difference, signed=True), told_p(test.p), told_p(test.adjusted), word_of(verdict)]
+
+
+def arms_table(compared: Sequence[Endpoints], found: Mapping[str, Arm]) -> str:
+    """The main table: both endpoints side by side, sorted by the difference in greedy accuracy."""
+    first, *others = compared
+    others = sorted(others, key=lambda e: -e.greedy.by_final.difference.mean if e.greedy.by_final else 0.0)
+    rows = []
+    for each in (first, *others):
+        arm = found[each.greedy.arm.name]
+        means = mean_final(arm, NEW_PAIRS), mean_final(by_windows(arm, ENTROPY), ENTROPY)
+        sides = [[told(side.final), *cells_of(side)] for side in (each.greedy, each.sampled)]
+        rows.append([arm.name, str(len(arm.runs)), *sides[0], *sides[1], *means])
+    tests = [f"to {BASELINE}", "p", "Holm", "verdict"]
+    return table(["arm", "seeds", "greedy", *tests, "sampled", *tests, "new pairs", "entropy"], rows)
+
+
+def mean_final(arm: Arm, metric: str) -> str:
+    found = arm.finals(metric).values()
+    return f"{fmean(found):.3f}" if found else ""
+
+
+def pairs_table(compared: Mapping[str, Endpoints]) -> str:
+    tests = ["p", "Holm", "verdict"]
+    rows = [[name, *cells_of(each.greedy), *cells_of(each.sampled)] for name, each in compared.items()]
+    return table(["pair", "greedy", *tests, "sampled", *tests], rows)
 
 
 HEAD = """# Results of the study
 
-Written by `python -m benchmarks.study` from benchmarks/results/study.json.gz; what they mean is said in
-[study.md](study.md). better, worse: p after Holm below {alpha}; too small to matter: the interval lies within ±{small}.
-new pairs: accuracy on the half of the test whose colour and shape are never together in training.
+Written by `python -m benchmarks.study` from benchmarks/results/study.json.gz and study_twice_the_rate.json.gz. What
+follows from them is in [study.md](study.md).
+
+- greedy: accuracy on the 2,000 test questions after the last step, at temperature 0. The endpoint of the plan.
+- sampled: `reward/accuracy`, the accuracy of the 128 responses that each step samples at temperature 1 and trains on,
+  mean over steps 21 to 30. It is what training optimises. We added it after the runs.
+- to {baseline}: mean over seeds of the difference between runs of the same seed, with a 95% bootstrap interval; p of
+  the paired t-test (two-sided); Holm: p corrected over the arms of a table, for each endpoint separately.
+- verdict: better or worse where p after Holm is below {alpha}; too small to matter where the interval lies within
+  ±{small}; open otherwise. The plan set this rule for the greedy endpoint; the sampled columns apply the same rule.
+- new pairs: greedy accuracy on the half of the test whose colour and shape never appear together in training.
+- entropy: `actor/entropy`, mean over steps 21 to 30.
+
+{seeds}
 {caution}"""
+
+
+def seeds_note(found: Mapping[str, Arm], metric: str) -> str:
+    """The baseline on the seeds of the first look: most differences are to these runs, not to all of the baseline's."""
+    first = {seed: run for seed, run in found[BASELINE].runs.items() if seed < LOOK}
+    if len(first) == len(found[BASELINE].runs):
+        return ""
+    few, seeds = Arm(BASELINE, first), len(found[BASELINE].runs)
+    greedy, sampled = mean_final(few, metric), mean_final(by_windows(few), SAMPLED)
+    return (
+        f"An arm of {LOOK} seeds is compared with the same {LOOK} seeds of {BASELINE}, which has {seeds}.\n"
+        f"On seeds 0 to {LOOK - 1} {BASELINE} is at {greedy} greedy and {sampled} sampled."
+    )
 
 
 def caution(arms: Sequence[Arm]) -> str:
@@ -158,34 +246,47 @@ def caution(arms: Sequence[Arm]) -> str:
     return f"**{told}**" if few else ""
 
 
-def compared(found: Mapping[str, Arm]) -> tuple[list[Verdict], str]:
-    """Every arm against the baseline, by which number."""
-    arms = [found[BASELINE], *(arm for name, arm in sorted(found.items()) if name != BASELINE)]
-    metric = endpoint(arms)
-    return compare(arms, metric), metric
-
-
-def supplement(file: Path) -> str:
+def supplement(found: Mapping[str, Arm], file: Path) -> str:
     if not file.exists():
         return ""
-    return f"## The supplement: twice the rate\n\n{words_table(compared(load(file)[0])[0])}"
+    twice = load(file)[0]
+    compared, metric = compare_arms(twice)
+    parts = [
+        "## The supplement: twice the rate", "All arms of this table, grpo too, are trained at 2e-5.",
+        arms_table(compared, twice),
+        "## Plain GRPO at twice the rate against arms at 1e-5", "Corrected as a family of its own.",
+        pairs_table(across_rates(found, twice, metric)),
+    ]  # fmt: skip
+    return "\n\n".join(parts)
 
 
 def write(file: Path = KEPT, page_file: Path = PAGE, picture: Path = PICTURE, twice: Path = TWICE) -> str:
     found, checks = load(file)
-    verdicts, metric = compared(found)
+    compared, metric = compare_arms(found)
+    arms = arms_table(compared, found)
+    head = HEAD.format(
+        baseline=BASELINE, alpha=ALPHA, small=SMALL, seeds=seeds_note(found, metric),
+        caution=caution(list(found.values())),
+    )  # fmt: skip
+    everything = page([each.greedy for each in compared], metric).partition("\n\n")[2]
     parts = [
-        HEAD.format(alpha=ALPHA, small=SMALL, caution=caution(list(found.values()))), words_table(verdicts),
-        "## Pairs of hypotheses 3 to 5", "A family of its own, corrected by itself.", pairs_table(found, metric),
-        supplement(twice),
-        "## Everything", page(verdicts, metric).partition("\n\n")[2].replace("comparison.png", picture.name),
-        check_page(checks),
+        head, arms, "## Pairs of hypotheses 3 to 5", "Corrected as a family of its own.",
+        pairs_table(planned_pairs(found, metric)), supplement(found, twice), "## Everything of the greedy endpoint",
+        everything.replace("comparison.png", picture.name), check_page(checks),
     ]  # fmt: skip
     page_file.write_text("\n\n".join(part.strip() for part in parts if part) + "\n", encoding="utf-8")
+    draw(found, metric, picture)
+    return arms
+
+
+def draw(found: Mapping[str, Arm], metric: str, picture: Path) -> None:
     drawn = [found[name] for name in DRAWN if name in found]
-    panel = Panel("accuracy on the test", [line(arm, metric) for arm in drawn], (0.0, 1.0))
-    draw_chart(picture, "The study", [panel], note="Means over seeds. Bands: 95% over seeds.")
-    return words_table(verdicts)
+    panels = [
+        Panel("greedy accuracy on the test", [line(arm, metric) for arm in drawn], (0.0, 1.0)),
+        Panel("sampled accuracy in training", [line(by_windows(arm), SAMPLED) for arm in drawn], (0.0, 1.0)),
+    ]
+    note = f"Means over seeds. Bands: 95% over seeds. Right: mean of the last {WINDOW} steps."
+    draw_chart(picture, "The study", panels, note=note)
 
 
 def main(words: Sequence[str]) -> None:

@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 from benchmarks.update_size import update_norms
 from mtrl.algorithms.credit.registry import RULES
 from mtrl.algorithms.credit.shuffled import Shuffled
-from mtrl.build.recipe import credit_rules, reward_schedule
-from mtrl.build.unbuilt import unbuilt
+from mtrl.compose.algorithm import credit_rules, reward_schedule
+from mtrl.compose.unsupported import unbuilt
 from mtrl.config import load_config
 from mtrl.config.packaged import HOME
 from mtrl.config.tree import known_leaves
@@ -67,7 +67,7 @@ def test_no_rule_is_left_out():
 
 
 def test_the_plain_arm_is_the_recipe_of_scenes():
-    config, recipe = arm("grpo"), load_config(ROOT / "mtrl/zoo/scenes.yaml")
+    config, recipe = arm("grpo"), load_config(ROOT / "mtrl/embedded/scenes.yaml")
     differ = {key for key in known_leaves() if value(config, key) != value(recipe, key)}
     measuring = {"val_freq", "val_before_train", "val_generations_to_log", "log_preview_chars", "best_metric",
                  "record_rollouts_per_step", "realtime_rollout_logging", "project_name", "experiment_name"}  # fmt: skip
@@ -85,7 +85,8 @@ def test_experiments_are_those_of_the_spec(name):
 
 def test_the_page_names_every_arm():
     page = (ROOT / "docs/study.md").read_text()
-    first_cells = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", page.partition("## Hypotheses")[0], re.MULTILINE)
+    arms = page.partition("## Task, model, budget")[2].partition("## Hypotheses")[0]
+    first_cells = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", arms, re.MULTILINE)
     assert sorted(re.findall(r"\w+", " ".join(first_cells))) == ARMS
 
 
