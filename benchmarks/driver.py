@@ -78,9 +78,9 @@ class SimulatedEngine:
             group=torch.arange(len(prompts)).repeat_interleave(sampling.n),
             tokens=tokens,
             mask=mask,
-            behaviour=(-torch.rand(mask.shape, generator=random)).where(mask, 0.0),
+            rollout_logprobs=(-torch.rand(mask.shape, generator=random)).where(mask, 0.0),
             text=("x" * LENGTH,) * rows,
-            finish=("stop",) * rows,
+            finish_reason=("stop",) * rows,
             version=torch.full((rows,), sampling.version),
         )
 
@@ -92,7 +92,9 @@ class SimulatedActor:
     updates: int = 0
 
     def probe(self, rollouts: Rollouts, needs: Needs, step: int) -> Signals:
-        return Signals(old=rollouts.behaviour, entropy=torch.ones(rollouts.mask.shape).where(rollouts.mask, 0.0))
+        return Signals(
+            old_logprobs=rollouts.rollout_logprobs, entropy=torch.ones(rollouts.mask.shape).where(rollouts.mask, 0.0)
+        )
 
     def update(self, batches: Sequence[Any], loss: Any) -> dict[str, float]:
         self.updates += 1
@@ -190,7 +192,7 @@ def loop_of(crew: RayCrew, prompts: int, version: int) -> Loop:
         total_steps=1 << 30,
         prompts_per_step=prompts,
         sampling=Sampling(n=RESPONSES, max_new_tokens=LENGTH),
-        needs=Needs("old", "entropy"),
+        needs=Needs("old_logprobs", "entropy"),
         attention_every=0,
         estimator=ESTIMATORS["grpo"](),
         divergence=None,

@@ -76,7 +76,7 @@ class Bench:
         found = []
         for part in (rollouts.rows(index) for index in rows):
             views = [self.perturbation.view(prompt, 0) for prompt in part.prompts]
-            old = forward.signals(part, needs, views).old
+            old = forward.signals(part, needs, views).old_logprobs
             assert old is not None
             found.append(old)
         return found
@@ -155,7 +155,7 @@ def together(bench: Bench, route: str, rollouts: Rollouts, rows: int | None = No
     """Old log-probs of all rows, in their order; `rows` of them in a pass."""
     batching = bench.batching(route) if rows is None else MicroBatching(rows=rows, share_prefix=False)
     index = batching.split(rollouts, views=2)
-    found = [bench.routes[route].signals(rollouts.rows(each)).old for each in index]
+    found = [bench.routes[route].signals(rollouts.rows(each)).old_logprobs for each in index]
     return torch.cat([each for each in found if each is not None])[torch.cat(index).argsort()]
 
 
@@ -185,7 +185,7 @@ def measure_noise(bench: Bench, size: str) -> dict[str, float]:
     routes = bench.routes | {"masked": Forward(bench.backbone, bench.encoder)}
 
     def logp(route: str) -> torch.Tensor:
-        found = routes[route].signals(rollouts).old
+        found = routes[route].signals(rollouts).old_logprobs
         assert found is not None
         return found[rollouts.mask]
 

@@ -62,7 +62,7 @@ def expected(size: str, weights: str) -> Estimate:
         prompts=count, prompts_per_update=count, sampling=Sampling(n=count, max_new_tokens=length),
         prompt_tokens=TEXT_TOKENS + (side // TOKEN_PIXELS) ** 2, max_pixels=side**2,
         update=MicroBatching(at_least=BUDGET["update"]), probe=MicroBatching(at_least=BUDGET["probe"]),
-        needs=Needs("old", "entropy", "dependency"),
+        needs=Needs("old_logprobs", "entropy", "dependency"),
     )  # fmt: skip
     return estimate(shape, Plan(limits, weights, "bf16", checkpointing=True, on_gpu=True, packed=True, compiled=True))
 

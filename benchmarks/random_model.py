@@ -137,6 +137,6 @@ def random_rollouts(prompts: Sequence[Prompt], responses: int, lengths: tuple[in
     tokens = torch.randint(30, 480, mask.shape, generator=draw).where(mask, 0)
     return Rollouts(
         prompts=tuple(prompts), group=torch.arange(len(prompts)).repeat_interleave(responses), tokens=tokens, mask=mask,
-        behaviour=torch.full(mask.shape, -7.0), text=("",) * rows, finish=("length",) * rows,
+        rollout_logprobs=torch.full(mask.shape, -7.0), text=("",) * rows, finish_reason=("length",) * rows,
         version=torch.zeros(rows, dtype=torch.long),
     )  # fmt: skip

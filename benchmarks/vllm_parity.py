@@ -69,9 +69,9 @@ def measure(family: str) -> list[str]:
 def gap(engine: VllmGenerator, forward: Forward, prompts: list[Prompt]) -> str:
     """The mean and the largest distance of a token's log-prob."""
     rollouts = engine.generate(prompts, Sampling(n=8, max_new_tokens=32, version=engine.version))
-    old = forward.signals(rollouts).old
+    old = forward.signals(rollouts).old_logprobs
     assert old is not None
-    apart = (old - rollouts.behaviour)[rollouts.mask].abs()
+    apart = (old - rollouts.rollout_logprobs)[rollouts.mask].abs()
     return f"{float(apart.mean()):.1e} | {float(apart.max()):.1e}"
 
 

@@ -82,7 +82,7 @@ class Prompt:
     media: tuple[np.ndarray, ...]  # uint8 RGB, [H, W, 3] an image, [F, H, W, 3] a clip, at a multiple of patch * merge
     ids: Tensor  # [L], pads expanded
     engine_ids: Tensor  # [L'], one pad a medium, as inference servers want it
-    pool: Tensor  # [L], NO_POOL, TEXT_POOL or VISION_POOL
+    token_pool: Tensor  # [L], NO_POOL, TEXT_POOL or VISION_POOL
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,9 @@ class Sampling:
     seed: int = 1
     step: int = 0
     version: int = 0  # version of the weights that the caller expects; a generator that holds others refuses
-    asked: Mapping[str, int] = field(default_factory=dict, hash=False)  # how often this step has asked a task before
+    times_sampled: Mapping[str, int] = field(
+        default_factory=dict, hash=False
+    )  # how often this step has asked a task before
 
     @property
     def greedy(self) -> Sampling:
@@ -125,9 +127,9 @@ class Rollouts:
     group: Tensor  # [N]
     tokens: Tensor  # [N, T]
     mask: Tensor  # [N, T]
-    behaviour: Tensor  # [N, T]
+    rollout_logprobs: Tensor  # [N, T]
     text: tuple[str, ...]  # [N]
-    finish: tuple[Finish, ...]  # [N]
+    finish_reason: tuple[Finish, ...]  # [N]
     version: Tensor  # [N], version of the weights that sampled the row
 
     def __len__(self) -> int:
@@ -142,7 +144,7 @@ class Rollouts:
     @property
     def truncated(self) -> Tensor:
         """[N] bool: rows cut at the length limit."""
-        return torch.tensor([reason == "length" for reason in self.finish], dtype=torch.bool)
+        return torch.tensor([reason == "length" for reason in self.finish_reason], dtype=torch.bool)
 
     def rows(self, index: Tensor) -> Rollouts:
         """These rows, with only the prompts they use, renumbered."""
@@ -185,19 +187,21 @@ class Signals:
     tensor([[1., 1.]])
     """
 
-    old: Tensor | None = None  # [N, T] log-prob on the original image, before this step's updates
+    old_logprobs: Tensor | None = None  # [N, T] log-prob on the original image, before this step's updates
     support: Tensor | None = None  # [N, T] log of the probability of what top-p and top-k leave, where they cut
-    perturbed: Tensor | None = field(default=None, metadata=TWO_VIEWS)  # [N, T] log-prob on the perturbed image
+    perturbed_logprobs: Tensor | None = field(
+        default=None, metadata=TWO_VIEWS
+    )  # [N, T] log-prob on the perturbed image
     dependency: Tensor | None = field(default=None, metadata=TWO_VIEWS)  # [N, T] S of section 1.2
     entropy: Tensor | None = None  # [N, T] entropy of the policy at that token, in nats
     entropy_change: Tensor | None = field(default=None, metadata=TWO_VIEWS)  # [N, T] perturbed minus `entropy`
     similarity: Tensor | None = None  # [N, T] cosine of the state that predicts a token to its image's; 0 without one
-    reference: Tensor | None = None  # [N, T] log-prob under the reference
+    ref_logprobs: Tensor | None = None  # [N, T] log-prob under the reference
     divergence: Tensor | None = None  # [N, T] KL to the reference over the whole vocabulary (`full`)
     values: Tensor | None = None  # [N, T] returns that a critic expects
-    mass: Tensor | None = None  # [N, T, len(SEGMENTS), 2] attention on the text and the vision pool
-    prompt_mass: Tensor | None = None  # [N, len(SEGMENTS), 2] from the prompt's tokens after its images
-    maps: tuple[AttentionMap | None, ...] | None = None  # [N] the vision mass of `all`, patch by patch
+    attention_mass: Tensor | None = None  # [N, T, len(SEGMENTS), 2] attention on the text and the vision pool
+    prompt_attention_mass: Tensor | None = None  # [N, len(SEGMENTS), 2] from the prompt's tokens after its images
+    attention_maps: tuple[AttentionMap | None, ...] | None = None  # [N] the vision mass of `all`, patch by patch
 
     def merge(self, other: Signals) -> Signals:
         """Both probes' fields in one record; a field that both bring is a mistake of the caller."""
@@ -214,8 +218,8 @@ VIEWS = {f.name: f.metadata.get("views", 1) for f in fields(Signals)}  # how man
 class Needs:
     """The signals that somebody reads, by their names in `Signals`. What nobody needs is not computed.
 
-    >>> needs = Needs("old") | Needs("dependency")
-    >>> "dependency" in needs, needs.views, bool(needs.without("old", "dependency"))
+    >>> needs = Needs("old_logprobs") | Needs("dependency")
+    >>> "dependency" in needs, needs.views, bool(needs.without("old_logprobs", "dependency"))
     (True, 2, False)
     """
 
@@ -252,9 +256,9 @@ class Credit:
     """
 
     advantage: Tensor  # [N, T] A * w * v
-    select: Tensor  # [N, T] tokens whose policy gradient counts
-    measure: Tensor  # [N, T] what a token counts for in sums and denominators: the mask, or mask * v
-    scale: Tensor  # [N] the weight w of the response
+    keep_mask: Tensor  # [N, T] tokens whose policy gradient counts
+    token_weight: Tensor  # [N, T] what a token counts for in sums and denominators: the mask, or mask * v
+    response_weight: Tensor  # [N] the weight w of the response
     weights: Tensor | None = None  # [N, T] the weights v of its tokens, where there are any
 
 
@@ -301,11 +305,11 @@ class TrainBatch:
     Without `old` and `correction` the policy itself is the old one: fresh rollouts, a single optimizer step on them."""
 
     rollouts: Rollouts
-    old: Tensor | None  # [N, T]
+    old_logprobs: Tensor | None  # [N, T]
     advantage: Tensor  # [N, T]
     correction: Tensor | None  # [N, T] factor for the mismatch between sampler and trainer
     weights: TermWeights
-    reference: Tensor | None = None  # [N, T]
+    ref_logprobs: Tensor | None = None  # [N, T]
     returns: Tensor | None = None  # [N, T] what a critic is to expect
     values: Tensor | None = None  # [N, T] what it expected before this step's updates
 

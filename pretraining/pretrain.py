@@ -188,7 +188,9 @@ def loss_of(backbone: Backbone, lessons: Lessons, batch: Tensor, way: Tensor) ->
     grids = ((1, patches, patches),) * len(batch)
     seen = backbone.run_tower(lessons.pixels[batch].flatten(0, 1), grids).pooler_output
     ids, learn = lessons.ids[batch, way], lessons.learn[batch, way]
-    hidden = backbone.read(ids, lessons.positions[batch].transpose(0, 1), lessons.is_vision[batch], [Features(seen)])
+    hidden = backbone.forward_text(
+        ids, lessons.positions[batch].transpose(0, 1), lessons.is_vision[batch], [Features(seen)]
+    )
     targets = ids.roll(-1, 1)[learn]
     return -token_scores(hidden[learn], backbone.output_matrix, targets, chunk=1 << 20).logp.mean()
 

@@ -63,7 +63,7 @@ def fake_prompt(name: str, visual: bool = True, text_tokens: int = 2, vision_tok
     media = (Medium("image", "fake.png"),) if visual else ()
     pool = torch.tensor([0] + [2] * (vision_tokens if visual else 0) + [1] * text_tokens)
     task = Task(name, f"fake {name}", ({"role": "user", "content": "fake"},), media=media)
-    return Prompt(task, (), ids=torch.arange(len(pool)), engine_ids=torch.arange(len(pool)), pool=pool)
+    return Prompt(task, (), ids=torch.arange(len(pool)), engine_ids=torch.arange(len(pool)), token_pool=pool)
 
 
 def fake_rollouts(
@@ -83,9 +83,9 @@ def fake_rollouts(
         group=torch.tensor(group),
         tokens=(100 * torch.arange(rows)[:, None] + torch.arange(mask.shape[1])).where(mask, 0),
         mask=mask,
-        behaviour=torch.zeros(mask.shape),
+        rollout_logprobs=torch.zeros(mask.shape),
         text=tuple(f"row {i}" for i in range(rows)),
-        finish=tuple("length" if cut else "stop" for cut in truncated or [False] * rows),
+        finish_reason=tuple("length" if cut else "stop" for cut in truncated or [False] * rows),
         version=torch.arange(rows),
     )
 

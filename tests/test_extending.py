@@ -192,8 +192,13 @@ def test_the_engine_keeps_to_the_seam(workplace):
     engine = TableEngine(encoder, {"Say red.": ["red", "blue", "green"], "Say blue.": ["blue"]})
     with engine.awake():
         assert engine.generate(prompts, Sampling(n=2)).text == ("red", "blue", "blue", "blue")
-        assert engine.generate(prompts[:1], Sampling(n=2, asked={"t:0": 1})).text == ("green", "red"), "it counts on"
-        assert engine.generate(prompts[:1], Sampling(n=2, temperature=0, asked={"t:0": 1})).text == ("red", "red")
+        assert engine.generate(prompts[:1], Sampling(n=2, times_sampled={"t:0": 1})).text == ("green", "red"), (
+            "it counts on"
+        )
+        assert engine.generate(prompts[:1], Sampling(n=2, temperature=0, times_sampled={"t:0": 1})).text == (
+            "red",
+            "red",
+        )
         whole, cut = (engine.generate(prompts[:1], Sampling(max_new_tokens=most)) for most in (64, 1))
         assert whole.finish == ("stop",) and cut.finish == ("length",) and cut.tokens.shape == (1, 1)
         assert whole.tokens[0, -1] == encoder.stop_ids[0] and whole.mask.all()
@@ -240,7 +245,7 @@ def test_an_unknown_family_is_refused_until_it_is_registered(experts):
     text = "".join(encoder.decode_tokens(found.engine_ids))
     mark = "<|vision_start|><|image_pad|><|vision_end|>"
     assert f"user\nPicture 1: {mark} andPicture 2: {mark} andwhich is red?" in text
-    assert int((found.pool == VISION_POOL).sum()) == 2 * 3 + 2 * 2 == len(found.ids) - len(found.engine_ids) + 2
+    assert int((found.token_pool == VISION_POOL).sum()) == 2 * 3 + 2 * 2 == len(found.ids) - len(found.engine_ids) + 2
     sizes = [array.shape[:2] for array in found.media]
     assert encoder.length(found.task, sizes) == len(found.ids)
     plain = QwenVLEncoder(encoder.tokenizer, AutoConfig.from_pretrained(experts), encoder.image_settings)
@@ -255,7 +260,7 @@ def test_the_seams_agree_with_transformers_on_it(experts):
     rollouts = random_rollouts(prompts, [0, 0, 1, 2], [3, 5, 4, 2])
     forward = Forward(Backbone(load_model(experts)), encoder)
     assert not forward.backbone.shares_prefixes, "nobody has shown it for the family"
-    found, plain = forward.signals(rollouts).old, AutoModelForImageTextToText.from_pretrained(experts).eval()
+    found, plain = forward.signals(rollouts).old_logprobs, AutoModelForImageTextToText.from_pretrained(experts).eval()
     for row, place in enumerate(rollouts.group.tolist()):
         response = rollouts.tokens[row, rollouts.mask[row]]
         with torch.no_grad():

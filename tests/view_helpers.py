@@ -45,7 +45,9 @@ def step_of(lengths=(2, 1, 2), group=(0, 0, 1), shades=(10, 20), **changes):
     mass = torch.zeros(*shape, len(SEGMENTS), 2)
     mass[..., 2, 1] = 0.75  # late layers, vision
     signals = Signals(
-        old=torch.full(shape, -1.0), dependency=torch.arange(shape[0] * shape[1]).view(shape) / 4, mass=mass
+        old_logprobs=torch.full(shape, -1.0),
+        dependency=torch.arange(shape[0] * shape[1]).view(shape) / 4,
+        attention_mass=mass,
     )
     return replace(fake_experience(rollouts, signals, torch.full(shape, -0.4), rewards, credit=credit), **changes)
 

@@ -31,14 +31,16 @@ def assemble(plan: BatchPlan, loss: Loss, experience: Experience, key: tuple[int
     rollouts, signals, credit = experience.rollouts, experience.signals, experience.credit
     assert credit is not None, "batches are made of credit"
     correction = None
-    if signals.old is not None:
-        correction = mismatch_correction(signals.old, rollouts.behaviour, rollouts.mask, loss.tis_clip, loss.tis_level)
+    if signals.old_logprobs is not None:
+        correction = mismatch_correction(
+            signals.old_logprobs, rollouts.rollout_logprobs, rollouts.mask, loss.tis_clip, loss.tis_level
+        )
     silenced = rollouts.truncated if plan.mask_truncated else torch.zeros(len(rollouts), dtype=torch.bool)
     for epoch in range(plan.passes):
         for rows in optimizer_steps(rollouts.group, plan.prompts_per_update, (*key, "minibatches", epoch)):
             weights = term_weights(
-                credit.measure[rows],
-                credit.select[rows],
+                credit.token_weight[rows],
+                credit.keep_mask[rows],
                 plan.loss_type,
                 plan.max_response_length,
                 plan.loss_token_denominator,
@@ -46,11 +48,11 @@ def assemble(plan: BatchPlan, loss: Loss, experience: Experience, key: tuple[int
             )
             yield TrainBatch(
                 rollouts=rollouts.rows(rows),
-                old=None if signals.old is None else signals.old[rows],
+                old_logprobs=None if signals.old_logprobs is None else signals.old_logprobs[rows],
                 advantage=credit.advantage[rows],
                 correction=None if correction is None else correction[rows],
                 weights=weights,
-                reference=None if signals.reference is None else signals.reference[rows],
+                ref_logprobs=None if signals.ref_logprobs is None else signals.ref_logprobs[rows],
                 returns=None if experience.returns is None else experience.returns[rows],
                 values=None if signals.values is None else signals.values[rows],
             )

@@ -42,14 +42,14 @@ class Divergence:
     def needs(self) -> Needs:
         if self.penalty == "full" and self.in_loss and not self.adaptive:
             return Needs()  # the update asks the reference itself, and nobody reads it before
-        return Needs("old", "divergence" if self.penalty == "full" else "reference")
+        return Needs("old_logprobs", "divergence" if self.penalty == "full" else "ref_logprobs")
 
     def distance(self, signals: Signals) -> Tensor:
         """[N, T]: how far the policy, before this step's updates, is from the reference."""
         if signals.divergence is not None:
             return signals.divergence
-        assert signals.old is not None and signals.reference is not None
-        return divergence(signals.old, signals.reference, self.penalty)
+        assert signals.old_logprobs is not None and signals.ref_logprobs is not None
+        return divergence(signals.old_logprobs, signals.ref_logprobs, self.penalty)
 
     def reward_penalty(self, signals: Signals) -> Tensor | None:
         """[N, T]: what the distance takes off the reward of each token; None where it is a loss."""

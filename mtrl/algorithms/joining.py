@@ -20,7 +20,7 @@ def join_groups(parts: Sequence[Experience]) -> Experience:
     which nobody reads."""
     if any(part.rewards.token_weights is not None for part in parts):
         parts = [_weighted(part) for part in parts]
-    if any(part.signals.mass is not None for part in parts):
+    if any(part.signals.attention_mass is not None for part in parts):
         parts = [_seen(part) for part in parts]
     return Experience.join(parts)
 
@@ -32,8 +32,8 @@ def _weighted(part: Experience) -> Experience:
 
 
 def _seen(part: Experience) -> Experience:
-    if part.signals.mass is not None or part.rollouts.visual.any():
+    if part.signals.attention_mass is not None or part.rollouts.visual.any():
         return part
     rows, width = part.rollouts.mask.shape
     mass, prompt_mass = torch.zeros(rows, width, len(SEGMENTS), 2), torch.zeros(rows, len(SEGMENTS), 2)
-    return replace(part, signals=replace(part.signals, mass=mass, prompt_mass=prompt_mass))
+    return replace(part, signals=replace(part.signals, attention_mass=mass, prompt_attention_mass=prompt_mass))

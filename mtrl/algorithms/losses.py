@@ -66,9 +66,9 @@ def total_loss(
     `logp` [N, T] are the current policy's log-probs; off the mask they may hold anything. `full_kl` [N, T] is its
     divergence from the reference over the vocabulary, with gradients, where that is a term of the loss.
     """
-    mask, weights, behaviour = batch.rollouts.mask, batch.weights, batch.rollouts.behaviour
+    mask, weights, behaviour = batch.rollouts.mask, batch.weights, batch.rollouts.rollout_logprobs
     logp = logp.where(mask, 0.0)  # what stands off the mask gets a gradient of 0, whatever it is
-    old, correction = batch.old, batch.correction
+    old, correction = batch.old_logprobs, batch.correction
     if fresh := old is None:  # rho is 1, but its gradient is not 0
         old, correction = logp.detach(), None
     if correction is None:
@@ -101,8 +101,8 @@ def _distance(logp: Tensor, batch: TrainBatch, loss: Loss, full_kl: Tensor | Non
     if loss.full_divergence:
         assert full_kl is not None, "a full divergence is read off the vocabulary"
         return full_kl
-    assert batch.reference is not None, "a divergence loss needs the reference's log-probs"
-    return divergence(logp, batch.reference, loss.divergence)
+    assert batch.ref_logprobs is not None, "a divergence loss needs the reference's log-probs"
+    return divergence(logp, batch.ref_logprobs, loss.divergence)
 
 
 def importance_ratio(logp: Tensor, old: Tensor, mask: Tensor, level: Level) -> Tensor:

@@ -24,10 +24,12 @@ def step_metrics(experience: Experience, cut: bool) -> Metrics:
     values |= sensitivity_metrics(signals, mask, rollouts.visual)
     values |= attention_metrics(signals, rollouts)
     values |= length_metrics(mask, rollouts.truncated)
-    if signals.old is not None:
-        values |= mismatch_metrics(signals.old, rollouts.behaviour, mask, cut)
+    if signals.old_logprobs is not None:
+        values |= mismatch_metrics(signals.old_logprobs, rollouts.rollout_logprobs, mask, cut)
         if signals.support is not None:
-            values |= mismatch_metrics(signals.old - signals.support, rollouts.behaviour, mask, cut=False)
+            values |= mismatch_metrics(
+                signals.old_logprobs - signals.support, rollouts.rollout_logprobs, mask, cut=False
+            )
     if signals.entropy is not None:
         values["actor/entropy"] = masked_mean(signals.entropy, mask)
     return values
@@ -132,10 +134,10 @@ def attention_metrics(signals: Signals, rollouts: Rollouts) -> Metrics:
 
 def attention_values(signals: Signals, rollouts: Rollouts) -> dict[str, Tensor]:
     """[N] each: VGR and AEI of every response by segment, NaN where they do not apply, and |ln VGR| of the late one."""
-    if signals.mass is None or signals.prompt_mass is None:
+    if signals.attention_mass is None or signals.prompt_attention_mass is None:
         return {}
     sizes = pool_sizes(rollouts.prompts)[rollouts.group]
-    phases = {"": sequence_mass(signals.mass, rollouts.mask), "prompt_": signals.prompt_mass}
+    phases = {"": sequence_mass(signals.attention_mass, rollouts.mask), "prompt_": signals.prompt_attention_mass}
     values: dict[str, Tensor] = {}
     for phase, mass in phases.items():
         for name in SEGMENTS[:-1]:  # "weight" is for token weights, not for people

@@ -12,7 +12,7 @@ from mtrl.types import SEGMENTS, TEXT_POOL, VISION_POOL, Prompt
 LOG_RATIO_LIMIT = 20.0  # exp(20) is 5e8: beyond it a ratio says nothing, and float32 soon overflows
 DEPENDENCY_LIMIT = 10.0
 MASS_FLOOR = 1e-8
-ATTENTION = ("mass", "prompt_mass", "maps")  # the signals that are read off the attention
+ATTENTION = ("attention_mass", "prompt_attention_mass", "attention_maps")  # the signals that are read off the attention
 TEXT, VISION = 0, 1  # the last axis of a mass
 
 
@@ -56,7 +56,7 @@ def layer_segments(layers: int, last_k: int | None = None, weight_last_k: int | 
 
 def pool_sizes(prompts: tuple[Prompt, ...]) -> Tensor:
     """[P, 2]: how many prompt tokens the text and the vision pool hold."""
-    return torch.tensor([[int((p.pool == pool).sum()) for pool in (TEXT_POOL, VISION_POOL)] for p in prompts])
+    return torch.tensor([[int((p.token_pool == pool).sum()) for pool in (TEXT_POOL, VISION_POOL)] for p in prompts])
 
 
 def vgr(mass: Tensor, sizes: Tensor) -> Tensor:

@@ -151,27 +151,27 @@ def part_of(
     """This rank's part; all ranks make theirs together. `state`: of the optimizer, where the model learns."""
     plan, own = weights_to_write(model, weights, ranks)
     if state is None:
-        return PartSnapshot(model, ranks.number, ranks.size, plan, own)
+        return PartSnapshot(model, ranks.rank, ranks.size, plan, own)
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in state.items()}
     state_plan = FilePlan.of(OPTIMIZER_STATE.removesuffix(SUFFIX), sizes, parts.FILE_BYTES)
-    own_state = gathered(state, state, state_plan.own(ranks.number, ranks.size))
-    return PartSnapshot(model, ranks.number, ranks.size, plan, own, state_plan, own_state, counters or {}, files or {})
+    own_state = gathered(state, state, state_plan.own(ranks.rank, ranks.size))
+    return PartSnapshot(model, ranks.rank, ranks.size, plan, own, state_plan, own_state, counters or {}, files or {})
 
 
 def weights_to_write(model: Any, weights: Tensors, ranks: Ranks) -> tuple[FilePlan, Tensors]:
     """The files of the weights, and this rank's. Adapters, weights that a checkpoint holds in other shapes, and what
     one file holds, are the first rank's, by the names of the model: `save_model` knows how to write them."""
     if isinstance(weights, WholeWeights):
-        names = ranks.told_by_first(ranks.by_first(partial(names_in_files, model, weights)))
+        names = ranks.broadcast_object(ranks.rank0_only(partial(names_in_files, model, weights)))
         if names is not None:
             sizes = {names[name]: weights.bytes_of(name) for name in names}
             plan = FilePlan.of(WEIGHTS.removesuffix(SUFFIX), sizes, parts.FILE_BYTES)
             if not plan.single:
-                kept = plan.own(ranks.number, ranks.size)
+                kept = plan.own(ranks.rank, ranks.size)
                 found = gathered(weights, names, {name for name in names if names[name] in kept})
                 return plan, {names[name]: tensor for name, tensor in found.items()}
     plan = FilePlan(WEIGHTS.removesuffix(SUFFIX), (tuple(weights),), 0)
-    return plan, gathered_weights(model, weights, plan.own(ranks.number, ranks.size))
+    return plan, gathered_weights(model, weights, plan.own(ranks.rank, ranks.size))
 
 
 def gathered_weights(model: Any, weights: Tensors, kept: Collection[str]) -> dict[str, Tensor]:
@@ -201,8 +201,8 @@ def restore_optimizer_state(
     one file after the other, and never holds more of it."""
     file = directory / OPTIMIZER_STATE
     read: dict[str, Tensor] = {}
-    for part in ranks.told_by_first(state_files(directory)):
-        read |= _split_like(names, ranks.by_first(partial(load_file, part)), ranks, stays)
+    for part in ranks.broadcast_object(state_files(directory)):
+        read |= _split_like(names, ranks.rank0_only(partial(load_file, part)), ranks, stays)
     saved: dict[str, dict[str, Tensor]] = {}
     for key, tensor in read.items():
         name, _, kind = key.rpartition("/")
@@ -231,7 +231,9 @@ def _split_like(names: Names, read: Tensors | None, ranks: Ranks, stays: bool) -
     parameters = {name: parameter for parameter, name in names.items()}
     if not any(map(is_part, parameters.values())):
         return read or {}
-    kinds = ranks.told_by_first({} if read is None else {key: (each.shape, each.dtype) for key, each in read.items()})
+    kinds = ranks.broadcast_object(
+        {} if read is None else {key: (each.shape, each.dtype) for key, each in read.items()}
+    )
     states = {}
     for key, (shape, dtype) in kinds.items():
         like = parameters.get(key.rpartition("/")[0])

@@ -65,6 +65,25 @@ def by_folder(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     """The tensors under each first part of a path, by the rest of theirs."""
     found: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for path, tensor in tensors.items():
-        folder, _, rest = path.partition("/")
+        folder, _, rest = current_name(path).partition("/")
         found[folder][rest] = tensor
     return found
+
+
+RENAMED = {  # fields of records in checkpoints of 0.1.0
+    "rollouts/behaviour": "rollouts/rollout_logprobs",
+    "greedy/behaviour": "greedy/rollout_logprobs",
+    "signals/old": "signals/old_logprobs",
+    "signals/perturbed": "signals/perturbed_logprobs",
+    "signals/reference": "signals/ref_logprobs",
+    "signals/mass": "signals/attention_mass",
+    "signals/prompt_mass": "signals/prompt_attention_mass",
+}
+
+
+def current_name(path: str) -> str:
+    """The path of a tensor under today's names."""
+    head, _, field = path.rpartition("/")
+    parents, _, record = head.rpartition("/")
+    renamed = RENAMED.get(f"{record}/{field}", f"{record}/{field}")
+    return f"{parents}/{renamed}" if parents else renamed

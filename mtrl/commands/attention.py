@@ -120,16 +120,16 @@ def answered(
     policy: Forward, encoder: TextEncoder, rollouts: Rollouts, letter: str | None, wanted: Sequence[str]
 ) -> Answered:
     """One response with the attention of its tokens, and maps for those that are drawn."""
-    signals, prompt = policy.signals(rollouts, Needs("mass")), rollouts.prompts[0]
-    assert signals.mass is not None and signals.prompt_mass is not None
+    signals, prompt = policy.signals(rollouts, Needs("attention_mass")), rollouts.prompts[0]
+    assert signals.attention_mass is not None and signals.prompt_attention_mass is not None
     answer = Answered(
         id=prompt.task.id,
         prompt=prompt.task.text,
         response=rollouts.text[0],
         answer=prompt.task.answer,
         tokens=tuple(encoder.decode_tokens(rollouts.tokens[0, rollouts.mask[0]])),
-        mass=signals.mass[0, rollouts.mask[0]],
-        prompt_mass=signals.prompt_mass[0],
+        mass=signals.attention_mass[0, rollouts.mask[0]],
+        prompt_mass=signals.prompt_attention_mass[0],
         sizes=pool_sizes(rollouts.prompts)[0],
     )
     chosen = chosen_tokens(answer, letter, wanted) if answer.sizes.all() else {}
@@ -148,7 +148,7 @@ def answered(
 def images_of(prompt: Prompt, attention: Tensor, side: int, deep: int = 2) -> tuple[ImageAttention, ...]:
     """The attention [len(SEGMENTS), L] cut into images, and into every first of the `deep` frames that are a patch of a
     clip; `side`: pixels of a token."""
-    on_images, begin, found = attention[:, prompt.pool == VISION_POOL], 0, []
+    on_images, begin, found = attention[:, prompt.token_pool == VISION_POOL], 0, []
     for image in (frame for medium in prompt.media for frame in (medium[::deep] if medium.ndim == 4 else [medium])):
         rows, columns = image.shape[0] // side, image.shape[1] // side
         part = on_images[:, begin : begin + rows * columns].unflatten(1, (rows, columns))

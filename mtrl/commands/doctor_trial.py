@@ -60,7 +60,7 @@ def parity_problems(config: Config, run: Run) -> Iterator[str]:
     sampling = replace(recipe.sampling, n=1, max_new_tokens=tokens, step=loop.done, version=loop.version)
     with loop.components.generator.awake():
         rollouts = loop.components.generator.generate(loop.components.source.take(ROWS), sampling)
-    ours = loop.components.actor.probe(rollouts, Needs("old"), loop.done).old
+    ours = loop.components.actor.probe(rollouts, Needs("old_logprobs"), loop.done).old_logprobs
     assert ours is not None, "it was asked for"
     model = load_plain(config, place)
     said = f"{sum(p.numel() for p in model.parameters()) / 1e6:,.1f} million parameters on {model.device.type}"

@@ -78,7 +78,7 @@ def response_rows(rollouts: Rollouts, rewards: Rewards) -> Iterator[Mapping[str,
             "rewards": {name: part[row].item() for name, part in rewards.parts.items()},
             "failed": bool(rewards.failed[row]),
             "tokens": int(rollouts.mask[row].sum()),
-            "finish": rollouts.finish[row],
+            "finish": rollouts.finish_reason[row],
         }
 
 

@@ -64,14 +64,14 @@ def recipe_of(
     if divergence is not None:
         readers.append(divergence.needs)
     if (replay := replay_of(config)) is not None:
-        readers.append(Needs("old"))  # what a group is worth later is measured by the policy of now
+        readers.append(Needs("old_logprobs"))  # what a group is worth later is measured by the policy of now
     needs = reduce(Needs.__or__, readers)
     return Recipe(
         total_steps=steps,
         prompts_per_step=config.dataset.rollout_batch_size,
         sampling=training_sampling(config),
         needs=with_scores(needs, config),
-        attention_every=attention_every(config, "mass" in needs or any(rewards)) if sees_attention else 0,
+        attention_every=attention_every(config, "attention_mass" in needs or any(rewards)) if sees_attention else 0,
         estimator=estimator,
         divergence=divergence,
         credit=credit if pieces is None else tuple(rule.reading(pieces) for rule in credit),
@@ -86,14 +86,14 @@ def recipe_of(
         validate_first=config.training.val_before_train and first,
         save_every=config.training.save_freq,
         seed=config.dataset.seed,
-        refresh_every=config.worker.ref.refresh_every or 0,
+        sync_ref_every=config.worker.ref.sync_every or 0,
         reward_needs=reduce(Needs.__or__, rewards, NOTHING),
         filtering=filtering_of(config),
         greedy_baseline=algorithm.advantage_estimator == "remax",
         replay=replay,
         value_loss=ValueLoss(config.worker.critic.cliprange_value),
         critic_warmup=critic_warmup(config),
-        lag=config.worker.rollout.lag,
+        off_policy_steps=config.worker.rollout.off_policy_steps,
         maps_per_step=config.training.record_rollouts_per_step if config.training.record_attention_maps else 0,
     )
 
@@ -124,11 +124,11 @@ def with_scores(needs: Needs, config: Config) -> Needs:
     from once, there is no such pass: the update's own says them."""
     actor = config.worker.actor
     once = actor.ppo_epochs == 1 and actor.global_batch_size == config.dataset.rollout_batch_size
-    fresh = config.worker.rollout.lag == 0
-    if once and fresh and not needs.without("mass", "prompt_mass", "values"):
+    fresh = config.worker.rollout.off_policy_steps == 0
+    if once and fresh and not needs.without("attention_mass", "prompt_attention_mass", "values"):
         return needs
     support = Needs("support") if training_sampling(config).cut else NOTHING
-    return needs | Needs("old", "entropy") | support
+    return needs | Needs("old_logprobs", "entropy") | support
 
 
 def batch_plan(config: Config) -> BatchPlan:

@@ -48,8 +48,8 @@ def limits_of(config: Config, needs: Needs, on_gpu: bool, share_prefix: bool) ->
 
 def read_off_attention(config: Config) -> Needs:
     """What is read off the attention now and then."""
-    mass = Needs("mass") if config.optimization.compute_attention_metrics is not False else Needs()
-    return mass | Needs("maps") if config.training.record_attention_maps else mass
+    mass = Needs("attention_mass") if config.optimization.compute_attention_metrics is not False else Needs()
+    return mass | Needs("attention_maps") if config.training.record_attention_maps else mass
 
 
 def plan_of(config: Config, on_gpu: bool) -> Plan:
@@ -139,7 +139,7 @@ def rehearse_on_gpu(
     if learners[0].cut_to:  # the run goes on, with passes that were cut before
         limits = limits.within(learners[0].cut_to)
     peaks = fitted(run_once, limits, policy, learners if sized_by_memory(config) else [], kept)
-    if not policy.backbone.ranks.first:
+    if not policy.backbone.ranks.is_first:
         return
     say_at_once(
         "rehearsed at the limits: " + ", ".join(f"{name} {peak / GIB:,.1f} GiB" for name, peak in peaks.items())

@@ -55,7 +55,7 @@ class Loaded:
 
     encoder: TextEncoder
     policy: Forward
-    as_given: bool = True  # whether its weights are those of model_path still
+    is_pristine: bool = True  # whether its weights are those of model_path still
 
     @property
     def model(self) -> Any:
@@ -65,15 +65,15 @@ class Loaded:
     def load(self, directory: Path) -> None:
         """Takes over, in place, the weights of a checkpoint."""
         load_weights(self.model, directory)
-        self.as_given = False
+        self.is_pristine = False
 
     def reset(self, config: Config) -> None:
         """The model as it was given: a run makes its reference of that before it goes on anywhere. One that failed in
         the middle of an update has left gradients behind."""
         self.model.eval().zero_grad()
-        if not self.as_given:
+        if not self.is_pristine:
             give_weights(config, self.model)
-        self.as_given = True
+        self.is_pristine = True
 
 
 def model_path(config: Config) -> str:
@@ -229,12 +229,12 @@ def load_options(config: Config, device: str | None = None) -> dict[str, Any]:
 
 def refuse_unmeasured(config: Config, rules: Recipe, sees_attention: bool) -> None:
     """What somebody needs and nobody here measures is refused before the first step, with who asks for it."""
-    wanted, looks = config.optimization.compute_attention_metrics, "mass" in rules.needs
+    wanted, looks = config.optimization.compute_attention_metrics, "attention_mass" in rules.needs
     if (looks or wanted is True or rules.maps_per_step) and not sees_attention:
         chosen = config.worker.actor.model.attn_implementation
         raise ConfigError([f"worker.actor.model.attn_implementation: {chosen} hides attention; set auto"])
     if looks and wanted is False:
-        told = f"{asking(rules, 'mass')} reads attention; set auto"
+        told = f"{asking(rules, 'attention_mass')} reads attention; set auto"
         raise ConfigError([f"optimization.compute_attention_metrics: false, but {told}"])
     if "values" in rules.needs and "values" not in rules.estimator.needs:
         told = f"{asking(rules, 'values')} asks for the signal values, which a critic measures, and there is none"
@@ -306,9 +306,9 @@ def build_reference(policy: Forward, rules: Recipe) -> Reference | None:
 
 
 def refuse_nothing_to_refresh(rules: Recipe) -> None:
-    if rules.refresh_every and not rules.reads_reference:
+    if rules.sync_ref_every and not rules.reads_reference:
         told = "there is no reference to refresh; set optimization.disable_divergence=false, or this to null"
-        raise ConfigError([f"worker.ref.refresh_every: {told}"])
+        raise ConfigError([f"worker.ref.sync_every: {told}"])
 
 
 def build_generator(config: Config, policy: Forward, encoder: TextEncoder, learns: bool = False) -> Generator:

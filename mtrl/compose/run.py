@@ -228,7 +228,7 @@ def build(
         )
         loop = Loop(components, rules)
         if loaded is not None:
-            loaded.as_given = False  # from here on it goes on, or learns
+            loaded.is_pristine = False  # from here on it goes on, or learns
         if start.checkpoint is not None:
             with restoring(start.checkpoint):
                 loop.restore(start.checkpoint, start.state if start.own else fitting_state(start, sampler))
@@ -271,7 +271,7 @@ def local_workers(config: Config, loaded: Loaded, steps: int, rules: Recipe) -> 
     return Workers(
         actor,
         critic,
-        RefreshedReference(reference, policy) if reference and rules.refresh_every else None,
+        RefreshedReference(reference, policy) if reference and rules.sync_ref_every else None,
         generator,
         rehearse=lambda resumed: rehearse_on_gpu(config, policy, generator, rules.needs, resumed, learners, values),
     )
@@ -311,13 +311,13 @@ def evaluate(
         raise ConfigError(["dataset.val_files: nothing to evaluate on; name a file (--data F, in Python val_data=)"])
     generator, scorer = build_generator(config, policy, encoder), build_scorer(config, 1, rewards)
     with closing(scorer), closing(generator):
-        if loaded is not None and not loaded.as_given:
+        if loaded is not None and not loaded.is_pristine:
             with generator.awake():
                 generator.load(Weights(0, exported_weights(loaded.model)))
         wanted = [function.needs for function in scorer.functions.values()]
         rules = algorithm.recipe_of(config, 1, rewards=wanted, sees_attention=policy.backbone.own_attention)
         refuse_unmeasured(config, rules, policy.backbone.own_attention)
-        looks = "mass" in rules.needs or config.optimization.compute_attention_metrics is True
+        looks = "attention_mass" in rules.needs or config.optimization.compute_attention_metrics is True
         prober = build_actor(config, policy, encoder, steps=1) if looks else None
         # Without a prober nobody else wants the device, and the engine need not sleep between batches.
         with generator.awake() if prober is None else nullcontext(), watch(validation.prompts) as seen:

@@ -75,7 +75,7 @@ class RankPlan:
 
     @classmethod
     def of(cls, config: Config, steps: int, rules: Recipe, directory: Path) -> RankPlan:
-        reference, refreshed = rules.reads_reference, bool(rules.refresh_every)
+        reference, refreshed = rules.reads_reference, bool(rules.sync_ref_every)
         return cls(config, steps, reference, refreshed, "values" in rules.needs, rules.needs, directory.absolute())
 
 
@@ -278,7 +278,7 @@ def refuse_unshareable(plan: RankPlan) -> None:
 def open_crew(plan: RankPlan, directory: Path) -> Crew:
     if started_by_torchrun() or dist.is_initialized():
         ranks = join_ranks()
-        ranks.told_by_first(plan)
+        ranks.broadcast_object(plan)
         return OwnCrew(ranks, build_parts(plan, ranks))
     from mtrl.distributed.ray_group import Apart, RayCrew  # it need not be installed
 
@@ -297,7 +297,7 @@ def follows() -> bool:
 def follow() -> None:
     """Holds the workers of one rank until the first one has no more to do."""
     ranks = join_ranks()
-    plan: RankPlan = ranks.told_by_first(None)  # type: ignore[assignment]
+    plan: RankPlan = ranks.broadcast_object(None)  # type: ignore[assignment]
     serve(ranks, build_parts(plan, ranks))
 
 

@@ -355,15 +355,15 @@ def _engine(config: Config) -> Iterator[Conflict]:
             ("worker.hybrid_engine", "worker.rollout.n_gpus"),
             "engines that do not share the devices of the training have so many of their own; set both, or neither",
         )
-    if rollout.lag and config.optimization.tis_clip is None:
+    if rollout.off_policy_steps and config.optimization.tis_clip is None:
         yield Conflict(
-            ("worker.rollout.lag", "optimization.tis_clip"),
+            ("worker.rollout.off_policy_steps", "optimization.tis_clip"),
             "responses of older weights are corrected by a ratio that tis_clip caps; set a cap, such as 2, or lag to 0",
         )
     yield from _parts_of_an_engine(config)
-    if model.peft_type is not None and config.worker.ref.refresh_every is not None:
+    if model.peft_type is not None and config.worker.ref.sync_every is not None:
         yield Conflict(
-            ("worker.ref.refresh_every", "worker.actor.model.peft_type"),
+            ("worker.ref.sync_every", "worker.actor.model.peft_type"),
             "with adapters the reference is the model under them, which never changes; set refresh_every to null",
         )
     if model.peft_type is not None and model.freeze_vision_tower and model.lora_vision_tower:

@@ -4,6 +4,7 @@ The layers are defaults, file, overrides; a later one wins. OmegaConf holds them
 (`worker.actor.global_batch_size: ${dataset.rollout_batch_size}`); a literal `${` is written `\\${`.
 """
 
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -22,13 +23,15 @@ from mtrl.config.nearest import keys_there, suggestion
 from mtrl.config.packaged import find, near_names
 from mtrl.config.paths import placed
 from mtrl.config.plain_values import LITERAL, endless, first_line, plain, refers
-from mtrl.config.tree import Config, known_leaves, known_sections
+from mtrl.config.tree import RENAMED_KEYS, Config, known_leaves, known_sections
 from mtrl.config.value_types import BadValue, printable, shown, typed
 from mtrl.config.yaml_io import BadYaml, YamlFile, read_text, write_yaml
 
 Node = TypeVar("Node")
 Where = Callable[[str], str]  # dotted key -> the place that sets it
 MOST_LEVELS = 10  # of sections; the tree has fewer
+logger = logging.getLogger(__name__)
+
 MANY = 20  # errors after which no more nearest keys are looked for
 
 
@@ -39,6 +42,7 @@ class Setting(NamedTuple):
     key: str
     value: Any
     where: str
+    old_name: str | None = None  # the name the key had in 0.1.0, if it was set by that
 
 
 def load_config(
@@ -53,6 +57,8 @@ def load_config(
     errors: list[str] = []
     settings = [] if path is None else _file_settings(find(path), errors, saved)
     settings += _override_settings(overrides, errors)
+    if not saved:
+        warn_of_old_names(settings)
     where = {setting.leaf: setting.where for setting in settings}
     values = _typed_values(_merged(settings), where, errors)
     config = build(Config, values)
@@ -61,6 +67,12 @@ def load_config(
     if errors:
         raise ConfigError(errors)
     return config
+
+
+def warn_of_old_names(settings: Sequence[Setting]) -> None:
+    for setting in settings:
+        if setting.old_name is not None:
+            logger.warning("%s: %s is now called %s", setting.where, setting.old_name, setting.key)
 
 
 def given_keys(overrides: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
@@ -122,10 +134,11 @@ def _settings(key: Any, value: Any, where: Where, errors: list[str]) -> Iterator
     if not isinstance(key, str):
         errors.append(f"{where('')}: {shown(key)}: a key is text, got {type(key).__name__}")
         return
-    leaf, is_section, told = _leaf_of(key), key in known_sections(), f"{where(key)}: {printable(key)}"
+    name = RENAMED_KEYS.get(key, key)
+    leaf, is_section, told = _leaf_of(name), key in known_sections(), f"{where(key)}: {printable(key)}"
     if leaf is not None:
         try:
-            yield Setting(leaf, key, plain(value), where(key))
+            yield Setting(leaf, name, plain(value), where(key), None if name == key else key)
         except BadValue as error:
             errors.append(f"{told}: cannot be used: {error}")
     elif isinstance(value, Mapping) and (is_section or value) and key.count(".") < MOST_LEVELS:
@@ -149,14 +162,14 @@ def _leaf_of(key: str) -> str | None:
 def _merged(settings: Sequence[Setting]) -> dict[str, Any]:
     """The settings over the defaults, later ones winning, with `${...}` still to be resolved."""
     tree = to_dict(Config())
-    for _, key, value, _ in settings:
-        *path, name = key.split(".")
+    for setting in settings:
+        *path, name = setting.key.split(".")
         node = tree
         for step in path:
             if not isinstance(node.get(step), dict):  # only inside a free-form mapping
                 node[step] = {}
             node = node[step]
-        node[name] = value
+        node[name] = setting.value
     return tree
 
 

@@ -33,6 +33,12 @@ def key(
     return field(default=default, metadata=metadata)
 
 
+RENAMED_KEYS = {  # names of 0.1.0, still read
+    "worker.rollout.lag": "worker.rollout.off_policy_steps",
+    "worker.ref.refresh_every": "worker.ref.sync_every",
+}
+
+
 @dataclass(frozen=True)
 class DatasetConfig:
     train_files: str = key(
@@ -286,7 +292,7 @@ class CriticConfig:
 @dataclass(frozen=True)
 class RefConfig:
     offload_params: bool = key(False, "reference weights in main memory between uses")
-    refresh_every: int | None = key(
+    sync_every: int | None = key(
         None, "steps after which the policy becomes the reference again; null: never", "[1, inf)"
     )
 
@@ -311,7 +317,9 @@ class RolloutConfig:
         None, "tokens sampled for a response; null: dataset.max_response_length", "[1, inf)"
     )
     seed: int = key(1, "seed of the sampled tokens", "[0, inf)")
-    lag: int = key(0, "1: responses are sampled one step before they are learnt from, and corrected for it", "[0, 1]")
+    off_policy_steps: int = key(
+        0, "1: responses are sampled one step before they are learnt from, and corrected for it", "[0, 1]"
+    )
     n_gpus: int | None = key(
         None, "GPUs for engines alone, which each hold the model, with worker.hybrid_engine: false", "[1, inf)"
     )

@@ -156,9 +156,9 @@ def packed(answer: Prompt | BadRow) -> Any:
     """A prompt with its tensors as arrays, which travel without a copy."""
     if isinstance(answer, BadRow):
         return answer
-    tensors = [np.ascontiguousarray(each.numpy()) for each in (answer.ids, answer.engine_ids, answer.pool)]
+    tensors = [np.ascontiguousarray(each.numpy()) for each in (answer.ids, answer.engine_ids, answer.token_pool)]
     media = [np.ascontiguousarray(each) for each in answer.media]
-    return replace(answer, ids=NONE, engine_ids=NONE, pool=NONE, media=()), tensors, media
+    return replace(answer, ids=NONE, engine_ids=NONE, token_pool=NONE, media=()), tensors, media
 
 
 def unpacked(answer: Any) -> Any:

@@ -40,7 +40,7 @@ class OwnCrew:
     """The first rank as the driver of all: it does its own part of every call as well."""
 
     def __init__(self, ranks: Ranks, parts: Parts) -> None:
-        assert ranks.first
+        assert ranks.is_first
         self.ranks, self.parts, self.size = ranks, parts, ranks.size
         self.beside = all_ranks(FOR_EVER)
         self.closed = False
@@ -105,5 +105,5 @@ def hand_out(ranks: Ranks, calls: Sequence[Any] | None) -> Any:
 
 def collected(ranks: Ranks, result: Any) -> list[Any]:
     results: list[Any] = [None] * ranks.size
-    dist.gather_object(result, results if ranks.first else None, dst=0, group=ranks.group)
+    dist.gather_object(result, results if ranks.is_first else None, dst=0, group=ranks.group)
     return results

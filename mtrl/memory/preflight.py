@@ -64,7 +64,7 @@ class Limits:
     @property
     def probed(self) -> Needs:
         """What of the needs the policy's own probe measures."""
-        return self.needs.without("reference", "divergence", "values")
+        return self.needs.without("ref_logprobs", "divergence", "values")
 
     def on_each(self, ranks: int, sharers: int) -> Limits:
         """What one of several ranks has of it, of which so many neighbours share every pass."""
@@ -91,8 +91,8 @@ def longest_prompt(encoder: PromptEncoder, limits: Limits) -> Prompt:
         rows = math.isqrt(places)
         prompt = _encode(encoder, [np.zeros((rows * side, places // rows * side, 3), np.uint8)])
     missing = max(0, limits.prompt_tokens - len(prompt.ids))
-    ids, pool = (torch.cat([each, each[-1:].expand(missing)]) for each in (prompt.ids, prompt.pool))
-    return replace(prompt, ids=ids, pool=pool)
+    ids, pool = (torch.cat([each, each[-1:].expand(missing)]) for each in (prompt.ids, prompt.token_pool))
+    return replace(prompt, ids=ids, token_pool=pool)
 
 
 def _encode(encoder: PromptEncoder, media: Sequence[np.ndarray]) -> Prompt:
@@ -110,9 +110,9 @@ def longest_rollouts(prompt: Prompt, prompts: int, sampling: Sampling) -> Rollou
         group=torch.arange(prompts).repeat_interleave(sampling.n),
         tokens=prompt.ids[-1:].expand(rows, length),
         mask=torch.ones(rows, length, dtype=torch.bool),
-        behaviour=torch.zeros(rows, length),
+        rollout_logprobs=torch.zeros(rows, length),
         text=rows * ("",),
-        finish=rows * (cut,),
+        finish_reason=rows * (cut,),
         version=torch.zeros(rows, dtype=torch.long),
     )
 
@@ -165,7 +165,7 @@ class Rehearsal:
         """A sum to go back from, and all that is held until it has."""
         theirs = self._of_reference(part) if self.limits.full_divergence else None
         hidden = self.forward.response_hidden(part)
-        values = [self.forward.scores_of(hidden, part, entropy="old" not in self.limits.needs).logp]
+        values = [self.forward.scores_of(hidden, part, entropy="old_logprobs" not in self.limits.needs).logp]
         if theirs is not None:
             matrix = self.forward.backbone.output_matrix
             values.append(full_kl(hidden, theirs, matrix, **self.forward.distribution()))

@@ -32,9 +32,9 @@ class SeveralReaders:
     def __init__(self, readers: Sequence[Reader]) -> None:
         self.readers = readers
 
-    def look(self, layer: Layer, value: Tensor) -> None:
+    def observe(self, layer: Layer, value: Tensor) -> None:
         for reader in self.readers:
-            reader.look(layer, value)
+            reader.observe(layer, value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +66,7 @@ class PatchReader:
         self.groups, self.layers, self.sharers = groups, layers, sharers
         self.totals = [torch.zeros(*each.places.shape, len(each.vision), device=each.places.device) for each in groups]
 
-    def look(self, layer: Layer, value: Tensor) -> None:
+    def observe(self, layer: Layer, value: Tensor) -> None:
         if layer.module.layer_idx not in self.layers:
             return
         for group, total in zip(self.groups, self.totals, strict=True):
@@ -111,7 +111,7 @@ def onlookers(layout: Layout, rollouts: Rollouts, device: torch.device) -> list[
     found, left = [], CELLS_OF_A_PASS
     for document in layout.documents:
         prompt = rollouts.prompts[document.prompt]
-        vision = (prompt.pool == VISION_POOL).nonzero()[:, 0]
+        vision = (prompt.token_pool == VISION_POOL).nonzero()[:, 0]
         rows = [row for row in document.rows if 0 < lengths[row] * len(vision) <= CELLS_OF_A_RESPONSE]
         cells = len(rows) * max((lengths[row] for row in rows), default=0) * len(vision)
         if document.view or not rows or cells > left:

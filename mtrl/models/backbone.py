@@ -106,15 +106,15 @@ class Backbone:
         """The output matrix [V, H], as `algorithms.vocab` wants it."""
         return self.model.get_output_embeddings().weight
 
-    def see(self, inputs: Sequence[dict[str, Tensor]]) -> list[Features | None]:
+    def encode_images(self, inputs: Sequence[dict[str, Tensor]]) -> list[Features | None]:
         """Features of each prompt's images, from `PromptEncoder.inputs`; all images in one pass."""
         seen = [i for i, prompt in enumerate(inputs) if "pixel_values" in prompt]
         features: list[Features | None] = [None] * len(inputs)
         if not seen:
-            if self.vision_tower is not None and self.ranks.any(False):
-                features[0] = self.look_along()
+            if self.vision_tower is not None and self.ranks.any_rank(False):
+                features[0] = self.dummy_vision_pass()
             return features
-        self.ranks.any(True)
+        self.ranks.any_rank(True)
         assert self.vision_tower is not None, "a text model was given an image"
         grids = tuple(tuple(grid) for i in seen for grid in inputs[i]["image_grid_thw"].tolist())
         output = self.run_tower(torch.cat([inputs[i]["pixel_values"] for i in seen]), grids)
@@ -126,7 +126,7 @@ class Backbone:
             features[i] = Features(embeds, tuple(deepstack))
         return features
 
-    def only_images(self, inputs: dict[str, Tensor], tokens: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    def select_images(self, inputs: dict[str, Tensor], tokens: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """The inputs of those images of a prompt that hold some of these image tokens; and for every image token of the
         prompt its number among theirs."""
         if not len(tokens):
@@ -140,7 +140,7 @@ class Backbone:
         chosen = to_device(wanted.repeat_interleave(patches), pixels.device)
         return {"pixel_values": pixels[chosen], "image_grid_thw": grids[wanted]}, wanted[image_of].cumsum(0) - 1
 
-    def look_along(self) -> Features:
+    def dummy_vision_pass(self) -> Features:
         """Other ranks see images, and a tower that is split runs on all ranks or on none: it runs over one blank image,
         of which no token is taken. The tower's gradients are zeros, and are there."""
         tower = self.vision_tower
@@ -160,7 +160,7 @@ class Backbone:
                 **self.vision_indices(grids, self.device),
             )
 
-    def read(
+    def forward_text(
         self,
         ids: Tensor,
         positions: Tensor,
@@ -286,7 +286,7 @@ def prompt_positions(inputs: dict[str, Tensor]) -> Tensor:
 
 def vision_tokens(prompt: Prompt) -> Tensor:
     """[L] bool: where the prompt's image features go."""
-    return prompt.pool == VISION_POOL
+    return prompt.token_pool == VISION_POOL
 
 
 class VisionIndices:

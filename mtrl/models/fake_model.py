@@ -137,17 +137,17 @@ class FakeBackbone(Backbone):
         super().__init__(fake.model, compute_dtype)
         self.fake, self.live = fake, live
 
-    def see(self, inputs: Sequence[dict[str, Tensor]]) -> list[Features | None]:
+    def encode_images(self, inputs: Sequence[dict[str, Tensor]]) -> list[Features | None]:
         self.live.begin("see")
-        return super().see(inputs)
+        return super().encode_images(inputs)
 
-    def read(self, ids: Tensor, positions: Tensor, *args: Any, **options: Any) -> Tensor:
+    def forward_text(self, ids: Tensor, positions: Tensor, *args: Any, **options: Any) -> Tensor:
         self.live.begin("read")
         if options.get("attention_mask") is None:
             positions = torch.arange(ids.shape[1]).expand(3, *ids.shape)  # one sequence, or transformers makes a mask
         hook = self.language_model.layers[0].register_forward_hook(self._tell_end)
         try:
-            return super().read(ids, positions, *args, **options)
+            return super().forward_text(ids, positions, *args, **options)
         finally:
             hook.remove()
             self.live.begin("score")
@@ -188,7 +188,7 @@ class FakeEncoder(TextEncoder):
         patch, merge = (images.patch_size, images.merge_size) if images else (1, 1)
         grids = [(1, m.shape[0] // patch, m.shape[1] // patch) for m in prompt.media]
         sides = [(rows // merge, columns // merge) for _, rows, columns in grids]
-        inputs = {"position_ids": rotary_positions(prompt.pool == VISION_POOL, sides)}
+        inputs = {"position_ids": rotary_positions(prompt.token_pool == VISION_POOL, sides)}
         if grids:
             with self.mode:
                 patches = sum(rows * columns for _, rows, columns in grids)

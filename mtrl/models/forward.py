@@ -26,7 +26,7 @@ from mtrl.models.parallel.sequence import WHOLE, SequenceGroup
 from mtrl.protocols import PromptEncoder
 from mtrl.types import SEGMENTS, Needs, Rollouts, Signals
 
-OLD = Needs("old")
+OLD = Needs("old_logprobs")
 Views = Sequence[tuple[np.ndarray, ...]]  # for each prompt its media, perturbed
 
 
@@ -73,8 +73,8 @@ class Forward:
         Where attention alone is asked for, the vocabulary is left alone."""
         assert needs.views == 1 or views is not None, "two views are compared"
         layout, features = self._prepare(rollouts, [None, views][: needs.views])
-        reader = self._reader(layout) if "mass" in needs else None
-        patches = self._patch_reader(layout, rollouts) if "maps" in needs else None
+        reader = self._reader(layout) if "attention_mass" in needs else None
+        patches = self._patch_reader(layout, rollouts) if "attention_maps" in needs else None
         readers = [each for each in (reader, patches) if each is not None]
         states = self._states(layout, features, SeveralReaders(readers) if readers else None)
         hidden = self._predicting(states, layout)
@@ -86,23 +86,23 @@ class Forward:
         if "dependency" in found:
             found["dependency"] = bounded_dependency(found["dependency"], rollouts.mask)
         elif "dependency" in needs:
-            found["dependency"] = visual_dependency(found["old"], found["perturbed"], rollouts.mask)
+            found["dependency"] = visual_dependency(found["old_logprobs"], found["perturbed_logprobs"], rollouts.mask)
         mass = {} if reader is None else self._mass(reader, layout, rollouts)
-        return Signals(**found, **mass, maps=None if patches is None else patches.maps(len(rollouts)))
+        return Signals(**found, **mass, attention_maps=None if patches is None else patches.maps(len(rollouts)))
 
     def _score_views(self, hidden: list[Tensor], rollouts: Rollouts, needs: Needs) -> dict[str, Tensor]:
         """Each signal that comes from the vocabulary as [M], on the device, which is asked for everything before
         anything is waited for. A new signal of this kind has its place here."""
         changes = "entropy_change" in needs
         clean = self.scores_of(hidden[0], rollouts, entropy=changes or "entropy" in needs or "support" in needs)
-        found = {"old": clean.logp}
+        found = {"old_logprobs": clean.logp}
         if clean.entropy is not None:
             found["entropy"] = clean.entropy
         if clean.support is not None:
             found["support"] = clean.support
         if needs.views == 2:
             perturbed = self.scores_of(hidden[1], rollouts, entropy=changes)
-            found["perturbed"] = perturbed.logp
+            found["perturbed_logprobs"] = perturbed.logp
             if clean.entropy is not None and perturbed.entropy is not None:
                 found["entropy_change"] = perturbed.entropy - clean.entropy
         if "dependency" in needs and self.dependency == "full_kl":
@@ -170,7 +170,7 @@ class Forward:
         )
         if self.sharers.size > 1:
             return layout, self._own_features(layout, inputs, [int(vision_tokens(each).sum()) for each in prompts])
-        features = dict(zip(inputs, self.backbone.see(list(inputs.values())), strict=True))
+        features = dict(zip(inputs, self.backbone.encode_images(list(inputs.values())), strict=True))
         return layout, [features[document.view, document.prompt] for document in layout.documents]
 
     def _own_features(
@@ -183,8 +183,8 @@ class Forward:
         wanted = {key: [torch.empty(0, dtype=torch.long)] for key in inputs}  # by all documents of a prompt
         for key, tokens in zip(keys, own, strict=True):
             wanted[key].append(tokens)
-        kept = {key: self.backbone.only_images(inputs[key], torch.cat(wanted[key])) for key in inputs}
-        seen = dict(zip(inputs, self.backbone.see([given for given, _ in kept.values()]), strict=True))
+        kept = {key: self.backbone.select_images(inputs[key], torch.cat(wanted[key])) for key in inputs}
+        seen = dict(zip(inputs, self.backbone.encode_images([given for given, _ in kept.values()]), strict=True))
         features: list[Features | None] = []
         for key, tokens in zip(keys, own, strict=True):
             found, numbers = seen[key], kept[key][1]
@@ -202,7 +202,7 @@ class Forward:
         """[B, S, H]: the last hidden states; of shared sequences those of this rank's part."""
         device, sharers = self.backbone.device, self.sharers
         mask = None if layout.causal else self.backbone.sight_mask(layout.sight, layout.packed)
-        return self.backbone.read(
+        return self.backbone.forward_text(
             to_device(sharers.part(layout.ids), device),
             to_device(sharers.part(layout.positions), device),
             to_device(sharers.part(layout.is_vision), device),
@@ -262,7 +262,7 @@ class Forward:
         prompt_mass = torch.zeros(len(rollouts), *of_responses.shape[1:])
         for values, (_, document) in zip(of_tails, clean, strict=True):
             prompt_mass[list(document.rows)] = values.mean(0)
-        return {"mass": mass, "prompt_mass": prompt_mass}
+        return {"attention_mass": mass, "prompt_attention_mass": prompt_mass}
 
 
 def unpack(values: Tensor, mask: Tensor) -> Tensor:

@@ -119,7 +119,7 @@ class _Builder:
         for name, piece in {
             "ids": torch.cat([prompt.ids, *responses]),
             "positions": continue_positions(self.prompt_positions[document.prompt], spans).T,
-            "pool": torch.cat([prompt.pool, torch.full((total - size,), NOT_PROMPT)]),
+            "pool": torch.cat([prompt.token_pool, torch.full((total - size,), NOT_PROMPT)]),
             "segment": names.repeat_interleave(torch.tensor([size, *spans])),
             "prompt": torch.full((total,), self.segments),
         }.items():
@@ -135,7 +135,7 @@ class _Builder:
             places[:1] = begin + size - 1  # the prompt's last position predicts every first token
             self.predicts[document.view, row] = (sequence, places)
             end += self.lengths[row]
-        seen = (self.rollouts.prompts[document.prompt].pool == VISION_POOL).nonzero()
+        seen = (self.rollouts.prompts[document.prompt].token_pool == VISION_POOL).nonzero()
         tail = torch.arange(begin + (int(seen[-1]) + 1 if len(seen) else 0), begin + size)
         self.tails.append((torch.full_like(tail, sequence), tail))
 

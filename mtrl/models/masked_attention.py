@@ -66,7 +66,7 @@ def attention(
             attention_mask = None
     layer = Layer(described, query, key, attention_mask, options)
     if reader is not None:
-        reader.look(layer, value)
+        reader.observe(layer, value)
     output = layer.attend(value)
     return (output if sharers.size == 1 else sharers.by_positions(output)), None
 
@@ -184,7 +184,7 @@ def ordered(blocks: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
 
 # ------------------------------------------------------------------------------------------------ where attention goes
 class Reader(Protocol):
-    def look(self, layer: Layer, value: Tensor) -> None:
+    def observe(self, layer: Layer, value: Tensor) -> None:
         """Reads the attention of a layer that is about to attend to these values."""
 
 
@@ -214,7 +214,7 @@ class MassReader:
         for number in (number for number, layers in enumerate(segments) if not layers):
             self.total[:, number] = torch.nan
 
-    def look(self, layer: Layer, value: Tensor) -> None:
+    def observe(self, layer: Layer, value: Tensor) -> None:
         sequences, size, _ = self.indicator.shape
         query, key = (each[:sequences, :, :size] for each in (layer.query, layer.key))
         # sdpa gets values as wide as the model's own, or it would make the matrix.
@@ -256,7 +256,7 @@ class MapReader:
         self.places, self.segments, self.sharers = places, segments, sharers
         self.total = torch.zeros(len(places[0]), len(segments), pool.shape[1], device=pool.device)
 
-    def look(self, layer: Layer, value: Tensor) -> None:
+    def observe(self, layer: Layer, value: Tensor) -> None:
         rows, columns = self.places
         chosen = layer.query[rows, :, columns].unflatten(
             1, (layer.key.shape[1], -1)

@@ -139,12 +139,12 @@ class VisionJudge:
         owner = [images_of(each) for each in conversations]
         seen = dict(zip(owner, conversations, strict=True))
         inputs = {images: self.encoder.inputs(each) for images, each in seen.items()}
-        features = dict(zip(inputs, self.backbone.see(list(inputs.values())), strict=True))
+        features = dict(zip(inputs, self.backbone.encode_images(list(inputs.values())), strict=True))
         positions = [
             counted_on(prompt_positions(inputs[images]), len(each.ids)).T
             for images, each in zip(owner, conversations, strict=True)
         ]
-        hidden = self.backbone.read(
+        hidden = self.backbone.forward_text(
             pad_sequence([each.ids for each in conversations], batch_first=True).to(device),
             pad_sequence(positions, batch_first=True).permute(2, 0, 1).to(device),
             pad_sequence([vision_tokens(each) for each in conversations], batch_first=True).to(device),

@@ -117,7 +117,7 @@ def load_weights(model: PreTrainedModel, directory: Path, ranks: Ranks = ALONE) 
     """Takes over, in place, what `save_model` wrote of the same model; anything missing or left over is an error. Of
     ranks that hold a model together the first alone reads."""
     try:
-        saved = ranks.by_first(lambda: _read(model, directory))
+        saved = ranks.rank0_only(lambda: _read(model, directory))
         targets = adapter_tensors(model) if has_adapters(model) else model.state_dict()
         fill(targets, saved, ranks)
     except (RuntimeError, ValueError) as error:

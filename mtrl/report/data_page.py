@@ -185,7 +185,7 @@ def _tokens_per_pixel(prompts: Sequence[Prompt | Task | BadRow]) -> float | None
     for prompt in prompts:
         if isinstance(prompt, Prompt) and prompt.media and all(image.ndim == 3 for image in prompt.media):
             pixels = sum(image.shape[0] * image.shape[1] for image in prompt.media)
-            return float((prompt.pool == VISION_POOL).sum()) / pixels
+            return float((prompt.token_pool == VISION_POOL).sum()) / pixels
     return None
 
 
@@ -225,7 +225,7 @@ def _sample(number: int, sample: Prompt | Task | BadRow, encoder: ReadableEncode
 def _as_model_sees(prompt: Prompt, encoder: ReadableEncoder) -> str:
     """The templated text, every medium's pads written as one and a number."""
     text = encoder.render(prompt.task.messages)
-    vision = (prompt.pool == VISION_POOL).tolist()
+    vision = (prompt.token_pool == VISION_POOL).tolist()
     if not any(vision):
         return text
     if any(medium.kind == "video" for medium in prompt.task.media):  # times stand between its pads

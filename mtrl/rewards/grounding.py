@@ -25,7 +25,7 @@ Compare = Callable[[Tensor, Tensor, Sequence[Sample]], Tensor]  # VGR [N], group
 class AttentionReward:
     """Compares responses by their VGR; a response without one (no image, nobody looked) gets no reward."""
 
-    needs = Needs("mass")
+    needs = Needs("attention_mass")
 
     def __init__(self, compare: Compare) -> None:
         self.compare = compare

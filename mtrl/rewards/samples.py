@@ -54,7 +54,7 @@ def prompt_part(prompt: Prompt, options_key: str, answer_key: str) -> dict[str, 
 
 
 def signals_of(rollouts: Rollouts, signals: Signals | None) -> list[dict[str, Any]]:
-    """What the probes measured of each response: {"old": [one number a token], "entropy": .., ..}.
+    """What the probes measured of each response: {"old_logprobs": [one number a token], "entropy": .., ..}.
 
     Where attention was read: "vgr" for each token, and "vgr_early", "vgr_late", .. of the whole response; both are
     missing where they do not apply.
@@ -66,8 +66,8 @@ def signals_of(rollouts: Rollouts, signals: Signals | None) -> list[dict[str, An
     told: list[dict[str, Any]] = [
         {name: value[row, :n].tolist() for name, value in found.items()} for row, n in enumerate(lengths)
     ]
-    if signals is not None and signals.mass is not None:
-        add_attention(told, rollouts, signals.mass)
+    if signals is not None and signals.attention_mass is not None:
+        add_attention(told, rollouts, signals.attention_mass)
     return told
 
 

@@ -33,7 +33,7 @@ HOPELESS = 10  # workers lost in a row: the rest of a step's responses fail untr
 ROWS_PER_MESSAGE = 128  # most samples in one message to a worker
 ROWS_PER_BATCH = 64  # samples that a function of many responses gets in a call; more where a group is larger
 SIGNALS_TOLD = Needs(
-    "old", "entropy"
+    "old_logprobs", "entropy"
 )  # what a function that asks for signals can count on; more, where others need more
 IMAGES = ImageFiles()  # one for the whole process: several functions look at the same images
 

@@ -207,11 +207,11 @@ class Decoding:
         # A padding position sees itself, since a softmax over nothing is NaN.
         mask = (causal & keys[:, None, :]) | torch.eye(size, dtype=torch.bool)
         cache = backbone.new_cache()
-        hidden = backbone.read(
+        hidden = backbone.forward_text(
             left_pad([prompt.ids for prompt in self.prompts]).to(backbone.device),
             left_pad([p.T for p in positions]).permute(2, 0, 1).to(backbone.device),
             left_pad([vision_tokens(prompt) for prompt in self.prompts]).to(backbone.device),
-            backbone.see(inputs),
+            backbone.encode_images(inputs),
             attention_mask=None if keys.all() else mask[:, None].to(backbone.device),
             cache=cache,
         )
@@ -224,7 +224,7 @@ class Decoding:
         """One token further for every row in the cache: its hidden state [rows, H]. No keys: all are real."""
         mask = None if keys is None else keys[:, None, None, :]
         where = position[None, :, None].expand(3, -1, -1)
-        return self.engine.backbone.read(tokens[:, None], where, attention_mask=mask, cache=cache)[:, 0]
+        return self.engine.backbone.forward_text(tokens[:, None], where, attention_mask=mask, cache=cache)[:, 0]
 
 
 def non_finite(version: int, dtype: torch.dtype) -> str:

@@ -37,9 +37,9 @@ def rollouts_of(
         group=torch.tensor(group),
         tokens=padded,
         mask=torch.arange(padded.shape[1]) < lengths[:, None],
-        behaviour=torch.zeros(padded.shape) if behaviour is None else _padded_logps(behaviour, rows),
+        rollout_logprobs=torch.zeros(padded.shape) if behaviour is None else _padded_logps(behaviour, rows),
         text=tuple(text),
-        finish=tuple(finish),
+        finish_reason=tuple(finish),
         version=torch.full((len(rows),), version),
     )
 

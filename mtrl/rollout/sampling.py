@@ -23,7 +23,7 @@ def first_sample_numbers(task_ids: Sequence[str], sampling: Sampling) -> list[in
     >>> first_sample_numbers(["a", "b", "a"], Sampling(n=8, asked={"a": 2}))
     [16, 0, 24]
     """
-    earlier = Counter(sampling.asked)
+    earlier = Counter(sampling.times_sampled)
     numbers = []
     for task_id in task_ids:
         numbers.append(sampling.n * earlier[task_id])

@@ -98,7 +98,7 @@ class MarkdownLogs(Tracker):
 
     def _write(self, step: int, it: Experience) -> None:
         self._append(self.paths.rollouts, rollout_page(step, it))
-        if it.signals.mass is not None:
+        if it.signals.attention_mass is not None:
             self._append(self.paths.attention, attention_page(step, it, self.decode))
         if it.credit is not None and it.credit.weights is not None:
             self._append(self.paths.weights, weights_page(step, it, self.decode))
@@ -134,7 +134,7 @@ def rollout_page(step: int, it: Experience) -> str:
         task = rollouts.prompts[int(rollouts.group[row])].task
         scores = scores_of(float(rewards.total[row]), {name: float(part[row]) for name, part in rewards.parts.items()})
         looked = [] if mass is None else [pages.row_attention(mass[row], sizes[row])]
-        told = "; ".join([scores, f"{int(lengths[row])} tokens, {rollouts.finish[row]}", *looked])
+        told = "; ".join([scores, f"{int(lengths[row])} tokens, {rollouts.finish_reason[row]}", *looked])
         parts += sample(task.id, task.text, rollouts.text[row], task.answer, told)
     return "\n\n".join(parts) + "\n\n"
 
@@ -159,16 +159,16 @@ def attention_page(step: int, it: Experience, decode: DecodeTokens) -> str:
     """Attention by segment, while answering and while reading the prompt, and the beginnings of the responses that look
     most and least."""
     mass, sizes = response_mass(it), row_sizes(it)
-    assert mass is not None and it.signals.mass is not None
+    assert mass is not None and it.signals.attention_mass is not None
     parts = [f"# Step {step}", "While answering:", pages.attention_table(mass, sizes)]
-    if it.signals.prompt_mass is not None:
+    if it.signals.prompt_attention_mass is not None:
         parts += ["While reading (the prompt's tokens after the image):"]
-        parts += [pages.attention_table(it.signals.prompt_mass, sizes)]
+        parts += [pages.attention_table(it.signals.prompt_attention_mass, sizes)]
     ratio = vgr(segment(mass, "all"), sizes)
     known = (~ratio.isnan()).nonzero().flatten()
     for place in pages.rows_over_range(ratio[known], 2):
         row = int(known[place])
-        values = vgr(segment(it.signals.mass[row], "all"), sizes[row])
+        values = vgr(segment(it.signals.attention_mass[row], "all"), sizes[row])
         parts.append(f"Response with VGR {number(float(ratio[row]))}, token by token:")
         parts.append(fenced(preview(it, row, values, decode)))
     return "\n\n".join(parts) + "\n\n"
@@ -176,7 +176,7 @@ def attention_page(step: int, it: Experience, decode: DecodeTokens) -> str:
 
 def weights_page(step: int, it: Experience, decode: DecodeTokens) -> str:
     assert it.credit is not None and it.credit.weights is not None
-    weights, mask, mass = it.credit.weights, it.rollouts.mask, it.signals.mass
+    weights, mask, mass = it.credit.weights, it.rollouts.mask, it.signals.attention_mass
     rows = pages.rows_over_range(it.rewards.total, SAMPLES_OF_TOKENS)
     parts = [
         f"# Step {step}",
@@ -236,7 +236,7 @@ def segments_of(values: Mapping[str, float]) -> str:
 
 def response_mass(it: Experience) -> Tensor | None:
     """The mean attention mass of each response, [N, len(SEGMENTS), 2]."""
-    return None if it.signals.mass is None else sequence_mass(it.signals.mass, it.rollouts.mask)
+    return None if it.signals.attention_mass is None else sequence_mass(it.signals.attention_mass, it.rollouts.mask)
 
 
 def row_sizes(it: Experience) -> Tensor:

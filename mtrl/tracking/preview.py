@@ -36,7 +36,7 @@ def most_taught(experience: Experience) -> Trained | None:
     rollouts, rewards, credit = experience.rollouts, experience.rewards, experience.credit
     if credit is None or not len(rollouts):
         return None
-    credits = (credit.advantage * credit.select).where(rollouts.mask, 0.0)
+    credits = (credit.advantage * credit.keep_mask).where(rollouts.mask, 0.0)
     row = int(credits.abs().sum(1).argmax())
     if not credits[row].any():
         return None

@@ -79,7 +79,7 @@ class RolloutRecord(Tracker):
         }
         streams = {name: as_kept(name, values.numpy()) for name, values in token_streams(it).items()}
         lengths = it.rollouts.mask.sum(1).tolist()
-        maps = it.signals.maps or (None,) * len(it)
+        maps = it.signals.attention_maps or (None,) * len(it)
         responses = []
         for row, (text, length, looks) in enumerate(zip(it.rollouts.text, lengths, maps, strict=True)):
             own = {name: values[row, :length] for name, values in streams.items()} | map_streams(looks)
@@ -88,7 +88,10 @@ class RolloutRecord(Tracker):
 
     def _prompts(self, step: int, it: Experience, images: dict[str, Callable[[], bytes]]) -> list[dict[str, Any]]:
         """What was asked. The other view is that of this step, so that it is left out for groups of earlier ones."""
-        rollouts, looked_twice = it.rollouts, it.signals.dependency is not None or it.signals.perturbed is not None
+        rollouts, looked_twice = (
+            it.rollouts,
+            it.signals.dependency is not None or it.signals.perturbed_logprobs is not None,
+        )
         versions, sizes = rollouts.version, pool_sizes(rollouts.prompts).tolist()
         rows = []
         for place, prompt in enumerate(rollouts.prompts):
@@ -98,7 +101,7 @@ class RolloutRecord(Tracker):
             answer = None if task.answer is None else str(task.answer)
             row = {"id": task.id, "text": task.text, "answer": answer, "pools": sizes[place]}
             row |= {"images": [add_image(images, medium) for medium in prompt.media]}
-            if it.signals.maps is not None:
+            if it.signals.attention_maps is not None:
                 row |= {"grids": [grid_of(medium, *self.token_size) for medium in prompt.media]}
             rows.append(row | {"perturbed": [add_image(images, view) for view in views]})
         return rows
@@ -136,19 +139,23 @@ def token_streams(it: Experience) -> dict[str, Tensor]:
     signals, credit = it.signals, it.credit
     found: dict[str, Tensor | None] = {
         "ids": it.rollouts.tokens,
-        "behaviour": it.rollouts.behaviour,
-        "old": signals.old,
-        "perturbed": signals.perturbed,
-        "reference": signals.reference,
+        "behaviour": it.rollouts.rollout_logprobs,
+        "old": signals.old_logprobs,
+        "perturbed": signals.perturbed_logprobs,
+        "reference": signals.ref_logprobs,
         "dependency": signals.dependency,
         "entropy": signals.entropy,
         "values": signals.values,
         "group_advantage": it.advantage,
-        "mass": None if signals.mass is None else signals.mass[:, :, : len(SHOWN)],
+        "mass": None if signals.attention_mass is None else signals.attention_mass[:, :, : len(SHOWN)],
     }
     if credit is not None:
         weights = torch.ones_like(credit.advantage) if credit.weights is None else credit.weights
-        found |= {"advantage": credit.advantage, "mask": credit.select, "weight": credit.scale[:, None] * weights}
+        found |= {
+            "advantage": credit.advantage,
+            "mask": credit.keep_mask,
+            "weight": credit.response_weight[:, None] * weights,
+        }
     return {name: values for name, values in found.items() if values is not None}
 
 
@@ -171,7 +178,7 @@ def columns_of(it: Experience) -> dict[str, Any]:
         "parts": {name: numbers(part) for name, part in rewards.parts.items()},
         "failed": rewards.failed.tolist(),
         "tokens": lengths.tolist(),
-        "finish": list(rollouts.finish),
+        "finish": list(rollouts.finish_reason),
         "version": rollouts.version.tolist(),
         "dependency": mean(streams.get("dependency")),
         "entropy": mean(streams.get("entropy")),
@@ -182,7 +189,7 @@ def columns_of(it: Experience) -> dict[str, Any]:
         by_segment = [[mean(mass[:, :, s, pool]) for pool in (TEXT, VISION)] for s in range(len(SHOWN))]
         columns |= {"mass": by_segment, "vision": by_segment[SHOWN.index("all")][VISION]}
     if it.credit is not None:
-        columns |= {"kept": (it.credit.select & mask).sum(1).tolist(), "scale": numbers(it.credit.scale)}
+        columns |= {"kept": (it.credit.keep_mask & mask).sum(1).tolist(), "scale": numbers(it.credit.response_weight)}
     return {name: values for name, values in columns.items() if values is not None}
 
 

@@ -71,7 +71,7 @@ class RunFiles(Tracker):
                 "rewards": {name: part[i].item() for name, part in rewards.parts.items()},
                 "failed": bool(rewards.failed[i]),
                 "tokens": lengths[i],
-                "finish": rollouts.finish[i],
+                "finish": rollouts.finish_reason[i],
                 "version": int(
                     rollouts.version[i]
                 ),  # of the weights that sampled it: a replayed row has an earlier one

@@ -34,20 +34,20 @@ class Recipe:
     validate_first: bool
     save_every: int  # steps between two checkpoints; -1: only at the end
     seed: int = 0  # for the order of minibatches, for replay, and for credit rules that draw random numbers
-    refresh_every: int = 0  # steps after which the reference becomes the policy of then; 0: it stays as it is
+    sync_ref_every: int = 0  # steps after which the reference becomes the policy of then; 0: it stays as it is
     reward_needs: Needs = NOTHING  # the signals that rewards read: they come after the probes
     filtering: Filtering | None = None
     greedy_baseline: bool = False  # whether advantages compare with the greedy response to a prompt
     replay: ReplayRule | None = None
     value_loss: ValueLoss = NO_CRITIC  # of the critic, where there is one
     maps_per_step: int = 0  # responses of a step whose attention maps are recorded; -1: of all
-    lag: int = 0  # steps by which responses are sampled ahead of the weights that learn from them
+    off_policy_steps: int = 0  # steps by which responses are sampled ahead of the weights that learn from them
     critic_warmup: int = 0  # steps at the start of the run in which the critic learns alone
 
     @property
     def reads_reference(self) -> bool:
         """Whether somebody reads the reference: before the update, or in it."""
-        return self.divergence is not None or "reference" in self.needs or "divergence" in self.needs
+        return self.divergence is not None or "ref_logprobs" in self.needs or "divergence" in self.needs
 
     @property
     def scores_first(self) -> bool:
@@ -55,7 +55,7 @@ class Recipe:
         return self.filtering is not None and not self.reward_needs
 
     def needs_at(self, step: int) -> Needs:
-        return self.needs | Needs("mass") if due(step + 1, self.attention_every) else self.needs
+        return self.needs | Needs("attention_mass") if due(step + 1, self.attention_every) else self.needs
 
 
 def due(step: int, every: int) -> bool:

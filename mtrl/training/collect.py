@@ -80,7 +80,7 @@ class Gathering:
         with self.clock("generate"):
             prompts = self.source.take(count)
             with self.generator.awake():
-                rollouts = self.sample(prompts, replace(recipe.sampling, asked=dict(self.asked)))
+                rollouts = self.sample(prompts, replace(recipe.sampling, times_sampled=dict(self.asked)))
                 greedy = self.sample(prompts, recipe.sampling.greedy) if recipe.greedy_baseline else None
 
         def arrived() -> Asked:
@@ -124,6 +124,8 @@ def with_maps(experience: Experience, actor: Prober, count: int, step: int, cloc
         return experience
     first = first_rows(experience.rollouts, count)
     with clock("probe"):
-        maps = actor.probe(first, Needs("maps"), step).maps
+        maps = actor.probe(first, Needs("attention_maps"), step).attention_maps
     nothing = (None,) * (len(experience) - len(first))
-    return replace(experience, signals=replace(experience.signals, maps=None if maps is None else maps + nothing))
+    return replace(
+        experience, signals=replace(experience.signals, attention_maps=None if maps is None else maps + nothing)
+    )

@@ -64,9 +64,9 @@ def surprise(experience: Experience) -> Tensor:
     """c [N, T] = |A'| (1 - p) of the tokens that count, float64: no token adds more than that to the gradient."""
     credit, rollouts = experience.credit, experience.rollouts
     assert credit is not None
-    p = rollouts.behaviour.double().exp().clamp(max=1.0)
-    return (credit.advantage.double().abs() * credit.measure.double() * (1 - p)).where(
-        credit.select & rollouts.mask, 0.0
+    p = rollouts.rollout_logprobs.double().exp().clamp(max=1.0)
+    return (credit.advantage.double().abs() * credit.token_weight.double() * (1 - p)).where(
+        credit.keep_mask & rollouts.mask, 0.0
     )
 
 

@@ -57,7 +57,9 @@ class Loop:
         self.divergence = recipe.divergence  # its coefficient may adapt
         self.prompts = PromptCounts()  # what became of all that were asked
         self.memory = None if recipe.replay is None else ReplayMemory(recipe.replay, recipe.seed)
-        self.ahead = Ahead(lambda: self.done) if recipe.lag else None  # what a step learns from, sampled before it
+        self.ahead = (
+            Ahead(lambda: self.done) if recipe.off_policy_steps else None
+        )  # what a step learns from, sampled before it
         self.version, self.done, self.saved = 0, 0, 0  # version of the weights; steps done; the last one saved
         self.whole: dict[str, Any] | None = None  # the state after the last step; None once an update has begun
         self.clock = Clock()
@@ -95,7 +97,7 @@ class Loop:
             self.publish()
         adapted = self.adapt(gathered.own) | self.remember(experience, gathered, step)
         self.done = step + 1
-        if components.reference is not None and due(self.done, recipe.refresh_every):
+        if components.reference is not None and due(self.done, recipe.sync_ref_every):
             components.reference.refresh()
         self.whole = self.state()  # from here on an error costs nothing of this step
         components.tracker.rollouts(step + 1, shown)
@@ -152,7 +154,7 @@ class Loop:
         components = self.components
         if components.validation is None:
             return None
-        looking = components.actor if "mass" in self.recipe.needs or self.recipe.attention_every else None
+        looking = components.actor if "attention_mass" in self.recipe.needs or self.recipe.attention_every else None
         result = components.validation.run(components.generator, components.scorer, self.version, looking)
         components.tracker.validation(self.done, result.metrics, result.by, result.samples)
         return result.score

@@ -1,4 +1,4 @@
-"""Rollouts one step ahead (`worker.rollout.lag: 1`): what step k + 1 learns from is sampled before step k learns.
+"""Rollouts one step ahead (`worker.rollout.off_policy_steps: 1`): what step k + 1 learns from is sampled before step k learns.
 
     sample k + 1 | measure k, learn k     rewards of k + 1 are worked out meanwhile, by the scorer's processes
 
@@ -89,7 +89,7 @@ def staleness_metrics(version: int, rollouts: Rollouts) -> Metrics:
 def row_of(rollouts: Rollouts) -> dict[str, Any]:
     """What of responses is no tensor."""
     tasks = [prompt.task.id for prompt in rollouts.prompts]
-    return {"tasks": tasks, "text": rollouts.text, "finish": rollouts.finish}
+    return {"tasks": tasks, "text": rollouts.text, "finish": rollouts.finish_reason}
 
 
 def read_sampled(directory: Path, source: TaskSource) -> Sampled | None:
@@ -98,7 +98,7 @@ def read_sampled(directory: Path, source: TaskSource) -> Sampled | None:
         return None
     prompts = tuple(source.get(rows["rollouts"]["tasks"]))
     parts = {
-        name: Rollouts(prompts, text=tuple(row["text"]), finish=tuple(row["finish"]), **tensors[name])
+        name: Rollouts(prompts, text=tuple(row["text"]), finish_reason=tuple(row["finish"]), **tensors[name])
         for name, row in rows.items()
     }
     return Sampled(**parts)

@@ -39,7 +39,7 @@ class StoredGroup:
     def of(cls, experience: Experience, group: int, step: int) -> StoredGroup:
         rows = experience.rows(experience.rollouts.group == group)
         (prompt,) = rows.rollouts.prompts
-        lean = Experience(replace(rows.rollouts, prompts=()), rows.rewards, replace(rows.signals, maps=None))
+        lean = Experience(replace(rows.rollouts, prompts=()), rows.rewards, replace(rows.signals, attention_maps=None))
         return cls(prompt.task.id, step, group, lean)
 
     def entry(self, score: float) -> ReplayEntry[StoredGroup]:
@@ -114,7 +114,7 @@ def row_of(entry: ReplayEntry[StoredGroup]) -> dict[str, Any]:
         "score": entry.score,
         "parts": list(group.experience.rewards.parts),  # in their order
         "text": rollouts.text,
-        "finish": rollouts.finish,
+        "finish": rollouts.finish_reason,
     }
 
 
@@ -122,7 +122,7 @@ def entry_of(row: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Any]]) -
     rewards = dict(tensors["rewards"])
     parts = {name: rewards.pop(f"parts/{name}") for name in row["parts"]}
     experience = Experience(
-        Rollouts(prompts=(), text=tuple(row["text"]), finish=tuple(row["finish"]), **tensors["rollouts"]),
+        Rollouts(prompts=(), text=tuple(row["text"]), finish_reason=tuple(row["finish"]), **tensors["rollouts"]),
         Rewards(parts=parts, **rewards),
         Signals(**tensors["signals"]),
     )

@@ -62,7 +62,7 @@ class Validation:
             with generator.awake():
                 rollouts = generator.generate(prompts, replace(self.sampling, version=version))
             pending = scorer.submit(rollouts, step=None)
-            signals = Signals() if prober is None else prober.probe(rollouts, Needs("mass"), step=0)
+            signals = Signals() if prober is None else prober.probe(rollouts, Needs("attention_mass"), step=0)
             rewards = pending.result(signals)
             add_scores(scores, rollouts, rewards, signals)
             solved += self._solved(rollouts, rewards)

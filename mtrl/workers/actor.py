@@ -73,8 +73,8 @@ class LocalActor:
     # ------------------------------------------------------------------------------------------------------- probing
     def probe(self, rollouts: Rollouts, needs: Needs, step: int) -> Signals:
         """What is needed of every token, before any update of this step; with nothing needed, no pass is made."""
-        found = self._probe_policy(rollouts, needs.without("reference", "divergence", "values"), step)
-        if not ("reference" in needs or "divergence" in needs):
+        found = self._probe_policy(rollouts, needs.without("ref_logprobs", "divergence", "values"), step)
+        if not ("ref_logprobs" in needs or "divergence" in needs):
             return found
         reference = self.reference
         assert reference is not None, "a run that asks for the reference builds one"
@@ -89,7 +89,7 @@ class LocalActor:
             return work() if model is self.model else while_whole(model, work)
 
     def _probe_policy(self, rollouts: Rollouts, needs: Needs, step: int) -> Signals:
-        if not self.ranks.any(bool(rollouts.visual.any())):
+        if not self.ranks.any_rank(bool(rollouts.visual.any())):
             needs = needs.without(*ATTENTION)
         if not needs:
             return Signals()
@@ -121,15 +121,15 @@ class LocalActor:
     def _loss(self, batch: TrainBatch, loss: Loss) -> tuple[Tensor, dict[str, Tensor]]:
         rollouts, mask, kl = batch.rollouts, batch.rollouts.mask, None
         if loss.full_divergence:
-            scores, kl = self._scores_and_divergence(rollouts, entropy=batch.old is None)
+            scores, kl = self._scores_and_divergence(rollouts, entropy=batch.old_logprobs is None)
         else:
-            scores = self.forward.scores(rollouts, entropy=batch.old is None)
+            scores = self.forward.scores(rollouts, entropy=batch.old_logprobs is None)
         total, metrics = total_loss(unpack(scores.logp, mask).cpu(), batch, loss, kl)
         if scores.entropy is not None:  # no probe has measured it
             metrics["entropy"] = weighted_sum(batch.weights.token, unpack(scores.entropy, mask).cpu())
         if scores.support is not None:
             cut = unpack(scores.logp.detach() - scores.support, mask).cpu()
-            metrics["support_gap_mean"] = weighted_sum(batch.weights.token, (cut - rollouts.behaviour).abs())
+            metrics["support_gap_mean"] = weighted_sum(batch.weights.token, (cut - rollouts.rollout_logprobs).abs())
         return total, metrics
 
     def _scores_and_divergence(self, rollouts: Rollouts, entropy: bool) -> tuple[TokenScores, Tensor]:

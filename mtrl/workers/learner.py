@@ -168,8 +168,8 @@ class Learner:
             yield
             return
         device, numbers = device_of(self.model), [self.dropout_seed, self.optimizer_step, micro_batch]
-        if self.ranks.number:
-            numbers.append(self.ranks.number)  # other rows than those of the first rank
+        if self.ranks.rank:
+            numbers.append(self.ranks.rank)  # other rows than those of the first rank
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]))
             yield
@@ -191,7 +191,7 @@ class Learner:
         if self.ranks.size > 1 or is_split(self.model):  # nobody comes out of the middle of a pass
             self.keep_cut(half)
             raise PassesCut(
-                f"the device of rank {self.ranks.number} has no room for its part of an update of the {self.name}; all "
+                f"the device of rank {self.ranks.rank} has no room for its part of an update of the {self.name}; all "
                 f"ranks make passes of {half} {unit} from here on, which is slower. {torch_says} What takes less: "
                 f"{TAKES_LESS}; "
             )
@@ -216,7 +216,7 @@ class Learner:
                 part.backward()
             for name, value in values.items():
                 metrics[name] += float(value)
-        return self.ranks.total(metrics)
+        return self.ranks.all_reduce_sum(metrics)
 
     def _let_go(self) -> None:
         self.optimizer.zero_grad()

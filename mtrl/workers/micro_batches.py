@@ -31,7 +31,7 @@ class MicroBatching:
         """Row indices of each pass, and whether it counts: a rank that has none left goes along with an idle one."""
         own = self.split(rollouts, views)
         shortest = rollouts.mask.sum(1).argmin()[None]
-        return [(rows, True) for rows in own] + [(shortest, False)] * (self.ranks.most(len(own)) - len(own))
+        return [(rows, True) for rows in own] + [(shortest, False)] * (self.ranks.all_reduce_max(len(own)) - len(own))
 
     def split(self, rollouts: Rollouts, views: int = 1) -> list[Tensor]:
         """Row indices of each pass, which reads every prompt and response under so many views."""

@@ -61,9 +61,9 @@ class Reference:
     def signals(self, rollouts: Rollouts, needs: Needs, policy: Forward) -> Signals:
         """What is needed of log-probs, and of the policy's divergence from them over the whole vocabulary."""
         found = Signals()
-        if "reference" in needs:
+        if "ref_logprobs" in needs:
             with self.asked():
-                found = Signals(reference=self.forward.signals(rollouts).old)
+                found = Signals(ref_logprobs=self.forward.signals(rollouts).old_logprobs)
         if "divergence" not in needs:
             return found
         theirs = self.response_hidden(rollouts)

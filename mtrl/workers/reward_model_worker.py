@@ -34,7 +34,7 @@ class RewardModelWorker:
 
     def _scores(self, conversations: list[Prompt]) -> list[float]:
         """A rank that has nothing to read goes along where another one has."""
-        if not self.batching.ranks.any(bool(conversations)):
+        if not self.batching.ranks.any_rank(bool(conversations)):
             return []
         found: list[float] = self.model.scores(conversations or [self.model.blank()]).tolist()
         return found[: len(conversations)]

@@ -43,7 +43,7 @@ TEXT_ALONE = [1, 1, 1], [4, 3, 8]  # nobody sees anything, and the second rank h
 ONE_GROUP = [0, 0, 0], [6, 2, 9]  # the second rank has nothing to do
 BUDGET = MicroBatching(tokens=60)
 CLIP = 2.0  # of the correction of what an engine has sampled
-NEEDS = Needs("old", "entropy", "entropy_change", "dependency", "mass", "reference")
+NEEDS = Needs("old_logprobs", "entropy", "entropy_change", "dependency", "attention_mass", "ref_logprobs")
 
 
 # -------------------------------------------------------------------------------------------------------- the workers
@@ -114,7 +114,7 @@ def batches_of(kind, family, rows):
             for seed, batch in enumerate(made)
         ]
     actor = worker_of("actor", family, MicroBatching(rows=len(rollouts)))
-    needs = Needs("old", "mass") if kind == "tprl" else Needs("old")
+    needs = Needs("old_logprobs", "attention_mass") if kind == "tprl" else Needs("old_logprobs")
     signals = actor.probe(rollouts, needs, 0)
     return [actor_batch(kind, rollouts, signals, seed) for seed in range(UPDATES)]
 
@@ -122,16 +122,16 @@ def batches_of(kind, family, rows):
 def actor_batch(kind, rollouts, signals, seed):
     mask = rollouts.mask
     advantage = noise(mask[:, :1], seed + 1).expand(mask.shape).where(mask, 0.0)
-    old, weights = signals.old + noise(mask, seed + 20, 0.3), term_weights(mask.float(), mask, "grpo", 16)
+    old, weights = signals.old_logprobs + noise(mask, seed + 20, 0.3), term_weights(mask.float(), mask, "grpo", 16)
     if kind == "tprl":
         nothing = torch.zeros(len(rollouts))
         rewards = Rewards(nothing, {}, nothing.bool())
         credit = assign([AttentionWeights(target="mask")], Experience(rollouts, rewards, signals, advantage), (0, 0))
         assert credit.weights.std() > 0.01
-        advantage, weights = credit.advantage, term_weights(credit.measure, credit.select, "dapo", 16)
-    correction = mismatch_correction(old, rollouts.behaviour, mask, CLIP, "token") if kind == "engine" else None
+        advantage, weights = credit.advantage, term_weights(credit.token_weight, credit.keep_mask, "dapo", 16)
+    correction = mismatch_correction(old, rollouts.rollout_logprobs, mask, CLIP, "token") if kind == "engine" else None
     batch = TrainBatch(rollouts, old, advantage, torch.ones(mask.shape) if correction is None else correction, weights)
-    return replace(batch, reference=signals.old + noise(mask, seed + 40, 0.5))
+    return replace(batch, ref_logprobs=signals.old_logprobs + noise(mask, seed + 40, 0.5))
 
 
 LOSSES = {
@@ -194,7 +194,7 @@ def check(kind, family, rows, tmp_path, batching=BUDGET, sizes=(1, 2), updates=U
 
 def as_streams(rollouts):
     """Responses as a rank sends them: without their prompts."""
-    return [(rows.group, rows.tokens, rows.mask, rows.behaviour, rows.text, rows.version) for rows in rollouts]
+    return [(rows.group, rows.tokens, rows.mask, rows.rollout_logprobs, rows.text, rows.version) for rows in rollouts]
 
 
 def same_responses(found, expected):
@@ -203,7 +203,7 @@ def same_responses(found, expected):
         same(group, rows.group)
         same(mask, rows.mask)
         same(tokens.where(mask, 0), rows.tokens.where(rows.mask, 0))
-        torch.testing.assert_close(behaviour, rows.behaviour, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(behaviour, rows.rollout_logprobs, rtol=1e-4, atol=1e-4)
         assert text == rows.text
         same(version, rows.version)
     assert expected[0].text != expected[1].text, "the new weights say something else"

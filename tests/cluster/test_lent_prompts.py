@@ -28,7 +28,11 @@ def test_each_prompt_travels_once():
     store, rollouts = Store(), fake_rollouts([2, 1, 3], group=[0, 0, 1])
     lent, zeros = Lent(store.put), torch.zeros(3, 3)
     batch = fake_batch(rollouts, zeros, zeros)
-    calls = [(list(rollouts.prompts), 7), (rollouts, Needs("old"), 3), ([batch, batch.rows(torch.tensor([2]))], None)]
+    calls = [
+        (list(rollouts.prompts), 7),
+        (rollouts, Needs("old_logprobs"), 3),
+        ([batch, batch.rows(torch.tensor([2]))], None),
+    ]
     sent = [pickle.loads(pickle.dumps(lent(call))) for call in calls]
     assert len(store.held) == 2
     assert all(isinstance(name, Name) for name in sent[1][0].prompts)
@@ -36,7 +40,7 @@ def test_each_prompt_travels_once():
     prompts, probe, update = (fetched(call, store.get) for call in sent)
     assert store.asked == len(sent), "once for all prompts of a call"
     assert [prompt.task.id for prompt in prompts[0]] == ["p0", "p1"] and prompts[1] == 7
-    assert [prompt.task.id for prompt in probe[0].prompts] == ["p0", "p1"] and probe[1:] == (Needs("old"), 3)
+    assert [prompt.task.id for prompt in probe[0].prompts] == ["p0", "p1"] and probe[1:] == (Needs("old_logprobs"), 3)
     assert [prompt.task.id for prompt in update[0][1].rollouts.prompts] == ["p1"] and update[1] is None
     assert torch.equal(update[0][0].rollouts.tokens, rollouts.tokens)
 

@@ -50,7 +50,7 @@ def steps(actor, generator):
     """Responses, an update on them, and responses of the new weights."""
     with generator.awake():
         first = generator.generate(prompts(), SAMPLING)
-    signals = actor.probe(first, Needs("old"), 0)
+    signals = actor.probe(first, Needs("old_logprobs"), 0)
     actor.update([actor_batch("actor", first, signals, 1)], LOSS)
     with generator.awake():
         weights = actor.publish()
@@ -68,11 +68,11 @@ def on_rank(ranks, path):
     crew = OwnCrew(ranks, parts)
     actor = RankedLearner(crew, "actor")
     found = steps(actor, RankedGenerator(crew))
-    moved = actor.probe(found[0], Needs("old", "reference"), 0)
-    assert (moved.old - moved.reference).abs().max() > 1e-3, "the reference stays"
+    moved = actor.probe(found[0], Needs("old_logprobs", "ref_logprobs"), 0)
+    assert (moved.old_logprobs - moved.ref_logprobs).abs().max() > 1e-3, "the reference stays"
     crew.call("reference", "refresh", [()] * 2)
-    again = actor.probe(found[0], Needs("old", "reference"), 0)
-    torch.testing.assert_close(again.old, again.reference)
+    again = actor.probe(found[0], Needs("old_logprobs", "ref_logprobs"), 0)
+    torch.testing.assert_close(again.old_logprobs, again.ref_logprobs)
     assert RankedLearner(crew, "critic").probe(found[0], Needs("values"), 0).values.shape == found[0].mask.shape
     crew.close()
     return as_streams(found)

@@ -17,7 +17,7 @@ from mtrl.workers.micro_batches import MicroBatching
 FAMILY = "qwen2_5_vl"
 LIMITS = Limits(
     prompts=2, prompts_per_update=2, sampling=Sampling(n=2, max_new_tokens=4), prompt_tokens=40, max_pixels=56**2,
-    update=MicroBatching(60), probe=MicroBatching(60), needs=Needs("old", "entropy", "dependency", "mass"),
+    update=MicroBatching(60), probe=MicroBatching(60), needs=Needs("old_logprobs", "entropy", "dependency", "attention_mass"),
 )  # fmt: skip
 
 

@@ -95,7 +95,7 @@ def test_a_killed_rank_costs_nothing_but_time(tmp_path):
 
 
 APART = ("worker.hybrid_engine=false", "worker.rollout.n_gpus=1")
-LAGS = ("worker.rollout.lag=1", "worker.actor.optim.lr=1e-4", "training.max_steps=3")
+LAGS = ("worker.rollout.off_policy_steps=1", "worker.actor.optim.lr=1e-4", "training.max_steps=3")
 
 
 def completed(output, *words):
@@ -141,7 +141,7 @@ def test_one_step_ahead_on_ranks(tmp_path):
 
 
 def test_a_killed_engine_costs_nothing_but_time(tmp_path):
-    words = (*APART, "worker.rollout.lag=1")
+    words = (*APART, "worker.rollout.off_policy_steps=1")
     whole = completed(tmp_path / "whole", *words)
     run = start(tmp_path / "killed", *words)
     wait_for(lambda: updates(tmp_path / "killed", 1) >= 3 or run.poll() is not None, "third update")

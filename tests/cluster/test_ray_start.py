@@ -6,7 +6,7 @@ import pytest
 
 ray = pytest.importorskip("ray")
 
-from mtrl.distributed import crew  # noqa: E402
+from mtrl.distributed import ray_group as crew  # noqa: E402
 from mtrl.utils.errors import StartError  # noqa: E402
 
 

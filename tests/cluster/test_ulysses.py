@@ -30,7 +30,16 @@ LAYOUTS = {
     "packed": {"share_prefix": True, "packed": True, "top_p": 0.9},
     "rows": {"share_prefix": False, "dependency": "full_kl"},  # causal: there is no mask
 }
-NEEDS = Needs("old", "entropy", "support", "entropy_change", "dependency", "similarity", "mass", "prompt_mass")
+NEEDS = Needs(
+    "old_logprobs",
+    "entropy",
+    "support",
+    "entropy_change",
+    "dependency",
+    "similarity",
+    "attention_mass",
+    "prompt_attention_mass",
+)
 
 
 # ----------------------------------------------------------------------------------------------- passes, without FSDP
@@ -123,16 +132,18 @@ def by_blocks(ranks):
     backbone.ranks, backbone.sight_mask = ranks, lambda sight, packed: sight.blocks(CPU)
     rollouts = random_rollouts(prompts_for("qwen3_vl"), *MIXED)
     forward = Forward(backbone, encoder_of("qwen3_vl"), packed=True, sharers=share_sequences(ranks.size))
-    return forward.signals(rollouts, Needs("old", "mass"))
+    return forward.signals(rollouts, Needs("old_logprobs", "attention_mass"))
 
 
 @pytest.mark.slow
 def test_flex_attention_of_a_share_of_the_heads(tmp_path):
     forward = Forward(shared_backbone("qwen3_vl"), encoder_of("qwen3_vl"))
-    expected = forward.signals(random_rollouts(prompts_for("qwen3_vl"), *MIXED), Needs("old", "mass"))
+    expected = forward.signals(
+        random_rollouts(prompts_for("qwen3_vl"), *MIXED), Needs("old_logprobs", "attention_mass")
+    )
     for found in run_ranks(2, by_blocks, tmp_path):
-        close(found.old, expected.old, rtol=1e-5, atol=3e-5)
-        close(found.mass, expected.mass, rtol=1e-5, atol=3e-5)
+        close(found.old_logprobs, expected.old_logprobs, rtol=1e-5, atol=3e-5)
+        close(found.mass, expected.attention_mass, rtol=1e-5, atol=3e-5)
 
 
 def one_token(ranks, family):

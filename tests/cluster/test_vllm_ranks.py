@@ -35,7 +35,7 @@ def test_what_vllm_has_sampled_is_learnt_alike(tmp_path):
     engine = engine_on(child_process(FAMILY), FAMILY)
     rollouts = engine.generate(prompts_for(FAMILY), Sampling(n=3, max_new_tokens=8, seed=2))
     end_in_process()
-    assert len(rollouts) == 12 and rollouts.behaviour.abs().max() > 0.1
+    assert len(rollouts) == 12 and rollouts.rollout_logprobs.abs().max() > 0.1
     check("engine", FAMILY, rollouts, tmp_path)
 
 

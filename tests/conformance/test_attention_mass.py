@@ -91,40 +91,45 @@ def close(actual, expected, atol=1e-5):
 def test_masses_equal_those_of_eager_matrices(family, route, last_k):
     rollouts = rollouts_for(family)
     forward = Forward(shared_backbone(family), encoder_of(family), last_k=last_k, **route)
-    signals = forward.signals(rollouts, Needs("old", "mass"))
-    assert signals.mass.shape == (len(GROUP), max(LENGTHS), len(SEGMENTS), 2)
+    signals = forward.signals(rollouts, Needs("old_logprobs", "attention_mass"))
+    assert signals.attention_mass.shape == (len(GROUP), max(LENGTHS), len(SEGMENTS), 2)
     for row, length in enumerate(LENGTHS):
         size = len(rollouts.prompts[GROUP[row]].ids)
         for name, expected in eager_shares(family, row, last_k).items():
-            close(segment(signals.mass[row, :length], name), expected[size - 1 : size - 1 + length])
-        assert (signals.mass[row, length:] == 0).all()
+            close(segment(signals.attention_mass[row, :length], name), expected[size - 1 : size - 1 + length])
+        assert (signals.attention_mass[row, length:] == 0).all()
 
 
 def test_prompt_masses_equal_those_of_eager_matrices(family, route):
     """The mean over the prompt's positions after its last image."""
     rollouts = rollouts_for(family)
-    signals = Forward(shared_backbone(family), encoder_of(family), **route).signals(rollouts, Needs("old", "mass"))
+    signals = Forward(shared_backbone(family), encoder_of(family), **route).signals(
+        rollouts, Needs("old_logprobs", "attention_mass")
+    )
     for row in range(len(GROUP)):
         pool = rollouts.prompts[GROUP[row]].pool
         seen = (pool == VISION_POOL).nonzero()
         begin = max(int(seen[-1]) + 1 if len(seen) else 0, 1)  # the sink itself sees nothing that counts
         for name, shares in eager_shares(family, row).items() if len(seen) else ():
-            close(segment(signals.prompt_mass[row], name), shares[begin : len(pool)].mean(0))
+            close(segment(signals.prompt_attention_mass[row], name), shares[begin : len(pool)].mean(0))
 
 
 def test_two_layers_have_no_third_third(tmp_path):
     path = make_tiny_checkpoint(tmp_path, "qwen2", layers=2)
     forward = Forward(Backbone(load_model(path)), encoder_of("qwen2"))
-    mass = forward.signals(rollouts_for("qwen2"), Needs("mass")).mass[0, : LENGTHS[0]]
+    mass = forward.signals(rollouts_for("qwen2"), Needs("attention_mass")).attention_mass[0, : LENGTHS[0]]
     assert segment(mass, "late").isnan().all() and segment(mass, "all").isfinite().all()
 
 
 @pytest.mark.parametrize("family", VISION_FAMILIES, indirect=True)
 def test_masses_are_worth_telling_apart(family):
     rollouts = rollouts_for(family)
-    signals = Forward(shared_backbone(family), encoder_of(family)).signals(rollouts, Needs("old", "mass"))
+    signals = Forward(shared_backbone(family), encoder_of(family)).signals(
+        rollouts, Needs("old_logprobs", "attention_mass")
+    )
     ratio = vgr(
-        segment(sequence_mass(signals.mass, rollouts.mask), "all"), pool_sizes(rollouts.prompts)[rollouts.group]
+        segment(sequence_mass(signals.attention_mass, rollouts.mask), "all"),
+        pool_sizes(rollouts.prompts)[rollouts.group],
     )
     applies = rollouts.visual & rollouts.mask.any(1)
     assert ratio[applies].std() > 0.05
@@ -138,10 +143,10 @@ def test_the_perturbed_view_leaves_the_clean_masses_alone(family, route):
     rollouts = rollouts_for(family)
     views = [Perturbation(seed=7).view(prompt, 0) for prompt in rollouts.prompts]
     forward = Forward(shared_backbone(family), encoder_of(family), **route)
-    alone = forward.signals(rollouts, Needs("old", "mass"))
-    both = forward.signals(rollouts, Needs("dependency", "mass", "entropy"), views)
-    torch.testing.assert_close(both.mass, alone.mass, rtol=0, atol=1e-5, equal_nan=True)
-    close(both.old, alone.old)
+    alone = forward.signals(rollouts, Needs("old_logprobs", "attention_mass"))
+    both = forward.signals(rollouts, Needs("dependency", "attention_mass", "entropy"), views)
+    torch.testing.assert_close(both.attention_mass, alone.attention_mass, rtol=0, atol=1e-5, equal_nan=True)
+    close(both.old_logprobs, alone.old_logprobs)
 
 
 @pytest.mark.parametrize("family", VISION_FAMILIES, indirect=True)
@@ -157,7 +162,7 @@ def test_maps_equal_those_of_eager_matrices(family, route):
         assert maps.shape == (len(tokens), len(SEGMENTS), size)
         for number, name in enumerate(SEGMENTS):
             close(maps[:, number], eager_maps(family, row)[name][[size - 1 + token for token in tokens]])
-        mass = forward.signals(one, Needs("mass")).mass[0, tokens]
+        mass = forward.signals(one, Needs("attention_mass")).attention_mass[0, tokens]
         sums = torch.stack([maps[..., prompt.pool == pool].sum(-1) for pool in (TEXT_POOL, VISION_POOL)], -1)
         close(sums, mass.nan_to_num())
         assert maps[:, SEGMENTS.index("all"), prompt.pool == VISION_POOL].std() > 1e-3, "worth drawing"
@@ -167,7 +172,7 @@ def test_maps_equal_those_of_eager_matrices(family, route):
 def test_other_attention_is_refused_by_name(family):
     forward = Forward(Backbone(eager_model(family)), encoder_of(family))
     with pytest.raises(ValueError, match="attn_implementation"):
-        forward.signals(rollouts_for(family), Needs("mass"))
+        forward.signals(rollouts_for(family), Needs("attention_mass"))
 
 
 # ----------------------------------------------------------------------------------------------- maps for the record
@@ -177,18 +182,18 @@ def test_maps_of_whole_responses_equal_those_of_eager_matrices(family, route, la
     """Every token's attention on every image token, of several images too; a token's sum is its vision mass."""
     rollouts = rollouts_for(family)
     forward = Forward(shared_backbone(family), encoder_of(family), last_k=last_k, **route)
-    signals = forward.signals(rollouts, Needs("maps", "mass"))
-    assert signals.old is None, "the vocabulary is left alone"
+    signals = forward.signals(rollouts, Needs("attention_maps", "attention_mass"))
+    assert signals.old_logprobs is None, "the vocabulary is left alone"
     for row, length in enumerate(LENGTHS):
         pool = rollouts.prompts[GROUP[row]].pool
         if not length or not (pool == VISION_POOL).any():
-            assert signals.maps[row] is None
+            assert signals.attention_maps[row] is None
             continue
-        found = signals.maps[row]
+        found = signals.attention_maps[row]
         expected = eager_maps(family, row, last_k)["all"][len(pool) - 1 : len(pool) - 1 + length, pool == VISION_POOL]
         assert found.levels.shape == expected.shape and found.levels.dtype == torch.uint8
         close(found.shares.sum(1), expected.sum(1))
-        close(found.shares.sum(1), segment(signals.mass[row, :length], "all")[:, 1])
+        close(found.shares.sum(1), segment(signals.attention_mass[row, :length], "all")[:, 1])
         most = expected.amax(1, keepdim=True)
         error = (found.shares - expected).abs() / (expected * most).sqrt().clamp(min=most / 255)
         assert error.max() < 2 / 255, "half a level of a root, and what the scale moves"
@@ -199,11 +204,11 @@ def test_maps_of_whole_responses_equal_those_of_eager_matrices(family, route, la
 def test_pieces_make_the_same_maps(family, route, monkeypatch):
     rollouts = rollouts_for(family)
     forward = Forward(shared_backbone(family), encoder_of(family), **route)
-    whole = forward.signals(rollouts, Needs("maps")).maps
+    whole = forward.signals(rollouts, Needs("attention_maps")).attention_maps
     heads = shared_backbone(family).language_model.config.num_attention_heads
     for scores in (1, 3 * heads * 40):  # a token at a time, and a few
         monkeypatch.setattr(attention_maps, "SCORES_AT_ONCE", scores)
-        for one, other in zip(whole, forward.signals(rollouts, Needs("maps")).maps, strict=True):
+        for one, other in zip(whole, forward.signals(rollouts, Needs("attention_maps")).attention_maps, strict=True):
             assert (one is None) == (other is None)
             if one is not None:
                 torch.testing.assert_close(other.shares, one.shares, rtol=1e-4, atol=1e-5)
@@ -215,7 +220,7 @@ def test_maps_that_are_too_large_are_left_out(family, monkeypatch):
     forward = Forward(shared_backbone(family), encoder_of(family))
     image_tokens = int((rollouts.prompts[0].pool == VISION_POOL).sum())
     monkeypatch.setattr(attention_maps, "CELLS_OF_A_RESPONSE", 5 * image_tokens)
-    maps = forward.signals(rollouts, Needs("maps")).maps
+    maps = forward.signals(rollouts, Needs("attention_maps")).attention_maps
     assert maps[0] is None and maps[1] is not None, "six tokens are one too many"
     monkeypatch.setattr(attention_maps, "CELLS_OF_A_PASS", 0)
-    assert forward.signals(rollouts, Needs("maps")).maps == (None,) * len(rollouts)
+    assert forward.signals(rollouts, Needs("attention_maps")).attention_maps == (None,) * len(rollouts)

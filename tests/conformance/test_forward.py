@@ -72,7 +72,7 @@ def test_log_probs_equal_a_plain_forward(family, forward, temperature):
     forward = replace(forward, temperature=temperature)
     with torch.no_grad():
         expected = plain_logp(family, rollouts, temperature=temperature)
-    old = forward.signals(rollouts).old
+    old = forward.signals(rollouts).old_logprobs
     close(old, expected)
     close(forward.logp(rollouts).detach(), expected)
     assert expected[rollouts.mask].std() > 0.5, "the rows are worth telling apart"
@@ -82,7 +82,7 @@ def test_log_probs_equal_a_plain_forward(family, forward, temperature):
 def test_chunks_change_nothing(family, forward):
     rollouts = rollouts_for(family)
     small = replace(forward, chunk=5)
-    close(small.signals(rollouts).old, forward.signals(rollouts).old, atol=1e-6)
+    close(small.signals(rollouts).old_logprobs, forward.signals(rollouts).old_logprobs, atol=1e-6)
 
 
 def test_entropy_equals_a_plain_forward(family, forward):
@@ -100,7 +100,7 @@ def test_entropy_equals_a_plain_forward(family, forward):
 def test_similarity_to_the_image_equals_a_plain_forward(family, forward):
     """Beside a second view, whose states are none of its business; rows without an image have none."""
     rollouts = rollouts_for(family)
-    signals = forward.signals(rollouts, Needs("similarity", "perturbed"), views_of(rollouts))
+    signals = forward.signals(rollouts, Needs("similarity", "perturbed_logprobs"), views_of(rollouts))
     for row, length in enumerate(LENGTHS):
         prompt = rollouts.prompts[GROUP[row]]
         inputs = plain_inputs(encoder_of(family), prompt, rollouts.tokens[row, :length])
@@ -112,13 +112,15 @@ def test_similarity_to_the_image_equals_a_plain_forward(family, forward):
         close(signals.similarity[row, :length], torch.cosine_similarity(predicting, image, dim=-1))
         assert (signals.similarity[row, length:] == 0).all()
         assert prompt.task.visual == bool(length and signals.similarity[row, 0] != 0) or not length
-    old = forward.signals(rollouts).old
-    assert torch.equal(forward.signals(rollouts, Needs("old", "similarity")).old, old), "it changes nothing else"
+    old = forward.signals(rollouts).old_logprobs
+    assert torch.equal(forward.signals(rollouts, Needs("old_logprobs", "similarity")).old_logprobs, old), (
+        "it changes nothing else"
+    )
 
 
 def test_unasked_fields_stay_empty(family, forward):
     signals = forward.signals(rollouts_for(family))
-    assert signals.entropy is signals.dependency is signals.perturbed is signals.similarity is None
+    assert signals.entropy is signals.dependency is signals.perturbed_logprobs is signals.similarity is None
 
 
 def test_only_empty_responses(family, forward):
@@ -128,7 +130,7 @@ def test_only_empty_responses(family, forward):
     signals = replace(forward, dependency="full_kl").signals(
         rollouts, Needs("entropy", "dependency", "similarity"), views_of(rollouts)
     )
-    assert all((x == 0).all() for x in (signals.old, signals.entropy, signals.dependency, signals.similarity))
+    assert all((x == 0).all() for x in (signals.old_logprobs, signals.entropy, signals.dependency, signals.similarity))
     forward.logp(rollouts).sum().backward()
     assert all(p.grad is None or (p.grad == 0).all() for p in forward.backbone.model.parameters())
 
@@ -142,7 +144,7 @@ def test_forbidden_tokens_hold_no_probability(family, forward):
     rollouts.tokens[:, 0] = torch.arange(vocabulary)
     each_reads_its_prompt = forward.packed and not forward.share_prefix  # all in one sequence, seen by a large matrix
     few = torch.arange(vocabulary).split(16 if each_reads_its_prompt else 256)
-    probabilities = torch.cat([forward.signals(rollouts.rows(rows)).old[:, 0] for rows in few]).double().exp()
+    probabilities = torch.cat([forward.signals(rollouts.rows(rows)).old_logprobs[:, 0] for rows in few]).double().exp()
     assert abs(float(probabilities.sum()) - 1) < 1e-5
     forbidden = torch.zeros(vocabulary, dtype=torch.bool)
     forbidden[list(encoder.forbidden_ids)] = True
@@ -155,18 +157,18 @@ def test_forged_media_tokens_break_nothing(family, forward):
     """A response with image marks: -inf for the marks themselves, and a proper number for every other token."""
     encoder = encoder_of(family)
     rollouts = rollouts_for(family)
-    clean = forward.signals(rollouts).old
+    clean = forward.signals(rollouts).old_logprobs
     for place, token in enumerate(encoder.forbidden_ids):
         rollouts.tokens[0, place] = token
         rollouts.tokens[5, place + 1] = token  # a text-only row
     signals = forward.signals(rollouts, Needs("dependency", "entropy"), views_of(rollouts))
     forged = torch.isin(rollouts.tokens, torch.tensor(encoder.forbidden_ids)) & rollouts.mask
-    assert (signals.old[forged] == -torch.inf).all()
-    assert signals.old[~forged].isfinite().all() and signals.entropy.isfinite().all()
+    assert (signals.old_logprobs[forged] == -torch.inf).all()
+    assert signals.old_logprobs[~forged].isfinite().all() and signals.entropy.isfinite().all()
     untouched = [1, 2, 3, 4, 6]
-    close(signals.old[untouched], clean[untouched], atol=1e-6)
+    close(signals.old_logprobs[untouched], clean[untouched], atol=1e-6)
     expected = torch.stack([plain_logp_of_forged(family, rollouts, row) for row in (0, 5)])
-    close(signals.old[[0, 5], 5], expected)
+    close(signals.old_logprobs[[0, 5], 5], expected)
 
 
 def plain_logp_of_forged(family, rollouts, row):
@@ -220,7 +222,7 @@ def test_low_var_kl_equals_a_plain_computation(family, forward, temperature):
         other = plain_logp(family, rollouts, temperature=temperature, views=views).double()
     x = (other - old).clamp(-20, 20)
     expected = (x.exp() - x - 1).clamp(0, 10)
-    close(signals.perturbed, other.float())
+    close(signals.perturbed_logprobs, other.float())
     torch.testing.assert_close(signals.dependency.double(), expected, rtol=1e-4, atol=1e-5)
     seen = signals.dependency[rollouts.visual[:, None] & rollouts.mask]
     assert len(seen) == 0 or seen.max() > 0.01, "the views are worth telling apart"
@@ -248,7 +250,7 @@ def test_the_same_view_depends_on_nothing(family, forward, estimator):
     rollouts = rollouts_for(family)
     same = [prompt.media for prompt in rollouts.prompts]
     signals = replace(forward, dependency=estimator).signals(rollouts, Needs("dependency"), same)
-    close(signals.old, signals.perturbed)
+    close(signals.old_logprobs, signals.perturbed_logprobs)
     assert (signals.dependency < 1e-6).all()
 
 
@@ -276,7 +278,7 @@ def test_rows_do_not_depend_on_their_batch(family, forward):
     together = forward.signals(rollouts, Needs("entropy"))
     for row in (0, 2, 6):
         alone = forward.signals(rollouts.rows(torch.tensor([row])), Needs("entropy"))
-        close(alone.old[0], together.old[row])
+        close(alone.old_logprobs[0], together.old_logprobs[row])
         close(alone.entropy[0], together.entropy[row])
 
 
@@ -300,9 +302,9 @@ def test_every_family_that_may_share_its_prefix_is_exact(kind):
     assert backbone.shares_prefixes
     rollouts = rollouts_for("qwen2")
     forwards = [Forward(backbone, encoder_of("qwen2"), **route) for route in ROUTES.values()]
-    plain = Forward(backbone, encoder_of("qwen2"), share_prefix=False).signals(rollouts).old
+    plain = Forward(backbone, encoder_of("qwen2"), share_prefix=False).signals(rollouts).old_logprobs
     for forward in forwards:
-        close(forward.signals(rollouts).old, plain)
+        close(forward.signals(rollouts).old_logprobs, plain)
     assert plain[rollouts.mask].std() > 0.5
 
 

@@ -114,7 +114,7 @@ def same_rows(actual, rows, expected):
         length = int(expected.mask[other].sum())
         assert int(actual.mask[row].sum()) == length
         assert torch.equal(actual.tokens[row, :length], expected.tokens[other, :length])
-        close(actual.behaviour[row, :length], expected.behaviour[other, :length])
+        close(actual.rollout_logprobs[row, :length], expected.rollout_logprobs[other, :length])
         assert actual.text[row] == expected.text[other] and actual.finish[row] == expected.finish[other]
 
 
@@ -141,7 +141,7 @@ def test_greedy_equals_generate_and_a_plain_forward(family, encoder, engine):
         )[0, len(prompt.ids) :]
         assert rollouts.tokens[row][rollouts.mask[row]].tolist() == expected.tolist()
     with torch.no_grad():
-        close(rollouts.behaviour, plain_logp(family, rollouts))
+        close(rollouts.rollout_logprobs, plain_logp(family, rollouts))
     assert len({prompt.ids.shape for prompt in prompts}) > 2, "the prompts are unequal in length"
     assert len(set(rollouts.mask.sum(1).tolist())) > 1, "and so are the answers"
 
@@ -156,24 +156,28 @@ def test_extreme_sampling_is_greedy(family, engine, cut):
         return
     sharp = engine.generate(prompts, replace(GREEDY, **{"temperature": 1.0, **cut}))
     assert torch.equal(sharp.tokens, greedy.tokens)
-    close(sharp.behaviour, torch.zeros_like(sharp.behaviour), atol=1e-3)  # nothing else could have been sampled
+    close(
+        sharp.rollout_logprobs, torch.zeros_like(sharp.rollout_logprobs), atol=1e-3
+    )  # nothing else could have been sampled
 
 
 # ---------------------------------------------------------------------------------------------------------- log-probs
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_behaviour_is_what_the_trainer_computes(family, encoder, engine, temperature):
     rollouts = engine.generate(prompts_for(family), replace(SAMPLED, temperature=temperature))
-    close(rollouts.behaviour, Forward(shared_backbone(family), encoder, temperature).signals(rollouts).old)
+    close(
+        rollouts.rollout_logprobs, Forward(shared_backbone(family), encoder, temperature).signals(rollouts).old_logprobs
+    )
     with torch.no_grad():
-        close(rollouts.behaviour, plain_logp(family, rollouts, temperature=temperature))
+        close(rollouts.rollout_logprobs, plain_logp(family, rollouts, temperature=temperature))
 
 
 @pytest.mark.parametrize("cut", [{"top_k": 12}, {"top_p": 0.8}, {"top_k": 20, "top_p": 0.7}], ids=str)
 def test_cut_behaviour_is_what_the_trainer_computes_on_the_sampled_support(family, encoder, engine, cut):
     rollouts = engine.generate(prompts_for(family), replace(SAMPLED, temperature=0.7, **cut))
-    found = Forward(shared_backbone(family), encoder, 0.7, **cut).signals(rollouts, Needs("old", "support"))
-    close((found.old - found.support).where(rollouts.mask, 0.0), rollouts.behaviour)
-    assert (found.old - rollouts.behaviour).abs().max() > 0.05, "the whole distribution is another one"
+    found = Forward(shared_backbone(family), encoder, 0.7, **cut).signals(rollouts, Needs("old_logprobs", "support"))
+    close((found.old_logprobs - found.support).where(rollouts.mask, 0.0), rollouts.rollout_logprobs)
+    assert (found.old_logprobs - rollouts.rollout_logprobs).abs().max() > 0.05, "the whole distribution is another one"
 
 
 @pytest.mark.parametrize("cut", [{}, {"top_k": 5}, {"top_p": 0.5}, {"top_k": 20, "top_p": 0.7}], ids=str)
@@ -186,7 +190,7 @@ def test_first_tokens_follow_the_distribution(family, engine, cut):
         full = plain_log_probs(family, prompt, torch.zeros(1, dtype=torch.long), temperature=0.7)[0].exp().double()
     expected = cut_by_hand(full, **cut)
     drawn = rollouts.tokens[:, 0]
-    close(rollouts.behaviour[:, 0], expected.log()[drawn].float(), atol=1e-4)
+    close(rollouts.rollout_logprobs[:, 0], expected.log()[drawn].float(), atol=1e-4)
     seen = torch.bincount(drawn, minlength=len(expected)).double()
     common = count * expected >= 5
     seen = torch.cat([seen[common], seen[~common].sum()[None]])
@@ -252,13 +256,13 @@ def test_a_task_asked_again_counts_on_across_calls(family, engine):
     prompts = prompts_for(family)
     first = engine.generate(prompts, SAMPLED)
     asked = {prompt.task.id: 1 for prompt in prompts}
-    second = engine.generate(prompts, replace(SAMPLED, asked=asked))
+    second = engine.generate(prompts, replace(SAMPLED, times_sampled=asked))
     both = engine.generate([*prompts, *prompts], SAMPLED)
     same_rows(both, range(12), first)
     same_rows(both, range(12, 24), second)
     assert differ(first, second)
     same_rows(first, range(12), engine.generate(prompts, SAMPLED))  # nobody counted: copies
-    some = engine.generate(prompts, replace(SAMPLED, asked={prompts[1].task.id: 1}))
+    some = engine.generate(prompts, replace(SAMPLED, times_sampled={prompts[1].task.id: 1}))
     same_rows(some, range(3, 6), second.rows(torch.arange(3, 6)))
     same_rows(some, [*range(3), *range(6, 12)], first.rows(torch.tensor([*range(3), *range(6, 12)])))
 
@@ -279,11 +283,13 @@ def test_records_are_complete(family, encoder, engine):
     assert rollouts.group.tolist() == [i for i in range(4) for _ in range(8)] and rollouts.prompts == tuple(prompts)
     assert torch.equal(rollouts.mask, torch.arange(rollouts.mask.shape[1]) < lengths[:, None])
     assert lengths.min() >= 1 and lengths.max() == rollouts.mask.shape[1] <= 12
-    assert (rollouts.tokens[~rollouts.mask] == encoder.pad_id).all() and (rollouts.behaviour[~rollouts.mask] == 0).all()
-    assert [rollouts.tokens.dtype, rollouts.mask.dtype, rollouts.behaviour.dtype] == [
+    assert (rollouts.tokens[~rollouts.mask] == encoder.pad_id).all() and (
+        rollouts.rollout_logprobs[~rollouts.mask] == 0
+    ).all()
+    assert [rollouts.tokens.dtype, rollouts.mask.dtype, rollouts.rollout_logprobs.dtype] == [
         torch.int64, torch.bool, torch.float32,
     ]  # fmt: skip
-    assert rollouts.tokens.device.type == "cpu" and not rollouts.behaviour.requires_grad
+    assert rollouts.tokens.device.type == "cpu" and not rollouts.rollout_logprobs.requires_grad
     for row in range(len(rollouts)):
         said = rollouts.tokens[row][rollouts.mask[row]]
         assert rollouts.text[row] == encoder.decode(said)
@@ -336,10 +342,10 @@ def test_forbidden_tokens_are_never_sampled(family, encoder, fresh_engine, sampl
         assert wanted[list(encoder.forbidden_ids)].sum() > 0.5, "the model itself would say nothing else"
     rollouts = fresh_engine.generate(prompts, replace(sampling, version=1))
     assert not torch.isin(rollouts.tokens[rollouts.mask], torch.tensor(encoder.forbidden_ids)).any()
-    assert rollouts.behaviour.isfinite().all()
+    assert rollouts.rollout_logprobs.isfinite().all()
     if sampling is SAMPLED:
         with torch.no_grad():
-            close(rollouts.behaviour, plain_logp(family, rollouts, model=plain))
+            close(rollouts.rollout_logprobs, plain_logp(family, rollouts, model=plain))
 
 
 # -------------------------------------------------------------------------------------------------- weights, versions
@@ -360,7 +366,7 @@ def test_loaded_weights_speak(family, encoder, fresh_engine):
     rollouts = fresh_engine.generate(prompts, replace(GREEDY, version=1))
     assert differ(before, rollouts)
     with torch.no_grad():
-        close(rollouts.behaviour, plain_logp(family, rollouts, model=changed))
+        close(rollouts.rollout_logprobs, plain_logp(family, rollouts, model=changed))
     assert rollouts.version.tolist() == [1] * 4 and before.version.tolist() == [0] * 4
     with pytest.raises(RuntimeError):
         fresh_engine.generate(prompts, GREEDY)
@@ -418,7 +424,7 @@ def test_finished_rows_leave_and_change_nothing(family, local_engine, monkeypatc
 
 def test_each_prompt_is_seen_and_read_once(family, local_engine, monkeypatch):
     """However many answers it gets."""
-    read, seen = Backbone.read, Backbone.see
+    read, seen = Backbone.forward_text, Backbone.encode_images
     rows, pictures = [], []
     monkeypatch.setattr(Backbone, "read", lambda b, ids, *x, **y: rows.append(ids.shape) or read(b, ids, *x, **y))
     monkeypatch.setattr(Backbone, "see", lambda b, inputs: pictures.append(len(inputs)) or seen(b, inputs))
@@ -461,7 +467,7 @@ def test_half_precision(family, encoder):
     """Records stay float32; engine and trainer agree within what bfloat16 can."""
     backbone = Backbone(load_model(checkpoint(family), dtype="bf16"))
     rollouts = LocalGenerator(backbone, encoder).generate(prompts_for(family), replace(SAMPLED, n=8))
-    old = Forward(backbone, encoder).signals(rollouts).old
-    assert rollouts.behaviour.dtype == old.dtype == torch.float32
-    gap = (old - rollouts.behaviour)[rollouts.mask].abs()
+    old = Forward(backbone, encoder).signals(rollouts).old_logprobs
+    assert rollouts.rollout_logprobs.dtype == old.dtype == torch.float32
+    gap = (old - rollouts.rollout_logprobs)[rollouts.mask].abs()
     assert gap.mean() < 0.1, gap.mean()

@@ -93,7 +93,7 @@ def test_an_adaptive_coefficient_and_several_passes_go_on_too(tmp_path):
 @pytest.mark.slow
 def test_responses_that_were_sampled_ahead_are_learnt_from_after_a_resume(tmp_path):
     """Those of the third step are of weights that the checkpoint after the second does not hold."""
-    more = ["worker.rollout.lag=1", "training.val_freq=-1", "worker.actor.optim.lr=1e-3"]
+    more = ["worker.rollout.off_policy_steps=1", "training.val_freq=-1", "worker.actor.optim.lr=1e-3"]
     for name in ("whole", "parts"):
         assert main(train_arguments(tmp_path / name, *SETTINGS, *more)) == 0
     cut_back(tmp_path / "parts", 2)

@@ -75,7 +75,7 @@ def test_weights_and_signals_of_a_function_move_through_a_run(tmp_path):
     source = (
         "def reward_function(data, signals):\n"
         "    tokens = len(data['response_token_ids'])\n"
-        "    seen = signals and all(len(signals[name]) == tokens for name in ('old', 'entropy', 'dependency'))\n"
+        "    seen = signals and all(len(signals[name]) == tokens for name in ('old_logprobs', 'entropy', 'dependency'))\n"
         "    return len(data['response']) % 3, {'measured': bool(seen), 'token_weights': [0.0] * tokens}\n"
     )
     assert train(tmp_path, source, "training.max_steps=1", "optimization.enable_token_weights=true") == 0

@@ -95,10 +95,10 @@ def trl_loss(setting: Setting, data: Data, micro_batches: int = 1, items: int | 
     """TRL's loss of these rows, as one of `micro_batches` of a step of `items` tokens, and its metrics."""
     mask = data.mask.long()
     mask[list(setting.silenced)] = 0
-    gap = (data.old - data.behaviour) * mask
+    gap = (data.old_logprobs - data.rollout_logprobs) * mask
     if setting.correction == "sequence":
         gap = gap.sum(1, keepdim=True)
-    entropies = torch.zeros_like(data.old)
+    entropies = torch.zeros_like(data.old_logprobs)
     fake_trainer = SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *_, **__: (data.logp, entropies, None),
         loss_type=setting.loss_type,
@@ -132,7 +132,7 @@ def trl_loss(setting: Setting, data: Data, micro_batches: int = 1, items: int | 
         "completion_ids": torch.zeros_like(mask),
         "completion_mask": mask,
         "advantages": data.advantage,
-        "old_per_token_logps": data.old,
+        "old_per_token_logps": data.old_logprobs,
         "ref_per_token_logps": data.reference,
         "importance_sampling_ratio": gap.exp().clamp(max=TIS_CLIP),
         "num_items_in_batch": mask.sum() if items is None else torch.tensor(items),
@@ -154,22 +154,22 @@ def our_loss(setting: Setting, data: Data, index: slice = slice(None)) -> tuple[
             group=torch.zeros(rows, dtype=torch.long),
             tokens=torch.zeros_like(data.mask, dtype=torch.long),
             mask=data.mask,
-            behaviour=data.behaviour,
+            rollout_logprobs=data.rollout_logprobs,
             text=("",) * rows,
-            finish=("stop",) * rows,
+            finish_reason=("stop",) * rows,
             version=torch.zeros(rows, dtype=torch.long),
         ),
-        old=data.old,
+        old_logprobs=data.old_logprobs,
         advantage=data.advantage,
         correction=mismatch_correction(
-            data.old,
-            data.behaviour,
+            data.old_logprobs,
+            data.rollout_logprobs,
             data.mask,
             clip=TIS_CLIP if setting.correction else None,
             level="sequence" if setting.correction == "sequence" else "token",
         ),
         weights=term_weights(data.mask.float(), data.mask, aggregation, MAX_LENGTH, silenced=silenced),
-        reference=data.reference,
+        ref_logprobs=data.reference,
     )
     policy = PolicyLoss(
         kind=kind,  # type: ignore[arg-type]
@@ -260,7 +260,7 @@ def test_metrics() -> None:
 def test_the_data_reaches_every_branch(level: str) -> None:
     """Below, within and above the clips, above the dual and the cispo clip, for each sign of A; both sides of TIS."""
     data = make_data()
-    log_ratio = data.logp - data.old
+    log_ratio = data.logp - data.old_logprobs
     if level == "sequence":
         log_ratio = ((log_ratio * data.mask).sum(1) / data.mask.sum(1))[:, None].expand_as(log_ratio)
     region = torch.bucketize(log_ratio.exp(), torch.tensor([1 - LOW, 1 + HIGH, DUAL], dtype=torch.float64))
@@ -269,6 +269,6 @@ def test_the_data_reaches_every_branch(level: str) -> None:
         assert reached == [0, 1, 2, 3]
     ratio = log_ratio.exp()[data.mask]
     assert (ratio > CISPO_HIGH).any() and (ratio < CISPO_HIGH).any()
-    correction = (data.old - data.behaviour).exp()[data.mask]
+    correction = (data.old_logprobs - data.rollout_logprobs).exp()[data.mask]
     assert (correction > TIS_CLIP).any() and (correction < 1).any()
     assert len(data.mask.sum(1).unique()) >= 4

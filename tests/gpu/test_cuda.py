@@ -63,16 +63,24 @@ def rollouts():
 def test_signals_equal_the_cpu(rollouts, route):
     perturbation = Perturbation()
     views = [perturbation.view(prompt, step=0) for prompt in rollouts.prompts]
-    needs = Needs("entropy", "entropy_change", "dependency", "mass", "maps")
+    needs = Needs("entropy", "entropy_change", "dependency", "attention_mass", "attention_maps")
     routes = forward_on("cpu"), forward_on("cuda", **ROUTES[route])
     here, there = (replace(each, dependency="full_kl").signals(rollouts, needs, views) for each in routes)
-    for name in ("old", "perturbed", "entropy", "entropy_change", "dependency", "mass", "prompt_mass"):
+    for name in (
+        "old_logprobs",
+        "perturbed_logprobs",
+        "entropy",
+        "entropy_change",
+        "dependency",
+        "attention_mass",
+        "prompt_attention_mass",
+    ):
         torch.testing.assert_close(getattr(here, name), getattr(there, name), rtol=2e-3, atol=2e-3)
-    for row, (one, other) in enumerate(zip(here.maps, there.maps, strict=True)):
+    for row, (one, other) in enumerate(zip(here.attention_maps, there.attention_maps, strict=True)):
         torch.testing.assert_close(one.shares, other.shares, rtol=0, atol=5e-3)  # a level of a strong patch
         length = len(other.scale)
         torch.testing.assert_close(
-            other.shares.sum(1), segment(there.mass[row, :length], "all")[:, 1], rtol=0, atol=2e-3
+            other.shares.sum(1), segment(there.attention_mass[row, :length], "all")[:, 1], rtol=0, atol=2e-3
         )
 
 
@@ -91,7 +99,7 @@ def test_no_graph_is_compiled_after_the_second_batch(rollouts):
     graphs = []
     for rows in (torch.arange(48), torch.arange(8, 40), torch.arange(4, 15), torch.arange(20, 48), torch.tensor([3])):
         part = rollouts.rows(rows)
-        forward.signals(part, Needs("dependency", "mass"), [prompt.media for prompt in part.prompts])
+        forward.signals(part, Needs("dependency", "attention_mass"), [prompt.media for prompt in part.prompts])
         forward.logp(part).sum().backward()
         graphs.append(int(counters["stats"]["unique_graphs"]))
     assert graphs[0] > 0 and graphs[-1] == graphs[1], graphs
@@ -110,7 +118,7 @@ def test_a_pass_never_waits_for_the_device(rollouts):
 
 def test_bf16_compute_stays_close(rollouts):
     exact, narrow = forward_on("cuda").signals(rollouts), forward_on("cuda", torch.bfloat16).signals(rollouts)
-    gap = (exact.old - narrow.old)[rollouts.mask].abs()
+    gap = (exact.old_logprobs - narrow.old_logprobs)[rollouts.mask].abs()
     assert gap.mean() < 2e-2
 
 
@@ -125,7 +133,7 @@ def test_identical_responses_look_alike(rollouts, route, dtype, capsys):
     late = []
     for rows in torch.arange(96).split([29, 5, 41, 21]):
         part = picked.rows(rows)
-        mass = sequence_mass(forward.signals(part, Needs("mass")).mass, part.mask)
+        mass = sequence_mass(forward.signals(part, Needs("attention_mass")).attention_mass, part.mask)
         late.append(vgr(segment(mass, "late"), pool_sizes(part.prompts)[part.group]))
     values = torch.cat(late).reshape(8, 12).double()
     spread = float(((values.amax(0) - values.amin(0)) / values.median(0).values).max())

@@ -57,7 +57,7 @@ def test_greedy_tokens_equal_the_plain_engine(encoder, prompts, device):
     expected = LocalGenerator(Backbone(load_model(MODEL_DIRECTORY, device=device)), encoder).generate(prompts, GREEDY)
     found = engine(backbone_of(), encoder).generate(prompts, GREEDY)
     assert torch.equal(found.tokens, expected.tokens) and torch.equal(found.mask, expected.mask)
-    torch.testing.assert_close(found.behaviour, expected.behaviour, rtol=0, atol=1e-3)
+    torch.testing.assert_close(found.rollout_logprobs, expected.rollout_logprobs, rtol=0, atol=1e-3)
 
 
 CUTS = {"temperature": {"temperature": 0.8}, "top k": {"top_k": 20}, "top p": {"top_p": 0.8},
@@ -76,10 +76,10 @@ def test_sampled_tokens_equal_the_plain_engine(encoder, prompts, cut):
 def test_log_probs_are_the_trainers_within_bf16_noise(encoder, prompts):
     backbone = backbone_of(torch.bfloat16)  # float32 master weights
     rollouts = engine(backbone, encoder).generate(prompts, SAMPLED)
-    exact = Forward(backbone_of(), encoder).signals(rollouts).old
-    narrow = Forward(backbone, encoder).signals(rollouts).old
+    exact = Forward(backbone_of(), encoder).signals(rollouts).old_logprobs
+    narrow = Forward(backbone, encoder).signals(rollouts).old_logprobs
     noise = (narrow - exact)[rollouts.mask].abs().mean()
-    assert (rollouts.behaviour - exact)[rollouts.mask].abs().mean() < 2 * noise + 1e-3
+    assert (rollouts.rollout_logprobs - exact)[rollouts.mask].abs().mean() < 2 * noise + 1e-3
 
 
 @pytest.mark.parametrize("rows", [16, 64])
@@ -89,7 +89,7 @@ def test_the_same_keys_give_the_same_tokens_whatever_the_batch(encoder, prompts,
     parts = engine(backbone, encoder, rows_at_once=rows).generate(prompts, SAMPLED)
     assert whole.text == parts.text
     again = engine(backbone, encoder).generate(prompts, SAMPLED)
-    assert torch.equal(whole.tokens, again.tokens) and torch.equal(whole.behaviour, again.behaviour)
+    assert torch.equal(whole.tokens, again.tokens) and torch.equal(whole.rollout_logprobs, again.rollout_logprobs)
 
 
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16], ids=str)
@@ -104,7 +104,7 @@ def test_new_weights_are_sampled_from(encoder, prompts, compute):
             parameter.mul_(0.9)
     found = decode.generate(prompts, GREEDY)
     fresh = engine(backbone, encoder).generate(prompts, GREEDY)
-    assert torch.equal(found.tokens, fresh.tokens) and torch.equal(found.behaviour, fresh.behaviour)
+    assert torch.equal(found.tokens, fresh.tokens) and torch.equal(found.rollout_logprobs, fresh.rollout_logprobs)
     assert decode.captures == captures
 
 

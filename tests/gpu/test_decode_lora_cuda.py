@@ -59,7 +59,7 @@ def test_updates_and_sleeps_are_followed_without_a_capture(encoder, prompts):
             found = decode.generate(prompts, GREEDY)
         expected = plain.generate(prompts, GREEDY)
         assert torch.equal(found.tokens, expected.tokens) and torch.equal(found.mask, expected.mask)
-        torch.testing.assert_close(found.behaviour, expected.behaviour, rtol=0, atol=1e-3)
+        torch.testing.assert_close(found.rollout_logprobs, expected.rollout_logprobs, rtol=0, atol=1e-3)
         said.add(found.text)
         captures.append(decode.captures)
         with torch.no_grad():
@@ -77,7 +77,7 @@ def test_a_bf16_base_is_held_once_and_log_probs_are_the_trainers(encoder, prompt
     small = {id(parameter) for parameter in adapters(backbone.model)}
     assert decode.weights is not None and {id(parameter) for _, parameter in decode.weights.copied} <= small
     exact = Backbone(backbone.model.float())
-    exact_logp = Forward(exact, encoder).signals(rollouts).old
-    narrow = Forward(Backbone(adapted("bf16").model), encoder).signals(rollouts).old
+    exact_logp = Forward(exact, encoder).signals(rollouts).old_logprobs
+    narrow = Forward(Backbone(adapted("bf16").model), encoder).signals(rollouts).old_logprobs
     noise = (narrow - exact_logp)[rollouts.mask].abs().mean()
-    assert (rollouts.behaviour - exact_logp)[rollouts.mask].abs().mean() < 2 * noise + 1e-3
+    assert (rollouts.rollout_logprobs - exact_logp)[rollouts.mask].abs().mean() < 2 * noise + 1e-3

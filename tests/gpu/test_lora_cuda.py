@@ -65,7 +65,7 @@ def distances(forward, rollouts, truth):
     """How far gradients and log-probs are from those of float32, each as a share of their size."""
     found = gradients(forward, rollouts)
     assert found.dtype == torch.float32 and found.isfinite().all()
-    logp = forward.signals(rollouts).old[rollouts.mask]
+    logp = forward.signals(rollouts).old_logprobs[rollouts.mask]
     return [float((mine - exact).norm() / exact.norm()) for mine, exact in zip((found, logp), truth, strict=True)]
 
 
@@ -86,7 +86,7 @@ def test_compiled_and_checkpointed_passes_are_those_of_plain_ones(encoder, rollo
     truths = []
     for seed in range(DRAWS):
         draw(plain.backbone.model, seed)
-        truths.append((gradients(plain, rollouts), plain.signals(rollouts).old[rollouts.mask]))
+        truths.append((gradients(plain, rollouts), plain.signals(rollouts).old_logprobs[rollouts.mask]))
     noise = mean_distances(adapted(encoder, vision_tower=vision_tower), rollouts, truths)
     for compiled, checkpointing in ((True, False), (True, True), (False, True)):
         kinds = compiled, checkpointing, vision_tower
@@ -100,12 +100,12 @@ def test_the_reference_is_the_base_in_compiled_passes_too(encoder, rollouts):
     forward = adapted(encoder, compiled=True)
     reference = Reference.under_adapters(forward)
     base = Forward(Backbone(load_model(MODEL_DIRECTORY, dtype="bf16", device="cuda")), encoder)
-    said = forward.signals(rollouts).old
-    found = reference.signals(rollouts, Needs("reference"), forward).reference
-    noise = (found - base.signals(rollouts).old)[rollouts.mask].abs().mean()
+    said = forward.signals(rollouts).old_logprobs
+    found = reference.signals(rollouts, Needs("ref_logprobs"), forward).ref_logprobs
+    noise = (found - base.signals(rollouts).old_logprobs)[rollouts.mask].abs().mean()
     apart = (found - said)[rollouts.mask].abs().mean()
     assert noise < 0.2 * apart, (noise, apart)
-    assert torch.equal(forward.signals(rollouts).old, said), "the adapters are back"
+    assert torch.equal(forward.signals(rollouts).old_logprobs, said), "the adapters are back"
 
 
 def test_a_run_holds_the_base_once_and_its_graphs_follow(tmp_path):

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 GIB = 2**30
 LIMITS = Limits(
     prompts=16, prompts_per_update=16, sampling=Sampling(n=8, max_new_tokens=512), prompt_tokens=64, max_pixels=56**2,
-    update=MicroBatching(rows=8), probe=MicroBatching(rows=8), needs=Needs("old", "entropy", "mass"),
+    update=MicroBatching(rows=8), probe=MicroBatching(rows=8), needs=Needs("old_logprobs", "entropy", "attention_mass"),
 )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from mtrl.workers.reference import Reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
-LOSS, NEEDS = Loss(PolicyLoss()), Needs("old", "reference")
+LOSS, NEEDS = Loss(PolicyLoss()), Needs("old_logprobs", "ref_logprobs")
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +58,7 @@ def learnt(offload, tmp_path=None):
     signals, metrics = [], []
     for step in range(3):
         signals.append(actor.probe(rollouts, NEEDS, step))
-        metrics.append(actor.update([fake_batch(rollouts, signals[-1].old, advantage)], LOSS))
+        metrics.append(actor.update([fake_batch(rollouts, signals[-1].old_logprobs, advantage)], LOSS))
     gc.collect()
     torch.cuda.empty_cache()
     weights = {name: weight.cpu() for name, weight in actor.model.state_dict().items()}
@@ -71,7 +71,7 @@ def test_numbers_are_the_same_and_the_room_is_free():
     ours, told, found, less = learnt(True)
     assert told == metrics and all(torch.equal(found[name], weight) for name, weight in weights.items())
     for a, b in zip(ours, signals, strict=True):
-        assert torch.equal(a.reference, b.reference) and torch.equal(a.old, b.old)
+        assert torch.equal(a.reference, b.reference) and torch.equal(a.old_logprobs, b.old_logprobs)
     parameters = sum(weight.nbytes for weight in weights.values())
     assert less < held - 2.5 * parameters, "of five copies of the weights three are gone"
 

@@ -50,7 +50,7 @@ def test_log_probs_are_those_of_a_cpu(compiled):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) / 16)
         rollouts = random_rollouts(prompts_for("qwen2_5_vl")[:2], [0, 0, 1], [6, 9, 4])
         forward = Forward(Backbone(model, **options), encoder_of("qwen2_5_vl"))
-        return forward.signals(rollouts).old[rollouts.mask]
+        return forward.signals(rollouts).old_logprobs[rollouts.mask]
 
     torch.testing.assert_close(logp(CUDA, compiled=compiled), logp(torch.device("cpu")), rtol=5e-3, atol=5e-3)
 

@@ -73,7 +73,7 @@ def learn(actor):
     rollouts = random_rollouts(prompts_for(FAMILY), [0, 0, 1, 1, 2, 3], [6, 2, 4, 3, 8, 5])
     mask = rollouts.mask
     advantage = torch.randn(len(mask), 1, generator=torch.Generator().manual_seed(1)).expand(mask.shape)
-    old = actor.probe(rollouts, Needs("old"), 0).old
+    old = actor.probe(rollouts, Needs("old_logprobs"), 0).old_logprobs
     batch = TrainBatch(
         rollouts, old, advantage.where(mask, 0.0), torch.ones(mask.shape), term_weights(mask.float(), mask, "dapo", 16)
     )
@@ -105,7 +105,9 @@ def test_offloaded_it_learns_the_same(ranks, way, tmp_path):
     check_same(offloaded, split, atol=2e-5)
     check_places(offloaded, way)
     rollouts = random_rollouts(prompts_for(FAMILY), [0, 0, 1, 1, 2, 3], [6, 2, 4, 3, 8, 5])
-    torch.testing.assert_close(offloaded.probe(rollouts, Needs("reference"), 0).reference, their_old, rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        offloaded.probe(rollouts, Needs("ref_logprobs"), 0).reference, their_old, rtol=0, atol=1e-4
+    )
     offloaded.snapshot().write(tmp_path)
     again = actor_of(ranks, torch.float32, **{way: True})
     again.restore(tmp_path)
@@ -117,7 +119,7 @@ def test_offloaded_it_learns_the_same(ranks, way, tmp_path):
 def test_a_rehearsal_changes_nothing(ranks):
     limits = Limits(
         prompts=2, prompts_per_update=2, sampling=Sampling(n=2, max_new_tokens=4), prompt_tokens=40, max_pixels=56**2,
-        update=MicroBatching(60), probe=MicroBatching(60), needs=Needs("old", "entropy", "dependency"),
+        update=MicroBatching(60), probe=MicroBatching(60), needs=Needs("old_logprobs", "entropy", "dependency"),
     )  # fmt: skip
     plain, rehearsed = actor_of(ranks, torch.bfloat16), actor_of(ranks, torch.bfloat16)
     peaks = rehearse(rehearsed.forward, encoder_of(FAMILY), limits, None, has_states=False)

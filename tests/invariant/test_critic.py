@@ -121,7 +121,7 @@ def test_values_do_not_depend_on_the_layout(family, layout, packed):
 def test_only_where_somebody_reads_them(family, monkeypatch):
     critic = critic_of(family)
     monkeypatch.setattr(Forward, "values", None)
-    assert critic.probe(rollouts_of(family), Needs("old", "entropy"), 0).values is None
+    assert critic.probe(rollouts_of(family), Needs("old_logprobs", "entropy"), 0).values is None
 
 
 # ------------------------------------------------------------------------------------------------------------- learning

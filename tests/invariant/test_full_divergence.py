@@ -124,22 +124,22 @@ def test_a_refreshed_reference_is_the_policy_of_then(family, tmp_path):
     kept, rollouts, needs = (
         RefreshedReference(actor.reference, forward),
         rollouts_for(family),
-        Needs("old", "reference"),
+        Needs("old_logprobs", "ref_logprobs"),
     )
     actor.update([plain_batch(family)], Loss())
     apart = actor.probe(rollouts, needs, 0)
-    assert difference([apart.old], [apart.reference]) > 1e-3
+    assert difference([apart.old_logprobs], [apart.reference]) > 1e-3
     kept.refresh()
     together = actor.probe(rollouts, needs, 0)
-    same(together.reference, apart.old)
+    same(together.reference, apart.old_logprobs)
     snapshot = kept.snapshot()
     assert snapshot.nbytes == sum(p.nbytes for p in kept.model.parameters())
     snapshot.detached().write(tmp_path)
     actor.update([plain_batch(family)], Loss())
     after = actor.probe(rollouts, needs, 0)
-    same(after.reference, apart.old)
-    assert difference([after.old], [after.reference]) > 1e-3, "it stays when the policy goes on"
+    same(after.reference, apart.old_logprobs)
+    assert difference([after.old_logprobs], [after.reference]) > 1e-3, "it stays when the policy goes on"
     kept.refresh()
     kept.restore(tmp_path)
-    same(actor.probe(rollouts, needs, 0).reference, apart.old)
+    same(actor.probe(rollouts, needs, 0).reference, apart.old_logprobs)
     assert not any(p.requires_grad for p in kept.model.parameters())

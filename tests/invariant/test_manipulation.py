@@ -53,7 +53,7 @@ def test_the_least_dependent_tokens_turn_the_gradient(tmp_path):
 
 def test_shares_by_hand():
     # p = 1, 1/2, 1/4 and |A| = 2: c = 0, 1, 3/2. Effective tokens (5/2)² / (1 + 9/4). The filter keeps the last.
-    rollouts = replace(fake_rollouts([3]), behaviour=torch.tensor([[1.0, 0.5, 0.25]]).log())
+    rollouts = replace(fake_rollouts([3]), rollout_logprobs=torch.tensor([[1.0, 0.5, 0.25]]).log())
     signals = Signals(entropy=padded([[0.0, 1, 2]]))
     experience = fake_experience(rollouts, signals, advantage=torch.full((1, 3), -2.0))
     plain = surprise(credited(experience))

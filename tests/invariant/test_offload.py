@@ -29,7 +29,7 @@ from mtrl.workers.reference import Reference
 
 FAMILY = "qwen2_5_vl"
 WHOLE_VOCABULARY = replace(FULL_LOSS, divergence="full")
-NEEDS = Needs("old", "reference")
+NEEDS = Needs("old_logprobs", "ref_logprobs")
 
 
 def actor_of(parks, adapters=False):
@@ -74,7 +74,7 @@ def test_numbers_are_the_same_to_the_bit(loss, adapters, monkeypatch):
         (ours, weights), (theirs, expected) = learn(parked, 1, loss), learn(plain, 1, loss)
         assert ours == theirs and same(weights, expected)
         found, wanted = (each.probe(rollouts_for(FAMILY), NEEDS, 0) for each in (parked, plain))
-        assert torch.equal(found.reference, wanted.reference) and torch.equal(found.old, wanted.old)
+        assert torch.equal(found.reference, wanted.reference) and torch.equal(found.old_logprobs, wanted.old_logprobs)
     states, others = (each.snapshot().optimizer_state for each in (parked, plain))
     assert same(states, others) and len(states) > (50 if adapters else 100)
     assert not adapters or all(".lora_" in name for name in states), "of the base there is no state"

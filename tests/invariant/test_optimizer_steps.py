@@ -90,12 +90,12 @@ def test_metrics_are_means_over_all_tokens():
     expected = {"approx_kl": [], "clipfrac_low": [], "clipfrac_high": [], "pg_loss": [], "entropy_penalty": []}
     for batch in batches:
         mask = batch.rollouts.mask
-        logp = frozen.probe(batch.rollouts, Needs("old"), 0).old.double()
-        ratio = (logp - batch.old).exp()
+        logp = frozen.probe(batch.rollouts, Needs("old_logprobs"), 0).old_logprobs.double()
+        ratio = (logp - batch.old_logprobs).exp()
         unclipped, clipped = ratio * batch.advantage, ratio.clamp(0.8, 1.3) * batch.advantage
         gain = torch.minimum(unclipped, clipped)
         gain = torch.where(batch.advantage < 0, torch.maximum(gain, 3 * batch.advantage), gain)
-        expected["approx_kl"].append((batch.old - logp)[mask].mean())
+        expected["approx_kl"].append((batch.old_logprobs - logp)[mask].mean())
         expected["clipfrac_low"].append(((ratio < 0.8) & (batch.advantage < 0))[mask].double().mean())
         expected["clipfrac_high"].append(((ratio > 1.3) & (batch.advantage > 0))[mask].double().mean())
         expected["pg_loss"].append(-(gain * batch.correction)[mask].mean())
@@ -210,11 +210,11 @@ def test_parts_that_are_recomputed_are_not_kept(family):
         held[what] = sum(saved)
     assert held[True] < min(held["mlp"], held["attention"]) and max(held["mlp"], held["attention"]) < held[False]
     policy = policy_of(family, enable_gradient_checkpointing="mlp")
-    reference, before = Reference.frozen(policy), policy.signals(rollouts_for(family)).old
+    reference, before = Reference.frozen(policy), policy.signals(rollouts_for(family)).old_logprobs
     with torch.no_grad():
         policy.backbone.language_model.layers[0].mlp.down_proj.weight.zero_()
-    assert not torch.equal(policy.signals(rollouts_for(family)).old, before)
-    assert torch.equal(reference.forward.signals(rollouts_for(family)).old, before)
+    assert not torch.equal(policy.signals(rollouts_for(family)).old_logprobs, before)
+    assert torch.equal(reference.forward.signals(rollouts_for(family)).old_logprobs, before)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

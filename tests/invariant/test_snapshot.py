@@ -44,7 +44,7 @@ def batch(actor, family, seed):
     rollouts = random_rollouts(prompts_for(family), GROUP, LENGTHS, seed)
     mask = rollouts.mask
     advantage = torch.randn(len(GROUP), 1, generator=torch.Generator().manual_seed(seed)).expand(mask.shape)
-    old = actor.probe(rollouts, Needs("old"), 0).old
+    old = actor.probe(rollouts, Needs("old_logprobs"), 0).old_logprobs
     weights = term_weights(mask.float(), mask, "dapo", 16)
     return TrainBatch(rollouts, old, advantage.where(mask, 0.0), torch.ones(mask.shape), weights)
 
@@ -59,14 +59,16 @@ def test_written_read_and_gone_on(family, tmp_path):
     learn(actor, family, 1)
     learn(actor, family, 2)
     rollouts = random_rollouts(prompts_for(family), GROUP, LENGTHS, 9)
-    logp = actor.probe(rollouts, Needs("old"), 0).old
+    logp = actor.probe(rollouts, Needs("old_logprobs"), 0).old_logprobs
     copy = actor.snapshot().detached()
     expected = learn(actor, family, 3)  # the copy stays what it was
     copy.write(tmp_path)
 
     plain = plain_logp(family, rollouts, model=plain_model_at(tmp_path, family)).detach()
     torch.testing.assert_close(plain, logp, rtol=0, atol=1e-5)
-    assert not torch.allclose(plain, actor.probe(rollouts, Needs("old"), 0).old, atol=1e-3), "and not what it became"
+    assert not torch.allclose(plain, actor.probe(rollouts, Needs("old_logprobs"), 0).old_logprobs, atol=1e-3), (
+        "and not what it became"
+    )
     assert load_encoder(tmp_path).fingerprint() == encoder_of(family).fingerprint()
 
     assert [path.name for path in tmp_path.glob("*.safetensors")] == ["model.safetensors"], "servers read them all"

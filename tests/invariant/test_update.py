@@ -129,16 +129,25 @@ def test_signals_do_not_depend_on_the_layout(family, layout, dependency):
     rollouts, expected = rollouts_for(family), probed_at_once(family, dependency)
     found = actor_of(family, LAYOUTS[layout], dependency=dependency).probe(rollouts.rows(MIXED), NEEDS, 4)
     assert expected.dependency[rollouts.visual].max() > 0.1
-    for name in ("old", "perturbed", "entropy", "entropy_change", "dependency", "similarity", "mass", "prompt_mass"):
+    for name in (
+        "old_logprobs",
+        "perturbed_logprobs",
+        "entropy",
+        "entropy_change",
+        "dependency",
+        "similarity",
+        "attention_mass",
+        "prompt_attention_mass",
+    ):
         close(getattr(found, name), getattr(expected, name)[MIXED], rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize(
     ("needs", "brought"),
     [
-        (Needs("old"), ["old"]),
+        (Needs("old_logprobs"), ["old_logprobs"]),
         # old log-probs unasked would take the entropy out of what the update reports (see "fresh rollouts")
-        (Needs("mass"), ["mass", "prompt_mass"]),
+        (Needs("attention_mass"), ["attention_mass", "prompt_attention_mass"]),
     ],
 )
 def test_only_what_was_asked_for(family, needs, brought):
@@ -163,7 +172,7 @@ def test_the_reference_does_not_depend_on_the_layout(family, layout, full):
         forward = Forward(fresh_backbone(family), encoder_of(family), share_prefix=batching.share_prefix)
         policy = Forward(moved.forward.backbone, encoder_of(family), share_prefix=batching.share_prefix)
         actor = actor_of(family, batching, policy, Reference(forward))
-        return actor.probe(rollouts, Needs("divergence" if full else "reference"), 0)
+        return actor.probe(rollouts, Needs("divergence" if full else "ref_logprobs"), 0)
 
     expected, found = probe(rollouts, ALL_AT_ONCE), probe(rollouts.rows(MIXED), LAYOUTS[layout])
     name = "divergence" if full else "reference"
@@ -172,23 +181,23 @@ def test_the_reference_does_not_depend_on_the_layout(family, layout, full):
     if full:
         assert theirs[rollouts.mask].min() > -1e-6 and theirs.max() > 1e-3
     else:
-        torch.testing.assert_close(theirs, signals_for(family).old, rtol=1e-5, atol=2e-5)  # before the update
+        torch.testing.assert_close(theirs, signals_for(family).old_logprobs, rtol=1e-5, atol=2e-5)  # before the update
     assert [field for field, value in vars(found).items() if value is not None] == [name]
 
 
 def test_the_reference_stays_when_the_policy_learns(family):
     forward = Forward(fresh_backbone(family), encoder_of(family))
     actor = actor_of(family, forward=forward, reference=Reference.frozen(forward), lr=1e-3)
-    rollouts, needs = rollouts_for(family), Needs("old", "reference")
+    rollouts, needs = rollouts_for(family), Needs("old_logprobs", "ref_logprobs")
     before = actor.probe(rollouts, needs, 0)
-    same(before.reference, before.old)
+    same(before.reference, before.old_logprobs)
     actor.update([plain_batch(family)], Loss())
     after = actor.probe(rollouts, needs, 0)
     same(after.reference, before.reference)
-    assert (after.old - before.old).abs().max() > 1e-3
+    assert (after.old_logprobs - before.old_logprobs).abs().max() > 1e-3
     frozen = actor.reference.forward.backbone.model
     assert not any(p.requires_grad for p in frozen.parameters()) and not frozen.training
-    assert actor.probe(rollouts, Needs("old"), 0).reference is None, "and only when it is asked for"
+    assert actor.probe(rollouts, Needs("old_logprobs"), 0).reference is None, "and only when it is asked for"
 
 
 # ------------------------------------------------------------------------------------------------------ fresh rollouts
@@ -198,14 +207,14 @@ def test_one_step_on_fresh_rollouts_needs_no_old_pass(family, kind, level):
     """With old log-probs probed just before, or taken from the update's own pass: the same step."""
     rollouts, signals = rollouts_for(family), signals_for(family)
     loss = Loss(PolicyLoss(kind, level), entropy_penalty_coef=0.06, tis_clip=2.0, tis_level=level)
-    correction = mismatch_correction(signals.old, rollouts.behaviour, rollouts.mask, 2.0, level)
-    probed = replace(plain_batch(family), old=signals.old, correction=correction)
+    correction = mismatch_correction(signals.old_logprobs, rollouts.rollout_logprobs, rollouts.mask, 2.0, level)
+    probed = replace(plain_batch(family), old=signals.old_logprobs, correction=correction)
     saved = replace(probed, old=None, correction=None)
     expected = learn(actor_of(family), [probed], loss)
     found = learn(actor_of(family, MicroBatching(rows=3)), [saved], loss)
     said = {name: found.metrics.pop(name) for name in ("entropy", "logprob_gap_mean", "logprob_gap_kl")}
     check_equal(found, expected)
-    gap = (signals.old - rollouts.behaviour)[rollouts.mask]
+    gap = (signals.old_logprobs - rollouts.rollout_logprobs)[rollouts.mask]
     assert said["entropy"] == pytest.approx(float(signals.entropy[rollouts.mask].mean()), rel=1e-5)
     assert said["logprob_gap_mean"] == pytest.approx(float(gap.abs().mean()), rel=1e-5)
     assert said["logprob_gap_kl"] == pytest.approx(-float(gap.mean()), abs=1e-5 * said["logprob_gap_mean"])
@@ -215,8 +224,8 @@ def test_one_step_on_fresh_rollouts_compares_on_the_sampled_support(family):
     """What a probe would say of a sampler that cuts, the update's own pass says."""
     rollouts, actor = rollouts_for(family), actor_of(family)
     actor.forward = replace(actor.forward, top_k=5)
-    signals = actor.probe(rollouts, Needs("old", "support"), 0)
-    gap = (signals.old - signals.support - rollouts.behaviour)[rollouts.mask]
+    signals = actor.probe(rollouts, Needs("old_logprobs", "support"), 0)
+    gap = (signals.old_logprobs - signals.support - rollouts.rollout_logprobs)[rollouts.mask]
     fresh = replace(plain_batch(family), old=None, correction=None)
     told = learn(actor, [fresh], Loss()).metrics["support_gap_mean"]
     assert told == pytest.approx(float(gap.abs().mean()), rel=1e-5)
@@ -226,4 +235,4 @@ def test_one_step_on_fresh_rollouts_compares_on_the_sampled_support(family):
 def test_a_probe_of_nothing_makes_no_pass(family, monkeypatch):
     actor = actor_of(family)
     monkeypatch.setattr(Forward, "signals", None)
-    assert actor.probe(rollouts_for(family), Needs(), 0).old is None
+    assert actor.probe(rollouts_for(family), Needs(), 0).old_logprobs is None

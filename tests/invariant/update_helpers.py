@@ -41,7 +41,7 @@ LAYOUTS = {
     "all rows, prompts not shared": MicroBatching(rows=len(GROUP), share_prefix=False),
     "token budget, prompts not shared": MicroBatching(tokens=LARGE, share_prefix=False),
 }
-NEEDS = Needs("old", "entropy", "entropy_change", "dependency", "similarity", "mass")
+NEEDS = Needs("old_logprobs", "entropy", "entropy_change", "dependency", "similarity", "attention_mass")
 
 
 @lru_cache
@@ -49,8 +49,8 @@ def rollouts_for(family):
     rollouts = random_rollouts(prompts_for(family), GROUP, LENGTHS)
     rollouts.mask[MASKED] = False
     behaviour = torch.randn(rollouts.mask.shape, generator=torch.Generator().manual_seed(5))
-    old = actor_of(family).probe(rollouts, Needs("old"), 0).old
-    return replace(rollouts, behaviour=old + 0.5 * behaviour)
+    old = actor_of(family).probe(rollouts, Needs("old_logprobs"), 0).old_logprobs
+    return replace(rollouts, rollout_logprobs=old + 0.5 * behaviour)
 
 
 def actor_of(family, batching=ALL_AT_ONCE, forward=None, reference=None, dependency="low_var_kl", **optimization):
@@ -81,7 +81,7 @@ def plain_batch(family):
     rollouts, signals = rollouts_for(family), signals_for(family)
     mask = rollouts.mask
     advantage = noise(mask[:, :1], 1).expand(mask.shape).where(mask, 0.0)
-    return fake_batch(rollouts, signals.old + noise(mask, 2, 0.3), advantage)
+    return fake_batch(rollouts, signals.old_logprobs + noise(mask, 2, 0.3), advantage)
 
 
 def full_batch(family, loss_type="grpo"):
@@ -95,11 +95,11 @@ def full_batch(family, loss_type="grpo"):
     credit = assign(rules, Experience(rollouts, rewards, signals, advantage), (0, 0))
     return TrainBatch(
         rollouts,
-        signals.old + noise(rollouts.mask, 2, 0.3),
+        signals.old_logprobs + noise(rollouts.mask, 2, 0.3),
         credit.advantage,
-        mismatch_correction(signals.old, rollouts.behaviour, rollouts.mask, 2.0, "token"),
-        term_weights(credit.measure, credit.select, loss_type, 16, "selected"),
-        reference=signals.old + noise(rollouts.mask, 6, 0.5),
+        mismatch_correction(signals.old_logprobs, rollouts.rollout_logprobs, rollouts.mask, 2.0, "token"),
+        term_weights(credit.token_weight, credit.keep_mask, loss_type, 16, "selected"),
+        ref_logprobs=signals.old_logprobs + noise(rollouts.mask, 6, 0.5),
     )
 
 
@@ -147,7 +147,7 @@ def widened(batch, columns):
     return replace(
         batch,
         rollouts=replace(rollouts, tokens=wider(rollouts.tokens, 7), mask=wider(rollouts.mask, False)),
-        **{name: wider(getattr(batch, name), math.nan) for name in ("old", "advantage", "reference")},
+        **{name: wider(getattr(batch, name), math.nan) for name in ("old_logprobs", "advantage", "ref_logprobs")},
         correction=wider(batch.correction, 9.0),
         weights=replace(weights, **{name: wider(weight, 0.0) for name, weight in vars(weights).items()}),
     )

@@ -58,7 +58,7 @@ def right_answers(rollouts: Rollouts) -> list[float]:
 
 
 class LateVgr(Tracker):
-    needs = Needs("mass")
+    needs = Needs("attention_mass")
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory

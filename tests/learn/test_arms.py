@@ -121,7 +121,7 @@ ARMS = {
         "low_var_kl", "divergence_type=adaptive", "divergence_target=0.05", "divergence_horizon=640",
         also=moves_both_ways,
     ),
-    "refreshed": Arm((*divergence("full", AS_LOSS).changes, "worker.ref.refresh_every=2")),
+    "refreshed": Arm((*divergence("full", AS_LOSS).changes, "worker.ref.sync_every=2")),
     # what a step learns from
     "filtering by mean": algorithm(*FILTERED, also=counts("filtering/prompts_refilled")),
     "filtering by spread": algorithm(*FILTERED, "filter_by=spread", also=counts("filtering/prompts_refilled")),

@@ -51,7 +51,9 @@ def test_what_a_run_leaves_behind_is_a_model_of_vllm(tmp_path, adapters):
         folder = tmp_path / "exported"
         assert cli.main(["export", str(run_of(tmp_path / "out")), "--to", str(folder)]) == 0
     rollouts = log_probs_of_vllm(folder)
-    trained = open_model(configure(None, words[1:])[0]).policy.signals(rollouts).old
-    assert (trained - rollouts.behaviour).abs().max() < 1e-4
-    given = Forward(Backbone(load_model(MODEL_DIRECTORY)), load_encoder(folder)).signals(rollouts).old
-    assert (given - rollouts.behaviour).abs().max() > 1e-2, "the model that the run began with would say otherwise"
+    trained = open_model(configure(None, words[1:])[0]).policy.signals(rollouts).old_logprobs
+    assert (trained - rollouts.rollout_logprobs).abs().max() < 1e-4
+    given = Forward(Backbone(load_model(MODEL_DIRECTORY)), load_encoder(folder)).signals(rollouts).old_logprobs
+    assert (given - rollouts.rollout_logprobs).abs().max() > 1e-2, (
+        "the model that the run began with would say otherwise"
+    )

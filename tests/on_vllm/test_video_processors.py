@@ -55,7 +55,7 @@ def test_tokens_and_log_probs_are_those_of_transformers_own_processor(family, tm
     expected = logits.log_softmax(-1).gather(-1, response[:, None])[:, 0]
     rollouts = random_rollouts([prompt], [0], [4])
     rollouts.tokens[0] = response
-    found = Forward(shared_backbone(family), encoder).signals(rollouts).old[0]
+    found = Forward(shared_backbone(family), encoder).signals(rollouts).old_logprobs[0]
     torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
 
 

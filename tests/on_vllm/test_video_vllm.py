@@ -38,8 +38,8 @@ def test_one_batch_of_all_kinds(family, engine, tmp_path):
     with engine.awake():
         rollouts = engine.generate(prompts, Sampling(n=2, max_new_tokens=8))
     assert rollouts.group.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
-    expected = Forward(shared_backbone(family), encoder).signals(rollouts).old
-    torch.testing.assert_close(rollouts.behaviour, expected, atol=1e-4, rtol=0)
+    expected = Forward(shared_backbone(family), encoder).signals(rollouts).old_logprobs
+    torch.testing.assert_close(rollouts.rollout_logprobs, expected, atol=1e-4, rtol=0)
 
 
 def test_a_long_clip_of_an_odd_number_of_frames(family, engine):
@@ -53,5 +53,5 @@ def test_a_long_clip_of_an_odd_number_of_frames(family, engine):
     assert len(prompt.ids) < MAX_LENGTH
     with engine.awake():
         rollouts = engine.generate([prompt], Sampling(n=2, max_new_tokens=8))
-    expected = Forward(shared_backbone(family), encoder).signals(rollouts).old
-    torch.testing.assert_close(rollouts.behaviour, expected, atol=1e-4, rtol=0)
+    expected = Forward(shared_backbone(family), encoder).signals(rollouts).old_logprobs
+    torch.testing.assert_close(rollouts.rollout_logprobs, expected, atol=1e-4, rtol=0)

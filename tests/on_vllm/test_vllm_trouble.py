@@ -22,7 +22,7 @@ SAMPLED = Sampling(n=4, max_new_tokens=32)
 
 
 def same(a, b):
-    return torch.equal(a.tokens, b.tokens) and (a.behaviour - b.behaviour).abs().max() < 1e-4
+    return torch.equal(a.tokens, b.tokens) and (a.rollout_logprobs - b.rollout_logprobs).abs().max() < 1e-4
 
 
 def endless():

@@ -58,7 +58,7 @@ def servers():
 def gap(family, rollouts, model):
     """The largest distance between the engine's log-probs and those of a model."""
     with torch.no_grad():
-        return float((plain_logp(family, rollouts, model=model) - rollouts.behaviour).abs().max())
+        return float((plain_logp(family, rollouts, model=model) - rollouts.rollout_logprobs).abs().max())
 
 
 def mixed_prompts(family):
@@ -99,7 +99,7 @@ def test_adapters_arrive_merged(mode):
             up.copy_(0.2 * torch.randn(up.shape, generator=dice))
         engine.load(Weights(version, exported_weights(model)))
         rollouts = engine.generate(mixed_prompts(family), Sampling(n=2, max_new_tokens=8, version=version))
-        assert (forward.signals(rollouts).old - rollouts.behaviour).abs().max() < TOLERANCE
+        assert (forward.signals(rollouts).old_logprobs - rollouts.rollout_logprobs).abs().max() < TOLERANCE
         assert gap(family, rollouts, plain_model(family)) > 100 * TOLERANCE, "the base would say otherwise"
 
 
@@ -117,8 +117,8 @@ def test_ten_updates(family, mode):
                 parameter.add_(0.02 * torch.randn(parameter.shape, generator=noise))
         engine.load(Weights(version, exported_weights(model)))
         rollouts = engine.generate(prompts, Sampling(n=3, max_new_tokens=8, version=version, step=version))
-        old = forward.signals(rollouts).old
-        assert (old - rollouts.behaviour).abs().max() < TOLERANCE
+        old = forward.signals(rollouts).old_logprobs
+        assert (old - rollouts.rollout_logprobs).abs().max() < TOLERANCE
         assert rollouts.version.unique().tolist() == [version]
 
 

@@ -23,4 +23,4 @@ def engine(backbone, encoder, ops=None, **more):
 
 def same(found, expected):
     assert torch.equal(found.mask, expected.mask) and torch.equal(found.tokens, expected.tokens)
-    torch.testing.assert_close(found.behaviour, expected.behaviour, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found.rollout_logprobs, expected.rollout_logprobs, rtol=0, atol=1e-5)

@@ -109,7 +109,7 @@ class FakeActor:
 
     def __init__(self, journal, **signals):
         self.journal, self.version, self.updates = journal, 0, []
-        self.signals = {"old": torch.full((4, 4), -1.0)} | signals
+        self.signals = {"old_logprobs": torch.full((4, 4), -1.0)} | signals
 
     def probe(self, rollouts, needs, step):
         self.journal.append(("probe", step))
@@ -138,7 +138,7 @@ class FakeReference:
         self.journal, self.signals = journal, signals
 
     def probe(self, rollouts, needs, step):
-        assert "reference" in needs or "divergence" in needs
+        assert "ref_logprobs" in needs or "divergence" in needs
         self.journal.append(("reference", step))
         return Signals(**{name: value.where(rollouts.mask, 0.0) for name, value in self.signals.items()})
 
@@ -205,7 +205,7 @@ def recipe(**changes):
         "total_steps": 1,
         "prompts_per_step": PROMPTS,
         "sampling": Sampling(n=RESPONSES, max_new_tokens=4),
-        "needs": Needs("old"),
+        "needs": Needs("old_logprobs"),
         "attention_every": 0,
         "estimator": Grpo("none"),
         "credit": (),
@@ -228,7 +228,7 @@ def loop(actor=None, reference=None, validation=None, scorer=None, refreshed=Non
     if reference is not None:
         reference.journal = journal
         probers.append(reference)
-        changes.setdefault("needs", Needs("old", *reference.signals))
+        changes.setdefault("needs", Needs("old_logprobs", *reference.signals))
     components = Components(
         source=FakeSource(journal),
         generator=FakeGenerator(journal),

@@ -105,7 +105,7 @@ DENOMINATORS = st.sampled_from(["all", "selected"])
 def signals_of(step: Step) -> Signals:
     dependency = visual_dependency(step.old, step.perturbed, step.rollouts.mask)
     mass = step.mass[:, :, None].expand(-1, -1, len(SEGMENTS), -1)
-    return Signals(old=step.old, dependency=dependency, entropy=step.entropy, mass=mass)
+    return Signals(old_logprobs=step.old, dependency=dependency, entropy=step.entropy, attention_mass=mass)
 
 
 def weights_of(step: Step, rule: AttentionWeights) -> Tensor:
@@ -113,7 +113,12 @@ def weights_of(step: Step, rule: AttentionWeights) -> Tensor:
     return rule.weights(step.mass, sizes, step.rollouts.mask)
 
 
-DECIDED = ("advantage", "select", "measure", "scale")  # what credit decides; its weights are there to be looked at
+DECIDED = (
+    "advantage",
+    "keep_mask",
+    "token_weight",
+    "response_weight",
+)  # what credit decides; its weights are there to be looked at
 
 
 def experience_of(step: Step) -> Experience:
@@ -129,8 +134,8 @@ def credit_of(step: Step, rules: Rules) -> Credit:
 def train_batch(step: Step, rules: Rules, loss_type="dapo", denominator="all", silenced=None) -> TrainBatch:
     mask = step.rollouts.mask
     credit = credit_of(step, rules)
-    weights = term_weights(credit.measure, credit.select, loss_type, MAX_LENGTH, denominator, silenced)
-    correction = mismatch_correction(step.old, step.behaviour, mask, 2.0, "sequence")
+    weights = term_weights(credit.token_weight, credit.keep_mask, loss_type, MAX_LENGTH, denominator, silenced)
+    correction = mismatch_correction(step.old, step.rollout_logprobs, mask, 2.0, "sequence")
     return TrainBatch(step.rollouts, step.old, credit.advantage, correction, weights, step.reference)
 
 

@@ -64,7 +64,7 @@ def score(spec, **overrides):
 
 def measured():
     return Signals(
-        old=torch.tensor([[-1.0, -2.0, 0.0], [-3.0, -4.0, -5.0]]),
+        old_logprobs=torch.tensor([[-1.0, -2.0, 0.0], [-3.0, -4.0, -5.0]]),
         entropy=torch.tensor([[0.5, 0.5, 0.0], [1.0, 2.0, 3.0]]),
-        mass=torch.zeros(2, 3, 5, 2),
+        attention_mass=torch.zeros(2, 3, 5, 2),
     )

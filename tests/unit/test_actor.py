@@ -38,7 +38,9 @@ class Told:
 
     def signals(self, rollouts, needs=None, views=None):
         self.asked.append((rollouts.version.tolist(), needs, views))
-        return Signals(old=rollouts.version[:, None].float().expand(rollouts.mask.shape).where(rollouts.mask, 0.0))
+        return Signals(
+            old_logprobs=rollouts.version[:, None].float().expand(rollouts.mask.shape).where(rollouts.mask, 0.0)
+        )
 
     def response_hidden(self, rollouts):
         self.asked.append("policy")
@@ -61,7 +63,7 @@ class ToldReference:
 
     def signals(self, rollouts, needs, policy):
         self.asked.append((rollouts.version.tolist(), needs, policy))
-        return Signals(reference=-torch.ones(rollouts.mask.shape))
+        return Signals(ref_logprobs=-torch.ones(rollouts.mask.shape))
 
     def response_hidden(self, rollouts):
         self.asked.append(rollouts.version.tolist())
@@ -97,10 +99,10 @@ def actor_of(batching=None, reference=None, **options):
 # -------------------------------------------------------------------------------------------------------------- probing
 def test_a_probe_goes_over_the_rows_pass_by_pass():
     actor, rollouts = actor_of(), fake_rollouts([2, 1, 3])
-    found = actor.probe(rollouts, Needs("old"), 0)
+    found = actor.probe(rollouts, Needs("old_logprobs"), 0)
     assert [rows for rows, _, _ in actor.forward.asked] == [[0, 1], [2]]
-    same(found.old, torch.tensor([[0.0, 0, 0], [1, 0, 0], [2, 2, 2]]))
-    assert actor.forward.asked[0][1:] == (Needs("old"), None), "one view: nothing is perturbed"
+    same(found.old_logprobs, torch.tensor([[0.0, 0, 0], [1, 0, 0], [2, 2, 2]]))
+    assert actor.forward.asked[0][1:] == (Needs("old_logprobs"), None), "one view: nothing is perturbed"
 
 
 def test_two_views_are_of_this_step():
@@ -118,28 +120,32 @@ def test_with_nothing_needed_no_pass_is_made():
 @pytest.mark.parametrize("seen", [True, False])
 def test_attention_is_read_only_where_there_is_an_image(seen):
     actor = actor_of(MicroBatching(rows=2))
-    actor.probe(fake_rollouts([2, 1], visual=[seen]), Needs("mass", "prompt_mass", "old"), 0)
-    assert actor.forward.asked[0][1] == (Needs("mass", "prompt_mass", "old") if seen else Needs("old"))
+    actor.probe(
+        fake_rollouts([2, 1], visual=[seen]), Needs("attention_mass", "prompt_attention_mass", "old_logprobs"), 0
+    )
+    assert actor.forward.asked[0][1] == (
+        Needs("attention_mass", "prompt_attention_mass", "old_logprobs") if seen else Needs("old_logprobs")
+    )
     actor.forward.asked.clear()
-    actor.probe(fake_rollouts([2, 1], visual=[seen]), Needs("mass"), 0)
+    actor.probe(fake_rollouts([2, 1], visual=[seen]), Needs("attention_mass"), 0)
     assert len(actor.forward.asked) == seen
 
 
 def test_one_image_among_the_prompts_is_enough_to_read_attention():
     actor = actor_of()
-    actor.probe(fake_rollouts([2, 1], group=[0, 1], visual=[False, True]), Needs("mass"), 0)
-    assert actor.forward.asked[0][1] == Needs("mass")
+    actor.probe(fake_rollouts([2, 1], group=[0, 1], visual=[False, True]), Needs("attention_mass"), 0)
+    assert actor.forward.asked[0][1] == Needs("attention_mass")
 
 
 @pytest.mark.parametrize("name", ["reference", "divergence"])
 def test_the_reference_is_asked_for_its_own_signals(name):
     actor = actor_of(reference=ToldReference())
-    found = actor.probe(fake_rollouts([2, 1, 3]), Needs("old", name, "values"), 0)
-    assert [needs for _, needs, _ in actor.forward.asked] == [Needs("old")] * 2
+    found = actor.probe(fake_rollouts([2, 1, 3]), Needs("old_logprobs", name, "values"), 0)
+    assert [needs for _, needs, _ in actor.forward.asked] == [Needs("old_logprobs")] * 2
     assert [rows for rows, _, _ in actor.reference.asked] == [[0, 1], [2]]
     assert all(policy is actor.forward and name in needs for _, needs, policy in actor.reference.asked)
-    assert found.old is not None and found.reference is not None
-    actor.probe(fake_rollouts([2]), Needs("old"), 0)
+    assert found.old_logprobs is not None and found.reference is not None
+    actor.probe(fake_rollouts([2]), Needs("old_logprobs"), 0)
     assert len(actor.reference.asked) == 2, "not where nobody reads it"
 
 
@@ -147,13 +153,13 @@ def test_the_reference_is_asked_for_its_own_signals(name):
 def test_the_reference_reads_everything_once(less, passes):
     """Whatever the number of views of the policy's own pass."""
     actor = actor_of(MicroBatching(tokens=2 * (prompt_tokens() + 4) - less), reference=ToldReference())
-    actor.probe(ROLLOUTS, Needs("dependency", "reference"), 0)
+    actor.probe(ROLLOUTS, Needs("dependency", "ref_logprobs"), 0)
     assert [rows for rows, _, _ in actor.reference.asked] == passes
 
 
 def test_a_reference_that_nobody_built_is_our_mistake():
     with pytest.raises(AssertionError):
-        actor_of().probe(fake_rollouts([1]), Needs("reference"), 0)
+        actor_of().probe(fake_rollouts([1]), Needs("ref_logprobs"), 0)
 
 
 # ------------------------------------------------------------------------------------------------------------- updating
@@ -200,7 +206,7 @@ def test_how_far_the_sampler_was_is_told_on_what_its_cut_leaves():
     0, 1/4 and 1: 0.19, 0.06 and 0.81 away, a third each."""
     actor, rollouts, zeros = actor_of(), fake_rollouts([2, 1]), torch.zeros(2, 2)
     behaviour = torch.tensor([[0.0, 0.25], [1.0, 9.0]])
-    batch = fake_batch(replace(rollouts, behaviour=behaviour), zeros, zeros)
+    batch = fake_batch(replace(rollouts, rollout_logprobs=behaviour), zeros, zeros)
     actor.model.w.data.fill_(-0.5)
     _, metrics = actor._loss(batch, Loss())
     assert "support_gap_mean" not in metrics, "nothing is cut"
@@ -240,7 +246,7 @@ def test_the_reference_is_whole_while_it_is_asked_unless_it_is_the_policy(own, m
     actor = actor_of()
     model = actor.model if own else OneWeight()
     actor.reference = reference_of(model)
-    actor.probe(fake_rollouts([2, 1, 3]), Needs("reference"), 0)
+    actor.probe(fake_rollouts([2, 1, 3]), Needs("ref_logprobs"), 0)
     assert whole == ([] if own else [model]) and len(actor.reference.asked) == 2
 
 

@@ -54,7 +54,7 @@ def rollouts_of(family=FAMILY):
 
 
 def log_probs(backbone, family=FAMILY):
-    return Forward(backbone, encoder_of(family)).signals(rollouts_of(family)).old
+    return Forward(backbone, encoder_of(family)).signals(rollouts_of(family)).old_logprobs
 
 
 # --------------------------------------------------------------------------------------------------- what gets adapters
@@ -143,10 +143,10 @@ def test_the_reference_is_the_base_and_takes_no_copy():
     policy, rollouts = Forward(backbone, encoder_of(FAMILY)), rollouts_of()
     reference = Reference.under_adapters(policy)
     before = log_probs(backbone)
-    found = reference.signals(rollouts, Needs("reference", "divergence"), policy)
-    assert torch.equal(found.reference, log_probs(plain))
+    found = reference.signals(rollouts, Needs("ref_logprobs", "divergence"), policy)
+    assert torch.equal(found.ref_logprobs, log_probs(plain))
     frozen = Reference.frozen(Forward(plain, encoder_of(FAMILY)))
-    expected = frozen.signals(rollouts, Needs("reference", "divergence"), policy)
+    expected = frozen.signals(rollouts, Needs("ref_logprobs", "divergence"), policy)
     assert torch.equal(found.divergence, expected.divergence) and found.divergence.max() > 0.01
     assert torch.equal(log_probs(backbone), before), "the adapters are back"
     assert all(parameter.requires_grad for parameter in adapter_parameters(backbone.model).values())
@@ -187,8 +187,8 @@ def test_the_engine_samples_with_them():
     other.load(weights)  # without layers of peft: merged
     found, expected = other.generate(prompts, sampling), own.generate(prompts, sampling)
     assert torch.equal(found.tokens, expected.tokens)
-    scored = Forward(backbone, encoder_of(FAMILY)).signals(expected).old
-    assert (expected.behaviour - scored)[expected.mask].abs().max() < 1e-4
+    scored = Forward(backbone, encoder_of(FAMILY)).signals(expected).old_logprobs
+    assert (expected.rollout_logprobs - scored)[expected.mask].abs().max() < 1e-4
 
 
 # ----------------------------------------------------------------------------------------------------- to disk and back

@@ -27,11 +27,11 @@ def test_lists_as_a_server_returns_them():
     rollouts = assembled()
     assert rollouts.tokens.tolist() == [[7, 9, 2], [7, 2, 3], [8, 3, 3]], "pads are the encoder's"
     assert rollouts.mask.tolist() == [[True] * 3, [True, True, False], [True, False, False]]
-    assert rollouts.behaviour.tolist() == [[-1, -2, -3], [-4, -5, 0], [-6, 0, 0]]
+    assert rollouts.rollout_logprobs.tolist() == [[-1, -2, -3], [-4, -5, 0], [-6, 0, 0]]
     assert rollouts.group.tolist() == [0, 1, 1] and rollouts.prompts == tuple(PROMPTS)
     assert rollouts.text == ("x", "y", "z") and rollouts.finish == ("stop", "stop", "length")
     assert rollouts.version.tolist() == [5, 5, 5]
-    dtypes = [rollouts.tokens.dtype, rollouts.behaviour.dtype, rollouts.group.dtype, rollouts.version.dtype]
+    dtypes = [rollouts.tokens.dtype, rollouts.rollout_logprobs.dtype, rollouts.group.dtype, rollouts.version.dtype]
     assert dtypes == [torch.int64, torch.float32, torch.int64, torch.int64]
 
 
@@ -40,14 +40,16 @@ def test_tensors_give_the_same_record():
         tokens=[torch.tensor(row) for row in TOKENS],
         behaviour=[torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-4.0, -5.0]), torch.tensor([-6.0])],
     )
-    assert torch.equal(rows.tokens, assembled().tokens) and torch.equal(rows.behaviour, assembled().behaviour)
+    assert torch.equal(rows.tokens, assembled().tokens) and torch.equal(
+        rows.rollout_logprobs, assembled().rollout_logprobs
+    )
 
 
 def test_responses_nobody_sampled():
     """Their log-probs are zero; and where no model is known they have no tokens either."""
-    assert assembled(behaviour=None).behaviour.tolist() == [[0.0] * 3] * 3
+    assert assembled(behaviour=None).rollout_logprobs.tolist() == [[0.0] * 3] * 3
     bare = assembled(tokens=[[], [], []], behaviour=None)
-    assert bare.tokens.shape == bare.mask.shape == bare.behaviour.shape == (3, 0) and len(bare) == 3
+    assert bare.tokens.shape == bare.mask.shape == bare.rollout_logprobs.shape == (3, 0) and len(bare) == 3
 
 
 @pytest.mark.parametrize(

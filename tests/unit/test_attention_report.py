@@ -116,7 +116,7 @@ def test_a_panel_for_each_segment_and_a_row_for_each_image():
 def test_attention_is_cut_into_images():
     prompt = fake_prompt("p", vision_tokens=8)  # one unused, 8 image tokens, 2 of text
     media = (np.zeros((28, 56, 3), np.uint8), np.zeros((56, 84, 3), np.uint8))
-    prompt = prompt.__class__(prompt.task, media, prompt.ids, prompt.engine_ids, prompt.pool)
+    prompt = prompt.__class__(prompt.task, media, prompt.ids, prompt.engine_ids, prompt.token_pool)
     attention = torch.arange(11.0).expand(len(SEGMENTS), -1)
     first, second = images_of(prompt, attention, side=28)
     assert first.maps["late"].tolist() == [[1, 2]] and second.maps["all"].tolist() == [[3, 4, 5], [6, 7, 8]]

@@ -188,7 +188,7 @@ def test_dropout_is_off_while_training(family):
         layer.self_attn.q_proj = torch.nn.Sequential(layer.self_attn.q_proj, torch.nn.Dropout(0.5))
     backbone, ids = Backbone(model), torch.arange(8)[None]
     positions = torch.arange(8).expand(3, 1, -1)
-    assert torch.equal(backbone.read(ids, positions), backbone.read(ids, positions))
+    assert torch.equal(backbone.forward_text(ids, positions), backbone.forward_text(ids, positions))
 
 
 # --------------------------------------------------------------------------------------------------- compiled pieces
@@ -207,7 +207,7 @@ def test_each_piece_is_compiled_in_our_model_alone(family, monkeypatch):
     with torch.no_grad():
         close(
             theirs.model.language_model(input_ids=ids, position_ids=positions).last_hidden_state,
-            ours.read(ids, positions),
+            ours.forward_text(ids, positions),
         )
         assert outputs(theirs.model.visual(pixels, grid_thw=torch.tensor(grids)))
         before = dict(calls)
@@ -350,10 +350,10 @@ def test_a_mask_means_the_same_under_eager_attention(family):
     read = []
     for implementation in ("sdpa", "eager"):
         backbone = Backbone(load_model(checkpoint(family), attn_implementation=implementation))
-        features = backbone.see([inputs])
+        features = backbone.encode_images([inputs])
         rows = one.ids[None], prompt_positions(inputs)[:, None], vision_tokens(one)[None], features
-        read.append(backbone.read(*rows, attention_mask=mask[None, None]).detach())
-        assert (read[-1] - backbone.read(*rows).detach()).abs().max() > 0.1, "the mask matters"
+        read.append(backbone.forward_text(*rows, attention_mask=mask[None, None]).detach())
+        assert (read[-1] - backbone.forward_text(*rows).detach()).abs().max() > 0.1, "the mask matters"
     close(*read)
 
 
@@ -362,7 +362,7 @@ def test_attention_that_takes_no_mask_says_so(family):
     backbone.language_model.config._attn_implementation = "flash_attention_2"
     ids, mask = torch.zeros(1, 2, dtype=torch.long), torch.ones(1, 1, 2, 2, dtype=torch.bool)
     with pytest.raises(ValueError, match=r"'flash_attention_2'.*sdpa"):
-        backbone.read(ids, torch.zeros(3, 1, 2, dtype=torch.long), attention_mask=mask)
+        backbone.forward_text(ids, torch.zeros(3, 1, 2, dtype=torch.long), attention_mask=mask)
 
 
 SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
@@ -389,14 +389,14 @@ def test_an_adapter_of_the_first_vision_layer_is_seen(before):
     backbone = fresh_backbone("qwen2_5_vl")
     inputs = [encoder_of("qwen2_5_vl").inputs(prompts_for("qwen2_5_vl")[0])]
     with torch.no_grad():
-        plain = backbone.see(inputs)[0].embeds
+        plain = backbone.encode_images(inputs)[0].embeds
         peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["patch_embed.proj"]), backbone.model)
         if before:
             backbone = Backbone(backbone.model)
         adapter = backbone.vision_tower.patch_embed.proj
-        again = backbone.see(inputs)[
+        again = backbone.encode_images(inputs)[
             0
         ].embeds  # B is zero at first; peft's layer is a convolution, which sums otherwise
         torch.testing.assert_close(again, plain, rtol=0, atol=1e-5 * float(plain.abs().max()))
         adapter.lora_B.default.weight.fill_(0.5)
-        assert not torch.allclose(backbone.see(inputs)[0].embeds, plain, atol=1e-2)
+        assert not torch.allclose(backbone.encode_images(inputs)[0].embeds, plain, atol=1e-2)

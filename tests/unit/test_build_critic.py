@@ -101,7 +101,7 @@ def test_a_frozen_vision_tower_is_frozen_in_the_critic_too(frozen):
 def test_values_alone_need_no_pass_of_the_old_policy():
     assert algorithm.recipe_of(config_of(), 1).needs == Needs("values")
     several = algorithm.recipe_of(config_of(worker__actor__global_batch_size=4), 1).needs
-    assert several == Needs("values", "old", "entropy")
+    assert several == Needs("values", "old_logprobs", "entropy")
 
 
 # ------------------------------------------------------------------------------------------------------------ schedules

@@ -43,8 +43,8 @@ def test_all_layers_of_a_model_share_their_graphs(seen):
     with torch.no_grad():
         for length in (5, 8, 13):
             ids, positions = torch.randint(10, 200, (2, length)), torch.arange(length).expand(3, 2, -1)
-            read = backbone.read(ids, positions)
+            read = backbone.forward_text(ids, positions)
             graphs.append(seen.frame_count)
-        plain = fresh_backbone("qwen2_5_vl").read(ids, positions)
+        plain = fresh_backbone("qwen2_5_vl").forward_text(ids, positions)
     assert graphs == [3, 3, 3], "norm, MLP, rotary positions"
     torch.testing.assert_close(read, plain, rtol=1e-5, atol=1e-5)

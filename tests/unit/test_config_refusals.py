@@ -157,7 +157,10 @@ IMPOSSIBLE = [
     ),
     (["worker.hybrid_engine=false"], ["worker.hybrid_engine", "worker.rollout.n_gpus"]),
     (["worker.rollout.n_gpus=2"], ["worker.hybrid_engine", "worker.rollout.n_gpus"]),
-    (["worker.rollout.lag=1", "optimization.tis_clip=null"], ["worker.rollout.lag", "optimization.tis_clip"]),
+    (
+        ["worker.rollout.off_policy_steps=1", "optimization.tis_clip=null"],
+        ["worker.rollout.off_policy_steps", "optimization.tis_clip"],
+    ),
     (
         ["worker.actor.ulysses_size=2", "training.n_gpus_per_node=2", "worker.actor.model.attn_implementation=eager"],
         ["worker.actor.ulysses_size", "worker.actor.model.attn_implementation", "set auto"],
@@ -230,8 +233,8 @@ IMPOSSIBLE = [
         ["worker.actor.fsdp.param_rounding", "worker.actor.optim.name"],
     ),
     (
-        ["worker.actor.model.peft_type=lora", "worker.ref.refresh_every=10"],
-        ["worker.ref.refresh_every", "worker.actor.model.peft_type"],
+        ["worker.actor.model.peft_type=lora", "worker.ref.sync_every=10"],
+        ["worker.ref.sync_every", "worker.actor.model.peft_type"],
     ),
     (
         ["worker.rollout.name=vllm", "worker.rollout.tensor_parallel_size=2"],

@@ -345,9 +345,9 @@ def test_plain_credit_is_the_advantage():
     advantage = padded([[2, 2, 2], [-1]], fill=7.0)
     credit = assign((), fake_experience(fake_rollouts([3, 1]), advantage=advantage), KEY)
     same(credit.advantage, padded([[2, 2, 2], [-1]]))
-    same(credit.select, mask_of(3, 1))
-    same(credit.measure, mask_of(3, 1).float())
-    same(credit.scale, torch.ones(2))
+    same(credit.keep_mask, mask_of(3, 1))
+    same(credit.token_weight, mask_of(3, 1).float())
+    same(credit.response_weight, torch.ones(2))
     assert credit.weights is None
 
 
@@ -363,23 +363,23 @@ def credit_by(*rules, weights=WEIGHTS):
 def test_credit_multiplies_scale_and_token_weights_for_both_signs():
     # Row 0: 2 * 0.8 * v. Row 1: -1 * 1.2 * v. Row 2: 3.
     credit = credit_by(PerceptionFilter(0.25), TrajectoryScaling(), AttentionWeights())
-    close(credit.scale, [0.8, 1.2, 1.0])
+    close(credit.response_weight, [0.8, 1.2, 1.0])
     close(credit.advantage, padded([[1.6, 3.2, 0.8, 0.8], [-0.6, -1.8], [3, 3, 3]]))
-    same(credit.select, bits([[0, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 0]]))
-    same(credit.measure, MASK.float())
+    same(credit.keep_mask, bits([[0, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 0]]))
+    same(credit.token_weight, MASK.float())
 
 
 def test_the_mask_target_moves_the_weights_from_the_advantage_to_the_measure():
     credit = credit_by(TrajectoryScaling(), AttentionWeights(target="mask"))
     close(credit.advantage, padded([[1.6] * 4, [-1.2] * 2, [3] * 3]))
-    close(credit.measure, padded([[1, 2, 0.5, 0.5], [0.5, 1.5], [1, 1, 1]]))
-    same(credit.select, MASK)
+    close(credit.token_weight, padded([[1, 2, 0.5, 0.5], [0.5, 1.5], [1, 1, 1]]))
+    same(credit.keep_mask, MASK)
 
 
 def test_token_weights_wait_for_their_switch():
     credit = credit_by()
     close(credit.advantage, padded([[2] * 4, [-1] * 2, [3] * 3]))
-    same(credit.measure, MASK.float())
+    same(credit.token_weight, MASK.float())
 
 
 def test_scaling_needs_no_filter_and_a_filter_no_scaling():
@@ -395,5 +395,5 @@ def test_each_rule_says_which_signals_it_reads():
     assert PerceptionFilter().needs == TrajectoryScaling().needs == Needs("dependency")
     assert EntropyFilter().needs == Needs("entropy")
     assert EntropyChange().needs == Needs("entropy_change")
-    assert AttentionWeights().needs == Needs("mass")
+    assert AttentionWeights().needs == Needs("attention_mass")
     assert AttentionWeights(attention=False).needs == Needs(), "a reward function brings the weights"

@@ -79,39 +79,39 @@ def test_terms_are_added_before_the_advantage_is_scaled():
     for rules in permutations([Adds(TERM), Weighs(BY_RESPONSE), Weighs(BY_TOKEN)]):
         close(credit_by(*rules).advantage, padded([[4, 0, 3], [-9, 9]]))
     close(credit_by(Adds(TERM), Adds(TERM)).advantage, padded([[3, 1, 5], [-1, 8]]))
-    same(credit_by(Adds(TERM)).measure, MASK.float())
+    same(credit_by(Adds(TERM)).token_weight, MASK.float())
 
 
 def test_weights_of_a_kind_multiply():
     credit = credit_by(Weighs(BY_RESPONSE), Weighs(BY_TOKEN), Weighs(torch.tensor([0.5, 2.0])), Weighs(2 * BY_TOKEN))
-    close(credit.scale, [1, 6])
+    close(credit.response_weight, [1, 6])
     close(credit.weights, padded([[2, 0, 0.5], [8, 2]]))
     close(credit.advantage, padded([[2, 0, 0.5], [-96, -24]]))
-    same(credit.measure, MASK.float())
+    same(credit.token_weight, MASK.float())
 
 
 def test_a_weight_of_responses_is_no_weight_of_tokens():
     credit = credit_by(Weighs(BY_RESPONSE))
     assert credit.weights is None
-    close(credit.scale, [2, 3])
+    close(credit.response_weight, [2, 3])
     close(credit_by(Weighs(BY_TOKEN)).scale, [1, 1])
 
 
 def test_the_target_mask_changes_what_tokens_count_for():
     # 1 * 2 * (1, 0, 1/2) and 1 * 3 * (2, 1); the advantage stays.
     credit = credit_by(Counts(BY_RESPONSE), Counts(BY_TOKEN))
-    close(credit.measure, padded([[2, 0, 1], [6, 3]]))
+    close(credit.token_weight, padded([[2, 0, 1], [6, 3]]))
     close(credit.advantage, padded([[1, 1, 1], [-2, -2]]))
-    close(credit.scale, [2, 3])
+    close(credit.response_weight, [2, 3])
     close(credit.weights, BY_TOKEN)
     both = credit_by(Weighs(BY_RESPONSE), Counts(BY_TOKEN))
     close(both.advantage, padded([[2, 2, 2], [-6, -6]]))
-    close(both.measure, BY_TOKEN)
+    close(both.token_weight, BY_TOKEN)
 
 
 def test_a_weight_may_have_nothing_to_say():
     credit, plain = credit_by(Weighs(None), Counts(None)), credit_by()
-    for name in ("advantage", "select", "measure", "scale"):
+    for name in ("advantage", "keep_mask", "token_weight", "response_weight"):
         same(getattr(credit, name), getattr(plain, name))
     assert credit.weights is None
 
@@ -150,7 +150,7 @@ def test_numbers_of_every_kind_are_taken(dtype):
     weights = torch.tensor([2, 3]).to(dtype)
     credit = credit_by(Weighs(weights), Weighs(weights[:, None].expand(2, 3)), Adds(torch.ones(2, 3, dtype=dtype)))
     close(credit.advantage, padded([[8, 8, 8], [-9, -9]]))
-    for value in (credit.advantage, credit.measure, credit.scale, credit.weights):
+    for value in (credit.advantage, credit.token_weight, credit.response_weight, credit.weights):
         assert value.dtype == torch.float32
 
 
@@ -162,7 +162,7 @@ def test_values_off_the_mask_do_not_matter(junk, weight):
     everywhere = torch.ones(2, 3, dtype=torch.bool)
     filled = [weight(BY_TOKEN.where(MASK, junk)), Adds(TERM.where(MASK, junk))]
     credit = credit_by(Keeps(everywhere), *filled)
-    for name in ("advantage", "select", "measure", "scale"):
+    for name in ("advantage", "keep_mask", "token_weight", "response_weight"):
         same(getattr(credit, name), getattr(clean, name))
 
 
@@ -172,7 +172,7 @@ def test_the_weight_of_a_response_without_tokens_does_not_matter(junk, weight):
     experience = experience_of([2, 0], torch.ones(2, 2))
     credit = assign([weight(torch.tensor([2.0, junk]))], experience, KEY)
     same(credit.advantage[1], torch.zeros(2))
-    same(credit.measure[1], torch.zeros(2))
+    same(credit.token_weight[1], torch.zeros(2))
 
 
 # -------------------------------------------------------------------------------------------------------- wrong answers
@@ -274,7 +274,7 @@ class Reports(Weight):
         return torch.full((len(experience),), 2.0)
 
     def metrics(self, experience):
-        return {f"credit/{self.name}": float(experience.credit.scale.sum())}
+        return {f"credit/{self.name}": float(experience.credit.response_weight.sum())}
 
 
 def metrics_of(*rules, signals=None):

@@ -98,7 +98,7 @@ def test_training_goes_on_as_before_and_is_seen_without_a_copy(dtype):
         optimizer = torch.optim.AdamW(backbone.model.parameters(), lr=1e-2)
         for _ in range(2):
             optimizer.zero_grad()
-            backbone.read(ids, positions).float().square().mean().backward()
+            backbone.forward_text(ids, positions).float().square().mean().backward()
             gradient = parts_of(backbone)["qkv"][1].grad.clone()
             optimizer.step()
         trained.append((gradient, backbone))

@@ -84,7 +84,7 @@ def test_a_weight_that_moved_away_is_noticed(encoder):
     weight = backbone.language_model.layers[0].self_attn.q_proj.weight
     weight.data = -weight.data
     after = decode.generate(prompts, greedy)
-    assert not torch.equal(before.behaviour, after.behaviour)
+    assert not torch.equal(before.rollout_logprobs, after.rollout_logprobs)
     same(after, LocalGenerator(backbone, encoder).generate(prompts, greedy))
 
 

@@ -130,9 +130,9 @@ def test_a_frozen_base_is_adopted_and_float32_adapters_are_narrowed(base):
     assert torch.equal(weights.layers[0].down_adapter.up[:, :4], scaled)
 
     forward = Forward(backbone, encoder)
-    noise = (rollouts.behaviour - forward.signals(rollouts).old)[rollouts.mask].abs().mean()
+    noise = (rollouts.rollout_logprobs - forward.signals(rollouts).old_logprobs)[rollouts.mask].abs().mean()
     enable(model, False)
-    without = (rollouts.behaviour - forward.signals(rollouts).old)[rollouts.mask].abs().mean()
+    without = (rollouts.rollout_logprobs - forward.signals(rollouts).old_logprobs)[rollouts.mask].abs().mean()
     assert noise < 0.1 * without, (noise, without)
 
 

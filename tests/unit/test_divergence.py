@@ -75,27 +75,27 @@ def test_adaptive_controller_counts_responses_against_the_horizon():
 # ---- where it is charged ----
 
 MASK = mask_of(2, 1)
-SIGNALS = Signals(old=padded([[-1, -2], [-3]], fill=INF), reference=padded([[-1.5, -1], [-5]], fill=-9.0))
+SIGNALS = Signals(old_logprobs=padded([[-1, -2], [-3]], fill=INF), ref_logprobs=padded([[-1.5, -1], [-5]], fill=-9.0))
 # d = 1/2, -1 and 2.
 
 
 def test_the_distance_is_of_the_policy_before_the_updates():
-    assert Divergence("kl", 0.1).needs == Divergence("low_var_kl", 0.1).needs == Needs("old", "reference")
+    assert Divergence("kl", 0.1).needs == Divergence("low_var_kl", 0.1).needs == Needs("old_logprobs", "ref_logprobs")
     close(Divergence("kl", 0.1).distance(SIGNALS)[MASK], [0.5, -1, 2])
     close(Divergence("mse", 0.1).distance(SIGNALS)[MASK], [0.125, 0.5, 2])
 
 
 def test_the_full_distance_comes_from_the_probe():
     rule = Divergence("full", 0.5)
-    assert rule.needs == Needs("old", "divergence")
-    signals = Signals(old=torch.zeros(1, 2), divergence=torch.tensor([[1.0, 3.0]]))
+    assert rule.needs == Needs("old_logprobs", "divergence")
+    signals = Signals(old_logprobs=torch.zeros(1, 2), divergence=torch.tensor([[1.0, 3.0]]))
     close(rule.distance(signals), [[1, 3]])
     close(rule.reward_penalty(signals), [[0.5, 1.5]])
 
 
 def test_the_full_distance_as_a_loss_is_the_updates_affair():
     assert not Divergence("full", 0.5, in_loss=True).needs
-    assert Divergence("full", 0.5, in_loss=True, adaptive=True).needs == Needs("old", "divergence")
+    assert Divergence("full", 0.5, in_loss=True, adaptive=True).needs == Needs("old_logprobs", "divergence")
     assert Loss().with_divergence(Divergence("full", 0.5, in_loss=True)).full_divergence
     assert not Loss().with_divergence(Divergence("full", 0.5)).full_divergence
     assert not Loss(divergence="full").full_divergence, "a coefficient of 0 takes the term out"

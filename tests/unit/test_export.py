@@ -77,7 +77,7 @@ def gap_to_the_trainer(trainer, place, dtype):
     encoder, policy = loaded.encoder, loaded.policy
     prompts = [prompt(encoder, "t:0", "which colour is it", [(2, 2)]), prompt(encoder, "t:1", "how many")]
     rollouts = random_rollouts(prompts, [0, 0, 1], [7, 4, 5])
-    ours = policy.signals(rollouts).old
+    ours = policy.signals(rollouts).old_logprobs
     model = AutoModelForImageTextToText.from_pretrained(place, dtype="auto").eval()
     assert model.dtype == dtype
     return log_prob_gap(ours, rollouts, model, encoder, temperature=policy.temperature, compute_dtype=dtype)

@@ -184,12 +184,14 @@ def test_dropped_prompts_do_not_keep_their_pixels():
 def test_rounds_without_images_or_token_weights_leave_those_of_others():
     """A refill is small, and may hold text alone: its rows have no attention, and a function may bring no weights."""
     first, second = Source(0).ask(2), Source(0).ask(1)
-    looked = Signals(mass=torch.ones(4, 2, 5, 2), prompt_mass=torch.ones(4, 5, 2))
+    looked = Signals(attention_mass=torch.ones(4, 2, 5, 2), prompt_attention_mass=torch.ones(4, 5, 2))
     weighted = replace(first.rewards, token_weights=torch.full((4, 2), 2.0))
     text = replace(second.rollouts, prompts=(fake_prompt("text", visual=False),))
     rounds = iter([replace(first, signals=looked, rewards=weighted), replace(second, rollouts=text)])
     experience = fill(lambda count: next(rounds), 2, filtering()).experience
-    assert experience.signals.mass.shape[0] == 4 and experience.signals.mass[:2].eq(1).any()
-    assert experience.signals.mass[2:].eq(0).all() and experience.signals.prompt_mass[2:].eq(0).all()
+    assert experience.signals.attention_mass.shape[0] == 4 and experience.signals.attention_mass[:2].eq(1).any()
+    assert (
+        experience.signals.attention_mass[2:].eq(0).all() and experience.signals.prompt_attention_mass[2:].eq(0).all()
+    )
     assert experience.rewards.token_weights[:2].tolist() == [[2, 2]] * 2
     assert experience.rewards.token_weights[2:, 0].tolist() == [1, 1]

@@ -30,7 +30,7 @@ GIB = 2**30
 FAMILIES = ["qwen2_5_vl", "qwen3_vl", "qwen2"]
 LIMITS = Limits(
     prompts=4, prompts_per_update=4, sampling=Sampling(n=8, max_new_tokens=16), prompt_tokens=90, max_pixels=168**2,
-    update=MicroBatching(2 * (90 + 8 * 16)), probe=MicroBatching(rows=8), needs=Needs("old"),
+    update=MicroBatching(2 * (90 + 8 * 16)), probe=MicroBatching(rows=8), needs=Needs("old_logprobs"),
 )  # fmt: skip
 
 
@@ -127,7 +127,7 @@ def test_a_rehearsal_changes_no_token(graphs):
     with engine.awake():
         engine.rehearse(prompts, LIMITS.sampling)
     after = engine.generate(prompts, sampling)
-    assert torch.equal(before.tokens, after.tokens) and torch.equal(before.behaviour, after.behaviour)
+    assert torch.equal(before.tokens, after.tokens) and torch.equal(before.rollout_logprobs, after.rollout_logprobs)
     assert not graphs or engine.buffers.room.new == 4, "buffers of the rehearsal are not those of the run"
 
 

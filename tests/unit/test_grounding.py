@@ -32,7 +32,7 @@ def looks(vgr_by_row, lengths=None, late_only=True):
             ratio = 1.0 if math.isnan(value) or (late_only and name != "late") else value
             text = ratio / (2 + ratio)  # text/2 over vision/4 is the ratio, and both add up to 1
             mass[row, :, place] = torch.tensor([text, 1 - text])
-    return Signals(mass=mass, prompt_mass=mass[:, 0])
+    return Signals(attention_mass=mass, prompt_attention_mass=mass[:, 0])
 
 
 def rows(vgr_by_row, group, answers=None, lengths=None):
@@ -130,7 +130,7 @@ def weighed(values, lengths, group, **weighting):
     signals = looks([1.0] * len(lengths), lengths, late_only=False)
     for row, tokens in enumerate(values):
         for t, ratio in enumerate(tokens or []):
-            signals.mass[row, t] = torch.tensor([ratio / (2 + ratio), 2 / (2 + ratio)])
+            signals.attention_mass[row, t] = torch.tensor([ratio / (2 + ratio), 2 / (2 + ratio)])
     return AttentionWeights(**weighting).apply(fake_experience(rollouts, signals), KEY)
 
 
@@ -161,7 +161,7 @@ def test_weights_of_one_are_plain_grpo_to_the_bit(target):
     experience = fake_experience(rollouts, signals, advantage)
     ours, plain = assign([AttentionWeights(target=target)], experience, KEY), assign([], experience, KEY)
     assert ours.weights is not None
-    for name in ("advantage", "select", "measure", "scale"):
+    for name in ("advantage", "keep_mask", "token_weight", "response_weight"):
         same(getattr(ours, name), getattr(plain, name))
 
 
@@ -186,13 +186,13 @@ def test_attention_is_read_where_it_is_needed(overrides, every):
 def test_a_function_that_reads_signals_is_told_of_attention_at_every_step():
     function = InProcess(lambda data, signals: 1.0, {})
     rules = recipe_of(load_config(None, {}), 30, rewards=[Needs(), function.needs])
-    assert all("mass" in rules.needs_at(step) for step in range(30))
+    assert all("attention_mass" in rules.needs_at(step) for step in range(30))
 
 
 def test_a_segment_without_layers_is_told_of_to_nobody():
     """A model of two layers has no late third: no reward by it, and the other segments stay."""
     rollouts, signals = rows([4.0], [0]), looks([4.0])
-    signals.mass[:, :, SEGMENTS.index("late")] = NAN
+    signals.attention_mass[:, :, SEGMENTS.index("late")] = NAN
     told = signals_of(rollouts, signals)[0]
     assert told.keys() == {"vgr", "vgr_early", "vgr_middle", "vgr_all"}
     scorer = build_scorer(load_config(None, {"worker.reward.functions": ["mdi"]}), 10)
@@ -201,9 +201,9 @@ def test_a_segment_without_layers_is_told_of_to_nobody():
 
 def test_now_and_then_is_every_tenth_step():
     rules = recipe_of(load_config(None, {"optimization.disable_divergence": True}), 30)
-    assert [step + 1 for step in range(30) if "mass" in rules.needs_at(step)] == [10, 20, 30]
+    assert [step + 1 for step in range(30) if "attention_mass" in rules.needs_at(step)] == [10, 20, 30]
     assert rules.needs_at(0) == Needs(), "fresh rollouts, one optimizer step, nobody asks: no probe at all"
-    assert "mass" not in recipe_of(load_config(None, {}), 30, sees_attention=False).needs_at(9)
+    assert "attention_mass" not in recipe_of(load_config(None, {}), 30, sees_attention=False).needs_at(9)
 
 
 def test_a_reward_that_cannot_be_had_is_refused():

@@ -22,7 +22,7 @@ class Actor(FakeActor):
 
     def probe(self, rollouts, needs, step):
         self.journal.append(("probe", step))
-        return Signals(old=torch.full(rollouts.mask.shape, -1.0 + self.version / 70).where(rollouts.mask, 0.0))
+        return Signals(old_logprobs=torch.full(rollouts.mask.shape, -1.0 + self.version / 70).where(rollouts.mask, 0.0))
 
 
 def made(**changes):
@@ -167,7 +167,7 @@ def test_a_resume_goes_on_with_the_same_responses(greedy, tmp_path):
         mine, theirs = batches[0], others[0]
         assert mine.rollouts.text == theirs.rollouts.text and mine.rollouts.finish == theirs.rollouts.finish
         assert [p.task.id for p in mine.rollouts.prompts] == [p.task.id for p in theirs.rollouts.prompts]
-        for name in ("tokens", "mask", "behaviour", "version", "group"):
+        for name in ("tokens", "mask", "rollout_logprobs", "version", "group"):
             close(getattr(mine.rollouts, name), getattr(theirs.rollouts, name), rtol=0, atol=0)
         close(mine.correction, theirs.correction, rtol=0, atol=0)
         close(mine.advantage, theirs.advantage, rtol=0, atol=0)

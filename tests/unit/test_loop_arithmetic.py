@@ -149,7 +149,7 @@ def six_rows():
     generator = FakeGenerator([])
     with generator.awake():
         rollouts = generator.generate(prompts, Sampling(n=2))
-    return rollouts, Signals(old=torch.full((6, 4), -0.5), reference=torch.full((6, 4), -3.0))
+    return rollouts, Signals(old_logprobs=torch.full((6, 4), -0.5), ref_logprobs=torch.full((6, 4), -3.0))
 
 
 def test_whole_groups_with_denominators_of_their_own():
@@ -222,7 +222,7 @@ def test_filtered_tokens(denominator, kept):
 
 def test_the_correction_is_capped_and_follows_its_rows():
     rollouts, signals = six_rows()  # o = -0.5, b = -1: exp(0.5) = 1.65; row 5 was sampled at b = -3.5
-    rollouts.behaviour[5] = -3.5
+    rollouts.rollout_logprobs[5] = -3.5
     rules = recipe(prompts_per_update=1, loss=Loss(tis_clip=2.0))
     batches = sorted(batches_of(rules, rollouts, signals), key=lambda batch: batch.rollouts.text)
     close(batches[0].correction, [[math.exp(0.5), 1, 1, 1], [math.exp(0.5)] * 2 + [1, 1]])

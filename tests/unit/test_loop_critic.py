@@ -36,7 +36,7 @@ class FakeCritic:
 
 
 def loop_with_critic(**changes):
-    made = loop(needs=Needs("old", "values"), estimator=Gae(gamma=1.0, lam=1.0), **changes)
+    made = loop(needs=Needs("old_logprobs", "values"), estimator=Gae(gamma=1.0, lam=1.0), **changes)
     critic = FakeCritic(made.components.actor.journal)
     made.components.critic, made.components.probers = critic, [*made.components.probers, critic]
     return made

@@ -30,7 +30,7 @@ class Actor(FakeActor):
 
     def probe(self, rollouts, needs, step):
         self.journal.append(("probe", *(prompt.task.id for prompt in rollouts.prompts)))
-        return Signals(old=torch.full(rollouts.mask.shape, -1.0).where(rollouts.mask, 0.0))
+        return Signals(old_logprobs=torch.full(rollouts.mask.shape, -1.0).where(rollouts.mask, 0.0))
 
 
 class Scorer(FakeScorer):
@@ -62,7 +62,7 @@ def test_a_filter_scores_first_and_measures_what_stays():
 
 
 def test_rewards_that_read_signals_are_measured_before_they_are_judged():
-    one = made(1, 3, reward_needs=Needs("old"))
+    one = made(1, 3, reward_needs=Needs("old_logprobs"))
     one.step(0)
     assert journal_of(one, "submit", "result", "probe") == [
         ("submit", 0), ("probe", "p0", "p1"), ("result",),
@@ -70,7 +70,9 @@ def test_rewards_that_read_signals_are_measured_before_they_are_judged():
         ("submit", 0), ("probe", "p3"), ("result",),
     ]  # fmt: skip
     ((batch,), _) = one.components.actor.updates[0]
-    assert batch.old.shape == batch.rollouts.mask.shape and batch.old[batch.rollouts.mask].eq(-1).all()
+    assert (
+        batch.old_logprobs.shape == batch.rollouts.mask.shape and batch.old_logprobs[batch.rollouts.mask].eq(-1).all()
+    )
 
 
 def test_the_update_gets_whole_groups_of_what_stayed():
@@ -198,7 +200,7 @@ def test_greedy_responses_are_scored_and_seen_by_nobody():
 
 
 def test_rewards_that_read_signals_read_those_of_the_greedy_response_too():
-    made = remax(reward_needs=Needs("old"))
+    made = remax(reward_needs=Needs("old_logprobs"))
     made.step(0)
     assert len(journal_of(made, "probe")) == 2
 
@@ -245,14 +247,14 @@ def test_replayed_rows_keep_their_own_old_policy_and_sampler():
     one = replaying(1, total_steps=2, loss=Loss(tis_clip=2.0))
     before = one.components.actor.probe
     one.components.actor.probe = lambda rollouts, needs, step: Signals(
-        old=before(rollouts, needs, step).old * (1 + 0.5 * step)
+        old_logprobs=before(rollouts, needs, step).old_logprobs * (1 + 0.5 * step)
     )
     one.run()
     (batch,) = one.components.actor.updates[1][0]
     mask = batch.rollouts.mask
-    close(batch.old[:, 0], [-1, -1, -1.5, -1.5])
+    close(batch.old_logprobs[:, 0], [-1, -1, -1.5, -1.5])
     close(batch.correction[:, 0], [1, 1, math.exp(-0.5), math.exp(-0.5)])
-    ratio = importance_ratio(torch.full(mask.shape, -1.2), batch.old, mask, "token")
+    ratio = importance_ratio(torch.full(mask.shape, -1.2), batch.old_logprobs, mask, "token")
     close(ratio[:, 0], [math.exp(-0.2), math.exp(-0.2), math.exp(0.3), math.exp(0.3)])
 
 
@@ -327,11 +329,11 @@ def test_maps_of_the_first_responses_and_of_no_others(reads):
 
     def probe(rollouts, needs, step):
         asked.append((len(rollouts), needs, step))
-        return Signals(maps=tuple(range(len(rollouts))) if reads else None)
+        return Signals(attention_maps=tuple(range(len(rollouts))) if reads else None)
 
     step = fake_experience(fake_rollouts([1] * 4, group=[0, 0, 1, 1]))
     prober = SimpleNamespace(probe=probe)
     assert with_maps(step, prober, 0, 5, clock) is step and not asked
     found = with_maps(step, prober, 2, 5, clock)
-    assert asked == [(2, Needs("maps"), 5)] and set(clock.seconds) == {"probe"}
-    assert found.signals.maps == ((0, 1, None, None) if reads else None) and found.rollouts is step.rollouts
+    assert asked == [(2, Needs("attention_maps"), 5)] and set(clock.seconds) == {"probe"}
+    assert found.signals.attention_maps == ((0, 1, None, None) if reads else None) and found.rollouts is step.rollouts

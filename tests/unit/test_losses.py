@@ -411,8 +411,8 @@ def test_the_correction_multiplies_the_policy_term_alone():
 def test_without_old_log_probs_the_policy_is_its_own_old_one():
     """rho is 1 and its slope A/4; the sampler's factors exp(o - b) are 2; 1/2, 4 (cut to 3) and 1."""
     gap = padded([[LN2], [-LN2, 2 * LN2, 0]])
-    rollouts = replace(ROLLOUTS, behaviour=LOGP - gap)
-    batch = replace(fake_batch(rollouts, OLD_LOGP, ADVANTAGE), old=None, correction=None)
+    rollouts = replace(ROLLOUTS, rollout_logprobs=LOGP - gap)
+    batch = replace(fake_batch(rollouts, OLD_LOGP, ADVANTAGE), old_logprobs=None, correction=None)
     logp = LOGP.clone().requires_grad_()
     total, metrics = total_loss(logp, batch, Loss(tis_clip=3.0))
     total.backward()
@@ -428,7 +428,7 @@ def test_without_old_log_probs_the_policy_is_its_own_old_one():
 
 
 def test_a_divergence_loss_without_a_reference_is_a_mistake():
-    batch = replace(fake_batch(ROLLOUTS, OLD_LOGP, ADVANTAGE), reference=None)
+    batch = replace(fake_batch(ROLLOUTS, OLD_LOGP, ADVANTAGE), ref_logprobs=None)
     with pytest.raises(AssertionError, match="reference"):
         total_loss(LOGP, batch, Loss(divergence_coef=0.5))
 

@@ -40,7 +40,7 @@ def step_of(weights=None, mass=True):
     credit = Credit(ones, rollouts.mask, ones, torch.ones(3), weights)
     tokens = torch.tensor([[BALANCED, LOOKING], [BALANCED, BALANCED], [BALANCED, BALANCED]])
     by_segment = tokens[:, :, None, :].expand(-1, -1, len(SEGMENTS), -1)
-    signals = Signals(mass=by_segment, prompt_mass=by_segment[:, 1]) if mass else Signals()
+    signals = Signals(attention_mass=by_segment, prompt_attention_mass=by_segment[:, 1]) if mass else Signals()
     return fake_experience(rollouts, signals, rewards=rewards, credit=credit)
 
 
@@ -216,13 +216,13 @@ def test_a_large_step_costs_the_training_path_milliseconds(tmp_path):
         tokens=torch.zeros(rows, tokens, dtype=torch.long),
         mask=torch.ones(rows, tokens, dtype=torch.bool),
         text=("text " * 100,) * rows,
-        finish=("stop",) * rows,
+        finish_reason=("stop",) * rows,
     )
     rewards = Rewards(torch.rand(rows), {"accuracy": torch.rand(rows)}, torch.zeros(rows, dtype=torch.bool))
     ones = torch.ones(rows, tokens)
     mass = torch.rand(rows, tokens, len(SEGMENTS), 2)
     credit = Credit(ones, rollouts.mask, ones, ones[:, 0], ones)
-    experience = fake_experience(rollouts, Signals(mass=mass), rewards=rewards, credit=credit)
+    experience = fake_experience(rollouts, Signals(attention_mass=mass), rewards=rewards, credit=credit)
     logs = MarkdownLogs(LogPaths.of(tmp_path), decode)
     begin = time.perf_counter()
     logs.rollouts(1, experience)

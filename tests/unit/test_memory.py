@@ -39,7 +39,7 @@ RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 LIMITS = Limits(
     prompts=4, prompts_per_update=4, sampling=Sampling(n=8, max_new_tokens=16), prompt_tokens=90, max_pixels=168**2,
     update=MicroBatching(2 * (90 + 8 * 16)), probe=MicroBatching(at_least=1 << 20),
-    needs=Needs("old", "entropy", "dependency", "mass"),
+    needs=Needs("old_logprobs", "entropy", "dependency", "attention_mass"),
 )  # fmt: skip
 SIZE = ModelSize(tensors=(700, 300), learning=(700,), vocabulary=10, output=80, layers=3, keys=4, read=600)
 
@@ -148,13 +148,13 @@ def test_it_counts_as_torch_does():
 def test_the_longest_prompt(family):
     encoder = load_encoder(checkpoint(family))
     prompt = longest_prompt(encoder, LIMITS)
-    assert len(prompt.ids) == len(prompt.pool) == 90
+    assert len(prompt.ids) == len(prompt.token_pool) == 90
     if family != "qwen2":
         side = encoder.image_settings.factor if encoder.image_settings else 1
         most = min(168**2 // side**2, 90)
-        assert 0.8 * most - 1 <= int((prompt.pool == VISION_POOL).sum()) <= most
+        assert 0.8 * most - 1 <= int((prompt.token_pool == VISION_POOL).sum()) <= most
         small = longest_prompt(encoder, replace(LIMITS, max_pixels=4 * side**2))
-        assert int((small.pool == VISION_POOL).sum()) == 4 and len(small.ids) == 90
+        assert int((small.token_pool == VISION_POOL).sum()) == 4 and len(small.ids) == 90
         tight = longest_prompt(encoder, replace(LIMITS, prompt_tokens=60))
         assert len(tight.ids) == 60, "the image leaves room for the template"
 

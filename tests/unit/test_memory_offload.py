@@ -18,7 +18,7 @@ from mtrl.workers.micro_batches import MicroBatching
 
 LIMITS = Limits(
     prompts=2, prompts_per_update=2, sampling=Sampling(n=2, max_new_tokens=4), prompt_tokens=40, max_pixels=56**2,
-    update=MicroBatching(), probe=MicroBatching(), needs=Needs("old", "entropy"),
+    update=MicroBatching(), probe=MicroBatching(), needs=Needs("old_logprobs", "entropy"),
 )  # fmt: skip
 PLAN = Plan(LIMITS, reference=True, on_gpu=True)
 # 40 are held and sampling is the fullest phase, at 70; then the update, then the probe.

@@ -18,7 +18,7 @@ from mtrl.workers.micro_batches import MicroBatching
 FAMILY = "qwen2_5_vl"
 LIMITS = Limits(
     prompts=4, prompts_per_update=4, sampling=Sampling(n=8, max_new_tokens=16), prompt_tokens=90, max_pixels=56**2,
-    update=MicroBatching(at_least=1000), probe=MicroBatching(at_least=4000), needs=Needs("old", "dependency"),
+    update=MicroBatching(at_least=1000), probe=MicroBatching(at_least=4000), needs=Needs("old_logprobs", "dependency"),
 )  # fmt: skip
 GROUP = 90 + 8 * 16  # tokens; four of them are a step: 872
 

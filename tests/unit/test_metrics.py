@@ -192,8 +192,8 @@ def test_mismatch_metrics():
 def test_with_a_cut_the_gap_is_that_on_what_it_leaves():
     """A sampler without error says as much more as the trainer gives to what is left less than all."""
     old, support = padded([[-1, -2], [-2]]), padded([[-0.5, 0.0], [-0.25]])
-    rollouts = replace(fake_rollouts([2, 1]), behaviour=old - support)
-    cases = {True: Signals(old=old, support=support), False: Signals(old=old)}
+    rollouts = replace(fake_rollouts([2, 1]), rollout_logprobs=old - support)
+    cases = {True: Signals(old_logprobs=old, support=support), False: Signals(old_logprobs=old)}
     found = {cut: step_metrics(fake_experience(rollouts, cases[cut]), cut=True) for cut in cases}
     assert found[True]["rollout/logprob_gap_max"] == 0.0 and found[True]["rollout/logprob_gap_ess"] == 1.0
     assert found[True]["rollout/logprob_gap_cut_mean"] == found[False]["rollout/logprob_gap_cut_mean"] == approx(0.25)
@@ -226,7 +226,9 @@ def test_attention_metrics():
     mass = early[:, :, None, :].repeat(1, 1, 5, 1)
     mass[1, :, 2, 0] *= 2
     prompt_mass = early[:, 0, None].repeat(1, 5, 1)  # row 0: VGR 4, row 1: VGR 4
-    metrics = attention_metrics(Signals(mass=mass, prompt_mass=prompt_mass), seen([(1, 1), (2, 4), (3, 0)], [2, 1, 2]))
+    metrics = attention_metrics(
+        Signals(attention_mass=mass, prompt_attention_mass=prompt_mass), seen([(1, 1), (2, 4), (3, 0)], [2, 1, 2])
+    )
     assert len(metrics) == 25  # three numbers, four segments, two phases; and the distance from balance
     for segment in ("early", "middle", "all"):
         assert metrics[f"attention/vgr_{segment}"] == approx((0.75 + 4) / 2)
@@ -246,7 +248,7 @@ def seen(sizes, lengths):
 
 def test_attention_metrics_without_any_image():
     mass = torch.full((1, 2, 5, 2), 0.25)
-    assert attention_metrics(Signals(mass=mass, prompt_mass=mass[:, 0]), seen([(3, 0)], [2])) == {}
+    assert attention_metrics(Signals(attention_mass=mass, prompt_attention_mass=mass[:, 0]), seen([(3, 0)], [2])) == {}
     assert attention_metrics(Signals(), seen([(3, 1)], [2])) == {}
 
 

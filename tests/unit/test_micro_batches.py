@@ -56,11 +56,11 @@ def test_signals_come_back_in_the_order_of_the_rows():
 
     def measure(rows):
         seen.append(rows.version.tolist())
-        return Signals(old=rows.version[:, None].float().expand(rows.mask.shape))
+        return Signals(old_logprobs=rows.version[:, None].float().expand(rows.mask.shape))
 
     found = batching.probe(rollouts, measure)
     assert seen == [[2, 3], [0, 1]] and found.entropy is None
-    same(found.old[:, 0], torch.arange(4.0))
+    same(found.old_logprobs[:, 0], torch.arange(4.0))
     seen.clear()
     MicroBatching(tokens=2 * prompt_tokens() + 8).probe(rollouts, measure)
     assert seen == [[0, 1, 2, 3]], "one view unless more are said"

@@ -94,7 +94,7 @@ def test_token_weights_come_from_whoever_has_them():
     rollouts = replace(fake_rollouts([2]), prompts=(fake_prompt("p"),))
     mass = torch.tensor([1 / 3, 2 / 3]).repeat(1, 2, len(SEGMENTS), 1)
     mass[0, 1, SEGMENTS.index("weight")] = torch.tensor([2 / 3, 1 / 3])
-    looking, blind, supplied = Signals(mass=mass), Signals(), torch.full((1, 2), 2.0)
+    looking, blind, supplied = Signals(attention_mass=mass), Signals(), torch.full((1, 2), 2.0)
 
     def weights(signals, given=None, *rules):
         experience = fake_experience(rollouts, signals, torch.ones(1, 2), token_weights=given)

@@ -55,7 +55,7 @@ def test_the_tokens_that_hold_a_causal_character_count():
     experience = told([RESPONSE, RESPONSE[:20]], [IDS, [1, 2, 3]], [SCENE, SCENE])
     expected = torch.tensor([[0, 0, 1, 0, 1, 0, 0], [0, 0, 1, 0, 0, 0, 0]], dtype=torch.bool)
     same(rule.apply(experience, KEY), expected)
-    same(assign([rule], experience, KEY).select, expected & experience.rollouts.mask)
+    same(assign([rule], experience, KEY).keep_mask, expected & experience.rollouts.mask)
 
 
 def test_it_does_not_speak_for_others():
@@ -67,7 +67,7 @@ def test_it_does_not_speak_for_others():
     experience = told(texts, ids, columns, visual=[True, True, True, False, True])
     rule = Oracle().reading(words)
     assert rule.speaks_for(experience).tolist() == [True, False, False, False, False]
-    select = assign([rule], experience, KEY).select
+    select = assign([rule], experience, KEY).keep_mask
     assert select[0].sum() == 2
     same(select[1:], experience.rollouts.mask[1:])
 

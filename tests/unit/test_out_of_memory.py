@@ -76,7 +76,7 @@ def test_a_full_device_costs_nothing_but_time(engine, caplog, room, tried, halvi
     assert full.tried == tried
     assert full.sampled == [(prompt.task.id, i) for prompt in prompts for i in range(6)], "each once"
     assert torch.equal(found.tokens, expected.tokens) and torch.equal(found.mask, expected.mask)
-    torch.testing.assert_close(found.behaviour, expected.behaviour, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found.rollout_logprobs, expected.rollout_logprobs, rtol=0, atol=1e-5)
     assert found.text == expected.text and torch.equal(found.group, expected.group)
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == len(halvings)

@@ -25,7 +25,7 @@ from mtrl.workers.micro_batches import MicroBatching
 HIDDEN, ODD = 48, 100
 LIMITS = Limits(
     prompts=1, prompts_per_update=1, sampling=Sampling(n=2, max_new_tokens=4), prompt_tokens=90, max_pixels=112**2,
-    update=MicroBatching(at_least=1 << 20), probe=MicroBatching(at_least=1 << 20), needs=Needs("old"),
+    update=MicroBatching(at_least=1 << 20), probe=MicroBatching(at_least=1 << 20), needs=Needs("old_logprobs"),
 )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from mtrl.workers.micro_batches import MicroBatching
 POLICY = SimpleNamespace(encoder=encoder_of("qwen2"))
 LIMITS = Limits(
     prompts=8, prompts_per_update=4, sampling=Sampling(n=8, max_new_tokens=16), prompt_tokens=90, max_pixels=56**2,
-    update=MicroBatching(at_least=1000), probe=MicroBatching(4000), needs=Needs("old"),
+    update=MicroBatching(at_least=1000), probe=MicroBatching(4000), needs=Needs("old_logprobs"),
 )  # fmt: skip
 GROUP = 90 + 8 * 16  # tokens
 

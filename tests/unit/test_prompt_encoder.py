@@ -317,7 +317,7 @@ def test_pools_of_a_chat(checkpoints, encoder):
     with_system = load_encoder(checkpoints["qwen2_5_vl"], pool_system=True).encode(row, media)
     assert pooled(encoder, with_system, TEXT_POOL) == "system\nbe kind\nuser\nWhich cat?\nassistant\n"
     everything = load_encoder(checkpoints["qwen2_5_vl"], pool_system=True, pool_special_tokens=True).encode(row, media)
-    assert not (everything.pool == NO_POOL).any()
+    assert not (everything.token_pool == NO_POOL).any()
     assert pooled(encoder, everything, VISION_POOL) == "<|image_pad|>" * 6  # without its start and end marks
     special = load_encoder(checkpoints["qwen2_5_vl"], pool_special_tokens=True).encode(row, media)
     assert pooled(encoder, special, TEXT_POOL).startswith("<|im_start|>user\n<|vision_start|><|vision_end|>Which")
@@ -335,7 +335,7 @@ def test_system_text_is_found_in_other_templates(checkpoints):
     assert encoder.decode(prompt.ids) == "[system] the red cat [user] Which cat? [assistant]"
     assert pooled(encoder, prompt, NO_POOL) == " the red cat"  # " the" is one token
     plain = encoder.encode(task(("user", "Which cat?")), [])
-    assert not (plain.pool == NO_POOL).any()
+    assert not (plain.token_pool == NO_POOL).any()
 
 
 # ---------------------------------------------------------------------------------------------------------- text models

@@ -136,8 +136,8 @@ def test_credit_and_weights_ignore_padding(step, rules, loss_type, extra, fill):
         assert (wide_weights[~wide.rollouts.mask] == 0).all()
     credit = credit_of(wide, rules)
     assert (credit.advantage[~wide.rollouts.mask] == 0).all()
-    assert (credit.measure[~wide.rollouts.mask] == 0).all()
-    assert not credit.select[~wide.rollouts.mask].any()
+    assert (credit.token_weight[~wide.rollouts.mask] == 0).all()
+    assert not credit.keep_mask[~wide.rollouts.mask].any()
 
 
 @given(steps(), LOSSES, st.integers(0, 3), st.sampled_from([0.0, 1e30, -1e30, INF, -INF, NAN]))

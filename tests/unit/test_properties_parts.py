@@ -53,7 +53,7 @@ def test_text_only_rows_are_untouched(step, entropy_top_p, weighting):
     # And visual rows do not notice them: without the text-only rows the scales are the same.
     if step.rollouts.visual.any():
         index = step.rollouts.visual.nonzero().flatten()
-        same(credit_of(step.rows(index), rules).scale, credit.scale[index])
+        same(credit_of(step.rows(index), rules).response_weight, credit.response_weight[index])
 
 
 @given(steps(), st.floats(0.0, 1.0), st.one_of(st.none(), st.floats(1.0, 5.0)))
@@ -200,7 +200,7 @@ def test_rows_of_rollouts_keep_their_prompts(step, picks):
     assert len(part.prompts) == len(set(rollouts.group[index].tolist()))
     assert part.group.tolist() == [part.prompts.index(rollouts.prompts[rollouts.group[i]]) for i in index.tolist()]
     assert set(part.group.tolist()) == set(range(len(part.prompts)))
-    for name in ("tokens", "mask", "behaviour", "version", "visual", "truncated"):
+    for name in ("tokens", "mask", "rollout_logprobs", "version", "visual", "truncated"):
         same(getattr(part, name), getattr(rollouts, name)[index])
     assert part.text == tuple(rollouts.text[i] for i in index.tolist())
     assert part.finish == tuple(rollouts.finish[i] for i in index.tolist())
@@ -212,7 +212,7 @@ def test_rows_of_a_batch_follow_one_another(step, picks):
     index = torch.tensor([pick % len(batch) for pick in picks])
     part = batch.rows(index)
     assert len(part) == len(index)
-    for name in ("old", "advantage", "correction", "reference"):
+    for name in ("old_logprobs", "advantage", "correction", "ref_logprobs"):
         same(getattr(part, name), getattr(batch, name)[index])
     for f in fields(batch.weights):
         same(getattr(part.weights, f.name), getattr(batch.weights, f.name)[index])

@@ -74,7 +74,7 @@ def test_vision_entropy_judges_visual_rows_alone():
     experience = fake_experience(
         rollouts, Signals(**{name: padded(x) for name, x in signals.items()}), advantage=torch.ones(2, 2)
     )
-    same(assign([VisionEntropy(top_p=0.5)], experience, KEY).select, bits([0, 1], [1, 1]))
+    same(assign([VisionEntropy(top_p=0.5)], experience, KEY).keep_mask, bits([0, 1], [1, 1]))
 
 
 def test_perception_bonus_rewards_what_the_image_made_likely():
@@ -103,7 +103,7 @@ def test_perception_bonus_is_the_gradient_of_papos_loss():
 def test_perception_bonus_takes_the_difference_of_both_views():
     found = answer(PerceptionBonus(gamma=2.0), [1], old=[[-1.0]], perturbed=[[-1.5]])
     close(found, [[2 * (1 - math.exp(-0.5))]])
-    for known in ("old", "perturbed"):
+    for known in ("old_logprobs", "perturbed_logprobs"):
         with pytest.raises(AssertionError, match="not asked"):
             answer(PerceptionBonus(), [1], **{known: [[-1.0]]})
 
@@ -139,10 +139,10 @@ def test_attention_anchors_are_the_tokens_that_look_most():
     mass = torch.zeros(2, 4, len(SEGMENTS), 2)
     mass[:, :, SEGMENTS.index("weight"), 1] = torch.tensor([0.1, 0.4, 0.2, 0.3])
     rollouts = fake_rollouts([4, 4], group=range(2), visual=VISUAL_AND_TEXT)
-    found = AttentionAnchors(top_p=0.25, boost=3.0).apply(fake_experience(rollouts, Signals(mass=mass)), KEY)
+    found = AttentionAnchors(top_p=0.25, boost=3.0).apply(fake_experience(rollouts, Signals(attention_mass=mass)), KEY)
     close(found, [[2 / 3, 2, 2 / 3, 2 / 3], [1, 1, 1, 1]])  # 1 3 1 1 over their mean 3/2; without an image: ones
     assert AttentionAnchors().apply(fake_experience(rollouts), KEY) is None
-    single = fake_experience(fake_rollouts([1]), Signals(mass=mass[:1, :1]))
+    single = fake_experience(fake_rollouts([1]), Signals(attention_mass=mass[:1, :1]))
     close(AttentionAnchors(boost=0.0).apply(single, KEY), [[0.0]])  # nothing is left of a mean
 
 
@@ -271,13 +271,13 @@ def test_text_only_rows_get_plain_credit(name):
         return
     rollouts = fake_rollouts([3, 2], group=range(2), visual=[False, False])
     drawn = torch.rand(2, 3, generator=torch.Generator().manual_seed(0))
-    known = {"dependency": drawn, "entropy": drawn, "entropy_change": drawn, "old": drawn, "perturbed": -drawn,
+    known = {"dependency": drawn, "entropy": drawn, "entropy_change": drawn, "old_logprobs": drawn, "perturbed_logprobs": -drawn,
              "similarity": drawn}  # fmt: skip
-    signals = Signals(mass=torch.rand(2, 3, len(SEGMENTS), 2), **known)
+    signals = Signals(attention_mass=torch.rand(2, 3, len(SEGMENTS), 2), **known)
     experience = fake_experience(rollouts, signals, advantage=torch.full((2, 3), 2.0))
     credit = assign([rule], experience, KEY)
     close(credit.advantage, padded([[2, 2, 2], [2, 2]]))
-    same(credit.select, rollouts.mask)
+    same(credit.keep_mask, rollouts.mask)
 
 
 # ---------------------------------------------------------------------------------------------------------- all of them
@@ -308,8 +308,10 @@ def test_answers_are_bits_or_float32_for_tokens_of_any_precision(name):
     rewards = Rewards(torch.tensor([1.0, 0.0]), {}, torch.zeros(2, dtype=torch.bool))
     rule, found = make_rule({"name": name} | ({"strength": 0.3} if "strength" in DEFAULTS[name] else {})), []
     for values in (drawn, drawn.double()):
-        known = dict.fromkeys(("dependency", "entropy", "old", "similarity"), values) | {"perturbed": 0 * values}
-        signals = Signals(mass=values[:, :, None, None].expand(2, 31, len(SEGMENTS), 2), **known)
+        known = dict.fromkeys(("dependency", "entropy", "old_logprobs", "similarity"), values) | {
+            "perturbed_logprobs": 0 * values
+        }
+        signals = Signals(attention_mass=values[:, :, None, None].expand(2, 31, len(SEGMENTS), 2), **known)
         found.append(rule.apply(fake_experience(rollouts, signals, rewards=rewards), KEY))
     assert found[0].dtype == found[1].dtype == (torch.bool if isinstance(rule, Filter) else torch.float32)
     assert found[0].double().isfinite().all()
@@ -321,7 +323,7 @@ def test_anchors_are_weighed_as_exactly_as_float32_can_say():
     for tokens in range(2, 30):
         mass = torch.rand(1, tokens, len(SEGMENTS), 2)
         found = AttentionAnchors(top_p=0.3, boost=1.7).apply(
-            fake_experience(fake_rollouts([tokens]), Signals(mass=mass)), KEY
+            fake_experience(fake_rollouts([tokens]), Signals(attention_mass=mass)), KEY
         )
         anchors = math.ceil(0.3 * tokens - 1e-6)
         mean = (tokens + 0.7 * anchors) / tokens
@@ -330,10 +332,14 @@ def test_anchors_are_weighed_as_exactly_as_float32_can_say():
 
 def test_what_a_prompt_says_stays_with_it():
     """Shuffled rules move what is known of tokens: attention of the prompt and maps have no tokens to move."""
-    signals = Signals(dependency=torch.tensor([[1.0, 2, 3]]), prompt_mass=torch.rand(1, 2, 2), maps=(None,))
+    signals = Signals(
+        dependency=torch.tensor([[1.0, 2, 3]]), prompt_attention_mass=torch.rand(1, 2, 2), attention_maps=(None,)
+    )
     row, column = torch.zeros(1, 3, dtype=torch.long), torch.tensor([[2, 0, 1]])
     found = moved(signals, row, column)
-    assert found.prompt_mass is signals.prompt_mass and found.maps is signals.maps
+    assert (
+        found.prompt_attention_mass is signals.prompt_attention_mass and found.attention_maps is signals.attention_maps
+    )
     close(found.dependency, [[3.0, 1, 2]])
 
 

@@ -76,12 +76,12 @@ def test_what_is_published_is_the_model():
     before = plain_logp("qwen2", rollouts, model=plain)
     plain.load_state_dict(dict(weights))
     with torch.no_grad():
-        theirs, ours = plain_logp("qwen2", rollouts, model=plain), forward.signals(rollouts).old
+        theirs, ours = plain_logp("qwen2", rollouts, model=plain), forward.signals(rollouts).old_logprobs
     torch.testing.assert_close(ours[rollouts.mask], theirs[rollouts.mask], atol=1e-4, rtol=1e-4)
     assert (ours - before)[rollouts.mask].abs().max() > 0.01
     with adapters_off(model):
-        base = forward.signals(rollouts).old
-    fresh = Forward(Backbone(quantized(learnt=False)), encoder_of("qwen2")).signals(rollouts).old
+        base = forward.signals(rollouts).old_logprobs
+    fresh = Forward(Backbone(quantized(learnt=False)), encoder_of("qwen2")).signals(rollouts).old_logprobs
     assert torch.equal(base, fresh), "the reference is the base in 4 bits"
 
 

@@ -154,27 +154,33 @@ def test_only_a_run_without_steps_is_validated_first(before, first, validates):
 
 def test_what_rules_rewards_trackers_and_divergence_read_comes_together():
     rules = recipe_of(optimization(enable_perception_filtering=True), 1)
-    assert {"dependency", "reference", "old", "entropy"} <= rules.needs.names
+    assert {"dependency", "ref_logprobs", "old_logprobs", "entropy"} <= rules.needs.names
     config = optimization(disable_divergence=True)
     assert not recipe_of(config, 1).needs
-    assert recipe_of(optimization(disable_divergence=True, replay_buffer_size=8), 1).needs == Needs("old", "entropy")
-    found = recipe_of(config, 1, rewards=[Needs("mass")], trackers=Needs("prompt_mass"))
-    assert found.needs == Needs("mass", "prompt_mass"), "attention needs no pass over the vocabulary"
+    assert recipe_of(optimization(disable_divergence=True, replay_buffer_size=8), 1).needs == Needs(
+        "old_logprobs", "entropy"
+    )
+    found = recipe_of(config, 1, rewards=[Needs("attention_mass")], trackers=Needs("prompt_attention_mass"))
+    assert found.needs == Needs("attention_mass", "prompt_attention_mass"), (
+        "attention needs no pass over the vocabulary"
+    )
 
 
 def test_a_cut_is_compared_on_what_it_leaves():
     words = {"optimization.replay_buffer_size": 8, "optimization.disable_divergence": True}
     for cut in ({"worker.rollout.top_p": 0.9}, {"worker.rollout.top_k": 20}):
-        assert recipe_of(load_config(None, words | cut), 1).needs == Needs("old", "entropy", "support")
+        assert recipe_of(load_config(None, words | cut), 1).needs == Needs("old_logprobs", "entropy", "support")
 
 
-@pytest.mark.parametrize("alone", ["mass", "prompt_mass"])
+@pytest.mark.parametrize("alone", ["attention_mass", "prompt_attention_mass"])
 def test_attention_alone_needs_no_scores(alone):
     assert with_scores(Needs(alone), load_config(None, SIZES | {"worker.actor.ppo_epochs": 1})) == Needs(
-        alone, "old", "entropy"
+        alone, "old_logprobs", "entropy"
     )
     assert with_scores(Needs(alone), load_config(None)) == Needs(alone)
-    assert "old" in with_scores(Needs(alone), load_config(None, {"worker.rollout.lag": 1})), "the ratio to it corrects"
+    assert "old_logprobs" in with_scores(Needs(alone), load_config(None, {"worker.rollout.off_policy_steps": 1})), (
+        "the ratio to it corrects"
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------ attention
@@ -189,9 +195,9 @@ def test_how_often_attention_is_read(asked, needed, every):
 def test_attention_is_read_now_and_then_unless_somebody_reads_signals():
     config = load_config(None)
     assert attention_every(config) == recipe_of(config, 1).attention_every == 10
-    assert recipe_of(config, 1, rewards=[Needs("old"), Needs()]).attention_every == 1, "one of them may look"
+    assert recipe_of(config, 1, rewards=[Needs("old_logprobs"), Needs()]).attention_every == 1, "one of them may look"
     assert recipe_of(config, 1, rewards=[Needs()]).attention_every == 10
-    assert recipe_of(config, 1, trackers=Needs("mass")).attention_every == 1
+    assert recipe_of(config, 1, trackers=Needs("attention_mass")).attention_every == 1
     assert recipe_of(config, 1, sees_attention=False).attention_every == 0
 
 
@@ -246,8 +252,8 @@ def test_the_divergence_has_the_keys_of_the_configuration():
 
 
 def test_when_the_reference_is_made_anew():
-    assert recipe_of(optimization(), 1).refresh_every == recipe().refresh_every == 0, "never"
-    assert recipe_of(load_config(None, {"worker.ref.refresh_every": 5}), 1).refresh_every == 5
+    assert recipe_of(optimization(), 1).sync_ref_every == recipe().refresh_every == 0, "never"
+    assert recipe_of(load_config(None, {"worker.ref.sync_every": 5}), 1).sync_ref_every == 5
 
 
 @pytest.mark.parametrize(("state", "weights", "comes"), [(0, 0, 0), (1, 0, 1), (0, 1, 0), (1, 1, 0)])
@@ -272,8 +278,8 @@ def test_rules_are_told_what_tokens_say():
 @pytest.mark.parametrize(
     ("divergence", "needs", "reads"),
     [
-        (None, Needs("old"), False),
-        (None, Needs("reference"), True),  # a credit rule or a reward
+        (None, Needs("old_logprobs"), False),
+        (None, Needs("ref_logprobs"), True),  # a credit rule or a reward
         (None, Needs("divergence"), True),
         (Divergence("full", 0.1, in_loss=True), Needs(), True),  # the update alone
     ],
@@ -366,7 +372,9 @@ def test_due_at_every_third():
 
 def test_attention_joins_what_is_needed_when_it_is_due():
     rules = replace(recipe_of(optimization(disable_divergence=True), 1), attention_every=4)
-    assert [step for step in range(12) if "mass" in rules.needs_at(step)] == [3, 7, 11], "steps are counted from 1"
+    assert [step for step in range(12) if "attention_mass" in rules.needs_at(step)] == [3, 7, 11], (
+        "steps are counted from 1"
+    )
     assert rules.needs_at(0) == rules.needs and Recipe.seed == Recipe.critic_warmup == 0
 
 
@@ -387,4 +395,4 @@ def test_filtering_and_replay_are_what_the_keys_say():
 def test_rewards_that_read_signals_are_not_scored_first():
     config = optimization(online_filtering=True)
     assert recipe_of(config, 1).scores_first
-    assert not recipe_of(config, 1, rewards=[Needs(), Needs("mass")]).scores_first
+    assert not recipe_of(config, 1, rewards=[Needs(), Needs("attention_mass")]).scores_first

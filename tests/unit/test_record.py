@@ -271,6 +271,6 @@ def test_maps_where_attention_is_hidden_are_refused_at_the_start():
 
 def test_doctor_counts_the_memory_of_maps():
     needs = limits_of(
-        load_config(CONFIG_FILE, {"training.record_attention_maps": True}), Needs("old"), False, True
+        load_config(CONFIG_FILE, {"training.record_attention_maps": True}), Needs("old_logprobs"), False, True
     ).needs
-    assert "maps" in needs and "mass" in needs
+    assert "attention_maps" in needs and "attention_mass" in needs

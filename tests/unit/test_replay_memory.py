@@ -31,12 +31,15 @@ def step_of(names, rewards, old=-1.0, mass=False, **more):
     count = len(names)
     rollouts = fake_rollouts([1, 2] * count, group=[place for place in range(count) for _ in range(2)])
     prompts = tuple(fake_prompt(name, visual=not name.startswith("text")) for name in names)
-    rollouts = replace(rollouts, prompts=prompts, behaviour=torch.full(rollouts.mask.shape, old - 0.5))
+    rollouts = replace(rollouts, prompts=prompts, rollout_logprobs=torch.full(rollouts.mask.shape, old - 0.5))
     stream = torch.full(rollouts.mask.shape, old).where(rollouts.mask, 0.0)
-    looked = {"mass": torch.full((2 * count, 2, 5, 2), old), "prompt_mass": torch.full((2 * count, 5, 2), old)}
+    looked = {
+        "attention_mass": torch.full((2 * count, 2, 5, 2), old),
+        "prompt_attention_mass": torch.full((2 * count, 5, 2), old),
+    }
     parts = {"accuracy": torch.tensor(rewards), "a/b": torch.full((2 * count,), NAN)}
     scored = Rewards(torch.tensor(rewards), parts, torch.zeros(2 * count, dtype=torch.bool), **more)
-    signals = Signals(old=stream, dependency=-stream, **(looked if mass else {}))
+    signals = Signals(old_logprobs=stream, dependency=-stream, **(looked if mass else {}))
     experience = fake_experience(rollouts, signals, rewards=scored)
     return replace(experience, advantage=grpo(scored.total, rollouts.group, rollouts.mask))
 
@@ -158,7 +161,7 @@ def test_what_comes_back_is_as_it_was_and_advantages_are_new(memory):
     found = memory.exchange(gathered(own), 2, step=4, source=Source()).experience
     total, rollouts, signals = found.rewards.total, found.rollouts, found.signals
     assert total.tolist() == [0, 1, 0, 1]
-    close(signals.old, [[-2, 0], [-2, -2], [-1, 0], [-1, -1]])
+    close(signals.old_logprobs, [[-2, 0], [-2, -2], [-1, 0], [-1, -1]])
     close(signals.dependency, [[2, 0], [2, 2], [1, 0], [1, 1]])
     assert rollouts.version.tolist() == [0, 1, 2, 3] and rollouts.text == ("row 0", "row 1", "row 2", "row 3")
     advantage = grpo(total, rollouts.group, rollouts.mask)
@@ -166,8 +169,8 @@ def test_what_comes_back_is_as_it_was_and_advantages_are_new(memory):
     # S of rows 2, 2, 1, 1: u = 1, 1, 0, 0. From 0.8 up to a mean of 1: 1.2 and 0.8.
     found = replace(found, advantage=advantage)
     credit = assign((TrajectoryScaling(low=0.8, high=2.0),), found, (0, 0))
-    close(credit.scale, [1.2, 1.2, 0.8, 0.8])
-    close(rollouts.behaviour[:, 0], [-2.5, -2.5, -1.5, -1.5])
+    close(credit.response_weight, [1.2, 1.2, 0.8, 0.8])
+    close(rollouts.rollout_logprobs[:, 0], [-2.5, -2.5, -1.5, -1.5])
 
 
 def test_token_weights_that_some_groups_lack_are_ones(memory):
@@ -181,11 +184,11 @@ def test_steps_without_images_do_not_take_the_attention_of_others_away():
     memory.admit(step_of(["text"], [0.0, 1.0]), (), step=0)
     own = step_of("wx", [1.0, 1.0, 0.0, 1.0], mass=True)
     found = memory.exchange(gathered(own), 2, step=4, source=Source()).experience
-    assert found.signals.mass[:2].eq(0).all() and found.signals.mass[2:].eq(-1).all()
-    assert found.signals.prompt_mass[:2].eq(0).all()
+    assert found.signals.attention_mass[:2].eq(0).all() and found.signals.attention_mass[2:].eq(-1).all()
+    assert found.signals.prompt_attention_mass[:2].eq(0).all()
     memory.admit(step_of("i", [0.0, 9.0]), (), step=1)  # an image whose attention was not read then
     found = memory.exchange(gathered(step_of("wx", [1.0] * 4, mass=True)), 2, step=4, source=Source()).experience
-    assert found.signals.mass is None
+    assert found.signals.attention_mass is None
 
 
 # ----------------------------------------------------------------------------------------------------- to disk and back

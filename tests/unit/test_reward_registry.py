@@ -25,7 +25,7 @@ def test_every_name_makes_a_reward(name):
         (outcome,) = [future.result() for future in part.submit([GROUNDED])]
     finally:
         part.close()
-    assert logged == name and ("mass" in part.needs) == REWARDS[name].attention
+    assert logged == name and ("attention_mass" in part.needs) == REWARDS[name].attention
     assert outcome.failure is None and isinstance(outcome.value, float), outcome
 
 

@@ -140,7 +140,7 @@ def test_weights_reach_the_credit(target, advantage, measure):
     experience = fake_experience(rollouts, advantage=torch.full((1, 2), 2.0), rewards=rewards)
     credit = assign(credit_rules(config), experience, (0, 0))
     close(credit.advantage, [advantage])
-    close(credit.measure, [measure])
+    close(credit.token_weight, [measure])
 
 
 def test_extra_values_that_are_no_finite_numbers_are_not_logged():

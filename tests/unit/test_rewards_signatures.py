@@ -276,11 +276,11 @@ def test_a_wrapper_that_hides_an_async_function():
 @pytest.mark.parametrize(
     "function",
     [
-        lambda data, signals: -sum(signals["old"]),
-        lambda data: -sum(data["signals"]["old"]),
-        lambda completions, signals, **kwargs: [-sum(each["old"]) for each in signals],
-        lambda reward_inputs: [{"overall": -sum(each["signals"]["old"])} for each in reward_inputs],
-        lambda solution_str, extra_info: -sum(extra_info["signals"]["old"]),
+        lambda data, signals: -sum(signals["old_logprobs"]),
+        lambda data: -sum(data["signals"]["old_logprobs"]),
+        lambda completions, signals, **kwargs: [-sum(each["old_logprobs"]) for each in signals],
+        lambda reward_inputs: [{"overall": -sum(each["signals"]["old_logprobs"])} for each in reward_inputs],
+        lambda solution_str, extra_info: -sum(extra_info["signals"]["old_logprobs"]),
     ],
 )
 def test_functions_that_ask_for_signals_get_those_of_their_tokens(function):
@@ -303,8 +303,8 @@ def test_signals_are_measured_first_and_others_do_not_wait():
     scorer = build_scorer(load_config(None, {}), 10, [late, early])
     pending = scorer.submit(rows(["a"], ["x"]), 0)
     assert order == ["early"]
-    rewards = pending.result(Signals(old=measured().old[:1], entropy=measured().entropy[:1]))
-    assert order == ["early", ["entropy", "old"]] and list(rewards.parts) == ["late", "early"]
+    rewards = pending.result(Signals(old_logprobs=measured().old_logprobs[:1], entropy=measured().entropy[:1]))
+    assert order == ["early", ["entropy", "old_logprobs"]] and list(rewards.parts) == ["late", "early"]
     close(scorer.submit(rows(["a"], ["x"]), None).result().total, [3])
     assert order[-1] == []  # a validation measures nothing
 

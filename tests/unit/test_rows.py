@@ -27,9 +27,9 @@ def ids(rollouts):
 def test_attention_maps_of_several_passes_come_back_in_order():
     """Responses without an image have none; so it comes from ranks and from passes."""
     maps = [AttentionMap(torch.full((2, 3), level, dtype=torch.uint8), torch.ones(2)) for level in (7, 8)]
-    joined = join_rows([Signals(maps=(maps[0], None)), Signals(maps=(maps[1],))])
-    assert take_rows(joined, torch.tensor([2, 1, 0])).maps == (maps[1], None, maps[0])
-    assert join_rows([Signals(maps=(None,)), Signals()]).maps is None
+    joined = join_rows([Signals(attention_maps=(maps[0], None)), Signals(attention_maps=(maps[1],))])
+    assert take_rows(joined, torch.tensor([2, 1, 0])).attention_maps == (maps[1], None, maps[0])
+    assert join_rows([Signals(attention_maps=(None,)), Signals()]).attention_maps is None
     close(maps[0].shares, torch.full((2, 3), (7 / 255) ** 2))
 
 
@@ -59,17 +59,17 @@ def test_rows_of_an_experience_follow_one_another():
     rollouts = fake_rollouts([2, 1, 2], group=[0, 1, 1])
     credit = credit_of_ones(rollouts)
     experience = replace(
-        fake_experience(rollouts, Signals(old=numbered(rollouts)), 2 * numbered(rollouts), credit=credit),
+        fake_experience(rollouts, Signals(old_logprobs=numbered(rollouts)), 2 * numbered(rollouts), credit=credit),
         returns=3 * numbered(rollouts),
         rewards=rewards_of([1.0, 2.0, 3.0], accuracy=[1.0, 0.0, NAN]),
     )
     part = experience.rows(torch.tensor([2, 1]))
     assert len(part) == 2 and ids(part.rollouts) == ["p1", "p1"] and len(part.rollouts.prompts) == 1
     assert part.rewards.total.tolist() == [3.0, 2.0]
-    close(part.signals.old, [[20, 21], [10, 11]])
+    close(part.signals.old_logprobs, [[20, 21], [10, 11]])
     close(part.advantage, [[40, 42], [20, 22]])
     close(part.returns, [[60, 63], [30, 33]])
-    same(part.credit.select, rollouts.mask[[2, 1]])
+    same(part.credit.keep_mask, rollouts.mask[[2, 1]])
     assert part.signals.entropy is None and part.credit.weights is None
 
 
@@ -89,8 +89,8 @@ def test_narrower_rows_are_padded():
     joined = Rollouts.join([narrow, wide])
     assert joined.mask.tolist() == [[True, False, False], [True, True, False], [True, True, True]]
     assert joined.tokens.tolist() == [[0, 0, 0], [100, 101, 0], [0, 1, 2]]
-    assert joined.text == ("row 0", "row 1", "row 0") and joined.finish == ("stop",) * 3
-    assert joined.version.tolist() == [0, 1, 0] and joined.behaviour.shape == (3, 3)
+    assert joined.text == ("row 0", "row 1", "row 0") and joined.finish_reason == ("stop",) * 3
+    assert joined.version.tolist() == [0, 1, 0] and joined.rollout_logprobs.shape == (3, 3)
     assert Rollouts.join([wide, narrow]).mask.tolist() == [[True] * 3, [True, False, False], [True, True, False]]
 
 
@@ -107,24 +107,28 @@ def test_prompts_and_groups_are_numbered_on():
 def test_one_part_is_itself():
     rollouts = fake_rollouts([2, 1], group=[0, 1])
     joined = Rollouts.join([rollouts])
-    for name in ("group", "tokens", "mask", "behaviour", "version"):
+    for name in ("group", "tokens", "mask", "rollout_logprobs", "version"):
         same(getattr(joined, name), getattr(rollouts, name))
     assert joined.prompts == rollouts.prompts and joined.text == rollouts.text
 
 
 def test_signals_of_one_part_alone_are_dropped():
-    one = Signals(old=torch.ones(1, 2), entropy=torch.ones(1, 2), mass=torch.ones(1, 2, 5, 2))
-    other = Signals(old=torch.zeros(2, 3), dependency=torch.ones(2, 3), mass=torch.ones(2, 3, 5, 2))
+    one = Signals(old_logprobs=torch.ones(1, 2), entropy=torch.ones(1, 2), attention_mass=torch.ones(1, 2, 5, 2))
+    other = Signals(old_logprobs=torch.zeros(2, 3), dependency=torch.ones(2, 3), attention_mass=torch.ones(2, 3, 5, 2))
     joined = join_rows([one, other])
-    close(joined.old, [[1, 1, 0], [0, 0, 0], [0, 0, 0]])
+    close(joined.old_logprobs, [[1, 1, 0], [0, 0, 0], [0, 0, 0]])
     assert joined.entropy is None and joined.dependency is None
-    assert joined.mass.shape == (3, 3, 5, 2) and joined.mass[0, 2].sum() == 0 and joined.mass[1:].sum() == 60
+    assert (
+        joined.attention_mass.shape == (3, 3, 5, 2)
+        and joined.attention_mass[0, 2].sum() == 0
+        and joined.attention_mass[1:].sum() == 60
+    )
 
 
 def test_prompt_mass_has_no_tokens_to_pad():
     mass = torch.arange(20.0).reshape(2, 5, 2)
-    joined = join_rows([Signals(prompt_mass=mass[:1]), Signals(prompt_mass=mass[1:])])
-    same(joined.prompt_mass, mass)
+    joined = join_rows([Signals(prompt_attention_mass=mass[:1]), Signals(prompt_attention_mass=mass[1:])])
+    same(joined.prompt_attention_mass, mass)
 
 
 def test_reward_parts_that_one_part_lacks_do_not_apply_there():
@@ -152,7 +156,7 @@ def test_what_a_part_of_an_experience_lacks_the_whole_lacks():
     joined = Experience.join([full, experience(advantage=torch.ones(1, 1))])
     close(joined.advantage, [[1], [1]])
     assert joined.returns is None and joined.credit is None
-    assert Experience.join([full, full]).credit.select.tolist() == [[True], [True]]
+    assert Experience.join([full, full]).credit.keep_mask.tolist() == [[True], [True]]
 
 
 # ------------------------------------------------------------------------------------------- the whole, from its pieces
@@ -167,13 +171,13 @@ def full_experience(step):
         baseline=step.rewards / 3,
         token_weights=step.entropy,
     )
-    signals = replace(experience.signals, prompt_mass=experience.signals.mass[:, 0])
+    signals = replace(experience.signals, prompt_attention_mass=experience.signals.attention_mass[:, 0])
     credit = credit_of(step, ALL_RULES)
     return replace(experience, rewards=rewards, signals=signals, returns=step.reference, credit=credit)
 
 
 def of_tokens(name, value):
-    return isinstance(value, Tensor) and value.ndim > 1 and name != "prompt_mass"
+    return isinstance(value, Tensor) and value.ndim > 1 and name != "prompt_attention_mass"
 
 
 def narrowed(experience):

@@ -155,27 +155,29 @@ def test_a_row_without_tokens_has_no_ratio():
 
 
 def test_needs_come_together():
-    both = Needs("old") | Needs("old", "entropy") | Needs()
-    assert both == Needs("entropy", "old") and both.names == {"old", "entropy"}
-    assert "entropy" in both and "mass" not in both and "no signal at all" not in both
-    assert both.without("entropy", "mass") == Needs("old") and both == Needs("old", "entropy")
-    assert not Needs() and both and not both.without("old", "entropy")
+    both = Needs("old_logprobs") | Needs("old_logprobs", "entropy") | Needs()
+    assert both == Needs("entropy", "old_logprobs") and both.names == {"old_logprobs", "entropy"}
+    assert "entropy" in both and "attention_mass" not in both and "no signal at all" not in both
+    assert both.without("entropy", "attention_mass") == Needs("old_logprobs") and both == Needs(
+        "old_logprobs", "entropy"
+    )
+    assert not Needs() and both and not both.without("old_logprobs", "entropy")
 
 
 def test_needs_say_how_many_views_it_takes():
-    assert Needs().views == Needs("old", "entropy", "mass", "reference", "values").views == 1
-    for name in ("dependency", "perturbed", "entropy_change"):
-        assert (Needs("old") | Needs(name)).views == Needs(name).views == 2
+    assert Needs().views == Needs("old_logprobs", "entropy", "attention_mass", "ref_logprobs", "values").views == 1
+    for name in ("dependency", "perturbed_logprobs", "entropy_change"):
+        assert (Needs("old_logprobs") | Needs(name)).views == Needs(name).views == 2
 
 
 def test_a_signal_that_there_is_not_is_refused():
     with pytest.raises(ValueError, match=r"no signal attention, entropie; there are old, .*prompt_mass, maps$"):
-        Needs("old", "entropie", "attention")
+        Needs("old_logprobs", "entropie", "attention")
 
 
 def test_probes_bring_their_own_signals():
     one, two = torch.zeros(1, 2), torch.ones(1, 2)
-    merged = Signals(old=one).merge(Signals(reference=two)).merge(Signals())
-    assert merged.old is one and merged.reference is two and merged.entropy is None
+    merged = Signals(old_logprobs=one).merge(Signals(ref_logprobs=two)).merge(Signals())
+    assert merged.old_logprobs is one and merged.ref_logprobs is two and merged.entropy is None
     with pytest.raises(AssertionError, match="two probes brought old"):
-        merged.merge(Signals(old=two))
+        merged.merge(Signals(old_logprobs=two))

@@ -76,7 +76,7 @@ def test_arguments_become_keys(built, capsys):
     assert result["settings"] == SIZES | {"training.max_steps": 1} | added
     assert changed(run.config).keys() == result["settings"].keys()
     assert run.loop.recipe.divergence is None and len(run.loop.recipe.credit) == 2
-    assert {"dependency", "old"} <= run.loop.recipe.needs.names and run.loop.recipe.attention_every == 1
+    assert {"dependency", "old_logprobs"} <= run.loop.recipe.needs.names and run.loop.recipe.attention_every == 1
     assert 0 < result["saving"]["held"] <= result["saving"]["written"]
     parameters = list(run.loop.components.actor.model.parameters())
     assert result["saving"]["gb"] > 3 * sum(p.nbytes for p in parameters) / 2**30, "weights and two averages"

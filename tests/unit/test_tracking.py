@@ -342,9 +342,9 @@ def test_several_hear_the_same():
 
 
 def test_several_need_what_any_of_them_needs():
-    assert Trackers([FakeTracker("old", "mass"), FakeTracker(), FakeTracker("dependency")]).needs == Needs(
-        "old", "mass", "dependency"
-    )
+    assert Trackers(
+        [FakeTracker("old_logprobs", "attention_mass"), FakeTracker(), FakeTracker("dependency")]
+    ).needs == Needs("old_logprobs", "attention_mass", "dependency")
     assert Trackers([]).needs == Needs()
 
 

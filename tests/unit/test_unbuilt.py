@@ -106,7 +106,7 @@ def test_several_are_told_together():
         {"worker.rollout.name": "vllm", "worker.rollout.mode": "process"},
         {"worker.rollout.name": "vllm", "worker.rollout.mode": "process", "training.n_gpus_per_node": 2},
         {"worker.rollout.name": "vllm", "training.nnodes": 2},
-        {"worker.hybrid_engine": False, "worker.rollout.n_gpus": 2, "worker.rollout.lag": 1},
+        {"worker.hybrid_engine": False, "worker.rollout.n_gpus": 2, "worker.rollout.off_policy_steps": 1},
         {"optimization.divergence_penalty": "full"},
         {"optimization.online_filtering": True},
         {"optimization.replay_buffer_size": 64},

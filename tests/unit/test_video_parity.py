@@ -23,7 +23,7 @@ def test_log_probs_are_those_of_transformers_own_model(family, share_prefix, tmp
     """It works out positions from grids and seconds by itself: a wrong place of a frame moves log-probs by nats."""
     prompts, encoder = mixed_prompts(family, tmp_path), encoder_of(family)
     rollouts = random_rollouts(prompts, [0, 0, 1, 2, 3, 3], [4, 3, 5, 2, 6, 1])
-    ours = Forward(shared_backbone(family), encoder, share_prefix=share_prefix).signals(rollouts).old
+    ours = Forward(shared_backbone(family), encoder, share_prefix=share_prefix).signals(rollouts).old_logprobs
     gap = log_prob_gap(
         ours, rollouts, plain_model(family), encoder, temperature=1.0, compute_dtype=torch.float32
     )  # fmt: skip

@@ -23,7 +23,7 @@ VIDEO, IMAGES, TEXT, BOTH = range(4)
 
 
 class Spy(Tracker):
-    needs = Needs("dependency", "mass", "prompt_mass")
+    needs = Needs("dependency", "attention_mass", "prompt_attention_mass")
 
     def __init__(self):
         self.steps = []
@@ -63,7 +63,7 @@ def test_one_batch_of_all_kinds_goes_through_whole_steps(family, tmp_path):
         assert it.rollouts.mask.any(1).all() and it.credit is not None and it.credit.advantage.isfinite().all()
         depends = it.signals.dependency.where(it.rollouts.mask, 0.0).abs().sum(1)
         assert (depends[kind != TEXT] > 0).all() and (depends[kind == TEXT] == 0).all()
-        vision = it.signals.mass[..., 3, 1].where(it.rollouts.mask, 0.0).sum(1)
+        vision = it.signals.attention_mass[..., 3, 1].where(it.rollouts.mask, 0.0).sum(1)
         assert (vision[kind != TEXT] > 0).all() and (vision[kind == TEXT] == 0).all()
 
 
@@ -72,7 +72,7 @@ def test_masses_are_the_attention_on_all_video_tokens(family, tmp_path):
     """By transformers' eager attention matrices: video tokens are the vision pool, times and marks are not."""
     prompts, encoder = mixed_prompts(family, tmp_path), encoder_of(family)
     rollouts = LocalGenerator(shared_backbone(family), encoder).generate(prompts, Sampling(n=1, max_new_tokens=4))
-    found = Forward(shared_backbone(family), encoder).signals(rollouts, Needs("mass")).mass
+    found = Forward(shared_backbone(family), encoder).signals(rollouts, Needs("attention_mass")).attention_mass
     model = plain_model(family)
     model.set_attn_implementation("eager")
     try:
@@ -81,7 +81,7 @@ def test_masses_are_the_attention_on_all_video_tokens(family, tmp_path):
             with torch.no_grad():
                 inputs = plain_inputs(encoder, prompts[row], response)
                 layers = model(**inputs, output_attentions=True).attentions
-            size, pool = len(prompts[row].ids), prompts[row].pool
+            size, pool = len(prompts[row].ids), prompts[row].token_pool
             heads = torch.stack(layers)[:, 0].mean(1)[:, size - 1 : -1, :size]  # [layers, T, L]
             heads[..., 0] = 0
             shares = (heads / heads.sum(-1, keepdim=True)).mean(0)

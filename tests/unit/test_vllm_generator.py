@@ -58,7 +58,7 @@ def test_records(engine):
     prompts = prompts_for(FAMILY)
     rollouts = engine.generate(prompts, SAMPLED)
     assert rollouts.tokens.tolist() == [[40, 41, 7]] * 8 and rollouts.group.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert (rollouts.behaviour == -1).all() and rollouts.prompts == tuple(prompts)
+    assert (rollouts.rollout_logprobs == -1).all() and rollouts.prompts == tuple(prompts)
 
 
 def test_a_version_it_does_not_hold_is_refused(engine, weights):

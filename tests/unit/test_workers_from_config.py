@@ -23,7 +23,7 @@ from mtrl.types import Needs
 from mtrl.workers.reference import Reference, RefreshedReference
 
 FAMILY = "qwen2"
-OLD = Needs("old", "entropy")
+OLD = Needs("old_logprobs", "entropy")
 
 
 # ------------------------------------------------------------------------------------------------ the old policy's pass
@@ -31,11 +31,11 @@ OLD = Needs("old", "entropy")
     ("per_update", "epochs", "needs", "measured"),
     [
         (8, 1, Needs(), Needs()),  # one optimizer step: its own pass says the old log-probs
-        (8, 1, Needs("mass"), Needs("mass")),  # attention needs no pass over the vocabulary
-        (8, 1, Needs("reference"), OLD | Needs("reference")),
+        (8, 1, Needs("attention_mass"), Needs("attention_mass")),  # attention needs no pass over the vocabulary
+        (8, 1, Needs("ref_logprobs"), OLD | Needs("ref_logprobs")),
         (2, 1, Needs(), OLD),  # from the second of four optimizer steps on the policy is another
         (8, 2, Needs(), OLD),
-        (4, 3, Needs("mass"), OLD | Needs("mass")),
+        (4, 3, Needs("attention_mass"), OLD | Needs("attention_mass")),
     ],
 )
 def test_old_log_probs_are_measured_unless_each_batch_is_learnt_from_once(per_update, epochs, needs, measured):
@@ -48,7 +48,7 @@ def test_old_log_probs_are_measured_unless_each_batch_is_learnt_from_once(per_up
 def test_the_recipe_asks_for_them(per_update):
     sizes = {"dataset.rollout_batch_size": 8, "worker.actor.global_batch_size": per_update}
     config = load_config(None, sizes | {"optimization.disable_divergence": True})
-    assert ("old" in recipe_of(config, 1).needs) == (per_update < 8)
+    assert ("old_logprobs" in recipe_of(config, 1).needs) == (per_update < 8)
 
 
 # ------------------------------------------------------------------------------------------------------- perturbations
@@ -99,13 +99,13 @@ def test_a_reference_stays_as_it_was_and_never_learns():
     assert not any(weight.requires_grad for weight in reference.forward.backbone.model.parameters())
     assert all(weight.requires_grad for weight in policy.backbone.model.parameters())
     rollouts = random_rollouts(prompts_for(FAMILY), [0, 1], [4, 3])
-    before = policy.signals(rollouts).old
+    before = policy.signals(rollouts).old_logprobs
     with torch.no_grad():
         policy.backbone.output_matrix.mul_(2.0)
-    found = reference.signals(rollouts, Needs("reference"), policy)
-    torch.testing.assert_close(found.reference, before)
-    assert found.divergence is None and (policy.signals(rollouts).old - before).abs().max() > 0.01
-    assert reference.signals(rollouts, Needs("divergence"), policy).reference is None, "nobody reads it"
+    found = reference.signals(rollouts, Needs("ref_logprobs"), policy)
+    torch.testing.assert_close(found.ref_logprobs, before)
+    assert found.divergence is None and (policy.signals(rollouts).old_logprobs - before).abs().max() > 0.01
+    assert reference.signals(rollouts, Needs("divergence"), policy).ref_logprobs is None, "nobody reads it"
 
 
 def test_a_snapshot_of_a_refreshed_reference_reads_the_live_weights():
@@ -130,11 +130,11 @@ def test_a_snapshot_of_a_refreshed_reference_reads_the_live_weights():
 def test_a_reference_is_built_where_somebody_reads_it(overrides, built):
     policy = Forward(fresh_backbone(FAMILY), encoder_of(FAMILY))
     rules = recipe_of(load_config(None, overrides), steps=1)
-    assert (build_reference(policy, rules) is not None) is built and rules.refresh_every == 0
-    refreshed = recipe_of(load_config(None, overrides | {"worker.ref.refresh_every": 5}), steps=1)
-    assert refreshed.refresh_every == 5
+    assert (build_reference(policy, rules) is not None) is built and rules.sync_ref_every == 0
+    refreshed = recipe_of(load_config(None, overrides | {"worker.ref.sync_every": 5}), steps=1)
+    assert refreshed.sync_ref_every == 5
     if not built:
-        with pytest.raises(ConfigError, match=r"worker\.ref\.refresh_every: there is no reference to refresh; set"):
+        with pytest.raises(ConfigError, match=r"worker\.ref\.sync_every: there is no reference to refresh; set"):
             build_reference(policy, refreshed)
 
 

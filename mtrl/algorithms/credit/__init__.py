@@ -71,5 +71,5 @@ def credit_metrics(rules: Sequence[Rule], experience: Experience) -> dict[str, f
     for rule in rules:
         values |= asked(rule, partial(rule.metrics, experience))
     if any(isinstance(rule, Filter) for rule in rules):
-        values["actor/combined_token_fraction"] = masked_mean(experience.credit.select, experience.rollouts.mask)
+        values["actor/combined_token_fraction"] = masked_mean(experience.credit.keep_mask, experience.rollouts.mask)
     return values

@@ -24,10 +24,10 @@ class AttentionAnchors(Weight):
 
     top_p: float = 0.15
     boost: float = 3.0
-    needs = Needs("mass")
+    needs = Needs("attention_mass")
 
     def apply(self, experience: Experience, key: Key) -> Tensor | None:
-        mass, rollouts = experience.signals.mass, experience.rollouts
+        mass, rollouts = experience.signals.attention_mass, experience.rollouts
         if mass is None:  # a model whose attention cannot be read says nothing
             return None
         anchors = top_fraction(segment(mass, "weight")[..., VISION], rollouts.mask, self.top_p)

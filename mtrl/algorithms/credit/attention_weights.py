@@ -27,10 +27,10 @@ class AttentionWeights(Weight):
 
     @property
     def needs(self) -> Needs:
-        return Needs("mass") if self.attention else Needs()
+        return Needs("attention_mass") if self.attention else Needs()
 
     def apply(self, experience: Experience, key: Key) -> Tensor | None:
-        rollouts, mass = experience.rollouts, experience.signals.mass
+        rollouts, mass = experience.rollouts, experience.signals.attention_mass
         if experience.rewards.token_weights is not None or mass is None:
             return experience.rewards.token_weights
         return self.weights(segment(mass, "weight"), pool_sizes(rollouts.prompts)[rollouts.group], rollouts.mask)

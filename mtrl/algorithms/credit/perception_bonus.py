@@ -24,11 +24,13 @@ class PerceptionBonus(Term):
     """b [N, T]. Rows without an image get none."""
 
     gamma: float = 0.01
-    needs = Needs("old", "perturbed")
+    needs = Needs("old_logprobs", "perturbed_logprobs")
 
     def apply(self, experience: Experience, key: Key) -> Tensor:
         signals, rollouts = experience.signals, experience.rollouts
-        assert signals.old is not None and signals.perturbed is not None, "the probe was not asked for its signals"
-        change = signals.perturbed - signals.old
+        assert signals.old_logprobs is not None and signals.perturbed_logprobs is not None, (
+            "the probe was not asked for its signals"
+        )
+        change = signals.perturbed_logprobs - signals.old_logprobs
         judged = rollouts.visual[:, None] & rollouts.mask & (low_var_kl(change) < DEPENDENCY_LIMIT)
         return (-self.gamma * change.where(judged, 0.0).expm1()).float()

@@ -56,7 +56,11 @@ def shuffled(rule: Rule, across: Across = "tokens") -> Rule:
 
 def moved(signals: Signals, row: Tensor, column: Tensor) -> Signals:
     """The signals of tokens, each from its place elsewhere; the one of a prompt stays."""
-    of_tokens = {f.name: getattr(signals, f.name) for f in fields(signals) if f.name not in ("prompt_mass", "maps")}
+    of_tokens = {
+        f.name: getattr(signals, f.name)
+        for f in fields(signals)
+        if f.name not in ("prompt_attention_mass", "attention_maps")
+    }
     return replace(signals, **{name: x[row, column] for name, x in of_tokens.items() if x is not None})
 
 

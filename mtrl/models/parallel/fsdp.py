@@ -89,7 +89,7 @@ class Sharding:
         """Splits an empty model and fills it with what the first rank alone loads: main memory holds it once. Where
         that fails, all ranks raise the error."""
         self.split(model)
-        source = self.ranks.by_first(load)
+        source = self.ranks.rank0_only(load)
         fill(tensors_of(model), None if source is None else tensors_of(source), self.ranks)
         if source is not None:  # what a checkpoint says besides its weights goes with them, names in its files as well
             model.generation_config = getattr(source, "generation_config", None)
@@ -198,7 +198,7 @@ def fill(targets: Mapping[str, Tensor], source: Mapping[str, Tensor] | None, ran
     other ranks give none. One tensor at a time is whole."""
     for name, target in targets.items():
         device = target.device_mesh.device_type if isinstance(target, DTensor) else target.device
-        if ranks.first:
+        if ranks.is_first:
             assert source is not None
             value = source[name].detach().to(device, target.dtype).reshape(target.shape).contiguous()
         else:

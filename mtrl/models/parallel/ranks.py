@@ -23,23 +23,23 @@ class Ranks:
     """By default a process that is alone, whose own word is everybody's. `group` is a process group of gloo."""
 
     group: Any = None
-    number: int = 0
+    rank: int = 0
     size: int = 1
     counts: bool = True  # of ranks that share sequences, and find the same, the first
 
     @property
-    def first(self) -> bool:
-        return self.number == 0
+    def is_first(self) -> bool:
+        return self.rank == 0
 
-    def any(self, flag: bool) -> bool:
+    def any_rank(self, flag: bool) -> bool:
         """Whether it is so on any rank."""
-        return bool(self.most(int(flag)))
+        return bool(self.all_reduce_max(int(flag)))
 
-    def most(self, number: int) -> int:
+    def all_reduce_max(self, number: int) -> int:
         """The largest number of any rank."""
         return int(self._reduced(torch.tensor(number), dist.ReduceOp.MAX))
 
-    def total(self, values: Mapping[str, float]) -> dict[str, float]:
+    def all_reduce_sum(self, values: Mapping[str, float]) -> dict[str, float]:
         """The sum of each value over the ranks that count; all ranks have the same names."""
         if self.group is None:
             return dict(values)
@@ -49,22 +49,22 @@ class Ranks:
         found = dict(zip(names, added.tolist(), strict=True))
         return {name: found[name] for name in values}
 
-    def by_first(self, make: Callable[[], Value]) -> Value | None:
+    def rank0_only(self, make: Callable[[], Value]) -> Value | None:
         """What the first rank makes, there alone. Where it cannot, nobody goes on: all raise its error."""
         if self.group is None:
             return make()
         made, failure = None, None
-        if self.first:
+        if self.is_first:
             try:
                 made = make()
             except Exception as error:
                 failure = error
-        failure = self.told_by_first(failure)
+        failure = self.broadcast_object(failure)
         if failure is not None:
             raise failure
         return made
 
-    def told_by_first(self, value: Value) -> Value:
+    def broadcast_object(self, value: Value) -> Value:
         """The first rank's value, on all of them."""
         told = [value]
         if self.group is not None:

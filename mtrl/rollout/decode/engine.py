@@ -265,11 +265,11 @@ def read_prompts(
 ) -> tuple[Tensor, Cache]:
     """Hidden states [prompts, L, H] and the cache of prompts in one pass."""
     cache, device = backbone.new_cache(), backbone.device
-    hidden = backbone.read(
+    hidden = backbone.forward_text(
         right_pad([prompt.ids for prompt in prompts]).to(device),
         right_pad([each.T for each in positions]).permute(2, 0, 1).to(device),
         right_pad([vision_tokens(prompt) for prompt in prompts]).to(device),
-        backbone.see(inputs),
+        backbone.encode_images(inputs),
         cache=cache,
     )
     return hidden, cache
