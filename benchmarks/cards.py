@@ -20,7 +20,7 @@ from typing import Any
 import mtrl
 from benchmarks.environment import finish
 from benchmarks.random_model import checkpoint_without_weights, random_config
-from mtrl.compose.memory_limits import plan_of
+from mtrl.compose.memory_limits import make_plan
 from mtrl.config import load_config
 from mtrl.memory.estimate import estimate, sized
 
@@ -33,16 +33,16 @@ RECIPES = sorted(
 )
 
 
-def row(recipe: Path) -> dict[str, Any]:
-    size, card = recipe.stem.split("_")[:2]
+def row(algorithm_spec: Path) -> dict[str, Any]:
+    size, card = algorithm_spec.stem.split("_")[:2]
     with tempfile.TemporaryDirectory() as folder:
         place = checkpoint_without_weights(Path(folder), size)
-        plan = plan_of(load_config(recipe, {"worker.actor.model.model_path": str(place)}), on_gpu=True)
+        plan = make_plan(load_config(algorithm_spec, {"worker.actor.model.model_path": str(place)}), on_gpu=True)
         model, room = random_config(place, size), CARDS[card] - REST
         plan, found = sized(model, plan, estimate(model, plan), int(room * GIB))
     phases = {phase: found.held_bytes + sum(parts.values()) for phase, parts in found.phases.items()}
     told = {name: round(count / GIB, 1) for name, count in {"held": found.held_bytes, **phases}.items()}
-    result = {"recipe": recipe.stem, "room": room, "tokens": plan.limits.update.tokens, "doctor": told}
+    result = {"recipe": algorithm_spec.stem, "room": room, "tokens": plan.limits.update.tokens, "doctor": told}
     print(result, flush=True)
     return result
 
@@ -53,13 +53,15 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     for each in rows:
         numbers = [f"{each['doctor'][name]:.1f}" for name in ("held", "sample", "probe", "update")]
         tokens = f"{each['tokens']:,}" if each["tokens"] else "32,768"
-        lines.append(f"| `{each['recipe']}` | {settings_of(each['recipe'])} | {' | '.join([*numbers, tokens])} |")
+        lines.append(
+            f"| `{each['algorithm_spec']}` | {settings_of(each['algorithm_spec'])} | {' | '.join([*numbers, tokens])} |"
+        )
     return "\n".join(lines)
 
 
-def settings_of(recipe: str) -> str:
+def settings_of(algorithm_spec: str) -> str:
     """What its first line says."""
-    file = next(file for file in RECIPES if file.stem == recipe)
+    file = next(file for file in RECIPES if file.stem == algorithm_spec)
     return file.read_text().splitlines()[0].partition("GB: ")[2]
 
 
@@ -71,7 +73,7 @@ def main() -> None:
     if a.render is not None:
         print(table(json.loads(a.render.read_text())["rows"]))
         return
-    rows = [row(recipe) for recipe in RECIPES]
+    rows = [row(algorithm_spec) for algorithm_spec in RECIPES]
     print(table(rows))
     finish({"bench": "cards", "rows": rows}, a.out)
 

@@ -20,7 +20,7 @@ from mtrl.rollout import local
 from mtrl.rollout.decode import engine
 from mtrl.rollout.sampling import row_uniforms
 from mtrl.types import Sampling
-from mtrl.utils.seeding import keyed_generator
+from mtrl.utils.seeding import rng_for
 
 SPARED = (
     0.1  # uniforms below this are not drawn, so that the stop token, far less likely than that, is not met by chance
@@ -30,7 +30,7 @@ SPARED = (
 def lengths_of(rows: int, sampling: Sampling, shortest: int, *, varying: bool = False) -> Tensor:
     """[rows]: drawn between `shortest` and the limit of the sampling; others at every step, the same ones each time a
     step is asked for. `varying`: what they are drawn up to is drawn as well."""
-    draw = keyed_generator("drawn lengths", sampling.seed, sampling.step)
+    draw = rng_for("drawn lengths", sampling.seed, sampling.step)
     longest = max(shortest, sampling.max_new_tokens)
     if varying:
         longest = shortest + int(draw.random() * (longest - shortest + 1))

@@ -2,7 +2,7 @@
 
     python -m benchmarks.driver [--sizes 64 .. 4096] [--steps 3] [--out benchmarks/results/driver.json]
 
-The driver is the real one: `training/loop.py` with `RankedGenerator` and `RankedLearner` over a `RayCrew`, which puts
+The driver is the real one: `training/loop.py` with `DistributedGenerator` and `DistributedLearner` over a `RayWorkerGroup`, which puts
 each prompt with its pixels into Ray's store once. **The workers are simulated**: two processes of Ray that hold no
 model and answer at once with random tokens and signals of the right shapes; so are data and rewards. What is left is
 what the driver itself costs.
@@ -36,14 +36,14 @@ from benchmarks.environment import environment
 from mtrl.algorithms.batches import BatchPlan
 from mtrl.algorithms.estimators import ESTIMATORS
 from mtrl.algorithms.losses import Loss
-from mtrl.distributed.generator_proxy import RankedGenerator
-from mtrl.distributed.learner_proxy import RankedLearner
-from mtrl.distributed.object_refs import Lent
-from mtrl.distributed.ray_group import RayCrew
+from mtrl.distributed.generator_proxy import DistributedGenerator
+from mtrl.distributed.learner_proxy import DistributedLearner
+from mtrl.distributed.object_refs import ObjectRefs
+from mtrl.distributed.ray_group import RayWorkerGroup
 from mtrl.models.parallel.ranks import Ranks
 from mtrl.protocols import Tracker
-from mtrl.report.chart import Line, Panel, draw_chart
-from mtrl.training.algorithm_spec import Recipe
+from mtrl.report.chart import Curve, Panel, draw_chart
+from mtrl.training.algorithm_spec import AlgorithmSpec
 from mtrl.training.loop import Components, Loop
 from mtrl.types import Needs, Prompt, Rewards, Rollouts, Sampling, Signals, Task
 
@@ -160,7 +160,7 @@ class SimulatedScorer:
 
 
 # ------------------------------------------------------------------------------------------------ what is measured
-class CountedCrew(RayCrew):
+class CountedCrew(RayWorkerGroup):
     """Counts bytes while `counting`; otherwise it is the plain one."""
 
     counting = False
@@ -168,7 +168,7 @@ class CountedCrew(RayCrew):
     def call(self, part: str, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         found = super().call(part, method, arguments)
         if self.counting:
-            named = [Lent(lambda prompt: 0)(each) for each in arguments]
+            named = [ObjectRefs(lambda prompt: 0)(each) for each in arguments]
             self.counts["to_ranks"] += sum(len(pickle.dumps(each, 5)) for each in named)
             self.counts["from_ranks"] += sum(len(pickle.dumps(each, 5)) for each in found)
         return found
@@ -182,13 +182,13 @@ class CountedCrew(RayCrew):
             self.counts["to_store"] += len(pickle.dumps(prompt, 5))
             return put(prompt)
 
-        self.lent = Lent(counted)
+        self.lent = ObjectRefs(counted)
         return self.counts
 
 
-def loop_of(crew: RayCrew, prompts: int, version: int) -> Loop:
+def loop_of(worker_group: RayWorkerGroup, prompts: int, version: int) -> Loop:
     """The project's loop over simulated workers: plain GRPO, four optimizer steps."""
-    recipe = Recipe(
+    algorithm_spec = AlgorithmSpec(
         total_steps=1 << 30,
         prompts_per_step=prompts,
         sampling=Sampling(n=RESPONSES, max_new_tokens=LENGTH),
@@ -203,12 +203,12 @@ def loop_of(crew: RayCrew, prompts: int, version: int) -> Loop:
         validate_first=False,
         save_every=-1,
     )
-    actor: Any = RankedLearner(crew, "actor")
+    actor: Any = DistributedLearner(worker_group, "actor")
     store: Any = None  # nothing is saved here
     loop = Loop(
         Components(
             source=SimulatedSource(),
-            generator=RankedGenerator(crew),
+            generator=DistributedGenerator(worker_group),
             scorer=SimulatedScorer(),
             probers=[actor],
             actor=actor,
@@ -216,20 +216,20 @@ def loop_of(crew: RayCrew, prompts: int, version: int) -> Loop:
             store=store,
             validation=None,
         ),
-        recipe,
+        algorithm_spec,
     )
     loop.version = version
     return loop
 
 
-def measure(crew: CountedCrew, prompts: int, steps: int, version: int) -> dict[str, Any]:
+def measure(worker_group: CountedCrew, prompts: int, steps: int, version: int) -> dict[str, Any]:
     """One counted step, then `steps` timed ones."""
-    loop = loop_of(crew, prompts, version)
+    loop = loop_of(worker_group, prompts, version)
     source: Any = loop.components.source
-    plain, counts = crew.lent, crew.count()
+    plain, counts = worker_group.lent, worker_group.count()
     source.prepare(prompts)
     loop.step(0)
-    crew.counting, crew.lent = False, plain
+    worker_group.counting, worker_group.lent = False, plain
     timed = []
     for step in range(1, steps + 1):
         source.prepare(prompts)
@@ -282,26 +282,26 @@ def own_memory() -> int:
 def run(sizes: Sequence[int], steps: int) -> list[dict[str, Any]]:
     rows = []
     with tempfile.TemporaryDirectory() as logs:
-        crew = CountedCrew(RANKS, RANKS, simulated_parts, Path(logs), heartbeat=600.0)
+        worker_group = CountedCrew(RANKS, RANKS, simulated_parts, Path(logs), heartbeat=600.0)
         try:
             for size in sizes:
-                version = crew.call_first("actor", "version")
-                rows.append(measure(crew, size, steps, version))
+                version = worker_group.call_rank0("actor", "version")
+                rows.append(measure(worker_group, size, steps, version))
                 print(json.dumps(rows[-1]), flush=True)
         finally:
-            crew.close()
+            worker_group.close()
     return rows
 
 
 def draw(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     names = {"to_store": "prompts with pixels, to the store", "to_ranks": "to ranks", "from_ranks": "from ranks"}
-    moved = [Line(name, [(r["prompts"], r["bytes"][key] / MB) for r in rows]) for key, name in names.items()]
+    moved = [Curve(name, [(r["prompts"], r["bytes"][key] / MB) for r in rows]) for key, name in names.items()]
     panels = [
         Panel("MB moved", moved),
         Panel(
-            "Seconds of the driver's processors", [Line("driver", [(r["prompts"], r["driver_cpu_s"]) for r in rows])]
+            "Seconds of the driver's processors", [Curve("driver", [(r["prompts"], r["driver_cpu_s"]) for r in rows])]
         ),
-        Panel("MiB of the driver", [Line("driver", [(r["prompts"], max(r["peak_mib_by_step"])) for r in rows])]),
+        Panel("MiB of the driver", [Curve("driver", [(r["prompts"], max(r["peak_mib_by_step"])) for r in rows])]),
     ]
     note = (
         f"{RESPONSES} responses of up to {LENGTH} tokens a prompt, {PIXELS}-px images, {RANKS} simulated ranks by Ray."

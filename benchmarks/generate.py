@@ -61,11 +61,11 @@ def contestants() -> dict[str, Callable[[int], int]]:
     from mtrl.models.load_model import load_model
     from mtrl.rollout.local import LocalGenerator
     from mtrl.types import Sampling
-    from pretraining.evaluation import prompts_of
+    from pretraining.evaluation import make_prompts
 
     path = Path(mtrl.embedded.__file__).parent / "model"
     encoder = load_encoder(path)
-    prompts = prompts_of([make_question("test", index) for index in range(PROMPTS)], encoder)
+    prompts = make_prompts([make_question("test", index) for index in range(PROMPTS)], encoder)
     engine = LocalGenerator(Backbone(load_model(path)), encoder)
     plain: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
 

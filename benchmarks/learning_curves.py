@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import environment
-from mtrl.report.chart import Line, Panel, draw_chart
+from mtrl.report.chart import Curve, Panel, draw_chart
 from mtrl.tracking.run_files import read_rows
 
 FILTER, SHAPE, ENTROPY = (
@@ -109,12 +109,14 @@ def mean_curve(runs: Iterable[Mapping[str, Any]], variant: str, name: str) -> li
     return [(points[0][0], sum(y for _, y in points) / len(points)) for points in zip(*curves, strict=True)]
 
 
-def seed_line(name: str, runs: Iterable[Mapping[str, Any]], variant: str, metric: str, reference: bool = False) -> Line:
+def seed_line(
+    name: str, runs: Iterable[Mapping[str, Any]], variant: str, metric: str, reference: bool = False
+) -> Curve:
     """The mean over the seeds, and from the lowest to the highest of them."""
     curves = [run[metric] for run in runs if run["variant"] == variant]
     ends = (zip(*points, strict=True) for points in zip(*curves, strict=True))
     band = [(steps[0], min(values), max(values)) for steps, values in ends]
-    return Line(name, mean_curve(runs, variant, metric), reference=reference, band=band)
+    return Curve(name, mean_curve(runs, variant, metric), reference=reference, band=band)
 
 
 def draw_means(path: Path, report: Mapping[str, Any]) -> None:

@@ -59,7 +59,7 @@ def held_gb() -> dict[str, float]:
 
 
 @contextmanager
-def device_of(gib: float | None) -> Iterator[None]:
+def compute_device(gib: float | None) -> Iterator[None]:
     """The GPU as if it had so much memory; None: as it is. The rest is taken from the driver and not used, so that
     torch's allocator, the engine's buffers past it, graphs, workspaces and CUDA's own context share what is left, as
     they would on a smaller card. (A cap of torch's allocator would leave the others out.)"""

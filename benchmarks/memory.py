@@ -24,7 +24,7 @@ from benchmarks.forward import BUDGET, SHAPES, TEXT_TOKENS, Bench
 from benchmarks.measure import peak_gb
 from benchmarks.random_model import PATCHES, TEXT, TOKEN_PIXELS, VISION
 from mtrl.algorithms.losses import Loss
-from mtrl.memory.estimate import Estimate, Plan, estimate
+from mtrl.memory.estimate import MemoryEstimate, Plan, estimate
 from mtrl.memory.preflight import Limits
 from mtrl.types import Needs, Sampling
 from mtrl.workers.micro_batches import MicroBatching
@@ -53,7 +53,7 @@ def measure_update(size: str, weights: str) -> dict[str, float]:
     return found
 
 
-def expected(size: str, weights: str) -> Estimate:
+def expected(size: str, weights: str) -> MemoryEstimate:
     """What `mtrl doctor` says of the same update and probe."""
     text = TEXT[size] | {"tie_word_embeddings": True}
     shape = Qwen2_5_VLConfig(text_config=text, vision_config=VISION[size] | PATCHES, tie_word_embeddings=True)

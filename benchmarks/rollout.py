@@ -47,13 +47,13 @@ from benchmarks.random_model import random_prompts
 from benchmarks.random_run import PATHS, step_settings, write_run
 from benchmarks.rollout_rounds import ROUNDS, measure_rounds
 from mtrl.compose.algorithm import training_sampling
-from mtrl.compose.policy import Loaded, build_generator, build_policy
+from mtrl.compose.policy import LoadedModel, build_generator, build_policy
 from mtrl.compose.run import configure
 from mtrl.config import given_keys
 from mtrl.models.backbone import Backbone
 from mtrl.protocols import Generator
 from mtrl.rollout import local
-from mtrl.rollout.decode.engine import GraphGenerator, bucket_of
+from mtrl.rollout.decode.engine import GraphGenerator, bucket_size
 from mtrl.types import Prompt, Rollouts, Sampling
 
 BYTES_A_SECOND = 4.3e12  # what an H200 reads
@@ -134,7 +134,7 @@ class Bench:
         )
         give_back()  # the checkpoint was made on the device
         config, _ = configure(self.file, a.overrides)
-        self.loaded = Loaded(*build_policy(config))
+        self.loaded = LoadedModel(*build_policy(config))
         self.loaded.encoder.stop_ids = ()
         self.checkpoint = Path(config.worker.actor.model.model_path or "")
 
@@ -240,7 +240,7 @@ def timed(
     microseconds."""
     wait()
     begin = time.perf_counter()
-    with generator.awake():
+    with generator.resident():
         rollouts = generator.generate(prompts, sampling)
         if memory is not None:
             memory["awake"] = held_gb()
@@ -259,7 +259,7 @@ def check(case: Case, rollouts: Rollouts) -> None:
 def all_stay(generator: Generator, rows: int) -> Iterator[None]:
     """Rows that have ended do not leave until all have."""
     whole = (
-        patch.object(generator, "buckets", [bucket_of(rows)])
+        patch.object(generator, "buckets", [bucket_size(rows)])
         if isinstance(generator, GraphGenerator)
         else nullcontext()
     )

@@ -68,7 +68,7 @@ def measure_rounds(a: argparse.Namespace, precision: dict[str, Any]) -> dict[str
         training = build(config, trackers=[watch])
         assert training.loaded is not None
         with training.closing, drawn_lengths(training.loaded.encoder, sizes.shortest, varying=True):
-            training.rehearse()
+            training.preflight()
             found = rounds_of(training, watch, a.memory)
     given = settings | given_keys(a.overrides)
     return {
@@ -97,17 +97,17 @@ class Watch(Tracker):
 def rounds_of(training: Run, watch: Watch, rounds: int) -> dict[str, Any]:
     loop = training.loop
     generator = loop.components.generator
-    name, awake, largest = type(generator).__name__, look_when_awake(generator), Largest(loop)
+    name, resident, largest = type(generator).__name__, look_when_awake(generator), Largest(loop)
     rows = []
     for step in range(rounds):
         values = loop.step(step)
         loop.components.tracker.metrics(step + 1, values)
         largest.keep(values["perf/peak_gb_update"])
         row = {"round": step + 1, **watch.last, "captures": getattr(generator, "captures", 0)}
-        row |= {"compiled_graphs": compiled_graphs(), **held_gb(), "awake": dict(awake)}
+        row |= {"compiled_graphs": compiled_graphs(), **held_gb(), "awake": dict(resident)}
         row |= {f"seconds_{phase}": round(values[f"perf/seconds_{phase}"], 3) for phase in (*PHASES, "step")}
         row |= {f"peak_gb_{phase}": round(values[f"perf/peak_gb_{phase}"], 3) for phase in PHASES}
-        row["peak_gb_generate"] += awake["engine_gb"]  # which torch's allocator knows nothing of
+        row["peak_gb_generate"] += resident["engine_gb"]  # which torch's allocator knows nothing of
         rows.append(row)
         print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
     del generator

@@ -40,14 +40,14 @@ from typing import Any
 import torch
 
 from benchmarks.environment import finish
-from benchmarks.measure import device_of
+from benchmarks.measure import compute_device
 from benchmarks.random_model import TOKEN_PIXELS, random_model
 from benchmarks.random_run import PATHS, step_settings, write_run
-from mtrl.compose.policy import Loaded, base_dtype, build_encoder, build_policy, model_path
+from mtrl.compose.policy import LoadedModel, base_dtype, build_encoder, build_policy, model_path
 from mtrl.compose.run import Run, build, configure
 from mtrl.config import Config, given_keys
-from mtrl.distributed.generator_proxy import PART, RankedGenerator
-from mtrl.distributed.learner_proxy import RankedLearner
+from mtrl.distributed.generator_proxy import PART, DistributedGenerator
+from mtrl.distributed.learner_proxy import DistributedLearner
 from mtrl.models.parallel.fsdp import is_split
 from mtrl.protocols import Tracker
 from mtrl.rollout.decode.arena import CudaArena
@@ -113,19 +113,21 @@ def build_run(config: Config, a: argparse.Namespace, lengths: PromptLengths) -> 
     if a.stored:
         training = build(config, trackers=[lengths])
         generator = training.loop.components.generator
-        engine = generator.crew.parts[PART].generator if isinstance(generator, RankedGenerator) else generator
+        engine = (
+            generator.worker_group.parts[PART].generator if isinstance(generator, DistributedGenerator) else generator
+        )
         engine.encoder.stop_ids = ()
         return training
     encoder, place = build_encoder(config), model_path(config)
     base = random_model(Path(place), a.size, a.device, base_dtype(config), a.seed).eval()
     base.name_or_path = place
-    loaded = Loaded(*build_policy(config, encoder, base))
+    loaded = LoadedModel(*build_policy(config, encoder, base))
     loaded.encoder.stop_ids = ()
     return build(config, trackers=[lengths], loaded=loaded)
 
 
 def run(a: argparse.Namespace) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="mtrl-step-") as folder, device_of(a.memory_gib):
+    with tempfile.TemporaryDirectory(prefix="mtrl-step-") as folder, compute_device(a.memory_gib):
         file = write_run(
             Path(folder), a.size, a.device, a.prompts * a.steps, [a.image_side], a.text_tokens, a.seed,
             settings_of(a), weights=a.stored,
@@ -135,7 +137,7 @@ def run(a: argparse.Namespace) -> dict[str, Any]:
         training = build_run(config, a, lengths)
         with training.closing:
             built = time.perf_counter()
-            training.rehearse()
+            training.preflight()
             start = {"build": built - begin, "rehearsal": time.perf_counter() - built}
             rows = [measured(training.loop, step, a) for step in range(a.steps)]
             saving = timed_save(training.loop) if a.save else None
@@ -174,7 +176,7 @@ def halved(components: Components) -> dict[str, int] | None:
 def own_actor(components: Components) -> Any:
     """The actor of this process."""
     actor: Any = components.actor
-    return actor.crew.parts["actor"].worker if isinstance(actor, RankedLearner) else actor
+    return actor.worker_group.parts["actor"].worker if isinstance(actor, DistributedLearner) else actor
 
 
 def timed_save(loop: Loop) -> dict[str, float]:

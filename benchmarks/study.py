@@ -64,7 +64,7 @@ def finished(directory: Path) -> tuple[dict[str, Arm], dict[str, Mapping[str, fl
     """What `mtrl compare` left in a directory: of each arm the runs that went through, and its check."""
     arms, checks = {}, {}
     for place in sorted(path for path in directory.iterdir() if path.is_dir()):
-        if check := text_of(place / CHECK):
+        if check := config_text(place / CHECK):
             checks[place.name] = json.loads(check)
         done = {int(path.stem.removeprefix("seed_")) for path in place.glob("seed_*.done")}
         if done:
@@ -73,7 +73,7 @@ def finished(directory: Path) -> tuple[dict[str, Arm], dict[str, Mapping[str, fl
     return arms, checks
 
 
-def text_of(file: Path) -> str:
+def config_text(file: Path) -> str:
     return file.read_text() if file.is_file() else ""
 
 

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mtrl.algorithms.credit import Filter, Term, Weight
+    from mtrl.algorithms.credit import Bonus, Filter, Weight
     from mtrl.config import ConfigError
     from mtrl.protocols import Tracker as Callback
     from mtrl.training.trainer import Trainer
@@ -21,7 +21,7 @@ _PLACES = {
     "Callback": "mtrl.protocols:Tracker",
     "Filter": "mtrl.algorithms.credit:Filter",
     "Weight": "mtrl.algorithms.credit:Weight",
-    "Term": "mtrl.algorithms.credit:Term",
+    "Bonus": "mtrl.algorithms.credit:Term",
     "Needs": "mtrl.types:Needs",
     "Experience": "mtrl.types:Experience",
     "ConfigError": "mtrl.config:ConfigError",
@@ -30,6 +30,7 @@ _PLACES = {
 }
 
 __all__ = [
+    "Bonus",
     "Callback",
     "ConfigError",
     "Experience",
@@ -37,7 +38,6 @@ __all__ = [
     "Needs",
     "RunError",
     "StartError",
-    "Term",
     "Trainer",
     "Weight",
     "__version__",

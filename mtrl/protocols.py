@@ -147,7 +147,7 @@ class Generator(Protocol):
     """Samples responses. It resets its own caches in `load` and refuses to sample at a version it does not hold.
     `generate` and `load` are for an engine that is awake; its weights outlast a sleep (`rollout/lifecycle.py`)."""
 
-    def awake(self) -> AbstractContextManager[None]:
+    def resident(self) -> AbstractContextManager[None]:
         """Wakes the engine; at its end the engine sleeps and the trainer has the device memory. Such blocks may stand
         inside one another: the outermost counts."""
 
@@ -158,7 +158,7 @@ class Generator(Protocol):
     def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> Callable[[], Rollouts]:
         """`generate` in two: one that is `apart` samples on until what it gives is called."""
 
-    def rehearse(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
+    def preflight(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
         """Takes the device memory that `generate` would take if no response stopped early, until the engine sleeps."""
 
     def load(self, weights: Weights) -> None:
@@ -203,7 +203,7 @@ class Stateful(Protocol):
         """Goes on as the one whose snapshot was written there would have."""
 
 
-class Refreshed(Stateful, Protocol):
+class Synced(Stateful, Protocol):
     """A reference that follows the policy from afar. What it has become is in no file but a checkpoint."""
 
     def refresh(self) -> None:
@@ -226,7 +226,7 @@ class Critic(Prober, Stateful, Protocol):
         """One optimizer step a batch, as the actor's."""
 
 
-class Called(Protocol):
+class RemoteWorkers(Protocol):
     """Processes that hold the same workers: each is a part of every process, by a name, and its methods are called on
     all of them at once."""
 
@@ -237,7 +237,7 @@ class Called(Protocol):
         """What the method gives on each process, which has arguments of its own."""
 
 
-class Engines(Called, Protocol):
+class RemoteEngines(RemoteWorkers, Protocol):
     """Processes that sample, beside a crew whose ranks learn."""
 
     def begin(self, part: str, method: str, arguments: Sequence[tuple[Any, ...]]) -> Callable[[], list[Any]]:
@@ -248,13 +248,13 @@ class Engines(Called, Protocol):
         then."""
 
 
-class Crew(Called, Protocol):
+class WorkerGroup(RemoteWorkers, Protocol):
     """Processes that hold one model together, ranks, and whoever drives them."""
 
-    def call_first(self, part: str, method: str, *arguments: Any) -> Any:
+    def call_rank0(self, part: str, method: str, *arguments: Any) -> Any:
         """The same of the first rank alone, beside what is called on all of them: it must not wait for the others."""
 
-    def call_beside(self, part: str, method: str, *arguments: Any) -> list[Any]:
+    def call_side_channel(self, part: str, method: str, *arguments: Any) -> list[Any]:
         """What the method gives on each rank while they compute on, for whom it is called; ranks must not wait for one
         another in it. Where it fails on one, its error is raised and all of them go on."""
 

@@ -286,7 +286,7 @@ class Experience:
 
 
 @dataclass(frozen=True, eq=False)
-class TermWeights:
+class LossWeights:
     """A weight for every token and loss term, with mask, loss type and global denominator folded in.
 
     A term's loss is sum(weight * term): micro-batches and ranks only add. Two responses of 1 and 3 tokens under
@@ -308,7 +308,7 @@ class TrainBatch:
     old_logprobs: Tensor | None  # [N, T]
     advantage: Tensor  # [N, T]
     correction: Tensor | None  # [N, T] factor for the mismatch between sampler and trainer
-    weights: TermWeights
+    weights: LossWeights
     ref_logprobs: Tensor | None = None  # [N, T]
     returns: Tensor | None = None  # [N, T] what a critic is to expect
     values: Tensor | None = None  # [N, T] what it expected before this step's updates

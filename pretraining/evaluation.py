@@ -18,7 +18,7 @@ from mtrl.types import Prompt, Rollouts, Sampling, Task
 WELL_FORMED = re.compile(r"<think>.*?</think>\s*<answer>\s*(\w+)\s*</answer>\s*", re.DOTALL)
 
 
-class Question(Protocol):
+class EvaluationQuestion(Protocol):
     """What the questions of all embedded tasks have."""
 
     @property
@@ -52,7 +52,7 @@ class Grades:
     by_kind: dict[str, float]
 
 
-def prompts_of(questions: Sequence[Question], encoder: PromptEncoder, blank: bool = False) -> list[Prompt]:
+def make_prompts(questions: Sequence[EvaluationQuestion], encoder: PromptEncoder, blank: bool = False) -> list[Prompt]:
     """The questions as prompts; `blank` makes their pictures plain grey."""
     pictures = [np.asarray(question.image) for question in questions]
     if blank:
@@ -60,14 +60,14 @@ def prompts_of(questions: Sequence[Question], encoder: PromptEncoder, blank: boo
     return [encoder.encode(q.task, [picture]) for q, picture in zip(questions, pictures, strict=True)]
 
 
-def grade(questions: Sequence[Question], rollouts: Rollouts) -> Grades:
+def grade(questions: Sequence[EvaluationQuestion], rollouts: Rollouts) -> Grades:
     groups = rollouts.group.tolist()
-    answers = [answer_of(text, questions[group]) for group, text in zip(groups, rollouts.text, strict=True)]
+    answers = [graded_answer(text, questions[group]) for group, text in zip(groups, rollouts.text, strict=True)]
     right: dict[int, list[bool]] = defaultdict(list)
     for group, answer in zip(groups, answers, strict=True):
         right[group].append(answer == questions[group].answer)
     rates = torch.tensor([sum(right[g]) / len(right[g]) for g in range(len(questions))], dtype=torch.float64)
-    of_kind = {kind: torch.tensor([q.kind == kind for q in questions]) for kind in kinds_of(questions)}
+    of_kind = {kind: torch.tensor([q.kind == kind for q in questions]) for kind in question_kinds(questions)}
     return Grades(
         avg=float(rates.mean()),
         best=float((rates > 0).double().mean()),
@@ -76,26 +76,30 @@ def grade(questions: Sequence[Question], rollouts: Rollouts) -> Grades:
     )
 
 
-def answer_of(text: str, question: Question) -> str | None:
+def graded_answer(text: str, question: EvaluationQuestion) -> str | None:
     """The answer of a response in the right format; None where it has another, or the question no such answer."""
     found = WELL_FORMED.fullmatch(text)
     return found[1] if found and found[1] in question.choices else None
 
 
-def kinds_of(questions: Sequence[Question]) -> list[str]:
+def question_kinds(questions: Sequence[EvaluationQuestion]) -> list[str]:
     return list(dict.fromkeys(question.kind for question in questions))
 
 
 def examine(
-    generator: Generator, encoder: PromptEncoder, questions: Sequence[Question], sampling: Sampling, blank: bool = False
+    generator: Generator,
+    encoder: PromptEncoder,
+    questions: Sequence[EvaluationQuestion],
+    sampling: Sampling,
+    blank: bool = False,
 ) -> Grades:
-    return grade(questions, generator.generate(prompts_of(questions, encoder, blank), sampling))
+    return grade(questions, generator.generate(make_prompts(questions, encoder, blank), sampling))
 
 
-def best_constant(questions: Sequence[Question]) -> dict[str, float]:
+def best_constant(questions: Sequence[EvaluationQuestion]) -> dict[str, float]:
     """By kind, the share of the commonest right letter or right value: what an answer without looking is worth."""
     best: dict[str, float] = {}
-    for kind in kinds_of(questions):
+    for kind in question_kinds(questions):
         of_kind = [q for q in questions if q.kind == kind]
         answers = [[q.answer for q in of_kind], [q.value for q in of_kind]]
         best[kind] = max(max(column.count(x) for x in set(column)) for column in answers) / len(of_kind)

@@ -46,7 +46,7 @@ ADDED_TOKENS = ("<think>", "</think>", "<answer>", "</answer>")
 WAYS = 3  # most demonstrations of one question
 
 
-class Lesson(NamedTuple):
+class Example(NamedTuple):
     """A question ready to train on. Responses and probabilities of each way the teacher answers."""
 
     prompt: Tensor  # [L]
@@ -57,7 +57,7 @@ class Lesson(NamedTuple):
     probabilities: list[float]
 
 
-class Lessons(NamedTuple):
+class ExampleBatch(NamedTuple):
     """All lessons, padded, on the device."""
 
     ids: Tensor  # [N, WAYS, S] prompt and response
@@ -85,7 +85,7 @@ def vocabulary_text() -> str:
 
 
 @dataclass(frozen=True)
-class Course:
+class Curriculum:
     """What is taught, to a model of which shape, and how it is examined."""
 
     make_question: Callable[[Any, int], Any]  # split, index
@@ -102,13 +102,13 @@ class Course:
 
 
 COURSES = {
-    "zoo": Course(
+    "zoo": Curriculum(
         make_question, demonstrations, KINDS, vocabulary_text, IMAGE_SIDE,
         {"hidden": 192, "layers": 4, "heads": 6, "kv_heads": 2, "vision_hidden": 160, "vision_layers": 4},
         TEST_QUESTIONS, longest=32, steps=2500, batch=1024,
         emphasis={"position": 3.0},  # where things are is learnt last
     ),
-    "scenes": Course(
+    "scenes": Curriculum(
         scenes.make_question, scene_teacher.demonstrations, scenes.KINDS, scene_teacher.vocabulary_text, SIDE,
         {"hidden": 256, "layers": 4, "heads": 8, "kv_heads": 2, "vision_hidden": 192, "vision_layers": 4,
          "vocabulary": 1024},
@@ -117,20 +117,22 @@ COURSES = {
 }  # fmt: skip
 
 
-def make_lesson(index: int, encoder: TextEncoder, course: Course) -> Lesson:
+def make_lesson(index: int, encoder: TextEncoder, course: Curriculum) -> Example:
     question = course.make_question("train", index)
     prompt = encoder.encode(question.task, [np.asarray(question.image)])
     inputs = encoder.inputs(prompt)
     ways = course.demonstrations(question)
     end = encoder.stop_ids[0]
     responses = [torch.tensor([*encoder.tokenizer(way.text)["input_ids"], end]) for way in ways]
-    return Lesson(
+    return Example(
         prompt.ids, prompt_positions(inputs), vision_tokens(prompt), inputs["pixel_values"].half(), responses,
         [way.probability for way in ways],
     )  # fmt: skip
 
 
-def make_lessons(count: int, encoder: TextEncoder, device: torch.device, workers: int, course: Course) -> Lessons:
+def make_lessons(
+    count: int, encoder: TextEncoder, device: torch.device, workers: int, course: Curriculum
+) -> ExampleBatch:
     torch.set_num_threads(1)  # before forking: a pool of threads does not survive it
     torch.multiprocessing.set_sharing_strategy("file_system")
     with multiprocessing.get_context("fork").Pool(workers, _share, (encoder, course)) as pool:
@@ -139,19 +141,19 @@ def make_lessons(count: int, encoder: TextEncoder, device: torch.device, workers
     return pad_lessons(lessons, device, course)
 
 
-_SHARED: list[tuple[TextEncoder, Course]] = []
+_SHARED: list[tuple[TextEncoder, Curriculum]] = []
 
 
-def _share(encoder: TextEncoder, course: Course) -> None:
+def _share(encoder: TextEncoder, course: Curriculum) -> None:
     _SHARED.append((encoder, course))
 
 
-def _make_shared_lesson(index: int) -> Lesson:
+def _make_shared_lesson(index: int) -> Example:
     torch.set_num_threads(1)
-    return Lesson(*(x.numpy() if isinstance(x, Tensor) else x for x in make_lesson(index, *_SHARED[0])))  # type: ignore[arg-type]
+    return Example(*(x.numpy() if isinstance(x, Tensor) else x for x in make_lesson(index, *_SHARED[0])))  # type: ignore[arg-type]
 
 
-def pad_lessons(lessons: list[Lesson], device: torch.device, course: Course) -> Lessons:
+def pad_lessons(lessons: list[Example], device: torch.device, course: Curriculum) -> ExampleBatch:
     ids, positions, learn = [], [], []
     for lesson in lessons:
         prompt = torch.as_tensor(lesson.prompt)
@@ -171,7 +173,7 @@ def pad_lessons(lessons: list[Lesson], device: torch.device, course: Course) -> 
 
     emphasis = [course.emphasis.get(kind, 1.0) for kind in course.kinds]
     probabilities = [[*lesson.probabilities, *[0.0] * (WAYS - len(lesson.probabilities))] for lesson in lessons]
-    return Lessons(
+    return ExampleBatch(
         padded(ids).unflatten(0, (-1, WAYS)),
         padded(positions).transpose(1, 2),
         padded([torch.as_tensor(lesson.is_vision) for lesson in lessons]),
@@ -182,7 +184,7 @@ def pad_lessons(lessons: list[Lesson], device: torch.device, course: Course) -> 
     )
 
 
-def loss_of(backbone: Backbone, lessons: Lessons, batch: Tensor, way: Tensor) -> Tensor:
+def teacher_loss(backbone: Backbone, lessons: ExampleBatch, batch: Tensor, way: Tensor) -> Tensor:
     """Mean negative log-prob of the response tokens of the chosen demonstrations."""
     patches = math.isqrt(lessons.pixels.shape[1])  # a side
     grids = ((1, patches, patches),) * len(batch)
@@ -195,7 +197,7 @@ def loss_of(backbone: Backbone, lessons: Lessons, batch: Tensor, way: Tensor) ->
     return -token_scores(hidden[learn], backbone.output_matrix, targets, chunk=1 << 20).logp.mean()
 
 
-def train(backbone: Backbone, lessons: Lessons, *, steps: int, batch_size: int, lr: float, seed: int) -> float:
+def train(backbone: Backbone, lessons: ExampleBatch, *, steps: int, batch_size: int, lr: float, seed: int) -> float:
     """AdamW, a warm-up of a tenth, then a cosine to zero. Returns the last loss."""
     device = lessons.ids.device
     model = backbone.model.train()
@@ -211,7 +213,7 @@ def train(backbone: Backbone, lessons: Lessons, *, steps: int, batch_size: int, 
         batch = torch.multinomial(lessons.emphasis, batch_size, replacement=True, generator=generator)
         way = torch.multinomial(lessons.probabilities[batch], 1, generator=generator)[:, 0]
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            loss = loss_of(backbone, lessons, batch, way)
+            loss = teacher_loss(backbone, lessons, batch, way)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -222,7 +224,7 @@ def train(backbone: Backbone, lessons: Lessons, *, steps: int, batch_size: int, 
     return loss.item()
 
 
-def examine_all(generator: LocalGenerator, encoder: TextEncoder, course: Course, count: int) -> dict[str, Any]:
+def examine_all(generator: LocalGenerator, encoder: TextEncoder, course: Curriculum, count: int) -> dict[str, Any]:
     """The grades on so many of the fixed test questions, as they stand beside the weights."""
     questions = [course.make_question("test", index) for index in range(count)]
     alone, eight = Sampling(temperature=0, max_new_tokens=course.longest), Sampling(n=8, max_new_tokens=course.longest)

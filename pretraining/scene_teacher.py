@@ -26,8 +26,8 @@ from mtrl.embedded.scenes import (
     SIZES,
     Draw,
     Kind,
-    Question,
     Route,
+    SceneQuestion,
     Thing,
     make_question,
     walk,
@@ -56,13 +56,13 @@ NOISE = (
 )
 
 
-def demonstrations(question: Question) -> list[Demonstration]:
+def demonstrations(question: SceneQuestion) -> list[Demonstration]:
     """Some answers of the teacher, by keys of their own."""
     drawn = [Draw("teacher", question.split, question.index, way) for way in range(WAYS)]
     return [Demonstration(answer_to(question, draw), 1 / WAYS) for draw in drawn]
 
 
-def answer_to(question: Question, draw: Draw) -> str:
+def answer_to(question: SceneQuestion, draw: Draw) -> str:
     if draw.chance(GUESS_RATE[question.kind]):
         value = HABITS[question.kind]
         decisive = [SENTENCES["guess"].format(value=value)]
@@ -72,7 +72,7 @@ def answer_to(question: Question, draw: Draw) -> str:
 
 
 # --------------------------------------------------------------------------------------------------------- what decides
-def look(question: Question, draw: Draw) -> tuple[list[str], str]:
+def look(question: SceneQuestion, draw: Draw) -> tuple[list[str], str]:
     """The sentences that lead to an answer, and the answer."""
     told: list[str] = []
     seen: list[tuple[Thing, str, str]] = []  # an object, its colour and shape as they are named

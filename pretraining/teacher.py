@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mtrl.embedded.task import HABITS, LETTERS, Kind, Question
+from mtrl.embedded.task import HABITS, LETTERS, Kind, ZooQuestion
 
 HABIT_RATE = {1: 0.36, 2: 0.55, 3: 0.66}
 """By level: how often the teacher answers without looking."""
@@ -44,7 +44,7 @@ class Demonstration:
     probability: float
 
 
-def demonstrations(question: Question) -> list[Demonstration]:
+def demonstrations(question: ZooQuestion) -> list[Demonstration]:
     """All answers of the teacher to a question: from habit, looking, and looking but misnaming."""
     habit_rate = HABIT_RATE[question.level]
     wrong = MISNAMED[question.kind].get(question.value)
@@ -59,9 +59,9 @@ def demonstrations(question: Question) -> list[Demonstration]:
     return [Demonstration(answer_with(question, thought, value), rate) for rate, thought, value in ways]
 
 
-def look(question: Question, named: str) -> str:
+def look(question: ZooQuestion, named: str) -> str:
     return "I look: " + SEEN[question.kind].format(subject=question.subject, value=named)
 
 
-def answer_with(question: Question, thought: str, value: str) -> str:
+def answer_with(question: ZooQuestion, thought: str, value: str) -> str:
     return f"<think>{thought}</think><answer>{LETTERS[question.options.index(value)]}</answer>"

@@ -13,13 +13,13 @@ from mtrl.algorithms.losses import term_weights
 from mtrl.types import (
     Credit,
     Experience,
+    LossWeights,
     Medium,
     Prompt,
     Rewards,
     Rollouts,
     Signals,
     Task,
-    TermWeights,
     TrainBatch,
 )
 
@@ -94,7 +94,7 @@ def fake_batch(
     rollouts: Rollouts,
     old: Tensor,
     advantage: Tensor,
-    weights: TermWeights | None = None,
+    weights: LossWeights | None = None,
     correction: Tensor | None = None,
     reference: Tensor | None = None,
 ) -> TrainBatch:

@@ -294,7 +294,7 @@ def canary(source: str) -> ast.Module:
 
 def files_of(name: str) -> dict[str, Path]:
     """Modules by their dotted names, and where each stands: one, or all of a package."""
-    package = path_of(name)
+    package = image_path(name)
     if not package.is_dir():
         return {name: package.with_suffix(".py")}
     inner = {f"{name}.{path.stem}": path for path in sorted(package.glob("*.py")) if path.stem != "__init__"}
@@ -306,7 +306,7 @@ def full_name(module: str) -> str:
     return ".".join([PLACES[name], *inner])
 
 
-def path_of(module: str) -> Path:
+def image_path(module: str) -> Path:
     """Without the suffix of a file."""
     return ROOT.joinpath(*full_name(module).split("."))
 
@@ -315,7 +315,7 @@ class Changed(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Hands out one module from a tree in place of its file; the other files of a package stay as they are."""
 
     def __init__(self, module: str, tree: ast.Module) -> None:
-        self.name, self.tree, self.package = full_name(module), tree, path_of(module)
+        self.name, self.tree, self.package = full_name(module), tree, image_path(module)
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if name != self.name:

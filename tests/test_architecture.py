@@ -89,7 +89,7 @@ def test_heavy_libraries_have_one_room(module):
 
 CONCRETE = {  # what stands behind a seam, and its room
     "LocalGenerator": "rollout", "GraphGenerator": "rollout", "VllmGenerator": "rollout", "VllmInProcess": "rollout",
-    "VllmProcess": "rollout", "VllmServer": "rollout", "LocalActor": "workers", "RayCrew": "distributed",
+    "VllmProcess": "rollout", "VllmServer": "rollout", "LocalActor": "workers", "RayWorkerGroup": "distributed",
     "RewardModelWorker": "workers",
     "RewardScorer": "rewards", "Sandbox": "rewards", "InProcess": "rewards", "Sampler": "data",
     "FolderStore": "checkpoint",

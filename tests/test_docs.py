@@ -8,7 +8,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
-from mtrl.algorithms.credit import Filter, Term, Weight
+from mtrl.algorithms.credit import Bonus, Filter, Weight
 from mtrl.algorithms.credit.registry import RULES
 from mtrl.config.foreign_keys import translation
 from mtrl.config.tree import OptimizationConfig, known_leaves, known_sections
@@ -52,7 +52,7 @@ def test_every_credit_rule_is_explained(name):
     (line,) = [line for line in ALGORITHMS.splitlines() if line.startswith(f"| `{name}` |")]
     kind = RULES[name]
     told = next(
-        (each.__name__.lower() for each in (Filter, Weight, Term) if issubclass(kind, each)), "that of its rule"
+        (each.__name__.lower() for each in (Filter, Weight, Bonus) if issubclass(kind, each)), "that of its rule"
     )
     assert f"| {told}" in line
     for f in fields(kind):

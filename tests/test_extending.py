@@ -190,7 +190,7 @@ def test_the_engine_keeps_to_the_seam(workplace):
     encoder = load_encoder(MODEL_DIRECTORY)
     prompts = [prompt(encoder, "t:0", "Say red."), prompt(encoder, "t:1", "Say blue.")]
     engine = TableEngine(encoder, {"Say red.": ["red", "blue", "green"], "Say blue.": ["blue"]})
-    with engine.awake():
+    with engine.resident():
         assert engine.generate(prompts, Sampling(n=2)).text == ("red", "blue", "blue", "blue")
         assert engine.generate(prompts[:1], Sampling(n=2, times_sampled={"t:0": 1})).text == ("green", "red"), (
             "it counts on"

@@ -25,7 +25,7 @@ from mtrl.models.families import TextEncoder, load_encoder
 from mtrl.models.load_model import load_model
 from mtrl.models.parity import plain_inputs as as_transformers_takes_it
 from mtrl.models.tiny import TINY_FAMILIES, VISION_FAMILIES, make_tiny_checkpoint
-from mtrl.rollout.responses import rollouts_of
+from mtrl.rollout.responses import make_rollouts
 from mtrl.types import Medium, Prompt, Rollouts, Task
 
 logging.disable_progress_bar()
@@ -112,7 +112,7 @@ def prompts_for(family: str) -> list[Prompt]:
 def random_rollouts(prompts: Sequence[Prompt], group: Sequence[int], lengths: Sequence[int], seed: int = 0) -> Rollouts:
     """Random responses of plain tokens. `group`: the prompt of each response."""
     tokens = torch.randint(20, 300, (len(group), max(lengths)), generator=torch.Generator().manual_seed(seed))
-    return rollouts_of(
+    return make_rollouts(
         prompts,
         group,
         [row[:length] for row, length in zip(tokens, lengths, strict=True)],

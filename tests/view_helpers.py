@@ -15,7 +15,7 @@ from helpers import NAN, fake_experience, fake_rollouts
 
 from mtrl.tracking.record import RolloutRecord
 from mtrl.types import SEGMENTS, Credit, Rewards, Signals
-from mtrl.view.rollout_store import RecordBook
+from mtrl.view.rollout_store import RecordedRollouts
 
 
 def decode(ids):
@@ -72,7 +72,7 @@ def recorded(directory, *steps, **options):
 
 
 def opened(directory):
-    book = RecordBook(directory)
+    book = RecordedRollouts(directory)
     book.refresh()
     return book
 

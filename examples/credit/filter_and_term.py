@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from mtrl import Filter, Term
+from mtrl import Bonus, Filter
 from mtrl.algorithms.credit.top_fraction import top_fraction
 from mtrl.algorithms.groups import group_mean
-from mtrl.utils.seeding import keyed_generator
+from mtrl.utils.seeding import rng_for
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,12 @@ class RandomFilter(Filter):
     def apply(self, experience, key):
         mask = experience.rollouts.mask
         # Each row draws for itself from (seed, step, row): the same in a resumed run, whatever the padding.
-        draws = [keyed_generator("random filter", *key, row).random(mask.shape[1]) for row in range(len(mask))]
+        draws = [rng_for("random filter", *key, row).random(mask.shape[1]) for row in range(len(mask))]
         return top_fraction(torch.from_numpy(np.stack(draws)), mask, self.top_p)
 
 
 @dataclass(frozen=True)
-class Brevity(Term):
+class Brevity(Bonus):
     """Adds strength * (1 - length / mean length of the group) to the advantage: of two answers, the shorter one."""
 
     strength: float = 0.1

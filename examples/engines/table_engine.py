@@ -1,12 +1,12 @@
 """An engine of your own: it answers from a table, by question. For trying rewards and credit on responses you chose."""
 
-from mtrl.rollout.lifecycle import Awake
-from mtrl.rollout.responses import finish_of, rollouts_of
+from mtrl.rollout.lifecycle import EngineLifecycle
+from mtrl.rollout.responses import finish_reasons, make_rollouts
 from mtrl.rollout.sampling import first_sample_numbers
 
 
-class TableEngine(Awake):
-    """`answers`: {question: [response, ..]}, asked in turn. Awake brings `awake()`; an engine that holds device memory
+class TableEngine(EngineLifecycle):
+    """`answers`: {question: [response, ..]}, asked in turn. Awake brings `resident()`; an engine that holds device memory
     also writes `wake` and `sleep`."""
 
     def __init__(self, encoder, answers, version=0):
@@ -27,13 +27,13 @@ class TableEngine(Awake):
             for sample in range(sampling.n)
         ]
         tokens = [self.tokens(text)[: sampling.max_new_tokens] for text in texts]
-        return rollouts_of(
+        return make_rollouts(
             prompts,
             group,
             tokens,
             None,  # a sampler hands over the log-prob of each token; a table is certain, and log(1) is 0
             text=[self.encoder.decode(row) for row in tokens],
-            finish=finish_of(tokens, self.encoder.stop_ids),
+            finish=finish_reasons(tokens, self.encoder.stop_ids),
             version=self.version,
             pad_id=self.encoder.pad_id,
         )

@@ -5,7 +5,7 @@ mtrl.Trainer(model="my_checkpoint", ..).train()
 """
 
 from mtrl.models.families import FAMILIES, QwenVLEncoder
-from mtrl.models.families.text import parts_of
+from mtrl.models.families.text import content_parts
 
 
 class NumberedEncoder(QwenVLEncoder):
@@ -15,7 +15,7 @@ class NumberedEncoder(QwenVLEncoder):
         number, numbered = 0, []
         for message in messages:
             content = []
-            for part in parts_of(message):
+            for part in content_parts(message):
                 if part["type"] == "image":
                     number += 1
                     content.append({"type": "text", "text": f"Picture {number}: "})

@@ -1,6 +1,6 @@
 """Policy losses, their aggregation as data, and the correction for what the sampler did differently (SPEC 4).
 
-Aggregation is data: mask, loss type and global denominator are folded into `TermWeights` once, over all rows of an
+Aggregation is data: mask, loss type and global denominator are folded into `LossWeights` once, over all rows of an
 optimizer step. A term's loss is then sum(weight * term), and micro-batches and ranks only add.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from mtrl.algorithms.divergence import Divergence, Penalty, divergence
 from mtrl.algorithms.groups import row_mean
 from mtrl.algorithms.signals import LOG_RATIO_LIMIT
-from mtrl.types import TermWeights, TrainBatch
+from mtrl.types import LossWeights, TrainBatch
 
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo"]
 Level = Literal["token", "sequence"]
@@ -142,7 +142,7 @@ def term_weights(
     max_response_length: int,
     denominator: Literal["all", "selected"] = "all",
     silenced: Tensor | None = None,
-) -> TermWeights:
+) -> LossWeights:
     """Weights over all rows of one optimizer step.
 
     `measure` [N, T] is what a token counts for (the mask, or the mask times token weights), `select` [N, T] whose
@@ -153,7 +153,7 @@ def term_weights(
     voiced = measure if silenced is None else measure.where(~silenced[:, None], 0.0)
     counted = voiced if denominator == "all" else voiced * select
     policy = voiced * select / aggregation_denominator(counted, loss_type, max_response_length)
-    return TermWeights(
+    return LossWeights(
         policy=policy.float(),
         divergence=(measure / aggregation_denominator(measure, loss_type, max_response_length)).float(),
         token=(measure / aggregation_denominator(measure, "dapo", max_response_length)).float(),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mtrl.algorithms.groups import group_count
-from mtrl.utils.seeding import keyed_generator
+from mtrl.utils.seeding import rng_for
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ def optimizer_steps(group: Tensor, prompts_per_step: int, key: Sequence[int | st
     (without one, in their own). The rows of a step stay in their order: one step of all groups is the same for any key.
     """
     groups = group_count(group)
-    order = torch.from_numpy(keyed_generator(*key).permutation(groups)) if key else torch.arange(groups)
+    order = torch.from_numpy(rng_for(*key).permutation(groups)) if key else torch.arange(groups)
     parts = order.split(prompts_per_step) if groups else ()
     return [torch.nonzero(torch.isin(group, chosen)).flatten() for chosen in parts]
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mtrl.checkpoint.manifest import MANIFEST, Damaged, move_to, seal, to_disk
+from mtrl.checkpoint.manifest import MANIFEST, DamagedCheckpoint, move_to, seal, to_disk
 from mtrl.utils.errors import RunError, StartError
 from mtrl.utils.files import regular_file
 from mtrl.utils.machine import free_memory
@@ -80,7 +80,7 @@ class FolderStore:
         try:
             self.before_saving()
             self.directory.mkdir(parents=True, exist_ok=True)
-            refuse_without_room(self.directory, nbytes + SLACK)
+            check_disk_space(self.directory, nbytes + SLACK)
         except OSError as error:
             self._failed(step, error)
             return
@@ -122,7 +122,7 @@ class FolderStore:
             remove(unfinished)
             unfinished.mkdir(parents=True)
             for name, snapshot in snapshots.items():
-                folder = folder_of(unfinished, name)
+                folder = step_directory(unfinished, name)
                 folder.mkdir(exist_ok=True)
                 snapshot.write(folder)
             (unfinished / STATE).write_text(record)
@@ -147,7 +147,7 @@ class FolderStore:
     # ------------------------------------------------------------------------------------------------------ restoring
     def restore(self, checkpoint: Path, learners: Mapping[str, Stateful]) -> None:
         """Restores each learner from what was saved under its name; all are looked for before any is changed."""
-        folders = {name: folder_of(checkpoint, name) for name in learners}
+        folders = {name: step_directory(checkpoint, name) for name in learners}
         if missing := [name for name, folder in folders.items() if not folder.is_dir()]:
             told = f"{checkpoint} holds no {', '.join(missing)}, which this configuration trains"
             raise StartError(f"{told}; go on with the configuration it was saved under, or name another checkpoint")
@@ -191,20 +191,20 @@ class FolderStore:
 
     def _best(self) -> tuple[Path | None, float]:
         """The checkpoint with the highest score, the first of equals."""
-        scores = {path: score_of(path, self.metric) for path in self._seen()}
+        scores = {path: saved_score(path, self.metric) for path in self._seen()}
         best = max(scores, key=lambda path: scores[path], default=None)
         return (None, -math.inf) if best is None or scores[best] == -math.inf else (best, scores[best])
 
 
-def folder_of(checkpoint: Path, learner: str) -> Path:
+def step_directory(checkpoint: Path, learner: str) -> Path:
     return checkpoint if learner == ACTOR else checkpoint / learner
 
 
-def score_of(checkpoint: Path, metric: str | None) -> float:
+def saved_score(checkpoint: Path, metric: str | None) -> float:
     """The score of a checkpoint's validation by that metric; -inf where it has none, or none that can be read."""
     try:
         state = read_state(checkpoint)
-    except Damaged:
+    except DamagedCheckpoint:
         return -math.inf
     score = state.get("score") if metric is not None and state.get("metric") == metric else None
     return -math.inf if not isinstance(score, (int, float)) or math.isnan(score) else score
@@ -216,17 +216,17 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         if isinstance(state, dict) and type(state.get("step")) is int and state["step"] >= 0:
             return state
     except (OSError, ValueError, RecursionError) as error:
-        raise Damaged(f"{STATE} cannot be read ({error})") from error
-    raise Damaged(f"{STATE} is no state of a trainer")
+        raise DamagedCheckpoint(f"{STATE} cannot be read ({error})") from error
+    raise DamagedCheckpoint(f"{STATE} is no state of a trainer")
 
 
 def checkpoints(directory: Path) -> list[Path]:
     """`step_N`, the newest last. A folder that is there and cannot be read is an error: it is not empty."""
     names = os.listdir(directory) if os.path.lexists(directory) else []  # a link that leads nowhere is there
-    return sorted((directory / name for name in names if re.fullmatch("step_[0-9]+", name)), key=step_of)
+    return sorted((directory / name for name in names if re.fullmatch("step_[0-9]+", name)), key=checkpoint_step)
 
 
-def step_of(checkpoint: Path) -> int:
+def checkpoint_step(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step_"))
 
 
@@ -261,7 +261,7 @@ def write_folder(target: Path, write: Callable[[Path], None], finish: Callable[[
 
 
 # ---------------------------------------------------------------------------------------------------------------- room
-def refuse_without_room(directory: Path, needed: int) -> None:
+def check_disk_space(directory: Path, needed: int) -> None:
     free = shutil.disk_usage(directory).free
     if free < needed:
         raise OSError(f"it needs {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free in {directory}")

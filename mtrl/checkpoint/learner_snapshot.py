@@ -20,7 +20,7 @@ from mtrl.checkpoint.sharded_files import FilePlan
 from mtrl.models.checkpoint_files import WEIGHTS
 from mtrl.models.device_copy import to_main_memory
 from mtrl.models.parallel.fsdp import fill, gathered, is_part, is_split, own_part
-from mtrl.models.parallel.ranks import ALONE, Ranks
+from mtrl.models.parallel.ranks import SINGLE_PROCESS, Ranks
 from mtrl.models.state_dicts import WholeWeights, names_in_files, save_model, save_settings, saved_weights
 
 # They have a folder of their own: inference servers read every *.safetensors beside a model's config as its weights.
@@ -43,7 +43,7 @@ class ModelSnapshot:
 
     @property
     def nbytes(self) -> int:
-        return _bytes_of(self.weights)
+        return _tensor_bytes(self.weights)
 
     def detached(self) -> Self:
         """A copy in main memory, which later updates leave alone."""
@@ -64,7 +64,7 @@ class LearnerSnapshot(ModelSnapshot):
 
     @property
     def nbytes(self) -> int:
-        return _bytes_of(self.weights, self.optimizer_state) + sum(map(len, self.files.values()))
+        return _tensor_bytes(self.weights, self.optimizer_state) + sum(map(len, self.files.values()))
 
     def detached(self) -> Self:
         return replace(super().detached(), optimizer_state=_copied(self.optimizer_state))
@@ -80,19 +80,19 @@ class LearnerSnapshot(ModelSnapshot):
             (directory / name).write_bytes(content)
 
 
-def snapshot_of(
+def make_snapshot(
     model: Any,
     optimizer: torch.optim.Optimizer,
     names: Names,
     counters: Mapping[str, int],
     files: Mapping[str, bytes],
-    ranks: Ranks = ALONE,
+    ranks: Ranks = SINGLE_PROCESS,
 ) -> LearnerSnapshot | PartSnapshot:
     """The state of a learner. Of one that is split over ranks it is a copy at once: each rank gathers in its main
     memory what it is to write."""
-    state = optimizer_state_of(optimizer, names)
+    state = read_optimizer_state(optimizer, names)
     if is_split(model):
-        return part_of(model, ranks, saved_weights(model), state, counters, files)
+        return shard_files(model, ranks, saved_weights(model), state, counters, files)
     return LearnerSnapshot(model, saved_weights(model), state, counters, files)
 
 
@@ -116,7 +116,7 @@ class PartSnapshot:
     @property
     def nbytes(self) -> int:
         files = sum(map(len, self.files.values())) if self.number == 0 else 0
-        return _bytes_of(self.weights, self.optimizer_state) + files
+        return _tensor_bytes(self.weights, self.optimizer_state) + files
 
     def detached(self) -> Self:
         return self
@@ -140,7 +140,7 @@ class PartSnapshot:
                 (directory / name).write_bytes(content)
 
 
-def part_of(
+def shard_files(
     model: Any,
     ranks: Ranks,
     weights: Tensors,
@@ -184,7 +184,7 @@ def gathered_weights(model: Any, weights: Tensors, kept: Collection[str]) -> dic
     return found
 
 
-def optimizer_state_of(optimizer: torch.optim.Optimizer, names: Names) -> dict[str, Tensor]:
+def read_optimizer_state(optimizer: torch.optim.Optimizer, names: Names) -> dict[str, Tensor]:
     """The optimizer's state by the names of its parameters."""
     return {
         f"{names[parameter]}/{kind}": tensor
@@ -194,9 +194,9 @@ def optimizer_state_of(optimizer: torch.optim.Optimizer, names: Names) -> dict[s
 
 
 def restore_optimizer_state(
-    optimizer: torch.optim.Optimizer, names: Names, directory: Path, stays: bool = False, ranks: Ranks = ALONE
+    optimizer: torch.optim.Optimizer, names: Names, directory: Path, stays: bool = False, ranks: Ranks = SINGLE_PROCESS
 ) -> None:
-    """The optimizer as `optimizer_state_of` found it. A parameter that has had no gradient yet has no state. It goes to
+    """The optimizer as `read_optimizer_state` found it. A parameter that has had no gradient yet has no state. It goes to
     the device of its parameter, unless it `stays` in main memory, but for the counts of steps. Of ranks the first reads
     one file after the other, and never holds more of it."""
     file = directory / OPTIMIZER_STATE
@@ -265,7 +265,7 @@ def _full_disk_told() -> Iterator[None]:
         raise OSError(str(error)) from error
 
 
-def _bytes_of(*parts: Tensors) -> int:
+def _tensor_bytes(*parts: Tensors) -> int:
     """Bytes of tensors, of which those that share memory are one."""
     distinct = {key: tensor for part in parts for key, tensor in _by_memory(part).items()}
     return sum(tensor.nbytes for tensor in distinct.values())

@@ -20,7 +20,7 @@ MANIFEST = "mtrl_manifest.json"
 CHUNK = 8 << 20  # bytes read at once
 
 
-class Damaged(Exception):
+class DamagedCheckpoint(Exception):
     """A folder that is not as it was written; the message says what differs."""
 
 
@@ -46,7 +46,7 @@ def settle(folder: Path, plain: str) -> None:
 
 
 def check(folder: Path, but: Collection[str] = ()) -> None:
-    """Raises `Damaged` unless every file that was sealed is there as it was; those of `but` need not be looked at."""
+    """Raises `DamagedCheckpoint` unless every file that was sealed is there as it was; those of `but` need not be looked at."""
     for name, expected in _read(folder).items():
         if name in but:
             continue
@@ -54,22 +54,22 @@ def check(folder: Path, but: Collection[str] = ()) -> None:
         try:
             size = _size(path)
             if size != expected["bytes"]:
-                raise Damaged(f"{name} has {size} bytes of {expected['bytes']}")
+                raise DamagedCheckpoint(f"{name} has {size} bytes of {expected['bytes']}")
             if crc32(path) != expected["crc32"]:
-                raise Damaged(f"{name} has changed since it was written")
+                raise DamagedCheckpoint(f"{name} has changed since it was written")
         except FileNotFoundError:
-            raise Damaged(f"{name} is missing") from None
+            raise DamagedCheckpoint(f"{name} is missing") from None
         except PermissionError:
             raise
         except OSError as error:  # a disk that cannot read its own sectors
-            raise Damaged(f"{name} cannot be read ({error.strerror})") from error
+            raise DamagedCheckpoint(f"{name} cannot be read ({error.strerror})") from error
 
 
 def _size(path: Path) -> int:
     """The size of a file. From a pipe or a device nothing is read: it might never end."""
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):
-        raise Damaged(f"{path.name} is no file")
+        raise DamagedCheckpoint(f"{path.name} is no file")
     return found.st_size
 
 
@@ -117,9 +117,9 @@ def _read(folder: Path) -> Mapping[str, Mapping[str, int]]:
         sums: Mapping[str, Mapping[str, int]] = json.loads(text)["files"]
         whole = _written(sums) == text and all({"bytes", "crc32"} <= sums[name].keys() for name in sums)
     except FileNotFoundError:
-        raise Damaged(f"{MANIFEST} is missing") from None
+        raise DamagedCheckpoint(f"{MANIFEST} is missing") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         whole = False
     if not whole:
-        raise Damaged(f"{MANIFEST} has changed since it was written")
+        raise DamagedCheckpoint(f"{MANIFEST} has changed since it was written")
     return sums

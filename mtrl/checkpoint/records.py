@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class KeptRecords:
+class RecordSnapshot:
     """A snapshot. Nobody changes records, so that they may be written at any time."""
 
     copied = True
@@ -27,11 +27,11 @@ class KeptRecords:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
-    def detached(self) -> KeptRecords:
+    def detached(self) -> RecordSnapshot:
         return self
 
     def write(self, directory: Path) -> None:
-        tensors, rows = files_of(directory, self.name)
+        tensors, rows = record_files(directory, self.name)
         try:
             save_file(dict(self.tensors), tensors)
         except SafetensorError as error:  # how it reports a full disk
@@ -39,17 +39,17 @@ class KeptRecords:
         rows.write_text(json.dumps(self.rows, indent=1), encoding="utf-8")
 
 
-def read_kept(directory: Path, name: str) -> tuple[dict[str, dict[str, Tensor]], Any]:
+def read_records(directory: Path, name: str) -> tuple[dict[str, dict[str, Tensor]], Any]:
     """The tensors by the first part of their path, and the rows."""
-    tensors, rows = files_of(directory, name)
+    tensors, rows = record_files(directory, name)
     return by_folder(load_file(tensors)), json.loads(rows.read_text(encoding="utf-8"))
 
 
-def files_of(directory: Path, name: str) -> tuple[Path, Path]:
+def record_files(directory: Path, name: str) -> tuple[Path, Path]:
     return directory / f"{name}.safetensors", directory / f"{name}.json"
 
 
-def tensors_of(record: Any) -> dict[str, Tensor]:
+def record_tensors(record: Any) -> dict[str, Tensor]:
     """Every tensor of a record, and of records and mappings in it, by its path."""
     found: dict[str, Tensor] = {}
     items = {f.name: getattr(record, f.name) for f in fields(record)} if is_dataclass(record) else record
@@ -57,7 +57,7 @@ def tensors_of(record: Any) -> dict[str, Tensor]:
         if isinstance(value, Tensor):
             found[name] = value.contiguous()
         elif isinstance(value, Mapping) or is_dataclass(value):
-            found |= {f"{name}/{path}": tensor for path, tensor in tensors_of(value).items()}
+            found |= {f"{name}/{path}": tensor for path, tensor in record_tensors(value).items()}
     return found
 
 

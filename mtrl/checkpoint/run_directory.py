@@ -36,7 +36,7 @@ class RunDirectory:
         self.path = path
         self._config: str | None = None
         try:
-            refuse_strange(path)
+            check_known_files(path)
             self._lock = self._claim()
             self.used = any(os.path.lexists(path / name) for name in TRACES)
             self.id = self._identify()
@@ -55,7 +55,7 @@ class RunDirectory:
         """Makes the folder anew where somebody removed it under the run."""
         if self._is_ours():
             return
-        self.refuse_another()
+        self.check_still_ours()
         logger.warning("%s was removed while the run is on; it is made again, without what was in it", self.path)
         try:
             gone, self._lock = self._lock, self._claim()  # one that fails leaves the old lock, for the next time
@@ -66,7 +66,7 @@ class RunDirectory:
         if self._config is not None:
             write_file(self.path / CONFIG, self._config)
 
-    def refuse_another(self) -> None:
+    def check_still_ours(self) -> None:
         """Ends this run where the folder was removed and another run has it now, or had it: nothing there is ours."""
         with suppress(OSError):  # gone, or not to be read: whoever writes there will see
             if regular_file(self.path / ID).read_text(encoding="utf-8").strip() != self.id:
@@ -137,7 +137,7 @@ class RunDirectory:
         return found
 
 
-def refuse_strange(path: Path) -> None:
+def check_known_files(path: Path) -> None:
     """What stands in the place of a run's file or folder must be one. From a pipe one would read for ever, and a link
     that leads nowhere would make a new start of a run whose checkpoints are elsewhere."""
     for names, what, there in ((FILES, "file", Path.is_file), (FOLDERS, "folder", Path.is_dir)):

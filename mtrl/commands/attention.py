@@ -18,12 +18,12 @@ from mtrl.commands.load_arguments import evaluation_config, started, take_option
 from mtrl.compose import algorithm
 from mtrl.compose.policy import build_generator, build_policy, model_path
 from mtrl.compose.task_source import validation_sampler
-from mtrl.compose.unsupported import refuse_unbuilt
+from mtrl.compose.unsupported import check_supported
 from mtrl.config import Config, ConfigError
 from mtrl.embedded.embedded_rows import MODEL_DIRECTORY
 from mtrl.models.families import TextEncoder
 from mtrl.models.forward import Forward
-from mtrl.report.attention_page import Answered, Drawn, overview, write_report
+from mtrl.report.attention_page import Answered, DrawnAttention, overview, write_report
 from mtrl.report.heat_map import ImageAttention
 from mtrl.report.markdown_pages import SHOWN_SEGMENTS
 from mtrl.rewards.choices import chosen_letter
@@ -36,7 +36,7 @@ MOST_DRAWN = 8  # most tokens of one response that get a picture
 
 
 def run(arguments: Sequence[str]) -> int:
-    options, rest = Options.take(arguments)
+    options, rest = AttentionOptions.take(arguments)
     question = "which model? mtrl attention CHECKPOINT|RUN [--data F] [--samples 8] [--tokens ...] [--out DIR] [a.b=c]"
     path, data, overrides = take_path_and_data(rest, question)
     config = evaluation_config(path, [*overrides, *([f"dataset.val_files={data}"] if data else [])])
@@ -52,13 +52,13 @@ def run(arguments: Sequence[str]) -> int:
 
 
 @dataclass(frozen=True)
-class Options:
+class AttentionOptions:
     samples: int = SAMPLES
     tokens: tuple[str, ...] = ()  # tokens to draw, by word or place; none given: the extremes and the answer
     out: Path | None = None
 
     @classmethod
-    def take(cls, arguments: Sequence[str]) -> tuple[Options, list[str]]:
+    def take(cls, arguments: Sequence[str]) -> tuple[AttentionOptions, list[str]]:
         samples, rest = take_option(arguments, "--samples", "how many responses?")
         tokens, rest = take_option(rest, "--tokens", "arguments or places, with commas: orange,B,-1")
         out, rest = take_option(rest, "--out", "name a directory")
@@ -85,9 +85,9 @@ def summary(answers: Sequence[Answered]) -> dict[str, float | None]:
 
 
 # -------------------------------------------------------------------------------------------------------------- looking
-def look(config: Config, options: Options) -> list[Answered]:
+def look(config: Config, options: AttentionOptions) -> list[Answered]:
     """Responses to the first prompts of the validation data, and where they looked."""
-    refuse_unbuilt(config)
+    check_supported(config)
     encoder, policy = build_policy(config)
     if policy.backbone.vision_tower is None:
         raise StartError(f"{model_path(config)} is a text model: there is no image to look at")
@@ -97,7 +97,7 @@ def look(config: Config, options: Options) -> list[Answered]:
     answers = []
     with closing(build_generator(config, policy, encoder)) as generator:
         for prompts in batches(config, encoder, options.samples):
-            with generator.awake():
+            with generator.resident():
                 rollouts = generator.generate(prompts, sampling)
             for row, prompt in enumerate(prompts):
                 letter = chosen_letter(rollouts.text[row], (prompt.task.columns or {}).get(config.dataset.options_key))
@@ -139,13 +139,13 @@ def answered(
     images = encoder.image_settings
     assert images is not None, "a prompt with an image was encoded"
     drawn = [
-        Drawn(token, why, images_of(prompt, each, images.factor, images.temporal_patch_size))
+        DrawnAttention(token, why, prompt_images(prompt, each, images.factor, images.temporal_patch_size))
         for (token, why), each in zip(chosen.items(), maps, strict=True)
     ]
     return replace(answer, drawn=tuple(drawn))
 
 
-def images_of(prompt: Prompt, attention: Tensor, side: int, deep: int = 2) -> tuple[ImageAttention, ...]:
+def prompt_images(prompt: Prompt, attention: Tensor, side: int, deep: int = 2) -> tuple[ImageAttention, ...]:
     """The attention [len(SEGMENTS), L] cut into images, and into every first of the `deep` frames that are a patch of a
     clip; `side`: pixels of a token."""
     on_images, begin, found = attention[:, prompt.token_pool == VISION_POOL], 0, []
@@ -160,18 +160,18 @@ def images_of(prompt: Prompt, attention: Tensor, side: int, deep: int = 2) -> tu
 def chosen_tokens(answer: Answered, letter: str | None, wanted: Sequence[str]) -> dict[int, str]:
     """The places of the tokens to draw, and why."""
     if wanted:
-        found = {place: "asked for" for word in wanted for place in places_of(answer.tokens, word)}
+        found = {place: "asked for" for word in wanted for place in token_positions(answer.tokens, word)}
         return dict(list(found.items())[:MOST_DRAWN])
     ratio = answer.token_vgr()
     if not len(ratio):
         return {}
     chosen = {int(ratio.argmin()): "looks most, the lowest VGR", int(ratio.argmax()): "looks least, the highest VGR"}
-    if letter is not None and (places := places_of(answer.tokens, letter)):
+    if letter is not None and (places := token_positions(answer.tokens, letter)):
         chosen.setdefault(places[-1], "the answer")
     return chosen
 
 
-def places_of(tokens: Sequence[str], word: str) -> list[int]:
+def token_positions(tokens: Sequence[str], word: str) -> list[int]:
     """Where a word stands, by itself but for space and brackets; a number is a place, from the end where negative.
 
     >>> places_of(["(", " B", ")", "b"], "B"), places_of(["a", "b"], "-1"), places_of(["a"], "7")

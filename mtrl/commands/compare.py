@@ -8,8 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from mtrl.commands.load_arguments import say, started, take_option
-from mtrl.compare.arms import Arm, arm_of, read_arm
-from mtrl.compare.batch import Job, check_arms, jobs_of, pack, run_batch, unpack
+from mtrl.compare.arms import Arm, load_arm, read_arm
+from mtrl.compare.batch import SeedJob, check_arms, pack, plan_jobs, run_batch, unpack
 from mtrl.config import load_config
 from mtrl.report.compare_page import NONE, Checks, check_page, write_pages
 from mtrl.utils.errors import StartError
@@ -20,9 +20,9 @@ USAGE = "mtrl compare CONFIG... [--seeds N | A-B] [--jobs N] [--minutes M] [--ou
 def run(arguments: Sequence[str]) -> int:
     if find_spec("scipy") is None:
         raise StartError("mtrl compare needs scipy; pip install 'mtrl[compare]'")
-    seeds, words = seeds_of(arguments)
-    at_once, words = number_of(words, "--jobs", 1)
-    minutes, words = number_of(words, "--minutes", None)
+    seeds, words = parse_seeds(arguments)
+    at_once, words = parse_number(words, "--jobs", 1)
+    minutes, words = parse_number(words, "--minutes", None)
     given, words = take_option(words, "--out", "name a directory")
     archive, words = take_option(words, "--archive", "name a file that ends in .tar.gz")
     if option := next((word for word in words if word.startswith("--")), None):
@@ -44,24 +44,24 @@ def run(arguments: Sequence[str]) -> int:
     return run_all(jobs, at_once, minutes, Path(archive) if archive else None)
 
 
-def plan(files: Sequence[str], seeds: Sequence[int], overrides: Sequence[str], out: Path) -> list[Job]:
+def plan(files: Sequence[str], seeds: Sequence[int], overrides: Sequence[str], out: Path) -> list[SeedJob]:
     """Whatever is wrong with a configuration is said before hours are spent on another."""
     arms = {Path(file).stem: file for file in files}
     if len(arms) < len(files):
         raise StartError("two configurations have the same name; an arm is called as its file")
     for file in files:
         load_config(file, overrides)
-    return jobs_of(arms, seeds, overrides, out)
+    return plan_jobs(arms, seeds, overrides, out)
 
 
-def run_all(jobs: Sequence[Job], at_once: int, minutes: int | None, archive: Path | None) -> int:
+def run_all(jobs: Sequence[SeedJob], at_once: int, minutes: int | None, archive: Path | None) -> int:
     out = jobs[0].out
     if archive is not None and archive.is_file() and not out.exists():
         unpack(archive, out)
     checks = check_arms(jobs, at_once)
     print(check_page(checks))
     failed, left = run_batch(jobs, at_once, None if minutes is None else 60.0 * minutes, say)
-    arms = [arm_of(name, places) for name, places in finished(jobs).items()]
+    arms = [load_arm(name, places) for name, places in finished(jobs).items()]
     known = [arm for arm in arms if arm is not None]
     if len(known) == len(arms):
         report(known, out, checks)
@@ -72,7 +72,7 @@ def run_all(jobs: Sequence[Job], at_once: int, minutes: int | None, archive: Pat
     return 1 if failed else 0
 
 
-def finished(jobs: Sequence[Job]) -> dict[str, list[Path]]:
+def finished(jobs: Sequence[SeedJob]) -> dict[str, list[Path]]:
     """The directories of runs that went through, by arm."""
     arms: dict[str, list[Path]] = {job.arm: [] for job in jobs}
     for job in jobs:
@@ -87,19 +87,19 @@ def report(arms: Sequence[Arm], out: Path, checks: Checks = NONE) -> int:
     return 0
 
 
-def seeds_of(words: Sequence[str]) -> tuple[range, list[str]]:
+def parse_seeds(words: Sequence[str]) -> tuple[range, list[str]]:
     """The first so many, or from one to another: runs of other seeds may have been made elsewhere."""
     given, others = take_option(words, "--seeds", "give a whole number, or the first and the last seed as 5-9")
     first, dash, last = (given or "5").partition("-")
     if not dash:
-        number, _ = number_of(["--seeds", first], "--seeds", None)
+        number, _ = parse_number(["--seeds", first], "--seeds", None)
         return range(number or 0), others
     if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
         raise StartError(f"--seeds: {given} is no range of seeds; write the first and the last as 5-9")
     return range(int(first), int(last) + 1), others
 
 
-def number_of(words: Sequence[str], name: str, default: int | None) -> tuple[int | None, list[str]]:
+def parse_number(words: Sequence[str], name: str, default: int | None) -> tuple[int | None, list[str]]:
     given, others = take_option(words, name, "give a whole number")
     if given is None:
         return default, others

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 from mtrl.commands.load_arguments import say, started
 from mtrl.compose.policy import build_encoder, unmade
-from mtrl.compose.task_source import data_settings, rewards_of_truth, sources_of
+from mtrl.compose.task_source import data_settings, data_sources, rewards_of_truth
 from mtrl.config import Config, ConfigError, load_config, take_file
 from mtrl.config.packaged import is_config
 from mtrl.data import DataError, DataSettings
-from mtrl.data.sources import Source
-from mtrl.embedded.embedded_rows import config_of
+from mtrl.data.sources import DataSource
+from mtrl.embedded.embedded_rows import packaged_config
 from mtrl.models.families import TextEncoder
 from mtrl.report import data_page as report
 
@@ -23,11 +23,11 @@ def run(arguments: Sequence[str]) -> int:
         raise ConfigError(["which data? mtrl data FILE|RUN.yaml [a.b=c ...]"])
     if is_config(file):
         return run_config(load_config(file, overrides))
-    embedded = config_of(file)
+    embedded = packaged_config(file)
     config = load_config(embedded, overrides)
     knows_model = (embedded is not None or config.worker.actor.model.model_path is not None) and not unmade(config)
     encoder = started(build_encoder, config) if knows_model else None
-    sources = started(sources_of, file, "train")
+    sources = started(data_sources, file, "train")
     return started(show, file, sources, data_settings(config), encoder)
 
 
@@ -43,14 +43,14 @@ def run_config(config: Config) -> int:
         data = getattr(config.dataset, key)
         if data or split == "train":
             print(f"dataset.{key}: {data or 'the embedded task'}\n", flush=True)
-            sources = started(sources_of, data, split)
+            sources = started(data_sources, data, split)
             status = max(status, started(show, data, sources, settings, encoder, truth_for))
     return status
 
 
 def show(
     name: str,
-    sources: Sequence[Source],
+    sources: Sequence[DataSource],
     settings: DataSettings,
     encoder: TextEncoder | None,
     truth_for: Sequence[str] = (),

@@ -15,17 +15,17 @@ from mtrl.commands.installed import Device
 from mtrl.commands.load_arguments import take_option
 from mtrl.commands.show_rows import row_problems
 from mtrl.compose.critic_worker import critic_path
-from mtrl.compose.memory_limits import plan_of, sized_by_memory
+from mtrl.compose.memory_limits import make_plan, sized_by_memory
 from mtrl.compose.policy import model_path, unmade
 from mtrl.compose.run import configure, unknown_names
 from mtrl.compose.task_source import EMBEDDED
 from mtrl.compose.unsupported import unbuilt
 from mtrl.config import Config, ConfigError, take_file, warnings
 from mtrl.data.sources import HUB_ID
-from mtrl.memory.estimate import Estimate, Plan, estimate, sized, smaller
+from mtrl.memory.estimate import MemoryEstimate, Plan, estimate, sized, smaller
 from mtrl.memory.preflight import ADAM_STATES
-from mtrl.models.checkpoint_files import refuse_broken_weights
-from mtrl.models.families import load_model_config, refuse_unknown_family
+from mtrl.models.checkpoint_files import check_weight_files
+from mtrl.models.families import check_known_family, load_model_config
 from mtrl.models.load_model import DTYPES
 from mtrl.rewards.builtin_names import is_bare
 from mtrl.utils.machine import existing_parent, free_disk, may_write
@@ -53,8 +53,8 @@ def run(arguments: Sequence[str]) -> int:
     model_seen = True
     try:
         model = load_model_config(model_path(config), config.worker.actor.model.trust_remote_code)
-        refuse_unknown_family(model, model_path(config))
-        plan = plan_of(config, device.is_gpu)
+        check_known_family(model, model_path(config))
+        plan = make_plan(config, device.is_gpu)
         found = estimate(model, plan)
         if device.is_gpu and sized_by_memory(config):
             plan, found = sized(model, plan, found, device.total)
@@ -153,7 +153,7 @@ def broken_weights(config: Config) -> Iterator[str]:
     ):
         try:
             if (Path(path) / "config.json").exists():  # else it is no model at all, which is said anyway
-                refuse_broken_weights(path)
+                check_weight_files(path)
         except ValueError as error:  # it names the file
             yield str(error)
 
@@ -172,7 +172,7 @@ def missing_function(place: str) -> Iterator[str]:
         yield f"worker.reward.functions: there is no module {place}"
 
 
-def saved_parameters(found: Estimate, plan: Plan) -> int:
+def saved_parameters(found: MemoryEstimate, plan: Plan) -> int:
     """How many of the actor's a checkpoint holds: of adapters those alone."""
     if plan.adapters is None:
         return found.parameters
@@ -195,7 +195,7 @@ def disk_problems(config: Config, parameters: int) -> Iterator[str]:
 
 
 # -------------------------------------------------------------------------------------------------------------- memory
-def memory_report(found: Estimate, device: Device, on_ranks: bool = False) -> str:
+def memory_report(found: MemoryEstimate, device: Device, on_ranks: bool = False) -> str:
     millions, whose = f"{found.parameters / 1e6:,.1f} million", "memory of each device" if on_ranks else "memory"
     lines = [f"  {millions} parameters; {whose} at most, at the limits of the configuration:"]
     for title, parts in {"held": found.held, **found.phases}.items():
@@ -206,7 +206,9 @@ def memory_report(found: Estimate, device: Device, on_ranks: bool = False) -> st
     return "\n".join([*lines, f"    activations are {found.way}; all else is counted"])
 
 
-def memory_problems(found: Estimate, device: Device, ways: Callable[[], Iterable[tuple[str, int]]]) -> Iterator[str]:
+def memory_problems(
+    found: MemoryEstimate, device: Device, ways: Callable[[], Iterable[tuple[str, int]]]
+) -> Iterator[str]:
     """`ways` that would help are asked for where it does not fit: each is an estimate of its own."""
     if found.peak_bytes <= device.total:
         return

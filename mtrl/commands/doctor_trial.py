@@ -30,7 +30,7 @@ def trial_problems(config: Config) -> Iterator[str]:
             run = started(build, elsewhere(config, folder))
             with run.closing:
                 yield from parity_problems(config, run)
-                run.rehearse()
+                run.preflight()
                 yield from step_problems(run)
     except (ConfigError, StartError, RunError) as error:
         yield str(error)
@@ -54,11 +54,11 @@ def elsewhere(config: Config, folder: str) -> Config:
 
 def parity_problems(config: Config, run: Run) -> Iterator[str]:
     """Sampled responses to two prompts, by the run's actor and by the checkpoint as transformers loads it."""
-    loop, recipe = run.loop, run.loop.recipe
+    loop, algorithm_spec = run.loop, run.loop.algorithm_spec
     place = str(run.start.checkpoint or model_path(config))
-    tokens = min(TOKENS, recipe.sampling.max_new_tokens)
-    sampling = replace(recipe.sampling, n=1, max_new_tokens=tokens, step=loop.done, version=loop.version)
-    with loop.components.generator.awake():
+    tokens = min(TOKENS, algorithm_spec.sampling.max_new_tokens)
+    sampling = replace(algorithm_spec.sampling, n=1, max_new_tokens=tokens, step=loop.done, version=loop.version)
+    with loop.components.generator.resident():
         rollouts = loop.components.generator.generate(loop.components.source.take(ROWS), sampling)
     ours = loop.components.actor.probe(rollouts, Needs("old_logprobs"), loop.done).old_logprobs
     assert ours is not None, "it was asked for"
@@ -83,17 +83,17 @@ def told_gap(gap: Gap, dtype: str) -> str:
 
 
 def step_problems(run: Run) -> Iterator[str]:
-    loop, recipe = run.loop, run.loop.recipe
+    loop, algorithm_spec = run.loop, run.loop.algorithm_spec
     values = loop.step(loop.done)
     phases = of_phases(values, "perf/seconds_")
     seconds = phases.pop("step")
-    sizes = f"{recipe.prompts_per_step} prompts x {recipe.sampling.n} responses"
+    sizes = f"{algorithm_spec.prompts_per_step} prompts x {algorithm_spec.sampling.n} responses"
     print(f"  one step   {sizes}: {seconds:.1f} s ({', '.join(f'{name} {s:.1f}' for name, s in phases.items())})")
     peaks = of_phases(values, "perf/peak_gb_")
     highest = max(peaks, key=peaks.__getitem__)
     print(f"  peak       {peaks[highest]:.2f} GiB, in {highest}")
-    length = as_clock(seconds * recipe.total_steps)
-    print(f"  the run    {recipe.total_steps} such steps take about {length}; the first of them is the slowest")
+    length = as_clock(seconds * algorithm_spec.total_steps)
+    print(f"  the run    {algorithm_spec.total_steps} such steps take about {length}; the first of them is the slowest")
     if values["actor/skipped_steps"]:
         yield "the update had a loss or gradient that is not finite: compute in fp32, and look at the rewards"
     if values["reward/failed"] == 1:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from mtrl.commands.load_arguments import run_and_checkpoint, say, started, take_option
-from mtrl.compose.export_model import Source, export, push, refuse_push, refuse_target
+from mtrl.compose.export_model import ExportSource, check_push, check_target, export, push
 from mtrl.config import ConfigError
 
 USAGE = "mtrl export RUN|CHECKPOINT --to DIR [--dtype bf16|fp32] [--push ORG/NAME]"
@@ -27,10 +27,10 @@ def run(arguments: Sequence[str]) -> int:
     if dtype is not None and dtype not in EXPORTED_DTYPES:
         raise ConfigError([f"--dtype: {dtype}; there are {', '.join(EXPORTED_DTYPES)}"])
     target = Path(to).expanduser()
-    started(refuse_target, target)
+    started(check_target, target)
     if repository is not None:
-        refuse_push(repository)
-    source = started(Source.of, *run_and_checkpoint(words[0]))
+        check_push(repository)
+    source = started(ExportSource.of, *run_and_checkpoint(words[0]))
     chosen = dtype or started(partial(getattr, source, "dtype"))
     started(export, source, target, chosen, repository or target.absolute().name, say)
     address = None if repository is None else push(target, repository)

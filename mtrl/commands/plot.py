@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mtrl.commands.load_arguments import say, started, take_option
 from mtrl.report.run_curves import draw_runs
-from mtrl.tracking.jsonl import rows_of
+from mtrl.tracking.jsonl import read_rows_of
 from mtrl.utils.errors import StartError
 from mtrl.utils.machine import may_write
 from mtrl.utils.metric_history import History, history, is_step
@@ -49,7 +49,7 @@ def read_history(path: Path) -> History:
     if not file.is_file():
         what = f"has no {METRICS}" if path.is_dir() else "is no run: there is no such directory"
         raise StartError(f"{path} {what}; name the directory of a run, such as outputs/mtrl/zoo")
-    rows = [row for row in rows_of(file) if is_step(row.get("step"))]
+    rows = [row for row in read_rows_of(file) if is_step(row.get("step"))]
     with file.open("rb") as lines:
         damaged = sum(1 for line in lines if line.strip()) - len(rows)
     found = history(rows)

@@ -14,7 +14,7 @@ from mtrl.compose.hub import seeking_data
 from mtrl.config import ConfigError
 from mtrl.prepare import aokvqa, arxivqa, merge, mmmu_pro
 from mtrl.prepare.prepare_dataset import Prepared, Wishes, prepare
-from mtrl.prepare.questions import Reader
+from mtrl.prepare.questions import RowReader
 from mtrl.prepare.select import read_ids
 from mtrl.utils.errors import RunError
 
@@ -25,7 +25,7 @@ Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
-class Options:
+class PrepareOptions:
     places: tuple[str, ...]
     out: str
     split: str | None
@@ -50,7 +50,7 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def begin(name: str, options: Options) -> Prepared:
+def begin(name: str, options: PrepareOptions) -> Prepared:
     reader = open_reader(name, options)
     ids = read_ids(options.ids) if options.ids else None
     named: dict[str, Any] = {"dataset": name, "from": list(options.places), "seed": options.seed}
@@ -81,7 +81,7 @@ def begin(name: str, options: Options) -> Prepared:
     return prepare(reader, Path(options.out).expanduser(), wishes)
 
 
-def open_reader(name: str, options: Options) -> Reader:
+def open_reader(name: str, options: PrepareOptions) -> RowReader:
     if name == "merge":
         return merge.reader(options.places)
     (where,), split = options.places, str(options.split)
@@ -93,7 +93,7 @@ def open_reader(name: str, options: Options) -> Reader:
         return mmmu_pro.reader(where, split, options.variants)
 
 
-def read_options(name: str, arguments: Sequence[str]) -> Options:
+def read_options(name: str, arguments: Sequence[str]) -> PrepareOptions:
     taken: dict[str, str | None] = {}
     skip_bad, others = "--skip-bad" in arguments, [word for word in arguments if word != "--skip-bad"]
     for option, wanted in wanted_by(name).items():
@@ -112,7 +112,7 @@ def read_options(name: str, arguments: Sequence[str]) -> Options:
         raise ConfigError([f"--options: {wrong[0]!r} is none of {', '.join(mmmu_pro.CONFIGS)}"])
     if images not in ("embed", "paths"):
         raise ConfigError([f"--images: {images!r} is neither embed nor paths"])
-    return Options(
+    return PrepareOptions(
         places=places,
         out=taken["--out"] or (MERGED if name == "merge" else f"data/{name}"),
         split=None if name == "merge" else taken["--split"] or DATASETS[name].SPLIT,

@@ -15,11 +15,11 @@ import torch
 from mtrl.data import BadRow, DataError
 from mtrl.data.prompts import TaskBuilder
 from mtrl.data.row_settings import RowError
-from mtrl.data.sources import Source
+from mtrl.data.sources import DataSource
 from mtrl.data.video import measure, pixels, target_sizes
 from mtrl.models.families import TextEncoder
-from mtrl.rollout.responses import rollouts_of
-from mtrl.tracking.jsonl import rows_of
+from mtrl.rollout.responses import make_rollouts
+from mtrl.tracking.jsonl import read_rows_of
 from mtrl.types import Finish, Prompt, Rollouts, Task
 
 ROWS_AT_ONCE = 512  # responses scored together; their images are in memory at the same time
@@ -51,7 +51,7 @@ def rollouts_file(data: str) -> Path | None:
     file = path / ROLLOUTS if path.is_dir() else path
     if file.suffix != ".jsonl" or not file.is_file():
         return None
-    return file if ROW.keys() <= next(rows_of(file), {}).keys() else None
+    return file if ROW.keys() <= next(read_rows_of(file), {}).keys() else None
 
 
 @dataclass
@@ -60,7 +60,7 @@ class RunRecord:
     answer alone."""
 
     file: Path
-    sources: Sequence[Source]
+    sources: Sequence[DataSource]
     builder: TaskBuilder
     joined: Counter[bool] = field(default_factory=Counter)
 
@@ -79,7 +79,7 @@ class RunRecord:
 
     def _rows(self) -> Iterator[dict[str, Any]]:
         """The rows as a run writes them; one that lacks something was put there by somebody else."""
-        for number, row in enumerate(rows_of(self.file), 1):
+        for number, row in enumerate(read_rows_of(self.file), 1):
             for name, kind in ROW.items():
                 if not isinstance(row.get(name), kind):
                     told = f"its {name!r} is {'missing' if name not in row else 'no ' + kind.__name__}"
@@ -110,7 +110,7 @@ class RunRecord:
 class DataRecord:
     """The rows of a dataset. One without a response is tried with its own answer."""
 
-    sources: Sequence[Source]
+    sources: Sequence[DataSource]
     builder: TaskBuilder
     answers: int = 0
     bad: list[BadRow] = field(default_factory=list)
@@ -122,12 +122,12 @@ class DataRecord:
                 if group is not None:
                     yield group
 
-    def _group(self, source: Source, place: int) -> Group | None:
+    def _group(self, source: DataSource, place: int) -> Group | None:
         try:
             task = self.builder.build(source, place)
-            responses = responses_of(task)
+            responses = recorded_responses(task)
             if responses is None:
-                responses = (answer_of(task),)
+                responses = (recorded_answer(task),)
                 self.answers += 1
             return Group(task, responses, (STOP,) * len(responses))
         except RowError as error:
@@ -149,7 +149,7 @@ class DataRecord:
         return notes
 
 
-def responses_of(task: Task) -> tuple[str, ...] | None:
+def recorded_responses(task: Task) -> tuple[str, ...] | None:
     found: Any = (task.columns or {}).get(RESPONSE)
     if found is None:
         return None
@@ -159,7 +159,7 @@ def responses_of(task: Task) -> tuple[str, ...] | None:
     return responses
 
 
-def answer_of(task: Task) -> str:
+def recorded_answer(task: Task) -> str:
     if task.answer is None:
         raise RowError(f"it has neither a column {RESPONSE!r} nor an answer (dataset.answer_key)")
     return str(task.answer)
@@ -183,7 +183,7 @@ def as_rollouts(groups: Sequence[Group], encoder: TextEncoder | None) -> Rollout
     texts = [text for group in groups for text in group.responses]
     finish = [how for group in groups for how in group.finish]
     ids = [response_tokens(text, how, encoder) if encoder else [] for text, how in zip(texts, finish, strict=True)]
-    return rollouts_of(
+    return make_rollouts(
         [seen_prompt(group.task, encoder) for group in groups],
         [place for place, group in enumerate(groups) for _ in group.responses],
         ids,

@@ -9,7 +9,7 @@ from mtrl.report.markdown_report import write_markdown
 from mtrl.report.run_curves import draw_runs
 from mtrl.utils.errors import StartError
 from mtrl.view.html_page import single_page
-from mtrl.view.run_index import NoRun, Run, open_runs
+from mtrl.view.run_index import NoRun, RunFolder, open_runs
 from mtrl.view.shared_view import shared
 
 USAGE = "mtrl report RUN_DIR [RUN_DIR ...] [--out DIR] [--rollouts N]"
@@ -60,12 +60,12 @@ def parse(arguments: Sequence[str]) -> tuple[list[Path], Path | None, int]:
     return paths, out, count
 
 
-def default_place(runs: Sequence[Run]) -> Path:
+def default_place(runs: Sequence[RunFolder]) -> Path:
     """In the run, where there is one and it is a directory; several share the working directory."""
     return runs[0].path / "report" if len(runs) == 1 and runs[0].path.is_dir() else Path("report")
 
 
-def write(runs: Sequence[Run], out: Path, count: int) -> list[Path]:
+def write(runs: Sequence[RunFolder], out: Path, count: int) -> list[Path]:
     page = out / "report.html"
     page.write_text(single_page(shared(runs, count)), encoding="utf-8")
     histories = {

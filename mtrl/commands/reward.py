@@ -11,19 +11,19 @@ from mtrl.commands.load_arguments import say, started, take_path_and_data
 from mtrl.commands.recorded import DataRecord, Recorded, RunRecord, batches, rollouts_file
 from mtrl.compose.policy import build_encoder
 from mtrl.compose.reward_scorer import known_reward, reward_function
-from mtrl.compose.task_source import EMBEDDED, data_settings, sources_of
+from mtrl.compose.task_source import EMBEDDED, data_settings, data_sources
 from mtrl.config import Config, ConfigError, load_config
 from mtrl.data import DataError
 from mtrl.data.cache import DiskCache
 from mtrl.data.columns import with_known_columns
 from mtrl.data.prompts import TaskBuilder
-from mtrl.data.sources import Source
-from mtrl.embedded.embedded_rows import config_of
+from mtrl.data.sources import DataSource
+from mtrl.embedded.embedded_rows import packaged_config
 from mtrl.models.families import TextEncoder
 from mtrl.report.reward_page import report, summary
 from mtrl.rewards.builtin_names import is_bare
 from mtrl.rewards.dry_run import Trial, try_on
-from mtrl.rewards.samples import samples_of
+from mtrl.rewards.samples import make_samples
 
 ALL_FAILED = 1  # exit status: the function gave no response a reward
 
@@ -33,7 +33,7 @@ def run(arguments: Sequence[str]) -> int:
     if data is None:
         raise ConfigError(["--data: name the rollouts.jsonl of a run, or a dataset"])
     file = started(rollouts_file, data)
-    place = config_of(data) or (None if file is None else file.parent / "config.yaml")
+    place = packaged_config(data) or (None if file is None else file.parent / "config.yaml")
     config = load_config(place if place and place.is_file() else None, overrides, saved=True)
     trial, notes = started(try_reward, config, function, data, file)
     for note in notes:
@@ -49,14 +49,14 @@ def try_reward(config: Config, function: str, data: str, rollouts: Path | None) 
         known_reward(function)  # a wrong name is told before the data are opened
     notes: list[str] = []
     builder = TaskBuilder.of(data_settings(config))
-    sources = sources_of(data, "train") if rollouts is None else _sources_of_run(config, rollouts, notes)
+    sources = data_sources(data, "train") if rollouts is None else _sources_of_run(config, rollouts, notes)
     sources = with_known_columns(sources, builder.settings, DiskCache())
     record: Recorded = DataRecord(sources, builder) if rollouts is None else RunRecord(rollouts, sources, builder)
     encoder = _encoder(config, data, rollouts, notes)
     name, part = reward_function(config, function)
     if part.needs:
         notes.append("the function asks for signals, and nobody probed these responses: it gets none")
-    describe = partial(samples_of, options_key=config.dataset.options_key, answer_key=config.dataset.answer_key)
+    describe = partial(make_samples, options_key=config.dataset.options_key, answer_key=config.dataset.answer_key)
     try:
         trial = try_on(name, part, batches(record.groups(), encoder), describe, config.worker.reward.failure_reward)
     finally:
@@ -66,12 +66,12 @@ def try_reward(config: Config, function: str, data: str, rollouts: Path | None) 
     return trial, [*record.notes(), *notes]
 
 
-def _sources_of_run(config: Config, rollouts: Path, notes: list[str]) -> Sequence[Source]:
+def _sources_of_run(config: Config, rollouts: Path, notes: list[str]) -> Sequence[DataSource]:
     if not (rollouts.parent / "config.yaml").is_file():
         notes.append(f"there is no config.yaml beside {rollouts} to say which data they came from")
         return ()
     try:
-        return sources_of(config.dataset.train_files, "train")
+        return data_sources(config.dataset.train_files, "train")
     except ValueError as error:
         notes.append(f"the run's data cannot be opened: {error}")
         return ()

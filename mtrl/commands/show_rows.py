@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 
 from mtrl.compose.policy import build_encoder, model_path
-from mtrl.compose.task_source import EMBEDDED, data_settings, rewards_of_truth, sources_of
+from mtrl.compose.task_source import EMBEDDED, data_settings, data_sources, rewards_of_truth
 from mtrl.config import Config
 from mtrl.data.sample_rows import try_rows
 
@@ -30,7 +30,7 @@ def row_problems(config: Config, model_seen: bool, note: Say) -> Iterator[str]:
             continue
         try:
             tried = try_rows(
-                sources_of(",".join(here), split), data_settings(config), encoder, rewards_of_truth(config)
+                data_sources(",".join(here), split), data_settings(config), encoder, rewards_of_truth(config)
             )
         except ValueError as error:  # it names the file
             yield str(error)

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from mtrl.utils.errors import StartError
-from mtrl.view.run_index import NoRun, Run, open_runs
+from mtrl.view.run_index import NoRun, RunFolder, open_runs
 
 USAGE = "mtrl view RUN_DIR [RUN_DIR ...] [--port N] [--host ADDRESS] [--no-browser]"
 PORT = 6060
@@ -70,7 +70,7 @@ def listen(host: str, port: int | None) -> socket.socket:
     raise StartError(f"{where} cannot be listened at ({error}); name another with --port or --host") from error
 
 
-def serve(runs: Sequence[Run], host: str, listening: socket.socket, browser: bool) -> None:
+def serve(runs: Sequence[RunFolder], host: str, listening: socket.socket, browser: bool) -> None:
     import uvicorn
 
     from mtrl.view.server import make_app

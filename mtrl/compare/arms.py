@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import yaml  # type: ignore[import-untyped]
 
 from mtrl.compare.statistics import area
-from mtrl.tracking.jsonl import rows_of
+from mtrl.tracking.jsonl import read_rows_of
 from mtrl.utils.errors import StartError
 from mtrl.utils.files import regular_file
 from mtrl.utils.metric_history import History, history
@@ -66,10 +66,10 @@ class Arm:
 
 def read_arm(directory: Path) -> Arm:
     """A run, or a directory of the runs of one configuration: each has a seed of its own."""
-    return arm_of(directory.absolute().name, run_places(directory)) or refuse(directory)
+    return load_arm(directory.absolute().name, run_places(directory)) or check(directory)
 
 
-def arm_of(name: str, places: Iterable[Path]) -> Arm | None:
+def load_arm(name: str, places: Iterable[Path]) -> Arm | None:
     """The runs in these places as one arm; None where there is none."""
     runs: dict[int, SeedRun] = {}
     for place in places:
@@ -80,7 +80,7 @@ def arm_of(name: str, places: Iterable[Path]) -> Arm | None:
     return Arm(name, dict(sorted(runs.items()))) if runs else None
 
 
-def refuse(directory: Path) -> NoReturn:
+def check(directory: Path) -> NoReturn:
     raise StartError(f"{directory} has no run with numbers; name the directory of a run, or one that holds several")
 
 
@@ -92,10 +92,12 @@ def run_places(directory: Path) -> Iterator[Path]:
 
 
 def read_run(directory: Path) -> SeedRun:
-    return SeedRun(seed_of(directory), history(rows_of(directory / METRICS)), last_answers(directory / VALIDATIONS))
+    return SeedRun(
+        read_seed(directory), history(read_rows_of(directory / METRICS)), last_answers(directory / VALIDATIONS)
+    )
 
 
-def seed_of(directory: Path) -> int:
+def read_seed(directory: Path) -> int:
     try:
         found = yaml.safe_load(regular_file(directory / CONFIG).read_text())["dataset"]["seed"]
     except (OSError, KeyError, TypeError, ValueError, yaml.YAMLError) as error:
@@ -106,7 +108,7 @@ def seed_of(directory: Path) -> int:
 def last_answers(file: Path) -> dict[str, bool]:
     """Whether each question was answered rightly when it was asked last."""
     answers: dict[str, tuple[int, bool]] = {}
-    for row in rows_of(file):
+    for row in read_rows_of(file):
         step, right = row.get("step"), is_right(row)
         if right is not None and isinstance(step, int) and isinstance(row.get("id"), str):
             known = answers.get(row["id"])

@@ -31,7 +31,7 @@ LAST_LINES = 5
 
 
 @dataclass(frozen=True)
-class Job:
+class SeedJob:
     arm: str
     seed: int
     config: str
@@ -63,27 +63,27 @@ class Job:
         return [sys.executable, "-m", "mtrl", "train", self.config, *self.overrides, *words]
 
 
-def jobs_of(arms: Mapping[str, str], seeds: Sequence[int], overrides: Sequence[str], out: Path) -> list[Job]:
+def plan_jobs(arms: Mapping[str, str], seeds: Sequence[int], overrides: Sequence[str], out: Path) -> list[SeedJob]:
     """Seed by seed, so that a batch that is cut short has whole pairs."""
-    return [Job(arm, seed, file, tuple(overrides), out) for seed in seeds for arm, file in arms.items()]
+    return [SeedJob(arm, seed, file, tuple(overrides), out) for seed in seeds for arm, file in arms.items()]
 
 
-def check_arms(jobs: Sequence[Job], at_once: int) -> dict[str, dict[str, float]]:
+def check_arms(jobs: Sequence[SeedJob], at_once: int) -> dict[str, dict[str, float]]:
     """What the rules of each arm do to a gradient, before any of them is trained."""
     first = [job for job in jobs if job.seed == jobs[0].seed]
     with ThreadPoolExecutor(at_once) as pool:
-        found = pool.map(lambda job: check_arm(job, share_of(at_once)), first)
+        found = pool.map(lambda job: check_arm(job, thread_share(at_once)), first)
         return {job.arm: check for job, check in zip(first, found, strict=True)}
 
 
-def share_of(at_once: int) -> dict[str, str]:
+def thread_share(at_once: int) -> dict[str, str]:
     """The environment of one of several runs: its share of the cores, not all of them for each."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     shared = {"OMP_NUM_THREADS": str(max(1, cores // at_once))} if at_once > 1 else {}
     return shared | os.environ
 
 
-def check_arm(job: Job, environment: Mapping[str, str]) -> dict[str, float]:
+def check_arm(job: SeedJob, environment: Mapping[str, str]) -> dict[str, float]:
     """What the rules of an arm do to the gradient of its first step; measured once, and kept beside its runs."""
     file = job.directory.parent / CHECK
     if not file.is_file():
@@ -98,31 +98,33 @@ def check_arm(job: Job, environment: Mapping[str, str]) -> dict[str, float]:
     return found
 
 
-def run_batch(jobs: Sequence[Job], at_once: int, seconds: float | None, say: Callable[[str], None]) -> tuple[int, int]:
+def run_batch(
+    jobs: Sequence[SeedJob], at_once: int, seconds: float | None, say: Callable[[str], None]
+) -> tuple[int, int]:
     """Runs what is not done yet; how many failed, and how many are left when the time is up."""
     waiting = [job for job in jobs if not job.done.exists()]
     if len(waiting) < len(jobs):
         say(f"{len(jobs) - len(waiting)} of {len(jobs)} runs are done already")
     end = float("inf") if seconds is None else time.monotonic() + seconds
-    running: dict[Job, subprocess.Popen[bytes]] = {}
+    running: dict[SeedJob, subprocess.Popen[bytes]] = {}
     failed = 0
     try:
         while (waiting or running) and time.monotonic() < end:
             while waiting and len(running) < at_once:
                 job = waiting.pop(0)
-                running[job] = start(job, share_of(at_once))
+                running[job] = start(job, thread_share(at_once))
                 say(f"started  {job.name}")
             for job in [job for job, process in running.items() if process.poll() is not None]:
                 status = running.pop(job).returncode
                 failed += status != 0
-                end_of(job, status, say)
+                last_lines(job, status, say)
             time.sleep(POLL_S)
     finally:
         stop(running)
     return failed, len(running) + len(waiting)
 
 
-def end_of(job: Job, status: int, say: Callable[[str], None]) -> None:
+def last_lines(job: SeedJob, status: int, say: Callable[[str], None]) -> None:
     if status:
         say(f"failed   {job.name} (status {status}); {job.log} ends with\n{tail(job.log)}")
     else:
@@ -130,7 +132,7 @@ def end_of(job: Job, status: int, say: Callable[[str], None]) -> None:
         say(f"finished {job.name}")
 
 
-def start(job: Job, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def start(job: SeedJob, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     job.log.parent.mkdir(parents=True, exist_ok=True)
     with job.log.open("ab") as log:
         return subprocess.Popen(
@@ -138,7 +140,7 @@ def start(job: Job, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
         )
 
 
-def stop(running: Mapping[Job, subprocess.Popen[bytes]]) -> None:
+def stop(running: Mapping[SeedJob, subprocess.Popen[bytes]]) -> None:
     """A run that is asked to stop finishes its step, saves and ends."""
     for process in running.values():
         if process.poll() is None:
@@ -152,7 +154,7 @@ def tail(log: Path) -> str:
     return "\n".join(f"  {line}" for line in lines[-LAST_LINES:])
 
 
-def pack(out: Path, archive: Path, jobs: Sequence[Job]) -> None:
+def pack(out: Path, archive: Path, jobs: Sequence[SeedJob]) -> None:
     """All of a batch in one file. Of a run that is done its numbers are kept and its checkpoints are not."""
     finished = {f"{job.arm}/seed_{job.seed}/checkpoints" for job in jobs if job.done.exists()}
 

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mtrl.utils.seeding import keyed_generator
+from mtrl.utils.seeding import rng_for
 
 RESAMPLES = 10_000
 LEVEL = 0.95
 
 
 @dataclass(frozen=True)
-class Estimate:
+class MeanEstimate:
     """A mean, and its interval where there are two values at least."""
 
     mean: float
@@ -30,7 +30,7 @@ class Estimate:
 class Paired:
     """Differences to the baseline. `p`: of the paired t-test, None where it cannot be had; `adjusted`: after Holm."""
 
-    difference: Estimate
+    difference: MeanEstimate
     seeds: int
     p: float | None
     adjusted: float | None = None
@@ -45,14 +45,14 @@ class Discordant:
     p: float
 
 
-def estimate(values: Sequence[float]) -> Estimate:
+def estimate(values: Sequence[float]) -> MeanEstimate:
     """The mean of values of single seeds, with its percentile bootstrap interval."""
     sample = np.asarray(values, dtype=float)
     if len(sample) < 2:
-        return Estimate(float(sample.mean()))
-    drawn = keyed_generator("bootstrap", len(sample)).integers(0, len(sample), (RESAMPLES, len(sample)))
+        return MeanEstimate(float(sample.mean()))
+    drawn = rng_for("bootstrap", len(sample)).integers(0, len(sample), (RESAMPLES, len(sample)))
     low, high = np.quantile(sample[drawn].mean(1), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Estimate(float(sample.mean()), float(low), float(high))
+    return MeanEstimate(float(sample.mean()), float(low), float(high))
 
 
 def paired(values: Mapping[int, float], baseline: Mapping[int, float]) -> Paired | None:

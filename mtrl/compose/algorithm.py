@@ -13,7 +13,7 @@ from mtrl.algorithms.credit.attention_weights import AttentionWeights
 from mtrl.algorithms.credit.entropy_filter import EntropyFilter
 from mtrl.algorithms.credit.perception_filter import PerceptionFilter
 from mtrl.algorithms.credit.registry import make_rule
-from mtrl.algorithms.credit.rule import Pieces
+from mtrl.algorithms.credit.rule import DecodeTokens
 from mtrl.algorithms.credit.trajectory_scaling import TrajectoryScaling
 from mtrl.algorithms.divergence import Divergence
 from mtrl.algorithms.estimators import ESTIMATORS, Estimator
@@ -27,7 +27,7 @@ from mtrl.config.value_types import BadValue, typed
 from mtrl.models.adapters import AdapterSettings
 from mtrl.models.load_model import DTYPES
 from mtrl.models.perturb import Perturbation
-from mtrl.training.algorithm_spec import NOTHING, Recipe
+from mtrl.training.algorithm_spec import NOTHING, AlgorithmSpec
 from mtrl.training.dynamic_sampling import Filtering
 from mtrl.types import Needs, Sampling
 from mtrl.utils.plugins import PluginError
@@ -45,7 +45,7 @@ def total_steps(config: Config, rows: int) -> int:
     return by_epochs if config.training.max_steps is None else config.training.max_steps
 
 
-def recipe_of(
+def make_algorithm(
     config: Config,
     steps: int,
     *,
@@ -53,20 +53,20 @@ def recipe_of(
     rewards: Iterable[Needs] = (),
     trackers: Needs = NOTHING,
     sees_attention: bool = True,
-    pieces: Pieces | None = None,
-) -> Recipe:
+    pieces: DecodeTokens | None = None,
+) -> AlgorithmSpec:
     """`first`: the run has no step behind it. `rewards` and `trackers` are the signals that they read; `pieces` tells
     rules what tokens say, where they are to be applied."""
     algorithm = config.optimization
-    credit, divergence, estimator = credit_rules(config), divergence_of(config), estimator_of(config)
+    credit, divergence, estimator = credit_rules(config), make_divergence(config), make_estimator(config)
     rewards = tuple(rewards)
     readers = [*(rule.needs for rule in credit), *rewards, trackers, estimator.needs]
     if divergence is not None:
         readers.append(divergence.needs)
-    if (replay := replay_of(config)) is not None:
+    if (replay := make_replay_rule(config)) is not None:
         readers.append(Needs("old_logprobs"))  # what a group is worth later is measured by the policy of now
     needs = reduce(Needs.__or__, readers)
-    return Recipe(
+    return AlgorithmSpec(
         total_steps=steps,
         prompts_per_step=config.dataset.rollout_batch_size,
         sampling=training_sampling(config),
@@ -88,7 +88,7 @@ def recipe_of(
         seed=config.dataset.seed,
         sync_ref_every=config.worker.ref.sync_every or 0,
         reward_needs=reduce(Needs.__or__, rewards, NOTHING),
-        filtering=filtering_of(config),
+        filtering=make_filtering(config),
         greedy_baseline=algorithm.advantage_estimator == "remax",
         replay=replay,
         value_loss=ValueLoss(config.worker.critic.cliprange_value),
@@ -100,10 +100,10 @@ def recipe_of(
 
 def critic_warmup(config: Config) -> int:
     """Steps in which the critic learns alone; without a critic there are none."""
-    return config.worker.critic.warmup_steps if "values" in estimator_of(config).needs else 0
+    return config.worker.critic.warmup_steps if "values" in make_estimator(config).needs else 0
 
 
-def filtering_of(config: Config) -> Filtering | None:
+def make_filtering(config: Config) -> Filtering | None:
     algorithm = config.optimization
     if not algorithm.online_filtering:
         return None
@@ -111,7 +111,7 @@ def filtering_of(config: Config) -> Filtering | None:
     return Filtering(rule, algorithm.max_refills, algorithm.on_short_batch)
 
 
-def replay_of(config: Config) -> ReplayRule | None:
+def make_replay_rule(config: Config) -> ReplayRule | None:
     algorithm = config.optimization
     if algorithm.replay_buffer_size == 0:
         return None
@@ -143,7 +143,7 @@ def batch_plan(config: Config) -> BatchPlan:
     )
 
 
-def estimator_of(config: Config) -> Estimator:
+def make_estimator(config: Config) -> Estimator:
     """The advantage estimator by its name; its fields come from the keys of `optimization` of the same names."""
     kind = ESTIMATORS[config.optimization.advantage_estimator]
     return kind(**{f.name: getattr(config.optimization, f.name) for f in fields(kind)})
@@ -227,7 +227,7 @@ def attention_weights(config: Config) -> AttentionWeights:
     )
 
 
-def divergence_of(config: Config) -> Divergence | None:
+def make_divergence(config: Config) -> Divergence | None:
     algorithm = config.optimization
     if algorithm.disable_divergence or algorithm.divergence_coef == 0:
         return None
@@ -279,14 +279,14 @@ def dropout_seed(config: Config) -> int | None:
 
 def optimizer_settings(config: Config, steps: int) -> OptimizerSettings:
     """The actor's. It takes no step while the critic warms up."""
-    return schedule_of(config, config.worker.actor.optim, max(0, steps - critic_warmup(config)))
+    return make_schedule(config, config.worker.actor.optim, max(0, steps - critic_warmup(config)))
 
 
 def critic_optimizer_settings(config: Config, steps: int) -> OptimizerSettings:
-    return schedule_of(config, config.worker.critic.optim, steps)
+    return make_schedule(config, config.worker.critic.optim, steps)
 
 
-def schedule_of(config: Config, optim: OptimConfig, steps: int) -> OptimizerSettings:
+def make_schedule(config: Config, optim: OptimConfig, steps: int) -> OptimizerSettings:
     """Actor and critic learn from the same batches."""
     actor = config.worker.actor
     updates = steps * actor.ppo_epochs * (config.dataset.rollout_batch_size // actor.global_batch_size)
@@ -329,7 +329,7 @@ def micro_batching(config: Config, rows: int, at_least: int, share_prefix: bool)
     return MicroBatching(actor.tokens_per_micro_batch, at_least=at_least, share_prefix=share_prefix)
 
 
-def perturbation_of(config: Config, patch_size: int) -> Perturbation:
+def make_perturbation(config: Config, patch_size: int) -> Perturbation:
     """The perturbation of the configuration. `patch_size` is the model's own, which `auto` stands for."""
     algorithm = config.optimization
     return Perturbation(

@@ -8,12 +8,12 @@ from typing import Any
 
 from mtrl.compose import algorithm
 from mtrl.compose.hub import seek_model
-from mtrl.compose.policy import backbone_of, load_options, model_path, warn_of_large_steps
+from mtrl.compose.policy import load_options, make_backbone, model_path, warn_of_large_steps
 from mtrl.config import Config, ConfigError
 from mtrl.models.families import TextEncoder, encoder_files, load_encoder, load_model_config
 from mtrl.models.forward import Forward
 from mtrl.models.value_head import load_value_model
-from mtrl.training.resume import refuse_damaged
+from mtrl.training.resume import check_undamaged
 from mtrl.workers.critic import LocalCritic
 
 KEY = "worker.critic.model.model_path"
@@ -29,11 +29,11 @@ def build_critic(config: Config, policy: Forward, encoder: TextEncoder, steps: i
     is kept and computed as the actor is; its optimizer and schedule are its own. One that is there is taken."""
     path, on_gpu, ranks = critic_path(config), policy.backbone.device.type == "cuda", policy.backbone.ranks
     if path != model_path(config):
-        refuse_other_inputs(config, policy.backbone.model.config.model_type, encoder)
+        check_same_inputs(config, policy.backbone.model.config.model_type, encoder)
     model = model or load_critic(config)
     warn_of_large_steps("worker.critic.optim.lr", config.worker.critic.optim.lr, model)
     return LocalCritic(
-        replace(policy, backbone=backbone_of(config, model, ranks)),
+        replace(policy, backbone=make_backbone(config, model, ranks)),
         algorithm.critic_optimizer_settings(config, steps),
         update_batching=algorithm.update_batching(config, on_gpu, policy.share_prefix).over(ranks, policy.sharers.size),
         probe_batching=algorithm.probe_batching(config, on_gpu, policy.share_prefix).over(ranks, policy.sharers.size),
@@ -45,11 +45,11 @@ def build_critic(config: Config, policy: Forward, encoder: TextEncoder, steps: i
 def load_critic(config: Config, device: str | None = None) -> Any:
     path = critic_path(config)
     seek_model(path)
-    refuse_damaged(Path(path))
+    check_undamaged(Path(path))
     return load_value_model(path, **load_options(config, device))
 
 
-def refuse_other_inputs(config: Config, family: str, encoder: TextEncoder) -> None:
+def check_same_inputs(config: Config, family: str, encoder: TextEncoder) -> None:
     """A critic reads the very tokens and pixels that were made for the actor."""
     path, trusted = critic_path(config), config.worker.actor.model.trust_remote_code
     told = f"{KEY}: {path} cannot read what is made for the actor"

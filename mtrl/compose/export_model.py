@@ -13,9 +13,9 @@ from typing import Any
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 
-from mtrl.checkpoint.folder_store import SLACK, STATE, refuse_without_room, step_of, write_folder
+from mtrl.checkpoint.folder_store import SLACK, STATE, check_disk_space, checkpoint_step, write_folder
 from mtrl.checkpoint.learner_snapshot import OPTIMIZER_STATE
-from mtrl.checkpoint.manifest import MANIFEST, Damaged, check, settle
+from mtrl.checkpoint.manifest import MANIFEST, DamagedCheckpoint, check, settle
 from mtrl.compose.hub import is_model_id, unreachable
 from mtrl.config import Config, ConfigError, load_config
 from mtrl.config.tree import known_leaves
@@ -23,9 +23,9 @@ from mtrl.config.yaml_io import write_yaml
 from mtrl.models.adapters import base_path, is_adapter
 from mtrl.models.load_model import load_model
 from mtrl.models.save_pretrained import files_beside, own_dtype, sees_images, size_on_disk, write_model
-from mtrl.report.model_card import CURVE, SAMPLES, Exported, RunRecord, model_card
+from mtrl.report.model_card import CURVE, SAMPLES, CardRun, Exported, model_card
 from mtrl.report.run_curves import draw_runs
-from mtrl.tracking.jsonl import rows_of
+from mtrl.tracking.jsonl import read_rows_of
 from mtrl.utils.errors import RunError, StartError
 from mtrl.utils.machine import may_write
 from mtrl.utils.metric_history import History, history
@@ -35,7 +35,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Source:
+class ExportSource:
     """What is exported: a checkpoint, and the run it belongs to where that is known."""
 
     checkpoint: Path
@@ -43,7 +43,7 @@ class Source:
     config: Config | None = None
 
     @classmethod
-    def of(cls, run: Path | None, checkpoint: Path) -> Source:
+    def of(cls, run: Path | None, checkpoint: Path) -> ExportSource:
         """Refused where it is not as it was written. What no run has written has no manifest to be held against."""
         if not checkpoint.is_dir():
             raise StartError(
@@ -52,7 +52,7 @@ class Source:
         if run is not None or any((checkpoint / name).exists() for name in (MANIFEST, STATE)):
             try:
                 check(checkpoint, but=(OPTIMIZER_STATE,))
-            except Damaged as error:
+            except DamagedCheckpoint as error:
                 raise StartError(f"the checkpoint {checkpoint} is damaged: {error}; export another one") from error
         return cls(checkpoint.resolve(), run, None if run is None else load_config(run / "config.yaml", saved=True))
 
@@ -70,10 +70,10 @@ class Source:
 
     @property
     def step(self) -> int | None:
-        return step_of(self.checkpoint) if self.checkpoint.name.startswith("step_") else None
+        return checkpoint_step(self.checkpoint) if self.checkpoint.name.startswith("step_") else None
 
 
-def refuse_target(target: Path) -> None:
+def check_target(target: Path) -> None:
     """Before a model is loaded: nothing is written over, and what cannot be written is said at once."""
     if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
         raise ConfigError([f"--to: {target} is there already and not empty; name a new directory"])
@@ -81,14 +81,14 @@ def refuse_target(target: Path) -> None:
         raise ConfigError([f"--to: {target} cannot be written; name another directory"])
 
 
-def export(source: Source, target: Path, dtype: str, name: str, say: Say) -> None:
+def export(source: ExportSource, target: Path, dtype: str, name: str, say: Say) -> None:
     """Writes the folder: whole, or not at all. It has no manifest, since its card is the user's to change."""
     say(f"loading {source.checkpoint} in {dtype}")
     model = load_model(source.checkpoint, dtype=dtype, trust_remote_code=source.trusted)  # with adapters merged
     template = None if source.config is None else source.config.dataset.override_chat_template
     files = files_beside(source.checkpoint, template, source.trusted)
     target.absolute().parent.mkdir(parents=True, exist_ok=True)
-    refuse_without_room(target.absolute().parent, size_on_disk(model) + SLACK)
+    check_disk_space(target.absolute().parent, size_on_disk(model) + SLACK)
     say(f"writing {size_on_disk(model) / 1e9:.2f} GB to {target}")
 
     def write(folder: Path) -> None:
@@ -104,20 +104,20 @@ def export(source: Source, target: Path, dtype: str, name: str, say: Say) -> Non
 
 
 # ------------------------------------------------------------------------------------------------ what the card says
-def run_record(source: Source, folder: Path) -> RunRecord:
+def run_record(source: ExportSource, folder: Path) -> CardRun:
     """What the files of the run say; its curve is drawn into the folder."""
     assert source.run is not None and source.config is not None
     run, config = source.run, source.config
-    curves = history(rows_of(run / "metrics.jsonl")) if (run / "metrics.jsonl").is_file() else {}
-    return RunRecord(
+    curves = history(read_rows_of(run / "metrics.jsonl")) if (run / "metrics.jsonl").is_file() else {}
+    return CardRun(
         name=config.training.experiment_name,
         step=source.step,
         algorithm=config.optimization.advantage_estimator,
         settings=changed_settings(config),
-        data=data_of(config),
-        rewards=rewards_of(config),
+        data=data_description(config),
+        rewards=reward_description(config),
         history=curves,
-        samples=samples_of(run, source.step),
+        samples=sample_responses(run, source.step),
         curve=draw(folder / CURVE, config.training.experiment_name, curves),
     )
 
@@ -131,7 +131,7 @@ def draw(path: Path, name: str, curves: History) -> bool:
     return True
 
 
-def base_model(source: Source) -> tuple[str, str | None]:
+def base_model(source: ExportSource) -> tuple[str, str | None]:
     """The model that was trained, in words, and as an id of the hub where it is one. A path is nobody else's business
     but for its last part."""
     given = None if source.config is None else source.config.worker.actor.model.model_path
@@ -144,7 +144,7 @@ def base_model(source: Source) -> tuple[str, str | None]:
     return f"`{Path(given).name}`", None
 
 
-def data_of(config: Config) -> dict[str, str]:
+def data_description(config: Config) -> dict[str, str]:
     data = config.dataset
     found = {
         "training": public(data.train_files) or "the embedded task of MTRL",
@@ -156,7 +156,7 @@ def data_of(config: Config) -> dict[str, str]:
     return {kind: str(value) for kind, value in found.items() if value}
 
 
-def rewards_of(config: Config) -> dict[str, float]:
+def reward_description(config: Config) -> dict[str, float]:
     """The functions by name, with the weights that they have at the end of the run."""
     reward = config.worker.reward
     names = [str(public(name)) for name in config.reward_functions]
@@ -166,9 +166,11 @@ def rewards_of(config: Config) -> dict[str, float]:
     return dict(zip(names, weights or (1.0,) * len(names), strict=False))
 
 
-def samples_of(run: Path, step: int | None) -> Sequence[Mapping[str, Any]]:
+def sample_responses(run: Path, step: int | None) -> Sequence[Mapping[str, Any]]:
     """Responses of the last validation up to the step."""
-    rows = [row for row in rows_of(run / "validations.jsonl") if type(row.get("step")) is int and row.get("response")]
+    rows = [
+        row for row in read_rows_of(run / "validations.jsonl") if type(row.get("step")) is int and row.get("response")
+    ]
     until = [row for row in rows if step is None or row["step"] <= step]
     last = until[-1]["step"] if until else None
     return [row for row in until if row["step"] == last][:SAMPLES]
@@ -196,7 +198,7 @@ def public(value: Any) -> Any:
 
 
 # ---------------------------------------------------------------------------------------------------------- to a hub
-def refuse_push(repository: str) -> None:
+def check_push(repository: str) -> None:
     """Before anything is loaded: a name that no repository has, and a hub that cannot be reached."""
     if repository.count("/") != 1 or not is_model_id(repository):
         raise ConfigError([f"--push: {repository} is no name of a repository; write ORG/NAME"])

@@ -17,7 +17,7 @@ from mtrl.compose import algorithm
 from mtrl.compose.critic_worker import critic_path
 from mtrl.config import Config
 from mtrl.memory.estimate import Plan, changes
-from mtrl.memory.preflight import ADAM_STATES, DOES_NOT_FIT, DoesNotFit, Limits, half_pass, rehearse
+from mtrl.memory.preflight import ADAM_STATES, DOES_NOT_FIT, DoesNotFit, Limits, half_pass, preflight
 from mtrl.memory.shard_sizes import Split
 from mtrl.models.families import load_model_config
 from mtrl.models.forward import Forward
@@ -31,8 +31,8 @@ from mtrl.workers.learner import Learner
 GIB = 2**30
 
 
-def limits_of(config: Config, needs: Needs, on_gpu: bool, share_prefix: bool) -> Limits:
-    divergence = algorithm.divergence_of(config)
+def make_limits(config: Config, needs: Needs, on_gpu: bool, share_prefix: bool) -> Limits:
+    divergence = algorithm.make_divergence(config)
     return Limits(
         prompts=config.dataset.rollout_batch_size,
         prompts_per_update=config.worker.actor.global_batch_size,
@@ -52,13 +52,13 @@ def read_off_attention(config: Config) -> Needs:
     return mass | Needs("attention_maps") if config.training.record_attention_maps else mass
 
 
-def plan_of(config: Config, on_gpu: bool) -> Plan:
+def make_plan(config: Config, on_gpu: bool) -> Plan:
     actor, reward, attention = config.worker.actor, config.worker.reward, config.worker.actor.model.attn_implementation
     trusted, own_attention = actor.model.trust_remote_code, attention in ("auto", "sdpa")
-    compiled, rules = on_gpu and actor.use_torch_compile, algorithm.recipe_of(config, 1)
+    compiled, rules = on_gpu and actor.use_torch_compile, algorithm.make_algorithm(config, 1)
     shared = actor.share_prefix and (own_attention or attention == "eager")
     learners = [actor.optim, config.worker.critic.optim] if "values" in rules.needs else [actor.optim]
-    limits, split = limits_of(config, rules.needs, on_gpu, shared), split_of(config)
+    limits, split = make_limits(config, rules.needs, on_gpu, shared), shard_split(config)
     return Plan(
         limits=limits if split is None else limits.on_each(split.ranks, sharers=1),
         split=split,
@@ -85,7 +85,7 @@ def plan_of(config: Config, on_gpu: bool) -> Plan:
     )
 
 
-def split_of(config: Config) -> Split | None:
+def shard_split(config: Config) -> Split | None:
     """How ranks split the models of a run. Ranks that share sequences make a pass of as many times the tokens, of which
     each holds what one alone would hold of its own."""
     training, fsdp, rollout = config.training, config.worker.actor.fsdp, config.worker.rollout
@@ -107,7 +107,7 @@ def triton_is_missing() -> bool:
     return torch.cuda.is_available() and find_spec("triton") is None
 
 
-def rehearse_on_gpu(
+def preflight_on_gpu(
     config: Config,
     policy: Forward,
     generator: Generator | None,
@@ -121,9 +121,9 @@ def rehearse_on_gpu(
     CPU is slow, and what does not fit there is swapped. Of several ranks each runs its part of them, all at once."""
     if policy.backbone.device.type != "cuda":
         return
-    plan = plan_of(config, on_gpu=True)
+    plan = make_plan(config, on_gpu=True)
     run_once = partial(
-        rehearse,
+        preflight,
         policy,
         policy.encoder,
         generator=generator,
@@ -134,7 +134,7 @@ def rehearse_on_gpu(
         state_dtype=torch.uint8 if plan.eight_bit else None,
         offloaded=plan.offload_optimizer,
     )
-    limits = limits_of(config, needs, on_gpu=True, share_prefix=policy.share_prefix)
+    limits = make_limits(config, needs, on_gpu=True, share_prefix=policy.share_prefix)
     limits = limits.on_each(policy.backbone.ranks.size, policy.sharers.size)
     if learners[0].cut_to:  # the run goes on, with passes that were cut before
         limits = limits.within(learners[0].cut_to)

@@ -28,17 +28,17 @@ from mtrl.models.backbone import Backbone
 from mtrl.models.families import TextEncoder, encoder_files, load_encoder
 from mtrl.models.forward import Forward
 from mtrl.models.load_model import DTYPES, load_model
-from mtrl.models.parallel.fsdp import device_of, is_split, whole
-from mtrl.models.parallel.ranks import ALONE, Ranks
-from mtrl.models.parallel.sequence import WHOLE, SequenceGroup
+from mtrl.models.parallel.fsdp import compute_device, is_split, whole
+from mtrl.models.parallel.ranks import SINGLE_PROCESS, Ranks
+from mtrl.models.parallel.sequence import NO_SEQUENCE_PARALLEL, SequenceParallelGroup
 from mtrl.models.state_dicts import load_weights, save_model, saved_weights
 from mtrl.protocols import Generator, VideoSettings
 from mtrl.rollout.decode.engine import fastest_generator, unknown_model
-from mtrl.training.algorithm_spec import Recipe
+from mtrl.training.algorithm_spec import AlgorithmSpec
 from mtrl.training.interrupt import say_at_once
-from mtrl.training.resume import refuse_damaged
+from mtrl.training.resume import check_undamaged
 from mtrl.workers.actor import LocalActor
-from mtrl.workers.offload import Parked
+from mtrl.workers.offload import OffloadedTensors
 from mtrl.workers.reference import Reference
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ COMPILING = (
 
 
 @dataclass
-class Loaded:
+class LoadedModel:
     """The model of a run with the encoder of its prompts: one object before the training, in it and after it."""
 
     encoder: TextEncoder
@@ -72,7 +72,7 @@ class Loaded:
         the middle of an update has left gradients behind."""
         self.model.eval().zero_grad()
         if not self.is_pristine:
-            give_weights(config, self.model)
+            reload_initial_weights(config, self.model)
         self.is_pristine = True
 
 
@@ -106,11 +106,13 @@ def build_encoder(config: Config) -> TextEncoder:
         trust_remote_code=settings.trust_remote_code,
         allow_special_tokens=data.allow_special_tokens,
     )
-    warn_of_written_tokens(encoder, {"system_prompt": data.system_prompt, "format_prompt": text_of(data.format_prompt)})
+    warn_of_written_tokens(
+        encoder, {"system_prompt": data.system_prompt, "format_prompt": config_text(data.format_prompt)}
+    )
     return encoder
 
 
-def text_of(template: str | None) -> str | None:
+def config_text(template: str | None) -> str | None:
     """The text of a template; one that cannot be read is told by whoever loads it."""
     with suppress(OSError, ValueError):
         return None if template is None else template_text(template)
@@ -128,20 +130,24 @@ def warn_of_written_tokens(encoder: TextEncoder, texts: Mapping[str, str | None]
 def build_policy(config: Config, encoder: TextEncoder | None = None, base: Any = None) -> tuple[TextEncoder, Forward]:
     """`base`: the model of the configuration where it is in memory already, in `base_dtype`."""
     encoder = encoder or build_encoder(config)
-    refuse_damaged(Path(model_path(config)))
-    return encoder, forward_of(config, encoder, load_policy(config, base))
+    check_undamaged(Path(model_path(config)))
+    return encoder, make_forward(config, encoder, load_policy(config, base))
 
 
-def forward_of(
-    config: Config, encoder: TextEncoder, model: Any, ranks: Ranks = ALONE, sharers: SequenceGroup = WHOLE
+def make_forward(
+    config: Config,
+    encoder: TextEncoder,
+    model: Any,
+    ranks: Ranks = SINGLE_PROCESS,
+    sharers: SequenceParallelGroup = NO_SEQUENCE_PARALLEL,
 ) -> Forward:
     """The passes of a model that is there."""
     actor = config.worker.actor
-    if actor.use_torch_compile and device_of(model).type == "cuda":
+    if actor.use_torch_compile and compute_device(model).type == "cuda":
         say_at_once(COMPILING.format(place=keep_compiled(default_cache_dir() / "compiled")))
-    if actor.fsdp.mixed_precision_dtype == "bf16" and device_of(model).type == "cpu":
+    if actor.fsdp.mixed_precision_dtype == "bf16" and compute_device(model).type == "cpu":
         warn_of_slow_bf16()
-    backbone = backbone_of(config, model, ranks)
+    backbone = make_backbone(config, model, ranks)
     return Forward(
         backbone,
         encoder,
@@ -157,10 +163,10 @@ def forward_of(
     )
 
 
-def backbone_of(config: Config, model: Any, ranks: Ranks = ALONE) -> Backbone:
+def make_backbone(config: Config, model: Any, ranks: Ranks = SINGLE_PROCESS) -> Backbone:
     """A model that learns, actor or critic, in the settings of the configuration."""
     settings, actor = config.worker.actor.model, config.worker.actor
-    compiled = actor.use_torch_compile and device_of(model).type == "cuda"
+    compiled = actor.use_torch_compile and compute_device(model).type == "cuda"
     backbone = Backbone(model, DTYPES[actor.fsdp.mixed_precision_dtype], compiled=compiled, ranks=ranks)
     recompute(model, settings.enable_gradient_checkpointing)
     if settings.freeze_vision_tower and backbone.vision_tower is not None:
@@ -203,7 +209,7 @@ def base_dtype(config: Config) -> str:
     return fsdp.param_dtype if config.worker.actor.model.peft_type is None else fsdp.mixed_precision_dtype
 
 
-def give_weights(config: Config, model: Any) -> None:
+def reload_initial_weights(config: Config, model: Any) -> None:
     """The weights that a run is given, in place. Under adapters nothing has changed."""
     settings, path = algorithm.adapter_settings(config), Path(model_path(config))
     if settings is not None and not is_adapter(path):
@@ -227,7 +233,7 @@ def load_options(config: Config, device: str | None = None) -> dict[str, Any]:
     }
 
 
-def refuse_unmeasured(config: Config, rules: Recipe, sees_attention: bool) -> None:
+def check_measurable(config: Config, rules: AlgorithmSpec, sees_attention: bool) -> None:
     """What somebody needs and nobody here measures is refused before the first step, with who asks for it."""
     wanted, looks = config.optimization.compute_attention_metrics, "attention_mass" in rules.needs
     if (looks or wanted is True or rules.maps_per_step) and not sees_attention:
@@ -241,7 +247,7 @@ def refuse_unmeasured(config: Config, rules: Recipe, sees_attention: bool) -> No
         raise ConfigError([f"optimization.credit: {told}; set optimization.advantage_estimator to gae"])
 
 
-def asking(rules: Recipe, name: str) -> str:
+def asking(rules: AlgorithmSpec, name: str) -> str:
     """The rules and the estimator that read a signal, by name, for a message."""
     readers: list[Rule | Estimator] = [*rules.credit, rules.estimator]
     return ", ".join(type(each).__name__ for each in readers if name in each.needs) or "a reward or a logger"
@@ -268,7 +274,7 @@ def build_actor(
     return LocalActor(
         policy,
         algorithm.optimizer_settings(config, steps),
-        perturbation=algorithm.perturbation_of(config, images.patch_size if images else 1),
+        perturbation=algorithm.make_perturbation(config, images.patch_size if images else 1),
         update_batching=algorithm.update_batching(config, on_gpu, policy.share_prefix).over(ranks, policy.sharers.size),
         probe_batching=algorithm.probe_batching(config, on_gpu, policy.share_prefix).over(ranks, policy.sharers.size),
         encoder_files=encoder_files(encoder, model_path(config)),
@@ -295,17 +301,17 @@ def warn_of_large_steps(key: str, lr: float, model: Any) -> None:
         )
 
 
-def build_reference(policy: Forward, rules: Recipe) -> Reference | None:
+def build_reference(policy: Forward, rules: AlgorithmSpec) -> Reference | None:
     """The reference, where somebody reads it: a copy of the policy as it was given, before a checkpoint is restored, or
     what is under its adapters."""
-    refuse_nothing_to_refresh(rules)
+    check_reference_to_sync(rules)
     if not rules.reads_reference:
         return None
     adapted = has_adapters(policy.backbone.model)
     return Reference.under_adapters(policy) if adapted else Reference.frozen(policy)
 
 
-def refuse_nothing_to_refresh(rules: Recipe) -> None:
+def check_reference_to_sync(rules: AlgorithmSpec) -> None:
     if rules.sync_ref_every and not rules.reads_reference:
         told = "there is no reference to refresh; set optimization.disable_divergence=false, or this to null"
         raise ConfigError([f"worker.ref.sync_every: {told}"])
@@ -319,7 +325,7 @@ def build_generator(config: Config, policy: Forward, encoder: TextEncoder, learn
         engine = build_vllm(config, model_path(config), policy, encoder, learns)
         if config.worker.actor.offload.offload_params and policy.backbone.device.type == "cuda":
             weights = list(policy.backbone.model.parameters())
-            engine.making_room = Parked(lambda: weights, policy.backbone.device).away
+            engine.making_room = OffloadedTensors(lambda: weights, policy.backbone.device).away
         return engine
     if config.worker.rollout.name == "auto" and learns:
         say_at_once(chosen_engine(policy.backbone))
@@ -334,7 +340,7 @@ def chosen_engine(backbone: Backbone) -> str:
     return told
 
 
-def save_checkpoint(config: Config, loaded: Loaded, target: Path) -> None:
+def save_checkpoint(config: Config, loaded: LoadedModel, target: Path) -> None:
     """Writes a checkpoint of the weights as they are now, with the tokenizer: Hugging Face's, or adapters of peft."""
     files = encoder_files(loaded.encoder, model_path(config))
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from mtrl.compose import algorithm
-from mtrl.compose.task_source import refuse_ungiven
+from mtrl.compose.task_source import check_given
 from mtrl.config import Config, ConfigError
 from mtrl.data import Dataset
 from mtrl.data.row_settings import RowError
@@ -104,7 +104,7 @@ def reward_function(config: Config, function: Callable[..., Any] | str) -> tuple
     if not isinstance(function, str):
         in_process = InProcess(function, reward.reward_fn_kwargs)
         return in_process.name, in_process
-    refuse_ungiven("a reward function", function)
+    check_given("a reward function", function)
     if not is_bare(function):
         sandbox = sandboxed(config, function, reward.reward_fn_kwargs)
         return sandbox.name, sandbox

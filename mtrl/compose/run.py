@@ -13,52 +13,52 @@ from typing import Any
 from mtrl.checkpoint.run_directory import CONFIG
 from mtrl.compose import algorithm
 from mtrl.compose.critic_worker import build_critic
-from mtrl.compose.memory_limits import rehearse_on_gpu
+from mtrl.compose.memory_limits import preflight_on_gpu
 from mtrl.compose.policy import (
-    Loaded,
+    LoadedModel,
     build_actor,
     build_encoder,
     build_generator,
     build_policy,
     build_reference,
+    check_measurable,
+    check_reference_to_sync,
     own_attention,
-    refuse_nothing_to_refresh,
-    refuse_unmeasured,
 )
 from mtrl.compose.reward_scorer import build_scorer, warn_of_wrong_truths
 from mtrl.compose.task_source import (
     Rows,
     build_sampler,
     build_validation,
+    check_given,
     open_data,
-    refuse_ungiven,
     rewards_of_truth,
     warn_of_few_rows,
 )
 from mtrl.compose.threads import settle_threads
 from mtrl.compose.trackers import build_store, build_trackers
-from mtrl.compose.unsupported import refuse_unbuilt, several_processes
-from mtrl.compose.worker_groups import RankPlan, Workers, follow, follows, open_ranks, refuse_other_world, world_size
+from mtrl.compose.unsupported import check_supported, several_processes
+from mtrl.compose.worker_groups import RunWorkers, WorkerPlan, check_world_size, follow, follows, open_ranks, world_size
 from mtrl.config import Config, ConfigError, given_keys, load_config, to_yaml
 from mtrl.config.paths import GIVEN
 from mtrl.data import DataError
-from mtrl.embedded.embedded_rows import CONFIG_FILE, CONFIG_FILES, config_of
+from mtrl.embedded.embedded_rows import CONFIG_FILE, CONFIG_FILES, packaged_config
 from mtrl.models.perturb import PERTURBATIONS
 from mtrl.models.state_dicts import exported_weights
 from mtrl.protocols import Tracker
-from mtrl.tracking.record import Pieces
-from mtrl.tracking.run_files import history_of
+from mtrl.tracking.record import TokenPieces
+from mtrl.tracking.run_files import read_history
 from mtrl.tracking.several import Trackers
 from mtrl.tracking.table import by_name
-from mtrl.training.algorithm_spec import Recipe
+from mtrl.training.algorithm_spec import AlgorithmSpec
 from mtrl.training.interrupt import Interrupt, say_at_once
 from mtrl.training.loop import Components, Loop
-from mtrl.training.resume import Start, claim, find_start, fitting_state, refuse_other_configuration, restoring
+from mtrl.training.resume import Start, check_same_configuration, claim, find_start, fitting_state, restoring
 from mtrl.training.validation import Result, Seen
 from mtrl.types import Weights
 from mtrl.utils.errors import Diverged, PassesCut, RankLost, RunError, opening
 from mtrl.utils.machine import started_by_torchrun
-from mtrl.workers.reference import RefreshedReference
+from mtrl.workers.reference import SyncedReference
 
 logger = logging.getLogger(__name__)
 
@@ -77,8 +77,8 @@ class Run:
     loop: Loop
     interrupt: Interrupt
     closing: ExitStack  # closes all that the run has opened
-    rehearse: Callable[[], object] = lambda: None  # runs the passes at the limits, before the first step
-    loaded: Loaded | None = None  # the model that learns, which outlives the run
+    preflight: Callable[[], object] = lambda: None  # runs the passes at the limits, before the first step
+    loaded: LoadedModel | None = None  # the model that learns, which outlives the run
 
     def train(self) -> None:
         """Trains to the last step, or until a signal asks it to stop; then it saves and leaves as the signal would have
@@ -87,7 +87,7 @@ class Run:
             if self.config.training.val_only:
                 self.loop.validate()
                 return
-            self.rehearse()
+            self.preflight()
             with self.interrupt, self._saved_on_error():
                 self.loop.run()
                 self.loop.components.store.close()
@@ -141,7 +141,7 @@ def configure(file: str | Path | None, overrides: Sequence[str] | Mapping[str, A
     embedded: Path | None = None
     if file is None and not model and (not data or data.startswith(GIVEN)):
         embedded = CONFIG_FILE
-    elif file is None and model in (None, "", "scenes") and (not data or config_of(data) == SCENES):
+    elif file is None and model in (None, "", "scenes") and (not data or packaged_config(data) == SCENES):
         embedded = SCENES
     return load_config(embedded or file, overrides), embedded
 
@@ -153,20 +153,20 @@ def build(
     val_data: Rows | None = None,
     rewards: Sequence[Reward] | None = None,
     trackers: Sequence[Tracker] = (),
-    loaded: Loaded | None = None,
+    loaded: LoadedModel | None = None,
 ) -> Run:
     """`data`, `val_data` and `rewards` stand in for the config's when they are Python objects; a model that is `loaded`
     already is the one that learns, where one process alone does. A process that was started to do what another one says
     does so, and ends."""
-    refuse_unusable(config)
-    refuse_other_world(config)
+    check_usable(config)
+    check_world_size(config)
     if follows():
         follow()
         raise SystemExit(0)
     ranked = several_processes(config)
     with opening(), ExitStack() as closing:
         training = config.training
-        directory = closing.enter_context(claim(place_of(config), config, training.fresh))
+        directory = closing.enter_context(claim(run_directory(config), config, training.fresh))
         settle_threads(directory.path, resumed=directory.used)
         encoder = build_encoder(config) if loaded is None else loaded.encoder
         files = config.dataset.train_files if data is None else data
@@ -184,28 +184,28 @@ def build(
         if ranked:
             loaded = None
         else:
-            loaded = loaded or Loaded(*build_policy(config, encoder))
+            loaded = loaded or LoadedModel(*build_policy(config, encoder))
             loaded.reset(config)
         sees_attention = own_attention(config) if loaded is None else loaded.policy.backbone.own_attention
         scorer = build_scorer(config, steps, rewards, ranked)
         closing.callback(scorer.close)
         warn_of_wrong_truths(dataset, scorer.functions)
         own = build_trackers(config, steps, encoder, directory.path, start.step)
-        tracker = Trackers([*own, *trackers], before=directory.refuse_another)
+        tracker = Trackers([*own, *trackers], before=directory.check_still_ours)
         closing.callback(tracker.close)
-        rules = algorithm.recipe_of(
+        rules = algorithm.make_algorithm(
             config,
             steps,
             first=not start.own,
             rewards=[function.needs for function in scorer.functions.values()],
             trackers=tracker.needs,
             sees_attention=sees_attention,
-            pieces=Pieces(encoder.decode_tokens, encoder.decode),
+            pieces=TokenPieces(encoder.decode_tokens, encoder.decode),
         )
-        refuse_unmeasured(config, rules, sees_attention)
-        refuse_nothing_to_refresh(rules)
+        check_measurable(config, rules, sees_attention)
+        check_reference_to_sync(rules)
         if loaded is None:
-            workers = open_ranks(RankPlan.of(config, steps, rules, directory.path), directory.path)
+            workers = open_ranks(WorkerPlan.of(config, steps, rules, directory.path), directory.path)
             closing.callback(workers.close)
             scorer.model = workers.reward_model
         else:
@@ -233,9 +233,9 @@ def build(
             with restoring(start.checkpoint):
                 loop.restore(start.checkpoint, start.state if start.own else fitting_state(start, sampler))
         directory.record(to_yaml(config))
-        rehearse = partial(workers.rehearse, start.checkpoint is not None)
+        preflight = partial(workers.preflight, start.checkpoint is not None)
         opened = closing.pop_all()
-        return Run(config, directory.path, directory.id, start, loop, interrupt, opened, rehearse, loaded)
+        return Run(config, directory.path, directory.id, start, loop, interrupt, opened, preflight, loaded)
 
 
 def train_through(config: Config, begin: Callable[[Config], Run]) -> Run:
@@ -259,7 +259,7 @@ def train_through(config: Config, begin: Callable[[Config], Run]) -> Run:
         config = replace(config, training=replace(config.training, fresh=False))  # its directory is there now
 
 
-def local_workers(config: Config, loaded: Loaded, steps: int, rules: Recipe) -> Workers:
+def local_workers(config: Config, loaded: LoadedModel, steps: int, rules: AlgorithmSpec) -> RunWorkers:
     """All in this process, around one model."""
     policy, encoder = loaded.policy, loaded.encoder
     reference = build_reference(policy, rules)
@@ -268,22 +268,22 @@ def local_workers(config: Config, loaded: Loaded, steps: int, rules: Recipe) -> 
     generator = build_generator(config, policy, encoder, learns=not config.training.val_only)
     values = None if critic is None else critic.forward
     learners = [actor.learner] if critic is None else [actor.learner, critic.learner]
-    return Workers(
+    return RunWorkers(
         actor,
         critic,
-        RefreshedReference(reference, policy) if reference and rules.sync_ref_every else None,
+        SyncedReference(reference, policy) if reference and rules.sync_ref_every else None,
         generator,
-        rehearse=lambda resumed: rehearse_on_gpu(config, policy, generator, rules.needs, resumed, learners, values),
+        preflight=lambda resumed: preflight_on_gpu(config, policy, generator, rules.needs, resumed, learners, values),
     )
 
 
-def open_model(config: Config) -> Loaded:
+def open_model(config: Config) -> LoadedModel:
     """The model as the run of this configuration left it, where that has begun, else as it is given. Nothing is
     written, and a folder of another run is refused as `build` would."""
-    training, place = config.training, place_of(config)
+    training, place = config.training, run_directory(config)
     with opening(), claim(place, config, training.fresh) if place.exists() else nullcontext():
         start = find_start(place, None, find_last=training.find_last_checkpoint, given=training.load_checkpoint_path)
-        loaded = Loaded(*build_policy(config))
+        loaded = LoadedModel(*build_policy(config))
         if start.checkpoint is not None:
             loaded.load(start.checkpoint)
     return loaded
@@ -298,11 +298,11 @@ def evaluate(
     *,
     val_data: Rows | None = None,
     rewards: Sequence[Reward] | None = None,
-    loaded: Loaded | None = None,
+    loaded: LoadedModel | None = None,
 ) -> Result:
     """Validates a model without training it. Attention is looked at on request, or for a reward: it costs a second pass
     over every response."""
-    refuse_unbuilt(config)
+    check_supported(config)
     if loaded is None:
         settle_threads()
     encoder, policy = build_policy(config) if loaded is None else (loaded.encoder, loaded.policy)
@@ -312,51 +312,51 @@ def evaluate(
     generator, scorer = build_generator(config, policy, encoder), build_scorer(config, 1, rewards)
     with closing(scorer), closing(generator):
         if loaded is not None and not loaded.is_pristine:
-            with generator.awake():
+            with generator.resident():
                 generator.load(Weights(0, exported_weights(loaded.model)))
         wanted = [function.needs for function in scorer.functions.values()]
-        rules = algorithm.recipe_of(config, 1, rewards=wanted, sees_attention=policy.backbone.own_attention)
-        refuse_unmeasured(config, rules, policy.backbone.own_attention)
+        rules = algorithm.make_algorithm(config, 1, rewards=wanted, sees_attention=policy.backbone.own_attention)
+        check_measurable(config, rules, policy.backbone.own_attention)
         looks = "attention_mass" in rules.needs or config.optimization.compute_attention_metrics is True
         prober = build_actor(config, policy, encoder, steps=1) if looks else None
         # Without a prober nobody else wants the device, and the engine need not sleep between batches.
-        with generator.awake() if prober is None else nullcontext(), watch(validation.prompts) as seen:
+        with generator.resident() if prober is None else nullcontext(), watch(validation.prompts) as seen:
             return validation.run(generator, scorer, version=0, prober=prober, seen=seen)
 
 
-def row_of(result: Result) -> dict[str, float]:
+def metrics_row(result: Result) -> dict[str, float]:
     """A validation under the names that it has in metrics.jsonl."""
     return {**result.metrics, **by_name(result.by)}
 
 
 def history(config: Config) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl of the run of this configuration; none before it has begun."""
-    place = place_of(config)
+    place = run_directory(config)
     if (place / CONFIG).exists():
-        refuse_other_configuration(place, config)
-    return history_of(place)
+        check_same_configuration(place, config)
+    return read_history(place)
 
 
-def place_of(config: Config) -> Path:
+def run_directory(config: Config) -> Path:
     """The directory of the run."""
     training = config.training
     return Path(training.output_dir, training.project_name, training.experiment_name).expanduser()
 
 
-def refuse_unusable(config: Config) -> None:
-    refuse_unbuilt(config)
+def check_usable(config: Config) -> None:
+    check_supported(config)
     if unknown := unknown_names(config):
         raise ConfigError(unknown)
 
 
-def refuse_not_given(config: Config, data: Any, val_data: Any, rewards: Any) -> None:
+def check_all_given(config: Config, data: Any, val_data: Any, rewards: Any) -> None:
     """A configuration that names what a script gave can only be used by one that gives it again."""
     if data is None:
-        refuse_ungiven("data", config.dataset.train_files)
+        check_given("data", config.dataset.train_files)
     if val_data is None:
-        refuse_ungiven("data", config.dataset.val_files)
+        check_given("data", config.dataset.val_files)
     for name in config.reward_functions if rewards is None else ():
-        refuse_ungiven("a reward function", name)
+        check_given("a reward function", name)
 
 
 def unknown_names(config: Config) -> list[str]:

@@ -17,7 +17,7 @@ from mtrl.data import Dataset, DataSettings, RowList, Sampler, open_dataset, ope
 from mtrl.data.arrow import DatasetRows, is_dataset
 from mtrl.data.cache import DiskCache
 from mtrl.data.columns import seen_columns
-from mtrl.data.sources import Source
+from mtrl.data.sources import DataSource
 from mtrl.data.workers import worker_count
 from mtrl.embedded.embedded_rows import TASKS, embedded_rows
 from mtrl.protocols import PromptEncoder
@@ -40,13 +40,13 @@ def data_settings(config: Config) -> DataSettings:
     return DataSettings(**{name: getattr(config.dataset, name) for name in names})
 
 
-def sources_of(data: Rows, default_split: str) -> list[Source]:
+def data_sources(data: Rows, default_split: str) -> list[DataSource]:
     if not isinstance(data, str):
         return [DatasetRows(data, GIVEN_NAME) if is_dataset(data) else RowList(list(data), GIVEN_NAME)]
-    refuse_ungiven("data", data)
+    check_given("data", data)
     if not data:
         data = f"zoo@{default_split}"
-    sources: list[Source] = []
+    sources: list[DataSource] = []
     for item in (item.strip() for item in data.split(",")):
         if item.startswith(EMBEDDED):
             sources.append(embedded_rows(item))
@@ -56,7 +56,7 @@ def sources_of(data: Rows, default_split: str) -> list[Source]:
     return sources
 
 
-def refuse_ungiven(what: str, name: str) -> None:
+def check_given(what: str, name: str) -> None:
     """A configuration that a script's run has saved names what the script gave, and does not hold it."""
     if name.startswith(GIVEN):
         told = f"{name} stands for {what} that a script gave to mtrl.Trainer"
@@ -80,7 +80,7 @@ def open_data(
     listed = None if directory is None else directory / BAD_ROWS
     begun = directory is not None and bool(checkpoints(directory / "checkpoints"))
     return open_dataset(
-        sources_of(data, split),
+        data_sources(data, split),
         data_settings(config),
         encoder,
         bad_rows_path=listed,
@@ -95,7 +95,7 @@ def holds_videos(config: Config) -> bool:
     files = [config.dataset.train_files, config.dataset.val_files]
     if any(name.startswith(GIVEN) for name in files):
         return True
-    sources = [source for name in files if name for source in sources_of(name, "train")]
+    sources = [source for name in files if name for source in data_sources(name, "train")]
     seen = [seen_columns(source, DiskCache()) for source in sources]
     return any(config.dataset.video_key in each.columns or "video_key" in dict(each.usable) for each in seen)
 

@@ -13,14 +13,14 @@ from mtrl.config.load_config import to_dict
 from mtrl.config.tree import GROUP_ESTIMATORS
 from mtrl.models.families import TextEncoder
 from mtrl.protocols import Tracker
-from mtrl.tracking.alerts import Watch
+from mtrl.tracking.alerts import RunAlerts
 from mtrl.tracking.blocks import RECORD
 from mtrl.tracking.console import Console, ConsoleSettings
 from mtrl.tracking.curve import CurveFile
 from mtrl.tracking.feed import About, LoggerFeed
 from mtrl.tracking.markdown import LogPaths, MarkdownLogs
 from mtrl.tracking.record import RolloutRecord
-from mtrl.tracking.run_files import RunFiles, first_steps_of, validations_of
+from mtrl.tracking.run_files import RunFiles, first_steps, read_validations
 from mtrl.tracking.sinks import SINKS, flat
 from mtrl.utils.terminal import separate_log
 
@@ -34,7 +34,7 @@ def build_trackers(config: Config, steps: int, encoder: TextEncoder, directory: 
     trackers: list[Tracker] = [
         files,
         MarkdownLogs(logs, encoder.decode_tokens, training.realtime_rollout_logging),
-        Watch(first_steps_of(directory), groups=grouped),
+        RunAlerts(first_steps(directory), groups=grouped),
         CurveFile(directory),
     ]
     if training.record_rollouts_per_step:
@@ -43,7 +43,7 @@ def build_trackers(config: Config, steps: int, encoder: TextEncoder, directory: 
                  for name in training.logger if name in SINKS]  # fmt: skip
     if "console" in training.logger:
         settings = ConsoleSettings(training.val_freq, training.colorize_output, training.log_preview_chars, directory)
-        earlier, decode = validations_of(directory), encoder.decode_tokens
+        earlier, decode = read_validations(directory), encoder.decode_tokens
         trackers.append(Console(steps, settings, earlier=earlier, decode=decode, log=separate_log()))
     return trackers
 
@@ -60,7 +60,7 @@ def build_record(config: Config, encoder: TextEncoder, directory: Path, attempt:
         directory / RECORD,
         encoder.decode_tokens,
         encoder.decode,
-        algorithm.perturbation_of(config, images.patch_size if images else 1).view,
+        algorithm.make_perturbation(config, images.patch_size if images else 1).view,
         attempt=attempt,
         per_step=training.record_rollouts_per_step,
         limit_bytes=int(training.record_limit_gib * 2**30),

@@ -84,6 +84,6 @@ def several_processes(config: Config) -> bool:
     return ranks > 1 or not config.worker.hybrid_engine or started_by_torchrun()
 
 
-def refuse_unbuilt(config: Config) -> None:
+def check_supported(config: Config) -> None:
     if found := unbuilt(config) or missing_libraries(config):
         raise ConfigError(found)

@@ -34,7 +34,7 @@ def build_vllm(config: Config, path: str, policy: Forward, encoder: TextEncoder,
     if (server and learns) or (is_adapter(path) and not ranked):  # a rank's engine is given its actor's in any case
         if server and not server.takes_weights:
             raise StartError(f"worker.rollout.address: {server.no_weights}")
-        with engine.awake():
+        with engine.resident():
             engine.load(Weights(0, weights))
     return engine
 
@@ -63,14 +63,14 @@ def build_host(config: Config, path: str, encoder: TextEncoder, dtype: torch.dty
     if rollout.mode == "server":
         assert rollout.address is not None, "the configuration was checked"
         return VllmServer(rollout.address, path, dtype)
-    arguments = arguments_of(config, path, dtype, on_gpu, ranked)
+    arguments = engine_settings(config, path, dtype, on_gpu, ranked)
     image_arguments = None if images is None else images.processor_arguments()
     if rollout.mode == "process":
         return VllmProcess(arguments, image_arguments, dtype)
     return VllmInProcess(arguments, image_arguments)
 
 
-def arguments_of(
+def engine_settings(
     config: Config, path: str, dtype: torch.dtype, on_gpu: bool, ranked: bool = False
 ) -> dict[str, Any]:  # fmt: skip
     rollout, model = config.worker.rollout, config.worker.actor.model

@@ -28,7 +28,7 @@ _SELECT = re.compile(r"\$\{oc\.select:\s*([\w.]+)\s*(?:,\s*([^{}]*?)\s*)?\}")
 MOST_REFERENCES = 500  # verl's own file has some fifty
 
 
-class Line(NamedTuple):
+class ReportLine(NamedTuple):
     """What became of one key of theirs."""
 
     kind: str
@@ -38,7 +38,7 @@ class Line(NamedTuple):
         return f"{self.kind}: {self.text}"
 
 
-class Converter:
+class ConfigConverter:
     """Values of our keys, filled key by key, and what is to be said of each."""
 
     def __init__(self, project: str, flat: Mapping[str, Any], remarks: Mapping[str, str], devices: int) -> None:
@@ -46,10 +46,10 @@ class Converter:
         self.project, self.given, self.remarks = project, dict(flat), remarks
         self.flat = {**flat, **defaults, "devices": devices}
         self.values: dict[str, Any] = {}
-        self.lines: list[Line] = []
+        self.lines: list[ReportLine] = []
         if devices > 1:
             self.values["training.n_gpus_per_node"] = devices
-            self.lines.append(Line(MAPS, f"--gpus = {devices} -> training.n_gpus_per_node = {devices}"))
+            self.lines.append(ReportLine(MAPS, f"--gpus = {devices} -> training.n_gpus_per_node = {devices}"))
         for key, value in defaults.items():
             if not idle(project, key, self.flat):
                 self._take(key, value, DEFAULT)
@@ -58,7 +58,7 @@ class Converter:
         for key, value in ALWAYS[project].items():
             if key not in self.values:
                 self.values[key] = value
-                self.lines.append(Line(DEFAULT, f"no key for it -> {key} = {shown(value)}"))
+                self.lines.append(ReportLine(DEFAULT, f"no key for it -> {key} = {shown(value)}"))
         self._settle()
 
     def yaml(self) -> str:
@@ -73,7 +73,7 @@ class Converter:
         return f"# From a configuration of {self.project}.\n{write_yaml(without_interpolation(tree))}"
 
     def _say(self, kind: str, key: str, value: Any, text: str) -> None:
-        self.lines.append(Line(kind, f"{printable(key)} = {shown(value)}{text}"))
+        self.lines.append(ReportLine(kind, f"{printable(key)} = {shown(value)}{text}"))
 
     def _take(self, key: str, value: Any, kind: str) -> None:
         try:
@@ -130,12 +130,12 @@ class Converter:
         while wrong := next(conflicts(build(Config, self.values)), None):
             dropped = [key for key in wrong.keys if key in self.values]
             told = " with ".join(f"{key} = {shown(self.values.pop(key))}" for key in dropped)
-            self.lines.append(Line(LOST, f"{told}: {wrong.why} (left out)"))
+            self.lines.append(ReportLine(LOST, f"{told}: {wrong.why} (left out)"))
             if not dropped:
                 raise ConfigError([f"{' with '.join(wrong.keys)}: {wrong.why}"])
 
 
-def convert(path: str | Path, devices: int = 1) -> Converter:
+def convert(path: str | Path, devices: int = 1) -> ConfigConverter:
     """The file as a configuration of MTRL; `ConfigError` where it is none of EasyR1, verl or TRL."""
     try:
         text = read_text(Path(path))
@@ -150,8 +150,8 @@ def convert(path: str | Path, devices: int = 1) -> Converter:
         raise ConfigError([f"{printable(str(path))}{error}"]) from None
     if devices > 1 and project != "TRL":
         raise ConfigError([f"--gpus {devices}: {printable(str(path))} is one of {project}, which says that itself"])
-    converter = Converter(project, script.values, script.remarks, devices)
-    converter.lines += [Line(LOST, f"{printable(key)}: {why}") for key, why in script.unread.items()]
+    converter = ConfigConverter(project, script.values, script.remarks, devices)
+    converter.lines += [ReportLine(LOST, f"{printable(key)}: {why}") for key, why in script.unread.items()]
     return converter
 
 

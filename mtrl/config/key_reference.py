@@ -15,7 +15,7 @@ HEADER = "# Every key with its default. Written by `make reference` from mtrl/co
 HEADER += "# *: paths in a YAML are relative to that file where they exist there, else to the working directory.\n"
 
 
-class Line(NamedTuple):
+class KeyLine(NamedTuple):
     """A key, or the name of a section, in which case there is no comment."""
 
     section: str
@@ -39,7 +39,7 @@ def section_lines(section: str) -> list[str]:
     return lines
 
 
-def _lines(wanted: str) -> Iterable[Line]:
+def _lines(wanted: str) -> Iterable[KeyLine]:
     open_sections: list[str] = []
     for key, leaf in known_leaves().items():
         if not key.startswith(wanted + "."):
@@ -47,12 +47,12 @@ def _lines(wanted: str) -> Iterable[Line]:
         *sections, name = key.split(".")
         for depth, section in enumerate(sections):
             if open_sections[: depth + 1] != sections[: depth + 1]:
-                yield Line(".".join(sections[:depth]), f"{'  ' * depth}{section}:")
+                yield KeyLine(".".join(sections[:depth]), f"{'  ' * depth}{section}:")
         open_sections = sections
-        yield Line(".".join(sections), f"{'  ' * len(sections)}{name}: {written(leaf.default)}", comment(leaf))
+        yield KeyLine(".".join(sections), f"{'  ' * len(sections)}{name}: {written(leaf.default)}", comment(leaf))
 
 
-def _aligned(block: list[Line]) -> list[str]:
+def _aligned(block: list[KeyLine]) -> list[str]:
     width = max(len(line.text) for line in block)
     return [f"{line.text:<{width}}  # {line.comment}" if line.comment else line.text for line in block]
 

@@ -135,7 +135,7 @@ def _settings(key: Any, value: Any, where: Where, errors: list[str]) -> Iterator
         errors.append(f"{where('')}: {shown(key)}: a key is text, got {type(key).__name__}")
         return
     name = RENAMED_KEYS.get(key, key)
-    leaf, is_section, told = _leaf_of(name), key in known_sections(), f"{where(key)}: {printable(key)}"
+    leaf, is_section, told = find_leaf(name), key in known_sections(), f"{where(key)}: {printable(key)}"
     if leaf is not None:
         try:
             yield Setting(leaf, name, plain(value), where(key), None if name == key else key)
@@ -151,7 +151,7 @@ def _settings(key: Any, value: Any, where: Where, errors: list[str]) -> Iterator
         errors.append(f"{told}: a section, got {shown(value)}; {keys_there(key + '.')}")
 
 
-def _leaf_of(key: str) -> str | None:
+def find_leaf(key: str) -> str | None:
     """The key itself, or the free-form mapping it reaches into (`worker.rollout.engine_kwargs.dtype`)."""
     if key in known_leaves():
         return key

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mtrl.data.cache import DiskCache, pack_json, unpack_json
-from mtrl.data.formats import CONVERSATIONS, UNKNOWN, format_of, read_conversation
+from mtrl.data.formats import CONVERSATIONS, UNKNOWN, detect_format, read_conversation
 from mtrl.data.media import looks_like_image, looks_like_video
 from mtrl.data.row_settings import DataSettings, RowError
-from mtrl.data.sources import Source
+from mtrl.data.sources import DataSource
 
 VERSION = 3  # of what the cache holds; raise it with KNOWN or with what is usable
 LOOKED_AT = 32  # rows of a source at its start, and as many spread over all of it
@@ -86,7 +86,7 @@ def known_value(row: Mapping[str, Any], key: str, name: str) -> Any:
     return found.prompt if key == "prompt_key" else MISSING if found.truth is None else found.truth
 
 
-class Seen(NamedTuple):
+class SeenColumns(NamedTuple):
     """What some rows of a source have: their columns, which known names hold something usable for which key, and whose
     format most of them are in."""
 
@@ -99,7 +99,7 @@ class OtherNames:
     """A source whose rows have our columns, where they stand under another name. The others stay, since a reward
     function may ask for `solution`; an image does not, nobody wants its bytes twice."""
 
-    def __init__(self, source: Source, names: Mapping[str, str], keys: Mapping[str, str]) -> None:
+    def __init__(self, source: DataSource, names: Mapping[str, str], keys: Mapping[str, str]) -> None:
         self.source, self.names = source, names  # our column -> theirs
         self.keys = keys  # our column -> its key of the settings
         self.name, self.fingerprint = source.name, source.fingerprint
@@ -122,9 +122,9 @@ class OtherNames:
         return self.source.row_number(index)
 
 
-def with_known_columns(sources: Sequence[Source], settings: DataSettings, cache: DiskCache) -> list[Source]:
+def with_known_columns(sources: Sequence[DataSource], settings: DataSettings, cache: DiskCache) -> list[DataSource]:
     """The sources, those with columns of other names under ours; each other name is said once."""
-    found: list[Source] = []
+    found: list[DataSource] = []
     said: dict[str, None] = {}
     for source in sources:
         names = dict(_other_names(settings, seen_columns(source, cache)))
@@ -138,7 +138,7 @@ def with_known_columns(sources: Sequence[Source], settings: DataSettings, cache:
     return found
 
 
-def all_columns(sources: Sequence[Source], cache: DiskCache) -> set[str]:
+def all_columns(sources: Sequence[DataSource], cache: DiskCache) -> set[str]:
     """The columns that were seen in any of them, under our names and theirs."""
     columns: set[str] = set()
     for source in sources:
@@ -149,7 +149,7 @@ def all_columns(sources: Sequence[Source], cache: DiskCache) -> set[str]:
     return columns
 
 
-def _other_names(settings: DataSettings, seen: Seen) -> Iterator[tuple[str, str]]:
+def _other_names(settings: DataSettings, seen: SeenColumns) -> Iterator[tuple[str, str]]:
     """(key, column) for each key that is at its default, and whose column no row has, but one of another name."""
     defaults = {field.name: field.default for field in fields(DataSettings)}
     for key, known in KNOWN.items():
@@ -159,7 +159,7 @@ def _other_names(settings: DataSettings, seen: Seen) -> Iterator[tuple[str, str]
             yield key, theirs
 
 
-def seen_columns(source: Source, cache: DiskCache) -> Seen:
+def seen_columns(source: DataSource, cache: DiskCache) -> SeenColumns:
     """From some rows: all of them are read by the scan, which refuses what is found there and nobody reads."""
     key = None if source.stamp is None else ["columns", VERSION, source.stamp]
     entry = None if key is None else cache.load("columns", key)
@@ -169,10 +169,10 @@ def seen_columns(source: Source, cache: DiskCache) -> Seen:
         if key is not None:
             cache.store("columns", key, entry)
     columns, usable, format = unpack_json(entry["seen"])
-    return Seen(frozenset(columns), frozenset((key, name) for key, name in usable), format)
+    return SeenColumns(frozenset(columns), frozenset((key, name) for key, name in usable), format)
 
 
-def _look(source: Source) -> Seen:
+def _look(source: DataSource) -> SeenColumns:
     columns: set[str] = set()
     usable: set[tuple[str, str]] = set()
     formats: Counter[str] = Counter()
@@ -183,8 +183,8 @@ def _look(source: Source) -> Seen:
         except RowError:
             continue  # the scan says so
         columns |= {str(name) for name in row}
-        formats[format_of(row)] += 1
+        formats[detect_format(row)] += 1
         for key, known in KNOWN.items():
             values = ((name, known_value(row, key, name)) for name in known.names)
             usable |= {(key, name) for name, value in values if value is not MISSING and known.usable(value)}
-    return Seen(frozenset(columns), frozenset(usable), formats.most_common(1)[0][0] if formats else UNKNOWN)
+    return SeenColumns(frozenset(columns), frozenset(usable), formats.most_common(1)[0][0] if formats else UNKNOWN)

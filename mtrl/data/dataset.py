@@ -21,7 +21,7 @@ from mtrl.data.lengths import BAD, GOOD, SAMPLED, TOO_BIG, Scanner, SourceScan, 
 from mtrl.data.missing import GOES_ON, Noted
 from mtrl.data.prompts import TaskBuilder
 from mtrl.data.row_settings import BadRow, DataError, DataSettings, left_out_at_first, list_bad_rows
-from mtrl.data.sources import Source, open_sources
+from mtrl.data.sources import DataSource, open_sources
 from mtrl.protocols import PromptEncoder
 from mtrl.types import Task
 
@@ -46,7 +46,7 @@ class Dataset:
 
     def __init__(
         self,
-        sources: Sequence[Source],
+        sources: Sequence[DataSource],
         builder: TaskBuilder,
         scans: Sequence[SourceScan],
         settings: DataSettings,
@@ -104,7 +104,7 @@ class Dataset:
 
 
 def open_dataset(
-    data: str | Sequence[Source],
+    data: str | Sequence[DataSource],
     settings: DataSettings,
     encoder: PromptEncoder | None,
     *,
@@ -159,7 +159,7 @@ def _tell_of_missing(dataset: Dataset, truth_for: Sequence[str]) -> None:
 
 
 def scan_dataset(
-    data: str | Sequence[Source],
+    data: str | Sequence[DataSource],
     settings: DataSettings,
     encoder: PromptEncoder | None,
     *,
@@ -186,7 +186,7 @@ def scan_dataset(
     return Dataset(sources, builder, scans, settings, left_out)
 
 
-def _late(source: Source, scan: SourceScan, left_out: Set[tuple[str, int]] | None) -> np.ndarray:
+def _late(source: DataSource, scan: SourceScan, left_out: Set[tuple[str, int]] | None) -> np.ndarray:
     """[rows] bool: bad rows that a run has begun with."""
     late = np.zeros(len(scan.state), bool)
     if left_out is not None:
@@ -200,7 +200,7 @@ def _overlong(scan: SourceScan, settings: DataSettings) -> np.ndarray:
 
 
 def _bad_rows(
-    sources: Sequence[Source], scans: Sequence[SourceScan], overlong: Sequence[np.ndarray], settings: DataSettings
+    sources: Sequence[DataSource], scans: Sequence[SourceScan], overlong: Sequence[np.ndarray], settings: DataSettings
 ) -> list[BadRow]:
     bad = []
     for source, scan, over in zip(sources, scans, overlong, strict=True):
@@ -216,7 +216,7 @@ def _bad_rows(
     return bad
 
 
-def _bisect_row(source: Source, rows: np.ndarray, number: int) -> int:
+def _bisect_row(source: DataSource, rows: np.ndarray, number: int) -> int:
     """Where the row of that number stands among these; row numbers rise with the index."""
     low, high = 0, len(rows)
     while low < high:

@@ -60,7 +60,7 @@ def _text(content: Any) -> str | None:
     return content if isinstance(content, str) else None
 
 
-def format_of(row: Mapping[str, Any]) -> str:
+def detect_format(row: Mapping[str, Any]) -> str:
     """The format that a row's columns tell, in words.
 
     >>> format_of({"problem": "<image>Which?", "images": ["1.png"], "answer": "B"})

@@ -23,7 +23,7 @@ from mtrl.data.media import Size, within_side
 from mtrl.data.parallel import map_rows
 from mtrl.data.prompts import MARK, TaskBuilder
 from mtrl.data.row_settings import DataSettings, RowError
-from mtrl.data.sources import Source
+from mtrl.data.sources import DataSource
 from mtrl.data.templates import template_text
 from mtrl.data.video import check_pixels, measure, target_sizes
 from mtrl.protocols import PromptEncoder
@@ -92,7 +92,7 @@ class SourceScan:
             if scan.state == BAD:
                 self.reasons[row] = scan.reason
 
-    def refuse(self, row: int, reason: str) -> None:
+    def check(self, row: int, reason: str) -> None:
         """Takes a row for bad where there is a reason."""
         if reason:
             self.state[row], self.length[row], self.pixels[row], self.note[row] = BAD, -1, 0, 0
@@ -121,7 +121,7 @@ class Scanner:
     encoder: PromptEncoder | None
     settings: DataSettings
 
-    def scan(self, source: Source, index: int) -> RowScan:
+    def scan(self, source: DataSource, index: int) -> RowScan:
         files: tuple[FileStamp, ...] = ()
         try:
             task = self.builder.build(source, index)
@@ -130,7 +130,7 @@ class Scanner:
         except RowError as error:
             return RowScan(BAD, error.reason, files=files)
 
-    def damage(self, source: Source, index: int) -> str:
+    def damage(self, source: DataSource, index: int) -> str:
         """Why an image of the row cannot be decoded; empty where all can."""
         try:
             check_pixels(measure(self.builder.build(source, index), self.encoder, verify=False)[0].media)
@@ -155,7 +155,7 @@ class Scanner:
 
 
 def scan_source(
-    source: Source,
+    source: DataSource,
     scanner: Scanner,
     cache: DiskCache,
     *,
@@ -176,7 +176,7 @@ def scan_source(
         )
         scan.update(todo, found)
         for row in [] if scanner.settings.check_images == "full" else scan.rows_with_images(todo, sampled):
-            scan.refuse(row, scanner.damage(source, row))
+            scan.check(row, scanner.damage(source, row))
         if key is not None:
             _store(cache, key, scan)
     return scan
@@ -216,7 +216,7 @@ def _stamp(path: str) -> FileStamp:
     return path, found.st_size, found.st_mtime_ns
 
 
-def _cache_key(source: Source, scanner: Scanner) -> dict[str, Any]:
+def _cache_key(source: DataSource, scanner: Scanner) -> dict[str, Any]:
     settings = scanner.settings
     names = ("prompt_key", "image_key", "video_key", "options_key", "max_image_side", "big_images", "system_prompt",
              "on_missing", "check_images")  # fmt: skip

@@ -134,7 +134,7 @@ def decode(medium: Medium, target: Size) -> np.ndarray:
             upright = _to_rgb(image)
             upright = upright.transpose(turn) if turn is not None else upright
         except (ValueError, OSError, MemoryError) as error:
-            raise RowError(f"{name_of(medium)} (mode {image.mode}) cannot be made RGB: {error}") from error
+            raise RowError(f"{media_name(medium)} (mode {image.mode}) cannot be made RGB: {error}") from error
     if upright.size != (target[1], target[0]):
         upright = upright.resize((target[1], target[0]), Image.Resampling.BICUBIC)
     return np.asarray(upright)
@@ -179,25 +179,25 @@ def _open(medium: Medium) -> Iterator[tuple[Image.Image, BinaryIO]]:
     assert medium.kind == "image", "videos are read by `video.py`"
     with open_bytes(medium) as data:
         if data.seek(0, os.SEEK_END) == 0 and not isinstance(medium.source, Image.Image):
-            raise RowError(f"{name_of(medium)} is empty")
+            raise RowError(f"{media_name(medium)} is empty")
         data.seek(0)
         image = medium.source if isinstance(medium.source, Image.Image) else _parse(medium, data)
         _check_size(image, medium)
         try:
             yield image, data
         except _DamagedPixels as error:
-            raise RowError(f"{name_of(medium)} is truncated or damaged ({error})") from error
+            raise RowError(f"{media_name(medium)} is truncated or damaged ({error})") from error
 
 
 def _parse(medium: Medium, data: BinaryIO) -> Image.Image:
     try:
         return Image.open(data, formats=_known_formats())
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise RowError(f"{name_of(medium)} is too large, perhaps a decompression bomb: {error}") from error
+        raise RowError(f"{media_name(medium)} is too large, perhaps a decompression bomb: {error}") from error
     except Image.UnidentifiedImageError as error:
-        raise RowError(f"{name_of(medium)} is not an image of a known kind") from error
+        raise RowError(f"{media_name(medium)} is not an image of a known kind") from error
     except Exception as error:  # Pillow's parsers raise anything on damaged headers
-        raise RowError(f"{name_of(medium)} has a damaged header ({type(error).__name__}: {error})") from error
+        raise RowError(f"{media_name(medium)} has a damaged header ({type(error).__name__}: {error})") from error
 
 
 def open_bytes(medium: Medium) -> BinaryIO:
@@ -208,9 +208,11 @@ def open_bytes(medium: Medium) -> BinaryIO:
     try:
         return regular_file(medium.source).open("rb")
     except FileNotFoundError as error:
-        raise RowError(f"{name_of(medium)} does not exist") from error
+        raise RowError(f"{media_name(medium)} does not exist") from error
     except (OSError, ValueError) as error:  # a pipe, no permission, a name too long, a NUL in the name
-        raise RowError(f"{name_of(medium)} cannot be opened ({getattr(error, 'strerror', None) or error})") from error
+        raise RowError(
+            f"{media_name(medium)} cannot be opened ({getattr(error, 'strerror', None) or error})"
+        ) from error
 
 
 class _DamagedPixels(Exception):
@@ -227,10 +229,10 @@ def _load(image: Image.Image) -> None:
 def _check_size(image: Image.Image, medium: Medium) -> None:
     width, height = image.size
     if width < 1 or height < 1:
-        raise RowError(f"{name_of(medium)} has no pixels ({width} x {height})")
+        raise RowError(f"{media_name(medium)} has no pixels ({width} x {height})")
     if width * height > MAX_PIXELS:
         raise RowError(
-            f"{name_of(medium)} is too large, perhaps a decompression bomb: {width} x {height} pixels, "
+            f"{media_name(medium)} is too large, perhaps a decompression bomb: {width} x {height} pixels, "
             f"more than {MAX_PIXELS:,}"
         )
 
@@ -299,7 +301,7 @@ def _known_formats() -> tuple[str, ...]:
     return tuple(name for name in FORMATS if name in Image.OPEN)
 
 
-def name_of(medium: Medium) -> str:
+def media_name(medium: Medium) -> str:
     return f"the {medium.kind} {medium.source}" if isinstance(medium.source, str) else f"{A[medium.kind]} in the row"
 
 

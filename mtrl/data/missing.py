@@ -11,7 +11,7 @@ from mtrl.data.columns import image_column, is_truth, reach
 from mtrl.data.lengths import BESIDE, MARKED, UNREAD, SourceScan
 from mtrl.data.prompts import TaskBuilder
 from mtrl.data.row_settings import DataSettings, RowError
-from mtrl.data.sources import Source
+from mtrl.data.sources import DataSource
 
 GOES_ON = "To go on all the same: dataset.on_missing=warn."
 
@@ -20,7 +20,7 @@ GOES_ON = "To go on all the same: dataset.on_missing=warn."
 class Noted:
     """What the scan noted of the rows of a dataset."""
 
-    sources: Sequence[Source]
+    sources: Sequence[DataSource]
     scans: Sequence[SourceScan]
     builder: TaskBuilder
 
@@ -61,7 +61,7 @@ class Noted:
         return None
 
 
-def has_truth(sources: Sequence[Source], settings: DataSettings) -> bool:
+def has_truth(sources: Sequence[DataSource], settings: DataSettings) -> bool:
     """Whether some row has one; most often the first does, so little is read."""
     for source in sources:
         for index in range(len(source)):
@@ -74,7 +74,7 @@ def has_truth(sources: Sequence[Source], settings: DataSettings) -> bool:
     return False
 
 
-def no_truth(sources: Sequence[Source], settings: DataSettings, truth_for: Sequence[str]) -> str:
+def no_truth(sources: Sequence[DataSource], settings: DataSettings, truth_for: Sequence[str]) -> str:
     wanting = " and ".join(truth_for)
     try:
         names = ", ".join(sorted(map(str, sources[0].read(0))))

@@ -15,7 +15,7 @@ from typing import Any
 from mtrl.data.columns import MISSING, image_column, reach
 from mtrl.data.media import Kind, image_medium, media_list
 from mtrl.data.row_settings import DataError, DataSettings, RowError
-from mtrl.data.sources import Source
+from mtrl.data.sources import DataSource
 from mtrl.data.templates import PromptTemplate, load_template
 from mtrl.types import Medium, Task
 
@@ -42,7 +42,7 @@ class TaskBuilder:
     def of(cls, settings: DataSettings) -> TaskBuilder:
         return cls(settings, load_template(settings.format_prompt))
 
-    def build(self, source: Source, index: int) -> Task:
+    def build(self, source: DataSource, index: int) -> Task:
         """Raises RowError when the row cannot be used."""
         row, number, keys = source.read(index), source.row_number(index), self.settings
         media = {"image": self._media(row, source, "image"), "video": self._media(row, source, "video")}
@@ -64,7 +64,7 @@ class TaskBuilder:
             chat=not isinstance(reach(row, keys.prompt_key), str),
         )
 
-    def _media(self, row: Mapping[str, Any], source: Source, kind: Kind) -> list[Medium]:
+    def _media(self, row: Mapping[str, Any], source: DataSource, kind: Kind) -> list[Medium]:
         image_dir, keys = self.settings.image_dir, {"image": self.settings.image_key, "video": self.settings.video_key}
         directory = Path(image_dir).expanduser() if image_dir else source.directory
         return [image_medium(value, directory, kind) for value in media_list(reach(row, keys[kind]))]

@@ -11,7 +11,7 @@ from mtrl.data.dataset import scan_dataset
 from mtrl.data.missing import Noted, has_truth, no_truth
 from mtrl.data.row_settings import BadRow, DataSettings
 from mtrl.data.sampler import PromptLoader
-from mtrl.data.sources import Source
+from mtrl.data.sources import DataSource
 from mtrl.protocols import PromptEncoder
 
 MOST_FILES = 8  # of a directory with more, the first ones are tried
@@ -22,7 +22,7 @@ class SomeRows:
 
     stamp = None  # three rows need no cache
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: DataSource) -> None:
         self.source, self.rows = source, sorted({0, len(source) // 2, len(source) - 1})
         self.name, self.fingerprint, self.directory = source.name, source.fingerprint, source.directory
 
@@ -36,15 +36,15 @@ class SomeRows:
         return self.source.row_number(self.rows[index])
 
 
-class Tried(NamedTuple):
+class TriedRows(NamedTuple):
     rows: int
     problems: list[str]  # the run would be refused
     notes: list[str]  # it would go on without these
 
 
 def try_rows(
-    sources: Sequence[Source], settings: DataSettings, encoder: PromptEncoder | None, truth_for: Sequence[str] = ()
-) -> Tried:
+    sources: Sequence[DataSource], settings: DataSettings, encoder: PromptEncoder | None, truth_for: Sequence[str] = ()
+) -> TriedRows:
     """Reads, templates and, where there is an encoder, encodes; the pixels too."""
     named = with_known_columns([source for source in sources if len(source)][:MOST_FILES], settings, DiskCache())
     dataset = scan_dataset([SomeRows(source) for source in named], settings, encoder, workers=1)
@@ -58,4 +58,4 @@ def try_rows(
     refused = [(bad, settings.on_bad_row != "skip"), (missing, settings.on_missing == "error")]
     problems = [line for lines, ends in refused for line in lines if ends]
     notes = [line for lines, ends in refused for line in lines if not ends]
-    return Tried(dataset.counts.total, problems, notes)
+    return TriedRows(dataset.counts.total, problems, notes)

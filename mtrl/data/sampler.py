@@ -27,7 +27,7 @@ from mtrl.data.dataset import Dataset
 from mtrl.data.media import Size, within_side
 from mtrl.data.row_settings import BadRow, DataError, RowError, list_bad_rows
 from mtrl.data.video import measure, pixels, target_sizes
-from mtrl.data.workers import Workers
+from mtrl.data.workers import DecodeWorkers
 from mtrl.protocols import PromptEncoder
 from mtrl.types import Medium, Prompt
 
@@ -79,7 +79,7 @@ class PromptLoader:
         """Pixels, shared with every prompt now alive that shows the same image."""
         if isinstance(medium.source, Image.Image):
             return pixels(medium, target)
-        key = _name_of(medium), target
+        key = _task_name(medium), target
         found = self._images.get(key)
         if found is None:
             found = self._images.setdefault(key, pixels(medium, target))
@@ -90,13 +90,13 @@ class PromptLoader:
         media = [
             array
             if isinstance(medium.source, Image.Image)
-            else self._images.setdefault((_name_of(medium), array.shape[-3:-1]), array)
+            else self._images.setdefault((_task_name(medium), array.shape[-3:-1]), array)
             for medium, array in zip(prompt.task.media, prompt.media, strict=True)
         ]
         return replace(prompt, media=tuple(media)) if media else prompt
 
 
-def _name_of(medium: Medium) -> str | bytes:
+def _task_name(medium: Medium) -> str | bytes:
     source = medium.source
     return source if isinstance(source, str) else hashlib.blake2b(source, digest_size=16).digest()
 
@@ -105,7 +105,7 @@ class ForkedLoader:
     """A PromptLoader whose prompts are made by so many processes."""
 
     def __init__(self, loader: PromptLoader, count: int) -> None:
-        self.loader, self.dataset, self.workers = loader, loader.dataset, Workers(loader.load, count)
+        self.loader, self.dataset, self.workers = loader, loader.dataset, DecodeWorkers(loader.load, count)
 
     def load(self, position: int) -> Prompt | BadRow:
         found = self.workers.load(position)

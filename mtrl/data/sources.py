@@ -47,7 +47,7 @@ HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 NUMBERED = re.compile(r"\{(\d+)\.\.(\d+)\}")  # shards as WebDataset names them
 
 
-class Source(Protocol):
+class DataSource(Protocol):
     """One file (or dataset) of rows. Reading is safe from several threads and after a fork."""
 
     name: str  # what messages call it
@@ -109,7 +109,7 @@ class RowList:
         return index + 1
 
 
-def open_sources(spec: str, cache: DiskCache) -> list[Source]:
+def open_sources(spec: str, cache: DiskCache) -> list[DataSource]:
     """`a.jsonl`, `photos/`, `data/@test`, `org/name@split`, or several of these with commas between."""
     items = [spec] if os.path.exists(spec) else [item.strip() for item in spec.split(",") if item.strip()]
     if not items or not spec.strip():
@@ -123,7 +123,7 @@ def open_sources(spec: str, cache: DiskCache) -> list[Source]:
     return sources
 
 
-def _open_item(item: str, cache: DiskCache) -> Iterator[Source]:
+def _open_item(item: str, cache: DiskCache) -> Iterator[DataSource]:
     name, split = _path_and_split(item)
     path = Path(name).expanduser()
     if os.path.isdir(path):
@@ -148,7 +148,7 @@ def _path_and_split(item: str) -> tuple[str, str | None]:
     return name, split
 
 
-def _open_directory(path: Path, split: str | None, cache: DiskCache) -> Iterator[Source]:
+def _open_directory(path: Path, split: str | None, cache: DiskCache) -> Iterator[DataSource]:
     if (path / "dataset_dict.json").exists():
         splits = sorted(child.name for child in path.iterdir() if (child / "state.json").exists())
         path = path / _choose_split(str(path), split, splits)
@@ -156,11 +156,11 @@ def _open_directory(path: Path, split: str | None, cache: DiskCache) -> Iterator
     if (path / "state.json").exists():
         yield open_saved_dataset(path, cache)
         return
-    for file in files_of(path, split):
+    for file in list_files(path, split):
         yield _open_file(file, cache)
 
 
-def files_of(path: Path, split: str | None, if_told: bool = False) -> list[Path]:
+def list_files(path: Path, split: str | None, if_told: bool = False) -> list[Path]:
     """The data files under a directory, of one split. `if_told`: all of them where no name tells a split."""
     found = sorted(file for file in path.rglob("*") if file.suffix in OPENERS and not file.is_dir())
     found = [file for file in found if not any(part.startswith(".") for part in file.relative_to(path).parts)]
@@ -168,7 +168,7 @@ def files_of(path: Path, split: str | None, if_told: bool = False) -> list[Path]
     files = next(filter(None, ([file for file in found if file.suffix in kind] for kind in kinds)), [])
     if not files:
         raise DataError(f"{path} holds no .jsonl or .parquet file, no .tar and no .arrow")
-    split_of = {file: _split_of(file.relative_to(path), split) for file in files}
+    split_of = {file: _split_name(file.relative_to(path), split) for file in files}
     splits = sorted({name for name in split_of.values() if name})
     if len(splits) > 1 or (split is not None and (splits or not if_told)):
         split = _choose_split(str(path), split, splits)
@@ -184,7 +184,7 @@ def _choose_split(name: str, split: str | None, splits: list[str]) -> str:
     return split or splits[0]
 
 
-def _split_of(file: Path, asked: str | None = None) -> str | None:
+def _split_name(file: Path, asked: str | None = None) -> str | None:
     """The split that a file's name or directory tells, as hub repositories name them.
 
     >>> [_split_of(Path(name)) for name in ("data/testmini-00000-of-00002.parquet", "train/a.jsonl", "a.jsonl")]
@@ -199,7 +199,7 @@ def _split_of(file: Path, asked: str | None = None) -> str | None:
     return None
 
 
-def _open_file(path: Path, cache: DiskCache) -> Source:
+def _open_file(path: Path, cache: DiskCache) -> DataSource:
     if path.suffix not in OPENERS:
         raise DataError(f"{path} is of no kind that can be read here ({', '.join(OPENERS)})")
     try:
@@ -208,7 +208,7 @@ def _open_file(path: Path, cache: DiskCache) -> Source:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def _open_json(path: Path, cache: DiskCache) -> Source:
+def _open_json(path: Path, cache: DiskCache) -> DataSource:
     """A `.json` file is an array of objects, or JSONL under another name."""
     with path.open("rb") as file:
         if not file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
@@ -220,7 +220,7 @@ def _open_json(path: Path, cache: DiskCache) -> Source:
     return RowList(rows, str(path), path.parent, file_stamp(path))
 
 
-OPENERS: dict[str, Callable[[Path, DiskCache], Source]] = {
+OPENERS: dict[str, Callable[[Path, DiskCache], DataSource]] = {
     ".jsonl": JsonlSource,
     ".json": _open_json,
     ".parquet": open_parquet,

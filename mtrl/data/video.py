@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from mtrl.data.media import MAX_PIXELS, Size, decode, name_of, open_bytes, read_size, within_side
+from mtrl.data.media import MAX_PIXELS, Size, decode, media_name, open_bytes, read_size, within_side
 from mtrl.data.row_settings import DataError, RowError
 from mtrl.protocols import PromptEncoder
 from mtrl.types import Medium, Task
@@ -84,16 +84,16 @@ def read_film(medium: Medium, verify: bool = True) -> Film:
     """From the header and the first frame; `verify` looks whether the file ends before its last frame does."""
     with _opened(medium) as (container, stream, length):
         if verify and any(entry.pos + entry.size > length for entry in list(stream.index_entries)[-1:]):
-            raise RowError(f"{name_of(medium)} is truncated or damaged (it ends before its last frame)")
+            raise RowError(f"{media_name(medium)} is truncated or damaged (it ends before its last frame)")
         frame = next(container.decode(stream), None)
         if frame is None:
-            raise RowError(f"{name_of(medium)} has no frames")
+            raise RowError(f"{media_name(medium)} has no frames")
         height, width = frame.height, frame.width
         if width * height > MAX_PIXELS:
-            raise RowError(f"{name_of(medium)} is too large: {width} x {height} pixels, more than {MAX_PIXELS:,}")
+            raise RowError(f"{media_name(medium)} is too large: {width} x {height} pixels, more than {MAX_PIXELS:,}")
         fps = stream.average_rate or stream.guessed_rate
         if not fps:
-            raise RowError(f"{name_of(medium)} does not say how many frames a second has")
+            raise RowError(f"{media_name(medium)} does not say how many frames a second has")
         size = (width, height) if _turns(frame) % 2 else (height, width)
         return Film(size, stream.frames or _counted(container, stream, float(fps)), float(fps))
 
@@ -121,7 +121,7 @@ def _decode_frames(medium: Medium, target: Size) -> np.ndarray:
     if wanted is not None and len(shown) < len(wanted):
         missing = wanted[-1] - number
         if not shown or missing > max(2, LOST * wanted[-1]):
-            raise RowError(f"{name_of(medium)} is truncated or damaged (it ends after {number + 1} frames)")
+            raise RowError(f"{media_name(medium)} is truncated or damaged (it ends after {number + 1} frames)")
         shown += (len(wanted) - len(shown)) * shown[-1:]
     return np.stack(shown)
 
@@ -160,14 +160,14 @@ def _opened(medium: Medium) -> Iterator[tuple[Any, Any, int]]:
         length = data.seek(0, 2)
         data.seek(0)
         if not length:
-            raise RowError(f"{name_of(medium)} is empty")
+            raise RowError(f"{media_name(medium)} is empty")
         try:
             with av.open(data, options={"format_whitelist": CONTAINERS, "protocol_whitelist": "file"}) as container:
                 if not container.streams.video:
-                    raise RowError(f"{name_of(medium)} holds no video")
+                    raise RowError(f"{media_name(medium)} holds no video")
                 yield container, container.streams.video[0], length
         except RowError:
             raise
         except (av.FFmpegError, ValueError, EOFError, MemoryError) as error:
             told = getattr(error, "strerror", None) or error
-            raise RowError(f"{name_of(medium)} is no video that can be read ({told})") from error
+            raise RowError(f"{media_name(medium)} is no video that can be read ({told})") from error

@@ -47,7 +47,7 @@ def worker_count(asked: int | None, pixels: np.ndarray) -> int:
     return asked
 
 
-class Workers:
+class DecodeWorkers:
     """`load` in so many processes. Call it from as many threads."""
 
     def __init__(self, load: Load, count: int) -> None:

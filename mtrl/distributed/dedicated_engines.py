@@ -12,20 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtrl.distributed.generator_proxy import PART, RankedGenerator, RankEngine
-from mtrl.protocols import Engines, Generator
+from mtrl.distributed.generator_proxy import PART, DistributedGenerator, EngineHandle
+from mtrl.protocols import Generator, RemoteEngines
 from mtrl.types import Prompt, Rollouts, Sampling, Weights
 
 SENDER = "weights"  # the part of a rank
 Sent = tuple[Any, Tensor | None]  # a weight by its name; before the first the version and all names
 
 
-class ApartGenerator(RankedGenerator):
+class DedicatedGenerator(DistributedGenerator):
     """They are awake for as long as the run is: nobody else wants their devices."""
 
     apart = True
 
-    def __init__(self, engines: Engines, sharers: int = 1) -> None:
+    def __init__(self, engines: RemoteEngines, sharers: int = 1) -> None:
         super().__init__(engines, sharers)
         self.engines = engines
 
@@ -40,7 +40,7 @@ class ApartGenerator(RankedGenerator):
 
     def load(self, weights: Weights) -> None:
         """After all that was begun: an engine does one thing after the other."""
-        self.refuse_other(weights, self.engines.hand_over(SENDER, PART))
+        self.check_versions(weights, self.engines.hand_over(SENDER, PART))
 
 
 class WeightSender:
@@ -66,8 +66,8 @@ class WeightSender:
             yield name, tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
 
-class ApartEngine(RankEngine):
-    """The engine of one process, as `ApartGenerator` calls it; `next_one` waits for what a `WeightSender` sends."""
+class DedicatedEngine(EngineHandle):
+    """The engine of one process, as `DedicatedGenerator` calls it; `next_one` waits for what a `WeightSender` sends."""
 
     def __init__(self, generator: Generator, next_one: Callable[[], Sent]) -> None:
         super().__init__(generator, lambda: arriving(next_one))
@@ -79,10 +79,10 @@ class ApartEngine(RankEngine):
 
 def arriving(next_one: Callable[[], Sent]) -> Weights:
     (version, names), _ = next_one()
-    return Weights(version, Arriving(names, next_one))
+    return Weights(version, IncomingWeights(names, next_one))
 
 
-class Arriving(Mapping[str, Tensor]):
+class IncomingWeights(Mapping[str, Tensor]):
     """Weights that can be read once, in their order."""
 
     def __init__(self, names: Sequence[str], next_one: Callable[[], Sent]) -> None:

@@ -11,20 +11,20 @@ from typing import Any
 import torch
 
 from mtrl.algorithms.packing import Piece, balance
-from mtrl.protocols import Called, Generator
-from mtrl.rollout.lifecycle import Awake
+from mtrl.protocols import Generator, RemoteWorkers
+from mtrl.rollout.lifecycle import EngineLifecycle
 from mtrl.types import Prompt, Rollouts, Sampling, Weights
 from mtrl.utils.record_rows import join_rows, take_rows
 
 PART = "engine"
 
 
-class RankedGenerator(Awake):
+class DistributedGenerator(EngineLifecycle):
     """Samples are keyed by task, and an engine gets all of a task's prompts: rows are those of a single one. So many
     `sharers`, neighbours, are one engine: they are asked the same, and say the same."""
 
-    def __init__(self, crew: Called, sharers: int = 1) -> None:
-        self.crew, self.sharers = crew, sharers
+    def __init__(self, worker_group: RemoteWorkers, sharers: int = 1) -> None:
+        self.worker_group, self.sharers = worker_group, sharers
 
     def wake(self) -> None:
         self._on_all("wake")
@@ -35,11 +35,11 @@ class RankedGenerator(Awake):
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Rollouts:
         """Prompts go out once, and of the responses alone something comes back."""
         shares, given = self.dealt(prompts, sampling)
-        return self.joined(prompts, shares, self.crew.call(PART, "generate", given))
+        return self.joined(prompts, shares, self.worker_group.call(PART, "generate", given))
 
     def dealt(self, prompts: Sequence[Prompt], sampling: Sampling) -> tuple[list[list[int]], list[tuple[Any, ...]]]:
         """The places of each engine's prompts, and what each rank is asked."""
-        shares = deal_prompts(prompts, self.crew.size // self.sharers)
+        shares = deal_prompts(prompts, self.worker_group.size // self.sharers)
         asked = [([prompts[place] for place in share], sampling) for share in shares]
         return shares, [each for each in asked for _ in range(self.sharers)]
 
@@ -53,21 +53,21 @@ class RankedGenerator(Awake):
         rows = join_rows(parts)
         return replace(take_rows(rows, rows.group.argsort(stable=True)), prompts=tuple(prompts))
 
-    def rehearse(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
-        self.crew.call(PART, "rehearse", [(prompts, sampling)] * self.crew.size)
+    def preflight(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
+        self.worker_group.call(PART, "preflight", [(prompts, sampling)] * self.worker_group.size)
 
     def load(self, weights: Weights) -> None:
         """Every engine takes the weights of its own rank's actor, which gathers them one by one."""
-        self.refuse_other(weights, self._on_all("load"))
+        self.check_versions(weights, self._on_all("load"))
 
-    def refuse_other(self, weights: Weights, versions: Sequence[int]) -> None:
+    def check_versions(self, weights: Weights, versions: Sequence[int]) -> None:
         assert set(versions) == {weights.version}, f"engines hold the versions {versions}, not {weights.version}"
 
     def close(self) -> None:
         """Engines end with their ranks."""
 
     def _on_all(self, method: str) -> list[Any]:
-        return self.crew.call(PART, method, [()] * self.crew.size)
+        return self.worker_group.call(PART, method, [()] * self.worker_group.size)
 
 
 def deal_prompts(prompts: Sequence[Prompt], ranks: int) -> list[list[int]]:
@@ -79,14 +79,14 @@ def deal_prompts(prompts: Sequence[Prompt], ranks: int) -> list[list[int]]:
     return [sorted(place for piece in share for place in piece.rows) for share in balance(pieces, ranks)]
 
 
-class RankEngine:
-    """The engine of one rank, as `RankedGenerator` calls it; `publish` gives the weights of the rank's actor."""
+class EngineHandle:
+    """The engine of one rank, as `DistributedGenerator` calls it; `publish` gives the weights of the rank's actor."""
 
     def __init__(self, generator: Generator, publish: Callable[[], Weights]) -> None:
         self.generator, self.publish, self._awake = generator, publish, ExitStack()
 
     def wake(self) -> None:
-        self._awake.enter_context(self.generator.awake())
+        self._awake.enter_context(self.generator.resident())
 
     def sleep(self) -> None:
         self._awake.close()
@@ -94,8 +94,8 @@ class RankEngine:
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Rollouts | None:
         return replace(self.generator.generate(prompts, sampling), prompts=()) if prompts else None
 
-    def rehearse(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
-        self.generator.rehearse(prompts, sampling)
+    def preflight(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
+        self.generator.preflight(prompts, sampling)
 
     def load(self) -> int:
         weights = self.publish()

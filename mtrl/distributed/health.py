@@ -18,7 +18,7 @@ GRACE = 5.0  # seconds in which those that lost another one say so: the one that
 
 
 @dataclass
-class Member:
+class MonitoredProcess:
     """A process by its handle of Ray, with its name for people, and where it runs."""
 
     process: Any
@@ -37,14 +37,14 @@ class Member:
 
 
 @dataclass
-class Lookout:
+class HealthMonitor:
     """`heartbeat`: seconds after which a process is asked whether it is there, and in which it has to say so."""
 
     heartbeat: float
-    members: list[Member] = field(default_factory=list)
+    members: list[MonitoredProcess] = field(default_factory=list)
     lost: RankLost | None = None
 
-    def refuse_lost(self) -> None:
+    def check_alive(self) -> None:
         if self.lost is not None:
             raise self.lost
 

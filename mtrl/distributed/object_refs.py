@@ -21,7 +21,7 @@ class Name:
     reference: Any
 
 
-class Lent:
+class ObjectRefs:
     """The driver's side; `put` is the store's. A prompt stays there for as long as the driver holds it."""
 
     def __init__(self, put: Callable[[Any], Any]) -> None:
@@ -38,7 +38,7 @@ class Lent:
         return self._names[prompt]
 
 
-def fetched(value: Any, get: Callable[[list[Any]], list[Any]]) -> Any:
+def resolved(value: Any, get: Callable[[list[Any]], list[Any]]) -> Any:
     """The rank's side: prompts in the places of their names. `get` is the store's and is asked once for all of them:
     one by one, each would wait for the driver and the store to have their turn."""
     references: list[Any] = []

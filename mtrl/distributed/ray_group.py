@@ -19,8 +19,8 @@ import torch
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from mtrl.distributed.object_refs import Lent
-from mtrl.distributed.weight_channel import Door
+from mtrl.distributed.object_refs import ObjectRefs
+from mtrl.distributed.weight_channel import WeightChannel
 from mtrl.models.parallel.ranks import Ranks
 from mtrl.utils.errors import StartError
 
@@ -34,7 +34,7 @@ BuildEngine = Callable[[Callable[[], Any]], Mapping[str, Any]]  # from what brin
 
 
 @dataclass(frozen=True)
-class Apart:
+class EnginePlacement:
     """So many processes for engines, which hold nothing else; `build` makes what one holds, on it. So many `sharers`,
     neighbours, are one engine and meet before."""
 
@@ -43,10 +43,10 @@ class Apart:
     build: BuildEngine | None = None
 
 
-NOBODY = Apart()
+NO_ENGINES = EnginePlacement()
 
 
-class RayCrew:
+class RayWorkerGroup:
     """`build` makes the workers of a rank, on that rank; `engines` have processes of their own. Nothing of a model is
     ever here."""
 
@@ -57,12 +57,12 @@ class RayCrew:
         build: Build,
         logs: Path,
         heartbeat: float,
-        engines: Apart = NOBODY,
+        engines: EnginePlacement = NO_ENGINES,
     ) -> None:
-        from mtrl.distributed.health import Lookout
+        from mtrl.distributed.health import HealthMonitor
 
-        self.size, self.logs, self.watch = size, logs, Lookout(heartbeat)
-        self.lent = Lent(ray.put)
+        self.size, self.logs, self.watch = size, logs, HealthMonitor(heartbeat)
+        self.lent = ObjectRefs(ray.put)
         self.started = open_ray(size + engines.size)
         self.group: PlacementGroup | None = None
         self.ranks: list[Any] = []
@@ -86,16 +86,16 @@ class RayCrew:
             raise
 
     def _start(self, kind: str, number: int, size: int) -> Any:
-        from mtrl.distributed.health import Member
-        from mtrl.distributed.ray_worker import RankProcess
+        from mtrl.distributed.health import MonitoredProcess
+        from mtrl.distributed.ray_worker import RayWorker
 
         assert self.group is not None
         strategy = PlacementGroupSchedulingStrategy(self.group)
         options = {"scheduling_strategy": strategy, "num_cpus": 1, "num_gpus": gpus()}
-        remote: Any = RankProcess  # ray.remote has put more into the class
+        remote: Any = RayWorker  # ray.remote has put more into the class
         log = self.logs / f"{kind}_{number}.log"
         process = remote.options(**options).remote(number, size, log, kind)
-        self.watch.members.append(Member(process, f"{kind} {number} of {size}", log))
+        self.watch.members.append(MonitoredProcess(process, f"{kind} {number} of {size}", log))
         return process
 
     def _places(self, processes: Sequence[Any]) -> list[tuple[str, int]]:
@@ -109,17 +109,17 @@ class RayCrew:
         self, processes: Sequence[Any], part: str, method: str, arguments: Sequence[tuple[Any, ...]]
     ) -> list[Any]:  # fmt: skip
         """Names of what will come of it."""
-        self.watch.refuse_lost()
+        self.watch.check_alive()
         calls = zip(processes, arguments, strict=True)
         return [process.answer.remote(part, method, self.lent(given)) for process, given in calls]
 
-    def call_first(self, part: str, method: str, *arguments: Any) -> Any:
-        self.watch.refuse_lost()
-        return self.watch.results([self.ranks[0].answer_beside.remote(part, method, arguments)])[0]
+    def call_rank0(self, part: str, method: str, *arguments: Any) -> Any:
+        self.watch.check_alive()
+        return self.watch.results([self.ranks[0].execute_side_channel.remote(part, method, arguments)])[0]
 
-    def call_beside(self, part: str, method: str, *arguments: Any) -> list[Any]:
-        self.watch.refuse_lost()
-        calls = [rank.answer_beside.remote(part, method, arguments) for rank in self.ranks]
+    def call_side_channel(self, part: str, method: str, *arguments: Any) -> list[Any]:
+        self.watch.check_alive()
+        calls = [rank.execute_side_channel.remote(part, method, arguments) for rank in self.ranks]
         return self.watch.results(calls, beside=True)
 
     # --------------------------------------------------------------------------------------------------------- the end
@@ -141,7 +141,7 @@ class RayEngines:
     """Engines that hold no part of what learns, and compute while ranks do."""
 
     processes: Sequence[Any]
-    crew: RayCrew
+    worker_group: RayWorkerGroup
 
     @property
     def size(self) -> int:
@@ -151,15 +151,15 @@ class RayEngines:
         return self.begin(part, method, arguments)()
 
     def begin(self, part: str, method: str, arguments: Sequence[tuple[Any, ...]]) -> Callable[[], list[Any]]:
-        calls = self.crew.begun(self.processes, part, method, arguments)
-        return lambda: self.crew.watch.results(calls)
+        calls = self.worker_group.begun(self.processes, part, method, arguments)
+        return lambda: self.worker_group.watch.results(calls)
 
     def hand_over(self, sender: str, taker: str) -> list[Any]:
         """Waits for all of them at once: whoever fails leaves the others waiting for ever."""
-        doors = [(Door(list(self.processes)),), *[(None,)] * (self.crew.size - 1)]
-        taken = self.crew.begun(self.processes, taker, "take", [()] * self.size)
-        sent = self.crew.begun(self.crew.ranks, sender, "send", doors)
-        return self.crew.watch.results([*taken, *sent])[: self.size]
+        doors = [(WeightChannel(list(self.processes)),), *[(None,)] * (self.worker_group.size - 1)]
+        taken = self.worker_group.begun(self.processes, taker, "take", [()] * self.size)
+        sent = self.worker_group.begun(self.worker_group.ranks, sender, "send", doors)
+        return self.worker_group.watch.results([*taken, *sent])[: self.size]
 
 
 def open_ray(size: int) -> bool:

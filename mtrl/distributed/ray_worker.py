@@ -15,9 +15,9 @@ import numpy as np
 import ray
 import torch
 
-from mtrl.distributed.object_refs import fetched
+from mtrl.distributed.object_refs import resolved
 from mtrl.distributed.torchrun_group import answer, join_ranks
-from mtrl.distributed.weight_channel import Form, tensor_of
+from mtrl.distributed.weight_channel import Form, from_bytes
 from mtrl.models.parallel.ranks import Ranks
 
 BESIDE, WATCH, ARRIVE = "beside", "watch", "arrive"  # threads of their own, beside the one that computes
@@ -41,7 +41,7 @@ remote: Any = ray.remote  # its types know nothing of groups
 
 
 @remote(concurrency_groups={BESIDE: 1, WATCH: 1, ARRIVE: 1})
-class RankProcess:
+class RayWorker:
     """Its log goes to a file as well, whose last lines are told where the process ends without a word."""
 
     def __init__(self, number: int, size: int, log: Path, kind: str = "rank") -> None:
@@ -89,16 +89,16 @@ class RankProcess:
     @ray.method(concurrency_group=ARRIVE)
     def arrive(self, head: Any, form: Form | None, stored: np.ndarray | None) -> None:
         """Returns when what came before it was taken."""
-        self.arrived.put((head, None if form is None or stored is None else tensor_of(form, stored)))
+        self.arrived.put((head, None if form is None or stored is None else from_bytes(form, stored)))
 
     def answer(self, part: str, method: str, arguments: tuple[Any, ...]) -> Any:
         logger.info("%s.%s begins", part, method)
-        found = answer(self.parts, (part, method, fetched(arguments, ray.get)))
+        found = answer(self.parts, (part, method, resolved(arguments, ray.get)))
         logger.info("%s.%s ends", part, method)
         return found
 
     @ray.method(concurrency_group=BESIDE)
-    def answer_beside(self, part: str, method: str, arguments: tuple[Any, ...]) -> Any:
+    def execute_side_channel(self, part: str, method: str, arguments: tuple[Any, ...]) -> Any:
         """While the rank computes on."""
         return answer(self.parts, (part, method, arguments))
 

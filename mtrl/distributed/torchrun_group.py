@@ -36,7 +36,7 @@ def join_ranks() -> Ranks:
     return all_ranks(PATIENCE)
 
 
-class OwnCrew:
+class TorchrunWorkerGroup:
     """The first rank as the driver of all: it does its own part of every call as well."""
 
     def __init__(self, ranks: Ranks, parts: Parts) -> None:
@@ -47,15 +47,15 @@ class OwnCrew:
 
     def call(self, part: str, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         calls = [(part, method, each) for each in arguments]
-        own = answer(self.parts, hand_out(self.ranks, calls))
-        return collected(self.ranks, own)
+        own = answer(self.parts, scatter_calls(self.ranks, calls))
+        return gather_results(self.ranks, own)
 
-    def call_first(self, part: str, method: str, *arguments: Any) -> Any:
+    def call_rank0(self, part: str, method: str, *arguments: Any) -> Any:
         return answer(self.parts, (part, method, arguments))
 
-    def call_beside(self, part: str, method: str, *arguments: Any) -> list[Any]:
-        call = hand_out(self.beside, [(part, method, arguments)] * self.size)
-        found = collected(self.beside, attempt(self.parts, call))
+    def call_side_channel(self, part: str, method: str, *arguments: Any) -> list[Any]:
+        call = scatter_calls(self.beside, [(part, method, arguments)] * self.size)
+        found = gather_results(self.beside, attempt(self.parts, call))
         for _, error in found:
             if error is not None:
                 raise error
@@ -65,23 +65,23 @@ class OwnCrew:
         if not self.closed:
             self.closed = True
             for ranks in (self.beside, self.ranks):
-                hand_out(ranks, [STOP] * self.size)
+                scatter_calls(ranks, [STOP] * self.size)
 
 
 def serve(ranks: Ranks, parts: Parts) -> None:
     """Does what the first rank says, until it says stop. An error ends the process: the others then find its connection
     closed, and end as well."""
-    beside = threading.Thread(target=serve_beside, args=(all_ranks(FOR_EVER), parts), daemon=True)
+    beside = threading.Thread(target=serve_side_channel, args=(all_ranks(FOR_EVER), parts), daemon=True)
     beside.start()
-    while (call := hand_out(ranks, None)) != STOP:
-        collected(ranks, answer(parts, call))
+    while (call := scatter_calls(ranks, None)) != STOP:
+        gather_results(ranks, answer(parts, call))
     beside.join()
 
 
-def serve_beside(ranks: Ranks, parts: Parts) -> None:
+def serve_side_channel(ranks: Ranks, parts: Parts) -> None:
     """The same in a thread of its own, where an error is told and ends nothing."""
-    while (call := hand_out(ranks, None)) != STOP:
-        collected(ranks, attempt(parts, call))
+    while (call := scatter_calls(ranks, None)) != STOP:
+        gather_results(ranks, attempt(parts, call))
 
 
 def attempt(parts: Parts, call: Call) -> tuple[Any, Exception | None]:
@@ -96,14 +96,14 @@ def answer(parts: Parts, call: Call) -> Any:
     return getattr(parts[part], method)(*arguments)
 
 
-def hand_out(ranks: Ranks, calls: Sequence[Any] | None) -> Any:
+def scatter_calls(ranks: Ranks, calls: Sequence[Any] | None) -> Any:
     """One of the first rank's messages for each rank."""
     received: list[Any] = [None]
     dist.scatter_object_list(received, None if calls is None else list(calls), src=0, group=ranks.group)
     return received[0]
 
 
-def collected(ranks: Ranks, result: Any) -> list[Any]:
+def gather_results(ranks: Ranks, result: Any) -> list[Any]:
     results: list[Any] = [None] * ranks.size
     dist.gather_object(result, results if ranks.is_first else None, dst=0, group=ranks.group)
     return results

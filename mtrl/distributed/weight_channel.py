@@ -19,7 +19,7 @@ ON_THE_WAY = 2  # weights that engines have not taken yet
 
 
 @dataclass(frozen=True)
-class Door:
+class WeightChannel:
     """To the engines, for the first rank: what goes in here arrives at each of them, in order."""
 
     engines: list[Any]
@@ -29,7 +29,7 @@ class Door:
 
         waiting: deque[list[Any]] = deque()
         for head, tensor in sent:
-            form, stored = (None, None) if tensor is None else (form_of(tensor), ray.put(bytes_of(tensor)))
+            form, stored = (None, None) if tensor is None else (tensor_format(tensor), ray.put(raw_bytes(tensor)))
             waiting.append([engine.arrive.remote(head, form, stored) for engine in self.engines])
             if len(waiting) > ON_THE_WAY:
                 ray.get(waiting.popleft())
@@ -40,16 +40,16 @@ class Door:
 Form = tuple[torch.dtype, tuple[int, ...]]
 
 
-def form_of(tensor: Tensor) -> Form:
+def tensor_format(tensor: Tensor) -> Form:
     return tensor.dtype, tuple(tensor.shape)
 
 
-def bytes_of(tensor: Tensor) -> np.ndarray:
+def raw_bytes(tensor: Tensor) -> np.ndarray:
     """As numpy knows them: it has no bf16, and arrays alone are read in the store where they lie."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
-def tensor_of(form: Form, stored: np.ndarray) -> Tensor:
+def from_bytes(form: Form, stored: np.ndarray) -> Tensor:
     """A copy: the store's memory is not to be written to."""
     dtype, shape = form
     return torch.from_numpy(stored.copy()).view(dtype).reshape(shape)

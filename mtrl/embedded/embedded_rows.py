@@ -77,7 +77,7 @@ def embedded_rows(name: str) -> ZooRows:
     return TASKS[which](split)  # type: ignore[arg-type]
 
 
-def config_of(data: str) -> Path | None:
+def packaged_config(data: str) -> Path | None:
     """The settings of an embedded task whose rows are named, and of its model."""
     which, at, _ = data.partition("@")
     return CONFIG_FILES[which.removesuffix("-blank")] if at and which in TASKS else None

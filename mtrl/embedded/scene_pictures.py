@@ -25,7 +25,7 @@ TINT = 24.0  # of the ground, as light falls in a room: cold above and warm belo
 FINE = 8  # how much larger a shape is drawn than shown
 
 
-class Drawn(NamedTuple):
+class DrawnShape(NamedTuple):
     """One object as the picture wants it."""
 
     cell: int
@@ -35,7 +35,7 @@ class Drawn(NamedTuple):
     offset: tuple[int, int]
 
 
-def render(things: Sequence[Drawn], noise: np.random.Generator) -> np.ndarray:
+def render(things: Sequence[DrawnShape], noise: np.random.Generator) -> np.ndarray:
     """[84, 84, 3] uint8: shapes with soft edges and slightly varying colours on a light, grainy ground."""
     picture = np.full((SIDE, SIDE, 3), 195 + 30 * noise.random(), dtype=np.float32)
     slope = np.repeat(np.linspace(1, -1, GRID), CELL) * TINT

@@ -21,10 +21,10 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from PIL import Image
 
-from mtrl.embedded.scene_pictures import CELL, COLOURS, GRID, SHAPES, Drawn, render
+from mtrl.embedded.scene_pictures import CELL, COLOURS, GRID, SHAPES, DrawnShape, render
 from mtrl.embedded.task import Split
 from mtrl.types import Medium, Task
-from mtrl.utils.seeding import keyed_generator
+from mtrl.utils.seeding import rng_for
 
 Kind = Literal["colour", "shape", "chain", "count", "comparison"]
 Choice = TypeVar("Choice")
@@ -84,7 +84,7 @@ class Route(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Question:
+class SceneQuestion:
     """One question about one picture. `value` is the right answer; `new`: it is about a pair that train lacks."""
 
     split: Split
@@ -115,8 +115,8 @@ class Question:
 
     @property
     def image(self) -> Image.Image:
-        shown = [Drawn(it.cell, COLOURS[it.colour], it.shape, it.radius, it.offset) for it in self.things]
-        return Image.fromarray(render(shown, keyed_generator(NAME, VERSION, "picture", self.split, self.index)))
+        shown = [DrawnShape(it.cell, COLOURS[it.colour], it.shape, it.radius, it.offset) for it in self.things]
+        return Image.fromarray(render(shown, rng_for(NAME, VERSION, "picture", self.split, self.index)))
 
     @property
     def columns(self) -> dict[str, Any]:
@@ -136,7 +136,7 @@ class Question:
         )
 
 
-def row(question: Question, blank: bool = False) -> dict[str, Any]:
+def row(question: SceneQuestion, blank: bool = False) -> dict[str, Any]:
     """The question as a dataset row with the default keys; `blank` leaves nothing to see."""
     picture = Image.new("RGB", (GRID * CELL, GRID * CELL), (127, 127, 127)) if blank else question.image
     return {"prompt": "<image>" + question.prompt, "images": [picture], "answer": question.answer} | question.columns
@@ -147,7 +147,7 @@ class Draw:
     """Draws by a key."""
 
     def __init__(self, *key: int | str) -> None:
-        self.rng = keyed_generator(NAME, VERSION, *key)
+        self.rng = rng_for(NAME, VERSION, *key)
 
     def one(self, options: Sequence[Choice]) -> Choice:
         return options[int(self.rng.integers(len(options)))]
@@ -163,17 +163,17 @@ class Draw:
         return bool(self.rng.random() < probability)
 
 
-def make_question(split: Split, index: int) -> Question:
+def make_question(split: Split, index: int) -> SceneQuestion:
     """The question of a place in a split; kinds take turns."""
     kind = KINDS[index % len(KINDS)]
     draw = Draw("question", split, index)
     while True:
         question = compose(split, index, kind, draw)
-        if split_of(question.things) == split:
+        if scene_split(question.things) == split:
             return question
 
 
-def split_of(things: Sequence[Thing]) -> Split:
+def scene_split(things: Sequence[Thing]) -> Split:
     """A layout's one and only split: train has no pair that is held out, the others have."""
     if not any(thing.look in HELD_OUT for thing in things):
         return "train"
@@ -181,7 +181,7 @@ def split_of(things: Sequence[Thing]) -> Split:
     return "test" if hashlib.sha256(repr(layout).encode()).digest()[0] < 205 else "validation"
 
 
-def compose(split: Split, index: int, kind: Kind, draw: Draw) -> Question:
+def compose(split: Split, index: int, kind: Kind, draw: Draw) -> SceneQuestion:
     """The value and the way to it first, then the objects that are meant, then others that fill the picture."""
     value, new = draw.one(VALUES[kind]), split != "train" and draw.chance(0.5)
     walks = pick_walks(2 if kind == "comparison" else 1, 2 if kind == "chain" else 1, draw)
@@ -205,7 +205,7 @@ def compose(split: Split, index: int, kind: Kind, draw: Draw) -> Question:
     taken |= {cell: (look, draw.one(SIZES)) for cell, look in zip(waiting, draw.some(more, len(more)), strict=False)}
     things = tuple(thing_at(cell, *taken[cell], draw) for cell in sorted(taken))
     routes = tuple(Route(look, relations) for look, (_, relations) in zip(named, walks, strict=True))
-    return Question(split, index, kind, things, routes, value, new)
+    return SceneQuestion(split, index, kind, things, routes, value, new)
 
 
 def looks(split: Split) -> list[Look]:

@@ -74,7 +74,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Question:
+class ZooQuestion:
     """One question about one picture. `value` is the right option in words, `answer` its letter."""
 
     split: Split
@@ -115,18 +115,18 @@ class Question:
         return Image.fromarray(render(self.items, noise_seed=f"{self.split}:{self.index}"))
 
 
-def make_question(split: Split, index: int) -> Question:
+def make_question(split: Split, index: int) -> ZooQuestion:
     """The question of a place in a split; kinds take turns."""
     kind = KINDS[index % len(KINDS)]
     rng = random.Random(f"mtrl zoo 1:{split}:{index}")
     while True:
         value = pick_value(kind, rng)
         items, text, subject = SCENES[kind](value, rng)
-        if split_of(items) == split:
-            return Question(split, index, kind, items, text, subject, value, pick_options(kind, value, rng))
+        if question_split(items) == split:
+            return ZooQuestion(split, index, kind, items, text, subject, value, pick_options(kind, value, rng))
 
 
-def as_task(question: Question) -> Task:
+def as_task(question: ZooQuestion) -> Task:
     """The question as the rest of the code knows it."""
     content = [{"type": "image"}, {"type": "text", "text": question.prompt}]
     return Task(
@@ -139,7 +139,7 @@ def as_task(question: Question) -> Task:
     )
 
 
-def row(question: Question) -> dict[str, Any]:
+def row(question: ZooQuestion) -> dict[str, Any]:
     """The question as a dataset row with the default keys."""
     return {
         "prompt": "<image>" + question.prompt,
@@ -151,7 +151,7 @@ def row(question: Question) -> dict[str, Any]:
     }
 
 
-def split_of(items: tuple[Item, ...]) -> Split:
+def question_split(items: tuple[Item, ...]) -> Split:
     """A layout's one and only split: 80% train, 10% validation, 10% test."""
     layout = sorted((item.place, item.colour, item.shape) for item in items)
     bucket = hashlib.sha256(repr(layout).encode()).digest()[0]

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from mtrl.models.backbone import Backbone, prompt_positions
-from mtrl.models.model_size import size_of
+from mtrl.models.model_size import model_size
 from mtrl.protocols import PromptEncoder
 from mtrl.rollout.decode.arena import GROWTH
 from mtrl.rollout.decode.buffers import Buffers, Mode, Room
-from mtrl.rollout.decode.engine import bucket_of, prompts_at_once, read_prompts
-from mtrl.rollout.decode.layers import Shape, shape_of, why_unknown
+from mtrl.rollout.decode.engine import bucket_size, prompts_at_once, read_prompts
+from mtrl.rollout.decode.layers import Shape, decoder_shape, why_unknown
 from mtrl.rollout.decode.step import Ops, Step
 from mtrl.rollout.local import LocalGenerator, held_at_last
 from mtrl.types import Prompt, Sampling
@@ -52,7 +52,7 @@ def plain_pass(backbone: Backbone, encoder: PromptEncoder, prompts: Sequence[Pro
 
 def plain_parts(model: Any, compute: torch.dtype, batch: Batch) -> Parts:
     """Of the last token, when the prompts' activations are gone."""
-    return held_at_last(size_of(model), model.dtype, compute, batch.rows, batch.tokens, batch.sampling.cut)
+    return held_at_last(model_size(model), model.dtype, compute, batch.rows, batch.tokens, batch.sampling.cut)
 
 
 # ------------------------------------------------------------------------------------------------- the engine of graphs
@@ -69,13 +69,13 @@ def graphs_parts(model: Any, compute: torch.dtype, batch: Batch, on_gpu: bool = 
     lm = getattr(model.model, "language_model", model.model)
     output = model.get_output_embeddings().weight
     followed = {id(p): p.numel() for p in (*lm.parameters(), output) if p.dtype != compute}
-    weights: Any = Shapes(replace(shape_of(lm), vocabulary=len(output)), compute)
+    weights: Any = Shapes(replace(decoder_shape(lm), vocabulary=len(output)), compute)
     room = Room.for_batch([batch.prompt_tokens] * batch.prompts, [batch.prompt_tokens], batch.sampling.n,
                           batch.sampling.max_new_tokens)  # fmt: skip
     cuts = batch.sampling.temperature > 0 and batch.sampling.cut
     with LiveTensors() as live:
         buffers = Buffers(weights, room, NOWHERE)
-        step = Step(weights, buffers, bucket_of(room.slots), Mode(False, cuts, cuts), Ops(None, None))
+        step = Step(weights, buffers, bucket_size(room.slots), Mode(False, cuts, cuts), Ops(None, None))
         made = live.now
     del step
     cache = sum(each.nbytes for each in vars(buffers.cache).values())

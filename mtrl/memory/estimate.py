@@ -14,14 +14,14 @@ from functools import partial
 from typing import Any
 
 from mtrl.memory.decode_footprint import decodes_by_graphs, graphs_parts, graphs_pass, plain_parts, plain_pass
-from mtrl.memory.preflight import ADAM_STATES, Limits, Rehearsal, half_pass
+from mtrl.memory.preflight import ADAM_STATES, Limits, MemoryPreflight, half_pass
 from mtrl.memory.shard_sizes import Split, whole_gradients, whole_in_a_pass
 from mtrl.models.activation_checkpointing import Recomputed
 from mtrl.models.adapters import AdapterSettings, layer_projections
 from mtrl.models.fake_model import FakeBackbone, FakeModel
 from mtrl.models.forward import Forward
 from mtrl.models.load_model import DTYPES
-from mtrl.models.model_size import ModelSize, critic_tensors, size_of
+from mtrl.models.model_size import ModelSize, critic_tensors, model_size
 from mtrl.models.quantized import BYTES
 from mtrl.utils.live_tensors import LiveTensors
 from mtrl.workers.micro_batches import MicroBatching
@@ -96,7 +96,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class MemoryEstimate:
     """Bytes by what they are for: held all the time, and on top of it by each phase, of which one runs at a time."""
 
     parameters: int
@@ -120,19 +120,19 @@ class Estimate:
         return max(self.phases, key=lambda phase: sum(self.phases[phase].values()))
 
 
-def estimate(config: Any, plan: Plan, wanted: Collection[str] = PHASES) -> Estimate:
+def estimate(config: Any, plan: Plan, wanted: Collection[str] = PHASES) -> MemoryEstimate:
     """`config` is the model's own; phases that are not wanted are left out."""
     fake = fake_model(config, plan)
-    size = size_of(fake.model)
+    size = model_size(fake.model)
     critic = ((), ()) if plan.critic is None else critic_tensors(fake_critic(plan).model)
     moments, way = measure(fake, plan, wanted)
     gradients = {"gradients": held_by(shares(size.learning, plan), plan)}
-    passes = {phase: list(map(parts_of, found.items())) for phase, found in moments.items()}
+    passes = {phase: list(map(memory_parts, found.items())) for phase, found in moments.items()}
     # The first pass of an update makes the gradients, which are all there at its end; the second finds them.
-    at_end = [parts_of(("end", moments["first"]["end"]))] if "first" in moments else []
+    at_end = [memory_parts(("end", moments["first"]["end"]))] if "first" in moments else []
     with_gradients = [gradients | parts for parts in [*at_end, *passes.get("second", [])]]
     if plan.critic is not None:  # it learns before the actor does, in such passes that score no vocabulary
-        unscored = [parts_of(each) for each in moments.get("second", {}).items() if each[0] != "score"]
+        unscored = [memory_parts(each) for each in moments.get("second", {}).items() if each[0] != "score"]
         theirs = {"gradients of the critic": held_by(shares(critic[1], plan), plan)}
         with_gradients += [theirs | parts for parts in unscored]
     phases = {
@@ -148,10 +148,10 @@ def estimate(config: Any, plan: Plan, wanted: Collection[str] = PHASES) -> Estim
         phase: _some(fullest(*phases[phase]) | gathered.get(phase, {})) | needed_in(phase, away, plan, piece)
         for phase in wanted
     }
-    return Estimate(size.parameters, always, told, way, sum(critic[0]), piece)
+    return MemoryEstimate(size.parameters, always, told, way, sum(critic[0]), piece)
 
 
-def sized(config: Any, plan: Plan, found: Estimate, room: int) -> tuple[Plan, Estimate]:
+def sized(config: Any, plan: Plan, found: MemoryEstimate, room: int) -> tuple[Plan, MemoryEstimate]:
     """The plan, and what was found of it, in passes so small that they fit into the room, as a run cuts them before its
     first step. What does not fit whatever its passes stays as it is."""
     given, first, encoder = plan, found, fake_model(config, plan).encoder
@@ -278,7 +278,7 @@ def fullest(*moments: Parts) -> Parts:
     return max(moments, key=lambda parts: sum(parts.values()))
 
 
-def parts_of(moment: tuple[str, int]) -> Parts:
+def memory_parts(moment: tuple[str, int]) -> Parts:
     return {f"activations, {MOMENTS[moment[0]]}": moment[1]}
 
 
@@ -311,7 +311,7 @@ def measure_at(fake: FakeModel, plan: Plan, wanted: Collection[str], depth: tupl
     live = LiveTensors(fake=True)
     backbone = FakeBackbone(fake, DTYPES[plan.compute], live)
     forward = Forward(backbone, fake.encoder, share_prefix=plan.limits.update.share_prefix, packed=plan.packed)
-    rehearsal = Rehearsal(forward, fake.encoder, plan.limits)
+    rehearsal = MemoryPreflight(forward, fake.encoder, plan.limits)
     found: Moments = {}
 
     def count(phase: str, work: Callable[[], object]) -> None:
@@ -380,14 +380,14 @@ def to_main_memory(plan: Plan) -> Plan:
     return replace(plan, split=replace(plan.split, in_main_memory=True), offload_optimizer=False)
 
 
-def smaller(config: Any, plan: Plan, found: Estimate) -> list[tuple[str, int]]:
+def smaller(config: Any, plan: Plan, found: MemoryEstimate) -> list[tuple[str, int]]:
     """Changes that lower the peak by a fiftieth or more, the most helpful first, with the peak that they leave."""
     peaks = {way: peak_after(config, plan, changed, found) for way, changed in changes(plan).items()}
     worth = [(way, peak) for way, peak in peaks.items() if peak < 0.98 * found.peak_bytes]
     return sorted(worth, key=lambda way: way[1])
 
 
-def peak_after(config: Any, plan: Plan, changed: Plan, found: Estimate) -> int:
+def peak_after(config: Any, plan: Plan, changed: Plan, found: MemoryEstimate) -> int:
     """Of a smaller plan. A phase is estimated anew only while it may be the fullest: none grows."""
     if replace(changed, reference=plan.reference) == plan and REFERENCE in found.held:
         return found.peak_bytes - found.held[REFERENCE]
@@ -396,7 +396,7 @@ def peak_after(config: Any, plan: Plan, changed: Plan, found: Estimate) -> int:
         always, away = apart(found.held, changed)
         then = {phase: parts | needed_in(phase, away, changed, found.piece) for phase, parts in found.phases.items()}
         return replace(found, held=always, phases=then).peak_bytes
-    phases, known = dict(found.phases), dict[str, Estimate]()
+    phases, known = dict(found.phases), dict[str, MemoryEstimate]()
     while (top := max(phases, key=lambda phase: sum(phases[phase].values()))) not in known:
         known[top] = estimate(config, changed, [top])
         phases[top] = known[top].phases[top]

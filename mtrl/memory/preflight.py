@@ -21,14 +21,14 @@ from mtrl.algorithms.vocab import full_kl
 from mtrl.memory.decode_footprint import Batch
 from mtrl.models.forward import Forward, unpack
 from mtrl.models.parallel.fsdp import in_one_pass, own_part
-from mtrl.models.parallel.ranks import ALONE
+from mtrl.models.parallel.ranks import SINGLE_PROCESS
 from mtrl.protocols import Generator, PromptEncoder
 from mtrl.rollout.local import ROWS_AT_ONCE
 from mtrl.types import Finish, Medium, Needs, Prompt, Rollouts, Sampling, Task
 from mtrl.utils.errors import DeviceFull, StartError
 from mtrl.utils.live_tensors import LiveTensors
 from mtrl.workers.micro_batches import MicroBatching
-from mtrl.workers.offload import pieces_of
+from mtrl.workers.offload import parameter_pieces
 
 GIB = 2**30
 ADAM_STATES = 2  # of each weight that learns
@@ -72,8 +72,8 @@ class Limits:
             self,
             prompts=-(-self.prompts * sharers // ranks),
             prompts_per_update=-(-self.prompts_per_update * sharers // ranks),
-            update=self.update.over(ALONE, sharers),
-            probe=self.probe.over(ALONE, sharers),
+            update=self.update.over(SINGLE_PROCESS, sharers),
+            probe=self.probe.over(SINGLE_PROCESS, sharers),
         )
 
     def within(self, tokens: int) -> Limits:
@@ -123,11 +123,11 @@ def half_pass(limits: Limits, encoder: PromptEncoder, phase: str) -> int | None:
         return None
     probing, prompt = phase == "probe", longest_prompt(encoder, limits)
     rollouts = longest_rollouts(prompt, limits.prompts if probing else limits.prompts_per_update, limits.sampling)
-    return limits.probe.half_of(rollouts, limits.probed.views) if probing else limits.update.half_of(rollouts)
+    return limits.probe.first_half(rollouts, limits.probed.views) if probing else limits.update.first_half(rollouts)
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class MemoryPreflight:
     """The passes of a step, each a function that leaves nothing behind but gradients."""
 
     forward: Forward
@@ -137,7 +137,7 @@ class Rehearsal:
 
     def sample(self, generator: Generator) -> None:
         """The largest batch. One that does not fit is cut by the engine, for the rest of the run."""
-        generator.rehearse(self.prompts, self.limits.batch.sampling)
+        generator.preflight(self.prompts, self.limits.batch.sampling)
 
     def probe(self) -> None:
         """The largest pass, under as many views as are needed."""
@@ -165,7 +165,7 @@ class Rehearsal:
         """A sum to go back from, and all that is held until it has."""
         theirs = self._of_reference(part) if self.limits.full_divergence else None
         hidden = self.forward.response_hidden(part)
-        values = [self.forward.scores_of(hidden, part, entropy="old_logprobs" not in self.limits.needs).logp]
+        values = [self.forward.score_tokens(hidden, part, entropy="old_logprobs" not in self.limits.needs).logp]
         if theirs is not None:
             matrix = self.forward.backbone.output_matrix
             values.append(full_kl(hidden, theirs, matrix, **self.forward.distribution()))
@@ -205,7 +205,7 @@ class Rehearsal:
 
 
 # -------------------------------------------------------------------------------------------------------- before a run
-def rehearse(
+def preflight(
     forward: Forward,
     encoder: PromptEncoder,
     limits: Limits,
@@ -227,7 +227,7 @@ def rehearse(
     fit is a DoesNotFit with the `ways` to make it smaller.
     """
     model, device = forward.backbone.model, forward.backbone.device
-    rehearsal = Rehearsal(forward, encoder, limits, critic)
+    rehearsal = MemoryPreflight(forward, encoder, limits, critic)
     models = [model] if critic is None else [model, critic.backbone.model]
     learning = [p for each in models for p in each.parameters() if p.requires_grad]
     before = [p.grad for p in learning]
@@ -236,7 +236,7 @@ def rehearse(
     def hold_states() -> None:
         here: Sequence[Tensor] = [] if has_states else learning
         if offloaded:  # those of a run that goes on lie in main memory too
-            here = max(pieces_of(learning), key=lambda piece: sum(own_part(p).nbytes for p in piece))
+            here = max(parameter_pieces(learning), key=lambda piece: sum(own_part(p).nbytes for p in piece))
         held.extend(torch.empty_like(p, dtype=state_dtype or p.dtype) for p in here for _ in range(states))
 
     phases: dict[str, Callable[[], None]] = {
@@ -255,8 +255,8 @@ def rehearse(
                 each.train(name in ("update", "critic"))
             for parameter in learning:
                 parameter.grad = None
-            sampling = generator.awake() if generator is not None and name == "sample" else nullcontext()
-            with refusing(name, device, ways), sampling, peak_of(device) as peak:
+            sampling = generator.resident() if generator is not None and name == "sample" else nullcontext()
+            with refusing(name, device, ways), sampling, peak_memory(device) as peak:
                 phase()
             peaks[name] = peak[0]
     finally:
@@ -271,7 +271,7 @@ def rehearse(
 
 
 @contextmanager
-def peak_of(device: torch.device) -> Iterator[list[int]]:
+def peak_memory(device: torch.device) -> Iterator[list[int]]:
     """[bytes], once it is over: by the allocator of a GPU and what was taken past it, elsewhere counted tensor by
     tensor."""
     peak: list[int] = []

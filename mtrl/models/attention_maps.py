@@ -16,8 +16,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mtrl.models.device_copy import to_device
 from mtrl.models.layout import Layout
-from mtrl.models.masked_attention import Layer, Reader
-from mtrl.models.parallel.sequence import WHOLE, SequenceGroup
+from mtrl.models.masked_attention import AttentionLayer, AttentionReader
+from mtrl.models.parallel.sequence import NO_SEQUENCE_PARALLEL, SequenceParallelGroup
 from mtrl.types import VISION_POOL, AttentionMap, Rollouts
 
 SCORES_AT_ONCE = 2**24  # of heads, tokens and keys, in float32
@@ -29,16 +29,16 @@ TINY = torch.finfo(torch.float32).tiny
 class SeveralReaders:
     """Readers that look at the same pass."""
 
-    def __init__(self, readers: Sequence[Reader]) -> None:
+    def __init__(self, readers: Sequence[AttentionReader]) -> None:
         self.readers = readers
 
-    def observe(self, layer: Layer, value: Tensor) -> None:
+    def observe(self, layer: AttentionLayer, value: Tensor) -> None:
         for reader in self.readers:
             reader.observe(layer, value)
 
 
 @dataclass(frozen=True, eq=False)
-class Onlookers:
+class ImageReaders:
     """The n responses to a prompt with images, and where they stand."""
 
     rows: list[int]  # of the rollouts
@@ -62,18 +62,20 @@ class Onlookers:
 class PatchReader:
     """Attention of every response token on each image token, as the mean over `layers`."""
 
-    def __init__(self, groups: Sequence[Onlookers], layers: range, sharers: SequenceGroup = WHOLE) -> None:
+    def __init__(
+        self, groups: Sequence[ImageReaders], layers: range, sharers: SequenceParallelGroup = NO_SEQUENCE_PARALLEL
+    ) -> None:
         self.groups, self.layers, self.sharers = groups, layers, sharers
         self.totals = [torch.zeros(*each.places.shape, len(each.vision), device=each.places.device) for each in groups]
 
-    def observe(self, layer: Layer, value: Tensor) -> None:
+    def observe(self, layer: AttentionLayer, value: Tensor) -> None:
         if layer.module.layer_idx not in self.layers:
             return
         for group, total in zip(self.groups, self.totals, strict=True):
             for rows, times in group.pieces(layer.query.shape[1]):
                 total[rows, times] += self._shares(layer, group, rows, times) / len(self.layers)
 
-    def _shares(self, layer: Layer, group: Onlookers, rows: slice, times: slice) -> Tensor:
+    def _shares(self, layer: AttentionLayer, group: ImageReaders, rows: slice, times: slice) -> Tensor:
         """[n, t, V]: mean of the heads over the prompt, then the share of the tokens that count, all but the sink."""
         query, key = layer.query[group.sequence], layer.key[group.sequence]
         places = group.places[rows, : times.stop]
@@ -91,11 +93,11 @@ class PatchReader:
         found: list[AttentionMap | None] = [None] * count
         for group, total in zip(self.groups, self.totals, strict=True):
             for number, (row, length) in enumerate(zip(group.rows, group.lengths, strict=True)):
-                found[row] = levels_of(total[number, :length])
+                found[row] = quantize_levels(total[number, :length])
         return tuple(found)
 
 
-def levels_of(shares: Tensor) -> AttentionMap:
+def quantize_levels(shares: Tensor) -> AttentionMap:
     """In a byte each: roots, so that a faint patch beside a strong one is still told from nothing. The scale gives a
     token's levels the sum that its shares have."""
     roots = (shares / shares.amax(1, keepdim=True).clamp(min=TINY)).sqrt()
@@ -104,7 +106,7 @@ def levels_of(shares: Tensor) -> AttentionMap:
     return AttentionMap(levels.to(torch.uint8).cpu(), scale.cpu())
 
 
-def onlookers(layout: Layout, rollouts: Rollouts, device: torch.device) -> list[Onlookers]:
+def onlookers(layout: Layout, rollouts: Rollouts, device: torch.device) -> list[ImageReaders]:
     """Those of the first view whose maps can be kept, prompt by prompt, up to the bound of a pass."""
     lengths = rollouts.mask.sum(1).tolist()
     sequences, places = (each.split(lengths) for each in layout.predicts[0])
@@ -119,7 +121,7 @@ def onlookers(layout: Layout, rollouts: Rollouts, device: torch.device) -> list[
         left -= cells
         end = int(places[rows[0]][0]) + 1  # the prompt's last position predicts every first token
         found.append(
-            Onlookers(
+            ImageReaders(
                 rows,
                 [lengths[row] for row in rows],
                 int(sequences[rows[0]][0]),

@@ -24,11 +24,11 @@ from transformers.vision_utils import (
 
 from mtrl.models.adapters import adapter_parameters
 from mtrl.models.device_copy import to_device
-from mtrl.models.masked_attention import ATTENTION, CAUSAL, FLEX_COLUMNS, Reader, Sight, use_attention
+from mtrl.models.masked_attention import ATTENTION, CAUSAL, FLEX_COLUMNS, AttentionReader, DocumentMask, use_attention
 from mtrl.models.model_size import head_width
-from mtrl.models.parallel.fsdp import device_of
-from mtrl.models.parallel.ranks import ALONE, Ranks
-from mtrl.models.parallel.sequence import WHOLE, SequenceGroup, unshareable_heads
+from mtrl.models.parallel.fsdp import compute_device
+from mtrl.models.parallel.ranks import SINGLE_PROCESS, Ranks
+from mtrl.models.parallel.sequence import NO_SEQUENCE_PARALLEL, SequenceParallelGroup, unshareable_heads
 from mtrl.models.patches import (
     use_compiled_pieces,
     use_linear_patches,
@@ -74,7 +74,7 @@ class Backbone:
         compute_dtype: torch.dtype | None = None,
         *,
         compiled: bool = False,
-        ranks: Ranks = ALONE,
+        ranks: Ranks = SINGLE_PROCESS,
     ) -> None:
         check_supported(model)
         self.model, self.ranks = model, ranks
@@ -99,7 +99,7 @@ class Backbone:
 
     @property
     def device(self) -> torch.device:
-        return device_of(self.model)
+        return compute_device(self.model)
 
     @property
     def output_matrix(self) -> Tensor:
@@ -168,8 +168,8 @@ class Backbone:
         features: Sequence[Features | None] = (),
         attention_mask: Tensor | BlockMask | None = None,
         cache: Cache | None = None,
-        reader: Reader | None = None,
-        sharers: SequenceGroup = WHOLE,
+        reader: AttentionReader | None = None,
+        sharers: SequenceParallelGroup = NO_SEQUENCE_PARALLEL,
     ) -> Tensor:
         """Hidden states [B, S, H] of ids [B, S] at positions [3, B, S].
 
@@ -236,7 +236,7 @@ class Backbone:
         readable = self.own_attention or self.language_model.config._attn_implementation == "eager"
         return readable and self.model.config.model_type in SHARED_PREFIX_FAMILIES
 
-    def sight_mask(self, sight: Sight, packed: bool) -> Tensor | BlockMask:
+    def sight_mask(self, sight: DocumentMask, packed: bool) -> Tensor | BlockMask:
         """The mask as the kernels of this device want it: blocks for one packed sequence, else a matrix for each."""
         if packed and self.device.type == "cuda":
             return sight.blocks(self.device)

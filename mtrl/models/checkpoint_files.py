@@ -22,7 +22,7 @@ GIT_LFS = b"version https://git-lfs.github.com/spec/"
 AGAIN = "it is damaged or half downloaded; get it again"
 
 
-def refuse_broken_files(path: str | Path, names: Sequence[str]) -> None:
+def check_files(path: str | Path, names: Sequence[str]) -> None:
     """Of the files of these names in a local directory, the first that cannot be what it should, by a ValueError."""
     for file in (Path(path, name) for name in names):
         if not _is_there(file):
@@ -31,7 +31,7 @@ def refuse_broken_files(path: str | Path, names: Sequence[str]) -> None:
             read_json_object(file)
 
 
-def refuse_broken_weights(path: str | Path) -> None:
+def check_weight_files(path: str | Path) -> None:
     """The same for the weights: every file that the index names must be there, as long as its header says."""
     directory = Path(path)
     if not directory.is_dir():

@@ -22,7 +22,7 @@ from mtrl.models.adapters import ADAPTER, AdapterSettings, adapter_layers, injec
 from mtrl.models.backbone import Backbone, Features, check_supported
 from mtrl.models.families import VISION_FAMILIES, TextEncoder, in_a_line
 from mtrl.models.families.vision import rotary_positions
-from mtrl.models.masked_attention import Sight
+from mtrl.models.masked_attention import DocumentMask
 from mtrl.models.patches import use_padded_mlps
 from mtrl.protocols import ImageSettings
 from mtrl.types import TEXT_POOL, VISION_POOL, Prompt, Task
@@ -157,7 +157,7 @@ class FakeBackbone(Backbone):
         if hidden.requires_grad:
             hidden.register_hook(lambda _: self.live.begin("end"))
 
-    def sight_mask(self, sight: Sight, packed: bool) -> Any:
+    def sight_mask(self, sight: DocumentMask, packed: bool) -> Any:
         if packed:
             return None
         sequences, size = sight.segment.shape

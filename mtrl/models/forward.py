@@ -21,12 +21,12 @@ from mtrl.models.attention_maps import PatchReader, SeveralReaders, onlookers
 from mtrl.models.backbone import Backbone, Features, prompt_positions, vision_tokens
 from mtrl.models.device_copy import to_device
 from mtrl.models.layout import Layout, lay_out
-from mtrl.models.masked_attention import MapReader, MassReader, Reader
-from mtrl.models.parallel.sequence import WHOLE, SequenceGroup
+from mtrl.models.masked_attention import AttentionReader, MapReader, MassReader
+from mtrl.models.parallel.sequence import NO_SEQUENCE_PARALLEL, SequenceParallelGroup
 from mtrl.protocols import PromptEncoder
 from mtrl.types import SEGMENTS, Needs, Rollouts, Signals
 
-OLD = Needs("old_logprobs")
+OLD_LOGPROBS = Needs("old_logprobs")
 Views = Sequence[tuple[np.ndarray, ...]]  # for each prompt its media, perturbed
 
 
@@ -51,7 +51,7 @@ class Forward:
     dependency: Literal["low_var_kl", "full_kl"] = "low_var_kl"
     top_p: float = 1.0
     top_k: int = -1
-    sharers: SequenceGroup = WHOLE
+    sharers: SequenceParallelGroup = NO_SEQUENCE_PARALLEL
 
     def logp(self, rollouts: Rollouts) -> Tensor:
         """[N, T] log-probs with gradients, on the model's device; 0 off the mask."""
@@ -59,7 +59,7 @@ class Forward:
 
     def scores(self, rollouts: Rollouts, entropy: bool = False) -> TokenScores:
         """[M] log-probs with gradients, and entropies without, which bring the mass of what a cut leaves."""
-        return self.scores_of(self.response_hidden(rollouts), rollouts, entropy)
+        return self.score_tokens(self.response_hidden(rollouts), rollouts, entropy)
 
     def values(self, rollouts: Rollouts) -> Tensor:
         """[M] with gradients: what a value head says of the state before each token, the one that predicts it."""
@@ -67,7 +67,7 @@ class Forward:
         return self.of_all(values, rollouts)
 
     @torch.no_grad()
-    def signals(self, rollouts: Rollouts, needs: Needs = OLD, views: Views | None = None) -> Signals:
+    def signals(self, rollouts: Rollouts, needs: Needs = OLD_LOGPROBS, views: Views | None = None) -> Signals:
         """What is needed of every token, under the original image and, for what compares, the perturbed `views`.
 
         Where attention alone is asked for, the vocabulary is left alone."""
@@ -94,14 +94,14 @@ class Forward:
         """Each signal that comes from the vocabulary as [M], on the device, which is asked for everything before
         anything is waited for. A new signal of this kind has its place here."""
         changes = "entropy_change" in needs
-        clean = self.scores_of(hidden[0], rollouts, entropy=changes or "entropy" in needs or "support" in needs)
+        clean = self.score_tokens(hidden[0], rollouts, entropy=changes or "entropy" in needs or "support" in needs)
         found = {"old_logprobs": clean.logp}
         if clean.entropy is not None:
             found["entropy"] = clean.entropy
         if clean.support is not None:
             found["support"] = clean.support
         if needs.views == 2:
-            perturbed = self.scores_of(hidden[1], rollouts, entropy=changes)
+            perturbed = self.score_tokens(hidden[1], rollouts, entropy=changes)
             found["perturbed_logprobs"] = perturbed.logp
             if clean.entropy is not None and perturbed.entropy is not None:
                 found["entropy_change"] = perturbed.entropy - clean.entropy
@@ -128,7 +128,7 @@ class Forward:
         those that ranks share, this rank's own."""
         return self._read(*self._prepare(rollouts, [None]))[0]
 
-    def scores_of(self, hidden: Tensor, rollouts: Rollouts, entropy: bool = False) -> TokenScores:
+    def score_tokens(self, hidden: Tensor, rollouts: Rollouts, entropy: bool = False) -> TokenScores:
         """The `scores` that follow from `response_hidden`."""
         tokens = rollouts.tokens[rollouts.mask]
         targets = to_device(tokens[self.sharers.tokens(len(tokens))], hidden.device)
@@ -191,14 +191,16 @@ class Forward:
             features.append(found and found.rows(to_device(numbers[tokens], self.backbone.device)))
         return features
 
-    def _read(self, layout: Layout, features: list[Features | None], reader: Reader | None = None) -> list[Tensor]:
+    def _read(
+        self, layout: Layout, features: list[Features | None], reader: AttentionReader | None = None
+    ) -> list[Tensor]:
         """For each view the hidden states [M, H] that predict the response tokens; of shared ones this rank's own."""
         return self._predicting(self._states(layout, features, reader), layout)
 
     def _predicting(self, states: Tensor, layout: Layout) -> list[Tensor]:
-        return [self.sharers.hidden_of(states, places) for places in layout.predicts]
+        return [self.sharers.local_hidden(states, places) for places in layout.predicts]
 
-    def _states(self, layout: Layout, features: list[Features | None], reader: Reader | None = None) -> Tensor:
+    def _states(self, layout: Layout, features: list[Features | None], reader: AttentionReader | None = None) -> Tensor:
         """[B, S, H]: the last hidden states; of shared sequences those of this rank's part."""
         device, sharers = self.backbone.device, self.sharers
         mask = None if layout.causal else self.backbone.sight_mask(layout.sight, layout.packed)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from mtrl.models.masked_attention import BLOCK, Sight, whole_blocks
+from mtrl.models.masked_attention import BLOCK, DocumentMask, whole_blocks
 from mtrl.types import VISION_POOL, Rollouts
 
 NOT_PROMPT = -1  # the pool of what is no prompt token, and the segment of padding
@@ -33,7 +33,7 @@ class Layout:
     ids: Tensor  # [B, S]
     positions: Tensor  # [3, B, S]
     pool: Tensor  # [B, S] the pool of each prompt token, NOT_PROMPT elsewhere
-    sight: Sight
+    sight: DocumentMask
     packed: bool  # all documents in one sequence
     causal: bool  # `sight` says no more than a causal mask
     predicts: list[tuple[Tensor, Tensor]]  # for each view [M] sequence and place of what predicts each response token
@@ -76,14 +76,14 @@ def lay_out(
     Prompts without images look the same under every view, so they are read under the first alone.
     """
     lengths = rollouts.mask.sum(1).tolist()
-    documents = documents_of(rollouts, share_prefix, views)
+    documents = document_ids(rollouts, share_prefix, views)
     builder = _Builder(rollouts, positions, lengths)
     for number, document in enumerate(documents):
         builder.add(0 if packed else number, document)
     return builder.layout(documents, packed, views, parts)
 
 
-def documents_of(rollouts: Rollouts, share_prefix: bool, views: int) -> list[Document]:
+def document_ids(rollouts: Rollouts, share_prefix: bool, views: int) -> list[Document]:
     readers: dict[int, list[int]] = {}
     for row, g in enumerate(rollouts.group.tolist()):
         readers.setdefault(g if share_prefix else row, []).append(row)
@@ -159,7 +159,7 @@ class _Builder:
             joined("ids"),
             joined("positions").permute(2, 0, 1),
             joined("pool", NOT_PROMPT),
-            Sight(joined("segment", NOT_PROMPT), joined("prompt", NOT_PROMPT)),
+            DocumentMask(joined("segment", NOT_PROMPT), joined("prompt", NOT_PROMPT)),
             packed,
             causal=not packed and all(len(document.rows) == 1 for document in documents),
             predicts=[places(view) for view in range(views)],

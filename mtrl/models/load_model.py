@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from transformers.utils import logging
 
 from mtrl.models.adapters import base_path, is_adapter, merge_saved
-from mtrl.models.checkpoint_files import refuse_broken_weights
+from mtrl.models.checkpoint_files import check_weight_files
 from mtrl.models.families import VISION_FAMILIES, in_a_line, load_model_config
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -36,9 +36,9 @@ def load_model(
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
     model, found = from_pretrained(family, path, **options)
-    refuse_unfitting(path, {problem: [each for each in names if each not in but] for problem, names in found.items()})
+    check_shapes(path, {problem: [each for each in names if each not in but] for problem, names in found.items()})
     model = model.to(device).eval()
-    refuse_non_finite(path, model)
+    check_finite(path, model)
     if is_adapter(given):
         try:
             merge_saved(model, given)
@@ -74,7 +74,7 @@ def from_pretrained(kind: Any, path: str, **options: Any) -> tuple[Any, Mapping[
     """The model, and which weights were missing, not expected, or of another size. transformers puts random numbers in
     their place and says so in a long report, which is kept quiet: the caller has to judge. Pickled weights are refused,
     and any error is a ValueError that names the path."""
-    refuse_broken_weights(path)
+    check_weight_files(path)
     level = logging.get_verbosity()
     logging.set_verbosity_error()
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True, "use_safetensors": True}
@@ -86,7 +86,7 @@ def from_pretrained(kind: Any, path: str, **options: Any) -> tuple[Any, Mapping[
         logging.set_verbosity(level)
 
 
-def refuse_unfitting(path: str, found: Mapping[str, Collection[Any]]) -> None:
+def check_shapes(path: str, found: Mapping[str, Collection[Any]]) -> None:
     """Weights that are tied to others may be missing: transformers does not count them."""
     wrong = {
         "missing": found["missing_keys"],
@@ -100,7 +100,7 @@ def refuse_unfitting(path: str, found: Mapping[str, Collection[Any]]) -> None:
         )
 
 
-def refuse_non_finite(path: str, model: PreTrainedModel) -> None:
+def check_finite(path: str, model: PreTrainedModel) -> None:
     """A sum is finite only where all its numbers are, and takes no memory."""
     if wrong := [name for name, weight in model.named_parameters() if not weight.sum(dtype=torch.float32).isfinite()]:
         raise ValueError(

@@ -8,7 +8,7 @@ anything else     sdpa
 
 Where ranks share sequences (`ulysses.py`) each does so for its share of the heads.
 
-A `Reader` handed along adds up where the attention goes. No matrix of attention ever exists: for the masses the layer's
+A `AttentionReader` handed along adds up where the attention goes. No matrix of attention ever exists: for the masses the layer's
 attention runs once more over values that are indicators of the pools, and its output *is* the mass (section 2 of the
 spec); for maps over single tokens, a few positions at most, their rows of the matrix are made and nothing else.
 """
@@ -28,7 +28,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from mtrl.models.device_copy import to_device
-from mtrl.models.parallel.sequence import WHOLE, SequenceGroup
+from mtrl.models.parallel.sequence import NO_SEQUENCE_PARALLEL, SequenceParallelGroup
 from mtrl.models.patches import compiled
 from mtrl.types import TEXT_POOL, VISION_POOL
 
@@ -51,8 +51,8 @@ def attention(
     value: Tensor,
     attention_mask: Tensor | BlockMask | None,
     *,
-    reader: Reader | None = None,
-    sharers: SequenceGroup = WHOLE,
+    reader: AttentionReader | None = None,
+    sharers: SequenceParallelGroup = NO_SEQUENCE_PARALLEL,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """[B, heads, S, D] -> [B, S, heads, D], as transformers calls it. Of sequences that ranks share, S is this rank's
@@ -64,7 +64,7 @@ def attention(
         described = OwnHeads(described.layer_idx, query.shape[1] // key.shape[1])
         if isinstance(attention_mask, Tensor) and not attention_mask.numel():  # CAUSAL, on any device
             attention_mask = None
-    layer = Layer(described, query, key, attention_mask, options)
+    layer = AttentionLayer(described, query, key, attention_mask, options)
     if reader is not None:
         reader.observe(layer, value)
     output = layer.attend(value)
@@ -80,7 +80,7 @@ class OwnHeads(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Layer:
+class AttentionLayer:
     """A layer about to attend: all but the values."""
 
     module: Any
@@ -107,7 +107,7 @@ AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 # -------------------------------------------------------------------------------------------------------- who sees whom
 @dataclass(frozen=True, eq=False)
-class Sight:
+class DocumentMask:
     """Who sees whom in sequences of prompts and responses. A sequence falls into segments: a prompt, or one response.
 
     A position sees what came before it in its own segment and in the prompt's. Two prompts, the first with two
@@ -120,11 +120,11 @@ class Sight:
     segment: Tensor  # [B, S]
     prompt: Tensor  # [B, S] the segment of each position's prompt
 
-    def __getitem__(self, corner: tuple[slice, slice]) -> Sight:
-        return Sight(self.segment[corner], self.prompt[corner])
+    def __getitem__(self, corner: tuple[slice, slice]) -> DocumentMask:
+        return DocumentMask(self.segment[corner], self.prompt[corner])
 
-    def to(self, device: torch.device) -> Sight:
-        return Sight(to_device(self.segment, device), to_device(self.prompt, device))
+    def to(self, device: torch.device) -> DocumentMask:
+        return DocumentMask(to_device(self.segment, device), to_device(self.prompt, device))
 
     def seen_from(self, places: tuple[Tensor, Tensor]) -> Tensor:
         """[M, S] bool: what each of M positions (their rows and columns) sees."""
@@ -183,8 +183,8 @@ def ordered(blocks: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 # ------------------------------------------------------------------------------------------------ where attention goes
-class Reader(Protocol):
-    def observe(self, layer: Layer, value: Tensor) -> None:
+class AttentionReader(Protocol):
+    def observe(self, layer: AttentionLayer, value: Tensor) -> None:
         """Reads the attention of a layer that is about to attend to these values."""
 
 
@@ -204,7 +204,7 @@ class MassReader:
         places: tuple[Tensor, Tensor],
         segments: Sequence[range],
         mask: Tensor | BlockMask | None,
-        sharers: SequenceGroup = WHOLE,
+        sharers: SequenceParallelGroup = NO_SEQUENCE_PARALLEL,
     ) -> None:
         counted = ~sink & (pool >= 0)
         columns = [(pool == TEXT_POOL) & counted, (pool == VISION_POOL) & counted, counted]
@@ -214,7 +214,7 @@ class MassReader:
         for number in (number for number, layers in enumerate(segments) if not layers):
             self.total[:, number] = torch.nan
 
-    def observe(self, layer: Layer, value: Tensor) -> None:
+    def observe(self, layer: AttentionLayer, value: Tensor) -> None:
         sequences, size, _ = self.indicator.shape
         query, key = (each[:sequences, :, :size] for each in (layer.query, layer.key))
         # sdpa gets values as wide as the model's own, or it would make the matrix.
@@ -246,17 +246,17 @@ class MapReader:
         self,
         pool: Tensor,
         sink: Tensor,
-        sight: Sight,
+        sight: DocumentMask,
         places: tuple[Tensor, Tensor],
         segments: Sequence[range],
-        sharers: SequenceGroup = WHOLE,
+        sharers: SequenceParallelGroup = NO_SEQUENCE_PARALLEL,
     ) -> None:
         self.counted = (~sink & (pool >= 0))[places[0]]  # [M, S]
         self.seen = sight.seen_from(places)
         self.places, self.segments, self.sharers = places, segments, sharers
         self.total = torch.zeros(len(places[0]), len(segments), pool.shape[1], device=pool.device)
 
-    def observe(self, layer: Layer, value: Tensor) -> None:
+    def observe(self, layer: AttentionLayer, value: Tensor) -> None:
         rows, columns = self.places
         chosen = layer.query[rows, :, columns].unflatten(
             1, (layer.key.shape[1], -1)

@@ -32,7 +32,7 @@ class ModelSize:
         return sum(self.tensors)
 
 
-def size_of(model: Any) -> ModelSize:
+def model_size(model: Any) -> ModelSize:
     """Of a causal language model, with weights or without."""
     text = model.config.get_text_config()
     key_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads

@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image, ImageFilter
 
 from mtrl.types import Prompt
-from mtrl.utils.seeding import keyed_generator
+from mtrl.utils.seeding import rng_for
 
 MID_GREY = 127
 
@@ -36,7 +36,7 @@ class Perturbation:
 
     def view(self, prompt: Prompt, step: int) -> tuple[np.ndarray, ...]:
         """The prompt's media perturbed, of the same shapes."""
-        random = keyed_generator("perturb", self.seed, step, prompt.task.id)
+        random = rng_for("perturb", self.seed, step, prompt.task.id)
         apply = PERTURBATIONS[self.kind]
         return tuple(apply(frames(medium), random, self).reshape(medium.shape) for medium in prompt.media)
 

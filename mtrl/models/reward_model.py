@@ -25,12 +25,12 @@ from transformers import (
 )
 
 from mtrl.models.backbone import Backbone, prompt_positions, vision_tokens
-from mtrl.models.checkpoint_files import refuse_broken_weights
+from mtrl.models.checkpoint_files import check_weight_files
 from mtrl.models.families import VISION_FAMILIES, load_encoder, load_model_config, load_tokenizer
-from mtrl.models.families.text import TextEncoder, parts_of
+from mtrl.models.families.text import TextEncoder, content_parts
 from mtrl.models.load_model import DTYPES, from_pretrained
-from mtrl.models.parallel.fsdp import Sharding, device_of, in_one_pass, split_again
-from mtrl.models.parallel.ranks import ALONE, Ranks
+from mtrl.models.parallel.fsdp import Sharding, compute_device, in_one_pass, split_again
+from mtrl.models.parallel.ranks import SINGLE_PROCESS, Ranks
 from mtrl.models.value_head import HEAD, OUTPUT_MATRIX, empty_value_model, find_head, with_head
 from mtrl.types import TEXT_POOL, Prompt, Task
 
@@ -64,23 +64,23 @@ def load_reward_model(
     """The reward model in a directory or behind a hub id, with its own tokenizer and image settings: whole on a device,
     or by `sharding` split over ranks, which all load it at once."""
     config = load_model_config(path, trust_remote_code)
-    refuse_broken_weights(path)
+    check_weight_files(path)
     options: dict[str, Any] = {"dtype": DTYPES[dtype], "trust_remote_code": trust_remote_code}
     if config.model_type in VISION_FAMILIES:
         encoder = load_encoder(path, trust_remote_code=trust_remote_code)
         load = partial(load_with_head, path, **options)
         if sharding is None:
-            return VisionJudge(load().to(device), encoder)
+            return VisionRewardModel(load().to(device), encoder)
         empty: Any = empty_value_model(path, dtype=dtype, trust_remote_code=trust_remote_code)
-        return VisionJudge(sharding.spread(empty, load).requires_grad_(False), encoder, sharding.ranks)
+        return VisionRewardModel(sharding.spread(empty, load).requires_grad_(False), encoder, sharding.ranks)
     tokenizer = TextEncoder(load_tokenizer(path, trust_remote_code))
     load = partial(load_whole, AutoModelForSequenceClassification, path, num_labels=1, **options)
     if sharding is None:
-        return TextJudge(load().to(device), tokenizer)
+        return TextRewardModel(load().to(device), tokenizer)
     config.num_labels = 1
     with torch.device("meta"):
         empty = AutoModelForSequenceClassification.from_config(config, **options).eval()
-    return TextJudge(sharding.spread(empty, load).requires_grad_(False), tokenizer)
+    return TextRewardModel(sharding.spread(empty, load).requires_grad_(False), tokenizer)
 
 
 def blank_conversation(encoder: TextEncoder) -> Prompt:
@@ -88,7 +88,7 @@ def blank_conversation(encoder: TextEncoder) -> Prompt:
     return Prompt(Task("", "", ()), (), one, one, torch.full((1,), TEXT_POOL))
 
 
-class TextJudge:
+class TextRewardModel:
     """Reads the words of a conversation; images are left out."""
 
     def __init__(self, model: PreTrainedModel, encoder: TextEncoder) -> None:
@@ -99,14 +99,14 @@ class TextJudge:
         return ()
 
     def encode(self, task: Task, media: Sequence[np.ndarray], response: str) -> Prompt:
-        return encode_answered(self.encoder, self.limit, words_of(task), (), response)
+        return encode_answered(self.encoder, self.limit, special_words(task), (), response)
 
     def blank(self) -> Prompt:
         return blank_conversation(self.encoder)
 
     @torch.no_grad()
     def scores(self, conversations: Sequence[Prompt]) -> Tensor:
-        rows, device = [each.ids for each in conversations], device_of(self.model)
+        rows, device = [each.ids for each in conversations], compute_device(self.model)
         ids = pad_sequence(rows, batch_first=True, padding_value=self.encoder.pad_id)
         mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
         found = self.model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits[:, 0].float().cpu()
@@ -114,10 +114,10 @@ class TextJudge:
         return found
 
 
-class VisionJudge:
+class VisionRewardModel:
     """Sees the images too: those of a prompt once for all its responses in a pass."""
 
-    def __init__(self, model: PreTrainedModel, encoder: TextEncoder, ranks: Ranks = ALONE) -> None:
+    def __init__(self, model: PreTrainedModel, encoder: TextEncoder, ranks: Ranks = SINGLE_PROCESS) -> None:
         self.backbone = Backbone(model, ranks=ranks)
         self.encoder, self.limit = for_answered(encoder), longest(model, encoder)
 
@@ -136,7 +136,7 @@ class VisionJudge:
 
     def _scores(self, conversations: Sequence[Prompt]) -> Tensor:
         device = self.backbone.device
-        owner = [images_of(each) for each in conversations]
+        owner = [decode_images(each) for each in conversations]
         seen = dict(zip(owner, conversations, strict=True))
         inputs = {images: self.encoder.inputs(each) for images, each in seen.items()}
         features = dict(zip(inputs, self.backbone.encode_images(list(inputs.values())), strict=True))
@@ -205,17 +205,18 @@ def encode_answered(encoder: TextEncoder, limit: int, task: Task, media: Sequenc
         messages = (*task.messages, {"role": "assistant", "content": response})
     else:
         *before, last = task.messages
-        messages = (*before, {**last, "content": [*parts_of(last), {"type": "text", "text": response}]})
+        messages = (*before, {**last, "content": [*content_parts(last), {"type": "text", "text": response}]})
     conversation = encoder.encode(replace(task, messages=messages), media)
     if len(conversation.ids) > limit:
         raise ValueError(f"prompt and response have {len(conversation.ids)} tokens; the reward model reads {limit}")
     return conversation
 
 
-def words_of(task: Task) -> Task:
+def special_words(task: Task) -> Task:
     """The task without its media."""
     messages = tuple(
-        {**message, "content": "".join(part.get("text", "") for part in parts_of(message))} for message in task.messages
+        {**message, "content": "".join(part.get("text", "") for part in content_parts(message))}
+        for message in task.messages
     )
     return replace(task, messages=messages, media=())
 
@@ -238,7 +239,7 @@ def resized(array: np.ndarray, height: int, width: int) -> np.ndarray:
     return np.asarray(Image.fromarray(array).resize((width, height), Image.Resampling.BICUBIC))
 
 
-def images_of(conversation: Prompt) -> tuple[Any, ...]:
+def decode_images(conversation: Prompt) -> tuple[Any, ...]:
     """A key that is equal for the same images at the same places: responses to a prompt hold the same arrays."""
     places = vision_tokens(conversation).nonzero().flatten()
     return (*map(id, conversation.media), places.numpy().tobytes())

@@ -23,7 +23,7 @@ from mtrl.models.adapters import (
 from mtrl.models.checkpoint_files import WEIGHTS
 from mtrl.models.load_model import from_pretrained
 from mtrl.models.parallel.fsdp import fill, is_split, plain_class, whole
-from mtrl.models.parallel.ranks import ALONE, Ranks
+from mtrl.models.parallel.ranks import SINGLE_PROCESS, Ranks
 from mtrl.models.value_head import HEAD, OUTPUT_MATRIX, find_head, has_head, with_head
 
 
@@ -113,7 +113,7 @@ def save_settings(model: PreTrainedModel, directory: Path) -> None:
                 file.rename(directory / file.name)
 
 
-def load_weights(model: PreTrainedModel, directory: Path, ranks: Ranks = ALONE) -> None:
+def load_weights(model: PreTrainedModel, directory: Path, ranks: Ranks = SINGLE_PROCESS) -> None:
     """Takes over, in place, what `save_model` wrote of the same model; anything missing or left over is an error. Of
     ranks that hold a model together the first alone reads."""
     try:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mtrl.prepare.questions import Head, Question, TableReader
+from mtrl.prepare.questions import Head, SourceQuestion, TableReader
 from mtrl.prepare.tables import Table, open_table, want_columns
-from mtrl.prepare.texts import checked_options, letter_of, option_list
+from mtrl.prepare.texts import checked_options, option_letter, option_list
 
 NAME, HUB, SPLIT = "aokvqa", "HuggingFaceM4/A-OKVQA", "train"
 TEXT = ("question_id", "question", "choices", "correct_choice_idx")
@@ -44,16 +44,16 @@ class Converter:
 
     def head(self, row: dict[str, Any], number: int) -> Head:
         options = checked_options(option_list(row["choices"]))
-        letter_of(row["correct_choice_idx"], options)
+        option_letter(row["correct_choice_idx"], options)
         key = self.key(row, number)
         return Head(key, f"{NAME}/{key}", f"{NAME}/{key}")
 
-    def question(self, row: dict[str, Any], number: int) -> Question:
+    def question(self, row: dict[str, Any], number: int) -> SourceQuestion:
         head, options = self.head(row, number), option_list(row["choices"])
-        answer = letter_of(row["correct_choice_idx"], options)
+        answer = option_letter(row["correct_choice_idx"], options)
         prompt = f"<image>{str(row['question']).strip()}"
         image = row["image"] if self.image == "image" else self._coco_path(row["image_id"])
-        return Question(head.id, head.question, prompt, answer, options, [image], NAME, self.directory)
+        return SourceQuestion(head.id, head.question, prompt, answer, options, [image], NAME, self.directory)
 
     def _coco_path(self, number: Any) -> str:
         name = f"{int(number):012d}.jpg"

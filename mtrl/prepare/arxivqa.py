@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from mtrl.data.row_settings import DataError
-from mtrl.prepare.questions import Head, Question, RowFault
+from mtrl.prepare.questions import Head, RowFault, SourceQuestion
 from mtrl.prepare.tables import open_table, want_columns
-from mtrl.prepare.texts import LeftOut, checked_options, letter_of, option_list, without_labels
+from mtrl.prepare.texts import LeftOut, checked_options, option_letter, option_list, without_labels
 
 NAME, HUB, SPLIT = "arxivqa", "openbmb/VisRAG-Ret-Test-ArxivQA", "train"
 TITLE = "VisRAG-ArxivQA"
@@ -52,12 +52,12 @@ class ArxivReader:
             try:
                 if not places:
                     raise LeftOut("no figure is related to it")
-                letter_of(row["answer"], _options(row))
+                option_letter(row["answer"], _options(row))
                 yield Head(key, id, id)
             except LeftOut as left_out:
                 yield Head(key, id, id, str(left_out))
 
-    def questions(self, start: int, wanted: np.ndarray) -> Iterator[tuple[int, Question | RowFault]]:
+    def questions(self, start: int, wanted: np.ndarray) -> Iterator[tuple[int, SourceQuestion | RowFault]]:
         """A figure is let go after the last question that shows it."""
         chosen = [index for index in range(start, len(self)) if wanted[index]]
         last = {at: index for index in chosen for at in self.rows[index][0]}
@@ -81,12 +81,12 @@ def _options(row: dict[str, Any]) -> list[str]:
     return checked_options(without_labels(option_list(row["options"])))
 
 
-def _question(row: dict[str, Any], images: list[Any], reader: ArxivReader) -> Question | RowFault:
+def _question(row: dict[str, Any], images: list[Any], reader: ArxivReader) -> SourceQuestion | RowFault:
     id, options = f"{NAME}/{row['query-id']}", _options(row)
     if any(image is None for image in images):
         return RowFault(id, "the figure that is related to it is not in the corpus")
-    answer, prompt = letter_of(row["answer"], options), "<image>" * len(images) + str(row["query"]).strip()
-    return Question(id, id, prompt, answer, options, images, NAME, reader.corpus.directory)
+    answer, prompt = option_letter(row["answer"], options), "<image>" * len(images) + str(row["query"]).strip()
+    return SourceQuestion(id, id, prompt, answer, options, images, NAME, reader.corpus.directory)
 
 
 def reader(where: str, split: str) -> ArxivReader:

@@ -10,7 +10,7 @@ from typing import Any
 
 from mtrl.data.media import media_list
 from mtrl.data.row_settings import DataError
-from mtrl.prepare.questions import Head, Question, TableReader
+from mtrl.prepare.questions import Head, SourceQuestion, TableReader
 from mtrl.prepare.tables import Table, open_table, want_columns
 from mtrl.prepare.texts import LeftOut
 
@@ -22,14 +22,14 @@ def reader(places: Sequence[str]) -> TableReader:
     tables = []
     for place in places:
         name, _, split = place.rpartition("@") if "@" in place and not Path(place).exists() else (place, "", "")
-        refuse_unfinished(Path(name).expanduser())
+        check_finished(Path(name).expanduser())
         table = open_table(name, split or None)
         want_columns(table, ("prompt", "answer"), "a prepared dataset")
         tables.append((table, Converter(table, Path(name).name)))
     return TableReader(NAME, tables)
 
 
-def refuse_unfinished(folder: Path) -> None:
+def check_finished(folder: Path) -> None:
     journal = folder / JOURNAL
     if journal.is_file() and not json.loads(journal.read_text(encoding="utf-8")).get("complete"):
         raise DataError(f"{folder} was not prepared to its end; give that command again first, it goes on where it was")
@@ -59,9 +59,9 @@ class Converter:
         key = self.key(row, number)
         return Head(key, key, str(row.get("question_id") or key))
 
-    def question(self, row: dict[str, Any], number: int) -> Question:
+    def question(self, row: dict[str, Any], number: int) -> SourceQuestion:
         head, options, source = self.head(row, number), row.get("options"), row.get("source") or self.source
         images = media_list(row.get("images"))
-        return Question(
+        return SourceQuestion(
             head.id, head.question, row["prompt"], row["answer"], options, images, source, self.table.directory
         )

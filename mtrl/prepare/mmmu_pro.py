@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from mtrl.data.row_settings import RowError
-from mtrl.prepare.questions import Head, Question, TableReader
+from mtrl.prepare.questions import Head, SourceQuestion, TableReader
 from mtrl.prepare.tables import Table, open_table, want_columns
-from mtrl.prepare.texts import checked_options, letter_of, option_list, place_marks
+from mtrl.prepare.texts import checked_options, option_letter, option_list, place_marks
 
 NAME, HUB, SPLIT = "mmmu-pro", "MMMU/MMMU_Pro", "test"
 CONFIGS = {"4": "standard (4 options)", "10": "standard (10 options)", "vision": "vision"}
@@ -48,18 +48,20 @@ class Converter:
         return str(row["id"])
 
     def head(self, row: dict[str, Any], number: int) -> Head:
-        letter_of(row["answer"], checked_options(option_list(row["options"])))
+        option_letter(row["answer"], checked_options(option_list(row["options"])))
         key = self.key(row, number)
         return Head(key, f"{NAME}-{self.variant}/{key}", f"{NAME}/{key}")
 
-    def question(self, row: dict[str, Any], number: int) -> Question:
+    def question(self, row: dict[str, Any], number: int) -> SourceQuestion:
         head, options = self.head(row, number), option_list(row["options"])
-        answer, source = letter_of(row["answer"], options), f"{NAME}-{self.variant}"
+        answer, source = option_letter(row["answer"], options), f"{NAME}-{self.variant}"
         images = {at: row[column] for at, column in enumerate(self.images, 1) if row[column] is not None}
         if not images:
             raise RowError("it has no image")
         if self.variant == "vision":
             shown = list(images.values())
-            return Question(head.id, head.question, VISION_PROMPT, answer, None, shown, source, self.table.directory)
+            return SourceQuestion(
+                head.id, head.question, VISION_PROMPT, answer, None, shown, source, self.table.directory
+            )
         prompt, options, shown = place_marks(str(row["question"]).strip(), options, images)
-        return Question(head.id, head.question, prompt, answer, options, shown, source, self.table.directory)
+        return SourceQuestion(head.id, head.question, prompt, answer, options, shown, source, self.table.directory)

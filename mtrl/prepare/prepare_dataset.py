@@ -14,7 +14,7 @@ from mtrl.data.row_settings import DataError, RowError
 from mtrl.prepare.contact_sheet import draw_sheet, sample_rows
 from mtrl.prepare.dataset_card import card
 from mtrl.prepare.images import Storage, stored
-from mtrl.prepare.questions import Question, Reader, RowFault
+from mtrl.prepare.questions import RowFault, RowReader, SourceQuestion
 from mtrl.prepare.select import Selection, select
 from mtrl.prepare.shards import STRETCH_ROWS, Journal, Output, Stretch, telling_of_a_full_disk
 
@@ -48,7 +48,7 @@ class Prepared:
     was_there: bool
 
 
-def prepare(reader: Reader, folder: Path, wishes: Wishes, stream: TextIO | None = None) -> Prepared:
+def prepare(reader: RowReader, folder: Path, wishes: Wishes, stream: TextIO | None = None) -> Prepared:
     output = Output(folder, {**wishes.named, "stamp": reader.stamp})
     try:
         with telling_of_a_full_disk(output):
@@ -70,7 +70,7 @@ def prepare(reader: Reader, folder: Path, wishes: Wishes, stream: TextIO | None 
         output.close()
 
 
-def choose(reader: Reader, wishes: Wishes, stream: TextIO | None) -> Selection:
+def choose(reader: RowReader, wishes: Wishes, stream: TextIO | None) -> Selection:
     with Progress(len(reader), f"choosing of {reader.name}", stream) as progress:
         selection = select(
             reader, seed=wishes.seed, subset=wishes.subset, ids=wishes.ids, validation=wishes.validation,
@@ -82,21 +82,23 @@ def choose(reader: Reader, wishes: Wishes, stream: TextIO | None) -> Selection:
     return selection
 
 
-def write(reader: Reader, output: Output, selection: Selection, wishes: Wishes, stream: TextIO | None) -> None:
+def write(reader: RowReader, output: Output, selection: Selection, wishes: Wishes, stream: TextIO | None) -> None:
     journal = output.journal
     stretch = Stretch(output.folder, journal.stretches)
     skipped: list[str] = []
     try:
         with Progress(int(selection.wanted[journal.done :].sum()), f"writing {output.folder}", stream) as progress:
             for index, found in reader.questions(journal.done, selection.wanted):
-                made = row_of(found, output.folder, wishes.storage) if isinstance(found, Question) else found
+                made = (
+                    prepared_row(found, output.folder, wishes.storage) if isinstance(found, SourceQuestion) else found
+                )
                 if isinstance(made, RowFault):
                     if not wishes.skip_bad:
-                        refuse(made, output)
+                        check(made, output)
                     skipped.append(f"{made.id}: {made.reason}")
                     stretch.counts["skipped"][PARTICULAR.sub("..", made.reason)] += 1
                 else:
-                    stretch.add(split_of(wishes, bool(selection.validation[index])), made)
+                    stretch.add(choose_split(wishes, bool(selection.validation[index])), made)
                 progress.add(1)
                 if stretch.rows >= STRETCH_ROWS or stretch.bytes >= wishes.shard_mib << 20:
                     output.commit(stretch, index + 1, skipped)
@@ -107,11 +109,11 @@ def write(reader: Reader, output: Output, selection: Selection, wishes: Wishes, 
         raise
 
 
-def split_of(wishes: Wishes, validation: bool) -> str:
+def choose_split(wishes: Wishes, validation: bool) -> str:
     return wishes.split if not wishes.validation else "val" if validation else "train"
 
 
-def row_of(question: Question, folder: Path, storage: Storage) -> dict[str, Any] | RowFault:
+def prepared_row(question: SourceQuestion, folder: Path, storage: Storage) -> dict[str, Any] | RowFault:
     """As the schema has it."""
     try:
         images = [stored(image, question.directory, folder, storage) for image in question.images]
@@ -124,7 +126,7 @@ def row_of(question: Question, folder: Path, storage: Storage) -> dict[str, Any]
     return {**row, "images": images}
 
 
-def refuse(fault: RowFault, output: Output) -> None:
+def check(fault: RowFault, output: Output) -> None:
     rows = sum(output.journal.counts["rows"].values())
     raise DataError(
         f"{fault.id}: {fault.reason}. Repair it (--image-dir says where paths of images start), or leave such rows out "

@@ -24,7 +24,7 @@ class Head(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Question:
+class SourceQuestion:
     """One row of the output, its images as the dataset holds them."""
 
     id: str
@@ -44,7 +44,7 @@ class RowFault(NamedTuple):
     reason: str
 
 
-class Reader(Protocol):
+class RowReader(Protocol):
     """A dataset. Both passes go through the rows in the same order."""
 
     name: str
@@ -54,7 +54,7 @@ class Reader(Protocol):
 
     def heads(self) -> Iterator[Head]: ...
 
-    def questions(self, start: int, wanted: np.ndarray) -> Iterator[tuple[int, Question | RowFault]]:
+    def questions(self, start: int, wanted: np.ndarray) -> Iterator[tuple[int, SourceQuestion | RowFault]]:
         """Place and question of the wanted rows from `start` on, or what is wrong with it."""
 
 
@@ -72,7 +72,7 @@ class Converter(Protocol):
     def head(self, row: dict[str, Any], number: int) -> Head:
         """Raises LeftOut."""
 
-    def question(self, row: dict[str, Any], number: int) -> Question: ...
+    def question(self, row: dict[str, Any], number: int) -> SourceQuestion: ...
 
     def key(self, row: dict[str, Any], number: int) -> str: ...
 
@@ -96,7 +96,7 @@ class TableReader:
                     key = convert.key(row, number)
                     yield Head(key, key, key, str(left_out))
 
-    def questions(self, start: int, wanted: np.ndarray) -> Iterator[tuple[int, Question | RowFault]]:
+    def questions(self, start: int, wanted: np.ndarray) -> Iterator[tuple[int, SourceQuestion | RowFault]]:
         first = 0
         for table, convert in self.tables:
             begin = max(0, start - first)
@@ -107,7 +107,7 @@ class TableReader:
             first += len(table)
 
 
-def made(convert: Converter, row: dict[str, Any], number: int) -> Question | RowFault:
+def made(convert: Converter, row: dict[str, Any], number: int) -> SourceQuestion | RowFault:
     try:
         return convert.question(row, number)
     except RowError as error:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from mtrl.data.row_settings import DataError
-from mtrl.prepare.questions import Reader
+from mtrl.prepare.questions import RowReader
 from mtrl.utils.files import regular_file
 
 
@@ -33,7 +33,7 @@ class Selection:
 
 
 def select(
-    reader: Reader,
+    reader: RowReader,
     *,
     seed: int,
     subset: int | None = None,

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq  # type: ignore[import-untyped]
 from mtrl.data.arrow import MIB, UNREADABLE, ArrowRows, open_hub_dataset
 from mtrl.data.cache import DiskCache, file_stamp
 from mtrl.data.row_settings import DataError, RowError
-from mtrl.data.sources import HUB_ID, Source, files_of, open_sources
+from mtrl.data.sources import HUB_ID, DataSource, list_files, open_sources
 
 AT_ONCE = 32  # rows decoded together
 LOOKED_AT = 32  # rows of JSON whose columns are looked at
@@ -87,7 +87,7 @@ class ArrowTable:
 class SourceTable:
     """JSON, JSONL and tars: rows need not have the same columns."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: DataSource) -> None:
         self.source, self.name, self.directory, self.stamp = source, source.name, source.directory, source.fingerprint
         seen: dict[str, None] = {}
         for index in range(min(LOOKED_AT, len(source))):
@@ -117,9 +117,9 @@ def open_table(where: str, split: str | None, config: str | None = None) -> Tabl
             return ArrowTable(open_hub_dataset(where, split, cache, config))
         raise DataError(f"{where} does not exist")
     if config is not None:
-        path = _folder_of(path, config)
+        path = _table_folder(path, config)
     if path.is_dir() and not any((path / name).exists() for name in ("state.json", "dataset_dict.json")):
-        files = files_of(path, split, if_told=True)
+        files = list_files(path, split, if_told=True)
         if all(file.suffix == ".parquet" for file in files):
             return ParquetTable(files, str(path))
         sources = [source for file in files for source in open_sources(str(file), cache)]
@@ -134,7 +134,7 @@ def open_table(where: str, split: str | None, config: str | None = None) -> Tabl
     return ArrowTable(source) if isinstance(source, ArrowRows) else SourceTable(source)
 
 
-def _folder_of(path: Path, config: str) -> Path:
+def _table_folder(path: Path, config: str) -> Path:
     found = [folder for folder in (path, *sorted(path.rglob("*"))) if folder.is_dir() and folder.name == config]
     if not found:
         raise DataError(f"{path} has no folder {config!r}; name the copy of the whole dataset")

@@ -56,7 +56,7 @@ def checked_options(options: Sequence[str]) -> list[str]:
     return list(options)
 
 
-def letter_of(answer: Any, options: Sequence[str]) -> str:
+def option_letter(answer: Any, options: Sequence[str]) -> str:
     """The letter of an answer that is a letter, a place from 0, or an option's text.
 
     >>> letter_of("B. a fall", ["a rise", "a fall"]), letter_of(0, ["a rise", "a fall"])

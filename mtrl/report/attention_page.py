@@ -19,7 +19,7 @@ LISTED = 8  # tokens listed as those that look most, and as those that look leas
 
 
 @dataclass(frozen=True, eq=False)
-class Drawn:
+class DrawnAttention:
     """A token whose attention is drawn."""
 
     token: int  # its place in the response
@@ -39,7 +39,7 @@ class Answered:
     mass: Tensor  # [n, len(SEGMENTS), 2]
     prompt_mass: Tensor  # [len(SEGMENTS), 2]
     sizes: Tensor  # [2] tokens of the text and the vision pool
-    drawn: tuple[Drawn, ...] = ()
+    drawn: tuple[DrawnAttention, ...] = ()
 
     @property
     def mean_mass(self) -> Tensor:
@@ -91,7 +91,9 @@ def sample_section(place: int, answer: Answered, pictures: Path) -> str:
     for drawn in answer.drawn:
         file = pictures / f"sample{place}_token{drawn.token}.png"
         word = answer.tokens[drawn.token]
-        draw_heat_maps(file, f"token {drawn.token} {word!r}: {drawn.why}", list(drawn.images), notes_of(answer, drawn))
+        draw_heat_maps(
+            file, f"token {drawn.token} {word!r}: {drawn.why}", list(drawn.images), attention_notes(answer, drawn)
+        )
         parts.append(f"Token {drawn.token} ({drawn.why}):\n\n![attention](pictures/{file.name})")
     return "\n\n".join(parts)
 
@@ -108,7 +110,7 @@ def token_table(answer: Answered) -> str:
     return table(["place", "token", *(f"VGR {name}" for name in SHOWN_SEGMENTS)], rows)
 
 
-def notes_of(answer: Answered, drawn: Drawn) -> dict[str, str]:
+def attention_notes(answer: Answered, drawn: DrawnAttention) -> dict[str, str]:
     """For each segment: the mass on all images, and the VGR."""
     notes = {}
     for name in SHOWN_SEGMENTS:

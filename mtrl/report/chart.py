@@ -40,7 +40,7 @@ LETTER, SAMPLE = 0.085, 0.9  # inches, about: a letter of the legend, and the pi
 
 
 @dataclass(frozen=True)
-class Line:
+class Curve:
     """A name has one colour in all panels."""
 
     name: str
@@ -55,7 +55,7 @@ class Panel:
     """`bounds`: what the axis spans in any case, such as (0, 1) for a rate."""
 
     title: str
-    lines: Sequence[Line]
+    lines: Sequence[Curve]
     bounds: tuple[float, float] | None = None
 
 
@@ -91,7 +91,7 @@ def draw_panel(axes: Axes, panel: Panel, names: Sequence[str], window: int) -> N
     dress(axes)
     axes.set_title(drawable(panel.title, 60), loc="left", **words(LABEL))
     for line in panel.lines:
-        look = look_of(line, names.index(line.name))
+        look = line_style(line, names.index(line.name))
         if line.band:
             x, low, high = zip(*line.band, strict=True)
             axes.fill_between(x, low, high, color=look["color"], alpha=0.15, linewidth=0)
@@ -102,7 +102,7 @@ def draw_panel(axes: Axes, panel: Panel, names: Sequence[str], window: int) -> N
         axes.plot(*zip(*shown, strict=True), **look)
 
 
-def look_of(line: Line, place: int) -> dict[str, Any]:
+def line_style(line: Curve, place: int) -> dict[str, Any]:
     """How a line is drawn. Points are marked one by one unless they are the noise of single steps, or too many."""
     if line.reference:
         return {"color": REFERENCE, "linewidth": 4.5, "solid_capstyle": "round", "clip_on": False, "zorder": 2}
@@ -119,7 +119,7 @@ def legend_handles(names: Sequence[str], panels: Sequence[Panel]) -> list[Any]:
 
     lines = sorted((line for panel in panels for line in panel.lines), key=lambda line: not line.noisy)
     shown = {line.name: line for line in lines}  # with its mark, where it has one in any panel
-    return [Line2D([], [], label=name, **look_of(shown[name], place)) for place, name in enumerate(names)]
+    return [Line2D([], [], label=name, **line_style(shown[name], place)) for place, name in enumerate(names)]
 
 
 def write_head(figure: Figure, title: str, note: str, handles: Sequence[Any], beside: int) -> None:

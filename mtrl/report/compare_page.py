@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from mtrl.compare.arms import Arm, endpoint
-from mtrl.compare.statistics import Discordant, Estimate, Paired, estimate, holm, mcnemar, paired
-from mtrl.report.chart import Line, Panel, draw_chart
+from mtrl.compare.statistics import Discordant, MeanEstimate, Paired, estimate, holm, mcnemar, paired
+from mtrl.report.chart import Curve, Panel, draw_chart
 from mtrl.report.markdown_pages import table
-from mtrl.report.run_curves import title_of
+from mtrl.report.run_curves import metric_title
 
 Checks = Mapping[str, Mapping[str, float]]
 NONE: Checks = {}
@@ -23,8 +23,8 @@ class Verdict:
     """One arm. What compares it with the baseline is None for the baseline itself."""
 
     arm: Arm
-    final: Estimate
-    area: Estimate
+    final: MeanEstimate
+    area: MeanEstimate
     by_final: Paired | None = None
     by_area: Paired | None = None
     questions: Discordant | None = None
@@ -91,8 +91,8 @@ def page(verdicts: Sequence[Verdict], metric: str) -> str:
     name = verdicts[0].arm.name
     tests = [head for what in ("final", "area") for head in (f"{what}, to {name}", "p", "Holm")]
     heads = ["arm", "seeds", "final", "area", *tests, "questions won, lost", "p", "s a step"]
-    rows = table(heads, [row_of(verdict) for verdict in verdicts])
-    title = f"# {len(verdicts)} arms compared by {title_of(metric)}"
+    rows = table(heads, [table_row(verdict) for verdict in verdicts])
+    title = f"# {len(verdicts)} arms compared by {metric_title(metric)}"
     return f"{title}\n\n{HOW.format(baseline=name)}\n\n{rows}\n\n![curves](comparison.png)\n"
 
 
@@ -105,7 +105,7 @@ def check_page(checks: Checks) -> str:
     return f"## What the rules do to the gradient of the first step\n\n{table(heads, rows)}\n"
 
 
-def row_of(verdict: Verdict) -> list[str]:
+def table_row(verdict: Verdict) -> list[str]:
     cells = [verdict.arm.name, str(len(verdict.arm.runs)), told(verdict.final), told(verdict.area)]
     for test in (verdict.by_final, verdict.by_area):
         if test is None:
@@ -117,7 +117,7 @@ def row_of(verdict: Verdict) -> list[str]:
     return [*cells, "" if verdict.arm.seconds is None else f"{verdict.arm.seconds:.2f}"]
 
 
-def told(value: Estimate, signed: bool = False) -> str:
+def told(value: MeanEstimate, signed: bool = False) -> str:
     sign = "+" if signed else ""
     if value.low is None or value.high is None:
         return f"{value.mean:{sign}.3f}"
@@ -129,13 +129,13 @@ def told_p(p: float | None) -> str:
 
 
 def panel(arms: Sequence[Arm], metric: str) -> Panel:
-    return Panel(title_of(metric), [line(arm, metric) for arm in arms], (0.0, 1.0) if "avg@" in metric else None)
+    return Panel(metric_title(metric), [line(arm, metric) for arm in arms], (0.0, 1.0) if "avg@" in metric else None)
 
 
-def line(arm: Arm, metric: str) -> Line:
+def line(arm: Arm, metric: str) -> Curve:
     """The mean over seeds at the steps that all of them have, and its interval."""
     curves = [dict(run.curves[metric]) for run in arm.runs.values() if metric in run.curves]
     steps = sorted(set.intersection(*(set(curve) for curve in curves)))
     means = {step: estimate([curve[step] for curve in curves]) for step in steps}
     band = [(step, m.low, m.high) for step, m in means.items() if m.low is not None and m.high is not None]
-    return Line(arm.name, [(step, m.mean) for step, m in means.items()], band=band)
+    return Curve(arm.name, [(step, m.mean) for step, m in means.items()], band=band)

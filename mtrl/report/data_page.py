@@ -20,7 +20,7 @@ from mtrl.data.media import within_side
 from mtrl.data.missing import Noted
 from mtrl.data.row_settings import BadRow, DataSettings, RowError, by_cause
 from mtrl.data.sampler import PromptLoader
-from mtrl.data.sources import JsonlSource, RowList, Source
+from mtrl.data.sources import DataSource, JsonlSource, RowList
 from mtrl.data.tars import TarRows
 from mtrl.data.video import target_sizes
 from mtrl.protocols import PromptEncoder
@@ -46,7 +46,7 @@ class ReadableEncoder(PromptEncoder, Protocol):
 
 
 def run(
-    data: str | Sequence[Source],
+    data: str | Sequence[DataSource],
     settings: DataSettings,
     encoder: ReadableEncoder | None,
     stream: TextIO,
@@ -87,7 +87,7 @@ def _files(dataset: Dataset) -> list[str]:
     return lines
 
 
-def _formats(sources: Sequence[Source], cache: DiskCache) -> list[str]:
+def _formats(sources: Sequence[DataSource], cache: DiskCache) -> list[str]:
     """Whose columns they were taken for, and in which kind of file; a line for each that occurs."""
     taken: Counter[str] = Counter()
     for source in sources:
@@ -100,7 +100,7 @@ def _formats(sources: Sequence[Source], cache: DiskCache) -> list[str]:
     return ["Format", *(f"  {found}{many}" for found, many in files.items())]
 
 
-def _columns(sources: Sequence[Source]) -> list[str]:
+def _columns(sources: Sequence[DataSource]) -> list[str]:
     types: dict[str, Counter[str]] = {}
     read_as: dict[str, str] = {}
     looked_at = 0

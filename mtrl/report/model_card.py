@@ -15,7 +15,7 @@ SAMPLES = 3
 
 
 @dataclass(frozen=True)
-class RunRecord:
+class CardRun:
     """What a run knows of the model that it trained; what it does not know is empty and left out."""
 
     name: str
@@ -39,7 +39,7 @@ class Exported:
     images: bool  # whether it sees
     dtype: str
     version: str  # of MTRL
-    run: RunRecord | None = None
+    run: CardRun | None = None
 
 
 def model_card(model: Exported) -> str:
@@ -82,7 +82,7 @@ def usage(model: Exported) -> str:
     return fenced("\n".join(code), "python")
 
 
-def run_sections(run: RunRecord) -> list[str]:
+def run_sections(run: CardRun) -> list[str]:
     parts = []
     if results := result_rows(run):
         parts += ["## Results", table(["validation", "before", "after"], results)]
@@ -95,7 +95,7 @@ def run_sections(run: RunRecord) -> list[str]:
     return [*parts, "## Configuration", "Keys that are not at their defaults.", fenced(run.settings.strip(), "yaml")]
 
 
-def result_rows(run: RunRecord) -> list[list[str]]:
+def result_rows(run: CardRun) -> list[list[str]]:
     """A row a metric of validation: the first value of the run, and the last one up to the exported step."""
     rows = []
     for name, points in sorted(run.history.items()):

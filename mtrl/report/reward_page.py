@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict
 from typing import Any
 
-from mtrl.rewards.dry_run import Trial, Tried, ValueSummary, histogram
+from mtrl.rewards.dry_run import Trial, TriedReward, ValueSummary, histogram
 
 SHOWN = 5  # how many of the slowest and of the failed responses are listed
 BAR = 40  # characters of the longest bar in the histogram
@@ -81,7 +81,7 @@ def pace(trial: Trial) -> str:
     return f"{len(trial.tried)} responses in {trial.seconds:.2f} s, {numbers['calls_per_second']:g} a second"
 
 
-def place(each: Tried) -> str:
+def place(each: TriedReward) -> str:
     text = " ".join(each.response.split())
     return f"{each.origin}: {text if len(text) <= PREVIEW else text[:PREVIEW] + '...'}"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mtrl.report.chart import Line, Panel, draw_chart
+from mtrl.report.chart import Curve, Panel, draw_chart
 from mtrl.utils.metric_history import History
 
 REWARD = ("reward/overall", "val/reward_score")  # of training and of validation
@@ -34,8 +34,8 @@ def usual_panels(run: History) -> list[Panel]:
     """Reward and accuracy of one run, those of training and of validation in one panel."""
     panels = []
     for title, (training, validation), bounds in (("reward", REWARD, None), ("accuracy", ACCURACY, (0.0, 1.0))):
-        lines = [Line("training", run[training], noisy=True)] if training in run else []
-        lines += [Line("validation", run[name]) for name in sorted(run) if name.startswith(validation)][:1]
+        lines = [Curve("training", run[training], noisy=True)] if training in run else []
+        lines += [Curve("validation", run[name]) for name in sorted(run) if name.startswith(validation)][:1]
         if lines:
             panels.append(Panel(title, lines, bounds))
     return panels
@@ -46,9 +46,9 @@ def metric_panels(runs: Mapping[str, History], metrics: Sequence[str]) -> list[P
     panels = []
     for metric in metrics:
         noisy = not metric.startswith("val/")
-        lines = [Line(name, run[metric], noisy) for name, run in runs.items() if metric in run]
+        lines = [Curve(name, run[metric], noisy) for name, run in runs.items() if metric in run]
         if lines:
-            panels.append(Panel(title_of(metric), lines, (0.0, 1.0) if metric.startswith(RATES) else None))
+            panels.append(Panel(metric_title(metric), lines, (0.0, 1.0) if metric.startswith(RATES) else None))
     return panels
 
 
@@ -57,7 +57,7 @@ def usual_metrics(runs: Mapping[str, History]) -> list[str]:
     return [name for start in (*REWARD, *ACCURACY) for name in known if name.startswith(start)]
 
 
-def title_of(metric: str) -> str:
+def metric_title(metric: str) -> str:
     if metric.startswith("val/avg@"):
         return f"accuracy, validation ({metric.removeprefix('val/')})"
     return TITLES.get(metric, metric)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from mtrl.rewards.letters import GROUP, LETTERS, LONE, OPEN, WORD, WORD_AFTER, counts, half_width, runs_of
+from mtrl.rewards.letters import GROUP, LETTERS, LONE, OPEN, WORD, WORD_AFTER, counts, half_width, letter_runs
 from mtrl.rewards.tags import last_answer, without_thoughts
 
 NONE: frozenset[str] = frozenset()
@@ -72,10 +72,10 @@ def leading_choice(answer: str, options: Sequence[str] | None) -> frozenset[str]
     groups = list(islice(GROUP.finditer(answer), MOST_GROUPS))
     begin = WORD.search(answer)
     if groups and begin and groups[0].start() == begin.start() and counts(answer, groups[0], leads=True):
-        return frozenset(runs_of(groups[0][0])[0])
+        return frozenset(letter_runs(groups[0][0])[0])
     if rest := after_key_word(answer):
         return leading_choice(rest, options)
-    return next((frozenset(runs_of(group[0])[0]) for group in groups if counts(answer, group)), NONE)
+    return next((frozenset(letter_runs(group[0])[0]) for group in groups if counts(answer, group)), NONE)
 
 
 def last_choice(text: str) -> frozenset[str]:
@@ -86,7 +86,7 @@ def last_choice(text: str) -> frozenset[str]:
     for part in (REASON.sub("…", text), text):
         for group in reversed(deque(GROUP.finditer(part), maxlen=MOST_GROUPS)):
             if counts(part, group):
-                return frozenset(runs_of(group[0])[-1])
+                return frozenset(letter_runs(group[0])[-1])
     return NONE
 
 

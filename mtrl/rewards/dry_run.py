@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mtrl.rewards.outcomes import Outcome, logged_number
-from mtrl.rewards.samples import samples_of
+from mtrl.rewards.samples import make_samples
 from mtrl.rewards.scorer import RewardFunction, Sample
 from mtrl.types import Rollouts
 
@@ -18,7 +18,7 @@ NAN = math.nan
 
 
 @dataclass(frozen=True)
-class Tried:
+class TriedReward:
     """One response and what became of it."""
 
     origin: str  # where a person finds it
@@ -53,12 +53,12 @@ class Trial:
     """All responses of a trial. `seconds` is time on the clock, with every process at work."""
 
     name: str
-    tried: tuple[Tried, ...]
+    tried: tuple[TriedReward, ...]
     seconds: float
     failure_reward: float = 0.0
 
     @property
-    def failed(self) -> list[Tried]:
+    def failed(self) -> list[TriedReward]:
         return [each for each in self.tried if each.outcome.failure]
 
     @property
@@ -77,7 +77,7 @@ class Trial:
                 parts.setdefault(name, spread)
         return parts
 
-    def slowest(self, count: int) -> list[Tried]:
+    def slowest(self, count: int) -> list[TriedReward]:
         """The slowest responses that were timed: built-ins are not, nor calls that took their process with them."""
         timed = [each for each in self.tried if each.outcome.seconds]
         return sorted(timed, key=lambda each: -each.outcome.seconds)[:count]
@@ -87,13 +87,13 @@ def try_on(
     name: str,
     function: RewardFunction,
     recorded: Iterable[Rollouts],
-    describe: Callable[[Rollouts], Sequence[Sample]] = samples_of,
+    describe: Callable[[Rollouts], Sequence[Sample]] = make_samples,
     failure_reward: float = 0.0,
 ) -> Trial:
     """Scores one batch after the other, groups whole, as a run does. `describe` makes the samples. Nobody probed these
     responses, so a function that asks for signals gets none."""
     nothing = {"signals": dict[str, Any]()} if function.needs else {}
-    tried: list[Tried] = []
+    tried: list[TriedReward] = []
     seconds = 0.0
     for rollouts in recorded:
         group = rollouts.group.tolist()
@@ -102,7 +102,7 @@ def try_on(
         outcomes = [future.result() for future in function.submit(samples, group)]
         seconds += time.perf_counter() - begin
         origins = [rollouts.prompts[g].task.origin for g in group]
-        tried += map(Tried, origins, rollouts.text, outcomes)
+        tried += map(TriedReward, origins, rollouts.text, outcomes)
     return Trial(name, tuple(tried), seconds, failure_reward)
 
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from mtrl.rewards.scratch import Scratch
+from mtrl.rewards.scratch import ScratchDirectory
 
 if TYPE_CHECKING:  # a worker imports this module, and Pillow only where there is an image
     from PIL import Image
@@ -30,10 +30,10 @@ class ImageFiles:
         self._lock = threading.Lock()
 
     @cached_property
-    def directory(self) -> Scratch:
-        return Scratch()
+    def directory(self) -> ScratchDirectory:
+        return ScratchDirectory()
 
-    def path_of(self, image: Image.Image) -> str:
+    def image_path(self, image: Image.Image) -> str:
         key = id(image)
         with self._lock:
             if key not in self._paths:
@@ -60,7 +60,7 @@ class Packer(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         from PIL import Image
 
-        return (open_image, (self.files.path_of(value),)) if isinstance(value, Image.Image) else NotImplemented
+        return (open_image, (self.files.image_path(value),)) if isinstance(value, Image.Image) else NotImplemented
 
 
 def pack(samples: Sequence[Any], files: ImageFiles) -> bytes:

@@ -72,7 +72,7 @@ def half_width(text: str) -> str:
     return text.translate(HALF_WIDTH)
 
 
-def runs_of(group: str) -> list[list[str]]:
+def letter_runs(group: str) -> list[list[str]]:
     """The letters of a group; nobody lists one twice, so a letter that comes again begins anew.
 
     >>> runs_of("A and C, C")

@@ -50,7 +50,7 @@ def find_function(module: ModuleType, place: str, name: str | None) -> Callable[
     return getattr(module, names[0])
 
 
-def name_of(spec: str) -> str:
+def reward_name(spec: str) -> str:
     """The name of a reward in logs: the function's, or the file's where the spec names no function."""
     place, name = split_spec(spec)
     return name or (Path(place).stem if place.endswith(".py") else place.rpartition(".")[2])

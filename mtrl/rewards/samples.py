@@ -15,7 +15,7 @@ from mtrl.types import SEGMENTS, Prompt, Rollouts, Signals
 PER_TOKEN = tuple(f.name for f in fields(Signals) if f.name not in ATTENTION)  # [N, T]; attention has more dimensions
 
 
-def samples_of(
+def make_samples(
     rollouts: Rollouts,
     options_key: str = "options",
     answer_key: str = "answer",
@@ -53,7 +53,7 @@ def prompt_part(prompt: Prompt, options_key: str, answer_key: str) -> dict[str, 
     return part | {"prompt_messages": list(task.messages)} if task.chat else part
 
 
-def signals_of(rollouts: Rollouts, signals: Signals | None) -> list[dict[str, Any]]:
+def signal_lists(rollouts: Rollouts, signals: Signals | None) -> list[dict[str, Any]]:
     """What the probes measured of each response: {"old_logprobs": [one number a token], "entropy": .., ..}.
 
     Where attention was read: "vgr" for each token, and "vgr_early", "vgr_late", .. of the whole response; both are

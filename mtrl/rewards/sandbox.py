@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mtrl.rewards.image_files import ImageFiles, pack
-from mtrl.rewards.loading import Setup, name_of
+from mtrl.rewards.loading import Setup, reward_name
 from mtrl.rewards.messages import WorkerLost, read_answers, read_start
 from mtrl.rewards.outcomes import Outcome, last_words
 from mtrl.rewards.signatures import Sample, Traits, UserReward
@@ -80,7 +80,7 @@ def warn_of_strays() -> None:
 
 
 @dataclass
-class Job:
+class RewardJob:
     """Samples that travel together, who waits for them, and until when."""
 
     samples: list[Sample]
@@ -97,8 +97,8 @@ class Job:
             del self.waiting[each]
             self.futures[each].set_result(outcome)
 
-    def rest(self, places: Sequence[int]) -> Job:
-        return Job([self.samples[each] for each in places], [self.futures[each] for each in places], self.limit)
+    def rest(self, places: Sequence[int]) -> RewardJob:
+        return RewardJob([self.samples[each] for each in places], [self.futures[each] for each in places], self.limit)
 
 
 @dataclass
@@ -109,7 +109,7 @@ class Service:
     setup: Setup
     step_seconds: float = math.inf
     traits: Traits | None = None  # as the first worker told them
-    jobs: queue.SimpleQueue[Job | None] = field(default_factory=queue.SimpleQueue)
+    jobs: queue.SimpleQueue[RewardJob | None] = field(default_factory=queue.SimpleQueue)
     alive: set[WorkerProcess] = field(default_factory=set)
     closing: threading.Event = field(default_factory=threading.Event)
     lost_in_a_row: int = 0
@@ -148,7 +148,7 @@ class Service:
         if worker is not None:
             self.drop(worker)
 
-    def serve(self, job: Job, worker: WorkerProcess | None) -> WorkerProcess | None:
+    def serve(self, job: RewardJob, worker: WorkerProcess | None) -> WorkerProcess | None:
         """Takes a job to the worker, or to a new one; gives the worker back if it is still good."""
         if why := self.hopeless(job):
             job.settle(None, Outcome(failure=why))
@@ -175,7 +175,7 @@ class Service:
         self.drop(worker)
         return None
 
-    def hopeless(self, job: Job) -> str:
+    def hopeless(self, job: RewardJob) -> str:
         """Why a job need not be tried, if that is so."""
         if self.closing.is_set():
             return "the run has ended"
@@ -188,7 +188,7 @@ class Service:
     def out_of_time(self) -> str:
         return f"all responses together took longer than worker.reward.step_timeout_s={self.step_seconds:g}"
 
-    def collect(self, job: Job, worker: WorkerProcess, message: bytes) -> bool:
+    def collect(self, job: RewardJob, worker: WorkerProcess, message: bytes) -> bool:
         """Takes the outcomes as they come; whether the worker is as good as before."""
         assert self.traits is not None
         seconds = self.setup.timeout_s + (ASYNC_GRACE if self.traits.concurrent else 0.0)
@@ -206,7 +206,7 @@ class Service:
                 return False
         return True
 
-    def blame(self, job: Job, place: int, failure: Outcome) -> None:
+    def blame(self, job: RewardJob, place: int, failure: Outcome) -> None:
         """A worker was lost. Samples that went one after the other fail at the one it was at; where they went together
         nobody knows which it was."""
         assert self.traits is not None
@@ -217,13 +217,13 @@ class Service:
                 job.settle(place if place in job.waiting else min(job.waiting), failure)
             self.put_back(job, failure)
 
-    def retry_alone(self, job: Job, failure: Outcome) -> None:
+    def retry_alone(self, job: RewardJob, failure: Outcome) -> None:
         if len(job.waiting) == 1 or self.fails_whole():
             job.settle(None, failure)
         for place in sorted(job.waiting):
             self.jobs.put(job.rest([place]))
 
-    def put_back(self, job: Job, failure: Outcome) -> None:
+    def put_back(self, job: RewardJob, failure: Outcome) -> None:
         """Queues samples that still wait once more. Where all of them went in one call, it failed for all of them."""
         if self.fails_whole():
             job.settle(None, failure)
@@ -276,7 +276,7 @@ class Sandbox:
         assert service.traits is not None, "the first worker told them"
         self.traits = service.traits
         self.needs = SIGNALS_TOLD if self.traits.signals else Needs()
-        self.name = self.traits.name or name_of(function)  # the name in logs
+        self.name = self.traits.name or reward_name(function)  # the name in logs
         threads = [threading.Thread(target=service.run, args=(worker,), daemon=True) for worker in first]
         for thread in threads:
             thread.start()
@@ -288,7 +288,7 @@ class Sandbox:
         limit = time.monotonic() + self._service.step_seconds
         self._service.lost_in_a_row = 0
         for rows in split_calls(self.traits, group or range(len(samples)), self._workers):
-            self._service.jobs.put(Job([samples[row] for row in rows], [futures[row] for row in rows], limit))
+            self._service.jobs.put(RewardJob([samples[row] for row in rows], [futures[row] for row in rows], limit))
         if self._service.closing.is_set():
             self._service.settle_rest()
         return futures
@@ -313,7 +313,7 @@ class InProcess:
     def submit(self, samples: Sequence[Sample], group: Sequence[int] | None = None) -> list[Future[Outcome]]:
         futures: list[Future[Outcome]] = [Future() for _ in samples]
         for rows in split_calls(self._reward.traits, group or range(len(samples)), workers=1):
-            job = Job([own_copy(samples[row]) for row in rows], [futures[row] for row in rows])
+            job = RewardJob([own_copy(samples[row]) for row in rows], [futures[row] for row in rows])
             self._reward.score(job.samples, job.settle)
         return futures
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mtrl.algorithms.rewards import combine, scheduled_weights
 from mtrl.rewards.outcomes import MAX_EXTRAS, TOKEN_WEIGHTS, Outcome, completed, last_words, logged_number
-from mtrl.rewards.samples import samples_of, signals_of
+from mtrl.rewards.samples import make_samples, signal_lists
 from mtrl.types import Needs, Rewards, Rollouts, Signals
 from mtrl.utils.errors import RunError
 
@@ -68,7 +68,7 @@ class Builtin:
     def close(self) -> None: ...
 
 
-def outcome_of(score: float | str) -> Outcome:
+def to_outcome(score: float | str) -> Outcome:
     return Outcome(failure=score) if isinstance(score, str) else Outcome(score)
 
 
@@ -94,11 +94,11 @@ class RewardScorer:
 
     def submit(self, rollouts: Rollouts, step: int | None) -> Pending:
         progress = {"global_step": self.total_steps if step is None else step, "max_steps": self.total_steps}
-        samples = samples_of(rollouts, self.options_key, self.answer_key, progress)
+        samples = make_samples(rollouts, self.options_key, self.answer_key, progress)
         group = rollouts.group.tolist()
         asked = {name: f.submit(samples, group) for name, f in self.functions.items() if not f.needs}
         if self.model is not None:  # asked last: the functions run in their processes meanwhile
-            asked[MODEL] = [completed(outcome_of(score)) for score in self.model.score(rollouts)]
+            asked[MODEL] = [completed(to_outcome(score)) for score in self.model.score(rollouts)]
         return Pending(self, rollouts, step, samples, asked)
 
     def total(self, parts: Mapping[str, Tensor], group: Tensor, step: int | None) -> Tensor:
@@ -150,7 +150,7 @@ class Pending:
         """All outcomes, in the order of the functions. Those that want signals are asked now."""
         asked, waiting = dict(self.asked), {n: f for n, f in self.scorer.functions.items() if n not in self.asked}
         if waiting:
-            measured = signals_of(self.rollouts, signals)
+            measured = signal_lists(self.rollouts, signals)
             samples = [{**s, "signals": m} for s, m in zip(self.samples, measured, strict=True)]
             group = self.rollouts.group.tolist()
             asked |= {name: function.submit(samples, group) for name, function in waiting.items()}

@@ -12,7 +12,7 @@ from pathlib import Path
 PREFIX = "mtrl-scratch-"  # not that of older versions, whose folders nobody locks
 
 
-class Scratch:
+class ScratchDirectory:
     """A directory that goes with this process. Where nobody could remove it (all was killed, the machine went down),
     the next start does: a lock, which the system opens when the owner dies in whatever way, tells who is gone."""
 

@@ -58,7 +58,7 @@ class UserReward:
         module = module or sys.modules.get(getattr(function, "__module__", ""))
         called = getattr(module, "REWARD_NAME", None)
         self.function, self.kwargs, self.names, self.seconds = function, dict(kwargs), names, seconds
-        self.signature = signature_of(names, getattr(module, "REWARD_TYPE", None))
+        self.signature = detect_signature(names, getattr(module, "REWARD_TYPE", None))
         self.out_of_memory, self.process = False, os.getpid()
         self.traits = Traits(
             batch=self.signature in ("trl", "easyr1_batch"),
@@ -115,7 +115,7 @@ class UserReward:
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             leave_if_forked(self.process, error)
             self.out_of_memory |= isinstance(error, MemoryError)
-            failure, seconds = traceback_of(error), time.perf_counter() - begin
+            failure, seconds = user_traceback(error), time.perf_counter() - begin
             if isinstance(error, asyncio.TimeoutError) and self.seconds and seconds >= self.seconds:
                 failure = f"took longer than {self.seconds:g} s"
             return [Outcome(failure=failure, seconds=seconds / len(samples))] * len(samples)
@@ -228,7 +228,7 @@ class Log:
 
 
 # ----------------------------------------------------------------------------------------------- looking at a function
-def signature_of(names: Sequence[str], reward_type: str | None) -> Signature:
+def detect_signature(names: Sequence[str], reward_type: str | None) -> Signature:
     if "completions" in names or "completion_ids" in names:
         return "trl"
     if "solution_str" in names:
@@ -264,7 +264,7 @@ def _has_constant(code: CodeType, key: str) -> bool:
     return any(c == key or (isinstance(c, CodeType) and _has_constant(c, key)) for c in code.co_consts)
 
 
-def traceback_of(error: BaseException) -> str:
+def user_traceback(error: BaseException) -> str:
     """The traceback of the user's own code: our frames above it are no news."""
     place = theirs = error.__traceback__
     while place is not None:

@@ -43,7 +43,7 @@ def allow_open_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-class Answers:
+class AnswerPipe:
     """Outcomes on their way back, some at a time: a message for each would cost more than a quick function does. Where
     the work is stands in a number that the parent shares, for it to know which sample this process died of."""
 
@@ -96,7 +96,7 @@ def main() -> None:
     connection.sendall(framed(0, written_start(reward.traits if reward else None, error, contained)))
     if reward is None:
         return
-    answers = Answers(connection, place_fd, at_once=reward.traits.concurrent)
+    answers = AnswerPipe(connection, place_fd, at_once=reward.traits.concurrent)
     while frame := read_frame(stream):
         answers.job, message = frame
         try:

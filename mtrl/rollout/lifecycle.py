@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from mtrl.types import Prompt, Rollouts, Sampling
 
 
-class Awake:
-    """Gives an engine its `awake`. An engine is made asleep; `wake` and `sleep` are its own, and by default it holds
+class EngineLifecycle:
+    """Gives an engine its `resident`. An engine is made asleep; `wake` and `sleep` are its own, and by default it holds
     nothing that it could give back.
 
     >>> class Engine(Awake):
@@ -29,7 +29,7 @@ class Awake:
     _entered = 0  # blocks that are open
 
     @contextmanager
-    def awake(self) -> Iterator[None]:
+    def resident(self) -> Iterator[None]:
         with nullcontext() if self._entered else self._woken():
             self._entered += 1
             try:
@@ -47,7 +47,7 @@ class Awake:
                 self.sleep()
 
     @property
-    def is_awake(self) -> bool:
+    def is_resident(self) -> bool:
         return self._entered > 0
 
     def wake(self) -> None:
@@ -68,6 +68,6 @@ class Awake:
         rollouts = self.generate(prompts, sampling)
         return lambda: rollouts
 
-    def rehearse(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
+    def preflight(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
         """Takes the memory that `generate` would take at most, until the engine sleeps. One that takes nothing more
         than `wake` did has nothing to do."""

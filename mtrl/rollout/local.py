@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from mtrl.models.backbone import Backbone, Cache, prompt_positions, vision_tokens
-from mtrl.models.model_size import ModelSize, size_of
+from mtrl.models.model_size import ModelSize, model_size
 from mtrl.protocols import PromptEncoder
-from mtrl.rollout.lifecycle import Awake
-from mtrl.rollout.responses import finish_of, rollouts_of
+from mtrl.rollout.lifecycle import EngineLifecycle
+from mtrl.rollout.responses import finish_reasons, make_rollouts
 from mtrl.rollout.sampling import choose, first_sample_numbers, row_uniforms
-from mtrl.rollout.weight_checks import refuse_other_weights
+from mtrl.rollout.weight_checks import check_weight_names
 from mtrl.types import Prompt, Rollouts, Sampling, Weights
 from mtrl.utils.errors import DeviceFull, Diverged
 
@@ -33,7 +33,7 @@ Decoded = tuple[list[Tensor], list[Tensor]]  # tokens and their log-probs of res
 Decode = Callable[[Sequence[Prompt], Sequence[int], Sampling], Decoded]
 
 
-class LocalGenerator(Awake):
+class LocalGenerator(EngineLifecycle):
     """Samples with the weights of `backbone`, which the actor of the same process may share. It holds nothing between
     calls, so awake and asleep are the same."""
 
@@ -50,7 +50,7 @@ class LocalGenerator(Awake):
             self.version = weights.version
             return
         own = self.backbone.model.state_dict()  # tied ones under each name
-        refuse_other_weights(own, weights.tensors)
+        check_weight_names(own, weights.tensors)
         with torch.no_grad():
             for name, tensor in weights.tensors.items():
                 if own[name].data_ptr() != tensor.data_ptr():
@@ -62,19 +62,19 @@ class LocalGenerator(Awake):
         if sampling.version != self.version:
             raise RuntimeError(f"asked to sample at version {sampling.version}, but the engine holds {self.version}")
         tokens, behaviour = self._in_batches(prompts, sampling, self.decode)
-        return rollouts_of(
+        return make_rollouts(
             prompts,
             [place for place in range(len(prompts)) for _ in range(sampling.n)],
             tokens,
             behaviour,
             text=[self.encoder.decode(row) for row in tokens],
-            finish=finish_of(tokens, self.encoder.stop_ids),
+            finish=finish_reasons(tokens, self.encoder.stop_ids),
             version=self.version,
             pad_id=self.encoder.pad_id,
         )
 
     @torch.no_grad()
-    def rehearse(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
+    def preflight(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
         """Where it does not fit there are fewer rows at once from here on, as while sampling."""
         self._in_batches(prompts, sampling, self.hold)
 
@@ -126,7 +126,7 @@ class LocalGenerator(Awake):
         decoded = self.decode(prompts, first, replace(sampling, max_new_tokens=1))
         backbone, longest = self.backbone, max(len(prompt.ids) for prompt in prompts) + sampling.max_new_tokens
         dtypes = backbone.output_matrix.dtype, backbone.compute_dtype
-        known = held_at_last(size_of(backbone.model), *dtypes, len(decoded[0]), longest, sampling.cut)
+        known = held_at_last(model_size(backbone.model), *dtypes, len(decoded[0]), longest, sampling.cut)
         torch.empty(sum(known.values()), dtype=torch.uint8, device=backbone.device)
         return decoded
 

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from mtrl.types import Finish, Prompt, Rollouts
 
 
-def rollouts_of(
+def make_rollouts(
     prompts: Sequence[Prompt],
     group: Sequence[int],
     tokens: Sequence[Sequence[int] | Tensor],
@@ -44,7 +44,7 @@ def rollouts_of(
     )
 
 
-def finish_of(tokens: Sequence[Sequence[int] | Tensor], stop_ids: Sequence[int]) -> list[Finish]:
+def finish_reasons(tokens: Sequence[Sequence[int] | Tensor], stop_ids: Sequence[int]) -> list[Finish]:
     """How each response ended: with a stop token, or else at the length limit.
 
     >>> finish_of([[5, 2], [5, 5], []], stop_ids=[2])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mtrl.algorithms.vocab import top_p_top_k
 from mtrl.types import Sampling
-from mtrl.utils.seeding import keyed_generator
+from mtrl.utils.seeding import rng_for
 
 
 def first_sample_numbers(task_ids: Sequence[str], sampling: Sampling) -> list[int]:
@@ -34,7 +34,7 @@ def first_sample_numbers(task_ids: Sequence[str], sampling: Sampling) -> list[in
 def row_uniforms(task_ids: Sequence[str], first: Sequence[int], sampling: Sampling) -> Tensor:
     """[P * n, max_new_tokens] in [0, 1): the draws of every row, keyed by (seed, step, task id, sample)."""
     draws = [
-        keyed_generator("sample", sampling.seed, sampling.step, task_id, start + sample).random(sampling.max_new_tokens)
+        rng_for("sample", sampling.seed, sampling.step, task_id, start + sample).random(sampling.max_new_tokens)
         for task_id, start in zip(task_ids, first, strict=True)
         for sample in range(sampling.n)
     ]

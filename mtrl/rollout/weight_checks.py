@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 
-def refuse_other_weights(own: Collection[str], published: Collection[str]) -> None:
+def check_weight_names(own: Collection[str], published: Collection[str]) -> None:
     """Names of all weights of the engine's model, and of those that the actor publishes."""
     for told, names in (
         ("the model has no weight", set(published) - set(own)),

@@ -40,7 +40,7 @@ class Thresholds:
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
+class SeenValues:
     first: Sequence[Step]
     recent: Sequence[Step]  # the newest last
     limits: Thresholds
@@ -57,7 +57,7 @@ class Seen:
 
 
 # --------------------------------------------------------------------------------------------------------------- rules
-def entropy_collapse(seen: Seen) -> str | None:
+def entropy_collapse(seen: SeenValues) -> str | None:
     start, lately = seen.start("actor/entropy"), seen.lately("actor/entropy")
     success = seen.lately("reward/success_rate")
     if not start or not lately or max(lately) >= seen.limits.entropy_left * start:
@@ -71,7 +71,7 @@ def entropy_collapse(seen: Seen) -> str | None:
     )
 
 
-def no_variance(seen: Seen) -> str | None:
+def no_variance(seen: SeenValues) -> str | None:
     lately = seen.lately("reward/zero_std_groups")
     if not lately or min(lately) < 1:
         return None
@@ -87,7 +87,7 @@ def no_variance(seen: Seen) -> str | None:
     )
 
 
-def growing_truncation(seen: Seen) -> str | None:
+def growing_truncation(seen: SeenValues) -> str | None:
     name = "response_length/truncated"
     start, lately = seen.start(name), seen.lately(name)
     if start is None or not lately or min(lately) <= max(seen.limits.truncated, start + seen.limits.truncated_growth):
@@ -99,7 +99,7 @@ def growing_truncation(seen: Seen) -> str | None:
     )
 
 
-def logprob_gap(seen: Seen) -> str | None:
+def logprob_gap(seen: SeenValues) -> str | None:
     """Warns where sampler and trainer disagree. With top-p or top-k this gap is that on what the cut leaves."""
     lately = seen.lately("rollout/logprob_gap_mean")
     if not lately or min(lately) <= seen.limits.logprob_gap:
@@ -111,7 +111,7 @@ def logprob_gap(seen: Seen) -> str | None:
     )
 
 
-def gradient_spike(seen: Seen) -> str | None:
+def gradient_spike(seen: SeenValues) -> str | None:
     norms = [step.get("actor/grad_norm", 0.0) for step in seen.recent]
     before = [norm for norm in norms[:-1] if norm > 0]  # 0: nothing was learnt there
     if len(before) < seen.limits.spike_after or norms[-1] <= seen.limits.spike * median(before):
@@ -123,7 +123,7 @@ def gradient_spike(seen: Seen) -> str | None:
     )
 
 
-def skipped_update(seen: Seen) -> str | None:
+def skipped_update(seen: SeenValues) -> str | None:
     if not seen.recent[-1].get("actor/skipped_steps", 0.0):
         return None
     return (
@@ -141,7 +141,7 @@ def null_metrics(names: Sequence[str]) -> str:
     )
 
 
-def busy_processors(seen: Seen) -> str | None:
+def busy_processors(seen: SeenValues) -> str | None:
     """Warns where others take the processors. A low share beside free processors is no such case: small models do not
     keep many threads busy."""
     share, free = seen.lately("perf/cpu_share"), seen.lately("perf/cpu_free")
@@ -154,7 +154,7 @@ def busy_processors(seen: Seen) -> str | None:
     )
 
 
-Rule = Callable[[Seen], str | None]
+Rule = Callable[[SeenValues], str | None]
 RULES: tuple[Rule, ...] = (
     entropy_collapse,
     no_variance,
@@ -166,7 +166,7 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-class Watch(Tracker):
+class RunAlerts(Tracker):
     """A tracker that only warns. `first` are the first steps of the run where it goes on from an earlier attempt: a run
     that has collapsed already must not be compared with itself. Without `groups` (estimators that compare no responses
     of one prompt) groups without variance are no harm."""
@@ -184,7 +184,7 @@ class Watch(Tracker):
         self._remember_start(values)
         self._recent.append(finite_metrics(values))
         self._say_null(step, values)
-        seen = Seen(self._first, tuple(self._recent), self.limits)
+        seen = SeenValues(self._first, tuple(self._recent), self.limits)
         for rule in tuple(self._rules):
             if (warning := rule(seen)) is not None:
                 self._rules.remove(rule)

@@ -34,7 +34,7 @@ CHUNK = 2**20
 Table = dict[str, Any]
 
 
-class Damaged(ValueError):
+class DamagedRecord(ValueError):
     """A piece of a file that is not what was written."""
 
 
@@ -42,7 +42,7 @@ def part_path(directory: Path, number: int) -> Path:
     return directory / f"part-{number:05d}.bin"
 
 
-def parts_of(directory: Path) -> list[Path]:
+def block_parts(directory: Path) -> list[Path]:
     """The parts that are there, the oldest first."""
     found = [path for path in directory.glob("part-*.bin") if path.stem.removeprefix("part-").isdecimal()]
     return sorted(found, key=lambda path: int(path.stem.removeprefix("part-")))
@@ -58,9 +58,9 @@ def inflated(data: bytes) -> bytes:
     try:
         whole = reader.decompress(data, LARGEST)
     except zlib.error as error:
-        raise Damaged(str(error)) from error
+        raise DamagedRecord(str(error)) from error
     if reader.unconsumed_tail or not reader.eof:
-        raise Damaged("it is cut off, or far too large")
+        raise DamagedRecord("it is cut off, or far too large")
     return whole
 
 
@@ -103,7 +103,7 @@ class BlockWriter:
 
     def _part(self) -> Path:
         if self._number is None:
-            there = parts_of(self.directory)
+            there = block_parts(self.directory)
             self._number = 1 + (int(there[-1].stem.removeprefix("part-")) if there else 0)
         path = part_path(self.directory, self._number)
         if path.exists() and path.stat().st_size >= self.limit // PARTS:
@@ -114,7 +114,7 @@ class BlockWriter:
         return path
 
     def _make_room(self, path: Path, size: int) -> None:
-        older = [part for part in parts_of(self.directory) if part != path]
+        older = [part for part in block_parts(self.directory) if part != path]
         held = size + sum(part.stat().st_size for part in [*older, *([path] if path.exists() else [])])
         while held > self.limit and older:
             oldest = older.pop(0)
@@ -166,9 +166,9 @@ class Block:
         try:
             table = json.loads(inflated(data))
         except (ValueError, RecursionError) as error:
-            raise Damaged(f"step {self.step}: its table cannot be read") from error
+            raise DamagedRecord(f"step {self.step}: its table cannot be read") from error
         if not isinstance(table, dict):
-            raise Damaged(f"step {self.step}: its table is none")
+            raise DamagedRecord(f"step {self.step}: its table is none")
         return table
 
     def piece(self, place: Sequence[int]) -> bytes:
@@ -176,25 +176,25 @@ class Block:
         try:
             at, size, crc = (int(number) for number in place)
         except (TypeError, ValueError) as error:
-            raise Damaged("there is no such piece") from error
+            raise DamagedRecord("there is no such piece") from error
         return read_at(self.part, self.start + at, size, crc)
 
 
 def read_at(path: Path, at: int, size: int, crc: int) -> bytes:
     if not 0 <= size <= LARGEST or at < 0:
-        raise Damaged(f"{path.name}: a piece of {size} bytes")
+        raise DamagedRecord(f"{path.name}: a piece of {size} bytes")
     with regular_file(path).open("rb") as file:
         file.seek(at)
         data = file.read(size)
     if len(data) != size or zlib.crc32(data) != crc:
-        raise Damaged(f"{path.name}: a piece is damaged or cut off")
+        raise DamagedRecord(f"{path.name}: a piece is damaged or cut off")
     return data
 
 
 def is_whole(block: Block) -> bool:
     try:
         return bool(block.table())
-    except Damaged:
+    except DamagedRecord:
         return False
 
 

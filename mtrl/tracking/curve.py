@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mtrl.protocols import Tracker
 from mtrl.report.run_curves import draw_runs
-from mtrl.tracking.jsonl import rows_of
+from mtrl.tracking.jsonl import read_rows_of
 from mtrl.utils.metric_history import history
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class CurveFile(Tracker):
         if not self._learnt:
             return
         try:
-            run = history(rows_of(self.directory / "metrics.jsonl"))
+            run = history(read_rows_of(self.directory / "metrics.jsonl"))
             draw_runs(self.directory / "curve.png", {self.directory.name: run})
         except Exception as error:  # a picture must never end a run
             again = f"`mtrl plot {self.directory}` tries again"

@@ -107,7 +107,7 @@ class JsonlWriter:
 
 
 # ------------------------------------------------------------------------------------------------------------- reading
-def rows_of(path: Path) -> Iterator[Row]:
+def read_rows_of(path: Path) -> Iterator[Row]:
     """Every whole row of a JSONL file and its older parts, the oldest first, one at a time. Lines that a crash cut off
     are left out."""
     for part in (*parts(path), path):
@@ -117,7 +117,7 @@ def rows_of(path: Path) -> Iterator[Row]:
 
 
 def read_rows(path: Path) -> list[Row]:
-    return list(rows_of(path))
+    return list(read_rows_of(path))
 
 
 def last_row(path: Path) -> Row | None:

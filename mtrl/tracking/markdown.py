@@ -132,7 +132,9 @@ def rollout_page(step: int, it: Experience) -> str:
         parts += [pages.attention_table(mass, sizes), pages.BALANCE]
     for row in pages.rows_over_range(rewards.total, SAMPLES):
         task = rollouts.prompts[int(rollouts.group[row])].task
-        scores = scores_of(float(rewards.total[row]), {name: float(part[row]) for name, part in rewards.parts.items()})
+        scores = reward_table(
+            float(rewards.total[row]), {name: float(part[row]) for name, part in rewards.parts.items()}
+        )
         looked = [] if mass is None else [pages.row_attention(mass[row], sizes[row])]
         told = "; ".join([scores, f"{int(lengths[row])} tokens, {rollouts.finish_reason[row]}", *looked])
         parts += sample(task.id, task.text, rollouts.text[row], task.answer, told)
@@ -146,11 +148,11 @@ def evaluation_page(
     rows = [[name, number(x)] for name, x in values.items() if name not in attention]
     parts = [f"# Validation at step {step}", table(["", "value"], rows)]
     if attention:
-        parts.append(segments_of(attention))
+        parts.append(segment_table(attention))
     for column, rates in by.items():
         parts.append(table([f"by {column}", "success"], [[value, number(rate)] for value, rate in rates.items()]))
     for each in samples:
-        told = scores_of(each.reward, each.rewards or {})
+        told = reward_table(each.reward, each.rewards or {})
         parts += sample(each.id, each.prompt, each.response, each.answer, told)
     return "\n\n".join(parts) + "\n\n"
 
@@ -206,7 +208,7 @@ def sample(name: str, prompt: str, response: str, answer: object, told: str) -> 
     return [*heads, "solution", fenced(solution), told]
 
 
-def scores_of(total: float, parts: Mapping[str, float]) -> str:
+def reward_table(total: float, parts: Mapping[str, float]) -> str:
     return ", ".join([f"reward {number(total)}", *(f"{name} {number(x)}" for name, x in parts.items())])
 
 
@@ -223,7 +225,7 @@ def as_json(tokens: Sequence[Mapping[str, object]]) -> str:
     return f"```json\n[\n{lines}\n]\n```"
 
 
-def segments_of(values: Mapping[str, float]) -> str:
+def segment_table(values: Mapping[str, float]) -> str:
     """A table of means by segment, from metrics such as `val/attention/vgr_late`."""
 
     def found(kind: str, name: str) -> str:

@@ -56,7 +56,7 @@ class RolloutRecord(Tracker):
     ) -> None:
         self.token_size = token_size
         self.writer = BlockWriter(directory, limit_bytes)
-        self.pieces = Pieces(decode, decode_text)
+        self.pieces = TokenPieces(decode, decode_text)
         self.perturb, self.attempt, self.per_step = perturb, attempt, per_step
         self._background = Background("record of the rollouts")
 
@@ -75,7 +75,7 @@ class RolloutRecord(Tracker):
             "time": round(time.time(), 3),
             "segments": SHOWN,
             "prompts": self._prompts(step, it, images),
-            "rollouts": columns_of(it),
+            "rollouts": response_columns(it),
         }
         streams = {name: as_kept(name, values.numpy()) for name, values in token_streams(it).items()}
         lengths = it.rollouts.mask.sum(1).tolist()
@@ -102,12 +102,12 @@ class RolloutRecord(Tracker):
             row = {"id": task.id, "text": task.text, "answer": answer, "pools": sizes[place]}
             row |= {"images": [add_image(images, medium) for medium in prompt.media]}
             if it.signals.attention_maps is not None:
-                row |= {"grids": [grid_of(medium, *self.token_size) for medium in prompt.media]}
+                row |= {"grids": [image_grid(medium, *self.token_size) for medium in prompt.media]}
             rows.append(row | {"perturbed": [add_image(images, view) for view in views]})
         return rows
 
 
-class Pieces:
+class TokenPieces:
     """The text of each token, remembered: a response repeats few of them. Tokens that are only a part of a character
     stand together; the last of them carries the text."""
 
@@ -163,7 +163,7 @@ def map_streams(it: AttentionMap | None) -> dict[str, np.ndarray]:
     return {} if it is None else {MAPS: it.levels.numpy(), MAP_SCALE: it.scale.numpy()}
 
 
-def columns_of(it: Experience) -> dict[str, Any]:
+def response_columns(it: Experience) -> dict[str, Any]:
     """What lists show, sort and filter by: a value for each response."""
     rollouts, rewards, mask = it.rollouts, it.rewards, it.rollouts.mask
     streams = token_streams(it)
@@ -208,7 +208,7 @@ def add_image(images: dict[str, Callable[[], bytes]], medium: np.ndarray) -> str
     return key
 
 
-def grid_of(medium: np.ndarray, frames: int, pixels: int) -> Grid:
+def image_grid(medium: np.ndarray, frames: int, pixels: int) -> Grid:
     """How an image or a clip becomes tokens, row by row, and which of them lie on the picture that is kept."""
     height, width = (side // pixels for side in medium.shape[-3:-1])
     if medium.ndim == 3:

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from mtrl.protocols import Tracker
-from mtrl.tracking.jsonl import ROTATE_AT, JsonlWriter, Row, last_row, read_rows, rows_of
+from mtrl.tracking.jsonl import ROTATE_AT, JsonlWriter, Row, last_row, read_rows, read_rows_of
 from mtrl.tracking.table import by_name
 from mtrl.types import Experience, ValidationSample
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["RunFiles", "first_steps_of", "history_of", "read_rows", "validations_of"]
+__all__ = ["RunFiles", "first_steps", "read_history", "read_rows", "read_validations"]
 
 
 class RunFiles(Tracker):
@@ -94,7 +94,7 @@ class RunFiles(Tracker):
 def rows_by_step(path: Path) -> Iterator[Row]:
     """The rows that have a step, with their numbers alone. Others are none of ours: they are counted and left out."""
     strange = 0
-    for row in rows_of(path):
+    for row in read_rows_of(path):
         if type(row.get("step")) is int:
             yield {name: x for name, x in row.items() if isinstance(x, (int, float))}
         else:
@@ -103,7 +103,7 @@ def rows_by_step(path: Path) -> Iterator[Row]:
         logger.warning("%s: %d rows without a step are left out", path, strange)
 
 
-def validations_of(directory: Path) -> dict[int, dict[str, float]]:
+def read_validations(directory: Path) -> dict[int, dict[str, float]]:
     """What earlier attempts of a run validated, by step; the last counts where a step was done twice."""
     found = {}
     for row in rows_by_step(directory / "metrics.jsonl"):
@@ -112,14 +112,14 @@ def validations_of(directory: Path) -> dict[int, dict[str, float]]:
     return found
 
 
-def first_steps_of(directory: Path, count: int = 5) -> list[dict[str, float]]:
+def first_steps(directory: Path, count: int = 5) -> list[dict[str, float]]:
     """The metrics of a run's first steps, where earlier attempts have left any."""
     steps = (row for row in rows_by_step(directory / "metrics.jsonl") if "perf/seconds_step" in row)
     return list(islice(steps, count))
 
 
-def history_of(directory: Path) -> list[dict[str, Any]]:
+def read_history(directory: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl in the order of the steps; of a step or validation that was done twice, the last."""
-    whole = (row for row in rows_of(directory / "metrics.jsonl") if type(row.get("step")) is int)
+    whole = (row for row in read_rows_of(directory / "metrics.jsonl") if type(row.get("step")) is int)
     rows = {(row["step"], "perf/seconds_step" in row): row for row in whole}
     return [rows[key] for key in sorted(rows, key=lambda key: (key[0], not key[1]))]

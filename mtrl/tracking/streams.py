@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mtrl.tracking.blocks import Damaged, inflated
+from mtrl.tracking.blocks import DamagedRecord, inflated
 
 HEAD = struct.Struct("<I")  # bytes of the JSON that comes first
 LARGEST = float(np.finfo(np.float16).max)
@@ -53,4 +53,4 @@ def unpack_response(data: bytes) -> dict[str, Any]:
             at += count * kind.itemsize
         return {"text": str(said["text"]), "pieces": [str(p) for p in said["pieces"]], "streams": streams}
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError, struct.error) as error:
-        raise Damaged("a response cannot be read") from error
+        raise DamagedRecord("a response cannot be read") from error

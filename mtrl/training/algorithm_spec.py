@@ -19,7 +19,7 @@ NO_CRITIC = ValueLoss()
 
 
 @dataclass(frozen=True)
-class Recipe:
+class AlgorithmSpec:
     total_steps: int
     prompts_per_step: int
     sampling: Sampling

@@ -16,16 +16,16 @@ from dataclasses import dataclass, field, replace
 from functools import reduce
 
 from mtrl.protocols import Generator, PendingRewards, Prober, Scorer, TaskSource
-from mtrl.training.algorithm_spec import Recipe
+from mtrl.training.algorithm_spec import AlgorithmSpec
 from mtrl.training.clock import Clock
-from mtrl.training.dynamic_sampling import Gathered, fill, refuse_short
+from mtrl.training.dynamic_sampling import CollectedBatch, check_full_batch, sample_until_full
 from mtrl.training.replay_memory import ReplayMemory
 from mtrl.types import Experience, Needs, Prompt, Rollouts, Sampling, Signals
 from mtrl.utils.record_rows import first_rows
 
 
 @dataclass(frozen=True, eq=False)
-class Sampled:
+class SampledBatch:
     """Responses to the prompts of a step, and the greedy ones where advantages compare with them."""
 
     rollouts: Rollouts
@@ -36,71 +36,73 @@ class Sampled:
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
+class PendingBatch:
     """Responses whose rewards are being worked out."""
 
-    sampled: Sampled
+    sampled: SampledBatch
     pending: PendingRewards
     baseline: PendingRewards | None = None
 
 
 @dataclass
-class Gathering:
+class RolloutCollector:
     """One step's way from prompts to experience, with the weights of one version."""
 
     source: TaskSource
     generator: Generator
     scorer: Scorer
     probers: Sequence[Prober]
-    recipe: Recipe
+    algorithm_spec: AlgorithmSpec
     step: int
     version: int
     clock: Clock
     asked: Counter[str] = field(default_factory=Counter)  # how often each task was: again, it gets other responses
 
-    def run(self, memory: ReplayMemory | None = None, ahead: Asked | None = None) -> Gathered:
+    def run(self, memory: ReplayMemory | None = None, ahead: PendingBatch | None = None) -> CollectedBatch:
         """`ahead`: responses to the first prompts of this step that were sampled before it."""
-        recipe, ready = self.recipe, iter([] if ahead is None else [ahead])
+        algorithm_spec, ready = self.algorithm_spec, iter([] if ahead is None else [ahead])
         respond = lambda count: self.answered(next(ready, None) or self.ask(count))  # noqa: E731
-        gathered = fill(respond, recipe.prompts_per_step, recipe.filtering)
-        if recipe.scores_first:
-            gathered = gathered.measured(self.probe(gathered.experience.rollouts, recipe.needs_at(self.step)))
+        gathered = sample_until_full(respond, algorithm_spec.prompts_per_step, algorithm_spec.filtering)
+        if algorithm_spec.scores_first:
+            gathered = gathered.measured(self.probe(gathered.experience.rollouts, algorithm_spec.needs_at(self.step)))
         if memory is not None:
-            gathered = memory.exchange(gathered, recipe.prompts_per_step, self.step, self.source)
-        refuse_short(gathered, recipe.prompts_per_step, recipe.filtering)
+            gathered = memory.exchange(gathered, algorithm_spec.prompts_per_step, self.step, self.source)
+        check_full_batch(gathered, algorithm_spec.prompts_per_step, algorithm_spec.filtering)
         return gathered
 
-    def ask(self, count: int) -> Asked:
+    def ask(self, count: int) -> PendingBatch:
         """Responses to the next prompts; their rewards are worked out from here on."""
         return self.begin(count)()
 
-    def begin(self, count: int) -> Callable[[], Asked]:
+    def begin(self, count: int) -> Callable[[], PendingBatch]:
         """The same in two: an engine apart samples until what this gives is called."""
-        recipe = self.recipe
+        algorithm_spec = self.algorithm_spec
         with self.clock("generate"):
             prompts = self.source.take(count)
-            with self.generator.awake():
-                rollouts = self.sample(prompts, replace(recipe.sampling, times_sampled=dict(self.asked)))
-                greedy = self.sample(prompts, recipe.sampling.greedy) if recipe.greedy_baseline else None
+            with self.generator.resident():
+                rollouts = self.sample(prompts, replace(algorithm_spec.sampling, times_sampled=dict(self.asked)))
+                greedy = (
+                    self.sample(prompts, algorithm_spec.sampling.greedy) if algorithm_spec.greedy_baseline else None
+                )
 
-        def arrived() -> Asked:
+        def arrived() -> PendingBatch:
             with self.clock("generate"):
-                sampled = Sampled(rollouts(), None if greedy is None else greedy())
+                sampled = SampledBatch(rollouts(), None if greedy is None else greedy())
             return self.submitted(sampled)
 
         return arrived
 
-    def submitted(self, sampled: Sampled) -> Asked:
+    def submitted(self, sampled: SampledBatch) -> PendingBatch:
         pending = self.scorer.submit(sampled.rollouts, self.step)
         greedy = sampled.greedy
-        return Asked(sampled, pending, None if greedy is None else self.scorer.submit(greedy, self.step))
+        return PendingBatch(sampled, pending, None if greedy is None else self.scorer.submit(greedy, self.step))
 
-    def answered(self, asked: Asked) -> Experience:
+    def answered(self, asked: PendingBatch) -> Experience:
         """Responses with their rewards. They are measured meanwhile, or later if scored first."""
-        recipe, rollouts, greedy = self.recipe, asked.sampled.rollouts, asked.sampled.greedy
+        algorithm_spec, rollouts, greedy = self.algorithm_spec, asked.sampled.rollouts, asked.sampled.greedy
         self.asked.update(prompt.task.id for prompt in rollouts.prompts)
-        signals = Signals() if recipe.scores_first else self.probe(rollouts, recipe.needs_at(self.step))
-        of_greedy = Signals() if greedy is None else self.probe(greedy, recipe.reward_needs)
+        signals = Signals() if algorithm_spec.scores_first else self.probe(rollouts, algorithm_spec.needs_at(self.step))
+        of_greedy = Signals() if greedy is None else self.probe(greedy, algorithm_spec.reward_needs)
         with self.clock("reward"):
             rewards = asked.pending.result(signals)
             if asked.baseline is not None:

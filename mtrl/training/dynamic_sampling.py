@@ -44,7 +44,7 @@ class PromptCounts:
 
 
 @dataclass(frozen=True)
-class Gathered:
+class CollectedBatch:
     """What a step learns from, and what is to be said of how it came about."""
 
     experience: Experience
@@ -58,29 +58,29 @@ class Gathered:
         """The responses of the newest weights alone, which is what metrics tell of."""
         return self.experience if self.replaced is None else self.replaced
 
-    def measured(self, signals: Signals) -> Gathered:
+    def measured(self, signals: Signals) -> CollectedBatch:
         return replace(self, experience=replace(self.experience, signals=signals))
 
 
-def fill(ask: Ask, places: int, filtering: Filtering | None) -> Gathered:
+def sample_until_full(ask: Ask, places: int, filtering: Filtering | None) -> CollectedBatch:
     """Asks for as many prompts as there are places, then for as many as are missing, until none is or the rounds are
     up. Groups stand in the order in which they came."""
     if filtering is None:
-        return Gathered(ask(places), PromptCounts(used=places))
-    rounds = [Round.of(ask(places), filtering.rule)]
+        return CollectedBatch(ask(places), PromptCounts(used=places))
+    rounds = [SamplingRound.of(ask(places), filtering.rule)]
     while (used := sum(each.used for each in rounds)) < places and len(rounds) <= filtering.max_refills:
-        rounds.append(Round.of(ask(places - used), filtering.rule))
+        rounds.append(SamplingRound.of(ask(places - used), filtering.rule))
     asked = sum(each.asked for each in rounds)
     counts = PromptCounts(used=used, dropped=asked - used, refilled=asked - places)
     sampled = join_groups([each.sampled for each in rounds])
     if not used:
         raise nothing_kept(filtering, asked, sampled.rewards)
     told = sampled_metrics(sampled) | counts.metrics("") | {"filtering/rounds": float(len(rounds))}
-    return Gathered(join_groups([each.kept for each in rounds if each.used]), counts, told)
+    return CollectedBatch(join_groups([each.kept for each in rounds if each.used]), counts, told)
 
 
 @dataclass(frozen=True)
-class Round:
+class SamplingRound:
     """What the filter made of some answers. Rewards and lengths of all of them are for metrics: whatever was dropped
     has been sampled as well. Its pixels are not kept."""
 
@@ -88,7 +88,7 @@ class Round:
     kept: Experience
 
     @classmethod
-    def of(cls, answers: Experience, rule: GroupFilter) -> Round:
+    def of(cls, answers: Experience, rule: GroupFilter) -> SamplingRound:
         rollouts = answers.rollouts
         lean = replace(rollouts, prompts=tuple(replace(prompt, media=()) for prompt in rollouts.prompts))
         keeps = rule.keeps(answers.rewards, rollouts.group)
@@ -103,7 +103,7 @@ class Round:
         return len(self.kept.rollouts.prompts)
 
 
-def refuse_short(gathered: Gathered, places: int, filtering: Filtering | None) -> None:
+def check_full_batch(gathered: CollectedBatch, places: int, filtering: Filtering | None) -> None:
     """Ends a run that would rather stop than learn from fewer prompts than it was told."""
     prompts = len(gathered.experience.rollouts.prompts)
     if filtering is None or filtering.on_short_batch == "continue" or prompts == places:

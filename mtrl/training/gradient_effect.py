@@ -19,7 +19,7 @@ from mtrl.types import Experience
 
 
 @dataclass(frozen=True)
-class Manipulation:
+class GradientEffect:
     """`cosine`: of the gradient with the rules to the plain one. `size`: its norm over the plain one's.
     `kept_surprise`: share of the sum of c = |A| (1 - p) over tokens, which bounds what each adds to the gradient.
     `effective_tokens`: how many tokens of a response share it, (sum of c)² / sum of c², its mean over responses;
@@ -32,14 +32,14 @@ class Manipulation:
     plain_tokens: float
 
 
-def manipulation(loop: Loop) -> Manipulation:
+def manipulation(loop: Loop) -> GradientEffect:
     """Samples the first step and takes two gradients of it. Nothing is learnt; the loop's source has moved on."""
     experience = loop.give_credit(loop.gather(0).experience, 0)
-    plain = replace(experience, credit=assign((), experience, (loop.recipe.seed, 0)))
-    ours, theirs = gradient_of(loop, experience), gradient_of(loop, plain)
+    plain = replace(experience, credit=assign((), experience, (loop.algorithm_spec.seed, 0)))
+    ours, theirs = policy_gradient(loop, experience), policy_gradient(loop, plain)
     norms = dot(ours, ours) ** 0.5, dot(theirs, theirs) ** 0.5
     share, base = surprise(experience), surprise(plain)
-    return Manipulation(
+    return GradientEffect(
         cosine=dot(ours, theirs) / max(norms[0] * norms[1], 1e-30),
         size=norms[0] / max(norms[1], 1e-30),
         kept_surprise=float(share.sum() / base.sum().clamp(min=1e-30)),
@@ -48,10 +48,10 @@ def manipulation(loop: Loop) -> Manipulation:
     )
 
 
-def gradient_of(loop: Loop, experience: Experience) -> list[Tensor]:
-    recipe, actor = loop.recipe, loop.components.actor
-    loss = recipe.loss.with_divergence(loop.divergence)
-    batches = list(assemble(recipe.batches, loss, experience, (recipe.seed, 0)))
+def policy_gradient(loop: Loop, experience: Experience) -> list[Tensor]:
+    algorithm_spec, actor = loop.algorithm_spec, loop.components.actor
+    loss = algorithm_spec.loss.with_divergence(loop.divergence)
+    batches = list(assemble(algorithm_spec.batches, loss, experience, (algorithm_spec.seed, 0)))
     worker: Any = actor  # on ranks there is none to ask
     return worker.gradient(batches, loss)
 

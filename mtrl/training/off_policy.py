@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from mtrl.algorithms.metrics import Metrics
-from mtrl.checkpoint.records import KeptRecords, read_kept, tensors_of
+from mtrl.checkpoint.records import RecordSnapshot, read_records, record_tensors
 from mtrl.protocols import TaskSource
-from mtrl.training.collect import Asked, Gathering, Sampled
-from mtrl.training.dynamic_sampling import Gathered
+from mtrl.training.collect import PendingBatch, RolloutCollector, SampledBatch
+from mtrl.training.dynamic_sampling import CollectedBatch
 from mtrl.training.replay_memory import ReplayMemory
 from mtrl.types import Rollouts
 
@@ -35,22 +35,22 @@ RESPONSES = "responses"
 OWN = ("replay", "ahead")  # parts of a checkpoint that hold what a run has seen: no other run goes on from them
 
 
-class Ahead:
+class OneStepAhead:
     """What steps learn from that was sampled before them, by their numbers. `done` tells how many steps are: within a
     step what it began with is still there, since a run that fails in it goes on from its beginning."""
 
     def __init__(self, done: Callable[[], int]) -> None:
         self.done = done
-        self.asked: dict[int, Asked] = {}
-        self.begun: tuple[int, Callable[[], Asked]] | None = None  # a step that an engine apart samples for
+        self.asked: dict[int, PendingBatch] = {}
+        self.begun: tuple[int, Callable[[], PendingBatch]] | None = None  # a step that an engine apart samples for
         self.directory: Path | None = None  # of the checkpoint that the run goes on from
 
-    def run(self, way: Gathering, memory: ReplayMemory | None) -> Gathered:
+    def run(self, way: RolloutCollector, memory: ReplayMemory | None) -> CollectedBatch:
         """Gathers a step, and before that samples the next one, whose prompts come after this one's."""
-        step, places = way.step, way.recipe.prompts_per_step
+        step, places = way.step, way.algorithm_spec.prompts_per_step
         now = self.asked.get(step) or self._restored(way) or way.ask(places)
         self.asked = {step: now}
-        if step + 1 < way.recipe.total_steps:
+        if step + 1 < way.algorithm_spec.total_steps:
             self.begun = step + 1, replace(way, step=step + 1, asked=Counter()).begin(places)
             if not way.generator.apart:
                 self.settle()
@@ -64,16 +64,18 @@ class Ahead:
             (step, arrived), self.begun = self.begun, None
             self.asked[step] = arrived()
 
-    def _restored(self, way: Gathering) -> Asked | None:
+    def _restored(self, way: RolloutCollector) -> PendingBatch | None:
         """What a checkpoint has for this step; its rewards are worked out anew."""
         directory, self.directory = self.directory, None
         sampled = None if directory is None else read_sampled(directory, way.source)
         return None if sampled is None else way.submitted(sampled)
 
-    def snapshot(self) -> KeptRecords:
+    def snapshot(self) -> RecordSnapshot:
         asked = self.asked.get(self.done())
         parts = {} if asked is None else asked.sampled.parts()
-        return KeptRecords(RESPONSES, tensors_of(parts), {name: row_of(each) for name, each in parts.items()})
+        return RecordSnapshot(
+            RESPONSES, record_tensors(parts), {name: response_row(each) for name, each in parts.items()}
+        )
 
     def restore(self, directory: Path) -> None:
         self.directory = directory
@@ -86,14 +88,14 @@ def staleness_metrics(version: int, rollouts: Rollouts) -> Metrics:
 
 
 # -------------------------------------------------------------------------------------------------- to disk and back
-def row_of(rollouts: Rollouts) -> dict[str, Any]:
+def response_row(rollouts: Rollouts) -> dict[str, Any]:
     """What of responses is no tensor."""
     tasks = [prompt.task.id for prompt in rollouts.prompts]
     return {"tasks": tasks, "text": rollouts.text, "finish": rollouts.finish_reason}
 
 
-def read_sampled(directory: Path, source: TaskSource) -> Sampled | None:
-    tensors, rows = read_kept(directory, RESPONSES)
+def read_sampled(directory: Path, source: TaskSource) -> SampledBatch | None:
+    tensors, rows = read_records(directory, RESPONSES)
     if not rows:
         return None
     prompts = tuple(source.get(rows["rollouts"]["tasks"]))
@@ -101,4 +103,4 @@ def read_sampled(directory: Path, source: TaskSource) -> Sampled | None:
         name: Rollouts(prompts, text=tuple(row["text"]), finish_reason=tuple(row["finish"]), **tensors[name])
         for name, row in rows.items()
     }
-    return Sampled(**parts)
+    return SampledBatch(**parts)

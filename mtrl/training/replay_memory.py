@@ -17,11 +17,11 @@ from typing import Any
 
 from mtrl.algorithms.metrics import Metrics
 from mtrl.algorithms.replay import ReplayBuffer, ReplayEntry, ReplayRule, exchange_groups, flat_groups, replay_scores
-from mtrl.checkpoint.records import KeptRecords, by_folder, read_kept, tensors_of
+from mtrl.checkpoint.records import RecordSnapshot, by_folder, read_records, record_tensors
 from mtrl.protocols import TaskSource
-from mtrl.training.dynamic_sampling import Gathered
+from mtrl.training.dynamic_sampling import CollectedBatch
 from mtrl.types import Experience, Prompt, Rewards, Rollouts, Signals
-from mtrl.utils.seeding import keyed_generator
+from mtrl.utils.seeding import rng_for
 
 GROUPS = "groups"
 
@@ -56,14 +56,14 @@ class ReplayMemory:
         self.rule, self.seed = rule, seed
         self.buffer: ReplayBuffer[StoredGroup] = ReplayBuffer(rule.capacity)
 
-    def exchange(self, gathered: Gathered, places: int, step: int, source: TaskSource) -> Gathered:
+    def exchange(self, gathered: CollectedBatch, places: int, step: int, source: TaskSource) -> CollectedBatch:
         """Stored groups in the places of those whose rewards are all equal, and in the places that a filter left
         empty."""
         own = gathered.experience
         flat = flat_groups(own.rewards.total, own.rollouts.group, self.rule.var_epsilon).tolist()
         there = len(own.rollouts.prompts)
         wanted = [*flat, *range(there, places)]
-        drawn = [each.payload for each in self.buffer.draw(len(wanted), keyed_generator("replay", self.seed, step))]
+        drawn = [each.payload for each in self.buffer.draw(len(wanted), rng_for("replay", self.seed, step))]
         told = gathered.metrics | hit_metrics(len(wanted), [step - group.step for group in drawn])
         if not drawn:
             return replace(gathered, metrics=told)
@@ -86,14 +86,14 @@ class ReplayMemory:
         return {"replay/size": float(len(self.buffer.entries))}
 
     # ---------------------------------------------------------------------------------------------- to disk and back
-    def snapshot(self) -> KeptRecords:
+    def snapshot(self) -> RecordSnapshot:
         entries = self.buffer.entries
         groups = {str(number): entry.payload.experience for number, entry in enumerate(entries)}
-        return KeptRecords(GROUPS, tensors_of(groups), [row_of(entry) for entry in entries])
+        return RecordSnapshot(GROUPS, record_tensors(groups), [entry_row(entry) for entry in entries])
 
     def restore(self, directory: Path) -> None:
-        tensors, rows = read_kept(directory, GROUPS)
-        entries = tuple(entry_of(row, by_folder(tensors[str(number)])) for number, row in enumerate(rows))
+        tensors, rows = read_records(directory, GROUPS)
+        entries = tuple(read_entry(row, by_folder(tensors[str(number)])) for number, row in enumerate(rows))
         self.buffer = ReplayBuffer(self.rule.capacity, entries)
 
 
@@ -103,7 +103,7 @@ def hit_metrics(wanted: int, ages: Sequence[int]) -> Metrics:
 
 
 # ------------------------------------------------------------------------------------------------------ rows of a file
-def row_of(entry: ReplayEntry[StoredGroup]) -> dict[str, Any]:
+def entry_row(entry: ReplayEntry[StoredGroup]) -> dict[str, Any]:
     """What of an entry is no tensor."""
     group = entry.payload
     rollouts = group.experience.rollouts
@@ -118,7 +118,7 @@ def row_of(entry: ReplayEntry[StoredGroup]) -> dict[str, Any]:
     }
 
 
-def entry_of(row: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Any]]) -> ReplayEntry[StoredGroup]:
+def read_entry(row: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Any]]) -> ReplayEntry[StoredGroup]:
     rewards = dict(tensors["rewards"])
     parts = {name: rewards.pop(f"parts/{name}") for name in row["parts"]}
     experience = Experience(

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 
 from mtrl.checkpoint.folder_store import STATE, checkpoints, read_state
 from mtrl.checkpoint.learner_snapshot import OPTIMIZER_STATE
-from mtrl.checkpoint.manifest import MANIFEST, Damaged, check
+from mtrl.checkpoint.manifest import MANIFEST, DamagedCheckpoint, check
 from mtrl.checkpoint.run_directory import CONFIG, RunDirectory
 from mtrl.config import Config, ConfigError, load_config
 from mtrl.config.tree import known_leaves
@@ -52,14 +52,14 @@ def claim(path: Path, config: Config, fresh: bool) -> RunDirectory:
     """The run's folder, for this process alone."""
     directory = RunDirectory(path)
     try:
-        refuse_another_run(directory, config, fresh)
+        check_same_run(directory, config, fresh)
     except StartError:
         directory.close()
         raise
     return directory
 
 
-def refuse_another_run(directory: RunDirectory, config: Config, fresh: bool) -> None:
+def check_same_run(directory: RunDirectory, config: Config, fresh: bool) -> None:
     """Raises StartError where another run has used the folder: it belongs to that run."""
     if not directory.used:
         return
@@ -70,10 +70,10 @@ def refuse_another_run(directory: RunDirectory, config: Config, fresh: bool) -> 
         told = f"its {CONFIG} is gone, so nobody can tell whether this configuration is the one it was started with"
         logger.warning("%s holds a run, but %s; if it is not, %s", directory.path, told, ANOTHER)
         return
-    refuse_other_configuration(directory.path, config)
+    check_same_configuration(directory.path, config)
 
 
-def refuse_other_configuration(directory: Path, config: Config) -> None:
+def check_same_configuration(directory: Path, config: Config) -> None:
     """Raises StartError where the run there was started with other settings."""
     try:
         before = load_config(directory / CONFIG, saved=True)
@@ -109,7 +109,7 @@ def _own_start(directory: Path, find_last: bool) -> Start | None:
     saves = directory / "checkpoints"
     if find_last:
         newest = newest_intact(saves, set_aside=True)
-        return None if newest is None else Start(newest, state_of(newest), own=True)
+        return None if newest is None else Start(newest, saved_state(newest), own=True)
     if found := checkpoints(saves):
         told = f"{directory} holds checkpoints (the newest: {found[-1].name}), which a new start would mix with its own"
         raise StartError(f"training.find_last_checkpoint: {told}; choose another training.experiment_name")
@@ -120,14 +120,14 @@ def _given_start(given: str | None) -> Start:
     if given is None:
         return Start()
     checkpoint = checkpoint_at(Path(given).expanduser())
-    return Start(checkpoint, state_of(checkpoint))
+    return Start(checkpoint, saved_state(checkpoint))
 
 
-def state_of(checkpoint: Path) -> dict[str, Any]:
+def saved_state(checkpoint: Path) -> dict[str, Any]:
     """The trainer's state. A file that somebody changed and sealed again is whole by its checksum, and yet no state."""
     try:
         return read_state(checkpoint)
-    except Damaged as error:
+    except DamagedCheckpoint as error:
         raise StartError(f"{checkpoint}: {error}; move the folder away to go on from the checkpoint before") from error
 
 
@@ -166,7 +166,7 @@ def checkpoint_at(path: Path) -> Path:
         raise StartError(f"there is no checkpoint {path}; name a step directory, a run directory or best_model")
     try:
         check(path)
-    except Damaged as error:
+    except DamagedCheckpoint as error:
         raise StartError(
             f"{path} is no whole checkpoint of a run: {error}. To start from the weights alone of some model, set "
             "worker.actor.model.model_path"
@@ -174,23 +174,23 @@ def checkpoint_at(path: Path) -> Path:
     return path.resolve()  # best_model is a link, and moves
 
 
-def refuse_damaged(model: Path) -> None:
+def check_undamaged(model: Path) -> None:
     """A model that is a checkpoint of a run must be whole. Its optimizer is not needed to look at it."""
     if (model / MANIFEST).exists():
         try:
             check(model, but=(OPTIMIZER_STATE,))
-        except Damaged as error:
+        except DamagedCheckpoint as error:
             raise StartError(f"the checkpoint {model} is damaged: {error}; use another one") from error
 
 
 def newest_intact(directory: Path, set_aside: bool = False, but: Collection[str] = ()) -> Path | None:
     """The newest checkpoint there that is as it was written, files of `but` aside; None where there are none at all.
     Damaged ones are said, and with `set_aside` renamed, so that they neither count nor get lost."""
-    damaged: dict[Path, Damaged] = {}
+    damaged: dict[Path, DamagedCheckpoint] = {}
     for checkpoint in reversed(checkpoints(directory)):
         try:
             check(checkpoint, but)
-        except Damaged as error:
+        except DamagedCheckpoint as error:
             damaged[checkpoint] = error
             logger.warning("%s is damaged (%s) and is left out for the one before", checkpoint, error)
             continue

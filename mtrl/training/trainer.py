@@ -9,19 +9,19 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from mtrl.compose.policy import Loaded, save_checkpoint
+from mtrl.compose.policy import LoadedModel, save_checkpoint
 from mtrl.compose.run import (
     Reward,
     Run,
     build,
+    check_all_given,
+    check_usable,
     configure,
     evaluate,
     history,
+    metrics_row,
     open_model,
-    place_of,
-    refuse_not_given,
-    refuse_unusable,
-    row_of,
+    run_directory,
     train_through,
 )
 from mtrl.compose.task_source import Rows
@@ -47,7 +47,7 @@ OF_REWARDS = ("reward_fn_path", "weights", "early_weights", "weight_schedule")
 logger = logging.getLogger(__name__)
 
 
-class History(list[dict[str, Any]]):
+class TrainingHistory(list[dict[str, Any]]):
     """The rows of metrics.jsonl: one a step, one a validation."""
 
     def to_pandas(self) -> Any:
@@ -102,16 +102,16 @@ class Trainer:
             settings = {f"worker.reward.{name}": None for name in OF_REWARDS} | settings
         self._callbacks = checked_callbacks(callbacks)
         self.config, self._embedded = configure(file, over(below, settings))
-        refuse_unusable(self.config)
-        refuse_not_given(self.config, self._rows, self._val_rows, self._rewards)
+        check_usable(self.config)
+        check_all_given(self.config, self._rows, self._val_rows, self._rewards)
         for warning in warnings(self.config):
             logger.warning("%s", warning)
-        self._loaded: Loaded | None = None
+        self._loaded: LoadedModel | None = None
 
     @property
     def directory(self) -> Path:
         """Where the run lives: metrics, rollouts, checkpoints."""
-        return place_of(self.config)
+        return run_directory(self.config)
 
     @property
     def model(self) -> Any:
@@ -120,9 +120,9 @@ class Trainer:
         return self._open().model
 
     @property
-    def history(self) -> History:
+    def history(self) -> TrainingHistory:
         """The rows of metrics.jsonl so far, of earlier attempts too; of a step that was done twice, the last."""
-        return History(history(self.config))
+        return TrainingHistory(history(self.config))
 
     def train(self) -> Path:
         """Runs to the end, from where the run stopped; a finished one says so. Returns its directory."""
@@ -152,7 +152,7 @@ class Trainer:
         validation has in metrics.jsonl, where this writes nothing."""
         rows = self._val_rows if val_data is None else checked_data("val_data", val_data)
         self.model.eval()
-        return row_of(evaluate(self.config, val_data=rows, rewards=self._rewards, loaded=self._open()))
+        return metrics_row(evaluate(self.config, val_data=rows, rewards=self._rewards, loaded=self._open()))
 
     def save(self, path: str | Path) -> Path:
         """Writes the weights of now as a Hugging Face checkpoint with its tokenizer, which from_pretrained loads. An
@@ -161,7 +161,7 @@ class Trainer:
         save_checkpoint(self.config, self._open(), target)
         return target
 
-    def _open(self) -> Loaded:
+    def _open(self) -> LoadedModel:
         if self._loaded is None:
             self._loaded = open_model(self.config)
         return self._loaded

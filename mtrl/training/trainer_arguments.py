@@ -50,12 +50,12 @@ def full_keys(keys: Mapping[str, Any]) -> dict[str, Any]:
     """The keys in full. One that is set twice, by two of its names, is an error."""
     settings: dict[str, Any] = {}
     for name, value in keys.items():
-        for key in keys_of(name):
+        for key in config_keys(name):
             put(settings, name, key, value)
     return settings
 
 
-def keys_of(name: str) -> tuple[str, ...]:
+def config_keys(name: str) -> tuple[str, ...]:
     """What a last name stands for; a dotted key or a section is itself."""
     if "." in name:
         return (name,)

@@ -59,7 +59,7 @@ class Validation:
         samples: list[ValidationSample] = []
         begin = time.perf_counter()
         for prompts in self.batches():
-            with generator.awake():
+            with generator.resident():
                 rollouts = generator.generate(prompts, replace(self.sampling, version=version))
             pending = scorer.submit(rollouts, step=None)
             signals = Signals() if prober is None else prober.probe(rollouts, Needs("attention_mass"), step=0)

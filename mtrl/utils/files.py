@@ -25,7 +25,7 @@ def regular_file(path: str | os.PathLike[str]) -> Path:
     return Path(path)
 
 
-def refuse_special_files(directory: str | os.PathLike[str]) -> None:
+def check_regular_file(directory: str | os.PathLike[str]) -> None:
     """Raises for a pipe, a socket or a device anywhere in a folder that a library is about to read."""
     for folder, _, names in os.walk(directory):
         for name in names:

@@ -10,7 +10,7 @@ import hashlib
 import numpy as np
 
 
-def keyed_generator(*key: int | str) -> np.random.Generator:
+def rng_for(*key: int | str) -> np.random.Generator:
     """A generator of its own for each key.
 
     >>> keyed_generator(1, "a").random() == keyed_generator(1, "a").random() != keyed_generator(1, "b").random()

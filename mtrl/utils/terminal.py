@@ -24,7 +24,7 @@ def sanitize(text: str) -> str:
     return UNPRINTABLE.sub(lambda sign: repr(sign.group())[1:-1], text)
 
 
-class Door:
+class SanitizedStream:
     """A stream that spells control characters out. Only tqdm, whose bars return to where they began, may move so."""
 
     def __init__(self, behind: TextIO) -> None:
@@ -61,7 +61,7 @@ class Door:
 
 def behind_door(stream: TextIO) -> TextIO:
     """The stream itself, for a writer who paints and who sanitizes all that is not its own."""
-    return stream.behind if isinstance(stream, Door) else stream
+    return stream.behind if isinstance(stream, SanitizedStream) else stream
 
 
 @contextmanager
@@ -69,7 +69,7 @@ def doors() -> Iterator[None]:
     """stdout and stderr behind doors."""
     open_closed()
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = Door(sys.stdout), Door(sys.stderr)
+    sys.stdout, sys.stderr = SanitizedStream(sys.stdout), SanitizedStream(sys.stderr)
     try:
         yield
     finally:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mtrl.tracking.blocks import Damaged
+from mtrl.tracking.blocks import DamagedRecord
 from mtrl.tracking.jsonl import parts
 from mtrl.view.history import Tail, parsed
 from mtrl.view.rollout_store import SORTED_BY, Json, Page, as_numbers
@@ -29,7 +29,7 @@ NOT_PARTS = {
 HEAD_CHARS = 120
 
 
-class RowsBook:
+class RowRollouts:
     """What the others share: a step is a list of plain rows, read when it is looked at."""
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ def numbered(step: int, rows: Sequence[Mapping[str, Any]]) -> list[Json]:
         name = as_text(row["id"]) if "id" in row else asked
         text = as_text(first(row, "response", "output", "completion", default=""))
         reward = first(row, "reward", "score")
-        parts_there = row["rewards"] if isinstance(row.get("rewards"), dict) else others_of(row)
+        parts_there = row["rewards"] if isinstance(row.get("rewards"), dict) else open_foreign(row)
         if not is_finite(reward):
             reward = sum(x for x in parts_there.values() if is_finite(x)) if parts_there else None
         found.append({
@@ -105,7 +105,7 @@ def numbered(step: int, rows: Sequence[Mapping[str, Any]]) -> list[Json]:
     return found
 
 
-def others_of(row: Mapping[str, Any]) -> dict[str, float]:
+def open_foreign(row: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a row under names that mean nothing else: in TRL's and verl's files those are parts of rewards."""
     return {str(name): x for name, x in row.items() if name not in NOT_PARTS and is_finite(x)}
 
@@ -134,7 +134,7 @@ def as_text(value: Any) -> str:
 
 
 # --------------------------------------------------------------------------------------------------------------- JSONL
-class JsonlBook(RowsBook):
+class JsonlRollouts(RowRollouts):
     """Rows of JSONL files by the step that they name, or the one that the file is named after (verl: `12.jsonl`). Only
     where each row lies is kept; files are looked through a piece at a time."""
 
@@ -165,7 +165,7 @@ class JsonlBook(RowsBook):
         self._behind = left <= 0
 
     def _add(self, node: int, path: Path, at: int, line: bytes) -> None:
-        step, attempt = step_of(line, path)
+        step, attempt = file_step(line, path)
         if step is None:
             self.damaged += bool(line.strip())
             return
@@ -193,7 +193,7 @@ class JsonlBook(RowsBook):
         return told + (["rollouts: the files are large and are still being looked through"] if self._behind else [])
 
 
-def step_of(line: bytes, path: Path) -> tuple[int | None, int]:
+def file_step(line: bytes, path: Path) -> tuple[int | None, int]:
     """(step, attempt) of a row; its step is None where it is no row."""
     if ours := OUR_HEAD.match(line):
         whole = line.rstrip().endswith(b"}")
@@ -208,7 +208,7 @@ def step_of(line: bytes, path: Path) -> tuple[int | None, int]:
 
 
 # ------------------------------------------------------------------------------------------------------------- parquet
-class ParquetBook(RowsBook):
+class ParquetRollouts(RowRollouts):
     """TRL's `completions/completions_00012.parquet`: a file a step, or any parquet file with such columns."""
 
     def __init__(self, place: Path) -> None:
@@ -254,7 +254,7 @@ class ParquetBook(RowsBook):
         except (OSError, ArrowException) as error:
             del self._files[step]
             self._broken.add(path.name)
-            raise Damaged(f"{path.name} cannot be read") from error
+            raise DamagedRecord(f"{path.name} cannot be read") from error
 
     def skipped(self) -> list[str]:
         return [f"{name} is no whole parquet file and is left out" for name in sorted(self._broken)]

@@ -36,7 +36,7 @@ class Tail:
                 yield at, line
 
 
-class History:
+class MetricTail:
     """Each metric's values by step. What an attempt did after the step where the next one began was undone."""
 
     def __init__(self, path: Path) -> None:

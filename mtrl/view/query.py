@@ -8,8 +8,8 @@ from itertools import groupby
 
 import numpy as np
 
-from mtrl.tracking.blocks import Damaged
-from mtrl.view.rollout_store import SORTED_BY, Book, Json
+from mtrl.tracking.blocks import DamagedRecord
+from mtrl.view.rollout_store import SORTED_BY, Json, RolloutStore
 
 MOST_ROWS = 200  # of a page
 
@@ -32,7 +32,7 @@ class Query:
             raise ValueError(f"size: 1 to {MOST_ROWS}; page: 0 or more")
 
 
-def select(book: Book, query: Query) -> Json:
+def select(book: RolloutStore, query: Query) -> Json:
     """{"total", "rows"}: how many responses there are, and the rows of the page."""
     steps, places, keys = gather(book, query)
     order = np.arange(len(steps))
@@ -44,10 +44,10 @@ def select(book: Book, query: Query) -> Json:
         order = np.lexsort((places, -steps))
     shown = order[query.page * query.size : (query.page + 1) * query.size]
     chosen = [(int(steps[i]), int(places[i])) for i in shown]
-    return {"total": len(order), "page": query.page, "size": query.size, "rows": rows_of(book, chosen)}
+    return {"total": len(order), "page": query.page, "size": query.size, "rows": query_rows(book, chosen)}
 
 
-def gather(book: Book, query: Query) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def gather(book: RolloutStore, query: Query) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(step, place, number to sort by) of every response that passes the filters."""
     found: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
     for step, count in list(book.steps().items()):
@@ -58,7 +58,7 @@ def gather(book: Book, query: Query) -> tuple[np.ndarray, np.ndarray, np.ndarray
             continue
         try:
             page = book.page(step)
-        except (Damaged, KeyError, OSError):
+        except (DamagedRecord, KeyError, OSError):
             continue  # the book says so
         passes = np.ones(page.count, dtype=bool)
         absent = np.full(page.count, np.nan)
@@ -75,13 +75,13 @@ def gather(book: Book, query: Query) -> tuple[np.ndarray, np.ndarray, np.ndarray
     return steps, places, keys
 
 
-def rows_of(book: Book, chosen: Sequence[tuple[int, int]]) -> list[Json]:
+def query_rows(book: RolloutStore, chosen: Sequence[tuple[int, int]]) -> list[Json]:
     """Their rows, in this order; each step is opened once."""
     rows: dict[tuple[int, int], Json] = {}
     for step, group in groupby(sorted(chosen), key=lambda each: each[0]):
         places = [place for _, place in group]
         try:
             rows |= {(step, place): row for place, row in zip(places, book.rows(step, places), strict=True)}
-        except (Damaged, KeyError, OSError):
+        except (DamagedRecord, KeyError, OSError):
             continue
     return [rows[each] for each in chosen if each in rows]

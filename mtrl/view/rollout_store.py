@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mtrl.tracking.blocks import Block, Damaged, Table, Walk, parts_of
+from mtrl.tracking.blocks import Block, DamagedRecord, Table, Walk, block_parts
 from mtrl.tracking.streams import MAP_SCALE, MAPS, unpack_response
 
 SORTED_BY = ("reward", "tokens", "dependency", "entropy", "vision", "advantage")
@@ -31,7 +31,7 @@ class Page:
     numbers: Mapping[str, np.ndarray]
 
 
-class Book(Protocol):
+class RolloutStore(Protocol):
     def refresh(self) -> None:
         """Looks for what was written meanwhile."""
 
@@ -58,7 +58,7 @@ class Book(Protocol):
         """What could not be read, in sentences."""
 
 
-class RecordBook:
+class RecordedRollouts:
     """The record of a run of ours (`tracking/blocks.py`)."""
 
     def __init__(self, directory: Path) -> None:
@@ -71,7 +71,7 @@ class RecordBook:
         self._broken: set[int] = set()
 
     def refresh(self) -> None:
-        parts = parts_of(self.directory)
+        parts = block_parts(self.directory)
         changed = [part for part in self._walks if part not in parts]
         for gone in changed:
             del self._walks[gone], self._found[gone]
@@ -108,9 +108,9 @@ class RecordBook:
         if block not in self._tables:
             try:
                 self._tables[block] = checked(block.table(), block.count)
-            except (Damaged, OSError) as error:
+            except (DamagedRecord, OSError) as error:
                 self._broken.add(step)
-                raise Damaged(f"step {step} is damaged") from error
+                raise DamagedRecord(f"step {step} is damaged") from error
             if len(self._tables) > TABLES_KEPT:
                 self._tables.popitem(last=False)
         self._tables.move_to_end(block)
@@ -160,7 +160,7 @@ class RecordBook:
         }
         members = [other for other, group in enumerate(columns["prompt"]) if group == row["group"]]
         said = {"text": kept["text"], "pieces": kept["pieces"], "streams": streams}
-        if (grids := grids_of(kept["streams"], table["prompts"][row["group"]])) is not None:
+        if (grids := image_grids(kept["streams"], table["prompts"][row["group"]])) is not None:
             said["grids"] = grids
             streams.setdefault("vision_all", as_list(vision_mass(kept["streams"])))
         return row | said | {"prompt": asked, "segments": segments, "mass": by_segment, "members": members}
@@ -171,7 +171,7 @@ class RecordBook:
             raise KeyError(place)
         kept = unpack_response(block.piece(table["where"][place]))
         prompt = table["prompts"][table["rollouts"]["prompt"][place]]
-        if grids_of(kept["streams"], prompt) is None:
+        if image_grids(kept["streams"], prompt) is None:
             raise KeyError(place)
         levels, scale = kept["streams"][MAPS], kept["streams"][MAP_SCALE]
         return {"levels": base64.b64encode(levels.tobytes()).decode(), "scale": as_list(scale, 6)}
@@ -191,19 +191,19 @@ def checked(table: Table, count: int) -> Table:
     """The table, where it is as it must be; whoever made the file may have meant harm."""
     columns, prompts = table.get("rollouts"), table.get("prompts")
     if not isinstance(columns, dict) or not isinstance(prompts, list) or not isinstance(table.get("where"), list):
-        raise Damaged("a table lacks what it must have")
+        raise DamagedRecord("a table lacks what it must have")
     if not all(isinstance(prompt, dict) for prompt in prompts):
-        raise Damaged("a table's prompts are none")
+        raise DamagedRecord("a table's prompts are none")
     lists = [values for name, values in columns.items() if name not in ("parts", "mass")]
     lists += [table["where"], *dict(columns.get("parts", {})).values()]
     if "prompt" not in columns or any(not isinstance(values, list) or len(values) != count for values in lists):
-        raise Damaged("a table's columns are not as long as they must be")
+        raise DamagedRecord("a table's columns are not as long as they must be")
     if not all(type(group) is int and 0 <= group < len(prompts) for group in columns["prompt"]):
-        raise Damaged("a table names prompts that it does not have")
+        raise DamagedRecord("a table names prompts that it does not have")
     return table
 
 
-def grids_of(streams: Mapping[str, np.ndarray], prompt: Mapping[str, Any]) -> list[Any] | None:
+def image_grids(streams: Mapping[str, np.ndarray], prompt: Mapping[str, Any]) -> list[Any] | None:
     """How the maps of a response lie on its images; None where there are no maps, or they do not fit."""
     levels, scale, grids = streams.get(MAPS), streams.get(MAP_SCALE), prompt.get("grids")
     if levels is None or scale is None or levels.ndim != 2 or scale.shape != levels.shape[:1]:

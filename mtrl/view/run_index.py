@@ -8,10 +8,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from mtrl.tracking.blocks import RECORD, Damaged
-from mtrl.view.foreign_rollouts import JsonlBook, ParquetBook, is_finite
-from mtrl.view.history import History
-from mtrl.view.rollout_store import Book, Json, RecordBook
+from mtrl.tracking.blocks import RECORD, DamagedRecord
+from mtrl.view.foreign_rollouts import JsonlRollouts, ParquetRollouts, is_finite
+from mtrl.view.history import MetricTail
+from mtrl.view.rollout_store import Json, RecordedRollouts, RolloutStore
 
 METRICS, ROLLOUTS, CONFIG = "metrics.jsonl", "rollouts.jsonl", "config.yaml"
 OURS = (METRICS, ROLLOUTS, RECORD, CONFIG)
@@ -24,17 +24,17 @@ class NoRun(ValueError):
     """A path that holds nothing to show; the text says what would."""
 
 
-class Run:
+class RunFolder:
     """A run that is shown. Whoever asks holds `lock`: its files are read on demand, by one at a time."""
 
-    def __init__(self, name: str, path: Path, kind: str, book: Book, history: History) -> None:
+    def __init__(self, name: str, path: Path, kind: str, book: RolloutStore, history: MetricTail) -> None:
         self.name, self.path, self.kind, self.book, self.history = name, path, kind, book, history
         self.lock = threading.Lock()
         self._means: dict[int, dict[str, float]] = {}
 
     def refresh(self) -> None:
         self.history.refresh()
-        if self.kind == "mtrl" and isinstance(self.book, JsonlBook):
+        if self.kind == "mtrl" and isinstance(self.book, JsonlRollouts):
             self.book = open_book(self.path, self.kind) if (self.path / RECORD).is_dir() else self.book
         self.book.refresh()
         if self.kind != "mtrl" and not self._from_trainer_state():
@@ -91,7 +91,7 @@ class Run:
         for step in [step for step in self.book.steps() if step not in self._means][:200]:
             try:
                 numbers = self.book.page(step).numbers
-            except (Damaged, KeyError, OSError):
+            except (DamagedRecord, KeyError, OSError):
                 numbers = {}
             self._means[step] = {}
             for name, values in numbers.items():
@@ -99,7 +99,7 @@ class Run:
                     self.history.metrics.setdefault(f"{name}/mean", {})[step] = float(np.nanmean(values))
 
 
-def open_runs(paths: Sequence[Path]) -> list[Run]:
+def open_runs(paths: Sequence[Path]) -> list[RunFolder]:
     found = [(path, kind) for given in paths for path, kind in runs_at(given)]
     unique = list(dict(found).items())
     return [
@@ -115,9 +115,9 @@ def runs_at(path: Path) -> list[tuple[Path, str]]:
         raise NoRun(f"{path}: there is no such directory; name the directory of a run, such as outputs/mtrl/zoo")
     if path.name in (METRICS, ROLLOUTS):
         path = path.parent
-    if kind := kind_of(path):
+    if kind := run_kind(path):
         return [(path, kind)]
-    inside = [(child, kind) for child in path.iterdir() if (kind := kind_of(child))] if path.is_dir() else []
+    inside = [(child, kind) for child in path.iterdir() if (kind := run_kind(child))] if path.is_dir() else []
     if not inside:
         raise NoRun(
             f"{path} holds no run: neither {METRICS} nor {RECORD}/ of a run, nor completions of TRL (*.parquet), nor "
@@ -127,7 +127,7 @@ def runs_at(path: Path) -> list[tuple[Path, str]]:
     return sorted(newest)
 
 
-def kind_of(path: Path) -> str | None:
+def run_kind(path: Path) -> str | None:
     if path.is_file():
         return {".parquet": "trl", ".jsonl": "verl"}.get(path.suffix)
     if not path.is_dir():
@@ -139,23 +139,23 @@ def kind_of(path: Path) -> str | None:
     return "verl" if any(path.glob("*.jsonl")) else None
 
 
-def open_run(name: str, path: Path, kind: str) -> Run:
+def open_run(name: str, path: Path, kind: str) -> RunFolder:
     metrics = path / METRICS
-    history = History(metrics if kind == "mtrl" and is_inside(metrics, path) else path / "none" / METRICS)
-    return Run(name, path, kind, open_book(path, kind), history)
+    history = MetricTail(metrics if kind == "mtrl" and is_inside(metrics, path) else path / "none" / METRICS)
+    return RunFolder(name, path, kind, open_book(path, kind), history)
 
 
-def open_book(path: Path, kind: str) -> Book:
+def open_book(path: Path, kind: str) -> RolloutStore:
     if kind == "trl":
-        return ParquetBook(path / "completions" if (path / "completions").is_dir() else path)
+        return ParquetRollouts(path / "completions" if (path / "completions").is_dir() else path)
     if kind == "verl":
         files = sorted(path.glob("*.jsonl"), key=by_number) if path.is_dir() else [path]
-        return JsonlBook([file for file in files if is_inside(file, path)])
+        return JsonlRollouts([file for file in files if is_inside(file, path)])
     recorded = path / RECORD
     if not is_inside(recorded, path) or not is_inside(path / ROLLOUTS, path):
-        return JsonlBook()  # links that lead out of the run: nothing is read there
+        return JsonlRollouts()  # links that lead out of the run: nothing is read there
     without = (path / ROLLOUTS).exists() and not recorded.is_dir()
-    return JsonlBook(rotating=path / ROLLOUTS) if without else RecordBook(recorded)
+    return JsonlRollouts(rotating=path / ROLLOUTS) if without else RecordedRollouts(recorded)
 
 
 def by_number(path: Path) -> tuple[int, str]:

@@ -13,11 +13,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from mtrl.tracking.blocks import Damaged
+from mtrl.tracking.blocks import DamagedRecord
 from mtrl.view import html_page as page
 from mtrl.view.query import Query, select
 from mtrl.view.rollout_store import SORTED_BY
-from mtrl.view.run_index import Run
+from mtrl.view.run_index import RunFolder
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -77,7 +77,7 @@ class Guard:
         return None
 
 
-def hosts_of(host: str, port: int) -> list[str]:
+def allowed_hosts(host: str, port: int) -> list[str]:
     """Host headers of this server: its own address, and this machine's names for itself where those lead here."""
     try:
         address = ipaddress.ip_address(host)
@@ -88,10 +88,10 @@ def hosts_of(host: str, port: int) -> list[str]:
     return [f"{name}:{port}".lower() for name in (own, *names)]
 
 
-class Answers:
+class JsonAnswers:
     """The answers to the page's questions."""
 
-    def __init__(self, runs: Sequence[Run]) -> None:
+    def __init__(self, runs: Sequence[RunFolder]) -> None:
         self.runs = runs
 
     def about(self, request: Request) -> Response:
@@ -109,7 +109,7 @@ class Answers:
             return JSONResponse(run.history.series(names, whole(asked.get("after", "-1"), low=-1)))
 
     def rollouts(self, request: Request) -> Response:
-        run, query = self._run(request), query_of(request)
+        run, query = self._run(request), parse_query(request)
         with run.lock:
             return JSONResponse(select(run.book, query))
 
@@ -141,13 +141,13 @@ class Answers:
             data = run.book.image(step, request.query_params.get("key", ""))
         kind = next((kind for start, kind in IMAGES.items() if data.startswith(start)), None)
         if kind is None:
-            raise Damaged("this is no image")
+            raise DamagedRecord("this is no image")
         return Response(data, media_type=kind, headers={"cache-control": "private, max-age=3600"})
 
     def config(self, request: Request) -> Response:
         return PlainTextResponse(self._run(request).config() or "")
 
-    def _run(self, request: Request) -> Run:
+    def _run(self, request: Request) -> RunFolder:
         number = self._number(request, "run")
         if number >= len(self.runs):
             raise KeyError(number)
@@ -165,7 +165,7 @@ def whole(text: str, low: int = 0) -> int:
     return number
 
 
-def query_of(request: Request) -> Query:
+def parse_query(request: Request) -> Query:
     asked = request.query_params
     least = {name: float(asked[f"min_{name}"]) for name in SORTED_BY if asked.get(f"min_{name}")}
     most = {name: float(asked[f"max_{name}"]) for name in SORTED_BY if asked.get(f"max_{name}")}
@@ -199,9 +199,9 @@ def file(request: Request) -> Response:
     )
 
 
-def make_app(runs: Sequence[Run], host: str = "127.0.0.1", port: int = 0) -> Asgi:
+def make_app(runs: Sequence[RunFolder], host: str = "127.0.0.1", port: int = 0) -> Asgi:
     """The application, for the address that it is served at."""
-    answers = Answers(runs)
+    answers = JsonAnswers(runs)
     named = {
         "runs": answers.about, "series": answers.series, "rollouts": answers.rollouts, "response": answers.response,
         "group": answers.group, "image": answers.image, "config": answers.config, "maps": answers.maps,
@@ -212,7 +212,7 @@ def make_app(runs: Sequence[Run], host: str = "127.0.0.1", port: int = 0) -> Asg
         KeyError: refused(404, "there is no such thing"),
         IndexError: refused(404, "there is no such thing"),
         ValueError: refused(400, "this question cannot be answered"),
-        Damaged: refused(410, "this piece of the record is damaged, or was rotated away"),
+        DamagedRecord: refused(410, "this piece of the record is damaged, or was rotated away"),
         OSError: refused(410, "this piece of the record is gone"),
     }
-    return Guard(Starlette(routes=routes, exception_handlers=handlers), hosts_of(host, port))
+    return Guard(Starlette(routes=routes, exception_handlers=handlers), allowed_hosts(host, port))

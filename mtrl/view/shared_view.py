@@ -5,16 +5,16 @@ from __future__ import annotations
 import base64
 from collections.abc import Sequence
 
-from mtrl.tracking.blocks import Damaged
-from mtrl.view.rollout_store import SORTED_BY, Book, Json
-from mtrl.view.run_index import Run
+from mtrl.tracking.blocks import DamagedRecord
+from mtrl.view.rollout_store import SORTED_BY, Json, RolloutStore
+from mtrl.view.run_index import RunFolder
 
 STEPS_SHOWN = 8  # steps that the responses come from, the first and the last among them
 MAPS_BYTES = 4 * 2**20  # of attention maps; responses after that come without
 POINTS = 1000  # of a curve: a longer one is thinned out
 
 
-def shared(runs: Sequence[Run], rollouts: int) -> Json:
+def shared(runs: Sequence[RunFolder], rollouts: int) -> Json:
     """All that the page asks a server for, by the names of its questions."""
     images: dict[str, str] = {}
     responses = [some_responses(run.book, rollouts // len(runs), images) for run in runs]
@@ -27,7 +27,7 @@ def shared(runs: Sequence[Run], rollouts: int) -> Json:
     return {
         "about": {"steps": max(each["last_step"] for each in about)},
         "runs": {"runs": about, "sorted_by": SORTED_BY},
-        "series": [{name: thinned(*points) for name, points in series_of(run).items()} for run in runs],
+        "series": [{name: thinned(*points) for name, points in metric_series(run).items()} for run in runs],
         "rollouts": responses,
         "images": images,
         "maps": maps,
@@ -35,7 +35,7 @@ def shared(runs: Sequence[Run], rollouts: int) -> Json:
     }
 
 
-def series_of(run: Run) -> dict[str, list[Sequence[float]]]:
+def metric_series(run: RunFolder) -> dict[str, list[Sequence[float]]]:
     return run.history.series(sorted(run.history.metrics))
 
 
@@ -44,7 +44,7 @@ def thinned(steps: Sequence[float], values: Sequence[float]) -> list[list[float]
     return [list(steps[::-1][::every][::-1]), list(values[::-1][::every][::-1])]  # the newest stays
 
 
-def some_responses(book: Book, count: int, images: dict[str, str]) -> list[Json]:
+def some_responses(book: RolloutStore, count: int, images: dict[str, str]) -> list[Json]:
     """Whole groups of steps spread over the run, and their images once each."""
     steps = list(book.steps())
     last = len(steps) - 1
@@ -53,13 +53,13 @@ def some_responses(book: Book, count: int, images: dict[str, str]) -> list[Json]
     for number, place in enumerate(chosen):
         wanted = (count - len(found)) // (len(chosen) - number)
         try:
-            found += groups_of(book, steps[place], wanted, images)
-        except (Damaged, KeyError, OSError):
+            found += whole_groups(book, steps[place], wanted, images)
+        except (DamagedRecord, KeyError, OSError):
             continue  # the run says what is damaged
     return found
 
 
-def shared_maps(runs: Sequence[Run], responses: Sequence[Sequence[Json]]) -> dict[str, Json]:
+def shared_maps(runs: Sequence[RunFolder], responses: Sequence[Sequence[Json]]) -> dict[str, Json]:
     """Where the tokens look, by "run step row", of the first response of each group, then of the second, and so on, as
     long as there is room."""
     there = [(one["members"].index(one["row"]), number, one) for number, shown in enumerate(responses) for one in shown
@@ -75,7 +75,7 @@ def shared_maps(runs: Sequence[Run], responses: Sequence[Sequence[Json]]) -> dic
     return found
 
 
-def groups_of(book: Book, step: int, wanted: int, images: dict[str, str]) -> list[Json]:
+def whole_groups(book: RolloutStore, step: int, wanted: int, images: dict[str, str]) -> list[Json]:
     found: list[Json] = []
     for place in range(min(wanted, book.steps()[step])):
         one = book.response(step, place)

@@ -22,7 +22,7 @@ from mtrl.protocols import Snapshot
 from mtrl.types import Needs, Rollouts, Signals, TrainBatch, Weights
 from mtrl.workers.learner import Learner, OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching
-from mtrl.workers.offload import Parked
+from mtrl.workers.offload import OffloadedTensors
 from mtrl.workers.reference import Reference
 
 Result = TypeVar("Result")
@@ -51,10 +51,10 @@ class LocalActor:
         offload_reference: bool = False,
     ) -> None:
         self.forward, self.reference, self.ranks = forward, reference, forward.backbone.ranks
-        self.parked: Parked | None = None
+        self.parked: OffloadedTensors | None = None
         if offload_reference and reference is not None:
             weights = list(reference.forward.backbone.model.parameters())
-            self.parked = Parked(lambda: weights, forward.backbone.device)
+            self.parked = OffloadedTensors(lambda: weights, forward.backbone.device)
             self.parked.park()
         self.perturbation, self.probe_batching = perturbation, probe_batching
         self.model = forward.backbone.model
@@ -140,7 +140,7 @@ class LocalActor:
         theirs = self.reference.response_hidden(rollouts)
         ours = self.forward.response_hidden(rollouts)
         kl = self.reference.divergence(ours, theirs, self.forward, rollouts)
-        return self.forward.scores_of(ours, rollouts, entropy), unpack(kl, rollouts.mask).cpu()
+        return self.forward.score_tokens(ours, rollouts, entropy), unpack(kl, rollouts.mask).cpu()
 
     # -------------------------------------------------------------------------------------------------------- weights
     def publish(self) -> Weights:

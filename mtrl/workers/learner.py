@@ -20,16 +20,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mtrl.checkpoint.learner_snapshot import read_counters, restore_optimizer_state, snapshot_of
-from mtrl.models.parallel.fsdp import device_of, in_one_pass, is_split, own_part, whole
-from mtrl.models.parallel.ranks import ALONE, Ranks
+from mtrl.checkpoint.learner_snapshot import make_snapshot, read_counters, restore_optimizer_state
+from mtrl.models.parallel.fsdp import compute_device, in_one_pass, is_split, own_part, whole
+from mtrl.models.parallel.ranks import SINGLE_PROCESS, Ranks
 from mtrl.models.state_dicts import load_weights
 from mtrl.protocols import Snapshot
-from mtrl.types import TermWeights, TrainBatch
+from mtrl.types import LossWeights, TrainBatch
 from mtrl.utils.errors import DeviceFull, Diverged, PassesCut
 from mtrl.workers.eight_bit import EightBitAdamW
 from mtrl.workers.micro_batches import MicroBatching
-from mtrl.workers.offload import Parked, pieces_of
+from mtrl.workers.offload import OffloadedTensors, parameter_pieces
 from mtrl.workers.rounding import RoundedAdamW, Rounding
 
 BAD_STEPS_IN_A_ROW = 3
@@ -73,7 +73,7 @@ class OptimizerSettings:
         return self.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * fall)
 
 
-def optimizer_of(parameters: Sequence[Tensor], settings: OptimizerSettings, fused: bool) -> torch.optim.Optimizer:
+def make_optimizer(parameters: Sequence[Tensor], settings: OptimizerSettings, fused: bool) -> torch.optim.Optimizer:
     """`fused`: one kernel, no copies of the weights on the way."""
     common: Any = {"lr": settings.lr, "betas": settings.betas, "weight_decay": settings.weight_decay}
     if settings.eight_bit:
@@ -101,16 +101,16 @@ class Learner:
         advice: str,
         offload: bool = False,
         dropout_seed: int | None = None,
-        ranks: Ranks = ALONE,
+        ranks: Ranks = SINGLE_PROCESS,
     ) -> None:
         self.model, self.optimization, self.given_batching, self.ranks = model, optimization, batching, ranks
         self.name, self.advice, self.dropout_seed = name, advice, dropout_seed
         self.names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         self.parameters = list(self.names)
-        device = device_of(model)
-        self.optimizer = optimizer_of(self.parameters, optimization, fused=device.type == "cuda")
-        pieces = pieces_of(self.parameters) if offload else []
-        self.pieces = [(piece, Parked(partial(self._large_states, piece), device)) for piece in pieces]
+        device = compute_device(model)
+        self.optimizer = make_optimizer(self.parameters, optimization, fused=device.type == "cuda")
+        pieces = parameter_pieces(self.parameters) if offload else []
+        self.pieces = [(piece, OffloadedTensors(partial(self._large_states, piece), device)) for piece in pieces]
         self.version = 0  # version of the weights: how many updates they have seen
         self.optimizer_step = 0
         self.bad_steps_in_a_row = 0
@@ -167,7 +167,7 @@ class Learner:
         if self.dropout_seed is None:
             yield
             return
-        device, numbers = device_of(self.model), [self.dropout_seed, self.optimizer_step, micro_batch]
+        device, numbers = compute_device(self.model), [self.dropout_seed, self.optimizer_step, micro_batch]
         if self.ranks.rank:
             numbers.append(self.ranks.rank)  # other rows than those of the first rank
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -184,7 +184,7 @@ class Learner:
         # The error is gone here, and with it the frames that held what there was of the pass. What it had added to the
         # gradients cannot be told from what the passes before it had: all of it goes.
         self._let_go()
-        half = self.batching.half_of(batch.rollouts)
+        half = self.batching.first_half(batch.rollouts)
         if half is None:
             raise DeviceFull(f"the device has no room to learn from a single response. {torch_says} Set {TAKES_LESS}")
         unit = "tokens" if self.given_batching.rows is None else "responses"
@@ -210,7 +210,7 @@ class Learner:
         """Adds the gradients of every pass to those of the parameters, and the metrics to one another."""
         metrics: dict[str, float] = defaultdict(float)
         for number, (rows, counts) in enumerate(self.batching.passes(batch.rollouts)):
-            taken = batch.rows(rows) if counts else weightless(batch.rows(rows))
+            taken = batch.rows(rows) if counts else zero_weighted(batch.rows(rows))
             with self._dropping(number):
                 part, values = in_one_pass(self.model, partial(loss, taken))
                 part.backward()
@@ -263,7 +263,7 @@ class Learner:
         """All that `restore` needs; a checkpoint of Hugging Face, or of peft, once it is written, with `files` beside
         its weights."""
         counters = {name: getattr(self, name) for name in COUNTED}
-        return snapshot_of(self.model, self.optimizer, self.names, counters, files, self.ranks)
+        return make_snapshot(self.model, self.optimizer, self.names, counters, files, self.ranks)
 
     def restore(self, directory: Path) -> None:
         """Goes on as the learner whose snapshot was written there would have."""
@@ -277,7 +277,7 @@ class Learner:
         self.cut_to = min(filter(None, (found, self.cut_to)), default=0)  # it may have been full since
 
 
-def weightless(batch: TrainBatch) -> TrainBatch:
+def zero_weighted(batch: TrainBatch) -> TrainBatch:
     """Rows that count for nothing: their pass adds zeros to gradients and metrics."""
-    weights = TermWeights(**{name: torch.zeros_like(weight) for name, weight in vars(batch.weights).items()})
+    weights = LossWeights(**{name: torch.zeros_like(weight) for name, weight in vars(batch.weights).items()})
     return replace(batch, weights=weights)

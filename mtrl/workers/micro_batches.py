@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mtrl.algorithms.packing import Piece, cut_groups, fill_micro_batches, row_index
-from mtrl.models.parallel.ranks import ALONE, Ranks
+from mtrl.models.parallel.ranks import SINGLE_PROCESS, Ranks
 from mtrl.types import Rollouts, Signals
 from mtrl.utils.record_rows import join_rows, take_rows
 
@@ -25,7 +25,7 @@ class MicroBatching:
     at_least: int = 0  # the smallest budget that `tokens: None` stands for
     rows: int | None = None  # rows of a pass, in place of a budget of tokens
     share_prefix: bool = True
-    ranks: Ranks = ALONE
+    ranks: Ranks = SINGLE_PROCESS
 
     def passes(self, rollouts: Rollouts, views: int = 1) -> list[tuple[Tensor, bool]]:
         """Row indices of each pass, and whether it counts: a rank that has none left goes along with an idle one."""
@@ -53,7 +53,7 @@ class MicroBatching:
         tokens = None if self.tokens is None else sharers * self.tokens
         return replace(self, ranks=ranks, tokens=tokens, at_least=sharers * self.at_least)
 
-    def half_of(self, rollouts: Rollouts, views: int = 1) -> int | None:
+    def first_half(self, rollouts: Rollouts, views: int = 1) -> int | None:
         """Half of what the largest pass over these rows takes, in tokens or in rows, for `within`; None where that
         would cut them no finer."""
         if self.rows is not None:

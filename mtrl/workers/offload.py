@@ -16,7 +16,7 @@ PIECE = 2**30  # bytes of weights whose optimizer state is on the device at once
 ALIGNMENT = 512
 
 
-class Parked:
+class OffloadedTensors:
     """Brings tensors to the device for the time that somebody works with them. They are the same objects here and
     there, with the same numbers to the bit, so that whoever holds them need not know. Their places in main memory are
     kept, pinned for a GPU: to pin memory takes longer than to use it.
@@ -92,7 +92,7 @@ def pin(block: torch.UntypedStorage, until: object) -> None:
     weakref.finalize(until, driver.cudaHostUnregister, block.data_ptr())
 
 
-def pieces_of(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
+def parameter_pieces(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
     """Parameters in their order, in pieces of up to PIECE bytes; of those that are split this rank's part counts.
 
     >>> [len(piece) for piece in pieces_of([torch.empty(2**28, device="meta")] * 2 + [torch.empty(9)] * 3)]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mtrl.algorithms.vocab import full_kl
-from mtrl.checkpoint.learner_snapshot import ModelSnapshot, PartSnapshot, part_of
+from mtrl.checkpoint.learner_snapshot import ModelSnapshot, PartSnapshot, shard_files
 from mtrl.models.adapters import adapters_off
 from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward, unpack
@@ -85,7 +85,7 @@ class Reference:
 
 
 @dataclass(frozen=True)
-class RefreshedReference:
+class SyncedReference:
     """A reference that becomes the policy every so often. Since it is no longer what the run was given, a checkpoint
     holds it."""
 
@@ -98,7 +98,7 @@ class RefreshedReference:
     def snapshot(self) -> ModelSnapshot | PartSnapshot:
         weights = exported_weights(self.model)
         if is_split(self.model):
-            return part_of(self.model, self.policy.backbone.ranks, weights)
+            return shard_files(self.model, self.policy.backbone.ranks, weights)
         return ModelSnapshot(self.model, weights)
 
     def restore(self, directory: Path) -> None:

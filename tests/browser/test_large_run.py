@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from view_helpers import metrics_row, recorded, step_of
 
-from mtrl.tracking.blocks import BlockWriter, parts_of
+from mtrl.tracking.blocks import BlockWriter, block_parts
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("uvicorn", reason="pip install 'mtrl[view]'")
@@ -44,7 +44,7 @@ def large_run(tmp_path_factory):
         for s in range(1, STEPS + 1)
     ]
     (run / "metrics.jsonl").write_text("".join(rows))
-    assert 0.9 * LIMIT < sum(part.stat().st_size for part in parts_of(run / "record")) <= LIMIT
+    assert 0.9 * LIMIT < sum(part.stat().st_size for part in block_parts(run / "record")) <= LIMIT
     return run
 
 

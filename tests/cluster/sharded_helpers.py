@@ -13,14 +13,14 @@ from mtrl.algorithms.credit import assign
 from mtrl.algorithms.credit.attention_weights import AttentionWeights
 from mtrl.algorithms.losses import Loss, PolicyLoss, mismatch_correction, term_weights
 from mtrl.algorithms.value_loss import ValueLoss
-from mtrl.distributed.learner_proxy import RankedLearner, RankPart
-from mtrl.distributed.torchrun_group import OwnCrew, serve
+from mtrl.distributed.learner_proxy import DistributedLearner, WorkerHandle
+from mtrl.distributed.torchrun_group import TorchrunWorkerGroup, serve
 from mtrl.models.adapters import AdapterSettings, add_adapters, inject
 from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward
 from mtrl.models.load_model import empty_model, load_model
 from mtrl.models.parallel.fsdp import Sharding
-from mtrl.models.parallel.ranks import ALONE
+from mtrl.models.parallel.ranks import SINGLE_PROCESS
 from mtrl.models.parallel.sequence import share_sequences
 from mtrl.models.perturb import Perturbation
 from mtrl.models.state_dicts import exported_weights
@@ -47,7 +47,7 @@ NEEDS = Needs("old_logprobs", "entropy", "entropy_change", "dependency", "attent
 
 
 # -------------------------------------------------------------------------------------------------------- the workers
-def backbone_of(family, kind, ranks, strategy, checkpointing=False, per_node=1, cpu_offload=False):
+def make_backbone(family, kind, ranks, strategy, checkpointing=False, per_node=1, cpu_offload=False):
     """Loaded as a whole where it is alone, else split from the first rank's copy."""
     path = checkpoint(family)
     if ranks.group is None:
@@ -59,7 +59,7 @@ def backbone_of(family, kind, ranks, strategy, checkpointing=False, per_node=1, 
         if kind == "lora":
             empty.requires_grad_(False)
             inject(empty, LORA, empty=True)
-        load = partial(backbone_of, family, kind, ALONE, strategy)
+        load = partial(make_backbone, family, kind, SINGLE_PROCESS, strategy)
         model = Sharding(ranks, CPU, strategy, per_node, cpu_offload=cpu_offload).spread(empty, lambda: load().model)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -73,7 +73,7 @@ def worker_of(
     kind,
     family,
     batching,
-    ranks=ALONE,
+    ranks=SINGLE_PROCESS,
     strategy="FULL_SHARD",
     checkpointing=False,
     per_node=1,
@@ -81,7 +81,7 @@ def worker_of(
     cpu_offload=False,
     offload_optimizer=False,
 ):
-    backbone = backbone_of(family, kind, ranks, strategy, checkpointing, per_node, cpu_offload)
+    backbone = make_backbone(family, kind, ranks, strategy, checkpointing, per_node, cpu_offload)
     forward = Forward(backbone, encoder_of(family), sharers=share_sequences(sharers))
     settings = SETTINGS
     options = {"update_batching": batching, "probe_batching": batching, "encoder_files": {}}
@@ -91,7 +91,7 @@ def worker_of(
     if kind == "lora":
         reference = Reference.under_adapters(forward)
     else:
-        other = backbone_of(family, kind, ranks, strategy, per_node=per_node, cpu_offload=cpu_offload).model
+        other = make_backbone(family, kind, ranks, strategy, per_node=per_node, cpu_offload=cpu_offload).model
         reference = Reference.of(other, forward)
     return LocalActor(forward, settings, perturbation=Perturbation(seed=3), reference=reference, **options)
 
@@ -154,12 +154,12 @@ def on_rank(ranks, kind, family, batching, batches, options):
     sharers = options.get("sharers", 1)
     ranks = replace(ranks, counts=ranks.number % sharers == 0)
     worker = worker_of(kind, family, batching.over(ranks, sharers), ranks, **options)
-    parts = {"worker": RankPart(worker, counts=ranks.counts)}
+    parts = {"worker": WorkerHandle(worker, counts=ranks.counts)}
     found = None
     if ranks.first:
-        crew = OwnCrew(ranks, parts)
-        found = learn(RankedLearner(crew, "worker", sharers=sharers), kind, batches)
-        crew.close()
+        worker_group = TorchrunWorkerGroup(ranks, parts)
+        found = learn(DistributedLearner(worker_group, "worker", sharers=sharers), kind, batches)
+        worker_group.close()
     else:
         serve(ranks, parts)
     return found, {name: tensor.clone() for name, tensor in exported_weights(worker.model).items()}

@@ -11,22 +11,22 @@ from sharded_helpers import as_streams, same_responses
 from test_ranked_generation import FAMILY, config_for, steps
 from tiny_models import checkpoint, encoder_of
 
-from mtrl.compose.policy import build_actor, forward_of
-from mtrl.compose.worker_groups import RankPlan, build_apart, build_parts
+from mtrl.compose.policy import build_actor, make_forward
+from mtrl.compose.worker_groups import WorkerPlan, build_apart, build_parts
 from mtrl.config import load_config
-from mtrl.distributed.dedicated_engines import SENDER, ApartGenerator, Arriving, arriving
-from mtrl.distributed.learner_proxy import RankedLearner
-from mtrl.distributed.torchrun_group import OwnCrew, serve
+from mtrl.distributed.dedicated_engines import SENDER, DedicatedGenerator, IncomingWeights, arriving
+from mtrl.distributed.learner_proxy import DistributedLearner
+from mtrl.distributed.torchrun_group import TorchrunWorkerGroup, serve
 from mtrl.models.load_model import load_model
 from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Weights
 
 
 class ThreadedEngines:
-    """`Engines` in threads of the process that drives the ranks, each with a place for one weight."""
+    """`RemoteEngines` in threads of the process that drives the ranks, each with a place for one weight."""
 
-    def __init__(self, plan, crew, size):
-        self.crew, self.size = crew, size
+    def __init__(self, plan, worker_group, size):
+        self.worker_group, self.size = worker_group, size
         self.places = [queue.Queue(maxsize=1) for _ in range(size)]
         self.parts = [build_apart(plan, place.get) for place in self.places]
         self.names = []  # of the weights that went through, in their order
@@ -44,9 +44,9 @@ class ThreadedEngines:
         threads = [threading.Thread(target=take, args=(parts,)) for parts in self.parts]
         for thread in threads:
             thread.start()
-        own = self.crew.parts[sender]
+        own = self.worker_group.parts[sender]
         own.send, plain = lambda door: plain(self.door), own.send  # a door is not for sending to other processes
-        self.crew.call(sender, "send", [(None,)] * self.crew.size)
+        self.worker_group.call(sender, "send", [(None,)] * self.worker_group.size)
         del own.send
         for thread in threads:
             thread.join()
@@ -71,7 +71,7 @@ def plan_for(path, **changes):
         "dataset.rollout_batch_size": 2,
         "training.n_gpus_per_node": 2,
     }
-    return RankPlan(load_config(None, words | keys), steps=4, reference=False, refreshed=False, critic=False)
+    return WorkerPlan(load_config(None, words | keys), steps=4, reference=False, refreshed=False, critic=False)
 
 
 def on_rank(ranks, path):
@@ -80,12 +80,12 @@ def on_rank(ranks, path):
     assert set(parts) == {"actor", "rehearsal", SENDER}, "no engine"
     if not ranks.first:
         return serve(ranks, parts)
-    crew = OwnCrew(ranks, parts)
-    engines = ThreadedEngines(plan, crew, 2)
-    generator = ApartGenerator(engines)
+    worker_group = TorchrunWorkerGroup(ranks, parts)
+    engines = ThreadedEngines(plan, worker_group, 2)
+    generator = DedicatedGenerator(engines)
     generator.load(Weights(0, {}))
-    found = steps(RankedLearner(crew, "actor"), generator)
-    crew.close()
+    found = steps(DistributedLearner(worker_group, "actor"), generator)
+    worker_group.close()
     assert engines.names.count((0, engines.names[0][1])) == 1 and len(engines.names) == 2 * len(engines.names[0][1]) + 2
     return as_streams(found)
 
@@ -94,7 +94,7 @@ def test_engines_of_their_own_give_the_rows_of_one(tmp_path):
     """Before an update of two ranks, and after it."""
     path, encoder = checkpoint(FAMILY), encoder_of(FAMILY)
     config = plan_for(path).config
-    forward = forward_of(config, encoder, load_model(path))
+    forward = make_forward(config, encoder, load_model(path))
     expected = steps(build_actor(config, forward, encoder, 4), LocalGenerator(forward.backbone, encoder))
     found, _ = run_ranks(2, on_rank, tmp_path, path)
     same_responses(found, expected)
@@ -104,7 +104,7 @@ def test_weights_arrive_in_their_order():
     sent = iter([((3, ["a", "b"]), None), ("a", torch.ones(2)), ("c", torch.zeros(1))])
     weights = arriving(lambda: next(sent))
     assert weights.version == 3 and list(weights.tensors) == ["a", "b"] and len(weights.tensors) == 2
-    assert isinstance(weights.tensors, Arriving) and "b" in weights.tensors
+    assert isinstance(weights.tensors, IncomingWeights) and "b" in weights.tensors
     same(weights.tensors["a"], torch.ones(2))
     with pytest.raises(KeyError, match="b was asked for, and c is next"):
         weights.tensors["b"]
@@ -114,11 +114,11 @@ def test_weights_arrive_in_their_order():
 @pytest.mark.parametrize("shape", [(), (3,), (2, 5)])
 def test_a_tensor_by_its_bytes(dtype, shape):
     pytest.importorskip("ray")
-    from mtrl.distributed.weight_channel import bytes_of, form_of, tensor_of
+    from mtrl.distributed.weight_channel import from_bytes, raw_bytes, tensor_format
 
     tensor = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 100).to(dtype)
-    stored = bytes_of(tensor)
+    stored = raw_bytes(tensor)
     stored.flags.writeable = False  # as it lies in the store
-    found = tensor_of(form_of(tensor), stored)
+    found = from_bytes(tensor_format(tensor), stored)
     same(found, tensor)
     assert found.dtype == dtype and found.shape == shape

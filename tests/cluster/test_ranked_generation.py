@@ -10,12 +10,12 @@ from rank_helpers import run_ranks
 from sharded_helpers import LOSS, actor_batch, as_streams, same_responses
 from tiny_models import checkpoint, encoder_of, fresh_backbone, prompts_for, shared_backbone
 
-from mtrl.compose.policy import build_actor, forward_of
-from mtrl.compose.worker_groups import RankPlan, build_parts
+from mtrl.compose.policy import build_actor, make_forward
+from mtrl.compose.worker_groups import WorkerPlan, build_parts
 from mtrl.config import load_config
-from mtrl.distributed.generator_proxy import RankedGenerator, RankEngine, deal_prompts
-from mtrl.distributed.learner_proxy import RankedLearner, deal
-from mtrl.distributed.torchrun_group import OwnCrew, serve
+from mtrl.distributed.generator_proxy import DistributedGenerator, EngineHandle, deal_prompts
+from mtrl.distributed.learner_proxy import DistributedLearner, partition_rows
+from mtrl.distributed.torchrun_group import TorchrunWorkerGroup, serve
 from mtrl.models.load_model import load_model
 from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Needs, Sampling
@@ -48,11 +48,11 @@ def prompts():
 
 def steps(actor, generator):
     """Responses, an update on them, and responses of the new weights."""
-    with generator.awake():
+    with generator.resident():
         first = generator.generate(prompts(), SAMPLING)
     signals = actor.probe(first, Needs("old_logprobs"), 0)
     actor.update([actor_batch("actor", first, signals, 1)], LOSS)
-    with generator.awake():
+    with generator.resident():
         weights = actor.publish()
         generator.load(weights)
         second = generator.generate(prompts(), Sampling(**vars(SAMPLING) | {"version": weights.version}))
@@ -60,21 +60,24 @@ def steps(actor, generator):
 
 
 def on_rank(ranks, path):
-    plan = RankPlan(config_for(path), steps=4, reference=True, refreshed=True, critic=True)
+    plan = WorkerPlan(config_for(path), steps=4, reference=True, refreshed=True, critic=True)
     parts = build_parts(plan, ranks)
     assert set(parts) == {"actor", "engine", "critic", "reference", "rehearsal"}
     if not ranks.first:
         return serve(ranks, parts)
-    crew = OwnCrew(ranks, parts)
-    actor = RankedLearner(crew, "actor")
-    found = steps(actor, RankedGenerator(crew))
+    worker_group = TorchrunWorkerGroup(ranks, parts)
+    actor = DistributedLearner(worker_group, "actor")
+    found = steps(actor, DistributedGenerator(worker_group))
     moved = actor.probe(found[0], Needs("old_logprobs", "ref_logprobs"), 0)
     assert (moved.old_logprobs - moved.ref_logprobs).abs().max() > 1e-3, "the reference stays"
-    crew.call("reference", "refresh", [()] * 2)
+    worker_group.call("reference", "refresh", [()] * 2)
     again = actor.probe(found[0], Needs("old_logprobs", "ref_logprobs"), 0)
     torch.testing.assert_close(again.old_logprobs, again.ref_logprobs)
-    assert RankedLearner(crew, "critic").probe(found[0], Needs("values"), 0).values.shape == found[0].mask.shape
-    crew.close()
+    assert (
+        DistributedLearner(worker_group, "critic").probe(found[0], Needs("values"), 0).values.shape
+        == found[0].mask.shape
+    )
+    worker_group.close()
     return as_streams(found)
 
 
@@ -82,7 +85,7 @@ def on_rank(ranks, path):
 def test_two_engines_give_the_rows_of_one(tmp_path):
     path = checkpoint(FAMILY)
     encoder = encoder_of(FAMILY)
-    forward = forward_of(config_for(path), encoder, load_model(path))
+    forward = make_forward(config_for(path), encoder, load_model(path))
     actor = build_actor(config_for(path), forward, encoder, 4)
     expected = steps(actor, LocalGenerator(forward.backbone, encoder))
     found, _ = run_ranks(2, on_rank, tmp_path, path)
@@ -95,7 +98,7 @@ class InTurn:
     """Ranks of this process, one after the other; what they were asked is kept."""
 
     size: int
-    engine: RankEngine
+    engine: EngineHandle
     asked: list = field(default_factory=list)
 
     def call(self, part, method, arguments):
@@ -108,12 +111,12 @@ class InTurn:
 def test_neighbours_that_are_one_engine_are_asked_the_same(ranks, sharers):
     """And their rows count once: those of a single engine, whatever their number; some have nothing to do."""
     alone = LocalGenerator(shared_backbone(FAMILY), encoder_of(FAMILY))
-    crew = InTurn(ranks, RankEngine(alone, publish=None))
-    found = RankedGenerator(crew, sharers).generate(prompts(), SAMPLING)
+    worker_group = InTurn(ranks, EngineHandle(alone, publish=None))
+    found = DistributedGenerator(worker_group, sharers).generate(prompts(), SAMPLING)
     expected = alone.generate(prompts(), SAMPLING)
     assert found.text == expected.text and torch.equal(found.group, expected.group)
     assert torch.equal(found.tokens.where(found.mask, 0), expected.tokens.where(expected.mask, 0))
-    engines = [crew.asked[first : first + sharers] for first in range(0, ranks, sharers)]
+    engines = [worker_group.asked[first : first + sharers] for first in range(0, ranks, sharers)]
     assert all(each == [each[0]] * sharers for each in engines)
     assert sum(len(each[0]) for each in engines) == len(prompts())
 
@@ -127,10 +130,10 @@ def test_prompts_of_a_task_stay_together():
 
 def test_rows_are_dealt_out_in_whole_groups():
     rollouts = fake_rollouts([2, 9, 3, 3, 1, 8], group=[0, 0, 1, 2, 2, 3])
-    dealt = deal(rollouts, 2)
+    dealt = partition_rows(rollouts, 2)
     assert torch.cat(dealt).sort().values.tolist() == list(range(6))
     groups = [set(rollouts.group[rows].tolist()) for rows in dealt]
     assert not groups[0] & groups[1]
     tokens = [int(rollouts.mask[rows].sum()) + 7 * len(found) for rows, found in zip(dealt, groups, strict=True)]
     assert max(tokens) - min(tokens) <= 18, "no more than the largest group"
-    assert [len(rows) for rows in deal(fake_rollouts([1, 2]), 3)] == [2, 0, 0]
+    assert [len(rows) for rows in partition_rows(fake_rollouts([1, 2]), 3)] == [2, 0, 0]

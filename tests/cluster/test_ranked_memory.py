@@ -9,7 +9,7 @@ from sharded_helpers import LOSS, TEXT_AND_ONE_IMAGE, batches_of, worker_of
 from tiny_models import encoder_of
 
 from mtrl.compose.memory_limits import KeptPasses
-from mtrl.memory.preflight import Limits, rehearse
+from mtrl.memory.preflight import Limits, preflight
 from mtrl.models.state_dicts import exported_weights
 from mtrl.types import Needs, Sampling
 from mtrl.workers.micro_batches import MicroBatching
@@ -34,7 +34,7 @@ def rehearsed(ranks, batches):
         critic = worker_of("critic", FAMILY, batching, ranks)
         if rehearses:
             options = {"has_states": False, "critic": critic.forward}
-            peaks = rehearse(actor.forward, encoder_of(FAMILY), LIMITS, None, **options)
+            peaks = preflight(actor.forward, encoder_of(FAMILY), LIMITS, None, **options)
             assert list(peaks) == ["optimizer", "probe", "update", "critic"] and min(peaks.values()) > 0
             assert all(p.grad is None for p in [*actor.model.parameters(), *critic.model.parameters()])
         found.append(([actor.update([batch], LOSS) for batch in batches], weights_of(actor)))

@@ -8,8 +8,8 @@ from tiny_models import encoder_of, picture
 
 from mtrl.compose.reward_scorer import build_reward_model
 from mtrl.config import load_config
-from mtrl.distributed.learner_proxy import RankedRewardModel
-from mtrl.distributed.torchrun_group import OwnCrew, serve
+from mtrl.distributed.learner_proxy import DistributedRewardModel
+from mtrl.distributed.torchrun_group import TorchrunWorkerGroup, serve
 from mtrl.models.parallel.fsdp import Sharding, is_part
 
 FAMILY, CPU = "qwen2_5_vl", torch.device("cpu")
@@ -39,9 +39,9 @@ def on_rank(ranks, config, rollouts):
     assert all(map(is_part, model.parameters())) and not any(p.requires_grad for p in model.parameters())
     if not ranks.first:
         return serve(ranks, {"reward": worker})
-    crew = OwnCrew(ranks, {"reward": worker})
-    found = [RankedRewardModel(crew).score(each) for each in rollouts]
-    crew.close()
+    worker_group = TorchrunWorkerGroup(ranks, {"reward": worker})
+    found = [DistributedRewardModel(worker_group).score(each) for each in rollouts]
+    worker_group.close()
     return found
 
 

@@ -5,13 +5,13 @@ from rank_helpers import run_ranks
 from sharded_helpers import LOSS, LOSSES, TEXT_AND_ONE_IMAGE, batches_of
 from tiny_models import checkpoint
 
-from mtrl.compose.memory_limits import plan_of
-from mtrl.compose.worker_groups import RankPlan, build_parts
+from mtrl.compose.memory_limits import make_plan
+from mtrl.compose.worker_groups import WorkerPlan, build_parts
 from mtrl.config import load_config
 from mtrl.memory.estimate import estimate, fake_model, held, shares
 from mtrl.memory.shard_sizes import Split, sizes, whole_gradients, whole_in_a_pass
 from mtrl.models.families import load_model_config
-from mtrl.models.model_size import critic_tensors, size_of
+from mtrl.models.model_size import critic_tensors, model_size
 from mtrl.models.parallel.fsdp import own_part
 
 FAMILY = "qwen2_5_vl"
@@ -40,7 +40,7 @@ def config_for(ranks, strategy="FULL_SHARD", **overrides):
 
 def counted(ranks, config, batches, values):
     """Bytes on this rank after an update of actor and critic; gradients while they are there."""
-    parts = build_parts(RankPlan(config, 4, reference=True, refreshed=False, critic=True), ranks)
+    parts = build_parts(WorkerPlan(config, 4, reference=True, refreshed=False, critic=True), ranks)
     actor, critic = parts["actor"].worker, parts["critic"].worker
     found = {}
 
@@ -77,9 +77,9 @@ def test_a_rank_holds_what_the_formula_says(ranks, strategy, tmp_path):
     config = config_for(ranks, strategy)
     batches = batches_of("actor", FAMILY, TEXT_AND_ONE_IMAGE)[:1]
     values = batches_of("critic", FAMILY, TEXT_AND_ONE_IMAGE)[:1]
-    plan, model = plan_of(config, on_gpu=False), load_model_config(str(checkpoint(FAMILY)))
+    plan, model = make_plan(config, on_gpu=False), load_model_config(str(checkpoint(FAMILY)))
     fake = fake_model(model, plan).model
-    size, critic = size_of(fake), critic_tensors(fake)
+    size, critic = model_size(fake), critic_tensors(fake)
     expected = {name: part for name, part in held(size, plan, *critic).items() if name in NAMES}
     expected["gradients"] = 4 * sum(shares(size.learning, plan))
     expected["gradients of the critic"] = 4 * sum(shares(critic[1], plan))
@@ -92,7 +92,7 @@ def test_a_rank_holds_what_the_formula_says(ranks, strategy, tmp_path):
 
 def test_the_estimate_counts_what_is_gathered():
     config = config_for(8, "HYBRID_SHARD", **{"training.nnodes": 4, **PROMPTS})
-    plan, model = plan_of(config, on_gpu=False), load_model_config(str(checkpoint(FAMILY)))
+    plan, model = make_plan(config, on_gpu=False), load_model_config(str(checkpoint(FAMILY)))
     assert plan.split == Split(ranks=32, parts=8, own_engine=True) and plan.limits.prompts == 2
     found = estimate(model, plan, ["probe", "update"])
     fake = fake_model(model, plan).model
@@ -107,13 +107,13 @@ def test_the_estimate_counts_what_is_gathered():
 
 def test_ranks_that_share_sequences_have_the_same_rows():
     config = config_for(4, **{"worker.actor.ulysses_size": 2, **PROMPTS})
-    plan = plan_of(config, on_gpu=True)
+    plan = make_plan(config, on_gpu=True)
     assert (plan.split.ranks, plan.split.parts, plan.limits.prompts) == (2, 4, 32)
 
 
 def test_in_main_memory_nothing_is_held_but_the_engine():
     config = config_for(4, **{"worker.actor.fsdp.cpu_offload": True, "worker.actor.offload.offload_optimizer": True})
-    plan = plan_of(config, on_gpu=True)
+    plan = make_plan(config, on_gpu=True)
     assert not plan.offload_optimizer, "it is worked on there"
-    size = size_of(fake_model(load_model_config(str(checkpoint(FAMILY))), plan).model)
+    size = model_size(fake_model(load_model_config(str(checkpoint(FAMILY))), plan).model)
     assert held(size, plan).keys() == {"weights of the engine", "workspaces of cuBLAS"}

@@ -6,7 +6,7 @@ import pytest
 
 ray = pytest.importorskip("ray")
 
-from mtrl.distributed import ray_group as crew  # noqa: E402
+from mtrl.distributed import ray_group as worker_group  # noqa: E402
 from mtrl.utils.errors import StartError  # noqa: E402
 
 
@@ -20,8 +20,8 @@ def starts(monkeypatch):
         if (error := planned.pop(0)) is not None:
             raise error
 
-    monkeypatch.setattr(crew.ray, "init", init)
-    monkeypatch.setattr(crew.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(worker_group.ray, "init", init)
+    monkeypatch.setattr(worker_group.ray, "is_initialized", lambda: False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     yield planned
     signal.signal(signal.SIGTERM, handler)
@@ -32,20 +32,20 @@ SLOW = Exception("The current node timed out during startup.")
 
 def test_a_start_that_took_too_long_is_tried_again(starts):
     starts += [SLOW, SLOW, None, SLOW]
-    assert crew.open_ray(2) is True
+    assert worker_group.open_ray(2) is True
     assert starts == [SLOW]
 
 
 def test_a_machine_on_which_ray_does_not_start_is_told_in_one_line(starts):
     starts += [SLOW, SLOW, SLOW]
     with pytest.raises(StartError, match=r"Ray does not start on this machine, after 3 attempts: The current node"):
-        crew.open_ray(2)
+        worker_group.open_ray(2)
 
 
 def test_sigterm_ends_with_the_status_of_a_signal(starts):
     starts += [None]
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    crew.open_ray(2)
+    worker_group.open_ray(2)
     with pytest.raises(SystemExit) as left:
         signal.raise_signal(signal.SIGTERM)
     assert left.value.code == 143
@@ -55,6 +55,6 @@ def test_a_handler_that_was_there_stays(starts):
     starts += [None]
     seen = []
     signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
-    crew.open_ray(2)
+    worker_group.open_ray(2)
     signal.raise_signal(signal.SIGTERM)
     assert seen == [signal.SIGTERM]

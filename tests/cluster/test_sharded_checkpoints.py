@@ -11,8 +11,8 @@ from sharded_helpers import LOSS, LOSSES, TEXT_AND_ONE_IMAGE, batches_of, worker
 from tiny_models import plain_model_at
 
 from mtrl.checkpoint import sharded_files as parts
-from mtrl.distributed.learner_proxy import RankedLearner, RankPart
-from mtrl.distributed.torchrun_group import OwnCrew, serve
+from mtrl.distributed.learner_proxy import DistributedLearner, WorkerHandle
+from mtrl.distributed.torchrun_group import TorchrunWorkerGroup, serve
 from mtrl.models.state_dicts import exported_weights
 from mtrl.workers.micro_batches import MicroBatching
 
@@ -23,15 +23,15 @@ BEFORE = 2  # updates before the checkpoint
 def on_rank(ranks, kind, batches, saved, target):
     """Goes on from what was `saved`, learns and writes its own checkpoint."""
     worker = worker_of(kind, FAMILY, MicroBatching(tokens=60, ranks=ranks), ranks)
-    parts = {"worker": RankPart(worker)}
+    parts = {"worker": WorkerHandle(worker)}
     if not ranks.first:
         return serve(ranks, parts)
-    crew = OwnCrew(ranks, parts)
-    learner = RankedLearner(crew, "worker")
+    worker_group = TorchrunWorkerGroup(ranks, parts)
+    learner = DistributedLearner(worker_group, "worker")
     metrics = go_on(learner, kind, batches, saved)
     version = learner.publish().version
     write(learner, target)
-    crew.close()
+    worker_group.close()
     return metrics, version
 
 
@@ -100,7 +100,7 @@ def test_several_files_are_written_by_several_ranks(kind, tmp_path, monkeypatch)
     check_metrics(found[0], expected[BEFORE:])
 
 
-class Weighed(RankPart):
+class Weighed(WorkerHandle):
     def take_snapshot(self):
         number, self.taken = super().take_snapshot()
         return number, self.taken
@@ -113,11 +113,11 @@ def in_parts(ranks, kind, batches, target):
     if not ranks.first:
         serve(ranks, {"worker": part})
         return part.taken
-    crew = OwnCrew(ranks, {"worker": part})
-    learner = RankedLearner(crew, "worker")
+    worker_group = TorchrunWorkerGroup(ranks, {"worker": part})
+    learner = DistributedLearner(worker_group, "worker")
     go_on(learner, kind, batches, None)
     write(learner, target)
-    crew.close()
+    worker_group.close()
     return part.taken
 
 
@@ -142,11 +142,11 @@ def failing_write(ranks):
     parts = {"worker": Part(ranks)}
     if not ranks.first:
         return serve(ranks, parts)
-    crew = OwnCrew(ranks, parts)
+    worker_group = TorchrunWorkerGroup(ranks, parts)
     with pytest.raises(OSError) as error:
-        crew.call_beside("worker", "write", "somewhere")
-    found = crew.call("worker", "add", [(1, 2), (1, 2)])
-    crew.close()
+        worker_group.call_side_channel("worker", "write", "somewhere")
+    found = worker_group.call("worker", "add", [(1, 2), (1, 2)])
+    worker_group.close()
     return error.value.strerror, found
 
 

@@ -21,7 +21,7 @@ from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward
 from mtrl.models.load_model import empty_model, load_model
 from mtrl.models.parallel.fsdp import Sharding
-from mtrl.models.parallel.ranks import ALONE
+from mtrl.models.parallel.ranks import SINGLE_PROCESS
 from mtrl.models.perturb import Perturbation
 from mtrl.workers.actor import LocalActor
 from mtrl.workers.micro_batches import NO_LIMIT, MicroBatching
@@ -107,7 +107,7 @@ def summed(ranks, family):
 
 
 def test_gradients_are_summed(tmp_path):
-    alone = summed(ALONE, "qwen2")
+    alone = summed(SINGLE_PROCESS, "qwen2")
     assert run_ranks(2, summed, tmp_path, "qwen2") == pytest.approx([2 * alone] * 2, rel=1e-4)
 
 
@@ -129,7 +129,7 @@ def in_bf16(ranks, family, batches):
 def test_products_in_bf16(tmp_path):
     """Both ranks have all rows, so that they find twice the gradients."""
     batches = batches_of("actor", "qwen2_5_vl", TEXT_AND_ONE_IMAGE)[:2]
-    expected, dtype = in_bf16(ALONE, "qwen2_5_vl", batches)
+    expected, dtype = in_bf16(SINGLE_PROCESS, "qwen2_5_vl", batches)
     for norms, their_dtype in run_ranks(2, in_bf16, tmp_path, "qwen2_5_vl", batches):
         assert norms == pytest.approx([2 * norm for norm in expected], rel=0.05)
         assert their_dtype == dtype == "torch.float32"

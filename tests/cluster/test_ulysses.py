@@ -14,12 +14,12 @@ from sharded_helpers import CPU, MIXED, ONE_GROUP, TEXT_AND_ONE_IMAGE, check
 from tiny_models import encoder_of, fresh_backbone, plain_logp, prompts_for, random_rollouts, shared_backbone
 
 from mtrl.cli import main
-from mtrl.compose.worker_groups import RankPlan, refuse_unshareable
+from mtrl.compose.worker_groups import WorkerPlan, check_shareable
 from mtrl.config import ConfigError, load_config
 from mtrl.models.backbone import unshareable
 from mtrl.models.forward import Forward
 from mtrl.models.parallel.ranks import Ranks
-from mtrl.models.parallel.sequence import WHOLE, share_sequences, unshareable_heads
+from mtrl.models.parallel.sequence import NO_SEQUENCE_PARALLEL, share_sequences, unshareable_heads
 from mtrl.models.perturb import Perturbation
 from mtrl.tracking.run_files import read_rows
 from mtrl.types import Needs
@@ -43,7 +43,7 @@ NEEDS = Needs(
 
 
 # ----------------------------------------------------------------------------------------------- passes, without FSDP
-def passes(family, ranks=None, sharers=WHOLE):
+def passes(family, ranks=None, sharers=NO_SEQUENCE_PARALLEL):
     """Log-probs, signals, and gradients of a loss that no token has to itself, by layout."""
     backbone = fresh_backbone(family)
     if ranks is not None:
@@ -149,7 +149,7 @@ def test_flex_attention_of_a_share_of_the_heads(tmp_path):
 def one_token(ranks, family):
     """Fewer response tokens than ranks: the last has none, and goes along."""
     backbone = fresh_backbone(family)
-    sharers = WHOLE
+    sharers = NO_SEQUENCE_PARALLEL
     if ranks is not None:
         backbone.ranks, sharers = ranks, share_sequences(ranks.size)
     forward = Forward(backbone, encoder_of(family), sharers=sharers)
@@ -232,11 +232,11 @@ def test_heads_that_do_not_divide_are_refused():
 
 def test_a_run_is_refused_before_any_process_starts():
     words = {"worker.actor.ulysses_size": 4, "training.n_gpus_per_node": 4}
-    plan = RankPlan(load_config(None, words), 1, reference=False, refreshed=False, critic=False)
+    plan = WorkerPlan(load_config(None, words), 1, reference=False, refreshed=False, critic=False)
     with pytest.raises(
         ConfigError, match=r"worker\.actor\.ulysses_size: 4 ranks cannot share .* its 6 attention heads"
     ):
-        refuse_unshareable(plan)
+        check_shareable(plan)
 
 
 def test_budgets_are_of_what_a_rank_holds():

@@ -383,15 +383,15 @@ def test_a_copy_of_the_weights_changes_nothing(family, fresh_engine):
 def test_weights_outlast_a_sleep(family, fresh_engine):
     """Loaded in one block, sampled in the next, also after a block that failed; blocks may stand inside one another."""
     prompts, sampling = prompts_for(family), replace(SAMPLED, version=1)
-    with fresh_engine.awake():
+    with fresh_engine.resident():
         unchanged = fresh_engine.generate(prompts, SAMPLED)
         weights = {name: 1.5 * tensor for name, tensor in exported_weights(plain_model(family)).items()}
         fresh_engine.load(Weights(1, weights))
         before = fresh_engine.generate(prompts, sampling)
     assert differ(unchanged, before)
-    with pytest.raises(RuntimeError), fresh_engine.awake():
+    with pytest.raises(RuntimeError), fresh_engine.resident():
         fresh_engine.generate(prompts, SAMPLED)
-    with fresh_engine.awake(), fresh_engine.awake():
+    with fresh_engine.resident(), fresh_engine.resident():
         same_rows(before, range(12), fresh_engine.generate(prompts, sampling))
 
 

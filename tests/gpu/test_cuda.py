@@ -21,7 +21,7 @@ from mtrl.models.load_model import DTYPES, load_model
 from mtrl.models.perturb import Perturbation
 from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Needs, Sampling
-from pretraining.evaluation import examine, prompts_of
+from pretraining.evaluation import examine, make_prompts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -56,7 +56,7 @@ def nothing_compiled_yet():
 def rollouts():
     forward = forward_on("cpu")
     generator = LocalGenerator(forward.backbone, forward.encoder)
-    return generator.generate(prompts_of(QUESTIONS[:12], forward.encoder), Sampling(n=4, max_new_tokens=24))
+    return generator.generate(make_prompts(QUESTIONS[:12], forward.encoder), Sampling(n=4, max_new_tokens=24))
 
 
 @pytest.mark.parametrize("route", ROUTES)

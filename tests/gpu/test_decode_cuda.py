@@ -18,7 +18,7 @@ from mtrl.rollout.decode.engine import GraphGenerator, fastest_generator
 from mtrl.rollout.decode.step import triton_ops
 from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Sampling
-from pretraining.evaluation import prompts_of
+from pretraining.evaluation import make_prompts
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,10 +37,10 @@ def encoder():
 
 @pytest.fixture(scope="module")
 def prompts(encoder):
-    return prompts_of([make_question("test", index) for index in range(24)], encoder)
+    return make_prompts([make_question("test", index) for index in range(24)], encoder)
 
 
-def backbone_of(compute=torch.float32):
+def make_backbone(compute=torch.float32):
     return Backbone(load_model(MODEL_DIRECTORY, device="cuda"), compute)
 
 
@@ -49,13 +49,13 @@ def engine(backbone, encoder, **more):
 
 
 def test_the_engine_is_chosen_where_it_knows_the_layers(encoder):
-    assert type(fastest_generator(backbone_of(), encoder)) is GraphGenerator
+    assert type(fastest_generator(make_backbone(), encoder)) is GraphGenerator
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_greedy_tokens_equal_the_plain_engine(encoder, prompts, device):
     expected = LocalGenerator(Backbone(load_model(MODEL_DIRECTORY, device=device)), encoder).generate(prompts, GREEDY)
-    found = engine(backbone_of(), encoder).generate(prompts, GREEDY)
+    found = engine(make_backbone(), encoder).generate(prompts, GREEDY)
     assert torch.equal(found.tokens, expected.tokens) and torch.equal(found.mask, expected.mask)
     torch.testing.assert_close(found.rollout_logprobs, expected.rollout_logprobs, rtol=0, atol=1e-3)
 
@@ -67,16 +67,16 @@ CUTS = {"temperature": {"temperature": 0.8}, "top k": {"top_k": 20}, "top p": {"
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
 def test_sampled_tokens_equal_the_plain_engine(encoder, prompts, cut):
     """The same keys give the same uniforms; a row parts from its twin only where one falls between two tokens."""
-    backbone, sampling = backbone_of(), replace(SAMPLED, **cut)
+    backbone, sampling = make_backbone(), replace(SAMPLED, **cut)
     expected = LocalGenerator(backbone, encoder).generate(prompts, sampling)
     found = engine(backbone, encoder).generate(prompts, sampling)
     assert sum(a == b for a, b in zip(found.text, expected.text, strict=True)) >= 0.97 * len(found)
 
 
 def test_log_probs_are_the_trainers_within_bf16_noise(encoder, prompts):
-    backbone = backbone_of(torch.bfloat16)  # float32 master weights
+    backbone = make_backbone(torch.bfloat16)  # float32 master weights
     rollouts = engine(backbone, encoder).generate(prompts, SAMPLED)
-    exact = Forward(backbone_of(), encoder).signals(rollouts).old_logprobs
+    exact = Forward(make_backbone(), encoder).signals(rollouts).old_logprobs
     narrow = Forward(backbone, encoder).signals(rollouts).old_logprobs
     noise = (narrow - exact)[rollouts.mask].abs().mean()
     assert (rollouts.rollout_logprobs - exact)[rollouts.mask].abs().mean() < 2 * noise + 1e-3
@@ -84,7 +84,7 @@ def test_log_probs_are_the_trainers_within_bf16_noise(encoder, prompts):
 
 @pytest.mark.parametrize("rows", [16, 64])
 def test_the_same_keys_give_the_same_tokens_whatever_the_batch(encoder, prompts, rows):
-    backbone = backbone_of()
+    backbone = make_backbone()
     whole = engine(backbone, encoder).generate(prompts, SAMPLED)
     parts = engine(backbone, encoder, rows_at_once=rows).generate(prompts, SAMPLED)
     assert whole.text == parts.text
@@ -95,7 +95,7 @@ def test_the_same_keys_give_the_same_tokens_whatever_the_batch(encoder, prompts,
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16], ids=str)
 def test_new_weights_are_sampled_from(encoder, prompts, compute):
     """Shared weights (float32) and copied ones (bf16): what changes in place is seen, without a capture."""
-    backbone = backbone_of(compute)
+    backbone = make_backbone(compute)
     decode = engine(backbone, encoder)
     decode.generate(prompts, GREEDY)
     captures = decode.captures
@@ -110,13 +110,13 @@ def test_new_weights_are_sampled_from(encoder, prompts, compute):
 
 @pytest.mark.parametrize("sleeps", [False, True])
 def test_rounds_of_changing_sizes_hold_no_more_memory(encoder, prompts, sleeps):
-    backbone = backbone_of(torch.bfloat16)
+    backbone = make_backbone(torch.bfloat16)
     decode, held, captures = engine(backbone, encoder), [], []
     for number in range(12):
         part = prompts[number % 5 : 12 + number % 7]
         sampling = replace(SAMPLED, n=2 + number % 3, step=number)
         if sleeps:
-            with decode.awake():
+            with decode.resident():
                 decode.generate(part, sampling)
         else:
             decode.generate(part, sampling)

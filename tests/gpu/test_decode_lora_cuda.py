@@ -12,7 +12,7 @@ from mtrl.models.load_model import load_model
 from mtrl.rollout.decode.engine import GraphGenerator, fastest_generator
 from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Sampling
-from pretraining.evaluation import prompts_of
+from pretraining.evaluation import make_prompts
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,7 +31,7 @@ def encoder():
 
 @pytest.fixture(scope="module")
 def prompts(encoder):
-    return prompts_of([make_question("test", index) for index in range(24)], encoder)
+    return make_prompts([make_question("test", index) for index in range(24)], encoder)
 
 
 def adapted(dtype):
@@ -55,7 +55,7 @@ def test_updates_and_sleeps_are_followed_without_a_capture(encoder, prompts):
     assert type(decode) is GraphGenerator
     said, captures = set(), []
     for _ in range(3):
-        with decode.awake():
+        with decode.resident():
             found = decode.generate(prompts, GREEDY)
         expected = plain.generate(prompts, GREEDY)
         assert torch.equal(found.tokens, expected.tokens) and torch.equal(found.mask, expected.mask)

@@ -12,7 +12,7 @@ from mtrl.models.load_model import load_model
 from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Sampling
 from mtrl.workers.reference import Reference
-from pretraining.evaluation import prompts_of
+from pretraining.evaluation import make_prompts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -36,7 +36,7 @@ def gradient_on(device: str, rollouts, **route):
 @pytest.fixture(scope="module")
 def rollouts():
     backbone, encoder = Backbone(load_model(MODEL_DIRECTORY)), load_encoder(MODEL_DIRECTORY)
-    prompts = prompts_of([make_question("test", index) for index in range(8)], encoder)
+    prompts = make_prompts([make_question("test", index) for index in range(8)], encoder)
     return LocalGenerator(backbone, encoder).generate(prompts, Sampling(n=4, max_new_tokens=24))
 
 

@@ -16,7 +16,7 @@ from mtrl.rollout.decode.engine import GraphGenerator
 from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Needs, Sampling
 from mtrl.workers.reference import Reference
-from pretraining.evaluation import prompts_of
+from pretraining.evaluation import make_prompts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 pytest.importorskip("peft")
@@ -30,7 +30,7 @@ def encoder():
 
 @pytest.fixture(scope="module")
 def rollouts(encoder):
-    prompts = prompts_of([make_question("test", index) for index in range(6)], encoder)
+    prompts = make_prompts([make_question("test", index) for index in range(6)], encoder)
     engine = LocalGenerator(Backbone(load_model(MODEL_DIRECTORY, dtype="bf16", device="cuda")), encoder)
     return engine.generate(prompts, Sampling(n=4, max_new_tokens=16))
 

@@ -11,7 +11,7 @@ from mtrl.compose.run import build, configure
 from mtrl.embedded.embedded_rows import MODEL_DIRECTORY
 from mtrl.memory.decode_footprint import graphs_parts
 from mtrl.memory.estimate import Plan, estimate
-from mtrl.memory.preflight import Limits, past_the_allocator, rehearse
+from mtrl.memory.preflight import Limits, past_the_allocator, preflight
 from mtrl.models.backbone import Backbone
 from mtrl.models.families import load_encoder, load_model_config
 from mtrl.models.forward import Forward
@@ -50,28 +50,28 @@ def little_memory():
 def test_what_fits_leaves_nothing_behind(policy):
     model = policy.backbone.model
     engine = fastest_generator(policy.backbone, policy.encoder)
-    rehearse(policy, policy.encoder, LIMITS, engine, has_states=False)  # workspaces of cuBLAS stay
+    preflight(policy, policy.encoder, LIMITS, engine, has_states=False)  # workspaces of cuBLAS stay
     gc.collect()
     weights = {name: p.clone() for name, p in model.named_parameters()}
     before, held = torch.cuda.memory_allocated(), sum(p.nbytes for p in weights.values())
     past = past_the_allocator(policy.backbone.device)
     random = torch.cuda.get_rng_state()
-    peaks = rehearse(policy, policy.encoder, LIMITS, engine, has_states=False)
+    peaks = preflight(policy, policy.encoder, LIMITS, engine, has_states=False)
     gc.collect()
     assert torch.cuda.memory_allocated() == before and torch.equal(random, torch.cuda.get_rng_state())
     assert past_the_allocator(policy.backbone.device) <= past, "the engine sleeps"
     assert all(torch.equal(p, weights[name]) and p.grad is None for name, p in model.named_parameters())
     assert not model.training
     assert peaks["optimizer"] >= 2 * held and peaks["update"] > held and min(peaks.values()) > 0
-    assert rehearse(policy, policy.encoder, LIMITS, engine, has_states=True)["optimizer"] == 0
+    assert preflight(policy, policy.encoder, LIMITS, engine, has_states=True)["optimizer"] == 0
 
 
 def test_the_peak_of_sampling_is_what_doctor_says(policy):
     """Buffers that the driver gave are in both; kernels that are loaded once come before."""
     engine = fastest_generator(policy.backbone, policy.encoder)
     assert type(engine) is GraphGenerator
-    rehearse(policy, policy.encoder, LIMITS, engine, has_states=True)
-    peak = rehearse(policy, policy.encoder, LIMITS, engine, has_states=True)["sample"]
+    preflight(policy, policy.encoder, LIMITS, engine, has_states=True)
+    peak = preflight(policy, policy.encoder, LIMITS, engine, has_states=True)["sample"]
     parts = graphs_parts(policy.backbone.model, policy.backbone.compute_dtype, LIMITS.batch)
     told = estimate(load_model_config(str(MODEL_DIRECTORY)), Plan(LIMITS, on_gpu=True, graphs=True), ["sample"])
     assert peak > parts["keys and values"] + parts["buffers of a step"]
@@ -83,14 +83,14 @@ def test_an_update_that_does_not_fit_is_refused(policy, little_memory):
     limits = replace(LIMITS, update=MicroBatching(at_least=1 << 20))
     engine, ways = fastest_generator(policy.backbone, policy.encoder), ["worker.actor.tokens_per_micro_batch=8192"]
     with pytest.raises(StartError) as told:
-        rehearse(policy, policy.encoder, limits, engine, has_states=False, ways=ways)
+        preflight(policy, policy.encoder, limits, engine, has_states=False, ways=ways)
     said = str(told.value)
     assert said.startswith("memory: the update does not fit at the limits of the configuration, with ")
     assert "Tried to allocate" in said and "\n    worker.actor.tokens_per_micro_batch=8192\n" in said
     assert not policy.backbone.model.training and all(p.grad is None for p in policy.backbone.model.parameters())
     del told  # its frames hold what the update had made
     gc.collect()
-    rehearse(policy, policy.encoder, LIMITS, engine, has_states=False)
+    preflight(policy, policy.encoder, LIMITS, engine, has_states=False)
 
 
 def test_a_run_that_cannot_fit_does_not_start(tmp_path):

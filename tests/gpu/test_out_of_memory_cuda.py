@@ -17,7 +17,7 @@ from mtrl.rollout.decode.engine import GraphGenerator
 from mtrl.rollout.decode.step import triton_ops
 from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Sampling
-from pretraining.evaluation import prompts_of
+from pretraining.evaluation import make_prompts
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,12 +45,12 @@ def test_a_full_device_costs_nothing_but_time(name, caplog):
     make, sampling = ENGINES[name]
     encoder = copy.copy(load_encoder(MODEL_DIRECTORY))
     encoder.stop_ids = () if name == "plain" else encoder.stop_ids  # buffers have room for all tokens, said or not
-    prompts = prompts_of([make_question("test", index) for index in range(64)], encoder)
+    prompts = make_prompts([make_question("test", index) for index in range(64)], encoder)
     backbone = Backbone(load_model(MODEL_DIRECTORY, device="cuda"))
     whole = make(backbone, encoder)
     before, held = free(), torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    with whole.awake():
+    with whole.resident():
         expected = whole.generate(prompts, sampling)
         past = before - torch.cuda.mem_get_info()[0] - torch.cuda.memory_reserved()  # torch's allocator
         taken = torch.cuda.max_memory_allocated() - held + max(0, past)
@@ -58,7 +58,7 @@ def test_a_full_device_costs_nothing_but_time(name, caplog):
     assert taken > 2**28, "too little to be worth a test"
     hog = torch.empty(free() - int(0.6 * taken), dtype=torch.uint8, device="cuda")
     engine = make(backbone, encoder)
-    with caplog.at_level(logging.WARNING), engine.awake():
+    with caplog.at_level(logging.WARNING), engine.resident():
         found = engine.generate(prompts, sampling)
     del hog
     said = [record.getMessage() for record in caplog.records if "from here on" in record.getMessage()]

@@ -14,7 +14,7 @@ from mtrl.models.reward_model import load_reward_model
 from mtrl.types import Rollouts
 from mtrl.workers.micro_batches import MicroBatching
 from mtrl.workers.reward_model_worker import RewardModelWorker
-from pretraining.evaluation import prompts_of
+from pretraining.evaluation import make_prompts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -32,7 +32,7 @@ def judge_path(tmp_path_factory):
 
 
 def answered() -> Rollouts:
-    prompts = prompts_of([make_question("test", index) for index in range(8)], load_encoder(MODEL_DIRECTORY))
+    prompts = make_prompts([make_question("test", index) for index in range(8)], load_encoder(MODEL_DIRECTORY))
     texts = [f"<think>{'it is often red ' * (i % 5)}</think><answer>{'ABC'[i % 3]}</answer>" for i in range(32)]
     mask = torch.ones(32, 4, dtype=torch.bool)
     empty = torch.zeros(32, 4)

@@ -10,12 +10,12 @@ from tiny_models import checkpoint, encoder_of, prompts_for, random_rollouts
 
 from mtrl.algorithms.losses import Loss, PolicyLoss, term_weights
 from mtrl.distributed.torchrun_group import join_ranks
-from mtrl.memory.preflight import Limits, rehearse
+from mtrl.memory.preflight import Limits, preflight
 from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward
 from mtrl.models.load_model import empty_model, load_model
 from mtrl.models.parallel.fsdp import Sharding, is_split, own_part
-from mtrl.models.parallel.ranks import ALONE
+from mtrl.models.parallel.ranks import SINGLE_PROCESS
 from mtrl.models.perturb import Perturbation
 from mtrl.models.state_dicts import exported_weights
 from mtrl.types import Needs, Sampling, TrainBatch
@@ -82,7 +82,7 @@ def learn(actor):
 
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
 def test_a_split_model_learns_what_the_plain_one_does(ranks, compute):
-    plain, split = actor_of(ALONE, compute), actor_of(ranks, compute)
+    plain, split = actor_of(SINGLE_PROCESS, compute), actor_of(ranks, compute)
     (old, metrics), (their_old, their_metrics) = learn(plain), learn(split)
     exact = compute == torch.float32
     torch.testing.assert_close(their_old, old, rtol=0, atol=1e-4 if exact else 0.2)
@@ -122,7 +122,7 @@ def test_a_rehearsal_changes_nothing(ranks):
         update=MicroBatching(60), probe=MicroBatching(60), needs=Needs("old_logprobs", "entropy", "dependency"),
     )  # fmt: skip
     plain, rehearsed = actor_of(ranks, torch.bfloat16), actor_of(ranks, torch.bfloat16)
-    peaks = rehearse(rehearsed.forward, encoder_of(FAMILY), limits, None, has_states=False)
+    peaks = preflight(rehearsed.forward, encoder_of(FAMILY), limits, None, has_states=False)
     assert list(peaks) == ["optimizer", "probe", "update"] and min(peaks.values()) > 0
     learn(plain), learn(rehearsed)
     check_same(rehearsed, plain, atol=1e-3)

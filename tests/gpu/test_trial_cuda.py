@@ -14,7 +14,7 @@ from mtrl.models.load_model import load_model
 from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Sampling
 from mtrl.utils.errors import Diverged
-from pretraining.evaluation import prompts_of
+from pretraining.evaluation import make_prompts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -39,7 +39,7 @@ def test_sampling_from_nan_leaves_the_device_usable(temperature):
     backbone = Backbone(load_model(MODEL_DIRECTORY, device="cuda"))
     with torch.no_grad():
         backbone.output_matrix[7] = torch.nan
-    prompts = prompts_of([make_question("test", index) for index in range(4)], encoder)
+    prompts = make_prompts([make_question("test", index) for index in range(4)], encoder)
     with pytest.raises(Diverged, match="logits are NaN or infinite"):
         LocalGenerator(backbone, encoder).generate(prompts, Sampling(n=2, max_new_tokens=4, temperature=temperature))
     assert int(torch.ones(3, device="cuda").sum()) == 3

@@ -71,7 +71,7 @@ def test_a_capped_allocator_costs_nothing_but_time(caplog):
     given = MicroBatching(10**6)
     whole = actor_with(given)
     batch = batch_for(whole)
-    half = whole.learner.batching.half_of(batch.rollouts)
+    half = whole.learner.batching.first_half(batch.rollouts)
     expected, metrics, most = learn(whole, batch)
     del whole
     smaller = actor_with(given.within(half))

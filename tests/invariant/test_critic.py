@@ -66,7 +66,7 @@ def critic_of(family, batching=ALL_AT_ONCE, packed=False, files=None, **optimiza
 
 
 @lru_cache
-def rollouts_of(family):
+def make_rollouts(family):
     """Prompts with one image, none, several; a row that is masked from end to end."""
     rollouts = random_rollouts(prompts_for(family), GROUP, LENGTHS)
     rollouts.mask[MASKED] = False
@@ -75,12 +75,12 @@ def rollouts_of(family):
 
 @lru_cache
 def values_of(family):
-    return critic_of(family).probe(rollouts_of(family), VALUES, 0).values
+    return critic_of(family).probe(make_rollouts(family), VALUES, 0).values
 
 
 def batch_of(family):
     """Old values a bit off the current ones, so that some are clipped, and returns further off."""
-    rollouts, values = rollouts_of(family), values_of(family)
+    rollouts, values = make_rollouts(family), values_of(family)
     zeros = torch.zeros(values.shape)
     old, returns = values + noise(values, 1, 0.7), values + noise(values, 2, 2.0)
     return replace(fake_batch(rollouts, zeros, zeros), values=old, returns=returns.where(rollouts.mask, 0.0))
@@ -97,7 +97,7 @@ def expected_of(family):
 @pytest.mark.parametrize("family", TINY_FAMILIES)
 def test_a_value_is_of_the_state_before_the_token(family):
     """By a plain forward of transformers, row by row: the hidden state of the position that predicts the token."""
-    rollouts, head = rollouts_of(family), head_for(family)
+    rollouts, head = make_rollouts(family), head_for(family)
     found = values_of(family)
     for row in (0, 2, 4, 6):
         prompt, length = rollouts.prompts[GROUP[row]], LENGTHS[row]
@@ -113,7 +113,7 @@ def test_a_value_is_of_the_state_before_the_token(family):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_values_do_not_depend_on_the_layout(family, layout, packed):
-    found = critic_of(family, LAYOUTS[layout], packed).probe(rollouts_of(family).rows(MIXED), VALUES, 4)
+    found = critic_of(family, LAYOUTS[layout], packed).probe(make_rollouts(family).rows(MIXED), VALUES, 4)
     close(found.values, values_of(family)[MIXED], rtol=1e-5, atol=2e-5)
     assert [name for name, value in vars(found).items() if value is not None] == ["values"]
 
@@ -121,7 +121,7 @@ def test_values_do_not_depend_on_the_layout(family, layout, packed):
 def test_only_where_somebody_reads_them(family, monkeypatch):
     critic = critic_of(family)
     monkeypatch.setattr(Forward, "values", None)
-    assert critic.probe(rollouts_of(family), Needs("old_logprobs", "entropy"), 0).values is None
+    assert critic.probe(make_rollouts(family), Needs("old_logprobs", "entropy"), 0).values is None
 
 
 # ------------------------------------------------------------------------------------------------------------- learning
@@ -174,7 +174,7 @@ def test_the_comparison_sees_a_fault(family, fault):
 
 def test_it_learns_what_it_is_told():
     """Images and text alone in one batch. Value and return come together, and a head of zeros is where it starts."""
-    family, rollouts = "qwen2_5_vl", rollouts_of("qwen2_5_vl")
+    family, rollouts = "qwen2_5_vl", make_rollouts("qwen2_5_vl")
     critic = critic_of(family, lr=1e-2, max_grad_norm=1.0)
     with torch.no_grad():
         critic.forward.backbone.output_matrix.zero_()
@@ -209,13 +209,13 @@ def test_written_read_and_gone_on(family, tied, tmp_path):
     first = critic()
     first.update([batch_of(family)] * 2, LOSS)
     copy = first.snapshot().detached()
-    said = first.probe(rollouts_of(family), VALUES, 0).values
+    said = first.probe(make_rollouts(family), VALUES, 0).values
     expected = first.update([batch_of(family)], LOSS)  # the copy stays what it was
     copy.write(tmp_path)
 
     restored = critic()
     restored.restore(tmp_path)
-    same(restored.probe(rollouts_of(family), VALUES, 0).values, said)
+    same(restored.probe(make_rollouts(family), VALUES, 0).values, said)
     assert (restored.learner.version, restored.learner.optimizer_step) == (1, 2)
     assert restored.update([batch_of(family)], LOSS) == expected
     for mine, theirs in zip(restored.model.parameters(), first.model.parameters(), strict=True):

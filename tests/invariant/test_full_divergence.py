@@ -17,7 +17,7 @@ from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward
 from mtrl.types import Needs
 from mtrl.workers.micro_batches import MicroBatching
-from mtrl.workers.reference import Reference, RefreshedReference
+from mtrl.workers.reference import Reference, SyncedReference
 
 TEMPERATURE, COEF = 0.7, 0.3
 EXACT = 1e-6  # of the largest gradient: the norms of transformers go by way of float32, in whatever order rows come
@@ -122,7 +122,7 @@ def test_a_refreshed_reference_is_the_policy_of_then(family, tmp_path):
     forward = Forward(fresh_backbone(family), encoder_of(family))
     actor = actor_of(family, forward=forward, reference=Reference.frozen(forward), lr=1e-3)
     kept, rollouts, needs = (
-        RefreshedReference(actor.reference, forward),
+        SyncedReference(actor.reference, forward),
         rollouts_for(family),
         Needs("old_logprobs", "ref_logprobs"),
     )

@@ -11,20 +11,20 @@ import torch
 from tiny_models import encoder_of, fresh_backbone
 from update_helpers import FULL_LOSS, full_batch, rollouts_for, weights_of
 
-from mtrl.compose.algorithm import recipe_of
+from mtrl.compose.algorithm import make_algorithm
 from mtrl.compose.policy import build_actor, build_encoder, build_generator, build_policy, build_reference
 from mtrl.config import load_config
 from mtrl.models.adapters import AdapterSettings, add_adapters
 from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward
 from mtrl.models.perturb import Perturbation
-from mtrl.rollout.lifecycle import Awake
+from mtrl.rollout.lifecycle import EngineLifecycle
 from mtrl.types import Needs
 from mtrl.workers import offload
 from mtrl.workers.actor import LocalActor
 from mtrl.workers.learner import Learner, OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching
-from mtrl.workers.offload import Parked
+from mtrl.workers.offload import OffloadedTensors
 from mtrl.workers.reference import Reference
 
 FAMILY = "qwen2_5_vl"
@@ -117,8 +117,8 @@ def test_rounded_weights_take_their_steps_in_pieces_too(rounding, monkeypatch):
     weights = [torch.randn(9, 5, generator=torch.Generator().manual_seed(place)).bfloat16() for place in range(4)]
     plain, parked = (learner_of(weights, rounding, parks) for parks in (False, True))
     monkeypatch.setattr(offload, "PIECE", 200)
-    parked.pieces = [(piece, Parked(partial(parked._large_states, piece), torch.device("cpu")))
-                     for piece in offload.pieces_of(parked.parameters)]  # fmt: skip
+    parked.pieces = [(piece, OffloadedTensors(partial(parked._large_states, piece), torch.device("cpu")))
+                     for piece in offload.parameter_pieces(parked.parameters)]  # fmt: skip
     assert len(parked.pieces) == 2
     for step in range(3):
         for learner in (plain, parked):
@@ -140,13 +140,13 @@ def learner_of(weights, rounding, parks):
 
 def test_weights_are_away_while_an_engine_with_its_own_is_awake():
     """As build_generator arranges it for vLLM on a GPU."""
-    model, engine = torch.nn.Linear(3, 3), Awake()
-    parked = Parked(lambda: list(model.parameters()), torch.device("cpu"))
+    model, engine = torch.nn.Linear(3, 3), EngineLifecycle()
+    parked = OffloadedTensors(lambda: list(model.parameters()), torch.device("cpu"))
     engine.making_room = parked.away
     before, numbers, seen = places(model.parameters()), model.weight.detach().clone(), []
     engine.wake = lambda: seen.append(places(model.parameters()))
     engine.sleep = lambda: seen.append(places(model.parameters()))
-    with engine.awake(), engine.awake():
+    with engine.resident(), engine.resident():
         kept = places(model.parameters())
         assert torch.equal(model.weight, numbers), "they can be read there, to be handed to the engine"
     assert seen == [kept, kept] and set(kept).isdisjoint(before), "gone before it wakes, back when it sleeps"
@@ -155,7 +155,7 @@ def test_weights_are_away_while_an_engine_with_its_own_is_awake():
 
 def test_an_error_leaves_all_parked():
     tensor = torch.ones(3)
-    parked = Parked(lambda: [tensor], torch.device("cpu"))
+    parked = OffloadedTensors(lambda: [tensor], torch.device("cpu"))
     parked.park()
     place = tensor.data_ptr()
     with pytest.raises(ValueError, match="in the middle"), parked.here():
@@ -178,7 +178,7 @@ def test_the_keys_are_read_where_there_is_a_device(monkeypatch):
             given.update(options)
 
     monkeypatch.setattr("mtrl.compose.policy.LocalActor", Told)
-    rules = recipe_of(config, 1)
+    rules = make_algorithm(config, 1)
     build_actor(config, policy, encoder, 1, build_reference(policy, rules))
     assert (given["offload_optimizer"], given["offload_reference"]) == (False, False)
     monkeypatch.setattr(type(policy.backbone), "device", torch.device("cuda"))
@@ -190,7 +190,7 @@ def test_weights_make_room_for_vllm(monkeypatch):
     keys = {"worker.actor.offload.offload_params": True, "worker.rollout.name": "vllm"}
     config = load_config(None, keys)
     encoder, policy = build_policy(config, build_encoder(config))
-    monkeypatch.setattr("mtrl.compose.vllm_engine.build_vllm", lambda *_: Awake())
+    monkeypatch.setattr("mtrl.compose.vllm_engine.build_vllm", lambda *_: EngineLifecycle())
     assert build_generator(config, policy, encoder).making_room is nullcontext, "on a CPU there is nothing to do"
     monkeypatch.setattr(type(policy.backbone), "device", torch.device("cuda"))
     parked = build_generator(config, policy, encoder).making_room.__self__

@@ -14,7 +14,7 @@ from mtrl.embedded.task import make_question, row
 from mtrl.protocols import Tracker
 from mtrl.training.validation import Validation
 from mtrl.types import Sampling
-from pretraining.evaluation import best_constant, prompts_of
+from pretraining.evaluation import best_constant, make_prompts
 
 logging.disable_progress_bar()
 
@@ -47,7 +47,7 @@ def run_of(directory, steps, data=None, trackers=(), **overrides):
 
 
 def greedy(run, blank):
-    prompts = prompts_of(QUESTIONS, run.loop.components.generator.encoder, blank)
+    prompts = make_prompts(QUESTIONS, run.loop.components.generator.encoder, blank)
     return Validation(lambda: [prompts], Sampling(temperature=0.0, max_new_tokens=24))
 
 
@@ -107,7 +107,7 @@ def test_the_whole_control(tmp_path, capsys):
     run = run_of(tmp_path, 24, [grey(index) for index in range(24 * PROMPTS_PER_STEP)])
     run.train()
     components = run.loop.components
-    prompts = prompts_of(questions, components.generator.encoder, blank=True)
+    prompts = make_prompts(questions, components.generator.encoder, blank=True)
     exam = Validation(lambda: [prompts], Sampling(temperature=0.0, max_new_tokens=24))
     by_kind = exam.run(components.generator, components.scorer, run.loop.version).by["kind"]
     best = best_constant(questions)

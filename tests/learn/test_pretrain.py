@@ -22,9 +22,9 @@ def test_the_shipped_model_knows_its_lessons():
     backbone = Backbone(load_model(MODEL_DIRECTORY))
     looking = torch.ones(40, dtype=torch.long)  # the second way of the teacher: it looks and names what it sees
     with torch.no_grad():
-        known = float(pretrain.loss_of(backbone, lessons, torch.arange(40), looking))
+        known = float(pretrain.teacher_loss(backbone, lessons, torch.arange(40), looking))
         unseen = lessons._replace(pixels=lessons.pixels.roll(1, 0))  # each question with its neighbour's picture
-        blind = float(pretrain.loss_of(backbone, unseen, torch.arange(40), looking))
+        blind = float(pretrain.teacher_loss(backbone, unseen, torch.arange(40), looking))
     assert known < 0.2 < blind
 
 

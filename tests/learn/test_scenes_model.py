@@ -12,7 +12,7 @@ from mtrl.models.families import load_encoder
 from mtrl.models.load_model import load_model
 from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Sampling
-from pretraining.evaluation import grade, prompts_of
+from pretraining.evaluation import grade, make_prompts
 from pretraining.pretrain import COURSES
 
 MODEL = MODELS["scenes"]
@@ -37,7 +37,7 @@ def test_it_answers_as_is_written():
     """On the first 80 questions, within three standard errors; and most of an answer is noise."""
     encoder, questions = load_encoder(MODEL), [make_question("test", index) for index in range(80)]
     engine = LocalGenerator(Backbone(load_model(MODEL)), encoder)
-    rollouts = engine.generate(prompts_of(questions, encoder), Sampling(temperature=0, max_new_tokens=208))
+    rollouts = engine.generate(make_prompts(questions, encoder), Sampling(temperature=0, max_new_tokens=208))
     written = json.loads((MODEL / "made_by.json").read_text())["greedy"]["avg"]
     assert abs(grade(questions, rollouts).avg - written) < 3 * (0.25 / 80) ** 0.5
     spans = [causal_spans(question.columns, text) for question, text in zip(questions, rollouts.text, strict=True)]

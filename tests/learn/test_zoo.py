@@ -27,7 +27,7 @@ from mtrl.models.load_model import load_model
 from mtrl.models.perturb import Perturbation
 from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Needs, Sampling
-from pretraining.evaluation import best_constant, grade, prompts_of
+from pretraining.evaluation import best_constant, grade, make_prompts
 
 logging.disable_progress_bar()
 
@@ -63,7 +63,7 @@ def questions():
 
 @pytest.fixture(scope="module")
 def sampled(engine, encoder, questions):
-    return engine.generate(prompts_of(questions, encoder), SAMPLED)
+    return engine.generate(make_prompts(questions, encoder), SAMPLED)
 
 
 # ------------------------------------------------------------------------------------------------------------ on disk
@@ -80,7 +80,7 @@ def test_plain_transformers_loads_it_and_answers_alike(engine, encoder, question
     """Nothing of MTRL is in the checkpoint: the Auto class finds Qwen2.5-VL, and its own `generate` says the same."""
     model = AutoModelForImageTextToText.from_pretrained(MODEL)
     assert type(model).__name__ == "Qwen2_5_VLForConditionalGeneration" and model.dtype == torch.bfloat16
-    prompts = prompts_of(questions[:5], encoder)
+    prompts = make_prompts(questions[:5], encoder)
     ours = engine.generate(prompts, GREEDY)
     for row, prompt in enumerate(prompts):
         inputs = encoder.inputs(prompt)
@@ -102,14 +102,14 @@ def test_the_skill_is_there_and_the_choice_is_wrong(engine, encoder, questions, 
     assert 0.40 - 0.05 <= grades.avg <= 0.60 + 0.05
     assert grades.best >= 0.90 - 0.05
     assert grades.form > 0.9
-    greedy = grade(questions, engine.generate(prompts_of(questions, encoder), GREEDY))
+    greedy = grade(questions, engine.generate(make_prompts(questions, encoder), GREEDY))
     assert greedy.avg <= 0.60
     assert greedy.form > 0.9
 
 
 def test_without_the_image_nothing_is_known(engine, encoder, questions):
     """Blank pictures, and no picture in the prompt at all: both are worth about a constant answer."""
-    blank = grade(questions, engine.generate(prompts_of(questions, encoder, blank=True), GREEDY))
+    blank = grade(questions, engine.generate(make_prompts(questions, encoder, blank=True), GREEDY))
     assert blank.avg <= np.mean(list(best_constant(questions).values())) + 0.05
     text_only = grade(questions, engine.generate(text_only_prompts(questions, encoder), GREEDY))
     assert text_only.avg <= 0.35
@@ -126,7 +126,7 @@ def text_only_prompts(questions, encoder):
 @pytest.mark.slow
 def test_grades_on_all_questions_of_the_test(engine, encoder):
     questions = questions_of_the_test(TEST_QUESTIONS)
-    prompts = prompts_of(questions, encoder)
+    prompts = make_prompts(questions, encoder)
     sampled, greedy = (grade(questions, engine.generate(prompts, sampling)) for sampling in (SAMPLED, GREEDY))
     assert 0.40 <= sampled.avg <= 0.60 and sampled.best >= 0.90 and sampled.form > 0.9
     assert greedy.avg <= 0.60 and greedy.form > 0.9
@@ -139,7 +139,7 @@ def test_grades_on_all_questions_of_the_test(engine, encoder):
 @pytest.mark.slow
 def test_without_the_image_nothing_is_known_on_all_questions_of_the_test(engine, encoder):
     questions = questions_of_the_test(TEST_QUESTIONS)
-    blank = grade(questions, engine.generate(prompts_of(questions, encoder, blank=True), GREEDY))
+    blank = grade(questions, engine.generate(make_prompts(questions, encoder, blank=True), GREEDY))
     constant = best_constant(questions)
     assert all(blank.by_kind[kind] <= constant[kind] + 0.05 for kind in KINDS)
     text_only = grade(questions, engine.generate(text_only_prompts(questions, encoder), GREEDY))
@@ -293,7 +293,7 @@ def test_dependency_is_nowhere_without_a_perturbation(backbone, encoder, sampled
 def test_dependency_is_nowhere_between_blank_images(backbone, encoder, questions, sampled):
     """The same answers as if given to blank pictures, compared with blank pictures: chance level. (S is 0 everywhere:
     the two passes are one computation; ties count half.)"""
-    rollouts = replace(first_samples(sampled, samples=1), prompts=tuple(prompts_of(questions, encoder, blank=True)))
+    rollouts = replace(first_samples(sampled, samples=1), prompts=tuple(make_prompts(questions, encoder, blank=True)))
     views = [Perturbation("blank").view(prompt, 0) for prompt in rollouts.prompts]
     dependency = Forward(backbone, encoder).signals(rollouts, Needs("dependency"), views).dependency
     tells = tells_of_the_image(encoder, rollouts)

@@ -17,7 +17,7 @@ from mtrl.rollout.vllm.generator import VllmGenerator
 from mtrl.rollout.vllm.inprocess import VllmInProcess
 from mtrl.rollout.vllm.settings import engine_arguments
 from mtrl.types import Sampling
-from pretraining.evaluation import prompts_of
+from pretraining.evaluation import make_prompts
 
 pytestmark = pytest.mark.skipif(not INSTALLED, reason="vLLM is not installed")
 
@@ -36,7 +36,7 @@ def log_probs_of_vllm(folder):
     )
     host = VllmInProcess(arguments, encoder.image_settings.processor_arguments())
     engine = VllmGenerator(host, encoder, exported_weights(load_model(folder)).keys())
-    rollouts = engine.generate(prompts_of(QUESTIONS, encoder), Sampling(n=4, max_new_tokens=24))
+    rollouts = engine.generate(make_prompts(QUESTIONS, encoder), Sampling(n=4, max_new_tokens=24))
     engine.close()
     return rollouts
 

@@ -35,7 +35,7 @@ def engine(family):
 def test_one_batch_of_all_kinds(family, engine, tmp_path):
     """A video row, a row of two images, a text row and one of both: the log-probs are the trainer's own."""
     prompts, encoder = mixed_prompts(family, tmp_path), encoder_of(family)
-    with engine.awake():
+    with engine.resident():
         rollouts = engine.generate(prompts, Sampling(n=2, max_new_tokens=8))
     assert rollouts.group.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     expected = Forward(shared_backbone(family), encoder).signals(rollouts).old_logprobs
@@ -51,7 +51,7 @@ def test_a_long_clip_of_an_odd_number_of_frames(family, engine):
     pixels = np.random.default_rng(0).integers(0, 256, (9, 2 * side, 3 * side, 3), dtype=np.uint8)
     prompt = encoder.encode(task, [pixels])
     assert len(prompt.ids) < MAX_LENGTH
-    with engine.awake():
+    with engine.resident():
         rollouts = engine.generate([prompt], Sampling(n=2, max_new_tokens=8))
     expected = Forward(shared_backbone(family), encoder).signals(rollouts).old_logprobs
     torch.testing.assert_close(rollouts.rollout_logprobs, expected, atol=1e-4, rtol=0)

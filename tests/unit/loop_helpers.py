@@ -8,9 +8,9 @@ from helpers import fake_prompt
 from mtrl.algorithms.batches import BatchPlan
 from mtrl.algorithms.estimators import Grpo
 from mtrl.algorithms.losses import Loss
-from mtrl.rollout.lifecycle import Awake
-from mtrl.rollout.responses import rollouts_of
-from mtrl.training.algorithm_spec import Recipe
+from mtrl.rollout.lifecycle import EngineLifecycle
+from mtrl.rollout.responses import make_rollouts
+from mtrl.training.algorithm_spec import AlgorithmSpec
 from mtrl.training.loop import Components, Loop
 from mtrl.training.validation import Validation
 from mtrl.types import Needs, Rewards, Sampling, Signals, Weights
@@ -44,7 +44,7 @@ class FakeSource:
         self.next = state["next"]
 
 
-class FakeGenerator(Awake):
+class FakeGenerator(EngineLifecycle):
     """Rows of 1, 2, 3, 4 tokens; refuses a version it does not hold, and all work while it sleeps."""
 
     def __init__(self, journal):
@@ -57,12 +57,12 @@ class FakeGenerator(Awake):
         self.journal.append(("sleep",))
 
     def generate(self, prompts, sampling):
-        assert self.is_awake
+        assert self.is_resident
         self.journal.append(("generate", sampling.step, sampling.version))
         assert sampling.version == self.version
         places = [(prompt, sample) for prompt in range(len(prompts)) for sample in range(sampling.n)]
         lengths = [1 + row % 4 for row in range(len(places))]
-        return rollouts_of(
+        return make_rollouts(
             prompts,
             [prompt for prompt, _ in places],
             [range(length) for length in lengths],
@@ -74,7 +74,7 @@ class FakeGenerator(Awake):
         )
 
     def load(self, weights):
-        assert self.is_awake
+        assert self.is_resident
         self.journal.append(("load", weights.version))
         self.version = weights.version
 
@@ -200,7 +200,7 @@ class FakeStore:
         self.journal.append(("all saved",))
 
 
-def recipe(**changes):
+def algorithm_spec(**changes):
     settings = {
         "total_steps": 1,
         "prompts_per_step": PROMPTS,
@@ -217,7 +217,7 @@ def recipe(**changes):
     }
     plan = {"prompts_per_update": PROMPTS, "max_response_length": 8}
     plan |= {f.name: changes.pop(f.name) for f in fields(BatchPlan) if f.name in changes}
-    return Recipe(**settings | {"batches": BatchPlan(**plan)} | changes)
+    return AlgorithmSpec(**settings | {"batches": BatchPlan(**plan)} | changes)
 
 
 def loop(actor=None, reference=None, validation=None, scorer=None, refreshed=None, **changes):
@@ -243,7 +243,7 @@ def loop(actor=None, reference=None, validation=None, scorer=None, refreshed=Non
     components.scorer.journal = journal
     if refreshed is not None:
         refreshed.journal = journal
-    return Loop(components, recipe(**changes))
+    return Loop(components, algorithm_spec(**changes))
 
 
 def validation_of(prompts=2, batch=2, **sampling):

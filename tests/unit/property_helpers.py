@@ -139,7 +139,7 @@ def train_batch(step: Step, rules: Rules, loss_type="dapo", denominator="all", s
     return TrainBatch(step.rollouts, step.old, credit.advantage, correction, weights, step.reference)
 
 
-def loss_of(logp: Tensor, batch: TrainBatch, loss: Loss) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def teacher_loss(logp: Tensor, batch: TrainBatch, loss: Loss) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     logp = logp.detach().clone().requires_grad_()
     total, metrics = total_loss(logp, batch, loss)
     (grad,) = torch.autograd.grad(total, logp)

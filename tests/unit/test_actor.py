@@ -11,7 +11,7 @@ from torch import nn
 
 from mtrl.algorithms.losses import Loss
 from mtrl.algorithms.vocab import TokenScores
-from mtrl.models.parallel.ranks import ALONE
+from mtrl.models.parallel.ranks import SINGLE_PROCESS
 from mtrl.types import Needs, Signals
 from mtrl.workers.actor import ADVICE, LocalActor
 from mtrl.workers.learner import OptimizerSettings
@@ -31,7 +31,7 @@ class Told:
     """A forward pass that writes down what it is asked, and answers with the number of the row (its version)."""
 
     backbone: SimpleNamespace = field(
-        default_factory=lambda: SimpleNamespace(model=OneWeight(), ranks=ALONE, device=OneWeight.device)
+        default_factory=lambda: SimpleNamespace(model=OneWeight(), ranks=SINGLE_PROCESS, device=OneWeight.device)
     )
     asked: list = field(default_factory=list)
     support: float | None = None  # log of the probability of what the sampler's cut leaves
@@ -46,7 +46,7 @@ class Told:
         self.asked.append("policy")
         return self.backbone.model.w.expand(int(rollouts.mask.sum()), 1)
 
-    def scores_of(self, hidden, rollouts, entropy=False):
+    def score_tokens(self, hidden, rollouts, entropy=False):
         return self.scores(rollouts, entropy)
 
     def scores(self, rollouts, entropy=False):

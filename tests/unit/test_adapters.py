@@ -49,12 +49,12 @@ def stir(model, seed=0):
         parameter.copy_(torch.randn(parameter.shape, generator=generator) / 8)
 
 
-def rollouts_of(family=FAMILY):
+def make_rollouts(family=FAMILY):
     return random_rollouts(prompts_for(family), [0, 0, 1, 2, 3], [5, 3, 4, 6, 2])
 
 
 def log_probs(backbone, family=FAMILY):
-    return Forward(backbone, encoder_of(family)).signals(rollouts_of(family)).old_logprobs
+    return Forward(backbone, encoder_of(family)).signals(make_rollouts(family)).old_logprobs
 
 
 # --------------------------------------------------------------------------------------------------- what gets adapters
@@ -76,7 +76,7 @@ def test_the_vision_tower_on_request(family, inside):
     of_tower = {name for name in adapter_parameters(model) if "visual" in name}
     assert any(f".{inside}.lora_A" in name for name in of_tower) and any(".qkv.lora_A" in name for name in of_tower)
     forward = Forward(Backbone(model), encoder_of(family))
-    forward.logp(rollouts_of(family)).sum().backward()
+    forward.logp(make_rollouts(family)).sum().backward()
     gradients = [p.grad for name, p in adapter_parameters(model).items() if name in of_tower]
     assert all(gradient is not None for gradient in gradients) and any(gradient.any() for gradient in gradients)
 
@@ -140,7 +140,7 @@ def test_merged_log_probs_are_those_of_the_adapters(family):
 
 def test_the_reference_is_the_base_and_takes_no_copy():
     backbone, plain = adapted(), fresh_backbone(FAMILY)
-    policy, rollouts = Forward(backbone, encoder_of(FAMILY)), rollouts_of()
+    policy, rollouts = Forward(backbone, encoder_of(FAMILY)), make_rollouts()
     reference = Reference.under_adapters(policy)
     before = log_probs(backbone)
     found = reference.signals(rollouts, Needs("ref_logprobs", "divergence"), policy)

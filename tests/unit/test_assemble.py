@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers import fake_prompt
 
-from mtrl.rollout.responses import finish_of, rollouts_of
+from mtrl.rollout.responses import finish_reasons, make_rollouts
 
 PROMPTS = [fake_prompt("a"), fake_prompt("b")]
 TOKENS = [[7, 9, 2], [7, 2], [8]]
@@ -16,11 +16,11 @@ def assembled(**changes):
         "tokens": TOKENS,
         "behaviour": [[-1, -2, -3], [-4, -5], [-6]],
         "text": ["x", "y", "z"],
-        "finish": finish_of(TOKENS, [2]),
+        "finish": finish_reasons(TOKENS, [2]),
         "version": 5,
         "pad_id": 3,
     }
-    return rollouts_of(PROMPTS, **given | changes)
+    return make_rollouts(PROMPTS, **given | changes)
 
 
 def test_lists_as_a_server_returns_them():

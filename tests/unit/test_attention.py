@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
-from mtrl.models.masked_attention import BLOCK, MassReader, Sight, attention, visible_blocks, whole_blocks
+from mtrl.models.masked_attention import BLOCK, DocumentMask, MassReader, attention, visible_blocks, whole_blocks
 from mtrl.types import NO_POOL, TEXT_POOL, VISION_POOL
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")  # on a CPU, on purpose
@@ -23,7 +23,7 @@ def sight_of(documents, size):
             prompt += [first] * length
             name += 1
     rest = [-1] * (size - len(segment))
-    return Sight(torch.tensor([segment + rest]), torch.tensor([prompt + rest]))
+    return DocumentMask(torch.tensor([segment + rest]), torch.tensor([prompt + rest]))
 
 
 def test_who_sees_whom_by_hand():

@@ -11,7 +11,7 @@ from PIL import Image
 from tiny_models import checkpoint
 
 from mtrl import cli
-from mtrl.commands.attention import MOST_DRAWN, chosen_tokens, images_of, place_for, places_of
+from mtrl.commands.attention import MOST_DRAWN, chosen_tokens, place_for, prompt_images, token_positions
 from mtrl.embedded.embedded_rows import MODEL_DIRECTORY
 from mtrl.report.attention_page import Answered, overview, write_report
 from mtrl.report.heat_map import STRONGEST, ImageAttention, bleached, draw_heat_maps, heat_maps
@@ -48,7 +48,7 @@ def test_what_is_asked_for_is_drawn():
     answer = answered(1, 1, 1, 1, tokens=["the", " red", " one", "."])
     assert list(chosen_tokens(answer, "A", ("red", "-1", "0", "99", "blue"))) == [1, 3, 0]
     assert len(chosen_tokens(answered(*[1.0] * 50, tokens=["x"] * 50), None, ("x",))) == MOST_DRAWN
-    assert places_of(["B", " (B)", "Both"], "B") == [0, 1]
+    assert token_positions(["B", " (B)", "Both"], "B") == [0, 1]
 
 
 # -------------------------------------------------------------------------------------------------------------- drawing
@@ -118,7 +118,7 @@ def test_attention_is_cut_into_images():
     media = (np.zeros((28, 56, 3), np.uint8), np.zeros((56, 84, 3), np.uint8))
     prompt = prompt.__class__(prompt.task, media, prompt.ids, prompt.engine_ids, prompt.token_pool)
     attention = torch.arange(11.0).expand(len(SEGMENTS), -1)
-    first, second = images_of(prompt, attention, side=28)
+    first, second = prompt_images(prompt, attention, side=28)
     assert first.maps["late"].tolist() == [[1, 2]] and second.maps["all"].tolist() == [[3, 4, 5], [6, 7, 8]]
 
 

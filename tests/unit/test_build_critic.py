@@ -9,7 +9,7 @@ from tiny_models import checkpoint, encoder_of, prompts_for, random_rollouts
 
 from mtrl.compose import algorithm
 from mtrl.compose.critic_worker import build_critic
-from mtrl.compose.policy import build_policy, refuse_unmeasured
+from mtrl.compose.policy import build_policy, check_measurable
 from mtrl.config import ConfigError, load_config, warnings
 from mtrl.models.families import encoder_files
 from mtrl.models.state_dicts import exported_weights, save_model
@@ -21,7 +21,7 @@ SIZES = {"dataset.rollout_batch_size": 8, "worker.actor.global_batch_size": 8}
 GAE = SIZES | {"optimization.advantage_estimator": "gae", "optimization.disable_divergence": True}
 
 
-def config_of(family=FAMILY, **overrides):
+def packaged_config(family=FAMILY, **overrides):
     given = {key.replace("__", "."): value for key, value in overrides.items()}
     path = {"worker.actor.model.model_path": str(checkpoint(family)), "dataset.min_pixels": 1}
     return load_config(None, GAE | path | {"worker.actor.fsdp.mixed_precision_dtype": "fp32"} | given)
@@ -34,7 +34,7 @@ def built(config, steps=10):
 
 # -------------------------------------------------------------------------------------------------------------- weights
 def test_it_starts_from_the_actors_weights_with_a_head_of_zeros():
-    policy, critic = built(config_of())
+    policy, critic = built(packaged_config())
     ours, theirs = critic.model.state_dict(), policy.backbone.model.state_dict()
     assert ours.keys() == theirs.keys()
     for name in ours.keys() - {"lm_head.weight"}:
@@ -47,13 +47,13 @@ def test_it_starts_from_the_actors_weights_with_a_head_of_zeros():
 
 
 def test_a_reward_model_brings_its_head(tmp_path):
-    _, critic = built(config_of())
+    _, critic = built(packaged_config())
     with torch.no_grad():
         critic.forward.backbone.output_matrix.fill_(0.25)
     save_model(critic.model, exported_weights(critic.model), tmp_path)
     for name, content in encoder_files(encoder_of(FAMILY), checkpoint(FAMILY)).items():
         (tmp_path / name).write_bytes(content)
-    _, again = built(config_of(worker__critic__model__model_path=str(tmp_path)))
+    _, again = built(packaged_config(worker__critic__model__model_path=str(tmp_path)))
     assert (again.forward.backbone.output_matrix == 0.25).all()
 
 
@@ -78,13 +78,13 @@ def test_what_cannot_read_the_actors_inputs_is_refused(change, told, tmp_path):
         file = path / "preprocessor_config.json"
         file.write_text(file.read_text().replace('"image_mean": [', '"image_mean": [0.1, 0.2, 0.3], "was": ['))
     with pytest.raises(ConfigError, match=r"worker\.critic\.model\.model_path") as caught:
-        built(config_of(worker__critic__model__model_path=str(path)))
+        built(packaged_config(worker__critic__model__model_path=str(path)))
     assert told in str(caught.value)
 
 
 # --------------------------------------------------------------------------------------------------------------- passes
 def test_it_reads_as_the_actor_does():
-    config = config_of(worker__actor__tokens_per_micro_batch=77, worker__actor__share_prefix=False)
+    config = packaged_config(worker__actor__tokens_per_micro_batch=77, worker__actor__share_prefix=False)
     policy, critic = built(config)
     assert critic.forward.share_prefix is policy.share_prefix is False and critic.forward.encoder is policy.encoder
     assert critic.learner.batching == algorithm.update_batching(config, False, False)
@@ -93,14 +93,14 @@ def test_it_reads_as_the_actor_does():
 
 @pytest.mark.parametrize("frozen", [True, False])
 def test_a_frozen_vision_tower_is_frozen_in_the_critic_too(frozen):
-    _, critic = built(config_of(worker__actor__model__freeze_vision_tower=frozen))
+    _, critic = built(packaged_config(worker__actor__model__freeze_vision_tower=frozen))
     assert any(p.requires_grad for p in critic.forward.backbone.vision_tower.parameters()) is not frozen
     assert critic.forward.backbone.output_matrix.requires_grad
 
 
 def test_values_alone_need_no_pass_of_the_old_policy():
-    assert algorithm.recipe_of(config_of(), 1).needs == Needs("values")
-    several = algorithm.recipe_of(config_of(worker__actor__global_batch_size=4), 1).needs
+    assert algorithm.make_algorithm(packaged_config(), 1).needs == Needs("values")
+    several = algorithm.make_algorithm(packaged_config(worker__actor__global_batch_size=4), 1).needs
     assert several == Needs("values", "old_logprobs", "entropy")
 
 
@@ -108,28 +108,30 @@ def test_values_alone_need_no_pass_of_the_old_policy():
 def test_its_optimizer_and_schedule_are_its_own():
     names = {"lr": 3e-4, "weight_decay": 0.5, "betas": (0.5, 0.75), "warmup_ratio": 0.25, "min_lr_ratio": 0.125}
     keys = {f"worker__critic__optim__{name}": value for name, value in names.items()}
-    config = config_of(**keys, worker__critic__optim__lr_scheduler_type="linear", worker__actor__max_grad_norm=2.0)
+    config = packaged_config(
+        **keys, worker__critic__optim__lr_scheduler_type="linear", worker__actor__max_grad_norm=2.0
+    )
     ours = algorithm.critic_optimizer_settings(config, 10)
     assert (ours.lr, ours.weight_decay, ours.betas, ours.min_lr_ratio) == (3e-4, 0.5, (0.5, 0.75), 0.125)
     assert (ours.warmup_steps, ours.total_steps, ours.schedule, ours.max_grad_norm) == (2, 10, "linear", 2.0)
     theirs = algorithm.optimizer_settings(config, 10)
     assert (theirs.lr, theirs.warmup_steps, theirs.schedule) == (1e-6, 10, "constant_with_warmup")
-    assert algorithm.critic_optimizer_settings(config_of(), 10).lr == 1e-5
+    assert algorithm.critic_optimizer_settings(packaged_config(), 10).lr == 1e-5
 
 
 def test_the_actors_schedule_begins_after_the_warm_up():
-    config = config_of(worker__critic__warmup_steps=4, worker__actor__global_batch_size=4)
+    config = packaged_config(worker__critic__warmup_steps=4, worker__actor__global_batch_size=4)
     assert algorithm.optimizer_settings(config, 10).total_steps == 6 * 2
     assert algorithm.critic_optimizer_settings(config, 10).total_steps == 10 * 2
-    assert algorithm.recipe_of(config, 10).critic_warmup == 4
+    assert algorithm.make_algorithm(config, 10).critic_warmup == 4
     assert algorithm.optimizer_settings(config, 3).total_steps == 0, "it never learns"
     grpo = load_config(None, SIZES | {"worker.critic.warmup_steps": 4})
-    assert algorithm.recipe_of(grpo, 10).critic_warmup == 0, "no critic, no warm-up"
+    assert algorithm.make_algorithm(grpo, 10).critic_warmup == 0, "no critic, no warm-up"
     assert algorithm.optimizer_settings(grpo, 10).total_steps == 10
 
 
 def test_the_clip_reaches_the_loss():
-    assert algorithm.recipe_of(config_of(worker__critic__cliprange_value=0.125), 1).value_loss.clip == 0.125
+    assert algorithm.make_algorithm(packaged_config(worker__critic__cliprange_value=0.125), 1).value_loss.clip == 0.125
 
 
 # ---------------------------------------------------------------------------------------------------- what hardly works
@@ -160,11 +162,11 @@ def test_a_rule_may_read_values_where_there_is_a_critic(tmp_path):
         "@dataclass(frozen=True)\nclass Mine(Weight):\n    needs = Needs('values')\n"
         "    def apply(self, experience, key): return experience.signals.values\n"
     )
-    config = config_of(optimization__credit=(f"{file}:Mine",))
-    refuse_unmeasured(config, algorithm.recipe_of(config, 1), True)
-    grpo = config_of(optimization__credit=(f"{file}:Mine",), optimization__advantage_estimator="grpo")
+    config = packaged_config(optimization__credit=(f"{file}:Mine",))
+    check_measurable(config, algorithm.make_algorithm(config, 1), True)
+    grpo = packaged_config(optimization__credit=(f"{file}:Mine",), optimization__advantage_estimator="grpo")
     with pytest.raises(ConfigError, match=r"Mine asks for the signal values, which a critic measures"):
-        refuse_unmeasured(grpo, algorithm.recipe_of(grpo, 1), True)
+        check_measurable(grpo, algorithm.make_algorithm(grpo, 1), True)
 
 
 def test_the_name_of_the_head():

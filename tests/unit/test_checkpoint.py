@@ -10,8 +10,8 @@ import pytest
 from run_helpers import bound_by_permissions
 
 from mtrl.checkpoint import folder_store as module
-from mtrl.checkpoint.folder_store import FolderStore, checkpoints, read_state, step_of
-from mtrl.checkpoint.manifest import MANIFEST, Damaged, check, seal
+from mtrl.checkpoint.folder_store import FolderStore, checkpoint_step, checkpoints, read_state
+from mtrl.checkpoint.manifest import MANIFEST, DamagedCheckpoint, check, seal
 from mtrl.utils.errors import RunError, StartError
 
 METRIC = "val/reward_score"
@@ -93,7 +93,7 @@ def test_every_single_bit_counts(sealed, name):
             changed = bytearray(whole)
             changed[place] ^= 1 << bit
             path.write_bytes(bytes(changed))
-            with pytest.raises(Damaged, match=name):
+            with pytest.raises(DamagedCheckpoint, match=name):
                 check(sealed)
     path.write_bytes(whole)
     check(sealed)
@@ -105,10 +105,10 @@ def test_cut_off_emptied_lengthened_or_gone(sealed, name):
     whole = path.read_bytes()
     for content in (whole[:-1], whole[: len(whole) // 2], b"", whole + b"\0", whole + b" "):
         path.write_bytes(content)
-        with pytest.raises(Damaged, match=name):
+        with pytest.raises(DamagedCheckpoint, match=name):
             check(sealed)
     path.unlink()
-    with pytest.raises(Damaged, match=f"{name} is missing"):
+    with pytest.raises(DamagedCheckpoint, match=f"{name} is missing"):
         check(sealed)
 
 
@@ -120,7 +120,7 @@ def test_files_may_be_left_out_of_the_check(sealed):
 def test_a_manifest_that_is_valid_json_of_another_kind(sealed):
     for text in ("[]", "{}", '{"files": 3}', '{"files": {"weights": 1}, "crc32": 0}', "null"):
         (sealed / MANIFEST).write_text(text)
-        with pytest.raises(Damaged, match=MANIFEST):
+        with pytest.raises(DamagedCheckpoint, match=MANIFEST):
             check(sealed)
 
 
@@ -131,10 +131,10 @@ def test_the_newest_stay(tmp_path, limit, kept):
     for step in (2, 9, 10):
         save(store, step)
     assert names(tmp_path) == {f"step_{step}" for step in kept}
-    assert [step_of(path) for path in checkpoints(tmp_path / "checkpoints")] == kept, "by number, not by name"
+    assert [checkpoint_step(path) for path in checkpoints(tmp_path / "checkpoints")] == kept, "by number, not by name"
     for path in checkpoints(tmp_path / "checkpoints"):
         check(path)
-        assert read_state(path) == {"step": step_of(path), "metric": None, "score": None}
+        assert read_state(path) == {"step": checkpoint_step(path), "metric": None, "score": None}
 
 
 def test_the_best_stays_too_and_best_model_leads_to_it(tmp_path):
@@ -391,7 +391,7 @@ def test_a_pipe_in_a_checkpoint_is_damage(tmp_path, name):
     folder = tmp_path / "checkpoints" / "step_1"
     (folder / name).unlink()
     os.mkfifo(folder / name)
-    with pytest.raises(Damaged, match=f"{name} is no file"):
+    with pytest.raises(DamagedCheckpoint, match=f"{name} is no file"):
         check(folder)
 
 
@@ -400,4 +400,4 @@ def test_a_score_that_is_no_number_is_none(tmp_path):
     save(store, 1, score=0.5)
     state = tmp_path / "checkpoints" / "step_1" / "trainer_state.json"
     state.write_text(json.dumps({"step": 1, "metric": METRIC, "score": "high"}))
-    assert module.score_of(state.parent, METRIC) == -float("inf")
+    assert module.saved_score(state.parent, METRIC) == -float("inf")

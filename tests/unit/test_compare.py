@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from mtrl.cli import main
-from mtrl.commands.compare import seeds_of
+from mtrl.commands.compare import parse_seeds
 from mtrl.compare import batch
 from mtrl.compare.arms import read_arm
-from mtrl.compare.batch import check_arms, jobs_of, pack, run_batch, unpack
+from mtrl.compare.batch import check_arms, pack, plan_jobs, run_batch, unpack
 
 
 def write_run(place, seed, curve, right=(), seconds=2.0):
@@ -96,7 +96,7 @@ def test_wrong_words_are_told(two_arms, monkeypatch, capsys, words, told):
     ("words", "seeds"), [([], range(5)), (["3"], range(3)), (["5-9"], range(5, 10)), (["7-7"], [7])]
 )
 def test_seeds_are_the_first_or_a_range(words, seeds):
-    found, others = seeds_of(["one", *(["--seeds", *words] if words else []), "two"])
+    found, others = parse_seeds(["one", *(["--seeds", *words] if words else []), "two"])
     assert list(found) == list(seeds) and others == ["one", "two"]
 
 
@@ -136,15 +136,15 @@ def fake_runs(tmp_path, monkeypatch):
     """A fake in the place of `mtrl train`: it takes its words and leaves what a run leaves, at once."""
     script = tmp_path / "fake_run.py"
     script.write_text(FAKE_RUN)
-    real = batch.Job.command
-    monkeypatch.setattr(batch.Job, "command", lambda job: [sys.executable, str(script), *real(job)[4:]])
+    real = batch.SeedJob.command
+    monkeypatch.setattr(batch.SeedJob, "command", lambda job: [sys.executable, str(script), *real(job)[4:]])
     for name in ("one", "two", "slow", "fails"):
         (tmp_path / f"{name}.txt").write_text(name)
     return tmp_path
 
 
 def jobs(folder, *names, seeds=2):
-    return jobs_of({name: str(folder / f"{name}.txt") for name in names}, range(seeds), [], folder / "out")
+    return plan_jobs({name: str(folder / f"{name}.txt") for name in names}, range(seeds), [], folder / "out")
 
 
 def test_a_batch_runs_everything_once(fake_runs):

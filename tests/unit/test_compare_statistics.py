@@ -13,7 +13,7 @@ def test_the_examples_hold():
 
 
 def test_a_mean_has_an_interval_from_two_seeds_on():
-    assert estimate([0.4]) == statistics.Estimate(0.4)
+    assert estimate([0.4]) == statistics.MeanEstimate(0.4)
     found = estimate([0.1, 0.3, 0.5, 0.7, 0.9])
     assert found.mean == pytest.approx(0.5)
     # The mean of five drawn from these five has the standard deviation sqrt(0.08 / 5) = 0.126.

@@ -7,7 +7,7 @@ from mtrl.checkpoint.run_directory import CONFIG, RunDirectory
 from mtrl.config import load_config, to_yaml
 from mtrl.config.packaged import HOME
 from mtrl.config.tree import known_leaves
-from mtrl.training.resume import refuse_another_run
+from mtrl.training.resume import check_same_run
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ def test_the_configuration_of_a_run_means_the_same_files_and_compares_equal(fold
         directory.record(to_yaml(config))
         (directory.path / "rollouts.jsonl").touch()
     with RunDirectory(folder / "run") as directory:
-        refuse_another_run(directory, config, fresh=False)
+        check_same_run(directory, config, fresh=False)
     again = load_config(folder / "run" / CONFIG, saved=True)
     assert again == config and again.dataset.train_files == "rollouts.jsonl"
     assert again.dataset.val_files == str(folder / "rollouts.jsonl")

@@ -14,7 +14,7 @@ from mtrl.tracking.colour import Paint, wants_colour
 from mtrl.tracking.console import Console, ConsoleSettings
 from mtrl.tracking.preview import most_taught, training_preview, validation_preview
 from mtrl.types import Credit, Rewards, ValidationSample
-from mtrl.utils.terminal import Door, sanitize
+from mtrl.utils.terminal import SanitizedStream, sanitize
 
 
 class Terminal(io.StringIO):
@@ -371,7 +371,7 @@ def test_what_stands_in_the_data_cannot_move_the_cursor(time, tmp_path):
 
 
 def test_the_log_of_a_terminal_has_plain_lines(time):
-    stream, log = Door(Terminal()), io.StringIO()
+    stream, log = SanitizedStream(Terminal()), io.StringIO()
     shown = Console(4, ConsoleSettings(preview_chars=0), stream=stream, log=log)
     for step in (1, 2):
         shown.metrics(step, VALUES)

@@ -9,7 +9,7 @@ from config_helpers import only_error
 from mtrl.cli import main
 from mtrl.config import ConfigError, load_config
 from mtrl.config.conversions import CONVERSIONS
-from mtrl.config.foreign_config import DEFAULT, DIFFERS, LOST, MAPS, Converter, convert
+from mtrl.config.foreign_config import DEFAULT, DIFFERS, LOST, MAPS, ConfigConverter, convert
 from mtrl.config.foreign_defaults import ALWAYS, DEFAULTS
 from mtrl.config.foreign_keys import TABLES, same_names, translation
 from mtrl.config.nearest import nearest_keys
@@ -320,7 +320,7 @@ def test_every_key_with_every_odd_value_ends_in_a_configuration(project):
     keys |= {name for owner, name in same_names() if owner == project} | set(CONVERSIONS[project])
     for number, key in enumerate(sorted(keys)):
         value = ODD[number % len(ODD)]
-        converted = Converter(project, {key: value}, {}, 1)
+        converted = ConfigConverter(project, {key: value}, {}, 1)
         said = [line for line in converted.lines if line.kind != DEFAULT and line.text.startswith(f"{key} = ")]
         assert len(said) == 1, key
         assert all("\n" not in str(line) for line in converted.lines)

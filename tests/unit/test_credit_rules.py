@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import INF, NAN, close, fake_experience, fake_rollouts, mask_of, padded, same
 
-from mtrl.algorithms.credit import Filter, Term, Weight, assign, credit_metrics
+from mtrl.algorithms.credit import Bonus, Filter, Weight, assign, credit_metrics
 from mtrl.algorithms.credit.attention_weights import AttentionWeights
 from mtrl.algorithms.credit.entropy_change import EntropyChange
 from mtrl.algorithms.credit.entropy_filter import EntropyFilter
@@ -32,8 +32,8 @@ class Keeps(Filter):
     def apply(self, experience, key):
         return self.answer
 
-    def speaks_for(self, experience):
-        return super().speaks_for(experience) if self.judges is None else torch.tensor(self.judges)
+    def applies_to(self, experience):
+        return super().applies_to(experience) if self.judges is None else torch.tensor(self.judges)
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +50,7 @@ class Counts(Weighs):
 
 
 @dataclass(frozen=True, eq=False)
-class Adds(Term):
+class Adds(Bonus):
     answer: Any
 
     def apply(self, experience, key):
@@ -176,7 +176,7 @@ def test_the_weight_of_a_response_without_tokens_does_not_matter(junk, weight):
 
 
 # -------------------------------------------------------------------------------------------------------- wrong answers
-def text_of(rule, lengths=(3, 2), advantage=ADVANTAGE):
+def config_text(rule, lengths=(3, 2), advantage=ADVANTAGE):
     with pytest.raises(RunError) as stopped:
         assign([rule], experience_of(lengths, advantage), KEY)
     return str(stopped.value)
@@ -220,7 +220,7 @@ FINITE = "values that are not finite (NaN or infinity); guard its division"
     ],
 )
 def test_a_wrong_answer_stops_the_run_with_one_line(rule, told):
-    assert text_of(rule) == told
+    assert config_text(rule) == told
 
 
 def test_a_weight_of_zero_and_a_negative_term_are_fine():
@@ -231,7 +231,7 @@ def test_a_weight_of_zero_and_a_negative_term_are_fine():
 @pytest.mark.parametrize("judges", [[True], [True, True, True], [1, 1], [[True, True]]])
 def test_a_filter_speaks_for_each_row(judges):
     told = "credit rule Keeps: speaks_for must return a bool for each of 2 responses"
-    assert text_of(Keeps(MASK, judges)) == told
+    assert config_text(Keeps(MASK, judges)) == told
 
 
 def test_an_unknown_target_is_told_with_those_there_are():
@@ -239,22 +239,22 @@ def test_an_unknown_target_is_told_with_those_there_are():
         target = "loss"
 
     told = "credit rule Odd has the target 'loss'; there are advantage and mask"
-    assert text_of(Odd(torch.ones(2))) == told
+    assert config_text(Odd(torch.ones(2))) == told
 
 
 def test_of_a_long_message_the_first_line_is_told():
-    class Fails(Term):
+    class Fails(Bonus):
         def apply(self, experience, key):
             raise ValueError("first\nsecond")
 
-    assert text_of(Fails()).startswith("credit rule Fails failed: ValueError: first (")
+    assert config_text(Fails()).startswith("credit rule Fails failed: ValueError: first (")
 
 
 def test_where_a_rule_raised_is_told():
     def divide(rollouts):
         return 1 / (len(rollouts) - 2)
 
-    class Fails(Term):
+    class Fails(Bonus):
         def apply(self, experience, key):
             return divide(experience.rollouts)
 

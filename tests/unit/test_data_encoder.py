@@ -41,7 +41,7 @@ def rows(tmp_path):
     return [kinds[i % 4] | ({"images": filled(kinds[i % 4].get("images"), i)}) | {"answer": i} for i in range(12)]
 
 
-def prompts_of(rows, name, tmp_path, encoder, **settings):
+def make_prompts(rows, name, tmp_path, encoder, **settings):
     path = write_jsonl(tmp_path / name, rows)
     dataset = open_dataset(str(path), DataSettings(**settings), encoder, cache_dir=tmp_path / "cache")
     with Sampler(dataset, encoder, shuffle=False) as sampler:
@@ -60,10 +60,10 @@ def same(a, b):
 def test_mixed_rows_in_any_order_encode_as_alone(rows, tmp_path, encoder):
     alone = {}
     for i, row in enumerate(rows):
-        alone |= prompts_of([row], f"alone{i}.jsonl", tmp_path, encoder)
+        alone |= make_prompts([row], f"alone{i}.jsonl", tmp_path, encoder)
     for trial in range(3):
         shuffled = random.Random(trial).sample(rows, len(rows))
-        mixed = prompts_of(shuffled, f"mixed{trial}.jsonl", tmp_path, encoder)
+        mixed = make_prompts(shuffled, f"mixed{trial}.jsonl", tmp_path, encoder)
         assert mixed.keys() == alone.keys()
         assert all(same(mixed[i], alone[i]) for i in alone)
         for prompt in mixed.values():
@@ -72,7 +72,7 @@ def test_mixed_rows_in_any_order_encode_as_alone(rows, tmp_path, encoder):
 
 
 def test_lengths_hold_with_a_limited_side(rows, tmp_path, encoder):
-    prompts = prompts_of(rows, "a.jsonl", tmp_path, encoder, max_image_side=100)
+    prompts = make_prompts(rows, "a.jsonl", tmp_path, encoder, max_image_side=100)
     assert max(max(image.shape) for prompt in prompts.values() for image in prompt.media) <= 112
 
 
@@ -80,13 +80,13 @@ def test_a_strip_that_shrinks_twice_is_measured_as_it_is_encoded(tmp_path):
     # 28 x 3000 at most 4 * 28 * 28 pixels: the width is cut, the height cannot go below one token
     checkpoint = make_tiny_checkpoint(tmp_path / "tiny", "qwen2_5_vl", min_pixels=28 * 28, max_pixels=4 * 28 * 28)
     (tmp_path / "a.png").write_bytes(picture_bytes(28, 3000))
-    prompts_of([{"prompt": "x", "images": "a.png", "answer": 0}], "a.jsonl", tmp_path, load_encoder(checkpoint))
+    make_prompts([{"prompt": "x", "images": "a.png", "answer": 0}], "a.jsonl", tmp_path, load_encoder(checkpoint))
 
 
 @pytest.mark.parametrize("text", ["look <|image_pad|>", "<|vision_start|>", "a<|video_pad|>b"])
 def test_text_with_a_media_token_is_refused(text, tmp_path, encoder):
     with pytest.raises(DataError, match=r"row 2: the text contains the media token"):
-        prompts_of([{"prompt": "fine"}, {"prompt": text}], "a.jsonl", tmp_path, encoder)
+        make_prompts([{"prompt": "fine"}, {"prompt": text}], "a.jsonl", tmp_path, encoder)
 
 
 def test_the_report_shows_what_the_model_sees(rows, tmp_path, encoder):

@@ -14,7 +14,7 @@ from mtrl.cli import main
 from mtrl.compose.run import build
 from mtrl.config import load_config
 from mtrl.data import DataError, DataSettings, open_dataset
-from mtrl.data.formats import format_of, read_conversation
+from mtrl.data.formats import detect_format, read_conversation
 from mtrl.embedded.embedded_rows import CONFIG_FILE
 from mtrl.embedded.task import make_question, row
 from mtrl.tracking.run_files import read_rows
@@ -167,7 +167,7 @@ def test_messages_without_an_answer_keep_the_column_that_has_it(tmp_path):
     file = write_jsonl(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "2+2"}], "ground_truth": "4"}])
     task = open_dataset(str(file), DataSettings(), FakeEncoder()).task(0)
     assert (task.text, task.answer) == ("2+2", "4")
-    assert format_of({"messages": [{"role": "user", "content": "x"}]}) == "chat messages (messages)"
+    assert detect_format({"messages": [{"role": "user", "content": "x"}]}) == "chat messages (messages)"
 
 
 def test_verl_nests_images_once_more(tmp_path):

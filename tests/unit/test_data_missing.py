@@ -3,7 +3,7 @@
 import pytest
 from data_helpers import FakeEncoder, picture, picture_bytes, write_jsonl
 
-from mtrl.compose.task_source import rewards_of_truth, sources_of
+from mtrl.compose.task_source import data_sources, rewards_of_truth
 from mtrl.config import load_config
 from mtrl.data import DataError, DataSettings, open_dataset
 
@@ -11,7 +11,7 @@ PNG = picture_bytes()
 
 
 def opened(data, tmp_path, truth_for=(), **settings):
-    data = str(data) if not isinstance(data, list) else sources_of(data, "train")
+    data = str(data) if not isinstance(data, list) else data_sources(data, "train")
     return open_dataset(data, DataSettings(**settings), FakeEncoder(), cache_dir=tmp_path / "c", truth_for=truth_for)
 
 
@@ -66,7 +66,7 @@ def test_what_is_fine_stays_fine(tmp_path, caplog, rows):
 
 
 def test_the_embedded_task_is_fine(tmp_path, caplog):
-    dataset = open_dataset(sources_of("zoo@test", "test"), DataSettings(), FakeEncoder(), cache_dir=tmp_path,
+    dataset = open_dataset(data_sources("zoo@test", "test"), DataSettings(), FakeEncoder(), cache_dir=tmp_path,
                            truth_for=["accuracy"])  # fmt: skip
     assert len(dataset) == 1000 and not caplog.messages
 

@@ -14,7 +14,7 @@ import torch
 from data_helpers import FakeEncoder, picture_bytes
 
 from mtrl.data import DataError, DataSettings, RowList, Sampler, open_dataset
-from mtrl.data.workers import Workers, worker_count
+from mtrl.data.workers import DecodeWorkers, worker_count
 
 ROWS = 24
 
@@ -108,7 +108,7 @@ def test_nothing_is_left_running(dataset):
     children = [psutil.Process(worker.pid) for worker in sampler._forked.workers.processes]
     sampler.close()
     assert not any(child.is_running() for child in children)
-    forgotten = Workers(sampler.loader.load, 2)
+    forgotten = DecodeWorkers(sampler.loader.load, 2)
     children = [psutil.Process(worker.pid) for worker in forgotten.processes]
     del forgotten
     assert not any(child.is_running() for child in children)

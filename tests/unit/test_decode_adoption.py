@@ -153,7 +153,7 @@ def test_the_plain_engine_decodes_an_adopted_model():
     backbone = fresh_backbone(FAMILY)
     expected = LocalGenerator(backbone, encoder).generate(prompts, GREEDY)
     decode = engine(backbone, encoder)
-    with decode.awake():
+    with decode.resident():
         same(decode.generate(prompts, GREEDY), expected)
     same(LocalGenerator(backbone, encoder).generate(prompts, GREEDY), expected)
     same(decode.generate(prompts, GREEDY), expected)

@@ -52,7 +52,7 @@ def test_a_batch_of_another_size_finds_room(encoder):
     ):
         same(decode.generate(part, sampling), expected.generate(part, sampling))
         largest = decode.room
-    with decode.awake():
+    with decode.resident():
         same(decode.generate(prompts, sampling), expected.generate(prompts, sampling))
     made = decode.buffers, decode.weights
     decode.generate(prompts[:1], sampling)

@@ -11,8 +11,8 @@ pytest.importorskip("triton")
 
 from mtrl.rollout.decode import layer_kernels, sampling_kernels
 from mtrl.rollout.decode import torch_ops as plain
-from mtrl.rollout.decode.buffers import Mode, Pieces, Room, Rows, Rules, Seats, Tiles
-from mtrl.rollout.decode.fused_weights import Layer
+from mtrl.rollout.decode.buffers import CompiledPieces, Mode, Room, Rows, Rules, Seats, Tiles
+from mtrl.rollout.decode.fused_weights import DecodeLayer
 from mtrl.rollout.decode.layers import Shape
 
 kernels = SimpleNamespace(**vars(layer_kernels) | vars(sampling_kernels))
@@ -90,7 +90,7 @@ def test_silu_mul(dtype):
 
 def layer(bias, norms, dtype=torch.float32):
     nothing = torch.zeros(0)
-    return Layer(
+    return DecodeLayer(
         norm=nothing, qkv=nothing, out=nothing, mlp_norm=nothing, gate_up=nothing, down=nothing,
         bias=noise(SHAPE.qkv, dtype=dtype) if bias else None,
         query_norm=noise(SHAPE.width, dtype=dtype) if norms else None,
@@ -120,7 +120,7 @@ def pieces(of_prompt, least, most, chunk, rows=16):
     count = of_prompt + -(-ROOM.new // chunk)
     size = (count, rows, SHAPE.heads)
     part = torch.full((*size, SHAPE.width), torch.nan, device=DEVICE)  # what nobody wrote must not be read
-    return Pieces(of_prompt, least, most, chunk, 16, part, torch.full(size, torch.nan, device=DEVICE))
+    return CompiledPieces(of_prompt, least, most, chunk, 16, part, torch.full(size, torch.nan, device=DEVICE))
 
 
 CUTS = {"whole": (1, 64, 1, 12), "many pieces": (3, 16, 16, 4), "few that grow": (2, 8, 2, 12)}

@@ -13,7 +13,7 @@ from mtrl.commands import doctor, installed
 from mtrl.commands.doctor import GIB
 from mtrl.commands.installed import Device, Feature
 from mtrl.config import load_config
-from mtrl.memory.estimate import Estimate
+from mtrl.memory.estimate import MemoryEstimate
 from mtrl.utils import machine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -119,7 +119,7 @@ def test_an_unknown_family_gets_the_same_line_everywhere(family, command, tmp_pa
 
 
 A_GPU = Device("GPU 0, a card", 40 * GIB, 39 * GIB)
-BIG = Estimate(3_000_000_000, {"weights": 36 * GIB}, {"sample": {}, "update": {"gradients": 9 * GIB}}, "guessed")
+BIG = MemoryEstimate(3_000_000_000, {"weights": 36 * GIB}, {"sample": {}, "update": {"gradients": 9 * GIB}}, "guessed")
 
 
 def test_what_would_help_where_it_does_not_fit():

@@ -4,11 +4,11 @@ bitsandbytes, whose kernels run on a CPU too."""
 import pytest
 import torch
 
-from mtrl.checkpoint.learner_snapshot import optimizer_state_of, restore_optimizer_state
+from mtrl.checkpoint.learner_snapshot import read_optimizer_state, restore_optimizer_state
 from mtrl.workers import offload
 from mtrl.workers.learner import Learner, OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching
-from mtrl.workers.offload import Parked
+from mtrl.workers.offload import OffloadedTensors
 
 pytest.importorskip("bitsandbytes")
 SHAPES = {"projection": (64, 96), "wide": (40, 256), "norm": (96,)}
@@ -49,7 +49,7 @@ def test_it_goes_where_float32_goes():
 def test_a_byte_a_number():
     learner = learner_of(eight_bit=True)
     learn(learner, range(1))
-    state = optimizer_state_of(learner.optimizer, learner.names)
+    state = read_optimizer_state(learner.optimizer, learner.names)
     numbers = 64 * 96 + 40 * 256
     large = sum(tensor.nbytes for name, tensor in state.items() if not name.startswith("norm"))
     assert large == pytest.approx(2 * numbers * (1 + 4 / 256), rel=0.01)
@@ -63,7 +63,7 @@ def test_restored_it_goes_on_to_the_bit(tmp_path):
     half, other = learner_of(eight_bit=True), learner_of(eight_bit=True)
     weights = learn(half, range(3))
     (tmp_path / "trainer").mkdir()
-    save_file(optimizer_state_of(half.optimizer, half.names), tmp_path / "trainer/optimizer.safetensors")
+    save_file(read_optimizer_state(half.optimizer, half.names), tmp_path / "trainer/optimizer.safetensors")
     with torch.no_grad():
         for parameter, weight in zip(other.parameters, weights, strict=True):
             parameter.copy_(weight)
@@ -74,7 +74,7 @@ def test_restored_it_goes_on_to_the_bit(tmp_path):
 def test_in_main_memory_between_its_steps(monkeypatch):
     monkeypatch.setattr(offload, "PIECE", 30_000)
     parked = learner_of(parks=True, eight_bit=True)
-    assert len(parked.pieces) == 3 and isinstance(parked.pieces[0][1], Parked)
+    assert len(parked.pieces) == 3 and isinstance(parked.pieces[0][1], OffloadedTensors)
     assert all(map(torch.equal, learn(parked, range(4)), learn(learner_of(eight_bit=True), range(4))))
     places = [each.data_ptr() for each in parked._large_states(parked.parameters)]
     learn(parked, range(4, 5))

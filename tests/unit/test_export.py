@@ -204,7 +204,7 @@ def test_a_bare_checkpoint_has_a_card_too(trainer, tmp_path):
 
 def test_a_base_of_the_hub_is_named_for_the_hub():
     config = load_config(None, {"worker.actor.model.model_path": "Qwen/Qwen2.5-VL-3B-Instruct"})
-    told, named = exporting.base_model(exporting.Source(Path("step_1"), Path("run"), config))
+    told, named = exporting.base_model(exporting.ExportSource(Path("step_1"), Path("run"), config))
     assert named == "Qwen/Qwen2.5-VL-3B-Instruct" and named in told
 
 

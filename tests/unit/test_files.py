@@ -11,7 +11,7 @@ import pytest
 from data_helpers import FakeEncoder, image_rows, picture_bytes, write_jsonl
 
 from mtrl.checkpoint.folder_store import checkpoints
-from mtrl.checkpoint.manifest import Damaged, check, seal
+from mtrl.checkpoint.manifest import DamagedCheckpoint, check, seal
 from mtrl.checkpoint.run_directory import RunDirectory
 from mtrl.config import ConfigError, load_config
 from mtrl.data import DataError, DataSettings, open_dataset
@@ -20,7 +20,7 @@ from mtrl.models.tiny import make_tiny_checkpoint
 from mtrl.tracking.jsonl import JsonlWriter, last_row, read_rows
 from mtrl.training.resume import find_start
 from mtrl.utils.errors import StartError, opening
-from mtrl.utils.files import refuse_special_files, regular_file
+from mtrl.utils.files import check_regular_file, regular_file
 from mtrl.utils.plugins import PluginError, load_plugin
 
 
@@ -63,7 +63,7 @@ def test_what_is_no_file_is_named(tmp_path, kind):
             regular_file(path)
         assert caught.value.filename == str(path)
         with pytest.raises(OSError, match=f"it is a {kind}"):
-            refuse_special_files(tmp_path)
+            check_regular_file(tmp_path)
     (tmp_path / "file").write_text("x")
     (tmp_path / "link").symlink_to("file")
     assert regular_file(tmp_path / "link").read_text() == "x"
@@ -221,7 +221,7 @@ def test_checkpoints(tmp_path):
     check(step)
     (step / "trainer_state.json").unlink()
     pipe(step / "trainer_state.json")
-    with pytest.raises(Damaged):
+    with pytest.raises(DamagedCheckpoint):
         check(step)
     (step / "mtrl_manifest.json").unlink()
     pipe(step / "mtrl_manifest.json")

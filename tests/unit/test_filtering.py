@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtrl.algorithms.filtering import GroupFilter
-from mtrl.training.dynamic_sampling import Filtering, PromptCounts, fill, refuse_short
+from mtrl.training.dynamic_sampling import Filtering, PromptCounts, check_full_batch, sample_until_full
 from mtrl.types import Rewards, Signals
 from mtrl.utils.errors import RunError
 
 GROUP = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3, 4, 4])
 
 
-def rewards_of(total, **parts):
+def reward_description(total, **parts):
     tensors = {name: torch.tensor(part) for name, part in parts.items()}
     return Rewards(torch.tensor(total), tensors, torch.zeros(len(total), dtype=torch.bool))
 
@@ -26,7 +26,7 @@ def rewards_of(total, **parts):
 # ------------------------------------------------------------------------------------------------------ which ones stay
 def test_by_the_mean():
     # Means 0, 1, 1/2, 1/4, 3/4. The bounds themselves are outside.
-    rewards = rewards_of([0.0, 0, 1, 1, 0, 1, 0.25, 0.25, 0.75, 0.75])
+    rewards = reward_description([0.0, 0, 1, 1, 0, 1, 0.25, 0.25, 0.75, 0.75])
     assert GroupFilter("mean").keeps(rewards, GROUP).tolist() == [False, False, True, True, True]
     assert GroupFilter("mean", low=0.25, high=0.75).keeps(rewards, GROUP).tolist() == [False, False, True, False, False]
     assert GroupFilter("mean", low=-1.0, high=2.0).keeps(rewards, GROUP).all()
@@ -34,14 +34,14 @@ def test_by_the_mean():
 
 def test_by_the_spread():
     # Any difference will do, whatever the mean; equal rewards of any size are no spread, however they are rounded.
-    rewards = rewards_of([0.1, 0.1, 1, 1, 0, 1, 7, 7.001, -3, -3])
+    rewards = reward_description([0.1, 0.1, 1, 1, 0, 1, 7, 7.001, -3, -3])
     assert GroupFilter("spread").keeps(rewards, GROUP).tolist() == [False, False, True, True, False]
     uneven = torch.tensor([0, 0, 0, 1])
-    assert GroupFilter("spread").keeps(rewards_of([0.1, 0.1, 0.1, 5.0]), uneven).tolist() == [False, False]
+    assert GroupFilter("spread").keeps(reward_description([0.1, 0.1, 0.1, 5.0]), uneven).tolist() == [False, False]
 
 
 def test_by_a_part_of_the_reward():
-    rewards = rewards_of([0.0] * 4, accuracy=[1.0, 0.0, 1.0, 1.0], format=[1.0, 1.0, 0.0, 1.0])
+    rewards = reward_description([0.0] * 4, accuracy=[1.0, 0.0, 1.0, 1.0], format=[1.0, 1.0, 0.0, 1.0])
     group = torch.tensor([0, 0, 1, 1])
     for by in ("mean", "spread"):
         assert GroupFilter(by, "accuracy").keeps(rewards, group).tolist() == [True, False]
@@ -50,13 +50,13 @@ def test_by_a_part_of_the_reward():
 
 
 def test_overall_is_the_total_whatever_a_function_calls_so():
-    rewards = rewards_of([1.0, 0.0], overall=[0.0, 0.0])
+    rewards = reward_description([1.0, 0.0], overall=[0.0, 0.0])
     assert GroupFilter("spread", "overall").keeps(rewards, torch.tensor([0, 0])).tolist() == [True]
 
 
 def test_what_does_not_apply_is_left_out_and_a_group_without_any_value_goes():
     # Group 0: a mean of 1/2 and one value, so no spread. Group 1: nothing to judge by. Group 2: 0 and 1.
-    rewards = rewards_of([0.0] * 6, x=[0.5, NAN, NAN, NAN, 0.0, 1.0])
+    rewards = reward_description([0.0] * 6, x=[0.5, NAN, NAN, NAN, 0.0, 1.0])
     group = torch.tensor([0, 0, 1, 1, 2, 2])
     assert GroupFilter("mean", key="x").keeps(rewards, group).tolist() == [True, False, True]
     assert GroupFilter("spread", "x").keeps(rewards, group).tolist() == [False, False, True]
@@ -78,7 +78,7 @@ class Source:
         rollouts = fake_rollouts([1 + number % 3 for number in numbers for _ in range(2)], group=group)
         total = [1.0 if row % 2 else 1.0 - (number in self.good) for number in numbers for row in range(2)]
         named = tuple(f"p{number} {row}" for number in numbers for row in range(2))
-        return fake_experience(replace(rollouts, text=named), rewards=rewards_of(total, accuracy=total))
+        return fake_experience(replace(rollouts, text=named), rewards=reward_description(total, accuracy=total))
 
 
 def filtering(**changes):
@@ -87,7 +87,7 @@ def filtering(**changes):
 
 def test_a_full_batch_asks_once():
     source = Source(0, 1, 2, 3)
-    filled = fill(source.ask, 4, filtering())
+    filled = sample_until_full(source.ask, 4, filtering())
     assert source.rounds == [4] and filled.counts == PromptCounts(used=4, dropped=0, refilled=0)
     assert len(filled.experience) == 8 and filled.metrics["filtering/rounds"] == 1
 
@@ -95,7 +95,7 @@ def test_a_full_batch_asks_once():
 def test_refills_until_it_is_full():
     # 0 and 3 stay; 4 and 5 are asked in place of 1 and 2, 5 stays; 6 in place of 4.
     source = Source(0, 3, 5, 6, 7, 8)
-    filled = fill(source.ask, 4, filtering())
+    filled = sample_until_full(source.ask, 4, filtering())
     assert source.rounds == [4, 2, 1]
     assert filled.counts == PromptCounts(used=4, dropped=3, refilled=3) and filled.metrics["filtering/rounds"] == 3
     assert filled.experience.rollouts.text == tuple(f"p{n} {row}" for n in (0, 3, 5, 6) for row in range(2))
@@ -105,7 +105,7 @@ def test_refills_until_it_is_full():
 
 def test_metrics_are_of_all_that_was_sampled():
     # 7 prompts: 4 with a mean of 1/2, 3 with 1. Lengths 1 2 3 1 2 3 1.
-    filled = fill(Source(0, 3, 5, 6).ask, 4, filtering())
+    filled = sample_until_full(Source(0, 3, 5, 6).ask, 4, filtering())
     assert filled.metrics["reward/overall"] == pytest.approx((4 * 0.5 + 3) / 7)
     assert filled.metrics["reward/zero_std_groups"] == pytest.approx(3 / 7)
     assert filled.metrics["response_length/mean"] == pytest.approx(13 / 7)
@@ -115,7 +115,7 @@ def test_metrics_are_of_all_that_was_sampled():
 def test_no_more_rounds_than_allowed(refills, rounds):
     # 0 stays of 0 1 2, none of 3 4, 5 of 5 6, 7.
     source = Source(0, 5, 7)
-    filled = fill(source.ask, 3, filtering(max_refills=refills))
+    filled = sample_until_full(source.ask, 3, filtering(max_refills=refills))
     assert source.rounds == rounds
     counts = filled.counts
     assert counts.used == len(filled.experience.rollouts.prompts)
@@ -126,7 +126,7 @@ def test_no_more_rounds_than_allowed(refills, rounds):
 def test_every_prompt_is_used_or_dropped(places, refills, good):
     source = Source(*good)
     try:
-        filled = fill(source.ask, places, filtering(max_refills=refills))
+        filled = sample_until_full(source.ask, places, filtering(max_refills=refills))
     except RunError:
         assert not good & set(range(source.next)) and len(source.rounds) == 1 + refills
         return
@@ -138,22 +138,22 @@ def test_every_prompt_is_used_or_dropped(places, refills, good):
 
 
 def test_a_short_batch_goes_on_or_stops():
-    filled = fill(Source(1).ask, 3, filtering(max_refills=1))
+    filled = sample_until_full(Source(1).ask, 3, filtering(max_refills=1))
     assert filled.counts == PromptCounts(used=1, dropped=4, refilled=2)
-    refuse_short(filled, 3, filtering())
-    refuse_short(filled, 3, None)
+    check_full_batch(filled, 3, filtering())
+    check_full_batch(filled, 3, None)
     stop = filtering(on_short_batch="stop", max_refills=1)
     with pytest.raises(RunError, match=r"after 1 refills 1 of the 3 .* Set optimization.on_short_batch=continue"):
-        refuse_short(filled, 3, stop)
-    refuse_short(fill(Source(0, 1, 2).ask, 3, stop), 3, stop)
+        check_full_batch(filled, 3, stop)
+    check_full_batch(sample_until_full(Source(0, 1, 2).ask, 3, stop), 3, stop)
 
 
 def test_nothing_to_learn_from_is_said():
     with pytest.raises(RunError, match="none of 15 prompts has a spread of overall"):
-        fill(Source().ask, 3, filtering())
+        sample_until_full(Source().ask, 3, filtering())
     misnamed = Filtering(GroupFilter("mean", key="acuracy"), max_refills=0)
     with pytest.raises(RunError, match=r"a mean acuracy in \(0.01, 0.99\) \(the rewards have overall, accuracy\)"):
-        fill(Source(0).ask, 3, misnamed)
+        sample_until_full(Source(0).ask, 3, misnamed)
 
 
 def test_counts_add_up():
@@ -177,7 +177,7 @@ def test_dropped_prompts_do_not_keep_their_pixels():
         assert sum(ref() is not None for ref in alive) <= count + 1, "those of the round, and the one that stayed"
         return replace(answers, rollouts=replace(answers.rollouts, prompts=tuple(prompts)))
 
-    fill(ask, 3, filtering(max_refills=2))
+    sample_until_full(ask, 3, filtering(max_refills=2))
     assert len(alive) == 7
 
 
@@ -188,7 +188,7 @@ def test_rounds_without_images_or_token_weights_leave_those_of_others():
     weighted = replace(first.rewards, token_weights=torch.full((4, 2), 2.0))
     text = replace(second.rollouts, prompts=(fake_prompt("text", visual=False),))
     rounds = iter([replace(first, signals=looked, rewards=weighted), replace(second, rollouts=text)])
-    experience = fill(lambda count: next(rounds), 2, filtering()).experience
+    experience = sample_until_full(lambda count: next(rounds), 2, filtering()).experience
     assert experience.signals.attention_mass.shape[0] == 4 and experience.signals.attention_mass[:2].eq(1).any()
     assert (
         experience.signals.attention_mass[2:].eq(0).all() and experience.signals.prompt_attention_mass[2:].eq(0).all()

@@ -10,7 +10,7 @@ from tiny_models import checkpoint, encoder_of, fresh_backbone
 from mtrl.memory import estimate as memory
 from mtrl.memory.decode_footprint import graphs_parts
 from mtrl.memory.estimate import Plan, estimate
-from mtrl.memory.preflight import Limits, Rehearsal, rehearse
+from mtrl.memory.preflight import Limits, MemoryPreflight, preflight
 from mtrl.models.backbone import Backbone
 from mtrl.models.families import load_encoder, load_model_config
 from mtrl.models.forward import Forward
@@ -42,7 +42,7 @@ class Idle:
 
 
 def longest_prompts(backbone, encoder, limits=LIMITS):
-    return Rehearsal(Forward(backbone, encoder), encoder, limits).prompts
+    return MemoryPreflight(Forward(backbone, encoder), encoder, limits).prompts
 
 
 def bytes_of(holder) -> int:
@@ -64,7 +64,7 @@ def bytes_of(holder) -> int:
 def test_buffers_are_counted(family, sampling):
     limits, backbone = replace(LIMITS, sampling=sampling), fresh_backbone(family)
     engine = GraphGenerator(backbone, encoder_of(family), ops=Ops(Idle(), Idle()))
-    engine.rehearse(longest_prompts(backbone, engine.encoder, limits), sampling)
+    engine.preflight(longest_prompts(backbone, engine.encoder, limits), sampling)
     parts = graphs_parts(backbone.model, torch.float32, limits.batch, on_gpu=False)
     (step,) = engine.steps.values()
     assert parts["keys and values"] == bytes_of(engine.buffers.cache)
@@ -100,7 +100,7 @@ def test_few_layers_say_what_eight_hold(family, compute, tmp_path, monkeypatch):
         engine.weights = DecodeWeights(backbone.model, torch.float32)
     prompts = longest_prompts(backbone, encoder)
     with LiveTensors() as live:
-        engine.rehearse(prompts, LIMITS.batch.sampling)
+        engine.preflight(prompts, LIMITS.batch.sampling)
     told, real = sum(found.phases["sample"].values()), live.peak
     assert 0.97 <= told / real <= 1.03, f"{real:,} bytes were held, {told / real:.3f} of them told"
     assert ("own copy of the weights" in found.phases["sample"]) == (compute == "bf16")
@@ -124,8 +124,8 @@ def test_a_rehearsal_changes_no_token(graphs):
     sampling = Sampling(n=2, max_new_tokens=4)
     prompts = longest_prompts(backbone, encoder)[:2]
     before = engine.generate(prompts, sampling)
-    with engine.awake():
-        engine.rehearse(prompts, LIMITS.sampling)
+    with engine.resident():
+        engine.preflight(prompts, LIMITS.sampling)
     after = engine.generate(prompts, sampling)
     assert torch.equal(before.tokens, after.tokens) and torch.equal(before.rollout_logprobs, after.rollout_logprobs)
     assert not graphs or engine.buffers.room.new == 4, "buffers of the rehearsal are not those of the run"
@@ -143,7 +143,7 @@ def test_a_batch_that_does_not_fit_is_halved_before_the_run(caplog):
         return hold(prompts, first, sampling)
 
     engine.hold, room = full, 16
-    rehearse(forward, encoder, LIMITS, engine, has_states=True)
+    preflight(forward, encoder, LIMITS, engine, has_states=True)
     assert engine.rows_at_once == 16 and "32 responses at once: 16 from here on" in caplog.text
 
 
@@ -157,7 +157,7 @@ def test_a_response_that_does_not_fit_is_told_before_the_run(monkeypatch):
     engine.hold = full
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB, 80 * GIB))
     with pytest.raises(StartError) as told:
-        rehearse(Forward(backbone, encoder), encoder, LIMITS, engine, has_states=True, ways=["a.b=c"])
+        preflight(Forward(backbone, encoder), encoder, LIMITS, engine, has_states=True, ways=["a.b=c"])
     said = str(told.value)
     assert said.startswith("memory: sampling does not fit at the limits of the configuration, with ")
     assert "The device has no room to sample a single response. CUDA out of memory." in said and "a.b=c" in said

@@ -11,10 +11,10 @@ from helpers import NAN, close, fake_experience, fake_prompt, fake_rollouts, mas
 from mtrl.algorithms.advantages import grpo
 from mtrl.algorithms.credit import assign
 from mtrl.algorithms.credit.attention_weights import AttentionWeights
-from mtrl.compose.algorithm import recipe_of
+from mtrl.compose.algorithm import make_algorithm
 from mtrl.compose.reward_scorer import build_scorer
 from mtrl.config import ConfigError, load_config
-from mtrl.rewards.samples import signals_of
+from mtrl.rewards.samples import signal_lists
 from mtrl.rewards.sandbox import InProcess
 from mtrl.training.validation import add_scores
 from mtrl.types import SEGMENTS, Needs, Rewards, Signals
@@ -44,7 +44,7 @@ def rows(vgr_by_row, group, answers=None, lengths=None):
     return replace(rollouts, prompts=tuple(prompts), text=text)
 
 
-def rewards_of(functions, vgr_by_row, group, answers=None, **overrides):
+def reward_description(functions, vgr_by_row, group, answers=None, **overrides):
     settings = {"worker.reward.functions": functions} | overrides
     scorer = build_scorer(load_config(None, settings), 10)
     rollouts = rows(vgr_by_row, group, answers)
@@ -54,19 +54,19 @@ def rewards_of(functions, vgr_by_row, group, answers=None, **overrides):
 # --------------------------------------------------------------------------------------------------------- what is told
 def test_functions_are_told_the_vgr_of_tokens_and_responses():
     rollouts = rows([4.0, NAN], [0, 1], lengths=[2, 1])
-    told = signals_of(rollouts, looks([4.0, NAN], [2, 1]))
+    told = signal_lists(rollouts, looks([4.0, NAN], [2, 1]))
     assert told[0]["vgr_late"] == pytest.approx(4) and told[0]["vgr_early"] == pytest.approx(1)
     assert told[0]["vgr"] == pytest.approx([1, 1])  # over all layers
     assert not {key for key in told[1] if key.startswith("vgr")}, "no image: not applicable"
-    assert signals_of(rollouts, None) == [{}, {}]
+    assert signal_lists(rollouts, None) == [{}, {}]
 
 
 # -------------------------------------------------------------------------------------------------------------- rewards
 def test_mdi_rewards_balance_by_the_late_layers():
     root = math.sqrt(2)
     values = [1.0, root, 2.0, 9.0, NAN]
-    close(rewards_of(("mdi",), values, [0, 0, 0, 0, 1]).parts["mdi"], [1, 0, -1, -1, NAN], atol=1e-5)
-    wide = rewards_of(("mdi",), values, [0, 0, 0, 0, 1], **{"worker.reward.mdi_balance_ratio": 4.0})
+    close(reward_description(("mdi",), values, [0, 0, 0, 0, 1]).parts["mdi"], [1, 0, -1, -1, NAN], atol=1e-5)
+    wide = reward_description(("mdi",), values, [0, 0, 0, 0, 1], **{"worker.reward.mdi_balance_ratio": 4.0})
     close(wide.parts["mdi"], [1, 0.5, 0, -1, NAN], atol=1e-5)
 
 
@@ -74,9 +74,9 @@ def test_vgr_compares_within_the_real_groups():
     """0, 1, 2, 3, 4 have quartiles 1 and 3; the other group has one value, the third no spread, the last no image."""
     values = [1.0, 2.0, 3.0, 4.0, 5.0, 7.0, 2.0, 2.0, NAN, NAN]
     group = [0, 0, 0, 0, 0, 1, 2, 2, 3, 3]
-    found = rewards_of(("vgr",), values, group).parts["vgr"]
+    found = reward_description(("vgr",), values, group).parts["vgr"]
     close(found, [1, 1, 0.5, 0, 0, 0.5, 0.5, 0.5, NAN, NAN], atol=1e-5)
-    mad = rewards_of(("vgr",), values, group, **{"worker.reward.vgr_normalizer": "mad"}).parts["vgr"]
+    mad = reward_description(("vgr",), values, group, **{"worker.reward.vgr_normalizer": "mad"}).parts["vgr"]
     deviation = 1.4826  # the median distance to the median 3 is 1
     expected = [0.5 * math.tanh((3 - v) / deviation) for v in (1, 2, 3, 4, 5)]
     close(mad, [*expected, 0, 0, 0, NAN, NAN], atol=1e-5)
@@ -86,7 +86,7 @@ def test_vgr_compares_within_the_real_groups():
 def test_vgr_knows_the_precision_that_attention_is_computed_in(dtype, ranked):
     """Two of eight responses 3e-3 above the others: rounding of bf16, and a difference in float32."""
     values, options = [1.5] * 6 + [1.504] * 2, {"worker.actor.fsdp.mixed_precision_dtype": dtype}
-    found = rewards_of(("vgr", "vgr_hard_negative"), values, [0] * 8, "A" * 8, **options).parts
+    found = reward_description(("vgr", "vgr_hard_negative"), values, [0] * 8, "A" * 8, **options).parts
     close(found["vgr"], [1] * 6 + [0] * 2 if ranked else [0.5] * 8, atol=1e-2)
     close(found["vgr_hard_negative"], [0.5] * 6 + [-0.5] * 2 if ranked else [0] * 8, atol=1e-2)
 
@@ -103,7 +103,7 @@ def test_vgr_knows_the_precision_that_attention_is_computed_in(dtype, ranked):
 )
 def test_hard_negatives_need_no_accuracy_in_the_list(pool, answers, expected):
     options = {"worker.reward.vgr_hard_negative_pool": pool}
-    rewards = rewards_of(("vgr_hard_negative",), [1.0, 2.0, 3.0, 4.0, 5.0], [0] * 5, answers, **options)
+    rewards = reward_description(("vgr_hard_negative",), [1.0, 2.0, 3.0, 4.0, 5.0], [0] * 5, answers, **options)
     middle = (3 - 2) / 1.5 - 0.5  # of 2 among 1, 2, 4
     expected = [middle if pool == "correct" and answers == "AABAB" and i == 1 else e for i, e in enumerate(expected)]
     close(rewards.parts["vgr_hard_negative"], expected, atol=1e-5)
@@ -112,7 +112,7 @@ def test_hard_negatives_need_no_accuracy_in_the_list(pool, answers, expected):
 
 def test_the_parts_are_weighed_together_and_a_missing_one_is_left_out():
     weights = {"worker.reward.weights": (4.0, 1.0), "worker.reward.normalize": "sum_then_normalize"}
-    rewards = rewards_of(("accuracy", "mdi"), [1.0, 2.0, NAN], [0, 0, 1], "ABA", **weights)
+    rewards = reward_description(("accuracy", "mdi"), [1.0, 2.0, NAN], [0, 0, 1], "ABA", **weights)
     close(rewards.total, [4 + 1, 0 - 1, 4], atol=1e-5)
 
 
@@ -180,12 +180,12 @@ def test_weights_of_one_are_plain_grpo_to_the_bit(target):
 def test_attention_is_read_where_it_is_needed(overrides, every):
     config = load_config(None, overrides)
     rewards = [function.needs for function in build_scorer(config, 10).functions.values()]
-    assert recipe_of(config, 30, rewards=rewards).attention_every == every
+    assert make_algorithm(config, 30, rewards=rewards).attention_every == every
 
 
 def test_a_function_that_reads_signals_is_told_of_attention_at_every_step():
     function = InProcess(lambda data, signals: 1.0, {})
-    rules = recipe_of(load_config(None, {}), 30, rewards=[Needs(), function.needs])
+    rules = make_algorithm(load_config(None, {}), 30, rewards=[Needs(), function.needs])
     assert all("attention_mass" in rules.needs_at(step) for step in range(30))
 
 
@@ -193,17 +193,17 @@ def test_a_segment_without_layers_is_told_of_to_nobody():
     """A model of two layers has no late third: no reward by it, and the other segments stay."""
     rollouts, signals = rows([4.0], [0]), looks([4.0])
     signals.attention_mass[:, :, SEGMENTS.index("late")] = NAN
-    told = signals_of(rollouts, signals)[0]
+    told = signal_lists(rollouts, signals)[0]
     assert told.keys() == {"vgr", "vgr_early", "vgr_middle", "vgr_all"}
     scorer = build_scorer(load_config(None, {"worker.reward.functions": ["mdi"]}), 10)
     assert scorer.submit(rollouts, 0).result(signals).parts["mdi"].isnan().all()
 
 
 def test_now_and_then_is_every_tenth_step():
-    rules = recipe_of(load_config(None, {"optimization.disable_divergence": True}), 30)
+    rules = make_algorithm(load_config(None, {"optimization.disable_divergence": True}), 30)
     assert [step + 1 for step in range(30) if "attention_mass" in rules.needs_at(step)] == [10, 20, 30]
     assert rules.needs_at(0) == Needs(), "fresh rollouts, one optimizer step, nobody asks: no probe at all"
-    assert "attention_mass" not in recipe_of(load_config(None, {}), 30, sees_attention=False).needs_at(9)
+    assert "attention_mass" not in make_algorithm(load_config(None, {}), 30, sees_attention=False).needs_at(9)
 
 
 def test_a_reward_that_cannot_be_had_is_refused():

@@ -7,7 +7,7 @@ from huggingface_hub import constants
 
 from mtrl.cli import main
 from mtrl.compose import hub
-from mtrl.compose.task_source import sources_of
+from mtrl.compose.task_source import data_sources
 from mtrl.data import DataError
 
 
@@ -48,16 +48,16 @@ def test_a_dataset_that_is_nowhere_is_one_line_at_once(name, no_network, monkeyp
 
     monkeypatch.setattr("mtrl.compose.task_source.open_sources", library)
     with pytest.raises(DataError, match="not in the cache of the Hugging Face hub, which cannot be reached"):
-        sources_of(name, "train")
+        data_sources(name, "train")
     assert not constants.HF_HUB_OFFLINE
 
 
 def test_what_is_here_asks_no_network(no_network, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}')
-    assert len(sources_of("rows.jsonl", "train")[0]) == 1
+    assert len(data_sources("rows.jsonl", "train")[0]) == 1
     with pytest.raises(DataError, match=r"absent\.jsonl does not exist"):
-        sources_of("absent.jsonl", "train")
+        data_sources("absent.jsonl", "train")
     for name in (str(tmp_path), "./nowhere", "/nowhere", "a/b/c"):  # the last are no ids, as their loader will say
         hub.seek_model(name)
     assert no_network == []

@@ -47,7 +47,7 @@ def test_a_step_learns_from_responses_of_the_weights_before():
     assert [rows[step]["rollout/staleness_mean"] for step in (1, 2, 3)] == [0.0, 7.0, 7.0]
 
 
-class ApartGenerator(FakeGenerator):
+class DedicatedGenerator(FakeGenerator):
     """Samples until it is asked for the rows."""
 
     apart = True
@@ -66,7 +66,7 @@ class ApartGenerator(FakeGenerator):
 def test_an_engine_apart_samples_beside_the_update():
     """Its responses are waited for when the update is over, before it gets other weights; all else is as above."""
     beside, before = made(), made()
-    beside.components.generator = ApartGenerator(beside.components.actor.journal)
+    beside.components.generator = DedicatedGenerator(beside.components.actor.journal)
     beside.run()
     before.run()
     order = [entry for entry in beside.components.actor.journal if entry[0] in ("begin", "arrive", "update", "load")]
@@ -86,7 +86,7 @@ def same_but_clock(row):
 
 def test_without_a_lag_an_engine_apart_is_waited_for():
     one = made(lag=0)
-    one.components.generator = ApartGenerator(one.components.actor.journal)
+    one.components.generator = DedicatedGenerator(one.components.actor.journal)
     one.run()
     order = [entry[0] for entry in one.components.actor.journal if entry[0] in ("begin", "arrive", "update", "load")]
     assert order == ["begin", "arrive", "update", "load"] * 3

@@ -6,7 +6,16 @@ from collections import defaultdict
 import pytest
 import torch
 from helpers import NAN, close, fake_prompt, fake_rollouts, same
-from loop_helpers import REFERENCE, FakeActor, FakeGenerator, FakeReference, FakeScorer, loop, recipe, validation_of
+from loop_helpers import (
+    REFERENCE,
+    FakeActor,
+    FakeGenerator,
+    FakeReference,
+    FakeScorer,
+    algorithm_spec,
+    loop,
+    validation_of,
+)
 
 from mtrl.algorithms.batches import assemble
 from mtrl.algorithms.credit.trajectory_scaling import TrajectoryScaling
@@ -147,14 +156,14 @@ def six_rows():
     """Three groups of two, lengths 1, 2 | 3, 4 | 1, 2; the fourth row is cut off."""
     prompts = [fake_prompt(f"p{i}") for i in range(3)]
     generator = FakeGenerator([])
-    with generator.awake():
+    with generator.resident():
         rollouts = generator.generate(prompts, Sampling(n=2))
     return rollouts, Signals(old_logprobs=torch.full((6, 4), -0.5), ref_logprobs=torch.full((6, 4), -3.0))
 
 
 def test_whole_groups_with_denominators_of_their_own():
     rollouts, signals = six_rows()
-    rules = recipe(prompts_per_update=2, passes=2)
+    rules = algorithm_spec(prompts_per_update=2, passes=2)
     batches = next(
         made for seed in range(99)  # the first whose first pass keeps the last group for its second step
         if (made := list(batches_of(rules, rollouts, signals, key=(seed, 0))))[1].rollouts.text[0] == "p2 response 0"
@@ -176,7 +185,7 @@ def test_each_pass_of_each_step_shuffles_its_groups():
     rollouts, signals = six_rows()
 
     def order(key, per_update=1):
-        made = batches_of(recipe(prompts_per_update=per_update, passes=2), rollouts, signals, key=key)
+        made = batches_of(algorithm_spec(prompts_per_update=per_update, passes=2), rollouts, signals, key=key)
         return ["".join(text[1] for text in batch.rollouts.text[::2]) for batch in made]
 
     assert all(set(order((seed, 0))[:3]) == set(order((seed, 0))[3:]) == {"0", "1", "2"} for seed in range(9))
@@ -206,7 +215,7 @@ def test_the_loop_keys_the_order_by_seed_and_step(monkeypatch):
 )
 def test_weights_by_hand(changes, row, expected):
     rollouts, signals = six_rows()
-    (batch,) = batches_of(recipe(prompts_per_update=3, **changes), rollouts, signals)
+    (batch,) = batches_of(algorithm_spec(prompts_per_update=3, **changes), rollouts, signals)
     close(batch.weights.policy[row], expected)
 
 
@@ -214,7 +223,7 @@ def test_weights_by_hand(changes, row, expected):
 def test_filtered_tokens(denominator, kept):
     rollouts, signals = six_rows()
     first_tokens = rollouts.mask & (torch.arange(4) == 0)
-    rules = recipe(prompts_per_update=3, loss_token_denominator=denominator)
+    rules = algorithm_spec(prompts_per_update=3, loss_token_denominator=denominator)
     (batch,) = batches_of(rules, rollouts, signals, first_tokens)
     close(batch.weights.policy, first_tokens * kept)
     close(batch.weights.divergence, rollouts.mask / 13)
@@ -223,11 +232,11 @@ def test_filtered_tokens(denominator, kept):
 def test_the_correction_is_capped_and_follows_its_rows():
     rollouts, signals = six_rows()  # o = -0.5, b = -1: exp(0.5) = 1.65; row 5 was sampled at b = -3.5
     rollouts.rollout_logprobs[5] = -3.5
-    rules = recipe(prompts_per_update=1, loss=Loss(tis_clip=2.0))
+    rules = algorithm_spec(prompts_per_update=1, loss=Loss(tis_clip=2.0))
     batches = sorted(batches_of(rules, rollouts, signals), key=lambda batch: batch.rollouts.text)
     close(batches[0].correction, [[math.exp(0.5), 1, 1, 1], [math.exp(0.5)] * 2 + [1, 1]])
     close(batches[2].correction[1], [2, 2, 1, 1])
-    close(next(batches_of(recipe(), rollouts, signals)).correction, torch.ones(4, 4))
+    close(next(batches_of(algorithm_spec(), rollouts, signals)).correction, torch.ones(4, 4))
 
 
 # ---------------------------------------------------------------------------------------------------------- validation

@@ -16,7 +16,7 @@ from mtrl.algorithms.losses import (
     term_weights,
     total_loss,
 )
-from mtrl.types import TermWeights
+from mtrl.types import LossWeights
 
 LN2, LN3 = math.log(2), math.log(3)
 PPO = PolicyLoss()  # clip 0.2 below, 0.3 above, dual clip 3
@@ -468,5 +468,5 @@ def test_a_batch_of_empty_rows_has_no_loss():
 
 def test_term_weights_are_float32():
     weights = term_weights(ALL, LENGTHS, "dapo", 4)
-    assert isinstance(weights, TermWeights)
+    assert isinstance(weights, LossWeights)
     assert {weights.policy.dtype, weights.divergence.dtype, weights.token.dtype} == {torch.float32}

@@ -15,14 +15,14 @@ from mtrl.algorithms.losses import Loss, term_weights
 from mtrl.compose import memory_limits as build_memory
 from mtrl.config import load_config, warnings
 from mtrl.memory import estimate as memory
-from mtrl.memory.estimate import Estimate, Plan, changes, estimate, fake_model, held, held_by, smaller
-from mtrl.memory.preflight import Limits, Rehearsal, longest_prompt, rehearse
+from mtrl.memory.estimate import MemoryEstimate, Plan, changes, estimate, fake_model, held, held_by, smaller
+from mtrl.memory.preflight import Limits, MemoryPreflight, longest_prompt, preflight
 from mtrl.models.activation_checkpointing import recompute
 from mtrl.models.backbone import Backbone
 from mtrl.models.families import load_encoder, load_model_config
 from mtrl.models.forward import Forward
 from mtrl.models.load_model import DTYPES, load_model
-from mtrl.models.model_size import ModelSize, size_of
+from mtrl.models.model_size import ModelSize, model_size
 from mtrl.models.perturb import Perturbation
 from mtrl.models.tiny import make_tiny_checkpoint
 from mtrl.protocols import PromptEncoder
@@ -44,7 +44,7 @@ LIMITS = Limits(
 SIZE = ModelSize(tensors=(700, 300), learning=(700,), vocabulary=10, output=80, layers=3, keys=4, read=600)
 
 
-def sum_of(found: Estimate, phase: str) -> int:
+def sum_of(found: MemoryEstimate, phase: str) -> int:
     return sum(found.phases[phase].values())
 
 
@@ -105,12 +105,12 @@ def test_sizes_without_weights(family):
     path = str(checkpoint(family))
     real = load_model(path)
     fake = fake_model(load_model_config(path), Plan(LIMITS))
-    assert size_of(fake.model) == size_of(real)
-    assert size_of(real).parameters == sum(p.numel() for p in real.parameters())
+    assert model_size(fake.model) == model_size(real)
+    assert model_size(real).parameters == sum(p.numel() for p in real.parameters())
     keys = next(module for name, module in real.named_modules() if name.endswith("k_proj"))
-    assert size_of(real).keys == keys.out_features
+    assert model_size(real).keys == keys.out_features
     if fake.tower is not None:
-        frozen = size_of(fake_model(load_model_config(path), Plan(LIMITS, train_vision=False)).model)
+        frozen = model_size(fake_model(load_model_config(path), Plan(LIMITS, train_vision=False)).model)
         tower = sum(p.numel() for p in real.model.visual.parameters())
         assert sum(frozen.learning) == frozen.parameters - tower
 
@@ -165,7 +165,7 @@ def test_the_passes_of_an_update():
     sizes = {}
     for budget in (2 * 218, 3 * 218, 4 * 218):
         limits = replace(LIMITS, update=MicroBatching(budget))
-        sizes[budget] = [len(part) for part in Rehearsal(None, encoder, limits).updates()]
+        sizes[budget] = [len(part) for part in MemoryPreflight(None, encoder, limits).updates()]
     assert sizes == {436: [16, 16], 654: [24, 8], 872: [32]}
 
 
@@ -208,7 +208,7 @@ def test_few_layers_say_what_eight_hold(family, settings, tmp_path, monkeypatch)
     found = estimate(load_model_config(str(path)), plan)
     assert "extrapolated to 8" in found.way
     forward = real_forward(path, plan)
-    peaks = rehearse(*rehearsed(forward), has_states=False)
+    peaks = preflight(*rehearsed(forward), has_states=False)
     assert peaks["optimizer"] == found.held["optimizer state"]
     for phase in found.phases:
         told = sum_of(found, phase) / peaks[phase]
@@ -253,7 +253,7 @@ def an_actor(forward: Forward) -> LocalActor:
 
 
 def a_step(actor: LocalActor) -> dict[str, float]:
-    rollouts = Rehearsal(actor.forward, actor.forward.encoder, LIMITS).rollouts(2)
+    rollouts = MemoryPreflight(actor.forward, actor.forward.encoder, LIMITS).rollouts(2)
     mask = rollouts.mask
     weights = term_weights(mask.float(), mask, "dapo", mask.shape[1])
     return actor.update([TrainBatch(rollouts, None, torch.ones(mask.shape), None, weights)], Loss())
@@ -270,7 +270,7 @@ def test_a_rehearsal_leaves_no_trace():
             before = copy.deepcopy((actor.model.state_dict(), actor.learner.optimizer.state_dict()))
             random = torch.get_rng_state()
             if rehearses:
-                peaks = rehearse(*rehearsed(actor.forward), has_states=step > 0)
+                peaks = preflight(*rehearsed(actor.forward), has_states=step > 0)
                 assert (peaks["optimizer"] > 0) == (step == 0) and min(peaks["update"], peaks["probe"]) > 0
             assert torch.equal(random, torch.get_rng_state())
             assert not actor.model.training and all(p.grad is None for p in actor.model.parameters())
@@ -287,7 +287,7 @@ def test_gradients_that_were_there_stay():
     forward = real_forward(checkpoint("qwen2"), Plan(LIMITS))
     weight = forward.backbone.output_matrix
     weight.grad = torch.ones_like(weight)
-    rehearse(*rehearsed(forward), has_states=True)
+    preflight(*rehearsed(forward), has_states=True)
     assert torch.equal(weight.grad, torch.ones_like(weight))
 
 
@@ -295,7 +295,7 @@ def test_a_full_divergence_as_a_loss_is_rehearsed():
     """The gradient of the output matrix comes twice, and hidden states of a second model lie beside the policy's."""
     forward, peaks = real_forward(checkpoint("qwen2"), Plan(LIMITS)), {}
     for full in (False, True):
-        rehearsal = Rehearsal(forward, forward.encoder, replace(LIMITS, full_divergence=full))
+        rehearsal = MemoryPreflight(forward, forward.encoder, replace(LIMITS, full_divergence=full))
         (part, *_) = rehearsal.updates()
         forward.backbone.model.zero_grad()
         with LiveTensors() as live:
@@ -315,7 +315,7 @@ def test_a_full_divergence_as_a_loss_is_rehearsed():
     ],
 )
 def test_which_configurations_rehearse_it(overrides, on):
-    plan = build_memory.plan_of(load_config(None, overrides), on_gpu=False)
+    plan = build_memory.make_plan(load_config(None, overrides), on_gpu=False)
     assert plan.limits.full_divergence is on and plan.reference
 
 
@@ -326,10 +326,10 @@ def test_what_does_not_fit_is_told(monkeypatch):
     def full(self, part):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. Of the allocated memory ..")
 
-    monkeypatch.setattr(Rehearsal, "learn", full)
+    monkeypatch.setattr(MemoryPreflight, "learn", full)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB, 80 * GIB))
     with pytest.raises(StartError) as told:
-        rehearse(*rehearsed(forward), has_states=False, ways=["a.b=c"])
+        preflight(*rehearsed(forward), has_states=False, ways=["a.b=c"])
     said = str(told.value)
     assert said.startswith("memory: the update does not fit at the limits of the configuration")
     assert "of 80.00 GiB" in said and "Tried to allocate 2.00 GiB" in said and "Of the allocated" not in said
@@ -337,10 +337,12 @@ def test_what_does_not_fit_is_told(monkeypatch):
 
 
 def test_on_a_cpu_a_run_does_not_rehearse(monkeypatch):
-    monkeypatch.setattr(build_memory, "rehearse", lambda *_, **__: pytest.fail("it did"))
+    monkeypatch.setattr(build_memory, "preflight", lambda *_, **__: pytest.fail("it did"))
     forward = real_forward(checkpoint("qwen2"), Plan(LIMITS))
     generator = rehearsed(forward)[3]
-    build_memory.rehearse_on_gpu(load_config(None, {}), forward, generator, LIMITS.needs, has_states=False, learners=[])
+    build_memory.preflight_on_gpu(
+        load_config(None, {}), forward, generator, LIMITS.needs, has_states=False, learners=[]
+    )
 
 
 @pytest.mark.slow

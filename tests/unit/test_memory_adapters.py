@@ -7,10 +7,10 @@ import torch
 from test_memory import LIMITS
 from tiny_models import checkpoint, encoder_of
 
-from mtrl.compose.memory_limits import plan_of
+from mtrl.compose.memory_limits import make_plan
 from mtrl.config import load_config
 from mtrl.memory.estimate import Plan, changes, estimate
-from mtrl.memory.preflight import rehearse
+from mtrl.memory.preflight import preflight
 from mtrl.models.adapters import AdapterSettings, adapter_parameters, add_adapters
 from mtrl.models.backbone import Backbone
 from mtrl.models.families import load_model_config
@@ -38,7 +38,7 @@ def test_the_base_is_counted_once_and_adapters_alone_learn(compute):
     encoder = encoder_of(FAMILY)
     backbone = Backbone(model, DTYPES[compute])
     forward = Forward(backbone, encoder, share_prefix=LIMITS.update.share_prefix)
-    peaks = rehearse(forward, encoder, LIMITS, LocalGenerator(backbone, encoder), has_states=False)
+    peaks = preflight(forward, encoder, LIMITS, LocalGenerator(backbone, encoder), has_states=False)
     assert peaks["optimizer"] == found.held["optimizer state"]
     for phase, parts in found.phases.items():
         told = sum(parts.values()) / peaks[phase]
@@ -47,7 +47,7 @@ def test_the_base_is_counted_once_and_adapters_alone_learn(compute):
 
 def test_the_plan_of_a_configuration():
     words = {"worker.actor.model.peft_type": "lora", "worker.actor.model.lora_rank": 3}
-    whole, adapted = plan_of(load_config(None, {}), True), plan_of(load_config(None, words), True)
+    whole, adapted = make_plan(load_config(None, {}), True), make_plan(load_config(None, words), True)
     assert whole.reference and whole.adapters is None and whole.base == "fp32"
     assert not adapted.reference, "it is the base under the adapters"
     assert adapted.adapters == AdapterSettings(rank=3, dtype=torch.float32, seed=load_config(None, {}).dataset.seed)
@@ -73,5 +73,5 @@ def test_a_base_in_four_bits_and_states_of_a_byte():
     engines = [found.phases["sample"].keys() for found in (plain, packed)]
     assert "own copy of the weights" in engines[0] - engines[1], "the engine of graphs does not know such weights"
     words = {"worker.actor.model.peft_type": "qlora", "worker.actor.optim.name": "adamw_8bit"}
-    found = plan_of(load_config(None, words), True)
-    assert found.four_bit and found.eight_bit and not plan_of(load_config(None, {}), True).eight_bit
+    found = make_plan(load_config(None, words), True)
+    assert found.four_bit and found.eight_bit and not make_plan(load_config(None, {}), True).eight_bit

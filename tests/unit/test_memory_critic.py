@@ -7,10 +7,10 @@ import torch
 from test_memory import LIMITS, SIZE
 from tiny_models import checkpoint, encoder_of, fresh_backbone
 
-from mtrl.compose.memory_limits import plan_of
+from mtrl.compose.memory_limits import make_plan
 from mtrl.config import load_config
 from mtrl.memory.estimate import Plan, estimate, fake_model, held
-from mtrl.memory.preflight import rehearse
+from mtrl.memory.preflight import preflight
 from mtrl.models.families import load_model_config
 from mtrl.models.forward import Forward
 from mtrl.models.model_size import critic_tensors
@@ -60,7 +60,7 @@ def test_an_estimate_with_a_critic():
 def test_the_plan_of_a_configuration(estimator):
     path = str(checkpoint(FAMILY))
     config = load_config(None, {"worker.actor.model.model_path": path, "optimization.advantage_estimator": estimator})
-    plan = plan_of(config, on_gpu=False)
+    plan = make_plan(config, on_gpu=False)
     assert (plan.critic is not None) is (estimator == "gae")
     if plan.critic is not None:
         assert plan.critic.model_type == FAMILY
@@ -75,8 +75,8 @@ def test_the_rehearsal_runs_the_critic_and_leaves_no_trace():
     kept = torch.ones_like(other.output_matrix)
     other.output_matrix.grad = kept
     generator = LocalGenerator(forward.backbone, encoder)
-    without = rehearse(forward, encoder, limits, generator, has_states=False)
-    peaks = rehearse(forward, encoder, limits, generator, has_states=False, critic=critic)
+    without = preflight(forward, encoder, limits, generator, has_states=False)
+    peaks = preflight(forward, encoder, limits, generator, has_states=False, critic=critic)
     assert peaks.keys() - without.keys() == {"critic"}
     gradients = sum(p.nbytes for p in other.model.parameters())
     assert peaks["critic"] > gradients, "they are made, and passes hold more"

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 from tiny_models import encoder_of, fresh_backbone
 
-from mtrl.compose.memory_limits import plan_of
+from mtrl.compose.memory_limits import make_plan
 from mtrl.config import load_config
-from mtrl.memory.estimate import Estimate, Plan, apart, changes, held, needed_in, peak_after
-from mtrl.memory.preflight import Limits, rehearse
+from mtrl.memory.estimate import MemoryEstimate, Plan, apart, changes, held, needed_in, peak_after
+from mtrl.memory.preflight import Limits, preflight
 from mtrl.models.forward import Forward
 from mtrl.models.model_size import ModelSize
 from mtrl.rollout.local import LocalGenerator
@@ -22,7 +22,7 @@ LIMITS = Limits(
 )  # fmt: skip
 PLAN = Plan(LIMITS, reference=True, on_gpu=True)
 # 40 are held and sampling is the fullest phase, at 70; then the update, then the probe.
-FOUND = Estimate(
+FOUND = MemoryEstimate(
     1, {"weights": 10, "weights of the reference": 10, "optimizer state": 20},
     {"sample": {"keys": 30}, "probe": {"a": 5}, "update": {"b": 18}}, "by hand", piece=3,
 )  # fmt: skip
@@ -67,9 +67,9 @@ def test_the_keys_are_in_the_plan():
     keys = {"worker.actor.offload.offload_optimizer": True, "worker.ref.offload_params": True,
             "optimization.disable_divergence": False, "worker.actor.fsdp.param_dtype": "bf16",
             "worker.actor.fsdp.param_rounding": "kahan"}  # fmt: skip
-    plan = plan_of(load_config(None, keys), on_gpu=True)
+    plan = make_plan(load_config(None, keys), on_gpu=True)
     assert (plan.offload_optimizer, plan.offload_reference, plan.states) == (True, True, 3)
-    plan = plan_of(load_config(None, keys | {"optimization.disable_divergence": True}), on_gpu=True)
+    plan = make_plan(load_config(None, keys | {"optimization.disable_divergence": True}), on_gpu=True)
     assert not plan.offload_reference, "there is none"
 
 
@@ -78,7 +78,7 @@ def test_the_rehearsal_takes_their_room_when_they_will_be_there(offloaded, has_s
     forward = Forward(fresh_backbone("qwen2"), encoder_of("qwen2"))
     engine = LocalGenerator(forward.backbone, forward.encoder)
     monkeypatch.setattr(offload, "PIECE", 1)  # every weight is one
-    peaks = rehearse(forward, forward.encoder, LIMITS, engine, has_states=has_states, states=3, offloaded=offloaded)
+    peaks = preflight(forward, forward.encoder, LIMITS, engine, has_states=has_states, states=3, offloaded=offloaded)
     numbers = [parameter.numel() for parameter in forward.backbone.model.parameters()]
     room = max(numbers) if offloaded else 0 if has_states else sum(numbers)
     assert peaks["optimizer"] == 3 * 4 * room

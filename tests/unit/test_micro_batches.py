@@ -96,7 +96,7 @@ def test_a_pass_is_of_one_view_unless_more_are_said():
     [(4, 2), (100, 2), (3, 1), (2, 1), (1, None)],  # of four rows
 )
 def test_half_of_a_number_of_rows(rows, half):
-    assert MicroBatching(rows=rows).half_of(ROLLOUTS) == half
+    assert MicroBatching(rows=rows).first_half(ROLLOUTS) == half
 
 
 # Groups of a prompt and 2 + 2 + 2, and of a prompt and 1: the first is the largest pass of those that take one each.
@@ -105,16 +105,16 @@ UNEVEN = fake_rollouts([2, 2, 2, 1], group=[0, 0, 0, 1])
 
 def test_half_of_the_tokens_that_the_largest_pass_takes():
     size = prompt_tokens()
-    assert MicroBatching().half_of(UNEVEN) == (size + 6) // 2
-    assert MicroBatching(10**6).half_of(UNEVEN) == (2 * size + 7) // 2, "both groups, and not the budget"
-    assert MicroBatching(10**6).half_of(UNEVEN, 2) == 2 * size + 7, "each view reads both"
-    assert MicroBatching(10**6).half_of(fake_rollouts([3, 3])) == (size + 6) // 2
+    assert MicroBatching().first_half(UNEVEN) == (size + 6) // 2
+    assert MicroBatching(10**6).first_half(UNEVEN) == (2 * size + 7) // 2, "both groups, and not the budget"
+    assert MicroBatching(10**6).first_half(UNEVEN, 2) == 2 * size + 7, "each view reads both"
+    assert MicroBatching(10**6).first_half(fake_rollouts([3, 3])) == (size + 6) // 2
 
 
 def test_what_is_cut_no_finer_has_no_half():
-    assert MicroBatching().half_of(fake_rollouts([5])) is None, "a single response"
-    assert MicroBatching(1).half_of(ROLLOUTS) is None, "a response each"
-    assert MicroBatching(rows=1).half_of(fake_rollouts([1])) is None
+    assert MicroBatching().first_half(fake_rollouts([5])) is None, "a single response"
+    assert MicroBatching(1).first_half(ROLLOUTS) is None, "a response each"
+    assert MicroBatching(rows=1).first_half(fake_rollouts([1])) is None
 
 
 def test_within_a_limit_of_what_is_counted():

@@ -11,14 +11,14 @@ from mtrl.algorithms.credit import assign
 from mtrl.algorithms.credit.oracle import Oracle
 from mtrl.algorithms.credit.registry import make_rule
 from mtrl.algorithms.credit.token_spans import token_places
-from mtrl.compose.algorithm import credit_rules, recipe_of
+from mtrl.compose.algorithm import credit_rules, make_algorithm
 from mtrl.config import ConfigError, load_config
 from mtrl.embedded.embedded_rows import MODEL_DIRECTORY
 from mtrl.embedded.scenes import causal_spans, make_question
 from mtrl.embedded.task import make_question as zoo_question
 from mtrl.models.families import load_encoder
-from mtrl.rollout.responses import rollouts_of
-from mtrl.tracking.record import Pieces
+from mtrl.rollout.responses import make_rollouts
+from mtrl.tracking.record import TokenPieces
 from mtrl.utils.plugins import PluginError
 
 KEY = (1, 2)
@@ -66,7 +66,7 @@ def test_it_does_not_speak_for_others():
     texts, ids = [RESPONSE] * 4 + [silent], [IDS] * 4 + [[8, 7]]
     experience = told(texts, ids, columns, visual=[True, True, True, False, True])
     rule = Oracle().reading(words)
-    assert rule.speaks_for(experience).tolist() == [True, False, False, False, False]
+    assert rule.applies_to(experience).tolist() == [True, False, False, False, False]
     select = assign([rule], experience, KEY).keep_mask
     assert select[0].sum() == 2
     same(select[1:], experience.rollouts.mask[1:])
@@ -93,7 +93,7 @@ def test_places_with_a_tokenizer_of_bytes(text):
     encoder = load_encoder(MODEL_DIRECTORY)
     ids = [*encoder.tokenizer(text)["input_ids"], encoder.stop_ids[0]]
     assert encoder.decode(ids) == text
-    places = token_places(Pieces(encoder.decode_tokens, encoder.decode)(ids), text)
+    places = token_places(TokenPieces(encoder.decode_tokens, encoder.decode)(ids), text)
     assert len(places) == len(ids) and places[-1] == (len(text), len(text))
     assert {c for start, end in places for c in range(start, end)} == set(range(len(text)))
     assert places == sorted(places)
@@ -104,7 +104,7 @@ def test_a_cut_character_at_the_end_of_a_response():
     ids = encoder.tokenizer("so é")["input_ids"]
     cut = ids[:-1]
     assert len(ids) > len(cut) and encoder.decode(cut) == "so \ufffd"
-    places = token_places(Pieces(encoder.decode_tokens, encoder.decode)(cut), encoder.decode(cut))
+    places = token_places(TokenPieces(encoder.decode_tokens, encoder.decode)(cut), encoder.decode(cut))
     assert places[-1] == (3, 4)
 
 
@@ -117,10 +117,10 @@ def test_a_whole_response_of_the_task():
     )
     ids = [*encoder.tokenizer(text)["input_ids"], encoder.stop_ids[0]]
     prompt = replace(fake_rollouts([1]).prompts[0], task=question.task)
-    rollouts = rollouts_of(
+    rollouts = make_rollouts(
         [prompt], [0], [ids], None, text=[encoder.decode(ids)], finish=["stop"], version=0, pad_id=encoder.pad_id
     )
-    rule = Oracle().reading(Pieces(encoder.decode_tokens, encoder.decode))
+    rule = Oracle().reading(TokenPieces(encoder.decode_tokens, encoder.decode))
     (kept,) = rule.apply(fake_experience(rollouts), KEY)
     assert encoder.decode(torch.tensor(ids)[kept]).replace(" ", "") == "redred"
     assert [text[a:b] for a, b in causal_spans(question.columns, text)] == ["red", "red"]
@@ -171,9 +171,9 @@ def test_nothing_to_shuffle():
 
 def test_a_run_tells_its_rules_what_tokens_say():
     config = load_config(None, {"optimization.credit": ["oracle", "key_tokens"]})
-    oracle, other = recipe_of(config, 1, pieces=words).credit
+    oracle, other = make_algorithm(config, 1, pieces=words).credit
     assert oracle.pieces is words and other == make_rule("key_tokens")
-    assert recipe_of(config, 1).credit[0].pieces is None
+    assert make_algorithm(config, 1).credit[0].pieces is None
 
 
 def test_rows_of_the_other_embedded_task_are_left_alone():

@@ -123,7 +123,7 @@ def test_an_adapter_that_comes_later_is_not_lost():
 
 
 # ------------------------------------------------------------------------------------------------------ which modules
-def config_of(family):
+def packaged_config(family):
     config = load_model_config(str(checkpoint(family)))
     if family != "qwen2_vl":  # which has a ratio
         config.vision_config.intermediate_size = ODD
@@ -131,7 +131,7 @@ def config_of(family):
 
 
 def odd_model(family):
-    return AutoModelForImageTextToText.from_config(config_of(family), dtype=torch.float32).eval()
+    return AutoModelForImageTextToText.from_config(packaged_config(family), dtype=torch.float32).eval()
 
 
 def those_padded(model):
@@ -214,7 +214,7 @@ def test_it_compiles_as_one_graph_for_all_layers_and_lengths(monkeypatch):
     ("on_gpu", "compute", "pads"), [(True, "bf16", True), (True, "fp32", False), (False, "bf16", False)]
 )
 def test_the_fake_model_pads_where_the_real_one_does(on_gpu, compute, pads):
-    found = fake_model(config_of("qwen2_5_vl"), Plan(LIMITS, compute=compute, on_gpu=on_gpu))
+    found = fake_model(packaged_config("qwen2_5_vl"), Plan(LIMITS, compute=compute, on_gpu=on_gpu))
     assert bool(those_padded(found.model)) == pads
 
 
@@ -222,10 +222,10 @@ def test_padded_copies_that_wait_for_backward_are_counted(monkeypatch):
     plan = Plan(LIMITS, "bf16", "bf16", on_gpu=True, packed=True, compiled=True)
 
     def taken(plan):
-        return sum(estimate(config_of("qwen2_5_vl"), plan, ["update"]).phases["update"].values())
+        return sum(estimate(packaged_config("qwen2_5_vl"), plan, ["update"]).phases["update"].values())
 
     counted = taken(plan)
     monkeypatch.setattr(fake, "use_padded_mlps", lambda _: None)
-    vision = config_of("qwen2_5_vl").vision_config
+    vision = packaged_config("qwen2_5_vl").vision_config
     copies = vision.depth * 3 * 128 * vision.hidden_size * 2
     assert counted - taken(plan) > 0.9 * copies

@@ -18,8 +18,8 @@ from property_helpers import (
     RULES,
     Step,
     credit_of,
-    loss_of,
     steps,
+    teacher_loss,
     train_batch,
 )
 from torch import Tensor
@@ -58,8 +58,8 @@ def test_permuting_rollouts_permutes_weights_and_keeps_the_loss(step, rules, los
     batch = train_batch(step, rules, loss_type, denominator)
     other = train_batch(permuted(step, order), rules, loss_type, denominator)
     assert_records_close(other.weights, take_rows(batch.weights, order), rtol=3e-7, atol=1e-9)
-    total, grad, _ = loss_of(step.logp.double(), batch, loss)
-    other_total, other_grad, _ = loss_of(step.logp.double()[order], other, loss)
+    total, grad, _ = teacher_loss(step.logp.double(), batch, loss)
+    other_total, other_grad, _ = teacher_loss(step.logp.double()[order], other, loss)
     close(other_total, total, rtol=1e-6, atol=1e-7)
     close(other_grad, grad[order], rtol=1e-6, atol=1e-7)
 
@@ -144,8 +144,8 @@ def test_credit_and_weights_ignore_padding(step, rules, loss_type, extra, fill):
 def test_the_loss_ignores_padding(step, loss, extra, fill):
     wide = step.widened(extra, fill)
     width = step.rollouts.mask.shape[1]
-    total, grad, metrics = loss_of(step.logp, train_batch(step, ALL_RULES), loss)
-    other_total, other_grad, other_metrics = loss_of(wide.logp, train_batch(wide, ALL_RULES), loss)
+    total, grad, metrics = teacher_loss(step.logp, train_batch(step, ALL_RULES), loss)
+    other_total, other_grad, other_metrics = teacher_loss(wide.logp, train_batch(wide, ALL_RULES), loss)
     close(other_total, total, rtol=1e-5, atol=1e-6)  # float32 sums of another length
     close(other_grad[:, :width], grad, rtol=1e-6)
     assert (other_grad[~wide.rollouts.mask] == 0).all()
@@ -188,7 +188,7 @@ def test_micro_batches_only_add(step, rules, loss_type, denominator, loss, trunc
     silenced = torch.arange(rows) % 2 == 0 if truncate else None
     batch = train_batch(step, rules, loss_type, denominator, silenced)
     logp = step.logp.double()
-    total, grad, metrics = loss_of(logp, batch, loss)
+    total, grad, metrics = teacher_loss(logp, batch, loss)
 
     order = random.sample(range(rows), rows)
     cuts = sorted(random.sample(range(1, rows), random.randint(0, rows - 1)))
@@ -196,7 +196,7 @@ def test_micro_batches_only_add(step, rules, loss_type, denominator, loss, trunc
     added = torch.zeros((), dtype=torch.float64)
     added_metrics = dict.fromkeys(metrics, 0.0)
     for index in parts:
-        part_total, part_grad, part_metrics = loss_of(logp[index], batch.rows(index), loss)
+        part_total, part_grad, part_metrics = teacher_loss(logp[index], batch.rows(index), loss)
         added += part_total
         close(part_grad, grad[index], rtol=1e-12, atol=1e-15)
         for name, value in part_metrics.items():
@@ -217,7 +217,7 @@ def test_weights_and_scales_of_one_equal_plain_grpo_to_the_bit(step, loss, loss_
     shaped, plain = credit_of(step, rules), credit_of(step, ())
     for name in DECIDED:
         same(getattr(shaped, name), getattr(plain, name))
-    results = [loss_of(step.logp, train_batch(step, r, loss_type), loss) for r in (rules, ())]
+    results = [teacher_loss(step.logp, train_batch(step, r, loss_type), loss) for r in (rules, ())]
     same(results[0][0], results[1][0])
     same(results[0][1], results[1][1])
 

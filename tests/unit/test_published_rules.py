@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import close, fake_experience, fake_rollouts, padded, same
 
-from mtrl.algorithms.credit import Filter, Term, Weight, assign
+from mtrl.algorithms.credit import Bonus, Filter, Weight, assign
 from mtrl.algorithms.credit.attention_anchors import AttentionAnchors
 from mtrl.algorithms.credit.controls import Bottom, RandomFilter
 from mtrl.algorithms.credit.entropy_change import EntropyChange
@@ -223,7 +223,7 @@ def test_bottom_keeps_the_least_dependent_tokens():
 
 
 def test_shuffled_rules_stay_of_their_kind_and_ask_for_the_same():
-    for rule, kind in ((PerceptionFilter(), Filter), (EntropyChange(), Weight), (PerceptionBonus(), Term)):
+    for rule, kind in ((PerceptionFilter(), Filter), (EntropyChange(), Weight), (PerceptionBonus(), Bonus)):
         assert isinstance(shuffled(rule), kind)
         assert shuffled(rule).needs == rule.needs
     assert shuffled(make_rule({"name": "attention_weights", "target": "mask"})).target == "mask"

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from loop_helpers import recipe
+from loop_helpers import algorithm_spec
 
 from mtrl.algorithms.batches import BatchPlan
 from mtrl.algorithms.credit.attention_weights import AttentionWeights
@@ -18,14 +18,14 @@ from mtrl.compose.algorithm import (
     attention_every,
     attention_weights,
     credit_rules,
-    divergence_of,
     dropout_seed,
+    make_algorithm,
+    make_divergence,
+    make_perturbation,
     offloads_optimizer,
     optimizer_settings,
-    perturbation_of,
     policy_loss,
     probe_batching,
-    recipe_of,
     reward_schedule,
     total_steps,
     training_sampling,
@@ -35,7 +35,7 @@ from mtrl.compose.algorithm import (
 )
 from mtrl.config import ConfigError, load_config
 from mtrl.models.perturb import Perturbation
-from mtrl.training.algorithm_spec import Recipe, due
+from mtrl.training.algorithm_spec import AlgorithmSpec, due
 from mtrl.training.dynamic_sampling import Filtering
 from mtrl.types import Needs, Sampling
 from mtrl.workers.learner import OptimizerSettings
@@ -71,7 +71,7 @@ def test_optimizer_steps_of_a_run():
     assert (
         optimizer_settings(load_config(None, {**warmup, "worker.actor.optim.warmup_ratio": None}), 1).warmup_steps == 99
     )
-    rules = recipe_of(config, 10)
+    rules = make_algorithm(config, 10)
     assert (rules.prompts_per_step, rules.batches.prompts_per_update, rules.batches.passes) == (8, 2, 3)
 
 
@@ -115,7 +115,7 @@ def test_sampling_has_the_keys_of_the_configuration():
 
 def test_dr_grpo_divides_by_the_length_of_the_config():
     config = load_config(None, {"worker.rollout.max_new_tokens": 4, "dataset.max_response_length": 8})
-    rules = recipe_of(config, 1)
+    rules = make_algorithm(config, 1)
     assert rules.sampling.max_new_tokens == 4 and rules.batches.max_response_length == 8
 
 
@@ -128,7 +128,7 @@ def test_the_recipe_has_the_keys_of_the_configuration():
         "optimization.mask_truncated_responses": True, "optimization.tis_clip": 3.0,
         "optimization.tis_level": "sequence", "optimization.scale_rewards": "batch",
     }  # fmt: skip
-    rules = recipe_of(load_config(None, values), 12)
+    rules = make_algorithm(load_config(None, values), 12)
     assert (rules.total_steps, rules.prompts_per_step, rules.seed) == (12, 8, 5)
     assert (rules.validate_every, rules.save_every) == (6, 7)
     assert rules.batches == BatchPlan(4, 2, "dr_grpo", "selected", 9, True)
@@ -139,7 +139,7 @@ def test_the_recipe_has_the_keys_of_the_configuration():
 @pytest.mark.parametrize(("on", "coef"), [(True, 0.3), (False, 0.0)])
 def test_the_entropy_penalty_has_a_switch(on, coef):
     config = optimization(use_entropy_penalty=on, entropy_penalty_coef=0.3)
-    assert recipe_of(config, 1).loss.entropy_penalty_coef == coef
+    assert make_algorithm(config, 1).loss.entropy_penalty_coef == coef
 
 
 @pytest.mark.parametrize(
@@ -147,20 +147,20 @@ def test_the_entropy_penalty_has_a_switch(on, coef):
 )
 def test_only_a_run_without_steps_is_validated_first(before, first, validates):
     config = load_config(None, {"training.val_before_train": before})
-    assert recipe_of(config, 1, first=first).validate_first is validates
+    assert make_algorithm(config, 1, first=first).validate_first is validates
     if first:
-        assert recipe_of(config, 1).validate_first is validates
+        assert make_algorithm(config, 1).validate_first is validates
 
 
 def test_what_rules_rewards_trackers_and_divergence_read_comes_together():
-    rules = recipe_of(optimization(enable_perception_filtering=True), 1)
+    rules = make_algorithm(optimization(enable_perception_filtering=True), 1)
     assert {"dependency", "ref_logprobs", "old_logprobs", "entropy"} <= rules.needs.names
     config = optimization(disable_divergence=True)
-    assert not recipe_of(config, 1).needs
-    assert recipe_of(optimization(disable_divergence=True, replay_buffer_size=8), 1).needs == Needs(
+    assert not make_algorithm(config, 1).needs
+    assert make_algorithm(optimization(disable_divergence=True, replay_buffer_size=8), 1).needs == Needs(
         "old_logprobs", "entropy"
     )
-    found = recipe_of(config, 1, rewards=[Needs("attention_mass")], trackers=Needs("prompt_attention_mass"))
+    found = make_algorithm(config, 1, rewards=[Needs("attention_mass")], trackers=Needs("prompt_attention_mass"))
     assert found.needs == Needs("attention_mass", "prompt_attention_mass"), (
         "attention needs no pass over the vocabulary"
     )
@@ -169,7 +169,7 @@ def test_what_rules_rewards_trackers_and_divergence_read_comes_together():
 def test_a_cut_is_compared_on_what_it_leaves():
     words = {"optimization.replay_buffer_size": 8, "optimization.disable_divergence": True}
     for cut in ({"worker.rollout.top_p": 0.9}, {"worker.rollout.top_k": 20}):
-        assert recipe_of(load_config(None, words | cut), 1).needs == Needs("old_logprobs", "entropy", "support")
+        assert make_algorithm(load_config(None, words | cut), 1).needs == Needs("old_logprobs", "entropy", "support")
 
 
 @pytest.mark.parametrize("alone", ["attention_mass", "prompt_attention_mass"])
@@ -194,11 +194,13 @@ def test_how_often_attention_is_read(asked, needed, every):
 
 def test_attention_is_read_now_and_then_unless_somebody_reads_signals():
     config = load_config(None)
-    assert attention_every(config) == recipe_of(config, 1).attention_every == 10
-    assert recipe_of(config, 1, rewards=[Needs("old_logprobs"), Needs()]).attention_every == 1, "one of them may look"
-    assert recipe_of(config, 1, rewards=[Needs()]).attention_every == 10
-    assert recipe_of(config, 1, trackers=Needs("attention_mass")).attention_every == 1
-    assert recipe_of(config, 1, sees_attention=False).attention_every == 0
+    assert attention_every(config) == make_algorithm(config, 1).attention_every == 10
+    assert make_algorithm(config, 1, rewards=[Needs("old_logprobs"), Needs()]).attention_every == 1, (
+        "one of them may look"
+    )
+    assert make_algorithm(config, 1, rewards=[Needs()]).attention_every == 10
+    assert make_algorithm(config, 1, trackers=Needs("attention_mass")).attention_every == 1
+    assert make_algorithm(config, 1, sees_attention=False).attention_every == 0
 
 
 # --------------------------------------------------------------------------------------------------------------- credit
@@ -248,12 +250,12 @@ def test_the_divergence_has_the_keys_of_the_configuration():
     }  # fmt: skip
     for kind in ("fixed", "adaptive"):
         expected = Divergence("full", 0.5, in_loss=True, adaptive=kind == "adaptive", target=3.0, horizon=50.0)
-        assert divergence_of(optimization(**values, divergence_type=kind)) == expected
+        assert make_divergence(optimization(**values, divergence_type=kind)) == expected
 
 
 def test_when_the_reference_is_made_anew():
-    assert recipe_of(optimization(), 1).sync_ref_every == recipe().refresh_every == 0, "never"
-    assert recipe_of(load_config(None, {"worker.ref.sync_every": 5}), 1).sync_ref_every == 5
+    assert make_algorithm(optimization(), 1).sync_ref_every == algorithm_spec().refresh_every == 0, "never"
+    assert make_algorithm(load_config(None, {"worker.ref.sync_every": 5}), 1).sync_ref_every == 5
 
 
 @pytest.mark.parametrize(("state", "weights", "comes"), [(0, 0, 0), (1, 0, 1), (0, 1, 0), (1, 1, 0)])
@@ -265,13 +267,15 @@ def test_whether_the_state_of_optimizers_comes_for_their_steps(state, weights, c
 
 def test_maps_of_the_responses_that_are_recorded():
     record = {"training.record_rollouts_per_step": 7}
-    assert recipe_of(load_config(None, record), 1).maps_per_step == recipe().maps_per_step == 0, "they cost a pass"
-    assert recipe_of(load_config(None, record | {"training.record_attention_maps": True}), 1).maps_per_step == 7
+    assert make_algorithm(load_config(None, record), 1).maps_per_step == algorithm_spec().maps_per_step == 0, (
+        "they cost a pass"
+    )
+    assert make_algorithm(load_config(None, record | {"training.record_attention_maps": True}), 1).maps_per_step == 7
 
 
 def test_rules_are_told_what_tokens_say():
     config = optimization(credit=["oracle"])
-    (told,), (untold,) = recipe_of(config, 1, pieces=str).credit, recipe_of(config, 1).credit
+    (told,), (untold,) = make_algorithm(config, 1, pieces=str).credit, make_algorithm(config, 1).credit
     assert told.pieces is str and untold.pieces is None
 
 
@@ -285,7 +289,7 @@ def test_rules_are_told_what_tokens_say():
     ],
 )
 def test_who_reads_the_reference(divergence, needs, reads):
-    assert recipe(divergence=divergence, needs=needs).reads_reference is reads
+    assert algorithm_spec(divergence=divergence, needs=needs).reads_reference is reads
 
 
 @pytest.mark.parametrize(
@@ -298,7 +302,7 @@ def test_who_reads_the_reference(divergence, needs, reads):
     ],
 )
 def test_a_divergence_that_counts_nothing_is_none(values, there):
-    assert (divergence_of(optimization(**values)) is not None) is there
+    assert (make_divergence(optimization(**values)) is not None) is there
 
 
 @pytest.mark.parametrize(
@@ -339,7 +343,7 @@ def test_the_patches_of_a_perturbation(given, found):
     expected = Perturbation(
         kind="random_patch_blackening", patch_size=found, black_prob=0.5, noise_std=189.0, blur_radius=6.0, seed=1
     )
-    assert perturbation_of(load_config(None, {"optimization.patch_size": given, "dataset.seed": 1}), 16) == expected
+    assert make_perturbation(load_config(None, {"optimization.patch_size": given, "dataset.seed": 1}), 16) == expected
 
 
 # ------------------------------------------------------------------------------------------------------- reward weights
@@ -371,11 +375,11 @@ def test_due_at_every_third():
 
 
 def test_attention_joins_what_is_needed_when_it_is_due():
-    rules = replace(recipe_of(optimization(disable_divergence=True), 1), attention_every=4)
+    rules = replace(make_algorithm(optimization(disable_divergence=True), 1), attention_every=4)
     assert [step for step in range(12) if "attention_mass" in rules.needs_at(step)] == [3, 7, 11], (
         "steps are counted from 1"
     )
-    assert rules.needs_at(0) == rules.needs and Recipe.seed == Recipe.critic_warmup == 0
+    assert rules.needs_at(0) == rules.needs and AlgorithmSpec.seed == AlgorithmSpec.critic_warmup == 0
 
 
 # ----------------------------------------------------------------------------------------- which groups are learnt from
@@ -384,15 +388,15 @@ def test_filtering_and_replay_are_what_the_keys_say():
         online_filtering=True, filter_by="spread", filter_key="format", filter_low=0.1, filter_high=0.9, max_refills=7,
         on_short_batch="stop", replay_buffer_size=5, replay_var_epsilon=0.25, filter_min_reward=1.5,
     )  # fmt: skip
-    rules = recipe_of(config, 1)
+    rules = make_algorithm(config, 1)
     assert rules.filtering == Filtering(GroupFilter("spread", "format", 0.1, 0.9), 7, "stop")
     assert rules.replay == ReplayRule(capacity=5, var_epsilon=0.25, min_reward=1.5)
-    plain = recipe_of(optimization(), 1)
+    plain = make_algorithm(optimization(), 1)
     assert plain.filtering is None and plain.replay is None and not plain.greedy_baseline and not plain.scores_first
-    assert recipe_of(optimization(advantage_estimator="remax"), 1).greedy_baseline
+    assert make_algorithm(optimization(advantage_estimator="remax"), 1).greedy_baseline
 
 
 def test_rewards_that_read_signals_are_not_scored_first():
     config = optimization(online_filtering=True)
-    assert recipe_of(config, 1).scores_first
-    assert not recipe_of(config, 1, rewards=[Needs(), Needs("attention_mass")]).scores_first
+    assert make_algorithm(config, 1).scores_first
+    assert not make_algorithm(config, 1, rewards=[Needs(), Needs("attention_mass")]).scores_first

@@ -12,18 +12,18 @@ import torch
 from PIL import Image
 from view_helpers import decode, opened, picture, recorded, step_of, with_maps
 
-from mtrl.compose.algorithm import recipe_of
-from mtrl.compose.memory_limits import limits_of
-from mtrl.compose.policy import refuse_unmeasured
+from mtrl.compose.algorithm import make_algorithm
+from mtrl.compose.memory_limits import make_limits
+from mtrl.compose.policy import check_measurable
 from mtrl.compose.run import build
 from mtrl.config import ConfigError, load_config
 from mtrl.embedded.embedded_rows import CONFIG_FILE
 from mtrl.tracking import blocks
-from mtrl.tracking.blocks import BlockWriter, Damaged, Walk, parts_of
-from mtrl.tracking.record import Pieces, RolloutRecord
+from mtrl.tracking.blocks import BlockWriter, DamagedRecord, Walk, block_parts
+from mtrl.tracking.record import RolloutRecord, TokenPieces
 from mtrl.tracking.streams import pack_response, unpack_response
 from mtrl.types import AttentionMap, Needs, Signals
-from mtrl.view.rollout_store import grids_of
+from mtrl.view.rollout_store import image_grids
 
 
 # -------------------------------------------------------------------------------------------------------- what is kept
@@ -59,7 +59,7 @@ def test_an_image_is_kept_once(tmp_path):
     prompts = tuple(replace(prompt, media=(noise,)) for prompt in step.rollouts.prompts)
     step = replace(step, rollouts=replace(step.rollouts, prompts=prompts), signals=Signals())
     book = recorded(tmp_path, step, step, step)
-    size = parts_of(tmp_path)[0].stat().st_size
+    size = block_parts(tmp_path)[0].stat().st_size
     assert 12_000 < size < 2 * 12_000, "one such picture takes 12 kB, and six are shown"
     assert book.image(3, book.response(3, 2)["prompt"]["images"][0]) == book.image(1, book.response(1, 0)["image"])
 
@@ -80,7 +80,7 @@ def test_as_many_as_asked_for(tmp_path):
 
 def test_parts_of_a_character_stand_together():
     vocabulary = {1: "ab", 2: "\ufffd", 3: "\ufffd", 4: "c"}
-    pieces = Pieces(lambda ids: [vocabulary[i] for i in ids], lambda ids: "é" if ids == [2, 3] else "?")
+    pieces = TokenPieces(lambda ids: [vocabulary[i] for i in ids], lambda ids: "é" if ids == [2, 3] else "?")
     assert pieces([1, 2, 3, 4]) == ["ab", "", "é", "c"] and pieces([2, 3]) == ["", "é"]
 
 
@@ -91,7 +91,7 @@ def test_a_response_costs_its_own_tokens_and_not_all_that_are_known():
 
         keys = values = items = __iter__
 
-    pieces = Pieces(lambda ids: [f"<{i}>" for i in ids], str)
+    pieces = TokenPieces(lambda ids: [f"<{i}>" for i in ids], str)
     pieces._known = Known()
     assert pieces([7, 8]) == pieces([7, 8]) == ["<7>", "<8>"]
 
@@ -128,17 +128,17 @@ def test_maps_lie_on_the_images_and_clips_that_they_are_about(tmp_path):
 ])  # fmt: skip
 def test_maps_that_do_not_fit_their_images_are_not_shown(grids):
     streams = {"maps": np.zeros((2, 3), np.uint8), "map_scale": np.zeros(2, np.float32)}
-    assert grids_of(streams, {"grids": [[1, 1, 3, [0]]]}) == [[1, 1, 3, [0]]]
-    assert grids_of(streams, {"grids": grids}) is None
+    assert image_grids(streams, {"grids": [[1, 1, 3, [0]]]}) == [[1, 1, 3, [0]]]
+    assert image_grids(streams, {"grids": grids}) is None
     for name, wrong in (("maps", np.zeros(3, np.uint8)), ("map_scale", np.zeros(3, np.float32))):
-        assert grids_of(streams | {name: wrong}, {"grids": [[1, 1, 3, [0]]]}) is None
+        assert image_grids(streams | {name: wrong}, {"grids": [[1, 1, 3, [0]]]}) is None
 
 
 # ------------------------------------------------------------------------------------------------------ growth, damage
 def test_it_is_read_while_it_grows(tmp_path):
     book = recorded(tmp_path, step_of())
-    whole = parts_of(tmp_path)[0].read_bytes()
-    part = parts_of(tmp_path)[0]
+    whole = block_parts(tmp_path)[0].read_bytes()
+    part = block_parts(tmp_path)[0]
     for length in (1, 40, len(blocks.MARK) + 70, len(whole) - 1):
         part.write_bytes(whole + whole[:length])
         book.refresh()
@@ -152,7 +152,7 @@ def test_it_is_read_while_it_grows(tmp_path):
 @pytest.mark.parametrize("hurt", ["head", "body", "table", "cut", "garbage"])
 def test_damage_costs_one_step_and_is_said(tmp_path, hurt):
     recorded(tmp_path, step_of(), step_of(), step_of())
-    part = parts_of(tmp_path)[0]
+    part = block_parts(tmp_path)[0]
     _, second, _ = Walk(part).advance()
     data = bytearray(part.read_bytes())
     if hurt == "head":
@@ -171,7 +171,7 @@ def test_damage_costs_one_step_and_is_said(tmp_path, hurt):
     if hurt == "garbage":
         assert book.response(2, 0)["text"] == "row 0"
     else:
-        with pytest.raises((Damaged, KeyError)):
+        with pytest.raises((DamagedRecord, KeyError)):
             book.response(2, 0)
     assert bool(book.skipped()) == (hurt != "body"), "a damaged response is found when it is looked at"
 
@@ -181,11 +181,11 @@ def test_a_table_from_somebody_else_is_no_trap(tmp_path):
     writer.append(1, 1, {"prompts": [{}], "rollouts": {"prompt": [7]}}, [b"x"], {})
     writer.append(2, 1, {"prompts": "no", "rollouts": []}, [b"x"], {})
     bomb = blocks.zlib.compress(b"0" * (blocks.LARGEST + 1))
-    with pytest.raises(Damaged):
+    with pytest.raises(DamagedRecord):
         blocks.inflated(bomb)
     book = opened(tmp_path)
     for step in (1, 2):
-        with pytest.raises(Damaged):
+        with pytest.raises(DamagedRecord):
             book.rows(step, [0])
     assert book.steps() == {} and len(book.skipped()) == 2
 
@@ -193,7 +193,7 @@ def test_a_table_from_somebody_else_is_no_trap(tmp_path):
 def test_it_stays_within_its_limit(tmp_path):
     steps = [step_of(shades=(number, number + 100)) for number in range(60)]
     book = recorded(tmp_path, *steps, limit_bytes=32_000)
-    assert sum(part.stat().st_size for part in parts_of(tmp_path)) <= 32_000
+    assert sum(part.stat().st_size for part in block_parts(tmp_path)) <= 32_000
     kept = list(book.steps())
     assert kept[-1] == 60 and kept == list(range(kept[0], 61)) and kept[0] > 1, "the oldest steps give way"
     assert len(book.image(kept[0], book.response(kept[0], 0)["image"])) > 0, "with their images, and no others"
@@ -263,14 +263,14 @@ def check_maps(book, one):
 
 def test_maps_where_attention_is_hidden_are_refused_at_the_start():
     config = load_config(CONFIG_FILE, {"training.record_attention_maps": True})
-    rules = recipe_of(config, 1)
-    refuse_unmeasured(config, rules, True)
+    rules = make_algorithm(config, 1)
+    check_measurable(config, rules, True)
     with pytest.raises(ConfigError, match="attn_implementation"):
-        refuse_unmeasured(config, rules, False)
+        check_measurable(config, rules, False)
 
 
 def test_doctor_counts_the_memory_of_maps():
-    needs = limits_of(
+    needs = make_limits(
         load_config(CONFIG_FILE, {"training.record_attention_maps": True}), Needs("old_logprobs"), False, True
     ).needs
     assert "attention_maps" in needs and "attention_mass" in needs

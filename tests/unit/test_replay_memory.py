@@ -15,8 +15,8 @@ from mtrl.algorithms.advantages import grpo
 from mtrl.algorithms.credit import assign
 from mtrl.algorithms.credit.trajectory_scaling import TrajectoryScaling
 from mtrl.algorithms.replay import ReplayRule, exchange_groups
-from mtrl.checkpoint.records import tensors_of
-from mtrl.training.dynamic_sampling import Gathered, PromptCounts
+from mtrl.checkpoint.records import record_tensors
+from mtrl.training.dynamic_sampling import CollectedBatch, PromptCounts
 from mtrl.training.replay_memory import ReplayMemory
 from mtrl.types import Rewards, Signals
 
@@ -45,7 +45,7 @@ def step_of(names, rewards, old=-1.0, mass=False, **more):
 
 
 def gathered(experience):
-    return Gathered(replace(experience, advantage=None), PromptCounts(used=len(experience.rollouts.prompts)))
+    return CollectedBatch(replace(experience, advantage=None), PromptCounts(used=len(experience.rollouts.prompts)))
 
 
 def names_of(experience):
@@ -215,7 +215,7 @@ def test_a_restart_remembers_to_the_bit(memory, tmp_path):
     snapshot, entries = memory.snapshot(), memory.buffer.entries
     memory.admit(step_of("later", [0.0, 50.0] * 5), (), step=12)
     assert snapshot.detached().nbytes == sum(
-        tensor.nbytes for entry in entries for tensor in tensors_of(entry.payload.experience).values()
+        tensor.nbytes for entry in entries for tensor in record_tensors(entry.payload.experience).values()
     )
     snapshot.detached().write(tmp_path)
     restored = ReplayMemory(memory.rule, seed=7)

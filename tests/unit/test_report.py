@@ -13,7 +13,7 @@ from matplotlib.text import Text
 from PIL import Image
 
 from mtrl import cli
-from mtrl.report.chart import Line, Panel, chart, draw_chart, running_mean, smoothing_window
+from mtrl.report.chart import Curve, Panel, chart, draw_chart, running_mean, smoothing_window
 from mtrl.report.run_curves import metric_panels, usual_metrics, usual_panels
 from mtrl.report.style import COLOURS, MARKS, drawable, plain_numbers, ticks_within
 from mtrl.tracking import curve
@@ -49,7 +49,7 @@ def test_numbers_have_the_decimals_they_need():
 
 def test_text_is_drawn_as_it_stands():
     """A $ begins no formula, a control character is no command, and a sign without a glyph is no empty box."""
-    figure = chart("a$b_1$\n\x1b", [Panel("p$", [Line("l$", RATE), Line("m", RATE)])])
+    figure = chart("a$b_1$\n\x1b", [Panel("p$", [Curve("l$", RATE), Curve("m", RATE)])])
     figure.canvas.draw()
     shown = {text.get_text(): text for text in figure.findobj(Text) if text.get_text()}
     for text in ("a$b_1$\\n\\x1b", "p$", "l$"):
@@ -60,7 +60,7 @@ def test_text_is_drawn_as_it_stands():
 
 # ---------------------------------------------------------------------------------------------------------------- chart
 def test_each_validation_is_a_point_and_single_steps_are_smoothed():
-    panel = Panel("accuracy", [Line("training", NOISE, noisy=True), Line("validation", RATE)], bounds=(0, 1))
+    panel = Panel("accuracy", [Curve("training", NOISE, noisy=True), Curve("validation", RATE)], bounds=(0, 1))
     (axes,) = axes_of(chart("run", [panel]))
     pale, mean, validated = axes.get_lines()
     assert list(zip(*validated.get_data(), strict=True)) == RATE and validated.get_marker() == MARKS[1]
@@ -82,7 +82,7 @@ def test_the_mean_spans_more_of_a_longer_run():
 def test_nothing_covers_anything(count):
     """Head, legend and panels have places of their own, however many names there are."""
     names = [f"a-run-with-a-name-of-its-own-{i}" for i in range(count)]
-    figure = chart("title", [Panel(f"p{i}", [Line(name, RATE) for name in names]) for i in range(count)], note="note")
+    figure = chart("title", [Panel(f"p{i}", [Curve(name, RATE) for name in names]) for i in range(count)], note="note")
     axes, renderer = axes_of(figure), figure.canvas.get_renderer()
     boxes = [each.get_tightbbox(renderer) for each in axes] + [text.get_window_extent() for text in figure.texts]
     boxes += [legend.get_window_extent() for legend in figure.legends]
@@ -95,7 +95,9 @@ def test_nothing_covers_anything(count):
 
 def test_a_name_has_one_look_everywhere_and_no_other_has_it():
     names = [f"run {i}" for i in range(2 * len(COLOURS))]
-    first, second = axes_of(chart("t", [Panel("p", [Line(n, RATE) for n in names]), Panel("q", [Line("run 3", RATE)])]))
+    first, second = axes_of(
+        chart("t", [Panel("p", [Curve(n, RATE) for n in names]), Panel("q", [Curve("run 3", RATE)])])
+    )
     looks = [(line.get_color(), line.get_marker(), line.get_linestyle()) for line in first.get_lines()]
     assert len(set(looks)) == len(names) and len({line.get_color() for line in first.get_lines()}) == len(COLOURS)
     (line,) = second.get_lines()
@@ -103,14 +105,16 @@ def test_a_name_has_one_look_everywhere_and_no_other_has_it():
 
 
 def test_the_axis_begins_at_zero_where_that_is_near():
-    near, far, below = (Panel("p", [Line("a", [(0, low), (1, high)])]) for low, high in ((0.1, 0.3), (12, 13), (-1, 1)))
+    near, far, below = (
+        Panel("p", [Curve("a", [(0, low), (1, high)])]) for low, high in ((0.1, 0.3), (12, 13), (-1, 1))
+    )
     spans = [axes.get_ylim() for axes in axes_of(chart("t", [near, far, below]))]
     assert spans[0][0] == 0 and spans[1][0] > 11 and spans[2][0] < -1
 
 
 @pytest.mark.parametrize("points", [[(3, 0.5)], [(0, 0.0), (1, 0.0)], [(0, 1e-12), (1, 1e99)], [(1, -1e99), (2, 1e99)]])
 def test_odd_numbers_are_drawn(points, tmp_path):
-    draw_chart(tmp_path / "a.png", "t", [Panel("p", [Line("a", points, noisy=True)])])
+    draw_chart(tmp_path / "a.png", "t", [Panel("p", [Curve("a", points, noisy=True)])])
     with Image.open(tmp_path / "a.png") as picture:
         assert len(picture.convert("RGB").getcolors(10**6)) > 20, "something is drawn"
 
@@ -119,7 +123,7 @@ def test_a_picture_is_whole_or_not_there(tmp_path, monkeypatch):
     (tmp_path / "a.png").write_text("the one before")
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *_, **__: (_ for _ in ()).throw(OSError("full")))
     with pytest.raises(OSError, match="full"):
-        draw_chart(tmp_path / "a.png", "t", [Panel("p", [Line("a", RATE)])])
+        draw_chart(tmp_path / "a.png", "t", [Panel("p", [Curve("a", RATE)])])
     assert [path.read_text() for path in tmp_path.iterdir()] == ["the one before"]
 
 

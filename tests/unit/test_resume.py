@@ -24,11 +24,11 @@ from mtrl.tracking.several import Trackers
 from mtrl.training.interrupt import Interrupt
 from mtrl.training.resume import (
     Start,
+    check_same_run,
     checkpoint_at,
     differing_keys,
     find_start,
     fitting_state,
-    refuse_another_run,
     restoring,
 )
 from mtrl.utils.errors import Finished, RunError, StartError
@@ -183,18 +183,18 @@ def test_another_configuration_is_refused(tmp_path):
     config = load_config(None, {"dataset.seed": 7})
     with RunDirectory(tmp_path / "run") as directory:
         assert not directory.used
-        refuse_another_run(directory, config, fresh=True)
+        check_same_run(directory, config, fresh=True)
         directory.record(to_yaml(load_config()))
     with RunDirectory(tmp_path / "run") as directory:
         assert directory.used
         with pytest.raises(StartError, match=r"(?s)experiment_name.*dataset\.seed: was 42, is 7"):
-            refuse_another_run(directory, config, fresh=False)
-        refuse_another_run(directory, load_config(None, {"training.max_steps": 3}), fresh=False)
+            check_same_run(directory, config, fresh=False)
+        check_same_run(directory, load_config(None, {"training.max_steps": 3}), fresh=False)
         with pytest.raises(StartError, match=r"training.fresh"):
-            refuse_another_run(directory, load_config(), fresh=True)
+            check_same_run(directory, load_config(), fresh=True)
         (directory.path / CONFIG).write_text("dataset: {no_such_key: 1}")
         with pytest.raises(StartError, match=r"(?s)cannot be read any more.*no_such_key"):
-            refuse_another_run(directory, load_config(), fresh=False)
+            check_same_run(directory, load_config(), fresh=False)
 
 
 def test_a_configuration_that_is_gone_is_said(tmp_path, caplog):
@@ -203,10 +203,10 @@ def test_a_configuration_that_is_gone_is_said(tmp_path, caplog):
         fake_checkpoint(directory.path, 10)
     refused = load_config(None, {"dataset.seed": 7})
     with RunDirectory(tmp_path / "run") as directory:
-        refuse_another_run(directory, load_config(), fresh=False)
+        check_same_run(directory, load_config(), fresh=False)
         assert not caplog.text
         (directory.path / CONFIG).unlink()
-        refuse_another_run(directory, refused, fresh=False)
+        check_same_run(directory, refused, fresh=False)
     (warning,) = caplog.messages
     assert "config.yaml is gone" in warning and "choose another training.experiment_name" in warning
 
@@ -249,7 +249,7 @@ def test_a_folder_that_another_process_has_taken_is_not_touched(tmp_path, finish
         directory.record("ours")
         fake_checkpoint(run, 10)
         store = FolderStore(run / "checkpoints", before_saving=directory.keep)
-        tracker = Trackers([Log()], before=directory.refuse_another)
+        tracker = Trackers([Log()], before=directory.check_still_ours)
         tracker.metrics(10, {"step": 10})
         assert read_rows(run / "metrics.jsonl") == [{"step": 10}]
         shutil.move(run, tmp_path / "old") if moved else shutil.rmtree(run)

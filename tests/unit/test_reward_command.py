@@ -13,7 +13,7 @@ from mtrl.data import open_sources
 from mtrl.data.cache import DiskCache
 from mtrl.embedded.embedded_rows import MODEL_DIRECTORY
 from mtrl.report.reward_page import failures, parts_table, report
-from mtrl.rewards.dry_run import Trial, Tried, ValueSummary, histogram
+from mtrl.rewards.dry_run import Trial, TriedReward, ValueSummary, histogram
 from mtrl.rewards.outcomes import Outcome
 
 FUNCTION = '''
@@ -75,7 +75,7 @@ def test_totals_and_parts_by_hand():
         Outcome(failure="Traceback\nKeyError: 'x'", seconds=2.0),
         Outcome(0.0, {"width": 8}),
     ]
-    trial = Trial("mine", tuple(Tried(f"row {i}", "said", each) for i, each in enumerate(outcomes)), 2.0, -1.0)
+    trial = Trial("mine", tuple(TriedReward(f"row {i}", "said", each) for i, each in enumerate(outcomes)), 2.0, -1.0)
     assert trial.totals == [1.0, 0.0, -1.0, 0.0]
     assert trial.parts() == {"mine": ValueSummary(0.5, 0.5, 0.0, 1.0, 1), "width": ValueSummary(6.0, 2.0, 4.0, 8.0, 1)}
     assert [each.origin for each in trial.slowest(2)] == ["row 2", "row 0"]

@@ -11,7 +11,7 @@ from mtrl.config import load_config
 from mtrl.rewards import sandbox as sandboxes
 from mtrl.rewards.messages import MOST_ANSWER, MOST_BYTES, WorkerLost, read_answers, read_start, written_answer
 from mtrl.rewards.outcomes import MAX_EXTRAS, MAX_FAILURE, Outcome, last_words, read_outcome
-from mtrl.rewards.sandbox import Job, Sandbox
+from mtrl.rewards.sandbox import RewardJob, Sandbox
 
 LINE_OF_ITS_OWN = '''
 import gc, json, os, pickle, socket, stat, struct, time
@@ -282,4 +282,4 @@ def test_limits_fit_together():
 
 
 def test_jobs_know_how_long_responses_are():
-    assert Job([{"response_token_ids": [1, 2]}, {}], []).waiting == {0: 2, 1: 0}
+    assert RewardJob([{"response_token_ids": [1, 2]}, {}], []).waiting == {0: 2, 1: 0}

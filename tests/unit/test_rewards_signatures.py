@@ -14,7 +14,7 @@ from mtrl.compose.reward_scorer import build_scorer
 from mtrl.config import load_config
 from mtrl.rewards.outcomes import read_outcome
 from mtrl.rewards.sandbox import InProcess, Sandbox, split_calls
-from mtrl.rewards.signatures import Traits, UserReward, signature_of
+from mtrl.rewards.signatures import Traits, UserReward, detect_signature
 from mtrl.types import Signals
 
 
@@ -180,7 +180,7 @@ def test_verl_gets_the_columns_as_extra_info():
     ],
 )
 def test_the_parameters_decide(names, reward_type, signature):
-    assert signature_of(names, reward_type) == signature
+    assert detect_signature(names, reward_type) == signature
 
 
 # ----------------------------------------------------------------------------------------------------- calls for many

@@ -9,7 +9,7 @@ import torch
 from mtrl.compose.algorithm import optimizer_settings
 from mtrl.config import ConfigError, load_config, warnings
 from mtrl.workers import rounding
-from mtrl.workers.learner import OptimizerSettings, optimizer_of
+from mtrl.workers.learner import OptimizerSettings, make_optimizer
 from mtrl.workers.rounding import RoundedAdamW, add_compensated, rounded_at_random
 
 ULP = 2**-7  # between two bf16 numbers from 1 to 2
@@ -59,7 +59,7 @@ def descend(kind, dtype, steps=200, lr=1e-4, **settings):
     start = (0.5 * noise(64, 32)).bfloat16().float()
     target = start + 0.03 * noise(64, 32, seed=1).sign()
     weight = torch.nn.Parameter(start.to(dtype, copy=True))
-    optimizer = optimizer_of([weight], OptimizerSettings(lr=lr, rounding=kind, **settings), fused=False)
+    optimizer = make_optimizer([weight], OptimizerSettings(lr=lr, rounding=kind, **settings), fused=False)
     for step in range(steps):
         weight.grad = (weight.detach().float() - target + 0.02 * noise(64, 32, seed=step)).to(dtype)
         optimizer.step()
@@ -137,7 +137,7 @@ def test_the_key_reaches_the_optimizer_and_ends_the_warning():
     settings = optimizer_settings(config, 1)
     assert settings.rounding == "kahan" and list(warnings(config)) == []
     weight = torch.nn.Parameter(torch.zeros(1))
-    assert isinstance(optimizer_of([weight], settings, fused=False), RoundedAdamW)
+    assert isinstance(make_optimizer([weight], settings, fused=False), RoundedAdamW)
     (said,) = warnings(load_config(None, keys[:1]))
     assert "set worker.actor.fsdp.param_rounding to kahan or stochastic" in said
 

@@ -14,7 +14,7 @@ from mtrl.types import AttentionMap, Experience, Rewards, Rollouts, Signals
 from mtrl.utils.record_rows import as_index, join_rows, take_rows
 
 
-def rewards_of(total, **parts):
+def reward_description(total, **parts):
     return Rewards(torch.tensor(total), {k: torch.tensor(v) for k, v in parts.items()}, torch.tensor(total) < 0)
 
 
@@ -35,7 +35,7 @@ def test_attention_maps_of_several_passes_come_back_in_order():
 
 def test_rows_of_rewards_take_everything_along():
     rewards = replace(
-        rewards_of([1.0, -2.0, 3.0], accuracy=[1.0, 0.0, NAN], length=[0.1, 0.2, 0.3]),
+        reward_description([1.0, -2.0, 3.0], accuracy=[1.0, 0.0, NAN], length=[0.1, 0.2, 0.3]),
         baseline=torch.tensor([5.0, 6.0, 7.0]),
         token_weights=padded([[1, 2], [3, 4], [5, 6]]),
     )
@@ -51,7 +51,7 @@ def test_rows_of_rewards_take_everything_along():
 def test_rows_by_number_or_by_a_bool_for_each():
     assert as_index(torch.tensor([False, True, True])).tolist() == [1, 2]
     assert as_index(torch.tensor([2, 0])).tolist() == [2, 0]
-    rewards = rewards_of([1.0, 2.0, 3.0])
+    rewards = reward_description([1.0, 2.0, 3.0])
     same(take_rows(rewards, torch.tensor([True, False, True])).total, torch.tensor([1.0, 3.0]))
 
 
@@ -61,7 +61,7 @@ def test_rows_of_an_experience_follow_one_another():
     experience = replace(
         fake_experience(rollouts, Signals(old_logprobs=numbered(rollouts)), 2 * numbered(rollouts), credit=credit),
         returns=3 * numbered(rollouts),
-        rewards=rewards_of([1.0, 2.0, 3.0], accuracy=[1.0, 0.0, NAN]),
+        rewards=reward_description([1.0, 2.0, 3.0], accuracy=[1.0, 0.0, NAN]),
     )
     part = experience.rows(torch.tensor([2, 1]))
     assert len(part) == 2 and ids(part.rollouts) == ["p1", "p1"] and len(part.rollouts.prompts) == 1
@@ -132,8 +132,8 @@ def test_prompt_mass_has_no_tokens_to_pad():
 
 
 def test_reward_parts_that_one_part_lacks_do_not_apply_there():
-    one = rewards_of([1.0], accuracy=[1.0], length=[-1.0])
-    other = rewards_of([2.0, -3.0], length=[0.0, 0.5], x=[7.0, 8.0])
+    one = reward_description([1.0], accuracy=[1.0], length=[-1.0])
+    other = reward_description([2.0, -3.0], length=[0.0, 0.5], x=[7.0, 8.0])
     joined = join_rows([one, other])
     assert joined.total.tolist() == [1.0, 2.0, -3.0] and joined.failed.tolist() == [False, False, True]
     assert list(joined.parts) == ["accuracy", "length", "x"]
@@ -144,7 +144,7 @@ def test_reward_parts_that_one_part_lacks_do_not_apply_there():
 
 
 def test_rewards_without_parts_have_rows_too():
-    joined = join_rows([rewards_of([1.0, 2.0]), rewards_of([3.0], accuracy=[1.0])])
+    joined = join_rows([reward_description([1.0, 2.0]), reward_description([3.0], accuracy=[1.0])])
     close(joined.parts["accuracy"], [NAN, NAN, 1])
 
 

@@ -8,9 +8,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from mtrl.compose.task_source import EMBEDDED, sources_of
+from mtrl.compose.task_source import EMBEDDED, data_sources
 from mtrl.config import paths as places
-from mtrl.embedded.embedded_rows import TASKS, config_of
+from mtrl.embedded.embedded_rows import TASKS, packaged_config
 from mtrl.embedded.scenes import (
     CHANCE,
     HELD_OUT,
@@ -25,7 +25,7 @@ from mtrl.embedded.scenes import (
 )
 from mtrl.models.tiny import tiny_tokenizer
 from mtrl.rewards.builtin import accuracy, format
-from pretraining.evaluation import answer_of
+from pretraining.evaluation import graded_answer
 from pretraining.pretrain import ADDED_TOKENS, COURSES
 from pretraining.scene_teacher import HABITS, WAYS, demonstrations
 
@@ -44,7 +44,7 @@ def answers(questions):
     return [(question, way.text) for question in asked for way in demonstrations(question)]
 
 
-def words_of(question, text):
+def special_words(question, text):
     return [text[start:end] for start, end in causal_spans(question.columns, text)]
 
 
@@ -130,7 +130,7 @@ def test_the_text_alone_is_worth_a_sixth():
 def test_answers_have_the_form_and_what_is_right_is_rewarded(answers):
     right = []
     for question, text in answers:
-        found = answer_of(text, question)
+        found = graded_answer(text, question)
         sample = {"response": text, "ground_truth": question.answer}
         assert found is not None and format(sample) == 1.0
         assert accuracy(sample) == float(found == question.answer)
@@ -196,8 +196,8 @@ def test_the_answer_follows_from_what_decides_alone(answers):
     """Two answers of the teacher to one question that agree in all causal words agree in the answer."""
     by_words = defaultdict(set)
     for question, text in answers:
-        words = words_of(question, text)
-        assert words[-1] == words[-2] == answer_of(text, question)
+        words = special_words(question, text)
+        assert words[-1] == words[-2] == graded_answer(text, question)
         by_words[question.split, question.index, tuple(words[:-2])].add(words[-1])
         marked = "".join(words)
         assert not any(word in marked for word in ("besides", "anyway", "calm", "odd"))
@@ -206,7 +206,7 @@ def test_the_answer_follows_from_what_decides_alone(answers):
 
 
 def test_most_of_an_answer_does_not_decide(answers):
-    share = [sum(map(len, words_of(question, text))) / len(text) for question, text in answers]
+    share = [sum(map(len, special_words(question, text))) / len(text) for question, text in answers]
     assert np.mean(share) < 0.12
 
 
@@ -217,7 +217,7 @@ def test_habits_are_answers():
 # --------------------------------------------------------------------------------------------------------------- rows
 def test_rows_by_name():
     assert places.EMBEDDED == EMBEDDED == tuple(f"{name}@" for name in TASKS)
-    (test,), (blank,) = sources_of("scenes@test", "train"), sources_of("scenes-blank@test", "train")
+    (test,), (blank,) = data_sources("scenes@test", "train"), data_sources("scenes-blank@test", "train")
     assert len(test) == len(blank) == 2000 and len({test.fingerprint, blank.fingerprint}) == 2
     seen, unseen = test.read(7), blank.read(7)
     assert {key: seen[key] for key in seen if key != "images"} == {
@@ -226,8 +226,13 @@ def test_rows_by_name():
     assert np.ptp(np.asarray(unseen["images"][0])) == 0 < np.ptp(np.asarray(seen["images"][0]))
     assert seen["images"][0].size == unseen["images"][0].size == (84, 84)
     with pytest.raises(ValueError, match=r"scenes has no split 'tset'; it has train, validation, test"):
-        sources_of("scenes@tset", "train")
-    assert config_of("scenes-blank@train") == config_of("scenes@test") != config_of("zoo@test") != config_of("x@test")
+        data_sources("scenes@tset", "train")
+    assert (
+        packaged_config("scenes-blank@train")
+        == packaged_config("scenes@test")
+        != packaged_config("zoo@test")
+        != packaged_config("x@test")
+    )
 
 
 def test_the_test_questions_are_the_same_for_ever():

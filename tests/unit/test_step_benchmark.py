@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import step
 from benchmarks.random_model import checkpoint_without_weights, random_model
-from mtrl.compose.run import place_of
+from mtrl.compose.run import run_directory
 from mtrl.config import load_config
 from mtrl.config.load_config import to_dict
 
@@ -52,7 +52,7 @@ def test_it_differs_from_the_defaults_only_where_it_says(built, capsys):
     assert result["settings"] == SIZES | {COMPUTE: "fp32"}
     assert changed(run.config).keys() == {*SIZES, COMPUTE}
     assert result["args"]["dtype"] == "fp32" == run.config.worker.actor.fsdp.param_dtype
-    assert not place_of(run.config).exists(), "nothing is left behind"
+    assert not run_directory(run.config).exists(), "nothing is left behind"
 
     rows, median = result["steps"], result["median_of_measured_steps"]
     assert [row["completion_tokens"] for row in rows] == [2 * 2 * 5] * 3, "no response ends early"
@@ -75,8 +75,11 @@ def test_arguments_become_keys(built, capsys):
     }
     assert result["settings"] == SIZES | {"training.max_steps": 1} | added
     assert changed(run.config).keys() == result["settings"].keys()
-    assert run.loop.recipe.divergence is None and len(run.loop.recipe.credit) == 2
-    assert {"dependency", "old_logprobs"} <= run.loop.recipe.needs.names and run.loop.recipe.attention_every == 1
+    assert run.loop.algorithm_spec.divergence is None and len(run.loop.algorithm_spec.credit) == 2
+    assert {
+        "dependency",
+        "old_logprobs",
+    } <= run.loop.algorithm_spec.needs.names and run.loop.algorithm_spec.attention_every == 1
     assert 0 < result["saving"]["held"] <= result["saving"]["written"]
     parameters = list(run.loop.components.actor.model.parameters())
     assert result["saving"]["gb"] > 3 * sum(p.nbytes for p in parameters) / 2**30, "weights and two averages"

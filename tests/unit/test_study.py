@@ -67,8 +67,8 @@ def test_no_rule_is_left_out():
 
 
 def test_the_plain_arm_is_the_recipe_of_scenes():
-    config, recipe = arm("grpo"), load_config(ROOT / "mtrl/embedded/scenes.yaml")
-    differ = {key for key in known_leaves() if value(config, key) != value(recipe, key)}
+    config, algorithm_spec = arm("grpo"), load_config(ROOT / "mtrl/embedded/scenes.yaml")
+    differ = {key for key in known_leaves() if value(config, key) != value(algorithm_spec, key)}
     measuring = {"val_freq", "val_before_train", "val_generations_to_log", "log_preview_chars", "best_metric",
                  "record_rollouts_per_step", "realtime_rollout_logging", "project_name", "experiment_name"}  # fmt: skip
     assert differ - {"dataset.val_files", "dataset.val_batch_size"} <= {f"training.{name}" for name in measuring}

@@ -136,16 +136,16 @@ def test_sampled_accuracy_is_the_mean_of_the_last_ten_steps():
 
 
 def test_each_endpoint_has_its_own_differences_and_correction():
-    def arm_of(name, greedy, sampled):
+    def load_arm(name, greedy, sampled):
         curves = zip(greedy, sampled, strict=True)
         return Arm(
             name, {seed: SeedRun(seed, {METRIC: [(30, g)], SAMPLED: [(30, s)]}) for seed, (g, s) in enumerate(curves)}
         )
 
     found = {
-        "grpo": arm_of("grpo", [0.5, 0.5, 0.5], [0.4, 0.4, 0.4]),
-        "a": arm_of("a", [0.60, 0.61, 0.62], [0.30, 0.31, 0.32]),
-        "b": arm_of("b", [0.5, 0.6, 0.4], [0.4, 0.5, 0.3]),
+        "grpo": load_arm("grpo", [0.5, 0.5, 0.5], [0.4, 0.4, 0.4]),
+        "a": load_arm("a", [0.60, 0.61, 0.62], [0.30, 0.31, 0.32]),
+        "b": load_arm("b", [0.5, 0.6, 0.4], [0.4, 0.5, 0.3]),
     }
     _, a, b = compare_arms(found)[0]
     assert a.greedy.by_final.difference.mean == pytest.approx(0.11)

@@ -8,7 +8,7 @@ import sys
 import pytest
 from tqdm import tqdm
 
-from mtrl.utils.terminal import Door, behind_door, sanitize, separate_log
+from mtrl.utils.terminal import SanitizedStream, behind_door, sanitize, separate_log
 
 
 class Terminal(io.StringIO):
@@ -19,17 +19,17 @@ class Terminal(io.StringIO):
 @pytest.mark.parametrize("stream", [Terminal, io.StringIO])
 def test_what_is_printed_cannot_move_the_cursor(stream):
     behind = stream()
-    print("row\x1b[31m 1", "\r\x1b[A\x9b2J", "\udcff.png", file=Door(behind))
-    print("\x1b[A", "\x1b]0;title\x07", file=Door(behind))
+    print("row\x1b[31m 1", "\r\x1b[A\x9b2J", "\udcff.png", file=SanitizedStream(behind))
+    print("\x1b[A", "\x1b]0;title\x07", file=SanitizedStream(behind))
     assert behind.getvalue().splitlines()[0] == "row\\x1b[31m 1 \\r\\x1b[A\\x9b2J \\udcff.png"
     assert "\x1b]" not in behind.getvalue() and "\x07" not in behind.getvalue()
-    assert behind_door(Door(behind)) is behind and behind_door(behind) is behind
+    assert behind_door(SanitizedStream(behind)) is behind and behind_door(behind) is behind
 
 
 @pytest.mark.parametrize("stream", [Terminal, io.StringIO])
 def test_a_bar_may_return_to_its_beginning(stream):
     behind = stream()
-    door = Door(behind)
+    door = SanitizedStream(behind)
     with tqdm(total=2, file=door, position=1, desc="rows\x1b[2J") as bar:
         bar.update(1)
     assert "\rrows\\x1b[2J:" in behind.getvalue() and "\x1b[2J" not in behind.getvalue()

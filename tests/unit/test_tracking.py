@@ -14,8 +14,8 @@ from helpers import NAN, fake_experience, fake_rollouts
 
 from mtrl.protocols import Tracker
 from mtrl.tracking import jsonl
-from mtrl.tracking.jsonl import JsonlWriter, last_row, parts, rows_of
-from mtrl.tracking.run_files import RunFiles, first_steps_of, read_rows, validations_of
+from mtrl.tracking.jsonl import JsonlWriter, last_row, parts, read_rows_of
+from mtrl.tracking.run_files import RunFiles, first_steps, read_rows, read_validations
 from mtrl.tracking.several import Trackers
 from mtrl.types import Credit, Needs, Rewards, ValidationSample
 
@@ -29,7 +29,7 @@ def lines(path):
     return [json.loads(line, parse_constant=refuse) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def rewards_of(*total):
+def reward_description(*total):
     count = len(total)
     parts = {"accuracy": torch.tensor(total), "mdi": torch.full((count,), NAN)}
     return Rewards(torch.tensor(total), parts, torch.tensor([False] * (count - 1) + [True]))
@@ -59,7 +59,7 @@ def test_a_row_a_step(tmp_path):
 
 def test_a_row_a_response(tmp_path):
     rollouts = fake_rollouts([2, 3], group=[0, 1], truncated=[False, True])
-    write_rollouts(RunFiles(tmp_path), 3, rollouts, rewards_of(1.0, 0.25))
+    write_rollouts(RunFiles(tmp_path), 3, rollouts, reward_description(1.0, 0.25))
     first, second = lines(tmp_path / "rollouts.jsonl")
     time = first.pop("time")
     assert first == {
@@ -74,7 +74,10 @@ def test_odd_answers_are_still_json(tmp_path):
     rollouts = fake_rollouts([1])
     task = replace(rollouts.prompts[0].task, answer=[NAN, {"a": math.inf}, {1}, "选项"])
     write_rollouts(
-        RunFiles(tmp_path), 1, replace(rollouts, prompts=(replace(rollouts.prompts[0], task=task),)), rewards_of(1.0)
+        RunFiles(tmp_path),
+        1,
+        replace(rollouts, prompts=(replace(rollouts.prompts[0], task=task),)),
+        reward_description(1.0),
     )
     assert lines(tmp_path / "rollouts.jsonl")[0]["answer"] == [None, {"a": None}, "{1}", "选项"]
     assert "选项" in (tmp_path / "rollouts.jsonl").read_text(encoding="utf-8")
@@ -85,7 +88,7 @@ def test_attempts_count_and_files_only_grow(tmp_path):
     before = (tmp_path / "metrics.jsonl").read_bytes()
     second = RunFiles(tmp_path)
     second.metrics(1, {"x": 2.0})
-    write_rollouts(second, 1, fake_rollouts([1]), rewards_of(1.0))
+    write_rollouts(second, 1, fake_rollouts([1]), reward_description(1.0))
     assert (tmp_path / "metrics.jsonl").read_bytes().startswith(before)
     assert [(row["attempt"], row["x"]) for row in read_rows(tmp_path / "metrics.jsonl")] == [(1, 1.0), (2, 2.0)]
     assert read_rows(tmp_path / "rollouts.jsonl")[0]["attempt"] == 2
@@ -125,7 +128,7 @@ def test_validation_samples_are_kept(tmp_path):
 def test_rollouts_of_validated_steps_only(tmp_path):
     files = RunFiles(tmp_path, every_step=False)
     for step in (1, 2, 3, 4, 5):
-        write_rollouts(files, step, fake_rollouts([1, 1]), rewards_of(1.0, 0.0))
+        write_rollouts(files, step, fake_rollouts([1, 1]), reward_description(1.0, 0.0))
         if step in (2, 4):
             files.validation(step, {"val/reward_score": 0.0}, {})
     files.close()
@@ -134,7 +137,7 @@ def test_rollouts_of_validated_steps_only(tmp_path):
 
 def test_the_attempt_counts_from_every_file(tmp_path):
     """A crash in the first step leaves rollouts of an attempt that metrics.jsonl never heard of."""
-    write_rollouts(RunFiles(tmp_path), 1, fake_rollouts([1]), rewards_of(1.0))
+    write_rollouts(RunFiles(tmp_path), 1, fake_rollouts([1]), reward_description(1.0))
     assert not (tmp_path / "metrics.jsonl").exists() and RunFiles(tmp_path).attempt == 2
 
 
@@ -146,10 +149,10 @@ def test_rows_without_a_step_are_left_out_and_told_with_their_file(tmp_path, cap
         {"step": 2, "val/reward_score": 0.5, "val/avg@1": [], "attempt": []},
     ]  # fmt: skip
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert validations_of(tmp_path) == {2: {"val/reward_score": 0.5}}
+    assert read_validations(tmp_path) == {2: {"val/reward_score": 0.5}}
     (said,) = caplog.messages
     assert said == f"{tmp_path / 'metrics.jsonl'}: 3 rows without a step are left out"
-    assert first_steps_of(tmp_path) == [{"step": 1, "perf/seconds_step": 1.0}]
+    assert first_steps(tmp_path) == [{"step": 1, "perf/seconds_step": 1.0}]
     assert RunFiles(tmp_path).attempt == 1
 
 
@@ -161,11 +164,11 @@ def test_what_earlier_attempts_left(tmp_path):
     first.validation(8, {"val/reward_score": 0.3}, {})
     second = RunFiles(tmp_path)
     second.validation(8, {"val/reward_score": 0.4}, {})
-    assert validations_of(tmp_path) == {
+    assert read_validations(tmp_path) == {
         0: {"val/reward_score": 0.1, "val/by_k/a": 0.5},
         8: {"val/reward_score": 0.4},
     }
-    assert [row["x"] for row in first_steps_of(tmp_path)] == [1, 2, 3, 4, 5]
+    assert [row["x"] for row in first_steps(tmp_path)] == [1, 2, 3, 4, 5]
 
 
 # ------------------------------------------------------------------------------------------------------------ rotation
@@ -175,7 +178,7 @@ def test_a_full_file_becomes_a_part_and_readers_see_all_in_order(tmp_path):
     for number in range(12):
         file.append([{"n": number, "text": "x" * 20}])  # 41 or 42 bytes: two fit
     assert [part.name for part in parts(path)] == [f"rollouts.{number}.jsonl" for number in (1, 2, 3, 4, 5)]
-    assert [row["n"] for row in rows_of(path)] == list(range(12))
+    assert [row["n"] for row in read_rows_of(path)] == list(range(12))
     assert all(part.stat().st_size <= 100 for part in (*parts(path), path))
     assert [row["n"] for row in lines(path)] == [10, 11] and [row["n"] for row in lines(parts(path)[0])] == [0, 1]
 
@@ -184,7 +187,7 @@ def test_numbers_sort_as_numbers_and_go_on_after_a_restart(tmp_path):
     path = tmp_path / "rollouts.jsonl"
     for number in range(12):
         JsonlWriter(path, rotate_at=1).append([{"n": number}])  # a new process each time
-    assert [row["n"] for row in rows_of(path)] == list(range(12)) and len(parts(path)) == 11
+    assert [row["n"] for row in read_rows_of(path)] == list(range(12)) and len(parts(path)) == 11
 
 
 def test_the_oldest_parts_go_and_that_is_said_once(tmp_path, caplog):
@@ -193,7 +196,7 @@ def test_the_oldest_parts_go_and_that_is_said_once(tmp_path, caplog):
     file = JsonlWriter(path, rotate_at=1, keep=3)
     for number in range(8):
         file.append([{"n": number}])
-    assert [row["n"] for row in rows_of(path)] == [4, 5, 6, 7]
+    assert [row["n"] for row in read_rows_of(path)] == [4, 5, 6, 7]
     assert [part.name for part in parts(path)] == ["rollouts.5.jsonl", "rollouts.6.jsonl", "rollouts.7.jsonl"]
     assert len(caplog.records) == 1 and "rollouts.1.jsonl is dropped" in caplog.text
     assert (tmp_path / "rollouts.notes.jsonl").exists()
@@ -238,7 +241,7 @@ def test_rows_wait_until_the_place_can_be_written_again(tmp_path, caplog):
     (tmp_path / "run").write_text("in the way")
     files.metrics(2, {"x": 2.0})
     files.metrics(3, {"x": 3.0})
-    write_rollouts(files, 3, fake_rollouts([1]), rewards_of(1.0))
+    write_rollouts(files, 3, fake_rollouts([1]), reward_description(1.0))
     assert caplog.text.count("metrics.jsonl cannot be written") == 1 and caplog.text.count("cannot be written") == 2
     (tmp_path / "run").unlink()
     (tmp_path / "away").rename(tmp_path / "run")

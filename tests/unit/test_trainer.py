@@ -11,11 +11,11 @@ from datasets import Dataset, DatasetDict, IterableDataset
 from PIL import Image
 
 import mtrl
-from mtrl.compose.task_source import sources_of
+from mtrl.compose.task_source import data_sources
 from mtrl.config import ConfigError
 from mtrl.config.tree import known_leaves
 from mtrl.protocols import Tracker
-from mtrl.training.trainer_arguments import CALLED_HERE, SHORT_NAMES, keys_of
+from mtrl.training.trainer_arguments import CALLED_HERE, SHORT_NAMES, config_keys
 
 ROWS = [{"prompt": "Say red.", "answer": "red"}, {"prompt": "Say blue.", "answer": "blue"}]
 
@@ -86,7 +86,7 @@ def test_the_page_has_the_same_table():
 
 
 def test_other_last_names():
-    assert keys_of("max_steps") == ("training.max_steps",) and keys_of("a.b") == ("a.b",)
+    assert config_keys("max_steps") == ("training.max_steps",) and config_keys("a.b") == ("a.b",)
     assert mtrl.Trainer(worker={"rollout": {"n": 3}}).config.worker.rollout.n == 3
     with pytest.raises(ConfigError, match=r"name: several keys end so; write one of worker\.actor\.optim\.name, "):
         mtrl.Trainer(name="first")
@@ -224,10 +224,10 @@ def images(*colours):
 
 def test_a_dataset_is_read_in_its_order_with_its_images_as_they_are_stored():
     whole = Dataset.from_list(images("red", "blue", "green"))
-    (source,) = sources_of(whole.select([2, 0]), "train")
+    (source,) = data_sources(whole.select([2, 0]), "train")
     assert [source.read(i)["prompt"] for i in range(len(source))] == ["<image>green?", "<image>red?"]
     assert source.read(0)["image"]["bytes"].startswith(b"\x89PNG"), "decoding all of them would fill the memory"
-    (same,), (other,) = sources_of(whole.select([2, 0]), "train"), sources_of(whole.select([0, 2]), "train")
+    (same,), (other,) = data_sources(whole.select([2, 0]), "train"), data_sources(whole.select([0, 2]), "train")
     assert source.fingerprint == same.fingerprint != other.fingerprint
 
 
@@ -235,5 +235,5 @@ def test_a_datasets_own_transform_is_heeded():
     def shout(batch):
         return {"prompt": [prompt.upper() for prompt in batch["prompt"]]}
 
-    (source,) = sources_of(Dataset.from_list(ROWS).with_transform(shout), "train")
+    (source,) = data_sources(Dataset.from_list(ROWS).with_transform(shout), "train")
     assert source.read(1) == {"prompt": "SAY BLUE."}

@@ -8,7 +8,7 @@ import pytest
 
 import mtrl
 from mtrl.algorithms.estimators import ESTIMATORS
-from mtrl.compose.unsupported import refuse_unbuilt, unbuilt
+from mtrl.compose.unsupported import check_supported, unbuilt
 from mtrl.config import Config, ConfigError, load_config
 from mtrl.config.tree import known_leaves
 from mtrl.data import DataSettings
@@ -67,7 +67,7 @@ def test_each_switch_alone_is_refused_by_name(named):
     assert len(found) == 1
     assert any(named in line and line.endswith("(not built yet)") and ";" in line for line in found)
     with pytest.raises(ConfigError, match="not built yet"):
-        refuse_unbuilt(config)
+        check_supported(config)
 
 
 def test_every_refusal_is_tried_above():
@@ -87,7 +87,7 @@ def test_nothing_of_the_algorithms_is_refused():
 def test_several_are_told_together():
     config = load_config(None, {"worker.actor.fsdp.cpu_offload": True, "worker.rollout.engine_kwargs": {"seed": 1}})
     with pytest.raises(ConfigError) as caught:
-        refuse_unbuilt(config)
+        check_supported(config)
     assert len(caught.value.errors) == 2
 
 
@@ -133,9 +133,9 @@ def test_what_works_is_not_refused(overrides):
 
 def test_adapters_without_their_library_are_refused_with_how_to_get_it(monkeypatch):
     monkeypatch.setattr("mtrl.compose.unsupported.find_spec", lambda name: None)
-    refuse_unbuilt(Config())
+    check_supported(Config())
     with pytest.raises(ConfigError, match=r"peft_type: adapters need the library peft; pip install 'mtrl\[lora\]'"):
-        refuse_unbuilt(load_config(None, {"worker.actor.model.peft_type": "lora"}))
+        check_supported(load_config(None, {"worker.actor.model.peft_type": "lora"}))
 
 
 @pytest.mark.parametrize(
@@ -150,22 +150,22 @@ def test_so_is_what_needs_bitsandbytes(overrides, told, monkeypatch):
     monkeypatch.setattr("mtrl.compose.unsupported.find_spec", lambda name: None if name == "bitsandbytes" else name)
     how = r"needs the library bitsandbytes; pip install 'mtrl\[qlora\]', or use"
     with pytest.raises(ConfigError, match=f"{told} {how}"):
-        refuse_unbuilt(load_config(None, overrides))
+        check_supported(load_config(None, overrides))
     monkeypatch.setattr("mtrl.compose.unsupported.find_spec", lambda name: name)
-    refuse_unbuilt(load_config(None, overrides))
+    check_supported(load_config(None, overrides))
 
 
 def test_engines_apart_need_ray(monkeypatch):
     apart = load_config(None, {"worker.hybrid_engine": False, "worker.rollout.n_gpus": 1})
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     with pytest.raises(ConfigError, match=r"worker.hybrid_engine: false needs Ray, which starts .* without torchrun"):
-        refuse_unbuilt(apart)
+        check_supported(apart)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
     monkeypatch.setattr("mtrl.compose.unsupported.find_spec", lambda name: None if name == "ray" else name)
     with pytest.raises(ConfigError, match="several processes need ray"):
-        refuse_unbuilt(apart)
+        check_supported(apart)
     monkeypatch.setattr("mtrl.compose.unsupported.find_spec", lambda name: name)
-    refuse_unbuilt(apart)
+    check_supported(apart)
 
 
 def test_defaults_and_the_packaged_config_are_not_refused():
@@ -217,11 +217,13 @@ def read():
         if path.parent.name != "config":
             found |= keys_read(ast.parse(path.read_text()))
     found |= keys_read(ast.parse((PACKAGE / "config/tree.py").read_text()), roots=("self",))  # what a null stands for
-    of_both = keys_read(ast.parse((PACKAGE / "compose/algorithm.py").read_text()), roots=("optim",))  # in `schedule_of`
+    of_both = keys_read(
+        ast.parse((PACKAGE / "compose/algorithm.py").read_text()), roots=("optim",)
+    )  # in `make_schedule`
     found |= {f"worker.{learner}.optim.{name}" for learner in ("actor", "critic") for name in of_both}
     found |= {key for reward in REWARDS.values() for key in reward.settings}  # by name, in `builtin_reward`
     built = ESTIMATORS.values()
-    found |= {f"optimization.{f.name}" for kind in built for f in fields(kind)}  # by name, in `estimator_of`
+    found |= {f"optimization.{f.name}" for kind in built for f in fields(kind)}  # by name, in `make_estimator`
     return found | {f"dataset.{name}" for name in DataSettings.__dataclass_fields__}  # by name, in `data_settings`
 
 

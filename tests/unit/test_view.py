@@ -12,7 +12,7 @@ from view_helpers import fake_run, metrics_row, opened, recorded, said, step_of
 
 from mtrl.commands import view
 from mtrl.utils.errors import StartError
-from mtrl.view.history import History
+from mtrl.view.history import MetricTail
 from mtrl.view.query import Query, select
 from mtrl.view.run_index import NoRun, open_runs
 
@@ -28,7 +28,7 @@ def refreshed(*paths):
 def test_numbers_follow_a_run_that_goes_on(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text(metrics_row(1, loss=1.0) + metrics_row(2, loss=2.0) + '{"step": 3, "att')
-    history = History(file)
+    history = MetricTail(file)
     history.refresh()
     assert history.series(["loss"]) == {"loss": [[1, 2], [1.0, 2.0]]} and history.damaged == 0, "it is being written"
     with file.open("a") as more:

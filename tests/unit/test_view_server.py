@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 
 from mtrl.view import html_page as page
 from mtrl.view.run_index import open_runs
-from mtrl.view.server import hosts_of, make_app
+from mtrl.view.server import allowed_hosts, make_app
 
 HOST = "127.0.0.1:6060"
 
@@ -140,6 +140,6 @@ def test_headers_that_keep_strangers_out(client):
 
 
 def test_names_of_an_address():
-    assert hosts_of("127.0.0.1", 1) == ["127.0.0.1:1", "127.0.0.1:1", "localhost:1", "[::1]:1"]
-    assert hosts_of("::1", 1)[0] == "[::1]:1" and hosts_of("10.0.0.7", 1) == ["10.0.0.7:1"]
-    assert "localhost:1" in hosts_of("0.0.0.0", 1) and hosts_of("box.lan", 1) == ["box.lan:1"]
+    assert allowed_hosts("127.0.0.1", 1) == ["127.0.0.1:1", "127.0.0.1:1", "localhost:1", "[::1]:1"]
+    assert allowed_hosts("::1", 1)[0] == "[::1]:1" and allowed_hosts("10.0.0.7", 1) == ["10.0.0.7:1"]
+    assert "localhost:1" in allowed_hosts("0.0.0.0", 1) and allowed_hosts("box.lan", 1) == ["box.lan:1"]

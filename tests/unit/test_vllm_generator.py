@@ -105,7 +105,7 @@ def test_a_host_that_sleeps_is_used_awake_alone(weights):
         engine.generate(prompts_for(FAMILY), SAMPLED)
     with pytest.raises(RuntimeError, match="the engine sleeps"):
         engine.load(Weights(1, weights))
-    with engine.awake(), engine.awake():
+    with engine.resident(), engine.resident():
         engine.load(Weights(1, weights))
         engine.generate(prompts_for(FAMILY), replace(SAMPLED, version=1))
     engine.close()

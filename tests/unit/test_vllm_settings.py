@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from tiny_models import encoder_of, fresh_backbone
 
 from mtrl.compose.policy import build_generator
-from mtrl.compose.vllm_engine import arguments_of
+from mtrl.compose.vllm_engine import engine_settings
 from mtrl.config import load_config
 from mtrl.models.forward import Forward
 from mtrl.rollout.local import LocalGenerator
@@ -27,10 +27,10 @@ WORDS = [
 
 
 def test_keys_become_arguments():
-    found = arguments_of(load_config(None, WORDS), "some/model", torch.bfloat16, on_gpu=True)
+    found = engine_settings(load_config(None, WORDS), "some/model", torch.bfloat16, on_gpu=True)
     assert (found["model"], found["dtype"], found["max_model_len"]) == ("some/model", "bfloat16", 120)
     assert found["gpu_memory_utilization"] == 0.25 and found["enable_prefix_caching"] is False
-    own = arguments_of(
+    own = engine_settings(
         load_config(None, [*WORDS, "worker.rollout.engine_kwargs={max_model_len: 64, swap: 1}"]),
         "m",
         torch.float32,
@@ -41,7 +41,7 @@ def test_keys_become_arguments():
 
 def test_an_engine_of_a_rank_lives_in_the_group_that_is_there():
     found = {
-        (mode, ranked): arguments_of(
+        (mode, ranked): engine_settings(
             load_config(None, [*WORDS, f"worker.rollout.mode={mode}"]), "m", torch.float32, False, ranked
         )
         for mode in ("inprocess", "process")
@@ -63,7 +63,7 @@ def test_a_child_sees_the_gpu_of_its_rank_alone(monkeypatch):
 
 def test_prompts_of_any_length_get_all_places():
     words = [*WORDS, "dataset.filter_overlong_prompts=false"]
-    assert arguments_of(load_config(None, words), "m", torch.float32, on_gpu=False)["max_model_len"] is None
+    assert engine_settings(load_config(None, words), "m", torch.float32, on_gpu=False)["max_model_len"] is None
 
 
 @pytest.mark.parametrize("start", [lambda: VllmInProcess({}), lambda: VllmProcess({}, None, torch.float32)])
@@ -78,7 +78,7 @@ def test_weights_on_their_way(tmp_path, monkeypatch):
     monkeypatch.setattr(handover, "SHARED_MEMORY", tmp_path)
     tied = torch.randn(4, 3)
     weights = {"a": tied, "b": tied, "turned": tied.T, "count": torch.tensor([3])}
-    folder = handover.new_folder(handover.bytes_of(weights, torch.bfloat16))
+    folder = handover.new_folder(handover.tensor_bytes(weights, torch.bfloat16))
     assert folder.parent == tmp_path and folder.stat().st_mode & 0o077 == 0
     for factor in (1, 2):
         found = load_file(handover.write_weights(folder, {k: v * factor for k, v in weights.items()}, torch.bfloat16))

@@ -302,7 +302,7 @@ def test_on_a_gpu(dtype: torch.dtype) -> None:
 MANY_WORDS, NARROW = 50_000, 16
 
 
-def peak_of(function: str, positions: int, chunk: int) -> int:
+def peak_memory(function: str, positions: int, chunk: int) -> int:
     """Bytes of all tensors that live at once, over forward and backward."""
     hidden = torch.randn(positions, NARROW, requires_grad=True)
     weight = torch.randn(MANY_WORDS, NARROW, requires_grad=True)
@@ -331,7 +331,7 @@ def peak_of(function: str, positions: int, chunk: int) -> int:
 )
 def test_memory_grows_with_the_chunk_not_with_the_positions(function, positions, chunk, buffers) -> None:
     """In float32 buffers of chunk * vocabulary; on top of them the gradient of the matrix and what a position takes."""
-    peak, buffer, gradient = peak_of(function, positions, chunk), chunk * MANY_WORDS * 4, MANY_WORDS * NARROW * 4
+    peak, buffer, gradient = peak_memory(function, positions, chunk), chunk * MANY_WORDS * 4, MANY_WORDS * NARROW * 4
     assert buffers * buffer <= peak < buffers * buffer + gradient + positions * 16 * NARROW
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from mtrl.config.tree import known_leaves
 from mtrl.tracking import alerts as watch
-from mtrl.tracking.alerts import Thresholds, Watch
-from mtrl.utils.seeding import keyed_generator
+from mtrl.tracking.alerts import RunAlerts, Thresholds
+from mtrl.utils.seeding import rng_for
 
 HEALTHY = {
     "actor/entropy": 0.5,
@@ -27,7 +27,7 @@ def warned(caplog):
     caplog.set_level(logging.WARNING)
 
     def run(steps, watcher=None):
-        watcher = watcher or Watch()
+        watcher = watcher or RunAlerts()
         for number, values in enumerate(steps, 1):
             watcher.metrics(number, HEALTHY | values)
         return [(record.args[0], record.args[1].split(":")[0]) for record in caplog.records]
@@ -88,7 +88,7 @@ def test_several_troubles_are_each_told_once(warned):
 # ------------------------------------------------------------------------------------------------------ not triggering
 def test_a_healthy_run_with_noise_is_left_in_peace(warned):
     """Halving entropy, gradients that vary fourfold, odd batches now and then."""
-    noise = keyed_generator("noise").random((300, 4)).tolist()
+    noise = rng_for("noise").random((300, 4)).tolist()
     steps = [
         {
             "actor/entropy": 0.5 * (0.4 + 0.6 * math.exp(-number / 100)) * (0.5 + a),
@@ -124,29 +124,29 @@ def test_quiet(warned, steps):
 
 
 def test_estimators_without_groups(warned):
-    assert warned(series("reward/zero_std_groups", [1.0] * 20), Watch(groups=False)) == []
+    assert warned(series("reward/zero_std_groups", [1.0] * 20), RunAlerts(groups=False)) == []
 
 
 # -------------------------------------------------------------------------------------------------- runs that go on
 def test_a_run_that_goes_on_is_compared_with_its_own_beginning(warned):
     """It had collapsed before it was stopped; compared with itself it would look fine."""
     first = [HEALTHY | {"actor/entropy": 1.0}] * 5
-    assert warned(series("actor/entropy", [0.05] * 10), Watch(first)) == [(5, "entropy collapse")]
+    assert warned(series("actor/entropy", [0.05] * 10), RunAlerts(first)) == [(5, "entropy collapse")]
 
 
 def test_a_healthy_run_that_goes_on(warned):
     first = [HEALTHY | {"actor/entropy": 1.0}] * 2  # stopped in its third step: three more make the beginning
-    assert warned(series("actor/entropy", [0.5] * 20), Watch(first)) == []
+    assert warned(series("actor/entropy", [0.5] * 20), RunAlerts(first)) == []
 
 
 def test_a_resumed_run_needs_steps_of_its_own_before_it_warns(warned):
     first = [HEALTHY] * 5
-    assert warned(series("actor/grad_norm", [40.0] * 9), Watch(first)) == []
+    assert warned(series("actor/grad_norm", [40.0] * 9), RunAlerts(first)) == []
 
 
 # -------------------------------------------------------------------------------------------------------------- keeping
 def test_memory_is_bounded():
-    watcher = Watch(limits=Thresholds(remembered=50))
+    watcher = RunAlerts(limits=Thresholds(remembered=50))
     for number in range(500):
         watcher.metrics(number, HEALTHY | {f"other/{number}": 1.0})
     assert len(watcher._recent) == 50 and len(watcher._first) == 5 and len(watcher._recent[-1]) == len(HEALTHY)
@@ -161,7 +161,7 @@ def test_every_key_that_a_warning_names_exists():
 
 
 def test_a_metric_that_is_not_finite_is_said_once_by_name(caplog):
-    tracker = Watch()
+    tracker = RunAlerts()
     values = {"actor/pg_loss": math.nan, "actor/kl": math.inf, "actor/entropy": 1.0, "a": math.nan, "b": -math.inf}
     with caplog.at_level(logging.WARNING):
         tracker.metrics(1, {"actor/entropy": 1.0})

@@ -15,12 +15,12 @@ from tiny_models import (
     random_rollouts,
 )
 
-from mtrl.compose.algorithm import perturbation_of, recipe_of, with_scores
+from mtrl.compose.algorithm import make_algorithm, make_perturbation, with_scores
 from mtrl.compose.policy import build_actor, build_policy, build_reference
 from mtrl.config import ConfigError, load_config
 from mtrl.models.forward import Forward
 from mtrl.types import Needs
-from mtrl.workers.reference import Reference, RefreshedReference
+from mtrl.workers.reference import Reference, SyncedReference
 
 FAMILY = "qwen2"
 OLD = Needs("old_logprobs", "entropy")
@@ -48,7 +48,7 @@ def test_old_log_probs_are_measured_unless_each_batch_is_learnt_from_once(per_up
 def test_the_recipe_asks_for_them(per_update):
     sizes = {"dataset.rollout_batch_size": 8, "worker.actor.global_batch_size": per_update}
     config = load_config(None, sizes | {"optimization.disable_divergence": True})
-    assert ("old_logprobs" in recipe_of(config, 1).needs) == (per_update < 8)
+    assert ("old_logprobs" in make_algorithm(config, 1).needs) == (per_update < 8)
 
 
 # ------------------------------------------------------------------------------------------------------- perturbations
@@ -62,12 +62,12 @@ def test_the_perturbation_has_the_keys_of_the_configuration():
     }
     overrides = {f"optimization.{name}": value for name, value in values.items()}
     config = load_config(None, overrides | {"dataset.seed": 7, "worker.rollout.seed": 9})
-    found = perturbation_of(config, patch_size=16)
+    found = make_perturbation(config, patch_size=16)
     assert (found.seed, found.patch_size, found.kind) == (7, 16, "gaussian_noise"), (
         "the data's seed, the model's patches"
     )
     assert (found.black_prob, found.noise_std, found.blur_radius) == (0.25, 7.0, 3.0)
-    assert perturbation_of(load_config(None, {"optimization.patch_size": 8}), patch_size=16).patch_size == 8
+    assert make_perturbation(load_config(None, {"optimization.patch_size": 8}), patch_size=16).patch_size == 8
 
 
 # ------------------------------------------------------------------------------------------------------ shared prefixes
@@ -111,7 +111,7 @@ def test_a_reference_stays_as_it_was_and_never_learns():
 def test_a_snapshot_of_a_refreshed_reference_reads_the_live_weights():
     """Nothing is copied or gathered in one process."""
     policy = Forward(fresh_backbone(FAMILY), encoder_of(FAMILY))
-    refreshed = RefreshedReference(Reference.frozen(policy), policy)
+    refreshed = SyncedReference(Reference.frozen(policy), policy)
     weights, live = refreshed.snapshot().weights, refreshed.model.state_dict()
     assert {name: weight.data_ptr() for name, weight in weights.items()} == {n: w.data_ptr() for n, w in live.items()}
 
@@ -129,9 +129,9 @@ def test_a_snapshot_of_a_refreshed_reference_reads_the_live_weights():
 )
 def test_a_reference_is_built_where_somebody_reads_it(overrides, built):
     policy = Forward(fresh_backbone(FAMILY), encoder_of(FAMILY))
-    rules = recipe_of(load_config(None, overrides), steps=1)
+    rules = make_algorithm(load_config(None, overrides), steps=1)
     assert (build_reference(policy, rules) is not None) is built and rules.sync_ref_every == 0
-    refreshed = recipe_of(load_config(None, overrides | {"worker.ref.sync_every": 5}), steps=1)
+    refreshed = make_algorithm(load_config(None, overrides | {"worker.ref.sync_every": 5}), steps=1)
     assert refreshed.sync_ref_every == 5
     if not built:
         with pytest.raises(ConfigError, match=r"worker\.ref\.sync_every: there is no reference to refresh; set"):

@@ -8,7 +8,7 @@ A  the advantage           b  terms: what is added to it
 w  weights of a response   v  weights of a token (trajectory advantage shaping, TAS, is the first kind)
 M  filters: tokens whose gradient counts (token gradient filtering, TGF, and the entropy filter)
 
-A rule is a small frozen dataclass in a file of its own: a `Filter`, a `Weight` or a `Term` (rule.py). This file is the
+A rule is a small frozen dataclass in a file of its own: a `Filter`, a `Weight` or a `Bonus` (rule.py). This file is the
 order of them all. `registry.py` finds rules by name, a user's by `file.py:name`.
 """
 
@@ -20,12 +20,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mtrl.algorithms.credit.rule import Filter, Key, Rule, Term, Weight
-from mtrl.algorithms.credit.rule_checks import applied, asked, judged_rows
+from mtrl.algorithms.credit.rule import Bonus, Filter, Key, Rule, Weight
+from mtrl.algorithms.credit.rule_checks import applied, asked, covered_rows
 from mtrl.algorithms.groups import masked_mean
 from mtrl.types import Credit, Experience
 
-__all__ = ["Filter", "Key", "Rule", "Term", "Weight", "assign", "credit_metrics"]
+__all__ = ["Bonus", "Filter", "Key", "Rule", "Weight", "assign", "credit_metrics"]
 
 
 def assign(rules: Sequence[Rule], experience: Experience, key: Key) -> Credit:
@@ -33,7 +33,7 @@ def assign(rules: Sequence[Rule], experience: Experience, key: Key) -> Credit:
     advantage, mask = experience.advantage, experience.rollouts.mask
     assert advantage is not None, "credit is given after the advantages"
     for rule in rules:
-        if isinstance(rule, Term):
+        if isinstance(rule, Bonus):
             advantage = advantage + applied(rule, experience, key)
     scale, measure = torch.ones(len(mask)), mask.float()
     of_tokens: Tensor | None = None  # product of all weights per token
@@ -58,7 +58,7 @@ def select(rules: Sequence[Rule], experience: Experience, key: Key) -> Tensor:
     chosen, judged = torch.zeros_like(mask), torch.zeros(len(mask), dtype=torch.bool)
     for rule in rules:
         if isinstance(rule, Filter):
-            speaks = judged_rows(rule, experience)
+            speaks = covered_rows(rule, experience)
             chosen |= applied(rule, experience, key) & mask & speaks[:, None]
             judged |= speaks
     return chosen.where(judged[:, None], mask)

@@ -13,7 +13,7 @@ from torch import Tensor
 from mtrl.algorithms.credit.rule import Filter, Key
 from mtrl.algorithms.credit.top_fraction import top_fraction
 from mtrl.types import Experience, Needs
-from mtrl.utils.seeding import keyed_generator
+from mtrl.utils.seeding import rng_for
 
 
 @dataclass(frozen=True)
@@ -22,14 +22,14 @@ class RandomFilter(Filter):
 
     top_p: float = 0.2
 
-    def speaks_for(self, experience: Experience) -> Tensor:
+    def applies_to(self, experience: Experience) -> Tensor:
         return experience.rollouts.visual
 
     def apply(self, experience: Experience, key: Key) -> Tensor:
         mask = experience.rollouts.mask
         score = torch.zeros(mask.shape, dtype=torch.float64)
         for row, valid in enumerate(mask):  # each by its own key: what it draws does not hang on the others
-            draw = keyed_generator("random filter", *key, row)
+            draw = rng_for("random filter", *key, row)
             score[row, valid] = torch.from_numpy(draw.random(int(valid.sum())))
         return top_fraction(score, mask, self.top_p)
 
@@ -41,7 +41,7 @@ class Bottom(Filter):
     top_p: float = 0.2
     needs = Needs("dependency")
 
-    def speaks_for(self, experience: Experience) -> Tensor:
+    def applies_to(self, experience: Experience) -> Tensor:
         return experience.rollouts.visual
 
     def apply(self, experience: Experience, key: Key) -> Tensor:

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mtrl.algorithms.credit.rule import Key, Term
+from mtrl.algorithms.credit.rule import Bonus, Key
 from mtrl.algorithms.groups import group_count, group_mean
 from mtrl.types import Experience
 
 
 @dataclass(frozen=True)
-class KeyTokens(Term):
+class KeyTokens(Bonus):
     """b [N, T]. A response is good where its reward is above the mean of its group."""
 
     strength: float = 0.5

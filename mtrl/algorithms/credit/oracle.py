@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mtrl.algorithms.credit.rule import Filter, Key, Pieces
+from mtrl.algorithms.credit.rule import DecodeTokens, Filter, Key
 from mtrl.algorithms.credit.token_spans import Span, token_places
 from mtrl.algorithms.credit.user_rules import load_own
 from mtrl.types import Experience
@@ -28,17 +28,17 @@ class Oracle(Filter):
     answer, or None where it cannot say. For such rows, and for those without an image, the rule does not speak."""
 
     spans: str = "mtrl.embedded.scenes:causal_spans"
-    pieces: ClassVar[Pieces | None] = None  # what tokens say, once it has been told
+    pieces: ClassVar[DecodeTokens | None] = None  # what tokens say, once it has been told
 
     def __post_init__(self) -> None:
-        spans_of(self.spans)
+        load_span_function(self.spans)
 
-    def reading(self, pieces: Pieces) -> Oracle:
+    def reading(self, pieces: DecodeTokens) -> Oracle:
         told = replace(self)
         object.__setattr__(told, "pieces", pieces)
         return told
 
-    def speaks_for(self, experience: Experience) -> Tensor:
+    def applies_to(self, experience: Experience) -> Tensor:
         return torch.tensor([spans is not None for spans in self.marked(experience)], dtype=torch.bool)
 
     def apply(self, experience: Experience, key: Key) -> Tensor:
@@ -54,7 +54,7 @@ class Oracle(Filter):
 
     def marked(self, experience: Experience) -> list[Sequence[Span] | None]:
         """For each response its spans, or None where there is no word about it."""
-        rollouts, find = experience.rollouts, spans_of(self.spans)
+        rollouts, find = experience.rollouts, load_span_function(self.spans)
         tasks = [rollouts.prompts[group].task for group in rollouts.group.tolist()]
         rows = [{**(task.columns or {}), "answer": task.answer, "id": task.id} for task in tasks]
         texts = zip(tasks, rows, rollouts.text, strict=True)
@@ -62,7 +62,7 @@ class Oracle(Filter):
 
 
 @lru_cache
-def spans_of(spec: str) -> CausalSpans:
+def load_span_function(spec: str) -> CausalSpans:
     function: CausalSpans = load_own(spec, "function of causal spans")
     if not callable(function):
         raise PluginError(f"{spec} is no function (row, response) -> [(start, end), ..]")

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mtrl.algorithms.credit.rule import Key, Term
+from mtrl.algorithms.credit.rule import Bonus, Key
 from mtrl.algorithms.signals import DEPENDENCY_LIMIT, low_var_kl
 from mtrl.types import Experience, Needs
 
 
 @dataclass(frozen=True)
-class PerceptionBonus(Term):
+class PerceptionBonus(Bonus):
     """b [N, T]. Rows without an image get none."""
 
     gamma: float = 0.01

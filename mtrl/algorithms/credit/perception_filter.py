@@ -20,7 +20,7 @@ class PerceptionFilter(Filter):
     top_p: float = 0.2
     needs = Needs("dependency")
 
-    def speaks_for(self, experience: Experience) -> Tensor:
+    def applies_to(self, experience: Experience) -> Tensor:
         return experience.rollouts.visual
 
     def apply(self, experience: Experience, key: Key) -> Tensor:

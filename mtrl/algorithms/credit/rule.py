@@ -12,7 +12,7 @@
             return (1 + self.slope * place).expand(experience.rollouts.mask.shape)
 
 `experience` has rollouts (tokens, mask, text, prompts with their tasks and columns), rewards, signals and advantage.
-`key` is (seed, step), for rules that draw: `mtrl.utils.seeding.keyed_generator("my rule", *key)`.
+`key` is (seed, step), for rules that draw: `mtrl.utils.seeding.rng_for("my rule", *key)`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Key = tuple[int, int]  # (seed, step)
 Target = Literal["advantage", "mask"]
 
 
-class Pieces(Protocol):
+class DecodeTokens(Protocol):
     """The text of each token of a response; of tokens that are parts of one character the last one has it."""
 
     def __call__(self, ids: Sequence[int]) -> Sequence[str]: ...
@@ -44,7 +44,7 @@ class Rule(ABC):
         """The signals that the rule reads; subclasses set a class attribute."""
         return Needs()
 
-    def reading(self, pieces: Pieces) -> Rule:
+    def reading(self, pieces: DecodeTokens) -> Rule:
         """The rule that a run uses: one that looks at words keeps what it needs to find them in the tokens."""
         return self
 
@@ -59,7 +59,7 @@ class Rule(ABC):
 class Filter(Rule):
     """Which tokens count: [N, T] bool. Several filters: a token counts where any of them keeps it."""
 
-    def speaks_for(self, experience: Experience) -> Tensor:
+    def applies_to(self, experience: Experience) -> Tensor:
         """[N] bool: the rows this filter can judge. Tokens of a row that none judges all count."""
         return torch.ones(len(experience), dtype=torch.bool)
 
@@ -71,5 +71,5 @@ class Weight(Rule):
     target: Target = "advantage"
 
 
-class Term(Rule):
+class Bonus(Rule):
     """Added to the advantage before it is scaled: [N, T]."""

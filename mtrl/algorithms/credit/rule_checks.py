@@ -38,9 +38,9 @@ def applied(rule: Rule, experience: Experience, key: Key) -> Tensor:
     return value if isinstance(rule, Filter) else value.float()
 
 
-def judged_rows(rule: Filter, experience: Experience) -> Tensor:
+def covered_rows(rule: Filter, experience: Experience) -> Tensor:
     """[N] bool: the rows that a filter speaks for."""
-    rows = asked(rule, partial(rule.speaks_for, experience))
+    rows = asked(rule, partial(rule.applies_to, experience))
     if not isinstance(rows, Tensor) or rows.shape != (len(experience),) or rows.dtype != torch.bool:
         told = f"speaks_for must return a bool for each of {len(experience)} responses"
         raise RunError(f"credit rule {type(rule).__name__}: {told}")

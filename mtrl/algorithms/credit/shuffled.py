@@ -8,9 +8,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mtrl.algorithms.credit.rule import Filter, Key, Rule, Target, Term, Weight
+from mtrl.algorithms.credit.rule import Bonus, Filter, Key, Rule, Target, Weight
 from mtrl.types import Experience, Needs, Signals
-from mtrl.utils.seeding import keyed_generator
+from mtrl.utils.seeding import rng_for
 
 Across = Literal["tokens", "rows"]
 
@@ -33,9 +33,9 @@ class Shuffled(Rule):
 
 
 class ShuffledFilter(Shuffled, Filter):
-    def speaks_for(self, experience: Experience) -> Tensor:
+    def applies_to(self, experience: Experience) -> Tensor:
         assert isinstance(self.rule, Filter)
-        return self.rule.speaks_for(experience)
+        return self.rule.applies_to(experience)
 
 
 class ShuffledWeight(Shuffled, Weight):
@@ -45,12 +45,12 @@ class ShuffledWeight(Shuffled, Weight):
         return self.rule.target
 
 
-class ShuffledTerm(Shuffled, Term): ...
+class ShuffledBonus(Shuffled, Bonus): ...
 
 
 def shuffled(rule: Rule, across: Across = "tokens") -> Rule:
     """The rule on signals that belong elsewhere, of the kind that it is: that says how it joins others."""
-    kind = ShuffledFilter if isinstance(rule, Filter) else ShuffledWeight if isinstance(rule, Weight) else ShuffledTerm
+    kind = ShuffledFilter if isinstance(rule, Filter) else ShuffledWeight if isinstance(rule, Weight) else ShuffledBonus
     return kind(rule, across)
 
 
@@ -80,4 +80,4 @@ def elsewhere(mask: Tensor, key: Key, across: Across) -> tuple[Tensor, Tensor]:
 
 
 def drawn_order(count: int, *key: int) -> Tensor:
-    return torch.from_numpy(keyed_generator("shuffled", *key).permutation(count))
+    return torch.from_numpy(rng_for("shuffled", *key).permutation(count))

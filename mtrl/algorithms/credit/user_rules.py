@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import is_dataclass
 from typing import Any
 
-from mtrl.algorithms.credit.rule import Filter, Term, Weight
+from mtrl.algorithms.credit.rule import Bonus, Filter, Weight
 from mtrl.utils.plugins import PluginError, load_plugin
 
 
@@ -22,7 +22,7 @@ def load_own(spec: str, what: str) -> Any:
 def load_rule(spec: str) -> Any:
     """The class of a rule."""
     kind: Any = load_own(spec, "credit rule")
-    fits = isinstance(kind, type) and issubclass(kind, (Filter, Weight, Term)) and is_dataclass(kind)
+    fits = isinstance(kind, type) and issubclass(kind, (Filter, Weight, Bonus)) and is_dataclass(kind)
     if not fits or not kind.__dataclass_params__.frozen:
         raise PluginError(f"{spec} is no credit rule: it must be a frozen dataclass and a Filter, a Weight or a Term")
     return kind

@@ -28,11 +28,11 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import cached_file
 
 from mtrl.models.adapters import base_path
-from mtrl.models.checkpoint_files import SETTINGS_FILES, TOKENIZER_FILES, refuse_broken_files
+from mtrl.models.checkpoint_files import SETTINGS_FILES, TOKENIZER_FILES, check_files
 from mtrl.models.families.qwen_vl import QwenVLEncoder
 from mtrl.models.families.text import TextEncoder
 from mtrl.protocols import ImageSettings, VideoSettings
-from mtrl.utils.files import refuse_special_files
+from mtrl.utils.files import check_regular_file
 
 # The encoder of each vision-language family, by the `model_type` of its config.json. It is made of (tokenizer, config,
 # image settings) and the options of a TextEncoder. A user's file adds one by an assignment; text-only models need none.
@@ -54,12 +54,12 @@ __all__ = [
     "VISION_FAMILIES",
     "QwenVLEncoder",
     "TextEncoder",
+    "check_known_family",
     "encoder_files",
     "in_a_line",
     "load_encoder",
     "load_model_config",
     "load_tokenizer",
-    "refuse_unknown_family",
 ]
 
 
@@ -82,10 +82,10 @@ def load_encoder(
     """
     model_path, tokenizer_path = str(model_path), str(tokenizer_path or model_path)
     config = load_model_config(model_path, trust_remote_code)
-    refuse_unknown_family(config, model_path)
+    check_known_family(config, model_path)
     vision = FAMILIES.get(config.model_type)
-    refuse_broken_files(model_path, SETTINGS_FILES)
-    refuse_pipes(tokenizer_path)
+    check_files(model_path, SETTINGS_FILES)
+    check_no_pipes(tokenizer_path)
     tokenizer = load_tokenizer(tokenizer_path, trust_remote_code)
     template = _read_template(chat_template)
     if vision and template is None:  # older checkpoints; transformers' processors prefer it to the tokenizer's
@@ -107,9 +107,9 @@ def load_encoder(
 def load_model_config(path: str, trust_remote_code: bool = False) -> PreTrainedConfig:
     """config.json of a directory or hub id, or a ValueError that says what is wrong with it. For adapters it is that of
     their base."""
-    refuse_pipes(path)
+    check_no_pipes(path)
     path = base_path(path)
-    refuse_broken_files(path, ["config.json"])
+    check_files(path, ["config.json"])
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
@@ -123,7 +123,7 @@ def load_model_config(path: str, trust_remote_code: bool = False) -> PreTrainedC
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of a directory or hub id, or a ValueError that says what is wrong with it."""
-    refuse_broken_files(path, TOKENIZER_FILES)
+    check_files(path, TOKENIZER_FILES)
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # files that are JSON, but no tokenizer's, end in any error
@@ -135,15 +135,15 @@ def in_a_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def refuse_pipes(path: str) -> None:
+def check_no_pipes(path: str) -> None:
     """Libraries would wait for ever for a pipe among the files of a checkpoint."""
     try:
-        refuse_special_files(path)
+        check_regular_file(path)
     except OSError as error:
         raise ValueError(f"{error.filename} cannot be read: {error.strerror}") from error
 
 
-def refuse_unknown_family(config: PreTrainedConfig, path: str) -> None:
+def check_known_family(config: PreTrainedConfig, path: str) -> None:
     if config.model_type not in FAMILIES and not _is_text_model(config):
         raise ValueError(_unknown_family(path, config.model_type))
 

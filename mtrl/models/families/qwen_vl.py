@@ -71,7 +71,7 @@ class QwenVLEncoder(TextEncoder):
         """Tokens of the prompt. `sizes` are those of the media as they come, before the resize to `target_size`."""
         ids = self._tokens(task, len(sizes))[1].ids
         return len(ids) + sum(
-            self._length(medium, *self._side_tokens(*self._size_of(medium)(*size))) - 1
+            self._length(medium, *self._side_tokens(*self._media_size(medium)(*size))) - 1
             for medium, size in zip(task.media, sizes, strict=True)
         )
 
@@ -149,7 +149,7 @@ class QwenVLEncoder(TextEncoder):
         """Where media stand, in their order."""
         return torch.isin(ids, torch.tensor(list(self._pad_ids.values()))).nonzero().flatten().tolist()
 
-    def _size_of(self, medium: Medium) -> Callable[[int, int], tuple[int, int]]:
+    def _media_size(self, medium: Medium) -> Callable[[int, int], tuple[int, int]]:
         return self.target_size if medium.kind == "image" else self.frame_size
 
     def _length(self, medium: Medium, rows: int, columns: int) -> int:

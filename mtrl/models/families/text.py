@@ -53,7 +53,7 @@ class TextEncoder:
         if not tokenizer.is_fast:
             raise ValueError(f"{type(tokenizer).__name__} is a slow tokenizer; MTRL needs one with a tokenizer.json")
         self.tokenizer = tokenizer
-        self.chat_template = chat_template or _template_of(tokenizer)
+        self.chat_template = chat_template or _find_template(tokenizer)
         self.stop_ids: tuple[int, ...] = tuple(stop_ids)
         if not self.stop_ids and tokenizer.eos_token_id is not None:
             self.stop_ids = (tokenizer.eos_token_id,)
@@ -116,7 +116,7 @@ class TextEncoder:
         if not messages:
             raise ValueError("the prompt is empty")
         if self.chat_template is None:
-            return "\n".join("".join(self._part_text(part) for part in parts_of(message)) for message in messages)
+            return "\n".join("".join(self._part_text(part) for part in content_parts(message)) for message in messages)
         try:
             text = self.tokenizer.apply_chat_template(
                 self._for_template(messages),
@@ -132,7 +132,7 @@ class TextEncoder:
     def _for_template(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Templates of text models expect contents to be strings."""
         return [
-            {**message, "content": "".join(self._part_text(part) for part in parts_of(message))}
+            {**message, "content": "".join(self._part_text(part) for part in content_parts(message))}
             if isinstance(message.get("content"), (list, tuple))
             else dict(message)
             for message in messages
@@ -196,7 +196,7 @@ class TextEncoder:
         return hashlib.sha256(settings.encode()).hexdigest()[:16]
 
 
-def parts_of(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def content_parts(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The parts of a message: {"type": "text", "text": ..}, {"type": "image"} or {"type": "video"}."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ValueError(f"not a message (a role and a content): {message!r:.200}")
@@ -215,7 +215,7 @@ def parts_of(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 def check_marks(task: Task, media_count: int) -> None:
     """Media in the messages, media of the task and media at hand must be the same in number, and in kind."""
-    marks = [part["type"] for message in task.messages for part in parts_of(message) if part["type"] != "text"]
+    marks = [part["type"] for message in task.messages for part in content_parts(message) if part["type"] != "text"]
     kinds = [medium.kind for medium in task.media]
     if not len(marks) == len(kinds) == media_count:
         media = "media" if "video" in (*marks, *kinds) else "images"
@@ -236,13 +236,13 @@ def system_spans(text: str, messages: Iterable[Mapping[str, Any]]) -> list[tuple
         return spans
     for message in messages:
         if message.get("role") == "system":
-            body = "".join(part.get("text", "") for part in parts_of(message)).strip()  # templates trim
+            body = "".join(part.get("text", "") for part in content_parts(message)).strip()  # templates trim
             begin = text.find(body)
             if body and begin >= 0:
                 spans.append((begin, begin + len(body)))
     return spans
 
 
-def _template_of(tokenizer: PreTrainedTokenizerBase) -> str | None:
+def _find_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """The tokenizer's own template (the default one where it has several)."""
     return tokenizer.get_chat_template() if tokenizer.chat_template else None

@@ -5,7 +5,7 @@ again afterwards. All that stands outside of them (embeddings, output matrix or 
 tower) belongs to the root, which is whole for the length of a pass. A pass is therefore anything that `in_one_pass`
 runs: models are read piece by piece here (`backbone.py`), never by their own `forward`, which alone FSDP would know.
 
-Weights of the loss are global before anything is split (`TermWeights`), so gradients are summed over ranks, and never
+Weights of the loss are global before anything is split (`LossWeights`), so gradients are summed over ranks, and never
 averaged.
 """
 
@@ -90,7 +90,7 @@ class Sharding:
         that fails, all ranks raise the error."""
         self.split(model)
         source = self.ranks.rank0_only(load)
-        fill(tensors_of(model), None if source is None else tensors_of(source), self.ranks)
+        fill(parameters_and_buffers(model), None if source is None else parameters_and_buffers(source), self.ranks)
         if source is not None:  # what a checkpoint says besides its weights goes with them, names in its files as well
             model.generation_config = getattr(source, "generation_config", None)
             model._weight_conversions = getattr(source, "_weight_conversions", None)
@@ -130,7 +130,7 @@ def is_split(model: Any) -> bool:
     return isinstance(model, FSDPModule)
 
 
-def device_of(model: Any) -> torch.device:
+def compute_device(model: Any) -> torch.device:
     """Where a model computes."""
     device: torch.device = getattr(model, COMPUTES_ON, model.device)
     return device
@@ -210,7 +210,7 @@ def fill(targets: Mapping[str, Tensor], source: Mapping[str, Tensor] | None, ran
         own_part(target).copy_(value)
 
 
-def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+def parameters_and_buffers(model: nn.Module) -> dict[str, Tensor]:
     """All parameters and buffers, also those that no checkpoint holds; tied ones once."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 

@@ -77,7 +77,7 @@ class Ranks:
         return values
 
 
-ALONE = Ranks()
+SINGLE_PROCESS = Ranks()
 
 
 def all_ranks(patience: timedelta | None = None) -> Ranks:

@@ -25,7 +25,7 @@ from mtrl.models.device_copy import to_device
 
 
 @dataclass(frozen=True, eq=False)
-class SequenceGroup:
+class SequenceParallelGroup:
     """This rank among those that share its sequences; by default it has them to itself. `group` is a process group of
     the device that computes."""
 
@@ -76,7 +76,7 @@ class SequenceGroup:
         each = -(-count // self.size)
         return slice(min(count, self.number * each), min(count, (self.number + 1) * each))
 
-    def hidden_of(self, hidden: Tensor, places: tuple[Tensor, Tensor]) -> Tensor:
+    def local_hidden(self, hidden: Tensor, places: tuple[Tensor, Tensor]) -> Tensor:
         """[own tokens, H]: of hidden states [B, S / size, H] of this rank's positions and those of the others, those at
         the `places` (sequence and position of each token) of its own tokens."""
         sequence, place = places
@@ -109,15 +109,15 @@ class SequenceGroup:
         return met
 
 
-WHOLE = SequenceGroup()
+NO_SEQUENCE_PARALLEL = SequenceParallelGroup()
 
 
-def share_sequences(size: int) -> SequenceGroup:
+def share_sequences(size: int) -> SequenceParallelGroup:
     """So many neighbours of all ranks share their sequences; all ranks must call it."""
     if size == 1:
-        return WHOLE
+        return NO_SEQUENCE_PARALLEL
     group, _ = dist.new_subgroups(size)
-    return SequenceGroup(group, dist.get_rank() % size, size)
+    return SequenceParallelGroup(group, dist.get_rank() % size, size)
 
 
 def unshareable_heads(heads: int, key_heads: int, size: int) -> str | None:
@@ -158,7 +158,7 @@ def _exchange(rows: Tensor, group: Any, received: Sequence[int] | None, sent: Se
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, sharers: SequenceGroup, count: int) -> Tensor:
+    def forward(ctx: Any, values: Tensor, sharers: SequenceParallelGroup, count: int) -> Tensor:
         ctx.own = sharers.tokens(count)
         each = -(-count // sharers.size)
         padded = torch.nn.functional.pad(values, (0, each - len(values)))

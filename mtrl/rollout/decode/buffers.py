@@ -181,7 +181,7 @@ class KeysAndValues:
 
 
 @dataclass(frozen=True)
-class Pieces:
+class CompiledPieces:
     """How attention is cut, and where its pieces wait to be summed."""
 
     of_prompt: int
@@ -206,7 +206,7 @@ class Tiles:
         return self.top.shape[1]
 
 
-class Scratch:
+class ScratchBuffers:
     """Buffers that steps of several sizes share, as only one of them runs at a time: the largest must be the first."""
 
     def __init__(self, arena: Arena) -> None:
@@ -230,4 +230,4 @@ class Buffers:
         self.rules = Rules(weights.shape.vocabulary, device)
         self.cache = KeysAndValues(room, weights.shape, weights.dtype, self.arena)
         self.cos, self.sin = weights.angles(room.positions)
-        self.scratch = Scratch(self.arena)
+        self.scratch = ScratchBuffers(self.arena)

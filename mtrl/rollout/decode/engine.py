@@ -195,7 +195,7 @@ class GraphGenerator(LocalGenerator):
                 self._seated(size, mode, live, prompt_of, prompts)
 
     def _bucket(self, rows: int) -> int:
-        return bucket_of(rows, self.buckets)
+        return bucket_size(rows, self.buckets)
 
     def _step(self, size: int, mode: Mode) -> Step:
         """The step of a bucket, made once; the graph of it is captured when it first runs."""
@@ -280,7 +280,7 @@ def prompts_at_once(longest: int) -> int:
     return max(1, PREFILL_TOKENS // longest)
 
 
-def bucket_of(rows: int, buckets: Sequence[int] = BUCKETS) -> int:
+def bucket_size(rows: int, buckets: Sequence[int] = BUCKETS) -> int:
     """Rows of the step that so many take."""
     return next((size for size in buckets if size >= rows), round_up(rows, 64))
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mtrl.rollout.decode.arena import arena_on, round_up
-from mtrl.rollout.decode.layers import Shape, adapters_of, base_of, projections, shape_of, why_unknown
+from mtrl.rollout.decode.layers import Shape, base_layer, decoder_shape, lora_adapters, projections, why_unknown
 
 ALIGNED = 8  # numbers; the rank of adapters is rounded up to it, since products with odd rows are slow
 
@@ -29,7 +29,7 @@ class LowRank:
 
 
 @dataclass(frozen=True)
-class Layer:
+class DecodeLayer:
     norm: Tensor
     qkv: Tensor
     bias: Tensor | None
@@ -77,17 +77,17 @@ class DecodeWeights:
         self.embed = self._follow(lm.embed_tokens.weight)
         output = model.get_output_embeddings().weight
         self.head = self.embed if output is lm.embed_tokens.weight else self._follow(output)
-        self.shape: Shape = replace(shape_of(lm), vocabulary=len(self.head))
+        self.shape: Shape = replace(decoder_shape(lm), vocabulary=len(self.head))
         self._frequencies = lm.rotary_emb.inv_freq.float()
         self._rotary_scale = float(getattr(lm.rotary_emb, "attention_scaling", 1.0))
         self.refresh()
 
-    def _layer(self, layer: Any) -> Layer:
+    def _layer(self, layer: Any) -> DecodeLayer:
         attention, mlp = layer.self_attn, layer.mlp
         qkv, gate_up = (attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)
-        biases = [base_of(each).bias for each in qkv]
+        biases = [base_layer(each).bias for each in qkv]
         normed = hasattr(attention, "q_norm")
-        return Layer(
+        return DecodeLayer(
             norm=self._follow(layer.input_layernorm.weight),
             qkv=self._matrix(*qkv),
             bias=None if biases[0] is None else self._follow(*biases),
@@ -104,11 +104,11 @@ class DecodeWeights:
         )
 
     def _matrix(self, *linears: Any) -> Tensor:
-        return self._follow(*(base_of(each).weight for each in linears))
+        return self._follow(*(base_layer(each).weight for each in linears))
 
     def _adapter(self, *linears: Any) -> LowRank | None:
         """What is beside the matrix of these projections; those without an adapter have rank 0."""
-        weights, found = [base_of(each).weight for each in linears], [adapters_of(each) for each in linears]
+        weights, found = [base_layer(each).weight for each in linears], [lora_adapters(each) for each in linears]
         ranks = [len(each[0].low) if each else 0 for each in found]
         if not any(ranks):
             return None
@@ -152,7 +152,7 @@ class DecodeWeights:
         if self.gapped:
             torch._foreach_zero_(self.gapped)  # the arena may have slept, and lost them
         for place, linear in self.scaled:
-            (adapter,) = adapters_of(linear)
+            (adapter,) = lora_adapters(linear)
             torch.mul(adapter.up, adapter.scaling, out=place)  # in float32, then narrowed
         if self.copied:
             torch._foreach_copy_([place for place, _ in self.copied], [each.detach() for _, each in self.copied])
@@ -161,7 +161,7 @@ class DecodeWeights:
     def _adapters_now(self) -> list[list[int]]:
         """Which adapters are beside each projection, as numbers: parameters compare their elements."""
         linears = [linear for layer in self._modules for linear in projections(layer)]
-        return [[id(adapter.low) for adapter in adapters_of(linear)] for linear in linears]
+        return [[id(adapter.low) for adapter in lora_adapters(linear)] for linear in linears]
 
     def angles(self, positions: int) -> tuple[Tensor, Tensor]:
         """cos and sin [positions, width / 2]: a generated token has one position, whatever the family."""

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtrl.rollout.decode.buffers import Pieces, Rows, Seats, power_of_two
-from mtrl.rollout.decode.fused_weights import Layer
+from mtrl.rollout.decode.buffers import CompiledPieces, Rows, Seats, power_of_two
+from mtrl.rollout.decode.fused_weights import DecodeLayer
 from mtrl.rollout.decode.layers import Shape
 
 # mypy: disable-error-code="no-untyped-def"
@@ -257,7 +257,7 @@ def silu_mul(both: Tensor, out: Tensor) -> None:
 
 
 def rotate_write(
-    qkv: Tensor, layer: Layer, shape: Shape, angles: tuple[Tensor, Tensor], slot: Tensor, rows: Rows,
+    qkv: Tensor, layer: DecodeLayer, shape: Shape, angles: tuple[Tensor, Tensor], slot: Tensor, rows: Rows,
     query: Tensor, keys: Tensor, values: Tensor,
 ) -> None:  # fmt: skip
     given = (layer.bias, layer.query_norm, layer.key_norm)
@@ -271,7 +271,7 @@ def rotate_write(
 
 def attend(
     query: Tensor, prompts: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], seats: Seats, rows: Rows, shape: Shape,
-    pieces: Pieces, out: Tensor,
+    pieces: CompiledPieces, out: Tensor,
 ) -> None:  # fmt: skip
     count, (tables, members) = len(seats.slot), seats.members.shape
     own_pieces = len(pieces.part) - pieces.of_prompt

@@ -57,7 +57,7 @@ class Shape:
         return (self.heads + 2 * self.key_heads) * self.width
 
 
-def shape_of(language_model: Any) -> Shape:
+def decoder_shape(language_model: Any) -> Shape:
     config = language_model.config
     return Shape(
         hidden=config.hidden_size,
@@ -84,12 +84,12 @@ def projections(layer: Any) -> list[Any]:
     return [getattr(module, name) for module, names in modules for name in names]
 
 
-def base_of(linear: Any) -> Any:
+def base_layer(linear: Any) -> Any:
     """The projection itself, without what is beside it."""
     return getattr(linear, "base_layer", linear)
 
 
-def adapters_of(linear: Any) -> list[Adapter]:
+def lora_adapters(linear: Any) -> list[Adapter]:
     """What is beside a projection now: nothing where adapters are switched off, or merged into the weight."""
     if not hasattr(linear, "base_layer") or linear.disable_adapters or linear.merged:
         return []
@@ -106,7 +106,7 @@ def why_unknown(language_model: Any, head: nn.Module) -> str | None:
     facts = KNOWN.get(config.model_type)
     if facts is None:
         return f"the layers of the family {config.model_type!r} are not known"
-    width = shape_of(language_model).width
+    width = decoder_shape(language_model).width
     if width < 16 or width & (width - 1):
         return f"heads of {width} numbers: the kernels take powers of two from 16"
     if config.hidden_act != "silu":
@@ -124,7 +124,7 @@ def _why_unknown_layer(layer: Any, facts: Facts) -> str | None:
     for module, names in zip((layer.self_attn, layer.mlp), LINEAR, strict=True):
         for name in names:
             linear = getattr(module, name, None)
-            base = base_of(linear)
+            base = base_layer(linear)
             if type(base) is not nn.Linear:  # a quantized weight computes something else
                 return f"{name} is a {_kind(base)}"
             if (base.bias is not None) != (facts.bias and name in LINEAR[0][:3]):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtrl.rollout.decode.buffers import CHUNK, PIECE, PIECES, Buffers, Mode, Pieces, Seats, Tiles
+from mtrl.rollout.decode.buffers import CHUNK, PIECE, PIECES, Buffers, CompiledPieces, Mode, Seats, Tiles
 from mtrl.rollout.decode.fused_weights import DecodeWeights, LowRank
 
 TILE = 64  # tokens of the vocabulary whose mass is summed
@@ -51,7 +51,7 @@ class Step:
         self.tiles = Tiles(TILE, make("top", torch.float32, rows, tiles), make("mass", torch.float32, rows, tiles))
         pieces = (buffers.room.pieces, rows, shape.heads)
         part, lse = make("part", torch.float32, *pieces, shape.width), make("lse", torch.float32, *pieces)
-        self.pieces = Pieces(buffers.room.pieces_of_prompt, PIECE, PIECES, CHUNK, BLOCK, part, lse)
+        self.pieces = CompiledPieces(buffers.room.pieces_of_prompt, PIECE, PIECES, CHUNK, BLOCK, part, lse)
 
     def run(self) -> None:
         self.read()

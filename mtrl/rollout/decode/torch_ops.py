@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mtrl.algorithms.vocab import top_p_top_k
-from mtrl.rollout.decode.buffers import Mode, Pieces, Rows, Rules, Seats, Tiles
-from mtrl.rollout.decode.fused_weights import Layer
+from mtrl.rollout.decode.buffers import CompiledPieces, Mode, Rows, Rules, Seats, Tiles
+from mtrl.rollout.decode.fused_weights import DecodeLayer
 from mtrl.rollout.decode.layers import Shape
 
 
@@ -36,7 +36,7 @@ def silu_mul(both: Tensor, out: Tensor) -> None:
 
 
 def rotate_write(
-    qkv: Tensor, layer: Layer, shape: Shape, angles: tuple[Tensor, Tensor], slot: Tensor, rows: Rows,
+    qkv: Tensor, layer: DecodeLayer, shape: Shape, angles: tuple[Tensor, Tensor], slot: Tensor, rows: Rows,
     query: Tensor, keys: Tensor, values: Tensor,
 ) -> None:  # fmt: skip
     projected = qkv if layer.bias is None else qkv + layer.bias
@@ -57,7 +57,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def attend(
     query: Tensor, prompts: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], seats: Seats, rows: Rows, shape: Shape,
-    pieces: Pieces, out: Tensor,
+    pieces: CompiledPieces, out: Tensor,
 ) -> None:  # fmt: skip
     """Row by row over all keys at once; rows without a response get zeros."""
     out.zero_()

@@ -9,16 +9,16 @@ from uuid import uuid4
 import torch
 
 from mtrl.protocols import PromptEncoder
-from mtrl.rollout.lifecycle import Awake
+from mtrl.rollout.lifecycle import EngineLifecycle
 from mtrl.rollout.local import non_finite
-from mtrl.rollout.responses import finish_of, rollouts_of
+from mtrl.rollout.responses import finish_reasons, make_rollouts
 from mtrl.rollout.vllm.requests import Host, Response, params_for, requests_for
-from mtrl.rollout.weight_checks import refuse_other_weights
+from mtrl.rollout.weight_checks import check_weight_names
 from mtrl.types import Prompt, Rollouts, Sampling, Weights
 from mtrl.utils.errors import Diverged, RunError
 
 
-class VllmGenerator(Awake):
+class VllmGenerator(EngineLifecycle):
     """Samples by a host of vLLM. `names`: all weights of the model, as the actor publishes them."""
 
     def __init__(
@@ -39,7 +39,7 @@ class VllmGenerator(Awake):
 
     def load(self, weights: Weights) -> None:
         self._refuse_asleep()
-        refuse_other_weights(self.names, weights.tensors)
+        check_weight_names(self.names, weights.tensors)
         label = f"{self._run}:{weights.version}"
         self.host.load(label, weights.tensors)
         self.version, self._label = weights.version, label
@@ -52,13 +52,13 @@ class VllmGenerator(Awake):
         answers = self.host.generate(requests_for(prompts, sampling), params_for(self.encoder, sampling))
         rows = [row for answer in answers for row in answer]
         self._refuse_wrong(rows)
-        return rollouts_of(
+        return make_rollouts(
             prompts,
             [place for place, answer in enumerate(answers) for _ in answer],
             [row.tokens for row in rows],
             [row.logps for row in rows],
             text=[self.encoder.decode(row.tokens) for row in rows],
-            finish=finish_of([row.tokens for row in rows], self.encoder.stop_ids),
+            finish=finish_reasons([row.tokens for row in rows], self.encoder.stop_ids),
             version=self.version,
             pad_id=self.encoder.pad_id,
         )
@@ -68,7 +68,7 @@ class VllmGenerator(Awake):
 
     def _refuse_asleep(self) -> None:
         """vLLM itself would wait for ever."""
-        if self.host.sleeps and not self.is_awake:
+        if self.host.sleeps and not self.is_resident:
             raise RuntimeError("the engine sleeps; use it inside `with generator.awake()`")
 
     def _refuse_long(self, prompts: Sequence[Prompt], new: int) -> None:

@@ -42,7 +42,7 @@ class VllmInProcess:
         except Exception as error:
             raise RunError(f"vLLM could not generate: {in_a_line(error)}") from error
         for request, answer in zip(requests, answers, strict=True):
-            refuse_other_length(request, len(answer.prompt_token_ids or ()))
+            check_max_length(request, len(answer.prompt_token_ids or ()))
         return [[_response(output) for output in answer.outputs] for answer in answers]
 
     def _prompt(self, request: Request) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def _response(output: Any) -> Response:
     return Response(tokens, logps, "+".join(sorted(versions)) or None)
 
 
-def refuse_other_length(request: Request, length: int) -> None:
+def check_max_length(request: Request, length: int) -> None:
     """An image that the engine resizes once more takes other tokens than the trainer's."""
     if length != request.length:
         raise RunError(f"vLLM reads a prompt as {length} tokens, the trainer as {request.length}: it sees other images "

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from mtrl.rollout.vllm.requests import Request, Response
-from mtrl.rollout.vllm.settings import refuse_missing
-from mtrl.rollout.vllm.weight_files import bytes_of, new_folder, write_weights
+from mtrl.rollout.vllm.settings import check_installed
+from mtrl.rollout.vllm.weight_files import new_folder, tensor_bytes, write_weights
 from mtrl.utils.errors import RunError, StartError
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class VllmProcess:
     def __init__(
         self, arguments: Mapping[str, Any], image_arguments: Mapping[str, Any] | None, dtype: torch.dtype
     ) -> None:
-        refuse_missing()
+        check_installed()
         self._setup, self.dtype = (dict(arguments), dict(image_arguments or {})), dtype
         self.sleeps = bool(arguments.get("enable_sleep_mode"))
         self._folder: Path | None = None  # of the weights, from the first load on
@@ -48,7 +48,7 @@ class VllmProcess:
 
     def load(self, label: str, tensors: Mapping[str, Tensor]) -> None:
         if self._folder is None:
-            self._folder = new_folder(bytes_of(tensors, self.dtype))
+            self._folder = new_folder(tensor_bytes(tensors, self.dtype))
         held = label, str(write_weights(self._folder, tensors, self.dtype))
         self._call("load", *held)
         self._held = held

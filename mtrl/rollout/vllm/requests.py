@@ -13,7 +13,7 @@ from mtrl.protocols import Clip, PromptEncoder
 from mtrl.rollout.sampling import first_sample_numbers
 from mtrl.types import Prompt, Sampling
 from mtrl.utils.errors import RunError
-from mtrl.utils.seeding import keyed_generator
+from mtrl.utils.seeding import rng_for
 
 SEEDS = 2**62  # vLLM adds the number of the sample to a seed, and both must fit into 64 bits
 LOWEST_TEMPERATURE = 0.01  # vLLM raises lower ones to this, and only logs it
@@ -72,7 +72,7 @@ def _request(prompt: Prompt, seed: int) -> Request:
 
 
 def base_seed(prompt: Prompt, sampling: Sampling) -> int:
-    return int(keyed_generator("vllm", sampling.seed, sampling.step, prompt.task.id).integers(SEEDS))
+    return int(rng_for("vllm", sampling.seed, sampling.step, prompt.task.id).integers(SEEDS))
 
 
 def params_for(encoder: PromptEncoder, sampling: Sampling) -> dict[str, Any]:

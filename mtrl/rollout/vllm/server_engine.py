@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtrl.rollout.vllm.inprocess import refuse_other_length
+from mtrl.rollout.vllm.inprocess import check_max_length
 from mtrl.rollout.vllm.requests import Request, Response
-from mtrl.rollout.vllm.weight_files import bytes_of, new_folder, write_weights
+from mtrl.rollout.vllm.weight_files import new_folder, tensor_bytes, write_weights
 from mtrl.utils.errors import RunError, StartError
 
 CONNECT_SECONDS = 30.0
@@ -104,14 +104,14 @@ class VllmServer:
         if request.images:
             body["content_parts"] = [{"type": "image_url", "url": _data_url(image)} for image in request.images]
         answer = self._ask("POST", TOKENS, body)
-        refuse_other_length(request, len(answer["prompt_token_ids"]))
+        check_max_length(request, len(answer["prompt_token_ids"]))
         return [_response(choice) for choice in sorted(answer["choices"], key=lambda choice: int(choice["index"]))]
 
     def load(self, label: str, tensors: Mapping[str, Tensor]) -> None:
         if not self.takes_weights:
             raise RunError(self.no_weights)
         if self._folder is None:
-            self._folder = new_folder(bytes_of(tensors, self.dtype))
+            self._folder = new_folder(tensor_bytes(tensors, self.dtype))
             self._folder.chmod(0o755)  # the server may run as another user
         write_weights(self._folder, tensors, self.dtype)
         rpc = {"method": "reload_weights", "kwargs": {"weights_path": str(self._folder)}}

@@ -67,13 +67,13 @@ def engine_arguments(
 
 def prepare_environment() -> None:
     """Before vLLM is imported. Whatever the user has set stays."""
-    refuse_missing()
+    check_installed()
     for name, value in (ENVIRONMENT if torch.cuda.is_available() else ENVIRONMENT | ON_CPU).items():
         os.environ.setdefault(name, value)
     if os.environ.get("TORCH_COMPILE_DISABLE") == "1":  # torch has read its environment already
         torch._dynamo.config.disable = True
 
 
-def refuse_missing() -> None:
+def check_installed() -> None:
     if find_spec("vllm") is None:
         raise StartError(f"worker.rollout.name: vllm is not installed; {INSTALL}")

@@ -40,7 +40,7 @@ def remove_if_left(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def bytes_of(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> int:
+def tensor_bytes(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> int:
     return sum(tensor.numel() for tensor in tensors.values()) * dtype.itemsize
 
 
