@@ -1,4 +1,4 @@
-"""A credit rule of your own: a frozen dataclass that is a Filter, a Weight or a Term. Name it in a YAML:
+"""Your own credit rule: a frozen dataclass that is a Filter, a Weight or a Bonus. Name it in a YAML:
 
 optimization:
   credit:
@@ -15,7 +15,7 @@ class EntropyChange(Weight):
     """Tokens whose entropy changes with the image count for more: 1 + strength * (|change| / mean - 1), at least 0."""
 
     strength: float = 1.0
-    needs = Needs("entropy_change")  # measured because it is asked for: on the perturbed image minus on ours
+    needs = Needs("entropy_change")  # entropy on the perturbed minus that on the original image
 
     def apply(self, experience, key):
         mask = experience.rollouts.mask

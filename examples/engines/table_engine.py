@@ -1,4 +1,4 @@
-"""An engine of your own: it answers from a table, by question. For trying rewards and credit on responses you chose."""
+"""Your own engine: it answers from a table, by question. Use it to try rewards and credit on responses you chose."""
 
 from mtrl.rollout.lifecycle import EngineLifecycle
 from mtrl.rollout.responses import finish_reasons, make_rollouts
@@ -6,21 +6,21 @@ from mtrl.rollout.sampling import first_sample_numbers
 
 
 class TableEngine(EngineLifecycle):
-    """`answers`: {question: [response, ..]}, asked in turn. Awake brings `resident()`; an engine that holds device memory
-    also writes `wake` and `sleep`."""
+    """`answers`: {question: [response, ..]}, used in turn. EngineLifecycle provides `resident()`; an engine that holds
+    device memory also implements `wake` and `sleep`."""
 
     def __init__(self, encoder, answers, version=0):
         self.encoder, self.answers, self.version = encoder, answers, version
 
     def load(self, weights):
-        """A real engine takes over `weights.tensors`, and refuses names that it lacks or does not know."""
+        """A real engine copies `weights.tensors` and refuses missing or unknown names."""
         self.version = weights.version
 
     def generate(self, prompts, sampling):
         if sampling.version != self.version:
             raise RuntimeError(f"asked to sample at version {sampling.version}, but the engine holds {self.version}")
         first = first_sample_numbers([prompt.task.id for prompt in prompts], sampling)
-        group = [place for place in range(len(prompts)) for _ in range(sampling.n)]
+        group = [index for index in range(len(prompts)) for _ in range(sampling.n)]
         texts = [
             self.answer(prompt.task, 0 if sampling.temperature == 0 else start + sample)
             for prompt, start in zip(prompts, first, strict=True)
@@ -31,7 +31,7 @@ class TableEngine(EngineLifecycle):
             prompts,
             group,
             tokens,
-            None,  # a sampler hands over the log-prob of each token; a table is certain, and log(1) is 0
+            None,  # a sampler passes the log-prob of each token; a table is certain, and log(1) is 0
             text=[self.encoder.decode(row) for row in tokens],
             finish=finish_reasons(tokens, self.encoder.stop_ids),
             version=self.version,
@@ -45,5 +45,5 @@ class TableEngine(EngineLifecycle):
         return responses[number % len(responses)]
 
     def tokens(self, text):
-        """With the token that ends a response: it is sampled, too."""
+        """Includes the end token, which is sampled too."""
         return [*self.encoder.tokenizer.encode(text, add_special_tokens=False), self.encoder.stop_ids[0]]

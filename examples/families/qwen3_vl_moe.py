@@ -1,4 +1,4 @@
-"""A model family of your own: Qwen3-VL with experts, and prompts that number their images. Import it before the model.
+"""Your own model family: Qwen3-VL with experts and prompts that number their images. Import it before the model.
 
 import qwen3_vl_moe
 mtrl.Trainer(model="my_checkpoint", ..).train()
@@ -9,7 +9,7 @@ from mtrl.models.families.text import content_parts
 
 
 class NumberedEncoder(QwenVLEncoder):
-    """Writes "Picture 1: " before the first image, and so on, so that a question can say which one it means."""
+    """Writes "Picture 1: " before the first image, and so on, so that questions can refer to images by number."""
 
     def render(self, messages):
         number, numbered = 0, []

@@ -1,4 +1,4 @@
-"""A logger of your own: one line of CSV a step, with the response that earned most and how much it hung on the image.
+"""Your own logger: one line of CSV per step, with the best response and its mean visual dependency.
 
 mtrl.Trainer(callbacks=[CsvLogger("best.csv")], ..).train()
 """
@@ -8,12 +8,12 @@ from pathlib import Path
 
 import mtrl
 
-NUMBERS = ("reward/overall", "actor/grad_norm")  # of those that metrics.jsonl has
-COLUMNS = ("step", *NUMBERS, "best_reward", "best_dependency", "best_response")
+METRICS = ("reward/overall", "actor/grad_norm")  # any names of metrics.jsonl
+COLUMNS = ("step", *METRICS, "best_reward", "best_dependency", "best_response")
 
 
 class CsvLogger(mtrl.Callback):
-    needs = mtrl.Needs("dependency")  # measured because it is asked for, even where no rule reads it
+    needs = mtrl.Needs("dependency")  # measured for this logger even if no rule reads it
 
     def __init__(self, path):
         self.path, self.best = Path(path), ()
@@ -21,15 +21,15 @@ class CsvLogger(mtrl.Callback):
             self.write(COLUMNS)
 
     def rollouts(self, step, experience):
-        """Comes first in a step. Tensors are on the CPU; row i of each belongs to response i."""
+        """Called first in a step. Tensors are on the CPU; row i of each belongs to response i."""
         row = int(experience.rewards.total.argmax())
         dependency = experience.signals.dependency[row, experience.rollouts.mask[row]].mean()
         self.best = (float(experience.rewards.total[row]), float(dependency), experience.rollouts.text[row])
 
     def metrics(self, step, values):
-        """Comes second. Which numbers there are depends on the configuration, and on the step."""
-        self.write((step, *(values.get(name) for name in NUMBERS), *self.best))
+        """Called second. The available metrics depend on the configuration and on the step."""
+        self.write((step, *(values.get(name) for name in METRICS), *self.best))
 
     def write(self, row):
-        with self.path.open("a", newline="", encoding="utf-8") as file:  # closed again: a run may be killed
+        with self.path.open("a", newline="", encoding="utf-8") as file:  # closed after each row: a run may be killed
             csv.writer(file).writerow(row)

@@ -1,9 +1,9 @@
-"""An async reward: asks a model that judges, behind any server that speaks OpenAI's chat protocol.
+"""An async reward: asks a judge model on any server with OpenAI's chat API.
 
     mtrl train run.yaml worker.reward.reward_fn_path=examples/rewards/async_judge.py \
         worker.reward.reward_fn_kwargs='{url: "http://localhost:8000/v1", model: judge}'
 
-Responses that reach a worker together are judged at the same time; worker.reward.timeout_s holds for each of them.
+Responses that reach a worker together are judged concurrently; worker.reward.timeout_s applies to each of them.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ async def reward_function(data, url, model="judge"):
     reply = await asyncio.to_thread(ask, f"{url}/chat/completions", model, question)
     number = re.search(r"\d+(\.\d+)?", reply)
     if number is None:
-        return None  # the judge did not say: left out of the total
+        return None  # no score from the judge: left out of the total
     return min(float(number[0]), 10.0) / 10
 
 

@@ -1,4 +1,4 @@
-"""A reward function as EasyR1 documents it: dicts in, dicts out. Every key beside `overall` is logged as reward/<key>.
+"""A reward function as EasyR1 documents it: dicts in, dicts out. All keys but `overall` are logged as reward/<key>.
 
 mtrl train run.yaml worker.reward.reward_fn_path=examples/rewards/easyr1_style.py
 """

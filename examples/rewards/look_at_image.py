@@ -1,8 +1,8 @@
-"""A reward that looks at the image itself: does the response name the colour that most of the picture has?
+"""A reward that looks at the image itself: does the response name the main colour of the picture?
 
     mtrl train run.yaml worker.reward.reward_fn_path=examples/rewards/look_at_image.py
 
-`data["images"]` are Pillow images, as the model saw them. Rows without one: None, "does not apply".
+`data["images"]` are Pillow images, as the model saw them. Rows without an image return None: "does not apply".
 """
 
 COLOURS = {

@@ -2,7 +2,7 @@
 
     mtrl train run.yaml worker.reward.reward_fn_path=examples/rewards/ten_lines.py
 
-The other *_style.py files here are the same rule as TRL, EasyR1 and verl would have it.
+The *_style.py files here are the same rule in the signatures of TRL, EasyR1 and verl.
 """
 
 import re

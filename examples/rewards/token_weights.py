@@ -1,9 +1,9 @@
-"""A reward that also says which tokens matter: the last ones, where the answer stands, count three times as much.
+"""A reward that also returns token weights: the last tokens, which hold the answer, count three times as much.
 
     mtrl train run.yaml worker.reward.reward_fn_path=examples/rewards/token_weights.py \
         optimization.enable_token_weights=true
 
-One weight for each of `response_token_ids` (the end token is one of them); a shorter list goes on with 1.
+One weight for each of `response_token_ids` (including the end token); a shorter list is padded with 1.
 """
 
 

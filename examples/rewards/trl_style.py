@@ -1,8 +1,8 @@
-"""A reward function as TRL documents it: all responses at once, columns as keyword lists, one reward a response.
+"""A reward function as TRL documents it: all responses at once, columns as keyword lists, one reward per response.
 
     mtrl train run.yaml worker.reward.reward_fn_path=examples/rewards/trl_style.py:answer_reward
 
-None means "does not apply": a row without an answer.
+Rows without an answer return None: "does not apply".
 """
 
 import re

@@ -1,10 +1,10 @@
-"""A reward that reads what was measured of the model: right answers earn a little more the surer the model was.
+"""A reward that reads signals of the model: right answers earn a little more if the model was certain.
 
     mtrl train run.yaml worker.reward.reward_fn_path=examples/rewards/with_signals.py
 
-`signals` holds a list of numbers, one a token, for each that this run measures: old (log-probs), entropy, and where
-they are on perturbed, dependency, reference, values; of attention `vgr` and the response's `vgr_late`. Such a function
-runs after the probes. Validation measures attention alone, and nothing where there is no image.
+`signals` maps each signal that this run measures to a list with one number per token: old_logprobs, entropy and, if
+measured, perturbed_logprobs, dependency, ref_logprobs, values; from attention `vgr` and the response's `vgr_late`.
+Such a function runs after the probes. Validation measures only attention, and nothing for rows without an image.
 """
 
 
