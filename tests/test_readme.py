@@ -1,9 +1,10 @@
-"""What the README shows must run, and its file tree must be true."""
+"""What the README shows must run, and what CONTRIBUTING says of the code must be true."""
 
 import re
 from pathlib import Path
 
 import pytest
+from reading_walk import read_lines, report, walk
 
 from mtrl.config import load_config
 from mtrl.embedded.embedded_rows import SIZES
@@ -27,34 +28,31 @@ def test_configurations_can_be_loaded(text, tmp_path):
     assert load_config(file).worker.actor.model.model_path == "Qwen/Qwen2.5-VL-3B-Instruct"
 
 
-def rooms_of_the_tree():
-    """{room: what the README says of it}; files of the package itself stand under their own name."""
-    rooms, room = {}, ""
-    for line in README.split("## File tree")[1].split("```")[1].splitlines():
-        if head := re.match(r"  (\w+)(?:/|\.py) ", line):
-            room = head[1]
-        if line.startswith("  "):
-            rooms[room] = rooms.get(room, "") + " " + line.removeprefix(f"  {room}")
-    return rooms
+def test_rooms_in_contributing_are_those_of_the_package():
+    tree = CONTRIBUTING.split("## Rooms")[1].split("```")[1]
+    named = set(re.findall(r"^  (\w+)(?:/|\.py) ", tree, re.MULTILINE))
+    rooms = {path.stem for path in (ROOT / "mtrl").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert named == {room for room in rooms if not room.startswith("_")} | {"configs"}
 
 
-def modules():
-    return sorted(path.relative_to(ROOT / "mtrl") for path in (ROOT / "mtrl").rglob("*.py"))
+def test_every_module_says_what_it_does():
+    silent = [
+        path for path in (ROOT / "mtrl").rglob("*.py") if path.stat().st_size and '"""' not in path.read_text()[:4]
+    ]
+    assert not silent, f"without a docstring: {silent}"
 
 
-@pytest.mark.parametrize("path", [path for path in modules() if not path.stem.startswith("__")], ids=str)
-def test_every_module_is_named_in_the_file_tree(path):
-    """In the lines of its own room, not just anywhere."""
-    rooms, room = rooms_of_the_tree(), path.parts[0].removesuffix(".py")
-    assert room in rooms, f"the README's file tree has no line for {room}"
-    assert len(path.parts) == 1 or re.search(rf"\b{path.stem}\b", rooms[room]), f"{path} is not named there"
+def test_the_way_from_the_loop_to_the_gradient_is_short():
+    """At most 14 files and 1,600 lines on the path, and CONTRIBUTING prints the list."""
+    met = walk()
+    lines = {module: read_lines(module, names) for module, names in met.items()}
+    assert len(lines) <= 14 and sum(lines.values()) <= 1600, lines
+    files = [line.split()[0] for line in report().splitlines()[:-1]]
+    printed = CONTRIBUTING.split("## From the loop to the gradient")[1].split("```")[1]
+    assert re.findall(r"^(\S+\.py)", printed, re.MULTILINE) == files, "run python tests/reading_walk.py"
 
 
-def test_the_file_tree_names_nothing_that_is_gone():
-    there = {path.parts[0].removesuffix(".py") for path in modules()} | {"configs"}
-    assert rooms_of_the_tree().keys() - {""} <= there
-
-
-@pytest.mark.parametrize("path", re.findall(r"`(\w+/[\w/]+\.py|\w+\.py)`", CONTRIBUTING.split("## Three walks")[1]))
-def test_the_walks_lead_through_files_that_exist(path):
-    assert (ROOT / "mtrl" / path).is_file()
+def test_the_walks_lead_through_files_that_exist():
+    paths = re.findall(r"`(\w+/[\w/]+\.py|\w+\.py)`", CONTRIBUTING.split("## Two more walks")[1])
+    paths = [path for path in paths if not path.startswith("tests/")]
+    assert paths and not [path for path in paths if not (ROOT / "mtrl" / path).is_file()]
