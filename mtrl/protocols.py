@@ -1,4 +1,4 @@
-"""The seams. `training/loop.py` knows these; `build/` chooses what stands behind them."""
+"""The interfaces that `training/loop.py` works with; `compose/` chooses the implementations."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from mtrl.types import (
 
 @dataclass(frozen=True)
 class ImageSettings:
-    """How an image becomes what a vision tower reads, under the names that checkpoints use.
+    """Image preprocessing, under the names that checkpoints use.
 
-    We resize, once, to a multiple of `factor` within the limits; the trainer and every engine then make the same pixels
-    of it: (value * rescale_factor - mean) / std. The order of the fields is part of `PromptEncoder.fingerprint`.
+    An image is resized once, to a multiple of `factor` within the limits; the trainer and every engine then compute the
+    same pixels: (value * rescale_factor - mean) / std. The order of the fields is part of `PromptEncoder.fingerprint`.
     """
 
     patch_size: int  # side of a patch in pixels
-    merge_size: int  # patches a side that become one token
-    temporal_patch_size: int  # frames of a patch; a still image is repeated
+    merge_size: int  # patches per side of a token
+    temporal_patch_size: int  # frames per patch; a still image is repeated
     min_pixels: int
     max_pixels: int
     rescale_factor: float
-    image_mean: tuple[float, ...]  # one for each channel
+    image_mean: tuple[float, ...]  # per channel
     image_std: tuple[float, ...]
 
     def __post_init__(self) -> None:
@@ -54,89 +54,88 @@ class ImageSettings:
 
     @property
     def factor(self) -> int:
-        """Pixels a side of one token."""
+        """Side of one token in pixels."""
         return self.patch_size * self.merge_size
 
     def processor_arguments(self) -> dict[str, Any]:
-        """Arguments for an engine that makes pixels with an image processor of transformers: the trainer's numbers
-        whatever the checkpoint says, and no second resize."""
-        # A checkpoint may write 1 for 1.0, which transformers takes from a file but not as an argument.
+        """Arguments for transformers' image processor in an engine: the trainer's settings and no second resize."""
+        # A checkpoint may write 1 for 1.0, which transformers accepts from a file but not as an argument.
         floats = {name: [float(v) for v in getattr(self, name)] for name in ("image_mean", "image_std")}
         return asdict(self) | floats | {"do_resize": False, "do_rescale": True, "do_normalize": True}
 
 
 @dataclass(frozen=True)
 class Clip:
-    """Which frames of a video are shown. Two of a second of film, at 24 frames a second: Clip(24, 24.0, (0, 12))."""
+    """The sampled frames of a video. Two frames of one second at 24 fps: Clip(24, 24.0, (0, 12))."""
 
     total: int  # frames of the video
-    fps: float  # its frames a second
-    frames: tuple[int, ...]  # numbers of those that are shown, in their order
+    fps: float  # frames per second of the video
+    frames: tuple[int, ...]  # indices of the sampled frames, ascending
 
     @property
     def shown_fps(self) -> float:
-        """Frames that are shown of a second."""
+        """Sampled frames per second."""
         return len(self.frames) / self.total * self.fps
 
 
 @dataclass(frozen=True)
 class VideoSettings:
-    """How many frames of a video are shown, and how large: the keys of the `dataset:` block."""
+    """Number and size of the sampled frames: the video keys of the `dataset:` block."""
 
-    fps: float = 2.0  # frames taken from a second
+    fps: float = 2.0  # frames per second
     max_frames: int = 64
-    max_pixels: int | None = None  # of a frame; None: as many as the family gives it
+    max_pixels: int | None = None  # per frame; None: the family's default
 
 
 class PromptEncoder(Protocol):
-    """Template, tokens, resize target, pads, pools: what one model family makes of a task."""
+    """Encodes tasks for one model family: template, tokens, resize target, pads, token pools."""
 
     forbidden_ids: tuple[int, ...]  # never sampled, at -inf in every pass
     stop_ids: tuple[int, ...]  # each ends a response
     pad_id: int
-    image_settings: ImageSettings | None  # what the vision tower wants of an image; a text model has none
+    image_settings: ImageSettings | None  # None for text models
 
     def fingerprint(self) -> str:
-        """Changes when any setting changes that `length` or `encode` depends on. Caches are keyed by it."""
+        """Identifies all settings that `length` and `encode` depend on; the key of caches."""
 
     def target_size(self, height: int, width: int) -> tuple[int, int]:
-        """The size the model will see: (height, width), multiples of patch * merge within the pixel limits."""
+        """(height, width) after resizing: multiples of patch * merge within the pixel limits."""
 
     def frame_size(self, height: int, width: int) -> tuple[int, int]:
-        """The same for the frames of a video, whose limits are lower."""
+        """The same for the frames of a video, with lower limits."""
 
     def clip(self, total: int, fps: float) -> Clip:
-        """Which frames the model is shown of a video of so many frames."""
+        """The frames to sample from a video of `total` frames."""
 
     def length(self, task: Task, sizes: Sequence[tuple[int, int]]) -> int:
-        """Prompt tokens with the pads expanded, from each medium's (height, width) before `target_size`. Videos of the
-        task say which frames are shown."""
+        """Prompt tokens with expanded pads, from each medium's (height, width) before `target_size`. The videos of the
+        task have their clip."""
 
     def encode(self, task: Task, media: Sequence[np.ndarray]) -> Prompt:
-        """`media` are decoded RGB arrays, one for each medium of the task, already at their target size: [H, W, 3] an
-        image, [F, H, W, 3] the frames of a video."""
+        """`media` are decoded RGB arrays at their target size, one per medium of the task: [H, W, 3] for an image,
+        [F, H, W, 3] for a video."""
 
     def inputs(
         self, prompt: Prompt, media: Sequence[np.ndarray] | None = None, device: torch.device | None = None
     ) -> dict[str, Tensor]:
-        """The opaque multimodal dict for a forward pass, made from the prompt's media or another view of them; pixels
-        are made on the device."""
+        """The opaque multimodal dict for a forward pass, from the prompt's media or another view of them; pixels are
+        computed on the device."""
 
     def decode(self, ids: Sequence[int] | Tensor) -> str:
         """The text of a response, without special tokens."""
 
 
 class TaskSource(Protocol):
-    """Tasks in a seeded order, ready to use."""
+    """Prompts in a seeded order."""
 
     def take(self, count: int) -> list[Prompt]:
-        """The next prompts; crosses epochs without a gap."""
+        """The next prompts, across epochs."""
 
     def get(self, ids: Sequence[str]) -> list[Prompt]:
         """The prompts of these tasks, for replay."""
 
     def metrics(self) -> dict[str, float]:
-        """What a step reports of the data: rows that could not be read."""
+        """Metrics of the data: rows that could not be read."""
 
     def state(self) -> Mapping[str, Any]: ...
 
@@ -144,119 +143,115 @@ class TaskSource(Protocol):
 
 
 class Generator(Protocol):
-    """Samples responses. It resets its own caches in `load` and refuses to sample at a version it does not hold.
-    `generate` and `load` are for an engine that is awake; its weights outlast a sleep (`rollout/lifecycle.py`)."""
+    """Samples responses. `load` resets its caches; sampling with another version than it holds raises. Call `generate`
+    and `load` inside `resident()`; the weights survive a sleep (`rollout/lifecycle.py`)."""
 
     def resident(self) -> AbstractContextManager[None]:
-        """Wakes the engine; at its end the engine sleeps and the trainer has the device memory. Such blocks may stand
-        inside one another: the outermost counts."""
+        """Wake the engine; when the outermost block ends, it sleeps and releases its device memory to the trainer."""
 
-    apart: bool  # whether it samples beside those who learn, on devices of its own
+    colocated: bool  # whether it shares its devices with the workers that learn
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Rollouts: ...
 
     def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> Callable[[], Rollouts]:
-        """`generate` in two: one that is `apart` samples on until what it gives is called."""
+        """Starts generation; the returned callable waits for the rollouts. Only dedicated engines sample meanwhile."""
 
     def preflight(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
-        """Takes the device memory that `generate` would take if no response stopped early, until the engine sleeps."""
+        """Allocate the memory that `generate` needs if no response stops early, until the engine sleeps."""
 
     def load(self, weights: Weights) -> None:
-        """Takes over a version of the weights as a whole: one that the engine does not know, or misses, is an error."""
+        """Load a version of the weights; unknown or missing weights are an error."""
 
     def close(self) -> None:
-        """The run is over: whatever the engine started ends."""
+        """End everything that the engine started."""
 
 
 class Prober(Protocol):
-    """Scores sampled tokens: the actor, by its reference too, and the critic are probers."""
+    """Measures signals of sampled tokens: the actor (with its reference) and the critic."""
 
     def probe(self, rollouts: Rollouts, needs: Needs, step: int) -> Signals:
-        """The fields of `needs` that this prober can bring; `step` keys the perturbation."""
+        """The fields of `needs` that this prober measures; `step` keys the perturbation."""
 
 
 class Snapshot(Protocol):
-    """All that a learner has learnt, at one moment. It reads the live weights, so that it must be written before the
-    next update, or `detached` first."""
+    """The state of a learner. It reads the live weights: write it before the next update, or `detached` it first."""
 
     @property
     def nbytes(self) -> int: ...
 
     @property
     def copied(self) -> bool:
-        """Whether it is one that later updates leave alone, and `detached` is the same."""
+        """Whether it is a copy already, which later updates do not change."""
 
     def detached(self) -> Snapshot:
-        """A copy in main memory."""
+        """A copy in CPU memory."""
 
     def write(self, directory: Path) -> None:
-        """Writes a Hugging Face checkpoint, and beside it what `restore` needs."""
+        """Write a Hugging Face checkpoint and the files that `restore` needs."""
 
 
 class Stateful(Protocol):
-    """Whatever learns or remembers: the actor, a critic, the replay buffer. A checkpoint holds a snapshot of each, by
-    name."""
+    """Anything with state: the actor, a critic, the replay buffer. A checkpoint holds a snapshot of each by name."""
 
     def snapshot(self) -> Snapshot: ...
 
     def restore(self, directory: Path) -> None:
-        """Goes on as the one whose snapshot was written there would have."""
+        """Restore the state whose snapshot was written there."""
 
 
 class Synced(Stateful, Protocol):
-    """A reference that follows the policy from afar. What it has become is in no file but a checkpoint."""
+    """A reference that is synced with the policy now and then; its weights are part of the checkpoint."""
 
-    def refresh(self) -> None:
-        """Becomes the policy as it is now."""
+    def sync(self) -> None:
+        """Copy the current weights of the policy."""
 
 
 class Actor(Prober, Stateful, Protocol):
-    """The policy that learns. Blind to algorithms: it sees token streams and adds."""
+    """The policy. It does not know the algorithm: it sees token streams and adds gradients."""
 
     def update(self, batches: Iterable[TrainBatch], loss: Loss) -> dict[str, float]:
-        """One optimizer step a batch; metrics are means over all tokens of the batches."""
+        """One optimizer step per batch; metrics are means over all tokens of the batches."""
 
     def publish(self) -> Weights: ...
 
 
 class Critic(Prober, Stateful, Protocol):
-    """Learns what a state is worth; it brings the signal `values`."""
+    """Learns the value of states; measures the signal `values`."""
 
     def update(self, batches: Iterable[TrainBatch], loss: ValueLoss) -> dict[str, float]:
-        """One optimizer step a batch, as the actor's."""
+        """One optimizer step per batch, as the actor's."""
 
 
 class RemoteWorkers(Protocol):
-    """Processes that hold the same workers: each is a part of every process, by a name, and its methods are called on
-    all of them at once."""
+    """Processes that hold the same workers, each under the name of its role."""
 
     @property
     def size(self) -> int: ...
 
-    def call(self, part: str, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """What the method gives on each process, which has arguments of its own."""
+    def call(self, role: str, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Calls a method of one role on all processes at once, with one argument tuple each; returns their results."""
 
 
 class RemoteEngines(RemoteWorkers, Protocol):
-    """Processes that sample, beside a crew whose ranks learn."""
+    """Dedicated engines: processes that sample while the ranks of a worker group learn."""
 
-    def begin(self, part: str, method: str, arguments: Sequence[tuple[Any, ...]]) -> Callable[[], list[Any]]:
-        """`call` in two: what it gives waits for them."""
+    def start(self, role: str, method: str, arguments: Sequence[tuple[Any, ...]]) -> Callable[[], list[Any]]:
+        """Starts a `call`; the returned callable waits for its results."""
 
-    def hand_over(self, sender: str, taker: str) -> list[Any]:
-        """Weights from the part `sender` of all ranks, one by one, to the part `taker` of all engines; what these say
-        then."""
+    def transfer_weights(self, sender: str, receiver: str) -> list[Any]:
+        """Sends the weights one by one from the role `sender` of the ranks to `load` of the role `receiver` of the
+        engines; returns the engines' results."""
 
 
 class WorkerGroup(RemoteWorkers, Protocol):
-    """Processes that hold one model together, ranks, and whoever drives them."""
+    """Ranks: processes that hold one model together."""
 
-    def call_rank0(self, part: str, method: str, *arguments: Any) -> Any:
-        """The same of the first rank alone, beside what is called on all of them: it must not wait for the others."""
+    def call_rank0(self, role: str, method: str, *arguments: Any) -> Any:
+        """Calls the method on the first rank alone, possibly during another call; it must not wait for the others."""
 
-    def call_side_channel(self, part: str, method: str, *arguments: Any) -> list[Any]:
-        """What the method gives on each rank while they compute on, for whom it is called; ranks must not wait for one
-        another in it. Where it fails on one, its error is raised and all of them go on."""
+    def call_side_channel(self, role: str, method: str, *arguments: Any) -> list[Any]:
+        """Calls the method on each rank while they compute; ranks must not wait for one another in it. If it fails on
+        one, its error is raised and all of them continue."""
 
     def close(self) -> None:
         """Ends all processes."""
@@ -264,24 +259,24 @@ class WorkerGroup(RemoteWorkers, Protocol):
 
 class PendingRewards(Protocol):
     def result(self, signals: Signals | None = None) -> Rewards:
-        """Waits for the rewards. Functions that asked for signals run now; None: nothing was measured."""
+        """Wait for the rewards. Functions that read signals run now; None: no signals were measured."""
 
 
 class Scorer(Protocol):
-    """Rewards. User code runs only behind this seam, while the probes run."""
+    """Computes rewards. User code runs only here, while the probes run."""
 
     def submit(self, rollouts: Rollouts, step: int | None) -> PendingRewards:
-        """`step` decides the weights. None is for validation: the weights of the end and a plain sum, so that totals of
-        different times compare."""
+        """`step` decides the weights. None is for validation: final weights and a plain sum, so that totals of
+        different steps are comparable."""
 
 
 class Tracker:
-    """Where numbers and rollouts go. A tracker inherits from this and leaves out what it does not want to know."""
+    """Receives metrics and rollouts. Subclasses override the methods they need."""
 
-    needs: Needs = Needs()  # the signals it cannot do without; others it shows where they are there
+    needs: Needs = Needs()  # signals it requires; others it may show if they were measured
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """The numbers of a step."""
+        """Metrics of a step."""
         return None
 
     def rollouts(self, step: int, experience: Experience) -> None:
@@ -295,7 +290,7 @@ class Tracker:
         by: Mapping[str, Mapping[str, float]],
         samples: Sequence[ValidationSample],
     ) -> None:
-        """`by`: success for each value of the data's columns; `samples`: a few responses for people to read."""
+        """`by`: success for each value of the data's columns; `samples`: a few responses to read."""
         return None
 
     def close(self) -> None:
@@ -307,14 +302,14 @@ class Store(Protocol):
     """Checkpoints of a run."""
 
     def is_best(self, score: float | None) -> bool:
-        """Whether no checkpoint that is there has such a score."""
+        """Whether the score beats every checkpoint so far."""
 
     def save(self, step: int, snapshots: Mapping[str, Snapshot], state: Mapping[str, Any], score: float | None) -> None:
-        """Saves each snapshot under the name of its learner. It may return before all is written; a failure is told,
-        and no reason to stop."""
+        """Save each snapshot under its name. It may return before everything is written; a failure is logged and does
+        not stop the run."""
 
     def restore(self, checkpoint: Path, learners: Mapping[str, Stateful]) -> None:
-        """Restores each learner from the snapshot of its name."""
+        """Restore each learner from its snapshot."""
 
     def close(self) -> None:
-        """Waits for the last save; raises RunError where that failed."""
+        """Wait for the last save; raises RunError if it failed."""

@@ -1,17 +1,19 @@
-"""Advantages (SPEC 4). Each estimator takes rewards r [N] and gives A [N, T], 0 off the mask.
+"""Advantage estimators (SPEC 4): rewards r [N] to advantages A [N, T], 0 off the mask, and returns if a critic learns.
 
 The group estimators (grpo, rloo, remax) give every token of a response the same A. The others go token by token: the
-reward of a response sits on its last token, divergence penalties on their own.
+reward of a response sits on its last token, a divergence penalty on each token.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from mtrl.algorithms.groups import group_mean, group_sizes, group_std, group_sum, whiten
+from mtrl.types import Experience, Needs
 
 Scale = Literal["group", "batch", "none"]
 STD_EPSILON = 1e-6
@@ -26,7 +28,7 @@ def grpo(rewards: Tensor, group: Tensor, mask: Tensor, scale: Scale = "group", p
     """(r - mean) / (std + 1e-6) in the group; 0 where the std is 0.
 
     A penalty [N, T] is taken off r, but the std is that of the rewards without it. In a group of equal rewards it is
-    centred and not scaled: the KL of identical responses differs by rounding, which no std may blow up to full size.
+    centred and not scaled: the KL of identical responses differs by rounding, which must not become a full advantage.
     """
     charged = rewards if penalty is None else subtract_penalty(rewards, penalty, mask)
     centred = charged - group_mean(charged, group)[group]
@@ -38,7 +40,7 @@ def grpo(rewards: Tensor, group: Tensor, mask: Tensor, scale: Scale = "group", p
 
 
 def rloo(rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
-    """r minus the mean of the others in the group; 0 for a row that is alone."""
+    """r minus the mean of the others in the group; 0 for a single row."""
     others = group_sizes(group)[group] - 1
     mean_of_others = (group_sum(rewards, group)[group] - rewards) / others
     return to_tokens((rewards - mean_of_others).where(others > 0, 0.0), mask)
@@ -60,7 +62,7 @@ def reinforce_plus_plus(token_rewards: Tensor, mask: Tensor, gamma: float) -> Te
 
 
 def gae(token_rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Generalised advantages, whitened, and returns = A + V from before the whitening. V after the last token is 0."""
+    """Generalised advantages, whitened, and returns = A + V before whitening. V after the last token is 0."""
     advantage = torch.zeros_like(token_rewards)
     next_value = torch.zeros(len(values))
     running = torch.zeros(len(values))
@@ -82,3 +84,83 @@ def token_rewards(rewards: Tensor, mask: Tensor, penalty: Tensor | None = None) 
 def to_tokens(per_response: Tensor, mask: Tensor) -> Tensor:
     """[N] to every valid token of the row, float32."""
     return per_response.float()[:, None].expand(mask.shape).where(mask, 0.0)
+
+
+# ------------------------------------------------------------------------------------------------- estimators by name
+Estimated = tuple[Tensor, Tensor | None]  # A [N, T]; returns [N, T]
+
+
+class Estimator(Protocol):
+    @property
+    def needs(self) -> Needs: ...
+
+    def estimate(self, experience: Experience, penalty: Tensor | None) -> Estimated: ...
+
+
+@dataclass(frozen=True)
+class Grpo:
+    scale_rewards: Scale = "group"
+    needs = Needs()
+
+    def estimate(self, experience: Experience, penalty: Tensor | None) -> Estimated:
+        rollouts = experience.rollouts
+        total = experience.rewards.total
+        return grpo(total, rollouts.group, rollouts.mask, self.scale_rewards, penalty), None
+
+
+@dataclass(frozen=True)
+class Rloo:
+    needs = Needs()
+
+    def estimate(self, experience: Experience, penalty: Tensor | None) -> Estimated:
+        rollouts = experience.rollouts
+        return rloo(penalized_rewards(experience, penalty), rollouts.group, rollouts.mask), None
+
+
+@dataclass(frozen=True)
+class Remax:
+    needs = Needs()
+
+    def estimate(self, experience: Experience, penalty: Tensor | None) -> Estimated:
+        baseline = experience.rewards.baseline
+        assert baseline is not None, "remax compares with greedy responses"
+        return remax(penalized_rewards(experience, penalty), experience.rollouts.mask, baseline), None
+
+
+@dataclass(frozen=True)
+class ReinforcePlusPlus:
+    gamma: float = 1.0
+    needs = Needs()
+
+    def estimate(self, experience: Experience, penalty: Tensor | None) -> Estimated:
+        mask = experience.rollouts.mask
+        rewards = token_rewards(experience.rewards.total, mask, penalty)
+        return reinforce_plus_plus(rewards, mask, self.gamma), None
+
+
+@dataclass(frozen=True)
+class Gae:
+    gamma: float = 1.0
+    lam: float = 0.95
+    needs = Needs("values")
+
+    def estimate(self, experience: Experience, penalty: Tensor | None) -> Estimated:
+        mask, values = experience.rollouts.mask, experience.signals.values
+        assert values is not None, "gae needs the critic's values"
+        rewards = token_rewards(experience.rewards.total, mask, penalty)
+        return gae(rewards, values, mask, self.gamma, self.lam)
+
+
+ESTIMATORS: dict[str, type] = {
+    "grpo": Grpo,
+    "rloo": Rloo,
+    "remax": Remax,
+    "reinforce_plus_plus": ReinforcePlusPlus,
+    "gae": Gae,
+}
+
+
+def penalized_rewards(experience: Experience, penalty: Tensor | None) -> Tensor:
+    """r [N], less the penalty of all its tokens: how divergence enters the estimators that do not standardise."""
+    total = experience.rewards.total
+    return total if penalty is None else subtract_penalty(total, penalty, experience.rollouts.mask)

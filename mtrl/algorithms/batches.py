@@ -1,35 +1,37 @@
-"""From the credit of a step to the batches of its optimizer steps."""
+"""Splits the credit of a step into the batches of its optimizer steps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 
-from mtrl.algorithms.losses import Loss, LossType, mismatch_correction, term_weights
-from mtrl.algorithms.packing import optimizer_steps
+from mtrl.algorithms.groups import group_count
+from mtrl.algorithms.losses import Loss, LossType, loss_weights, mismatch_correction
 from mtrl.types import Experience, TrainBatch
+from mtrl.utils.seeding import rng_for
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How a step is cut into optimizer steps, and what its sums are divided by."""
+    """How a step is split into optimizer steps, and how its losses are aggregated."""
 
     prompts_per_update: int  # prompts in one optimizer step
-    passes: int = 1  # how often a step learns from all its prompts (ppo_epochs)
+    passes: int = 1  # passes over the prompts of a step (ppo_epochs)
     loss_type: LossType = "dapo"
     loss_token_denominator: Literal["all", "selected"] = "all"
-    max_response_length: int = 1  # what dr_grpo divides by
+    max_response_length: int = 1  # denominator of dr_grpo
     mask_truncated: bool = False
 
 
 def assemble(plan: BatchPlan, loss: Loss, experience: Experience, key: tuple[int, int]) -> Iterator[TrainBatch]:
-    """One batch for each optimizer step: whole groups, with weights whose denominators span the batch. Which groups
-    meet in a batch is drawn anew in each pass, by the `key` (seed, step)."""
+    """One batch per optimizer step: whole groups, with loss weights whose denominators cover the batch. The `key`
+    (seed, step) draws which groups share a batch, again in each pass."""
     rollouts, signals, credit = experience.rollouts, experience.signals, experience.credit
-    assert credit is not None, "batches are made of credit"
+    assert credit is not None, "credit is assigned before batches are made"
     correction = None
     if signals.old_logprobs is not None:
         correction = mismatch_correction(
@@ -38,7 +40,7 @@ def assemble(plan: BatchPlan, loss: Loss, experience: Experience, key: tuple[int
     silenced = rollouts.truncated if plan.mask_truncated else torch.zeros(len(rollouts), dtype=torch.bool)
     for epoch in range(plan.passes):
         for rows in optimizer_steps(rollouts.group, plan.prompts_per_update, (*key, "minibatches", epoch)):
-            weights = term_weights(
+            weights = loss_weights(
                 credit.token_weight[rows],
                 credit.keep_mask[rows],
                 plan.loss_type,
@@ -56,3 +58,13 @@ def assemble(plan: BatchPlan, loss: Loss, experience: Experience, key: tuple[int
                 returns=None if experience.returns is None else experience.returns[rows],
                 values=None if signals.values is None else signals.values[rows],
             )
+
+
+def optimizer_steps(group: Tensor, prompts_per_step: int, key: Sequence[int | str] = ()) -> list[Tensor]:
+    """Row indices of each optimizer step: whole groups, `prompts_per_step` per step, in an order drawn by the key
+    (without one, in their own order). Rows of a step stay in order, so one step of all groups is the same for any key.
+    """
+    groups = group_count(group)
+    order = torch.from_numpy(rng_for(*key).permutation(groups)) if key else torch.arange(groups)
+    parts = order.split(prompts_per_step) if groups else ()
+    return [torch.nonzero(torch.isin(group, chosen)).flatten() for chosen in parts]

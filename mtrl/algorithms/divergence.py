@@ -1,4 +1,4 @@
-"""Distance of the policy to its reference, and what it costs (SPEC 4)."""
+"""Divergence of the policy from its reference, as a reward penalty or a loss (SPEC 4)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Penalty = Literal["kl", "abs", "mse", "low_var_kl", "full"]
 
 
 def divergence(logp: Tensor, reference: Tensor, penalty: Penalty) -> Tensor:
-    """The penalty of each token, a function of d = logp - reference. `full` is another matter: see `vocab.full_kl`."""
+    """The penalty of each token, a function of d = logp - reference. For `full` see `vocab.full_kl`."""
     d = logp - reference
     if penalty == "kl":
         return d
@@ -29,7 +29,7 @@ def divergence(logp: Tensor, reference: Tensor, penalty: Penalty) -> Tensor:
 
 @dataclass(frozen=True)
 class Divergence:
-    """What distance from the reference costs, and where: in the reward or as a loss."""
+    """The divergence term: which estimator, its coefficient, and whether it is in the reward or in the loss."""
 
     penalty: Penalty
     coef: float
@@ -41,34 +41,33 @@ class Divergence:
     @property
     def needs(self) -> Needs:
         if self.penalty == "full" and self.in_loss and not self.adaptive:
-            return Needs()  # the update asks the reference itself, and nobody reads it before
+            return Needs()  # the update queries the reference itself
         return Needs("old_logprobs", "divergence" if self.penalty == "full" else "ref_logprobs")
 
     def distance(self, signals: Signals) -> Tensor:
-        """[N, T]: how far the policy, before this step's updates, is from the reference."""
+        """[N, T]: divergence of the old policy from the reference."""
         if signals.divergence is not None:
             return signals.divergence
         assert signals.old_logprobs is not None and signals.ref_logprobs is not None
         return divergence(signals.old_logprobs, signals.ref_logprobs, self.penalty)
 
     def reward_penalty(self, signals: Signals) -> Tensor | None:
-        """[N, T]: what the distance takes off the reward of each token; None where it is a loss."""
+        """[N, T]: penalty subtracted from each token's reward; None if the divergence is a loss."""
         return None if self.in_loss else self.coef * self.distance(signals)
 
     def mean(self, signals: Signals, mask: Tensor) -> float:
-        """Mean over responses of the KL of a response, which is the sum over its tokens."""
+        """Mean over responses of the KL summed over tokens."""
         return float(self.distance(signals).where(mask, 0.0).sum(1).double().mean())
 
     def after_step(self, signals: Signals, mask: Tensor) -> tuple[Divergence, dict[str, float]]:
-        """This divergence for the next step, and what is to be said of it. A distance that the update alone has
-        measured is reported by the update."""
+        """The divergence of the next step, and metrics. If only the update measures the distance, it reports it."""
         if not self.needs:
             return self, {"actor/kl_coef": self.coef}
         kl = self.mean(signals, mask)
         return self.adapted(kl, len(mask)), {"actor/kl_coef": self.coef, "actor/reference_kl": kl}
 
     def adapted(self, kl: float, responses: int) -> Divergence:
-        """This divergence for the next step: an adaptive coefficient has moved towards the target."""
+        """With the coefficient adapted towards the target, if it is adaptive."""
         if not self.adaptive:
             return self
         return replace(self, coef=adapt_coefficient(self.coef, kl, responses, self.target, self.horizon))

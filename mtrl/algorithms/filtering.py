@@ -1,7 +1,7 @@
 """Online filtering (SPEC 4): which groups of responses a step learns from.
 
-`mean` is EasyR1's filter: prompts that are solved always or never go. `spread` is that of DAPO's dynamic sampling:
-groups whose responses all earned the same go.
+`mean` is EasyR1's filter: it drops prompts that are always or never solved. `spread` is the filter of DAPO's dynamic
+sampling: it drops groups whose responses all have the same reward.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ FilterBy = Literal["mean", "spread"]
 
 @dataclass(frozen=True)
 class GroupFilter:
-    """Keeps a group whose mean of a reward part lies inside (low, high), or whose values of it differ. A group that the
-    part does not apply to has nothing to be judged by, and goes.
+    """Keeps a group if the mean of a reward part lies inside (low, high), or if its values differ. A group that the
+    part does not apply to is dropped.
 
     >>> rewards = Rewards(torch.tensor([1.0, 0.0, 1.0, 1.0]), {}, torch.zeros(4, dtype=torch.bool))
     >>> GroupFilter("spread").keeps(rewards, torch.tensor([0, 0, 1, 1])).tolist()
@@ -44,11 +44,11 @@ class GroupFilter:
         return (mean > self.low) & (mean < self.high)
 
     def values(self, rewards: Rewards) -> Tensor:
-        """[N]: the part that counts, NaN where it does not apply."""
-        if self.key == OVERALL:  # whatever a function calls so
+        """[N]: the reward part, NaN where it does not apply."""
+        if self.key == OVERALL:  # even if a function returns a part of that name
             return rewards.total
         return rewards.parts.get(self.key, torch.full_like(rewards.total, torch.nan))
 
-    def told(self) -> str:
-        """What a group must show, in words for the user."""
+    def describe(self) -> str:
+        """The condition that a group must meet, for messages."""
         return f"a spread of {self.key}" if self.by == "spread" else f"a mean {self.key} in ({self.low}, {self.high})"

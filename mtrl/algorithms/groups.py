@@ -1,7 +1,7 @@
-"""Reductions over tokens and over groups of rows.
+"""Reductions over tokens and over groups of rows, and the top tokens of a row.
 
-Sums are taken in float64, so that neither the order of the rows nor their number shows in a float32 result: equal
-rewards have a standard deviation of exactly 0.
+Sums are in float64, so that a float32 result does not depend on the order or number of the rows: equal rewards have a
+standard deviation of exactly 0.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def group_sizes(group: Tensor) -> Tensor:
 
 
 def group_mean(x: Tensor, group: Tensor) -> Tensor:
-    """Mean of x [N] within each group, float64 [P]; NaN rows are "not applicable" and left out (all NaN: NaN)."""
+    """Mean of x [N] within each group, float64 [P]; NaN rows are not applicable and left out (all NaN: NaN)."""
     valid = ~x.isnan()
     return group_sum(x.where(valid, 0.0), group) / group_sum(valid, group)
 
@@ -42,7 +42,7 @@ def row_mean(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> float:
-    """Mean of x [N, T] over all masked tokens; 0 where there are none."""
+    """Mean of x [N, T] over all masked tokens; 0 if there are none."""
     return float(x.double()[mask].mean()) if mask.any() else 0.0
 
 
@@ -53,3 +53,17 @@ def whiten(x: Tensor, mask: Tensor) -> Tensor:
         return torch.zeros_like(x)
     whitened = (x.double() - values.mean()) / (values.var(correction=1) + 1e-8).sqrt()
     return whitened.where(mask, 0.0).to(x.dtype)
+
+
+def top_fraction(score: Tensor | None, mask: Tensor, fraction: float) -> Tensor:
+    """[N, T] bool: the ceil(fraction * n) tokens with the highest score among the n valid ones of a row, at least 1.
+
+    Ties go to the earlier token. Float64 and the 1e-6 keep rounding from adding a token: 0.3 * 50 is 15.000001 in
+    float32, 0.07 * 100 is 7.000000000000001 in float64.
+    """
+    assert score is not None, "the probe did not measure the signal that the filter needs"
+    length = mask.sum(1)
+    keep = (fraction * length.double() - 1e-6).ceil().clamp(min=1).minimum(length)
+    order = score.where(mask, -torch.inf).argsort(dim=1, descending=True, stable=True)
+    rank = torch.empty_like(order).scatter_(1, order, torch.arange(mask.shape[1]).expand_as(order))
+    return (rank < keep[:, None]) & mask

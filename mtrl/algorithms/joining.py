@@ -1,8 +1,7 @@
-"""Groups from several calls, or of several steps, in one experience.
+"""Joins groups of several calls, or of several steps, into one experience.
 
-A signal that some part lacks is lost to the whole (`Experience.join`). Two are not lost so, for their absence says
-something: a reward function that brings token weights brought none for these rows, and attention is not read where
-nobody looks at an image.
+`Experience.join` drops a field that some part lacks. Two fields have a default instead: token weights are ones for rows
+whose reward function returned none, and attention is 0 for rows without an image, for which it is not measured.
 """
 
 from __future__ import annotations
@@ -16,22 +15,21 @@ from mtrl.types import SEGMENTS, Experience
 
 
 def join_groups(parts: Sequence[Experience]) -> Experience:
-    """All rows in one. Token weights of some parts are ones in the others; attention of rows without an image is 0,
-    which nobody reads."""
+    """Join all rows, with default token weights and attention where a part lacks them."""
     if any(part.rewards.token_weights is not None for part in parts):
-        parts = [_weighted(part) for part in parts]
+        parts = [_with_token_weights(part) for part in parts]
     if any(part.signals.attention_mass is not None for part in parts):
-        parts = [_seen(part) for part in parts]
+        parts = [_with_attention(part) for part in parts]
     return Experience.join(parts)
 
 
-def _weighted(part: Experience) -> Experience:
+def _with_token_weights(part: Experience) -> Experience:
     if part.rewards.token_weights is not None:
         return part
     return replace(part, rewards=replace(part.rewards, token_weights=torch.ones(part.rollouts.mask.shape)))
 
 
-def _seen(part: Experience) -> Experience:
+def _with_attention(part: Experience) -> Experience:
     if part.signals.attention_mass is not None or part.rollouts.visual.any():
         return part
     rows, width = part.rollouts.mask.shape

@@ -1,4 +1,4 @@
-"""Policy losses, their aggregation as data, and the correction for what the sampler did differently (SPEC 4).
+"""Policy losses, their aggregation as data, and the correction of the sampler's mismatch (SPEC 4).
 
 Aggregation is data: mask, loss type and global denominator are folded into `LossWeights` once, over all rows of an
 optimizer step. A term's loss is then sum(weight * term), and micro-batches and ranks only add.
@@ -37,7 +37,7 @@ class PolicyLoss:
 
 @dataclass(frozen=True)
 class Loss:
-    """All that an actor is told of the algorithm; a coefficient of 0 takes its term out."""
+    """Everything the actor knows of the algorithm; a coefficient of 0 removes its term."""
 
     policy: PolicyLoss = PolicyLoss()
     divergence: Penalty = "low_var_kl"
@@ -48,11 +48,11 @@ class Loss:
 
     @property
     def full_divergence(self) -> bool:
-        """Whether a term of it reads the whole vocabulary of the policy and of the reference."""
+        """Whether a term needs the full vocabulary of policy and reference."""
         return self.divergence == "full" and self.divergence_coef != 0
 
     def with_divergence(self, rule: Divergence | None) -> Loss:
-        """This loss with the divergence as a term, where it is one rather than a part of the reward."""
+        """This loss with the divergence as a term, unless it is part of the reward."""
         if rule is None or not rule.in_loss:
             return self
         return replace(self, divergence=rule.penalty, divergence_coef=rule.coef)
@@ -63,16 +63,16 @@ def total_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of these rows with gradients, and metrics; both add up over the slices of an optimizer step.
 
-    `logp` [N, T] are the current policy's log-probs; off the mask they may hold anything. `full_kl` [N, T] is its
-    divergence from the reference over the vocabulary, with gradients, where that is a term of the loss.
+    `logp` [N, T] are the current policy's log-probs; off the mask they may hold anything. `full_kl` [N, T] is the
+    divergence from the reference over the vocabulary, with gradients, if it is a term of the loss.
     """
-    mask, weights, behaviour = batch.rollouts.mask, batch.weights, batch.rollouts.rollout_logprobs
-    logp = logp.where(mask, 0.0)  # what stands off the mask gets a gradient of 0, whatever it is
+    mask, weights, sampled = batch.rollouts.mask, batch.weights, batch.rollouts.rollout_logprobs
+    logp = logp.where(mask, 0.0)  # no gradient off the mask, whatever is there
     old, correction = batch.old_logprobs, batch.correction
     if fresh := old is None:  # rho is 1, but its gradient is not 0
         old, correction = logp.detach(), None
     if correction is None:
-        correction = mismatch_correction(old, behaviour, mask, loss.tis_clip, loss.tis_level)
+        correction = mismatch_correction(old, sampled, mask, loss.tis_clip, loss.tis_level)
     ratio = importance_ratio(logp, old, mask, loss.policy.level)
     policy = weighted_sum(weights.policy * correction, policy_term(loss.policy, ratio, logp, batch.advantage))
     total = policy
@@ -82,9 +82,9 @@ def total_loss(
         "clipfrac_low": weighted_sum(weights.token, (ratio < 1 - loss.policy.clip_low) & (batch.advantage < 0)),
         "clipfrac_high": weighted_sum(weights.token, (ratio > 1 + loss.policy.clip_high) & (batch.advantage > 0)),
     }
-    if fresh:  # what a probe would have said of the sampler
-        metrics["logprob_gap_mean"] = weighted_sum(weights.token, (old - behaviour).abs())
-        metrics["logprob_gap_kl"] = weighted_sum(weights.token, behaviour - old)
+    if fresh:  # otherwise the probe reports the gap
+        metrics["logprob_gap_mean"] = weighted_sum(weights.token, (old - sampled).abs())
+        metrics["logprob_gap_kl"] = weighted_sum(weights.token, sampled - old)
     if loss.divergence_coef:
         distance = weighted_sum(weights.divergence, _distance(logp, batch, loss, full_kl))
         total = total + loss.divergence_coef * distance
@@ -97,18 +97,17 @@ def total_loss(
 
 
 def _distance(logp: Tensor, batch: TrainBatch, loss: Loss, full_kl: Tensor | None) -> Tensor:
-    """[N, T]: how far the policy is from the reference at each token, with gradients."""
+    """[N, T]: divergence from the reference at each token, with gradients."""
     if loss.full_divergence:
-        assert full_kl is not None, "a full divergence is read off the vocabulary"
+        assert full_kl is not None, "the full divergence is computed over the vocabulary"
         return full_kl
     assert batch.ref_logprobs is not None, "a divergence loss needs the reference's log-probs"
     return divergence(logp, batch.ref_logprobs, loss.divergence)
 
 
 def importance_ratio(logp: Tensor, old: Tensor, mask: Tensor, level: Level) -> Tensor:
-    """rho [N, T]. At the sequence level its value is s_i, its gradient that of the token, so that token masks and
-    weights keep their meaning. The logarithm is held within +-20: beyond, exp overflows and a gradient of 0 does less
-    harm than an infinite one."""
+    """rho [N, T]. At the sequence level its value is s_i and its gradient that of the token, so that token masks and
+    weights keep their meaning. The logarithm is clamped to +-20: a gradient of 0 does less harm than an overflow."""
     log_ratio = (logp - old).where(mask, 0.0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     if level == "token":
         return log_ratio.exp()
@@ -131,13 +130,13 @@ def policy_term(rule: PolicyLoss, ratio: Tensor, logp: Tensor, advantage: Tensor
 
 
 def weighted_sum(weight: Tensor, term: Tensor) -> Tensor:
-    """sum(weight * term), where a weight of 0 silences whatever stands there."""
+    """sum(weight * term); a weight of 0 ignores the term, even if it is not finite."""
     return (weight * torch.where(weight != 0, term, 0.0)).sum()
 
 
-def term_weights(
-    measure: Tensor,
-    select: Tensor,
+def loss_weights(
+    token_weight: Tensor,
+    keep_mask: Tensor,
     loss_type: LossType,
     max_response_length: int,
     denominator: Literal["all", "selected"] = "all",
@@ -145,41 +144,41 @@ def term_weights(
 ) -> LossWeights:
     """Weights over all rows of one optimizer step.
 
-    `measure` [N, T] is what a token counts for (the mask, or the mask times token weights), `select` [N, T] whose
-    policy gradient counts, `silenced` [N] responses with no policy gradient at all (truncated ones): like TRL's
-    masked completions they leave the policy term's token count, yet still count as responses.
+    `token_weight` [N, T] is what a token counts for (the mask, or the mask times weights), `keep_mask` [N, T] selects
+    the tokens with a policy gradient, `silenced` [N] responses without any (truncated ones): like TRL's masked
+    completions they leave the policy term's token count, yet still count as responses.
     """
-    measure = measure.double()
-    voiced = measure if silenced is None else measure.where(~silenced[:, None], 0.0)
-    counted = voiced if denominator == "all" else voiced * select
-    policy = voiced * select / aggregation_denominator(counted, loss_type, max_response_length)
+    token_weight = token_weight.double()
+    voiced = token_weight if silenced is None else token_weight.where(~silenced[:, None], 0.0)
+    counted = voiced if denominator == "all" else voiced * keep_mask
+    policy = voiced * keep_mask / aggregation_denominator(counted, loss_type, max_response_length)
     return LossWeights(
         policy=policy.float(),
-        divergence=(measure / aggregation_denominator(measure, loss_type, max_response_length)).float(),
-        token=(measure / aggregation_denominator(measure, "dapo", max_response_length)).float(),
+        divergence=(token_weight / aggregation_denominator(token_weight, loss_type, max_response_length)).float(),
+        token=(token_weight / aggregation_denominator(token_weight, "dapo", max_response_length)).float(),
     )
 
 
 def aggregation_denominator(counted: Tensor, loss_type: LossType, max_response_length: int) -> Tensor:
-    """[N, 1]: what each row's token sum is divided by; never 0."""
+    """[N, 1]: the denominator of each row's token sum; never 0."""
     rows = len(counted)
     if loss_type == "grpo":  # mean over responses of their token mean
         per_row = rows * counted.sum(1, keepdim=True)
     elif loss_type == "dr_grpo":
         per_row = torch.full((rows, 1), float(rows * max_response_length), dtype=counted.dtype)
-    else:  # dapo, and bnpo, which is the same where denominators are global
+    else:  # dapo; bnpo is the same with global denominators
         per_row = counted.sum().expand(rows, 1)
     return per_row.where(per_row > 0, 1.0)
 
 
-def mismatch_correction(old: Tensor, behaviour: Tensor, mask: Tensor, clip: float | None, level: Level) -> Tensor:
+def mismatch_correction(old: Tensor, sampled: Tensor, mask: Tensor, clip: float | None, level: Level) -> Tensor:
     """min(exp(o - b), clip) [N, T], truncated importance sampling; 1 without a clip and off the mask.
 
     At the sequence level it is the ratio of the whole response's probabilities, as in TRL and verl.
     """
     if clip is None:
         return torch.ones_like(old)
-    gap = (old - behaviour).where(mask, 0.0)
+    gap = (old - sampled).where(mask, 0.0)
     if level == "sequence":
-        gap = gap.double().sum(1, keepdim=True).to(gap.dtype).expand_as(gap)  # float64: padding must not show
+        gap = gap.double().sum(1, keepdim=True).to(gap.dtype).expand_as(gap)  # float64: independent of padding
     return gap.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(max=clip).where(mask, 1.0)

@@ -1,6 +1,6 @@
-"""What is reported of a step (SPEC 8). Means over all tokens of the step, never over the last micro-batch.
+"""Metrics of a step (SPEC 8). Means are over all tokens of the step, never over the last micro-batch.
 
-"Not applicable" never enters a mean: a metric without any value is left out.
+Values that do not apply never enter a mean; a metric without any value is left out.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from mtrl.algorithms.signals import LOG_RATIO_LIMIT, aei, pool_sizes, segment, s
 from mtrl.types import SEGMENTS, Experience, Rewards, Rollouts, Signals
 
 Metrics = dict[str, float]
-SUCCESS = ("accuracy", "math")  # parts of a reward that are 1 for a right answer, the first that applies counts
+SUCCESS = ("accuracy", "math")  # reward parts that are 1 for a correct answer; the first that applies counts
 
 
 def step_metrics(experience: Experience, cut: bool) -> Metrics:
-    """What a step looked like, besides its credit and what the actor learnt. `cut`: top-p or top-k was on."""
+    """Metrics of the responses, besides credit and update. `cut`: top-p or top-k was on."""
     rollouts, signals, mask = experience.rollouts, experience.signals, experience.rollouts.mask
     values = reward_metrics(experience.rewards, rollouts.group)
     values |= sensitivity_metrics(signals, mask, rollouts.visual)
@@ -36,7 +36,7 @@ def step_metrics(experience: Experience, cut: bool) -> Metrics:
 
 
 def summary(name: str, x: Tensor) -> Metrics:
-    """name/mean, name/min and name/max of the values that apply; nothing where none does."""
+    """name/mean, name/min and name/max of the values that apply, if any."""
     values = x.double()[~x.isnan()]
     if not len(values):
         return {}
@@ -48,19 +48,19 @@ def summary(name: str, x: Tensor) -> Metrics:
 
 
 def success_part(parts: Mapping[str, Tensor]) -> Tensor | None:
-    """The part that is 1 for a right answer. None where no such part applies to any response."""
+    """The reward part that is 1 for a correct answer; None if no such part applies."""
     there = [parts[name] for name in SUCCESS if name in parts and not parts[name].isnan().all()]
     return there[0] if there else None
 
 
 def reward_metrics(rewards: Rewards, group: Tensor) -> Metrics:
-    """The total, every part, groups that teach nothing, and the share of responses that are right."""
+    """The total, every part, the share of groups without reward variance, and the success rate."""
     metrics = {
         f"reward/{name}": float(part.double().nanmean())
         for name, part in rewards.parts.items()
         if not part.isnan().all()
     }
-    metrics["reward/overall"] = float(rewards.total.double().mean())  # whatever a function calls `overall`
+    metrics["reward/overall"] = float(rewards.total.double().mean())  # even if a part is named `overall`
     metrics["reward/failed"] = masked_rate(rewards.failed)
     metrics["reward/zero_std_groups"] = float((group_std(rewards.total, group) == 0).double().mean())
     if rewards.baseline is not None:
@@ -72,7 +72,7 @@ def reward_metrics(rewards: Rewards, group: Tensor) -> Metrics:
 
 
 def sensitivity_metrics(signals: Signals, mask: Tensor, visual: Tensor) -> Metrics:
-    """How much responses to an image depend on it: the mean S of each."""
+    """Mean S of the responses with an image."""
     scored = visual & mask.any(1)
     if signals.dependency is None or not scored.any():
         return {}
@@ -84,12 +84,12 @@ def sensitivity_metrics(signals: Signals, mask: Tensor, visual: Tensor) -> Metri
     }
 
 
-def mismatch_metrics(old: Tensor, behaviour: Tensor, mask: Tensor, cut: bool) -> Metrics:
-    """How far the sampler's log-probs are from the trainer's. With top-p or top-k the sampler renormalises, so the gap
-    to the whole distribution (`cut`) is no error and gets a name of its own; that to the trainer's log-probs on what
-    the cut leaves has the usual one."""
+def mismatch_metrics(old: Tensor, rollout_logprobs: Tensor, mask: Tensor, cut: bool) -> Metrics:
+    """Gap between the log-probs of sampler and trainer. With top-p or top-k the sampler renormalises, so its gap to the
+    full distribution (`cut`) is expected and has a separate name; the gap on the renormalised support has the
+    usual name."""
     name = gap_name(cut)
-    gap = (old - behaviour).where(mask, 0.0)
+    gap = (old - rollout_logprobs).where(mask, 0.0)
     return {
         f"{name}_mean": masked_mean(gap.abs(), mask),
         f"{name}_max": float(gap.abs().max()) if mask.any() else 0.0,
@@ -99,8 +99,8 @@ def mismatch_metrics(old: Tensor, behaviour: Tensor, mask: Tensor, cut: bool) ->
 
 
 def effective_share(log_ratios: Tensor) -> float:
-    """Effective sample size over the number of tokens, of samples that importance ratios correct: 1 where sampler and
-    trainer agree, near 0 where a few tokens would count for all.
+    """Effective sample size per token under importance ratios: 1 if sampler and trainer agree, near 0 if a few tokens
+    dominate.
 
     >>> effective_share(Tensor([0.0] * 5)), round(effective_share(Tensor([0.0, 0.0, 0.0, 12.0])), 3)
     (1.0, 0.25)
@@ -116,7 +116,7 @@ def gap_name(cut: bool) -> str:
 
 
 def learnt_metrics(learnt: Metrics, cut: bool) -> Metrics:
-    """What the actor reports, by its full name."""
+    """Metrics of the actor's update by their full names."""
     gaps = {"logprob_gap": gap_name(cut), "support_gap": gap_name(False)}
     names = {name: next((name.replace(gap, gaps[gap]) for gap in gaps if gap in name), name) for name in learnt}
     return {new if new != old else f"actor/{old}": learnt[old] for old, new in names.items()}
@@ -127,20 +127,20 @@ def length_metrics(mask: Tensor, truncated: Tensor) -> Metrics:
 
 
 def attention_metrics(signals: Signals, rollouts: Rollouts) -> Metrics:
-    """Mean VGR and AEI over the responses they apply to, by segment; `prompt_` is the phase before the response."""
+    """Mean VGR and AEI over the responses they apply to, by segment; `prompt_`: of the prompt's tokens."""
     values = attention_values(signals, rollouts)
     return {f"attention/{name}": float(x.double().nanmean()) for name, x in values.items() if not x.isnan().all()}
 
 
 def attention_values(signals: Signals, rollouts: Rollouts) -> dict[str, Tensor]:
-    """[N] each: VGR and AEI of every response by segment, NaN where they do not apply, and |ln VGR| of the late one."""
+    """[N] each: VGR and AEI of every response by segment, NaN if not applicable, and |ln VGR| of the late segment."""
     if signals.attention_mass is None or signals.prompt_attention_mass is None:
         return {}
     sizes = pool_sizes(rollouts.prompts)[rollouts.group]
     phases = {"": sequence_mass(signals.attention_mass, rollouts.mask), "prompt_": signals.prompt_attention_mass}
     values: dict[str, Tensor] = {}
     for phase, mass in phases.items():
-        for name in SEGMENTS[:-1]:  # "weight" is for token weights, not for people
+        for name in SEGMENTS[:-1]:  # "weight" is for token weights only
             chosen = segment(mass, name)
             text, vision = aei(chosen, sizes).unbind(-1)
             values |= {f"{phase}vgr_{name}": vgr(chosen, sizes)}

@@ -1,8 +1,7 @@
-"""Whole groups into optimizer steps, ranks and micro-batches.
+"""Whole groups into ranks and micro-batches.
 
-A group stays whole wherever it fits, because its rows share their prompt; only a group over the token budget is cut.
-The unit of cost is what a pass really computes: with a shared prefix the prompt once and every response, else the
-prompt with each response.
+A group stays whole if it fits, because its rows share their prompt; only a group over the token budget is split. The
+cost is what a pass computes: the prompt once and every response with a shared prefix, else the prompt per response.
 """
 
 from __future__ import annotations
@@ -13,9 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mtrl.algorithms.groups import group_count
-from mtrl.utils.seeding import rng_for
-
 
 @dataclass(frozen=True)
 class Piece:
@@ -25,26 +21,16 @@ class Piece:
     tokens: int
 
 
-def optimizer_steps(group: Tensor, prompts_per_step: int, key: Sequence[int | str] = ()) -> list[Tensor]:
-    """Row indices of each optimizer step: whole groups, `prompts_per_step` of them a step, in an order drawn by the key
-    (without one, in their own). The rows of a step stay in their order: one step of all groups is the same for any key.
-    """
-    groups = group_count(group)
-    order = torch.from_numpy(rng_for(*key).permutation(groups)) if key else torch.arange(groups)
-    parts = order.split(prompts_per_step) if groups else ()
-    return [torch.nonzero(torch.isin(group, chosen)).flatten() for chosen in parts]
-
-
 def cut_groups(
     group: Tensor, response_tokens: Tensor, prompt_tokens: Sequence[int], budget: int, share_prefix: bool = True
 ) -> list[Piece]:
-    """One piece a group; more where a group is over the budget. A single row over the budget is a piece of its own."""
+    """One piece per group, more if a group is over the budget. A single row over the budget is a piece by itself."""
     pieces, lengths = [], response_tokens.tolist()
-    rows_of = group.argsort(stable=True).split(group.bincount().tolist())  # looked for once, not once a group
-    for prompt, of_group in zip(prompt_tokens, rows_of, strict=False):
+    rows_by_group = group.argsort(stable=True).split(group.bincount().tolist())  # one pass, not one per group
+    for prompt, group_rows in zip(prompt_tokens, rows_by_group, strict=False):
         rows: list[int] = []
         tokens = 0
-        for row in of_group.tolist():
+        for row in group_rows.tolist():
             response = int(lengths[row])
             cost = response if share_prefix and rows else prompt + response
             if rows and tokens + cost > budget:
@@ -58,22 +44,22 @@ def cut_groups(
 
 
 def fill_micro_batches(pieces: Sequence[Piece], budget: int) -> list[list[Piece]]:
-    """Pieces into as few micro-batches as first-fit decreasing finds; none over the budget but single pieces."""
+    """Pieces into as few micro-batches as first-fit decreasing finds; none over the budget except single pieces."""
     batches: list[list[Piece]] = []
     room: list[int] = []
     for piece in sorted(pieces, key=lambda piece: -piece.tokens):
-        place = next((i for i, left in enumerate(room) if piece.tokens <= left), None)
-        if place is None:
+        index = next((i for i, left in enumerate(room) if piece.tokens <= left), None)
+        if index is None:
             batches.append([piece])
             room.append(budget - piece.tokens)
         else:
-            batches[place].append(piece)
-            room[place] -= piece.tokens
+            batches[index].append(piece)
+            room[index] -= piece.tokens
     return batches
 
 
 def balance(pieces: Sequence[Piece], ranks: int) -> list[list[Piece]]:
-    """Pieces over ranks, the heaviest first to the lightest rank, so that no rank waits long for another."""
+    """Distribute pieces over ranks: the heaviest first, each to the lightest rank."""
     shares: list[list[Piece]] = [[] for _ in range(ranks)]
     load = [0] * ranks
     for piece in sorted(pieces, key=lambda piece: -piece.tokens):

@@ -1,8 +1,8 @@
-"""Replay: groups worth seeing again stand in for groups that teach nothing (SPEC 4).
+"""Replay buffer: stored groups replace groups that teach nothing (SPEC 4).
 
-The buffer knows scores; what an entry holds is the caller's business (ids and token streams, no pixels). A group that
-comes back brings its own o, b, S and rewards: rho = exp(l - o) is how far the policy has gone since, exp(o - b) the
-sampler's mismatch of then. Its advantages are computed anew, in its group, and it joins every range over the step.
+The buffer orders entries by score; the caller decides what they hold (ids and token streams, no pixels). A replayed
+group has the o, b, S and rewards of its own step: rho = exp(l - o) is the change of the policy since then, exp(o - b)
+the sampler's mismatch of that time. Its advantages are computed again, and it enters every range over the step.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ Payload = TypeVar("Payload")
 
 @dataclass(frozen=True)
 class ReplayRule:
-    """How many groups are kept, and which are worth it."""
+    """How many groups are stored, and which ones."""
 
     capacity: int
-    var_epsilon: float  # standard deviation of the rewards that a group must exceed
-    min_reward: float  # mean reward that it must reach
+    var_epsilon: float  # reward standard deviation that a group must exceed
+    min_reward: float  # mean reward that a group must reach
 
 
 @dataclass(frozen=True)
 class ReplayEntry(Generic[Payload]):
-    """A group of an earlier step. `key` tells entries apart (task id and step)."""
+    """A group of an earlier step. `key` identifies it (step and index)."""
 
     key: Hashable
     score: float
@@ -42,7 +42,7 @@ class ReplayEntry(Generic[Payload]):
 
 @dataclass(frozen=True)
 class ReplayBuffer(Generic[Payload]):
-    """The best `capacity` entries, best first. Immutable: `admit` gives the next buffer.
+    """The best `capacity` entries, best first. Immutable: `admit` returns the next buffer.
 
     >>> buffer = ReplayBuffer(2).admit([ReplayEntry("a", 1.0, None), ReplayEntry("b", 3.0, None)])
     >>> [entry.key for entry in buffer.admit([ReplayEntry("c", 2.0, None)]).entries]
@@ -53,7 +53,7 @@ class ReplayBuffer(Generic[Payload]):
     entries: tuple[ReplayEntry[Payload], ...] = ()
 
     def admit(self, candidates: Iterable[ReplayEntry[Payload]]) -> ReplayBuffer[Payload]:
-        """The best of old and new. The newer of two entries with one key stays; the older of two equal scores does."""
+        """Keep the best of old and new. Of two entries with one key the newer stays; of two equal scores the older."""
         newest = {entry.key: entry for entry in [*self.entries, *candidates]}
         ranked = sorted(newest.values(), key=lambda entry: -entry.score)
         return ReplayBuffer(self.capacity, tuple(ranked[: self.capacity]))
@@ -72,7 +72,7 @@ class ReplayBuffer(Generic[Payload]):
 def replay_scores(
     rewards: Tensor, advantage: Tensor, group: Tensor, mask: Tensor, var_epsilon: float, min_reward: float
 ) -> Tensor:
-    """[P]: sum|A| * std for groups worth keeping, 0 for the others.
+    """[P]: sum|A| * std for groups worth storing, 0 for the others.
 
     A response counts with its mean |A| over tokens, which for the group estimators is its |A|.
     """
@@ -86,9 +86,9 @@ def flat_groups(rewards: Tensor, group: Tensor, var_epsilon: float) -> Tensor:
     return torch.nonzero(group_std(rewards, group) <= var_epsilon).flatten()
 
 
-def exchange_groups(experience: Experience, places: Sequence[int], others: Sequence[Experience]) -> Experience:
-    """The experience with `others`, a group each, in these places of it; those for which there is none come last."""
+def exchange_groups(experience: Experience, indices: Sequence[int], others: Sequence[Experience]) -> Experience:
+    """Replace the groups at these indices by `others`, one group each; any further ones are appended."""
     group = experience.rollouts.group
-    instead = dict(zip(places, others, strict=False))
-    stay = [instead[g] if g in instead else experience.rows(group == g) for g in range(group_count(group))]
-    return join_groups([*stay, *others[len(places) :]])
+    replacement = dict(zip(indices, others, strict=False))
+    groups = [replacement[g] if g in replacement else experience.rows(group == g) for g in range(group_count(group))]
+    return join_groups([*groups, *others[len(indices) :]])

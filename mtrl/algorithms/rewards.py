@@ -14,8 +14,8 @@ from mtrl.algorithms.groups import group_count, group_mean, group_std
 
 Normalizer = Literal["iqr", "mad"]
 FLAT_SPREAD = 1e-6  # a group that differs by less gets the neutral value
-# By the dtype that attention is computed in: a spread of so much of the median is no more than rounding can make of
-# responses that look alike (docs/attention.md says what was measured).
+# Spread relative to the median that rounding alone can cause between identical responses, by the dtype of the attention
+# (measured: docs/attention.md).
 VGR_ROUNDING = {"fp32": 1e-5, "bf16": 5e-3}
 
 
@@ -25,9 +25,9 @@ def combine(
     group: Tensor,
     normalize: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize",
 ) -> Tensor:
-    """Total [N]: the weighted sum of the parts, "not applicable" (NaN) left out.
+    """Total [N]: the weighted sum of the parts; NaN (not applicable) is left out.
 
-    `normalize_then_sum` standardises each part in its group first, so that a part with a small range is heard.
+    `normalize_then_sum` standardises each part in its group first, so that parts with a small range count too.
     """
     total = torch.zeros(len(group), dtype=torch.float64)
     for part, weight in zip(parts.values(), weights, strict=True):
@@ -38,7 +38,7 @@ def combine(
 
 
 def scheduled_weights(progress: float, schedule: Sequence[tuple[float, Sequence[float]]]) -> Sequence[float]:
-    """The weights of the last entry that has begun. `progress` is step / total steps, from 0.
+    """The weights of the last entry that has started. `progress` is step / total steps, from 0.
 
     >>> scheduled_weights(0.1, [(0.0, [1, 2]), (0.1, [3, 0])])
     [3, 0]
@@ -47,13 +47,13 @@ def scheduled_weights(progress: float, schedule: Sequence[tuple[float, Sequence[
 
 
 def soft_overlong(length: Tensor, limit: int, cache: int) -> Tensor:
-    """0 up to limit - cache tokens, then linear to -1 at the limit; -1 beyond. A cache of 0 is a sharp edge."""
+    """0 up to limit - cache tokens, then linear to -1 at the limit; -1 beyond. A cache of 0 is a hard limit."""
     over = length - (limit - cache)
     return -(over / max(cache, 1)).clamp(0.0, 1.0)
 
 
 def mdi_reward(mdi: Tensor, balance_ratio: float) -> Tensor:
-    """1 at perfect balance (MDI 1), -1 where one side gets `balance_ratio` times its share or more. NaN stays NaN."""
+    """1 at perfect balance (MDI 1), -1 if one side gets `balance_ratio` times its share or more. NaN stays NaN."""
     balance = (1 - mdi.log().abs() / math.log(balance_ratio)).clamp(0.0, 1.0)
     return 2 * balance - 1
 
@@ -61,7 +61,7 @@ def mdi_reward(mdi: Tensor, balance_ratio: float) -> Tensor:
 def vgr_reward(
     vgr: Tensor, group: Tensor, normalizer: Normalizer = "iqr", rounding: float = VGR_ROUNDING["fp32"]
 ) -> Tensor:
-    """Lower VGR than the group's is better. NaN (no vision) stays NaN."""
+    """Lower VGR than the rest of the group is better. NaN (no vision) stays NaN."""
     neutral = neutral_value(normalizer)
     reward = torch.full_like(vgr, torch.nan)
     for g in range(group_count(group)):
@@ -78,7 +78,7 @@ def vgr_hard_negative_reward(
     pool: Literal["correct", "group"] = "correct",
     rounding: float = VGR_ROUNDING["fp32"],
 ) -> Tensor:
-    """Among correct responses, who looked more; 0 for wrong ones. Statistics among the correct or the whole group."""
+    """VGR reward of the correct responses, 0 for wrong ones. Statistics of the correct ones or of the whole group."""
     neutral = neutral_value(normalizer)
     correct = accuracy == 1
     reward = torch.where(vgr.isnan(), torch.nan, 0.0)
@@ -91,8 +91,8 @@ def vgr_hard_negative_reward(
 
 
 def rank_in_pool(value: Tensor, pool: Tensor, normalizer: Normalizer, neutral: float, rounding: float) -> Tensor:
-    """Each value against the pool's statistics; neutral where the pool has fewer than 2 values or a spread that
-    rounding alone can make, `rounding` of its median."""
+    """Each value against the pool's statistics; neutral if the pool has fewer than 2 values or a spread that rounding
+    can cause (`rounding` times its median)."""
     if len(pool) < 2:
         return torch.full_like(value, neutral)
     quartiles = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)

@@ -9,35 +9,35 @@ from torch import Tensor
 
 from mtrl.types import SEGMENTS, TEXT_POOL, VISION_POOL, Prompt
 
-LOG_RATIO_LIMIT = 20.0  # exp(20) is 5e8: beyond it a ratio says nothing, and float32 soon overflows
+LOG_RATIO_LIMIT = 20.0  # exp(20) is 5e8: a larger ratio carries no information, and float32 soon overflows
 DEPENDENCY_LIMIT = 10.0
 MASS_FLOOR = 1e-8
-ATTENTION = ("attention_mass", "prompt_attention_mass", "attention_maps")  # the signals that are read off the attention
+ATTENTION = ("attention_mass", "prompt_attention_mass", "attention_maps")  # signals that need attention
 TEXT, VISION = 0, 1  # the last axis of a mass
 
 
 def low_var_kl(log_ratio: Tensor) -> Tensor:
-    """exp(x) - x - 1 of x = log q/p: an estimate of KL(p || q) from samples of p that is never negative.
+    """exp(x) - x - 1 with x = log q/p: a non-negative estimate of KL(p || q) from samples of p.
 
-    Near 0 it is x²/2; expm1 keeps those small values, and so the ranking of most tokens, clear of float32 noise.
+    Near 0 it is x²/2; expm1 keeps these small values, and so the ranking of most tokens, accurate in float32.
     """
     x = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return x.expm1() - x
 
 
 def visual_dependency(old: Tensor, perturbed: Tensor, mask: Tensor) -> Tensor:
-    """S [N, T], estimator `low_var_kl`: how the sampled token's log-prob changes when the image is perturbed."""
+    """S [N, T] by `low_var_kl`: the change of the sampled token's log-prob when the image is perturbed."""
     return bounded_dependency(low_var_kl(perturbed - old), mask)
 
 
 def bounded_dependency(kl: Tensor, mask: Tensor) -> Tensor:
-    """S [N, T] from an estimate of KL(pi(.|I) || pi(.|I')): for `full_kl` that of `vocab.full_kl`. 0 off the mask."""
+    """S [N, T] from an estimate of KL(pi(.|I) || pi(.|I')): `vocab.full_kl` for `full_kl`. 0 off the mask."""
     return kl.clamp(0.0, DEPENDENCY_LIMIT).where(mask, 0.0)
 
 
 def layer_segments(layers: int, last_k: int | None = None, weight_last_k: int | None = None) -> list[range]:
-    """The layers of each of SEGMENTS. Thirds as numpy's array_split cuts: the first ones take the remainder. Token
-    weights read those of `all` unless they have their own.
+    """The layers of each of SEGMENTS. Thirds as in numpy's array_split: the first ones take the remainder. Token
+    weights read the layers of `all` unless `weight_last_k` is set.
 
     >>> layer_segments(4, last_k=2, weight_last_k=1)
     [range(0, 2), range(2, 3), range(3, 4), range(2, 4), range(3, 4)]
@@ -79,7 +79,7 @@ def aei(mass: Tensor, sizes: Tensor) -> Tensor:
 def sequence_mass(mass: Tensor, mask: Tensor) -> Tensor:
     """[N, T, S, 2] -> [N, S, 2]: the mean over a response's tokens. Ratios of a sequence are ratios of these means.
 
-    A row without any token gets NaN: not applicable.
+    A row without any token gets NaN (not applicable).
     """
     kept = mass.double().where(mask[:, :, None, None], 0.0)
     return (kept.sum(1) / mask.sum(1)[:, None, None]).to(mass.dtype)

@@ -1,12 +1,12 @@
 """Log-probs, entropy and KL over the whole vocabulary, from hidden states and the output matrix, in chunks.
 
-The logits of a chunk of positions exist only while that chunk is worked on; the backward pass makes them again. So
-memory grows with the chunk, never with positions * vocabulary: at its peak `token_scores` holds two and `full_kl` three
-float32 buffers of chunk * vocabulary, forward or backward. A gradient of the output matrix is one more of its size (and
-a temporary one where the matrix is in half precision).
+The logits of a chunk of positions exist only while that chunk is processed; the backward pass recomputes them. Memory
+grows with the chunk, never with positions * vocabulary: at its peak `token_scores` holds two and `full_kl` three
+float32 buffers of chunk * vocabulary, forward or backward. The gradient of the output matrix has its size (and a
+temporary copy if the matrix is in half precision).
 
-All of it is of logits / temperature in float32 (float64 stays), with forbidden ids (image and video marks) at -inf.
-Products are taken in the dtype of the hidden states; autocast has no say, or the two passes would not match.
+Everything is computed on logits / temperature in float32 (float64 stays), with forbidden ids (image and video marks) at
+-inf. Products are in the dtype of the hidden states; autocast is disabled, or the two passes would not match.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CHUNK_POSITIONS = 512
 class TokenScores(NamedTuple):
     logp: Tensor  # [M], with gradients
     entropy: Tensor | None  # [M], without
-    support: Tensor | None = None  # [M], without: log of the probability of what the sampler's cut leaves
+    support: Tensor | None = None  # [M], without: log-probability of the sampler's top-p/top-k support
 
 
 def token_scores(
@@ -37,7 +37,7 @@ def token_scores(
     entropy: bool = False,
     chunk: int = CHUNK_POSITIONS,
 ) -> TokenScores:
-    """Log-prob of targets [M] from hidden [M, H] and the output matrix weight [V, H]; entropy if asked for.
+    """Log-prob of targets [M] from hidden [M, H] and the output matrix weight [V, H]; entropy on request.
 
     `forbidden` [F] are token ids, on any device.
     """
@@ -76,7 +76,7 @@ def top_p_top_k(logits: Tensor, top_p: float, top_k: int) -> Tensor:
     if top_p < 1:
         ordered, order = logits.sort(-1, descending=True)
         before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
-        # A token stays while those before it hold less than top_p; the first always does.
+        # A token stays while those before it sum to less than top_p; the first always stays.
         outside = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, before >= top_p)
         logits = logits.masked_fill(outside, -torch.inf)
     return logits
@@ -94,8 +94,8 @@ def support_mass(
     forbidden: Tensor | None = None,
     chunk: int = CHUNK_POSITIONS,
 ) -> Tensor:
-    """[M]: log of the probability of all tokens that top-p and top-k leave. A log-prob less this is that of the cut
-    distribution. The target counts in any case: it was sampled, whatever our own rounding says of the border."""
+    """[M]: log-probability of the support that top-p and top-k leave. A log-prob minus this is that of the renormalised
+    distribution. The target always belongs to the support: it was sampled, even if rounding puts it just outside."""
     forbidden, weight = _at(hidden, forbidden), weight.to(hidden.dtype)
     mass = hidden.new_empty(len(hidden), dtype=_wide(hidden))
     for rows in _chunks(len(hidden), chunk):
@@ -127,7 +127,7 @@ class _TokenScores(torch.autograd.Function):
             if entropy:
                 torch.special.entr(log_probs.exp_(), out=log_probs)  # -p log p, and 0 where p is 0
                 entropies[rows] = log_probs.sum(-1)
-            del log_probs  # before the next chunk's are made
+            del log_probs  # before the next chunk is allocated
         ctx.save_for_backward(hidden, weight, targets, forbidden)
         ctx.temperature, ctx.chunk = temperature, chunk
         ctx.mark_non_differentiable(entropies)
@@ -166,7 +166,7 @@ class _FullKL(torch.autograd.Function):
             p, q = (hidden[rows], weight), (other_hidden[rows], other_weight)
             probs, gap = _probs_and_gap(p, q, temperature, forbidden)
             kl[rows] = probs.mul_(gap).sum(-1)
-            del probs, gap  # before the next chunk's are made
+            del probs, gap  # before the next chunk is allocated
         ctx.save_for_backward(hidden, weight, other_hidden, other_weight, forbidden, kl)
         ctx.temperature, ctx.chunk = temperature, chunk
         return kl
@@ -199,10 +199,10 @@ def _probs_and_gap(
 def _pull_back(
     ctx: Any, hidden: Tensor, weight: Tensor, grad_logits: Callable[[slice], Tensor]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of hidden and weight from those of hidden @ weight.T, made chunk by chunk."""
+    """Gradients of hidden and weight from those of hidden @ weight.T, computed chunk by chunk."""
     needs_hidden, needs_weight = ctx.needs_input_grad[:2]
     grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-    # summed over many chunks, so in float32 whatever the weights are kept in
+    # float32 whatever the dtype of the weights, since it is a sum over many chunks
     grad_weight = torch.zeros_like(weight, dtype=_wide(weight)) if needs_weight else None
     with _no_autocast(hidden):
         for rows in _chunks(len(hidden), ctx.chunk):
@@ -213,7 +213,7 @@ def _pull_back(
                 grad_weight.addmm_(grad.T, hidden[rows])  # in place, no temporary
             elif grad_weight is not None:
                 grad_weight += grad.T @ hidden[rows]
-            del grad  # before the next chunk's is made
+            del grad  # before the next chunk is allocated
     return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
 
 

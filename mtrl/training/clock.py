@@ -1,4 +1,4 @@
-"""How long each phase of a step takes, how much memory, and whether the processors were there for it."""
+"""Time and peak memory of each phase of a step, and the share of the CPUs that the process got."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mtrl.utils.machine import cpu_times, free_share
 
 
 class Clock:
-    """`with clock("generate"): ..` times a phase, which may come several times; `metrics` gives seconds, peaks and
+    """`with clock("generate"): ..` times a phase, which may occur several times; `metrics` returns seconds, peaks and
     rates of the whole step."""
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Clock:
         total = time.perf_counter() - self._begin
         values = {f"perf/seconds_{phase}": seconds for phase, seconds in self.seconds.items()}
         values |= {f"perf/peak_gb_{phase}": peak for phase, peak in self.peak_gb.items()}
-        if devices == 1 and not torch.cuda.is_available():  # where others compute, this process waits for them
+        if devices == 1 and not torch.cuda.is_available():  # with several processes the driver only waits
             values |= self._cpu_shares(total - self.seconds.get("reward", 0.0))
         return values | {
             "perf/seconds_step": total,
@@ -49,14 +49,14 @@ class Clock:
         }
 
     def _cpu_shares(self, seconds: float) -> dict[str, float]:
-        """Of the processor time that our threads could have had, the share that they got; and of all processors, the
-        share that was free meanwhile. Others' rewards are waited for, and do not count."""
+        """The share of CPU time that our threads got, and the share of all CPUs that was idle. Waiting for rewards does
+        not count."""
         got = (time.process_time() - self._cpu) / max(seconds, 1e-9) / torch.get_num_threads()
         free = free_share(self._machine)
         return {"perf/cpu_share": got} | ({} if free is None else {"perf/cpu_free": free})
 
 
 def resident_peak_gb() -> float:
-    """The process's peak so far: without a GPU there is no peak of a phase to ask for."""
+    """Peak memory of the process so far: CPUs report no peak per phase."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

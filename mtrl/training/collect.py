@@ -1,11 +1,11 @@
-"""How a step comes by what it learns from.
+"""Collects what a step learns from.
 
-    prompts -> responses -> rewards   (user code, in its sandbox, meanwhile)
-                         -> signals   (what each token depends on: the image, its own certainty, the reference)
+    prompts -> responses -> rewards   (user code in its sandbox, while the probes run)
+                         -> signals   (per token: dependency on the image, entropy, reference log-prob, ...)
 
-A filter changes the order: rewards first, fresh prompts in place of those that teach nothing (refill.py), and signals
-of what stayed. Rewards that read signals come after them in any case. Last, groups of earlier steps stand in for those
-that teach nothing still (replay.py).
+With a filter the order changes: rewards first, fresh prompts instead of groups that teach nothing
+(dynamic_sampling.py), then the signals of the groups that stay. Rewards that read signals always run after the probes.
+Last, stored groups of earlier steps replace groups that still teach nothing (replay_memory.py).
 """
 
 from __future__ import annotations
@@ -26,94 +26,92 @@ from mtrl.utils.record_rows import first_rows
 
 @dataclass(frozen=True, eq=False)
 class SampledBatch:
-    """Responses to the prompts of a step, and the greedy ones where advantages compare with them."""
+    """Responses to the prompts of a step, and the greedy ones if advantages compare with them."""
 
     rollouts: Rollouts
     greedy: Rollouts | None = None
 
-    def parts(self) -> dict[str, Rollouts]:
+    def named(self) -> dict[str, Rollouts]:
         return {"rollouts": self.rollouts} | ({} if self.greedy is None else {"greedy": self.greedy})
 
 
 @dataclass(frozen=True, eq=False)
 class PendingBatch:
-    """Responses whose rewards are being worked out."""
+    """Responses whose rewards are being computed."""
 
     sampled: SampledBatch
-    pending: PendingRewards
+    rewards: PendingRewards
     baseline: PendingRewards | None = None
 
 
 @dataclass
 class RolloutCollector:
-    """One step's way from prompts to experience, with the weights of one version."""
+    """Collects one step, with one version of the weights."""
 
     source: TaskSource
     generator: Generator
     scorer: Scorer
     probers: Sequence[Prober]
-    algorithm_spec: AlgorithmSpec
+    spec: AlgorithmSpec
     step: int
     version: int
     clock: Clock
-    asked: Counter[str] = field(default_factory=Counter)  # how often each task was: again, it gets other responses
+    times_sampled: Counter[str] = field(default_factory=Counter)  # per task: sampled again, it gets other responses
 
-    def run(self, memory: ReplayMemory | None = None, ahead: PendingBatch | None = None) -> CollectedBatch:
-        """`ahead`: responses to the first prompts of this step that were sampled before it."""
-        algorithm_spec, ready = self.algorithm_spec, iter([] if ahead is None else [ahead])
-        respond = lambda count: self.answered(next(ready, None) or self.ask(count))  # noqa: E731
-        gathered = sample_until_full(respond, algorithm_spec.prompts_per_step, algorithm_spec.filtering)
-        if algorithm_spec.scores_first:
-            gathered = gathered.measured(self.probe(gathered.experience.rollouts, algorithm_spec.needs_at(self.step)))
+    def run(self, memory: ReplayMemory | None = None, first: PendingBatch | None = None) -> CollectedBatch:
+        """Collect the step. `first`: responses to its first prompts, if they were sampled before."""
+        spec, ready = self.spec, iter([] if first is None else [first])
+        respond = lambda count: self.score(next(ready, None) or self.sample(count))  # noqa: E731
+        batch = sample_until_full(respond, spec.prompts_per_step, spec.filtering)
+        if spec.scores_first:
+            batch = batch.with_signals(self.probe(batch.experience.rollouts, spec.needs_at(self.step)))
         if memory is not None:
-            gathered = memory.exchange(gathered, algorithm_spec.prompts_per_step, self.step, self.source)
-        check_full_batch(gathered, algorithm_spec.prompts_per_step, algorithm_spec.filtering)
-        return gathered
+            batch = memory.exchange(batch, spec.prompts_per_step, self.step, self.source)
+        check_full_batch(batch, spec.prompts_per_step, spec.filtering)
+        return batch
 
-    def ask(self, count: int) -> PendingBatch:
-        """Responses to the next prompts; their rewards are worked out from here on."""
-        return self.begin(count)()
+    def sample(self, count: int) -> PendingBatch:
+        """Sample responses to the next prompts, and start computing their rewards."""
+        return self.begin_sampling(count)()
 
-    def begin(self, count: int) -> Callable[[], PendingBatch]:
-        """The same in two: an engine apart samples until what this gives is called."""
-        algorithm_spec = self.algorithm_spec
+    def begin_sampling(self, count: int) -> Callable[[], PendingBatch]:
+        """Start sampling; the returned callable waits for the responses. A dedicated engine samples in between."""
+        spec = self.spec
         with self.clock("generate"):
             prompts = self.source.take(count)
             with self.generator.resident():
-                rollouts = self.sample(prompts, replace(algorithm_spec.sampling, times_sampled=dict(self.asked)))
-                greedy = (
-                    self.sample(prompts, algorithm_spec.sampling.greedy) if algorithm_spec.greedy_baseline else None
-                )
+                rollouts = self._begin(prompts, replace(spec.sampling, times_sampled=dict(self.times_sampled)))
+                greedy = self._begin(prompts, spec.sampling.greedy) if spec.greedy_baseline else None
 
-        def arrived() -> PendingBatch:
+        def wait() -> PendingBatch:
             with self.clock("generate"):
                 sampled = SampledBatch(rollouts(), None if greedy is None else greedy())
-            return self.submitted(sampled)
+            return self.submit(sampled)
 
-        return arrived
+        return wait
 
-    def submitted(self, sampled: SampledBatch) -> PendingBatch:
-        pending = self.scorer.submit(sampled.rollouts, self.step)
-        greedy = sampled.greedy
-        return PendingBatch(sampled, pending, None if greedy is None else self.scorer.submit(greedy, self.step))
-
-    def answered(self, asked: PendingBatch) -> Experience:
-        """Responses with their rewards. They are measured meanwhile, or later if scored first."""
-        algorithm_spec, rollouts, greedy = self.algorithm_spec, asked.sampled.rollouts, asked.sampled.greedy
-        self.asked.update(prompt.task.id for prompt in rollouts.prompts)
-        signals = Signals() if algorithm_spec.scores_first else self.probe(rollouts, algorithm_spec.needs_at(self.step))
-        of_greedy = Signals() if greedy is None else self.probe(greedy, algorithm_spec.reward_needs)
-        with self.clock("reward"):
-            rewards = asked.pending.result(signals)
-            if asked.baseline is not None:
-                rewards = replace(rewards, baseline=asked.baseline.result(of_greedy).total[rollouts.group])
-        return Experience(rollouts, rewards, signals)
-
-    def sample(self, prompts: Sequence[Prompt], sampling: Sampling) -> Callable[[], Rollouts]:
+    def _begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> Callable[[], Rollouts]:
         return self.generator.begin(prompts, replace(sampling, step=self.step, version=self.version))
 
+    def submit(self, sampled: SampledBatch) -> PendingBatch:
+        """Start computing the rewards."""
+        rewards, greedy = self.scorer.submit(sampled.rollouts, self.step), sampled.greedy
+        return PendingBatch(sampled, rewards, None if greedy is None else self.scorer.submit(greedy, self.step))
+
+    def score(self, pending: PendingBatch) -> Experience:
+        """Wait for the rewards, and probe the responses meanwhile unless a filter scores them first."""
+        spec, rollouts, greedy = self.spec, pending.sampled.rollouts, pending.sampled.greedy
+        self.times_sampled.update(prompt.task.id for prompt in rollouts.prompts)
+        signals = Signals() if spec.scores_first else self.probe(rollouts, spec.needs_at(self.step))
+        greedy_signals = Signals() if greedy is None else self.probe(greedy, spec.reward_needs)
+        with self.clock("reward"):
+            rewards = pending.rewards.result(signals)
+            if pending.baseline is not None:
+                rewards = replace(rewards, baseline=pending.baseline.result(greedy_signals).total[rollouts.group])
+        return Experience(rollouts, rewards, signals)
+
     def probe(self, rollouts: Rollouts, needs: Needs) -> Signals:
-        """What each token depends on, by all who measure; with nothing needed, nobody is asked."""
+        """Measure the signals that are needed, if any."""
         if not needs:
             return Signals()
         with self.clock("probe"):
@@ -121,13 +119,12 @@ class RolloutCollector:
 
 
 def with_maps(experience: Experience, actor: Prober, count: int, step: int, clock: Clock) -> Experience:
-    """For those who look on: where the tokens of the first responses look. The step itself never reads it."""
+    """Add the attention maps of the first responses, for the record; the step itself never reads them."""
     if not count:
         return experience
     first = first_rows(experience.rollouts, count)
     with clock("probe"):
         maps = actor.probe(first, Needs("attention_maps"), step).attention_maps
-    nothing = (None,) * (len(experience) - len(first))
-    return replace(
-        experience, signals=replace(experience.signals, attention_maps=None if maps is None else maps + nothing)
-    )
+    if maps is not None:
+        maps += (None,) * (len(experience) - len(first))
+    return replace(experience, signals=replace(experience.signals, attention_maps=maps))

@@ -1,7 +1,7 @@
-"""Does a credit rule do anything? What the rules of a run make of the gradient of its first step, before it is trained.
+"""Measures what the credit rules of a run change in the gradient of its first step, before anything is trained.
 
-A rule that leaves the direction of the gradient alone cannot teach another thing than plain credit, however different
-its weights look: most of a gradient may sit on a few tokens that every rule keeps.
+A rule that does not change the direction of the gradient teaches the same as plain credit, however different its
+weights look: most of a gradient may come from a few tokens that every rule keeps.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from mtrl.types import Experience
 
 @dataclass(frozen=True)
 class GradientEffect:
-    """`cosine`: of the gradient with the rules to the plain one. `size`: its norm over the plain one's.
-    `kept_surprise`: share of the sum of c = |A| (1 - p) over tokens, which bounds what each adds to the gradient.
-    `effective_tokens`: how many tokens of a response share it, (sum of c)² / sum of c², its mean over responses;
-    `plain_tokens`: without rules."""
+    """`cosine`: between the gradient with the rules and the plain one. `size`: ratio of their norms.
+    `kept_surprise`: share of the sum of c = |A| (1 - p) over tokens; c bounds what a token adds to the gradient.
+    `effective_tokens`: effective number of tokens per response, (sum of c)² / sum of c², mean over responses;
+    `plain_tokens`: the same without rules."""
 
     cosine: float
     size: float
@@ -32,10 +32,10 @@ class GradientEffect:
     plain_tokens: float
 
 
-def manipulation(loop: Loop) -> GradientEffect:
-    """Samples the first step and takes two gradients of it. Nothing is learnt; the loop's source has moved on."""
-    experience = loop.give_credit(loop.gather(0).experience, 0)
-    plain = replace(experience, credit=assign((), experience, (loop.algorithm_spec.seed, 0)))
+def measure_gradient_effect(loop: Loop) -> GradientEffect:
+    """Sample the first step and compute both gradients. No weight changes; the task source advances."""
+    experience = loop.assign_credit(loop.collect(0).experience, 0)
+    plain = replace(experience, credit=assign((), experience, (loop.spec.seed, 0)))
     ours, theirs = policy_gradient(loop, experience), policy_gradient(loop, plain)
     norms = dot(ours, ours) ** 0.5, dot(theirs, theirs) ** 0.5
     share, base = surprise(experience), surprise(plain)
@@ -49,10 +49,10 @@ def manipulation(loop: Loop) -> GradientEffect:
 
 
 def policy_gradient(loop: Loop, experience: Experience) -> list[Tensor]:
-    algorithm_spec, actor = loop.algorithm_spec, loop.components.actor
-    loss = algorithm_spec.loss.with_divergence(loop.divergence)
-    batches = list(assemble(algorithm_spec.batches, loss, experience, (algorithm_spec.seed, 0)))
-    worker: Any = actor  # on ranks there is none to ask
+    spec, actor = loop.spec, loop.components.actor
+    loss = spec.loss.with_divergence(loop.divergence)
+    batches = list(assemble(spec.batches, loss, experience, (spec.seed, 0)))
+    worker: Any = actor  # LocalActor; ranks have no such method
     return worker.gradient(batches, loss)
 
 
@@ -61,7 +61,7 @@ def dot(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
 
 
 def surprise(experience: Experience) -> Tensor:
-    """c [N, T] = |A'| (1 - p) of the tokens that count, float64: no token adds more than that to the gradient."""
+    """c [N, T] = |A'| (1 - p) of the tokens that count, float64: it bounds what a token adds to the gradient."""
     credit, rollouts = experience.credit, experience.rollouts
     assert credit is not None
     p = rollouts.rollout_logprobs.double().exp().clamp(max=1.0)
@@ -71,7 +71,7 @@ def surprise(experience: Experience) -> Tensor:
 
 
 def effective(share: Tensor) -> float:
-    """The mean over responses that have any."""
+    """Mean over the responses with any such token."""
     total, squares = share.sum(1), (share**2).sum(1)
     counted = squares > 0
     return float((total[counted] ** 2 / squares[counted]).mean()) if counted.any() else 0.0

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM ask a run to stop: it finishes its step, saves and leaves. A second Ctrl-C leaves at once."""
+"""Ctrl-C and SIGTERM ask a run to stop: it finishes its step, saves and exits. A second Ctrl-C exits at once."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ FINISHING = "finishing this step, then saving; Ctrl-C again to leave now, withou
 
 class Interrupt:
     """
-    with interrupt:                # signals are listened to in here
+    with interrupt:                # handles the signals in here
         while not interrupt.asked():
             step()
     interrupt.leave()              # as the signal would have: KeyboardInterrupt, or exit status 143
 
-    Away from the main thread no signal can be had, and none is listened to.
+    Signals are handled only in the main thread.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Interrupt:
         return self.signal is not None
 
     def leave(self) -> None:
-        """Ends as the signal would have; does nothing where nobody asked."""
+        """Exit as the signal would have; does nothing if there was none."""
         if self.signal == signal.SIGINT:
             raise KeyboardInterrupt
         if self.signal is not None:
@@ -50,8 +50,7 @@ class Interrupt:
         self._before = {}
 
     def _listen(self, number: int, frame: FrameType | None) -> None:
-        """Notes the signal; a second Ctrl-C ends at once. A scheduler may send SIGTERM several times, and only a person
-        at the keyboard is in a hurry."""
+        """Note the signal; a second Ctrl-C exits at once. SIGTERM does not: a scheduler may send it repeatedly."""
         if self.signal is None:
             self.signal = number
             say_at_once(f"\n{signal.Signals(number).name}: {FINISHING}")
@@ -60,6 +59,6 @@ class Interrupt:
 
 
 def say_at_once(text: str) -> None:
-    """Writes past the buffers of sys.stderr, which a signal may have found half-way through a line."""
-    with suppress(OSError):  # nobody listens any more
+    """Write to stderr unbuffered: a signal may interrupt sys.stderr in the middle of a line."""
+    with suppress(OSError):  # stderr is closed
         os.write(2, f"{sanitize(text)}\n".encode())

@@ -1,18 +1,18 @@
-"""Rollouts one step ahead (`worker.rollout.off_policy_steps: 1`): what step k + 1 learns from is sampled before step k learns.
+"""One-step off-policy rollouts (`worker.rollout.off_policy_steps: 1`): step k + 1 is sampled before step k learns.
 
-    sample k + 1 | measure k, learn k     rewards of k + 1 are worked out meanwhile, by the scorer's processes
+    sample k + 1 | probe k, learn k       rewards of k + 1 are computed meanwhile, by the scorer's processes
 
-    sample k + 1                          where engines have devices of their own; rewards of k + 1 then begin with the
-    measure k, learn k                    end of both
+    sample k + 1                          with dedicated engines; the rewards of k + 1 start when both are done
+    probe k, learn k
 
 So a step learns from responses of the weights before the last update. Their log-probs under those weights are kept
-(`Rollouts.behaviour`), those of the policy of now are measured before the update, and the ratio of both corrects the
-gradient (`losses.mismatch_correction`). No other file can bring the responses back, since their weights are gone when
-the step is saved; a checkpoint holds them without pixels:
+(`Rollouts.rollout_logprobs`), those of the current policy are measured before the update, and the ratio corrects the
+gradient (`losses.mismatch_correction`). When a step is saved, the weights that sampled the next step are gone, so the
+checkpoint holds its responses, without pixels:
 
 ahead/
-  responses.safetensors   `rollouts/tokens`, `rollouts/behaviour`, .., and `greedy/..` where there are such
-  responses.json          ids of the tasks, texts, and how the responses ended
+  responses.safetensors   `rollouts/tokens`, `rollouts/rollout_logprobs`, .., and `greedy/..` if there are any
+  responses.json          task ids, texts and finish reasons
 """
 
 from __future__ import annotations
@@ -32,49 +32,48 @@ from mtrl.training.replay_memory import ReplayMemory
 from mtrl.types import Rollouts
 
 RESPONSES = "responses"
-OWN = ("replay", "ahead")  # parts of a checkpoint that hold what a run has seen: no other run goes on from them
+RUN_STATE = ("replay", "ahead")  # parts of a checkpoint that belong to one run: another run does not start from them
 
 
 class OneStepAhead:
-    """What steps learn from that was sampled before them, by their numbers. `done` tells how many steps are: within a
-    step what it began with is still there, since a run that fails in it goes on from its beginning."""
+    """Responses by the step that learns from them. `done` returns the number of finished steps: the responses of the
+    current step are kept, since a run that fails in it resumes at its beginning."""
 
     def __init__(self, done: Callable[[], int]) -> None:
         self.done = done
-        self.asked: dict[int, PendingBatch] = {}
-        self.begun: tuple[int, Callable[[], PendingBatch]] | None = None  # a step that an engine apart samples for
-        self.directory: Path | None = None  # of the checkpoint that the run goes on from
+        self.pending: dict[int, PendingBatch] = {}
+        self.started: tuple[int, Callable[[], PendingBatch]] | None = None  # the step that is being sampled
+        self.directory: Path | None = None  # of the checkpoint that the run resumes from
 
-    def run(self, way: RolloutCollector, memory: ReplayMemory | None) -> CollectedBatch:
-        """Gathers a step, and before that samples the next one, whose prompts come after this one's."""
-        step, places = way.step, way.algorithm_spec.prompts_per_step
-        now = self.asked.get(step) or self._restored(way) or way.ask(places)
-        self.asked = {step: now}
-        if step + 1 < way.algorithm_spec.total_steps:
-            self.begun = step + 1, replace(way, step=step + 1, asked=Counter()).begin(places)
-            if not way.generator.apart:
-                self.settle()
-        gathered = way.run(memory, now)
-        told = staleness_metrics(way.version, gathered.own.rollouts)
-        return replace(gathered, metrics=gathered.metrics | told)
+    def run(self, collector: RolloutCollector, memory: ReplayMemory | None) -> CollectedBatch:
+        """Sample the next step, whose prompts follow those of this one, then collect this step."""
+        step, prompts = collector.step, collector.spec.prompts_per_step
+        first = self.pending.get(step) or self._restored(collector) or collector.sample(prompts)
+        self.pending = {step: first}
+        if step + 1 < collector.spec.total_steps:
+            self.started = step + 1, replace(collector, step=step + 1, times_sampled=Counter()).begin_sampling(prompts)
+            if collector.generator.colocated:
+                self.wait()
+        batch = collector.run(memory, first)
+        return replace(batch, metrics=batch.metrics | staleness_metrics(collector.version, batch.own.rollouts))
 
-    def settle(self) -> None:
-        """Waits for what was begun, which is to be sampled by the weights that engines hold until now."""
-        if self.begun is not None:
-            (step, arrived), self.begun = self.begun, None
-            self.asked[step] = arrived()
+    def wait(self) -> None:
+        """Wait for the step that is being sampled. It must end before the engines load new weights."""
+        if self.started is not None:
+            (step, wait), self.started = self.started, None
+            self.pending[step] = wait()
 
-    def _restored(self, way: RolloutCollector) -> PendingBatch | None:
-        """What a checkpoint has for this step; its rewards are worked out anew."""
+    def _restored(self, collector: RolloutCollector) -> PendingBatch | None:
+        """The responses that the checkpoint holds for this step; their rewards are computed again."""
         directory, self.directory = self.directory, None
-        sampled = None if directory is None else read_sampled(directory, way.source)
-        return None if sampled is None else way.submitted(sampled)
+        sampled = None if directory is None else read_sampled(directory, collector.source)
+        return None if sampled is None else collector.submit(sampled)
 
     def snapshot(self) -> RecordSnapshot:
-        asked = self.asked.get(self.done())
-        parts = {} if asked is None else asked.sampled.parts()
+        pending = self.pending.get(self.done())
+        named = {} if pending is None else pending.sampled.named()
         return RecordSnapshot(
-            RESPONSES, record_tensors(parts), {name: response_row(each) for name, each in parts.items()}
+            RESPONSES, record_tensors(named), {name: response_row(rollouts) for name, rollouts in named.items()}
         )
 
     def restore(self, directory: Path) -> None:
@@ -82,14 +81,14 @@ class OneStepAhead:
 
 
 def staleness_metrics(version: int, rollouts: Rollouts) -> Metrics:
-    """How many updates the weights that learn are ahead of those that sampled."""
+    """How many updates the current weights are ahead of those that sampled."""
     age = (version - rollouts.version).double()
     return {"rollout/staleness_mean": float(age.mean()), "rollout/staleness_max": float(age.max())}
 
 
-# -------------------------------------------------------------------------------------------------- to disk and back
+# -------------------------------------------------------------------------------------------------- checkpoint files
 def response_row(rollouts: Rollouts) -> dict[str, Any]:
-    """What of responses is no tensor."""
+    """The fields that are no tensors."""
     tasks = [prompt.task.id for prompt in rollouts.prompts]
     return {"tasks": tasks, "text": rollouts.text, "finish": rollouts.finish_reason}
 
@@ -99,8 +98,8 @@ def read_sampled(directory: Path, source: TaskSource) -> SampledBatch | None:
     if not rows:
         return None
     prompts = tuple(source.get(rows["rollouts"]["tasks"]))
-    parts = {
+    named = {
         name: Rollouts(prompts, text=tuple(row["text"]), finish_reason=tuple(row["finish"]), **tensors[name])
         for name, row in rows.items()
     }
-    return SampledBatch(**parts)
+    return SampledBatch(**named)

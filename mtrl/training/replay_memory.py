@@ -1,11 +1,11 @@
-"""What a run remembers: groups of earlier steps, which stand in for groups that teach nothing (SPEC 4).
+"""Replay: stored groups of earlier steps replace groups that teach nothing (SPEC 4).
 
-An entry is an experience without its prompt: tokens, log-probs, signals and rewards as they were, and the id of the
-task, by which the source reads the prompt and its media again. A checkpoint holds it as tensors and JSON:
+An entry is an experience without its prompt: tokens, log-probs, signals and rewards as they were, and the task id, by
+which the source reads the prompt and its media again. A checkpoint holds it as tensors and JSON:
 
 replay/
-  groups.safetensors   `<number>/rollouts/tokens`, `<number>/signals/old`, `<number>/rewards/parts/accuracy`, ..
-  groups.json          a row a group: its task, step, place and score, and what is text
+  groups.safetensors   `<number>/rollouts/tokens`, `<number>/signals/entropy`, `<number>/rewards/parts/accuracy`, ..
+  groups.json          one row per group: task, step, place (index in that step), score and texts
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from mtrl.algorithms.metrics import Metrics
 from mtrl.algorithms.replay import ReplayBuffer, ReplayEntry, ReplayRule, exchange_groups, flat_groups, replay_scores
-from mtrl.checkpoint.records import RecordSnapshot, by_folder, read_records, record_tensors
+from mtrl.checkpoint.records import RecordSnapshot, group_by_folder, read_records, record_tensors
 from mtrl.protocols import TaskSource
 from mtrl.training.dynamic_sampling import CollectedBatch
 from mtrl.types import Experience, Prompt, Rewards, Rollouts, Signals
@@ -28,22 +28,22 @@ GROUPS = "groups"
 
 @dataclass(frozen=True, eq=False)
 class StoredGroup:
-    """A group of responses and what was known of them when they were sampled."""
+    """A group of responses with the signals and rewards of its own step."""
 
     task: str  # id of the prompt's task
     step: int
-    place: int  # its number in that step
+    index: int  # of the group in that step
     experience: Experience  # without prompts and advantages
 
     @classmethod
-    def of(cls, experience: Experience, group: int, step: int) -> StoredGroup:
+    def from_experience(cls, experience: Experience, group: int, step: int) -> StoredGroup:
         rows = experience.rows(experience.rollouts.group == group)
         (prompt,) = rows.rollouts.prompts
         lean = Experience(replace(rows.rollouts, prompts=()), rows.rewards, replace(rows.signals, attention_maps=None))
         return cls(prompt.task.id, step, group, lean)
 
     def entry(self, score: float) -> ReplayEntry[StoredGroup]:
-        return ReplayEntry((self.step, self.place), score, self)
+        return ReplayEntry((self.step, self.index), score, self)
 
     def with_prompt(self, prompt: Prompt) -> Experience:
         return replace(self.experience, rollouts=replace(self.experience.rollouts, prompts=(prompt,)))
@@ -56,36 +56,32 @@ class ReplayMemory:
         self.rule, self.seed = rule, seed
         self.buffer: ReplayBuffer[StoredGroup] = ReplayBuffer(rule.capacity)
 
-    def exchange(self, gathered: CollectedBatch, places: int, step: int, source: TaskSource) -> CollectedBatch:
-        """Stored groups in the places of those whose rewards are all equal, and in the places that a filter left
-        empty."""
-        own = gathered.experience
+    def exchange(self, batch: CollectedBatch, prompts: int, step: int, source: TaskSource) -> CollectedBatch:
+        """Replace groups without reward variance, and prompts that a filter left missing, by stored groups."""
+        own = batch.experience
         flat = flat_groups(own.rewards.total, own.rollouts.group, self.rule.var_epsilon).tolist()
-        there = len(own.rollouts.prompts)
-        wanted = [*flat, *range(there, places)]
+        wanted = [*flat, *range(len(own.rollouts.prompts), prompts)]
         drawn = [each.payload for each in self.buffer.draw(len(wanted), rng_for("replay", self.seed, step))]
-        told = gathered.metrics | hit_metrics(len(wanted), [step - group.step for group in drawn])
+        metrics = batch.metrics | hit_metrics(len(wanted), [step - group.step for group in drawn])
         if not drawn:
-            return replace(gathered, metrics=told)
-        prompts = source.get([group.task for group in drawn])
-        groups = [group.with_prompt(prompt) for group, prompt in zip(drawn, prompts, strict=True)]
-        experience = exchange_groups(own, flat, groups)
-        return replace(
-            gathered, experience=experience, metrics=told, replaced=own, replayed=tuple(wanted[: len(drawn)])
-        )
+            return replace(batch, metrics=metrics)
+        stored = zip(drawn, source.get([group.task for group in drawn]), strict=True)
+        experience = exchange_groups(own, flat, [group.with_prompt(prompt) for group, prompt in stored])
+        replayed = tuple(wanted[: len(drawn)])
+        return replace(batch, experience=experience, metrics=metrics, replaced=own, replayed=replayed)
 
     def admit(self, experience: Experience, replayed: Sequence[int], step: int) -> Metrics:
-        """Remembers the groups of a step that are worth it; those that were replayed are there already."""
-        assert experience.advantage is not None, "a group's worth is known by its advantages"
+        """Store the groups of a step that are worth it; replayed ones are stored already."""
+        assert experience.advantage is not None, "the score of a group needs its advantages"
         rollouts, total, rule = experience.rollouts, experience.rewards.total, self.rule
         scores = replay_scores(
             total, experience.advantage, rollouts.group, rollouts.mask, rule.var_epsilon, rule.min_reward
         ).tolist()
-        new = [place for place, score in enumerate(scores) if score > 0 and place not in replayed]
-        self.buffer = self.buffer.admit(StoredGroup.of(experience, g, step).entry(scores[g]) for g in new)
+        new = [index for index, score in enumerate(scores) if score > 0 and index not in replayed]
+        self.buffer = self.buffer.admit(StoredGroup.from_experience(experience, g, step).entry(scores[g]) for g in new)
         return {"replay/size": float(len(self.buffer.entries))}
 
-    # ---------------------------------------------------------------------------------------------- to disk and back
+    # ---------------------------------------------------------------------------------------------- checkpoint files
     def snapshot(self) -> RecordSnapshot:
         entries = self.buffer.entries
         groups = {str(number): entry.payload.experience for number, entry in enumerate(entries)}
@@ -93,26 +89,26 @@ class ReplayMemory:
 
     def restore(self, directory: Path) -> None:
         tensors, rows = read_records(directory, GROUPS)
-        entries = tuple(read_entry(row, by_folder(tensors[str(number)])) for number, row in enumerate(rows))
+        entries = tuple(read_entry(row, group_by_folder(tensors[str(number)])) for number, row in enumerate(rows))
         self.buffer = ReplayBuffer(self.rule.capacity, entries)
 
 
 def hit_metrics(wanted: int, ages: Sequence[int]) -> Metrics:
-    told = {"replay/wanted": float(wanted), "replay/hits": float(len(ages))}
-    return told | ({"replay/age_mean": sum(ages) / len(ages), "replay/age_max": float(max(ages))} if ages else {})
+    hits = {"replay/wanted": float(wanted), "replay/hits": float(len(ages))}
+    return hits | ({"replay/age_mean": sum(ages) / len(ages), "replay/age_max": float(max(ages))} if ages else {})
 
 
 # ------------------------------------------------------------------------------------------------------ rows of a file
 def entry_row(entry: ReplayEntry[StoredGroup]) -> dict[str, Any]:
-    """What of an entry is no tensor."""
+    """The fields that are no tensors."""
     group = entry.payload
     rollouts = group.experience.rollouts
     return {
         "task": group.task,
         "step": group.step,
-        "place": group.place,
+        "place": group.index,
         "score": entry.score,
-        "parts": list(group.experience.rewards.parts),  # in their order
+        "parts": list(group.experience.rewards.parts),  # in order
         "text": rollouts.text,
         "finish": rollouts.finish_reason,
     }

@@ -1,4 +1,4 @@
-"""The same loop from Python."""
+"""`mtrl.Trainer`: the same run from Python."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from mtrl.compose.run import (
     Reward,
     Run,
     build,
-    check_all_given,
-    check_usable,
+    check_config,
+    check_python_objects_given,
     configure,
     evaluate,
-    history,
-    metrics_row,
     open_model,
+    read_run_history,
     run_directory,
-    train_through,
+    to_metrics_row,
+    train_with_restarts,
 )
 from mtrl.compose.task_source import Rows
-from mtrl.config import Config, warnings
+from mtrl.config import Config, find_warnings
 from mtrl.protocols import Tracker
 from mtrl.training.trainer_arguments import (
     GIVEN_ROWS,
@@ -41,17 +41,17 @@ from mtrl.training.trainer_arguments import (
 )
 from mtrl.utils.errors import Finished
 
-# What belongs to the reward functions of a configuration, and goes with them when a script gives its own.
-OF_REWARDS = ("reward_fn_path", "weights", "early_weights", "weight_schedule")
+# Keys that belong to the reward functions of a configuration; reset when a script passes its own functions.
+REWARD_KEYS = ("reward_fn_path", "weights", "early_weights", "weight_schedule")
 
 logger = logging.getLogger(__name__)
 
 
 class TrainingHistory(list[dict[str, Any]]):
-    """The rows of metrics.jsonl: one a step, one a validation."""
+    """The rows of metrics.jsonl: one per step, one per validation."""
 
     def to_pandas(self) -> Any:
-        """A DataFrame with a column for each number; what a row lacks is NaN."""
+        """A DataFrame with one column per metric; missing values are NaN."""
         try:
             pandas = import_module("pandas")
         except ImportError as error:
@@ -71,12 +71,12 @@ class Trainer:
     trainer.train()
     trainer.save("my_model")
 
-    A trainer is a run, which lives in `directory`: train() goes on where the run of that name stopped. Without a model
+    A trainer is one run with its own `directory`: train() resumes where the run of that name stopped. Without a model
     and data it trains the embedded model on the embedded task. `data` and `val_data` are a path, a hub id, rows or a
-    datasets.Dataset. A reward function handed over as an object runs in this process; one named by its file runs in the
-    sandbox, with a time limit. `rewards` replace those of a configuration, with their weights. `config` is a YAML file,
-    a mapping or another trainer's config; keys stand over it. What is wrong with any of it is said here, before a model
-    is loaded. Callbacks (`mtrl.Callback`) are told what the run does and are closed at its end.
+    datasets.Dataset. A reward function passed as an object runs in this process; one named by its file runs in the
+    sandbox, with a time limit. `rewards` replace those of a configuration and their weights. `config` is a YAML file, a
+    mapping or another trainer's config; keys override it. Wrong arguments raise here, before a model is loaded.
+    Callbacks (`mtrl.Callback`) are called as the run proceeds and closed at its end.
     """
 
     def __init__(
@@ -99,35 +99,35 @@ class Trainer:
         self._rewards = None if rewards is None else checked_rewards(rewards)
         if self._rewards is not None:
             put(settings, "rewards", "worker.reward.functions", tuple(map(name_in_config, self._rewards)))
-            settings = {f"worker.reward.{name}": None for name in OF_REWARDS} | settings
+            settings = {f"worker.reward.{name}": None for name in REWARD_KEYS} | settings
         self._callbacks = checked_callbacks(callbacks)
         self.config, self._embedded = configure(file, over(below, settings))
-        check_usable(self.config)
-        check_all_given(self.config, self._rows, self._val_rows, self._rewards)
-        for warning in warnings(self.config):
+        check_config(self.config)
+        check_python_objects_given(self.config, self._rows, self._val_rows, self._rewards)
+        for warning in find_warnings(self.config):
             logger.warning("%s", warning)
         self._loaded: LoadedModel | None = None
 
     @property
     def directory(self) -> Path:
-        """Where the run lives: metrics, rollouts, checkpoints."""
+        """The run directory: metrics, rollouts, checkpoints."""
         return run_directory(self.config)
 
     @property
     def model(self) -> Any:
-        """The model of transformers, with the weights that the run has now: before it trains those it will begin or go
-        on with. It is one object for the life of a trainer, loaded when it is first asked for."""
+        """The transformers model with the run's current weights (before training: those it will start or resume with).
+        It is loaded on first access and stays the same object."""
         return self._open().model
 
     @property
     def history(self) -> TrainingHistory:
-        """The rows of metrics.jsonl so far, of earlier attempts too; of a step that was done twice, the last."""
-        return TrainingHistory(history(self.config))
+        """The rows of metrics.jsonl so far, earlier attempts included; of a repeated step, the last row."""
+        return TrainingHistory(read_run_history(self.config))
 
     def train(self) -> Path:
-        """Runs to the end, from where the run stopped; a finished one says so. Returns its directory."""
+        """Train to the end, resuming where the run stopped; a finished run is only reported. Returns its directory."""
         try:
-            return train_through(self.config, self._begin).directory
+            return train_with_restarts(self.config, self._begin).directory
         except Finished as finished:
             logger.warning("%s", finished)
             return finished.directory
@@ -143,20 +143,20 @@ class Trainer:
         )
         if self._embedded:
             say(f"no config given: the embedded model, with the settings of its {self._embedded.name} under yours")
-        say(f"run directory: {run.directory}, {run.start.told()}")
+        say(f"run directory: {run.directory}, {run.start.describe()}")
         self._loaded = run.loaded
         return run
 
     def evaluate(self, val_data: Rows | Path | None = None) -> dict[str, float]:
-        """Validates the weights of now, on `val_data` of the trainer or those given here. Returns the numbers that a
-        validation has in metrics.jsonl, where this writes nothing."""
+        """Validate the current weights, on the trainer's `val_data` or the given data. Returns the metrics of a
+        validation; nothing is written."""
         rows = self._val_rows if val_data is None else checked_data("val_data", val_data)
         self.model.eval()
-        return metrics_row(evaluate(self.config, val_data=rows, rewards=self._rewards, loaded=self._open()))
+        return to_metrics_row(evaluate(self.config, val_data=rows, rewards=self._rewards, loaded=self._open()))
 
     def save(self, path: str | Path) -> Path:
-        """Writes the weights of now as a Hugging Face checkpoint with its tokenizer, which from_pretrained loads. An
-        earlier one in its place is replaced, anything else refused."""
+        """Write the current weights and tokenizer as a checkpoint for from_pretrained. Replaces an earlier checkpoint
+        at that path and refuses anything else."""
         target = Path(path).expanduser()
         save_checkpoint(self.config, self._open(), target)
         return target
@@ -168,12 +168,12 @@ class Trainer:
 
 
 def _data(settings: dict[str, Any], argument: str, key: str, data: Any) -> Any:
-    """Puts a text under its key; rows stand there by a name, and are returned."""
+    """Set the key to the path, or to a placeholder for rows, which are returned."""
     if data is None:
         return None
-    found = checked_data(argument, data)
-    put(settings, argument, key, found if isinstance(found, str) else GIVEN_ROWS)
-    return None if isinstance(found, str) else found
+    checked = checked_data(argument, data)
+    put(settings, argument, key, checked if isinstance(checked, str) else GIVEN_ROWS)
+    return None if isinstance(checked, str) else checked
 
 
 def say(text: str) -> None:

@@ -1,7 +1,7 @@
-"""What a script hands to `mtrl.Trainer`: keys by their last names, and objects of the right kinds.
+"""Checks the arguments of `mtrl.Trainer`: keys by their last names, and objects of the right kinds.
 
-What a configuration cannot hold stands there as `python:` and a name, so that the config.yaml of a run says that it was
-given, and only a script that gives it again goes on with the run.
+A Python object appears in the configuration as `python:` and a name. The run's config.yaml then says that a script
+passed it, and only a script that passes it again can resume the run.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from mtrl.config import Config, ConfigError, to_yaml
-from mtrl.config.paths import GIVEN
+from mtrl.config.paths import PYTHON_PREFIX
 from mtrl.config.tree import known_leaves, known_sections
 from mtrl.config.yaml_io import YamlFile
 from mtrl.data.arrow import is_dataset
 from mtrl.protocols import Tracker
 
-GIVEN_ROWS = f"{GIVEN}rows"  # the name of rows and datasets in a configuration
+GIVEN_ROWS = f"{PYTHON_PREFIX}rows"  # stands for rows and datasets in a configuration
 
-OF_OPTIMIZER = ("lr", "weight_decay", "betas", "warmup_steps", "warmup_ratio", "lr_scheduler_type", "min_lr_ratio")
+OPTIMIZER_KEYS = ("lr", "weight_decay", "betas", "warmup_steps", "warmup_ratio", "lr_scheduler_type", "min_lr_ratio")
 
-# Where several keys end in the same name: the policy's and its training rollouts', and one seed for all.
+# If several keys end in the same name: the policy's and its training rollouts', and one seed for all.
 SHORT_NAMES = {
-    **{name: (f"worker.actor.optim.{name}",) for name in OF_OPTIMIZER},
+    **{name: (f"worker.actor.optim.{name}",) for name in OPTIMIZER_KEYS},
     "model_path": ("worker.actor.model.model_path",),
     "offload_params": ("worker.actor.offload.offload_params",),
     "n": ("worker.rollout.n",),
@@ -31,8 +31,8 @@ SHORT_NAMES = {
     "seed": ("dataset.seed", "worker.rollout.seed"),
 }
 
-# Arguments that TRL's trainer has, and this one under another name.
-CALLED_HERE = {
+# Arguments of TRL's trainer that have another name here.
+TRL_NAMES = {
     "train_dataset": "data=",
     "eval_dataset": "val_data=",
     "reward_funcs": "rewards=",
@@ -47,7 +47,7 @@ Reward = Callable[..., Any] | str
 
 # ---------------------------------------------------------------------------------------------------------------- keys
 def full_keys(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys in full. One that is set twice, by two of its names, is an error."""
+    """Expand the keys. Setting one key by two of its names is an error."""
     settings: dict[str, Any] = {}
     for name, value in keys.items():
         for key in config_keys(name):
@@ -56,17 +56,17 @@ def full_keys(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_keys(name: str) -> tuple[str, ...]:
-    """What a last name stands for; a dotted key or a section is itself."""
+    """The full keys of a last name; a dotted key or a section stays as it is."""
     if "." in name:
         return (name,)
-    if name in CALLED_HERE:
-        raise ConfigError([f"{name}: called {CALLED_HERE[name]} here"])
+    if name in TRL_NAMES:
+        raise ConfigError([f"{name}: called {TRL_NAMES[name]} here"])
     if name in SHORT_NAMES:
         return SHORT_NAMES[name]
-    found = [key for key in known_leaves() if key.rpartition(".")[2] == name]
-    if len(found) > 1:
-        raise ConfigError([f"{name}: several keys end so; write one of {', '.join(found)} as **{{'{found[0]}': ..}}"])
-    return (found[0],) if found else (name,)  # the loader knows what to suggest
+    keys = [key for key in known_leaves() if key.rpartition(".")[2] == name]
+    if len(keys) > 1:
+        raise ConfigError([f"{name}: several keys end so; write one of {', '.join(keys)} as **{{'{keys[0]}': ..}}"])
+    return (keys[0],) if keys else (name,)  # the loader suggests the nearest key
 
 
 def put(settings: dict[str, Any], argument: str, key: str, value: Any) -> None:
@@ -76,7 +76,7 @@ def put(settings: dict[str, Any], argument: str, key: str, value: Any) -> None:
 
 
 def over(below: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings over those of a mapping."""
+    """Merge the settings over those of a mapping."""
     if twice := below.keys() & settings.keys() & known_sections():
         name = min(twice)
         raise ConfigError([f"{name}: a section of config= and an argument too; write the argument's keys in full"])
@@ -84,7 +84,7 @@ def over(below: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any
 
 
 def file_and_keys(config: str | Path | Mapping[str, Any] | Config | None) -> tuple[str | Path | None, dict[str, Any]]:
-    """A configuration file, or the keys of one that was made in Python."""
+    """The configuration file, or the keys of a configuration made in Python."""
     if config is None or isinstance(config, (str, Path)):
         return config, {}
     if isinstance(config, Config):
@@ -103,7 +103,7 @@ def checked_model(model: Any) -> str:
 
 
 def checked_data(argument: str, data: Any) -> Any:
-    """A text that names files, or rows: a sequence of mappings or a dataset of Hugging Face."""
+    """A path, or rows: a sequence of mappings or a Hugging Face dataset."""
     if isinstance(data, (str, Path)):
         if not str(data).strip():
             raise TypeError(f"{argument}: an empty text; name a file, or leave it out")
@@ -117,8 +117,8 @@ def checked_data(argument: str, data: Any) -> Any:
             if not isinstance(row, Mapping):
                 raise TypeError(f"{argument}: row {number} is {kind(row)}; a row is a dict of its columns")
         return nonempty(argument, data)
-    told = f"{argument}: a file, a list of rows (dicts) or a datasets.Dataset, got {kind(data)}"
-    raise TypeError(told + _advice_on_data(argument, data))
+    expected = f"{argument}: a file, a list of rows (dicts) or a datasets.Dataset, got {kind(data)}"
+    raise TypeError(expected + _advice_on_data(argument, data))
 
 
 def nonempty(argument: str, rows: Any) -> Any:
@@ -147,28 +147,28 @@ def checked_rewards(rewards: Any) -> list[Reward]:
     for reward in several:
         if not isinstance(reward, str) and not callable(reward):
             raise TypeError(f"rewards: a built-in's name, 'file.py:name' or a function, got {kind(reward)}")
-        if isinstance(reward, str) and reward.startswith(GIVEN):
-            raise TypeError(f"rewards: {reward} is how a configuration names a function; give the function itself")
+        if isinstance(reward, str) and reward.startswith(PYTHON_PREFIX):
+            raise TypeError(f"rewards: {reward} stands for a function in a configuration; pass the function itself")
     return several
 
 
 def name_in_config(reward: Reward) -> str:
-    """How the run's config.yaml names a function that was handed over as an object."""
-    return reward if isinstance(reward, str) else f"{GIVEN}{getattr(reward, '__name__', type(reward).__name__)}"
+    """The name in config.yaml of a function that was passed as an object."""
+    return reward if isinstance(reward, str) else f"{PYTHON_PREFIX}{getattr(reward, '__name__', type(reward).__name__)}"
 
 
 def checked_callbacks(callbacks: Any) -> list[Tracker]:
     several = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
     for callback in several:
         if isinstance(callback, type) and issubclass(callback, Tracker):
-            raise TypeError(f"callbacks: {callback.__name__} is a class; give an object of it: {callback.__name__}(..)")
+            raise TypeError(f"callbacks: {callback.__name__} is a class; pass an instance: {callback.__name__}(..)")
         if not isinstance(callback, Tracker):
             raise TypeError(f"callbacks: objects whose class inherits from mtrl.Callback, got {kind(callback)}")
     return several
 
 
 def kind(value: Any) -> str:
-    """What a value is, for a message: `a list`, `the function score`."""
+    """The kind of a value, for messages: `a list`, `the function score`."""
     if value is None:
         return "None"
     if isinstance(value, type):

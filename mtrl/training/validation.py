@@ -1,5 +1,4 @@
-"""Validation: generator, scorer, and a prober where attention is looked at. avg@k, pass@k, and both by a column of the
-data."""
+"""Validation by generator and scorer, and a prober if attention is read: avg@k, pass@k, and success by data column."""
 
 from __future__ import annotations
 
@@ -19,9 +18,9 @@ from mtrl.types import Needs, Prompt, Rewards, Rollouts, Sampling, Signals, Vali
 
 logger = logging.getLogger(__name__)
 
-MAX_VALUES = 20  # a column with more different values is no category
+MAX_VALUES = 20  # columns with more distinct values are no categories
 
-Seen = Callable[[Rollouts, Rewards], None]  # is shown each batch of a validation
+OnBatch = Callable[[Rollouts, Rewards], None]  # called with each batch of a validation
 
 
 @dataclass(frozen=True)
@@ -31,18 +30,18 @@ class Result:
     metrics: dict[str, float]
     by: dict[str, dict[str, float]] = field(default_factory=dict)
     samples: tuple[ValidationSample, ...] = ()
-    score: float | None = None  # what the best model is chosen by
+    score: float | None = None  # decides the best model
 
 
 @dataclass(frozen=True)
 class Validation:
-    """`batches` gives all validation prompts, some at a time."""
+    """`batches` returns all validation prompts in batches."""
 
     batches: Callable[[], Iterable[Sequence[Prompt]]]
     sampling: Sampling
     keep_samples: int = 4
-    best_metric: str | None = None  # higher is better; None: no model is the best
-    prompts: int = 0  # how many there are, for whoever shows the progress
+    best_metric: str | None = None  # higher is better; None: no best model is kept
+    prompts: int = 0  # how many there are, for progress bars
 
     def run(
         self,
@@ -50,10 +49,9 @@ class Validation:
         scorer: Scorer,
         version: int,
         prober: Prober | None = None,
-        seen: Seen = lambda rollouts, rewards: None,
+        on_batch: OnBatch = lambda rollouts, rewards: None,
     ) -> Result:
-        """Samples and scores all prompts. With a prober the attention of the responses is read too, for metrics and for
-        the rewards that want it."""
+        """Sample and score all prompts. With a prober, attention is read for metrics and rewards."""
         scores: dict[str, list[float]] = defaultdict(list)
         solved: list[tuple[Mapping[str, Any], float, float]] = []  # columns, mean and best success of each prompt
         samples: list[ValidationSample] = []
@@ -67,7 +65,7 @@ class Validation:
             add_scores(scores, rollouts, rewards, signals)
             solved += self._solved(rollouts, rewards)
             samples += shown_samples(rollouts, rewards, self.keep_samples - len(samples))
-            seen(rollouts, rewards)
+            on_batch(rollouts, rewards)
         metrics = {f"val/{name}": sum(values) / len(values) for name, values in scores.items() if values}
         if solved:
             k = self.sampling.n
@@ -81,8 +79,8 @@ class Validation:
         if self.best_metric is None:
             return None
         if self.best_metric not in metrics:
-            told = f"no {self.best_metric!r} among {', '.join(metrics)}"
-            logger.warning("training.best_metric: %s; no checkpoint is the best", told)
+            problem = f"no {self.best_metric!r} among {', '.join(metrics)}"
+            logger.warning("training.best_metric: %s; no best model is chosen", problem)
         return metrics.get(self.best_metric)
 
     def _solved(self, rollouts: Rollouts, rewards: Rewards) -> list[tuple[Mapping[str, Any], float, float]]:
@@ -99,7 +97,7 @@ class Validation:
 
 
 def shown_samples(rollouts: Rollouts, rewards: Rewards, count: int) -> list[ValidationSample]:
-    """The first response of each of the first `count` prompts: more would be the same question again."""
+    """The first response to each of the first `count` prompts."""
     firsts: dict[int, int] = {}
     for row, g in enumerate(rollouts.group.tolist()):
         firsts.setdefault(g, row)
@@ -125,7 +123,7 @@ def add_scores(scores: dict[str, list[float]], rollouts: Rollouts, rewards: Rewa
 
 
 def by_column(solved: Sequence[tuple[Mapping[str, Any], float]]) -> dict[str, dict[str, float]]:
-    """Mean success for each value of every column that looks like a category: few values, short texts or numbers."""
+    """Mean success by value, for every column that looks like a category: few values, short texts or numbers."""
     tables: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for columns, success in solved:
         for name, value in columns.items():

@@ -1,15 +1,15 @@
 """Credit: which tokens count, and for how much (SPEC 1.3, 1.4, 2.1, 2.2).
 
-Computed once a step on the driver, over all rows: nothing changes with micro-batches, ranks, padding or packing.
+Computed once per step on the driver, over all rows, so that it does not depend on micro-batches, ranks or padding.
 
     loss_t = term((A_t + b_t) * w * v_t) * M_t
 
-A  the advantage           b  terms: what is added to it
-w  weights of a response   v  weights of a token (trajectory advantage shaping, TAS, is the first kind)
-M  filters: tokens whose gradient counts (token gradient filtering, TGF, and the entropy filter)
+A  the advantage             b  bonuses, added to it
+w  weights of a response     v  weights of a token (trajectory advantage shaping, TAS, is a weight of the first kind)
+M  filters: the tokens whose gradient counts (token gradient filtering, TGF, and the entropy filter)
 
-A rule is a small frozen dataclass in a file of its own: a `Filter`, a `Weight` or a `Bonus` (rule.py). This file is the
-order of them all. `registry.py` finds rules by name, a user's by `file.py:name`.
+A rule is a small frozen dataclass in its own file: a `Filter`, a `Weight` or a `Bonus` (rule.py). This file applies
+them in order. `registry.py` finds rules by name, or a user's rule by `file.py:Name`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mtrl.algorithms.credit.rule import Bonus, Filter, Key, Rule, Weight
-from mtrl.algorithms.credit.rule_checks import applied, asked, covered_rows
+from mtrl.algorithms.credit.rule import Bonus, Filter, Key, Rule, Weight, apply_rule, call_rule, covered_rows
 from mtrl.algorithms.groups import masked_mean
 from mtrl.types import Credit, Experience
 
@@ -29,47 +28,48 @@ __all__ = ["Bonus", "Filter", "Key", "Rule", "Weight", "assign", "credit_metrics
 
 
 def assign(rules: Sequence[Rule], experience: Experience, key: Key) -> Credit:
-    """What each token deserves, by all rules in their order; without any, the plain advantage. `key`: (seed, step)."""
+    """Apply all rules in order; without any, the credit is the plain advantage. `key`: (seed, step)."""
     advantage, mask = experience.advantage, experience.rollouts.mask
-    assert advantage is not None, "credit is given after the advantages"
+    assert advantage is not None, "credit is assigned after the advantages are computed"
     for rule in rules:
         if isinstance(rule, Bonus):
-            advantage = advantage + applied(rule, experience, key)
-    scale, measure = torch.ones(len(mask)), mask.float()
-    of_tokens: Tensor | None = None  # product of all weights per token
+            advantage = advantage + apply_rule(rule, experience, key)
+    response_weight, token_weight = torch.ones(len(mask)), mask.float()
+    weights: Tensor | None = None  # product of all per-token weights
     for rule in rules:
-        if not isinstance(rule, Weight) or (weight := applied(rule, experience, key)) is None:
+        if not isinstance(rule, Weight) or (weight := apply_rule(rule, experience, key)) is None:
             continue
         if weight.ndim == 2:
-            of_tokens = weight if of_tokens is None else of_tokens * weight
+            weights = weight if weights is None else weights * weight
         else:
-            scale = scale * weight
+            response_weight = response_weight * weight
             weight = weight[:, None]
         if rule.target == "advantage":
             advantage = advantage * weight
         else:
-            measure = measure * weight.where(mask, 0.0)
-    return Credit(advantage.where(mask, 0.0), select(rules, experience, key), measure, scale, of_tokens)
+            token_weight = token_weight * weight.where(mask, 0.0)
+    keep_mask = combine_filters(rules, experience, key)
+    return Credit(advantage.where(mask, 0.0), keep_mask, token_weight, response_weight, weights)
 
 
-def select(rules: Sequence[Rule], experience: Experience, key: Key) -> Tensor:
-    """M [N, T]: the union of the filters. A row that no filter speaks for keeps all its tokens."""
+def combine_filters(rules: Sequence[Rule], experience: Experience, key: Key) -> Tensor:
+    """M [N, T]: the union of the filters. A row that no filter applies to keeps all its tokens."""
     mask = experience.rollouts.mask
     chosen, judged = torch.zeros_like(mask), torch.zeros(len(mask), dtype=torch.bool)
     for rule in rules:
         if isinstance(rule, Filter):
-            speaks = covered_rows(rule, experience)
-            chosen |= applied(rule, experience, key) & mask & speaks[:, None]
-            judged |= speaks
+            rows = covered_rows(rule, experience)
+            chosen |= apply_rule(rule, experience, key) & mask & rows[:, None]
+            judged |= rows
     return chosen.where(judged[:, None], mask)
 
 
 def credit_metrics(rules: Sequence[Rule], experience: Experience) -> dict[str, float]:
-    """What each rule reports of a step that has its credit, and which share of the tokens the filters left."""
+    """Metrics of each rule, and the share of the tokens that the filters keep."""
     assert experience.credit is not None
     values: dict[str, float] = {}
     for rule in rules:
-        values |= asked(rule, partial(rule.metrics, experience))
+        values |= call_rule(rule, partial(rule.metrics, experience))
     if any(isinstance(rule, Filter) for rule in rules):
         values["actor/combined_token_fraction"] = masked_mean(experience.credit.keep_mask, experience.rollouts.mask)
     return values

@@ -1,8 +1,8 @@
-"""Weights for attention anchors, after AT-RL (arXiv 2602.11455): the few tokens that look at the image most.
+"""Weights for attention anchors, after AT-RL (arXiv 2602.11455): the few tokens with the most attention to the image.
 
     v_t = (boost where t is among the top share by vision mass, else 1), over its mean in the response
 
-`attention_weights` weighs every token by how much it looks; this singles out a share of them.
+`attention_weights` weights every token by its attention; this rule picks out a share of the tokens.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from mtrl.algorithms.credit.rule import Key, Weight
-from mtrl.algorithms.credit.top_fraction import top_fraction
-from mtrl.algorithms.groups import row_mean
+from mtrl.algorithms.groups import row_mean, top_fraction
 from mtrl.algorithms.signals import VISION, segment
 from mtrl.types import Experience, Needs
 
@@ -28,7 +27,7 @@ class AttentionAnchors(Weight):
 
     def apply(self, experience: Experience, key: Key) -> Tensor | None:
         mass, rollouts = experience.signals.attention_mass, experience.rollouts
-        if mass is None:  # a model whose attention cannot be read says nothing
+        if mass is None:  # the attention of this model cannot be read
             return None
         anchors = top_fraction(segment(mass, "weight")[..., VISION], rollouts.mask, self.top_p)
         weights = 1 + (self.boost - 1) * anchors.double()

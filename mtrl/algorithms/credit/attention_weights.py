@@ -1,4 +1,4 @@
-"""Token weights by attention (SPEC 2.1): tokens that looked at the image count for more."""
+"""Token weights by attention (SPEC 2.1): tokens that attend to the image count for more."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from mtrl.algorithms.credit.rule import Key, Target, Weight
-from mtrl.algorithms.credit.top_fraction import top_fraction
+from mtrl.algorithms.groups import top_fraction
 from mtrl.algorithms.signals import pool_sizes, segment, vgr
 from mtrl.types import Experience, Needs
 
 
 @dataclass(frozen=True)
 class AttentionWeights(Weight):
-    """v [N, T] = 1/VGR, smoothed, mean 1, clipped; or what a reward function supplied. Without `attention` nobody reads
-    it, and a reward function must bring the weights."""
+    """v [N, T] = 1/VGR, smoothed, mean 1, clipped; or the weights that a reward function returned. With
+    `attention=False` attention is not read and a reward function must return the weights."""
 
     target: Target = "advantage"
     clip: tuple[float, float] = (0.2, 3.0)
@@ -41,13 +41,13 @@ class AttentionWeights(Weight):
         Rows without vision tokens (or text tokens) get ones, and so do tokens off the mask.
         """
         weights = torch.ones(mask.shape, dtype=torch.float64)
-        looking = 1 / vgr(mass.double(), sizes[:, None, :])
+        inverse_vgr = 1 / vgr(mass.double(), sizes[:, None, :])
         applicable = (sizes > 0).all(1) & mask.any(1)
         for row in applicable.nonzero().flatten().tolist():
-            v = gaussian_smooth(looking[row, mask[row]], self.smooth_sigma)
+            v = gaussian_smooth(inverse_vgr[row, mask[row]], self.smooth_sigma)
             v = v / v.mean()
             clipped = v.clamp(*self.clip)
-            if self.top_ratio is not None:  # ranked before the clip, which would make ties of the highest
+            if self.top_ratio is not None:  # ranked before clipping, which would tie the highest
                 top = top_fraction(v[None], torch.ones(1, len(v), dtype=torch.bool), self.top_ratio)[0]
                 clipped = clipped.where(top, 1.0)
             weights[row, mask[row]] = clipped
@@ -55,7 +55,7 @@ class AttentionWeights(Weight):
 
 
 def gaussian_smooth(x: Tensor, sigma: float) -> Tensor:
-    """x [n] smoothed by a Gaussian of radius ceil(3 sigma), its edges replicated; sigma 0 leaves it as it is."""
+    """x [n] smoothed by a Gaussian of radius ceil(3 sigma), with replicated edges; sigma 0 returns it unchanged."""
     if sigma == 0:
         return x
     radius = math.ceil(3 * sigma)

@@ -1,6 +1,6 @@
-"""Filters that ought not to help: what one does by its size alone, whatever it looks at.
+"""Control filters, which should not help: they show what a filter does by its size alone.
 
-`RandomFilter` keeps as many tokens as a filter of the same ratio, drawn; `Bottom` those that depend least on the image.
+`RandomFilter` keeps a random share of the tokens; `Bottom` keeps those that depend least on the image.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from mtrl.algorithms.credit.rule import Filter, Key
-from mtrl.algorithms.credit.top_fraction import top_fraction
+from mtrl.algorithms.groups import top_fraction
 from mtrl.types import Experience, Needs
 from mtrl.utils.seeding import rng_for
 
 
 @dataclass(frozen=True)
 class RandomFilter(Filter):
-    """Keeps a drawn share of the tokens of each response that has an image, as `perception_filter` does of the best."""
+    """Keeps as many tokens of each response with an image as `perception_filter` would, chosen at random."""
 
     top_p: float = 0.2
 
@@ -28,9 +28,9 @@ class RandomFilter(Filter):
     def apply(self, experience: Experience, key: Key) -> Tensor:
         mask = experience.rollouts.mask
         score = torch.zeros(mask.shape, dtype=torch.float64)
-        for row, valid in enumerate(mask):  # each by its own key: what it draws does not hang on the others
-            draw = rng_for("random filter", *key, row)
-            score[row, valid] = torch.from_numpy(draw.random(int(valid.sum())))
+        for row, valid in enumerate(mask):  # keyed by row, so that a draw does not depend on other rows
+            rng = rng_for("random filter", *key, row)
+            score[row, valid] = torch.from_numpy(rng.random(int(valid.sum())))
         return top_fraction(score, mask, self.top_p)
 
 

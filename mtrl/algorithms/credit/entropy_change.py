@@ -1,9 +1,9 @@
-"""Weights by the change of a token's entropy under the perturbed image: where the picture settles what to say, or
-unsettles it, the token counts for more.
+"""Weights by the change of a token's entropy under the perturbed image: a token counts for more if the image makes
+the model more, or less, certain of it.
 
     c_t = H(pi(.|s_t, I')) - H(pi(.|s_t, I))      v_t = clip(1 - strength + strength * |c_t| / mean |c|)
 
-S asks how likely the sampled token stays without the image; this asks how sure the model stays, whatever it sampled.
+S compares the probability of the sampled token; this compares the certainty of the whole distribution.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mtrl.algorithms.credit.rule import Key, Weight
 from mtrl.algorithms.groups import masked_mean, row_mean
 from mtrl.types import Experience, Needs
 
-FLAT_MEAN = 1e-6  # nats: changes that are smaller on average are rounding, and every token keeps weight 1
+FLAT_MEAN = 1e-6  # nats: smaller mean changes are rounding, and every token keeps weight 1
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class EntropyChange(Weight):
 
     def apply(self, experience: Experience, key: Key) -> Tensor:
         change, rollouts = experience.signals.entropy_change, experience.rollouts
-        assert change is not None, "the rule needs its signal: the probe was not asked for it"
+        assert change is not None, "the probe did not measure the signal that the rule needs"
         size = change.abs().double()
         mean = row_mean(size, rollouts.mask)[:, None]
         weights = (1 - self.strength + self.strength * size / mean.clamp(min=FLAT_MEAN)).clamp(*self.clip)

@@ -1,4 +1,4 @@
-"""The entropy filter (SPEC 1.3): the policy gradient goes where the model was uncertain."""
+"""The entropy filter (SPEC 1.3): only tokens at which the model was uncertain get a policy gradient."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from mtrl.algorithms.credit.rule import Filter, Key
-from mtrl.algorithms.credit.top_fraction import top_fraction
-from mtrl.algorithms.groups import masked_mean
+from mtrl.algorithms.groups import masked_mean, top_fraction
 from mtrl.types import Experience, Needs
 
 

@@ -1,9 +1,9 @@
 """Weights by visual dependency with a gate, after PGPO (arXiv 2604.01840): tokens that hardly depend on the image get
-nothing, and what they lose goes to the others.
+no weight, and the others share theirs.
 
     g_t = S_t where S_t >= threshold * mean S, else 0      v_t = 1 - strength + strength * n * g_t / sum of g
 
-Weights of a response sum to its n tokens, so that they move credit and add none.
+The weights of a response sum to its n tokens: credit moves between tokens, none is added.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from mtrl.algorithms.credit.rule import Key, Weight
 from mtrl.algorithms.groups import row_mean
 from mtrl.types import Experience, Needs
 
-FLAT_MEAN = 1e-6  # of S: below it there is rounding to gate, and every token keeps weight 1
+FLAT_MEAN = 1e-6  # mean S that rounding alone can make: every token keeps weight 1
 
 
 @dataclass(frozen=True)
 class MassGate(Weight):
     """v [N, T] with mean 1 over a response. Rows without an image, or without any dependency, get ones."""
 
-    threshold: float = 1.0  # in means of S over the response
+    threshold: float = 1.0  # as a multiple of the mean S of the response
     strength: float = 1.0  # 0: plain advantages
     needs = Needs("dependency")
 
     def apply(self, experience: Experience, key: Key) -> Tensor:
         dependency, rollouts = experience.signals.dependency, experience.rollouts
-        assert dependency is not None, "the rule needs its signal: the probe was not asked for it"
+        assert dependency is not None, "the probe did not measure the signal that the rule needs"
         mean = row_mean(dependency, rollouts.mask)[:, None]
         gated = dependency.double().where(rollouts.mask & (dependency >= self.threshold * mean), 0.0)
         share = row_mean(gated, rollouts.mask)[:, None]

@@ -1,11 +1,11 @@
-"""A bonus for looking, after PAPO (arXiv 2507.06448): the policy shall differ from what it would say without the image.
+"""A bonus for perception, after PAPO (arXiv 2507.06448): the policy should differ from itself without the image.
 
-PAPO maximises gamma * k3 of the perturbed view. On fresh responses the gradient of that is the one of an advantage:
+PAPO maximises gamma * k3 of the perturbed view. On fresh responses its gradient is that of an advantage:
 
     b_t = gamma * (1 - exp(x_t)), x_t = log pi(y_t | I') - log pi(y_t | I)
 
-A token that the perturbed image makes less likely gets up to gamma, one that it makes more likely loses. Where S is at
-its limit its gradient is 0, and so is the term.
+A token that the perturbed image makes less likely gets up to gamma; one that it makes more likely gets a negative
+bonus. At the limit of S its gradient is 0, and so is the bonus.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ class PerceptionBonus(Bonus):
 
     def apply(self, experience: Experience, key: Key) -> Tensor:
         signals, rollouts = experience.signals, experience.rollouts
-        assert signals.old_logprobs is not None and signals.perturbed_logprobs is not None, (
-            "the probe was not asked for its signals"
-        )
-        change = signals.perturbed_logprobs - signals.old_logprobs
+        old, perturbed = signals.old_logprobs, signals.perturbed_logprobs
+        assert old is not None and perturbed is not None, "the probe did not measure the signals that the rule needs"
+        change = perturbed - old
         judged = rollouts.visual[:, None] & rollouts.mask & (low_var_kl(change) < DEPENDENCY_LIMIT)
         return (-self.gamma * change.where(judged, 0.0).expm1()).float()

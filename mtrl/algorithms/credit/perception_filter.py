@@ -1,4 +1,4 @@
-"""Token gradient filtering (SPEC 1.3): the policy gradient goes where the image mattered."""
+"""Token gradient filtering (SPEC 1.3): only tokens that depend on the image get a policy gradient."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 from mtrl.algorithms.credit.rule import Filter, Key
-from mtrl.algorithms.credit.top_fraction import top_fraction
-from mtrl.algorithms.groups import masked_mean
+from mtrl.algorithms.groups import masked_mean, top_fraction
 from mtrl.types import Experience, Needs
 
 
 @dataclass(frozen=True)
 class PerceptionFilter(Filter):
-    """Keeps the tokens with the highest visual dependency S. It cannot judge a response that has no image."""
+    """Keeps the tokens with the highest visual dependency S. It does not apply to responses without an image."""
 
     top_p: float = 0.2
     needs = Needs("dependency")
@@ -27,7 +26,7 @@ class PerceptionFilter(Filter):
         return top_fraction(experience.signals.dependency, experience.rollouts.mask, self.top_p)
 
     def metrics(self, experience: Experience) -> dict[str, float]:
-        """Which tokens were kept, and how they differ from the rest."""
+        """Share of the kept tokens, and mean S of the kept and the rejected ones."""
         dependency, mask = experience.signals.dependency, experience.rollouts.mask
         seen = mask & experience.rollouts.visual[:, None]
         if dependency is None or not seen.any():

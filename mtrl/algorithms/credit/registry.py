@@ -1,4 +1,4 @@
-"""Credit rules by name. A rule of the package is a line here; a user's is named `file.py:Name` or `module:Name`."""
+"""Credit rules by name. A built-in rule has one line here; a user's rule is `file.py:Name` or `module:Name`."""
 
 from __future__ import annotations
 
@@ -46,29 +46,29 @@ RULES: dict[str, type[Rule]] = {
 
 
 def make_rule(spec: str | Mapping[str, Any]) -> Rule:
-    """The rule of `name`, `file.py:Name` or {name: .., and its arguments}; PluginError says what is wrong."""
+    """Make a rule from `name`, `file.py:Name` or {name: .., and its arguments}; PluginError says what is wrong."""
     arguments = {} if isinstance(spec, str) else dict(spec)
     name = spec if isinstance(spec, str) else arguments.pop("name", None)
     if not isinstance(name, str):
-        raise PluginError(f"{spec}: which rule? Write {{name: .., and its arguments}}")
+        raise PluginError(f"{spec}: the name of the rule is missing; write {{name: .., and its arguments}}")
     kind: Any = RULES.get(name) or find_class(name)
-    known = [f.name for f in fields(kind) if f.init]
-    if unknown := sorted(arguments.keys() - set(known)):
-        raise PluginError(f"{name} takes no {', '.join(unknown)}; its arguments are {', '.join(known) or 'none'}")
-    listed: dict[str, Any] = {key: tuple(x) if isinstance(x, list) else x for key, x in arguments.items()}
-    if kind is Shuffled and "rule" in listed:
-        listed["rule"] = make_rule(listed["rule"])
-        if not listed["rule"].needs:
-            raise PluginError(f"{name}: {listed['rule']} reads no signal, so that there is nothing to shuffle")
+    parameters = [f.name for f in fields(kind) if f.init]
+    if unknown := sorted(arguments.keys() - set(parameters)):
+        raise PluginError(f"{name} takes no {', '.join(unknown)}; its arguments are {', '.join(parameters) or 'none'}")
+    values: dict[str, Any] = {key: tuple(x) if isinstance(x, list) else x for key, x in arguments.items()}
+    if kind is Shuffled and "rule" in values:
+        values["rule"] = make_rule(values["rule"])
+        if not values["rule"].needs:
+            raise PluginError(f"{name}: {values['rule']} reads no signal, so there is nothing to shuffle")
     try:
-        rule: Rule = kind(**listed)
+        rule: Rule = kind(**values)
     except TypeError as error:  # an argument without a default is missing
         raise PluginError(f"{name}: {error}") from error
     return shuffled(rule.rule, rule.across) if isinstance(rule, Shuffled) else rule
 
 
 def find_class(name: str) -> Any:
-    """The class of a user's rule, from `file.py:Name` or `module:Name`."""
+    """Find the class of a user's rule, from `file.py:Name` or `module:Name`."""
     if ":" not in name:
         close = get_close_matches(name, RULES, n=1)
         hint = f" (did you mean {close[0]}?)" if close else ""

@@ -1,4 +1,4 @@
-"""A rule on signals that belong elsewhere: what it does beyond its choice of tokens is left of it."""
+"""Control: a rule that reads shuffled signals. What it still does is not due to its choice of tokens."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Across = Literal["tokens", "rows"]
 
 @dataclass(frozen=True)
 class Shuffled(Rule):
-    """What every kind of shuffled rule does. `across` tokens: within a response the signals of its tokens change
-    places. `across` rows: a response gets those of another, repeated where it is longer."""
+    """Base of the shuffled kinds. `across` tokens: permute the signals within each response. `across` rows: each
+    response gets the signals of another one, repeated if it is longer."""
 
     rule: Rule
     across: Across = "tokens"
@@ -28,8 +28,8 @@ class Shuffled(Rule):
         return self.rule.needs
 
     def apply(self, experience: Experience, key: Key) -> Tensor | None:
-        row, column = elsewhere(experience.rollouts.mask, key, self.across)
-        return self.rule.apply(replace(experience, signals=moved(experience.signals, row, column)), key)
+        row, column = shuffled_positions(experience.rollouts.mask, key, self.across)
+        return self.rule.apply(replace(experience, signals=take_signals(experience.signals, row, column)), key)
 
 
 class ShuffledFilter(Shuffled, Filter):
@@ -49,35 +49,32 @@ class ShuffledBonus(Shuffled, Bonus): ...
 
 
 def shuffled(rule: Rule, across: Across = "tokens") -> Rule:
-    """The rule on signals that belong elsewhere, of the kind that it is: that says how it joins others."""
+    """Wrap a rule in the shuffled class of its kind, which decides how it combines with other rules."""
     kind = ShuffledFilter if isinstance(rule, Filter) else ShuffledWeight if isinstance(rule, Weight) else ShuffledBonus
     return kind(rule, across)
 
 
-def moved(signals: Signals, row: Tensor, column: Tensor) -> Signals:
-    """The signals of tokens, each from its place elsewhere; the one of a prompt stays."""
-    of_tokens = {
-        f.name: getattr(signals, f.name)
-        for f in fields(signals)
-        if f.name not in ("prompt_attention_mass", "attention_maps")
-    }
-    return replace(signals, **{name: x[row, column] for name, x in of_tokens.items() if x is not None})
+def take_signals(signals: Signals, row: Tensor, column: Tensor) -> Signals:
+    """Per-token signals gathered from these positions; signals of the prompt stay."""
+    names = [f.name for f in fields(signals) if f.name not in ("prompt_attention_mass", "attention_maps")]
+    per_token = {name: getattr(signals, name) for name in names}
+    return replace(signals, **{name: x[row, column] for name, x in per_token.items() if x is not None})
 
 
-def elsewhere(mask: Tensor, key: Key, across: Across) -> tuple[Tensor, Tensor]:
-    """[N, T] row and column of what each token gets."""
+def shuffled_positions(mask: Tensor, key: Key, across: Across) -> tuple[Tensor, Tensor]:
+    """[N, T] row and column that each token reads from."""
     row, column = torch.ones_like(mask).nonzero().T.reshape(2, *mask.shape)
-    takers = givers = mask.any(1).nonzero().flatten()
+    targets = sources = mask.any(1).nonzero().flatten()
     if across == "rows":
-        takers = takers[drawn_order(len(takers), *key)]
-        givers = takers.roll(1)  # another for each, where there is another
-    for taker, giver in zip(takers.tolist(), givers.tolist(), strict=True):
-        own, theirs = (mask[each].nonzero().flatten() for each in (taker, giver))
-        theirs = theirs[drawn_order(len(theirs), *key, taker)] if across == "tokens" else theirs
-        row[taker, own] = giver
-        column[taker, own] = theirs[torch.arange(len(own)) % len(theirs)]  # again from the start where they end
+        targets = targets[permutation(len(targets), *key)]
+        sources = targets.roll(1)  # another row for each, if there is more than one
+    for target, source in zip(targets.tolist(), sources.tolist(), strict=True):
+        own, theirs = (mask[each].nonzero().flatten() for each in (target, source))
+        theirs = theirs[permutation(len(theirs), *key, target)] if across == "tokens" else theirs
+        row[target, own] = source
+        column[target, own] = theirs[torch.arange(len(own)) % len(theirs)]  # repeat if the source is shorter
     return row, column
 
 
-def drawn_order(count: int, *key: int) -> Tensor:
+def permutation(count: int, *key: int) -> Tensor:
     return torch.from_numpy(rng_for("shuffled", *key).permutation(count))

@@ -1,4 +1,4 @@
-"""Trajectory advantage shaping (SPEC 1.4): responses that look more at the image count for more."""
+"""Trajectory advantage shaping (SPEC 1.4): responses that depend more on the image count for more."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mtrl.algorithms.credit.rule import Key, Weight
 from mtrl.algorithms.groups import row_mean
 from mtrl.types import Experience, Needs
 
-FLAT_RANGE = 1e-6  # scores closer than this cannot be told apart: every response keeps scale 1
+FLAT_RANGE = 1e-6  # a smaller range of scores is rounding: every response keeps scale 1
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class TrajectoryScaling(Weight):
         return self.scale(experience.signals.dependency, experience.rollouts.mask, experience.rollouts.visual)
 
     def scale(self, dependency: Tensor | None, mask: Tensor, visual: Tensor) -> Tensor:
-        assert dependency is not None, "trajectory scaling needs S: the probe was not asked for it"
+        assert dependency is not None, "trajectory scaling needs S, and the probe did not measure it"
         scored = visual & mask.any(1)
         scale = torch.ones(len(mask), dtype=torch.float64)
         if scored.any():
@@ -38,7 +38,7 @@ class TrajectoryScaling(Weight):
         return scale.float()
 
     def _top(self, u: Tensor) -> Tensor:
-        """beta_max: where w must end for its mean to be 1, or the cap."""
+        """beta_max: the largest w that makes the mean 1, or the cap."""
         top = self.low + (1 - self.low) / u.mean()
         return top if self.high is None else top.clamp(max=self.high)
 

@@ -1,9 +1,9 @@
-"""Visual dependency times entropy, after VEPO (arXiv 2606.03937): a token counts where the image matters and the model
-was uncertain at once.
+"""Visual dependency times entropy, after VEPO (arXiv 2606.03937): a token counts if it depends on the image and the
+model was uncertain.
 
     s_t = (S_t / max S) * (H_t / max H)      maxima over the response
 
-`VisionEntropy` keeps the tokens with the highest s; `VisionEntropyWeights` weighs by it, n s_t / sum of s.
+`VisionEntropy` keeps the tokens with the highest s; `VisionEntropyWeights` weights by it, n s_t / sum of s.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from mtrl.algorithms.credit.rule import Filter, Key, Weight
-from mtrl.algorithms.credit.top_fraction import top_fraction
-from mtrl.algorithms.groups import masked_mean, row_mean
+from mtrl.algorithms.groups import masked_mean, row_mean, top_fraction
 from mtrl.types import Experience, Needs
 
 TINY = 1e-12
@@ -22,7 +21,7 @@ TINY = 1e-12
 
 @dataclass(frozen=True)
 class VisionEntropy(Filter):
-    """Cannot judge a response that has no image."""
+    """Does not apply to responses without an image."""
 
     top_p: float = 0.2
     needs = Needs("dependency", "entropy")
@@ -58,7 +57,9 @@ class VisionEntropyWeights(Weight):
 def vision_entropy(experience: Experience) -> Tensor:
     """s [N, T], float64."""
     signals, mask = experience.signals, experience.rollouts.mask
-    assert signals.dependency is not None and signals.entropy is not None, "the probe was not asked for its signals"
+    assert signals.dependency is not None and signals.entropy is not None, (
+        "the probe did not measure the signals that the rule needs"
+    )
     return over_maximum(signals.dependency, mask) * over_maximum(signals.entropy, mask)
 
 
