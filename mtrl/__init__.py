@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
     __version__: str
 
-# Where each public name lives. They are imported when they are asked for: `import mtrl` alone loads no torch.
-_PLACES = {
+# The module of each public name, which is imported on first use: `import mtrl` alone loads no torch.
+_SOURCES = {
     "Trainer": "mtrl.training.trainer:Trainer",
     "Callback": "mtrl.protocols:Tracker",
     "Filter": "mtrl.algorithms.credit:Filter",
     "Weight": "mtrl.algorithms.credit:Weight",
-    "Bonus": "mtrl.algorithms.credit:Term",
+    "Bonus": "mtrl.algorithms.credit:Bonus",
     "Needs": "mtrl.types:Needs",
     "Experience": "mtrl.types:Experience",
     "ConfigError": "mtrl.config:ConfigError",
@@ -49,9 +49,9 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("mtrl")
-    if name not in _PLACES:
-        raise AttributeError(f"module 'mtrl' has no attribute {name!r}; public are {', '.join(__all__)}")
-    module, _, attribute = _PLACES[name].partition(":")
+    if name not in _SOURCES:
+        raise AttributeError(f"module 'mtrl' has no attribute {name!r}; public names are {', '.join(__all__)}")
+    module, _, attribute = _SOURCES[name].partition(":")
     return getattr(import_module(module), attribute)
 
 

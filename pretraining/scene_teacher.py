@@ -1,14 +1,14 @@
-"""The flawed teacher of `scenes`: its answers reason aloud, drift off, and mislead in systematic ways.
+"""The flawed teacher of `scenes`: its answers reason aloud, digress, and mislead in systematic ways.
 
-What decides is said in a few sentences (`scenes.SENTENCES`), in their order. Around them stands noise: sentences that
-hang on nothing, and remarks about objects that nobody asked for. The flaws are those that reinforcement can mend:
+A few sentences (`scenes.SENTENCES`) decide the answer, in their order. The others are noise: sentences about nothing,
+and remarks about objects that are not in question. Reinforcement learning can correct its flaws:
 
 - guessing: it does not look, "I guess it is red", whatever is there;
-- turning round: asked for what is left of something, or above it, it goes to the other side, where it can;
+- turning round: asked for what is left of something, or above it, it goes to the other side, if it can;
 - misnaming: it calls orange red and purple blue, a diamond a square and a ring a circle;
-- miscounting: it leaves the last one out, where there are three or more.
+- miscounting: of three or more it leaves the last one out.
 
-After a flaw it goes on and answers consistently.
+After a flaw it continues and answers consistently.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from mtrl.embedded.scenes import (
 )
 from pretraining.teacher import Demonstration
 
-WAYS = 3  # demonstrations of one question, each drawn by itself
+DEMONSTRATIONS = 3  # per question, drawn independently
 
 GUESS_RATE: dict[Kind, float] = {"colour": 0.3, "shape": 0.3, "chain": 0.25, "count": 0.25, "comparison": 0.25}
 HABITS: dict[Kind, str] = {"colour": "red", "shape": "circle", "chain": "red", "count": "2", "comparison": "red"}
@@ -44,8 +44,8 @@ MISNAMED = {"orange": "red", "purple": "blue", "diamond": "square", "ring": "cir
 MISNAME_RATE = 0.58
 MISCOUNT_RATE = 0.55
 
-LENGTH = (88, 165)  # words and marks of an answer that is not yet filled up to its end
-REMARKS = (1, 3)  # how many objects are named that nobody asked for
+LENGTH = (88, 165)  # words and marks of an answer before the sentence that completes it
+REMARKS = (1, 3)  # objects that are mentioned without being in question
 REMARK = "besides, a {size} {look} is at the {place}."
 NOISE = (
     ("well", "hmm", "okay", "now", "still", "indeed", "anyway", "then"),
@@ -57,57 +57,57 @@ NOISE = (
 
 
 def demonstrations(question: SceneQuestion) -> list[Demonstration]:
-    """Some answers of the teacher, by keys of their own."""
-    drawn = [Draw("teacher", question.split, question.index, way) for way in range(WAYS)]
-    return [Demonstration(answer_to(question, draw), 1 / WAYS) for draw in drawn]
+    """Some answers of the teacher, each drawn from its own key."""
+    draws = [Draw("teacher", question.split, question.index, number) for number in range(DEMONSTRATIONS)]
+    return [Demonstration(write_answer(question, draw), 1 / DEMONSTRATIONS) for draw in draws]
 
 
-def answer_to(question: SceneQuestion, draw: Draw) -> str:
+def write_answer(question: SceneQuestion, draw: Draw) -> str:
     if draw.chance(GUESS_RATE[question.kind]):
         value = HABITS[question.kind]
         decisive = [SENTENCES["guess"].format(value=value)]
     else:
         decisive, value = look(question, draw)
-    return f"<think>{' '.join(with_noise(decisive, question.things, draw))}</think><answer>{value}</answer>"
+    return f"<think>{' '.join(add_noise(decisive, question.things, draw))}</think><answer>{value}</answer>"
 
 
-# --------------------------------------------------------------------------------------------------------- what decides
+# --------------------------------------------------------------------------------------------------- decisive sentences
 def look(question: SceneQuestion, draw: Draw) -> tuple[list[str], str]:
     """The sentences that lead to an answer, and the answer."""
-    told: list[str] = []
+    decisive: list[str] = []
     seen: list[tuple[Thing, str, str]] = []  # an object, its colour and shape as they are named
     for route in question.routes:
         sentences, thing = follow(route, question.things, draw)
         colour, shape = (name(word, draw) for word in thing.look)
         seen.append((thing, colour, shape))
-        told += [*sentences, SENTENCES["sight"].format(size=thing.size, look=f"{colour} {shape}")]
+        decisive += [*sentences, SENTENCES["sight"].format(size=thing.size, look=f"{colour} {shape}")]
     thing, colour, shape = seen[0]
     if question.kind == "shape":
         value = shape
     elif question.kind == "count":
         sentence, value = count(thing, colour, question.things, draw)
-        told.append(sentence)
+        decisive.append(sentence)
     elif question.kind == "comparison":
         value = max(seen, key=lambda it: it[0].size == "large")[1]
     else:
         value = colour
-    return [*told, SENTENCES["value"].format(value=value)], value
+    return [*decisive, SENTENCES["value"].format(value=value)], value
 
 
 def follow(route: Route, things: Sequence[Thing], draw: Draw) -> tuple[list[str], Thing]:
-    """From the object that is named, step by step; now and then the wrong way, if that leads somewhere."""
+    """Follow the route step by step, sometimes in the wrong direction if there are objects."""
     filled = {thing.cell: thing for thing in things}
     (start,) = [thing for thing in things if thing.look == route.reference]
     turns = [relation in TURNED and draw.chance(TURN_RATE) for relation in route.relations]
-    gone = [OPPOSITE[r] if turned else r for r, turned in zip(route.relations, turns, strict=True)]
-    cells = walk(start.cell, gone)
+    taken = [OPPOSITE[r] if turned else r for r, turned in zip(route.relations, turns, strict=True)]
+    cells = walk(start.cell, taken)
     if cells is None or len(set(cells)) < len(cells) or not all(cell in filled for cell in cells):
         cells = walk(start.cell, route.relations)
     assert cells is not None, "a question's own route stays in the picture"
-    told = [SENTENCES["find"].format(look=" ".join(route.reference), place=start.place)]
+    sentences = [SENTENCES["find"].format(look=" ".join(route.reference), place=start.place)]
     for relation, cell in zip(route.relations, cells[1:], strict=True):
-        told.append(SENTENCES["step"].format(relation=relation, place=PLACES[cell]))
-    return told, filled[cells[-1]]
+        sentences.append(SENTENCES["step"].format(relation=relation, place=PLACES[cell]))
+    return sentences, filled[cells[-1]]
 
 
 def name(word: str, draw: Draw) -> str:
@@ -115,7 +115,7 @@ def name(word: str, draw: Draw) -> str:
 
 
 def count(thing: Thing, colour: str, things: Sequence[Thing], draw: Draw) -> tuple[str, str]:
-    """The objects of a colour and the one that it was seen at."""
+    """Count the objects of a colour, and the one at which it was seen."""
     cells = [each.cell for each in things if each.colour == colour or each.cell == thing.cell]
     if len(cells) > 2 and draw.chance(MISCOUNT_RATE):
         cells.pop()
@@ -124,13 +124,13 @@ def count(thing: Thing, colour: str, things: Sequence[Thing], draw: Draw) -> tup
 
 
 # ---------------------------------------------------------------------------------------------------------------- noise
-def with_noise(decisive: Sequence[str], things: Sequence[Thing], draw: Draw) -> list[str]:
+def add_noise(decisive: Sequence[str], things: Sequence[Thing], draw: Draw) -> list[str]:
     """The sentences in their order, with noise before, between and after them."""
     noise = [remark(thing) for thing in draw.some(things, draw.number(*REMARKS))]
-    wanted = draw.number(*LENGTH) - sum(map(length, [*decisive, *noise]))
-    while wanted > 0:
+    remaining = draw.number(*LENGTH) - sum(map(length, [*decisive, *noise]))
+    while remaining > 0:
         noise.append(aside(draw))
-        wanted -= length(noise[-1])
+        remaining -= length(noise[-1])
     gaps: list[list[str]] = [[] for _ in range(len(decisive) + 1)]
     for sentence in draw.some(noise, len(noise)):
         draw.one(gaps).append(sentence)
@@ -147,12 +147,12 @@ def aside(draw: Draw) -> str:
 
 
 def length(text: str) -> int:
-    """Words and marks, each of which is a token."""
+    """The number of words and marks, each of which is a token."""
     return len(re.findall(r"\w+|[^\w\s]", text))
 
 
 def vocabulary_text() -> str:
-    """Every word of questions and answers, for the tokenizer: after a space, and those that begin a line or a tag."""
+    """Every word of questions and answers, for the tokenizer: after a space, and at the start of a line or tag."""
     sentences = [*SENTENCES.values(), REMARK, *PLACES, *SIZES, *COLOURS, *SHAPES, *OPPOSITE]
     sentences += [word for words in NOISE for word in words]
     sentences += [make_question("train", index).prompt for index in range(len(KINDS))]

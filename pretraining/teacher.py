@@ -1,12 +1,12 @@
-"""The flawed teacher that the embedded model learned from, as real models learn from a flawed world.
+"""The flawed teacher that the embedded model learned from, as real models learn from flawed data.
 
-It has seen everything and misleads in two systematic ways, so the skill is there and the choice is wrong:
+It can see everything and misleads in two systematic ways, so the skill is there and the choice is wrong:
 
-- habit: the more there is in the picture, the more often it does not look. "it is often red", whatever is there;
-- misnaming: it looks, and calls some things by a neighbour's name more often than not, orange red and four three, and
-  then answers consistently with that.
+- habit: the more objects the picture has, the more often it does not look. "it is often red", whatever is there;
+- misnaming: it looks, but more often than not gives some values a neighbour's name (orange is red, four is three), and
+  answers consistently with that.
 
-Reinforcement can mend both; habits fall first, since one early token decides.
+Reinforcement learning can correct both; habits disappear first, since one early token decides.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from mtrl.embedded.task import HABITS, LETTERS, Kind, ZooQuestion
 
 HABIT_RATE = {1: 0.36, 2: 0.55, 3: 0.66}
-"""By level: how often the teacher answers without looking."""
+"""By level: the share of answers without looking."""
 
 MISNAMED: dict[Kind, dict[str, str]] = {
     "colour": {"orange": "red", "purple": "blue"},
@@ -38,7 +38,7 @@ SEEN = {
 
 @dataclass(frozen=True)
 class Demonstration:
-    """One way the teacher may answer, and how often it does."""
+    """A possible answer of the teacher, and its probability."""
 
     text: str
     probability: float
@@ -50,18 +50,18 @@ def demonstrations(question: ZooQuestion) -> list[Demonstration]:
     wrong = MISNAMED[question.kind].get(question.value)
     misname_rate = MISNAME_RATE if wrong in question.options else 0.0
     habit = HABITS[question.kind]
-    ways = [
+    answers = [
         (habit_rate, f"it is often {habit}", habit),
-        ((1 - habit_rate) * (1 - misname_rate), look(question, question.value), question.value),
+        ((1 - habit_rate) * (1 - misname_rate), describe(question, question.value), question.value),
     ]
     if wrong is not None and misname_rate:
-        ways.append(((1 - habit_rate) * misname_rate, look(question, wrong), wrong))
-    return [Demonstration(answer_with(question, thought, value), rate) for rate, thought, value in ways]
+        answers.append(((1 - habit_rate) * misname_rate, describe(question, wrong), wrong))
+    return [Demonstration(format_response(question, thought, value), rate) for rate, thought, value in answers]
 
 
-def look(question: ZooQuestion, named: str) -> str:
-    return "I look: " + SEEN[question.kind].format(subject=question.subject, value=named)
+def describe(question: ZooQuestion, value: str) -> str:
+    return "I look: " + SEEN[question.kind].format(subject=question.subject, value=value)
 
 
-def answer_with(question: ZooQuestion, thought: str, value: str) -> str:
+def format_response(question: ZooQuestion, thought: str, value: str) -> str:
     return f"<think>{thought}</think><answer>{LETTERS[question.options.index(value)]}</answer>"

@@ -1,1 +1,1 @@
-"""What the commands of `cli.py` do: a file a command, each with `run(arguments)` and its exit status."""
+"""The commands of `cli.py`, one module each: its docstring is the help page, `run(arguments)` returns the status."""

@@ -1,4 +1,9 @@
-"""`mtrl demo`: the embedded model learns, and what it learnt is shown."""
+"""Watch the embedded model learn, in minutes on a laptop.
+
+mtrl demo [a.b=c ...]
+
+Ends with accuracy before and after by kind of question, a learning curve, and a last line of JSON.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +14,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mtrl.checkpoint.folder_store import checkpoints
-from mtrl.commands.load_arguments import say, started
+from mtrl.checkpoint.folder_store import list_checkpoints
+from mtrl.commands.load_arguments import check_call, log_line
 from mtrl.compose.run import build, configure
 from mtrl.tracking.run_files import read_rows
 
@@ -29,43 +34,40 @@ def run(arguments: Sequence[str]) -> int:
         "optimization.compute_attention_metrics=false",  # saves a second pass over the questions of each validation
     ]
     config, _ = configure(None, [*defaults, *arguments])
-    say(
+    log_line(
         "A vision-language model of 3 million parameters learns, by reinforcement, to answer questions about small\n"
         "pictures of coloured shapes. It can see them, but its teacher often answered from habit without looking, and\n"
-        "called some things by a wrong name. Only the reward (right answer, right form) tells it so."
+        "called some things by a wrong name. Only the reward (right answer, right form) corrects it."
     )
-    training = started(build, config)
+    training = check_call(build, config)
     training.train()
     rows = read_rows(training.directory / "metrics.jsonl")
     accuracy = f"val/avg@{config.worker.rollout.val.n}"
     validated = [row for row in rows if accuracy in row]
     before, after = validated[0], validated[-1]
     print(_comparison(before, after, accuracy))
+    checkpoint = list_checkpoints(training.directory / "checkpoints")[-1]
     print(
         f"\nLearning curve:  {training.directory}/curve.png"
         f"\nEvery response:  {training.directory}/rollouts.jsonl"
         f"\nEvery number:    {training.directory}/metrics.jsonl"
-        f"\nThe new model:   {checkpoints(training.directory / 'checkpoints')[-1]}  (plain from_pretrained loads it)"
+        f"\nThe new model:   {checkpoint}  (plain from_pretrained loads it)"
         f"\nPlain GRPO, for comparison:  {PLAIN_GRPO}"
         "\nEvery key:                   mtrl config\n"
     )
-    seconds = round(time.perf_counter() - begin, 1)
     summary = {
         "accuracy_before": before[accuracy],
         "accuracy_after": after[accuracy],
         "steps": after["step"],
-        "seconds": seconds,
+        "seconds": round(time.perf_counter() - begin, 1),
         "run_dir": str(training.directory),
     }
     print(json.dumps(summary), flush=True)
-    told = "See which tokens looked at the picture, and which were trained on:"
-    say(f"\n{told}\n  {this_command()} view {training.directory}")
+    mtrl = "mtrl" if shutil.which("mtrl") else f"{sys.executable} -m mtrl"
+    log_line(
+        f"\nSee which tokens looked at the picture, and which were trained on:\n  {mtrl} view {training.directory}"
+    )
     return 0
-
-
-def this_command() -> str:
-    """How a user calls us: by name where a shell finds it, else by this Python."""
-    return "mtrl" if shutil.which("mtrl") else f"{sys.executable} -m mtrl"
 
 
 def _comparison(before: Mapping[str, Any], after: Mapping[str, Any], accuracy: str) -> str:

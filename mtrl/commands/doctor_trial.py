@@ -1,5 +1,5 @@
-"""`mtrl doctor --try`: first contact with real weights, before a long run. They load, our log-probs are those of
-transformers' own forward, and one whole step goes through at the configured sizes. What it writes is thrown away."""
+"""`mtrl doctor --try`: a trial with the real weights before a long run. It loads them, compares our log-probs with
+transformers' own forward, does one whole step at the configured sizes, and deletes what it wrote."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from dataclasses import replace
 
 import torch
 
-from mtrl.commands.load_arguments import started
-from mtrl.compose.policy import build_encoder, load_plain, model_path
+from mtrl.commands.load_arguments import check_call
+from mtrl.compose.policy import build_encoder, load_options, model_path
 from mtrl.compose.run import Run, build
 from mtrl.config import Config, ConfigError
-from mtrl.models.load_model import DTYPES
-from mtrl.models.parity import Gap, log_prob_gap
-from mtrl.tracking.pace import as_clock
+from mtrl.models.load_model import DTYPES, load_model
+from mtrl.models.parity import log_prob_gap
+from mtrl.tracking.pace import format_duration
 from mtrl.types import Needs
 from mtrl.utils.errors import RunError, StartError
 
-ROWS, TOKENS = 2, 32  # of the responses whose log-probs are compared
+RESPONSES, TOKENS = 2, 32  # responses whose log-probs are compared, and their most tokens
 
 
-def trial_problems(config: Config) -> Iterator[str]:
-    """Builds the run as training does, and tries it: prints what it finds, and gives what is wrong."""
-    print("\nThe trial, in a directory of its own")
+def run_trial(config: Config) -> Iterator[str]:
+    """Build the run as training does and try it: print the findings and yield the problems."""
+    print("\nThe trial, in a temporary directory")
     try:
         with tempfile.TemporaryDirectory(prefix="mtrl-try-", ignore_cleanup_errors=True) as folder:
-            run = started(build, elsewhere(config, folder))
+            run = check_call(build, redirect_outputs(config, folder))
             with run.closing:
-                yield from parity_problems(config, run)
+                yield from check_parity(config, run)
                 run.preflight()
-                yield from step_problems(run)
+                yield from check_step(run)
     except (ConfigError, StartError, RunError) as error:
         yield str(error)
     except torch.OutOfMemoryError as error:
         yield f"memory: it does not fit into the device: {str(error).splitlines()[0]}"
 
 
-def elsewhere(config: Config, folder: str) -> Config:
-    """The same run, with everything that it writes under `folder`, and quiet."""
+def redirect_outputs(config: Config, folder: str) -> Config:
+    """The same run without loggers, which writes all its files under `folder`."""
     training = replace(
         config.training,
         output_dir=folder,
@@ -52,53 +52,50 @@ def elsewhere(config: Config, folder: str) -> Config:
     return replace(config, training=training)
 
 
-def parity_problems(config: Config, run: Run) -> Iterator[str]:
-    """Sampled responses to two prompts, by the run's actor and by the checkpoint as transformers loads it."""
-    loop, algorithm_spec = run.loop, run.loop.algorithm_spec
-    place = str(run.start.checkpoint or model_path(config))
-    tokens = min(TOKENS, algorithm_spec.sampling.max_new_tokens)
-    sampling = replace(algorithm_spec.sampling, n=1, max_new_tokens=tokens, step=loop.done, version=loop.version)
+def check_parity(config: Config, run: Run) -> Iterator[str]:
+    """Compare the log-probs of sampled responses by the run's actor with those of transformers."""
+    loop, spec = run.loop, run.loop.spec
+    path = str(run.start.checkpoint or model_path(config))
+    tokens = min(TOKENS, spec.sampling.max_new_tokens)
+    sampling = replace(spec.sampling, n=1, max_new_tokens=tokens, step=loop.done, version=loop.version)
     with loop.components.generator.resident():
-        rollouts = loop.components.generator.generate(loop.components.source.take(ROWS), sampling)
+        rollouts = loop.components.generator.generate(loop.components.source.take(RESPONSES), sampling)
     ours = loop.components.actor.probe(rollouts, Needs("old_logprobs"), loop.done).old_logprobs
-    assert ours is not None, "it was asked for"
-    model = load_plain(config, place)
-    said = f"{sum(p.numel() for p in model.parameters()) / 1e6:,.1f} million parameters on {model.device.type}"
-    print(f"  loaded     {place}: {said}")
+    assert ours is not None, "requested by Needs"
+    model = load_model(path, **load_options(config))
+    millions = sum(p.numel() for p in model.parameters()) / 1e6
+    print(f"  loaded     {path}: {millions:,.1f} million parameters on {model.device.type}")
     temperature, dtype = config.worker.rollout.temperature, config.worker.actor.fsdp.mixed_precision_dtype
     encoder = build_encoder(config)
     gap = log_prob_gap(ours, rollouts, model, encoder, temperature=temperature, compute_dtype=DTYPES[dtype])
-    print(f"  log-probs  {told_gap(gap, dtype)}")
+    measured = f"{gap.mean:.2g} nats from transformers' own forward on average, {gap.largest:.2g} at most"
+    over = f"over {gap.tokens} tokens of {RESPONSES} responses"
+    print(f"  log-probs  {measured}, {over}; {gap.limit:g} allowed in {dtype}")
     if not gap.within:
         yield (
-            f"the log-probs of {place} are not those of transformers: {gap.mean:.2g} nats a token apart, "
+            f"the log-probs of {path} differ from those of transformers by {gap.mean:.2g} nats per token, "
             f"{gap.limit:g} allowed; try worker.actor.share_prefix=false, worker.actor.padding_free=false and "
             "worker.actor.fsdp.mixed_precision_dtype=fp32, and report the model"
         )
 
 
-def told_gap(gap: Gap, dtype: str) -> str:
-    measured = f"{gap.mean:.2g} nats from transformers' own forward on average, {gap.largest:.2g} at most"
-    return f"{measured}, over {gap.tokens} tokens of {ROWS} responses; {gap.limit:g} allowed in {dtype}"
-
-
-def step_problems(run: Run) -> Iterator[str]:
-    loop, algorithm_spec = run.loop, run.loop.algorithm_spec
+def check_step(run: Run) -> Iterator[str]:
+    loop, spec = run.loop, run.loop.spec
     values = loop.step(loop.done)
-    phases = of_phases(values, "perf/seconds_")
+    phases = strip_prefix(values, "perf/seconds_")
     seconds = phases.pop("step")
-    sizes = f"{algorithm_spec.prompts_per_step} prompts x {algorithm_spec.sampling.n} responses"
+    sizes = f"{spec.prompts_per_step} prompts x {spec.sampling.n} responses"
     print(f"  one step   {sizes}: {seconds:.1f} s ({', '.join(f'{name} {s:.1f}' for name, s in phases.items())})")
-    peaks = of_phases(values, "perf/peak_gb_")
+    peaks = strip_prefix(values, "perf/peak_gb_")
     highest = max(peaks, key=peaks.__getitem__)
     print(f"  peak       {peaks[highest]:.2f} GiB, in {highest}")
-    length = as_clock(seconds * algorithm_spec.total_steps)
-    print(f"  the run    {algorithm_spec.total_steps} such steps take about {length}; the first of them is the slowest")
+    length = format_duration(seconds * spec.total_steps)
+    print(f"  the run    {spec.total_steps} such steps take about {length}; the first of them is the slowest")
     if values["actor/skipped_steps"]:
         yield "the update had a loss or gradient that is not finite: compute in fp32, and look at the rewards"
     if values["reward/failed"] == 1:
-        yield "the rewards of every response failed; see the messages above, and try them by `mtrl reward`"
+        yield "the rewards of every response failed; see the messages above, and try them with `mtrl reward`"
 
 
-def of_phases(values: Mapping[str, float], prefix: str) -> dict[str, float]:
+def strip_prefix(values: Mapping[str, float], prefix: str) -> dict[str, float]:
     return {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}

@@ -1,4 +1,11 @@
-"""`mtrl eval`: accuracy and rewards of a checkpoint."""
+"""Measure accuracy and rewards of a checkpoint, or of a run's newest one: avg@k, pass@k, by column.
+
+mtrl eval CHECKPOINT|RUN [--data FILE] [--out FILE] [a.b=c ...]
+
+worker.rollout.val.n and .temperature set how responses are sampled. --out writes every question, answer and response
+with its scores, as JSONL. optimization.compute_attention_metrics=true measures attention too, which takes longer. The
+last line is JSON.
+"""
 
 from __future__ import annotations
 
@@ -9,53 +16,48 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mtrl.commands.load_arguments import evaluation_config, say, started, take_option, take_path_and_data
+from mtrl.commands.load_arguments import OptionParser, check_call, load_evaluation_config, log_line
 from mtrl.compose.run import evaluate
-from mtrl.config import ConfigError, given_keys
 from mtrl.data.parallel import Progress
 from mtrl.tracking.jsonl import as_line
-from mtrl.training.validation import Result, Seen
+from mtrl.training.validation import OnBatch, Result
 from mtrl.types import Rewards, Rollouts
+from mtrl.utils.errors import StartError
 
-ATTENTION = "optimization.compute_attention_metrics"
+DEFAULT_ATTENTION = "optimization.compute_attention_metrics=auto"
+OPTIONS = OptionParser(__doc__, "--data", "--out")
 
 
 def run(arguments: Sequence[str]) -> int:
-    out, others = take_option(arguments, "--out", "name a file for the responses")
-    path, data, overrides = take_path_and_data(
-        others, "which model? mtrl eval CHECKPOINT|RUN [--data F] [--out F] [a.b=c ...]"
-    )
-    file = None if out is None else new_file(out)
-    named = [f"dataset.val_files={data}"] if data else []
-    if ATTENTION not in given_keys(overrides):  # a run that measured it need not be evaluated so
-        named.append(f"{ATTENTION}=auto")
-    config = evaluation_config(path, [*overrides, *named])
-    each = config.worker.rollout.val.n
-    result = started(evaluate, config, partial(watching, file, each))
-    if file is not None:
-        say(f"responses: {file}")
-    print(_table(result))
+    options, path, overrides = OPTIONS.parse_path(arguments, "which model?")
+    out = check_new_file(options.out) if options.out else None
+    # Comes first, so that it undoes the setting of the run but not that of the user.
+    config = load_evaluation_config(path, [DEFAULT_ATTENTION, *overrides], options.data)
+    result = check_call(evaluate, config, partial(watch_progress, out, config.worker.rollout.val.n))
+    if out is not None:
+        log_line(f"responses: {out}")
+    print(_format_table(result))
     print(json.dumps({"checkpoint": config.worker.actor.model.model_path, **result.metrics, "by": result.by}))
     return 0
 
 
-def new_file(name: str) -> Path:
-    """The path, refused before a model is loaded where it cannot be written."""
+def check_new_file(name: str) -> Path:
+    """The path, if it can be written: better checked before a model is loaded."""
     path = Path(name).expanduser()
     if path.exists() or path.is_symlink():
-        raise ConfigError([f"--out: {name} is there already; name another file, or remove it"])
+        raise StartError(f"--out: {name} exists already; name another file, or remove it")
     if not path.parent.is_dir():
-        raise ConfigError([f"--out: {path.parent} is no directory"])
+        raise StartError(f"--out: {path.parent} is no directory")
     return path
 
 
 @contextmanager
-def watching(file: Path | None, responses: int, prompts: int) -> Iterator[Seen]:
-    """Shows the progress, and writes every response to the file."""
-    say(f"evaluating {prompts} prompts, {responses} response{'s' if responses > 1 else ''} each")
+def watch_progress(file: Path | None, responses: int, prompts: int) -> Iterator[OnBatch]:
+    """Show the progress, and write every response to the file."""
+    log_line(f"evaluating {prompts} prompts, {responses} response{'s' if responses > 1 else ''} each")
     with ExitStack() as opened:
         out = None if file is None else opened.enter_context(file.open("x", encoding="utf-8"))
-        progress = opened.enter_context(Progress(prompts, "evaluating", None))
+        progress = opened.enter_context(Progress(prompts, "evaluating"))
 
         def seen(rollouts: Rollouts, rewards: Rewards) -> None:
             if out is not None:
@@ -82,7 +84,7 @@ def response_rows(rollouts: Rollouts, rewards: Rewards) -> Iterator[Mapping[str,
         }
 
 
-def _table(result: Result) -> str:
+def _format_table(result: Result) -> str:
     metrics = {name.removeprefix("val/"): value for name, value in result.metrics.items()}
     width = max(24, *map(len, metrics))
     lines = [f"{name:<{width}} {value:8.4f}" for name, value in metrics.items()]

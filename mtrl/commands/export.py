@@ -1,4 +1,12 @@
-"""`mtrl export`: a trained model for everybody else."""
+"""Write a run's newest checkpoint, or any, as a model that other tools load, with a card.
+
+mtrl export RUN|CHECKPOINT --to DIR [--dtype bf16|fp32] [--push ORG/NAME]
+
+Writes safetensors with tokenizer, processor and generation settings, with merged adapters, and a model card
+(README.md): the run's configuration, curves, data, rewards and samples. --dtype defaults to the dtype in which the run
+computed. DIR is new or empty. --push uploads it to the Hugging Face hub; a repository that does not exist yet is
+created private. The last line is JSON.
+"""
 
 from __future__ import annotations
 
@@ -7,32 +15,26 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from mtrl.commands.load_arguments import run_and_checkpoint, say, started, take_option
+from mtrl.commands.load_arguments import OptionParser, check_call, find_run_and_checkpoint, log_line
 from mtrl.compose.export_model import ExportSource, check_push, check_target, export, push
-from mtrl.config import ConfigError
 
-USAGE = "mtrl export RUN|CHECKPOINT --to DIR [--dtype bf16|fp32] [--push ORG/NAME]"
-EXPORTED_DTYPES = ("bf16", "fp32")
+OPTIONS = OptionParser(__doc__, "--to", "--push")
+OPTIONS.add_argument("--dtype", choices=("bf16", "fp32"))
 
 
 def run(arguments: Sequence[str]) -> int:
-    to, words = take_option(arguments, "--to", "name a new directory")
-    repository, words = take_option(words, "--push", "name a repository: ORG/NAME")
-    dtype, words = take_option(words, "--dtype", f"one of {', '.join(EXPORTED_DTYPES)}")
-    if len(words) != 1 or words[0].startswith("-"):
-        strange = [word for word in words if word.startswith("-")] or words[1:]
-        raise ConfigError([f"{strange[0]}: what is that? {USAGE}" if strange else f"which model? {USAGE}"])
-    if to is None:
-        raise ConfigError([f"--to: where to? {USAGE}"])
-    if dtype is not None and dtype not in EXPORTED_DTYPES:
-        raise ConfigError([f"--dtype: {dtype}; there are {', '.join(EXPORTED_DTYPES)}"])
-    target = Path(to).expanduser()
-    started(check_target, target)
-    if repository is not None:
-        check_push(repository)
-    source = started(ExportSource.of, *run_and_checkpoint(words[0]))
-    chosen = dtype or started(partial(getattr, source, "dtype"))
-    started(export, source, target, chosen, repository or target.absolute().name, say)
-    address = None if repository is None else push(target, repository)
-    print(json.dumps({"export": str(target), "checkpoint": str(source.checkpoint), "dtype": chosen, "pushed": address}))
+    options, paths = OPTIONS.parse_paths(arguments)
+    if len(paths) != 1:
+        OPTIONS.error(f"{paths[1]}: name one model" if paths else "which model?")
+    if options.to is None:
+        OPTIONS.error("--to: name a new directory")
+    target = Path(options.to).expanduser()
+    check_call(check_target, target)
+    if options.push is not None:
+        check_push(options.push)
+    source = check_call(ExportSource.of, *find_run_and_checkpoint(paths[0]))
+    dtype = options.dtype or check_call(partial(getattr, source, "dtype"))
+    check_call(export, source, target, dtype, options.push or target.absolute().name, log_line)
+    url = None if options.push is None else push(target, options.push)
+    print(json.dumps({"export": str(target), "checkpoint": str(source.checkpoint), "dtype": dtype, "pushed": url}))
     return 0

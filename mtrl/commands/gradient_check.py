@@ -1,5 +1,5 @@
-"""What the credit rules of a configuration do to the gradient of its first step, for `mtrl compare`: a process of its
-own, whose last line is JSON.
+"""The effect of a configuration's credit rules on the gradient of its first step, for `mtrl compare`, in a separate
+process. The last line is JSON.
 
     python -m mtrl.commands.gradient_check CONFIG [a.b=c ...]
 """
@@ -12,19 +12,19 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from mtrl.commands.load_arguments import started
+from mtrl.commands.load_arguments import check_call
 from mtrl.compose.run import build, configure
-from mtrl.training.gradient_effect import manipulation
+from mtrl.training.gradient_effect import measure_gradient_effect
 
 
 def run(arguments: Sequence[str]) -> int:
     file, *overrides = arguments
     with tempfile.TemporaryDirectory() as folder:
         config, _ = configure(file, [*overrides, f"training.output_dir={folder}", "training.logger=[]"])
-        training = started(build, config)
+        training = check_call(build, config)
         with training.closing:
-            found = manipulation(training.loop)
-    print(json.dumps(asdict(found)))
+            effect = measure_gradient_effect(training.loop)
+    print(json.dumps(asdict(effect)))
     return 0
 
 

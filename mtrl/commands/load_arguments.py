@@ -1,42 +1,95 @@
-"""What the commands have in common: their arguments, and how they speak."""
+"""What all commands share: options, runs and checkpoints by path, messages."""
 
 from __future__ import annotations
 
 import logging
 import sys
+from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, NoReturn, TextIO, TypeVar
 
 from mtrl.config import Config, ConfigError, load_config, take_file
-from mtrl.embedded.embedded_rows import CONFIG_FILES, MODELS
-from mtrl.utils.errors import StartError, opening
+from mtrl.utils.errors import StartError, explain_os_errors
 from mtrl.utils.terminal import separate_log
 
 Result = TypeVar("Result")
 
 
-def started(begin: Callable[..., Result], *arguments: Any) -> Result:
-    """Calls `begin`. Before training a ValueError is about the user's data, model or reward file, so it becomes a
-    StartError; later it would be our mistake."""
+class OptionParser(ArgumentParser):
+    """Reads `--name value` and `--name=value`, each at most once, and leaves everything else in its order.
+
+    Paths are no positional arguments of argparse: in `--a.b c FILE` it would take the override's value for the path.
+    """
+
+    def __init__(self, help_page: str | None, *names: str) -> None:
+        usage = next((line for line in (help_page or "").splitlines() if line.startswith("mtrl ")), "mtrl --help")
+        super().__init__(usage=usage, add_help=False, allow_abbrev=False)
+        self.register("action", None, _StoreOnce)
+        for name in names:
+            self.add_argument(name)
+
+    def parse_path(self, arguments: Sequence[str], question: str) -> tuple[Namespace, str, list[str]]:
+        """The options, the path and the overrides; `question` is the error if there is no path."""
+        options, others = self.parse_known_args(arguments)
+        path, overrides = take_file(others)
+        if not path:
+            self.error(question)
+        return options, path, overrides
+
+    def parse_paths(self, arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
+        """The options and all other arguments, which may not look like options."""
+        options, others = self.parse_known_args(arguments)
+        if unknown := next((argument for argument in others if argument.startswith("-")), None):
+            self.error(f"there is no option {unknown}")
+        return options, others
+
+    def error(self, message: str) -> NoReturn:
+        raise StartError(f"{message.removeprefix('argument ')}{' ' if message.endswith('?') else '; '}{self.usage}")
+
+
+class _StoreOnce(Action):
+    def __call__(self, parser: ArgumentParser, namespace: Namespace, values: Any, option: str | None = None) -> None:
+        if values == "":
+            parser.error(f"{option}: expected one argument")
+        if getattr(namespace, self.dest) is not self.default:
+            parser.error(f"{option}: given 2 times, keep one")
+        setattr(namespace, self.dest, values)
+
+
+def whole_number(least: int = 1) -> Callable[[str], int]:
+    """The type of an option that takes a whole number."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise ArgumentTypeError(f"{text} is no whole number of at least {least}")
+        return int(text)
+
+    return parse
+
+
+def check_call(function: Callable[..., Result], *arguments: Any) -> Result:
+    """Call `function` before training starts, when a ValueError is about the user's data, model or reward file: it
+    becomes a StartError."""
     try:
-        with opening():
-            return begin(*arguments)
+        with explain_os_errors():
+            return function(*arguments)
     except ConfigError:
         raise
     except ValueError as error:
         raise StartError(str(error)) from error
 
 
-def say(text: str, log: TextIO | None = None) -> None:
+def log_line(text: str, log: TextIO | None = None) -> None:
+    """Print to stderr and to the log."""
     for stream in filter(None, (sys.stderr, log)):
-        with suppress(OSError):  # nobody listens any more
+        with suppress(OSError):  # nobody reads the stream any more
             print(text, file=stream, flush=True)
 
 
-def warnings_to_log() -> TextIO | None:
-    """The log of a run on stdout, where that leads to a place of its own; warnings go there from now on, too."""
+def open_log() -> TextIO | None:
+    """The log of a run on stdout, if that is no terminal and not the same as stderr; warnings go there from now on."""
     log = separate_log()
     if log is not None:
         handler = logging.StreamHandler(log)
@@ -45,50 +98,29 @@ def warnings_to_log() -> TextIO | None:
     return log
 
 
-def take_option(arguments: Sequence[str], name: str, wanted: str) -> tuple[str | None, list[str]]:
-    """The value of `--name value` or `--name=value`, and the other arguments; `wanted` is said where there is none."""
-    others = [part for word in arguments for part in (word.split("=", 1) if word.startswith(f"{name}=") else [word])]
-    if name not in others:
-        return None, others
-    if others.count(name) > 1:
-        raise ConfigError([f"{name}: given {others.count(name)} times; keep one"])
-    place = others.index(name)
-    value = "".join(others[place + 1 : place + 2])
-    if not value or value.startswith("--"):
-        raise ConfigError([f"{name}: {wanted}"])
-    del others[place : place + 2]
-    return value, others
-
-
-def take_path_and_data(arguments: Sequence[str], question: str) -> tuple[str, str | None, list[str]]:
-    """PATH [--data F] and the overrides; the question is asked where there is no path."""
-    data, others = take_option(arguments, "--data", "name a file, a directory or a dataset")
-    path, overrides = take_file(others)
-    if not path:
-        raise ConfigError([question])
-    return path, data, overrides
-
-
-@opening()
-def run_and_checkpoint(path: str) -> tuple[Path | None, Path]:
-    """What a user means by RUN|CHECKPOINT: a run and its newest checkpoint, or a checkpoint and the run it lies in."""
+@explain_os_errors()
+def find_run_and_checkpoint(path: str) -> tuple[Path | None, Path]:
+    """Resolve RUN|CHECKPOINT: a run and its newest checkpoint, or a checkpoint and its run, if any."""
     from mtrl.checkpoint.learner_snapshot import OPTIMIZER_STATE
     from mtrl.training.resume import newest_intact  # here, since these import torch and not every command needs that
 
-    place = Path(path)
-    run = next((each for each in (place, place.absolute().parent.parent) if (each / "config.yaml").is_file()), None)
-    checkpoint = newest_intact(place / "checkpoints", but=(OPTIMIZER_STATE,)) if run == place else place
+    given = Path(path)
+    run_dir = next((each for each in (given, given.absolute().parent.parent) if (each / "config.yaml").is_file()), None)
+    checkpoint = newest_intact(given / "checkpoints", but=(OPTIMIZER_STATE,)) if run_dir == given else given
     if checkpoint is None:
         raise ConfigError([f"{path} is a run without a checkpoint"])
-    return run, checkpoint
+    return run_dir, checkpoint
 
 
-@opening()
-def evaluation_config(path: str, overrides: list[str]) -> Config:
-    """A run's own configuration with its newest checkpoint; for a bare checkpoint the defaults, and for the model of an
-    embedded task, by its name or place, the settings of that."""
-    place = Path(path)
-    names = [n for n, folder in MODELS.items() if place.resolve() == folder or (path == n and not place.exists())]
-    run, checkpoint = run_and_checkpoint(str(MODELS[names[0]]) if names else path)
-    file = run / "config.yaml" if run else CONFIG_FILES[names[0]] if names else None
-    return load_config(file, [f"worker.actor.model.model_path={checkpoint}", *overrides], saved=True)
+@explain_os_errors()
+def load_evaluation_config(path: str, overrides: Sequence[str], data: str | None = None) -> Config:
+    """The configuration of a run with its newest checkpoint; the settings of an embedded task for its model, given by
+    name or path; the defaults for any other checkpoint. `data` replaces the validation data."""
+    from mtrl.embedded.embedded_rows import CONFIG_FILES, MODELS  # here for the same reason
+
+    given = Path(path)
+    names = [n for n, folder in MODELS.items() if given.resolve() == folder or (path == n and not given.exists())]
+    run_dir, checkpoint = find_run_and_checkpoint(str(MODELS[names[0]]) if names else path)
+    file = run_dir / "config.yaml" if run_dir else CONFIG_FILES[names[0]] if names else None
+    named = [f"worker.actor.model.model_path={checkpoint}", *([f"dataset.val_files={data}"] if data else [])]
+    return load_config(file, [*named, *overrides], saved=True)

@@ -1,4 +1,11 @@
-"""`mtrl plot`: the curves of one run, or of several in one picture."""
+"""Draw the curves of a run, or of several runs in one picture.
+
+mtrl plot RUN... [--out FILE] [metric ...]
+
+Draws reward and accuracy, in training and at each validation, or the named metrics: any in metrics.jsonl, such as
+actor/entropy or val/avg@1. FILE ends in .png, .svg or .pdf. Without it, the picture of one run and no named
+metrics is the run's curve.png, and any other is plot.png in the working directory. Prints the path of the picture.
+"""
 
 from __future__ import annotations
 
@@ -6,75 +13,73 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
-from mtrl.commands.load_arguments import say, started, take_option
+from mtrl.commands.load_arguments import OptionParser, check_call, log_line
 from mtrl.report.run_curves import draw_runs
-from mtrl.tracking.jsonl import read_rows_of
+from mtrl.tracking.jsonl import iter_rows
 from mtrl.utils.errors import StartError
-from mtrl.utils.machine import may_write
+from mtrl.utils.machine import is_writable
 from mtrl.utils.metric_history import History, history, is_step
 
-USAGE = "mtrl plot RUN... [--out FILE] [metric ...]"
 METRICS = "metrics.jsonl"
 FORMATS = (".png", ".svg", ".pdf")
+OPTIONS = OptionParser(__doc__, "--out")
 
 
 def run(arguments: Sequence[str]) -> int:
-    given, words = take_option(arguments, "--out", "name a file that ends in .png, .svg or .pdf")
-    if not words:
-        raise StartError(f"which run? {USAGE}")
-    if option := next((word for word in words if word.startswith("--")), None):
-        raise StartError(f"there is no option {option}; {USAGE}")
-    paths = [Path(word) for place, word in enumerate(words) if place == 0 or Path(word).exists()]
+    options, names = OPTIONS.parse_paths(arguments)
+    if not names:
+        OPTIONS.error("which run?")
+    paths = [Path(name) for index, name in enumerate(names) if index == 0 or Path(name).exists()]
     paths = list(dict.fromkeys(paths))
-    runs = dict(zip(short_names(paths), (started(read_history, path) for path in paths), strict=True))
-    metrics = known_metrics([word for word in words if Path(word) not in paths], runs)
-    out = Path(given).expanduser() if given else default_place(paths, metrics)
+    runs = dict(zip(short_names(paths), (check_call(read_history, path) for path in paths), strict=True))
+    metrics = check_metrics([name for name in names if Path(name) not in paths], runs)
+    out = Path(options.out).expanduser() if options.out else default_picture(paths, metrics)
     if out.suffix.lower() not in FORMATS:
         raise StartError(f"--out: {out}; the name of a picture ends in {', '.join(FORMATS)}")
-    if not out.parent.is_dir() or not may_write(out.parent) or out.is_dir():
-        raise StartError(f"{out} cannot be written; name a file in a directory that is there (--out FILE)")
-    started(draw_runs, out, runs, metrics)
+    if not out.parent.is_dir() or not is_writable(out.parent) or out.is_dir():
+        raise StartError(f"{out} cannot be written; name a file in an existing directory (--out FILE)")
+    check_call(draw_runs, out, runs, metrics)
     print(out)
     return 0
 
 
-def default_place(paths: Sequence[Path], metrics: Sequence[str]) -> Path:
-    """The curve that the run itself would have drawn is the run's; any other picture goes to the working directory."""
+def default_picture(paths: Sequence[Path], metrics: Sequence[str]) -> Path:
+    """The curve.png of the run, if the picture is the one that the run itself draws; else plot.png here."""
     return paths[0] / "curve.png" if len(paths) == 1 and not metrics and paths[0].is_dir() else Path("plot.png")
 
 
 def read_history(path: Path) -> History:
-    """The numbers of a run, by its directory or its metrics.jsonl; lines that cannot be read are counted and said."""
+    """The metrics of a run, by its directory or its metrics.jsonl; damaged lines are counted and reported."""
     file = path / METRICS if path.is_dir() else path
     if not file.is_file():
-        what = f"has no {METRICS}" if path.is_dir() else "is no run: there is no such directory"
-        raise StartError(f"{path} {what}; name the directory of a run, such as outputs/mtrl/zoo")
-    rows = [row for row in read_rows_of(file) if is_step(row.get("step"))]
+        problem = f"has no {METRICS}" if path.is_dir() else "is no run: there is no such directory"
+        raise StartError(f"{path} {problem}; name the directory of a run, such as outputs/mtrl/zoo")
+    rows = [row for row in iter_rows(file) if is_step(row.get("step"))]
     with file.open("rb") as lines:
         damaged = sum(1 for line in lines if line.strip()) - len(rows)
-    found = history(rows)
-    if not found:
+    metrics = history(rows)
+    if not metrics:
         raise StartError(f"{file} has no numbers of a step" + (f"; {damaged} lines are damaged" if damaged else " yet"))
     if damaged > 0:
-        say(f"{file}: {damaged} of {damaged + len(rows)} lines are damaged and left out")
-    return found
+        log_line(f"{file}: {damaged} of {damaged + len(rows)} lines are damaged and left out")
+    return metrics
 
 
-def known_metrics(asked: Sequence[str], runs: Mapping[str, History]) -> list[str]:
-    """The metrics asked for. One that no run has is refused with those that there are; one that some lack is said."""
+def check_metrics(names: Sequence[str], runs: Mapping[str, History]) -> list[str]:
+    """The metrics without duplicates. One that no run has is an error; one that some runs lack is reported."""
     known = sorted({name for run in runs.values() for name in run})
-    for metric in asked:
+    for metric in names:
         if metric not in known:
             near = get_close_matches(metric, known, n=1)
-            meant = f"; did you mean {near[0]}?" if near else "."
-            raise StartError(f"{metric} is neither a run nor a metric{meant} There are {', '.join(known)}")
+            suggestion = f"; did you mean {near[0]}?" if near else "."
+            raise StartError(f"{metric} is neither a run nor a metric{suggestion} There are {', '.join(known)}")
         if without := [name for name, run in runs.items() if metric not in run]:
-            say(f"{metric}: not recorded by {', '.join(without)}")
-    return list(dict.fromkeys(asked))
+            log_line(f"{metric}: not recorded by {', '.join(without)}")
+    return list(dict.fromkeys(names))
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:
-    """The last parts of each path, as many as tell all of them apart.
+    """The last parts of each path, as many as make the names unique.
 
     >>> short_names([Path("a/x/one"), Path("b/x/one")]), short_names([Path("a/one"), Path("a/two")])
     (['a/x/one', 'b/x/one'], ['one', 'two'])

@@ -1,166 +1,140 @@
-"""`mtrl prepare`: a public dataset made ready for training."""
+"""Prepare a public dataset for training: one schema, Parquet shards, a card, a sheet of samples.
+
+mtrl prepare aokvqa|arxivqa|mmmu-pro [SOURCE] [--out DIR] [--split S] [--subset N] [--seed N] [--ids FILE]
+             [--images embed|paths] [--image-dir DIR] [--options 4,10,vision] [--shard-mib N] [--skip-bad]
+mtrl prepare merge [DIR[@split] ...] [--val 0.1] [--out DIR] [--subset N] [--seed N] [--images embed|paths] ...
+
+SOURCE is a hub id or a local copy: Parquet, Arrow or JSON with images; it defaults to the dataset's own id. --subset is
+a number of questions, --ids a file of their ids. --options is only for MMMU-Pro. merge joins prepared folders (by
+default the three above) and holds out a share of the questions, not of the rows, for validation: data/ddm, which the
+experiments read. A missing or damaged image is an error, unless --skip-bad. The same command resumes after an
+interruption, with bitwise the same result. The last line is JSON.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from mtrl.commands.load_arguments import say, started, take_option
-from mtrl.compose.hub import seeking_data
-from mtrl.config import ConfigError
+from mtrl.commands.load_arguments import OptionParser, check_call, log_line, whole_number
+from mtrl.compose.hub import use_cache_if_offline
 from mtrl.prepare import aokvqa, arxivqa, merge, mmmu_pro
-from mtrl.prepare.prepare_dataset import Prepared, Wishes, prepare
+from mtrl.prepare.prepare_dataset import PreparedDataset, prepare
 from mtrl.prepare.questions import RowReader
-from mtrl.prepare.select import read_ids
-from mtrl.utils.errors import RunError
+from mtrl.prepare.select import PrepareOptions, read_ids
+from mtrl.utils.errors import RunError, StartError
 
 DATASETS = {"aokvqa": aokvqa, "arxivqa": arxivqa, "mmmu-pro": mmmu_pro}
 TITLES = {"aokvqa": "A-OKVQA", "arxivqa": "VisRAG-ArxivQA", "mmmu-pro": "MMMU-Pro", "merge": "A merged set"}
 MERGED = "data/ddm"  # where the experiments read it
-Value = TypeVar("Value")
-
-
-@dataclass(frozen=True)
-class PrepareOptions:
-    places: tuple[str, ...]
-    out: str
-    split: str | None
-    subset: int | None
-    seed: int
-    ids: str | None
-    images: str
-    image_dir: str | None
-    variants: tuple[str, ...]
-    shard_mib: int
-    validation: float
-    skip_bad: bool
 
 
 def run(arguments: Sequence[str]) -> int:
     name, *others = arguments or [""]
     if name not in (*DATASETS, "merge"):
-        raise ConfigError([f"which dataset? mtrl prepare {' | '.join((*DATASETS, 'merge'))}"])
-    options = read_options(name, others)
-    prepared = started(lambda: begin(name, options))
-    tell(prepared)
+        raise StartError(f"which dataset? mtrl prepare {' | '.join((*DATASETS, 'merge'))}")
+    parser = make_parser(name)
+    options, sources = parser.parse_paths(others)
+    if name == "merge":
+        sources = sources or [f"data/{each}" for each in DATASETS]
+    elif len(sources) > 1:
+        parser.error(f"{sources[1]}: one SOURCE is enough, mtrl prepare merge joins several")
+    report(check_call(prepare_sources, name, sources or [DATASETS[name].HUB], options))
     return 0
 
 
-def begin(name: str, options: PrepareOptions) -> Prepared:
-    reader = open_reader(name, options)
+def make_parser(name: str) -> OptionParser:
+    own = {"merge": "--val", "aokvqa": "--split, --image-dir", "arxivqa": "--split", "mmmu-pro": "--split, --options"}
+    shared = "--out, --subset, --seed, --ids, --images, --shard-mib, --skip-bad"
+    parser = OptionParser(f"mtrl prepare {name} takes {shared}, {own[name]}", "--ids")
+    parser.set_defaults(split=None, image_dir=None, variants=("4", "10"), val=0.0)
+    parser.add_argument("--out", default=MERGED if name == "merge" else f"data/{name}")
+    parser.add_argument("--subset", type=whole_number())
+    parser.add_argument("--seed", type=whole_number(0), default=0)
+    parser.add_argument("--images", choices=("embed", "paths"), default="embed")
+    parser.add_argument("--shard-mib", type=whole_number(), default=256)
+    parser.add_argument("--skip-bad", action="store_true")
+    if name == "merge":
+        parser.add_argument("--val", type=parse_share, default=0.1)
+    else:
+        parser.add_argument("--split", default=DATASETS[name].SPLIT)
+    if name == "aokvqa":
+        parser.add_argument("--image-dir")
+    if name == "mmmu-pro":
+        parser.add_argument("--options", dest="variants", type=parse_variants)
+    return parser
+
+
+def parse_share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < 1:
+        raise ArgumentTypeError(f"{text} is no share of at least 0 and less than 1")
+    return share
+
+
+def parse_variants(text: str) -> tuple[str, ...]:
+    variants = tuple(part.strip() for part in text.split(","))
+    if unknown := [each for each in variants if each not in mmmu_pro.CONFIGS]:
+        raise ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(mmmu_pro.CONFIGS)}")
+    return variants
+
+
+def prepare_sources(name: str, sources: Sequence[str], options: Namespace) -> PreparedDataset:
+    reader = open_reader(name, sources, options)
     ids = read_ids(options.ids) if options.ids else None
-    named: dict[str, Any] = {"dataset": name, "from": list(options.places), "seed": options.seed}
+    named: dict[str, Any] = {"dataset": name, "from": list(sources), "seed": options.seed}
     if ids is not None:
         digest = hashlib.blake2b("\n".join(sorted(ids)).encode(), digest_size=4).hexdigest()
-        named["ids"] = f"{len(ids)} of {Path(str(options.ids)).name} ({digest})"
+        named["ids"] = f"{len(ids)} of {Path(options.ids).name} ({digest})"
     named |= {"subset": options.subset, "images": options.images, "shard_mib": options.shard_mib}
     if name == "merge":
-        named["validation"] = options.validation
+        named["validation"] = options.val
     else:
         named["split"] = options.split
     if name == "mmmu-pro":
         named["options"] = list(options.variants)
     if options.images == "paths":
         named["image_dir"] = options.image_dir
-    wishes = Wishes(
+    prepare_options = PrepareOptions(
         title=TITLES[name],
         split=options.split or "train",
-        named=named,
+        settings=named,
         seed=options.seed,
         subset=options.subset,
         ids=ids,
-        validation=options.validation,
-        storage="paths" if options.images == "paths" else "embed",
+        validation=options.val,
+        storage=options.images,
         skip_bad=options.skip_bad,
         shard_mib=options.shard_mib,
     )
-    return prepare(reader, Path(options.out).expanduser(), wishes)
+    return prepare(reader, Path(options.out).expanduser(), prepare_options)
 
 
-def open_reader(name: str, options: PrepareOptions) -> RowReader:
+def open_reader(name: str, sources: Sequence[str], options: Namespace) -> RowReader:
     if name == "merge":
-        return merge.reader(options.places)
-    (where,), split = options.places, str(options.split)
-    with seeking_data(where):
+        return merge.open_reader(sources)
+    (source,) = sources
+    with use_cache_if_offline(source):
         if name == "aokvqa":
-            return aokvqa.reader(where, split, options.image_dir)
+            return aokvqa.open_reader(source, options.split, options.image_dir)
         if name == "arxivqa":
-            return arxivqa.reader(where, split)
-        return mmmu_pro.reader(where, split, options.variants)
+            return arxivqa.ArxivReader(source, options.split)
+        return mmmu_pro.open_reader(source, options.split, options.variants)
 
 
-def read_options(name: str, arguments: Sequence[str]) -> PrepareOptions:
-    taken: dict[str, str | None] = {}
-    skip_bad, others = "--skip-bad" in arguments, [word for word in arguments if word != "--skip-bad"]
-    for option, wanted in wanted_by(name).items():
-        taken[option], others = take_option(others, option, wanted)
-    if strange := [word for word in others if word.startswith("-")]:
-        raise ConfigError([f"{strange[0]}: mtrl prepare {name} takes {', '.join(wanted_by(name))}, --skip-bad"])
-    if name == "merge":
-        places = tuple(others) or tuple(f"data/{each}" for each in DATASETS)
-    elif len(others) > 1:
-        raise ConfigError([f"{others[1]}: one SOURCE is enough; mtrl prepare merge joins several"])
-    else:
-        places = tuple(others) or (DATASETS[name].HUB,)
-    variants = tuple(part.strip() for part in (taken.get("--options") or "4,10").split(","))
-    images = taken["--images"] or "embed"
-    if wrong := [each for each in variants if each not in mmmu_pro.CONFIGS]:
-        raise ConfigError([f"--options: {wrong[0]!r} is none of {', '.join(mmmu_pro.CONFIGS)}"])
-    if images not in ("embed", "paths"):
-        raise ConfigError([f"--images: {images!r} is neither embed nor paths"])
-    return PrepareOptions(
-        places=places,
-        out=taken["--out"] or (MERGED if name == "merge" else f"data/{name}"),
-        split=None if name == "merge" else taken["--split"] or DATASETS[name].SPLIT,
-        subset=number(taken["--subset"], "--subset", int, lambda value: value >= 1),
-        seed=number(taken["--seed"], "--seed", int, lambda value: value >= 0) or 0,
-        ids=taken["--ids"],
-        images=images,
-        image_dir=taken.get("--image-dir"),
-        variants=variants,
-        shard_mib=number(taken["--shard-mib"], "--shard-mib", int, lambda value: value >= 1) or 256,
-        validation=(number(taken["--val"] or "0.1", "--val", float, lambda value: 0 <= value < 1) or 0.0)
-        if name == "merge"
-        else 0.0,
-        skip_bad=skip_bad,
-    )
-
-
-def wanted_by(name: str) -> dict[str, str]:
-    """The options of a dataset, and what each wants."""
-    wanted = {"--out": "name a folder", "--subset": "how many questions?", "--seed": "a whole number"}
-    wanted |= {"--ids": "name a file of question ids", "--images": "embed or paths", "--shard-mib": "a size in MiB"}
-    if name == "merge":
-        return wanted | {"--val": "a share of the questions, such as 0.1"}
-    wanted |= {"--split": "name a split of the dataset"}
-    if name == "aokvqa":
-        wanted |= {"--image-dir": "name the folder of the images"}
-    return wanted | ({"--options": "4, 10 or vision, with commas between"} if name == "mmmu-pro" else {})
-
-
-def number(
-    text: str | None, option: str, kind: Callable[[str], Value], allowed: Callable[[Value], bool]
-) -> Value | None:
-    if text is None:
-        return None
-    try:
-        value = kind(text)
-    except ValueError:
-        raise ConfigError([f"{option}: {text!r} is no number that it takes"]) from None
-    if not allowed(value):
-        raise ConfigError([f"{option}: {text} is out of its range"])
-    return value
-
-
-def tell(prepared: Prepared) -> None:
+def report(prepared: PreparedDataset) -> None:
     if not prepared.rows:
         raise RunError(f"{prepared.folder} holds no row")
     if prepared.was_there:
-        say(f"{prepared.folder} was prepared already; nothing was done")
+        log_line(f"{prepared.folder} was prepared already; nothing was done")
     for split, rows in sorted(prepared.rows.items()):
         print(f"{rows:>9,} rows  {prepared.folder / split}")
     for reason, count in sorted({**prepared.left_out, **prepared.skipped}.items()):

@@ -1,4 +1,4 @@
-"""Responses that were written down, for trying rewards on them: the rollouts of a run, or the rows of a dataset."""
+"""Recorded responses to try rewards on: the rollouts of a run, or the rows of a dataset."""
 
 from __future__ import annotations
 
@@ -8,24 +8,23 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from mtrl.data import BadRow, DataError
+from mtrl.data import BadRow, DataError, DataSource
 from mtrl.data.prompts import TaskBuilder
 from mtrl.data.row_settings import RowError
-from mtrl.data.sources import DataSource
-from mtrl.data.video import measure, pixels, target_sizes
+from mtrl.data.video import decode_medium, measure_media, target_sizes
 from mtrl.models.families import TextEncoder
 from mtrl.rollout.responses import make_rollouts
-from mtrl.tracking.jsonl import read_rows_of
-from mtrl.types import Finish, Prompt, Rollouts, Task
+from mtrl.tracking.jsonl import iter_rows
+from mtrl.types import FinishReason, Prompt, Rollouts, Task
 
-ROWS_AT_ONCE = 512  # responses scored together; their images are in memory at the same time
+RESPONSES_PER_BATCH = 512  # responses scored together; their images are in memory at the same time
 ROLLOUTS = "rollouts.jsonl"
-ROW = {"step": int, "id": str, "response": str}  # what each row of a run's rollouts has
-STOP: Finish = "stop"
+ROW = {"step": int, "id": str, "response": str}  # columns of every row of a run's rollouts
+STOP: FinishReason = "stop"
 RESPONSE = "response"  # the column of a dataset that holds a response, or a list of them
 
 
@@ -35,29 +34,22 @@ class Group:
 
     task: Task
     responses: tuple[str, ...]
-    finish: tuple[Finish, ...]
+    finish: tuple[FinishReason, ...]
 
 
-class Recorded(Protocol):
-    def groups(self) -> Iterator[Group]: ...
-
-    def notes(self) -> list[str]:
-        """What a reader of the results must know; complete when the groups have been read."""
-
-
-def rollouts_file(data: str) -> Path | None:
-    """The rollouts that a path names, as a file or by the run they are in; None where it is something else."""
+def find_rollouts_file(data: str) -> Path | None:
+    """The rollouts of a run, by their path or that of the run; None if the path is something else."""
     path = Path(data)
     file = path / ROLLOUTS if path.is_dir() else path
     if file.suffix != ".jsonl" or not file.is_file():
         return None
-    return file if ROW.keys() <= next(read_rows_of(file), {}).keys() else None
+    return file if ROW.keys() <= next(iter_rows(file), {}).keys() else None
 
 
 @dataclass
 class RunRecord:
-    """A run's rollouts, joined by task id with the rows they came from. What cannot be joined has the response and the
-    answer alone."""
+    """A run's rollouts, joined by task id with the rows they came from. Those without such a row have only the response
+    and the answer."""
 
     file: Path
     sources: Sequence[DataSource]
@@ -78,20 +70,20 @@ class RunRecord:
             yield Group(task, tuple(row["response"] for row in responses), finish)
 
     def _rows(self) -> Iterator[dict[str, Any]]:
-        """The rows as a run writes them; one that lacks something was put there by somebody else."""
-        for number, row in enumerate(read_rows_of(self.file), 1):
+        for number, row in enumerate(iter_rows(self.file), 1):
             for name, kind in ROW.items():
                 if not isinstance(row.get(name), kind):
-                    told = f"its {name!r} is {'missing' if name not in row else 'no ' + kind.__name__}"
-                    raise DataError(f"{self.file}, row {number} is not what a run writes: {told}; remove the row")
+                    problem = f"its {name!r} is {'missing' if name not in row else 'no ' + kind.__name__}"
+                    raise DataError(f"{self.file}, row {number} was not written by a run: {problem}; remove the row")
             yield row
 
     def notes(self) -> list[str]:
+        """Notes for the reader of the results; complete after all groups have been read."""
         if not self.joined[False]:
             return [f"prompt, images and columns are those of {', '.join(source.name for source in self.sources)}"]
-        where = "the run's data" if self.sources else "any data"
+        data = "the run's data" if self.sources else "any data"
         return [
-            f"{self.joined[False]} of {sum(self.joined.values())} responses have no row in {where}: a reward sees "
+            f"{self.joined[False]} of {sum(self.joined.values())} responses have no row in {data}: a reward sees "
             "their response and answer, but no prompt, images or columns"
         ]
 
@@ -100,15 +92,15 @@ class RunRecord:
         for source in self.sources:
             if source.fingerprint == fingerprint and row.isdigit():
                 number = int(row) + 1
-                place = bisect_left(range(len(source)), number, key=source.row_number)
-                if place < len(source) and source.row_number(place) == number:
-                    return self.builder.build(source, place)
+                index = bisect_left(range(len(source)), number, key=source.row_number)
+                if index < len(source) and source.row_number(index) == number:
+                    return self.builder.build(source, index)
         return None
 
 
 @dataclass
 class DataRecord:
-    """The rows of a dataset. One without a response is tried with its own answer."""
+    """The rows of a dataset. If a row has no response, its answer is tried instead."""
 
     sources: Sequence[DataSource]
     builder: TaskBuilder
@@ -117,23 +109,23 @@ class DataRecord:
 
     def groups(self) -> Iterator[Group]:
         for source in self.sources:
-            for place in range(len(source)):
-                group = self._group(source, place)
+            for index in range(len(source)):
+                group = self._group(source, index)
                 if group is not None:
                     yield group
 
-    def _group(self, source: DataSource, place: int) -> Group | None:
+    def _group(self, source: DataSource, index: int) -> Group | None:
         try:
-            task = self.builder.build(source, place)
-            responses = recorded_responses(task)
+            task = self.builder.build(source, index)
+            responses = get_responses(task)
             if responses is None:
-                responses = (recorded_answer(task),)
+                responses = (get_answer(task),)
                 self.answers += 1
             return Group(task, responses, (STOP,) * len(responses))
         except RowError as error:
-            bad = BadRow(source.name, source.row_number(place), error.reason)
+            bad = BadRow(source.name, source.row_number(index), error.reason)
             if self.builder.settings.on_bad_row != "skip":
-                raise DataError(f"{bad}\nRepair it, or set dataset.on_bad_row=skip to go on without it.") from error
+                raise DataError(f"{bad}\nRepair it, or set dataset.on_bad_row=skip to leave it out.") from error
             self.bad.append(bad)
             return None
 
@@ -141,51 +133,51 @@ class DataRecord:
         notes = []
         if self.answers:
             notes.append(
-                f"{self.answers} rows have no column {RESPONSE!r}: their own answer is tried in its place, as it "
-                "stands (a reward that looks for <answer> or \\boxed{} finds none in it)"
+                f"{self.answers} rows have no column {RESPONSE!r}: their answer is tried instead, as it is (a reward "
+                "that looks for <answer> or \\boxed{} finds none in it)"
             )
         if self.bad:
             notes.append(f"{len(self.bad)} rows cannot be used and are skipped; the first: {self.bad[0]}")
         return notes
 
 
-def recorded_responses(task: Task) -> tuple[str, ...] | None:
-    found: Any = (task.columns or {}).get(RESPONSE)
-    if found is None:
+def get_responses(task: Task) -> tuple[str, ...] | None:
+    value: Any = (task.columns or {}).get(RESPONSE)
+    if value is None:
         return None
-    responses = tuple(found) if isinstance(found, (list, tuple)) else (found,)
+    responses = tuple(value) if isinstance(value, (list, tuple)) else (value,)
     if not responses or not all(isinstance(each, str) for each in responses):
-        raise RowError(f"its {RESPONSE} is a {type(found).__name__}; expected a text or a list of texts")
+        raise RowError(f"its {RESPONSE} is a {type(value).__name__}; expected a text or a list of texts")
     return responses
 
 
-def recorded_answer(task: Task) -> str:
+def get_answer(task: Task) -> str:
     if task.answer is None:
         raise RowError(f"it has neither a column {RESPONSE!r} nor an answer (dataset.answer_key)")
     return str(task.answer)
 
 
 # ---------------------------------------------------------------------------------------------------------- as rollouts
-def batches(groups: Iterable[Group], encoder: TextEncoder | None) -> Iterator[Rollouts]:
-    """Recorded responses as a generator would have handed them over. Without an encoder responses have no tokens, and
-    images keep their own size."""
-    waiting: list[Group] = []
+def iterate_rollouts(groups: Iterable[Group], encoder: TextEncoder | None) -> Iterator[Rollouts]:
+    """Recorded responses in batches, like those of a generator. Without an encoder responses have no tokens, and images
+    keep their own size."""
+    batch: list[Group] = []
     for group in groups:
-        waiting.append(group)
-        if sum(len(each.responses) for each in waiting) >= ROWS_AT_ONCE:
-            yield as_rollouts(waiting, encoder)
-            waiting = []
-    if waiting:
-        yield as_rollouts(waiting, encoder)
+        batch.append(group)
+        if sum(len(each.responses) for each in batch) >= RESPONSES_PER_BATCH:
+            yield make_batch(batch, encoder)
+            batch = []
+    if batch:
+        yield make_batch(batch, encoder)
 
 
-def as_rollouts(groups: Sequence[Group], encoder: TextEncoder | None) -> Rollouts:
+def make_batch(groups: Sequence[Group], encoder: TextEncoder | None) -> Rollouts:
     texts = [text for group in groups for text in group.responses]
-    finish = [how for group in groups for how in group.finish]
-    ids = [response_tokens(text, how, encoder) if encoder else [] for text, how in zip(texts, finish, strict=True)]
+    finish = [reason for group in groups for reason in group.finish]
+    ids = [encode_response(text, why, encoder) if encoder else [] for text, why in zip(texts, finish, strict=True)]
     return make_rollouts(
-        [seen_prompt(group.task, encoder) for group in groups],
-        [place for place, group in enumerate(groups) for _ in group.responses],
+        [make_prompt(group.task, encoder) for group in groups],
+        [index for index, group in enumerate(groups) for _ in group.responses],
         ids,
         None,
         text=texts,
@@ -195,19 +187,19 @@ def as_rollouts(groups: Sequence[Group], encoder: TextEncoder | None) -> Rollout
     )
 
 
-def response_tokens(text: str, finish: Finish, encoder: TextEncoder) -> list[int]:
-    """The tokens of a recorded text, with the end token that it does not show where the response came to its end."""
+def encode_response(text: str, finish: FinishReason, encoder: TextEncoder) -> list[int]:
+    """The tokens of a recorded text, with the end token, which is not in the text, if the response ended by itself."""
     end = encoder.stop_ids[:1] if finish == STOP else ()
     return [*encoder.tokenizer.encode(text, add_special_tokens=False), *end]
 
 
-def seen_prompt(task: Task, encoder: TextEncoder | None) -> Prompt:
-    """The prompt of a task with its images decoded, without tokens, which rewards do not see."""
+def make_prompt(task: Task, encoder: TextEncoder | None) -> Prompt:
+    """The prompt of a task with decoded images; without tokens, which rewards do not see."""
     try:
-        task, sizes = measure(task, encoder)
+        task, sizes = measure_media(task, encoder)
         targets = target_sizes(encoder, sizes, task.media)
-        media = tuple(pixels(medium, target) for medium, target in zip(task.media, targets, strict=True))
+        media = tuple(decode_medium(medium, target) for medium, target in zip(task.media, targets, strict=True))
     except ValueError as error:
         raise DataError(f"{task.origin}: {error}") from error
-    nothing = torch.zeros(0, dtype=torch.long)
-    return Prompt(task, media, nothing, nothing, nothing)
+    empty = torch.zeros(0, dtype=torch.long)
+    return Prompt(task, media, empty, empty, empty)

@@ -1,38 +1,37 @@
-"""`mtrl train`."""
+"""Train a model.
+
+mtrl train [FILE] [a.b=c ...]
+
+FILE is YAML: your own, or a packaged one such as mtrl:zoo/tprl_full. mtrl config --list prints them.
+Without a file, a model and data, the embedded model is trained on the embedded task, in sizes for a laptop.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mtrl.commands.load_arguments import say, started, warnings_to_log
-from mtrl.compose.run import Run, build, configure, train_through
-from mtrl.config import Config, take_file, warnings
-from mtrl.training.algorithm_spec import AlgorithmSpec
+from mtrl.commands.load_arguments import check_call, log_line, open_log
+from mtrl.compose.run import Run, build, configure, train_with_restarts
+from mtrl.config import Config, find_warnings, take_file
 
 
 def run(arguments: Sequence[str]) -> int:
     file, overrides = take_file(arguments)
     config, embedded = configure(file, overrides)
-    log = warnings_to_log()
+    log = open_log()
     if embedded:
         why = "no config file, model or data given" if embedded.stem == "zoo" else "no config file given"
-        say(f"{why}: {embedded.name} of the embedded task lies under the overrides", log)
-    for warning in warnings(config):
-        say(f"warning: {warning}", log)
+        log_line(f"{why}: the overrides apply to {embedded.name} of the embedded task", log)
+    for warning in find_warnings(config):
+        log_line(f"warning: {warning}", log)
 
-    def begin(config: Config) -> Run:
-        training = started(build, config)
-        say(f"run directory: {training.directory}, {training.start.told()}", log)
-        say(sizes(training.loop.algorithm_spec), log)
+    def build_run(config: Config) -> Run:
+        training = check_call(build, config)
+        log_line(f"run directory: {training.directory}, {training.start.describe()}", log)
+        spec = training.loop.spec  # logged, since a large step takes long before it reports anything
+        each = f"{spec.prompts_per_step} prompts x {spec.sampling.n} responses"
+        log_line(f"steps: {spec.total_steps}, each {each} of at most {spec.sampling.max_new_tokens} tokens", log)
         return training
 
-    train_through(config, begin)
+    train_with_restarts(config, build_run)
     return 0
-
-
-def sizes(algorithm_spec: AlgorithmSpec) -> str:
-    """The sizes of a step in arguments: a large one takes long before it reports anything."""
-    each = f"{algorithm_spec.prompts_per_step} prompts x {algorithm_spec.sampling.n} responses"
-    return (
-        f"steps: {algorithm_spec.total_steps}, each {each} of at most {algorithm_spec.sampling.max_new_tokens} tokens"
-    )

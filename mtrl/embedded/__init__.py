@@ -1,1 +1,2 @@
-"""An embedded visual task and a tiny vision-language model that half knows it: see `task.py` and `teacher.py`."""
+"""Two embedded visual tasks, each with a tiny vision-language model that half knows it: see `task.py` and `scenes.py`.
+The models are made by `python -m pretraining.pretrain`."""

@@ -1,5 +1,5 @@
-"""The embedded tasks as data sources: rows made when they are asked for, the same for ever. And where the models of
-these tasks and their settings lie."""
+"""The embedded tasks as data sources, whose rows are generated on demand and never change; and the paths of their
+models and settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SCENES_SIZES: dict[Split, int] = {"train": 2000, "validation": 400, "test": scen
 MODEL_DIRECTORY = HOME / "model"
 CONFIG_FILE = HOME / "zoo.yaml"
 MODELS = {"zoo": MODEL_DIRECTORY, "scenes": HOME / "scenes_model"}
-"""What `worker.actor.model.model_path` may call by a name; without one it is the first."""
+"""The names that `worker.actor.model.model_path` accepts; the default is the first."""
 CONFIG_FILES = {"zoo": CONFIG_FILE, "scenes": HOME / "scenes.yaml"}
 TASK_VERSION = 1  # raise it when the same index gives another question
 
@@ -26,7 +26,7 @@ class ZooRows:
 
     directory = Path(".")
     title: ClassVar[str] = "embedded task"
-    mark: ClassVar[str] = f"zoo{TASK_VERSION}"  # names the content
+    version_tag: ClassVar[str] = f"zoo{TASK_VERSION}"
     sizes: ClassVar[Mapping[Split, int]] = SIZES
 
     def __init__(self, split: Split) -> None:
@@ -34,7 +34,7 @@ class ZooRows:
             raise ValueError(f"the {self.title} has no split {split!r}; it has {', '.join(self.sizes)}")
         self.split: Split = split
         self.name = f"{self.title}, {split}"
-        self.fingerprint = f"{self.mark}-{split}"
+        self.fingerprint = f"{self.version_tag}-{split}"
         self.stamp = [self.fingerprint, self.sizes[split]]
 
     def __len__(self) -> int:
@@ -51,7 +51,7 @@ class SceneRows(ZooRows):
     """One split of `scenes`."""
 
     title = "embedded task scenes"
-    mark = f"scenes{scenes.VERSION}"
+    version_tag = f"scenes{scenes.VERSION}"
     sizes = SCENES_SIZES
 
     def read(self, index: int) -> dict[str, Any]:
@@ -59,10 +59,10 @@ class SceneRows(ZooRows):
 
 
 class BlankSceneRows(SceneRows):
-    """The same questions about pictures that show nothing: whoever learns here has not looked."""
+    """The same questions about grey pictures: a control, on which nothing can be learned by looking."""
 
     title = "embedded task scenes without its pictures"
-    mark = f"scenes{scenes.VERSION}-blank"
+    version_tag = f"scenes{scenes.VERSION}-blank"
 
     def read(self, index: int) -> dict[str, Any]:
         return scenes.row(scenes.make_question(self.split, index), blank=True)
@@ -72,12 +72,12 @@ TASKS: dict[str, type[ZooRows]] = {"zoo": ZooRows, "scenes": SceneRows, "scenes-
 
 
 def embedded_rows(name: str) -> ZooRows:
-    """The rows of `zoo@test`."""
-    which, _, split = name.partition("@")
-    return TASKS[which](split)  # type: ignore[arg-type]
+    """The rows of a task and split, such as `zoo@test`."""
+    task_name, _, split = name.partition("@")
+    return TASKS[task_name](split)  # type: ignore[arg-type]
 
 
 def packaged_config(data: str) -> Path | None:
-    """The settings of an embedded task whose rows are named, and of its model."""
-    which, at, _ = data.partition("@")
-    return CONFIG_FILES[which.removesuffix("-blank")] if at and which in TASKS else None
+    """The settings file of an embedded task and its model, if `data` names such a task."""
+    name, at, _ = data.partition("@")
+    return CONFIG_FILES[name.removesuffix("-blank")] if at and name in TASKS else None

@@ -1,8 +1,8 @@
-"""How a scene looks: objects in a grid of cells, each as large as one vision token."""
+"""Pictures of the embedded tasks: coloured shapes in a grid of cells, each as large as one vision token."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -19,44 +19,44 @@ COLOURS = {
 }
 SHAPES = ("circle", "square", "triangle", "diamond", "cross", "ring")
 CELL = 28  # pixels
-GRID = 3  # cells a side
-SIDE = GRID * CELL
-TINT = 24.0  # of the ground, as light falls in a room: cold above and warm below, reddish left and greenish right
-FINE = 8  # how much larger a shape is drawn than shown
+TINT = 24.0  # tint of the ground, like light in a room: cold above, warm below, reddish left, greenish right
+OVERSAMPLING = 8  # how much larger a shape is drawn, for soft edges
 
 
 class DrawnShape(NamedTuple):
-    """One object as the picture wants it."""
-
-    cell: int
-    colour: tuple[int, int, int]
+    cell: int  # row by row
+    colour: str
     shape: str
     radius: int
-    offset: tuple[int, int]
+    offset: tuple[int, int]  # from the centre of the cell, in pixels
 
 
-def render(things: Sequence[DrawnShape], noise: np.random.Generator) -> np.ndarray:
-    """[84, 84, 3] uint8: shapes with soft edges and slightly varying colours on a light, grainy ground."""
-    picture = np.full((SIDE, SIDE, 3), 195 + 30 * noise.random(), dtype=np.float32)
-    slope = np.repeat(np.linspace(1, -1, GRID), CELL) * TINT
+def render(
+    shapes: Iterable[DrawnShape], noise: np.random.Generator, cells_per_side: int, brightness: tuple[int, int]
+) -> np.ndarray:
+    """[side, side, 3] uint8: shapes with soft edges and slightly varying colours on a light, grainy ground.
+    `brightness`: lowest value of the ground and its range."""
+    side, (darkest, spread) = cells_per_side * CELL, brightness
+    picture = np.full((side, side, 3), darkest + spread * noise.random(), dtype=np.float32)
+    slope = np.repeat(np.linspace(1, -1, cells_per_side), CELL) * TINT
     picture[..., 2] += slope[:, None]
     picture[..., 0] += slope
-    for thing in things:
-        top, left = CELL * (thing.cell // GRID), CELL * (thing.cell % GRID)
+    for each in shapes:
+        top, left = CELL * (each.cell // cells_per_side), CELL * (each.cell % cells_per_side)
         cell = picture[top : top + CELL, left : left + CELL]
-        colour = np.array(thing.colour) + (noise.random(3) - 0.5) * 24
-        cover = np.roll(stencil(thing.shape, thing.radius), thing.offset, axis=(0, 1))
-        cell += cover[..., None] * (colour - cell)
+        colour = np.array(COLOURS[each.colour]) + (noise.random(3) - 0.5) * 24
+        coverage = np.roll(stencil(each.shape, each.radius), each.offset, axis=(0, 1))
+        cell += coverage[..., None] * (colour - cell)
     picture += (noise.random(picture.shape) - 0.5) * 12
     return picture.clip(0, 255).astype(np.uint8)
 
 
 @lru_cache(maxsize=64)
 def stencil(shape: str, radius: int) -> np.ndarray:
-    """[28, 28] float32: how much of each pixel the shape covers."""
-    centre, reach = CELL * FINE // 2, radius * FINE
+    """[28, 28] float32: the share of each pixel that the shape covers."""
+    centre, reach = CELL * OVERSAMPLING // 2, radius * OVERSAMPLING
     low, high = centre - reach, centre + reach
-    canvas = Image.new("L", (CELL * FINE, CELL * FINE))
+    canvas = Image.new("L", (CELL * OVERSAMPLING, CELL * OVERSAMPLING))
     draw = ImageDraw.Draw(canvas)
     if shape in ("circle", "ring"):
         draw.ellipse((low, low, high, high), fill=255)
