@@ -1,2 +1,1 @@
-"""Several configurations over the same seeds, compared: `batch` runs them, `arms` reads them, `statistics` judges, and
-`pages` writes it down. Runs of a user's own are read the same way."""
+"""Comparing configurations over the same seeds: `batch` runs them, `arms` reads their runs, `statistics` tests them."""

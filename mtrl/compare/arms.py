@@ -1,33 +1,33 @@
-"""The runs of an arm, as their directories tell: curves, what was right at the end, what a step took."""
+"""The runs of an arm, read from their directories: metric curves, correct answers at the end, seconds per step."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
 from mtrl.compare.statistics import area
-from mtrl.tracking.jsonl import read_rows_of
+from mtrl.tracking.jsonl import iter_rows
 from mtrl.utils.errors import StartError
 from mtrl.utils.files import regular_file
 from mtrl.utils.metric_history import History, history
 
 METRICS, VALIDATIONS, CONFIG = "metrics.jsonl", "validations.jsonl", "config.yaml"
-ENDPOINTS = ("val/avg@", "val/reward_score")  # what is compared: accuracy, else reward
+ENDPOINTS = ("val/avg@", "val/reward_score")  # metrics to compare: accuracy, else reward
 STEP_SECONDS = "perf/seconds_step"
 
 
 @dataclass(frozen=True)
 class SeedRun:
-    """One run. `right`: by question, at its last validation."""
+    """One run. `correct`: whether each question of the last validation was answered correctly, by its id."""
 
     seed: int
     curves: History
-    right: Mapping[str, bool] = field(default_factory=dict)
+    correct: Mapping[str, bool] = field(default_factory=dict)
 
     def final(self, metric: str) -> float:
         return self.curves[metric][-1][1]
@@ -37,14 +37,14 @@ class SeedRun:
 
     @property
     def seconds(self) -> float | None:
-        """The median time of a step; the first one compiles and warms up, and is left out where there are others."""
+        """The median seconds per step, without the first step (it compiles and warms up) if there are others."""
         times = [value for _, value in self.curves.get(STEP_SECONDS, ())]
         return statistics.median(times[1:] or times) if times else None
 
 
 @dataclass(frozen=True)
 class Arm:
-    """Runs of one configuration, by their seeds."""
+    """Runs of one configuration, by seed."""
 
     name: str
     runs: Mapping[int, SeedRun]
@@ -55,8 +55,8 @@ class Arm:
     def areas(self, metric: str) -> dict[int, float]:
         return {seed: run.area(metric) for seed, run in self.runs.items() if metric in run.curves}
 
-    def right(self) -> dict[str, bool]:
-        return {f"{seed} {id}": right for seed, run in self.runs.items() for id, right in run.right.items()}
+    def correct(self) -> dict[str, bool]:
+        return {f"{seed} {id}": correct for seed, run in self.runs.items() for id, correct in run.correct.items()}
 
     @property
     def seconds(self) -> float | None:
@@ -65,69 +65,62 @@ class Arm:
 
 
 def read_arm(directory: Path) -> Arm:
-    """A run, or a directory of the runs of one configuration: each has a seed of its own."""
-    return load_arm(directory.absolute().name, run_places(directory)) or check(directory)
-
-
-def load_arm(name: str, places: Iterable[Path]) -> Arm | None:
-    """The runs in these places as one arm; None where there is none."""
-    runs: dict[int, SeedRun] = {}
-    for place in places:
-        run = read_run(place)
-        if run.seed in runs:
-            raise StartError(f"{place}: another run of {name} has the seed {run.seed}; runs of an arm differ in it")
-        runs[run.seed] = run
-    return Arm(name, dict(sorted(runs.items()))) if runs else None
-
-
-def check(directory: Path) -> NoReturn:
-    raise StartError(f"{directory} has no run with numbers; name the directory of a run, or one that holds several")
-
-
-def run_places(directory: Path) -> Iterator[Path]:
+    """Read one run, or a directory with the runs of one configuration, each with a different seed."""
     if (directory / METRICS).is_file():
-        yield directory
-    elif directory.is_dir():
-        yield from (place for place in sorted(directory.iterdir()) if (place / METRICS).is_file())
+        runs = [directory]
+    else:
+        runs = sorted(file.parent for file in directory.glob(f"*/{METRICS}") if file.is_file())
+    arm = load_arm(directory.absolute().name, runs)
+    if arm is None:
+        raise StartError(f"{directory} holds no run with metrics; name the directory of a run, or one of several runs")
+    return arm
 
 
-def read_run(directory: Path) -> SeedRun:
-    return SeedRun(
-        read_seed(directory), history(read_rows_of(directory / METRICS)), last_answers(directory / VALIDATIONS)
-    )
+def load_arm(name: str, run_dirs: Iterable[Path]) -> Arm | None:
+    """Read these runs as one arm; None if there are none."""
+    runs: dict[int, SeedRun] = {}
+    for directory in run_dirs:
+        seed = read_seed(directory)
+        if seed in runs:
+            raise StartError(
+                f"{directory}: another run of {name} has the seed {seed}; the runs of an arm need different seeds"
+            )
+        runs[seed] = SeedRun(seed, history(iter_rows(directory / METRICS)), read_answers(directory / VALIDATIONS))
+    return Arm(name, dict(sorted(runs.items()))) if runs else None
 
 
 def read_seed(directory: Path) -> int:
     try:
-        found = yaml.safe_load(regular_file(directory / CONFIG).read_text())["dataset"]["seed"]
+        return int(yaml.safe_load(regular_file(directory / CONFIG).read_text())["dataset"]["seed"])
     except (OSError, KeyError, TypeError, ValueError, yaml.YAMLError) as error:
-        raise StartError(f"{directory / CONFIG} does not say the run's dataset.seed") from error
-    return int(found)
+        raise StartError(f"{directory / CONFIG} has no dataset.seed") from error
 
 
-def last_answers(file: Path) -> dict[str, bool]:
-    """Whether each question was answered rightly when it was asked last."""
+def read_answers(file: Path) -> dict[str, bool]:
+    """Whether each question of the last validation was answered correctly, by any of its responses."""
     answers: dict[str, tuple[int, bool]] = {}
-    for row in read_rows_of(file):
-        step, right = row.get("step"), is_right(row)
-        if right is not None and isinstance(step, int) and isinstance(row.get("id"), str):
+    for row in iter_rows(file):
+        step, correct = row.get("step"), is_correct(row)
+        if correct is not None and isinstance(step, int) and isinstance(row.get("id"), str):
             known = answers.get(row["id"])
-            answers[row["id"]] = (step, right or (known is not None and known[0] == step and known[1]))
+            answers[row["id"]] = (step, correct or (known is not None and known[0] == step and known[1]))
     last = max((step for step, _ in answers.values()), default=0)
-    return {name: right for name, (step, right) in answers.items() if step == last}
+    return {name: correct for name, (step, correct) in answers.items() if step == last}
 
 
-def is_right(row: Mapping[str, Any]) -> bool | None:
+def is_correct(row: Mapping[str, Any]) -> bool | None:
     parts = row.get("rewards")
     score = parts.get("accuracy") if isinstance(parts, Mapping) else None
     return None if score is None else score >= 0.5
 
 
-def endpoint(arms: Sequence[Arm]) -> str:
+def choose_endpoint(arms: Sequence[Arm]) -> str:
     """The metric that all runs can be compared by."""
     shared = set.intersection(*({*run.curves} for arm in arms for run in arm.runs.values()))
-    for start in ENDPOINTS:
-        if found := sorted(name for name in shared if name.startswith(start)):
-            return found[0]
-    told = " or ".join(ENDPOINTS)
-    raise StartError(f"the runs share no validation ({told}); set dataset.val_files and training.val_freq")
+    for prefix in ENDPOINTS:
+        if names := sorted(name for name in shared if name.startswith(prefix)):
+            return names[0]
+    wanted = " or ".join(ENDPOINTS)
+    raise StartError(
+        f"the runs have no validation metric in common ({wanted}); set dataset.val_files and training.val_freq"
+    )

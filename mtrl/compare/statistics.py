@@ -1,7 +1,7 @@
-"""What can be said of runs that differ in their configuration and share their seeds.
+"""Statistics of runs that differ in their configuration and share their seeds.
 
-Seeds are the sample: an interval of a mean comes from drawing seeds anew, a comparison from the differences of runs of
-the same seed, which have seen the same prompts in the same order and the same responses in their first step.
+The seeds are the sample: the interval of a mean comes from resampling seeds, a comparison from the differences between
+runs of the same seed, which see the same prompts in the same order and the same responses in their first step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LEVEL = 0.95
 
 @dataclass(frozen=True)
 class MeanEstimate:
-    """A mean, and its interval where there are two values at least."""
+    """A mean, with its interval if there are at least two values."""
 
     mean: float
     low: float | None = None
@@ -28,7 +28,7 @@ class MeanEstimate:
 
 @dataclass(frozen=True)
 class Paired:
-    """Differences to the baseline. `p`: of the paired t-test, None where it cannot be had; `adjusted`: after Holm."""
+    """Differences to the baseline. `p`: of the paired t-test, None if undefined; `adjusted`: p after Holm."""
 
     difference: MeanEstimate
     seeds: int
@@ -38,7 +38,7 @@ class Paired:
 
 @dataclass(frozen=True)
 class Discordant:
-    """Questions that one of two runs of the same seed got right, over all seeds, and McNemar's exact p."""
+    """Questions that only one of two runs of the same seed answered correctly, over all seeds; McNemar's exact p."""
 
     gained: int
     lost: int
@@ -46,7 +46,7 @@ class Discordant:
 
 
 def estimate(values: Sequence[float]) -> MeanEstimate:
-    """The mean of values of single seeds, with its percentile bootstrap interval."""
+    """The mean over seeds with its percentile bootstrap interval."""
     sample = np.asarray(values, dtype=float)
     if len(sample) < 2:
         return MeanEstimate(float(sample.mean()))
@@ -55,8 +55,8 @@ def estimate(values: Sequence[float]) -> MeanEstimate:
     return MeanEstimate(float(sample.mean()), float(low), float(high))
 
 
-def paired(values: Mapping[int, float], baseline: Mapping[int, float]) -> Paired | None:
-    """Runs of the same seeds, each less the baseline's; None where they share no seed."""
+def compare_paired(values: Mapping[int, float], baseline: Mapping[int, float]) -> Paired | None:
+    """Compare values with the baseline's values of the same seeds; None if they share no seed."""
     seeds = sorted(values.keys() & baseline.keys())
     if not seeds:
         return None
@@ -65,34 +65,34 @@ def paired(values: Mapping[int, float], baseline: Mapping[int, float]) -> Paired
 
 
 def paired_p(differences: Sequence[float]) -> float | None:
-    """Two-sided p of the paired t-test. Without spread there is none: all alike, or a single pair."""
+    """Two-sided p of the paired t-test; None if all differences are equal or there is only one."""
     if len(differences) < 2 or np.ptp(differences) < 1e-12:
         return None
-    from scipy.stats import ttest_1samp  # not needed by anything else: pip install 'mtrl[compare]'
+    from scipy.stats import ttest_1samp  # optional dependency: pip install 'mtrl[compare]'
 
     return float(ttest_1samp(differences, 0.0).pvalue)
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """p values after Holm's correction: the smallest times their number, the next times one less, never falling.
+    """p values after Holm's correction: the smallest times their number, the next times one less, and so on; monotone.
 
     >>> holm([0.01, 0.04, 0.03])
     [0.03, 0.06, 0.06]
     """
     adjusted, highest = [0.0] * len(ps), 0.0
-    for rank, place in enumerate(sorted(range(len(ps)), key=ps.__getitem__)):
-        highest = max(highest, min(1.0, (len(ps) - rank) * ps[place]))
-        adjusted[place] = highest
+    for rank, index in enumerate(sorted(range(len(ps)), key=ps.__getitem__)):
+        highest = max(highest, min(1.0, (len(ps) - rank) * ps[index]))
+        adjusted[index] = highest
     return adjusted
 
 
-def mcnemar(right: Mapping[str, bool], baseline: Mapping[str, bool]) -> Discordant | None:
-    """Two runs on the same questions, by their ids (with their seed, where there are several); none without such."""
-    shared = right.keys() & baseline.keys()
+def mcnemar(correct: Mapping[str, bool], baseline: Mapping[str, bool]) -> Discordant | None:
+    """Compare the answers to the same questions, by id; None if there are no common questions."""
+    shared = correct.keys() & baseline.keys()
     if not shared:
         return None
-    gained = sum(right[each] and not baseline[each] for each in shared)
-    lost = sum(baseline[each] and not right[each] for each in shared)
+    gained = sum(correct[each] and not baseline[each] for each in shared)
+    lost = sum(baseline[each] and not correct[each] for each in shared)
     if not gained + lost:
         return Discordant(0, 0, 1.0)
     from scipy.stats import binomtest
@@ -101,7 +101,7 @@ def mcnemar(right: Mapping[str, bool], baseline: Mapping[str, bool]) -> Discorda
 
 
 def area(points: Sequence[tuple[float, float]]) -> float:
-    """The mean height of a curve: the area under it, over its length.
+    """The mean height of a curve: the area under it divided by its length.
 
     >>> area([(0, 0.0), (2, 1.0), (4, 1.0)])
     0.75

@@ -1,1 +1,1 @@
-"""What people look at: pages of Markdown, charts and heat maps. Values in, text or a picture out."""
+"""Pages for people: Markdown, console reports, charts and heat maps, made from plain values."""

@@ -1,4 +1,4 @@
-"""The report of `mtrl attention`: where a model looks while it answers, in numbers and pictures."""
+"""The report of `mtrl attention`: where a model looks while it answers, as tables and heat maps."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ import torch
 from torch import Tensor
 
 from mtrl.algorithms.signals import segment, vgr
+from mtrl.report.attention_tables import BALANCE, SHOWN_SEGMENTS, attention_table, row_attention
 from mtrl.report.heat_map import ImageAttention, draw_heat_maps
-from mtrl.report.markdown_pages import BALANCE, SHOWN_SEGMENTS, attention_table, fenced, number, row_attention, table
+from mtrl.report.markdown_text import fenced, number, table
 from mtrl.types import VISION_POOL
 
-LISTED = 8  # tokens listed as those that look most, and as those that look least
+LISTED = 8  # tokens listed with the lowest VGR, and as many with the highest
 
 
 @dataclass(frozen=True, eq=False)
 class DrawnAttention:
     """A token whose attention is drawn."""
 
-    token: int  # its place in the response
+    token: int  # its index in the response
     why: str
     images: tuple[ImageAttention, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Answered:
-    """A response and where its tokens looked."""
+class AttentionSample:
+    """A response with the attention of its tokens."""
 
     id: str
     prompt: str
@@ -43,78 +44,74 @@ class Answered:
 
     @property
     def mean_mass(self) -> Tensor:
-        """The mean mass of the response [len(SEGMENTS), 2], as section 2 of the spec takes it."""
+        """The mean mass of the response [len(SEGMENTS), 2], as in section 2 of the spec."""
         return self.mass.mean(0)
 
     def token_vgr(self, name: str = "all") -> Tensor:
-        """VGR of each token, [n]; NaN without an image."""
+        """The VGR of each token, [n]; NaN without an image."""
         return vgr(segment(self.mass, name), self.sizes)
 
 
-def write_report(directory: Path, title: str, answers: Sequence[Answered]) -> Path:
-    """Writes `report.md`, and its pictures beside it."""
+def write_report(directory: Path, title: str, samples: Sequence[AttentionSample]) -> Path:
+    """Write `report.md` and its pictures to the directory."""
     pictures = directory / "pictures"
     pictures.mkdir(parents=True, exist_ok=True)
-    parts = [f"# {title}", BALANCE, overview(answers)]
-    for place, answer in enumerate(answers, 1):
-        parts.append(sample_section(place, answer, pictures))
+    sections = [make_section(index, sample, pictures) for index, sample in enumerate(samples, 1)]
+    parts = [f"# {title}", BALANCE, make_overview(samples), *sections]
     report = directory / "report.md"
     report.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     return report
 
 
-def overview(answers: Sequence[Answered]) -> str:
-    """VGR and AEI over all responses, while reading the prompt and while answering."""
-    sizes = torch.stack([answer.sizes for answer in answers])
+def make_overview(samples: Sequence[AttentionSample]) -> str:
+    """VGR and AEI over all responses, while answering and while reading the prompt."""
+    sizes = torch.stack([sample.sizes for sample in samples])
     phases = {
-        "while answering (mean over the response's tokens)": [answer.mean_mass for answer in answers],
-        "while reading (mean over the prompt's tokens after the image)": [answer.prompt_mass for answer in answers],
+        "while answering (mean over the response's tokens)": [sample.mean_mass for sample in samples],
+        "while reading (mean over the prompt's tokens after the image)": [sample.prompt_mass for sample in samples],
     }
     visual = int((sizes > 0).all(1).sum())
-    parts = [f"{len(answers)} responses, {visual} of them to an image."]
+    parts = [f"{len(samples)} responses, {visual} of them to an image."]
     for name, masses in phases.items():
         parts += [f"## Attention {name}", attention_table(torch.stack(masses), sizes)]
     return "\n\n".join(parts)
 
 
-def sample_section(place: int, answer: Answered, pictures: Path) -> str:
-    text, vision = answer.sizes.tolist()
-    truth = "" if answer.answer is None else f" Truth: {answer.answer}."
+def make_section(index: int, sample: AttentionSample, pictures: Path) -> str:
+    text, vision = sample.sizes.tolist()
+    truth = "" if sample.answer is None else f" Truth: {sample.answer}."
     parts = [
-        f"## Sample {place}: {answer.id}",
-        fenced(answer.prompt),
-        fenced(answer.response),
-        f"{row_attention(answer.mean_mass, answer.sizes)}. Pools: {text} text, {vision} image tokens.{truth}",
+        f"## Sample {index}: {sample.id}",
+        fenced(sample.prompt),
+        fenced(sample.response),
+        f"{row_attention(sample.mean_mass, sample.sizes)}. Pools: {text} text, {vision} image tokens.{truth}",
     ]
     if vision and text:
-        parts.append(token_table(answer))
-    for drawn in answer.drawn:
-        file = pictures / f"sample{place}_token{drawn.token}.png"
-        word = answer.tokens[drawn.token]
-        draw_heat_maps(
-            file, f"token {drawn.token} {word!r}: {drawn.why}", list(drawn.images), attention_notes(answer, drawn)
-        )
+        parts.append(token_table(sample))
+    for drawn in sample.drawn:
+        file = pictures / f"sample{index}_token{drawn.token}.png"
+        title = f"token {drawn.token} {sample.tokens[drawn.token]!r}: {drawn.why}"
+        draw_heat_maps(file, title, drawn.images, panel_notes(sample, drawn))
         parts.append(f"Token {drawn.token} ({drawn.why}):\n\n![attention](pictures/{file.name})")
     return "\n\n".join(parts)
 
 
-def token_table(answer: Answered) -> str:
-    """The tokens that look most, then those that look least; all of a short response."""
-    ratio = answer.token_vgr()
-    order = ratio.argsort(stable=True).tolist()
-    shown = order if len(order) <= 2 * LISTED else [*order[:LISTED], *order[-LISTED:]]
+def token_table(sample: AttentionSample) -> str:
+    """The tokens with the lowest and the highest VGR; all tokens of a short response."""
+    order = sample.token_vgr().argsort(stable=True).tolist()
+    listed = order if len(order) <= 2 * LISTED else [*order[:LISTED], *order[-LISTED:]]
     rows = [
-        [token, repr(answer.tokens[token]), *(number(float(answer.token_vgr(name)[token])) for name in SHOWN_SEGMENTS)]
-        for token in shown
+        [token, repr(sample.tokens[token]), *(number(float(sample.token_vgr(name)[token])) for name in SHOWN_SEGMENTS)]
+        for token in listed
     ]
-    return table(["place", "token", *(f"VGR {name}" for name in SHOWN_SEGMENTS)], rows)
+    return table(["index", "token", *(f"VGR {name}" for name in SHOWN_SEGMENTS)], rows)
 
 
-def attention_notes(answer: Answered, drawn: DrawnAttention) -> dict[str, str]:
-    """For each segment: the mass on all images, and the VGR."""
+def panel_notes(sample: AttentionSample, drawn: DrawnAttention) -> dict[str, str]:
+    """For each segment the attention mass on all images and the VGR."""
     notes = {}
     for name in SHOWN_SEGMENTS:
-        mass = segment(answer.mass[drawn.token], name)
-        ratio = number(float(vgr(mass, answer.sizes)), digits=2)  # there is no room for more above a panel
+        mass = segment(sample.mass[drawn.token], name)
+        ratio = number(float(vgr(mass, sample.sizes)), digits=2)  # there is no room for more above a panel
         notes[name] = f"{float(mass[VISION_POOL - 1]):.0%} on images, VGR {ratio}"
     return notes

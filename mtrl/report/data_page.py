@@ -1,4 +1,4 @@
-"""What `mtrl data` prints: what is in the files, what the model would see of it, and what would be left out."""
+"""The report of `mtrl data`: the contents of the files, prompts as the model sees them, and rows that are left out."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from PIL import Image
 
 from mtrl.data.arrow import ArrowRows, GroupedRows
 from mtrl.data.cache import DiskCache
-from mtrl.data.columns import OtherNames, seen_columns
+from mtrl.data.columns import RenamedColumns, inspect_columns
 from mtrl.data.dataset import Dataset, scan_dataset
 from mtrl.data.lengths import GOOD
-from mtrl.data.media import within_side
-from mtrl.data.missing import Noted
-from mtrl.data.row_settings import BadRow, DataSettings, RowError, by_cause
+from mtrl.data.media import limit_side
+from mtrl.data.missing import ScanNotes
+from mtrl.data.row_settings import BadRow, DataSettings, DataSource, RowError, group_by_cause
 from mtrl.data.sampler import PromptLoader
-from mtrl.data.sources import DataSource, JsonlSource, RowList
+from mtrl.data.sources import JsonlSource, RowList
 from mtrl.data.tars import TarRows
 from mtrl.data.video import target_sizes
 from mtrl.protocols import PromptEncoder
+from mtrl.report.markdown_text import shorten
 from mtrl.types import VISION_POOL, Prompt, Task
 
 SAMPLES = 3
@@ -34,11 +35,12 @@ CONTAINERS: dict[type, str] = {
     TarRows: "WebDataset",
     RowList: "a list",
 }
-COLUMN_ROWS = 100  # rows of each source whose column types are looked at
+COLUMN_ROWS = 100  # rows of each source that are read for the column types
+VALUE_CHARS = 100  # shown of an answer or another column
 
 
 class ReadableEncoder(PromptEncoder, Protocol):
-    """An encoder that can also show its text."""
+    """An encoder that can also return its text."""
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str: ...
 
@@ -52,11 +54,11 @@ def run(
     stream: TextIO,
     *,
     cache_dir: Path | None = None,
-    truth_for: Sequence[str] = (),
+    answer_rewards: Sequence[str] = (),
 ) -> int:
-    """Prints the report; 0 when every row can be used, 1 when some cannot or a run would be refused."""
+    """Print the report. Return 0 if every row can be used, 1 if some cannot or a run would refuse the data."""
     dataset = scan_dataset(data, settings, encoder, cache_dir=cache_dir)
-    missing = Noted(dataset.sources, dataset.scans, dataset.builder).missing(truth_for)
+    missing = ScanNotes(dataset.sources, dataset.scans, dataset.builder).missing(answer_rewards)
     prompts = _samples(dataset, encoder)
     sections = [
         _files(dataset),
@@ -75,37 +77,35 @@ def run(
 
 def _files(dataset: Dataset) -> list[str]:
     counts, settings = dataset.counts, dataset.settings
-    lines = ["Rows"]
-    lines += [f"  {len(source):>9,}  {source.name}" for source in dataset.sources]
-    lines += [f"  {counts.total:>9,}  in all", f"  {counts.kept:>9,}  to train on"]
+    lines = ["Rows", *(f"  {len(source):>9,}  {source.name}" for source in dataset.sources)]
+    lines += [f"  {counts.total:>9,}  in all", f"  {counts.used:>9,}  to train on"]
     if counts.bad:
         lines.append(f"  {counts.bad:>9,}  cannot be used (below)")
     if counts.too_big:
-        lines.append(
-            f"  {counts.too_big:>9,}  left out: an image over dataset.max_image_side={settings.max_image_side}"
-        )
+        limit = f"dataset.max_image_side={settings.max_image_side}"
+        lines.append(f"  {counts.too_big:>9,}  left out: an image over {limit}")
     return lines
 
 
 def _formats(sources: Sequence[DataSource], cache: DiskCache) -> list[str]:
-    """Whose columns they were taken for, and in which kind of file; a line for each that occurs."""
-    taken: Counter[str] = Counter()
+    """One line for each combination of column format and kind of file."""
+    formats: Counter[str] = Counter()
     for source in sources:
-        source = source.source if isinstance(source, OtherNames) else source
+        source = source.source if isinstance(source, RenamedColumns) else source
         kind = next((name for kind, name in CONTAINERS.items() if isinstance(source, kind)), "rows")
         if isinstance(source, TarRows):
             kind += f" ({', '.join(f'.{field}' for field in source.fields[:8])})"
-        taken[f"{seen_columns(source, cache).format}, in {kind}"] += 1
-    files = {found: f" ({count} files)" if len(taken) > 1 or count > 1 else "" for found, count in taken.items()}
-    return ["Format", *(f"  {found}{many}" for found, many in files.items())]
+        formats[f"{inspect_columns(source, cache).format}, in {kind}"] += 1
+    several = sum(formats.values()) > 1
+    return ["Format", *(f"  {name} ({count} files)" if several else f"  {name}" for name, count in formats.items())]
 
 
 def _columns(sources: Sequence[DataSource]) -> list[str]:
     types: dict[str, Counter[str]] = {}
     read_as: dict[str, str] = {}
-    looked_at = 0
+    count = 0
     for source in sources:
-        if isinstance(source, OtherNames):  # the columns as they are in the file
+        if isinstance(source, RenamedColumns):  # list the columns under their names in the file
             for theirs in source.names.values():
                 both = " and ".join(ours for ours, name in source.names.items() if name == theirs)
                 read_as[theirs] = f", read as {both}"
@@ -114,17 +114,16 @@ def _columns(sources: Sequence[DataSource]) -> list[str]:
             try:
                 row = source.read(index)
             except RowError:
-                continue  # the list of bad rows has it already
-            looked_at += 1
+                continue  # the list of bad rows has it
+            count += 1
             for name, value in row.items():
                 types.setdefault(str(name), Counter())[_type_name(value)] += 1
-    lines = [f"Columns (of the first {looked_at} rows)"]
+    lines = [f"Columns (of the first {count} rows)"]
     for name, kinds in types.items():
-        missing = looked_at - sum(kinds.values())
-        spelled = ", ".join(kind for kind, _ in kinds.most_common())
+        missing = count - sum(kinds.values())
         absent = f" (not in {missing} rows)" if missing else ""
-        lines.append(f"  {name}: {spelled}{absent}{read_as.pop(name, '')}")
-    return [*lines, *(f"  {name}{told}" for name, told in read_as.items())]  # inside a struct
+        lines.append(f"  {name}: {', '.join(kind for kind, _ in kinds.most_common())}{absent}{read_as.pop(name, '')}")
+    return [*lines, *(f"  {name}{alias}" for name, alias in read_as.items())]  # fields inside a struct
 
 
 def _lengths(dataset: Dataset, encoder: ReadableEncoder | None) -> list[str]:
@@ -145,43 +144,40 @@ def _lengths(dataset: Dataset, encoder: ReadableEncoder | None) -> list[str]:
 
 
 def _images(dataset: Dataset, encoder: ReadableEncoder | None, prompts: Sequence[Prompt | Task | BadRow]) -> list[str]:
-    found = [scan.sizes[scan.sizes[:, 3] == 0] for scan in dataset.scans]
-    sizes = np.concatenate(found)
-    if not len(sizes):
+    sizes = [scan.sizes[scan.sizes[:, 3] == 0] for scan in dataset.scans]
+    if not any(map(len, sizes)):
         return ["Images", "  none"]
-    lines = ["Images", *_sizes(found)]
+    lines = ["Images", *_sizes(sizes)]
     density = _tokens_per_pixel(prompts)
     if encoder is None or density is None:
         return [*lines, "  tokens need a vision-language model: set worker.actor.model.model_path=<model>"]
     usable = np.concatenate(
-        [each[scan.state[each[:, 0]] == GOOD] for scan, each in zip(dataset.scans, found, strict=True)]
+        [each[scan.state[each[:, 0]] == GOOD] for scan, each in zip(dataset.scans, sizes, strict=True)]
     )
     distinct, times = np.unique(usable[:, 1:3], axis=0, return_counts=True)
-    tokens = [round(density * height * width) for height, width in _targets(dataset, encoder, distinct)]
+    tokens = []
+    for height, width in distinct.tolist():
+        limited = limit_side((height, width), dataset.settings.max_image_side)
+        ((height, width),) = target_sizes(encoder, [limited])
+        tokens.append(round(density * height * width))
     return [*lines, f"  tokens  {_spread(np.repeat(tokens, times))}"]
 
 
 def _videos(dataset: Dataset) -> list[str]:
-    found = [scan.sizes[scan.sizes[:, 3] > 0] for scan in dataset.scans]
-    sizes = np.concatenate(found)
-    return ["Videos", *_sizes(found), f"  frames shown  {_spread(sizes[:, 3])}"] if len(sizes) else []
+    sizes = [scan.sizes[scan.sizes[:, 3] > 0] for scan in dataset.scans]
+    frames = np.concatenate(sizes)[:, 3]
+    return ["Videos", *_sizes(sizes), f"  frames shown  {_spread(frames)}"] if len(frames) else []
 
 
-def _sizes(found: Sequence[np.ndarray]) -> list[str]:
-    """How many media there are, in how many rows, and how large."""
-    sizes, rows = np.concatenate(found), sum(len(np.unique(each[:, 0])) for each in found)
-    counted = f"  {len(sizes):,} in {rows:,} rows"
-    return [counted, f"  width   {_spread(sizes[:, 2])}", f"  height  {_spread(sizes[:, 1])}"]
-
-
-def _targets(dataset: Dataset, encoder: PromptEncoder, sizes: np.ndarray) -> list[tuple[int, int]]:
-    limited = [within_side((int(height), int(width)), dataset.settings.max_image_side) for height, width in sizes]
-    return [target_sizes(encoder, [size])[0] for size in limited]
+def _sizes(by_source: Sequence[np.ndarray]) -> list[str]:
+    """The number of media and of their rows, and the spread of their sizes."""
+    sizes, rows = np.concatenate(by_source), sum(len(np.unique(each[:, 0])) for each in by_source)
+    count = f"  {len(sizes):,} in {rows:,} rows"
+    return [count, f"  width   {_spread(sizes[:, 2])}", f"  height  {_spread(sizes[:, 1])}"]
 
 
 def _tokens_per_pixel(prompts: Sequence[Prompt | Task | BadRow]) -> float | None:
-    """Tokens of a pixel, by the first encoded image: sizes that models see are whole numbers of tokens, so one image
-    tells the measure of all."""
+    """Tokens per pixel, from the first encoded image: models see whole numbers of tokens, so one image is enough."""
     for prompt in prompts:
         if isinstance(prompt, Prompt) and prompt.media and all(image.ndim == 3 for image in prompt.media):
             pixels = sum(image.shape[0] * image.shape[1] for image in prompt.media)
@@ -192,11 +188,11 @@ def _tokens_per_pixel(prompts: Sequence[Prompt | Task | BadRow]) -> float | None
 def _bad_rows(dataset: Dataset) -> list[str]:
     if not dataset.bad_rows:
         return ["Bad rows", "  none"]
-    return [f"Bad rows ({len(dataset.bad_rows):,})", *(f"  {line}" for line in by_cause(dataset.bad_rows))]
+    return [f"Bad rows ({len(dataset.bad_rows):,})", *(f"  {line}" for line in group_by_cause(dataset.bad_rows))]
 
 
 def _samples(dataset: Dataset, encoder: ReadableEncoder | None) -> list[Prompt | Task | BadRow]:
-    """The first, the middle and the last row, and one with an image if these have none."""
+    """The first, the middle and the last row; if these have no image, one with an image replaces the middle one."""
     if not len(dataset):
         return []
     positions = [0, len(dataset) // 2, len(dataset) - 1]
@@ -204,7 +200,7 @@ def _samples(dataset: Dataset, encoder: ReadableEncoder | None) -> list[Prompt |
     if len(visual) and not dataset.pixels[positions].any():
         positions[1] = int(visual[0])
     loader = PromptLoader(dataset, encoder) if encoder is not None else None
-    return [loader.load(at) if loader else dataset.task(at) for at in sorted(set(positions))[:SAMPLES]]
+    return [loader.load(index) if loader else dataset.task(index) for index in sorted(set(positions))[:SAMPLES]]
 
 
 def _sample(number: int, sample: Prompt | Task | BadRow, encoder: ReadableEncoder | None) -> list[str]:
@@ -217,22 +213,21 @@ def _sample(number: int, sample: Prompt | Task | BadRow, encoder: ReadableEncode
         lines += [f"  | {line}" for line in _as_model_sees(sample, encoder).splitlines()]
     else:
         lines += [f"  | {message['role']}: {_content(message['content'])}" for message in task.messages]
-    lines.append(f"  answer: {_shorten(task.answer)}")
-    lines += [f"  {name}: {_shorten(value)}" for name, value in (task.columns or {}).items()]
-    return lines
+    columns = [("answer", task.answer), *(task.columns or {}).items()]
+    return [*lines, *(f"  {name}: {shorten(repr(value), VALUE_CHARS)}" for name, value in columns)]
 
 
 def _as_model_sees(prompt: Prompt, encoder: ReadableEncoder) -> str:
-    """The templated text, every medium's pads written as one and a number."""
+    """The templated text, with the pads of each medium written as one pad and a count."""
     text = encoder.render(prompt.task.messages)
     vision = (prompt.token_pool == VISION_POOL).tolist()
     if not any(vision):
         return text
-    if any(medium.kind == "video" for medium in prompt.task.media):  # times stand between its pads
+    if any(medium.kind == "video" for medium in prompt.task.media):  # timestamps separate its pads
         counted = [(token, len(list(run))) for token, run in groupby(encoder.decode_tokens(prompt.ids.tolist()))]
         return "".join(f"{token} × {count}" if count > 2 else token * count for token, count in counted)
     (pad,) = encoder.decode_tokens([int(prompt.ids[vision.index(True)])])
-    runs = "".join("v" if seen else " " for seen in vision).split()
+    runs = "".join("v" if is_vision else " " for is_vision in vision).split()
     first, *rest = text.split(pad)
     return first + "".join(f"{pad} × {len(run)}{piece}" for run, piece in zip(runs, rest, strict=False))
 
@@ -256,8 +251,3 @@ def _type_name(value: Any) -> str:
 def _spread(values: np.ndarray) -> str:
     low, middle, high, most = np.percentile(values, [0, 50, 90, 100])
     return f"min {low:,.0f}   median {middle:,.0f}   p90 {high:,.0f}   max {most:,.0f}"
-
-
-def _shorten(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 100 else text[:100] + "..."

@@ -1,4 +1,4 @@
-"""The model card of an export: README.md, as model hubs show it."""
+"""The model card of an export: the README.md that model hubs show."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mtrl.report.markdown_pages import fenced, number, table
+from mtrl.report.markdown_text import fenced, number, table
 from mtrl.utils.metric_history import History
 
 CURVE = "curve.png"
@@ -16,68 +16,67 @@ SAMPLES = 3
 
 @dataclass(frozen=True)
 class CardRun:
-    """What a run knows of the model that it trained; what it does not know is empty and left out."""
+    """The run that trained the model. Empty fields are left out of the card."""
 
     name: str
     step: int | None  # the checkpoint's
     algorithm: str
     settings: str  # YAML of the keys that are not at their defaults
-    data: Mapping[str, str]  # what kind: which
-    rewards: Mapping[str, float]  # the functions with their weights
+    data: Mapping[str, str]  # kind of data -> its source
+    rewards: Mapping[str, float]  # function -> weight
     history: History = field(default_factory=dict)
     samples: Sequence[Mapping[str, Any]] = ()  # rows of validations.jsonl
-    curve: bool = False  # whether the picture lies beside the card
+    curve: bool = False  # whether the picture is next to the card
 
 
 @dataclass(frozen=True)
-class Exported:
-    """What the card says of the files beside it."""
+class ExportedModel:
+    """The exported model."""
 
     name: str
-    base: str  # what was trained, in words
-    base_id: str | None  # the same as an id of the hub
-    images: bool  # whether it sees
+    base: str  # description of the base model
+    base_id: str | None  # its id on the hub
+    images: bool  # whether it accepts images
     dtype: str
     version: str  # of MTRL
     run: CardRun | None = None
 
 
-def model_card(model: Exported) -> str:
+def model_card(model: ExportedModel) -> str:
     parts = [front_matter(model), f"# {model.name}", opening_lines(model), usage(model)]
     if model.run is not None:
         parts += run_sections(model.run)
     return "\n\n".join(parts) + "\n"
 
 
-def front_matter(model: Exported) -> str:
-    """What a hub reads. Its YAML is written as JSON, which is YAML too and needs no thought about quotes."""
-    tags = ["mtrl", "reinforcement-learning", *([model.run.algorithm] if model.run else [])]
+def front_matter(model: ExportedModel) -> str:
+    """The metadata that a hub reads. Values are written as JSON, which is valid YAML with safe quoting."""
     head: dict[str, Any] = {
         "library_name": "transformers",
         "pipeline_tag": "image-text-to-text" if model.images else "text-generation",
-        "tags": tags,
+        "tags": ["mtrl", "reinforcement-learning", *([model.run.algorithm] if model.run else [])],
     }
     if model.base_id is not None:
         head["base_model"] = model.base_id
     return "\n".join(["---", *(f"{key}: {json.dumps(value)}" for key, value in head.items()), "---"])
 
 
-def opening_lines(model: Exported) -> str:
-    told = f"Trained from {model.base} by reinforcement learning with MTRL {model.version}"
+def opening_lines(model: ExportedModel) -> str:
+    text = f"Trained from {model.base} by reinforcement learning with MTRL {model.version}"
     if model.run is not None:
         step = "" if model.run.step is None else f", step {model.run.step}"
-        told += f": {model.run.algorithm}, run `{model.run.name}`{step}"
-    return f"{told}. Weights in {model.dtype}."
+        text += f": {model.run.algorithm}, run `{model.run.name}`{step}"
+    return f"{text}. Weights in {model.dtype}."
 
 
-def usage(model: Exported) -> str:
-    family = "AutoModelForImageTextToText" if model.images else "AutoModelForCausalLM"
-    reader = "AutoProcessor" if model.images else "AutoTokenizer"
+def usage(model: ExportedModel) -> str:
+    model_class = "AutoModelForImageTextToText" if model.images else "AutoModelForCausalLM"
+    processor = "AutoProcessor" if model.images else "AutoTokenizer"
     code = [
-        f"from transformers import {family}, {reader}",
+        f"from transformers import {model_class}, {processor}",
         "",
-        f'model = {family}.from_pretrained("{model.name}", dtype="auto")',
-        f'{reader.removeprefix("Auto").lower()} = {reader}.from_pretrained("{model.name}")',
+        f'model = {model_class}.from_pretrained("{model.name}", dtype="auto")',
+        f'{processor.removeprefix("Auto").lower()} = {processor}.from_pretrained("{model.name}")',
     ]
     return fenced("\n".join(code), "python")
 
@@ -91,12 +90,12 @@ def run_sections(run: CardRun) -> list[str]:
     parts += ["## Data", table(["", ""], list(run.data.items()))]
     parts += ["## Rewards", table(["function", "weight"], [[name, number(w)] for name, w in run.rewards.items()])]
     if run.samples:
-        parts += ["## Samples", *map(sample, run.samples)]
-    return [*parts, "## Configuration", "Keys that are not at their defaults.", fenced(run.settings.strip(), "yaml")]
+        parts += ["## Samples", *map(make_sample, run.samples)]
+    return [*parts, "## Configuration", "Keys that differ from their defaults.", fenced(run.settings.strip(), "yaml")]
 
 
 def result_rows(run: CardRun) -> list[list[str]]:
-    """A row a metric of validation: the first value of the run, and the last one up to the exported step."""
+    """One row per validation metric: its first value and its last value up to the exported step."""
     rows = []
     for name, points in sorted(run.history.items()):
         until = [value for step, value in points if run.step is None or step <= run.step]
@@ -105,8 +104,7 @@ def result_rows(run: CardRun) -> list[list[str]]:
     return rows
 
 
-def sample(row: Mapping[str, Any]) -> str:
-    """A prompt, what the model answered, and what that earned."""
-    earned = number(row["reward"]) if isinstance(row.get("reward"), (int, float)) else "n/a"
-    told = [fenced(str(row.get("prompt", ""))), fenced(str(row.get("response", "")))]
-    return "\n\n".join([*told, f"Answer `{str(row.get('answer'))[:80]}`, reward {earned}."])
+def make_sample(row: Mapping[str, Any]) -> str:
+    reward = number(row["reward"]) if isinstance(row.get("reward"), (int, float)) else "n/a"
+    texts = [fenced(str(row.get("prompt", ""))), fenced(str(row.get("response", "")))]
+    return "\n\n".join([*texts, f"Answer `{str(row.get('answer'))[:80]}`, reward {reward}."])

@@ -1,4 +1,4 @@
-"""The curves of runs, from the rows of their metrics.jsonl: one run by itself, or several compared."""
+"""The metric curves of one run, or of several runs compared."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from mtrl.report.chart import Curve, Panel, draw_chart
 from mtrl.utils.metric_history import History
 
-REWARD = ("reward/overall", "val/reward_score")  # of training and of validation
+REWARD = ("reward/overall", "val/reward_score")  # training, validation
 ACCURACY = ("reward/success_rate", "val/avg@")
 TITLES = {
     "reward/overall": "reward, training",
@@ -19,7 +19,7 @@ RATES = ("reward/success_rate", "reward/accuracy", "val/reward/accuracy", "val/a
 
 
 def draw_runs(path: Path, runs: Mapping[str, History], metrics: Sequence[str] = ()) -> None:
-    """Draws the metrics of runs by name, those that are there; without metrics: reward and accuracy."""
+    """Draw the given metrics of the runs, or reward and accuracy if none are given."""
     panels = metric_panels(runs, metrics or usual_metrics(runs))
     title = f"{len(runs)} runs compared"
     if len(runs) == 1:
@@ -31,7 +31,7 @@ def draw_runs(path: Path, runs: Mapping[str, History], metrics: Sequence[str] = 
 
 
 def usual_panels(run: History) -> list[Panel]:
-    """Reward and accuracy of one run, those of training and of validation in one panel."""
+    """A reward and an accuracy panel of one run, each with training and validation."""
     panels = []
     for title, (training, validation), bounds in (("reward", REWARD, None), ("accuracy", ACCURACY, (0.0, 1.0))):
         lines = [Curve("training", run[training], noisy=True)] if training in run else []
@@ -42,7 +42,7 @@ def usual_panels(run: History) -> list[Panel]:
 
 
 def metric_panels(runs: Mapping[str, History], metrics: Sequence[str]) -> list[Panel]:
-    """A panel a metric, and in it a line a run."""
+    """One panel per metric, with one line per run."""
     panels = []
     for metric in metrics:
         noisy = not metric.startswith("val/")

@@ -1,7 +1,7 @@
-"""The house style of every picture, in one place. matplotlib's objects alone: no pyplot, no settings that others share.
+"""The style of every picture. Uses matplotlib's objects only: no pyplot, no global settings.
 
-Colours are after Okabe and Ito, whose set people with any kind of colour vision tell apart; each has a mark of its own,
-so that a line is known without its colour too.
+The colours follow Okabe and Ito, so that people with any kind of colour vision can distinguish them; each has its own
+marker, which identifies a line without its colour.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mtrl.report.escape import shorten
+from mtrl.report.markdown_text import shorten
 from mtrl.utils.terminal import sanitize
 
 if TYPE_CHECKING:
@@ -25,13 +25,13 @@ STROKES = ("-", "--", ":", "-.")
 INK, QUIET, REFERENCE, GRID = "#222222", "#5F5F5F", "#B8B8B8", "#E3E3E3"
 TITLE, LABEL, TICK = 13, 11, 10  # points
 PIXELS_AN_INCH = 160
-# After the font that matplotlib brings, the first of these that is installed draws Chinese, Japanese and Korean.
+# Fallbacks after matplotlib's own font: the first of these that is installed draws Chinese, Japanese and Korean.
 EAST_ASIAN = ("Noto Sans CJK SC", "Noto Sans SC", "Source Han Sans SC", "WenQuanYi Micro Hei", "Microsoft YaHei",
               "PingFang SC", "SimHei", "Arial Unicode MS")  # fmt: skip
 
 
 def new_figure(width: float, height: float, head: float = 0.0) -> Figure:
-    """An empty figure on the Agg canvas; sizes in inches. The layout leaves `head` free at the top."""
+    """An empty figure on the Agg canvas, sizes in inches. The layout leaves `head` inches free at the top."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -42,8 +42,8 @@ def new_figure(width: float, height: float, head: float = 0.0) -> Figure:
     return figure
 
 
-def save(figure: Figure, path: Path) -> None:
-    """Writes the picture whole or not at all: somebody may be looking at the one before."""
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write the picture atomically: somebody may be looking at the previous one."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         figure.savefig(part, format=path.suffix.removeprefix(".").lower() or "png", facecolor="white")
@@ -52,15 +52,15 @@ def save(figure: Figure, path: Path) -> None:
         part.unlink(missing_ok=True)
 
 
-def words(size: float = LABEL, colour: str = INK, **more: Any) -> dict[str, Any]:
-    """How text is drawn: as it stands, since a name may hold a $ that would begin a formula."""
+def text_style(size: float = LABEL, colour: str = INK, **more: Any) -> dict[str, Any]:
+    """Arguments that draw text literally: a $ in a name must not start a formula."""
     plain = {"parse_math": False, "usetex": False, "fontfamily": list(fonts())}
     return {**plain, "fontsize": size, "color": colour, **more}
 
 
-def drawable(text: str, most: int) -> str:
-    """The text on one line of at most about so many characters; a sign that no font has is spelled out, as \\u9ec4."""
-    line = shorten(sanitize(text).replace("\n", "\\n"), most)
+def to_drawable(text: str, max_chars: int) -> str:
+    """The text on one line of about `max_chars` characters; signs that no font has are spelled out, as \\u9ec4."""
+    line = shorten(sanitize(text).replace("\n", "\\n"), max_chars)
     return "".join(sign if has_glyph(sign) else ascii(sign)[1:-1] for sign in line)
 
 
@@ -79,8 +79,8 @@ def fonts() -> tuple[str, ...]:
     return ("DejaVu Sans", *(name for name in EAST_ASIAN if name in installed))
 
 
-def dress(axes: Axes) -> None:
-    """Axes as quiet as they can be: a floor, lines to read a height by, and no box."""
+def style_axes(axes: Axes) -> None:
+    """Draw only the bottom spine and horizontal grid lines."""
     axes.set_facecolor("white")
     for side, spine in axes.spines.items():
         spine.set(visible=side == "bottom", color=QUIET, linewidth=0.8)
@@ -93,24 +93,24 @@ def dress(axes: Axes) -> None:
 
 
 def round_ticks(axes: Axes) -> None:
-    """Round ticks within the limits of the axes; steps are whole."""
-    across, upward = ticks_within(*axes.get_xlim(), most=7, whole=True), ticks_within(*axes.get_ylim(), most=6)
-    axes.set_xticks(across, labels=plain_numbers(across))
-    axes.set_yticks(upward, labels=plain_numbers(upward))
+    """Set round ticks within the limits of the axes, whole numbers on the x axis."""
+    x, y = ticks_within(*axes.get_xlim(), count=7, integer=True), ticks_within(*axes.get_ylim(), count=6)
+    axes.set_xticks(x, labels=plain_numbers(x))
+    axes.set_yticks(y, labels=plain_numbers(y))
 
 
-def ticks_within(low: float, high: float, most: int, whole: bool = False) -> list[float]:
-    """Up to about `most` multiples of 1, 2 or 5 times a power of ten; unless they are whole, of 2.5 times one too."""
+def ticks_within(low: float, high: float, count: int, integer: bool = False) -> list[float]:
+    """About `count` multiples of 1, 2 or 5 times a power of ten, or also of 2.5 times one if not `integer`."""
     from matplotlib.ticker import MaxNLocator
 
-    steps = [1, 2, 5, 10] if whole else [1, 2, 2.5, 5, 10]
-    ticks = MaxNLocator(most, integer=whole, steps=steps).tick_values(low, high)
-    near = 1e-9 * (high - low)  # 0.1 + 0.2 is 0.3 here
-    return [float(tick) for tick in ticks if low - near <= tick <= high + near]
+    steps = [1, 2, 5, 10] if integer else [1, 2, 2.5, 5, 10]
+    ticks = MaxNLocator(count, integer=integer, steps=steps).tick_values(low, high)
+    rounding = 1e-9 * (high - low)
+    return [float(tick) for tick in ticks if low - rounding <= tick <= high + rounding]
 
 
 def plain_numbers(values: Sequence[float]) -> list[str]:
-    """Numbers with as many decimals as the one that needs most.
+    """Numbers with as many decimals as the one that needs the most.
 
     >>> plain_numbers([0.0, 0.1 + 0.2, 1.0]), plain_numbers([-2.0, 12500.0]), plain_numbers([0, 2e-6])
     (['0.0', '0.3', '1.0'], ['\N{MINUS SIGN}2', '12,500'], ['0', '2e-06'])

@@ -1,1 +1,1 @@
-"""Where numbers and rollouts go: files always, the console, and (later) loggers."""
+"""Trackers: the files of a run, its record, the console and loggers."""

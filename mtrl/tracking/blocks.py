@@ -1,12 +1,12 @@
-"""The files of a recorded run, `record/part-00001.bin` and so on: a block a step, each readable by itself.
+"""The files of a run's record, `record/part-00001.bin` and so on: one block per step, each readable on its own.
 
-    head    64 bytes: a mark, step, attempt, how many responses, sizes and checksums
-    body    images (each once in a part) and responses, each compressed by itself
-    table   what is known of the step, as compressed JSON: prompts, rewards, and where in the part each thing lies
+    head    64 bytes: a mark, step, attempt, number of responses, sizes and checksums
+    body    images (each once per part) and responses, each compressed separately
+    table   compressed JSON: prompts, rewards, and the location of each image and response in the part
 
-A reader walks from head to head and reads nothing else until it is asked; it goes on where it stopped while the file
-grows, and after damage it looks for the next mark. Parts are never changed: the oldest are removed whole, with their
-images, when all together would pass the limit. Nothing here needs torch, so that a viewer stays small.
+A reader walks from head to head and reads the rest on demand; it continues where it stopped while the file grows, and
+after damage it searches for the next mark. Parts are never changed: the oldest are deleted, with their images, when the
+total size would pass the limit. Nothing here imports torch, to keep the viewer light.
 """
 
 from __future__ import annotations
@@ -16,62 +16,58 @@ import os
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from mtrl.tracking.jsonl import append_whole
 from mtrl.utils.files import regular_file
 
-RECORD = "record"  # the folder of these files in a run's directory
+RECORD_DIR = "record"  # in a run's directory
 MARK = b"\x89MTRLREC"
 HEAD = struct.Struct("<8sQIIQIII20x")  # mark, step, attempt, responses, body bytes, table bytes, table CRC, head CRC
-UNSIGNED = struct.Struct("<8sQIIQII")  # the same up to its own checksum
-PARTS = 16  # a part is this share of the limit, so that rotation forgets no more than it at once
-LARGEST = 64 * 2**20  # bytes of a table or a response: more is damage, or a trap
-CHUNK = 2**20
+UNSIGNED = struct.Struct("<8sQIIQII")  # the head without its own checksum
+PARTS = 16  # a part takes this fraction of the limit, so that rotation deletes no more than that at once
+MAX_PIECE_BYTES = 64 * 2**20  # of a table or a response: anything larger is damaged or malicious
+CHUNK_BYTES = 2**20
 
 Table = dict[str, Any]
 
 
 class DamagedRecord(ValueError):
-    """A piece of a file that is not what was written."""
+    """A part of a file that differs from what was written."""
 
 
-def part_path(directory: Path, number: int) -> Path:
-    return directory / f"part-{number:05d}.bin"
+def part_number(part: Path) -> int:
+    return int(part.stem.removeprefix("part-"))
 
 
 def block_parts(directory: Path) -> list[Path]:
-    """The parts that are there, the oldest first."""
-    found = [path for path in directory.glob("part-*.bin") if path.stem.removeprefix("part-").isdecimal()]
-    return sorted(found, key=lambda path: int(path.stem.removeprefix("part-")))
+    """The existing parts, the oldest first."""
+    files = [path for path in directory.glob("part-*.bin") if path.stem.removeprefix("part-").isdecimal()]
+    return sorted(files, key=part_number)
 
 
-def packed(value: Mapping[str, Any]) -> bytes:
-    return zlib.compress(json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace"), 4)
-
-
-def inflated(data: bytes) -> bytes:
-    """Decompressed, within a bound: a few bytes of a strange file may stand for gigabytes."""
+def decompress(data: bytes) -> bytes:
+    """Decompress up to MAX_PIECE_BYTES: a few bytes of a malicious file may expand to gigabytes."""
     reader = zlib.decompressobj()
     try:
-        whole = reader.decompress(data, LARGEST)
+        whole = reader.decompress(data, MAX_PIECE_BYTES)
     except zlib.error as error:
         raise DamagedRecord(str(error)) from error
     if reader.unconsumed_tail or not reader.eof:
-        raise DamagedRecord("it is cut off, or far too large")
+        raise DamagedRecord("compressed data are cut off or too large")
     return whole
 
 
 # ------------------------------------------------------------------------------------------------------------- writing
 class BlockWriter:
-    """Appends blocks to a part of its own: a new attempt never touches what an earlier one left."""
+    """Appends blocks to a new part: an attempt never changes the parts of an earlier one."""
 
     def __init__(self, directory: Path, limit_bytes: int) -> None:
         self.directory, self.limit = directory, limit_bytes
-        self._number: int | None = None  # of the part that is written
-        self._images: dict[str, list[int]] = {}  # where each image lies in this part
+        self._number: int | None = None  # of the part being written
+        self._images: dict[str, tuple[int, int, int]] = {}  # (offset, size, CRC) of each image in this part
 
     def append(
         self,
@@ -81,72 +77,57 @@ class BlockWriter:
         responses: Sequence[bytes],
         images: Mapping[str, Callable[[], bytes]],
     ) -> None:
-        """Writes a step whole, or not at all. An image is encoded only where this part does not hold it yet."""
-        path = self._part()
+        """Write a whole step, or nothing. Only images that this part does not contain yet are encoded."""
+        path = self._choose_part()
         start = path.stat().st_size if path.exists() else 0
-        body, places = bytearray(), {}
+        body = bytearray()
 
-        def put(data: bytes) -> list[int]:
+        def add(data: bytes) -> tuple[int, int, int]:
             body.extend(data)
-            return [start + HEAD.size + len(body) - len(data), len(data), zlib.crc32(data)]
+            return start + HEAD.size + len(body) - len(data), len(data), zlib.crc32(data)
 
-        for key, encode in images.items():
-            places[key] = self._images.get(key) or put(encode())
-        where = [put(response) for response in responses]
-        near = {name: from_here(place, start) for name, place in places.items()}
-        lines = packed(table | {"images": near, "where": [from_here(place, start) for place in where]})
+        def relative(location: tuple[int, int, int]) -> list[int]:
+            """With the offset from the start of the block: damage before the block may remove bytes."""
+            return [location[0] - start, *location[1:]]
+
+        located = {key: self._images.get(key) or add(encode()) for key, encode in images.items()}
+        where = [relative(add(response)) for response in responses]
+        whole = table | {"images": {key: relative(location) for key, location in located.items()}, "where": where}
+        text = json.dumps(whole, ensure_ascii=False, separators=(",", ":"))
+        lines = zlib.compress(text.encode("utf-8", "replace"), 4)
         unsigned = UNSIGNED.pack(MARK, step, attempt, len(responses), len(body), len(lines), zlib.crc32(lines))
         head = unsigned + struct.pack("<I20x", zlib.crc32(unsigned))
         self._make_room(path, len(head) + len(body) + len(lines))
-        write_whole(path, b"".join((head, body, lines)))
-        self._images |= places
+        self.directory.mkdir(parents=True, exist_ok=True)
+        append_whole(path, b"".join((head, body, lines)))
+        self._images |= located
 
-    def _part(self) -> Path:
+    def _choose_part(self) -> Path:
         if self._number is None:
-            there = block_parts(self.directory)
-            self._number = 1 + (int(there[-1].stem.removeprefix("part-")) if there else 0)
-        path = part_path(self.directory, self._number)
+            self._number = 1 + max(map(part_number, block_parts(self.directory)), default=0)
+        path = self.directory / f"part-{self._number:05d}.bin"
         if path.exists() and path.stat().st_size >= self.limit // PARTS:
-            self._number, self._images = self._number + 1, {}
-            path = part_path(self.directory, self._number)
-        elif not path.exists():
-            self._images = {}  # somebody removed it, with the images in it
+            self._number += 1
+            path = self.directory / f"part-{self._number:05d}.bin"
+        if not path.exists():
+            self._images = {}  # a new part, or somebody deleted it with its images
         return path
 
-    def _make_room(self, path: Path, size: int) -> None:
+    def _make_room(self, path: Path, new_bytes: int) -> None:
         older = [part for part in block_parts(self.directory) if part != path]
-        held = size + sum(part.stat().st_size for part in [*older, *([path] if path.exists() else [])])
-        while held > self.limit and older:
+        total = new_bytes + sum(part.stat().st_size for part in (*older, path) if part.exists())
+        while total > self.limit and older:
             oldest = older.pop(0)
-            held -= oldest.stat().st_size
+            total -= oldest.stat().st_size
             oldest.unlink(missing_ok=True)
-        if held > self.limit:
-            raise OSError(f"a step takes {size / 2**20:.1f} MiB, more than training.record_limit_gib leaves")
-
-
-def from_here(place: Sequence[int], start: int) -> list[int]:
-    """Places count from the block's own start: what lies before it may lose bytes."""
-    return [place[0] - start, *place[1:]]
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Appends all of the bytes, or leaves the file as it was."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab", buffering=0) as file:
-        before, written = file.tell(), 0
-        try:
-            while written < len(data):
-                written += file.write(data[written:])
-        except OSError:
-            with suppress(OSError):
-                file.truncate(before)
-            raise
+        if total > self.limit:
+            raise OSError(f"a step takes {new_bytes / 2**20:.1f} MiB, more than training.record_limit_gib allows")
 
 
 # ------------------------------------------------------------------------------------------------------------- reading
 @dataclass(frozen=True)
 class Block:
-    """A step in a part."""
+    """The block of a step in a part."""
 
     part: Path
     start: int
@@ -164,92 +145,88 @@ class Block:
     def table(self) -> Table:
         data = read_at(self.part, self.start + HEAD.size + self.body_bytes, self.table_bytes, self.table_crc)
         try:
-            table = json.loads(inflated(data))
+            table = json.loads(decompress(data))
         except (ValueError, RecursionError) as error:
             raise DamagedRecord(f"step {self.step}: its table cannot be read") from error
         if not isinstance(table, dict):
-            raise DamagedRecord(f"step {self.step}: its table is none")
+            raise DamagedRecord(f"step {self.step}: its table is not a JSON object")
         return table
 
-    def piece(self, place: Sequence[int]) -> bytes:
-        """An image or a response, from where the table says it lies."""
+    def is_whole(self) -> bool:
         try:
-            at, size, crc = (int(number) for number in place)
+            return bool(self.table())
+        except DamagedRecord:
+            return False
+
+    def read(self, location: Sequence[int]) -> bytes:
+        """The image or response at a location from the table."""
+        try:
+            offset, size, crc = map(int, location)
         except (TypeError, ValueError) as error:
-            raise DamagedRecord("there is no such piece") from error
-        return read_at(self.part, self.start + at, size, crc)
+            raise DamagedRecord("a location in a table is damaged") from error
+        return read_at(self.part, self.start + offset, size, crc)
 
 
-def read_at(path: Path, at: int, size: int, crc: int) -> bytes:
-    if not 0 <= size <= LARGEST or at < 0:
-        raise DamagedRecord(f"{path.name}: a piece of {size} bytes")
+def read_at(path: Path, offset: int, size: int, crc: int) -> bytes:
+    if not 0 <= size <= MAX_PIECE_BYTES or offset < 0:
+        raise DamagedRecord(f"{path.name}: invalid size {size} or offset {offset}")
     with regular_file(path).open("rb") as file:
-        file.seek(at)
+        file.seek(offset)
         data = file.read(size)
     if len(data) != size or zlib.crc32(data) != crc:
-        raise DamagedRecord(f"{path.name}: a piece is damaged or cut off")
+        raise DamagedRecord(f"{path.name}: data at {offset} are damaged or cut off")
     return data
 
 
-def is_whole(block: Block) -> bool:
-    try:
-        return bool(block.table())
-    except DamagedRecord:
-        return False
-
-
-class Walk:
-    """The blocks of one part so far. `advance` goes on where it stopped; `skipped` counts the bytes of damage."""
+class PartReader:
+    """Finds the blocks of one part. `read_new` continues where it stopped; `skipped` counts damaged bytes."""
 
     def __init__(self, part: Path) -> None:
-        self.part, self.at, self.skipped = part, 0, 0
+        self.part, self.offset, self.skipped = part, 0, 0
 
-    def advance(self) -> Iterator[Block]:
+    def read_new(self) -> Iterator[Block]:
         with regular_file(self.part).open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            while self.at < size:
-                block = self._block(file.seek(self.at), file.read(HEAD.size))
-                if (
-                    block is not None
-                    and block.end <= size
-                    and (self._goes_on(file, block.end, size) or is_whole(block))
-                ):
-                    self.at = block.end
+            while self.offset < size:
+                file.seek(self.offset)
+                block = self._parse_head(file.read(HEAD.size))
+                if block is not None and block.end <= size and (follows(file, block.end, size) or block.is_whole()):
+                    self.offset = block.end
                     yield block
                     continue
-                found = self._next_mark(file, self.at + 1, size)
-                if found is None and (block is not None or size - self.at < HEAD.size):
-                    return  # perhaps it is being written
-                self.skipped += (size if found is None else found) - self.at
-                self.at = size if found is None else found
+                mark = find_mark(file, self.offset + 1, size)
+                if mark is None and (block is not None or size - self.offset < HEAD.size):
+                    return  # it may still be being written
+                end = size if mark is None else mark
+                self.skipped += end - self.offset
+                self.offset = end
 
     def unfinished(self) -> int:
-        """Bytes after the last whole block: damage, once nobody writes here any more."""
+        """Bytes after the last whole block: damaged if the part is no longer written to."""
         try:
-            return max(0, self.part.stat().st_size - self.at)
+            return max(0, self.part.stat().st_size - self.offset)
         except FileNotFoundError:
             return 0
 
-    def _block(self, at: int, head: bytes) -> Block | None:
+    def _parse_head(self, head: bytes) -> Block | None:
         if len(head) < HEAD.size:
             return None
-        mark, step, attempt, count, body, table, crc, signature = HEAD.unpack(head)
+        mark, *fields, signature = HEAD.unpack(head)
         if mark != MARK or signature != zlib.crc32(head[: UNSIGNED.size]):
             return None
-        return Block(self.part, at, step, attempt, count, body, table, crc)
+        return Block(self.part, self.offset, *fields)
 
-    @staticmethod
-    def _goes_on(file: Any, end: int, size: int) -> bool:
-        """Whether the next block begins where this one ends; after a crash it may begin in the middle of this one."""
-        file.seek(end)
-        return end == size or MARK.startswith(file.read(len(MARK)))
 
-    @staticmethod
-    def _next_mark(file: Any, at: int, size: int) -> int | None:
-        while at < size:
-            file.seek(at)
-            chunk = file.read(CHUNK + len(MARK))
-            if (found := chunk.find(MARK)) >= 0:
-                return at + found
-            at += CHUNK
-        return None
+def follows(file: BinaryIO, end: int, size: int) -> bool:
+    """Whether the next block starts where this one ends; after a crash it may start in the middle of this one."""
+    file.seek(end)
+    return end == size or MARK.startswith(file.read(len(MARK)))
+
+
+def find_mark(file: BinaryIO, offset: int, size: int) -> int | None:
+    for start in range(offset, size, CHUNK_BYTES):
+        file.seek(start)
+        index = file.read(CHUNK_BYTES + len(MARK)).find(MARK)
+        if index >= 0:
+            return start + index
+    return None

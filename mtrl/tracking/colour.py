@@ -8,7 +8,7 @@ from typing import TextIO
 
 CODES = {
     "bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36",
-    "praised": "30;46", "blamed": "30;43",  # black on cyan, black on yellow: green and red say right and wrong
+    "praised": "30;46", "blamed": "30;43",  # black on cyan and on yellow: green and red mean right and wrong
 }  # fmt: skip
 
 
@@ -28,6 +28,6 @@ class Paint:
         return "\n".join(f"\x1b[{code}m{line}\x1b[0m" if line else "" for line in text.split("\n"))
 
 
-def wants_colour(stream: TextIO, asked: bool = True) -> bool:
-    """Whether to write colours: on a terminal that can, unless the user said NO_COLOR."""
-    return asked and stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+def wants_colour(stream: TextIO, enabled: bool = True) -> bool:
+    """Whether to write colours: on a terminal that can show them, unless NO_COLOR is set."""
+    return enabled and stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

@@ -1,4 +1,4 @@
-"""The picture that a run ends with: `curve.png`, reward and accuracy over all its attempts."""
+"""`curve.png`, drawn at the end of a run: reward and accuracy over all its attempts."""
 
 from __future__ import annotations
 
@@ -8,29 +8,28 @@ from pathlib import Path
 
 from mtrl.protocols import Tracker
 from mtrl.report.run_curves import draw_runs
-from mtrl.tracking.jsonl import read_rows_of
+from mtrl.tracking.jsonl import iter_rows
 from mtrl.utils.metric_history import history
 
 logger = logging.getLogger(__name__)
 
 
 class CurveFile(Tracker):
-    """A tracker that draws at the end, where anything was learnt. It reads the files of the run, so it must be closed
-    after them."""
+    """A tracker that draws at the end of a run that has done a step. Close it after the run's files: it reads them."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._learnt = False
+        self._has_steps = False
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        self._learnt = True
+        self._has_steps = True
 
     def close(self) -> None:
-        if not self._learnt:
+        if not self._has_steps:
             return
         try:
-            run = history(read_rows_of(self.directory / "metrics.jsonl"))
+            run = history(iter_rows(self.directory / "metrics.jsonl"))
             draw_runs(self.directory / "curve.png", {self.directory.name: run})
         except Exception as error:  # a picture must never end a run
-            again = f"`mtrl plot {self.directory}` tries again"
-            logger.warning("curve.png cannot be drawn (%s: %s); %s", type(error).__name__, error, again)
+            message = "curve.png cannot be drawn (%s: %s); `mtrl plot %s` tries again"
+            logger.warning(message, type(error).__name__, error, self.directory)

@@ -1,5 +1,5 @@
-"""Feeds a logger (tensorboard, wandb, ..) off the training path. A logger that fails or loses its server never stops a
-run: what it could not take waits, in order and within a bound, and is tried again with the next step and at the end."""
+"""Feeds a logger (tensorboard, wandb, ..) from a thread. A logger that fails or loses its server never stops a run: its
+entries wait, in order and up to a limit, and are retried with the next step and at the end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,21 +15,21 @@ import numpy as np
 import torch
 
 from mtrl.protocols import Tracker
-from mtrl.report.escape import shorten
-from mtrl.report.markdown_pages import rows_over_range
+from mtrl.report.attention_tables import rows_over_range
+from mtrl.report.markdown_text import shorten
 from mtrl.tracking.background import Background
-from mtrl.tracking.table import by_name
+from mtrl.tracking.table import ColumnRates, Values, flatten_rates
 from mtrl.types import Experience, ValidationSample
 
-WAITING = 4096  # entries that wait for a logger; beyond them the oldest are given up
-SHOWN = 4  # training responses shown of a validated step, from the lowest reward to the highest
-TEXT_CHARS = 4000  # of a text
+WAITING = 4096  # entries that may wait for a logger; beyond that the oldest are dropped
+TRAIN_SAMPLES = 4  # training responses logged of a validated step, from the lowest reward to the highest
+TEXT_CHARS = 4000  # characters logged of a text
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
-class Shown:
+class LoggedSample:
     """A response for people to look at."""
 
     kind: str  # train or val
@@ -42,28 +42,28 @@ class Shown:
 
 
 @dataclass(frozen=True)
-class About:
-    """The run that a logger is told of. `first_step`: the first step that this attempt will do again or anew."""
+class RunInfo:
+    """The run, for a logger. `first_step`: the first step that this attempt does."""
 
     project: str
     name: str
     directory: Path
-    config: Mapping[str, Any]  # plain values by their keys
+    config: Mapping[str, Any]  # plain values by dotted key
     first_step: int = 0
 
 
 class Sink(Protocol):
-    """A logger. Its methods are called one after the other, in one thread, and may raise anything."""
+    """A logger. Its methods are called one after another, in one thread, and may raise anything."""
 
-    def metrics(self, step: int, values: Mapping[str, float]) -> None: ...
+    def metrics(self, step: int, values: Values) -> None: ...
 
-    def responses(self, step: int, shown: Sequence[Shown]) -> None: ...
+    def responses(self, step: int, samples: Sequence[LoggedSample]) -> None: ...
 
     def close(self) -> None: ...
 
 
 class LoggerFeed(Tracker):
-    """A tracker. `open_sink` starts the logger, in the feed's own thread, and is tried again where it fails."""
+    """A tracker. `open_sink` starts the logger in the feed's thread and is retried if it fails."""
 
     def __init__(self, name: str, open_sink: Callable[[], Sink]) -> None:
         self.name, self.open_sink = name, open_sink
@@ -71,41 +71,35 @@ class LoggerFeed(Tracker):
         self._waiting: deque[Callable[[Sink], None]] = deque()
         self._lost = 0
         self._broken = False
-        self._last: tuple[int, Experience] | None = None
+        self._last: Experience | None = None  # rows of the last step, until it is validated
         self._background = Background(f"logger {name}", waiting=WAITING)
 
-    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+    def metrics(self, step: int, values: Values) -> None:
         finite = {name: float(x) for name, x in values.items() if x is not None and math.isfinite(x)}
-        self._hand_over(lambda sink: sink.metrics(step, finite))
+        self._submit(lambda sink: sink.metrics(step, finite))
 
     def rollouts(self, step: int, experience: Experience) -> None:
-        rows = rows_over_range(experience.rewards.total, SHOWN)
-        self._last = step, experience.rows(torch.tensor(rows, dtype=torch.long))
+        rows = rows_over_range(experience.rewards.total, TRAIN_SAMPLES)
+        self._last = experience.rows(torch.tensor(rows, dtype=torch.long))
 
-    def validation(
-        self,
-        step: int,
-        values: Mapping[str, float],
-        by: Mapping[str, Mapping[str, float]],
-        samples: Sequence[ValidationSample] = (),
-    ) -> None:
-        self.metrics(step, {**values, **by_name(by)})
-        shown = [of_validation(sample) for sample in samples]
+    def validation(self, step: int, values: Values, by: ColumnRates, samples: Sequence[ValidationSample] = ()) -> None:
+        self.metrics(step, {**values, **flatten_rates(by)})
+        logged = [make_validation_sample(sample) for sample in samples]
         if self._last is not None:
-            shown += of_training(self._last[1])
+            logged += make_training_samples(self._last)
             self._last = None
-        if shown:
-            self._hand_over(lambda sink: sink.responses(step, shown))
+        if logged:
+            self._submit(lambda sink: sink.responses(step, logged))
 
     def close(self) -> None:
-        self._background.submit(self._end)
+        self._background.submit(self._close_sink)
         self._background.close()
 
     # ------------------------------------------------------------------------------------------------ in its own thread
-    def _hand_over(self, entry: Callable[[Sink], None]) -> None:
-        self._background.submit(lambda: self._take(entry))
+    def _submit(self, entry: Callable[[Sink], None]) -> None:
+        self._background.submit(lambda: self._add(entry))
 
-    def _take(self, entry: Callable[[Sink], None]) -> None:
+    def _add(self, entry: Callable[[Sink], None]) -> None:
         self._waiting.append(entry)
         while len(self._waiting) > WAITING:
             self._waiting.popleft()
@@ -119,19 +113,18 @@ class LoggerFeed(Tracker):
                     self._sink = self.open_sink()
                 self._waiting[0](self._sink)
                 self._waiting.popleft()
-        except Exception as error:  # whatever a library does, a run goes on
+        except Exception as error:  # whatever a library does, the run continues
             if not self._broken:
-                told = "logger %s fails (%s: %s); the run goes on, and what it missed waits for it"
-                logger.warning(told, self.name, type(error).__name__, shorten(str(error), 300))
+                message = "logger %s fails (%s: %s); the run continues, and the missed entries wait for it"
+                logger.warning(message, self.name, type(error).__name__, shorten(str(error), 300))
             self._broken = True
             return
         if self._broken:
-            logger.warning(
-                "logger %s works again%s", self.name, f"; {self._lost} entries are lost" if self._lost else ""
-            )
+            lost = f"; {self._lost} entries are lost" if self._lost else ""
+            logger.warning("logger %s works again%s", self.name, lost)
         self._broken, self._lost = False, 0
 
-    def _end(self) -> None:
+    def _close_sink(self) -> None:
         self._catch_up()
         if self._waiting or self._lost:
             lost = len(self._waiting) + self._lost
@@ -140,24 +133,25 @@ class LoggerFeed(Tracker):
             try:
                 self._sink.close()
             except Exception as error:
-                logger.warning("logger %s did not end well (%s)", self.name, shorten(str(error), 300))
+                logger.warning("logger %s failed to close (%s)", self.name, shorten(str(error), 300))
 
 
-def of_validation(sample: ValidationSample) -> Shown:
-    answer = None if sample.answer is None else str(sample.answer)
-    return bounded(Shown("val", sample.id, sample.prompt, sample.response, sample.reward, answer))
+def make_validation_sample(sample: ValidationSample) -> LoggedSample:
+    return make_sample("val", sample.id, sample.prompt, sample.response, sample.reward, sample.answer)
 
 
-def of_training(it: Experience) -> list[Shown]:
-    found = []
+def make_training_samples(it: Experience) -> list[LoggedSample]:
+    samples = []
     for row, group in enumerate(it.rollouts.group.tolist()):
         prompt = it.rollouts.prompts[group]
-        answer = None if prompt.task.answer is None else str(prompt.task.answer)
+        task, reward = prompt.task, it.rewards.total[row].item()
         image = next((medium if medium.ndim == 3 else medium[0] for medium in prompt.media), None)
-        reward, task = it.rewards.total[row].item(), prompt.task
-        found.append(bounded(Shown("train", task.id, task.text, it.rollouts.text[row], reward, answer, image)))
-    return found
+        samples.append(make_sample("train", task.id, task.text, it.rollouts.text[row], reward, task.answer, image))
+    return samples
 
 
-def bounded(shown: Shown) -> Shown:
-    return replace(shown, prompt=shorten(shown.prompt, TEXT_CHARS), response=shorten(shown.response, TEXT_CHARS))
+def make_sample(
+    kind: str, id: str, prompt: str, response: str, reward: float, answer: Any, image: np.ndarray | None = None
+) -> LoggedSample:
+    prompt, response = shorten(prompt, TEXT_CHARS), shorten(response, TEXT_CHARS)
+    return LoggedSample(kind, id, prompt, response, reward, None if answer is None else str(answer), image)

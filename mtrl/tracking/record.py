@@ -1,6 +1,6 @@
-"""The record of a run, for `mtrl view`: some responses of each step with all that is known of each of their tokens, and
-the images as the model saw them. It only looks: no signal is measured for its sake, so that no number of a run depends
-on it. It is written in a thread of its own (see background.py)."""
+"""The record of a run, for `mtrl view`: some responses of each step with all signals of each of their tokens, and the
+images as the model saw them. No signal is measured for its sake, so that the numbers of a run do not depend on it. A
+separate thread writes it (see background.py)."""
 
 from __future__ import annotations
 
@@ -19,28 +19,27 @@ from torch import Tensor
 
 from mtrl.algorithms.signals import TEXT, VISION, pool_sizes
 from mtrl.protocols import Tracker
+from mtrl.report.log_pages import DecodeTokens
 from mtrl.tracking.background import Background
 from mtrl.tracking.blocks import BlockWriter
-from mtrl.tracking.preview import DecodeTokens
-from mtrl.tracking.streams import MAP_SCALE, MAPS, as_kept, pack_response
-from mtrl.types import SEGMENTS, AttentionMap, Experience, Prompt
+from mtrl.tracking.streams import MAP_SCALE, MAPS, as_list, pack_response, to_stored_dtype
+from mtrl.types import SEGMENTS, Experience, Prompt
 from mtrl.utils.record_rows import first_rows
 
-SHOWN = SEGMENTS[:4]  # early, middle, late, all: the layers that token weights read are among them
-HEAD_CHARS = 120  # of a response, for lists
-LOSSLESS_PIXELS = 256 * 256  # a larger image is kept as JPEG, a tenth of the size and nothing to see of it
-FRAMES = 4  # of a clip, side by side
-REPLACEMENT = "\ufffd"  # what a decoder makes of a part of a character
+STORED_SEGMENTS = SEGMENTS[:4]  # early, middle, late, all; they include the layers of "weight"
+HEAD_CHARS = 120  # characters of a response in lists
+LOSSLESS_PIXELS = 256 * 256  # larger images are stored as JPEG, at a tenth of the size and without visible loss
+FRAMES = 4  # frames of a clip, side by side
+REPLACEMENT = "\ufffd"  # decoders return it for a part of a character
 
-Grid = tuple[int, int, int, list[int]]  # image tokens in time, height and width; at which times the frames shown stand
+Grid = tuple[int, int, int, list[int]]  # image tokens in time, height and width; times of the stored frames
 Perturb = Callable[[Prompt, int], Sequence[np.ndarray]]
 DecodeText = Callable[[Sequence[int]], str]
 
 
 class RolloutRecord(Tracker):
-    """A tracker. `per_step`: how many responses of a step are kept (-1: all), whole groups first; `perturb` makes the
-    other view of a prompt's images, as it was for the probes of a step; `token_size`: frames and pixels a side of what
-    becomes one image token."""
+    """A tracker. `per_step`: number of responses stored per step (-1: all); `perturb` makes the perturbed view of a
+    prompt's images that the probes of a step used; `token_size`: frames, and pixels per side, of one image token."""
 
     def __init__(
         self,
@@ -54,14 +53,13 @@ class RolloutRecord(Tracker):
         limit_bytes: int = 2**30,
         token_size: tuple[int, int] = (2, 28),
     ) -> None:
-        self.token_size = token_size
         self.writer = BlockWriter(directory, limit_bytes)
         self.pieces = TokenPieces(decode, decode_text)
-        self.perturb, self.attempt, self.per_step = perturb, attempt, per_step
+        self.perturb, self.attempt, self.per_step, self.token_size = perturb, attempt, per_step, token_size
         self._background = Background("record of the rollouts")
 
     def rollouts(self, step: int, experience: Experience) -> None:
-        if len(experience) and self.per_step:  # a copy of these rows alone: the step itself must not wait in memory
+        if len(experience) and self.per_step:  # a copy of these rows: the whole step must not stay in memory
             self._background.submit(partial(self._write, step, first_rows(experience, self.per_step)))
 
     def close(self) -> None:
@@ -73,33 +71,34 @@ class RolloutRecord(Tracker):
             "step": step,
             "attempt": self.attempt,
             "time": round(time.time(), 3),
-            "segments": SHOWN,
+            "segments": STORED_SEGMENTS,
             "prompts": self._prompts(step, it, images),
             "rollouts": response_columns(it),
         }
-        streams = {name: as_kept(name, values.numpy()) for name, values in token_streams(it).items()}
+        streams = {name: to_stored_dtype(name, values.numpy()) for name, values in token_streams(it).items()}
         lengths = it.rollouts.mask.sum(1).tolist()
         maps = it.signals.attention_maps or (None,) * len(it)
         responses = []
-        for row, (text, length, looks) in enumerate(zip(it.rollouts.text, lengths, maps, strict=True)):
-            own = {name: values[row, :length] for name, values in streams.items()} | map_streams(looks)
+        for row, (text, length, attention) in enumerate(zip(it.rollouts.text, lengths, maps, strict=True)):
+            own = {name: values[row, :length] for name, values in streams.items()}
+            if attention is not None:
+                own |= {MAPS: attention.levels.numpy(), MAP_SCALE: attention.scale.numpy()}
             responses.append(pack_response(text, self.pieces(own["ids"].tolist()), own))
         self.writer.append(step, self.attempt, table, responses, images)
 
     def _prompts(self, step: int, it: Experience, images: dict[str, Callable[[], bytes]]) -> list[dict[str, Any]]:
-        """What was asked. The other view is that of this step, so that it is left out for groups of earlier ones."""
-        rollouts, looked_twice = (
-            it.rollouts,
-            it.signals.dependency is not None or it.signals.perturbed_logprobs is not None,
-        )
-        versions, sizes = rollouts.version, pool_sizes(rollouts.prompts).tolist()
+        """The rows of the prompts. The perturbed view is that of this step: replayed groups of earlier steps get
+        none."""
+        rollouts, versions = it.rollouts, it.rollouts.version
+        is_perturbed = it.signals.dependency is not None or it.signals.perturbed_logprobs is not None
+        sizes = pool_sizes(rollouts.prompts).tolist()
         rows = []
-        for place, prompt in enumerate(rollouts.prompts):
-            fresh = bool((versions[rollouts.group == place] == versions.max()).all())
-            views = self.perturb(prompt, step - 1) if looked_twice and fresh and prompt.media else ()
+        for index, prompt in enumerate(rollouts.prompts):
+            is_fresh = bool((versions[rollouts.group == index] == versions.max()).all())
+            views = self.perturb(prompt, step - 1) if is_perturbed and is_fresh and prompt.media else ()
             task = prompt.task
             answer = None if task.answer is None else str(task.answer)
-            row = {"id": task.id, "text": task.text, "answer": answer, "pools": sizes[place]}
+            row = {"id": task.id, "text": task.text, "answer": answer, "pools": sizes[index]}
             row |= {"images": [add_image(images, medium) for medium in prompt.media]}
             if it.signals.attention_maps is not None:
                 row |= {"grids": [image_grid(medium, *self.token_size) for medium in prompt.media]}
@@ -108,36 +107,36 @@ class RolloutRecord(Tracker):
 
 
 class TokenPieces:
-    """The text of each token, remembered: a response repeats few of them. Tokens that are only a part of a character
-    stand together; the last of them carries the text."""
+    """The text of each token, cached. Tokens that are only a part of a character are decoded together; the last of them
+    gets the text."""
 
     def __init__(self, decode: DecodeTokens, decode_text: DecodeText) -> None:
         self.decode, self.decode_text = decode, decode_text
         self._known: dict[int, str] = {}
-        self._partial: set[int] = set()  # whose text is no whole character
+        self._partial: set[int] = set()  # tokens whose text is only a part of a character
 
     def __call__(self, ids: Sequence[int]) -> list[str]:
-        new = sorted(i for i in set(ids) if i not in self._known)  # `-` would walk over all that is known
+        new = sorted(i for i in set(ids) if i not in self._known)  # a set difference would walk over the whole cache
         self._known.update(zip(new, self.decode(new), strict=True))
         self._partial.update(i for i in new if REPLACEMENT in self._known[i])
         texts = [self._known[i] for i in ids]
         if self._partial.isdisjoint(ids):
             return texts
         start: int | None = None
-        for place, text in enumerate([*texts, ""]):
+        for index, text in enumerate([*texts, ""]):
             if REPLACEMENT in text:
-                start = place if start is None else start
+                start = index if start is None else start
             elif start is not None:
-                texts[start:place] = [""] * (place - 1 - start) + [self.decode_text(ids[start:place])]
+                texts[start:index] = [""] * (index - 1 - start) + [self.decode_text(ids[start:index])]
                 start = None
         return texts
 
 
 # -------------------------------------------------------------------------------------------------------------- values
 def token_streams(it: Experience) -> dict[str, Tensor]:
-    """What is known of each token, [N, T] by name; `mass` is [N, T, segments, 2], text before vision."""
+    """All per-token values, [N, T] by name; `mass` is [N, T, segments, 2], text before vision."""
     signals, credit = it.signals, it.credit
-    found: dict[str, Tensor | None] = {
+    streams: dict[str, Tensor | None] = {
         "ids": it.rollouts.tokens,
         "behaviour": it.rollouts.rollout_logprobs,
         "old": signals.old_logprobs,
@@ -147,24 +146,20 @@ def token_streams(it: Experience) -> dict[str, Tensor]:
         "entropy": signals.entropy,
         "values": signals.values,
         "group_advantage": it.advantage,
-        "mass": None if signals.attention_mass is None else signals.attention_mass[:, :, : len(SHOWN)],
+        "mass": None if signals.attention_mass is None else signals.attention_mass[:, :, : len(STORED_SEGMENTS)],
     }
     if credit is not None:
         weights = torch.ones_like(credit.advantage) if credit.weights is None else credit.weights
-        found |= {
+        streams |= {
             "advantage": credit.advantage,
             "mask": credit.keep_mask,
             "weight": credit.response_weight[:, None] * weights,
         }
-    return {name: values for name, values in found.items() if values is not None}
-
-
-def map_streams(it: AttentionMap | None) -> dict[str, np.ndarray]:
-    return {} if it is None else {MAPS: it.levels.numpy(), MAP_SCALE: it.scale.numpy()}
+    return {name: values for name, values in streams.items() if values is not None}
 
 
 def response_columns(it: Experience) -> dict[str, Any]:
-    """What lists show, sort and filter by: a value for each response."""
+    """The values that lists show, sort and filter by, one per response."""
     rollouts, rewards, mask = it.rollouts, it.rewards, it.rollouts.mask
     streams = token_streams(it)
     lengths = mask.sum(1)
@@ -186,44 +181,43 @@ def response_columns(it: Experience) -> dict[str, Any]:
         "head": [text[:HEAD_CHARS] for text in rollouts.text],
     }
     if (mass := streams.get("mass")) is not None:
-        by_segment = [[mean(mass[:, :, s, pool]) for pool in (TEXT, VISION)] for s in range(len(SHOWN))]
-        columns |= {"mass": by_segment, "vision": by_segment[SHOWN.index("all")][VISION]}
+        by_segment = [[mean(mass[:, :, s, pool]) for pool in (TEXT, VISION)] for s in range(len(STORED_SEGMENTS))]
+        columns |= {"mass": by_segment, "vision": by_segment[STORED_SEGMENTS.index("all")][VISION]}
     if it.credit is not None:
         columns |= {"kept": (it.credit.keep_mask & mask).sum(1).tolist(), "scale": numbers(it.credit.response_weight)}
     return {name: values for name, values in columns.items() if values is not None}
 
 
 def numbers(values: Tensor) -> list[float | None]:
-    """Six digits, and None for what JSON cannot say."""
-    return [float(f"{x:.6g}") if np.isfinite(x) else None for x in values.tolist()]
+    return as_list(values.numpy(), digits=6)
 
 
 # -------------------------------------------------------------------------------------------------------------- images
 def add_image(images: dict[str, Callable[[], bytes]], medium: np.ndarray) -> str:
-    """The key of an image: by what it shows, so that it is kept once however often it is asked about."""
-    seen = hashlib.blake2b(repr(medium.shape).encode(), digest_size=12)
-    seen.update(np.ascontiguousarray(medium).data)
-    key = seen.hexdigest()
-    images[key] = partial(encoded, medium)
+    """Add an image and return its key, a hash of its pixels: an image of several prompts is stored once."""
+    pixels = hashlib.blake2b(repr(medium.shape).encode(), digest_size=12)
+    pixels.update(np.ascontiguousarray(medium).data)
+    key = pixels.hexdigest()
+    images[key] = partial(encode_image, medium)
     return key
 
 
 def image_grid(medium: np.ndarray, frames: int, pixels: int) -> Grid:
-    """How an image or a clip becomes tokens, row by row, and which of them lie on the picture that is kept."""
+    """The token grid of an image or a clip, and the times of the stored frames."""
     height, width = (side // pixels for side in medium.shape[-3:-1])
     if medium.ndim == 3:
         return 1, height, width, [0]
-    return -(-len(medium) // frames), height, width, [frame // frames for frame in shown_frames(medium)]
+    return -(-len(medium) // frames), height, width, [frame // frames for frame in stored_frames(medium)]
 
 
-def shown_frames(clip: np.ndarray) -> list[int]:
+def stored_frames(clip: np.ndarray) -> list[int]:
     return np.linspace(0, len(clip) - 1, min(FRAMES, len(clip))).round().astype(int).tolist()
 
 
-def encoded(medium: np.ndarray) -> bytes:
+def encode_image(medium: np.ndarray) -> bytes:
     if medium.ndim == 4:
-        medium = np.concatenate(list(medium[shown_frames(medium)]), axis=1)
-    with tempfile.TemporaryFile() as file:  # into a file Pillow writes without the interpreter, which others wait for
+        medium = np.concatenate(list(medium[stored_frames(medium)]), axis=1)
+    with tempfile.TemporaryFile() as file:  # Pillow releases the GIL while it writes to a real file
         if medium.shape[0] * medium.shape[1] <= LOSSLESS_PIXELS:
             Image.fromarray(medium).save(file, "PNG", compress_level=4)
         else:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 
 from mtrl.protocols import Tracker
+from mtrl.tracking.table import ColumnRates, Values
 from mtrl.types import Experience, Needs, ValidationSample
 
 
 class Trackers(Tracker):
-    """Hands everything to each tracker. `before` runs ahead of every write and may refuse it with an error."""
+    """Calls each tracker. `before` runs before every write and may refuse it with an error."""
 
     def __init__(self, trackers: Sequence[Tracker], before: Callable[[], None] = lambda: None) -> None:
         self.trackers, self.before = tuple(trackers), before
         self.needs = reduce(Needs.__or__, (tracker.needs for tracker in self.trackers), Needs())
 
-    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+    def metrics(self, step: int, values: Values) -> None:
         self.before()
         for tracker in self.trackers:
             tracker.metrics(step, values)
@@ -26,13 +27,7 @@ class Trackers(Tracker):
         for tracker in self.trackers:
             tracker.rollouts(step, experience)
 
-    def validation(
-        self,
-        step: int,
-        values: Mapping[str, float],
-        by: Mapping[str, Mapping[str, float]],
-        samples: Sequence[ValidationSample],
-    ) -> None:
+    def validation(self, step: int, values: Values, by: ColumnRates, samples: Sequence[ValidationSample]) -> None:
         self.before()
         for tracker in self.trackers:
             tracker.validation(step, values, by, samples)

@@ -1,4 +1,4 @@
-"""Validations side by side: now, before, and the best so far."""
+"""The console table of a validation: values now, their change, and the best so far."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from mtrl.utils.terminal import sanitize
 
 NAME_WIDTH = 26
 ATTENTION = "val/attention/"
-NO_SCORES = ("val/response_length", "val/truncated", ATTENTION)  # more of them is not better, so they have no best
+NO_SCORES = ("val/response_length", "val/truncated", ATTENTION)  # higher is not better, so they have no best value
 SAME = 5e-4  # a smaller change does not show in three digits
 
 Values = Mapping[str, float]
-By = Mapping[str, Values]  # column -> its value -> success
+ColumnRates = Mapping[str, Values]  # data column -> its value -> success rate
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Point:
 
 @dataclass
 class Validations:
-    """What a run's validations said so far, by the names of metrics.jsonl. `earlier` are those of former attempts, by
-    step; only the ones before the first validation of this attempt count, since what came after them was undone."""
+    """The validations of a run so far, by metric name. `earlier` are those of former attempts, by step; only those
+    before the first validation of this attempt count, since the later ones were undone."""
 
     earlier: Mapping[int, Values] = field(default_factory=dict)
     first: Mapping[str, Point] = field(default_factory=dict)
@@ -34,10 +34,10 @@ class Validations:
     best: dict[str, Point] = field(default_factory=dict)
 
     def begin(self, step: int) -> None:
-        """Takes over the earlier validations that still count, before the first one of this attempt."""
-        for before in sorted(self.earlier):
-            if before < step:
-                self.add(before, self.earlier[before])
+        """Before the first validation of this attempt, add the earlier ones that still count."""
+        for earlier_step in sorted(self.earlier):
+            if earlier_step < step:
+                self.add(earlier_step, self.earlier[earlier_step])
         self.earlier = {}
 
     def add(self, step: int, values: Values) -> None:
@@ -49,42 +49,42 @@ class Validations:
 
     @property
     def headline(self) -> str | None:
-        """The number a run is judged by: avg@k, or the reward where nothing tells right from wrong."""
+        """The main metric of a run: avg@k, or the reward if there is no accuracy."""
         accuracy = [name for name in self.last if name.startswith("val/avg@")]
-        return next(iter([*accuracy, "val/reward_score"])) if self.last else None
+        return [*accuracy, "val/reward_score"][0] if self.last else None
 
 
-def by_name(by: By) -> dict[str, float]:
+def flatten_rates(by: ColumnRates) -> dict[str, float]:
     """The rates of all columns under their names in metrics.jsonl."""
     return {f"val/by_{column}/{value}": rate for column, table in by.items() for value, rate in table.items()}
 
 
-def table(step: int, values: Values, by: By, history: Validations, paint: Paint) -> list[str]:
-    """The lines of a validation that the history does not hold yet."""
+def validation_table(step: int, values: Values, by: ColumnRates, history: Validations, paint: Paint) -> list[str]:
+    """The lines of a validation that is not yet in the history."""
     title, heads = f"validation at step {step}", f"{'now':>8}"
     if history.last:
         heads += f" {'change':>8}   best"
-    shown = sorted(filter(_is_shown, values), key=lambda name: name.startswith(NO_SCORES))
-    width = max([NAME_WIDTH, *(len(name) - 2 for name in shown)])  # "val/" goes, two spaces come
+    names = sorted(filter(_is_listed, values), key=lambda name: name.startswith(NO_SCORES))
+    width = max([NAME_WIDTH, *(len(name) - 2 for name in names)])  # without "val/", with two spaces
     lines = [paint(f"{title:<{width}} {heads}", "bold")]
-    for name in shown:
+    for name in names:
         lines.append(_line(name, name.removeprefix("val/"), width, values[name], history, paint))
     for column, rates in by.items():
         lines.append(f"  by {sanitize(column)}")
-        names = {value: f"val/by_{column}/{value}" for value in rates}
-        lines += [_line(names[value], f"  {value}", width, rates[value], history, paint) for value in rates]
+        for value, rate in rates.items():
+            lines.append(_line(f"val/by_{column}/{value}", f"  {value}", width, rate, history, paint))
     return lines
 
 
-def _is_shown(name: str) -> bool:
-    """Attention shows only its means over all layers, the others are in the files; pass@1 would repeat avg@1."""
+def _is_listed(name: str) -> bool:
+    """Attention is names as its mean over all layers only, the rest is in the files; pass@1 would repeat avg@1."""
     if name.startswith(ATTENTION):
         return name.endswith("_all")
     return name.startswith("val/") and name != "val/pass@1"
 
 
 def _line(name: str, label: str, width: int, now: float, history: Validations, paint: Paint) -> str:
-    label = sanitize(label).replace("\n", "\\n")  # columns, their values and parts of rewards are the user's
+    label = sanitize(label).replace("\n", "\\n")  # columns, their values and reward parts come from the user
     line = f"  {label:<{width - 2}} {now:8.3f}"
     before, best = history.last.get(name), history.best.get(name)
     if before is None or best is None:

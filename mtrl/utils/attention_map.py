@@ -1,4 +1,4 @@
-"""Where a response looks."""
+"""The attention of a response on its images."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class AttentionMap:
-    """Where on its images a response looks: for each of its tokens the share of its attention that every image token of
-    the prompt gets, `scale * (level / 255) ** 2`. A token's shares sum up to its vision mass."""
+    """The share of each response token's attention that every image token of the prompt gets, stored as
+    `scale * (level / 255) ** 2`. The shares of a token sum to its vision mass."""
 
     levels: Tensor  # [tokens, image tokens] uint8
     scale: Tensor  # [tokens]

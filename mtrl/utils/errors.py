@@ -1,4 +1,4 @@
-"""The errors of everything outside the configuration that a user has to change, and of a run that has ended."""
+"""Errors outside the configuration that a user has to fix, and the end of a finished run."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,45 +6,45 @@ from pathlib import Path
 
 
 class StartError(Exception):
-    """A run that cannot start: data, a model or a reward file is not as it should be."""
+    """A run cannot start: something is wrong with its data, model or reward file."""
 
 
 @contextmanager
-def opening() -> Iterator[None]:
-    """Before a run, what the system refuses is the user's to allow. Nobody listening any more is no such thing."""
+def explain_os_errors() -> Iterator[None]:
+    """Turn an OSError into a StartError that names the file. A closed pipe is no such error: its reader has left."""
     try:
         yield
     except BrokenPipeError:
         raise
     except OSError as error:
         what = f"{error.filename} cannot be used: {error.strerror}" if error.filename else str(error)
-        raise StartError(f"{what}; see that it is there and that you may read and write it") from error
+        raise StartError(f"{what}; check that it exists and that you may read and write it") from error
 
 
 class Finished(Exception):
-    """A run that has done all its steps was started again: nothing is wrong, and nothing is to be done."""
+    """A run that has done all its steps was started again: there is nothing to do."""
 
-    def __init__(self, directory: Path, told: str) -> None:
-        super().__init__(told)
+    def __init__(self, directory: Path, message: str) -> None:
+        super().__init__(message)
         self.directory = directory
 
 
 class RunError(Exception):
-    """A run that cannot end well, for a reason a user can remove; what it saved before is whole."""
+    """A run failed for a reason that the user can remove; its checkpoints are intact."""
 
 
 class RankLost(RunError):
-    """A process of the run has ended or does not answer; the last checkpoint is where to go on."""
+    """A process of the run has ended or does not answer; the run can resume from its last checkpoint."""
 
 
 class PassesCut(RankLost):
-    """The device of one process had no room for its part of a pass, while others wait in the middle of theirs. What was
-    kept for the next attempt is smaller."""
+    """One process ran out of device memory while others wait in the middle of the same pass. The smaller pass size is
+    stored for the next attempt."""
 
 
 class Diverged(RunError):
-    """The model's numbers are NaN or infinite: there is nothing to go on with, and nothing to save."""
+    """The model's numbers are NaN or infinite: training cannot continue, and nothing is worth saving."""
 
 
 class DeviceFull(RunError):
-    """Not even the smallest part of the work fits into the device's memory."""
+    """Not even the smallest part of the work fits into device memory."""

@@ -1,4 +1,4 @@
-"""Memory, disk and processors of this machine, or of the container that it is."""
+"""Memory, disk and processors of this machine or container."""
 
 from __future__ import annotations
 
@@ -9,69 +9,67 @@ import sys
 import time
 from pathlib import Path
 
-CONTAINERS = (  # the limit of a container and what it uses: cgroups of the second version, and of the first
+CONTAINERS = (  # memory limit, memory in use and the name of the file cache: cgroups version 2, then version 1
     (Path("/sys/fs/cgroup/memory.max"), "memory.current", "inactive_file"),
     (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), "memory.usage_in_bytes", "total_inactive_file"),
 )
-
-CPU_QUOTA = (  # microseconds of processor time that a container may use in each period: of both versions, too
+CPU_QUOTA = (  # microseconds of processor time per period: cgroups version 2, then version 1
     (Path("/sys/fs/cgroup/cpu.max"),),
     (Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"), Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us")),
 )
 CPU_TIMES = Path("/proc/stat")  # for each processor: user, nice, system, idle, iowait, ..
-LOOK_SECONDS = 0.3  # how long is looked for free processors; the kernel counts hundredths
+SAMPLE_SECONDS = 0.3  # over which free processors are measured; the kernel counts in hundredths
 
 
-def main_memory() -> int:
-    """Bytes of main memory: the machine's, or what a container may use of it."""
+def cpu_memory() -> int:
+    """Bytes of CPU memory of the machine, or the container's limit."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([physical, *(limit for limit, _ in containers())])
 
 
 def free_memory() -> int:
-    """Bytes that could be had without swapping, in a container too. Only Linux says so; elsewhere all of the memory
-    counts as free."""
+    """Bytes of CPU memory available without swapping. Only Linux reports it; elsewhere all memory counts as free."""
     if not sys.platform.startswith("linux"):
-        return main_memory()
-    available = 1024 * _fields(Path("/proc/meminfo"))["MemAvailable:"]
+        return cpu_memory()
+    available = 1024 * _read_fields(Path("/proc/meminfo"))["MemAvailable:"]
     return min([available, *(max(0, limit - used) for limit, used in containers())])
 
 
 def containers() -> list[tuple[int, int]]:
-    """(limit, used) in bytes for each container that this process is in. Files in the cache of the system, such as a
-    checkpoint that was just written, make room when it is needed, so they do not count as used."""
-    found = []
+    """(limit, used) in bytes for each container around this process. Cached files, such as a checkpoint just written,
+    are evicted when memory is needed, so they do not count as used."""
+    limits = []
     for limit, used, cached in CONTAINERS:
         if limit.is_file() and (text := limit.read_text().strip()).isdecimal():
-            held = int(limit.with_name(used).read_text()) - _fields(limit.with_name("memory.stat")).get(cached, 0)
-            found.append((int(text), held))
-    return found
+            held = int(limit.with_name(used).read_text()) - _read_fields(limit.with_name("memory.stat")).get(cached, 0)
+            limits.append((int(text), held))
+    return limits
 
 
-def _fields(path: Path) -> dict[str, int]:
-    """Reads a file of the kernel with a `name number` on each line."""
+def _read_fields(path: Path) -> dict[str, int]:
+    """Read a kernel file with `name number` on each line."""
     rows = (line.split() for line in path.read_text().splitlines())
     return {row[0]: int(row[1]) for row in rows}
 
 
 def usable_cores() -> int:
-    """Processors that this process may use: those it is bound to, or what a container's quota is worth."""
+    """Processors that this process may use: those it is bound to, or fewer by the container's quota."""
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([bound, *map(math.ceil, _quotas())]))
 
 
 def _quotas() -> list[float]:
-    found = []
+    quotas = []
     for files in CPU_QUOTA:
-        words = [word for file in files if file.is_file() for word in file.read_text().split()]
-        if len(words) == 2 and all(map(str.isdecimal, words)) and int(words[1]):  # "max" and -1 are no limit
-            found.append(int(words[0]) / int(words[1]))
-    return found
+        values = [value for file in files if file.is_file() for value in file.read_text().split()]
+        if len(values) == 2 and all(map(str.isdecimal, values)) and int(values[1]):  # "max" and -1 mean no limit
+            quotas.append(int(values[0]) / int(values[1]))
+    return quotas
 
 
 def cpu_times() -> tuple[float, float] | None:
-    """(free, all) time of the processors that this process may use, summed over them, since some moment. Programs that
-    are nicer than this one count as free: they give way. None where the system does not say."""
+    """(free, total) processor time so far, summed over the processors this process may use. Time of programs with a
+    higher nice value counts as free: they give way. None if the system does not report it."""
     if not CPU_TIMES.is_file() or not hasattr(os, "sched_getaffinity"):
         return None
     bound = {f"cpu{number}" for number in os.sched_getaffinity(0)}
@@ -83,7 +81,7 @@ def cpu_times() -> tuple[float, float] | None:
 
 
 def free_share(before: tuple[float, float] | None) -> float | None:
-    """Which share of the processors' time was free since then; None where nobody knows."""
+    """The share of processor time that was free since `before` (`cpu_times`); None if unknown."""
     now = cpu_times()
     if before is None or now is None or now[1] <= before[1]:
         return None
@@ -91,23 +89,23 @@ def free_share(before: tuple[float, float] | None) -> float | None:
 
 
 def free_cores() -> float:
-    """How many processors are free, over a moment; all of them where nobody knows."""
+    """How many processors were free over a short sample; all of them if unknown."""
     before = cpu_times()
-    time.sleep(LOOK_SECONDS)
+    time.sleep(SAMPLE_SECONDS)
     share = free_share(before)
     return usable_cores() if share is None else share * len(os.sched_getaffinity(0))
 
 
 def existing_parent(path: Path) -> Path:
-    """The path itself, or the nearest folder above it that is there."""
+    """The path itself, or the nearest parent that exists."""
     path = path.expanduser().absolute()
-    return next(place for place in (path, *path.parents) if os.path.exists(place))
+    return next(each for each in (path, *path.parents) if os.path.exists(each))
 
 
-def may_write(path: Path) -> bool:
-    """Whether the path is a folder that can be written to, or can be made one."""
-    place = existing_parent(path)
-    return place.is_dir() and os.access(place, os.W_OK | os.X_OK)
+def is_writable(path: Path) -> bool:
+    """Whether the path is a directory that can be written to, or can be created as one."""
+    parent = existing_parent(path)
+    return parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)
 
 
 def free_disk(path: Path) -> int:
@@ -115,5 +113,5 @@ def free_disk(path: Path) -> int:
 
 
 def started_by_torchrun() -> bool:
-    """Whether this process is one of several that torchrun has started, by a variable that it sets."""
+    """Whether torchrun started this process (it sets this variable)."""
     return "TORCHELASTIC_RUN_ID" in os.environ

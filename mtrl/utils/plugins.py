@@ -1,4 +1,4 @@
-"""What users bring by name: `path/to/file.py:name` or `package.module:name`. Imports nothing heavy."""
+"""Load objects from user files: `path/to/file.py:name` or `package.module:name`. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -12,43 +12,43 @@ from typing import Any
 
 from mtrl.utils.files import regular_file
 
-
-class PluginError(ValueError):
-    """There is no such thing; the message is all that a user needs. What a user's file raises is another matter."""
-
-
-def load_plugin(spec: str, what: str) -> Any:
-    """The object that `spec` names; `what` it should be is for messages."""
-    place, name = split_spec(spec)
-    module = load_module(place, what)
-    if name is None or not hasattr(module, name):
-        own = {each: value for each, value in vars(module).items() if not each.startswith("_")}
-        there = [each for each, value in own.items() if getattr(value, "__module__", None) == module.__name__]
-        raise PluginError(f"{place} has no {what} {name or ''}; it has {', '.join(there) or 'nothing'}")
-    return getattr(module, name)
-
-
 RENAMED = {"mtrl.zoo.": "mtrl.embedded."}  # modules of this package that configurations of 0.1.0 name
 
 
+class PluginError(ValueError):
+    """The named object does not exist; the message suffices for a user. Errors inside a user's file pass unchanged."""
+
+
+def load_plugin(spec: str, what: str) -> Any:
+    """The object that `spec` names; `what` describes it in error messages."""
+    source, name = split_spec(spec)
+    module = load_module(source, what)
+    if name is None or not hasattr(module, name):
+        own = {each: value for each, value in vars(module).items() if not each.startswith("_")}
+        defined = [each for each, value in own.items() if getattr(value, "__module__", None) == module.__name__]
+        raise PluginError(f"{source} has no {what} {name or ''}; it has {', '.join(defined) or 'nothing'}")
+    return getattr(module, name)
+
+
 def split_spec(spec: str) -> tuple[str, str | None]:
-    place, colon, name = spec.rpartition(":")
-    return (place, name) if colon and place and "/" not in name and "\\" not in name else (spec, None)
+    """The file or module of a spec, and the name in it."""
+    source, colon, name = spec.rpartition(":")
+    return (source, name) if colon and source and "/" not in name and "\\" not in name else (spec, None)
 
 
-def load_module(place: str, what: str) -> ModuleType:
-    if not place.endswith(".py"):
-        return import_named(place)
-    path = Path(place).expanduser().resolve()
+def load_module(source: str, what: str) -> ModuleType:
+    if not source.endswith(".py"):
+        return _import_module(source)
+    path = Path(source).expanduser().resolve()
     if not path.exists() or path.is_dir():
-        raise PluginError(f"there is no {what} file {place}")
+        raise PluginError(f"there is no {what} file {source}")
     try:
         regular_file(path)
     except OSError as error:
-        raise PluginError(f"{place} cannot be read: {error.strerror}") from error
+        raise PluginError(f"{source} cannot be read: {error.strerror}") from error
     if not os.access(path, os.R_OK):
-        raise PluginError(f"{place} cannot be read: permission denied")
-    sys.path.append(str(path.parent))  # it can import its neighbours; one called math.py hides nobody's math
+        raise PluginError(f"{source} cannot be read: permission denied")
+    sys.path.append(str(path.parent))  # it can import its neighbours; appended, so a math.py there hides no other
     spec = importlib.util.spec_from_file_location(f"{what.replace(' ', '_')}_file_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -57,16 +57,16 @@ def load_module(place: str, what: str) -> ModuleType:
     return module
 
 
-def import_named(place: str) -> ModuleType:
-    """A module by its name. One that it fails to import in turn is a fault of its own."""
-    ways = "name file.py[:name] or package.module:name"
-    if "/" in place or place.startswith("."):
-        raise PluginError(f"{place} is no Python file; {ways}")
+def _import_module(name: str) -> ModuleType:
+    """A module by its name. An import that fails inside it raises its own error."""
+    hint = "name file.py[:name] or package.module:name"
+    if "/" in name or name.startswith("."):
+        raise PluginError(f"{name} is no Python file; {hint}")
     for old, new in RENAMED.items():
-        place = place.replace(old, new) if place.startswith(old) else place
+        name = name.replace(old, new) if name.startswith(old) else name
     try:
-        return importlib.import_module(place)
+        return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if f"{place}.".startswith(f"{error.name}."):
-            raise PluginError(f"{error}; {ways}") from error
+        if f"{name}.".startswith(f"{error.name}."):
+            raise PluginError(f"{error}; {hint}") from error
         raise

@@ -1,7 +1,7 @@
-"""Rows of records: picking some, and joining records into one.
+"""Select rows of records, and join records into one.
 
-A record is a frozen dataclass whose tensors and tuples have a row for each response; records may stand inside records.
-One that needs more care than that (`Rollouts`, whose rows point at prompts) has `rows` and `join` of its own.
+A record is a frozen dataclass whose tensors and tuples have one row per response; records may be nested. A record that
+needs more care (`Rollouts`, whose rows point at prompts) has its own `rows` and `join`.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ Record = TypeVar("Record")
 
 
 def as_index(rows: Tensor) -> Tensor:
-    """Row numbers, from row numbers or from a bool for each row."""
+    """Row indices from row indices or from one bool per row."""
     return rows.nonzero().flatten() if rows.dtype == torch.bool else rows
 
 
 def take_rows(record: Record, index: Tensor) -> Record:
     """The record with every field indexed."""
     index = as_index(index)
-    return replace(record, **{f.name: _picked(getattr(record, f.name), index) for f in fields(record)})  # type: ignore
+    return replace(record, **{f.name: _select(getattr(record, f.name), index) for f in fields(record)})  # type: ignore
 
 
 def first_rows(record: Any, count: int) -> Any:
-    """So many rows of the record, where it has as many; -1: all."""
+    """The first `count` rows of the record, or all it has; -1: all."""
     return record.rows(torch.arange(len(record) if count < 0 else min(count, len(record))))
 
 
-def _picked(value: Any, index: Tensor) -> Any:
+def _select(value: Any, index: Tensor) -> Any:
     if isinstance(value, Tensor):
         return value[index]
     if isinstance(value, Mapping):
-        return {name: _picked(each, index) for name, each in value.items()}
+        return {name: _select(each, index) for name, each in value.items()}
     if isinstance(value, tuple) and value:
         return tuple(value[i] for i in index.tolist())
     if is_dataclass(value):
@@ -45,22 +45,22 @@ def _picked(value: Any, index: Tensor) -> Any:
 
 
 def join_rows(records: Sequence[Record]) -> Record:
-    """One record of all rows. Narrower tensors are padded with 0 (what stands off the mask is nobody's); a field that
-    one of the records lacks, the whole lacks too."""
+    """One record with all rows. Narrower tensors are padded with 0 (nobody reads values off the mask); a field that one
+    record lacks is missing in the result."""
     columns = {f.name: [getattr(each, f.name) for each in records] for f in fields(records[0])}  # type: ignore[arg-type]
     tensors = next((column for column in columns.values() if isinstance(column[0], Tensor)), [])
     counts = [len(tensor) for tensor in tensors]  # rows of each record
-    return replace(records[0], **{name: _joined(column, counts) for name, column in columns.items()})  # type: ignore
+    return replace(records[0], **{name: _concatenate(column, counts) for name, column in columns.items()})  # type: ignore
 
 
-def _joined(values: Sequence[Any], counts: Sequence[int]) -> Any:
+def _concatenate(values: Sequence[Any], counts: Sequence[int]) -> Any:
     first = values[0]
     if any(value is None for value in values):
         return None
     if isinstance(first, Tensor):
         width = max(value.shape[1] for value in values) if first.ndim > 1 else 0
-        return torch.cat([_widened(value, width) for value in values])
-    if isinstance(first, Mapping):  # parts of the reward: one that a record does not know applies to none of its rows
+        return torch.cat([_pad_columns(value, width) for value in values])
+    if isinstance(first, Mapping):  # parts of the reward: a part that a record lacks applies to none of its rows
         absent = [torch.full((count,), torch.nan) for count in counts]
         names = dict.fromkeys(name for value in values for name in value)
         return {name: torch.cat([v.get(name, nan) for v, nan in zip(values, absent, strict=True)]) for name in names}
@@ -70,8 +70,8 @@ def _joined(values: Sequence[Any], counts: Sequence[int]) -> Any:
     return type(first).join(values) if hasattr(first, "join") else join_rows(values)  # type: ignore[union-attr]
 
 
-def _widened(value: Tensor, width: int) -> Tensor:
-    """The tensor padded with zeros to `width` columns, where it has columns at all."""
+def _pad_columns(value: Tensor, width: int) -> Tensor:
+    """Pad a tensor that has columns with zeros to `width` of them."""
     if value.ndim < 2 or value.shape[1] == width:
         return value
     return torch.cat([value, value.new_zeros(len(value), width - value.shape[1], *value.shape[2:])], dim=1)

@@ -1,4 +1,4 @@
-"""Randomness is keyed, never global: the same key gives the same numbers, whatever was drawn before or around it.
+"""Randomness is keyed, never global: the same key gives the same numbers, whatever else was drawn.
 
 So a resumed run needs step numbers and no generator states, and a prompt's samples do not depend on its batch.
 """
@@ -11,9 +11,9 @@ import numpy as np
 
 
 def rng_for(*key: int | str) -> np.random.Generator:
-    """A generator of its own for each key.
+    """A generator seeded by the key.
 
-    >>> keyed_generator(1, "a").random() == keyed_generator(1, "a").random() != keyed_generator(1, "b").random()
+    >>> rng_for(1, "a").random() == rng_for(1, "a").random() != rng_for(1, "b").random()
     True
     """
     digest = hashlib.blake2b(repr(key).encode(), digest_size=16).digest()

@@ -1,4 +1,4 @@
-"""The door to the terminal: nothing passes that could move the cursor, and what is closed leads nowhere."""
+"""Output to the terminal: control characters are escaped, and closed streams are replaced by the null device."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-# Control characters except the line break, marks that reverse the direction of writing, and the surrogates that stand
-# for bytes which are no UTF-8, as in names of files.
+# Control characters except the line break, marks that reverse the writing direction, and surrogates (bytes of a file
+# name that are not UTF-8).
 UNPRINTABLE = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-PROGRESS = re.compile("\r|(\x1b\\[A)+$")  # what a progress bar (tqdm) begins a write with, or all that it writes
+PROGRESS = re.compile("\r|(\x1b\\[A)+$")  # the start of a write by a progress bar (tqdm), or all of it
 
 
 def sanitize(text: str) -> str:
-    """The text with control characters spelled out: what a model, a file or a reward says must not move the cursor.
+    """Escape control characters: text of a model, a file or a reward must not move the cursor.
 
     >>> print(sanitize("red\x1b[2J"))
     red\\x1b[2J
@@ -25,49 +25,49 @@ def sanitize(text: str) -> str:
 
 
 class SanitizedStream:
-    """A stream that spells control characters out. Only tqdm, whose bars return to where they began, may move so."""
+    """A stream that escapes control characters. Only tqdm, whose bars return to the start of the line, may move."""
 
-    def __init__(self, behind: TextIO) -> None:
-        self.behind = behind
+    def __init__(self, wrapped: TextIO) -> None:
+        self.wrapped = wrapped
 
     def write(self, text: str) -> int:
         by_bar = sys._getframe(1).f_globals.get("__name__", "").startswith("tqdm.")
         moves = PROGRESS.match(text) if by_bar else None
         start = moves.end() if moves else 0
-        with self._named():
-            self.behind.write(text[:start] + sanitize(text[start:]))
+        with self._name_errors():
+            self.wrapped.write(text[:start] + sanitize(text[start:]))
         return len(text)
 
     def flush(self) -> None:
-        with self._named():
-            self.behind.flush()
+        with self._name_errors():
+            self.wrapped.flush()
 
     def writelines(self, lines: Iterable[str]) -> None:
         for line in lines:
             self.write(line)
 
     @contextmanager
-    def _named(self) -> Iterator[None]:
-        """Gives an error the name of the stream: a full disk alone would not say what could not be written."""
+    def _name_errors(self) -> Iterator[None]:
+        """Give an OSError the name of the stream: a full disk alone would not say what could not be written."""
         try:
             yield
         except OSError as error:
-            error.filename = getattr(self.behind, "name", None)
+            error.filename = getattr(self.wrapped, "name", None)
             raise
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.behind, name)
+        return getattr(self.wrapped, name)
 
 
-def behind_door(stream: TextIO) -> TextIO:
-    """The stream itself, for a writer who paints and who sanitizes all that is not its own."""
-    return stream.behind if isinstance(stream, SanitizedStream) else stream
+def unwrap_stream(stream: TextIO) -> TextIO:
+    """The raw stream, for a writer that moves the cursor and sanitizes foreign text itself."""
+    return stream.wrapped if isinstance(stream, SanitizedStream) else stream
 
 
 @contextmanager
-def doors() -> Iterator[None]:
-    """stdout and stderr behind doors."""
-    open_closed()
+def sanitized_streams() -> Iterator[None]:
+    """Sanitize stdout and stderr."""
+    _reopen_closed_streams()
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = SanitizedStream(sys.stdout), SanitizedStream(sys.stderr)
     try:
@@ -76,21 +76,21 @@ def doors() -> Iterator[None]:
         sys.stdout, sys.stderr = before
 
 
-def open_closed() -> None:
-    """Streams that the caller closed (`>&-`) lead nowhere: else the next file that is opened, perhaps a checkpoint,
-    would get their number, and with it what is written there."""
+def _reopen_closed_streams() -> None:
+    """Streams that the caller closed (`>&-`) lead to the null device: otherwise the next file opened, perhaps a
+    checkpoint, would get their number and the text written there."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
-            nowhere = os.open(os.devnull, os.O_RDWR)
-            if nowhere != number:
-                os.dup2(nowhere, number)
-                os.close(nowhere)
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115 (it stays open)
 
 
 def separate_log() -> TextIO | None:
-    """stdout where it is a log of its own, neither a terminal nor where stderr goes: on a cluster people look for a run
-    there. None too where somebody has put something else in its place, as notebooks do."""
+    """stdout if it is a separate log, neither a terminal nor the file of stderr: on a cluster users expect progress
+    there. None if something replaced it, as notebooks do."""
     try:
         if (sys.stdout.fileno(), sys.stderr.fileno()) != (1, 2) or sys.stdout.isatty():
             return None

@@ -1,1 +1,1 @@
-"""What `mtrl view` shows: runs of ours and of others, read from their files, and the page that shows them. No torch."""
+"""`mtrl view`: reads the files of MTRL runs and of other trainers, and shows them on a page. No torch."""

@@ -1,4 +1,4 @@
-"""The page: its modules and styles, served one by one or put into a single file for a report."""
+"""The HTML page: its modules and styles, served separately or in one file for a report."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 STATIC = Path(__file__).parent / "static"
 STYLE = "view.css"
-MODULES = ("main", "api", "dom", "state", "chart", "curves", "rollouts", "sample", "looks", "heat", "timing")
-EMPTY_ICON = "data:,"  # browsers ask for an icon otherwise
+MODULES = ("main", "api", "dom", "state", "chart", "curves", "rollouts", "sample", "attention", "heat", "timing")
+EMPTY_ICON = "data:,"  # otherwise browsers request an icon
 
 SHELL = """<!doctype html>
 <html lang="en">
@@ -39,7 +39,7 @@ def static(name: str) -> bytes:
 
 
 def import_map() -> str:
-    """Where the browser finds each module. Modules name each other `mtrl/name`, so that a report can hold them all."""
+    """The import map of the modules, which import each other as `mtrl/name` so that a report can embed them."""
     return json.dumps({"imports": {f"mtrl/{name}": f"/static/{name}.js" for name in MODULES}})
 
 
@@ -49,7 +49,7 @@ def served_page() -> str:
 
 
 def served_policy() -> str:
-    """What the page may do: its own scripts, styles, images and data, and nothing from anywhere else."""
+    """The content security policy: scripts, styles, images and data of this server only."""
     scripts = " ".join(f"'sha256-{digest(text)}'" for text in (import_map(), START))
     return (
         f"default-src 'none'; script-src 'self' {scripts}; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -58,8 +58,10 @@ def served_policy() -> str:
 
 
 def single_page(data: object) -> str:
-    """Everything in one file: scripts, styles and what they show. It asks nobody for anything."""
-    inside = json.dumps(data, ensure_ascii=True, allow_nan=False).replace("<", "\\u003c")  # no text may end the script
+    """One file with scripts, styles and data, which makes no requests."""
+    embedded = json.dumps(data, ensure_ascii=True, allow_nan=False).replace(
+        "<", "\\u003c"
+    )  # no text may close the script
     modules = {f"mtrl/{name}": "data:text/javascript;base64," + encoded(static(f"{name}.js")) for name in MODULES}
     style = static(STYLE).decode()
     policy = "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; img-src data:"
@@ -67,7 +69,7 @@ def single_page(data: object) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{style}</style>\n'
         f'<script type="importmap">{json.dumps({"imports": modules})}</script>'
     )
-    data_part = f'<script type="application/json" id="embedded">{inside}</script>'
+    data_part = f'<script type="application/json" id="embedded">{embedded}</script>'
     return SHELL.format(icon=EMPTY_ICON, head=head, data=data_part, start=START)
 
 

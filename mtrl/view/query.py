@@ -1,4 +1,4 @@
-"""Which responses a list shows: of a range of steps, filtered and sorted by their numbers, a page at a time."""
+"""Queries for lists of responses: a range of steps, filtered, sorted, one page at a time."""
 
 from __future__ import annotations
 
@@ -11,77 +11,75 @@ import numpy as np
 from mtrl.tracking.blocks import DamagedRecord
 from mtrl.view.rollout_store import SORTED_BY, Json, RolloutStore
 
-MOST_ROWS = 200  # of a page
+MAX_ROWS = 200  # rows per page
 
 
 @dataclass(frozen=True)
 class Query:
-    first: int | None = None  # steps; None: from the beginning, to the end
-    last: int | None = None
+    first_step: int | None = None  # None: no limit
+    last_step: int | None = None
     sort: str = "step"  # or one of SORTED_BY
     descending: bool = False
-    least: Mapping[str, float] = field(default_factory=dict)  # of a number, by name
-    most: Mapping[str, float] = field(default_factory=dict)
+    minimum: Mapping[str, float] = field(default_factory=dict)  # by name
+    maximum: Mapping[str, float] = field(default_factory=dict)
     page: int = 0
     size: int = 50
 
     def __post_init__(self) -> None:
         if self.sort != "step" and self.sort not in SORTED_BY:
             raise ValueError(f"sort: one of step, {', '.join(SORTED_BY)}")
-        if not 1 <= self.size <= MOST_ROWS or self.page < 0:
-            raise ValueError(f"size: 1 to {MOST_ROWS}; page: 0 or more")
+        if not 1 <= self.size <= MAX_ROWS or self.page < 0:
+            raise ValueError(f"size: 1 to {MAX_ROWS}; page: 0 or more")
 
 
-def select(book: RolloutStore, query: Query) -> Json:
-    """{"total", "rows"}: how many responses there are, and the rows of the page."""
-    steps, places, keys = gather(book, query)
+def select(store: RolloutStore, query: Query) -> Json:
+    """The number of matching responses and the rows of the requested page."""
+    steps, rows, keys = find_matches(store, query)
     order = np.arange(len(steps))
     if query.sort != "step":
         known = ~np.isnan(keys)
         by_key = np.argsort(-keys[known] if query.descending else keys[known], kind="stable")
-        order = np.concatenate([order[known][by_key], order[~known]])  # what has no such number comes last
+        order = np.concatenate([order[known][by_key], order[~known]])  # responses without this number come last
     elif query.descending:
-        order = np.lexsort((places, -steps))
-    shown = order[query.page * query.size : (query.page + 1) * query.size]
-    chosen = [(int(steps[i]), int(places[i])) for i in shown]
-    return {"total": len(order), "page": query.page, "size": query.size, "rows": query_rows(book, chosen)}
+        order = np.lexsort((rows, -steps))
+    page = order[query.page * query.size : (query.page + 1) * query.size]
+    chosen = [(int(steps[i]), int(rows[i])) for i in page]
+    return {"total": len(order), "page": query.page, "size": query.size, "rows": read_rows(store, chosen)}
 
 
-def gather(book: RolloutStore, query: Query) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(step, place, number to sort by) of every response that passes the filters."""
-    found: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-    for step, count in list(book.steps().items()):
-        if (query.first is not None and step < query.first) or (query.last is not None and step > query.last):
+def find_matches(store: RolloutStore, query: Query) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(step, row, sort key) of every response that passes the filters."""
+    matches = [(np.zeros(0, dtype=int), np.zeros(0, dtype=int), np.zeros(0))]
+    for step, count in list(store.steps().items()):
+        before = query.first_step is not None and step < query.first_step
+        if before or (query.last_step is not None and step > query.last_step):
             continue
-        if query.sort == "step" and not query.least and not query.most:
-            found.append((np.full(count, step), np.arange(count), np.zeros(count)))
+        if query.sort == "step" and not query.minimum and not query.maximum:
+            matches.append((np.full(count, step), np.arange(count), np.zeros(count)))
             continue
         try:
-            page = book.page(step)
+            columns = store.columns(step)
         except (DamagedRecord, KeyError, OSError):
-            continue  # the book says so
-        passes = np.ones(page.count, dtype=bool)
-        absent = np.full(page.count, np.nan)
-        for name, bound in query.least.items():
-            passes &= page.numbers.get(name, absent) >= bound
-        for name, bound in query.most.items():
-            passes &= page.numbers.get(name, absent) <= bound
-        (places,) = passes.nonzero()
-        keys = page.numbers.get(query.sort, absent)[places]
-        found.append((np.full(len(places), step), places, keys))
-    if not found:
-        return np.zeros(0, dtype=int), np.zeros(0, dtype=int), np.zeros(0)
-    steps, places, keys = (np.concatenate(column) for column in zip(*found, strict=True))
-    return steps, places, keys
+            continue  # the store reports it
+        passes = np.ones(len(columns["reward"]), dtype=bool)
+        for name, bound in query.minimum.items():
+            passes &= columns[name] >= bound
+        for name, bound in query.maximum.items():
+            passes &= columns[name] <= bound
+        (rows,) = passes.nonzero()
+        keys = np.zeros(len(rows)) if query.sort == "step" else columns[query.sort][rows]
+        matches.append((np.full(len(rows), step), rows, keys))
+    steps, rows, keys = (np.concatenate(column) for column in zip(*matches, strict=True))
+    return steps, rows, keys
 
 
-def query_rows(book: RolloutStore, chosen: Sequence[tuple[int, int]]) -> list[Json]:
-    """Their rows, in this order; each step is opened once."""
+def read_rows(store: RolloutStore, chosen: Sequence[tuple[int, int]]) -> list[Json]:
+    """The rows of (step, row) pairs in their order; each step is opened once."""
     rows: dict[tuple[int, int], Json] = {}
-    for step, group in groupby(sorted(chosen), key=lambda each: each[0]):
-        places = [place for _, place in group]
+    for step, pairs in groupby(sorted(chosen), key=lambda pair: pair[0]):
+        indices = [row for _, row in pairs]
         try:
-            rows |= {(step, place): row for place, row in zip(places, book.rows(step, places), strict=True)}
+            rows |= {(step, index): row for index, row in zip(indices, store.rows(step, indices), strict=True)}
         except (DamagedRecord, KeyError, OSError):
             continue
-    return [rows[each] for each in chosen if each in rows]
+    return [rows[pair] for pair in chosen if pair in rows]

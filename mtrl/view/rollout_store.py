@@ -1,245 +1,218 @@
-"""Recorded responses, whoever recorded them: a book has steps, a step has responses, and a response is read when it is
-looked at. `Pages` are the numbers that responses are sorted and filtered by, kept for every step that was asked for."""
+"""Stores of recorded responses. A store has steps, a step has responses, and a response is read on demand."""
 
 from __future__ import annotations
 
 import base64
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from mtrl.tracking.blocks import Block, DamagedRecord, Table, Walk, block_parts
-from mtrl.tracking.streams import MAP_SCALE, MAPS, unpack_response
+from mtrl.tracking.blocks import Block, DamagedRecord, PartReader, Table, block_parts
+from mtrl.tracking.streams import MAP_SCALE, MAPS, as_list, unpack_response
 
 SORTED_BY = ("reward", "tokens", "dependency", "entropy", "vision", "advantage")
-LISTED = (*SORTED_BY, "finish", "version", "head", "kept", "scale", "failed")  # what a row of a list says
-LARGEST_SIDE = 4096  # image tokens of a side
-TABLES_KEPT = 48  # tables of steps held in memory, of those that were looked at last
+LISTED = (*SORTED_BY, "finish", "version", "head", "kept", "scale", "failed")  # columns in the rows of a list
+MAX_SIDE = 4096  # image tokens per side
+TABLES_CACHED = 48  # tables of steps in memory, the most recently used
+DIGITS = 3  # of the stored half floats
 
 Json = dict[str, Any]
-
-
-@dataclass(frozen=True, eq=False)
-class Page:
-    """The numbers of a step's responses: [count] arrays by name, NaN where a response has none."""
-
-    count: int
-    numbers: Mapping[str, np.ndarray]
+Columns = Mapping[str, np.ndarray]  # [responses] numbers for each name in SORTED_BY, NaN if there is none
 
 
 class RolloutStore(Protocol):
     def refresh(self) -> None:
-        """Looks for what was written meanwhile."""
+        """Read what was written since the last call."""
 
     def steps(self) -> Mapping[int, int]:
-        """How many responses each step has, in the order of the steps."""
+        """The number of responses of each step, in the order of the steps."""
 
-    def page(self, step: int) -> Page: ...
+    def columns(self, step: int) -> Columns:
+        """The numbers that responses are sorted and filtered by."""
 
-    def rows(self, step: int, places: Sequence[int]) -> list[Json]:
-        """What lists show of these responses."""
+    def rows(self, step: int, indices: Sequence[int]) -> list[Json]:
+        """The rows of these responses in a list."""
 
-    def response(self, step: int, place: int) -> Json:
-        """All that is known of a response."""
+    def response(self, step: int, row: int) -> Json:
+        """A response with all its values."""
 
-    def maps(self, step: int, place: int) -> Json:
-        """Where each token of a response looks: {"levels": base64 of a byte for each token and image token, "scale": a
-        number a token}, of which `scale * (level / 255) ** 2` is the share of its attention. KeyError where nobody
-        recorded it."""
+    def maps(self, step: int, row: int) -> Json:
+        """The attention of each token on the image: {"levels": base64 of one byte per token and image token, "scale":
+        one number per token}; `scale * (level / 255) ** 2` is a share of the token's attention. KeyError if it was not
+        recorded."""
 
     def image(self, step: int, key: str) -> bytes:
-        """An image that a response of the step names, or KeyError."""
+        """An image of a response of the step, or KeyError."""
 
     def skipped(self) -> list[str]:
-        """What could not be read, in sentences."""
+        """Messages about data that could not be read."""
 
 
 class RecordedRollouts:
-    """The record of a run of ours (`tracking/blocks.py`)."""
+    """The record of an MTRL run (`tracking/blocks.py`)."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._walks: dict[Path, Walk] = {}
-        self._found: dict[Path, list[Block]] = {}
+        self._readers: dict[Path, PartReader] = {}
+        self._blocks_by_part: dict[Path, list[Block]] = {}
         self._blocks: dict[int, Block] = {}
-        self._pages: dict[int, Page] = {}
-        self._tables: OrderedDict[Block, Table] = OrderedDict()
-        self._broken: set[int] = set()
+        self._columns: dict[int, Columns] = {}
+        self._read_table = lru_cache(TABLES_CACHED)(lambda block: check_table(block.table(), block.count))
+        self._damaged: set[int] = set()
 
     def refresh(self) -> None:
         parts = block_parts(self.directory)
-        changed = [part for part in self._walks if part not in parts]
-        for gone in changed:
-            del self._walks[gone], self._found[gone]
+        changed = [part for part in self._readers if part not in parts]
+        for part in changed:
+            del self._readers[part], self._blocks_by_part[part]
         for part in parts:
-            walk = self._walks.setdefault(part, Walk(part))
+            reader = self._readers.setdefault(part, PartReader(part))
+            known = self._blocks_by_part.setdefault(part, [])
             try:
-                new = list(walk.advance())
+                new = list(reader.read_new())
             except OSError:
-                continue  # removed a moment ago, or no file
-            self._found.setdefault(part, []).extend(new)
+                continue  # just deleted, or not a regular file
+            known += new
             changed += [part] if new else []
         if changed:
-            self._arrange([block for part in parts for block in self._found.get(part, [])])
+            self._select([block for part in parts for block in self._blocks_by_part[part]])
 
-    def _arrange(self, blocks: Sequence[Block]) -> None:
-        """The last attempt of each step; what an attempt did after the step where the next one began was undone."""
-        kept: dict[int, Block] = {}
+    def _select(self, blocks: Sequence[Block]) -> None:
+        """Select the last attempt of each step. The next attempt undid all steps from its first one on."""
+        selected: dict[int, Block] = {}
         attempt = None
         for block in blocks:
             if block.attempt != attempt:
                 attempt = block.attempt
-                kept = {step: other for step, other in kept.items() if step < block.step}
-            kept[block.step] = block
-        stale = [step for step in self._pages if kept.get(step) != self._blocks.get(step)]
-        for step in stale:
-            del self._pages[step]
-        self._blocks = dict(sorted(kept.items()))
+                selected = {step: other for step, other in selected.items() if step < block.step}
+            selected[block.step] = block
+        for step in [step for step in self._columns if selected.get(step) != self._blocks.get(step)]:
+            del self._columns[step]
+        self._blocks = dict(sorted(selected.items()))
 
     def steps(self) -> Mapping[int, int]:
-        return {step: block.count for step, block in self._blocks.items() if step not in self._broken}
+        return {step: block.count for step, block in self._blocks.items() if step not in self._damaged}
 
     def table(self, step: int) -> Table:
-        block = self._blocks[step]
-        if block not in self._tables:
-            try:
-                self._tables[block] = checked(block.table(), block.count)
-            except (DamagedRecord, OSError) as error:
-                self._broken.add(step)
-                raise DamagedRecord(f"step {step} is damaged") from error
-            if len(self._tables) > TABLES_KEPT:
-                self._tables.popitem(last=False)
-        self._tables.move_to_end(block)
-        return self._tables[block]
+        try:
+            return self._read_table(self._blocks[step])
+        except (DamagedRecord, OSError) as error:
+            self._damaged.add(step)
+            raise DamagedRecord(f"step {step} is damaged") from error
 
-    def page(self, step: int) -> Page:
-        if step not in self._pages:
-            columns = self.table(step)["rollouts"]
-            count = self._blocks[step].count
-            found = {name: as_numbers(columns.get(name), count) for name in SORTED_BY}
-            self._pages[step] = Page(count, {name: array for name, array in found.items() if array is not None})
-        return self._pages[step]
+    def columns(self, step: int) -> Columns:
+        if step not in self._columns:
+            table, count = self.table(step)["rollouts"], self._blocks[step].count
+            self._columns[step] = {name: as_numbers(table.get(name), count) for name in SORTED_BY}
+        return self._columns[step]
 
-    def rows(self, step: int, places: Sequence[int]) -> list[Json]:
+    def rows(self, step: int, indices: Sequence[int]) -> list[Json]:
         table = self.table(step)
-        return [self._row(table, step, place) for place in places]
+        return [self._row(table, step, row) for row in indices]
 
-    def _row(self, table: Table, step: int, place: int) -> Json:
+    def _row(self, table: Table, step: int, row: int) -> Json:
         columns = table["rollouts"]
-        row: Json = {name: columns[name][place] for name in LISTED if name in columns}
-        prompt = table["prompts"][columns["prompt"][place]]
-        parts = {name: values[place] for name, values in columns.get("parts", {}).items()}
+        group = columns["prompt"][row]
+        prompt = table["prompts"][group]
+        parts = {name: values[row] for name, values in columns.get("parts", {}).items()}
         images = prompt.get("images", [])
-        return row | {
-            "step": step, "row": place, "group": columns["prompt"][place], "id": prompt.get("id"), "parts": parts,
+        return {name: columns[name][row] for name in LISTED if name in columns} | {
+            "step": step, "row": row, "group": group, "id": prompt.get("id"), "parts": parts,
             "image": images[0] if images else None,
         }  # fmt: skip
 
-    def response(self, step: int, place: int) -> Json:
+    def _read(self, step: int, row: int) -> tuple[Table, Json, list[Any] | None]:
+        """The step's table, the stored response, and the grids of its attention maps."""
         table, block = self.table(step), self._blocks[step]
-        if not 0 <= place < block.count:
-            raise KeyError(place)
-        row, columns = self._row(table, step, place), table["rollouts"]
-        kept = unpack_response(block.piece(table["where"][place]))
-        numbers = {name: array for name, array in kept["streams"].items() if name not in (MAPS, MAP_SCALE)}
-        streams = {name: as_list(array) for name, array in numbers.items() if array.ndim == 1}
-        segments = list(table.get("segments", []))
-        if (mass := kept["streams"].get("mass")) is not None:
-            for number, segment in enumerate(segments):
-                streams |= {
-                    f"{pool}_{segment}": as_list(mass[:, number, i]) for i, pool in enumerate(("text", "vision"))
-                }
-        by_segment = [[pool[place] for pool in segment] for segment in columns.get("mass", [])]
-        asked = {
-            name: table["prompts"][row["group"]].get(name)
-            for name in ("text", "answer", "images", "perturbed", "pools")
-        }
-        members = [other for other, group in enumerate(columns["prompt"]) if group == row["group"]]
-        said = {"text": kept["text"], "pieces": kept["pieces"], "streams": streams}
-        if (grids := image_grids(kept["streams"], table["prompts"][row["group"]])) is not None:
-            said["grids"] = grids
-            streams.setdefault("vision_all", as_list(vision_mass(kept["streams"])))
-        return row | said | {"prompt": asked, "segments": segments, "mass": by_segment, "members": members}
+        if not 0 <= row < block.count:
+            raise KeyError(row)
+        stored = unpack_response(block.read(table["where"][row]))
+        prompt = table["prompts"][table["rollouts"]["prompt"][row]]
+        return table, stored, image_grids(stored["streams"], prompt)
 
-    def maps(self, step: int, place: int) -> Json:
-        table, block = self.table(step), self._blocks[step]
-        if not 0 <= place < block.count:
-            raise KeyError(place)
-        kept = unpack_response(block.piece(table["where"][place]))
-        prompt = table["prompts"][table["rollouts"]["prompt"][place]]
-        if image_grids(kept["streams"], prompt) is None:
-            raise KeyError(place)
-        levels, scale = kept["streams"][MAPS], kept["streams"][MAP_SCALE]
-        return {"levels": base64.b64encode(levels.tobytes()).decode(), "scale": as_list(scale, 6)}
+    def response(self, step: int, row: int) -> Json:
+        table, stored, grids = self._read(step, row)
+        summary, columns, arrays = self._row(table, step, row), table["rollouts"], stored["streams"]
+        streams = {
+            name: as_list(array, DIGITS)
+            for name, array in arrays.items()
+            if array.ndim == 1 and name not in (MAPS, MAP_SCALE)
+        }
+        segments = list(table.get("segments", []))
+        if (mass := arrays.get("mass")) is not None:
+            for number, segment in enumerate(segments):
+                for i, pool in enumerate(("text", "vision")):
+                    streams[f"{pool}_{segment}"] = as_list(mass[:, number, i], DIGITS)
+        if grids is not None:  # if no attention mass was measured, take the sum of the maps
+            vision = arrays[MAP_SCALE] * np.square(arrays[MAPS] / 255).sum(1)
+            streams.setdefault("vision_all", as_list(vision, DIGITS))
+        stored_prompt = table["prompts"][summary["group"]]
+        prompt = {name: stored_prompt.get(name) for name in ("text", "answer", "images", "perturbed", "pools")}
+        return summary | ({} if grids is None else {"grids": grids}) | {
+            "text": stored["text"], "pieces": stored["pieces"], "streams": streams, "prompt": prompt,
+            "segments": segments, "mass": [[pool[row] for pool in segment] for segment in columns.get("mass", [])],
+            "members": [other for other, group in enumerate(columns["prompt"]) if group == summary["group"]],
+        }  # fmt: skip
+
+    def maps(self, step: int, row: int) -> Json:
+        _, stored, grids = self._read(step, row)
+        if grids is None:
+            raise KeyError(row)
+        levels, scale = stored["streams"][MAPS], stored["streams"][MAP_SCALE]
+        return {"levels": base64.b64encode(levels.tobytes()).decode(), "scale": as_list(scale, digits=6)}
 
     def image(self, step: int, key: str) -> bytes:
-        place = self.table(step).get("images", {})[key]
-        return self._blocks[step].piece(place)
+        location = self.table(step).get("images", {})[key]
+        return self._blocks[step].read(location)
 
     def skipped(self) -> list[str]:
-        walks = list(self._walks.values())
-        lost = sum(walk.skipped for walk in walks) + sum(walk.unfinished() for walk in walks[:-1])
-        told = [f"record: {lost:,} bytes are damaged or were cut off, and are left out"] if lost else []
-        return told + [f"record: step {step} is damaged and left out" for step in sorted(self._broken)]
+        readers = list(self._readers.values())
+        lost = sum(reader.skipped for reader in readers) + sum(reader.unfinished() for reader in readers[:-1])
+        messages = [f"record: {lost:,} bytes are damaged or cut off and are left out"] if lost else []
+        return messages + [f"record: step {step} is damaged and left out" for step in sorted(self._damaged)]
 
 
-def checked(table: Table, count: int) -> Table:
-    """The table, where it is as it must be; whoever made the file may have meant harm."""
+def check_table(table: Table, count: int) -> Table:
+    """The table, if it is valid: it may come from a malicious file."""
     columns, prompts = table.get("rollouts"), table.get("prompts")
     if not isinstance(columns, dict) or not isinstance(prompts, list) or not isinstance(table.get("where"), list):
-        raise DamagedRecord("a table lacks what it must have")
+        raise DamagedRecord("a table lacks its columns, prompts or locations")
     if not all(isinstance(prompt, dict) for prompt in prompts):
-        raise DamagedRecord("a table's prompts are none")
+        raise DamagedRecord("a prompt in a table is not an object")
     lists = [values for name, values in columns.items() if name not in ("parts", "mass")]
     lists += [table["where"], *dict(columns.get("parts", {})).values()]
     if "prompt" not in columns or any(not isinstance(values, list) or len(values) != count for values in lists):
-        raise DamagedRecord("a table's columns are not as long as they must be")
+        raise DamagedRecord("a column of a table is missing or has the wrong length")
     if not all(type(group) is int and 0 <= group < len(prompts) for group in columns["prompt"]):
-        raise DamagedRecord("a table names prompts that it does not have")
+        raise DamagedRecord("a table refers to a prompt that it does not have")
     return table
 
 
 def image_grids(streams: Mapping[str, np.ndarray], prompt: Mapping[str, Any]) -> list[Any] | None:
-    """How the maps of a response lie on its images; None where there are no maps, or they do not fit."""
+    """The token grids of a response's images; None if there are no maps or they do not fit the grids."""
     levels, scale, grids = streams.get(MAPS), streams.get(MAP_SCALE), prompt.get("grids")
     if levels is None or scale is None or levels.ndim != 2 or scale.shape != levels.shape[:1]:
         return None
     if not isinstance(grids, list) or not all(map(is_grid, grids)):
         return None
-    if sum(time * height * width for time, height, width, _ in grids) != levels.shape[1]:
-        return None
-    return grids
-
-
-def vision_mass(streams: Mapping[str, np.ndarray]) -> np.ndarray:
-    """What the maps sum up to, for steps in which nobody else read the attention."""
-    return streams[MAP_SCALE] * np.square(streams[MAPS] / 255).sum(1)
+    return grids if sum(time * height * width for time, height, width, _ in grids) == levels.shape[1] else None
 
 
 def is_grid(grid: Any) -> bool:
-    """(time, height, width, the times of the frames shown), from a file that anybody may have made."""
+    """Whether this is (time, height, width, times of the stored frames); the file may be malicious."""
     try:
-        *sides, shown = grid
-        whole = all(type(number) is int and 0 <= number <= LARGEST_SIDE for number in (*sides, *shown))
-        return whole and len(sides) == 3 and len(shown) <= LARGEST_SIDE and all(time < sides[0] for time in shown)
+        *sides, frames = grid
+        is_valid = all(type(number) is int and 0 <= number <= MAX_SIDE for number in (*sides, *frames))
+        return is_valid and len(sides) == 3 and len(frames) <= MAX_SIDE and all(time < sides[0] for time in frames)
     except TypeError:
         return False
 
 
-def as_numbers(values: Any, count: int) -> np.ndarray | None:
-    """[count] floats, None as NaN; None where there are none at all."""
+def as_numbers(values: Any, count: int) -> np.ndarray:
+    """[count] floats, NaN for values that are not numbers."""
     if not isinstance(values, list) or len(values) != count:
-        return None
-    plain = (isinstance(x, (int, float)) for x in values)
-    return np.array([x if ok else np.nan for x, ok in zip(values, plain, strict=True)], dtype=np.float64)
-
-
-def as_list(array: np.ndarray, digits: int = 3) -> list[Any]:
-    """Numbers as JSON has them: floats with the digits that are kept, None for those without an end."""
-    if array.dtype.kind in "iu":
-        return array.tolist()
-    return [float(f"{x:.{digits}g}") if ok else None for x, ok in zip(array.tolist(), np.isfinite(array), strict=True)]
+        return np.full(count, np.nan)
+    return np.array([x if isinstance(x, (int, float)) else np.nan for x in values], dtype=np.float64)

@@ -1,4 +1,4 @@
-"""What a path on the command line means: a run of ours, TRL's completions, verl's rollouts, or a folder of runs."""
+"""Finds the runs at a path: an MTRL run, TRL's completions, verl's rollouts, or a folder of runs."""
 
 from __future__ import annotations
 
@@ -8,40 +8,41 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from mtrl.tracking.blocks import RECORD, DamagedRecord
-from mtrl.view.foreign_rollouts import JsonlRollouts, ParquetRollouts, is_finite
+from mtrl.tracking.blocks import RECORD_DIR, DamagedRecord
+from mtrl.utils.metric_history import is_number
+from mtrl.view.foreign_rollouts import JsonlRollouts, ParquetRollouts
 from mtrl.view.history import MetricTail
 from mtrl.view.rollout_store import Json, RecordedRollouts, RolloutStore
 
 METRICS, ROLLOUTS, CONFIG = "metrics.jsonl", "rollouts.jsonl", "config.yaml"
-OURS = (METRICS, ROLLOUTS, RECORD, CONFIG)
-MOST_RUNS = 12  # of a folder of runs: the newest
-STALE_S = 90.0  # after so long without a line a run is no longer called live, unless its steps take longer
+OURS = (METRICS, ROLLOUTS, RECORD_DIR, CONFIG)
+MAX_RUNS = 12  # the newest runs of a folder
+STALE_S = 90.0  # a run that wrote nothing for so long is not live, unless its steps take longer
 CONFIG_CHARS = 200_000
 
 
 class NoRun(ValueError):
-    """A path that holds nothing to show; the text says what would."""
+    """A path without a run to show."""
 
 
 class RunFolder:
-    """A run that is shown. Whoever asks holds `lock`: its files are read on demand, by one at a time."""
+    """A run to show. Hold `lock` while using it: its files are read on demand by one thread at a time."""
 
-    def __init__(self, name: str, path: Path, kind: str, book: RolloutStore, history: MetricTail) -> None:
-        self.name, self.path, self.kind, self.book, self.history = name, path, kind, book, history
+    def __init__(self, name: str, path: Path, kind: str, store: RolloutStore, history: MetricTail) -> None:
+        self.name, self.path, self.kind, self.store, self.history = name, path, kind, store, history
         self.lock = threading.Lock()
-        self._means: dict[int, dict[str, float]] = {}
+        self._averaged: set[int] = set()  # steps
 
     def refresh(self) -> None:
         self.history.refresh()
-        if self.kind == "mtrl" and isinstance(self.book, JsonlRollouts):
-            self.book = open_book(self.path, self.kind) if (self.path / RECORD).is_dir() else self.book
-        self.book.refresh()
-        if self.kind != "mtrl" and not self._from_trainer_state():
+        if self.kind == "mtrl" and isinstance(self.store, JsonlRollouts) and (self.path / RECORD_DIR).is_dir():
+            self.store = open_store(self.path, self.kind)  # the record appeared after the run was opened
+        self.store.refresh()
+        if self.kind != "mtrl" and not self._read_trainer_state():
             self._average()
 
-    def about(self) -> Json:
-        steps = self.book.steps()
+    def summary(self) -> Json:
+        steps = self.store.steps()
         return {
             "name": self.name, "path": str(self.path), "kind": self.kind, "metrics": sorted(self.history.metrics),
             "last_step": max([*list(steps)[-1:], self.history.last_step or 0], default=0),
@@ -50,12 +51,12 @@ class RunFolder:
 
     def skipped(self) -> list[str]:
         lines = self.history.damaged
-        told = [f"{METRICS}: {lines} lines are damaged and left out"] if lines else []
-        return told + self.book.skipped()
+        messages = [f"{METRICS}: {lines} lines are damaged and left out"] if lines else []
+        return messages + self.store.skipped()
 
     def is_live(self) -> bool:
-        """Whether something was written lately: within a few steps' time."""
-        files = [self.path / METRICS, *(self.path / RECORD).glob("part-*.bin")] if self.kind == "mtrl" else []
+        """Whether the run wrote something recently, within the time of a few steps."""
+        files = [self.path / METRICS, *(self.path / RECORD_DIR).glob("part-*.bin")] if self.kind == "mtrl" else []
         times = [file.stat().st_mtime for file in files if file.is_file()]
         seconds = list(self.history.metrics.get("perf/seconds_step", {}).values())[-1:]
         return bool(times) and time.time() - max(times) < max([STALE_S, *(3 * s for s in seconds)])
@@ -66,8 +67,8 @@ class RunFolder:
             return None
         return file.read_text(encoding="utf-8", errors="replace")[:CONFIG_CHARS]
 
-    def _from_trainer_state(self) -> bool:
-        """The log of a TRL run, which its checkpoints carry."""
+    def _read_trainer_state(self) -> bool:
+        """Read the log of a TRL run from its newest checkpoint, if there is one."""
         folder = self.path if self.path.is_dir() else self.path.parent
         states = [*folder.glob("trainer_state.json"), *folder.glob("checkpoint-*/trainer_state.json")]
         if self.kind != "trl" or not states:
@@ -80,39 +81,42 @@ class RunFolder:
             return False
         for step, row in logged:
             for name, value in row.items():
-                if name not in ("step", "epoch") and is_finite(value):
+                if name not in ("step", "epoch") and is_number(value):
                     self.history.metrics.setdefault(str(name), {})[step] = float(value)
         return bool(logged)
 
     def _average(self) -> None:
-        """Curves of a run that has none: the means of what was recorded, of a few steps at a time."""
+        """Make curves of a run without metrics from the means of its responses, 200 steps at a time."""
         import numpy as np
 
-        for step in [step for step in self.book.steps() if step not in self._means][:200]:
+        for step in [step for step in self.store.steps() if step not in self._averaged][:200]:
+            self._averaged.add(step)
             try:
-                numbers = self.book.page(step).numbers
+                columns = self.store.columns(step)
             except (DamagedRecord, KeyError, OSError):
-                numbers = {}
-            self._means[step] = {}
-            for name, values in numbers.items():
+                continue
+            for name, values in columns.items():
                 if np.isfinite(values).any():
                     self.history.metrics.setdefault(f"{name}/mean", {})[step] = float(np.nanmean(values))
 
 
 def open_runs(paths: Sequence[Path]) -> list[RunFolder]:
-    found = [(path, kind) for given in paths for path, kind in runs_at(given)]
-    unique = list(dict(found).items())
-    return [
-        open_run(name, path, kind)
-        for name, (path, kind) in zip(short_names([p for p, _ in unique]), unique, strict=True)
-    ]
+    kinds = dict(run for path in paths for run in find_runs(path))
+    names = short_names(list(kinds))
+    runs = []
+    for name, (path, kind) in zip(names, kinds.items(), strict=True):
+        metrics = path / METRICS
+        is_ours = kind == "mtrl" and is_inside(metrics, path)
+        history = MetricTail(metrics if is_ours else path / "none" / METRICS)
+        runs.append(RunFolder(name, path, kind, open_store(path, kind), history))
+    return runs
 
 
-def runs_at(path: Path) -> list[tuple[Path, str]]:
-    """The runs that a path names, with their kinds."""
+def find_runs(path: Path) -> list[tuple[Path, str]]:
+    """The runs at a path, with their kinds."""
     path = path.expanduser().absolute()
     if not path.exists():
-        raise NoRun(f"{path}: there is no such directory; name the directory of a run, such as outputs/mtrl/zoo")
+        raise NoRun(f"{path}: no such directory; name the directory of a run, such as outputs/mtrl/zoo")
     if path.name in (METRICS, ROLLOUTS):
         path = path.parent
     if kind := run_kind(path):
@@ -120,10 +124,10 @@ def runs_at(path: Path) -> list[tuple[Path, str]]:
     inside = [(child, kind) for child in path.iterdir() if (kind := run_kind(child))] if path.is_dir() else []
     if not inside:
         raise NoRun(
-            f"{path} holds no run: neither {METRICS} nor {RECORD}/ of a run, nor completions of TRL (*.parquet), nor "
+            f"{path} holds no run: neither {METRICS} nor {RECORD_DIR}/, nor completions of TRL (*.parquet), nor "
             "rollouts of verl (*.jsonl)"
         )
-    newest = sorted(inside, key=lambda each: -each[0].stat().st_mtime)[:MOST_RUNS]
+    newest = sorted(inside, key=lambda each: -each[0].stat().st_mtime)[:MAX_RUNS]
     return sorted(newest)
 
 
@@ -139,36 +143,26 @@ def run_kind(path: Path) -> str | None:
     return "verl" if any(path.glob("*.jsonl")) else None
 
 
-def open_run(name: str, path: Path, kind: str) -> RunFolder:
-    metrics = path / METRICS
-    history = MetricTail(metrics if kind == "mtrl" and is_inside(metrics, path) else path / "none" / METRICS)
-    return RunFolder(name, path, kind, open_book(path, kind), history)
-
-
-def open_book(path: Path, kind: str) -> RolloutStore:
+def open_store(path: Path, kind: str) -> RolloutStore:
     if kind == "trl":
         return ParquetRollouts(path / "completions" if (path / "completions").is_dir() else path)
     if kind == "verl":
-        files = sorted(path.glob("*.jsonl"), key=by_number) if path.is_dir() else [path]
+        files = list(path.glob("*.jsonl")) if path.is_dir() else [path]
+        files.sort(key=lambda file: (int(file.stem) if file.stem.isdecimal() else 0, file.name))
         return JsonlRollouts([file for file in files if is_inside(file, path)])
-    recorded = path / RECORD
-    if not is_inside(recorded, path) or not is_inside(path / ROLLOUTS, path):
-        return JsonlRollouts()  # links that lead out of the run: nothing is read there
-    without = (path / ROLLOUTS).exists() and not recorded.is_dir()
-    return JsonlRollouts(rotating=path / ROLLOUTS) if without else RecordedRollouts(recorded)
-
-
-def by_number(path: Path) -> tuple[int, str]:
-    return (int(path.stem) if path.stem.isdecimal() else 0, path.name)
+    record, rollouts = path / RECORD_DIR, path / ROLLOUTS
+    if not is_inside(record, path) or not is_inside(rollouts, path):
+        return JsonlRollouts()  # links that lead out of the run are not read
+    return JsonlRollouts(rotating=rollouts) if rollouts.exists() and not record.is_dir() else RecordedRollouts(record)
 
 
 def is_inside(file: Path, directory: Path) -> bool:
-    """Whether a file of a run really lies there: a link may lead anywhere."""
+    """Whether a file is really in the run's directory: a link may lead anywhere."""
     return file.resolve().is_relative_to(directory.resolve())
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:
-    """The last parts of each path, as many as tell all of them apart."""
+    """The last parts of each path, as many as are needed to make all names different."""
     longest = max((len(path.parts) for path in paths), default=1)
     for count in range(1, longest):
         names = ["/".join(path.parts[-count:]) for path in paths]

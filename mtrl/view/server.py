@@ -1,14 +1,16 @@
-"""The server behind the page: reads runs, changes nothing. It answers this machine's own page alone: another Host, a
-request that another site's page makes, and anything but GET are refused; runs are named by number and images by what a
-step's table says, so that no request names a path."""
+"""The server of the page; it only reads runs. It answers only its own page: other Host headers, requests by pages of
+other sites and methods other than GET are refused. Requests name runs by number and images by their key in a step's
+table, never by path."""
 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -25,14 +27,14 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Asgi = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
-MOST_TOGETHER = 64  # responses of a group that are sent at once
+MAX_GROUP = 64  # responses of a group in one reply
 TYPES = {".js": "text/javascript", ".css": "text/css"}
 IMAGES = {b"\x89PNG": "image/png", b"\xff\xd8\xff": "image/jpeg"}
 
 
 class Guard:
-    """Refuses what no page of ours asks for. Browsers tell where a request comes from (Origin, Sec-Fetch-Site); a name
-    that someone else's DNS points here still stands in Host."""
+    """Refuses requests that our page does not make. Browsers send the origin of a request (Origin, Sec-Fetch-Site); a
+    foreign DNS name that points to this machine shows in Host."""
 
     def __init__(self, app: Asgi, hosts: Sequence[str]) -> None:
         self.app, self.hosts = app, frozenset(hosts)
@@ -54,31 +56,26 @@ class Guard:
             await PlainTextResponse(refusal + "\n", 403)(scope, receive, send)
             return
 
-        async def answer(message: MutableMapping[str, Any]) -> None:
+        async def send_with_headers(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", []), *self.headers]
             await send(message)
 
-        await self.app(scope, receive, answer)
+        await self.app(scope, receive, send_with_headers)
 
     def refusal(self, scope: Scope) -> str | None:
-        given: dict[str, list[str]] = {}
-        for name, value in scope["headers"]:
-            given.setdefault(name.decode("latin-1").lower(), []).append(value.decode("latin-1"))
-        hosts = given.get("host", [])
-        if len(hosts) != 1 or hosts[0].lower() not in self.hosts:
-            return "this server answers its own address alone; open the address that mtrl view printed"
-        if any(site not in ("same-origin", "none") for site in given.get("sec-fetch-site", [])):
-            return "a page of another site asked for this"
-        if any(origin.lower() != f"http://{hosts[0].lower()}" for origin in given.get("origin", [])):
-            return "a page of another site asked for this"
-        if scope["method"] not in ("GET", "HEAD"):
-            return "there is nothing to change here"
-        return None
+        headers = Headers(scope=scope)
+        hosts = [host.lower() for host in headers.getlist("host")]
+        if len(hosts) != 1 or hosts[0] not in self.hosts:
+            return "this server only answers at its own address; open the address that mtrl view printed"
+        foreign = any(site not in ("same-origin", "none") for site in headers.getlist("sec-fetch-site"))
+        if foreign or any(origin.lower() != f"http://{hosts[0]}" for origin in headers.getlist("origin")):
+            return "a page of another site requested this"
+        return None if scope["method"] in ("GET", "HEAD") else "this server is read-only"
 
 
 def allowed_hosts(host: str, port: int) -> list[str]:
-    """Host headers of this server: its own address, and this machine's names for itself where those lead here."""
+    """The valid Host headers: the server's address, and the loopback names if they lead to it."""
     try:
         address = ipaddress.ip_address(host)
         own = f"[{host}]" if address.version == 6 else host
@@ -88,77 +85,74 @@ def allowed_hosts(host: str, port: int) -> list[str]:
     return [f"{name}:{port}".lower() for name in (own, *names)]
 
 
-class JsonAnswers:
-    """The answers to the page's questions."""
+class Api:
+    """The handlers of the page's requests."""
 
     def __init__(self, runs: Sequence[RunFolder]) -> None:
-        self.runs = runs
+        self._runs = runs
 
-    def about(self, request: Request) -> Response:
-        found = []
-        for run in self.runs:
+    def runs(self, request: Request) -> Response:
+        summaries = []
+        for run in self._runs:
             with run.lock:
                 run.refresh()
-                found.append(run.about())
-        return JSONResponse({"runs": found, "sorted_by": SORTED_BY})
+                summaries.append(run.summary())
+        return JSONResponse({"runs": summaries, "sorted_by": SORTED_BY})
 
     def series(self, request: Request) -> Response:
-        run, asked = self._run(request), request.query_params
-        names = [name for name in asked.get("names", "").split(",") if name]
-        with run.lock:
-            return JSONResponse(run.history.series(names, whole(asked.get("after", "-1"), low=-1)))
+        parameters = request.query_params
+        names = [name for name in parameters.get("names", "").split(",") if name]
+        with self._open_run(request) as run:
+            return JSONResponse(run.history.series(names, parse_int(parameters.get("after", "-1"), low=-1)))
 
     def rollouts(self, request: Request) -> Response:
-        run, query = self._run(request), parse_query(request)
-        with run.lock:
-            return JSONResponse(select(run.book, query))
+        with self._open_run(request) as run:
+            return JSONResponse(select(run.store, parse_query(request)))
 
     def response(self, request: Request) -> Response:
-        run, step, place = self._run(request), self._number(request, "step"), self._number(request, "row")
-        with run.lock:
-            return JSONResponse(run.book.response(step, place))
+        with self._open_run(request) as run:
+            return JSONResponse(run.store.response(get_int(request, "step"), get_int(request, "row")))
 
     def group(self, request: Request) -> Response:
-        """All responses to the prompt of one, or to the prompt of an id: other runs may have asked it, too."""
-        run, step, name = self._run(request), self._number(request, "step"), request.query_params.get("id")
-        with run.lock:
+        """All responses to the prompt of a response, or to the prompt with an id, which may come from another run."""
+        step, name = get_int(request, "step"), request.query_params.get("id")
+        with self._open_run(request) as run:
             if name is None:
-                place = self._number(request, "row")
+                row = get_int(request, "row")
             else:
-                rows = run.book.rows(step, range(run.book.steps()[step]))
-                place = next((row["row"] for row in rows if row["id"] == name), -1)
-            members = run.book.response(step, place)["members"][:MOST_TOGETHER]
-            return JSONResponse([run.book.response(step, member) for member in members])
+                rows = run.store.rows(step, range(run.store.steps()[step]))
+                row = next((each["row"] for each in rows if each["id"] == name), -1)
+            members = run.store.response(step, row)["members"][:MAX_GROUP]
+            return JSONResponse([run.store.response(step, member) for member in members])
 
     def maps(self, request: Request) -> Response:
-        run, step, place = self._run(request), self._number(request, "step"), self._number(request, "row")
-        with run.lock:
-            return JSONResponse(run.book.maps(step, place))
+        with self._open_run(request) as run:
+            return JSONResponse(run.store.maps(get_int(request, "step"), get_int(request, "row")))
 
     def image(self, request: Request) -> Response:
-        run, step = self._run(request), self._number(request, "step")
-        with run.lock:
-            data = run.book.image(step, request.query_params.get("key", ""))
-        kind = next((kind for start, kind in IMAGES.items() if data.startswith(start)), None)
-        if kind is None:
-            raise DamagedRecord("this is no image")
-        return Response(data, media_type=kind, headers={"cache-control": "private, max-age=3600"})
+        with self._open_run(request) as run:
+            data = run.store.image(get_int(request, "step"), request.query_params.get("key", ""))
+        media_type = next((name for start, name in IMAGES.items() if data.startswith(start)), None)
+        if media_type is None:
+            raise DamagedRecord("not an image")
+        return Response(data, media_type=media_type, headers={"cache-control": "private, max-age=3600"})
 
     def config(self, request: Request) -> Response:
-        return PlainTextResponse(self._run(request).config() or "")
+        with self._open_run(request) as run:
+            return PlainTextResponse(run.config() or "")
 
-    def _run(self, request: Request) -> RunFolder:
-        number = self._number(request, "run")
-        if number >= len(self.runs):
-            raise KeyError(number)
-        return self.runs[number]
-
-    @staticmethod
-    def _number(request: Request, name: str) -> int:
-        return whole(request.query_params.get(name, ""))
+    @contextmanager
+    def _open_run(self, request: Request) -> Iterator[RunFolder]:
+        run = self._runs[get_int(request, "run")]
+        with run.lock:
+            yield run
 
 
-def whole(text: str, low: int = 0) -> int:
+def get_int(request: Request, name: str) -> int:
+    return parse_int(request.query_params.get(name, ""))
+
+
+def parse_int(text: str, low: int = 0) -> int:
     number = int(text) if len(text) <= 15 else -1
     if number < low:
         raise ValueError(text)
@@ -166,22 +160,20 @@ def whole(text: str, low: int = 0) -> int:
 
 
 def parse_query(request: Request) -> Query:
-    asked = request.query_params
-    least = {name: float(asked[f"min_{name}"]) for name in SORTED_BY if asked.get(f"min_{name}")}
-    most = {name: float(asked[f"max_{name}"]) for name in SORTED_BY if asked.get(f"max_{name}")}
+    given = request.query_params
     return Query(
-        first=whole(asked["from"]) if asked.get("from") else None,
-        last=whole(asked["to"]) if asked.get("to") else None,
-        sort=asked.get("sort", "step"),
-        descending=asked.get("order") == "desc",
-        least=least,
-        most=most,
-        page=whole(asked.get("page", "0")),
-        size=whole(asked.get("size", "50")),
+        first_step=parse_int(given["from"]) if given.get("from") else None,
+        last_step=parse_int(given["to"]) if given.get("to") else None,
+        sort=given.get("sort", "step"),
+        descending=given.get("order") == "desc",
+        minimum={name: float(given[f"min_{name}"]) for name in SORTED_BY if given.get(f"min_{name}")},
+        maximum={name: float(given[f"max_{name}"]) for name in SORTED_BY if given.get(f"max_{name}")},
+        page=parse_int(given.get("page", "0")),
+        size=parse_int(given.get("size", "50")),
     )
 
 
-def refused(status: int, text: str) -> Callable[[Request, Exception], Response]:
+def make_error_handler(status: int, text: str) -> Callable[[Request, Exception], Response]:
     return lambda request, error: PlainTextResponse(f"{text}\n", status)
 
 
@@ -189,30 +181,25 @@ def index(request: Request) -> Response:
     return Response(page.served_page(), media_type="text/html", headers={"cache-control": "no-store"})
 
 
-def file(request: Request) -> Response:
+def static_file(request: Request) -> Response:
     name = request.path_params["name"]
-    known = {page.STYLE, *(f"{module}.js" for module in page.MODULES)}
-    if name not in known:
+    if name not in {page.STYLE, *(f"{module}.js" for module in page.MODULES)}:
         raise KeyError(name)
-    return Response(
-        page.static(name), media_type=TYPES[name[name.rindex(".") :]], headers={"cache-control": "no-cache"}
-    )
+    media_type = TYPES[name[name.rindex(".") :]]
+    return Response(page.static(name), media_type=media_type, headers={"cache-control": "no-cache"})
 
 
 def make_app(runs: Sequence[RunFolder], host: str = "127.0.0.1", port: int = 0) -> Asgi:
     """The application, for the address that it is served at."""
-    answers = JsonAnswers(runs)
-    named = {
-        "runs": answers.about, "series": answers.series, "rollouts": answers.rollouts, "response": answers.response,
-        "group": answers.group, "image": answers.image, "config": answers.config, "maps": answers.maps,
-    }  # fmt: skip
-    routes = [Route("/", index), Route("/static/{name}", file)]
-    routes += [Route(f"/api/{name}", endpoint) for name, endpoint in named.items()]
-    handlers: dict[Any, Any] = {
-        KeyError: refused(404, "there is no such thing"),
-        IndexError: refused(404, "there is no such thing"),
-        ValueError: refused(400, "this question cannot be answered"),
-        DamagedRecord: refused(410, "this piece of the record is damaged, or was rotated away"),
-        OSError: refused(410, "this piece of the record is gone"),
+    api = Api(runs)
+    handlers = (api.runs, api.series, api.rollouts, api.response, api.group, api.image, api.config, api.maps)
+    routes = [Route("/", index), Route("/static/{name}", static_file)]
+    routes += [Route(f"/api/{handler.__name__}", handler) for handler in handlers]
+    errors: dict[Any, Any] = {
+        KeyError: make_error_handler(404, "not found"),
+        IndexError: make_error_handler(404, "not found"),
+        ValueError: make_error_handler(400, "invalid request"),
+        DamagedRecord: make_error_handler(410, "this part of the record is damaged or was deleted by rotation"),
+        OSError: make_error_handler(410, "this part of the record was deleted"),
     }
-    return Guard(Starlette(routes=routes, exception_handlers=handlers), allowed_hosts(host, port))
+    return Guard(Starlette(routes=routes, exception_handlers=errors), allowed_hosts(host, port))

@@ -1,67 +1,67 @@
-// Where data come from: the server beside this page, or the page itself where it is a report.
+// The source of the data: the server, or the page itself if it is a report.
 
 const embedded = document.getElementById("embedded");
-const held = embedded ? JSON.parse(embedded.textContent) : null;
+const report = embedded ? JSON.parse(embedded.textContent) : null;
 
-export const isReport = held !== null;
-export const about = held?.about ?? null;
+export const isReport = report !== null;
+export const about = report?.about ?? null;
 
-async function ask(name, parameters) {
+async function request(name, parameters) {
   const query = new URLSearchParams(Object.entries(parameters).filter(([, value]) => value !== null && value !== undefined && value !== ""));
-  const answer = await fetch(`/api/${name}?${query}`);
-  if (!answer.ok) throw new Error((await answer.text()).trim() || `${answer.status}`);
-  return name === "config" ? answer.text() : answer.json();
+  const reply = await fetch(`/api/${name}?${query}`);
+  if (!reply.ok) throw new Error((await reply.text()).trim() || `${reply.status}`);
+  return name === "config" ? reply.text() : reply.json();
 }
 
 export async function runs() {
-  return held ? held.runs : ask("runs", {});
+  return report ? report.runs : request("runs", {});
 }
 
 export async function series(run, names, after = -1) {
   if (!names.length) return {};
-  if (held) return Object.fromEntries(names.map((name) => [name, held.series[run][name] ?? [[], []]]));
-  return ask("series", { run, names: names.join(","), after });
+  if (report) return Object.fromEntries(names.map((name) => [name, report.series[run][name] ?? [[], []]]));
+  return request("series", { run, names: names.join(","), after });
 }
 
 export async function rollouts(run, query) {
-  return held ? chosen(held.rollouts[run], query) : ask("rollouts", { run, ...query });
+  return report ? select(report.rollouts[run], query) : request("rollouts", { run, ...query });
 }
 
 export async function response(run, step, row) {
-  if (!held) return ask("response", { run, step, row });
-  const found = held.rollouts[run].find((each) => each.step === step && each.row === row);
-  if (!found) throw new Error("this response is not in the report");
-  return found;
+  if (!report) return request("response", { run, step, row });
+  const one = report.rollouts[run].find((each) => each.step === step && each.row === row);
+  if (!one) throw new Error("this response is not in the report");
+  return one;
 }
 
 export async function group(run, step, row) {
-  if (!held) return ask("group", { run, step, row });
+  if (!report) return request("group", { run, step, row });
   const one = await response(run, step, row);
-  return held.rollouts[run].filter((each) => each.step === step && one.members.includes(each.row));
+  return report.rollouts[run].filter((each) => each.step === step && one.members.includes(each.row));
 }
 
 /** The responses of another run to a prompt, by its id. */
 export async function sameGroup(run, step, id) {
-  return held ? held.rollouts[run].filter((each) => each.step === step && each.id === id) : ask("group", { run, step, id });
+  return report ? report.rollouts[run].filter((each) => each.step === step && each.id === id) : request("group", { run, step, id });
 }
 
-/** Where each token of a response looks: {levels: a byte for each token and image token, scale: a number a token}. */
+/** The attention of each token on the image: {levels: one byte per token and image token, scale: one number per token}. */
 export async function maps(run, step, row) {
-  const found = held ? held.maps?.[`${run} ${step} ${row}`] : await ask("maps", { run, step, row });
-  if (!found) throw new Error("its attention maps are not in the report");
-  return { scale: found.scale, levels: Uint8Array.from(atob(found.levels), (sign) => sign.charCodeAt(0)) };
+  const maps = report ? report.maps?.[`${run} ${step} ${row}`] : await request("maps", { run, step, row });
+  if (!maps) throw new Error("the attention maps of this response are not in the report");
+  return { scale: maps.scale, levels: Uint8Array.from(atob(maps.levels), (sign) => sign.charCodeAt(0)) };
 }
 
 export async function config(run) {
-  return held ? held.config[run] ?? "" : ask("config", { run });
+  return report ? report.config[run] ?? "" : request("config", { run });
 }
 
 export function image(run, step, key) {
-  return held ? held.images[key] ?? "" : `/api/image?${new URLSearchParams({ run, step, key })}`;
+  return report ? report.images[key] ?? "" : `/api/image?${new URLSearchParams({ run, step, key })}`;
 }
 
-/** What the server does with a query, for the few responses of a report. */
-function chosen(all, query) {
+/** Does what the server does with a query, for the responses of a report. */
+function select(all, query) {
   const between = (value, low, high) =>
     (low === "" || low === undefined || (value ?? NaN) >= Number(low)) && (high === "" || high === undefined || (value ?? NaN) <= Number(high));
   let rows = all.filter((row) => between(row.step, query.from, query.to));

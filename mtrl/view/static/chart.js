@@ -1,33 +1,33 @@
-// Curves on a canvas: each step pale, their running mean strong, a cross-hair that all charts share.
+// Curves on a canvas: the steps pale, their running mean strong, and a cross-hair that all charts share.
 
 import { fill, h, number } from "mtrl/dom";
 import { colour } from "mtrl/state";
 
-const ROOM = { left: 46, right: 12, top: 10, bottom: 22 };
+const MARGIN = { left: 46, right: 12, top: 10, bottom: 22 };
 const charts = new Set();
 let hovered = null; // the step under the pointer
 
-/** A running mean that forgets: 0 leaves the values as they are. */
-export function smoothed(values, weight) {
+/** The exponential moving average; weight 0 leaves the values as they are. */
+export function smooth(values, weight) {
   if (!weight) return values;
   let mean = 0;
-  let trust = 0;
+  let total = 0;
   return values.map((value) => {
     mean = weight * mean + (1 - weight) * value;
-    trust = weight * trust + (1 - weight);
-    return mean / trust;
+    total = weight * total + (1 - weight);
+    return mean / total;
   });
 }
 
-/** Round numbers within a range, at most about `count`. */
+/** Round numbers within a range, about `count` at most. */
 export function ticks(low, high, count) {
   const span = high - low || 1;
   const rough = span / Math.max(1, count);
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((factor) => factor * power).find((each) => each >= rough);
-  const found = [];
-  for (let at = Math.ceil(low / step - 1e-9) * step; at <= high + step * 1e-6; at += step) found.push(Math.abs(at) < step * 1e-9 ? 0 : at);
-  return found;
+  const numbers = [];
+  for (let at = Math.ceil(low / step - 1e-9) * step; at <= high + step * 1e-6; at += step) numbers.push(Math.abs(at) < step * 1e-9 ? 0 : at);
+  return numbers;
 }
 
 export class Chart {
@@ -40,13 +40,13 @@ export class Chart {
     this.latest = h("span", { class: "latest" });
     this.node = h("figure", { class: "chart" }, h("figcaption", {}, h("span", { class: "title", title }, title), this.latest), h("div", { class: "plot" }, this.canvas, this.tip));
     this.canvas.addEventListener("pointermove", (event) => this.hover(event));
-    this.canvas.addEventListener("pointerleave", () => share(null));
-    this.seen = false;
-    this.watch = new IntersectionObserver((entries) => {
-      this.seen = entries.some((entry) => entry.isIntersecting);
-      if (this.seen) this.draw();
+    this.canvas.addEventListener("pointerleave", () => setHovered(null));
+    this.isVisible = false;
+    this.visibility = new IntersectionObserver((entries) => {
+      this.isVisible = entries.some((entry) => entry.isIntersecting);
+      if (this.isVisible) this.draw();
     });
-    this.watch.observe(this.canvas);
+    this.visibility.observe(this.canvas);
     this.size = new ResizeObserver(() => this.draw());
     this.size.observe(this.canvas);
     charts.add(this);
@@ -54,14 +54,14 @@ export class Chart {
 
   drop() {
     charts.delete(this);
-    this.watch.disconnect();
+    this.visibility.disconnect();
     this.size.disconnect();
   }
 
   show(lines, changes = {}) {
     Object.assign(this.options, changes);
     this.lines = lines.filter((line) => line.steps.length);
-    this.means = this.lines.map((line) => (line.dashed || this.options.stacked ? line.values : smoothed(line.values, this.options.smooth)));
+    this.means = this.lines.map((line) => (line.dashed || this.options.stacked ? line.values : smooth(line.values, this.options.smooth)));
     const only = this.lines.length === 1 ? this.lines[0] : null;
     fill(this.latest, only ? this.options.format(only.values.at(-1)) : "");
     this.draw();
@@ -81,13 +81,13 @@ export class Chart {
     if (this.options.bounds) [y0, y1] = [Math.min(y0, this.options.bounds[0]), Math.max(y1, this.options.bounds[1])];
     else if (y0 >= 0 && y0 <= y1 / 2) y0 = 0;
     if (y0 === y1) [y0, y1] = [y0 - Math.abs(y0 || 1) / 2, y1 + Math.abs(y1 || 1) / 2];
-    const air = this.options.bounds ? 0 : (y1 - y0) * 0.06;
-    return { x0, x1: x1 === x0 ? x0 + 1 : x1, y0: y0 === 0 ? 0 : y0 - air, y1: y1 + air };
+    const margin = this.options.bounds ? 0 : (y1 - y0) * 0.06;
+    return { x0, x1: x1 === x0 ? x0 + 1 : x1, y0: y0 === 0 ? 0 : y0 - margin, y1: y1 + margin };
   }
 
   draw() {
     const [wide, high] = [this.canvas.clientWidth, this.canvas.clientHeight];
-    if (!this.seen || !wide) return;
+    if (!this.isVisible || !wide) return;
     const ratio = devicePixelRatio || 1;
     this.canvas.width = wide * ratio;
     this.canvas.height = high * ratio;
@@ -95,8 +95,8 @@ export class Chart {
     pen.scale(ratio, ratio);
     if (!this.lines.length) return;
     const span = this.extent();
-    this.x = (step) => ROOM.left + ((step - span.x0) / (span.x1 - span.x0)) * (wide - ROOM.left - ROOM.right);
-    this.y = (value) => high - ROOM.bottom - ((value - span.y0) / (span.y1 - span.y0)) * (high - ROOM.top - ROOM.bottom);
+    this.x = (step) => MARGIN.left + ((step - span.x0) / (span.x1 - span.x0)) * (wide - MARGIN.left - MARGIN.right);
+    this.y = (value) => high - MARGIN.bottom - ((value - span.y0) / (span.y1 - span.y0)) * (high - MARGIN.top - MARGIN.bottom);
     this.axes(pen, span, wide, high);
     if (this.options.stacked) this.stack(pen);
     else this.curves(pen);
@@ -112,11 +112,11 @@ export class Chart {
       const y = Math.round(this.y(value)) + 0.5;
       pen.strokeStyle = colour("--grid");
       pen.beginPath();
-      pen.moveTo(ROOM.left, y);
-      pen.lineTo(wide - ROOM.right, y);
+      pen.moveTo(MARGIN.left, y);
+      pen.lineTo(wide - MARGIN.right, y);
       pen.stroke();
       pen.fillStyle = colour("--quiet");
-      pen.fillText(number(value), ROOM.left - 7, y);
+      pen.fillText(number(value), MARGIN.left - 7, y);
     }
     pen.textBaseline = "alphabetic";
     pen.textAlign = "center";
@@ -125,11 +125,11 @@ export class Chart {
 
   curves(pen) {
     pen.lineJoin = "round";
-    for (const [place, line] of this.lines.entries()) {
-      const faint = this.means[place] !== line.values;
+    for (const [index, line] of this.lines.entries()) {
+      const faint = this.means[index] !== line.values;
       if (faint) this.stroke(pen, line.steps, line.values, line.colour, 1, 0.28);
       pen.setLineDash(line.dashed ? [5, 4] : []);
-      this.stroke(pen, line.steps, this.means[place], line.colour, 2, 1);
+      this.stroke(pen, line.steps, this.means[index], line.colour, 2, 1);
       pen.setLineDash([]);
       if (line.steps.length <= 40 && !faint) for (const [i, step] of line.steps.entries()) this.dot(pen, step, line.values[i], line.colour, 2.5);
     }
@@ -167,18 +167,18 @@ export class Chart {
 
   cross(pen, high) {
     const x = Math.round(this.x(hovered)) + 0.5;
-    if (x < ROOM.left) return;
+    if (x < MARGIN.left) return;
     pen.strokeStyle = colour("--quiet");
     pen.lineWidth = 1;
     pen.setLineDash([3, 3]);
     pen.beginPath();
-    pen.moveTo(x, ROOM.top);
-    pen.lineTo(x, high - ROOM.bottom);
+    pen.moveTo(x, MARGIN.top);
+    pen.lineTo(x, high - MARGIN.bottom);
     pen.stroke();
     pen.setLineDash([]);
-    for (const [place, line] of this.lines.entries()) {
+    for (const [index, line] of this.lines.entries()) {
       const at = nearest(line.steps, hovered);
-      if (line.steps[at] === hovered) this.dot(pen, hovered, line.top ? line.top[at] : this.means[place][at], line.colour, 3.5);
+      if (line.steps[at] === hovered) this.dot(pen, hovered, line.top ? line.top[at] : this.means[index][at], line.colour, 3.5);
     }
   }
 
@@ -190,16 +190,16 @@ export class Chart {
     for (const line of this.lines) {
       for (const step of line.steps) if (best === null || Math.abs(this.x(step) - x) < Math.abs(this.x(best) - x)) best = step;
     }
-    share(best, this);
-    this.tell(best, x, box.width);
+    setHovered(best, this);
+    this.showTip(best, x, box.width);
   }
 
-  tell(step, x, wide) {
+  showTip(step, x, wide) {
     const rows = [];
-    for (const [place, line] of this.lines.entries()) {
+    for (const [index, line] of this.lines.entries()) {
       const at = nearest(line.steps, step);
       if (line.steps[at] !== step) continue;
-      const mean = this.means[place] === line.values ? "" : ` (${this.options.format(this.means[place][at])})`;
+      const mean = this.means[index] === line.values ? "" : ` (${this.options.format(this.means[index][at])})`;
       rows.push(h("div", {}, h("i", { style: { background: line.colour } }), h("span", {}, line.name), h("b", {}, this.options.format(line.values[at]), h("small", {}, mean))));
     }
     fill(this.tip, h("header", {}, `step ${step.toLocaleString("en")}`), this.options.stacked ? rows.reverse() : rows);
@@ -220,12 +220,12 @@ function nearest(steps, step) {
   return low;
 }
 
-function share(step, by = null) {
-  if (step === hovered && by) return;
+function setHovered(step, source = null) {
+  if (step === hovered && source) return;
   hovered = step;
   for (const chart of charts) {
-    if (chart !== by) chart.tip.hidden = true;
-    if (chart.seen) chart.draw();
+    if (chart !== source) chart.tip.hidden = true;
+    if (chart.isVisible) chart.draw();
   }
 }
 

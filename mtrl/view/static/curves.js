@@ -1,4 +1,4 @@
-// Every number of the runs over their steps, in groups; the usual ones first.
+// All metrics of the runs over their steps, in groups; the usual ones first.
 
 import * as api from "mtrl/api";
 import { Chart } from "mtrl/chart";
@@ -8,20 +8,20 @@ import { hidden, live, runColour, set, state } from "mtrl/state";
 const USUAL = ["reward/overall", "reward/success_rate", "val/avg@", "val/reward_score", "response_length/mean", "actor/entropy", "reward/mean", "tokens/mean", "reward", "completions/mean_length", "entropy"];
 const RATES = ["reward/success_rate", "reward/accuracy", "val/reward/accuracy", "val/avg@", "val/pass@", "val/by_"];
 const ORDER = ["reward", "val", "actor", "critic", "attention", "response_length", "rollout", "replay", "data", "perf"];
-const ASKED_AT_ONCE = 12;
+const METRICS_PER_REQUEST = 12;
 
 export class Curves {
   constructor() {
     this.charts = new Map(); // metric -> Chart
-    this.data = new Map(); // "run metric" -> {steps, values, asked}
+    this.data = new Map(); // "run metric" -> {steps, values, version}
     this.search = h("input", { type: "search", placeholder: "search metrics  ( / )", "aria-label": "search metrics", oninput: debounced(() => set({ search: this.search.value })) });
     this.smooth = h("input", { type: "range", min: 0, max: 0.98, step: 0.02, "aria-label": "smoothing", oninput: () => set({ smooth: Number(this.smooth.value) }) });
-    this.said = h("output", {});
+    this.smoothText = h("output", {});
     this.count = h("span", { class: "quiet" });
     this.body = h("div", { class: "sections" });
-    const bar = h("div", { class: "toolbar" }, this.search, h("label", {}, "smoothing", this.smooth, this.said), h("span", { class: "grow" }), this.count);
+    const bar = h("div", { class: "toolbar" }, this.search, h("label", {}, "smoothing", this.smooth, this.smoothText), h("span", { class: "grow" }), this.count);
     this.node = h("section", { class: "curves" }, bar, this.body);
-    this.shown = "";
+    this.layoutKey = "";
   }
 
   refresh() {
@@ -42,12 +42,12 @@ export class Curves {
     return [...all].filter((name) => words.every((word) => name.toLowerCase().includes(word))).sort();
   }
 
-  /** Sections and their charts, made anew only where the set of metrics changes. */
+  /** Sections and their charts, rebuilt only when the set of metrics changes. */
   layout() {
     const names = this.names();
     const key = names.join("\n");
-    if (key === this.shown) return;
-    this.shown = key;
+    if (key === this.layoutKey) return;
+    this.layoutKey = key;
     for (const chart of this.charts.values()) chart.drop();
     this.charts.clear();
     const usual = state.search ? [] : USUAL.map((start) => names.find((name) => name === start || (start.endsWith("@") && name.startsWith(start)))).filter(Boolean);
@@ -58,7 +58,7 @@ export class Curves {
     }
     const rank = (name) => (name === "Overview" ? -1 : ORDER.includes(name) ? ORDER.indexOf(name) : ORDER.length);
     const sections = [...groups].sort(([a], [b]) => rank(a) - rank(b));
-    fill(this.body, sections.map(([title, members]) => this.section(title, members)), names.length ? null : h("p", { class: "empty" }, live.runs.length ? "No such metric." : "No run."));
+    fill(this.body, sections.map(([title, members]) => this.section(title, members)), names.length ? null : h("p", { class: "empty" }, live.runs.length ? "No metric matches the search." : "No runs."));
     fill(this.count, plural(names.length, "metric"));
   }
 
@@ -74,22 +74,22 @@ export class Curves {
   }
 
   async load() {
-    fill(this.said, state.smooth ? state.smooth.toFixed(2) : "off");
+    fill(this.smoothText, state.smooth ? state.smooth.toFixed(2) : "off");
     this.draw();
     const wanted = [...new Set([...this.charts.values()].map((chart) => chart.metric))];
     await Promise.all(live.runs.map((run, number) => this.fetch(number, run, wanted.filter((name) => run.metrics.includes(name)))));
   }
 
-  /** Asks for what is not here yet, a dozen metrics at a time, in the order of the page. */
+  /** Requests the missing metrics, a dozen at a time, in the order of the page. */
   async fetch(number, run, names) {
     const stale = names.filter((name) => this.data.get(`${number} ${name}`)?.version !== run.last_step + run.metrics.length);
-    for (let start = 0; start < stale.length; start += ASKED_AT_ONCE) {
-      const some = stale.slice(start, start + ASKED_AT_ONCE);
+    for (let start = 0; start < stale.length; start += METRICS_PER_REQUEST) {
+      const some = stale.slice(start, start + METRICS_PER_REQUEST);
       try {
         for (const [name, [steps, values]] of Object.entries(await api.series(number, some)))
           this.data.set(`${number} ${name}`, { steps, values, version: run.last_step + run.metrics.length });
       } catch {
-        return; // the next pulse tries again
+        return; // the next poll tries again
       }
       this.draw(new Set(some));
     }

@@ -1,8 +1,8 @@
-// Elements and numbers. Text is only ever put into text nodes: nothing that a run says becomes markup.
+// Elements and numbers. Text goes into text nodes only: nothing from a run becomes markup.
 
 const CONTROL = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]/g;
 
-/** The text with control characters and marks that turn the direction of writing made visible. */
+/** The text with visible control characters and direction marks. */
 export function visible(text) {
   return String(text ?? "").replace(CONTROL, (sign) => {
     const code = sign.codePointAt(0);
@@ -11,7 +11,7 @@ export function visible(text) {
   });
 }
 
-/** h("button", {class: "quiet", onclick}, "text", child): an element. Children are nodes or text. */
+/** Makes an element: h("button", {class: "quiet", onclick}, "text", child). Children are nodes or text. */
 export function h(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -22,11 +22,11 @@ export function h(tag, attributes = {}, ...children) {
     else if (name === "value") node.value = value;
     else node.setAttribute(name, value === true && !name.startsWith("aria-") ? "" : value);
   }
-  put(node, children);
+  append(node, children);
   return node;
 }
 
-function put(node, children) {
+function append(node, children) {
   for (const child of children.flat(Infinity)) {
     if (child === null || child === undefined || child === false) continue;
     node.append(child instanceof Node ? child : visible(child));
@@ -35,22 +35,22 @@ function put(node, children) {
 
 export function fill(node, ...children) {
   node.replaceChildren();
-  put(node, children);
+  append(node, children);
   return node;
 }
 
-/** A number in few characters; a dash where there is none. */
+/** A number in few characters; a dash for null. */
 export function number(value, digits = 3) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (typeof value !== "number") return visible(value);
   const size = Math.abs(value);
   if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(Math.max(0, digits - 2)).replace("-", "\u2212");
-  const text = Number.isInteger(value) ? value.toLocaleString("en") : trimmed(value.toPrecision(Math.max(digits, whole(size))));
+  const text = Number.isInteger(value) ? value.toLocaleString("en") : trimZeros(value.toPrecision(Math.max(digits, integerDigits(size))));
   return text.replace("-", "\u2212");
 }
 
-const whole = (size) => (size >= 1 ? Math.floor(Math.log10(size)) + 1 : 1);
-const trimmed = (text) => (text.includes(".") ? text.replace(/\.?0+$/, "") : text);
+const integerDigits = (size) => (size >= 1 ? Math.floor(Math.log10(size)) + 1 : 1);
+const trimZeros = (text) => (text.includes(".") ? text.replace(/\.?0+$/, "") : text);
 
 export function seconds(value) {
   if (value === null || value === undefined) return "–";
@@ -60,11 +60,11 @@ export function seconds(value) {
 
 export const plural = (count, word) => `${count.toLocaleString("en")} ${word}${count === 1 ? "" : "s"}`;
 
-/** Calls the function once things are quiet. */
+/** Delays the call until no other came for `wait` ms. */
 export function debounced(call, wait = 200) {
   let timer;
-  return (...given) => {
+  return (...args) => {
     clearTimeout(timer);
-    timer = setTimeout(() => call(...given), wait);
+    timer = setTimeout(() => call(...args), wait);
   };
 }

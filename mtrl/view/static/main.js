@@ -1,4 +1,4 @@
-// The frame of the page: header, tabs, keys, and the pulse that follows a run while it goes on.
+// The frame of the page: header, tabs, keys, and polling of live runs.
 
 import * as api from "mtrl/api";
 import { redrawAll } from "mtrl/chart";
@@ -7,18 +7,18 @@ import { Curves } from "mtrl/curves";
 import { Rollouts } from "mtrl/rollouts";
 import { RunPage } from "mtrl/timing";
 import { HEATS } from "mtrl/heat";
-import { hidden, live, onChange, read, runColours, set, state, tell } from "mtrl/state";
+import { hidden, live, notify, onChange, readAddress, runColours, set, state } from "mtrl/state";
 
-const PULSE_MS = 2000;
+const POLL_MS = 2000;
 const TABS = [["curves", "Curves"], ["rollouts", "Rollouts"], ["run", "Run"]];
 const KEYS = [
   ["→ or j, ← or k", "next, previous response"],
   ["] and [", "next, previous step"],
   [`1 … ${HEATS.length}`, `heat map: ${HEATS.map((heat) => heat.label).join(", ")}`],
-  ["Tab to a token, → and ←", "from token to token: its numbers, and where it looks"],
-  ["g", "the group: all responses to the prompt"],
+  ["Tab to a token, → and ←", "move between tokens: their numbers and attention"],
+  ["g", "group: all responses to the prompt"],
   ["c, r, i", "curves, rollouts, about the run"],
-  ["/", "search the metrics, or the first filter"],
+  ["/", "search the metrics, or go to the first filter"],
   ["t", "light or dark"],
   ["?", "these keys"],
 ];
@@ -29,12 +29,12 @@ const badge = h("span", { class: "badge" });
 const notes = h("div", { class: "notes", hidden: true });
 const main = h("main");
 const tabs = TABS.map(([key, name]) => h("button", { class: "tab", dataset: { tab: key }, onclick: () => set({ tab: key }) }, name));
-const help = h("dialog", { class: "help" }, h("h2", {}, "Keys"), h("dl", {}, KEYS.map(([keys, does]) => [h("dt", {}, keys), h("dd", {}, does)])), h("form", { method: "dialog" }, h("button", {}, "Close")));
+const help = h("dialog", { class: "help" }, h("h2", {}, "Keys"), h("dl", {}, KEYS.map(([keys, action]) => [h("dt", {}, keys), h("dd", {}, action)])), h("form", { method: "dialog" }, h("button", {}, "Close")));
 
-function frame() {
+function buildFrame() {
   const theme = h("button", { class: "icon", title: "light or dark (t)", "aria-label": "light or dark", onclick: switchTheme }, "◐");
-  const ask = h("button", { class: "icon", title: "keys (?)", "aria-label": "keys", onclick: () => help.showModal() }, "?");
-  const header = h("header", { class: "top" }, h("span", { class: "brand" }, "mtrl"), h("nav", {}, tabs), legend, badge, theme, ask);
+  const keys = h("button", { class: "icon", title: "keys (?)", "aria-label": "keys", onclick: () => help.showModal() }, "?");
+  const header = h("header", { class: "top" }, h("span", { class: "brand" }, "mtrl"), h("nav", {}, tabs), legend, badge, theme, keys);
   fill(document.getElementById("app"), header, notes, main, help);
 }
 
@@ -52,37 +52,36 @@ function showRuns() {
     button.addEventListener("click", () => {
       hidden.has(number) ? hidden.delete(number) : hidden.add(number);
       showRuns();
-      tell(["hidden"]);
+      notify(["hidden"]);
     });
     return button;
   }));
-  const going = live.runs.some((run) => run.live) && !api.isReport;
+  const isLive = live.runs.some((run) => run.live) && !api.isReport;
   const last = Math.max(0, ...live.runs.map((run) => run.last_step));
-  badge.className = `badge ${live.error ? "lost" : going ? "live" : ""}`;
-  fill(badge, live.error || `${going ? "live · " : ""}step ${last.toLocaleString("en")}`);
-  const told = live.runs.flatMap((run) => run.skipped.map((text) => (live.runs.length > 1 ? `${run.name}: ${text}` : text)));
-  notes.hidden = !told.length;
-  fill(notes, told.map((text) => h("p", {}, text)));
+  badge.className = `badge ${live.error ? "lost" : isLive ? "live" : ""}`;
+  fill(badge, live.error || `${isLive ? "live · " : ""}step ${last.toLocaleString("en")}`);
+  const messages = live.runs.flatMap((run) => run.skipped.map((text) => (live.runs.length > 1 ? `${run.name}: ${text}` : text)));
+  notes.hidden = !messages.length;
+  fill(notes, messages.map((text) => h("p", {}, text)));
 }
 
-let heard = "";
-async function pulse() {
+let lastRuns = "";
+async function poll() {
   try {
-    const said = await api.runs();
-    live.runs = said.runs;
+    live.runs = (await api.runs()).runs;
     live.error = "";
-    const now = JSON.stringify(said.runs);
-    const first = !heard;
-    if (now !== heard) {
-      heard = now;
+    const runs = JSON.stringify(live.runs);
+    const first = !lastRuns;
+    if (runs !== lastRuns) {
+      lastRuns = runs;
       showRuns();
       first ? showTab() : views[state.tab].refresh();
     }
   } catch {
-    live.error = "no answer: is mtrl view still running?";
+    live.error = "the server does not respond: is mtrl view still running?";
     showRuns();
   }
-  if (!api.isReport) setTimeout(pulse, document.hidden ? 5 * PULSE_MS : PULSE_MS);
+  if (!api.isReport) setTimeout(poll, document.hidden ? 5 * POLL_MS : POLL_MS);
 }
 
 function switchTheme() {
@@ -91,7 +90,7 @@ function switchTheme() {
   root.dataset.theme = dark ? "light" : "dark";
   try {
     localStorage.setItem("mtrl-theme", root.dataset.theme);
-  } catch { /* a report may not remember */ }
+  } catch { /* a report may have no storage */ }
   redraw();
 }
 
@@ -113,21 +112,21 @@ function onKey(event) {
   event.preventDefault();
 }
 
-function begin() {
+function start() {
   try {
     document.documentElement.dataset.theme = localStorage.getItem("mtrl-theme") ?? "";
   } catch { /* as above */ }
-  read();
-  frame();
+  readAddress();
+  buildFrame();
   if (api.isReport && api.about) document.title = `mtrl report: ${plural(api.about.steps, "step")}`;
   addEventListener("keydown", onKey);
   addEventListener("hashchange", () => {
-    read();
+    readAddress();
     showTab();
   });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
   onChange((changed) => (changed.has("tab") ? showTab() : views[state.tab].changed(changed)));
-  pulse();
+  poll();
 }
 
-begin();
+start();

@@ -1,4 +1,4 @@
-// The responses of a range of steps: filtered, sorted, a page at a time, and the one that is looked at.
+// The responses of a range of steps, filtered, sorted, one page at a time, and the selected response.
 
 import * as api from "mtrl/api";
 import { debounced, fill, h, number, plural } from "mtrl/dom";
@@ -7,7 +7,7 @@ import { Sample } from "mtrl/sample";
 import { live, set, state } from "mtrl/state";
 
 const SIZE = 50;
-const SORTS = [["step", "order of the steps"], ["reward", "reward"], ["tokens", "length"], ["dependency", "sensitivity S"], ["entropy", "entropy"], ["vision", "vision mass"], ["advantage", "advantage"]];
+const SORTS = [["step", "step"], ["reward", "reward"], ["tokens", "length"], ["dependency", "visual dependency S"], ["entropy", "entropy"], ["vision", "vision mass"], ["advantage", "advantage"]];
 const BOUNDS = [["reward", "reward"], ["tokens", "length"], ["dependency", "S"]];
 const QUERY = ["run", "from", "to", "latest", "sort", "order", "page", ...BOUNDS.flatMap(([key]) => [`min_${key}`, `max_${key}`])];
 
@@ -16,7 +16,7 @@ export class Rollouts {
     this.sample = new Sample((change) => this.move(change));
     this.rows = [];
     this.total = 0;
-    this.asked = 0;
+    this.requests = 0;
     this.controls();
     this.list = h("ol", { class: "list", tabindex: 0, "aria-label": "responses" });
     this.pager = h("div", { class: "pager" });
@@ -29,7 +29,7 @@ export class Rollouts {
     this.run = h("select", { "aria-label": "run", onchange: () => set({ run: Number(this.run.value), page: 0, step: null, row: null }) });
     this.latest = h("input", { type: "checkbox", onchange: () => set({ latest: this.latest.checked, page: 0, step: null, row: null }) });
     this.sort = h("select", { "aria-label": "sort by", onchange: () => set({ sort: this.sort.value, page: 0, step: null, row: null }) }, SORTS.map(([key, name]) => h("option", { value: key }, name)));
-    this.order = h("button", { class: "icon", title: "turn the order round", "aria-label": "turn the order round", onclick: () => set({ order: state.order ? "" : "desc", page: 0, step: null, row: null }) });
+    this.order = h("button", { class: "icon", title: "reverse the order", "aria-label": "reverse the order", onclick: () => set({ order: state.order ? "" : "desc", page: 0, step: null, row: null }) });
     const bounds = BOUNDS.map(([key, label]) => h("div", { class: "bound" }, h("span", {}, label), field(`min_${key}`, "min"), "–", field(`max_${key}`, "max")));
     this.clear = h("button", { class: "quiet", onclick: () => this.reset() }, "clear");
     this.form = h("form", { class: "filters", onsubmit: (event) => event.preventDefault() },
@@ -69,7 +69,7 @@ export class Rollouts {
   showControls() {
     const run = this.about();
     this.runLine.hidden = live.runs.length < 2;
-    if (this.run.children.length !== live.runs.length) fill(this.run, live.runs.map((each, place) => h("option", { value: place }, each.name)));
+    if (this.run.children.length !== live.runs.length) fill(this.run, live.runs.map((each, index) => h("option", { value: index }, each.name)));
     this.run.value = state.run;
     this.sort.value = state.sort;
     this.latest.checked = state.latest;
@@ -93,46 +93,46 @@ export class Rollouts {
     if (!run) return;
     if (!run.steps.length) {
       fill(this.list, h("li", { class: "empty" }, "No responses are recorded yet."));
-      this.sample.nothing("Responses appear here with the first step that ends.");
+      this.sample.nothing("Responses appear here after the first step.");
       return;
     }
-    const asked = ++this.asked;
+    const request = ++this.requests;
     const query = this.query();
     const key = JSON.stringify([state.run, query, query.from === "" || query.to === "" ? run.steps.length : 0]);
-    if (key === this.listed) return;
+    if (key === this.listKey) return;
     let page;
     try {
       page = await api.rollouts(state.run, query);
     } catch (error) {
-      if (asked === this.asked) fill(this.list, h("li", { class: "empty" }, `This cannot be shown: ${error.message}`));
+      if (request === this.requests) fill(this.list, h("li", { class: "empty" }, `The responses cannot be shown: ${error.message}`));
       return;
     }
-    if (asked !== this.asked) return;
-    this.listed = key;
+    if (request !== this.requests) return;
+    this.listKey = key;
     [this.rows, this.total] = [page.rows, page.total];
     this.showList();
-    const there = this.rows.some((row) => row.step === state.step && row.row === state.row);
-    const first = this.from_end ? this.rows.at(-1) : this.rows[0];
-    this.from_end = false;
-    if (!this.rows.length) this.sample.nothing(this.total ? "" : "No response passes these filters.");
-    else if (there) this.open();
-    else if (state.step !== null && !this.jumped) this.open(); // from a bookmark: it may stand on another page
+    const isListed = this.rows.some((row) => row.step === state.step && row.row === state.row);
+    const first = this.fromEnd ? this.rows.at(-1) : this.rows[0];
+    this.fromEnd = false;
+    if (!this.rows.length) this.sample.nothing(this.total ? "" : "No response passes the filters.");
+    else if (isListed) this.open();
+    else if (state.step !== null && !this.hasOpened) this.open(); // from a bookmark: it may be on another page
     else set({ step: first.step, row: first.row });
-    this.jumped = true;
+    this.hasOpened = true;
   }
 
   showList() {
-    const many = new Set(this.rows.map((row) => row.step)).size > 1;
-    fill(this.list, this.rows.map((row) => this.item(row, many)), this.rows.length ? null : h("li", { class: "empty" }, "Nothing passes these filters."));
+    const showStep = new Set(this.rows.map((row) => row.step)).size > 1;
+    fill(this.list, this.rows.map((row) => this.item(row, showStep)), this.rows.length ? null : h("li", { class: "empty" }, "No matching responses."));
     const first = state.page * SIZE;
-    const step = (change) => h("button", { class: "icon", "aria-label": change < 0 ? "page before" : "next page", disabled: change < 0 ? !state.page : first + SIZE >= this.total, onclick: () => set({ page: state.page + change, step: null, row: null }) }, change < 0 ? "‹" : "›");
+    const step = (change) => h("button", { class: "icon", "aria-label": change < 0 ? "previous page" : "next page", disabled: change < 0 ? !state.page : first + SIZE >= this.total, onclick: () => set({ page: state.page + change, step: null, row: null }) }, change < 0 ? "‹" : "›");
     fill(this.pager, step(-1), h("span", {}, this.total ? `${(first + 1).toLocaleString("en")}–${Math.min(first + SIZE, this.total).toLocaleString("en")} of ${plural(this.total, "response")}` : "none"), step(1));
     this.mark();
   }
 
-  item(row, many) {
+  item(row, showStep) {
     const picture = row.image ? h("img", { src: api.image(state.run, row.step, row.image), alt: "", loading: "lazy" }) : h("span", { class: "no-image" });
-    const facts = [many ? `step ${row.step}` : null, row.tokens != null ? plural(row.tokens, "token") : null, row.dependency != null ? `S ${number(row.dependency, 2)}` : null];
+    const facts = [showStep ? `step ${row.step}` : null, row.tokens != null ? plural(row.tokens, "token") : null, row.dependency != null ? `S ${number(row.dependency, 2)}` : null];
     return h("li", { dataset: { key: `${row.step} ${row.row}` }, onclick: () => set({ step: row.step, row: row.row }) },
       picture,
       h("div", { class: "text" }, h("span", { class: "head" }, row.head), h("span", { class: "quiet" }, facts.filter(Boolean).join(" · "))),
@@ -152,22 +152,22 @@ export class Rollouts {
     if (state.step !== null) this.sample.load(state.run, state.step, state.row);
   }
 
-  /** To the next response of the list or the one before; past its end, to the next page. */
+  /** Moves to the next or previous response of the list, and to the next page at its end. */
   move(change) {
-    const place = this.rows.findIndex((row) => row.step === state.step && row.row === state.row) + change;
-    if (this.rows[place]) return set({ step: this.rows[place].step, row: this.rows[place].row });
+    const index = this.rows.findIndex((row) => row.step === state.step && row.row === state.row) + change;
+    if (this.rows[index]) return set({ step: this.rows[index].step, row: this.rows[index].row });
     const page = state.page + Math.sign(change);
     if (page < 0 || page * SIZE >= this.total) return;
-    this.from_end = change < 0;
+    this.fromEnd = change < 0;
     set({ page, step: null, row: null });
   }
 
   moveStep(change) {
     const steps = this.about()?.steps ?? [];
     const now = state.latest ? steps.at(-1) : Number(state.to || state.step || steps.at(-1));
-    const place = Math.max(0, steps.findIndex((step) => step >= now)) + change;
-    if (steps[place] === undefined) return;
-    set({ latest: false, from: `${steps[place]}`, to: `${steps[place]}`, page: 0, step: null, row: null });
+    const index = Math.max(0, steps.findIndex((step) => step >= now)) + change;
+    if (steps[index] === undefined) return;
+    set({ latest: false, from: `${steps[index]}`, to: `${steps[index]}`, page: 0, step: null, row: null });
   }
 
   key(pressed) {
@@ -187,8 +187,8 @@ export class Rollouts {
   }
 }
 
-/** right, wrong or neither, by the parts of the reward. */
+/** "right", "wrong" or "" according to the parts of the reward. */
 export function verdict(row) {
-  const said = ["accuracy", "math", "correctness", "correct", "acc"].map((name) => row.parts?.[name]).find((value) => value !== null && value !== undefined);
-  return said === undefined ? "" : said >= 1 ? "right" : "wrong";
+  const score = ["accuracy", "math", "correctness", "correct", "acc"].map((name) => row.parts?.[name]).find((value) => value !== null && value !== undefined);
+  return score === undefined ? "" : score >= 1 ? "right" : "wrong";
 }

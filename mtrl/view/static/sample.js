@@ -1,9 +1,9 @@
-// One response, or all responses to its prompt: images, question, reward, and every token with its numbers.
+// One response, or all responses to its prompt: images, prompt, reward, and every token with its numbers.
 
 import * as api from "mtrl/api";
 import { fill, h, number, plural, visible } from "mtrl/dom";
-import { HEATS, allOf, heatOf, legendOf, paint, scaleOf, valuesOf } from "mtrl/heat";
-import { look, lookAway, mapsOf } from "mtrl/looks";
+import { clearAttention, drawAttention, getMaps } from "mtrl/attention";
+import { HEATS, allHeats, findHeat, heatValues, makeLegend, makeScale, paint } from "mtrl/heat";
 import { verdict } from "mtrl/rollouts";
 import { colour, hidden, live, runColours, set, state } from "mtrl/state";
 
@@ -11,7 +11,7 @@ const NUMBERS = [
   ["dependency", "S"], ["entropy", "entropy"], ["weight", "weight"], ["mask", "trained on"], ["advantage", "advantage"], ["group_advantage", "before weights"],
   ["old", "log-prob"], ["perturbed", "log-prob, perturbed image"], ["reference", "log-prob, reference"], ["behaviour", "log-prob when sampled"], ["values", "value"],
 ];
-const SMALL = 200; // pixels: a smaller image is shown larger, its pixels sharp
+const SMALL = 200; // pixels: smaller images are enlarged
 const ENLARGED = 190;
 
 function enlarge(img) {
@@ -37,59 +37,59 @@ export class Sample {
 
   async load(run, step, row) {
     const key = `${run} ${step} ${row}`;
-    this.wanted = key;
+    this.requested = key;
     try {
       const one = await api.response(run, step, row);
-      if (this.wanted !== key) return;
+      if (this.requested !== key) return;
       this.shown = { run, one, group: null };
       this.draw();
     } catch (error) {
-      if (this.wanted === key) this.nothing(`This response cannot be shown: ${error.message}`);
+      if (this.requested === key) this.nothing(`This response cannot be shown: ${error.message}`);
     }
   }
 
   async draw() {
-    this.forget();
+    this.clearToken();
     if (!this.shown) return;
     const { run, one } = this.shown;
-    mapsOf(run, one); // so that they are here when a token is pointed at
+    getMaps(run, one); // load them before a token is pointed at
     if (state.view === "group" && !this.shown.group) {
-      const here = this.shown;
+      const shown = this.shown;
       try {
-        here.group = await api.group(run, one.step, one.row);
-        here.others = await this.elsewhere(run, one);
+        shown.group = await api.group(run, one.step, one.row);
+        shown.others = await this.otherRuns(run, one);
       } catch {
-        here.group ??= [one];
+        shown.group ??= [one];
       }
-      if (this.shown !== here) return;
+      if (this.shown !== shown) return;
     }
     const members = state.view === "group" ? this.shown.group : [one];
     const heat = this.heat(members);
-    const scale = heat ? scaleOf(heat, members, state.segment) : null;
+    const scale = heat ? makeScale(heat, members, state.segment) : null;
     const body = state.view === "group" ? this.groups(members, scale) : this.sampleBody(one, scale);
-    fill(this.node, this.head(one), h("div", { class: "asked" }, this.images(run, one), this.question(one)), this.heatBar(members, heat, scale), body);
+    fill(this.node, this.head(one), h("div", { class: "prompt" }, this.images(run, one), this.question(one)), this.heatBar(members, heat, scale), body);
   }
 
-  /** The heat map that is chosen, or the first that these responses have. */
+  /** The chosen heat map, or the first that these responses have. */
   heat(members) {
-    const has = (heat) => members.some((each) => valuesOf(heat, each, state.segment));
-    return [heatOf(state.heat), ...HEATS].find(has) ?? null;
+    const has = (heat) => members.some((each) => heatValues(heat, each, state.segment));
+    return [findHeat(state.heat), ...HEATS].find(has) ?? null;
   }
 
   head(one) {
     const view = (name, label) => h("button", { class: "pill", "aria-pressed": state.view === name, onclick: () => set({ view: name }) }, label);
-    const place = one.members.indexOf(one.row) + 1;
+    const index = one.members.indexOf(one.row) + 1;
     return h("header", {}, h("button", { class: "icon", title: "previous (← or k)", "aria-label": "previous", onclick: () => this.move(-1) }, "‹"), h("button", { class: "icon", title: "next (→ or j)", "aria-label": "next", onclick: () => this.move(1) }, "›"),
-      h("h2", {}, `Step ${one.step}`, h("span", { class: "quiet" }, ` · ${visible(one.id)} · response ${place} of ${one.members.length}`)), h("span", { class: "grow" }), h("div", { class: "pills" }, view("sample", "Response"), view("group", `Group of ${one.members.length}`)));
+      h("h2", {}, `Step ${one.step}`, h("span", { class: "quiet" }, ` · ${visible(one.id)} · response ${index} of ${one.members.length}`)), h("span", { class: "grow" }), h("div", { class: "pills" }, view("sample", "Response"), view("group", `Group of ${one.members.length}`)));
   }
 
   images(run, one) {
-    const figure = (key, caption, place, many, seen) => {
+    const figure = (key, caption, index, count, isAttended) => {
       const img = h("img", { src: api.image(run, one.step, key), alt: caption, onload: () => enlarge(img) });
-      return h("figure", {}, h("div", { class: seen ? "seen" : "" }, img), h("figcaption", {}, many > 1 ? `${caption} ${place + 1}` : caption));
+      return h("figure", {}, h("div", { class: isAttended ? "attended" : "" }, img), h("figcaption", {}, count > 1 ? `${caption} ${index + 1}` : caption));
     };
-    const of = (keys, caption, seen) => (keys ?? []).map((key, place) => [place, figure(key, caption, place, keys.length, seen)]);
-    const pairs = [...of(one.prompt.images, "as the model saw it", true), ...of(one.prompt.perturbed, "perturbed view")].sort(([a], [b]) => a - b);
+    const figures = (keys, caption, isAttended) => (keys ?? []).map((key, index) => [index, figure(key, caption, index, keys.length, isAttended)]);
+    const pairs = [...figures(one.prompt.images, "as the model saw it", true), ...figures(one.prompt.perturbed, "perturbed view")].sort(([a], [b]) => a - b);
     return pairs.length ? h("div", { class: "images" }, pairs.map(([, node]) => node)) : null;
   }
 
@@ -101,17 +101,17 @@ export class Sample {
 
   heatBar(members, heat, scale) {
     if (!heat) return h("p", { class: "quiet heat-bar" }, "This file has no numbers for single tokens.");
-    const buttons = HEATS.map((each, place) => {
-      const there = members.some((one) => valuesOf(each, one, state.segment));
-      const why = there ? `${each.says} (${place + 1})` : `not recorded${each.needs ? `; it takes ${each.needs}` : ""}`;
-      return h("button", { class: "pill", title: why, disabled: !there, "aria-pressed": each === heat, dataset: { heat: each.key }, onclick: () => set({ heat: each.key }) }, each.label);
+    const buttons = HEATS.map((each, index) => {
+      const exists = members.some((one) => heatValues(each, one, state.segment));
+      const help = exists ? `${each.help} (${index + 1})` : `not recorded${each.needs ? `; requires ${each.needs}` : ""}`;
+      return h("button", { class: "pill", title: help, disabled: !exists, "aria-pressed": each === heat, dataset: { heat: each.key }, onclick: () => set({ heat: each.key }) }, each.label);
     });
     const segments = heat.key === "vision" ? h("select", { "aria-label": "layers", onchange: (event) => set({ segment: event.target.value }) }, members[0].segments.map((name) => h("option", { value: name, selected: name === state.segment }, `${name} layers`))) : null;
     return h("div", { class: "heat-bar" }, h("div", { class: "pills" }, buttons), segments, h("span", { class: "grow" }), this.legend(scale));
   }
 
   legend(scale) {
-    const { text, stops } = legendOf(scale);
+    const { text, stops } = makeLegend(scale);
     if (!stops) return h("div", { class: "legend" }, h("span", { class: "token off" }, text[0]), h("span", { class: "token on" }, text[1]));
     return h("div", { class: "legend" }, text[0], h("i", { style: { background: `linear-gradient(to right, ${stops.join(", ")})` } }), text[1]);
   }
@@ -120,22 +120,22 @@ export class Sample {
     return h("div", { class: "body" }, h("div", { class: "reading" }, h("div", { class: "card" }, this.response(one, scale), this.strip(one, scale)), this.matrix(one)), h("div", { class: "facts" }, this.reward(one), this.numbers(one), this.attention(one)));
   }
 
-  /** What the other runs said to the same prompt at the same step. */
-  async elsewhere(run, one) {
-    const there = live.runs.map((each, place) => [place, each]).filter(([place, each]) => place !== run && !hidden.has(place) && each.steps.includes(one.step));
-    const asked = there.map(async ([place]) => [place, await api.sameGroup(place, one.step, one.id).catch(() => [])]);
-    const found = (await Promise.all(asked)).filter(([, members]) => members.length);
-    for (const [place, members] of found) for (const each of members) each.run = place;
-    return found;
+  /** The responses of the other runs to the same prompt at the same step. */
+  async otherRuns(run, one) {
+    const others = [...live.runs.keys()].filter((index) => index !== run && !hidden.has(index) && live.runs[index].steps.includes(one.step));
+    const requests = others.map(async (index) => [index, await api.sameGroup(index, one.step, one.id).catch(() => [])]);
+    const groups = (await Promise.all(requests)).filter(([, members]) => members.length);
+    for (const [index, members] of groups) for (const each of members) each.run = index;
+    return groups;
   }
 
   groups(members, scale) {
     const others = this.shown.others ?? [];
     if (!others.length) return this.groupBody(this.shown.run, members, scale);
     const all = [[this.shown.run, members], ...others];
-    const common = scale ? scaleOf(scale.heat, all.flatMap(([, each]) => each), state.segment) : null;
+    const common = scale ? makeScale(scale.heat, all.flatMap(([, each]) => each), state.segment) : null;
     const title = (run) => h("h2", {}, h("i", { class: "dot", style: { background: `var(${runColours[run % runColours.length]})` } }), ` ${visible(live.runs[run].name)}`);
-    return h("div", { class: "beside" }, all.map(([run, each]) => h("section", {}, title(run), this.groupBody(run, each, common))));
+    return h("div", { class: "side-by-side" }, all.map(([run, each]) => h("section", {}, title(run), this.groupBody(run, each, common))));
   }
 
   groupBody(run, members, scale) {
@@ -147,114 +147,114 @@ export class Sample {
       const open = () => set({ run, view: "sample", latest: false, from: `${one.step}`, to: `${one.step}`, page: 0, step: one.step, row: one.row });
       return h("div", { class: `card member ${run === state.run && one.row === state.row ? "chosen" : ""}` }, h("header", {}, h("b", { class: `reward ${verdict(one)}` }, number(one.reward)), h("span", { class: "quiet" }, [...parts, one.tokens != null ? plural(one.tokens, "token") : null, one.advantage != null ? `advantage ${number(one.advantage)}` : null, one.dependency != null ? `S ${number(one.dependency, 2)}` : null].filter(Boolean).join(" · ")), h("span", { class: "grow" }), h("button", { class: "quiet", onclick: open }, "open")), this.response(one, scale));
     });
-    return h("div", { class: "members" }, h("p", { class: "quiet" }, `${plural(members.length, "response")}, mean reward ${number(mean)}; the best first, one scale for all`), cards);
+    return h("div", { class: "members" }, h("p", { class: "quiet" }, `${plural(members.length, "response")}, mean reward ${number(mean)}; highest first, one scale for all`), cards);
   }
 
-  /** The response, each token on the colour of its number. */
+  /** The response, each token on the colour of its value. */
   response(one, scale) {
     if (!one.pieces) return h("pre", { class: "response plain" }, one.text);
-    const values = scale ? valuesOf(scale.heat, one, state.segment) : null;
-    const tokens = one.pieces.map((piece, place) => {
-      const value = values?.[place];
+    const values = scale ? heatValues(scale.heat, one, state.segment) : null;
+    const tokens = one.pieces.map((piece, token) => {
+      const value = values?.[token];
       const chosen = scale?.heat.kind === "choice" ? (value ? "on" : "off") : "";
-      const span = h("span", { class: `token ${chosen}`, tabindex: place ? -1 : 0, dataset: { place }, style: { background: scale ? paint(scale, value) : "" } }, piece.replace(/\n/g, "↵\n"));
-      for (const kind of ["pointerenter", "focus"]) span.addEventListener(kind, () => this.tell(one, place, span));
+      const span = h("span", { class: `token ${chosen}`, tabindex: token ? -1 : 0, dataset: { token }, style: { background: scale ? paint(scale, value) : "" } }, piece.replace(/\n/g, "↵\n"));
+      for (const kind of ["pointerenter", "focus"]) span.addEventListener(kind, () => this.showTip(one, token, span));
       return span;
     });
     const box = h("div", { class: "response" }, tokens);
-    for (const kind of ["pointerleave", "focusout"]) box.addEventListener(kind, () => this.forget());
+    for (const kind of ["pointerleave", "focusout"]) box.addEventListener(kind, () => this.clearToken());
     box.addEventListener("keydown", (event) => stepThrough(event, tokens));
     return box;
   }
 
-  /** Nothing is pointed at any more. */
-  forget() {
+  /** Hides the tip and the attention of the token that was pointed at. */
+  clearToken() {
     this.tip.hidden = true;
-    this.looking = null;
-    lookAway(this.node.querySelectorAll(".seen"));
+    this.attending = null;
+    clearAttention(this.node.querySelectorAll(".attended"));
   }
 
-  /** Where the token looks: on the images, and in the tip where those are scrolled out of sight. */
-  lookAt(one, place) {
+  /** Draws the attention of a token on the images, and in the tip if those are scrolled out of sight. */
+  showAttention(one, token) {
     const run = one.run ?? this.shown?.run;
-    this.looking = `${one.step} ${one.row} ${place}`;
-    const here = this.looking;
-    const maps = mapsOf(run, one, () => here === this.looking && this.lookAt(one, place));
-    const pictures = [...this.node.querySelectorAll(".seen")];
-    if (!maps) return lookAway(pictures);
-    look(pictures, one, maps, place);
+    const key = `${one.step} ${one.row} ${token}`;
+    this.attending = key;
+    const maps = getMaps(run, one, () => key === this.attending && this.showAttention(one, token));
+    const pictures = [...this.node.querySelectorAll(".attended")];
+    if (!maps) return clearAttention(pictures);
+    drawAttention(pictures, one, maps, token);
     const top = this.node.getBoundingClientRect().top;
     if (pictures.some((picture) => picture.getBoundingClientRect().top + 40 < top)) {
-      const copies = pictures.map((picture) => h("div", { class: "seen" }, h("img", { src: picture.querySelector("img").src, alt: "" })));
+      const copies = pictures.map((picture) => h("div", { class: "attended" }, h("img", { src: picture.querySelector("img").src, alt: "" })));
       this.tip.append(h("div", { class: "thumbs" }, copies));
-      look(copies, one, maps, place);
+      drawAttention(copies, one, maps, token);
     }
   }
 
-  tell(one, place, span) {
+  showTip(one, token, span) {
     const streams = one.streams;
-    const rows = NUMBERS.filter(([key]) => streams[key]).map(([key, name]) => [name, key === "mask" ? (streams.mask[place] ? "yes" : "no") : number(streams[key][place]), state.heat === key]);
-    for (const segment of one.segments) if (streams[`vision_${segment}`]) rows.push([`vision mass, ${segment}`, number(streams[`vision_${segment}`][place]), state.heat === "vision" && segment === state.segment]);
-    const name = one.pieces[place] === "" ? "(part of the next character)" : JSON.stringify(one.pieces[place]);
-    fill(this.tip, h("header", {}, h("code", {}, name), h("span", { class: "quiet" }, `token ${place + 1} of ${one.pieces.length}, id ${streams.ids?.[place] ?? "–"}`)), h("dl", {}, rows.map(([label, value, strong]) => [h("dt", { class: strong ? "strong" : "" }, label), h("dd", { class: strong ? "strong" : "" }, value)])));
-    this.lookAt(one, place);
+    const rows = NUMBERS.filter(([key]) => streams[key]).map(([key, name]) => [name, key === "mask" ? (streams.mask[token] ? "yes" : "no") : number(streams[key][token]), state.heat === key]);
+    for (const segment of one.segments) if (streams[`vision_${segment}`]) rows.push([`vision mass, ${segment}`, number(streams[`vision_${segment}`][token]), state.heat === "vision" && segment === state.segment]);
+    const name = one.pieces[token] === "" ? "(part of the next character)" : JSON.stringify(one.pieces[token]);
+    fill(this.tip, h("header", {}, h("code", {}, name), h("span", { class: "quiet" }, `token ${token + 1} of ${one.pieces.length}, id ${streams.ids?.[token] ?? "–"}`)), h("dl", {}, rows.map(([label, value, strong]) => [h("dt", { class: strong ? "strong" : "" }, label), h("dd", { class: strong ? "strong" : "" }, value)])));
+    this.showAttention(one, token);
     this.tip.hidden = false;
     const [box, own] = [span.getBoundingClientRect(), this.tip.getBoundingClientRect()];
     const below = box.bottom + own.height + 10 < innerHeight;
     this.tip.style.left = `${Math.max(8, Math.min(box.left, innerWidth - own.width - 8))}px`;
     this.tip.style.top = `${below ? box.bottom + 6 : Math.max(8, box.top - own.height - 6)}px`;
     this.node.querySelectorAll(".bar.under").forEach((bar) => bar.classList.remove("under"));
-    this.node.querySelector(`.bar[data-place="${place}"]`)?.classList.add("under");
+    this.node.querySelector(`.bar[data-token="${token}"]`)?.classList.add("under");
   }
 
-  /** The same numbers as bars: where in a long response something happens. */
+  /** The same values as bars: an overview of a long response. */
   strip(one, scale) {
     if (!scale || !one.pieces || one.pieces.length < 2) return null;
-    const values = valuesOf(scale.heat, one, state.segment);
+    const values = heatValues(scale.heat, one, state.segment);
     const sign = scale.heat.sign ?? 1;
     const around = scale.heat.kind === "around";
     const most = Math.max(...values.map((value) => Math.abs((value ?? 0) * sign - (around ? scale.heat.centre : 0))), 1e-9);
-    const bars = values.map((value, place) => {
+    const bars = values.map((value, token) => {
       const size = ((value ?? 0) * sign - (around ? scale.heat.centre : 0)) / most;
       const ink = around && size < 0 ? "--heat-minus" : around ? "--heat-plus" : "--heat";
-      const bar = h("span", { class: "bar", dataset: { place }, title: `${visible(one.pieces[place])}  ${number(value)}` }, h("i", { style: { height: `${Math.max(1.5, Math.abs(size) * 100)}%`, background: `rgb(${colour(ink)})` } }));
-      bar.addEventListener("pointerenter", () => this.point(place, true));
-      bar.addEventListener("pointerleave", () => this.point(place, false));
+      const bar = h("span", { class: "bar", dataset: { token }, title: `${visible(one.pieces[token])}  ${number(value)}` }, h("i", { style: { height: `${Math.max(1.5, Math.abs(size) * 100)}%`, background: `rgb(${colour(ink)})` } }));
+      bar.addEventListener("pointerenter", () => this.highlight(token, true));
+      bar.addEventListener("pointerleave", () => this.highlight(token, false));
       return bar;
     });
     return h("div", { class: "strip", "aria-hidden": true }, bars);
   }
 
-  /** All heat maps one below the other: a column a token. */
+  /** All heat maps, one row each, one column per token. */
   matrix(one) {
     if (!one.pieces) return null;
-    const rows = allOf(one);
+    const rows = allHeats(one);
     const count = one.pieces.length;
     const line = ({ heat, segment, values, scale, label }) => {
       const canvas = h("canvas", { width: count, height: 1, "aria-hidden": true });
       const pen = canvas.getContext("2d");
-      values.forEach((value, place) => {
+      values.forEach((value, token) => {
         pen.fillStyle = heat.kind === "choice" ? (value ? `rgb(${colour("--heat-plus")} / 0.8)` : "transparent") : paint(scale, value) || "transparent";
-        pen.fillRect(place, 0, 1, 1);
+        pen.fillRect(token, 0, 1, 1);
       });
-      const at = (event) => Math.min(count - 1, Math.max(0, Math.floor((event.offsetX / canvas.clientWidth) * count)));
-      canvas.addEventListener("pointermove", (event) => this.pointFrom(one, at(event), event));
-      canvas.addEventListener("pointerleave", () => this.pointFrom(one, null));
+      const tokenAt = (event) => Math.min(count - 1, Math.max(0, Math.floor((event.offsetX / canvas.clientWidth) * count)));
+      canvas.addEventListener("pointermove", (event) => this.pointAt(one, tokenAt(event), event));
+      canvas.addEventListener("pointerleave", () => this.pointAt(one, null));
       const choose = () => set(segment ? { heat: heat.key, segment } : { heat: heat.key });
-      return h("div", { class: "row" }, h("button", { class: "quiet", title: heat.says, onclick: choose }, label), canvas);
+      return h("div", { class: "row" }, h("button", { class: "quiet", title: heat.help, onclick: choose }, label), canvas);
     };
     return h("div", { class: "card matrix" }, h("h3", {}, "Token by token"), rows.map(line));
   }
 
-  pointFrom(one, place, event) {
-    this.node.querySelectorAll(".token.pointed").forEach((token) => token.classList.remove("pointed"));
-    if (place === null) return this.forget();
-    this.point(place, true);
-    this.tell(one, place, { getBoundingClientRect: () => ({ left: event.clientX + 12, top: event.clientY, bottom: event.clientY + 12 }) });
+  pointAt(one, token, event) {
+    this.node.querySelectorAll(".token.pointed").forEach((span) => span.classList.remove("pointed"));
+    if (token === null) return this.clearToken();
+    this.highlight(token, true);
+    this.showTip(one, token, { getBoundingClientRect: () => ({ left: event.clientX + 12, top: event.clientY, bottom: event.clientY + 12 }) });
   }
 
-  point(place, on) {
-    this.node.querySelector(`.token[data-place="${place}"]`)?.classList.toggle("pointed", on);
+  highlight(token, on) {
+    this.node.querySelector(`.token[data-token="${token}"]`)?.classList.toggle("pointed", on);
   }
 
   reward(one) {
@@ -267,12 +267,12 @@ export class Sample {
   numbers(one) {
     const rows = [
       ["tokens", one.tokens === null ? null : `${number(one.tokens)}${one.finish === "length" ? ", cut off" : ""}`], ["trained on", one.kept === undefined ? null : plural(one.kept, "token")],
-      ["advantage", one.advantage], ["trajectory weight", one.scale], ["mean S", one.dependency], ["mean entropy", one.entropy], ["mean vision mass", one.vision], ["weights' version", one.version],
+      ["advantage", one.advantage], ["trajectory weight", one.scale], ["mean S", one.dependency], ["mean entropy", one.entropy], ["mean vision mass", one.vision], ["weight version", one.version],
     ].filter(([, value]) => value !== null && value !== undefined);
     return rows.length ? h("section", { class: "card" }, h("h3", {}, "Numbers"), h("dl", {}, rows.map(([name, value]) => [h("dt", {}, name), h("dd", {}, number(value))]))) : null;
   }
 
-  /** Where the attention went, by layer segment: text and image tokens of the prompt. */
+  /** Attention on the text and image tokens of the prompt, by layer segment. */
   attention(one) {
     if (!one.mass.length) return null;
     const line = (name, [text, vision]) => {
@@ -280,15 +280,15 @@ export class Sample {
       return [h("dt", {}, name), h("dd", {}, h("span", { class: "meter two", title: `text ${number(text)}, image ${number(vision)}` }, h("i", { class: "vision", style: share(vision) }), h("i", { class: "text", style: share(text) })), h("b", {}, number(vision, 2)))];
     };
     const pools = one.prompt.pools;
-    return h("section", { class: "card" }, h("h3", {}, "Attention by layers"), h("dl", { class: "parts" }, one.segments.map((name, place) => line(name, one.mass[place]))), h("p", { class: "key quiet" }, h("i", { class: "vision" }), "image", h("i", { class: "text" }), "text", pools ? ` · ${pools[1]} and ${pools[0]} tokens` : ""));
+    return h("section", { class: "card" }, h("h3", {}, "Attention by layers"), h("dl", { class: "parts" }, one.segments.map((name, index) => line(name, one.mass[index]))), h("p", { class: "key quiet" }, h("i", { class: "vision" }), "image", h("i", { class: "text" }), "text", pools ? ` · ${pools[1]} and ${pools[0]} tokens` : ""));
   }
 }
 
-/** Arrows go from token to token once one of them has the focus; Escape gives it back. */
+/** Arrow keys move between tokens once one has the focus; Escape removes the focus. */
 function stepThrough(event, tokens) {
-  const at = tokens.indexOf(event.target);
-  const to = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: tokens.length - 1 }[event.key];
-  if (at < 0 || event.ctrlKey || event.metaKey || event.altKey) return;
+  const from = tokens.indexOf(event.target);
+  const to = { ArrowRight: from + 1, ArrowLeft: from - 1, Home: 0, End: tokens.length - 1 }[event.key];
+  if (from < 0 || event.ctrlKey || event.metaKey || event.altKey) return;
   if (event.key === "Escape") event.target.blur();
   else if (to === undefined) return;
   else tokens[Math.max(0, Math.min(tokens.length - 1, to))].focus();

@@ -1,4 +1,4 @@
-// What is looked at. It stands in the address, so that a reload, a bookmark and the browser's arrows keep it.
+// The state of the page. It is kept in the address, so that reloads, bookmarks and browser history restore it.
 
 export const defaults = {
   tab: "curves", run: 0, from: "", to: "", latest: true, sort: "step", order: "", page: 0,
@@ -7,27 +7,27 @@ export const defaults = {
 };
 
 export const state = { ...defaults };
-export const live = { runs: [], error: "" }; // what the server last said of the runs
+export const live = { runs: [], error: "" }; // the last reply of the server about the runs
 const listeners = new Set();
 
 export function onChange(listener) {
   listeners.add(listener);
 }
 
-/** Changes what is looked at, and tells everybody which keys changed. */
+/** Changes the state and notifies the listeners of the changed keys. */
 export function set(changes) {
   const changed = Object.keys(changes).filter((key) => state[key] !== changes[key]);
   if (!changed.length) return;
   Object.assign(state, changes);
-  write();
-  tell(changed);
+  writeAddress();
+  notify(changed);
 }
 
-export function tell(changed) {
+export function notify(changed) {
   for (const listener of listeners) listener(new Set(changed));
 }
 
-function write() {
+function writeAddress() {
   const query = new URLSearchParams();
   for (const [key, value] of Object.entries(state))
     if (key !== "tab" && value !== defaults[key] && value !== null) query.set(key, value);
@@ -35,16 +35,16 @@ function write() {
   if (hash !== location.hash) history.replaceState(null, "", hash);
 }
 
-/** Takes over what the address says. */
-export function read() {
+/** Sets the state from the address. */
+export function readAddress() {
   const [tab, query] = location.hash.slice(1).split("?");
   const given = new URLSearchParams(query ?? "");
-  for (const [key, usual] of Object.entries(defaults)) {
+  for (const [key, initial] of Object.entries(defaults)) {
     const text = given.get(key);
-    if (key === "tab") state.tab = ["curves", "rollouts", "run"].includes(tab) ? tab : usual;
-    else if (text === null) state[key] = usual;
-    else if (typeof usual === "boolean") state[key] = text === "true";
-    else state[key] = typeof usual === "number" || usual === null ? Number(text) || 0 : text;
+    if (key === "tab") state.tab = ["curves", "rollouts", "run"].includes(tab) ? tab : initial;
+    else if (text === null) state[key] = initial;
+    else if (typeof initial === "boolean") state[key] = text === "true";
+    else state[key] = typeof initial === "number" || initial === null ? Number(text) || 0 : text;
   }
 }
 

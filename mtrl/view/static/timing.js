@@ -1,4 +1,4 @@
-// About a run: where its time and memory go, what was skipped, and its configuration.
+// About a run: its time and memory by phase, and its configuration.
 
 import * as api from "mtrl/api";
 import { Chart } from "mtrl/chart";
@@ -16,9 +16,9 @@ export class RunPage {
     this.run = h("select", { "aria-label": "run", onchange: () => set({ run: Number(this.run.value) }) });
     this.table = h("div", { class: "card" });
     this.config = h("pre", { class: "config" });
-    this.place = h("p", { class: "quiet" });
+    this.path = h("p", { class: "quiet" });
     const charts = h("div", { class: "grid wide" }, this.time.node, this.memory.node);
-    this.bar = h("div", { class: "toolbar" }, this.run, this.place);
+    this.bar = h("div", { class: "toolbar" }, this.run, this.path);
     this.node = h("section", { class: "about" }, this.bar, charts, this.table, h("details", {}, h("summary", {}, "configuration"), this.config));
   }
 
@@ -30,15 +30,15 @@ export class RunPage {
     const run = live.runs[state.run];
     if (!run) return;
     this.run.hidden = live.runs.length < 2;
-    if (this.run.children.length !== live.runs.length) fill(this.run, live.runs.map((each, place) => h("option", { value: place }, each.name)));
+    if (this.run.children.length !== live.runs.length) fill(this.run, live.runs.map((each, index) => h("option", { value: index }, each.name)));
     this.run.value = state.run;
-    fill(this.place, run.path);
+    fill(this.path, run.path);
     const phases = run.metrics.filter((name) => name.startsWith(SECONDS) && !NO_PHASE.includes(name.slice(SECONDS.length)));
     const peaks = run.metrics.filter((name) => name.startsWith(MEMORY));
     try {
       this.data = await api.series(state.run, [...phases, ...peaks, `${SECONDS}step`, "perf/tokens_per_second"]);
-      if (this.said !== state.run) fill(this.config, (await api.config(state.run)) || "no config.yaml");
-      this.said = state.run;
+      if (this.configRun !== state.run) fill(this.config, (await api.config(state.run)) || "no config.yaml");
+      this.configRun = state.run;
     } catch {
       return;
     }
@@ -49,29 +49,29 @@ export class RunPage {
   repaint() {
     if (!this.data) return;
     const { phases, peaks } = this.names;
-    const ink = (place) => colour(runColours[place % runColours.length]);
-    this.time.show(stacked(phases, this.data, ink));
-    this.memory.show(peaks.map((name, place) => ({ name: name.slice(MEMORY.length), colour: ink(place), steps: this.data[name][0], values: this.data[name][1] })));
+    const ink = (index) => colour(runColours[index % runColours.length]);
+    this.time.show(stackPhases(phases, this.data, ink));
+    this.memory.show(peaks.map((name, index) => ({ name: name.slice(MEMORY.length), colour: ink(index), steps: this.data[name][0], values: this.data[name][1] })));
     const mean = (name) => (this.data[name]?.[1].length ? this.data[name][1].reduce((a, b) => a + b, 0) / this.data[name][1].length : null);
     const whole = mean(`${SECONDS}step`);
-    const rows = phases.map((name, place) => [ink(place), name.slice(SECONDS.length), mean(name), mean(MEMORY + name.slice(SECONDS.length))]).sort((a, b) => b[2] - a[2]);
-    fill(this.table, h("h3", {}, "A step on average"), h("table", {}, h("thead", {}, h("tr", {}, ["phase", "seconds", "share", "peak GB"].map((name) => h("th", {}, name)))), h("tbody", {},
+    const rows = phases.map((name, index) => [ink(index), name.slice(SECONDS.length), mean(name), mean(MEMORY + name.slice(SECONDS.length))]).sort((a, b) => b[2] - a[2]);
+    fill(this.table, h("h3", {}, "Average step"), h("table", {}, h("thead", {}, h("tr", {}, ["phase", "seconds", "share", "peak GB"].map((name) => h("th", {}, name)))), h("tbody", {},
       rows.map(([paint, name, time, peak]) => h("tr", {}, h("td", {}, h("i", { class: "dot", style: { background: paint } }), name), h("td", {}, seconds(time)), h("td", {}, whole ? h("span", { class: "meter" }, h("i", { style: { width: `${(100 * time) / whole}%`, background: paint } })) : "", whole ? time / whole < 0.01 ? " < 1%" : ` ${Math.round((100 * time) / whole)}%` : ""), h("td", {}, number(peak)))),
       h("tr", { class: "sum" }, h("td", {}, "whole step"), h("td", {}, seconds(whole)), h("td", {}, `${number(mean("perf/tokens_per_second"))} tokens/s`), h("td", {})))));
     this.table.hidden = !phases.length;
   }
 }
 
-/** Phases one upon the other, at the steps that all of them have. */
-function stacked(names, data, ink) {
+/** The phases stacked, at the steps of the phase with the fewest steps. */
+function stackPhases(names, data, ink) {
   if (!names.length) return [];
   const steps = names.map((name) => data[name][0]).reduce((a, b) => (a.length <= b.length ? a : b));
   const below = new Array(steps.length).fill(0);
-  return names.map((name, place) => {
+  return names.map((name, index) => {
     const by = new Map(data[name][0].map((step, i) => [step, data[name][1][i]]));
     const values = steps.map((step) => by.get(step) ?? 0);
     const bottom = [...below];
     values.forEach((value, i) => (below[i] += value));
-    return { name: name.slice(SECONDS.length), colour: ink(place), steps, values, bottom, top: [...below] };
+    return { name: name.slice(SECONDS.length), colour: ink(index), steps, values, bottom, top: [...below] };
   });
 }
