@@ -1,7 +1,7 @@
-"""From files to prompts. `open_dataset` reads and checks, `Sampler` hands out."""
+"""From files to prompts: `open_dataset` reads and checks rows, `Sampler` draws prompts."""
 
 from mtrl.data.dataset import Counts, Dataset, open_dataset
-from mtrl.data.row_settings import BadRow, DataError, DataSettings
+from mtrl.data.row_settings import BadRow, DataError, DataSettings, DataSource
 from mtrl.data.sampler import Sampler
 from mtrl.data.sources import RowList, open_sources
 
@@ -10,6 +10,7 @@ __all__ = [
     "Counts",
     "DataError",
     "DataSettings",
+    "DataSource",
     "Dataset",
     "RowList",
     "Sampler",

@@ -1,6 +1,6 @@
-"""Small arrays kept between starts, so that a second start need not look at every row again.
+"""A cache of small arrays on disk, so that a second start need not scan every row again.
 
-An entry is a checksum and an `.npz` archive after it. A damaged one counts as absent and is made anew.
+An entry is a checksum followed by an `.npz` archive. A damaged entry counts as absent and is made again.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import json
 import logging
 import os
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import numpy as np
 
 from mtrl.utils.files import regular_file
 
-DIGEST = 16  # bytes of the checksum before an archive
+CHECKSUM_BYTES = 16
 
 logger = logging.getLogger(__name__)
 
@@ -29,9 +31,9 @@ def default_cache_dir() -> Path:
 
 
 def file_stamp(path: Path) -> tuple[str, int, int]:
-    """What says that a file is still the same one: absolute path, size, mtime in ns."""
-    found = path.stat()
-    return str(path.resolve()), found.st_size, found.st_mtime_ns
+    """Return absolute path, size and mtime in ns, which identify a file that has not changed."""
+    stat = path.stat()
+    return str(path.resolve()), stat.st_size, stat.st_mtime_ns
 
 
 class DiskCache:
@@ -39,7 +41,7 @@ class DiskCache:
         self.directory = directory or default_cache_dir()
 
     def path(self, kind: str, key: Any, suffix: str = "cache") -> Path:
-        """The file of an entry; `key` is anything JSON can spell."""
+        """Return the file of an entry; `key` is any JSON value."""
         name = _digest(json.dumps(key, sort_keys=True).encode()).hex()
         return self.directory / kind / f"{name}.{suffix}"
 
@@ -48,7 +50,7 @@ class DiskCache:
             stored = regular_file(self.path(kind, key)).read_bytes()
         except OSError:
             return None
-        checksum, archive = stored[:DIGEST], stored[DIGEST:]
+        checksum, archive = stored[:CHECKSUM_BYTES], stored[CHECKSUM_BYTES:]
         if _digest(archive) != checksum:
             return None
         with np.load(io.BytesIO(archive), allow_pickle=False) as entry:
@@ -58,37 +60,43 @@ class DiskCache:
         archive = io.BytesIO()
         np.savez(archive, **arrays)  # type: ignore[arg-type]
         try:
-            with replacing(self.path(kind, key)) as out:
+            with atomic_write(self.path(kind, key)) as out:
                 out.write(_digest(archive.getvalue()) + archive.getvalue())
         except OSError as error:
-            logger.warning("cannot keep the scan in %s (%s); the next start repeats it", self.directory, error)
+            logger.warning("cannot store the scan in %s (%s); the next start repeats it", self.directory, error)
+
+    def get(
+        self, kind: str, key: Any, names: set[str], make: Callable[[], dict[str, np.ndarray]]
+    ) -> dict[str, np.ndarray]:
+        """Load an entry with these arrays, or make and store it. Without a key it is made and not stored."""
+        entry = None if key is None else self.load(kind, key)
+        if entry is None or names - entry.keys():
+            entry = make()
+            if key is not None:
+                self.store(kind, key, entry)
+        return entry
 
 
 def _digest(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=DIGEST).digest()
+    return hashlib.blake2b(data, digest_size=CHECKSUM_BYTES).digest()
 
 
-class replacing:
-    """Writes a file beside its final place and moves it there when done: a reader sees all of it or nothing."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __enter__(self) -> Any:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.out = tempfile.NamedTemporaryFile(dir=self.path.parent, prefix=f".{self.path.name}.", delete=False)
-        return self.out
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.out.close()
-        if kind is None:
-            os.replace(self.out.name, self.path)
-        else:
-            os.unlink(self.out.name)
+@contextmanager
+def atomic_write(path: Path) -> Iterator[Any]:
+    """Write a temporary file and rename it to its final path: a reader sees the whole file or none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as out:
+        try:
+            yield out
+            out.close()
+            os.replace(out.name, path)
+        except BaseException:
+            os.unlink(out.name)
+            raise
 
 
 def pack_json(value: Any) -> np.ndarray:
-    """Lists of strings and the like as an array of bytes, to lie beside the numbers."""
+    """Encode lists of strings and the like as an array of bytes, to store them with the other arrays."""
     return np.frombuffer(json.dumps(value).encode(), dtype=np.uint8)
 
 

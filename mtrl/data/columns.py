@@ -1,8 +1,8 @@
-"""Which column holds what: keys that reach into structs, and the names that others give to our columns.
+"""Columns of a row: keys that reach into structs, and the column names of other frameworks.
 
-A dataset made for TRL calls its images `image` and its truths `solution`; one made for verl has a struct `reward_model`
-with the `ground_truth` in it; ShareGPT's `conversations` hold prompt and answer in one. Where a key is at its default
-and no row has that column, such a name is taken and said.
+A dataset made for TRL calls its images `image` and its answers `solution`; verl has a struct `reward_model` that
+contains the `ground_truth`; ShareGPT's `conversations` contain both prompt and answer. If a key has its default and no
+row has that column, such an alias is used and reported.
 """
 
 from __future__ import annotations
@@ -18,47 +18,43 @@ import numpy as np
 from mtrl.data.cache import DiskCache, pack_json, unpack_json
 from mtrl.data.formats import CONVERSATIONS, UNKNOWN, detect_format, read_conversation
 from mtrl.data.media import looks_like_image, looks_like_video
-from mtrl.data.row_settings import DataSettings, RowError
-from mtrl.data.sources import DataSource
+from mtrl.data.row_settings import DataSettings, DataSource, RowError
 
-VERSION = 3  # of what the cache holds; raise it with KNOWN or with what is usable
-LOOKED_AT = 32  # rows of a source at its start, and as many spread over all of it
+VERSION = 3  # of the cached summary; raise it when COLUMN_ALIASES or the checks of values change
+INSPECTED_ROWS = 32  # the first rows of a source, and as many spread over all of it
 MISSING = object()
 
 logger = logging.getLogger(__name__)
 
 
-class Known(NamedTuple):
-    """Other names of a column, the likeliest first, and which values show that it is meant so."""
+class ColumnAliases(NamedTuple):
+    """Other names of a column, the likeliest first, and a check that a value fits."""
 
-    what: str
+    content: str
     names: tuple[str, ...]
-    usable: Callable[[Any], bool]
+    is_usable: Callable[[Any], bool]
 
 
-def is_truth(value: Any) -> bool:
-    """Test splits have empty texts for answers."""
+def is_ground_truth(value: Any) -> bool:
+    """Whether a row has an answer; those of test splits are often empty strings."""
     return value is not None and not (isinstance(value, str) and not value.strip())
 
 
-def is_prompt(value: Any) -> bool:
-    return isinstance(value, (str, list, tuple))
-
-
-KNOWN = {
-    "prompt_key": Known("prompts", ("problem", "question", *CONVERSATIONS, "txt"), is_prompt),
-    "answer_key": Known(
-        "answers", ("reward_model.ground_truth", "solution", "ground_truth", "label", "cls", *CONVERSATIONS), is_truth
+ANSWERS = ("reward_model.ground_truth", "solution", "ground_truth", "label", "cls", *CONVERSATIONS)
+COLUMN_ALIASES = {
+    "prompt_key": ColumnAliases(
+        "prompts", ("problem", "question", *CONVERSATIONS, "txt"), lambda value: isinstance(value, (str, list, tuple))
     ),
-    "image_key": Known("images", ("image",), lambda value: looks_like_image("image", value)),
-    "video_key": Known("videos", ("video",), looks_like_video),
+    "answer_key": ColumnAliases("answers", ANSWERS, is_ground_truth),
+    "image_key": ColumnAliases("images", ("image",), lambda value: looks_like_image("image", value)),
+    "video_key": ColumnAliases("videos", ("video",), looks_like_video),
 }
 
 
-def reach(row: Mapping[str, Any], key: str, default: Any = None) -> Any:
-    """The value of a column; a dotted key reaches into structs, where no column has that name itself.
+def get_column(row: Mapping[str, Any], key: str, default: Any = None) -> Any:
+    """Return the value of a column; a dotted key reaches into structs, unless a column has that very name.
 
-    >>> reach({"reward_model": {"style": "rule", "ground_truth": "B"}}, "reward_model.ground_truth")
+    >>> get_column({"reward_model": {"style": "rule", "ground_truth": "B"}}, "reward_model.ground_truth")
     'B'
     """
     if key in row or "." not in key:
@@ -71,33 +67,34 @@ def reach(row: Mapping[str, Any], key: str, default: Any = None) -> Any:
     return value
 
 
-def image_column(columns: Mapping[str, Any]) -> str | None:
-    """The first of these columns that holds an image."""
+def find_image_column(columns: Mapping[str, Any]) -> str | None:
+    """Return the first of these columns that holds an image."""
     return next((str(name) for name, value in columns.items() if looks_like_image(str(name), value)), None)
 
 
-def known_value(row: Mapping[str, Any], key: str, name: str) -> Any:
-    """What a column of another name holds for a key: of a conversation the part that the key asks for."""
+def read_alias(row: Mapping[str, Any], key: str, name: str) -> Any:
+    """Return the value for a key from a column with an alias: of a conversation, its prompt or its answer."""
     if name not in CONVERSATIONS:
-        return reach(row, name, MISSING)
-    found = read_conversation(row.get(name), row.get("system"))
-    if found is None:
+        return get_column(row, name, MISSING)
+    conversation = read_conversation(row.get(name), row.get("system"))
+    if conversation is None:
         return MISSING
-    return found.prompt if key == "prompt_key" else MISSING if found.truth is None else found.truth
+    if key == "prompt_key":
+        return conversation.prompt
+    return MISSING if conversation.truth is None else conversation.truth
 
 
-class SeenColumns(NamedTuple):
-    """What some rows of a source have: their columns, which known names hold something usable for which key, and whose
-    format most of them are in."""
+class ColumnSummary(NamedTuple):
+    """Inspection of some rows of a source."""
 
     columns: frozenset[str]
-    usable: frozenset[tuple[str, str]]  # key, name
-    format: str
+    usable: frozenset[tuple[str, str]]  # key and alias of columns with a usable value
+    format: str  # of most rows
 
 
-class OtherNames:
-    """A source whose rows have our columns, where they stand under another name. The others stay, since a reward
-    function may ask for `solution`; an image does not, nobody wants its bytes twice."""
+class RenamedColumns(DataSource):
+    """A source whose rows also have our column names. The original columns stay, since a reward function may ask for
+    `solution`; only images and videos are moved, to have their bytes once."""
 
     def __init__(self, source: DataSource, names: Mapping[str, str], keys: Mapping[str, str]) -> None:
         self.source, self.names = source, names  # our column -> theirs
@@ -111,10 +108,10 @@ class OtherNames:
     def read(self, index: int) -> dict[str, Any]:
         row = self.source.read(index)
         for ours, theirs in self.names.items():
-            value = known_value(row, self.keys[ours], theirs)
+            value = read_alias(row, self.keys[ours], theirs)
             if ours not in row and value is not MISSING:
                 row[ours] = value
-                if theirs in (*KNOWN["image_key"].names, *KNOWN["video_key"].names):
+                if theirs in (*COLUMN_ALIASES["image_key"].names, *COLUMN_ALIASES["video_key"].names):
                     del row[theirs]
         return row
 
@@ -122,69 +119,65 @@ class OtherNames:
         return self.source.row_number(index)
 
 
-def with_known_columns(sources: Sequence[DataSource], settings: DataSettings, cache: DiskCache) -> list[DataSource]:
-    """The sources, those with columns of other names under ours; each other name is said once."""
-    found: list[DataSource] = []
-    said: dict[str, None] = {}
+def apply_column_aliases(sources: Sequence[DataSource], settings: DataSettings, cache: DiskCache) -> list[DataSource]:
+    """Rename the columns of sources that use aliases, and log each alias once."""
+    renamed: list[DataSource] = []
+    messages: dict[str, None] = {}
     for source in sources:
-        names = dict(_other_names(settings, seen_columns(source, cache)))
+        names = dict(_find_aliases(settings, inspect_columns(source, cache)))
         for key, theirs in names.items():
-            said[f"{KNOWN[key].what} are read from the column {theirs!r} (dataset.{key})"] = None
+            messages[f"{COLUMN_ALIASES[key].content} are read from the column {theirs!r} (dataset.{key})"] = None
         keys = {getattr(settings, key): key for key in names}
         by_column = {ours: names[key] for ours, key in keys.items()}
-        found.append(OtherNames(source, by_column, keys) if by_column else source)
-    for line in said:
-        logger.warning("%s", line)
-    return found
+        renamed.append(RenamedColumns(source, by_column, keys) if by_column else source)
+    for message in messages:
+        logger.warning("%s", message)
+    return renamed
 
 
-def all_columns(sources: Sequence[DataSource], cache: DiskCache) -> set[str]:
-    """The columns that were seen in any of them, under our names and theirs."""
+def list_columns(sources: Sequence[DataSource], cache: DiskCache) -> set[str]:
+    """Return the columns seen in any source, under our names and the original ones."""
     columns: set[str] = set()
     for source in sources:
-        if isinstance(source, OtherNames):
+        if isinstance(source, RenamedColumns):
             columns |= source.names.keys()
             source = source.source
-        columns |= seen_columns(source, cache).columns
+        columns |= inspect_columns(source, cache).columns
     return columns
 
 
-def _other_names(settings: DataSettings, seen: SeenColumns) -> Iterator[tuple[str, str]]:
-    """(key, column) for each key that is at its default, and whose column no row has, but one of another name."""
+def _find_aliases(settings: DataSettings, summary: ColumnSummary) -> Iterator[tuple[str, str]]:
+    """Yield (key, alias) for each key that has its default, if no row has its column and some row has an alias."""
     defaults = {field.name: field.default for field in fields(DataSettings)}
-    for key, known in KNOWN.items():
+    for key, aliases in COLUMN_ALIASES.items():
         ours = getattr(settings, key)
-        theirs = next((name for name in known.names if (key, name) in seen.usable), None)
-        if theirs is not None and ours == defaults[key] and ours not in seen.columns:
+        theirs = next((name for name in aliases.names if (key, name) in summary.usable), None)
+        if theirs is not None and ours == defaults[key] and ours not in summary.columns:
             yield key, theirs
 
 
-def seen_columns(source: DataSource, cache: DiskCache) -> SeenColumns:
-    """From some rows: all of them are read by the scan, which refuses what is found there and nobody reads."""
+def inspect_columns(source: DataSource, cache: DiskCache) -> ColumnSummary:
+    """Summarize the columns of some rows. The scan reads all rows and reports images that nothing reads."""
     key = None if source.stamp is None else ["columns", VERSION, source.stamp]
-    entry = None if key is None else cache.load("columns", key)
-    if entry is None or "seen" not in entry:
-        columns, usable, format = _look(source)
-        entry = {"seen": pack_json([sorted(columns), sorted(usable), format])}
-        if key is not None:
-            cache.store("columns", key, entry)
+    entry = cache.get("columns", key, {"seen"}, lambda: {"seen": pack_json(_inspect_rows(source))})
     columns, usable, format = unpack_json(entry["seen"])
-    return SeenColumns(frozenset(columns), frozenset((key, name) for key, name in usable), format)
+    return ColumnSummary(frozenset(columns), frozenset((key, name) for key, name in usable), format)
 
 
-def _look(source: DataSource) -> SeenColumns:
+def _inspect_rows(source: DataSource) -> list[Any]:
+    """The fields of a ColumnSummary as JSON values."""
     columns: set[str] = set()
     usable: set[tuple[str, str]] = set()
     formats: Counter[str] = Counter()
-    spread = np.linspace(0, len(source) - 1, LOOKED_AT).astype(int).tolist() if len(source) else []
-    for index in sorted({*range(min(LOOKED_AT, len(source))), *spread}):
+    spread = np.linspace(0, len(source) - 1, INSPECTED_ROWS).astype(int).tolist() if len(source) else []
+    for index in sorted({*range(min(INSPECTED_ROWS, len(source))), *spread}):
         try:
             row = source.read(index)
         except RowError:
-            continue  # the scan says so
+            continue  # the scan reports it
         columns |= {str(name) for name in row}
         formats[detect_format(row)] += 1
-        for key, known in KNOWN.items():
-            values = ((name, known_value(row, key, name)) for name in known.names)
-            usable |= {(key, name) for name, value in values if value is not MISSING and known.usable(value)}
-    return SeenColumns(frozenset(columns), frozenset(usable), formats.most_common(1)[0][0] if formats else UNKNOWN)
+        for key, aliases in COLUMN_ALIASES.items():
+            values = ((name, read_alias(row, key, name)) for name in aliases.names)
+            usable |= {(key, name) for name, value in values if value is not MISSING and aliases.is_usable(value)}
+    return [sorted(columns), sorted(usable), formats.most_common(1)[0][0] if formats else UNKNOWN]

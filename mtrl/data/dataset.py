@@ -1,4 +1,4 @@
-"""A dataset that passed its scan: the rows that will be used, in the order of the files.
+"""A scanned dataset: the rows to use, in the order of the files.
 
 dataset = open_dataset("train.jsonl", settings, encoder, bad_rows_path=run / "bad_rows.jsonl")
 dataset.task(0)
@@ -8,41 +8,41 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from bisect import bisect_left
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
 
 import numpy as np
 
 from mtrl.data.cache import DiskCache
-from mtrl.data.columns import all_columns, with_known_columns
-from mtrl.data.lengths import BAD, GOOD, SAMPLED, TOO_BIG, Scanner, SourceScan, scan_source
-from mtrl.data.missing import GOES_ON, Noted
+from mtrl.data.columns import apply_column_aliases, list_columns
+from mtrl.data.lengths import BAD, GOOD, SAMPLED_ROWS, TOO_BIG, Scanner, SourceScan, scan_source
+from mtrl.data.missing import CONTINUE_ANYWAY, ScanNotes
 from mtrl.data.prompts import TaskBuilder
-from mtrl.data.row_settings import BadRow, DataError, DataSettings, left_out_at_first, list_bad_rows
-from mtrl.data.sources import DataSource, open_sources
+from mtrl.data.row_settings import BadRow, DataError, DataSettings, DataSource, list_bad_rows, read_initial_bad_rows
+from mtrl.data.sources import open_sources
 from mtrl.protocols import PromptEncoder
 from mtrl.types import Task
 
-MANY_OVERLONG = 0.1  # share of prompts over the length limit beyond which there is a warning
+WARN_OVERLONG_SHARE = 0.1  # warn if a larger share of the prompts is over the length limit
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Counts:
-    """What became of the rows."""
+    """Numbers of rows."""
 
     total: int
-    kept: int
+    used: int
     bad: int
     overlong: int
     too_big: int  # images larger than max_image_side under big_images: filter
 
 
 class Dataset:
-    """Tasks by position. Rows are read from disk when asked for."""
+    """Tasks by position; rows are read from disk on access."""
 
     def __init__(
         self,
@@ -52,30 +52,30 @@ class Dataset:
         settings: DataSettings,
         left_out: Set[tuple[str, int]] | None = None,
     ) -> None:
-        """`left_out`: a run goes on that never used these rows (file, row). Others that are bad now were fine then, and
-        keep their place in its order, to be skipped there."""
+        """`left_out`: rows (file, row) that a resumed run never used. Other rows that are bad now were fine at its
+        start; they stay in its order and are skipped there."""
         self.sources, self.builder, self.scans, self.settings = tuple(sources), builder, tuple(scans), settings
-        overlong = [_overlong(scan, settings) for scan in scans]
-        late = [_late(source, scan, left_out) for source, scan in zip(sources, scans, strict=True)]
+        overlong = [(scan.state == GOOD) & (scan.length > settings.max_prompt_length) for scan in scans]
+        late = [_find_late_rows(source, scan, left_out) for source, scan in zip(sources, scans, strict=True)]
         self.late = sum(int(rows.sum()) for rows in late)  # rows that have become bad since the run began
-        keep = [(scan.state == GOOD) & ~over | rows for scan, over, rows in zip(scans, overlong, late, strict=True)]
-        rows = [np.flatnonzero(kept) for kept in keep]
-        self._source = np.repeat(np.arange(len(rows)), [len(found) for found in rows])
-        self._row = _joined(rows)
-        self.lengths = _joined([scan.length[kept] for scan, kept in zip(scans, keep, strict=True)])
-        self.pixels = _joined([scan.pixels[kept] for scan, kept in zip(scans, keep, strict=True)])
-        self.bad_rows = tuple(_bad_rows(self.sources, self.scans, overlong, settings))
+        use = [(scan.state == GOOD) & ~over | rows for scan, over, rows in zip(scans, overlong, late, strict=True)]
+        rows = [np.flatnonzero(used) for used in use]
+        self._first = np.cumsum([0, *map(len, rows)])  # position of the first row of each source
+        self._source = np.repeat(np.arange(len(rows)), [len(used) for used in rows])
+        self._row = _concatenate(rows)
+        self.lengths = _concatenate([scan.length[used] for scan, used in zip(scans, use, strict=True)])
+        self.pixels = _concatenate([scan.pixels[used] for scan, used in zip(scans, use, strict=True)])
+        self.bad_rows = tuple(_list_bad_rows(self.sources, self.scans, overlong, settings))
         filtered = sum(int(over.sum()) for over in overlong) if settings.filter_overlong_prompts else 0
         too_big = sum(int((scan.state == TOO_BIG).sum()) for scan in scans)
         self.counts = Counts(sum(map(len, sources)), len(self._row), len(self.bad_rows), filtered, too_big)
-        self._first = np.cumsum([0, *(len(found) for found in rows)])
 
     def __len__(self) -> int:
         return len(self._row)
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the rows and of which are used: positions in an order mean the same only while it stays."""
+        """Hash the rows and which of them are used: a saved position is valid only for the same hash."""
         digest = hashlib.blake2b(digest_size=8)
         for number, source in enumerate(self.sources):
             digest.update(source.fingerprint.encode())
@@ -83,23 +83,22 @@ class Dataset:
         return digest.hexdigest()
 
     def task(self, position: int) -> Task:
-        """Raises RowError when the row has become unreadable since the scan."""
+        """Build a task, or raise RowError if the row has become unreadable since the scan."""
         return self.builder.build(self.sources[self._source[position]], int(self._row[position]))
 
-    def place(self, position: int) -> tuple[str, int]:
-        """The file and the row number of a task, for messages."""
+    def locate(self, position: int) -> tuple[str, int]:
+        """Return the file and the row number of a task, for messages."""
         source = self.sources[self._source[position]]
         return source.name, source.row_number(int(self._row[position]))
 
-    def position(self, task_id: str) -> int:
-        """Where the task of that id stands."""
+    def find_position(self, task_id: str) -> int:
         fingerprint, _, row = task_id.rpartition(":")
         for number, source in enumerate(self.sources):
             if source.fingerprint == fingerprint and row.isdigit():
                 low, high = int(self._first[number]), int(self._first[number + 1])
-                found = low + _bisect_row(source, self._row[low:high], int(row) + 1)
-                if found < high and self.place(found)[1] == int(row) + 1:
-                    return found
+                position = low + bisect_left(self._row[low:high], int(row) + 1, key=source.row_number)
+                if position < high and self.locate(position)[1] == int(row) + 1:
+                    return position
         raise DataError(f"no row of this dataset has the id {task_id!r}; the data changed since it was drawn")
 
 
@@ -110,23 +109,19 @@ def open_dataset(
     *,
     cache_dir: Path | None = None,
     bad_rows_path: Path | None = None,
-    truth_for: Sequence[str] = (),
-    begun: bool = False,
+    answer_rewards: Sequence[str] = (),
+    resuming: bool = False,
     workers: int | None = None,
-    stream: TextIO | None = None,
 ) -> Dataset:
-    """Opens and scans the data, and refuses or leaves out what cannot be used. `truth_for` names rewards that
-    want a truth; `begun` says that a run goes on, whose rows passed a scan before; `stream` gets the progress
-    (stderr)."""
+    """Open and scan the data; raise an error for unusable rows or leave them out. `answer_rewards`: names of rewards
+    that need an answer; `resuming`: the rows of this run have passed a scan before."""
     left_out = None
-    if begun and settings.on_bad_row != "error":
-        left_out = left_out_at_first(bad_rows_path) if bad_rows_path is not None else set()
-    dataset = scan_dataset(
-        data, settings, encoder, left_out=left_out, cache_dir=cache_dir, workers=workers, stream=stream
-    )
+    if resuming and settings.on_bad_row != "error":
+        left_out = read_initial_bad_rows(bad_rows_path) if bad_rows_path is not None else set()
+    dataset = scan_dataset(data, settings, encoder, left_out=left_out, cache_dir=cache_dir, workers=workers)
     counts = dataset.counts
     if dataset.bad_rows and settings.on_bad_row != "skip" and left_out is None:
-        raise DataError.of_rows(dataset.bad_rows, counts.total)
+        raise DataError.from_bad_rows(dataset.bad_rows, counts.total)
     if dataset.late:
         logger.warning("%d of %d rows have become unusable since the run began and will be skipped",
                        dataset.late, counts.total)  # fmt: skip
@@ -136,26 +131,22 @@ def open_dataset(
         where = f", listed in {bad_rows_path}" if bad_rows_path else ""
         logger.warning("%d of %d rows cannot be used and are skipped%s; the first: %s",
                        counts.bad, counts.total, where, dataset.bad_rows[0])  # fmt: skip
-    if counts.overlong > MANY_OVERLONG * counts.total:
+    if counts.overlong > WARN_OVERLONG_SHARE * counts.total:
         logger.warning("%d of %d prompts (%.0f%%) are longer than dataset.max_prompt_length=%d and are left out",
                        counts.overlong, counts.total, 100 * counts.overlong / counts.total,
                        settings.max_prompt_length)  # fmt: skip
     if not len(dataset):
         raise DataError(
-            f"no row is left to use of {counts.total}: {counts.bad} bad, {counts.overlong} over "
+            f"none of {counts.total} rows can be used: {counts.bad} bad, {counts.overlong} over "
             f"dataset.max_prompt_length={settings.max_prompt_length}, {counts.too_big} over dataset.max_image_side"
         )
-    _tell_of_missing(dataset, truth_for)
+    notes = ScanNotes(dataset.sources, dataset.scans, dataset.builder)
+    missing = notes.missing(answer_rewards)
+    if missing and settings.on_missing == "error":
+        raise DataError("\n".join([*missing, CONTINUE_ANYWAY]))
+    for message in filter(None, [*missing, notes.extra_images()]):
+        logger.warning("%s", message)
     return dataset
-
-
-def _tell_of_missing(dataset: Dataset, truth_for: Sequence[str]) -> None:
-    noted = Noted(dataset.sources, dataset.scans, dataset.builder)
-    told = noted.missing(truth_for)
-    if told and dataset.settings.on_missing == "error":
-        raise DataError("\n".join([*told, GOES_ON]))
-    for line in filter(None, [*told, noted.beside()]):
-        logger.warning("%s", line)
 
 
 def scan_dataset(
@@ -166,28 +157,27 @@ def scan_dataset(
     left_out: Set[tuple[str, int]] | None = None,
     cache_dir: Path | None = None,
     workers: int | None = None,
-    stream: TextIO | None = None,
 ) -> Dataset:
-    """The dataset with all that the scan found, bad rows included; refuses nothing."""
+    """Return the dataset with the results of the scan, including bad rows, without raising an error for them."""
     cache = DiskCache(cache_dir)
-    builder = TaskBuilder.of(settings)
+    builder = TaskBuilder.from_settings(settings)
     opened = open_sources(data, cache) if isinstance(data, str) else list(data)
-    sources = with_known_columns(opened, settings, cache)
+    sources = apply_column_aliases(opened, settings, cache)
     if builder.template is not None and any(map(len, sources)):
-        for name in builder.template.strange_names(all_columns(sources, cache)):
-            logger.warning("dataset.format_prompt uses %r, a column that no row has (of those looked at): it is empty "
+        for name in builder.template.unknown_names(list_columns(sources, cache)):
+            logger.warning("dataset.format_prompt uses %r, a column that none of the inspected rows has: it is empty "
                            "and false there", name)  # fmt: skip
     scanner = Scanner(builder, encoder, settings)
-    ends = np.cumsum([0, *map(len, sources)]) * SAMPLED // max(1, sum(map(len, sources)))
+    ends = np.cumsum([0, *map(len, sources)]) * SAMPLED_ROWS // max(1, sum(map(len, sources)))
     scans = [
-        scan_source(source, scanner, cache, sampled=int(share), workers=workers, stream=stream)
+        scan_source(source, scanner, cache, sampled=int(share), workers=workers)
         for source, share in zip(sources, np.diff(ends), strict=True)
     ]
     return Dataset(sources, builder, scans, settings, left_out)
 
 
-def _late(source: DataSource, scan: SourceScan, left_out: Set[tuple[str, int]] | None) -> np.ndarray:
-    """[rows] bool: bad rows that a run has begun with."""
+def _find_late_rows(source: DataSource, scan: SourceScan, left_out: Set[tuple[str, int]] | None) -> np.ndarray:
+    """[rows] bool: bad rows that were fine when the run began."""
     late = np.zeros(len(scan.state), bool)
     if left_out is not None:
         for row in np.flatnonzero(scan.state == BAD).tolist():
@@ -195,11 +185,7 @@ def _late(source: DataSource, scan: SourceScan, left_out: Set[tuple[str, int]] |
     return late
 
 
-def _overlong(scan: SourceScan, settings: DataSettings) -> np.ndarray:
-    return (scan.state == GOOD) & (scan.length > settings.max_prompt_length)
-
-
-def _bad_rows(
+def _list_bad_rows(
     sources: Sequence[DataSource], scans: Sequence[SourceScan], overlong: Sequence[np.ndarray], settings: DataSettings
 ) -> list[BadRow]:
     bad = []
@@ -216,17 +202,5 @@ def _bad_rows(
     return bad
 
 
-def _bisect_row(source: DataSource, rows: np.ndarray, number: int) -> int:
-    """Where the row of that number stands among these; row numbers rise with the index."""
-    low, high = 0, len(rows)
-    while low < high:
-        middle = (low + high) // 2
-        if source.row_number(int(rows[middle])) < number:
-            low = middle + 1
-        else:
-            high = middle
-    return low
-
-
-def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+def _concatenate(parts: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate(parts) if parts else np.zeros(0, np.int64)

@@ -1,12 +1,11 @@
-"""Whose columns rows have: ours, EasyR1's, TRL's, verl's or ShareGPT's. And whole conversations, cut where the model is
-to speak: what comes before is the prompt, what was said there the truth."""
+"""Detect the format of rows (MTRL, EasyR1, TRL, verl, ShareGPT), and split conversations into prompt and answer."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-CONVERSATIONS = ("conversations", "messages")  # columns that hold a whole chat, the answer included
+CONVERSATIONS = ("conversations", "messages")  # columns with a whole chat, including the answer
 ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -16,34 +15,33 @@ ROLES = {
     "observation": "tool",
     "function_response": "tool",
 }
-UNKNOWN = "no known format"
+UNKNOWN = "unknown format"
 
 
 class Conversation(NamedTuple):
     prompt: list[dict[str, Any]]  # role and content
-    truth: str | None  # what the last message says, if the model said it
+    truth: str | None  # the last message, if it is the assistant's
 
 
 def read_conversation(value: Any, system: Any = None) -> Conversation | None:
-    """Messages as {from, value} or {role, content}; None where it is something else.
+    """Read messages as {from, value} or {role, content}; None for anything else.
 
     >>> read_conversation([{"from": "human", "value": "<image>Which?"}, {"from": "gpt", "value": "B"}])
     Conversation(prompt=[{'role': 'user', 'content': '<image>Which?'}], truth='B')
     """
     if not isinstance(value, (list, tuple)) or not value:
         return None
-    chat = [_message(each) for each in value]
-    if not all(each and isinstance(each["role"], str) for each in chat):
+    messages = [message for each in value if (message := _read_message(each))]
+    if len(messages) < len(value) or not all(isinstance(message["role"], str) for message in messages):
         return None
-    messages = [each for each in chat if each]
     if isinstance(system, str) and system.strip() and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
     if messages[-1]["role"] != "assistant":
         return Conversation(messages, None)
-    return Conversation(messages[:-1], _text(messages[-1]["content"]))
+    return Conversation(messages[:-1], _get_text(messages[-1]["content"]))
 
 
-def _message(value: Any) -> dict[str, Any] | None:
+def _read_message(value: Any) -> dict[str, Any] | None:
     if not isinstance(value, Mapping):
         return None
     if value.get("from") is not None and "value" in value:
@@ -53,7 +51,7 @@ def _message(value: Any) -> dict[str, Any] | None:
     return None
 
 
-def _text(content: Any) -> str | None:
+def _get_text(content: Any) -> str | None:
     if isinstance(content, (list, tuple)):
         texts = [part.get("text") for part in content if isinstance(part, Mapping)]
         content = "".join(text for text in texts if isinstance(text, str))
@@ -61,9 +59,9 @@ def _text(content: Any) -> str | None:
 
 
 def detect_format(row: Mapping[str, Any]) -> str:
-    """The format that a row's columns tell, in words.
+    """Describe the format of a row by its columns.
 
-    >>> format_of({"problem": "<image>Which?", "images": ["1.png"], "answer": "B"})
+    >>> detect_format({"problem": "<image>Which?", "images": ["1.png"], "answer": "B"})
     'EasyR1 (problem, answer, images)'
     """
     columns: tuple[str, ...]

@@ -1,9 +1,9 @@
-"""The scan at a start: every row is read, its images' headers checked, its prompt measured. Of a sample of the images
-every pixel is decoded, with `check_images: full` of all of them: damage in the middle of a file shows nowhere else.
+"""The scan at the start of a run: read every row, check the headers of its images, measure its prompt. The images of
+some rows (with `check_images: full`, of all rows) are decoded, since only that shows damage in the middle of a file.
 
-Results are cached for each source. The key is the data file (path, size, mtime), the encoder's fingerprint and the
-settings that matter; the length limit is not among them, so changing it costs nothing. Image files are watched by
-size and mtime: rows whose images changed, came or went are scanned again, the others are not.
+Results are cached per source. The key is the data file (path, size, mtime), the encoder's fingerprint and the settings
+that matter; the length limit is not among them, so changing it needs no new scan. Rows whose image files changed in
+size or mtime, appeared or disappeared are scanned again, the others are not.
 """
 
 from __future__ import annotations
@@ -12,41 +12,41 @@ import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TextIO
+from functools import partial
+from typing import Any
 
 import numpy as np
 import PIL
 
 from mtrl.data.cache import DiskCache, pack_json, unpack_json
-from mtrl.data.columns import image_column
-from mtrl.data.media import Size, within_side
+from mtrl.data.columns import find_image_column
+from mtrl.data.media import Size, limit_side
 from mtrl.data.parallel import map_rows
 from mtrl.data.prompts import MARK, TaskBuilder
-from mtrl.data.row_settings import DataSettings, RowError
-from mtrl.data.sources import DataSource
-from mtrl.data.templates import template_text
-from mtrl.data.video import check_pixels, measure, target_sizes
+from mtrl.data.row_settings import DataSettings, DataSource, RowError
+from mtrl.data.templates import read_template
+from mtrl.data.video import check_pixels, measure_media, target_sizes
 from mtrl.protocols import PromptEncoder
 from mtrl.types import Task
 
-VERSION = 4  # version of the scan's results; raise it when the same row would now get another result
-GOOD, BAD, TOO_BIG = 0, 1, 2
-SAMPLED = 64  # rows whose images are decoded whole, spread over the data
-UNREAD, BESIDE, MARKED = 1, 2, 3  # notes: images that nobody reads, alone or beside others; marks taken for text
+VERSION = 4  # of the cached results; raise it when the same row would now get another result
+GOOD, BAD, TOO_BIG = 0, 1, 2  # states of a row
+UNREAD_IMAGES, EXTRA_IMAGES, MARK_AS_TEXT = 1, 2, 3  # notes about a row; 0: none
+SAMPLED_ROWS = 64  # rows whose images are decoded, spread over the data
 
-FileStamp = tuple[str, int, int]  # path, bytes, mtime in ns; -1, -1: not there
+FileStamp = tuple[str, int, int]  # path, bytes, mtime in ns; -1, -1 if the file does not exist
 
 
 @dataclass(frozen=True)
 class RowScan:
-    """What the scan found in one row."""
+    """Result for one row."""
 
     state: int = GOOD
     reason: str = ""
     length: int = -1  # prompt tokens; -1: no encoder, or a bad row
-    pixels: int = 0  # pixels of all images and frames together, at the sizes the model sees
-    note: int = 0  # 0: nothing to say
-    sizes: tuple[tuple[int, int, int], ...] = ()  # height and width of media in the data, frames that are shown
+    pixels: int = 0  # of all images and frames together, at the sizes the model sees
+    note: int = 0
+    sizes: tuple[tuple[int, int, int], ...] = ()  # height and width of each medium in the data, frames shown
     files: tuple[FileStamp, ...] = ()
 
 
@@ -74,48 +74,43 @@ class SourceScan:
             stamps=np.zeros((0, 3), np.int64),
         )
 
-    def update(self, rows: Sequence[int], found: Sequence[RowScan]) -> None:
-        """Puts new results in place of what was known of these rows."""
-        fresh = np.zeros(len(self.state), bool)
-        fresh[list(rows)] = True
-        kept = ~fresh[self.stamps[:, 0]]
-        paths = [path for path, keep in zip(self.paths, kept, strict=True) if keep]
-        stamps = [(row, size, mtime) for row, scan in zip(rows, found, strict=True) for _, size, mtime in scan.files]
-        sizes = [(row, *size) for row, scan in zip(rows, found, strict=True) for size in scan.sizes]
-        self.paths = paths + [path for scan in found for path, _, _ in scan.files]
-        self.stamps = np.concatenate([self.stamps[kept], np.array(stamps, np.int64).reshape(-1, 3)])
-        self.sizes = np.concatenate([self.sizes[~fresh[self.sizes[:, 0]]], np.array(sizes, np.int64).reshape(-1, 4)])
-        for row, scan in zip(rows, found, strict=True):
+    def update(self, rows: Sequence[int], results: Sequence[RowScan]) -> None:
+        """Replace the results of these rows."""
+        is_new = np.zeros(len(self.state), bool)
+        is_new[list(rows)] = True
+        old = ~is_new[self.stamps[:, 0]]
+        paths = [path for path, is_old in zip(self.paths, old, strict=True) if is_old]
+        stamps = [(row, size, mtime) for row, scan in zip(rows, results, strict=True) for _, size, mtime in scan.files]
+        sizes = [(row, *size) for row, scan in zip(rows, results, strict=True) for size in scan.sizes]
+        self.paths = paths + [path for scan in results for path, _, _ in scan.files]
+        self.stamps = np.concatenate([self.stamps[old], np.array(stamps, np.int64).reshape(-1, 3)])
+        self.sizes = np.concatenate([self.sizes[~is_new[self.sizes[:, 0]]], np.array(sizes, np.int64).reshape(-1, 4)])
+        for row, scan in zip(rows, results, strict=True):
             self.state[row], self.length[row], self.pixels[row] = scan.state, scan.length, scan.pixels
             self.note[row] = scan.note
             self.reasons.pop(row, None)
             if scan.state == BAD:
                 self.reasons[row] = scan.reason
 
-    def check(self, row: int, reason: str) -> None:
-        """Takes a row for bad where there is a reason."""
-        if reason:
-            self.state[row], self.length[row], self.pixels[row], self.note[row] = BAD, -1, 0, 0
-            self.reasons[row] = reason
+    def mark_bad(self, row: int, reason: str) -> None:
+        self.state[row], self.length[row], self.pixels[row], self.note[row] = BAD, -1, 0, 0
+        self.reasons[row] = reason
 
     def rows_with_images(self, among: Sequence[int], count: int) -> list[int]:
-        """Up to so many good rows with images, spread evenly."""
+        """Return up to `count` good rows with images, spread evenly."""
         rows = np.unique(self.sizes[:, 0])
         rows = rows[(self.state[rows] == GOOD) & np.isin(rows, among)]
-        return rows[spread(len(rows), count)].tolist()
+        return rows[spread_evenly(len(rows), count)].tolist()
 
     def changed_rows(self) -> list[int]:
-        """Rows with an image file that is not what it was."""
-        rows = set()
-        for path, (row, size, mtime) in zip(self.paths, self.stamps.tolist(), strict=True):
-            if _stamp(path) != (path, size, mtime):
-                rows.add(row)
-        return sorted(rows)
+        """Return the rows with an image file that has changed."""
+        stamps = zip(self.paths, self.stamps.tolist(), strict=True)
+        return sorted({row for path, (row, size, mtime) in stamps if _stamp(path) != (path, size, mtime)})
 
 
 @dataclass(frozen=True)
 class Scanner:
-    """Scans single rows. Worker processes inherit it by fork."""
+    """Scans single rows; worker processes inherit it by fork."""
 
     builder: TaskBuilder
     encoder: PromptEncoder | None
@@ -125,75 +120,67 @@ class Scanner:
         files: tuple[FileStamp, ...] = ()
         try:
             task = self.builder.build(source, index)
-            files = tuple(_stamp(m.source) for m in task.media if isinstance(m.source, str))  # before they are read
+            files = tuple(_stamp(m.source) for m in task.media if isinstance(m.source, str))  # before reading them
             return self._measure(task, files)
         except RowError as error:
             return RowScan(BAD, error.reason, files=files)
 
-    def damage(self, source: DataSource, index: int) -> str:
-        """Why an image of the row cannot be decoded; empty where all can."""
+    def find_damage(self, source: DataSource, index: int) -> str:
+        """Return why an image of the row cannot be decoded, or an empty string."""
         try:
-            check_pixels(measure(self.builder.build(source, index), self.encoder, verify=False)[0].media)
+            check_pixels(measure_media(self.builder.build(source, index), self.encoder, verify=False)[0].media)
         except RowError as error:
             return error.reason
         return ""
 
     def _measure(self, task: Task, files: tuple[FileStamp, ...]) -> RowScan:
-        task, sizes = measure(task, self.encoder)
+        task, sizes = measure_media(task, self.encoder)
         if self.settings.check_images == "full":
             check_pixels(task.media)
-        shown = [0 if medium.clip is None else len(medium.clip.frames) for medium in task.media]
-        seen = tuple((*size, frames) for size, frames in zip(sizes, shown, strict=True))
+        frame_counts = [0 if medium.clip is None else len(medium.clip.frames) for medium in task.media]
+        media_sizes = tuple((*size, frames) for size, frames in zip(sizes, frame_counts, strict=True))
         limit = self.settings.max_image_side
         if self.settings.big_images == "filter" and limit is not None and any(max(size) > limit for size in sizes):
-            return RowScan(TOO_BIG, sizes=seen, files=files)
-        limited = [within_side(size, limit) for size in sizes]
+            return RowScan(TOO_BIG, sizes=media_sizes, files=files)
+        limited = [limit_side(size, limit) for size in sizes]
         targets = target_sizes(self.encoder, limited, task.media)
         length = prompt_length(self.encoder, task, limited)
-        pixels = sum(max(1, frames) * height * width for frames, (height, width) in zip(shown, targets, strict=True))
-        return RowScan(GOOD, "", length, pixels, _note(task), seen, files)
+        pixels = sum(max(1, frames) * h * w for frames, (h, w) in zip(frame_counts, targets, strict=True))
+        return RowScan(GOOD, "", length, pixels, _make_note(task), media_sizes, files)
 
 
 def scan_source(
-    source: DataSource,
-    scanner: Scanner,
-    cache: DiskCache,
-    *,
-    sampled: int = SAMPLED,
-    workers: int | None = None,
-    stream: TextIO | None = None,
+    source: DataSource, scanner: Scanner, cache: DiskCache, sampled: int, workers: int | None = None
 ) -> SourceScan:
-    """The scan of all rows, from the cache where that still holds. Images of `sampled` of the rows that it looks at are
-    decoded whole."""
+    """Scan all rows, using the cache for unchanged ones. The images of `sampled` of the scanned rows are decoded."""
     key = None if source.stamp is None else _cache_key(source, scanner)
     scan = None if key is None else _load(cache, key, len(source))
     todo = range(len(source)) if scan is None else scan.changed_rows()
     if scan is None:
         scan = SourceScan.empty(len(source))
     if todo:
-        found = map_rows(
-            lambda index: scanner.scan(source, index), todo, f"checking {source.name}", workers=workers, stream=stream
-        )
-        scan.update(todo, found)
+        results = map_rows(partial(scanner.scan, source), todo, f"checking {source.name}", workers=workers)
+        scan.update(todo, results)
         for row in [] if scanner.settings.check_images == "full" else scan.rows_with_images(todo, sampled):
-            scan.check(row, scanner.damage(source, row))
+            if reason := scanner.find_damage(source, row):
+                scan.mark_bad(row, reason)
         if key is not None:
             _store(cache, key, scan)
     return scan
 
 
-def spread(rows: int, count: int) -> np.ndarray:
-    """Up to `count` different places of `rows`, evenly from the first to the last.
+def spread_evenly(rows: int, count: int) -> np.ndarray:
+    """Return up to `count` different indices, evenly from the first to the last row.
 
-    >>> spread(9, 3).tolist(), spread(2, 5).tolist()
+    >>> spread_evenly(9, 3).tolist(), spread_evenly(2, 5).tolist()
     ([0, 4, 8], [0, 1])
     """
     return np.unique(np.linspace(0, rows - 1, min(rows, count)).astype(np.int64))
 
 
 def prompt_length(encoder: PromptEncoder | None, task: Task, sizes: Sequence[Size]) -> int:
-    """Tokens of the prompt, -1 without an encoder. `sizes` are those before `target_size`, which the encoder applies
-    itself: applied twice, it may shrink a strip twice."""
+    """Return the tokens of the prompt, -1 without an encoder. `sizes` are those before `target_size`: the encoder
+    applies it itself, and applied twice it may shrink a long strip twice."""
     if encoder is None:
         return -1
     try:
@@ -202,25 +189,25 @@ def prompt_length(encoder: PromptEncoder | None, task: Task, sizes: Sequence[Siz
         raise RowError(str(error)) from error
 
 
-def _note(task: Task) -> int:
-    if image_column(task.columns or {}) is not None:
-        return BESIDE if task.media else UNREAD
-    return MARKED if not task.media and MARK.search(task.text) else 0
+def _make_note(task: Task) -> int:
+    if find_image_column(task.columns or {}) is not None:
+        return EXTRA_IMAGES if task.media else UNREAD_IMAGES
+    return MARK_AS_TEXT if not task.media and MARK.search(task.text) else 0
 
 
 def _stamp(path: str) -> FileStamp:
     try:
-        found = os.stat(path)
+        stat = os.stat(path)
     except (OSError, ValueError):
         return path, -1, -1
-    return path, found.st_size, found.st_mtime_ns
+    return path, stat.st_size, stat.st_mtime_ns
 
 
 def _cache_key(source: DataSource, scanner: Scanner) -> dict[str, Any]:
     settings = scanner.settings
     names = ("prompt_key", "image_key", "video_key", "options_key", "max_image_side", "big_images", "system_prompt",
              "on_missing", "check_images")  # fmt: skip
-    template = settings.format_prompt and template_text(settings.format_prompt)
+    template = settings.format_prompt and read_template(settings.format_prompt)
     return {
         "version": [VERSION, PIL.__version__],
         "stamp": source.stamp,

@@ -1,8 +1,8 @@
-"""Images: from whatever a row holds to RGB pixels at the size the model sees.
+"""Images: from the value in a row to RGB pixels at the size the model sees.
 
-Sizes come from headers, without decoding a pixel. Pixels are decoded when a prompt is needed, turned upright (EXIF),
-made RGB (transparency lies on white, 16 bits become 8, the first frame of an animation) and resized once, by PIL's
-bicubic filter. Both ways go through `_open`, so the size promised is the size delivered.
+Sizes come from headers, without decoding. Pixels are decoded when a prompt is needed, rotated upright (EXIF), converted
+to RGB (transparency over white, 16 bits to 8, the first frame of an animation) and resized once, by PIL's bicubic
+filter. Both go through `_open`, so that the sizes agree.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from typing import Any, BinaryIO, Literal
 import numpy as np
 from PIL import ExifTags, Image
 
-from mtrl.data.row_settings import RowError
+from mtrl.data.row_settings import RowError, shorten
 from mtrl.types import Medium
 from mtrl.utils.files import regular_file
 
-MAX_PIXELS = 89_478_485  # most pixels of one image: 256 MiB of RGB, where Pillow begins to warn of decompression bombs
-# Formats that Pillow decodes by itself; for others, such as EPS, it would run a program.
+MAX_PIXELS = 89_478_485  # of one image: 256 MiB of RGB, where Pillow begins to warn of decompression bombs
+# Formats that Pillow decodes itself; for others, such as EPS, it would run a program.
 FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "JPEG2000", "AVIF")
 
 BASE64_TEXT = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
 BASE64_STARTS = ("/9j/", "iVBORw0KGgo", "R0lGOD", "UklGR", "Qk", "SUkq", "TU0A")  # JPEG PNG GIF WebP BMP TIFF TIFF
-IMAGE_STARTS = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"II*\0", b"MM\0*")  # and WebP and BMP, which begin less clearly
+IMAGE_STARTS = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"II*\0", b"MM\0*")  # WebP and BMP need a longer check
 IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".jp2", ".avif")
 VIDEO_ENDINGS = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".wmv", ".flv", ".ogv", ".ts")
-IMAGE_COLUMNS = ("image", "images", "img", "imgs", "picture", "pictures")  # here a text may be the name of a file
-TURNS = {
+IMAGE_COLUMNS = ("image", "images", "img", "imgs", "picture", "pictures")  # where a string may be a file name
+TRANSPOSES = {  # by EXIF orientation
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -47,19 +47,19 @@ TURNS = {
 
 Size = tuple[int, int]  # height, width
 Kind = Literal["image", "video"]
-A = {"image": "an image", "video": "a video"}
+WITH_ARTICLE = {"image": "an image", "video": "a video"}
 
 
 def media_list(value: Any) -> list[Any]:
-    """A media column holds nothing, one medium or a list of them."""
+    """Return the values of a media column, which holds nothing, one value or a list."""
     if value is None or (isinstance(value, str) and not value.strip()):
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def looks_like_image(column: str, value: Any) -> bool:
-    """Whether a value of this column is meant to be seen, as far as it shows without opening a file. Careful: a column
-    of file names is one of images only if it is called so, since a reward function may want them.
+    """Whether a value of this column is an image, judged without opening a file. File names count only in a column
+    named for images: other columns of file names may be for a reward function.
 
     >>> looks_like_image("image", "cats/1.png"), looks_like_image("mask_file", "cats/1.png")
     (True, False)
@@ -84,7 +84,7 @@ def looks_like_image(column: str, value: Any) -> bool:
 
 
 def looks_like_video(value: Any) -> bool:
-    """Whether a value of a column called so is a video, as far as it shows without opening a file."""
+    """Whether a value of a column named for videos is a video, judged without opening a file."""
     if isinstance(value, (list, tuple)):
         return bool(value) and looks_like_video(value[0])
     if isinstance(value, dict):
@@ -94,45 +94,47 @@ def looks_like_video(value: Any) -> bool:
     return isinstance(value, (bytes, bytearray, memoryview)) and len(value) > 0
 
 
-def image_medium(value: Any, directory: Path, kind: Kind = "image") -> Medium:
-    """A value of an image or a video column as a path, bytes or a PIL image.
+def make_medium(value: Any, directory: Path, kind: Kind = "image") -> Medium:
+    """Convert a value of an image or video column to a path, bytes or a PIL image.
 
-    >>> image_medium("cats/1.png", Path("/data"))
+    >>> make_medium("cats/1.png", Path("/data"))
     Medium(kind='image', source='/data/cats/1.png')
     """
+    name = WITH_ARTICLE[kind]
     if isinstance(value, dict):
         if value.get("bytes") is None and value.get("path") is None:
-            if value.get(kind) is not None:  # as verl nests them
-                return image_medium(value[kind], directory, kind)
-            raise RowError(f"{A[kind]} is an object with {sorted(map(str, value))}, neither bytes nor a path")
+            if value.get(kind) is not None:  # verl's nested form
+                return make_medium(value[kind], directory, kind)
+            raise RowError(f"{name} is an object with {sorted(map(str, value))}, neither bytes nor a path")
         value = value["bytes"] if value.get("bytes") is not None else value["path"]
     if isinstance(value, (bytes, bytearray, memoryview)):
         return Medium(kind, bytes(value))
     if isinstance(value, Image.Image) and kind == "image":
         return Medium(kind, value)
     if isinstance(value, (str, os.PathLike)):
-        return Medium(kind, _text_source(os.fspath(value), directory, A[kind]))
-    raise RowError(f"{A[kind]} is a {type(value).__name__}; expected a path, bytes, base64 text or {{'bytes': ...}}")
+        return Medium(kind, _parse_text(os.fspath(value), directory, name))
+    raise RowError(f"{name} is a {type(value).__name__}; expected a path, bytes, base64 text or {{'bytes': ...}}")
 
 
 def read_size(medium: Medium, verify: bool = True) -> Size:
-    """Height and width of an upright image, from its header. `verify` looks for the marks that end a whole file; where
-    they are missing, or the format has none, all pixels are decoded to find out whether they are there."""
+    """Return height and width of an upright image from its header. `verify` checks that the file is complete: by the
+    marker at its end, or by decoding all pixels if there is none."""
     with _open(medium) as (image, data):
-        size = _upright_size(image)
-        if verify and not _looks_whole(image.format, data):
-            _load(image)
+        width, height = image.size
+        size = (width, height) if _orientation(image) in (5, 6, 7, 8) else (height, width)
+        if verify and not _looks_complete(image.format, data):
+            _load(image, medium)
         return size
 
 
 def decode(medium: Medium, target: Size) -> np.ndarray:
-    """RGB uint8 [H, W, 3] at the target (height, width)."""
+    """Decode an image as RGB uint8 [H, W, 3] at the target (height, width)."""
     with _open(medium) as (image, _):
-        turn = TURNS.get(_orientation(image))
-        _load(image)
+        transpose = TRANSPOSES.get(_orientation(image))
+        _load(image, medium)
         try:
             upright = _to_rgb(image)
-            upright = upright.transpose(turn) if turn is not None else upright
+            upright = upright.transpose(transpose) if transpose is not None else upright
         except (ValueError, OSError, MemoryError) as error:
             raise RowError(f"{media_name(medium)} (mode {image.mode}) cannot be made RGB: {error}") from error
     if upright.size != (target[1], target[0]):
@@ -140,10 +142,10 @@ def decode(medium: Medium, target: Size) -> np.ndarray:
     return np.asarray(upright)
 
 
-def within_side(size: Size, max_side: int | None) -> Size:
-    """The size scaled down so that its longer side is at most `max_side`.
+def limit_side(size: Size, max_side: int | None) -> Size:
+    """Scale a size down so that its longer side is at most `max_side`.
 
-    >>> within_side((100, 400), 200)
+    >>> limit_side((100, 400), 200)
     (50, 200)
     """
     if max_side is None or max(size) <= max_side:
@@ -152,30 +154,30 @@ def within_side(size: Size, max_side: int | None) -> Size:
     return max(1, round(size[0] * scale)), max(1, round(size[1] * scale))
 
 
-def _text_source(text: str, directory: Path, what: str) -> str | bytes:
+def _parse_text(text: str, directory: Path, name: str) -> str | bytes:
+    """Return a path, or the bytes of base64 text."""
     if text.startswith("data:"):
         kind, comma, payload = text.partition(",")
         if not comma or not kind.endswith(";base64"):
-            raise RowError(f"{what} is a data: address without base64 ({_short(text)})")
-        return _from_base64(payload, what)
+            raise RowError(f"{name} is a data: address without base64 ({shorten(text)})")
+        return _decode_base64(payload, name)
     if text.startswith(("http://", "https://")):
-        raise RowError(f"{what} is a web address ({_short(text)}); download it and give its path")
+        raise RowError(f"{name} is a web address ({shorten(text)}); download it and give its path")
     if len(text) >= 64 and text.startswith(BASE64_STARTS) and BASE64_TEXT.fullmatch(text):
-        return _from_base64(text, what)
-    path = text.removeprefix("file://")
-    return os.path.join(directory, path)
+        return _decode_base64(text, name)
+    return os.path.join(directory, text.removeprefix("file://"))
 
 
-def _from_base64(text: str, what: str) -> bytes:
+def _decode_base64(text: str, name: str) -> bytes:
     try:
         return base64.b64decode("".join(text.split()), validate=True)
     except (binascii.Error, ValueError) as error:
-        raise RowError(f"{what} is damaged base64 text ({error})") from error
+        raise RowError(f"{name} is damaged base64 text ({error})") from error
 
 
 @contextmanager
 def _open(medium: Medium) -> Iterator[tuple[Image.Image, BinaryIO]]:
-    """The image before decoding, and the bytes behind it."""
+    """Yield the image before decoding, and its bytes."""
     assert medium.kind == "image", "videos are read by `video.py`"
     with open_bytes(medium) as data:
         if data.seek(0, os.SEEK_END) == 0 and not isinstance(medium.source, Image.Image):
@@ -183,10 +185,7 @@ def _open(medium: Medium) -> Iterator[tuple[Image.Image, BinaryIO]]:
         data.seek(0)
         image = medium.source if isinstance(medium.source, Image.Image) else _parse(medium, data)
         _check_size(image, medium)
-        try:
-            yield image, data
-        except _DamagedPixels as error:
-            raise RowError(f"{media_name(medium)} is truncated or damaged ({error})") from error
+        yield image, data
 
 
 def _parse(medium: Medium, data: BinaryIO) -> Image.Image:
@@ -195,7 +194,7 @@ def _parse(medium: Medium, data: BinaryIO) -> Image.Image:
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise RowError(f"{media_name(medium)} is too large, perhaps a decompression bomb: {error}") from error
     except Image.UnidentifiedImageError as error:
-        raise RowError(f"{media_name(medium)} is not an image of a known kind") from error
+        raise RowError(f"{media_name(medium)} is not an image of a known format") from error
     except Exception as error:  # Pillow's parsers raise anything on damaged headers
         raise RowError(f"{media_name(medium)} has a damaged header ({type(error).__name__}: {error})") from error
 
@@ -210,20 +209,16 @@ def open_bytes(medium: Medium) -> BinaryIO:
     except FileNotFoundError as error:
         raise RowError(f"{media_name(medium)} does not exist") from error
     except (OSError, ValueError) as error:  # a pipe, no permission, a name too long, a NUL in the name
-        raise RowError(
-            f"{media_name(medium)} cannot be opened ({getattr(error, 'strerror', None) or error})"
-        ) from error
+        reason = getattr(error, "strerror", None) or error
+        raise RowError(f"{media_name(medium)} cannot be opened ({reason})") from error
 
 
-class _DamagedPixels(Exception):
-    pass
-
-
-def _load(image: Image.Image) -> None:
+def _load(image: Image.Image, medium: Medium) -> None:
     try:
         image.load()
     except Exception as error:  # Pillow's decoders raise anything on damaged pixels
-        raise _DamagedPixels(str(error) or type(error).__name__) from error
+        reason = str(error) or type(error).__name__
+        raise RowError(f"{media_name(medium)} is truncated or damaged ({reason})") from error
 
 
 def _check_size(image: Image.Image, medium: Medium) -> None:
@@ -238,60 +233,55 @@ def _check_size(image: Image.Image, medium: Medium) -> None:
 
 
 def _orientation(image: Image.Image) -> int:
-    """The EXIF orientation, as far as the file was read: asking a PNG for more would decode it. TIFF turns itself."""
+    """Return the EXIF orientation without decoding, which a PNG without EXIF would need. Pillow rotates TIFF itself."""
     if image.format == "TIFF" or (image.format == "PNG" and "exif" not in image.info):
         return 1
     try:
         value = image.getexif().get(ExifTags.Base.Orientation, 1)
-    except Exception:  # damaged EXIF says nothing about the orientation; the pixels may be fine
+    except Exception:  # the EXIF is damaged; the pixels may be fine
         return 1
     return value if isinstance(value, int) else 1
 
 
-def _upright_size(image: Image.Image) -> Size:
-    width, height = image.size
-    return (width, height) if _orientation(image) in (5, 6, 7, 8) else (height, width)
-
-
-def _looks_whole(kind: str | None, data: BinaryIO) -> bool:
-    """Whether the bytes end as a whole file of this kind does. Cheap, and wrong only on the careful side."""
+def _looks_complete(format: str | None, data: BinaryIO) -> bool:
+    """Whether the bytes end like a complete file of this format; if in doubt, False."""
     position = data.tell()
     length = data.seek(0, os.SEEK_END)
     data.seek(max(0, length - 32))
     tail = data.read()
-    whole = False
-    if kind in ("JPEG", "MPO"):
-        whole = b"\xff\xd9" in tail
-    elif kind == "PNG":
-        whole = b"IEND" in tail
-    elif kind == "GIF":
-        whole = tail.rstrip(b"\0").endswith(b";")
-    elif kind == "WEBP":
+    is_complete = False
+    if format in ("JPEG", "MPO"):
+        is_complete = b"\xff\xd9" in tail
+    elif format == "PNG":
+        is_complete = b"IEND" in tail
+    elif format == "GIF":
+        is_complete = tail.rstrip(b"\0").endswith(b";")
+    elif format == "WEBP":
         data.seek(4)
-        whole = int.from_bytes(data.read(4), "little") + 8 <= length
+        is_complete = int.from_bytes(data.read(4), "little") + 8 <= length
     data.seek(position)
-    return whole
+    return is_complete
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I;16"):
-        return _from_grey(np.asarray(image) / 257)
+        return _from_gray(np.asarray(image) / 257)
     if image.mode == "I":  # a 16-bit PNG as some versions of Pillow read it, or 32 bits
         values = np.asarray(image).astype(np.float64)
         top = values.max()
-        return _from_grey(values * (255 / (65535 if top <= 65535 else top)))
+        return _from_gray(values * (255 / (65535 if top <= 65535 else top)))
     if image.mode == "F":
         values = np.nan_to_num(np.asarray(image).astype(np.float64))
-        return _from_grey(values * (255 if values.max() <= 1 else 1))
+        return _from_gray(values * (255 if values.max() <= 1 else 1))
     if image.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in image.info:
-        coloured = image.convert("RGBA")
-        ground = Image.new("RGB", coloured.size, (255, 255, 255))
-        ground.paste(coloured, mask=coloured.getchannel("A"))
-        return ground
+        rgba = image.convert("RGBA")
+        background = Image.new("RGB", rgba.size, (255, 255, 255))
+        background.paste(rgba, mask=rgba.getchannel("A"))
+        return background
     return image.convert("RGB")
 
 
-def _from_grey(values: np.ndarray) -> Image.Image:
+def _from_gray(values: np.ndarray) -> Image.Image:
     return Image.fromarray(np.clip(np.rint(values), 0, 255).astype(np.uint8)).convert("RGB")
 
 
@@ -302,8 +292,6 @@ def _known_formats() -> tuple[str, ...]:
 
 
 def media_name(medium: Medium) -> str:
-    return f"the {medium.kind} {medium.source}" if isinstance(medium.source, str) else f"{A[medium.kind]} in the row"
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 60 else text[:60] + "..."
+    if isinstance(medium.source, str):
+        return f"the {medium.kind} {medium.source}"
+    return f"{WITH_ARTICLE[medium.kind]} in the row"

@@ -1,4 +1,5 @@
-"""What rows hold and nobody reads, or lack and a reward wants: said at the scan, before a run learns without it."""
+"""Images that nothing reads and answers that a reward needs: reported after the scan, before a run trains without
+them."""
 
 from __future__ import annotations
 
@@ -7,80 +8,81 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mtrl.data.columns import image_column, is_truth, reach
-from mtrl.data.lengths import BESIDE, MARKED, UNREAD, SourceScan
+from mtrl.data.columns import find_image_column, get_column, is_ground_truth
+from mtrl.data.lengths import EXTRA_IMAGES, MARK_AS_TEXT, UNREAD_IMAGES, SourceScan
 from mtrl.data.prompts import TaskBuilder
-from mtrl.data.row_settings import DataSettings, RowError
-from mtrl.data.sources import DataSource
+from mtrl.data.row_settings import DataSettings, DataSource, RowError
 
-GOES_ON = "To go on all the same: dataset.on_missing=warn."
+CONTINUE_ANYWAY = "To continue anyway: dataset.on_missing=warn."
 
 
 @dataclass(frozen=True)
-class Noted:
-    """What the scan noted of the rows of a dataset."""
+class ScanNotes:
+    """The notes of a scan about the rows of a dataset."""
 
     sources: Sequence[DataSource]
     scans: Sequence[SourceScan]
     builder: TaskBuilder
 
-    def missing(self, truth_for: Sequence[str] = ()) -> list[str]:
-        """A sentence for each thing that `dataset.on_missing` decides about. `truth_for`: rewards that want a truth."""
-        told, total, settings = [], sum(map(len, self.sources)), self.builder.settings
-        if found := self._first(UNREAD):
-            count, place, column = found
-            told.append(
-                f"the column {column!r} holds images that nobody reads, in {count} of {total} rows without other "
-                f"images ({place} is the first); set dataset.image_key={column}"
+    def missing(self, answer_rewards: Sequence[str] = ()) -> list[str]:
+        """Return a message for each problem that `dataset.on_missing` decides about. `answer_rewards`: rewards that
+        need an answer."""
+        messages, total, settings = [], sum(map(len, self.sources)), self.builder.settings
+        if note := self._find(UNREAD_IMAGES):
+            count, origin, column = note
+            messages.append(
+                f"the column {column!r} holds images that nothing reads, in {count} of {total} rows without other "
+                f"images ({origin} is the first); set dataset.image_key={column}"
             )
-        if found := self._first(MARKED):
-            count, place, _ = found
-            told.append(
-                f"{count} of {total} prompts have an <image> or <video> that is taken for text, since their rows hold "
-                f"no medium ({place} is the first); set dataset.image_key to the column of the images"
+        if note := self._find(MARK_AS_TEXT):
+            count, origin, _ = note
+            messages.append(
+                f"{count} of {total} prompts have an <image> or <video> that is read as text, since their rows have "
+                f"no image or video ({origin} is the first); set dataset.image_key to the column of the images"
             )
-        if truth_for and not has_truth(self.sources, settings):
-            told.append(no_truth(self.sources, settings, truth_for))
-        return told
+        if answer_rewards and not has_answers(self.sources, settings):
+            messages.append(missing_answers_message(self.sources, settings, answer_rewards))
+        return messages
 
-    def beside(self) -> str | None:
-        """Images beside those that are read are no fault, since a reward may want them; but it is said."""
-        found = self._first(BESIDE)
-        if found is None:
+    def extra_images(self) -> str | None:
+        """Return a message about images that only rewards can read, which is no error."""
+        if (note := self._find(EXTRA_IMAGES)) is None:
             return None
-        count, _, column = found
-        return f"the column {column!r} holds images too, in {count} rows, for the rewards alone (dataset.image_key)"
+        count, _, column = note
+        return f"the column {column!r} holds more images, in {count} rows, for the rewards only (dataset.image_key)"
 
-    def _first(self, what: int) -> tuple[int, str, str | None] | None:
-        """How many rows have this note, the first of them, and its column of images."""
-        count = sum(int((scan.note == what).sum()) for scan in self.scans)
+    def _find(self, note: int) -> tuple[int, str, str | None] | None:
+        """Return the number of rows with this note, the first of them, and its column of images."""
+        count = sum(int((scan.note == note).sum()) for scan in self.scans)
         for source, scan in zip(self.sources, self.scans, strict=True):
-            for row in np.flatnonzero(scan.note == what).tolist():
+            for row in np.flatnonzero(scan.note == note).tolist():
                 task = self.builder.build(source, row)
-                return count, task.origin, image_column(task.columns or {})
+                return count, task.origin, find_image_column(task.columns or {})
         return None
 
 
-def has_truth(sources: Sequence[DataSource], settings: DataSettings) -> bool:
-    """Whether some row has one; most often the first does, so little is read."""
+def has_answers(sources: Sequence[DataSource], settings: DataSettings) -> bool:
+    """Whether some row has an answer; usually the first does, so little is read."""
     for source in sources:
         for index in range(len(source)):
             try:
                 row = source.read(index)
             except RowError:
                 continue
-            if is_truth(reach(row, settings.answer_key)) or is_truth(row.get("label_idx")):
+            if is_ground_truth(get_column(row, settings.answer_key)) or is_ground_truth(row.get("label_idx")):
                 return True
     return False
 
 
-def no_truth(sources: Sequence[DataSource], settings: DataSettings, truth_for: Sequence[str]) -> str:
-    wanting = " and ".join(truth_for)
+def missing_answers_message(
+    sources: Sequence[DataSource], settings: DataSettings, answer_rewards: Sequence[str]
+) -> str:
+    rewards = " and ".join(answer_rewards)
     try:
         names = ", ".join(sorted(map(str, sources[0].read(0))))
     except (RowError, IndexError):
         names = "none that can be read"
     return (
-        f"no row has an answer in the column {settings.answer_key!r}, and the reward {wanting} wants one; set "
-        f"dataset.answer_key to the column that holds it (the first row has {names}), or take other rewards"
+        f"no row has an answer in the column {settings.answer_key!r}, and the reward {rewards} needs one; set "
+        f"dataset.answer_key to the column that holds it (the first row has {names}), or use other rewards"
     )

@@ -1,8 +1,7 @@
-"""One function over many rows: in forked processes where that is safe and pays, else here.
+"""Map a function over many rows: in forked processes if that is safe and worthwhile, else in this process.
 
-Forked workers inherit the function, the encoder in it included, so nothing is pickled and nothing imported again (which
-costs seconds a worker, and a `__main__` guard in the user's script). A worker that dies or stands still costs time, not
-the run: the rest is done in this process.
+Forked workers inherit the function with its encoder, so nothing is pickled or imported again (which would take seconds
+per worker, and a `__main__` guard in the user's script). If a worker dies or stalls, this process does the rest.
 """
 
 from __future__ import annotations
@@ -18,17 +17,16 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from types import TracebackType
 from typing import Any, TextIO, TypeVar
 
-CHUNK = 128  # rows a worker takes at once
-FORK_PAYS = 1000  # rows from which forking pays; fewer are done before a process has started
-STALLED_S = 120.0  # seconds without a finished chunk after which the workers are given up
+CHUNK = 128  # rows per task of a worker
+MIN_ROWS_TO_FORK = 1000  # fewer are done before a process has started
+STALLED_S = 120.0  # seconds without a result after which workers count as stalled
 
 Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
 
-_job: Callable[[int], Any] | None = None  # set before the fork, so that workers find it
+_job: Callable[[int], Any]  # in a worker
 
 
 def map_rows(
@@ -37,16 +35,15 @@ def map_rows(
     label: str,
     *,
     workers: int | None = None,
-    stream: TextIO | None = None,
     stalled_s: float = STALLED_S,
 ) -> list[Result]:
-    """`[job(row) for row in rows]`, with a progress bar. An exception of the job is raised here."""
+    """Return `[job(row) for row in rows]`, with a progress bar. An exception of the job is raised here."""
     chunks = [list(rows[start : start + CHUNK]) for start in range(0, len(rows), CHUNK)]
     workers = min(usable_cores() if workers is None else workers, len(chunks))
     done: dict[int, list[Result]] = {}
-    with Progress(len(rows), label, stream) as progress:
-        if workers > 1 and len(rows) >= FORK_PAYS and may_fork():
-            for number, results in _forked(job, chunks, workers, stalled_s):
+    with Progress(len(rows), label) as progress:
+        if workers > 1 and len(rows) >= MIN_ROWS_TO_FORK and can_fork():
+            for number, results in _map_in_processes(job, chunks, workers, stalled_s):
                 done[number] = results
                 progress.add(len(results))
         for number, chunk in enumerate(chunks):
@@ -56,44 +53,44 @@ def map_rows(
     return [result for number in range(len(chunks)) for result in done[number]]
 
 
-def _forked(
+def _map_in_processes(
     job: Callable[[int], Result], chunks: list[list[int]], workers: int, stalled_s: float
 ) -> Iterator[tuple[int, list[Result]]]:
-    """Finished chunks as they come; fewer than all of them when the workers fail."""
-    global _job
-    others = set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), initializer=_start_worker)
-    _job, healthy = job, False
+    """Yield finished chunks as they come; not all of them if the workers fail."""
+    others, healthy = set(multiprocessing.active_children()), False
+    context = multiprocessing.get_context("fork")  # which does not pickle the job
+    pool = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(job,))
     try:
-        with warnings.catch_warnings():  # a fork beside threads: safe here, the job takes no lock another thread holds
+        with warnings.catch_warnings():  # a fork with threads is safe here: the job takes no lock of another thread
             warnings.simplefilter("ignore", DeprecationWarning)
             numbers: dict[Future[Any], int] = {pool.submit(_run_chunk, chunk): i for i, chunk in enumerate(chunks)}
         while numbers:
             finished, _ = wait(numbers, timeout=stalled_s, return_when=FIRST_COMPLETED)
             if not finished:
-                logger.warning("the worker processes stand still; going on in this one, which is slower")
+                logger.warning("the worker processes have stalled; continuing in this process, which is slower")
                 return
             for future in finished:
                 yield numbers.pop(future), future.result()
         healthy = True
     except BrokenProcessPool:
-        logger.warning("a worker process died (out of memory?); going on in this one, which is slower")
+        logger.warning("a worker process died (out of memory?); continuing in this process, which is slower")
     finally:
-        _job = None
         if not healthy:
             for child in set(multiprocessing.active_children()) - others:
                 child.kill()
         pool.shutdown(wait=healthy, cancel_futures=True)
 
 
-def _start_worker() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends its workers
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # tokenizers would warn of the fork; one core each is the point
-    threading.Thread(target=leave_with_parent, daemon=True).start()
+def _start_worker(job: Callable[[int], Any]) -> None:
+    global _job
+    _job = job
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends its workers
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # else tokenizers warn about the fork; a worker uses one core
+    threading.Thread(target=exit_with_parent, daemon=True).start()
 
 
-def leave_with_parent() -> None:
-    """Ends this worker with its parent. Else the worker of a run that was killed would wait for ever, and keep the
+def exit_with_parent() -> None:
+    """Exit this worker when its parent ends. Otherwise the worker of a killed run would wait forever and hold the
     run's lock, which it inherited."""
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -102,12 +99,11 @@ def leave_with_parent() -> None:
 
 
 def _run_chunk(chunk: list[int]) -> list[Any]:
-    assert _job is not None
     return [_job(row) for row in chunk]
 
 
-def may_fork() -> bool:
-    """Linux only (elsewhere system libraries break in forks), and not in a process that may have no children."""
+def can_fork() -> bool:
+    """Linux only (elsewhere system libraries break in forks), and not in a daemon process: it may have no children."""
     return sys.platform == "linux" and not multiprocessing.current_process().daemon
 
 
@@ -116,11 +112,11 @@ def usable_cores() -> int:
 
 
 class Progress:
-    """A bar on a terminal, a line every ten seconds elsewhere; nothing for what is done at once."""
+    """A bar on a terminal, elsewhere a line every ten seconds; nothing for short work."""
 
-    def __init__(self, total: int, label: str, stream: TextIO | None) -> None:
+    def __init__(self, total: int, label: str, stream: TextIO | None = None) -> None:
         self.total, self.label, self.stream = total, label, stream or sys.stderr
-        self.done, self.started, self.said = 0, time.monotonic(), time.monotonic()
+        self.done, self.started_at, self.printed_at = 0, time.monotonic(), time.monotonic()
         self.bar: Any = None
 
     def __enter__(self) -> Progress:
@@ -134,16 +130,16 @@ class Progress:
         self.done += rows
         if self.bar is not None:
             self.bar.update(rows)
-        elif time.monotonic() - self.said > 10:
-            self._say()
+        elif time.monotonic() - self.printed_at > 10:
+            self._print()
 
-    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self.bar is not None:
             self.bar.close()
-        elif kind is None and time.monotonic() - self.started > 2:
-            self._say()
+        elif kind is None and time.monotonic() - self.started_at > 2:
+            self._print()
 
-    def _say(self) -> None:
-        self.said = time.monotonic()
-        seconds = self.said - self.started
+    def _print(self) -> None:
+        self.printed_at = time.monotonic()
+        seconds = self.printed_at - self.started_at
         print(f"{self.label}: {self.done} of {self.total} rows in {seconds:.0f} s", file=self.stream, flush=True)

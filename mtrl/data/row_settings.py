@@ -1,4 +1,4 @@
-"""What the parts of `data/` tell each other: the settings they read and the rows they refuse."""
+"""What the modules of `data/` share: the settings, the interface of a data source, and the errors of rows."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 from mtrl.utils.files import regular_file
 
-MAX_REASON = 400  # characters of the reason why a row cannot be used
-MAX_LISTED = 20  # causes of bad rows that a message spells out
-PARTICULAR = re.compile(r"""the (?:image|video) .+?(?= (?:does not|cannot|is|has|\())|'[^']*'|"[^"]*"|\([^()]*\)|\d+""")
-ABSENT = re.compile(r"the (image|video) .* does not exist")
+MAX_REASON_CHARS = 400
+MAX_LISTED_CAUSES = 20
+# Parts of a reason that differ between rows with the same cause: names, quotes, details in brackets, numbers.
+ROW_DETAIL = re.compile(r"""the (?:image|video) .+?(?= (?:does not|cannot|is|has|\())|'[^']*'|"[^"]*"|\([^()]*\)|\d+""")
+MISSING_FILE = re.compile(r"the (image|video) .* does not exist")
 IMAGE_DIR = "set dataset.image_dir to the directory that the paths start from"
 
 
 @dataclass(frozen=True)
 class DataSettings:
-    """What `data/` needs of the config. Names and meanings are those of its `dataset:` block."""
+    """The keys of the `dataset:` block that reading rows depends on."""
 
     prompt_key: str = "prompt"
     answer_key: str = "answer"
@@ -40,14 +41,39 @@ class DataSettings:
     system_prompt: str | None = None
 
 
+class DataSource(Protocol):
+    """One file or dataset of rows. Reading must be safe from several threads and after a fork."""
+
+    name: str  # for messages
+    fingerprint: str
+    directory: Path  # relative media paths start here unless image_dir is set
+    stamp: Any  # identifies the file for caches (JSON); None: do not cache
+
+    def __len__(self) -> int: ...
+
+    def read(self, index: int) -> dict[str, Any]:
+        """Return a row, or raise RowError if it cannot be read."""
+
+    def row_number(self, index: int) -> int:
+        """Return the row's number for messages, counted from 1; JSONL overrides this with the line number."""
+        return index + 1
+
+
 class RowError(ValueError):
-    """Why one row cannot be used. Whoever knows the file and the row number adds them."""
+    """Why one row cannot be used; the caller adds the file and the row number."""
 
     @property
     def reason(self) -> str:
-        """The message on one line, and shortened: a row may hold anything."""
-        text = " ".join(str(self).split())
-        return text if len(text) <= MAX_REASON else text[:MAX_REASON] + "..."
+        return one_line(self, MAX_REASON_CHARS)
+
+
+def one_line(error: BaseException, limit: int = 200) -> str:
+    """Return the message of an error on one line, shortened to `limit` characters: a row may contain anything."""
+    return shorten(" ".join(str(error).split()) or type(error).__name__, limit)
+
+
+def shorten(text: str, limit: int = 60) -> str:
+    return text if len(text) <= limit else text[:limit] + "..."
 
 
 @dataclass(frozen=True)
@@ -66,40 +92,41 @@ class BadRow:
 
 
 class DataError(ValueError):
-    """Data that cannot be used as it is, in words a user can act on."""
+    """Data that cannot be used as it is, with a message that says what to do."""
 
     def __init__(self, message: str, bad_rows: Sequence[BadRow] = ()) -> None:
         super().__init__(message)
         self.bad_rows = tuple(bad_rows)
 
     @classmethod
-    def of_rows(cls, bad_rows: Sequence[BadRow], total: int) -> DataError:
-        """One error for all the bad rows of a scan, the first of them spelled out."""
-        lines = [f"{len(bad_rows)} of {total} rows cannot be used:", *(f"  {line}" for line in by_cause(bad_rows))]
+    def from_bad_rows(cls, bad_rows: Sequence[BadRow], total: int) -> DataError:
+        """Make one error for all bad rows of a scan, with an example of each cause."""
+        lines = [f"{len(bad_rows)} of {total} rows cannot be used:"]
+        lines += [f"  {line}" for line in group_by_cause(bad_rows)]
         lines.append("Repair them, or set dataset.on_bad_row=skip to train without them.")
         return cls("\n".join(lines), bad_rows)
 
 
-def by_cause(bad_rows: Iterable[BadRow]) -> list[str]:
-    """A line for each cause: its first row, how many rows have it too, and the key that would help.
+def group_by_cause(bad_rows: Iterable[BadRow]) -> list[str]:
+    """Return one line per cause: its first row, how many more rows have it, and the key that helps.
 
-    >>> by_cause(BadRow("a.jsonl", row, f"the image {row}.png is empty") for row in (3, 4, 8))
+    >>> group_by_cause(BadRow("a.jsonl", row, f"the image {row}.png is empty") for row in (3, 4, 8))
     ['a.jsonl, row 3: the image 3.png is empty (and 2 more rows like it)']
     """
     rows: dict[tuple[str, str], list[BadRow]] = {}
-    for bad in bad_rows:  # numbers, names and details are the row's own, the rest is the cause
-        rows.setdefault((bad.file, PARTICULAR.sub("..", bad.reason)), []).append(bad)
+    for bad in bad_rows:
+        rows.setdefault((bad.file, ROW_DETAIL.sub("..", bad.reason)), []).append(bad)
     lines = []
     for first, *others in rows.values():
         more = f" (and {len(others):,} more row{'s' if len(others) > 1 else ''} like it)" if others else ""
-        lines.append(f"{first}{more}{f'; {IMAGE_DIR}' if ABSENT.search(first.reason) else ''}")
-    hidden = len(lines) - MAX_LISTED
-    return lines if hidden <= 0 else [*lines[:MAX_LISTED], f"... and rows with {hidden:,} other causes"]
+        lines.append(f"{first}{more}{f'; {IMAGE_DIR}' if MISSING_FILE.search(first.reason) else ''}")
+    hidden = len(lines) - MAX_LISTED_CAUSES
+    return lines if hidden <= 0 else [*lines[:MAX_LISTED_CAUSES], f"... and rows with {hidden:,} other causes"]
 
 
 def list_bad_rows(path: Path, bad_rows: Iterable[BadRow], *, late: bool = False) -> None:
-    """Adds rows to a JSONL list (file, row, reason), except those in it: a resumed run finds the same ones again. Rows
-    that were fine when the run began are `late`."""
+    """Append rows to a JSONL list (file, row, reason), except those already in it: a resumed run finds the same rows
+    again. `late`: the rows were fine when the run began."""
     path.parent.mkdir(parents=True, exist_ok=True)
     listed = set(regular_file(path).read_text(encoding="utf-8").splitlines()) if path.exists() else set()
     when = {"late": True} if late else {}
@@ -108,12 +135,12 @@ def list_bad_rows(path: Path, bad_rows: Iterable[BadRow], *, late: bool = False)
         out.writelines(line + "\n" for line in dict.fromkeys(lines) if line not in listed)
 
 
-def left_out_at_first(path: Path) -> set[tuple[str, int]]:
-    """File and row of those that a run has never used: the scan of its first start listed them."""
-    found = set()
+def read_initial_bad_rows(path: Path) -> set[tuple[str, int]]:
+    """Return file and row of the rows that were bad when the run first started, so that it never used them."""
+    rows = set()
     for line in regular_file(path).read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        with suppress(ValueError, TypeError, KeyError):  # a line that a crash cut off
+        with suppress(ValueError, TypeError, KeyError):  # a crash may have cut off the last line
             entry = json.loads(line)
             if not entry.get("late"):
-                found.add((entry["file"], entry["row"]))
-    return found
+                rows.add((entry["file"], entry["row"]))
+    return rows

@@ -1,15 +1,14 @@
-"""Where rows come from: JSONL, JSON, Parquet, Arrow, WebDataset tars, directories of them, Hugging Face datasets, lists
-of all these.
+"""Sources of rows: JSONL, JSON, Parquet, Arrow, WebDataset tars, directories of them, Hugging Face datasets.
 
     sources = open_sources("a.jsonl, photos/, lmms-lab/AI2D@test", DiskCache())
 
-A source never holds its rows in memory: JSONL keeps byte offsets, Parquet reads the row group it is asked for, Arrow is
-memory-mapped. Only a `.json` array is held whole.
+A source does not load its rows into memory: JSONL stores byte offsets, Parquet reads one row group at a time, Arrow is
+memory-mapped. Only a `.json` array is loaded whole.
 
-Fingerprints name the *content*, so ids survive a move or a copy and change with an edit. Files are hashed whole, JSONL
-in the pass that finds its lines: one label changed in place must show. (About two seconds a gigabyte, once: the scan
-reads all of it anyway, and the result is cached by path, size and mtime.) Hugging Face copies hash every value, of
-binary ones over 128 KiB the length and both ends, since the library may write the same rows into files that differ.
+A fingerprint identifies the *content*, so ids survive a move or a copy and change with an edit. Files are hashed whole,
+JSONL in the pass that finds its lines, so that one changed label shows. (About two seconds per gigabyte, once: the scan
+reads everything anyway, and the result is cached by path, size and mtime.) For Hugging Face datasets every value is
+hashed, since the library may write the same rows into different files.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -33,48 +32,29 @@ from mtrl.data.arrow import (
     open_parquet,
     open_saved_dataset,
     rows_fingerprint,
-    several_splits,
+    several_splits_message,
 )
 from mtrl.data.cache import DiskCache, file_stamp
-from mtrl.data.row_settings import DataError, RowError
+from mtrl.data.row_settings import DataError, DataSource, RowError
 from mtrl.data.tars import TarRows
 from mtrl.utils.files import regular_file
 
 SPLIT_NAMES = ("train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval")
-MOST_LEVELS = 100  # of lists and objects in a row: whoever looks at its columns may do so by recursion
+MAX_NESTING = 100  # levels of lists and objects in a row: code that walks a row may recurse
 BLOCK = 8 << 20  # bytes read at once while lines are indexed
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-NUMBERED = re.compile(r"\{(\d+)\.\.(\d+)\}")  # shards as WebDataset names them
+SHARD_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")  # shards as WebDataset names them
 
 
-class DataSource(Protocol):
-    """One file (or dataset) of rows. Reading is safe from several threads and after a fork."""
-
-    name: str  # what messages call it
-    fingerprint: str
-    directory: Path  # relative media paths start here unless image_dir is set
-    stamp: Any  # identifies the file for caches (JSON); None: not to be cached
-
-    def __len__(self) -> int: ...
-
-    def read(self, index: int) -> dict[str, Any]:
-        """Raises RowError when this row is not readable."""
-
-    def row_number(self, index: int) -> int:
-        """Where a person finds the row, counted from 1: the line in JSONL, the row of the table elsewhere."""
-
-
-class JsonlSource:
-    """One JSON object a line. Blank lines are passed over but counted, so a row number is the editor's line number."""
+class JsonlSource(DataSource):
+    """One JSON object per line. Blank lines are skipped but counted, so a row number is the editor's line number."""
 
     def __init__(self, path: Path, cache: DiskCache) -> None:
         self.path, self.name, self.directory, self.stamp = path, str(path), path.parent, file_stamp(path)
-        self._file = os.open(path, os.O_RDONLY)  # kept open: an editor that replaces the file cannot shift our offsets
+        self._file = os.open(path, os.O_RDONLY)  # stays open: an editor that replaces the file cannot shift our offsets
         weakref.finalize(self, os.close, self._file)
-        index = cache.load("lines", self.stamp)
-        if index is None or {"start", "end", "line", "digest"} - index.keys():
-            index = _index_lines(self._file)
-            cache.store("lines", self.stamp, index)
+        arrays = {"start", "end", "line", "digest"}
+        index = cache.get("lines", self.stamp, arrays, lambda: _index_lines(self._file))
         self.start, self.end, self.line = index["start"], index["end"], index["line"]
         self.fingerprint = index["digest"].tobytes().hex()
 
@@ -90,8 +70,8 @@ class JsonlSource:
         return int(self.line[index])
 
 
-class RowList:
-    """Rows in memory: a `.json` array, or what a caller made itself."""
+class RowList(DataSource):
+    """Rows in memory: a `.json` array, or rows given in Python."""
 
     def __init__(
         self, rows: Sequence[Mapping[str, Any]], name: str = "rows", directory: Path = Path("."), stamp: Any = None
@@ -103,20 +83,17 @@ class RowList:
         return len(self.rows)
 
     def read(self, index: int) -> dict[str, Any]:
-        return _as_object(self.rows[index])
-
-    def row_number(self, index: int) -> int:
-        return index + 1
+        return _check_object(self.rows[index])
 
 
 def open_sources(spec: str, cache: DiskCache) -> list[DataSource]:
-    """`a.jsonl`, `photos/`, `data/@test`, `org/name@split`, or several of these with commas between."""
+    """Open `a.jsonl`, `photos/`, `data/@test`, `org/name@split`, or several of these separated by commas."""
     items = [spec] if os.path.exists(spec) else [item.strip() for item in spec.split(",") if item.strip()]
     if not items or not spec.strip():
         raise DataError("no data file is named; set dataset.train_files")
     sources = [source for item in items for source in _open_item(item, cache)]
     seen: Counter[str] = Counter()
-    for source in sources:  # the same content named twice: ids must differ all the same
+    for source in sources:  # ids must differ even if the same content is named twice
         seen[source.fingerprint] += 1
         if seen[source.fingerprint] > 1:
             source.fingerprint += f".{seen[source.fingerprint]}"
@@ -124,7 +101,7 @@ def open_sources(spec: str, cache: DiskCache) -> list[DataSource]:
 
 
 def _open_item(item: str, cache: DiskCache) -> Iterator[DataSource]:
-    name, split = _path_and_split(item)
+    name, split = _parse_item(item)
     path = Path(name).expanduser()
     if os.path.isdir(path):
         yield from _open_directory(path, split, cache)
@@ -132,7 +109,7 @@ def _open_item(item: str, cache: DiskCache) -> Iterator[DataSource]:
         if split not in (None, "train"):
             raise DataError(f"{name} is one file and has no split {split!r}")
         yield _open_file(path, cache)
-    elif shards := NUMBERED.search(name):
+    elif shards := SHARD_RANGE.search(name):
         for number in range(int(shards[1]), int(shards[2]) + 1):
             yield from _open_item(name.replace(shards[0], str(number).zfill(len(shards[1]))), cache)
     elif HUB_ID.fullmatch(name) and path.suffix not in OPENERS:
@@ -141,7 +118,7 @@ def _open_item(item: str, cache: DiskCache) -> Iterator[DataSource]:
         raise DataError(f"{name} does not exist")
 
 
-def _path_and_split(item: str) -> tuple[str, str | None]:
+def _parse_item(item: str) -> tuple[str, str | None]:
     if os.path.exists(os.path.expanduser(item)) or "@" not in item:
         return item, None
     name, _, split = item.rpartition("@")
@@ -160,48 +137,49 @@ def _open_directory(path: Path, split: str | None, cache: DiskCache) -> Iterator
         yield _open_file(file, cache)
 
 
-def list_files(path: Path, split: str | None, if_told: bool = False) -> list[Path]:
-    """The data files under a directory, of one split. `if_told`: all of them where no name tells a split."""
+def list_files(path: Path, split: str | None, is_split_optional: bool = False) -> list[Path]:
+    """List the data files of one split under a directory. With an optional split, all of them if no file name
+    contains a split."""
     found = sorted(file for file in path.rglob("*") if file.suffix in OPENERS and not file.is_dir())
     found = [file for file in found if not any(part.startswith(".") for part in file.relative_to(path).parts)]
     kinds = ((".jsonl", ".parquet"), (".tar",), (".arrow",))  # not .json, which most often describes the others
     files = next(filter(None, ([file for file in found if file.suffix in kind] for kind in kinds)), [])
     if not files:
         raise DataError(f"{path} holds no .jsonl or .parquet file, no .tar and no .arrow")
-    split_of = {file: _split_name(file.relative_to(path), split) for file in files}
-    splits = sorted({name for name in split_of.values() if name})
-    if len(splits) > 1 or (split is not None and (splits or not if_told)):
+    split_names = {file: _find_split(file.relative_to(path), split) for file in files}
+    splits = sorted({name for name in split_names.values() if name})
+    if len(splits) > 1 or (split is not None and (splits or not is_split_optional)):
         split = _choose_split(str(path), split, splits)
-        files = [file for file in files if split_of[file] == split]
+        files = [file for file in files if split_names[file] == split]
     return files
 
 
 def _choose_split(name: str, split: str | None, splits: list[str]) -> str:
     if split is None and len(splits) != 1:
-        raise DataError(several_splits(name, splits))
+        raise DataError(several_splits_message(name, splits))
     if split is not None and split not in splits:
         raise DataError(f"{name} has no split {split!r}; it has {', '.join(splits) or 'none'}")
     return split or splits[0]
 
 
-def _split_name(file: Path, asked: str | None = None) -> str | None:
-    """The split that a file's name or directory tells, as hub repositories name them.
+def _find_split(file: Path, requested: str | None = None) -> str | None:
+    """Find the split in a file's name or directory, as hub repositories name them.
 
-    >>> [_split_of(Path(name)) for name in ("data/testmini-00000-of-00002.parquet", "train/a.jsonl", "a.jsonl")]
+    >>> [_find_split(Path(name)) for name in ("data/testmini-00000-of-00002.parquet", "train/a.jsonl", "a.jsonl")]
     ['testmini', 'train', None]
     """
     for part in (file.stem, *reversed(file.parent.parts)):
         if shard := re.match(r"(.+?)-\d{5}-of-\d{5}", part):
             return shard[1]
         head = re.split(r"[-_.]", part)[0]
-        if part == asked or head in SPLIT_NAMES:
-            return asked if part == asked else head
+        if part == requested or head in SPLIT_NAMES:
+            return requested if part == requested else head
     return None
 
 
 def _open_file(path: Path, cache: DiskCache) -> DataSource:
     if path.suffix not in OPENERS:
-        raise DataError(f"{path} is of no kind that can be read here ({', '.join(OPENERS)})")
+        raise DataError(f"{path} has none of the endings that can be read ({', '.join(OPENERS)})")
     try:
         return OPENERS[path.suffix](regular_file(path), cache)
     except OSError as error:
@@ -209,7 +187,7 @@ def _open_file(path: Path, cache: DiskCache) -> DataSource:
 
 
 def _open_json(path: Path, cache: DiskCache) -> DataSource:
-    """A `.json` file is an array of objects, or JSONL under another name."""
+    """Open a `.json` file: an array of objects, or JSONL under another name."""
     with path.open("rb") as file:
         if not file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
             return JsonlSource(path, cache)
@@ -230,7 +208,7 @@ OPENERS: dict[str, Callable[[Path, DiskCache], DataSource]] = {
 
 
 def _index_lines(descriptor: int) -> dict[str, np.ndarray]:
-    """Where every line begins and ends, its number, and the hash of all bytes, in one pass."""
+    """Find where every line begins and ends, its number, and the hash of all bytes, in one pass."""
     digest = hashlib.blake2b(digest_size=8)
     breaks, offset = [], 0
     while block := os.pread(descriptor, BLOCK, offset):
@@ -240,7 +218,7 @@ def _index_lines(descriptor: int) -> dict[str, np.ndarray]:
     end = np.concatenate([*breaks, np.array([offset])]).astype(np.int64)
     start = np.concatenate([np.zeros(1, dtype=np.int64), end[:-1] + 1])
     filled = end > start
-    for i in np.flatnonzero(filled & (end - start <= 8)):  # no JSON object with a prompt is that short
+    for i in np.flatnonzero(filled & (end - start <= 8)):  # too short for a row, so perhaps only whitespace
         filled[i] = bool(os.pread(descriptor, int(end[i] - start[i]), int(start[i])).strip())
     line = np.flatnonzero(filled) + 1
     code = np.frombuffer(digest.digest(), dtype=np.uint8)
@@ -254,24 +232,24 @@ def _json_object(line: bytes) -> dict[str, Any]:
         raise RowError(f"it is not UTF-8 text ({error.reason} at byte {error.start})") from error
     except (ValueError, RecursionError) as error:
         raise RowError(f"it is not valid JSON ({error})") from error
-    return _as_object(value)
+    return _check_object(value)
 
 
-def _as_object(value: Any) -> dict[str, Any]:
+def _check_object(value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise RowError(f"it is a {type(value).__name__}, not an object with columns")
-    if _is_deep(value):
-        raise RowError(f"it is nested more than {MOST_LEVELS} levels deep")
+    if _is_too_deep(value):
+        raise RowError(f"it is nested more than {MAX_NESTING} levels deep")
     return dict(value)
 
 
-def _is_deep(value: Any) -> bool:
-    """Level by level rather than by recursion, which is what so deep a value would break."""
+def _is_too_deep(value: Any) -> bool:
+    """Check level by level: recursion would fail on such a value."""
     level = [value]
-    for _ in range(MOST_LEVELS):
+    for _ in range(MAX_NESTING):
         inner = [list(each.values()) if isinstance(each, Mapping) else each for each in level]
         nested = (item for each in inner for item in each if isinstance(item, (list, tuple, Mapping)))
-        level = list({id(item): item for item in nested}.values())  # each once, however often it is named
+        level = list({id(item): item for item in nested}.values())  # each object once, however often it occurs
         if not level:
             return False
     return True

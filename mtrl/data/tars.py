@@ -1,5 +1,5 @@
-"""WebDataset: a tar whose members `0001.jpg`, `0001.json`, `0001.txt` are one row; the name before the first dot is its
-key. Members are found once and read where they lie; nothing is unpacked."""
+"""WebDataset: the members `0001.jpg`, `0001.json`, `0001.txt` of a tar are one row; the name before the first dot is
+its key. Members are indexed once and read in place; nothing is unpacked."""
 
 from __future__ import annotations
 
@@ -16,24 +16,22 @@ import numpy as np
 
 from mtrl.data.cache import DiskCache, file_stamp, pack_json, unpack_json
 from mtrl.data.media import IMAGE_ENDINGS
-from mtrl.data.row_settings import DataError, RowError
+from mtrl.data.row_settings import DataError, DataSource, RowError
 
 COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
-NEEDED = {"first", "start", "size", "field", "fields", "keys", "fingerprint"}
+INDEX = {"first", "start", "size", "field", "fields", "keys", "fingerprint"}
+MEMBER = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]+)")  # key, field
 
 
-class TarRows:
-    """A row has the members of its `json`; its images, in the order of their names, as `images`; `answer.txt` as
-    `answer`; `cls` as a number; and other members by their ending, as bytes."""
+class TarRows(DataSource):
+    """The columns of a row: the fields of its `json`; its images as `images`, sorted by name; `answer.txt` as `answer`;
+    `cls` as a number; other members under their ending, as bytes."""
 
     def __init__(self, path: Path, cache: DiskCache, fingerprint: Callable[[], str]) -> None:
         self.name, self.directory, self.stamp = str(path), path.parent, file_stamp(path)
         self._file = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._file)
-        index = cache.load("tar", self.stamp)
-        if index is None or NEEDED - index.keys():
-            index = _index(path) | {"fingerprint": pack_json(fingerprint())}
-            cache.store("tar", self.stamp, index)
+        index = cache.get("tar", self.stamp, INDEX, lambda: _index(path) | {"fingerprint": pack_json(fingerprint())})
         self.first, self.start, self.size, self.field = (index[name] for name in ("first", "start", "size", "field"))
         self.fields: list[str] = unpack_json(index["fields"])
         self.keys: list[str] = unpack_json(index["keys"])
@@ -46,20 +44,17 @@ class TarRows:
         row: dict[str, Any] = {"__key__": self.keys[index]}
         images: dict[str, bytes] = {}
         for member in range(int(self.first[index]), int(self.first[index + 1])):
-            field, data = self.fields[int(self.field[member])], self._data(member)
+            field, data = self.fields[int(self.field[member])], self._read_member(member)
             if f".{field}".endswith(IMAGE_ENDINGS):
                 images[field] = data
             else:
                 row |= _columns(field, data)
         if images:
             row = {name: value for name, value in row.items() if name != "image" or not isinstance(value, str)}
-            row["images"] = [images[field] for field in sorted(images, key=_natural)]
+            row["images"] = [images[field] for field in sorted(images, key=_natural_order)]
         return row
 
-    def row_number(self, index: int) -> int:
-        return index + 1
-
-    def _data(self, member: int) -> bytes:
+    def _read_member(self, member: int) -> bytes:
         data = os.pread(self._file, int(self.size[member]), int(self.start[member]))
         if len(data) < self.size[member]:
             raise RowError("it cannot be read (its tar ends before it)")
@@ -82,27 +77,27 @@ def _columns(field: str, data: bytes) -> dict[str, Any]:
 
 
 def _index(path: Path) -> dict[str, np.ndarray]:
-    """Where each member begins, how long it is, its field, and at which member each row begins."""
+    """Find the start, size and field of each member, and the first member of each row."""
     with path.open("rb") as file:
         if file.read(8).startswith(COMPRESSED):
-            raise DataError(f"{path} is compressed, so its rows cannot be reached singly; unpack it to a plain .tar")
+            raise DataError(f"{path} is compressed, so single rows cannot be read; unpack it to a plain .tar")
     keys: list[str] = []
     numbers: dict[str, list[int]] = {"first": [], "start": [], "size": [], "field": []}
     fields: dict[str, int] = {}
     try:
         with tarfile.open(path, "r:") as tar:
             for member in tar:
-                tar.members = []  # type: ignore[attr-defined]  # it would keep them all
-                found = re.fullmatch(r"((?:.*/)?[^./][^./]*)\.([^/]+)", member.name.removeprefix("./"))
-                if not member.isreg() or found is None:
+                tar.members = []  # type: ignore[attr-defined]  # it would keep them all in memory
+                match = MEMBER.fullmatch(member.name.removeprefix("./"))
+                if not member.isreg() or match is None:
                     continue
-                key, ending = found[1], found[2].lower()
+                key, field = match[1], match[2].lower()
                 if not keys or keys[-1] != key:
                     keys.append(key)
                     numbers["first"].append(len(numbers["start"]))
                 numbers["start"].append(member.offset_data)
                 numbers["size"].append(member.size)
-                numbers["field"].append(fields.setdefault(ending, len(fields)))
+                numbers["field"].append(fields.setdefault(field, len(fields)))
     except (tarfile.TarError, OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read as a tar: {error}") from error
     numbers["first"].append(len(numbers["start"]))
@@ -110,6 +105,6 @@ def _index(path: Path) -> dict[str, np.ndarray]:
     return index | {"fields": pack_json(list(fields)), "keys": pack_json(keys)}
 
 
-def _natural(field: str) -> list[tuple[int, str]]:
-    """So that 10.png comes after 2.png."""
+def _natural_order(field: str) -> list[tuple[int, str]]:
+    """Sort 10.png after 2.png."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", field)]

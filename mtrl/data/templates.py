@@ -1,7 +1,7 @@
-"""The Jinja file of `dataset.format_prompt`, in a sandbox: it may write text of a row, and nothing else.
+"""The Jinja file of `dataset.format_prompt`, in a sandbox: it can format the text of a row, and nothing else.
 
-It cannot reach Python behind a value or change one; what it writes, how often it loops and calls and how large its
-numbers are is bounded, so that a template that would never end is an error within seconds.
+It cannot reach Python attributes of a value or change one. The length of its output, its loops and calls and the size
+of its numbers are limited, so that a template that would never end is an error within seconds.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 from mtrl.data.row_settings import DataError
 from mtrl.utils.files import regular_file
 
-MOST_WORK = 1_000_000  # loop rounds and calls of one rendering, and the largest number that it may repeat or pad by
-MOST_TEXT = 4_000_000  # characters of a rendered prompt
-LARGE_ROW = 10_000  # characters, items and numbers of a row whose own fault it may be that a template does too much
+MAX_OPERATIONS = 1_000_000  # loop iterations and calls of one rendering; also the largest number it may use
+MAX_CHARACTERS = 4_000_000  # of a rendered prompt
+LARGE_ROW = 10_000  # a row with more characters, items and numbers may itself cause an excess
 
 
-class TooMuch(SecurityError):
-    """Beyond a bound: of a template that would never end, or of a row that is huge."""
+class TemplateLimitExceeded(SecurityError):
+    """The template would never end, or the row is huge."""
 
 
 class PromptTemplate:
@@ -39,105 +39,103 @@ class PromptTemplate:
         self.text, self.name, self.environment = text, name, PromptEnvironment()
         tree = self.environment.parse(text)
         for loop in tree.find_all(nodes.For):
-            loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None, lineno=loop.lineno)
+            loop.iter = nodes.Filter(loop.iter, "count_iterations", [], [], None, None, lineno=loop.lineno)
         self.template = self.environment.from_string(tree)
 
     def render(self, names: Mapping[str, Any]) -> str:
-        """The text of a row. DataError: the template does what none may; any other error is about this row's values."""
-        self.environment.begin()
+        """Return the text of a row. DataError: the template is at fault; any other error is about this row's values."""
+        self.environment.reset()
         pieces, length = [], 0
         try:
             for piece in self.template.generate(names):
                 length += len(piece)
-                if length > MOST_TEXT:
-                    raise TooMuch(f"it writes more than {MOST_TEXT:,} characters")
+                if length > MAX_CHARACTERS:
+                    raise TemplateLimitExceeded(f"it writes more than {MAX_CHARACTERS:,} characters")
                 pieces.append(piece)
         except SecurityError as error:
-            if isinstance(error, TooMuch) and _size(names.values()) > LARGE_ROW:
+            if isinstance(error, TemplateLimitExceeded) and _size(names.values()) > LARGE_ROW:
                 raise ValueError(f"the row is too large for it: {error}") from error
             raise DataError(f"dataset.format_prompt {self.name} does what a template may not: {error}") from error
         return "".join(pieces)
 
-    def strange_names(self, columns: Set[str]) -> list[str]:
-        """Names in the template that are no column: most often misspelt. Options are known, since rows may do
-        without."""
+    def unknown_names(self, columns: Set[str]) -> list[str]:
+        """Return names in the template that are not columns, usually misspelled. `options` is optional in rows."""
         tree = self.environment.parse(self.text)
         known = {"content", "options", *columns, *self.environment.globals}
         return sorted(jinja2.meta.find_undeclared_variables(tree) - known)
 
 
 class PromptEnvironment(ImmutableSandboxedEnvironment):
-    """Counts rounds and calls. Threads render at the same time, each with a count of its own."""
+    """Counts iterations and calls, separately in each thread."""
 
     intercepted_binops = frozenset(["*", "**", "%"])
 
     def __init__(self) -> None:
         super().__init__()
-        self.filters["counted"] = self.counted
-        del self.globals["lipsum"]  # random text is no prompt
-        for name in ("center", "format", "indent", "truncate", "wordwrap"):  # they are called by no way that counts
-            self.filters[name] = self._modest_filter(self.filters[name])
-        self._done = threading.local()
+        self.filters["count_iterations"] = self.count_iterations
+        del self.globals["lipsum"]  # random text
+        for name in ("center", "format", "indent", "truncate", "wordwrap"):  # these calls are not intercepted
+            self.filters[name] = self._limit_filter(self.filters[name])
+        self._local = threading.local()
 
-    def begin(self) -> None:
-        self._done.work = 0
+    def reset(self) -> None:
+        self._local.operations = 0
 
-    def counted(self, values: Iterable[Any]) -> Iterator[Any]:
+    def count_iterations(self, values: Iterable[Any]) -> Iterator[Any]:
         for value in values:
             self._count()
             yield value
 
     def call(self, context: Any, function: Any, /, *arguments: Any, **named: Any) -> Any:
         self._count()
-        _refuse_large([*arguments, *named.values()])
+        _check_numbers([*arguments, *named.values()])
         return super().call(context, function, *arguments, **named)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         self._count()
         if operator == "**" or not all(isinstance(each, (int, float)) for each in (left, right)):
-            _refuse_large([left, right])
+            _check_numbers([left, right])
         return super().call_binop(context, operator, left, right)
 
     def _count(self) -> None:
-        self._done.work += 1
-        if self._done.work > MOST_WORK:
-            raise TooMuch(f"it loops and calls more than {MOST_WORK:,} times")
+        self._local.operations += 1
+        if self._local.operations > MAX_OPERATIONS:
+            raise TemplateLimitExceeded(f"it loops and calls more than {MAX_OPERATIONS:,} times")
 
-    def _modest_filter(self, filter: Any) -> Any:
-        def modest(*arguments: Any, **named: Any) -> Any:
-            _refuse_large([*arguments, *named.values()])
+    def _limit_filter(self, filter: Any) -> Any:
+        def limited(*arguments: Any, **named: Any) -> Any:
+            _check_numbers([*arguments, *named.values()])
             return filter(*arguments, **named)
 
-        modest.__dict__.update(vars(filter))  # whether it wants to be given the environment
-        return modest
+        limited.__dict__.update(vars(filter))  # Jinja's mark for filters that take the environment
+        return limited
 
 
-def _refuse_large(values: Iterable[Any]) -> None:
-    """Text times a large number, or padded to it, fills the memory at one stroke."""
+def _check_numbers(values: Iterable[Any]) -> None:
+    """Raise an error for a large number: text repeated or padded by it would fill the memory at once."""
     for value in values:
-        if isinstance(value, (int, float)) and abs(value) > MOST_WORK:
-            raise TooMuch(f"it calculates with a number above {MOST_WORK:,}")
+        if isinstance(value, (int, float)) and abs(value) > MAX_OPERATIONS:
+            raise TemplateLimitExceeded(f"it calculates with a number above {MAX_OPERATIONS:,}")
 
 
 def _size(values: Collection[Any]) -> float:
-    """Characters and items, and numbers as what a template may make of them."""
+    """Return the number of characters and items, plus the numbers: a template may loop or pad that far."""
     numbers = (min(abs(v), 10**9) for v in values if isinstance(v, (int, float)))
     return sum(numbers) + sum(len(v) for v in values if hasattr(v, "__len__"))
 
 
-def template_text(path: str) -> str:
+def read_template(path: str) -> str:
     return regular_file(Path(path).expanduser()).read_text(encoding="utf-8").strip()
 
 
 def load_template(path: str | None) -> PromptTemplate | None:
-    """The template sees the row's columns, and the prompt as `content`. A column that a row lacks is false and renders
-    as nothing."""
+    """Load a template. It sees the row's columns, and the prompt as `content`; a missing column is false and empty."""
     if path is None:
         return None
     try:
-        return PromptTemplate(template_text(path), path)
+        return PromptTemplate(read_template(path), path)
     except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise DataError(f"dataset.format_prompt {path} cannot be read: {why}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"dataset.format_prompt {path} cannot be read: {reason}") from error
     except (jinja2.TemplateError, RecursionError) as error:
         raise DataError(f"dataset.format_prompt {path} is not a Jinja template: {error}") from error

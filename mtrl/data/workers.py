@@ -1,8 +1,9 @@
-"""Processes that make prompts ahead of use: reading, decoding and resizing take a core for some 20 ms a picture.
+"""Processes that make prompts ahead of use: reading, decoding and resizing take some 20 ms of a core per image.
 
-Forked, as for the scan (`parallel.py`). A process is asked for a position and answers with the whole prompt; its pixels
-travel once, from the memory of one into that of the other. One that dies, or stands still, costs time and not the run:
-what it was asked is made in this process.
+They are forked, as for the scan (`parallel.py`). A process receives a position and sends back the prompt; its pixels
+are copied once, through a socket. If a process dies or stalls, this process makes its prompts.
+
+torch's DataLoader does not serve: see docs/choices.md.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from mtrl.data.parallel import STALLED_S, leave_with_parent, may_fork, usable_cores
+from mtrl.data.parallel import STALLED_S, can_fork, exit_with_parent, usable_cores
 from mtrl.data.row_settings import BadRow
 from mtrl.types import Prompt
 
-MOST_WORKERS = 8
-WORKER_PAYS = 65_536  # pixels of a row, on average, from which a process is worth its answers' way
+MAX_WORKERS = 8
+MIN_PIXELS_PER_ROW = 65_536  # on average; for smaller images threads are as fast as processes
 NONE: Any = None
 POSITION, HEAD, SIZE = struct.Struct("<q"), struct.Struct("<II"), struct.Struct("<Q")
 
@@ -37,54 +38,54 @@ Load = Callable[[int], Prompt | BadRow]
 logger = logging.getLogger(__name__)
 
 
-def worker_count(asked: int | None, pixels: np.ndarray) -> int:
-    """`asked`, or as many as pay for rows of so many pixels; 0 where processes cannot be forked."""
-    if not may_fork() or asked == 0:
+def worker_count(requested: int | None, pixels: np.ndarray) -> int:
+    """Return the number of processes: `requested`, or one per core if images are large; 0 if forking is unsafe."""
+    if not can_fork() or requested == 0:
         return 0
-    if asked is None:
+    if requested is None:
         cores = usable_cores()
-        return min(MOST_WORKERS, cores) if cores > 1 and len(pixels) and pixels.mean() >= WORKER_PAYS else 0
-    return asked
+        return min(MAX_WORKERS, cores) if cores > 1 and len(pixels) and pixels.mean() >= MIN_PIXELS_PER_ROW else 0
+    return requested
 
 
 class DecodeWorkers:
-    """`load` in so many processes. Call it from as many threads."""
+    """Runs `load` in `count` processes; call it from as many threads. `share_pixels` is applied to received prompts."""
 
-    def __init__(self, load: Load, count: int) -> None:
-        self._load, self._idle = load, queue.SimpleQueue[_Worker | None]()
+    def __init__(self, load: Load, share_pixels: Callable[[Prompt], Prompt], count: int) -> None:
+        self._load, self._share_pixels, self._idle = load, share_pixels, queue.SimpleQueue[_Worker | None]()
         context = multiprocessing.get_context("fork")
         workers = [_Worker.start(context, load) for _ in range(count)]
         for worker in workers:
             self._idle.put(worker)
         self.processes = [worker.process for worker in workers]
-        self.close = weakref.finalize(self, _end, workers)  # runs once, at exit at the latest
+        self.close = weakref.finalize(self, _kill, workers)  # runs once, also at exit
 
     def load(self, position: int) -> Prompt | BadRow:
         worker = self._idle.get()
         try:
             if worker is None:  # it has died
                 return self._load(position)
-            answer = worker.ask(position)
-        except OSError as error:  # a timeout is one, and so is the end of the process
+            result = worker.request(position)
+        except OSError as error:  # a timeout, or the end of the process
             if self.close.alive:
-                what = "stands still" if isinstance(error, TimeoutError) else "has died (out of memory?)"
-                logger.warning("a process that reads data %s; this one takes its place, which is slower", what)
+                reason = "has stalled" if isinstance(error, TimeoutError) else "has died (out of memory?)"
+                logger.warning("a process that reads data %s; the main process replaces it, which is slower", reason)
             assert worker is not None
             worker.process.kill()
             worker = None
             return self._load(position)
         finally:
             self._idle.put(worker)
-        if isinstance(answer, _Failed):
-            if answer.error is not None:
-                raise answer.error
-            return self._load(position)  # a row that cannot be sent, such as one with a function in it
-        return answer
+        if isinstance(result, _Failed):
+            if result.error is not None:
+                raise result.error
+            return self._load(position)  # a row that cannot be pickled, such as one with a function in it
+        return result if isinstance(result, BadRow) else self._share_pixels(result)
 
 
 @dataclass(frozen=True)
 class _Failed:
-    error: BaseException | None = None  # None: the answer cannot be pickled
+    error: BaseException | None = None  # None: the result cannot be pickled
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class _Worker:
     @classmethod
     def start(cls, context: Any, load: Load) -> _Worker:
         ours, theirs = socket.socketpair()
-        with warnings.catch_warnings():  # a fork beside threads: what the child does takes no lock that one may hold
+        with warnings.catch_warnings():  # a fork with threads is safe here: the child takes no lock of another thread
             warnings.simplefilter("ignore", DeprecationWarning)
             process = context.Process(target=_serve, args=(theirs, load), name="mtrl-data", daemon=True)
             process.start()
@@ -103,36 +104,36 @@ class _Worker:
         ours.settimeout(STALLED_S)
         return cls(process, ours)
 
-    def ask(self, position: int) -> Any:
+    def request(self, position: int) -> Any:
         self.connection.sendall(POSITION.pack(position))
-        length, count = HEAD.unpack(_received(self.connection, HEAD.size))
-        sizes = [SIZE.unpack(_received(self.connection, SIZE.size))[0] for _ in range(count)]
-        data = _received(self.connection, length)
-        return unpacked(pickle.loads(data, buffers=[_received(self.connection, size) for size in sizes]))
+        length, count = HEAD.unpack(_receive(self.connection, HEAD.size))
+        sizes = [SIZE.unpack(_receive(self.connection, SIZE.size))[0] for _ in range(count)]
+        data = _receive(self.connection, length)
+        return unpack_prompt(pickle.loads(data, buffers=[_receive(self.connection, size) for size in sizes]))
 
 
 def _serve(connection: socket.socket, load: Load) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends its workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends its workers
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    torch.set_num_threads(1)  # threads do not outlive a fork
-    threading.Thread(target=leave_with_parent, daemon=True).start()
+    torch.set_num_threads(1)  # torch's threads do not survive a fork
+    threading.Thread(target=exit_with_parent, daemon=True).start()
     while True:
         try:
-            (position,) = POSITION.unpack(_received(connection, POSITION.size))
+            (position,) = POSITION.unpack(_receive(connection, POSITION.size))
         except OSError:
             return
         try:
-            answer: Any = packed(load(position))
-        except BaseException as error:  # whatever it is, it is raised where the result is asked for
-            answer = _Failed(error)
-        _send(connection, answer)
+            result: Any = pack_prompt(load(position))
+        except BaseException as error:  # raised where the result is used
+            result = _Failed(error)
+        _send(connection, result)
 
 
-def _send(connection: socket.socket, answer: Any) -> None:
+def _send(connection: socket.socket, result: Any) -> None:
     buffers: list[pickle.PickleBuffer] = []
     try:
-        data = pickle.dumps(answer, 5, buffer_callback=buffers.append)
-    except Exception:  # objects of the user's raise anything
+        data = pickle.dumps(result, 5, buffer_callback=buffers.append)
+    except Exception:  # user objects may raise anything
         data, buffers = pickle.dumps(_Failed()), []
     raw = [buffer.raw() for buffer in buffers]
     sizes = b"".join(SIZE.pack(each.nbytes) for each in raw)
@@ -141,8 +142,8 @@ def _send(connection: socket.socket, answer: Any) -> None:
         connection.sendall(each)
 
 
-def _received(connection: socket.socket, size: int) -> memoryview:
-    """So many bytes, straight to where they stay."""
+def _receive(connection: socket.socket, size: int) -> memoryview:
+    """Receive `size` bytes without another copy."""
     left = data = np.empty(size, np.uint8).data
     while left:
         count = connection.recv_into(left)
@@ -152,28 +153,28 @@ def _received(connection: socket.socket, size: int) -> memoryview:
     return data
 
 
-def packed(answer: Prompt | BadRow) -> Any:
-    """A prompt with its tensors as arrays, which travel without a copy."""
-    if isinstance(answer, BadRow):
-        return answer
-    tensors = [np.ascontiguousarray(each.numpy()) for each in (answer.ids, answer.engine_ids, answer.token_pool)]
-    media = [np.ascontiguousarray(each) for each in answer.media]
-    return replace(answer, ids=NONE, engine_ids=NONE, token_pool=NONE, media=()), tensors, media
+def pack_prompt(result: Prompt | BadRow) -> Any:
+    """Convert the tensors of a prompt to arrays, which pickle sends without a copy."""
+    if isinstance(result, BadRow):
+        return result
+    tensors = [np.ascontiguousarray(each.numpy()) for each in (result.ids, result.engine_ids, result.token_pool)]
+    media = [np.ascontiguousarray(each) for each in result.media]
+    return replace(result, ids=NONE, engine_ids=NONE, token_pool=NONE, media=()), tensors, media
 
 
-def unpacked(answer: Any) -> Any:
-    if not isinstance(answer, tuple):
-        return answer
-    prompt, tensors, media = answer
+def unpack_prompt(result: Any) -> Any:
+    if not isinstance(result, tuple):
+        return result
+    prompt, tensors, media = result
     for each in media:
         each.flags.writeable = False  # several prompts may share it
     ids, engine_ids, pool = map(torch.from_numpy, tensors)
-    return replace(prompt, ids=ids, engine_ids=engine_ids, pool=pool, media=tuple(media))
+    return replace(prompt, ids=ids, engine_ids=engine_ids, token_pool=pool, media=tuple(media))
 
 
-def _end(workers: list[_Worker]) -> None:
+def _kill(workers: list[_Worker]) -> None:
     for worker in workers:
         worker.connection.close()
-        worker.process.kill()  # it holds nothing that could be lost
+        worker.process.kill()  # a worker has no state to lose
     for worker in workers:
         worker.process.join()

@@ -1,1 +1,1 @@
-"""Public datasets made ready for training: one schema, shards of Parquet, a card and a sheet of samples."""
+"""Prepare public datasets for training: one schema, Parquet shards, a dataset card and a contact sheet."""

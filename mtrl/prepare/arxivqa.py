@@ -1,7 +1,7 @@
-"""VisRAG's ArxivQA: questions, figures and which figure belongs to which question are three tables, joined here.
+"""VisRAG's ArxivQA: joins its three tables of questions, figures and the relations between them.
 
 Questions come in the order of their figures, so that the figures, which are large, are read once from first to last;
-questions and relations, which are small, are held.
+questions and relations are small and stay in memory.
 """
 
 from __future__ import annotations
@@ -12,82 +12,78 @@ from typing import Any
 import numpy as np
 
 from mtrl.data.row_settings import DataError
-from mtrl.prepare.questions import Head, RowFault, SourceQuestion
-from mtrl.prepare.tables import open_table, want_columns
-from mtrl.prepare.texts import LeftOut, checked_options, option_letter, option_list, without_labels
+from mtrl.prepare.questions import RowFault, RowHeader, SourceQuestion
+from mtrl.prepare.tables import check_columns, open_table
+from mtrl.prepare.texts import SkipRow, check_options, option_letter, parse_options, strip_labels
 
 NAME, HUB, SPLIT = "arxivqa", "openbmb/VisRAG-Ret-Test-ArxivQA", "train"
 TITLE = "VisRAG-ArxivQA"
+QUESTION = ("query-id", "query", "options", "answer")
+NO_FIGURE = -1  # index of a figure that is not in the corpus
 
 
 class ArxivReader:
     name = NAME
 
-    def __init__(self, where: str, split: str) -> None:
-        queries, self.corpus, qrels = (open_table(where, split, config) for config in ("queries", "corpus", "qrels"))
-        want_columns(queries, ("query-id", "query", "options", "answer"), TITLE)
-        want_columns(self.corpus, ("corpus-id", "image"), TITLE)
-        want_columns(qrels, ("query-id", "corpus-id"), TITLE)
+    def __init__(self, source: str, split: str) -> None:
+        queries, self.corpus, qrels = (open_table(source, split, config) for config in ("queries", "corpus", "qrels"))
+        check_columns(queries, QUESTION, TITLE)
+        check_columns(self.corpus, ("corpus-id", "image"), TITLE)
+        check_columns(qrels, ("query-id", "corpus-id"), TITLE)
         self.stamp = [queries.stamp, self.corpus.stamp, qrels.stamp]
-        place = {str(row["corpus-id"]): at for at, row in enumerate(self.corpus.scan(["corpus-id"]))}
-        figures: dict[str, list[int]] = {}  # of a question: the figures that are relevant for it
-        scored = ["score"] if "score" in qrels.columns else []
-        for row in qrels.scan(["query-id", "corpus-id", *scored]):
+        index = {str(row["corpus-id"]): i for i, row in enumerate(self.corpus.scan(["corpus-id"]))}
+        figures: dict[str, list[int]] = {}  # indices of the relevant figures, by question
+        score = ["score"] if "score" in qrels.columns else []
+        for row in qrels.scan(["query-id", "corpus-id", *score]):
             if row.get("score") is None or row["score"] > 0:
-                at = place.get(str(row["corpus-id"]), -1)
-                figures.setdefault(str(row["query-id"]), []).append(at)
-        rows = [dict(row) for row in queries.scan(["query-id", "query", "options", "answer"])]
-        shown = [(figures.get(str(row["query-id"]), []), row) for row in rows]
-        self.rows = sorted(shown, key=lambda each: max(each[0], default=-1))
-        if rows and not any(places for places, _ in shown):
+                figure = index.get(str(row["corpus-id"]), NO_FIGURE)
+                figures.setdefault(str(row["query-id"]), []).append(figure)
+        rows = [(figures.get(str(row["query-id"]), []), dict(row)) for row in queries.scan(QUESTION)]
+        self.rows = sorted(rows, key=lambda each: max(each[0], default=NO_FIGURE))
+        if rows and not any(related for related, _ in rows):
             raise DataError(f"{qrels.name} relates no question of {queries.name} to a figure; are they of one dataset?")
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def heads(self) -> Iterator[Head]:
-        for places, row in self.rows:
+    def headers(self) -> Iterator[RowHeader]:
+        for figures, row in self.rows:
             key = str(row["query-id"])
             id = f"{NAME}/{key}"
             try:
-                if not places:
-                    raise LeftOut("no figure is related to it")
-                option_letter(row["answer"], _options(row))
-                yield Head(key, id, id)
-            except LeftOut as left_out:
-                yield Head(key, id, id, str(left_out))
+                if not figures:
+                    raise SkipRow("no figure is related to it")
+                option_letter(row["answer"], _read_options(row))
+                yield RowHeader(key, id, id)
+            except SkipRow as reason:
+                yield RowHeader(key, id, id, str(reason))
 
     def questions(self, start: int, wanted: np.ndarray) -> Iterator[tuple[int, SourceQuestion | RowFault]]:
-        """A figure is let go after the last question that shows it."""
+        """A figure is released after the last question that shows it."""
         chosen = [index for index in range(start, len(self)) if wanted[index]]
-        last = {at: index for index in chosen for at in self.rows[index][0]}
-        seen = min((at for at in last if at >= 0), default=0)
-        scanned = self.corpus.scan(["image"], seen)
-        held: dict[int, Any] = {-1: None}
+        last_use = {figure: index for index in chosen for figure in self.rows[index][0]}
+        next_figure = min((figure for figure in last_use if figure != NO_FIGURE), default=0)
+        scan = self.corpus.scan(["image"], next_figure)
+        images: dict[int, Any] = {NO_FIGURE: None}
         for index in chosen:
-            places, row = self.rows[index]
-            while seen <= max(places):
-                image = next(scanned)["image"]
-                if seen in last:
-                    held[seen] = image
-                seen += 1
-            yield index, _question(row, [held[at] for at in places], self)
-            for at in places:
-                if at >= 0 and last[at] == index:
-                    held.pop(at, None)
+            figures, row = self.rows[index]
+            while next_figure <= max(figures):
+                image = next(scan)["image"]
+                if next_figure in last_use:
+                    images[next_figure] = image
+                next_figure += 1
+            yield index, self._make_question(row, [images[figure] for figure in figures])
+            for figure in figures:
+                if figure != NO_FIGURE and last_use[figure] == index:
+                    images.pop(figure, None)
+
+    def _make_question(self, row: dict[str, Any], images: list[Any]) -> SourceQuestion | RowFault:
+        id, options = f"{NAME}/{row['query-id']}", _read_options(row)
+        if any(image is None for image in images):
+            return RowFault(id, "the figure that is related to it is not in the corpus")
+        answer, prompt = option_letter(row["answer"], options), "<image>" * len(images) + str(row["query"]).strip()
+        return SourceQuestion(id, id, prompt, answer, options, images, NAME, self.corpus.directory)
 
 
-def _options(row: dict[str, Any]) -> list[str]:
-    return checked_options(without_labels(option_list(row["options"])))
-
-
-def _question(row: dict[str, Any], images: list[Any], reader: ArxivReader) -> SourceQuestion | RowFault:
-    id, options = f"{NAME}/{row['query-id']}", _options(row)
-    if any(image is None for image in images):
-        return RowFault(id, "the figure that is related to it is not in the corpus")
-    answer, prompt = option_letter(row["answer"], options), "<image>" * len(images) + str(row["query"]).strip()
-    return SourceQuestion(id, id, prompt, answer, options, images, NAME, reader.corpus.directory)
-
-
-def reader(where: str, split: str) -> ArxivReader:
-    return ArxivReader(where, split)
+def _read_options(row: dict[str, Any]) -> list[str]:
+    return check_options(strip_labels(parse_options(row["options"])))

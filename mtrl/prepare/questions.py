@@ -1,7 +1,8 @@
-"""What the datasets have in common: a light first look at every row, and the question that is made of one."""
+"""The interface of the datasets: a first pass over the text of every row, and the conversion of a row to a question."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,21 +12,21 @@ import numpy as np
 
 from mtrl.data.row_settings import RowError
 from mtrl.prepare.tables import Table
-from mtrl.prepare.texts import LeftOut
+from mtrl.prepare.texts import SkipRow
 
 
-class Head(NamedTuple):
-    """A row without its images: enough to choose by."""
+class RowHeader(NamedTuple):
+    """The ids of a row, enough to select it."""
 
-    key: str  # the question's id in the dataset, as a file of ids names it
+    key: str  # the question's id in the dataset, as in a file of ids
     id: str  # of the row, unique in the output
-    question: str  # rows with the same one are split together
-    left_out: str | None = None  # why it becomes no question
+    question: str  # rows with the same one stay in the same split
+    left_out: str | None = None  # why the row does not become a question
 
 
 @dataclass(frozen=True)
 class SourceQuestion:
-    """One row of the output, its images as the dataset holds them."""
+    """One row of the output, with its images as the dataset stores them."""
 
     id: str
     question_id: str
@@ -45,70 +46,72 @@ class RowFault(NamedTuple):
 
 
 class RowReader(Protocol):
-    """A dataset. Both passes go through the rows in the same order."""
+    """A dataset. Both passes return the rows in the same order."""
 
     name: str
     stamp: Any
 
     def __len__(self) -> int: ...
 
-    def heads(self) -> Iterator[Head]: ...
+    def headers(self) -> Iterator[RowHeader]: ...
 
     def questions(self, start: int, wanted: np.ndarray) -> Iterator[tuple[int, SourceQuestion | RowFault]]:
-        """Place and question of the wanted rows from `start` on, or what is wrong with it."""
+        """Yield index and question, or its fault, of the wanted rows from `start` on."""
 
 
-class Converter(Protocol):
-    """How one table's rows become questions."""
+@dataclass(frozen=True)
+class DatasetConverter(ABC):
+    """Converts the rows of one table to questions."""
 
-    @property
-    def text(self) -> Sequence[str]:
-        """The columns of a first look."""
+    table: Table
+    text_columns: tuple[str, ...]  # all that the first pass reads
+    image_columns: tuple[str, ...]
 
-    @property
-    def columns(self) -> Sequence[str]:
-        """All that is read."""
+    @abstractmethod
+    def key(self, row: dict[str, Any], number: int) -> str:
+        """Return the question's id in the dataset."""
 
-    def head(self, row: dict[str, Any], number: int) -> Head:
-        """Raises LeftOut."""
+    @abstractmethod
+    def header(self, row: dict[str, Any], number: int) -> RowHeader:
+        """Return the ids of a row, or raise SkipRow."""
 
-    def question(self, row: dict[str, Any], number: int) -> SourceQuestion: ...
-
-    def key(self, row: dict[str, Any], number: int) -> str: ...
+    @abstractmethod
+    def question(self, row: dict[str, Any], number: int) -> SourceQuestion:
+        """Convert a row, or raise RowError if its images are missing."""
 
 
 class TableReader:
-    """Tables one after the other, a question a row."""
+    """Reads tables one after the other, one question per row."""
 
-    def __init__(self, name: str, tables: Sequence[tuple[Table, Converter]]) -> None:
-        self.name, self.tables = name, tables
-        self.stamp = [table.stamp for table, _ in tables]
+    def __init__(self, name: str, converters: Sequence[DatasetConverter]) -> None:
+        self.name, self.converters = name, converters
+        self.stamp = [converter.table.stamp for converter in converters]
 
     def __len__(self) -> int:
-        return sum(len(table) for table, _ in self.tables)
+        return sum(len(converter.table) for converter in self.converters)
 
-    def heads(self) -> Iterator[Head]:
-        for table, convert in self.tables:
-            for number, row in enumerate(table.scan(convert.text)):
+    def headers(self) -> Iterator[RowHeader]:
+        for converter in self.converters:
+            for number, row in enumerate(converter.table.scan(converter.text_columns)):
                 try:
-                    yield convert.head(row, number)
-                except LeftOut as left_out:
-                    key = convert.key(row, number)
-                    yield Head(key, key, key, str(left_out))
+                    yield converter.header(row, number)
+                except SkipRow as reason:
+                    key = converter.key(row, number)
+                    yield RowHeader(key, key, key, str(reason))
 
     def questions(self, start: int, wanted: np.ndarray) -> Iterator[tuple[int, SourceQuestion | RowFault]]:
         first = 0
-        for table, convert in self.tables:
-            begin = max(0, start - first)
-            if begin < len(table):
-                for number, row in enumerate(table.scan(convert.columns, begin), begin):
-                    if wanted[first + number]:
-                        yield first + number, made(convert, row, number)
+        for converter in self.converters:
+            table, begin = converter.table, max(0, start - first)
+            columns = (*converter.text_columns, *converter.image_columns)
+            for number, row in enumerate(table.scan(columns, begin), begin) if begin < len(table) else ():
+                if wanted[first + number]:
+                    yield first + number, _convert(converter, row, number)
             first += len(table)
 
 
-def made(convert: Converter, row: dict[str, Any], number: int) -> SourceQuestion | RowFault:
+def _convert(converter: DatasetConverter, row: dict[str, Any], number: int) -> SourceQuestion | RowFault:
     try:
-        return convert.question(row, number)
+        return converter.question(row, number)
     except RowError as error:
-        return RowFault(convert.key(row, number), error.reason)
+        return RowFault(converter.key(row, number), error.reason)

@@ -1,7 +1,6 @@
-"""A dataset as it was published, read from its first row to its last: Parquet, Arrow, JSON, or by its id on the hub.
+"""Tables of a published dataset, read from the first row to the last: Parquet, Arrow, JSON, or a hub id.
 
-Unlike the sources of a run these are never asked for a single row, so that Parquet needs no copy, and no more than a
-few rows are held at a time.
+Unlike the sources of a run they never read single rows, so Parquet needs no copy, and only a few rows are in memory.
 """
 
 from __future__ import annotations
@@ -14,23 +13,23 @@ import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
 from mtrl.data.arrow import MIB, UNREADABLE, ArrowRows, open_hub_dataset
 from mtrl.data.cache import DiskCache, file_stamp
-from mtrl.data.row_settings import DataError, RowError
-from mtrl.data.sources import HUB_ID, DataSource, list_files, open_sources
+from mtrl.data.row_settings import DataError, DataSource, RowError, one_line
+from mtrl.data.sources import HUB_ID, list_files, open_sources
 
-AT_ONCE = 32  # rows decoded together
-LOOKED_AT = 32  # rows of JSON whose columns are looked at
+BATCH_ROWS = 32  # decoded together
+INSPECTED_ROWS = 32  # rows of JSON that are read for the names of the columns
 
 
 class Table(Protocol):
     name: str
     directory: Path  # relative paths of images start here
     columns: tuple[str, ...]
-    stamp: Any  # what says that it is still the same one
+    stamp: Any  # identifies its content
 
     def __len__(self) -> int: ...
 
     def scan(self, columns: Sequence[str], start: int = 0) -> Iterator[dict[str, Any]]:
-        """The rows from `start` on, with these columns of them."""
+        """Yield these columns of the rows from `start` on."""
 
 
 class ParquetTable:
@@ -62,12 +61,12 @@ def _scan_file(file: Path, columns: Sequence[str], start: int) -> Iterator[dict[
             if start >= rows:
                 start -= rows
                 continue
-            for batch in parquet.iter_batches(AT_ONCE, row_groups=[group], columns=list(columns), use_threads=False):
+            for batch in parquet.iter_batches(BATCH_ROWS, row_groups=[group], columns=list(columns), use_threads=False):
                 if start < batch.num_rows:
                     yield from batch.slice(start).to_pylist()
                 start = max(0, start - batch.num_rows)
     except UNREADABLE as error:
-        raise DataError(f"{file} cannot be read: {' '.join(str(error).split())[:200]}") from error
+        raise DataError(f"{file} cannot be read: {one_line(error)}") from error
 
 
 class ArrowTable:
@@ -80,8 +79,8 @@ class ArrowTable:
 
     def scan(self, columns: Sequence[str], start: int = 0) -> Iterator[dict[str, Any]]:
         chosen = self.table.select(list(columns))
-        for first in range(start, len(self), AT_ONCE):
-            yield from chosen.slice(first, AT_ONCE).to_pylist()
+        for first in range(start, len(self), BATCH_ROWS):
+            yield from chosen.slice(first, BATCH_ROWS).to_pylist()
 
 
 class SourceTable:
@@ -89,10 +88,8 @@ class SourceTable:
 
     def __init__(self, source: DataSource) -> None:
         self.source, self.name, self.directory, self.stamp = source, source.name, source.directory, source.fingerprint
-        seen: dict[str, None] = {}
-        for index in range(min(LOOKED_AT, len(source))):
-            seen |= dict.fromkeys(self._read(index))
-        self.columns = tuple(seen)
+        rows = map(self._read, range(min(INSPECTED_ROWS, len(source))))
+        self.columns = tuple(dict.fromkeys(name for row in rows for name in row))
 
     def __len__(self) -> int:
         return len(self.source)
@@ -109,40 +106,36 @@ class SourceTable:
             raise DataError(f"{self.name}, row {self.source.row_number(index)}: {error.reason}") from error
 
 
-def open_table(where: str, split: str | None, config: str | None = None) -> Table:
-    """A file, a folder or a hub id; of a configuration the folder of that name, as repositories of the hub have it."""
-    cache, path = DiskCache(), Path(where).expanduser()
+def open_table(location: str, split: str | None, config: str | None = None) -> Table:
+    """Open a file, a folder or a hub id; a configuration is a folder of that name, as in hub repositories."""
+    cache, path = DiskCache(), Path(location).expanduser()
     if not path.exists():
-        if HUB_ID.fullmatch(where):
-            return ArrowTable(open_hub_dataset(where, split, cache, config))
-        raise DataError(f"{where} does not exist")
+        if HUB_ID.fullmatch(location):
+            return ArrowTable(open_hub_dataset(location, split, cache, config))
+        raise DataError(f"{location} does not exist")
     if config is not None:
-        path = _table_folder(path, config)
+        folders = [folder for folder in (path, *sorted(path.rglob("*"))) if folder.is_dir() and folder.name == config]
+        if not folders:
+            raise DataError(f"{path} has no folder {config!r}; name the copy of the whole dataset")
+        path = folders[0]
     if path.is_dir() and not any((path / name).exists() for name in ("state.json", "dataset_dict.json")):
-        files = list_files(path, split, if_told=True)
+        files = list_files(path, split, is_split_optional=True)
         if all(file.suffix == ".parquet" for file in files):
             return ParquetTable(files, str(path))
         sources = [source for file in files for source in open_sources(str(file), cache)]
     elif path.suffix == ".parquet":
         return ParquetTable([path], str(path))
     else:
-        several = split is not None and (path / "dataset_dict.json").exists()
-        sources = open_sources(f"{path}@{split}" if several else str(path), cache)
+        has_splits = split is not None and (path / "dataset_dict.json").exists()
+        sources = open_sources(f"{path}@{split}" if has_splits else str(path), cache)
     if len(sources) != 1:
-        raise DataError(f"{path} holds {len(sources)} files; name one, or make them Parquet")
+        raise DataError(f"{path} holds {len(sources)} files; name one, or convert them to Parquet")
     (source,) = sources
     return ArrowTable(source) if isinstance(source, ArrowRows) else SourceTable(source)
 
 
-def _table_folder(path: Path, config: str) -> Path:
-    found = [folder for folder in (path, *sorted(path.rglob("*"))) if folder.is_dir() and folder.name == config]
-    if not found:
-        raise DataError(f"{path} has no folder {config!r}; name the copy of the whole dataset")
-    return found[0]
-
-
-def want_columns(table: Table, wanted: Sequence[str], dataset: str) -> None:
-    missing = [column for column in wanted if column not in table.columns]
+def check_columns(table: Table, required: Sequence[str], dataset: str) -> None:
+    missing = [column for column in required if column not in table.columns]
     if missing:
         raise DataError(
             f"{table.name} has no column {' and no column '.join(map(repr, missing))}, so it is not {dataset} as it "

@@ -1,4 +1,4 @@
-"""Options, letters and image marks, as datasets spell them and as a run reads them."""
+"""Options, letters and image marks: from the forms of the datasets to ours."""
 
 from __future__ import annotations
 
@@ -15,55 +15,55 @@ LABEL = re.compile(r"\s*[(\[]?([A-J])[)\].:]\s*(.*)", re.DOTALL)
 LEADING_LETTER = re.compile(r"\s*[(\[]?([A-J])(?![A-Za-z])")
 
 
-class LeftOut(Exception):
-    """Why a row does not become a question, in words that many rows share."""
+class SkipRow(Exception):
+    """Why a row does not become a question; rows with the same reason are counted together."""
 
 
-def option_list(value: Any) -> list[str]:
-    """A list, or a list written as text.
+def parse_options(value: Any) -> list[str]:
+    """Read a list, or a list written as text.
 
-    >>> option_list("['$6', \\"its mother's\\"]")
+    >>> parse_options("['$6', \\"its mother's\\"]")
     ['$6', "its mother's"]
     """
     if isinstance(value, str):
         try:
             value = ast.literal_eval(value.strip())
         except (ValueError, SyntaxError, MemoryError, RecursionError):
-            raise LeftOut("its options are text that is no list") from None
+            raise SkipRow("its options are text that is not a list") from None
     if not isinstance(value, (list, tuple)):
-        raise LeftOut("it has no options")
+        raise SkipRow("it has no options")
     return [str(option).strip() for option in value]
 
 
-def without_labels(options: Sequence[str]) -> list[str]:
-    """Labels of their own go where each option has its own; placeholders at the end go too.
+def strip_labels(options: Sequence[str]) -> list[str]:
+    """Remove the labels if every option has its own, and placeholders at the end.
 
-    >>> without_labels(["A) a rise", "B) a fall", "-"])
+    >>> strip_labels(["A) a rise", "B) a fall", "-"])
     ['a rise', 'a fall']
     """
-    kept = list(options)
-    while kept and kept[-1].strip() in ("", "-"):
-        kept.pop()
-    labels = [LABEL.fullmatch(option) for option in kept]
-    if all(found and found[1] == letter for found, letter in zip(labels, LETTERS, strict=False)):
-        return [found[2].strip() for found in labels if found]
-    return kept
+    texts = list(options)
+    while texts and texts[-1].strip() in ("", "-"):
+        texts.pop()
+    labels = [LABEL.fullmatch(option) for option in texts]
+    if all(label and label[1] == letter for label, letter in zip(labels, LETTERS, strict=False)):
+        return [label[2].strip() for label in labels if label]
+    return texts
 
 
-def checked_options(options: Sequence[str]) -> list[str]:
+def check_options(options: Sequence[str]) -> list[str]:
     if not 2 <= len(options) <= len(LETTERS):
-        raise LeftOut(f"it has {len(options)} options, and 2 to {len(LETTERS)} are wanted")
+        raise SkipRow(f"it has {len(options)} options, not 2 to {len(LETTERS)}")
     return list(options)
 
 
 def option_letter(answer: Any, options: Sequence[str]) -> str:
-    """The letter of an answer that is a letter, a place from 0, or an option's text.
+    """Return the letter of an answer that is a letter, a 0-based index or an option's text.
 
-    >>> letter_of("B. a fall", ["a rise", "a fall"]), letter_of(0, ["a rise", "a fall"])
+    >>> option_letter("B. a fall", ["a rise", "a fall"]), option_letter(0, ["a rise", "a fall"])
     ('B', 'A')
     """
     if answer is None or (isinstance(answer, str) and not answer.strip()):
-        raise LeftOut("it has no answer")
+        raise SkipRow("it has no answer")
     if isinstance(answer, int):
         if 0 <= answer < len(options):
             return LETTERS[answer]
@@ -71,30 +71,31 @@ def option_letter(answer: Any, options: Sequence[str]) -> str:
         text = str(answer).strip()
         if text in options:
             return LETTERS[list(options).index(text)]
-        found = LEADING_LETTER.match(text)
-        if found and LETTERS.index(found[1]) < len(options):
-            return found[1]
-    raise LeftOut("its answer is none of its options")
+        match = LEADING_LETTER.match(text)
+        if match and LETTERS.index(match[1]) < len(options):
+            return match[1]
+    raise SkipRow("its answer is none of its options")
 
 
 def place_marks(question: str, options: Sequence[str], images: Mapping[int, Any]) -> tuple[str, list[str], list[Any]]:
-    """`<image 2>` becomes `<image>`, and the images come in the order in which the text shows them, question before
-    options. One that is named again is called by its place; one that is never named comes first.
+    """Replace `<image 2>` by `<image>` and sort the images by their order in the text, question before options. A
+    repeated mark becomes the number of its image; an image without a mark comes first.
 
     >>> place_marks("See <image 2>.", ["like <image 1>", "<image 2>"], {1: "a", 2: "b"})
     ('See <image>.', ['like <image>', 'image 1'], ['b', 'a'])
     """
     texts = [question, *options]
-    named = [int(number) for text in texts for number in NUMBERED_MARK.findall(text) if number]
+    marks = [number for text in texts for number in NUMBERED_MARK.findall(text)]
+    named = [int(number) for number in marks if number]
     free = [number for number in images if number not in named]  # for marks without a number, else to come first
-    bare = sum(number == "" for text in texts for number in NUMBERED_MARK.findall(text))
-    first, free = free[bare:], free[:bare]
+    unnumbered = marks.count("")
+    first, free = free[unnumbered:], free[:unnumbered]
     order = list(first)
 
-    def replaced(found: re.Match[str]) -> str:
-        if not found[1] and not free:
+    def replace_mark(mark: re.Match[str]) -> str:
+        if not mark[1] and not free:
             raise RowError("it has more <image> marks than images")
-        number = int(found[1]) if found[1] else free.pop(0)
+        number = int(mark[1]) if mark[1] else free.pop(0)
         if number not in images:
             raise RowError(f"its text shows <image {number}>, and the column of that image is empty")
         if number in order:
@@ -102,5 +103,5 @@ def place_marks(question: str, options: Sequence[str], images: Mapping[int, Any]
         order.append(number)
         return "<image>"
 
-    asked, *shown = [NUMBERED_MARK.sub(replaced, text) for text in texts]
-    return "<image>" * len(first) + asked, shown, [images[number] for number in order]
+    prompt, *new_options = [NUMBERED_MARK.sub(replace_mark, text) for text in texts]
+    return "<image>" * len(first) + prompt, new_options, [images[number] for number in order]

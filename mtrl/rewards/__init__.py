@@ -1,1 +1,1 @@
-"""Rewards: built-ins, user functions in their sandbox, and how parts become a total."""
+"""Rewards: built-in functions, user functions in a sandbox, and their weighted total."""

@@ -1,6 +1,6 @@
-"""The built-in rewards by name. The configuration reads this too, so it imports nothing: what a name means is text.
+"""The built-in rewards by name. The configuration reads this too, so it imports nothing; functions are named by text.
 
-A new one is a function in a file of this folder and a line here.
+To add one, write a function in this package and add a line here.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ class Library(NamedTuple):
 
 
 class BuiltinReward(NamedTuple):
-    """`place` names a function of a sample, or, where there are `settings`, a function that makes one (or a whole
-    `RewardFunction`) from the values of these keys of the configuration."""
+    """`function` takes a sample; with `settings`, it takes the values of these configuration keys and returns such a
+    function (or a `RewardFunction`)."""
 
-    place: str  # package.module:name
+    function: str  # package.module:name
     settings: tuple[str, ...] = ()
-    truth: bool = False  # compares with the row's answer, and says nothing without one
-    attention: bool = False  # reads where the response looked
-    sandboxed: bool = False  # runs as a user's function does: a hostile answer can make it think for hours
-    library: Library | None = None  # the library that it cannot do without
+    truth: bool = False  # compares with the row's answer, and does not apply without one
+    attention: bool = False  # needs the attention mass of the response
+    sandboxed: bool = False  # runs like a user function: a hostile answer can take it hours
+    library: Library | None = None  # required library
 
 
 COMPUTE_DTYPE = "worker.actor.fsdp.mixed_precision_dtype"
@@ -51,6 +51,6 @@ REWARDS: Mapping[str, BuiltinReward] = {
 }
 
 
-def is_bare(name: str) -> bool:
-    """A built-in's name, known or not, rather than a path to a function: file.py[:name] or package.module:name."""
+def is_builtin_name(name: str) -> bool:
+    """Whether this is a built-in's name, known or not, and not a path: file.py[:name] or package.module:name."""
     return not any(sign in name for sign in "./:\\")

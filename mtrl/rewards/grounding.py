@@ -1,4 +1,4 @@
-"""Built-ins that reward where the attention of the late layers went: mdi, vgr, vgr_hard_negative (SPEC 3)."""
+"""Built-in rewards for the attention of the late layers on the image: mdi, vgr, vgr_hard_negative (SPEC 3)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mtrl.algorithms.rewards import VGR_ROUNDING, Normalizer, mdi_reward, vgr_hard_negative_reward, vgr_reward
 from mtrl.rewards.builtin import accuracy
-from mtrl.rewards.outcomes import Outcome, completed
+from mtrl.rewards.outcomes import Outcome, completed_future
 from mtrl.types import Needs
 
 SEGMENT = "vgr_late"
@@ -23,7 +23,7 @@ Compare = Callable[[Tensor, Tensor, Sequence[Sample]], Tensor]  # VGR [N], group
 
 
 class AttentionReward:
-    """Compares responses by their VGR; a response without one (no image, nobody looked) gets no reward."""
+    """Compares responses by their VGR; a response without one (no image, no attention measured) gets no reward."""
 
     needs = Needs("attention_mass")
 
@@ -34,7 +34,7 @@ class AttentionReward:
         vgr = torch.tensor([sample["signals"].get(SEGMENT, math.nan) for sample in samples])
         prompts = torch.arange(len(samples)) if group is None else torch.tensor(group)
         rewards = self.compare(vgr, prompts, samples).tolist()
-        return [completed(Outcome(None if math.isnan(reward) else reward)) for reward in rewards]
+        return [completed_future(Outcome(None if math.isnan(reward) else reward)) for reward in rewards]
 
     def close(self) -> None: ...
 
@@ -60,6 +60,6 @@ def _hard_negative(
     pool: Literal["correct", "group"],
     rounding: float,
 ) -> Tensor:
-    """The vgr_hard_negative reward. It works out accuracy itself, so that need not be a part of the reward."""
+    """The vgr_hard_negative reward. It computes accuracy itself, so accuracy need not be one of the rewards."""
     right = torch.tensor([accuracy(sample) or 0.0 for sample in samples])
     return vgr_hard_negative_reward(vgr, right, group, normalizer, pool, rounding)

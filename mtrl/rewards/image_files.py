@@ -1,4 +1,4 @@
-"""Images on their way to worker processes: written once to a file, however many functions and workers look at them."""
+"""Images for worker processes: written to a file once, however many functions and workers read them."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 from mtrl.rewards.scratch import ScratchDirectory
 
-if TYPE_CHECKING:  # a worker imports this module, and Pillow only where there is an image
+if TYPE_CHECKING:  # a worker imports this module, but Pillow only for an image
     from PIL import Image
 
-RAW_MODES = ("L", "RGB")  # PPM holds these as they are, so that writing and reading is copying
+RAW_MODES = ("L", "RGB")  # PPM stores these uncompressed
 
 
 class ImageFiles:
-    """A file for each image that was asked for. It goes when the image does; all go with the process."""
+    """One file per image, deleted with the image or with the process."""
 
     def __init__(self) -> None:
-        self._paths: dict[int, str] = {}  # file of each image that is alive, by its id()
+        self._paths: dict[int, str] = {}  # file of each live image, by its id()
         self._numbers = itertools.count()
         self._lock = threading.Lock()
 
@@ -39,7 +39,7 @@ class ImageFiles:
             if key not in self._paths:
                 kind = "ppm" if image.mode in RAW_MODES else "png"
                 path = os.path.join(self.directory.name, f"{next(self._numbers)}.{kind}")
-                image.save(path, kind, compress_level=1)  # only png has a level: quick rather than small
+                image.save(path, kind, compress_level=1)  # for PNG: fast rather than small
                 self._paths[key] = path
                 weakref.finalize(image, self._forget, key, path)
             return self._paths[key]
@@ -51,7 +51,7 @@ class ImageFiles:
 
 
 class Packer(pickle.Pickler):
-    """Pickles everything as usual, and images as the names of their files."""
+    """Pickles images as the names of their files."""
 
     def __init__(self, buffer: io.BytesIO, files: ImageFiles) -> None:
         super().__init__(buffer, pickle.HIGHEST_PROTOCOL)
@@ -64,19 +64,18 @@ class Packer(pickle.Pickler):
 
 
 def pack(samples: Sequence[Any], files: ImageFiles) -> bytes:
-    """A message for a worker. Each sample is pickled by itself: what a function changes in one, it must not find
-    changed in the next."""
-    return pickle.dumps([pack_one(sample, files) for sample in samples])
-
-
-def pack_one(sample: Any, files: ImageFiles) -> bytes:
-    buffer = io.BytesIO()
-    Packer(buffer, files).dump(sample)
-    return buffer.getvalue()
+    """Make a message for a worker. Each sample is pickled separately, so that a function that changes one does not
+    change the others."""
+    packed = []
+    for sample in samples:
+        buffer = io.BytesIO()
+        Packer(buffer, files).dump(sample)
+        packed.append(buffer.getvalue())
+    return pickle.dumps(packed)
 
 
 def open_image(path: str) -> Image.Image:
-    """Reads the pixels when they are looked at."""
+    """Open an image; Pillow reads its pixels on first use."""
     from PIL import Image
 
     return Image.open(path)

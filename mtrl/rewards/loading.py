@@ -1,4 +1,4 @@
-"""Finding a user's reward function: `path/to/file.py:name` or `package.module:name`. Imports nothing heavy."""
+"""Load a user's reward function: `path/to/file.py:name` or `package.module:name`. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ DEFAULT_NAMES = ("reward_function", "compute_score")
 
 
 @dataclass(frozen=True)
-class Setup:
-    """What a worker process is for."""
+class WorkerSetup:
+    """The first message to a worker process."""
 
     function: str
     kwargs: Mapping[str, Any]
@@ -26,34 +26,31 @@ class Setup:
 
 
 def load_reward(spec: str, kwargs: Mapping[str, Any], seconds: float | None = None) -> UserReward:
-    """Loads a user's function. A spec without a name means one of DEFAULT_NAMES, or the only public function."""
-    place, name = split_spec(spec)
-    module = load_module(place, "reward")
-    return UserReward(find_function(module, place, name), kwargs, module, seconds)
+    """Load a user's function. A spec without a name means one of DEFAULT_NAMES, or the only public function."""
+    location, name = split_spec(spec)
+    module = load_module(location, "reward")
+    return UserReward(find_function(module, location, name), kwargs, module, seconds)
 
 
-def find_function(module: ModuleType, place: str, name: str | None) -> Callable[..., Any]:
+def find_function(module: ModuleType, location: str, name: str | None) -> Callable[..., Any]:
+    public = public_functions(module)
+    listed = ", ".join(public) or "none"
     if name is not None:
         if not callable(getattr(module, name, None)):
-            raise PluginError(
-                f"{place} has no function {name!r}; it has {', '.join(public_functions(module)) or 'none'}"
-            )
+            raise PluginError(f"{location} has no function {name!r}; it has {listed}")
         return getattr(module, name)
     for default in DEFAULT_NAMES:
         if callable(getattr(module, default, None)):
             return getattr(module, default)
-    names = public_functions(module)
-    if len(names) != 1:
-        raise PluginError(
-            f"which function of {place} is the reward? It has {', '.join(names) or 'none'}; write {place}:NAME"
-        )
-    return getattr(module, names[0])
+    if len(public) != 1:
+        raise PluginError(f"which function of {location} is the reward? It has {listed}; write {location}:NAME")
+    return getattr(module, public[0])
 
 
 def reward_name(spec: str) -> str:
-    """The name of a reward in logs: the function's, or the file's where the spec names no function."""
-    place, name = split_spec(spec)
-    return name or (Path(place).stem if place.endswith(".py") else place.rpartition(".")[2])
+    """Return the name of a reward in logs: the function's, or the file's if the spec names no function."""
+    location, name = split_spec(spec)
+    return name or (Path(location).stem if location.endswith(".py") else location.rpartition(".")[2])
 
 
 def public_functions(module: ModuleType) -> list[str]:

@@ -1,7 +1,7 @@
-"""Messages between a sandbox and its workers: a frame with the number of the job and the length, then that many bytes.
+"""Messages between a sandbox and its workers: a frame with the job's number and a length, then that many bytes.
 
-What goes to a worker is a pickle. What comes back is JSON and stays data: nothing in it is ever run, and whatever is
-not exactly an answer to what was asked is no answer at all. Imports nothing heavy.
+Messages to a worker are pickles. Messages from a worker are JSON, so nothing in them is ever run; a message that is not
+exactly the outcome of a pending sample is rejected. Imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -12,23 +12,24 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, BinaryIO
 
-from mtrl.rewards.outcomes import LARGEST, TOKEN_WEIGHTS, Outcome, check_extras, last_words
+from mtrl.rewards.outcomes import LARGEST, TOKEN_WEIGHTS, Outcome, check_extras, sanitize_tail
 from mtrl.rewards.signatures import Traits
 
 FRAME = struct.Struct("!QQ")  # number of the job, bytes that follow
-PLACE = struct.Struct("qq")  # a job, and which of its samples a worker is at, in memory that it shares with its owner
-MOST_BYTES = 8 << 20  # longest message of a worker
-MOST_ANSWER = 4 << 20  # longest answer on one response: token weights of 200,000 tokens
-ENOUGH = 1 << 20  # bytes of answers that wait for no more
+PROGRESS = struct.Struct("qq")  # the worker's job and current sample, in memory shared with the trainer
+MAX_MESSAGE_BYTES = 8 << 20  # of a worker
+MAX_OUTCOME_BYTES = 4 << 20  # of one response: token weights of 200,000 tokens
+FLUSH_BYTES = 1 << 20  # a worker sends its outcomes when they reach this size
+INVALID = "its process sent an invalid message"
 
 
 class WorkerLost(Exception):
-    """The worker died, took too long or sent what is no answer, and must be replaced."""
+    """The worker died, took too long or sent an invalid message, and must be replaced."""
 
 
-# --------------------------------------------------------------------------------------------- the side of the worker
+# ---------------------------------------------------------------------------------------------------- in the worker
 def read_frame(stream: BinaryIO) -> tuple[int, bytes] | None:
-    """The next job and its message; None where the stream has ended."""
+    """Return the next job and its message, or None at the end of the stream."""
     frame = stream.read(FRAME.size)
     if len(frame) < FRAME.size:
         return None
@@ -37,78 +38,79 @@ def read_frame(stream: BinaryIO) -> tuple[int, bytes] | None:
     return (job, message) if len(message) == length else None
 
 
-def framed(job: int, message: bytes) -> bytes:
+def make_frame(job: int, message: bytes) -> bytes:
     return FRAME.pack(job, len(message)) + message
 
 
-def written_answer(place: int | None, outcome: Outcome) -> str:
-    if outcome.value is not None and not outcome.extras:  # most often, and several times as quick as `dumps`
-        return f"[{place}, {outcome.value!r}, {{}}, null, {outcome.seconds!r}]"
-    text = json.dumps([place, outcome.value, outcome.extras, outcome.failure, outcome.seconds])
-    if len(text) <= MOST_ANSWER:
+def encode_outcome(index: int | None, outcome: Outcome) -> str:
+    """Encode the outcome of one sample; an index of None stands for all samples of the job."""
+    if outcome.value is not None and not outcome.extras:  # the usual case, several times as fast as `dumps`
+        return f"[{index}, {outcome.value!r}, {{}}, null, {outcome.seconds!r}]"
+    text = json.dumps([index, outcome.value, outcome.extras, outcome.failure, outcome.seconds])
+    if len(text) <= MAX_OUTCOME_BYTES:
         return text
-    much = f"its extra values take {len(text):,} bytes; at most {MOST_ANSWER:,} can be told"
-    return json.dumps([place, None, {}, much, outcome.seconds])
+    failure = f"its extra values take {len(text):,} bytes, more than {MAX_OUTCOME_BYTES:,}"
+    return json.dumps([index, None, {}, failure, outcome.seconds])
 
 
-def written_answers(answers: list[str], ends: bool) -> bytes:
-    return f'{{"answers": [{", ".join(answers)}], "ends": {json.dumps(ends)}}}'.encode()
+def encode_outcomes(outcomes: list[str], ends: bool) -> bytes:
+    return f'{{"answers": [{", ".join(outcomes)}], "ends": {json.dumps(ends)}}}'.encode()
 
 
-def written_start(traits: Traits | None, error: str, contained: bool) -> bytes:
-    """The first message: the function's traits, or why there is none."""
-    told = None if traits is None else asdict(traits)
-    return json.dumps({"traits": told, "error": last_words(error), "contained": contained}).encode()
+def encode_start(traits: Traits | None, error: str, contained: bool) -> bytes:
+    """Encode the first message: the function's traits, or why it cannot be loaded."""
+    fields = None if traits is None else asdict(traits)
+    return json.dumps({"traits": fields, "error": sanitize_tail(error), "contained": contained}).encode()
 
 
-# ------------------------------------------------------------------------------------------- the side of the trainer
-Answer = tuple[int | None, Outcome]
-
-
+# --------------------------------------------------------------------------------------------------- in the trainer
 def read_start(message: bytes) -> tuple[Traits | None, str, bool]:
-    """Traits or an error, and whether whatever the worker starts will end with it."""
+    """Return traits or an error, and whether all processes that the worker starts will end with it."""
     try:
-        told = json.loads(message)
-        error, traits = last_words(told["error"]), told["traits"]
+        fields = json.loads(message)
+        error, traits = sanitize_tail(fields["error"]), fields["traits"]
         if traits is not None:
-            name = None if traits["name"] is None else last_words(traits["name"], 100)
+            name = None if traits["name"] is None else sanitize_tail(traits["name"], 100)
             traits = Traits(traits["batch"] is True, traits["concurrent"] is True, traits["signals"] is True, name)
-        return traits, error, told["contained"] is True
-    except Exception:  # whatever a worker may send
-        raise WorkerLost("its process sent what is no answer") from None
+        return traits, error, fields["contained"] is True
+    except Exception:  # a worker may send anything
+        raise WorkerLost(INVALID) from None
 
 
-def read_answers(message: bytes, waiting: Mapping[int, int], output: str) -> tuple[list[Answer], bool]:
-    """The outcomes in a message, and whether the worker ends now. `waiting`: the places that an answer may be for, and
-    the number of tokens at each. No place: all of them."""
+def read_outcomes(
+    message: bytes, pending: Mapping[int, int], output: str
+) -> tuple[list[tuple[int | None, Outcome]], bool]:
+    """Return the outcomes in a message, and whether the worker ends now. `pending`: the indices of the samples that
+    wait, and their numbers of tokens. An index of None stands for all of them."""
     try:
-        told, left = json.loads(message), dict(waiting)
-        answers = [_answer(*each, output=output, left=left) for each in told["answers"]]
-        if not answers:
+        fields, left = json.loads(message), dict(pending)
+        outcomes = [_read_outcome(*each, output=output, left=left) for each in fields["answers"]]
+        if not outcomes:
             raise ValueError("an empty message")
-        return answers, told["ends"] is True
+        return outcomes, fields["ends"] is True
     except Exception:
-        raise WorkerLost("its process sent what is no answer") from None
+        raise WorkerLost(INVALID) from None
 
 
-def _answer(
-    place: Any, value: Any, extras: Any, failure: Any, seconds: Any, *, output: str, left: dict[int, int]
-) -> Answer:
-    """Raises an error of any kind where these are not the fields of an outcome, or nobody waits for it (any more)."""
-    if type(place) is not int and place is not None:
-        raise TypeError("no place")
-    tokens = max(left.values()) if place is None else left.pop(place)
-    if place is None:
+def _read_outcome(
+    index: Any, value: Any, extras: Any, failure: Any, seconds: Any, *, output: str, left: dict[int, int]
+) -> tuple[int | None, Outcome]:
+    """Raise an error of any kind if these are not the fields of an outcome, or its sample is not pending."""
+    if type(index) is not int and index is not None:
+        raise TypeError("no index")
+    tokens = max(left.values()) if index is None else left.pop(index)
+    if index is None:
         left.clear()
+    duration = _check_number(seconds)
     if failure is not None:
-        return place, Outcome(failure=last_words(failure) or "no reason given", output=output, seconds=_number(seconds))
+        return index, Outcome(failure=sanitize_tail(failure) or "no reason given", output=output, seconds=duration)
     check_extras(extras)
     if extras and extras.get(TOKEN_WEIGHTS):
         extras[TOKEN_WEIGHTS] = extras[TOKEN_WEIGHTS][:tokens]
-    return place, Outcome(None if value is None else _number(value), extras, None, output, _number(seconds))
+    return index, Outcome(None if value is None else _check_number(value), extras, None, output, duration)
 
 
-def _number(value: Any) -> float:
+def _check_number(value: Any) -> float:
     if not isinstance(value, (int, float)) or not abs(value) <= LARGEST:
-        raise ValueError(f"no finite number: {value!r:.100}")
+        raise ValueError(f"not a finite number: {value!r:.100}")
     return float(value)

@@ -1,4 +1,4 @@
-"""What became of a response in the hands of a reward function, in whatever form the function answered."""
+"""The outcome of a reward function on a response, read from any form of return value."""
 
 from __future__ import annotations
 
@@ -11,46 +11,46 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-TOTAL_KEYS = ("overall", "score")  # where a dict keeps the reward: EasyR1's name, verl's name
-LARGEST = 3.4e38  # largest reward: rewards become 32-bit floats
-TOKEN_WEIGHTS = "token_weights"  # the extra value that weighs tokens (SPEC 2.1)
-MAX_EXTRAS = 100  # extra values that a function may have, and characters in the name of one
-MAX_FAILURE = 8_000  # characters kept of the reason of a failure
+TOTAL_KEYS = ("overall", "score")  # of a returned dict: EasyR1's key, verl's key
+LARGEST = 3.4e38  # rewards become 32-bit floats
+TOKEN_WEIGHTS = "token_weights"  # the extra value with token weights (SPEC 2.1)
+MAX_EXTRAS = 100  # extra values of a function, and characters of their names
+MAX_FAILURE = 8_000  # characters of the reason of a failure
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 EXPECTED = "a reward function returns a number, None, (number, dict of extra values), or a dict with overall or score"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A number (None: not applicable) and extra values, or the reason of a failure. All of it is bounded: a step holds
-    thousands of these."""
+    """A number (None: not applicable) and extra values, or the reason of a failure. All of it is limited in size, since
+    a step has thousands of outcomes."""
 
     value: float | None = None
     extras: Mapping[str, Any] = field(default_factory=dict)
     failure: str | None = None
-    output: str = ""  # the end of what was printed meanwhile; a function in this process prints where it likes
-    seconds: float = 0.0  # how long the call took; a batch shares its time out evenly
+    output: str = ""  # the end of what the sandboxed function printed
+    seconds: float = 0.0  # duration of the call; a batch divides it evenly
 
 
-def completed(outcome: Outcome) -> Future[Outcome]:
-    """A future that has its outcome already, for functions that answer at once."""
+def completed_future(outcome: Outcome) -> Future[Outcome]:
+    """Return a future that has its outcome already."""
     future: Future[Outcome] = Future()
     future.set_result(outcome)
     return future
 
 
-def last_words(text: str, limit: int = MAX_FAILURE) -> str:
-    r"""The end of a text from a user's function, where a traceback has what matters. What a terminal would obey and
-    what cannot be written stands there escaped.
+def sanitize_tail(text: str, limit: int = MAX_FAILURE) -> str:
+    r"""Return the end of a text from a user's function, which is the important part of a traceback. Terminal control
+    characters and surrogates are escaped.
 
-    >>> last_words("a \x1b[2J b", limit=7)
-    '\\\\x1b[2J b'
+    >>> sanitize_tail("a \x1b[2J b")
+    'a \\x1b[2J b'
     """
     return UNPRINTABLE.sub(lambda sign: ascii(sign[0])[1:-1], text[-limit:])[-limit:]
 
 
 def read_outcome(answer: Any, seconds: float = 0.0, logged: Mapping[str, Any] | None = None) -> Outcome:
-    """Every way to answer wrongly becomes a failure that says what to return instead.
+    """Parse a return value; an invalid one becomes a failure that says what to return instead.
 
     >>> read_outcome({"overall": 0.5, "format": 1.0})
     Outcome(value=0.5, extras={'format': 1.0}, failure=None, output='', seconds=0.0)
@@ -58,8 +58,8 @@ def read_outcome(answer: Any, seconds: float = 0.0, logged: Mapping[str, Any] | 
     try:
         value, extras = _split(answer)
         return Outcome(_number(value), _checked_extras({**(logged or {}), **extras}), seconds=seconds)
-    except Exception as error:  # an array of no single number, a key that JSON cannot have, ..
-        return Outcome(failure=last_words("".join(traceback.format_exception_only(error)).strip()), seconds=seconds)
+    except Exception as error:  # such as an array of several numbers, or a key that JSON does not allow
+        return Outcome(failure=sanitize_tail("".join(traceback.format_exception_only(error)).strip()), seconds=seconds)
 
 
 def _split(answer: Any) -> tuple[Any, Mapping[str, Any]]:
@@ -87,34 +87,32 @@ def _number(value: Any) -> float | None:
 
 
 def _checked_extras(extras: dict[str, Any]) -> dict[str, Any]:
-    """The finite numbers, which are logged, and the token weights, all as JSON has them. Nobody reads anything else."""
+    """Return the finite numbers and the token weights as JSON values; nothing else is logged or used."""
     if not extras:
         return extras
     plain: dict[str, Any] = json.loads(json.dumps(extras, default=lambda x: getattr(x, "tolist", lambda: None)()))
-    kept = {name: x for name, x in plain.items() if name == TOKEN_WEIGHTS or not math.isnan(logged_number(x))}
-    check_extras(kept)
-    return kept
+    used = {name: x for name, x in plain.items() if name == TOKEN_WEIGHTS or not math.isnan(logged_number(x))}
+    check_extras(used)
+    return used
 
 
 def check_extras(extras: Mapping[str, Any]) -> None:
-    """Raises ValueError where extra values are too many, or are not what they must be."""
-    if extras == {}:  # most often; this runs for every response
+    """Raise ValueError if there are too many extra values or invalid ones."""
+    if extras == {}:  # the usual case; this runs for every response
         return
     if len(extras) > MAX_EXTRAS or not all(name.isprintable() and 0 < len(name) <= MAX_EXTRAS for name in extras):
         raise ValueError(f"at most {MAX_EXTRAS} extra values, with printable names of at most {MAX_EXTRAS} characters")
     weights = extras.get(TOKEN_WEIGHTS)
-    if weights is not None and not (isinstance(weights, list) and all(map(_is_weight, weights))):
+    if weights is not None and not (
+        isinstance(weights, list) and all(isinstance(each, (int, float)) and 0 <= each <= LARGEST for each in weights)
+    ):
         raise ValueError(f"{TOKEN_WEIGHTS} must be a list of finite numbers, none below 0, one for each token")
     if any(math.isnan(logged_number(value)) for name, value in extras.items() if name != TOKEN_WEIGHTS):
         raise ValueError("an extra value must be a finite number")
 
 
-def _is_weight(value: Any) -> bool:
-    return isinstance(value, (int, float)) and 0 <= value <= LARGEST
-
-
 def logged_number(value: Any) -> float:
-    """An extra value as it is logged; NaN where it is no finite number.
+    """Return an extra value as it is logged; NaN if it is not a finite number.
 
     >>> [logged_number(value) for value in (True, 2, "2", 10**400)]
     [1.0, 2.0, nan, nan]

@@ -1,4 +1,4 @@
-"""What a reward function is told of a response: SPEC's first signature, from which the others are made."""
+"""Samples: the dict of each response for reward functions, SPEC's first signature; the others are made from it."""
 
 from __future__ import annotations
 
@@ -21,62 +21,61 @@ def make_samples(
     answer_key: str = "answer",
     progress: Mapping[str, int] | None = None,
 ) -> list[dict[str, Any]]:
-    """One dict a response: prompt, response, response_token_ids, ground_truth, images, videos (the paths or bytes of a
-    row that has any) and every dataset column.
+    """Make one dict per response: prompt, response, response_token_ids, ground_truth, images, videos (their paths or
+    bytes, if the row has any) and every dataset column.
 
-    `progress` says how far the run is, as TRL's `trainer_state` does. What the responses to a prompt share, they share
-    as objects.
+    `progress` is the progress of the run, as in TRL's `trainer_state`. The responses to a prompt share their objects.
     """
     lengths = rollouts.mask.sum(1).tolist()
-    always = {} if progress is None else {"trainer_state": dict(progress)}
-    shared = [prompt_part(prompt, options_key, answer_key) | always for prompt in rollouts.prompts]
+    state = {} if progress is None else {"trainer_state": dict(progress)}
+    shared = [prompt_fields(prompt, options_key, answer_key) | state for prompt in rollouts.prompts]
     return [
         {**shared[g], "response": text, "response_token_ids": tokens[:n].tolist()}
         for g, text, tokens, n in zip(rollouts.group.tolist(), rollouts.text, rollouts.tokens, lengths, strict=True)
     ]
 
 
-def prompt_part(prompt: Prompt, options_key: str, answer_key: str) -> dict[str, Any]:
-    """What all responses to a prompt share. The names of the signature win over columns of the same name."""
+def prompt_fields(prompt: Prompt, options_key: str, answer_key: str) -> dict[str, Any]:
+    """Return the fields that all responses to a prompt share. They replace columns of the same name."""
     task = prompt.task
     columns = {answer_key: task.answer, **(task.columns or {})}
     if options_key in columns:
         columns.setdefault("options", columns[options_key])
-    part = {
+    sample = {
         **columns,
         "prompt": task.text,
         "ground_truth": task.answer,
         "images": [Image.fromarray(medium) for medium in prompt.media if medium.ndim == 3],
     }
-    if videos := [medium.source for medium in task.media if medium.kind == "video"]:  # frames would be a great many
-        part["videos"] = videos
-    return part | {"prompt_messages": list(task.messages)} if task.chat else part
+    if videos := [medium.source for medium in task.media if medium.kind == "video"]:  # not all their frames
+        sample["videos"] = videos
+    return sample | {"prompt_messages": list(task.messages)} if task.chat else sample
 
 
 def signal_lists(rollouts: Rollouts, signals: Signals | None) -> list[dict[str, Any]]:
-    """What the probes measured of each response: {"old_logprobs": [one number a token], "entropy": .., ..}.
+    """Return the signals of each response: {"old_logprobs": [one number per token], "entropy": .., ..}.
 
-    Where attention was read: "vgr" for each token, and "vgr_early", "vgr_late", .. of the whole response; both are
-    missing where they do not apply.
+    With attention also "vgr" for each token, and "vgr_early", "vgr_late", .. of the whole response; both are missing if
+    they do not apply.
     """
-    found: dict[str, Tensor] = {}
+    measured: dict[str, Tensor] = {}
     if signals is not None:
-        found = {name: value for name in PER_TOKEN if (value := getattr(signals, name)) is not None}
+        measured = {name: value for name in PER_TOKEN if (value := getattr(signals, name)) is not None}
     lengths = rollouts.mask.sum(1).tolist()
-    told: list[dict[str, Any]] = [
-        {name: value[row, :n].tolist() for name, value in found.items()} for row, n in enumerate(lengths)
+    rows: list[dict[str, Any]] = [
+        {name: value[row, :n].tolist() for name, value in measured.items()} for row, n in enumerate(lengths)
     ]
     if signals is not None and signals.attention_mass is not None:
-        add_attention(told, rollouts, signals.attention_mass)
-    return told
+        add_attention(rows, rollouts, signals.attention_mass)
+    return rows
 
 
-def add_attention(told: list[dict[str, Any]], rollouts: Rollouts, mass: Tensor) -> None:
+def add_attention(rows: list[dict[str, Any]], rollouts: Rollouts, mass: Tensor) -> None:
     sizes = pool_sizes(rollouts.prompts)[rollouts.group]
     by_token = vgr(segment(mass, "all"), sizes[:, None])
     by_response = vgr(sequence_mass(mass, rollouts.mask), sizes[:, None])  # [N, segments]
     for row, values in enumerate(by_response.tolist()):
         known = {f"vgr_{name}": value for name, value in zip(SEGMENTS, values, strict=True) if value == value}
-        known.pop("vgr_weight", None)  # this segment is for token weights, not for people
+        known.pop("vgr_weight", None)  # an internal segment, for token weights
         if known:
-            told[row] |= {"vgr": by_token[row, rollouts.mask[row]].tolist(), **known}
+            rows[row] |= {"vgr": by_token[row, rollouts.mask[row]].tolist(), **known}

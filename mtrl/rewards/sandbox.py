@@ -1,4 +1,4 @@
-"""User functions in processes of their own, with limits of time and memory: whatever one does, only its call fails."""
+"""User functions in separate processes with limits of time and memory: whatever one does, only its call fails."""
 
 from __future__ import annotations
 
@@ -19,31 +19,29 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mtrl.rewards.image_files import ImageFiles, pack
-from mtrl.rewards.loading import Setup, reward_name
-from mtrl.rewards.messages import WorkerLost, read_answers, read_start
-from mtrl.rewards.outcomes import Outcome, last_words
+from mtrl.rewards.loading import WorkerSetup, reward_name
+from mtrl.rewards.messages import WorkerLost, read_outcomes, read_start
+from mtrl.rewards.outcomes import Outcome, sanitize_tail
 from mtrl.rewards.signatures import Sample, Traits, UserReward
 from mtrl.rewards.worker_process import END_SECONDS, WorkerProcess
 from mtrl.types import Needs
 
-START_SECONDS = 120.0  # time limit of loading a function: a reward file may import something large
-LEAST_MEMORY = 8 << 30  # bytes that a worker may have whatever the machine has: libraries reserve more than they use
-ASYNC_GRACE = 2.0  # seconds that a worker gets to stop an async call itself, before it is killed
-HOPELESS = 10  # workers lost in a row: the rest of a step's responses fail untried, or a step could take hours
-ROWS_PER_MESSAGE = 128  # most samples in one message to a worker
-ROWS_PER_BATCH = 64  # samples that a function of many responses gets in a call; more where a group is larger
-SIGNALS_TOLD = Needs(
-    "old_logprobs", "entropy"
-)  # what a function that asks for signals can count on; more, where others need more
-IMAGES = ImageFiles()  # one for the whole process: several functions look at the same images
+START_SECONDS = 120.0  # time limit of loading a function: a reward file may import a large library
+MIN_MEMORY_LIMIT = 8 << 30  # bytes per worker, whatever the machine has: libraries reserve more than they use
+ASYNC_GRACE = 2.0  # seconds for a worker to stop an async call itself, before it is killed
+MAX_LOST_WORKERS = 10  # in a row; then the other responses of the step fail at once, or it could take hours
+ROWS_PER_MESSAGE = 128  # to a worker, at most
+ROWS_PER_BATCH = 64  # per call of a batch function, or one group if that is larger
+PROVIDED_SIGNALS = Needs("old_logprobs", "entropy")  # always provided on request; others if something else needs them
+IMAGES = ImageFiles()  # shared by all functions, which read the same images
 
 logger = logging.getLogger(__name__)
 
 
 def split_calls(traits: Traits, group: Sequence[int], workers: int) -> list[list[int]]:
-    """Which rows go to a worker together. A function of many responses sees groups whole."""
+    """Divide the rows into messages to a worker. A batch function sees whole groups."""
     if not traits.batch:
-        return list(falling(len(group), workers, ROWS_PER_BATCH if traits.concurrent else ROWS_PER_MESSAGE))
+        return list(shrinking_batches(len(group), workers, ROWS_PER_BATCH if traits.concurrent else ROWS_PER_MESSAGE))
     members: dict[int, list[int]] = {}
     for row, g in enumerate(group):
         members.setdefault(g, []).append(row)
@@ -56,59 +54,58 @@ def split_calls(traits: Traits, group: Sequence[int], workers: int) -> list[list
     return calls
 
 
-def falling(rows: int, workers: int, most: int) -> Iterator[list[int]]:
-    """All rows in messages that are large while there is much to do, and small at the end, so that no worker waits long
-    for another."""
+def shrinking_batches(rows: int, workers: int, max_size: int) -> Iterator[list[int]]:
+    """Yield all rows in batches that become smaller towards the end, so that no worker waits long for another."""
     done = 0
     while done < rows:
-        size = min(most, math.ceil((rows - done) / (2 * workers)))
+        size = min(max_size, math.ceil((rows - done) / (2 * workers)))
         yield list(range(done, done + size))
         done += size
 
 
-def memory_share(workers: int) -> int:
-    """Bytes that each worker may have: half of the machine's memory for all of them together, so that a mistake cannot
-    end the machine."""
+def memory_per_worker(workers: int) -> int:
+    """Return the memory limit of each worker in bytes: together half of the machine, so that a mistake cannot bring it
+    down."""
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(LEAST_MEMORY, machine // (2 * workers))
+    return max(MIN_MEMORY_LIMIT, machine // (2 * workers))
 
 
 @functools.cache
-def warn_of_strays() -> None:
-    logger.warning("this system does not let us end processes that a reward function moves to a session of their own "
-                   "(setsid): they may outlive the run (this is said once)")  # fmt: skip
+def warn_about_strays() -> None:
+    logger.warning("this system does not let us end processes that a reward function moves to a new session "
+                   "(setsid): they may outlive the run (this is logged once)")  # fmt: skip
 
 
 @dataclass
 class RewardJob:
-    """Samples that travel together, who waits for them, and until when."""
+    """Samples of one message, their futures, and the deadline."""
 
     samples: list[Sample]
     futures: list[Future[Outcome]]
-    limit: float = math.inf  # on the monotonic clock: the end of the step's time
+    deadline: float = math.inf  # end of the step's time, on the monotonic clock
 
     def __post_init__(self) -> None:
         ids = [sample.get("response_token_ids", ()) for sample in self.samples]
-        self.waiting = {place: len(each) for place, each in enumerate(ids)}  # who has no outcome, and its tokens
+        self.pending = {index: len(each) for index, each in enumerate(ids)}  # samples without outcome: their tokens
 
-    def settle(self, place: int | None, outcome: Outcome) -> None:
-        """Hands the outcome to the sample at `place`; None stands for all samples that still wait."""
-        for each in sorted(self.waiting) if place is None else (place,):
-            del self.waiting[each]
+    def settle(self, index: int | None, outcome: Outcome) -> None:
+        """Set the outcome of a sample; None stands for all pending samples."""
+        for each in sorted(self.pending) if index is None else (index,):
+            del self.pending[each]
             self.futures[each].set_result(outcome)
 
-    def rest(self, places: Sequence[int]) -> RewardJob:
-        return RewardJob([self.samples[each] for each in places], [self.futures[each] for each in places], self.limit)
+    def split_off(self, indices: Sequence[int]) -> RewardJob:
+        return RewardJob([self.samples[i] for i in indices], [self.futures[i] for i in indices], self.deadline)
 
 
 @dataclass
-class Service:
-    """What the threads of a sandbox do: each has a worker, replaces it where it was lost, and takes jobs to it.
-    Whatever happens there, a thread goes on and every sample gets an outcome."""
+class WorkerPool:
+    """The work of a sandbox's threads: each has a worker, sends it jobs and replaces it when it is lost. Whatever
+    happens, a thread continues and every sample gets an outcome."""
 
-    setup: Setup
+    setup: WorkerSetup
     step_seconds: float = math.inf
-    traits: Traits | None = None  # as the first worker told them
+    traits: Traits | None = None  # reported by the first worker
     jobs: queue.SimpleQueue[RewardJob | None] = field(default_factory=queue.SimpleQueue)
     alive: set[WorkerProcess] = field(default_factory=set)
     closing: threading.Event = field(default_factory=threading.Event)
@@ -125,10 +122,10 @@ class Service:
             traits, error, contained = None, f"{lost}\n{worker.output()}", True
         if traits is None:
             self.drop(worker)
-            gap = "\n" if "\n" in error else " "
-            raise ValueError(f"the reward function {self.setup.function} cannot be loaded:{gap}{error}")
+            separator = "\n" if "\n" in error else " "
+            raise ValueError(f"the reward function {self.setup.function} cannot be loaded:{separator}{error}")
         if not contained:
-            warn_of_strays()
+            warn_about_strays()
         self.traits = self.traits or traits
         return worker
 
@@ -140,101 +137,100 @@ class Service:
         while (job := self.jobs.get()) is not None:
             try:
                 worker = self.serve(job, worker)
-            except BaseException:  # of a thread that ended, samples would wait for ever
-                job.settle(None, Outcome(failure="the sandbox failed: " + last_words(traceback.format_exc())))
+            except BaseException:  # if the thread ended, samples would wait forever
+                job.settle(None, Outcome(failure="the sandbox failed: " + sanitize_tail(traceback.format_exc())))
                 worker = None
-            del job  # while a thread waits, it must not keep a step's images
+            del job  # a waiting thread must not keep the images of a step
         self.jobs.put(None)  # for the next thread
         if worker is not None:
             self.drop(worker)
 
     def serve(self, job: RewardJob, worker: WorkerProcess | None) -> WorkerProcess | None:
-        """Takes a job to the worker, or to a new one; gives the worker back if it is still good."""
-        if why := self.hopeless(job):
-            job.settle(None, Outcome(failure=why))
+        """Run a job in the worker or in a new one; return the worker if it is still usable."""
+        if reason := self.reason_to_skip(job):
+            job.settle(None, Outcome(failure=reason))
             return worker
         try:
             message = pack(job.samples, IMAGES)
-        except Exception:  # a column that cannot travel
-            self.retry_alone(job, Outcome(failure=last_words(traceback.format_exc())))
+        except Exception:  # a column that cannot be pickled
+            self.retry_one_by_one(job, Outcome(failure=sanitize_tail(traceback.format_exc())))
             return worker
         try:
-            worker = worker or self.start(min(START_SECONDS, job.limit - time.monotonic()))
+            worker = worker or self.start(min(START_SECONDS, job.deadline - time.monotonic()))
         except Exception as error:
             self.lost_in_a_row += 1
-            job.settle(None, Outcome(failure=last_words(str(error))))
+            job.settle(None, Outcome(failure=sanitize_tail(str(error))))
             return None
         try:
             if self.collect(job, worker, message):
                 return worker
         except WorkerLost as lost:
             self.lost_in_a_row += 1
-            self.blame(job, worker.place, Outcome(failure=str(lost), output=worker.output()))
+            self.fail_current(job, worker.current_sample, Outcome(failure=str(lost), output=worker.output()))
         except Exception:
-            job.settle(None, Outcome(failure="the sandbox failed: " + last_words(traceback.format_exc())))
+            job.settle(None, Outcome(failure="the sandbox failed: " + sanitize_tail(traceback.format_exc())))
         self.drop(worker)
         return None
 
-    def hopeless(self, job: RewardJob) -> str:
-        """Why a job need not be tried, if that is so."""
+    def reason_to_skip(self, job: RewardJob) -> str:
+        """Return why a job need not be tried, or an empty string."""
         if self.closing.is_set():
             return "the run has ended"
-        if time.monotonic() >= job.limit:
+        if time.monotonic() >= job.deadline:
             return f"not called: {self.out_of_time()}"
-        if self.lost_in_a_row >= HOPELESS:
-            return f"not called: the {HOPELESS} calls before it all lost their worker process"
+        if self.lost_in_a_row >= MAX_LOST_WORKERS:
+            return f"not called: the {MAX_LOST_WORKERS} calls before it all lost their worker process"
         return ""
 
     def out_of_time(self) -> str:
         return f"all responses together took longer than worker.reward.step_timeout_s={self.step_seconds:g}"
 
     def collect(self, job: RewardJob, worker: WorkerProcess, message: bytes) -> bool:
-        """Takes the outcomes as they come; whether the worker is as good as before."""
+        """Receive the outcomes of a job; return whether the worker is still usable."""
         assert self.traits is not None
         seconds = self.setup.timeout_s + (ASYNC_GRACE if self.traits.concurrent else 0.0)
-        worker.send(message, min(seconds, job.limit - time.monotonic()))
-        while job.waiting:
-            left = job.limit - time.monotonic()
-            told = worker.receive(min(seconds, left), self.out_of_time() if left < seconds else None)
+        worker.send(message, min(seconds, job.deadline - time.monotonic()))
+        while job.pending:
+            left = job.deadline - time.monotonic()
+            received = worker.receive(min(seconds, left), self.out_of_time() if left < seconds else None)
             output = worker.output()
-            answers, ends = read_answers(told, job.waiting, output)
+            outcomes, ends = read_outcomes(received, job.pending, output)
             self.lost_in_a_row = 0
-            for place, outcome in answers:
-                job.settle(place, outcome)
+            for index, outcome in outcomes:
+                job.settle(index, outcome)
             if ends:
-                self.put_back(job, Outcome(failure=answers[-1][1].failure or "its process ended", output=output))
+                self.requeue(job, Outcome(failure=outcomes[-1][1].failure or "its process ended", output=output))
                 return False
         return True
 
-    def blame(self, job: RewardJob, place: int, failure: Outcome) -> None:
-        """A worker was lost. Samples that went one after the other fail at the one it was at; where they went together
-        nobody knows which it was."""
+    def fail_current(self, job: RewardJob, index: int, failure: Outcome) -> None:
+        """Handle a lost worker: the sample that it was at fails; if samples ran concurrently, each is retried."""
         assert self.traits is not None
         if self.traits.concurrent and not self.traits.batch:
-            self.retry_alone(job, failure)
+            self.retry_one_by_one(job, failure)
         else:
             if not self.traits.batch:
-                job.settle(place if place in job.waiting else min(job.waiting), failure)
-            self.put_back(job, failure)
+                job.settle(index if index in job.pending else min(job.pending), failure)
+            self.requeue(job, failure)
 
-    def retry_alone(self, job: RewardJob, failure: Outcome) -> None:
-        if len(job.waiting) == 1 or self.fails_whole():
+    def retry_one_by_one(self, job: RewardJob, failure: Outcome) -> None:
+        if len(job.pending) == 1 or self.fails_together():
             job.settle(None, failure)
-        for place in sorted(job.waiting):
-            self.jobs.put(job.rest([place]))
+        for index in sorted(job.pending):
+            self.jobs.put(job.split_off([index]))
 
-    def put_back(self, job: RewardJob, failure: Outcome) -> None:
-        """Queues samples that still wait once more. Where all of them went in one call, it failed for all of them."""
-        if self.fails_whole():
+    def requeue(self, job: RewardJob, failure: Outcome) -> None:
+        """Queue pending samples again. The call of a batch function failed for all of them."""
+        if self.fails_together():
             job.settle(None, failure)
-        elif job.waiting:
-            self.jobs.put(job.rest(sorted(job.waiting)))
+        elif job.pending:
+            self.jobs.put(job.split_off(sorted(job.pending)))
 
-    def fails_whole(self) -> bool:
+    def fails_together(self) -> bool:
         return self.closing.is_set() or self.traits is None or self.traits.batch
 
     def close(self, threads: list[threading.Thread]) -> None:
-        """Ends threads and workers; calls in flight fail at once."""
+        """End threads and workers; running calls fail at once."""
         self.closing.set()
         self.jobs.put(None)
         for worker in list(self.alive):
@@ -242,10 +238,10 @@ class Service:
         for thread in threads:
             if thread is not threading.current_thread():  # the garbage collector may call from any thread
                 thread.join(END_SECONDS)
-        self.settle_rest()
+        self.settle_all()
 
-    def settle_rest(self) -> None:
-        """Nobody will take a job any more."""
+    def settle_all(self) -> None:
+        """Fail the queued jobs, since no thread takes them any more."""
         with suppress(queue.Empty):
             while True:
                 if job := self.jobs.get_nowait():
@@ -254,9 +250,9 @@ class Service:
 
 
 class Sandbox:
-    """`workers` processes that share a queue of samples. The first is started, and the function loaded, at once.
+    """`workers` processes that share a queue of samples. The first starts, and loads the function, at once.
 
-    Closing, being forgotten and the end of the interpreter all end the processes.
+    The processes end on close, on garbage collection and at interpreter exit.
     """
 
     def __init__(
@@ -269,51 +265,51 @@ class Sandbox:
         step_timeout_s: float = math.inf,
         memory_bytes: int | None = None,
     ) -> None:
-        setup = Setup(function, dict(kwargs), timeout_s, memory_bytes or memory_share(workers))
-        self._service = service = Service(setup, step_timeout_s)  # the threads hold it, and nothing that holds us
+        setup = WorkerSetup(function, dict(kwargs), timeout_s, memory_bytes or memory_per_worker(workers))
+        self._pool = pool = WorkerPool(setup, step_timeout_s)  # the threads refer to it, but never to self
         self._workers = workers
-        first = [service.start(), *[None] * (workers - 1)]
-        assert service.traits is not None, "the first worker told them"
-        self.traits = service.traits
-        self.needs = SIGNALS_TOLD if self.traits.signals else Needs()
-        self.name = self.traits.name or reward_name(function)  # the name in logs
-        threads = [threading.Thread(target=service.run, args=(worker,), daemon=True) for worker in first]
+        first = [pool.start(), *[None] * (workers - 1)]
+        assert pool.traits is not None, "set by the first worker"
+        self.traits = pool.traits
+        self.needs = PROVIDED_SIGNALS if self.traits.signals else Needs()
+        self.name = self.traits.name or reward_name(function)  # in logs
+        threads = [threading.Thread(target=pool.run, args=(worker,), daemon=True) for worker in first]
         for thread in threads:
             thread.start()
-        self.close = weakref.finalize(self, service.close, threads)
+        self.close = weakref.finalize(self, pool.close, threads)
 
     def submit(self, samples: Sequence[Sample], group: Sequence[int] | None = None) -> list[Future[Outcome]]:
-        """The time of a step counts from here, for all samples together."""
+        """Start scoring. The time limit of a step begins here, for all samples together."""
         futures: list[Future[Outcome]] = [Future() for _ in samples]
-        limit = time.monotonic() + self._service.step_seconds
-        self._service.lost_in_a_row = 0
+        deadline = time.monotonic() + self._pool.step_seconds
+        self._pool.lost_in_a_row = 0
         for rows in split_calls(self.traits, group or range(len(samples)), self._workers):
-            self._service.jobs.put(RewardJob([samples[row] for row in rows], [futures[row] for row in rows], limit))
-        if self._service.closing.is_set():
-            self._service.settle_rest()
+            self._pool.jobs.put(RewardJob([samples[row] for row in rows], [futures[row] for row in rows], deadline))
+        if self._pool.closing.is_set():
+            self._pool.settle_all()
         return futures
 
 
-def own_copy(value: Any) -> Any:
-    """A copy for a function of this process, in whose lists and dicts it may change what it likes."""
+def copy_containers(value: Any) -> Any:
+    """Copy lists and dicts, so that a function in this process may change them."""
     if isinstance(value, Mapping):
-        return {key: own_copy(each) for key, each in value.items()}
-    return [own_copy(each) for each in value] if isinstance(value, list) else value
+        return {key: copy_containers(each) for key, each in value.items()}
+    return [copy_containers(each) for each in value] if isinstance(value, list) else value
 
 
 class InProcess:
-    """A Python callable handed over as an object. It runs here, at once, where no process can be killed: only what it
-    raises is caught. Reward files have the sandbox."""
+    """A Python callable given as an object. It runs in this process, so only its exceptions are caught; reward files
+    run in the sandbox."""
 
     def __init__(self, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
         self.name: str = getattr(function, "__name__", type(function).__name__)
         self._reward = UserReward(function, kwargs)
-        self.needs = SIGNALS_TOLD if self._reward.traits.signals else Needs()
+        self.needs = PROVIDED_SIGNALS if self._reward.traits.signals else Needs()
 
     def submit(self, samples: Sequence[Sample], group: Sequence[int] | None = None) -> list[Future[Outcome]]:
         futures: list[Future[Outcome]] = [Future() for _ in samples]
         for rows in split_calls(self._reward.traits, group or range(len(samples)), workers=1):
-            job = RewardJob([own_copy(samples[row]) for row in rows], [futures[row] for row in rows])
+            job = RewardJob([copy_containers(samples[row]) for row in rows], [futures[row] for row in rows])
             self._reward.score(job.samples, job.settle)
         return futures
 

@@ -1,4 +1,4 @@
-"""A temporary directory that no death of its owner leaves behind for good."""
+"""A temporary directory that is removed even if its owner is killed."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-PREFIX = "mtrl-scratch-"  # not that of older versions, whose folders nobody locks
+PREFIX = "mtrl-scratch-"  # older versions used another prefix, for folders without a lock
 
 
 class ScratchDirectory:
-    """A directory that goes with this process. Where nobody could remove it (all was killed, the machine went down),
-    the next start does: a lock, which the system opens when the owner dies in whatever way, tells who is gone."""
+    """A directory that is removed with this process. If that is impossible (all processes were killed, the machine went
+    down), the next start removes it: the system releases its lock when the owner dies."""
 
     def __init__(self) -> None:
         remove_abandoned()
         while True:
             self._directory = tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True)
             self.name = self._directory.name
-            with suppress(FileNotFoundError):  # another start found it before it was locked, and took it for abandoned
+            with suppress(FileNotFoundError):  # another start removed it as abandoned before it was locked
                 self._lock = os.open(self.name, os.O_RDONLY | os.O_DIRECTORY)
-                with suppress(OSError):  # a file system without locks: then nobody can remove it either
+                with suppress(OSError):  # a file system without locks: no other start can remove it either
                     fcntl.flock(self._lock, fcntl.LOCK_EX)
                 if os.path.isdir(self.name):
                     return
@@ -31,7 +31,7 @@ class ScratchDirectory:
 
 
 def remove_abandoned() -> None:
-    """Removes what dead processes of this user left. Links are not followed: anybody may write to /tmp."""
+    """Remove the directories of dead processes of this user, without following links: anybody may write to /tmp."""
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with suppress(OSError):  # not a directory, or not ours
             directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

@@ -1,11 +1,11 @@
-"""The ways to call a reward function (SPEC 3): ours, TRL's, EasyR1's and verl's, sync or async. Imports nothing heavy.
+"""Signatures of reward functions (SPEC 3): ours, TRL's, EasyR1's and verl's, sync or async. Imports nothing heavy.
 
-    reward_function(data)                                              one response: a dict with all there is to know
+    reward_function(data)                                              one response: a dict with all its fields
     f(prompts, completions, completion_ids, **columns)                 TRL: many responses, a list of rewards
     compute_score(reward_inputs) or compute_score(reward_input)        EasyR1: many or one
     compute_score(data_source, solution_str, ground_truth, extra_info) verl: one
 
-The parameters decide. A function that declares `signals`, or reads that key, is told what the probes measured.
+The names of the parameters decide. A function that has the parameter `signals`, or reads that key, gets the signals.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from dataclasses import dataclass, field
 from types import CodeType, SimpleNamespace
 from typing import Any, Literal
 
-from mtrl.rewards.outcomes import Outcome, last_words, read_outcome
+from mtrl.rewards.outcomes import Outcome, read_outcome, sanitize_tail
 
 Sample = Mapping[str, Any]
 Signature = Literal["mtrl", "trl", "easyr1", "easyr1_batch", "verl"]
-Way = tuple[list[Any], dict[str, Any]]  # positional and keyword arguments of a call
+CallArguments = tuple[list[Any], dict[str, Any]]  # positional and keyword arguments of a call
 Report = Callable[[int, Outcome], object]
 
 NOT_COLUMNS = {"prompt", "prompt_messages", "response", "response_token_ids", "signals", "trainer_state"}
@@ -35,17 +35,16 @@ NOT_COLUMNS = {"prompt", "prompt_messages", "response", "response_token_ids", "s
 
 @dataclass(frozen=True)
 class Traits:
-    """What whoever hands samples to a function must know of it."""
+    """How a function must be called."""
 
-    batch: bool  # a call takes many samples, groups whole
-    concurrent: bool  # async: samples that come together run together
-    signals: bool  # wants what the probes measured
+    batch: bool  # a call takes many samples, in whole groups
+    concurrent: bool  # async: the samples of a message run concurrently
+    signals: bool  # it reads the signals
     name: str | None = None  # REWARD_NAME of its module
 
 
 class UserReward:
-    """A user's function and how it wants to be called. `seconds` limits a single async call; whoever owns the process
-    limits the others."""
+    """Calls a user's function in its signature. `seconds` limits a single async call; the sandbox limits the others."""
 
     def __init__(
         self,
@@ -56,129 +55,123 @@ class UserReward:
     ) -> None:
         names, self.takes_any = parameters(function)
         module = module or sys.modules.get(getattr(function, "__module__", ""))
-        called = getattr(module, "REWARD_NAME", None)
+        name = getattr(module, "REWARD_NAME", None)
         self.function, self.kwargs, self.names, self.seconds = function, dict(kwargs), names, seconds
         self.signature = detect_signature(names, getattr(module, "REWARD_TYPE", None))
         self.out_of_memory, self.process = False, os.getpid()
         self.traits = Traits(
             batch=self.signature in ("trl", "easyr1_batch"),
             concurrent=is_async(function),
-            signals="signals" in names or mentions(function, "signals"),
-            name=None if called is None else str(called),
+            signals="signals" in names or has_constant(function, "signals"),
+            name=None if name is None else str(name),
         )
         self._check_parameters()
 
     def _check_parameters(self) -> None:
-        """A function that no response could ever be handed to is refused before a run begins. TRL's columns are known
-        only then."""
+        """Raise an error before a run if no response could be passed to the function. TRL's columns are not known
+        yet."""
         try:
-            found = inspect.signature(self.function, follow_wrapped=False)
+            signature = inspect.signature(self.function, follow_wrapped=False)
         except ValueError:
             return
-        positional, named = next(self._ways([{"response": ""}], Log()))
+        positional, named = next(self._arguments([{"response": ""}], TrlLog()))
         try:
-            (found.bind_partial if self.signature == "trl" else found.bind)(*positional, **named, **self.kwargs)
+            (signature.bind_partial if self.signature == "trl" else signature.bind)(*positional, **named, **self.kwargs)
         except TypeError as error:
             form = {"trl": "f(completions, ..)", "verl": "f(data_source, solution_str, ground_truth, extra_info)"}
             raise ValueError(
-                f"it cannot be called as {form.get(self.signature, 'f(data)')}, the form its parameters ask for, with "
-                f"the keyword arguments {sorted(self.kwargs)} of reward_fn_kwargs: {error}"
+                f"it cannot be called as {form.get(self.signature, 'f(data)')}, the form that its parameters imply, "
+                f"with the keyword arguments {sorted(self.kwargs)} of reward_fn_kwargs: {error}"
             ) from None
 
     def score(self, samples: Sequence[Sample], report: Report) -> None:
-        """Reports (place, outcome) as soon as an outcome is there; nothing a function raises comes out."""
+        """Report (index, outcome) as soon as each is known; an exception of the function becomes a failure."""
         if self.traits.batch:
-            for place, outcome in enumerate(self._run(self._outcomes(samples))):
-                report(place, outcome)
+            for index, outcome in enumerate(self._run(self._outcomes(samples))):
+                report(index, outcome)
         elif self.traits.concurrent:
-            self._run(self._all_at_once(samples, report))
+            self._run(self._score_concurrently(samples, report))
         else:
-            for place, sample in enumerate(samples):
-                report(place, self._run(self._outcomes([sample]))[0])
+            for index, sample in enumerate(samples):
+                report(index, self._run(self._outcomes([sample]))[0])
 
     def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return on_loop(work) if self.traits.concurrent else finish(work)
+        return run_on_loop(work) if self.traits.concurrent else run_without_loop(work)
 
-    async def _all_at_once(self, samples: Sequence[Sample], report: Report) -> None:
-        async def one(place: int, sample: Sample) -> None:
-            report(place, (await self._outcomes([sample]))[0])
+    async def _score_concurrently(self, samples: Sequence[Sample], report: Report) -> None:
+        async def score_one(index: int, sample: Sample) -> None:
+            report(index, (await self._outcomes([sample]))[0])
 
-        await asyncio.gather(*(one(place, sample) for place, sample in enumerate(samples)))
+        await asyncio.gather(*(score_one(index, sample) for index, sample in enumerate(samples)))
 
     async def _outcomes(self, samples: Sequence[Sample]) -> list[Outcome]:
-        """The outcomes of one call, one for each sample."""
-        begin, log = time.perf_counter(), Log()
+        """Call the function once; return one outcome per sample."""
+        begin, log = time.perf_counter(), TrlLog()
         try:
-            answer = self._call(samples, log)
-            answer = await (asyncio.wait_for(answer, self.seconds) if self.traits.concurrent else answer)
-            answers = as_many(answer, len(samples)) if self.traits.batch else [answer]
+            call = self._call(samples, log)
+            value = await (asyncio.wait_for(call, self.seconds) if self.traits.concurrent else call)
+            values = check_rewards(value, len(samples)) if self.traits.batch else [value]
         except (Exception, SystemExit, asyncio.CancelledError) as error:
-            leave_if_forked(self.process, error)
+            exit_if_forked(self.process, error)
             self.out_of_memory |= isinstance(error, MemoryError)
             failure, seconds = user_traceback(error), time.perf_counter() - begin
             if isinstance(error, asyncio.TimeoutError) and self.seconds and seconds >= self.seconds:
                 failure = f"took longer than {self.seconds:g} s"
             return [Outcome(failure=failure, seconds=seconds / len(samples))] * len(samples)
-        leave_if_forked(self.process)
+        exit_if_forked(self.process)
         seconds = (time.perf_counter() - begin) / len(samples)
-        return [read_outcome(each, seconds, log.of(place)) for place, each in enumerate(answers)]
+        return [read_outcome(each, seconds, log.values_for(index)) for index, each in enumerate(values)]
 
-    async def _call(self, samples: Sequence[Sample], log: Log) -> Any:
-        """Tries every way in turn, while the function cannot take the types it gets; the first complaint counts."""
-        complaint: Exception | None = None
-        for positional, named in self._ways(samples, log):
+    async def _call(self, samples: Sequence[Sample], log: TrlLog) -> Any:
+        """Try each form of arguments until the function accepts its types; otherwise raise the first error."""
+        first_error: Exception | None = None
+        for positional, named in self._arguments(samples, log):
             try:
-                answer = self.function(*positional, **named, **self.kwargs)
-                if not inspect.isawaitable(answer):
-                    return answer
-                return await answer if self.traits.concurrent else on_loop(wait_for(answer))
+                value = self.function(*positional, **named, **self.kwargs)
+                if not inspect.isawaitable(value):
+                    return value
+                return await value if self.traits.concurrent else run_on_loop(wait_for(value))
             except (TypeError, AttributeError) as error:
-                complaint = complaint or error
-        assert complaint is not None
-        raise complaint
+                first_error = first_error or error
+        assert first_error is not None
+        raise first_error
 
-    def _ways(self, samples: Sequence[Sample], log: Log) -> Iterator[Way]:
-        for positional, offered in WAYS[self.signature](samples, log):
+    def _arguments(self, samples: Sequence[Sample], log: TrlLog) -> Iterator[CallArguments]:
+        for positional, available in make_arguments(self.signature, samples, log):
             if "signals" in self.names:
                 signals = [sample.get("signals", {}) for sample in samples]
-                offered = {**offered, "signals": signals if self.traits.batch else signals[0]}
-            wanted = {name: value for name, value in offered.items() if self.takes_any or name in self.names}
-            yield positional, {name: value for name, value in wanted.items() if name not in self.kwargs}
+                available = {**available, "signals": signals if self.traits.batch else signals[0]}
+            named = {name: value for name, value in available.items() if self.takes_any or name in self.names}
+            yield positional, {name: value for name, value in named.items() if name not in self.kwargs}
 
 
 # -------------------------------------------------------------------------------------------------- the four signatures
-def ours(samples: Sequence[Sample], log: Log) -> list[Way]:
-    return [([dict(samples[0])], {})]
+def make_arguments(signature: Signature, samples: Sequence[Sample], log: TrlLog) -> list[CallArguments]:
+    """Return the arguments of a call, and other forms to try if the function does not accept their types."""
+    if signature == "trl":
+        return trl_arguments(samples, log)
+    if signature == "verl":
+        return [([], verl_arguments(samples[0]))]
+    if signature == "mtrl":
+        return [([dict(samples[0])], {})]
+    inputs = [{**sample, "response_length": len(sample.get("response_token_ids", ()))} for sample in samples]
+    return [([inputs if signature == "easyr1_batch" else inputs[0]], {})]
 
 
-def verl(samples: Sequence[Sample], log: Log) -> list[Way]:
-    """`extra_info` holds every column, and over them what the row itself calls extra_info."""
-    sample = samples[0]
+def verl_arguments(sample: Sample) -> dict[str, Any]:
+    """`extra_info` has every column, updated by the row's own extra_info."""
     own = sample.get("extra_info")
-    named = {
+    return {
         "data_source": sample.get("data_source", sample.get("source", "")),
         "solution_str": sample["response"],
         "ground_truth": sample.get("ground_truth"),
         "extra_info": {**sample, **own} if isinstance(own, Mapping) else dict(sample),
     }
-    return [([], named)]
 
 
-def easyr1(samples: Sequence[Sample], log: Log) -> list[Way]:
-    return [([_reward_input(samples[0])], {})]
-
-
-def easyr1_batch(samples: Sequence[Sample], log: Log) -> list[Way]:
-    return [([[_reward_input(sample) for sample in samples]], {})]
-
-
-def _reward_input(sample: Sample) -> dict[str, Any]:
-    return {**sample, "response_length": len(sample.get("response_token_ids", ()))}
-
-
-def trl(samples: Sequence[Sample], log: Log) -> list[Way]:
-    """As in TRL, rows that ask with a chat get messages, rows that ask with a text get texts. A function that cannot
-    take the one is given the other: many are written for chats, and a row here need not be one."""
+def trl_arguments(samples: Sequence[Sample], log: TrlLog) -> list[CallArguments]:
+    """As in TRL, chat prompts give messages and text prompts give texts. The other form is tried second: many functions
+    are written for chats, and a row here need not be one."""
     columns = dict.fromkeys(name for sample in samples for name in sample if name not in NOT_COLUMNS)
     shared: dict[str, Any] = {name: [sample.get(name) for sample in samples] for name in columns}
     shared["completion_ids"] = [sample.get("response_token_ids", []) for sample in samples]
@@ -194,8 +187,8 @@ def trl(samples: Sequence[Sample], log: Log) -> list[Way]:
         "prompts": [s.get("prompt_messages") or [_message("user", s.get("prompt", ""))] for s in samples],
         "completions": [[_message("assistant", sample["response"])] for sample in samples],
     }
-    asked_by_chat = all(sample.get("prompt_messages") for sample in samples)
-    forms = (chats, texts) if asked_by_chat else (texts, chats)
+    are_chats = all(sample.get("prompt_messages") for sample in samples)
+    forms = (chats, texts) if are_chats else (texts, chats)
     return [([], {**shared, **form}) for form in forms]
 
 
@@ -203,14 +196,9 @@ def _message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-WAYS: dict[Signature, Callable[[Sequence[Sample], Log], list[Way]]] = {
-    "mtrl": ours, "trl": trl, "easyr1": easyr1, "easyr1_batch": easyr1_batch, "verl": verl,
-}  # fmt: skip
-
-
 @dataclass
-class Log:
-    """What a TRL function says by way of `log_extra` (a list, one value a response) and `log_metric` (one number)."""
+class TrlLog:
+    """Records TRL's `log_extra` (a list with one value per response) and `log_metric` (one number)."""
 
     lists: dict[str, list[Any]] = field(default_factory=dict)
     numbers: dict[str, Any] = field(default_factory=dict)
@@ -221,13 +209,13 @@ class Log:
     def metric(self, name: str, value: float) -> None:
         self.numbers[name] = value
 
-    def of(self, place: int) -> dict[str, Any]:
+    def values_for(self, index: int) -> dict[str, Any]:
         if not self.lists:
             return self.numbers
-        return {**self.numbers, **{name: values[place] for name, values in self.lists.items() if place < len(values)}}
+        return {**self.numbers, **{name: values[index] for name, values in self.lists.items() if index < len(values)}}
 
 
-# ----------------------------------------------------------------------------------------------- looking at a function
+# ----------------------------------------------------------------------------------------------- inspecting a function
 def detect_signature(names: Sequence[str], reward_type: str | None) -> Signature:
     if "completions" in names or "completion_ids" in names:
         return "trl"
@@ -241,41 +229,41 @@ def detect_signature(names: Sequence[str], reward_type: str | None) -> Signature
 
 
 def parameters(function: Callable[..., Any]) -> tuple[list[str], bool]:
-    """The names of a function's parameters, and whether it takes any keyword besides."""
+    """Return the names of a function's parameters, and whether it takes any keyword argument."""
     try:
-        found = inspect.signature(function).parameters
-    except ValueError:  # some functions written in C do not say
+        signature = inspect.signature(function).parameters
+    except ValueError:  # some functions written in C have no signature
         return [], False
-    return list(found), any(each.kind is each.VAR_KEYWORD for each in found.values())
+    return list(signature), any(each.kind is each.VAR_KEYWORD for each in signature.values())
 
 
 def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-def mentions(function: Callable[..., Any], key: str) -> bool:
-    """Whether its own code has this text as a constant, as in data["signals"]."""
+def has_constant(function: Callable[..., Any], key: str) -> bool:
+    """Whether its own code contains this string, as in data["signals"]."""
     function = inspect.unwrap(function)
     code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
-    return isinstance(code, CodeType) and _has_constant(code, key)
+    return isinstance(code, CodeType) and _code_has_constant(code, key)
 
 
-def _has_constant(code: CodeType, key: str) -> bool:
-    return any(c == key or (isinstance(c, CodeType) and _has_constant(c, key)) for c in code.co_consts)
+def _code_has_constant(code: CodeType, key: str) -> bool:
+    return any(c == key or (isinstance(c, CodeType) and _code_has_constant(c, key)) for c in code.co_consts)
 
 
 def user_traceback(error: BaseException) -> str:
-    """The traceback of the user's own code: our frames above it are no news."""
-    place = theirs = error.__traceback__
-    while place is not None:
-        if place.tb_frame.f_code.co_filename == __file__:
-            theirs = place.tb_next
-        place = place.tb_next
-    return last_words("".join(traceback.format_exception(type(error), error, theirs)))
+    """Format the traceback of the user's own code, without our frames above it."""
+    frame = theirs = error.__traceback__
+    while frame is not None:
+        if frame.tb_frame.f_code.co_filename == __file__:
+            theirs = frame.tb_next
+        frame = frame.tb_next
+    return sanitize_tail("".join(traceback.format_exception(type(error), error, theirs)))
 
 
-def leave_if_forked(owner: int, error: BaseException | None = None) -> None:
-    """A function may fork. Where its child comes back to us it ends, as Python would: it is no second worker."""
+def exit_if_forked(owner: int, error: BaseException | None = None) -> None:
+    """Exit as Python would in a child that the function forked, which must not become a second worker."""
     if os.getpid() == owner:
         return
     if error is not None and not isinstance(error, SystemExit):
@@ -286,17 +274,17 @@ def leave_if_forked(owner: int, error: BaseException | None = None) -> None:
     os._exit(status if isinstance(status, int) else int(status is not None))
 
 
-def as_many(answer: Any, count: int) -> Sequence[Any]:
-    if isinstance(answer, (str, bytes, Mapping)) or not hasattr(answer, "__len__"):
-        raise TypeError(f"a function of many responses returns a list; it returned {type(answer).__name__}")
-    if len(answer) != count:
-        raise ValueError(f"it returned {len(answer)} rewards for {count} responses")
-    return list(answer)
+def check_rewards(value: Any, count: int) -> Sequence[Any]:
+    if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__len__"):
+        raise TypeError(f"a function of many responses returns a list; it returned {type(value).__name__}")
+    if len(value) != count:
+        raise ValueError(f"it returned {len(value)} rewards for {count} responses")
+    return list(value)
 
 
 # ------------------------------------------------------------------------------------------------------- sync and async
-def finish(work: Coroutine[Any, Any, Any]) -> Any:
-    """Runs a coroutine that never waits, without an event loop: a sync function may start one of its own."""
+def run_without_loop(work: Coroutine[Any, Any, Any]) -> Any:
+    """Run a coroutine that never waits without an event loop, since a sync function may start its own."""
     try:
         work.send(None)
     except StopIteration as done:
@@ -304,18 +292,18 @@ def finish(work: Coroutine[Any, Any, Any]) -> Any:
     raise AssertionError("it waited")
 
 
-def on_loop(work: Coroutine[Any, Any, Any]) -> Any:
+def run_on_loop(work: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run_coroutine_threadsafe(work, event_loop()).result()
 
 
-async def wait_for(answer: Awaitable[Any]) -> Any:
-    return await answer
+async def wait_for(value: Awaitable[Any]) -> Any:
+    return await value
 
 
 @functools.cache
 def event_loop() -> asyncio.AbstractEventLoop:
-    """One event loop for all calls, so that a client which a function keeps open stays usable. It runs in a thread of
-    its own, since the caller's thread (a notebook's) may run one already."""
+    """Return one event loop for all calls, so that a client that a function keeps open stays usable. It runs in its own
+    thread, since the caller's thread (of a notebook) may run a loop already."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
     return loop

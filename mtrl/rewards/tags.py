@@ -1,4 +1,4 @@
-"""What stands in <think> and <answer>, in one pass over a response of any length."""
+"""Parse <think> and <answer> in one pass over a response of any length."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ THINK = re.compile(r"<(/?)think>", re.IGNORECASE)
 ANSWER = re.compile(r"<(/?)answer>", re.IGNORECASE)
 
 
-def without_thoughts(text: str) -> str:
-    """The text outside <think>..</think>. A thought without an end reaches to the end of the text. One without a
-    beginning began before the text: templates may open it in the prompt.
+def strip_thoughts(text: str) -> str:
+    """Return the text outside <think>..</think>. A thought without an end reaches to the end of the text; one without
+    a beginning begins with the text, since a template may open it in the prompt.
 
-    >>> without_thoughts("<think>A?</think>B"), without_thoughts("A?</think>B"), without_thoughts("B<think>A?")
+    >>> strip_thoughts("<think>A?</think>B"), strip_thoughts("A?</think>B"), strip_thoughts("B<think>A?")
     (' B', 'B', 'B ')
     """
-    kept: list[str] = []
+    pieces: list[str] = []
     start, inside, opened = 0, False, False
     for tag in THINK.finditer(text):
         if not tag[1] and not inside:
-            kept += [text[start : tag.start()], " "]
+            pieces += [text[start : tag.start()], " "]
             inside = opened = True
         elif tag[1] and (inside or not opened):
             start, inside = tag.end(), False
-    return "".join(kept) if inside else "".join(kept) + text[start:]
+    return "".join(pieces) if inside else "".join(pieces) + text[start:]
 
 
 def last_answer(text: str) -> str | None:
-    """What the last <answer> holds, up to its end or that of the text; None where there is none.
+    """Return the content of the last <answer>, up to its end tag or the end of the text, or None.
 
     >>> last_answer("<answer>A</answer>, no: <answer>B</answer>.")
     'B'
     """
-    held: tuple[int, int] | None = None
+    span: tuple[int, int] | None = None
     for tag in ANSWER.finditer(text):
         if not tag[1]:
-            held = tag.end(), len(text)
-        elif held and held[1] == len(text):
-            held = held[0], tag.start()
-    return None if held is None else text[held[0] : held[1]]
+            span = tag.end(), len(text)
+        elif span and span[1] == len(text):
+            span = span[0], tag.start()
+    return None if span is None else text[slice(*span)]

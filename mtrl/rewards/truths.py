@@ -1,4 +1,4 @@
-"""The right answer of a multiple-choice row, in the many forms that datasets give it (SPEC 3, `accuracy`)."""
+"""The right answer of a multiple-choice row, in the many forms of the datasets (SPEC 3, `accuracy`)."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from mtrl.rewards.tags import last_answer
 
 
 def is_absent(truth: Any) -> bool:
-    """Whether a row has no truth: nothing, an empty text or list, or the NaN that tables put there."""
+    """Whether a row has no truth: null, an empty text or list, or NaN, as tables store a missing value."""
     if isinstance(truth, str):
         return not truth.strip()
-    return truth is None or (isinstance(truth, (list, tuple)) and not truth) or is_nan(truth)
-
-
-def is_nan(value: Any) -> bool:
-    return isinstance(value, float) and math.isnan(value)
+    return (
+        truth is None
+        or (isinstance(truth, (list, tuple)) and not truth)
+        or (isinstance(truth, float) and math.isnan(truth))
+    )
 
 
 def row_truth(answer: Any, columns: Mapping[str, Any]) -> tuple[Any, frozenset[str]]:
-    """A row's truth, its answer or else its `label_idx`, and the letters that are right by it, if it names options."""
+    """Return a row's truth, its answer or else its `label_idx`, and the right letters, if the truth names options."""
     by_index = is_absent(answer)
     truth = columns.get("label_idx") if by_index else answer
     right = NONE if is_absent(truth) else true_choices(truth, columns.get("options"), index=by_index)
@@ -31,19 +31,19 @@ def row_truth(answer: Any, columns: Mapping[str, Any]) -> tuple[Any, frozenset[s
 
 
 def names_no_option(answer: Any, columns: Mapping[str, Any]) -> bool:
-    """Whether the truth ought to name options and does not, so that no response can be right: it stands beside options,
-    is an index, or is a list."""
+    """Whether no response can be right: the truth should name options (the row has options, or the truth is an index
+    or a list), but does not."""
     truth, right = row_truth(answer, columns)
-    ought = option_list(columns.get("options")) is not None or is_absent(answer) or isinstance(truth, (list, tuple))
-    return ought and not right and not is_absent(truth)
+    expected = option_list(columns.get("options")) is not None or is_absent(answer) or isinstance(truth, (list, tuple))
+    return expected and not right and not is_absent(truth)
 
 
 def true_choices(truth: Any, options: Any = None, *, index: bool = False) -> frozenset[str]:
-    """The right letters, from a letter, an option's text, a 0-based index beside options, or a set of these; none where
-    it is something else, and so a value.
+    """Return the right letters, from a letter, an option's text, a 0-based index if there are options, or a set of
+    these; none for any other value.
 
-    `index`: integers count as one without options, too. In a text, letters with something between them ("A, C") are a
-    set, letters in one ("AC") only beside options.
+    `index`: an integer is an index even without options. In a text, separated letters ("A, C") are a set; joined
+    letters ("AC") only if there are options.
     """
     options = option_list(options)
     if isinstance(truth, (list, tuple, set, frozenset)):
@@ -68,7 +68,7 @@ def is_index(text: str, options: Any, without_options: bool) -> bool:
 
 
 def truth_text(truth: Any) -> str:
-    """A truth as text, out of its <answer> tags if it has some.
+    """Return a truth as text, without <answer> tags.
 
     >>> truth_text("<think>..</think><answer> B </answer>"), truth_text(3.0)
     ('B', '3')
@@ -76,5 +76,5 @@ def truth_text(truth: Any) -> str:
     if isinstance(truth, float) and truth.is_integer():
         truth = int(truth)
     text = half_width(str(truth))
-    held = last_answer(text)
-    return (text if held is None else held).strip()
+    answer = last_answer(text)
+    return (text if answer is None else answer).strip()

@@ -1,10 +1,10 @@
 """A reward worker process: loads one user function and calls it until its socket closes. Imports nothing heavy.
 
-Its arguments are two file descriptors, of a socket and of the shared place, the parent's process id, and a directory
-that must not outlive the parent; `process.py` starts it.
+Its arguments are two file descriptors, of a socket and of the shared progress, the parent's process id, and a directory
+that must not outlive the parent; `worker_process.py` starts it.
 
-It receives a `Setup` and answers with the function's traits, or why it has none. Then it receives lists of samples and
-answers with outcomes as they are done (`messages.py`); no place in the list: for all the list.
+It receives a `WorkerSetup` and sends the function's traits, or why it cannot be loaded. Then it receives lists of
+samples and sends outcomes as they are done (`messages.py`).
 """
 
 from __future__ import annotations
@@ -18,59 +18,67 @@ import sys
 import time
 import traceback
 
-from mtrl.rewards.loading import Setup, load_reward
-from mtrl.rewards.messages import ENOUGH, PLACE, framed, read_frame, written_answer, written_answers, written_start
-from mtrl.rewards.outcomes import Outcome, last_words
+from mtrl.rewards.loading import WorkerSetup, load_reward
+from mtrl.rewards.messages import (
+    FLUSH_BYTES,
+    PROGRESS,
+    encode_outcome,
+    encode_outcomes,
+    encode_start,
+    make_frame,
+    read_frame,
+)
+from mtrl.rewards.outcomes import Outcome, sanitize_tail
 from mtrl.rewards.signatures import UserReward
-from mtrl.rewards.supervisor import supervised
+from mtrl.rewards.supervisor import fork_worker
 from mtrl.utils.plugins import PluginError
 
-ANSWER_SECONDS = 0.02  # seconds between two answers: at most so much work is done again where a process dies
+FLUSH_SECONDS = 0.02  # between two messages; at most this much work is repeated if the process dies
 
 
 def limit_memory(size: int) -> None:
-    """Limits the memory of this process, and of each that it starts: beyond it there is a MemoryError here, rather than
-    a machine without memory."""
+    """Limit the memory of this process and of its children, so that an excess is a MemoryError here and does not take
+    the machine's memory."""
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     allowed = [size] + [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
     resource.setrlimit(resource.RLIMIT_DATA, (min(allowed), hard))
 
 
 def allow_open_files() -> None:
-    """Raises the limit of open files as far as the system lets us: an image is an open file until it is looked at, and
-    a message may bring thousands."""
+    """Raise the limit of open files to the system's maximum: an image is an open file until its pixels are read, and a
+    message may contain thousands."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-class AnswerPipe:
-    """Outcomes on their way back, some at a time: a message for each would cost more than a quick function does. Where
-    the work is stands in a number that the parent shares, for it to know which sample this process died of."""
+class OutcomeSender:
+    """Sends outcomes in batches, since one message each would take longer than a fast function. The current sample is
+    in memory shared with the parent, which shows where this process died."""
 
-    def __init__(self, connection: socket.socket, place_fd: int, at_once: bool) -> None:
+    def __init__(self, connection: socket.socket, progress_fd: int, at_once: bool) -> None:
         self.connection, self.at_once = connection, at_once
-        self.place = mmap.mmap(place_fd, mmap.PAGESIZE)
-        self.job, self.waiting, self.size = 0, list[str](), 0
-        self.sent = time.monotonic()
+        self.progress = mmap.mmap(progress_fd, mmap.PAGESIZE)
+        self.job, self.unsent, self.size = 0, list[str](), 0
+        self.sent_at = time.monotonic()
 
-    def add(self, place: int | None, outcome: Outcome, ends: bool = False) -> None:
-        self.waiting.append(written_answer(place, outcome))
-        self.size += len(self.waiting[-1])
-        if place is not None:
-            PLACE.pack_into(self.place, 0, self.job, place + 1)
-        if ends or self.at_once or self.size > ENOUGH or time.monotonic() - self.sent > ANSWER_SECONDS:
+    def add(self, index: int | None, outcome: Outcome, ends: bool = False) -> None:
+        self.unsent.append(encode_outcome(index, outcome))
+        self.size += len(self.unsent[-1])
+        if index is not None:
+            PROGRESS.pack_into(self.progress, 0, self.job, index + 1)
+        if ends or self.at_once or self.size > FLUSH_BYTES or time.monotonic() - self.sent_at > FLUSH_SECONDS:
             self.flush(ends)
 
     def flush(self, ends: bool = False) -> None:
-        if self.waiting:
-            self.connection.sendall(framed(self.job, written_answers(self.waiting, ends)))
-        self.waiting, self.size, self.sent = [], 0, time.monotonic()
-        if ends:  # out of memory: what the function holds may never come free, and a new process has room again
+        if self.unsent:
+            self.connection.sendall(make_frame(self.job, encode_outcomes(self.unsent, ends)))
+        self.unsent, self.size, self.sent_at = [], 0, time.monotonic()
+        if ends:  # out of memory: the function may never release its memory, but a new process has none of it
             os._exit(0)
 
 
-def load(setup: Setup) -> tuple[UserReward | None, str]:
-    """The function, or why there is none."""
+def load(setup: WorkerSetup) -> tuple[UserReward | None, str]:
+    """Return the function, or why it cannot be loaded."""
     try:
         return load_reward(setup.function, setup.kwargs, setup.timeout_s), ""
     except PluginError as error:
@@ -80,29 +88,29 @@ def load(setup: Setup) -> tuple[UserReward | None, str]:
 
 
 def main() -> None:
-    socket_fd, place_fd, parent = map(int, sys.argv[1:4])
-    contained = supervised(parent, sys.argv[4], (socket_fd, place_fd))
-    for descriptor in (socket_fd, place_fd):
-        os.set_inheritable(descriptor, False)  # what a function starts has no business there
+    socket_fd, progress_fd, parent = map(int, sys.argv[1:4])
+    contained = fork_worker(parent, sys.argv[4], (socket_fd, progress_fd))
+    for descriptor in (socket_fd, progress_fd):
+        os.set_inheritable(descriptor, False)  # not for processes that a function starts
     connection = socket.socket(fileno=socket_fd)
     stream = connection.makefile("rb")
     first = read_frame(stream)
     if first is None:
         return
-    setup: Setup = pickle.loads(first[1])
+    setup: WorkerSetup = pickle.loads(first[1])
     limit_memory(setup.memory_bytes)
     allow_open_files()
     reward, error = load(setup)
-    connection.sendall(framed(0, written_start(reward.traits if reward else None, error, contained)))
+    connection.sendall(make_frame(0, encode_start(reward.traits if reward else None, error, contained)))
     if reward is None:
         return
-    answers = AnswerPipe(connection, place_fd, at_once=reward.traits.concurrent)
+    sender = OutcomeSender(connection, progress_fd, at_once=reward.traits.concurrent)
     while frame := read_frame(stream):
-        answers.job, message = frame
+        sender.job, message = frame
         try:
             samples = [pickle.loads(sample) for sample in pickle.loads(message)]
         except Exception:
-            answers.add(None, Outcome(failure=last_words(traceback.format_exc())))
+            sender.add(None, Outcome(failure=sanitize_tail(traceback.format_exc())))
         else:
-            reward.score(samples, lambda place, outcome: answers.add(place, outcome, ends=reward.out_of_memory))
-        answers.flush()
+            reward.score(samples, lambda index, outcome: sender.add(index, outcome, ends=reward.out_of_memory))
+        sender.flush()
