@@ -1,10 +1,13 @@
-"""From a configuration to a run: the only room that names concrete classes.
+"""Builds a run from the configuration: the only room that names concrete classes.
 
-run       a whole run, and an evaluation
-recipe    the configuration as values; nothing is made there
-model     encoder, policy, actor, reference, engine
-data      rows, dataset, sampler, validation
-rewards   functions and the reward model
-trackers  files, console, checkpoints
-unbuilt   switches that are refused, since their machinery is not there yet
+run              a whole run, and an evaluation
+algorithm        the configuration as plain values
+policy           encoder, policy, actor, reference, engine
+critic_worker    the critic
+worker_groups    the same on several processes
+task_source      rows, dataset, sampler, validation
+reward_scorer    reward functions and the reward model
+trackers         files, console, loggers, checkpoints
+memory_limits    memory estimates and the preflight
+unsupported      combinations that are rejected, and missing libraries
 """

@@ -1,4 +1,4 @@
-"""From the configuration to the values that the loop, the actor and the scorer work with. Nothing is built here."""
+"""Translates the configuration into the values that the loop, the actor and the scorer use: no models, no files."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import fields
 from functools import reduce
 from typing import get_type_hints
 
+from mtrl.algorithms.advantages import ESTIMATORS, Estimator
 from mtrl.algorithms.batches import BatchPlan
 from mtrl.algorithms.credit import Rule
 from mtrl.algorithms.credit.attention_weights import AttentionWeights
@@ -16,14 +17,13 @@ from mtrl.algorithms.credit.registry import make_rule
 from mtrl.algorithms.credit.rule import DecodeTokens
 from mtrl.algorithms.credit.trajectory_scaling import TrajectoryScaling
 from mtrl.algorithms.divergence import Divergence
-from mtrl.algorithms.estimators import ESTIMATORS, Estimator
 from mtrl.algorithms.filtering import GroupFilter
 from mtrl.algorithms.losses import Loss, PolicyLoss
 from mtrl.algorithms.replay import ReplayRule
 from mtrl.algorithms.value_loss import ValueLoss
 from mtrl.config import Config, ConfigError
 from mtrl.config.tree import OptimConfig
-from mtrl.config.value_types import BadValue, typed
+from mtrl.config.value_types import BadValue, validate
 from mtrl.models.adapters import AdapterSettings
 from mtrl.models.load_model import DTYPES
 from mtrl.models.perturb import Perturbation
@@ -34,13 +34,13 @@ from mtrl.utils.plugins import PluginError
 from mtrl.workers.learner import OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching
 
-GPU_TOKENS_PER_MICRO_BATCH = 32768  # as long as they fit; few large passes leave a GPU no gaps
-ATTENTION_NOW_AND_THEN = 10  # steps between two readings of attention that only its metrics ask for
-GPU_TOKENS_PER_PROBE = 65536  # more than in an update: without gradients a pass keeps no activations
+GPU_TOKENS_PER_MICRO_BATCH = 32768  # if they fit; few large passes keep a GPU busy
+GPU_TOKENS_PER_PROBE = 65536  # more than in an update: passes without gradient keep no activations
+ATTENTION_METRICS_INTERVAL = 10  # steps between measurements of attention that serve only metrics
 
 
-def total_steps(config: Config, rows: int) -> int:
-    """`max_steps`, or the epochs' worth; at least one."""
+def count_steps(config: Config, rows: int) -> int:
+    """`max_steps`, or the steps of all epochs; at least one."""
     by_epochs = max(1, config.training.total_epochs * rows // config.dataset.rollout_batch_size)
     return by_epochs if config.training.max_steps is None else config.training.max_steps
 
@@ -49,107 +49,110 @@ def make_algorithm(
     config: Config,
     steps: int,
     *,
-    first: bool = True,
+    is_new_run: bool = True,
     rewards: Iterable[Needs] = (),
     trackers: Needs = NOTHING,
-    sees_attention: bool = True,
-    pieces: DecodeTokens | None = None,
+    can_read_attention: bool = True,
+    decode: DecodeTokens | None = None,
 ) -> AlgorithmSpec:
-    """`first`: the run has no step behind it. `rewards` and `trackers` are the signals that they read; `pieces` tells
-    rules what tokens say, where they are to be applied."""
-    algorithm = config.optimization
-    credit, divergence, estimator = credit_rules(config), make_divergence(config), make_estimator(config)
+    """`rewards` and `trackers` are the signals that they read; `decode` binds credit rules to the tokenizer."""
+    optimization = config.optimization
+    credit, divergence, estimator = make_credit_rules(config), make_divergence(config), make_estimator(config)
     rewards = tuple(rewards)
     readers = [*(rule.needs for rule in credit), *rewards, trackers, estimator.needs]
     if divergence is not None:
         readers.append(divergence.needs)
     if (replay := make_replay_rule(config)) is not None:
-        readers.append(Needs("old_logprobs"))  # what a group is worth later is measured by the policy of now
+        readers.append(Needs("old_logprobs"))  # a replayed group needs the log-probs of its own step
     needs = reduce(Needs.__or__, readers)
     return AlgorithmSpec(
         total_steps=steps,
         prompts_per_step=config.dataset.rollout_batch_size,
-        sampling=training_sampling(config),
-        needs=with_scores(needs, config),
-        attention_every=attention_every(config, "attention_mass" in needs or any(rewards)) if sees_attention else 0,
+        sampling=make_training_sampling(config),
+        needs=add_logprob_needs(needs, config),
+        attention_every=(
+            attention_interval(config, "attention_mass" in needs or any(rewards)) if can_read_attention else 0
+        ),
         estimator=estimator,
         divergence=divergence,
-        credit=credit if pieces is None else tuple(rule.reading(pieces) for rule in credit),
+        credit=credit if decode is None else tuple(rule.bind_tokenizer(decode) for rule in credit),
         loss=Loss(
-            policy=policy_loss(config),
-            entropy_penalty_coef=algorithm.entropy_penalty_coef if algorithm.use_entropy_penalty else 0.0,
-            tis_clip=algorithm.tis_clip,
-            tis_level=algorithm.tis_level,
+            policy=make_policy_loss(config),
+            entropy_penalty_coef=optimization.entropy_penalty_coef if optimization.use_entropy_penalty else 0.0,
+            tis_clip=optimization.tis_clip,
+            tis_level=optimization.tis_level,
         ),
-        batches=batch_plan(config),
+        batches=make_batch_plan(config),
         validate_every=config.training.val_freq,
-        validate_first=config.training.val_before_train and first,
+        validate_first=config.training.val_before_train and is_new_run,
         save_every=config.training.save_freq,
         seed=config.dataset.seed,
         sync_ref_every=config.worker.ref.sync_every or 0,
         reward_needs=reduce(Needs.__or__, rewards, NOTHING),
         filtering=make_filtering(config),
-        greedy_baseline=algorithm.advantage_estimator == "remax",
+        greedy_baseline=optimization.advantage_estimator == "remax",
         replay=replay,
         value_loss=ValueLoss(config.worker.critic.cliprange_value),
-        critic_warmup=critic_warmup(config),
+        critic_warmup=critic_warmup_steps(config),
         off_policy_steps=config.worker.rollout.off_policy_steps,
         maps_per_step=config.training.record_rollouts_per_step if config.training.record_attention_maps else 0,
     )
 
 
-def critic_warmup(config: Config) -> int:
-    """Steps in which the critic learns alone; without a critic there are none."""
+def critic_warmup_steps(config: Config) -> int:
+    """Steps that train only the critic; 0 without a critic."""
     return config.worker.critic.warmup_steps if "values" in make_estimator(config).needs else 0
 
 
 def make_filtering(config: Config) -> Filtering | None:
-    algorithm = config.optimization
-    if not algorithm.online_filtering:
+    optimization = config.optimization
+    if not optimization.online_filtering:
         return None
-    rule = GroupFilter(algorithm.filter_by, algorithm.filter_key, algorithm.filter_low, algorithm.filter_high)
-    return Filtering(rule, algorithm.max_refills, algorithm.on_short_batch)
+    rule = GroupFilter(
+        optimization.filter_by, optimization.filter_key, optimization.filter_low, optimization.filter_high
+    )
+    return Filtering(rule, optimization.max_refills, optimization.on_short_batch)
 
 
 def make_replay_rule(config: Config) -> ReplayRule | None:
-    algorithm = config.optimization
-    if algorithm.replay_buffer_size == 0:
+    optimization = config.optimization
+    if optimization.replay_buffer_size == 0:
         return None
-    return ReplayRule(algorithm.replay_buffer_size, algorithm.replay_var_epsilon, algorithm.filter_min_reward)
+    return ReplayRule(optimization.replay_buffer_size, optimization.replay_var_epsilon, optimization.filter_min_reward)
 
 
-def with_scores(needs: Needs, config: Config) -> Needs:
-    """Old log-probs and entropies come with every pass over the vocabulary, and updates after the first need the old
-    ones, as do responses of older weights. Where nobody asks for anything and each batch of fresh responses is learnt
-    from once, there is no such pass: the update's own says them."""
+def add_logprob_needs(needs: Needs, config: Config) -> Needs:
+    """Every probe pass over the vocabulary returns old log-probs and entropies. Updates after the first need the old
+    log-probs, as do off-policy responses. If nobody needs a signal and each on-policy batch is used once, no such pass
+    is made: the update computes them itself."""
     actor = config.worker.actor
     once = actor.ppo_epochs == 1 and actor.global_batch_size == config.dataset.rollout_batch_size
     fresh = config.worker.rollout.off_policy_steps == 0
     if once and fresh and not needs.without("attention_mass", "prompt_attention_mass", "values"):
         return needs
-    support = Needs("support") if training_sampling(config).cut else NOTHING
+    support = Needs("support") if make_training_sampling(config).cut else NOTHING
     return needs | Needs("old_logprobs", "entropy") | support
 
 
-def batch_plan(config: Config) -> BatchPlan:
-    algorithm, actor = config.optimization, config.worker.actor
+def make_batch_plan(config: Config) -> BatchPlan:
+    optimization, actor = config.optimization, config.worker.actor
     return BatchPlan(
         prompts_per_update=actor.global_batch_size,
         passes=actor.ppo_epochs,
-        loss_type=algorithm.loss_type,
-        loss_token_denominator=algorithm.loss_token_denominator,
+        loss_type=optimization.loss_type,
+        loss_token_denominator=optimization.loss_token_denominator,
         max_response_length=config.dataset.max_response_length,
-        mask_truncated=algorithm.mask_truncated_responses,
+        mask_truncated=optimization.mask_truncated_responses,
     )
 
 
 def make_estimator(config: Config) -> Estimator:
-    """The advantage estimator by its name; its fields come from the keys of `optimization` of the same names."""
+    """The advantage estimator; its fields are the keys of `optimization` with the same names."""
     kind = ESTIMATORS[config.optimization.advantage_estimator]
     return kind(**{f.name: getattr(config.optimization, f.name) for f in fields(kind)})
 
 
-def training_sampling(config: Config) -> Sampling:
+def make_training_sampling(config: Config) -> Sampling:
     rollout = config.worker.rollout
     return Sampling(
         n=config.rollouts_per_prompt,
@@ -161,103 +164,98 @@ def training_sampling(config: Config) -> Sampling:
     )
 
 
-def validation_sampling(config: Config) -> Sampling:
+def make_validation_sampling(config: Config) -> Sampling:
     rollout = config.worker.rollout
     return Sampling(
-        n=rollout.val.n,
-        temperature=rollout.val.temperature,
-        max_new_tokens=config.max_new_tokens,
-        seed=rollout.seed,
+        n=rollout.val.n, temperature=rollout.val.temperature, max_new_tokens=config.max_new_tokens, seed=rollout.seed
     )
 
 
-def attention_every(config: Config, needed: bool = False) -> int:
-    """Every how many steps attention is read for its metrics: at each where somebody needs it anyway (which signals a
-    user's function reads, nobody knows), else now and then."""
-    asked = config.optimization.compute_attention_metrics
-    if asked == "auto":
-        return 1 if needed else ATTENTION_NOW_AND_THEN
-    return int(asked)
+def attention_interval(config: Config, needed: bool = False) -> int:
+    """Steps between measurements of attention for metrics: every step if it is `needed` anyway; 0: never."""
+    setting = config.optimization.compute_attention_metrics
+    if setting == "auto":
+        return 1 if needed else ATTENTION_METRICS_INTERVAL
+    return int(setting)
 
 
-def credit_rules(config: Config) -> tuple[Rule, ...]:
-    """The rules that switches turn on, in the order of SPEC 2.2, then those that `optimization.credit` adds."""
-    algorithm = config.optimization
+def make_credit_rules(config: Config) -> tuple[Rule, ...]:
+    """The rules of the `enable_` keys in the order of SPEC 2.2, then those of `optimization.credit`."""
+    optimization = config.optimization
     rules: list[Rule] = []
-    if algorithm.enable_perception_filtering:
-        rules.append(PerceptionFilter(algorithm.top_p_perception_tokens))
-    if algorithm.enable_entropy_filtering:
-        rules.append(EntropyFilter(algorithm.top_p_entropy_tokens))
-    if algorithm.enable_trajectory_reweighting:
-        rules.append(TrajectoryScaling(algorithm.trajectory_scaling_min, algorithm.trajectory_scaling_max))
-    if algorithm.enable_token_weights:
-        rules.append(attention_weights(config))
+    if optimization.enable_perception_filtering:
+        rules.append(PerceptionFilter(optimization.top_p_perception_tokens))
+    if optimization.enable_entropy_filtering:
+        rules.append(EntropyFilter(optimization.top_p_entropy_tokens))
+    if optimization.enable_trajectory_reweighting:
+        rules.append(TrajectoryScaling(optimization.trajectory_scaling_min, optimization.trajectory_scaling_max))
+    if optimization.enable_token_weights:
+        rules.append(make_attention_weights(config))
     try:
-        further = [make_rule(spec) for spec in algorithm.credit]
-        for rule in further:
+        additional = [make_rule(entry) for entry in optimization.credit]
+        for rule in additional:
             check_arguments(rule)
-        return (*rules, *further)
+        return (*rules, *additional)
     except PluginError as error:
         raise ConfigError([f"optimization.credit: {error}"]) from error
 
 
 def check_arguments(rule: Rule) -> None:
-    """The values of a rule's fields against their annotations, those that a configuration can hold."""
+    """Check the values of a rule's fields against those annotations that a configuration can have."""
     hints = get_type_hints(type(rule))
     for argument in fields(rule):  # type: ignore[arg-type]
         value = getattr(rule, argument.name)
-        if isinstance(value, Rule):  # one that this one wraps
+        if isinstance(value, Rule):  # a wrapped rule
             check_arguments(value)
         try:
-            typed(value, hints[argument.name], None)
+            validate(value, hints[argument.name], None)
         except BadValue as error:
             raise PluginError(f"{type(rule).__name__}: {argument.name}: {error}") from error
-        except TypeError:  # an annotation that no key of a configuration has
+        except TypeError:  # an annotation that no key has
             continue
 
 
-def attention_weights(config: Config) -> AttentionWeights:
-    algorithm = config.optimization
+def make_attention_weights(config: Config) -> AttentionWeights:
+    optimization = config.optimization
     return AttentionWeights(
-        target=algorithm.token_weight_target,
-        clip=algorithm.token_weight_clip,
-        smooth_sigma=algorithm.token_weight_smooth_sigma,
-        top_ratio=algorithm.token_weight_top_ratio,
-        attention=algorithm.compute_attention_metrics is not False,
+        target=optimization.token_weight_target,
+        clip=optimization.token_weight_clip,
+        smooth_sigma=optimization.token_weight_smooth_sigma,
+        top_ratio=optimization.token_weight_top_ratio,
+        attention=optimization.compute_attention_metrics is not False,
     )
 
 
 def make_divergence(config: Config) -> Divergence | None:
-    algorithm = config.optimization
-    if algorithm.disable_divergence or algorithm.divergence_coef == 0:
+    optimization = config.optimization
+    if optimization.disable_divergence or optimization.divergence_coef == 0:
         return None
     return Divergence(
-        penalty=algorithm.divergence_penalty,
-        coef=algorithm.divergence_coef,
-        in_loss=algorithm.use_divergence_loss,
-        adaptive=algorithm.divergence_type == "adaptive",
-        target=algorithm.divergence_target,
-        horizon=algorithm.divergence_horizon,
+        penalty=optimization.divergence_penalty,
+        coef=optimization.divergence_coef,
+        in_loss=optimization.use_divergence_loss,
+        adaptive=optimization.divergence_type == "adaptive",
+        target=optimization.divergence_target,
+        horizon=optimization.divergence_horizon,
     )
 
 
-def policy_loss(config: Config) -> PolicyLoss:
-    algorithm, actor = config.optimization, config.worker.actor
-    gspo = algorithm.policy_loss == "gspo"
+def make_policy_loss(config: Config) -> PolicyLoss:
+    optimization, actor = config.optimization, config.worker.actor
     return PolicyLoss(
-        kind="ppo" if algorithm.policy_loss == "gspo" else algorithm.policy_loss,
-        level="sequence" if gspo else algorithm.importance_sampling_level,
+        kind="ppo" if optimization.policy_loss == "gspo" else optimization.policy_loss,
+        level="sequence" if optimization.policy_loss == "gspo" else optimization.importance_sampling_level,
         clip_low=actor.clip_ratio_low,
         clip_high=actor.clip_ratio_high,
         clip_dual=actor.clip_ratio_dual,
-        cispo_clip_high=algorithm.cispo_clip_high,
-        tau_positive=algorithm.tau_positive,
-        tau_negative=algorithm.tau_negative,
+        cispo_clip_high=optimization.cispo_clip_high,
+        tau_positive=optimization.tau_positive,
+        tau_negative=optimization.tau_negative,
     )
 
 
-def adapter_settings(config: Config) -> AdapterSettings | None:
-    """None where all weights learn."""
+def make_adapter_settings(config: Config) -> AdapterSettings | None:
+    """None if all weights are trained."""
     model, actor = config.worker.actor.model, config.worker.actor
     if model.peft_type is None:
         return None
@@ -273,22 +271,17 @@ def adapter_settings(config: Config) -> AdapterSettings | None:
 
 
 def dropout_seed(config: Config) -> int | None:
-    adapters = adapter_settings(config)
+    adapters = make_adapter_settings(config)
     return adapters.seed if adapters is not None and adapters.dropout > 0 else None
 
 
-def optimizer_settings(config: Config, steps: int) -> OptimizerSettings:
-    """The actor's. It takes no step while the critic warms up."""
-    return make_schedule(config, config.worker.actor.optim, max(0, steps - critic_warmup(config)))
-
-
-def critic_optimizer_settings(config: Config, steps: int) -> OptimizerSettings:
-    return make_schedule(config, config.worker.critic.optim, steps)
+def make_optimizer_settings(config: Config, steps: int) -> OptimizerSettings:
+    """The settings of the actor, which is not trained while the critic warms up."""
+    return make_schedule(config, config.worker.actor.optim, max(0, steps - critic_warmup_steps(config)))
 
 
 def make_schedule(config: Config, optim: OptimConfig, steps: int) -> OptimizerSettings:
-    """Actor and critic learn from the same batches."""
-    actor = config.worker.actor
+    actor = config.worker.actor  # the critic is trained on the same batches
     updates = steps * actor.ppo_epochs * (config.dataset.rollout_batch_size // actor.global_batch_size)
     warmup = optim.warmup_steps if optim.warmup_ratio is None else round(optim.warmup_ratio * updates)
     return OptimizerSettings(
@@ -306,23 +299,23 @@ def make_schedule(config: Config, optim: OptimConfig, steps: int) -> OptimizerSe
 
 
 def offloads_optimizer(config: Config) -> bool:
-    """Whether the state of the optimizers comes from main memory for their steps. With weights that lie there it stays
-    there, and is worked on there."""
+    """Whether optimizer state is moved from CPU memory for optimizer steps. With offloaded weights it stays there, and
+    the steps run on the CPU."""
     return config.worker.actor.offload.offload_optimizer and not config.worker.actor.fsdp.cpu_offload
 
 
-def update_batching(config: Config, on_gpu: bool, share_prefix: bool) -> MicroBatching:
-    """How an update is cut into passes: by tokens, or by rows where `dynamic_batching` is off."""
+def make_update_batching(config: Config, on_gpu: bool, share_prefix: bool) -> MicroBatching:
+    """How an update is split into micro-batches: by tokens, or by rows without `dynamic_batching`."""
     rows = config.worker.actor.micro_batch_size_per_device_for_update
-    return micro_batching(config, rows, GPU_TOKENS_PER_MICRO_BATCH if on_gpu else 0, share_prefix)
+    return make_micro_batching(config, rows, GPU_TOKENS_PER_MICRO_BATCH if on_gpu else 0, share_prefix)
 
 
-def probe_batching(config: Config, on_gpu: bool, share_prefix: bool) -> MicroBatching:
+def make_probe_batching(config: Config, on_gpu: bool, share_prefix: bool) -> MicroBatching:
     rows = config.worker.actor.micro_batch_size_per_device_for_experience
-    return micro_batching(config, rows, GPU_TOKENS_PER_PROBE if on_gpu else 0, share_prefix)
+    return make_micro_batching(config, rows, GPU_TOKENS_PER_PROBE if on_gpu else 0, share_prefix)
 
 
-def micro_batching(config: Config, rows: int, at_least: int, share_prefix: bool) -> MicroBatching:
+def make_micro_batching(config: Config, rows: int, at_least: int, share_prefix: bool) -> MicroBatching:
     actor = config.worker.actor
     if not actor.dynamic_batching:
         return MicroBatching(rows=rows, share_prefix=share_prefix)
@@ -330,20 +323,20 @@ def micro_batching(config: Config, rows: int, at_least: int, share_prefix: bool)
 
 
 def make_perturbation(config: Config, patch_size: int) -> Perturbation:
-    """The perturbation of the configuration. `patch_size` is the model's own, which `auto` stands for."""
-    algorithm = config.optimization
+    """The image perturbation. `patch_size` is that of the model, which replaces `auto`."""
+    optimization = config.optimization
     return Perturbation(
-        kind=algorithm.perturbation,
-        patch_size=patch_size if algorithm.patch_size == "auto" else algorithm.patch_size,
-        black_prob=algorithm.black_prob,
-        noise_std=algorithm.noise_std,
-        blur_radius=algorithm.blur_radius,
+        kind=optimization.perturbation,
+        patch_size=patch_size if optimization.patch_size == "auto" else optimization.patch_size,
+        black_prob=optimization.black_prob,
+        noise_std=optimization.noise_std,
+        blur_radius=optimization.blur_radius,
         seed=config.dataset.seed,
     )
 
 
-def reward_schedule(config: Config, functions: int) -> list[tuple[float, tuple[float, ...]]]:
-    """[(from which share of the run, weights)], for so many functions."""
+def make_reward_schedule(config: Config, functions: int) -> list[tuple[float, tuple[float, ...]]]:
+    """[(fraction of the run, weights from there on)] for the number of `functions`."""
     reward = config.worker.reward
     if reward.weight_schedule is not None:
         return [(start, weights) for start, weights in reward.weight_schedule]

@@ -1,4 +1,4 @@
-"""Where compiled kernels are kept, so that only the first run on a machine waits for all of them."""
+"""A persistent cache of compiled kernels, so that only the first run on a machine waits for them."""
 
 from __future__ import annotations
 
@@ -12,28 +12,26 @@ INDUCTOR, TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"  # read by torc
 logger = logging.getLogger(__name__)
 
 
-def keep_compiled(place: Path) -> Path:
-    """Has torch and Triton keep what they compile in `place`, and returns where that is: a user may have chosen another
-    folder, and one that cannot be written to is left alone, which is said."""
+def set_compile_cache(directory: Path) -> Path:
+    """Make torch and Triton cache kernels in the directory, unless the user has chosen another one or it cannot be
+    written to (which is logged). Return the directory in use."""
     chosen = os.environ.get(INDUCTOR)
     if chosen and not is_temporary(Path(chosen)):
         return Path(chosen)
-    place = place.absolute()
+    directory = directory.absolute()
     try:
-        place.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=place):
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
             pass
     except OSError as error:
-        told = (
-            "compiled kernels cannot be kept in %s (%s), only until the machine starts again; MTRL_CACHE names a folder"
-        )
-        logger.warning(told, place, error.strerror)
+        message = "compiled kernels cannot be stored in %s (%s) and are lost at the next reboot; set MTRL_CACHE"
+        logger.warning(message, directory, error.strerror)
         return Path(chosen or tempfile.gettempdir())
-    os.environ[INDUCTOR] = str(place)
-    os.environ.setdefault(TRITON, str(place / "triton"))
-    return place
+    os.environ[INDUCTOR] = str(directory)
+    os.environ.setdefault(TRITON, str(directory / "triton"))
+    return directory
 
 
 def is_temporary(folder: Path) -> bool:
-    """Whether this is torch's own choice, which it writes into the environment when it is imported."""
+    """Whether this is the default of torch, which it writes into the environment when it is imported."""
     return folder.parent == Path(tempfile.gettempdir()).absolute() and folder.name.startswith("torchinductor_")

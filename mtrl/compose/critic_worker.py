@@ -1,4 +1,4 @@
-"""The critic of a run whose advantages need one."""
+"""Builds the critic, if the advantage estimator needs one."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from mtrl.compose import algorithm
-from mtrl.compose.hub import seek_model
-from mtrl.compose.policy import load_options, make_backbone, model_path, warn_of_large_steps
+from mtrl.compose.hub import check_model_available
+from mtrl.compose.policy import load_options, make_backbone, model_path, warn_about_large_lr
 from mtrl.config import Config, ConfigError
 from mtrl.models.families import TextEncoder, encoder_files, load_encoder, load_model_config
 from mtrl.models.forward import Forward
@@ -20,23 +20,23 @@ KEY = "worker.critic.model.model_path"
 
 
 def critic_path(config: Config) -> str:
-    """Where its weights come from: by default what the actor starts from too."""
+    """The path of the initial weights: by default those of the actor."""
     return config.worker.critic.model.model_path or model_path(config)
 
 
 def build_critic(config: Config, policy: Forward, encoder: TextEncoder, steps: int, model: Any = None) -> LocalCritic:
-    """A model of its own behind the policy's passes: the same tokens and images, shared and packed in the same way. It
-    is kept and computed as the actor is; its optimizer and schedule are its own. One that is there is taken."""
+    """Build a separate model that runs the same passes as the policy, with its own optimizer and schedule. `model` is
+    used if it is loaded already."""
     path, on_gpu, ranks = critic_path(config), policy.backbone.device.type == "cuda", policy.backbone.ranks
     if path != model_path(config):
         check_same_inputs(config, policy.backbone.model.config.model_type, encoder)
     model = model or load_critic(config)
-    warn_of_large_steps("worker.critic.optim.lr", config.worker.critic.optim.lr, model)
+    warn_about_large_lr("worker.critic.optim.lr", config.worker.critic.optim.lr, model)
     return LocalCritic(
         replace(policy, backbone=make_backbone(config, model, ranks)),
-        algorithm.critic_optimizer_settings(config, steps),
-        update_batching=algorithm.update_batching(config, on_gpu, policy.share_prefix).over(ranks, policy.sharers.size),
-        probe_batching=algorithm.probe_batching(config, on_gpu, policy.share_prefix).over(ranks, policy.sharers.size),
+        algorithm.make_schedule(config, config.worker.critic.optim, steps),
+        update_batching=algorithm.make_update_batching(config, on_gpu, policy.share_prefix).over(ranks),
+        probe_batching=algorithm.make_probe_batching(config, on_gpu, policy.share_prefix).over(ranks),
         encoder_files=encoder_files(encoder, path),
         offload_optimizer=on_gpu and algorithm.offloads_optimizer(config),
     )
@@ -44,21 +44,21 @@ def build_critic(config: Config, policy: Forward, encoder: TextEncoder, steps: i
 
 def load_critic(config: Config, device: str | None = None) -> Any:
     path = critic_path(config)
-    seek_model(path)
+    check_model_available(path)
     check_undamaged(Path(path))
     return load_value_model(path, **load_options(config, device))
 
 
 def check_same_inputs(config: Config, family: str, encoder: TextEncoder) -> None:
-    """A critic reads the very tokens and pixels that were made for the actor."""
+    """The critic reads the tokens and pixels that were prepared for the actor."""
     path, trusted = critic_path(config), config.worker.actor.model.trust_remote_code
-    told = f"{KEY}: {path} cannot read what is made for the actor"
-    theirs = load_model_config(path, trusted).model_type
-    if theirs != family:
-        raise ConfigError([f"{told}: it is of the family {theirs}, not {family}; name a model of the actor's family"])
+    prefix = f"{KEY}: {path} cannot read the inputs of the actor"
+    critic_family = load_model_config(path, trusted).model_type
+    if critic_family != family:
+        raise ConfigError([f"{prefix}: its family is {critic_family}, not {family}; use a model of the actor's family"])
     data = config.dataset
     own = load_encoder(path, min_pixels=data.min_pixels, max_pixels=data.max_pixels, trust_remote_code=trusted)
     if own.tokenizer.get_vocab() != encoder.tokenizer.get_vocab():
-        raise ConfigError([f"{told}: its tokenizer is another one; name a model with the actor's tokenizer"])
+        raise ConfigError([f"{prefix}: its tokenizer differs; use a model with the actor's tokenizer"])
     if own.image_settings != encoder.image_settings:
-        raise ConfigError([f"{told}: its images have other patches or colours; name a model with the actor's settings"])
+        raise ConfigError([f"{prefix}: its image settings differ; use a model with the same patches and colours"])

@@ -1,4 +1,4 @@
-"""The Hugging Face hub where it cannot be reached: one line at once. Its library would try again for half a minute."""
+"""Reports at once if the Hugging Face hub cannot be reached. Its library would retry for half a minute."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from mtrl.data import DataError
 from mtrl.data.sources import HUB_ID, OPENERS
 
-MODEL_FILES = ("config.json", "tokenizer_config.json")  # either shows that a model, or a tokenizer, is in the cache
-SECONDS = 5.0  # how long a connection may take
+MODEL_FILES = ("config.json", "tokenizer_config.json")  # either means that the model, or tokenizer, is cached
+TIMEOUT_S = 5.0
 
 logger = logging.getLogger(__name__)
 
 
-def unreachable() -> str | None:
-    """Why the hub cannot be reached, in words for the user; None where it can."""
+def connection_error() -> str | None:
+    """Why the hub cannot be reached; None if it can."""
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
     hub = urlsplit(constants.ENDPOINT)
     proxy = None if proxy_bypass(hub.hostname or "") else getproxies().get(hub.scheme)
-    place = urlsplit(proxy) if proxy else hub
-    port = place.port or (443 if place.scheme == "https" else 80)
+    host = urlsplit(proxy) if proxy else hub
+    port = host.port or (443 if host.scheme == "https" else 80)
     try:
-        socket.create_connection((place.hostname or "", port), timeout=SECONDS).close()
+        socket.create_connection((host.hostname or "", port), timeout=TIMEOUT_S).close()
     except OSError as error:
-        return f"{place.hostname}: {error.strerror or error}"
+        return f"{host.hostname}: {error.strerror or error}"
     return None
 
 
-def seek_model(name: str) -> None:
-    """Before a model or tokenizer is loaded by name: without the hub what is in its cache is used, which is said, or
-    the name is refused."""
-    if os.path.exists(os.path.expanduser(name)) or not is_model_id(name) or (why := unreachable()) is None:
+def check_model_available(name: str) -> None:
+    """Before a model or tokenizer is loaded by name: if the hub cannot be reached, use its cache (which is logged), or
+    raise a ValueError if it is not cached."""
+    if os.path.exists(os.path.expanduser(name)) or not is_model_id(name) or (why := connection_error()) is None:
         return
     if not any(isinstance(try_to_load_from_cache(name, file), str) for file in MODEL_FILES):
         raise ValueError(
-            f"{name} is no checkpoint directory and not in the cache of the Hugging Face hub, which cannot be reached "
-            f"({why}); name a directory, or download it where there is a network: hf download {name}"
+            f"{name} is not a checkpoint directory and not in the cache of the Hugging Face hub, which cannot be "
+            f"reached ({why}); name a directory, or download it on a machine with a network: hf download {name}"
         )
     if not constants.HF_HUB_OFFLINE:
-        logger.warning("the Hugging Face hub cannot be reached (%s): %s is taken from its cache", why, name)
+        logger.warning("the Hugging Face hub cannot be reached (%s): %s is loaded from its cache", why, name)
         constants.HF_HUB_OFFLINE = True
 
 
@@ -61,19 +61,19 @@ def is_model_id(name: str) -> bool:
 
 
 @contextmanager
-def seeking_data(name: str) -> Iterator[None]:
-    """While data are opened by name. The hub is asked for what is no file here and looks like an id; without it, its
-    cache may hold the data."""
-    place = name.rpartition("@")[0] or name
-    here = any(os.path.exists(os.path.expanduser(each)) for each in (name, place))
-    if here or not HUB_ID.fullmatch(place) or os.path.splitext(place)[1] in OPENERS or (why := unreachable()) is None:
+def use_cache_if_offline(name: str) -> Iterator[None]:
+    """While data is opened by name: if the name is a hub id and the hub cannot be reached, use only its cache."""
+    source = name.rpartition("@")[0] or name
+    exists = any(os.path.exists(os.path.expanduser(each)) for each in (name, source))
+    is_hub_id = not exists and HUB_ID.fullmatch(source) and os.path.splitext(source)[1] not in OPENERS
+    if not is_hub_id or (why := connection_error()) is None:
         yield
         return
     before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
     try:
         yield
     except DataError as error:
-        told = f"{name} is no file or directory and not in the cache of the Hugging Face hub"
-        raise DataError(f"{told}, which cannot be reached ({why})") from error
+        missing = f"{name} is not a file or directory and not in the cache of the Hugging Face hub"
+        raise DataError(f"{missing}, which cannot be reached ({why})") from error
     finally:
         constants.HF_HUB_OFFLINE = before

@@ -1,4 +1,4 @@
-"""What of a configuration decides about memory, and the rehearsal of its passes before the first step."""
+"""Derives the memory estimate from the configuration, and runs the memory preflight before the first step."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import torch
 from mtrl.compose import algorithm
 from mtrl.compose.critic_worker import critic_path
 from mtrl.config import Config
-from mtrl.memory.estimate import Plan, changes
-from mtrl.memory.preflight import ADAM_STATES, DOES_NOT_FIT, DoesNotFit, Limits, half_pass, preflight
+from mtrl.memory.plan import Plan, list_savings
+from mtrl.memory.preflight import ADAM_STATES, DOES_NOT_FIT, DoesNotFit, Limits, half_pass_tokens, preflight
 from mtrl.memory.shard_sizes import Split
 from mtrl.models.families import load_model_config
 from mtrl.models.forward import Forward
@@ -36,18 +36,18 @@ def make_limits(config: Config, needs: Needs, on_gpu: bool, share_prefix: bool) 
     return Limits(
         prompts=config.dataset.rollout_batch_size,
         prompts_per_update=config.worker.actor.global_batch_size,
-        sampling=algorithm.training_sampling(config),
+        sampling=algorithm.make_training_sampling(config),
         prompt_tokens=config.dataset.max_prompt_length,
         max_pixels=config.dataset.max_pixels,
-        update=algorithm.update_batching(config, on_gpu, share_prefix),
-        probe=algorithm.probe_batching(config, on_gpu, share_prefix),
-        needs=needs | read_off_attention(config),
+        update=algorithm.make_update_batching(config, on_gpu, share_prefix),
+        probe=algorithm.make_probe_batching(config, on_gpu, share_prefix),
+        needs=needs | periodic_attention_needs(config),
         full_divergence=divergence is not None and divergence.in_loss and divergence.penalty == "full",
     )
 
 
-def read_off_attention(config: Config) -> Needs:
-    """What is read off the attention now and then."""
+def periodic_attention_needs(config: Config) -> Needs:
+    """Signals from attention that are measured in some steps only."""
     mass = Needs("attention_mass") if config.optimization.compute_attention_metrics is not False else Needs()
     return mass | Needs("attention_maps") if config.training.record_attention_maps else mass
 
@@ -55,17 +55,17 @@ def read_off_attention(config: Config) -> Needs:
 def make_plan(config: Config, on_gpu: bool) -> Plan:
     actor, reward, attention = config.worker.actor, config.worker.reward, config.worker.actor.model.attn_implementation
     trusted, own_attention = actor.model.trust_remote_code, attention in ("auto", "sdpa")
-    compiled, rules = on_gpu and actor.use_torch_compile, algorithm.make_algorithm(config, 1)
-    shared = actor.share_prefix and (own_attention or attention == "eager")
-    learners = [actor.optim, config.worker.critic.optim] if "values" in rules.needs else [actor.optim]
-    limits, split = make_limits(config, rules.needs, on_gpu, shared), shard_split(config)
+    compiled, spec = on_gpu and actor.use_torch_compile, algorithm.make_algorithm(config, 1)
+    share_prefix = actor.share_prefix and (own_attention or attention == "eager")
+    optimizers = [actor.optim, config.worker.critic.optim] if "values" in spec.needs else [actor.optim]
+    limits, split = make_limits(config, spec.needs, on_gpu, share_prefix), make_split(config)
     return Plan(
-        limits=limits if split is None else limits.on_each(split.ranks, sharers=1),
+        limits=limits if split is None else limits.on_each(split.ranks, sp_size=1),
         split=split,
         weights=actor.fsdp.param_dtype,
         compute=actor.fsdp.mixed_precision_dtype,
-        reference=rules.reads_reference and actor.model.peft_type is None,
-        adapters=algorithm.adapter_settings(config),
+        reference=spec.reads_reference and actor.model.peft_type is None,
+        adapters=algorithm.make_adapter_settings(config),
         four_bit=actor.model.peft_type == "qlora",
         train_vision=not actor.model.freeze_vision_tower,
         checkpointing=actor.model.enable_gradient_checkpointing,
@@ -73,38 +73,32 @@ def make_plan(config: Config, on_gpu: bool) -> Plan:
         on_gpu=on_gpu,
         packed=compiled and actor.padding_free and own_attention,
         compiled=compiled,
-        graphs=on_gpu and not triton_is_missing(),
+        graphs=on_gpu and not (torch.cuda.is_available() and find_spec("triton") is None),  # other machines have it
         reward_model_parameters=reward_model_parameters(reward.model_path, trusted) if reward.model_path else 0,
         states=ADAM_STATES + (actor.fsdp.param_rounding == "kahan"),
-        eight_bit=all(optim.name == "adamw_8bit" for optim in learners),
+        eight_bit=all(optim.name == "adamw_8bit" for optim in optimizers),
         offload_optimizer=on_gpu and algorithm.offloads_optimizer(config),
-        offload_reference=on_gpu and config.worker.ref.offload_params and rules.reads_reference,
-        reference_in_update=rules.loss.full_divergence,
-        critic=load_model_config(critic_path(config), trusted) if "values" in rules.needs else None,
+        offload_reference=on_gpu and config.worker.ref.offload_params and spec.reads_reference,
+        reference_in_update=spec.loss.full_divergence,
+        critic=load_model_config(critic_path(config), trusted) if "values" in spec.needs else None,
         trust_remote_code=trusted,
     )
 
 
-def shard_split(config: Config) -> Split | None:
-    """How ranks split the models of a run. Ranks that share sequences make a pass of as many times the tokens, of which
-    each holds what one alone would hold of its own."""
+def make_split(config: Config) -> Split | None:
+    """How the models are sharded over ranks. With sequence parallelism a pass has as many times the tokens, so that
+    each rank holds as much as it would alone."""
     training, fsdp, rollout = config.training, config.worker.actor.fsdp, config.worker.rollout
     world = training.nnodes * training.n_gpus_per_node
     if world == 1:
         return None
-    parts = {"HYBRID_SHARD": training.n_gpus_per_node, "NO_SHARD": 1}.get(fsdp.sharding_strategy, world)
     return Split(
         ranks=world // config.worker.actor.ulysses_size,
-        parts=parts,
-        stays_whole=fsdp.sharding_strategy == "SHARD_GRAD_OP",
-        in_main_memory=fsdp.cpu_offload,
+        parts={"HYBRID_SHARD": training.n_gpus_per_node, "NO_SHARD": 1}.get(fsdp.sharding_strategy, world),
+        stays_gathered=fsdp.sharding_strategy == "SHARD_GRAD_OP",
+        cpu_offload=fsdp.cpu_offload,
         own_engine=config.worker.hybrid_engine and rollout.name != "vllm",
     )
-
-
-def triton_is_missing() -> bool:
-    """Whether this machine has a GPU, and no kernels for it. Of another machine it is taken to be there."""
-    return torch.cuda.is_available() and find_spec("triton") is None
 
 
 def preflight_on_gpu(
@@ -115,10 +109,10 @@ def preflight_on_gpu(
     has_states: bool,
     learners: Sequence[Learner],
     critic: Forward | None = None,
-    kept: KeptPasses | None = None,
+    pass_sizes: PassSizes | None = None,
 ) -> None:
-    """The passes of a step at the limits of the configuration, once: what does not fit is told before the first step. A
-    CPU is slow, and what does not fit there is swapped. Of several ranks each runs its part of them, all at once."""
+    """Run each pass of a step once at the limits of the configuration, so that too large ones fail before the first
+    step. Not on a CPU, which is slow and can swap. Several ranks run their shares at the same time."""
     if policy.backbone.device.type != "cuda":
         return
     plan = make_plan(config, on_gpu=True)
@@ -128,75 +122,72 @@ def preflight_on_gpu(
         policy.encoder,
         generator=generator,
         has_states=has_states,
-        ways=[*changes(plan)],
+        savings=[*list_savings(plan)],
         critic=critic,
         states=plan.states,
         state_dtype=torch.uint8 if plan.eight_bit else None,
         offloaded=plan.offload_optimizer,
     )
     limits = make_limits(config, needs, on_gpu=True, share_prefix=policy.share_prefix)
-    limits = limits.on_each(policy.backbone.ranks.size, policy.sharers.size)
-    if learners[0].cut_to:  # the run goes on, with passes that were cut before
+    limits = limits.on_each(policy.backbone.ranks.size, policy.sp_group.size)
+    if learners[0].cut_to:  # the resumed run has reduced its passes before
         limits = limits.within(learners[0].cut_to)
-    peaks = fitted(run_once, limits, policy, learners if sized_by_memory(config) else [], kept)
-    if not policy.backbone.ranks.is_first:
-        return
-    say_at_once(
-        "rehearsed at the limits: " + ", ".join(f"{name} {peak / GIB:,.1f} GiB" for name, peak in peaks.items())
-    )
+    peaks = fit_passes(run_once, limits, policy, learners if is_sized_by_memory(config) else [], pass_sizes)
+    if policy.backbone.ranks.is_first:
+        phases = ", ".join(f"{name} {peak / GIB:,.1f} GiB" for name, peak in peaks.items())
+        say_at_once(f"memory at the limits: {phases}")
 
 
 @dataclass(frozen=True)
-class KeptPasses:
-    """How large a pass of each learner of ranks may be, in a file of the run: whichever rank finds its device full
-    writes it before all of them end, and all read it when they begin again."""
+class PassSizes:
+    """The maximum size of a pass of each learner, in a file in the run directory: a rank that runs out of memory writes
+    it before all ranks end, and all read it when they restart."""
 
     file: Path
 
-    def keep(self, name: str, size: int) -> None:
-        """No larger from here on; of several ranks that are full at once the last one to write is as good."""
-        beside = self.file.with_suffix(f".{socket.gethostname()}.{os.getpid()}")
-        beside.write_text(json.dumps(self._read() | {name: size}))
-        beside.replace(self.file)
+    def write(self, name: str, size: int) -> None:
+        """Store the new maximum; if several ranks write at once, any of them may win."""
+        temporary = self.file.with_suffix(f".{socket.gethostname()}.{os.getpid()}")
+        temporary.write_text(json.dumps(self._read() | {name: size}))
+        temporary.replace(self.file)
 
-    def settle(self, learner: Learner) -> None:
-        """The learner as earlier attempts have found that it fits; where it is full, it says so here."""
-        learner.cut_to, learner.keep_cut = self._read().get(learner.name, 0), partial(self.keep, learner.name)
+    def apply(self, learner: Learner) -> None:
+        """Limit the learner to the size found by earlier attempts, and have it write smaller ones here."""
+        learner.cut_to, learner.keep_cut = self._read().get(learner.name, 0), partial(self.write, learner.name)
 
     def _read(self) -> dict[str, int]:
         return json.loads(self.file.read_text()) if self.file.exists() else {}
 
 
-def sized_by_memory(config: Config) -> bool:
-    """Whether nobody has said how large a pass is."""
+def is_sized_by_memory(config: Config) -> bool:
+    """Whether the size of a pass follows from the memory of the device."""
     actor = config.worker.actor
     return actor.dynamic_batching and actor.tokens_per_micro_batch is None
 
 
-def fitted(
+def fit_passes(
     run_once: Callable[[Limits], dict[str, int]],
     limits: Limits,
     policy: Forward,
     learners: Sequence[Learner],
-    kept: KeptPasses | None = None,
+    pass_sizes: PassSizes | None = None,
 ) -> dict[str, int]:
-    """What the passes held, once they are so small that they fit; those of the learners are cut likewise. A phase that
-    fits in no passes is an error, as is any that does not where there is no learner to cut. Ranks cannot go on from the
-    middle of a pass: what fits is `kept`, and they end."""
+    """Halve the passes, and those of the learners, until they fit; return their peak memory. Raise if no size fits, or
+    without learners. Ranks cannot continue after a failed pass: they store the size in `pass_sizes` and end."""
     while True:
         try:
             return run_once(limits)
         except DoesNotFit as error:
-            tokens = half_pass(limits, policy.encoder, error.phase) if learners else None
+            tokens = half_pass_tokens(limits, policy.encoder, error.phase) if learners else None
             if tokens is None:
                 raise
             phase = error.phase
-        told = f"{DOES_NOT_FIT[phase]} in passes of this size: they are cut to {tokens:,} tokens"
-        if kept is not None:
+        message = f"{DOES_NOT_FIT[phase]} in passes of this size: they are reduced to {tokens:,} tokens"
+        if pass_sizes is not None:
             for learner in learners:
-                kept.keep(learner.name, tokens)
-            raise PassesCut(f"memory: {told}; ")
-        say_at_once(told)
+                pass_sizes.write(learner.name, tokens)
+            raise PassesCut(f"memory: {message}; ")
+        say_at_once(message)
         limits = limits.within(tokens)
         for learner in learners:
             learner.cut_to = tokens

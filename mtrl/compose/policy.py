@@ -1,10 +1,9 @@
-"""The model and the workers around it: encoder, policy, actor, reference, engine."""
+"""Builds encoder, policy, actor, reference and rollout engine."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,28 +11,27 @@ from typing import Any
 
 import torch
 
+from mtrl.algorithms.advantages import Estimator
 from mtrl.algorithms.credit import Rule
-from mtrl.algorithms.estimators import Estimator
 from mtrl.checkpoint.folder_store import write_folder
 from mtrl.compose import algorithm
-from mtrl.compose.compile_cache import keep_compiled
-from mtrl.compose.hub import seek_model
+from mtrl.compose.compile_cache import set_compile_cache
+from mtrl.compose.hub import check_model_available
 from mtrl.config import Config, ConfigError
 from mtrl.data.cache import default_cache_dir
-from mtrl.data.templates import template_text
+from mtrl.data.templates import read_template
 from mtrl.embedded.embedded_rows import MODELS
-from mtrl.models.activation_checkpointing import recompute
+from mtrl.models.activation_checkpointing import enable_activation_checkpointing
 from mtrl.models.adapters import add_adapters, base_path, has_adapters, is_adapter, quantize_base, reset_adapters
 from mtrl.models.backbone import Backbone
 from mtrl.models.families import TextEncoder, encoder_files, load_encoder
 from mtrl.models.forward import Forward
 from mtrl.models.load_model import DTYPES, load_model
-from mtrl.models.parallel.fsdp import compute_device, is_split, whole
+from mtrl.models.parallel.fsdp import compute_device, full_tensor, is_sharded
 from mtrl.models.parallel.ranks import SINGLE_PROCESS, Ranks
-from mtrl.models.parallel.sequence import NO_SEQUENCE_PARALLEL, SequenceParallelGroup
-from mtrl.models.state_dicts import load_weights, save_model, saved_weights
+from mtrl.models.state_dicts import checkpoint_weights, load_weights, save_model
 from mtrl.protocols import Generator, VideoSettings
-from mtrl.rollout.decode.engine import fastest_generator, unknown_model
+from mtrl.rollout.decode.engine import explain_unsupported_model, make_fastest_generator
 from mtrl.training.algorithm_spec import AlgorithmSpec
 from mtrl.training.interrupt import say_at_once
 from mtrl.training.resume import check_undamaged
@@ -44,32 +42,32 @@ from mtrl.workers.reference import Reference
 logger = logging.getLogger(__name__)
 
 COMPILING = (
-    "the first pass compiles kernels for this GPU, about a minute where they are not there yet; they are kept in "
-    "{place}. Without: worker.actor.use_torch_compile=false, with slower passes"
+    "the first pass compiles kernels for this GPU, which takes about a minute unless they are cached in {directory}. "
+    "worker.actor.use_torch_compile=false avoids it, with slower passes"
 )
 
 
 @dataclass
 class LoadedModel:
-    """The model of a run with the encoder of its prompts: one object before the training, in it and after it."""
+    """The model of a run with its prompt encoder, before, during and after training."""
 
     encoder: TextEncoder
     policy: Forward
-    is_pristine: bool = True  # whether its weights are those of model_path still
+    is_pristine: bool = True  # the weights are still those of model_path
 
     @property
     def model(self) -> Any:
-        """The model of transformers."""
+        """The transformers model."""
         return self.policy.backbone.model
 
     def load(self, directory: Path) -> None:
-        """Takes over, in place, the weights of a checkpoint."""
+        """Load the weights of a checkpoint in place."""
         load_weights(self.model, directory)
         self.is_pristine = False
 
     def reset(self, config: Config) -> None:
-        """The model as it was given: a run makes its reference of that before it goes on anywhere. One that failed in
-        the middle of an update has left gradients behind."""
+        """Restore the initial weights, of which a run makes its reference before it resumes. Gradients may be left from
+        a failed update."""
         self.model.eval().zero_grad()
         if not self.is_pristine:
             reload_initial_weights(config, self.model)
@@ -77,25 +75,25 @@ class LoadedModel:
 
 
 def model_path(config: Config) -> str:
-    """A directory or a hub id; an embedded model may be called by its name (a folder of that name: `./scenes`)."""
+    """A directory or hub id, or the directory of an embedded model given by its name (`./scenes` is a folder)."""
     name = config.worker.actor.model.model_path or "zoo"
     return str(MODELS.get(name, name))
 
 
-def unmade(config: Config) -> str | None:
-    """What to do where the model of an embedded task is called by its name and is not there."""
+def missing_model_hint(config: Config) -> str | None:
+    """What to do if an embedded model is given by its name but its files are missing."""
     name = config.worker.actor.model.model_path
     if name not in MODELS or (MODELS[name] / "config.json").is_file():
         return None
-    return f"the files of the model {name} are missing; make it: python -m pretraining.pretrain {name}"
+    return f"the files of the model {name} are missing; create them: python -m pretraining.pretrain {name}"
 
 
 def build_encoder(config: Config) -> TextEncoder:
     settings, data = config.worker.actor.model, config.dataset
-    if told := unmade(config):
-        raise ValueError(told)
-    seek_model(model_path(config))
-    seek_model(settings.tokenizer_path or model_path(config))
+    if hint := missing_model_hint(config):
+        raise ValueError(hint)
+    check_model_available(model_path(config))
+    check_model_available(settings.tokenizer_path or model_path(config))
     encoder = load_encoder(
         model_path(config),
         tokenizer_path=settings.tokenizer_path,
@@ -106,94 +104,81 @@ def build_encoder(config: Config) -> TextEncoder:
         trust_remote_code=settings.trust_remote_code,
         allow_special_tokens=data.allow_special_tokens,
     )
-    warn_of_written_tokens(
-        encoder, {"system_prompt": data.system_prompt, "format_prompt": config_text(data.format_prompt)}
-    )
+    warn_about_special_tokens(config, encoder)
     return encoder
 
 
-def config_text(template: str | None) -> str | None:
-    """The text of a template; one that cannot be read is told by whoever loads it."""
-    with suppress(OSError, ValueError):
-        return None if template is None else template_text(template)
-    return None
-
-
-def warn_of_written_tokens(encoder: TextEncoder, texts: Mapping[str, str | None]) -> None:
-    """Whoever writes special tokens into a prompt of all rows may well mean them."""
+def warn_about_special_tokens(config: Config, encoder: TextEncoder) -> None:
+    """Special tokens in a text for all prompts are probably meant as tokens."""
+    texts, template = {"system_prompt": config.dataset.system_prompt or ""}, config.dataset.format_prompt
+    with suppress(OSError, ValueError):  # reported when the template is loaded
+        texts["format_prompt"] = "" if template is None else read_template(template)
     for key, text in texts.items():
-        if found := encoder.tokens_as_text(text or ""):
-            logger.warning("dataset.%s spells out %s, which is text for the model; dataset.allow_special_tokens=true "
-                           "makes it a token", key, ", ".join(found))  # fmt: skip
+        if tokens := encoder.find_written_tokens(text):
+            logger.warning("dataset.%s contains %s, which the model reads as text; for a token set "
+                           "dataset.allow_special_tokens=true", key, ", ".join(tokens))  # fmt: skip
 
 
 def build_policy(config: Config, encoder: TextEncoder | None = None, base: Any = None) -> tuple[TextEncoder, Forward]:
-    """`base`: the model of the configuration where it is in memory already, in `base_dtype`."""
+    """`base`: the model of the configuration in `base_dtype`, if it is loaded already."""
     encoder = encoder or build_encoder(config)
     check_undamaged(Path(model_path(config)))
     return encoder, make_forward(config, encoder, load_policy(config, base))
 
 
-def make_forward(
-    config: Config,
-    encoder: TextEncoder,
-    model: Any,
-    ranks: Ranks = SINGLE_PROCESS,
-    sharers: SequenceParallelGroup = NO_SEQUENCE_PARALLEL,
-) -> Forward:
-    """The passes of a model that is there."""
+def make_forward(config: Config, encoder: TextEncoder, model: Any, ranks: Ranks = SINGLE_PROCESS) -> Forward:
+    """The forward passes of a loaded model."""
     actor = config.worker.actor
     if actor.use_torch_compile and compute_device(model).type == "cuda":
-        say_at_once(COMPILING.format(place=keep_compiled(default_cache_dir() / "compiled")))
+        say_at_once(COMPILING.format(directory=set_compile_cache(default_cache_dir() / "compiled")))
     if actor.fsdp.mixed_precision_dtype == "bf16" and compute_device(model).type == "cpu":
-        warn_of_slow_bf16()
+        warn_about_slow_bf16()
     backbone = make_backbone(config, model, ranks)
     return Forward(
         backbone,
         encoder,
         config.worker.rollout.temperature,
-        share_prefix=actor.share_prefix and shares_prefixes(backbone),
-        packed=actor.padding_free and actor.use_torch_compile and backbone.packs,  # packing needs a compiled kernel
+        share_prefix=actor.share_prefix and can_share_prefixes(backbone),
+        packed=actor.padding_free and actor.use_torch_compile and backbone.can_pack,  # packing needs a compiled kernel
         last_k=config.optimization.attention_last_k_layers,
         weight_last_k=config.optimization.token_weight_last_k_layers,
         dependency=config.optimization.perception_estimator,
         top_p=config.worker.rollout.top_p,
         top_k=config.worker.rollout.top_k,
-        sharers=sharers,
     )
 
 
 def make_backbone(config: Config, model: Any, ranks: Ranks = SINGLE_PROCESS) -> Backbone:
-    """A model that learns, actor or critic, in the settings of the configuration."""
+    """The backbone of a trained model, actor or critic."""
     settings, actor = config.worker.actor.model, config.worker.actor
     compiled = actor.use_torch_compile and compute_device(model).type == "cuda"
     backbone = Backbone(model, DTYPES[actor.fsdp.mixed_precision_dtype], compiled=compiled, ranks=ranks)
-    recompute(model, settings.enable_gradient_checkpointing)
+    enable_activation_checkpointing(model, settings.enable_gradient_checkpointing)
     if settings.freeze_vision_tower and backbone.vision_tower is not None:
         backbone.vision_tower.requires_grad_(False)
     return backbone
 
 
-def warn_of_slow_bf16() -> None:
+def warn_about_slow_bf16() -> None:
     mkldnn = torch.backends.mkldnn
     if not mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         logger.warning(
-            "this processor computes in bf16 by way of float32, many times slower than in float32 itself; "
-            "worker.actor.fsdp.mixed_precision_dtype=fp32 is quicker here"
+            "this processor emulates bf16, which is many times slower than float32; "
+            "set worker.actor.fsdp.mixed_precision_dtype=fp32"
         )
 
 
 def load_policy(config: Config, base: Any = None, device: str | None = None) -> Any:
-    """The model of a run. Adapters that are at its path already are taken over."""
-    settings, path = algorithm.adapter_settings(config), model_path(config)
+    """Load the model of a run, with the adapters at its path, if any."""
+    settings, path = algorithm.make_adapter_settings(config), model_path(config)
     options = load_options(config, device)
     if settings is None:
         return base or load_model(path, **options)
     quantized = config.worker.actor.model.peft_type == "qlora"
     if base is None:
-        seek_model(base_path(path))
-        kept = {"dtype": base_dtype(config)} | ({"device": "cpu"} if quantized else {})  # it goes there in 4 bits
-        base = load_model(base_path(path), **options | kept)
+        check_model_available(base_path(path))
+        device_options = {"device": "cpu"} if quantized else {}  # it is moved after quantization
+        base = load_model(base_path(path), **options | {"dtype": base_dtype(config)} | device_options)
     if quantized:
         quantize_base(base, torch.device(options["device"]))
     add_adapters(base, settings)
@@ -203,24 +188,19 @@ def load_policy(config: Config, base: Any = None, device: str | None = None) -> 
 
 
 def base_dtype(config: Config) -> str:
-    """What the actor's model is loaded in. Under adapters it does not learn, and is kept as products take it: wider
-    weights would be narrowed in every pass."""
+    """The dtype in which the actor's model is loaded. A base under adapters is not trained: it is stored in the dtype
+    of the computation, so that it is not cast in every pass."""
     fsdp = config.worker.actor.fsdp
     return fsdp.param_dtype if config.worker.actor.model.peft_type is None else fsdp.mixed_precision_dtype
 
 
 def reload_initial_weights(config: Config, model: Any) -> None:
-    """The weights that a run is given, in place. Under adapters nothing has changed."""
-    settings, path = algorithm.adapter_settings(config), Path(model_path(config))
+    """Load the initial weights of a run in place. The base under adapters never changes."""
+    settings, path = algorithm.make_adapter_settings(config), Path(model_path(config))
     if settings is not None and not is_adapter(path):
         reset_adapters(model, settings.seed)
     else:
         load_weights(model, path)
-
-
-def load_plain(config: Config, path: str) -> Any:
-    """The model at a path in the settings of the configuration, as transformers has it."""
-    return load_model(path, **load_options(config))
 
 
 def load_options(config: Config, device: str | None = None) -> dict[str, Any]:
@@ -233,119 +213,111 @@ def load_options(config: Config, device: str | None = None) -> dict[str, Any]:
     }
 
 
-def check_measurable(config: Config, rules: AlgorithmSpec, sees_attention: bool) -> None:
-    """What somebody needs and nobody here measures is refused before the first step, with who asks for it."""
-    wanted, looks = config.optimization.compute_attention_metrics, "attention_mass" in rules.needs
-    if (looks or wanted is True or rules.maps_per_step) and not sees_attention:
+def check_signals_available(config: Config, spec: AlgorithmSpec, can_read_attention: bool) -> None:
+    """Raise before the first step if a signal is needed that cannot be measured."""
+    setting, needs_attention = config.optimization.compute_attention_metrics, "attention_mass" in spec.needs
+    if (needs_attention or setting is True or spec.maps_per_step) and not can_read_attention:
         chosen = config.worker.actor.model.attn_implementation
-        raise ConfigError([f"worker.actor.model.attn_implementation: {chosen} hides attention; set auto"])
-    if looks and wanted is False:
-        told = f"{asking(rules, 'attention_mass')} reads attention; set auto"
-        raise ConfigError([f"optimization.compute_attention_metrics: false, but {told}"])
-    if "values" in rules.needs and "values" not in rules.estimator.needs:
-        told = f"{asking(rules, 'values')} asks for the signal values, which a critic measures, and there is none"
-        raise ConfigError([f"optimization.credit: {told}; set optimization.advantage_estimator to gae"])
+        raise ConfigError([f"worker.actor.model.attn_implementation: {chosen} does not expose attention; set auto"])
+    if needs_attention and setting is False:
+        reader = _name_readers(spec, "attention_mass")
+        raise ConfigError([f"optimization.compute_attention_metrics: false, but {reader} reads attention; set auto"])
+    if "values" in spec.needs and "values" not in spec.estimator.needs:
+        reader = f"{_name_readers(spec, 'values')} needs the signal values, and there is no critic to measure it"
+        raise ConfigError([f"optimization.credit: {reader}; set optimization.advantage_estimator to gae"])
 
 
-def asking(rules: AlgorithmSpec, name: str) -> str:
-    """The rules and the estimator that read a signal, by name, for a message."""
-    readers: list[Rule | Estimator] = [*rules.credit, rules.estimator]
+def _name_readers(spec: AlgorithmSpec, name: str) -> str:
+    readers: list[Rule | Estimator] = [*spec.credit, spec.estimator]
     return ", ".join(type(each).__name__ for each in readers if name in each.needs) or "a reward or a logger"
 
 
-def own_attention(config: Config) -> bool:
-    """Whether a model in these settings attends by `models/masked_attention.py`."""
+def uses_own_attention(config: Config) -> bool:
+    """Whether the model uses the attention of `models/masked_attention.py`."""
     return config.worker.actor.model.attn_implementation in ("auto", "sdpa")
 
 
-def shares_prefixes(backbone: Backbone) -> bool:
-    if not backbone.shares_prefixes:
-        said = "share_prefix: not known to be exact for the family %r with %s attention; each response reads its prompt"
-        logger.warning(said, backbone.model.config.model_type, backbone.attention_name)
-    return backbone.shares_prefixes
+def can_share_prefixes(backbone: Backbone) -> bool:
+    if not backbone.can_share_prefix:
+        logger.warning(
+            "worker.actor.share_prefix: not known to be exact for the family %r with %s attention; each response "
+            "computes its prompt", backbone.model.config.model_type, backbone.attention_name,
+        )  # fmt: skip
+    return backbone.can_share_prefix
 
 
 def build_actor(
     config: Config, policy: Forward, encoder: TextEncoder, steps: int, reference: Reference | None = None
 ) -> LocalActor:
     on_gpu, images, ranks = policy.backbone.device.type == "cuda", encoder.image_settings, policy.backbone.ranks
-    model = policy.backbone.model  # one that is split has a reference that lies where it was split to lie
-    warn_of_large_steps("worker.actor.optim.lr", config.worker.actor.optim.lr, model)
+    model = policy.backbone.model
+    has_own_reference = not (has_adapters(model) or is_sharded(model))  # a sharded one is placed when it is sharded
+    warn_about_large_lr("worker.actor.optim.lr", config.worker.actor.optim.lr, model)
     return LocalActor(
         policy,
-        algorithm.optimizer_settings(config, steps),
+        algorithm.make_optimizer_settings(config, steps),
         perturbation=algorithm.make_perturbation(config, images.patch_size if images else 1),
-        update_batching=algorithm.update_batching(config, on_gpu, policy.share_prefix).over(ranks, policy.sharers.size),
-        probe_batching=algorithm.probe_batching(config, on_gpu, policy.share_prefix).over(ranks, policy.sharers.size),
+        update_batching=algorithm.make_update_batching(config, on_gpu, policy.share_prefix).over(ranks),
+        probe_batching=algorithm.make_probe_batching(config, on_gpu, policy.share_prefix).over(ranks),
         encoder_files=encoder_files(encoder, model_path(config)),
         reference=reference,
         dropout_seed=algorithm.dropout_seed(config),
         offload_optimizer=on_gpu and algorithm.offloads_optimizer(config),
-        offload_reference=on_gpu and config.worker.ref.offload_params and not (has_adapters(model) or is_split(model)),
+        offload_reference=on_gpu and config.worker.ref.offload_params and has_own_reference,
     )
 
 
-def warn_of_large_steps(key: str, lr: float, model: Any) -> None:
-    """AdamW moves a weight by about the learning rate, whatever its gradient is: one as large as the weights leaves
-    nothing of the model, and every number stays finite."""
-    learning = [parameter.detach() for parameter in model.parameters() if parameter.requires_grad]
-    squares = sum(float(whole(weight.norm(dtype=torch.float32))) ** 2 for weight in learning)
-    size = math.sqrt(squares / max(1, sum(weight.numel() for weight in learning)))
+def warn_about_large_lr(key: str, lr: float, model: Any) -> None:
+    """AdamW moves a weight by about the learning rate, whatever its gradient. A rate as large as the weights destroys
+    the model, though all numbers stay finite."""
+    trained = [parameter.detach() for parameter in model.parameters() if parameter.requires_grad]
+    squares = sum(float(full_tensor(weight.norm(dtype=torch.float32))) ** 2 for weight in trained)
+    size = math.sqrt(squares / max(1, sum(weight.numel() for weight in trained)))
     if lr > size > 0:
         logger.warning(
-            "%s = %g is larger than the weights themselves (%.2g in root mean square): the first update leaves nothing "
-            "of the model, since AdamW moves each weight by about lr; 1e-6 to 1e-5 are usual",
-            key,
-            lr,
-            size,
-        )
+            "%s = %g is larger than the weights themselves (root mean square %.2g): the first update destroys the "
+            "model, since AdamW moves each weight by about lr; 1e-6 to 1e-5 is usual", key, lr, size,
+        )  # fmt: skip
 
 
-def build_reference(policy: Forward, rules: AlgorithmSpec) -> Reference | None:
-    """The reference, where somebody reads it: a copy of the policy as it was given, before a checkpoint is restored, or
-    what is under its adapters."""
-    check_reference_to_sync(rules)
-    if not rules.reads_reference:
+def build_reference(policy: Forward, spec: AlgorithmSpec) -> Reference | None:
+    """The reference, if it is read: a copy of the initial policy, before a checkpoint is restored, or the base model
+    under its adapters."""
+    check_reference_to_sync(spec)
+    if not spec.reads_reference:
         return None
-    adapted = has_adapters(policy.backbone.model)
-    return Reference.under_adapters(policy) if adapted else Reference.frozen(policy)
+    return Reference.under_adapters(policy) if has_adapters(policy.backbone.model) else Reference.frozen(policy)
 
 
-def check_reference_to_sync(rules: AlgorithmSpec) -> None:
-    if rules.sync_ref_every and not rules.reads_reference:
-        told = "there is no reference to refresh; set optimization.disable_divergence=false, or this to null"
-        raise ConfigError([f"worker.ref.sync_every: {told}"])
+def check_reference_to_sync(spec: AlgorithmSpec) -> None:
+    if spec.sync_ref_every and not spec.reads_reference:
+        hint = "set optimization.disable_divergence to false, or sync_every to null"
+        raise ConfigError([f"worker.ref.sync_every: there is no reference to sync; {hint}"])
 
 
-def build_generator(config: Config, policy: Forward, encoder: TextEncoder, learns: bool = False) -> Generator:
-    """The engine that samples; `learns`: it will be given new weights. This is the only place that chooses one."""
+def build_generator(config: Config, policy: Forward, encoder: TextEncoder, gets_weights: bool = False) -> Generator:
+    """Choose and build the rollout engine; `gets_weights`: it will be given new weights."""
     if config.worker.rollout.name == "vllm":
-        from mtrl.compose.vllm_engine import build_vllm  # it need not be installed
+        from mtrl.compose.vllm_engine import build_vllm  # vLLM may not be installed
 
-        engine = build_vllm(config, model_path(config), policy, encoder, learns)
+        engine = build_vllm(config, model_path(config), policy, encoder, gets_weights)
         if config.worker.actor.offload.offload_params and policy.backbone.device.type == "cuda":
             weights = list(policy.backbone.model.parameters())
-            engine.making_room = OffloadedTensors(lambda: weights, policy.backbone.device).away
+            engine.offload_trainer = OffloadedTensors(lambda: weights, policy.backbone.device).offloaded
         return engine
-    if config.worker.rollout.name == "auto" and learns:
-        say_at_once(chosen_engine(policy.backbone))
-    return fastest_generator(policy.backbone, encoder)
-
-
-def chosen_engine(backbone: Backbone) -> str:
-    """What `auto` is, for people."""
-    told = "worker.rollout.name=auto: the local engine samples"
-    if why := unknown_model(backbone):
-        return f"{told}, by its plain route also on a GPU ({why}); worker.rollout.name=vllm is the faster one there"
-    return told
+    if config.worker.rollout.name == "auto" and gets_weights:
+        why = explain_unsupported_model(policy.backbone)
+        slow = f", without its fast path on a GPU ({why}); worker.rollout.name=vllm is faster there" if why else ""
+        say_at_once(f"worker.rollout.name=auto: the local engine samples{slow}")
+    return make_fastest_generator(policy.backbone, encoder)
 
 
 def save_checkpoint(config: Config, loaded: LoadedModel, target: Path) -> None:
-    """Writes a checkpoint of the weights as they are now, with the tokenizer: Hugging Face's, or adapters of peft."""
+    """Write the current weights, or peft adapters, and the tokenizer as a Hugging Face checkpoint."""
     files = encoder_files(loaded.encoder, model_path(config))
 
     def write(folder: Path) -> None:
-        save_model(loaded.model, saved_weights(loaded.model), folder)
+        save_model(loaded.model, checkpoint_weights(loaded.model), folder)
         for name, content in files.items():
             (folder / name).write_bytes(content)
 

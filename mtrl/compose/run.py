@@ -1,4 +1,4 @@
-"""Puts a run together: this room alone names concrete classes."""
+"""Builds and trains a run, and evaluates a model without training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrl.checkpoint.run_directory import CONFIG
-from mtrl.compose import algorithm
+from mtrl.compose import algorithm, task_source, worker_groups
 from mtrl.compose.critic_worker import build_critic
 from mtrl.compose.memory_limits import preflight_on_gpu
 from mtrl.compose.policy import (
@@ -21,26 +21,16 @@ from mtrl.compose.policy import (
     build_generator,
     build_policy,
     build_reference,
-    check_measurable,
     check_reference_to_sync,
-    own_attention,
+    check_signals_available,
+    uses_own_attention,
 )
-from mtrl.compose.reward_scorer import build_scorer, warn_of_wrong_truths
-from mtrl.compose.task_source import (
-    Rows,
-    build_sampler,
-    build_validation,
-    check_given,
-    open_data,
-    rewards_of_truth,
-    warn_of_few_rows,
-)
-from mtrl.compose.threads import settle_threads
+from mtrl.compose.reward_scorer import build_scorer, warn_about_unmatched_answers
+from mtrl.compose.threads import set_threads
 from mtrl.compose.trackers import build_store, build_trackers
-from mtrl.compose.unsupported import check_supported, several_processes
-from mtrl.compose.worker_groups import RunWorkers, WorkerPlan, check_world_size, follow, follows, open_ranks, world_size
-from mtrl.config import Config, ConfigError, given_keys, load_config, to_yaml
-from mtrl.config.paths import GIVEN
+from mtrl.compose.unsupported import check_supported, uses_several_processes
+from mtrl.config import Config, ConfigError, load_config, read_overrides, to_yaml
+from mtrl.config.paths import PYTHON_PREFIX
 from mtrl.data import DataError
 from mtrl.embedded.embedded_rows import CONFIG_FILE, CONFIG_FILES, packaged_config
 from mtrl.models.perturb import PERTURBATIONS
@@ -49,60 +39,59 @@ from mtrl.protocols import Tracker
 from mtrl.tracking.record import TokenPieces
 from mtrl.tracking.run_files import read_history
 from mtrl.tracking.several import Trackers
-from mtrl.tracking.table import by_name
+from mtrl.tracking.table import flatten_rates
 from mtrl.training.algorithm_spec import AlgorithmSpec
 from mtrl.training.interrupt import Interrupt, say_at_once
 from mtrl.training.loop import Components, Loop
 from mtrl.training.resume import Start, check_same_configuration, claim, find_start, fitting_state, restoring
-from mtrl.training.validation import Result, Seen
+from mtrl.training.validation import OnBatch, Result
 from mtrl.types import Weights
-from mtrl.utils.errors import Diverged, PassesCut, RankLost, RunError, opening
+from mtrl.utils.errors import Diverged, PassesCut, RankLost, RunError, explain_os_errors
 from mtrl.utils.machine import started_by_torchrun
 from mtrl.workers.reference import SyncedReference
 
 logger = logging.getLogger(__name__)
 
 SCENES = CONFIG_FILES["scenes"]
-Reward = Callable[..., Any] | str  # a function, or the name of one
+Reward = Callable[..., Any] | str  # a function, or its name
 
 
 @dataclass
 class Run:
-    """A run, ready to go."""
+    """A run that is ready to train."""
 
     config: Config
     directory: Path
-    id: str  # identifies the run, the same for every attempt
+    id: str  # the same for every attempt of the run
     start: Start
     loop: Loop
     interrupt: Interrupt
-    closing: ExitStack  # closes all that the run has opened
-    preflight: Callable[[], object] = lambda: None  # runs the passes at the limits, before the first step
-    loaded: LoadedModel | None = None  # the model that learns, which outlives the run
+    closing: ExitStack  # closes everything the run has opened
+    preflight: Callable[[], object] = lambda: None  # runs the passes at their maximum size, before the first step
+    loaded: LoadedModel | None = None  # the trained model, which outlives the run
 
     def train(self) -> None:
-        """Trains to the last step, or until a signal asks it to stop; then it saves and leaves as the signal would have
-        it leave, with KeyboardInterrupt or SystemExit."""
-        with self.closing, _data_errors_told():
+        """Train to the last step. On a signal, save after the current step and raise what the signal would have raised:
+        KeyboardInterrupt or SystemExit."""
+        with self.closing, _data_errors_as_run_errors():
             if self.config.training.val_only:
                 self.loop.validate()
                 return
             self.preflight()
-            with self.interrupt, self._saved_on_error():
+            with self.interrupt, self._save_on_error():
                 self.loop.run()
                 self.loop.components.store.close()
         if self.interrupt.asked():
-            self._tell_of_saved()
+            self._report_saved()
             self.interrupt.leave()
 
     @contextmanager
-    def _saved_on_error(self) -> Iterator[None]:
-        """An error that ends the run costs the step it came in: the one before is saved, unless an update has begun to
-        change it."""
+    def _save_on_error(self) -> Iterator[None]:
+        """On an error, save the last complete step, unless an update has begun to change the weights."""
         try:
             yield
         except Diverged:
-            raise  # these weights are worth nothing; an earlier checkpoint is where to go on
+            raise  # these weights are useless; resume from an earlier checkpoint
         except Exception:
             if self.loop.whole is not None and self.loop.saved < self.loop.done:
                 self._save_last_step()
@@ -112,20 +101,20 @@ class Run:
         try:
             self.loop.save()
             self.loop.components.store.close()
-        except Exception as error:  # the error that ends the run is the one to be told
+        except Exception as error:  # the error that ended the run is more important
             logger.warning("step %d could not be saved: %s", self.loop.done, error)
         else:
-            self._tell_of_saved()
+            self._report_saved()
 
-    def _tell_of_saved(self) -> None:
-        name = self.config.training.experiment_name  # needed to resume: `mtrl demo` makes up a new one each time
-        again = f"the same command goes on from there, with training.experiment_name={name}"
-        say_at_once(f"saved after step {self.loop.done} in {self.directory}; {again}")
+    def _report_saved(self) -> None:
+        name = self.config.training.experiment_name  # needed to resume: `mtrl demo` chooses a new one each time
+        resume = f"the same command resumes from there, with training.experiment_name={name}"
+        say_at_once(f"saved after step {self.loop.done} in {self.directory}; {resume}")
 
 
 @contextmanager
-def _data_errors_told() -> Iterator[None]:
-    """Data that cannot be read any more are the user's to repair, not a mistake of ours."""
+def _data_errors_as_run_errors() -> Iterator[None]:
+    """Users can repair unreadable data, so it is reported without a traceback."""
     try:
         yield
     except DataError as error:
@@ -133,13 +122,13 @@ def _data_errors_told() -> Iterator[None]:
 
 
 def configure(file: str | Path | None, overrides: Sequence[str] | Mapping[str, Any]) -> tuple[Config, Path | None]:
-    """The configuration, and which of the package's lies under it, if one does. With no file, no model and no data file
-    it is zoo.yaml: rows given in Python are few and short, like those of that task. With no file it is scenes.yaml for
-    its model or its data, with neither from elsewhere."""
-    given = given_keys(overrides)
-    model, data = given.get("worker.actor.model.model_path"), str(given.get("dataset.train_files") or "")
+    """Load the configuration, and return it with the embedded one that it is based on, if any. Without a file, model
+    and data file that is zoo.yaml: Python rows are few and short, like those of that task. Without a file it is
+    scenes.yaml if the model or the data is that of scenes, and the other is not set."""
+    values = read_overrides(overrides)
+    model, data = values.get("worker.actor.model.model_path"), str(values.get("dataset.train_files") or "")
     embedded: Path | None = None
-    if file is None and not model and (not data or data.startswith(GIVEN)):
+    if file is None and not model and (not data or data.startswith(PYTHON_PREFIX)):
         embedded = CONFIG_FILE
     elif file is None and model in (None, "", "scenes") and (not data or packaged_config(data) == SCENES):
         embedded = SCENES
@@ -149,67 +138,66 @@ def configure(file: str | Path | None, overrides: Sequence[str] | Mapping[str, A
 def build(
     config: Config,
     *,
-    data: Rows | None = None,
-    val_data: Rows | None = None,
+    data: task_source.Rows | None = None,
+    val_data: task_source.Rows | None = None,
     rewards: Sequence[Reward] | None = None,
     trackers: Sequence[Tracker] = (),
     loaded: LoadedModel | None = None,
 ) -> Run:
-    """`data`, `val_data` and `rewards` stand in for the config's when they are Python objects; a model that is `loaded`
-    already is the one that learns, where one process alone does. A process that was started to do what another one says
-    does so, and ends."""
-    check_usable(config)
-    check_world_size(config)
-    if follows():
-        follow()
+    """Build a run. Python objects in `data`, `val_data` and `rewards` replace those of the configuration. A single
+    process trains the `loaded` model, if given. A follower process of torchrun serves the first rank and exits."""
+    check_config(config)
+    worker_groups.check_world_size(config)
+    if worker_groups.is_follower():
+        worker_groups.serve_first_rank()
         raise SystemExit(0)
-    ranked = several_processes(config)
-    with opening(), ExitStack() as closing:
+    ranked = uses_several_processes(config)
+    with explain_os_errors(), ExitStack() as closing:
         training = config.training
         directory = closing.enter_context(claim(run_directory(config), config, training.fresh))
-        settle_threads(directory.path, resumed=directory.used)
+        set_threads(directory.path, resumed=directory.used)
         encoder = build_encoder(config) if loaded is None else loaded.encoder
         files = config.dataset.train_files if data is None else data
-        truth_for = rewards_of_truth(config, rewards)
-        dataset = open_data(config, files, "train", encoder, directory.path, truth_for)
-        warn_of_few_rows(len(dataset), config.dataset.rollout_batch_size)
-        steps = algorithm.total_steps(config, len(dataset))
+        answer_rewards = task_source.rewards_needing_answers(config, rewards)
+        dataset = task_source.open_data(config, files, "train", encoder, directory.path, answer_rewards)
+        task_source.warn_about_few_rows(len(dataset), config.dataset.rollout_batch_size)
+        steps = algorithm.count_steps(config, len(dataset))
         start = find_start(
             directory.path,
             None if training.val_only else steps,
             find_last=training.find_last_checkpoint,
             given=training.load_checkpoint_path,
         )
-        sampler = closing.enter_context(build_sampler(config, dataset, encoder, directory.path))
+        sampler = closing.enter_context(task_source.build_sampler(config, dataset, encoder, directory.path))
         if ranked:
             loaded = None
         else:
             loaded = loaded or LoadedModel(*build_policy(config, encoder))
             loaded.reset(config)
-        sees_attention = own_attention(config) if loaded is None else loaded.policy.backbone.own_attention
+        can_read_attention = uses_own_attention(config) if loaded is None else loaded.policy.backbone.uses_own_attention
         scorer = build_scorer(config, steps, rewards, ranked)
         closing.callback(scorer.close)
-        warn_of_wrong_truths(dataset, scorer.functions)
+        warn_about_unmatched_answers(dataset, scorer.functions)
         own = build_trackers(config, steps, encoder, directory.path, start.step)
         tracker = Trackers([*own, *trackers], before=directory.check_still_ours)
         closing.callback(tracker.close)
-        rules = algorithm.make_algorithm(
+        spec = algorithm.make_algorithm(
             config,
             steps,
-            first=not start.own,
+            is_new_run=not start.own,
             rewards=[function.needs for function in scorer.functions.values()],
             trackers=tracker.needs,
-            sees_attention=sees_attention,
-            pieces=TokenPieces(encoder.decode_tokens, encoder.decode),
+            can_read_attention=can_read_attention,
+            decode=TokenPieces(encoder.decode_tokens, encoder.decode),
         )
-        check_measurable(config, rules, sees_attention)
-        check_reference_to_sync(rules)
+        check_signals_available(config, spec, can_read_attention)
+        check_reference_to_sync(spec)
         if loaded is None:
-            workers = open_ranks(WorkerPlan.of(config, steps, rules, directory.path), directory.path)
+            workers = worker_groups.open_workers(worker_groups.WorkerPlan.make(config, steps, spec, directory.path))
             closing.callback(workers.close)
             scorer.model = workers.reward_model
         else:
-            workers = local_workers(config, loaded, steps, rules)
+            workers = build_local_workers(config, loaded, steps, spec)
         interrupt = Interrupt()
         closing.callback(workers.generator.close)
         components = Components(
@@ -221,14 +209,16 @@ def build(
             reference=workers.reference,
             tracker=tracker,
             store=closing.enter_context(build_store(config, directory)),
-            validation=build_validation(config, encoder, directory.path, data is not None, truth_for, val_data),
+            validation=task_source.build_validation(
+                config, encoder, directory.path, data is not None, answer_rewards, val_data
+            ),
             stop=interrupt.asked,
             critic=workers.critic,
-            devices=world_size(config) + (config.worker.rollout.n_gpus or 0),
+            devices=worker_groups.world_size(config) + (config.worker.rollout.n_gpus or 0),
         )
-        loop = Loop(components, rules)
+        loop = Loop(components, spec)
         if loaded is not None:
-            loaded.is_pristine = False  # from here on it goes on, or learns
+            loaded.is_pristine = False  # from here on a checkpoint or training changes it
         if start.checkpoint is not None:
             with restoring(start.checkpoint):
                 loop.restore(start.checkpoint, start.state if start.own else fitting_state(start, sampler))
@@ -238,9 +228,9 @@ def build(
         return Run(config, directory.path, directory.id, start, loop, interrupt, opened, preflight, loaded)
 
 
-def train_through(config: Config, begin: Callable[[Config], Run]) -> Run:
-    """Trains to the end. A run that loses a process goes on from its last checkpoint, `training.max_restarts` times;
-    one whose passes were cut as often as they can be."""
+def train_with_restarts(config: Config, begin: Callable[[Config], Run]) -> Run:
+    """Train to the end. A run that loses a process restarts from its last checkpoint, `training.max_restarts` times; a
+    run whose passes were reduced restarts as often as needed."""
     left = config.training.max_restarts
     while True:
         try:
@@ -248,118 +238,124 @@ def train_through(config: Config, begin: Callable[[Config], Run]) -> Run:
             run.train()
             return run
         except PassesCut as error:
-            if started_by_torchrun():  # it ends the processes together, and starts them again
-                raise RunError(f"{error}the same command goes on from the last checkpoint") from error
-            say_at_once(f"{error}the run goes on from its last checkpoint")
+            if started_by_torchrun():  # which ends all processes and restarts them
+                raise RunError(f"{error}the same command resumes from the last checkpoint") from error
+            say_at_once(f"{error}the run resumes from its last checkpoint")
         except RankLost as error:
             if not left:
                 raise
-            say_at_once(f"{error}the run goes on from its last checkpoint ({left} more restarts)")
+            say_at_once(f"{error}the run resumes from its last checkpoint ({left} more restarts)")
             left -= 1
-        config = replace(config, training=replace(config.training, fresh=False))  # its directory is there now
+        config = replace(config, training=replace(config.training, fresh=False))  # its directory exists now
 
 
-def local_workers(config: Config, loaded: LoadedModel, steps: int, rules: AlgorithmSpec) -> RunWorkers:
-    """All in this process, around one model."""
+def build_local_workers(
+    config: Config, loaded: LoadedModel, steps: int, spec: AlgorithmSpec
+) -> worker_groups.RunWorkers:
+    """All workers in this process, around one model."""
     policy, encoder = loaded.policy, loaded.encoder
-    reference = build_reference(policy, rules)
+    reference = build_reference(policy, spec)
     actor = build_actor(config, policy, encoder, steps, reference)
-    critic = build_critic(config, policy, encoder, steps) if "values" in rules.needs else None
-    generator = build_generator(config, policy, encoder, learns=not config.training.val_only)
+    critic = build_critic(config, policy, encoder, steps) if "values" in spec.needs else None
+    generator = build_generator(config, policy, encoder, gets_weights=not config.training.val_only)
     values = None if critic is None else critic.forward
     learners = [actor.learner] if critic is None else [actor.learner, critic.learner]
-    return RunWorkers(
+    return worker_groups.RunWorkers(
         actor,
         critic,
-        SyncedReference(reference, policy) if reference and rules.sync_ref_every else None,
+        SyncedReference(reference, policy) if reference and spec.sync_ref_every else None,
         generator,
-        preflight=lambda resumed: preflight_on_gpu(config, policy, generator, rules.needs, resumed, learners, values),
+        preflight=lambda resumed: preflight_on_gpu(config, policy, generator, spec.needs, resumed, learners, values),
     )
 
 
 def open_model(config: Config) -> LoadedModel:
-    """The model as the run of this configuration left it, where that has begun, else as it is given. Nothing is
-    written, and a folder of another run is refused as `build` would."""
-    training, place = config.training, run_directory(config)
-    with opening(), claim(place, config, training.fresh) if place.exists() else nullcontext():
-        start = find_start(place, None, find_last=training.find_last_checkpoint, given=training.load_checkpoint_path)
+    """Load the model with the weights of this configuration's run if it has started, else with the initial ones.
+    Nothing is written; the directory of another run is an error, as in `build`."""
+    training, directory = config.training, run_directory(config)
+    with explain_os_errors(), claim(directory, config, training.fresh) if directory.exists() else nullcontext():
+        start = find_start(
+            directory, None, find_last=training.find_last_checkpoint, given=training.load_checkpoint_path
+        )
         loaded = LoadedModel(*build_policy(config))
         if start.checkpoint is not None:
             loaded.load(start.checkpoint)
     return loaded
 
 
-Watch = Callable[[int], AbstractContextManager[Seen]]  # from the number of prompts to one who is shown their responses
+MakeObserver = Callable[[int], AbstractContextManager[OnBatch]]  # from the number of prompts to a callback per batch
 
 
 def evaluate(
     config: Config,
-    watch: Watch = lambda prompts: nullcontext(lambda rollouts, rewards: None),
+    observe: MakeObserver = lambda prompts: nullcontext(lambda rollouts, rewards: None),
     *,
-    val_data: Rows | None = None,
+    val_data: task_source.Rows | None = None,
     rewards: Sequence[Reward] | None = None,
     loaded: LoadedModel | None = None,
 ) -> Result:
-    """Validates a model without training it. Attention is looked at on request, or for a reward: it costs a second pass
-    over every response."""
+    """Validate a model without training it. Attention is measured only on request or for a reward: it costs a second
+    pass over every response."""
     check_supported(config)
     if loaded is None:
-        settle_threads()
+        set_threads()
     encoder, policy = build_policy(config) if loaded is None else (loaded.encoder, loaded.policy)
-    validation = build_validation(config, encoder, None, truth_for=rewards_of_truth(config, rewards), data=val_data)
+    answer_rewards = task_source.rewards_needing_answers(config, rewards)
+    validation = task_source.build_validation(config, encoder, None, answer_rewards=answer_rewards, data=val_data)
     if validation is None:
-        raise ConfigError(["dataset.val_files: nothing to evaluate on; name a file (--data F, in Python val_data=)"])
+        raise ConfigError(
+            ["dataset.val_files: there is no data to evaluate on; name a file (--data F, in Python val_data=)"]
+        )
     generator, scorer = build_generator(config, policy, encoder), build_scorer(config, 1, rewards)
     with closing(scorer), closing(generator):
         if loaded is not None and not loaded.is_pristine:
             with generator.resident():
                 generator.load(Weights(0, exported_weights(loaded.model)))
-        wanted = [function.needs for function in scorer.functions.values()]
-        rules = algorithm.make_algorithm(config, 1, rewards=wanted, sees_attention=policy.backbone.own_attention)
-        check_measurable(config, rules, policy.backbone.own_attention)
-        looks = "attention_mass" in rules.needs or config.optimization.compute_attention_metrics is True
-        prober = build_actor(config, policy, encoder, steps=1) if looks else None
-        # Without a prober nobody else wants the device, and the engine need not sleep between batches.
-        with generator.resident() if prober is None else nullcontext(), watch(validation.prompts) as seen:
-            return validation.run(generator, scorer, version=0, prober=prober, seen=seen)
+        needs, can_read = [function.needs for function in scorer.functions.values()], policy.backbone.uses_own_attention
+        spec = algorithm.make_algorithm(config, 1, rewards=needs, can_read_attention=can_read)
+        check_signals_available(config, spec, can_read)
+        needs_attention = "attention_mass" in spec.needs or config.optimization.compute_attention_metrics is True
+        prober = build_actor(config, policy, encoder, steps=1) if needs_attention else None
+        # Without a prober the engine has the device to itself and need not sleep between batches.
+        with generator.resident() if prober is None else nullcontext(), observe(validation.prompts) as on_batch:
+            return validation.run(generator, scorer, version=0, prober=prober, on_batch=on_batch)
 
 
-def metrics_row(result: Result) -> dict[str, float]:
-    """A validation under the names that it has in metrics.jsonl."""
-    return {**result.metrics, **by_name(result.by)}
+def to_metrics_row(result: Result) -> dict[str, float]:
+    """The results of a validation under their names in metrics.jsonl."""
+    return {**result.metrics, **flatten_rates(result.by)}
 
 
-def history(config: Config) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl of the run of this configuration; none before it has begun."""
-    place = run_directory(config)
-    if (place / CONFIG).exists():
-        check_same_configuration(place, config)
-    return read_history(place)
+def read_run_history(config: Config) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl of this configuration's run; empty before it has started."""
+    directory = run_directory(config)
+    if (directory / CONFIG).exists():
+        check_same_configuration(directory, config)
+    return read_history(directory)
 
 
 def run_directory(config: Config) -> Path:
-    """The directory of the run."""
     training = config.training
     return Path(training.output_dir, training.project_name, training.experiment_name).expanduser()
 
 
-def check_usable(config: Config) -> None:
+def check_config(config: Config) -> None:
     check_supported(config)
-    if unknown := unknown_names(config):
+    if unknown := find_unknown_names(config):
         raise ConfigError(unknown)
 
 
-def check_all_given(config: Config, data: Any, val_data: Any, rewards: Any) -> None:
-    """A configuration that names what a script gave can only be used by one that gives it again."""
+def check_python_objects_given(config: Config, data: Any, val_data: Any, rewards: Any) -> None:
+    """A configuration that names Python objects can only be used by a script that gives them again."""
     if data is None:
-        check_given("data", config.dataset.train_files)
+        task_source.check_not_from_python("data", config.dataset.train_files)
     if val_data is None:
-        check_given("data", config.dataset.val_files)
+        task_source.check_not_from_python("data", config.dataset.val_files)
     for name in config.reward_functions if rewards is None else ():
-        check_given("a reward function", name)
+        task_source.check_not_from_python("a reward function", name)
 
 
-def unknown_names(config: Config) -> list[str]:
-    """What the configuration calls by a name that nothing here has."""
-    name = config.optimization.perturbation
-    return [] if name in PERTURBATIONS else [f"optimization.perturbation: {name}; there are {', '.join(PERTURBATIONS)}"]
+def find_unknown_names(config: Config) -> list[str]:
+    """Errors for names in the configuration that are not registered."""
+    name, known = config.optimization.perturbation, ", ".join(PERTURBATIONS)
+    return [] if name in PERTURBATIONS else [f"optimization.perturbation: {name} is unknown; use one of {known}"]

@@ -1,4 +1,4 @@
-"""Rows, the dataset made of them, and who hands out its prompts."""
+"""Builds the dataset, the sampler of prompts and the validation."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mtrl.checkpoint.folder_store import checkpoints
+from mtrl.checkpoint.folder_store import list_checkpoints
 from mtrl.compose import algorithm
-from mtrl.compose.hub import seeking_data
+from mtrl.compose.hub import use_cache_if_offline
 from mtrl.config import Config, ConfigError
-from mtrl.config.paths import GIVEN
-from mtrl.data import Dataset, DataSettings, RowList, Sampler, open_dataset, open_sources
+from mtrl.config.paths import PYTHON_PREFIX
+from mtrl.data import Dataset, DataSettings, DataSource, RowList, Sampler, open_dataset, open_sources
 from mtrl.data.arrow import DatasetRows, is_dataset
 from mtrl.data.cache import DiskCache
-from mtrl.data.columns import seen_columns
-from mtrl.data.sources import DataSource
+from mtrl.data.columns import inspect_columns
 from mtrl.data.workers import worker_count
 from mtrl.embedded.embedded_rows import TASKS, embedded_rows
 from mtrl.protocols import PromptEncoder
@@ -27,23 +26,22 @@ from mtrl.training.validation import Validation
 logger = logging.getLogger(__name__)
 
 BAD_ROWS = "bad_rows.jsonl"
-AHEAD, BYTES_AHEAD = 64, 2 << 30  # prompts and bytes of pixels that processes make ahead
-EMBEDDED = tuple(f"{name}@" for name in TASKS)  # `zoo@test` names a split of a task, wherever a data file may be named
+MIN_PROMPTS_AHEAD, BYTES_AHEAD = 64, 2 << 30  # prompts and bytes of pixels that worker processes prepare in advance
+EMBEDDED = tuple(f"{name}@" for name in TASKS)  # `zoo@test` is a split of an embedded task
 
-Rows = str | Sequence[Mapping[str, Any]]  # a file specification, or rows made in Python, or a datasets.Dataset
-GIVEN_NAME = "rows given in Python"
-
-
-def data_settings(config: Config) -> DataSettings:
-    """The part of the `dataset:` block that reading rows depends on."""
-    names = DataSettings.__dataclass_fields__
-    return DataSettings(**{name: getattr(config.dataset, name) for name in names})
+Rows = str | Sequence[Mapping[str, Any]]  # as in dataset.train_files, or Python rows, or a datasets.Dataset
+PYTHON_ROWS = "rows given in Python"
 
 
-def data_sources(data: Rows, default_split: str) -> list[DataSource]:
+def make_data_settings(config: Config) -> DataSettings:
+    """The settings of `dataset:` that affect how rows are read."""
+    return DataSettings(**{name: getattr(config.dataset, name) for name in DataSettings.__dataclass_fields__})
+
+
+def open_data_sources(data: Rows, default_split: str) -> list[DataSource]:
     if not isinstance(data, str):
-        return [DatasetRows(data, GIVEN_NAME) if is_dataset(data) else RowList(list(data), GIVEN_NAME)]
-    check_given("data", data)
+        return [DatasetRows(data, PYTHON_ROWS) if is_dataset(data) else RowList(list(data), PYTHON_ROWS)]
+    check_not_from_python("data", data)
     if not data:
         data = f"zoo@{default_split}"
     sources: list[DataSource] = []
@@ -51,22 +49,23 @@ def data_sources(data: Rows, default_split: str) -> list[DataSource]:
         if item.startswith(EMBEDDED):
             sources.append(embedded_rows(item))
         else:
-            with seeking_data(item):
+            with use_cache_if_offline(item):
                 sources += open_sources(item, DiskCache())
     return sources
 
 
-def check_given(what: str, name: str) -> None:
-    """A configuration that a script's run has saved names what the script gave, and does not hold it."""
-    if name.startswith(GIVEN):
-        told = f"{name} stands for {what} that a script gave to mtrl.Trainer"
-        raise ConfigError([f"{told}; run that script again, or name a file"])
+def check_not_from_python(what: str, name: str) -> None:
+    """The saved configuration of a script's run names Python objects, but does not contain them."""
+    if name.startswith(PYTHON_PREFIX):
+        raise ConfigError(
+            [f"{name} stands for {what} that a script gave to mtrl.Trainer; run it again, or name a file"]
+        )
 
 
-def rewards_of_truth(config: Config, given: Sequence[Callable[..., Any] | str] | None = None) -> list[str]:
-    """The built-in rewards of a run that compare with a row's answer."""
-    named = [name for name in given or config.reward_functions if isinstance(name, str)]
-    return [name for name in named if name in REWARDS and REWARDS[name].truth]
+def rewards_needing_answers(config: Config, rewards: Sequence[Callable[..., Any] | str] | None = None) -> list[str]:
+    """The built-in rewards of a run that compare with the answer of a row."""
+    names = [name for name in rewards or config.reward_functions if isinstance(name, str)]
+    return [name for name in names if name in REWARDS and REWARDS[name].truth]
 
 
 def open_data(
@@ -75,48 +74,48 @@ def open_data(
     split: str,
     encoder: PromptEncoder,
     directory: Path | None,
-    truth_for: Sequence[str] = (),
+    answer_rewards: Sequence[str] = (),
 ) -> Dataset:
-    listed = None if directory is None else directory / BAD_ROWS
-    begun = directory is not None and bool(checkpoints(directory / "checkpoints"))
     return open_dataset(
-        data_sources(data, split),
-        data_settings(config),
+        open_data_sources(data, split),
+        make_data_settings(config),
         encoder,
-        bad_rows_path=listed,
-        truth_for=truth_for,
-        begun=begun,
+        bad_rows_path=None if directory is None else directory / BAD_ROWS,
+        answer_rewards=answer_rewards,
+        resuming=directory is not None and bool(list_checkpoints(directory / "checkpoints")),
     )
 
 
-def holds_videos(config: Config) -> bool:
-    """Whether rows of the run's files have a column of videos, of those rows that are looked at for their columns; of
-    rows given in Python nothing is known."""
+def has_videos(config: Config) -> bool:
+    """Whether the data files have a column of videos, as far as their first rows show. Python rows may have one."""
     files = [config.dataset.train_files, config.dataset.val_files]
-    if any(name.startswith(GIVEN) for name in files):
+    if any(name.startswith(PYTHON_PREFIX) for name in files):
         return True
-    sources = [source for name in files if name for source in data_sources(name, "train")]
-    seen = [seen_columns(source, DiskCache()) for source in sources]
+    sources = [source for name in files if name for source in open_data_sources(name, "train")]
+    seen = [inspect_columns(source, DiskCache()) for source in sources]
     return any(config.dataset.video_key in each.columns or "video_key" in dict(each.usable) for each in seen)
 
 
 def build_sampler(config: Config, dataset: Dataset, encoder: PromptEncoder, directory: Path) -> Sampler:
-    shuffle, seed, ahead = config.dataset.shuffle, config.dataset.seed, config.dataset.rollout_batch_size
-    options = ahead_of_use(config, dataset, ahead)
-    return Sampler(dataset, encoder, shuffle=shuffle, seed=seed, bad_rows_path=directory / BAD_ROWS, **options)
+    data = config.dataset
+    options = prefetch_options(config, dataset, data.rollout_batch_size)
+    return Sampler(
+        dataset, encoder, shuffle=data.shuffle, seed=data.seed, bad_rows_path=directory / BAD_ROWS, **options
+    )
 
 
-def ahead_of_use(config: Config, dataset: Dataset, prompts: int) -> dict[str, Any]:
-    """With which processes prompts are made before they are asked for; with some, a whole batch of them is ahead."""
+def prefetch_options(config: Config, dataset: Dataset, prompts: int) -> dict[str, Any]:
+    """Arguments of the sampler for worker processes, if any: they prepare at least a whole batch in advance."""
     workers = worker_count(config.dataset.dataloader_num_workers, dataset.pixels)
-    most = {"prompts_ahead": max(AHEAD, prompts), "bytes_ahead": BYTES_AHEAD}
-    return {"workers": workers, **most} if workers else {}
+    if not workers:
+        return {}
+    return {"workers": workers, "prompts_ahead": max(MIN_PROMPTS_AHEAD, prompts), "bytes_ahead": BYTES_AHEAD}
 
 
-def warn_of_few_rows(rows: int, prompts_per_step: int) -> None:
+def warn_about_few_rows(rows: int, prompts_per_step: int) -> None:
     if rows < prompts_per_step:
         logger.warning(
-            "%d row%s for dataset.rollout_batch_size=%d: a step asks a row up to %d times; set it and "
+            "%d row%s for dataset.rollout_batch_size=%d: a step uses a row up to %d times; set it and "
             "worker.actor.global_batch_size to %d or less, or add data",
             rows, "s" if rows > 1 else "", prompts_per_step, math.ceil(prompts_per_step / rows), rows,
         )  # fmt: skip
@@ -126,13 +125,13 @@ def validation_sampler(
     config: Config,
     encoder: PromptEncoder,
     directory: Path | None = None,
-    truth_for: Sequence[str] = (),
+    answer_rewards: Sequence[str] = (),
     data: Rows | None = None,
 ) -> Sampler:
-    """The validation data in their own order; `data` stand in for the config's."""
+    """The validation data, not shuffled; `data` replaces that of the configuration."""
     files = config.dataset.val_files if data is None else data
-    dataset = open_data(config, files, "validation", encoder, directory, truth_for)
-    return Sampler(dataset, encoder, shuffle=False, **ahead_of_use(config, dataset, config.dataset.val_batch_size))
+    dataset = open_data(config, files, "validation", encoder, directory, answer_rewards)
+    return Sampler(dataset, encoder, shuffle=False, **prefetch_options(config, dataset, config.dataset.val_batch_size))
 
 
 def build_validation(
@@ -140,17 +139,17 @@ def build_validation(
     encoder: PromptEncoder,
     directory: Path | None,
     trained_on_rows: bool = False,
-    truth_for: Sequence[str] = (),
+    answer_rewards: Sequence[str] = (),
     data: Rows | None = None,
 ) -> Validation | None:
-    """None where there is nothing to validate on: the embedded task validates itself, other data only if given."""
+    """None if there is no validation data. The embedded task has its own."""
     embedded = not config.dataset.train_files and not trained_on_rows
     if not config.dataset.val_files and data is None and not embedded:
         return None
-    sampler = validation_sampler(config, encoder, directory, truth_for, data)
+    sampler = validation_sampler(config, encoder, directory, answer_rewards, data)
     return Validation(
         batches=lambda: sampler.one_pass(config.dataset.val_batch_size),
-        sampling=algorithm.validation_sampling(config),
+        sampling=algorithm.make_validation_sampling(config),
         keep_samples=config.training.val_generations_to_log,
         best_metric=config.training.best_metric,
         prompts=len(sampler.dataset),

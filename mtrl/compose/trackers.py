@@ -1,4 +1,4 @@
-"""Where numbers, rollouts and checkpoints go."""
+"""Builds the trackers of metrics and rollouts, and the checkpoint store."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from mtrl.config.tree import GROUP_ESTIMATORS
 from mtrl.models.families import TextEncoder
 from mtrl.protocols import Tracker
 from mtrl.tracking.alerts import RunAlerts
-from mtrl.tracking.blocks import RECORD
+from mtrl.tracking.blocks import RECORD_DIR
 from mtrl.tracking.console import Console, ConsoleSettings
 from mtrl.tracking.curve import CurveFile
-from mtrl.tracking.feed import About, LoggerFeed
+from mtrl.tracking.feed import LoggerFeed, RunInfo
 from mtrl.tracking.markdown import LogPaths, MarkdownLogs
 from mtrl.tracking.record import RolloutRecord
 from mtrl.tracking.run_files import RunFiles, first_steps, read_validations
-from mtrl.tracking.sinks import SINKS, flat
+from mtrl.tracking.sinks import SINKS, flatten
 from mtrl.utils.terminal import separate_log
 
 
 def build_trackers(config: Config, steps: int, encoder: TextEncoder, directory: Path, done: int = 0) -> list[Tracker]:
-    """`done`: the steps that earlier attempts did and this one builds on."""
+    """`done`: the steps of earlier attempts that this one continues from."""
     training = config.training
     grouped = config.optimization.advantage_estimator in GROUP_ESTIMATORS
-    logs = LogPaths.of(directory / "logs", training.rollout_log_path, training.attention_diag_log_path)
+    logs = LogPaths.make(directory / "logs", training.rollout_log_path, training.attention_diag_log_path)
     files = RunFiles(directory, training.realtime_rollout_logging)
     trackers: list[Tracker] = [
         files,
@@ -39,25 +39,20 @@ def build_trackers(config: Config, steps: int, encoder: TextEncoder, directory: 
     ]
     if training.record_rollouts_per_step:
         trackers.append(build_record(config, encoder, directory, files.attempt))
-    trackers += [LoggerFeed(name, partial(SINKS[name], about_run(config, directory, done)))
-                 for name in training.logger if name in SINKS]  # fmt: skip
+    settings = flatten(to_dict(config))
+    run = RunInfo(training.project_name, training.experiment_name, directory, settings, first_step=done + 1)
+    trackers += [LoggerFeed(name, partial(SINKS[name], run)) for name in training.logger if name in SINKS]
     if "console" in training.logger:
-        settings = ConsoleSettings(training.val_freq, training.colorize_output, training.log_preview_chars, directory)
+        console = ConsoleSettings(training.val_freq, training.colorize_output, training.log_preview_chars, directory)
         earlier, decode = read_validations(directory), encoder.decode_tokens
-        trackers.append(Console(steps, settings, earlier=earlier, decode=decode, log=separate_log()))
+        trackers.append(Console(steps, console, earlier=earlier, decode=decode, log=separate_log()))
     return trackers
-
-
-def about_run(config: Config, directory: Path, done: int) -> About:
-    training = config.training
-    settings = flat(to_dict(config))
-    return About(training.project_name, training.experiment_name, directory, settings, first_step=done + 1)
 
 
 def build_record(config: Config, encoder: TextEncoder, directory: Path, attempt: int) -> RolloutRecord:
     training, images = config.training, encoder.image_settings
     return RolloutRecord(
-        directory / RECORD,
+        directory / RECORD_DIR,
         encoder.decode_tokens,
         encoder.decode,
         algorithm.make_perturbation(config, images.patch_size if images else 1).view,
@@ -71,5 +66,8 @@ def build_record(config: Config, encoder: TextEncoder, directory: Path, attempt:
 def build_store(config: Config, directory: RunDirectory) -> FolderStore:
     training = config.training
     return FolderStore(
-        directory.path / "checkpoints", training.save_limit, training.best_metric, before_saving=directory.keep
+        directory.path / "checkpoints",
+        training.save_limit,
+        training.best_metric,
+        before_saving=directory.recreate_if_removed,
     )

@@ -1,4 +1,4 @@
-"""Switches of the configuration whose machinery is not there yet. They are refused at the start, never ignored."""
+"""Settings that are not supported, or need a missing library. They are rejected at the start, never ignored."""
 
 from __future__ import annotations
 
@@ -10,50 +10,50 @@ from mtrl.utils.machine import started_by_torchrun
 LOGGERS = ("console", "tensorboard", "wandb", "mlflow", "swanlab", "trackio")
 
 
-def unbuilt(config: Config) -> list[str]:
-    """Each switch that is on and cannot be had, with what to set instead."""
+def find_unsupported(config: Config) -> list[str]:
+    """Each setting that is on but not supported with the others, and what to set instead."""
     worker = config.worker
-    model, rollout = worker.actor.model, worker.rollout
-    ranked = several_processes(config)
-    names = {worker.actor.optim.name, worker.critic.optim.name}
-    switches = {
-        "worker.actor.fsdp.cpu_offload on one process (it is for weights that are split); set it to false": (
-            worker.actor.fsdp.cpu_offload and not ranked
+    model, rollout, fsdp = worker.actor.model, worker.rollout, worker.actor.fsdp
+    is_ranked, is_vllm = uses_several_processes(config), rollout.name == "vllm"
+    optimizers = {worker.actor.optim.name, worker.critic.optim.name}
+    settings = {
+        "worker.actor.fsdp.cpu_offload is not supported with a single process; set it to false": (
+            fsdp.cpu_offload and not is_ranked
         ),
-        "worker.actor.offload.offload_params (the local engine samples from these weights); set it to false, or "
-        "worker.rollout.name to vllm": (worker.actor.offload.offload_params and rollout.name != "vllm"),
-        f"worker.rollout.mode: {rollout.mode} of engines apart, which have processes of their own; use inprocess": (
-            not worker.hybrid_engine and rollout.name == "vllm" and rollout.mode == "process"
+        "worker.actor.offload.offload_params is not supported with the local engine, which samples from these weights; "
+        "set it to false, or worker.rollout.name to vllm": (worker.actor.offload.offload_params and not is_vllm),
+        f"worker.rollout.mode: {rollout.mode} is not supported with dedicated engines (worker.hybrid_engine: false); "
+        "set it to inprocess": not worker.hybrid_engine and is_vllm and rollout.mode == "process",
+        f"worker.rollout.mode: {rollout.mode} is not supported with the local engine; set it to inprocess, or "
+        "worker.rollout.name to vllm": rollout.mode != "inprocess" and not is_vllm,
+        "worker.rollout.engine_kwargs is not supported with the local engine; set it to {}, or worker.rollout.name to "
+        "vllm": bool(rollout.engine_kwargs) and not is_vllm,
+        "worker.rollout.tensor_parallel_size is not supported with the local engine; set it to 1, or "
+        "worker.rollout.name to vllm": rollout.tensor_parallel_size > 1 and not is_vllm,
+        "worker.rollout.tensor_parallel_size is not supported with a child process; set it to 1, or "
+        "worker.rollout.mode to inprocess": (
+            rollout.tensor_parallel_size > 1 and is_vllm and rollout.mode == "process"
         ),
-        f"worker.rollout.mode: {rollout.mode}; use inprocess, or worker.rollout.name: vllm": (
-            rollout.mode != "inprocess" and rollout.name != "vllm"
+        "worker.rollout.mode: server is not supported with several processes; set it to inprocess or process": (
+            is_ranked and is_vllm and rollout.mode == "server"
         ),
-        "worker.rollout.engine_kwargs of the local engine; set it to {}, or worker.rollout.name to vllm": (
-            bool(rollout.engine_kwargs) and rollout.name != "vllm"
+        "worker.actor.offload.offload_params is not supported with several processes; set it to false": (
+            is_ranked and is_vllm and worker.actor.offload.offload_params
         ),
-        "worker.rollout.tensor_parallel_size of the local engine; set it to 1, or worker.rollout.name to vllm": (
-            rollout.tensor_parallel_size > 1 and rollout.name != "vllm"
+        "worker.actor.model.peft_type: qlora is not supported with several processes; set it to lora": (
+            is_ranked and model.peft_type == "qlora"
         ),
-        "worker.rollout.tensor_parallel_size in a child process; set it to 1, or worker.rollout.mode to inprocess": (
-            rollout.tensor_parallel_size > 1 and rollout.name == "vllm" and rollout.mode == "process"
+        "worker.actor.optim.name: adamw_8bit is not supported with several processes; set it to adamw": (
+            is_ranked and optimizers != {"adamw"}
         ),
-        "worker.rollout.mode: server on several processes; use inprocess or process": (
-            ranked and rollout.name == "vllm" and rollout.mode == "server"
-        ),
-        "worker.actor.offload.offload_params on several processes; set it to false": (
-            ranked and rollout.name == "vllm" and worker.actor.offload.offload_params
-        ),
-        "worker.actor.model.peft_type: qlora on several processes; use lora": ranked and model.peft_type == "qlora",
-        "worker.actor.optim.name: adamw_8bit on several processes; use adamw": ranked and names != {"adamw"},
-        f"worker.actor.fsdp.param_rounding: {worker.actor.fsdp.param_rounding} on several processes; use none": (
-            ranked and worker.actor.fsdp.param_rounding != "none"
-        ),
+        f"worker.actor.fsdp.param_rounding: {fsdp.param_rounding} is not supported with several processes; set it to "
+        "none": is_ranked and fsdp.param_rounding != "none",
     }
-    return [f"{switch} (not built yet)" for switch, on in switches.items() if on]
+    return [message for message, is_on in settings.items() if is_on]
 
 
-def missing_libraries(config: Config) -> list[str]:
-    """What is switched on and not installed. (Rewards say it of their own, when they are loaded.)"""
+def find_missing_libraries(config: Config) -> list[str]:
+    """Libraries that settings need and that are not installed, except those of rewards, which check it themselves."""
     kind = config.worker.actor.model.peft_type
     optimizers = {"actor": config.worker.actor.optim.name, "critic": config.worker.critic.optim.name}
     missing = []
@@ -67,23 +67,21 @@ def missing_libraries(config: Config) -> list[str]:
     for name in LOGGERS[1:]:
         if name in config.training.logger and find_spec(name) is None:
             missing.append(f"training.logger: {name} is not installed; pip install {name}")
-    ranked = several_processes(config)
-    if ranked and find_spec("ray") is None and not started_by_torchrun():
-        start = "torchrun --nproc-per-node N -m mtrl train .."
-        told = f"several processes need ray; pip install 'mtrl[cluster]', or start {start}"
-        missing.append(f"training.n_gpus_per_node: {told}")
+    if uses_several_processes(config) and find_spec("ray") is None and not started_by_torchrun():
+        start = "pip install 'mtrl[cluster]', or start torchrun --nproc-per-node N -m mtrl train .."
+        missing.append(f"training.n_gpus_per_node: several processes need ray; {start}")
     if started_by_torchrun() and not config.worker.hybrid_engine:
-        told = "false needs Ray, which starts the processes of engines; start mtrl without torchrun, or set it to true"
-        missing.append(f"worker.hybrid_engine: {told}")
+        hint = "start mtrl without torchrun, or set it to true"
+        missing.append(f"worker.hybrid_engine: false needs Ray, which starts dedicated engines; {hint}")
     return missing
 
 
-def several_processes(config: Config) -> bool:
-    """Whether models are split over ranks: torchrun's, be it a single one, or those of a crew of Ray."""
-    ranks = config.training.nnodes * config.training.n_gpus_per_node
-    return ranks > 1 or not config.worker.hybrid_engine or started_by_torchrun()
+def uses_several_processes(config: Config) -> bool:
+    """Whether the models are on ranks: those of torchrun, even a single one, or those that Ray starts."""
+    processes = config.training.nnodes * config.training.n_gpus_per_node
+    return processes > 1 or not config.worker.hybrid_engine or started_by_torchrun()
 
 
 def check_supported(config: Config) -> None:
-    if found := unbuilt(config) or missing_libraries(config):
-        raise ConfigError(found)
+    if errors := find_unsupported(config) or find_missing_libraries(config):
+        raise ConfigError(errors)

@@ -1,4 +1,4 @@
-"""vLLM as the engine of a run: where it runs, and how it is started."""
+"""Builds vLLM as the rollout engine: in this process, in a child process or as a server."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mtrl.compose import algorithm
-from mtrl.compose.task_source import holds_videos
+from mtrl.compose.task_source import has_videos
 from mtrl.config import Config, ConfigError
 from mtrl.models.adapters import base_path, is_adapter
 from mtrl.models.families import TextEncoder
@@ -19,19 +19,19 @@ from mtrl.rollout.vllm.inprocess import VllmInProcess
 from mtrl.rollout.vllm.process_engine import VllmProcess
 from mtrl.rollout.vllm.requests import LOWEST_TEMPERATURE, Host
 from mtrl.rollout.vllm.server_engine import VllmServer
-from mtrl.rollout.vllm.settings import engine_arguments
+from mtrl.rollout.vllm.settings import make_llm_arguments
 from mtrl.types import Weights
 from mtrl.utils.errors import StartError
 
 
-def build_vllm(config: Config, path: str, policy: Forward, encoder: TextEncoder, learns: bool) -> VllmGenerator:
-    """`path`: of the model, whose weights vLLM starts with; under adapters it starts with those of their base and is
-    given the merged ones. `learns`: the engine will be given others."""
+def build_vllm(config: Config, path: str, policy: Forward, encoder: TextEncoder, gets_weights: bool) -> VllmGenerator:
+    """Start vLLM with the weights at `path`; with adapters it starts with the base and then gets the merged weights.
+    `gets_weights`: the engine will be given new weights."""
     backbone, weights = policy.backbone, exported_weights(policy.backbone.model)
     on_gpu, ranked = backbone.device.type == "cuda", backbone.ranks.group is not None
-    engine = vllm_engine(config, path, encoder, weights.keys(), backbone.compute_dtype, on_gpu, ranked)
-    server = engine.host if isinstance(engine.host, VllmServer) else None  # it may hold the weights of an earlier run
-    if (server and learns) or (is_adapter(path) and not ranked):  # a rank's engine is given its actor's in any case
+    engine = build_vllm_engine(config, path, encoder, weights.keys(), backbone.compute_dtype, on_gpu, ranked)
+    server = engine.host if isinstance(engine.host, VllmServer) else None  # may hold the weights of an earlier run
+    if (server and gets_weights) or (is_adapter(path) and not ranked):  # an engine of a rank gets its actor's anyway
         if server and not server.takes_weights:
             raise StartError(f"worker.rollout.address: {server.no_weights}")
         with engine.resident():
@@ -39,7 +39,7 @@ def build_vllm(config: Config, path: str, policy: Forward, encoder: TextEncoder,
     return engine
 
 
-def vllm_engine(
+def build_vllm_engine(
     config: Config,
     path: str,
     encoder: TextEncoder,
@@ -48,12 +48,12 @@ def vllm_engine(
     on_gpu: bool,
     ranked: bool = False,
 ) -> VllmGenerator:
-    """An engine for the weights of these `names`; `ranked`: in a process of several that hold a model together."""
+    """An engine for weights with these `names`; `ranked`: several processes share the model."""
     rollout = config.worker.rollout
     for key, value in (("temperature", rollout.temperature), ("val.temperature", rollout.val.temperature)):
         if 0 < value < LOWEST_TEMPERATURE:
-            told = f"{value:g} is below the {LOWEST_TEMPERATURE:g} that vLLM samples at; raise it"
-            raise ConfigError([f"worker.rollout.{key}: {told}"])
+            limit = f"{value:g} is below the minimum of vLLM; set {LOWEST_TEMPERATURE:g} or more"
+            raise ConfigError([f"worker.rollout.{key}: {limit}"])
     host = build_host(config, base_path(path), encoder, dtype, on_gpu, ranked)
     return VllmGenerator(host, encoder, names, compute_dtype=dtype)
 
@@ -61,21 +61,21 @@ def vllm_engine(
 def build_host(config: Config, path: str, encoder: TextEncoder, dtype: torch.dtype, on_gpu: bool, ranked: bool) -> Host:
     rollout, images = config.worker.rollout, encoder.image_settings
     if rollout.mode == "server":
-        assert rollout.address is not None, "the configuration was checked"
+        assert rollout.address is not None, "config/checks.py requires it"
         return VllmServer(rollout.address, path, dtype)
-    arguments = engine_settings(config, path, dtype, on_gpu, ranked)
+    arguments = make_engine_arguments(config, path, dtype, on_gpu, ranked)
     image_arguments = None if images is None else images.processor_arguments()
     if rollout.mode == "process":
         return VllmProcess(arguments, image_arguments, dtype)
     return VllmInProcess(arguments, image_arguments)
 
 
-def engine_settings(
+def make_engine_arguments(
     config: Config, path: str, dtype: torch.dtype, on_gpu: bool, ranked: bool = False
 ) -> dict[str, Any]:  # fmt: skip
     rollout, model = config.worker.rollout, config.worker.actor.model
-    longest = config.dataset.max_prompt_length + algorithm.training_sampling(config).max_new_tokens
-    return engine_arguments(
+    longest = config.dataset.max_prompt_length + algorithm.make_training_sampling(config).max_new_tokens
+    return make_llm_arguments(
         path,
         tokenizer=model.tokenizer_path,
         dtype=str(dtype).removeprefix("torch."),
@@ -86,6 +86,6 @@ def engine_settings(
         trust_remote_code=model.trust_remote_code,
         on_gpu=on_gpu,
         among_ranks=ranked and rollout.mode == "inprocess",
-        videos=holds_videos(config),
+        videos=has_videos(config),
         extra=rollout.engine_kwargs,
     )

@@ -1,12 +1,13 @@
-"""A run of several processes: what each of them holds, and how whoever drives them reaches them."""
+"""A run of several processes: the workers of each process, and the proxies through which the driver calls them."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,8 +15,8 @@ import torch.distributed as dist
 
 from mtrl.compose import algorithm
 from mtrl.compose.critic_worker import build_critic, critic_path, load_critic
-from mtrl.compose.hub import seek_model
-from mtrl.compose.memory_limits import KeptPasses, preflight_on_gpu
+from mtrl.compose.hub import check_model_available
+from mtrl.compose.memory_limits import PassSizes, preflight_on_gpu
 from mtrl.compose.policy import (
     base_dtype,
     build_actor,
@@ -28,39 +29,37 @@ from mtrl.compose.policy import (
 )
 from mtrl.compose.reward_scorer import build_reward_model
 from mtrl.config import Config, ConfigError
-from mtrl.distributed.dedicated_engines import SENDER, DedicatedEngine, DedicatedGenerator, Sent, WeightSender
-from mtrl.distributed.generator_proxy import PART as ENGINE
-from mtrl.distributed.generator_proxy import DistributedGenerator, EngineHandle
+from mtrl.distributed.dedicated_engines import SENDER, DedicatedEngine, DedicatedGenerator, Receive, WeightSender
+from mtrl.distributed.generator_proxy import ENGINE, DistributedGenerator, EngineHandle
 from mtrl.distributed.learner_proxy import (
     DistributedLearner,
     DistributedReference,
     DistributedRewardModel,
     WorkerHandle,
-    on_all,
 )
+from mtrl.distributed.remote_proxy import RemoteProxy
 from mtrl.distributed.torchrun_group import TorchrunWorkerGroup, join_ranks, serve
-from mtrl.models.adapters import base_path, has_adapters, inject
-from mtrl.models.backbone import Backbone, unshareable
+from mtrl.models.adapters import base_path, has_adapters, inject_adapters
+from mtrl.models.backbone import Backbone, explain_no_sequence_parallel
 from mtrl.models.families import TextEncoder, load_model_config
 from mtrl.models.forward import Forward
 from mtrl.models.load_model import DTYPES, empty_model, load_model
-from mtrl.models.parallel.fsdp import Sharding, make_room, own_part, parameters_and_buffers
+from mtrl.models.parallel.fsdp import Sharding, allocate, copy_model
 from mtrl.models.parallel.ranks import Ranks
-from mtrl.models.parallel.sequence import share_sequences
+from mtrl.models.parallel.sequence import make_sp_group
 from mtrl.models.value_head import empty_value_model
 from mtrl.protocols import Actor, Critic, Generator, Synced, WorkerGroup
 from mtrl.rewards.scorer import ResponseScorer
-from mtrl.rollout.decode.engine import fastest_generator
+from mtrl.rollout.decode.engine import make_fastest_generator
 from mtrl.training.algorithm_spec import AlgorithmSpec
 from mtrl.training.resume import check_undamaged
 from mtrl.types import Needs, Weights
 from mtrl.utils.machine import started_by_torchrun
-from mtrl.workers.learner import Learner
 from mtrl.workers.reference import Reference, SyncedReference
 
-LOGS, PASSES = "logs", "passes.json"  # of the ranks, in the run's directory
-
-NOTHING = Needs()
+LOGS, PASSES = "logs", "passes.json"  # in the run directory
+ACTOR, CRITIC, REFERENCE, REWARD, PREFLIGHT = "actor", "critic", "reference", "reward", "preflight"  # roles
+NO_NEEDS = Needs()
 
 
 def world_size(config: Config) -> int:
@@ -69,28 +68,28 @@ def world_size(config: Config) -> int:
 
 @dataclass(frozen=True)
 class WorkerPlan:
-    """What a rank has to hold: all that follows from the configuration and from the data together."""
+    """Which workers a rank holds, from the configuration and the data."""
 
     config: Config
     steps: int
-    reference: bool
-    refreshed: bool
-    critic: bool
-    needs: Needs = NOTHING
-    directory: Path | None = None  # of the run
+    has_reference: bool
+    syncs_reference: bool
+    has_critic: bool
+    needs: Needs = NO_NEEDS
+    run_dir: Path | None = None
 
     @classmethod
-    def of(cls, config: Config, steps: int, rules: AlgorithmSpec, directory: Path) -> WorkerPlan:
-        reference, refreshed = rules.reads_reference, bool(rules.sync_ref_every)
-        return cls(config, steps, reference, refreshed, "values" in rules.needs, rules.needs, directory.absolute())
+    def make(cls, config: Config, steps: int, rules: AlgorithmSpec, run_dir: Path) -> WorkerPlan:
+        has_reference, syncs_reference = rules.reads_reference, bool(rules.sync_ref_every)
+        has_critic = "values" in rules.needs
+        return cls(config, steps, has_reference, syncs_reference, has_critic, rules.needs, run_dir.absolute())
 
 
 # ----------------------------------------------------------------------------------------------------- on every rank
-def build_parts(plan: WorkerPlan, ranks: Ranks) -> dict[str, Any]:
-    """The workers of one rank by their names. All ranks build them at once: models are split as they are loaded."""
+def build_roles(plan: WorkerPlan, ranks: Ranks) -> dict[str, Any]:
+    """The workers of one rank by role. All ranks build theirs at once: models are sharded as they are loaded."""
     config, settings = plan.config, plan.config.worker.actor.fsdp
-    sharers = share_sequences(config.worker.actor.ulysses_size)
-    ranks = replace(ranks, counts=sharers.first)
+    sp_group = make_sp_group(config.worker.actor.ulysses_size)
     cuda = torch.cuda.is_available()
     sharding = Sharding(
         ranks,
@@ -102,168 +101,144 @@ def build_parts(plan: WorkerPlan, ranks: Ranks) -> dict[str, Any]:
     )
     encoder = build_encoder(config)
     check_undamaged(Path(model_path(config)))
-    model = sharding.spread(empty_policy(config), partial(load_policy, config, device="cpu"))
-    policy = make_forward(config, encoder, model, ranks, sharers)
-    reference = split_reference(config, policy, sharding) if plan.reference else None
+    model = sharding.load_sharded(make_empty_policy(config), partial(load_policy, config, device="cpu"))
+    policy = make_forward(config, encoder, model, replace(ranks, sp_group=sp_group))
+    reference = shard_reference(config, policy, sharding) if plan.has_reference else None
     actor = build_actor(config, policy, encoder, plan.steps, reference)
-    parts: dict[str, Any] = {"actor": WorkerHandle(actor, counts=ranks.counts)}
+    roles: dict[str, Any] = {ACTOR: WorkerHandle(actor, returns_signals=sp_group.is_first)}
     if config.worker.hybrid_engine:
-        parts[ENGINE] = rank_engine(config, policy, encoder, actor.publish)
+        roles[ENGINE] = build_rank_engine(config, policy, encoder, actor.publish)
     else:
-        parts[SENDER] = WeightSender(actor.publish, DTYPES[settings.mixed_precision_dtype])
+        roles[SENDER] = WeightSender(actor.publish, DTYPES[settings.mixed_precision_dtype])
     learners = [actor.learner]
     value_forward: Forward | None = None
-    if plan.critic:
-        empty = empty_value_model(critic_path(config), **without_device(load_options(config)))
-        values = sharding.spread(empty, partial(load_critic, config, device="cpu"))
+    if plan.has_critic:
+        empty = empty_value_model(critic_path(config), **empty_model_options(config))
+        values = sharding.load_sharded(empty, partial(load_critic, config, device="cpu"))
         critic = build_critic(config, policy, encoder, plan.steps, values)
-        parts["critic"] = WorkerHandle(critic, counts=ranks.counts)
+        roles[CRITIC] = WorkerHandle(critic, returns_signals=sp_group.is_first)
         learners.append(critic.learner)
         value_forward = critic.forward
-    kept = None if plan.directory is None else KeptPasses(plan.directory / PASSES)
-    if kept is not None:
+    pass_sizes = None if plan.run_dir is None else PassSizes(plan.run_dir / PASSES)
+    if pass_sizes is not None:
         for learner in learners:
-            kept.settle(learner)
-    sampler = parts[ENGINE].generator if ENGINE in parts else None
-    parts["rehearsal"] = RankPreflight(plan, policy, sampler, learners, value_forward, kept)
+            pass_sizes.apply(learner)
+    generator = roles[ENGINE].generator if ENGINE in roles else None
+    run: Any = partial(preflight_on_gpu, config, policy, generator, plan.needs)
+    run = partial(run, learners=learners, critic=value_forward, pass_sizes=pass_sizes)
+    roles[PREFLIGHT] = SimpleNamespace(run=run)  # makes the largest possible passes, on all ranks together
     if config.worker.reward.reward_type == "model":
-        parts["reward"] = build_reward_model(config, sharding)
-    if plan.refreshed and reference is not None:
-        parts["reference"] = WorkerHandle(SyncedReference(reference, policy))
-    return parts
+        roles[REWARD] = build_reward_model(config, sharding)
+    if plan.syncs_reference and reference is not None:
+        roles[REFERENCE] = WorkerHandle(SyncedReference(reference, policy))
+    return roles
 
 
-@dataclass(frozen=True)
-class RankPreflight:
-    """The passes at the limits, as all ranks make them together before the first step."""
-
-    plan: WorkerPlan
-    policy: Forward
-    engine: Generator | None  # none where ranks do not sample
-    learners: Sequence[Learner]
-    critic: Forward | None
-    kept: KeptPasses | None
-
-    def run(self, resumed: bool) -> None:
-        config, needs = self.plan.config, self.plan.needs
-        preflight_on_gpu(config, self.policy, self.engine, needs, resumed, self.learners, self.critic, self.kept)
-
-
-def rank_engine(config: Config, policy: Forward, encoder: TextEncoder, publish: Callable[[], Weights]) -> EngineHandle:
-    samples_by = policy if config.worker.rollout.name == "vllm" else engine_forward(config, policy)
-    engine = EngineHandle(build_generator(config, samples_by, encoder, learns=True), publish)
+def build_rank_engine(
+    config: Config, policy: Forward, encoder: TextEncoder, publish: Callable[[], Weights]
+) -> EngineHandle:
+    forward = policy if config.worker.rollout.name == "vllm" else make_engine_forward(config, policy)
+    engine = EngineHandle(build_generator(config, forward, encoder, gets_weights=True), publish)
     engine.wake()
     engine.load()
     engine.sleep()
     return engine
 
 
-def build_apart(plan: WorkerPlan, next_one: Callable[[], Sent]) -> dict[str, Any]:
-    """An engine, or a part of one, alone in its process, with the model's weights as they are given; `next_one` brings
-    others."""
+def build_dedicated_engine(plan: WorkerPlan, receive: Receive) -> dict[str, Any]:
+    """The role of a process that holds only an engine, or a tensor-parallel part of one. It starts with the weights at
+    the model's path; `receive` waits for newer ones."""
     config, dtype = plan.config, plan.config.worker.actor.fsdp.mixed_precision_dtype
     encoder, path = build_encoder(config), base_path(model_path(config))
-    seek_model(path)
+    check_model_available(path)
     check_undamaged(Path(path))
     if config.worker.rollout.name == "vllm":
-        from mtrl.compose.vllm_engine import vllm_engine  # it need not be installed
+        from mtrl.compose.vllm_engine import build_vllm_engine  # it need not be installed
 
-        names = empty_policy(config, dtype, adapters=False).state_dict().keys()
-        on_gpu, ranked = torch.cuda.is_available(), dist.is_initialized()  # with those that hold the other parts
-        engine = vllm_engine(config, path, encoder, names, DTYPES[dtype], on_gpu, ranked)
-        return {ENGINE: DedicatedEngine(engine, next_one)}
+        names = make_empty_policy(config, dtype, adapters=False).state_dict().keys()
+        on_gpu, among_ranks = torch.cuda.is_available(), dist.is_initialized()  # the tensor-parallel group, if any
+        engine = build_vllm_engine(config, path, encoder, names, DTYPES[dtype], on_gpu, among_ranks)
+        return {ENGINE: DedicatedEngine(engine, receive)}
     model = load_model(path, **load_options(config) | {"dtype": dtype})
     model.requires_grad_(False)
-    return {ENGINE: DedicatedEngine(fastest_generator(Backbone(model, DTYPES[dtype]), encoder), next_one)}
+    return {ENGINE: DedicatedEngine(make_fastest_generator(Backbone(model, DTYPES[dtype]), encoder), receive)}
 
 
-def empty_policy(config: Config, dtype: str | None = None, adapters: bool = True) -> Any:
-    """The model of a run without its numbers; without `adapters` as an engine holds it."""
-    path, settings = model_path(config), algorithm.adapter_settings(config) if adapters else None
-    seek_model(base_path(path))
-    options = without_device(load_options(config)) | {"dtype": dtype or base_dtype(config)}
-    model = empty_model(path, **options)
+def make_empty_policy(config: Config, dtype: str | None = None, adapters: bool = True) -> Any:
+    """The model of a run on the meta device; engines hold it without `adapters`."""
+    path, settings = model_path(config), algorithm.make_adapter_settings(config) if adapters else None
+    check_model_available(base_path(path))
+    model = empty_model(path, **empty_model_options(config) | {"dtype": dtype or base_dtype(config)})
     if settings is not None:
-        inject(model, settings, empty=True)
+        inject_adapters(model, settings, empty=True)
     return model
 
 
-def without_device(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name != "device"}
+def empty_model_options(config: Config) -> dict[str, Any]:
+    return {name: value for name, value in load_options(config).items() if name != "device"}
 
 
-def split_reference(config: Config, policy: Forward, sharding: Sharding) -> Reference:
-    """The policy as it is now: what is under its adapters, or a copy that is split as the policy is, part by part."""
-    own = policy.backbone.model
-    if has_adapters(own):
+def shard_reference(config: Config, policy: Forward, sharding: Sharding) -> Reference:
+    """The policy as it is now: the base under its adapters, or a copy that is sharded like the policy."""
+    model = policy.backbone.model
+    if has_adapters(model):
         return Reference.under_adapters(policy)
-    model = empty_policy(config)
-    replace(sharding, cpu_offload=sharding.cpu_offload or config.worker.ref.offload_params).split(model)
-    copy_parts(model, own)
-    return Reference.of(model, policy)
+    copy = make_empty_policy(config)
+    replace(sharding, cpu_offload=sharding.cpu_offload or config.worker.ref.offload_params).shard(copy)
+    copy_model(copy, model)
+    return Reference.from_model(copy, policy)
 
 
-def engine_forward(config: Config, policy: Forward) -> Forward:
-    """A whole model for an engine, in the dtype that it computes in. It gets its weights by `load`; buffers are not
-    among them."""
-    dtype, own = config.worker.actor.fsdp.mixed_precision_dtype, policy.backbone
-    model = empty_policy(config, dtype, adapters=False)
-    make_room(model, own.device, {})
-    theirs = dict(own.model.named_buffers())
+def make_engine_forward(config: Config, policy: Forward) -> Forward:
+    """An unsharded model for an engine, in the dtype that it computes in. Its weights come by `load`, its buffers are
+    copied here."""
+    dtype, backbone = config.worker.actor.fsdp.mixed_precision_dtype, policy.backbone
+    model = make_empty_policy(config, dtype, adapters=False)
+    allocate(model, backbone.device, {})
+    buffers = dict(backbone.model.named_buffers())
     for name, buffer in model.named_buffers():
-        buffer.copy_(theirs[name])
+        buffer.copy_(buffers[name])
     model.requires_grad_(False)
-    return forward_with(policy, Backbone(model, DTYPES[dtype]))
+    return Forward(Backbone(model, DTYPES[dtype]), policy.encoder, policy.temperature)
 
 
-def forward_with(policy: Forward, backbone: Backbone) -> Forward:
-    return Forward(backbone, policy.encoder, policy.temperature)
-
-
-@torch.no_grad()
-def copy_parts(target: Any, source: Any) -> None:
-    """Between models that are split alike."""
-    theirs = parameters_and_buffers(source)
-    for name, tensor in parameters_and_buffers(target).items():
-        own_part(tensor).copy_(own_part(theirs[name]))
-
-
-# ------------------------------------------------------------------------------------------------- whoever drives them
+# ------------------------------------------------------------------------------------------------------- in the driver
 @dataclass
 class RunWorkers:
-    """All that computes, as the loop sees it: in this process, or on ranks."""
+    """The workers of a run as the loop sees them: in this process, or on ranks."""
 
     actor: Actor
     critic: Critic | None
     reference: Synced | None
     generator: Generator
-    reward_model: ResponseScorer | None = None  # of ranks
-    preflight: Callable[[bool], object] = lambda resumed: None  # runs the passes at the limits
+    reward_model: ResponseScorer | None = None  # on ranks; otherwise the scorer has its own
+    preflight: Callable[[bool], object] = lambda resumed: None  # runs the largest possible passes
     close: Callable[[], None] = lambda: None
 
 
-def open_ranks(plan: WorkerPlan, directory: Path) -> RunWorkers:
-    """Starts the ranks by Ray, or joins those that torchrun has started; `directory` is the run's."""
-    share, sharers = plan.config.worker.actor.share_prefix, plan.config.worker.actor.ulysses_size
-    check_shareable(plan)
-    worker_group = open_crew(plan, directory)
+def open_workers(plan: WorkerPlan) -> RunWorkers:
+    """Starts the ranks by Ray, or joins those that torchrun has started."""
+    actor, reward_type = plan.config.worker.actor, plan.config.worker.reward.reward_type
+    check_sequence_parallel(plan)
+    group = open_worker_group(plan)
+    make_learner = partial(DistributedLearner, group, share_prefix=actor.share_prefix, sp_size=actor.ulysses_size)
     return RunWorkers(
-        DistributedLearner(worker_group, "actor", share, sharers),
-        DistributedLearner(worker_group, "critic", share, sharers) if plan.critic else None,
-        DistributedReference(worker_group) if plan.refreshed and plan.reference else None,
-        make_generator(plan, worker_group),
-        DistributedRewardModel(worker_group) if plan.config.worker.reward.reward_type == "model" else None,
-        preflight=lambda resumed: on_all(worker_group, "rehearsal", "run", resumed),
-        close=worker_group.close,
+        make_learner(role=ACTOR),
+        make_learner(role=CRITIC) if plan.has_critic else None,
+        DistributedReference(group, REFERENCE) if plan.syncs_reference and plan.has_reference else None,
+        make_generator(plan, group),
+        DistributedRewardModel(group, REWARD) if reward_type == "model" else None,
+        preflight=lambda resumed: RemoteProxy(group, PREFLIGHT).call_all("run", resumed),
+        close=group.close,
     )
 
 
 def make_generator(plan: WorkerPlan, worker_group: Any) -> Generator:
-    """The engines of the ranks, or those of a crew of Ray that has some apart, with the weights of the ranks."""
-    sharers = plan.config.worker.rollout.tensor_parallel_size
+    """The colocated engines of the ranks, or the dedicated ones of Ray's group with the weights of the ranks."""
+    tp_size = plan.config.worker.rollout.tensor_parallel_size
     if plan.config.worker.hybrid_engine:
-        return DistributedGenerator(worker_group, sharers)
-    generator = DedicatedGenerator(worker_group.engines, sharers)
+        return DistributedGenerator(worker_group, tp_size)
+    generator = DedicatedGenerator(worker_group.engines, tp_size)
     try:
         generator.load(Weights(0, {}))
     except BaseException:
@@ -272,47 +247,55 @@ def make_generator(plan: WorkerPlan, worker_group: Any) -> Generator:
     return generator
 
 
-def check_shareable(plan: WorkerPlan) -> None:
-    """Before any process is started: what ranks share must be known to be exact, and heads must divide."""
-    config, size = plan.config, plan.config.worker.actor.ulysses_size
-    for path in {model_path(config), critic_path(config)} if plan.critic else {model_path(config)}:
+def check_sequence_parallel(plan: WorkerPlan) -> None:
+    """Checks before any process is started that sequence parallelism is exact for the models, and that heads divide."""
+    config, sp_size = plan.config, plan.config.worker.actor.ulysses_size
+    for path in {model_path(config), critic_path(config)} if plan.has_critic else {model_path(config)}:
         model = load_model_config(base_path(path), config.worker.actor.model.trust_remote_code)
-        if size > 1 and (why := unshareable(model, size)):
-            raise ConfigError([f"worker.actor.ulysses_size: {size} ranks cannot share the sequences of {path}: {why}"])
+        if sp_size > 1 and (why := explain_no_sequence_parallel(model, sp_size)):
+            raise ConfigError(
+                [f"worker.actor.ulysses_size: {sp_size} ranks cannot split the sequences of {path}: {why}"]
+            )
 
 
-def open_crew(plan: WorkerPlan, directory: Path) -> WorkerGroup:
+def open_worker_group(plan: WorkerPlan) -> WorkerGroup:
     if started_by_torchrun() or dist.is_initialized():
         ranks = join_ranks()
         ranks.broadcast_object(plan)
-        return TorchrunWorkerGroup(ranks, build_parts(plan, ranks))
+        return TorchrunWorkerGroup(ranks, build_roles(plan, ranks))
     from mtrl.distributed.ray_group import EnginePlacement, RayWorkerGroup  # it need not be installed
 
-    training = plan.config.training
-    build, logs = partial(build_parts, plan), directory.absolute() / LOGS
-    rollout, size = plan.config.worker.rollout, world_size(plan.config)
-    engines = EnginePlacement(rollout.n_gpus or 0, rollout.tensor_parallel_size, partial(build_apart, plan))
-    return RayWorkerGroup(size, training.n_gpus_per_node, build, logs, training.heartbeat_s, engines)
+    assert plan.run_dir is not None
+    training, rollout = plan.config.training, plan.config.worker.rollout
+    build_engine = partial(build_dedicated_engine, plan)
+    return RayWorkerGroup(
+        world_size(plan.config),
+        training.n_gpus_per_node,
+        partial(build_roles, plan),
+        plan.run_dir / LOGS,
+        training.heartbeat_s,
+        EnginePlacement(rollout.n_gpus or 0, rollout.tensor_parallel_size, build_engine),
+    )
 
 
-def follows() -> bool:
-    """Whether this process was started to do what another one says."""
+def is_follower() -> bool:
+    """Whether torchrun started this process to serve the first one."""
     return started_by_torchrun() and os.environ.get("RANK", "0") != "0"
 
 
-def follow() -> None:
-    """Holds the workers of one rank until the first one has no more to do."""
+def serve_first_rank() -> None:
+    """Holds the workers of one rank until the first one ends the run."""
     ranks = join_ranks()
     plan: WorkerPlan = ranks.broadcast_object(None)  # type: ignore[assignment]
-    serve(ranks, build_parts(plan, ranks))
+    serve(ranks, build_roles(plan, ranks))
 
 
 def check_world_size(config: Config) -> None:
-    """The processes of torchrun must be those of the configuration."""
+    """Checks that torchrun has started as many processes as the configuration says."""
     if started_by_torchrun() and (started := int(os.environ["WORLD_SIZE"])) != world_size(config):
         raise ConfigError(
             [
-                f"training.n_gpus_per_node: the configuration is for {world_size(config)} processes and torchrun has "
-                f"started {started}; training.nnodes times training.n_gpus_per_node must be as many"
+                f"training.n_gpus_per_node: the configuration is for {world_size(config)} processes, but torchrun has "
+                f"started {started}; set training.nnodes times training.n_gpus_per_node to that number"
             ]
         )

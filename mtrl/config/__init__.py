@@ -1,9 +1,9 @@
-"""The configuration: a typed tree (tree.py), how it is loaded (load.py), what it refuses (values.py, checks.py)."""
+"""The configuration: a typed tree (tree.py), its loader (load_config.py), its checks (value_types.py, checks.py)."""
 
-from mtrl.config.checks import warnings
+from mtrl.config.checks import find_warnings
 from mtrl.config.command_line import take_file
 from mtrl.config.config_error import ConfigError
-from mtrl.config.load_config import given_keys, load_config, to_dict, to_yaml
+from mtrl.config.load_config import load_config, read_overrides, to_dict, to_yaml
 from mtrl.config.tree import Config
 
-__all__ = ["Config", "ConfigError", "given_keys", "load_config", "take_file", "to_dict", "to_yaml", "warnings"]
+__all__ = ["Config", "ConfigError", "find_warnings", "load_config", "read_overrides", "take_file", "to_dict", "to_yaml"]

@@ -1,21 +1,21 @@
-"""Overrides as people type them: `a.b=c`, `--a.b=c`, `--a.b c`."""
+"""Overrides on the command line: `a.b=c`, `--a.b=c`, `--a.b c`."""
 
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mtrl.config.tree import known_leaves
-from mtrl.config.value_types import is_text, printable
+from mtrl.config.value_types import format_key, is_text
 from mtrl.config.yaml_io import BadYaml, read_value
 
-_ASSIGNMENT = re.compile(r"(?:--)?([^=/\\\s]+)=(.*)", re.DOTALL)  # a path with `=` in it has its slash first
+_ASSIGNMENT = re.compile(r"(?:--)?([^=/\\\s]+)=(.*)", re.DOTALL)  # not a path that contains `=`
 
 
 def take_file(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The configuration file among command-line arguments (`FILE` or `config=FILE`), and the others; a key that
-    lacks its value is no file."""
+    """Split the configuration file (`FILE` or `config=FILE`) from the other command-line arguments. A key without a
+    value is not a file."""
     others, file = list(arguments), None
-    for span, key, text in _parts(arguments):
+    for span, key, text in _parse(arguments):
         if file is None and key in (None, "config") and text not in known_leaves():
             file = text
             del others[span]
@@ -23,22 +23,22 @@ def take_file(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def read_arguments(arguments: Sequence[str], errors: list[str]) -> Iterator[tuple[str, Any]]:
-    """Key and value of each override."""
-    for _, key, text in _parts(arguments):
+    """The key and value of each override."""
+    for _, key, text in _parse(arguments):
         if key is None:
-            errors.append(f"command line: {printable(str(text))}: not an override; write key=value")
+            errors.append(f"command line: {format_key(str(text))}: not an override; write key=value")
         elif text is None:
-            name = printable(key or "--")
+            name = format_key(key or "--")
             errors.append(f"command line: {name}: no value given; write {name if key else 'key'}=value")
         else:
             try:
                 yield key, _value(key, text)
             except BadYaml as error:
-                errors.append(f"command line: {printable(key)}: cannot read the value{error}")
+                errors.append(f"command line: {format_key(key)}: the value cannot be read{error}")
 
 
-def _parts(arguments: Sequence[str]) -> Iterator[tuple[slice, str | None, str | None]]:
-    """(place, key, text) of each override; no key for a plain word, no text for a `--key` without a value."""
+def _parse(arguments: Sequence[str]) -> Iterator[tuple[slice, str | None, str | None]]:
+    """(indices, key, text) of each override; key is None for a plain word, text for a `--key` without a value."""
     index = 0
     while index < len(arguments):
         start, word = index, arguments[index]
@@ -55,7 +55,7 @@ def _parts(arguments: Sequence[str]) -> Iterator[tuple[slice, str | None, str | 
 
 
 def _value(key: str, text: str) -> Any:
-    """YAML, except that a key which takes text gets it as typed: `experiment_name=007`, `system_prompt=Think: ...`."""
+    """Parse YAML, but take the value of a text key as typed: `experiment_name=007`, `system_prompt=Think: ...`."""
     leaf = known_leaves().get(key)
     plain_text = text == "" or (leaf is not None and is_text(leaf.annotation) and text[0] not in "\"'")
     if plain_text and text not in ("null", "~"):

@@ -1,7 +1,7 @@
-"""Values of EasyR1, verl and TRL in MTRL's terms, beside the names in foreign.py: what `mtrl convert` needs to know.
+"""Conversions of values of EasyR1, verl and TRL for `mtrl convert`; foreign_keys.py has the names.
 
-A conversion takes the value of their key and all that their file says (flat, dotted), and gives values of our keys.
-Most keys need none: the table names our key, and the value stays as it is.
+A conversion takes the value of a foreign key and all settings of the foreign file (flat, dotted), and returns values of
+our keys. Most keys need none: foreign_keys.py names our key, and the value stays the same.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,54 +11,57 @@ Flat = Mapping[str, Any]
 
 
 class Lost(Exception):
-    """The value has no counterpart here; the message says why, or what to do."""
+    """The value has no counterpart here; the message says why or what to do."""
 
 
 class Converted(NamedTuple):
-    """Values of our keys, and what to say where they do not mean quite the same."""
+    """Values of our keys, and a remark if their meaning differs."""
 
     values: Mapping[str, Any]
-    differs: str = ""
+    remark: str = ""
 
 
 Conversion = Callable[[Any, Flat], Converted]
-TAKEN = Converted({})  # another key's conversion has read this one too
+MERGED = Converted({})  # the conversion of another key has used this one
 
 
-def _words(key: str, words: Mapping[Any, Any]) -> Conversion:
-    """Words of theirs for words of ours; one that is not listed stays, and our key refuses what it does not know."""
+def _map(key: str, words: Mapping[Any, Any]) -> Conversion:
+    """Replace their words by ours; other values are kept, and our key rejects those it does not know."""
     return lambda value, flat: Converted({key: words.get(value, value) if isinstance(value, (str, bool)) else value})
 
 
-def _nothing_for(key: str, *values: Any) -> Conversion:
-    """Some values say that nothing is set."""
+def _unset_if(key: str, *values: Any) -> Conversion:
     return lambda value, flat: Converted({} if value in values else {key: value})
 
 
-def _differs(key: str, remark: str) -> Conversion:
+def _with_remark(key: str, remark: str) -> Conversion:
     return lambda value, flat: Converted({key: value}, remark)
 
 
-def _lost(why: str) -> Conversion:
+def _reject(why: str) -> Conversion:
     def convert(value: Any, flat: Flat) -> Converted:
         raise Lost(why)
 
     return convert
 
 
-def _joined(key: str) -> Conversion:
+def _merge(value: Any, flat: Flat) -> Converted:
+    return MERGED
+
+
+def _join(key: str) -> Conversion:
     return lambda value, flat: Converted({key: ",".join(value) if isinstance(value, list) else value})
 
 
 def _loggers(value: Any, flat: Flat) -> Converted:
-    """Files are always written, and the console is there by default."""
+    """Files are always written, and the console is on by default."""
     names = [value] if isinstance(value, str) else list(value or [])
     names = [name for name in names if name not in ("file", "none", "console")]
     return Converted({"training.logger": ["console", *names]})
 
 
 def _output_dir(project: str, experiment: str) -> Conversion:
-    """A folder of theirs is the run's own; here the names of project and experiment are appended."""
+    """Their folder is that of the run; ours gets the names of project and experiment appended."""
 
     def convert(value: Any, flat: Flat) -> Converted:
         ending = f"/{flat.get(project)}/{flat.get(experiment)}"
@@ -69,8 +72,8 @@ def _output_dir(project: str, experiment: str) -> Conversion:
     return convert
 
 
-def _warmup_steps(batch: str, mini_batch: str, epochs: str, learner: str = "actor") -> Conversion:
-    """Theirs are steps of rollouts, ours optimizer steps."""
+def _warmup_steps(learner: str, batch: str, mini_batch: str, epochs: str) -> Conversion:
+    """Theirs count rollout steps, ours optimizer steps."""
 
     def convert(value: Any, flat: Flat) -> Converted:
         if value is None or value < 0:
@@ -96,26 +99,26 @@ def _modules(value: Any, flat: Flat) -> Converted:
 def _fsdp_size(value: Any, flat: Flat) -> Converted:
     if value < 1:
         return Converted({})
-    return Converted({"worker.actor.fsdp.sharding_strategy": "HYBRID_SHARD"}, "shards within a node, whatever the size")
+    return Converted({"worker.actor.fsdp.sharding_strategy": "HYBRID_SHARD"}, "shards within a node, for any size")
 
 
-def _all_at_once(value: Any, flat: Flat) -> Converted:
-    """The size of a batch of validation never changes its result."""
+def _val_batch_size(value: Any, flat: Flat) -> Converted:
+    """Their -1 means all prompts at once; the batch size does not change the result."""
     return Converted({} if value is None or value < 1 else {"dataset.val_batch_size": value})
 
 
 def _refills(value: Any, flat: Flat) -> Converted:
     if value is None or value < 1:
-        raise Lost("there is no step without a limit; optimization.max_refills is the number of further rounds")
+        raise Lost("a step must have a limit; optimization.max_refills is the number of additional rounds")
     return Converted({"optimization.max_refills": value - 1, "optimization.on_short_batch": "stop"})
 
 
 def _dynamic_sampling(value: Any, flat: Flat) -> Converted:
-    """verl keeps groups whose metric differs, EasyR1 those whose mean is within bounds."""
+    """verl keeps groups whose rewards differ, EasyR1 those whose mean is within bounds."""
     return Converted({"optimization.online_filtering": value} | ({"optimization.filter_by": "spread"} if value else {}))
 
 
-def _whole(key: str) -> Conversion:
+def _round_up(key: str) -> Conversion:
     def convert(value: Any, flat: Flat) -> Converted:
         whole = -int(-value // 1)
         return Converted({key: max(1, whole)}, "" if whole == value else "rounded up to whole passes")
@@ -124,54 +127,50 @@ def _whole(key: str) -> Conversion:
 
 
 _SAME_KL = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}
-_RUN_OF_THEIRS = _lost(
-    "their checkpoints are not read here; set worker.actor.model.model_path to a model they exported"
-)
+_CHECKPOINT = _reject("foreign checkpoints cannot be loaded; set worker.actor.model.model_path to an exported model")
 _KL_UNIT = "the KL of a response, summed over its tokens"
+_SCHEDULES = {"constant": "constant_with_warmup"}
 
+_EASYR1_BATCHES = ("data.rollout_batch_size", "worker.actor.global_batch_size", "worker.actor.ppo_epochs")
 _EASYR1: dict[str, Conversion] = {
-    "data.train_files": _joined("dataset.train_files"),
-    "data.val_files": _joined("dataset.val_files"),
-    "data.val_batch_size": _all_at_once,
-    "algorithm.kl_penalty": _words("optimization.divergence_penalty", _SAME_KL),
-    "algorithm.kl_target": _differs("optimization.divergence_target", _KL_UNIT),
-    "algorithm.kl_horizon": _differs("optimization.divergence_horizon", "counted in responses"),
-    "worker.actor.loss_type": _words("optimization.policy_loss", {"default": "ppo"}),
-    "worker.actor.loss_avg_mode": _words("optimization.loss_type", {"token": "dapo", "seq": "grpo"}),
+    "data.train_files": _join("dataset.train_files"),
+    "data.val_files": _join("dataset.val_files"),
+    "data.val_batch_size": _val_batch_size,
+    "algorithm.kl_penalty": _map("optimization.divergence_penalty", _SAME_KL),
+    "algorithm.kl_target": _with_remark("optimization.divergence_target", _KL_UNIT),
+    "algorithm.kl_horizon": _with_remark("optimization.divergence_horizon", "counted in responses"),
+    "worker.actor.loss_type": _map("optimization.policy_loss", {"default": "ppo"}),
+    "worker.actor.loss_avg_mode": _map("optimization.loss_type", {"token": "dapo", "seq": "grpo"}),
     "worker.actor.model.lora.rank": _lora,
     "worker.actor.model.lora.target_modules": _modules,
-    "worker.actor.optim.lr_warmup_steps": _warmup_steps(
-        "data.rollout_batch_size", "worker.actor.global_batch_size", "worker.actor.ppo_epochs"
-    ),
-    "worker.critic.optim.lr_warmup_steps": _warmup_steps(
-        "data.rollout_batch_size", "worker.actor.global_batch_size", "worker.actor.ppo_epochs", "critic"
-    ),
-    "worker.actor.fsdp.enable_full_shard": _words(
+    "worker.actor.optim.lr_warmup_steps": _warmup_steps("actor", *_EASYR1_BATCHES),
+    "worker.critic.optim.lr_warmup_steps": _warmup_steps("critic", *_EASYR1_BATCHES),
+    "worker.actor.fsdp.enable_full_shard": _map(
         "worker.actor.fsdp.sharding_strategy", {True: "FULL_SHARD", False: "SHARD_GRAD_OP"}
     ),
     "worker.actor.fsdp.fsdp_size": _fsdp_size,
     "worker.rollout.limit_images": lambda value, flat: Converted(
         {"worker.rollout.engine_kwargs.limit_mm_per_prompt": {"image": value}} if value else {}
     ),
-    "worker.reward.reward_type": _words("worker.reward.reward_type", {"batch": "function", "sequential": "function"}),
+    "worker.reward.reward_type": _map("worker.reward.reward_type", {"batch": "function", "sequential": "function"}),
     "trainer.logger": _loggers,
     "trainer.max_try_make_batch": _refills,
     "trainer.save_checkpoint_path": _output_dir("trainer.project_name", "trainer.experiment_name"),
-    "trainer.load_checkpoint_path": _RUN_OF_THEIRS,
+    "trainer.load_checkpoint_path": _CHECKPOINT,
 }  # fmt: skip
 
 
 def _clip_ratio(value: Any, flat: Flat) -> Converted:
     """One number for both sides, unless a side has its own."""
-    own = {f"clip_ratio_{side}": flat.get(f"actor_rollout_ref.actor.clip_ratio_{side}") for side in ("low", "high")}
-    return Converted({f"worker.actor.{name}": value for name, given in own.items() if given is None})
+    sides = {f"clip_ratio_{side}": flat.get(f"actor_rollout_ref.actor.clip_ratio_{side}") for side in ("low", "high")}
+    return Converted({f"worker.actor.{name}": value for name, own in sides.items() if own is None})
 
 
 def _kl_in_reward(value: Any, flat: Flat) -> Converted:
-    as_loss = flat.get("actor_rollout_ref.actor.use_kl_loss")
-    if value and as_loss:
-        raise Lost("the divergence is in the reward or in the loss, not in both; it is written as the loss")
-    return Converted({} if as_loss else {"optimization.disable_divergence": not value})
+    in_loss = flat.get("actor_rollout_ref.actor.use_kl_loss")
+    if value and in_loss:
+        raise Lost("the divergence is in the reward or in the loss, not in both; the loss is kept")
+    return Converted({} if in_loss else {"optimization.disable_divergence": not value})
 
 
 def _custom_reward(value: Any, flat: Flat) -> Converted:
@@ -182,7 +181,7 @@ def _custom_reward(value: Any, flat: Flat) -> Converted:
 def _reward_manager(value: Any, flat: Flat) -> Converted:
     if flat.get("custom_reward_function.path"):
         return Converted({})
-    raise Lost("verl chooses the function by the column data_source; name yours in worker.reward.functions")
+    raise Lost("verl selects the function by the column data_source; name yours in worker.reward.functions")
 
 
 def _truncation(value: Any, flat: Flat) -> Converted:
@@ -191,78 +190,63 @@ def _truncation(value: Any, flat: Flat) -> Converted:
     raise Lost("prompts are never cut; longer ones are dropped by dataset.filter_overlong_prompts")
 
 
-def _greedy(value: Any, flat: Flat) -> Converted:
-    return Converted({} if value else {"worker.rollout.val.temperature": 0.0})
-
-
-def _cap(key: str) -> Conversion:
-    return lambda value, flat: Converted({key: None if value is None or value <= 0 else value})
-
-
+_VERL_ACTOR = "actor_rollout_ref.actor"
+_VERL_BATCHES = ("data.train_batch_size", f"{_VERL_ACTOR}.ppo_mini_batch_size", f"{_VERL_ACTOR}.ppo_epochs")
 _VERL: dict[str, Conversion] = {
     "data.train_files": _EASYR1["data.train_files"],
     "data.val_files": _EASYR1["data.val_files"],
-    "data.val_batch_size": _all_at_once,
-    "data.seed": _nothing_for("dataset.seed", None),
+    "data.val_batch_size": _val_batch_size,
+    "data.seed": _unset_if("dataset.seed", None),
     "data.truncation": _truncation,
     "algorithm.kl_penalty": _EASYR1["algorithm.kl_penalty"],
     "actor_rollout_ref.actor.clip_ratio": _clip_ratio,
-    "actor_rollout_ref.actor.policy_loss.loss_mode": _words("optimization.policy_loss", {"vanilla": "ppo"}),
-    "actor_rollout_ref.actor.loss_agg_mode": _words(
+    "actor_rollout_ref.actor.policy_loss.loss_mode": _map("optimization.policy_loss", {"vanilla": "ppo"}),
+    "actor_rollout_ref.actor.loss_agg_mode": _map(
         "optimization.loss_type",
         {"token-mean": "dapo", "seq-mean-token-mean": "grpo", "seq-mean-token-sum-norm": "dr_grpo"},
     ),
-    "actor_rollout_ref.actor.kl_loss_type": _words("optimization.divergence_penalty", _SAME_KL),
-    "actor_rollout_ref.actor.tis_imp_ratio_cap": _cap("optimization.tis_clip"),
-    "actor_rollout_ref.actor.optim.warmup_style": _words(
-        "worker.actor.optim.lr_scheduler_type", {"constant": "constant_with_warmup"}
+    "actor_rollout_ref.actor.kl_loss_type": _map("optimization.divergence_penalty", _SAME_KL),
+    "actor_rollout_ref.actor.tis_imp_ratio_cap": lambda value, flat: Converted(
+        {"optimization.tis_clip": value if value > 0 else None}
     ),
-    "actor_rollout_ref.actor.optim.lr_scheduler_type": _words(
-        "worker.actor.optim.lr_scheduler_type", {"constant": "constant_with_warmup"}
-    ),
-    "actor_rollout_ref.actor.optim.lr_warmup_steps": _warmup_steps(
-        "data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size", "actor_rollout_ref.actor.ppo_epochs"
-    ),
-    "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": _nothing_for("worker.actor.optim.warmup_ratio", None, 0),
-    "critic.optim.warmup_style": _words("worker.critic.optim.lr_scheduler_type", {"constant": "constant_with_warmup"}),
-    "critic.optim.lr_scheduler_type": _words(
-        "worker.critic.optim.lr_scheduler_type", {"constant": "constant_with_warmup"}
-    ),
-    "critic.optim.lr_warmup_steps": _warmup_steps(
-        "data.train_batch_size",
-        "actor_rollout_ref.actor.ppo_mini_batch_size",
-        "actor_rollout_ref.actor.ppo_epochs",
-        "critic",
-    ),
-    "critic.optim.lr_warmup_steps_ratio": _nothing_for("worker.critic.optim.warmup_ratio", None, 0),
-    "actor_rollout_ref.actor.optim.total_training_steps": _nothing_for("training.max_steps", None, -1),
-    "actor_rollout_ref.actor.ppo_micro_batch_size": _differs(
+    "actor_rollout_ref.actor.optim.warmup_style": _map("worker.actor.optim.lr_scheduler_type", _SCHEDULES),
+    "actor_rollout_ref.actor.optim.lr_scheduler_type": _map("worker.actor.optim.lr_scheduler_type", _SCHEDULES),
+    "actor_rollout_ref.actor.optim.lr_warmup_steps": _warmup_steps("actor", *_VERL_BATCHES),
+    "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": _unset_if("worker.actor.optim.warmup_ratio", None, 0),
+    "critic.optim.warmup_style": _map("worker.critic.optim.lr_scheduler_type", _SCHEDULES),
+    "critic.optim.lr_scheduler_type": _map("worker.critic.optim.lr_scheduler_type", _SCHEDULES),
+    "critic.optim.lr_warmup_steps": _warmup_steps("critic", *_VERL_BATCHES),
+    "critic.optim.lr_warmup_steps_ratio": _unset_if("worker.critic.optim.warmup_ratio", None, 0),
+    "actor_rollout_ref.actor.optim.total_training_steps": _unset_if("training.max_steps", None, -1),
+    "actor_rollout_ref.actor.ppo_micro_batch_size": _with_remark(
         "worker.actor.micro_batch_size_per_device_for_update", "responses on one device, not on all"
     ),
     "actor_rollout_ref.model.lora_rank": _lora,
     "actor_rollout_ref.model.target_modules": _modules,
-    "actor_rollout_ref.rollout.name": _words("worker.rollout.name", {"hf": "local"}),
-    "actor_rollout_ref.rollout.mode": _words("worker.rollout.mode", {"sync": "inprocess", "async": "inprocess"}),
-    "actor_rollout_ref.rollout.val_kwargs.do_sample": _greedy,
+    "actor_rollout_ref.rollout.name": _map("worker.rollout.name", {"hf": "local"}),
+    "actor_rollout_ref.rollout.mode": _map("worker.rollout.mode", {"sync": "inprocess", "async": "inprocess"}),
+    "actor_rollout_ref.rollout.val_kwargs.do_sample": lambda value, flat: Converted(
+        {} if value else {"worker.rollout.val.temperature": 0.0}
+    ),
     "custom_reward_function.path": _custom_reward,
-    "custom_reward_function.name": lambda value, flat: TAKEN,
+    "custom_reward_function.name": _merge,
     "reward_model.enable": lambda value, flat: Converted({"worker.reward.reward_type": "model"} if value else {}),
     "reward_model.reward_manager": _reward_manager,
-    "algorithm.norm_adv_by_std_in_grpo": _words("optimization.scale_rewards", {True: "group", False: "none"}),
+    "algorithm.norm_adv_by_std_in_grpo": _map("optimization.scale_rewards", {True: "group", False: "none"}),
     "algorithm.use_kl_in_reward": _kl_in_reward,
-    "algorithm.kl_ctrl.target_kl": _differs("optimization.divergence_target", _KL_UNIT),
-    "algorithm.kl_ctrl.horizon": _differs("optimization.divergence_horizon", "counted in responses"),
+    "algorithm.kl_ctrl.target_kl": _with_remark("optimization.divergence_target", _KL_UNIT),
+    "algorithm.kl_ctrl.horizon": _with_remark("optimization.divergence_horizon", "counted in responses"),
     "algorithm.filter_groups.enable": _dynamic_sampling,
-    "algorithm.filter_groups.metric": _words(
+    "algorithm.filter_groups.metric": _map(
         "optimization.filter_key",
         {"acc": "accuracy", "score": "overall", "seq_reward": "overall", "seq_final_reward": "overall"},
     ),
     "algorithm.filter_groups.max_num_gen_batches": _refills,
     "trainer.logger": _loggers,
     "trainer.default_local_dir": _output_dir("trainer.project_name", "trainer.experiment_name"),
-    "trainer.max_actor_ckpt_to_keep": _words("training.save_limit", {}),
-    "trainer.resume_mode": _words("training.find_last_checkpoint", {"auto": True, "disable": False}),
-    "trainer.resume_from_path": _RUN_OF_THEIRS,
+    "trainer.max_actor_ckpt_to_keep": _map("training.save_limit", {}),
+    "trainer.resume_mode": _map("training.find_last_checkpoint", {"auto": True, "disable": False}),
+    "trainer.resume_from_path": _CHECKPOINT,
 }  # fmt: skip
 
 
@@ -270,7 +254,7 @@ _VERL: dict[str, Conversion] = {
 
 
 def _per_generation(flat: Flat) -> tuple[int, int]:
-    """Completions of one generation, and of one optimizer step, on all devices."""
+    """Completions per generation and per optimizer step, on all devices."""
     update = flat["per_device_train_batch_size"] * flat["gradient_accumulation_steps"] * flat.get("devices", 1)
     if flat.get("generation_batch_size"):
         return flat["generation_batch_size"], update
@@ -279,34 +263,29 @@ def _per_generation(flat: Flat) -> tuple[int, int]:
 
 
 def _batches(value: Any, flat: Flat) -> Converted:
-    """TRL counts completions, here prompts are counted: a group is never cut."""
+    """TRL counts completions, we count prompts: a group is never split."""
     n = flat["num_generations"]
     generation, update = _per_generation(flat)
     if generation % n:
-        raise Lost(f"{generation} completions are no whole groups of num_generations = {n}")
+        raise Lost(f"{generation} completions are not a multiple of num_generations = {n}")
     sizes = {
         "worker.actor.micro_batch_size_per_device_for_update": flat["per_device_train_batch_size"],
         "dataset.rollout_batch_size": generation // n,
     }
     if update % n or generation % update:
-        whole = generation // n
-        told = f"an optimizer step of {update} completions cuts groups of {n}; written as one of all {generation}"
-        return Converted({**sizes, "worker.actor.global_batch_size": whole}, told)
+        remark = f"an optimizer step of {update} completions splits groups of {n}; converted to one of all {generation}"
+        return Converted({**sizes, "worker.actor.global_batch_size": generation // n}, remark)
     return Converted({**sizes, "worker.actor.global_batch_size": update // n})
 
 
-def _taken(value: Any, flat: Flat) -> Converted:
-    return TAKEN
-
-
 def _steps(key: str) -> Conversion:
-    """TRL counts optimizer steps, here a step is a rollout with all its optimizer steps."""
+    """TRL counts optimizer steps; our step is a rollout with all its optimizer steps."""
 
     def convert(value: Any, flat: Flat) -> Converted:
         if value is None or value < 0:
             return Converted({})
         if value < 1:
-            raise Lost("a share of the run; here it is a number of steps")
+            raise Lost("a fraction of the run; give a number of steps")
         generation, update = _per_generation(flat)
         updates = max(1, generation // update) * (flat.get("num_iterations") or 1)
         return Converted({key: max(1, -int(-value // updates))})
@@ -339,46 +318,33 @@ def _epsilon_high(value: Any, flat: Flat) -> Converted:
 
 
 def _loss_type(value: Any, flat: Flat) -> Converted:
-    averages = {"cispo": "dapo", "sapo": "grpo"}  # as TRL averages these two
+    averages = {"cispo": "dapo", "sapo": "grpo"}  # how TRL averages these two
     if value in averages:
         return Converted({"optimization.policy_loss": value, "optimization.loss_type": averages[value]})
     return Converted({"optimization.loss_type": value})
 
 
 def _warmup(value: Any, flat: Flat) -> Converted:
-    share = isinstance(value, float) and 0 < value < 1
-    return Converted({"worker.actor.optim.warmup_ratio" if share else "worker.actor.optim.warmup_steps": value})
+    is_ratio = isinstance(value, float) and 0 < value < 1
+    return Converted({"worker.actor.optim.warmup_ratio" if is_ratio else "worker.actor.optim.warmup_steps": value})
 
 
 def _scheduler(value: Any, flat: Flat) -> Converted:
-    flat_rate = {"worker.actor.optim.warmup_steps": 0} if value == "constant" else {}
-    name = "constant_with_warmup" if value == "constant" else value
-    return Converted({"worker.actor.optim.lr_scheduler_type": name, **flat_rate})
-
-
-def _dtype(name: str) -> Conversion:
-    return lambda value, flat: Converted({"worker.actor.fsdp.mixed_precision_dtype": name} if value else {})
+    no_warmup = {"worker.actor.optim.warmup_steps": 0} if value == "constant" else {}
+    return Converted({"worker.actor.optim.lr_scheduler_type": _SCHEDULES.get(value, value), **no_warmup})
 
 
 def _fp16(value: Any, flat: Flat) -> Converted:
     if value:
-        raise Lost("fp16 would need its loss scaled; bf16, the default, has the range of fp32")
+        raise Lost("fp16 would need loss scaling; bf16, the default, has the range of fp32")
     return Converted({})
-
-
-def _betas(value: Any, flat: Flat) -> Converted:
-    return Converted({"worker.actor.optim.betas": [flat["adam_beta1"], flat["adam_beta2"]]})
-
-
-def _correction(value: Any, flat: Flat) -> Converted:
-    return Converted({} if value else {"optimization.tis_clip": None})
 
 
 def _entropy(value: Any, flat: Flat) -> Converted:
     if value == 1:
         return Converted({})
-    chosen = {"optimization.enable_entropy_filtering": True, "optimization.top_p_entropy_tokens": value}
-    return Converted(chosen, "the share is of each response, not of the batch")
+    settings = {"optimization.enable_entropy_filtering": True, "optimization.top_p_entropy_tokens": value}
+    return Converted(settings, "the fraction is of each response, not of the batch")
 
 
 def _server(value: Any, flat: Flat) -> Converted:
@@ -391,7 +357,7 @@ def _server(value: Any, flat: Flat) -> Converted:
 def _strategy(key: str) -> Conversion:
     def convert(value: Any, flat: Flat) -> Converted:
         if value not in ("no", "steps"):
-            raise Lost(f"{key} counts steps")
+            raise Lost(f"{key} is a number of steps")
         return Converted({key: -1} if value == "no" else {})
 
     return convert
@@ -402,42 +368,44 @@ _ADAMW_8BIT = dict.fromkeys(("adamw_bnb_8bit", "paged_adamw_8bit"), "adamw_8bit"
 
 _TRL: dict[str, Conversion] = {
     "per_device_train_batch_size": _batches,
-    "gradient_accumulation_steps": _taken,
-    "generation_batch_size": _taken,
-    "steps_per_generation": _taken,
+    "gradient_accumulation_steps": _merge,
+    "generation_batch_size": _merge,
+    "steps_per_generation": _merge,
     "seed": lambda value, flat: Converted({"dataset.seed": value, "worker.rollout.seed": value}),
-    "num_train_epochs": _whole("training.total_epochs"),
+    "num_train_epochs": _round_up("training.total_epochs"),
     "max_steps": _steps("training.max_steps"),
     "save_steps": _steps("training.save_freq"),
     "eval_steps": _steps("training.val_freq"),
     "save_strategy": _strategy("training.save_freq"),
     "eval_strategy": _strategy("training.val_freq"),
     "warmup_steps": _warmup,
-    "warmup_ratio": _nothing_for("worker.actor.optim.warmup_ratio", 0, None),
+    "warmup_ratio": _unset_if("worker.actor.optim.warmup_ratio", 0, None),
     "lr_scheduler_type": _scheduler,
-    "max_prompt_length": _differs("dataset.max_prompt_length", "longer prompts are dropped, not cut"),
+    "max_prompt_length": _with_remark("dataset.max_prompt_length", "longer prompts are dropped, not cut"),
     "report_to": lambda value, flat: _loggers([] if value in ("none", ["none"]) else value, flat),
-    "output_dir": _differs("training.output_dir", "the project and experiment names are appended to it"),
-    "resume_from_checkpoint": _lost("their checkpoints are not read here; start anew from a model they exported"),
-    "adam_beta1": _betas,
-    "adam_beta2": _taken,
-    "optim": _words("worker.actor.optim.name", {**_ADAMW, **_ADAMW_8BIT}),
-    "bf16": _dtype("bf16"),
+    "output_dir": _with_remark("training.output_dir", "the project and experiment names are appended to it"),
+    "resume_from_checkpoint": _reject("TRL's checkpoints cannot be loaded; start from an exported model"),
+    "adam_beta1": lambda value, flat: Converted({"worker.actor.optim.betas": [value, flat["adam_beta2"]]}),
+    "adam_beta2": _merge,
+    "optim": _map("worker.actor.optim.name", {**_ADAMW, **_ADAMW_8BIT}),
+    "bf16": lambda value, flat: Converted({"worker.actor.fsdp.mixed_precision_dtype": "bf16"} if value else {}),
     "fp16": _fp16,
     "beta": _beta,
     "epsilon": _epsilon,
     "epsilon_high": _epsilon_high,
     "loss_type": _loss_type,
-    "scale_rewards": _words("optimization.scale_rewards", {True: "group", False: "none"}),
+    "scale_rewards": _map("optimization.scale_rewards", {True: "group", False: "none"}),
     "top_entropy_quantile": _entropy,
     "top_k": lambda value, flat: Converted({"worker.rollout.top_k": value or -1}),
     "use_vllm": lambda value, flat: Converted(
-        {"worker.rollout.name": "vllm"} if value else {"optimization.tis_clip": None}  # TRL corrects vLLM alone
+        {"worker.rollout.name": "vllm"} if value else {"optimization.tis_clip": None}  # TRL corrects only vLLM
     ),
-    "vllm_mode": _words("worker.rollout.mode", {"colocate": "inprocess"}),
+    "vllm_mode": _map("worker.rollout.mode", {"colocate": "inprocess"}),
     "vllm_server_host": _server,
     "vllm_server_port": _server,
-    "vllm_importance_sampling_correction": _correction,
+    "vllm_importance_sampling_correction": lambda value, flat: Converted(
+        {} if value else {"optimization.tis_clip": None}
+    ),
     "use_peft": lambda value, flat: Converted({"worker.actor.model.peft_type": "lora"} if value else {}),
     "load_in_4bit": lambda value, flat: Converted({"worker.actor.model.peft_type": "qlora"} if value else {}),
     "lora_target_modules": _modules,
@@ -447,8 +415,8 @@ _TRL: dict[str, Conversion] = {
     "dataset_name": lambda value, flat: Converted(
         {"dataset.train_files": value if "@" in value else f"{value}@{flat.get('dataset_train_split', 'train')}"}
     ),
-    "dataset_train_split": _taken,
-    "dataset_test_split": _lost("name the data of validation in dataset.val_files: hub-id@split"),
+    "dataset_train_split": _merge,
+    "dataset_test_split": _reject("set dataset.val_files to the validation data: hub-id@split"),
 }  # fmt: skip
 
 CONVERSIONS: dict[str, dict[str, Conversion]] = {"EasyR1": _EASYR1, "verl": _VERL, "TRL": _TRL}

@@ -1,37 +1,38 @@
-"""One key in words, for `mtrl config explain`: what it means and takes, and what other projects call it."""
+"""Explains one key for `mtrl config explain`: its meaning, allowed values and names in other projects."""
 
 from collections.abc import Iterator
 
 from mtrl.config.config_error import ConfigError
-from mtrl.config.foreign_keys import names_elsewhere
-from mtrl.config.key_reference import reference, section_lines, written
-from mtrl.config.nearest import suggestion
-from mtrl.config.tree import known_leaves, known_sections
+from mtrl.config.foreign_keys import foreign_names
+from mtrl.config.key_reference import make_reference, section_lines, to_inline_yaml
+from mtrl.config.nearest import suggest
+from mtrl.config.tree import RENAMED_KEYS, known_leaves, known_sections
 from mtrl.config.value_types import describe
 
 
 def explain(name: str | None) -> str:
-    """A key in full, by its dotted or (where only one key has it) its last name; the keys of a section, one line each;
-    without a name every key."""
+    """Explain a key, by its dotted name or, if it is unique, its last name. For a section, list its keys, one per line;
+    without a name, list all keys."""
     if name is None:
-        return reference().rstrip()
+        return make_reference().rstrip()
     if name in known_sections():
         return "\n".join(section_lines(name))
-    found = [key for key in known_leaves() if name in (key, key.rpartition(".")[2])]
-    if len(found) != 1:
-        raise ConfigError([f"{name}: unknown key{suggestion(name)}"])
-    facts = list(_facts(found[0]))
+    name = RENAMED_KEYS.get(name, name)
+    keys = [key for key in known_leaves() if name in (key, key.rpartition(".")[2])]
+    if len(keys) != 1:
+        raise ConfigError([f"{name}: unknown key{suggest(name)}"])
+    facts = list(_facts(keys[0]))
     width = max(len(label) for label, _ in facts)
-    return "\n".join([found[0], *(f"  {label:<{width}}  {text}" for label, text in facts)])
+    return "\n".join([keys[0], *(f"  {label:<{width}}  {text}" for label, text in facts)])
 
 
 def _facts(key: str) -> Iterator[tuple[str, str]]:
     leaf = known_leaves()[key]
     yield "meaning", leaf.meaning
-    yield "default", written(leaf.default)
+    yield "default", to_inline_yaml(leaf.default)
     yield "takes", describe(leaf.annotation, leaf.within)
-    yield "on resuming", "may be changed" if leaf.may_change else "must stay as it was; another value makes another run"
-    if leaf.names:
-        yield "paths", "those in a YAML are relative to it where they exist there, else to the working directory"
-    for project, names in names_elsewhere(key).items():
+    yield "on resuming", "may be changed" if leaf.may_change else "must stay the same; another value is another run"
+    if leaf.path_kind:
+        yield "paths", "relative to the YAML that sets them if they exist there, else to the working directory"
+    for project, names in foreign_names(key).items():
         yield from zip([f"in {project}", *[""] * len(names)], names, strict=False)

@@ -1,4 +1,4 @@
-"""A configuration of EasyR1, verl or TRL as one of MTRL, and a line for each of its keys: what became of it."""
+"""Converts a configuration of EasyR1, verl or TRL to one of MTRL, and reports one line per key."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -8,28 +8,28 @@ from typing import Any, NamedTuple
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mtrl.config.checks import conflicts
+from mtrl.config.checks import find_conflicts
 from mtrl.config.config_error import ConfigError
-from mtrl.config.conversions import CONVERSIONS, TAKEN, Converted, Lost
-from mtrl.config.foreign_defaults import ALWAYS, DEFAULTS, OFF, Same, idle
-from mtrl.config.foreign_keys import counterpart, without_effect
-from mtrl.config.load_config import build, without_interpolation
-from mtrl.config.plain_values import endless, first_line, plain
+from mtrl.config.conversions import CONVERSIONS, MERGED, Converted, Lost
+from mtrl.config.foreign_defaults import DEFAULTS, IMPLIED, OFF, SameAs, why_unused
+from mtrl.config.foreign_keys import find_counterpart, has_no_effect
+from mtrl.config.load_config import build_config, escape_references
+from mtrl.config.plain_values import find_endless_references, first_line, to_plain
 from mtrl.config.tree import Config, known_leaves
 from mtrl.config.trl_script import Script, read_script
-from mtrl.config.value_types import BadValue, printable, shown, typed
+from mtrl.config.value_types import BadValue, format_key, format_value, validate
 from mtrl.config.yaml_io import BadYaml, YamlFile, read_text, read_value, write_yaml
 
 MAPS, DIFFERS, LOST, DEFAULT = "maps", "another meaning", "no counterpart", "their default"
 KWARGS = "worker.rollout.engine_kwargs"
 _HYDRA = ("defaults", "hydra", "_target_", "_self_", "ray_init")
-_WHOLE = ("reward_function_kwargs", "reward_kwargs", "engine_kwargs", "override_config")  # mappings that are values
+_MAPPINGS = ("reward_function_kwargs", "reward_kwargs", "engine_kwargs", "override_config")  # are values, not sections
 _SELECT = re.compile(r"\$\{oc\.select:\s*([\w.]+)\s*(?:,\s*([^{}]*?)\s*)?\}")
-MOST_REFERENCES = 500  # verl's own file has some fifty
+MAX_REFERENCES = 500  # verl's own file has about fifty
 
 
 class ReportLine(NamedTuple):
-    """What became of one key of theirs."""
+    """The result for one foreign key."""
 
     kind: str
     text: str
@@ -39,11 +39,11 @@ class ReportLine(NamedTuple):
 
 
 class ConfigConverter:
-    """Values of our keys, filled key by key, and what is to be said of each."""
+    """Values of our keys, converted one by one, and a report line for each."""
 
     def __init__(self, project: str, flat: Mapping[str, Any], remarks: Mapping[str, str], devices: int) -> None:
-        defaults = {key: _default(value, flat) for key, value in DEFAULTS[project].items() if not _said(key, flat)}
-        self.project, self.given, self.remarks = project, dict(flat), remarks
+        defaults = {key: _default(value, flat) for key, value in DEFAULTS[project].items() if not _is_set(key, flat)}
+        self.project, self.remarks = project, remarks
         self.flat = {**flat, **defaults, "devices": devices}
         self.values: dict[str, Any] = {}
         self.lines: list[ReportLine] = []
@@ -51,15 +51,15 @@ class ConfigConverter:
             self.values["training.n_gpus_per_node"] = devices
             self.lines.append(ReportLine(MAPS, f"--gpus = {devices} -> training.n_gpus_per_node = {devices}"))
         for key, value in defaults.items():
-            if not idle(project, key, self.flat):
-                self._take(key, value, DEFAULT)
-        for key, value in self.given.items():
-            self._take(key, value, MAPS)
-        for key, value in ALWAYS[project].items():
+            if not why_unused(project, key, self.flat):
+                self._convert(key, value, DEFAULT)
+        for key, value in flat.items():
+            self._convert(key, value, MAPS)
+        for key, value in IMPLIED[project].items():
             if key not in self.values:
                 self.values[key] = value
-                self.lines.append(ReportLine(DEFAULT, f"no key for it -> {key} = {shown(value)}"))
-        self._settle()
+                self.lines.append(ReportLine(DEFAULT, f"no foreign key -> {key} = {format_value(value)}"))
+        self._drop_conflicts()
 
     def yaml(self) -> str:
         tree: dict[str, Any] = {}
@@ -70,54 +70,54 @@ class ConfigConverter:
                 for step in path:
                     node = node.setdefault(step, {})
                 node[name] = self.values[key]
-        return f"# From a configuration of {self.project}.\n{write_yaml(without_interpolation(tree))}"
+        return f"# From a configuration of {self.project}.\n{write_yaml(escape_references(tree))}"
 
-    def _say(self, kind: str, key: str, value: Any, text: str) -> None:
-        self.lines.append(ReportLine(kind, f"{printable(key)} = {shown(value)}{text}"))
+    def _report(self, kind: str, key: str, value: Any, text: str) -> None:
+        self.lines.append(ReportLine(kind, f"{format_key(key)} = {format_value(value)}{text}"))
 
-    def _take(self, key: str, value: Any, kind: str) -> None:
+    def _convert(self, key: str, value: Any, kind: str) -> None:
         try:
-            if why := idle(self.project, key, self.flat):
-                self._say(kind, key, value, f" -> nothing: {why}")
+            if why := why_unused(self.project, key, self.flat):
+                self._report(kind, key, value, f" -> nothing: {why}")
                 return
-            found = self._converted(key, value)
-            ours = {name: self._fitting(name, item) for name, item in found.values.items()}
+            converted = self._convert_value(key, value)
+            ours = {name: self._validate(name, item) for name, item in converted.values.items()}
         except (Lost, BadValue) as error:
-            self._say(LOST, key, value, f": {error}")
+            self._report(LOST, key, value, f": {error}")
             return
         except (TypeError, ValueError, KeyError, ArithmeticError, AttributeError):
-            self._say(LOST, key, value, ": the value is none that is known there")
+            self._report(LOST, key, value, ": the value is unknown")
             return
         for name, item in ours.items():
             self._set(name, item)
-        nothing = "taken together with other keys" if found is TAKEN else "nothing to set"
-        told = ", ".join(f"{name} = {shown(item)}" for name, item in ours.items()) or nothing
-        remark = found.differs or self.remarks.get(key, "")
-        self._say(DIFFERS if remark else kind, key, value, f" -> {told}{f': {remark}' if remark else ''}")
+        nothing = "merged with other keys" if converted is MERGED else "nothing to set"
+        target = ", ".join(f"{name} = {format_value(item)}" for name, item in ours.items()) or nothing
+        remark = converted.remark or self.remarks.get(key, "")
+        self._report(DIFFERS if remark else kind, key, value, f" -> {target}{f': {remark}' if remark else ''}")
 
-    def _converted(self, key: str, value: Any) -> Converted:
+    def _convert_value(self, key: str, value: Any) -> Converted:
         if key in CONVERSIONS[self.project]:
-            if value is None:  # what they leave unset is unset here
+            if value is None:  # unset there, unset here
                 return Converted({})
             return CONVERSIONS[self.project][key](value, self.flat)
-        answer = counterpart(self.project, key)
-        if without_effect(key) or (value in (None, {}, [], "") and (answer is None or answer.startswith("none: "))):
+        entry = find_counterpart(self.project, key)
+        if has_no_effect(key) or (value in (None, {}, [], "") and (entry is None or entry.startswith("none: "))):
             return Converted({})
-        if answer is None:
-            raise Lost(f"no key of {self.project} that is known here")
-        target, _, remark = answer.partition("; ")
+        if entry is None:
+            raise Lost(f"unknown key of {self.project}")
+        target, _, remark = entry.partition("; ")
         if target.startswith("none: "):
             if value in (False, "", [], {}) or value in OFF.get(key, ()) or target.startswith("none: leave it out"):
                 return Converted({})
-            raise Lost(answer.removeprefix("none: "))
+            raise Lost(entry.removeprefix("none: "))
         if target == KWARGS:
             return Converted({f"{KWARGS}.{remark.removeprefix('as ')}": value})
         return Converted({} if value is None and not _takes_none(target) else {target: value})
 
-    def _fitting(self, key: str, value: Any) -> Any:
+    def _validate(self, key: str, value: Any) -> Any:
         leaf = known_leaves().get(key)
-        value = _plain(value)
-        return value if leaf is None else typed(value, leaf.annotation, leaf.within)
+        value = value if isinstance(value, str) else to_plain(value)  # references are resolved: a `${` left is text
+        return value if leaf is None else validate(value, leaf.annotation, leaf.within)
 
     def _set(self, key: str, value: Any) -> None:
         if key.startswith(f"{KWARGS}."):
@@ -125,18 +125,18 @@ class ConfigConverter:
         else:
             self.values[key] = value
 
-    def _settle(self) -> None:
-        """What cannot stand together here is left out, so that the result loads."""
-        while wrong := next(conflicts(build(Config, self.values)), None):
-            dropped = [key for key in wrong.keys if key in self.values]
-            told = " with ".join(f"{key} = {shown(self.values.pop(key))}" for key in dropped)
-            self.lines.append(ReportLine(LOST, f"{told}: {wrong.why} (left out)"))
+    def _drop_conflicts(self) -> None:
+        """Leave out values that contradict each other here, so that the result loads."""
+        while conflict := next(find_conflicts(build_config(Config, self.values)), None):
+            dropped = [key for key in conflict.keys if key in self.values]
+            settings = " with ".join(f"{key} = {format_value(self.values.pop(key))}" for key in dropped)
+            self.lines.append(ReportLine(LOST, f"{settings}: {conflict.why} (left out)"))
             if not dropped:
-                raise ConfigError([f"{' with '.join(wrong.keys)}: {wrong.why}"])
+                raise ConfigError([f"{' with '.join(conflict.keys)}: {conflict.why}"])
 
 
 def convert(path: str | Path, devices: int = 1) -> ConfigConverter:
-    """The file as a configuration of MTRL; `ConfigError` where it is none of EasyR1, verl or TRL."""
+    """Convert the file to a configuration of MTRL; raise `ConfigError` if it is not one of EasyR1, verl or TRL."""
     try:
         text = read_text(Path(path))
         if Path(path).suffix == ".py":
@@ -144,51 +144,53 @@ def convert(path: str | Path, devices: int = 1) -> ConfigConverter:
             project = "TRL"
         else:
             flat = dict(_flat(YamlFile(text).content, ""))
-            project = _project(flat)
-            script = _resolved(flat)
+            project = _detect_project(flat)
+            script = _resolve(flat)
     except BadYaml as error:
-        raise ConfigError([f"{printable(str(path))}{error}"]) from None
+        raise ConfigError([f"{format_key(str(path))}{error}"]) from None
     if devices > 1 and project != "TRL":
-        raise ConfigError([f"--gpus {devices}: {printable(str(path))} is one of {project}, which says that itself"])
+        raise ConfigError(
+            [f"--gpus {devices}: {format_key(str(path))} is a file of {project}, which contains the number of GPUs"]
+        )
     converter = ConfigConverter(project, script.values, script.remarks, devices)
-    converter.lines += [ReportLine(LOST, f"{printable(key)}: {why}") for key, why in script.unread.items()]
+    converter.lines += [ReportLine(LOST, f"{format_key(key)}: {why}") for key, why in script.unread.items()]
     return converter
 
 
 def _flat(tree: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Leaves by dotted key. Empty mappings are leaves, and so are those that a key of ours takes whole."""
+    """Leaves by dotted key. Empty mappings, and those that our key takes as a value, are leaves."""
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if name in _HYDRA:
             continue
-        if isinstance(value, dict) and value and name not in _WHOLE:
+        if isinstance(value, dict) and value and name not in _MAPPINGS:
             yield from _flat(value, key + ".")
         else:
             yield key, value
 
 
-def _project(flat: Mapping[str, Any]) -> str:
-    """The project that knows most of the keys; verl by its own section."""
+def _detect_project(flat: Mapping[str, Any]) -> str:
+    """The project that has most of the keys; verl is recognised by its section."""
     if not flat:
-        raise BadYaml(": nothing is set in it")
-    known = {name: sum(counterpart(name, key) is not None for key in flat) for name in CONVERSIONS}
+        raise BadYaml(": the file is empty")
+    known = {name: sum(find_counterpart(name, key) is not None for key in flat) for name in CONVERSIONS}
     if any(key in known_leaves() and not key.startswith("worker.") for key in flat):
-        raise BadYaml(": it is one of MTRL already")
+        raise BadYaml(": this is already a configuration of MTRL")
     best = max(known, key=lambda name: known[name])
     if not known[best]:
-        raise BadYaml(": no key of EasyR1, verl or TRL is in it")
+        raise BadYaml(": it contains no key of EasyR1, verl or TRL")
     return "verl" if any(key.startswith("actor_rollout_ref.") for key in flat) else best
 
 
-def _resolved(flat: Mapping[str, Any]) -> Script:
-    """`${a.b}` and `${oc.select:a.b,default}` of hydra, in the words of the file itself."""
-    flat = {key: _selected(value, flat) for key, value in flat.items()}
-    if wrong := next(endless(flat, MOST_REFERENCES), None):
-        raise BadYaml(f": {printable(wrong)}: refers to other keys, and those to others, too often to be written out")
+def _resolve(flat: Mapping[str, Any]) -> Script:
+    """Resolve `${a.b}` and hydra's `${oc.select:a.b,default}` within the file."""
+    flat = {key: _resolve_select(value, flat) for key, value in flat.items()}
+    if endless := next(find_endless_references(flat, MAX_REFERENCES), None):
+        raise BadYaml(f": {format_key(endless)}: its references to other keys, and theirs to others, are too many")
     tree, script = OmegaConf.create({}), Script({}, {}, {})
     for key, value in flat.items():
         try:
-            OmegaConf.update(tree, key, plain(value), force_add=True)
+            OmegaConf.update(tree, key, to_plain(value), force_add=True)
         except (BadValue, OmegaConfBaseException) as error:
             script.unread[key] = first_line(error)
     for key in flat:
@@ -203,19 +205,19 @@ def _resolved(flat: Mapping[str, Any]) -> Script:
     return script
 
 
-def _selected(value: Any, flat: Mapping[str, Any]) -> Any:
-    found = _SELECT.fullmatch(value) if isinstance(value, str) else None
-    if found is None:
+def _resolve_select(value: Any, flat: Mapping[str, Any]) -> Any:
+    match = _SELECT.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
         return value
-    return f"${{{found[1]}}}" if found[1] in flat else read_value(found[2] or "null")
+    return f"${{{match[1]}}}" if match[1] in flat else read_value(match[2] or "null")
 
 
 def _default(value: Any, flat: Mapping[str, Any]) -> Any:
-    return flat.get(value.key, value.otherwise) if isinstance(value, Same) else value
+    return flat.get(value.key, value.otherwise) if isinstance(value, SameAs) else value
 
 
-def _said(key: str, flat: Mapping[str, Any]) -> bool:
-    """Whether the file says a default itself, by that key or by another for the same thing."""
+def _is_set(key: str, flat: Mapping[str, Any]) -> bool:
+    """Whether the file sets the key, or another key with the same meaning."""
     others = {
         "worker.actor.optim.lr_warmup_ratio": ("worker.actor.optim.lr_warmup_steps",),
         "worker.critic.optim.lr_warmup_ratio": ("worker.critic.optim.lr_warmup_steps",),
@@ -230,12 +232,7 @@ def _said(key: str, flat: Mapping[str, Any]) -> bool:
 def _takes_none(key: str) -> bool:
     leaf = known_leaves()[key]
     try:
-        typed(None, leaf.annotation, leaf.within)
+        validate(None, leaf.annotation, leaf.within)
     except BadValue:
         return False
     return True
-
-
-def _plain(value: Any) -> Any:
-    """The value as a configuration holds it; references were resolved before, so a `${` that is left is text."""
-    return value if isinstance(value, str) else plain(value)

@@ -1,4 +1,4 @@
-"""What files of EasyR1, verl and TRL mean without saying it: defaults, what is switched off, what has no effect."""
+"""Defaults of EasyR1, verl and TRL, values that switch a feature off, and keys without effect."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 Flat = Mapping[str, Any]
 
 
-class Same(NamedTuple):
-    """A default that is whatever another key of theirs says."""
+class SameAs(NamedTuple):
+    """A default that equals another key of the same project."""
 
     key: str
     otherwise: Any
 
 
-# What a file of theirs means without saying it, where MTRL's own default is another.
+# Their defaults that differ from MTRL's.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "EasyR1": {
         "data.rollout_batch_size": 512, "data.max_prompt_length": 512, "data.max_response_length": 512, "data.seed": 1,
@@ -22,7 +22,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "worker.actor.optim.lr_warmup_ratio": 0.0, "worker.actor.loss_avg_mode": "token", "worker.rollout.n": 1,
         "worker.critic.optim.lr": 1e-6, "worker.critic.optim.betas": [0.9, 0.999],
         "worker.critic.optim.lr_warmup_ratio": 0.0,
-        "worker.rollout.val_override_config.temperature": Same("worker.rollout.temperature", 1.0),
+        "worker.rollout.val_override_config.temperature": SameAs("worker.rollout.temperature", 1.0),
         "trainer.total_epochs": 15, "trainer.save_freq": -1,
         "trainer.val_freq": -1,
     },
@@ -44,15 +44,15 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
-# Keys of ours that none of theirs names, as their code does it: no correction of the sampler's distribution unless it
-# is asked for, every checkpoint kept, and no dual clip in TRL.
-ALWAYS: dict[str, dict[str, Any]] = {
+# Our keys without a counterpart, as their code behaves: no correction of the sampler's distribution unless requested,
+# all checkpoints kept, and no dual clip in TRL.
+IMPLIED: dict[str, dict[str, Any]] = {
     "EasyR1": {"optimization.tis_clip": None, "training.save_limit": -1},
     "verl": {"optimization.tis_clip": None, "training.save_limit": -1},
     "TRL": {"worker.actor.clip_ratio_dual": None, "training.save_limit": -1},
 }
 
-# Values that switch a thing off which has no counterpart here: then nothing is lost.
+# Values that switch off a feature without a counterpart here, so nothing is lost.
 OFF: dict[str, tuple[Any, ...]] = {
     "actor_rollout_ref.actor.entropy_coeff": (0,), "actor_rollout_ref.rollout.val_kwargs.top_p": (1,),
     "actor_rollout_ref.rollout.val_kwargs.top_k": (-1,), "worker.rollout.val_override_config.top_p": (1,),
@@ -60,54 +60,41 @@ OFF: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-def idle(project: str, key: str, flat: Flat) -> str | None:
-    """Why a key has no effect in their own run, where another key switches its part off."""
-    for prefix, switch, works, why in _IDLE[project]:
-        if (key == prefix or key.startswith(f"{prefix}.")) and not works(flat.get(switch)):
+def why_unused(project: str, key: str, flat: Flat) -> str | None:
+    """Why a key has no effect in the other project, if another key switches its feature off."""
+    for prefix, switch, is_on, why in _UNUSED[project]:
+        if (key == prefix or key.startswith(f"{prefix}.")) and not is_on(flat.get(switch)):
             return why
     return None
 
 
-def _true(value: Any) -> bool:
-    return bool(value)
-
-
-def _gae(value: Any) -> bool:
+def _is_gae(value: Any) -> bool:
     return value == "gae"
 
 
-_NO_KL_LOSS, _NO_KL_REWARD = "used with use_kl_loss alone", "used with use_kl_in_reward alone"
-_IDLE: dict[str, list[tuple[str, str, Callable[[Any], bool], str]]] = {
+_NO_KL_LOSS, _NO_KL_REWARD = "used only with use_kl_loss", "used only with use_kl_in_reward"
+_NO_CRITIC, _NO_ADAPTERS = "the critic is used only with gae", "adapters are off"
+_VERL_VAL = "actor_rollout_ref.rollout.val_kwargs"
+_TRL_VLLM = "mode server_host server_port gpu_memory_utilization tensor_parallel_size max_model_length"
+_UNUSED: dict[str, list[tuple[str, str, Callable[[Any], bool], str]]] = {
     "EasyR1": [
-        ("worker.critic", "algorithm.adv_estimator", _gae, "the critic is used with gae alone"),
-        ("trainer.critic_warmup", "algorithm.adv_estimator", _gae, "the critic is used with gae alone"),
-        ("worker.actor.model.lora", "worker.actor.model.lora.rank", _true, "adapters are off"),
-        ("trainer.max_try_make_batch", "algorithm.online_filtering", _true, "used with online_filtering alone"),
+        ("worker.critic", "algorithm.adv_estimator", _is_gae, _NO_CRITIC),
+        ("trainer.critic_warmup", "algorithm.adv_estimator", _is_gae, _NO_CRITIC),
+        ("worker.actor.model.lora", "worker.actor.model.lora.rank", bool, _NO_ADAPTERS),
+        ("trainer.max_try_make_batch", "algorithm.online_filtering", bool, "used only with online_filtering"),
     ],
     "verl": [
-        ("critic", "algorithm.adv_estimator", _gae, "the critic is used with gae alone"),
-        ("trainer.critic_warmup", "algorithm.adv_estimator", _gae, "the critic is used with gae alone"),
-        ("reward_model.model", "reward_model.enable", _true, "the reward model is off"),
-        ("actor_rollout_ref.model.lora_alpha", "actor_rollout_ref.model.lora_rank", _true, "adapters are off"),
-        ("actor_rollout_ref.model.target_modules", "actor_rollout_ref.model.lora_rank", _true, "adapters are off"),
-        ("actor_rollout_ref.actor.kl_loss_coef", "actor_rollout_ref.actor.use_kl_loss", _true, _NO_KL_LOSS),
-        ("actor_rollout_ref.actor.kl_loss_type", "actor_rollout_ref.actor.use_kl_loss", _true, _NO_KL_LOSS),
-        ("algorithm.kl_ctrl", "algorithm.use_kl_in_reward", _true, _NO_KL_REWARD),
-        ("algorithm.kl_penalty", "algorithm.use_kl_in_reward", _true, _NO_KL_REWARD),
-        ("algorithm.filter_groups", "algorithm.filter_groups.enable", _true, "filter_groups is off"),
-        (
-            "actor_rollout_ref.rollout.val_kwargs.temperature",
-            "actor_rollout_ref.rollout.val_kwargs.do_sample",
-            _true,
-            "validation is greedy there",
-        ),
+        ("critic", "algorithm.adv_estimator", _is_gae, _NO_CRITIC),
+        ("trainer.critic_warmup", "algorithm.adv_estimator", _is_gae, _NO_CRITIC),
+        ("reward_model.model", "reward_model.enable", bool, "the reward model is off"),
+        ("actor_rollout_ref.model.lora_alpha", "actor_rollout_ref.model.lora_rank", bool, _NO_ADAPTERS),
+        ("actor_rollout_ref.model.target_modules", "actor_rollout_ref.model.lora_rank", bool, _NO_ADAPTERS),
+        ("actor_rollout_ref.actor.kl_loss_coef", "actor_rollout_ref.actor.use_kl_loss", bool, _NO_KL_LOSS),
+        ("actor_rollout_ref.actor.kl_loss_type", "actor_rollout_ref.actor.use_kl_loss", bool, _NO_KL_LOSS),
+        ("algorithm.kl_ctrl", "algorithm.use_kl_in_reward", bool, _NO_KL_REWARD),
+        ("algorithm.kl_penalty", "algorithm.use_kl_in_reward", bool, _NO_KL_REWARD),
+        ("algorithm.filter_groups", "algorithm.filter_groups.enable", bool, "filter_groups is off"),
+        (f"{_VERL_VAL}.temperature", f"{_VERL_VAL}.do_sample", bool, "validation is greedy"),
     ],
-    "TRL": [
-        ("vllm_mode", "use_vllm", _true, "vLLM is off"),
-        ("vllm_server_host", "use_vllm", _true, "vLLM is off"),
-        ("vllm_server_port", "use_vllm", _true, "vLLM is off"),
-        ("vllm_gpu_memory_utilization", "use_vllm", _true, "vLLM is off"),
-        ("vllm_tensor_parallel_size", "use_vllm", _true, "vLLM is off"),
-        ("vllm_max_model_length", "use_vllm", _true, "vLLM is off"),
-    ],
+    "TRL": [(f"vllm_{name}", "use_vllm", bool, "vLLM is off") for name in _TRL_VLLM.split()],
 }

@@ -1,4 +1,4 @@
-"""Every key with its default and meaning, as YAML that loads as it stands. `docs/config-reference.yaml` is this text:
+"""Every key with its default and meaning as valid YAML. `docs/config-reference.yaml` is written by
 
 python -m mtrl.config.key_reference > docs/config-reference.yaml
 """
@@ -11,28 +11,29 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 from mtrl.config.tree import Leaf, known_leaves
 from mtrl.config.yaml_io import write_yaml
 
-HEADER = "# Every key with its default. Written by `make reference` from mtrl/config/tree.py, where a key is changed.\n"
-HEADER += "# *: paths in a YAML are relative to that file where they exist there, else to the working directory.\n"
+HEADER = """\
+# Every key with its default. `make reference` writes this file from mtrl/config/tree.py.
+# *: paths are relative to the YAML file that sets them if they exist there, else to the working directory.
+"""
 
 
 class KeyLine(NamedTuple):
-    """A key, or the name of a section, in which case there is no comment."""
+    """A key with its comment, or the name of a section without one."""
 
     section: str
     text: str
     comment: str = ""
 
 
-def reference() -> str:
-    """The whole tree, its main sections apart from each other."""
-    blocks = [
-        "\n".join(section_lines(name)) + "\n" for name in dict.fromkeys(key.split(".")[0] for key in known_leaves())
-    ]
+def make_reference() -> str:
+    """The whole tree, with an empty line between main sections."""
+    sections = dict.fromkeys(key.split(".")[0] for key in known_leaves())
+    blocks = ["\n".join(section_lines(name)) + "\n" for name in sections]
     return HEADER + "\n".join(blocks)
 
 
 def section_lines(section: str) -> list[str]:
-    """A section as it stands in the reference: one line a key, the comments of neighbours aligned."""
+    """A section of the reference: one line per key, with aligned comments."""
     lines: list[str] = []
     for _, block in groupby(_lines(section), key=lambda line: (line.section, line.comment == "")):
         lines += _aligned(list(block))
@@ -49,7 +50,9 @@ def _lines(wanted: str) -> Iterable[KeyLine]:
             if open_sections[: depth + 1] != sections[: depth + 1]:
                 yield KeyLine(".".join(sections[:depth]), f"{'  ' * depth}{section}:")
         open_sections = sections
-        yield KeyLine(".".join(sections), f"{'  ' * len(sections)}{name}: {written(leaf.default)}", comment(leaf))
+        yield KeyLine(
+            ".".join(sections), f"{'  ' * len(sections)}{name}: {to_inline_yaml(leaf.default)}", comment(leaf)
+        )
 
 
 def _aligned(block: list[KeyLine]) -> list[str]:
@@ -58,27 +61,27 @@ def _aligned(block: list[KeyLine]) -> list[str]:
 
 
 def comment(leaf: Leaf) -> str:
-    allowed = ", ".join(choices(leaf.annotation))
-    return leaf.meaning + (f" ({allowed})" if allowed else "") + (" *" if leaf.names else "")
+    allowed = ", ".join(list_choices(leaf.annotation))
+    return leaf.meaning + (f" ({allowed})" if allowed else "") + (" *" if leaf.path_kind else "")
 
 
-def choices(annotation: Any) -> list[str]:
-    """The words that a key, or each item of its list, may be; empty where it takes other values too."""
+def list_choices(annotation: Any) -> list[str]:
+    """The words that a key, or each item of its list, accepts; empty if it accepts other values too."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is tuple and args[-1] is Ellipsis:
-        return choices(args[0])
+        return list_choices(args[0])
     members = args if origin in (Union, types.UnionType) else (annotation,)
     if all(member in (bool, types.NoneType) or get_origin(member) is Literal for member in members):
         words = {bool: ("true", "false"), types.NoneType: ("null",)}
-        found = [word for member in members for word in words.get(member) or get_args(member)]
-        return found if found != ["true", "false"] else []
+        allowed = [word for member in members for word in words.get(member) or get_args(member)]
+        return allowed if allowed != ["true", "false"] else []
     return []
 
 
-def written(value: Any) -> str:
-    """A value as YAML on one line."""
+def to_inline_yaml(value: Any) -> str:
+    """The value as YAML on one line."""
     return write_yaml({"value": value}).removeprefix("value: ").strip()
 
 
 if __name__ == "__main__":
-    print(reference(), end="")
+    print(make_reference(), end="")

@@ -1,12 +1,12 @@
-"""From YAML and overrides to a `Config`, or to one report of everything that is wrong.
+"""Reads YAML and overrides into a `Config`, or reports all errors at once.
 
-The layers are defaults, file, overrides; a later one wins. OmegaConf holds them and resolves `${...}` between keys
+Overrides win over the file, and the file over the defaults. OmegaConf resolves `${...}` between keys
 (`worker.actor.global_batch_size: ${dataset.rollout_batch_size}`); a literal `${` is written `\\${`.
 """
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import reduce
 from operator import getitem
@@ -16,23 +16,23 @@ from typing import Any, NamedTuple, TypeVar, get_origin, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException, UnsupportedInterpolationType
 
-from mtrl.config.checks import conflicts
+from mtrl.config.checks import Conflict, find_conflicts
 from mtrl.config.command_line import read_arguments
 from mtrl.config.config_error import ConfigError
-from mtrl.config.nearest import keys_there, suggestion
-from mtrl.config.packaged import find, near_names
-from mtrl.config.paths import placed
-from mtrl.config.plain_values import LITERAL, endless, first_line, plain, refers
+from mtrl.config.nearest import list_section, suggest
+from mtrl.config.packaged import find_config, similar_names
+from mtrl.config.paths import resolve_paths
+from mtrl.config.plain_values import ESCAPE_HINT, find_endless_references, first_line, has_reference, to_plain
 from mtrl.config.tree import RENAMED_KEYS, Config, known_leaves, known_sections
-from mtrl.config.value_types import BadValue, printable, shown, typed
+from mtrl.config.value_types import BadValue, format_key, format_value, validate
 from mtrl.config.yaml_io import BadYaml, YamlFile, read_text, write_yaml
 
 Node = TypeVar("Node")
-Where = Callable[[str], str]  # dotted key -> the place that sets it
-MOST_LEVELS = 10  # of sections; the tree has fewer
-logger = logging.getLogger(__name__)
+Where = Callable[[str], str]  # dotted key -> the file and line that set it, or "command line"
+MAX_LEVELS = 10  # nested sections; the tree has fewer
+MAX_SUGGESTIONS = 20  # with more errors, unknown keys get no suggestions: the search is slow
 
-MANY = 20  # errors after which no more nearest keys are looked for
+logger = logging.getLogger(__name__)
 
 
 class Setting(NamedTuple):
@@ -42,125 +42,130 @@ class Setting(NamedTuple):
     key: str
     value: Any
     where: str
-    old_name: str | None = None  # the name the key had in 0.1.0, if it was set by that
+    old_name: str | None = None  # set if the key was given by its former name
 
 
 def load_config(
     path: str | Path | None = None, overrides: Sequence[str] | Mapping[str, Any] = (), *, saved: bool = False
 ) -> Config:
-    """The configuration of a run, complete and checked; `ConfigError` names all that is wrong with it.
+    """Return the complete, checked configuration of a run, or raise `ConfigError` with everything that is wrong.
 
-    The file may be one of the package by its name there (`experiments/dapo`). Overrides are command-line arguments
-    (`a.b=c`, `--a.b c`, `--a.b=c`) or, from Python, a mapping of dotted keys. Paths in the file are relative to it
-    where they exist there, but in one that a run has `saved` they are as the run used them.
+    `path` may be the name of a packaged configuration (`experiments/dapo`). Overrides are command-line arguments
+    (`a.b=c`, `--a.b c`, `--a.b=c`) or, from Python, a mapping of dotted keys. Paths in the file are relative to it if
+    they exist there; those in a file that a run has `saved` are taken as they are.
     """
     errors: list[str] = []
-    settings = [] if path is None else _file_settings(find(path), errors, saved)
+    settings = [] if path is None else _file_settings(find_config(path), errors, saved)
     settings += _override_settings(overrides, errors)
-    if not saved:
-        warn_of_old_names(settings)
+    for setting in settings:
+        if setting.old_name is not None and not saved:
+            logger.warning("%s: %s is now called %s", setting.where, setting.old_name, setting.key)
     where = {setting.leaf: setting.where for setting in settings}
-    values = _typed_values(_merged(settings), where, errors)
-    config = build(Config, values)
+    values = _validate_values(_merge(settings), where, errors)
+    config = build_config(Config, values)
     unusable = where.keys() - values.keys()
-    errors += [_conflict_line(keys, why, values, where) for keys, why in conflicts(config) if unusable.isdisjoint(keys)]
+    conflicts = (conflict for conflict in find_conflicts(config) if unusable.isdisjoint(conflict.keys))
+    errors += [_format_conflict(conflict, values, where) for conflict in conflicts]
     if errors:
         raise ConfigError(errors)
     return config
 
 
-def warn_of_old_names(settings: Sequence[Setting]) -> None:
-    for setting in settings:
-        if setting.old_name is not None:
-            logger.warning("%s: %s is now called %s", setting.where, setting.old_name, setting.key)
-
-
-def given_keys(overrides: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """What overrides alone set, unchecked: what is wrong with it `load_config` says."""
+def read_overrides(overrides: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that overrides set, unchecked; `load_config` reports errors in them."""
     return {setting.leaf: setting.value for setting in _override_settings(overrides, [])}
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """The tree as plain nested dictionaries."""
+    """The tree as nested dictionaries."""
     values = {item.name: getattr(config, item.name) for item in fields(config)}
     return {name: to_dict(value) if is_dataclass(value) else value for name, value in values.items()}
 
 
 def to_yaml(config: Config) -> str:
     """YAML that loads to an equal `Config`."""
-    return write_yaml(without_interpolation(to_dict(config)))
+    return write_yaml(escape_references(to_dict(config)))
 
 
 def _file_settings(path: Path, errors: list[str], saved: bool) -> list[Setting]:
     try:
         file = YamlFile(read_text(path))
     except BadYaml as error:
-        errors.append(f"{printable(str(path))}{error}{_packaged_hint(path, error.__cause__)}")
+        errors.append(f"{format_key(str(path))}{error}{_packaged_hint(path, error.__cause__)}")
         return []
 
     def where(key: str) -> str:
-        return f"{printable(str(path))}:{file.line(key)}"
+        return f"{format_key(str(path))}:{file.line(key)}"
 
-    errors += [f"{where(key)}: {printable(key)}: set a second time; keep one of the two" for key, _ in file.repeated]
-    found = [setting for name, value in file.content.items() for setting in _settings(name, value, where, errors)]
-    return found if saved else [_placed(setting, path.absolute().parent) for setting in found]
+    errors += [f"{where(key)}: {format_key(key)}: set twice; remove one of the two" for key, _ in file.repeated]
+    settings = _read_settings(file.content.items(), where, errors)
+    return settings if saved else [_resolve_paths(setting, path.absolute().parent) for setting in settings]
 
 
 def _packaged_hint(path: Path, error: BaseException | None) -> str:
     if not isinstance(error, FileNotFoundError) or path.is_absolute():
         return ""
-    if near := near_names(path):
-        return f"; did you mean {' or '.join(near)} of the package?"
-    return "; mtrl config --list names those of the package"
-
-
-def _placed(setting: Setting, folder: Path | None) -> Setting:
-    names = known_leaves()[setting.leaf].names
-    return setting if names is None else setting._replace(value=placed(setting.value, names, folder))
+    if names := similar_names(path):
+        return f"; did you mean the packaged {' or '.join(names)}?"
+    return "; mtrl config --list shows the packaged configurations"
 
 
 def _override_settings(overrides: Sequence[str] | Mapping[str, Any], errors: list[str]) -> list[Setting]:
     from_python = isinstance(overrides, Mapping)
     pairs = list(overrides.items() if isinstance(overrides, Mapping) else read_arguments(overrides, errors))
-
-    def where(key: str) -> str:
-        return "overrides" if from_python else "command line"
-
-    return [_placed(setting, None) for key, value in pairs for setting in _settings(key, value, where, errors)]
+    settings = _read_settings(pairs, lambda key: "overrides" if from_python else "command line", errors)
+    return [_resolve_paths(setting, None) for setting in settings]
 
 
-def _settings(key: Any, value: Any, where: Where, errors: list[str]) -> Iterator[Setting]:
-    """The leaves that `key: value` sets, a section being opened; what is no key of the tree is reported."""
+def _resolve_paths(setting: Setting, folder: Path | None) -> Setting:
+    kind = known_leaves()[setting.leaf].path_kind
+    return setting if kind is None else setting._replace(value=resolve_paths(setting.value, kind, folder))
+
+
+def _read_settings(pairs: Iterable[tuple[Any, Any]], where: Where, errors: list[str]) -> list[Setting]:
+    settings = [setting for key, value in pairs for setting in _flatten(key, value, where, errors)]
+    new_names = {setting.key for setting in settings if setting.old_name is None}
+    for setting in settings:
+        if setting.old_name is not None and setting.key in new_names:
+            errors.append(
+                f"{setting.where}: {setting.old_name}: the old name of {setting.key}, which is set too; remove "
+                f"{setting.old_name}"
+            )
+    return settings
+
+
+def _flatten(key: Any, value: Any, where: Where, errors: list[str]) -> Iterator[Setting]:
+    """The leaves that `key: value` sets, section by section; unknown keys are reported."""
     if not isinstance(key, str):
-        errors.append(f"{where('')}: {shown(key)}: a key is text, got {type(key).__name__}")
+        errors.append(f"{where('')}: {format_value(key)}: a key must be text, got {type(key).__name__}")
         return
-    name = RENAMED_KEYS.get(key, key)
-    leaf, is_section, told = find_leaf(name), key in known_sections(), f"{where(key)}: {printable(key)}"
+    new_name = RENAMED_KEYS.get(key, key)
+    leaf, is_section, prefix = find_leaf(new_name), key in known_sections(), f"{where(key)}: {format_key(key)}"
     if leaf is not None:
         try:
-            yield Setting(leaf, name, plain(value), where(key), None if name == key else key)
+            yield Setting(leaf, new_name, to_plain(value), where(key), None if new_name == key else key)
         except BadValue as error:
-            errors.append(f"{told}: cannot be used: {error}")
-    elif isinstance(value, Mapping) and (is_section or value) and key.count(".") < MOST_LEVELS:
+            errors.append(f"{prefix}: cannot be used: {error}")
+    elif isinstance(value, Mapping) and (is_section or value) and key.count(".") < MAX_LEVELS:
         # An unknown section is reported key by key.
         for name, inner in value.items():
-            yield from _settings(f"{key}.{name}", inner, where, errors)
+            yield from _flatten(f"{key}.{name}", inner, where, errors)
     elif not is_section:
-        errors.append(f"{told}: unknown key{suggestion(key) if len(errors) < MANY else ''}")
+        errors.append(f"{prefix}: unknown key{suggest(key) if len(errors) < MAX_SUGGESTIONS else ''}")
     elif value is not None:  # a section whose keys are all commented out is fine
-        errors.append(f"{told}: a section, got {shown(value)}; {keys_there(key + '.')}")
+        errors.append(f"{prefix}: this is a section, got {format_value(value)}; {list_section(key + '.')}")
 
 
 def find_leaf(key: str) -> str | None:
-    """The key itself, or the free-form mapping it reaches into (`worker.rollout.engine_kwargs.dtype`)."""
+    """The key itself, or the free-form mapping that contains it (`worker.rollout.engine_kwargs.dtype`)."""
     if key in known_leaves():
         return key
     mappings = (name for name, leaf in known_leaves().items() if get_origin(leaf.annotation) is Mapping)
     return next((name for name in mappings if key.startswith(name + ".") and "" not in key.split(".")), None)
 
 
-def _merged(settings: Sequence[Setting]) -> dict[str, Any]:
-    """The settings over the defaults, later ones winning, with `${...}` still to be resolved."""
+def _merge(settings: Sequence[Setting]) -> dict[str, Any]:
+    """The defaults with the settings applied in order; `${...}` is not resolved yet."""
     tree = to_dict(Config())
     for setting in settings:
         *path, name = setting.key.split(".")
@@ -173,60 +178,61 @@ def _merged(settings: Sequence[Setting]) -> dict[str, Any]:
     return tree
 
 
-def _typed_values(layers: dict[str, Any], where: Mapping[str, str], errors: list[str]) -> dict[str, Any]:
-    """Typed values of the keys that are set; values that cannot be used are reported and left out."""
-    if too_many := next(endless(layers), None):
-        place = next((place for key, place in where.items() if too_many.startswith(key)), "configuration")
-        errors.append(f"{place}: {too_many}: refers to other keys, and those to others, too often to be written out")
+def _validate_values(layers: dict[str, Any], where: Mapping[str, str], errors: list[str]) -> dict[str, Any]:
+    """The typed values of the keys that are set; unusable values are reported and left out."""
+    if endless := next(find_endless_references(layers), None):
+        source = next((source for key, source in where.items() if endless.startswith(key)), "configuration")
+        errors.append(f"{source}: {endless}: its references to other keys, and theirs to others, are too many")
         return {}
     tree: DictConfig | None = None
     values = {}
-    for key, place in where.items():
+    for key, source in where.items():
         leaf = known_leaves()[key]
         value: Any = reduce(getitem, key.split("."), layers)
         try:
-            if refers(value):  # only then OmegaConf is asked: a whole tree of it takes longer than all the rest
+            if has_reference(value):  # building the OmegaConf tree takes longer than everything else here
                 tree = OmegaConf.create(layers) if tree is None else tree
                 value = OmegaConf.select(tree, key, throw_on_missing=True)
                 if OmegaConf.is_config(value):
                     value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
-            values[key] = typed(value, leaf.annotation, leaf.within)
+            values[key] = validate(value, leaf.annotation, leaf.within)
         except BadValue as error:
-            errors.append(f"{place}: {key}: {error}")
+            errors.append(f"{source}: {key}: {error}")
         except (OmegaConfBaseException, RecursionError) as error:
-            literal = f"; {LITERAL}" if isinstance(error, (InterpolationKeyError, UnsupportedInterpolationType)) else ""
-            errors.append(f"{place}: {key}: cannot be resolved: {first_line(error)}{literal}")
+            is_unknown = isinstance(error, (InterpolationKeyError, UnsupportedInterpolationType))
+            hint = f"; {ESCAPE_HINT}" if is_unknown else ""
+            errors.append(f"{source}: {key}: cannot be resolved: {first_line(error)}{hint}")
     return values
 
 
-def build(cls: type[Node], values: Mapping[str, Any], prefix: str = "") -> Node:
-    """The tree from the values of some leaves; the others keep their defaults."""
-    parts = {}
+def build_config(cls: type[Node], values: Mapping[str, Any], prefix: str = "") -> Node:
+    """Build the tree from the values of some leaves; the others keep their defaults."""
+    arguments = {}
     for name, hint in get_type_hints(cls).items():
         key = prefix + name
         if key in known_sections():
-            parts[name] = build(hint, values, key + ".")
+            arguments[name] = build_config(hint, values, key + ".")
         elif key in values:
-            parts[name] = values[key]
-    return cls(**parts)
+            arguments[name] = values[key]
+    return cls(**arguments)
 
 
-def _conflict_line(keys: Sequence[str], why: str, values: Mapping[str, Any], where: Mapping[str, str]) -> str:
-    places = dict.fromkeys(where[key] for key in keys if key in where)
-    told = [f"{key} = {shown(values[key])}" if key in where else _default_told(key) for key in keys]
-    return f"{' and '.join(places)}: {' with '.join(told)}: {why}"
+def _format_conflict(conflict: Conflict, values: Mapping[str, Any], where: Mapping[str, str]) -> str:
+    def setting(key: str) -> str:
+        if key in where:
+            return f"{key} = {format_value(values[key])}"
+        return f"{key} = {format_value(known_leaves()[key].default)} (default)"
+
+    sources = dict.fromkeys(where[key] for key in conflict.keys if key in where)
+    return f"{' and '.join(sources)}: {' with '.join(map(setting, conflict.keys))}: {conflict.why}"
 
 
-def _default_told(key: str) -> str:
-    return f"{key} = {shown(known_leaves()[key].default)} (default)"
-
-
-def without_interpolation(value: Any) -> Any:
-    """The value with each `${` escaped, so that it is read as text again."""
+def escape_references(value: Any) -> Any:
+    """Escape each `${` in the value, so that it is read as text again."""
     if isinstance(value, str):
         return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + "\\${", value)
     if isinstance(value, Mapping):
-        return {name: without_interpolation(item) for name, item in value.items()}
+        return {name: escape_references(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [without_interpolation(item) for item in value]
+        return [escape_references(item) for item in value]
     return value

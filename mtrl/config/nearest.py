@@ -1,47 +1,50 @@
-"""The known key an unknown one was probably meant to be, wherever in the tree it lives."""
+"""Suggestions for unknown keys."""
 
 from difflib import SequenceMatcher
 
-from mtrl.config.foreign_keys import moved, translation
+from mtrl.config.foreign_keys import rename_section, translate_key
 from mtrl.config.tree import known_leaves, known_sections
 
 _CLOSE_ENOUGH = 0.7
-_MOST_NAMED = 3
-_LONGEST = 120  # characters; nobody mistypes a longer key
+_MAX_SUGGESTED = 3
+_MAX_CHARS = 120  # longer keys are not typing mistakes
 
 
-def suggestion(unknown: str) -> str:
-    """What an unknown key probably means, to be put behind the words `unknown key`."""
-    if len(unknown) > _LONGEST:
+def suggest(unknown: str) -> str:
+    """The end of the message `unknown key..`: the probable key, or the keys of the section."""
+    if len(unknown) > _MAX_CHARS:
         return ""
-    if answer := translation(unknown):
-        return f", {answer}"
-    if near := nearest_keys(unknown):
+    if translated := translate_key(unknown):
+        return f", {translated}"
+    if near := find_nearest_keys(unknown):
         return f"; did you mean {' or '.join(near)}?"
-    return f"; {keys_there(unknown)}"
+    return f"; {list_section(unknown)}"
 
 
-def keys_there(key: str) -> str:
-    parent, names = keys_of_section(key)
+def list_section(key: str) -> str:
+    parent, names = find_section(key)
     return f"{parent or 'the configuration'} has the keys {', '.join(names)}"
 
 
-def nearest_keys(unknown: str) -> list[str]:
-    """Up to three keys, best first: those with the same last name anywhere, or almost the same in its own section."""
-    unknown = moved(unknown)
-    parent = keys_of_section(unknown)[0]
-    scored = [(_leaf_likeness(unknown, known), _likeness(unknown, known), known) for known in known_leaves()]
+def find_nearest_keys(unknown: str) -> list[str]:
+    """Up to three keys, best first: those with the same last name anywhere, or a similar one in the same section."""
+    unknown = rename_section(unknown)
+    parent = find_section(unknown)[0]
+    scored = [
+        (_similarity(unknown.rpartition(".")[2], known.rpartition(".")[2]), _similarity(unknown, known), known)
+        for known in known_leaves()
+    ]
     scored = [each for each in scored if each[0] == 1 or not parent or each[2].startswith(f"{parent}.")]
     best = max((leaf for leaf, _, _ in scored), default=0.0)
     if best < _CLOSE_ENOUGH:
         return []
-    equals = sorted(((path, known) for leaf, path, known in scored if leaf == best), key=lambda pair: -pair[0])
-    return [known for _, known in equals[:_MOST_NAMED]]
+    ties = sorted(((path, known) for leaf, path, known in scored if leaf == best), key=lambda pair: -pair[0])
+    return [known for _, known in ties[:_MAX_SUGGESTED]]
 
 
-def keys_of_section(unknown: str) -> tuple[str, list[str]]:
+def find_section(unknown: str) -> tuple[str, list[str]]:
     """The deepest known section above the key, and the names in it."""
-    parts = moved(unknown).split(".")
+    parts = rename_section(unknown).split(".")
     prefixes = (".".join(parts[:depth]) for depth in range(len(parts) - 1, 0, -1))
     parent = next((prefix for prefix in prefixes if prefix in known_sections()), "")
     depth = len(parent.split(".")) if parent else 0
@@ -49,9 +52,5 @@ def keys_of_section(unknown: str) -> tuple[str, list[str]]:
     return parent, list(dict.fromkeys(key.split(".")[depth] for key in below))
 
 
-def _leaf_likeness(left: str, right: str) -> float:
-    return _likeness(left.rsplit(".", 1)[-1], right.rsplit(".", 1)[-1])
-
-
-def _likeness(left: str, right: str) -> float:
+def _similarity(left: str, right: str) -> float:
     return SequenceMatcher(None, left, right, autojunk=False).ratio()

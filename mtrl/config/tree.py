@@ -1,39 +1,41 @@
-"""The configuration tree: every key, its type, default, allowed values and meaning, in one place.
+"""The configuration tree: every key with its type, default, allowed values and meaning.
 
-The classes only hold values. `load.py` fills them from YAML and overrides, `values.py` checks one value against the
-annotation and the range written here, `checks.py` knows which values cannot stand together. Nothing is derived into a
-field: what follows from a `null` is a property, so that what the YAML says is what is kept and printed.
+The classes only hold values. `load_config.py` fills them from YAML and overrides, `value_types.py` checks a value
+against its annotation and range, `checks.py` finds values that contradict each other. No field is derived from another:
+if the meaning of `null` depends on other keys, a property computes it, so a saved configuration equals the written one.
 
-Ranges are intervals in the usual notation: `[0, 1)` contains 0 and not 1; `(0, inf]` allows `.inf`.
+Ranges are intervals in the usual notation: `[0, 1)` contains 0 but not 1; `(0, inf]` allows `.inf`.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import cache
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_type_hints
 
-from mtrl.config.paths import Kind
+from mtrl.config.paths import PathKind
 
-GROUP_ESTIMATORS = ("grpo", "rloo")  # they compare the responses of one prompt
+GROUP_ESTIMATORS = ("grpo", "rloo")  # compare the responses to one prompt
 DEFAULT_GROUP_SIZE = 8
 
 Logger = Literal["console", "tensorboard", "wandb", "mlflow", "swanlab", "trackio"]
 
 
 def key(
-    default: Any, meaning: str, within: str | None = None, *, may_change: bool = False, names: Kind | None = None
+    default: Any, meaning: str, within: str | None = None, may_change: bool = False, path_kind: PathKind | None = None
 ) -> Any:
-    """A leaf of the tree. `within` is the interval of a number, or of each number of a list. A key that `may_change`
-    leaves the numbers of a step as they are, so that a run may be resumed with another value of it. One that `names`
-    files finds them beside the YAML that sets it (places.py)."""
-    metadata = {"meaning": meaning, "within": within, "may_change": may_change, "names": names}
+    """A leaf of the tree. `within` is the interval of a number, or of each number in a list. A key that `may_change`
+    does not affect the numbers of a step, so a run may be resumed with another value. A key with a `path_kind` names
+    files, which are looked up next to the YAML that sets it (paths.py)."""
+    metadata = {"meaning": meaning, "within": within, "may_change": may_change, "path_kind": path_kind}
     if isinstance(default, dict):
         return field(default_factory=lambda: dict(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
-RENAMED_KEYS = {  # names of 0.1.0, still read
+run_key = partial(key, may_change=True)
+
+RENAMED_KEYS = {  # old name -> new name; the old ones are still accepted
     "worker.rollout.lag": "worker.rollout.off_policy_steps",
     "worker.ref.refresh_every": "worker.ref.sync_every",
 }
@@ -42,209 +44,203 @@ RENAMED_KEYS = {  # names of 0.1.0, still read
 @dataclass(frozen=True)
 class DatasetConfig:
     train_files: str = key(
-        "", "file, directory, hub id[@split], or several with commas; empty: the embedded task", names="data"
+        "", "file, directory, hub id[@split], or a comma-separated list; empty: embedded task", path_kind="data"
     )
-    val_files: str = key("", "data of validation, written the same way", names="data")
-    prompt_key: str = key("prompt", "column of the question: text or a chat")
-    answer_key: str = key("answer", "column of the ground truth; may be missing")
-    image_key: str = key("images", "column of an image or a list of them")
-    video_key: str = key("videos", "column of a video or a list of them")
-    options_key: str = key("options", "column of the choices of a multiple-choice row")
-    image_dir: str | None = key(None, "base of relative media paths", names="folder")
-    video_fps: float = key(2.0, "frames taken from a second of video", "(0, inf)")
-    video_max_frames: int = key(64, "frames taken from a video at most, however long it is", "[1, inf)")
-    video_max_pixels: int | None = key(None, "larger frames are reduced to this; null: 768 tokens", "[1, inf)")
-    min_pixels: int = key(262144, "smaller images are enlarged to this many pixels", "[1, inf)")
-    max_pixels: int = key(4194304, "larger images are reduced to this many pixels", "[1, inf)")
-    max_image_side: int | None = key(None, "longest side of an image, in pixels", "[1, inf)")
-    big_images: Literal["resize", "filter"] = key("resize", "what happens to images over max_image_side")
-    max_prompt_length: int = key(2048, "tokens of a prompt; expanded media tokens count", "[1, inf)")
-    max_response_length: int = key(512, "tokens of a response", "[1, inf)")
+    val_files: str = key("", "validation data, written like train_files", path_kind="data")
+    prompt_key: str = key("prompt", "column with the question: text or chat messages")
+    answer_key: str = key("answer", "column with the ground truth; may be missing")
+    image_key: str = key("images", "column with an image or a list of images")
+    video_key: str = key("videos", "column with a video or a list of videos")
+    options_key: str = key("options", "column with the choices of a multiple-choice question")
+    image_dir: str | None = key(None, "directory that relative media paths start from", path_kind="folder")
+    video_fps: float = key(2.0, "frames taken per second of video", "(0, inf)")
+    video_max_frames: int = key(64, "maximum number of frames taken from one video", "[1, inf)")
+    video_max_pixels: int | None = key(None, "frames with more pixels are scaled down; null: 768 tokens", "[1, inf)")
+    min_pixels: int = key(262144, "images with fewer pixels are scaled up to this", "[1, inf)")
+    max_pixels: int = key(4194304, "images with more pixels are scaled down to this", "[1, inf)")
+    max_image_side: int | None = key(None, "maximum length of the longer side, in pixels", "[1, inf)")
+    big_images: Literal["resize", "filter"] = key("resize", "scale images over max_image_side down, or drop rows")
+    max_prompt_length: int = key(2048, "maximum tokens per prompt, with media tokens", "[1, inf)")
+    max_response_length: int = key(512, "maximum tokens per response", "[1, inf)")
     rollout_batch_size: int = key(256, "prompts per step", "[1, inf)")
-    val_batch_size: int = key(64, "prompts per batch of validation", "[1, inf)")
-    shuffle: bool = key(True, "a new order of the prompts in each epoch")
-    seed: int = key(42, "seed of the order of the prompts and of the perturbations", "[0, inf)")
-    filter_overlong_prompts: bool = key(True, "drop prompts over max_prompt_length")
-    on_bad_row: Literal["scan", "error", "skip"] = key(
-        "scan", "a bad row; scan: an error at the start, skipped later", may_change=True
+    val_batch_size: int = key(64, "prompts per validation batch", "[1, inf)")
+    shuffle: bool = key(True, "shuffle the prompts anew in each epoch")
+    seed: int = key(42, "seed for shuffling and for image perturbations", "[0, inf)")
+    filter_overlong_prompts: bool = key(True, "drop prompts longer than max_prompt_length")
+    on_bad_row: Literal["scan", "error", "skip"] = run_key(
+        "scan", "bad rows; scan: an error at the start, skipped later"
     )
-    check_images: Literal["sample", "full"] = key(
-        "sample", "images decoded whole at the start: some, or all of them", may_change=True
+    check_images: Literal["sample", "full"] = run_key("sample", "images decoded completely at the start")
+    dataloader_num_workers: int | None = run_key(
+        None, "processes that decode media in advance; null: up to 8", "[0, inf)"
     )
-    dataloader_num_workers: int | None = key(
-        None, "processes that decode media ahead; null: up to 8, where they pay", "[0, inf)", may_change=True
-    )
-    on_missing: Literal["error", "warn"] = key("error", "images that no key reads, no answers for a reward")
-    format_prompt: str | None = key(None, "Jinja file that wraps each question", names="template")
+    on_missing: Literal["error", "warn"] = key("error", "images that no key reads, or missing answers for a reward")
+    format_prompt: str | None = key(None, "Jinja template applied to each question", path_kind="template")
     system_prompt: str | None = key(None, "text of the system message")
-    allow_special_tokens: bool = key(False, "special tokens that a row spells out are tokens, not text")
-    override_chat_template: str | None = key(None, "chat template in place of the model's own")
+    allow_special_tokens: bool = key(False, "parse special tokens in rows as tokens, not as text")
+    override_chat_template: str | None = key(None, "chat template to use instead of the model's")
 
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    total_epochs: int = key(10, "passes over the training data", "[1, inf)", may_change=True)
-    max_steps: int | None = key(None, "stop after this many steps", "[1, inf)", may_change=True)
-    project_name: str = key("mtrl", "folder and logger project of the run", may_change=True)
-    experiment_name: str = key("run", "folder and logger name of the run", may_change=True)
-    output_dir: str = key("outputs", "runs live in <output_dir>/<project_name>/<experiment_name>", may_change=True)
-    logger: tuple[Logger, ...] = key(("console",), "loggers beside metrics.jsonl", may_change=True)
-    nnodes: int = key(1, "machines of the run", "[1, inf)", may_change=True)
-    n_gpus_per_node: int = key(1, "training processes on each machine, one a GPU", "[1, inf)", may_change=True)
-    max_restarts: int = key(
-        3, "times that a run goes on from its last checkpoint after it lost a process", "[0, inf)", may_change=True
+    total_epochs: int = run_key(10, "passes over the training data", "[1, inf)")
+    max_steps: int | None = run_key(None, "stop after this many steps", "[1, inf)")
+    project_name: str = run_key("mtrl", "directory and logger project of the run")
+    experiment_name: str = run_key("run", "directory and logger name of the run")
+    output_dir: str = run_key("outputs", "the run is <output_dir>/<project_name>/<experiment_name>")
+    logger: tuple[Logger, ...] = run_key(("console",), "loggers besides the files")
+    nnodes: int = run_key(1, "number of machines", "[1, inf)")
+    n_gpus_per_node: int = run_key(1, "training processes per machine, one per GPU", "[1, inf)")
+    max_restarts: int = run_key(3, "restarts from the last checkpoint after losing a process", "[0, inf)")
+    heartbeat_s: float = run_key(60.0, "seconds without a reply until a process is lost", "[1, inf)")
+    save_freq: int = run_key(500, "steps between checkpoints; -1: only at the end", "[-1, inf)")
+    save_limit: int = run_key(3, "newest checkpoints to keep, besides the best; -1: all", "[-1, inf)")
+    best_metric: str | None = run_key(
+        "val/reward_score", "validation metric that selects best_model, higher is better; null: none"
     )
-    heartbeat_s: float = key(
-        60.0, "seconds without an answer after which a process is lost", "[1, inf)", may_change=True
+    val_freq: int = run_key(100, "steps between validations; -1: only at the end", "[-1, inf)")
+    val_before_train: bool = run_key(True, "validate before the first step")
+    val_only: bool = run_key(False, "only validate, do not train")
+    val_generations_to_log: int = run_key(4, "validation responses to print and log", "[0, inf)")
+    find_last_checkpoint: bool = run_key(True, "resume from the run's newest checkpoint")
+    fresh: bool = run_key(False, "never resume; fail if the run directory exists")
+    load_checkpoint_path: str | None = run_key(None, "step directory, run directory or best_model to start from")
+    realtime_rollout_logging: bool = run_key(
+        True, "log the rollouts of every step; false: only of steps with validation"
     )
-    save_freq: int = key(500, "steps between checkpoints; -1: only at the end", "[-1, inf)", may_change=True)
-    save_limit: int = key(3, "newest checkpoints kept, besides the best; -1: all", "[-1, inf)", may_change=True)
-    best_metric: str | None = key(
-        "val/reward_score", "validation metric that best_model is the highest of; null: none", may_change=True
+    record_rollouts_per_step: int = run_key(
+        64, "responses per step recorded token by token for mtrl view; -1: all, 0: none", "[-1, inf)"
     )
-    val_freq: int = key(100, "steps between validations; -1: only at the end", "[-1, inf)", may_change=True)
-    val_before_train: bool = key(True, "validate before the first step", may_change=True)
-    val_only: bool = key(False, "validate and stop", may_change=True)
-    val_generations_to_log: int = key(4, "validation responses shown and written out", "[0, inf)", may_change=True)
-    find_last_checkpoint: bool = key(True, "go on from the run's own newest checkpoint", may_change=True)
-    fresh: bool = key(False, "never resume; refuse an existing run directory", may_change=True)
-    load_checkpoint_path: str | None = key(
-        None, "step directory, run directory or best_model to start from", may_change=True
+    record_attention_maps: bool = run_key(
+        False, "also record their attention maps over the image; costs one more forward pass"
     )
-    realtime_rollout_logging: bool = key(
-        True, "write the rollouts of every step; false: of validated steps alone", may_change=True
+    record_limit_gib: float = run_key(
+        1.0, "maximum size of that record; the oldest steps are deleted first", "(0, inf)"
     )
-    record_rollouts_per_step: int = key(
-        64, "responses of a step recorded token by token for mtrl view; -1: all, 0: none", "[-1, inf)", may_change=True
-    )
-    record_attention_maps: bool = key(
-        False, "record where on the image each of their tokens looks; one more pass over them", may_change=True
-    )
-    record_limit_gib: float = key(1.0, "size of that record; the oldest steps give way", "(0, inf)", may_change=True)
-    rollout_log_path: str | None = key(None, "another place for the rollout Markdown", may_change=True)
-    attention_diag_log_path: str | None = key(None, "another place for the attention Markdown", may_change=True)
-    log_preview_chars: int = key(2000, "longest text in a preview; 0: no previews", "[0, inf)", may_change=True)
-    colorize_output: bool = key(True, "colours on a terminal", may_change=True)
+    rollout_log_path: str | None = run_key(None, "rollout Markdown log; null: in the run directory")
+    attention_diag_log_path: str | None = run_key(None, "attention Markdown log; null: in the run directory")
+    log_preview_chars: int = run_key(2000, "maximum characters of a preview; 0: no previews", "[0, inf)")
+    colorize_output: bool = run_key(True, "use colours on a terminal")
 
 
 @dataclass(frozen=True)
 class OptimizationConfig:
-    gamma: float = key(1.0, "discount of later rewards", "[0, 1]")
+    gamma: float = key(1.0, "discount factor of later rewards", "[0, 1]")
     lam: float = key(0.95, "lambda of GAE", "[0, 1]")
     advantage_estimator: Literal["gae", "grpo", "rloo", "remax", "reinforce_plus_plus"] = key(
-        "grpo", "how rewards become advantages"
+        "grpo", "how advantages are estimated"
     )
-    scale_rewards: Literal["group", "batch", "none"] = key("group", "the standard deviation grpo divides by")
-    disable_divergence: bool = key(False, "no reference model, no divergence")
-    use_divergence_loss: bool = key(False, "divergence as a loss term, not in the reward")
+    scale_rewards: Literal["group", "batch", "none"] = key("group", "grpo: standard deviation to divide by")
+    disable_divergence: bool = key(False, "no reference model and no divergence term")
+    use_divergence_loss: bool = key(False, "put the divergence into the loss, not the reward")
     divergence_penalty: Literal["kl", "abs", "mse", "low_var_kl", "full"] = key("kl", "estimator of the divergence")
-    divergence_coef: float = key(0.01, "weight of the divergence", "[0, inf)")
-    divergence_type: Literal["fixed", "adaptive"] = key("fixed", "whether the weight follows the target")
-    divergence_target: float = key(6.0, "adaptive: wanted KL of a response", "(0, inf)")
-    divergence_horizon: float = key(10000.0, "adaptive: responses over which the weight moves", "(0, inf)")
-    online_filtering: bool = key(False, "replace groups that teach nothing by fresh prompts")
-    filter_by: Literal["mean", "spread"] = key("mean", "keep groups by their mean, or any whose rewards differ")
-    filter_key: str = key("overall", "the reward part online filtering looks at; overall: the total")
-    filter_low: float = key(0.01, "mean: groups whose mean is not above this are replaced", "[-inf, inf)")
-    filter_high: float = key(0.99, "mean: groups whose mean is not below this are replaced", "(-inf, inf]")
-    max_refills: int = key(4, "rounds of fresh prompts in one step", "[0, inf)")
-    on_short_batch: Literal["continue", "stop"] = key(
-        "continue", "prompts missing then: train on the others, or end the run", may_change=True
+    divergence_coef: float = key(0.01, "coefficient of the divergence", "[0, inf)")
+    divergence_type: Literal["fixed", "adaptive"] = key("fixed", "fixed, or adapted to divergence_target")
+    divergence_target: float = key(6.0, "adaptive: target KL per response", "(0, inf)")
+    divergence_horizon: float = key(10000.0, "adaptive: responses over which the coefficient adapts", "(0, inf)")
+    online_filtering: bool = key(False, "dynamic sampling: replace uninformative groups")
+    filter_by: Literal["mean", "spread"] = key("mean", "keep groups by their mean, or if rewards differ")
+    filter_key: str = key("overall", "reward that online filtering uses; overall: the total")
+    filter_low: float = key(0.01, "mean: replace groups with a mean not above this", "[-inf, inf)")
+    filter_high: float = key(0.99, "mean: replace groups with a mean not below this", "(-inf, inf]")
+    max_refills: int = key(4, "maximum rounds of new prompts per step", "[0, inf)")
+    on_short_batch: Literal["continue", "stop"] = run_key(
+        "continue", "if groups are still missing: train without them, or stop"
     )
-    policy_loss: Literal["ppo", "gspo", "cispo", "sapo"] = key("ppo", "the policy-gradient term")
-    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = key("dapo", "how token losses become one number")
-    importance_sampling_level: Literal["token", "sequence"] = key("token", "ratio of a token or of a response")
-    cispo_clip_high: float = key(5.0, "cispo: largest ratio, absolute", "(0, inf]")
+    policy_loss: Literal["ppo", "gspo", "cispo", "sapo"] = key("ppo", "policy-gradient loss")
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = key("dapo", "how token losses are averaged")
+    importance_sampling_level: Literal["token", "sequence"] = key("token", "importance ratio per token or response")
+    cispo_clip_high: float = key(5.0, "cispo: maximum importance ratio, absolute", "(0, inf]")
     tau_positive: float = key(1.0, "sapo: temperature for A > 0", "(0, inf)")
     tau_negative: float = key(1.05, "sapo: temperature for A < 0", "(0, inf)")
-    tis_clip: float | None = key(2.0, "cap of the correction for the sampler's distribution; null: none", "(0, inf]")
-    tis_level: Literal["token", "sequence"] = key("token", "that correction for a token or a response")
-    mask_truncated_responses: bool = key(False, "responses cut at the limit give no policy gradient")
-    loss_token_denominator: Literal["all", "selected"] = key("all", "tokens the loss is divided by")
-    enable_entropy_filtering: bool = key(False, "policy gradient only where the model was uncertain")
-    top_p_entropy_tokens: float = key(0.2, "share of a response's tokens kept by entropy", "(0, 1]")
-    enable_perception_filtering: bool = key(False, "policy gradient only where the image mattered")
-    top_p_perception_tokens: float = key(0.2, "share of a response's tokens kept by visual dependency", "(0, 1]")
-    perception_estimator: Literal["low_var_kl", "full_kl"] = key("low_var_kl", "measure of visual dependency")
-    perturbation: str = key("random_patch_blackening", "registered image perturbation")
-    patch_size: int | Literal["auto"] = key(14, "side of a patch in pixels; auto: the model's own", "[1, inf)")
-    black_prob: float = key(0.5, "random_patch_blackening: chance of a patch to turn black", "[0, 1]")
-    noise_std: float = key(189.0, "gaussian_noise: standard deviation, on the scale of 0 to 255", "[0, inf)")
+    tis_clip: float | None = key(2.0, "cap of the sampler's importance weights; null: no correction", "(0, inf]")
+    tis_level: Literal["token", "sequence"] = key("token", "those weights per token or response")
+    mask_truncated_responses: bool = key(False, "give truncated responses no policy gradient")
+    loss_token_denominator: Literal["all", "selected"] = key("all", "tokens that the loss is divided by")
+    enable_entropy_filtering: bool = key(False, "train on the highest-entropy tokens only")
+    top_p_entropy_tokens: float = key(0.2, "fraction of a response's tokens kept by entropy", "(0, 1]")
+    enable_perception_filtering: bool = key(False, "train on the most image-dependent tokens only")
+    top_p_perception_tokens: float = key(0.2, "fraction of a response's tokens kept by visual dependency", "(0, 1]")
+    perception_estimator: Literal["low_var_kl", "full_kl"] = key("low_var_kl", "estimator of visual dependency")
+    perturbation: str = key("random_patch_blackening", "name of the image perturbation")
+    patch_size: int | Literal["auto"] = key(14, "side of a patch in pixels; auto: the model's", "[1, inf)")
+    black_prob: float = key(0.5, "random_patch_blackening: probability per patch", "[0, 1]")
+    noise_std: float = key(189.0, "gaussian_noise: standard deviation, for pixels in 0 to 255", "[0, inf)")
     blur_radius: float = key(6.0, "gaussian_blur: radius in pixels", "[0, inf)")
     enable_trajectory_reweighting: bool = key(False, "scale advantages by a response's visual dependency")
-    trajectory_scaling_min: float = key(0.8, "smallest scale of an advantage", "[0, 1]")
-    trajectory_scaling_max: float | None = key(2.0, "largest scale of an advantage; null: no cap", "(0, inf)")
-    use_entropy_penalty: bool = key(False, "loss term that lowers entropy")
-    entropy_penalty_coef: float = key(0.06, "weight of the entropy penalty", "[0, inf)")
+    trajectory_scaling_min: float = key(0.8, "smallest factor of an advantage", "[0, 1]")
+    trajectory_scaling_max: float | None = key(2.0, "largest factor of an advantage; null: no cap", "(0, inf)")
+    use_entropy_penalty: bool = key(False, "add a loss term that lowers the entropy")
+    entropy_penalty_coef: float = key(0.06, "coefficient of the entropy penalty", "[0, inf)")
     compute_attention_metrics: bool | Literal["auto"] = key(
         "auto", "measure attention; auto: if needed, else every 10th step"
     )
-    attention_last_k_layers: int | None = key(None, "layers of the segment `all`; null: every one", "[1, inf)")
-    enable_token_weights: bool = key(False, "weigh tokens by where their attention went")
-    token_weight_target: Literal["advantage", "mask"] = key("advantage", "what the weights multiply")
-    token_weight_clip: tuple[float, float] = key((0.2, 3.0), "smallest and largest weight", "[0, inf]")
-    token_weight_smooth_sigma: float = key(0.0, "width of the smoothing, in tokens; 0: none", "[0, inf)")
-    token_weight_last_k_layers: int | None = key(None, "layers used; null: segment `all`", "[1, inf)")
-    token_weight_top_ratio: float | None = key(None, "share of tokens that keep their weight; null: all", "(0, 1]")
-    replay_buffer_size: int = key(0, "groups kept for replay; 0: off", "[0, inf)")
-    replay_var_epsilon: float = key(1e-6, "reward standard deviation a group needs to be kept", "[0, inf)")
-    filter_min_reward: float = key(0.0, "mean reward a group needs to be kept", "[-inf, inf)")
+    attention_last_k_layers: int | None = key(None, "last layers in the segment `all`; null: all layers", "[1, inf)")
+    enable_token_weights: bool = key(False, "weight tokens by their attention to image and text")
+    token_weight_target: Literal["advantage", "mask"] = key("advantage", "what token weights multiply")
+    token_weight_clip: tuple[float, float] = key((0.2, 3.0), "smallest and largest token weight", "[0, inf]")
+    token_weight_smooth_sigma: float = key(0.0, "sigma of the smoothing, in tokens; 0: none", "[0, inf)")
+    token_weight_last_k_layers: int | None = key(None, "last layers to use; null: segment `all`", "[1, inf)")
+    token_weight_top_ratio: float | None = key(None, "fraction of tokens that keep their weight; null: all", "(0, 1]")
+    replay_buffer_size: int = key(0, "size of the replay buffer, in groups; 0: off", "[0, inf)")
+    replay_var_epsilon: float = key(1e-6, "minimum standard deviation of a stored group", "[0, inf)")
+    filter_min_reward: float = key(0.0, "minimum mean reward of a stored group", "[-inf, inf)")
     credit: tuple[str | Mapping[str, Any], ...] = key(
-        (), "further credit rules: name, file.py:name, or {name: .., arguments}", names="code"
+        (), "additional credit rules: name, file.py:name, or {name: .., arguments}", path_kind="code"
     )
 
 
 @dataclass(frozen=True)
 class ActorModelConfig:
-    model_path: str | None = key(None, "hub id or directory; null: the embedded model; scenes: the other one")
+    model_path: str | None = key(None, "hub id or directory; null: embedded model; scenes: the other one")
     tokenizer_path: str | None = key(None, "hub id or directory of the tokenizer; null: model_path")
-    trust_remote_code: bool = key(False, "run Python that comes with the model")
+    trust_remote_code: bool = key(False, "run Python code that comes with the model")
     enable_gradient_checkpointing: bool | Literal["mlp", "attention"] = key(
-        True, "what is computed again on the way back"
+        True, "recompute activations in the backward pass"
     )
-    freeze_vision_tower: bool = key(False, "train the language model only")
-    attn_implementation: str = key("auto", "attention of transformers: sdpa, flash_attention_2, ...")
-    peft_type: Literal["lora", "qlora"] | None = key(None, "train adapters; qlora: base of 4 bits; null: all")
+    freeze_vision_tower: bool = key(False, "do not train the vision tower")
+    attn_implementation: str = key("auto", "attention in transformers: auto, sdpa, flash_attention_2, ...")
+    peft_type: Literal["lora", "qlora"] | None = key(None, "train adapters; qlora: 4-bit base; null: all weights")
     lora_rank: int = key(8, "rank of the adapters", "[1, inf)")
-    lora_alpha: int = key(16, "scale of the adapters is alpha / rank", "[1, inf)")
-    lora_dropout: float = key(0.0, "dropout before the adapters, in updates", "[0, 1)")
+    lora_alpha: int = key(16, "adapters are scaled by lora_alpha / lora_rank", "[1, inf)")
+    lora_dropout: float = key(0.0, "dropout before the adapters, only in updates", "[0, 1)")
     lora_target_modules: tuple[str, ...] | None = key(
-        None, "ends of the names of modules that get adapters; null: every projection"
+        None, "modules with adapters, by the end of their name; null: all projections"
     )
-    lora_vision_tower: bool = key(False, "adapters in the vision tower too")
+    lora_vision_tower: bool = key(False, "also add adapters to the vision tower")
 
 
 @dataclass(frozen=True)
 class OptimConfig:
-    name: Literal["adamw", "adamw_8bit"] = key("adamw", "optimizer; adamw_8bit: state in bytes")
+    name: Literal["adamw", "adamw_8bit"] = key("adamw", "optimizer; adamw_8bit keeps its state in 8 bits")
     lr: float = key(1e-6, "peak learning rate", "[0, 1e6]")
     weight_decay: float = key(0.01, "decoupled weight decay", "[0, inf)")
     betas: tuple[float, float] = key((0.9, 0.95), "betas of Adam", "[0, 1)")
-    warmup_steps: int = key(10, "steps to the peak", "[0, inf)")
-    warmup_ratio: float | None = key(None, "share of all steps; beats warmup_steps when set", "[0, 1]")
+    warmup_steps: int = key(10, "optimizer steps of the warm-up", "[0, inf)")
+    warmup_ratio: float | None = key(None, "warm-up as a fraction of all steps; overrides warmup_steps", "[0, 1]")
     lr_scheduler_type: Literal["constant_with_warmup", "cosine", "linear"] = key(
-        "constant_with_warmup", "what follows the warm-up"
+        "constant_with_warmup", "schedule after the warm-up"
     )
-    min_lr_ratio: float = key(0.0, "lowest rate, as a share of lr", "[0, 1]")
+    min_lr_ratio: float = key(0.0, "final learning rate as a fraction of lr", "[0, 1]")
 
 
 @dataclass(frozen=True)
 class FsdpConfig:
     sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"] = key(
-        "FULL_SHARD", "what is split over the GPUs"
+        "FULL_SHARD", "FSDP sharding strategy"
     )
-    mixed_precision_dtype: Literal["bf16", "fp32"] = key("bf16", "dtype of the computation")
-    param_dtype: Literal["fp32", "bf16"] = key("fp32", "dtype of the weights that learn")
+    mixed_precision_dtype: Literal["bf16", "fp32"] = key("bf16", "dtype of forward and backward passes")
+    param_dtype: Literal["fp32", "bf16"] = key("fp32", "dtype of the trained weights")
     param_rounding: Literal["none", "stochastic", "kahan"] = key(
-        "none", "how bf16 weights take updates too small for them"
+        "none", "how bf16 weights take updates below their precision"
     )
-    cpu_offload: bool = key(False, "weights that are split over GPUs in main memory, but for the layer at work")
+    cpu_offload: bool = key(False, "sharded weights in CPU memory, except for the current layer")
 
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    offload_params: bool = key(False, "weights in main memory while vLLM, which has its own, samples")
-    offload_optimizer: bool = key(False, "optimizer state in main memory, the critic's too; it comes for its steps")
+    offload_params: bool = key(False, "weights in CPU memory while vLLM samples with its own copy")
+    offload_optimizer: bool = key(False, "optimizer state in CPU memory except for its steps; the critic's too")
 
 
 @dataclass(frozen=True)
@@ -256,19 +252,19 @@ class ActorConfig:
     global_batch_size: int = key(256, "prompts per optimizer step", "[1, inf)")
     micro_batch_size_per_device_for_update: int = key(2, "responses per pass with gradient", "[1, inf)")
     micro_batch_size_per_device_for_experience: int = key(8, "responses per pass without gradient", "[1, inf)")
-    ppo_epochs: int = key(1, "passes over the rollouts of a step", "[1, inf)")
+    ppo_epochs: int = key(1, "epochs over the rollouts of a step", "[1, inf)")
     clip_ratio_low: float = key(0.2, "the ratio is clipped at 1 - this", "[0, 1]")
     clip_ratio_high: float = key(0.3, "the ratio is clipped at 1 + this", "[0, inf]")
     clip_ratio_dual: float | None = key(3.0, "for A < 0 the loss is capped at this * |A|; null: off", "(1, inf)")
-    max_grad_norm: float = key(1.0, "gradients are scaled down to this norm", "(0, inf]")
-    padding_free: bool = key(True, "pack rows without padding (on a GPU, by a compiled kernel)")
-    dynamic_batching: bool = key(True, "token budget instead of a row count")
+    max_grad_norm: float = key(1.0, "maximum gradient norm", "(0, inf]")
+    padding_free: bool = key(True, "pack sequences without padding (compiled, on a GPU)")
+    dynamic_batching: bool = key(True, "limit micro-batches by tokens, not by responses")
     tokens_per_micro_batch: int | None = key(
-        None, "the token budget; null: the largest group, on a GPU what fits", "[1, inf)"
+        None, "tokens per micro-batch; null: largest group, on a GPU what fits", "[1, inf)"
     )
-    share_prefix: bool = key(True, "one prompt, its group of responses, one pass")
-    ulysses_size: int = key(1, "GPUs that share each sequence; it must divide the heads", "[1, inf)", may_change=True)
-    use_torch_compile: bool = key(True, "compile the hot functions (on a GPU); without it rows are padded")
+    share_prefix: bool = key(True, "compute a prompt once for all its responses")
+    ulysses_size: int = run_key(1, "GPUs per sequence (sequence parallelism); divides the heads", "[1, inf)")
+    use_torch_compile: bool = key(True, "compile hot functions (on a GPU); padding_free needs it")
 
 
 @dataclass(frozen=True)
@@ -285,85 +281,75 @@ class CriticOptimConfig(OptimConfig):
 class CriticConfig:
     model: CriticModelConfig = field(default_factory=CriticModelConfig)
     optim: CriticOptimConfig = field(default_factory=CriticOptimConfig)
-    cliprange_value: float = key(0.5, "values that have moved this far in a step learn no further", "(0, inf]")
-    warmup_steps: int = key(0, "critic-only steps at the start", "[0, inf)")
+    cliprange_value: float = key(0.5, "clip range of value predictions around their old values", "(0, inf]")
+    warmup_steps: int = key(0, "steps at the start that train only the critic", "[0, inf)")
 
 
 @dataclass(frozen=True)
 class RefConfig:
-    offload_params: bool = key(False, "reference weights in main memory between uses")
-    sync_every: int | None = key(
-        None, "steps after which the policy becomes the reference again; null: never", "[1, inf)"
-    )
+    offload_params: bool = key(False, "keep the reference weights in CPU memory between uses")
+    sync_every: int | None = key(None, "steps between copies of the policy to the reference; null: never", "[1, inf)")
 
 
 @dataclass(frozen=True)
 class ValSamplingConfig:
-    n: int = key(1, "responses per prompt at validation", "[1, inf)")
-    temperature: float = key(0.0, "temperature at validation; 0: greedy", "[0, inf)")
+    n: int = key(1, "responses per prompt in validation", "[1, inf)")
+    temperature: float = key(0.0, "temperature in validation; 0: greedy", "[0, inf)")
 
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    name: Literal["auto", "local", "vllm"] = key("auto", "engine that samples the responses")
+    name: Literal["auto", "local", "vllm"] = key("auto", "engine that samples responses; auto: the local one")
     mode: Literal["inprocess", "process", "server"] = key("inprocess", "where vLLM runs")
     address: str | None = key(None, "address of the vLLM server")
-    engine_kwargs: Mapping[str, Any] = key({}, "handed to the engine as they are")
+    engine_kwargs: Mapping[str, Any] = key({}, "additional arguments for vLLM")
     n: int | None = key(None, "responses per prompt; null: 8 for grpo and rloo, else 1", "[1, inf)")
-    temperature: float = key(1.0, "temperature of training rollouts, and of every log-prob", "(0, inf)")
-    top_p: float = key(1.0, "probability mass sampled from", "(0, 1]")
-    top_k: int = key(-1, "tokens sampled from; -1: all", "[-1, inf)")
-    max_new_tokens: int | None = key(
-        None, "tokens sampled for a response; null: dataset.max_response_length", "[1, inf)"
-    )
-    seed: int = key(1, "seed of the sampled tokens", "[0, inf)")
-    off_policy_steps: int = key(
-        0, "1: responses are sampled one step before they are learnt from, and corrected for it", "[0, 1]"
-    )
-    n_gpus: int | None = key(
-        None, "GPUs for engines alone, which each hold the model, with worker.hybrid_engine: false", "[1, inf)"
-    )
-    gpu_memory_utilization: float = key(0.4, "share of GPU memory for vLLM", "(0, 1]")
-    tensor_parallel_size: int = key(1, "GPUs of one vLLM engine; it divides those of the run, or n_gpus", "[1, inf)")
-    enable_prefix_caching: bool = key(True, "responses of a prompt share its cache")
+    temperature: float = key(1.0, "temperature of training rollouts and of all log-probs", "(0, inf)")
+    top_p: float = key(1.0, "nucleus sampling: probability mass", "(0, 1]")
+    top_k: int = key(-1, "most likely tokens to sample from; -1: all", "[-1, inf)")
+    max_new_tokens: int | None = key(None, "maximum sampled tokens per response; null: max_response_length", "[1, inf)")
+    seed: int = key(1, "seed for sampling tokens", "[0, inf)")
+    off_policy_steps: int = key(0, "1: sample one step ahead of training, corrected by tis_clip", "[0, 1]")
+    n_gpus: int | None = key(None, "GPUs of dedicated engines, for hybrid_engine: false", "[1, inf)")
+    gpu_memory_utilization: float = key(0.4, "fraction of GPU memory for vLLM", "(0, 1]")
+    tensor_parallel_size: int = key(1, "GPUs per vLLM engine; divides n_gpus or all GPUs", "[1, inf)")
+    enable_prefix_caching: bool = key(True, "responses share the KV cache of their prompt")
     val: ValSamplingConfig = field(default_factory=ValSamplingConfig)
 
 
 @dataclass(frozen=True)
 class RewardConfig:
-    reward_type: Literal["function", "model"] = key("function", "functions or a reward model")
+    reward_type: Literal["function", "model"] = key("function", "reward functions only, or with a reward model")
     functions: tuple[str, ...] | None = key(
-        None, "built-ins and file.py:name; null: reward_fn_path alone, else [accuracy, format]", names="code"
+        None, "built-in names or file.py:name; null: reward_fn_path, else [accuracy, format]", path_kind="code"
     )
-    weights: tuple[float, ...] | None = key(None, "one for each function; null: all 1")
-    early_weights: tuple[float, ...] | None = key(None, "weights at the start of the run")
+    weights: tuple[float, ...] | None = key(None, "one weight per reward function; null: all 1")
+    early_weights: tuple[float, ...] | None = key(None, "reward weights at the start of the run")
     early_ratio: float | None = key(
-        None, "share of the run early_weights hold for; null: warmup_ratio, else 0.1", "[0, 1]"
+        None, "fraction of the run with early_weights; null: warmup_ratio, else 0.1", "[0, 1]"
     )
     weight_schedule: tuple[tuple[float, tuple[float, ...]], ...] | None = key(
-        None, "[[share of the run, weights from there on], ...]"
+        None, "[[fraction of the run, weights from there on], ...]"
     )
-    reward_fn_path: str | None = key(None, "file.py[:name] or package.module[:name]", names="code")
+    reward_fn_path: str | None = key(None, "file.py[:name] or package.module[:name]", path_kind="code")
     normalize: Literal["sum_then_normalize", "normalize_then_sum"] = key(
         "sum_then_normalize", "what is standardised within a group"
     )
-    reward_fn_kwargs: Mapping[str, Any] = key({}, "handed to the user's function")
-    model_path: str | None = key(None, "reward model: hub id or directory")
+    reward_fn_kwargs: Mapping[str, Any] = key({}, "keyword arguments for your reward functions")
+    model_path: str | None = key(None, "hub id or directory of the reward model")
     num_cpus: int = key(4, "processes that run reward functions", "[1, inf)")
     timeout_s: float = key(30.0, "seconds a reward function may take", "(0, inf]")
-    step_timeout_s: float = key(
-        3600.0, "seconds it may take for all responses of a step; the rest of them fail", "(0, inf]"
-    )
-    failure_reward: float = key(0.0, "reward where a function fails")
-    mdi_balance_ratio: float = key(2.0, "mdi: ratio at which the balance is lost", "(1, inf)")
-    vgr_normalizer: Literal["iqr", "mad"] = key("iqr", "vgr: how a group is compared")
-    vgr_hard_negative_pool: Literal["correct", "group"] = key("correct", "vgr_hard_negative: whom it compares")
+    step_timeout_s: float = key(3600.0, "seconds for all responses of a step; the remaining ones fail", "(0, inf]")
+    failure_reward: float = key(0.0, "reward of a response whose function fails")
+    mdi_balance_ratio: float = key(2.0, "mdi: attention ratio at which the reward reaches -1", "(1, inf)")
+    vgr_normalizer: Literal["iqr", "mad"] = key("iqr", "vgr: how values are scaled within a group")
+    vgr_hard_negative_pool: Literal["correct", "group"] = key("correct", "vgr_hard_negative: responses to compare with")
     soft_punish_cache: int = key(50, "length: tokens before the limit where the penalty starts", "[0, inf)")
 
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    hybrid_engine: bool = key(True, "rollout and training share the devices; false: worker.rollout.n_gpus more")
+    hybrid_engine: bool = key(True, "rollout and training share GPUs; false: worker.rollout.n_gpus separate ones")
     actor: ActorConfig = field(default_factory=ActorConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     ref: RefConfig = field(default_factory=RefConfig)
@@ -373,7 +359,7 @@ class WorkerConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """A whole run. `Config()` is all defaults; `load_config` is the way from YAML and overrides.
+    """The configuration of a run. `Config()` has all defaults; `load_config` reads YAML and overrides.
 
     >>> Config().worker.rollout.n, Config().rollouts_per_prompt
     (None, 8)
@@ -384,7 +370,7 @@ class Config:
     optimization: OptimizationConfig = field(default_factory=OptimizationConfig)
     worker: WorkerConfig = field(default_factory=WorkerConfig)
 
-    # What the `null` of a key stands for, where it depends on other keys.
+    # Values of keys whose `null` depends on other keys.
 
     @property
     def rollouts_per_prompt(self) -> int:
@@ -399,7 +385,7 @@ class Config:
 
     @property
     def reward_functions(self) -> tuple[str, ...]:
-        """Names and paths of the functions that score; empty where a reward model alone does."""
+        """Names and paths of the reward functions; empty if only a reward model scores."""
         reward = self.worker.reward
         if reward.functions is not None:
             return reward.functions
@@ -416,14 +402,14 @@ class Config:
 
 
 class Leaf(NamedTuple):
-    """What the tree says about one key."""
+    """Description of one key."""
 
     annotation: Any
     default: Any
     meaning: str
     within: str | None
     may_change: bool
-    names: Kind | None
+    path_kind: PathKind | None
 
 
 @cache

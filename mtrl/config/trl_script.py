@@ -1,4 +1,4 @@
-"""The arguments of `GRPOConfig(..)` and `GRPOTrainer(..)` in a Python file, by their names in TRL.
+"""Reads the arguments of `GRPOConfig(..)` and `GRPOTrainer(..)` from a Python file.
 
 The file is parsed and never run: values must be literals, names of literals, or arithmetic with them.
 """
@@ -10,9 +10,13 @@ from typing import Any, NamedTuple
 
 from mtrl.config.yaml_io import BadYaml
 
-_TRAINER = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset")  # its arguments by position
-_LORA_DEFAULTS = {"lora_r": 8, "lora_alpha": 8, "lora_target_modules": ["q_proj", "v_proj"]}  # peft's, for our families
-_LORA = {"r": "lora_r", "target_modules": "lora_target_modules"}  # the others have their own name
+_TRAINER = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset")  # positional arguments
+_LORA_DEFAULTS = {
+    "lora_r": 8,
+    "lora_alpha": 8,
+    "lora_target_modules": ["q_proj", "v_proj"],
+}  # those of peft for our model families
+_LORA = {"r": "lora_r", "target_modules": "lora_target_modules"}  # the other names are the same
 _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -23,7 +27,7 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 
 class Script(NamedTuple):
-    """Values by TRL's names; what cannot be read, with the reason; what is read, but is not all there is to it."""
+    """Values by TRL's names; unreadable arguments with the reason; remarks on arguments that are read incompletely."""
 
     values: dict[str, Any]
     unread: dict[str, str]
@@ -35,20 +39,20 @@ class _NotLiteral(Exception):
 
 
 def read_script(text: str, path: str) -> Script:
-    """`BadYaml` where the text is no Python, or trains nothing by GRPO."""
+    """Read a script; raise `BadYaml` if it is not Python or does not use GRPO."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = getattr(error, "lineno", None)
-        told = getattr(error, "msg", None) or "it cannot be parsed"
-        raise BadYaml(f"{f':{line}' if line else ''}: not valid Python: {told}") from None
+        message = getattr(error, "msg", None) or "it cannot be parsed"
+        raise BadYaml(f"{f':{line}' if line else ''}: not valid Python: {message}") from None
     reader = _Reader(tree, path)
     configs, trainers = reader.calls("GRPOConfig"), reader.calls("GRPOTrainer")
     if not configs and not trainers:
-        raise BadYaml(": no GRPOConfig(..) and no GRPOTrainer(..) is called in it")
-    for found in (configs, trainers):
-        if len(found) > 1:
-            raise BadYaml(f":{found[1].lineno}: a second {_name(found[1].func)}(..); keep one of the two")
+        raise BadYaml(": it calls neither GRPOConfig(..) nor GRPOTrainer(..)")
+    for calls in (configs, trainers):
+        if len(calls) > 1:
+            raise BadYaml(f":{calls[1].lineno}: a second {_name(calls[1].func)}(..); keep one of the two")
     for call in configs:
         reader.take(_keywords(call, ("output_dir",)))
     for call in trainers:
@@ -77,15 +81,15 @@ class _Reader:
             try:
                 self.script.values[name] = self.literal(node)
             except _NotLiteral:
-                self.script.unread[name] = f"`{ast.unparse(node)[:60]}` is no literal value"
+                self.script.unread[name] = f"`{ast.unparse(node)[:60]}` is not a literal value"
 
-    def take_trainer(self, given: dict[str, ast.expr]) -> None:
+    def take_trainer(self, arguments: dict[str, ast.expr]) -> None:
         for name in ("args", "processing_class", "tokenizer", "optimizers"):
-            given.pop(name, None)  # the first is GRPOConfig itself, the others are made from the model
+            arguments.pop(name, None)  # GRPOConfig itself, and objects made from the model
         readers = {"model": self._model, "reward_funcs": self._rewards, "train_dataset": self._dataset,
                    "eval_dataset": self._dataset, "peft_config": self._peft}  # fmt: skip
         names = {"model": "model_name_or_path"}
-        for name, node in given.items():
+        for name, node in arguments.items():
             try:
                 if name not in readers:
                     raise _NotLiteral
@@ -114,7 +118,7 @@ class _Reader:
             raise _NotLiteral from None
 
     def _only(self, name: str) -> ast.expr:
-        """What a name was given; names that are given two things are not followed."""
+        """The value of a name that is assigned once."""
         values = self.assigned.get(name, [])
         if len(values) != 1:
             raise _NotLiteral
@@ -122,21 +126,21 @@ class _Reader:
 
     def _model(self, name: str, node: ast.expr) -> None:
         """A hub id, or the first argument of `from_pretrained`."""
-        made = self._only(node.id) if isinstance(node, ast.Name) else node
-        call = isinstance(made, ast.Call) and _name(made.func) == "from_pretrained" and made.args
-        self.script.values[name] = self.literal(made.args[0] if call else node)  # type: ignore[attr-defined]
+        value = self._only(node.id) if isinstance(node, ast.Name) else node
+        is_load = isinstance(value, ast.Call) and _name(value.func) == "from_pretrained" and value.args
+        self.script.values[name] = self.literal(value.args[0] if is_load else node)  # type: ignore[attr-defined]
 
     def _peft(self, name: str, node: ast.expr) -> None:
-        made = self._only(node.id) if isinstance(node, ast.Name) else node
-        if isinstance(made, ast.Constant) and made.value is None:
+        value = self._only(node.id) if isinstance(node, ast.Name) else node
+        if isinstance(value, ast.Constant) and value.value is None:
             return
-        if not isinstance(made, ast.Call) or _name(made.func) != "LoraConfig":
+        if not isinstance(value, ast.Call) or _name(value.func) != "LoraConfig":
             raise _NotLiteral
         self.script.values.update(use_peft=True, **_LORA_DEFAULTS)
-        self.take(_keywords(made, ("task_type", "r")), _LORA)
+        self.take(_keywords(value, ("task_type", "r")), _LORA)
 
     def _rewards(self, name: str, node: ast.expr) -> None:
-        """Functions by `file.py:name` or `package.module:name`; a text is a reward model."""
+        """Functions as `file.py:name` or `package.module:name`; a string is a reward model."""
         if isinstance(node, ast.Name) and node.id in self.assigned:
             node = self._only(node.id)
         items = node.elts if isinstance(node, (ast.List, ast.Tuple)) else [node]
@@ -146,7 +150,9 @@ class _Reader:
                 functions.append(self.imported[item.id])
             elif isinstance(item, ast.Name) and self._defines(item.id):
                 functions.append(f"{self.path}:{item.id}")
-                self.script.remarks[name] = f"importing {self.path} must not train; else move {item.id} to its own file"
+                self.script.remarks[name] = (
+                    f"importing {self.path} must not start training; otherwise move {item.id} to another file"
+                )
             elif isinstance(item, ast.Constant) and isinstance(item.value, str) and len(items) == 1:
                 self.script.values["reward_model_name_or_path"] = item.value
                 return
@@ -159,40 +165,38 @@ class _Reader:
         return any(isinstance(node, kinds) and node.name == name for node in self.tree.body)
 
     def _dataset(self, name: str, node: ast.expr) -> None:
-        """`load_dataset("id", split="train")` as `id@train`. What is done to its rows after that is not carried on."""
+        """`load_dataset("id", split="train")` as `id@train`. Later changes to its rows are not converted."""
         steps: set[str] = set()
-        call = self._loaded(node, steps, 0)
-        given = dict(_keywords(call, ("path", "name")))
-        if "name" in given or ("data_files" in given and self.literal(given["path"]) not in ("json", "parquet")):
+        call = self._find_load_call(node, steps, 0)
+        arguments = dict(_keywords(call, ("path", "name")))
+        has_files = "data_files" in arguments
+        if "name" in arguments or (has_files and self.literal(arguments["path"]) not in ("json", "parquet")):
             raise _NotLiteral
-        if "data_files" in given:
-            files = self.literal(given["data_files"])
+        if has_files:
+            files = self.literal(arguments["data_files"])
             self.script.values[name] = ",".join(files) if isinstance(files, list) else files
         else:
-            split = self.literal(given["split"]) if "split" in given else "train"
-            self.script.values[name] = f"{self.literal(given['path'])}@{split}"
+            split = self.literal(arguments["split"]) if "split" in arguments else "train"
+            self.script.values[name] = f"{self.literal(arguments['path'])}@{split}"
         if steps:
-            told = "its rows as they are stored: what " + ", ".join(f".{step}(..)" for step in sorted(steps))
-            self.script.remarks[name] = f"{told} does to them is not carried over"
+            calls = ", ".join(f".{step}(..)" for step in sorted(steps))
+            self.script.remarks[name] = f"the rows as stored; {calls} is not converted"
 
-    def _loaded(self, node: ast.expr, steps: set[str], depth: int) -> ast.Call:
+    def _find_load_call(self, node: ast.expr, steps: set[str], depth: int) -> ast.Call:
         if depth > 20:
             raise _NotLiteral
         if isinstance(node, ast.Call) and _name(node.func) == "load_dataset":
             return node
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             steps.add(node.func.attr)
-            return self._loaded(node.func.value, steps, depth + 1)
+            return self._find_load_call(node.func.value, steps, depth + 1)
         if isinstance(node, ast.Name):
             for value in self.assigned.get(node.id, [])[1:]:  # `data = data.map(..)`
-                steps |= {part.func.attr for part in ast.walk(value) if _is_method(part)}  # type: ignore[attr-defined]
+                calls = (part.func for part in ast.walk(value) if isinstance(part, ast.Call))
+                steps |= {function.attr for function in calls if isinstance(function, ast.Attribute)}
             if node.id in self.assigned:
-                return self._loaded(self.assigned[node.id][0], steps, depth + 1)
+                return self._find_load_call(self.assigned[node.id][0], steps, depth + 1)
         raise _NotLiteral
-
-
-def _is_method(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
 
 
 def _keywords(call: ast.Call, positions: tuple[str, ...]) -> Iterator[tuple[str, ast.expr]]:

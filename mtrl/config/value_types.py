@@ -1,6 +1,6 @@
-"""One value against its annotation and range: the typed value, or a sentence that says what was expected.
+"""Checks one value against its annotation and range.
 
-Types are strict: `true` is not 1, `"3"` is not 3, `3.0` is not a whole number. Only a whole number may stand for a
+Types are strict: `true` is not 1, `"3"` is not 3, `3.0` is not a whole number. Only a whole number is accepted for a
 float, and a list for a tuple.
 """
 
@@ -9,21 +9,21 @@ import types
 from collections.abc import Mapping
 from typing import Any, Literal, Union, get_args, get_origin
 
-MAX_SHOWN = 200
+MAX_VALUE_CHARS = 200
 _UNIONS = (Union, types.UnionType)
 
 
 class BadValue(Exception):
-    """The value does not fit; the message is for the user."""
+    """The value does not fit; the message is written for the user."""
 
 
-def typed(value: Any, annotation: Any, within: str | None) -> Any:
-    """The value as the tree keeps it (lists become tuples, whole numbers floats), or `BadValue`."""
+def validate(value: Any, annotation: Any, within: str | None) -> Any:
+    """Return the value as the tree stores it (lists become tuples, whole numbers floats), or raise `BadValue`."""
     try:
         return _fit(value, annotation, within)
     except _Misfit:
         expected = describe(annotation, within)
-        raise BadValue(f"expected {expected}, got {shown(value)}{_hint(value, annotation)}") from None
+        raise BadValue(f"expected {expected}, got {format_value(value)}{_hint(value, annotation)}") from None
 
 
 class _Misfit(Exception):
@@ -70,20 +70,20 @@ def _fit_tuple(value: Any, members: tuple[Any, ...], within: str | None) -> tupl
     return tuple(_fit(item, member, within) for item, member in zip(value, members, strict=True))
 
 
-def interval(within: str | None) -> tuple[float, float, bool, bool]:
-    """Ends of an interval and whether they belong to it; no interval means any finite number."""
+def parse_interval(within: str | None) -> tuple[float, float, bool, bool]:
+    """The ends of an interval and whether each belongs to it; None stands for all finite numbers."""
     text = within or "(-inf, inf)"
     low, high = text[1:-1].split(",")
     return float(low), float(high), text[0] == "[", text[-1] == "]"
 
 
 def _inside(number: float, within: str | None) -> bool:
-    low, high, low_belongs, high_belongs = interval(within)
+    low, high, low_belongs, high_belongs = parse_interval(within)
     return (number > low or (low_belongs and number == low)) and (number < high or (high_belongs and number == high))
 
 
 def describe(annotation: Any, within: str | None) -> str:
-    """What a key takes, in words: `a number in [0, 1] or null`."""
+    """Describe the values that a key takes: `a number in [0, 1] or null`."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin in _UNIONS:
         return " or ".join(describe(member, within) for member in args)
@@ -101,30 +101,30 @@ def describe(annotation: Any, within: str | None) -> str:
 
 
 def _range_in_words(within: str | None) -> str:
-    low, high, low_belongs, _ = interval(within)
+    low, high, low_belongs, _ = parse_interval(within)
     if math.isfinite(low) and math.isinf(high):
         return f" of at least {low:g}" if low_belongs else f" above {low:g}"
     return f" in {within}" if math.isfinite(low) and math.isfinite(high) else ""
 
 
 def is_text(annotation: Any) -> bool:
-    """Whether the key takes any text (not a choice among words)."""
+    """Whether the key takes any text (not only certain words)."""
     return annotation is str or (get_origin(annotation) in _UNIONS and str in get_args(annotation))
 
 
-def shown(value: Any) -> str:
-    """A value as YAML would write it, near enough for a message, on one line that is not too long."""
+def format_value(value: Any) -> str:
+    """The value roughly as YAML would write it, on one line of limited length."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, float) and not math.isfinite(value):
         return {"inf": ".inf", "-inf": "-.inf", "nan": ".nan"}[str(value)]
     text = repr(list(value) if isinstance(value, tuple) else value)
-    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
+    return text if len(text) <= MAX_VALUE_CHARS else f"{text[: MAX_VALUE_CHARS - 3]}..."
 
 
-def printable(key: str) -> str:
-    """A key or a path on one line, without what a terminal would take for commands."""
-    return key if key and key.isprintable() and len(key) <= MAX_SHOWN else shown(key)
+def format_key(key: str) -> str:
+    """A key or path on one line, without control characters for the terminal."""
+    return key if key and key.isprintable() and len(key) <= MAX_VALUE_CHARS else format_value(key)
 
 
 def _hint(value: Any, annotation: Any) -> str:
@@ -133,8 +133,8 @@ def _hint(value: Any, annotation: Any) -> str:
     if is_text(annotation) and isinstance(value, (bool, int, float)):
         return "; put it in quotes"
     wants_list = any(get_origin(member) is tuple for member in (annotation, *get_args(annotation)))
-    if wants_list and isinstance(value, (str, int, float)) and len(str(value)) <= MAX_SHOWN:
-        return f"; write [{printable(str(value))}]"
+    if wants_list and isinstance(value, (str, int, float)) and len(str(value)) <= MAX_VALUE_CHARS:
+        return f"; write [{format_key(str(value))}]"
     if wants_list and isinstance(value, Mapping) and "a mapping" in describe(annotation, None):
         return "; write [{name: .., ..}]"
     return ""

@@ -4,9 +4,9 @@
 #   bash token_weight_grid.sh                                    # as published
 #   bash token_weight_grid.sh experiments/zoo/experiment5.yaml   # the embedded model
 #
-# A loop of overrides and not 18 files: what differs stands in one place. Words after the file are handed to each run; a
-# run that is finished says so and the loop goes on, so the same command continues a grid that was stopped. MTRL is the
-# command to run (MTRL=echo shows the runs). Afterwards the runs lie side by side in outputs/token_weight_grid_*/.
+# One loop of overrides instead of 18 files keeps the differences in one place. Arguments after the file are passed to
+# every run. A finished run is skipped, so the same command continues a grid that was stopped. MTRL is the command to run
+# (MTRL=echo prints the runs). The runs are written to outputs/token_weight_grid_*/.
 set -euo pipefail
 base=${1:-experiments/experiment5.yaml}
 project=token_weight_grid_$(basename "$(dirname "$base")")
