@@ -1,13 +1,13 @@
-"""The checkpoints of a run: Hugging Face folders with the trainer's state beside the weights.
+"""The checkpoints of a run: Hugging Face folders with the trainer's state next to the weights.
 
 checkpoints/
   step_40/        the actor: weights, config, tokenizer, trainer/ · trainer_state.json · the manifest
     critic/       any other learner, in a folder of its name
-  best_model      a link to the checkpoint with the best validation
+  best_model      a link to the checkpoint with the best validation score
   .step_50/       being written; renamed to step_50 when all of it is on the disk
 
-A save that fails (a full disk, a folder that cannot be written) costs nothing but itself: the last good checkpoint
-stays, the run goes on, and the next save tries again.
+If a save fails (a full disk, a folder that cannot be written), the last good checkpoint stays, the run continues, and
+the next save tries again.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mtrl.checkpoint.manifest import MANIFEST, DamagedCheckpoint, move_to, seal, to_disk
+from mtrl.checkpoint.manifest import MANIFEST, DamagedCheckpoint, rename_folder, seal, sync_path
 from mtrl.utils.errors import RunError, StartError
 from mtrl.utils.files import regular_file
 from mtrl.utils.machine import free_memory
 
 if TYPE_CHECKING:
-    from mtrl.protocols import Snapshot, Stateful  # they import torch, which nothing here needs
+    from mtrl.protocols import Snapshot, Stateful  # they import torch, which this module does not need
 
 STATE = "trainer_state.json"
 BEST = "best_model"
-ACTOR = "actor"  # its files lie at the top of a checkpoint, which so is a model for everybody else
-SLACK = 16 << 20  # bytes for settings, manifest and the folder itself, in the estimate of a checkpoint's size
+ACTOR = "actor"  # its files are at the top of a checkpoint, so that other tools load it as a model
+SLACK = 16 << 20  # bytes for settings, manifest and the folder itself in the estimate of a checkpoint's size
 
 logger = logging.getLogger(__name__)
 
 
 class FolderStore:
-    """Saves while the training goes on, where main memory holds a copy of the state; one save at a time.
+    """Saves in the background if CPU memory has room for a copy of the state; one save at a time.
 
-    The newest `limit` checkpoints stay (-1: all), at least one, and the best by `metric`. `before_saving` may prepare
-    the place. Whoever makes a store must be the only one to write there.
+    Keeps the newest `limit` checkpoints (-1: all), at least one, and the best by `metric`. `before_saving` may prepare
+    the directory, which nobody else may write to.
     """
 
     def __init__(
@@ -56,15 +56,15 @@ class FolderStore:
         self.directory, self.limit, self.metric, self.before_saving = directory, limit, metric, before_saving
         self.failure: str | None = None  # why the last save failed
         self._writing: threading.Thread | None = None
-        self._error: BaseException | None = None  # what the writing thread raised, for whoever waits for it
-        for leftover in directory.glob(".step_*"):  # a run that was killed left them
-            shutil.rmtree(leftover, ignore_errors=True)  # whoever saves that step again removes the rest
+        self._error: BaseException | None = None  # raised in the writing thread, for `wait`
+        for leftover in directory.glob(".step_*"):  # from a run that was killed
+            shutil.rmtree(leftover, ignore_errors=True)  # the next save of that step removes the rest
         self.best_score = -math.inf
         self._tidy(self._link_best)
 
     # --------------------------------------------------------------------------------------------------------- saving
     def is_best(self, score: float | None) -> bool:
-        """Whether the score is better than that of every checkpoint there; an equal one comes too late."""
+        """Whether the score is better than that of every existing checkpoint."""
         return score is not None and score > self.best_score
 
     def save(
@@ -88,13 +88,13 @@ class FolderStore:
             snapshots = {name: snapshot.detached() for name, snapshot in snapshots.items()}
         self._writing = threading.Thread(
             target=self._write, args=(step, snapshots, record), name="mtrl-save", daemon=True
-        )  # a thread in any case: a signal is answered while it writes
+        )  # a thread in any case, so that signals are handled while it writes
         self._writing.start()
         if not background:
             self.wait()
 
     def wait(self) -> None:
-        """Waits until nothing is being written, and raises what went wrong in the writing thread."""
+        """Waits for the writing thread, and raises its error."""
         if self._writing is not None:
             self._writing.join()
             self._writing = None
@@ -103,7 +103,7 @@ class FolderStore:
             raise error
 
     def close(self) -> None:
-        """Ends the saving: what the run asked for last must be there."""
+        """Waits for the last save; raises RunError if it failed."""
         self.wait()
         if self.failure is not None:
             raise RunError(self.failure)
@@ -112,96 +112,98 @@ class FolderStore:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """A run that fails still gets its last checkpoint; one that is told to leave at once does not wait for it."""
+        """A run that fails still gets its last checkpoint; one that must exit at once does not wait for it."""
         if kind is None or issubclass(kind, Exception):
             self.wait()
 
     def _write(self, step: int, snapshots: Mapping[str, Snapshot], record: str) -> None:
         unfinished, target = self.directory / f".step_{step}", self.directory / f"step_{step}"
         try:
-            remove(unfinished)
+            remove_folder(unfinished)
             unfinished.mkdir(parents=True)
             for name, snapshot in snapshots.items():
-                folder = step_directory(unfinished, name)
+                folder = learner_directory(unfinished, name)
                 folder.mkdir(exist_ok=True)
                 snapshot.write(folder)
             (unfinished / STATE).write_text(record)
             seal(unfinished)
-            remove(target)
-            move_to(unfinished, target)
+            remove_folder(target)
+            rename_folder(unfinished, target)
             self.failure = None
             self._tidy(self._link_best, self._rotate)
         except OSError as error:
             shutil.rmtree(unfinished, ignore_errors=True)
             self._failed(step, error)
-        except BaseException as error:  # a mistake of ours, raised where the run can see it
+        except BaseException as error:  # a bug, raised in the main thread by `wait`
             self._error = error
 
     def _failed(self, step: int, error: OSError) -> None:
-        last = next(reversed(self._seen()), None)
-        kept = f"{last} is the last good one, and the same command goes on from there" if last else "there is no other"
-        self.failure = f"the checkpoint of step {step} could not be saved: {error}; {kept}. Make room, or give access."
-        logger.warning("%s Training goes on; the next save tries again.", self.failure)
-        self.best_score = self._best()[1]  # the one that failed may have raised it
+        last = next(reversed(self._existing()), None)
+        left = f"{last} is the last good one, and the same command resumes from it" if last else "there is no other"
+        self.failure = (
+            f"the checkpoint of step {step} could not be saved: {error}; {left}. Free disk space, or grant access."
+        )
+        logger.warning("%s Training continues; the next save tries again.", self.failure)
+        self.best_score = self._find_best()[1]  # the one that failed may have raised it
 
     # ------------------------------------------------------------------------------------------------------ restoring
     def restore(self, checkpoint: Path, learners: Mapping[str, Stateful]) -> None:
-        """Restores each learner from what was saved under its name; all are looked for before any is changed."""
-        folders = {name: step_directory(checkpoint, name) for name in learners}
+        """Restores each learner from the folder of its name; all must be there before any is changed."""
+        folders = {name: learner_directory(checkpoint, name) for name in learners}
         if missing := [name for name, folder in folders.items() if not folder.is_dir()]:
-            told = f"{checkpoint} holds no {', '.join(missing)}, which this configuration trains"
-            raise StartError(f"{told}; go on with the configuration it was saved under, or name another checkpoint")
+            message = f"{checkpoint} holds no {', '.join(missing)}, which this configuration trains"
+            raise StartError(f"{message}; use the configuration it was saved with, or another checkpoint")
         for name, learner in learners.items():
             learner.restore(folders[name])
 
-    # --------------------------------------------------------------------------------------------------- what is kept
-    def _tidy(self, *works: Callable[[], None]) -> None:
-        """Updates best_model and rotates. The checkpoint is safe already: nothing here may count as its failure."""
+    # ------------------------------------------------------------------------------------------------------- retention
+    def _tidy(self, *tasks: Callable[[], None]) -> None:
+        """Runs tasks whose failure must not count as that of the checkpoint, which is safe already."""
         try:
-            for work in works:
-                work()
+            for task in tasks:
+                task()
         except OSError as error:
-            logger.warning("%s could not be tidied: %s", self.directory, error)
+            logger.warning("old checkpoints or best_model in %s could not be updated: %s", self.directory, error)
 
     def _rotate(self) -> None:
         best = (self.directory / BEST).resolve()
-        old = checkpoints(self.directory)[: -max(1, self.limit)] if self.limit >= 0 else []
+        old = list_checkpoints(self.directory)[: -max(1, self.limit)] if self.limit >= 0 else []
         for path in old:
             if path.resolve() != best:
-                remove(path)
+                remove_folder(path)
 
     def _link_best(self) -> None:
-        best, self.best_score = self._best()
+        best, self.best_score = self._find_best()
         link = self.directory / BEST
-        if link.is_symlink() and not link.exists():  # the checkpoint was damaged, and is set aside
+        if link.is_symlink() and not link.exists():  # the checkpoint was damaged and moved away
             link.unlink()
         if best is not None and (not link.is_symlink() or os.readlink(link) != best.name):
-            beside = self.directory / f".{BEST}"
-            beside.unlink(missing_ok=True)
-            beside.symlink_to(best.name)
-            beside.replace(link)
-            to_disk(self.directory)
+            new_link = self.directory / f".{BEST}"
+            new_link.unlink(missing_ok=True)
+            new_link.symlink_to(best.name)
+            new_link.replace(link)
+            sync_path(self.directory)
 
-    def _seen(self) -> list[Path]:
-        """The checkpoints; none where the folder cannot be read any more, which costs a save and not the run."""
+    def _existing(self) -> list[Path]:
+        """The checkpoints; none if the directory can no longer be read, which must not end the run."""
         try:
-            return checkpoints(self.directory)
+            return list_checkpoints(self.directory)
         except OSError:
             return []
 
-    def _best(self) -> tuple[Path | None, float]:
-        """The checkpoint with the highest score, the first of equals."""
-        scores = {path: saved_score(path, self.metric) for path in self._seen()}
+    def _find_best(self) -> tuple[Path | None, float]:
+        """The checkpoint with the highest score, the oldest of equals."""
+        scores = {path: read_score(path, self.metric) for path in self._existing()}
         best = max(scores, key=lambda path: scores[path], default=None)
         return (None, -math.inf) if best is None or scores[best] == -math.inf else (best, scores[best])
 
 
-def step_directory(checkpoint: Path, learner: str) -> Path:
+def learner_directory(checkpoint: Path, learner: str) -> Path:
     return checkpoint if learner == ACTOR else checkpoint / learner
 
 
-def saved_score(checkpoint: Path, metric: str | None) -> float:
-    """The score of a checkpoint's validation by that metric; -inf where it has none, or none that can be read."""
+def read_score(checkpoint: Path, metric: str | None) -> float:
+    """The validation score of a checkpoint by this metric; -inf if it has none that can be read."""
     try:
         state = read_state(checkpoint)
     except DamagedCheckpoint:
@@ -217,12 +219,12 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
             return state
     except (OSError, ValueError, RecursionError) as error:
         raise DamagedCheckpoint(f"{STATE} cannot be read ({error})") from error
-    raise DamagedCheckpoint(f"{STATE} is no state of a trainer")
+    raise DamagedCheckpoint(f"{STATE} does not hold the state of a trainer")
 
 
-def checkpoints(directory: Path) -> list[Path]:
-    """`step_N`, the newest last. A folder that is there and cannot be read is an error: it is not empty."""
-    names = os.listdir(directory) if os.path.lexists(directory) else []  # a link that leads nowhere is there
+def list_checkpoints(directory: Path) -> list[Path]:
+    """`step_N`, the newest last. A directory that exists and cannot be read is an error: it may not be empty."""
+    names = os.listdir(directory) if os.path.lexists(directory) else []  # a broken link exists
     return sorted((directory / name for name in names if re.fullmatch("step_[0-9]+", name)), key=checkpoint_step)
 
 
@@ -230,8 +232,8 @@ def checkpoint_step(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step_"))
 
 
-def remove(folder: Path) -> None:
-    """Removes a folder, hidden first: what is killed half-way must not look like a checkpoint."""
+def remove_folder(folder: Path) -> None:
+    """Hides the folder before removing it: if this is killed half-way, the rest must not look like a checkpoint."""
     if folder.exists():
         hidden = folder.with_name(f".{folder.name.lstrip('.')}.old")
         shutil.rmtree(hidden, ignore_errors=True)
@@ -240,15 +242,15 @@ def remove(folder: Path) -> None:
 
 
 def write_folder(target: Path, write: Callable[[Path], None], finish: Callable[[Path], None] = seal) -> None:
-    """A folder of its own with what `write` puts into it: whole, or not at all. One that was sealed so is replaced;
-    anything else that is there, the checkpoint of a run above all, is left alone. A folder whose files a user may
-    change afterwards is settled in place of sealed."""
+    """Makes a folder with the files that `write` puts into it, completely or not at all. It replaces a folder made by
+    this function; anything else at the path, such as the checkpoint of a run, is an error. If users may change the
+    files afterwards, `finish` syncs the folder instead of sealing it."""
     target = target.absolute()
     replaced = (target / MANIFEST).exists() and not (target / STATE).exists()
     if target.exists() and not replaced and (not target.is_dir() or any(target.iterdir())):
-        raise FileExistsError(f"{target} is there already, and was not saved by hand; name a new folder")
+        raise FileExistsError(f"{target} exists already, and was not saved by hand; name a new folder")
     unfinished = target.with_name(f".{target.name}")
-    remove(unfinished)
+    remove_folder(unfinished)
     unfinished.mkdir(parents=True)
     try:
         write(unfinished)
@@ -256,12 +258,11 @@ def write_folder(target: Path, write: Callable[[Path], None], finish: Callable[[
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
-    remove(target)
-    move_to(unfinished, target)
+    remove_folder(target)
+    rename_folder(unfinished, target)
 
 
-# ---------------------------------------------------------------------------------------------------------------- room
 def check_disk_space(directory: Path, needed: int) -> None:
     free = shutil.disk_usage(directory).free
     if free < needed:
-        raise OSError(f"it needs {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free in {directory}")
+        raise OSError(f"it needs {needed / 1e9:.2f} GB, but only {free / 1e9:.2f} GB are free in {directory}")

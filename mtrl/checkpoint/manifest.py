@@ -1,8 +1,8 @@
-"""A folder that is complete or not there, and that knows when a byte of it has changed.
+"""Folders that are complete or absent, and whose damage is detected.
 
-The manifest lists size and CRC-32 of every file and is written last. A CRC finds every run of up to 32 changed bits and
-misses other damage once in four thousand million times; it runs at 3 GB/s where a cryptographic hash runs at 0.5, and
-nobody here is to be kept from forging a checkpoint.
+The manifest lists the size and CRC-32 of every file and is written last. A CRC finds every run of up to 32 changed bits
+and misses other damage once in four thousand million times. It runs at 3 GB/s, a cryptographic hash at 0.5; protection
+against forgery is not needed here.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ CHUNK = 8 << 20  # bytes read at once
 
 
 class DamagedCheckpoint(Exception):
-    """A folder that is not as it was written; the message says what differs."""
+    """A folder that has changed since it was written; the message says how."""
 
 
 def seal(folder: Path) -> None:
-    """Writes the manifest of all files there, and returns when all of them are on the disk."""
+    """Writes the manifest of all files in the folder, and returns when all of them are on the disk."""
     paths = sorted(folder.rglob("*"))
     files = {path.relative_to(folder).as_posix(): path for path in paths if path.is_file()}
     sums = {name: {"bytes": path.stat().st_size, "crc32": crc32(path)} for name, path in files.items()}
-    (folder / MANIFEST).write_text(_written(sums))
-    settle(folder, MANIFEST)
+    (folder / MANIFEST).write_text(_format_manifest(sums))
+    sync_folder(folder, MANIFEST)
 
 
-def settle(folder: Path, plain: str) -> None:
-    """Returns when all that is in the folder is on the disk. Files get the mode that a new file has here, such as the
-    one called `plain`: safetensors alone gives its files to nobody but the owner."""
-    mode = stat.S_IMODE((folder / plain).stat().st_mode)
+def sync_folder(folder: Path, new_file: str) -> None:
+    """Returns when the whole folder is on the disk. All files get the mode of `new_file`, since safetensors makes files
+    that only their owner can read."""
+    mode = stat.S_IMODE((folder / new_file).stat().st_mode)
     paths = sorted(folder.rglob("*"))
     for path in paths:
         if path.is_file():
             path.chmod(mode)
     for path in [*paths, folder]:
-        to_disk(path)
+        sync_path(path)
 
 
-def check(folder: Path, but: Collection[str] = ()) -> None:
-    """Raises `DamagedCheckpoint` unless every file that was sealed is there as it was; those of `but` need not be looked at."""
-    for name, expected in _read(folder).items():
-        if name in but:
+def check_manifest(folder: Path, skip: Collection[str] = ()) -> None:
+    """Raises `DamagedCheckpoint` unless every sealed file is unchanged; files in `skip` are not checked."""
+    for name, expected in _read_manifest(folder).items():
+        if name in skip:
             continue
         path = folder / name
         try:
@@ -61,31 +61,31 @@ def check(folder: Path, but: Collection[str] = ()) -> None:
             raise DamagedCheckpoint(f"{name} is missing") from None
         except PermissionError:
             raise
-        except OSError as error:  # a disk that cannot read its own sectors
+        except OSError as error:  # a bad sector
             raise DamagedCheckpoint(f"{name} cannot be read ({error.strerror})") from error
 
 
 def _size(path: Path) -> int:
-    """The size of a file. From a pipe or a device nothing is read: it might never end."""
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode):
-        raise DamagedCheckpoint(f"{path.name} is no file")
-    return found.st_size
+    """The size of a regular file. Pipes and devices are not read: they might never end."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise DamagedCheckpoint(f"{path.name} is not a file")
+    return status.st_size
 
 
-def move_to(unfinished: Path, target: Path) -> None:
-    """Gives a sealed folder its final name; after this it is there even if the power goes."""
+def rename_folder(unfinished: Path, target: Path) -> None:
+    """Gives a sealed folder its final name; after this it survives a power failure."""
     unfinished.rename(target)
-    to_disk(target.parent)
+    sync_path(target.parent)
 
 
 def write_file(path: Path, text: str) -> None:
     """Writes all of the new text, or leaves the old file as it was."""
     unfinished = path.with_name(f".{path.name}")
     unfinished.write_text(text, encoding="utf-8")
-    to_disk(unfinished)
+    sync_path(unfinished)
     unfinished.replace(path)
-    to_disk(path.parent)
+    sync_path(path.parent)
 
 
 def crc32(path: Path) -> int:
@@ -96,8 +96,8 @@ def crc32(path: Path) -> int:
     return total
 
 
-def to_disk(path: Path) -> None:
-    """Returns when a file's content, or a folder's list of names, has left the caches of the system."""
+def sync_path(path: Path) -> None:
+    """Returns when a file's content, or a folder's list of names, is on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -105,21 +105,21 @@ def to_disk(path: Path) -> None:
         os.close(handle)
 
 
-def _written(sums: Mapping[str, Mapping[str, int]]) -> str:
-    """The manifest's text, its own sum included: any change of it reads back as another text."""
+def _format_manifest(sums: Mapping[str, Mapping[str, int]]) -> str:
+    """The manifest's text, with its own checksum: any change of it is detected."""
     return json.dumps({"files": sums, "crc32": zlib.crc32(json.dumps(sums).encode())}, indent=1) + "\n"
 
 
-def _read(folder: Path) -> Mapping[str, Mapping[str, int]]:
+def _read_manifest(folder: Path) -> Mapping[str, Mapping[str, int]]:
     try:
         _size(folder / MANIFEST)
         text = (folder / MANIFEST).read_text(encoding="utf-8")
         sums: Mapping[str, Mapping[str, int]] = json.loads(text)["files"]
-        whole = _written(sums) == text and all({"bytes", "crc32"} <= sums[name].keys() for name in sums)
+        intact = _format_manifest(sums) == text and all({"bytes", "crc32"} <= sums[name].keys() for name in sums)
     except FileNotFoundError:
         raise DamagedCheckpoint(f"{MANIFEST} is missing") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        whole = False
-    if not whole:
+        intact = False
+    if not intact:
         raise DamagedCheckpoint(f"{MANIFEST} has changed since it was written")
     return sums

@@ -1,10 +1,11 @@
-"""Records in a checkpoint: their tensors by path in NAME.safetensors, and what of them is no tensor in NAME.json."""
+"""Records in a checkpoint: tensors by path in NAME.safetensors, everything else in NAME.json."""
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RecordSnapshot:
-    """A snapshot. Nobody changes records, so that they may be written at any time."""
+    """A snapshot of records. They never change, so it may be written at any time."""
 
     copied = True
     name: str
@@ -32,17 +33,24 @@ class RecordSnapshot:
 
     def write(self, directory: Path) -> None:
         tensors, rows = record_files(directory, self.name)
-        try:
+        with convert_disk_errors():
             save_file(dict(self.tensors), tensors)
-        except SafetensorError as error:  # how it reports a full disk
-            raise OSError(str(error)) from error
         rows.write_text(json.dumps(self.rows, indent=1), encoding="utf-8")
+
+
+@contextmanager
+def convert_disk_errors() -> Iterator[None]:
+    """safetensors reports a full disk as its own error; this raises an OSError."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
 
 
 def read_records(directory: Path, name: str) -> tuple[dict[str, dict[str, Tensor]], Any]:
     """The tensors by the first part of their path, and the rows."""
     tensors, rows = record_files(directory, name)
-    return by_folder(load_file(tensors)), json.loads(rows.read_text(encoding="utf-8"))
+    return group_by_folder(load_file(tensors)), json.loads(rows.read_text(encoding="utf-8"))
 
 
 def record_files(directory: Path, name: str) -> tuple[Path, Path]:
@@ -50,24 +58,24 @@ def record_files(directory: Path, name: str) -> tuple[Path, Path]:
 
 
 def record_tensors(record: Any) -> dict[str, Tensor]:
-    """Every tensor of a record, and of records and mappings in it, by its path."""
-    found: dict[str, Tensor] = {}
+    """The tensors of a record, and of records and mappings in it, by path."""
+    tensors: dict[str, Tensor] = {}
     items = {f.name: getattr(record, f.name) for f in fields(record)} if is_dataclass(record) else record
     for name, value in items.items():
         if isinstance(value, Tensor):
-            found[name] = value.contiguous()
+            tensors[name] = value.contiguous()
         elif isinstance(value, Mapping) or is_dataclass(value):
-            found |= {f"{name}/{path}": tensor for path, tensor in record_tensors(value).items()}
-    return found
+            tensors |= {f"{name}/{path}": tensor for path, tensor in record_tensors(value).items()}
+    return tensors
 
 
-def by_folder(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """The tensors under each first part of a path, by the rest of theirs."""
-    found: dict[str, dict[str, Tensor]] = defaultdict(dict)
+def group_by_folder(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """The tensors under each first part of a path, by the rest of it."""
+    folders: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for path, tensor in tensors.items():
         folder, _, rest = current_name(path).partition("/")
-        found[folder][rest] = tensor
-    return found
+        folders[folder][rest] = tensor
+    return folders
 
 
 RENAMED = {  # fields of records in checkpoints of 0.1.0
@@ -82,7 +90,7 @@ RENAMED = {  # fields of records in checkpoints of 0.1.0
 
 
 def current_name(path: str) -> str:
-    """The path of a tensor under today's names."""
+    """The path of a tensor with the current field names."""
     head, _, field = path.rpartition("/")
     parents, _, record = head.rpartition("/")
     renamed = RENAMED.get(f"{record}/{field}", f"{record}/{field}")

@@ -1,8 +1,8 @@
-"""The checkpoint of a learner that ranks hold together: each rank gathers some whole files of it, and writes them.
+"""The files of a checkpoint that several ranks write: each rank gathers and writes some whole files.
 
-Tensors go into files of at most FILE_BYTES, in their order, and the files to ranks in turn. So no rank holds more than
-its share of the files, all write at once, and what they write is a checkpoint of Hugging Face like any other, with an
-index where there are several files. A model that one file holds is written by the first rank, as by a single process.
+Tensors are assigned to files of at most FILE_BYTES in their order, and the files to ranks in turn. So no rank holds
+more than its share of the files, all write at once, and the result is an ordinary Hugging Face checkpoint, with an
+index if there are several files. A model that fits into one file is written by the first rank, as by a single process.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from mtrl.models.checkpoint_files import INDEX
 
-FILE_BYTES = 5 * 10**9  # as hubs like them
-FORMAT = {"format": "pt"}  # what transformers looks for in a file of weights
+FILE_BYTES = 5 * 10**9  # the size that hubs recommend
+FORMAT = {"format": "pt"}  # the metadata that transformers requires in a file of weights
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class FilePlan:
     nbytes: int
 
     @classmethod
-    def of(cls, stem: str, sizes: Mapping[str, int], limit: int) -> FilePlan:
-        """No file over the limit, but for a single tensor that is."""
+    def make(cls, stem: str, sizes: Mapping[str, int], limit: int) -> FilePlan:
+        """No file exceeds the limit, unless a single tensor does."""
         files: list[list[str]] = [[]]
         room = limit
         for name, size in sizes.items():
@@ -44,11 +44,11 @@ class FilePlan:
         return cls(stem, tuple(map(tuple, files)), sum(sizes.values()))
 
     @property
-    def single(self) -> bool:
+    def is_single(self) -> bool:
         return len(self.files) == 1
 
-    def own(self, rank: int, ranks: int) -> set[str]:
-        """The tensors of the files that a rank writes."""
+    def rank_tensors(self, rank: int, ranks: int) -> set[str]:
+        """The names of the tensors that a rank writes."""
         return {name for file in self.files[rank::ranks] for name in file}
 
     def write(self, tensors: Mapping[str, Tensor], directory: Path, rank: int, ranks: int) -> None:
@@ -57,10 +57,10 @@ class FilePlan:
             save_file(part, directory / self.file_name(number), metadata=FORMAT)
 
     def write_index(self, directory: Path) -> None:
-        places = {name: self.file_name(number) for number, file in enumerate(self.files) for name in file}
-        index = {"metadata": {"total_size": self.nbytes}, "weight_map": dict(sorted(places.items()))}
+        weight_map = {name: self.file_name(number) for number, file in enumerate(self.files) for name in file}
+        index = {"metadata": {"total_size": self.nbytes}, "weight_map": dict(sorted(weight_map.items()))}
         (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
     def file_name(self, number: int) -> str:
-        of = "" if self.single else f"-{number + 1:05d}-of-{len(self.files):05d}"
-        return f"{self.stem}{of}.safetensors"
+        suffix = "" if self.is_single else f"-{number + 1:05d}-of-{len(self.files):05d}"
+        return f"{self.stem}{suffix}.safetensors"

@@ -1,1 +1,1 @@
-"""Several machines or GPUs as one crew of ranks, by Ray. This room alone imports ray, and nothing else needs it."""
+"""A run on several processes, started by Ray or by torchrun. Only this package imports ray, and only if it is used."""

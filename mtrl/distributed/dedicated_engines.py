@@ -1,7 +1,7 @@
-"""Engines on devices of their own (`worker.hybrid_engine: false`): they hold nothing that learns, sample while others
-learn, and are sent the weights of every version, one tensor at a time.
+"""Dedicated engines (`worker.hybrid_engine: false`): they have their own devices, sample while ranks learn, and receive
+every version of the weights, one tensor at a time.
 
-    ranks gather a weight -> the first sends it -> each engine puts it where it belongs
+    all ranks gather a weight -> the first rank sends it -> each engine loads it
 """
 
 from __future__ import annotations
@@ -12,86 +12,80 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtrl.distributed.generator_proxy import PART, DistributedGenerator, EngineHandle
+from mtrl.distributed.generator_proxy import ENGINE, DistributedGenerator, EngineHandle, check_versions
 from mtrl.protocols import Generator, RemoteEngines
 from mtrl.types import Prompt, Rollouts, Sampling, Weights
 
-SENDER = "weights"  # the part of a rank
-Sent = tuple[Any, Tensor | None]  # a weight by its name; before the first the version and all names
+SENDER = "weights"  # the role of a rank that sends its weights
+Message = tuple[Any, Tensor | None]  # a name and its weight; the first message: (version, all names) and None
+Receive = Callable[[], Message]  # waits for the next message
 
 
-class DedicatedGenerator(DistributedGenerator):
-    """They are awake for as long as the run is: nobody else wants their devices."""
+class DedicatedGenerator(DistributedGenerator[RemoteEngines]):
+    """Dedicated engines never sleep: they share their devices with nobody."""
 
-    apart = True
-
-    def __init__(self, engines: RemoteEngines, sharers: int = 1) -> None:
-        super().__init__(engines, sharers)
-        self.engines = engines
+    colocated = False
 
     def wake(self) -> None: ...
 
     def sleep(self) -> None: ...
 
     def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> Callable[[], Rollouts]:
-        shares, given = self.dealt(prompts, sampling)
-        found = self.engines.begin(PART, "generate", given)
-        return lambda: self.joined(prompts, shares, found())
+        shares, arguments = self.partition(prompts, sampling)
+        wait = self.workers.start(ENGINE, "generate", self.repeat_in_groups(arguments))
+        return lambda: self.merge(prompts, shares, self.first_of_groups(wait()))
 
     def load(self, weights: Weights) -> None:
-        """After all that was begun: an engine does one thing after the other."""
-        self.check_versions(weights, self.engines.hand_over(SENDER, PART))
+        """Waits for all generation that was started before: an engine makes one call after the other."""
+        check_versions(weights, self.workers.transfer_weights(SENDER, ENGINE))
 
 
 class WeightSender:
-    """Of one rank; `publish` gives the weights of its actor, and `dtype` is what engines hold them in."""
+    """Sends the weights of one rank's actor, which `publish` returns, in the engines' `dtype`."""
 
     def __init__(self, publish: Callable[[], Weights], dtype: torch.dtype) -> None:
         self.publish, self.dtype = publish, dtype
 
-    def send(self, door: Callable[[Iterable[Sent]], None] | None) -> int:
-        """All ranks gather each weight. The first has a `door`, through which they go."""
+    def send(self, channel: Callable[[Iterable[Message]], None] | None) -> int:
+        """All ranks gather each weight; only the first has a channel to send it through."""
         weights = self.publish()
-        sent = self._one_by_one(weights)
-        if door is not None:
-            door(sent)
+        messages = self._messages(weights)
+        if channel is not None:
+            channel(messages)
         else:
-            for _ in sent:
+            for _ in messages:
                 pass
         return weights.version
 
-    def _one_by_one(self, weights: Weights) -> Iterator[Sent]:
+    def _messages(self, weights: Weights) -> Iterator[Message]:
         yield (weights.version, list(weights.tensors)), None
         for name, tensor in weights.tensors.items():
             yield name, tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
 
 class DedicatedEngine(EngineHandle):
-    """The engine of one process, as `DedicatedGenerator` calls it; `next_one` waits for what a `WeightSender` sends."""
+    """The engine of one process, as `DedicatedGenerator` calls it."""
 
-    def __init__(self, generator: Generator, next_one: Callable[[], Sent]) -> None:
-        super().__init__(generator, lambda: arriving(next_one))
+    def __init__(self, generator: Generator, receive: Receive) -> None:
+        super().__init__(generator, lambda: receive_weights(receive))
         self.wake()
 
-    def take(self) -> int:
-        return self.load()
 
-
-def arriving(next_one: Callable[[], Sent]) -> Weights:
-    (version, names), _ = next_one()
-    return Weights(version, IncomingWeights(names, next_one))
+def receive_weights(receive: Receive) -> Weights:
+    (version, names), _ = receive()
+    return Weights(version, IncomingWeights(names, receive))
 
 
 class IncomingWeights(Mapping[str, Tensor]):
-    """Weights that can be read once, in their order."""
+    """Weights that can be read once, in the order of their names."""
 
-    def __init__(self, names: Sequence[str], next_one: Callable[[], Sent]) -> None:
-        self.names, self.next_one = names, next_one
+    def __init__(self, names: Sequence[str], receive: Receive) -> None:
+        self.names, self.receive = names, receive
 
     def __getitem__(self, name: str) -> Tensor:
-        found, tensor = self.next_one()
-        if found != name or tensor is None:
-            raise KeyError(f"{name} was asked for, and {found} is next")
+        received, tensor = self.receive()
+        if received != name or tensor is None:
+            raise KeyError(f"the weight {name} was requested, but the next one is {received}")
         return tensor
 
     def __iter__(self) -> Iterator[str]:

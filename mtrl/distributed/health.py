@@ -1,5 +1,5 @@
-"""The processes of a run, watched while somebody waits for them: one that ends or does not answer is told, with the
-last lines of its log."""
+"""Monitors the processes of a run while the driver waits for them. A process that ends or does not answer is reported
+with the last lines of its log."""
 
 from __future__ import annotations
 
@@ -13,32 +13,33 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from mtrl.utils.errors import RankLost
 
-LINES = 12  # of a lost process's log in the message
-GRACE = 5.0  # seconds in which those that lost another one say so: the one that died first is to be told
+LOG_LINES = 12  # of a lost process's log, in the message
+GRACE = 5.0  # seconds for others to fail too when a process ends, so that the one that ended first is reported
 
 
 @dataclass
 class MonitoredProcess:
-    """A process by its handle of Ray, with its name for people, and where it runs."""
+    """A Ray actor with its name for messages, its log, and its host and process number."""
 
     process: Any
     name: str
     log: Path
-    place: tuple[str, int] = ("unknown", 0)
+    location: tuple[str, int] = ("unknown", 0)
 
-    def told(self, what: str) -> str:
-        host, number = self.place
+    def describe(self, problem: str) -> str:
+        host, number = self.location
         try:
-            lines = self.log.read_text(errors="replace").splitlines()[-LINES:]
+            lines = self.log.read_text(errors="replace").splitlines()[-LOG_LINES:]
         except OSError:
             lines = ["(its log cannot be read here)"]
         last = "\n    ".join(lines)
-        return f"{self.name} (process {number} on {host}) {what}; its last lines:\n    {last}\n"
+        return f"{self.name} (process {number} on {host}) {problem}; its last lines:\n    {last}\n"
 
 
 @dataclass
 class HealthMonitor:
-    """`heartbeat`: seconds after which a process is asked whether it is there, and in which it has to say so."""
+    """`heartbeat`: seconds of silence after which a process is asked for a sign of life, and in which it must
+    answer."""
 
     heartbeat: float
     members: list[MonitoredProcess] = field(default_factory=list)
@@ -48,42 +49,42 @@ class HealthMonitor:
         if self.lost is not None:
             raise self.lost
 
-    def results(self, calls: Sequence[Any], watched: bool = True, beside: bool = False) -> list[Any]:
-        """Waits for all, and looks meanwhile whether every process is alive. An error of something that was done
-        `beside` leaves the ranks as they were."""
-        waiting, patience = list(calls), self.heartbeat if watched else None
+    def wait(self, calls: Sequence[Any], heartbeats: bool = True, side_channel: bool = False) -> list[Any]:
+        """The results of all calls; checks meanwhile that every process is alive. An error of a side-channel call
+        leaves the ranks usable."""
+        waiting, timeout = list(calls), self.heartbeat if heartbeats else None
         while waiting:
-            done, waiting = ray.wait(waiting, num_returns=1, timeout=patience)
+            done, waiting = ray.wait(waiting, num_returns=1, timeout=timeout)
             for call in done:
                 try:
                     ray.get(call)
                 except (RayActorError, RayTaskError) as error:
-                    raise self._told(error, calls, beside) from error
+                    raise self._find_cause(error, calls, side_channel) from error
             if waiting and not done:
-                self._look()
+                self._check_heartbeats()
         return ray.get(list(calls))
 
-    def _look(self) -> None:
+    def _check_heartbeats(self) -> None:
         beats = [member.process.beat.remote() for member in self.members]
         for member, beat in zip(self.members, beats, strict=True):
             try:
                 ray.get(beat, timeout=self.heartbeat)
             except RayActorError:
-                continue  # its call says so
+                continue  # the call that it was executing reports this
             except GetTimeoutError as error:
-                self.lost = RankLost(member.told(f"has not answered for {self.heartbeat:g} s"))
+                self.lost = RankLost(member.describe(f"has not answered for {self.heartbeat:g} s"))
                 raise self.lost from error
 
-    def _told(self, error: Exception, calls: Sequence[Any], beside: bool) -> Exception:
-        """What went wrong first. Where a process ended, others fail too, since it does not answer them."""
+    def _find_cause(self, error: Exception, calls: Sequence[Any], side_channel: bool) -> Exception:
+        """The first failure: when a process ends, the others fail too, since it no longer answers them."""
         ray.wait(list(calls), num_returns=len(calls), timeout=GRACE)
-        ended = [member.told("has ended") for member in self.members if is_dead(member.process)]
+        ended = [member.describe("has ended") for member in self.members if is_dead(member.process)]
         if ended:
             self.lost = RankLost("; ".join(ended))
             return self.lost
         cause = error.cause if isinstance(error, RayTaskError) else error
-        if not beside:
-            self.lost = RankLost(f"the ranks cannot go on: {cause}")
+        if not side_channel:
+            self.lost = RankLost(f"the ranks cannot continue: {cause}")
         return cause if isinstance(cause, Exception) else error
 
 

@@ -1,8 +1,8 @@
-"""Learners that several ranks hold together, as the loop sees them: one actor, one critic, one reference.
+"""Workers that several ranks hold together, as the training loop sees them: one actor, critic, reference, reward model.
 
-Rows are dealt out here, whole groups to a rank, so that a prompt is still read once for its responses. What every row
-weighs was decided before (`LossWeights`), so that ranks only add: their sums are made between them (`learner.py`), and
-what comes back is a number a metric, or a signal a row.
+Rows are distributed here, whole groups to a rank, so that a prompt is still read once for all its responses. The weight
+of every row was decided before (`LossWeights`), so ranks only add: they sum gradients and metrics among themselves
+(`workers/learner.py`) and return one number per metric, or one signal per row.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mtrl.algorithms.packing import balance, cut_groups, row_index
+from mtrl.distributed.remote_proxy import RemoteProxy
 from mtrl.protocols import Snapshot, Stateful, WorkerGroup
 from mtrl.types import Needs, Rollouts, Signals, TrainBatch, Weights
 from mtrl.utils.record_rows import join_rows, take_rows
@@ -24,103 +25,87 @@ from mtrl.workers.learner import zero_weighted
 from mtrl.workers.micro_batches import NO_LIMIT
 
 
-def partition_rows(rollouts: Rollouts, ranks: int, share_prefix: bool = True) -> list[Tensor]:
-    """The rows of each rank: whole groups, as equal in tokens as they go. A rank may get none."""
+def partition_rows(rollouts: Rollouts, groups: int, share_prefix: bool = True) -> list[Tensor]:
+    """The rows of each group of ranks: whole prompt groups, balanced by tokens. Some may get none."""
     prompt_tokens = [len(prompt.ids) for prompt in rollouts.prompts]
     pieces = cut_groups(rollouts.group, rollouts.mask.sum(1), prompt_tokens, NO_LIMIT, share_prefix)
-    return [row_index(share) for share in balance(pieces, ranks)]
+    return [row_index(share) for share in balance(pieces, groups)]
+
+
+def rows_or_dummy(rollouts: Rollouts, rows: Tensor) -> Rollouts:
+    """These rows; the shortest one for ranks that have none, since they must make the same collective calls."""
+    return rollouts.rows(rows if len(rows) else dummy_row(rollouts))
 
 
 def dummy_row(rollouts: Rollouts) -> Tensor:
-    """For a rank that has no rows and must go along with the others."""
     return rollouts.mask.sum(1).argmin()[None]
 
 
-@dataclass(frozen=True)
-class DistributedLearner:
-    """A worker of every rank, by its name `part`: an actor, or a critic. So many `sharers`, neighbours, make every pass
-    together and get the same rows."""
+class StatefulProxy(RemoteProxy[WorkerGroup]):
+    """A worker of all ranks whose state goes into checkpoints."""
 
-    worker_group: WorkerGroup
-    part: str
-    share_prefix: bool = True
-    sharers: int = 1
+    def snapshot(self) -> Snapshot:
+        taken = self.call_all("take_snapshot")
+        return DistributedSnapshot(self, taken[0][0], sum(nbytes for _, nbytes in taken))
+
+    def restore(self, directory: Path) -> None:
+        self.call_all("restore", directory)
+
+
+class DistributedLearner(StatefulProxy):
+    """An actor or a critic. Each `sp_size` neighbouring ranks make every pass together and get the same rows."""
+
+    def __init__(self, workers: WorkerGroup, role: str, share_prefix: bool = True, sp_size: int = 1) -> None:
+        super().__init__(workers, role, sp_size)
+        self.share_prefix = share_prefix
 
     def probe(self, rollouts: Rollouts, needs: Needs, step: int) -> Signals:
-        dealt = self._dealt(rollouts)
-        shares = [rollouts.rows(rows if len(rows) else dummy_row(rollouts)) for rows in dealt]
-        found = self._call("probe", [(share, needs, step) for share in shares])
-        parts = [signals for signals, rows in zip(found, dealt, strict=True) if len(rows)]
-        return take_rows(join_rows(parts), torch.argsort(torch.cat(dealt)))
+        shares = self._partition(rollouts)
+        signals = self.call_groups("probe", [(rows_or_dummy(rollouts, rows), needs, step) for rows in shares])
+        measured = [each for each, rows in zip(signals, shares, strict=True) if len(rows)]
+        return take_rows(join_rows(measured), torch.argsort(torch.cat(shares)))
 
     def update(self, batches: Iterable[TrainBatch], loss: Any) -> dict[str, float]:
-        """Every rank has its part of each optimizer step; all find the same metrics."""
-        shares: list[list[TrainBatch]] = [[] for _ in range(self.worker_group.size // self.sharers)]
+        """Every rank learns from its share of each optimizer step; all return the same metrics."""
+        shares: list[list[TrainBatch]] = [[] for _ in range(self.groups)]
         for batch in batches:
-            for share, rows in zip(shares, self._dealt(batch.rollouts), strict=True):
+            for share, rows in zip(shares, self._partition(batch.rollouts), strict=True):
                 idle = zero_weighted(batch.rows(dummy_row(batch.rollouts)))
                 share.append(batch.rows(rows) if len(rows) else idle)
-        return self._call("update", [(share, loss) for share in shares])[0]
+        return self.call_groups("update", [(share, loss) for share in shares])[0]
 
-    def _dealt(self, rollouts: Rollouts) -> list[Tensor]:
-        return partition_rows(rollouts, self.worker_group.size // self.sharers, self.share_prefix)
-
-    def _call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Each of the arguments to all who share it; what the first of them says."""
-        given = [each for each in arguments for _ in range(self.sharers)]
-        return self.worker_group.call(self.part, method, given)[:: self.sharers]
+    def _partition(self, rollouts: Rollouts) -> list[Tensor]:
+        return partition_rows(rollouts, self.groups, self.share_prefix)
 
     def publish(self) -> Weights:
-        """A handle alone: weights go from the ranks' actors to their own engines, and never through here."""
-        return Weights(self.worker_group.call_rank0(self.part, "version"), {})
-
-    def snapshot(self) -> Snapshot:
-        return take_snapshot(self.worker_group, self.part)
-
-    def restore(self, directory: Path) -> None:
-        on_all(self.worker_group, self.part, "restore", directory)
+        """The version alone: weights go from the actors of the ranks to their engines, never through this process."""
+        return Weights(self.workers.call_rank0(self.role, "version"), {})
 
 
-@dataclass(frozen=True)
-class DistributedRewardModel:
-    """A reward model that all ranks hold together; each reads whole groups, since images are seen once for them."""
+class DistributedReference(StatefulProxy):
+    """A reference that follows the policy."""
 
-    worker_group: WorkerGroup
-    part: str = "reward"
+    def sync(self) -> None:
+        self.call_all("sync")
+
+
+class DistributedRewardModel(RemoteProxy[WorkerGroup]):
+    """A reward model. Each rank reads whole groups, since their images are encoded once."""
 
     def score(self, rollouts: Rollouts) -> list[float | str]:
-        dealt = partition_rows(rollouts, self.worker_group.size, share_prefix=False)
-        shares = [rollouts.rows(rows if len(rows) else dummy_row(rollouts)) for rows in dealt]
-        told = self.worker_group.call(self.part, "score", [(share,) for share in shares])
-        found: dict[int, float | str] = {}
-        for rows, scores in zip(dealt, told, strict=True):
-            found |= dict(zip(rows.tolist(), scores, strict=False))  # a rank without rows has scored one for nobody
-        return [found[row] for row in range(len(rollouts))]
-
-
-@dataclass(frozen=True)
-class DistributedReference:
-    """A reference that follows the policy, on every rank."""
-
-    worker_group: WorkerGroup
-    part: str = "reference"
-
-    def refresh(self) -> None:
-        on_all(self.worker_group, self.part, "refresh")
-
-    def snapshot(self) -> Snapshot:
-        return take_snapshot(self.worker_group, self.part)
-
-    def restore(self, directory: Path) -> None:
-        on_all(self.worker_group, self.part, "restore", directory)
+        shares = partition_rows(rollouts, self.groups, share_prefix=False)
+        results = self.call_groups("score", [(rows_or_dummy(rollouts, rows),) for rows in shares])
+        scores: dict[int, float | str] = {}
+        for rows, scored in zip(shares, results, strict=True):
+            scores |= dict(zip(rows.tolist(), scored, strict=False))  # the score of a dummy row belongs to nobody
+        return [scores[row] for row in range(len(rollouts))]
 
 
 @dataclass(frozen=True)
 class DistributedSnapshot:
-    """What lies gathered in the main memories of the ranks, each with its part: a copy from the beginning."""
+    """A snapshot of which each rank holds its part in CPU memory, as a copy from the beginning."""
 
-    worker_group: WorkerGroup
-    part: str
+    proxy: StatefulProxy
     number: int
     nbytes: int
     copied = True
@@ -129,30 +114,21 @@ class DistributedSnapshot:
         return self
 
     def write(self, directory: Path) -> None:
-        self.worker_group.call_side_channel(self.part, "write_snapshot", self.number, directory)
-
-
-def take_snapshot(worker_group: WorkerGroup, part: str) -> DistributedSnapshot:
-    taken = on_all(worker_group, part, "take_snapshot")
-    return DistributedSnapshot(worker_group, part, taken[0][0], sum(nbytes for _, nbytes in taken))
-
-
-def on_all(worker_group: WorkerGroup, part: str, method: str, *arguments: Any) -> list[Any]:
-    return worker_group.call(part, method, [arguments] * worker_group.size)
+        self.proxy.workers.call_side_channel(self.proxy.role, "write_snapshot", self.number, directory)
 
 
 @dataclass
 class WorkerHandle:
-    """A learner of one rank, as `DistributedLearner` calls it. Snapshots wait here until they are written."""
+    """A learner or reference of one rank, as the proxies call it. It holds a snapshot until it is written."""
 
     worker: Any
+    returns_signals: bool = True  # False: the first rank of its sequence-parallel group returns the same
     snapshots: dict[int, Snapshot] = field(default_factory=dict)
     numbers: Iterable[int] = field(default_factory=count)
-    counts: bool = True  # or another rank, with which it shares all passes, says the same
 
     def probe(self, rollouts: Rollouts, needs: Needs, step: int) -> Signals:
-        found = self.worker.probe(rollouts, needs, step)
-        return found if self.counts else Signals()
+        signals = self.worker.probe(rollouts, needs, step)
+        return signals if self.returns_signals else Signals()
 
     def update(self, batches: Sequence[TrainBatch], loss: Any) -> dict[str, float]:
         return self.worker.update(batches, loss)
@@ -160,17 +136,17 @@ class WorkerHandle:
     def version(self) -> int:
         return self.worker.learner.version
 
-    def refresh(self) -> None:
-        self.worker.refresh()
+    def sync(self) -> None:
+        self.worker.sync()
 
     def restore(self, directory: Path) -> None:
         self.worker.restore(directory)
 
     def take_snapshot(self) -> tuple[int, int]:
-        """Its number, which is the same on all ranks, and the bytes of this rank's part."""
+        """The snapshot's number, which is the same on all ranks, and the bytes of this rank's part."""
         stateful: Stateful = self.worker
         snapshot, number = stateful.snapshot(), next(iter(self.numbers))
-        self.snapshots = {number: snapshot}  # one that nobody has written is of no use any more
+        self.snapshots = {number: snapshot}  # an older one that was never written is obsolete
         return number, snapshot.nbytes
 
     def write_snapshot(self, number: int, directory: Path) -> None:

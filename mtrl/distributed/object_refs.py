@@ -1,7 +1,7 @@
-"""Prompts on their way to ranks: each is put into Ray's store once, with its pixels, and named from there on.
+"""Prompts on their way to ranks: each is put into Ray's object store once, with its pixels, and sent as a reference.
 
-A step sends the same prompts up to a handful of times: to be answered, measured and learnt from. Ray brings an object
-to a machine once, and all processes there read the same memory.
+A step sends the same prompts several times: to generate, to probe and to update. Ray brings an object to a machine
+once, and all processes there read the same memory.
 """
 
 from __future__ import annotations
@@ -15,46 +15,46 @@ from mtrl.types import Prompt, Rollouts, TrainBatch
 
 
 @dataclass(frozen=True)
-class Name:
+class PromptRef:
     """Stands for a prompt in the store."""
 
     reference: Any
 
 
 class ObjectRefs:
-    """The driver's side; `put` is the store's. A prompt stays there for as long as the driver holds it."""
+    """The driver's side; `put` stores an object. A prompt stays in the store for as long as the driver holds it."""
 
     def __init__(self, put: Callable[[Any], Any]) -> None:
         self.put = put
-        self._names: WeakKeyDictionary[Prompt, Name] = WeakKeyDictionary()
+        self._refs: WeakKeyDictionary[Prompt, PromptRef] = WeakKeyDictionary()
 
-    def __call__(self, value: Any) -> Any:
-        """The same arguments with a name in the place of every prompt."""
-        return with_prompts(value, self._name)
+    def share(self, value: Any) -> Any:
+        """The same value with a reference in place of every prompt."""
+        return map_prompts(value, self._ref)
 
-    def _name(self, prompt: Prompt) -> Name:
-        if prompt not in self._names:
-            self._names[prompt] = Name(self.put(prompt))
-        return self._names[prompt]
+    def _ref(self, prompt: Prompt) -> PromptRef:
+        if prompt not in self._refs:
+            self._refs[prompt] = PromptRef(self.put(prompt))
+        return self._refs[prompt]
 
 
-def resolved(value: Any, get: Callable[[list[Any]], list[Any]]) -> Any:
-    """The rank's side: prompts in the places of their names. `get` is the store's and is asked once for all of them:
-    one by one, each would wait for the driver and the store to have their turn."""
+def resolve(value: Any, get: Callable[[list[Any]], list[Any]]) -> Any:
+    """The rank's side: the value with the prompts in place of their references. `get` fetches all of them in one call:
+    one by one, each would wait for the driver and the store."""
     references: list[Any] = []
-    with_prompts(value, lambda name: references.append(name.reference))
+    map_prompts(value, lambda ref: references.append(ref.reference))
     prompts = iter(get(references))
-    return with_prompts(value, lambda name: next(prompts))
+    return map_prompts(value, lambda _: next(prompts))
 
 
-def with_prompts(value: Any, changed: Callable[[Any], Any]) -> Any:
-    """The value with `changed` prompts, in the records that carry them."""
-    if isinstance(value, (Prompt, Name)):
-        return changed(value)
+def map_prompts(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The value with `change` applied to every prompt, also inside records, lists and tuples."""
+    if isinstance(value, (Prompt, PromptRef)):
+        return change(value)
     if isinstance(value, Rollouts):
-        return replace(value, prompts=tuple(changed(prompt) for prompt in value.prompts))
+        return replace(value, prompts=tuple(change(prompt) for prompt in value.prompts))
     if isinstance(value, TrainBatch):
-        return replace(value, rollouts=with_prompts(value.rollouts, changed))
+        return replace(value, rollouts=map_prompts(value.rollouts, change))
     if type(value) in (list, tuple):
-        return type(value)(with_prompts(each, changed) for each in value)
+        return type(value)(map_prompts(each, change) for each in value)
     return value

@@ -1,5 +1,5 @@
-"""Ranks as processes of Ray: placed one a GPU, called together, watched while they work, and ended with the run.
-Engines that have GPUs of their own are further processes, placed beside them."""
+"""Ranks as Ray actors, one per GPU: they are called together, monitored while they work, and end with the run.
+Dedicated engines are further actors in the same placement group."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ from mtrl.distributed.weight_channel import WeightChannel
 from mtrl.models.parallel.ranks import Ranks
 from mtrl.utils.errors import StartError
 
-STARTS = 3  # attempts to start Ray on this machine
-PLACING = 120.0  # seconds that a cluster has to find room for all ranks
+START_ATTEMPTS = 3
+PLACEMENT_SECONDS = 120.0  # for a cluster to find room for all processes
 
 logger = logging.getLogger(__name__)
 
+Arguments = Sequence[tuple[Any, ...]]  # one tuple per process
 Build = Callable[[Ranks], Mapping[str, Any]]
-BuildEngine = Callable[[Callable[[], Any]], Mapping[str, Any]]  # from what brings the next of what arrives
+BuildEngine = Callable[[Callable[[], Any]], Mapping[str, Any]]  # its argument waits for the next received weight
 
 
 @dataclass(frozen=True)
 class EnginePlacement:
-    """So many processes for engines, which hold nothing else; `build` makes what one holds, on it. So many `sharers`,
-    neighbours, are one engine and meet before."""
+    """The processes for dedicated engines; `build` runs in each of them and returns its workers by role. Each `tp_size`
+    neighbouring processes are one engine."""
 
     size: int = 0
-    sharers: int = 1
+    tp_size: int = 1
     build: BuildEngine | None = None
 
 
@@ -47,8 +48,7 @@ NO_ENGINES = EnginePlacement()
 
 
 class RayWorkerGroup:
-    """`build` makes the workers of a rank, on that rank; `engines` have processes of their own. Nothing of a model is
-    ever here."""
+    """`build` runs on each rank and returns its workers by role; the driver itself holds no model."""
 
     def __init__(
         self,
@@ -61,26 +61,28 @@ class RayWorkerGroup:
     ) -> None:
         from mtrl.distributed.health import HealthMonitor
 
-        self.size, self.logs, self.watch = size, logs, HealthMonitor(heartbeat)
-        self.lent = ObjectRefs(ray.put)
-        self.started = open_ray(size + engines.size)
-        self.group: PlacementGroup | None = None
+        self.size, self.logs, self.monitor = size, logs, HealthMonitor(heartbeat)
+        self.object_refs = ObjectRefs(ray.put)
+        self.started_ray = open_ray(size + engines.size)
+        self.placement: PlacementGroup | None = None
         self.ranks: list[Any] = []
         try:
-            self.group = place(size, per_node, engines.size)
+            self.placement = make_placement(size, per_node, engines.size)
             self.ranks = [self._start("rank", number, size) for number in range(size)]
-            apart = [self._start("engine", number, engines.size) for number in range(engines.size)]
-            # A process that starts answers nobody: on a busy machine that takes longer than a heartbeat.
-            members = self.watch.members
-            for member, where in zip(members, self._places([*self.ranks, *apart]), strict=True):
-                member.place = where
-            firsts = [self.ranks[0], *apart[:: engines.sharers]]
-            address, *others = self.watch.results([first.address.remote() for first in firsts])
-            joining = [rank.join.remote(address, build) for rank in self.ranks]
-            meeting = [(where, engines.sharers) for where in others for _ in range(engines.sharers)]
-            holding = [engine.hold.remote(engines.build, *met) for engine, met in zip(apart, meeting, strict=True)]
-            self.watch.results([*joining, *holding])
-            self.engines = RayEngines(apart, self)
+            dedicated = [self._start("engine", number, engines.size) for number in range(engines.size)]
+            # A process that is starting answers nobody, and on a busy machine for longer than a heartbeat.
+            members = self.monitor.members
+            locations = self.monitor.wait([each.process.location.remote() for each in members], heartbeats=False)
+            for member, location in zip(members, locations, strict=True):
+                member.location = location
+            first_ranks = [self.ranks[0], *dedicated[:: engines.tp_size]]
+            address, *engine_addresses = self.monitor.wait([first.address.remote() for first in first_ranks])
+            building = [rank.build_rank.remote(address, build) for rank in self.ranks]
+            for number, engine in enumerate(dedicated):
+                meets_at = engine_addresses[number // engines.tp_size]
+                building.append(engine.build_engine.remote(engines.build, meets_at, engines.tp_size))
+            self.monitor.wait(building)
+            self.engines = RayEngines(dedicated, self)
         except BaseException:
             self.close()
             raise
@@ -89,56 +91,51 @@ class RayWorkerGroup:
         from mtrl.distributed.health import MonitoredProcess
         from mtrl.distributed.ray_worker import RayWorker
 
-        assert self.group is not None
-        strategy = PlacementGroupSchedulingStrategy(self.group)
-        options = {"scheduling_strategy": strategy, "num_cpus": 1, "num_gpus": gpus()}
-        remote: Any = RayWorker  # ray.remote has put more into the class
+        assert self.placement is not None
+        strategy = PlacementGroupSchedulingStrategy(self.placement)
+        options = {"scheduling_strategy": strategy, "num_cpus": 1, "num_gpus": gpus_per_process()}
+        remote: Any = RayWorker  # ray.remote has added methods to the class
         log = self.logs / f"{kind}_{number}.log"
         process = remote.options(**options).remote(number, size, log, kind)
-        self.watch.members.append(MonitoredProcess(process, f"{kind} {number} of {size}", log))
+        self.monitor.members.append(MonitoredProcess(process, f"{kind} {number} of {size}", log))
         return process
 
-    def _places(self, processes: Sequence[Any]) -> list[tuple[str, int]]:
-        return self.watch.results([process.place.remote() for process in processes], watched=False)
-
     # -------------------------------------------------------------------------------------------------------- calling
-    def call(self, part: str, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        return self.watch.results(self.begun(self.ranks, part, method, arguments))
+    def call(self, role: str, method: str, arguments: Arguments) -> list[Any]:
+        return self.monitor.wait(self.start_calls(self.ranks, role, method, arguments))
 
-    def begun(
-        self, processes: Sequence[Any], part: str, method: str, arguments: Sequence[tuple[Any, ...]]
-    ) -> list[Any]:  # fmt: skip
-        """Names of what will come of it."""
-        self.watch.check_alive()
+    def start_calls(self, processes: Sequence[Any], role: str, method: str, arguments: Arguments) -> list[Any]:
+        """Starts one call per process; returns references to their results."""
+        self.monitor.check_alive()
         calls = zip(processes, arguments, strict=True)
-        return [process.answer.remote(part, method, self.lent(given)) for process, given in calls]
+        return [process.execute.remote(role, method, self.object_refs.share(each)) for process, each in calls]
 
-    def call_rank0(self, part: str, method: str, *arguments: Any) -> Any:
-        self.watch.check_alive()
-        return self.watch.results([self.ranks[0].execute_side_channel.remote(part, method, arguments)])[0]
+    def call_rank0(self, role: str, method: str, *arguments: Any) -> Any:
+        self.monitor.check_alive()
+        return self.monitor.wait([self.ranks[0].execute_side_channel.remote(role, method, arguments)])[0]
 
-    def call_side_channel(self, part: str, method: str, *arguments: Any) -> list[Any]:
-        self.watch.check_alive()
-        calls = [rank.execute_side_channel.remote(part, method, arguments) for rank in self.ranks]
-        return self.watch.results(calls, beside=True)
+    def call_side_channel(self, role: str, method: str, *arguments: Any) -> list[Any]:
+        self.monitor.check_alive()
+        calls = [rank.execute_side_channel.remote(role, method, arguments) for rank in self.ranks]
+        return self.monitor.wait(calls, side_channel=True)
 
     # --------------------------------------------------------------------------------------------------------- the end
     def close(self) -> None:
-        """Ends all processes, and Ray where it was started here."""
-        members, self.watch.members = self.watch.members, []
+        """Ends all processes, and Ray if it was started here."""
+        members, self.monitor.members = self.monitor.members, []
         for member in members:
             ray.kill(member.process)
-        if self.group is not None:
-            ray.util.remove_placement_group(self.group)
-            self.group = None
-        if self.started:
-            self.started = False
+        if self.placement is not None:
+            ray.util.remove_placement_group(self.placement)
+            self.placement = None
+        if self.started_ray:
+            self.started_ray = False
             ray.shutdown()
 
 
 @dataclass(frozen=True, eq=False)
 class RayEngines:
-    """Engines that hold no part of what learns, and compute while ranks do."""
+    """Dedicated engines, which sample while the ranks of `worker_group` learn."""
 
     processes: Sequence[Any]
     worker_group: RayWorkerGroup
@@ -147,84 +144,86 @@ class RayEngines:
     def size(self) -> int:
         return len(self.processes)
 
-    def call(self, part: str, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        return self.begin(part, method, arguments)()
+    def call(self, role: str, method: str, arguments: Arguments) -> list[Any]:
+        return self.start(role, method, arguments)()
 
-    def begin(self, part: str, method: str, arguments: Sequence[tuple[Any, ...]]) -> Callable[[], list[Any]]:
-        calls = self.worker_group.begun(self.processes, part, method, arguments)
-        return lambda: self.worker_group.watch.results(calls)
+    def start(self, role: str, method: str, arguments: Arguments) -> Callable[[], list[Any]]:
+        calls = self.worker_group.start_calls(self.processes, role, method, arguments)
+        return lambda: self.worker_group.monitor.wait(calls)
 
-    def hand_over(self, sender: str, taker: str) -> list[Any]:
-        """Waits for all of them at once: whoever fails leaves the others waiting for ever."""
-        doors = [(WeightChannel(list(self.processes)),), *[(None,)] * (self.worker_group.size - 1)]
-        taken = self.worker_group.begun(self.processes, taker, "take", [()] * self.size)
-        sent = self.worker_group.begun(self.worker_group.ranks, sender, "send", doors)
-        return self.worker_group.watch.results([*taken, *sent])[: self.size]
+    def transfer_weights(self, sender: str, receiver: str) -> list[Any]:
+        """Waits for both sides at once: if one fails, the other would wait forever."""
+        group = self.worker_group
+        channels = [(WeightChannel(list(self.processes)),), *[(None,)] * (group.size - 1)]
+        received = group.start_calls(self.processes, receiver, "load", [()] * self.size)
+        sent = group.start_calls(group.ranks, sender, "send", channels)
+        return group.monitor.wait([*received, *sent])[: self.size]
 
 
 def open_ray(size: int) -> bool:
-    """Joins the cluster that RAY_ADDRESS names, or starts one on this machine. Whether it was started here."""
-    os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # the console writes out what is no text
+    """Joins the cluster at RAY_ADDRESS, or starts one on this machine; returns whether this process now owns the
+    connection."""
+    os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # consoles print colour codes as text
     if ray.is_initialized():
         return False
-    with sigterm_kept():
+    with preserve_sigterm():
         if address := os.environ.get("RAY_ADDRESS"):
             try:
                 ray.init(address=address, log_to_driver=True)
             except (ConnectionError, RuntimeError, ValueError) as error:
-                raise StartError(f"RAY_ADDRESS: no cluster of Ray answers at {address}: {error}") from error
+                raise StartError(f"RAY_ADDRESS: no Ray cluster answers at {address}: {error}") from error
             return True
         start_ray(max(size, os.cpu_count() or 1))
     return True
 
 
 def start_ray(cores: int) -> None:
-    """A cluster of this machine alone. Ray gives itself half a minute for it, which a busy machine does not keep."""
+    """A cluster of this machine alone. Ray allows itself half a minute to start, which a busy machine may exceed."""
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray would let everything else go first
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray would give its workers the lowest priority
     quiet: dict[str, Any] = {"include_dashboard": False, "logging_level": logging.ERROR}
-    for left in reversed(range(STARTS)):
+    for left in reversed(range(START_ATTEMPTS)):
         try:
             ray.init(address="local", num_cpus=cores, log_to_driver=True, **quiet)
             return
-        except Exception as error:  # Ray has no class of its own for it
+        except Exception as error:  # Ray has no specific class for it
             if not left:
-                raise StartError(f"Ray does not start on this machine, after {STARTS} attempts: {error}") from error
-            logger.warning("Ray has not started (%s); it is tried again", error)
+                raise StartError(f"Ray does not start on this machine in {START_ATTEMPTS} attempts: {error}") from error
+            logger.warning("Ray has not started (%s); trying again", error)
 
 
 @contextmanager
-def sigterm_kept() -> Iterator[None]:
-    """Ray makes SIGTERM an exit with status 15. It stays what it was, and where it would have ended the process without
-    a word, it now ends it with the status of a signal, after all that was started."""
+def preserve_sigterm() -> Iterator[None]:
+    """Ray makes SIGTERM an exit with status 15. This restores the handler; if there was none, SIGTERM exits with the
+    status of a signal, after everything that was started has been cleaned up."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
     finally:
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, leave if before in (signal.SIG_DFL, None) else before)
+            signal.signal(signal.SIGTERM, exit_on_signal if before in (signal.SIG_DFL, None) else before)
 
 
-def leave(number: int, frame: FrameType | None) -> None:
+def exit_on_signal(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
-def gpus() -> int:
+def gpus_per_process() -> int:
     return int(torch.cuda.is_available())
 
 
-def place(size: int, per_node: int, engines: int = 0) -> PlacementGroup:
-    """One bundle a process; those of a machine stand one after the other, engines last."""
-    bundles = [{"CPU": 1.0, "GPU": 1.0} if gpus() else {"CPU": 1.0}] * (size + engines)
+def make_placement(size: int, per_node: int, engines: int = 0) -> PlacementGroup:
+    """One bundle per process: ranks of one machine next to each other, engines last."""
+    bundles = [{"CPU": 1.0, "GPU": 1.0} if gpus_per_process() else {"CPU": 1.0}] * (size + engines)
     group = placement_group(bundles, strategy="STRICT_PACK" if size == per_node and not engines else "PACK")
-    if not group.wait(PLACING):
+    if not group.wait(PLACEMENT_SECONDS):
         ray.util.remove_placement_group(group)
-        kind = "GPUs" if gpus() else "processors"
-        beside, keys = "", "training.nnodes and training.n_gpus_per_node"
+        kind = "GPUs" if gpus_per_process() else "processors"
+        processes, keys = f"{size} ranks", "training.nnodes and training.n_gpus_per_node"
         if engines:
-            beside, keys = f" and {engines} engines", f"{keys} and worker.rollout.n_gpus"
+            processes, keys = f"{processes} and {engines} engines", f"{keys} and worker.rollout.n_gpus"
         raise StartError(
-            f"the cluster has no room for {size} ranks{beside} ({kind}: {ray.cluster_resources()}); set {keys} to what "
-            "it has"
+            f"the cluster has no room for {processes} ({kind}: {ray.cluster_resources()}); set {keys} to the number "
+            "that it has"
         )
     return group

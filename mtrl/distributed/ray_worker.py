@@ -1,4 +1,4 @@
-"""One rank, or one engine, as an actor of Ray: a process with a GPU of its own, where there are any."""
+"""One rank, or one dedicated engine, as a Ray actor: a process with its own GPU, if there are any."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ import numpy as np
 import ray
 import torch
 
-from mtrl.distributed.object_refs import resolved
-from mtrl.distributed.torchrun_group import answer, join_ranks
-from mtrl.distributed.weight_channel import Form, from_bytes
+from mtrl.distributed.object_refs import resolve
+from mtrl.distributed.torchrun_group import execute, join_ranks
+from mtrl.distributed.weight_channel import Format, from_bytes
 from mtrl.models.parallel.ranks import Ranks
 
-BESIDE, WATCH, ARRIVE = "beside", "watch", "arrive"  # threads of their own, beside the one that computes
+SIDE_CHANNEL, HEARTBEAT, WEIGHTS = "side_channel", "heartbeat", "weights"  # threads next to the one that computes
 
 logger = logging.getLogger(__name__)
 
 
-def use_own_threads() -> None:
+def limit_threads() -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 
-def met(address: tuple[str, int], number: int, size: int) -> Ranks:
-    """This process as one of so many, which meet at the address of the first."""
+def join_at(address: tuple[str, int], rank: int, size: int) -> Ranks:
+    """Joins a process group of this size at the address of its first rank."""
     host, port = address
-    os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port), "LOCAL_RANK": "0"}  # Ray shows it one GPU alone
-    os.environ |= {"RANK": str(number), "WORLD_SIZE": str(size)}
+    os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port), "LOCAL_RANK": "0"}  # Ray shows it only one GPU
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
     return join_ranks()
 
 
-remote: Any = ray.remote  # its types know nothing of groups
+remote: Any = ray.remote  # its type hints do not know concurrency groups
 
 
-@remote(concurrency_groups={BESIDE: 1, WATCH: 1, ARRIVE: 1})
+@remote(concurrency_groups={SIDE_CHANNEL: 1, HEARTBEAT: 1, WEIGHTS: 1})
 class RayWorker:
-    """Its log goes to a file as well, whose last lines are told where the process ends without a word."""
+    """It logs to a file too, whose last lines are reported if the process ends without an error."""
 
     def __init__(self, number: int, size: int, log: Path, kind: str = "rank") -> None:
         self.number, self.size, self.kind = number, size, kind
-        self.arrived: Queue[tuple[Any, Any]] = Queue(maxsize=1)
-        self.parts: Mapping[str, Any] = {}
+        self.received: Queue[tuple[Any, Any]] = Queue(maxsize=1)
+        self.roles: Mapping[str, Any] = {}
         log.parent.mkdir(parents=True, exist_ok=True)
         file = log.open("a", buffering=1)
         faulthandler.enable(file)
@@ -58,50 +58,50 @@ class RayWorker:
         logger.info("process %d on %s is %s %d of %d", os.getpid(), socket.gethostname(), kind, number, size)
 
     def __repr__(self) -> str:
-        """What Ray puts before each of its lines on the console."""
+        """The prefix that Ray gives each of its lines on the console."""
         return f"{self.kind} {self.number}"
 
     def address(self) -> tuple[str, int]:
-        """Where the ranks meet, if this is the first: its machine, and a port that is free there."""
-        with socket.socket() as found:
-            found.bind(("", 0))
-            return ray.util.get_node_ip_address(), found.getsockname()[1]
+        """Where ranks meet if this is the first: its machine, and a port that is free there."""
+        with socket.socket() as free:
+            free.bind(("", 0))
+            return ray.util.get_node_ip_address(), free.getsockname()[1]
 
-    def place(self) -> tuple[str, int]:
-        """Its machine and its process, for people."""
+    def location(self) -> tuple[str, int]:
+        """Its machine and its process, for messages."""
         return socket.gethostname(), os.getpid()
 
-    def join(self, address: tuple[str, int], build: Callable[[Ranks], Mapping[str, Any]]) -> None:
-        """Meets the others, and builds its workers together with them."""
-        use_own_threads()
-        self.parts = build(met(address, self.number, self.size))
+    def build_rank(self, address: tuple[str, int], build: Callable[[Ranks], Mapping[str, Any]]) -> None:
+        """Joins the other ranks, and builds its workers together with them."""
+        limit_threads()
+        self.roles = build(join_at(address, self.number, self.size))
 
-    def hold(
-        self, build: Callable[[Callable[[], Any]], Mapping[str, Any]], address: tuple[str, int], sharers: int
+    def build_engine(
+        self, build: Callable[[Callable[[], Any]], Mapping[str, Any]], address: tuple[str, int], tp_size: int
     ) -> None:  # fmt: skip
-        """Builds its workers, which meet nobody but neighbours that are one engine with it; they are given what brings
-        the next of what arrives here."""
-        use_own_threads()
-        if sharers > 1:
-            met(address, self.number % sharers, sharers)
-        self.parts = build(self.arrived.get)
+        """Joins the other processes of its tensor-parallel engine, if any, and builds the engine, which takes received
+        weights from a queue."""
+        limit_threads()
+        if tp_size > 1:
+            join_at(address, self.number % tp_size, tp_size)
+        self.roles = build(self.received.get)
 
-    @ray.method(concurrency_group=ARRIVE)
-    def arrive(self, head: Any, form: Form | None, stored: np.ndarray | None) -> None:
-        """Returns when what came before it was taken."""
-        self.arrived.put((head, None if form is None or stored is None else from_bytes(form, stored)))
+    @ray.method(concurrency_group=WEIGHTS)
+    def receive(self, head: Any, form: Format | None, stored: np.ndarray | None) -> None:
+        """Returns when the engine has taken the message before this one."""
+        self.received.put((head, None if form is None or stored is None else from_bytes(form, stored)))
 
-    def answer(self, part: str, method: str, arguments: tuple[Any, ...]) -> Any:
-        logger.info("%s.%s begins", part, method)
-        found = answer(self.parts, (part, method, resolved(arguments, ray.get)))
-        logger.info("%s.%s ends", part, method)
-        return found
+    def execute(self, role: str, method: str, arguments: tuple[Any, ...]) -> Any:
+        logger.info("%s.%s begins", role, method)
+        result = execute(self.roles, (role, method, resolve(arguments, ray.get)))
+        logger.info("%s.%s ends", role, method)
+        return result
 
-    @ray.method(concurrency_group=BESIDE)
-    def execute_side_channel(self, part: str, method: str, arguments: tuple[Any, ...]) -> Any:
-        """While the rank computes on."""
-        return answer(self.parts, (part, method, arguments))
+    @ray.method(concurrency_group=SIDE_CHANNEL)
+    def execute_side_channel(self, role: str, method: str, arguments: tuple[Any, ...]) -> Any:
+        """Executes a call while the process may be computing another one."""
+        return execute(self.roles, (role, method, arguments))
 
-    @ray.method(concurrency_group=WATCH)
+    @ray.method(concurrency_group=HEARTBEAT)
     def beat(self) -> None:
         """A process that does not answer this is stopped, or its machine is gone."""

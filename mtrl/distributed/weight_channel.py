@@ -1,7 +1,7 @@
-"""Weights on their way from the ranks that hold them together to engines in other processes, through Ray's store.
+"""Weights on their way from the ranks to dedicated engines, through Ray's object store.
 
-The first rank puts each weight there once, as the ranks gather it, and all engines read the same memory. No more than a
-few are on their way at a time: neither the store nor any main memory holds a whole model for it.
+The first rank puts each weight there once, as the ranks gather it, and all engines read the same memory. Only a few are
+on their way at a time, so neither the store nor any process holds a whole model for it.
 """
 
 from __future__ import annotations
@@ -15,41 +15,41 @@ import numpy as np
 import torch
 from torch import Tensor
 
-ON_THE_WAY = 2  # weights that engines have not taken yet
+IN_FLIGHT = 2  # weights that engines have not received yet
 
 
 @dataclass(frozen=True)
 class WeightChannel:
-    """To the engines, for the first rank: what goes in here arrives at each of them, in order."""
+    """From the first rank to the engines: every message arrives at each of them, in order."""
 
     engines: list[Any]
 
-    def __call__(self, sent: Iterable[tuple[Any, Tensor | None]]) -> None:
+    def __call__(self, messages: Iterable[tuple[Any, Tensor | None]]) -> None:
         import ray
 
         waiting: deque[list[Any]] = deque()
-        for head, tensor in sent:
+        for head, tensor in messages:
             form, stored = (None, None) if tensor is None else (tensor_format(tensor), ray.put(raw_bytes(tensor)))
-            waiting.append([engine.arrive.remote(head, form, stored) for engine in self.engines])
-            if len(waiting) > ON_THE_WAY:
+            waiting.append([engine.receive.remote(head, form, stored) for engine in self.engines])
+            if len(waiting) > IN_FLIGHT:
                 ray.get(waiting.popleft())
         for each in waiting:
             ray.get(each)
 
 
-Form = tuple[torch.dtype, tuple[int, ...]]
+Format = tuple[torch.dtype, tuple[int, ...]]
 
 
-def tensor_format(tensor: Tensor) -> Form:
+def tensor_format(tensor: Tensor) -> Format:
     return tensor.dtype, tuple(tensor.shape)
 
 
 def raw_bytes(tensor: Tensor) -> np.ndarray:
-    """As numpy knows them: it has no bf16, and arrays alone are read in the store where they lie."""
+    """The tensor as bytes: numpy has no bf16, and Ray maps only numpy arrays into memory without a copy."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
-def from_bytes(form: Form, stored: np.ndarray) -> Tensor:
-    """A copy: the store's memory is not to be written to."""
+def from_bytes(form: Format, stored: np.ndarray) -> Tensor:
+    """A copy: the store's memory is read-only."""
     dtype, shape = form
     return torch.from_numpy(stored.copy()).view(dtype).reshape(shape)

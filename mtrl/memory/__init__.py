@@ -1,5 +1,5 @@
-"""How much device memory a run takes: what is certain is counted, the rest measured in passes at the limits.
+"""Device memory of a run: counted by formula, measured in passes at the limits of the configuration.
 
-estimate   before anything is there: by formula and by passes of a model without numbers (`mtrl doctor`)
-rehearsal  the passes of a step at the limits, run once on the device itself before the first step
+estimate   before anything is loaded: by formula and by passes of a fake model (`mtrl doctor`)
+preflight  the passes of a step at the limits, run once on the device before the first step
 """

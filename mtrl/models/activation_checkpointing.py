@@ -1,4 +1,4 @@
-"""Gradient checkpointing: activations that are computed again on the way back, in place of being kept."""
+"""Activation checkpointing: recompute activations in the backward pass instead of keeping them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-Recomputed = bool | Literal["mlp", "attention"]
+Checkpointing = bool | Literal["mlp", "attention"]
 
-PARTS = {"mlp": ("mlp",), "attention": ("self_attn", "attn")}  # by their names in a layer, of language or of vision
+PARTS = {"mlp": ("mlp",), "attention": ("self_attn", "attn")}  # their names in a layer, of language or of vision
 
 
-def recompute(model: Any, what: Recomputed) -> None:
-    """Whole layers where `what` is True, else the parts of that kind in every layer. Whatever else wraps the forward of
-    a part, compiled code for one, must be there already."""
+def enable_activation_checkpointing(model: Any, what: Checkpointing) -> None:
+    """Checkpoint whole layers if `what` is True, otherwise the parts of that kind in every layer. Apply it after
+    everything else that wraps the forward of a part, such as compiled code."""
     if what is True:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     elif what:
@@ -26,12 +26,12 @@ def recompute(model: Any, what: Recomputed) -> None:
         if not any(parts):
             raise ValueError(f"enable_gradient_checkpointing: no layer of this model has a part for {what}; set true")
         for part in filter(None, parts):
-            part.forward = MethodType(recomputed(part.forward.__func__), part)  # a copy of the model has its own
+            part.forward = MethodType(checkpoint_forward(part.forward.__func__), part)  # a copied model gets its own
 
 
 @cache
-def recomputed(forward: Any) -> Any:
-    """The same forward, which keeps its inputs alone where there will be a way back."""
+def checkpoint_forward(forward: Any) -> Any:
+    """The same forward, which keeps only its inputs for a backward pass."""
 
     def run(module: Any, *arguments: Any, **named: Any) -> Any:
         if not (module.training and torch.is_grad_enabled()):

@@ -1,8 +1,8 @@
-"""LoRA: small matrices that learn beside frozen weights, by the peft library.
+"""LoRA adapters by the peft library.
 
-They are injected: the model stays the Hugging Face model that it was, with other layers in the places of some
-projections, and everything that works on it goes on to work. Without its adapters a model is the base that they were
-given, so a reference takes no second copy. On a disk they are files of peft, which name their base.
+They are injected: the model stays a Hugging Face model with some projections replaced, so code that works on it still
+works. With its adapters off a model is its base, so a reference takes no second copy. On disk adapters are peft files,
+which name their base.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from mtrl.models.checkpoint_files import read_json_object
-from mtrl.models.parallel.fsdp import is_split, whole
+from mtrl.models.parallel.fsdp import full_tensor, is_sharded
 from mtrl.models.quantized import four_bit_layers, quantize
 
-ADAPTER = "default"  # peft's name for the one that a model has here
+ADAPTER = "default"  # peft's name for the only adapter of a model
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."  # of every name in peft's files: the model stands inside two of its own
+PREFIX = "base_model.model."  # starts every name in peft's files
 BASE = "base_model_name_or_path"
 
 
 @dataclass(frozen=True)
 class AdapterSettings:
-    """`targets` are the ends of names, None: every projection of the layers. `dtype` is what they are kept in."""
+    """`targets` are suffixes of module names; None: every projection of the layers. Adapters are stored in `dtype`."""
 
     rank: int = 8
     alpha: int = 16
@@ -42,7 +42,7 @@ class AdapterSettings:
     seed: int = 0
 
 
-def library() -> Any:
+def import_peft() -> Any:
     try:
         import peft
     except ImportError as error:
@@ -52,58 +52,55 @@ def library() -> Any:
 
 # ------------------------------------------------------------------------------------------------------------ injecting
 def add_adapters(model: Any, settings: AdapterSettings) -> None:
-    """Puts adapters beside the projections that `settings` name, which change nothing until they have learnt. All
-    other weights are frozen."""
+    """Add initial adapters, which do not change the output, and freeze all other weights."""
     with torch.random.fork_rng(devices=[]):  # peft draws numbers that are not used
-        inject(model, settings)
+        inject_adapters(model, settings)
     reset_adapters(model, settings.seed)
 
 
-def inject(model: Any, settings: AdapterSettings, empty: bool = False) -> None:
-    """Adapters with any numbers in them; `empty`: without, as tensors of the meta device."""
-    config = library().LoraConfig(
+def inject_adapters(model: Any, settings: AdapterSettings, empty: bool = False) -> None:
+    """Inject adapters with arbitrary numbers; `empty`: on the meta device."""
+    config = import_peft().LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,
         lora_dropout=settings.dropout,
-        target_modules=bound_modules(model, settings.targets, settings.vision_tower),
+        target_modules=find_target_modules(model, settings.targets, settings.vision_tower),
         task_type="CAUSAL_LM",
     )
     _inject(model, config, settings.dtype, empty)
 
 
 def _inject(model: Any, config: Any, dtype: torch.dtype, empty: bool = False) -> None:
-    library().inject_adapter_in_model(config, model, adapter_name=ADAPTER, low_cpu_mem_usage=empty)
+    import_peft().inject_adapter_in_model(config, model, adapter_name=ADAPTER, low_cpu_mem_usage=empty)
     for parameter in adapter_parameters(model).values():
         if parameter.dtype != dtype:
             parameter.data = parameter.data.to(dtype)
-    model.train(model.training)  # what is new is in training mode, whatever the model is in
+    model.train(model.training)  # new modules are in training mode, whatever the model is in
 
 
-def bound_modules(model: Any, targets: Sequence[str] | None, vision_tower: bool) -> list[str]:
-    """The full names of the projections that get adapters. A target that names none is an error, since training would
-    go on without it."""
-    language, vision = _linears(model)
-    searched = language + vision if vision_tower else language
-    if targets is None:
-        bound = searched
-    else:
-        bound = [name for name in searched if any(_ends(name, target) for target in targets)]
-        if unknown := [target for target in targets if not any(_ends(name, target) for name in bound)]:
-            raise ValueError(f"lora_target_modules: no projection is called {', '.join(unknown)}; {_has(model)}")
-    if not bound:
-        raise ValueError(f"lora_target_modules: nothing would get an adapter; {_has(model)}")
-    if vision_tower and not set(vision) & set(bound):
-        raise ValueError(f"lora_vision_tower: nothing in it would get an adapter; {_has(model)}")
-    return bound
+def find_target_modules(model: Any, targets: Sequence[str] | None, vision_tower: bool) -> list[str]:
+    """The full names of the projections that get adapters. Raises a ValueError for a target without projections, since
+    training would silently ignore it."""
+    language, vision = _find_projections(model)
+    names = language + vision if vision_tower else language
+    if targets is not None:
+        names = [name for name in names if any(_ends_with(name, target) for target in targets)]
+        if unknown := [target for target in targets if not any(_ends_with(name, target) for name in names)]:
+            raise ValueError(f"lora_target_modules: no projection is called {', '.join(unknown)}; {_list_names(model)}")
+    if not names:
+        raise ValueError(f"lora_target_modules: nothing would get an adapter; {_list_names(model)}")
+    if vision_tower and not set(vision) & set(names):
+        raise ValueError(f"lora_vision_tower: nothing in it would get an adapter; {_list_names(model)}")
+    return names
 
 
 def layer_projections(model: Any) -> list[nn.Linear]:
-    """Those of the language model's layers, without what adapters have of their own beside them."""
-    return [model.get_submodule(name) for name in _linears(model)[0] if ".lora_" not in name]
+    """The projections of the language model's layers, without the matrices of adapters."""
+    return [model.get_submodule(name) for name in _find_projections(model)[0] if ".lora_" not in name]
 
 
-def _linears(model: Any) -> tuple[list[str], list[str]]:
-    """The projections of the language model's layers, and those of the vision tower."""
+def _find_projections(model: Any) -> tuple[list[str], list[str]]:
+    """Names of the projections of the language model's layers, and of the vision tower."""
     inside = "model.language_model." if hasattr(model.model, "language_model") else "model."
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     parts = (f"{inside}layers.", "model.visual.")
@@ -111,20 +108,20 @@ def _linears(model: Any) -> tuple[list[str], list[str]]:
     return language, vision
 
 
-def _ends(name: str, target: str) -> bool:
-    return name == target or name.endswith(f".{target}")
+def _ends_with(name: str, target: str) -> bool:
+    return f".{name}".endswith(f".{target}")
 
 
-def _has(model: Any) -> str:
-    """What there is to be named, for a message."""
-    language, vision = ({name.rpartition(".")[2] for name in part} for part in _linears(model))
-    told = f"its layers have {', '.join(sorted(language))}"
-    return told + (f"; its vision tower (lora_vision_tower=true) has {', '.join(sorted(vision))}" if vision else "")
+def _list_names(model: Any) -> str:
+    """The possible targets, for a message."""
+    language, vision = ({name.rpartition(".")[2] for name in part} for part in _find_projections(model))
+    layers = f"its layers have {', '.join(sorted(language))}"
+    return layers + (f"; its vision tower (lora_vision_tower=true) has {', '.join(sorted(vision))}" if vision else "")
 
 
 @torch.no_grad()
 def reset_adapters(model: Any, seed: int) -> None:
-    """As peft begins: one matrix random, the other zero. The same numbers on every device."""
+    """Initialize as peft does: one matrix random, the other zero. The numbers are the same on every device."""
     generator = torch.Generator().manual_seed(seed)
     for layer in adapter_layers(model):
         low, up = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
@@ -133,13 +130,13 @@ def reset_adapters(model: Any, seed: int) -> None:
 
 
 def quantize_base(model: Any, device: torch.device) -> None:
-    """The projections of the language model's layers in 4 bits; embeddings, output matrix, norms and vision tower stay
-    as they are. All of it is on the device then."""
-    quantize(model, _linears(model)[0], device)
+    """Quantize the projections of the language model's layers to 4 bits, not embeddings, output matrix, norms and
+    vision tower, and move the model to the device."""
+    quantize(model, _find_projections(model)[0], device)
     model.to(device)
 
 
-# -------------------------------------------------------------------------------------------------------------- looking
+# -------------------------------------------------------------------------------------------------------------- reading
 def has_adapters(model: Any) -> bool:
     return bool(vars(model).get("peft_config"))
 
@@ -154,7 +151,7 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """The model as it was without them."""
+    """Disable the adapters: the model is its base."""
     layers = adapter_layers(model)
     for layer in layers:
         layer.enable_adapters(False)
@@ -166,14 +163,14 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 class MergedWeights(Mapping[str, Tensor]):
-    """Every weight of a model as it would be without layers of peft, by its own name; each is merged when it is asked
-    for, in float32."""
+    """Every weight of a model with its adapter merged into it, by its name without peft; merged on access, in
+    float32."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        learnt = adapter_parameters(model).keys()
-        plain = {name: tensor for name, tensor in model.state_dict().items() if name not in learnt}
-        self._tensors = {name.replace(".base_layer.", "."): tensor for name, tensor in plain.items()}
+        adapters = adapter_parameters(model).keys()
+        base = {name: tensor for name, tensor in model.state_dict().items() if name not in adapters}
+        self._tensors = {name.replace(".base_layer.", "."): tensor for name, tensor in base.items()}
         packed = four_bit_layers(model).items()
         self._packed = {f"{name.removesuffix('.base_layer')}.weight": layer for name, layer in packed}
         self._layers = {f"{name}.weight": module for name, module in model.named_modules() if hasattr(module, "lora_A")}
@@ -183,11 +180,11 @@ class MergedWeights(Mapping[str, Tensor]):
         packed, layer = self._packed.get(name), self._layers.get(name)
         weight = self._tensors[name] if packed is None else packed.weight
         if layer is None:
-            return whole(weight)
-        if not is_split(self.model):
+            return full_tensor(weight)
+        if not is_sharded(self.model):
             return (weight.float() + layer.get_delta_weight(ADAPTER).float()).to(weight.dtype)
-        low, up = whole(layer.lora_A[ADAPTER].weight), whole(layer.lora_B[ADAPTER].weight)
-        return (whole(weight).float() + (up @ low).float() * layer.scaling[ADAPTER]).to(weight.dtype)
+        low, up = full_tensor(layer.lora_A[ADAPTER].weight), full_tensor(layer.lora_B[ADAPTER].weight)
+        return (full_tensor(weight).float() + (up @ low).float() * layer.scaling[ADAPTER]).to(weight.dtype)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors | self._packed)
@@ -197,7 +194,7 @@ class MergedWeights(Mapping[str, Tensor]):
 
 
 def merge_adapters(model: Any) -> None:
-    """The model without adapters, which are in its weights from here on. These learn again."""
+    """Merge the adapters into the model's weights, which become trainable, and remove them."""
     merged = MergedWeights(model)
     for name, layer in [(name, module) for name, module in model.named_modules() if hasattr(module, "lora_A")]:
         layer.base_layer.weight.data = merged[f"{name}.weight"]
@@ -207,39 +204,39 @@ def merge_adapters(model: Any) -> None:
     model.requires_grad_(True)
 
 
-# ----------------------------------------------------------------------------------------------------- to disk and back
+# -------------------------------------------------------------------------------------------------------------- on disk
 def is_adapter(path: str | Path) -> bool:
     """Whether a directory holds adapters of another model, rather than a model."""
     return Path(path, CONFIG).is_file()
 
 
 def base_path(path: str | Path) -> str:
-    """Where the base of a model lies: the path itself, unless it holds adapters."""
+    """The path of a model's base: the path itself, unless it holds adapters."""
     if not is_adapter(path):
         return str(path)
     base = read_json_object(Path(path, CONFIG)).get(BASE)
     if not isinstance(base, str) or not base:
         raise ValueError(f"{Path(path, CONFIG)} does not say which model its adapters are for ({BASE})")
     if Path(base).is_absolute() and not Path(base).is_dir():
-        raise ValueError(f"{path} holds adapters of {base}, which is not there; put it back, or name it in {CONFIG}")
+        raise ValueError(
+            f"{path} holds adapters of {base}, which does not exist; put it back, or set {BASE} in {CONFIG}"
+        )
     return base
 
 
 def adapter_tensors(model: Any) -> dict[str, Tensor]:
-    """The adapters' own tensors by their names in peft's files."""
-    return {_stored(name): parameter.detach() for name, parameter in adapter_parameters(model).items()}
-
-
-def _stored(name: str) -> str:
-    return PREFIX + name.replace(f".{ADAPTER}.", ".")
+    """The adapters' tensors by their names in peft's files."""
+    return {
+        PREFIX + name.replace(f".{ADAPTER}.", "."): parameter.detach()
+        for name, parameter in adapter_parameters(model).items()
+    }
 
 
 def save_adapters(model: Any, tensors: Mapping[str, Tensor], directory: Path) -> None:
-    """Writes `tensors`, which are a model's adapters now or at an earlier moment. The base's config.json stays with the
-    base: transformers takes a folder that has one for a whole model."""
-    settings = model.peft_config[ADAPTER]
-    given = model.name_or_path
-    setattr(settings, BASE, str(Path(given).resolve()) if Path(given).exists() else given)
+    """Write `tensors`, a model's adapters now or at an earlier moment. The base's config.json is not written:
+    transformers takes a directory that has one for a whole model."""
+    settings, base = model.peft_config[ADAPTER], model.name_or_path
+    setattr(settings, BASE, str(Path(base).resolve()) if Path(base).exists() else base)
     settings.save_pretrained(directory)
     save_file({name: each.contiguous() for name, each in tensors.items()}, directory / WEIGHTS, {"format": "pt"})
     if model.can_generate() and model.generation_config is not None:
@@ -248,40 +245,37 @@ def save_adapters(model: Any, tensors: Mapping[str, Tensor], directory: Path) ->
 
 @torch.no_grad()
 def load_adapters(model: Any, directory: Path) -> None:
-    """Takes over, in place, what `save_adapters` wrote of such a model."""
+    """Load, in place, adapters that `save_adapters` wrote for such a model."""
     saved = read_adapters(model, directory)
     for name, tensor in adapter_tensors(model).items():
         tensor.copy_(saved[name])
 
 
 def read_adapters(model: Any, directory: Path) -> dict[str, Tensor]:
-    """What `save_adapters` wrote of such a model; anything missing or left over is an error."""
-    own, saved = adapter_tensors(model), _read(directory)
+    """Read adapters that `save_adapters` wrote for such a model; missing or unknown tensors are an error."""
+    if not is_adapter(directory):
+        raise ValueError(f"it has no adapters ({CONFIG})")
+    try:
+        saved = load_file(directory / WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{WEIGHTS} cannot be read: {error}") from error
+    own = adapter_tensors(model)
     wrong = {
         "missing": own.keys() - saved.keys(),
         "unknown": saved.keys() - own.keys(),
         "of another size": {name for name in own.keys() & saved.keys() if own[name].shape != saved[name].shape},
     }
-    if told := [f"{len(names)} {what} ({min(names)})" for what, names in wrong.items() if names]:
-        raise ValueError(f"its adapters are {', '.join(told)}")
+    if problems := [f"{len(names)} {what} ({min(names)})" for what, names in wrong.items() if names]:
+        raise ValueError(f"its adapters are {', '.join(problems)}")
     now, then = model.peft_config[ADAPTER], read_json_object(directory / CONFIG)
     if (now.r, now.lora_alpha) != (then.get("r"), then.get("lora_alpha")):
         raise ValueError(f"its adapters have rank {then.get('r')} and alpha {then.get('lora_alpha')}")
     return saved
 
 
-def _read(directory: Path) -> dict[str, Tensor]:
-    if not is_adapter(directory):
-        raise ValueError(f"it has no adapters ({CONFIG})")
-    try:
-        return load_file(directory / WEIGHTS)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{WEIGHTS} cannot be read: {error}") from error
-
-
-def merge_saved(model: Any, directory: Path) -> None:
-    """Adapters of a directory into the weights of their base."""
-    settings = library().LoraConfig.from_pretrained(directory)
+def merge_saved_adapters(model: Any, directory: Path) -> None:
+    """Merge the adapters of a directory into the weights of their base."""
+    settings = import_peft().LoraConfig.from_pretrained(directory)
     settings.lora_dropout = 0.0
     with torch.random.fork_rng(devices=[]):
         _inject(model, settings, torch.float32)

@@ -1,5 +1,5 @@
-"""Whether the files of a model's directory are whole: no download that broke off, no pointer in place of a file, no
-pickled weights. Of weights only the headers are read. A hub id is left to the hub's cache, which keeps whole files."""
+"""Check that the files of a model's directory are complete: no interrupted download, no git-lfs pointer, no pickled
+weights. Of weights only the headers are read. A hub id is not checked: the hub's cache holds complete files."""
 
 from __future__ import annotations
 
@@ -23,23 +23,21 @@ AGAIN = "it is damaged or half downloaded; get it again"
 
 
 def check_files(path: str | Path, names: Sequence[str]) -> None:
-    """Of the files of these names in a local directory, the first that cannot be what it should, by a ValueError."""
+    """Raise a ValueError for the first damaged file of these names in a local directory; files may be missing."""
     for file in (Path(path, name) for name in names):
-        if not _is_there(file):
-            continue
-        if file.suffix == ".json":
+        if _exists(file) and file.suffix == ".json":
             read_json_object(file)
 
 
 def check_weight_files(path: str | Path) -> None:
-    """The same for the weights: every file that the index names must be there, as long as its header says."""
+    """Raise a ValueError unless every weight file of the index exists, with the length that its header says."""
     directory = Path(path)
     if not directory.is_dir():
         return
-    names = weight_files(directory)
-    if missing := [name for name in names if not _is_there(directory / name)]:
-        told = f"{len(missing)} of the {len(names)} files of weights that {INDEX} names are missing"
-        raise ValueError(f"{directory}: {told} ({missing[0]}); the download broke off, so get them again")
+    names = list_weight_files(directory)
+    if missing := [name for name in names if not _exists(directory / name)]:
+        problem = f"{len(missing)} of the {len(names)} files of weights that {INDEX} names are missing"
+        raise ValueError(f"{directory}: {problem} ({missing[0]}); the download broke off, so get them again")
     for name in names:
         try:
             with safe_open(directory / name, framework="pt"):
@@ -48,11 +46,11 @@ def check_weight_files(path: str | Path) -> None:
             raise ValueError(f"{directory / name}: {AGAIN} ({error})") from error
 
 
-def weight_files(directory: Path) -> list[str]:
+def list_weight_files(directory: Path) -> list[str]:
     """The safetensors files that hold a model's weights."""
-    if _is_there(directory / WEIGHTS):  # transformers takes it first too
+    if _exists(directory / WEIGHTS):  # transformers takes it first, too
         return [WEIGHTS]
-    if _is_there(directory / INDEX):
+    if _exists(directory / INDEX):
         names = read_json_object(directory / INDEX).get("weight_map")
         if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
             raise ValueError(f"{directory / INDEX} names no files of weights; {AGAIN}")
@@ -60,26 +58,26 @@ def weight_files(directory: Path) -> list[str]:
     pickled = sorted(file.name for kind in ("*.bin", "*.pt", "*.pth") for file in directory.glob(kind))
     if pickled:
         raise ValueError(
-            f"{directory} has pickled weights alone ({pickled[0]}), which may run code when they are read, so they are "
-            "not; save the model as safetensors, as save_pretrained of transformers does"
+            f"{directory} has only pickled weights ({pickled[0]}), which may run code when they are read; save the "
+            "model as safetensors, as save_pretrained of transformers does"
         )
     raise ValueError(
-        f"{directory} has no weights: neither {WEIGHTS} nor {INDEX}; the download broke off, or see the path"
+        f"{directory} has no weights: neither {WEIGHTS} nor {INDEX}; the download broke off, or the path is wrong"
     )
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is no JSON: {AGAIN} ({error})") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{file} holds a {type(found).__name__}, not a JSON object: {AGAIN}")
-    return found
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} holds a {type(content).__name__}, not a JSON object: {AGAIN}")
+    return content
 
 
-def _is_there(file: Path) -> bool:
-    """Whether there is a file; what only looks like one is refused. A pipe would be waited for without end."""
+def _exists(file: Path) -> bool:
+    """Whether the file exists. Raises a ValueError for a pipe, an empty file or a git-lfs pointer."""
     try:
         with regular_file(file).open("rb") as opened:
             head = opened.read(len(GIT_LFS))

@@ -1,4 +1,4 @@
-"""Copies to the device that do not wait for it, and copies of what is there."""
+"""Copies to the device that do not wait for it, and fast copies back to CPU memory."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-STAGE = 32 << 20  # bytes of each of the two pinned buffers that tensors of a GPU come through
+BUFFER_BYTES = 32 << 20  # size of each of the two pinned buffers
 
 Pair = tuple[Tensor, Tensor]  # a tensor and its copy
-Piece = tuple[Tensor, Tensor, int]  # bytes of a tensor, those of its copy, and where they stand in a buffer
+Piece = tuple[Tensor, Tensor, int]  # bytes of a tensor, those of its copy, and their offset in a buffer
 
 
 def to_device(tensor: Tensor, device: torch.device | str | None) -> Tensor:
-    """A CPU tensor for the device, in turn with what is already asked of it.
+    """Copy a CPU tensor to the device, queued behind the work it already has.
 
     A plain `.to` waits until the device has done all its work, and then the device waits for the next piece.
     """
@@ -22,12 +22,12 @@ def to_device(tensor: Tensor, device: torch.device | str | None) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def to_main_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies in main memory, which later changes of the tensors leave alone.
+def copy_to_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies in CPU memory, which do not follow later changes of the tensors.
 
-    A plain copy of a GPU's tensor goes page by page through a buffer of the driver, on one processor; 42 GiB took 36 s.
-    Here the device fills one pinned buffer while all processors empty the other. The buffers go back to torch, which
-    keeps them for the next call: to pin memory takes longer than to use it.
+    A plain copy from a GPU goes page by page through a buffer of the driver, on one processor; 42 GiB took 36 s. Here
+    the device fills one pinned buffer while all processors empty the other. The buffers go back to torch, which keeps
+    them for the next call: pinning memory takes longer than using it.
     """
     staged = [tensor.is_cuda and tensor.is_contiguous() for tensor in tensors]
     copies = [
@@ -37,26 +37,28 @@ def to_main_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
     pairs = [(tensor, copy) for tensor, copy, through in zip(tensors, copies, staged, strict=True) if through]
     if pairs:
         device = pairs[0][0].device
-        buffers = [torch.empty(STAGE, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        stage(pairs, buffers, lambda: torch.cuda.current_stream(device).record_event().synchronize)
+        buffers = [torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        copy_through_buffers(pairs, buffers, lambda: torch.cuda.current_stream(device).record_event().synchronize)
     return copies
 
 
-def stage(pairs: Iterable[Pair], buffers: Sequence[Tensor], mark: Callable[[], Callable[[], None]]) -> None:
-    """Copies through two buffers of bytes in turn. `mark` is asked when a buffer's copies are under way, and gives what
-    waits for them."""
+def copy_through_buffers(
+    pairs: Iterable[Pair], buffers: Sequence[Tensor], record: Callable[[], Callable[[], None]]
+) -> None:
+    """Copy through two buffers of bytes in turn. `record` is called after the copies into a buffer are queued; the
+    function it returns waits for them."""
 
-    def empty(arrived: Callable[[], None], buffer: Tensor, pieces: Sequence[Piece]) -> None:
-        arrived()
-        for _, target, place in pieces:
-            target.copy_(buffer[place : place + len(target)])
+    def empty(wait: Callable[[], None], buffer: Tensor, pieces: Sequence[Piece]) -> None:
+        wait()
+        for _, target, offset in pieces:
+            target.copy_(buffer[offset : offset + len(target)])
 
     before: tuple[Callable[[], None], Tensor, Sequence[Piece]] | None = None
-    for number, pieces in enumerate(rounds(pairs, len(buffers[0]))):
-        buffer = buffers[number % 2]  # emptied already: it was the one before the one before
-        for source, _, place in pieces:
-            buffer[place : place + len(source)].copy_(source, non_blocking=True)
-        filled = mark(), buffer, pieces
+    for number, pieces in enumerate(fill_buffers(pairs, len(buffers[0]))):
+        buffer = buffers[number % 2]  # emptied in the previous iteration
+        for source, _, offset in pieces:
+            buffer[offset : offset + len(source)].copy_(source, non_blocking=True)
+        filled = record(), buffer, pieces
         if before is not None:
             empty(*before)
         before = filled
@@ -64,12 +66,12 @@ def stage(pairs: Iterable[Pair], buffers: Sequence[Tensor], mark: Callable[[], C
         empty(*before)
 
 
-def rounds(pairs: Iterable[Pair], size: int) -> Iterator[list[Piece]]:
-    """All bytes of the tensors in order, each list as many as a buffer of that size holds: large tensors are cut, and
-    small ones go together."""
+def fill_buffers(pairs: Iterable[Pair], size: int) -> Iterator[list[Piece]]:
+    """All bytes of the tensors in order, one list per buffer of `size` bytes: large tensors are cut, small ones share a
+    buffer."""
     pieces: list[Piece] = []
     used = 0
-    for source, target in (map(as_bytes, pair) for pair in pairs):
+    for source, target in (map(view_bytes, pair) for pair in pairs):
         while len(source):
             if used == size:
                 yield pieces
@@ -81,6 +83,6 @@ def rounds(pairs: Iterable[Pair], size: int) -> Iterator[list[Piece]]:
         yield pieces
 
 
-def as_bytes(tensor: Tensor) -> Tensor:
+def view_bytes(tensor: Tensor) -> Tensor:
     """The memory of a contiguous tensor."""
     return tensor.detach().view(-1).view(torch.uint8)

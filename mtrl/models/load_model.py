@@ -1,4 +1,4 @@
-"""A model from a directory or a hub id."""
+"""Load a model from a directory or a hub id."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from mtrl.models.adapters import base_path, is_adapter, merge_saved
+from mtrl.models.adapters import base_path, is_adapter, merge_saved_adapters
 from mtrl.models.checkpoint_files import check_weight_files
-from mtrl.models.families import VISION_FAMILIES, in_a_line, load_model_config
+from mtrl.models.families import VISION_FAMILIES, describe_error, load_model_config
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-SHOWN = 3  # names of weights in a message
+NAMES_IN_MESSAGE = 3
 
 
 def load_model(
@@ -26,22 +26,23 @@ def load_model(
     attn_implementation: str = "auto",
     device: str | torch.device = "cpu",
     trust_remote_code: bool = False,
-    but: Collection[str] = (),
+    optional: Collection[str] = (),
 ) -> PreTrainedModel:
-    """The causal model of a supported family, in evaluation mode. `attn_implementation: auto` is sdpa. Weights `but`
-    those must be the model's: of these any may be missing or unknown, for a caller who puts them in place. A directory
-    of adapters gives their base with them merged into it."""
+    """Load the causal model of a supported family, in evaluation mode. `attn_implementation: auto` is sdpa. Weights
+    must match the model; only `optional` ones may be missing or unknown. A directory of adapters gives their base with
+    the adapters merged into it."""
     given, path = Path(path), base_path(path)
-    family, options = _how_to_load(path, dtype, attn_implementation, trust_remote_code)
+    model_class, options = _make_options(path, dtype, attn_implementation, trust_remote_code)
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
-    model, found = from_pretrained(family, path, **options)
-    check_shapes(path, {problem: [each for each in names if each not in but] for problem, names in found.items()})
+    model, report = from_pretrained(model_class, path, **options)
+    required = {problem: [each for each in names if each not in optional] for problem, names in report.items()}
+    check_loaded_weights(path, required)
     model = model.to(device).eval()
     check_finite(path, model)
     if is_adapter(given):
         try:
-            merge_saved(model, given)
+            merge_saved_adapters(model, given)
         except ValueError as error:
             raise ValueError(f"{given} does not fit {path}: {error}") from error
     return model
@@ -50,19 +51,18 @@ def load_model(
 def empty_model(
     path: str | Path, *, dtype: str = "fp32", attn_implementation: str = "auto", trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """What `load_model` would load, on the meta device: shapes, and no numbers. (Of adapters: their base.)"""
-    family, options = _how_to_load(base_path(path), dtype, attn_implementation, trust_remote_code)
+    """The model of `load_model` on the meta device: shapes, and no numbers. (For adapters: their base.)"""
+    model_class, options = _make_options(base_path(path), dtype, attn_implementation, trust_remote_code)
     with torch.device("meta"):
-        return family.from_config(options.pop("config"), **options).eval()
+        return model_class.from_config(options.pop("config"), **options).eval()
 
 
-def _how_to_load(
+def _make_options(
     path: str, dtype: str, attn_implementation: str, trust_remote_code: bool
 ) -> tuple[Any, dict[str, Any]]:
-    """The class of transformers that has the model, and the options of its making."""
+    """The transformers class of the model, and the options for its constructor."""
     config = load_model_config(path, trust_remote_code)
-    family: Any = AutoModelForImageTextToText if config.model_type in VISION_FAMILIES else AutoModelForCausalLM
-    return family, {
+    return find_model_class(config), {
         "config": config,
         "dtype": DTYPES[dtype],
         "attn_implementation": "sdpa" if attn_implementation == "auto" else attn_implementation,
@@ -70,44 +70,48 @@ def _how_to_load(
     }
 
 
+def find_model_class(config: PreTrainedConfig) -> Any:
+    return AutoModelForImageTextToText if config.model_type in VISION_FAMILIES else AutoModelForCausalLM
+
+
 def from_pretrained(kind: Any, path: str, **options: Any) -> tuple[Any, Mapping[str, Collection[Any]]]:
-    """The model, and which weights were missing, not expected, or of another size. transformers puts random numbers in
-    their place and says so in a long report, which is kept quiet: the caller has to judge. Pickled weights are refused,
-    and any error is a ValueError that names the path."""
+    """The model, and a report of weights that are missing, unexpected or of another size. transformers fills them with
+    random numbers and logs a long report, which is silenced: the caller must check it. Pickled weights are refused,
+    and any error becomes a ValueError that names the path."""
     check_weight_files(path)
     level = logging.get_verbosity()
     logging.set_verbosity_error()
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True, "use_safetensors": True}
     try:
         return kind.from_pretrained(path, **options)
-    except Exception as error:  # whatever transformers meets in a config.json that is wrong in some other way
-        raise ValueError(f"{path} cannot be loaded: {in_a_line(error)}") from error
+    except Exception as error:  # a config.json can be wrong in any other way
+        raise ValueError(f"{path} cannot be loaded: {describe_error(error)}") from error
     finally:
         logging.set_verbosity(level)
 
 
-def check_shapes(path: str, found: Mapping[str, Collection[Any]]) -> None:
-    """Weights that are tied to others may be missing: transformers does not count them."""
+def check_loaded_weights(path: str, report: Mapping[str, Collection[Any]]) -> None:
+    """Raise a ValueError for a checkpoint that does not fit its config. transformers does not report tied weights."""
     wrong = {
-        "missing": found["missing_keys"],
-        "unknown": found["unexpected_keys"],
-        "of another size": [name for name, *_ in found["mismatched_keys"]],
+        "missing": report["missing_keys"],
+        "unknown": report["unexpected_keys"],
+        "of another size": [name for name, *_ in report["mismatched_keys"]],
     }
-    if told := [f"{len(names)} {what} ({_some(names)})" for what, names in wrong.items() if names]:
+    if problems := [f"{len(names)} {what} ({_join_some(names)})" for what, names in wrong.items() if names]:
         raise ValueError(
-            f"{path}: the weights do not fit the model of its config.json: {', '.join(told)}; training would go on "
-            "with random numbers, so save the checkpoint anew by the class that is to load it"
+            f"{path}: the weights do not fit the model of its config.json: {', '.join(problems)}; training would start "
+            "with random numbers, so save the checkpoint again with the class that loads it"
         )
 
 
 def check_finite(path: str, model: PreTrainedModel) -> None:
-    """A sum is finite only where all its numbers are, and takes no memory."""
+    """Raise a ValueError for NaN or infinity, by the sum of each weight, which takes no memory."""
     if wrong := [name for name, weight in model.named_parameters() if not weight.sum(dtype=torch.float32).isfinite()]:
         raise ValueError(
-            f"{path}: {len(wrong)} weights hold NaN or infinity ({_some(wrong)}): the training that wrote them had "
+            f"{path}: {len(wrong)} weights hold NaN or infinity ({_join_some(wrong)}): the training that wrote them "
             "diverged, or the file is damaged; use another checkpoint"
         )
 
 
-def _some(names: Collection[str]) -> str:
-    return ", ".join([*sorted(names)[:SHOWN], *([".."] if len(names) > SHOWN else [])])
+def _join_some(names: Collection[str]) -> str:
+    return ", ".join([*sorted(names)[:NAMES_IN_MESSAGE], *([".."] if len(names) > NAMES_IN_MESSAGE else [])])

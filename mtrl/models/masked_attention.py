@@ -1,16 +1,16 @@
-"""Attention of the language model: who sees whom where responses share a prompt, and how much attention goes where.
+"""Attention of the language model: masks for responses that share a prompt, and readers of attention masses.
 
-`attention` stands in for transformers' sdpa. What it does follows from what it is given:
+`attention` replaces transformers' sdpa. Its kernel depends on its arguments:
 
-a `BlockMask`     flex_attention over packed sequences (CUDA), blocks that nobody sees are never touched
+a `BlockMask`     flex_attention over packed sequences (CUDA), which skips fully masked blocks
 a single query    a decoding step, without a copy of the keys for every head that shares them
 anything else     sdpa
 
-Where ranks share sequences (`ulysses.py`) each does so for its share of the heads.
+In a sequence-parallel group (`parallel/sequence.py`) each rank attends with its share of the heads.
 
-A `AttentionReader` handed along adds up where the attention goes. No matrix of attention ever exists: for the masses the layer's
-attention runs once more over values that are indicators of the pools, and its output *is* the mass (section 2 of the
-spec); for maps over single tokens, a few positions at most, their rows of the matrix are made and nothing else.
+An `AttentionReader` sums up the attention. The attention matrix never exists: for the masses the layer's attention runs
+once more over values that are indicators of the pools, and its output *is* the mass (section 2 of the spec); for maps
+over single tokens only the matrix rows of a few positions are computed.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from transformers.masking_utils import sdpa_mask
 
 from mtrl.models.device_copy import to_device
 from mtrl.models.parallel.sequence import NO_SEQUENCE_PARALLEL, SequenceParallelGroup
-from mtrl.models.patches import compiled
+from mtrl.models.patches import compile_function
 from mtrl.types import TEXT_POOL, VISION_POOL
 
 ATTENTION = "mtrl_sdpa"
-BLOCK = 128  # positions a side of a block of flex_attention; packed sequences are a multiple of it
-CAUSAL = torch.empty(0, 0, 0, 0)  # in place of no mask, of which transformers would make one for a part of a sequence
-FLEX_COLUMNS = 16  # the fewest columns of queries, keys and values that flex_attention takes
+BLOCK = 128  # block size of flex_attention; packed sequences are a multiple of it
+CAUSAL = torch.empty(0, 0, 0, 0)  # instead of None, for which transformers would make a mask of a part of a sequence
+FLEX_COLUMNS = 16  # the narrowest head that flex_attention takes
 
 
 def use_attention(language_model: Any) -> None:
-    """Puts `attention` in the place of sdpa. Other implementations stay as the user chose them."""
+    """Replace sdpa by `attention`. Other implementations, chosen by the user, stay."""
     if language_model.config._attn_implementation == "sdpa":
         language_model.config._attn_implementation = ATTENTION
 
@@ -51,28 +51,28 @@ def attention(
     value: Tensor,
     attention_mask: Tensor | BlockMask | None,
     *,
-    reader: AttentionReader | None = None,
-    sharers: SequenceParallelGroup = NO_SEQUENCE_PARALLEL,
+    readers: Sequence[AttentionReader] = (),
+    sp_group: SequenceParallelGroup = NO_SEQUENCE_PARALLEL,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """[B, heads, S, D] -> [B, S, heads, D], as transformers calls it. Of sequences that ranks share, S is this rank's
-    part; the mask is that of whole sequences."""
-    query, key = query.to(value.dtype), key.to(value.dtype)  # rotary positions are kept wider under autocast
+    """[B, heads, S, D] -> [B, S, heads, D], as transformers calls it. In a sequence-parallel group S is this rank's
+    part of the positions, and the mask is that of whole sequences."""
+    query, key = query.to(value.dtype), key.to(value.dtype)  # autocast leaves rotary embeddings in a wider dtype
     described: Any = module
-    if sharers.size > 1:
-        query, key, value = sharers.by_heads(query, key, value)
+    if sp_group.size > 1:
+        query, key, value = sp_group.gather_seq_scatter_heads(query, key, value)
         described = OwnHeads(described.layer_idx, query.shape[1] // key.shape[1])
         if isinstance(attention_mask, Tensor) and not attention_mask.numel():  # CAUSAL, on any device
             attention_mask = None
-    layer = AttentionLayer(described, query, key, attention_mask, options)
-    if reader is not None:
+    layer = AttentionLayer(described, query, key, attention_mask, options, sp_group)
+    for reader in readers:
         reader.observe(layer, value)
     output = layer.attend(value)
-    return (output if sharers.size == 1 else sharers.by_positions(output)), None
+    return (output if sp_group.size == 1 else sp_group.gather_heads_scatter_seq(output)), None
 
 
 class OwnHeads(NamedTuple):
-    """A layer's attention as sdpa of transformers reads it, where a rank has a share of the heads."""
+    """The attributes of an attention module that transformers' sdpa reads, for a rank with some of the heads."""
 
     layer_idx: int
     num_key_value_groups: int
@@ -81,18 +81,20 @@ class OwnHeads(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class AttentionLayer:
-    """A layer about to attend: all but the values."""
+    """The arguments of a layer's attention except the values."""
 
     module: Any
     query: Tensor
     key: Tensor
     mask: Tensor | BlockMask | None
     options: dict[str, Any]
+    sp_group: SequenceParallelGroup = NO_SEQUENCE_PARALLEL
 
     def attend(self, value: Tensor) -> Tensor:
         query, key, mask, scaling = self.query, self.key, self.mask, self.options["scaling"]
         if isinstance(mask, BlockMask):
-            flex = compiled(flex_attention) if query.is_cuda else flex_attention  # uncompiled it would make the matrix
+            # Uncompiled, flex_attention makes the whole matrix.
+            flex = compile_function(flex_attention) if query.is_cuda else flex_attention
             return flex(query, key, value, block_mask=mask, scale=scaling, enable_gqa=True).transpose(1, 2)
         if query.shape[2] == 1:
             folded = query.reshape(*key.shape[:2], -1, query.shape[3])  # [B, key heads, heads that share them, D]
@@ -105,12 +107,12 @@ AttentionInterface.register(ATTENTION, attention)
 AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
-# -------------------------------------------------------------------------------------------------------- who sees whom
+# --------------------------------------------------------------------------------------------------------------- masks
 @dataclass(frozen=True, eq=False)
 class DocumentMask:
-    """Who sees whom in sequences of prompts and responses. A sequence falls into segments: a prompt, or one response.
+    """The attention mask of sequences of prompts and responses. A sequence has segments: a prompt, or one response.
 
-    A position sees what came before it in its own segment and in the prompt's. Two prompts, the first with two
+    A position attends to earlier positions of its own segment and of its prompt. Two prompts, the first with two
     responses, and padding:
 
     segment  [0 0 0 1 1 2 2  3 3 4 4  -1]
@@ -126,12 +128,12 @@ class DocumentMask:
     def to(self, device: torch.device) -> DocumentMask:
         return DocumentMask(to_device(self.segment, device), to_device(self.prompt, device))
 
-    def seen_from(self, places: tuple[Tensor, Tensor]) -> Tensor:
-        """[M, S] bool: what each of M positions (their rows and columns) sees."""
-        rows, columns = places
-        segment, own = self.segment[rows], self.segment[places][:, None]
+    def rows(self, index: tuple[Tensor, Tensor]) -> Tensor:
+        """[M, S] bool: the mask's rows of M positions (their sequences and columns)."""
+        sequences, columns = index
+        segment, own = self.segment[sequences], self.segment[index][:, None]
         before = torch.arange(segment.shape[1], device=columns.device) <= columns[:, None]
-        return before & ((segment == own) | (segment == self.prompt[places][:, None]))
+        return before & ((segment == own) | (segment == self.prompt[index][:, None]))
 
     def dense(self) -> Tensor:
         """[B, 1, S, S] bool: the mask as a matrix of positions."""
@@ -142,25 +144,25 @@ class DocumentMask:
         return (causal & (own | shared))[:, None]
 
     def blocks(self, device: torch.device) -> BlockMask:
-        """The mask of one packed sequence as blocks, worked out on segments: no matrix of positions is ever made."""
+        """The mask of one packed sequence as blocks, computed from segments: no matrix of positions is ever made."""
         assert len(self.segment) == 1 and self.segment.shape[1] % BLOCK == 0, "one sequence of whole blocks"
         some, whole = visible_blocks(self.segment[0], self.prompt[0])
         segment, prompt = to_device(self.segment[0], device), to_device(self.prompt[0], device)
 
-        def sees(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        def attends(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
             return (q >= k) & ((segment[q] == segment[k]) | (prompt[q] == segment[k]))
 
-        partial, full = (ordered(blocks, device) for blocks in (some & ~whole, whole))
-        return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=sees)
+        partial, full = (list_blocks(blocks, device) for blocks in (some & ~whole, whole))
+        return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=attends)
 
 
 def whole_blocks(size: int) -> int:
-    """The size rounded up to whole blocks, at least two: torch would compile a graph of its own for a single one."""
+    """The size rounded up to whole blocks, at least two: torch would compile a separate graph for a single one."""
     return max(2, -(-size // BLOCK)) * BLOCK
 
 
 def visible_blocks(segment: Tensor, prompt: Tensor) -> tuple[Tensor, Tensor]:
-    """[blocks, blocks] bool twice: where some position of a block sees one of another, and where all see all."""
+    """Two [blocks, blocks] bools: where some position of a block attends to one of another, and where all do to all."""
     names, index = segment.unique_consecutive(return_inverse=True)
     size = len(segment) // BLOCK
     holds = torch.zeros(size, len(names))
@@ -175,65 +177,62 @@ def visible_blocks(segment: Tensor, prompt: Tensor) -> tuple[Tensor, Tensor]:
     return some & (before | torch.eye(size, dtype=torch.bool)), whole
 
 
-def ordered(blocks: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """How many blocks each row of blocks sees and which, as flex_attention reads it: [1, 1, n] and [1, 1, n, n]."""
+def list_blocks(blocks: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The number of visible blocks per row and their indices, for flex_attention: [1, 1, n] and [1, 1, n, n]."""
     number = blocks.sum(1, dtype=torch.int32)
     which = blocks.int().argsort(dim=1, descending=True, stable=True).int()
     return to_device(number[None, None], device), to_device(which[None, None], device)
 
 
-# ------------------------------------------------------------------------------------------------ where attention goes
+# ------------------------------------------------------------------------------------------------------------- readers
 class AttentionReader(Protocol):
     def observe(self, layer: AttentionLayer, value: Tensor) -> None:
-        """Reads the attention of a layer that is about to attend to these values."""
+        """Read the attention of a layer, before it attends to these values."""
 
 
 class MassReader:
     """Attention of chosen positions on the text and the vision pool, as the mean over the layers of each segment.
 
-    `pool` [B, S] holds the pool of every prompt token and is negative elsewhere; the sink, a prompt's first token,
-    counts nowhere. `places` are the rows and columns of the M positions to read. B and S need not be the pass's own: a
-    corner that holds the places and what they see (`mask`) is enough. A segment without layers (a model of one or two
-    has no late third) stays NaN, not applicable.
+    `pool` [B, S] holds the pool of every prompt token and is negative elsewhere; the sink, a prompt's first token, does
+    not count. `index` are the sequences and columns of the M positions to read. B and S may be smaller than the pass's:
+    a corner with the positions and all that they attend to (`mask`) suffices. A segment without layers (a model of one
+    or two has no late third) stays NaN.
     """
 
     def __init__(
         self,
         pool: Tensor,
         sink: Tensor,
-        places: tuple[Tensor, Tensor],
+        index: tuple[Tensor, Tensor],
         segments: Sequence[range],
         mask: Tensor | BlockMask | None,
-        sharers: SequenceParallelGroup = NO_SEQUENCE_PARALLEL,
     ) -> None:
         counted = ~sink & (pool >= 0)
         columns = [(pool == TEXT_POOL) & counted, (pool == VISION_POOL) & counted, counted]
         self.indicator = torch.stack(columns, -1)  # [B, S, 3]
-        self.places, self.segments, self.mask, self.sharers = places, segments, mask, sharers
-        self.total = torch.zeros(len(places[0]), len(segments), 2, device=pool.device)
+        self.index, self.segments, self.mask = index, segments, mask
+        self.total = torch.zeros(len(index[0]), len(segments), 2, device=pool.device)
         for number in (number for number, layers in enumerate(segments) if not layers):
             self.total[:, number] = torch.nan
 
     def observe(self, layer: AttentionLayer, value: Tensor) -> None:
         sequences, size, _ = self.indicator.shape
         query, key = (each[:sequences, :, :size] for each in (layer.query, layer.key))
-        # sdpa gets values as wide as the model's own, or it would make the matrix.
+        # sdpa makes the matrix unless its values are as wide as the model's own.
         columns = FLEX_COLUMNS if isinstance(self.mask, BlockMask) else value.shape[3]
         corner = replace(layer, query=query, key=key, mask=self.mask)
-        self.add(layer.module.layer_idx, corner.attend(self.values(columns, like=value)))
+        self.add(layer, corner.attend(self.values(columns, like=value)))
 
     def values(self, columns: int, like: Tensor) -> Tensor:
         """[B, heads, S, columns]: the indicators, then zeros, in place of values `like` these."""
         padded = F.pad(self.indicator.to(like.dtype), (0, columns - self.indicator.shape[-1]))
         return padded[:, None].expand(-1, like.shape[1], -1, -1)
 
-    def add(self, layer: int, output: Tensor) -> None:
+    def add(self, layer: AttentionLayer, output: Tensor) -> None:
         """`output` [B, S, heads, columns] of a layer: mean of the heads, then the share of the counted keys."""
-        text, vision, counted = self.sharers.mean(output[self.places][..., :3].float().mean(1)).unbind(-1)
+        text, vision, counted = layer.sp_group.all_reduce_mean(output[self.index][..., :3].float().mean(1)).unbind(-1)
         shares = torch.stack([text, vision], -1) / counted.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
-        for number, layers in enumerate(self.segments):
-            if layer in layers:
-                self.total[:, number] += shares / len(layers)
+        add_to_segments(self.total, self.segments, layer, shares)
 
 
 class MapReader:
@@ -246,25 +245,26 @@ class MapReader:
         self,
         pool: Tensor,
         sink: Tensor,
-        sight: DocumentMask,
-        places: tuple[Tensor, Tensor],
+        documents: DocumentMask,
+        index: tuple[Tensor, Tensor],
         segments: Sequence[range],
-        sharers: SequenceParallelGroup = NO_SEQUENCE_PARALLEL,
     ) -> None:
-        self.counted = (~sink & (pool >= 0))[places[0]]  # [M, S]
-        self.seen = sight.seen_from(places)
-        self.places, self.segments, self.sharers = places, segments, sharers
-        self.total = torch.zeros(len(places[0]), len(segments), pool.shape[1], device=pool.device)
+        self.counted = (~sink & (pool >= 0))[index[0]]  # [M, S]
+        self.mask = documents.rows(index)
+        self.index, self.segments = index, segments
+        self.total = torch.zeros(len(index[0]), len(segments), pool.shape[1], device=pool.device)
 
     def observe(self, layer: AttentionLayer, value: Tensor) -> None:
-        rows, columns = self.places
-        chosen = layer.query[rows, :, columns].unflatten(
-            1, (layer.key.shape[1], -1)
-        )  # [M, key heads, heads that share them, D]
-        scores = torch.einsum("mkhd,mksd->mkhs", chosen.float(), layer.key[rows].float()) * layer.options["scaling"]
-        weights = scores.masked_fill(~self.seen[:, None, None], -torch.inf).softmax(-1).mean((1, 2))
-        counted = self.sharers.mean(weights).where(self.counted, 0.0)
+        rows, columns = self.index
+        query = layer.query[rows, :, columns].unflatten(1, (layer.key.shape[1], -1))  # [M, key heads, sharing heads, D]
+        scores = torch.einsum("mkhd,mksd->mkhs", query.float(), layer.key[rows].float()) * layer.options["scaling"]
+        weights = scores.masked_fill(~self.mask[:, None, None], -torch.inf).softmax(-1).mean((1, 2))
+        counted = layer.sp_group.all_reduce_mean(weights).where(self.counted, 0.0)
         shares = counted / counted.sum(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-        for number, layers in enumerate(self.segments):
-            if layer.module.layer_idx in layers:
-                self.total[:, number] += shares / len(layers)
+        add_to_segments(self.total, self.segments, layer, shares)
+
+
+def add_to_segments(total: Tensor, segments: Sequence[range], layer: AttentionLayer, shares: Tensor) -> None:
+    for number, layers in enumerate(segments):
+        if layer.module.layer_idx in layers:
+            total[:, number] += shares / len(layers)

@@ -1,4 +1,4 @@
-"""How large a model is, from its config.json alone: the weights are never read."""
+"""The size of a model from its config.json: the weights are never read."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from mtrl.models.families import VISION_FAMILIES, load_model_config
 
 @dataclass(frozen=True)
 class ModelSize:
-    tensors: tuple[int, ...]  # numbers in each weight, tied ones once
-    learning: tuple[int, ...]  # the same of those that learn
+    tensors: tuple[int, ...]  # size of each weight, tied weights once
+    learning: tuple[int, ...]  # the same for trainable weights
     vocabulary: int
-    output: int  # numbers of the output matrix
-    layers: int  # of the language model
-    keys: int  # numbers that a layer keeps of a token, and as many values
+    output: int  # parameters of the output matrix
+    layers: int  # in the language model
+    keys: int  # numbers per layer and token in the cache of keys; as many values
     read: int  # parameters of the language model, embeddings included
 
     @property
     def frozen(self) -> tuple[int, ...]:
-        """The tensors that do not learn."""
+        """The size of each frozen weight."""
         return tuple((Counter(self.tensors) - Counter(self.learning)).elements())
 
     @property
@@ -33,7 +33,7 @@ class ModelSize:
 
 
 def model_size(model: Any) -> ModelSize:
-    """Of a causal language model, with weights or without."""
+    """The size of a causal language model, with weights or without."""
     text = model.config.get_text_config()
     key_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     output = model.get_output_embeddings().weight
@@ -49,29 +49,28 @@ def model_size(model: Any) -> ModelSize:
 
 
 def critic_tensors(model: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Numbers in each weight of such a model with a value head in place of its output matrix, and in those that learn.
-    A matrix that is the input's too stays."""
-    output, stays = model.get_output_embeddings().weight, model.get_input_embeddings().weight
-    kept = [each for each in model.parameters() if each is not output or each is stays]
+    """The size of each weight, and of each trainable one, with a value head in place of the output matrix. A matrix
+    that is tied to the input embedding stays."""
+    output, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    weights = [each for each in model.parameters() if each is not output or each is embedding]
     head = output.shape[1]
-    learning = (each.numel() for each in kept if each.requires_grad)
-    return (*(each.numel() for each in kept), head), (*learning, head)
+    learning = (each.numel() for each in weights if each.requires_grad)
+    return (*(each.numel() for each in weights), head), (*learning, head)
 
 
 def reward_model_parameters(path: str, trust_remote_code: bool = False) -> int:
     config = load_model_config(path, trust_remote_code)
-    family: Any = AutoModelForSequenceClassification
-    if config.model_type in VISION_FAMILIES:
-        family = AutoModelForImageTextToText
+    has_vision = config.model_type in VISION_FAMILIES
+    family: Any = AutoModelForImageTextToText if has_vision else AutoModelForSequenceClassification
     with torch.device("meta"):
         return _count(family.from_config(config, trust_remote_code=trust_remote_code))
 
 
 def head_width(text: Any) -> int:
-    """Of a language model's settings, where not all name it."""
+    """Width of an attention head, from a language model's config, which may not name it."""
     return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
 
 def _count(module: torch.nn.Module) -> int:
-    """Tied weights once."""
+    """Parameters of a module, tied weights once."""
     return sum(parameter.numel() for parameter in module.parameters())

@@ -1,4 +1,4 @@
-"""Log-probs by transformers' own forward, row by row, to hold ours against: the first thing to know of real weights."""
+"""Compare our log-probs with transformers' own forward, row by row: the first check of real weights."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from transformers import PreTrainedModel
 from mtrl.protocols import PromptEncoder
 from mtrl.types import Prompt, Rollouts
 
-# Nats a token, on average, that rounding may make: far above what it does, far below what a wrong position does.
+# Mean difference in nats per token that passes as rounding: far above it, and far below the effect of a wrong position.
 ROUNDING = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 0.1}
 
 
 @dataclass(frozen=True)
 class Gap:
-    """Between two log-probs of the same tokens, in nats."""
+    """Difference between two log-probs of the same tokens, in nats."""
 
     mean: float
     largest: float
     tokens: int
-    limit: float  # of the mean
+    limit: float  # for the mean
 
     @property
     def within(self) -> bool:
-        return self.mean <= self.limit  # not where it is NaN
+        return self.mean <= self.limit  # False for NaN
 
 
 def log_prob_gap(
@@ -40,7 +40,7 @@ def log_prob_gap(
     temperature: float,
     compute_dtype: torch.dtype,
 ) -> Gap:
-    """Of `ours` [N, T] from what `model` says, which is as transformers loads it."""
+    """The gap between `ours` [N, T] and the log-probs of `model`, unpatched as transformers loads it."""
     rows = []
     for row, g in enumerate(rollouts.group.tolist()):
         response = rollouts.tokens[row, : int(rollouts.mask[row].sum())]
@@ -55,17 +55,17 @@ def log_prob_gap(
 def plain_log_probs(
     model: PreTrainedModel, encoder: PromptEncoder, prompt: Prompt, response: Tensor, temperature: float
 ) -> Tensor:
-    """[length]: by a forward of this one row, which works out positions and masks by itself."""
+    """[length]: by a forward of this one row, which computes positions and masks itself."""
     row = plain_inputs(encoder.inputs(prompt), prompt, response)
-    few = {"logits_to_keep": len(response) + 1} if "logits_to_keep" in signature(model.forward).parameters else {}
-    logits = model(**{name: each.to(model.device) for name, each in row.items()}, **few).logits
+    options = {"logits_to_keep": len(response) + 1} if "logits_to_keep" in signature(model.forward).parameters else {}
+    logits = model(**{name: each.to(model.device) for name, each in row.items()}, **options).logits
     logits = logits[0, -len(response) - 1 : -1].float().cpu() / temperature
     logits[:, list(encoder.forbidden_ids)] = -torch.inf
     return logits.log_softmax(-1).gather(-1, response[:, None])[:, 0]
 
 
 def plain_inputs(inputs: Mapping[str, Tensor], prompt: Prompt, response: Tensor) -> dict[str, Tensor]:
-    """What the model's own forward takes for this one row, of what an encoder has made: images and videos apart."""
+    """Arguments of the model's own forward for this one row, from an encoder's inputs: images and videos separate."""
     ids = torch.cat([prompt.ids, response])[None]
     row = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if "mm_token_type_ids" in inputs:

@@ -1,8 +1,7 @@
-"""Frozen weights in 4 bits (NF4), by the bitsandbytes library: what adapters learn beside in QLoRA.
+"""Frozen weights in 4 bits (NF4) by the bitsandbytes library, under the adapters of QLoRA.
 
-A projection's weight is kept packed, and is made again, in the dtype of its input, for each product: on the way forward
-and once more on the way back. What is quantized is no parameter, so nothing that looks for weights to train, to save or
-to move finds it.
+A projection's weight is stored packed and dequantized to the dtype of its input for each product, in the forward pass
+and again in the backward pass. It is no parameter, so code that trains, saves or moves parameters does not see it.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 KIND, BLOCK = "nf4", 64  # numbers that share a scale
-BYTES = 0.5 + 1 / BLOCK + 4 / (BLOCK * 256)  # of a number: four bits, and its part of scales, which are quantized too
+BYTES = 0.5 + 1 / BLOCK + 4 / (BLOCK * 256)  # per number: four bits, and its share of the scales, quantized as well
 
 
-def library() -> Any:
+def import_bitsandbytes() -> Any:
     try:
         import bitsandbytes
     except ImportError as error:
@@ -26,14 +25,13 @@ def library() -> Any:
 
 
 class FourBitLinear(nn.Linear):
-    """In the place of a projection, whose bias it takes over. peft puts the adapters beside it that it puts beside
-    every other."""
+    """Replaces a projection and takes over its bias. peft adds adapters to it as to any other Linear."""
 
     def __init__(self, linear: nn.Linear, device: torch.device) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = None if linear.bias is None else nn.Parameter(linear.bias.data.to(device), requires_grad=False)
-        functional = library().functional
+        functional = import_bitsandbytes().functional
         packed, self.scales = functional.quantize_4bit(
             linear.weight.data.to(device), blocksize=BLOCK, compress_statistics=True, quant_type=KIND
         )
@@ -41,8 +39,8 @@ class FourBitLinear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """The weight that it stands for, made for whoever asks."""
-        return library().functional.dequantize_4bit(self.packed, self.scales)
+        """The dequantized weight."""
+        return import_bitsandbytes().functional.dequantize_4bit(self.packed, self.scales)
 
     def forward(self, x: Tensor) -> Tensor:
         return _product(x, self, self.bias)
@@ -54,7 +52,7 @@ def _product(x: Tensor, linear: FourBitLinear, bias: Tensor | None) -> Tensor:
 
 
 class _FourBitProduct(torch.autograd.Function):
-    """x @ weight.T + bias, which keeps neither the weight nor x for the way back: the weight is frozen."""
+    """x @ weight.T + bias; keeps neither the weight nor x for the backward pass: the weight is frozen."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, linear: FourBitLinear, bias: Tensor | None) -> Tensor:
@@ -67,8 +65,7 @@ class _FourBitProduct(torch.autograd.Function):
 
 
 def quantize(model: nn.Module, names: Iterable[str], device: torch.device) -> None:
-    """Puts these projections into 4 bits on the device, one after the other, so that there is never more than one wide
-    weight beside them there."""
+    """Quantize these projections on the device one after the other, so it holds at most one wide weight."""
     for name in names:
         parent, _, last = name.rpartition(".")
         holder = model.get_submodule(parent)

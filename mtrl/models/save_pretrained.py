@@ -1,4 +1,4 @@
-"""A trained model on its way to everybody else: another dtype, files that any tool loads."""
+"""Export a trained model: in another dtype, as files that any tool loads."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ from mtrl.models.families import VISION_FAMILIES, encoder_files, load_encoder, l
 from mtrl.models.load_model import DTYPES
 from mtrl.models.state_dicts import exported_weights, save_model
 
-SHARD = "5GB"  # the largest file of weights, as hubs like it
+MAX_SHARD_SIZE = "5GB"  # the largest file of weights, as usual on hubs
 
 
-def own_dtype(path: Path, trust_remote_code: bool = False) -> str:
-    """The dtype that a checkpoint is in by its config.json, that of the base for an adapter."""
-    found = load_model_config(str(path), trust_remote_code).dtype
-    return next((name for name, dtype in DTYPES.items() if dtype == found), "fp32")
+def read_dtype(path: Path, trust_remote_code: bool = False) -> str:
+    """The dtype in a checkpoint's config.json; for an adapter that of its base."""
+    stored = load_model_config(str(path), trust_remote_code).dtype
+    return next((name for name, dtype in DTYPES.items() if dtype == stored), "fp32")
 
 
-def files_beside(path: Path, chat_template: str | None, trust_remote_code: bool = False) -> Mapping[str, bytes]:
-    """The files of tokenizer and processors of a checkpoint. A chat template that the run gave stands in for the
-    model's own: the model has learnt to answer to it."""
-    place = base_path(path)
-    spoken = path if (path / "tokenizer_config.json").exists() else place
+def read_encoder_files(path: Path, chat_template: str | None, trust_remote_code: bool = False) -> Mapping[str, bytes]:
+    """The tokenizer and processor files of a checkpoint. The run's chat template replaces the model's: the model was
+    trained on it."""
+    base = base_path(path)
+    tokenizer_path = path if (path / "tokenizer_config.json").exists() else base
     encoder = load_encoder(
-        place, tokenizer_path=spoken, chat_template=chat_template, trust_remote_code=trust_remote_code
+        base, tokenizer_path=tokenizer_path, chat_template=chat_template, trust_remote_code=trust_remote_code
     )
     if chat_template is None:
-        return encoder_files(encoder, place)
+        return encoder_files(encoder, base)
     encoder.tokenizer.chat_template = encoder.chat_template
-    return {name: text for name, text in encoder_files(encoder, place).items() if name != "chat_template.json"}
+    return {name: text for name, text in encoder_files(encoder, base).items() if name != "chat_template.json"}
 
 
-def sees_images(model: PreTrainedModel) -> bool:
+def is_vision_model(model: PreTrainedModel) -> bool:
     return model.config.model_type in VISION_FAMILIES
 
 
 def size_on_disk(model: PreTrainedModel) -> int:
-    """Bytes of the weights, tied ones once."""
+    """Bytes of the weights, tied weights once."""
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
 def write_model(model: PreTrainedModel, directory: Path) -> None:
-    """Weights, settings and generation settings; a bar shows how far it is, where there is a terminal."""
+    """Write weights, config and generation config, with a progress bar in a terminal."""
     try:
-        save_model(model, exported_weights(model), directory, shard=SHARD, progress=True)
+        save_model(model, exported_weights(model), directory, shard=MAX_SHARD_SIZE, progress=True)
     except SafetensorError as error:  # how it reports a full disk
         raise OSError(str(error)) from error

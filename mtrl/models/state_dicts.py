@@ -1,4 +1,4 @@
-"""The weights of a model on their way out, to an engine, a checkpoint or an export, and back from a disk."""
+"""The weights of a model: for an engine, a checkpoint or an export, and loaded from disk."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ from mtrl.models.adapters import (
 )
 from mtrl.models.checkpoint_files import WEIGHTS
 from mtrl.models.load_model import from_pretrained
-from mtrl.models.parallel.fsdp import fill, is_split, plain_class, whole
+from mtrl.models.parallel.fsdp import distribute_from_rank0, full_tensor, is_sharded, unsharded_class
 from mtrl.models.parallel.ranks import SINGLE_PROCESS, Ranks
-from mtrl.models.value_head import HEAD, OUTPUT_MATRIX, find_head, has_head, with_head
+from mtrl.models.value_head import HEAD, OUTPUT_MATRIX, attach_head, find_head, has_head
 
 
 def exported_weights(model: PreTrainedModel) -> Mapping[str, Tensor]:
-    """Every weight by its Hugging Face name, tied ones under each of theirs: what is published and what is saved come
-    from here alone, so that they cannot differ. The tensors are the model's own and follow its updates. Those that a
-    model does not hold as plain tensors, merged with adapters or split over ranks, are made when they are asked for; of
-    a model that is split all ranks must ask, in the same order. A value head has the name that it has in checkpoints.
+    """Every weight by its Hugging Face name, tied weights under each of their names: published and saved weights come
+    from here, so they cannot differ. The tensors are the model's own and follow its updates. Weights merged with
+    adapters or sharded over ranks are made on access; of a sharded model all ranks must access them in the same order.
+    A value head has its name in checkpoints.
     """
     if has_adapters(model):
         return MergedWeights(model)
     weights: dict[str, Tensor] = model.state_dict()
     if has_head(model):
         weights[HEAD] = weights.pop(OUTPUT_MATRIX)
-    return WholeWeights(weights) if is_split(model) else weights
+    return GatheredWeights(weights) if is_sharded(model) else weights
 
 
-class WholeWeights(Mapping[str, Tensor]):
-    """Weights that are split over ranks; each is gathered when it is asked for."""
+class GatheredWeights(Mapping[str, Tensor]):
+    """Weights sharded over ranks; each is gathered on access."""
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         self._weights = weights
 
     def __getitem__(self, name: str) -> Tensor:
-        return whole(self._weights[name])
+        return full_tensor(self._weights[name])
 
-    def bytes_of(self, name: str) -> int:
-        """Of the whole tensor, which nobody need gather for it."""
+    def count_bytes(self, name: str) -> int:
+        """Bytes of the full tensor, without gathering it."""
         weight = self._weights[name]
         return weight.numel() * weight.element_size()
 
@@ -62,8 +62,8 @@ class WholeWeights(Mapping[str, Tensor]):
         return len(self._weights)
 
 
-def saved_weights(model: PreTrainedModel) -> Mapping[str, Tensor]:
-    """What a checkpoint holds: all weights, or the adapters alone where they are what learns."""
+def checkpoint_weights(model: PreTrainedModel) -> Mapping[str, Tensor]:
+    """The weights in a checkpoint: all of them, or only the adapters if there are any."""
     return adapter_tensors(model) if has_adapters(model) else exported_weights(model)
 
 
@@ -75,20 +75,19 @@ def save_model(
     shard: str = "50GB",
     progress: bool = False,
 ) -> None:
-    """Writes a checkpoint that `from_pretrained` loads as it is: the model's settings, and `weights`, which were
-    exported from it and may be older than what it holds now. Of adapters: files of peft. `shard`: the largest file of
-    weights."""
+    """Write a checkpoint that `from_pretrained` loads: the model's config, and `weights`, which were exported from it
+    and may be older than its current ones. Adapters are written as peft files. `shard`: the largest weight file."""
     if not progress:
-        disable_progress_bar()  # a bar for the shards would run through the progress of the training
+        disable_progress_bar()  # a bar for the shards would interfere with the progress of the training
     if has_adapters(model):
         save_adapters(model, weights, directory)
     else:
         model.save_pretrained(directory, state_dict=dict(weights), max_shard_size=shard)
 
 
-def names_in_files(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict[str, str] | None:
-    """The name in a checkpoint of each weight that `save_model` writes, of tied ones one; found by writing a number in
-    the place of each. None where a checkpoint does not hold them one by one as they are."""
+def map_file_names(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict[str, str] | None:
+    """Each weight's name in the files of `save_model`, one for tied weights; found by writing a number in place of each
+    weight. None if a checkpoint does not hold the weights one by one."""
     first: dict[int, str] = {}
     tied = {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
     names = list(weights)
@@ -96,16 +95,16 @@ def names_in_files(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> dic
     with TemporaryDirectory() as folder:
         try:
             save_model(model, {name: marks[tied.get(name, name)] for name in names}, Path(folder))
-        except (RuntimeError, ValueError, IndexError):  # tensors are joined on their way out, and these have no shape
+        except (RuntimeError, ValueError, IndexError):  # transformers joins some tensors, and these have no shape
             return None
         written = load_file(Path(folder) / WEIGHTS)
     distinct = {tied.get(name, name) for name in names}
-    alone = len(written) == len(distinct) and all(mark.shape == (1,) for mark in written.values())
-    return {names[int(mark)]: name for name, mark in written.items()} if alone else None
+    one_by_one = len(written) == len(distinct) and all(mark.shape == (1,) for mark in written.values())
+    return {names[int(mark)]: name for name, mark in written.items()} if one_by_one else None
 
 
-def save_settings(model: PreTrainedModel, directory: Path) -> None:
-    """All that `save_model` writes beside the weights. It would remove files of weights that others write there."""
+def save_config(model: PreTrainedModel, directory: Path) -> None:
+    """Write the files of `save_model` except the weights. `save_model` itself would remove weight files of others."""
     with TemporaryDirectory(dir=directory) as folder:
         save_model(model, {}, Path(folder))
         for file in Path(folder).iterdir():
@@ -114,30 +113,29 @@ def save_settings(model: PreTrainedModel, directory: Path) -> None:
 
 
 def load_weights(model: PreTrainedModel, directory: Path, ranks: Ranks = SINGLE_PROCESS) -> None:
-    """Takes over, in place, what `save_model` wrote of the same model; anything missing or left over is an error. Of
-    ranks that hold a model together the first alone reads."""
+    """Load, in place, what `save_model` wrote for the same model; missing or unknown weights are an error. If ranks
+    hold a model together, only the first reads."""
     try:
-        saved = ranks.rank0_only(lambda: _read(model, directory))
+        saved = ranks.rank0_only(lambda: _read_checkpoint(model, directory))
         targets = adapter_tensors(model) if has_adapters(model) else model.state_dict()
-        fill(targets, saved, ranks)
+        distribute_from_rank0(targets, saved, ranks)
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"{directory} holds another model than this run's: {error}") from error
 
 
-def _read(model: PreTrainedModel, directory: Path) -> Mapping[str, Tensor]:
-    """The tensors of a checkpoint, which are the model's in name and shape: adapters, or by the names of its state."""
+def _read_checkpoint(model: PreTrainedModel, directory: Path) -> Mapping[str, Tensor]:
+    """The tensors of a checkpoint, checked to have the model's names and shapes: adapters, or its state dict."""
     if has_adapters(model):
         return read_adapters(model, directory)
     if is_adapter(directory):
         raise ValueError("it holds adapters (worker.actor.model.peft_type)")
-    headed = has_head(model)
-    replaced = {HEAD, OUTPUT_MATRIX} if headed else set()  # the head stands in the place of the other
-    saved, found = from_pretrained(plain_class(model), str(directory), dtype=model.dtype)
-    wrong = {problem: sorted(set(map(str, names)) - replaced) for problem, names in found.items()}
+    replaced = {HEAD, OUTPUT_MATRIX} if has_head(model) else set()  # the head replaces the output matrix
+    saved, report = from_pretrained(unsharded_class(model), str(directory), dtype=model.dtype)
+    wrong = {problem: sorted(set(map(str, names)) - replaced) for problem, names in report.items()}
     if any(wrong.values()):
         raise ValueError(str({problem: names for problem, names in wrong.items() if names}))
-    if headed and (head := find_head(str(directory))) is not None:
-        saved = with_head(saved, head)
+    if has_head(model) and (head := find_head(str(directory))) is not None:
+        saved = attach_head(saved, head)
     read: dict[str, Tensor] = saved.state_dict()
     own, theirs = ({name: tensor.shape for name, tensor in each.items()} for each in (model.state_dict(), read))
     if other := sorted(name for name in own.keys() | theirs.keys() if own.get(name) != theirs.get(name)):

@@ -1,11 +1,11 @@
-"""Tiny random checkpoints of every model family, made on the fly: for tests and for trying a setup without a download.
+"""Make tiny random checkpoints of every model family, for tests and for trying a setup without a download.
 
     directory = make_tiny_checkpoint("tiny", "qwen3_vl")
     AutoModelForImageTextToText.from_pretrained(directory)
 
 They have the layout of the published checkpoints (config, safetensors, tokenizer with Qwen's special tokens and chat
-format, image settings, generation config) and some 300,000 parameters. The tokenizer is a byte-level BPE trained on the
-word list below; all families share it.
+format, image settings, generation config) and about 300,000 parameters. The tokenizer is a byte-level BPE trained on
+the word list below; all families share it.
 """
 
 from __future__ import annotations
@@ -21,18 +21,12 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    GenerationConfig,
-    Qwen2Tokenizer,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig, Qwen2Tokenizer
 
 VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 TINY_FAMILIES = (*VISION_FAMILIES, "qwen2")
 
-VOCABULARY = 512  # most tokens that there are; the embedding has a row for each
+VOCABULARY = 512  # most tokens; the embedding has a row for each
 
 SPECIAL_TOKENS = [
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>",
@@ -48,7 +42,7 @@ WORDS = (
     "system user assistant you are helpful not this that there be option choice final than more less equal sum"
 )
 
-# Qwen2-VL and Qwen2.5-VL speak first as the system when the chat does not; Qwen3-VL doesn't.
+# Qwen2-VL and Qwen2.5-VL add a system message if the chat has none; Qwen3-VL does not.
 DEFAULT_SYSTEM = (
     "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}"
 )
@@ -81,10 +75,10 @@ def make_tiny_checkpoint(
     added_tokens: Sequence[str] = (),
     vocabulary: int = VOCABULARY,
 ) -> Path:
-    """Writes a loadable Hugging Face directory with random weights; the same arguments give the same bytes.
+    """Write a loadable Hugging Face directory with random weights; the same arguments give the same bytes.
 
-    Pixel limits default to 4 and 1280 tokens an image. The tokenizer is trained on `words`, up to `vocabulary` tokens,
-    and each of `added_tokens` is one token of its own. The caller's random state is left alone.
+    Pixel limits default to 4 and 1280 tokens per image. The tokenizer is trained on `words`, up to `vocabulary` tokens,
+    and each of `added_tokens` is a single token. The caller's random state is not changed.
     """
     if family not in TINY_FAMILIES:
         raise ValueError(f"no tiny checkpoint for family {family!r}; there are {', '.join(TINY_FAMILIES)}")
@@ -152,7 +146,7 @@ _MARKS = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_st
 
 
 def _text_config(family: str, hidden: int, layers: int, heads: int, kv_heads: int) -> dict[str, Any]:
-    half = hidden // heads // 2  # rotary pairs of a head, shared among time, height and width
+    half = hidden // heads // 2  # rotary pairs of a head, divided among time, height and width
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e6}
     if family == "qwen3_vl":
         side = half * 20 // 64
@@ -179,7 +173,7 @@ def _vision_config(family: str, hidden: int, vision_hidden: int, depth: int) -> 
 
 
 def _write_image_settings(directory: Path, family: str, patch: int, low: int | None, high: int | None) -> None:
-    """preprocessor_config.json in the spelling of the published checkpoint of that family."""
+    """Write preprocessor_config.json with the keys of the family's published checkpoints."""
     token_area = (2 * patch) ** 2
     low, high = low or 4 * token_area, high or 1280 * token_area
     name = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}[family]

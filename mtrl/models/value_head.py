@@ -1,8 +1,8 @@
-"""One number in place of a distribution over the vocabulary: the head of a critic, and of a reward model that sees.
+"""A head of one number in place of the output matrix: for a critic, and for a vision-language reward model.
 
-On a disk such a model is a checkpoint of its family with `score.weight` [1, hidden] in its safetensors and no output
-matrix of its own (the layout of `AutoModelForSequenceClassification`, and for vision-language families that of
-ms-swift). So a critic may start from a reward model, and a critic that has learnt is a checkpoint like others.
+On disk such a model is a checkpoint of its family with `score.weight` [1, hidden] in its safetensors and no output
+matrix (the layout of `AutoModelForSequenceClassification`, and for vision-language families that of ms-swift). So a
+critic may start from a reward model, and a trained critic is a checkpoint like others.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ OUTPUT_MATRIX = "lm_head.weight"  # in every supported family
 
 
 class ValueHead(nn.Linear):
-    """Stands where the output matrix stood, so that it takes no memory beside it."""
+    """Replaces the output matrix, which then takes no memory."""
 
 
 def load_value_model(path: str | Path, **options: Any) -> PreTrainedModel:
-    """A model of a supported family that gives a number: by the head of its checkpoint, else by one of zeros, which
-    says 0 of everything until it has learnt. `options` are those of `load_model`."""
-    model: Any = load_model(path, but=(HEAD, OUTPUT_MATRIX), **options)
+    """Load a model with the value head of its checkpoint, or with a head of zeros. `options` are those of
+    `load_model`."""
+    model: Any = load_model(path, optional=(HEAD, OUTPUT_MATRIX), **options)
     width, head = model.get_output_embeddings().in_features, find_head(str(path))
     if head is not None and head.shape != (1, width):
         raise ValueError(f"{path}: its {HEAD} is {list(head.shape)}; a value is one number, so it must be [1, {width}]")
-    return with_head(model, torch.zeros(1, width) if head is None else head)
+    return attach_head(model, torch.zeros(1, width) if head is None else head)
 
 
-def with_head(model: PreTrainedModel, head: Tensor) -> PreTrainedModel:
-    """The model with the head in place of its output matrix, which is not needed."""
+def attach_head(model: PreTrainedModel, head: Tensor) -> PreTrainedModel:
+    """Replace the model's output matrix by the head."""
     score = ValueHead(head.shape[1], 1, bias=False, device=model.device, dtype=model.dtype)
     score.weight.data.copy_(head)
     model.set_output_embeddings(score)
@@ -46,9 +46,9 @@ def with_head(model: PreTrainedModel, head: Tensor) -> PreTrainedModel:
 
 
 def empty_value_model(path: str | Path, **options: Any) -> PreTrainedModel:
-    """What `load_value_model` would load, on the meta device; `options` are those of `empty_model`."""
+    """The model of `load_value_model` on the meta device; `options` are those of `empty_model`."""
     model: Any = empty_model(path, **options)
-    return with_head(model, torch.empty(1, model.get_output_embeddings().in_features, device="meta"))
+    return attach_head(model, torch.empty(1, model.get_output_embeddings().in_features, device="meta"))
 
 
 def has_head(model: PreTrainedModel) -> bool:
@@ -56,15 +56,15 @@ def has_head(model: PreTrainedModel) -> bool:
 
 
 def find_head(path: str) -> Tensor | None:
-    """The head in the safetensors of a local or hub checkpoint; None where it holds none."""
-    index = _stored_file(path, "model.safetensors.index.json")
+    """The head in the safetensors of a local or hub checkpoint, if any."""
+    index = _find_file(path, "model.safetensors.index.json")
     shards = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"] if index else {}
-    file = _stored_file(path, shards.get(HEAD, "model.safetensors"))
+    file = _find_file(path, shards.get(HEAD, "model.safetensors"))
     if file is None:
         return None
     with safe_open(file, framework="pt") as tensors:
         return tensors.get_tensor(HEAD) if HEAD in tensors.keys() else None  # noqa: SIM118
 
 
-def _stored_file(path: str, name: str) -> str | None:
+def _find_file(path: str, name: str) -> str | None:
     return cached_file(path, name, _raise_exceptions_for_missing_entries=False)

@@ -1,1 +1,1 @@
-"""Generators: engines that sample responses. All keep the promises of `protocols.Generator`."""
+"""Generators: engines that sample responses, all behind `protocols.Generator`."""

@@ -1,4 +1,4 @@
-"""When an engine holds device memory: inside `with engine.awake()`, and at no other time."""
+"""An engine holds device memory only inside `with engine.resident()`."""
 
 from __future__ import annotations
 
@@ -9,28 +9,27 @@ from mtrl.types import Prompt, Rollouts, Sampling
 
 
 class EngineLifecycle:
-    """Gives an engine its `resident`. An engine is made asleep; `wake` and `sleep` are its own, and by default it holds
-    nothing that it could give back.
+    """Base of engines: implements `resident` by `wake` and `sleep`. A new engine is asleep.
 
-    >>> class Engine(Awake):
+    >>> class Engine(EngineLifecycle):
     ...     def wake(self): print("wakes")
     ...     def sleep(self): print("sleeps")
     >>> engine = Engine()
-    >>> with engine.awake():
-    ...     with engine.awake():  # already is
+    >>> with engine.resident():
+    ...     with engine.resident():  # no effect
     ...         print("samples")
     wakes
     samples
     sleeps
     """
 
-    apart = False  # it has devices of its own: what was begun goes on while others compute
-    making_room: Callable[[], AbstractContextManager[None]] = nullcontext  # from before it wakes until it sleeps
-    _entered = 0  # blocks that are open
+    colocated = True  # False: it has its own devices, and samples while others compute
+    offload_trainer: Callable[[], AbstractContextManager[None]] = nullcontext  # entered while the engine is awake
+    _entered = 0  # open `resident` blocks
 
     @contextmanager
     def resident(self) -> Iterator[None]:
-        with nullcontext() if self._entered else self._woken():
+        with nullcontext() if self._entered else self._awake():
             self._entered += 1
             try:
                 yield
@@ -38,8 +37,8 @@ class EngineLifecycle:
                 self._entered -= 1
 
     @contextmanager
-    def _woken(self) -> Iterator[None]:
-        with self.making_room():
+    def _awake(self) -> Iterator[None]:
+        with self.offload_trainer():
             self.wake()
             try:
                 yield
@@ -51,23 +50,22 @@ class EngineLifecycle:
         return self._entered > 0
 
     def wake(self) -> None:
-        """Takes the device memory that sampling needs."""
+        """Allocates the device memory that sampling needs."""
 
     def sleep(self) -> None:
-        """Gives the device memory to the trainer; the weights outlast it."""
+        """Frees the device memory for the trainer; the weights are kept."""
 
     def close(self) -> None:
-        """By default there is nothing that would go on."""
+        """Ends whatever the engine started; nothing by default."""
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Rollouts:
-        """Every engine's own."""
         raise NotImplementedError
 
     def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> Callable[[], Rollouts]:
-        """Begins to sample, and gives what waits for the rows. One that is not `apart` has them then."""
+        """Starts generation; the returned callable waits for the rollouts. A colocated engine generates at once."""
         rollouts = self.generate(prompts, sampling)
         return lambda: rollouts
 
     def preflight(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
-        """Takes the memory that `generate` would take at most, until the engine sleeps. One that takes nothing more
-        than `wake` did has nothing to do."""
+        """Allocates the most that `generate` could need, until the engine sleeps; nothing if `wake` has allocated
+        it."""

@@ -1,14 +1,14 @@
 """The local engine: plain PyTorch, the trainer's own model, any device.
 
-Each prompt is encoded and prefilled once for its whole group; then all responses decode together, and rows leave as
-they finish.
+Each prompt is encoded and prefilled once for its whole group; then all responses decode together, and finished rows
+leave the batch.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,21 +21,20 @@ from mtrl.protocols import PromptEncoder
 from mtrl.rollout.lifecycle import EngineLifecycle
 from mtrl.rollout.responses import finish_reasons, make_rollouts
 from mtrl.rollout.sampling import choose, first_sample_numbers, row_uniforms
-from mtrl.rollout.weight_checks import check_weight_names
 from mtrl.types import Prompt, Rollouts, Sampling, Weights
 from mtrl.utils.errors import DeviceFull, Diverged
 
 logger = logging.getLogger(__name__)
 ROWS_AT_ONCE = 512
-COMPACT_BELOW = 0.8  # share of the cached rows still decoding below which the finished ones leave the cache
-TAKES_LESS = "a smaller worker.rollout.max_new_tokens or dataset.max_prompt_length; mtrl doctor says how much each"
-Decoded = tuple[list[Tensor], list[Tensor]]  # tokens and their log-probs of responses, on the CPU
+COMPACT_BELOW = 0.8  # finished rows leave the cache when a smaller share of its rows is still decoding
+LOWERS_MEMORY = "a smaller worker.rollout.max_new_tokens or dataset.max_prompt_length; mtrl doctor says how much each"
+Decoded = tuple[list[Tensor], list[Tensor]]  # the tokens of responses and their log-probs, on the CPU
 Decode = Callable[[Sequence[Prompt], Sequence[int], Sampling], Decoded]
 
 
 class LocalGenerator(EngineLifecycle):
-    """Samples with the weights of `backbone`, which the actor of the same process may share. It holds nothing between
-    calls, so awake and asleep are the same."""
+    """Samples with the weights of `backbone`, which the actor may share. It holds nothing between calls, so it need not
+    sleep."""
 
     def __init__(
         self, backbone: Backbone, encoder: PromptEncoder, *, version: int = 0, rows_at_once: int = ROWS_AT_ONCE
@@ -45,11 +44,11 @@ class LocalGenerator(EngineLifecycle):
         self.rows_at_once = rows_at_once
 
     def load(self, weights: Weights) -> None:
-        """Takes over a version; tensors that are the model's own already are left alone."""
-        if getattr(weights.tensors, "model", None) is self.backbone.model:  # merged of the adapters that it has itself
+        """Copies a version of the weights, except tensors that are the model's own."""
+        if getattr(weights.tensors, "model", None) is self.backbone.model:  # this model's own adapters, merged
             self.version = weights.version
             return
-        own = self.backbone.model.state_dict()  # tied ones under each name
+        own = self.backbone.model.state_dict()  # tied weights under each name
         check_weight_names(own, weights.tensors)
         with torch.no_grad():
             for name, tensor in weights.tensors.items():
@@ -61,12 +60,12 @@ class LocalGenerator(EngineLifecycle):
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Rollouts:
         if sampling.version != self.version:
             raise RuntimeError(f"asked to sample at version {sampling.version}, but the engine holds {self.version}")
-        tokens, behaviour = self._in_batches(prompts, sampling, self.decode)
+        tokens, logprobs = self._run_batches(prompts, sampling, self.decode)
         return make_rollouts(
             prompts,
-            [place for place in range(len(prompts)) for _ in range(sampling.n)],
+            [index for index in range(len(prompts)) for _ in range(sampling.n)],
             tokens,
-            behaviour,
+            logprobs,
             text=[self.encoder.decode(row) for row in tokens],
             finish=finish_reasons(tokens, self.encoder.stop_ids),
             version=self.version,
@@ -75,67 +74,67 @@ class LocalGenerator(EngineLifecycle):
 
     @torch.no_grad()
     def preflight(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
-        """Where it does not fit there are fewer rows at once from here on, as while sampling."""
-        self._in_batches(prompts, sampling, self.hold)
+        """If it does not fit, fewer rows are sampled at once from now on, as in `generate`."""
+        self._run_batches(prompts, sampling, self.allocate_most)
 
-    def _in_batches(self, prompts: Sequence[Prompt], sampling: Sampling, decode: Decode) -> Decoded:
-        """All responses, at most `rows_at_once` together: whole groups, or parts of one that is larger than that."""
+    def _run_batches(self, prompts: Sequence[Prompt], sampling: Sampling, decode: Decode) -> Decoded:
+        """All responses, at most `rows_at_once` together: whole groups, or parts of a larger one."""
         first, n = first_sample_numbers([prompt.task.id for prompt in prompts], sampling), sampling.n
         tokens: list[Tensor] = []
-        behaviour: list[Tensor] = []
+        logprobs: list[Tensor] = []
         while len(tokens) < n * len(prompts):
-            place, sample = divmod(len(tokens), n)
+            index, sample = divmod(len(tokens), n)
             groups = 1 if sample else max(1, self.rows_at_once // n)
-            here, count = slice(place, place + groups), min(n - sample, self.rows_at_once)
-            numbers = [sample + each for each in first[here]]
-            batch = self._fitting(decode, prompts[here], numbers, replace(sampling, n=count))
-            if batch is not None:
-                tokens += batch[0]
-                behaviour += batch[1]
-        return tokens, behaviour
+            batch, count = slice(index, index + groups), min(n - sample, self.rows_at_once)
+            numbers = [sample + each for each in first[batch]]
+            decoded = self._try_batch(decode, prompts[batch], numbers, replace(sampling, n=count))
+            if decoded is not None:
+                tokens += decoded[0]
+                logprobs += decoded[1]
+        return tokens, logprobs
 
-    def _fitting(
+    def _try_batch(
         self, decode: Decode, prompts: Sequence[Prompt], first: Sequence[int], sampling: Sampling
     ) -> Decoded | None:  # fmt: skip
-        """A batch, or None where it does not fit into the device: then there are fewer rows at once from here on."""
+        """A batch; None if it does not fit into the device, and fewer rows are sampled at once from now on."""
         try:
             return decode(prompts, first, sampling)
         except torch.OutOfMemoryError as error:
-            torch_says = str(error).partition(" Of the allocated memory")[0]  # the rest is about fragments
-        # The error is gone here, and with it the frames that held what there was of the batch.
-        self.shrink()
+            problem = str(error).partition(" Of the allocated memory")[0]  # the rest is about fragmentation
+        # The error is gone here, and with it the frames that held tensors of the batch.
+        self.free_buffers()
         gc.collect()
         torch.cuda.empty_cache()
         rows = len(prompts) * sampling.n
         if rows == 1:
-            raise DeviceFull(f"the device has no room to sample a single response. {torch_says} Set {TAKES_LESS}")
+            raise DeviceFull(f"the device has no room to sample a single response. {problem} Set {LOWERS_MEMORY}")
         self.rows_at_once = rows // 2
-        logger.warning("the device has no room to sample %d responses at once: %d from here on, which is "
-                       "slower. What takes less: %s", rows, self.rows_at_once, TAKES_LESS)  # fmt: skip
+        logger.warning("the device has no room to sample %d responses at once: %d from now on, which is "
+                       "slower. To use less memory, set %s", rows, self.rows_at_once, LOWERS_MEMORY)  # fmt: skip
         return None
 
-    def shrink(self) -> None:
-        """Lets go of whatever was made for larger batches."""
+    def free_buffers(self) -> None:
+        """Frees buffers that were made for larger batches."""
 
     def decode(self, prompts: Sequence[Prompt], first: Sequence[int], sampling: Sampling) -> Decoded:
         """The rows of one batch; `first`: the number of each prompt's first sample."""
         return Decoding(self, prompts, first, sampling).run()
 
-    def hold(self, prompts: Sequence[Prompt], first: Sequence[int], sampling: Sampling) -> Decoded:
-        """A first token of `decode`, and then what it holds at most."""
+    def allocate_most(self, prompts: Sequence[Prompt], first: Sequence[int], sampling: Sampling) -> Decoded:
+        """Decodes one token, then allocates the most that `decode` could need."""
         decoded = self.decode(prompts, first, replace(sampling, max_new_tokens=1))
         backbone, longest = self.backbone, max(len(prompt.ids) for prompt in prompts) + sampling.max_new_tokens
         dtypes = backbone.output_matrix.dtype, backbone.compute_dtype
-        known = held_at_last(model_size(backbone.model), *dtypes, len(decoded[0]), longest, sampling.cut)
-        torch.empty(sum(known.values()), dtype=torch.uint8, device=backbone.device)
+        most = peak_decode_bytes(model_size(backbone.model), *dtypes, len(decoded[0]), longest, sampling.cut)
+        torch.empty(sum(most.values()), dtype=torch.uint8, device=backbone.device)
         return decoded
 
 
-def held_at_last(
+def peak_decode_bytes(
     size: ModelSize, weights: torch.dtype, compute: torch.dtype, rows: int, tokens: int, cut: bool
 ) -> dict[str, int]:
-    """Bytes of the last token's step, with what autocast makes of wider weights and the output matrix. Choosing a token
-    takes two tables of float32 and two of float64, or three and the places of sorted tokens where the tail is cut."""
+    """Bytes of the last token's step, with autocast's copies of wider weights and of the output matrix. Choosing a
+    token takes two tables of float32 and two of float64, or three and the sorted indices if top-p or top-k cuts."""
     keys_and_values = 2 * size.keys * compute.itemsize * rows * tokens
     narrow = (size.read + size.output) * compute.itemsize if compute.itemsize < weights.itemsize else 0
     return {
@@ -148,7 +147,7 @@ def held_at_last(
 
 @dataclass
 class Decoding:
-    """The sampling of one batch: the rows that still decode, and what all rows have said so far."""
+    """The sampling of one batch."""
 
     engine: LocalGenerator
     prompts: Sequence[Prompt]
@@ -169,16 +168,16 @@ class Decoding:
         hidden, position, keys, cache = self._prefill()
         padded = not bool(keys.all())
         output_matrix = self.engine.backbone.output_matrix.to(hidden.dtype)
-        row = torch.arange(rows, device=device)  # rows in the cache, and which of them still decode
+        row = torch.arange(rows, device=device)  # the rows in the cache
         decoding = torch.ones(rows, dtype=torch.bool, device=device)
         for t in range(self.sampling.max_new_tokens):
             logits = (hidden @ output_matrix.T).float().index_fill_(1, forbidden, -torch.inf)
             chosen, logp = choose(logits, uniforms[row, t], self.sampling)
-            # Rows that have finished write on while they are in the cache, beyond their length.
+            # Finished rows keep writing beyond their length while they are in the cache.
             tokens[row, t], logps[row, t] = chosen, logp
             lengths[row] += decoding
-            decoding &= ~torch.isin(chosen, stop_ids) & logp.isfinite()  # without probabilities nothing follows
-            alive = int(decoding.sum())  # the only thing of a step that waits for the device
+            decoding &= ~torch.isin(chosen, stop_ids) & logp.isfinite()  # NaN ends a row
+            alive = int(decoding.sum())  # the only wait for the device in a step
             if alive == 0 or t + 1 == self.sampling.max_new_tokens:
                 break
             if alive < COMPACT_BELOW * len(row):
@@ -192,19 +191,19 @@ class Decoding:
         ends = lengths.tolist()
         split = [[x[:n] for x, n in zip(all_rows.cpu(), ends, strict=True)] for all_rows in (tokens, logps)]
         if not all(bool(row.isfinite().all()) for row in split[1]):
-            raise Diverged(non_finite(self.engine.version, hidden.dtype))
+            raise Diverged(explain_non_finite(self.engine.version, hidden.dtype))
         return split[0], split[1]
 
     def _prefill(self) -> tuple[Tensor, Tensor, Tensor, Cache]:
-        """Every prompt once, then its cache for each of its responses: the last hidden state [rows, H], the next
-        position [rows], which keys are real [rows, S], and the cache."""
+        """Reads every prompt once and repeats its cache for its responses. Returns the last hidden state [rows, H], the
+        next position [rows], which keys are real [rows, S], and the cache."""
         backbone = self.engine.backbone
         inputs = [self.engine.encoder.inputs(prompt, device=self.engine.backbone.device) for prompt in self.prompts]
         positions = [prompt_positions(each) for each in inputs]
         keys = left_pad([torch.ones(len(prompt.ids), dtype=torch.bool) for prompt in self.prompts])
         size = keys.shape[1]
         causal = torch.ones(size, size, dtype=torch.bool).tril()
-        # A padding position sees itself, since a softmax over nothing is NaN.
+        # A padding position sees itself, since a softmax over no keys is NaN.
         mask = (causal & keys[:, None, :]) | torch.eye(size, dtype=torch.bool)
         cache = backbone.new_cache()
         hidden = backbone.forward_text(
@@ -221,29 +220,39 @@ class Decoding:
         return hidden[group, -1], following[group], keys.to(backbone.device)[group], cache
 
     def _step(self, tokens: Tensor, position: Tensor, keys: Tensor | None, cache: Cache) -> Tensor:
-        """One token further for every row in the cache: its hidden state [rows, H]. No keys: all are real."""
+        """Reads one more token of every row in the cache: its hidden state [rows, H]. `keys` None: all are real."""
         mask = None if keys is None else keys[:, None, None, :]
-        where = position[None, :, None].expand(3, -1, -1)
-        return self.engine.backbone.forward_text(tokens[:, None], where, attention_mask=mask, cache=cache)[:, 0]
+        positions = position[None, :, None].expand(3, -1, -1)
+        return self.engine.backbone.forward_text(tokens[:, None], positions, attention_mask=mask, cache=cache)[:, 0]
 
 
-def non_finite(version: int, dtype: torch.dtype) -> str:
-    """What to do about logits from which nothing can be sampled; version 0 is the model as it was given."""
-    what = "the model's logits are NaN or infinite, so nothing can be sampled from them"
+def check_weight_names(own: Collection[str], published: Collection[str]) -> None:
+    """Checks that the actor publishes exactly the weights that the engine's model has."""
+    for problem, names in (
+        ("the model has no weight", set(published) - set(own)),
+        ("the actor publishes no weight", set(own) - set(published)),
+    ):
+        if names:
+            raise ValueError(f"{problem} {min(names)!r}; do actor and engine hold the same model?")
+
+
+def explain_non_finite(version: int, dtype: torch.dtype) -> str:
+    """The message for logits that are not finite; version 0 is the initial model."""
+    problem = "the model's logits are NaN or infinite, so nothing can be sampled from them"
     if version == 0 and dtype == torch.float32:
-        return f"{what}: its weights are broken. Use another checkpoint."
+        return f"{problem}: its weights are broken. Use another checkpoint."
     if version == 0:
         return (
-            f"{what}: its weights are broken, or too large for {str(dtype).removeprefix('torch.')}. Compute in fp32 "
+            f"{problem}: its weights are broken, or too large for {str(dtype).removeprefix('torch.')}. Compute in fp32 "
             "(worker.actor.fsdp.mixed_precision_dtype), or use another checkpoint."
         )
     return (
-        f"{what}: training has diverged by update {version}. Start a new run, from an earlier checkpoint "
+        f"{problem}: training has diverged by update {version}. Start a new run, from an earlier checkpoint "
         "(training.load_checkpoint_path) or from the beginning, with a lower worker.actor.optim.lr, a longer "
         "worker.actor.optim.warmup_steps or a lower worker.actor.max_grad_norm."
     )
 
 
 def left_pad(rows: Sequence[Tensor]) -> Tensor:
-    """Rows [L_i, ...] as one tensor [B, L, ...], aligned at their ends; zeros before."""
+    """Rows [L_i, ...] as one tensor [B, L, ...], padded with zeros on the left."""
     return pad_sequence([row.flip(0) for row in rows], batch_first=True).flip(1)

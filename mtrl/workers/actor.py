@@ -1,4 +1,4 @@
-"""The policy that learns, in one process or as one rank of several."""
+"""The policy that learns, in a single process or on one of several ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mtrl.algorithms.losses import Loss, total_loss, weighted_sum
 from mtrl.algorithms.signals import ATTENTION
 from mtrl.algorithms.vocab import TokenScores
 from mtrl.models.forward import Forward, unpack
-from mtrl.models.parallel.fsdp import in_one_pass, while_whole
+from mtrl.models.parallel.fsdp import run_forward, run_frozen_forward
 from mtrl.models.perturb import Perturbation
 from mtrl.models.state_dicts import exported_weights
 from mtrl.protocols import Snapshot
@@ -33,8 +33,8 @@ ADVICE = (
 
 
 class LocalActor:
-    """Probes and updates a model in this process, which `forward` holds; the `reference` is another view of it. Where
-    ranks hold the model together this is one of them: all are called alike, each with rows of its own."""
+    """Probes and updates the model of `forward`. If ranks hold the model together, this is one of them: all get the
+    same calls, each with its own rows."""
 
     def __init__(
         self,
@@ -51,11 +51,11 @@ class LocalActor:
         offload_reference: bool = False,
     ) -> None:
         self.forward, self.reference, self.ranks = forward, reference, forward.backbone.ranks
-        self.parked: OffloadedTensors | None = None
+        self.offloaded_reference: OffloadedTensors | None = None
         if offload_reference and reference is not None:
             weights = list(reference.forward.backbone.model.parameters())
-            self.parked = OffloadedTensors(lambda: weights, forward.backbone.device)
-            self.parked.park()
+            self.offloaded_reference = OffloadedTensors(lambda: weights, forward.backbone.device)
+            self.offloaded_reference.offload()
         self.perturbation, self.probe_batching = perturbation, probe_batching
         self.model = forward.backbone.model
         self.learner = Learner(
@@ -68,25 +68,27 @@ class LocalActor:
             dropout_seed=dropout_seed,
             ranks=self.ranks,
         )
-        self.encoder_files = encoder_files  # what stands beside the weights of a checkpoint
+        self.encoder_files = encoder_files  # go next to the weights of a checkpoint
 
     # ------------------------------------------------------------------------------------------------------- probing
     def probe(self, rollouts: Rollouts, needs: Needs, step: int) -> Signals:
-        """What is needed of every token, before any update of this step; with nothing needed, no pass is made."""
-        found = self._probe_policy(rollouts, needs.without("ref_logprobs", "divergence", "values"), step)
+        """The needed signals of every token, before any update of this step; makes no pass if none is needed."""
+        signals = self._probe_policy(rollouts, needs.without("ref_logprobs", "divergence", "values"), step)
         if not ("ref_logprobs" in needs or "divergence" in needs):
-            return found
-        reference = self.reference
-        assert reference is not None, "a run that asks for the reference builds one"
-        measure = lambda rows: reference.signals(rows, needs, self.forward)  # noqa: E731
-        return found.merge(self._with_reference(lambda: self._probe_in_passes(rollouts, measure)))
+            return signals
+        measure = lambda rows: self._needed_reference.signals(rows, needs, self.forward)  # noqa: E731
+        return signals.merge(self._with_reference(lambda: self._probe_in_passes(rollouts, measure)))
+
+    @property
+    def _needed_reference(self) -> Reference:
+        assert self.reference is not None, "a run that needs the reference builds one"
+        return self.reference
 
     def _with_reference(self, work: Callable[[], Result]) -> Result:
-        """While the weights of the reference are on the device, and its output matrix is whole."""
-        assert self.reference is not None, "a run whose loss asks for the reference builds one"
-        model = self.reference.forward.backbone.model
-        with nullcontext() if self.parked is None else self.parked.here():
-            return work() if model is self.model else while_whole(model, work)
+        """Runs `work` while the reference's weights are on the device and its root module is gathered."""
+        model = self._needed_reference.forward.backbone.model
+        with nullcontext() if self.offloaded_reference is None else self.offloaded_reference.onloaded():
+            return work() if model is self.model else run_frozen_forward(model, work)
 
     def _probe_policy(self, rollouts: Rollouts, needs: Needs, step: int) -> Signals:
         if not self.ranks.any_rank(bool(rollouts.visual.any())):
@@ -98,9 +100,9 @@ class LocalActor:
     @torch.no_grad()
     def _probe_in_passes(self, rollouts: Rollouts, measure: Callable[[Rollouts], Signals], views: int = 1) -> Signals:
         def in_pass(rows: Rollouts) -> Signals:
-            return in_one_pass(self.model, lambda: measure(rows))
+            return run_forward(self.model, lambda: measure(rows))
 
-        return self.learner.fitting(self.probe_batching).probe(rollouts, in_pass, views)
+        return self.learner.limit_passes(self.probe_batching).probe(rollouts, in_pass, views)
 
     def _signals(self, rollouts: Rollouts, needs: Needs, step: int) -> Signals:
         views = [self.perturbation.view(p, step) for p in rollouts.prompts] if needs.views == 2 else None
@@ -114,7 +116,7 @@ class LocalActor:
         return self._with_reference(learn) if loss.full_divergence else learn()
 
     def gradient(self, batches: Iterable[TrainBatch], loss: Loss) -> list[Tensor]:
-        """What `update` would descend, had it no optimizer: for those who compare gradients."""
+        """The gradient of an update, for comparisons; the weights stay as they are."""
         work = partial(self.learner.gradient, batches, lambda batch: self._loss(batch, loss))
         return self._with_reference(work) if loss.full_divergence else work()
 
@@ -125,7 +127,7 @@ class LocalActor:
         else:
             scores = self.forward.scores(rollouts, entropy=batch.old_logprobs is None)
         total, metrics = total_loss(unpack(scores.logp, mask).cpu(), batch, loss, kl)
-        if scores.entropy is not None:  # no probe has measured it
+        if scores.entropy is not None:  # it was not probed
             metrics["entropy"] = weighted_sum(batch.weights.token, unpack(scores.entropy, mask).cpu())
         if scores.support is not None:
             cut = unpack(scores.logp.detach() - scores.support, mask).cpu()
@@ -133,18 +135,18 @@ class LocalActor:
         return total, metrics
 
     def _scores_and_divergence(self, rollouts: Rollouts, entropy: bool) -> tuple[TokenScores, Tensor]:
-        """The scores, and the KL to the reference [N, T], both of one pass of the policy. The reference reads the same
-        rows here, in every pass over them: its hidden states of a whole step would take tokens * H, and a probe that
-        kept them would be a pass as well."""
-        assert self.reference is not None, "a run whose loss asks for the reference builds one"
-        theirs = self.reference.response_hidden(rollouts)
+        """The scores and the KL to the reference [N, T] from one pass of the policy. The reference reads the same rows
+        in every pass: storing its hidden states of a whole step would take tokens * H and a pass as well."""
+        reference = self._needed_reference
+        theirs = reference.response_hidden(rollouts)
         ours = self.forward.response_hidden(rollouts)
-        kl = self.reference.divergence(ours, theirs, self.forward, rollouts)
+        kl = reference.divergence(ours, theirs, self.forward, rollouts)
         return self.forward.score_tokens(ours, rollouts, entropy), unpack(kl, rollouts.mask).cpu()
 
     # -------------------------------------------------------------------------------------------------------- weights
     def publish(self) -> Weights:
-        """A handle on this version. Tied weights stand there under each name, since an engine may hold them apart."""
+        """A handle on this version. Tied weights are listed under each name, since an engine may hold them
+        separately."""
         return Weights(self.learner.version, exported_weights(self.model))
 
     def snapshot(self) -> Snapshot:

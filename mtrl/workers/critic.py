@@ -1,4 +1,4 @@
-"""The critic: what a state is worth, learnt beside the policy, in one process or as one rank of several."""
+"""The critic: estimates the value of states, in a single process or on one of several ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mtrl.algorithms.value_loss import ValueLoss, value_loss
 from mtrl.models.forward import Forward, unpack
-from mtrl.models.parallel.fsdp import in_one_pass
+from mtrl.models.parallel.fsdp import run_forward
 from mtrl.protocols import Snapshot
 from mtrl.types import Needs, Rollouts, Signals, TrainBatch
 from mtrl.workers.learner import Learner, OptimizerSettings
@@ -23,8 +23,7 @@ ADVICE = (
 
 
 class LocalCritic:
-    """Probes and updates a model with a value head in this process, which `forward` holds: the policy's passes, over
-    weights of its own."""
+    """Probes and updates the value model of `forward`, which makes the policy's passes with its own weights."""
 
     def __init__(
         self,
@@ -47,17 +46,17 @@ class LocalCritic:
             offload=offload_optimizer,
             ranks=forward.backbone.ranks,
         )
-        self.encoder_files = encoder_files  # what stands beside the weights of a checkpoint
+        self.encoder_files = encoder_files  # go next to the weights of a checkpoint
 
     def probe(self, rollouts: Rollouts, needs: Needs, step: int) -> Signals:
-        """What it expects at every token, before any update of this step."""
+        """The value at every token, before any update of this step."""
         if "values" not in needs:
             return Signals()
-        return self.learner.fitting(self.probe_batching).probe(rollouts, self._signals)
+        return self.learner.limit_passes(self.probe_batching).probe(rollouts, self._signals)
 
     @torch.no_grad()
     def _signals(self, rollouts: Rollouts) -> Signals:
-        values = in_one_pass(self.model, lambda: self.forward.values(rollouts))
+        values = run_forward(self.model, lambda: self.forward.values(rollouts))
         return Signals(values=unpack(values, rollouts.mask).cpu())
 
     def update(self, batches: Iterable[TrainBatch], loss: ValueLoss) -> dict[str, float]:

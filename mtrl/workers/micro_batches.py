@@ -1,4 +1,4 @@
-"""How a worker cuts rows into passes."""
+"""How a worker cuts rows into passes (micro-batches)."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ NO_LIMIT = 1 << 62
 
 @dataclass(frozen=True)
 class MicroBatching:
-    """The size of a pass: whole groups up to a budget of tokens, or else a number of rows. `ranks` make as many passes
-    as the one among them that has most."""
+    """The size of a pass: whole groups up to a token budget, or a number of rows. All `ranks` make as many passes as
+    the one that has the most."""
 
-    tokens: int | None = None  # budget of a pass; None: what the largest group takes
-    at_least: int = 0  # the smallest budget that `tokens: None` stands for
-    rows: int | None = None  # rows of a pass, in place of a budget of tokens
+    tokens: int | None = None  # budget of a pass; None: the size of the largest group
+    at_least: int = 0  # the smallest budget if `tokens` is None
+    rows: int | None = None  # rows of a pass, instead of a token budget
     share_prefix: bool = True
     ranks: Ranks = SINGLE_PROCESS
 
     def passes(self, rollouts: Rollouts, views: int = 1) -> list[tuple[Tensor, bool]]:
-        """Row indices of each pass, and whether it counts: a rank that has none left goes along with an idle one."""
+        """Row indices of each pass, and whether it counts: a rank that has fewer passes makes up with idle ones."""
         own = self.split(rollouts, views)
         shortest = rollouts.mask.sum(1).argmin()[None]
         return [(rows, True) for rows in own] + [(shortest, False)] * (self.ranks.all_reduce_max(len(own)) - len(own))
 
     def split(self, rollouts: Rollouts, views: int = 1) -> list[Tensor]:
-        """Row indices of each pass, which reads every prompt and response under so many views."""
+        """Row indices of each pass, which reads every prompt and response under this many views."""
         if self.rows is not None:
             return list(torch.arange(len(rollouts)).split(self.rows))
-        return [row_index(batch) for batch in self._packed(rollouts, views)]
+        return [row_index(batch) for batch in self._pack(rollouts, views)]
 
-    def _packed(self, rollouts: Rollouts, views: int) -> list[list[Piece]]:
+    def _pack(self, rollouts: Rollouts, views: int) -> list[list[Piece]]:
         response_tokens = views * rollouts.mask.sum(1)
         prompt_tokens = [views * len(prompt.ids) for prompt in rollouts.prompts]
         budget = NO_LIMIT if self.tokens is None else self.tokens
@@ -48,30 +48,34 @@ class MicroBatching:
             budget = max(self.at_least, *(piece.tokens for piece in pieces))
         return fill_micro_batches(pieces, budget)
 
-    def over(self, ranks: Ranks, sharers: int = 1) -> MicroBatching:
-        """The same on ranks. Budgets are of the tokens that a rank holds, of which so many `sharers` make a pass."""
-        tokens = None if self.tokens is None else sharers * self.tokens
-        return replace(self, ranks=ranks, tokens=tokens, at_least=sharers * self.at_least)
+    def over(self, ranks: Ranks) -> MicroBatching:
+        """The same on ranks."""
+        return replace(self.scaled(ranks.sp_group.size), ranks=ranks)
+
+    def scaled(self, sp_size: int) -> MicroBatching:
+        """Budgets count the tokens of one rank, and `sp_size` ranks make a pass together."""
+        tokens = None if self.tokens is None else sp_size * self.tokens
+        return replace(self, tokens=tokens, at_least=sp_size * self.at_least)
 
     def first_half(self, rollouts: Rollouts, views: int = 1) -> int | None:
-        """Half of what the largest pass over these rows takes, in tokens or in rows, for `within`; None where that
-        would cut them no finer."""
+        """Half the size of the largest pass over these rows, in tokens or rows, for `within`; None if that would not
+        cut them any finer."""
         if self.rows is not None:
             largest = min(self.rows, len(rollouts))
         else:
-            largest = max(sum(piece.tokens for piece in batch) for batch in self._packed(rollouts, views))
+            largest = max(sum(piece.tokens for piece in batch) for batch in self._pack(rollouts, views))
         half = max(1, largest // 2)
         finer = len(self.within(half).split(rollouts, views)) > len(self.split(rollouts, views))
         return half if finer else None
 
     def within(self, limit: int) -> MicroBatching:
-        """The same with a budget of no more than that: of rows where these are counted, else of tokens."""
+        """The same with a budget of at most `limit`: rows if they are counted, else tokens."""
         if self.rows is not None:
             return replace(self, rows=min(self.rows, limit))
         return replace(self, tokens=limit if self.tokens is None else min(self.tokens, limit))
 
     def probe(self, rollouts: Rollouts, measure: Callable[[Rollouts], Signals], views: int = 1) -> Signals:
-        """Measures the rollouts pass by pass, and puts the signals back into the order of the rows."""
+        """Measures the rollouts pass by pass; returns the signals in the order of the rows."""
         rows, parts = [], []
         for index, counts in self.passes(rollouts, views):
             part = measure(rollouts.rows(index))

@@ -1,4 +1,4 @@
-"""The policy as it was, to measure how far training has gone from it."""
+"""The reference policy, from which the policy's divergence is measured."""
 
 from __future__ import annotations
 
@@ -14,91 +14,85 @@ import torch
 from torch import Tensor
 
 from mtrl.algorithms.vocab import full_kl
-from mtrl.checkpoint.learner_snapshot import ModelSnapshot, PartSnapshot, shard_files
+from mtrl.checkpoint.learner_snapshot import ModelSnapshot, RankSnapshot, make_rank_snapshot
 from mtrl.models.adapters import adapters_off
 from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward, unpack
-from mtrl.models.parallel.fsdp import is_split, own_part
+from mtrl.models.parallel.fsdp import copy_model, is_sharded
 from mtrl.models.state_dicts import exported_weights, load_weights
 from mtrl.types import Needs, Rollouts, Signals
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Other weights behind the policy's own forward pass. The worker that holds the policy holds this view as well, so
-    that a probe or an update can ask both about the same rows, whatever the weights are: a frozen copy, or the base
-    under the policy's adapters."""
+    """Other weights behind the policy's forward pass: a frozen copy, or the base under the policy's adapters. The actor
+    holds it, so that a probe or an update can pass the same rows through both."""
 
     forward: Forward  # without gradients
-    asked: Callable[[], AbstractContextManager[None]] = nullcontext  # entered while it is
+    active: Callable[[], AbstractContextManager[None]] = nullcontext  # entered for its passes
 
     @classmethod
     def frozen(cls, policy: Forward) -> Reference:
         """A copy of the policy as it is now."""
-        return cls.of(copy.deepcopy(policy.backbone.model), policy)
+        return cls.from_model(copy.deepcopy(policy.backbone.model), policy)
 
     @classmethod
-    def of(cls, model: Any, policy: Forward) -> Reference:
-        """Another model behind the policy's passes; one that is split is made by whoever splits the policy."""
+    def from_model(cls, model: Any, policy: Forward) -> Reference:
+        """Another model behind the policy's passes, sharded like the policy."""
         model.eval().requires_grad_(False)
-        own = policy.backbone
-        return cls(replace(policy, backbone=Backbone(model, own.compute_dtype, ranks=own.ranks)))
+        backbone = Backbone(model, policy.backbone.compute_dtype, ranks=policy.backbone.ranks)
+        return cls(replace(policy, backbone=backbone))
 
     @classmethod
     def under_adapters(cls, policy: Forward) -> Reference:
-        """The policy's own model without its adapters: nothing is copied, and it stays what it is."""
+        """The policy's model without its adapters; nothing is copied."""
         return cls(policy, partial(adapters_off, policy.backbone.model))
 
-    def take_over(self, policy: Forward) -> None:
-        """Becomes the policy as it is now. Weights are copied in place: whoever holds this view sees the new ones. Of
-        models that are split alike, each rank copies its own part."""
-        theirs = policy.backbone.model.state_dict()
-        with torch.no_grad():
-            for name, tensor in self.forward.backbone.model.state_dict().items():
-                own_part(tensor).copy_(own_part(theirs[name]))
+    def sync(self, policy: Forward) -> None:
+        """Copies the policy's current weights in place."""
+        copy_model(self.forward.backbone.model, policy.backbone.model)
 
     @torch.no_grad()
     def signals(self, rollouts: Rollouts, needs: Needs, policy: Forward) -> Signals:
-        """What is needed of log-probs, and of the policy's divergence from them over the whole vocabulary."""
-        found = Signals()
+        """Log-probs, and the policy's divergence from the reference over the whole vocabulary, if needed."""
+        signals = Signals()
         if "ref_logprobs" in needs:
-            with self.asked():
-                found = Signals(ref_logprobs=self.forward.signals(rollouts).old_logprobs)
+            with self.active():
+                signals = Signals(ref_logprobs=self.forward.signals(rollouts).old_logprobs)
         if "divergence" not in needs:
-            return found
+            return signals
         theirs = self.response_hidden(rollouts)
         kl = self.divergence(policy.response_hidden(rollouts), theirs, policy, rollouts)
-        return replace(found, divergence=unpack(kl, rollouts.mask).cpu())
+        return replace(signals, divergence=unpack(kl, rollouts.mask).cpu())
 
     @torch.no_grad()
     def response_hidden(self, rollouts: Rollouts) -> Tensor:
-        """[M, H]: the hidden states that predict the response tokens. Whoever holds activations for a gradient asks for
-        these first: what this pass holds is gone when it ends."""
-        with self.asked():
+        """[M, H]: the hidden states that predict the response tokens. Call it before a pass with gradients: its own
+        activations are freed at its end."""
+        with self.active():
             return self.forward.response_hidden(rollouts)
 
     def divergence(self, ours: Tensor, theirs: Tensor, policy: Forward, rollouts: Rollouts) -> Tensor:
         """[M]: KL(policy || reference) over the vocabulary, from the hidden states of both; gradients flow to ours and
-        to the policy's output matrix. Logits of both exist chunk by chunk alone."""
+        to the policy's output matrix. The logits of both exist only chunk by chunk."""
         matrices = policy.backbone.output_matrix, self.forward.backbone.output_matrix
-        return policy.of_all(full_kl(ours, theirs, *matrices, **policy.distribution()), rollouts)
+        return policy.gather_tokens(full_kl(ours, theirs, *matrices, **policy.distribution()), rollouts)
 
 
 @dataclass(frozen=True)
 class SyncedReference:
-    """A reference that becomes the policy every so often. Since it is no longer what the run was given, a checkpoint
-    holds it."""
+    """A reference that regularly becomes the policy. Checkpoints hold it, since it is no longer the initial model."""
 
     reference: Reference
     policy: Forward
 
-    def refresh(self) -> None:
-        self.reference.take_over(self.policy)
+    def sync(self) -> None:
+        self.reference.sync(self.policy)
 
-    def snapshot(self) -> ModelSnapshot | PartSnapshot:
+    def snapshot(self) -> ModelSnapshot | RankSnapshot:
         weights = exported_weights(self.model)
-        if is_split(self.model):
-            return shard_files(self.model, self.policy.backbone.ranks, weights)
+        if is_sharded(self.model):
+            return make_rank_snapshot(self.model, self.policy.backbone.ranks, weights)
         return ModelSnapshot(self.model, weights)
 
     def restore(self, directory: Path) -> None:

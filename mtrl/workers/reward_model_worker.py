@@ -1,4 +1,4 @@
-"""A reward model, on the device of the trainer, or split over ranks."""
+"""A reward model, on the trainer's device or sharded over ranks."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from mtrl.workers.micro_batches import MicroBatching
 
 
 class RewardModelWorker:
-    """Scores when it is asked, in the asking thread. The probes run next and want the same device: beside them it would
-    be no sooner ready, and the memory of two passes would be needed at once. Reward functions run meanwhile, in
-    processes of their own. Of ranks that hold the model together each scores rows of its own, in as many passes."""
+    """Scores in the calling thread: next to the probes, which use the same device, it would be ready no sooner and need
+    the memory of two passes. Reward functions run meanwhile, in separate processes. If ranks hold the model together,
+    each scores its own rows, in the same number of passes."""
 
     def __init__(self, model: RewardModel, batching: MicroBatching) -> None:
         self.model, self.batching = model, batching
 
     def score(self, rollouts: Rollouts) -> list[float | str]:
-        """For each response its score, or the reason why it has none."""
-        found: dict[int, float | str] = {}
+        """The score of each response, or the reason why it has none."""
+        results: dict[int, float | str] = {}
         for rows, counts in self.batching.passes(rollouts):
             readable, unreadable = self._encode(rollouts.rows(rows))
             scores = self._scores(list(readable.values()))
             if not counts:
                 continue
-            outcomes = unreadable | dict(zip(readable, map(checked_score, scores), strict=True))
-            found |= {int(rows[place]): outcome for place, outcome in outcomes.items()}
-        return [found[row] for row in range(len(rollouts))]
+            outcomes = unreadable | dict(zip(readable, map(check_score, scores), strict=True))
+            results |= {int(rows[index]): outcome for index, outcome in outcomes.items()}
+        return [results[row] for row in range(len(rollouts))]
 
     def _scores(self, conversations: list[Prompt]) -> list[float]:
-        """A rank that has nothing to read goes along where another one has."""
+        """A rank that has nothing to read makes a dummy pass if another one has."""
         if not self.batching.ranks.any_rank(bool(conversations)):
             return []
-        found: list[float] = self.model.scores(conversations or [self.model.blank()]).tolist()
-        return found[: len(conversations)]
+        scores: list[float] = self.model.scores(conversations or [self.model.dummy_conversation()]).tolist()
+        return scores[: len(conversations)]
 
     def _encode(self, rollouts: Rollouts) -> tuple[dict[int, Prompt], dict[int, float | str]]:
-        """The conversations by row, and for the other rows why they cannot be scored."""
+        """The conversations by row, and the reasons why the other rows cannot be scored."""
         fitted: dict[int, Sequence[np.ndarray]] = {}
         readable: dict[int, Prompt] = {}
         unreadable: dict[int, float | str] = {}
@@ -48,12 +48,12 @@ class RewardModelWorker:
             prompt = rollouts.prompts[g]
             try:
                 if g not in fitted:
-                    fitted[g] = self.model.fit(prompt.media)
+                    fitted[g] = self.model.resize_images(prompt.media)
                 readable[row] = self.model.encode(prompt.task, fitted[g], text)
             except ValueError as error:
                 unreadable[row] = f"the reward model cannot read it: {error}"
         return readable, unreadable
 
 
-def checked_score(score: float) -> float | str:
+def check_score(score: float) -> float | str:
     return score if math.isfinite(score) else f"the reward model gave {score}"

@@ -1,7 +1,7 @@
 """The model families. `load_encoder` reads a checkpoint's tokenizer and image settings, never its weights.
 
-Tokenizer and image settings are loaded apart: the combined processors of transformers want torchvision, and images
-are resized once, by us, so that trainer and generator see the same pixels.
+Tokenizer and image settings are loaded separately: the combined processors of transformers need torchvision, and images
+are resized once, by us, so trainer and generator see the same pixels.
 """
 
 from __future__ import annotations
@@ -14,13 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -29,38 +23,21 @@ from transformers.utils import cached_file
 
 from mtrl.models.adapters import base_path
 from mtrl.models.checkpoint_files import SETTINGS_FILES, TOKENIZER_FILES, check_files
-from mtrl.models.families.qwen_vl import QwenVLEncoder
-from mtrl.models.families.text import TextEncoder
+from mtrl.models.families.qwen_vl import QwenVLEncoder as QwenVLEncoder
+from mtrl.models.families.text import TextEncoder as TextEncoder
 from mtrl.protocols import ImageSettings, VideoSettings
-from mtrl.utils.files import check_regular_file
+from mtrl.utils.files import check_regular_files
 
-# The encoder of each vision-language family, by the `model_type` of its config.json. It is made of (tokenizer, config,
-# image settings) and the options of a TextEncoder. A user's file adds one by an assignment; text-only models need none.
-FAMILIES: dict[str, Callable[..., TextEncoder]] = {
-    "qwen2_vl": QwenVLEncoder,
-    "qwen2_5_vl": QwenVLEncoder,
-    "qwen3_vl": QwenVLEncoder,
-}
-VISION_FAMILIES = FAMILIES.keys()  # a view: families that are added later are in it
+# The encoder of each vision-language family, by the `model_type` of its config.json. Its arguments are (tokenizer,
+# config, image settings) and the options of a TextEncoder. Users add one by assignment; text-only models need none.
+FAMILIES: dict[str, Callable[..., TextEncoder]] = dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), QwenVLEncoder)
+VISION_FAMILIES = FAMILIES.keys()  # a view, so it includes families that are added later
 PROCESSOR_FILES = (
     "preprocessor_config.json",
     "video_preprocessor_config.json",
     "processor_config.json",
     "chat_template.json",
 )
-
-__all__ = [
-    "FAMILIES",
-    "VISION_FAMILIES",
-    "QwenVLEncoder",
-    "TextEncoder",
-    "check_known_family",
-    "encoder_files",
-    "in_a_line",
-    "load_encoder",
-    "load_model_config",
-    "load_tokenizer",
-]
 
 
 def load_encoder(
@@ -76,9 +53,9 @@ def load_encoder(
     pool_system: bool = False,
     allow_special_tokens: bool = False,
 ) -> TextEncoder:
-    """The PromptEncoder for a checkpoint: a local directory or a hub id. Vision families have theirs in FAMILIES.
+    """The PromptEncoder of a checkpoint: a local directory or a hub id. Vision families have theirs in FAMILIES.
 
-    Pixel limits that are None are the checkpoint's. `chat_template` is Jinja text or a file with it.
+    Pixel limits default to the checkpoint's. `chat_template` is Jinja text or the path of a file with it.
     """
     model_path, tokenizer_path = str(model_path), str(tokenizer_path or model_path)
     config = load_model_config(model_path, trust_remote_code)
@@ -88,7 +65,7 @@ def load_encoder(
     check_no_pipes(tokenizer_path)
     tokenizer = load_tokenizer(tokenizer_path, trust_remote_code)
     template = _read_template(chat_template)
-    if vision and template is None:  # older checkpoints; transformers' processors prefer it to the tokenizer's
+    if vision and template is None:  # older checkpoints; transformers' processors prefer this file to the tokenizer
         template = _read_json(tokenizer_path, "chat_template.json").get("chat_template")
     options: dict[str, Any] = {
         "chat_template": template,
@@ -105,40 +82,40 @@ def load_encoder(
 
 
 def load_model_config(path: str, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """config.json of a directory or hub id, or a ValueError that says what is wrong with it. For adapters it is that of
-    their base."""
+    """config.json of a directory or hub id, for adapters that of their base. Raises a ValueError that says what is
+    wrong with it."""
     check_no_pipes(path)
     path = base_path(path)
     check_files(path, ["config.json"])
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        if family := re.search(r"has model type `(.+?)`", str(error)):  # transformers does not know it either
+        if family := re.search(r"has model type `(.+?)`", str(error)):  # transformers does not know it
             raise ValueError(_unknown_family(path, family[1])) from error
-        why = str(error).splitlines()[0]
-        raise ValueError(f"{path} is no checkpoint directory and no hub id that can be reached: {why}") from error
-    except Exception as error:  # values of a kind that transformers does not expect end in any error
-        raise ValueError(f"{path}: transformers cannot use its config.json: {in_a_line(error)}") from error
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{path} is no checkpoint directory and no hub id that can be reached: {reason}") from error
+    except Exception as error:  # values that transformers does not expect end in any error
+        raise ValueError(f"{path}: transformers cannot use its config.json: {describe_error(error)}") from error
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a directory or hub id, or a ValueError that says what is wrong with it."""
+    """The tokenizer of a directory or hub id. Raises a ValueError that says what is wrong with it."""
     check_files(path, TOKENIZER_FILES)
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except Exception as error:  # files that are JSON, but no tokenizer's, end in any error
-        raise ValueError(f"{path}: its tokenizer cannot be loaded: {in_a_line(error)}") from error
+    except Exception as error:  # JSON files that describe no tokenizer end in any error
+        raise ValueError(f"{path}: its tokenizer cannot be loaded: {describe_error(error)}") from error
 
 
-def in_a_line(error: Exception) -> str:
-    """The kind of an error and the first line of what it says."""
+def describe_error(error: Exception) -> str:
+    """The class of an error and the first line of its message."""
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def check_no_pipes(path: str) -> None:
-    """Libraries would wait for ever for a pipe among the files of a checkpoint."""
+    """Raise a ValueError for a pipe among the files of a checkpoint: libraries would wait for it for ever."""
     try:
-        check_regular_file(path)
+        check_regular_files(path)
     except OSError as error:
         raise ValueError(f"{error.filename} cannot be read: {error.strerror}") from error
 
@@ -153,14 +130,14 @@ def _unknown_family(path: str, family: str) -> str:
 
 
 def _is_text_model(config: PreTrainedConfig) -> bool:
-    """A causal language model without eyes; remote code says so in its auto_map."""
+    """Whether it is a text-only causal language model; remote code says so in its auto_map."""
     if config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES or hasattr(config, "vision_config"):
         return False
     remote = getattr(config, "auto_map", None) or {}
     return config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or "AutoModelForCausalLM" in remote
 
 
-# What transformers assumes where a preprocessor_config.json is silent.
+# transformers' defaults for keys that a preprocessor_config.json lacks.
 IMAGE_DEFAULTS: dict[str, Any] = {
     "patch_size": 14,
     "merge_size": 2,
@@ -176,7 +153,7 @@ IMAGE_DEFAULTS: dict[str, Any] = {
 def _image_settings(path: str, config: PreTrainedConfig, low: int | None, high: int | None) -> ImageSettings:
     """The image settings in preprocessor_config.json, or in processor_config.json of newer checkpoints.
 
-    Read as JSON: transformers' image processors import torchvision where one is installed, and it does not always load.
+    Read as JSON: transformers' image processors import torchvision if it is installed, and it does not always load.
     """
     saved = _read_json(path, "preprocessor_config.json") or _read_json(path, "processor_config.json")
     saved = saved.get("image_processor", saved)
@@ -204,7 +181,7 @@ def _image_settings(path: str, config: PreTrainedConfig, low: int | None, high: 
 
 
 def _read_template(template: str | None) -> str | None:
-    """Jinja text as it is, or the content of the file it names (a name has neither braces nor line breaks)."""
+    """The Jinja text itself, or the content of the file it names (a name has neither braces nor line breaks)."""
     if template and not any(sign in template for sign in "{}\n"):
         if not Path(template).is_file():
             raise ValueError(f"the chat template {template!r} is neither Jinja text nor a file")
@@ -213,20 +190,20 @@ def _read_template(template: str | None) -> str | None:
 
 
 def encoder_files(encoder: TextEncoder, model_path: str | Path) -> dict[str, bytes]:
-    """What stands beside the weights of a checkpoint, so that it loads as it is: the tokenizer, and the processors'
-    settings as the model came with them. Read once, before any thread uses the tokenizer."""
+    """The files next to the weights of a checkpoint: the tokenizer, and the model's original processor settings. Read
+    them once, before any thread uses the tokenizer."""
     with tempfile.TemporaryDirectory() as folder:
         encoder.tokenizer.save_pretrained(folder)
         for name in PROCESSOR_FILES:
-            if found := _find_file(str(model_path), name):
-                shutil.copyfile(found, Path(folder, name))
+            if file := _find_file(str(model_path), name):
+                shutil.copyfile(file, Path(folder, name))
         return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
 
 
 def _read_json(path: str, name: str) -> dict[str, Any]:
-    """A JSON file of a local or hub checkpoint; empty where there is none."""
-    found = _find_file(path, name)
-    return json.loads(Path(found).read_text(encoding="utf-8")) if found else {}
+    """A JSON file of a local or hub checkpoint; empty if there is none."""
+    file = _find_file(path, name)
+    return json.loads(Path(file).read_text(encoding="utf-8")) if file else {}
 
 
 def _find_file(path: str, name: str) -> str | None:
@@ -240,8 +217,8 @@ def _find_file(path: str, name: str) -> str | None:
 
 
 def _stop_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Tokens that end a response: the generation config's, else the tokenizer's; with ChatML always both of Qwen's,
-    since a base model's config names only <|endoftext|> and would talk on past the end of its turn."""
+    """Tokens that end a response: the generation config's, otherwise the tokenizer's; with ChatML always both of
+    Qwen's, since a base model's config names only <|endoftext|> and would continue past the end of its turn."""
     try:
         stop = GenerationConfig.from_pretrained(path).eos_token_id
     except OSError:

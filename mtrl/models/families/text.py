@@ -1,4 +1,4 @@
-"""From a task to tokens: the part that text models and vision-language models share."""
+"""Encode a task as tokens: the part that text models and vision-language models share."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class TextEncoder:
     """A PromptEncoder for text models. Holds no state between calls; can be pickled to worker processes.
 
     The text pool of a prompt (attention grounding) leaves out special tokens and the system segment;
-    `pool_special_tokens` and `pool_system` let them in.
+    `pool_special_tokens` and `pool_system` include them.
 
     A special token that a message spells out (`<|im_end|>`) is text: only the chat template ends a turn.
     `allow_special_tokens` makes it the token.
     """
 
-    image_settings: ImageSettings | None = None  # a text model sees none
+    image_settings: ImageSettings | None = None  # a text model takes none
     video_settings = VideoSettings()
     forbidden_ids: tuple[int, ...] = ()
 
@@ -64,7 +64,7 @@ class TextEncoder:
         self._special_ids = torch.tensor(sorted({*tokenizer.all_special_ids, *(i for i, t in added if t.special)}))
         # The Rust tokenizer itself: no padding, no truncation, no warnings about long texts, and twice as fast.
         self._backend = tokenizer.backend_tokenizer
-        self._written = WrittenTokens.of(tokenizer) if not allow_special_tokens else WrittenTokens(())
+        self._written = WrittenTokens.from_tokenizer(tokenizer) if not allow_special_tokens else WrittenTokens(())
         self._backend.no_padding()
         self._backend.no_truncation()
 
@@ -82,7 +82,7 @@ class TextEncoder:
         raise ValueError(NO_VIDEOS)
 
     def length(self, task: Task, sizes: Sequence[tuple[int, int]]) -> int:
-        """Tokens of the prompt. `sizes` are those of the media as they come; the encoder works out what they become."""
+        """Tokens of the prompt. `sizes` are those of the media before the resize to `target_size`."""
         return len(self._tokens(task, len(sizes))[1].ids)
 
     def encode(self, task: Task, media: Sequence[np.ndarray]) -> Prompt:
@@ -93,13 +93,13 @@ class TextEncoder:
     def inputs(
         self, prompt: Prompt, media: Sequence[np.ndarray] | None = None, device: torch.device | None = None
     ) -> dict[str, Tensor]:
-        """What the model's forward takes besides the ids: position_ids [L]."""
+        """Arguments of the model's forward in addition to the ids: position_ids [L]."""
         assert not media and not prompt.media, "a text model takes no images"
         return {"position_ids": torch.arange(len(prompt.ids))}
 
-    def tokens_as_text(self, text: str) -> list[str]:
-        """The special tokens that a text spells out, and that the model will read as text."""
-        return self._written.found_in(text)
+    def find_written_tokens(self, text: str) -> list[str]:
+        """The special tokens that a text spells out; the model reads them as text."""
+        return self._written.find(text)
 
     # ------------------------------------------------------------------------------------------------- back to text
     def decode(self, ids: Sequence[int] | Tensor) -> str:
@@ -107,12 +107,12 @@ class TextEncoder:
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def decode_tokens(self, ids: Sequence[int] | Tensor) -> list[str]:
-        """One text for each token, special tokens written out: for token-by-token reports."""
+        """One text per token, special tokens included: for token-by-token reports."""
         return [self._backend.decode([int(i)], skip_special_tokens=False) for i in ids]
 
-    # --------------------------------------------------------------------------------------------------- the pieces
+    # ------------------------------------------------------------------------------------------------------ helpers
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The chat as one text, ready for the model's answer; without a template the contents, a line each."""
+        """The chat as one text that ends where the answer begins; without a template one content per line."""
         if not messages:
             raise ValueError("the prompt is empty")
         if self.chat_template is None:
@@ -144,24 +144,24 @@ class TextEncoder:
         return part["text"]
 
     def _tokens(self, task: Task, media_count: int) -> tuple[str, Encoding]:
-        """The prompt's text and its tokens, one pad for each medium. Special tokens that messages spell out are veiled
-        in the text."""
+        """The prompt's text and its tokens, one pad for each medium. In the text, placeholders replace special tokens
+        that messages spell out."""
         check_marks(task, media_count)
-        veil = self._written.veil(task.messages)
-        text = self.render(veil.over(task.messages))
+        placeholders = self._written.make_placeholders(task.messages)
+        text = self.render(placeholders.insert(task.messages))
         # A template writes its own special tokens; plain text gets what the tokenizer adds (a BOS, mostly none).
         add = self.chat_template is None
         try:
-            if not veil:
+            if not placeholders:
                 return text, self._backend.encode(text, add_special_tokens=add)
             pieces = [
                 self._backend.encode(piece, add_special_tokens=False)
                 if is_token
-                else self._as_text.encode(veil.lifted(piece), add_special_tokens=False)
+                else self._plain_tokenizer.encode(placeholders.remove(piece), add_special_tokens=False)
                 for piece, is_token in self._written.split(text)
             ]
             return text, self._backend.post_process(Encoding.merge(pieces), add_special_tokens=add)
-        except TypeError as error:  # JSON can spell half a surrogate pair, which no tokenizer takes
+        except TypeError as error:  # JSON can contain half a surrogate pair, which no tokenizer takes
             raise ValueError("the prompt is not valid Unicode text") from error
 
     def _text_pool(self, task: Task, text: str, tokens: Encoding) -> Tensor:
@@ -170,12 +170,13 @@ class TextEncoder:
             pool[torch.isin(torch.tensor(tokens.ids), self._special_ids)] = NO_POOL
         if not self._pool_system:
             starts, ends = torch.tensor(tokens.offsets, dtype=torch.long).view(-1, 2).unbind(1)
-            for begin, end in system_spans(text, self._written.veil(task.messages).over(task.messages)):
+            messages = self._written.make_placeholders(task.messages).insert(task.messages)
+            for begin, end in system_spans(text, messages):
                 pool[(ends > begin) & (starts < end)] = NO_POOL
         return pool
 
     def _settings(self) -> list[Any]:
-        """All that `length` and `encode` depend on besides the tokenizer."""
+        """Everything that `length` and `encode` depend on, except the tokenizer."""
         pools = [self._pool_special, self._pool_system]
         return [ENCODING_VERSION, type(self).__name__, self.chat_template, *pools, not self._written.tokens]
 
@@ -184,9 +185,9 @@ class TextEncoder:
         return Tokenizer.from_str(self._backend.to_str())
 
     @property
-    def _as_text(self) -> Tokenizer:
-        """A tokenizer that takes special tokens for text. A copy, since others encode at the same time; told each time,
-        since one that comes out of a pickle has forgotten."""
+    def _plain_tokenizer(self) -> Tokenizer:
+        """A tokenizer that takes special tokens for text: a copy, since other threads encode at the same time. Pickle
+        loses the flag, so it is set on every access."""
         self._text_backend.encode_special_tokens = True
         return self._text_backend
 
@@ -214,7 +215,7 @@ def content_parts(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def check_marks(task: Task, media_count: int) -> None:
-    """Media in the messages, media of the task and media at hand must be the same in number, and in kind."""
+    """Check that messages, task and given media agree in number and kind of media."""
     marks = [part["type"] for message in task.messages for part in content_parts(message) if part["type"] != "text"]
     kinds = [medium.kind for medium in task.media]
     if not len(marks) == len(kinds) == media_count:
@@ -228,10 +229,8 @@ def check_marks(task: Task, media_count: int) -> None:
 
 
 def system_spans(text: str, messages: Iterable[Mapping[str, Any]]) -> list[tuple[int, int]]:
-    """(begin, end) in the rendered text of system segments.
-
-    In ChatML (Qwen) the whole turn, also one that the template adds by itself; elsewhere the system messages' text.
-    """
+    """(begin, end) of system segments in the rendered text: in ChatML (Qwen) the whole turn, also one that the template
+    adds; elsewhere the text of system messages."""
     if spans := [match.span() for match in CHATML_SYSTEM.finditer(text)]:
         return spans
     for message in messages:
@@ -244,5 +243,5 @@ def system_spans(text: str, messages: Iterable[Mapping[str, Any]]) -> list[tuple
 
 
 def _find_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """The tokenizer's own template (the default one where it has several)."""
+    """The tokenizer's own template (the default one if it has several)."""
     return tokenizer.get_chat_template() if tokenizer.chat_template else None

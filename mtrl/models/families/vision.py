@@ -1,7 +1,7 @@
-"""What Qwen's vision-language families do with an image or a clip: its size, its patches, its place among the tokens.
+"""How Qwen's vision-language families process an image or a clip: its size, its patches, its positions.
 
-Plain functions; the numbers (patch, merge, limits, mean, std) come from the checkpoint. For images Qwen2-VL, Qwen2.5-VL
-and Qwen3-VL follow one rule and differ only in those numbers; they part ways at video (`clips.py`).
+The numbers (patch, merge, limits, mean, std) come from the checkpoint. For images Qwen2-VL, Qwen2.5-VL and Qwen3-VL
+follow one rule and differ only in those numbers; for video they differ (`clips.py`).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 from mtrl.models.device_copy import to_device
 from mtrl.protocols import ImageSettings
 
-MAX_ASPECT = 200  # longer strips are refused, as Hugging Face's image processor does
+MAX_ASPECT = 200  # as in Hugging Face's image processor
 
 
 def target_size(height: int, width: int, settings: ImageSettings) -> tuple[int, int]:
-    """The nearest multiples of `factor`; outside the pixel limits, scaled into them with the aspect ratio kept."""
+    """The nearest multiples of `factor`, scaled into the pixel limits with the same aspect ratio."""
     if min(height, width) < 1:
         raise ValueError(f"an image of {height} x {width} pixels has no area")
     if max(height, width) > MAX_ASPECT * min(height, width):
@@ -40,13 +40,13 @@ def target_size(height: int, width: int, settings: ImageSettings) -> tuple[int, 
 def patchify(medium: np.ndarray, settings: ImageSettings, device: torch.device | None = None) -> Tensor:
     """[H, W, 3] or [F, H, W, 3] uint8 to [patches, channels * frames * patch * patch] float32.
 
-    Patches that merge into one token stand next to each other. A patch is as many frames deep as the tower wants: an
-    image is repeated, of a clip that does not fill the last one its last frame is. Hugging Face's processors give the
-    same numbers but take several times as long for a small image.
+    Patches that merge into one token are adjacent. A patch spans several frames: an image is repeated, and so is the
+    last frame of a clip if the last patch lacks frames. Hugging Face's processors give the same numbers, several times
+    slower for a small image.
     """
     height, width = medium.shape[-3:-1]
     p, m = settings.patch_size, settings.merge_size
-    # torch.tensor copies: decoded images are often read-only, which from_numpy warns about
+    # torch.tensor copies: from_numpy warns about read-only arrays, which decoded images often are.
     frames = to_device(torch.tensor(medium), device).view(-1, height, width, 3)
     deep = 1 if medium.ndim == 3 else settings.temporal_patch_size
     if missing := -len(frames) % deep:
@@ -64,9 +64,9 @@ def rotary_positions(
 ) -> Tensor:
     """[3, L]: the time, height and width position of each prompt token.
 
-    `is_pad` [L] marks image tokens, `sides` are the (rows, columns) of tokens of each image, `times` where each of its
-    patches in time stands; without them there is one. Text counts on in all three; an image spreads from the current
-    position over rows and columns and moves it on past all that it has taken:
+    `is_pad` [L] marks image tokens, `sides` are the (rows, columns) of tokens of each image, `times` the time positions
+    of its patches (by default one). Text advances in all three axes; an image spreads from the current position over
+    rows and columns, and the next text token follows its largest position:
 
     text text [2 x 3 image] text  ->  time   0 1 | 2 2 2 2 2 2 | 5
                                       height 0 1 | 2 2 2 3 3 3 | 5

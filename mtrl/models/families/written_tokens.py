@@ -1,7 +1,7 @@
-"""Special tokens that a message spells out: text like any other, which must not end a turn or begin one.
+"""Special tokens that a message spells out are ordinary text, which must not end or begin a turn.
 
-While a chat template is rendered they are veiled by characters that no text uses, one for each character, so that what
-is a special token afterwards is the template's own, and every place in the text stays the same.
+While a chat template is rendered they are replaced by placeholders, characters that no text uses, one for each
+character. So every special token in the result comes from the template, and every offset in the text stays the same.
 """
 
 from __future__ import annotations
@@ -14,46 +14,48 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-PRIVATE = range(0xF0000, 0x10FFFE)  # characters without a meaning: Unicode leaves them to whoever wants them
+PRIVATE = range(0xF0000, 0x10FFFE)  # Unicode's private use area
 
 
 @dataclass(frozen=True)
 class WrittenTokens:
-    """`tokens`: content, and whether the tokenizer strips the blanks before and after it."""
+    """`tokens`: content, and whether the tokenizer strips whitespace before and after it."""
 
     tokens: tuple[tuple[str, bool, bool], ...]
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase) -> WrittenTokens:
+    def from_tokenizer(cls, tokenizer: PreTrainedTokenizerBase) -> WrittenTokens:
         special = [token for token in tokenizer.added_tokens_decoder.values() if token.special and token.content]
         longest_first = sorted(special, key=lambda token: (-len(token.content), token.content))
         return cls(tuple((token.content, token.lstrip, token.rstrip) for token in longest_first))
 
-    def veil(self, messages: Any) -> Veil:
-        """The veil for these messages; empty where they spell out no special token."""
-        texts = list(strings_in(messages))
+    def make_placeholders(self, messages: Any) -> Placeholders:
+        """Placeholders for these messages; empty if they spell out no special token."""
+        texts = list(iter_strings(messages))
         if self.tokens and any(map(self._pattern.search, texts)):
             used = set().union(*texts)
             count = len(self.tokens)
             first = next(at for at in PRIVATE[::count] if not any(chr(at + i) in used for i in range(count)))
-            return Veil({content: chr(first + i) for i, (content, _, _) in enumerate(self.tokens)}, self._pattern)
-        return Veil({}, self._pattern)
+            return Placeholders(
+                {content: chr(first + i) for i, (content, _, _) in enumerate(self.tokens)}, self._pattern
+            )
+        return Placeholders({}, self._pattern)
 
-    def found_in(self, text: str) -> list[str]:
+    def find(self, text: str) -> list[str]:
         return list(dict.fromkeys(self._pattern.findall(text))) if self.tokens else []
 
     def split(self, text: str) -> Iterator[tuple[str, bool]]:
         """The text in pieces, and whether each is a special token."""
-        for place, piece in enumerate(self._parted.split(text)):
+        for index, piece in enumerate(self._splitter.split(text)):
             if piece:
-                yield piece, place % 2 == 1
+                yield piece, index % 2 == 1
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
         return re.compile("|".join(re.escape(content) for content, _, _ in self.tokens))
 
     @cached_property
-    def _parted(self) -> re.Pattern[str]:
+    def _splitter(self) -> re.Pattern[str]:
         spelled = (
             (r"\s*" if left else "") + re.escape(content) + (r"\s*" if right else "")
             for content, left, right in self.tokens
@@ -62,41 +64,41 @@ class WrittenTokens:
 
 
 @dataclass(frozen=True)
-class Veil:
-    """The character that stands for each special token, as often as the token has characters."""
+class Placeholders:
+    """The character that replaces each character of a special token."""
 
-    signs: Mapping[str, str]
+    characters: Mapping[str, str]
     pattern: re.Pattern[str]
 
     def __bool__(self) -> bool:
-        return bool(self.signs)
+        return bool(self.characters)
 
-    def over(self, value: Any) -> Any:
-        """Messages with every special token veiled, wherever it stands."""
-        if not self.signs:
+    def insert(self, value: Any) -> Any:
+        """The messages with placeholders in every string."""
+        if not self.characters:
             return value
         if isinstance(value, str):
-            return self.pattern.sub(lambda found: self.signs[found[0]] * len(found[0]), value)
+            return self.pattern.sub(lambda match: self.characters[match[0]] * len(match[0]), value)
         if isinstance(value, Mapping):
-            return {name: self.over(item) for name, item in value.items()}
-        return [self.over(item) for item in value] if isinstance(value, (list, tuple)) else value
+            return {name: self.insert(item) for name, item in value.items()}
+        return [self.insert(item) for item in value] if isinstance(value, (list, tuple)) else value
 
-    def lifted(self, text: str) -> str:
-        """The text as it was."""
-        for content, sign in self.signs.items():
-            text = text.replace(sign * len(content), content)
-        if any(sign in text for sign in self.signs.values()):
+    def remove(self, text: str) -> str:
+        """Inverse of `insert` for one text."""
+        for content, character in self.characters.items():
+            text = text.replace(character * len(content), content)
+        if any(character in text for character in self.characters.values()):
             raise ValueError("the chat template cuts a special token that the text spells out")
         return text
 
 
-def strings_in(value: Any) -> Iterator[str]:
-    """Every string anywhere in the messages: a template may write any of them."""
+def iter_strings(value: Any) -> Iterator[str]:
+    """Every string in the messages: a template may write any of them."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from strings_in(item)
+            yield from iter_strings(item)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from strings_in(item)
+            yield from iter_strings(item)

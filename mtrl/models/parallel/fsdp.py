@@ -1,12 +1,12 @@
-"""A model split over ranks by FSDP2 of PyTorch (`fully_shard`).
+"""Models sharded over ranks by PyTorch's FSDP2 (`fully_shard`).
 
-Every layer of the language model and every block of the vision tower is a unit: gathered before it computes, split
-again afterwards. All that stands outside of them (embeddings, output matrix or value head, norms, the ends of the
-tower) belongs to the root, which is whole for the length of a pass. A pass is therefore anything that `in_one_pass`
-runs: models are read piece by piece here (`backbone.py`), never by their own `forward`, which alone FSDP would know.
+Every layer of the language model and every block of the vision tower is a unit: it is gathered before it computes and
+resharded afterwards. Everything else (embeddings, output matrix or value head, norms, the ends of the tower) belongs to
+the root module and is gathered for the length of a pass. A pass is anything that `run_forward` runs: this package calls
+models module by module (`backbone.py`), never through their own `forward`, which is all that FSDP would know.
 
-Weights of the loss are global before anything is split (`LossWeights`), so gradients are summed over ranks, and never
-averaged.
+The weights of the loss are global before rows are distributed (`LossWeights`), so gradients are summed over ranks and
+never averaged.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from mtrl.models.parallel.ranks import Ranks
 
 Strategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"]
 Result = TypeVar("Result")
-PASS = "run_pass"  # a method that models get here: FSDP takes a call of it for a forward
-COMPUTES_ON = "computes_on"  # an attribute that they get: their weights may lie in main memory
+RUN = "run_pass"  # a method that sharded models get: FSDP treats a call of it as a forward
+COMPUTE_DEVICE = "compute_device"  # an attribute that they get, since their weights may be in CPU memory
 
 
 @dataclass(frozen=True, eq=False)
 class Sharding:
-    """How models are split. `per_node`: ranks of one machine, within which HYBRID_SHARD splits. With `cpu_offload`
-    weights, and with them gradients and optimizer state, lie in main memory; a unit is on the device while it computes.
+    """How models are sharded. `per_node`: ranks of one machine, within which HYBRID_SHARD shards. With `cpu_offload`
+    weights, gradients and optimizer state are in CPU memory; a unit is on the device while it computes.
     """
 
     ranks: Ranks
     device: torch.device
     strategy: Strategy = "FULL_SHARD"
     per_node: int = 1
-    compute_dtype: torch.dtype | None = None  # what weights are gathered in; None: what they are kept in
+    compute_dtype: torch.dtype | None = None  # in which weights are gathered; None: the dtype in which they are stored
     cpu_offload: bool = False
 
     def mesh(self) -> DeviceMesh:
-        """Ranks in a row, or rows of ranks that hold the same."""
+        """One row of ranks that shard the model, or several rows that each hold all of it."""
         world = self.ranks.size
         within = {"HYBRID_SHARD": self.per_node, "NO_SHARD": 1}.get(self.strategy, world)
         if world % within:
@@ -60,46 +60,46 @@ class Sharding:
             return init_device_mesh(self.device.type, (world,))
         return init_device_mesh(self.device.type, (world // within, within), mesh_dim_names=("replicate", "shard"))
 
-    def split(self, model: Any) -> None:
-        """Splits a model in place. One on the meta device gets room and no numbers, a unit at a time: no rank ever
-        holds more of it than its own part and one unit. `fill` brings the numbers."""
-        mesh = self.mesh()
-        in_main_memory = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
-        narrow = self.compute_dtype if self.compute_dtype != model.dtype else None
+    def shard(self, model: Any) -> None:
+        """Shards a model in place. A model on the meta device is allocated unit by unit, so that no rank ever holds
+        more than its shard and one unit; `distribute_from_rank0` brings the values."""
+        cpu_offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
+        compute_dtype = self.compute_dtype if self.compute_dtype != model.dtype else None
         options: dict[str, Any] = {
-            "mesh": mesh,
+            "mesh": self.mesh(),
             "reshard_after_forward": self.strategy != "SHARD_GRAD_OP",
-            # Sums of gradients are taken in float32; a pass brings its inputs in the right dtype itself.
-            "mp_policy": MixedPrecisionPolicy(narrow, torch.float32, cast_forward_inputs=False),
-            "offload_policy": in_main_memory if self.cpu_offload else OffloadPolicy(),
+            # Gradients are summed in float32; a pass casts its inputs itself.
+            "mp_policy": MixedPrecisionPolicy(compute_dtype, torch.float32, cast_forward_inputs=False),
+            "offload_policy": cpu_offload if self.cpu_offload else OffloadPolicy(),
         }
-        given: dict[nn.Parameter, nn.Parameter] = {}
-        for unit in [*units(model), model]:
-            make_room(unit, self.device, given)
+        allocated: dict[nn.Parameter, nn.Parameter] = {}
+        for unit in [*find_units(model), model]:
+            allocate(unit, self.device, allocated)
             fully_shard(unit, **options)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)  # gloo and NCCL both have sums
-        setattr(model, COMPUTES_ON, self.device)
-        setattr(model, PASS, _call)
-        register_fsdp_forward_method(model, PASS)
+        setattr(model, COMPUTE_DEVICE, self.device)
+        setattr(model, RUN, _call)
+        register_fsdp_forward_method(model, RUN)
 
-    def spread(self, model: Any, load: Callable[[], Any]) -> Any:
-        """Splits an empty model and fills it with what the first rank alone loads: main memory holds it once. Where
-        that fails, all ranks raise the error."""
-        self.split(model)
+    def load_sharded(self, model: Any, load: Callable[[], Any]) -> Any:
+        """Shards an empty model and fills it from the one that the first rank alone loads, so that CPU memory holds it
+        once. If that fails, all ranks raise the error."""
+        self.shard(model)
         source = self.ranks.rank0_only(load)
-        fill(parameters_and_buffers(model), None if source is None else parameters_and_buffers(source), self.ranks)
-        if source is not None:  # what a checkpoint says besides its weights goes with them, names in its files as well
+        tensors = None if source is None else parameters_and_buffers(source)
+        distribute_from_rank0(parameters_and_buffers(model), tensors, self.ranks)
+        if source is not None:  # attributes that a checkpoint sets in addition to the weights
             model.generation_config = getattr(source, "generation_config", None)
             model._weight_conversions = getattr(source, "_weight_conversions", None)
         return model
 
 
-def units(model: Any) -> Iterator[nn.Module]:
-    """What is gathered as one, in the order of a pass. Of models that are read by their own `forward` (reward models of
-    any family) it is what transformers wants to stay together."""
+def find_units(model: Any) -> Iterator[nn.Module]:
+    """The modules that are gathered as one, in the order of a pass. Models that run by their own `forward` (reward
+    models of any family) name them for transformers."""
     if not hasattr(model, "model"):
         yield from (each for each in model.modules() if type(each).__name__ in model._no_split_modules)
         return
@@ -109,14 +109,14 @@ def units(model: Any) -> Iterator[nn.Module]:
     yield from getattr(model.model, "language_model", model.model).layers
 
 
-def make_room(module: nn.Module, device: torch.device, given: dict[nn.Parameter, nn.Parameter]) -> None:
-    """Tensors of the meta device become real; tied weights stay one."""
+def allocate(module: nn.Module, device: torch.device, allocated: dict[nn.Parameter, nn.Parameter]) -> None:
+    """Gives tensors on the meta device memory, without values; tied weights stay tied."""
     for part in module.modules():
         for name, tensor in part.named_parameters(recurse=False):
-            if tensor.is_meta and tensor not in given:
-                given[tensor] = nn.Parameter(torch.empty_like(tensor, device=device), tensor.requires_grad)
+            if tensor.is_meta and tensor not in allocated:
+                allocated[tensor] = nn.Parameter(torch.empty_like(tensor, device=device), tensor.requires_grad)
             if tensor.is_meta:
-                part._parameters[name] = given[tensor]
+                part._parameters[name] = allocated[tensor]
         for name, buffer in part.named_buffers(recurse=False):
             if buffer.is_meta:
                 part._buffers[name] = torch.empty_like(buffer, device=device)
@@ -126,76 +126,75 @@ def _call(work: Callable[[], Result]) -> Result:
     return work()
 
 
-def is_split(model: Any) -> bool:
+def is_sharded(model: Any) -> bool:
     return isinstance(model, FSDPModule)
 
 
 def compute_device(model: Any) -> torch.device:
-    """Where a model computes."""
-    device: torch.device = getattr(model, COMPUTES_ON, model.device)
+    device: torch.device = getattr(model, COMPUTE_DEVICE, model.device)
     return device
 
 
-def plain_class(model: Any) -> Any:
-    """The class that a model had before it was split."""
-    return type(model).__mro__[2] if is_split(model) else type(model)
+def unsharded_class(model: Any) -> Any:
+    """The class that a model had before it was sharded."""
+    return type(model).__mro__[2] if is_sharded(model) else type(model)
 
 
-def in_one_pass(model: Any, work: Callable[[], Result]) -> Result:
-    """What `work` makes, while all of the model that is not within a unit is whole. Gradients flow back from tensors
-    in the result, which must stand in plain tuples and dictionaries."""
-    if not is_split(model):
+def run_forward(model: Any, work: Callable[[], Result]) -> Result:
+    """Runs `work` while the root module is gathered. Gradients flow back from tensors in the result, which must be in
+    plain tuples and dictionaries."""
+    if not is_sharded(model):
         return work()
-    result: Result = getattr(model, PASS)(work)
+    result: Result = getattr(model, RUN)(work)
     if not torch.is_grad_enabled():
-        split_again(model)
+        reshard(model)
     return result
 
 
-def while_whole(model: Any, work: Callable[[], Result]) -> Result:
-    """The same for a model that does not learn, whatever else learns meanwhile: nothing flows back to it."""
-    if not is_split(model):
+def run_frozen_forward(model: Any, work: Callable[[], Result]) -> Result:
+    """`run_forward` for a model that does not learn, whatever else learns meanwhile: no gradient flows back to it."""
+    if not is_sharded(model):
         return work()
-    found: list[Result] = []
-    getattr(model, PASS)(lambda: found.append(work()))
-    split_again(model)
-    return found[0]
+    results: list[Result] = []
+    getattr(model, RUN)(lambda: results.append(work()))
+    reshard(model)
+    return results[0]
 
 
-def split_again(model: nn.Module) -> None:
-    """After a pass from which no gradient comes back: that alone would make FSDP split what it keeps whole."""
+def reshard(model: nn.Module) -> None:
+    """After a pass without a backward, which would otherwise make FSDP reshard the root."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
-# -------------------------------------------------------------------------------------------------------- whole tensors
-def whole(tensor: Tensor) -> Tensor:
-    """A tensor gathered from all ranks, where it is split; all of them must ask for it. Parts that lie in main memory
-    go by way of the devices, which are faster at it."""
+# ------------------------------------------------------------------------------------------------------ sharded tensors
+def full_tensor(tensor: Tensor) -> Tensor:
+    """A tensor gathered from all ranks if it is sharded; all of them must call this. Shards in CPU memory are gathered
+    through the devices, which is faster."""
     if not isinstance(tensor, DTensor):
         return tensor
-    part, mesh = own_part(tensor), tensor.device_mesh
-    if part.device.type != mesh.device_type:
+    local, mesh = local_tensor(tensor), tensor.device_mesh
+    if local.device.type != mesh.device_type:
         options: Any = {"run_check": False, "shape": tensor.shape, "stride": tensor.stride()}
-        tensor = DTensor.from_local(part, mesh, tensor.placements, **options)
+        tensor = DTensor.from_local(local, mesh, tensor.placements, **options)
     return tensor.full_tensor()
 
 
-def is_part(tensor: Tensor) -> bool:
+def is_dtensor(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor)
 
 
-def own_part(tensor: Tensor) -> Tensor:
-    """The part that this rank holds, the very memory."""
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's shard, without a copy."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
-def fill(targets: Mapping[str, Tensor], source: Mapping[str, Tensor] | None, ranks: Ranks) -> None:
-    """Numbers of the first rank's `source` into tensors of the same names that are split over ranks, or that all have;
-    other ranks give none. One tensor at a time is whole."""
+def distribute_from_rank0(targets: Mapping[str, Tensor], source: Mapping[str, Tensor] | None, ranks: Ranks) -> None:
+    """Copies the first rank's `source` into the tensors of the same names, sharded or not, of all ranks; the others
+    give None. One tensor at a time is whole."""
     for name, target in targets.items():
         device = target.device_mesh.device_type if isinstance(target, DTensor) else target.device
         if ranks.is_first:
@@ -206,8 +205,8 @@ def fill(targets: Mapping[str, Tensor], source: Mapping[str, Tensor] | None, ran
         if ranks.size > 1:
             dist.broadcast(value, src=0)
         if isinstance(target, DTensor):
-            value = own_part(distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None))
-        own_part(target).copy_(value)
+            value = local_tensor(distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None))
+        local_tensor(target).copy_(value)
 
 
 def parameters_and_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -215,11 +214,19 @@ def parameters_and_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def gathered(tensors: Mapping[str, Tensor], names: Iterable[str], kept: Collection[str]) -> dict[str, Tensor]:
-    """Whole tensors in main memory, of each rank those that it is to keep. All ranks gather the same, one at a time."""
-    found = {}
+@torch.no_grad()
+def copy_model(target: nn.Module, source: nn.Module) -> None:
+    """Copies all values in place between models that are sharded alike, or not at all."""
+    tensors = parameters_and_buffers(source)
+    for name, tensor in parameters_and_buffers(target).items():
+        local_tensor(tensor).copy_(local_tensor(tensors[name]))
+
+
+def gather_on_cpu(tensors: Mapping[str, Tensor], names: Iterable[str], keep: Collection[str]) -> dict[str, Tensor]:
+    """Gathers tensors one at a time, together with all other ranks; returns those of `keep` in CPU memory."""
+    kept = {}
     for name in names:
-        value = whole(tensors[name])
-        if name in kept:
-            found[name] = value.detach().to("cpu", copy=True)
-    return found
+        value = full_tensor(tensors[name])
+        if name in keep:
+            kept[name] = value.detach().to("cpu", copy=True)
+    return kept

@@ -1,7 +1,7 @@
-"""The processes that hold one model together: what they must agree on so that all make the same collective calls.
+"""The processes (ranks) that hold one model together, and what they agree on before they make collective calls.
 
-A rank that waits for a call that the others do not make waits for ever. So how many passes there are, whether a pass
-sees images, and whether a step counts is decided by all of them, in messages of a few bytes between main memories.
+A rank hangs forever in a collective call that the others do not make. All ranks therefore decide together how many
+passes there are, whether a pass sees images, and whether a step counts, in messages of a few bytes over gloo.
 """
 
 from __future__ import annotations
@@ -15,42 +15,46 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mtrl.models.parallel.sequence import NO_SEQUENCE_PARALLEL, SequenceParallelGroup
+
 Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, eq=False)
 class Ranks:
-    """By default a process that is alone, whose own word is everybody's. `group` is a process group of gloo."""
+    """This process among all ranks of a model; a single process by default. `group` is a gloo process group.
+
+    `sp_group` are the ranks that make every pass of the model together with this one, each with a part of every
+    sequence. They compute the same numbers, so only the first of them counts in a sum over ranks.
+    """
 
     group: Any = None
     rank: int = 0
     size: int = 1
-    counts: bool = True  # of ranks that share sequences, and find the same, the first
+    sp_group: SequenceParallelGroup = NO_SEQUENCE_PARALLEL
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
 
     def any_rank(self, flag: bool) -> bool:
-        """Whether it is so on any rank."""
+        """Whether the flag is set on any rank."""
         return bool(self.all_reduce_max(int(flag)))
 
     def all_reduce_max(self, number: int) -> int:
-        """The largest number of any rank."""
-        return int(self._reduced(torch.tensor(number), dist.ReduceOp.MAX))
+        return int(self._all_reduce(torch.tensor(number), dist.ReduceOp.MAX))
 
     def all_reduce_sum(self, values: Mapping[str, float]) -> dict[str, float]:
-        """The sum of each value over the ranks that count; all ranks have the same names."""
+        """The sum of each value over all ranks, once per sequence-parallel group; all ranks have the same names."""
         if self.group is None:
             return dict(values)
         names = sorted(values)
-        own = torch.tensor([values[name] if self.counts else 0.0 for name in names], dtype=torch.float64)
-        added = self._reduced(own, dist.ReduceOp.SUM)
-        found = dict(zip(names, added.tolist(), strict=True))
-        return {name: found[name] for name in values}
+        own = torch.tensor([values[name] if self.sp_group.is_first else 0.0 for name in names], dtype=torch.float64)
+        sums = dict(zip(names, self._all_reduce(own, dist.ReduceOp.SUM).tolist(), strict=True))
+        return {name: sums[name] for name in values}
 
     def rank0_only(self, make: Callable[[], Value]) -> Value | None:
-        """What the first rank makes, there alone. Where it cannot, nobody goes on: all raise its error."""
+        """Calls `make` on the first rank alone; the others get None. If it fails, all ranks raise its error."""
         if self.group is None:
             return make()
         made, failure = None, None
@@ -65,13 +69,13 @@ class Ranks:
         return made
 
     def broadcast_object(self, value: Value) -> Value:
-        """The first rank's value, on all of them."""
-        told = [value]
+        """The first rank's value, on all ranks."""
+        received = [value]
         if self.group is not None:
-            dist.broadcast_object_list(told, src=0, group=self.group)
-        return told[0]
+            dist.broadcast_object_list(received, src=0, group=self.group)
+        return received[0]
 
-    def _reduced(self, values: Tensor, operation: Any) -> Tensor:
+    def _all_reduce(self, values: Tensor, operation: Any) -> Tensor:
         if self.group is not None:
             dist.all_reduce(values, operation, group=self.group)
         return values
@@ -80,7 +84,7 @@ class Ranks:
 SINGLE_PROCESS = Ranks()
 
 
-def all_ranks(patience: timedelta | None = None) -> Ranks:
-    """All processes of `torch.distributed`, which has been set up; messages wait for so long."""
-    group = dist.new_group(backend="gloo", timeout=patience)
+def all_ranks(timeout: timedelta | None = None) -> Ranks:
+    """All processes of `torch.distributed`, which must be initialized, in a gloo group with this timeout."""
+    group = dist.new_group(backend="gloo", timeout=timeout)
     return Ranks(group, dist.get_rank(), dist.get_world_size())

@@ -1,13 +1,13 @@
-"""Ulysses sequence parallelism: the ranks of a group share every sequence of a pass.
+"""Ulysses sequence parallelism: the ranks of a group make every pass together, each with a part of every sequence.
 
-Each rank holds an equal part of the positions, and all that looks at one position at a time (embeddings, norms, MLPs,
-adapters, deepstack) works on that part alone. Attention looks at all positions, one head at a time: there ranks trade
-positions for heads, attend with their share of the heads over whole sequences, and trade back. Hidden states that
-predict response tokens are dealt out once more, as many to each rank, for the vocabulary; what comes of a token, one
-number, goes to all.
+Each rank holds an equal part of the positions. Everything that works position by position (embeddings, norms, MLPs,
+adapters, deepstack) runs on that part alone. Attention needs all positions of a head: ranks exchange positions for
+heads, attend over whole sequences with their share of the heads, and exchange back. The hidden states that predict
+response tokens are then distributed evenly over the ranks for the output matrix, and the resulting number of each
+token is gathered on all ranks.
 
-So every rank of a group has the same log-probs and finds the same loss, of which it takes back the part of its own
-tokens: summed over ranks, gradients are those of one process.
+So every rank of a group has the same log-probs and the same loss, and back-propagates the part of its own tokens:
+summed over ranks, the gradients are those of one process.
 """
 
 from __future__ import annotations
@@ -26,115 +26,112 @@ from mtrl.models.device_copy import to_device
 
 @dataclass(frozen=True, eq=False)
 class SequenceParallelGroup:
-    """This rank among those that share its sequences; by default it has them to itself. `group` is a process group of
-    the device that computes."""
+    """This rank in its sequence-parallel group; by default the only one. `group` is a process group of the device that
+    computes."""
 
     group: Any = None
-    number: int = 0
+    rank: int = 0
     size: int = 1
 
     @property
-    def first(self) -> bool:
-        return self.number == 0
+    def is_first(self) -> bool:
+        return self.rank == 0
 
     # ------------------------------------------------------------------------------------------------------ positions
-    def columns(self, length: int) -> slice:
-        """The positions of this rank in sequences of a length that divides."""
+    def local_columns(self, length: int) -> slice:
+        """The positions of this rank in sequences of this length."""
         assert length % self.size == 0, "sequences are padded to equal parts"
-        return slice(self.number * length // self.size, (self.number + 1) * length // self.size)
+        return slice(self.rank * length // self.size, (self.rank + 1) * length // self.size)
 
-    def part(self, tensor: Tensor) -> Tensor:
+    def local_part(self, tensor: Tensor) -> Tensor:
         """[.., S] -> [.., S / size]"""
-        return tensor if self.size == 1 else tensor[..., self.columns(tensor.shape[-1])]
+        return tensor if self.size == 1 else tensor[..., self.local_columns(tensor.shape[-1])]
 
     # ---------------------------------------------------------------------------------------------- heads in attention
-    def by_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, heads, S / size, D] of all heads -> [B, heads / size, S, D] of all positions, in one exchange. Keys and
-        values of fewer heads than ranks go to all ranks whose queries look at them."""
+    def gather_seq_scatter_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[B, heads, S / size, D] of all heads -> [B, heads / size, S, D] of all positions, in one exchange. If there
+        are fewer key heads than ranks, each goes to all ranks whose queries read it."""
         copies = max(1, self.size // key.shape[1])
         key, value = (each.repeat_interleave(copies, 1) if copies > 1 else each for each in (key, value))
-        dealt = [each.unflatten(1, (self.size, -1)).movedim(1, 0) for each in (query, key, value)]
-        met = self._exchanged(torch.cat(dealt, 2))  # [parts, B, heads of all three, S / size, D]
-        found = met.movedim(0, 2).flatten(2, 3).split([each.shape[2] for each in dealt], 1)
-        return found[0], found[1], found[2]
+        by_rank = [each.unflatten(1, (self.size, -1)).movedim(1, 0) for each in (query, key, value)]
+        received = self._exchange_equal(torch.cat(by_rank, 2))  # [ranks, B, heads of all three, S / size, D]
+        whole = received.movedim(0, 2).flatten(2, 3).split([each.shape[2] for each in by_rank], 1)
+        return whole[0], whole[1], whole[2]
 
-    def by_positions(self, output: Tensor) -> Tensor:
-        """[B, S, heads / size, D] -> [B, S / size, heads, D]: what `by_heads` has done, undone."""
-        dealt = output.unflatten(1, (self.size, -1)).movedim(1, 0)  # [parts, B, S / size, heads / size, D]
-        return self._exchanged(dealt).movedim(0, 2).flatten(2, 3)
+    def gather_heads_scatter_seq(self, output: Tensor) -> Tensor:
+        """[B, S, heads / size, D] -> [B, S / size, heads, D]: the inverse of `gather_seq_scatter_heads`."""
+        by_rank = output.unflatten(1, (self.size, -1)).movedim(1, 0)  # [ranks, B, S / size, heads / size, D]
+        return self._exchange_equal(by_rank).movedim(0, 2).flatten(2, 3)
 
-    def mean(self, values: Tensor) -> Tensor:
-        """Of what each rank has found for its heads; without gradients."""
+    def all_reduce_mean(self, values: Tensor) -> Tensor:
+        """The mean over the ranks, in place and without gradients."""
         if self.size > 1:
             dist.all_reduce(values, group=self.group)
             values /= self.size
         return values
 
     # ---------------------------------------------------------------------------------------- tokens of the vocabulary
-    def tokens(self, count: int) -> slice:
-        """Which of so many response tokens this rank takes to the vocabulary."""
+    def local_tokens(self, count: int) -> slice:
+        """Which of `count` response tokens this rank scores."""
         each = -(-count // self.size)
-        return slice(min(count, self.number * each), min(count, (self.number + 1) * each))
+        return slice(min(count, self.rank * each), min(count, (self.rank + 1) * each))
 
-    def local_hidden(self, hidden: Tensor, places: tuple[Tensor, Tensor]) -> Tensor:
-        """[own tokens, H]: of hidden states [B, S / size, H] of this rank's positions and those of the others, those at
-        the `places` (sequence and position of each token) of its own tokens."""
-        sequence, place = places
+    def local_hidden(self, hidden: Tensor, positions: tuple[Tensor, Tensor]) -> Tensor:
+        """[own tokens, H]: the hidden states of this rank's tokens, exchanged between ranks that hold [B, S / size, H]
+        each. `positions` are the sequence and column of every response token."""
+        sequence, column = positions
         if self.size == 1:
-            return hidden[to_device(sequence, hidden.device), to_device(place, hidden.device)]
-        width, each = hidden.shape[1], -(-len(place) // self.size)
-        held_by, goes_to = place // width, torch.arange(len(place)) // max(1, each)
-        held = (held_by == self.number).nonzero()[:, 0]  # in the order of where they go
-        from_ranks = held_by[self.tokens(len(place))]
-        sent = hidden[to_device(sequence[held], hidden.device), to_device(place[held] % width, hidden.device)]
-        counts = [self._counted(from_ranks), self._counted(goes_to[held])]
-        met: Tensor = _Exchange.apply(sent, self.group, *counts)
-        order = from_ranks.argsort(stable=True)  # as they came: by rank
-        return met[to_device(order.argsort(), hidden.device)]
+            return hidden[to_device(sequence, hidden.device), to_device(column, hidden.device)]
+        width, each = hidden.shape[1], -(-len(column) // self.size)
+        held_by, goes_to = column // width, torch.arange(len(column)) // max(1, each)
+        held = (held_by == self.rank).nonzero()[:, 0]  # in the order of their destinations
+        from_ranks = held_by[self.local_tokens(len(column))]
+        sent = hidden[to_device(sequence[held], hidden.device), to_device(column[held] % width, hidden.device)]
+        counts = [torch.bincount(ranks, minlength=self.size).tolist() for ranks in (from_ranks, goes_to[held])]
+        received: Tensor = _Exchange.apply(sent, self.group, *counts)
+        order = from_ranks.argsort(stable=True)  # they arrive rank by rank
+        return received[to_device(order.argsort(), hidden.device)]
 
-    def of_all(self, values: Tensor, count: int) -> Tensor:
-        """[count]: one number for each response token, from those of this rank's own. Each rank takes gradients for its
-        own alone: the others find the same loss, and take theirs."""
+    def gather_tokens(self, values: Tensor, count: int) -> Tensor:
+        """[count]: the number of every response token, from this rank's own tokens. Each rank back-propagates into its
+        own alone, since the others have the same loss and do the same."""
         if self.size == 1:
             return values
-        found: Tensor = _Gather.apply(values, self, count)
-        return found
+        gathered: Tensor = _Gather.apply(values, self, count)
+        return gathered
 
-    def _counted(self, ranks: Tensor) -> list[int]:
-        return torch.bincount(ranks, minlength=self.size).tolist()
-
-    def _exchanged(self, dealt: Tensor) -> Tensor:
-        """[size, ..]: a piece for each rank -> a piece of each rank."""
-        met: Tensor = _Exchange.apply(dealt, self.group, None, None)
-        return met
+    def _exchange_equal(self, by_rank: Tensor) -> Tensor:
+        """[size, ..]: a piece for each rank -> a piece from each rank."""
+        received: Tensor = _Exchange.apply(by_rank, self.group, None, None)
+        return received
 
 
 NO_SEQUENCE_PARALLEL = SequenceParallelGroup()
 
 
-def share_sequences(size: int) -> SequenceParallelGroup:
-    """So many neighbours of all ranks share their sequences; all ranks must call it."""
+def make_sp_group(size: int) -> SequenceParallelGroup:
+    """The group of this rank, of `size` neighbouring ranks; all ranks must call this."""
     if size == 1:
         return NO_SEQUENCE_PARALLEL
     group, _ = dist.new_subgroups(size)
     return SequenceParallelGroup(group, dist.get_rank() % size, size)
 
 
-def unshareable_heads(heads: int, key_heads: int, size: int) -> str | None:
-    """Why so many ranks cannot share the heads of a model."""
-    if heads % size:
-        return f"its {heads} attention heads cannot be dealt out to {size} ranks; take a divisor of {heads}"
-    if key_heads % size and size % key_heads:
+def explain_indivisible_heads(heads: int, key_heads: int, sp_size: int) -> str | None:
+    """Why the heads of a model cannot be divided among this many ranks; None if they can."""
+    if heads % sp_size:
+        return f"its {heads} attention heads cannot be divided among {sp_size} ranks; set a divisor of {heads}"
+    if key_heads % sp_size and sp_size % key_heads:
         return (
-            f"its {key_heads} heads of keys and values cannot be dealt out to {size} ranks; take a divisor of "
+            f"its {key_heads} heads of keys and values cannot be divided among {sp_size} ranks; set a divisor of "
             f"{key_heads}, or a multiple of it that divides the {heads} attention heads"
         )
     return None
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows for each rank out, rows of each rank in; gradients go the same way back. `received` and `sent` count rows by
-    rank, where they are not all alike."""
+    """All-to-all of rows, whose gradients go the same way back. `received` and `sent` count the rows of each rank;
+    None: all have the same number."""
 
     @staticmethod
     def forward(
@@ -150,21 +147,19 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchange(rows: Tensor, group: Any, received: Sequence[int] | None, sent: Sequence[int] | None) -> Tensor:
-    number = len(rows) if received is None else sum(received)
-    found = rows.new_empty(number, *rows.shape[1:])
-    dist.all_to_all_single(found, rows.contiguous(), received, sent, group=group)
-    return found
+    output = rows.new_empty(len(rows) if received is None else sum(received), *rows.shape[1:])
+    dist.all_to_all_single(output, rows.contiguous(), received, sent, group=group)
+    return output
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, sharers: SequenceParallelGroup, count: int) -> Tensor:
-        ctx.own = sharers.tokens(count)
-        each = -(-count // sharers.size)
-        padded = torch.nn.functional.pad(values, (0, each - len(values)))
-        found = [torch.empty_like(padded) for _ in range(sharers.size)]
-        dist.all_gather(found, padded, group=sharers.group)
-        return torch.cat(found)[:count]
+    def forward(ctx: Any, values: Tensor, sp_group: SequenceParallelGroup, count: int) -> Tensor:
+        ctx.own = sp_group.local_tokens(count)
+        padded = torch.nn.functional.pad(values, (0, -(-count // sp_group.size) - len(values)))
+        gathered = [torch.empty_like(padded) for _ in range(sp_group.size)]
+        dist.all_gather(gathered, padded, group=sp_group.group)
+        return torch.cat(gathered)[:count]
 
     @staticmethod
     @once_differentiable

@@ -1,1 +1,2 @@
-"""Decoding on CUDA: one graph a step over static buffers, from the last tokens to the next ones and their log-probs."""
+"""Decoding on CUDA: one graph per step over static buffers, from the last tokens to the next ones and their
+log-probs."""

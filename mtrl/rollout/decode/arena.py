@@ -1,8 +1,8 @@
-"""Memory that is given back while the engine sleeps and comes again at the same addresses.
+"""Device memory that is freed while the engine sleeps and mapped again at the same addresses.
 
-A CUDA graph holds addresses, so its buffers may not move; but while the trainer updates, their memory is the trainer's.
-The addresses stay reserved for good, and what stands behind them comes and goes (the driver's virtual memory calls,
-which torch's allocator of expandable segments uses as well).
+A CUDA graph holds addresses, so its buffers must not move; but during an update their memory belongs to the trainer.
+The addresses stay reserved, and memory is mapped to them or not (by the driver's virtual memory calls, which torch's
+allocator of expandable segments uses as well).
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 512  # bytes; tensor cores want 16, a cache line has 128
-GROWTH = 64 * 2**20  # bytes, at least, that are taken from the driver at a time
-OUT_OF_MEMORY = 2  # the driver's number for it
+GROWTH = 64 * 2**20  # bytes, at least, that are requested from the driver at a time
+OUT_OF_MEMORY = 2  # the driver's error code
 
 
 class Arena:
-    """Hands out tensors. This one is plain: what it has handed out stays until nobody holds it."""
+    """Allocates tensors. This one is plain: tensors live until nobody holds them."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.bytes = 0  # handed out
+        self.bytes = 0  # allocated
 
     def empty(self, dtype: torch.dtype, *size: int) -> Tensor:
         self.bytes += round_up(torch.Size(size).numel() * dtype.itemsize, ALIGNMENT)
         return torch.empty(size, dtype=dtype, device=self.device)
 
-    def take(self) -> None:
-        """Puts memory behind the tensors again. What they held is lost."""
+    def map_memory(self) -> None:
+        """Gives the tensors memory again; their values are lost."""
 
-    def give_back(self) -> None:
-        """Leaves the tensors without memory: nobody may touch them until `take`."""
+    def unmap_memory(self) -> None:
+        """Frees the tensors' memory: they must not be used until `map_memory`."""
 
 
 class CudaArena(Arena):
-    """On a GPU, from addresses for as much as the device has."""
+    """On a GPU; reserves addresses for all of the device's memory."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -47,7 +47,7 @@ class CudaArena(Arena):
         self.driver = Driver(device)
         self.reserved = round_up(torch.cuda.mem_get_info(device)[1], self.driver.granularity)
         self.start = self.driver.reserve(self.reserved)
-        self.handles: dict[int, tuple[int, int]] = {}  # by offset: size, and the driver's handle
+        self.handles: dict[int, tuple[int, int]] = {}  # offset -> size and the driver's handle
         self.mapped = 0
 
     def empty(self, dtype: torch.dtype, *size: int) -> Tensor:
@@ -59,11 +59,11 @@ class CudaArena(Arena):
         flat = torch.as_tensor(Bytes(self.start + offset, count, self), device=self.device)
         return flat.view(dtype).view(size)
 
-    def take(self) -> None:
+    def map_memory(self) -> None:
         if self.bytes and not self.handles:
             self._map(0, round_up(self.bytes, self.driver.granularity))
 
-    def give_back(self) -> None:
+    def unmap_memory(self) -> None:
         if not self.handles:
             return
         torch.cuda.synchronize(self.device)
@@ -72,7 +72,7 @@ class CudaArena(Arena):
         self.handles, self.mapped = {}, 0
 
     def _map(self, offset: int, size: int) -> None:
-        """What torch keeps for itself is asked for only where nothing else is left."""
+        """Empties torch's cache only if nothing else is free."""
         handle = self.driver.create(size)
         if handle is None:
             torch.cuda.empty_cache()
@@ -80,7 +80,7 @@ class CudaArena(Arena):
         if handle is None:
             free = torch.cuda.mem_get_info(self.device)[0]
             raise torch.OutOfMemoryError(
-                f"CUDA out of memory: generation wants {size / 2**30:,.2f} GiB more, {free / 2**30:,.2f} GiB are free."
+                f"CUDA out of memory: generation needs {size / 2**30:,.2f} GiB more, {free / 2**30:,.2f} GiB are free."
             )
         self.driver.map(self.start + offset, size, handle)
         self.handles[offset] = size, handle
@@ -88,12 +88,12 @@ class CudaArena(Arena):
 
     def __del__(self) -> None:
         if hasattr(self, "handles") and not sys.is_finalizing():
-            self.give_back()
+            self.unmap_memory()
             self.driver.free(self.start, self.reserved)
 
 
 class Bytes:
-    """Some of an arena, as torch takes over foreign memory; the tensor keeps the arena alive."""
+    """A part of an arena, for torch to wrap as foreign memory; the tensor keeps the arena alive."""
 
     def __init__(self, address: int, count: int, arena: Arena) -> None:
         self.arena = arena
@@ -119,7 +119,7 @@ class _Access(ctypes.Structure):
 
 
 class Driver:
-    """The few calls that are needed, for memory of one device."""
+    """The driver calls for the memory of one device."""
 
     ON_DEVICE, PINNED, READ_AND_WRITE = 1, 1, 3
 
@@ -132,9 +132,9 @@ class Driver:
         self._call("cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(self.properties), 0)
         self.granularity = granularity.value
 
-    def _call(self, name: str, *arguments: Any, but: Iterable[int] = ()) -> int:
+    def _call(self, name: str, *arguments: Any, allowed: Iterable[int] = ()) -> int:
         status = getattr(self.library, name)(*arguments)
-        if status and status not in but:
+        if status and status not in allowed:
             raise RuntimeError(f"{name} of the CUDA driver failed with {status}")
         return status
 
@@ -147,10 +147,10 @@ class Driver:
         self._call("cuMemAddressFree", _long(address), _size(size))
 
     def create(self, size: int) -> int | None:
-        """None where the device has no room."""
+        """None if the device has no room."""
         handle, properties = ctypes.c_uint64(), ctypes.byref(self.properties)
         status = self._call(
-            "cuMemCreate", ctypes.byref(handle), _size(size), properties, _long(0), but=(OUT_OF_MEMORY,)
+            "cuMemCreate", ctypes.byref(handle), _size(size), properties, _long(0), allowed=(OUT_OF_MEMORY,)
         )
         return None if status else handle.value
 
@@ -169,7 +169,7 @@ class Driver:
 _size, _long = ctypes.c_size_t, ctypes.c_uint64
 
 
-def arena_on(device: torch.device) -> Arena:
+def make_arena(device: torch.device) -> Arena:
     return CudaArena(device) if device.type == "cuda" else Arena(device)
 
 

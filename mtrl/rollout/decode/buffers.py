@@ -1,5 +1,5 @@
 """The static buffers of decoding. A graph reads and writes fixed addresses, so everything that changes from batch to
-batch (lengths, who sits where, how to sample) is a number in one of these, never a shape."""
+batch (lengths, slots of rows, sampling settings) is a number in one of these, never a shape."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from dataclasses import astuple, dataclass
 import torch
 from torch import Tensor
 
-from mtrl.rollout.decode.arena import Arena, arena_on, round_up
+from mtrl.rollout.decode.arena import Arena, make_arena, round_up
 from mtrl.rollout.decode.fused_weights import DecodeWeights
 from mtrl.rollout.decode.layers import Shape
 
-MEMBERS = 8  # rows of a group that read their prompt together, at most
-PIECE = 128  # prompt tokens in a piece of attention, at least
-PIECES = 16  # of a prompt, at most
-CHUNK = 256  # own tokens in a piece of attention
+MEMBERS = 8  # the most rows that read their prompt together
+PIECE = 128  # the fewest prompt tokens in a piece of attention
+PIECES = 16  # the most pieces of a prompt
+CHUNK = 256  # response tokens in a piece of attention
 
 
 def power_of_two(n: int, least: int = 1) -> int:
-    """The power of two from n on.
+    """n rounded up to a power of two.
 
     >>> [power_of_two(n) for n in (1, 5, 8)], power_of_two(3, least=16)
     ([1, 8, 8], 16)
@@ -28,10 +28,10 @@ def power_of_two(n: int, least: int = 1) -> int:
     return max(least, 1 << max(0, n - 1).bit_length())
 
 
-def halfway(n: int, least: int) -> int:
-    """The power of two from n on, or the number halfway to it where that is enough: buffers of many gigabytes.
+def round_up_coarsely(n: int, least: int) -> int:
+    """n rounded up to a power of two or to 3/4 of one, for buffers of many gigabytes.
 
-    >>> [halfway(n, 4096) for n in (5, 5136, 6145, 41088)]
+    >>> [round_up_coarsely(n, 4096) for n in (5, 5136, 6145, 41088)]
     [4096, 6144, 8192, 49152]
     """
     whole = power_of_two(n, least)
@@ -40,10 +40,10 @@ def halfway(n: int, least: int) -> int:
 
 @dataclass(frozen=True)
 class Room:
-    """How much the buffers hold."""
+    """The size of the buffers."""
 
     slots: int  # responses
-    tables: int  # prompts, one for each MEMBERS of their responses
+    groups: int  # of up to MEMBERS responses to the same prompt
     new: int  # tokens of a response
     prompt_tokens: int  # of all prompts together
     longest: int  # prompt
@@ -51,13 +51,13 @@ class Room:
 
     @classmethod
     def for_batch(cls, lengths: Sequence[int], first: Sequence[int], n: int, new: int) -> Room:
-        """Of prompts with these lengths, whose responses begin at these positions. Rounded up, so that the next batch,
-        which is a little different, finds the same graphs."""
+        """For prompts of these lengths, whose responses begin at these positions. Rounded up, so that the slightly
+        different next batch can use the same graphs."""
         return cls(
             slots=round_up(len(lengths) * n, 16),
-            tables=power_of_two(len(lengths) * -(-n // MEMBERS)),
+            groups=power_of_two(len(lengths) * -(-n // MEMBERS)),
             new=new,
-            prompt_tokens=halfway(sum(lengths), 4096),
+            prompt_tokens=round_up_coarsely(sum(lengths), 4096),
             longest=power_of_two(max(lengths), 512),
             positions=power_of_two(max(first) + new, 2048),
         )
@@ -67,8 +67,8 @@ class Room:
 
     @property
     def pieces_of_prompt(self) -> int:
-        """As many as the longest prompt has. How a prompt is cut follows from its own length and from nothing else, so
-        that a token does not depend on who else is in the batch or was in one before."""
+        """Those of the longest prompt. How a prompt is cut depends on its own length alone, so that a token does not
+        depend on the other rows of the batch or of earlier ones."""
         return min(PIECES, -(-self.longest // PIECE))
 
     @property
@@ -77,19 +77,19 @@ class Room:
 
 
 class Rows:
-    """What belongs to a response, by its slot: rows that end leave by a new table of slots, and nothing is moved. The
-    last slot is nobody's: rows without a response write there."""
+    """The state of each response, by slot. When rows end, only the slot table changes, and nothing is moved. The last
+    slot is unused: rows without a response write there."""
 
     def __init__(self, room: Room, device: torch.device) -> None:
         self.slots, self.new = room.slots, room.new
         (
             self.token,  # the last one
-            self.count,  # tokens so far, after the end too
+            self.count,  # tokens so far, also after the end
             self.first,  # the position of the first token
             self.limit,
             self.done,
             self.lengths,  # tokens up to the end
-            self.place,  # of the last token's keys and values
+            self.kv_index,  # where the last token's keys and values go
             self.position,  # of the last token
         ) = torch.zeros(8, room.slots + 1, dtype=torch.int32, device=device)
         self.tokens = torch.zeros(room.slots + 1, room.new, dtype=torch.int32, device=device)
@@ -97,8 +97,9 @@ class Rows:
         self.uniforms = torch.zeros(room.slots + 1, room.new, dtype=torch.float64, device=device)
 
     def restart(self, first: Tensor, uniforms: Tensor) -> None:
-        """`first` [rows]: the position of each response's first token; `uniforms` [rows, tokens]: its draws."""
-        for numbers in (self.token, self.count, self.first, self.done, self.lengths, self.place, self.position):
+        """`first` [rows]: the position of each response's first token; `uniforms` [rows, tokens]: its random
+        numbers."""
+        for numbers in (self.token, self.count, self.first, self.done, self.lengths, self.kv_index, self.position):
             numbers.zero_()
         rows, tokens = uniforms.shape
         self.limit.fill_(tokens)
@@ -108,7 +109,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Mode:
-    """What a graph does when it samples; how strongly is in `Rules`."""
+    """The kind of sampling that a graph does; its parameters are in `Rules`."""
 
     greedy: bool
     top_k: bool
@@ -120,7 +121,7 @@ class Mode:
 
 
 class Rules:
-    """How to sample, and what ends a response: numbers on the device."""
+    """Sampling parameters and stop tokens, on the device."""
 
     def __init__(self, vocabulary: int, device: torch.device) -> None:
         self.settings = torch.tensor([1.0, 1.0, 0.0], device=device)  # 1 / temperature, top p, top k
@@ -130,7 +131,7 @@ class Rules:
     def set(
         self, temperature: float, top_p: float, top_k: int, forbidden: Sequence[int], stops: Sequence[int]
     ) -> Mode:  # fmt: skip
-        """Greedy choices (temperature 0) report the model's own log-prob at temperature 1, and cut nothing."""
+        """Greedy choices (temperature 0) have the model's log-prob at temperature 1, without cuts."""
         greedy = temperature == 0
         self.settings.copy_(torch.tensor([1.0 if greedy else 1 / temperature, top_p, float(top_k)]))
         device = self.settings.device
@@ -139,39 +140,40 @@ class Rules:
         return Mode(greedy, not greedy and 0 < top_k < len(self.stops), not greedy and top_p < 1)
 
 
-class Seats:
-    """Which slot each row of a step serves, and which rows read a prompt together."""
+class SlotTable:
+    """The slot of each row of a step, and which rows read a prompt together."""
 
     def __init__(self, rows: int, room: Room, device: torch.device) -> None:
-        self.nobody = room.slots
-        tables = min(rows, room.tables)
-        self.slot = torch.full((rows,), self.nobody, dtype=torch.int32, device=device)
-        self.members = torch.full((tables, MEMBERS), -1, dtype=torch.int32, device=device)
-        self.start, self.length = torch.zeros(2, tables, dtype=torch.int32, device=device)
+        self.unused_slot = room.slots
+        groups = min(rows, room.groups)
+        self.slot = torch.full((rows,), self.unused_slot, dtype=torch.int32, device=device)
+        self.members = torch.full((groups, MEMBERS), -1, dtype=torch.int32, device=device)
+        self.start, self.length = torch.zeros(2, groups, dtype=torch.int32, device=device)
 
-    def take(
+    def assign(
         self, slots: Sequence[int], prompt_of: Sequence[int], starts: Sequence[int], lengths: Sequence[int]
     ) -> None:
-        """Rows 0, 1, ... take these slots; rows of one prompt read it together. All of it is a few hundred integers."""
+        """Gives rows 0, 1, ... these slots; rows of one prompt read it together. All of it is a few hundred
+        integers."""
         by_prompt: dict[int, list[int]] = {}
         for row, slot in enumerate(slots):
             by_prompt.setdefault(prompt_of[slot], []).append(row)
-        tables, each = self.members.shape
-        taken = [(p, rows[i : i + each]) for p, rows in by_prompt.items() for i in range(0, len(rows), each)]
-        assert len(slots) <= len(self.slot) and len(taken) <= tables, "too few seats"
-        empty = tables - len(taken)
-        members = [rows + [-1] * (each - len(rows)) for _, rows in taken] + [[-1] * each] * empty
-        for here, value in (
-            (self.slot, [*slots, *[self.nobody] * (len(self.slot) - len(slots))]),
+        most, each = self.members.shape
+        groups = [(p, rows[i : i + each]) for p, rows in by_prompt.items() for i in range(0, len(rows), each)]
+        assert len(slots) <= len(self.slot) and len(groups) <= most, "more rows than the step has"
+        empty = most - len(groups)
+        members = [rows + [-1] * (each - len(rows)) for _, rows in groups] + [[-1] * each] * empty
+        for buffer, value in (
+            (self.slot, [*slots, *[self.unused_slot] * (len(self.slot) - len(slots))]),
             (self.members, members),
-            (self.start, [starts[p] for p, _ in taken] + [0] * empty),
-            (self.length, [lengths[p] for p, _ in taken] + [0] * empty),
+            (self.start, [starts[p] for p, _ in groups] + [0] * empty),
+            (self.length, [lengths[p] for p, _ in groups] + [0] * empty),
         ):
-            here.copy_(torch.tensor(value, dtype=torch.int32))
+            buffer.copy_(torch.tensor(value, dtype=torch.int32))
 
 
 class KeysAndValues:
-    """[layers, tokens, key heads, width]: of the prompts, one after the other and each once; and of the responses."""
+    """[layers, tokens, key heads, width]: of the prompts, one after the other, and of the responses by slot."""
 
     def __init__(self, room: Room, shape: Shape, dtype: torch.dtype, arena: Arena) -> None:
         sizes = (room.prompt_tokens, room.prompt_tokens, (room.slots + 1) * room.new, (room.slots + 1) * room.new)
@@ -181,13 +183,13 @@ class KeysAndValues:
 
 
 @dataclass(frozen=True)
-class CompiledPieces:
-    """How attention is cut, and where its pieces wait to be summed."""
+class AttentionPieces:
+    """How attention is cut into pieces, and their results before they are summed."""
 
     of_prompt: int
-    least: int  # tokens in a piece of a prompt
-    most: int  # pieces that a prompt may have, here or in a larger room
-    chunk: int  # own tokens in a piece
+    least: int  # the fewest tokens in a piece of a prompt
+    most: int  # the most pieces of a prompt, here or in a larger room
+    chunk: int  # response tokens in a piece
     block: int  # keys at a time
     part: Tensor  # [pieces, rows, heads, width] float32
     lse: Tensor  # [pieces, rows, heads]
@@ -195,7 +197,7 @@ class CompiledPieces:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Of logits [rows, vocabulary]: the highest of each tile and the tile's mass beside it, [rows, tiles] float32."""
+    """The highest logit of each tile of the vocabulary, and the tile's mass relative to it: [rows, tiles] float32."""
 
     width: int
     top: Tensor
@@ -207,7 +209,7 @@ class Tiles:
 
 
 class ScratchBuffers:
-    """Buffers that steps of several sizes share, as only one of them runs at a time: the largest must be the first."""
+    """Buffers that steps of several sizes share, since only one runs at a time; the largest step must come first."""
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
@@ -222,10 +224,10 @@ class ScratchBuffers:
 
 
 class Buffers:
-    """All that lives from step to step."""
+    """All buffers that live from step to step."""
 
     def __init__(self, weights: DecodeWeights, room: Room, device: torch.device) -> None:
-        self.room, self.device, self.arena = room, device, arena_on(device)
+        self.room, self.device, self.arena = room, device, make_arena(device)
         self.rows = Rows(room, device)
         self.rules = Rules(weights.shape.vocabulary, device)
         self.cache = KeysAndValues(room, weights.shape, weights.dtype, self.arena)

@@ -1,5 +1,5 @@
-"""Groups of responses decoded together: prompts are read once by the trainer's own modules, then every step is one
-graph, and rows that have ended leave."""
+"""Groups of responses decoded together: prompts are read once by the trainer's own modules, then every step is one CUDA
+graph, and finished rows leave the batch."""
 
 from __future__ import annotations
 
@@ -17,43 +17,43 @@ from mtrl.protocols import PromptEncoder
 from mtrl.rollout.decode.arena import round_up
 from mtrl.rollout.decode.buffers import Buffers, Mode, Room
 from mtrl.rollout.decode.fused_weights import DecodeWeights
-from mtrl.rollout.decode.layers import why_unknown
+from mtrl.rollout.decode.layers import explain_unsupported
 from mtrl.rollout.decode.step import Ops, Step, triton_ops
-from mtrl.rollout.local import ROWS_AT_ONCE, Decoded, LocalGenerator, non_finite
+from mtrl.rollout.local import ROWS_AT_ONCE, Decoded, LocalGenerator, explain_non_finite
 from mtrl.rollout.sampling import row_uniforms
 from mtrl.types import Prompt, Sampling
 from mtrl.utils.errors import Diverged
 
 logger = logging.getLogger(__name__)
 BUCKETS = (64, 128, 256, 512)  # rows of a step; fewer than 64 are no faster
-POLL = 4  # steps between two looks at who has ended
-PREFILL_TOKENS = 32_768  # of prompts in one pass, padding included
+POLL = 4  # steps between two checks for finished rows
+PREFILL_TOKENS = 32_768  # of prompts in one pass, with padding
 
 
-def why_plain(backbone: Backbone) -> str | None:
-    """Why generation takes the plain route; None where this engine decodes."""
+def explain_local_engine(backbone: Backbone) -> str | None:
+    """Why generation must use the local engine; None if this one can decode."""
     if backbone.device.type != "cuda":
         return "no CUDA device"
     try:
         triton_ops()
     except ImportError:
         return "Triton is not installed (pip install triton)"
-    return unknown_model(backbone)
+    return explain_unsupported_model(backbone)
 
 
-def unknown_model(backbone: Backbone) -> str | None:
-    """Why this engine would not decode a model on any device; None where a GPU is all it takes."""
-    return why_unknown(backbone.language_model, backbone.model.get_output_embeddings())
+def explain_unsupported_model(backbone: Backbone) -> str | None:
+    """Why this engine cannot decode a model on any device; None if it can on a GPU."""
+    return explain_unsupported(backbone.language_model, backbone.model.get_output_embeddings())
 
 
-def fastest_generator(backbone: Backbone, encoder: PromptEncoder) -> LocalGenerator:
-    """This engine where it knows the model, else the plain one; on a GPU the reason is said, once."""
-    why = why_plain(backbone)
+def make_fastest_generator(backbone: Backbone, encoder: PromptEncoder) -> LocalGenerator:
+    """This engine if it supports the model, else the local one; logs the reason on a GPU."""
+    why = explain_local_engine(backbone)
     if why is None:
         return GraphGenerator(backbone, encoder, ops=triton_ops())
     if backbone.device.type == "cuda":
-        told = "generation takes the plain route, several times as slow: %s. worker.rollout.name=vllm is another way"
-        logger.warning(told, why)
+        message = "generation uses the local engine, which is several times slower: %s. Try worker.rollout.name=vllm"
+        logger.warning(message, why)
     return LocalGenerator(backbone, encoder)
 
 
@@ -61,15 +61,15 @@ def fastest_generator(backbone: Backbone, encoder: PromptEncoder) -> LocalGenera
 class Prefilled:
     """Prompts whose keys and values are in the cache."""
 
-    hidden: Tensor  # [prompts, H], of their last tokens
-    starts: list[int]  # where each begins in the cache
+    hidden: Tensor  # [prompts, H] of their last tokens
+    starts: list[int]  # the index of each in the cache
     lengths: list[int]
     first: list[int]  # the position of a response's first token
 
 
 class GraphGenerator(LocalGenerator):
-    """LocalGenerator with its decoding replaced. Asleep it holds hardly any device memory but the model's: what lies
-    behind its buffers and its own copy of the weights is given back, and graphs stay valid (`arena.py`)."""
+    """LocalGenerator with its decoding replaced. Asleep it holds hardly any device memory beyond the model: its buffers
+    and its copy of the weights are unmapped, and graphs stay valid (`arena.py`)."""
 
     def __init__(
         self, backbone: Backbone, encoder: PromptEncoder, *, ops: Ops, version: int = 0,
@@ -77,12 +77,12 @@ class GraphGenerator(LocalGenerator):
     ) -> None:  # fmt: skip
         super().__init__(backbone, encoder, version=version, rows_at_once=rows_at_once)
         self.ops, self.buckets, self.poll = ops, sorted(buckets), poll
-        self.room: Room | None = None  # the largest so far; what is made anew is made for it
+        self.room: Room | None = None  # the largest so far, for which new buffers are made
         self.captures = 0
         self._stream: Any = None
-        self._forget()
+        self._drop_all()
 
-    def _forget(self) -> None:
+    def _drop_all(self) -> None:
         self.weights: DecodeWeights | None = None
         self.buffers: Buffers | None = None
         self.steps: dict[tuple[int, Mode], Step] = {}
@@ -91,21 +91,21 @@ class GraphGenerator(LocalGenerator):
     def sleep(self) -> None:
         for holder in (self.weights, self.buffers):
             if holder is not None:
-                holder.arena.give_back()
+                holder.arena.unmap_memory()
 
-    def shrink(self) -> None:
+    def free_buffers(self) -> None:
         self.room = None
-        self._forget()
+        self._drop_all()
 
-    def hold(self, prompts: Sequence[Prompt], first: Sequence[int], sampling: Sampling) -> Decoded:
+    def allocate_most(self, prompts: Sequence[Prompt], first: Sequence[int], sampling: Sampling) -> Decoded:
         decoded = self.decode(prompts, first, replace(sampling, max_new_tokens=2), new=sampling.max_new_tokens)
-        self.room = None  # buffers for the next batch are as large as that one needs
+        self.room = None  # the next batch gets buffers of its own size
         return decoded
 
     def decode(
         self, prompts: Sequence[Prompt], first: Sequence[int], sampling: Sampling, new: int = 0
     ) -> Decoded:  # fmt: skip
-        """Tokens and their log-probs of every row; `new`: tokens that there is room for, at least."""
+        """Tokens and log-probs of every row; buffers have room for at least `new` tokens."""
         inputs = [self.encoder.inputs(prompt, device=self.backbone.device) for prompt in prompts]
         positions = [prompt_positions(each) for each in inputs]
         begins = [int(each.max()) + 1 for each in positions]
@@ -121,18 +121,18 @@ class GraphGenerator(LocalGenerator):
         return self._results(buffers, len(uniforms))
 
     def _prepare(self, needed: Room) -> Buffers:
-        """Weights as they are now, and buffers with room; what graphs read stays where it is if at all possible."""
+        """Refreshes the weights and provides buffers with room; keeps the addresses that graphs read if possible."""
         if self.weights is not None:
-            self.weights.arena.take()
+            self.weights.arena.map_memory()
             if not self.weights.refresh():
-                self._forget()
+                self._drop_all()
         if self.weights is None:
             self.weights = DecodeWeights(self.backbone.model, self.backbone.compute_dtype)
         self.room = needed.union(self.room)
         if self.buffers is None or self.buffers.room != self.room:
-            self.buffers, self.steps, self.graphs = None, {}, {}  # the old ones go before the new ones come
+            self.buffers, self.steps, self.graphs = None, {}, {}  # freed before the new ones are made
             self.buffers = Buffers(self.weights, self.room, self.backbone.device)
-        self.buffers.arena.take()
+        self.buffers.arena.map_memory()
         return self.buffers
 
     # -------------------------------------------------------------------------------------------------------- prompts
@@ -140,82 +140,84 @@ class GraphGenerator(LocalGenerator):
         self, buffers: Buffers, prompts: Sequence[Prompt], inputs: Sequence[dict[str, Tensor]],
         positions: Sequence[Tensor], first: list[int],
     ) -> Prefilled:  # fmt: skip
-        """Every prompt once, through the same `see` and `read` as training."""
+        """Reads every prompt once, through the same `encode_images` and `forward_text` as training."""
         lengths = [len(prompt.ids) for prompt in prompts]
         starts = [sum(lengths[:i]) for i in range(len(lengths))]
         at_once = prompts_at_once(max(lengths))
         hidden = []
         for low in range(0, len(prompts), at_once):
-            here = slice(low, low + at_once)
-            hidden.append(self._read(buffers, prompts[here], inputs[here], positions[here], starts[low]))
+            batch = slice(low, low + at_once)
+            hidden.append(self._read(buffers, prompts[batch], inputs[batch], positions[batch], starts[low]))
         return Prefilled(torch.cat(hidden), starts, lengths, first)
 
     def _read(
         self, buffers: Buffers, prompts: Sequence[Prompt], inputs: Sequence[dict[str, Tensor]],
         positions: Sequence[Tensor], start: int,
     ) -> Tensor:  # fmt: skip
-        """Keys and values of these prompts into the cache, from `start` on; their last hidden states. Rows are padded
-        at their ends, where causal attention needs no mask."""
+        """Writes the keys and values of these prompts into the cache from `start` on; returns their last hidden states.
+        Rows are padded on the right, so that causal attention needs no mask."""
         device, store = self.backbone.device, buffers.cache
         lengths = torch.tensor([len(prompt.ids) for prompt in prompts])
         hidden, cache = read_prompts(self.backbone, prompts, inputs, positions)
         real = (torch.arange(hidden.shape[1]) < lengths[:, None]).flatten().nonzero().flatten().to(device)
-        here = slice(start, start + len(real))
+        span = slice(start, start + len(real))
         layers: Any = cache.layers
         for i, layer in enumerate(layers):
-            for place, made in ((store.prompt_keys, layer.keys), (store.prompt_values, layer.values)):
-                place[i, here] = made.transpose(1, 2).flatten(0, 1)[real].to(place.dtype)
+            for target, source in ((store.prompt_keys, layer.keys), (store.prompt_values, layer.values)):
+                target[i, span] = source.transpose(1, 2).flatten(0, 1)[real].to(target.dtype)
         return hidden[torch.arange(len(prompts), device=device), (lengths - 1).to(device)]
 
     # -------------------------------------------------------------------------------------------------------- decoding
     def _run(self, buffers: Buffers, prompts: Prefilled, mode: Mode, uniforms: Tensor, n: int) -> None:
-        """Step after step until all have ended. Who has is read one look later, so that the device never waits."""
+        """Runs steps until all rows have ended. The flags of ended rows are read one poll later, so that the device
+        never waits."""
         device, (rows, tokens) = self.backbone.device, uniforms.shape
         prompt_of = [p for p in range(len(prompts.lengths)) for _ in range(n)]
         buffers.rows.restart(torch.tensor(prompts.first, dtype=torch.int32)[prompt_of].to(device), uniforms.to(device))
         live = list(range(rows))
         size = self._bucket(rows)
-        step = self._seated(size, mode, live, prompt_of, prompts)
+        step = self._assign_slots(size, mode, live, prompt_of, prompts)
         step.normed[:rows] = prompts.hidden[torch.tensor(prompt_of, device=device)].to(step.normed.dtype)
+        step.normed[rows:] = 0  # uninitialized memory may be NaN, which Triton's interpreter rejects
         step.sample()
-        looked: list[tuple[Tensor, Any]] = []
+        copies: list[tuple[Tensor, Any]] = []
         for t in range(1, tokens):
             self._replay(size, mode)
             if t % self.poll:
                 continue
-            looked.append(self._look(buffers))
-            if len(looked) < 2:
+            copies.append(self._copy_ended(buffers))
+            if len(copies) < 2:
                 continue
-            ended = self._seen(*looked.pop(0))
+            ended = self._wait_ended(*copies.pop(0))
             live = [slot for slot in live if not ended[slot]]
             if not live:
                 break
-            if (fitting := self._bucket(len(live))) != size:
-                size = fitting
-                self._seated(size, mode, live, prompt_of, prompts)
+            if (smaller := self._bucket(len(live))) != size:
+                size = smaller
+                self._assign_slots(size, mode, live, prompt_of, prompts)
 
     def _bucket(self, rows: int) -> int:
         return bucket_size(rows, self.buckets)
 
     def _step(self, size: int, mode: Mode) -> Step:
-        """The step of a bucket, made once; the graph of it is captured when it first runs."""
+        """The step of a bucket, made once; its graph is captured when it first runs."""
         assert self.weights is not None and self.buffers is not None
         if (size, mode) not in self.steps:
             self.steps[size, mode] = Step(self.weights, self.buffers, size, mode, self.ops)
         return self.steps[size, mode]
 
-    def _seated(
+    def _assign_slots(
         self, size: int, mode: Mode, live: Sequence[int], prompt_of: Sequence[int], prompts: Prefilled
     ) -> Step:  # fmt: skip
         step = self._step(size, mode)
         if self.backbone.device.type == "cuda" and (size, mode) not in self.graphs:
             self.graphs[size, mode] = self._capture(step)
-        step.seats.take(live, prompt_of, prompts.starts, prompts.lengths)
+        step.slot_table.assign(live, prompt_of, prompts.starts, prompts.lengths)
         return step
 
     def _capture(self, step: Step) -> Any:
-        """Nobody sits yet: the step that compiles the kernels writes to nobody's slot. It runs in the stream of the
-        capture, whose workspace for products then belongs to no graph."""
+        """No slots are assigned yet: the step that compiles the kernels writes to the unused slot. It runs in the
+        stream of the capture, so that cuBLAS's workspace belongs to no graph."""
         self._stream = self._stream or torch.cuda.Stream()
         self._stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
@@ -236,8 +238,8 @@ class GraphGenerator(LocalGenerator):
         else:
             graph.replay()
 
-    def _look(self, buffers: Buffers) -> tuple[Tensor, Any]:
-        """Who has ended, on its way to the CPU."""
+    def _copy_ended(self, buffers: Buffers) -> tuple[Tensor, Any]:
+        """Starts a copy of the flags of ended rows to the CPU."""
         if self.backbone.device.type != "cuda":
             return buffers.rows.done.clone(), None
         ended = torch.empty(len(buffers.rows.done), dtype=torch.int32, pin_memory=True)
@@ -246,7 +248,7 @@ class GraphGenerator(LocalGenerator):
         event.record()
         return ended, event
 
-    def _seen(self, ended: Tensor, event: Any) -> list[int]:
+    def _wait_ended(self, ended: Tensor, event: Any) -> list[int]:
         if event is not None:
             event.synchronize()
         return ended.tolist()
@@ -254,16 +256,16 @@ class GraphGenerator(LocalGenerator):
     def _results(self, buffers: Buffers, rows: int) -> Decoded:
         ends = buffers.rows.lengths[:rows].tolist()
         tokens, logps = buffers.rows.tokens[:rows].cpu().long(), buffers.rows.logps[:rows].to("cpu", copy=True)
-        split = [[row[:end] for row, end in zip(every, ends, strict=True)] for every in (tokens, logps)]
+        split = [[row[:end] for row, end in zip(rows_of, ends, strict=True)] for rows_of in (tokens, logps)]
         if not all(bool(row.isfinite().all()) for row in split[1]):
-            raise Diverged(non_finite(self.version, self.backbone.compute_dtype))
+            raise Diverged(explain_non_finite(self.version, self.backbone.compute_dtype))
         return split[0], split[1]
 
 
 def read_prompts(
     backbone: Backbone, prompts: Sequence[Prompt], inputs: Sequence[dict[str, Tensor]], positions: Sequence[Tensor]
 ) -> tuple[Tensor, Cache]:
-    """Hidden states [prompts, L, H] and the cache of prompts in one pass."""
+    """Hidden states [prompts, L, H] and the cache of prompts, from one pass."""
     cache, device = backbone.new_cache(), backbone.device
     hidden = backbone.forward_text(
         right_pad([prompt.ids for prompt in prompts]).to(device),
@@ -276,15 +278,15 @@ def read_prompts(
 
 
 def prompts_at_once(longest: int) -> int:
-    """How many prompts one pass reads."""
+    """The number of prompts that one pass reads."""
     return max(1, PREFILL_TOKENS // longest)
 
 
 def bucket_size(rows: int, buckets: Sequence[int] = BUCKETS) -> int:
-    """Rows of the step that so many take."""
+    """The number of rows of a step for this many responses."""
     return next((size for size in buckets if size >= rows), round_up(rows, 64))
 
 
 def right_pad(rows: Sequence[Tensor]) -> Tensor:
-    """Rows [L_i, ...] as one tensor [B, L, ...], aligned at their beginnings; zeros after."""
+    """Rows [L_i, ...] as one tensor [B, L, ...], padded with zeros on the right."""
     return pad_sequence(list(rows), batch_first=True)

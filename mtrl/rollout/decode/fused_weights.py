@@ -1,5 +1,5 @@
-"""The language model's weights as decoding wants them: in the dtype of the products, and projections of one input as
-one matrix."""
+"""The language model's weights for decoding: in the dtype of the products, with projections of the same input fused
+into one matrix."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mtrl.rollout.decode.arena import arena_on, round_up
-from mtrl.rollout.decode.layers import Shape, base_layer, decoder_shape, lora_adapters, projections, why_unknown
+from mtrl.rollout.decode.arena import make_arena, round_up
+from mtrl.rollout.decode.layers import Shape, base_layer, decoder_shape, explain_unsupported, lora_adapters, projections
 
-ALIGNED = 8  # numbers; the rank of adapters is rounded up to it, since products with odd rows are slow
+ALIGNED = 8  # the rank of adapters is rounded up to it, since products with odd rows are slow
 
 
 @dataclass(frozen=True)
 class LowRank:
-    """The adapters of projections that are one matrix: x @ matrix.T + (x @ low.T) @ up.T"""
+    """The adapters of fused projections: x @ matrix.T + (x @ low.T) @ up.T"""
 
-    low: Tensor  # [rank, in], one projection's after the other's
-    up: Tensor  # [out, rank], scaled; each projection's in its own rows and columns, zeros elsewhere
+    low: Tensor  # [rank, in], one projection after the other
+    up: Tensor  # [out, rank], scaled; each projection in its own rows and columns, zeros elsewhere
 
     @property
     def rank(self) -> int:
@@ -54,23 +54,22 @@ class DecodeLayer:
 class DecodeWeights:
     """Follows the parameters of `model`; call `refresh` after they have changed.
 
-    A parameter that has this dtype already is not copied: alone it is used as it is, and one of several that are fused
-    becomes a view of the fused matrix (the model adopts it). Adapters, which are small, are always copied. Whatever is
-    copied lies in the arena and keeps its place, so graphs that read it stay valid; only a parameter that was moved
-    elsewhere in the meantime, or another adapter than before, makes them stale, and `refresh` says so.
-    """
+    A parameter that already has this dtype is not copied: alone it is used as it is, and one of several that are fused
+    becomes a view of the fused matrix (the model adopts it). Adapters, which are small, are always copied. Copies are
+    in the arena and keep their addresses, so graphs that read them stay valid; only a parameter that was moved in the
+    meantime, or another adapter, makes them stale, and `refresh` reports it."""
 
     def __init__(self, model: Any, dtype: torch.dtype) -> None:
         lm = getattr(model.model, "language_model", model.model)
-        if why := why_unknown(lm, model.get_output_embeddings()):
+        if why := explain_unsupported(lm, model.get_output_embeddings()):
             raise ValueError(f"this engine cannot decode with the model: {why}")
-        self.dtype, self.arena = dtype, arena_on(model.device)
-        self.copied: list[tuple[Tensor, nn.Parameter]] = []  # a place here, and the parameter it follows
+        self.dtype, self.arena = dtype, make_arena(model.device)
+        self.copied: list[tuple[Tensor, nn.Parameter]] = []  # a copy, and its parameter
         self.shared: list[tuple[Tensor, nn.Parameter]] = []
-        self.scaled: list[tuple[Tensor, Any]] = []  # a place here, and the projection whose adapter it follows
-        self.gapped: list[Tensor] = []  # what has zeros beside all that is followed
+        self.scaled: list[tuple[Tensor, Any]] = []  # a scaled copy, and the projection whose adapter it is
+        self.padded: list[Tensor] = []  # tensors that have zeros around their copies
         self._modules = lm.layers
-        self._adapters = self._adapters_now()
+        self._adapters = self._list_adapters()
         self.layers = [self._layer(layer) for layer in lm.layers]
         self.rank = max(layer.rank for layer in self.layers)
         self.norm = self._follow(lm.norm.weight)
@@ -107,59 +106,59 @@ class DecodeWeights:
         return self._follow(*(base_layer(each).weight for each in linears))
 
     def _adapter(self, *linears: Any) -> LowRank | None:
-        """What is beside the matrix of these projections; those without an adapter have rank 0."""
-        weights, found = [base_layer(each).weight for each in linears], [lora_adapters(each) for each in linears]
-        ranks = [len(each[0].low) if each else 0 for each in found]
+        """The adapters of these fused projections; those without one have rank 0."""
+        weights, by_linear = [base_layer(each).weight for each in linears], [lora_adapters(each) for each in linears]
+        ranks = [len(each[0].low) if each else 0 for each in by_linear]
         if not any(ranks):
             return None
         rank = round_up(sum(ranks), ALIGNED)
         low = self.arena.empty(self.dtype, rank, weights[0].shape[1])
         up = self.arena.empty(self.dtype, sum(map(len, weights)), rank)
-        self.gapped += [low, up]
+        self.padded += [low, up]
         row = column = 0
-        for linear, weight, adapters, width in zip(linears, weights, found, ranks, strict=True):
-            here = slice(column, column + width)
-            self.copied += [(low[here], each.low) for each in adapters]
-            self.scaled += [(up[row : row + len(weight), here], linear) for _ in adapters]
+        for linear, weight, adapters, width in zip(linears, weights, by_linear, ranks, strict=True):
+            columns = slice(column, column + width)
+            self.copied += [(low[columns], each.low) for each in adapters]
+            self.scaled += [(up[row : row + len(weight), columns], linear) for _ in adapters]
             row, column = row + len(weight), column + width
         return LowRank(low, up)
 
     def _follow(self, *parameters: nn.Parameter) -> Tensor:
-        """One tensor that is these parameters, one after the other."""
+        """One tensor that holds these parameters, one after the other."""
         same = all(each.dtype == self.dtype for each in parameters)
-        if same and (lying := adjacent(parameters)) is not None:
+        if same and (fused := join_adjacent(parameters)) is not None:
             self.shared += [(each.detach(), each) for each in parameters]
-            return lying
+            return fused
         first = parameters[0]
         size = (sum(len(each) for each in parameters), *first.shape[1:])
-        adopted = torch.empty(size, dtype=self.dtype, device=first.device) if same else None  # outlasts every sleep
-        whole = self.arena.empty(self.dtype, *size) if adopted is None else adopted
-        for place, parameter in zip(whole.split([len(each) for each in parameters]), parameters, strict=True):
-            place.copy_(parameter.detach())
+        adopted = torch.empty(size, dtype=self.dtype, device=first.device) if same else None  # kept during sleep
+        fused = self.arena.empty(self.dtype, *size) if adopted is None else adopted
+        for part, parameter in zip(fused.split([len(each) for each in parameters]), parameters, strict=True):
+            part.copy_(parameter.detach())
             if same:
-                parameter.data = place
-                self.shared.append((place, parameter))
+                parameter.data = part
+                self.shared.append((part, parameter))
             else:
-                self.copied.append((place, parameter))
-        return whole
+                self.copied.append((part, parameter))
+        return fused
 
     @torch.no_grad()
     def refresh(self) -> bool:
-        """Takes over the parameters' values, in place. False where a shared one lives elsewhere, or where there is
-        another adapter: make new weights."""
-        if self._adapters_now() != self._adapters:
+        """Copies the parameters' values in place. Returns False if a shared parameter was moved or an adapter was
+        replaced: then new weights must be made."""
+        if self._list_adapters() != self._adapters:
             return False
-        if self.gapped:
-            torch._foreach_zero_(self.gapped)  # the arena may have slept, and lost them
-        for place, linear in self.scaled:
+        if self.padded:
+            torch._foreach_zero_(self.padded)  # their memory may have been unmapped
+        for copy, linear in self.scaled:
             (adapter,) = lora_adapters(linear)
-            torch.mul(adapter.up, adapter.scaling, out=place)  # in float32, then narrowed
+            torch.mul(adapter.up, adapter.scaling, out=copy)  # in float32, then narrowed
         if self.copied:
-            torch._foreach_copy_([place for place, _ in self.copied], [each.detach() for _, each in self.copied])
-        return all(place.data_ptr() == each.data_ptr() for place, each in self.shared)
+            torch._foreach_copy_([copy for copy, _ in self.copied], [each.detach() for _, each in self.copied])
+        return all(view.data_ptr() == each.data_ptr() for view, each in self.shared)
 
-    def _adapters_now(self) -> list[list[int]]:
-        """Which adapters are beside each projection, as numbers: parameters compare their elements."""
+    def _list_adapters(self) -> list[list[int]]:
+        """The adapters of each projection by id, since parameters compare their elements."""
         linears = [linear for layer in self._modules for linear in projections(layer)]
         return [[id(adapter.low) for adapter in lora_adapters(linear)] for linear in linears]
 
@@ -170,13 +169,13 @@ class DecodeWeights:
         return cos.to(self.dtype), sin.to(self.dtype)
 
 
-def adjacent(parameters: Sequence[Tensor]) -> Tensor | None:
-    """These as one tensor without a copy, where they lie one after the other: one alone does, and so do those that
-    earlier weights fused."""
+def join_adjacent(parameters: Sequence[Tensor]) -> Tensor | None:
+    """The parameters as one tensor without a copy, if they are adjacent in memory: a single one is, and so are those
+    that earlier weights fused."""
     first = parameters[0].detach()
-    memory, place = first.untyped_storage().data_ptr(), first.data_ptr()
+    memory, address = first.untyped_storage().data_ptr(), first.data_ptr()
     for each in parameters:
-        if not each.is_contiguous() or (each.untyped_storage().data_ptr(), each.data_ptr()) != (memory, place):
+        if not each.is_contiguous() or (each.untyped_storage().data_ptr(), each.data_ptr()) != (memory, address):
             return None
-        place += each.nbytes
+        address += each.nbytes
     return first.as_strided((sum(map(len, parameters)), *first.shape[1:]), first.stride())

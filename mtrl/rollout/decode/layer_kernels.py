@@ -1,7 +1,7 @@
-"""What a decoder layer does beside its products, as Triton kernels; `plain.py` says the same in torch.
+"""Everything of a decoder layer but its matrix products, as Triton kernels; `tests/torch_ops.py` has them in torch.
 
 A layer is seven launches of these and four products of cuBLAS. Numbers are rounded to the dtype of the weights where
-transformers rounds them, so that a log-prob differs from the trainer's by no more than products do.
+transformers rounds them, so that log-probs differ from the trainer's only as much as products do.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtrl.rollout.decode.buffers import CompiledPieces, Rows, Seats, power_of_two
+from mtrl.rollout.decode.buffers import AttentionPieces, Rows, SlotTable, power_of_two
 from mtrl.rollout.decode.fused_weights import DecodeLayer
 from mtrl.rollout.decode.layers import Shape
 
@@ -29,7 +29,7 @@ def _rms(x, weight, eps, H: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def embed_norm_kernel(slot, token, table, weight, residual, out, eps, H: tl.constexpr, HB: tl.constexpr):
-    """The start of a step: a row's last token embedded and normed."""
+    """The start of a step: embeds and norms a row's last token."""
     r = tl.program_id(0)
     h = tl.arange(0, HB)
     real = h < H
@@ -78,7 +78,7 @@ def _projected(qkv, bias, row, column, real, dtype: tl.constexpr, BIAS: tl.const
 
 @triton.jit
 def _rotated(x1, x2, weight, cos, sin, c, real, eps, D: tl.constexpr, NORM: tl.constexpr, dtype: tl.constexpr):
-    """Both halves [heads, D / 2] of some heads, normed where the layer norms them, and rotated."""
+    """Both halves [heads, D / 2] of some heads, normed if the layer norms them, and rotated."""
     if NORM:
         scale = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / D + eps)[:, None]
         w1 = tl.load(weight + c, mask=real, other=0.0).to(tl.float32)
@@ -90,11 +90,11 @@ def _rotated(x1, x2, weight, cos, sin, c, real, eps, D: tl.constexpr, NORM: tl.c
 
 @triton.jit
 def rotate_write_kernel(
-    qkv, bias, q_norm, k_norm, cos, sin, slot, place, position, query, keys, values, eps,
+    qkv, bias, q_norm, k_norm, cos, sin, slot, kv_index, position, query, keys, values, eps,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, SHARE: tl.constexpr, SHARE_B: tl.constexpr,
     HALF_B: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """One row and one key head: bias, norm and rotary positions; keys and values go to the row's place in the cache."""
+    """One row and one key head: bias, norm and rotary positions; keys and values go into the cache at the kv_index."""
     r, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dtype = query.dtype.element_ty
     HALF: tl.constexpr = D // 2
@@ -120,7 +120,7 @@ def rotate_write_kernel(
     k1, k2 = _rotated(k1, k2, k_norm, co, si, c, real, eps, D, NORM, dtype)
     tl.store(query + r * HQ * D + q_at, q1, mask=here)
     tl.store(query + r * HQ * D + q_at + HALF, q2, mask=here)
-    cell = (tl.load(place + s).to(tl.int64) * HKV + h) * D + one + c[None, :]
+    cell = (tl.load(kv_index + s).to(tl.int64) * HKV + h) * D + one + c[None, :]
     tl.store(keys + cell, k1, mask=alone)
     tl.store(keys + cell + HALF, k2, mask=alone)
     tl.store(values + cell, v1.to(dtype), mask=alone)
@@ -133,7 +133,7 @@ def _attend_to(
     query, at, live, keys, values, low, high, scale, part, lse, to,
     STRIDE: tl.constexpr, D: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """M queries over the keys low .. high - 1: their output and its log2-sum-exp2; only -inf where there are none."""
+    """M queries over the keys low .. high - 1: their output and its log2-sum-exp2; only -inf if there are none."""
     if low < high:
         d, n = tl.arange(0, D), tl.arange(0, BLOCK)
         q = tl.load(query + at[:, None] * D + d[None, :], mask=live[:, None], other=0.0)
@@ -165,7 +165,7 @@ def _attend_prompt(
     MEMBERS: tl.constexpr, HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, SHARE: tl.constexpr, M: tl.constexpr,
     PIECES: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A piece of a prompt, read once for all rows of a group; how long it is, the prompt's own length says."""
+    """A piece of a prompt, read once for all rows of a group; its size depends on the prompt's length alone."""
     piece, h, g = program % PIECES, (program // PIECES) % HKV, program // (PIECES * HKV)
     m = tl.arange(0, M)
     row = tl.load(members + g * MEMBERS + m // SHARE, mask=m < MEMBERS * SHARE, other=-1)
@@ -185,7 +185,7 @@ def _attend_own(
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, SHARE: tl.constexpr, M: tl.constexpr, BEFORE: tl.constexpr,
     PIECES: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A chunk of one row's own tokens."""
+    """A chunk of one row's response tokens."""
     piece, h, r = program % PIECES, (program // PIECES) % HKV, program // (PIECES * HKV)
     m = tl.arange(0, M)
     s = tl.load(slot + r)
@@ -205,7 +205,7 @@ def attend_kernel(
     M: tl.constexpr, M_OWN: tl.constexpr, PIECES: tl.constexpr, OWN_PIECES: tl.constexpr, LEAST: tl.constexpr,
     MOST: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Attention in pieces, each with its log2-sum-exp2: first the programs of the prompts, then the rows' own."""
+    """Attention in pieces, each with its log2-sum-exp2: first the programs of the prompts, then those of responses."""
     program = tl.program_id(0)
     shared = groups * HKV * PIECES
     if program < shared:
@@ -218,15 +218,15 @@ def attend_kernel(
 
 @triton.jit
 def combine_kernel(
-    part, lse, slot, out, nobody, rows,
+    part, lse, slot, out, unused_slot, rows,
     HQ: tl.constexpr, D: tl.constexpr, PIECES: tl.constexpr, PIECES_B: tl.constexpr,
 ):  # fmt: skip
-    """The pieces of attention of one row and head, weighted by their mass and added one after the other: pieces without
-    keys, of which a larger room has more, change no bit. A row that nobody sits on gets zeros."""
+    """Adds the pieces of attention of one row and head in order, weighted by their mass: pieces without keys, of which
+    a larger room has more, change no bit. A row without a response becomes zeros."""
     r, h = tl.program_id(0), tl.program_id(1)
     i = tl.arange(0, PIECES_B)
     d = tl.arange(0, D)
-    pieces = tl.where(tl.load(slot + r) == nobody, 0, PIECES)
+    pieces = tl.where(tl.load(slot + r) == unused_slot, 0, PIECES)
     mass = tl.load(lse + (i * rows + r) * HQ + h, mask=i < pieces, other=float("-inf"))
     top = tl.max(mass)
     weights = tl.exp2(mass - tl.where(top == float("-inf"), 0.0, top))
@@ -260,30 +260,30 @@ def rotate_write(
     qkv: Tensor, layer: DecodeLayer, shape: Shape, angles: tuple[Tensor, Tensor], slot: Tensor, rows: Rows,
     query: Tensor, keys: Tensor, values: Tensor,
 ) -> None:  # fmt: skip
-    given = (layer.bias, layer.query_norm, layer.key_norm)
-    bias, query_norm, key_norm = (qkv if weight is None else weight for weight in given)  # a kernel takes no None
+    optional = (layer.bias, layer.query_norm, layer.key_norm)
+    bias, query_norm, key_norm = (qkv if weight is None else weight for weight in optional)  # kernels take no None
     rotate_write_kernel[(len(slot), shape.key_heads)](
-        qkv, bias, query_norm, key_norm, *angles, slot, rows.place, rows.position, query, keys, values, shape.eps,
+        qkv, bias, query_norm, key_norm, *angles, slot, rows.kv_index, rows.position, query, keys, values, shape.eps,
         HQ=shape.heads, HKV=shape.key_heads, D=shape.width, SHARE=shape.share, SHARE_B=power_of_two(shape.share),
         HALF_B=power_of_two(shape.width // 2), BIAS=layer.bias is not None, NORM=layer.query_norm is not None,
     )  # fmt: skip
 
 
 def attend(
-    query: Tensor, prompts: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], seats: Seats, rows: Rows, shape: Shape,
-    pieces: CompiledPieces, out: Tensor,
+    query: Tensor, prompts: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], table: SlotTable, rows: Rows,
+    shape: Shape, pieces: AttentionPieces, out: Tensor,
 ) -> None:  # fmt: skip
-    count, (tables, members) = len(seats.slot), seats.members.shape
+    count, (groups, members) = len(table.slot), table.members.shape
     own_pieces = len(pieces.part) - pieces.of_prompt
-    programs = tables * shape.key_heads * pieces.of_prompt + count * shape.key_heads * own_pieces
+    programs = groups * shape.key_heads * pieces.of_prompt + count * shape.key_heads * own_pieces
     attend_kernel[(programs,)](
-        query, *prompts, *own, seats.members, seats.start, seats.length, seats.slot, rows.count, pieces.part,
-        pieces.lse, shape.width**-0.5 * LOG2E, tables, count, rows.new, MEMBERS=members, HQ=shape.heads,
+        query, *prompts, *own, table.members, table.start, table.length, table.slot, rows.count, pieces.part,
+        pieces.lse, shape.width**-0.5 * LOG2E, groups, count, rows.new, MEMBERS=members, HQ=shape.heads,
         HKV=shape.key_heads, D=shape.width, SHARE=shape.share, M=power_of_two(members * shape.share, 16),
         M_OWN=power_of_two(shape.share, 16), PIECES=pieces.of_prompt, OWN_PIECES=own_pieces, LEAST=pieces.least,
         MOST=pieces.most, CHUNK=pieces.chunk, BLOCK=pieces.block, num_stages=3,
     )  # fmt: skip
     combine_kernel[(count, shape.heads)](
-        pieces.part, pieces.lse, seats.slot, out, seats.nobody, count, HQ=shape.heads, D=shape.width,
+        pieces.part, pieces.lse, table.slot, out, table.unused_slot, count, HQ=shape.heads, D=shape.width,
         PIECES=len(pieces.part), PIECES_B=power_of_two(len(pieces.part)), num_warps=1,
     )  # fmt: skip

@@ -1,12 +1,12 @@
-"""Which decoder layers the engine knows: a small table of facts, and why a model is none of them.
+"""The decoder layers that the engine supports, and why it does not support others.
 
-All of these families share one layer: RMS norms before attention and MLP, separate projections of queries, keys and
-values, rotary positions over halves of a head, a gated MLP with SiLU. They differ in the bias of those projections and
-in norms of queries and keys; what images change (positions in three dimensions, deepstack) happens while the prompt is
-read, by the trainer's own modules. A new family with such a layer is one more line.
+All supported families have the same layer: RMS norms before attention and MLP, separate projections of queries, keys
+and values, rotary positions over halves of a head, a gated MLP with SiLU. They differ in the bias of those projections
+and in norms of queries and keys. Images (three-dimensional positions, deepstack) matter only while the prompt is read,
+by the trainer's own modules. A new family with such a layer is one more line.
 
-A projection may have a LoRA adapter of the peft library beside its weight. Such layers are known by their attributes,
-so peft need not be installed.
+A projection may have a LoRA adapter of the peft library. Such layers are recognized by their attributes, so peft need
+not be installed.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from torch import nn
 
 
 @dataclass(frozen=True)
-class Facts:
-    bias: bool = False  # of the projections of queries, keys and values
-    norms: bool = False  # of queries and keys, head by head
+class LayerTraits:
+    has_bias: bool = False  # in the projections of queries, keys and values
+    has_norms: bool = False  # of queries and keys, head by head
 
 
-KNOWN = {  # by the `model_type` of the language model's settings
-    "qwen2": Facts(bias=True),
-    "qwen2_vl_text": Facts(bias=True),
-    "qwen2_5_vl_text": Facts(bias=True),
-    "qwen3": Facts(norms=True),
-    "qwen3_vl_text": Facts(norms=True),
-    "llama": Facts(),
-    "mistral": Facts(),
+SUPPORTED = {  # by the `model_type` of the language model's config
+    "qwen2": LayerTraits(has_bias=True),
+    "qwen2_vl_text": LayerTraits(has_bias=True),
+    "qwen2_5_vl_text": LayerTraits(has_bias=True),
+    "qwen3": LayerTraits(has_norms=True),
+    "qwen3_vl_text": LayerTraits(has_norms=True),
+    "llama": LayerTraits(),
+    "mistral": LayerTraits(),
 }
-FIXED_ROPE = ("default", "linear", "llama3", "yarn")  # frequencies that no length changes
+FIXED_ROPE = ("default", "linear", "llama3", "yarn")  # their frequencies do not depend on the length
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 
 
@@ -85,12 +85,12 @@ def projections(layer: Any) -> list[Any]:
 
 
 def base_layer(linear: Any) -> Any:
-    """The projection itself, without what is beside it."""
+    """The projection itself, without its adapter."""
     return getattr(linear, "base_layer", linear)
 
 
 def lora_adapters(linear: Any) -> list[Adapter]:
-    """What is beside a projection now: nothing where adapters are switched off, or merged into the weight."""
+    """The active adapters of a projection: none if they are switched off or merged into the weight."""
     if not hasattr(linear, "base_layer") or linear.disable_adapters or linear.merged:
         return []
     return [
@@ -100,12 +100,12 @@ def lora_adapters(linear: Any) -> list[Adapter]:
     ]
 
 
-def why_unknown(language_model: Any, head: nn.Module) -> str | None:
-    """What of this model the kernels would get wrong; None where they get all of it right. `head`: its output layer."""
+def explain_unsupported(language_model: Any, head: nn.Module) -> str | None:
+    """Why the kernels would compute this model wrongly; None if they are right. `head`: its output layer."""
     config = language_model.config
-    facts = KNOWN.get(config.model_type)
-    if facts is None:
-        return f"the layers of the family {config.model_type!r} are not known"
+    traits = SUPPORTED.get(config.model_type)
+    if traits is None:
+        return f"the layers of the family {config.model_type!r} are not supported"
     width = decoder_shape(language_model).width
     if width < 16 or width & (width - 1):
         return f"heads of {width} numbers: the kernels take powers of two from 16"
@@ -114,29 +114,29 @@ def why_unknown(language_model: Any, head: nn.Module) -> str | None:
     rotary = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rotary not in FIXED_ROPE:
         return f"rotary positions of the kind {rotary!r}"
-    for what, module, kind in (("embedding", language_model.embed_tokens, nn.Embedding), ("head", head, nn.Linear)):
+    for name, module, kind in (("embedding", language_model.embed_tokens, nn.Embedding), ("head", head, nn.Linear)):
         if type(module) is not kind:
-            return f"the {what} is a {_kind(module)}"
-    return next((why for layer in language_model.layers if (why := _why_unknown_layer(layer, facts))), None)
+            return f"the {name} is a {_kind(module)}"
+    return next((why for layer in language_model.layers if (why := _explain_layer(layer, traits))), None)
 
 
-def _why_unknown_layer(layer: Any, facts: Facts) -> str | None:
+def _explain_layer(layer: Any, traits: LayerTraits) -> str | None:
     for module, names in zip((layer.self_attn, layer.mlp), LINEAR, strict=True):
         for name in names:
             linear = getattr(module, name, None)
             base = base_layer(linear)
             if type(base) is not nn.Linear:  # a quantized weight computes something else
                 return f"{name} is a {_kind(base)}"
-            if (base.bias is not None) != (facts.bias and name in LINEAR[0][:3]):
+            if (base.bias is not None) != (traits.has_bias and name in LINEAR[0][:3]):
                 return f"the bias of {name}"
-            if base is not linear and (why := _why_unknown_adapter(linear)):
+            if base is not linear and (why := _explain_adapter(linear)):
                 return f"the adapter of {name} {why}"
-    if hasattr(layer.self_attn, "q_norm") != facts.norms:
+    if hasattr(layer.self_attn, "q_norm") != traits.has_norms:
         return "the norms of queries and keys"
     return None
 
 
-def _why_unknown_adapter(linear: Any) -> str | None:
+def _explain_adapter(linear: Any) -> str | None:
     parts = getattr(linear, "lora_A", None), getattr(linear, "lora_B", None)
     if not all(isinstance(part, nn.ModuleDict) for part in parts):
         return f"is a {_kind(linear)}, not LoRA"
@@ -157,7 +157,7 @@ def _why_unknown_adapter(linear: Any) -> str | None:
 
 
 def _kind(module: Any) -> str:
-    """With its package where it is not one of torch: libraries that change layers give theirs the same names."""
+    """The class name, with its package if that is not torch: libraries that replace layers reuse torch's names."""
     kind = type(module)
     package = kind.__module__.partition(".")[0]
     return kind.__name__ if package in ("torch", "builtins") else f"{package} {kind.__name__}"

@@ -1,7 +1,7 @@
-"""From logits to tokens by given uniforms, as Triton kernels; `plain.py` says the same in torch.
+"""From logits to tokens by given uniform numbers, as Triton kernels; `tests/torch_ops.py` does the same in torch.
 
-The logits of a row are cut into tiles. The mass of each tile says in which the uniform falls, so that the token is
-found by reading the tiles' masses and one tile, not the vocabulary; top-k and top-p are thresholds found by counting.
+The logits of a row are cut into tiles. The masses of the tiles tell in which of them the uniform number falls, so that
+a token takes reading the masses and one tile, not the vocabulary. Top-k and top-p are thresholds found by counting.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mtrl.rollout.decode.buffers import Mode, Rows, Rules, Tiles, power_of_two
 
 # mypy: disable-error-code="no-untyped-def"
 
-ROWS_A_PROGRAM = 16  # of the logits of a tile
+ROWS_PER_PROGRAM = 16  # of the logits of a tile
 CUT_COLUMNS = 4096
 
 
@@ -23,8 +23,8 @@ def tile_masses_kernel(
     raw, forbidden, settings, cut, logits, top, mass,
     N: tl.constexpr, TILES: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, CUT: tl.constexpr, WRITE: tl.constexpr,
 ):  # fmt: skip
-    """The highest logit of each tile and the tile's mass beside it, from logits as the product leaves them, over the
-    temperature and with forbidden ones at -inf; or (CUT) from logits made so before, with those below the cut at -inf.
+    """The highest logit of each tile and the tile's mass relative to it: from the product's logits, divided by the
+    temperature and with forbidden tokens at -inf; or (CUT) from such logits, with those below the cut at -inf.
     """
     tile, m = tl.program_id(0), tl.program_id(1) * M + tl.arange(0, M)
     n = tile * BN + tl.arange(0, BN)
@@ -45,7 +45,7 @@ def tile_masses_kernel(
 
 @triton.jit
 def _threshold(row, low, high, target, highest, N: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr):
-    """The highest value at or above which lie `target` tokens (COUNT) or their mass: 3 bits a pass, nothing sorted."""
+    """The highest value with `target` tokens (COUNT) or mass at or above it: 3 bits per pass, without sorting."""
     j = 1 + tl.arange(0, 8)
     for _ in range(8):
         step = (high - low) / 8
@@ -67,8 +67,8 @@ def find_cut_kernel(
     N: tl.constexpr, TILES: tl.constexpr, TILES_B: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr,
     TOP_P: tl.constexpr,
 ):  # fmt: skip
-    """The lowest logit of a row's top k and of the nucleus in it. Ties (within 2e-6) stay in; what is 25 below the
-    highest stays out."""
+    """The lowest logit of a row's top k and of the nucleus in it. Ties (within 2e-6) stay in; logits that are 25 below
+    the highest stay out."""
     r = tl.program_id(0).to(tl.int64)
     t = tl.arange(0, TILES_B)
     highest = tl.max(tl.load(top + r * TILES + t, mask=t < TILES, other=float("-inf")))
@@ -86,13 +86,13 @@ def find_cut_kernel(
 
 
 @triton.jit
-def _record(s, i, chosen, logp, first, limit, stops, token, count, place, position, tokens, logps, done, lengths, new):
-    """A row's new token, and where its keys and values will go. Without probabilities (NaN) nothing follows."""
+def _record(s, i, chosen, logp, first, limit, stops, token, count, kv, position, tokens, logps, done, lengths, new):
+    """Stores a row's new token, and where its keys and values will go. NaN ends the row."""
     tl.store(token + s, chosen)
     tl.store(tokens + s * new + i, chosen)
     tl.store(logps + s * new + i, logp)
     tl.store(count + s, i + 1)
-    tl.store(place + s, s * new + i)
+    tl.store(kv + s, s * new + i)
     tl.store(position + s, tl.load(first + s) + i)
     was = tl.load(done + s)
     broken = (logp - logp != 0).to(tl.int32)
@@ -103,13 +103,13 @@ def _record(s, i, chosen, logp, first, limit, stops, token, count, place, positi
 
 @triton.jit
 def pick_kernel(
-    logits, top, mass, forbidden, settings, slot, uniforms, first, limit, stops, token, count, place, position, tokens,
+    logits, top, mass, forbidden, settings, slot, uniforms, first, limit, stops, token, count, kv, position, tokens,
     logps, done, lengths, new,
     N: tl.constexpr, TILES: tl.constexpr, BN: tl.constexpr, TILES_B: tl.constexpr, GREEDY: tl.constexpr,
     RAW: tl.constexpr,
 ):  # fmt: skip
-    """A token by the row's own uniform: first the tile in which the cumulated mass passes it, then the token. RAW:
-    the logits are as the product leaves them."""
+    """A token by the row's uniform number: first the tile in which the cumulative mass passes it, then the token. RAW:
+    the logits are the product's, before temperature and forbidden tokens."""
     r = tl.program_id(0).to(tl.int64)
     s = tl.load(slot + r)
     i = tl.minimum(tl.load(count + s), new - 1)
@@ -139,17 +139,17 @@ def pick_kernel(
         k = tl.maximum(tl.minimum(k, tl.max(tl.where(p > 0, c, -1))), 0)
     chosen = tl.minimum(tile * BN + k, N - 1)
     logp = tl.sum(tl.where(c == k, x, 0.0)) - highest - tl.log(total.to(tl.float32))
-    _record(s, i, chosen, logp, first, limit, stops, token, count, place, position, tokens, logps, done, lengths, new)
+    _record(s, i, chosen, logp, first, limit, stops, token, count, kv, position, tokens, logps, done, lengths, new)
 
 
 # ------------------------------------------------------------------------------------------------------------ launching
 def tile_masses(raw: Tensor, rules: Rules, logits: Tensor | None, tiles: Tiles) -> None:
-    """From the product's logits; `logits` takes them as they are sampled from, where somebody reads them all."""
+    """From the product's logits; stores in `logits` those that are sampled from, if a cut needs all of them."""
     _masses(raw, rules, raw, raw if logits is None else logits, tiles, cut=False, write=logits is not None)
 
 
 def cut_masses(logits: Tensor, cut: Tensor, rules: Rules, tiles: Tiles) -> None:
-    """The same of logits that are made, in place: those below the cut [rows] are -inf from here on."""
+    """Sets logits below the cut [rows] to -inf, in place, and computes the masses again."""
     _masses(logits, rules, cut, logits, tiles, cut=True, write=True)
 
 
@@ -157,9 +157,9 @@ def _masses(
     raw: Tensor, rules: Rules, floor: Tensor, logits: Tensor, tiles: Tiles, *, cut: bool, write: bool
 ) -> None:  # fmt: skip
     rows, vocabulary = raw.shape
-    tile_masses_kernel[(tiles.count, rows // ROWS_A_PROGRAM)](
+    tile_masses_kernel[(tiles.count, rows // ROWS_PER_PROGRAM)](
         raw, rules.forbidden, rules.settings, floor, logits, tiles.top, tiles.mass, N=vocabulary, TILES=tiles.count,
-        M=ROWS_A_PROGRAM, BN=tiles.width, CUT=cut, WRITE=write,
+        M=ROWS_PER_PROGRAM, BN=tiles.width, CUT=cut, WRITE=write,
     )  # fmt: skip
 
 
@@ -177,7 +177,7 @@ def pick(
     """`raw`: the logits are the product's, before temperature and forbidden tokens."""
     pick_kernel[(len(slot),)](
         logits, tiles.top, tiles.mass, rules.forbidden, rules.settings, slot, rows.uniforms, rows.first, rows.limit,
-        rules.stops, rows.token, rows.count, rows.place, rows.position, rows.tokens, rows.logps, rows.done,
+        rules.stops, rows.token, rows.count, rows.kv_index, rows.position, rows.tokens, rows.logps, rows.done,
         rows.lengths, rows.new, N=logits.shape[1], TILES=tiles.count, BN=tiles.width, TILES_B=power_of_two(tiles.count),
         GREEDY=mode.greedy, RAW=raw,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""One step of decoding: from the last token of every row to the next one, over static buffers."""
+"""One step of decoding, from the last token of every row to the next one, over static buffers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtrl.rollout.decode.buffers import CHUNK, PIECE, PIECES, Buffers, CompiledPieces, Mode, Seats, Tiles
+from mtrl.rollout.decode.buffers import CHUNK, PIECE, PIECES, AttentionPieces, Buffers, Mode, SlotTable, Tiles
 from mtrl.rollout.decode.fused_weights import DecodeWeights, LowRank
 
 TILE = 64  # tokens of the vocabulary whose mass is summed
@@ -17,26 +17,26 @@ BLOCK = 32  # keys at a time
 
 @dataclass(frozen=True)
 class Ops:
-    """Who does the work beside the products: modules of kernels, or `plain` as both."""
+    """The modules of everything but the matrix products: kernels, or `tests/torch_ops.py` for both."""
 
     layer: Any
     sampling: Any
 
 
 def triton_ops() -> Ops:
-    """The kernels. An ImportError where Triton is not installed."""
+    """The Triton kernels; raises ImportError if Triton is not installed."""
     from mtrl.rollout.decode import layer_kernels, sampling_kernels
 
     return Ops(layer_kernels, sampling_kernels)
 
 
 class Step:
-    """A step of up to `rows` rows. Everything it reads and writes is at a fixed address, so a graph can hold it."""
+    """A step of up to `rows` rows. Everything it reads and writes has a fixed address, so a graph can capture it."""
 
     def __init__(self, weights: DecodeWeights, buffers: Buffers, rows: int, mode: Mode, ops: Ops) -> None:
         shape, dtype, make = weights.shape, weights.dtype, buffers.scratch
         self.weights, self.buffers, self.mode, self.ops = weights, buffers, mode, ops
-        self.seats = Seats(rows, buffers.room, buffers.device)
+        self.slot_table = SlotTable(rows, buffers.room, buffers.device)
         self.residual, self.normed = (make(name, dtype, rows, shape.hidden) for name in ("residual", "normed"))
         self.qkv = make("qkv", dtype, rows, shape.qkv)
         self.query = make("query", dtype, rows, shape.heads, shape.width)
@@ -51,18 +51,18 @@ class Step:
         self.tiles = Tiles(TILE, make("top", torch.float32, rows, tiles), make("mass", torch.float32, rows, tiles))
         pieces = (buffers.room.pieces, rows, shape.heads)
         part, lse = make("part", torch.float32, *pieces, shape.width), make("lse", torch.float32, *pieces)
-        self.pieces = CompiledPieces(buffers.room.pieces_of_prompt, PIECE, PIECES, CHUNK, BLOCK, part, lse)
+        self.pieces = AttentionPieces(buffers.room.pieces_of_prompt, PIECE, PIECES, CHUNK, BLOCK, part, lse)
 
     def run(self) -> None:
         self.read()
         self.sample()
 
     def read(self) -> None:
-        """The rows' last tokens through all layers: `normed` is their last hidden state."""
+        """Reads the rows' last tokens through all layers: `normed` is their last hidden state."""
         weights, rows, do = self.weights, self.buffers.rows, self.ops.layer
         eps, layers = weights.shape.eps, weights.layers
         do.embed_norm(
-            self.seats.slot, rows.token, weights.embed, layers[0].norm, self.residual, self.normed, eps
+            self.slot_table.slot, rows.token, weights.embed, layers[0].norm, self.residual, self.normed, eps
         )  # fmt: skip
         following = [layer.norm for layer in layers[1:]] + [weights.norm]
         for i, layer in enumerate(layers):
@@ -80,12 +80,12 @@ class Step:
         buffers, cache = self.buffers, self.buffers.cache
         own = cache.own_keys[i], cache.own_values[i]
         angles = buffers.cos, buffers.sin
-        do.rotate_write(self.qkv, layer, shape, angles, self.seats.slot, buffers.rows, self.query, *own)
+        do.rotate_write(self.qkv, layer, shape, angles, self.slot_table.slot, buffers.rows, self.query, *own)
         prompts = cache.prompt_keys[i], cache.prompt_values[i]
-        do.attend(self.query, prompts, own, self.seats, buffers.rows, shape, self.pieces, self.attended)
+        do.attend(self.query, prompts, own, self.slot_table, buffers.rows, shape, self.pieces, self.attended)
 
     def sample(self) -> None:
-        """A token for every row from `normed`."""
+        """Samples a token for every row from `normed`."""
         rules, do, mode = self.buffers.rules, self.ops.sampling, self.mode
         product(self.normed, self.weights.head, self.raw)
         do.tile_masses(self.raw, rules, self.logits, self.tiles)
@@ -93,13 +93,13 @@ class Step:
             do.find_cut(self.logits, rules, mode, self.tiles, self.cut)
             do.cut_masses(self.logits, self.cut, rules, self.tiles)
         logits = self.raw if self.logits is None else self.logits
-        do.pick(logits, self.tiles, rules, mode, self.seats.slot, self.buffers.rows, raw=self.logits is None)
+        do.pick(logits, self.tiles, rules, mode, self.slot_table.slot, self.buffers.rows, raw=self.logits is None)
 
 
 def product(
     x: Tensor, weight: Tensor, out: Tensor, adapter: LowRank | None = None, scratch: Tensor | None = None
 ) -> None:  # fmt: skip
-    """x @ weight.T, and what the adapter adds; `scratch` has room for its rank in every row."""
+    """x @ weight.T plus the adapter's part; `scratch` has room for its rank in every row."""
     torch.mm(x, weight.t(), out=out)
     if adapter is not None:
         assert scratch is not None

@@ -1,4 +1,4 @@
-"""The process of `process.py`: runs the engine, takes calls from a socket, and ends with the trainer."""
+"""The child process of `process_engine.py`: runs the engine, serves calls from a socket, and ends with the trainer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mtrl.utils.errors import RunError, StartError
 
 
 def serve(connection: Connection) -> None:
-    """The first message makes the engine; each later one is a call. Errors go back as their text."""
+    """The first message makes the engine; each later one is a call. Errors are returned as text."""
     from safetensors.torch import load_file
 
     from mtrl.rollout.vllm.inprocess import VllmInProcess
@@ -21,23 +21,23 @@ def serve(connection: Connection) -> None:
     while True:
         name, arguments = connection.recv()
         try:
-            answer: Any = None
+            result: Any = None
             if name == "start":
                 host = VllmInProcess(*arguments)
-                answer = host.max_length
+                result = host.max_length
             elif name == "load":
                 label, path = arguments
                 assert host is not None
                 host.load(label, load_file(path))
             else:
-                answer = getattr(host, name)(*arguments)
-            connection.send((None, answer))
+                result = getattr(host, name)(*arguments)
+            connection.send((None, result))
         except (RunError, StartError) as error:
             connection.send((type(error).__name__, str(error)))
 
 
 def end_with(trainer: int) -> None:
-    """Nobody writes into this pipe: reading it ends when the trainer does, however that ends."""
+    """Nobody writes into this pipe: reading it returns when the trainer ends, in whatever way."""
     os.read(trainer, 1)
     os._exit(1)
 
@@ -48,7 +48,7 @@ def main() -> None:
     try:
         serve(connection)
     except (EOFError, ConnectionError):
-        os._exit(0)  # the trainer is done with it; vLLM's own threads are not worth waiting for
+        os._exit(0)  # the trainer has closed it; no need to wait for vLLM's threads
 
 
 if __name__ == "__main__":

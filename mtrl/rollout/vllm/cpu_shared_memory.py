@@ -1,4 +1,4 @@
-"""One process of several that are an engine of vLLM together, on CPUs (`worker_cls` of vLLM)."""
+"""The worker of a tensor-parallel vLLM engine on CPUs (`worker_cls` of vLLM)."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 class CpuPart(CPUWorker):
-    """Its parts exchange numbers in memory that they share."""
+    """Workers of one engine exchange numbers in shared memory."""
 
     def init_device(self) -> None:
-        """vLLM calls that memory by the end of their address, `env://` for all engines that others launch: they would
-        meet in it, and in what a killed run has left. The port is their own; and once all have opened it, it needs no
-        name, and goes when they end."""
+        """vLLM names that memory by the end of the group's address, which is `env://` for all externally launched
+        engines: they would use the same memory, and that of a killed run. This names it by the engine's port, and
+        removes the name once all have opened it, so that the memory is freed when they end."""
         port = os.environ["MASTER_PORT"]
         self.distributed_init_method = f"tcp://{os.environ['MASTER_ADDR']}:{port}"
         super().init_device()
-        parts = "-".join(map(str, get_tp_group().ranks))
-        for named in SHARED_MEMORY.glob(f"{port}-*{parts}]-cpushm_*"):
-            named.unlink(missing_ok=True)
+        ranks = "-".join(map(str, get_tp_group().ranks))
+        for file in SHARED_MEMORY.glob(f"{port}-*{ranks}]-cpushm_*"):
+            file.unlink(missing_ok=True)

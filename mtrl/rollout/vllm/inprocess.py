@@ -1,4 +1,4 @@
-"""vLLM in this process: weights go from tensor to tensor, and nothing is copied on the way."""
+"""vLLM in this process: weights are copied from tensor to tensor, without files."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ class VllmInProcess:
         prepare_environment()
         self.image_arguments = dict(image_arguments or {})
         self.sleeps = bool(arguments.get("enable_sleep_mode"))
-        with torch_as_it_was():
+        with preserve_torch_threads():
             from vllm import LLM
 
             try:
                 self.llm = LLM(**arguments)
             except Exception as error:
-                raise StartError(f"vLLM does not start: {in_a_line(error)}") from error
+                raise StartError(f"vLLM does not start: {first_line(error)}") from error
         self.max_length: int = self.llm.llm_engine.model_config.max_model_len
 
     def generate(self, requests: Sequence[Request], params: Mapping[str, Any]) -> list[list[Response]]:
         from vllm import SamplingParams
 
-        asked = [SamplingParams(**params, seed=request.seed) for request in requests]
+        sampling = [SamplingParams(**params, seed=request.seed) for request in requests]
         prompts: Any = [self._prompt(request) for request in requests]
         try:
-            answers = self.llm.generate(prompts, asked, use_tqdm=False)
+            results = self.llm.generate(prompts, sampling, use_tqdm=False)
         except Exception as error:
-            raise RunError(f"vLLM could not generate: {in_a_line(error)}") from error
-        for request, answer in zip(requests, answers, strict=True):
-            check_max_length(request, len(answer.prompt_token_ids or ()))
-        return [[_response(output) for output in answer.outputs] for answer in answers]
+            raise RunError(f"vLLM could not generate: {first_line(error)}") from error
+        for request, result in zip(requests, results, strict=True):
+            check_prompt_length(request, len(result.prompt_token_ids or ()))
+        return [[_response(output) for output in result.outputs] for result in results]
 
     def _prompt(self, request: Request) -> dict[str, Any]:
         from PIL import Image
@@ -52,7 +52,7 @@ class VllmInProcess:
         if request.images:
             media["image"] = [Image.fromarray(image) for image in request.images]
         if request.videos:
-            media["video"] = [(frames, metadata(clip)) for frames, clip in request.videos]
+            media["video"] = [(frames, video_metadata(clip)) for frames, clip in request.videos]
         if not media:
             return {"prompt_token_ids": request.ids}
         return {
@@ -63,16 +63,16 @@ class VllmInProcess:
 
     @torch.no_grad()
     def load(self, label: str, tensors: Mapping[str, Tensor]) -> None:
-        """By the engine's own loader: it knows where each weight of a Hugging Face checkpoint goes."""
+        """By the engine's own loader, which maps the names of a Hugging Face checkpoint."""
         try:
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors.items())})
-            self._forget()
+            self._reset_caches()
             self.llm.update_weight_version(label)
         except Exception as error:
-            raise RunError(f"vLLM did not take the new weights: {in_a_line(error)}") from error
+            raise RunError(f"vLLM did not accept the new weights: {first_line(error)}") from error
 
-    def _forget(self) -> None:
-        """All that was computed with the weights before: keys and values, images, and what the vision tower saw."""
+    def _reset_caches(self) -> None:
+        """Drops everything that was computed with the old weights: keys and values, images, vision features."""
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("its prefix cache is in use")
         self.llm.reset_mm_cache()
@@ -83,7 +83,7 @@ class VllmInProcess:
             self.llm.wake_up()
 
     def sleep(self) -> None:
-        """The weights wait in main memory."""
+        """The weights stay in CPU memory."""
         if self.sleeps:
             self.llm.sleep(level=1)
 
@@ -93,8 +93,8 @@ class VllmInProcess:
         gc.collect()
 
 
-def metadata(clip: Clip) -> dict[str, Any]:
-    """What vLLM wants to know of frames that were chosen already."""
+def video_metadata(clip: Clip) -> dict[str, Any]:
+    """vLLM's description of frames that were chosen already."""
     return {
         "fps": clip.fps,
         "duration": clip.total / clip.fps,
@@ -112,22 +112,22 @@ def _response(output: Any) -> Response:
     return Response(tokens, logps, "+".join(sorted(versions)) or None)
 
 
-def check_max_length(request: Request, length: int) -> None:
-    """An image that the engine resizes once more takes other tokens than the trainer's."""
+def check_prompt_length(request: Request, length: int) -> None:
+    """If the engine resized an image again, it would have another number of tokens."""
     if length != request.length:
-        raise RunError(f"vLLM reads a prompt as {length} tokens, the trainer as {request.length}: it sees other images "
-                       "or another model; start it with the image settings that docs/vllm.md names")  # fmt: skip
+        raise RunError(f"vLLM reads a prompt as {length} tokens, the trainer as {request.length}: it uses other images "
+                       "or another model; start it with the image settings in docs/vllm.md")  # fmt: skip
 
 
-def in_a_line(error: BaseException) -> str:
-    """The first line that says something; vLLM's own are pages."""
+def first_line(error: BaseException) -> str:
+    """The first non-empty line of the message, since vLLM's are pages long."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
 
 
 @contextmanager
-def torch_as_it_was() -> Iterator[None]:
-    """vLLM for CPUs takes `torch.set_num_threads` away and may change the number; the trainer wants both back."""
+def preserve_torch_threads() -> Iterator[None]:
+    """vLLM for CPUs replaces `torch.set_num_threads` and may change the number; this restores both."""
     setter, threads = torch.set_num_threads, torch.get_num_threads()
     try:
         yield

@@ -1,5 +1,5 @@
-"""vLLM in a process of its own: what it allocates, prints or breaks is not the trainer's. If it dies it is started
-again, with the weights that it held."""
+"""vLLM in a child process, which isolates its memory, output and crashes. If it dies, it is started again with the
+weights that it held."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from torch import Tensor
 
 from mtrl.rollout.vllm.requests import Request, Response
 from mtrl.rollout.vllm.settings import check_installed
-from mtrl.rollout.vllm.weight_files import new_folder, tensor_bytes, write_weights
+from mtrl.rollout.vllm.weight_files import make_folder, tensor_bytes, write_weights
 from mtrl.utils.errors import RunError, StartError
 
 logger = logging.getLogger(__name__)
 ERRORS = {"RunError": RunError, "StartError": StartError}
-LOST = (EOFError, ConnectionError, OSError)
+CONNECTION_LOST = (EOFError, ConnectionError, OSError)
 
 
 class VllmProcess:
-    """Arguments as those of `VllmInProcess`; `dtype`: what the engine computes in."""
+    """Takes the arguments of `VllmInProcess`, and the `dtype` that the engine computes in."""
 
     def __init__(
         self, arguments: Mapping[str, Any], image_arguments: Mapping[str, Any] | None, dtype: torch.dtype
@@ -37,21 +37,21 @@ class VllmProcess:
         check_installed()
         self._setup, self.dtype = (dict(arguments), dict(image_arguments or {})), dtype
         self.sleeps = bool(arguments.get("enable_sleep_mode"))
-        self._folder: Path | None = None  # of the weights, from the first load on
-        self._held: tuple[str, str] | None = None  # label and file of the weights that it was given last
+        self._folder: Path | None = None  # of the weights, since the first load
+        self._loaded: tuple[str, str] | None = None  # label and file of the last weights
         self._awake = True
         self._start()
 
     def generate(self, requests: Sequence[Request], params: Mapping[str, Any]) -> list[list[Response]]:
-        answers: list[list[Response]] = self._call("generate", list(requests), dict(params))
-        return answers
+        responses: list[list[Response]] = self._call("generate", list(requests), dict(params))
+        return responses
 
     def load(self, label: str, tensors: Mapping[str, Tensor]) -> None:
         if self._folder is None:
-            self._folder = new_folder(tensor_bytes(tensors, self.dtype))
-        held = label, str(write_weights(self._folder, tensors, self.dtype))
-        self._call("load", *held)
-        self._held = held
+            self._folder = make_folder(tensor_bytes(tensors, self.dtype))
+        weights = label, str(write_weights(self._folder, tensors, self.dtype))
+        self._call("load", *weights)
+        self._loaded = weights
 
     def wake(self) -> None:
         if self.sleeps and not self._awake:
@@ -71,23 +71,23 @@ class VllmProcess:
     # ---------------------------------------------------------------------------------------------------- the process
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
-        watched, self._life = os.pipe()
-        handed = [theirs.fileno(), watched]
+        watched, self._life = os.pipe()  # the child ends when the trainer's end is closed
+        inherited = [theirs.fileno(), watched]
         threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "mtrl.rollout.vllm.child_main", *map(str, handed)],
-                pass_fds=handed,
+                [sys.executable, "-m", "mtrl.rollout.vllm.child_main", *map(str, inherited)],
+                pass_fds=inherited,
                 stdin=subprocess.DEVNULL,
-                env=os.environ | threads | own_gpu() | {"PYTHONPATH": _python_path()},
-                start_new_session=True,  # Ctrl-C is for the trainer, which ends it
+                env=os.environ | threads | current_gpu() | {"PYTHONPATH": _python_path()},
+                start_new_session=True,  # Ctrl-C reaches only the trainer, which ends the child
             )
         os.close(watched)
         self._connection = Connection(ours.detach())
         try:
-            self.max_length: int = self._ask("start", *self._setup)
-        except LOST:
-            raise StartError(f"the process of vLLM ended while it started ({self._end()})") from None
+            self.max_length: int = self._send("start", *self._setup)
+        except CONNECTION_LOST:
+            raise StartError(f"the process of vLLM ended while it started ({self._exit_reason()})") from None
 
     def _stop(self) -> None:
         with suppress(OSError):
@@ -101,56 +101,55 @@ class VllmProcess:
             self._process.wait()
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        """An answer, if need be from a new process; one that dies of the same call again is not started a third time.
-        Sampling is keyed, so that the same call gives the same responses."""
+        """The result, from a new process if the child has died; a second death in the same call is an error. Sampling
+        is keyed, so that a repeated call gives the same responses."""
         try:
-            return self._ask(name, *arguments)
-        except LOST:
-            logger.warning(
-                "the process of vLLM has ended (%s): it is started again with the weights it held", self._end()
-            )
+            return self._send(name, *arguments)
+        except CONNECTION_LOST:
+            message = "the process of vLLM has ended (%s): it is started again with the weights it held"
+            logger.warning(message, self._exit_reason())
         try:
             self._restart()
-            return self._ask(name, *arguments)
-        except StartError as error:  # the run has begun: it ends with what it has
+            return self._send(name, *arguments)
+        except StartError as error:  # the run has begun, and keeps what it has saved
             raise RunError(str(error)) from error
-        except LOST:
+        except CONNECTION_LOST:
             raise RunError(
-                f"the process of vLLM has ended twice in the same call ({self._end()}). What it printed says why; less "
-                "memory is taken with smaller worker.rollout.gpu_memory_utilization or max_new_tokens"
+                f"the process of vLLM has ended twice in the same call ({self._exit_reason()}). Its output says why; "
+                "to use less memory, lower worker.rollout.gpu_memory_utilization or max_new_tokens"
             ) from None
 
     def _restart(self) -> None:
         self._stop()
         self._start()
-        if self._held is not None:
-            self._ask("load", *self._held)
+        if self._loaded is not None:
+            self._send("load", *self._loaded)
         if not self._awake:
-            self._ask("sleep")
+            self._send("sleep")
 
-    def _ask(self, name: str, *arguments: Any) -> Any:
+    def _send(self, name: str, *arguments: Any) -> Any:
         self._connection.send((name, arguments))
-        error, answer = self._connection.recv()
+        error, result = self._connection.recv()
         if error is not None:
-            raise ERRORS[error](answer)
-        return answer
+            raise ERRORS[error](result)
+        return result
 
-    def _end(self) -> str:
+    def _exit_reason(self) -> str:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=10)
         code = self._process.returncode
         return "it does not answer" if code is None else f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
-def own_gpu() -> dict[str, str]:
-    """The child computes on the GPU of this process, which may be one of several that it sees."""
+def current_gpu() -> dict[str, str]:
+    """The variable that makes the child use the GPU of this process, which may see several."""
     if not torch.cuda.is_available():
         return {}
-    seen, number = os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.current_device()
-    return {"CUDA_VISIBLE_DEVICES": seen.split(",")[number] if seen else str(number)}
+    visible, number = os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.current_device()
+    return {"CUDA_VISIBLE_DEVICES": visible.split(",")[number] if visible else str(number)}
 
 
 def _python_path() -> str:
-    """The child finds mtrl where we did."""
-    here = str(Path(__file__).parents[3])
-    return os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
+    """The child imports mtrl from the same folder."""
+    root = str(Path(__file__).parents[3])
+    return os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -1,4 +1,4 @@
-"""What vLLM is asked and what it answers, in plain Python: every host takes and gives the same."""
+"""Requests to vLLM and its responses in plain Python, the same for every host."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ from mtrl.types import Prompt, Sampling
 from mtrl.utils.errors import RunError
 from mtrl.utils.seeding import rng_for
 
-SEEDS = 2**62  # vLLM adds the number of the sample to a seed, and both must fit into 64 bits
+SEEDS = 2**62  # vLLM adds the sample number to the seed, and the sum must fit into 64 bits
 LOWEST_TEMPERATURE = 0.01  # vLLM raises lower ones to this, and only logs it
-OUT_OF_REACH = -1e9  # a logit that is never sampled; JSON has no infinity
+NEVER_SAMPLED = -1e9  # a logit; JSON has no infinity
 
 
 @dataclass(frozen=True)
 class Request:
     """A prompt with the seed of its first response; response i has seed + i."""
 
-    ids: list[int]  # one pad a medium: vLLM puts the others in, and would do so twice
+    ids: list[int]  # with one pad per medium: vLLM inserts the others
     images: tuple[np.ndarray, ...]  # at the size that the model sees
-    length: int  # tokens when all pads are there
+    length: int  # tokens with all pads
     seed: int
-    videos: tuple[tuple[np.ndarray, Clip], ...] = ()  # the frames that are shown, and which they are
+    videos: tuple[tuple[np.ndarray, Clip], ...] = ()  # the chosen frames, and their description
 
 
 @dataclass(frozen=True)
 class Response:
-    tokens: list[int]  # with the stop token, where there is one
+    tokens: list[int]  # with the stop token, if any
     logps: list[float]  # under the distribution sampled from
-    version: str | None  # label of the weights that the engine says it sampled with
+    version: str | None  # the label of the weights, as the engine reports it
 
 
 class Host(Protocol):
-    """An engine that runs somewhere. Errors are RunError, in one line. One that `sleeps` gives its device memory back
-    in `sleep`, and can do nothing else then."""
+    """An engine that runs somewhere. It raises RunError with one line. If it `sleeps`, it frees its device memory in
+    `sleep` and must be woken before any other call."""
 
     sleeps: bool
-    max_length: int  # tokens of the longest prompt and response together
+    max_length: int  # of a prompt and its response together, in tokens
 
     def generate(self, requests: Sequence[Request], params: Mapping[str, Any]) -> list[list[Response]]:
-        """The responses to each request, in order. `params`: the fields of vLLM's SamplingParams, without the seed."""
+        """The responses to each request, in order. `params`: fields of vLLM's SamplingParams, without the seed."""
 
     def load(self, label: str, tensors: Mapping[str, Tensor]) -> None:
-        """Weights in place, all caches that knew the old ones emptied. They are not read after it returns."""
+        """Loads the weights and empties all caches. The tensors are not read after it returns."""
 
     def wake(self) -> None: ...
 
@@ -58,13 +58,14 @@ class Host(Protocol):
     def close(self) -> None: ...
 
 
-def requests_for(prompts: Sequence[Prompt], sampling: Sampling) -> list[Request]:
-    """Seeds are keyed by (seed, step, task id), and samples of a task that is asked again count on."""
+def make_requests(prompts: Sequence[Prompt], sampling: Sampling) -> list[Request]:
+    """Seeds are keyed by (seed, step, task id); repeated tasks continue the sample numbers."""
     first = first_sample_numbers([prompt.task.id for prompt in prompts], sampling)
-    return [_request(prompt, base_seed(prompt, sampling) + start) for prompt, start in zip(prompts, first, strict=True)]
+    seeds = [base_seed(prompt, sampling) + start for prompt, start in zip(prompts, first, strict=True)]
+    return [_make_request(prompt, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
 
 
-def _request(prompt: Prompt, seed: int) -> Request:
+def _make_request(prompt: Prompt, seed: int) -> Request:
     media = list(zip(prompt.media, (medium.clip for medium in prompt.task.media), strict=True))
     images = tuple(pixels for pixels, clip in media if clip is None)
     videos = tuple((pixels, clip) for pixels, clip in media if clip is not None)
@@ -75,11 +76,11 @@ def base_seed(prompt: Prompt, sampling: Sampling) -> int:
     return int(rng_for("vllm", sampling.seed, sampling.step, prompt.task.id).integers(SEEDS))
 
 
-def params_for(encoder: PromptEncoder, sampling: Sampling) -> dict[str, Any]:
-    """One log-prob a token: that of the token itself. What ends a response is ours to say, not a checkpoint's."""
+def make_sampling_params(encoder: PromptEncoder, sampling: Sampling) -> dict[str, Any]:
+    """One log-prob per token, that of the token itself. The encoder's stop tokens replace those of the checkpoint."""
     if 0 < sampling.temperature < LOWEST_TEMPERATURE:
         raise RunError(f"vLLM does not sample at a temperature of {sampling.temperature:g}: set {LOWEST_TEMPERATURE:g} "
-                       "or more (worker.rollout.temperature, val.temperature), or 0, which is greedy")  # fmt: skip
+                       "or more (worker.rollout.temperature, val.temperature), or 0 for greedy decoding")  # fmt: skip
     return {
         "n": sampling.n,
         "temperature": sampling.temperature,
@@ -88,7 +89,7 @@ def params_for(encoder: PromptEncoder, sampling: Sampling) -> dict[str, Any]:
         "max_tokens": sampling.max_new_tokens,
         "stop_token_ids": sorted(encoder.stop_ids),
         "ignore_eos": True,
-        "logit_bias": dict.fromkeys(encoder.forbidden_ids, OUT_OF_REACH) or None,
+        "logit_bias": dict.fromkeys(encoder.forbidden_ids, NEVER_SAMPLED) or None,
         "logprobs": 0,
         "detokenize": False,
     }

@@ -1,5 +1,5 @@
-"""vLLM behind HTTP: a server that somebody started as docs/vllm.md says. Tokens go in and come out; weights reach it by
-a folder in the memory or on the disk of one machine."""
+"""vLLM behind HTTP: a server that was started as docs/vllm.md describes. Prompts and responses are tokens; weights go
+through a folder in the shared memory or on the disk of the same machine."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtrl.rollout.vllm.inprocess import check_max_length
+from mtrl.rollout.vllm.inprocess import check_prompt_length
 from mtrl.rollout.vllm.requests import Request, Response
-from mtrl.rollout.vllm.weight_files import new_folder, tensor_bytes, write_weights
+from mtrl.rollout.vllm.weight_files import make_folder, tensor_bytes, write_weights
 from mtrl.utils.errors import RunError, StartError
 
 CONNECT_SECONDS = 30.0
-ANSWER_SECONDS = 3600.0  # a batch of long responses
-AT_ONCE = 64  # requests that wait for their responses
-RESPONSES = 64  # of a request: servers refuse more than --max-num-seqs, 128 or more unless told
+RESPONSE_SECONDS = 3600.0  # a batch of long responses
+CONCURRENT_REQUESTS = 64
+MAX_RESPONSES = 64  # per request: servers reject more than --max-num-seqs, which is at least 128 by default
 ROUNDING = 1e-4
 TOKENS = "/inference/v1/generate"
 DEVELOPMENT = "VLLM_SERVER_DEV_MODE=1"
 
 
 class VllmServer:
-    """`address`: host:port, or a whole URL. Without the development endpoints it cannot be given weights: it then
-    serves the evaluation of the model that it was started with."""
+    """`address`: host:port, or a URL. Without the development endpoints it accepts no weights, and only evaluates the
+    model that it was started with."""
 
-    sleeps = False  # its device memory is its own
+    sleeps = False  # it does not share devices with the trainer
 
     def __init__(self, address: str, model: str, dtype: torch.dtype) -> None:
         self.url = (address if "://" in address else f"http://{address}").rstrip("/")
@@ -48,47 +48,47 @@ class VllmServer:
         self.name: str = served["id"]
         self.max_length: int = served["max_model_len"]
         if Path(served["root"]).name != Path(model).name:
-            raise StartError(f"worker.rollout.address: {self.url} serves {served['root']}, the run has {model}; start "
-                             "the server with the model of the run")  # fmt: skip
-        if self._status("POST", TOKENS) in (403, 404):  # an empty request is a wrong one where they are open
-            raise StartError(f"worker.rollout.address: {self.url} takes no tokens; start the server with "
-                             "--enable-scale-out, as docs/vllm.md says (vLLM 0.32 or newer)")  # fmt: skip
-        self._refuse_raw()
+            raise StartError(f"worker.rollout.address: {self.url} serves {served['root']}, but the run uses {model}; "
+                             "start the server with the model of the run")  # fmt: skip
+        if self._status("POST", TOKENS) in (403, 404):  # with the endpoint an empty request has another error
+            raise StartError(f"worker.rollout.address: {self.url} does not accept tokens; start the server with "
+                             "--enable-scale-out, as in docs/vllm.md (vLLM 0.32 or newer)")  # fmt: skip
+        self._check_logprobs_mode()
         self.takes_weights = self._status("GET", "/is_sleeping") == 200
 
     def _served(self) -> dict[str, Any]:
         try:
-            first = self._ask("GET", "/v1/models", seconds=CONNECT_SECONDS)["data"][0]
+            first = self._request("GET", "/v1/models", seconds=CONNECT_SECONDS)["data"][0]
             return {name: first[name] for name in ("id", "root", "max_model_len")}
         except RunError as error:
             raise StartError(f"worker.rollout.address: {error}; is the server running?") from error
         except (KeyError, IndexError, TypeError, ValueError):
-            raise StartError(f"worker.rollout.address: {self.url} answers, but is no server of vLLM") from None
+            raise StartError(f"worker.rollout.address: {self.url} answers, but is not a vLLM server") from None
 
-    def _refuse_raw(self) -> None:
-        """Of the one token that is left by top_k 1 the log-prob is 0, unless it is that of the whole distribution."""
+    def _check_logprobs_mode(self) -> None:
+        """With top_k 1 the log-prob of the only token is 0, unless it is taken from the whole distribution."""
         params = {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "logprobs": 0, "ignore_eos": True}
         try:
-            answer = self._ask("POST", TOKENS, {"model": self.name, "token_ids": [0], "sampling_params": params})
+            result = self._request("POST", TOKENS, {"model": self.name, "token_ids": [0], "sampling_params": params})
         except RunError as error:
             raise StartError(f"worker.rollout.address: {error}") from error
-        if _response(answer["choices"][0]).logps[0] < -ROUNDING:
-            raise StartError(f"worker.rollout.address: {self.url} gives log-probs from before top-p, top-k and "
+        if _response(result["choices"][0]).logps[0] < -ROUNDING:
+            raise StartError(f"worker.rollout.address: {self.url} returns log-probs from before top-p, top-k and "
                              "temperature; start the server with --logprobs-mode processed_logprobs")  # fmt: skip
 
     @property
     def no_weights(self) -> str:
-        """What to say to those who want to train with a server that cannot."""
+        """The message if a run wants to train with a server that accepts no weights."""
         return (
-            f"{self.url} was started without {DEVELOPMENT}, so it takes no weights and serves evaluation alone; start "
-            "it as docs/vllm.md says, or use worker.rollout.mode=process"
+            f"{self.url} was started without {DEVELOPMENT}, so it accepts no weights and can only evaluate; start it "
+            "as in docs/vllm.md, or use worker.rollout.mode=process"
         )
 
     def generate(self, requests: Sequence[Request], params: Mapping[str, Any]) -> list[list[Response]]:
-        parts = [cut(request, params["n"]) for request in requests]
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            found = pool.map(lambda part: self._generate(part[0], {**params, "n": part[1]}), chain(*parts))
-            return [[each for _ in here for each in next(found)] for here in parts]
+        split = [split_request(request, params["n"]) for request in requests]
+        with ThreadPoolExecutor(CONCURRENT_REQUESTS) as pool:
+            results = pool.map(lambda part: self._generate(part[0], {**params, "n": part[1]}), chain(*split))
+            return [[response for _ in parts for response in next(results)] for parts in split]
 
     def _generate(self, request: Request, params: Mapping[str, Any]) -> list[Response]:
         bias = params["logit_bias"] and {str(token): value for token, value in params["logit_bias"].items()}
@@ -99,35 +99,33 @@ class VllmServer:
             "return_token_ids": True,
         }
         if request.videos:
-            raise RunError("a server of vLLM takes videos as files alone, and would choose other frames of them; set "
-                           "worker.rollout.mode=process, or inprocess")  # fmt: skip
+            raise RunError("a vLLM server accepts videos only as files, and would choose other frames; set "
+                           "worker.rollout.mode=process or inprocess")  # fmt: skip
         if request.images:
             body["content_parts"] = [{"type": "image_url", "url": _data_url(image)} for image in request.images]
-        answer = self._ask("POST", TOKENS, body)
-        check_max_length(request, len(answer["prompt_token_ids"]))
-        return [_response(choice) for choice in sorted(answer["choices"], key=lambda choice: int(choice["index"]))]
+        result = self._request("POST", TOKENS, body)
+        check_prompt_length(request, len(result["prompt_token_ids"]))
+        return [_response(choice) for choice in sorted(result["choices"], key=lambda choice: int(choice["index"]))]
 
     def load(self, label: str, tensors: Mapping[str, Tensor]) -> None:
         if not self.takes_weights:
             raise RunError(self.no_weights)
         if self._folder is None:
-            self._folder = new_folder(tensor_bytes(tensors, self.dtype))
+            self._folder = make_folder(tensor_bytes(tensors, self.dtype))
             self._folder.chmod(0o755)  # the server may run as another user
         write_weights(self._folder, tensors, self.dtype)
         rpc = {"method": "reload_weights", "kwargs": {"weights_path": str(self._folder)}}
-        self._ask("POST", "/collective_rpc", rpc)
+        self._request("POST", "/collective_rpc", rpc)
         for cache in ("prefix", "mm", "encoder"):
-            answer = self._ask("POST", f"/reset_{cache}_cache")
-            if cache == "prefix" and not answer["success"]:
-                raise RunError(f"{self.url} did not empty its prefix cache: somebody else uses it; let each run have "
-                               "its own")  # fmt: skip
-        self._ask("POST", "/update_weight_version", {"new_version": label})
+            result = self._request("POST", f"/reset_{cache}_cache")
+            if cache == "prefix" and not result["success"]:
+                raise RunError(f"{self.url} did not empty its prefix cache, because another run uses it; give each run "
+                               "its own server")  # fmt: skip
+        self._request("POST", "/update_weight_version", {"new_version": label})
 
-    def wake(self) -> None:
-        """It is always awake."""
+    def wake(self) -> None: ...
 
-    def sleep(self) -> None:
-        """Its device is not the trainer's."""
+    def sleep(self) -> None: ...
 
     def close(self) -> None:
         if self._folder is not None:
@@ -137,34 +135,33 @@ class VllmServer:
     def _status(self, method: str, path: str) -> int:
         request = urllib.request.Request(self.url + path, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=CONNECT_SECONDS) as answer:
-                return int(answer.status)
+            with urllib.request.urlopen(request, timeout=CONNECT_SECONDS) as reply:
+                return int(reply.status)
         except urllib.error.HTTPError as error:
             return error.code
         except OSError as error:
             raise StartError(f"worker.rollout.address: {self.url} cannot be reached: {error}") from error
 
-    def _ask(self, method: str, path: str, body: Any = None, seconds: float = ANSWER_SECONDS) -> Any:
+    def _request(self, method: str, path: str, body: Any = None, seconds: float = RESPONSE_SECONDS) -> Any:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(
             self.url + path, data=data, method=method, headers={"Content-Type": "application/json"}
         )
         try:
-            with urllib.request.urlopen(request, timeout=seconds) as answer:
-                content = answer.read()
+            with urllib.request.urlopen(request, timeout=seconds) as reply:
+                content = reply.read()
         except urllib.error.HTTPError as error:
-            said = error.read().decode(errors="replace")
-            raise RunError(f"{self.url}{path} answers {error.code}: {_message(said)}") from error
-        except (OSError, HTTPException) as error:  # HTTPException: it ended in the middle of an answer
+            text = error.read().decode(errors="replace")
+            raise RunError(f"{self.url}{path} answers {error.code}: {_error_message(text)}") from error
+        except (OSError, HTTPException) as error:  # HTTPException: it ended in the middle of a reply
             reason = getattr(error, "reason", error)
             raise RunError(f"{self.url} cannot be reached: {reason}") from error
         return json.loads(content) if content else None
 
 
-def cut(request: Request, n: int) -> list[tuple[Request, int]]:
-    """The request for `n` responses as several, none of them for more than a server takes: a response has the seed of
-    its place, whichever it comes with."""
-    return [(replace(request, seed=request.seed + i), min(RESPONSES, n - i)) for i in range(0, n, RESPONSES)]
+def split_request(request: Request, n: int) -> list[tuple[Request, int]]:
+    """A request for `n` responses as several of at most MAX_RESPONSES; each response keeps its seed."""
+    return [(replace(request, seed=request.seed + i), min(MAX_RESPONSES, n - i)) for i in range(0, n, MAX_RESPONSES)]
 
 
 def _response(choice: Mapping[str, Any]) -> Response:
@@ -175,7 +172,7 @@ def _response(choice: Mapping[str, Any]) -> Response:
 
 
 def _data_url(image: Any) -> str:
-    """As PNG, which loses nothing."""
+    """As PNG, which is lossless."""
     from PIL import Image
 
     file = io.BytesIO()
@@ -183,12 +180,12 @@ def _data_url(image: Any) -> str:
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def _message(said: str) -> str:
-    """What a server says of an error, in a line."""
+def _error_message(text: str) -> str:
+    """A server's error message, in one line."""
     try:
-        told = json.loads(said)
-        told = told.get("error", told.get("detail", told))
-        said = str(told.get("message", told)) if isinstance(told, dict) else str(told)
+        reply = json.loads(text)
+        reply = reply.get("error", reply.get("detail", reply))
+        text = str(reply.get("message", reply)) if isinstance(reply, dict) else str(reply)
     except (ValueError, AttributeError):
         pass
-    return " ".join(said.split())[:300] or "nothing"
+    return " ".join(text.split())[:300] or "nothing"

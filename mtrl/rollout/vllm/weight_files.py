@@ -1,4 +1,4 @@
-"""Weights on their way to another process: a checkpoint's file, in shared memory where there is room."""
+"""Weights on their way to another process: a checkpoint file, in shared memory if there is room."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ FILE, LOCK, PREFIX = "model.safetensors", "in-use", "mtrl-weights-"
 _locks: list[TextIO] = []
 
 
-def new_folder(room: int) -> Path:
-    """A folder that only this user can read: in shared memory if `room` bytes fit there twice (the old file goes when
-    the new one is whole), else where temporary files are. What a killed run left there is removed."""
-    for left in SHARED_MEMORY.glob(f"{PREFIX}*"):
-        remove_if_left(left)
-    roomy = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 2 * room
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=SHARED_MEMORY if roomy else None))
+def make_folder(nbytes: int) -> Path:
+    """A folder that only this user can read: in shared memory if the file fits there twice (the old one is removed when
+    the new one is complete), else among temporary files. Removes folders of killed runs."""
+    for folder in SHARED_MEMORY.glob(f"{PREFIX}*"):
+        remove_if_abandoned(folder)
+    fits = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 2 * nbytes
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=SHARED_MEMORY if fits else None))
     lock = (folder / LOCK).open("w")
     fcntl.flock(lock, fcntl.LOCK_EX)
     _locks.append(lock)
     return folder
 
 
-def remove_if_left(folder: Path) -> None:
-    """Whoever made it holds its lock for as long as it lives, however it ends."""
+def remove_if_abandoned(folder: Path) -> None:
+    """The process that made it holds its lock until it ends, in whatever way."""
     with suppress(OSError), (folder / LOCK).open("r+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(folder, ignore_errors=True)
@@ -45,17 +45,17 @@ def tensor_bytes(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> int:
 
 
 def write_weights(folder: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Path:
-    """The whole file or none, in the dtype of the engine. Tied weights stand in it under each name."""
+    """Writes the complete file or none, in the engine's dtype, with tied weights under each name."""
     seen: set[int] = set()
-    ready = {}
+    copies = {}
     for name, tensor in tensors.items():
         copy = tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
         if copy.data_ptr() in seen:
             copy = copy.clone()
         seen.add(copy.data_ptr())
-        ready[name] = copy
+        copies[name] = copy
     target = folder / FILE
     partial = target.with_suffix(".partial")
-    save_file(ready, partial, metadata={"format": "pt"})
+    save_file(copies, partial, metadata={"format": "pt"})
     os.replace(partial, target)
     return target

@@ -1,0 +1,157 @@
+"""AdamW variants that need less memory: bf16 weights that learn like float32, and a state of one byte per number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from mtrl.models.quantized import import_bitsandbytes
+
+Rounding = Literal["none", "stochastic", "kahan"]
+
+CHUNK = 1 << 24  # numbers at once: their float32 copies are small compared to the weights
+LOW_BITS = 16  # bits that float32 has and bf16 lacks
+BLOCK, SMALL = 256, 4096  # numbers
+
+
+class AdamWVariant(torch.optim.Optimizer):
+    """Updates one parameter after the other; a subclass says how."""
+
+    def __init__(
+        self,
+        parameters: Iterable[Tensor],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        weight_decay: float,
+        eps: float = 1e-8,
+    ) -> None:
+        super().__init__(parameters, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for group in self.param_groups:
+            for index, parameter in enumerate(group["params"]):
+                if parameter.grad is not None:
+                    self._update(parameter, group, index)
+
+    def _update(self, parameter: Tensor, group: dict[str, Any], index: int) -> None:
+        raise NotImplementedError
+
+
+# --------------------------------------------------------------------------------------------- rounding of bf16 weights
+class RoundedAdamW(AdamWVariant):
+    """For bf16 weights. A bf16 number has 8 bits, so a change of less than about 1/512 of a weight is lost, step after
+    step, if the sum is rounded to the nearest number. Two remedies: round up or down at random, so that the mean of the
+    sum is right; or store the rounding error in a second number and add it the next time (Kahan). Products are in
+    float32; the states have the weights' dtype and are rounded at random: at beta2 = 0.999 rounding to nearest would
+    never change them. Random numbers are keyed by the step and the parameter's index, so that a resumed run draws the
+    same ones."""
+
+    def __init__(self, parameters: Iterable[Tensor], *, rounding: Rounding, **settings: Any) -> None:
+        super().__init__(parameters, **settings)
+        self.rounding = rounding
+
+    def _update(self, parameter: Tensor, group: dict[str, Any], index: int) -> None:
+        state = self.state[parameter]
+        if not state:
+            kinds = ["exp_avg", "exp_avg_sq", *(["compensation"] if self.rounding == "kahan" else [])]
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state |= {kind: torch.zeros_like(parameter, memory_format=torch.contiguous_format) for kind in kinds}
+        state["step"] += 1
+        step = int(state["step"])
+        generator = torch.Generator(parameter.device).manual_seed(1_000_003 * step + index)
+        states = [state[kind] for kind in ("exp_avg", "exp_avg_sq", "compensation") if kind in state]
+        flat = [each.view(-1).split(CHUNK) for each in (parameter, *states)]
+        gradients = parameter.grad.reshape(-1).split(CHUNK)  # type: ignore[union-attr]
+        for gradient, weight, mean, square, *lost in zip(gradients, *flat, strict=True):
+            change = adam_change(weight, gradient, mean, square, group, step, generator)
+            if lost:
+                add_compensated(weight, change, lost[0])
+            else:
+                weight.copy_(round_at_random(weight.float() + change, weight.dtype, generator))
+
+
+def adam_change(
+    weight: Tensor,
+    gradient: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    group: dict[str, Any],
+    step: int,
+    generator: torch.Generator,
+) -> Tensor:
+    """The change that AdamW makes to the weight, in float32; updates `mean` and `square` of its gradients."""
+    (beta1, beta2), lr, gradient = group["betas"], group["lr"], gradient.float()
+    new_mean = mean.float().lerp_(gradient, 1 - beta1)
+    new_square = square.float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    mean.copy_(round_at_random(new_mean, mean.dtype, generator))
+    square.copy_(round_at_random(new_square, square.dtype, generator))
+    size = (new_square / (1 - beta2**step)).sqrt_().add_(group["eps"])
+    return (new_mean / size).mul_(-lr / (1 - beta1**step)).sub_(weight.float(), alpha=lr * group["weight_decay"])
+
+
+def add_compensated(weight: Tensor, change: Tensor, lost: Tensor) -> None:
+    """Adds the change and the last rounding error to the weight; stores the new rounding error in `lost`."""
+    wanted, before = change + lost.float(), weight.to(torch.float32, copy=True)
+    weight.copy_(before + wanted)
+    lost.copy_(wanted - (weight.float() - before))
+
+
+def round_at_random(numbers: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Rounds float32 to bf16, up or down with probabilities that preserve the mean: a random number is added to the
+    bits that are cut off, and the carry decides. (The bits of a float grow with its magnitude, whatever its sign.)
+    Other dtypes are rounded to nearest."""
+    if dtype != torch.bfloat16:
+        return numbers.to(dtype)
+    noise = torch.randint(1 << LOW_BITS, numbers.shape, dtype=torch.int32, device=numbers.device, generator=generator)
+    bits = (numbers.contiguous().view(torch.int32) + noise) >> LOW_BITS << LOW_BITS
+    return bits.view(torch.float32).to(dtype)
+
+
+# ------------------------------------------------------------------------------------------------------ an 8-bit state
+class EightBitAdamW(AdamWVariant):
+    """By the kernels of bitsandbytes: 2 bytes of state per weight instead of 8. Blocks of 256 numbers share a scale,
+    and each number is rounded to the nearest of 256 values that are finer towards zero. Small weights (norms, biases),
+    where there is little to save, have their state in float32. Nothing in it is random."""
+
+    def __init__(self, parameters: Iterable[Tensor], **settings: Any) -> None:
+        super().__init__(parameters, **settings)
+        self.functional = import_bitsandbytes().functional
+        # The values that a byte stands for, in the mean and in the mean of squares.
+        self.maps = [self.functional.create_dynamic_map(signed=signed) for signed in (True, False)]
+
+    def _update(self, parameter: Tensor, group: dict[str, Any], index: int) -> None:
+        state = self.state[parameter]
+        if not state:
+            state.update(make_8bit_state(parameter))
+        state["step"] += 1
+        assert parameter.grad is not None and parameter.is_contiguous()
+        (beta1, beta2), gradient, number = group["betas"], parameter.grad.contiguous(), int(state["step"])
+        settings = {"weight_decay": group["weight_decay"]}
+        if "exp_avg_scale" not in state:
+            self.functional.optimizer_update_32bit(
+                "adam", gradient, parameter, state["exp_avg"], beta1, group["eps"], number, group["lr"],
+                state["exp_avg_sq"], beta2, **settings,
+            )  # fmt: skip
+            return
+        self.maps = [each.to(parameter.device) for each in self.maps]
+        self.functional.optimizer_update_8bit_blockwise(
+            "adam", gradient, parameter, state["exp_avg"], state["exp_avg_sq"], beta1, beta2, 0.0, 0.0, group["eps"],
+            number, group["lr"], *self.maps, state["exp_avg_scale"], state["exp_avg_sq_scale"], **settings,
+        )  # fmt: skip
+
+
+def make_8bit_state(parameter: Tensor) -> dict[str, Tensor]:
+    small = parameter.numel() < SMALL
+    kinds = ("exp_avg", "exp_avg_sq")
+    dtype = torch.float32 if small else torch.uint8
+    state = {"step": torch.zeros(())} | {kind: torch.zeros_like(parameter, dtype=dtype) for kind in kinds}
+    if not small:
+        blocks = -(-parameter.numel() // BLOCK)
+        state |= {f"{kind}_scale": torch.zeros(blocks, device=parameter.device) for kind in kinds}
+    return state
