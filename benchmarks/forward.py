@@ -31,7 +31,7 @@ import torch
 from benchmarks.environment import finish
 from benchmarks.measure import alternating, compiled_graphs, peak_gb, seconds
 from benchmarks.random_model import random_backbone, random_prompts, random_rollouts
-from mtrl.algorithms.losses import Loss, term_weights
+from mtrl.algorithms.losses import Loss, loss_weights
 from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward
 from mtrl.models.perturb import Perturbation
@@ -88,7 +88,7 @@ class Bench:
 
     def batch(self, rollouts: Rollouts) -> TrainBatch:
         mask = rollouts.mask
-        weights = term_weights(mask.float(), mask, "dapo", mask.shape[1])
+        weights = loss_weights(mask.float(), mask, "dapo", mask.shape[1])
         advantage = torch.randn(len(mask), 1, generator=torch.Generator().manual_seed(0)).expand(mask.shape)
         return TrainBatch(rollouts, None, advantage, None, weights)
 

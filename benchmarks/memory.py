@@ -24,7 +24,8 @@ from benchmarks.forward import BUDGET, SHAPES, TEXT_TOKENS, Bench
 from benchmarks.measure import peak_gb
 from benchmarks.random_model import PATCHES, TEXT, TOKEN_PIXELS, VISION
 from mtrl.algorithms.losses import Loss
-from mtrl.memory.estimate import MemoryEstimate, Plan, estimate
+from mtrl.memory.estimate import MemoryEstimate, estimate
+from mtrl.memory.plan import Plan
 from mtrl.memory.preflight import Limits
 from mtrl.types import Needs, Sampling
 from mtrl.workers.micro_batches import MicroBatching

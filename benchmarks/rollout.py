@@ -46,10 +46,10 @@ from benchmarks.measure import give_back, held_gb, peak_gb, wait
 from benchmarks.random_model import random_prompts
 from benchmarks.random_run import PATHS, step_settings, write_run
 from benchmarks.rollout_rounds import ROUNDS, measure_rounds
-from mtrl.compose.algorithm import training_sampling
+from mtrl.compose.algorithm import make_training_sampling
 from mtrl.compose.policy import LoadedModel, build_generator, build_policy
 from mtrl.compose.run import configure
-from mtrl.config import given_keys
+from mtrl.config import read_overrides
 from mtrl.models.backbone import Backbone
 from mtrl.protocols import Generator
 from mtrl.rollout import local
@@ -153,11 +153,11 @@ class Bench:
     @contextmanager
     def engine(self, case: Case) -> Iterator[tuple[Generator, Sampling]]:
         """As a run with the sizes of this case has it, and how that would sample."""
-        config, _ = configure(self.file, self.settings(case) | given_keys(self.a.overrides))
+        config, _ = configure(self.file, self.settings(case) | read_overrides(self.a.overrides))
         generator = build_generator(config, self.loaded.policy, self.loaded.encoder)
         ends = nullcontext() if case.shortest is None else drawn_lengths(self.loaded.encoder, case.shortest)
         with ends, nullcontext() if case.leave else all_stay(generator, case.prompts * case.n):
-            yield generator, training_sampling(config)
+            yield generator, make_training_sampling(config)
 
     # ------------------------------------------------------------------------------------------------------- measuring
     def measure(self, case: Case) -> dict[str, Any]:
@@ -320,7 +320,7 @@ def run(a: argparse.Namespace) -> dict[str, Any]:
             a.profile.parent.mkdir(parents=True, exist_ok=True)
             a.profile.write_text(bench.profile(name, cases[name]))
         parameters = sum(each.numel() for each in bench.loaded.model.parameters())
-    given = precision(a) | given_keys(a.overrides)
+    given = precision(a) | read_overrides(a.overrides)
     return {
         "bench": "rollout",
         "args": {name: value for name, value in vars(a).items() if name not in ("out", "profile")},

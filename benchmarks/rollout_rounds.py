@@ -22,7 +22,7 @@ from benchmarks.measure import compiled_graphs, give_back, held_gb, peak_gb, wai
 from benchmarks.random_model import TOKEN_PIXELS
 from benchmarks.random_run import PATHS, step_settings, write_run
 from mtrl.compose.run import Run, build, configure
-from mtrl.config import given_keys
+from mtrl.config import read_overrides
 from mtrl.protocols import Tracker
 from mtrl.rollout.local import LocalGenerator
 from mtrl.training.loop import Loop
@@ -70,7 +70,7 @@ def measure_rounds(a: argparse.Namespace, precision: dict[str, Any]) -> dict[str
         with training.closing, drawn_lengths(training.loaded.encoder, sizes.shortest, varying=True):
             training.preflight()
             found = rounds_of(training, watch, a.memory)
-    given = settings | given_keys(a.overrides)
+    given = settings | read_overrides(a.overrides)
     return {
         "bench": "rollout_rounds",
         "args": {name: value for name, value in vars(a).items() if name not in ("out", "profile", "only", "rounds")},

@@ -45,10 +45,10 @@ from benchmarks.random_model import TOKEN_PIXELS, random_model
 from benchmarks.random_run import PATHS, step_settings, write_run
 from mtrl.compose.policy import LoadedModel, base_dtype, build_encoder, build_policy, model_path
 from mtrl.compose.run import Run, build, configure
-from mtrl.config import Config, given_keys
-from mtrl.distributed.generator_proxy import PART, DistributedGenerator
+from mtrl.config import Config, read_overrides
+from mtrl.distributed.generator_proxy import ENGINE, DistributedGenerator
 from mtrl.distributed.learner_proxy import DistributedLearner
-from mtrl.models.parallel.fsdp import is_split
+from mtrl.models.parallel.fsdp import is_sharded
 from mtrl.protocols import Tracker
 from mtrl.rollout.decode.arena import CudaArena
 from mtrl.rollout.local import ROWS_AT_ONCE
@@ -113,9 +113,7 @@ def build_run(config: Config, a: argparse.Namespace, lengths: PromptLengths) -> 
     if a.stored:
         training = build(config, trackers=[lengths])
         generator = training.loop.components.generator
-        engine = (
-            generator.worker_group.parts[PART].generator if isinstance(generator, DistributedGenerator) else generator
-        )
+        engine = generator.workers.roles[ENGINE].generator if isinstance(generator, DistributedGenerator) else generator
         engine.encoder.stop_ids = ()
         return training
     encoder, place = build_encoder(config), model_path(config)
@@ -152,7 +150,7 @@ def measured(loop: Loop, step: int, a: argparse.Namespace) -> dict[str, Any]:
         row[name] = sum(values[f"perf/seconds_{phase}"] for phase in phases)
     row["detail"] = {phase: values[f"perf/seconds_{phase}"] for phases in PHASES.values() for phase in phases}
     row["peak_gb_generation"] = round(values["perf/peak_gb_generate"], 2)
-    row["peak_gb_buffers"] = round(past_the_allocator(loop.components.generator) / 2**30, 2)
+    row["peak_gb_buffers"] = round(bytes_outside_allocator(loop.components.generator) / 2**30, 2)
     row["peak_gb_training"] = round(max(values["perf/peak_gb_probe"], values["perf/peak_gb_update"]), 2)
     row |= {"grad_norm": values["actor/grad_norm"], "loss": values["actor/pg_loss"]}
     row["completion_tokens"] = round(values["response_length/mean"] * a.prompts * a.generations)
@@ -160,7 +158,7 @@ def measured(loop: Loop, step: int, a: argparse.Namespace) -> dict[str, Any]:
     return row
 
 
-def past_the_allocator(generator: Any) -> int:
+def bytes_outside_allocator(generator: Any) -> int:
     """Bytes of generation that torch's allocator does not know of: they are there until the engine sleeps."""
     holders = [getattr(generator, name, None) for name in ("weights", "buffers")]
     return sum(holder.arena.bytes for holder in holders if holder is not None and isinstance(holder.arena, CudaArena))
@@ -176,7 +174,7 @@ def halved(components: Components) -> dict[str, int] | None:
 def own_actor(components: Components) -> Any:
     """The actor of this process."""
     actor: Any = components.actor
-    return actor.worker_group.parts["actor"].worker if isinstance(actor, DistributedLearner) else actor
+    return actor.workers.roles["actor"].worker if isinstance(actor, DistributedLearner) else actor
 
 
 def timed_save(loop: Loop) -> dict[str, float]:
@@ -200,7 +198,7 @@ def result_of(
     summary["completion_tokens_per_s_generation"] = round(later[-1]["completion_tokens"] / summary["generation"], 1)
     summary["train_tokens_per_s"] = round(responses * (prompt_len + a.completion) / summary["training"], 1)
     summary["completions_per_s_step"] = round(responses / summary["wall"], 3)
-    settings = settings_of(a) | given_keys(a.overrides)
+    settings = settings_of(a) | read_overrides(a.overrides)
     return {
         "bench": "mtrl_grpo_step",
         "args": {name: value for name, value in vars(a).items() if name not in ("trl", "out")},
@@ -208,7 +206,7 @@ def result_of(
         "beside_settings": BESIDE_SETTINGS,
         "params_m": round(sum(sizes.values()) / 1e6, 1),
         "vision_params_m": round(sum(n for name, n in sizes.items() if ".visual." in name) / 1e6, 1),
-        "ranks": 1 if is_split(model) else None,
+        "ranks": 1 if is_sharded(model) else None,
         "completions_per_step": responses,
         "image_tokens": (a.image_side // TOKEN_PIXELS) ** 2,
         "prompt_len": prompt_len,

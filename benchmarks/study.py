@@ -18,11 +18,22 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from mtrl.compare.arms import Arm, SeedRun, endpoint, read_arm
-from mtrl.compare.batch import CHECK
+from mtrl.compare.arms import Arm, SeedRun, choose_endpoint, read_arm
+from mtrl.compare.batch import EFFECTS_FILE
 from mtrl.report.chart import Panel, draw_chart
-from mtrl.report.compare_page import Checks, Verdict, adjusted, check_page, compare, judge, line, page, told, told_p
-from mtrl.report.markdown_pages import table
+from mtrl.report.compare_page import (
+    GradientEffects,
+    Verdict,
+    apply_holm,
+    compare,
+    compare_with_baseline,
+    format_estimate,
+    format_p,
+    make_effects_page,
+    make_page,
+    mean_curve,
+)
+from mtrl.report.markdown_text import table
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / "benchmarks/results/study.json.gz"
@@ -64,7 +75,7 @@ def finished(directory: Path) -> tuple[dict[str, Arm], dict[str, Mapping[str, fl
     """What `mtrl compare` left in a directory: of each arm the runs that went through, and its check."""
     arms, checks = {}, {}
     for place in sorted(path for path in directory.iterdir() if path.is_dir()):
-        if check := config_text(place / CHECK):
+        if check := config_text(place / EFFECTS_FILE):
             checks[place.name] = json.loads(check)
         done = {int(path.stem.removeprefix("seed_")) for path in place.glob("seed_*.done")}
         if done:
@@ -77,9 +88,9 @@ def config_text(file: Path) -> str:
     return file.read_text() if file.is_file() else ""
 
 
-def save(arms: Mapping[str, Arm], checks: Checks, file: Path) -> None:
+def save(arms: Mapping[str, Arm], checks: GradientEffects, file: Path) -> None:
     """Curves with six digits, and of each question whether it was right, as bits in the order of their names."""
-    questions = sorted({name for arm in arms.values() for run in arm.runs.values() for name in run.right})
+    questions = sorted({name for arm in arms.values() for run in arm.runs.values() for name in run.correct})
     runs = {name: {seed: packed(run, questions) for seed, run in arm.runs.items()} for name, arm in arms.items()}
     whole = json.dumps({"questions": questions, "checks": checks, "arms": runs}, separators=(",", ":"))
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -91,7 +102,7 @@ def packed(run: SeedRun, questions: Sequence[str]) -> dict[str, Any]:
         name: [[step, float(f"{value:.6g}")] for step, value in points]
         for name, points in run.curves.items() if name.startswith(CURVES)
     }  # fmt: skip
-    return {"curves": curves, "right": "".join("-01"[1 + run.right[q] if q in run.right else 0] for q in questions)}
+    return {"curves": curves, "right": "".join("-01"[1 + run.correct[q] if q in run.correct else 0] for q in questions)}
 
 
 def load(file: Path = KEPT) -> tuple[dict[str, Arm], dict[str, Mapping[str, float]]]:
@@ -137,16 +148,16 @@ def compare_arms(found: Mapping[str, Arm]) -> tuple[list[Endpoints], str]:
     """Every arm against the baseline by both endpoints, and the name of the greedy one. Holm's correction is over the
     arms, for each endpoint separately."""
     arms = [found[BASELINE], *(arm for name, arm in sorted(found.items()) if name != BASELINE)]
-    metric = endpoint(arms)
+    metric = choose_endpoint(arms)
     greedy, sampled = compare(arms, metric), compare([by_windows(arm) for arm in arms], SAMPLED)
     return [Endpoints(*each) for each in zip(greedy, sampled, strict=True)], metric
 
 
 def compare_pairs(pairs: Sequence[tuple[Arm, Arm]], metric: str) -> list[Endpoints]:
     """The first arm of each pair against the second, corrected as one family."""
-    greedy = [judge(a, b, metric) for a, b in pairs]
-    sampled = [judge(by_windows(a), by_windows(b), SAMPLED) for a, b in pairs]
-    families = adjusted(greedy, "by_final"), adjusted(sampled, "by_final")
+    greedy = [compare_with_baseline(a, b, metric) for a, b in pairs]
+    sampled = [compare_with_baseline(by_windows(a), by_windows(b), SAMPLED) for a, b in pairs]
+    families = apply_holm(greedy, "by_final"), apply_holm(sampled, "by_final")
     return [Endpoints(*each) for each in zip(*families, strict=True)]
 
 
@@ -180,7 +191,7 @@ def cells_of(verdict: Verdict) -> list[str]:
     test = verdict.by_final
     if test is None:
         return ["", "", "", ""]
-    return [told(test.difference, signed=True), told_p(test.p), told_p(test.adjusted), word_of(verdict)]
+    return [format_estimate(test.difference, signed=True), format_p(test.p), format_p(test.adjusted), word_of(verdict)]
 
 
 def arms_table(compared: Sequence[Endpoints], found: Mapping[str, Arm]) -> str:
@@ -191,7 +202,7 @@ def arms_table(compared: Sequence[Endpoints], found: Mapping[str, Arm]) -> str:
     for each in (first, *others):
         arm = found[each.greedy.arm.name]
         means = mean_final(arm, NEW_PAIRS), mean_final(by_windows(arm, ENTROPY), ENTROPY)
-        sides = [[told(side.final), *cells_of(side)] for side in (each.greedy, each.sampled)]
+        sides = [[format_estimate(side.final), *cells_of(side)] for side in (each.greedy, each.sampled)]
         rows.append([arm.name, str(len(arm.runs)), *sides[0], *sides[1], *means])
     tests = [f"to {BASELINE}", "p", "Holm", "verdict"]
     return table(["arm", "seeds", "greedy", *tests, "sampled", *tests, "new pairs", "entropy"], rows)
@@ -268,11 +279,11 @@ def write(file: Path = KEPT, page_file: Path = PAGE, picture: Path = PICTURE, tw
         baseline=BASELINE, alpha=ALPHA, small=SMALL, seeds=seeds_note(found, metric),
         caution=caution(list(found.values())),
     )  # fmt: skip
-    everything = page([each.greedy for each in compared], metric).partition("\n\n")[2]
+    everything = make_page([each.greedy for each in compared], metric).partition("\n\n")[2]
     parts = [
         head, arms, "## Pairs of hypotheses 3 to 5", "Corrected as a family of its own.",
         pairs_table(planned_pairs(found, metric)), supplement(found, twice), "## Everything of the greedy endpoint",
-        everything.replace("comparison.png", picture.name), check_page(checks),
+        everything.replace("comparison.png", picture.name), make_effects_page(checks),
     ]  # fmt: skip
     page_file.write_text("\n\n".join(part.strip() for part in parts if part) + "\n", encoding="utf-8")
     draw(found, metric, picture)
@@ -282,8 +293,8 @@ def write(file: Path = KEPT, page_file: Path = PAGE, picture: Path = PICTURE, tw
 def draw(found: Mapping[str, Arm], metric: str, picture: Path) -> None:
     drawn = [found[name] for name in DRAWN if name in found]
     panels = [
-        Panel("greedy accuracy on the test", [line(arm, metric) for arm in drawn], (0.0, 1.0)),
-        Panel("sampled accuracy in training", [line(by_windows(arm), SAMPLED) for arm in drawn], (0.0, 1.0)),
+        Panel("greedy accuracy on the test", [mean_curve(arm, metric) for arm in drawn], (0.0, 1.0)),
+        Panel("sampled accuracy in training", [mean_curve(by_windows(arm), SAMPLED) for arm in drawn], (0.0, 1.0)),
     ]
     note = f"Means over seeds. Bands: 95% over seeds. Right: mean of the last {WINDOW} steps."
     draw_chart(picture, "The study", panels, note=note)

@@ -51,7 +51,7 @@ def take(browser: Any, address: str, screen: dict[str, int], scheme: str, word: 
     page.goto(address)
     page.locator(".response").first.wait_for()
     page.locator(".response .token").filter(has_text=word.strip()).first.hover()
-    page.locator(".images canvas.looks").first.wait_for()
+    page.locator(".images canvas.attention-map").first.wait_for()
     page.screenshot(path=out)
     context.close()
 

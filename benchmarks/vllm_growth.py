@@ -22,7 +22,7 @@ from mtrl.models.tiny import make_tiny_checkpoint
 from mtrl.rollout.vllm.generator import VllmGenerator
 from mtrl.rollout.vllm.inprocess import VllmInProcess
 from mtrl.rollout.vllm.process_engine import VllmProcess
-from mtrl.rollout.vllm.settings import engine_arguments
+from mtrl.rollout.vllm.settings import make_llm_arguments
 from mtrl.types import Medium, Prompt, Sampling, Task, Weights
 
 PROMPTS, FIRST = 4, 50
@@ -52,7 +52,9 @@ def rounds_of(rounds: int, mode: str = "inprocess", family: str = "qwen2_5_vl") 
         path = make_tiny_checkpoint(Path(folder), family, layers=3, hidden=128)
         model, encoder, seen = load_model(path), load_encoder(path), []
         assert encoder.image_settings is not None
-        arguments = engine_arguments(str(path), dtype="float32", max_length=512, extra={"kv_cache_memory_bytes": 2**26})
+        arguments = make_llm_arguments(
+            str(path), dtype="float32", max_length=512, extra={"kv_cache_memory_bytes": 2**26}
+        )
         images = encoder.image_settings.processor_arguments()
         host = VllmProcess(arguments, images, torch.float32) if mode == "process" else VllmInProcess(arguments, images)
         engine = VllmGenerator(host, encoder, exported_weights(model).keys())

@@ -23,7 +23,7 @@ from mtrl.models.state_dicts import exported_weights, save_model
 from mtrl.models.tiny import TINY_FAMILIES, VISION_FAMILIES, make_tiny_checkpoint
 from mtrl.rollout.vllm.generator import VllmGenerator
 from mtrl.rollout.vllm.inprocess import VllmInProcess
-from mtrl.rollout.vllm.settings import engine_arguments
+from mtrl.rollout.vllm.settings import make_llm_arguments
 from mtrl.types import Medium, Prompt, Sampling, Task, Weights
 
 SHARPER, UPDATES, NOISE = 8.0, 10, 0.02
@@ -49,7 +49,9 @@ def measure(family: str) -> list[str]:
         save_model(model, exported_weights(model), path)
         encoder = load_encoder(path)
         images = encoder.image_settings
-        arguments = engine_arguments(str(path), dtype="float32", max_length=512, extra={"kv_cache_memory_bytes": 2**26})
+        arguments = make_llm_arguments(
+            str(path), dtype="float32", max_length=512, extra={"kv_cache_memory_bytes": 2**26}
+        )
         host = VllmInProcess(arguments, images.processor_arguments() if images else None)
         engine = VllmGenerator(host, encoder, exported_weights(model).keys())
         forward = Forward(Backbone(model), encoder)

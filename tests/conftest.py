@@ -7,6 +7,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported:
 import pytest
 import torch
 from hypothesis import settings
+from pairwise import pytest_addoption, pytest_collection_modifyitems, pytest_configure  # noqa: F401
 
 torch.set_num_threads(1)
 if not torch.cuda.is_available():

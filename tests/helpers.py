@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mtrl.algorithms.losses import term_weights
+from mtrl.algorithms.losses import loss_weights
 from mtrl.types import (
     Credit,
     Experience,
@@ -31,6 +33,13 @@ def close(actual: Tensor, expected: Sequence | Tensor, rtol: float = 1e-6, atol:
     """Equal to numbers worked out by hand, up to float32 rounding; NaN equals NaN."""
     expected = torch.as_tensor(expected, dtype=torch.float64)
     torch.testing.assert_close(actual.detach().double(), expected, rtol=rtol, atol=atol, equal_nan=True)
+
+
+def cpu_seconds(function: Callable[..., Any], *arguments: Any) -> float:
+    """CPU time of a call, to be compared with that of another one: no test limits it by a number of seconds."""
+    begin = time.process_time()
+    function(*arguments)
+    return time.process_time() - begin
 
 
 def alive(pid: int) -> bool:
@@ -101,7 +110,7 @@ def fake_batch(
     """A batch whose weights default to the plain token mean, with no correction."""
     mask = rollouts.mask
     if weights is None:
-        weights = term_weights(mask.float(), mask, "dapo", mask.shape[1])
+        weights = loss_weights(mask.float(), mask, "dapo", mask.shape[1])
     if correction is None:
         correction = torch.ones(mask.shape)
     return TrainBatch(rollouts, old, advantage, correction, weights, reference)

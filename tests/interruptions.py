@@ -1,37 +1,38 @@
-"""Runs that are struck by a signal at a moment of our choosing: start-up, a step, the writing of a checkpoint."""
+"""Runs that get a signal at a chosen moment: start-up, a step, the writing of a checkpoint."""
 
 from __future__ import annotations
 
 import random
 import time
 from pathlib import Path
-from subprocess import Popen
 
-from run_helpers import start
+from run_helpers import ForkedRun, start
 
-from mtrl.checkpoint.folder_store import checkpoints
+from mtrl.checkpoint.folder_store import list_checkpoints
 
 MOMENTS = ("start", "step", "save")
 LONGEST_WAIT = {"start": 3.0, "step": 0.15, "save": 0.03}  # seconds after the moment, drawn at random
 PATIENCE = 300.0  # seconds without the moment: then something hangs
 
 
-def strike(command: list[str], run: Path, moment: str, number: int, dice: random.Random) -> tuple[Popen, str]:
-    """Starts the run, waits for the moment and sends the signal. The process that has ended, and what it said."""
+def strike(
+    command: list[str], run: Path, moment: str, number: int, dice: random.Random, forked: bool = False
+) -> tuple[int | None, str]:
+    """Start the run, wait for the moment and send the signal. The status and the messages of the ended process."""
     rows = rows_logged(run) + dice.randint(1, 2)
     wait = dice.uniform(0.0, LONGEST_WAIT[moment])
-    process = start(command)
+    process = ForkedRun(command) if forked else start(command)
     try:
         began = time.monotonic()
         while process.poll() is None and not has_come(moment, run, rows):
             assert time.monotonic() - began < PATIENCE, f"the moment ({moment}) never came"
-            time.sleep(0.002)
+            time.sleep(0.001)
         time.sleep(wait)
         process.send_signal(number)
-        said = process.communicate(timeout=PATIENCE)[1]
+        messages = process.communicate(timeout=PATIENCE)[1]
     finally:
         process.kill()
-    return process, said
+    return process.returncode, messages
 
 
 def has_come(moment: str, run: Path, rows: int) -> bool:
@@ -40,7 +41,7 @@ def has_come(moment: str, run: Path, rows: int) -> bool:
     if moment == "step":
         return rows_logged(run) >= rows
     saves = run / "checkpoints"
-    return bool(checkpoints(saves)) and any(saves.glob(".step_*"))
+    return bool(list_checkpoints(saves)) and any(saves.glob(".step_*"))
 
 
 def rows_logged(run: Path) -> int:

@@ -95,7 +95,7 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ("losses.weighted_sum", "return (weight * torch.where(weight != 0, term, 1.0)).sum()"): "0 * 1 is 0",
     ("losses.weighted_sum", "return (weight * torch.where(weight != 0, term, -1.0)).sum()"): "0 * -1 is 0",
     (
-        "losses.term_weights",
+        "losses.loss_weights",
         "token=(measure / aggregation_denominator(measure, 'dapo?', max_response_length)).float()",
     ): "every name but grpo and dr_grpo is the plain token mean",
     ("losses.aggregation_denominator", "return per_row.where(per_row > 0, 1.5)"): "0 / 1.5 is 0",
@@ -128,11 +128,11 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "if step <= self.warmup_steps:",
     ): "at the end of the warm-up both say the full rate",
     (
-        "learner.Learner._dropping",
+        "learner.Learner._seed_dropout",
         "torch.manual_seed(int(np.random.SeedSequence(numbers).generate_state(2, np.uint64)[0]))",
     ): "the first number is the same however many are made",
     (
-        "learner.Learner._dropping",
+        "learner.Learner._seed_dropout",
         "torch.manual_seed(int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[-1]))",
     ): "of one number the last is the first",
     (

@@ -10,7 +10,7 @@ import pytest
 
 from mtrl.algorithms.credit import Bonus, Filter, Weight
 from mtrl.algorithms.credit.registry import RULES
-from mtrl.config.foreign_keys import translation
+from mtrl.config.foreign_keys import translate_key
 from mtrl.config.tree import OptimizationConfig, known_leaves, known_sections
 from mtrl.models.perturb import PERTURBATIONS
 
@@ -70,7 +70,7 @@ def test_dotted_keys_exist(page):
         if key is None or (quoted[key.end() :] and quoted[key.end()] not in "=: "):  # `training/loop.py` is a file
             continue
         known = {*known_leaves(), *known_sections()}
-        assert key[0] in known or translation(key[0]), f"{page.name}: there is no key {key[0]}"
+        assert key[0] in known or translate_key(key[0]), f"{page.name}: there is no key {key[0]}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -80,7 +80,7 @@ def test_settings_name_keys(page):
     for quoted in backticked(page.read_text()):
         setting = re.fullmatch(r"([a-z]+(?:_[a-z0-9]+)+)(?:: |=)(?:true|false|null|auto|[a-z_]+|[\d.]+)", quoted)
         if setting is not None:
-            assert setting[1] in last_names or translation(setting[1]), f"{page.name}: there is no key {setting[1]}"
+            assert setting[1] in last_names or translate_key(setting[1]), f"{page.name}: there is no key {setting[1]}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from mtrl.cli import main
 from mtrl.compose import run as run_module
-from mtrl.compose.algorithm import credit_rules
+from mtrl.compose.algorithm import make_credit_rules
 from mtrl.config import load_config
 from mtrl.embedded.embedded_rows import CONFIG_FILE, MODEL_DIRECTORY
 from mtrl.models.backbone import Backbone
@@ -37,7 +37,7 @@ PAGE = (ROOT / "docs/extending.md").read_text()
 QUOTES = dict(re.findall(r"```python (\S+)\n(.*?)```", PAGE, re.DOTALL))
 SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 COMMANDS = re.findall(r"^mtrl train .*", PAGE.replace("\\\n", ""), re.MULTILINE)
-REPORTED = ["actor/my_mean_weight", "actor/brevity_term", "reward/ten_lines", "reward/mean_entropy"]  # by each of them
+REPORTED = ["actor/my_mean_weight", "actor/brevity_bonus", "reward/ten_lines", "reward/mean_entropy"]  # by each of them
 
 
 @pytest.fixture
@@ -117,14 +117,14 @@ def test_commands_train(command, reported, workplace):
 def test_the_yaml_names_rules(workplace):
     (text,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
     Path("run.yaml").write_text(text)
-    rules = credit_rules(load_config("run.yaml", []))
+    rules = make_credit_rules(load_config("run.yaml", []))
     assert [type(rule).__name__ for rule in rules] == ["EntropyChange", "EntropyChange", "Brevity"]
     assert [rules[0].strength, rules[1].strength, rules[2].strength] == [1.0, 0.5, 0.1]
 
 
 # ----------------------------------------------------------------------------------------------------------- the rules
 def rule(name):
-    return load_plugin(f"{ROOT}/examples/credit/filter_and_term.py:{name}", "credit rule")
+    return load_plugin(f"{ROOT}/examples/credit/filter_and_bonus.py:{name}", "credit rule")
 
 
 def experience_of(lengths, group=None, width=None):
@@ -147,7 +147,8 @@ def test_brevity_by_hand():
     # Lengths 1 and 3, mean 2: 0.1 * (1 - 1/2) = 0.05 and 0.1 * (1 - 3/2) = -0.05. A group of one: 0.
     found = rule("Brevity")().apply(experience_of([1, 3, 2], group=[0, 0, 1]), (0, 0))
     close(found, [[0.05] * 3, [-0.05] * 3, [0.0] * 3])
-    assert rule("Brevity")().metrics(experience_of([1, 3], group=[0, 0])) == {"actor/brevity_term": pytest.approx(0.05)}
+    metrics = rule("Brevity")().metrics(experience_of([1, 3], group=[0, 0]))
+    assert metrics == {"actor/brevity_bonus": pytest.approx(0.05)}
 
 
 # ---------------------------------------------------------------------------------------------------------- the logger
@@ -160,7 +161,7 @@ def test_the_logger_writes_each_step(rules, workplace, embedded):
         optimization={"enable_perception_filtering": rules, "enable_trajectory_reweighting": rules},
     )
     config = run_snippet("csv_logger")["trainer"].config
-    assert any("dependency" in rule.needs for rule in credit_rules(config)) == rules
+    assert any("dependency" in rule.needs for rule in make_credit_rules(config)) == rules
     with Path("best.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     said, numbers = responses("logged"), metrics_of(Path("outputs/mtrl/logged"))
@@ -200,7 +201,7 @@ def test_the_engine_keeps_to_the_seam(workplace):
             "red",
         )
         whole, cut = (engine.generate(prompts[:1], Sampling(max_new_tokens=most)) for most in (64, 1))
-        assert whole.finish == ("stop",) and cut.finish == ("length",) and cut.tokens.shape == (1, 1)
+        assert whole.finish_reason == ("stop",) and cut.finish_reason == ("length",) and cut.tokens.shape == (1, 1)
         assert whole.tokens[0, -1] == encoder.stop_ids[0] and whole.mask.all()
         with pytest.raises(RuntimeError, match="asked to sample at version 3, but the engine holds 0"):
             engine.generate(prompts, Sampling(version=3))
@@ -259,7 +260,7 @@ def test_the_seams_agree_with_transformers_on_it(experts):
     ]
     rollouts = random_rollouts(prompts, [0, 0, 1, 2], [3, 5, 4, 2])
     forward = Forward(Backbone(load_model(experts)), encoder)
-    assert not forward.backbone.shares_prefixes, "nobody has shown it for the family"
+    assert not forward.backbone.can_share_prefix, "nobody has shown it for the family"
     found, plain = forward.signals(rollouts).old_logprobs, AutoModelForImageTextToText.from_pretrained(experts).eval()
     for row, place in enumerate(rollouts.group.tolist()):
         response = rollouts.tokens[row, rollouts.mask[row]]

@@ -55,7 +55,7 @@ def step_of(lengths=(2, 1, 2), group=(0, 0, 1), shades=(10, 20), **changes):
 def with_maps(step, maps, media):
     """The step with attention maps of its responses, which all look at the same media."""
     prompts = tuple(replace(prompt, media=media) for prompt in step.rollouts.prompts)
-    signals = replace(step.signals, maps=tuple(maps))
+    signals = replace(step.signals, attention_maps=tuple(maps))
     return replace(step, signals=signals, rollouts=replace(step.rollouts, prompts=prompts))
 
 
@@ -72,9 +72,9 @@ def recorded(directory, *steps, **options):
 
 
 def opened(directory):
-    book = RecordedRollouts(directory)
-    book.refresh()
-    return book
+    store = RecordedRollouts(directory)
+    store.refresh()
+    return store
 
 
 def said(step, text, prompt="fake", name="p0"):

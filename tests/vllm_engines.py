@@ -30,7 +30,7 @@ from mtrl.rollout.vllm.inprocess import VllmInProcess
 from mtrl.rollout.vllm.process_engine import VllmProcess
 from mtrl.rollout.vllm.requests import Host
 from mtrl.rollout.vllm.server_engine import VllmServer
-from mtrl.rollout.vllm.settings import ON_CPU, engine_arguments
+from mtrl.rollout.vllm.settings import ON_CPU, make_llm_arguments
 from mtrl.rollout.vllm.weight_files import write_weights
 from mtrl.types import Weights
 
@@ -47,7 +47,7 @@ def arguments(family: str, parts: int = 1, **extra: Any) -> tuple[dict[str, Any]
     split = {"tensor_parallel_size": parts, "among_ranks": parts > 1}
     small = {"kv_cache_memory_bytes": 2**26, **extra}
     return (
-        engine_arguments(str(checkpoint(family)), dtype="float32", max_length=MAX_LENGTH, extra=small, **split),
+        make_llm_arguments(str(checkpoint(family)), dtype="float32", max_length=MAX_LENGTH, extra=small, **split),
         None if images is None else images.processor_arguments(),
     )
 

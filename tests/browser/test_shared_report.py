@@ -49,7 +49,7 @@ def test_a_report_has_attention_maps_up_to_a_bound(page, tmp_path, monkeypatch):
     monkeypatch.setattr(share, "MAPS_BYTES", 30)
     report.run([str(run), "--out", str(tmp_path / "shared")])
     page.goto(f"file://{tmp_path / 'shared' / 'report.html'}#rollouts")
-    tokens, looks = page.locator(".response .token"), page.locator(".images canvas.looks")
+    tokens, looks = page.locator(".response .token"), page.locator(".images canvas.attention-map")
     tokens.first.hover()
     looks.wait_for()
     expect(page.locator(".images figcaption").first).to_have_text("50% of its attention")
@@ -77,7 +77,7 @@ def test_arguments(tmp_path):
     for wrong, why in (
         ([], "which run"),
         (["x", "--outt"], "no option"),
-        (["x", "--rollouts", "many"], "no number"),
+        (["x", "--rollouts", "many"], "no whole number"),
         ([str(tmp_path / "no")], "no such"),
     ):
         with pytest.raises(StartError, match=why):

@@ -101,7 +101,7 @@ def test_where_a_token_looks(page, demo_run):
     with served(demo_run) as address:
         page.goto(f"{address}#rollouts")
         wait_for_images(page)
-        tokens, looks = page.locator(".response .token"), page.locator(".images canvas.looks")
+        tokens, looks = page.locator(".response .token"), page.locator(".images canvas.attention-map")
         tokens.nth(1).hover()
         looks.wait_for()
         assert looks.evaluate("canvas => [canvas.width, canvas.height]") == [2, 2] and looks.count() == 1
@@ -136,7 +136,7 @@ def test_each_image_has_its_own_map(page, tmp_path):
         page.route("**/maps*", lambda route: asked.append(route))
         page.goto(f"{address}#rollouts")
         wait_for_images(page)
-        tokens, looks = page.locator(".response .token"), page.locator(".images canvas.looks")
+        tokens, looks = page.locator(".response .token"), page.locator(".images canvas.attention-map")
         tokens.nth(1).hover()
         tokens.first.hover()  # while the maps are on their way
         asked[0].continue_()
@@ -153,7 +153,7 @@ def test_each_image_has_its_own_map(page, tmp_path):
         tokens.first.focus()
         page.locator(".sample").evaluate("node => (node.scrollTop = 1000)")
         tokens.nth(1).hover()
-        expect(page.locator(".token-tip canvas.looks")).to_have_count(2)
+        expect(page.locator(".token-tip canvas.attention-map")).to_have_count(2)
 
 
 def test_a_group(page, demo_run):
@@ -217,14 +217,14 @@ def test_sorting_filters_and_pages(page, tmp_path):
         page.get_by_label("next page").click()
         expect(page.locator(".pager")).to_contain_text("51–54")
         page.select_option("select[aria-label='sort by']", "reward")
-        page.get_by_label("turn the order round").click()
+        page.get_by_label("reverse the order").click()
         expect(page.locator(".list .reward").first).to_have_text("1.5")
         page.get_by_text("filter", exact=False).first.click()
         page.get_by_label("max").first.fill("0.7")
         expect(page.locator(".pager")).to_contain_text("of 18 responses")
         assert set(page.locator(".list .reward").all_inner_texts()) == {"0.5"}
         page.get_by_label("min").nth(2).fill("9")
-        page.get_by_text("Nothing passes these filters.").wait_for()
+        page.get_by_text("No matching responses.").wait_for()
 
 
 def test_two_runs_compared(page, tmp_path):
@@ -238,8 +238,8 @@ def test_two_runs_compared(page, tmp_path):
         assert "two" not in page.locator(".chart-tip:visible").inner_text()
         page.locator(".run", has_text="two").click()
         page.goto(f"{address}#rollouts?latest=false&from=1&to=1&view=group")
-        page.wait_for_selector(".beside section:nth-child(2) .member")
-        assert [name.strip() for name in page.locator(".beside h2").all_inner_texts()] == ["one", "two"]
+        page.wait_for_selector(".side-by-side section:nth-child(2) .member")
+        assert [name.strip() for name in page.locator(".side-by-side h2").all_inner_texts()] == ["one", "two"]
 
 
 HARM = "<script>alert('x')</script><img src=x onerror=alert(1)>\x1b[31mred\x1b[0m \u202egnp.exe"

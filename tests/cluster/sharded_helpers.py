@@ -11,17 +11,17 @@ from tiny_models import checkpoint, encoder_of, prompts_for, random_rollouts
 
 from mtrl.algorithms.credit import assign
 from mtrl.algorithms.credit.attention_weights import AttentionWeights
-from mtrl.algorithms.losses import Loss, PolicyLoss, mismatch_correction, term_weights
+from mtrl.algorithms.losses import Loss, PolicyLoss, loss_weights, mismatch_correction
 from mtrl.algorithms.value_loss import ValueLoss
 from mtrl.distributed.learner_proxy import DistributedLearner, WorkerHandle
 from mtrl.distributed.torchrun_group import TorchrunWorkerGroup, serve
-from mtrl.models.adapters import AdapterSettings, add_adapters, inject
+from mtrl.models.adapters import AdapterSettings, add_adapters, inject_adapters
 from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward
 from mtrl.models.load_model import empty_model, load_model
 from mtrl.models.parallel.fsdp import Sharding
 from mtrl.models.parallel.ranks import SINGLE_PROCESS
-from mtrl.models.parallel.sequence import share_sequences
+from mtrl.models.parallel.sequence import make_sp_group
 from mtrl.models.perturb import Perturbation
 from mtrl.models.state_dicts import exported_weights
 from mtrl.models.value_head import empty_value_model, load_value_model
@@ -58,9 +58,11 @@ def make_backbone(family, kind, ranks, strategy, checkpointing=False, per_node=1
         empty = (empty_value_model if kind == "critic" else empty_model)(path)
         if kind == "lora":
             empty.requires_grad_(False)
-            inject(empty, LORA, empty=True)
+            inject_adapters(empty, LORA, empty=True)
         load = partial(make_backbone, family, kind, SINGLE_PROCESS, strategy)
-        model = Sharding(ranks, CPU, strategy, per_node, cpu_offload=cpu_offload).spread(empty, lambda: load().model)
+        model = Sharding(ranks, CPU, strategy, per_node, cpu_offload=cpu_offload).load_sharded(
+            empty, lambda: load().model
+        )
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     backbone = Backbone(model, ranks=ranks)
@@ -77,12 +79,11 @@ def worker_of(
     strategy="FULL_SHARD",
     checkpointing=False,
     per_node=1,
-    sharers=1,
     cpu_offload=False,
     offload_optimizer=False,
 ):
     backbone = make_backbone(family, kind, ranks, strategy, checkpointing, per_node, cpu_offload)
-    forward = Forward(backbone, encoder_of(family), sharers=share_sequences(sharers))
+    forward = Forward(backbone, encoder_of(family))
     settings = SETTINGS
     options = {"update_batching": batching, "probe_batching": batching, "encoder_files": {}}
     options["offload_optimizer"] = offload_optimizer
@@ -92,7 +93,7 @@ def worker_of(
         reference = Reference.under_adapters(forward)
     else:
         other = make_backbone(family, kind, ranks, strategy, per_node=per_node, cpu_offload=cpu_offload).model
-        reference = Reference.of(other, forward)
+        reference = Reference.from_model(other, forward)
     return LocalActor(forward, settings, perturbation=Perturbation(seed=3), reference=reference, **options)
 
 
@@ -122,13 +123,13 @@ def batches_of(kind, family, rows):
 def actor_batch(kind, rollouts, signals, seed):
     mask = rollouts.mask
     advantage = noise(mask[:, :1], seed + 1).expand(mask.shape).where(mask, 0.0)
-    old, weights = signals.old_logprobs + noise(mask, seed + 20, 0.3), term_weights(mask.float(), mask, "grpo", 16)
+    old, weights = signals.old_logprobs + noise(mask, seed + 20, 0.3), loss_weights(mask.float(), mask, "grpo", 16)
     if kind == "tprl":
         nothing = torch.zeros(len(rollouts))
         rewards = Rewards(nothing, {}, nothing.bool())
         credit = assign([AttentionWeights(target="mask")], Experience(rollouts, rewards, signals, advantage), (0, 0))
         assert credit.weights.std() > 0.01
-        advantage, weights = credit.advantage, term_weights(credit.token_weight, credit.keep_mask, "dapo", 16)
+        advantage, weights = credit.advantage, loss_weights(credit.token_weight, credit.keep_mask, "dapo", 16)
     correction = mismatch_correction(old, rollouts.rollout_logprobs, mask, CLIP, "token") if kind == "engine" else None
     batch = TrainBatch(rollouts, old, advantage, torch.ones(mask.shape) if correction is None else correction, weights)
     return replace(batch, ref_logprobs=signals.old_logprobs + noise(mask, seed + 40, 0.5))
@@ -151,17 +152,17 @@ def learn(worker, kind, batches):
 
 
 def on_rank(ranks, kind, family, batching, batches, options):
-    sharers = options.get("sharers", 1)
-    ranks = replace(ranks, counts=ranks.number % sharers == 0)
-    worker = worker_of(kind, family, batching.over(ranks, sharers), ranks, **options)
-    parts = {"worker": WorkerHandle(worker, counts=ranks.counts)}
+    sp_size = options.pop("sp_size", 1)
+    ranks = replace(ranks, sp_group=make_sp_group(sp_size))
+    worker = worker_of(kind, family, batching.over(ranks), ranks, **options)
+    roles = {"worker": WorkerHandle(worker, returns_signals=ranks.sp_group.is_first)}
     found = None
-    if ranks.first:
-        worker_group = TorchrunWorkerGroup(ranks, parts)
-        found = learn(DistributedLearner(worker_group, "worker", sharers=sharers), kind, batches)
+    if ranks.is_first:
+        worker_group = TorchrunWorkerGroup(ranks, roles)
+        found = learn(DistributedLearner(worker_group, "worker", sp_size=sp_size), kind, batches)
         worker_group.close()
     else:
-        serve(ranks, parts)
+        serve(ranks, roles)
     return found, {name: tensor.clone() for name, tensor in exported_weights(worker.model).items()}
 
 

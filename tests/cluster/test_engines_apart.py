@@ -12,9 +12,9 @@ from test_ranked_generation import FAMILY, config_for, steps
 from tiny_models import checkpoint, encoder_of
 
 from mtrl.compose.policy import build_actor, make_forward
-from mtrl.compose.worker_groups import WorkerPlan, build_apart, build_parts
+from mtrl.compose.worker_groups import WorkerPlan, build_dedicated_engine, build_roles
 from mtrl.config import load_config
-from mtrl.distributed.dedicated_engines import SENDER, DedicatedGenerator, IncomingWeights, arriving
+from mtrl.distributed.dedicated_engines import SENDER, DedicatedGenerator, IncomingWeights, receive_weights
 from mtrl.distributed.learner_proxy import DistributedLearner
 from mtrl.distributed.torchrun_group import TorchrunWorkerGroup, serve
 from mtrl.models.load_model import load_model
@@ -23,40 +23,40 @@ from mtrl.types import Weights
 
 
 class ThreadedEngines:
-    """`RemoteEngines` in threads of the process that drives the ranks, each with a place for one weight."""
+    """`RemoteEngines` in threads of the process that drives the ranks, each with a queue for one weight."""
 
     def __init__(self, plan, worker_group, size):
         self.worker_group, self.size = worker_group, size
-        self.places = [queue.Queue(maxsize=1) for _ in range(size)]
-        self.parts = [build_apart(plan, place.get) for place in self.places]
-        self.names = []  # of the weights that went through, in their order
+        self.queues = [queue.Queue(maxsize=1) for _ in range(size)]
+        self.roles = [build_dedicated_engine(plan, each.get) for each in self.queues]
+        self.names = []  # of the weights that were sent, in their order
 
-    def begin(self, part, method, arguments):
-        found = [getattr(parts[part], method)(*given) for parts, given in zip(self.parts, arguments, strict=True)]
-        return lambda: found
+    def start(self, role, method, arguments):
+        results = [getattr(roles[role], method)(*given) for roles, given in zip(self.roles, arguments, strict=True)]
+        return lambda: results
 
-    def call(self, part, method, arguments):
-        return self.begin(part, method, arguments)()
+    def call(self, role, method, arguments):
+        return self.start(role, method, arguments)()
 
-    def hand_over(self, sender, taker):
+    def transfer_weights(self, sender, receiver):
         versions = []
-        take = lambda parts: versions.append(parts[taker].take())  # noqa: E731
-        threads = [threading.Thread(target=take, args=(parts,)) for parts in self.parts]
+        load = lambda roles: versions.append(roles[receiver].load())  # noqa: E731
+        threads = [threading.Thread(target=load, args=(roles,)) for roles in self.roles]
         for thread in threads:
             thread.start()
-        own = self.worker_group.parts[sender]
-        own.send, plain = lambda door: plain(self.door), own.send  # a door is not for sending to other processes
+        own = self.worker_group.roles[sender]
+        own.send, plain = lambda channel: plain(self.send), own.send  # this channel cannot go to other processes
         self.worker_group.call(sender, "send", [(None,)] * self.worker_group.size)
         del own.send
         for thread in threads:
             thread.join()
         return versions
 
-    def door(self, sent):
-        for head, tensor in sent:
+    def send(self, messages):
+        for head, tensor in messages:
             self.names.append(head)
-            for place in self.places:
-                place.put((head, None if tensor is None else tensor.clone()))
+            for each in self.queues:
+                each.put((head, None if tensor is None else tensor.clone()))
 
 
 def plan_for(path, **changes):
@@ -71,16 +71,16 @@ def plan_for(path, **changes):
         "dataset.rollout_batch_size": 2,
         "training.n_gpus_per_node": 2,
     }
-    return WorkerPlan(load_config(None, words | keys), steps=4, reference=False, refreshed=False, critic=False)
+    return WorkerPlan(load_config(None, words | keys), 4, has_reference=False, syncs_reference=False, has_critic=False)
 
 
 def on_rank(ranks, path):
     plan = plan_for(path)
-    parts = build_parts(plan, ranks)
-    assert set(parts) == {"actor", "rehearsal", SENDER}, "no engine"
-    if not ranks.first:
-        return serve(ranks, parts)
-    worker_group = TorchrunWorkerGroup(ranks, parts)
+    roles = build_roles(plan, ranks)
+    assert set(roles) == {"actor", "preflight", SENDER}, "no engine"
+    if not ranks.is_first:
+        return serve(ranks, roles)
+    worker_group = TorchrunWorkerGroup(ranks, roles)
     engines = ThreadedEngines(plan, worker_group, 2)
     generator = DedicatedGenerator(engines)
     generator.load(Weights(0, {}))
@@ -102,11 +102,11 @@ def test_engines_of_their_own_give_the_rows_of_one(tmp_path):
 
 def test_weights_arrive_in_their_order():
     sent = iter([((3, ["a", "b"]), None), ("a", torch.ones(2)), ("c", torch.zeros(1))])
-    weights = arriving(lambda: next(sent))
+    weights = receive_weights(lambda: next(sent))
     assert weights.version == 3 and list(weights.tensors) == ["a", "b"] and len(weights.tensors) == 2
     assert isinstance(weights.tensors, IncomingWeights) and "b" in weights.tensors
     same(weights.tensors["a"], torch.ones(2))
-    with pytest.raises(KeyError, match="b was asked for, and c is next"):
+    with pytest.raises(KeyError, match="the weight b was requested, but the next one is c"):
         weights.tensors["b"]
 
 

@@ -7,7 +7,7 @@ import weakref
 import torch
 from helpers import fake_batch, fake_rollouts
 
-from mtrl.distributed.object_refs import Name, ObjectRefs, resolved
+from mtrl.distributed.object_refs import ObjectRefs, PromptRef, resolve
 from mtrl.types import Needs
 
 
@@ -26,18 +26,18 @@ class Store:
 
 def test_each_prompt_travels_once():
     store, rollouts = Store(), fake_rollouts([2, 1, 3], group=[0, 0, 1])
-    lent, zeros = ObjectRefs(store.put), torch.zeros(3, 3)
+    refs, zeros = ObjectRefs(store.put), torch.zeros(3, 3)
     batch = fake_batch(rollouts, zeros, zeros)
     calls = [
         (list(rollouts.prompts), 7),
         (rollouts, Needs("old_logprobs"), 3),
         ([batch, batch.rows(torch.tensor([2]))], None),
     ]
-    sent = [pickle.loads(pickle.dumps(lent(call))) for call in calls]
+    sent = [pickle.loads(pickle.dumps(refs.share(call))) for call in calls]
     assert len(store.held) == 2
-    assert all(isinstance(name, Name) for name in sent[1][0].prompts)
+    assert all(isinstance(each, PromptRef) for each in sent[1][0].prompts)
 
-    prompts, probe, update = (resolved(call, store.get) for call in sent)
+    prompts, probe, update = (resolve(call, store.get) for call in sent)
     assert store.asked == len(sent), "once for all prompts of a call"
     assert [prompt.task.id for prompt in prompts[0]] == ["p0", "p1"] and prompts[1] == 7
     assert [prompt.task.id for prompt in probe[0].prompts] == ["p0", "p1"] and probe[1:] == (Needs("old_logprobs"), 3)
@@ -46,9 +46,9 @@ def test_each_prompt_travels_once():
 
 
 def test_nothing_holds_a_prompt_that_nobody_else_does():
-    lent, rollouts = ObjectRefs(lambda prompt: prompt.task.id), fake_rollouts([2])
-    lent(rollouts)
+    refs, rollouts = ObjectRefs(lambda prompt: prompt.task.id), fake_rollouts([2])
+    refs.share(rollouts)
     seen = weakref.ref(rollouts.prompts[0])
     del rollouts
     gc.collect()
-    assert seen() is None and not lent._names
+    assert seen() is None and not refs._refs

@@ -11,9 +11,9 @@ from sharded_helpers import LOSS, actor_batch, as_streams, same_responses
 from tiny_models import checkpoint, encoder_of, fresh_backbone, prompts_for, shared_backbone
 
 from mtrl.compose.policy import build_actor, make_forward
-from mtrl.compose.worker_groups import WorkerPlan, build_parts
+from mtrl.compose.worker_groups import WorkerPlan, build_roles
 from mtrl.config import load_config
-from mtrl.distributed.generator_proxy import DistributedGenerator, EngineHandle, deal_prompts
+from mtrl.distributed.generator_proxy import DistributedGenerator, EngineHandle, partition_prompts
 from mtrl.distributed.learner_proxy import DistributedLearner, partition_rows
 from mtrl.distributed.torchrun_group import TorchrunWorkerGroup, serve
 from mtrl.models.load_model import load_model
@@ -60,17 +60,17 @@ def steps(actor, generator):
 
 
 def on_rank(ranks, path):
-    plan = WorkerPlan(config_for(path), steps=4, reference=True, refreshed=True, critic=True)
-    parts = build_parts(plan, ranks)
-    assert set(parts) == {"actor", "engine", "critic", "reference", "rehearsal"}
-    if not ranks.first:
-        return serve(ranks, parts)
-    worker_group = TorchrunWorkerGroup(ranks, parts)
+    plan = WorkerPlan(config_for(path), steps=4, has_reference=True, syncs_reference=True, has_critic=True)
+    roles = build_roles(plan, ranks)
+    assert set(roles) == {"actor", "engine", "critic", "reference", "preflight"}
+    if not ranks.is_first:
+        return serve(ranks, roles)
+    worker_group = TorchrunWorkerGroup(ranks, roles)
     actor = DistributedLearner(worker_group, "actor")
     found = steps(actor, DistributedGenerator(worker_group))
     moved = actor.probe(found[0], Needs("old_logprobs", "ref_logprobs"), 0)
     assert (moved.old_logprobs - moved.ref_logprobs).abs().max() > 1e-3, "the reference stays"
-    worker_group.call("reference", "refresh", [()] * 2)
+    worker_group.call("reference", "sync", [()] * 2)
     again = actor.probe(found[0], Needs("old_logprobs", "ref_logprobs"), 0)
     torch.testing.assert_close(again.old_logprobs, again.ref_logprobs)
     assert (
@@ -101,31 +101,31 @@ class InTurn:
     engine: EngineHandle
     asked: list = field(default_factory=list)
 
-    def call(self, part, method, arguments):
+    def call(self, role, method, arguments):
         assert len(arguments) == self.size
         self.asked = [[prompt.task.id for prompt in prompts] for prompts, _ in arguments]
         return [getattr(self.engine, method)(*each) for each in arguments]
 
 
-@pytest.mark.parametrize(("ranks", "sharers"), [(2, 1), (2, 2), (4, 2), (6, 2), (6, 3)])
-def test_neighbours_that_are_one_engine_are_asked_the_same(ranks, sharers):
+@pytest.mark.parametrize(("ranks", "tp_size"), [(2, 1), (2, 2), (4, 2), (6, 2), (6, 3)])
+def test_neighbours_that_are_one_engine_are_asked_the_same(ranks, tp_size):
     """And their rows count once: those of a single engine, whatever their number; some have nothing to do."""
     alone = LocalGenerator(shared_backbone(FAMILY), encoder_of(FAMILY))
     worker_group = InTurn(ranks, EngineHandle(alone, publish=None))
-    found = DistributedGenerator(worker_group, sharers).generate(prompts(), SAMPLING)
+    found = DistributedGenerator(worker_group, tp_size).generate(prompts(), SAMPLING)
     expected = alone.generate(prompts(), SAMPLING)
     assert found.text == expected.text and torch.equal(found.group, expected.group)
     assert torch.equal(found.tokens.where(found.mask, 0), expected.tokens.where(expected.mask, 0))
-    engines = [worker_group.asked[first : first + sharers] for first in range(0, ranks, sharers)]
-    assert all(each == [each[0]] * sharers for each in engines)
+    engines = [worker_group.asked[first : first + tp_size] for first in range(0, ranks, tp_size)]
+    assert all(each == [each[0]] * tp_size for each in engines)
     assert sum(len(each[0]) for each in engines) == len(prompts())
 
 
 def test_prompts_of_a_task_stay_together():
-    shares = deal_prompts(prompts(), 2)
+    shares = partition_prompts(prompts(), 2)
     assert sorted(place for share in shares for place in share) == [0, 1, 2, 3, 4]
     assert any({0, 4} <= set(share) for share in shares) and all(share == sorted(share) for share in shares)
-    assert deal_prompts(prompts()[:1], 3) == [[0], [], []]
+    assert partition_prompts(prompts()[:1], 3) == [[0], [], []]
 
 
 def test_rows_are_dealt_out_in_whole_groups():

@@ -8,7 +8,7 @@ from rank_helpers import run_ranks
 from sharded_helpers import LOSS, TEXT_AND_ONE_IMAGE, batches_of, worker_of
 from tiny_models import encoder_of
 
-from mtrl.compose.memory_limits import KeptPasses
+from mtrl.compose.memory_limits import PassSizes
 from mtrl.memory.preflight import Limits, preflight
 from mtrl.models.state_dicts import exported_weights
 from mtrl.types import Needs, Sampling
@@ -17,7 +17,8 @@ from mtrl.workers.micro_batches import MicroBatching
 FAMILY = "qwen2_5_vl"
 LIMITS = Limits(
     prompts=2, prompts_per_update=2, sampling=Sampling(n=2, max_new_tokens=4), prompt_tokens=40, max_pixels=56**2,
-    update=MicroBatching(60), probe=MicroBatching(60), needs=Needs("old_logprobs", "entropy", "dependency", "attention_mass"),
+    update=MicroBatching(60), probe=MicroBatching(60),
+    needs=Needs("old_logprobs", "entropy", "dependency", "attention_mass"),
 )  # fmt: skip
 
 
@@ -51,12 +52,12 @@ def test_a_rehearsal_on_ranks_leaves_nothing_behind(tmp_path):
 def one_is_full(ranks, batches, file):
     """The second rank's device is full in the middle of the second update. What the first one gets to know is that its
     neighbour has gone: whoever drives them ends both."""
-    kept = KeptPasses(file)
+    kept = PassSizes(file)
     worker = worker_of("actor", FAMILY, MicroBatching(tokens=10**6, ranks=ranks), ranks)
     kept.settle(worker.learner)
     began_with = worker.learner.cut_to
     metrics = [worker.update(batches[:1], LOSS)]
-    if not began_with and not ranks.first:
+    if not began_with and not ranks.is_first:
         fine = worker._loss
 
         def full(batch, loss):

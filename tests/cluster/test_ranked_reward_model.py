@@ -2,15 +2,15 @@
 
 import pytest
 import torch
-from judge_helpers import answered, asked, encoder_judge, text_judge, vision_judge
 from rank_helpers import run_ranks
+from reward_model_helpers import bert_reward_model, make_rollouts, make_task, text_reward_model, vision_reward_model
 from tiny_models import encoder_of, picture
 
 from mtrl.compose.reward_scorer import build_reward_model
 from mtrl.config import load_config
 from mtrl.distributed.learner_proxy import DistributedRewardModel
 from mtrl.distributed.torchrun_group import TorchrunWorkerGroup, serve
-from mtrl.models.parallel.fsdp import Sharding, is_part
+from mtrl.models.parallel.fsdp import Sharding, is_dtensor
 
 FAMILY, CPU = "qwen2_5_vl", torch.device("cpu")
 
@@ -27,20 +27,20 @@ def batches():
     responses that are longer than BERT reads, in a group of their own."""
     encoder = encoder_of(FAMILY)
     seen = [picture(encoder, 2, 2, seed=1), picture(encoder, 4, 3, seed=2)]
-    given = [(asked("which colour"), []), (asked("compare these", 2), seen), (asked("which red"), [])]
+    given = [(make_task("which colour"), []), (make_task("compare these", 2), seen), (make_task("which red"), [])]
     words = ["red", " blue", " which red", " colour", " blue red", " red" * 20, " blue" * 30]
-    several = answered(encoder, given, words, [0, 0, 0, 1, 1, 2, 2])
-    return [several, answered(encoder, given[1:2], words[:1], [0])]
+    several = make_rollouts(encoder, given, words, [0, 0, 0, 1, 1, 2, 2])
+    return [several, make_rollouts(encoder, given[1:2], words[:1], [0])]
 
 
 def on_rank(ranks, config, rollouts):
     worker = build_reward_model(config, Sharding(ranks, CPU))
     model = getattr(worker.model, "model", None) or worker.model.backbone.model
-    assert all(map(is_part, model.parameters())) and not any(p.requires_grad for p in model.parameters())
-    if not ranks.first:
+    assert all(map(is_dtensor, model.parameters())) and not any(p.requires_grad for p in model.parameters())
+    if not ranks.is_first:
         return serve(ranks, {"reward": worker})
     worker_group = TorchrunWorkerGroup(ranks, {"reward": worker})
-    found = [DistributedRewardModel(worker_group).score(each) for each in rollouts]
+    found = [DistributedRewardModel(worker_group, "reward").score(each) for each in rollouts]
     worker_group.close()
     return found
 
@@ -49,7 +49,11 @@ def on_rank(ranks, config, rollouts):
     "kind", ["vision", pytest.param("text", marks=pytest.mark.slow), pytest.param("encoder", marks=pytest.mark.slow)]
 )
 def test_ranks_score_as_one_process(kind, tmp_path):
-    made = {"text": text_judge, "encoder": encoder_judge, "vision": lambda path: vision_judge(path, FAMILY)}[kind]
+    made = {
+        "text": text_reward_model,
+        "encoder": bert_reward_model,
+        "vision": lambda path: vision_reward_model(path, FAMILY),
+    }[kind]
     made(tmp_path / "rm")
     config = config_for(str(tmp_path / "rm"))
     expected = [build_reward_model(config).score(rollouts) for rollouts in batches()]

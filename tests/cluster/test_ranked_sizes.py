@@ -6,13 +6,14 @@ from sharded_helpers import LOSS, LOSSES, TEXT_AND_ONE_IMAGE, batches_of
 from tiny_models import checkpoint
 
 from mtrl.compose.memory_limits import make_plan
-from mtrl.compose.worker_groups import WorkerPlan, build_parts
+from mtrl.compose.worker_groups import WorkerPlan, build_roles
 from mtrl.config import load_config
-from mtrl.memory.estimate import estimate, fake_model, held, shares
-from mtrl.memory.shard_sizes import Split, sizes, whole_gradients, whole_in_a_pass
+from mtrl.memory.estimate import count_held, estimate, local_sizes
+from mtrl.memory.fake_model import FakeModel
+from mtrl.memory.shard_sizes import Split, gathered_gradients, gathered_weights, layer_sizes
 from mtrl.models.families import load_model_config
 from mtrl.models.model_size import critic_tensors, model_size
-from mtrl.models.parallel.fsdp import own_part
+from mtrl.models.parallel.fsdp import local_tensor
 
 FAMILY = "qwen2_5_vl"
 PROMPTS = {"dataset.rollout_batch_size": 64, "worker.actor.global_batch_size": 64}
@@ -40,27 +41,27 @@ def config_for(ranks, strategy="FULL_SHARD", **overrides):
 
 def counted(ranks, config, batches, values):
     """Bytes on this rank after an update of actor and critic; gradients while they are there."""
-    parts = build_parts(WorkerPlan(config, 4, reference=True, refreshed=False, critic=True), ranks)
-    actor, critic = parts["actor"].worker, parts["critic"].worker
+    roles = build_roles(WorkerPlan(config, 4, has_reference=True, syncs_reference=False, has_critic=True), ranks)
+    actor, critic = roles["actor"].worker, roles["critic"].worker
     found = {}
 
     def of(tensors):
-        return sum(own_part(tensor).nbytes for tensor in tensors)
+        return sum(local_tensor(tensor).nbytes for tensor in tensors)
 
     for name, worker in (("gradients", actor), ("gradients of the critic", critic)):
-        learner, move = worker.learner, worker.learner._move_weights
+        learner, move = worker.learner, worker.learner._step_optimizer
 
         def weighed(name=name, learner=learner, move=move):
             found[name] = of(parameter.grad for parameter in learner.parameters)
             move()
 
-        learner._move_weights = weighed
+        learner._step_optimizer = weighed
     actor.update(batches, LOSS)
     critic.update(values, LOSSES["critic"])
     states = [of(w.learner._large_states(w.learner.parameters)) for w in (actor, critic)]
     return found | {
         "weights": of(actor.model.parameters()),
-        "weights of the engine": of(parts["engine"].generator.backbone.model.parameters()),
+        "weights of the engine": of(roles["engine"].generator.backbone.model.parameters()),
         "weights of the reference": of(actor.reference.forward.backbone.model.parameters()),
         "weights of the critic": of(critic.model.parameters()),
         "optimizer state": states[0],
@@ -78,11 +79,11 @@ def test_a_rank_holds_what_the_formula_says(ranks, strategy, tmp_path):
     batches = batches_of("actor", FAMILY, TEXT_AND_ONE_IMAGE)[:1]
     values = batches_of("critic", FAMILY, TEXT_AND_ONE_IMAGE)[:1]
     plan, model = make_plan(config, on_gpu=False), load_model_config(str(checkpoint(FAMILY)))
-    fake = fake_model(model, plan).model
+    fake = FakeModel(model, plan).model
     size, critic = model_size(fake), critic_tensors(fake)
-    expected = {name: part for name, part in held(size, plan, *critic).items() if name in NAMES}
-    expected["gradients"] = 4 * sum(shares(size.learning, plan))
-    expected["gradients of the critic"] = 4 * sum(shares(critic[1], plan))
+    expected = {name: part for name, part in count_held(size, plan, *critic).items() if name in NAMES}
+    expected["gradients"] = 4 * sum(local_sizes(size.learning, plan))
+    expected["gradients of the critic"] = 4 * sum(local_sizes(critic[1], plan))
     whole, parts = 4 * size.parameters, 1 if strategy == "NO_SHARD" else ranks
     assert expected["weights"] == pytest.approx(whole / parts, rel=0.001), "P / W"
     assert expected["weights of the engine"] == whole, "P, whatever W is"
@@ -95,14 +96,14 @@ def test_the_estimate_counts_what_is_gathered():
     plan, model = make_plan(config, on_gpu=False), load_model_config(str(checkpoint(FAMILY)))
     assert plan.split == Split(ranks=32, parts=8, own_engine=True) and plan.limits.prompts == 2
     found = estimate(model, plan, ["probe", "update"])
-    fake = fake_model(model, plan).model
-    layers, rest = sizes(fake)
+    fake = FakeModel(model, plan).model
+    layers, rest = layer_sizes(fake)
     assert sum(layers) + rest == found.parameters and len(layers) > 2
     assert found.phases["probe"]["weights gathered"] == 4 * (rest + 2 * max(layers))
     assert found.phases["update"]["gradients not yet summed"] == 8 * (rest + max(layers))
-    assert whole_in_a_pass(fake, Split(2, 2, stays_whole=True), 2) == 2 * found.parameters
+    assert gathered_weights(fake, Split(2, 2, stays_gathered=True), 2) == 2 * found.parameters
     fake.requires_grad_(False)
-    assert whole_gradients(fake, 2) == 0
+    assert gathered_gradients(fake, 2) == 0
 
 
 def test_ranks_that_share_sequences_have_the_same_rows():
@@ -115,5 +116,5 @@ def test_in_main_memory_nothing_is_held_but_the_engine():
     config = config_for(4, **{"worker.actor.fsdp.cpu_offload": True, "worker.actor.offload.offload_optimizer": True})
     plan = make_plan(config, on_gpu=True)
     assert not plan.offload_optimizer, "it is worked on there"
-    size = model_size(fake_model(load_model_config(str(checkpoint(FAMILY))), plan).model)
-    assert held(size, plan).keys() == {"weights of the engine", "workspaces of cuBLAS"}
+    size = model_size(FakeModel(load_model_config(str(checkpoint(FAMILY))), plan).model)
+    assert count_held(size, plan).keys() == {"weights of the engine", "workspaces of cuBLAS"}

@@ -85,7 +85,7 @@ def test_a_killed_rank_costs_nothing_but_time(tmp_path):
     said = run.communicate(timeout=SECONDS)[0]
     assert run.returncode == 0, said
     assert re.search(r"rank 1 of 2 \(process \d+ on .+\) has ended; its last lines:", said), said
-    assert "actor.update begins" in said and "goes on from its last checkpoint (3 more restarts)" in said
+    assert "actor.update begins" in said and "resumes from its last checkpoint (3 more restarts)" in said
     nothing_is_left(tmp_path / "killed")
 
     expected = weights(tmp_path / "whole")
@@ -124,7 +124,7 @@ def test_an_engine_apart_samples_as_colocated_ones_do(tmp_path):
     alike(completed(tmp_path / "apart", *APART), completed(tmp_path / "shared"), 4)
     logs = {log.stem: log.read_text() for log in (run_of(tmp_path / "apart") / "logs").glob("*_[0-9].log")}
     assert set(logs) == {"rank_0", "rank_1", "engine_0"}
-    assert logs["engine_0"].count("engine.generate begins") >= 4 and logs["engine_0"].count("engine.take ends") == 5
+    assert logs["engine_0"].count("engine.generate begins") >= 4 and logs["engine_0"].count("engine.load ends") == 5
     assert "engine." not in logs["rank_0"] and "actor." not in logs["engine_0"]
 
 
@@ -149,7 +149,7 @@ def test_a_killed_engine_costs_nothing_but_time(tmp_path):
     said = run.communicate(timeout=SECONDS)[0]
     assert run.returncode == 0, said
     assert re.search(r"engine 0 of 1 \(process \d+ on .+\) has ended; its last lines:", said), said
-    assert "goes on from its last checkpoint (3 more restarts)" in said
+    assert "resumes from its last checkpoint (3 more restarts)" in said
     nothing_is_left(tmp_path / "killed")
     same_end(whole, run_of(tmp_path / "killed"), 4)
 

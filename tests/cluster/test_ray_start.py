@@ -38,7 +38,7 @@ def test_a_start_that_took_too_long_is_tried_again(starts):
 
 def test_a_machine_on_which_ray_does_not_start_is_told_in_one_line(starts):
     starts += [SLOW, SLOW, SLOW]
-    with pytest.raises(StartError, match=r"Ray does not start on this machine, after 3 attempts: The current node"):
+    with pytest.raises(StartError, match=r"Ray does not start on this machine in 3 attempts: The current node"):
         worker_group.open_ray(2)
 
 

@@ -24,7 +24,7 @@ def on_rank(ranks, kind, batches, saved, target):
     """Goes on from what was `saved`, learns and writes its own checkpoint."""
     worker = worker_of(kind, FAMILY, MicroBatching(tokens=60, ranks=ranks), ranks)
     parts = {"worker": WorkerHandle(worker)}
-    if not ranks.first:
+    if not ranks.is_first:
         return serve(ranks, parts)
     worker_group = TorchrunWorkerGroup(ranks, parts)
     learner = DistributedLearner(worker_group, "worker")
@@ -110,7 +110,7 @@ def in_parts(ranks, kind, batches, target):
     """The bytes that this rank held for the checkpoint."""
     worker = worker_of(kind, FAMILY, MicroBatching(tokens=60, ranks=ranks), ranks)
     part = Weighed(worker)
-    if not ranks.first:
+    if not ranks.is_first:
         serve(ranks, {"worker": part})
         return part.taken
     worker_group = TorchrunWorkerGroup(ranks, {"worker": part})
@@ -131,7 +131,7 @@ class Part:
         self.ranks = ranks
 
     def write(self, directory):
-        if not self.ranks.first:
+        if not self.ranks.is_first:
             raise OSError(28, "No space left on device")
 
     def add(self, a, b):
@@ -140,7 +140,7 @@ class Part:
 
 def failing_write(ranks):
     parts = {"worker": Part(ranks)}
-    if not ranks.first:
+    if not ranks.is_first:
         return serve(ranks, parts)
     worker_group = TorchrunWorkerGroup(ranks, parts)
     with pytest.raises(OSError) as error:

@@ -9,7 +9,7 @@ from rank_helpers import run_ranks
 from sharded_helpers import LOSS, NEEDS, TEXT_AND_ONE_IMAGE, batches_of, worker_of
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
-from mtrl.models.parallel.fsdp import own_part
+from mtrl.models.parallel.fsdp import local_tensor
 from mtrl.models.state_dicts import exported_weights
 from mtrl.workers import offload
 from mtrl.workers.micro_batches import MicroBatching
@@ -52,14 +52,14 @@ def check_where(worker, cpu_offload=False, offload_optimizer=False):
     assert groups and all(isinstance(each.offload_policy, CPUOffloadPolicy) == cpu_offload for each in groups)
     if offload_optimizer:
         pieces = worker.learner.pieces
-        parts = [[own_part(weight).nbytes for weight in piece] for piece, _ in pieces]
+        parts = [[local_tensor(weight).nbytes for weight in piece] for piece, _ in pieces]
         assert len(parts) > 3
         for piece, following in pairwise(parts):
             assert sum(piece) + following[0] > offload.PIECE, "a piece is full of what this rank holds"
-        for piece, parked in pieces:
+        for piece, offloaded in pieces:
             states = [worker.learner.optimizer.state[p][kind] for p in piece for kind in ("exp_avg", "exp_avg_sq")]
-            places = {place.data_ptr() for place in parked._places}
-            assert {own_part(state).data_ptr() for state in states} == places, "they lie where they were parked"
+            places = {place.data_ptr() for place in offloaded._buffers}
+            assert {local_tensor(state).data_ptr() for state in states} == places, "they lie where they were parked"
 
 
 @pytest.mark.slow

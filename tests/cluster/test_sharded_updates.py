@@ -116,7 +116,7 @@ def in_bf16(ranks, family, batches):
     sharding = Sharding(ranks, CPU, compute_dtype=torch.bfloat16)
     model = load_model(checkpoint(family))
     if ranks.group is not None:
-        model = sharding.spread(empty_model(checkpoint(family)), lambda: load_model(checkpoint(family)))
+        model = sharding.load_sharded(empty_model(checkpoint(family)), lambda: load_model(checkpoint(family)))
     assert model.dtype == torch.float32
     forward = Forward(Backbone(model, torch.bfloat16, ranks=ranks), encoder_of(family))
     batching = MicroBatching(tokens=60, ranks=ranks)

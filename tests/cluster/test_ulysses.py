@@ -1,6 +1,7 @@
 """Ranks that share sequences say what one process says, and learn what it learns."""
 
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,12 +15,12 @@ from sharded_helpers import CPU, MIXED, ONE_GROUP, TEXT_AND_ONE_IMAGE, check
 from tiny_models import encoder_of, fresh_backbone, plain_logp, prompts_for, random_rollouts, shared_backbone
 
 from mtrl.cli import main
-from mtrl.compose.worker_groups import WorkerPlan, check_shareable
+from mtrl.compose.worker_groups import WorkerPlan, check_sequence_parallel
 from mtrl.config import ConfigError, load_config
-from mtrl.models.backbone import unshareable
+from mtrl.models.backbone import explain_no_sequence_parallel
 from mtrl.models.forward import Forward
-from mtrl.models.parallel.ranks import Ranks
-from mtrl.models.parallel.sequence import NO_SEQUENCE_PARALLEL, share_sequences, unshareable_heads
+from mtrl.models.parallel.ranks import SINGLE_PROCESS, Ranks
+from mtrl.models.parallel.sequence import SequenceParallelGroup, explain_indivisible_heads, make_sp_group
 from mtrl.models.perturb import Perturbation
 from mtrl.tracking.run_files import read_rows
 from mtrl.types import Needs
@@ -43,11 +44,10 @@ NEEDS = Needs(
 
 
 # ----------------------------------------------------------------------------------------------- passes, without FSDP
-def passes(family, ranks=None, sharers=NO_SEQUENCE_PARALLEL):
+def passes(family, ranks=SINGLE_PROCESS):
     """Log-probs, signals, and gradients of a loss that no token has to itself, by layout."""
     backbone = fresh_backbone(family)
-    if ranks is not None:
-        backbone.ranks = ranks
+    backbone.ranks = ranks
     widths, patches, run_tower = [], [], backbone.run_tower
     backbone.run_tower = lambda pixels, grids: patches.append(len(pixels)) or run_tower(pixels, grids)
     backbone.language_model.layers[0].mlp.register_forward_hook(lambda _, given, made: widths.append(made.shape[1]))
@@ -56,7 +56,7 @@ def passes(family, ranks=None, sharers=NO_SEQUENCE_PARALLEL):
     weights = torch.randn(rollouts.mask.shape, generator=torch.Generator().manual_seed(1))
     found = {}
     for name, options in LAYOUTS.items():
-        forward = Forward(backbone, encoder_of(family), 0.7, sharers=sharers, chunk=7, **options)
+        forward = Forward(backbone, encoder_of(family), 0.7, chunk=7, **options)
         signals = forward.signals(rollouts, NEEDS, views)
         widths.clear(), patches.clear()
         backbone.model.zero_grad()
@@ -64,7 +64,7 @@ def passes(family, ranks=None, sharers=NO_SEQUENCE_PARALLEL):
         (weights * logp).sum(1).tanh().sum().backward()
         own = {each: p.grad.clone() for each, p in backbone.model.named_parameters() if p.grad is not None}
         grads = {each: grad.clone() for each, grad in own.items()}
-        for each in grads if ranks is not None else ():
+        for each in grads if ranks.size > 1 else ():
             dist.all_reduce(grads[each])
         hidden = forward.response_hidden(rollouts)
         found[name] = SimpleNamespace(
@@ -76,12 +76,16 @@ def passes(family, ranks=None, sharers=NO_SEQUENCE_PARALLEL):
             tokens=len(hidden),
             patches=sum(patches[:1]),
         )
-    maps = Forward(backbone, encoder_of(family), sharers=sharers).maps(rollouts.rows(torch.tensor([0])), [0, 3])
+    maps = Forward(backbone, encoder_of(family)).maps(rollouts.rows(torch.tensor([0])), [0, 3])
     return found, maps
 
 
+def in_one_group(ranks):
+    return replace(ranks, sp_group=make_sp_group(ranks.size))
+
+
 def on_rank(ranks, family):
-    return passes(family, ranks, share_sequences(ranks.size))
+    return passes(family, in_one_group(ranks))
 
 
 def agree(family, size, folder):
@@ -129,9 +133,9 @@ def test_more_ranks_than_heads_of_keys(family, tmp_path):
 def by_blocks(ranks):
     """Signals by the mask that a GPU has, in blocks."""
     backbone = fresh_backbone("qwen3_vl")
-    backbone.ranks, backbone.sight_mask = ranks, lambda sight, packed: sight.blocks(CPU)
+    backbone.ranks, backbone.make_mask = in_one_group(ranks), lambda documents, packed: documents.blocks(CPU)
     rollouts = random_rollouts(prompts_for("qwen3_vl"), *MIXED)
-    forward = Forward(backbone, encoder_of("qwen3_vl"), packed=True, sharers=share_sequences(ranks.size))
+    forward = Forward(backbone, encoder_of("qwen3_vl"), packed=True)
     return forward.signals(rollouts, Needs("old_logprobs", "attention_mass"))
 
 
@@ -143,16 +147,15 @@ def test_flex_attention_of_a_share_of_the_heads(tmp_path):
     )
     for found in run_ranks(2, by_blocks, tmp_path):
         close(found.old_logprobs, expected.old_logprobs, rtol=1e-5, atol=3e-5)
-        close(found.mass, expected.attention_mass, rtol=1e-5, atol=3e-5)
+        close(found.attention_mass, expected.attention_mass, rtol=1e-5, atol=3e-5)
 
 
 def one_token(ranks, family):
     """Fewer response tokens than ranks: the last has none, and goes along."""
     backbone = fresh_backbone(family)
-    sharers = NO_SEQUENCE_PARALLEL
     if ranks is not None:
-        backbone.ranks, sharers = ranks, share_sequences(ranks.size)
-    forward = Forward(backbone, encoder_of(family), sharers=sharers)
+        backbone.ranks = in_one_group(ranks)
+    forward = Forward(backbone, encoder_of(family))
     logp = forward.logp(random_rollouts(prompts_for(family), [3], [1]))
     logp.sum().backward()
     grad = backbone.output_matrix.grad
@@ -170,20 +173,20 @@ def test_a_rank_without_a_token(tmp_path):
 
 # --------------------------------------------------------------------------------------------------- updates, by FSDP
 def test_two_ranks_learn_as_one_process(tmp_path):
-    check("actor", "qwen2_5_vl", ONE_GROUP, tmp_path, sizes=(2,), updates=3, sharers=2)
+    check("actor", "qwen2_5_vl", ONE_GROUP, tmp_path, sizes=(2,), updates=3, sp_size=2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["actor", "tprl", "full divergence", "critic", "lora", "frozen tower"])
 def test_all_that_learns(kind, tmp_path):
-    check(kind, "qwen3_vl", TEXT_AND_ONE_IMAGE, tmp_path, sizes=(2,), sharers=2)
+    check(kind, "qwen3_vl", TEXT_AND_ONE_IMAGE, tmp_path, sizes=(2,), sp_size=2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD"])
 def test_two_groups_of_two(strategy, tmp_path):
     """Rows are dealt out to groups, and one group sees an image that the other does not."""
-    options = {"strategy": strategy, "per_node": 2, "checkpointing": True, "sharers": 2}
+    options = {"strategy": strategy, "per_node": 2, "checkpointing": True, "sp_size": 2}
     check("actor", "qwen3_vl", TEXT_AND_ONE_IMAGE, tmp_path, sizes=(4,), **options)
 
 
@@ -194,7 +197,7 @@ WORDS = ("training.max_steps=3", "training.save_freq=3", "training.val_freq=-1",
 def trained(ranks, output, *words):
     """`mtrl train` as torchrun would start it."""
     if ranks is not None:
-        os.environ |= {"TORCHELASTIC_RUN_ID": "test", "RANK": str(ranks.number), "WORLD_SIZE": str(ranks.size)}
+        os.environ |= {"TORCHELASTIC_RUN_ID": "test", "RANK": str(ranks.rank), "WORLD_SIZE": str(ranks.size)}
     try:
         return main(train_arguments(output, *WORDS, *words))
     except SystemExit as end:
@@ -223,25 +226,26 @@ def test_a_run_of_two_that_share_is_the_run_of_one(tmp_path):
 
 # ----------------------------------------------------------------------------------------------------------- refusals
 def test_heads_that_do_not_divide_are_refused():
-    assert unshareable_heads(28, 4, 4) is unshareable_heads(28, 4, 2) is unshareable_heads(16, 2, 8) is None
-    assert "its 28 attention heads cannot be dealt out to 8 ranks; take a divisor of 28" in unshareable_heads(28, 4, 8)
-    assert "its 4 heads of keys and values cannot be dealt out to 6 ranks" in unshareable_heads(12, 4, 6)
+    explain = explain_indivisible_heads
+    assert explain(28, 4, 4) is explain(28, 4, 2) is explain(16, 2, 8) is None
+    assert "its 28 attention heads cannot be divided among 8 ranks; set a divisor of 28" in explain(28, 4, 8)
+    assert "its 4 heads of keys and values cannot be divided among 6 ranks" in explain(12, 4, 6)
     unknown = SimpleNamespace(model_type="qwen3_next")
-    assert "not known to be exact for the family 'qwen3_next'; set it to 1" in unshareable(unknown, 2)
+    assert "not known to be exact for the family 'qwen3_next'; set it to 1" in explain_no_sequence_parallel(unknown, 2)
 
 
 def test_a_run_is_refused_before_any_process_starts():
     words = {"worker.actor.ulysses_size": 4, "training.n_gpus_per_node": 4}
-    plan = WorkerPlan(load_config(None, words), 1, reference=False, refreshed=False, critic=False)
+    plan = WorkerPlan(load_config(None, words), 1, has_reference=False, syncs_reference=False, has_critic=False)
     with pytest.raises(
-        ConfigError, match=r"worker\.actor\.ulysses_size: 4 ranks cannot share .* its 6 attention heads"
+        ConfigError, match=r"worker\.actor\.ulysses_size: 4 ranks cannot split .* its 6 attention heads"
     ):
-        check_shareable(plan)
+        check_sequence_parallel(plan)
 
 
 def test_budgets_are_of_what_a_rank_holds():
     rollouts = random_rollouts(prompts_for("qwen2"), *MIXED)
-    batching, ranks = MicroBatching(tokens=40), Ranks(size=2)
-    assert batching.over(ranks, 2) == MicroBatching(tokens=80, ranks=ranks)
-    assert len(batching.over(ranks, 2).split(rollouts)) < len(batching.split(rollouts))
-    assert MicroBatching(at_least=9).over(ranks, 2).at_least == 18
+    batching, ranks = MicroBatching(tokens=40), Ranks(size=2, sp_group=SequenceParallelGroup(size=2))
+    assert batching.over(ranks) == MicroBatching(tokens=80, ranks=ranks)
+    assert len(batching.over(ranks).split(rollouts)) < len(batching.split(rollouts))
+    assert MicroBatching(at_least=9).over(ranks).at_least == 18

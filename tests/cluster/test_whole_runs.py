@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from judge_helpers import vision_judge
+from reward_model_helpers import vision_reward_model
 from run_helpers import metrics_of, run_of, train_arguments
 from safetensors.torch import load_file
 from soak.torchrun_ranks import said, start
@@ -81,7 +81,7 @@ def test_two_ranks_train_as_one_process(name, tmp_path, monkeypatch):
     settings, of_ranks = RUNS[name]
     settings = (*TPRL, *settings)
     if name == "reward model":
-        settings = (*settings, f"worker.reward.model_path={vision_judge(tmp_path / 'judge', 'qwen2_5_vl')}")
+        settings = (*settings, f"worker.reward.model_path={vision_reward_model(tmp_path / 'judge', 'qwen2_5_vl')}")
     expected = alone(tmp_path / "alone", settings)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
     for number, more in enumerate(of_ranks):

@@ -26,6 +26,7 @@ from mtrl.models.perturb import Perturbation
 from mtrl.models.tiny import make_tiny_checkpoint
 from mtrl.types import SEGMENTS, TEXT_POOL, VISION_POOL, Needs
 
+pytestmark = pytest.mark.pairwise("family", "route")
 GROUP, LENGTHS = [0, 0, 1, 3, 0, 2, 3], [6, 2, 4, 1, 0, 6, 5]
 
 
@@ -51,7 +52,7 @@ def eager_model(family):
 @lru_cache
 def eager_shares(family, row, last_k=None):
     """{segment: [L + length, 2]}: the spec's order by hand, in float64, from the matrices of one row by itself."""
-    pool = rollouts_for(family).prompts[GROUP[row]].pool
+    pool = rollouts_for(family).prompts[GROUP[row]].token_pool
     maps = eager_maps(family, row, last_k)
     return {
         name: torch.stack([each[:, pool == kind].sum(1) for kind in (TEXT_POOL, VISION_POOL)], -1)
@@ -107,7 +108,7 @@ def test_prompt_masses_equal_those_of_eager_matrices(family, route):
         rollouts, Needs("old_logprobs", "attention_mass")
     )
     for row in range(len(GROUP)):
-        pool = rollouts.prompts[GROUP[row]].pool
+        pool = rollouts.prompts[GROUP[row]].token_pool
         seen = (pool == VISION_POOL).nonzero()
         begin = max(int(seen[-1]) + 1 if len(seen) else 0, 1)  # the sink itself sees nothing that counts
         for name, shares in eager_shares(family, row).items() if len(seen) else ():
@@ -163,9 +164,9 @@ def test_maps_equal_those_of_eager_matrices(family, route):
         for number, name in enumerate(SEGMENTS):
             close(maps[:, number], eager_maps(family, row)[name][[size - 1 + token for token in tokens]])
         mass = forward.signals(one, Needs("attention_mass")).attention_mass[0, tokens]
-        sums = torch.stack([maps[..., prompt.pool == pool].sum(-1) for pool in (TEXT_POOL, VISION_POOL)], -1)
+        sums = torch.stack([maps[..., prompt.token_pool == pool].sum(-1) for pool in (TEXT_POOL, VISION_POOL)], -1)
         close(sums, mass.nan_to_num())
-        assert maps[:, SEGMENTS.index("all"), prompt.pool == VISION_POOL].std() > 1e-3, "worth drawing"
+        assert maps[:, SEGMENTS.index("all"), prompt.token_pool == VISION_POOL].std() > 1e-3, "worth drawing"
 
 
 @pytest.mark.parametrize("family", VISION_FAMILIES[:1], indirect=True)
@@ -185,7 +186,7 @@ def test_maps_of_whole_responses_equal_those_of_eager_matrices(family, route, la
     signals = forward.signals(rollouts, Needs("attention_maps", "attention_mass"))
     assert signals.old_logprobs is None, "the vocabulary is left alone"
     for row, length in enumerate(LENGTHS):
-        pool = rollouts.prompts[GROUP[row]].pool
+        pool = rollouts.prompts[GROUP[row]].token_pool
         if not length or not (pool == VISION_POOL).any():
             assert signals.attention_maps[row] is None
             continue
@@ -218,9 +219,9 @@ def test_pieces_make_the_same_maps(family, route, monkeypatch):
 def test_maps_that_are_too_large_are_left_out(family, monkeypatch):
     rollouts = rollouts_for(family)
     forward = Forward(shared_backbone(family), encoder_of(family))
-    image_tokens = int((rollouts.prompts[0].pool == VISION_POOL).sum())
-    monkeypatch.setattr(attention_maps, "CELLS_OF_A_RESPONSE", 5 * image_tokens)
+    image_tokens = int((rollouts.prompts[0].token_pool == VISION_POOL).sum())
+    monkeypatch.setattr(attention_maps, "CELLS_PER_RESPONSE", 5 * image_tokens)
     maps = forward.signals(rollouts, Needs("attention_maps")).attention_maps
     assert maps[0] is None and maps[1] is not None, "six tokens are one too many"
-    monkeypatch.setattr(attention_maps, "CELLS_OF_A_PASS", 0)
+    monkeypatch.setattr(attention_maps, "CELLS_PER_PASS", 0)
     assert forward.signals(rollouts, Needs("attention_maps")).attention_maps == (None,) * len(rollouts)

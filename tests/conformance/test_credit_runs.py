@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import close, fake_experience, fake_rollouts, padded
-from run_helpers import metrics_of, run_of, train_arguments
+from run_helpers import metrics_of, run_of, tiny_arguments, train_arguments
 
 from mtrl.algorithms.credit import assign
 from mtrl.algorithms.credit.entropy_change import EntropyChange
@@ -52,7 +52,7 @@ def test_it_multiplies_the_advantage():
 
 # ------------------------------------------------------------------------------------------------------------- in a run
 def run(output, *overrides):
-    status = main(train_arguments(output, "training.max_steps=2", "training.val_freq=-1", *overrides))
+    status = main(tiny_arguments(output, "training.max_steps=2", "training.val_freq=-1", *overrides))
     return status, metrics_of(run_of(output))
 
 
@@ -76,8 +76,13 @@ def test_the_oracle_reads_the_responses_of_a_run(tmp_path):
     """By a function of the user's: the first token of every answer, <think>, is what counts."""
     spans = tmp_path / "mine.py"
     spans.write_text("def spans(row, response):\n    assert row['options']\n    return [(0, 7)]\n")
-    status, rows = run(tmp_path, *PLAIN, f"optimization.credit=[{{name: oracle, spans: '{spans}:spans'}}]")
-    step = rows[1, False]
+    more = (
+        "training.max_steps=1",
+        "training.val_freq=-1",
+        f"optimization.credit=[{{name: oracle, spans: '{spans}:spans'}}]",
+    )
+    status = main(train_arguments(tmp_path, *PLAIN, *more))
+    step = metrics_of(run_of(tmp_path))[1, False]
     assert status == 0 and step["actor/grad_norm"] >= 0
     assert step["actor/combined_token_fraction"] == pytest.approx(1 / step["response_length/mean"], rel=0.01)
 
@@ -86,23 +91,16 @@ def test_a_users_file_named_in_a_yaml_trains(tmp_path):
     config = tmp_path / "run.yaml"
     rule = {"name": f"{EXAMPLE}:EntropyChange", "strength": 0.5}
     config.write_text(json.dumps({"optimization": {"credit": [rule], "disable_divergence": True}}))
-    status = main(
-        [*train_arguments(tmp_path, "training.max_steps=2", "training.experiment_name=zoo"), str(config), *ZOO]
-    )
+    status = main([*tiny_arguments(tmp_path, "training.max_steps=2"), str(config)])
     rows = metrics_of(run_of(tmp_path))
     assert status == 0 and rows[1, False]["actor/my_mean_weight"] == pytest.approx(1, abs=0.2)
     assert rows[2, False]["actor/grad_norm"] > 0
 
 
-ZOO = (
-    "dataset.min_pixels=3136", "dataset.max_pixels=3136", "dataset.max_prompt_length=96",
-    "dataset.max_response_length=24", "worker.actor.fsdp.mixed_precision_dtype=fp32", "worker.reward.num_cpus=1",
-)  # fmt: skip
-
 HEAD = """
 from dataclasses import dataclass
 import torch
-from mtrl.algorithms.credit import Filter, Term, Weight
+from mtrl.algorithms.credit import Bonus, Filter, Weight
 from mtrl.types import Needs
 
 @dataclass(frozen=True)
@@ -110,28 +108,28 @@ from mtrl.types import Needs
 WRONG = {
     "asks for what nobody measures": (
         "class Mine(Weight):\n    needs = Needs('values')\n    def apply(self, experience, key): ...",
-        "Mine asks for the signal values, which a critic measures, and there is none; set optimization.advantage_esti",
+        "Mine needs the signal values, and there is no critic to measure it; set optimization.advantage_esti",
     ),
     "asks for what does not exist": (
         "class Mine(Weight):\n    needs = Needs('gaze')\n    def apply(self, experience, key): ...",
-        "there is no signal gaze; there are old, ",
+        "there is no signal gaze; there are old_logprobs, ",
     ),
     "a wrong shape": (
         "class Mine(Weight):\n    def apply(self, experience, key):\n        return torch.ones(3)",
         "credit rule Mine returned torch.float32 of [3]; it must return a tensor of [8, ",
     ),
     "not a number": (
-        "class Mine(Term):\n    def apply(self, experience, key):\n        return experience.advantage / 0",
+        "class Mine(Bonus):\n    def apply(self, experience, key):\n        return experience.advantage / 0",
         "credit rule Mine returned",
     ),
     "a negative weight": (
         "class Mine(Weight):\n    def apply(self, experience, key):\n        return -torch.ones(len(experience))",
         "credit rule Mine returned the weight -1; a weight is at least 0",
     ),
-    "its speaks_for is wrong": (
+    "its applies_to is wrong": (
         "class Mine(Filter):\n    def apply(self, experience, key):\n        return experience.rollouts.mask\n"
-        "    def speaks_for(self, experience):\n        return torch.ones(1)",
-        "credit rule Mine: speaks_for must return a bool for each of 8 responses",
+        "    def applies_to(self, experience):\n        return torch.ones(1)",
+        "credit rule Mine: applies_to must return a bool for each of 8 responses",
     ),
     "its metrics raise": (
         "class Mine(Weight):\n    def apply(self, experience, key): ...\n"
@@ -150,7 +148,7 @@ def test_refused_or_stopped_with_one_clear_line(fault, tmp_path, capsys):
     body, said = WRONG[fault]
     file = tmp_path / "mine.py"
     file.write_text(HEAD + textwrap.dedent(body) + "\n")
-    status = main(train_arguments(tmp_path, *PLAIN, "training.max_steps=1", f"optimization.credit=[{file}:Mine]"))
+    status = main(tiny_arguments(tmp_path, *PLAIN, "training.max_steps=1", f"optimization.credit=[{file}:Mine]"))
     errors = [line for line in capsys.readouterr().err.splitlines() if said in line]
     assert status in (1, 2) and len(errors) == 1
 
@@ -165,5 +163,5 @@ def test_refused_or_stopped_with_one_clear_line(fault, tmp_path, capsys):
     ],
 )
 def test_arguments_are_checked_before_the_first_step(rule, said, tmp_path, capsys):
-    assert main(train_arguments(tmp_path, f"optimization.credit=[{rule}]")) == 2
+    assert main(tiny_arguments(tmp_path, f"optimization.credit=[{rule}]")) == 2
     assert said in capsys.readouterr().err

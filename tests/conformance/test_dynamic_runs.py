@@ -1,13 +1,13 @@
-"""Filtering, replay and greedy baselines in real runs of the embedded model, as small as they get."""
+"""Filtering, replay and greedy baselines in real runs, as small as they get."""
 
 import json
 import math
 import shutil
 
 import pytest
-from run_helpers import SETTINGS, STEPS, metrics_of, run_of, same_end, train_arguments
+from run_helpers import QUESTIONS, SETTINGS, STEPS, metrics_of, run_of, same_end, tiny_arguments, tiny_run_files
 
-from mtrl.checkpoint.folder_store import checkpoints, read_state
+from mtrl.checkpoint.folder_store import list_checkpoints, read_state
 from mtrl.cli import main
 from mtrl.tracking.run_files import read_rows
 
@@ -18,7 +18,8 @@ NO_VALIDATION = ("training.val_freq=-1", "training.val_before_train=false")
 
 def trained(output, *overrides):
     """Status, and the rows of the steps."""
-    status = main(train_arguments(output, *SETTINGS, *NO_VALIDATION, *overrides))
+    rewards = f"worker.reward.functions=[{tiny_run_files() / 'rewards.py'}:accuracy,format]"
+    status = main(tiny_arguments(output, *SETTINGS, *NO_VALIDATION, rewards, *overrides))
     return status, [row for (_, validated), row in sorted(metrics_of(run_of(output)).items()) if not validated]
 
 
@@ -27,7 +28,7 @@ def goes_on_to_the_same_end(tmp_path, *overrides, steps=STEPS):
     for name in ("whole", "parts"):
         assert trained(tmp_path / name, *overrides)[0] == 0
     saves = run_of(tmp_path / "parts") / "checkpoints"
-    for path in checkpoints(saves)[1:]:
+    for path in list_checkpoints(saves)[1:]:
         shutil.rmtree(path)
     (saves / "best_model").unlink(missing_ok=True)
     status, rows = trained(tmp_path / "parts", *overrides)
@@ -46,14 +47,16 @@ def test_a_filtered_run_refills_and_counts_every_prompt(tmp_path):
     assert total["refilled"] > 0 and total["dropped"] == total["refilled"], "every batch is full in the end"
     assert all(row["filtering/prompts_used"] == 2 and row["actor/grad_norm"] > 0 for row in rows)
     state = read_state(run_of(tmp_path) / "checkpoints" / f"step_{STEPS}")
-    assert state["prompts"] == total and state["source"]["position"] == total["used"] + total["dropped"]
+    read = QUESTIONS * state["source"]["epoch"] + state["source"]["position"]
+    assert state["prompts"] == total and read == total["used"] + total["dropped"]
     assert rows[-1]["filtering/prompts_dropped_so_far"] == total["dropped"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rewards", ["[accuracy,format]", "[accuracy,vgr]"])
-def test_a_filtered_run_goes_on_to_the_bit(tmp_path, rewards):
-    words = (*FILTERED, "optimization.max_refills=9", f"worker.reward.functions={rewards}")
+@pytest.mark.parametrize("other", ["format", "vgr"])
+def test_a_filtered_run_goes_on_to_the_bit(tmp_path, other):
+    rewards = f"worker.reward.functions=[{tiny_run_files() / 'rewards.py'}:accuracy,{other}]"
+    words = (*FILTERED, "optimization.max_refills=20", rewards)
     rows = goes_on_to_the_same_end(tmp_path, *words)
     assert sum(row["filtering/prompts_refilled"] for row in rows) > 0
 
@@ -112,6 +115,7 @@ def test_a_replaying_run_goes_on_to_the_bit(tmp_path):
 
 @pytest.mark.slow
 def test_filtering_and_replay_together_go_on_to_the_bit(tmp_path):
-    words = (*FILTERED, *REPLAYED, "optimization.max_refills=0", "worker.reward.functions=[accuracy,vgr]")
+    rewards = f"worker.reward.functions=[{tiny_run_files() / 'rewards.py'}:accuracy,vgr]"
+    words = (*FILTERED, *REPLAYED, "optimization.max_refills=0", rewards)
     rows = goes_on_to_the_same_end(tmp_path, *words, steps=6)
     assert sum(row["replay/hits"] for row in rows[2:]) > 0 and sum(row["filtering/prompts_dropped"] for row in rows) > 0

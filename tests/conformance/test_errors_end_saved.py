@@ -1,14 +1,14 @@
-"""Real runs of the embedded model that an error ends, or whose images are damaged: saved, and resumed to the bit."""
+"""Real runs that an error ends, or whose images are damaged: saved, and resumed bitwise."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
-from run_helpers import TINY, metrics_of, same_end
+from run_helpers import metrics_of, same_end, tiny_run_files, tiny_settings
 
 from mtrl.compose.run import Run, build, configure
 from mtrl.data.sampler import epoch_order
-from mtrl.embedded.embedded_rows import CONFIG_FILE, ZooRows
 from mtrl.protocols import Tracker
 from mtrl.utils.errors import Diverged, RunError
 
@@ -20,12 +20,8 @@ ORDER = epoch_order(ROWS, SEED, 0).tolist()
 def damage_shows_late():
     """The scan decodes no image, so that a run begins with those that no header shows to be damaged."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mtrl.data.dataset.SAMPLED", 0)
+        patch.setattr("mtrl.data.dataset.SAMPLED_ROWS", 0)
         yield
-
-
-def image_of(index: int, folder: Path) -> None:
-    ZooRows("train").read(index)["images"][0].save(folder / f"{index}.png")
 
 
 def damage(index: int, folder: Path) -> None:
@@ -37,14 +33,14 @@ def damage(index: int, folder: Path) -> None:
 
 
 def write_data(folder: Path, damaged: list[int]) -> None:
-    """Questions of the embedded task with their pictures in files."""
+    """The first questions of the tiny run, with their pictures in files."""
     folder.mkdir()
     for index in range(ROWS):
-        image_of(index, folder)
+        shutil.copy(tiny_run_files() / f"{index}.png", folder)
     for index in damaged:
         damage(index, folder)
-    rows = [ZooRows("train").read(index) | {"images": [f"{index}.png"]} for index in range(ROWS)]
-    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    rows = (tiny_run_files() / "train.jsonl").read_text().splitlines()
+    (folder / "train.jsonl").write_text("\n".join(rows[:ROWS]))
 
 
 class Breaking(Tracker):
@@ -59,11 +55,12 @@ class Breaking(Tracker):
 
 
 def run_in(folder: Path, breaks_at: int | None = None, on_bad_row: str = "scan") -> Run:
-    overrides = [*TINY, f"dataset.rollout_batch_size={BATCH}", f"dataset.train_files={folder / 'data' / 'train.jsonl'}",
-                 f"dataset.seed={SEED}", f"training.output_dir={folder}", f"training.max_steps={STEPS}",
+    overrides = [*tiny_settings(), f"dataset.train_files={folder / 'data' / 'train.jsonl'}",
+                 f"dataset.rollout_batch_size={BATCH}", f"dataset.seed={SEED}",
+                 f"training.output_dir={folder}", f"training.max_steps={STEPS}",
                  "training.val_freq=-1", "training.val_before_train=false", "training.save_freq=-1",
                  "dataset.val_files=", f"dataset.on_bad_row={on_bad_row}"]  # fmt: skip
-    return build(configure(CONFIG_FILE, overrides)[0], trackers=[Breaking(breaks_at)])
+    return build(configure(None, overrides)[0], trackers=[Breaking(breaks_at)])
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +102,7 @@ def test_an_error_costs_nothing_and_the_same_command_goes_on_to_the_bit(whole, t
 
 def test_many_bad_rows_end_the_run_saved_and_it_goes_on_without_them(tmp_path, capfd):
     write_data(tmp_path / "data", [ORDER[0], ORDER[4]])
-    with pytest.raises(RunError, match=r"2 of the 6 rows asked so far could not be read.*on_bad_row=skip"):
+    with pytest.raises(RunError, match=r"2 of the 6 rows drawn so far could not be read.*on_bad_row=skip"):
         run_in(tmp_path).train()
     assert "saved after step 1" in capfd.readouterr().err
     (tmp_path / "data" / f"{ORDER[0]}.png").unlink()
@@ -119,14 +116,14 @@ def test_weights_that_have_diverged_are_not_saved(tmp_path, monkeypatch):
     """They would be the newest checkpoint, and the same command would go on from them."""
     write_data(tmp_path / "data", [])
     run = run_in(tmp_path)
-    gather = run.loop.gather
+    collect = run.loop.collect
 
     def diverge(step):
         if step == 2:
             raise Diverged("the logits are NaN")
-        return gather(step)
+        return collect(step)
 
-    monkeypatch.setattr(run.loop, "gather", diverge)
+    monkeypatch.setattr(run.loop, "collect", diverge)
     with pytest.raises(Diverged):
         run.train()
     assert run.loop.done == 2 and not list((run.directory / "checkpoints").glob("step_*"))

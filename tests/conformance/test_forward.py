@@ -24,6 +24,7 @@ from mtrl.models.forward import Forward
 from mtrl.models.perturb import Perturbation
 from mtrl.types import VISION_POOL, Needs
 
+pytestmark = pytest.mark.pairwise("family", "route")
 # Groups uneven and not in order; responses unequal, one empty, one prompt (the third) without any.
 GROUP, LENGTHS = [0, 0, 1, 3, 0, 1, 3], [6, 2, 4, 1, 0, 6, 5]
 
@@ -106,7 +107,7 @@ def test_similarity_to_the_image_equals_a_plain_forward(family, forward):
         inputs = plain_inputs(encoder_of(family), prompt, rollouts.tokens[row, :length])
         with torch.no_grad():
             states = plain_model(family)(**inputs, output_hidden_states=True).hidden_states[-1][0]
-        seen = states[: len(prompt.ids)][prompt.pool == VISION_POOL]
+        seen = states[: len(prompt.ids)][prompt.token_pool == VISION_POOL]
         image = (seen / seen.norm(dim=-1, keepdim=True)).mean(0) if len(seen) else torch.zeros_like(states[0])
         predicting = states[len(prompt.ids) - 1 : len(prompt.ids) - 1 + length]
         close(signals.similarity[row, :length], torch.cosine_similarity(predicting, image, dim=-1))
@@ -299,7 +300,7 @@ def test_every_family_that_may_share_its_prefix_is_exact(kind):
         for parameter in backbone.model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(8)
-    assert backbone.shares_prefixes
+    assert backbone.can_share_prefix
     rollouts = rollouts_for("qwen2")
     forwards = [Forward(backbone, encoder_of("qwen2"), **route) for route in ROUTES.values()]
     plain = Forward(backbone, encoder_of("qwen2"), share_prefix=False).signals(rollouts).old_logprobs
@@ -310,4 +311,4 @@ def test_every_family_that_may_share_its_prefix_is_exact(kind):
 
 def test_an_unknown_family_reads_its_prompt_for_each_response():
     config = AutoConfig.for_model("stablelm", **TEXT_SIZES)
-    assert not Backbone(AutoModelForCausalLM.from_config(config)).shares_prefixes
+    assert not Backbone(AutoModelForCausalLM.from_config(config)).can_share_prefix

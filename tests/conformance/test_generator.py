@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch_ops as plain
 from tiny_models import (
     TINY_FAMILIES,
     VISION_FAMILIES,
@@ -32,13 +33,14 @@ from mtrl.models.forward import Forward
 from mtrl.models.load_model import load_model
 from mtrl.models.state_dicts import exported_weights
 from mtrl.rollout import local
-from mtrl.rollout.decode import torch_ops as plain
 from mtrl.rollout.decode.engine import GraphGenerator
 from mtrl.rollout.decode.step import Ops
 from mtrl.rollout.local import LocalGenerator
 from mtrl.rollout.vllm.generator import VllmGenerator
 from mtrl.types import Needs, Sampling, Weights
 from mtrl.utils.errors import RunError
+
+pytestmark = pytest.mark.pairwise("family", "engine", "fresh_engine")
 
 
 def decode_engine(backbone, encoder):
@@ -115,7 +117,7 @@ def same_rows(actual, rows, expected):
         assert int(actual.mask[row].sum()) == length
         assert torch.equal(actual.tokens[row, :length], expected.tokens[other, :length])
         close(actual.rollout_logprobs[row, :length], expected.rollout_logprobs[other, :length])
-        assert actual.text[row] == expected.text[other] and actual.finish[row] == expected.finish[other]
+        assert actual.text[row] == expected.text[other] and actual.finish_reason[row] == expected.finish_reason[other]
 
 
 def close(actual, expected, atol=TOLERANCE):
@@ -238,7 +240,7 @@ def test_a_higher_limit_only_adds_tokens(family, engine):
     for row in range(len(short)):
         length = int(short.mask[row].sum())
         assert torch.equal(short.tokens[row, :length], long.tokens[row, :length])
-        assert long.mask[row].sum() > 5 if short.finish[row] == "length" else long.mask[row].sum() == length
+        assert long.mask[row].sum() > 5 if short.finish_reason[row] == "length" else long.mask[row].sum() == length
 
 
 def test_seed_step_and_sample_make_the_difference(family, engine):
@@ -295,19 +297,19 @@ def test_records_are_complete(family, encoder, engine):
         assert rollouts.text[row] == encoder.decode(said)
         stops = torch.isin(said, torch.tensor(encoder.stop_ids))
         assert not stops[:-1].any()  # the first stop token ends the row, and counts
-        assert rollouts.finish[row] == ("stop" if stops[-1] else "length")
+        assert rollouts.finish_reason[row] == ("stop" if stops[-1] else "length")
         assert stops[-1] or len(said) == 12
-    assert set(rollouts.finish) == {"stop", "length"}
+    assert set(rollouts.finish_reason) == {"stop", "length"}
 
 
 def test_a_stop_at_the_limit_is_a_stop(family, engine):
     """Cut every answer exactly where it stopped: nothing is called truncated."""
     prompts = prompts_for(family)
     rollouts = engine.generate(prompts, replace(SAMPLED, n=8))
-    row = rollouts.finish.index("stop")
+    row = rollouts.finish_reason.index("stop")
     limit = int(rollouts.mask[row].sum())
     cut = engine.generate(prompts, replace(SAMPLED, n=8, max_new_tokens=limit))
-    assert cut.finish[row] == "stop" and int(cut.mask[row].sum()) == limit
+    assert cut.finish_reason[row] == "stop" and int(cut.mask[row].sum()) == limit
 
 
 def test_one_token(family, engine):
@@ -426,8 +428,10 @@ def test_each_prompt_is_seen_and_read_once(family, local_engine, monkeypatch):
     """However many answers it gets."""
     read, seen = Backbone.forward_text, Backbone.encode_images
     rows, pictures = [], []
-    monkeypatch.setattr(Backbone, "read", lambda b, ids, *x, **y: rows.append(ids.shape) or read(b, ids, *x, **y))
-    monkeypatch.setattr(Backbone, "see", lambda b, inputs: pictures.append(len(inputs)) or seen(b, inputs))
+    monkeypatch.setattr(
+        Backbone, "forward_text", lambda b, ids, *x, **y: rows.append(ids.shape) or read(b, ids, *x, **y)
+    )
+    monkeypatch.setattr(Backbone, "encode_images", lambda b, inputs: pictures.append(len(inputs)) or seen(b, inputs))
     prompts = prompts_for(family)
     local_engine.generate(prompts, replace(SAMPLED, n=8))
     assert pictures == [4] and rows[0] == (4, max(len(prompt.ids) for prompt in prompts))

@@ -1,22 +1,22 @@
-"""Runs of the embedded model whose adapters learn: they go on to the bit, and other commands take what they leave."""
+"""Runs whose adapters learn: they resume bitwise, and other commands accept their checkpoints."""
 
 import json
 import shutil
 
 import pytest
 import torch
-from run_helpers import SETTINGS, STEPS, metrics_of, run_of, same_end, tensors_of, train_arguments
+from run_helpers import SETTINGS, STEPS, metrics_of, run_of, same_end, tensors_of, tiny_arguments, tiny_run_files
 
 import mtrl
-from mtrl.checkpoint.folder_store import checkpoints, read_state
+from mtrl.checkpoint.folder_store import list_checkpoints, read_state
 from mtrl.cli import main
-from mtrl.embedded.embedded_rows import MODEL_DIRECTORY
 from mtrl.models.load_model import load_model
 
 pytest.importorskip("peft")
 
 LORA = (
     "worker.actor.model.peft_type=lora",
+    "worker.actor.model.lora_rank=4",
     "worker.actor.optim.lr=1e-3",
     "worker.actor.model.lora_dropout=0.1",
     "optimization.disable_divergence=false",
@@ -31,7 +31,7 @@ FILES = (
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     output = tmp_path_factory.mktemp("lora")
-    assert main(train_arguments(output, *SETTINGS, *LORA)) == 0
+    assert main(tiny_arguments(output, *SETTINGS, *LORA)) == 0
     return output
 
 
@@ -39,12 +39,12 @@ def test_a_run_goes_on_to_the_bit(whole, tmp_path, capsys):
     output = tmp_path / "copy"
     shutil.copytree(whole, output, symlinks=True)
     saves = run_of(output) / "checkpoints"
-    for path in checkpoints(saves):
+    for path in list_checkpoints(saves):
         if int(path.name[5:]) > 2:
             shutil.rmtree(path)
     (saves / "best_model").unlink()
-    assert main([*train_arguments(whole, *SETTINGS, *LORA), f"training.output_dir={output}"]) == 0
-    assert "going on after step 2" in capsys.readouterr().err
+    assert main([*tiny_arguments(whole, *SETTINGS, *LORA), f"training.output_dir={output}"]) == 0
+    assert "resuming after step 2" in capsys.readouterr().err
     same_end(run_of(whole), run_of(output), STEPS)
     steps = [row for row in metrics_of(run_of(output)).values() if "actor/grad_norm" in row]
     assert all(row["actor/grad_norm"] > 0 for row in steps)
@@ -55,7 +55,8 @@ def test_a_run_goes_on_to_the_bit(whole, tmp_path, capsys):
 def test_a_checkpoint_is_of_peft_and_small(whole):
     newest = run_of(whole) / "checkpoints" / f"step_{STEPS}"
     assert {str(each.relative_to(newest)) for each in newest.rglob("*") if each.is_file()} == set(FILES)
-    assert json.loads((newest / "adapter_config.json").read_text())["base_model_name_or_path"] == str(MODEL_DIRECTORY)
+    base = json.loads((newest / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert base == str(tiny_run_files() / "model")
     weights = {name: each for name, each in tensors_of(newest).items() if name.startswith("adapter_model")}
     assert {each.dtype for each in weights.values()} == {torch.float32}
     whole = sum(parameter.numel() for parameter in load_model(newest).parameters())
@@ -76,7 +77,7 @@ def test_eval_takes_a_checkpoint_with_its_run_and_alone(whole, tmp_path, capsys)
 
 def test_a_full_run_does_not_go_on_from_adapters(whole, tmp_path, capsys):
     best = run_of(whole) / "checkpoints" / "best_model"
-    words = [*train_arguments(whole, *SETTINGS), f"training.output_dir={tmp_path}"]
+    words = [*tiny_arguments(whole, *SETTINGS), f"training.output_dir={tmp_path}"]
     assert main([*words, f"training.load_checkpoint_path={best}", "training.max_steps=9"]) == 2
     assert "it holds adapters (worker.actor.model.peft_type)" in capsys.readouterr().err
 

@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from run_helpers import bound_by_permissions, run_of, train_arguments
+from run_helpers import bound_by_permissions, run_of, tiny_arguments
 
-from mtrl.checkpoint.folder_store import checkpoints
+from mtrl.checkpoint.folder_store import list_checkpoints
 from mtrl.cli import main
 from mtrl.compose.run import build, configure
 from mtrl.embedded.embedded_rows import MODEL_DIRECTORY
@@ -28,15 +28,15 @@ ZOO = str(MODEL_DIRECTORY)
         (["eval", "empty.jsonl"], "empty.jsonl is no checkpoint directory"),
         (["eval", "locked"], "locked/config.yaml cannot be used: Permission denied"),
         (["eval", "forbidden"], "forbidden/checkpoints cannot be used: Permission denied"),
-        (["eval", ZOO, "--data"], "--data: name a file"),
-        (["eval", ZOO, "--data", "--samples"], "--data: name a file"),
-        (["eval", ZOO, "--data", "a.jsonl", "--data", "b.jsonl"], "--data: given 2 times; keep one"),
+        (["eval", ZOO, "--data"], "--data: expected one argument"),
+        (["eval", ZOO, "--data", "--samples"], "--data: expected one argument"),
+        (["eval", ZOO, "--data", "a.jsonl", "--data", "b.jsonl"], "--data: given 2 times, keep one"),
         (["eval", ZOO, "--data=no such file.jsonl"], "no such file.jsonl does not exist"),
-        (["eval", ZOO, "--data", "empty.jsonl"], "no row is left to use of 0"),
+        (["eval", ZOO, "--data", "empty.jsonl"], "none of 0 rows can be used"),
         (["attention", "locked"], "locked/config.yaml cannot be used: Permission denied"),
         (["attention", ZOO, "--out", "empty.jsonl"], "cannot be written to empty.jsonl; name a directory"),
         (["attention", ZOO, "--samples=2", "--samples=3"], "--samples: given 2 times"),
-        (["attention", ZOO, "--out", ""], "--out: name a directory"),
+        (["attention", ZOO, "--out", ""], "--out: expected one argument"),
         (["train", "locked.yaml"], "locked.yaml: cannot read the file: Permission denied"),
         (["train", "folder"], "folder: cannot read the file: Is a directory"),
         (["train", "dataset.seed"], "dataset.seed: not an override; write key=value"),
@@ -82,14 +82,14 @@ def test_doctor_sees_an_output_folder_that_is_none(tmp_path, capsys):
 def output(tmp_path_factory) -> Path:
     """The output folder of a run of one step."""
     output = tmp_path_factory.mktemp("output")
-    assert main(train_arguments(output, "training.max_steps=1", "training.val_before_train=false")) == 0
+    assert main(tiny_arguments(output, "training.max_steps=1", "training.val_before_train=false")) == 0
     return output
 
 
 @pytest.mark.parametrize("locked", ["checkpoints", "checkpoints/step_1/config.json", "metrics.jsonl", "run.lock"])
 def test_a_run_that_may_not_be_read_does_not_start(output, locked, capsys):
     """Neither from the command line nor from Python, and above all not from the beginning."""
-    place, command = run_of(output) / locked, train_arguments(output, "training.max_steps=2")
+    place, command = run_of(output) / locked, tiny_arguments(output, "training.max_steps=2")
     mode = place.stat().st_mode
     place.chmod(0)
     try:
@@ -101,4 +101,4 @@ def test_a_run_that_may_not_be_read_does_not_start(output, locked, capsys):
         place.chmod(mode)
     *_, said = capsys.readouterr().err.strip().splitlines()
     assert said.startswith("mtrl: ") and "Permission denied" in said
-    assert [path.name for path in checkpoints(run_of(output) / "checkpoints")] == ["step_1"]
+    assert [path.name for path in list_checkpoints(run_of(output) / "checkpoints")] == ["step_1"]

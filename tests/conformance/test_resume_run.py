@@ -1,4 +1,4 @@
-"""Real runs of the embedded model that go on: from where they stopped, from others, past damage."""
+"""Real runs that resume: from where they stopped, from others, past damage."""
 
 import json
 import shutil
@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from run_helpers import SETTINGS, STEPS, metrics_of, run_of, same_end, tensors_of, train_arguments
+import yaml
+from run_helpers import SETTINGS, STEPS, metrics_of, run_of, same_end, tensors_of, tiny_arguments
 
 import mtrl
-from mtrl.checkpoint.folder_store import checkpoints, read_state
-from mtrl.checkpoint.manifest import check
+from mtrl.checkpoint.folder_store import list_checkpoints, read_state
+from mtrl.checkpoint.manifest import check_manifest
 from mtrl.cli import main
-from mtrl.embedded.embedded_rows import CONFIG_FILE
 from mtrl.embedded.task import make_question
 from mtrl.tracking.run_files import read_rows
 from mtrl.training.resume import find_start
@@ -23,7 +23,7 @@ from mtrl.training.resume import find_start
 def whole(tmp_path_factory) -> Path:
     """The output folder of a run that nobody disturbed."""
     output = tmp_path_factory.mktemp("whole")
-    assert main(train_arguments(output, *SETTINGS)) == 0
+    assert main(tiny_arguments(output, *SETTINGS)) == 0
     return output
 
 
@@ -36,13 +36,13 @@ def output(whole, tmp_path) -> Path:
 
 def again(whole, output, *overrides) -> list[str]:
     """The command of the whole run, for the copy."""
-    return [*train_arguments(whole, *SETTINGS), f"training.output_dir={output}", *overrides]
+    return [*tiny_arguments(whole, *SETTINGS), f"training.output_dir={output}", *overrides]
 
 
 def cut_back(output, step):
     """As if the run had been killed just after that step's checkpoint."""
     saves = run_of(output) / "checkpoints"
-    for path in checkpoints(saves):
+    for path in list_checkpoints(saves):
         if int(path.name[5:]) > step:
             shutil.rmtree(path)
     (saves / "best_model").unlink()
@@ -54,7 +54,7 @@ def test_a_finished_run_says_so_and_touches_nothing(whole, capsys):
         return {path: path.stat().st_mtime_ns for path in run_of(whole).rglob("*") if path.name != "run.lock"}
 
     before = files()
-    assert main(train_arguments(whole, *SETTINGS)) == 0
+    assert main(tiny_arguments(whole, *SETTINGS)) == 0
     assert f"is finished: step {STEPS} of {STEPS}" in capsys.readouterr().err
     assert files() == before
 
@@ -62,7 +62,7 @@ def test_a_finished_run_says_so_and_touches_nothing(whole, capsys):
 def test_the_same_command_goes_on_to_the_same_numbers(whole, output, capsys):
     cut_back(output, 2)
     assert main(again(whole, output)) == 0
-    assert "going on after step 2" in capsys.readouterr().err
+    assert "resuming after step 2" in capsys.readouterr().err
     same_end(run_of(whole), run_of(output), STEPS)
     rows = read_rows(run_of(output) / "metrics.jsonl")
     assert [(row["step"], row["attempt"]) for row in rows if row["attempt"] == 2] == [(3, 2), (4, 2), (4, 2)]
@@ -82,9 +82,9 @@ def test_an_adaptive_coefficient_and_several_passes_go_on_too(tmp_path):
         "training.val_freq=-1",
     ]
     for name in ("whole", "parts"):
-        assert main(train_arguments(tmp_path / name, *SETTINGS, *more)) == 0
+        assert main(tiny_arguments(tmp_path / name, *SETTINGS, *more)) == 0
     cut_back(tmp_path / "parts", 2)
-    assert main(train_arguments(tmp_path / "parts", *SETTINGS, *more)) == 0
+    assert main(tiny_arguments(tmp_path / "parts", *SETTINGS, *more)) == 0
     same_end(run_of(tmp_path / "whole"), run_of(tmp_path / "parts"), STEPS)
     coefficients = {row["actor/kl_coef"] for row in metrics_of(run_of(tmp_path / "parts")).values() if len(row) > 20}
     assert len(coefficients) == STEPS, "it moved at every step"
@@ -95,9 +95,9 @@ def test_responses_that_were_sampled_ahead_are_learnt_from_after_a_resume(tmp_pa
     """Those of the third step are of weights that the checkpoint after the second does not hold."""
     more = ["worker.rollout.off_policy_steps=1", "training.val_freq=-1", "worker.actor.optim.lr=1e-3"]
     for name in ("whole", "parts"):
-        assert main(train_arguments(tmp_path / name, *SETTINGS, *more)) == 0
+        assert main(tiny_arguments(tmp_path / name, *SETTINGS, *more)) == 0
     cut_back(tmp_path / "parts", 2)
-    assert main(train_arguments(tmp_path / "parts", *SETTINGS, *more)) == 0
+    assert main(tiny_arguments(tmp_path / "parts", *SETTINGS, *more)) == 0
     same_end(run_of(tmp_path / "whole"), run_of(tmp_path / "parts"), STEPS)
     rows = {place[0]: row for place, row in metrics_of(run_of(tmp_path / "whole")).items() if not place[1]}
     assert [rows[step]["rollout/staleness_max"] for step in range(1, STEPS + 1)] == [0.0, 1.0, 1.0, 1.0]
@@ -124,8 +124,7 @@ def test_a_critic_goes_on_to_the_same_numbers(tmp_path):
         "optimization.advantage_estimator=gae", "worker.critic.warmup_steps=1", "worker.critic.optim.lr=1e-3",
         "worker.critic.optim.lr_scheduler_type=cosine",
     ]  # fmt: skip
-    command, *keys = train_arguments(tmp_path / "whole", *SETTINGS, *more)
-    arguments = [command, str(CONFIG_FILE), *keys]
+    arguments = tiny_arguments(tmp_path / "whole", *SETTINGS, *more)
     assert main(arguments) == 0
     shutil.copytree(tmp_path / "whole", tmp_path / "parts", symlinks=True)
     cut_back(tmp_path / "parts", 1)
@@ -163,7 +162,7 @@ def test_fresh_refuses_a_used_directory(whole, output, capsys):
 
 def test_a_new_run_starts_from_another_ones_best(whole, tmp_path, capsys):
     best = run_of(whole) / "checkpoints" / "best_model"
-    words_of_new = train_arguments(
+    words_of_new = tiny_arguments(
         whole, *SETTINGS, f"training.output_dir={tmp_path}", f"training.load_checkpoint_path={best}"
     )
     step = read_state(best)["step"]
@@ -185,9 +184,10 @@ def test_validation_alone_looks_at_the_newest(whole, output):
 
 
 def test_a_finished_run_from_python(whole):
-    overrides = dict(word.split("=", 1) for word in train_arguments(whole, *SETTINGS)[1:])
-    values = {key: json.loads(value) if value[0] in "-[0123456789" else value for key, value in overrides.items()}
-    assert mtrl.Trainer(**values).train() == run_of(whole)
+    overrides = dict(word.split("=", 1) for word in tiny_arguments(whole, *SETTINGS)[1:])
+    values = {key: yaml.safe_load(value) for key, value in overrides.items()}
+    lr = {"worker.actor.optim.lr": float(overrides["worker.actor.optim.lr"])}  # 1e-4 is a text in YAML
+    assert mtrl.Trainer(**values | lr).train() == run_of(whole)
 
 
 # --------------------------------------------------------------------------------------------------------------- damage
@@ -199,9 +199,9 @@ FILES = (
 
 
 def test_these_are_all_files_of_a_checkpoint(whole):
-    for path in checkpoints(run_of(whole) / "checkpoints"):
+    for path in list_checkpoints(run_of(whole) / "checkpoints"):
         assert {str(each.relative_to(path)) for each in path.rglob("*") if each.is_file()} == set(FILES)
-        check(path)
+        check_manifest(path)
 
 
 def flip(path):
@@ -241,7 +241,8 @@ def test_a_damaged_model_is_not_evaluated(output, name, capsys):
     checkpoint = run_of(output) / "checkpoints" / f"step_{STEPS}"
     flip(checkpoint / name)
     assert main(["eval", str(checkpoint)]) == 2
-    assert f"is damaged: {name}" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert name in message and "damaged" in message
 
 
 def test_eval_takes_the_best_model_and_needs_no_optimizer(output, capsys):

@@ -1,4 +1,4 @@
-"""Runs of the embedded model with reward files of every kind, through the command line."""
+"""Runs with reward files of every kind, through the command line."""
 
 import json
 import os
@@ -7,12 +7,12 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from run_helpers import run_of, tiny_arguments
 
 from mtrl.cli import main
 from mtrl.training.loop import Loop
 
 SMALL = [
-    "dataset.rollout_batch_size=2",
     "worker.actor.global_batch_size=2",
     "worker.rollout.n=8",
     "worker.reward.num_cpus=2",
@@ -20,7 +20,6 @@ SMALL = [
     "worker.reward.failure_reward=-1",
     "training.val_freq=-1",
     "training.val_before_train=false",
-    "training.logger=[]",
 ]
 
 HOSTILE = '''
@@ -39,24 +38,22 @@ def reward_function(data):
 '''
 
 
-def train(tmp_path, source, *words):
+def train(tmp_path, source, *overrides):
     path = tmp_path / "mine.py"
     path.write_text(source)
-    question = tmp_path / "val.jsonl"  # one is enough to validate at the end; nothing here looks at its score
-    question.write_text(json.dumps({"prompt": "Which letter?", "answer": "A"}) + "\n")
-    places = [f"training.output_dir={tmp_path}", "training.experiment_name=run", f"worker.reward.functions=[{path}]"]
-    return main(["train", *SMALL, *places, f"dataset.val_files={question}", *words])
+    return main(tiny_arguments(tmp_path, *SMALL, f"worker.reward.functions=[{path}]", *overrides))
 
 
 def metrics(tmp_path):
-    lines = (tmp_path / "mtrl/run/metrics.jsonl").read_text().splitlines()
+    lines = (run_of(tmp_path) / "metrics.jsonl").read_text().splitlines()
     return [row for row in map(json.loads, lines) if "reward/overall" in row]
 
 
 @pytest.mark.slow
 def test_a_hostile_function_does_not_stop_a_run(tmp_path, caplog):
-    many = "dataset.val_files=zoo@validation"  # two hundred: the log must not swell with them
-    assert train(tmp_path, HOSTILE, "training.max_steps=2", "worker.reward.timeout_s=1", many) == 0
+    # two hundred: the log must not swell with them
+    many = "dataset.val_files=zoo@validation", "dataset.max_prompt_length=512"
+    assert train(tmp_path, HOSTILE, "training.max_steps=2", "worker.reward.timeout_s=1", *many) == 0
     rows = metrics(tmp_path)
     assert len(rows) == 2 and any(row["reward/failed"] > 0 for row in rows)
     assert all(-1 <= row["reward/overall"] <= 1 for row in rows)
@@ -75,7 +72,8 @@ def test_weights_and_signals_of_a_function_move_through_a_run(tmp_path):
     source = (
         "def reward_function(data, signals):\n"
         "    tokens = len(data['response_token_ids'])\n"
-        "    seen = signals and all(len(signals[name]) == tokens for name in ('old_logprobs', 'entropy', 'dependency'))\n"
+        "    names = ('old_logprobs', 'entropy', 'dependency')\n"
+        "    seen = signals and all(len(signals[name]) == tokens for name in names)\n"
         "    return len(data['response']) % 3, {'measured': bool(seen), 'token_weights': [0.0] * tokens}\n"
     )
     assert train(tmp_path, source, "training.max_steps=1", "optimization.enable_token_weights=true") == 0

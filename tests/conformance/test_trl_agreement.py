@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from mtrl.algorithms.losses import Loss, PolicyLoss, mismatch_correction, term_weights, total_loss
+from mtrl.algorithms.losses import Loss, PolicyLoss, loss_weights, mismatch_correction, total_loss
 from mtrl.types import Rollouts, TrainBatch
 
 MAX_LENGTH = 9  # of a response; the longest here has 7 tokens, so that dr_grpo's denominator is not a count of tokens
@@ -44,9 +44,9 @@ class Data:
     """Log-probs of 8 responses, 1 to 7 tokens long, with random values off the mask."""
 
     logp: Tensor
-    old: Tensor
-    behaviour: Tensor
-    reference: Tensor
+    old_logprobs: Tensor
+    rollout_logprobs: Tensor
+    ref_logprobs: Tensor
     advantage: Tensor  # [N, T]
     mask: Tensor
 
@@ -67,9 +67,9 @@ def make_data(dtype: torch.dtype = torch.float64) -> Data:
     advantage = torch.tensor([1.3, 0.4, 0.9, 1.7, -0.8, -1.1, -0.3, -1.9], dtype=torch.float64)[:, None].expand(8, 7)
     data = Data(
         logp=old + shift + noise(0.3),
-        old=old,
-        behaviour=old + noise(0.3),
-        reference=old + noise(0.8),
+        old_logprobs=old,
+        rollout_logprobs=old + noise(0.3),
+        ref_logprobs=old + noise(0.8),
         advantage=advantage,
         mask=torch.arange(7) < lengths[:, None],
     )
@@ -133,7 +133,7 @@ def trl_loss(setting: Setting, data: Data, micro_batches: int = 1, items: int | 
         "completion_mask": mask,
         "advantages": data.advantage,
         "old_per_token_logps": data.old_logprobs,
-        "ref_per_token_logps": data.reference,
+        "ref_per_token_logps": data.ref_logprobs,
         "importance_sampling_ratio": gap.exp().clamp(max=TIS_CLIP),
         "num_items_in_batch": mask.sum() if items is None else torch.tensor(items),
     }
@@ -168,8 +168,8 @@ def our_loss(setting: Setting, data: Data, index: slice = slice(None)) -> tuple[
             clip=TIS_CLIP if setting.correction else None,
             level="sequence" if setting.correction == "sequence" else "token",
         ),
-        weights=term_weights(data.mask.float(), data.mask, aggregation, MAX_LENGTH, silenced=silenced),
-        ref_logprobs=data.reference,
+        weights=loss_weights(data.mask.float(), data.mask, aggregation, MAX_LENGTH, silenced=silenced),
+        ref_logprobs=data.ref_logprobs,
     )
     policy = PolicyLoss(
         kind=kind,  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ from mtrl.models.load_model import DTYPES, load_model
 from mtrl.models.perturb import Perturbation
 from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Needs, Sampling
-from pretraining.evaluation import examine, make_prompts
+from pretraining.evaluation import evaluate, make_prompts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -157,7 +157,7 @@ def test_generation_grades_equal_the_cpu():
     for device in ("cpu", "cuda"):
         forward = forward_on(device)
         generator = LocalGenerator(forward.backbone, forward.encoder)
-        grades.append(examine(generator, forward.encoder, QUESTIONS, greedy))
+        grades.append(evaluate(generator, forward.encoder, QUESTIONS, greedy))
     assert np.isclose(grades[0].avg, grades[1].avg, atol=0.05)
 
 

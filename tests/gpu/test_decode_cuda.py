@@ -14,7 +14,7 @@ from mtrl.models.backbone import Backbone
 from mtrl.models.families import load_encoder
 from mtrl.models.forward import Forward
 from mtrl.models.load_model import load_model
-from mtrl.rollout.decode.engine import GraphGenerator, fastest_generator
+from mtrl.rollout.decode.engine import GraphGenerator, make_fastest_generator
 from mtrl.rollout.decode.step import triton_ops
 from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Sampling
@@ -49,7 +49,7 @@ def engine(backbone, encoder, **more):
 
 
 def test_the_engine_is_chosen_where_it_knows_the_layers(encoder):
-    assert type(fastest_generator(make_backbone(), encoder)) is GraphGenerator
+    assert type(make_fastest_generator(make_backbone(), encoder)) is GraphGenerator
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -129,8 +129,9 @@ def test_rounds_of_changing_sizes_hold_no_more_memory(encoder, prompts, sleeps):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", ["bf16", "fp32"])
-def test_the_shape_of_3b_in_time(weights, capsys):
-    """64 x 256 tokens, 576 image tokens and 66 others a prompt; random weights, nothing stops early."""
+def test_the_shape_of_3b_in_a_fraction_of_the_plain_engines_time(weights, capsys):
+    """64 x 256 tokens, 576 image tokens and 66 others per prompt; random weights, nothing stops early. (The plain
+    engine generates an eighth of them.)"""
     encoder, backbone = random_backbone("3b", "cuda", weights, "bf16", checkpointing=False)
     encoder.stop_ids = ()
     decode = engine(backbone, encoder)
@@ -144,4 +145,9 @@ def test_the_shape_of_3b_in_time(weights, capsys):
     assert rollouts.mask.all() and rollouts.tokens.shape == (64, 256)
     with capsys.disabled():
         print(f"\n{weights} weights: 64 x 256 tokens in {sorted(seconds[1:])[1]:.2f} s, the first {seconds[0]:.2f} s")
-    assert sorted(seconds[1:])[1] < 1.5
+    plain, few = LocalGenerator(backbone, encoder), replace(sampling, max_new_tokens=32)
+    plain.generate(prompts, few)
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    plain.generate(prompts, few)
+    assert sorted(seconds[1:])[1] < 0.5 * 8 * (time.perf_counter() - begin)

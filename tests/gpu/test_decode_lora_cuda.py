@@ -9,7 +9,7 @@ from mtrl.models.backbone import Backbone
 from mtrl.models.families import load_encoder
 from mtrl.models.forward import Forward
 from mtrl.models.load_model import load_model
-from mtrl.rollout.decode.engine import GraphGenerator, fastest_generator
+from mtrl.rollout.decode.engine import GraphGenerator, make_fastest_generator
 from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Sampling
 from pretraining.evaluation import make_prompts
@@ -51,7 +51,7 @@ def adapters(model):
 
 def test_updates_and_sleeps_are_followed_without_a_capture(encoder, prompts):
     backbone = adapted("fp32")
-    decode, plain = fastest_generator(backbone, encoder), LocalGenerator(backbone, encoder)
+    decode, plain = make_fastest_generator(backbone, encoder), LocalGenerator(backbone, encoder)
     assert type(decode) is GraphGenerator
     said, captures = set(), []
     for _ in range(3):
@@ -71,7 +71,7 @@ def test_updates_and_sleeps_are_followed_without_a_capture(encoder, prompts):
 
 def test_a_bf16_base_is_held_once_and_log_probs_are_the_trainers(encoder, prompts):
     backbone = adapted("bf16")
-    decode = fastest_generator(backbone, encoder)
+    decode = make_fastest_generator(backbone, encoder)
     assert isinstance(decode, GraphGenerator)
     rollouts = decode.generate(prompts, GREEDY)
     small = {id(parameter) for parameter in adapters(backbone.model)}

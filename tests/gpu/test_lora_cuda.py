@@ -42,7 +42,7 @@ def adapted(encoder, compiled=False, checkpointing=False, vision_tower=False, dt
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     backbone = Backbone(model, torch.bfloat16 if dtype == "bf16" else None, compiled=compiled)
-    return Forward(backbone, encoder, packed=compiled and backbone.packs)
+    return Forward(backbone, encoder, packed=compiled and backbone.can_pack)
 
 
 def draw(model, seed):

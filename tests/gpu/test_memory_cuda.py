@@ -9,14 +9,15 @@ import torch
 
 from mtrl.compose.run import build, configure
 from mtrl.embedded.embedded_rows import MODEL_DIRECTORY
-from mtrl.memory.decode_footprint import graphs_parts
-from mtrl.memory.estimate import Plan, estimate
-from mtrl.memory.preflight import Limits, past_the_allocator, preflight
+from mtrl.memory.decode_footprint import count_graph_engine
+from mtrl.memory.estimate import estimate
+from mtrl.memory.plan import Plan
+from mtrl.memory.preflight import Limits, bytes_outside_allocator, preflight
 from mtrl.models.backbone import Backbone
 from mtrl.models.families import load_encoder, load_model_config
 from mtrl.models.forward import Forward
 from mtrl.models.load_model import load_model
-from mtrl.rollout.decode.engine import GraphGenerator, fastest_generator
+from mtrl.rollout.decode.engine import GraphGenerator, make_fastest_generator
 from mtrl.types import Needs, Sampling
 from mtrl.utils.errors import StartError
 from mtrl.workers.micro_batches import MicroBatching
@@ -49,17 +50,17 @@ def little_memory():
 
 def test_what_fits_leaves_nothing_behind(policy):
     model = policy.backbone.model
-    engine = fastest_generator(policy.backbone, policy.encoder)
+    engine = make_fastest_generator(policy.backbone, policy.encoder)
     preflight(policy, policy.encoder, LIMITS, engine, has_states=False)  # workspaces of cuBLAS stay
     gc.collect()
     weights = {name: p.clone() for name, p in model.named_parameters()}
     before, held = torch.cuda.memory_allocated(), sum(p.nbytes for p in weights.values())
-    past = past_the_allocator(policy.backbone.device)
+    past = bytes_outside_allocator(policy.backbone.device)
     random = torch.cuda.get_rng_state()
     peaks = preflight(policy, policy.encoder, LIMITS, engine, has_states=False)
     gc.collect()
     assert torch.cuda.memory_allocated() == before and torch.equal(random, torch.cuda.get_rng_state())
-    assert past_the_allocator(policy.backbone.device) <= past, "the engine sleeps"
+    assert bytes_outside_allocator(policy.backbone.device) <= past, "the engine sleeps"
     assert all(torch.equal(p, weights[name]) and p.grad is None for name, p in model.named_parameters())
     assert not model.training
     assert peaks["optimizer"] >= 2 * held and peaks["update"] > held and min(peaks.values()) > 0
@@ -68,11 +69,11 @@ def test_what_fits_leaves_nothing_behind(policy):
 
 def test_the_peak_of_sampling_is_what_doctor_says(policy):
     """Buffers that the driver gave are in both; kernels that are loaded once come before."""
-    engine = fastest_generator(policy.backbone, policy.encoder)
+    engine = make_fastest_generator(policy.backbone, policy.encoder)
     assert type(engine) is GraphGenerator
     preflight(policy, policy.encoder, LIMITS, engine, has_states=True)
     peak = preflight(policy, policy.encoder, LIMITS, engine, has_states=True)["sample"]
-    parts = graphs_parts(policy.backbone.model, policy.backbone.compute_dtype, LIMITS.batch)
+    parts = count_graph_engine(policy.backbone.model, policy.backbone.compute_dtype, LIMITS.batch)
     told = estimate(load_model_config(str(MODEL_DIRECTORY)), Plan(LIMITS, on_gpu=True, graphs=True), ["sample"])
     assert peak > parts["keys and values"] + parts["buffers of a step"]
     assert peak <= sum(told.phases["sample"].values()) + 2**26, "beyond CUDA's graphs"
@@ -81,9 +82,9 @@ def test_the_peak_of_sampling_is_what_doctor_says(policy):
 def test_an_update_that_does_not_fit_is_refused(policy, little_memory):
     """66,560 tokens in one pass, all activations kept: several GiB."""
     limits = replace(LIMITS, update=MicroBatching(at_least=1 << 20))
-    engine, ways = fastest_generator(policy.backbone, policy.encoder), ["worker.actor.tokens_per_micro_batch=8192"]
+    engine, ways = make_fastest_generator(policy.backbone, policy.encoder), ["worker.actor.tokens_per_micro_batch=8192"]
     with pytest.raises(StartError) as told:
-        preflight(policy, policy.encoder, limits, engine, has_states=False, ways=ways)
+        preflight(policy, policy.encoder, limits, engine, has_states=False, savings=ways)
     said = str(told.value)
     assert said.startswith("memory: the update does not fit at the limits of the configuration, with ")
     assert "Tried to allocate" in said and "\n    worker.actor.tokens_per_micro_batch=8192\n" in said

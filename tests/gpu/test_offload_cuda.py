@@ -71,7 +71,7 @@ def test_numbers_are_the_same_and_the_room_is_free():
     ours, told, found, less = learnt(True)
     assert told == metrics and all(torch.equal(found[name], weight) for name, weight in weights.items())
     for a, b in zip(ours, signals, strict=True):
-        assert torch.equal(a.reference, b.reference) and torch.equal(a.old_logprobs, b.old_logprobs)
+        assert torch.equal(a.ref_logprobs, b.ref_logprobs) and torch.equal(a.old_logprobs, b.old_logprobs)
     parameters = sum(weight.nbytes for weight in weights.values())
     assert less < held - 2.5 * parameters, "of five copies of the weights three are gone"
 

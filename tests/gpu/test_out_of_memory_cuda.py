@@ -61,7 +61,7 @@ def test_a_full_device_costs_nothing_but_time(name, caplog):
     with caplog.at_level(logging.WARNING), engine.resident():
         found = engine.generate(prompts, sampling)
     del hog
-    said = [record.getMessage() for record in caplog.records if "from here on" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "from now on" in record.getMessage()]
     assert engine.rows_at_once in (64, 128, 256) and len(said) == (512 // engine.rows_at_once).bit_length() - 1, said
     same = sum(a == b for a, b in zip(found.text, expected.text, strict=True))
     assert same >= 0.98 * len(found), f"{same} of {len(found)}: batches of other sizes have other products"

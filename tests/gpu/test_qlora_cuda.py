@@ -14,7 +14,7 @@ from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward
 from mtrl.models.load_model import load_model
 from mtrl.models.quantized import BYTES, FourBitLinear
-from mtrl.workers.eight_bit import EightBitAdamW
+from mtrl.workers.optimizers import EightBitAdamW
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 pytest.importorskip("bitsandbytes")

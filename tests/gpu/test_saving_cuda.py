@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from mtrl.checkpoint.folder_store import FolderStore
 from mtrl.checkpoint.learner_snapshot import OPTIMIZER_STATE
 from mtrl.embedded.embedded_rows import MODEL_DIRECTORY
-from mtrl.models.device_copy import STAGE, to_main_memory
+from mtrl.models.device_copy import BUFFER_BYTES, copy_to_cpu
 from mtrl.models.load_model import load_model
 from mtrl.utils.machine import free_memory, usable_cores
 from mtrl.workers.learner import Learner, OptimizerSettings
@@ -20,8 +20,6 @@ from mtrl.workers.micro_batches import MicroBatching
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 GIB = 2**30
-RATE = 5e9  # bytes a second, at least, from a device to fresh pages of main memory; a plain copy had 1.25e9
-SLACK = 0.5  # seconds for the first use of pinned memory
 
 
 @pytest.fixture
@@ -52,11 +50,11 @@ def step(learner):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
 def test_copies_are_equal(dtype):
     """Sizes around that of the buffers, of one element, and one that is not contiguous."""
-    size = STAGE // torch.empty(0, dtype=dtype).element_size()
+    size = BUFFER_BYTES // torch.empty(0, dtype=dtype).element_size()
     shapes = [(), (3,), (size - 1,), (size + 1,), (5, size // 2), (0,)]
     tensors = [torch.randint(0, 2, shape, device="cuda").to(dtype) for shape in shapes]
     tensors.append(torch.randint(0, 2, (300, 500), device="cuda").to(dtype).T)
-    for tensor, copy in zip(tensors, to_main_memory(tensors), strict=True):
+    for tensor, copy in zip(tensors, copy_to_cpu(tensors), strict=True):
         assert copy.device.type == "cpu" and copy.stride() == tensor.stride()
         same(copy, tensor.cpu())
 
@@ -65,7 +63,7 @@ def test_a_copy_comes_after_what_is_asked_of_the_device_and_before_what_follows(
     weights = torch.zeros(64 << 20, device="cuda")
     for _ in range(50):
         weights += 1
-    (copy,) = to_main_memory([weights])
+    (copy,) = copy_to_cpu([weights])
     weights += 1
     assert bool((copy == 50).all())
 
@@ -89,8 +87,7 @@ def test_the_loop_is_held_for_as_long_as_the_bytes_take(learner, all_threads, ca
     size = sum(tensor.nbytes for tensor in plain) / 1e9
     with capsys.disabled():
         print(f"\n{size:.1f} GB: {seconds[0]:.2f} s, then {seconds[1]:.2f} s; plain copies {usual:.2f} s")
-    assert seconds[0] < snapshot.nbytes / RATE + SLACK
-    assert seconds[1] < snapshot.nbytes / RATE
+    assert seconds[0] < usual and seconds[1] < usual / 2, "the first one makes the pinned memory"
 
 
 def test_what_is_written_is_what_there_was(learner, tmp_path):

@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from tiny_models import checkpoint, encoder_of, prompts_for, random_rollouts
 
-from mtrl.algorithms.losses import Loss, PolicyLoss, term_weights
+from mtrl.algorithms.losses import Loss, PolicyLoss, loss_weights
 from mtrl.distributed.torchrun_group import join_ranks
 from mtrl.memory.preflight import Limits, preflight
 from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward
 from mtrl.models.load_model import empty_model, load_model
-from mtrl.models.parallel.fsdp import Sharding, is_split, own_part
+from mtrl.models.parallel.fsdp import Sharding, is_sharded, local_tensor
 from mtrl.models.parallel.ranks import SINGLE_PROCESS
 from mtrl.models.perturb import Perturbation
 from mtrl.models.state_dicts import exported_weights
@@ -47,15 +47,15 @@ def actor_of(ranks, compute, cpu_offload=False, offload_optimizer=False, referen
         model = load_model(checkpoint(FAMILY), device=device)
     else:
         sharding = Sharding(ranks, device, compute_dtype=compute, cpu_offload=cpu_offload)
-        model = sharding.spread(empty_model(checkpoint(FAMILY)), lambda: load_model(checkpoint(FAMILY)))
-        assert is_split(model)
+        model = sharding.load_sharded(empty_model(checkpoint(FAMILY)), lambda: load_model(checkpoint(FAMILY)))
+        assert is_sharded(model)
     batching = MicroBatching(tokens=60, ranks=ranks)
     forward = Forward(Backbone(model, compute, ranks=ranks), encoder_of(FAMILY))
     frozen = None
     if reference:
         other = replace(sharding, cpu_offload=True)
-        frozen = Reference.of(
-            other.spread(empty_model(checkpoint(FAMILY)), lambda: load_model(checkpoint(FAMILY))), forward
+        frozen = Reference.from_model(
+            other.load_sharded(empty_model(checkpoint(FAMILY)), lambda: load_model(checkpoint(FAMILY))), forward
         )
     return LocalActor(
         forward,
@@ -75,7 +75,7 @@ def learn(actor):
     advantage = torch.randn(len(mask), 1, generator=torch.Generator().manual_seed(1)).expand(mask.shape)
     old = actor.probe(rollouts, Needs("old_logprobs"), 0).old_logprobs
     batch = TrainBatch(
-        rollouts, old, advantage.where(mask, 0.0), torch.ones(mask.shape), term_weights(mask.float(), mask, "dapo", 16)
+        rollouts, old, advantage.where(mask, 0.0), torch.ones(mask.shape), loss_weights(mask.float(), mask, "dapo", 16)
     )
     return old, [actor.update([batch], Loss(PolicyLoss())) for _ in range(3)]
 
@@ -138,9 +138,9 @@ def check_same(found, expected, atol):
 def check_places(actor, way):
     """Between steps; parts of weights and of the optimizer's state."""
     learner = actor.learner
-    weights, states = map(own_part, learner.parameters), learner._large_states(learner.parameters)
+    weights, states = map(local_tensor, learner.parameters), learner._large_states(learner.parameters)
     where = "cpu" if way == "cpu_offload" else "cuda"
     assert {weight.device.type for weight in weights} == {where}
     assert {state.device.type for state in states} == {"cpu"}
     if actor.reference is not None:
-        assert {own_part(p).device.type for p in actor.reference.forward.backbone.model.parameters()} == {"cpu"}
+        assert {local_tensor(p).device.type for p in actor.reference.forward.backbone.model.parameters()} == {"cpu"}

@@ -16,6 +16,8 @@ from mtrl.workers.actor import LocalActor
 from mtrl.workers.learner import OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching
 
+pytestmark = pytest.mark.pairwise("family", "layout")
+
 pytest.importorskip("peft")
 
 LAYOUTS = {

@@ -38,12 +38,13 @@ from mtrl.models.families import encoder_files, load_encoder
 from mtrl.models.forward import Forward
 from mtrl.models.reward_model import load_reward_model
 from mtrl.models.state_dicts import save_model
-from mtrl.models.value_head import HEAD, find_head, has_head, load_value_model, with_head
+from mtrl.models.value_head import HEAD, attach_head, find_head, has_head, load_value_model
 from mtrl.types import Needs
 from mtrl.workers.critic import LocalCritic
 from mtrl.workers.learner import OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching
 
+pytestmark = pytest.mark.pairwise("family", "layout")
 VALUES, LOSS = Needs("values"), ValueLoss(0.5)
 
 
@@ -54,7 +55,7 @@ def head_for(family):
 
 def critic_of(family, batching=ALL_AT_ONCE, packed=False, files=None, **optimization):
     backbone = fresh_backbone(family)
-    with_head(backbone.model, head_for(family))
+    attach_head(backbone.model, head_for(family))
     settings = {"lr": LR, "warmup_steps": 0, "total_steps": 10, "max_grad_norm": CLIP} | optimization
     return LocalCritic(
         Forward(backbone, encoder_of(family), share_prefix=batching.share_prefix, packed=packed),

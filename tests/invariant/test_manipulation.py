@@ -9,7 +9,7 @@ from helpers import close, fake_experience, fake_rollouts, padded
 from mtrl.algorithms.credit import assign
 from mtrl.algorithms.credit.entropy_filter import EntropyFilter
 from mtrl.compose.run import build, configure
-from mtrl.training.gradient_effect import effective, manipulation, surprise
+from mtrl.training.gradient_effect import effective, measure_gradient_effect, surprise
 from mtrl.types import Signals
 
 PLAIN = {"optimization.enable_perception_filtering": False, "optimization.enable_trajectory_reweighting": False}
@@ -21,7 +21,7 @@ def measured(directory, **overrides):
     run = build(config)
     with run.closing:
         before = [p.detach().clone() for p in run.loop.components.actor.learner.parameters]
-        found = manipulation(run.loop)
+        found = measure_gradient_effect(run.loop)
         after = run.loop.components.actor.learner.parameters
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), "nothing is learnt"
         assert all(p.grad is None for p in after)

@@ -68,14 +68,16 @@ def same(first, second):
 @pytest.mark.parametrize("loss", [FULL_LOSS, WHOLE_VOCABULARY], ids=["low_var_kl", "full"])
 def test_numbers_are_the_same_to_the_bit(loss, adapters, monkeypatch):
     monkeypatch.setattr(offload, "PIECE", 2**14)  # as large models have it: many pieces, and weights that are larger
-    plain, parked = actor_of(False, adapters), actor_of(True, adapters)
-    assert 1 < len(parked.learner.pieces) < len(parked.learner.parameters)
+    plain, offloaded = actor_of(False, adapters), actor_of(True, adapters)
+    assert 1 < len(offloaded.learner.pieces) < len(offloaded.learner.parameters)
     for _ in range(2):
-        (ours, weights), (theirs, expected) = learn(parked, 1, loss), learn(plain, 1, loss)
+        (ours, weights), (theirs, expected) = learn(offloaded, 1, loss), learn(plain, 1, loss)
         assert ours == theirs and same(weights, expected)
-        found, wanted = (each.probe(rollouts_for(FAMILY), NEEDS, 0) for each in (parked, plain))
-        assert torch.equal(found.reference, wanted.reference) and torch.equal(found.old_logprobs, wanted.old_logprobs)
-    states, others = (each.snapshot().optimizer_state for each in (parked, plain))
+        found, wanted = (each.probe(rollouts_for(FAMILY), NEEDS, 0) for each in (offloaded, plain))
+        assert torch.equal(found.ref_logprobs, wanted.ref_logprobs) and torch.equal(
+            found.old_logprobs, wanted.old_logprobs
+        )
+    states, others = (each.snapshot().optimizer_state for each in (offloaded, plain))
     assert same(states, others) and len(states) > (50 if adapters else 100)
     assert not adapters or all(".lora_" in name for name in states), "of the base there is no state"
 
@@ -115,18 +117,18 @@ def test_a_checkpoint_is_written_and_read_while_all_is_parked(tmp_path):
 def test_rounded_weights_take_their_steps_in_pieces_too(rounding, monkeypatch):
     """Their random numbers are keyed by the place of a parameter among all."""
     weights = [torch.randn(9, 5, generator=torch.Generator().manual_seed(place)).bfloat16() for place in range(4)]
-    plain, parked = (learner_of(weights, rounding, parks) for parks in (False, True))
+    plain, offloaded = (learner_of(weights, rounding, parks) for parks in (False, True))
     monkeypatch.setattr(offload, "PIECE", 200)
-    parked.pieces = [(piece, OffloadedTensors(partial(parked._large_states, piece), torch.device("cpu")))
-                     for piece in offload.parameter_pieces(parked.parameters)]  # fmt: skip
-    assert len(parked.pieces) == 2
+    offloaded.pieces = [(piece, OffloadedTensors(partial(offloaded._large_states, piece), torch.device("cpu")))
+                     for piece in offload.parameter_pieces(offloaded.parameters)]  # fmt: skip
+    assert len(offloaded.pieces) == 2
     for step in range(3):
-        for learner in (plain, parked):
+        for learner in (plain, offloaded):
             for place, parameter in enumerate(learner.parameters):
                 draw = torch.Generator().manual_seed(100 * step + place)
                 parameter.grad = torch.randn(9, 5, generator=draw).bfloat16()
-            learner._move_weights()
-    assert all(map(torch.equal, plain.parameters, parked.parameters))
+            learner._step_optimizer()
+    assert all(map(torch.equal, plain.parameters, offloaded.parameters))
 
 
 def learner_of(weights, rounding, parks):
@@ -141,8 +143,8 @@ def learner_of(weights, rounding, parks):
 def test_weights_are_away_while_an_engine_with_its_own_is_awake():
     """As build_generator arranges it for vLLM on a GPU."""
     model, engine = torch.nn.Linear(3, 3), EngineLifecycle()
-    parked = OffloadedTensors(lambda: list(model.parameters()), torch.device("cpu"))
-    engine.making_room = parked.away
+    offloaded = OffloadedTensors(lambda: list(model.parameters()), torch.device("cpu"))
+    engine.offload_trainer = offloaded.offloaded
     before, numbers, seen = places(model.parameters()), model.weight.detach().clone(), []
     engine.wake = lambda: seen.append(places(model.parameters()))
     engine.sleep = lambda: seen.append(places(model.parameters()))
@@ -155,10 +157,10 @@ def test_weights_are_away_while_an_engine_with_its_own_is_awake():
 
 def test_an_error_leaves_all_parked():
     tensor = torch.ones(3)
-    parked = OffloadedTensors(lambda: [tensor], torch.device("cpu"))
-    parked.park()
+    offloaded = OffloadedTensors(lambda: [tensor], torch.device("cpu"))
+    offloaded.offload()
     place = tensor.data_ptr()
-    with pytest.raises(ValueError, match="in the middle"), parked.here():
+    with pytest.raises(ValueError, match="in the middle"), offloaded.onloaded():
         tensor += 1
         assert tensor.data_ptr() != place
         raise ValueError("in the middle")
@@ -191,7 +193,7 @@ def test_weights_make_room_for_vllm(monkeypatch):
     config = load_config(None, keys)
     encoder, policy = build_policy(config, build_encoder(config))
     monkeypatch.setattr("mtrl.compose.vllm_engine.build_vllm", lambda *_: EngineLifecycle())
-    assert build_generator(config, policy, encoder).making_room is nullcontext, "on a CPU there is nothing to do"
+    assert build_generator(config, policy, encoder).offload_trainer is nullcontext, "on a CPU there is nothing to do"
     monkeypatch.setattr(type(policy.backbone), "device", torch.device("cuda"))
-    parked = build_generator(config, policy, encoder).making_room.__self__
-    assert places(parked.tensors()) == places(policy.backbone.model.parameters())
+    offloaded = build_generator(config, policy, encoder).offload_trainer.__self__
+    assert places(offloaded.tensors()) == places(policy.backbone.model.parameters())

@@ -22,7 +22,7 @@ from update_helpers import (
     weights_of,
 )
 
-from mtrl.algorithms.losses import Loss, term_weights, total_loss
+from mtrl.algorithms.losses import Loss, loss_weights, total_loss
 from mtrl.compose.policy import build_policy
 from mtrl.config import load_config
 from mtrl.models.backbone import Backbone
@@ -54,7 +54,7 @@ def halves(family):
     for rows in (torch.arange(6), torch.arange(6, 10)):
         part = batch.rows(rows)
         mask = part.rollouts.mask
-        parts.append(replace(part, weights=term_weights(mask.float(), mask, "dapo", 16)))
+        parts.append(replace(part, weights=loss_weights(mask.float(), mask, "dapo", 16)))
     return parts
 
 
@@ -161,7 +161,7 @@ def policy_of(family, **switches):
 
 @pytest.mark.parametrize("compiled", [True, False])
 def test_rows_are_packed_by_a_compiled_kernel_or_not_at_all(family, compiled, monkeypatch):
-    monkeypatch.setattr(Backbone, "packs", True)  # as on a GPU
+    monkeypatch.setattr(Backbone, "can_pack", True)  # as on a GPU
     settings = {"worker.actor.model.model_path": str(checkpoint(family)), "worker.actor.use_torch_compile": compiled}
     assert build_policy(load_config(None, settings))[1].packed is compiled
 

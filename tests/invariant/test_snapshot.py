@@ -14,7 +14,7 @@ from tiny_models import (
     random_rollouts,
 )
 
-from mtrl.algorithms.losses import Loss, term_weights
+from mtrl.algorithms.losses import Loss, loss_weights
 from mtrl.checkpoint.folder_store import FolderStore
 from mtrl.checkpoint.learner_snapshot import OPTIMIZER_STATE
 from mtrl.models.families import encoder_files, load_encoder
@@ -45,7 +45,7 @@ def batch(actor, family, seed):
     mask = rollouts.mask
     advantage = torch.randn(len(GROUP), 1, generator=torch.Generator().manual_seed(seed)).expand(mask.shape)
     old = actor.probe(rollouts, Needs("old_logprobs"), 0).old_logprobs
-    weights = term_weights(mask.float(), mask, "dapo", 16)
+    weights = loss_weights(mask.float(), mask, "dapo", 16)
     return TrainBatch(rollouts, old, advantage.where(mask, 0.0), torch.ones(mask.shape), weights)
 
 

@@ -53,7 +53,7 @@ def test_the_step_ends_with_the_same_gradients(given, caplog):
         found = learn(actor, [full_batch(FAMILY)])
     (line,) = [record.getMessage() for record in caplog.records]
     half = largest // 2
-    assert f"{half} {'responses' if given.rows else 'tokens'} a pass from here on" in line
+    assert f"{half} {'responses' if given.rows else 'tokens'} per pass from now on" in line
     assert full.tried.count(largest) == 1, "the size that failed is not tried again"
     smaller = learn(actor_of(FAMILY, given.within(half)), [full_batch(FAMILY)])
     assert all(torch.equal(found.weights[name], weight) for name, weight in smaller.weights.items())
@@ -74,7 +74,7 @@ def test_what_does_not_fit_at_half_the_size_is_an_error():
     actor = actor_of(FAMILY)
     before = {name: weight.clone() for name, weight in actor.model.state_dict().items()}
     Full(actor, 4, len)
-    with pytest.raises(DeviceFull, match=r"half of an update's pass either\. CUDA out of .*tokens_per_micro_batch"):
+    with pytest.raises(DeviceFull, match=r"half a pass of an update\. CUDA out of .*tokens_per_micro_batch"):
         actor.update([full_batch(FAMILY)], FULL_LOSS)
     assert all(torch.equal(before[name], weight) for name, weight in actor.model.state_dict().items())
     assert all(parameter.grad is None for parameter in actor.learner.parameters)

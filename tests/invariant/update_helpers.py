@@ -15,7 +15,7 @@ from mtrl.algorithms.credit.attention_weights import AttentionWeights
 from mtrl.algorithms.credit.entropy_filter import EntropyFilter
 from mtrl.algorithms.credit.perception_filter import PerceptionFilter
 from mtrl.algorithms.credit.trajectory_scaling import TrajectoryScaling
-from mtrl.algorithms.losses import Loss, PolicyLoss, mismatch_correction, term_weights
+from mtrl.algorithms.losses import Loss, PolicyLoss, loss_weights, mismatch_correction
 from mtrl.models.forward import Forward
 from mtrl.models.perturb import Perturbation
 from mtrl.types import Experience, Needs, Rewards, TrainBatch
@@ -98,7 +98,7 @@ def full_batch(family, loss_type="grpo"):
         signals.old_logprobs + noise(rollouts.mask, 2, 0.3),
         credit.advantage,
         mismatch_correction(signals.old_logprobs, rollouts.rollout_logprobs, rollouts.mask, 2.0, "token"),
-        term_weights(credit.token_weight, credit.keep_mask, loss_type, 16, "selected"),
+        loss_weights(credit.token_weight, credit.keep_mask, loss_type, 16, "selected"),
         ref_logprobs=signals.old_logprobs + noise(rollouts.mask, 6, 0.5),
     )
 

@@ -29,7 +29,7 @@ from arm import AIMS
 from run_helpers import metrics_of, run_of, tensors_of
 
 from mtrl.compose.run import configure
-from mtrl.compose.unsupported import unbuilt
+from mtrl.compose.unsupported import find_unsupported
 
 pytestmark = pytest.mark.soak
 
@@ -137,7 +137,7 @@ ARMS = {
 def to_come(arm: Arm) -> list[str]:
     """What this arm asks for that cannot be had yet."""
     try:
-        return unbuilt(configure(None, [word for word in arm.words if word != "--vgr"])[0])
+        return find_unsupported(configure(None, [word for word in arm.words if word != "--vgr"])[0])
     except Exception as error:  # a key that is not there yet
         return [str(error)]
 

@@ -1,4 +1,4 @@
-"""The cold start: its lessons are what the shipped model learned, and the command makes a checkpoint that loads."""
+"""The cold start: its examples are what the shipped model learned, and the command makes a checkpoint that loads."""
 
 import json
 from dataclasses import replace
@@ -15,15 +15,15 @@ from pretraining import pretrain
 
 def test_the_shipped_model_knows_its_lessons():
     encoder = load_encoder(MODEL_DIRECTORY)
-    course = pretrain.COURSES["zoo"]
-    made = [pretrain.make_lesson(i, encoder, course) for i in range(40)]
-    lessons = pretrain.pad_lessons(made, torch.device("cpu"), course)
-    torch.testing.assert_close(lessons.probabilities.sum(1), torch.ones(40))
+    curriculum = pretrain.CURRICULA["zoo"]
+    made = [pretrain.make_example(i, encoder, curriculum) for i in range(40)]
+    examples = pretrain.pad_examples(made, torch.device("cpu"), curriculum)
+    torch.testing.assert_close(examples.probabilities.sum(1), torch.ones(40))
     backbone = Backbone(load_model(MODEL_DIRECTORY))
     looking = torch.ones(40, dtype=torch.long)  # the second way of the teacher: it looks and names what it sees
     with torch.no_grad():
-        known = float(pretrain.teacher_loss(backbone, lessons, torch.arange(40), looking))
-        unseen = lessons._replace(pixels=lessons.pixels.roll(1, 0))  # each question with its neighbour's picture
+        known = float(pretrain.teacher_loss(backbone, examples, torch.arange(40), looking))
+        unseen = examples._replace(pixels=examples.pixels.roll(1, 0))  # each question with its neighbour's picture
         blind = float(pretrain.teacher_loss(backbone, unseen, torch.arange(40), looking))
     assert known < 0.2 < blind
 
@@ -36,9 +36,18 @@ def made(folder, *words):
     return json.loads((folder / "made_by.json").read_text())
 
 
-def test_the_command_makes_a_checkpoint(tmp_path):
-    made_by = made(tmp_path, "--steps", "6", "--batch", "8", "--lessons", "40", "--questions", "5")
-    assert made_by["steps"] == 6 and made_by["loss"] < 6.2, "log(512) = 6.24 is what a model that knows nothing pays"
+TINY = {"hidden": 16, "layers": 2, "heads": 2, "kv_heads": 1, "vision_hidden": 16, "vision_layers": 2}
+
+
+@pytest.mark.parametrize("is_tiny", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["tiny", "as shipped"])
+def test_the_command_makes_a_checkpoint(is_tiny, tmp_path, monkeypatch):
+    if is_tiny:
+        tiny = replace(pretrain.CURRICULA["zoo"], model_shape=TINY, max_new_tokens=4)
+        monkeypatch.setitem(pretrain.CURRICULA, "zoo", tiny)
+        monkeypatch.setattr("os.cpu_count", lambda: 1)
+    made_by = made(tmp_path, "--steps", "6", "--batch", "8", "--examples", "40", "--questions", "5")
+    assert made_by["steps"] == 6
+    assert is_tiny or made_by["loss"] < 6.2, "log(512) = 6.24 is what a model that knows nothing pays"
     assert set(made_by["greedy"]) == {"avg", "best", "form", "by_kind"}
     assert load_model(tmp_path, dtype="bf16").dtype == torch.bfloat16
     assert load_encoder(tmp_path).fingerprint() == load_encoder(MODEL_DIRECTORY).fingerprint()
@@ -46,9 +55,9 @@ def test_the_command_makes_a_checkpoint(tmp_path):
 
 @pytest.mark.slow
 def test_the_other_task_has_the_same_command(tmp_path, monkeypatch):
-    """A course much shorter than the real one: the words are learnt first."""
-    monkeypatch.setitem(pretrain.COURSES, "scenes", replace(pretrain.COURSES["scenes"], longest=16))
-    made_by = made(tmp_path, "scenes", "--steps", "12", "--batch", "4", "--lessons", "40", "--questions", "2")
+    """A curriculum with answers much shorter than the real one: the words are learnt first."""
+    monkeypatch.setitem(pretrain.CURRICULA, "scenes", replace(pretrain.CURRICULA["scenes"], max_new_tokens=16))
+    made_by = made(tmp_path, "scenes", "--steps", "12", "--batch", "4", "--examples", "40", "--questions", "2")
     assert made_by["steps"] == 12 and made_by["loss"] < 6.2, "log(700) = 6.6 is what a model that knows nothing pays"
     assert set(made_by["blank"]["by_kind"]) == {"colour", "shape"}, "of the first two questions"
     assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 15e6, "small enough to be shipped"

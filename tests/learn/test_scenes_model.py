@@ -13,7 +13,7 @@ from mtrl.models.load_model import load_model
 from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Sampling
 from pretraining.evaluation import grade, make_prompts
-from pretraining.pretrain import COURSES
+from pretraining.pretrain import CURRICULA
 
 MODEL = MODELS["scenes"]
 
@@ -27,8 +27,9 @@ def test_what_is_written_beside_it():
     assert min(greedy["by_kind"].values()) > 2 * CHANCE < min(sampled["by_kind"].values())
     assert 0.45 <= sampled["avg"] <= 0.6 < 0.85 < sampled["best"], "what is right can be found by sampling"
     assert blank["avg"] < CHANCE + 0.02 and max(blank["by_kind"].values()) < CHANCE + 0.02
-    course = COURSES["scenes"]
-    assert (written["steps"], written["batch"]) == (course.steps, course.batch), "the command makes this model again"
+    curriculum = CURRICULA["scenes"]
+    sizes = (curriculum.steps, curriculum.batch_size)
+    assert (written["steps"], written["batch"]) == sizes, "the command makes this model again"
     assert sum(file.stat().st_size for file in MODEL.iterdir()) < 15e6
 
 

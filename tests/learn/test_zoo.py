@@ -1,8 +1,8 @@
 """The embedded task and its cold-started model are what the README says they are.
 
-On all 1,000 test questions the numbers are checked by the tests marked slow; the others look at the first 160 and allow
-for their noise (two standard errors of a mean over 160 questions are about 0.05 for avg@8 and 0.08 for greedy). All
-of them are deterministic: fixed questions, keyed samples.
+On all 1,000 test questions the numbers are checked by the tests marked slow; the others look at the first 80 and allow
+for their noise (two standard errors of a mean over 80 questions are about 0.07 for avg@8 and 0.11 for greedy). All of
+them are deterministic: fixed questions, keyed samples.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from transformers import AutoModelForImageTextToText
 from transformers.utils import logging
 
 import mtrl.embedded
-from mtrl.embedded.task import HABITS, KINDS, LETTERS, TEST_QUESTIONS, VALUES, as_task, make_question
+from mtrl.embedded.task import HABITS, KINDS, LETTERS, TEST_QUESTIONS, VALUES, make_question
 from mtrl.models.backbone import Backbone
 from mtrl.models.families import load_encoder
 from mtrl.models.forward import Forward
@@ -34,7 +34,7 @@ logging.disable_progress_bar()
 MODEL = Path(mtrl.embedded.__file__).parent / "model"
 GREEDY = Sampling(temperature=0, max_new_tokens=32)
 SAMPLED = Sampling(n=8, max_new_tokens=32)
-QUICK_QUESTIONS = 160
+QUICK_QUESTIONS = 80
 
 
 @pytest.fixture(scope="module")
@@ -99,8 +99,8 @@ def test_plain_transformers_loads_it_and_answers_alike(engine, encoder, question
 # ----------------------------------------------------------------------------------------------------------- accuracy
 def test_the_skill_is_there_and_the_choice_is_wrong(engine, encoder, questions, sampled):
     grades = grade(questions, sampled)
-    assert 0.40 - 0.05 <= grades.avg <= 0.60 + 0.05
-    assert grades.best >= 0.90 - 0.05
+    assert 0.40 - 0.07 <= grades.avg <= 0.60 + 0.07
+    assert grades.best >= 0.90 - 0.07
     assert grades.form > 0.9
     greedy = grade(questions, engine.generate(make_prompts(questions, encoder), GREEDY))
     assert greedy.avg <= 0.60
@@ -112,12 +112,12 @@ def test_without_the_image_nothing_is_known(engine, encoder, questions):
     blank = grade(questions, engine.generate(make_prompts(questions, encoder, blank=True), GREEDY))
     assert blank.avg <= np.mean(list(best_constant(questions).values())) + 0.05
     text_only = grade(questions, engine.generate(text_only_prompts(questions, encoder), GREEDY))
-    assert text_only.avg <= 0.35
+    assert text_only.avg <= 0.35 + 0.05
 
 
 def text_only_prompts(questions, encoder):
     """The same questions, with the same ids, and no image in the prompt."""
-    tasks = [as_task(question) for question in questions]
+    tasks = [question.task for question in questions]
     asked = [({"role": "user", "content": question.prompt},) for question in questions]
     alone = [replace(task, messages=chat, media=()) for task, chat in zip(tasks, asked, strict=True)]
     return [encoder.encode(task, []) for task in alone]
@@ -150,10 +150,10 @@ def test_without_the_image_nothing_is_known_on_all_questions_of_the_test(engine,
 def test_splits_share_no_layout_and_no_picture():
     layouts, pictures = {}, {}
     for split in ("train", "validation", "test"):
-        made = [make_question(split, index) for index in range(3000)]
+        made = [make_question(split, index) for index in range(1500)]
         layouts[split] = {frozenset((i.place, i.colour, i.shape) for i in question.items) for question in made}
-        pictures[split] = {hashlib.sha256(question.image.tobytes()).digest() for question in made[:500]}
-        assert len(pictures[split]) == 500, "no picture comes twice"
+        pictures[split] = {hashlib.sha256(question.image.tobytes()).digest() for question in made[:200]}
+        assert len(pictures[split]) == 200, "no picture comes twice"
     for a, b in (("train", "validation"), ("train", "test"), ("validation", "test")):
         assert not layouts[a] & layouts[b] and not pictures[a] & pictures[b]
 
@@ -274,7 +274,7 @@ def test_dependency_is_where_the_image_is(backbone, encoder, sampled):
     dependency = Forward(backbone, encoder).signals(rollouts, Needs("dependency"), views).dependency
     tells = tells_of_the_image(encoder, rollouts)
     seen, template = dependency[tells], dependency[rollouts.mask & ~tells]
-    assert len(seen) > 1000 and len(template) > 1000
+    assert len(seen) > 500 and len(template) > 500
     assert seen.mean() >= 3 * template.mean()
     assert auc(seen, template) >= 0.8
 

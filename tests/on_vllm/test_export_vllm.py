@@ -15,7 +15,7 @@ from mtrl.models.load_model import load_model
 from mtrl.models.state_dicts import exported_weights
 from mtrl.rollout.vllm.generator import VllmGenerator
 from mtrl.rollout.vllm.inprocess import VllmInProcess
-from mtrl.rollout.vllm.settings import engine_arguments
+from mtrl.rollout.vllm.settings import make_llm_arguments
 from mtrl.types import Sampling
 from pretraining.evaluation import make_prompts
 
@@ -31,7 +31,7 @@ LORA = ("worker.actor.model.peft_type=lora", "worker.actor.optim.lr=3e-2")
 def log_probs_of_vllm(folder):
     """Of responses that vLLM samples from the model of a folder."""
     encoder = load_encoder(folder, min_pixels=3136, max_pixels=3136)
-    arguments = engine_arguments(
+    arguments = make_llm_arguments(
         str(folder), dtype="float32", max_length=MAX_LENGTH, extra={"kv_cache_memory_bytes": 2**26}
     )
     host = VllmInProcess(arguments, encoder.image_settings.processor_arguments())

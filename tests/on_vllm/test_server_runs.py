@@ -8,7 +8,7 @@ from run_helpers import metrics_of, run_of, train_arguments
 from vllm_engines import INSTALLED, begun_server, end_servers, ready
 
 from mtrl import cli
-from mtrl.checkpoint.folder_store import checkpoints
+from mtrl.checkpoint.folder_store import list_checkpoints
 from mtrl.embedded.embedded_rows import MODEL_DIRECTORY, SIZES
 from mtrl.rollout.vllm.server_engine import TOKENS, VllmServer
 from mtrl.utils.errors import StartError
@@ -49,18 +49,20 @@ def test_one_that_takes_no_weights_evaluates_alone(servers, tmp_path, monkeypatc
     capsys.readouterr()
     assert training(tmp_path / "run", address) != 0
     said = capsys.readouterr().err
-    assert "was started without VLLM_SERVER_DEV_MODE=1, so it takes no weights and serves evaluation alone" in said
+    assert "was started without VLLM_SERVER_DEV_MODE=1, so it accepts no weights and can only evaluate" in said
     assert "Traceback" not in said
 
 
 def test_another_model_is_refused(servers):
-    with pytest.raises(StartError, match=r"serves .*/model, the run has models/other; start the server with the model"):
+    with pytest.raises(
+        StartError, match=r"serves .*/model, but the run uses models/other; start the server with the model"
+    ):
         VllmServer(ready(servers[1]), "models/other", torch.float32)
 
 
 def test_one_that_dies_in_the_middle_of_a_generation(servers, tmp_path, capsys, monkeypatch):
     """The run ends in a line; its last whole step is there, and is whole. (Last: the server is gone.)"""
-    address, ask = ready(servers[0]), VllmServer._ask
+    address, ask = ready(servers[0]), VllmServer._request
 
     def asked(server, method, path, *rest, **options):
         if path == TOKENS and (tmp_path / "mtrl/embedded/metrics.jsonl").exists():
@@ -69,9 +71,9 @@ def test_one_that_dies_in_the_middle_of_a_generation(servers, tmp_path, capsys, 
                 servers[0].kill()
         return ask(server, method, path, *rest, **options)
 
-    monkeypatch.setattr(VllmServer, "_ask", asked)
+    monkeypatch.setattr(VllmServer, "_request", asked)
     words = ("training.max_steps=4", "training.val_freq=-1")
     assert training(tmp_path, address, *words) != 0
     said = capsys.readouterr().err
     assert f"http://{address} cannot be reached" in said and "Traceback" not in said
-    assert [path.name for path in checkpoints(run_of(tmp_path) / "checkpoints")] == ["step_2"]
+    assert [path.name for path in list_checkpoints(run_of(tmp_path) / "checkpoints")] == ["step_2"]

@@ -9,7 +9,7 @@ from run_helpers import finish, metrics_of, run_of, same_end, start, train_argum
 from vllm_engines import INSTALLED
 
 from mtrl import cli
-from mtrl.checkpoint.folder_store import checkpoints
+from mtrl.checkpoint.folder_store import list_checkpoints
 from mtrl.embedded.embedded_rows import MODEL_DIRECTORY, SIZES
 
 pytestmark = pytest.mark.skipif(not INSTALLED, reason="vLLM is not installed")
@@ -42,13 +42,13 @@ def test_a_killed_run_goes_on_to_the_same_end(tmp_path, whole, mode):
     """To the bit, wherever the engine runs."""
     command = train_arguments(tmp_path, *SETTINGS, f"worker.rollout.mode={mode}")
     process = start(command)
-    while process.poll() is None and not checkpoints(run_of(tmp_path) / "checkpoints"):
+    while process.poll() is None and not list_checkpoints(run_of(tmp_path) / "checkpoints"):
         time.sleep(0.002)
     process.kill()  # in a later step, whatever that is at
     said = process.communicate()[1]
     assert process.returncode == -signal.SIGKILL, said
     status, said = finish(command)
-    assert status == 0 and "going on after step" in said, said
+    assert status == 0 and "resuming after step" in said, said
     same_end(whole, run_of(tmp_path), 4)
     assert len(gaps(whole)) == 4 and max(gaps(whole)) < 1e-4
 

@@ -81,7 +81,7 @@ def test_a_full_cache_changes_nothing():
 
 def test_a_prompt_over_the_length():
     engine = engine_on(in_process(FAMILY), FAMILY)
-    with pytest.raises(RunError, match=r"a prompt of \d+ tokens and 500 new ones are more than the 512"):
+    with pytest.raises(RunError, match=r"a prompt of \d+ tokens and 500 new ones exceed the 512"):
         engine.generate(prompts_for(FAMILY), replace(SAMPLED, max_new_tokens=500))
     assert len(engine.generate(prompts_for(FAMILY), SAMPLED)) == 16, "it goes on after that"
 

@@ -183,12 +183,12 @@ def judge(path: Path, cache_dir: Path, encoder: Any = None, template: Path | Non
         with time_limit(CASE_SECONDS):
             result = loaded[position] = loader.load(position)
         if isinstance(result, BadRow):
-            assert result.file == str(path) and result.row == dataset.place(position)[1] and result.reason
+            assert result.file == str(path) and result.row == dataset.locate(position)[1] and result.reason
         else:
             assert len(result.ids) == dataset.lengths[position]
     for bad in dataset.bad_rows:
         assert bad.file == str(path) and bad.row >= 1 and bad.reason and "\n" not in str(bad) and len(str(bad)) < 1000
-    rows = [bad.row for bad in dataset.bad_rows] + [dataset.place(i)[1] for i in range(len(dataset))]
+    rows = [bad.row for bad in dataset.bad_rows] + [dataset.locate(i)[1] for i in range(len(dataset))]
     assert len(set(rows)) == len(rows) == dataset.counts.total, "a row is lost"
     used = {position for position, result in loaded.items() if isinstance(result, Prompt)}
     check_sampler(dataset, encoder, used)

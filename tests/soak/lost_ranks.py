@@ -142,7 +142,7 @@ class Driven:
         return {pid for rank in range(RANKS) for pid in pids_in(self.log(rank))}
 
     def losses(self) -> int:
-        return self.said().count("goes on from its last checkpoint")
+        return self.said().count("resumes from its last checkpoint")
 
     def log(self, rank: int) -> str:
         return read(self.run / "logs" / f"rank_{rank}.log")

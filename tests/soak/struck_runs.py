@@ -39,8 +39,8 @@ def strikes(ledger: Ledger, count: int, signals: Sequence[signal.Signals]) -> No
     command = train_arguments(struck, *settings)
     for number in range(ledger.get("strikes"), count):
         by, moment = signals[number % len(signals)], MOMENTS[number // len(signals) % len(MOMENTS)]
-        process, said = strike(command, run_of(struck), moment, by, random.Random(number))
-        assert process.returncode in (-by, 128 + by), f"strike {number}, {by.name} at {moment}:\n{said}"
+        status, said = strike(command, run_of(struck), moment, by, random.Random(number))
+        assert status in (-by, 128 + by), f"strike {number}, {by.name} at {moment}:\n{said}"
         assert "Traceback" not in said, said
         assert not left_behind(), f"strike {number}, {by.name} at {moment}: {left_behind()} still run"
         ledger.record(strikes=number + 1, **{f"{by.name} at {moment}": ledger.get(f"{by.name} at {moment}") + 1})

@@ -3,9 +3,9 @@
 import copy
 
 import torch
+import torch_ops as plain
 from tiny_models import encoder_of
 
-from mtrl.rollout.decode import torch_ops as plain
 from mtrl.rollout.decode.engine import GraphGenerator
 from mtrl.rollout.decode.step import Ops
 

@@ -5,8 +5,8 @@ from dataclasses import fields
 import torch
 from helpers import fake_prompt
 
+from mtrl.algorithms.advantages import Grpo
 from mtrl.algorithms.batches import BatchPlan
-from mtrl.algorithms.estimators import Grpo
 from mtrl.algorithms.losses import Loss
 from mtrl.rollout.lifecycle import EngineLifecycle
 from mtrl.rollout.responses import make_rollouts
@@ -149,12 +149,12 @@ class FakeRefreshed:
     def __init__(self, journal=None):
         self.journal, self.times = journal, 0
 
-    def refresh(self):
+    def sync(self):
         self.times += 1
-        self.journal.append(("refresh", self.times))
+        self.journal.append(("sync", self.times))
 
     def snapshot(self):
-        return f"reference, refreshed {self.times} times"
+        return f"reference, synced {self.times} times"
 
     def restore(self, directory):
         self.times = int(directory.name)
@@ -200,7 +200,7 @@ class FakeStore:
         self.journal.append(("all saved",))
 
 
-def algorithm_spec(**changes):
+def spec(**changes):
     settings = {
         "total_steps": 1,
         "prompts_per_step": PROMPTS,
@@ -243,7 +243,7 @@ def loop(actor=None, reference=None, validation=None, scorer=None, refreshed=Non
     components.scorer.journal = journal
     if refreshed is not None:
         refreshed.journal = journal
-    return Loop(components, algorithm_spec(**changes))
+    return Loop(components, spec(**changes))
 
 
 def validation_of(prompts=2, batch=2, **sampling):

@@ -19,7 +19,7 @@ from mtrl.algorithms.credit.attention_weights import AttentionWeights
 from mtrl.algorithms.credit.entropy_filter import EntropyFilter
 from mtrl.algorithms.credit.perception_filter import PerceptionFilter
 from mtrl.algorithms.credit.trajectory_scaling import TrajectoryScaling
-from mtrl.algorithms.losses import Loss, PolicyLoss, mismatch_correction, term_weights, total_loss
+from mtrl.algorithms.losses import Loss, PolicyLoss, loss_weights, mismatch_correction, total_loss
 from mtrl.algorithms.signals import pool_sizes, visual_dependency
 from mtrl.types import SEGMENTS, Credit, Experience, Rollouts, Signals, TrainBatch
 from mtrl.utils.record_rows import take_rows
@@ -134,8 +134,8 @@ def credit_of(step: Step, rules: Rules) -> Credit:
 def train_batch(step: Step, rules: Rules, loss_type="dapo", denominator="all", silenced=None) -> TrainBatch:
     mask = step.rollouts.mask
     credit = credit_of(step, rules)
-    weights = term_weights(credit.token_weight, credit.keep_mask, loss_type, MAX_LENGTH, denominator, silenced)
-    correction = mismatch_correction(step.old, step.rollout_logprobs, mask, 2.0, "sequence")
+    weights = loss_weights(credit.token_weight, credit.keep_mask, loss_type, MAX_LENGTH, denominator, silenced)
+    correction = mismatch_correction(step.old, step.behaviour, mask, 2.0, "sequence")
     return TrainBatch(step.rollouts, step.old, credit.advantage, correction, weights, step.reference)
 
 

@@ -137,14 +137,14 @@ def test_one_image_among_the_prompts_is_enough_to_read_attention():
     assert actor.forward.asked[0][1] == Needs("attention_mass")
 
 
-@pytest.mark.parametrize("name", ["reference", "divergence"])
+@pytest.mark.parametrize("name", ["ref_logprobs", "divergence"])
 def test_the_reference_is_asked_for_its_own_signals(name):
     actor = actor_of(reference=ToldReference())
     found = actor.probe(fake_rollouts([2, 1, 3]), Needs("old_logprobs", name, "values"), 0)
     assert [needs for _, needs, _ in actor.forward.asked] == [Needs("old_logprobs")] * 2
     assert [rows for rows, _, _ in actor.reference.asked] == [[0, 1], [2]]
     assert all(policy is actor.forward and name in needs for _, needs, policy in actor.reference.asked)
-    assert found.old_logprobs is not None and found.reference is not None
+    assert found.old_logprobs is not None and found.ref_logprobs is not None
     actor.probe(fake_rollouts([2]), Needs("old_logprobs"), 0)
     assert len(actor.reference.asked) == 2, "not where nobody reads it"
 
@@ -224,8 +224,8 @@ def reference_of(model):
 
 def test_nothing_is_offloaded_unless_that_is_asked_for():
     actor = actor_of(reference=reference_of(OneWeight()))
-    assert actor.parked is None and not actor.learner.pieces
-    assert actor_of(offload_reference=True).parked is None, "there is none"
+    assert actor.offloaded_reference is None and not actor.learner.pieces
+    assert actor_of(offload_reference=True).offloaded_reference is None, "there is none"
     assert actor_of(offload_optimizer=True).learner.pieces
 
 
@@ -235,14 +235,14 @@ def test_an_offloaded_reference_is_on_the_device_while_it_is_asked():
     parked = model.w.data_ptr()
     seen = []
     actor._with_reference(lambda: seen.append(model.w.data_ptr()))
-    assert list(actor.parked.tensors()) == [model.w] and seen != [parked] and model.w.data_ptr() == parked
+    assert list(actor.offloaded_reference.tensors()) == [model.w] and seen != [parked] and model.w.data_ptr() == parked
 
 
 @pytest.mark.parametrize("own", [True, False])
 def test_the_reference_is_whole_while_it_is_asked_unless_it_is_the_policy(own, monkeypatch):
     """The policy's own model is made whole pass by pass, and twice would be once too often."""
     whole = []
-    monkeypatch.setattr("mtrl.workers.actor.while_whole", lambda model, work: whole.append(model) or work())
+    monkeypatch.setattr("mtrl.workers.actor.run_frozen_forward", lambda model, work: whole.append(model) or work())
     actor = actor_of()
     model = actor.model if own else OneWeight()
     actor.reference = reference_of(model)

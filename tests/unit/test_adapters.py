@@ -22,7 +22,7 @@ from mtrl.models.adapters import (
 from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward
 from mtrl.models.load_model import load_model
-from mtrl.models.state_dicts import exported_weights, load_weights, save_model, saved_weights
+from mtrl.models.state_dicts import checkpoint_weights, exported_weights, load_weights, save_model
 from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Needs, Sampling, Weights
 from mtrl.workers.reference import Reference
@@ -195,7 +195,7 @@ def test_the_engine_samples_with_them():
 @pytest.fixture
 def saved(tmp_path):
     backbone = adapted()
-    save_model(backbone.model, saved_weights(backbone.model), tmp_path)
+    save_model(backbone.model, checkpoint_weights(backbone.model), tmp_path)
     return backbone, tmp_path
 
 
@@ -248,7 +248,7 @@ def test_a_base_that_is_gone_is_named(saved):
     file = directory / "adapter_config.json"
     settings = json.loads(file.read_text())
     file.write_text(json.dumps(settings | {"base_model_name_or_path": "/nowhere/model"}))
-    with pytest.raises(ValueError, match="holds adapters of /nowhere/model, which is not there"):
+    with pytest.raises(ValueError, match="holds adapters of /nowhere/model, which does not exist"):
         load_model(directory)
     file.write_text(json.dumps(settings | {"base_model_name_or_path": None}))
     with pytest.raises(ValueError, match="does not say which model"):

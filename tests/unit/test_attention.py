@@ -98,7 +98,7 @@ def test_attention_and_mass_equal_the_matrix(kind):
     sink[0, [0, 180]] = True
     places = (torch.zeros(4, dtype=torch.long), torch.tensor([99, 120, 160, 230]))
     reader = MassReader(pool, sink, places, [range(1), range(2), range(1, 2)], mask)
-    output, _ = attention(module_of(), query, key, value, mask, reader=reader, scaling=0.5, dropout=0.0)
+    output, _ = attention(module_of(), query, key, value, mask, readers=[reader], scaling=0.5, dropout=0.0)
     weights = matrix(query, key, dense, 0.5)
     expected = (weights @ value.repeat_interleave(2, 1)).transpose(1, 2)
     torch.testing.assert_close(output, expected, rtol=0, atol=1e-5)
@@ -129,7 +129,7 @@ def test_the_mass_of_a_corner_is_that_of_the_whole(kind):
         mask = seen.dense() if kind == "matrix" else seen.blocks(torch.device("cpu"))
         reader = MassReader(pool[corner], sink[corner], places, [range(1)], mask)
         reader.add = lambda layer, output, add=reader.add: read.append(output.shape[1]) or add(layer, output)
-        attention(module_of(), *heads(512), sight.dense(), reader=reader, scaling=0.5, dropout=0.0)
+        attention(module_of(), *heads(512), sight.dense(), readers=[reader], scaling=0.5, dropout=0.0)
         totals.append(reader.total)
     torch.testing.assert_close(totals[0], totals[1], rtol=0, atol=1e-6)
     assert (totals[0] > 0.1).all() and read == [512, 256]
@@ -158,7 +158,7 @@ def test_a_prompt_of_the_sink_alone_has_no_mass():
     pool = torch.tensor([[TEXT_POOL, -1, -1, -1]])
     mask = sight_of([[1, 3]], 4).dense()
     reader = MassReader(pool, pool >= 0, (torch.zeros(1, dtype=torch.long), torch.tensor([3])), [range(1)], mask)
-    attention(module_of(), query, key, value, mask, reader=reader, scaling=1.0, dropout=0.0)
+    attention(module_of(), query, key, value, mask, readers=[reader], scaling=1.0, dropout=0.0)
     assert (reader.total == 0).all()
 
 

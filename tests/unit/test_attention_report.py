@@ -11,10 +11,10 @@ from PIL import Image
 from tiny_models import checkpoint
 
 from mtrl import cli
-from mtrl.commands.attention import MOST_DRAWN, chosen_tokens, place_for, prompt_images, token_positions
+from mtrl.commands.attention import MOST_DRAWN, choose_tokens, default_report_dir, find_token, split_by_image
 from mtrl.embedded.embedded_rows import MODEL_DIRECTORY
-from mtrl.report.attention_page import Answered, overview, write_report
-from mtrl.report.heat_map import STRONGEST, ImageAttention, bleached, draw_heat_maps, heat_maps
+from mtrl.report.attention_page import AttentionSample, make_overview, write_report
+from mtrl.report.heat_map import STRONGEST, ImageAttention, bleach, draw_heat_maps, heat_maps
 from mtrl.types import SEGMENTS
 
 
@@ -23,7 +23,7 @@ def answered(*ratios, tokens=None, visual=True):
     vision = torch.tensor([1 / (1 + ratio / 2) for ratio in ratios])
     mass = torch.stack([1 - vision, vision], -1)[:, None].expand(-1, len(SEGMENTS), -1)
     tokens = tokens or [f"t{i}" for i in range(len(ratios))]
-    return Answered(
+    return AttentionSample(
         id="t:1",
         prompt="Which?",
         response="".join(tokens),
@@ -39,16 +39,16 @@ def answered(*ratios, tokens=None, visual=True):
 def test_the_extremes_and_the_answer_are_drawn():
     answer = answered(1.0, 0.25, 4.0, 2.0, tokens=["B", " red", "(", "B"])
     torch.testing.assert_close(answer.token_vgr(), torch.tensor([1.0, 0.25, 4.0, 2.0]))
-    assert list(chosen_tokens(answer, "B", ())) == [1, 2, 3], "the last B answers"
-    assert list(chosen_tokens(answer, None, ())) == [1, 2]
-    assert chosen_tokens(answered(1.0, 3.0, tokens=["A", "B"]), "B", ())[1].startswith("looks least")
+    assert list(choose_tokens(answer, "B", ())) == [1, 2, 3], "the last B answers"
+    assert list(choose_tokens(answer, None, ())) == [1, 2]
+    assert choose_tokens(answered(1.0, 3.0, tokens=["A", "B"]), "B", ())[1].startswith("looks least")
 
 
 def test_what_is_asked_for_is_drawn():
     answer = answered(1, 1, 1, 1, tokens=["the", " red", " one", "."])
-    assert list(chosen_tokens(answer, "A", ("red", "-1", "0", "99", "blue"))) == [1, 3, 0]
-    assert len(chosen_tokens(answered(*[1.0] * 50, tokens=["x"] * 50), None, ("x",))) == MOST_DRAWN
-    assert token_positions(["B", " (B)", "Both"], "B") == [0, 1]
+    assert list(choose_tokens(answer, "A", ("red", "-1", "0", "99", "blue"))) == [1, 3, 0]
+    assert len(choose_tokens(answered(*[1.0] * 50, tokens=["x"] * 50), None, ("x",))) == MOST_DRAWN
+    assert find_token(["B", " (B)", "Both"], "B") == [0, 1]
 
 
 # -------------------------------------------------------------------------------------------------------------- drawing
@@ -82,7 +82,7 @@ def test_heat_lies_where_the_attention_is_and_the_image_is_seen_through_it():
 
 def test_things_of_equal_brightness_are_told_apart():
     """Yellow on light blue vanished in an image of greys."""
-    blue, yellow = bleached(np.array([[[192, 216, 240], [236, 231, 60]]], np.uint8))[0].astype(int)
+    blue, yellow = bleach(np.array([[[192, 216, 240], [236, 231, 60]]], np.uint8))[0].astype(int)
     assert np.abs(blue - yellow).max() > 40
 
 
@@ -118,13 +118,13 @@ def test_attention_is_cut_into_images():
     media = (np.zeros((28, 56, 3), np.uint8), np.zeros((56, 84, 3), np.uint8))
     prompt = prompt.__class__(prompt.task, media, prompt.ids, prompt.engine_ids, prompt.token_pool)
     attention = torch.arange(11.0).expand(len(SEGMENTS), -1)
-    first, second = prompt_images(prompt, attention, side=28)
+    first, second = split_by_image(prompt, attention, token_side=28)
     assert first.maps["late"].tolist() == [[1, 2]] and second.maps["all"].tolist() == [[3, 4, 5], [6, 7, 8]]
 
 
 # --------------------------------------------------------------------------------------------------------------- report
 def test_the_table_leaves_out_what_has_no_image(tmp_path):
-    text = overview([answered(1.0), answered(3.0), answered(9.0, visual=False)])
+    text = make_overview([answered(1.0), answered(3.0), answered(9.0, visual=False)])
     assert "3 responses, 2 of them to an image." in text
     assert text.count("| late | 2 | 1 | 1 | 3 |") == 2, "answering and reading"
     report = write_report(tmp_path, "Title", [answered(9.0, visual=False)]).read_text()
@@ -142,8 +142,8 @@ def test_where_the_report_goes(tmp_path):
     step = run / "checkpoints" / "step_4"
     step.mkdir(parents=True)
     (run / "config.yaml").touch()
-    assert place_for(run, step) == place_for(step, step) == run / "attention_step_4"
-    assert str(place_for(tmp_path / "model", tmp_path / "model")) == "attention_model"
+    assert default_report_dir(run, step) == default_report_dir(step, step) == run / "attention_step_4"
+    assert str(default_report_dir(tmp_path / "model", tmp_path / "model")) == "attention_model"
 
 
 # -------------------------------------------------------------------------------------------------------------- command
@@ -175,8 +175,8 @@ def test_the_tokens_asked_for_are_drawn(tmp_path):
     ("words", "said"),
     [
         ([], "which model?"),
-        (["m", "--samples", "0"], "--samples: 0; give a number above 0"),
-        (["m", "--samples"], "--samples: how many"),
+        (["m", "--samples", "0"], "--samples: 0 is no whole number of at least 1"),
+        (["m", "--samples"], "--samples: expected one argument"),
         (
             [str(MODEL_DIRECTORY), "--out", "x", "worker.actor.model.attn_implementation=eager"],
             "attn_implementation auto",

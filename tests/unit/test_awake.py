@@ -1,4 +1,4 @@
-"""An engine holds device memory inside `with engine.awake()`, and at no other time."""
+"""An engine holds device memory inside `with engine.resident()`, and at no other time."""
 
 import pytest
 

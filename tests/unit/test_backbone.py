@@ -177,8 +177,8 @@ SMALL = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 1, "nu
 )
 def test_what_is_packed_on_a_gpu(config, packs):
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    assert OnGpu(model).packs is packs
-    assert not Backbone(model).packs
+    assert OnGpu(model).can_pack is packs
+    assert not Backbone(model).can_pack
 
 
 def test_dropout_is_off_while_training(family):
@@ -199,8 +199,8 @@ def test_each_piece_is_compiled_in_our_model_alone(family, monkeypatch):
     def counted(function, _):
         return lambda *x, **y: calls.update([function.__qualname__]) or function(*x, **y)
 
-    monkeypatch.setattr(patches, "compiled", counted)
-    monkeypatch.setattr(patches, "with_compiled_rotary", patches.with_compiled_rotary.__wrapped__)
+    monkeypatch.setattr(patches, "compile_function", counted)
+    monkeypatch.setattr(patches, "compile_rotary", patches.compile_rotary.__wrapped__)
     theirs, ours = load_model(checkpoint(family)), Backbone(load_model(checkpoint(family)), compiled=True)
     pixels, grids = pixels_of(family, [(4, 6)])
     ids, positions = torch.arange(8)[None], torch.arange(8).expand(3, 1, -1)
@@ -219,19 +219,19 @@ def test_each_piece_is_compiled_in_our_model_alone(family, monkeypatch):
     assert norms_and_mlps >= 3 * layers + 1
 
 
-def test_a_function_with_compiled_rotary_positions_takes_the_same_arguments(monkeypatch):
-    monkeypatch.setattr(patches, "compiled", lambda function, _: function)
+def test_a_function_compile_rotary_positions_takes_the_same_arguments(monkeypatch):
+    monkeypatch.setattr(patches, "compile_function", lambda function, _: function)
 
     def forward(self, hidden, mask=None, *, scale=2):
         return hidden * scale, mask
 
-    assert patches.with_compiled_rotary.__wrapped__(forward)(None, 3) == (6, None)
+    assert patches.compile_rotary.__wrapped__(forward)(None, 3) == (6, None)
 
 
 def test_a_copy_of_a_compiled_model_runs_on_its_own_weights(family, monkeypatch):
     """The frozen reference is a copy of the policy, which must not follow it."""
-    monkeypatch.setattr(patches, "compiled", lambda function, _: function)
-    monkeypatch.setattr(patches, "with_compiled_rotary", patches.with_compiled_rotary.__wrapped__)
+    monkeypatch.setattr(patches, "compile_function", lambda function, _: function)
+    monkeypatch.setattr(patches, "compile_rotary", patches.compile_rotary.__wrapped__)
     ours = Backbone(load_model(checkpoint(family)), compiled=True)
     frozen = Backbone(copy.deepcopy(ours.model))
     ids, positions = torch.arange(8)[None], torch.arange(8).expand(3, 1, -1)
@@ -239,7 +239,7 @@ def test_a_copy_of_a_compiled_model_runs_on_its_own_weights(family, monkeypatch)
 
     def read(backbone):
         with torch.no_grad():
-            return [backbone.read(ids, positions), *outputs(backbone.run_tower(pixels, grids))]
+            return [backbone.forward_text(ids, positions), *outputs(backbone.run_tower(pixels, grids))]
 
     before = read(ours)
     with torch.no_grad():
@@ -254,8 +254,8 @@ def test_index_caches_are_bounded_and_right_after_eviction(family, backbone, mon
     monkeypatch.setattr(module, "CACHED_BATCHES", 3)
     monkeypatch.setattr(module, "CACHED_IMAGES", 4)
     indices, made = module.VisionIndices(backbone.vision_tower), []
-    build = indices._of_batch
-    monkeypatch.setattr(indices, "_of_batch", lambda *batch: made.append(batch) or build(*batch))
+    build = indices._make_batch
+    monkeypatch.setattr(indices, "_make_batch", lambda *batch: made.append(batch) or build(*batch))
     device = torch.device("cpu")
     mixed = [tuple((1, 2 * (a + k), 2 * a) for k in range(3)) for a in range(1, 8)]
     for _ in range(2):
@@ -284,17 +284,17 @@ def assert_as_upstream(indices, grids, tower):
 def test_the_batch_used_last_is_not_the_first_to_go():
     cache = {}
     for key in "abac":
-        module.remembered(cache, key, lambda key=key: key.upper(), limit=2)
+        module.get_or_make(cache, key, lambda key=key: key.upper(), limit=2)
     assert cache == {"a": "A", "c": "C"}
 
 
-def test_segments_grouped_by_length():
-    sizes, order, back = patches._by_length((2, 3, 2), torch.device("cpu"))
+def test_segments_grouped_sort_by_length():
+    sizes, order, back = patches._sort_by_length((2, 3, 2), torch.device("cpu"))
     assert sizes == {2: 4, 3: 3}
     assert order.tolist() == [0, 1, 5, 6, 2, 3, 4]
     assert order[back].tolist() == list(range(7))
-    assert patches._by_length((4, 4), torch.device("cpu")) == ({4: 8}, None, None)
-    assert patches._by_length.cache_info().maxsize is not None
+    assert patches._sort_by_length((4, 4), torch.device("cpu")) == ({4: 8}, None, None)
+    assert patches._sort_by_length.cache_info().maxsize is not None
 
 
 # ----------------------------------------------------------------------------------------------------- see and read
@@ -302,8 +302,8 @@ def test_see_gives_each_prompt_its_own(family, backbone):
     encoder = encoder_of(family)
     inputs = [encoder.inputs(each) for each in prompts_for(family)]
     with torch.no_grad():
-        features = backbone.see(inputs)
-        alone = [backbone.see([each])[0] for each in inputs]
+        features = backbone.encode_images(inputs)
+        alone = [backbone.encode_images([each])[0] for each in inputs]
     assert [None if f is None else len(f.embeds) for f in features] == [45, None, 37, 4]
     for together, single in zip(features, alone, strict=True):
         if single is not None:
@@ -316,18 +316,18 @@ def test_see_gives_each_prompt_its_own(family, backbone):
 def test_text_alone_runs_no_tower(family, backbone, monkeypatch):
     monkeypatch.setattr(backbone, "vision_tower", None)
     encoder = encoder_of(family)
-    assert backbone.see([encoder.inputs(prompt(encoder, "t", "how many"))] * 2) == [None, None]
+    assert backbone.encode_images([encoder.inputs(prompt(encoder, "t", "how many"))] * 2) == [None, None]
 
 
 def read_right_padded(backbone, encoder, prompts):
     inputs = [encoder.inputs(each) for each in prompts]
     pad = torch.nn.utils.rnn.pad_sequence
     with torch.no_grad():
-        return backbone.read(
+        return backbone.forward_text(
             pad([each.ids for each in prompts], batch_first=True),
             pad([prompt_positions(each).T for each in inputs], batch_first=True).permute(2, 0, 1),
             pad([vision_tokens(each) for each in prompts], batch_first=True),
-            backbone.see(inputs),
+            backbone.encode_images(inputs),
         )
 
 

@@ -9,8 +9,8 @@ from tiny_models import checkpoint, encoder_of, prompts_for, random_rollouts
 
 from mtrl.compose import algorithm
 from mtrl.compose.critic_worker import build_critic
-from mtrl.compose.policy import build_policy, check_measurable
-from mtrl.config import ConfigError, load_config, warnings
+from mtrl.compose.policy import build_policy, check_signals_available
+from mtrl.config import ConfigError, find_warnings, load_config
 from mtrl.models.families import encoder_files
 from mtrl.models.state_dicts import exported_weights, save_model
 from mtrl.models.value_head import HEAD
@@ -60,9 +60,9 @@ def test_a_reward_model_brings_its_head(tmp_path):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ("family", "it is of the family qwen3_vl, not qwen2_5_vl; name a model of the actor's family"),
-        ("tokenizer", "its tokenizer is another one"),
-        ("images", "its images have other patches or colours"),
+        ("family", "its family is qwen3_vl, not qwen2_5_vl; use a model of the actor's family"),
+        ("tokenizer", "its tokenizer differs"),
+        ("images", "its image settings differ"),
     ],
 )
 def test_what_cannot_read_the_actors_inputs_is_refused(change, told, tmp_path):
@@ -87,7 +87,7 @@ def test_it_reads_as_the_actor_does():
     config = packaged_config(worker__actor__tokens_per_micro_batch=77, worker__actor__share_prefix=False)
     policy, critic = built(config)
     assert critic.forward.share_prefix is policy.share_prefix is False and critic.forward.encoder is policy.encoder
-    assert critic.learner.batching == algorithm.update_batching(config, False, False)
+    assert critic.learner.batching == algorithm.make_update_batching(config, False, False)
     assert critic.probe_batching.tokens == 77
 
 
@@ -111,23 +111,24 @@ def test_its_optimizer_and_schedule_are_its_own():
     config = packaged_config(
         **keys, worker__critic__optim__lr_scheduler_type="linear", worker__actor__max_grad_norm=2.0
     )
-    ours = algorithm.critic_optimizer_settings(config, 10)
+    ours = algorithm.make_schedule(config, config.worker.critic.optim, 10)
     assert (ours.lr, ours.weight_decay, ours.betas, ours.min_lr_ratio) == (3e-4, 0.5, (0.5, 0.75), 0.125)
     assert (ours.warmup_steps, ours.total_steps, ours.schedule, ours.max_grad_norm) == (2, 10, "linear", 2.0)
-    theirs = algorithm.optimizer_settings(config, 10)
+    theirs = algorithm.make_optimizer_settings(config, 10)
     assert (theirs.lr, theirs.warmup_steps, theirs.schedule) == (1e-6, 10, "constant_with_warmup")
-    assert algorithm.critic_optimizer_settings(packaged_config(), 10).lr == 1e-5
+    default = packaged_config()
+    assert algorithm.make_schedule(default, default.worker.critic.optim, 10).lr == 1e-5
 
 
 def test_the_actors_schedule_begins_after_the_warm_up():
     config = packaged_config(worker__critic__warmup_steps=4, worker__actor__global_batch_size=4)
-    assert algorithm.optimizer_settings(config, 10).total_steps == 6 * 2
-    assert algorithm.critic_optimizer_settings(config, 10).total_steps == 10 * 2
+    assert algorithm.make_optimizer_settings(config, 10).total_steps == 6 * 2
+    assert algorithm.make_schedule(config, config.worker.critic.optim, 10).total_steps == 10 * 2
     assert algorithm.make_algorithm(config, 10).critic_warmup == 4
-    assert algorithm.optimizer_settings(config, 3).total_steps == 0, "it never learns"
+    assert algorithm.make_optimizer_settings(config, 3).total_steps == 0, "it never learns"
     grpo = load_config(None, SIZES | {"worker.critic.warmup_steps": 4})
     assert algorithm.make_algorithm(grpo, 10).critic_warmup == 0, "no critic, no warm-up"
-    assert algorithm.optimizer_settings(grpo, 10).total_steps == 10
+    assert algorithm.make_optimizer_settings(grpo, 10).total_steps == 10
 
 
 def test_the_clip_reaches_the_loss():
@@ -138,21 +139,21 @@ def test_the_clip_reaches_the_loss():
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        ({"worker.critic.warmup_steps": 5, "training.max_steps": 5}, "the actor learns nothing"),
-        ({"worker.critic.optim.lr": 0.0}, "the critic stays as it is"),
+        ({"worker.critic.warmup_steps": 5, "training.max_steps": 5}, "only the critic is trained"),
+        ({"worker.critic.optim.lr": 0.0}, "the critic is not trained"),
         ({"worker.critic.optim.lr": 0.5}, "worker.critic.optim.lr = 0.5: a step moves every weight"),
         ({"worker.actor.fsdp.param_dtype": "bf16"}, "= bf16 with worker.critic.optim.lr = 1e-05"),
     ],
 )
 def test_settings_that_hardly_do_what_is_hoped_for(overrides, told):
-    assert any(told in line for line in warnings(load_config(None, GAE | overrides)))
+    assert any(told in line for line in find_warnings(load_config(None, GAE | overrides)))
     without = GAE | {"optimization.advantage_estimator": "grpo"}
-    assert not any(told in line for line in warnings(load_config(None, without | overrides))), "there is no critic"
+    assert not any(told in line for line in find_warnings(load_config(None, without | overrides))), "there is no critic"
 
 
 def test_a_warm_up_that_ends_is_not_warned_of():
     keys = {"worker.critic.warmup_steps": 4, "training.max_steps": 5}
-    assert list(warnings(load_config(None, GAE | keys))) == []
+    assert list(find_warnings(load_config(None, GAE | keys))) == []
 
 
 def test_a_rule_may_read_values_where_there_is_a_critic(tmp_path):
@@ -163,10 +164,10 @@ def test_a_rule_may_read_values_where_there_is_a_critic(tmp_path):
         "    def apply(self, experience, key): return experience.signals.values\n"
     )
     config = packaged_config(optimization__credit=(f"{file}:Mine",))
-    check_measurable(config, algorithm.make_algorithm(config, 1), True)
+    check_signals_available(config, algorithm.make_algorithm(config, 1), True)
     grpo = packaged_config(optimization__credit=(f"{file}:Mine",), optimization__advantage_estimator="grpo")
-    with pytest.raises(ConfigError, match=r"Mine asks for the signal values, which a critic measures"):
-        check_measurable(grpo, algorithm.make_algorithm(grpo, 1), True)
+    with pytest.raises(ConfigError, match=r"Mine needs the signal values, and there is no critic"):
+        check_signals_available(grpo, algorithm.make_algorithm(grpo, 1), True)
 
 
 def test_the_name_of_the_head():

@@ -15,24 +15,19 @@ RESULT = json.loads((ROOT / "benchmarks/results/cards.json").read_text())
 
 def test_the_page_has_the_table_of_the_result():
     assert table(RESULT["rows"]) in (ROOT / "docs/memory.md").read_text(), "python -m benchmarks.cards --render"
-    assert [row["recipe"] for row in RESULT["rows"]] == [algorithm_spec.stem for algorithm_spec in RECIPES]
+    assert [row["recipe"] for row in RESULT["rows"]] == [spec.stem for spec in RECIPES]
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda algorithm_spec: algorithm_spec.stem)
-def test_a_recipe_is_for_what_its_name_says(algorithm_spec):
-    config = load_config(algorithm_spec, {})
-    size, card = algorithm_spec.stem.split("_")[:2]
+@pytest.mark.parametrize("spec", RECIPES, ids=lambda spec: spec.stem)
+def test_a_recipe_is_for_what_its_name_says(spec):
+    config = load_config(spec, {})
+    size, card = spec.stem.split("_")[:2]
     assert config.worker.actor.model.model_path == f"Qwen/Qwen2.5-VL-{size.upper()}-Instruct"
-    assert (
-        config.training.experiment_name == algorithm_spec.stem
-        and f"{card[:-2]} GB" in algorithm_spec.read_text().splitlines()[0]
-    )
+    assert config.training.experiment_name == spec.stem and f"{card[:-2]} GB" in spec.read_text().splitlines()[0]
 
 
 def test_every_size_has_a_recipe_for_every_card():
-    assert {tuple(algorithm_spec.stem.split("_")[:2]) for algorithm_spec in RECIPES} == {
-        (s, card) for s in ("3b", "7b") for card in CARDS
-    }
+    assert {tuple(spec.stem.split("_")[:2]) for spec in RECIPES} == {(s, card) for s in ("3b", "7b") for card in CARDS}
 
 
 @pytest.mark.parametrize("row", RESULT["rows"], ids=lambda row: row["recipe"])

@@ -10,8 +10,8 @@ import pytest
 from run_helpers import bound_by_permissions
 
 from mtrl.checkpoint import folder_store as module
-from mtrl.checkpoint.folder_store import FolderStore, checkpoint_step, checkpoints, read_state
-from mtrl.checkpoint.manifest import MANIFEST, DamagedCheckpoint, check, seal
+from mtrl.checkpoint.folder_store import FolderStore, checkpoint_step, list_checkpoints, read_state
+from mtrl.checkpoint.manifest import MANIFEST, DamagedCheckpoint, check_manifest, seal
 from mtrl.utils.errors import RunError, StartError
 
 METRIC = "val/reward_score"
@@ -75,13 +75,13 @@ def sealed(tmp_path) -> Path:
 
 
 def test_a_sealed_folder_is_whole(sealed):
-    check(sealed)
+    check_manifest(sealed)
     manifest = json.loads((sealed / MANIFEST).read_text())
     assert manifest["files"]["weights"]["bytes"] == 256 * 40 and set(manifest["files"]) == {
         "weights", "config.json", "empty", "trainer/optimizer",
     }  # fmt: skip
     (sealed / "notes.md").write_text("a user may put something beside it")
-    check(sealed)
+    check_manifest(sealed)
 
 
 @pytest.mark.parametrize("name", ["weights", "config.json", "trainer/optimizer", MANIFEST])
@@ -94,9 +94,9 @@ def test_every_single_bit_counts(sealed, name):
             changed[place] ^= 1 << bit
             path.write_bytes(bytes(changed))
             with pytest.raises(DamagedCheckpoint, match=name):
-                check(sealed)
+                check_manifest(sealed)
     path.write_bytes(whole)
-    check(sealed)
+    check_manifest(sealed)
 
 
 @pytest.mark.parametrize("name", ["weights", "config.json", "trainer/optimizer", MANIFEST])
@@ -106,22 +106,22 @@ def test_cut_off_emptied_lengthened_or_gone(sealed, name):
     for content in (whole[:-1], whole[: len(whole) // 2], b"", whole + b"\0", whole + b" "):
         path.write_bytes(content)
         with pytest.raises(DamagedCheckpoint, match=name):
-            check(sealed)
+            check_manifest(sealed)
     path.unlink()
     with pytest.raises(DamagedCheckpoint, match=f"{name} is missing"):
-        check(sealed)
+        check_manifest(sealed)
 
 
 def test_files_may_be_left_out_of_the_check(sealed):
     (sealed / "weights").write_text("other")
-    check(sealed, but=("weights",))
+    check_manifest(sealed, skip=("weights",))
 
 
 def test_a_manifest_that_is_valid_json_of_another_kind(sealed):
     for text in ("[]", "{}", '{"files": 3}', '{"files": {"weights": 1}, "crc32": 0}', "null"):
         (sealed / MANIFEST).write_text(text)
         with pytest.raises(DamagedCheckpoint, match=MANIFEST):
-            check(sealed)
+            check_manifest(sealed)
 
 
 # ------------------------------------------------------------------------------------------------------- what is kept
@@ -131,9 +131,11 @@ def test_the_newest_stay(tmp_path, limit, kept):
     for step in (2, 9, 10):
         save(store, step)
     assert names(tmp_path) == {f"step_{step}" for step in kept}
-    assert [checkpoint_step(path) for path in checkpoints(tmp_path / "checkpoints")] == kept, "by number, not by name"
-    for path in checkpoints(tmp_path / "checkpoints"):
-        check(path)
+    assert [checkpoint_step(path) for path in list_checkpoints(tmp_path / "checkpoints")] == kept, (
+        "by number, not by name"
+    )
+    for path in list_checkpoints(tmp_path / "checkpoints"):
+        check_manifest(path)
         assert read_state(path) == {"step": checkpoint_step(path), "metric": None, "score": None}
 
 
@@ -153,7 +155,7 @@ def test_the_best_stays_too_and_best_model_leads_to_it(tmp_path):
         save(store, step, score)
         assert os.readlink(link) == f"step_{best}", "relative: a run that is moved keeps its best model"
         assert names(tmp_path) == {"best_model", *(f"step_{each}" for each in kept)}
-        check(link)
+        check_manifest(link)
 
 
 def test_the_best_is_known_after_a_restart_and_repaired_after_a_kill(tmp_path):
@@ -199,8 +201,8 @@ def test_each_learner_is_saved_and_restored_by_its_name(tmp_path):
     store = store_of(tmp_path)
     store.save(1, two_snapshots(), {"step": 1})
     store.close()
-    (saved,) = checkpoints(tmp_path / "checkpoints")
-    check(saved)
+    (saved,) = list_checkpoints(tmp_path / "checkpoints")
+    check_manifest(saved)
     files = set(json.loads((saved / MANIFEST).read_text())["files"])
     assert files == {"model.safetensors", "critic/model.safetensors", "trainer_state.json"}, "the actor is at the top"
     learners = {"critic": FakeLearner(), "actor": FakeLearner()}
@@ -237,7 +239,9 @@ def test_room_and_memory_are_counted_over_all_learners(tmp_path, monkeypatch, ca
 def test_a_learner_that_a_checkpoint_does_not_hold(tmp_path):
     store, learners = store_of(tmp_path), {"actor": FakeLearner(), "critic": FakeLearner()}
     save(store, 1)
-    with pytest.raises(StartError, match=r"step_1 holds no critic, which this configuration trains; go on with"):
+    with pytest.raises(
+        StartError, match=r"step_1 holds no critic, which this configuration trains; use the configuration"
+    ):
         store.restore(tmp_path / "checkpoints" / "step_1", learners)
     assert learners["actor"].text is None, "nobody is half restored"
 
@@ -301,11 +305,11 @@ def test_a_folder_that_turns_forbidden_costs_a_save_and_not_the_run(tmp_path, ca
 
 
 def test_a_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(tmp_path):
-    assert checkpoints(tmp_path / "nowhere") == []
+    assert list_checkpoints(tmp_path / "nowhere") == []
     save(store_of(tmp_path), 1)
     (tmp_path / "checkpoints").chmod(0)
     with bound_by_permissions(), pytest.raises(PermissionError, match="checkpoints"):
-        checkpoints(tmp_path / "checkpoints")
+        list_checkpoints(tmp_path / "checkpoints")
     (tmp_path / "checkpoints").chmod(0o700)
 
 
@@ -327,7 +331,7 @@ def test_a_rotation_that_fails_is_no_failed_save(tmp_path, caplog, monkeypatch):
 
     monkeypatch.setattr(module.FolderStore, "_rotate", lambda self: busy(self.directory))
     save(store, 2)
-    assert "could not be tidied: busy" in caplog.text and store.failure is None
+    assert "could not be updated: busy" in caplog.text and store.failure is None
     store.close()
 
 
@@ -336,12 +340,14 @@ def test_training_goes_on_while_a_copy_is_written(tmp_path):
     gate, store = threading.Event(), store_of(tmp_path)
     snapshot = FakeSnapshot("first", gate=gate)
     store.save(1, {"actor": snapshot}, {"step": 1})
-    assert snapshot.copied == 1 and not checkpoints(tmp_path / "checkpoints"), "it returned before anything was there"
+    assert snapshot.copied == 1 and not list_checkpoints(tmp_path / "checkpoints"), (
+        "it returned before anything was there"
+    )
     snapshot.text = "changed by the next update"
     gate.set()
     store.save(2, {"actor": FakeSnapshot("second")}, {"step": 2})  # waits for the first
     store.close()
-    saved = [path / "model.safetensors" for path in checkpoints(tmp_path / "checkpoints")]
+    saved = [path / "model.safetensors" for path in list_checkpoints(tmp_path / "checkpoints")]
     assert [path.read_text() for path in saved] == ["first", "second"]
 
 
@@ -364,7 +370,7 @@ def test_a_run_that_fails_waits_for_its_save_and_one_that_is_told_to_leave_does_
             store.save(1, {"actor": FakeSnapshot(gate=gate)}, {"step": 1})
             release.start()
             raise error
-        assert {path.name for path in checkpoints(tmp_path / "checkpoints")} == kept
+        assert {path.name for path in list_checkpoints(tmp_path / "checkpoints")} == kept
         release.join()
         store.wait()
         shutil.rmtree(tmp_path / "checkpoints")
@@ -391,8 +397,8 @@ def test_a_pipe_in_a_checkpoint_is_damage(tmp_path, name):
     folder = tmp_path / "checkpoints" / "step_1"
     (folder / name).unlink()
     os.mkfifo(folder / name)
-    with pytest.raises(DamagedCheckpoint, match=f"{name} is no file"):
-        check(folder)
+    with pytest.raises(DamagedCheckpoint, match=f"{name} is not a file"):
+        check_manifest(folder)
 
 
 def test_a_score_that_is_no_number_is_none(tmp_path):
@@ -400,4 +406,4 @@ def test_a_score_that_is_no_number_is_none(tmp_path):
     save(store, 1, score=0.5)
     state = tmp_path / "checkpoints" / "step_1" / "trainer_state.json"
     state.write_text(json.dumps({"step": 1, "metric": METRIC, "score": "high"}))
-    assert module.saved_score(state.parent, METRIC) == -float("inf")
+    assert module.read_score(state.parent, METRIC) == -float("inf")

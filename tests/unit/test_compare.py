@@ -6,7 +6,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from mtrl.cli import main
 from mtrl.commands.compare import parse_seeds
 from mtrl.compare import batch
 from mtrl.compare.arms import read_arm
-from mtrl.compare.batch import check_arms, pack, plan_jobs, run_batch, unpack
+from mtrl.compare.batch import measure_effects, pack, plan_jobs, run_batch, unpack
 
 
 def write_run(place, seed, curve, right=(), seconds=2.0):
@@ -72,14 +71,14 @@ def test_single_runs_have_no_interval(two_arms, monkeypatch):
     [
         (["plain"], "two configurations or runs"),
         (["plain", "nothing"], "nothing"),
-        (["plain", "empty"], "has no run with numbers"),
+        (["plain", "empty"], "holds no run with metrics"),
         (["plain", "twice"], "has the seed 0"),
         (["plain", "better", "--seeds", "many"], "--seeds: many"),
         (["plain", "better", "--seeds", "9-5"], "--seeds: 9-5 is no range"),
         (["plain", "better", "--seeds", "5-"], "--seeds: 5- is no range"),
         (["plain", "better", "--sedes", "3"], "no option --sedes"),
         (["plain", "better", "training.max_steps=3"], "overrides are for configurations"),
-        (["plain", "without"], "share no validation"),
+        (["plain", "without"], "no validation metric in common"),
     ],
 )
 def test_wrong_words_are_told(two_arms, monkeypatch, capsys, words, told):
@@ -92,18 +91,15 @@ def test_wrong_words_are_told(two_arms, monkeypatch, capsys, words, told):
     assert told in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "seeds"), [([], range(5)), (["3"], range(3)), (["5-9"], range(5, 10)), (["7-7"], [7])]
-)
-def test_seeds_are_the_first_or_a_range(words, seeds):
-    found, others = parse_seeds(["one", *(["--seeds", *words] if words else []), "two"])
-    assert list(found) == list(seeds) and others == ["one", "two"]
+@pytest.mark.parametrize(("text", "seeds"), [("3", range(3)), ("5-9", range(5, 10)), ("7-7", range(7, 8))])
+def test_seeds_are_the_first_or_a_range(text, seeds):
+    assert parse_seeds(text) == seeds
 
 
 def test_the_last_validation_counts(tmp_path):
     arm = read_arm(write_run(tmp_path / "run", 3, [0.0, 0.5], [1, 0]))
-    assert arm.runs[3].right == {"q0": True, "q1": False}
-    assert arm.right() == {"3 q0": True, "3 q1": False}
+    assert arm.runs[3].correct == {"q0": True, "q1": False}
+    assert arm.correct() == {"3 q0": True, "3 q1": False}
 
 
 # --------------------------------------------------------------------------------------------------------- batches
@@ -165,10 +161,8 @@ def test_a_run_that_fails_is_told_and_the_others_go_on(fake_runs):
 
 
 def test_a_batch_ends_in_time_and_goes_on(fake_runs):
-    begin = time.monotonic()
     given = jobs(fake_runs, "one", "slow", seeds=1)
     assert run_batch(given, 2, 3.0, lambda line: None) == (0, 1)
-    assert time.monotonic() - begin < 30
     assert "saved" in (fake_runs / "out/slow/seed_0.log").read_text(), "it was asked to stop, not killed"
     (fake_runs / "slow.txt").write_text("quick now")
     assert run_batch(given, 2, None, lambda line: None) == (0, 0)
@@ -208,7 +202,7 @@ def test_arms_are_checked_at_once_and_only_once(tmp_path, monkeypatch):
 
     monkeypatch.setattr(batch.subprocess, "run", measured)
     for _ in range(2):
-        found = check_arms(jobs(tmp_path, "one", "three"), 2)
+        found = measure_effects(jobs(tmp_path, "one", "three"), 2)
         assert list(found) == ["one", "three"] and found["one"]["cosine"] == len(str(tmp_path / "one.txt"))
     assert len(asked) == 2
 

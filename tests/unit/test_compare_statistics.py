@@ -5,7 +5,7 @@ import doctest
 import pytest
 
 from mtrl.compare import statistics
-from mtrl.compare.statistics import Discordant, area, estimate, holm, mcnemar, paired, paired_p
+from mtrl.compare.statistics import Discordant, area, compare_paired, estimate, holm, mcnemar, paired_p
 
 
 def test_the_examples_hold():
@@ -24,12 +24,12 @@ def test_a_mean_has_an_interval_from_two_seeds_on():
 
 def test_runs_are_paired_by_their_seed():
     baseline = {0: 0.1, 1: 0.5, 2: 0.9}
-    found = paired({0: 0.2, 1: 0.6, 2: 1.0, 7: 5.0}, baseline)
+    found = compare_paired({0: 0.2, 1: 0.6, 2: 1.0, 7: 5.0}, baseline)
     assert found.seeds == 3 and found.difference.mean == pytest.approx(0.1)
     assert found.p is None, "the differences are all alike"
-    assert paired({3: 1.0}, baseline) is None
+    assert compare_paired({3: 1.0}, baseline) is None
     # However much seeds differ from each other, the differences count.
-    assert paired({0: 0.21, 1: 0.59, 2: 1.0}, baseline).p < 0.01
+    assert compare_paired({0: 0.21, 1: 0.59, 2: 1.0}, baseline).p < 0.01
 
 
 def test_the_paired_t_test_is_that_of_textbooks():

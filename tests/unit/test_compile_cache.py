@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch._inductor.runtime import cache_dir_utils as of_torch
 
-from mtrl.compose.compile_cache import INDUCTOR, TRITON, keep_compiled
+from mtrl.compose.compile_cache import INDUCTOR, TRITON, set_compile_cache
 
 
 @pytest.fixture(autouse=True)
@@ -26,23 +26,23 @@ def test_torch_keeps_them_there(tmp_path, imported, monkeypatch):
     if imported:
         assert Path(of_torch.cache_dir()).parent == tmp_path
     place = tmp_path / "cache" / "compiled"
-    assert keep_compiled(place) == place and place.is_dir() and not [*place.iterdir()]
+    assert set_compile_cache(place) == place and place.is_dir() and not [*place.iterdir()]
     assert of_torch.cache_dir() == str(place) and of_torch.triton_cache_dir(0) == str(place / "triton")
-    assert keep_compiled(tmp_path / "other") == place, "the first one stays"
+    assert set_compile_cache(tmp_path / "other") == place, "the first one stays"
 
 
 def test_what_a_user_has_set_stays(tmp_path, monkeypatch):
     monkeypatch.setenv(TRITON, "theirs")
-    keep_compiled(tmp_path / "a")
+    set_compile_cache(tmp_path / "a")
     assert of_torch.triton_cache_dir(0) == "theirs"
     monkeypatch.setenv(INDUCTOR, str(tmp_path / "mine"))
-    assert keep_compiled(tmp_path / "b") == tmp_path / "mine" and not (tmp_path / "b").exists()
+    assert set_compile_cache(tmp_path / "b") == tmp_path / "mine" and not (tmp_path / "b").exists()
     assert of_torch.cache_dir() == str(tmp_path / "mine")
 
 
 def test_a_place_that_cannot_be_written_is_said(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     with caplog.at_level(logging.WARNING):
-        assert keep_compiled(tmp_path / "file" / "compiled") == Path(tempfile.gettempdir())
-    assert "cannot be kept in" in caplog.text and "MTRL_CACHE" in caplog.text
+        assert set_compile_cache(tmp_path / "file" / "compiled") == Path(tempfile.gettempdir())
+    assert "cannot be stored in" in caplog.text and "MTRL_CACHE" in caplog.text
     assert Path(of_torch.cache_dir()).parent == Path(tempfile.gettempdir()), "torch goes on as without us"

@@ -14,10 +14,10 @@ from mtrl.models import patches
 def seen(monkeypatch):
     counter, real = CompileCounter(), torch.compile
     monkeypatch.setattr(torch, "compile", partial(real, backend=counter))
-    patches.compiled.cache_clear()
+    patches.compile_function.cache_clear()
     torch._dynamo.reset()
     yield counter
-    patches.compiled.cache_clear()
+    patches.compile_function.cache_clear()
     torch._dynamo.reset()
 
 
@@ -26,7 +26,7 @@ def rotary(query, key, cos, sin):
 
 
 def test_one_graph_serves_all_lengths_and_knows_the_heads(seen):
-    piece = patches.compiled(rotary, patches.all_but_heads)
+    piece = patches.compile_function(rotary, patches.find_rotary_dims)
     for rows, length in ((2, 5), (2, 7), (3, 9), (4, 6)):
         cos = torch.randn(rows, length, 8)
         given = torch.randn(rows, 6, length, 8), torch.randn(rows, 2, length, 8), cos, cos + 1

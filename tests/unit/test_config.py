@@ -13,10 +13,10 @@ import pytest
 from config_helpers import errors_of, only_error, write
 from omegaconf import DictConfig, ListConfig
 
-from mtrl.config import Config, ConfigError, load_config, to_dict, to_yaml, warnings
-from mtrl.config.key_reference import reference
-from mtrl.config.tree import Leaf, known_leaves, known_sections
-from mtrl.config.value_types import interval
+from mtrl.config import Config, ConfigError, find_warnings, load_config, to_dict, to_yaml
+from mtrl.config.key_reference import make_reference
+from mtrl.config.tree import RENAMED_KEYS, Leaf, known_leaves, known_sections
+from mtrl.config.value_types import parse_interval
 from mtrl.config.yaml_io import YamlFile
 
 ROOT = Path(__file__).parents[2]
@@ -46,12 +46,12 @@ def value_of(config: Config, key: str) -> Any:
 
 
 def test_the_reference_has_exactly_the_keys_and_defaults_of_the_tree():
-    reference = flat(YamlFile(REFERENCE.read_text(encoding="utf-8")).content)
+    written = flat(YamlFile(REFERENCE.read_text(encoding="utf-8")).content)
     defaults = {key: leaf.default for key, leaf in known_leaves().items()}
-    assert list(reference) == list(defaults)  # same keys, same order
+    assert list(written) == list(defaults)  # same keys, same order
     for key, default in defaults.items():
         plain = list(default) if isinstance(default, tuple) else default
-        assert (reference[key], type(reference[key])) == (plain, type(plain)), key
+        assert (written[key], type(written[key])) == (plain, type(plain)), key
 
 
 def test_the_reference_loads_as_it_stands():
@@ -59,7 +59,7 @@ def test_the_reference_loads_as_it_stands():
 
 
 def test_the_reference_is_what_the_tree_says():
-    assert REFERENCE.read_text(encoding="utf-8") == reference(), "out of date: make reference"
+    assert REFERENCE.read_text(encoding="utf-8") == make_reference(), "out of date: make reference"
     for line in REFERENCE.read_text(encoding="utf-8").splitlines():
         assert len(line) <= 120 and (line.endswith(":") or "#" in line or not line), line
 
@@ -135,7 +135,7 @@ def another(annotation: Any, within: str | None, default: Any) -> Any:
 
 
 def another_number(kind: type, within: str | None, default: Any) -> Any:
-    low, high, _, _ = interval(within)
+    low, high, _, _ = parse_interval(within)
     if math.isinf(low) or math.isinf(high):
         return (default or 0) + kind(1)
     between = [kind(low + (high - low) * share) for share in (0.123456789, 0.5, 1.0)]
@@ -202,8 +202,8 @@ def test_the_yaml_of_a_full_run_loads_and_survives(tmp_path):
     assert config.worker.rollout.name == "vllm" and config.worker.actor.model.peft_type == "lora"
     assert config.worker.rollout.engine_kwargs == {"enforce_eager": True, "limit_mm_per_prompt": {"image": 2}}
     assert config.worker.reward.weights == (2.5, 1.0, 0.5, 1.0)
-    moved, slow = warnings(config)
-    assert "worker.ref.offload_params with adapters" in moved and "nothing to move" in moved
+    moved, slow = find_warnings(config)
+    assert "worker.ref.offload_params with adapters" in moved and "nothing to offload" in moved
     assert "lr = 5e-07 with adapters" in slow
     assert load_config(write(tmp_path, to_yaml(config))) == config
 
@@ -388,7 +388,9 @@ def test_words_that_are_no_overrides():
     assert only_error("training").startswith("command line: training: not an override")
     assert only_error("--training.fresh").startswith("command line: training.fresh: no value given")
     assert "training.fresh: no value given" in only_error("--training.fresh", "--dataset.seed=3")
-    assert only_error("training.logger=[console").startswith("command line: training.logger: cannot read the value: ")
+    assert only_error("training.logger=[console").startswith(
+        "command line: training.logger: the value cannot be read: "
+    )
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "---\n", "dataset:\nworker:\n  rollout:\n    # n: 4\n"])
@@ -455,6 +457,71 @@ def test_derived_values_leave_the_keys_alone(overrides, name, value):
     assert getattr(config, name) == value
     differing = {key for key, leaf in known_leaves().items() if value_of(config, key) != leaf.default}
     assert differing == {override.split("=")[0] for override in overrides}
+
+
+# --- renamed keys ---
+
+OLD_NAMES = "worker:\n  rollout:\n    lag: 1\n  ref: {refresh_every: 5}\n"
+
+
+def test_renamed_keys_are_gone_from_the_tree_and_lead_to_it():
+    assert not RENAMED_KEYS.keys() & known_leaves().keys() and set(RENAMED_KEYS.values()) <= known_leaves().keys()
+
+
+def test_old_names_in_a_file_work_and_each_is_logged_once(tmp_path, caplog):
+    path = write(tmp_path, OLD_NAMES)
+    config = load_config(path)
+    assert config.worker.rollout.off_policy_steps == 1 and config.worker.ref.sync_every == 5
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{path}:3: worker.rollout.lag is now called worker.rollout.off_policy_steps",
+        f"{path}:4: worker.ref.refresh_every is now called worker.ref.sync_every",
+    ]
+    assert "lag" not in to_yaml(config) and "refresh_every" not in to_yaml(config)
+
+
+@pytest.mark.parametrize(
+    "overrides, where",
+    [
+        (["worker.rollout.lag=1"], "command line"),
+        (["--worker.rollout.lag", "1"], "command line"),
+        ({"worker.rollout.lag": 1}, "overrides"),
+        ({"worker": {"rollout": {"lag": 1}}}, "overrides"),
+    ],
+)
+def test_old_names_in_overrides_work_and_are_logged_once(overrides, where, caplog):
+    assert load_config(None, overrides).worker.rollout.off_policy_steps == 1
+    message = f"{where}: worker.rollout.lag is now called worker.rollout.off_policy_steps"
+    assert [record.getMessage() for record in caplog.records] == [message]
+
+
+def test_an_old_name_is_checked_like_the_new_one():
+    expected = "command line: worker.rollout.off_policy_steps: expected a whole number in [0, 1], got 7"
+    assert only_error("worker.rollout.lag=7") == expected
+
+
+def test_old_and_new_name_at_once_are_an_error_that_names_both(tmp_path):
+    path = write(tmp_path, "worker:\n  rollout:\n    off_policy_steps: 0\n    lag: 1\n")
+    message = (
+        "worker.rollout.lag: the old name of worker.rollout.off_policy_steps, which is set too; remove "
+        "worker.rollout.lag"
+    )
+    assert errors_of(path) == [f"{path}:4: {message}"]
+    assert only_error("worker.rollout.lag=1", "worker.rollout.off_policy_steps=1") == f"command line: {message}"
+
+
+def test_an_override_by_the_new_name_wins_over_a_file_with_the_old_one(tmp_path):
+    path = write(tmp_path, OLD_NAMES)
+    assert load_config(path, ["worker.rollout.off_policy_steps=0"]).worker.rollout.off_policy_steps == 0
+    new = write(tmp_path, "worker: {rollout: {off_policy_steps: 0}}\n")
+    assert load_config(new, ["worker.rollout.lag=1"]).worker.rollout.off_policy_steps == 1
+
+
+def test_the_saved_configuration_of_an_older_run_loads_silently(tmp_path, caplog):
+    text = to_yaml(load_config(None, {"worker.rollout.off_policy_steps": 1, "worker.ref.sync_every": 5}))
+    old = write(tmp_path, text.replace("off_policy_steps:", "lag:").replace("sync_every:", "refresh_every:"))
+    config = load_config(old, saved=True)
+    assert config.worker.rollout.off_policy_steps == 1 and config.worker.ref.sync_every == 5
+    assert not caplog.records
 
 
 def test_to_dict_holds_every_key():

@@ -1,14 +1,14 @@
 """Configurations that nobody means well: each ends in one clear line, soon, and never in a traceback."""
 
 import os
-import time
 
 import pytest
 from config_helpers import errors_of, only_error, write
+from helpers import cpu_seconds
 
 from mtrl.cli import main
 from mtrl.config import ConfigError, load_config, to_yaml
-from mtrl.config.config_error import MOST_TOLD
+from mtrl.config.config_error import MAX_ERRORS_SHOWN
 
 KWARGS = "worker.rollout.engine_kwargs"
 
@@ -35,9 +35,9 @@ def laughs(kind: str, levels: int = 12) -> str:
 HOSTILE = {
     "an open reference": ("dataset: {system_prompt: 'Pay ${ now'}", "dataset.system_prompt: cannot be used", "\\${"),
     "a path with a sign": ("dataset: {train_files: 'a/${x.jsonl'}", "dataset.train_files: cannot be used", "\\${"),
-    "latex": ("dataset: {system_prompt: 'the square ${x}^2$'}", "'x' not found", "for the text ${ write \\${"),
+    "latex": ("dataset: {system_prompt: 'the square ${x}^2$'}", "'x' not found", "write \\${ for a literal ${"),
     "nested references": (f"dataset: {{system_prompt: '{'${' * 3000}a{'}' * 3000}'}}", "reference inside"),
-    "an unknown resolver": ("dataset: {system_prompt: '${oc.create:[1]}'}", "oc.create:..} is not known here"),
+    "an unknown resolver": ("dataset: {system_prompt: '${oc.create:[1]}'}", "oc.create:..} is unknown"),
     "infinity": ("worker: {actor: {optim: {lr: 1e400}}}", "worker.actor.optim.lr: expected a number", "got .inf"),
     "a giant whole number": (f"training: {{max_steps: 1{'0' * 5000}}}", ":1: not valid YAML: a number of 5001 char"),
     "a giant for a float": (f"worker: {{actor: {{optim: {{lr: 1{'0' * 90}}}}}}}", "optim.lr: cannot be used"),
@@ -45,10 +45,10 @@ HOSTILE = {
     "a giant in base 60": (f"training: {{max_steps: {':'.join(['1'] * 9000)}}}", "a number of 17999 characters"),
     "more than 63 bits": ("training: {max_steps: 9223372036854775808}", "max_steps: cannot be used", "64 bits"),
     "a tag of python": ("dataset: {seed: !!python/object/apply:os.system [ls]}", "the tag !!python/object/"),
-    "a tag of nobody": ("dataset: {seed: !foo 3}", "the tag !foo is none of a configuration"),
-    "a set": ("dataset: !!set {a}", "the tag !!set is none of a configuration"),
-    "a set above all": ("!!set {a}", "the tag !!set is none of a configuration"),
-    "a date": ("dataset: {val_files: !!timestamp x}", "the tag !!timestamp is none"),
+    "a tag of nobody": ("dataset: {seed: !foo 3}", "the tag !foo is not supported"),
+    "a set": ("dataset: !!set {a}", "the tag !!set is not supported"),
+    "a set above all": ("!!set {a}", "the tag !!set is not supported"),
+    "a date": ("dataset: {val_files: !!timestamp x}", "the tag !!timestamp is not supported"),
     "no number": ("dataset: {seed: !!int abc}", ":1: not valid YAML: 'abc' cannot be read as !!int"),
     "an empty number": ("dataset: {seed: !!int ''}", ":1: not valid YAML: '' cannot be read as !!int"),
     "a long text for a list": (f"training: {{logger: '{'x' * 5000}'}}", "training.logger: expected a list"),
@@ -59,35 +59,41 @@ HOSTILE = {
     "a list in itself": ("training: {logger: &a [*a]}", "an anchor contains itself"),
     "a merge with itself": ("dataset: &a {<<: *a}", "an anchor contains itself"),
     "a key that is itself": ("dataset: {seed: '${dataset.seed}'}", "Recursive interpolation"),
-    "deep lists": (f"dataset: {'[' * 10_000}{']' * 10_000}", "nested over 50 levels deep"),
-    "open lists": ("[" * 10_000, "nested over 50 levels deep"),
-    "deep mappings": ("{a: " * 10_000 + "}" * 10_000, "nested over 50 levels deep"),
-    "a long file": (f"dataset: {{seed: '{'a' * 300_000}'}}", "over 256 KiB"),
+    "deep lists": (f"dataset: {'[' * 10_000}{']' * 10_000}", "nested more than 50 levels deep"),
+    "open lists": ("[" * 10_000, "nested more than 50 levels deep"),
+    "deep mappings": ("{a: " * 10_000 + "}" * 10_000, "nested more than 50 levels deep"),
+    "a long file": (f"dataset: {{seed: '{'a' * 300_000}'}}", "larger than 256 KiB"),
     "a long value": (f"dataset: {{seed: '{'a' * 3_000}'}}", "dataset.seed: expected a whole number", "aaa..."),
-    "a null key": ("null: 3", ":1: not valid YAML: a key is text, got null; put it in quotes"),
-    "a null key inside": (free("{~: 3}"), "a key is text, got ~; put it in quotes"),
-    "a truth as key": ("dataset: {true: 1}", "a key is text, got true; put it in quotes"),
-    "a list as key": ("dataset: {[a]: 1}", "a key is text, got a sequence"),
+    "a null key": ("null: 3", ":1: not valid YAML: a key must be text, got null; put it in quotes"),
+    "a null key inside": (free("{~: 3}"), "a key must be text, got ~; put it in quotes"),
+    "a truth as key": ("dataset: {true: 1}", "a key must be text, got true; put it in quotes"),
+    "a list as key": ("dataset: {[a]: 1}", "a key must be text, got a sequence"),
     "an empty key": ("'': 3", ":1: '': unknown key"),
-    "a key twice": ("dataset: {seed: 1, seed: 2}", "dataset.seed: set a second time"),
-    "a free key twice": (free("{a: 1, a: 2}"), "engine_kwargs.a: set a second time"),
+    "a key twice": ("dataset: {seed: 1, seed: 2}", "dataset.seed: set twice"),
+    "a free key twice": (free("{a: 1, a: 2}"), "engine_kwargs.a: set twice"),
     "a zero byte": ("dataset: {seed: 1}\0", "unacceptable character #x0000"),
-    "a written zero byte": ('dataset: {train_files: "a\\0b"}', "train_files: cannot be used: a text with a zero"),
+    "a written zero byte": ('dataset: {train_files: "a\\0b"}', "train_files: cannot be used: the text contains a zero"),
     "half a character": ('dataset: {train_files: "\\ud800"}', "half a character"),
     "a key that colours": ('"\\x1b[31mred": 1', "'\\x1b[31mred': unknown key"),
     "a key of two lines": ('"a\\nb": 1', "'a\\nb': unknown key"),
-    "lists that grow": (laughs("list"), "over 10000 values, anchors written out"),
-    "mappings that grow": (laughs("mapping"), "over 10000 values, anchors written out"),
-    "merges that grow": (laughs("merge"), "over 10000 values, anchors written out"),
+    "lists that grow": (laughs("list"), "more than 10000 values with anchors expanded"),
+    "mappings that grow": (laughs("mapping"), "more than 10000 values with anchors expanded"),
+    "merges that grow": (laughs("merge"), "more than 10000 values with anchors expanded"),
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def plain_seconds(tmp_path_factory):
+    path = write(tmp_path_factory.mktemp("plain"), "training: {max_steps: 3}\n")
+    return max(cpu_seconds(load_config, path) for _ in range(3))
+
+
 @pytest.mark.parametrize("text, words", [(text, words) for text, *words in HOSTILE.values()], ids=list(HOSTILE))
-def test_a_hostile_file_costs_one_line_and_no_time(text, words, tmp_path):
-    path = write(tmp_path, text)
-    start = time.process_time()
-    (error,) = errors_of(path)
-    assert time.process_time() - start < 3  # it takes a tenth of that; what is refused here took hours
+def test_a_hostile_file_costs_one_line_and_no_time(text, words, plain_seconds, tmp_path):
+    path, errors = write(tmp_path, text), []
+    spent = cpu_seconds(lambda: errors.extend(errors_of(path)))
+    assert spent < 300 * plain_seconds, "a few times as long as a plain file; what is refused here took hours"
+    (error,) = errors
     assert error.startswith(str(path)) and "\n" not in error and len(error) < 600
     for word in words:
         assert word in error
@@ -96,20 +102,20 @@ def test_a_hostile_file_costs_one_line_and_no_time(text, words, tmp_path):
 @pytest.mark.parametrize(
     "override, words",
     [
-        ("dataset.system_prompt=Pay ${ now", "for the text ${ write \\${"),
-        (f"training.max_steps=1{'0' * 5000}", "cannot read the value: a number of 5001 characters"),
+        ("dataset.system_prompt=Pay ${ now", "write \\${ for a literal ${"),
+        (f"training.max_steps=1{'0' * 5000}", "the value cannot be read: a number of 5001 characters"),
         ("dataset.seed=!!python/object/apply:os.system [ls]", "the tag !!python/object/apply:os.system"),
-        (f"training.logger={'[' * 10_000}", "nested over 50 levels deep"),
+        (f"training.logger={'[' * 10_000}", "nested more than 50 levels deep"),
         ("training.logger=&a [*a]", "an anchor contains itself"),
         (f"{KWARGS}=&a {{b: *a}}", "an anchor contains itself"),
-        (f"{KWARGS}={{a: 1, a: 2}}", "a: set a second time"),
-        (f"{KWARGS}={{null: 3}}", "a key is text, got null"),
-        (f"{KWARGS}={{{laughs('list').strip()}}}".replace("\n", ", "), "over 10000 values"),
+        (f"{KWARGS}={{a: 1, a: 2}}", "a: set twice"),
+        (f"{KWARGS}={{null: 3}}", "a key must be text, got null"),
+        (f"{KWARGS}={{{laughs('list').strip()}}}".replace("\n", ", "), "more than 10000 values"),
         (f"{KWARGS}..a=3", "unknown key"),
         (f"{KWARGS}.=3", "unknown key"),
         ("a" * 100_000 + "=3", "aaa...: unknown key"),
         ("worker." * 2000 + "a=3", "unknown key"),
-        ("dataset.train_files=a\0b", "a text with a zero byte"),
+        ("dataset.train_files=a\0b", "the text contains a zero byte"),
         ("dataset.train_files=\udc80", "half a character"),
         ("--", "command line: --: no value given"),
     ],
@@ -128,16 +134,16 @@ def in_itself(kind: type) -> object:
 @pytest.mark.parametrize(
     "overrides, words",
     [
-        ({KWARGS: in_itself(dict)}, "a value that contains itself"),
-        ({"training.logger": in_itself(list)}, "a value that contains itself"),
+        ({KWARGS: in_itself(dict)}, "or contains itself"),
+        ({"training.logger": in_itself(list)}, "or contains itself"),
         ({"dataset": in_itself(dict)}, "unknown key"),
-        ({3: 4}, "overrides: 3: a key is text, got int"),
-        ({None: 4}, "overrides: null: a key is text"),
-        ({KWARGS: {3: 4}}, "a key is text"),
+        ({3: 4}, "overrides: 3: a key must be text, got int"),
+        ({None: 4}, "overrides: null: a key must be text"),
+        ({KWARGS: {3: 4}}, "a key must be text"),
         ({"training.max_steps": 10**5000}, "a whole number of 16610 bits"),
         ({KWARGS: {"a": 10**5000}}, "a whole number of 16610 bits"),
-        ({"dataset.seed": b"a"}, "a Python bytes is nothing a configuration can hold"),
-        ({"dataset.seed": object()}, "a Python object is nothing a configuration can hold"),
+        ({"dataset.seed": b"a"}, "a Python bytes cannot be stored in a configuration"),
+        ({"dataset.seed": object()}, "a Python object cannot be stored in a configuration"),
     ],
 )
 def test_hostile_values_from_python(overrides, words):
@@ -151,7 +157,7 @@ def test_hostile_values_from_python(overrides, words):
 def test_references_that_double_are_not_written_out(ways):
     """Forty of them would be 2^40 values."""
     doubling = {f"{KWARGS}.a{i}": ways % (i + 1, i + 1) for i in range(40)}
-    with pytest.raises(ConfigError, match="too often to be written out"):
+    with pytest.raises(ConfigError, match="are too many"):
         load_config(None, {**doubling, f"{KWARGS}.a40": "x"})
 
 
@@ -178,7 +184,7 @@ def test_five_thousand_errors_are_not_all_told(tmp_path, capsys):
     assert len(errors_of(path)) == 4000
     assert main(["config", str(path)]) == 2
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == MOST_TOLD + 2 and lines[-1] == f"  and {4000 - MOST_TOLD} more"
+    assert len(lines) == MAX_ERRORS_SHOWN + 2 and lines[-1] == f"  and {4000 - MAX_ERRORS_SHOWN} more"
 
 
 def test_anchors_and_merges_of_a_sane_size_load(tmp_path):

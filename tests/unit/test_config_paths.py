@@ -5,7 +5,7 @@ from config_helpers import write
 
 from mtrl.checkpoint.run_directory import CONFIG, RunDirectory
 from mtrl.config import load_config, to_yaml
-from mtrl.config.packaged import HOME
+from mtrl.config.packaged import CONFIG_DIR
 from mtrl.config.tree import known_leaves
 from mtrl.training.resume import check_same_run
 
@@ -85,7 +85,7 @@ def test_a_name_is_no_folder_beside_the_file(folder):
 
 
 def test_every_key_that_names_files_is_tried_above():
-    assert {key for key, leaf in known_leaves().items() if leaf.names} == {key for key, _, _ in FOUND}
+    assert {key for key, leaf in known_leaves().items() if leaf.path_kind} == {key for key, _, _ in FOUND}
 
 
 def test_a_relative_name_of_the_file_itself_makes_absolute_paths_too(folder, monkeypatch):
@@ -102,7 +102,7 @@ def test_overrides_are_relative_to_the_working_directory(folder):
 
 def test_a_template_that_is_nowhere_else_may_be_one_of_the_package(folder):
     name = "experiments/think_answer.jinja"
-    path, packaged = write(folder, f"dataset: {{format_prompt: {name}, image_dir: experiments}}"), HOME / name
+    path, packaged = write(folder, f"dataset: {{format_prompt: {name}, image_dir: experiments}}"), CONFIG_DIR / name
     assert load_config(path).dataset.format_prompt == str(packaged)
     assert load_config(None, [f"dataset.format_prompt={name}"]).dataset.format_prompt == str(packaged)
     assert load_config(path).dataset.image_dir == "experiments", "only templates are packaged"

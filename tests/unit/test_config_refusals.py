@@ -7,9 +7,9 @@ import torch
 from config_helpers import errors_of, only_error, write
 
 from mtrl import cli
-from mtrl.config import ConfigError, load_config, warnings
-from mtrl.config.checks import LARGEST
-from mtrl.config.foreign_keys import TABLES, translation
+from mtrl.config import ConfigError, find_warnings, load_config
+from mtrl.config.checks import MAX_VALUES
+from mtrl.config.foreign_keys import TABLES, translate_key
 from mtrl.config.tree import known_leaves
 
 # --- the report ---
@@ -23,7 +23,7 @@ def test_all_errors_of_file_and_command_line_come_in_one_report(tmp_path):
     )
     errors = errors_of(path, "worker.rolout.n=4", "optimization.online_filtering=true", "optimization.filter_high=0.2")
     assert errors == [
-        f"{path}:4: dataset.seed: set a second time; keep one of the two",
+        f"{path}:4: dataset.seed: set twice; remove one of the two",
         f"{path}:2: dataset.sed: unknown key; did you mean dataset.seed?",
         f"{path}:9: trainer.test_freq: unknown key, a key of verl; here it is training.val_freq",
         f"{path}:10: trainer.nnodes: unknown key, a key of EasyR1 and verl; here it is training.nnodes",
@@ -33,7 +33,9 @@ def test_all_errors_of_file_and_command_line_come_in_one_report(tmp_path):
         f"{path}:7 and command line: optimization.filter_low = 0.5 with optimization.filter_high = 0.2: no group lies "
         "between them; filter_low must be below filter_high",
     ]
-    assert errors[4].startswith(f"{path}:11: worker.rollout: a section, got 7; worker.rollout has the keys name, mode")
+    assert errors[4].startswith(
+        f"{path}:11: worker.rollout: this is a section, got 7; worker.rollout has the keys name, mode"
+    )
     with pytest.raises(ValueError, match="8 errors in the configuration"):
         load_config(path, ["worker.rolout.n=4", "optimization.online_filtering=true", "optimization.filter_high=0.2"])
 
@@ -105,14 +107,14 @@ def test_every_answer_of_the_table_names_real_keys(project, key, answer):
     assert target in known_leaves() or answer.startswith("none: ")
     for mentioned in re.findall(r"\b(?:dataset|training|optimization|worker)(?:\.\w+)+", answer):
         assert mentioned in known_leaves(), mentioned
-    assert str(translation(key)).startswith(f"a key of {project}")
+    assert str(translate_key(key)).startswith(f"a key of {project}")
 
 
 @pytest.mark.parametrize(
     "key, words",
     [
         ("algorithm.adv_estimator", "EasyR1 and verl; here it is optimization.advantage_estimator"),
-        ("data.train_batch_size", "verl; here it is dataset.rollout_batch_size; prompts, as there"),
+        ("data.train_batch_size", "verl; here it is dataset.rollout_batch_size; both count prompts"),
         ("per_device_train_batch_size", "counts completions"),
         ("training.learning_rate", "TRL; here it is worker.actor.optim.lr"),
         ("rollout.collect_attentions", "here it is optimization.compute_attention_metrics"),
@@ -133,7 +135,7 @@ def test_a_foreign_section_is_reported_key_by_key(tmp_path):
 
 
 def test_our_own_key_in_the_wrong_section_is_not_taken_for_a_foreign_one():
-    assert translation("dataset.temperature") is None
+    assert translate_key("dataset.temperature") is None
 
 
 # --- combinations that cannot work, and their neighbours that can ---
@@ -348,11 +350,11 @@ def test_a_learning_rate_that_32_bits_cannot_hold_is_refused():
     assert load_config(None, ["worker.actor.optim.lr=30"]).worker.actor.optim.lr == 30
 
 
-@pytest.mark.parametrize("key, largest", LARGEST.items())
+@pytest.mark.parametrize("key, largest", MAX_VALUES.items())
 def test_sizes_without_an_end_are_refused_and_large_ones_are_not(key, largest):
     same = ["worker.actor.global_batch_size=1"] if key == "dataset.rollout_batch_size" else []
     same += ["dataset.max_pixels=1000000000"] if key == "dataset.min_pixels" else []
-    assert f"at most {largest:,} is taken" in errors_of(None, f"{key}={largest + 1}", *same)[0]
+    assert f"the maximum is {largest:,}" in errors_of(None, f"{key}={largest + 1}", *same)[0]
     few = {"worker.rollout.n": "dataset.rollout_batch_size", "dataset.rollout_batch_size": "worker.rollout.n"}.get(key)
     rest = [f"{few}=2", "worker.actor.global_batch_size=1"] if few else []
     load_config(None, [f"{key}={largest}", *same, *rest])
@@ -396,11 +398,11 @@ def test_what_can_never_end_is_refused(overrides):
     ],
 )
 def test_warnings(overrides, count):
-    assert len(list(warnings(load_config(None, overrides)))) == count
+    assert len(list(find_warnings(load_config(None, overrides)))) == count
 
 
 def test_what_is_said_of_small_steps_in_bf16_is_so():
-    (said,) = warnings(load_config(None, ["worker.actor.fsdp.param_dtype=bf16"]))
+    (said,) = find_warnings(load_config(None, ["worker.actor.fsdp.param_dtype=bf16"]))
     assert "1/512 of the weight is lost" in said and "weights over 0.0005 hardly learn" in said
     for size, changed in {0.02: False, 0.002: False, 0.0001: True}.items():
         weight = torch.full((1,), size, dtype=torch.bfloat16, requires_grad=True)

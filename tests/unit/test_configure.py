@@ -7,8 +7,8 @@ import pytest
 import mtrl
 from mtrl import cli
 from mtrl.commands.demo import PLAIN_GRPO
-from mtrl.commands.load_arguments import evaluation_config
-from mtrl.compose.algorithm import credit_rules
+from mtrl.commands.load_arguments import load_evaluation_config
+from mtrl.compose.algorithm import make_credit_rules
 from mtrl.compose.policy import model_path
 from mtrl.compose.run import configure
 from mtrl.config import ConfigError, take_file
@@ -23,8 +23,8 @@ def test_the_advice_for_plain_grpo_leaves_no_credit_rule_on():
     file, overrides = take_file(words)
     config, embedded = configure(file, overrides)
     assert (program, command, file, embedded) == ("mtrl", "train", None, CONFIG_FILE)
-    assert credit_rules(config) == ()
-    assert credit_rules(configure(None, [])[0]), "or the advice would change nothing"
+    assert make_credit_rules(config) == ()
+    assert make_credit_rules(configure(None, [])[0]), "or the advice would change nothing"
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_the_settings_of_scenes_lie_under_its_model_and_its_data(given):
         given.get(DATA, "scenes@train"),
         "scenes@validation",
     )
-    assert credit_rules(config) == (), "plain GRPO, to which an experiment adds its rules"
+    assert make_credit_rules(config) == (), "plain GRPO, to which an experiment adds its rules"
 
 
 @pytest.mark.parametrize(
@@ -65,19 +65,19 @@ def test_with_another_model_or_other_data_they_do_not(given):
 def test_a_model_that_has_to_be_made_first(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(MODELS, "scenes", tmp_path / "nowhere")
     assert cli.main(["train", f"{MODEL}=scenes", f"training.output_dir={tmp_path}"]) == 2
-    assert "make it: python -m pretraining.pretrain scenes" in capsys.readouterr().err
+    assert "create them: python -m pretraining.pretrain scenes" in capsys.readouterr().err
 
 
 def test_a_model_to_evaluate_by_its_name(tmp_path, monkeypatch):
     monkeypatch.setitem(MODELS, "scenes", MODELS["zoo"])
     monkeypatch.chdir(tmp_path)
-    config = evaluation_config("scenes", [])
+    config = load_evaluation_config("scenes", [])
     assert (
         config.worker.actor.model.model_path == str(MODELS["zoo"]) and config.dataset.val_files == "scenes@validation"
     )
-    assert evaluation_config(str(MODELS["zoo"]), []).dataset.max_response_length == 24
+    assert load_evaluation_config(str(MODELS["zoo"]), []).dataset.max_response_length == 24
     (tmp_path / "scenes").mkdir()
-    assert evaluation_config("scenes", []).worker.actor.model.model_path == "scenes", "a folder that is there"
+    assert load_evaluation_config("scenes", []).worker.actor.model.model_path == "scenes", "a folder that is there"
 
 
 def test_on_the_command_line(tmp_path, capsys):

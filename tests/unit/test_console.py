@@ -8,11 +8,11 @@ import pytest
 import torch
 from helpers import fake_experience, fake_rollouts, padded
 
-from mtrl.report.escape import shorten
+from mtrl.report.markdown_text import shorten
 from mtrl.tracking import console, pace
 from mtrl.tracking.colour import Paint, wants_colour
 from mtrl.tracking.console import Console, ConsoleSettings
-from mtrl.tracking.preview import most_taught, training_preview, validation_preview
+from mtrl.tracking.preview import select_most_trained, training_preview, validation_preview
 from mtrl.types import Credit, Rewards, ValidationSample
 from mtrl.utils.terminal import SanitizedStream, sanitize
 
@@ -245,7 +245,7 @@ def test_a_run_that_goes_on_remembers_what_was_not_undone(time):
 
 def test_colours_only_where_they_are_wanted(time, monkeypatch):
     stream = Terminal()
-    assert wants_colour(stream) and not wants_colour(stream, asked=False) and not wants_colour(io.StringIO())
+    assert wants_colour(stream) and not wants_colour(stream, enabled=False) and not wants_colour(io.StringIO())
     monkeypatch.setenv("NO_COLOR", "1")
     assert not wants_colour(stream)
     monkeypatch.setenv("NO_COLOR", "")
@@ -305,7 +305,9 @@ def test_a_wrong_training_response_that_is_praised_is_not_green():
     rollouts, one = fake_rollouts([2]), torch.ones(1, 2)
     parts = {"accuracy": torch.tensor([0.0]), "format": torch.tensor([1.0])}
     rewards = Rewards(torch.tensor([0.1]), parts, torch.zeros(1, dtype=torch.bool))
-    chosen = most_taught(fake_experience(rollouts, rewards=rewards, credit=Credit(one, one > 0, one, one[0, :1])))
+    chosen = select_most_trained(
+        fake_experience(rollouts, rewards=rewards, credit=Credit(one, one > 0, one, one[0, :1]))
+    )
     lines = training_preview(chosen, decode, 100, Paint(True))
     assert lines[-1].startswith("    \x1b[31m") and not any("\x1b[32m" in line or ";42m" in line for line in lines)
 
@@ -316,7 +318,7 @@ def taught(advantages, select=None):
     chosen = rollouts.mask if select is None else padded(select).bool()
     credit = Credit(advantage, chosen, rollouts.mask.float(), torch.ones(len(advantages)))
     rewards = Rewards(torch.arange(len(advantages)).float(), {}, torch.zeros(len(advantages), dtype=torch.bool))
-    return most_taught(fake_experience(rollouts, rewards=rewards, credit=credit))
+    return select_most_trained(fake_experience(rollouts, rewards=rewards, credit=credit))
 
 
 def decode(ids):
@@ -329,13 +331,13 @@ def test_the_response_that_teaches_most():
     assert chosen.credit.tolist() == [0.0, -2.0, -2.0]
     assert chosen.tokens.untyped_storage().nbytes() == 3 * 8, "a view would hold the whole step"
     assert taught([[0.0, 0.0]]) is None and taught([[1.0, 1.0]], select=[[0, 0]]) is None
-    assert most_taught(fake_experience(fake_rollouts([1]))) is None, "nobody gave credit"
+    assert select_most_trained(fake_experience(fake_rollouts([1]))) is None, "nobody gave credit"
 
 
 def test_tokens_that_learn_are_marked():
     chosen = taught([[-2.0, -2.0, -2.0]], select=[[0, 1, 1]])
     plain = training_preview(chosen, decode, 100, Paint(False))
-    assert plain == ["  p0", "    fake", "    ", "    0[- 1][-", "    2]", "    reward 0.000, 2 of 3 tokens learn"]
+    assert plain == ["  p0", "    fake", "    ", "    0[- 1][-", "    2]", "    reward 0.000, 2 of 3 tokens trained"]
     coloured = training_preview(chosen, decode, 100, Paint(True))
     assert "\x1b[30;43m 1\x1b[0m" in coloured[3] and coloured[4] == "    \x1b[30;43m2\x1b[0m"
     assert "[..]" in "".join(training_preview(chosen, decode, 4, Paint(False)))
@@ -349,7 +351,7 @@ def test_previews_come_with_a_validation(time):
     shown.rollouts(1, fake_experience(fake_rollouts([1]), credit=Credit(one, one > 0, one, one[0])))
     shown.validation(1, {"val/reward_score": 0.5}, {}, [sample])
     text = stream.getvalue()
-    assert "    xxxxx [.. 40 characters ..] xxxxx" in text and "the tokens that learn" in text and "\x1b" not in text
+    assert "    xxxxx [.. 40 characters ..] xxxxx" in text and "its trained tokens" in text and "\x1b" not in text
     before = len(text)
     shown.validation(2, {"val/reward_score": 0.5}, {}, [])
     assert "responses" not in stream.getvalue()[before:]
@@ -367,7 +369,7 @@ def test_what_stands_in_the_data_cannot_move_the_cursor(time, tmp_path):
     shown.close()
     assert "\x1b" not in log.getvalue() and "x\\x1b[2J" in log.getvalue()
     for text in (stream.getvalue().replace("\r", "", 1), log.getvalue()):  # the line of progress moves
-        assert sanitize(console.PAINTED.sub("", text)) == console.PAINTED.sub("", text)
+        assert sanitize(console.COLOUR_CODES.sub("", text)) == console.COLOUR_CODES.sub("", text)
 
 
 def test_the_log_of_a_terminal_has_plain_lines(time):
@@ -376,7 +378,7 @@ def test_the_log_of_a_terminal_has_plain_lines(time):
     for step in (1, 2):
         shown.metrics(step, VALUES)
     shown.validation(2, {"val/reward_score": 1.0}, {})
-    assert stream.behind.getvalue().startswith("\rstep 1/4 [======") and "\x1b[1m" in stream.behind.getvalue()
+    assert stream.wrapped.getvalue().startswith("\rstep 1/4 [======") and "\x1b[1m" in stream.wrapped.getvalue()
     lines = log.getvalue().splitlines()
     assert lines[0].startswith("step 1/4  ETA 0:30  reward") and lines[1].startswith("step 2/4  ETA")
     assert lines[2].startswith("validation at step 2") and "\x1b" not in log.getvalue()

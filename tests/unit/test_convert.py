@@ -10,9 +10,9 @@ from mtrl.cli import main
 from mtrl.config import ConfigError, load_config
 from mtrl.config.conversions import CONVERSIONS
 from mtrl.config.foreign_config import DEFAULT, DIFFERS, LOST, MAPS, ConfigConverter, convert
-from mtrl.config.foreign_defaults import ALWAYS, DEFAULTS
-from mtrl.config.foreign_keys import TABLES, same_names, translation
-from mtrl.config.nearest import nearest_keys
+from mtrl.config.foreign_defaults import DEFAULTS, IMPLIED
+from mtrl.config.foreign_keys import TABLES, iterate_same_names, translate_key
+from mtrl.config.nearest import find_nearest_keys
 from mtrl.config.trl_script import read_script
 
 OTHERS = Path(__file__).parents[1] / "data" / "others"
@@ -46,7 +46,7 @@ def test_the_example_of_easyr1(tmp_path):
     assert told(converted, DIFFERS) == {}
     assert told(converted, LOST).keys() == {"worker.rollout.val_override_config.top_p"}
     said = {"worker.actor.optim.betas", "worker.actor.loss_avg_mode"}
-    said |= {"no key for it -> optimization.tis_clip"}  # save_limit is in the file
+    said |= {"no foreign key -> optimization.tis_clip"}  # save_limit is in the file
     assert told(converted, DEFAULT).keys() == said
     assert told(converted, MAPS, LOST).keys() == set(leaves(yaml.safe_load(EASYR1.read_text())))
     dataset, actor, rollout = config.dataset, config.worker.actor, config.worker.rollout
@@ -80,7 +80,7 @@ def test_a_grpo_run_of_verl_maps_in_full(tmp_path, capsys):
     assert config.worker.reward.reward_fn_path == "examples/geo_reward.py:compute_score"
     assert (config.training.output_dir, config.training.val_freq) == ("checkpoints", 5)
     assert config.training.save_limit == -1  # null keeps them all there
-    assert "used with gae alone" in told(converted, MAPS)["critic.optim.lr"]
+    assert "used only with gae" in told(converted, MAPS)["critic.optim.lr"]
     assert main(["convert", str(VERL)]) == 0
     out, err = capsys.readouterr()
     assert yaml.safe_load(out)["worker"]["rollout"]["n"] == 5 and len(err.splitlines()) == len(converted.lines)
@@ -106,9 +106,9 @@ def test_a_script_for_trl(tmp_path):
     converted = convert(TRL)
     config = loaded(converted, tmp_path)
     assert told(converted, LOST).keys() == {"cache_implementation"}
-    assert "taken together with other keys" in told(converted, MAPS)["gradient_accumulation_steps"]
+    assert "merged with other keys" in told(converted, MAPS)["gradient_accumulation_steps"]
     assert told(converted, DIFFERS).keys() == {"output_dir", "max_prompt_length", "reward_funcs", "train_dataset"}
-    assert ".map(..) does to them is not carried over" in told(converted, DIFFERS)["train_dataset"]
+    assert ".map(..) is not converted" in told(converted, DIFFERS)["train_dataset"]
     actor, optimization = config.worker.actor, config.optimization
     assert actor.model.model_path == "Qwen/Qwen2.5-VL-3B-Instruct"
     assert config.dataset.train_files == "lmms-lab/multimodal-open-r1-8k-verified@train"
@@ -127,7 +127,7 @@ def test_a_script_for_trl(tmp_path):
     assert (config.dataset.seed, config.worker.rollout.seed) == (7, 7)
     on_four = convert(TRL, devices=4).values
     assert (on_four["dataset.rollout_batch_size"], on_four["training.n_gpus_per_node"]) == (32, 4)
-    with pytest.raises(ConfigError, match="is one of EasyR1, which says that itself"):
+    with pytest.raises(ConfigError, match="is a file of EasyR1, which contains the number of GPUs"):
         convert(EASYR1, devices=4)
 
 
@@ -145,7 +145,7 @@ def test_a_script_is_never_run(tmp_path):
     text = f"open({str(mark)!r}, 'w')\nraise SystemExit\nGRPOConfig(beta=(lambda: 1)(), lr=__import__('os').getpid())\n"
     converted = script(tmp_path, text)
     assert not mark.exists()
-    assert "no literal value" in told(converted, LOST)["beta"]
+    assert "not a literal value" in told(converted, LOST)["beta"]
 
 
 def test_what_trl_means_without_saying_it(tmp_path):
@@ -185,16 +185,16 @@ def test_values_of_trl(arguments, key, value, tmp_path):
         (
             "num_generations=3",
             "per_device_train_batch_size",
-            "8 completions are no whole groups of num_generations = 3",
+            "8 completions are not a multiple of num_generations = 3",
         ),
-        ("repetition_penalty=1.1", "repetition_penalty", "the trained and the sampled distribution would differ"),
+        ("repetition_penalty=1.1", "repetition_penalty", "the sampled distribution would differ from the trained one"),
         ("importance_sampling_level='word'", "importance_sampling_level", "expected one of token, sequence"),
-        ("learning_rate=args.lr", "learning_rate", "`args.lr` is no literal value"),
+        ("learning_rate=args.lr", "learning_rate", "`args.lr` is not a literal value"),
         ("learning_rate='high'", "learning_rate", "expected a number"),
-        ("**more", "**more", "is no literal value"),
-        ("no_such_key=3", "no_such_key", "no key of TRL that is known here"),
-        ("save_steps=0.1", "save_steps", "a share of the run"),
-        ("max_steps='many'", "max_steps", "the value is none that is known there"),
+        ("**more", "**more", "is not a literal value"),
+        ("no_such_key=3", "no_such_key", "unknown key of TRL"),
+        ("save_steps=0.1", "save_steps", "a fraction of the run"),
+        ("max_steps='many'", "max_steps", "the value is unknown"),
     ],
 )
 def test_what_has_no_counterpart_is_said(arguments, key, words, tmp_path):
@@ -205,7 +205,7 @@ def test_what_has_no_counterpart_is_said(arguments, key, words, tmp_path):
 
 def test_an_optimizer_step_that_cuts_a_group_is_said(tmp_path):
     converted = script(tmp_path, "GRPOConfig(per_device_train_batch_size=4, steps_per_generation=4)\n")
-    assert "cuts groups of 8" in told(converted, DIFFERS)["per_device_train_batch_size"]
+    assert "splits groups of 8" in told(converted, DIFFERS)["per_device_train_batch_size"]
     assert (converted.values["dataset.rollout_batch_size"], converted.values["worker.actor.global_batch_size"]) == (
         2,
         2,
@@ -278,14 +278,18 @@ def test_what_cannot_stand_together_is_left_out(tmp_path):
 @pytest.mark.parametrize(
     "name, text, words",
     [
-        ("a.yaml", "", "nothing is set in it"),
-        ("a.yaml", "x: 1\n", "no key of EasyR1, verl or TRL is in it"),
-        ("a.yaml", "dataset: {train_files: a, seed: 3}\noptimization: {gamma: 1}\n", "it is one of MTRL already"),
+        ("a.yaml", "", "the file is empty"),
+        ("a.yaml", "x: 1\n", "it contains no key of EasyR1, verl or TRL"),
+        (
+            "a.yaml",
+            "dataset: {train_files: a, seed: 3}\noptimization: {gamma: 1}\n",
+            "this is already a configuration of MTRL",
+        ),
         ("a.yaml", "data: [\n", "not valid YAML"),
         ("a.yaml", "data: {seed: !!python/name:os.system ''}\n", "the tag !!python/name:os.system"),
         ("a.py", "def f(:\n", ":1: not valid Python"),
         ("a.py", "(" * 5000, "not valid Python"),
-        ("a.py", "x = 1\n", "no GRPOConfig(..) and no GRPOTrainer(..) is called"),
+        ("a.py", "x = 1\n", "it calls neither GRPOConfig(..) nor GRPOTrainer(..)"),
         ("a.py", "GRPOConfig()\nGRPOConfig()\n", ":2: a second GRPOConfig(..)"),
     ],
 )
@@ -317,7 +321,7 @@ ODD = [None, True, False, 0, -1, 3, 0.5, 1e300, "x", "", [], ["a", 1], {"a": 1}]
 def test_every_key_with_every_odd_value_ends_in_a_configuration(project):
     """And each is said in one line; what cannot stand with the rest is left out."""
     keys = {key for owner, table in TABLES.items() if project in owner.split(" and ") for key in table}
-    keys |= {name for owner, name in same_names() if owner == project} | set(CONVERSIONS[project])
+    keys |= {name for owner, name in iterate_same_names() if owner == project} | set(CONVERSIONS[project])
     for number, key in enumerate(sorted(keys)):
         value = ODD[number % len(ODD)]
         converted = ConfigConverter(project, {key: value}, {}, 1)
@@ -329,8 +333,8 @@ def test_every_key_with_every_odd_value_ends_in_a_configuration(project):
 def test_tables_of_conversions_name_keys_that_the_tables_know():
     for project, table in {**CONVERSIONS, **DEFAULTS}.items():
         for key in table:
-            assert translation(key), f"{project}: {key}"
-    assert {key for always in ALWAYS.values() for key in always} <= set(load_paths())
+            assert translate_key(key), f"{project}: {key}"
+    assert {key for always in IMPLIED.values() for key in always} <= set(load_paths())
 
 
 def load_paths():
@@ -351,7 +355,7 @@ def test_a_known_key_of_others_gets_no_nearest_one():
 
 @pytest.mark.parametrize("key", ["training.vall_files", "worker.ref.gamm", "dataset.lamm", "training.tempratur"])
 def test_almost_the_same_name_in_another_section_is_not_meant(key):
-    assert nearest_keys(key) == []
+    assert find_nearest_keys(key) == []
 
 
 def test_errors_are_of_the_configuration(tmp_path):
@@ -371,5 +375,5 @@ def test_fp16_of_trl_is_told_as_lost(tmp_path):
     script = tmp_path / "grpo.py"
     script.write_text("from trl import GRPOConfig\n\nGRPOConfig(output_dir='out', fp16=True)\n")
     converted = convert(script)
-    assert "fp16 would need its loss scaled" in told(converted, LOST)["fp16"]
+    assert "fp16 would need loss scaling" in told(converted, LOST)["fp16"]
     assert loaded(converted, tmp_path).worker.actor.fsdp.mixed_precision_dtype == "bf16"

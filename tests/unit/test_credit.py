@@ -6,13 +6,13 @@ import pytest
 import torch
 from helpers import INF, NAN, close, fake_experience, fake_rollouts, mask_of, padded, same
 
-from mtrl.algorithms.credit import assign, select
+from mtrl.algorithms.credit import assign, combine_filters
 from mtrl.algorithms.credit.attention_weights import AttentionWeights, gaussian_smooth
 from mtrl.algorithms.credit.entropy_change import EntropyChange
 from mtrl.algorithms.credit.entropy_filter import EntropyFilter
 from mtrl.algorithms.credit.perception_filter import PerceptionFilter
-from mtrl.algorithms.credit.top_fraction import top_fraction
 from mtrl.algorithms.credit.trajectory_scaling import TrajectoryScaling
+from mtrl.algorithms.groups import top_fraction
 from mtrl.types import Needs, Signals
 
 VISUAL, TEXT_ONLY = True, False
@@ -86,7 +86,7 @@ SIGNALS = Signals(
 
 
 def selected(*rules):
-    return select(rules, fake_experience(ROLLOUTS, SIGNALS), KEY)
+    return combine_filters(rules, fake_experience(ROLLOUTS, SIGNALS), KEY)
 
 
 def test_no_filter_keeps_every_valid_token():
@@ -385,9 +385,9 @@ def test_token_weights_wait_for_their_switch():
 def test_scaling_needs_no_filter_and_a_filter_no_scaling():
     scaled = credit_by(TrajectoryScaling(), weights=None)
     close(scaled.advantage, padded([[1.6] * 4, [-1.2] * 2, [3] * 3]))
-    same(scaled.select, MASK)
+    same(scaled.keep_mask, MASK)
     filtered = credit_by(PerceptionFilter(0.25), weights=None)
-    same(filtered.scale, torch.ones(3))
+    same(filtered.response_weight, torch.ones(3))
     close(filtered.advantage, padded([[2] * 4, [-1] * 2, [3] * 3]))
 
 

@@ -94,7 +94,7 @@ def test_a_weight_of_responses_is_no_weight_of_tokens():
     credit = credit_by(Weighs(BY_RESPONSE))
     assert credit.weights is None
     close(credit.response_weight, [2, 3])
-    close(credit_by(Weighs(BY_TOKEN)).scale, [1, 1])
+    close(credit_by(Weighs(BY_TOKEN)).response_weight, [1, 1])
 
 
 def test_the_target_mask_changes_what_tokens_count_for():
@@ -118,19 +118,19 @@ def test_a_weight_may_have_nothing_to_say():
 
 def test_several_filters_keep_what_any_of_them_keeps():
     first, second = Keeps(bits([1, 0, 0], [0, 0, 0])), Keeps(bits([0, 0, 1], [0, 1, 0]))
-    same(credit_by(first).select, bits([1, 0, 0], [0, 0, 0]))
-    same(credit_by(first, second).select, bits([1, 0, 1], [0, 1, 0]))
+    same(credit_by(first).keep_mask, bits([1, 0, 0], [0, 0, 0]))
+    same(credit_by(first, second).keep_mask, bits([1, 0, 1], [0, 1, 0]))
 
 
 def test_a_filter_has_no_say_in_rows_it_cannot_judge():
     of_none, of_first, of_second = [False, False], [True, False], [False, True]
     one = bits([0, 1, 0], [1, 0, 0])
-    same(credit_by(Keeps(one, of_none)).select, MASK)
-    same(credit_by(Keeps(one, of_first)).select, bits([0, 1, 0], [1, 1, 0]))
+    same(credit_by(Keeps(one, of_none)).keep_mask, MASK)
+    same(credit_by(Keeps(one, of_first)).keep_mask, bits([0, 1, 0], [1, 1, 0]))
     other = Keeps(bits([1, 1, 1], [0, 1, 0]), of_second)
-    same(credit_by(Keeps(one, of_first), other).select, bits([0, 1, 0], [0, 1, 0]))
+    same(credit_by(Keeps(one, of_first), other).keep_mask, bits([0, 1, 0], [0, 1, 0]))
     nothing = Keeps(torch.zeros(2, 3, dtype=torch.bool), of_first)
-    same(credit_by(nothing).select, bits([0, 0, 0], [1, 1, 0]))
+    same(credit_by(nothing).keep_mask, bits([0, 0, 0], [1, 1, 0]))
 
 
 def test_rules_see_the_experience_and_the_key():
@@ -211,11 +211,11 @@ FINITE = "values that are not finite (NaN or infinity); guard its division"
         (Counts(torch.tensor([1.0, NAN])), f"credit rule Counts returned 1 of 2 {FINITE}"),
         (
             Weighs(padded([[1, 0, 1], [-0.5, -0.25]])),
-            "credit rule Weighs returned the weight -0.5; a weight is at least 0, a Term may be negative",
+            "credit rule Weighs returned the weight -0.5; a weight is at least 0, a Bonus may be negative",
         ),
         (
             Counts(torch.tensor([1, -3])),
-            "credit rule Counts returned the weight -3; a weight is at least 0, a Term may be negative",
+            "credit rule Counts returned the weight -3; a weight is at least 0, a Bonus may be negative",
         ),
     ],
 )
@@ -230,7 +230,7 @@ def test_a_weight_of_zero_and_a_negative_term_are_fine():
 
 @pytest.mark.parametrize("judges", [[True], [True, True, True], [1, 1], [[True, True]]])
 def test_a_filter_speaks_for_each_row(judges):
-    told = "credit rule Keeps: speaks_for must return a bool for each of 2 responses"
+    told = "credit rule Keeps: applies_to must return a bool for each of 2 responses"
     assert config_text(Keeps(MASK, judges)) == told
 
 
@@ -238,7 +238,7 @@ def test_an_unknown_target_is_told_with_those_there_are():
     class Odd(Weighs):
         target = "loss"
 
-    told = "credit rule Odd has the target 'loss'; there are advantage and mask"
+    told = "credit rule Odd has the target 'loss'; it must be advantage or mask"
     assert config_text(Odd(torch.ones(2))) == told
 
 

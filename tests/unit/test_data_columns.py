@@ -9,7 +9,7 @@ import pytest
 from data_helpers import FakeEncoder, picture, picture_bytes, write_jsonl
 
 from mtrl.cli import main
-from mtrl.compose.task_source import data_sources
+from mtrl.compose.task_source import open_data_sources
 from mtrl.data import DataError, DataSettings, open_dataset
 from mtrl.data.media import looks_like_image
 
@@ -17,7 +17,7 @@ PNG = picture_bytes()
 
 
 def opened(data, tmp_path, **settings):
-    data = str(data) if not isinstance(data, list) else data_sources(data, "train")
+    data = str(data) if not isinstance(data, list) else open_data_sources(data, "train")
     return open_dataset(data, DataSettings(**settings), FakeEncoder(), cache_dir=tmp_path / "cache")
 
 

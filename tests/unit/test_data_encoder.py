@@ -52,7 +52,7 @@ def make_prompts(rows, name, tmp_path, encoder, **settings):
 
 def same(a, b):
     return (
-        a.ids.equal(b.ids) and a.engine_ids.equal(b.engine_ids) and a.pool.equal(b.pool)
+        a.ids.equal(b.ids) and a.engine_ids.equal(b.engine_ids) and a.token_pool.equal(b.token_pool)
         and len(a.media) == len(b.media) and all(np.array_equal(x, y) for x, y in zip(a.media, b.media, strict=True))
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ import pytest
 from data_helpers import picture, picture_bytes
 from PIL import Image, ImageOps
 
-from mtrl.data.media import decode, image_medium, media_list, read_size, within_side
+from mtrl.data.media import decode, limit_side, make_medium, media_list, read_size
 from mtrl.data.row_settings import RowError
 from mtrl.types import Medium
 
@@ -43,7 +43,7 @@ def test_every_spelling_of_an_image_is_the_same_image(tmp_path):
         {"bytes": None, "path": "a.png"}, {"path": "a.png"}, picture(40, 30),
     ]  # fmt: skip
     for spelling in spellings:
-        medium = image_medium(spelling, tmp_path)
+        medium = make_medium(spelling, tmp_path)
         assert read_size(medium) == (40, 30)
         assert np.array_equal(decode(medium, (40, 30)), np.asarray(picture(40, 30)))
 
@@ -51,7 +51,7 @@ def test_every_spelling_of_an_image_is_the_same_image(tmp_path):
 def test_a_jpeg_in_base64_is_not_taken_for_a_path(tmp_path):
     text = base64.b64encode(picture_bytes(kind="JPEG")).decode()
     assert text.startswith("/9j/")
-    assert isinstance(image_medium(text, tmp_path).source, bytes)
+    assert isinstance(make_medium(text, tmp_path).source, bytes)
 
 
 def test_media_lists():
@@ -62,13 +62,13 @@ def test_media_lists():
 @pytest.mark.parametrize("value", [3, 2.5, True, ["a"], {}, {"url": "x"}, {"path": None, "bytes": None}, {"path": 7}])
 def test_wrong_types_are_refused(value, tmp_path):
     with pytest.raises(RowError, match="an image is"):
-        image_medium(value, tmp_path)
+        make_medium(value, tmp_path)
 
 
 @pytest.mark.parametrize("text", ["https://x.org/a.png", "data:image/png,abc", "data:image/png;base64,@@@"])
 def test_addresses_are_refused(text, tmp_path):
     with pytest.raises(RowError):
-        image_medium(text, tmp_path)
+        make_medium(text, tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "TIFF"])
@@ -186,9 +186,9 @@ def test_files_that_are_no_image(tmp_path):
                "gone.png": "does not exist", "x" * 5000: "cannot be opened", "a\0.png": "cannot be opened"}  # fmt: skip
     for name, reason in reasons.items():
         with pytest.raises(RowError, match=reason):
-            read_size(image_medium(name, tmp_path))
+            read_size(make_medium(name, tmp_path))
 
 
 def test_within_side():
-    assert within_side((100, 50), None) == within_side((100, 50), 100) == (100, 50)
-    assert within_side((1000, 50), 100) == (100, 5) and within_side((10_000, 1), 100) == (100, 1)
+    assert limit_side((100, 50), None) == limit_side((100, 50), 100) == (100, 50)
+    assert limit_side((1000, 50), 100) == (100, 5) and limit_side((10_000, 1), 100) == (100, 1)

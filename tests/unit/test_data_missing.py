@@ -1,18 +1,20 @@
-"""`dataset.on_missing`: images that nobody reads, marks without images, no truth where a reward wants one."""
+"""`dataset.on_missing`: images that nothing reads, marks without images, no answer where a reward needs one."""
 
 import pytest
 from data_helpers import FakeEncoder, picture, picture_bytes, write_jsonl
 
-from mtrl.compose.task_source import data_sources, rewards_of_truth
+from mtrl.compose.task_source import open_data_sources, rewards_needing_answers
 from mtrl.config import load_config
 from mtrl.data import DataError, DataSettings, open_dataset
 
 PNG = picture_bytes()
 
 
-def opened(data, tmp_path, truth_for=(), **settings):
-    data = str(data) if not isinstance(data, list) else data_sources(data, "train")
-    return open_dataset(data, DataSettings(**settings), FakeEncoder(), cache_dir=tmp_path / "c", truth_for=truth_for)
+def opened(data, tmp_path, answer_rewards=(), **settings):
+    data = str(data) if not isinstance(data, list) else open_data_sources(data, "train")
+    return open_dataset(
+        data, DataSettings(**settings), FakeEncoder(), cache_dir=tmp_path / "c", answer_rewards=answer_rewards
+    )
 
 
 def refusal(*arguments, **settings):
@@ -27,7 +29,7 @@ def test_images_that_nobody_reads(tmp_path, caplog, value):
     rows = [{"prompt": "a"}, {"prompt": "b", "photo": value}, {"prompt": "c", "photo": value}]
     told = refusal(rows, tmp_path)
     assert told == (
-        "the column 'photo' holds images that nobody reads, in 2 of 3 rows without other images "
+        "the column 'photo' holds images that nothing reads, in 2 of 3 rows without other images "
         "(rows given in Python, row 2 is the first); set dataset.image_key=photo"
     )
     assert len(opened(rows, tmp_path, on_missing="warn")) == 3 and told in caplog.messages
@@ -48,7 +50,7 @@ def test_images_beside_those_that_are_read_are_said_and_kept(tmp_path, caplog):
     dataset = opened([{"prompt": "a", "images": [PNG], "mask": PNG}], tmp_path)
     assert dataset.task(0).columns["mask"] == PNG
     assert caplog.messages == [
-        "the column 'mask' holds images too, in 1 rows, for the rewards alone (dataset.image_key)"
+        "the column 'mask' holds more images, in 1 rows, for the rewards only (dataset.image_key)"
     ]
 
 
@@ -66,8 +68,8 @@ def test_what_is_fine_stays_fine(tmp_path, caplog, rows):
 
 
 def test_the_embedded_task_is_fine(tmp_path, caplog):
-    dataset = open_dataset(data_sources("zoo@test", "test"), DataSettings(), FakeEncoder(), cache_dir=tmp_path,
-                           truth_for=["accuracy"])  # fmt: skip
+    dataset = open_dataset(open_data_sources("zoo@test", "test"), DataSettings(), FakeEncoder(), cache_dir=tmp_path,
+                           answer_rewards=["accuracy"])  # fmt: skip
     assert len(dataset) == 1000 and not caplog.messages
 
 
@@ -84,13 +86,13 @@ def test_marks_without_media_may_be_text(tmp_path, caplog):
     dataset = opened(rows, tmp_path, on_missing="warn")
     assert dataset.task(1).messages == ({"role": "user", "content": "what is <image> in SVG?"},)
     assert len(dataset.task(2).media) == 1
-    assert "1 of 3 prompts have an <image> or <video> that is taken for text" in caplog.text
+    assert "1 of 3 prompts have an <image> or <video> that is read as text" in caplog.text
 
 
 def test_no_truth_where_a_reward_wants_one(tmp_path, caplog):
     rows = [{"prompt": "a", "truth": "B"}, {"prompt": "b", "answer": ""}, {"prompt": "c", "answer": None}]
     told = refusal(rows, tmp_path, ["accuracy", "math"])
-    assert "no row has an answer in the column 'answer', and the reward accuracy and math wants one" in told
+    assert "no row has an answer in the column 'answer', and the reward accuracy and math needs one" in told
     assert "set dataset.answer_key" in told and "prompt, truth" in told
     assert len(opened(rows, tmp_path, ["accuracy"], answer_key="truth")) == 3
     assert len(opened(rows, tmp_path)) == 3 and not caplog.messages
@@ -100,7 +102,9 @@ def test_no_truth_where_a_reward_wants_one(tmp_path, caplog):
 
 
 def test_which_rewards_want_a_truth():
-    assert rewards_of_truth(load_config(None, {})) == ["accuracy"]
-    assert rewards_of_truth(load_config(None, {"worker.reward.functions": ["math", "format", "a.py:f"]})) == ["math"]
-    assert rewards_of_truth(load_config(None, {"worker.reward.reward_fn_path": "a.py"})) == []
-    assert rewards_of_truth(load_config(None, {}), [len, "format"]) == []
+    assert rewards_needing_answers(load_config(None, {})) == ["accuracy"]
+    assert rewards_needing_answers(load_config(None, {"worker.reward.functions": ["math", "format", "a.py:f"]})) == [
+        "math"
+    ]
+    assert rewards_needing_answers(load_config(None, {"worker.reward.reward_fn_path": "a.py"})) == []
+    assert rewards_needing_answers(load_config(None, {}), [len, "format"]) == []

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mtrl.config.packaged import HOME
+from mtrl.config.packaged import CONFIG_DIR
 from mtrl.data import DataError, DataSettings, RowList
 from mtrl.data.prompts import TaskBuilder
 from mtrl.data.row_settings import RowError
@@ -22,7 +22,7 @@ def user(*parts):
 
 
 def task(row, **settings):
-    return TaskBuilder.of(DataSettings(**settings)).build(RowList([row], "train.json", DATA), 0)
+    return TaskBuilder.from_settings(DataSettings(**settings)).build(RowList([row], "train.json", DATA), 0)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_format_prompt(tmp_path):
         task(row, format_prompt=str(tmp_path / "gone"))
 
 
-THINK = str(HOME / "experiments/think_answer.jinja")
+THINK = str(CONFIG_DIR / "experiments/think_answer.jinja")
 
 
 @pytest.mark.parametrize("absent", [{}, {"options": None}, {"options": []}])
@@ -131,7 +131,7 @@ def test_a_template_takes_an_absent_column_for_false(tmp_path, absent):
         ({"prompt": [{"role": ["user"], "content": "hi"}]}, "role"),
         ({"prompt": [{"role": "user", "content": 5}]}, "int, not text"),
         ({"prompt": [user("hi"), {"role": "assistant", "content": "yes"}]}, "ends with"),
-        ({"prompt": [user({"type": "sound"}, text("hi"))]}, "neither text nor a medium"),
+        ({"prompt": [user({"type": "sound"}, text("hi"))]}, "neither text nor an image or video"),
         ({"prompt": [user({"type": "image", "image": "a.png"}, text("hi"))]}, "column of images"),
         ({"prompt": "<image>hi"}, "1 image mark for 0 images"),
         ({"prompt": "<image>hi<image>", "images": ["a"]}, "2 image marks for 1 image"),
@@ -209,6 +209,6 @@ def test_a_row_that_is_huge_is_its_own_fault(tmp_path):
 def test_the_count_begins_anew_with_each_row(tmp_path):
     file = tmp_path / "format.jinja"
     file.write_text("{% for a in range(40000) %}{% endfor %}{{ content }}")
-    builder = TaskBuilder.of(DataSettings(format_prompt=str(file)))
+    builder = TaskBuilder.from_settings(DataSettings(format_prompt=str(file)))
     rows = RowList([{"prompt": "x"}] * 30, "train.json", DATA)
     assert all(builder.build(rows, index).messages[0]["content"] == "x" for index in range(30))

@@ -26,7 +26,7 @@ def make(tmp_path):
         encoder = encoder or FakeEncoder()
         begun = options.pop("begun", False)
         settings = settings or DataSettings()
-        dataset = open_dataset(str(path), settings, encoder, cache_dir=tmp_path / "cache", begun=begun)
+        dataset = open_dataset(str(path), settings, encoder, cache_dir=tmp_path / "cache", resuming=begun)
         samplers.append(Sampler(dataset, encoder, **options))
         return samplers[-1]
 
@@ -163,7 +163,7 @@ def test_what_is_ahead_is_bounded(tmp_path, prompts, nbytes, expected):
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x", "images": f"{i}.png"} for i in range(20)])
     dataset = open_dataset(str(path), DataSettings(), FakeEncoder(), cache_dir=tmp_path / "cache")
     loader = CountingLoader(dataset, FakeEncoder())
-    ahead = Prefetcher(loader, iter(range(20)), threads=2, prompts=prompts, nbytes=nbytes)
+    ahead = Prefetcher(loader.load, dataset.pixels, iter(range(20)), threads=2, prompts=prompts, nbytes=nbytes)
     for taken in range(1, 6):
         assert ahead.next()[0] == taken - 1
         time.sleep(0.02)
@@ -178,7 +178,7 @@ def test_what_is_ahead_is_bounded(tmp_path, prompts, nbytes, expected):
 
 def test_an_image_is_held_once(make, tmp_path, monkeypatch):
     decoded = []
-    monkeypatch.setattr(sampler_module, "pixels", lambda *call: decoded.append(call) or decode(*call))
+    monkeypatch.setattr(sampler_module, "decode_medium", lambda *call: decoded.append(call) or decode(*call))
     (tmp_path / "one.png").write_bytes(picture_bytes(28, 56))
     (tmp_path / "copy.png").write_bytes(picture_bytes(28, 56))
     names = ["one.png", "one.png", "copy.png"]
@@ -220,7 +220,7 @@ def test_skip_puts_the_next_row_in_its_place(make, tmp_path, caplog):
     assert (state["epoch"], state["position"]) == (1, 0)
     assert answers(sampler.take(8)) == [0, 1, 2, 3, 5, 7, 8, 9]
     assert [json.loads(line)["row"] for line in listing.read_text().splitlines()] == [5, 7]
-    assert len(sampler.bad_rows) == 2 and caplog.text.count("another row stands in") == 2
+    assert len(sampler.bad_rows) == 2 and caplog.text.count("another row replaces it") == 2
     assert [answers(batch) for batch in sampler.one_pass(5)] == [[0, 1, 2, 3, 5], [7, 8, 9]]
     resumed = make(tmp_path / "train.jsonl", shuffle=False, settings=DataSettings(on_bad_row="skip"))
     # a start after the damage finds the missing file in its scan, so the rows in use are others
@@ -229,7 +229,7 @@ def test_skip_puts_the_next_row_in_its_place(make, tmp_path, caplog):
 
 
 def test_resume_with_rows_that_only_decoding_finds(make, tmp_path, monkeypatch):
-    monkeypatch.setattr("mtrl.data.dataset.SAMPLED", 0)
+    monkeypatch.setattr("mtrl.data.dataset.SAMPLED_ROWS", 0)
     image_rows(tmp_path, 10, every=2)
     break_image(tmp_path, 4)
     settings = DataSettings(on_bad_row="skip")
@@ -249,7 +249,7 @@ def test_by_default_a_row_that_goes_bad_is_skipped_and_counted(make, tmp_path, c
     assert sampler.metrics() == {"data/skipped_rows": 1} and sampler.state()["skipped"] == [4]
     for _ in range(3):  # one row alone never ends a run, however often it is asked
         sampler.take(9)
-    assert sampler.metrics() == {"data/skipped_rows": 1} and caplog.text.count("another row stands in") == 1
+    assert sampler.metrics() == {"data/skipped_rows": 1} and caplog.text.count("another row replaces it") == 1
 
 
 def test_more_than_a_hundredth_ends_it_and_not_a_row_less(make, tmp_path):
@@ -261,7 +261,7 @@ def test_more_than_a_hundredth_ends_it_and_not_a_row_less(make, tmp_path):
         sampler.loader.load = lambda at, load=load, broken=broken: BadRow("a", at, "x") if at in broken else load(at)
         if ends:
             told = (
-                r"4 of the 300 rows asked so far could not be read, more than 1%; the last: a, row 13: x\. Repair the"
+                r"4 of the 300 rows drawn so far could not be read, more than 1%; the last: a, row 13: x\. Repair the"
             )
             with pytest.raises(DataError, match=rf"{told} data, or set dataset\.on_bad_row=skip"):
                 sampler.take(296)
@@ -280,7 +280,7 @@ def test_the_count_goes_on_after_a_resume(make, tmp_path):
     assert resumed.metrics() == {"data/skipped_rows": 1}
     for each in (sampler, resumed):
         assert answers(each.take(5)) == [11, 12, 13, 14, 15]
-        with pytest.raises(DataError, match=r"2 of the 22 rows asked so far"):
+        with pytest.raises(DataError, match=r"2 of the 22 rows drawn so far"):
             each.take(5)
 
 
@@ -342,16 +342,18 @@ def test_close_ends_the_threads(make):
 
 
 def test_close_drops_what_has_not_begun(make):
+    encoded = []
+
     class Slow(FakeEncoder):
         def encode(self, task, media):
             time.sleep(0.1)
+            encoded.append(task)
             return super().encode(task, media)
 
     sampler = make(rows=40, encoder=Slow(), prompts_ahead=40)
     sampler.take(1)
-    began = time.monotonic()
     sampler.close()
-    assert time.monotonic() - began < 2  # 39 more would take four seconds
+    assert len(encoded) < 30
 
 
 def test_the_interpreter_ends_without_waiting(tmp_path):
@@ -363,7 +365,8 @@ from data_helpers import FakeEncoder
 from mtrl.data import DataSettings, Sampler, open_dataset
 class Slow(FakeEncoder):
     def encode(self, task, media):
-        time.sleep(1)
+        time.sleep(0.5)
+        print("encoded", flush=True)
         return super().encode(task, media)
 dataset = open_dataset({str(path)!r}, DataSettings(), Slow(), cache_dir=__import__("pathlib").Path({str(tmp_path)!r}))
 sampler = Sampler(dataset, Slow(), prompts_ahead=40)
@@ -371,7 +374,5 @@ sampler.take(1)
 print("taken", flush=True)
 """
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline().strip() == "taken"
-        began = time.monotonic()
-        assert process.wait(timeout=30) == 0
-        assert time.monotonic() - began < 15  # 39 more prompts would take twenty seconds
+        lines = process.communicate(timeout=60)[0].splitlines()
+        assert process.returncode == 0 and "taken" in lines and lines.count("encoded") < 30

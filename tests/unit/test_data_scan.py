@@ -67,7 +67,7 @@ def test_one_error_names_all_bad_rows(bad_file, tmp_path):
 def test_the_error_is_bounded(tmp_path):
     with pytest.raises(DataError) as caught:
         opened(write_jsonl(tmp_path / "a.jsonl", [{"prompt": ""}] * 50), tmp_path, on_bad_row="skip")
-    assert "no row is left to use of 50: 50 bad" in str(caught.value)
+    assert "none of 50 rows can be used: 50 bad" in str(caught.value)
     with pytest.raises(DataError) as caught:
         opened(tmp_path / "a.jsonl", tmp_path)
     assert len(str(caught.value).splitlines()) == 3 and "(and 49 more rows like it)" in str(caught.value)
@@ -81,8 +81,8 @@ def test_the_error_is_bounded(tmp_path):
 def test_skip_goes_on_without_them_and_lists_them_once(bad_file, tmp_path, caplog):
     for _ in range(2):  # the second time from the cache
         dataset = opened(bad_file, tmp_path, on_bad_row="skip")
-        assert [dataset.place(i)[1] for i in range(len(dataset))] == [1, 4, 10]
-        assert dataset.counts.total == 11 and dataset.counts.bad == 8 and dataset.counts.kept == 3
+        assert [dataset.locate(i)[1] for i in range(len(dataset))] == [1, 4, 10]
+        assert dataset.counts.total == 11 and dataset.counts.bad == 8 and dataset.counts.used == 3
     listed = [json.loads(line) for line in (tmp_path / "run/bad_rows.jsonl").read_text().splitlines()]
     assert [(entry["file"], entry["row"]) for entry in listed] == [(str(bad_file), row) for row in REASONS]
     assert all(REASONS[entry["row"]] in entry["reason"] for entry in listed)
@@ -104,7 +104,7 @@ def test_lengths_need_no_pixels(tmp_path, monkeypatch):
     path = image_rows(tmp_path, 6)
     monkeypatch.setattr("mtrl.data.media._load", never)
     monkeypatch.setattr("mtrl.data.media._to_rgb", never)
-    monkeypatch.setattr("mtrl.data.dataset.SAMPLED", 0)  # else some are decoded, to find damage
+    monkeypatch.setattr("mtrl.data.dataset.SAMPLED_ROWS", 0)  # else some are decoded, to find damage
     dataset = opened(path, tmp_path)
     assert dataset.lengths.tolist() == [1 + 10 + 2 * (1 + i % 3) for i in range(6)]
     assert dataset.pixels.tolist() == [28 * 56 * (1 + i % 3) for i in range(6)]
@@ -148,7 +148,7 @@ def test_the_sample_is_bounded_and_spread_over_all_files(tmp_path, monkeypatch):
 
 
 def test_a_full_check_finds_what_a_sample_misses(tmp_path, monkeypatch):
-    monkeypatch.setattr("mtrl.data.dataset.SAMPLED", 2)  # the first and the last
+    monkeypatch.setattr("mtrl.data.dataset.SAMPLED_ROWS", 2)  # the first and the last
     path = image_rows(tmp_path, 6)
     hollow(tmp_path / "images/3.png")
     assert len(opened(path, tmp_path)) == 6
@@ -164,7 +164,7 @@ def test_rows_that_went_bad_keep_their_place_in_a_run_that_has_begun(tmp_path, m
 
     def at_start(begun):
         return open_dataset(str(path), DataSettings(on_bad_row=mode), FakeEncoder(), cache_dir=tmp_path / "cache",
-                            bad_rows_path=tmp_path / "bad_rows.jsonl", begun=begun)  # fmt: skip
+                            bad_rows_path=tmp_path / "bad_rows.jsonl", resuming=begun)  # fmt: skip
 
     whole = at_start(begun=False)
     (tmp_path / "images/3.png").unlink()
@@ -182,14 +182,14 @@ def test_rows_that_went_bad_keep_their_place_in_a_run_that_has_begun(tmp_path, m
 def test_overlong_prompts_are_left_out_or_refused(tmp_path, caplog):
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x" * n} for n in (5, 50, 9, 10, 60)])
     dataset = opened(path, tmp_path, max_prompt_length=10)  # the start token counts
-    assert [dataset.place(i)[1] for i in range(len(dataset))] == [1, 3]
+    assert [dataset.locate(i)[1] for i in range(len(dataset))] == [1, 3]
     assert dataset.counts.overlong == 3
     assert "3 of 5 prompts (60%) are longer than dataset.max_prompt_length=10" in caplog.text
     with pytest.raises(DataError, match=r"row 2: the prompt has 51 tokens, more than dataset.max_prompt_length=10"):
         opened(path, tmp_path, max_prompt_length=10, filter_overlong_prompts=False)
     skipping = {"filter_overlong_prompts": False, "on_bad_row": "skip"}
     assert opened(path, tmp_path, max_prompt_length=10, **skipping).counts.bad == 3
-    with pytest.raises(DataError, match="no row is left"):
+    with pytest.raises(DataError, match="rows can be used"):
         opened(path, tmp_path, max_prompt_length=2)
 
 
@@ -243,7 +243,7 @@ def test_a_misspelt_name_in_the_template_is_said_once(tmp_path, caplog):
         caplog.clear()
         opened(path, tmp_path, format_prompt=str(template))
         (said,) = caplog.messages
-        assert said.startswith("dataset.format_prompt uses 'optoins', a column that no row has")
+        assert said.startswith("dataset.format_prompt uses 'optoins', a column that none of the inspected rows has")
 
 
 def test_changed_images_are_scanned_again_and_only_they(tmp_path):
@@ -311,7 +311,7 @@ def test_the_fingerprint_follows_the_rows_used(tmp_path):
 @pytest.fixture
 def small_chunks(monkeypatch):
     monkeypatch.setattr(parallel, "CHUNK", 4)
-    monkeypatch.setattr(parallel, "FORK_PAYS", 0)
+    monkeypatch.setattr(parallel, "MIN_ROWS_TO_FORK", 0)
 
 
 def test_forked_workers_give_the_same(small_chunks):
@@ -342,13 +342,17 @@ def test_a_worker_that_dies_costs_time_only(small_chunks, caplog):
     assert "a worker process died" in caplog.text
 
 
-def test_a_worker_that_stands_still_costs_time_only(small_chunks, caplog):
-    here = os.getpid()
-    job = lambda row: time.sleep(60) if row == 20 and os.getpid() != here else row  # noqa: E731
-    began = time.monotonic()
-    found = parallel.map_rows(job, range(50), "x", workers=2, stalled_s=0.5)
-    assert found == list(range(50)) and time.monotonic() - began < 20
-    assert "stand still" in caplog.text
+def test_a_worker_that_stands_still_costs_time_only(small_chunks, caplog, tmp_path):
+    here, note = os.getpid(), tmp_path / "woke up"
+
+    def job(row):
+        if row == 20 and os.getpid() != here:
+            time.sleep(60)
+            note.touch()
+        return row
+
+    assert parallel.map_rows(job, range(50), "x", workers=2, stalled_s=0.5) == list(range(50))
+    assert "have stalled" in caplog.text and not note.exists(), "nobody waited for it"
 
 
 def test_progress(capsys, monkeypatch):
@@ -371,7 +375,7 @@ def test_progress(capsys, monkeypatch):
         progress.add(10)
     assert "checking: 100%" in terminal.text
     with parallel.Progress(10, "checking", None) as progress:
-        progress.said -= 20
+        progress.printed_at -= 20
         progress.add(5)
     assert "checking: 5 of 10 rows" in capsys.readouterr().err
 

@@ -11,9 +11,9 @@ from PIL import Image
 from tiny_models import checkpoint, encoder_of
 
 from mtrl.data import DataError, DataSettings, RowList, Sampler, open_dataset
-from mtrl.data.media import image_medium
+from mtrl.data.media import make_medium
 from mtrl.data.row_settings import RowError
-from mtrl.data.video import check_pixels, measure, pixels, read_film
+from mtrl.data.video import check_pixels, decode_medium, measure_media, read_video_info
 from mtrl.models.families import load_encoder
 from mtrl.protocols import Clip, VideoSettings
 from mtrl.report.data_page import run as report
@@ -47,9 +47,9 @@ KINDS = [("mp4", "libx264"), ("mp4", "mpeg4"), ("matroska", "libx264"), ("webm",
 @pytest.mark.parametrize(("kind", "codec"), KINDS)
 def test_films_of_every_kind(kind, codec):
     medium = Medium("video", film_bytes(PIXELS, FPS, kind, codec))
-    found = read_film(medium)
+    found = read_video_info(medium)
     assert found.size == (112, 168) and found.frames == FRAMES and found.fps == pytest.approx(FPS)
-    shown = pixels(Medium("video", medium.source, Clip(FRAMES, FPS, (0, 7, 19))), (112, 168))
+    shown = decode_medium(Medium("video", medium.source, Clip(FRAMES, FPS, (0, 7, 19))), (112, 168))
     assert shown.shape == (3, 112, 168, 3) and shown.dtype == np.uint8
     assert np.abs(shown.astype(int) - PIXELS[[0, 7, 19]]).mean() < 12, "those frames, as far as the codec keeps them"
     assert np.abs(shown[1].astype(int) - PIXELS[6]).mean() > 2 * np.abs(shown[1].astype(int) - PIXELS[7]).mean()
@@ -67,14 +67,14 @@ def test_a_value_is_a_path_or_bytes_however_it_is_nested(tmp_path, data):
         {"path": "a.mp4", "bytes": None},
         {"video": "a.mp4"},
     ):
-        assert read_film(image_medium(value, tmp_path, "video")).frames == FRAMES
+        assert read_video_info(make_medium(value, tmp_path, "video")).frames == FRAMES
 
 
 def test_a_film_on_its_side_stands_upright():
     """As phones write them: the size of the scan is the size that is decoded."""
     medium = Medium("video", film_bytes(PIXELS, FPS, rotation=90))
-    found = read_film(medium)
-    shown = pixels(Medium("video", medium.source, Clip(FRAMES, FPS, (0,))), found.size)
+    found = read_video_info(medium)
+    shown = decode_medium(Medium("video", medium.source, Clip(FRAMES, FPS, (0,))), found.size)
     assert found.size == (168, 112) and shown.shape == (1, 168, 112, 3)
     assert np.abs(shown[0].astype(int) - np.rot90(PIXELS[0])).mean() < 12
 
@@ -97,10 +97,10 @@ def test_media_keep_the_order_of_their_marks(tmp_path, data):
 def test_a_broken_clip_is_a_bad_row_with_a_reason(tmp_path, data):
     broken = {
         "empty.mp4": (b"", "is empty"),
-        "text.mp4": (b"no video at all" * 9, "is no video that can be read"),
+        "text.mp4": (b"no video at all" * 9, "cannot be read as a video"),
         "half.mp4": (data[: len(data) // 2], "is truncated or damaged"),
-        "list.m3u8": (b"#EXTM3U\n#EXTINF:1,\nfile:///etc/hostname\n#EXT-X-ENDLIST\n", "is no video that can be read"),
-        "sound.wav": (sound(), "is no video that can be read"),
+        "list.m3u8": (b"#EXTM3U\n#EXTINF:1,\nfile:///etc/hostname\n#EXT-X-ENDLIST\n", "cannot be read as a video"),
+        "sound.wav": (sound(), "cannot be read as a video"),
         "gone.mp4": (None, "does not exist"),
     }
     rows = [{"prompt": "<video>fine", "videos": data}]
@@ -108,7 +108,7 @@ def test_a_broken_clip_is_a_bad_row_with_a_reason(tmp_path, data):
         if content is not None:
             (tmp_path / name).write_bytes(content)
         with pytest.raises(RowError, match=f"the video .*{name} {reason}"):
-            check_pixels(measure(task_with(str(tmp_path / name)), encoder_of("qwen2_5_vl"))[0].media)
+            check_pixels(measure_media(task_with(str(tmp_path / name)), encoder_of("qwen2_5_vl"))[0].media)
         rows.append({"prompt": "<video>broken", "videos": str(tmp_path / name)})
     with pytest.raises(DataError, match=r"6 of 7 rows cannot be used:(.|\n)*row 2: the video .*empty\.mp4 is empty"):
         loaded(rows, encoder_with())
@@ -143,10 +143,10 @@ def test_frames_that_are_gone_later_are_a_bad_row_of_their_own(tmp_path, data):
 
 
 def test_a_header_that_counts_a_frame_too_many_is_forgiven(data):
-    shown = pixels(Medium("video", data, Clip(FRAMES + 1, FPS, (0, 10, FRAMES))), (56, 84))
+    shown = decode_medium(Medium("video", data, Clip(FRAMES + 1, FPS, (0, 10, FRAMES))), (56, 84))
     assert len(shown) == 3
     with pytest.raises(RowError, match="ends after 20 frames"):
-        pixels(Medium("video", data, Clip(90, FPS, (0, 45, 89))), (56, 84))
+        decode_medium(Medium("video", data, Clip(90, FPS, (0, 45, 89))), (56, 84))
 
 
 def test_without_pyav_it_says_what_to_install(monkeypatch, data):

@@ -36,7 +36,7 @@ def dataset(tmp_path):
 def same(left, right):
     assert left.task.id == right.task.id and left.task.messages == right.task.messages
     assert left.task.answer == right.task.answer and len(left.media) == len(right.media)
-    for name in ("ids", "engine_ids", "pool"):
+    for name in ("ids", "engine_ids", "token_pool"):
         assert torch.equal(getattr(left, name), getattr(right, name))
     assert all(np.array_equal(a, b) and not b.flags.writeable for a, b in zip(left.media, right.media, strict=True))
 
@@ -95,20 +95,20 @@ def test_a_process_that_fails_costs_time_and_nothing_else(dataset, how, caplog, 
         expected = threads.take(ROWS)
     with Sampler(dataset, FakeEncoder(), workers=2, shuffle=False, prompts_ahead=2) as sampler:
         first = sampler.take(2)
-        for worker in sampler._forked.workers.processes:
+        for worker in sampler._workers.processes:
             os.kill(worker.pid, signal.SIGKILL if how == "killed" else signal.SIGSTOP)
         for left, right in zip(expected, first + sampler.take(ROWS - 2), strict=True):
             same(left, right)
-    assert ("has died" if how == "killed" else "stands still") in caplog.text
+    assert ("has died" if how == "killed" else "has stalled") in caplog.text
 
 
 def test_nothing_is_left_running(dataset):
     sampler = Sampler(dataset, FakeEncoder(), workers=2)
     sampler.take(1)
-    children = [psutil.Process(worker.pid) for worker in sampler._forked.workers.processes]
+    children = [psutil.Process(worker.pid) for worker in sampler._workers.processes]
     sampler.close()
     assert not any(child.is_running() for child in children)
-    forgotten = DecodeWorkers(sampler.loader.load, 2)
+    forgotten = DecodeWorkers(sampler.loader.load, sampler.loader.share_pixels, 2)
     children = [psutil.Process(worker.pid) for worker in forgotten.processes]
     del forgotten
     assert not any(child.is_running() for child in children)
@@ -122,7 +122,7 @@ from mtrl.data import DataSettings, Sampler, open_dataset
 dataset = open_dataset({file!r}, DataSettings(), FakeEncoder(), workers=1)
 sampler = Sampler(dataset, FakeEncoder(), workers=2)
 sampler.take(1)
-print(*(worker.pid for worker in sampler._forked.workers.processes), flush=True)
+print(*(worker.pid for worker in sampler._workers.processes), flush=True)
 time.sleep(60)
 """
 
@@ -148,5 +148,5 @@ def test_processes_are_forked_where_they_pay(monkeypatch):
     assert worker_count(3, small) == 3 and worker_count(0, large) == 0
     monkeypatch.setattr("mtrl.data.workers.usable_cores", lambda: 1)
     assert worker_count(None, large) == 0
-    monkeypatch.setattr("mtrl.data.workers.may_fork", lambda: False)
+    monkeypatch.setattr("mtrl.data.workers.can_fork", lambda: False)
     assert worker_count(3, large) == 0

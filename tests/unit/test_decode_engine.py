@@ -9,9 +9,9 @@ from decode_helpers import engine, same, stopping_encoder
 from tiny_models import fresh_backbone, prompts_for
 
 from mtrl.models.backbone import Backbone
-from mtrl.rollout.decode.engine import fastest_generator, why_plain
+from mtrl.rollout.decode.engine import explain_local_engine, make_fastest_generator
 from mtrl.rollout.decode.fused_weights import DecodeWeights
-from mtrl.rollout.decode.layers import why_unknown
+from mtrl.rollout.decode.layers import explain_unsupported
 from mtrl.rollout.decode.step import triton_ops
 from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Sampling
@@ -90,7 +90,7 @@ def test_a_weight_that_moved_away_is_noticed(encoder):
 
 def test_unknown_layers_are_named():
     head = torch.nn.Linear(1, 1)
-    assert why_unknown(fresh_backbone(FAMILY).language_model, head) is None
+    assert explain_unsupported(fresh_backbone(FAMILY).language_model, head) is None
     for change, told in (
         (lambda lm: setattr(lm.config, "model_type", "gemma"), "family 'gemma'"),
         (lambda lm: setattr(lm.config, "hidden_act", "gelu"), "gelu"),
@@ -101,7 +101,7 @@ def test_unknown_layers_are_named():
     ):
         language_model = fresh_backbone(FAMILY).language_model
         change(language_model)
-        assert told in why_unknown(language_model, head)
+        assert told in explain_unsupported(language_model, head)
 
 
 def test_without_a_gpu_the_plain_engine_decodes_and_says_nothing(encoder, caplog):
@@ -109,8 +109,8 @@ def test_without_a_gpu_the_plain_engine_decodes_and_says_nothing(encoder, caplog
     if backbone.device.type == "cuda":
         pytest.skip("there is one")
     with caplog.at_level(logging.WARNING):
-        assert type(fastest_generator(backbone, encoder)) is LocalGenerator
-    assert why_plain(backbone) == "no CUDA device" and not caplog.records
+        assert type(make_fastest_generator(backbone, encoder)) is LocalGenerator
+    assert explain_local_engine(backbone) == "no CUDA device" and not caplog.records
 
 
 def test_draws_belong_to_the_row(encoder):

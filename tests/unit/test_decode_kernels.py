@@ -9,9 +9,10 @@ import torch
 
 pytest.importorskip("triton")
 
+import torch_ops as plain
+
 from mtrl.rollout.decode import layer_kernels, sampling_kernels
-from mtrl.rollout.decode import torch_ops as plain
-from mtrl.rollout.decode.buffers import CompiledPieces, Mode, Room, Rows, Rules, Seats, Tiles
+from mtrl.rollout.decode.buffers import AttentionPieces, Mode, Room, Rows, Rules, SlotTable, Tiles
 from mtrl.rollout.decode.fused_weights import DecodeLayer
 from mtrl.rollout.decode.layers import Shape
 
@@ -20,7 +21,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPE = Shape(
     hidden=24, inner=40, layers=1, heads=6, key_heads=2, width=16, vocabulary=200, eps=1e-6
 )  # 3 query heads share a key head, and neither 24, 40 nor 200 is a power of two
-ROOM = Room(slots=16, tables=4, new=12, prompt_tokens=64, longest=40, positions=64)
+ROOM = Room(slots=16, groups=4, new=12, prompt_tokens=64, longest=40, positions=64)
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -44,7 +45,7 @@ def running_rows(rows=16):
     state.restart(torch.arange(rows, device=DEVICE).int() + 5, torch.rand(rows, ROOM.new, dtype=torch.double))
     state.token[:] = torch.randint(0, SHAPE.vocabulary, (ROOM.slots + 1,)).int()
     state.count[:rows] = 1 + torch.arange(rows).int() % 9
-    state.place[:rows] = torch.arange(rows).int() * ROOM.new + state.count[:rows].cpu() - 1
+    state.kv_index[:rows] = torch.arange(rows).int() * ROOM.new + state.count[:rows].cpu() - 1
     state.position[:rows] = state.first[:rows] + state.count[:rows] - 1
     return state
 
@@ -113,14 +114,14 @@ def test_rotate_write(bias, norms):
         close(found, expected)
         assert expected.any()
     written = made[0][1].flatten(1).any(1).nonzero().flatten().tolist()
-    assert written == sorted(rows.place[:16].tolist()), "each row writes at its own place and nowhere else"
+    assert written == sorted(rows.kv_index[:16].tolist()), "each row writes at its own place and nowhere else"
 
 
 def pieces(of_prompt, least, most, chunk, rows=16):
     count = of_prompt + -(-ROOM.new // chunk)
     size = (count, rows, SHAPE.heads)
     part = torch.full((*size, SHAPE.width), torch.nan, device=DEVICE)  # what nobody wrote must not be read
-    return CompiledPieces(of_prompt, least, most, chunk, 16, part, torch.full(size, torch.nan, device=DEVICE))
+    return AttentionPieces(of_prompt, least, most, chunk, 16, part, torch.full(size, torch.nan, device=DEVICE))
 
 
 CUTS = {"whole": (1, 64, 1, 12), "many pieces": (3, 16, 16, 4), "few that grow": (2, 8, 2, 12)}
@@ -128,25 +129,25 @@ CUTS = {"whole": (1, 64, 1, 12), "many pieces": (3, 16, 16, 4), "few that grow":
 
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
 def test_attend_in_pieces_equals_attention_over_all_keys(cut):
-    """Prompts of 40, 7 and 1 tokens; groups of several rows, of one, and rows that nobody sits on."""
-    rows, seats = running_rows(), Seats(16, ROOM, DEVICE)
+    """Prompts of 40, 7 and 1 tokens; groups of several rows, of one, and rows without a response."""
+    rows, slot_table = running_rows(), SlotTable(16, ROOM, DEVICE)
     prompt_of = [0] * 3 + [1] * 4 + [2] * 3 + [0] * 6
-    seats.take([2, 3, 0, 5, 6, 9, 12], prompt_of, [0, 40, 47], [40, 7, 1])
+    slot_table.assign([2, 3, 0, 5, 6, 9, 12], prompt_of, [0, 40, 47], [40, 7, 1])
     query = noise(16, SHAPE.heads, SHAPE.width)
     prompts = tuple(noise(2, ROOM.prompt_tokens, SHAPE.key_heads, SHAPE.width))
     own = tuple(noise(2, (ROOM.slots + 1) * ROOM.new, SHAPE.key_heads, SHAPE.width))
     made = []
     for ops in (kernels, plain):
         made.append(torch.empty(16, SHAPE.heads * SHAPE.width, device=DEVICE))
-        ops.attend(query, prompts, own, seats, rows, SHAPE, pieces(*cut), made[-1])
+        ops.attend(query, prompts, own, slot_table, rows, SHAPE, pieces(*cut), made[-1])
     close(*made)
     assert made[1].any(1).tolist() == [True] * 7 + [False] * 9
 
 
 def test_a_larger_room_changes_no_bit_of_attention():
     """It has more pieces, of prompts and of own tokens, which are empty here."""
-    rows, seats = running_rows(), Seats(4, ROOM, DEVICE)
-    seats.take(range(4), [0] * 3 + [1], [0, 40], [40, 7])
+    rows, slot_table = running_rows(), SlotTable(4, ROOM, DEVICE)
+    slot_table.assign(range(4), [0] * 3 + [1], [0, 40], [40, 7])
     query = noise(4, SHAPE.heads, SHAPE.width)
     prompts = tuple(noise(2, ROOM.prompt_tokens, SHAPE.key_heads, SHAPE.width))
     own = tuple(noise(2, (ROOM.slots + 1) * ROOM.new, SHAPE.key_heads, SHAPE.width))
@@ -155,7 +156,7 @@ def test_a_larger_room_changes_no_bit_of_attention():
         cut = pieces(of_prompt, 16, 8, 4, rows=4)
         part, lse = (torch.cat([each, *spare * [each[:1]]]) for each in (cut.part, cut.lse))
         made.append(torch.empty(4, SHAPE.heads * SHAPE.width, device=DEVICE))
-        kernels.attend(query, prompts, own, seats, rows, SHAPE, replace(cut, part=part, lse=lse), made[-1])
+        kernels.attend(query, prompts, own, slot_table, rows, SHAPE, replace(cut, part=part, lse=lse), made[-1])
     assert torch.equal(*made)
 
 
@@ -196,7 +197,7 @@ def test_the_token_and_all_that_follows_from_it(sampling):
     found, expected = sampled(kernels, raw, sampling, rows, slot), sampled(plain, raw, sampling, twin, slot)
     close(found.top, expected.top)
     close(found.mass, expected.mass)
-    for name in ("token", "tokens", "count", "place", "position", "done", "lengths"):
+    for name in ("token", "tokens", "count", "kv_index", "position", "done", "lengths"):
         assert torch.equal(getattr(rows, name), getattr(twin, name)), name
     close(rows.logps, twin.logps)
     assert not set(rows.token[:16].tolist()) & {3, 70, 199}, "forbidden"
@@ -242,7 +243,7 @@ def test_room_grows_and_never_shrinks():
     small = Room.for_batch([642] * 8, [100] * 8, n=8, new=256)
     assert small.pieces_of_prompt == 8 and small.pieces == 9 and replace(small, longest=2**15).pieces_of_prompt == 16
     assert small.union(None) == small == small.union(replace(small, longest=512, slots=16))
-    assert small.slots == 64 and small.tables == 8 and small.prompt_tokens >= 8 * 642
+    assert small.slots == 64 and small.groups == 8 and small.prompt_tokens >= 8 * 642
     assert Room.for_batch([640] * 8, [90] * 8, n=8, new=256) == small, "a batch a little smaller finds the same room"
     large = Room.for_batch([5000], [5000], n=20, new=64).union(small)
     assert large.longest >= 5000 and large.slots == 64 and large.new == 256 and large.positions >= 5064

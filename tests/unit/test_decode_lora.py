@@ -10,7 +10,7 @@ from tiny_models import encoder_of, fresh_backbone, prompts_for
 from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward
 from mtrl.rollout.decode.fused_weights import DecodeWeights
-from mtrl.rollout.decode.layers import why_unknown
+from mtrl.rollout.decode.layers import explain_unsupported
 from mtrl.rollout.decode.step import product
 from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Sampling
@@ -23,7 +23,7 @@ SAMPLED = Sampling(n=3, max_new_tokens=5)
 GREEDY = replace(SAMPLED, n=1, temperature=0)
 
 
-def inject(model, targets, name="default", **more):
+def inject_adapters(model, targets, name="default", **more):
     """Adapters that change what the model says: B is zero at first."""
     settings = peft.LoraConfig(target_modules=list(targets), **{"r": 4, "lora_alpha": 6, **more})
     peft.inject_adapter_in_model(settings, model, adapter_name=name)
@@ -39,7 +39,7 @@ def adapter_weights(model, name="default"):
 
 def adapted(family=FAMILY, targets=ALL, **more):
     backbone = fresh_backbone(family)
-    inject(backbone.model, targets, **more)
+    inject_adapters(backbone.model, targets, **more)
     return Backbone(backbone.model)
 
 
@@ -88,11 +88,11 @@ def test_projections_without_an_adapter_have_rank_zero():
 def test_what_a_sleep_loses_is_written_again():
     """On a GPU the memory of the matrices comes back with whatever it holds, zeros between the adapters included."""
     weights = DecodeWeights(adapted(targets=["k_proj", "up_proj"]).model, torch.float32)
-    written = [each.clone() for each in weights.gapped]
-    for each in weights.gapped:
+    written = [each.clone() for each in weights.padded]
+    for each in weights.padded:
         each.fill_(torch.nan)
     assert weights.refresh() and len(written) == 2 * 2 * len(weights.layers)
-    assert all(torch.equal(now, before) for now, before in zip(weights.gapped, written, strict=True))
+    assert all(torch.equal(now, before) for now, before in zip(weights.padded, written, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -113,7 +113,7 @@ def test_a_fused_product_is_that_of_the_layers_alone(dtype):
 def test_a_frozen_base_is_adopted_and_float32_adapters_are_narrowed(base):
     """Products in bf16, from a bf16 base and by autocast from a float32 one: either way log-probs are the trainer's."""
     model = fresh_backbone(FAMILY).model.to(base)
-    inject(model, ALL)
+    inject_adapters(model, ALL)
     for part in adapter_weights(model):
         part.data = part.data.float()
     backbone, encoder, prompts = Backbone(model, torch.bfloat16), encoder_of(FAMILY), prompts_for(FAMILY)[1:2]
@@ -142,14 +142,14 @@ def test_another_adapter_than_before_is_noticed():
     decode, expected = engine(backbone, encoder), LocalGenerator(backbone, encoder)
 
     def second():
-        inject(backbone.model, ["o_proj"], name="second", r=5)
+        inject_adapters(backbone.model, ["o_proj"], name="second", r=5)
         for layer in tuner_layers(backbone.model):
             layer.set_adapter("second")
 
     said = set()
     for change in (
         lambda: None,
-        lambda: inject(backbone.model, ALL),
+        lambda: inject_adapters(backbone.model, ALL),
         lambda: enable(backbone.model, False),
         lambda: enable(backbone.model, True),
         lambda: [layer.scaling.update(default=-2.0) for layer in tuner_layers(backbone.model)],
@@ -163,7 +163,7 @@ def test_another_adapter_than_before_is_noticed():
 
 
 def why(backbone):
-    return why_unknown(backbone.language_model, backbone.model.get_output_embeddings())
+    return explain_unsupported(backbone.language_model, backbone.model.get_output_embeddings())
 
 
 def test_what_is_not_plain_lora_is_named():
@@ -175,7 +175,7 @@ def test_what_is_not_plain_lora_is_named():
     assert why(adapted(targets=["v_proj"], lora_bias=True)) == "the adapter of v_proj has a bias"
 
     several = adapted(targets=["o_proj"])
-    inject(several.model, ["o_proj"], name="second")
+    inject_adapters(several.model, ["o_proj"], name="second")
     for layer in tuner_layers(several.model):
         layer.set_adapter(["default", "second"])
     assert why(several) == "the adapter of o_proj is one of several (default, second): make one of them active"
@@ -193,7 +193,7 @@ def test_what_is_not_plain_lora_is_named():
 def test_adapted_embeddings_and_output_layers_are_named():
     assert why(adapted(targets=["embed_tokens"])) == "the embedding is a peft Embedding"
     backbone = fresh_backbone(FAMILY)
-    inject(backbone.model, ["lm_head"])
+    inject_adapters(backbone.model, ["lm_head"])
     assert why(backbone) == "the head is a peft Linear"
     with pytest.raises(ValueError, match="an output layer with an adapter"):
         Backbone(backbone.model)

@@ -5,8 +5,8 @@ import torch
 from tiny_models import encoder_of, fresh_backbone, prompts_for
 
 from mtrl import cli
-from mtrl.compose.policy import warn_of_large_steps
-from mtrl.rollout.local import LocalGenerator, non_finite
+from mtrl.compose.policy import warn_about_large_lr
+from mtrl.rollout.local import LocalGenerator, explain_non_finite
 from mtrl.types import Sampling
 from mtrl.utils.errors import Diverged, RunError
 
@@ -28,7 +28,7 @@ def test_sampling_from_nan_says_what_to_change(version, told, temperature):
 
 
 def test_a_narrow_dtype_may_be_the_cause():
-    assert "too large for bfloat16. Compute in fp32" in non_finite(0, torch.bfloat16)
+    assert "too large for bfloat16. Compute in fp32" in explain_non_finite(0, torch.bfloat16)
 
 
 def test_one_row_of_many_is_enough():
@@ -56,6 +56,6 @@ def test_the_command_says_it_in_a_line(monkeypatch, capsys):
 @pytest.mark.parametrize(("lr", "warns"), [(30.0, True), (1e-3, False), (0.0, False)])
 def test_a_learning_rate_as_large_as_the_weights_is_said(lr, warns, caplog):
     """Every number may stay finite, so nothing else would say it."""
-    warn_of_large_steps("worker.actor.optim.lr", lr, fresh_backbone(FAMILY).model)
+    warn_about_large_lr("worker.actor.optim.lr", lr, fresh_backbone(FAMILY).model)
     assert ("worker.actor.optim.lr = 30 is larger than the weights themselves" in caplog.text) is warns
     assert bool(caplog.records) is warns

@@ -39,7 +39,7 @@ def test_a_feature_that_lacks_something():
 
 
 def test_memory_is_a_plausible_number():
-    assert 0 < machine.free_memory() <= machine.main_memory()
+    assert 0 < machine.free_memory() <= machine.cpu_memory()
 
 
 def test_memory_of_a_container(tmp_path, monkeypatch):
@@ -49,7 +49,7 @@ def test_memory_of_a_container(tmp_path, monkeypatch):
     (tmp_path / "memory.stat").write_text(f"anon {32 << 20}\ninactive_file {16 << 20}\n")
     containers = tuple((tmp_path / name, "used", "inactive_file") for name in ("none", "limit", "not there"))
     monkeypatch.setattr(machine, "CONTAINERS", containers)
-    assert (machine.main_memory(), machine.free_memory()) == (64 << 20, 32 << 20)
+    assert (machine.cpu_memory(), machine.free_memory()) == (64 << 20, 32 << 20)
     (tmp_path / "used").write_text(f"{90 << 20}\n")
     assert machine.free_memory() == 0
 
@@ -84,7 +84,7 @@ def test_what_is_missing_is_told_all_at_once(tmp_path, monkeypatch, capsys):
         "worker.actor.offload.offload_params",
         "none.jsonl does not exist", "nowhere/ does not exist", "rewards.py does not exist",
         "no module no_such_package.module", "./nothing is no checkpoint directory", "nothing_to_load does not exist",
-        "optimization.perturbation: no_such; there are ",
+        "optimization.perturbation: no_such is unknown; use one of ",
     ):  # fmt: skip
         assert sum(told in line for line in problems) == 1, told
     assert len(problems) == 8
@@ -102,7 +102,7 @@ def test_a_hub_model_that_is_not_here_is_no_fault(capsys):
 def test_a_wanted_feature_that_is_missing(monkeypatch):
     wanted = Feature("telepathy", ("no_such_module_here",), "pip install telepathy", lambda config: True)
     monkeypatch.setattr(installed, "FEATURES", (wanted,))
-    assert list(doctor.missing_features(load_config(None, {}))) == [
+    assert list(doctor.find_missing_features(load_config(None, {}))) == [
         "the configuration asks for telepathy: pip install telepathy"
     ]
 
@@ -125,12 +125,12 @@ BIG = MemoryEstimate(3_000_000_000, {"weights": 36 * GIB}, {"sample": {}, "updat
 def test_what_would_help_where_it_does_not_fit():
     """45 GiB at its fullest, of 40."""
     ways = [("a.b=c", 22 * GIB)]
-    (problem,) = doctor.memory_problems(BIG, A_GPU, lambda: ways)
+    (problem,) = doctor.check_memory(BIG, A_GPU, lambda: ways)
     assert "the longest prompts and responses will not fit into 40.00 GiB" in problem and "a.b=c: 22.00 GiB" in problem
-    (problem,) = doctor.memory_problems(replace(BIG, held={"weights": 41 * GIB}), A_GPU, lambda: ways)
+    (problem,) = doctor.check_memory(replace(BIG, held={"weights": 41 * GIB}), A_GPU, lambda: ways)
     assert "what is held all the time" in problem
     small = replace(BIG, held={"weights": GIB})
-    assert list(doctor.memory_problems(small, A_GPU, lambda: pytest.fail("nobody asked"))) == []
+    assert list(doctor.check_memory(small, A_GPU, lambda: pytest.fail("nobody asked"))) == []
 
 
 @pytest.mark.slow
@@ -163,10 +163,10 @@ def mib_in(line: str, after: str) -> float:
 def test_checkpoints_must_fit_on_the_disk(tmp_path, monkeypatch, capsys):
     config = load_config(None, {"training.output_dir": str(tmp_path / "runs"), "training.save_limit": 3})
     monkeypatch.setattr(doctor, "free_disk", lambda path: 100 * GIB)
-    (problem,) = doctor.disk_problems(config, BIG.parameters)  # three kept, the best, one on its way: 33.53 GiB each
+    (problem,) = doctor.check_disk(config, BIG.parameters)  # three kept, the best, one on its way: 33.53 GiB each
     assert "5 checkpoints need 167.64 GiB" in problem
     monkeypatch.setattr(doctor, "free_disk", lambda path: 200 * GIB)
-    assert list(doctor.disk_problems(config, BIG.parameters)) == []
+    assert list(doctor.check_disk(config, BIG.parameters)) == []
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ def learn(learner, steps):
             noise = torch.randn(parameter.shape, generator=draw) / 10
             target = torch.sin(torch.arange(parameter.numel()).float()).view(parameter.shape)
             parameter.grad = parameter.detach() - target + noise
-        learner._move_weights()
+        learner._step_optimizer()
         learner.optimizer.zero_grad()
     return [parameter.detach().clone() for parameter in learner.parameters]
 

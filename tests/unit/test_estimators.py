@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import INF, close, fake_experience, fake_rollouts, padded
 
-from mtrl.algorithms.estimators import ESTIMATORS
+from mtrl.algorithms.advantages import ESTIMATORS
 from mtrl.types import Needs, Rewards, Signals
 
 GROUP = [0, 1, 0, 2, 1, 0]

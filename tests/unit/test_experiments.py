@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mtrl.compose.algorithm import reward_schedule
+from mtrl.compose.algorithm import make_reward_schedule
 from mtrl.compose.run import build
-from mtrl.compose.unsupported import unbuilt
+from mtrl.compose.unsupported import find_unsupported
 from mtrl.config import load_config
 from mtrl.config.tree import known_leaves
 from mtrl.tracking.run_files import read_rows
@@ -70,7 +70,7 @@ def test_numbered_experiments_are_those_of_the_table(name):
     config, (grounding, weights, early) = full(name), NUMBERED[name]
     reward, optimization, actor = config.worker.reward, config.optimization, config.worker.actor
     assert reward.functions == ("accuracy", grounding, "format", "length")
-    assert reward_schedule(config, 4) == [(0.0, early), (0.05, weights)]
+    assert make_reward_schedule(config, 4) == [(0.0, early), (0.05, weights)]
     assert optimization.enable_token_weights == (name == "experiment5")
     assert actor.model.peft_type == ("lora" if name == "experiment3_lora" else None)
     assert (config.training.total_epochs == 1) == (name == "experiment4")
@@ -174,8 +174,8 @@ def test_a_shrunk_form_differs_in_size_alone(name):
 @pytest.mark.parametrize("name", FULL)
 def test_full_ones_say_what_is_still_to_come(name):
     """And what to set; nothing else stands in the way."""
-    said = unbuilt(full(name))
-    assert all(";" in line and "not built yet" in line for line in said)
+    said = find_unsupported(full(name))
+    assert all(";" in line and "not supported with" in line for line in said)
     assert {line.partition(";")[0].partition(":")[0] for line in said} == WAITS.get(name, set())
 
 
@@ -188,7 +188,7 @@ def test_every_recipe_is_on_the_page():
 @pytest.mark.parametrize("name", [name for name in SHRUNK if name not in WAITS])
 def test_shrunk_ones_start(name, tmp_path):
     config = shrunk(name, **{"training.output_dir": str(tmp_path), "training.logger": ()})
-    assert unbuilt(config) == []
+    assert find_unsupported(config) == []
     run = build(config)
     run.closing.close()
 

@@ -4,21 +4,28 @@ import pytest
 
 from mtrl.cli import main
 from mtrl.config.explain import explain
-from mtrl.config.foreign_keys import SAME, TABLES, moved, names_elsewhere, same_names, translation
+from mtrl.config.foreign_keys import (
+    SAME_NAMES,
+    TABLES,
+    foreign_names,
+    iterate_same_names,
+    rename_section,
+    translate_key,
+)
 from mtrl.config.tree import known_leaves, known_sections
 
 
 def test_a_key_in_full():
     assert explain("optimization.divergence_coef").splitlines() == [
         "optimization.divergence_coef",
-        "  meaning      weight of the divergence",
+        "  meaning      coefficient of the divergence",
         "  default      0.01",
         "  takes        a number of at least 0",
-        "  on resuming  must stay as it was; another value makes another run",
+        "  on resuming  must stay the same; another value is another run",
         "  in EasyR1    algorithm.kl_coef",
         "  in verl      actor_rollout_ref.actor.kl_loss_coef",
         "               algorithm.kl_ctrl.kl_coef",
-        "  in TRL       beta (TRL's KL is a loss, here optimization.use_divergence_loss)",
+        "  in TRL       beta (TRL's KL is a loss term, set optimization.use_divergence_loss)",
     ]
 
 
@@ -70,27 +77,27 @@ def test_help_of_a_key_explains_it_and_help_alone_is_help(capsys):
 def test_every_name_that_is_told_is_one_of_the_tables():
     """And the way back leads to the same key."""
     for key in known_leaves():
-        for project, names in names_elsewhere(key).items():
+        for project, names in foreign_names(key).items():
             assert len(names) == len(set(names))
             for name in (told.partition(" (")[0] for told in names):
                 tabled = any(name in table for owner, table in TABLES.items() if project in owner)
-                assert tabled or (project, name) in set(same_names()), name
-                assert name == key or str(translation(name)).partition("here it is ")[2].startswith(key)
+                assert tabled or (project, name) in set(iterate_same_names()), name
+                assert name == key or str(translate_key(name)).partition("here it is ")[2].startswith(key)
 
 
 def test_every_answer_of_the_tables_is_told_at_its_key():
     for owner, table in TABLES.items():
         for name, answer in table.items():
             if not answer.startswith("none: "):
-                told = names_elsewhere(answer.partition(";")[0])
+                told = foreign_names(answer.partition(";")[0])
                 assert all(name in "\n".join(told[project]) for project in owner.split(" and "))
 
 
 def test_same_names_are_ours_in_another_section_at_most():
-    names = list(same_names())
-    assert len(names) == len(set(names)) and SAME.keys() == {"EasyR1", "verl"}
+    names = list(iterate_same_names())
+    assert len(names) == len(set(names)) and SAME_NAMES.keys() == {"EasyR1", "verl"}
     for project, name in names:
-        assert moved(name) in known_leaves(), name
+        assert rename_section(name) in known_leaves(), name
         assert not any(name in table for owner, table in TABLES.items() if project in owner), f"{name} stands twice"
 
 
@@ -98,4 +105,4 @@ def test_same_names_are_ours_in_another_section_at_most():
     "key", ["optimization.enable_token_weights", "dataset.options_key", "worker.reward.mdi_balance_ratio"]
 )
 def test_what_is_only_ours_claims_no_name_elsewhere(key):
-    assert names_elsewhere(key) == {} and "  in " not in explain(key)
+    assert foreign_names(key) == {} and "  in " not in explain(key)

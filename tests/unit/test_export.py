@@ -118,7 +118,7 @@ def test_all_that_a_tool_needs_stands_beside_the_weights(trainer, exported):
 
 
 def test_large_models_are_written_in_parts(trainer, tmp_path, monkeypatch):
-    monkeypatch.setattr(models, "SHARD", "2MB")
+    monkeypatch.setattr(models, "MAX_SHARD_SIZE", "2MB")
     assert main(["export", str(trainer.directory), "--to", str(tmp_path / "m")]) == 0
     assert len(list((tmp_path / "m").glob("model-*.safetensors"))) > 3
     model = AutoModelForImageTextToText.from_pretrained(tmp_path / "m")
@@ -163,7 +163,7 @@ def test_adapters_are_merged(tmp_path):
 
 def test_the_template_that_a_run_trained_with_goes_along(tmp_path):
     template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{% endfor %}"
-    files = models.files_beside(checkpoint("qwen2"), template)
+    files = models.read_encoder_files(checkpoint("qwen2"), template)
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     said = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
@@ -214,14 +214,14 @@ def test_a_base_of_the_hub_is_named_for_the_hub():
     [
         ([], "which model? mtrl export RUN|CHECKPOINT --to DIR"),
         (["nowhere", "--to", "new"], "there is no checkpoint nowhere"),
-        (["nowhere"], "--to: where to?"),
-        (["nowhere", "--to"], "--to: name a new directory"),
-        (["nowhere", "--to", "new", "--dtype", "fp8"], "--dtype: fp8; there are bf16, fp32"),
-        (["nowhere", "--into", "new", "--to", "new"], "--into: what is that?"),
-        (["one", "two", "--to", "new"], "two: what is that?"),
-        (["nowhere", "--to", "full"], "full is there already and not empty"),
-        (["nowhere", "--to", "full/thesis.tex"], "full/thesis.tex is there already"),
-        (["nowhere", "--to", "new", "--push", "name"], "--push: name is no name of a repository; write ORG/NAME"),
+        (["nowhere"], "--to: name a new directory; mtrl export RUN|CHECKPOINT --to DIR"),
+        (["nowhere", "--to"], "--to: expected one argument; mtrl export RUN|CHECKPOINT --to DIR"),
+        (["nowhere", "--to", "new", "--dtype", "fp8"], "--dtype: invalid choice: 'fp8' (choose from"),
+        (["nowhere", "--into", "new", "--to", "new"], "there is no option --into; mtrl export"),
+        (["one", "two", "--to", "new"], "two: name one model"),
+        (["nowhere", "--to", "full"], "full exists and is not empty"),
+        (["nowhere", "--to", "full/thesis.tex"], "full/thesis.tex exists"),
+        (["nowhere", "--to", "new", "--push", "name"], "--push: name is not the name of a repository; write ORG/NAME"),
         (["empty", "--to", "new"], "empty is no checkpoint directory"),
     ],
 )
@@ -279,7 +279,7 @@ class FakeHub:
 @pytest.fixture
 def fake_hub(monkeypatch):
     monkeypatch.setattr(exporting, "HfApi", FakeHub)
-    monkeypatch.setattr(exporting, "unreachable", lambda: None)
+    monkeypatch.setattr(exporting, "connection_error", lambda: None)
     monkeypatch.setattr(FakeHub, "asked", [])
     return FakeHub
 
@@ -303,5 +303,5 @@ def test_pushing_makes_a_private_repository_and_uploads_all(trainer, tmp_path, f
 def test_a_push_that_fails_leaves_the_export(trainer, tmp_path, fake_hub, monkeypatch, capsys):
     monkeypatch.setattr(fake_hub, "logged_in", False)
     assert main(["export", str(trainer.directory), "--to", str(tmp_path / "m"), "--push", "me/model"]) == 1
-    assert "is whole, but could not be pushed to me/model: no token was found" in capsys.readouterr().err
+    assert "is complete, but could not be pushed to me/model: no token was found" in capsys.readouterr().err
     assert (tmp_path / "m" / "config.json").is_file()

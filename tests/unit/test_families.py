@@ -261,7 +261,7 @@ def test_order_and_company_do_not_matter(encoder):
             again, inputs = encoder.encode(*rows[i]), encoder.inputs(encoder.encode(*rows[i]))
             assert torch.equal(again.ids, alone[i].ids)
             assert torch.equal(again.engine_ids, alone[i].engine_ids)
-            assert torch.equal(again.pool, alone[i].pool)
+            assert torch.equal(again.token_pool, alone[i].token_pool)
             for key, value in encoder.inputs(alone[i]).items():
                 assert torch.equal(inputs[key], value)
 

@@ -10,8 +10,8 @@ import pyarrow as pa
 import pytest
 from data_helpers import FakeEncoder, image_rows, picture_bytes, write_jsonl
 
-from mtrl.checkpoint.folder_store import checkpoints
-from mtrl.checkpoint.manifest import DamagedCheckpoint, check, seal
+from mtrl.checkpoint.folder_store import list_checkpoints
+from mtrl.checkpoint.manifest import DamagedCheckpoint, check_manifest, seal
 from mtrl.checkpoint.run_directory import RunDirectory
 from mtrl.config import ConfigError, load_config
 from mtrl.data import DataError, DataSettings, open_dataset
@@ -19,8 +19,8 @@ from mtrl.models.families import load_encoder
 from mtrl.models.tiny import make_tiny_checkpoint
 from mtrl.tracking.jsonl import JsonlWriter, last_row, read_rows
 from mtrl.training.resume import find_start
-from mtrl.utils.errors import StartError, opening
-from mtrl.utils.files import check_regular_file, regular_file
+from mtrl.utils.errors import StartError, explain_os_errors
+from mtrl.utils.files import check_regular_files, regular_file
 from mtrl.utils.plugins import PluginError, load_plugin
 
 
@@ -63,7 +63,7 @@ def test_what_is_no_file_is_named(tmp_path, kind):
             regular_file(path)
         assert caught.value.filename == str(path)
         with pytest.raises(OSError, match=f"it is a {kind}"):
-            check_regular_file(tmp_path)
+            check_regular_files(tmp_path)
     (tmp_path / "file").write_text("x")
     (tmp_path / "link").symlink_to("file")
     assert regular_file(tmp_path / "link").read_text() == "x"
@@ -202,7 +202,7 @@ def test_models(tmp_path, name):
 @pytest.mark.parametrize("name", ["run_id", "run.lock"])
 def test_files_of_a_run(tmp_path, name):
     pipe(tmp_path / name)
-    with pytest.raises(StartError, match=f"{name} is no file, but something else"):
+    with pytest.raises(StartError, match=f"{name} is not a file, but something else"):
         RunDirectory(tmp_path)
 
 
@@ -218,30 +218,30 @@ def test_checkpoints(tmp_path):
     step.mkdir(parents=True)
     (step / "trainer_state.json").write_text("{}")
     seal(step)
-    check(step)
+    check_manifest(step)
     (step / "trainer_state.json").unlink()
     pipe(step / "trainer_state.json")
     with pytest.raises(DamagedCheckpoint):
-        check(step)
+        check_manifest(step)
     (step / "mtrl_manifest.json").unlink()
     pipe(step / "mtrl_manifest.json")
-    with opening_error(r"mtrl_manifest\.json is no file"):
+    with opening_error(r"mtrl_manifest\.json is not a file"):
         find_start(tmp_path, 10)
 
 
 @contextmanager
 def opening_error(match):
-    with pytest.raises(StartError, match=match), opening():
+    with pytest.raises(StartError, match=match), explain_os_errors():
         yield
 
 
 @pytest.mark.parametrize("target", ["gone", "checkpoints"])
 def test_a_link_to_checkpoints_that_leads_nowhere_is_no_new_start(tmp_path, target):
-    assert checkpoints(tmp_path / "checkpoints") == []
+    assert list_checkpoints(tmp_path / "checkpoints") == []
     (tmp_path / "checkpoints").symlink_to(target)
-    with opening_error(r"checkpoints cannot be used: .*see that it is there"):
+    with opening_error(r"checkpoints cannot be used: .*check that it exists"):
         find_start(tmp_path, 10)
     with opening_error(r"checkpoints cannot be used"):
         find_start(tmp_path, 10, find_last=False)
-    with pytest.raises(StartError, match="checkpoints is no folder"):
+    with pytest.raises(StartError, match="checkpoints is not a folder"):
         RunDirectory(tmp_path)

@@ -5,25 +5,26 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch_ops as plain
 from tiny_models import checkpoint, encoder_of, fresh_backbone
 
 from mtrl.memory import estimate as memory
-from mtrl.memory.decode_footprint import graphs_parts
-from mtrl.memory.estimate import Plan, estimate
+from mtrl.memory.decode_footprint import count_graph_engine
+from mtrl.memory.estimate import estimate
+from mtrl.memory.live_tensors import LiveTensors
+from mtrl.memory.plan import Plan
 from mtrl.memory.preflight import Limits, MemoryPreflight, preflight
 from mtrl.models.backbone import Backbone
 from mtrl.models.families import load_encoder, load_model_config
 from mtrl.models.forward import Forward
 from mtrl.models.load_model import DTYPES, load_model
 from mtrl.models.tiny import make_tiny_checkpoint
-from mtrl.rollout.decode import torch_ops as plain
 from mtrl.rollout.decode.engine import GraphGenerator
 from mtrl.rollout.decode.fused_weights import DecodeWeights
 from mtrl.rollout.decode.step import Ops
 from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Needs, Sampling
 from mtrl.utils.errors import StartError
-from mtrl.utils.live_tensors import LiveTensors
 from mtrl.workers.micro_batches import MicroBatching
 
 GIB = 2**30
@@ -65,10 +66,10 @@ def test_buffers_are_counted(family, sampling):
     limits, backbone = replace(LIMITS, sampling=sampling), fresh_backbone(family)
     engine = GraphGenerator(backbone, encoder_of(family), ops=Ops(Idle(), Idle()))
     engine.preflight(longest_prompts(backbone, engine.encoder, limits), sampling)
-    parts = graphs_parts(backbone.model, torch.float32, limits.batch, on_gpu=False)
+    parts = count_graph_engine(backbone.model, torch.float32, limits.batch, on_gpu=False)
     (step,) = engine.steps.values()
     assert parts["keys and values"] == bytes_of(engine.buffers.cache)
-    rest = bytes_of(engine.buffers) - bytes_of(engine.buffers.cache) + bytes_of(step.seats)
+    rest = bytes_of(engine.buffers) - bytes_of(engine.buffers.cache) + bytes_of(step.slot_table)
     assert parts["buffers of a step"] == rest - engine.buffers.rules.settings.nbytes, "but for three numbers"
 
 
@@ -76,7 +77,7 @@ def test_buffers_are_counted(family, sampling):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_engines_own_weights(family, compute):
     model = fresh_backbone(family).model
-    told = graphs_parts(model, compute, LIMITS.batch)["own copy of the weights"]
+    told = count_graph_engine(model, compute, LIMITS.batch)["own copy of the weights"]
     assert told == sum(place.nbytes for place, _ in DecodeWeights(model, compute).copied)
     assert (told > 0) == (compute == torch.bfloat16)
 
@@ -90,9 +91,9 @@ CASES = [
 
 @pytest.mark.parametrize(("family", "compute"), CASES)
 def test_few_layers_say_what_eight_hold(family, compute, tmp_path, monkeypatch):
-    """An estimate of 2 and 4 layers without numbers against the tensors of a real rehearsal of 8."""
+    """An estimate of 2 and 4 layers without numbers against the tensors of a real preflight of 8."""
     path = make_tiny_checkpoint(tmp_path, family, hidden=128, layers=8, vision_layers=8, max_pixels=10**8)
-    monkeypatch.setattr(memory, "WHOLE", 0)
+    monkeypatch.setattr(memory, "MEASURED_LAYERS", 0)
     found = estimate(load_model_config(str(path)), Plan(LIMITS, compute=compute, graphs=True), ["sample"])
     backbone, encoder = Backbone(load_model(path), DTYPES[compute]), load_encoder(path)
     engine = GraphGenerator(backbone, encoder, ops=Ops(Idle(), Idle()))
@@ -116,7 +117,7 @@ def test_layers_that_are_not_known_are_counted_as_the_plain_engine():
 
 # ---------------------------------------------------------------------------------------------------- of a run's engine
 @pytest.mark.parametrize("graphs", [False, True])
-def test_a_rehearsal_changes_no_token(graphs):
+def test_a_preflight_changes_no_token(graphs):
     backbone, encoder = fresh_backbone("qwen2"), encoder_of("qwen2")
     engine = LocalGenerator(backbone, encoder)
     if graphs:
@@ -128,23 +129,23 @@ def test_a_rehearsal_changes_no_token(graphs):
         engine.preflight(prompts, LIMITS.sampling)
     after = engine.generate(prompts, sampling)
     assert torch.equal(before.tokens, after.tokens) and torch.equal(before.rollout_logprobs, after.rollout_logprobs)
-    assert not graphs or engine.buffers.room.new == 4, "buffers of the rehearsal are not those of the run"
+    assert not graphs or engine.buffers.room.new == 4, "buffers of the preflight are not those of the run"
 
 
 def test_a_batch_that_does_not_fit_is_halved_before_the_run(caplog):
     """Its room, of which the device here has little."""
     backbone, encoder = fresh_backbone("qwen2"), encoder_of("qwen2")
     forward, engine = Forward(backbone, encoder), LocalGenerator(backbone, encoder)
-    hold = engine.hold
+    allocate = engine.allocate_most
 
     def full(prompts, first, sampling):
         if len(prompts) * sampling.n > room:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. Of the allocated memory ..")
-        return hold(prompts, first, sampling)
+        return allocate(prompts, first, sampling)
 
-    engine.hold, room = full, 16
+    engine.allocate_most, room = full, 16
     preflight(forward, encoder, LIMITS, engine, has_states=True)
-    assert engine.rows_at_once == 16 and "32 responses at once: 16 from here on" in caplog.text
+    assert engine.rows_at_once == 16 and "32 responses at once: 16 from now on" in caplog.text
 
 
 def test_a_response_that_does_not_fit_is_told_before_the_run(monkeypatch):
@@ -154,10 +155,10 @@ def test_a_response_that_does_not_fit_is_told_before_the_run(monkeypatch):
     def full(prompts, first, sampling):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. Of the allocated memory ..")
 
-    engine.hold = full
+    engine.allocate_most = full
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB, 80 * GIB))
     with pytest.raises(StartError) as told:
-        preflight(Forward(backbone, encoder), encoder, LIMITS, engine, has_states=True, ways=["a.b=c"])
+        preflight(Forward(backbone, encoder), encoder, LIMITS, engine, has_states=True, savings=["a.b=c"])
     said = str(told.value)
     assert said.startswith("memory: sampling does not fit at the limits of the configuration, with ")
     assert "The device has no room to sample a single response. CUDA out of memory." in said and "a.b=c" in said

@@ -203,7 +203,7 @@ def test_now_and_then_is_every_tenth_step():
     rules = make_algorithm(load_config(None, {"optimization.disable_divergence": True}), 30)
     assert [step + 1 for step in range(30) if "attention_mass" in rules.needs_at(step)] == [10, 20, 30]
     assert rules.needs_at(0) == Needs(), "fresh rollouts, one optimizer step, nobody asks: no probe at all"
-    assert "attention_mass" not in make_algorithm(load_config(None, {}), 30, sees_attention=False).needs_at(9)
+    assert "attention_mass" not in make_algorithm(load_config(None, {}), 30, can_read_attention=False).needs_at(9)
 
 
 def test_a_reward_that_cannot_be_had_is_refused():

@@ -7,7 +7,7 @@ from huggingface_hub import constants
 
 from mtrl.cli import main
 from mtrl.compose import hub
-from mtrl.compose.task_source import data_sources
+from mtrl.compose.task_source import open_data_sources
 from mtrl.data import DataError
 
 
@@ -36,7 +36,7 @@ def test_a_model_that_is_nowhere_is_one_line_at_once(words, no_network, tmp_path
     (tmp_path / "a.jsonl").write_text('{"prompt": "a", "answer": "b"}')
     assert main(words) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("mtrl:")]
-    assert "org/model is no checkpoint directory and not in the cache" in line
+    assert "org/model is not a checkpoint directory and not in the cache" in line
     assert "huggingface.co: Name or service not known" in line and len(no_network) == 1
 
 
@@ -48,32 +48,32 @@ def test_a_dataset_that_is_nowhere_is_one_line_at_once(name, no_network, monkeyp
 
     monkeypatch.setattr("mtrl.compose.task_source.open_sources", library)
     with pytest.raises(DataError, match="not in the cache of the Hugging Face hub, which cannot be reached"):
-        data_sources(name, "train")
+        open_data_sources(name, "train")
     assert not constants.HF_HUB_OFFLINE
 
 
 def test_what_is_here_asks_no_network(no_network, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}')
-    assert len(data_sources("rows.jsonl", "train")[0]) == 1
+    assert len(open_data_sources("rows.jsonl", "train")[0]) == 1
     with pytest.raises(DataError, match=r"absent\.jsonl does not exist"):
-        data_sources("absent.jsonl", "train")
+        open_data_sources("absent.jsonl", "train")
     for name in (str(tmp_path), "./nowhere", "/nowhere", "a/b/c"):  # the last are no ids, as their loader will say
-        hub.seek_model(name)
+        hub.check_model_available(name)
     assert no_network == []
 
 
 def test_a_model_in_the_cache_is_taken_from_there_and_that_is_said(no_network, monkeypatch, caplog):
     monkeypatch.setattr(hub, "try_to_load_from_cache", lambda name, file: f"/cache/{file}")
-    hub.seek_model("org/model")
-    assert constants.HF_HUB_OFFLINE and "org/model is taken from its cache" in caplog.text
+    hub.check_model_available("org/model")
+    assert constants.HF_HUB_OFFLINE and "org/model is loaded from its cache" in caplog.text
 
 
 def test_the_variable_is_named_where_it_is_the_reason(no_network, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match="HF_HUB_OFFLINE is set"):
-        hub.seek_model("org/model")
+        hub.check_model_available("org/model")
     assert no_network == []
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(socket, "create_connection", lambda address, timeout: socket.socket())
-    assert hub.unreachable() is None
+    assert hub.connection_error() is None

@@ -214,7 +214,7 @@ def drawn(seed, micro_batch, step=0, **options):
     learner = learner_of(dropout_seed=seed, **options)
     learner.optimizer_step = step
     torch.manual_seed(3)
-    with learner._dropping(micro_batch):
+    with learner._seed_dropout(micro_batch):
         inside = torch.rand(4).tolist()
     return inside, torch.rand(4).tolist()
 
@@ -255,7 +255,7 @@ def test_the_device_s_own_random_numbers_are_left_alone_too(device, forked, monk
 class OneOfTwo(Ranks):
     """The other rank has three passes."""
 
-    def most(self, number):
+    def all_reduce_max(self, number):
         return max(3, number)
 
 
@@ -274,7 +274,7 @@ def test_an_idle_pass_counts_for_nothing():
 
 # ------------------------------------------------------------------------------------------------------- a full device
 TORCH_SAYS = "CUDA out of memory. Tried to allocate 2.00 GiB."
-TAKES_LESS = (
+LOWERS_MEMORY = (
     "worker.actor.tokens_per_micro_batch, worker.actor.model.enable_gradient_checkpointing=true, dataset.max_pixels or "
     "dataset.max_response_length"
 )
@@ -312,15 +312,15 @@ def test_passes_that_do_not_fit_are_halved_and_that_is_said(batching, slices, to
     assert metrics == pytest.approx({"value_loss": 41 / 6, "grad_norm": 3.0, "lr": 0.5, "skipped_steps": 0.0})
     (record,) = caplog.records
     assert record.getMessage() == (
-        "the device has no room for an update of the critic in passes of this size; the step begins again with half of "
-        f"it, {told} a pass from here on, which is slower. What takes less: {TAKES_LESS}"
+        "the device has no room for an update of the critic in passes of this size; the step is repeated with half of "
+        f"it, {told} per pass from now on, which is slower. To use less memory, set {LOWERS_MEMORY}"
     )
 
 
 @pytest.mark.parametrize(
     ("rows", "room", "options", "told"),
     [
-        (3, 0, {}, "the device has no room for half of an update's pass either."),
+        (3, 0, {}, "the device has no room for half a pass of an update."),
         (1, 0, {}, "the device has no room to learn from a single response."),
         (1, 0, {"ranks": Ranks(None, 1, 2)}, "the device has no room to learn from a single response."),
     ],
@@ -330,7 +330,7 @@ def test_what_does_not_fit_is_said_with_what_takes_less(rows, room, options, tol
     learner = learner_of(rows, **options)
     with pytest.raises(DeviceFull) as refused:
         learner.update([batch_of()], full_beyond(learner, room, []))
-    assert str(refused.value) == f"{told} {TORCH_SAYS} Set {TAKES_LESS}"
+    assert str(refused.value) == f"{told} {TORCH_SAYS} Set {LOWERS_MEMORY}"
     assert learner.model.w.item() == 0 and learner.model.w.grad is None
 
 
@@ -343,7 +343,7 @@ def test_a_rank_that_is_full_keeps_half_for_the_next_attempt():
     assert (seen, kept) == ([3], [1]) and learner.model.w.item() == 0 and learner.model.w.grad is None
     assert str(told.value) == (
         "the device of rank 1 has no room for its part of an update of the critic; all ranks make passes of 1 "
-        f"responses from here on, which is slower. {TORCH_SAYS} What takes less: {TAKES_LESS}; "
+        f"responses from now on, which is slower. {TORCH_SAYS} To use less memory, set {LOWERS_MEMORY}; "
     )
 
 

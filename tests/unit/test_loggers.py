@@ -9,18 +9,18 @@ import pytest
 from view_helpers import step_of
 
 from mtrl.compose.trackers import build_trackers
-from mtrl.compose.unsupported import LOGGERS, missing_libraries
+from mtrl.compose.unsupported import LOGGERS, find_missing_libraries
 from mtrl.config import load_config
 from mtrl.tracking import feed as feeds
-from mtrl.tracking.feed import About, LoggerFeed
-from mtrl.tracking.sinks import SINKS, as_markdown, kept_id
+from mtrl.tracking.feed import LoggerFeed, RunInfo
+from mtrl.tracking.sinks import SINKS, as_markdown, get_run_id
 from mtrl.types import ValidationSample
 
 SAMPLE = ValidationSample("a:1", "Which colour?\n# no heading", "red", "B", 0.5)
 
 
 def about(directory, first_step=1):
-    return About("project", "name", directory, {"dataset.seed": 7}, first_step)
+    return RunInfo("project", "name", directory, {"dataset.seed": 7}, first_step)
 
 
 class Memory:
@@ -229,7 +229,7 @@ def test_every_logger_that_is_built_has_a_sink():
 def test_one_that_is_not_installed_is_said_at_the_start(monkeypatch):
     monkeypatch.setattr("mtrl.compose.unsupported.find_spec", lambda name: None if name == "wandb" else name)
     config = load_config(None, {"training.logger": ("console", "wandb", "tensorboard")})
-    assert missing_libraries(config) == ["training.logger: wandb is not installed; pip install wandb"]
+    assert find_missing_libraries(config) == ["training.logger: wandb is not installed; pip install wandb"]
 
 
 def test_several_at_once(tmp_path):
@@ -246,12 +246,12 @@ def test_several_at_once(tmp_path):
 
 
 def test_ids_survive_damage(tmp_path):
-    first = kept_id(tmp_path, "wandb")
-    assert kept_id(tmp_path, "wandb") == first and kept_id(tmp_path, "other") != first
+    first = get_run_id(tmp_path, "wandb")
+    assert get_run_id(tmp_path, "wandb") == first and get_run_id(tmp_path, "other") != first
     Path(tmp_path / "loggers.json").write_text("[broken")
-    assert isinstance(kept_id(tmp_path, "wandb"), str)
+    assert isinstance(get_run_id(tmp_path, "wandb"), str)
 
 
 def test_texts_are_no_markup():
-    shown = feeds.of_validation(ValidationSample("<b>", "![x](http://evil)", "<script>", None, 1.0))
+    shown = feeds.make_validation_sample(ValidationSample("<b>", "![x](http://evil)", "<script>", None, 1.0))
     assert all(line.startswith("    ") for line in as_markdown(shown).split("\n"))

@@ -21,7 +21,7 @@ from mtrl.utils.errors import RunError
 
 # ------------------------------------------------------------------------------------------------------ order of calls
 def test_a_step_in_order():
-    made = loop(reference=FakeReference(None, reference=torch.zeros(4, 4)), divergence=Divergence("kl", 0.1))
+    made = loop(reference=FakeReference(None, ref_logprobs=torch.zeros(4, 4)), divergence=Divergence("kl", 0.1))
     made.step(0)
     assert made.components.actor.journal == [
         ("take", PROMPTS),
@@ -171,7 +171,7 @@ def test_an_error_saves_the_last_whole_step(tmp_path, capfd, part, method, saved
 def test_what_an_error_left_goes_on_as_if_nothing_had_been(tmp_path):
     def fresh():
         rule = Divergence("abs", 0.5, adaptive=True, target=0.25, horizon=10.0)
-        return loop(reference=FakeReference(None, reference=REFERENCE), divergence=rule, total_steps=4)
+        return loop(reference=FakeReference(None, ref_logprobs=REFERENCE), divergence=rule, total_steps=4)
 
     for part, method in (("scorer", "submit"), ("tracker", "rollouts")):
         whole, broken, restored = fresh(), fresh(), fresh()
@@ -217,7 +217,7 @@ def test_data_that_cannot_be_read_end_a_run_with_a_line(tmp_path):
     made = loop(total_steps=5)
 
     def take(count):
-        raise DataError("3 of the 200 rows asked so far could not be read")
+        raise DataError("3 of the 200 rows drawn so far could not be read")
 
     made.components.source.take = take
     with pytest.raises(RunError, match="3 of the 200 rows"):
@@ -237,7 +237,7 @@ def test_a_restored_loop_does_what_the_first_would_have_done():
     rule = Divergence("abs", 0.5, adaptive=True, target=0.25, horizon=10.0)
 
     def fresh():
-        return loop(reference=FakeReference(None, reference=REFERENCE), divergence=rule, total_steps=3, save_every=2)
+        return loop(reference=FakeReference(None, ref_logprobs=REFERENCE), divergence=rule, total_steps=3, save_every=2)
 
     whole, restored = fresh(), fresh()
     whole.run()
@@ -261,17 +261,17 @@ def test_a_restored_loop_does_what_the_first_would_have_done():
 
 def test_a_reference_is_made_anew_and_kept():
     def fresh():
-        return loop(refreshed=FakeRefreshed(), refresh_every=2, total_steps=5, save_every=3)
+        return loop(refreshed=FakeRefreshed(), sync_ref_every=2, total_steps=5, save_every=3)
 
     whole, restored = fresh(), fresh()
     whole.run()
-    journal = [entry for entry in whole.components.actor.journal if entry[0] in ("publish", "refresh", "save")]
+    journal = [entry for entry in whole.components.actor.journal if entry[0] in ("publish", "sync", "save")]
     assert journal == [
-        ("publish", 7), ("publish", 14), ("refresh", 1), ("publish", 21), ("save", 3), ("publish", 28),
-        ("refresh", 2), ("publish", 35), ("save", 5),
+        ("publish", 7), ("publish", 14), ("sync", 1), ("publish", 21), ("save", 3), ("publish", 28),
+        ("sync", 2), ("publish", 35), ("save", 5),
     ]  # fmt: skip
     snapshots, state, _ = whole.components.store.saved[3]
-    assert snapshots == {"actor": "snapshot of version 21", "reference": "reference, refreshed 1 times"}
+    assert snapshots == {"actor": "snapshot of version 21", "reference": "reference, synced 1 times"}
     restored.restore(Path("checkpoints/3"), state)
     assert restored.components.reference.times == 3, "it takes up what lies there"
     restored.run()
@@ -282,7 +282,7 @@ def test_a_reference_is_made_anew_and_kept():
 
 
 def test_a_fixed_coefficient_is_the_configurations():
-    made = loop(reference=FakeReference(None, reference=REFERENCE), divergence=Divergence("abs", 0.5))
+    made = loop(reference=FakeReference(None, ref_logprobs=REFERENCE), divergence=Divergence("abs", 0.5))
     made.restore(Path("1"), {"step": 1, "source": {"next": 0}, "divergence_coef": 0.9})
     assert made.divergence.coef == 0.5
 

@@ -7,7 +7,7 @@ import torch
 from helpers import close
 from loop_helpers import PROMPTS, FakeActor, FakeGenerator, FakePending, FakeScorer, loop
 
-from mtrl.algorithms.estimators import Remax
+from mtrl.algorithms.advantages import Remax
 from mtrl.algorithms.filtering import GroupFilter
 from mtrl.algorithms.losses import Loss
 from mtrl.training.dynamic_sampling import Filtering
@@ -26,7 +26,7 @@ class Actor(FakeActor):
 
 
 def made(**changes):
-    return loop(actor=Actor(None), **{"lag": 1, "total_steps": 3, "loss": Loss(tis_clip=2.0)} | changes)
+    return loop(actor=Actor(None), **{"off_policy_steps": 1, "total_steps": 3, "loss": Loss(tis_clip=2.0)} | changes)
 
 
 def verbs(one):
@@ -50,7 +50,7 @@ def test_a_step_learns_from_responses_of_the_weights_before():
 class DedicatedGenerator(FakeGenerator):
     """Samples until it is asked for the rows."""
 
-    apart = True
+    colocated = False
 
     def begin(self, prompts, sampling):
         self.journal.append(("begin", sampling.step, sampling.version))
@@ -85,7 +85,7 @@ def same_but_clock(row):
 
 
 def test_without_a_lag_an_engine_apart_is_waited_for():
-    one = made(lag=0)
+    one = made(off_policy_steps=0)
     one.components.generator = DedicatedGenerator(one.components.actor.journal)
     one.run()
     order = [entry[0] for entry in one.components.actor.journal if entry[0] in ("begin", "arrive", "update", "load")]
@@ -101,7 +101,7 @@ def test_older_responses_are_corrected_by_importance_sampling():
 
 
 def test_without_a_lag_nothing_is_said_of_it():
-    one = made(lag=0)
+    one = made(off_policy_steps=0)
     one.run()
     assert one.ahead is None and "ahead" not in one.state()
     assert not any("staleness" in name for name in one.components.tracker.rows[1])
@@ -165,7 +165,9 @@ def test_a_resume_goes_on_with_the_same_responses(greedy, tmp_path):
     own = [updates for one in (first, second) for updates in one.components.actor.updates]
     for (batches, _), (others, _) in zip(own, whole.components.actor.updates, strict=True):
         mine, theirs = batches[0], others[0]
-        assert mine.rollouts.text == theirs.rollouts.text and mine.rollouts.finish == theirs.rollouts.finish
+        assert (
+            mine.rollouts.text == theirs.rollouts.text and mine.rollouts.finish_reason == theirs.rollouts.finish_reason
+        )
         assert [p.task.id for p in mine.rollouts.prompts] == [p.task.id for p in theirs.rollouts.prompts]
         for name in ("tokens", "mask", "rollout_logprobs", "version", "group"):
             close(getattr(mine.rollouts, name), getattr(theirs.rollouts, name), rtol=0, atol=0)
@@ -185,11 +187,11 @@ def test_an_error_within_a_step_saves_what_that_step_began_with(tmp_path):
     """By then the responses of the step after it are there too, which are none of the last whole step's."""
     one = saving(tmp_path)
     one.step(0)
-    asked = one.ahead.asked[1]
-    one.ahead.asked[1] = replace(asked, pending=Failing(one.components.actor.journal, None))
+    asked = one.ahead.pending[1]
+    one.ahead.pending[1] = replace(asked, rewards=Failing(one.components.actor.journal, None))
     with pytest.raises(RuntimeError, match="no reward"):
         one.step(1)
-    assert 2 in one.ahead.asked
+    assert 2 in one.ahead.pending
     one.save()
     again = saving(tmp_path)
     again.restore(tmp_path / "1", one.components.store.state)

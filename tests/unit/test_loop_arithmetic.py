@@ -12,15 +12,15 @@ from loop_helpers import (
     FakeGenerator,
     FakeReference,
     FakeScorer,
-    algorithm_spec,
     loop,
+    spec,
     validation_of,
 )
 
+from mtrl.algorithms.advantages import Grpo, ReinforcePlusPlus, Rloo
 from mtrl.algorithms.batches import assemble
 from mtrl.algorithms.credit.trajectory_scaling import TrajectoryScaling
 from mtrl.algorithms.divergence import Divergence
-from mtrl.algorithms.estimators import Grpo, ReinforcePlusPlus, Rloo
 from mtrl.algorithms.losses import Loss
 from mtrl.training import loop as training_loop
 from mtrl.training.validation import add_scores, by_column
@@ -41,7 +41,7 @@ PER_TOKEN = {"kl": D, "abs": 0.2, "mse": 0.02, "low_var_kl": math.exp(-D) + D - 
 
 @pytest.mark.parametrize("penalty", PER_TOKEN)
 def test_divergence_in_the_reward(penalty):
-    brought = {"divergence": torch.full((4, 4), 0.3)} if penalty == "full" else {"reference": REFERENCE}
+    brought = {"divergence": torch.full((4, 4), 0.3)} if penalty == "full" else {"ref_logprobs": REFERENCE}
     made = loop(reference=FakeReference(None, **brought), divergence=Divergence(penalty, 0.5))
     row = made.step(0)
     each = PER_TOKEN[penalty]
@@ -55,7 +55,7 @@ def test_divergence_in_the_reward(penalty):
 
 def test_divergence_token_by_token_for_reinforce_plus_plus():
     made = loop(
-        reference=FakeReference(None, reference=REFERENCE),
+        reference=FakeReference(None, ref_logprobs=REFERENCE),
         divergence=Divergence("kl", 0.5),
         estimator=ReinforcePlusPlus(),
     )
@@ -70,12 +70,12 @@ def test_divergence_token_by_token_for_reinforce_plus_plus():
 
 def test_divergence_as_a_loss():
     made = loop(
-        reference=FakeReference(None, reference=REFERENCE), divergence=Divergence("low_var_kl", 0.5, in_loss=True)
+        reference=FakeReference(None, ref_logprobs=REFERENCE), divergence=Divergence("low_var_kl", 0.5, in_loss=True)
     )
     made.step(0)
     (batch,), loss = made.components.actor.updates[-1]
     assert loss.divergence == "low_var_kl" and loss.divergence_coef == 0.5
-    same(batch.reference, REFERENCE.where(batch.rollouts.mask, 0.0))
+    same(batch.ref_logprobs, REFERENCE.where(batch.rollouts.mask, 0.0))
     close(advantages_of(made), [0.5, -0.5, 1, -1])
 
 
@@ -98,7 +98,7 @@ def test_full_divergence_as_a_loss(adaptive):
 def test_the_adaptive_coefficient():
     # |d| = 0.2 a token, 2.5 tokens a response: KL 0.5 of a target of 0.25: e = min(1, 0.2); 4 responses, horizon 10.
     made = loop(
-        reference=FakeReference(None, reference=REFERENCE),
+        reference=FakeReference(None, ref_logprobs=REFERENCE),
         divergence=Divergence("abs", 0.5, adaptive=True, target=0.25, horizon=10.0),
         total_steps=3,
     )
@@ -110,7 +110,7 @@ def test_the_adaptive_coefficient():
 
 
 def test_a_fixed_coefficient_stays():
-    made = loop(reference=FakeReference(None, reference=REFERENCE), divergence=Divergence("abs", 0.5), total_steps=2)
+    made = loop(reference=FakeReference(None, ref_logprobs=REFERENCE), divergence=Divergence("abs", 0.5), total_steps=2)
     made.run()
     assert made.divergence.coef == 0.5
 
@@ -163,7 +163,7 @@ def six_rows():
 
 def test_whole_groups_with_denominators_of_their_own():
     rollouts, signals = six_rows()
-    rules = algorithm_spec(prompts_per_update=2, passes=2)
+    rules = spec(prompts_per_update=2, passes=2)
     batches = next(
         made for seed in range(99)  # the first whose first pass keeps the last group for its second step
         if (made := list(batches_of(rules, rollouts, signals, key=(seed, 0))))[1].rollouts.text[0] == "p2 response 0"
@@ -175,7 +175,7 @@ def test_whole_groups_with_denominators_of_their_own():
     same(first.weights.policy, first.rollouts.mask / 10)  # 1 + 2 + 3 + 4 tokens
     same(second.weights.policy, second.rollouts.mask / 3)
     close(second.advantage, [[4, 0, 0, 0], [5, 5, 0, 0]])
-    same(second.reference, torch.full((2, 4), -3.0))
+    same(second.ref_logprobs, torch.full((2, 4), -3.0))
     for batch in batches:
         assert float(batch.weights.token.sum()) == pytest.approx(1)
 
@@ -185,7 +185,7 @@ def test_each_pass_of_each_step_shuffles_its_groups():
     rollouts, signals = six_rows()
 
     def order(key, per_update=1):
-        made = batches_of(algorithm_spec(prompts_per_update=per_update, passes=2), rollouts, signals, key=key)
+        made = batches_of(spec(prompts_per_update=per_update, passes=2), rollouts, signals, key=key)
         return ["".join(text[1] for text in batch.rollouts.text[::2]) for batch in made]
 
     assert all(set(order((seed, 0))[:3]) == set(order((seed, 0))[3:]) == {"0", "1", "2"} for seed in range(9))
@@ -215,7 +215,7 @@ def test_the_loop_keys_the_order_by_seed_and_step(monkeypatch):
 )
 def test_weights_by_hand(changes, row, expected):
     rollouts, signals = six_rows()
-    (batch,) = batches_of(algorithm_spec(prompts_per_update=3, **changes), rollouts, signals)
+    (batch,) = batches_of(spec(prompts_per_update=3, **changes), rollouts, signals)
     close(batch.weights.policy[row], expected)
 
 
@@ -223,7 +223,7 @@ def test_weights_by_hand(changes, row, expected):
 def test_filtered_tokens(denominator, kept):
     rollouts, signals = six_rows()
     first_tokens = rollouts.mask & (torch.arange(4) == 0)
-    rules = algorithm_spec(prompts_per_update=3, loss_token_denominator=denominator)
+    rules = spec(prompts_per_update=3, loss_token_denominator=denominator)
     (batch,) = batches_of(rules, rollouts, signals, first_tokens)
     close(batch.weights.policy, first_tokens * kept)
     close(batch.weights.divergence, rollouts.mask / 13)
@@ -232,11 +232,11 @@ def test_filtered_tokens(denominator, kept):
 def test_the_correction_is_capped_and_follows_its_rows():
     rollouts, signals = six_rows()  # o = -0.5, b = -1: exp(0.5) = 1.65; row 5 was sampled at b = -3.5
     rollouts.rollout_logprobs[5] = -3.5
-    rules = algorithm_spec(prompts_per_update=1, loss=Loss(tis_clip=2.0))
+    rules = spec(prompts_per_update=1, loss=Loss(tis_clip=2.0))
     batches = sorted(batches_of(rules, rollouts, signals), key=lambda batch: batch.rollouts.text)
     close(batches[0].correction, [[math.exp(0.5), 1, 1, 1], [math.exp(0.5)] * 2 + [1, 1]])
     close(batches[2].correction[1], [2, 2, 1, 1])
-    close(next(batches_of(algorithm_spec(), rollouts, signals)).correction, torch.ones(4, 4))
+    close(next(batches_of(spec(), rollouts, signals)).correction, torch.ones(4, 4))
 
 
 # ---------------------------------------------------------------------------------------------------------- validation

@@ -6,7 +6,7 @@ import pytest
 import torch
 from loop_helpers import PROMPTS, FakeActor, loop
 
-from mtrl.algorithms.estimators import Gae
+from mtrl.algorithms.advantages import Gae
 from mtrl.algorithms.value_loss import ValueLoss
 from mtrl.types import Needs, Signals
 

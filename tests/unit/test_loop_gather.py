@@ -12,7 +12,7 @@ import torch
 from helpers import close, fake_experience, fake_rollouts
 from loop_helpers import PROMPTS, FakeActor, FakeScorer, loop
 
-from mtrl.algorithms.estimators import Remax
+from mtrl.algorithms.advantages import Remax
 from mtrl.algorithms.filtering import GroupFilter
 from mtrl.algorithms.losses import Loss, importance_ratio
 from mtrl.algorithms.replay import ReplayRule
@@ -104,7 +104,7 @@ def test_tasks_asked_again_in_a_step_are_told_to_the_engine():
     asked = []
     before = one.components.generator.generate
     one.components.generator.generate = lambda prompts, sampling: (
-        asked.append(dict(sampling.asked)) or before(prompts, sampling)
+        asked.append(dict(sampling.times_sampled)) or before(prompts, sampling)
     )
     one.step(0)
     assert asked == [{}, {"p0": 1, "p1": 1}, {"p0": 1, "p1": 1, "p2": 1}]
@@ -170,7 +170,7 @@ def remax(**changes):
         rollouts = before(prompts, sampling)
         if sampling.temperature > 0:
             return rollouts
-        assert sampling.n == 1 and not sampling.cut and not sampling.asked
+        assert sampling.n == 1 and not sampling.cut and not sampling.times_sampled
         return replace(rollouts, text=tuple(f"{prompt.task.id} greedy" for prompt in prompts))
 
     generator.generate = generate

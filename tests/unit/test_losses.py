@@ -11,9 +11,9 @@ from mtrl.algorithms.losses import (
     Loss,
     PolicyLoss,
     importance_ratio,
+    loss_weights,
     mismatch_correction,
     policy_term,
-    term_weights,
     total_loss,
 )
 from mtrl.types import LossWeights
@@ -175,7 +175,7 @@ AGGREGATION = [
 
 @pytest.mark.parametrize(("loss_type", "expected"), AGGREGATION)
 def test_aggregation(loss_type, expected):
-    weights = term_weights(ALL, LENGTHS, loss_type, 4)
+    weights = loss_weights(ALL, LENGTHS, loss_type, 4)
     close(weights.policy, expected)
     close(weights.divergence, expected)
     close(weights.token, [[1 / 4, 0, 0], [1 / 4, 1 / 4, 1 / 4]])
@@ -198,7 +198,7 @@ SELECT = torch.tensor([[True, False, False], [True, False, True]])
     ],
 )
 def test_filtering_touches_the_policy_term_only(loss_type, denominator, policy):
-    weights = term_weights(ALL, SELECT, loss_type, 4, denominator)
+    weights = loss_weights(ALL, SELECT, loss_type, 4, denominator)
     close(weights.policy, policy)
     close(weights.divergence, dict(AGGREGATION)[loss_type])
     close(weights.token, dict(AGGREGATION)["dapo"])
@@ -218,21 +218,21 @@ MEASURE = torch.tensor([[2.0, 0, 0], [1, 2, 3]])
     ],
 )
 def test_token_weights_in_the_mask_enter_every_term_and_denominator(loss_type, expected):
-    weights = term_weights(MEASURE, LENGTHS, loss_type, 4)
+    weights = loss_weights(MEASURE, LENGTHS, loss_type, 4)
     close(weights.policy, expected)
     close(weights.divergence, expected)
     close(weights.token, [[2 / 8, 0, 0], [1 / 8, 2 / 8, 3 / 8]])
 
 
 def test_dr_grpo_keeps_its_denominator_under_token_weights():
-    close(term_weights(MEASURE, LENGTHS, "dr_grpo", 8).policy, [[2 / 16, 0, 0], [1 / 16, 2 / 16, 3 / 16]])
+    close(loss_weights(MEASURE, LENGTHS, "dr_grpo", 8).policy, [[2 / 16, 0, 0], [1 / 16, 2 / 16, 3 / 16]])
 
 
 def test_token_weights_in_the_mask_and_selected_tokens():
     # Selected: 2 in row 0; 1 + 3 in row 1; 6 in all.
-    close(term_weights(MEASURE, SELECT, "grpo", 4, "selected").policy, [[2 / 4, 0, 0], [1 / 8, 0, 3 / 8]])
-    close(term_weights(MEASURE, SELECT, "dapo", 4, "selected").policy, [[2 / 6, 0, 0], [1 / 6, 0, 3 / 6]])
-    close(term_weights(MEASURE, SELECT, "grpo", 4, "all").policy, [[2 / 4, 0, 0], [1 / 12, 0, 3 / 12]])
+    close(loss_weights(MEASURE, SELECT, "grpo", 4, "selected").policy, [[2 / 4, 0, 0], [1 / 8, 0, 3 / 8]])
+    close(loss_weights(MEASURE, SELECT, "dapo", 4, "selected").policy, [[2 / 6, 0, 0], [1 / 6, 0, 3 / 6]])
+    close(loss_weights(MEASURE, SELECT, "grpo", 4, "all").policy, [[2 / 4, 0, 0], [1 / 12, 0, 3 / 12]])
 
 
 @pytest.mark.parametrize(
@@ -244,26 +244,26 @@ def test_token_weights_in_the_mask_and_selected_tokens():
     ],
 )
 def test_truncated_responses_have_no_policy_gradient(loss_type, policy):
-    weights = term_weights(ALL, LENGTHS, loss_type, 4, silenced=torch.tensor([False, True]))
+    weights = loss_weights(ALL, LENGTHS, loss_type, 4, silenced=torch.tensor([False, True]))
     close(weights.policy, policy)
     close(weights.divergence, dict(AGGREGATION)[loss_type])
     close(weights.token, dict(AGGREGATION)["dapo"])
-    selected = term_weights(ALL, SELECT, loss_type, 4, "selected", silenced=torch.tensor([False, True]))
+    selected = loss_weights(ALL, SELECT, loss_type, 4, "selected", silenced=torch.tensor([False, True]))
     close(selected.policy, policy)
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "bnpo", "dr_grpo"])
 @pytest.mark.parametrize("denominator", ["all", "selected"])
 def test_all_truncated_is_zero_not_nan(loss_type, denominator):
-    weights = term_weights(ALL, SELECT, loss_type, 4, denominator, silenced=torch.tensor([True, True]))
+    weights = loss_weights(ALL, SELECT, loss_type, 4, denominator, silenced=torch.tensor([True, True]))
     same(weights.policy, torch.zeros(2, 3))
 
 
 def test_a_fully_masked_row_counts_as_a_response_of_no_tokens():
     mask = mask_of(2, 0)
-    close(term_weights(mask.float(), mask, "grpo", 4).policy, [[1 / 4, 1 / 4], [0, 0]])
-    close(term_weights(mask.float(), mask, "dapo", 4).policy, [[1 / 2, 1 / 2], [0, 0]])
-    close(term_weights(mask.float(), mask, "dr_grpo", 4).policy, [[1 / 8, 1 / 8], [0, 0]])
+    close(loss_weights(mask.float(), mask, "grpo", 4).policy, [[1 / 4, 1 / 4], [0, 0]])
+    close(loss_weights(mask.float(), mask, "dapo", 4).policy, [[1 / 2, 1 / 2], [0, 0]])
+    close(loss_weights(mask.float(), mask, "dr_grpo", 4).policy, [[1 / 8, 1 / 8], [0, 0]])
 
 
 # ---- truncated importance sampling ----
@@ -354,7 +354,7 @@ def test_entropy_penalty_is_the_mean_of_minus_l():
 
 def test_entropy_penalty_is_a_token_mean_under_every_loss_type():
     for loss_type in ("grpo", "dr_grpo"):
-        weights = term_weights(ALL, SELECT, loss_type, 4, silenced=torch.tensor([True, True]))
+        weights = loss_weights(ALL, SELECT, loss_type, 4, silenced=torch.tensor([True, True]))
         total, _, _ = loss_and_slope(Loss(entropy_penalty_coef=1.0), weights=weights)
         close(total, 1.75)
 
@@ -381,8 +381,8 @@ def test_divergence_and_penalty_ignore_the_filter_and_the_truncation():
     # No token selected for the policy term: what remains is 0.5/8 and 0.06 * 1.75.
     none = torch.zeros_like(LENGTHS)
     for weights in (
-        term_weights(ALL, none, "dapo", 4, "selected"),
-        term_weights(ALL, LENGTHS, "dapo", 4, silenced=torch.tensor([True, True])),
+        loss_weights(ALL, none, "dapo", 4, "selected"),
+        loss_weights(ALL, LENGTHS, "dapo", 4, silenced=torch.tensor([True, True])),
     ):
         total, _, metrics = loss_and_slope(Loss(divergence_coef=0.5, entropy_penalty_coef=0.06), weights=weights)
         close(metrics["pg_loss"], 0.0)
@@ -391,7 +391,7 @@ def test_divergence_and_penalty_ignore_the_filter_and_the_truncation():
 
 def test_divergence_loss_follows_the_loss_type():
     # grpo: row means of exp(-d) + d - 1: ln 2 - 1/2 and (1 - ln 2)/3, then the mean of both.
-    weights = term_weights(ALL, LENGTHS, "grpo", 4)
+    weights = loss_weights(ALL, LENGTHS, "grpo", 4)
     _, _, metrics = loss_and_slope(Loss(divergence_coef=0.5), weights=weights)
     close(metrics["divergence_loss"], (LN2 - 0.5 + (1 - LN2) / 3) / 2)
     # and the policy: (-2 + (1 + 2 + 0.8)/3)/2.
@@ -467,6 +467,6 @@ def test_a_batch_of_empty_rows_has_no_loss():
 
 
 def test_term_weights_are_float32():
-    weights = term_weights(ALL, LENGTHS, "dapo", 4)
+    weights = loss_weights(ALL, LENGTHS, "dapo", 4)
     assert isinstance(weights, LossWeights)
     assert {weights.policy.dtype, weights.divergence.dtype, weights.token.dtype} == {torch.float32}

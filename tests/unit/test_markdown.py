@@ -15,7 +15,7 @@ from helpers import NAN, fake_experience, fake_prompt, fake_rollouts
 from mtrl.compose.run import build
 from mtrl.config import load_config
 from mtrl.embedded.embedded_rows import CONFIG_FILE
-from mtrl.report import markdown_pages as pages
+from mtrl.report import markdown_text
 from mtrl.tracking import background
 from mtrl.tracking.background import Background, append_bounded
 from mtrl.tracking.markdown import LogPaths, MarkdownLogs
@@ -45,7 +45,7 @@ def step_of(weights=None, mass=True):
 
 
 def log_into(tmp_path, *steps, validations=(), **options):
-    logs = MarkdownLogs(LogPaths.of(tmp_path / "logs"), decode, **options)
+    logs = MarkdownLogs(LogPaths.make(tmp_path / "logs"), decode, **options)
     for number, step in enumerate(steps, 1):
         logs.rollouts(number, step)
         if number in validations:
@@ -91,7 +91,7 @@ def test_what_was_not_measured_has_no_file(tmp_path):
 
 
 def test_a_validation(tmp_path):
-    logs = MarkdownLogs(LogPaths.of(tmp_path), decode)
+    logs = MarkdownLogs(LogPaths.make(tmp_path), decode)
     values = {"val/avg@4": 0.25, "val/attention/vgr_late": 1.5, "val/attention/aei_vision_late": 0.8}
     logs.validation(
         7,
@@ -112,17 +112,17 @@ def test_a_response_cannot_break_out_of_its_fence(tmp_path):
     evil = replace(step.rollouts, text=("```\n# Step 99\n````", "\x1b[31mred", "x" * 100_000))
     text = log_into(tmp_path, replace(step, rollouts=evil))["rollout_results"].read_text()
     assert "`````\n```\n# Step 99\n````\n`````" in text and "\x1b" not in text
-    assert len(text) < 3 * pages.TEXT_CHARS
-    assert pages.table(["a"], [["x|y\nz"]]).splitlines()[2] == r"| x\|y\nz |"
+    assert len(text) < 3 * markdown_text.TEXT_CHARS
+    assert markdown_text.table(["a"], [["x|y\nz"]]).splitlines()[2] == r"| x\|y\nz |"
 
 
 # --------------------------------------------------------------------------------------------------- where and how much
 def test_paths_of_the_user(tmp_path):
-    named = LogPaths.of(tmp_path / "logs", str(tmp_path / "a/r.md"), str(tmp_path / "b"))
+    named = LogPaths.make(tmp_path / "logs", str(tmp_path / "a/r.md"), str(tmp_path / "b"))
     assert named.rollouts == tmp_path / "a/r.md" and named.evaluation.parent == tmp_path / "a"
     assert named.weights == tmp_path / "a/token_weights.md"
     assert named.attention.parent == tmp_path / "b" and named.attention.name.startswith("attention_diagnostics_2")
-    assert re.fullmatch(r"rollout_results_\d{8}-\d{6}\.md", LogPaths.of(tmp_path).rollouts.name)
+    assert re.fullmatch(r"rollout_results_\d{8}-\d{6}\.md", LogPaths.make(tmp_path).rollouts.name)
 
 
 def test_only_validated_steps(tmp_path):
@@ -147,14 +147,12 @@ def test_slow_writing_drops_entries_and_never_waits(caplog):
     gate, done = threading.Event(), []
     worker = Background("slow", waiting=2)
     worker.submit(gate.wait)
-    begin = time.perf_counter()
     for number in range(50):
         worker.submit(lambda number=number: done.append(number))
-    assert time.perf_counter() - begin < 0.5
-    gate.set()
+    gate.set()  # one that waited would have waited for ever
     worker.close()
     assert done == sorted(done) and len(done) + worker.dropped == 50 and worker.dropped >= 47
-    assert f"{worker.dropped} entries were left out" in caplog.text
+    assert f"{worker.dropped} entries were dropped" in caplog.text
 
 
 def test_a_failure_is_told_once_and_stops_nothing(caplog):
@@ -185,28 +183,28 @@ def test_a_job_that_hangs_does_not_hold_the_end(caplog, monkeypatch):
     worker.submit(gate.wait)
     worker.submit(gate.wait)
     worker.close()
-    assert "are given up" in caplog.text
+    assert "are lost" in caplog.text
     gate.set()
 
 
 def test_a_place_that_cannot_be_written_stops_nothing(tmp_path, caplog):
     (tmp_path / "logs").write_text("a file where the folder should be")
     log_into(tmp_path, step_of())
-    assert "the run goes on" in caplog.text
+    assert "the run continues" in caplog.text
 
 
 def test_pixels_do_not_wait_for_the_log(tmp_path):
     step = step_of()
     pictures = tuple(replace(prompt, media=(np.zeros((8, 8, 3), np.uint8),)) for prompt in step.rollouts.prompts)
-    logs = MarkdownLogs(LogPaths.of(tmp_path), decode, every_step=False)
+    logs = MarkdownLogs(LogPaths.make(tmp_path), decode, every_step=False)
     logs.rollouts(1, replace(step, rollouts=replace(step.rollouts, prompts=pictures)))
     number, kept = logs._last
     assert number == 1 and all(not prompt.media and not prompt.task.media for prompt in kept.rollouts.prompts)
     logs.close()
 
 
-def test_a_large_step_costs_the_training_path_milliseconds(tmp_path):
-    """256 prompts, 2048 responses of 512 tokens: such a step takes minutes."""
+def test_a_large_step_is_written_off_the_training_path(tmp_path):
+    """256 prompts, 2048 responses of 512 tokens. Nothing of it is decoded or written before the call returns."""
     rows, tokens = 2048, 512
     small = fake_rollouts([1])
     rollouts = replace(
@@ -223,12 +221,18 @@ def test_a_large_step_costs_the_training_path_milliseconds(tmp_path):
     mass = torch.rand(rows, tokens, len(SEGMENTS), 2)
     credit = Credit(ones, rollouts.mask, ones, ones[:, 0], ones)
     experience = fake_experience(rollouts, Signals(attention_mass=mass), rewards=rewards, credit=credit)
-    logs = MarkdownLogs(LogPaths.of(tmp_path), decode)
-    begin = time.perf_counter()
+    gate, decoded_by = threading.Event(), set()
+
+    def gated_decode(*arguments):
+        assert gate.wait(60)
+        decoded_by.add(threading.current_thread())
+        return decode(*arguments)
+
+    logs = MarkdownLogs(LogPaths.make(tmp_path), gated_decode)
     logs.rollouts(1, experience)
-    spent = time.perf_counter() - begin
+    gate.set()
     logs.close()
-    assert spent < 0.1, f"{spent:.3f} s"
+    assert decoded_by and threading.current_thread() not in decoded_by
     assert {path.name.split("_2")[0] for path in tmp_path.glob("*.md")} == {
         "rollout_results", "attention_diagnostics", "token_weights.md"
     }  # fmt: skip
@@ -245,13 +249,13 @@ def test_under_one_percent_of_a_real_step(tmp_path):
     spent, plain = [], logs.rollouts
 
     def timed(*arguments):
-        begin = time.perf_counter()
+        begin = time.thread_time()
         plain(*arguments)
-        spent.append(time.perf_counter() - begin)
+        spent.append(time.thread_time() - begin)
 
     logs.rollouts = timed
-    begin = time.perf_counter()
+    begin = time.thread_time()
     run.train()
-    assert len(spent) == 3 and sum(spent) < 0.01 * (time.perf_counter() - begin)
+    assert len(spent) == 3 and sum(spent) < 0.01 * (time.thread_time() - begin)
     (path,) = (run.directory / "logs").glob("rollout_results_*.md")
     assert re.findall("# Step .", path.read_text()) == ["# Step 1", "# Step 2", "# Step 3"]

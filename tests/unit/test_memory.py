@@ -11,13 +11,16 @@ from tiny_models import checkpoint
 from torch import nn
 
 from benchmarks.memory import expected
-from mtrl.algorithms.losses import Loss, term_weights
+from mtrl.algorithms.losses import Loss, loss_weights
 from mtrl.compose import memory_limits as build_memory
-from mtrl.config import load_config, warnings
+from mtrl.config import find_warnings, load_config
 from mtrl.memory import estimate as memory
-from mtrl.memory.estimate import MemoryEstimate, Plan, changes, estimate, fake_model, held, held_by, smaller
+from mtrl.memory.estimate import MemoryEstimate, count_bytes, count_held, estimate, find_savings
+from mtrl.memory.fake_model import FakeModel
+from mtrl.memory.live_tensors import LiveTensors
+from mtrl.memory.plan import Plan, list_savings
 from mtrl.memory.preflight import Limits, MemoryPreflight, longest_prompt, preflight
-from mtrl.models.activation_checkpointing import recompute
+from mtrl.models.activation_checkpointing import enable_activation_checkpointing
 from mtrl.models.backbone import Backbone
 from mtrl.models.families import load_encoder, load_model_config
 from mtrl.models.forward import Forward
@@ -26,10 +29,9 @@ from mtrl.models.model_size import ModelSize, model_size
 from mtrl.models.perturb import Perturbation
 from mtrl.models.tiny import make_tiny_checkpoint
 from mtrl.protocols import PromptEncoder
-from mtrl.rollout.local import LocalGenerator, held_at_last
+from mtrl.rollout.local import LocalGenerator, peak_decode_bytes
 from mtrl.types import VISION_POOL, Needs, Sampling, TrainBatch
 from mtrl.utils.errors import StartError
-from mtrl.utils.live_tensors import LiveTensors
 from mtrl.workers.actor import LocalActor
 from mtrl.workers.learner import OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching
@@ -50,9 +52,9 @@ def sum_of(found: MemoryEstimate, phase: str) -> int:
 
 # --------------------------------------------------------------------------------------------------------- by formula
 def test_what_is_held():
-    assert held(SIZE, Plan(LIMITS)) == {"weights": 4000, "optimizer state": 2 * 2800}
+    assert count_held(SIZE, Plan(LIMITS)) == {"weights": 4000, "optimizer state": 2 * 2800}
     plan = Plan(LIMITS, "bf16", "bf16", reference=True, reward_model_parameters=50, on_gpu=True)
-    assert held(SIZE, plan) == {
+    assert count_held(SIZE, plan) == {
         "weights": 2000, "weights of the reference": 2000, "weights of the reward model": 100,
         "optimizer state": 2 * 1400, "workspaces of cuBLAS": 96 * MIB,
     }  # fmt: skip
@@ -64,19 +66,19 @@ def test_what_the_allocator_leaves_unused():
     sizes = {3: 3, 9.5: 9.5, 12: 12, 13.5: 14, 12.5: 12.5}  # MiB
     for size, taken in sizes.items():
         numbers = int(size * MIB) // 4
-        assert held_by([numbers], on_gpu) == taken * MIB
-        assert held_by([numbers], Plan(LIMITS)) == size * MIB
+        assert count_bytes([numbers], on_gpu) == taken * MIB
+        assert count_bytes([numbers], Plan(LIMITS)) == size * MIB
 
 
 def test_decoding_by_hand():
     """32 rows of 106 tokens: two widths of 4, in two bytes, of three layers; 680 weights that are read, narrowed."""
     layer, (wide, narrow) = 32 * 106 * 2 * 4 * 2, (torch.float32, torch.bfloat16)
-    found = held_at_last(SIZE, wide, narrow, 32, 106, cut=False)
+    found = peak_decode_bytes(SIZE, wide, narrow, 32, 106, cut=False)
     assert found == {
         "narrow copies of the weights": 2 * 680, "keys and values": 3 * layer, "a layer of them as it grows": layer,
         "logits": 32 * 10 * 24,
     }  # fmt: skip
-    cut = held_at_last(SIZE, narrow, narrow, 512, 106, cut=True)
+    cut = peak_decode_bytes(SIZE, narrow, narrow, 512, 106, cut=True)
     assert cut["narrow copies of the weights"] == 0 and cut["logits"] == 512 * 10 * 32
 
 
@@ -95,7 +97,7 @@ def test_logits_of_a_step_against_a_real_one(top_p):
     with LiveTensors() as live:
         logits = torch.randn(32, 5000)
         choose(logits, torch.rand(32, dtype=torch.float64), sampling)
-    told = held_at_last(replace(SIZE, vocabulary=5000), logits.dtype, logits.dtype, 32, 1, sampling.cut)["logits"]
+    told = peak_decode_bytes(replace(SIZE, vocabulary=5000), logits.dtype, logits.dtype, 32, 1, sampling.cut)["logits"]
     assert 0.99 <= told / live.peak <= 1.15
 
 
@@ -104,13 +106,13 @@ def test_sizes_without_weights(family):
     """Of the fake model against the loaded one."""
     path = str(checkpoint(family))
     real = load_model(path)
-    fake = fake_model(load_model_config(path), Plan(LIMITS))
+    fake = FakeModel(load_model_config(path), Plan(LIMITS))
     assert model_size(fake.model) == model_size(real)
     assert model_size(real).parameters == sum(p.numel() for p in real.parameters())
     keys = next(module for name, module in real.named_modules() if name.endswith("k_proj"))
     assert model_size(real).keys == keys.out_features
     if fake.tower is not None:
-        frozen = model_size(fake_model(load_model_config(path), Plan(LIMITS, train_vision=False)).model)
+        frozen = model_size(FakeModel(load_model_config(path), Plan(LIMITS, train_vision=False)).model)
         tower = sum(p.numel() for p in real.model.visual.parameters())
         assert sum(frozen.learning) == frozen.parameters - tower
 
@@ -180,11 +182,11 @@ def real_forward(path, plan: Plan) -> Forward:
     if not plan.train_vision:
         model.model.visual.requires_grad_(False)
     backbone = Backbone(model, DTYPES[plan.compute])
-    recompute(model, plan.checkpointing)
+    enable_activation_checkpointing(model, plan.checkpointing)
     return Forward(backbone, load_encoder(path))
 
 
-def rehearsed(forward: Forward) -> tuple[Forward, PromptEncoder, Limits, LocalGenerator]:
+def preflight_arguments(forward: Forward) -> tuple[Forward, PromptEncoder, Limits, LocalGenerator]:
     return forward, forward.encoder, LIMITS, LocalGenerator(forward.backbone, forward.encoder)
 
 
@@ -203,12 +205,12 @@ CASES = [
 @pytest.mark.parametrize(("family", "settings"), CASES)
 def test_few_layers_say_what_eight_hold(family, settings, tmp_path, monkeypatch):
     """An estimate of 2 and 4 layers without numbers against the tensors of real passes of 8, on the CPU."""
-    monkeypatch.setattr(memory, "WHOLE", 0)
+    monkeypatch.setattr(memory, "MEASURED_LAYERS", 0)
     path, plan = deep_checkpoint(tmp_path, family), Plan(LIMITS, **settings)
     found = estimate(load_model_config(str(path)), plan)
-    assert "extrapolated to 8" in found.way
+    assert "extrapolated to 8" in found.method
     forward = real_forward(path, plan)
-    peaks = preflight(*rehearsed(forward), has_states=False)
+    peaks = preflight(*preflight_arguments(forward), has_states=False)
     assert peaks["optimizer"] == found.held["optimizer state"]
     for phase in found.phases:
         told = sum_of(found, phase) / peaks[phase]
@@ -234,7 +236,7 @@ def test_packed_on_a_gpu_no_matrix_is_counted(family, tmp_path):
 def test_an_estimate_against_peaks_of_a_3b_model(weights):
     """As an H200 held it: what is counted to a thousandth, what is measured never below and at most a tenth above."""
     found, measured = expected("3b", weights), json.loads((RESULTS / "memory.json").read_text())[f"weights_{weights}"]
-    assert found.way.startswith("measured on fake tensors with 2 and 4 layers, extrapolated to 36 and 32")
+    assert found.method.startswith("measured on fake tensors with 2 and 4 layers, extrapolated to 36 and 32")
     assert found.held_bytes / GIB == pytest.approx(measured["held_gb"], rel=1e-3)
     for name, phase in {"update_peak_gb": "update", "two_views_peak_gb": "probe"}.items():
         size = (found.held_bytes + sum_of(found, phase)) / GIB
@@ -255,22 +257,22 @@ def an_actor(forward: Forward) -> LocalActor:
 def a_step(actor: LocalActor) -> dict[str, float]:
     rollouts = MemoryPreflight(actor.forward, actor.forward.encoder, LIMITS).rollouts(2)
     mask = rollouts.mask
-    weights = term_weights(mask.float(), mask, "dapo", mask.shape[1])
+    weights = loss_weights(mask.float(), mask, "dapo", mask.shape[1])
     return actor.update([TrainBatch(rollouts, None, torch.ones(mask.shape), None, weights)], Loss())
 
 
-def test_a_rehearsal_leaves_no_trace():
-    """Two runs of two steps, one with a rehearsal before each: the same numbers to the bit."""
+def test_a_preflight_leaves_no_trace():
+    """Two runs of two steps, one with a preflight before each: the same numbers bitwise."""
     path, results = checkpoint("qwen2_5_vl"), []
-    for rehearses in (False, True):
+    for runs_preflight in (False, True):
         torch.manual_seed(0)
         actor = an_actor(real_forward(path, Plan(LIMITS, checkpointing=True)))
         told = []
         for step in range(2):
             before = copy.deepcopy((actor.model.state_dict(), actor.learner.optimizer.state_dict()))
             random = torch.get_rng_state()
-            if rehearses:
-                peaks = preflight(*rehearsed(actor.forward), has_states=step > 0)
+            if runs_preflight:
+                peaks = preflight(*preflight_arguments(actor.forward), has_states=step > 0)
                 assert (peaks["optimizer"] > 0) == (step == 0) and min(peaks["update"], peaks["probe"]) > 0
             assert torch.equal(random, torch.get_rng_state())
             assert not actor.model.training and all(p.grad is None for p in actor.model.parameters())
@@ -287,7 +289,7 @@ def test_gradients_that_were_there_stay():
     forward = real_forward(checkpoint("qwen2"), Plan(LIMITS))
     weight = forward.backbone.output_matrix
     weight.grad = torch.ones_like(weight)
-    preflight(*rehearsed(forward), has_states=True)
+    preflight(*preflight_arguments(forward), has_states=True)
     assert torch.equal(weight.grad, torch.ones_like(weight))
 
 
@@ -295,11 +297,11 @@ def test_a_full_divergence_as_a_loss_is_rehearsed():
     """The gradient of the output matrix comes twice, and hidden states of a second model lie beside the policy's."""
     forward, peaks = real_forward(checkpoint("qwen2"), Plan(LIMITS)), {}
     for full in (False, True):
-        rehearsal = MemoryPreflight(forward, forward.encoder, replace(LIMITS, full_divergence=full))
-        (part, *_) = rehearsal.updates()
+        passes = MemoryPreflight(forward, forward.encoder, replace(LIMITS, full_divergence=full))
+        (part, *_) = passes.updates()
         forward.backbone.model.zero_grad()
         with LiveTensors() as live:
-            rehearsal.learn(part)
+            passes.learn(part)
         peaks[full] = live.peak
     hidden = int(part.mask.sum()) * forward.backbone.output_matrix.shape[1] * 4
     assert peaks[True] >= peaks[False] + hidden
@@ -314,7 +316,7 @@ def test_a_full_divergence_as_a_loss_is_rehearsed():
         ({"optimization.divergence_penalty": "low_var_kl", "optimization.use_divergence_loss": True}, False),
     ],
 )
-def test_which_configurations_rehearse_it(overrides, on):
+def test_which_configurations_run_it_in_preflight(overrides, on):
     plan = build_memory.make_plan(load_config(None, overrides), on_gpu=False)
     assert plan.limits.full_divergence is on and plan.reference
 
@@ -329,17 +331,17 @@ def test_what_does_not_fit_is_told(monkeypatch):
     monkeypatch.setattr(MemoryPreflight, "learn", full)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB, 80 * GIB))
     with pytest.raises(StartError) as told:
-        preflight(*rehearsed(forward), has_states=False, ways=["a.b=c"])
+        preflight(*preflight_arguments(forward), has_states=False, savings=["a.b=c"])
     said = str(told.value)
     assert said.startswith("memory: the update does not fit at the limits of the configuration")
     assert "of 80.00 GiB" in said and "Tried to allocate 2.00 GiB" in said and "Of the allocated" not in said
     assert "\n    a.b=c\n" in said and not forward.backbone.model.training
 
 
-def test_on_a_cpu_a_run_does_not_rehearse(monkeypatch):
+def test_on_a_cpu_a_run_has_no_preflight(monkeypatch):
     monkeypatch.setattr(build_memory, "preflight", lambda *_, **__: pytest.fail("it did"))
     forward = real_forward(checkpoint("qwen2"), Plan(LIMITS))
-    generator = rehearsed(forward)[3]
+    generator = preflight_arguments(forward)[3]
     build_memory.preflight_on_gpu(
         load_config(None, {}), forward, generator, LIMITS.needs, has_states=False, learners=[]
     )
@@ -351,16 +353,18 @@ def test_a_change_leaves_the_peak_of_its_own_estimate():
     config = load_model_config(str(checkpoint("qwen2_5_vl")))
     plan = Plan(LIMITS, reference=True)
     found = estimate(config, plan)
-    told = dict(smaller(config, plan, found))
+    told = dict(find_savings(config, plan, found))
     assert "optimization.disable_divergence=true" in told
     for way, peak in told.items():
-        assert peak == estimate(config, changes(plan)[way]).peak_bytes < found.peak_bytes, way
+        assert peak == estimate(config, list_savings(plan)[way]).peak_bytes < found.peak_bytes, way
 
 
 def test_advice_names_keys_that_load():
-    ways = changes(Plan(replace(LIMITS, max_pixels=1 << 22), reference=True))
+    ways = list_savings(Plan(replace(LIMITS, max_pixels=1 << 22), reference=True))
     assert "dataset.rollout_batch_size=1 worker.actor.global_batch_size=1" in ways, "never none at all"
     assert f"worker.actor.tokens_per_micro_batch={2 * 218 // 2}" in ways
     advised = load_config(None, [word for way in ways for word in way.split()])
-    assert list(warnings(advised)) == [] and advised.worker.actor.fsdp.param_dtype == "fp32", "it would hardly learn"
-    assert "optimization.disable_divergence=true" not in changes(Plan(LIMITS)), "there is no reference"
+    assert list(find_warnings(advised)) == [] and advised.worker.actor.fsdp.param_dtype == "fp32", (
+        "it would hardly learn"
+    )
+    assert "optimization.disable_divergence=true" not in list_savings(Plan(LIMITS)), "there is no reference"

@@ -9,7 +9,8 @@ from tiny_models import checkpoint, encoder_of
 
 from mtrl.compose.memory_limits import make_plan
 from mtrl.config import load_config
-from mtrl.memory.estimate import Plan, changes, estimate
+from mtrl.memory.estimate import estimate
+from mtrl.memory.plan import Plan, list_savings
 from mtrl.memory.preflight import preflight
 from mtrl.models.adapters import AdapterSettings, adapter_parameters, add_adapters
 from mtrl.models.backbone import Backbone
@@ -48,11 +49,11 @@ def test_the_base_is_counted_once_and_adapters_alone_learn(compute):
 def test_the_plan_of_a_configuration():
     words = {"worker.actor.model.peft_type": "lora", "worker.actor.model.lora_rank": 3}
     whole, adapted = make_plan(load_config(None, {}), True), make_plan(load_config(None, words), True)
-    assert whole.reference and whole.adapters is None and whole.base == "fp32"
+    assert whole.reference and whole.adapters is None and whole.frozen_dtype == "fp32"
     assert not adapted.reference, "it is the base under the adapters"
     assert adapted.adapters == AdapterSettings(rank=3, dtype=torch.float32, seed=load_config(None, {}).dataset.seed)
-    assert (adapted.base, adapted.weights) == ("bf16", "fp32")
-    ways = changes(adapted)
+    assert (adapted.frozen_dtype, adapted.weights) == ("bf16", "fp32")
+    ways = list_savings(adapted)
     assert not any("disable_divergence" in way or "freeze_vision_tower" in way for way in ways), "neither would help"
 
 
@@ -69,7 +70,7 @@ def test_a_base_in_four_bits_and_states_of_a_byte():
     assert less == pytest.approx(sum(sizes) * (2 - 0.5 - 1 / 64), rel=1e-3)
     add_adapters(model, ADAPTERS)
     assert packed.held["optimizer state"] == 2 * sum(p.numel() for p in adapter_parameters(model).values())
-    assert packed.held["a weight made of its 4 bits"] == 2 * max(sizes)
+    assert packed.held["one dequantized weight"] == 2 * max(sizes)
     engines = [found.phases["sample"].keys() for found in (plain, packed)]
     assert "own copy of the weights" in engines[0] - engines[1], "the engine of graphs does not know such weights"
     words = {"worker.actor.model.peft_type": "qlora", "worker.actor.optim.name": "adamw_8bit"}

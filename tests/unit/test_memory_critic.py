@@ -9,19 +9,21 @@ from tiny_models import checkpoint, encoder_of, fresh_backbone
 
 from mtrl.compose.memory_limits import make_plan
 from mtrl.config import load_config
-from mtrl.memory.estimate import Plan, estimate, fake_model, held
+from mtrl.memory.estimate import count_held, estimate
+from mtrl.memory.fake_model import FakeModel
+from mtrl.memory.plan import Plan
 from mtrl.memory.preflight import preflight
 from mtrl.models.families import load_model_config
 from mtrl.models.forward import Forward
 from mtrl.models.model_size import critic_tensors
-from mtrl.models.value_head import load_value_model, with_head
+from mtrl.models.value_head import attach_head, load_value_model
 from mtrl.rollout.local import LocalGenerator
 
 FAMILY = "qwen2_5_vl"
 
 
 def test_what_is_held():
-    found = held(SIZE, Plan(LIMITS), (500, 300, 8), (500, 8))
+    found = count_held(SIZE, Plan(LIMITS), (500, 300, 8), (500, 8))
     assert found == {
         "weights": 4000, "weights of the critic": 4 * 808, "optimizer state": 2 * 2800,
         "optimizer state of the critic": 2 * 4 * 508,
@@ -34,7 +36,7 @@ def test_sizes_without_weights(family, tied):
     """As the critic that is loaded: one number in place of the vocabulary, the input's matrix as it was."""
     config = load_model_config(str(checkpoint(family)))
     config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = tied
-    tensors, learning = critic_tensors(fake_model(config, Plan(LIMITS, train_vision=False)).model)
+    tensors, learning = critic_tensors(FakeModel(config, Plan(LIMITS, train_vision=False)).model)
     critic = load_value_model(checkpoint(family))
     if (tower := getattr(critic.model, "visual", None)) is not None:
         tower.requires_grad_(False)
@@ -66,10 +68,10 @@ def test_the_plan_of_a_configuration(estimator):
         assert plan.critic.model_type == FAMILY
 
 
-def test_the_rehearsal_runs_the_critic_and_leaves_no_trace():
+def test_the_preflight_runs_the_critic_and_leaves_no_trace():
     encoder, limits = encoder_of(FAMILY), replace(LIMITS, prompts=2, prompts_per_update=2)
     forward, other = Forward(fresh_backbone(FAMILY), encoder), fresh_backbone(FAMILY)
-    with_head(other.model, torch.ones(1, other.output_matrix.shape[1]))
+    attach_head(other.model, torch.ones(1, other.output_matrix.shape[1]))
     critic = Forward(other, encoder)
     before = [p.detach().clone() for p in other.model.parameters()]
     kept = torch.ones_like(other.output_matrix)

@@ -1,4 +1,4 @@
-"""What lies in main memory between its uses takes no room in the other phases: counted, advised and rehearsed."""
+"""What lies in CPU memory between its uses takes no room in the other phases: counted, advised and in preflight."""
 
 from dataclasses import replace
 
@@ -7,7 +7,8 @@ from tiny_models import encoder_of, fresh_backbone
 
 from mtrl.compose.memory_limits import make_plan
 from mtrl.config import load_config
-from mtrl.memory.estimate import MemoryEstimate, Plan, apart, changes, held, needed_in, peak_after
+from mtrl.memory.estimate import MemoryEstimate, count_held, estimate_peak, onloaded_in, split_offloaded
+from mtrl.memory.plan import Plan, list_savings
 from mtrl.memory.preflight import Limits, preflight
 from mtrl.models.forward import Forward
 from mtrl.models.model_size import ModelSize
@@ -39,28 +40,28 @@ FOUND = MemoryEstimate(
 )
 def test_peaks_by_hand(changed, peak):
     plan = replace(PLAN, reference_in_update=changed.get("reference_in_update", False))
-    assert peak_after(None, plan, replace(plan, **changed), FOUND) == peak
+    assert estimate_peak(None, plan, replace(plan, **changed), FOUND) == peak
 
 
 def test_it_is_counted_in_the_phases_that_need_it():
     size = ModelSize(tensors=(700,), learning=(700,), vocabulary=10, output=80, layers=3, keys=4, read=600)
     plan = replace(PLAN, on_gpu=False, offload_optimizer=True, offload_reference=True)
-    always, away = apart(held(size, plan), plan)
+    always, away = split_offloaded(count_held(size, plan), plan)
     assert always == {"weights": 2800}
     assert away == {"weights of the reference": 2800, "optimizer state": 2 * 2800}
-    assert needed_in("sample", away, plan, 1000) == {}
-    assert needed_in("probe", away, plan, 1000) == {"weights of the reference": 2800}
-    assert needed_in("update", away, plan, 1000) == {"optimizer state, a piece at a time": 1000}
-    assert needed_in("update", away, plan, 9000) == {"optimizer state, a piece at a time": 5600}, "all of it at once"
-    assert held(size, replace(plan, states=3))["optimizer state"] == 3 * 2800, "kahan keeps a third"
+    assert onloaded_in("sample", away, plan, 1000) == {}
+    assert onloaded_in("probe", away, plan, 1000) == {"weights of the reference": 2800}
+    assert onloaded_in("update", away, plan, 1000) == {"optimizer state, a piece at a time": 1000}
+    assert onloaded_in("update", away, plan, 9000) == {"optimizer state, a piece at a time": 5600}, "all of it at once"
+    assert count_held(size, replace(plan, states=3))["optimizer state"] == 3 * 2800, "kahan keeps a third"
 
 
 def test_it_is_advised_where_it_would_help():
     ways = {"worker.actor.offload.offload_optimizer=true", "worker.ref.offload_params=true"}
-    assert ways <= changes(PLAN).keys()
-    assert ways.isdisjoint(changes(replace(PLAN, on_gpu=False)).keys()), "a CPU has no other memory"
-    assert "worker.ref.offload_params=true" not in changes(replace(PLAN, reference=False))
-    assert ways.isdisjoint(changes(replace(PLAN, offload_optimizer=True, offload_reference=True)).keys())
+    assert ways <= list_savings(PLAN).keys()
+    assert ways.isdisjoint(list_savings(replace(PLAN, on_gpu=False)).keys()), "a CPU has no other memory"
+    assert "worker.ref.offload_params=true" not in list_savings(replace(PLAN, reference=False))
+    assert ways.isdisjoint(list_savings(replace(PLAN, offload_optimizer=True, offload_reference=True)).keys())
 
 
 def test_the_keys_are_in_the_plan():
@@ -74,7 +75,7 @@ def test_the_keys_are_in_the_plan():
 
 
 @pytest.mark.parametrize(("offloaded", "has_states"), [(False, False), (False, True), (True, False), (True, True)])
-def test_the_rehearsal_takes_their_room_when_they_will_be_there(offloaded, has_states, monkeypatch):
+def test_the_preflight_takes_their_room_when_they_will_be_there(offloaded, has_states, monkeypatch):
     forward = Forward(fresh_backbone("qwen2"), encoder_of("qwen2"))
     engine = LocalGenerator(forward.backbone, forward.encoder)
     monkeypatch.setattr(offload, "PIECE", 1)  # every weight is one

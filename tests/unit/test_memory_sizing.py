@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import pytest
 from tiny_models import checkpoint, encoder_of
 
-from mtrl.compose.memory_limits import fitted, sized_by_memory
+from mtrl.compose.memory_limits import fit_passes, is_sized_by_memory
 from mtrl.config import load_config
-from mtrl.memory.estimate import Plan, estimate, sized
-from mtrl.memory.preflight import DoesNotFit, Limits, half_pass
+from mtrl.memory.estimate import estimate, shrink_to_fit
+from mtrl.memory.plan import Plan
+from mtrl.memory.preflight import DoesNotFit, Limits, half_pass_tokens
 from mtrl.models.families import load_model_config
 from mtrl.types import Needs, Sampling
 from mtrl.workers.micro_batches import MicroBatching
@@ -50,29 +51,29 @@ def passes_that_fit(**most):
 def test_passes_are_halved_until_they_fit(most, tried, capfd):
     run_once, found = passes_that_fit(**most)
     learners = [SimpleNamespace(cut_to=0), SimpleNamespace(cut_to=0)]
-    assert fitted(run_once, LIMITS, SimpleNamespace(encoder=encoder_of(FAMILY)), learners) == {"update": 1}
+    assert fit_passes(run_once, LIMITS, SimpleNamespace(encoder=encoder_of(FAMILY)), learners) == {"update": 1}
     assert found == tried
     assert [learner.cut_to for learner in learners] == 2 * [tried[-1][1] or 0]
-    assert capfd.readouterr().err.count("they are cut to") == len(tried) - 1
+    assert capfd.readouterr().err.count("they are reduced to") == len(tried) - 1
 
 
 def test_what_was_told_or_cannot_be_cut_is_refused():
     policy, learner = SimpleNamespace(encoder=encoder_of(FAMILY)), SimpleNamespace(cut_to=0)
     run_once, tried = passes_that_fit(update=500)
     with pytest.raises(DoesNotFit):
-        fitted(run_once, LIMITS, policy, [])
+        fit_passes(run_once, LIMITS, policy, [])
     run_once, tried = passes_that_fit(update=3)  # less than a response takes
     with pytest.raises(DoesNotFit):
-        fitted(run_once, LIMITS, policy, [learner])
+        fit_passes(run_once, LIMITS, policy, [learner])
     assert len(tried) > 3
-    assert half_pass(LIMITS, policy.encoder, "sample") is None, "the engine cuts its own batches"
+    assert half_pass_tokens(LIMITS, policy.encoder, "sample") is None, "the engine cuts its own batches"
 
 
 def test_a_budget_that_somebody_has_set_is_kept():
     key = "worker.actor.tokens_per_micro_batch"
-    assert sized_by_memory(load_config(None, {}))
-    assert not sized_by_memory(load_config(None, {key: 4096}))
-    assert not sized_by_memory(load_config(None, {"worker.actor.dynamic_batching": False}))
+    assert is_sized_by_memory(load_config(None, {}))
+    assert not is_sized_by_memory(load_config(None, {key: 4096}))
+    assert not is_sized_by_memory(load_config(None, {"worker.actor.dynamic_batching": False}))
 
 
 def test_a_cut_makes_no_pass_larger():
@@ -86,10 +87,10 @@ def test_what_is_counted_is_what_a_run_would_cut_to():
     config = load_model_config(str(checkpoint(FAMILY)))
     plan = Plan(LIMITS)
     whole = estimate(config, plan)
-    assert sized(config, plan, whole, whole.peak_bytes) == (plan, whole)
-    halved = replace(plan, limits=LIMITS.within(half_pass(LIMITS, encoder_of(FAMILY), whole.fullest)))
+    assert shrink_to_fit(config, plan, whole, whole.peak_bytes) == (plan, whole)
+    halved = replace(plan, limits=LIMITS.within(half_pass_tokens(LIMITS, encoder_of(FAMILY), whole.fullest)))
     less = estimate(config, halved)
     assert whole.held_bytes < less.peak_bytes < whole.peak_bytes
-    cut, found = sized(config, plan, whole, less.peak_bytes)
+    cut, found = shrink_to_fit(config, plan, whole, less.peak_bytes)
     assert (cut, found.phases, found.held) == (halved, less.phases, less.held)
-    assert sized(config, plan, whole, whole.held_bytes // 2) == (plan, whole), "smaller passes are no help"
+    assert shrink_to_fit(config, plan, whole, whole.held_bytes // 2) == (plan, whole), "smaller passes are no help"

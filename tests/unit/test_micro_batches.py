@@ -5,6 +5,7 @@ import torch
 from helpers import fake_rollouts, same
 
 from mtrl.models.parallel.ranks import Ranks
+from mtrl.models.parallel.sequence import SequenceParallelGroup
 from mtrl.types import Signals
 from mtrl.workers.micro_batches import MicroBatching
 
@@ -70,7 +71,7 @@ def test_signals_come_back_in_the_order_of_the_rows():
 class Busy(Ranks):
     """One of two ranks, of which the other has three passes."""
 
-    def most(self, number):
+    def all_reduce_max(self, number):
         return max(3, number)
 
 
@@ -129,5 +130,6 @@ def test_ranks_that_share_a_sequence_hold_so_much_more_together():
     """A budget is what one rank holds."""
     ranks = Ranks(size=4)
     assert MicroBatching(100, at_least=7).over(ranks) == MicroBatching(100, at_least=7, ranks=ranks)
-    assert MicroBatching(100, at_least=7).over(ranks, 2) == MicroBatching(200, at_least=14, ranks=ranks)
-    assert MicroBatching(at_least=7).over(ranks, 2) == MicroBatching(at_least=14, ranks=ranks)
+    ranks = Ranks(size=4, sp_group=SequenceParallelGroup(size=2))
+    assert MicroBatching(100, at_least=7).over(ranks) == MicroBatching(200, at_least=14, ranks=ranks)
+    assert MicroBatching(at_least=7).over(ranks) == MicroBatching(at_least=14, ranks=ranks)

@@ -94,7 +94,7 @@ def test_pickled_weights_are_not_read(model, name):
     torch.save(load_file(model / WEIGHTS), model / name)
     load_all(model)  # beside safetensors they do no harm
     (model / WEIGHTS).unlink()
-    refused(model, rf"has pickled weights alone \({name}\), .* safetensors")
+    refused(model, rf"has only pickled weights \({name}\), .* safetensors")
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])

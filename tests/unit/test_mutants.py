@@ -9,9 +9,9 @@ from helpers import close, fake_batch, fake_experience, fake_prompt, fake_rollou
 
 from mtrl.algorithms.credit import assign
 from mtrl.algorithms.credit.attention_weights import AttentionWeights
-from mtrl.algorithms.credit.top_fraction import top_fraction
 from mtrl.algorithms.credit.trajectory_scaling import TrajectoryScaling
-from mtrl.algorithms.losses import Loss, PolicyLoss, mismatch_correction, term_weights, total_loss
+from mtrl.algorithms.groups import top_fraction
+from mtrl.algorithms.losses import Loss, PolicyLoss, loss_weights, mismatch_correction, total_loss
 from mtrl.types import SEGMENTS, Signals
 
 
@@ -67,18 +67,18 @@ def test_absurd_ratios_leave_loss_and_gradient_finite(kind, level):
 
 def test_the_denominator_counts_all_valid_tokens_unless_told_otherwise():
     mask, select = mask_of(4), torch.tensor([[True, False, False, True]])
-    close(term_weights(mask.float(), select, "dapo", 9).policy, [[1 / 4, 0, 0, 1 / 4]])
-    close(term_weights(mask.float(), select, "dapo", 9, "selected").policy, [[1 / 2, 0, 0, 1 / 2]])
+    close(loss_weights(mask.float(), select, "dapo", 9).policy, [[1 / 4, 0, 0, 1 / 4]])
+    close(loss_weights(mask.float(), select, "dapo", 9, "selected").policy, [[1 / 2, 0, 0, 1 / 2]])
 
 
 def test_denominators_are_summed_in_float64():
     # 2**24 + 1 is 2**24 in float32, and the first weight would be 1
     measure = torch.tensor([[2.0**24, 1.0]])
-    assert term_weights(measure, mask_of(2), "dapo", 9).token[0, 0] == 1 - 2.0**-24
+    assert loss_weights(measure, mask_of(2), "dapo", 9).token[0, 0] == 1 - 2.0**-24
 
 
 def test_a_denominator_may_be_below_one():
-    close(term_weights(torch.tensor([[0.1, 0.3]]), mask_of(2), "dapo", 9).policy, [[1 / 4, 3 / 4]])
+    close(loss_weights(torch.tensor([[0.1, 0.3]]), mask_of(2), "dapo", 9).policy, [[1 / 4, 3 / 4]])
 
 
 def test_the_gap_of_a_sequence_does_not_depend_on_the_order_of_its_tokens():

@@ -10,8 +10,8 @@ from helpers import fake_experience, fake_rollouts, same
 from mtrl.algorithms.credit import assign
 from mtrl.algorithms.credit.oracle import Oracle
 from mtrl.algorithms.credit.registry import make_rule
-from mtrl.algorithms.credit.token_spans import token_places
-from mtrl.compose.algorithm import credit_rules, make_algorithm
+from mtrl.algorithms.credit.token_spans import token_spans
+from mtrl.compose.algorithm import make_algorithm, make_credit_rules
 from mtrl.config import ConfigError, load_config
 from mtrl.embedded.embedded_rows import MODEL_DIRECTORY
 from mtrl.embedded.scenes import causal_spans, make_question
@@ -51,7 +51,7 @@ IDS = [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_the_tokens_that_hold_a_causal_character_count():
-    rule = Oracle().reading(words)
+    rule = Oracle().bind_tokenizer(words)
     experience = told([RESPONSE, RESPONSE[:20]], [IDS, [1, 2, 3]], [SCENE, SCENE])
     expected = torch.tensor([[0, 0, 1, 0, 1, 0, 0], [0, 0, 1, 0, 0, 0, 0]], dtype=torch.bool)
     same(rule.apply(experience, KEY), expected)
@@ -65,7 +65,7 @@ def test_it_does_not_speak_for_others():
     columns = [SCENE, {"task": "zoo"}, None, SCENE, SCENE]
     texts, ids = [RESPONSE] * 4 + [silent], [IDS] * 4 + [[8, 7]]
     experience = told(texts, ids, columns, visual=[True, True, True, False, True])
-    rule = Oracle().reading(words)
+    rule = Oracle().bind_tokenizer(words)
     assert rule.applies_to(experience).tolist() == [True, False, False, False, False]
     select = assign([rule], experience, KEY).keep_mask
     assert select[0].sum() == 2
@@ -73,18 +73,18 @@ def test_it_does_not_speak_for_others():
 
 
 def test_a_rule_that_nobody_told_what_tokens_say():
-    with pytest.raises(AssertionError, match="what tokens say"):
+    with pytest.raises(AssertionError, match="bind_tokenizer"):
         Oracle().apply(told([RESPONSE], [IDS], [SCENE]), KEY)
 
 
 def test_places_of_pieces():
-    assert token_places(["ab", "c"], "abc") == [(0, 2), (2, 3)]
-    assert token_places(["ab", "<|im_end|>"], "ab") == [(0, 2), (2, 2)], "the text leaves the end token out"
-    assert token_places(["a", "", "", "é", "b"], "aéb") == [(0, 1), (1, 2), (1, 2), (1, 2), (2, 3)]
-    assert token_places(["a", "", ""], "a") == [(0, 1), (1, 1), (1, 1)]
-    assert token_places([], "") == []
+    assert token_spans(["ab", "c"], "abc") == [(0, 2), (2, 3)]
+    assert token_spans(["ab", "<|im_end|>"], "ab") == [(0, 2), (2, 2)], "the text leaves the end token out"
+    assert token_spans(["a", "", "", "é", "b"], "aéb") == [(0, 1), (1, 2), (1, 2), (1, 2), (2, 3)]
+    assert token_spans(["a", "", ""], "a") == [(0, 1), (1, 1), (1, 1)]
+    assert token_spans([], "") == []
     with pytest.raises(ValueError, match="end after 1 of 3 characters"):
-        token_places(["a", "x"], "abc")
+        token_spans(["a", "x"], "abc")
 
 
 @pytest.mark.parametrize("text", ["so the answer is rot für é漢字🙂 and on", "🙂🙂", "a\ufffdb", "<think>I</think>é"])
@@ -93,7 +93,7 @@ def test_places_with_a_tokenizer_of_bytes(text):
     encoder = load_encoder(MODEL_DIRECTORY)
     ids = [*encoder.tokenizer(text)["input_ids"], encoder.stop_ids[0]]
     assert encoder.decode(ids) == text
-    places = token_places(TokenPieces(encoder.decode_tokens, encoder.decode)(ids), text)
+    places = token_spans(TokenPieces(encoder.decode_tokens, encoder.decode)(ids), text)
     assert len(places) == len(ids) and places[-1] == (len(text), len(text))
     assert {c for start, end in places for c in range(start, end)} == set(range(len(text)))
     assert places == sorted(places)
@@ -104,7 +104,7 @@ def test_a_cut_character_at_the_end_of_a_response():
     ids = encoder.tokenizer("so é")["input_ids"]
     cut = ids[:-1]
     assert len(ids) > len(cut) and encoder.decode(cut) == "so \ufffd"
-    places = token_places(TokenPieces(encoder.decode_tokens, encoder.decode)(cut), encoder.decode(cut))
+    places = token_spans(TokenPieces(encoder.decode_tokens, encoder.decode)(cut), encoder.decode(cut))
     assert places[-1] == (3, 4)
 
 
@@ -120,7 +120,7 @@ def test_a_whole_response_of_the_task():
     rollouts = make_rollouts(
         [prompt], [0], [ids], None, text=[encoder.decode(ids)], finish=["stop"], version=0, pad_id=encoder.pad_id
     )
-    rule = Oracle().reading(TokenPieces(encoder.decode_tokens, encoder.decode))
+    rule = Oracle().bind_tokenizer(TokenPieces(encoder.decode_tokens, encoder.decode))
     (kept,) = rule.apply(fake_experience(rollouts), KEY)
     assert encoder.decode(torch.tensor(ids)[kept]).replace(" ", "") == "redred"
     assert [text[a:b] for a, b in causal_spans(question.columns, text)] == ["red", "red"]
@@ -136,7 +136,7 @@ def test_a_function_of_the_users(tmp_path):
     path = tmp_path / "mine.py"
     told_all = "row['answer'] is None and row['id'] == 'p0'"
     path.write_text(f"def spans(row, response):\n    return [(0, 1)] if {told_all} else None\n")
-    rule = make_rule({"name": "oracle", "spans": f"{path}:spans"}).reading(words)
+    rule = make_rule({"name": "oracle", "spans": f"{path}:spans"}).bind_tokenizer(words)
     same(rule.apply(told([RESPONSE], [IDS], [None]), KEY), torch.tensor([[1, 0, 0, 0, 0, 0, 0]], dtype=torch.bool))
 
 
@@ -152,7 +152,7 @@ def test_functions_that_are_none(tmp_path):
         with pytest.raises(PluginError, match=said):
             make_rule({"name": "oracle", "spans": spec})
     with pytest.raises(ConfigError, match=r"optimization\.credit: .*nothing"):
-        credit_rules(
+        make_credit_rules(
             load_config(None, {"optimization.credit": [{"name": "oracle", "spans": "mtrl.embedded.scenes:nothing"}]})
         )
 
@@ -165,15 +165,15 @@ def test_a_file_beside_the_configuration_is_found_there(tmp_path):
 
 
 def test_nothing_to_shuffle():
-    with pytest.raises(PluginError, match="reads no signal, so that there is nothing to shuffle"):
+    with pytest.raises(PluginError, match="reads no signal, so there is nothing to shuffle"):
         make_rule({"name": "shuffled", "rule": "oracle"})
 
 
 def test_a_run_tells_its_rules_what_tokens_say():
     config = load_config(None, {"optimization.credit": ["oracle", "key_tokens"]})
-    oracle, other = make_algorithm(config, 1, pieces=words).credit
-    assert oracle.pieces is words and other == make_rule("key_tokens")
-    assert make_algorithm(config, 1).credit[0].pieces is None
+    oracle, other = make_algorithm(config, 1, decode=words).credit
+    assert oracle.decode is words and other == make_rule("key_tokens")
+    assert make_algorithm(config, 1).credit[0].decode is None
 
 
 def test_rows_of_the_other_embedded_task_are_left_alone():

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch_ops as plain
 from tiny_models import encoder_of, fresh_backbone, prompts_for
 
-from mtrl.rollout.decode import torch_ops as plain
 from mtrl.rollout.decode.engine import GraphGenerator
 from mtrl.rollout.decode.step import Ops
 from mtrl.rollout.local import LocalGenerator
@@ -81,7 +81,7 @@ def test_a_full_device_costs_nothing_but_time(engine, caplog, room, tried, halvi
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == len(halvings)
     for line, rows in zip(said, halvings, strict=True):
-        assert f"{2 * rows} responses at once: {rows} from here on" in line and "mtrl doctor" in line
+        assert f"{2 * rows} responses at once: {rows} from now on" in line and "mtrl doctor" in line
 
 
 def test_it_stays_halved_and_says_no_more(engine, caplog):

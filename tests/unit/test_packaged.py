@@ -5,7 +5,7 @@ from config_helpers import errors_of
 
 from mtrl.cli import main
 from mtrl.config import load_config
-from mtrl.config.packaged import HOME, packaged
+from mtrl.config.packaged import CONFIG_DIR, packaged_configs
 
 
 @pytest.fixture(autouse=True)
@@ -14,10 +14,10 @@ def elsewhere(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize("name", packaged())
+@pytest.mark.parametrize("name", packaged_configs())
 def test_each_loads_by_its_name_with_and_without_yaml(name):
     config = load_config(name)
-    assert config == load_config(name.removesuffix(".yaml")) == load_config(HOME / name)
+    assert config == load_config(name.removesuffix(".yaml")) == load_config(CONFIG_DIR / name)
     assert config.training.project_name in ("experiments", "cards", "study")
 
 
@@ -29,7 +29,7 @@ def test_the_short_form_needs_no_folder(name):
 
 def test_a_wrong_short_form_gets_the_near_ones():
     (error,) = errors_of("mtrl:tprl_ful")
-    assert "did you mean experiments/tprl_full.yaml or experiments/zoo/tprl_full.yaml" in error
+    assert "did you mean the packaged experiments/tprl_full.yaml or experiments/zoo/tprl_full.yaml" in error
 
 
 def test_an_existing_file_wins(elsewhere):
@@ -46,11 +46,11 @@ def test_an_existing_file_wins(elsewhere):
     [
         (
             "experiments/zoo/tprl_ful.yaml",
-            "; did you mean experiments/zoo/tprl_full.yaml or experiments/tprl_full.yaml",
+            "; did you mean the packaged experiments/zoo/tprl_full.yaml or experiments/tprl_full.yaml",
         ),
-        ("vppo", "; did you mean experiments/vppo.yaml or experiments/zoo/vppo.yaml of the package?"),
-        ("../experiments/dapo.yaml", "; did you mean experiments/dapo.yaml"),
-        ("run.yaml", "; mtrl config --list names those of the package"),
+        ("vppo", "; did you mean the packaged experiments/vppo.yaml or experiments/zoo/vppo.yaml?"),
+        ("../experiments/dapo.yaml", "; did you mean the packaged experiments/dapo.yaml"),
+        ("run.yaml", "; mtrl config --list shows the packaged configurations"),
     ],
 )
 def test_a_wrong_name_gets_the_near_ones(wrong, told):
@@ -66,9 +66,9 @@ def test_a_whole_path_is_no_name_of_the_package(elsewhere):
 def test_the_list_names_each_with_its_first_line(capsys):
     assert main(["config", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[: len(packaged())]] == list(packaged())
-    assert all(len(line.split()) > 4 for line in lines[: len(packaged())])
-    assert str(HOME) in lines[-1]
+    assert [line.split()[0] for line in lines[: len(packaged_configs())]] == list(packaged_configs())
+    assert all(len(line.split()) > 4 for line in lines[: len(packaged_configs())])
+    assert str(CONFIG_DIR) in lines[-1]
 
 
 def test_the_command_line_takes_the_name(capsys):

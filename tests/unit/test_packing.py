@@ -2,7 +2,8 @@
 
 import torch
 
-from mtrl.algorithms.packing import Piece, balance, cut_groups, fill_micro_batches, optimizer_steps, row_index
+from mtrl.algorithms.batches import optimizer_steps
+from mtrl.algorithms.packing import Piece, balance, cut_groups, fill_micro_batches, row_index
 
 
 def test_optimizer_steps_count_prompts_not_rows():

@@ -12,9 +12,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoModelForImageTextToText
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLMLP
 
-from mtrl.memory.estimate import Plan, estimate, fake_model
+from mtrl.memory import fake_model as fake
+from mtrl.memory.estimate import estimate
+from mtrl.memory.fake_model import FakeModel
+from mtrl.memory.plan import Plan
 from mtrl.memory.preflight import Limits
-from mtrl.models import fake_model as fake
 from mtrl.models import patches
 from mtrl.models.backbone import Backbone
 from mtrl.models.families import load_model_config
@@ -181,7 +183,9 @@ def test_it_is_for_narrow_products_on_cuda(device, compute, pads, monkeypatch):
 # ----------------------------------------------------------------------------------------------------------- compiled
 def test_the_padded_function_is_what_is_compiled(monkeypatch):
     calls = []
-    monkeypatch.setattr(patches, "compiled", lambda function, _: lambda *x: calls.append(function) or function(*x))
+    monkeypatch.setattr(
+        patches, "compile_function", lambda function, _: lambda *x: calls.append(function) or function(*x)
+    )
     module = padded(mlp_of(layers=2))
     use_compiled_pieces(module)
     module(torch.ones(2, HIDDEN))
@@ -196,7 +200,7 @@ def test_it_compiles_as_one_graph_for_all_layers_and_lengths(monkeypatch):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     function = torch.compile(padded_mlp, backend=counter, dynamic=True, fullgraph=True)
-    monkeypatch.setattr(patches, "compiled", lambda *_: function)
+    monkeypatch.setattr(patches, "compile_function", lambda *_: function)
     plain = mlp_of(layers=3)
     module = padded(plain)
     use_compiled_pieces(module)
@@ -214,7 +218,7 @@ def test_it_compiles_as_one_graph_for_all_layers_and_lengths(monkeypatch):
     ("on_gpu", "compute", "pads"), [(True, "bf16", True), (True, "fp32", False), (False, "bf16", False)]
 )
 def test_the_fake_model_pads_where_the_real_one_does(on_gpu, compute, pads):
-    found = fake_model(packaged_config("qwen2_5_vl"), Plan(LIMITS, compute=compute, on_gpu=on_gpu))
+    found = FakeModel(packaged_config("qwen2_5_vl"), Plan(LIMITS, compute=compute, on_gpu=on_gpu))
     assert bool(those_padded(found.model)) == pads
 
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 from tiny_models import encoder_of
 
-from mtrl.compose.memory_limits import KeptPasses, fitted
-from mtrl.compose.run import train_through
+from mtrl.compose.memory_limits import PassSizes, fit_passes
+from mtrl.compose.run import train_with_restarts
 from mtrl.config import load_config
 from mtrl.memory.preflight import DoesNotFit, Limits
 from mtrl.types import Needs, Sampling
@@ -23,12 +23,12 @@ LIMITS = Limits(
 GROUP = 90 + 8 * 16  # tokens
 
 
-def attempt(kept, room):
+def attempt(pass_sizes, room):
     """A start of a rank with room for an update of so many tokens: the size that its learners begin the first step
     with."""
     learners = [SimpleNamespace(name=name, cut_to=0) for name in ("actor", "critic")]
     for learner in learners:
-        kept.settle(learner)
+        pass_sizes.apply(learner)
 
     def run_once(limits):
         if (limits.update.tokens or 4 * GROUP) > room:
@@ -36,34 +36,34 @@ def attempt(kept, room):
         return {"update": 1}
 
     cut = learners[0].cut_to
-    fitted(run_once, LIMITS.within(cut) if cut else LIMITS, POLICY, learners, kept)
+    fit_passes(run_once, LIMITS.within(cut) if cut else LIMITS, POLICY, learners, pass_sizes)
     return [learner.cut_to for learner in learners]
 
 
 def test_each_start_has_half_of_what_did_not_fit_before(tmp_path):
-    kept = KeptPasses(tmp_path / "passes.json")
-    assert attempt(kept, 4 * GROUP) == [0, 0] and not kept.file.exists()
+    pass_sizes = PassSizes(tmp_path / "passes.json")
+    assert attempt(pass_sizes, 4 * GROUP) == [0, 0] and not pass_sizes.file.exists()
     for tokens in (2 * GROUP, GROUP):
-        with pytest.raises(PassesCut, match=f"they are cut to {tokens} tokens; $"):
-            attempt(kept, GROUP)
+        with pytest.raises(PassesCut, match=f"they are reduced to {tokens} tokens; $"):
+            attempt(pass_sizes, GROUP)
         assert [file.name for file in tmp_path.iterdir()] == ["passes.json"]
-    assert attempt(kept, GROUP) == [GROUP, GROUP]
+    assert attempt(pass_sizes, GROUP) == [GROUP, GROUP]
 
 
 def test_a_learner_that_is_full_later_keeps_its_own(tmp_path):
-    kept, learner = KeptPasses(tmp_path / "passes.json"), SimpleNamespace(name="critic")
-    kept.keep("actor", 100)
-    kept.settle(learner)
+    pass_sizes, learner = PassSizes(tmp_path / "passes.json"), SimpleNamespace(name="critic")
+    pass_sizes.write("actor", 100)
+    pass_sizes.apply(learner)
     learner.keep_cut(50)
-    assert attempt(kept, 4 * GROUP) == [100, 50]
+    assert attempt(pass_sizes, 4 * GROUP) == [100, 50]
 
 
 def test_what_fits_in_no_passes_is_an_error_that_comes_from_any_process(tmp_path):
-    kept = KeptPasses(tmp_path / "passes.json")
+    pass_sizes = PassSizes(tmp_path / "passes.json")
     with pytest.raises(DoesNotFit) as told:
         while True:
             with pytest.raises(PassesCut):
-                attempt(kept, 3)
+                attempt(pass_sizes, 3)
     again = pickle.loads(pickle.dumps(told.value))
     assert isinstance(again, DoesNotFit) and (again.phase, str(again)) == ("update", "memory: it does not fit")
     cut = pickle.loads(pickle.dumps(PassesCut("full; ")))
@@ -71,9 +71,9 @@ def test_what_fits_in_no_passes_is_an_error_that_comes_from_any_process(tmp_path
 
 
 def test_limits_of_one_of_several_ranks():
-    each = LIMITS.on_each(ranks=4, sharers=1)
+    each = LIMITS.on_each(ranks=4, sp_size=1)
     assert (each.prompts, each.prompts_per_update) == (2, 1) and each.update == LIMITS.update
-    shared = LIMITS.on_each(ranks=4, sharers=2)
+    shared = LIMITS.on_each(ranks=4, sp_size=2)
     assert (shared.prompts, shared.prompts_per_update) == (4, 2), "two ranks have the same rows"
     assert (shared.probe.tokens, shared.update.at_least) == (8000, 2000), "and each a half of a pass"
     assert replace(LIMITS, prompts=9).on_each(4, 1).prompts == 3, "one has more than the others"
@@ -98,11 +98,11 @@ def test_smaller_passes_are_no_restart(restarts, ends, capfd):
     config = load_config(None, {"training.max_restarts": restarts, "training.fresh": True})
     if ends == "lost":
         with pytest.raises(RankLost, match="rank 1 is gone"):
-            train_through(config, begin)
+            train_with_restarts(config, begin)
         return
-    train_through(config, begin)
+    train_with_restarts(config, begin)
     assert fresh == [True, False, False, False, False]
-    assert "half; the run goes on from its last checkpoint\n" in capfd.readouterr().err
+    assert "half; the run resumes from its last checkpoint\n" in capfd.readouterr().err
 
 
 def test_by_torchrun_the_command_goes_on(monkeypatch):
@@ -112,5 +112,5 @@ def test_by_torchrun_the_command_goes_on(monkeypatch):
     def begin(config):
         raise PassesCut("half; ")
 
-    with pytest.raises(RunError, match="half; the same command goes on from the last checkpoint"):
-        train_through(load_config(None, {}), begin)
+    with pytest.raises(RunError, match="half; the same command resumes from the last checkpoint"):
+        train_with_restarts(load_config(None, {}), begin)

@@ -74,7 +74,7 @@ def test_which_are_chosen(tmp_path, capsys):
     for file in ("ids.txt", "ids.json"):
         prepared(capsys, "aokvqa", hub, "--ids", file, "--out", file[4:])
         assert [row["id"] for row in rows_of(tmp_path / file[4:])] == [f"aokvqa/{key}" for key in keys[3:6]]
-    assert "1 ids of the file are of no row" in (tmp_path / "txt/README.md").read_text()
+    assert "No row has 1 of the ids in the file" in (tmp_path / "txt/README.md").read_text()
 
 
 def test_a_split_without_answers_is_said(tmp_path, capsys):
@@ -164,12 +164,12 @@ def test_merging_other_files_and_a_repeated_row(tmp_path, capsys):
         (tmp_path / "train.jsonl").read_text().replace('"answer": ', '"answer": "B", "n": ')
     )
     said = prepared(capsys, "merge", "more.jsonl", "more.jsonl", "--val", 0, "--out", "a")
-    assert said["rows"] == {"train": 6} and said["left_out"] == {"a row with its id came before": 6}
+    assert said["rows"] == {"train": 6} and said["left_out"] == {"an earlier row has the same id": 6}
 
 
 @pytest.mark.parametrize("storage", ["embed", pytest.param("paths", marks=pytest.mark.slow)])
 def test_twice_the_same_bytes(tmp_path, capsys, storage, monkeypatch):
-    monkeypatch.setattr("mtrl.prepare.prepare_dataset.STRETCH_ROWS", 7)
+    monkeypatch.setattr("mtrl.prepare.prepare_dataset.ROWS_PER_SHARD", 7)
     all_three(tmp_path, capsys, "--images", storage)
     first, ddm = contents(tmp_path / "data"), ("--images", storage)
     prepared(capsys, "merge", *ddm)
@@ -190,13 +190,13 @@ def test_twice_the_same_bytes(tmp_path, capsys, storage, monkeypatch):
         ((), "which dataset? mtrl prepare aokvqa | arxivqa | mmmu-pro | merge"),
         (("coco",), "which dataset?"),
         (("aokvqa", "nowhere/at/all"), "nowhere/at/all does not exist"),
-        (("aokvqa", "--subset", "many"), "--subset: 'many' is no number that it takes"),
-        (("aokvqa", "--subset", "0"), "--subset: 0 is out of its range"),
-        (("aokvqa", "--options", "4"), "--options: mtrl prepare aokvqa takes --out"),
+        (("aokvqa", "--subset", "many"), "--subset: many is no whole number of at least 1"),
+        (("aokvqa", "--subset", "0"), "--subset: 0 is no whole number of at least 1"),
+        (("aokvqa", "--options", "4"), "there is no option --options; mtrl prepare aokvqa takes --out"),
         (("mmmu-pro", "--options", "5"), "--options: '5' is none of 4, 10, vision"),
-        (("merge", "--val", "1"), "--val: 1 is out of its range"),
+        (("merge", "--val", "1"), "--val: 1 is no share of at least 0 and less than 1"),
         (("aokvqa", "a", "b"), "b: one SOURCE is enough"),
-        (("merge", "--images", "links"), "--images: 'links' is neither embed nor paths"),
+        (("merge", "--images", "links"), "--images: invalid choice: 'links' (choose from"),
     ],
 )
 def test_wrong_words_get_one_clear_line(capsys, arguments, told):
@@ -214,7 +214,7 @@ def test_by_its_id_on_the_hub(tmp_path, capsys, monkeypatch):
         return datasets.Dataset(pq.read_table(file))
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr("mtrl.compose.hub.unreachable", lambda: None)
+    monkeypatch.setattr("mtrl.compose.hub.connection_error", lambda: None)
     assert prepared(capsys, "mmmu-pro", "--subset", 2)["rows"] == {"test": 4}
     assert asked == [("MMMU/MMMU_Pro", f"standard ({options} options)", "test") for options in (4, 10)]
 

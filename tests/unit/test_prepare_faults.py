@@ -21,8 +21,8 @@ from mtrl.prepare import prepare_dataset as run
 def here(tmp_path, monkeypatch):
     monkeypatch.setenv("MTRL_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("mtrl.prepare.prepare_dataset.STRETCH_ROWS", 4)
-    monkeypatch.setattr("mtrl.prepare.shards.GROUP_ROWS", 2)
+    monkeypatch.setattr("mtrl.prepare.prepare_dataset.ROWS_PER_SHARD", 4)
+    monkeypatch.setattr("mtrl.prepare.shards.ROWS_PER_GROUP", 2)
 
 
 def refused(capsys, *arguments, status=2):
@@ -96,12 +96,12 @@ def test_a_mark_without_an_image(tmp_path, capsys):
 
 
 KILLS = {  # where the process ends: what is called there, and at which call
-    "in a shard": (shards.Stretch, "add", 11),
+    "in a shard": (shards.ShardWriter, "add", 11),
     "before a shard is in its place": (os, "replace", 4),
-    "between a shard and the journal": (shards.Output, "save", 3),
-    "while an image is written": (images, "replacing", 9),
+    "between a shard and the journal": (shards.OutputFolder, "save", 3),
+    "while an image is written": (images, "atomic_write", 9),
     "before the sheet": (run, "draw_sheet", 1),
-    "before the card": (run, "card", 1),
+    "before the card": (run, "render_card", 1),
 }
 
 
@@ -125,7 +125,7 @@ def test_killed_and_given_again(tmp_path, capsys, place, monkeypatch):
 
     assert in_a_child(killed) == -signal.SIGKILL
     assert not json.loads((tmp_path / "cut/.prepared.json").read_text())["complete"]
-    assert "was not prepared to its end" in refused(capsys, "merge", "cut@test")
+    assert "is incomplete" in refused(capsys, "merge", "cut@test")
     assert main([*arguments, "cut"]) == 0
     assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
 
@@ -156,9 +156,7 @@ def test_a_full_disk(tmp_path, capsys):
     try:
         hub = published.aokvqa(tmp_path / "hub", 60)
         line = refused(capsys, "aokvqa", hub, "--out", disk / "out", status=1)
-        assert (
-            "No space left on device (0 MiB are free)" in line and "Make room and give the same command again" in line
-        )
+        assert "No space left on device (0 MiB are free)" in line and "run the same command again" in line
         before = contents(disk / "out")
         assert 0 < len(before) < 15 and all(name.endswith(".parquet") for name in before), "whole shards alone"
         subprocess.run(["mount", "-o", "remount,size=16m", str(disk)], check=True)
@@ -179,7 +177,7 @@ def test_what_is_there_is_not_touched(tmp_path, capsys):
     )
     assert main(["prepare", "aokvqa", str(hub), "--subset", "5", "--out", "a"]) == 0
     before = contents(tmp_path / "a")
-    assert "a was prepared otherwise (subset was 5)" in refused(capsys, "aokvqa", hub, "--subset", "6", "--out", "a")
+    assert "a was prepared differently (subset was 5)" in refused(capsys, "aokvqa", hub, "--subset", "6", "--out", "a")
     published.aokvqa(hub, 28)
     assert "(the dataset has changed since)" in refused(capsys, "aokvqa", hub, "--subset", "5", "--out", "a")
     assert contents(tmp_path / "a") == before and (tmp_path / "mine/notes.txt").read_text() == "dear to me"
@@ -187,7 +185,7 @@ def test_what_is_there_is_not_touched(tmp_path, capsys):
 
 def test_two_at_a_time_in_one_folder(tmp_path, capsys):
     hub = published.aokvqa(tmp_path / "hub")
-    other = shards.Output(tmp_path / "a", {})
+    other = shards.OutputFolder(tmp_path / "a", {})
     try:
         assert "another mtrl prepare writes to a" in refused(capsys, "aokvqa", hub, "--out", "a")
     finally:

@@ -7,13 +7,13 @@ import pickle
 import shutil
 import subprocess
 import sys
-import time
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import numpy as np
 import pytest
 import torch
+from helpers import cpu_seconds
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -115,14 +115,14 @@ def test_special_tokens_of_a_row_are_text(checkpoints, family, words):
 def test_a_written_system_turn_is_no_system_segment(encoder):
     row, sizes = with_words(ATTACK, encoder)
     prompt = encoder.encode(row, blank(encoder, sizes))
-    counted = encoder.decode(prompt.ids[prompt.pool == TEXT_POOL])
+    counted = encoder.decode(prompt.ids[prompt.token_pool == TEXT_POOL])
     assert "Always answer B." in counted and "Be brief." not in counted
 
 
 def test_a_system_message_with_a_written_token_is_out_of_the_pool_to_its_end(encoder):
     row = task(("system", "Be <|im_start|> brief."), ("user", "x"))
     prompt = encoder.encode(row, [])
-    assert "brief" not in encoder.decode(prompt.ids[prompt.pool == TEXT_POOL])
+    assert "brief" not in encoder.decode(prompt.ids[prompt.token_pool == TEXT_POOL])
 
 
 def test_without_a_chat_template_written_tokens_are_text_too(checkpoints, tmp_path):
@@ -291,21 +291,20 @@ def test_length_is_the_length_of_the_encoding(parts, sizes, which):
     assume(not any(token in "".join(part or "" for part in parts) for token in MEDIA_TOKENS))
     row = task(("system", "be"), ("user", content), images=images)
     prompt = encoder.encode(row, blank(encoder, sizes[:images]))
-    assert encoder.length(row, sizes[:images]) == len(prompt.ids) == len(prompt.pool)
-    assert len(prompt.engine_ids) == len(prompt.ids) - (prompt.pool == VISION_POOL).sum() + images
+    assert encoder.length(row, sizes[:images]) == len(prompt.ids) == len(prompt.token_pool)
+    assert len(prompt.engine_ids) == len(prompt.ids) - (prompt.token_pool == VISION_POOL).sum() + images
 
 
-def test_ten_thousand_lengths_take_seconds(encoder):
-    rows = [task(("user", [IMAGE, text(f"How many red cats are on table {i}? " * 4)]), images=1) for i in range(1000)]
-    begin = time.process_time()
-    for row in rows:
-        encoder.length(row, [(448, 448)])
-    assert time.process_time() - begin < 2  # a tenth of the rows; takes about 0.3 s
+def test_a_length_takes_a_fraction_of_an_encoding(encoder):
+    rows = [task(("user", [IMAGE, text(f"How many red cats are on table {i}? " * 4)]), images=1) for i in range(50)]
+    image = blank(encoder, [(448, 448)])
+    lengths = cpu_seconds(lambda: [encoder.length(row, [(448, 448)]) for row in rows])
+    assert lengths < 0.5 * cpu_seconds(lambda: [encoder.encode(row, image) for row in rows])
 
 
 # ---------------------------------------------------------------------------------------------------------------- pools
 def pooled(encoder, prompt, pool):
-    return "".join(encoder.decode_tokens(prompt.ids[prompt.pool == pool]))
+    return "".join(encoder.decode_tokens(prompt.ids[prompt.token_pool == pool]))
 
 
 def test_pools_of_a_chat(checkpoints, encoder):

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from property_helpers import ALL_RULES, DECIDED, credit_of, steps, train_batch, weights_of
 
+from mtrl.algorithms.batches import optimizer_steps
 from mtrl.algorithms.credit.attention_weights import AttentionWeights
 from mtrl.algorithms.credit.entropy_filter import EntropyFilter
 from mtrl.algorithms.credit.perception_filter import PerceptionFilter
-from mtrl.algorithms.credit.top_fraction import top_fraction
 from mtrl.algorithms.credit.trajectory_scaling import TrajectoryScaling
-from mtrl.algorithms.groups import row_mean
-from mtrl.algorithms.packing import balance, cut_groups, fill_micro_batches, optimizer_steps, row_index
+from mtrl.algorithms.groups import row_mean, top_fraction
+from mtrl.algorithms.packing import balance, cut_groups, fill_micro_batches, row_index
 from mtrl.algorithms.replay import ReplayBuffer, ReplayEntry
 from mtrl.algorithms.signals import segment, sequence_mass, visual_dependency
 
@@ -203,7 +203,7 @@ def test_rows_of_rollouts_keep_their_prompts(step, picks):
     for name in ("tokens", "mask", "rollout_logprobs", "version", "visual", "truncated"):
         same(getattr(part, name), getattr(rollouts, name)[index])
     assert part.text == tuple(rollouts.text[i] for i in index.tolist())
-    assert part.finish == tuple(rollouts.finish[i] for i in index.tolist())
+    assert part.finish_reason == tuple(rollouts.finish_reason[i] for i in index.tolist())
 
 
 @given(steps(), st.lists(st.integers(0, 100), min_size=1, max_size=8))

@@ -17,7 +17,7 @@ from mtrl.algorithms.credit.mass_gate import MassGate
 from mtrl.algorithms.credit.perception_bonus import PerceptionBonus
 from mtrl.algorithms.credit.perception_filter import PerceptionFilter
 from mtrl.algorithms.credit.registry import RULES, make_rule
-from mtrl.algorithms.credit.shuffled import moved, shuffled
+from mtrl.algorithms.credit.shuffled import shuffled, take_signals
 from mtrl.algorithms.credit.trajectory_scaling import TrajectoryScaling
 from mtrl.algorithms.credit.vision_entropy import (
     VisionEntropy,
@@ -80,13 +80,21 @@ def test_vision_entropy_judges_visual_rows_alone():
 def test_perception_bonus_rewards_what_the_image_made_likely():
     # x = log 1/2, 0, log 2: 1 - exp(x) = 1/2, 0, -1.
     change = [[math.log(0.5), 0.0, math.log(2.0)]]
-    close(answer(PerceptionBonus(gamma=0.1), [3], old=[[0.0] * 3], perturbed=change), [[0.05, 0, -0.1]])
+    close(
+        answer(PerceptionBonus(gamma=0.1), [3], old_logprobs=[[0.0] * 3], perturbed_logprobs=change), [[0.05, 0, -0.1]]
+    )
 
 
 def test_perception_bonus_is_zero_where_the_dependency_is_held_at_its_limit():
     # k3 of x = 3 is 16.1 and of x = -12 it is 11: both above the limit of 10, where S has no slope.
-    close(answer(PerceptionBonus(gamma=1.0), [2], old=[[0.0, 0]], perturbed=[[3.0, -12]]), [[0, 0]])
-    found = answer(PerceptionBonus(gamma=1.0), [1, 1], VISUAL_AND_TEXT, old=[[0.0], [0]], perturbed=[[-1.0], [-1]])
+    close(answer(PerceptionBonus(gamma=1.0), [2], old_logprobs=[[0.0, 0]], perturbed_logprobs=[[3.0, -12]]), [[0, 0]])
+    found = answer(
+        PerceptionBonus(gamma=1.0),
+        [1, 1],
+        VISUAL_AND_TEXT,
+        old_logprobs=[[0.0], [0]],
+        perturbed_logprobs=[[-1.0], [-1]],
+    )
     close(found, [[1 - math.exp(-1)], [0]])
 
 
@@ -96,15 +104,15 @@ def test_perception_bonus_is_the_gradient_of_papos_loss():
         policy = torch.tensor(0.0, dtype=torch.float64, requires_grad=True)
         difference = x - policy
         (0.2 * (difference.exp() - difference - 1)).backward()
-        term = answer(PerceptionBonus(gamma=0.2), [1], old=[[0.0]], perturbed=[[x]])
+        term = answer(PerceptionBonus(gamma=0.2), [1], old_logprobs=[[0.0]], perturbed_logprobs=[[x]])
         assert float(term) == pytest.approx(float(policy.grad), abs=1e-7)
 
 
 def test_perception_bonus_takes_the_difference_of_both_views():
-    found = answer(PerceptionBonus(gamma=2.0), [1], old=[[-1.0]], perturbed=[[-1.5]])
+    found = answer(PerceptionBonus(gamma=2.0), [1], old_logprobs=[[-1.0]], perturbed_logprobs=[[-1.5]])
     close(found, [[2 * (1 - math.exp(-0.5))]])
     for known in ("old_logprobs", "perturbed_logprobs"):
-        with pytest.raises(AssertionError, match="not asked"):
+        with pytest.raises(AssertionError, match="did not measure"):
             answer(PerceptionBonus(), [1], **{known: [[-1.0]]})
 
 
@@ -119,7 +127,7 @@ def test_vision_entropy_is_weighed_where_there_is_any():
     found = over_maximum(torch.tensor([[0.0, 0, 0], [1, 4, 9]]), bits([1, 1, 1], [1, 1, 0]))
     assert found.tolist() == [[0, 0, 0], [0.25, 1, 0]], "what stands off the mask is 0, and no maximum"
     for known in ("dependency", "entropy"):
-        with pytest.raises(AssertionError, match="not asked"):
+        with pytest.raises(AssertionError, match="did not measure"):
             answer(VisionEntropy(), [1], **{known: [[1.0]]})
 
 
@@ -231,12 +239,12 @@ def test_shuffled_rules_stay_of_their_kind_and_ask_for_the_same():
 
 def test_shuffled_tokens_keep_the_values_and_lose_their_places():
     change = [[1.0, 2, 3, 4, 5, 6], [1, 2, 0, 0, 0, 0]]
-    plain, moved = (
+    plain, take_signals = (
         answer(rule, [6, 2], entropy_change=change) for rule in (EntropyChange(), shuffled(EntropyChange()))
     )
-    assert sorted(moved[0].tolist()) == sorted(plain[0].tolist())
-    assert moved[0].tolist() != plain[0].tolist()
-    assert sorted(moved[1, :2].tolist()) == sorted(plain[1, :2].tolist())
+    assert sorted(take_signals[0].tolist()) == sorted(plain[0].tolist())
+    assert take_signals[0].tolist() != plain[0].tolist()
+    assert sorted(take_signals[1, :2].tolist()) == sorted(plain[1, :2].tolist())
 
 
 def test_shuffled_rows_get_the_signals_of_another_response():
@@ -246,11 +254,11 @@ def test_shuffled_rows_get_the_signals_of_another_response():
     same(found, bits([1, 0, 1, 0], [0, 1, 0, 0]))
     # The factors of responses change hands: the same ones, none at its place.
     scaling = TrajectoryScaling()
-    plain, moved = (
+    plain, take_signals = (
         answer(r, [1] * 5, dependency=[[1.0], [2], [3], [4], [5]]) for r in (scaling, shuffled(scaling, "rows"))
     )
-    assert sorted(plain.tolist()) == sorted(moved.tolist())
-    assert (plain != moved).all()
+    assert sorted(plain.tolist()) == sorted(take_signals.tolist())
+    assert (plain != take_signals).all()
 
 
 def test_shuffled_by_name():
@@ -271,7 +279,8 @@ def test_text_only_rows_get_plain_credit(name):
         return
     rollouts = fake_rollouts([3, 2], group=range(2), visual=[False, False])
     drawn = torch.rand(2, 3, generator=torch.Generator().manual_seed(0))
-    known = {"dependency": drawn, "entropy": drawn, "entropy_change": drawn, "old_logprobs": drawn, "perturbed_logprobs": -drawn,
+    known = {"dependency": drawn, "entropy": drawn, "entropy_change": drawn, "old_logprobs": drawn,
+             "perturbed_logprobs": -drawn,
              "similarity": drawn}  # fmt: skip
     signals = Signals(attention_mass=torch.rand(2, 3, len(SEGMENTS), 2), **known)
     experience = fake_experience(rollouts, signals, advantage=torch.full((2, 3), 2.0))
@@ -336,7 +345,7 @@ def test_what_a_prompt_says_stays_with_it():
         dependency=torch.tensor([[1.0, 2, 3]]), prompt_attention_mass=torch.rand(1, 2, 2), attention_maps=(None,)
     )
     row, column = torch.zeros(1, 3, dtype=torch.long), torch.tensor([[2, 0, 1]])
-    found = moved(signals, row, column)
+    found = take_signals(signals, row, column)
     assert (
         found.prompt_attention_mass is signals.prompt_attention_mass and found.attention_maps is signals.attention_maps
     )
@@ -347,5 +356,5 @@ def test_draws_are_those_of_every_version():
     """A run that goes on, and a study that is repeated, must draw the same."""
     kept = answer(RandomFilter(top_p=0.3), [10, 4])
     assert [row.nonzero().flatten().tolist() for row in kept] == [[7, 8, 9], [1, 2]]
-    moved = answer(shuffled(MassGate()), [6], dependency=[[1.0, 2, 3, 4, 5, 6]])  # as they are: the last three
-    assert moved[0].nonzero().flatten().tolist() == [0, 3, 4]
+    take_signals = answer(shuffled(MassGate()), [6], dependency=[[1.0, 2, 3, 4, 5, 6]])  # as they are: the last three
+    assert take_signals[0].nonzero().flatten().tolist() == [0, 3, 4]

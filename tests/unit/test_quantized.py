@@ -12,7 +12,7 @@ from mtrl.models.forward import Forward
 from mtrl.models.load_model import load_model
 from mtrl.models.quantized import BYTES, FourBitLinear, four_bit_layers
 from mtrl.models.state_dicts import exported_weights
-from mtrl.rollout.decode.layers import why_unknown
+from mtrl.rollout.decode.layers import explain_unsupported
 
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("peft")
@@ -63,7 +63,9 @@ def test_layers_of_the_language_model_alone(family):
                 and type(each) is nn.Linear and ".lora_" not in name]  # fmt: skip
     assert {name for name, each in model.named_parameters() if each.requires_grad} == adapter_parameters(model).keys()
     language = getattr(model.model, "language_model", model.model)
-    assert "FourBitLinear" in why_unknown(language, model.get_output_embeddings()), "the engine of graphs says no"
+    assert "FourBitLinear" in explain_unsupported(language, model.get_output_embeddings()), (
+        "the engine of graphs says no"
+    )
 
 
 def test_what_is_published_is_the_model():

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from loop_helpers import algorithm_spec
+from loop_helpers import spec
 
 from mtrl.algorithms.batches import BatchPlan
 from mtrl.algorithms.credit.attention_weights import AttentionWeights
@@ -15,23 +15,23 @@ from mtrl.algorithms.filtering import GroupFilter
 from mtrl.algorithms.losses import Loss
 from mtrl.algorithms.replay import ReplayRule
 from mtrl.compose.algorithm import (
-    attention_every,
-    attention_weights,
-    credit_rules,
+    add_logprob_needs,
+    attention_interval,
+    count_steps,
     dropout_seed,
     make_algorithm,
+    make_attention_weights,
+    make_credit_rules,
     make_divergence,
+    make_optimizer_settings,
     make_perturbation,
+    make_policy_loss,
+    make_probe_batching,
+    make_reward_schedule,
+    make_training_sampling,
+    make_update_batching,
+    make_validation_sampling,
     offloads_optimizer,
-    optimizer_settings,
-    policy_loss,
-    probe_batching,
-    reward_schedule,
-    total_steps,
-    training_sampling,
-    update_batching,
-    validation_sampling,
-    with_scores,
 )
 from mtrl.config import ConfigError, load_config
 from mtrl.models.perturb import Perturbation
@@ -57,7 +57,7 @@ def optimization(**values):
 )
 def test_total_steps(overrides, rows, steps):
     overrides = {"worker.actor.global_batch_size": 1} | overrides
-    assert total_steps(load_config(None, overrides), rows) == steps
+    assert count_steps(load_config(None, overrides), rows) == steps
 
 
 SIZES = {"dataset.rollout_batch_size": 8, "worker.actor.global_batch_size": 2, "worker.actor.ppo_epochs": 3}
@@ -66,10 +66,11 @@ SIZES = {"dataset.rollout_batch_size": 8, "worker.actor.global_batch_size": 2, "
 def test_optimizer_steps_of_a_run():
     warmup = {"worker.actor.optim.warmup_ratio": 0.1, "worker.actor.optim.warmup_steps": 99}
     config = load_config(None, SIZES | warmup)
-    found = optimizer_settings(config, steps=10)
+    found = make_optimizer_settings(config, steps=10)
     assert found.total_steps == 10 * 4 * 3 and found.warmup_steps == 12
     assert (
-        optimizer_settings(load_config(None, {**warmup, "worker.actor.optim.warmup_ratio": None}), 1).warmup_steps == 99
+        make_optimizer_settings(load_config(None, {**warmup, "worker.actor.optim.warmup_ratio": None}), 1).warmup_steps
+        == 99
     )
     rules = make_algorithm(config, 10)
     assert (rules.prompts_per_step, rules.batches.prompts_per_update, rules.batches.passes) == (8, 2, 3)
@@ -82,12 +83,12 @@ def test_the_optimizer_has_the_keys_of_the_configuration():
     }  # fmt: skip
     overrides = {f"worker.actor.optim.{name}": value for name, value in values.items()}
     config = load_config(None, {**overrides, **SIZES, "worker.actor.max_grad_norm": 0.7})
-    assert optimizer_settings(config, 5) == OptimizerSettings(2e-6, 0.1, (0.8, 0.9), 4, 60, "cosine", 0.2, 0.7)
+    assert make_optimizer_settings(config, 5) == OptimizerSettings(2e-6, 0.1, (0.8, 0.9), 4, 60, "cosine", 0.2, 0.7)
 
 
 @pytest.mark.parametrize(("name", "eight_bit"), [("adamw", False), ("adamw_8bit", True)])
 def test_which_optimizer_has_a_state_of_bytes(name, eight_bit):
-    assert optimizer_settings(load_config(None, {"worker.actor.optim.name": name}), 1).eight_bit is eight_bit
+    assert make_optimizer_settings(load_config(None, {"worker.actor.optim.name": name}), 1).eight_bit is eight_bit
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,7 @@ def test_only_adapters_that_drop_something_draw_random_numbers(kind, dropout, se
 
 
 def test_the_defaults_of_an_optimizer_are_those_of_the_configuration():
-    assert replace(optimizer_settings(load_config(None), 1), total_steps=1) == OptimizerSettings()
+    assert replace(make_optimizer_settings(load_config(None), 1), total_steps=1) == OptimizerSettings()
 
 
 # ------------------------------------------------------------------------------------------------------------- sampling
@@ -109,8 +110,10 @@ def test_sampling_has_the_keys_of_the_configuration():
         "val.n": 2, "val.temperature": 0.3,
     }  # fmt: skip
     config = load_config(None, {f"worker.rollout.{name}": value for name, value in values.items()})
-    assert training_sampling(config) == Sampling(n=3, temperature=0.7, top_p=0.9, top_k=40, max_new_tokens=11, seed=9)
-    assert validation_sampling(config) == Sampling(n=2, temperature=0.3, max_new_tokens=11, seed=9)
+    assert make_training_sampling(config) == Sampling(
+        n=3, temperature=0.7, top_p=0.9, top_k=40, max_new_tokens=11, seed=9
+    )
+    assert make_validation_sampling(config) == Sampling(n=2, temperature=0.3, max_new_tokens=11, seed=9)
 
 
 def test_dr_grpo_divides_by_the_length_of_the_config():
@@ -132,7 +135,7 @@ def test_the_recipe_has_the_keys_of_the_configuration():
     assert (rules.total_steps, rules.prompts_per_step, rules.seed) == (12, 8, 5)
     assert (rules.validate_every, rules.save_every) == (6, 7)
     assert rules.batches == BatchPlan(4, 2, "dr_grpo", "selected", 9, True)
-    assert rules.loss == Loss(policy_loss(load_config(None)), tis_clip=3.0, tis_level="sequence")
+    assert rules.loss == Loss(make_policy_loss(load_config(None)), tis_clip=3.0, tis_level="sequence")
     assert rules.estimator.scale_rewards == "batch"
 
 
@@ -147,7 +150,7 @@ def test_the_entropy_penalty_has_a_switch(on, coef):
 )
 def test_only_a_run_without_steps_is_validated_first(before, first, validates):
     config = load_config(None, {"training.val_before_train": before})
-    assert make_algorithm(config, 1, first=first).validate_first is validates
+    assert make_algorithm(config, 1, is_new_run=first).validate_first is validates
     if first:
         assert make_algorithm(config, 1).validate_first is validates
 
@@ -174,13 +177,13 @@ def test_a_cut_is_compared_on_what_it_leaves():
 
 @pytest.mark.parametrize("alone", ["attention_mass", "prompt_attention_mass"])
 def test_attention_alone_needs_no_scores(alone):
-    assert with_scores(Needs(alone), load_config(None, SIZES | {"worker.actor.ppo_epochs": 1})) == Needs(
+    assert add_logprob_needs(Needs(alone), load_config(None, SIZES | {"worker.actor.ppo_epochs": 1})) == Needs(
         alone, "old_logprobs", "entropy"
     )
-    assert with_scores(Needs(alone), load_config(None)) == Needs(alone)
-    assert "old_logprobs" in with_scores(Needs(alone), load_config(None, {"worker.rollout.off_policy_steps": 1})), (
-        "the ratio to it corrects"
-    )
+    assert add_logprob_needs(Needs(alone), load_config(None)) == Needs(alone)
+    assert "old_logprobs" in add_logprob_needs(
+        Needs(alone), load_config(None, {"worker.rollout.off_policy_steps": 1})
+    ), "the ratio to it corrects"
 
 
 # ------------------------------------------------------------------------------------------------------------ attention
@@ -189,18 +192,18 @@ def test_attention_alone_needs_no_scores(alone):
     [("auto", False, 10), ("auto", True, 1), (True, False, 1), (True, True, 1), (False, True, 0)],
 )
 def test_how_often_attention_is_read(asked, needed, every):
-    assert attention_every(optimization(compute_attention_metrics=asked), needed) == every
+    assert attention_interval(optimization(compute_attention_metrics=asked), needed) == every
 
 
 def test_attention_is_read_now_and_then_unless_somebody_reads_signals():
     config = load_config(None)
-    assert attention_every(config) == make_algorithm(config, 1).attention_every == 10
+    assert attention_interval(config) == make_algorithm(config, 1).attention_every == 10
     assert make_algorithm(config, 1, rewards=[Needs("old_logprobs"), Needs()]).attention_every == 1, (
         "one of them may look"
     )
     assert make_algorithm(config, 1, rewards=[Needs()]).attention_every == 10
     assert make_algorithm(config, 1, trackers=Needs("attention_mass")).attention_every == 1
-    assert make_algorithm(config, 1, sees_attention=False).attention_every == 0
+    assert make_algorithm(config, 1, can_read_attention=False).attention_every == 0
 
 
 # --------------------------------------------------------------------------------------------------------------- credit
@@ -218,28 +221,28 @@ SWITCHES = {
 
 
 def test_no_switch_no_rule():
-    assert credit_rules(optimization(**KEYS)) == ()
+    assert make_credit_rules(optimization(**KEYS)) == ()
 
 
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_each_switch_adds_its_rule(switch):
-    assert credit_rules(optimization(**KEYS, **{switch: True})) == (SWITCHES[switch],)
+    assert make_credit_rules(optimization(**KEYS, **{switch: True})) == (SWITCHES[switch],)
 
 
 def test_all_switches_in_the_order_of_the_contract():
-    assert credit_rules(optimization(**KEYS, **dict.fromkeys(SWITCHES, True))) == tuple(SWITCHES.values())
+    assert make_credit_rules(optimization(**KEYS, **dict.fromkeys(SWITCHES, True))) == tuple(SWITCHES.values())
 
 
 @pytest.mark.parametrize(("asked", "reads"), [("auto", True), (True, True), (False, False)])
 def test_token_weights_read_attention_unless_it_is_off(asked, reads):
-    assert attention_weights(optimization(compute_attention_metrics=asked)).attention is reads
+    assert make_attention_weights(optimization(compute_attention_metrics=asked)).attention is reads
 
 
 def test_the_arguments_of_a_further_rule_are_checked():
-    (rule,) = credit_rules(optimization(credit=[{"name": "entropy_change", "strength": 0.5}]))
+    (rule,) = make_credit_rules(optimization(credit=[{"name": "entropy_change", "strength": 0.5}]))
     assert rule.strength == 0.5
     with pytest.raises(ConfigError, match=r"optimization\.credit: EntropyChange: strength: "):
-        credit_rules(optimization(credit=[{"name": "entropy_change", "strength": "much"}]))
+        make_credit_rules(optimization(credit=[{"name": "entropy_change", "strength": "much"}]))
 
 
 # -------------------------------------------------------------------------------------------------- divergence and loss
@@ -254,7 +257,7 @@ def test_the_divergence_has_the_keys_of_the_configuration():
 
 
 def test_when_the_reference_is_made_anew():
-    assert make_algorithm(optimization(), 1).sync_ref_every == algorithm_spec().refresh_every == 0, "never"
+    assert make_algorithm(optimization(), 1).sync_ref_every == spec().sync_ref_every == 0, "never"
     assert make_algorithm(load_config(None, {"worker.ref.sync_every": 5}), 1).sync_ref_every == 5
 
 
@@ -267,16 +270,14 @@ def test_whether_the_state_of_optimizers_comes_for_their_steps(state, weights, c
 
 def test_maps_of_the_responses_that_are_recorded():
     record = {"training.record_rollouts_per_step": 7}
-    assert make_algorithm(load_config(None, record), 1).maps_per_step == algorithm_spec().maps_per_step == 0, (
-        "they cost a pass"
-    )
+    assert make_algorithm(load_config(None, record), 1).maps_per_step == spec().maps_per_step == 0, "they cost a pass"
     assert make_algorithm(load_config(None, record | {"training.record_attention_maps": True}), 1).maps_per_step == 7
 
 
-def test_rules_are_told_what_tokens_say():
+def test_rules_are_bound_to_the_tokenizer():
     config = optimization(credit=["oracle"])
-    (told,), (untold,) = make_algorithm(config, 1, pieces=str).credit, make_algorithm(config, 1).credit
-    assert told.pieces is str and untold.pieces is None
+    (bound,), (unbound,) = make_algorithm(config, 1, decode=str).credit, make_algorithm(config, 1).credit
+    assert bound.decode is str and unbound.decode is None
 
 
 @pytest.mark.parametrize(
@@ -289,7 +290,7 @@ def test_rules_are_told_what_tokens_say():
     ],
 )
 def test_who_reads_the_reference(divergence, needs, reads):
-    assert algorithm_spec(divergence=divergence, needs=needs).reads_reference is reads
+    assert spec(divergence=divergence, needs=needs).reads_reference is reads
 
 
 @pytest.mark.parametrize(
@@ -316,7 +317,7 @@ def test_a_divergence_that_counts_nothing_is_none(values, there):
     ],
 )
 def test_gspo_is_ppo_by_response(name, level, found):
-    loss = policy_loss(optimization(policy_loss=name, importance_sampling_level=level))
+    loss = make_policy_loss(optimization(policy_loss=name, importance_sampling_level=level))
     assert (loss.kind, loss.level) == found
 
 
@@ -328,14 +329,14 @@ def batching(**actor):
 @pytest.mark.parametrize("share", [True, False])
 def test_passes_are_cut_by_tokens_or_by_rows(share):
     by_tokens = batching(tokens_per_micro_batch=777)
-    assert update_batching(by_tokens, True, share) == MicroBatching(777, at_least=32768, share_prefix=share)
-    assert update_batching(by_tokens, False, share) == MicroBatching(777, at_least=0, share_prefix=share)
-    assert probe_batching(by_tokens, True, share) == MicroBatching(777, at_least=65536, share_prefix=share)
-    assert probe_batching(by_tokens, False, share) == MicroBatching(777, at_least=0, share_prefix=share)
+    assert make_update_batching(by_tokens, True, share) == MicroBatching(777, at_least=32768, share_prefix=share)
+    assert make_update_batching(by_tokens, False, share) == MicroBatching(777, at_least=0, share_prefix=share)
+    assert make_probe_batching(by_tokens, True, share) == MicroBatching(777, at_least=65536, share_prefix=share)
+    assert make_probe_batching(by_tokens, False, share) == MicroBatching(777, at_least=0, share_prefix=share)
     sizes = {"micro_batch_size_per_device_for_update": 3, "micro_batch_size_per_device_for_experience": 5}
     by_rows = batching(dynamic_batching=False, **sizes)
-    assert update_batching(by_rows, True, share) == MicroBatching(rows=3, share_prefix=share)
-    assert probe_batching(by_rows, True, share) == MicroBatching(rows=5, share_prefix=share)
+    assert make_update_batching(by_rows, True, share) == MicroBatching(rows=3, share_prefix=share)
+    assert make_probe_batching(by_rows, True, share) == MicroBatching(rows=5, share_prefix=share)
 
 
 @pytest.mark.parametrize(("given", "found"), [("auto", 16), (8, 8)])
@@ -350,7 +351,7 @@ def test_the_patches_of_a_perturbation(given, found):
 def schedule(functions=2, **values):
     named = {f"worker.reward.{name}": value for name, value in values.items()}
     names = ["accuracy", "format", "math"][:functions]
-    return reward_schedule(load_config(None, {"worker.reward.functions": names} | named), functions)
+    return make_reward_schedule(load_config(None, {"worker.reward.functions": names} | named), functions)
 
 
 def test_weights_of_rewards():

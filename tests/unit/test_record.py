@@ -14,12 +14,12 @@ from view_helpers import decode, opened, picture, recorded, step_of, with_maps
 
 from mtrl.compose.algorithm import make_algorithm
 from mtrl.compose.memory_limits import make_limits
-from mtrl.compose.policy import check_measurable
+from mtrl.compose.policy import check_signals_available
 from mtrl.compose.run import build
 from mtrl.config import ConfigError, load_config
 from mtrl.embedded.embedded_rows import CONFIG_FILE
 from mtrl.tracking import blocks
-from mtrl.tracking.blocks import BlockWriter, DamagedRecord, Walk, block_parts
+from mtrl.tracking.blocks import BlockWriter, DamagedRecord, PartReader, block_parts
 from mtrl.tracking.record import RolloutRecord, TokenPieces
 from mtrl.tracking.streams import pack_response, unpack_response
 from mtrl.types import AttentionMap, Needs, Signals
@@ -28,9 +28,9 @@ from mtrl.view.rollout_store import image_grids
 
 # -------------------------------------------------------------------------------------------------------- what is kept
 def test_a_response_with_all_that_is_known_of_its_tokens(tmp_path):
-    book = recorded(tmp_path, step_of())
-    assert book.steps() == {1: 3} and book.skipped() == []
-    first = book.response(1, 0)
+    store = recorded(tmp_path, step_of())
+    assert store.steps() == {1: 3} and store.skipped() == []
+    first = store.response(1, 0)
     assert first["text"] == "row 0" and first["pieces"] == ["t0 ", "t1 "]
     streams = first["streams"]
     assert streams["ids"] == [0, 1] and streams["mask"] == [1, 0]
@@ -40,17 +40,17 @@ def test_a_response_with_all_that_is_known_of_its_tokens(tmp_path):
     assert streams["vision_late"] == [0.75, 0.75] and streams["vision_early"] == [0, 0]
     assert "entropy" not in streams, "what nobody measured is not there"
     assert (first["reward"], first["parts"], first["kept"], first["members"]) == (1.5, {"accuracy": 1.0}, 1, [0, 1])
-    assert book.response(1, 2)["parts"] == {"accuracy": None} and book.response(1, 1)["tokens"] == 1
-    assert book.page(1).numbers["dependency"].tolist() == [0.125, 0.5, 1.125], "means over the tokens of a response"
+    assert store.response(1, 2)["parts"] == {"accuracy": None} and store.response(1, 1)["tokens"] == 1
+    assert store.columns(1)["dependency"].tolist() == [0.125, 0.5, 1.125], "means over the tokens of a response"
 
 
 def test_images_as_the_model_saw_them_and_perturbed(tmp_path):
-    book = recorded(tmp_path, step_of())
-    prompt = book.response(1, 2)["prompt"]
-    shown = [np.asarray(Image.open(io.BytesIO(book.image(1, prompt[name][0])))) for name in ("images", "perturbed")]
+    store = recorded(tmp_path, step_of())
+    prompt = store.response(1, 2)["prompt"]
+    shown = [np.asarray(Image.open(io.BytesIO(store.image(1, prompt[name][0])))) for name in ("images", "perturbed")]
     assert (shown[0] == picture(20)).all() and (shown[1] == picture(10)).all()
     with pytest.raises(KeyError):
-        book.image(1, "../../config.yaml")
+        store.image(1, "../../config.yaml")
 
 
 def test_an_image_is_kept_once(tmp_path):
@@ -58,19 +58,19 @@ def test_an_image_is_kept_once(tmp_path):
     step = step_of()
     prompts = tuple(replace(prompt, media=(noise,)) for prompt in step.rollouts.prompts)
     step = replace(step, rollouts=replace(step.rollouts, prompts=prompts), signals=Signals())
-    book = recorded(tmp_path, step, step, step)
+    store = recorded(tmp_path, step, step, step)
     size = block_parts(tmp_path)[0].stat().st_size
     assert 12_000 < size < 2 * 12_000, "one such picture takes 12 kB, and six are shown"
-    assert book.image(3, book.response(3, 2)["prompt"]["images"][0]) == book.image(1, book.response(1, 0)["image"])
+    assert store.image(3, store.response(3, 2)["prompt"]["images"][0]) == store.image(1, store.response(1, 0)["image"])
 
 
 def test_the_other_view_is_left_out_where_nobody_saw_it(tmp_path):
     assert recorded(tmp_path / "a", step_of(signals=Signals())).response(1, 0)["prompt"]["perturbed"] == []
     step = step_of()
     older = replace(step, rollouts=replace(step.rollouts, version=torch.tensor([0, 0, 3])))
-    book = recorded(tmp_path / "b", older)
-    assert book.response(1, 0)["prompt"]["perturbed"] == [], "its group was measured in an earlier step"
-    assert len(book.response(1, 2)["prompt"]["perturbed"]) == 1
+    store = recorded(tmp_path / "b", older)
+    assert store.response(1, 0)["prompt"]["perturbed"] == [], "its group was measured in an earlier step"
+    assert len(store.response(1, 2)["prompt"]["perturbed"]) == 1
 
 
 def test_as_many_as_asked_for(tmp_path):
@@ -111,15 +111,15 @@ def test_maps_lie_on_the_images_and_clips_that_they_are_about(tmp_path):
     """A picture of 4 x 6 pixels and a clip of five frames, two a token; a token is two pixels a side."""
     still, clip = np.zeros((4, 6, 3), np.uint8), np.zeros((5, 4, 4, 3), np.uint8)
     step = with_maps(step_of(), [looked([[9] * 18, [255] * 18]), None, looked([[1] * 18, [2] * 18])], (still, clip))
-    book = recorded(tmp_path, step, token_size=(2, 2))
-    one = book.response(1, 0)
+    store = recorded(tmp_path, step, token_size=(2, 2))
+    one = store.response(1, 0)
     assert one["grids"] == [[1, 2, 3, [0]], [3, 2, 2, [0, 0, 1, 2]]], "frames 0, 1, 3 and 4 of the clip are shown"
-    assert book.maps(1, 0) == {"levels": base64.b64encode(bytes([9] * 18 + [255] * 18)).decode(), "scale": [0.5, 0.5]}
+    assert store.maps(1, 0) == {"levels": base64.b64encode(bytes([9] * 18 + [255] * 18)).decode(), "scale": [0.5, 0.5]}
     assert not {"maps", "map_scale"} & one["streams"].keys(), "a list of responses stays small"
     assert one["streams"]["vision_all"] == [0, 0], "what was measured stays"
-    assert "grids" not in book.response(1, 1)
+    assert "grids" not in store.response(1, 1)
     with pytest.raises(KeyError):
-        book.maps(1, 1)
+        store.maps(1, 1)
 
 
 @pytest.mark.parametrize("grids", [
@@ -136,24 +136,24 @@ def test_maps_that_do_not_fit_their_images_are_not_shown(grids):
 
 # ------------------------------------------------------------------------------------------------------ growth, damage
 def test_it_is_read_while_it_grows(tmp_path):
-    book = recorded(tmp_path, step_of())
+    store = recorded(tmp_path, step_of())
     whole = block_parts(tmp_path)[0].read_bytes()
     part = block_parts(tmp_path)[0]
     for length in (1, 40, len(blocks.MARK) + 70, len(whole) - 1):
         part.write_bytes(whole + whole[:length])
-        book.refresh()
-        assert book.steps() == {1: 3} and book.skipped() == []
+        store.refresh()
+        assert store.steps() == {1: 3} and store.skipped() == []
     second = bytearray(whole)
     part.write_bytes(whole + bytes(second))
-    book.refresh()
-    assert len(list(Walk(part).advance())) == 2
+    store.refresh()
+    assert len(list(PartReader(part).read_new())) == 2
 
 
 @pytest.mark.parametrize("hurt", ["head", "body", "table", "cut", "garbage"])
 def test_damage_costs_one_step_and_is_said(tmp_path, hurt):
     recorded(tmp_path, step_of(), step_of(), step_of())
     part = block_parts(tmp_path)[0]
-    _, second, _ = Walk(part).advance()
+    _, second, _ = PartReader(part).read_new()
     data = bytearray(part.read_bytes())
     if hurt == "head":
         data[second.start + 10] ^= 1
@@ -166,37 +166,37 @@ def test_damage_costs_one_step_and_is_said(tmp_path, hurt):
     else:
         data[second.start : second.start] = os.urandom(1000)
     part.write_bytes(data)
-    book = opened(tmp_path)
-    assert book.response(1, 0)["text"] == book.response(3, 0)["text"] == "row 0"
+    store = opened(tmp_path)
+    assert store.response(1, 0)["text"] == store.response(3, 0)["text"] == "row 0"
     if hurt == "garbage":
-        assert book.response(2, 0)["text"] == "row 0"
+        assert store.response(2, 0)["text"] == "row 0"
     else:
         with pytest.raises((DamagedRecord, KeyError)):
-            book.response(2, 0)
-    assert bool(book.skipped()) == (hurt != "body"), "a damaged response is found when it is looked at"
+            store.response(2, 0)
+    assert bool(store.skipped()) == (hurt != "body"), "a damaged response is found when it is looked at"
 
 
 def test_a_table_from_somebody_else_is_no_trap(tmp_path):
     writer = BlockWriter(tmp_path, 2**20)
     writer.append(1, 1, {"prompts": [{}], "rollouts": {"prompt": [7]}}, [b"x"], {})
     writer.append(2, 1, {"prompts": "no", "rollouts": []}, [b"x"], {})
-    bomb = blocks.zlib.compress(b"0" * (blocks.LARGEST + 1))
+    bomb = blocks.zlib.compress(b"0" * (blocks.MAX_PIECE_BYTES + 1))
     with pytest.raises(DamagedRecord):
-        blocks.inflated(bomb)
-    book = opened(tmp_path)
+        blocks.decompress(bomb)
+    store = opened(tmp_path)
     for step in (1, 2):
         with pytest.raises(DamagedRecord):
-            book.rows(step, [0])
-    assert book.steps() == {} and len(book.skipped()) == 2
+            store.rows(step, [0])
+    assert store.steps() == {} and len(store.skipped()) == 2
 
 
 def test_it_stays_within_its_limit(tmp_path):
     steps = [step_of(shades=(number, number + 100)) for number in range(60)]
-    book = recorded(tmp_path, *steps, limit_bytes=32_000)
+    store = recorded(tmp_path, *steps, limit_bytes=32_000)
     assert sum(part.stat().st_size for part in block_parts(tmp_path)) <= 32_000
-    kept = list(book.steps())
+    kept = list(store.steps())
     assert kept[-1] == 60 and kept == list(range(kept[0], 61)) and kept[0] > 1, "the oldest steps give way"
-    assert len(book.image(kept[0], book.response(kept[0], 0)["image"])) > 0, "with their images, and no others"
+    assert len(store.image(kept[0], store.response(kept[0], 0)["image"])) > 0, "with their images, and no others"
 
 
 def test_the_last_attempt_counts(tmp_path):
@@ -204,16 +204,16 @@ def test_the_last_attempt_counts(tmp_path):
     record = RolloutRecord(tmp_path, decode, str, lambda prompt, step: (), attempt=2)
     record.rollouts(2, step_of(signals=Signals()))
     record.close()
-    book = opened(tmp_path)
-    assert list(book.steps()) == [1, 2], "step 3 of the first attempt was undone"
-    assert "dependency" not in book.response(2, 0)["streams"] and "dependency" in book.response(1, 0)["streams"]
+    store = opened(tmp_path)
+    assert list(store.steps()) == [1, 2], "step 3 of the first attempt was undone"
+    assert "dependency" not in store.response(2, 0)["streams"] and "dependency" in store.response(1, 0)["streams"]
 
 
 def test_a_full_disk_is_said_once_and_stops_nothing(tmp_path, monkeypatch, caplog):
     def full(path, data):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(blocks, "write_whole", full)
+    monkeypatch.setattr(blocks, "append_whole", full)
     with caplog.at_level(logging.WARNING):
         recorded(tmp_path, step_of(), step_of())
     assert caplog.text.count("No space left") == 1
@@ -240,19 +240,19 @@ def test_a_run_does_not_notice_it(tmp_path):
         (weights,) = sorted(training.directory.glob("checkpoints/step_2/**/*.safetensors"))[:1]
         ends[kept] = weights.read_bytes()
         if kept:
-            book = opened(record)
-            assert book.steps() == {1: 3, 2: 3}
-            assert book.response(2, 0)["prompt"]["perturbed"], "the embedded recipe looks at two views"
-            shown = [book.response(2, row) for row in range(3)]
+            store = opened(record)
+            assert store.steps() == {1: 3, 2: 3}
+            assert store.response(2, 0)["prompt"]["perturbed"], "the embedded recipe looks at two views"
+            shown = [store.response(2, row) for row in range(3)]
             assert all("vision_late" not in each["streams"] for each in shown), "attention is due at step 10"
-            check_maps(book, shown[2])
+            check_maps(store, shown[2])
     assert ends[0] == ends[3]
 
 
-def check_maps(book, one):
+def check_maps(store, one):
     """A byte for each token and each of the 2 x 2 image tokens of the embedded model."""
     assert one["grids"] == [[1, 2, 2, [0]]]
-    maps = book.maps(one["step"], one["row"])
+    maps = store.maps(one["step"], one["row"])
     levels = np.frombuffer(base64.b64decode(maps["levels"]), np.uint8).reshape(-1, 4)
     assert len(levels) == len(maps["scale"]) == len(one["pieces"])
     assert levels.max(1).min() == 255 and levels.min() < 255
@@ -264,9 +264,9 @@ def check_maps(book, one):
 def test_maps_where_attention_is_hidden_are_refused_at_the_start():
     config = load_config(CONFIG_FILE, {"training.record_attention_maps": True})
     rules = make_algorithm(config, 1)
-    check_measurable(config, rules, True)
+    check_signals_available(config, rules, True)
     with pytest.raises(ConfigError, match="attn_implementation"):
-        check_measurable(config, rules, False)
+        check_signals_available(config, rules, False)
 
 
 def test_doctor_counts_the_memory_of_maps():

@@ -143,7 +143,7 @@ def test_places_where_there_is_nothing(mine, tmp_path):
 
 @pytest.mark.parametrize("name", ["late", "Stranger", "Undecorated", "torch"])
 def test_what_is_no_rule(mine, name):
-    wanted = "it must be a frozen dataclass and a Filter, a Weight or a Term"
+    wanted = "it must be a frozen dataclass and a Filter, a Weight or a Bonus"
     assert refusal(f"{mine}:{name}") == f"{mine}:{name} is no credit rule: {wanted}"
 
 

@@ -13,9 +13,9 @@ from matplotlib.text import Text
 from PIL import Image
 
 from mtrl import cli
-from mtrl.report.chart import Curve, Panel, chart, draw_chart, running_mean, smoothing_window
+from mtrl.report.chart import Curve, Panel, draw_chart, make_chart, running_mean, smoothing_window
 from mtrl.report.run_curves import metric_panels, usual_metrics, usual_panels
-from mtrl.report.style import COLOURS, MARKS, drawable, plain_numbers, ticks_within
+from mtrl.report.style import COLOURS, MARKS, plain_numbers, ticks_within, to_drawable
 from mtrl.tracking import curve
 from mtrl.tracking.curve import CurveFile
 from mtrl.utils.metric_history import history
@@ -36,9 +36,9 @@ def labels(axis):
 
 # ---------------------------------------------------------------------------------------------------------------- style
 def test_ticks_are_round_and_within_the_axis():
-    assert ticks_within(0, 24, most=7, whole=True) == [0, 5, 10, 15, 20]
-    assert ticks_within(0, 1, most=6) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1])
-    assert ticks_within(3, 4, most=7, whole=True) == [3, 4], "a step is whole"
+    assert ticks_within(0, 24, count=7, integer=True) == [0, 5, 10, 15, 20]
+    assert ticks_within(0, 1, count=6) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1])
+    assert ticks_within(3, 4, count=7, integer=True) == [3, 4], "a step is whole"
 
 
 def test_numbers_have_the_decimals_they_need():
@@ -49,19 +49,19 @@ def test_numbers_have_the_decimals_they_need():
 
 def test_text_is_drawn_as_it_stands():
     """A $ begins no formula, a control character is no command, and a sign without a glyph is no empty box."""
-    figure = chart("a$b_1$\n\x1b", [Panel("p$", [Curve("l$", RATE), Curve("m", RATE)])])
+    figure = make_chart("a$b_1$\n\x1b", [Panel("p$", [Curve("l$", RATE), Curve("m", RATE)])])
     figure.canvas.draw()
     shown = {text.get_text(): text for text in figure.findobj(Text) if text.get_text()}
     for text in ("a$b_1$\\n\\x1b", "p$", "l$"):
         assert not shown[text].get_parse_math()
-    assert drawable("\U000f0000é", 20) == "\\U000f0000é"
-    assert len(drawable("x" * 500, 60)) < 100
+    assert to_drawable("\U000f0000é", 20) == "\\U000f0000é"
+    assert len(to_drawable("x" * 500, 60)) < 100
 
 
 # ---------------------------------------------------------------------------------------------------------------- chart
 def test_each_validation_is_a_point_and_single_steps_are_smoothed():
     panel = Panel("accuracy", [Curve("training", NOISE, noisy=True), Curve("validation", RATE)], bounds=(0, 1))
-    (axes,) = axes_of(chart("run", [panel]))
+    (axes,) = axes_of(make_chart("run", [panel]))
     pale, mean, validated = axes.get_lines()
     assert list(zip(*validated.get_data(), strict=True)) == RATE and validated.get_marker() == MARKS[1]
     assert list(zip(*pale.get_data(), strict=True)) == NOISE and pale.get_alpha() < 0.5
@@ -82,7 +82,9 @@ def test_the_mean_spans_more_of_a_longer_run():
 def test_nothing_covers_anything(count):
     """Head, legend and panels have places of their own, however many names there are."""
     names = [f"a-run-with-a-name-of-its-own-{i}" for i in range(count)]
-    figure = chart("title", [Panel(f"p{i}", [Curve(name, RATE) for name in names]) for i in range(count)], note="note")
+    figure = make_chart(
+        "title", [Panel(f"p{i}", [Curve(name, RATE) for name in names]) for i in range(count)], note="note"
+    )
     axes, renderer = axes_of(figure), figure.canvas.get_renderer()
     boxes = [each.get_tightbbox(renderer) for each in axes] + [text.get_window_extent() for text in figure.texts]
     boxes += [legend.get_window_extent() for legend in figure.legends]
@@ -96,7 +98,7 @@ def test_nothing_covers_anything(count):
 def test_a_name_has_one_look_everywhere_and_no_other_has_it():
     names = [f"run {i}" for i in range(2 * len(COLOURS))]
     first, second = axes_of(
-        chart("t", [Panel("p", [Curve(n, RATE) for n in names]), Panel("q", [Curve("run 3", RATE)])])
+        make_chart("t", [Panel("p", [Curve(n, RATE) for n in names]), Panel("q", [Curve("run 3", RATE)])])
     )
     looks = [(line.get_color(), line.get_marker(), line.get_linestyle()) for line in first.get_lines()]
     assert len(set(looks)) == len(names) and len({line.get_color() for line in first.get_lines()}) == len(COLOURS)
@@ -108,7 +110,7 @@ def test_the_axis_begins_at_zero_where_that_is_near():
     near, far, below = (
         Panel("p", [Curve("a", [(0, low), (1, high)])]) for low, high in ((0.1, 0.3), (12, 13), (-1, 1))
     )
-    spans = [axes.get_ylim() for axes in axes_of(chart("t", [near, far, below]))]
+    spans = [axes.get_ylim() for axes in axes_of(make_chart("t", [near, far, below]))]
     assert spans[0][0] == 0 and spans[1][0] > 11 and spans[2][0] < -1
 
 

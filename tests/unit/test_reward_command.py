@@ -13,7 +13,7 @@ from mtrl.data import open_sources
 from mtrl.data.cache import DiskCache
 from mtrl.embedded.embedded_rows import MODEL_DIRECTORY
 from mtrl.report.reward_page import failures, parts_table, report
-from mtrl.rewards.dry_run import Trial, TriedReward, ValueSummary, histogram
+from mtrl.rewards.dry_run import DryRunResult, ScoredResponse, ValueSummary, histogram
 from mtrl.rewards.outcomes import Outcome
 
 FUNCTION = '''
@@ -56,15 +56,15 @@ def rows_of(responses, **columns):
 
 # ------------------------------------------------------------------------------------------------------------- numbers
 def test_spread_by_hand():
-    spread = ValueSummary.of([1.0, 3.0, float("nan"), 5.0])
+    spread = ValueSummary.from_values([1.0, 3.0, float("nan"), 5.0])
     assert (spread.mean, spread.min, spread.max, spread.absent) == (3.0, 1.0, 5.0, 1)
     assert spread.std == pytest.approx((8 / 3) ** 0.5)
-    assert np.isnan(ValueSummary.of([float("nan")]).mean) and ValueSummary.of([]).absent == 0
+    assert np.isnan(ValueSummary.from_values([float("nan")]).mean) and ValueSummary.from_values([]).absent == 0
 
 
 def test_histogram_by_hand():
     assert histogram([1.0, 0.0, 1.0]) == [(0.0, 0.0, 1), (1.0, 1.0, 2)]
-    bins = histogram([float(x) for x in range(100)], most=4)
+    bins = histogram([float(x) for x in range(100)], max_bins=4)
     assert [count for _, _, count in bins] == [25, 25, 25, 25] and bins[0][:2] == (0.0, 24.75) and bins[-1][1] == 99.0
 
 
@@ -75,7 +75,9 @@ def test_totals_and_parts_by_hand():
         Outcome(failure="Traceback\nKeyError: 'x'", seconds=2.0),
         Outcome(0.0, {"width": 8}),
     ]
-    trial = Trial("mine", tuple(TriedReward(f"row {i}", "said", each) for i, each in enumerate(outcomes)), 2.0, -1.0)
+    trial = DryRunResult(
+        "mine", tuple(ScoredResponse(f"row {i}", "said", each) for i, each in enumerate(outcomes)), 2.0, -1.0
+    )
     assert trial.totals == [1.0, 0.0, -1.0, 0.0]
     assert trial.parts() == {"mine": ValueSummary(0.5, 0.5, 0.0, 1.0, 1), "width": ValueSummary(6.0, 2.0, 4.0, 8.0, 1)}
     assert [each.origin for each in trial.slowest(2)] == ["row 2", "row 0"]
@@ -83,7 +85,7 @@ def test_totals_and_parts_by_hand():
     own, width, total = (line.split() for line in parts_table(trial).splitlines()[1:])
     assert own == ["mine", "0.5000", "0.5000", "0.0000", "1.0000", "1", "1"]
     assert width[0] == "width" and total[:2] == ["total", "0.0000"]
-    assert "4 responses in 2.00 s, 2 a second" in report(trial)
+    assert "4 responses in 2.00 s, 2 per second" in report(trial)
 
 
 # ------------------------------------------------------------------------------------------------------------ datasets
@@ -190,13 +192,13 @@ def test_a_row_that_no_run_wrote_is_told_with_its_file(run, strange, capsys):
         file.write(json.dumps(strange) + "\n")
     assert main(["reward", "format", "--data", str(run / "rollouts.jsonl")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "rollouts.jsonl, row " in line and "is not what a run writes" in line
+    assert "rollouts.jsonl, row " in line and "was not written by a run" in line
 
 
 def test_rollouts_alone(run, capsys):
     (run / "config.yaml").unlink()
     found, _, err = tried(capsys, "format", "--data", str(run / "rollouts.jsonl"))
-    assert found["mean"] == 0 and "there is no config.yaml beside" in err and "3 of 3 responses" in err
+    assert found["mean"] == 0 and "there is no config.yaml next to" in err and "3 of 3 responses" in err
 
 
 def test_a_function_that_asks_for_signals_is_told_there_are_none(tmp_path, capsys):
@@ -212,7 +214,7 @@ def test_a_function_that_asks_for_signals_is_told_there_are_none(tmp_path, capsy
     [
         ([], "mtrl reward FILE --data"),
         (["mine.py"], "--data: name the rollouts.jsonl"),
-        (["mine.py", "--data"], "--data"),
+        (["mine.py", "--data"], "--data: expected one argument"),
         (["nowhere.py", "--data", "data.jsonl"], "there is no reward file nowhere.py"),
         (["broken.py", "--data", "data.jsonl"], "SyntaxError"),
         (["mine.py:other", "--data", "data.jsonl"], "other"),
@@ -222,14 +224,14 @@ def test_a_function_that_asks_for_signals_is_told_there_are_none(tmp_path, capsy
         (["empty.py", "--data", "data.jsonl"], "It has none; write empty.py:NAME"),
         (["my rewards.py", "--data", "data.jsonl"], "there is no reward file my rewards.py"),
         (["", "--data", "data.jsonl"], "which reward?"),
-        (["mine.py", "--data", ""], "--data: name a file"),
-        (["mine.py", "--data", "--data"], "--data: given 2 times; keep one"),
-        (["mine.py", "--data", "data.jsonl", "--data=other.jsonl"], "--data: given 2 times; keep one"),
+        (["mine.py", "--data", ""], "--data: expected one argument"),
+        (["mine.py", "--data", "--data"], "--data: expected one argument"),
+        (["mine.py", "--data", "data.jsonl", "--data=other.jsonl"], "--data: given 2 times, keep one"),
         (["mine.py", "--data=nowhere.jsonl"], "nowhere.jsonl does not exist"),
         (["mine.py", "--data", "data.jsonl", "worker.reward.timeout_s"], "worker.reward.timeout_s: not an override"),
         (["mine.py", "--data", "locked.jsonl"], "locked.jsonl cannot be used: Permission denied"),
         (["mine.py", "--data", "zoo@tset"], "no split 'tset'; it has train, validation, test"),
-        (["acuracy", "--data", "data.jsonl"], "there is no reward acuracy; name a built-in (accuracy"),
+        (["acuracy", "--data", "data.jsonl"], "there is no reward acuracy; use a built-in (accuracy"),
         (["mine.py", "--data", "nowhere.jsonl"], "nowhere.jsonl"),
         (["mine.py", "--data", "empty.jsonl"], "empty.jsonl"),
         (["mine.py", "--data", "data.jsonl", "dataset.prompt_key=question"], "no column 'question'"),

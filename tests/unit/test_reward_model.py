@@ -8,7 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from judge_helpers import GROUP, RESPONSES, answered, asked, encoder_judge, text_judge, vision_judge
+from reward_model_helpers import (
+    GROUP,
+    RESPONSES,
+    bert_reward_model,
+    make_rollouts,
+    make_task,
+    text_reward_model,
+    vision_reward_model,
+)
 from safetensors.torch import load_file, save_file
 from tiny_models import checkpoint, encoder_of, picture, plain_inputs, plain_model
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
@@ -28,9 +36,10 @@ BY_ROWS = MicroBatching(rows=4)
 
 # ---------------------------------------------------------------------------------------------------------------- text
 def test_text_scores_are_those_of_transformers_row_by_row(tmp_path):
-    path = text_judge(tmp_path / "rm")
-    tasks = [asked("which colour"), asked("count the dogs and cats", system="you are a judge"), asked("why")]
-    rollouts = answered(encoder_of("qwen2"), [(task, ()) for task in tasks])
+    path = text_reward_model(tmp_path / "rm")
+    counting = make_task("count the dogs and cats", system="you are a judge")
+    tasks = [make_task("which colour"), counting, make_task("why")]
+    rollouts = make_rollouts(encoder_of("qwen2"), [(task, ()) for task in tasks])
     found = RewardModelWorker(load_reward_model(path), BY_ROWS).score(rollouts)
 
     model, tokenizer = AutoModelForSequenceClassification.from_pretrained(path), AutoTokenizer.from_pretrained(path)
@@ -44,8 +53,8 @@ def test_text_scores_are_those_of_transformers_row_by_row(tmp_path):
 
 
 def test_without_a_template_prompt_and_response_stand_end_to_end(tmp_path):
-    path = text_judge(tmp_path / "rm", template=False)
-    rollouts = answered(encoder_of("qwen2"), [(asked("which colour:"), ())], [" red", " blue"], [0, 0])
+    path = text_reward_model(tmp_path / "rm", template=False)
+    rollouts = make_rollouts(encoder_of("qwen2"), [(make_task("which colour:"), ())], [" red", " blue"], [0, 0])
     found = RewardModelWorker(load_reward_model(path), BY_ROWS).score(rollouts)
     model, tokenizer = AutoModelForSequenceClassification.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     plain = [
@@ -56,9 +65,9 @@ def test_without_a_template_prompt_and_response_stand_end_to_end(tmp_path):
 
 def test_an_encoder_model_gets_its_special_tokens_and_its_limit(tmp_path):
     """BERT scores its [CLS]; a conversation longer than its positions fails alone."""
-    model, tokenizer = encoder_judge(tmp_path / "rm")
+    model, tokenizer = bert_reward_model(tmp_path / "rm")
     responses = [" red", " blue", " red" * 20]
-    rollouts = answered(encoder_of("qwen2"), [(asked("which colour"), ())], responses, [0, 0, 0])
+    rollouts = make_rollouts(encoder_of("qwen2"), [(make_task("which colour"), ())], responses, [0, 0, 0])
     found = RewardModelWorker(load_reward_model(str(tmp_path / "rm")), BY_ROWS).score(rollouts)
     inputs = tokenizer("which colour red", return_tensors="pt")
     assert inputs.input_ids[0].tolist() == [2, 5, 6, 7, 3]
@@ -68,9 +77,9 @@ def test_an_encoder_model_gets_its_special_tokens_and_its_limit(tmp_path):
 
 
 def test_a_text_model_leaves_images_out(tmp_path):
-    path, encoder = text_judge(tmp_path / "rm"), encoder_of("qwen2_5_vl")
-    with_image = answered(encoder, [(asked("which colour", images=1), [picture(encoder, 2, 3)])], ["red"], [0])
-    without = answered(encoder, [(asked("which colour"), [])], ["red"], [0])
+    path, encoder = text_reward_model(tmp_path / "rm"), encoder_of("qwen2_5_vl")
+    with_image = make_rollouts(encoder, [(make_task("which colour", images=1), [picture(encoder, 2, 3)])], ["red"], [0])
+    without = make_rollouts(encoder, [(make_task("which colour"), [])], ["red"], [0])
     model = RewardModelWorker(load_reward_model(path), BY_ROWS)
     assert model.score(with_image) == model.score(without)
 
@@ -80,11 +89,11 @@ def test_a_text_model_leaves_images_out(tmp_path):
 def test_vision_scores_are_the_heads_at_the_last_token_row_by_row(family, tmp_path):
     encoder = encoder_of(family)
     media = [[picture(encoder, 3, 5)], [], [picture(encoder, 2, 2, seed=1), picture(encoder, 4, 3, seed=2)]]
-    tasks = [asked("which colour", 1), asked("count the dogs"), asked("compare these", 2)]
-    rollouts = answered(encoder, list(zip(tasks, media, strict=True)))
-    judge = load_reward_model(vision_judge(tmp_path / "rm", family))
-    found = RewardModelWorker(judge, BY_ROWS).score(rollouts)
-    one_by_one = RewardModelWorker(judge, MicroBatching(rows=1)).score(rollouts)
+    tasks = [make_task("which colour", 1), make_task("count the dogs"), make_task("compare these", 2)]
+    rollouts = make_rollouts(encoder, list(zip(tasks, media, strict=True)))
+    reward_model = load_reward_model(vision_reward_model(tmp_path / "rm", family))
+    found = RewardModelWorker(reward_model, BY_ROWS).score(rollouts)
+    one_by_one = RewardModelWorker(reward_model, MicroBatching(rows=1)).score(rollouts)
     assert found == pytest.approx(one_by_one, rel=1e-3, abs=1e-3)
 
     head = load_file(tmp_path / "rm" / "model.safetensors")["score.weight"]
@@ -98,13 +107,15 @@ def test_vision_scores_are_the_heads_at_the_last_token_row_by_row(family, tmp_pa
 
 def test_the_image_decides_and_is_seen_once_for_a_group(tmp_path, monkeypatch):
     encoder = encoder_of("qwen2_5_vl")
-    judge = load_reward_model(vision_judge(tmp_path / "rm", "qwen2_5_vl"))
+    reward_model = load_reward_model(vision_reward_model(tmp_path / "rm", "qwen2_5_vl"))
     seen = []
-    see = judge.backbone.see
-    monkeypatch.setattr(judge.backbone, "see", lambda inputs: seen.append(len(inputs)) or see(inputs))
-    prompts = [(asked("which colour", 1), [picture(encoder, 3, 4, seed=s)]) for s in (1, 2)]
-    first, second, other, *_ = RewardModelWorker(judge, MicroBatching(rows=4)).score(
-        answered(encoder, prompts, ["red", "red", "red", "blue"], [0, 0, 1, 1])
+    encode_images = reward_model.backbone.encode_images
+    monkeypatch.setattr(
+        reward_model.backbone, "encode_images", lambda inputs: seen.append(len(inputs)) or encode_images(inputs)
+    )
+    prompts = [(make_task("which colour", 1), [picture(encoder, 3, 4, seed=s)]) for s in (1, 2)]
+    first, second, other, *_ = RewardModelWorker(reward_model, MicroBatching(rows=4)).score(
+        make_rollouts(encoder, prompts, ["red", "red", "red", "blue"], [0, 0, 1, 1])
     )
     assert first == pytest.approx(second, abs=1e-4) and abs(first - other) > 1e-2
     assert seen == [2]
@@ -114,38 +125,42 @@ def test_one_image_at_different_places_of_two_prompts(tmp_path):
     """A cache may hand the same array to several prompts; where it stands in each decides the positions."""
     encoder = encoder_of("qwen2_5_vl")
     image = picture(encoder, 3, 4)
-    later = asked("which colour", 1)
+    later = make_task("which colour", 1)
     parts = [{"type": "text", "text": "look at this picture first"}, {"type": "image"}]
     earlier = replace(later, messages=({"role": "user", "content": parts},))
-    rollouts = answered(encoder, [(later, [image]), (earlier, [image])], ["red", "red"], [0, 1])
-    judge = load_reward_model(vision_judge(tmp_path / "rm", "qwen2_5_vl"))
-    together = RewardModelWorker(judge, MicroBatching(rows=2)).score(rollouts)
+    rollouts = make_rollouts(encoder, [(later, [image]), (earlier, [image])], ["red", "red"], [0, 1])
+    reward_model = load_reward_model(vision_reward_model(tmp_path / "rm", "qwen2_5_vl"))
+    together = RewardModelWorker(reward_model, MicroBatching(rows=2)).score(rollouts)
     assert together == pytest.approx(
-        RewardModelWorker(judge, MicroBatching(rows=1)).score(rollouts), rel=1e-3, abs=1e-3
+        RewardModelWorker(reward_model, MicroBatching(rows=1)).score(rollouts), rel=1e-3, abs=1e-3
     )
 
 
 def test_images_are_resized_to_what_the_reward_model_takes(tmp_path):
     """A policy with patches of 14 and a reward model with patches of 16."""
     policy = encoder_of("qwen2_5_vl")
-    judge = load_reward_model(vision_judge(tmp_path / "rm", "qwen3_vl"))
-    rollouts = answered(policy, [(asked("which colour", 1), [picture(policy, 4, 6)])], ["red"], [0])
-    assert [array.shape for array in judge.fit(rollouts.prompts[0].media)] == [(128, 160, 3)]
-    assert isinstance(RewardModelWorker(judge, BY_ROWS).score(rollouts)[0], float)
+    reward_model = load_reward_model(vision_reward_model(tmp_path / "rm", "qwen3_vl"))
+    rollouts = make_rollouts(policy, [(make_task("which colour", 1), [picture(policy, 4, 6)])], ["red"], [0])
+    assert [array.shape for array in reward_model.resize_images(rollouts.prompts[0].media)] == [(128, 160, 3)]
+    assert isinstance(RewardModelWorker(reward_model, BY_ROWS).score(rollouts)[0], float)
 
 
 def test_a_response_that_cannot_be_read_fails_alone(tmp_path):
-    judge = load_reward_model(vision_judge(tmp_path / "rm", "qwen2_5_vl"))
-    rollouts = answered(encoder_of("qwen2_5_vl"), [(asked("which"), [])], ["red", "<|image_pad|>", "blue"], [0, 0, 0])
-    found = RewardModelWorker(judge, BY_ROWS).score(rollouts)
+    reward_model = load_reward_model(vision_reward_model(tmp_path / "rm", "qwen2_5_vl"))
+    rollouts = make_rollouts(
+        encoder_of("qwen2_5_vl"), [(make_task("which"), [])], ["red", "<|image_pad|>", "blue"], [0, 0, 0]
+    )
+    found = RewardModelWorker(reward_model, BY_ROWS).score(rollouts)
     assert isinstance(found[0], float) and isinstance(found[2], float)
     assert found[1].startswith("the reward model cannot read it") and "<|image_pad|>" in found[1]
 
 
 def test_a_score_that_is_no_number_is_a_failure(tmp_path):
-    judge = load_reward_model(vision_judge(tmp_path / "rm", "qwen2_5_vl", head=torch.full((1, 64), float("nan"))))
-    rollouts = answered(encoder_of("qwen2_5_vl"), [(asked("which"), [])], ["red"], [0])
-    assert RewardModelWorker(judge, BY_ROWS).score(rollouts) == ["the reward model gave nan"]
+    reward_model = load_reward_model(
+        vision_reward_model(tmp_path / "rm", "qwen2_5_vl", head=torch.full((1, 64), float("nan")))
+    )
+    rollouts = make_rollouts(encoder_of("qwen2_5_vl"), [(make_task("which"), [])], ["red"], [0])
+    assert RewardModelWorker(reward_model, BY_ROWS).score(rollouts) == ["the reward model gave nan"]
 
 
 # ---------------------------------------------------------------------------------------------- what is no reward model
@@ -156,21 +171,21 @@ def test_a_causal_model_is_no_reward_model(tmp_path):
 
 def test_several_labels_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"score\.weight is missing or of another size; a reward is one number"):
-        load_reward_model(text_judge(tmp_path / "rm", num_labels=3))
+        load_reward_model(text_reward_model(tmp_path / "rm", num_labels=3))
 
 
 def test_a_vision_model_without_a_head_is_refused(tmp_path):
     with pytest.raises(
-        ValueError, match=r"must hold score\.weight \[1, hidden\] beside the backbone, and there is none"
+        ValueError, match=r"must hold score\.weight \[1, hidden\] next to the backbone, and there is none"
     ):
         load_reward_model(str(checkpoint("qwen2_5_vl")))
     with pytest.raises(ValueError, match=r"it is \[2, 64\]"):
-        load_reward_model(vision_judge(tmp_path / "rm", "qwen2_5_vl", head=torch.zeros(2, 64)))
+        load_reward_model(vision_reward_model(tmp_path / "rm", "qwen2_5_vl", head=torch.zeros(2, 64)))
 
 
 def test_only_the_vocabulary_may_be_missing(tmp_path, capfd):
     """A reward model has no use for an output layer, so some are saved without one; a hole elsewhere is an error."""
-    path = Path(vision_judge(tmp_path / "rm", "qwen2_5_vl"))
+    path = Path(vision_reward_model(tmp_path / "rm", "qwen2_5_vl"))
     config = json.loads((path / "config.json").read_text())
     config["tie_word_embeddings"] = config["text_config"]["tie_word_embeddings"] = False
     (path / "config.json").write_text(json.dumps(config))
@@ -192,7 +207,7 @@ def test_a_path_to_nothing_is_refused(tmp_path):
 
 def test_a_head_in_a_shard_is_found(tmp_path):
     path = tmp_path / "rm"
-    vision_judge(path, "qwen2_5_vl")
+    vision_reward_model(path, "qwen2_5_vl")
     weights = load_file(path / "model.safetensors")
     (path / "model.safetensors").unlink()
     shards = {"first.safetensors": {"score.weight": weights.pop("score.weight")}, "second.safetensors": weights}
@@ -200,8 +215,8 @@ def test_a_head_in_a_shard_is_found(tmp_path):
         save_file(tensors, path / name, metadata={"format": "pt"})
     index = {"metadata": {}, "weight_map": {key: name for name, tensors in shards.items() for key in tensors}}
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
-    rollouts = answered(encoder_of("qwen2_5_vl"), [(asked("which"), [])], ["red"], [0])
-    whole = RewardModelWorker(load_reward_model(vision_judge(tmp_path / "whole", "qwen2_5_vl")), BY_ROWS).score(
+    rollouts = make_rollouts(encoder_of("qwen2_5_vl"), [(make_task("which"), [])], ["red"], [0])
+    whole = RewardModelWorker(load_reward_model(vision_reward_model(tmp_path / "whole", "qwen2_5_vl")), BY_ROWS).score(
         rollouts
     )
     assert RewardModelWorker(load_reward_model(str(path)), BY_ROWS).score(rollouts) == whole
@@ -213,14 +228,14 @@ def settings(path, **more):
 
 
 def test_it_is_one_more_part_of_the_total_with_the_last_weight(tmp_path):
-    path = text_judge(tmp_path / "rm")
+    path = text_reward_model(tmp_path / "rm")
     config = load_config(None, settings(path, **{
         "worker.reward.functions": ("format",),
         "worker.reward.weights": (10.0, 0.5),
         "worker.actor.fsdp.mixed_precision_dtype": "fp32",
     }))  # fmt: skip
     texts = ["<think>a</think><answer>B</answer>", "red"]
-    rollouts = answered(encoder_of("qwen2"), [(asked("which colour"), ())], texts, [0, 0])
+    rollouts = make_rollouts(encoder_of("qwen2"), [(make_task("which colour"), ())], texts, [0, 0])
     rewards = build_scorer(config, steps=1).submit(rollouts, step=0).result()
     scores = RewardModelWorker(load_reward_model(path), BY_ROWS).score(rollouts)
     assert list(rewards.parts) == ["format", "model"]
@@ -229,9 +244,9 @@ def test_it_is_one_more_part_of_the_total_with_the_last_weight(tmp_path):
 
 
 def test_alone_it_is_the_total_and_what_it_cannot_read_fails(tmp_path):
-    path = vision_judge(tmp_path / "rm", "qwen2_5_vl")
+    path = vision_reward_model(tmp_path / "rm", "qwen2_5_vl")
     config = load_config(None, settings(path, **{"worker.reward.failure_reward": -3.0}))
-    rollouts = answered(encoder_of("qwen2_5_vl"), [(asked("which"), [])], ["red", "<|video_pad|>"], [0, 0])
+    rollouts = make_rollouts(encoder_of("qwen2_5_vl"), [(make_task("which"), [])], ["red", "<|video_pad|>"], [0, 0])
     rewards = build_scorer(config, steps=1).submit(rollouts, step=0).result()
     assert rewards.failed.tolist() == [False, True] and rewards.total[1] == -3.0
     assert list(rewards.parts) == ["model"] and rewards.total[0] == rewards.parts["model"][0] != 0
@@ -241,9 +256,9 @@ def test_a_function_of_the_same_name_keeps_apart(tmp_path):
     def model(sample):
         return 7.0
 
-    config = load_config(None, settings(text_judge(tmp_path / "rm")))
-    rollouts = answered(encoder_of("qwen2"), [(asked("which"), [])], ["red"], [0])
-    parts = build_scorer(config, steps=1, given=[model]).submit(rollouts, step=0).result().parts
+    config = load_config(None, settings(text_reward_model(tmp_path / "rm")))
+    rollouts = make_rollouts(encoder_of("qwen2"), [(make_task("which"), [])], ["red"], [0])
+    parts = build_scorer(config, steps=1, rewards=[model]).submit(rollouts, step=0).result().parts
     assert list(parts) == ["model#2", "model"] and parts["model#2"].item() == 7.0 != parts["model"].item()
 
 
@@ -251,7 +266,7 @@ def test_what_the_configuration_says_of_it():
     with pytest.raises(ConfigError, match=r"worker\.reward\.model_path"):
         load_config(None, {"worker.reward.reward_type": "model"})
     two = {"worker.reward.functions": ("accuracy", "format"), "worker.reward.weights": (1.0, 1.0)}
-    with pytest.raises(ConfigError, match=r"2 weights .* for 3 parts \(accuracy, format, the reward model\)"):
+    with pytest.raises(ConfigError, match=r"2 weights .* for 3 rewards \(accuracy, format, the reward model\)"):
         load_config(None, settings("x", **two))
     load_config(None, settings("x", **{**two, "worker.reward.weights": (1.0, 1.0, 2.0)}))
     load_config(None, settings("x", **{"worker.reward.weights": (2.0,)}))

@@ -7,10 +7,10 @@ import pytest
 from config_helpers import only_error
 
 from mtrl.commands.installed import FEATURES
-from mtrl.compose.reward_scorer import reward_function
+from mtrl.compose.reward_scorer import make_reward_function
 from mtrl.config import ConfigError, load_config
 from mtrl.config.tree import known_leaves
-from mtrl.rewards.builtin_names import REWARDS, BuiltinReward, Library, is_bare
+from mtrl.rewards.builtin_names import REWARDS, BuiltinReward, Library, is_builtin_name
 
 SAMPLE = {"response": "<answer>7</answer>", "ground_truth": "7", "response_token_ids": [1, 2, 3, 4], "signals": {}}
 GROUNDED = SAMPLE | {"signals": {"vgr_late": 0.25}}
@@ -20,7 +20,7 @@ GROUNDED = SAMPLE | {"signals": {"vgr_late": 0.25}}
 def test_every_name_makes_a_reward(name):
     """That the configuration accepts, that says whether it waits for signals, and that answers."""
     config = load_config(None, [f"worker.reward.functions=[{name}]"])
-    logged, part = reward_function(config, name)
+    logged, part = make_reward_function(config, name)
     try:
         (outcome,) = [future.result() for future in part.submit([GROUNDED])]
     finally:
@@ -43,7 +43,7 @@ def test_settings_are_keys_of_the_configuration(name):
     ],
 )
 def test_settings_arrive_in_their_order(name, overrides, expected):
-    part = reward_function(load_config(None, overrides), name)[1]
+    part = make_reward_function(load_config(None, overrides), name)[1]
     assert part.submit([SAMPLE])[0].result().value == expected
 
 
@@ -52,25 +52,25 @@ def test_a_line_in_the_registry_is_all_a_reward_needs(monkeypatch):
     module.tenth = lambda sample: 0.1
     monkeypatch.setitem(sys.modules, "made_up", module)
     refused = only_error("worker.reward.functions=[tenth]")
-    assert "tenth is not built in" in refused and ", ".join(REWARDS) in refused
+    assert "tenth is not a built-in reward" in refused and ", ".join(REWARDS) in refused
     monkeypatch.setitem(REWARDS, "tenth", BuiltinReward("made_up:tenth"))
     config = load_config(None, ["worker.reward.functions=[tenth]"])
-    name, part = reward_function(config, "tenth")
+    name, part = make_reward_function(config, "tenth")
     assert name == "tenth" and part.submit([SAMPLE])[0].result().value == 0.1
 
 
 def test_a_missing_library_is_named_with_the_command_that_brings_it(monkeypatch):
     monkeypatch.setitem(REWARDS, "far", BuiltinReward("made_up:far", library=Library("not_there", "pip install far")))
     with pytest.raises(ConfigError, match=r"far needs not_there; pip install far"):
-        reward_function(load_config(None, []), "far")
+        make_reward_function(load_config(None, []), "far")
     assert [feature.name for feature in FEATURES if feature.name.startswith("reward")] == ["reward `math`"]
 
 
 def test_an_unknown_name_is_refused_wherever_it_comes_from():
-    with pytest.raises(ConfigError, match=r"there is no reward acuracy; name a built-in \(accuracy, math"):
-        reward_function(load_config(None, []), "acuracy")
+    with pytest.raises(ConfigError, match=r"there is no reward acuracy; use a built-in \(accuracy, math"):
+        make_reward_function(load_config(None, []), "acuracy")
 
 
 @pytest.mark.parametrize("path", ["rewards.py", "rewards.py:score", "package.module:score", "folder/score", r"a\score"])
 def test_a_path_is_no_name(path):
-    assert is_bare("score") and not is_bare(path)
+    assert is_builtin_name("score") and not is_builtin_name(path)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from helpers import NAN, close, fake_rollouts
 
-from mtrl.compose.algorithm import reward_schedule
-from mtrl.compose.reward_scorer import build_scorer, warn_of_wrong_truths
+from mtrl.compose.algorithm import make_reward_schedule
+from mtrl.compose.reward_scorer import build_scorer, warn_about_unmatched_answers
 from mtrl.compose.run import build
 from mtrl.config import load_config
 from mtrl.data import DataSettings, RowList, open_dataset
@@ -191,7 +191,7 @@ def test_functions_of_one_name_stay_apart():
 
 
 def test_as_many_weights_as_functions():
-    with pytest.raises(ValueError, match=r"worker\.reward\.weights: 2 weights for 1 parts \(half\)"):
+    with pytest.raises(ValueError, match=r"worker\.reward\.weights: 2 weights for 1 rewards \(half\)"):
         build_scorer(load_config(None, {"worker.reward.weights": (1.0, 10.0)}), 10, [half])
 
 
@@ -229,12 +229,12 @@ def test_built_ins_by_name():
 )
 def test_schedules_of_the_config(overrides, schedule):
     config = load_config(None, {f"worker.reward.{k}": v for k, v in overrides.items()})
-    assert reward_schedule(config, len(config.reward_functions)) == schedule
+    assert make_reward_schedule(config, len(config.reward_functions)) == schedule
 
 
 def test_early_weights_last_for_the_warm_up():
     config = load_config(None, {"worker.reward.early_weights": (0.0, 1.0), "worker.actor.optim.warmup_ratio": 0.4})
-    assert reward_schedule(config, 2) == [(0.0, (0.0, 1.0)), (0.4, (1.0, 1.0))]
+    assert make_reward_schedule(config, 2) == [(0.0, (0.0, 1.0)), (0.4, (1.0, 1.0))]
 
 
 # -------------------------------------------------------------------------------------------------------- at the start
@@ -247,7 +247,7 @@ ROWS = [
 @pytest.mark.parametrize(
     ("rows", "functions", "said"),
     [
-        (ROWS, ["accuracy"], "3 of the 9 rows looked at .*row 4, 'C'"),
+        (ROWS, ["accuracy"], "3 of the 9 rows checked .*row 4, 'C'"),
         (ROWS, ["format", "accuracy#2"], "3 of the 9 rows"),
         (ROWS, ["vgr_hard_negative"], "3 of the 9 rows"),
         (ROWS, ["format", "half"], None),
@@ -260,7 +260,7 @@ ROWS = [
 )
 def test_truths_that_no_response_could_match_are_said(caplog, rows, functions, said):
     dataset = open_dataset([RowList(rows, "rows")], DataSettings(), None)
-    warn_of_wrong_truths(dataset, functions)
+    warn_about_unmatched_answers(dataset, functions)
     messages = [record.getMessage() for record in caplog.records]
     assert not messages if said is None else len(messages) == 1 and re.search(said, messages[0])
 
@@ -269,4 +269,4 @@ def test_a_run_says_it_when_it_starts(tmp_path, caplog):
     config = load_config(None, {"training.output_dir": str(tmp_path), "worker.reward.functions": ("accuracy",)})
     rows = [{"prompt": "which?", "options": ["red", "green"], "answer": "C"}] * 4
     with build(config, data=rows).closing:
-        assert "4 of the 4 rows looked at have an answer that is none of their options" in caplog.text
+        assert "4 of the 4 rows checked have an answer that is none of their options" in caplog.text

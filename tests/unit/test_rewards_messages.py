@@ -1,7 +1,6 @@
 """What a worker sends is data, however hostile: nothing of it is run, nothing hangs, and what is kept is bounded."""
 
 import json
-import time
 
 import pytest
 from reward_helpers import rows
@@ -9,8 +8,15 @@ from reward_helpers import rows
 from mtrl.compose.reward_scorer import build_scorer
 from mtrl.config import load_config
 from mtrl.rewards import sandbox as sandboxes
-from mtrl.rewards.messages import MOST_ANSWER, MOST_BYTES, WorkerLost, read_answers, read_start, written_answer
-from mtrl.rewards.outcomes import MAX_EXTRAS, MAX_FAILURE, Outcome, last_words, read_outcome
+from mtrl.rewards.messages import (
+    MAX_MESSAGE_BYTES,
+    MAX_OUTCOME_BYTES,
+    WorkerLost,
+    encode_outcome,
+    read_outcomes,
+    read_start,
+)
+from mtrl.rewards.outcomes import MAX_EXTRAS, MAX_FAILURE, Outcome, read_outcome, sanitize_tail
 from mtrl.rewards.sandbox import RewardJob, Sandbox
 
 LINE_OF_ITS_OWN = '''
@@ -34,8 +40,8 @@ def framed(body, job, length=None):
     return struct.pack("!QQ", job, len(body) if length is None else length) + body
 
 def current_job():
-    from mtrl.rewards.worker_main import Answers
-    return next(each.job for each in gc.get_objects() if isinstance(each, Answers))
+    from mtrl.rewards.worker_main import OutcomeSender
+    return next(each.job for each in gc.get_objects() if isinstance(each, OutcomeSender))
 
 def good(place=0, value=1.0):
     return json.dumps({"answers": [[place, value, {}, None, 0.0]], "ends": False}).encode()
@@ -107,7 +113,7 @@ def outcome(sandbox, does, **columns):
 
 
 # ------------------------------------------------------------------------------------------------- through a process
-NO_ANSWER = "its process sent what is no answer"
+NO_ANSWER = "its process sent an invalid message"
 LATE = "took longer than 3 s"
 HOSTILE = {
     "pickle": NO_ANSWER, "framed pickle": NO_ANSWER, "wrong job": NO_ANSWER, "wrong place": NO_ANSWER,
@@ -145,9 +151,9 @@ def test_a_thread_outlives_whatever_happens_to_it(sandbox, monkeypatch):
         raise MemoryError("of the trainer")
 
     with monkeypatch.context() as patch:
-        patch.setattr(sandboxes, "read_answers", broken)
+        patch.setattr(sandboxes, "read_outcomes", broken)
         assert "MemoryError: of the trainer" in outcome(sandbox, "fine").failure
-        patch.setattr(sandboxes.Service, "serve", broken)
+        patch.setattr(sandboxes.WorkerPool, "serve", broken)
         assert "MemoryError: of the trainer" in outcome(sandbox, "fine").failure
     assert outcome(sandbox, "fine").value == 1.0
 
@@ -205,12 +211,11 @@ def test_a_step_has_an_end_whatever_each_call_may_take(file):
     """Sixty calls of half a second, each well within its limit."""
     sandbox = Sandbox(str(file), {}, workers=1, timeout_s=30, step_timeout_s=2)
     assert outcome(sandbox, "fine").value == 1.0
-    begin = time.monotonic()
     found = [each.result(60) for each in sandbox.submit([{"response": "sleep", "seconds": 0.5}] * 60)]
-    assert time.monotonic() - begin < 20
     late = "all responses together took longer than worker.reward.step_timeout_s=2"
     failures = [each.failure for each in found]
     assert failures[0] is None and late in failures and failures[-1] == f"not called: {late}"
+    assert failures.count(None) <= 4 and failures.count(f"not called: {late}") >= 55, "two seconds are four calls"
     assert outcome(sandbox, "fine").value == 1.0  # the next step has its own time
     sandbox.close()
 
@@ -240,14 +245,14 @@ FINE = [0, 1.0, {"seen": 2}, None, 0.5]
 
 def test_an_answer_arrives_as_it_was():
     given = Outcome(1 / 3, {"a": -0.1, "token_weights": [0.1, 2]}, None, "", 1e-9)
-    message = f'{{"answers": [{written_answer(1, given)}], "ends": true}}'.encode()
-    answers, ends = read_answers(message, {0: 2, 1: 2}, "")
+    message = f'{{"answers": [{encode_outcome(1, given)}], "ends": true}}'.encode()
+    answers, ends = read_outcomes(message, {0: 2, 1: 2}, "")
     assert answers == [(1, given)] and ends
     plain = Outcome(-1 / 3, {}, None, "", 1e-9)
-    message = f'{{"answers": [{written_answer(0, plain)}], "ends": false}}'.encode()
-    assert read_answers(message, {0: 2}, "")[0] == [(0, plain)]
+    message = f'{{"answers": [{encode_outcome(0, plain)}], "ends": false}}'.encode()
+    assert read_outcomes(message, {0: 2}, "")[0] == [(0, plain)]
     failed = Outcome(failure="why", seconds=2.0)
-    assert read_answers(told([None, None, {}, "why", 2.0]), {0: 1}, "")[0] == [(None, failed)]
+    assert read_outcomes(told([None, None, {}, "why", 2.0]), {0: 1}, "")[0] == [(None, failed)]
 
 
 @pytest.mark.parametrize(
@@ -264,7 +269,7 @@ def test_an_answer_arrives_as_it_was():
 )  # fmt: skip
 def test_what_is_no_answer(message):
     with pytest.raises(WorkerLost, match=NO_ANSWER):
-        read_answers(message, {0: 4}, "")
+        read_outcomes(message, {0: 4}, "")
 
 
 @pytest.mark.parametrize("message", [b"", b"1", b"{}", b'{"traits": 1, "error": "", "contained": true}'])
@@ -275,11 +280,11 @@ def test_what_is_no_start(message):
 
 def test_limits_fit_together():
     """What a worker that means well sends is never too long: it sends at most an answer more than it has to."""
-    longest = written_answer(0, Outcome(1.0, {"token_weights": [1 / 3] * 180_000}))
-    assert len(longest) < MOST_ANSWER and 2 * MOST_ANSWER <= MOST_BYTES
-    assert len(last_words("\x1b" * 100_000)) == MAX_FAILURE
+    longest = encode_outcome(0, Outcome(1.0, {"token_weights": [1 / 3] * 180_000}))
+    assert len(longest) < MAX_OUTCOME_BYTES and 2 * MAX_OUTCOME_BYTES <= MAX_MESSAGE_BYTES
+    assert len(sanitize_tail("\x1b" * 100_000)) == MAX_FAILURE
     assert len(read_outcome({"x" * 10_000: 1}).failure) < 2_000
 
 
 def test_jobs_know_how_long_responses_are():
-    assert RewardJob([{"response_token_ids": [1, 2]}, {}], []).waiting == {0: 2, 1: 0}
+    assert RewardJob([{"response_token_ids": [1, 2]}, {}], []).pending == {0: 2, 1: 0}

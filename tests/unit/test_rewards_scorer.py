@@ -9,7 +9,7 @@ from helpers import close, fake_experience, fake_rollouts
 from reward_helpers import rows
 
 from mtrl.algorithms.credit import assign
-from mtrl.compose.algorithm import credit_rules
+from mtrl.compose.algorithm import make_credit_rules
 from mtrl.compose.reward_scorer import build_scorer
 from mtrl.config import load_config
 from mtrl.utils.errors import RunError
@@ -138,7 +138,7 @@ def test_weights_reach_the_credit(target, advantage, measure):
     rollouts = fake_rollouts([2])
     rewards = scorer_of(lambda data: (1.0, {"token_weights": [1.0, 3.0]})).submit(rollouts, 0).result()
     experience = fake_experience(rollouts, advantage=torch.full((1, 2), 2.0), rewards=rewards)
-    credit = assign(credit_rules(config), experience, (0, 0))
+    credit = assign(make_credit_rules(config), experience, (0, 0))
     close(credit.advantage, [advantage])
     close(credit.token_weight, [measure])
 

@@ -13,8 +13,8 @@ from mtrl.rewards.scratch import PREFIX
 OWNER = """
 import sys, tempfile
 tempfile.tempdir = sys.argv[1]
-from mtrl.rewards.scratch import Scratch
-scratch = Scratch()
+from mtrl.rewards.scratch import ScratchDirectory
+scratch = ScratchDirectory()
 open(scratch.name + "/0.ppm", "w").close()
 print(scratch.name, flush=True)
 sys.stdin.read()

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch_ops as plain
 from tiny_models import encoder_of, fresh_backbone, prompts_for
 
 from benchmarks import rollout
 from benchmarks.drawn_lengths import drawn_lengths, lengths_of
 from benchmarks.rollout_rounds import SIZES, measure_rounds, summary_of
-from mtrl.rollout.decode import torch_ops as plain
 from mtrl.rollout.decode.engine import GraphGenerator
 from mtrl.rollout.decode.step import Ops
 from mtrl.rollout.local import LocalGenerator
@@ -39,7 +39,7 @@ def test_responses_have_the_lengths_that_are_drawn(name):
             found = engines(encoder)[name].generate(prompts, sampling)
         drawn.append(lengths_of(len(found), sampling, shortest=2))
         assert torch.equal(found.mask.sum(1), drawn[-1])
-        assert set(found.finish) == {"stop"}
+        assert set(found.finish_reason) == {"stop"}
     assert not torch.equal(*drawn), "others at every step"
     assert encoder.stop_ids == before
 

@@ -6,11 +6,11 @@ import math
 import pytest
 import torch
 
-from mtrl.compose.algorithm import optimizer_settings
-from mtrl.config import ConfigError, load_config, warnings
-from mtrl.workers import rounding
+from mtrl.compose.algorithm import make_optimizer_settings
+from mtrl.config import ConfigError, find_warnings, load_config
+from mtrl.workers import optimizers
 from mtrl.workers.learner import OptimizerSettings, make_optimizer
-from mtrl.workers.rounding import RoundedAdamW, add_compensated, rounded_at_random
+from mtrl.workers.optimizers import RoundedAdamW, add_compensated, round_at_random
 
 ULP = 2**-7  # between two bf16 numbers from 1 to 2
 
@@ -30,16 +30,16 @@ def test_the_mean_stays(share, sign):
     """A number that stands at a share of the way between two goes up that often. Of 100,000 draws the share has a
     standard deviation of 0.0016 at most."""
     numbers = torch.full((100_000,), sign * (1 + share * ULP))
-    found = rounded_at_random(numbers, torch.bfloat16, drawn()).float() * sign
+    found = round_at_random(numbers, torch.bfloat16, drawn()).float() * sign
     assert set(found.tolist()) <= {1.0, 1 + ULP}
     assert float((found > 1).float().mean()) == pytest.approx(share, abs=0.01 if share else 0)
 
 
 def test_what_bf16_can_say_stays():
     numbers = noise(1000).bfloat16()
-    assert torch.equal(rounded_at_random(numbers.float(), torch.bfloat16, drawn()), numbers)
-    assert rounded_at_random(torch.zeros(3), torch.bfloat16, drawn()).tolist() == [0, 0, 0]
-    assert torch.equal(rounded_at_random(noise(9), torch.float32, drawn()), noise(9)), "float32 needs no rounding"
+    assert torch.equal(round_at_random(numbers.float(), torch.bfloat16, drawn()), numbers)
+    assert round_at_random(torch.zeros(3), torch.bfloat16, drawn()).tolist() == [0, 0, 0]
+    assert torch.equal(round_at_random(noise(9), torch.float32, drawn()), noise(9)), "float32 needs no rounding"
 
 
 def test_what_is_lost_comes_back():
@@ -93,7 +93,7 @@ def test_in_float32_it_is_adamw(kind, monkeypatch):
     plain, _ = descend("none", torch.float32, steps=20, lr=0.01, weight_decay=0.1)
     found, _ = descend(kind, torch.float32, steps=20, lr=0.01, weight_decay=0.1)
     torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-6)
-    monkeypatch.setattr(rounding, "CHUNK", 700)
+    monkeypatch.setattr(optimizers, "CHUNK", 700)
     in_pieces, _ = descend(kind, torch.float32, steps=20, lr=0.01, weight_decay=0.1)
     torch.testing.assert_close(in_pieces, found, rtol=1e-5, atol=1e-6)
 
@@ -134,15 +134,15 @@ def test_parameters_without_a_gradient_stay():
 def test_the_key_reaches_the_optimizer_and_ends_the_warning():
     keys = ["worker.actor.fsdp.param_dtype=bf16", "worker.actor.fsdp.param_rounding=kahan"]
     config = load_config(None, keys)
-    settings = optimizer_settings(config, 1)
-    assert settings.rounding == "kahan" and list(warnings(config)) == []
+    settings = make_optimizer_settings(config, 1)
+    assert settings.rounding == "kahan" and list(find_warnings(config)) == []
     weight = torch.nn.Parameter(torch.zeros(1))
     assert isinstance(make_optimizer([weight], settings, fused=False), RoundedAdamW)
-    (said,) = warnings(load_config(None, keys[:1]))
+    (said,) = find_warnings(load_config(None, keys[:1]))
     assert "set worker.actor.fsdp.param_rounding to kahan or stochastic" in said
 
 
 def test_float32_weights_lose_nothing():
-    with pytest.raises(ConfigError, match="float32 weights lose nothing"):
+    with pytest.raises(ConfigError, match="float32 weights need no rounding"):
         load_config(None, ["worker.actor.fsdp.param_rounding=stochastic"])
     assert math.isclose(ULP, float(torch.finfo(torch.bfloat16).eps))

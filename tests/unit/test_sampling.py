@@ -105,7 +105,7 @@ def test_draws_belong_to_seed_step_task_and_sample():
     again = draws("a", "b", "a")  # a step may take a task twice: its second group must not be a copy of the first
     assert torch.equal(again[:6], base) and len(again.unique()) == 72
     assert torch.equal(again[6:], draws("a", n=6)[3:]), "it counts on"
-    assert torch.equal(again[6:], draws("a", asked={"a": 1})), "also from one call to the next"
+    assert torch.equal(again[6:], draws("a", times_sampled={"a": 1})), "also from one call to the next"
 
 
 def test_draws_are_uniform():

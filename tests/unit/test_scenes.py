@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from mtrl.compose.task_source import EMBEDDED, data_sources
+from mtrl.compose.task_source import EMBEDDED, open_data_sources
 from mtrl.config import paths as places
 from mtrl.embedded.embedded_rows import TASKS, packaged_config
 from mtrl.embedded.scenes import (
@@ -25,9 +25,9 @@ from mtrl.embedded.scenes import (
 )
 from mtrl.models.tiny import tiny_tokenizer
 from mtrl.rewards.builtin import accuracy, format
-from pretraining.evaluation import graded_answer
-from pretraining.pretrain import ADDED_TOKENS, COURSES
-from pretraining.scene_teacher import HABITS, WAYS, demonstrations
+from pretraining.evaluation import parse_answer
+from pretraining.pretrain import ADDED_TOKENS, CURRICULA
+from pretraining.scene_teacher import DEMONSTRATIONS, HABITS, demonstrations
 
 COUNT = 250
 
@@ -130,7 +130,7 @@ def test_the_text_alone_is_worth_a_sixth():
 def test_answers_have_the_form_and_what_is_right_is_rewarded(answers):
     right = []
     for question, text in answers:
-        found = graded_answer(text, question)
+        found = parse_answer(text, question)
         sample = {"response": text, "ground_truth": question.answer}
         assert found is not None and format(sample) == 1.0
         assert accuracy(sample) == float(found == question.answer)
@@ -139,12 +139,12 @@ def test_answers_have_the_form_and_what_is_right_is_rewarded(answers):
 
 
 def test_every_word_is_a_token_and_answers_have_80_to_200(answers):
-    course = COURSES["scenes"]
-    tokenizer = tiny_tokenizer(True, course.words(), ADDED_TOKENS, course.shape["vocabulary"])
-    assert len(tokenizer) < course.shape["vocabulary"], "or words would be cut"
+    curriculum = CURRICULA["scenes"]
+    tokenizer = tiny_tokenizer(True, curriculum.vocabulary_text(), ADDED_TOKENS, curriculum.model_shape["vocabulary"])
+    assert len(tokenizer) < curriculum.model_shape["vocabulary"], "or words would be cut"
     for question, text in answers[:150]:
         ids = tokenizer(text)["input_ids"]
-        assert 80 <= len(ids) + 1 <= 200 < course.longest
+        assert 80 <= len(ids) + 1 <= 200 < curriculum.max_new_tokens
         assert len(ids) <= len(re.findall(r"</?\w+>|\w+|[.,]| (?=\d)", text))
         assert len(tokenizer(question.prompt)["input_ids"]) <= 40
         assert tokenizer.decode(ids) == text
@@ -154,7 +154,8 @@ def test_demonstrations_are_drawn_by_keys_of_their_own(questions):
     question = questions["train"][3]
     ways = demonstrations(question)
     assert [way.text for way in ways] == [way.text for way in demonstrations(question)]
-    assert len({way.text for way in ways}) == WAYS and sum(way.probability for way in ways) == pytest.approx(1)
+    assert len({way.text for way in ways}) == DEMONSTRATIONS
+    assert sum(way.probability for way in ways) == pytest.approx(1)
 
 
 # ------------------------------------------------------------------------------------------------------- causal spans
@@ -197,7 +198,7 @@ def test_the_answer_follows_from_what_decides_alone(answers):
     by_words = defaultdict(set)
     for question, text in answers:
         words = special_words(question, text)
-        assert words[-1] == words[-2] == graded_answer(text, question)
+        assert words[-1] == words[-2] == parse_answer(text, question)
         by_words[question.split, question.index, tuple(words[:-2])].add(words[-1])
         marked = "".join(words)
         assert not any(word in marked for word in ("besides", "anyway", "calm", "odd"))
@@ -217,7 +218,7 @@ def test_habits_are_answers():
 # --------------------------------------------------------------------------------------------------------------- rows
 def test_rows_by_name():
     assert places.EMBEDDED == EMBEDDED == tuple(f"{name}@" for name in TASKS)
-    (test,), (blank,) = data_sources("scenes@test", "train"), data_sources("scenes-blank@test", "train")
+    (test,), (blank,) = open_data_sources("scenes@test", "train"), open_data_sources("scenes-blank@test", "train")
     assert len(test) == len(blank) == 2000 and len({test.fingerprint, blank.fingerprint}) == 2
     seen, unseen = test.read(7), blank.read(7)
     assert {key: seen[key] for key in seen if key != "images"} == {
@@ -226,7 +227,7 @@ def test_rows_by_name():
     assert np.ptp(np.asarray(unseen["images"][0])) == 0 < np.ptp(np.asarray(seen["images"][0]))
     assert seen["images"][0].size == unseen["images"][0].size == (84, 84)
     with pytest.raises(ValueError, match=r"scenes has no split 'tset'; it has train, validation, test"):
-        data_sources("scenes@tset", "train")
+        open_data_sources("scenes@tset", "train")
     assert (
         packaged_config("scenes-blank@train")
         == packaged_config("scenes@test")

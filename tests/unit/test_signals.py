@@ -171,7 +171,10 @@ def test_needs_say_how_many_views_it_takes():
 
 
 def test_a_signal_that_there_is_not_is_refused():
-    with pytest.raises(ValueError, match=r"no signal attention, entropie; there are old, .*prompt_mass, maps$"):
+    with pytest.raises(
+        ValueError,
+        match=r"no signal attention, entropie; there are old_logprobs, .*prompt_attention_mass, attention_maps$",
+    ):
         Needs("old_logprobs", "entropie", "attention")
 
 
@@ -179,5 +182,5 @@ def test_probes_bring_their_own_signals():
     one, two = torch.zeros(1, 2), torch.ones(1, 2)
     merged = Signals(old_logprobs=one).merge(Signals(ref_logprobs=two)).merge(Signals())
     assert merged.old_logprobs is one and merged.ref_logprobs is two and merged.entropy is None
-    with pytest.raises(AssertionError, match="two probes brought old"):
+    with pytest.raises(AssertionError, match="two probes measured old_logprobs"):
         merged.merge(Signals(old_logprobs=two))

@@ -75,11 +75,11 @@ def test_arguments_become_keys(built, capsys):
     }
     assert result["settings"] == SIZES | {"training.max_steps": 1} | added
     assert changed(run.config).keys() == result["settings"].keys()
-    assert run.loop.algorithm_spec.divergence is None and len(run.loop.algorithm_spec.credit) == 2
+    assert run.loop.spec.divergence is None and len(run.loop.spec.credit) == 2
     assert {
         "dependency",
         "old_logprobs",
-    } <= run.loop.algorithm_spec.needs.names and run.loop.algorithm_spec.attention_every == 1
+    } <= run.loop.spec.needs.names and run.loop.spec.attention_every == 1
     assert 0 < result["saving"]["held"] <= result["saving"]["written"]
     parameters = list(run.loop.components.actor.model.parameters())
     assert result["saving"]["gb"] > 3 * sum(p.nbytes for p in parameters) / 2**30, "weights and two averages"

@@ -10,14 +10,14 @@ from safetensors.torch import save_file
 from benchmarks.update_size import update_norms
 from mtrl.algorithms.credit.registry import RULES
 from mtrl.algorithms.credit.shuffled import Shuffled
-from mtrl.compose.algorithm import credit_rules, reward_schedule
-from mtrl.compose.unsupported import unbuilt
+from mtrl.compose.algorithm import make_credit_rules, make_reward_schedule
+from mtrl.compose.unsupported import find_unsupported
 from mtrl.config import load_config
-from mtrl.config.packaged import HOME
+from mtrl.config.packaged import CONFIG_DIR
 from mtrl.config.tree import known_leaves
 
 ROOT = Path(__file__).resolve().parents[2]
-ARMS = sorted(path.stem for path in (HOME / "study").glob("*.yaml"))
+ARMS = sorted(path.stem for path in (CONFIG_DIR / "study").glob("*.yaml"))
 EXPERIMENTS = [f"experiment{number}" for number in range(1, 6)]
 SPEAKING = {  # the rules of an arm that is not called as its rule
     "tgf_20": ["perception_filter"], "tgf_40": ["perception_filter"], "tas": ["trajectory_scaling"],
@@ -49,13 +49,13 @@ def value(config, key):
 
 def rules_of(config):
     names = {kind: name for name, kind in RULES.items()}
-    return ["shuffled" if isinstance(rule, Shuffled) else names[type(rule)] for rule in credit_rules(config)]
+    return ["shuffled" if isinstance(rule, Shuffled) else names[type(rule)] for rule in make_credit_rules(config)]
 
 
 @pytest.mark.parametrize("name", ARMS)
 def test_an_arm_is_plain_grpo_but_for_what_it_is_about(name):
     config, plain = arm(name), arm("grpo")
-    assert unbuilt(config) == [] and config.training.experiment_name == name
+    assert find_unsupported(config) == [] and config.training.experiment_name == name
     assert rules_of(config) == SPEAKING.get(name, [name])
     differ = {key for key in known_leaves() if value(config, key) != value(plain, key)} - {"training.experiment_name"}
     assert {key for key in differ if not key.startswith("optimization.")} <= BESIDE_CREDIT.get(name, set())
@@ -67,8 +67,8 @@ def test_no_rule_is_left_out():
 
 
 def test_the_plain_arm_is_the_recipe_of_scenes():
-    config, algorithm_spec = arm("grpo"), load_config(ROOT / "mtrl/embedded/scenes.yaml")
-    differ = {key for key in known_leaves() if value(config, key) != value(algorithm_spec, key)}
+    config, spec = arm("grpo"), load_config(ROOT / "mtrl/embedded/scenes.yaml")
+    differ = {key for key in known_leaves() if value(config, key) != value(spec, key)}
     measuring = {"val_freq", "val_before_train", "val_generations_to_log", "log_preview_chars", "best_metric",
                  "record_rollouts_per_step", "realtime_rollout_logging", "project_name", "experiment_name"}  # fmt: skip
     assert differ - {"dataset.val_files", "dataset.val_batch_size"} <= {f"training.{name}" for name in measuring}
@@ -78,7 +78,7 @@ def test_the_plain_arm_is_the_recipe_of_scenes():
 def test_experiments_are_those_of_the_spec(name):
     ours, theirs = arm(name), load_config(f"experiments/{name}.yaml")
     assert ours.worker.reward.functions == theirs.worker.reward.functions
-    assert reward_schedule(ours, 60)[0][1] == reward_schedule(theirs, 60)[0][1]
+    assert make_reward_schedule(ours, 60)[0][1] == make_reward_schedule(theirs, 60)[0][1]
     assert ours.worker.reward.weights == theirs.worker.reward.weights
     assert ours.optimization == theirs.optimization
 

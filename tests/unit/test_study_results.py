@@ -23,7 +23,7 @@ from benchmarks.study import (
     write,
 )
 from mtrl.compare.arms import Arm, SeedRun, read_arm
-from mtrl.report.compare_page import adjusted, judge, told, told_p
+from mtrl.report.compare_page import apply_holm, compare_with_baseline, format_estimate, format_p
 
 METRIC = "val/avg@1"
 STUDY = (benchmark.ROOT / "docs/study.md").read_text(encoding="utf-8")
@@ -63,7 +63,7 @@ def test_what_is_kept_is_what_was_there(study, tmp_path):
     assert checks["oracle"]["cosine"] == 0.25
     for name in ("grpo", "oracle"):
         there, kept = read_arm(study / name), arms[name]
-        assert kept.finals(METRIC) == there.finals(METRIC) and kept.right() == there.right()
+        assert kept.finals(METRIC) == there.finals(METRIC) and kept.correct() == there.correct()
         curves = kept.runs[1].curves
         assert curves.keys() == {METRIC, SAMPLED, ENTROPY} and curves[METRIC][0] == (10, 0.123457)
 
@@ -115,15 +115,17 @@ def test_tables_and_picture_come_from_the_file(study, tmp_path):
 )
 def test_the_words_of_the_plan(differences, word):
     plain = arm("grpo", [0.5, 0.5, 0.5])
-    (verdict,) = adjusted([judge(arm("other", [0.5 + x for x in differences]), plain, METRIC)], "by_final")
+    (verdict,) = apply_holm(
+        [compare_with_baseline(arm("other", [0.5 + x for x in differences]), plain, METRIC)], "by_final"
+    )
     assert word_of(verdict) == word
 
 
 def test_pairs_are_arms_of_the_study():
     from benchmarks.study import BASELINE, DRAWN, PAIRS
-    from mtrl.config.packaged import HOME
+    from mtrl.config.packaged import CONFIG_DIR
 
-    names = {path.stem for path in Path(HOME / "study").glob("*.yaml")}
+    names = {path.stem for path in Path(CONFIG_DIR / "study").glob("*.yaml")}
     assert {BASELINE, *DRAWN, *(name for pair in PAIRS for name in pair)} <= names
 
 
@@ -284,7 +286,10 @@ def test_numbers_in_sentences_are_of_the_results():
 
 def test_differences_in_sentences_have_the_p_of_the_same_comparison(computed):
     tests = [verdict.by_final for verdict in computed.verdicts() if verdict.by_final]
-    known = {(told(test.difference, signed=True).split()[0], told_p(test.p), told_p(test.adjusted)) for test in tests}
+    known = {
+        (format_estimate(test.difference, signed=True).split()[0], format_p(test.p), format_p(test.adjusted))
+        for test in tests
+    }
     text = " ".join(prose_of_results().split())
     quoted = re.findall(r"([+-]0\.\d{3}),? \(?p (<?0\.\d{3})(?:, Holm (<?0\.\d{3}))?", text)
     assert len(quoted) >= 15

@@ -8,7 +8,7 @@ import sys
 import pytest
 from tqdm import tqdm
 
-from mtrl.utils.terminal import SanitizedStream, behind_door, sanitize, separate_log
+from mtrl.utils.terminal import SanitizedStream, sanitize, separate_log, unwrap_stream
 
 
 class Terminal(io.StringIO):
@@ -23,7 +23,7 @@ def test_what_is_printed_cannot_move_the_cursor(stream):
     print("\x1b[A", "\x1b]0;title\x07", file=SanitizedStream(behind))
     assert behind.getvalue().splitlines()[0] == "row\\x1b[31m 1 \\r\\x1b[A\\x9b2J \\udcff.png"
     assert "\x1b]" not in behind.getvalue() and "\x07" not in behind.getvalue()
-    assert behind_door(SanitizedStream(behind)) is behind and behind_door(behind) is behind
+    assert unwrap_stream(SanitizedStream(behind)) is behind and unwrap_stream(behind) is behind
 
 
 @pytest.mark.parametrize("stream", [Terminal, io.StringIO])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mtrl.compose import threads
-from mtrl.compose.threads import FILE, free_threads, settle_threads
+from mtrl.compose.threads import FILE, choose_threads, set_threads
 from mtrl.utils import machine
 
 
@@ -35,40 +35,40 @@ def free(monkeypatch, cores):
 )  # fmt: skip
 def test_as_many_threads_as_processors_are_free(usual, usable, cores, chosen, monkeypatch, caplog):
     free(monkeypatch, cores)
-    assert free_threads(usual, usable) == chosen
+    assert choose_threads(usual, usable) == chosen
     assert ("processors are free" in caplog.text) == (chosen != usual)
 
 
 def test_a_quiet_machine_leaves_torch_alone(torch_threads, tmp_path, monkeypatch):
     free(monkeypatch, 4.0)
-    settle_threads(tmp_path)
+    set_threads(tmp_path)
     assert torch_threads == [4] and (tmp_path / FILE).read_text() == "4\n"
 
 
 def test_a_run_goes_on_with_its_own_number(torch_threads, tmp_path, monkeypatch, caplog):
     free(monkeypatch, 2.2)
-    settle_threads(tmp_path)
+    set_threads(tmp_path)
     assert torch_threads == [4, 2]
     torch_threads.append(4)
     free(monkeypatch, 4.0)
-    settle_threads(tmp_path, resumed=True)
+    set_threads(tmp_path, resumed=True)
     assert torch_threads[-1] == 2 and (tmp_path / FILE).read_text() == "2\n"
     torch_threads.append(4)
-    settle_threads(tmp_path)  # a start that failed before left the number: no run has computed with it
+    set_threads(tmp_path)  # a start that failed before left the number: no run has computed with it
     assert torch_threads[-1] == 4
 
 
 def test_more_threads_than_there_are_processors_here_are_not_taken(torch_threads, tmp_path, caplog):
     (tmp_path / FILE).write_text("64")
-    settle_threads(tmp_path, resumed=True)
-    assert torch_threads == [4] and "with 64 threads before, now with 4" in caplog.text
+    set_threads(tmp_path, resumed=True)
+    assert torch_threads == [4] and "used 64 threads before, now it uses 4" in caplog.text
 
 
 def test_the_users_number_stands(torch_threads, tmp_path, monkeypatch, caplog):
     free(monkeypatch, 0.0)
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
     (tmp_path / FILE).write_text("2")
-    settle_threads(tmp_path, resumed=True)
+    set_threads(tmp_path, resumed=True)
     assert torch_threads == [4] and "last bits" in caplog.text
 
 

@@ -14,7 +14,7 @@ from helpers import NAN, fake_experience, fake_rollouts
 
 from mtrl.protocols import Tracker
 from mtrl.tracking import jsonl
-from mtrl.tracking.jsonl import JsonlWriter, last_row, parts, read_rows_of
+from mtrl.tracking.jsonl import JsonlWriter, iter_rows, last_row, rotated_parts
 from mtrl.tracking.run_files import RunFiles, first_steps, read_rows, read_validations
 from mtrl.tracking.several import Trackers
 from mtrl.types import Credit, Needs, Rewards, ValidationSample
@@ -177,17 +177,20 @@ def test_a_full_file_becomes_a_part_and_readers_see_all_in_order(tmp_path):
     file = JsonlWriter(path, rotate_at=100)
     for number in range(12):
         file.append([{"n": number, "text": "x" * 20}])  # 41 or 42 bytes: two fit
-    assert [part.name for part in parts(path)] == [f"rollouts.{number}.jsonl" for number in (1, 2, 3, 4, 5)]
-    assert [row["n"] for row in read_rows_of(path)] == list(range(12))
-    assert all(part.stat().st_size <= 100 for part in (*parts(path), path))
-    assert [row["n"] for row in lines(path)] == [10, 11] and [row["n"] for row in lines(parts(path)[0])] == [0, 1]
+    assert [part.name for part in rotated_parts(path)] == [f"rollouts.{number}.jsonl" for number in (1, 2, 3, 4, 5)]
+    assert [row["n"] for row in iter_rows(path)] == list(range(12))
+    assert all(part.stat().st_size <= 100 for part in (*rotated_parts(path), path))
+    assert [row["n"] for row in lines(path)] == [10, 11] and [row["n"] for row in lines(rotated_parts(path)[0])] == [
+        0,
+        1,
+    ]
 
 
 def test_numbers_sort_as_numbers_and_go_on_after_a_restart(tmp_path):
     path = tmp_path / "rollouts.jsonl"
     for number in range(12):
         JsonlWriter(path, rotate_at=1).append([{"n": number}])  # a new process each time
-    assert [row["n"] for row in read_rows_of(path)] == list(range(12)) and len(parts(path)) == 11
+    assert [row["n"] for row in iter_rows(path)] == list(range(12)) and len(rotated_parts(path)) == 11
 
 
 def test_the_oldest_parts_go_and_that_is_said_once(tmp_path, caplog):
@@ -196,9 +199,9 @@ def test_the_oldest_parts_go_and_that_is_said_once(tmp_path, caplog):
     file = JsonlWriter(path, rotate_at=1, keep=3)
     for number in range(8):
         file.append([{"n": number}])
-    assert [row["n"] for row in read_rows_of(path)] == [4, 5, 6, 7]
-    assert [part.name for part in parts(path)] == ["rollouts.5.jsonl", "rollouts.6.jsonl", "rollouts.7.jsonl"]
-    assert len(caplog.records) == 1 and "rollouts.1.jsonl is dropped" in caplog.text
+    assert [row["n"] for row in iter_rows(path)] == [4, 5, 6, 7]
+    assert [part.name for part in rotated_parts(path)] == ["rollouts.5.jsonl", "rollouts.6.jsonl", "rollouts.7.jsonl"]
+    assert len(caplog.records) == 1 and "rollouts.1.jsonl is deleted" in caplog.text
     assert (tmp_path / "rollouts.notes.jsonl").exists()
 
 
@@ -207,7 +210,7 @@ def test_rows_of_one_step_stay_together(tmp_path):
     file = JsonlWriter(path, rotate_at=50)
     file.append([{"n": n} for n in range(20)])  # larger than a part may be
     file.append([{"n": 20}])
-    assert len(lines(parts(path)[0])) == 20 and len(lines(path)) == 1
+    assert len(lines(rotated_parts(path)[0])) == 20 and len(lines(path)) == 1
 
 
 def test_the_last_row_is_found_from_the_end(tmp_path, monkeypatch):
@@ -230,7 +233,7 @@ def test_a_directory_that_vanishes_costs_what_was_in_it(tmp_path, caplog):
     (tmp_path / "run").rmdir()
     files.metrics(2, {"x": 2.0})
     assert [row["step"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")] == [2]
-    assert caplog.text.count("was gone") == 1
+    assert caplog.text.count("was removed") == 1
 
 
 def test_rows_wait_until_the_place_can_be_written_again(tmp_path, caplog):

@@ -11,11 +11,11 @@ from datasets import Dataset, DatasetDict, IterableDataset
 from PIL import Image
 
 import mtrl
-from mtrl.compose.task_source import data_sources
+from mtrl.compose.task_source import open_data_sources
 from mtrl.config import ConfigError
 from mtrl.config.tree import known_leaves
 from mtrl.protocols import Tracker
-from mtrl.training.trainer_arguments import CALLED_HERE, SHORT_NAMES, config_keys
+from mtrl.training.trainer_arguments import SHORT_NAMES, TRL_NAMES, config_keys
 
 ROWS = [{"prompt": "Say red.", "answer": "red"}, {"prompt": "Say blue.", "answer": "blue"}]
 
@@ -26,7 +26,7 @@ def short(sample):
 
 # -------------------------------------------------------------------------------------------------------- the package
 def test_the_package_offers_what_users_import():
-    assert dir(mtrl) == sorted(mtrl.__all__) and {*mtrl._PLACES, "__version__"} == set(mtrl.__all__)
+    assert dir(mtrl) == sorted(mtrl.__all__) and {*mtrl._SOURCES, "__version__"} == set(mtrl.__all__)
     assert mtrl.Callback is Tracker, "one class, under the name that people look for"
     assert all(getattr(mtrl, name) is not None for name in mtrl.__all__)
     assert mtrl.__version__.split(".")[0].isdecimal()
@@ -103,11 +103,11 @@ def test_other_last_names():
         ({"learning_rate": 1e-6}, "worker.actor.optim.lr"),
         ({"num_generations": 8}, "worker.rollout.n"),
         ({"max_steps": "ten"}, "training.max_steps"),
-        ({"tensor_parallel_size": 2, "n_gpus_per_node": 2}, "not built yet"),
+        ({"tensor_parallel_size": 2, "n_gpus_per_node": 2}, "not supported with"),
         ({"logger": ["trackoi"]}, "training.logger"),
         ({"perturbation": "thunder"}, "random_patch_blackening"),
         ({"rewards": "acuracy"}, "did you mean accuracy"),
-        *(({name: object()}, f"{name}: called {here}") for name, here in CALLED_HERE.items()),
+        *(({name: object()}, f"{name}: called {here}") for name, here in TRL_NAMES.items()),
     ],
 )
 def test_wrong_keys_fail_in_the_constructor(keys, told):
@@ -130,7 +130,7 @@ def test_a_configuration_made_in_python(tmp_path):
 
 def test_what_hardly_works_is_said(caplog):
     mtrl.Trainer(**{"worker.rollout.val.n": 4})
-    assert "greedy responses are all the same" in caplog.text
+    assert "all greedy responses are the same" in caplog.text
 
 
 # ------------------------------------------------------------------------------------------------------------- objects
@@ -174,7 +174,7 @@ def test_rows_stand_in_the_configuration_by_a_name(data):
     ],
 )
 def test_what_only_a_script_has_is_asked_for(keys):
-    with pytest.raises(ConfigError, match=r"that a script gave to mtrl\.Trainer; run that script again"):
+    with pytest.raises(ConfigError, match=r"that a script gave to mtrl\.Trainer; run it again"):
         mtrl.Trainer(**keys)
 
 
@@ -196,9 +196,9 @@ def test_what_only_a_script_has_is_asked_for(keys):
         ({"rewards": []}, "rewards: an empty list"),
         ({"rewards": [3]}, "rewards: a built-in's name, 'file.py:name' or a function, got an int"),
         ({"rewards": {"short": short}}, "got a dict"),
-        ({"rewards": "python:short"}, "give the function itself"),
+        ({"rewards": "python:short"}, "pass the function itself"),
         ({"callbacks": [short]}, "inherits from mtrl.Callback, got the function short"),
-        ({"callbacks": Tracker}, "Tracker is a class; give an object of it: Tracker(..)"),
+        ({"callbacks": Tracker}, "Tracker is a class; pass an instance: Tracker(..)"),
         ({"callbacks": None}, "got None"),
         ({"config": 3}, "config: a YAML file, a mapping of keys or another trainer's config, got an int"),
     ],
@@ -224,10 +224,13 @@ def images(*colours):
 
 def test_a_dataset_is_read_in_its_order_with_its_images_as_they_are_stored():
     whole = Dataset.from_list(images("red", "blue", "green"))
-    (source,) = data_sources(whole.select([2, 0]), "train")
+    (source,) = open_data_sources(whole.select([2, 0]), "train")
     assert [source.read(i)["prompt"] for i in range(len(source))] == ["<image>green?", "<image>red?"]
     assert source.read(0)["image"]["bytes"].startswith(b"\x89PNG"), "decoding all of them would fill the memory"
-    (same,), (other,) = data_sources(whole.select([2, 0]), "train"), data_sources(whole.select([0, 2]), "train")
+    (same,), (other,) = (
+        open_data_sources(whole.select([2, 0]), "train"),
+        open_data_sources(whole.select([0, 2]), "train"),
+    )
     assert source.fingerprint == same.fingerprint != other.fingerprint
 
 
@@ -235,5 +238,5 @@ def test_a_datasets_own_transform_is_heeded():
     def shout(batch):
         return {"prompt": [prompt.upper() for prompt in batch["prompt"]]}
 
-    (source,) = data_sources(Dataset.from_list(ROWS).with_transform(shout), "train")
+    (source,) = open_data_sources(Dataset.from_list(ROWS).with_transform(shout), "train")
     assert source.read(1) == {"prompt": "SAY BLUE."}

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoTokenizer, PreTrainedModel
 
 import mtrl
-from mtrl.checkpoint.manifest import check
+from mtrl.checkpoint.manifest import check_manifest
 from mtrl.cli import main
 from mtrl.config import ConfigError, load_config
 from mtrl.tracking.run_files import read_rows
@@ -108,7 +108,7 @@ def test_save_writes_a_checkpoint_that_transformers_loads(trained, tmp_path):
     place = trainer.save(tmp_path / "deep" / "model")
     assert place == trainer.save(place), "an earlier one is replaced"
     assert os.listdir(place.parent) == ["model"]
-    check(place)
+    check_manifest(place)
     model = AutoModelForImageTextToText.from_pretrained(place)
     assert same_weights(model.state_dict(), weights_of(trainer))
     given = AutoTokenizer.from_pretrained(trainer.directory / "checkpoints" / "step_2")
@@ -156,7 +156,7 @@ def test_the_saved_configuration_names_what_the_script_gave(trained, capsys):
     assert saved.reward_functions == ("python:short",)
     for words in (["eval", str(trainer.directory)], ["train", str(trainer.directory / "config.yaml")]):
         assert main(words) == 2
-        assert "that a script gave to mtrl.Trainer; run that script again, or name a file" in capsys.readouterr().err
+        assert "that a script gave to mtrl.Trainer; run it again, or name a file" in capsys.readouterr().err
 
 
 class Stop(mtrl.Callback):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers import same
 
-from mtrl.models.device_copy import rounds, stage, to_main_memory
+from mtrl.models.device_copy import copy_through_buffers, copy_to_cpu, fill_buffers
 
 
 def tensors():
@@ -29,7 +29,7 @@ def test_every_byte_arrives(size):
         log.append("begun")
         return lambda: log.append("waited")
 
-    stage(zip(given, copies, strict=True), buffers, mark)
+    copy_through_buffers(zip(given, copies, strict=True), buffers, mark)
     for tensor, copy in zip(given, copies, strict=True):
         same(copy, tensor)
     number = -(-sum(tensor.nbytes for tensor in given) // size)
@@ -73,20 +73,20 @@ def test_no_buffer_is_read_before_its_copies_have_arrived():
             buffer.under_way.clear()
         return lambda: [place.copy_(source) for place, source in asked]
 
-    stage(zip(given, copies, strict=True), buffers, mark)
+    copy_through_buffers(zip(given, copies, strict=True), buffers, mark)
     for tensor, copy in zip(given, copies, strict=True):
         same(copy, tensor)
 
 
 def test_a_buffer_takes_many_small_tensors_and_a_large_one_many_buffers():
     small, large = [torch.ones(2) for _ in range(4)], torch.ones(16)
-    lists = list(rounds([(tensor, tensor) for tensor in (*small, large)], 32))
+    lists = list(fill_buffers([(tensor, tensor) for tensor in (*small, large)], 32))
     assert [[len(source) for source, _, _ in pieces] for pieces in lists] == [[8, 8, 8, 8], [32], [32]]
 
 
 def test_without_a_gpu_it_is_a_plain_copy():
     given = [*tensors(), torch.randn(4, 6).T, torch.nn.Parameter(torch.ones(3))]
-    for tensor, copy in zip(given, to_main_memory(given), strict=True):
+    for tensor, copy in zip(given, copy_to_cpu(given), strict=True):
         same(copy, tensor.detach())
         assert copy.stride() == tensor.stride() and not copy.requires_grad
         assert copy.data_ptr() != tensor.data_ptr() or not tensor.numel()

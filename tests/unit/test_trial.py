@@ -72,11 +72,11 @@ def test_a_checkpoint_is_tried_and_nothing_is_left(words, tmp_path, monkeypatch,
 
 def test_log_probs_that_differ_are_a_problem(words, monkeypatch, capfd):
     monkeypatch.setattr(trial, "log_prob_gap", lambda *_, **__: Gap(0.5, 2.0, 12, limit=1e-3))
-    monkeypatch.setattr(trial, "step_problems", lambda run: [])
+    monkeypatch.setattr(trial, "check_step", lambda run: [])
     assert cli.main(["doctor", "--try", *words]) == 2
     said = capfd.readouterr().out
     assert re.search(
-        r"PROBLEM  the log-probs of \S+ are not those of transformers: 0\.5 nats a token apart, 0\.001", said
+        r"PROBLEM  the log-probs of \S+ differ from those of transformers by 0\.5 nats per token, 0\.001", said
     )
     assert "It runs here" not in said and "It can run" not in said
 
@@ -97,7 +97,7 @@ def test_a_trial_is_here(capsys):
 def test_nothing_of_the_run_is_written_to(tmp_path):
     places = {"rollout_log_path": "a", "attention_diag_log_path": "b", "output_dir": "c"}
     config = load_config(None, {f"training.{name}": str(tmp_path / place) for name, place in places.items()})
-    tried = trial.elsewhere(config, "folder").training
+    tried = trial.redirect_outputs(config, "folder").training
     assert (tried.output_dir, tried.rollout_log_path, tried.attention_diag_log_path) == ("folder", None, None)
 
 

@@ -67,40 +67,40 @@ def test_a_run_without_a_record_shows_its_rollouts(tmp_path):
     lines[4] = lines[4][:30]  # damaged
     (tmp_path / "rollouts.jsonl").write_text("\n".join(lines) + "\n")
     (run,) = refreshed(tmp_path)
-    assert run.book.steps() == {1: 3, 2: 2} and run.skipped() == ["rollouts: 1 lines are damaged and left out"]
-    one = run.book.response(2, 1)
+    assert run.store.steps() == {1: 3, 2: 2} and run.skipped() == ["rollouts: 1 lines are damaged and left out"]
+    one = run.store.response(2, 1)
     assert (one["text"], one["prompt"]["answer"], one["reward"], one["members"]) == ("2 2", "blue", 0.5, [0, 1])
     assert one["pieces"] is None and one["streams"] == {}
     (tmp_path / "rollouts.jsonl").rename(tmp_path / "rollouts.1.jsonl")  # full: it rotates
     (tmp_path / "rollouts.jsonl").write_text(lines[0].replace('"step": 1', '"step": 3') + "\n")
     run.refresh()
-    assert run.book.steps() == {1: 3, 2: 2, 3: 1} and run.book.response(1, 2)["text"] == "1 2"
+    assert run.store.steps() == {1: 3, 2: 2, 3: 1} and run.store.response(1, 2)["text"] == "1 2"
 
 
 # ---------------------------------------------------------------------------------------------------------- questions
-def book_of(tmp_path, steps=4):
+def make_store(tmp_path, steps=4):
     return recorded(tmp_path, *[step_of() for _ in range(steps)])
 
 
 def test_sorting_and_filtering(tmp_path):
-    book = book_of(tmp_path)
+    store = make_store(tmp_path)
     # each step: rewards 1.5, 0.5, 1.0; tokens 2, 1, 2; mean S 0.125, 0.5, 1.125
-    best = select(book, Query(sort="reward", descending=True, size=5))
+    best = select(store, Query(sort="reward", descending=True, size=5))
     assert best["total"] == 12 and [row["reward"] for row in best["rows"]] == [1.5, 1.5, 1.5, 1.5, 1.0]
     assert [row["step"] for row in best["rows"]] == [1, 2, 3, 4, 1], "equal ones in the order of the steps"
-    some = select(book, Query(first=2, last=3, least={"dependency": 0.3}, most={"reward": 0.9}))
+    some = select(store, Query(first_step=2, last_step=3, minimum={"dependency": 0.3}, maximum={"reward": 0.9}))
     assert [(row["step"], row["row"]) for row in some["rows"]] == [(2, 1), (3, 1)]
-    none = select(book, Query(least={"entropy": 0.0}))
+    none = select(store, Query(minimum={"entropy": 0.0}))
     assert none["total"] == 0, "nobody measured it, so nothing passes"
-    assert select(book, Query(sort="entropy"))["total"] == 12, "but all can be listed"
+    assert select(store, Query(sort="entropy"))["total"] == 12, "but all can be listed"
 
 
 def test_pages(tmp_path):
-    book = book_of(tmp_path)
-    pages = [select(book, Query(page=page, size=5))["rows"] for page in range(4)]
+    store = make_store(tmp_path)
+    pages = [select(store, Query(page=page, size=5))["rows"] for page in range(4)]
     places = [(row["step"], row["row"]) for rows in pages for row in rows]
     assert places == [(step, row) for step in (1, 2, 3, 4) for row in range(3)] and pages[3] == []
-    newest = select(book, Query(descending=True, size=2))["rows"]
+    newest = select(store, Query(descending=True, size=2))["rows"]
     assert [(row["step"], row["row"]) for row in newest] == [(4, 0), (4, 1)]
     for wrong in ({"sort": "id"}, {"size": 0}, {"size": 10**6}, {"page": -1}):
         with pytest.raises(ValueError):
@@ -109,13 +109,13 @@ def test_pages(tmp_path):
 
 def test_ten_thousand_responses_by_their_numbers(tmp_path):
     """A range of 10,000 responses: what is sorted by is read once, and a page opens the steps it shows alone."""
-    book = recorded(tmp_path, step_of())
-    block = book._blocks[1]
-    book._blocks = dict.fromkeys(range(1, 3335), block)
-    assert select(book, Query(sort="reward", descending=True))["total"] == 10_002
+    store = recorded(tmp_path, step_of())
+    block = store._blocks[1]
+    store._blocks = dict.fromkeys(range(1, 3335), block)
+    assert select(store, Query(sort="reward", descending=True))["total"] == 10_002
     read = []
-    table, book.table = book.table, lambda step: read.append(step) or table(step)
-    page = select(book, Query(sort="reward", descending=True, page=3, size=50))
+    table, store.table = store.table, lambda step: read.append(step) or table(step)
+    page = select(store, Query(sort="reward", descending=True, page=3, size=50))
     assert len(page["rows"]) == 50 and len(read) <= 50
 
 
@@ -133,11 +133,11 @@ def test_completions_of_trl(tmp_path):
         pq.write_table(pa.table(table), folder / f"completions_{step:05d}.parquet")
     (folder / "completions_00015.parquet").write_bytes(b"PAR1 half")
     (run,) = refreshed(tmp_path)
-    assert run.kind == "trl" and run.book.steps() == {5: 2, 10: 2}
-    assert run.skipped() == ["completions_00015.parquet is no whole parquet file and is left out"]
-    one = run.book.response(10, 1)
+    assert run.kind == "trl" and run.store.steps() == {5: 2, 10: 2}
+    assert run.skipped() == ["completions_00015.parquet is not a complete parquet file and is left out"]
+    one = run.store.response(10, 1)
     assert (one["text"], one["prompt"]["text"], one["reward"], one["advantage"]) == ("5", "What is 2 + 2?", 0.0, -0.7)
-    assert run.book.response(5, 0)["parts"] == {"accuracy_reward": 1.0, "format_reward": 0.5} and one["members"] == [
+    assert run.store.response(5, 0)["parts"] == {"accuracy_reward": 1.0, "format_reward": 0.5} and one["members"] == [
         0,
         1,
     ]
@@ -157,8 +157,8 @@ def test_rollouts_of_verl(tmp_path):
         ]
         (tmp_path / f"{step}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (run,) = refreshed(tmp_path)
-    assert run.kind == "verl" and run.book.steps() == {2: 2, 10: 2}
-    one = run.book.response(10, 1)
+    assert run.kind == "verl" and run.store.steps() == {2: 2, 10: 2}
+    one = run.store.response(10, 1)
     assert (one["text"], one["prompt"]["text"], one["prompt"]["answer"], one["reward"]) == ("a1", "q", "7", 1.0)
     assert one["parts"] == {"acc": 1} and run.history.series(["reward/mean"])["reward/mean"] == [[2, 10], [0.5, 0.5]]
 
@@ -177,16 +177,16 @@ def test_a_folder_of_runs_and_no_run(tmp_path):
 
 # ------------------------------------------------------------------------------------------------------------ command
 def test_arguments():
-    paths, host, port, browser = view.parse(["a", "--port=7000", "b", "--host", "::1", "--no-browser"])
-    assert ([str(path) for path in paths], host, port, browser) == (["a", "b"], "::1", 7000, False)
+    options, paths = view.OPTIONS.parse_paths(["a", "--port=7000", "b", "--host", "::1", "--no-browser"])
+    assert (paths, options.host, options.port, options.no_browser) == (["a", "b"], "::1", 7000, True)
     for wrong, why in (
         ([], "which run"),
-        (["a", "--port", "x"], "no port"),
+        (["a", "--port", "x"], "no whole number"),
         (["--prot", "1"], "no option"),
-        (["a", "--port"], "needs a value"),
+        (["a", "--port"], "--port: expected one argument"),
     ):
         with pytest.raises(StartError, match=why):
-            view.parse(wrong)
+            view.run(wrong)
 
 
 def test_the_viewer_needs_no_torch():
@@ -197,10 +197,10 @@ def test_the_viewer_needs_no_torch():
 
 
 def test_strange_names_and_texts_stay_what_they_are(tmp_path):
-    book = recorded(
+    store = recorded(
         tmp_path, said(step_of(), "<script>alert(1)</script>\x1b[2J\ud800", prompt="</script>", name="../../etc")
     )
-    one = book.response(1, 0)
+    one = store.response(1, 0)
     assert one["text"].startswith("<script>alert(1)</script>\x1b[2J") and one["id"] == "../../etc"
     assert json.dumps(one).isascii() and np.isfinite(one["reward"])
     assert opened(tmp_path).skipped() == []

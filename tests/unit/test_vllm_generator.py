@@ -8,8 +8,8 @@ from tiny_models import encoder_of, plain_model, prompts_for
 
 from mtrl.models.state_dicts import exported_weights
 from mtrl.rollout.vllm.generator import VllmGenerator
-from mtrl.rollout.vllm.requests import Response, params_for, requests_for
-from mtrl.rollout.vllm.settings import engine_arguments
+from mtrl.rollout.vllm.requests import Response, make_requests, make_sampling_params
+from mtrl.rollout.vllm.settings import make_llm_arguments
 from mtrl.types import Sampling, Weights
 from mtrl.utils.errors import Diverged, RunError
 
@@ -71,7 +71,7 @@ def test_a_version_it_does_not_hold_is_refused(engine, weights):
 def test_weights_of_somebody_else_are_noticed(engine, weights):
     engine.load(Weights(1, weights))
     engine.host.label = "another:1"
-    with pytest.raises(RunError, match="somebody else gives weights"):
+    with pytest.raises(RunError, match="another run loads weights"):
         engine.generate(prompts_for(FAMILY), replace(SAMPLED, version=1))
 
 
@@ -85,7 +85,7 @@ def test_unknown_and_missing_weights_are_refused_before_anything_is_loaded(engin
 
 def test_a_prompt_over_the_length_is_named(engine):
     engine.host.max_length = 40
-    with pytest.raises(RunError, match=r"t:2: a prompt of \d+ tokens and 4 new ones are more than the 40"):
+    with pytest.raises(RunError, match=r"t:2: a prompt of \d+ tokens and 4 new ones exceed the 40"):
         engine.generate(prompts_for(FAMILY), SAMPLED)
 
 
@@ -114,36 +114,38 @@ def test_a_host_that_sleeps_is_used_awake_alone(weights):
 
 def test_seeds_are_keyed_by_the_task_and_count_on():
     prompts = prompts_for(FAMILY)
-    first = [request.seed for request in requests_for(prompts, SAMPLED)]
-    turned = [request.seed for request in requests_for(prompts[::-1], SAMPLED)]
+    first = [request.seed for request in make_requests(prompts, SAMPLED)]
+    turned = [request.seed for request in make_requests(prompts[::-1], SAMPLED)]
     assert len(set(first)) == 4 and turned == first[::-1]
-    again = [request.seed for request in requests_for([*prompts, prompts[0]], SAMPLED)]
+    again = [request.seed for request in make_requests([*prompts, prompts[0]], SAMPLED)]
     assert again == [*first, first[0] + 2], "the samples of a task asked twice are other ones"
     for change in ({"seed": 5}, {"step": 5}):
-        other = [request.seed for request in requests_for(prompts, replace(SAMPLED, **change))]
+        other = [request.seed for request in make_requests(prompts, replace(SAMPLED, **change))]
         assert not set(other) & set(first)
 
 
 def test_one_pad_an_image_and_the_length_with_all():
     prompts = prompts_for(FAMILY)
-    for prompt, request in zip(prompts, requests_for(prompts, SAMPLED), strict=True):
+    for prompt, request in zip(prompts, make_requests(prompts, SAMPLED), strict=True):
         assert request.ids == prompt.engine_ids.tolist() and request.length == len(prompt.ids)
         assert len(request.images) == len(prompt.media)
 
 
 def test_what_is_asked_for():
     encoder = encoder_of(FAMILY)
-    params = params_for(encoder, replace(SAMPLED, top_k=5, top_p=0.5, temperature=0.7))
+    params = make_sampling_params(encoder, replace(SAMPLED, top_k=5, top_p=0.5, temperature=0.7))
     assert (params["n"], params["top_k"], params["top_p"], params["temperature"]) == (2, 5, 0.5, 0.7)
     assert params["stop_token_ids"] == sorted(encoder.stop_ids) and params["ignore_eos"] is True
-    assert set(params["logit_bias"]) == set(encoder.forbidden_ids) and params_for(encoder, SAMPLED)["top_k"] == 0
-    assert params_for(encoder_of("qwen2"), SAMPLED)["logit_bias"] is None or encoder_of("qwen2").forbidden_ids
+    assert (
+        set(params["logit_bias"]) == set(encoder.forbidden_ids) and make_sampling_params(encoder, SAMPLED)["top_k"] == 0
+    )
+    assert make_sampling_params(encoder_of("qwen2"), SAMPLED)["logit_bias"] is None or encoder_of("qwen2").forbidden_ids
 
 
 def test_arguments_of_the_engine():
-    on_gpu = engine_arguments("m", dtype="bfloat16", max_length=99, on_gpu=True, gpu_memory_utilization=0.3)
+    on_gpu = make_llm_arguments("m", dtype="bfloat16", max_length=99, on_gpu=True, gpu_memory_utilization=0.3)
     assert on_gpu["gpu_memory_utilization"] == 0.3 and on_gpu["enable_sleep_mode"] and on_gpu["max_model_len"] == 99
-    on_cpu = engine_arguments("m", dtype="float32", max_length=99, extra={"max_model_len": 7, "max_num_seqs": 3})
+    on_cpu = make_llm_arguments("m", dtype="float32", max_length=99, extra={"max_model_len": 7, "max_num_seqs": 3})
     assert "enable_sleep_mode" not in on_cpu and on_cpu["enable_chunked_prefill"] is False
     assert (on_cpu["max_model_len"], on_cpu["max_num_seqs"]) == (7, 3), "the user's words come last"
     assert on_cpu["logprobs_mode"] == on_gpu["logprobs_mode"] == "processed_logprobs"

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from mtrl.rollout.vllm.requests import Request
-from mtrl.rollout.vllm.server_engine import RESPONSES, VllmServer
+from mtrl.rollout.vllm.server_engine import MAX_RESPONSES, VllmServer
 from mtrl.utils.errors import RunError, StartError
 
 PARAMS = {"n": 2, "temperature": 1.0, "logit_bias": {5: -1e9}, "max_tokens": 2}
@@ -120,10 +120,10 @@ def test_requests_and_responses(start):
 def test_no_request_asks_for_more_than_a_server_takes(start):
     """Responses have the seeds of their places, as those of one request would."""
     fake = start()
-    answers = connect(fake).generate([TEXT, SEEN], PARAMS | {"n": 2 * RESPONSES + 1})
+    answers = connect(fake).generate([TEXT, SEEN], PARAMS | {"n": 2 * MAX_RESPONSES + 1})
     for answer, seed in zip(answers, (11, 12), strict=True):
-        assert [sum(row.tokens) for row in answer] == [seed + i for i in range(2 * RESPONSES + 1)]
-    assert sorted(body["sampling_params"]["n"] for _, body in fake.asked) == [1, 1, *4 * [RESPONSES]]
+        assert [sum(row.tokens) for row in answer] == [seed + i for i in range(2 * MAX_RESPONSES + 1)]
+    assert sorted(body["sampling_params"]["n"] for _, body in fake.asked) == [1, 1, *4 * [MAX_RESPONSES]]
 
 
 def test_weights_go_by_a_folder_and_every_cache_is_emptied(start):
@@ -147,7 +147,7 @@ def test_a_server_in_use_is_said(start):
     fake = start()
     fake.busy = True
     server = connect(fake)
-    with pytest.raises(RunError, match="did not empty its prefix cache: somebody else uses it"):
+    with pytest.raises(RunError, match="did not empty its prefix cache, because another run uses it"):
         server.load("run:1", {"a": torch.ones(1)})
     server.close()
 
@@ -155,12 +155,14 @@ def test_a_server_in_use_is_said(start):
 def test_without_development_endpoints_it_evaluates_alone(start):
     server = connect(start(development=False))
     assert not server.takes_weights and server.generate([TEXT], PARAMS)
-    with pytest.raises(RunError, match=r"without VLLM_SERVER_DEV_MODE=1, so it takes no weights and serves evaluation"):
+    with pytest.raises(
+        RunError, match=r"without VLLM_SERVER_DEV_MODE=1, so it accepts no weights and can only evaluate"
+    ):
         server.load("run:1", {})
 
 
 def test_a_server_that_takes_no_tokens_is_refused_at_the_start(start):
-    with pytest.raises(StartError, match=r"takes no tokens; start the server with --enable-scale-out"):
+    with pytest.raises(StartError, match=r"does not accept tokens; start the server with --enable-scale-out"):
         connect(start(tokens=False))
 
 
@@ -176,7 +178,7 @@ def test_other_images_are_noticed(start):
 
 
 def test_another_model_is_refused(start):
-    with pytest.raises(StartError, match="serves models/tiny, the run has elsewhere/large"):
+    with pytest.raises(StartError, match="serves models/tiny, but the run uses elsewhere/large"):
         connect(start(), "elsewhere/large")
 
 
@@ -187,7 +189,7 @@ def test_nobody_there():
 
 def test_something_else_there(start, monkeypatch):
     monkeypatch.setattr(Handler, "do_GET", lambda self: self.answer(200, {"hello": "world"}))
-    with pytest.raises(StartError, match="answers, but is no server of vLLM"):
+    with pytest.raises(StartError, match="answers, but is not a vLLM server"):
         connect(start())
 
 

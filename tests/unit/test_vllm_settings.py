@@ -10,14 +10,14 @@ from safetensors.torch import load_file
 from tiny_models import encoder_of, fresh_backbone
 
 from mtrl.compose.policy import build_generator
-from mtrl.compose.vllm_engine import engine_settings
+from mtrl.compose.vllm_engine import make_engine_arguments
 from mtrl.config import load_config
 from mtrl.models.forward import Forward
 from mtrl.rollout.local import LocalGenerator
 from mtrl.rollout.vllm import settings
 from mtrl.rollout.vllm import weight_files as handover
-from mtrl.rollout.vllm.inprocess import VllmInProcess, in_a_line
-from mtrl.rollout.vllm.process_engine import VllmProcess, own_gpu
+from mtrl.rollout.vllm.inprocess import VllmInProcess, first_line
+from mtrl.rollout.vllm.process_engine import VllmProcess, current_gpu
 from mtrl.utils.errors import StartError
 
 WORDS = [
@@ -27,10 +27,10 @@ WORDS = [
 
 
 def test_keys_become_arguments():
-    found = engine_settings(load_config(None, WORDS), "some/model", torch.bfloat16, on_gpu=True)
+    found = make_engine_arguments(load_config(None, WORDS), "some/model", torch.bfloat16, on_gpu=True)
     assert (found["model"], found["dtype"], found["max_model_len"]) == ("some/model", "bfloat16", 120)
     assert found["gpu_memory_utilization"] == 0.25 and found["enable_prefix_caching"] is False
-    own = engine_settings(
+    own = make_engine_arguments(
         load_config(None, [*WORDS, "worker.rollout.engine_kwargs={max_model_len: 64, swap: 1}"]),
         "m",
         torch.float32,
@@ -41,7 +41,7 @@ def test_keys_become_arguments():
 
 def test_an_engine_of_a_rank_lives_in_the_group_that_is_there():
     found = {
-        (mode, ranked): engine_settings(
+        (mode, ranked): make_engine_arguments(
             load_config(None, [*WORDS, f"worker.rollout.mode={mode}"]), "m", torch.float32, False, ranked
         )
         for mode in ("inprocess", "process")
@@ -52,18 +52,18 @@ def test_an_engine_of_a_rank_lives_in_the_group_that_is_there():
 
 
 def test_a_child_sees_the_gpu_of_its_rank_alone(monkeypatch):
-    assert own_gpu() == {}
+    assert current_gpu() == {}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert own_gpu() == {"CUDA_VISIBLE_DEVICES": "1"}
+    assert current_gpu() == {"CUDA_VISIBLE_DEVICES": "1"}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
-    assert own_gpu() == {"CUDA_VISIBLE_DEVICES": "6"}
+    assert current_gpu() == {"CUDA_VISIBLE_DEVICES": "6"}
 
 
 def test_prompts_of_any_length_get_all_places():
     words = [*WORDS, "dataset.filter_overlong_prompts=false"]
-    assert engine_settings(load_config(None, words), "m", torch.float32, on_gpu=False)["max_model_len"] is None
+    assert make_engine_arguments(load_config(None, words), "m", torch.float32, on_gpu=False)["max_model_len"] is None
 
 
 @pytest.mark.parametrize("start", [lambda: VllmInProcess({}), lambda: VllmProcess({}, None, torch.float32)])
@@ -78,7 +78,7 @@ def test_weights_on_their_way(tmp_path, monkeypatch):
     monkeypatch.setattr(handover, "SHARED_MEMORY", tmp_path)
     tied = torch.randn(4, 3)
     weights = {"a": tied, "b": tied, "turned": tied.T, "count": torch.tensor([3])}
-    folder = handover.new_folder(handover.tensor_bytes(weights, torch.bfloat16))
+    folder = handover.make_folder(handover.tensor_bytes(weights, torch.bfloat16))
     assert folder.parent == tmp_path and folder.stat().st_mode & 0o077 == 0
     for factor in (1, 2):
         found = load_file(handover.write_weights(folder, {k: v * factor for k, v in weights.items()}, torch.bfloat16))
@@ -92,26 +92,26 @@ def test_weights_on_their_way(tmp_path, monkeypatch):
 def test_what_a_killed_run_left_is_removed_and_nothing_else(tmp_path, monkeypatch):
     monkeypatch.setattr(handover, "SHARED_MEMORY", tmp_path)
     words = (
-        "import os, pathlib; from mtrl.rollout.vllm import handover as h; "
-        f"h.SHARED_MEMORY = pathlib.Path({str(tmp_path)!r}); h.new_folder(1); os.kill(os.getpid(), 9)"
+        "import os, pathlib; from mtrl.rollout.vllm import weight_files as h; "
+        f"h.SHARED_MEMORY = pathlib.Path({str(tmp_path)!r}); h.make_folder(1); os.kill(os.getpid(), 9)"
     )
     assert subprocess.run([sys.executable, "-c", words]).returncode == -9
     (left,) = tmp_path.iterdir()
-    mine = handover.new_folder(1)
+    mine = handover.make_folder(1)
     assert not left.exists() and mine.exists()
-    other = handover.new_folder(1)
+    other = handover.make_folder(1)
     assert mine.exists() and other.exists(), "in use"
 
 
 def test_little_shared_memory_means_a_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(handover, "SHARED_MEMORY", tmp_path)
-    folder = handover.new_folder(10**18)
+    folder = handover.make_folder(10**18)
     assert folder.parent != tmp_path
     shutil.rmtree(folder)
 
 
 def test_an_error_in_a_line():
-    assert in_a_line(ValueError("\n  first\nsecond")) == "first" and in_a_line(ValueError()) == "ValueError"
+    assert first_line(ValueError("\n  first\nsecond")) == "first" and first_line(ValueError()) == "ValueError"
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -124,4 +124,6 @@ def test_auto_says_that_it_is_local_and_when_vllm_would_be_faster(known, capfd):
         assert isinstance(build_generator(config, policy, policy.encoder, learns), LocalGenerator)
         said = capfd.readouterr().err
         assert ("worker.rollout.name=auto: the local engine samples" in said) is (name == "auto" and learns)
-        assert ("'gemma' are not known); worker.rollout.name=vllm" in said) is (name == "auto" and learns and not known)
+        assert ("'gemma' are not supported); worker.rollout.name=vllm" in said) is (
+            name == "auto" and learns and not known
+        )

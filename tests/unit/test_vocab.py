@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mtrl.algorithms.vocab import full_kl, support_mass, token_scores
-from mtrl.utils.live_tensors import LiveTensors
+from mtrl.memory.live_tensors import LiveTensors
 
 POSITIONS, VOCABULARY, WIDTH = 11, 23, 6
 FORBIDDEN = torch.tensor([0, 7, 22])

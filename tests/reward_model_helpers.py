@@ -15,7 +15,7 @@ RESPONSES = ["red", "it is blue and not a dog", "", "the sum of 3 and 4 is seven
 GROUP = [0, 0, 0, 1, 1, 2]
 
 
-def text_judge(directory, num_labels=1, template=True):
+def text_reward_model(directory, num_labels=1, template=True):
     """A sequence classifier of the Qwen2 family with random weights, far from zero."""
     make_tiny_checkpoint(directory, "qwen2")
     config = AutoConfig.from_pretrained(directory, num_labels=num_labels)
@@ -31,8 +31,8 @@ def text_judge(directory, num_labels=1, template=True):
     return str(directory)
 
 
-def vision_judge(directory, family, head=None):
-    """A vision-language checkpoint with a `score.weight` beside the backbone."""
+def vision_reward_model(directory, family, head=None):
+    """A vision-language checkpoint with a `score.weight` next to the backbone."""
     shutil.copytree(checkpoint(family), directory)
     weights = load_file(directory / "model.safetensors")
     weights["score.weight"] = torch.randn(1, 64, generator=torch.Generator().manual_seed(1)) if head is None else head
@@ -40,21 +40,21 @@ def vision_judge(directory, family, head=None):
     return str(directory)
 
 
-def asked(text, images=0, system=None):
+def make_task(text, images=0, system=None):
     content = [*[{"type": "image"}] * images, {"type": "text", "text": text}] if images else text
     first = [{"role": "system", "content": system}] if system else []
     media = (Medium("image", None),) * images
     return Task(text, text, (*first, {"role": "user", "content": content}), media=media)
 
 
-def answered(encoder, tasks_and_media, responses=RESPONSES, group=GROUP):
+def make_rollouts(encoder, tasks_and_media, responses=RESPONSES, group=GROUP):
     """Rollouts with these texts; their tokens are the policy's and do not matter to a reward model."""
     prompts = [encoder.encode(task, media) for task, media in tasks_and_media]
     return replace(random_rollouts(prompts, group, [3] * len(group)), text=tuple(responses))
 
 
-def encoder_judge(directory):
-    """BERT with 12 positions; and what it is made of."""
+def bert_reward_model(directory):
+    """BERT with 12 positions: a checkpoint, its model and its tokenizer."""
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "which", "colour", "red", "blue"]
     tokenizer = BertTokenizer(vocab={word: i for i, word in enumerate(words)}, model_max_length=12)
     config = BertConfig(

@@ -1,0 +1,130 @@
+"""The functions of `layer_kernels` and `sampling_kernels` in plain torch, with the same names and arguments: to test
+against, and to run the engine without Triton."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mtrl.algorithms.vocab import top_p_top_k
+from mtrl.rollout.decode.buffers import AttentionPieces, Mode, Rows, Rules, SlotTable, Tiles
+from mtrl.rollout.decode.fused_weights import DecodeLayer
+from mtrl.rollout.decode.layers import Shape
+
+
+def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+
+
+def embed_norm(
+    slot: Tensor, token: Tensor, table: Tensor, weight: Tensor, residual: Tensor, out: Tensor, eps: float
+) -> None:
+    residual.copy_(table[token[slot.long()].long()])
+    out.copy_(_rms(residual, weight, eps))
+
+
+def add_norm(update: Tensor, residual: Tensor, weight: Tensor, out: Tensor, eps: float) -> None:
+    residual += update
+    out.copy_(_rms(residual, weight, eps))
+
+
+def silu_mul(both: Tensor, out: Tensor) -> None:
+    gate, up = both.chunk(2, -1)
+    out.copy_(F.silu(gate) * up)
+
+
+def rotate_write(
+    qkv: Tensor, layer: DecodeLayer, shape: Shape, angles: tuple[Tensor, Tensor], slot: Tensor, rows: Rows,
+    query: Tensor, keys: Tensor, values: Tensor,
+) -> None:  # fmt: skip
+    projected = qkv if layer.bias is None else qkv + layer.bias
+    heads = projected.unflatten(-1, (-1, shape.width))
+    q, k, v = heads.split([shape.heads, shape.key_heads, shape.key_heads], 1)
+    if layer.query_norm is not None and layer.key_norm is not None:
+        q, k = _rms(q, layer.query_norm, shape.eps), _rms(k, layer.key_norm, shape.eps)
+    position, kv_index = rows.position[slot.long()].long(), rows.kv_index[slot.long()].long()
+    cos, sin = (wave[position][:, None].repeat(1, 1, 2) for wave in angles)
+    query.copy_(_rotated(q, cos, sin))
+    keys[kv_index], values[kv_index] = _rotated(k, cos, sin), v
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    low, high = x.chunk(2, -1)
+    return x * cos + torch.cat([-high, low], -1) * sin
+
+
+def attend(
+    query: Tensor, prompts: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], table: SlotTable, rows: Rows,
+    shape: Shape, pieces: AttentionPieces, out: Tensor,
+) -> None:  # fmt: skip
+    """Row by row over all keys at once; rows without a response become zeros."""
+    out.zero_()
+    groups = zip(table.members.tolist(), table.start.tolist(), table.length.tolist(), strict=True)
+    spans = {row: (start, start + length) for members, start, length in groups for row in members if row >= 0}
+    for row, slot in enumerate(table.slot.tolist()):
+        low, high = spans.get(row, (0, 0))
+        first, count = slot * rows.new, int(rows.count[slot])
+        if slot == table.unused_slot:
+            continue
+        k, v = (
+            torch.cat([shared[low:high], mine[first : first + count]]).transpose(0, 1)
+            for shared, mine in zip(prompts, own, strict=True)
+        )
+        attended = F.scaled_dot_product_attention(query[row][:, None], k, v, enable_gqa=True)
+        out[row] = attended.flatten()
+
+
+def tile_masses(raw: Tensor, rules: Rules, logits: Tensor | None, tiles: Tiles) -> None:
+    made = raw.float() * rules.settings[0] + rules.forbidden
+    if logits is not None:
+        logits.copy_(made)
+    _masses(made, tiles)
+
+
+def cut_masses(logits: Tensor, cut: Tensor, rules: Rules, tiles: Tiles) -> None:
+    logits.masked_fill_(logits < cut[:, None], -torch.inf)
+    _masses(logits, tiles)
+
+
+def _masses(logits: Tensor, tiles: Tiles) -> None:
+    spare = tiles.count * tiles.width - logits.shape[1]
+    by_tile = F.pad(logits, (0, spare), value=-torch.inf).unflatten(1, (tiles.count, tiles.width))
+    tiles.top.copy_(by_tile.amax(-1))
+    reference = torch.where(tiles.top == -torch.inf, 0.0, tiles.top)[..., None]
+    tiles.mass.copy_((by_tile - reference).exp().sum(-1))
+
+
+def find_cut(logits: Tensor, rules: Rules, mode: Mode, tiles: Tiles, cut: Tensor) -> None:
+    _, top_p, top_k = rules.settings.tolist()
+    kept = top_p_top_k(logits, top_p if mode.top_p else 1.0, int(top_k) if mode.top_k else 0)
+    cut.copy_(torch.where(kept == -torch.inf, torch.inf, kept).amin(-1))
+
+
+def pick(
+    logits: Tensor, tiles: Tiles, rules: Rules, mode: Mode, slot: Tensor, rows: Rows, *, raw: bool
+) -> None:  # fmt: skip
+    """By cumulative probabilities of the whole vocabulary, like the local engine."""
+    made = logits.float() * rules.settings[0] + rules.forbidden if raw else logits
+    logp = made.log_softmax(-1)
+    slots = slot.long()
+    i = rows.count[slots].long().clamp(max=rows.new - 1)
+    if mode.greedy:
+        chosen = made.argmax(-1)
+    else:
+        cumulated = logp.double().exp().cumsum(-1)
+        reach = rows.uniforms[slots, i][:, None] * cumulated[:, -1:] * (1 - 1e-12)
+        chosen = torch.searchsorted(cumulated, reach, right=True)[:, 0].clamp(max=made.shape[-1] - 1)
+    _record(slots, i, chosen.int(), logp.gather(-1, chosen[:, None])[:, 0], rules, rows)
+
+
+def _record(slots: Tensor, i: Tensor, chosen: Tensor, logp: Tensor, rules: Rules, rows: Rows) -> None:
+    rows.token[slots], rows.tokens[slots, i], rows.logps[slots, i] = chosen, chosen, logp
+    rows.count[slots] = i.int() + 1
+    rows.kv_index[slots] = (slots * rows.new + i).int()
+    rows.position[slots] = rows.first[slots] + i.int()
+    was = rows.done[slots]
+    ended = (rules.stops[chosen.long()] > 0) | (i + 1 >= rows.limit[slots]) | ~logp.isfinite()
+    rows.lengths[slots] = rows.lengths[slots] + 1 - was
+    rows.done[slots] = was | ended.int()
