@@ -1,6 +1,7 @@
 """One core, and the same hypothesis examples on every run: a failure here is a failure everywhere."""
 
 import os
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported: no test may wait for the network
 
@@ -14,6 +15,26 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported: kernels run in numpy, on tiny shapes
 settings.register_profile("mtrl", derandomize=True, deadline=None, max_examples=40)
 settings.load_profile("mtrl")
+
+
+MEASURED: dict[tuple[str, ...], Any] = {}
+
+
+@pytest.fixture
+def remembered_passes(monkeypatch):
+    """`mtrl doctor` counts the memory of each model and plan once in this process: its passes on fake tensors take
+    seconds, and are not what these tests are about."""
+    from mtrl.memory import estimate  # not at the top: a test that needs no model loads none
+
+    measure = estimate.measure
+
+    def remembered(fake, plan, wanted=estimate.PHASES):
+        key = (fake.model.config.to_json_string(), repr(plan), *wanted)
+        if key not in MEASURED:
+            MEASURED[key] = measure(fake, plan, wanted)
+        return MEASURED[key]
+
+    monkeypatch.setattr(estimate, "measure", remembered)
 
 
 @pytest.fixture(autouse=True)

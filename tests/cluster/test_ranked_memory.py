@@ -54,7 +54,7 @@ def one_is_full(ranks, batches, file):
     neighbour has gone: whoever drives them ends both."""
     kept = PassSizes(file)
     worker = worker_of("actor", FAMILY, MicroBatching(tokens=10**6, ranks=ranks), ranks)
-    kept.settle(worker.learner)
+    kept.apply(worker.learner)
     began_with = worker.learner.cut_to
     metrics = [worker.update(batches[:1], LOSS)]
     if not began_with and not ranks.is_first:

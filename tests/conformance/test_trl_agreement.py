@@ -25,7 +25,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from trl.trainer.grpo_trainer import GRPOTrainer
 
 from mtrl.algorithms.losses import Loss, PolicyLoss, loss_weights, mismatch_correction, total_loss
 from mtrl.types import Rollouts, TrainBatch
@@ -137,6 +136,8 @@ def trl_loss(setting: Setting, data: Data, micro_batches: int = 1, items: int | 
         "importance_sampling_ratio": gap.exp().clamp(max=TIS_CLIP),
         "num_items_in_batch": mask.sum() if items is None else torch.tensor(items),
     }
+    from trl.trainer.grpo_trainer import GRPOTrainer  # takes seconds: not while tests are collected
+
     loss = GRPOTrainer._compute_loss(fake_trainer, None, inputs)
     return loss, fake_trainer._metrics["train"]
 

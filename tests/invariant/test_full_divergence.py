@@ -143,5 +143,5 @@ def test_a_refreshed_reference_is_the_policy_of_then(family, tmp_path):
     assert difference([after.old_logprobs], [after.ref_logprobs]) > 1e-3, "it stays when the policy goes on"
     kept.sync()
     kept.restore(tmp_path)
-    same(actor.probe(rollouts, needs, 0).reference, apart.old_logprobs)
+    same(actor.probe(rollouts, needs, 0).ref_logprobs, apart.old_logprobs)
     assert not any(p.requires_grad for p in kept.model.parameters())

@@ -243,7 +243,7 @@ def poisoned(batch, field, value):
 
 
 FAULTS = {"nan advantage": ("advantage", math.nan), "inf advantage": ("advantage", -math.inf),
-          "nan old": ("old", math.nan), "inf correction": ("correction", math.inf)}  # fmt: skip
+          "nan old": ("old_logprobs", math.nan), "inf correction": ("correction", math.inf)}  # fmt: skip
 
 
 def bad_batch(family=FAMILIES[0], fault="nan advantage"):

@@ -176,7 +176,7 @@ def test_the_reference_does_not_depend_on_the_layout(family, layout, full):
         return actor.probe(rollouts, Needs("divergence" if full else "ref_logprobs"), 0)
 
     expected, found = probe(rollouts, ALL_AT_ONCE), probe(rollouts.rows(MIXED), LAYOUTS[layout])
-    name = "divergence" if full else "reference"
+    name = "divergence" if full else "ref_logprobs"
     theirs = getattr(expected, name)
     torch.testing.assert_close(getattr(found, name), theirs[MIXED], rtol=1e-5, atol=2e-5)
     if full:
@@ -209,8 +209,8 @@ def test_one_step_on_fresh_rollouts_needs_no_old_pass(family, kind, level):
     rollouts, signals = rollouts_for(family), signals_for(family)
     loss = Loss(PolicyLoss(kind, level), entropy_penalty_coef=0.06, tis_clip=2.0, tis_level=level)
     correction = mismatch_correction(signals.old_logprobs, rollouts.rollout_logprobs, rollouts.mask, 2.0, level)
-    probed = replace(plain_batch(family), old=signals.old_logprobs, correction=correction)
-    saved = replace(probed, old=None, correction=None)
+    probed = replace(plain_batch(family), old_logprobs=signals.old_logprobs, correction=correction)
+    saved = replace(probed, old_logprobs=None, correction=None)
     expected = learn(actor_of(family), [probed], loss)
     found = learn(actor_of(family, MicroBatching(rows=3)), [saved], loss)
     said = {name: found.metrics.pop(name) for name in ("entropy", "logprob_gap_mean", "logprob_gap_kl")}
@@ -227,7 +227,7 @@ def test_one_step_on_fresh_rollouts_compares_on_the_sampled_support(family):
     actor.forward = replace(actor.forward, top_k=5)
     signals = actor.probe(rollouts, Needs("old_logprobs", "support"), 0)
     gap = (signals.old_logprobs - signals.support - rollouts.rollout_logprobs)[rollouts.mask]
-    fresh = replace(plain_batch(family), old=None, correction=None)
+    fresh = replace(plain_batch(family), old_logprobs=None, correction=None)
     told = learn(actor, [fresh], Loss()).metrics["support_gap_mean"]
     assert told == pytest.approx(float(gap.abs().mean()), rel=1e-5)
     assert "support_gap_mean" not in learn(actor_of(family), [fresh], Loss()).metrics

@@ -148,16 +148,16 @@ def test_where_the_report_goes(tmp_path):
 
 # -------------------------------------------------------------------------------------------------------------- command
 def test_the_command(tmp_path, capsys):
-    words = ["attention", str(MODEL_DIRECTORY), "--samples", "2", "--out", str(tmp_path / "out"), "--data", "zoo@test"]
+    words = ["attention", str(MODEL_DIRECTORY), "--samples", "1", "--out", str(tmp_path / "out"), "--data", "zoo@test"]
     assert cli.main(words) == 0
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert last["samples"] == 2 and 0.2 < last["vgr_late"] < 5
+    assert last["samples"] == 1 and 0.2 < last["vgr_late"] < 5
     report = tmp_path / "out/report.md"
     assert last["report"] == str(report)
     text = report.read_text()
-    assert text.count("## Sample") == 2 and text.count("zoo1-test:") == 2 and "Attention while reading" in text
+    assert text.count("## Sample") == 1 and text.count("zoo1-test:") == 1 and "Attention while reading" in text
     pictures = re.findall(r"!\[attention\]\((.*?)\)", text)
-    assert len(pictures) >= 4 and len(set(pictures)) == len(pictures)
+    assert len(pictures) >= 2 and len(set(pictures)) == len(pictures)
     for name in pictures:
         with Image.open(report.parent / name) as picture:
             colours = np.asarray(picture)[90:].reshape(-1, 3)

@@ -163,28 +163,42 @@ def as_kept(value: Any) -> Any:
     return tuple(as_kept(item) for item in value) if isinstance(value, list) else value
 
 
-@pytest.mark.parametrize("key", known_leaves())
-def test_a_changed_key_survives_load_save_load(key, tmp_path):
-    leaf = known_leaves()[key]
-    value = changed(key, leaf)
-    loaded = load_config(None, {**COMPANIONS.get(key, {}), key: escaped(value)})
-    kept = value_of(loaded, key)
-    assert kept == (value if isinstance(value, dict) else as_kept(value))
-    assert kept != leaf.default
+def test_a_changed_key_survives_load_save_load(tmp_path):
+    """Each key is changed alone; they are saved together, as many as go together."""
+    together: list[dict[str, Any]] = [{}]
+    for key, leaf in known_leaves().items():
+        value = changed(key, leaf)
+        settings = {**COMPANIONS.get(key, {}), key: escaped(value)}
+        kept = value_of(load_config(None, settings), key)
+        assert kept == (value if isinstance(value, dict) else as_kept(value)), key
+        assert kept != leaf.default, key
+        last = together[-1]
+        if any(last.get(name, item) != item for name, item in settings.items()) or fails(last | settings):
+            together.append({})
+        together[-1] |= settings
+    for settings in together:
+        loaded = load_config(None, settings)
+        again = load_config(write(tmp_path, to_yaml(loaded)))
+        assert again == loaded
+        assert all(type(value_of(again, key)) is type(value_of(loaded, key)) for key in settings)
 
-    saved = write(tmp_path, to_yaml(loaded))
-    again = load_config(saved)
-    assert again == loaded
-    assert type(value_of(again, key)) is type(kept)
+
+def fails(settings: dict[str, Any]) -> bool:
+    try:
+        load_config(None, settings)
+    except ConfigError:
+        return True
+    return False
 
 
-@pytest.mark.parametrize(
-    "key", [key for key, leaf in known_leaves().items() if type(None) in get_args(leaf.annotation)]
-)
-def test_null_survives_where_it_is_allowed(key, tmp_path):
-    loaded = load_config(None, [f"{key}=null"])
-    assert value_of(loaded, key) is None
-    assert load_config(write(tmp_path, to_yaml(loaded))) == loaded
+def test_null_survives_where_it_is_allowed(tmp_path):
+    nullable = [key for key, leaf in known_leaves().items() if type(None) in get_args(leaf.annotation)]
+    together: dict[str, None] = {}
+    for key in nullable:
+        assert value_of(load_config(None, [f"{key}=null"]), key) is None, key
+        together |= {} if fails(together | {key: None}) else {key: None}
+    loaded = load_config(None, together)
+    assert load_config(write(tmp_path, to_yaml(loaded))) == loaded and len(together) > 0.8 * len(nullable)
 
 
 def test_the_yaml_of_a_full_run_loads_and_survives(tmp_path):

@@ -412,6 +412,7 @@ def test_what_is_said_of_small_steps_in_bf16_is_so():
         assert (weight.item() != before) == changed, size
 
 
+@pytest.mark.usefixtures("remembered_passes")
 @pytest.mark.parametrize("command", ["train", "doctor"])
 def test_commands_tell_the_warnings(command, tmp_path, monkeypatch, capsys):
     """Before anything is built: here the run is then refused, for what the local engine does not take."""

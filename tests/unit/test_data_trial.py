@@ -6,6 +6,8 @@ from data_helpers import picture_bytes, write_jsonl
 from mtrl.cli import main
 from mtrl.embedded.embedded_rows import MODEL_DIRECTORY
 
+pytestmark = pytest.mark.usefixtures("remembered_passes")
+
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):

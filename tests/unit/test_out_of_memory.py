@@ -18,7 +18,7 @@ from mtrl.types import Sampling
 from mtrl.utils.errors import DeviceFull
 
 FAMILY = "qwen2_5_vl"
-SAMPLING = Sampling(n=6, max_new_tokens=5)  # 24 responses to 4 prompts
+SAMPLING = Sampling(n=6, max_new_tokens=3)  # 24 responses to 4 prompts
 ENGINES = {
     "plain": LocalGenerator,
     "graphs": lambda backbone, encoder: GraphGenerator(backbone, encoder, ops=Ops(plain, plain), buckets=(16, 32)),

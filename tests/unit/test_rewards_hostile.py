@@ -1,4 +1,4 @@
-"""A response may be a megabyte of anything: the built-in rewards read it in linear time, or in a sandbox."""
+"""A response may be a third of a megabyte of anything: the built-in rewards read it in linear time, or in a sandbox."""
 
 from importlib.util import find_spec
 
@@ -11,8 +11,8 @@ from mtrl.config import load_config
 from mtrl.rewards.builtin import accuracy, format, think_format
 from mtrl.rewards.builtin_names import REWARDS
 
-SIZE = 1_000_000
-SOON = 300  # times as long as a loop over the text: linear time takes 30 at most, quadratic time 10,000 and more
+SIZE = 300_000
+SOON = 300  # times as long as a loop over the text: linear time takes 30 at most, quadratic time 3,000 and more
 COLOURS = ["red", "green", "blue", "a red circle"]
 UNITS = ["\n", " ", "<think>", "</think>", "<answer>", "</answer>", "<think></think>", "answer:", "answer ", "答案是"]
 UNITS += ["(", "[[", "{", "A", "A ", "a ", "A, ", "A or ", "not A ", "A is wrong. ", "because ", "option b ", "Ａ"]
@@ -29,7 +29,7 @@ def relative_time(function, *arguments):
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_a_megabyte_takes_seconds_at_most(unit):
+def test_a_huge_response_is_read_in_linear_time(unit):
     text = hostile(unit)
     for response in (text, "<answer>" + text):
         assert relative_time(accuracy, {"response": response, "ground_truth": "B", "options": COLOURS}) < SOON
@@ -39,7 +39,7 @@ def test_a_megabyte_takes_seconds_at_most(unit):
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_the_formula_in_a_megabyte_is_found_in_seconds(unit):
+def test_the_formula_in_a_huge_response_is_found_in_linear_time(unit):
     pytest.importorskip("math_verify")
     from mtrl.rewards.math_equality import extract_answer, extract_last_box, has_formula
 

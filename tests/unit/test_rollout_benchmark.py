@@ -60,6 +60,7 @@ def configurations(monkeypatch):
     return seen
 
 
+@pytest.mark.slow
 def test_cases_are_measured_with_peers_and_a_profile(configurations, tmp_path, capsys):
     file = tmp_path / "profile.txt"
     names = ["4x6", "8x12-drawn", "8x12-drawn-all-stay"]
