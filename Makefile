@@ -4,7 +4,8 @@
 # make test       the suite: five minutes on two cores
 # make test-lanes what needs more: test-kernels (Triton's interpreter), test-cluster (Ray, FSDP2 on CPU ranks),
 #                 test-browser (the viewer in Chromium), test-vllm (its CPU build, in a separate environment of 3.5 GB)
-# make test-all   suite, lanes, slow tests, vLLM in other processes and on ranks, and the mutation run
+# make test-all   suite with every combination of its products, lanes, slow tests, vLLM in other processes and on ranks,
+#                 and the mutation run
 # make soak       hours: every algorithm switch, kills, mutated input, a thousand steps
 # make lint       ruff and mypy
 # make reference  docs/config-reference.yaml, from the tree of keys
@@ -36,9 +37,10 @@ demo-cluster: setup
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 KERNELS := $(wildcard tests/unit/test_decode_*.py)
 LANES := tests/cluster tests/browser $(KERNELS)
+SKIPPED := tests/gpu tests/soak
 
 test: setup
-	$(PYTEST) $(LANES:%=--ignore=%)
+	$(PYTEST) $(LANES:%=--ignore=%) $(SKIPPED:%=--ignore=%)
 
 test-kernels: setup
 	$(PYTEST) $(KERNELS)
@@ -74,7 +76,7 @@ test-vllm: setup-vllm
 	$(PYTEST_VLLM) $(VLLM_TESTS) -k vllm
 
 test-all: setup browser test-vllm
-	$(PYTEST) -m "not soak"
+	$(PYTEST) -m "not soak" --every-combination
 	$(PYTEST_VLLM) -m slow $(VLLM_TESTS) tests/cluster/test_vllm_ranks.py -k vllm
 	$(BIN)/python tests/mutation.py
 

@@ -130,7 +130,7 @@ def test_an_argument_that_is_missing(mine):
 
 @pytest.mark.parametrize("spec", [{}, {"top_p": 0.5}, {"name": None}, {"name": 3}])
 def test_a_mapping_without_a_name(spec):
-    assert refusal(spec) == f"{spec}: which rule? Write {{name: .., and its arguments}}"
+    assert refusal(spec) == f"{spec}: the name of the rule is missing; write {{name: .., and its arguments}}"
 
 
 def test_places_where_there_is_nothing(mine, tmp_path):
@@ -155,7 +155,7 @@ def test_a_signal_that_there_is_not(tmp_path):
     path = tmp_path / "hopeful.py"
     path.write_text(MINE.replace('Needs("entropy")', 'Needs("entropie")'))
     told = refusal({"name": f"{path}:Late", "slope": 1.0})
-    assert told.startswith(f"{path}:Late cannot be loaded: ValueError: there is no signal entropie; there are old, ")
+    assert told.startswith(f"{path}:Late cannot be loaded: ValueError: there is no signal entropie; there are old_logprobs, ")
 
 
 def test_a_file_that_cannot_be_run(tmp_path):
