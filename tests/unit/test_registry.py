@@ -155,7 +155,8 @@ def test_a_signal_that_there_is_not(tmp_path):
     path = tmp_path / "hopeful.py"
     path.write_text(MINE.replace('Needs("entropy")', 'Needs("entropie")'))
     told = refusal({"name": f"{path}:Late", "slope": 1.0})
-    assert told.startswith(f"{path}:Late cannot be loaded: ValueError: there is no signal entropie; there are old_logprobs, ")
+    expected = f"{path}:Late cannot be loaded: ValueError: there is no signal entropie; there are old_logprobs, "
+    assert told.startswith(expected)
 
 
 def test_a_file_that_cannot_be_run(tmp_path):
