@@ -1,5 +1,6 @@
 """One core, and the same hypothesis examples on every run: a failure here is a failure everywhere."""
 
+import gc
 import os
 from typing import Any
 
@@ -15,6 +16,32 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported: kernels run in numpy, on tiny shapes
 settings.register_profile("mtrl", derandomize=True, deadline=None, max_examples=40)
 settings.load_profile("mtrl")
+
+
+def pytest_collection_finish():
+    """Everything imported so far stays: later garbage collections, which some code asks for, need not look at it."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()  # or extensions report leaks at the end
+
+
+@pytest.fixture
+def few_rows(monkeypatch):
+    """The embedded training set with 64 rows: a run reads all of them before its first step."""
+    from mtrl.embedded.embedded_rows import SIZES
+
+    monkeypatch.setitem(SIZES, "train", 64)
+
+
+@pytest.fixture(scope="module")
+def no_curves():
+    """Runs end without their picture, which takes as long as the steps of a tiny model."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mtrl.tracking.curve.draw_runs", lambda *arguments: None)
+        yield
 
 
 MEASURED: dict[tuple[str, ...], Any] = {}

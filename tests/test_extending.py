@@ -32,6 +32,8 @@ from mtrl.tracking.run_files import read_rows
 from mtrl.types import VISION_POOL, Experience, Rewards, Sampling, Signals, Weights
 from mtrl.utils.plugins import load_plugin
 
+pytestmark = pytest.mark.usefixtures("no_curves")
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs/extending.md").read_text()
 QUOTES = dict(re.findall(r"```python (\S+)\n(.*?)```", PAGE, re.DOTALL))
@@ -41,7 +43,7 @@ REPORTED = ["actor/my_mean_weight", "actor/brevity_bonus", "reward/ten_lines", "
 
 
 @pytest.fixture
-def workplace(tmp_path, monkeypatch):
+def workplace(tmp_path, monkeypatch, few_rows):
     """A working directory with examples/ in it and the files that scripts import beside them."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)

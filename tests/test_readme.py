@@ -15,9 +15,9 @@ CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 
 
 @pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", README, re.DOTALL))
-def test_python_examples_run(code, tmp_path, monkeypatch):
+def test_python_examples_run(code, tmp_path, monkeypatch, few_rows):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(SIZES, "validation", 16)  # it validates three times
+    monkeypatch.setitem(SIZES, "validation", 8)  # it validates three times
     exec(compile(code, "README.md", "exec"), {})
 
 

@@ -1,10 +1,8 @@
-"""Runs of these tests end without their picture, which takes as long as the steps of a tiny model."""
+"""No run of these tests is drawn."""
 
 import pytest
 
 
-@pytest.fixture(autouse=True, scope="session")
-def no_curves():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mtrl.tracking.curve.draw_runs", lambda *arguments: None)
-        yield
+@pytest.fixture(autouse=True, scope="module")
+def without_pictures(no_curves):
+    pass

@@ -12,6 +12,7 @@ from mtrl.compose.run import build, configure
 from mtrl.training.gradient_effect import effective, measure_gradient_effect, surprise
 from mtrl.types import Signals
 
+pytestmark = pytest.mark.usefixtures("few_rows")
 PLAIN = {"optimization.enable_perception_filtering": False, "optimization.enable_trajectory_reweighting": False}
 
 

@@ -14,7 +14,6 @@ from mtrl.compose.run import build
 from mtrl.compose.unsupported import find_unsupported
 from mtrl.config import load_config
 from mtrl.config.tree import known_leaves
-from mtrl.embedded.embedded_rows import SIZES
 from mtrl.tracking.run_files import read_rows
 
 HOME = Path(__file__).resolve().parents[2] / "mtrl/configs/experiments"
@@ -187,8 +186,7 @@ def test_every_recipe_is_on_the_page():
 
 
 @pytest.mark.parametrize("name", [name for name in SHRUNK if name not in WAITS])
-def test_shrunk_ones_start(name, tmp_path, monkeypatch):
-    monkeypatch.setitem(SIZES, "train", 64)  # all rows are read before a run
+def test_shrunk_ones_start(name, tmp_path, few_rows):
     config = shrunk(name, **{"training.output_dir": str(tmp_path), "training.logger": ()})
     assert find_unsupported(config) == []
     run = build(config)

@@ -220,7 +220,7 @@ def test_a_full_disk_is_said_once_and_stops_nothing(tmp_path, monkeypatch, caplo
 
 
 # ------------------------------------------------------------------------------------------------------------ the run
-def test_a_run_does_not_notice_it(tmp_path):
+def test_a_run_does_not_notice_it(tmp_path, few_rows, no_curves):
     """The same weights to the bit, whether it is recorded, with attention maps at that, or not."""
     questions = tmp_path / "val.jsonl"
     questions.write_text('{"prompt": "Which letter?", "answer": "A", "options": ["x", "y"]}\n')

@@ -17,6 +17,8 @@ from mtrl.cli import main
 from mtrl.config import ConfigError, load_config
 from mtrl.tracking.run_files import read_rows
 
+pytestmark = pytest.mark.usefixtures("no_curves")
+
 COLOURS = ("red", "blue", "green", "pink")
 ROWS = [{"prompt": f"Say {name}.", "answer": name, "kind": name[0]} for name in COLOURS]
 SIZES = {"rollout_batch_size": 2, "global_batch_size": 1, "n": 3, "max_response_length": 8, "logger": [], "val_freq": 2}
