@@ -32,6 +32,10 @@ demo: setup
 demo-cluster: setup
 	$(BIN)/mtrl demo training.n_gpus_per_node=2
 
+# Bytecode is cached even where the environment forbids it: two workers and the many processes that tests start would
+# each compile the whole package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 # One thread per process: two processes have two cores, and a process that has used OpenMP's threads cannot be forked,
 # which tests of ranks do. Files are distributed in order, so that those with few long tests do not come last.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder

@@ -2,12 +2,12 @@
 
     python -m benchmarks.attention_curves --steps 16 --seeds 3 --jobs 2 --out docs/attention_curves
 
-mdi reward alone, the same rewards shuffled within each group (the control), plain GRPO on accuracy and format, and the
-same with token weights; the same seeds for each, filtering and shaping off. The first two take twice the steps at a
-third of the learning rate: Adam makes full steps of pure noise too, and at the demo's rate such a walk alone evens out
-the attention. Writes OUT.json with every validation (200 questions, greedy: mean |ln MDI| of the late layers, response
-length, accuracy) and every step's sampled mean, and OUT_mdi.png and OUT_weights.png with the means. One process a run,
-one thread each. --redraw makes the pictures of an OUT.json that is there.
+Compares the mdi reward alone, the same rewards shuffled within each group (the control), plain GRPO on accuracy and
+format, and the same with token weights; all use the same seeds, with filtering and shaping off. The first two take
+twice the steps at a third of the learning rate: Adam also makes full steps on pure noise, and at the demo's rate this
+random walk alone evens out the attention. Writes OUT.json with every validation (200 questions, greedy: mean |ln MDI|
+of the late layers, response length, accuracy) and every step's sampled mean, and OUT_mdi.png and OUT_weights.png with
+the means. Each run is one process with one thread. --redraw only draws the pictures of an existing OUT.json.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import environment
-from benchmarks.learning_curves import OFF, SEEDS, every_run, mean_curve, seed_line, train, write_report
+from benchmarks.learning_curves import OFF, SEEDS, mean_curve, run_all, seed_line, train, write_report
 from mtrl.report.chart import Panel, draw_chart
 
 ALWAYS = {**OFF, "optimization.compute_attention_metrics": "true"}
@@ -30,7 +30,7 @@ VARIANTS = {
     "GRPO": GRPO,
     "GRPO + token weights": {**GRPO, "optimization.enable_token_weights": "true"},
 }
-CHARTS = {  # end of the file name: title, the value drawn, its label and bounds, and which runs: the control first
+CHARTS = {  # file name suffix: title, metric, its label and bounds, runs (the control first)
     "_mdi": ("The reward mdi alone", "imbalance", "mean |ln MDI| of the late layers", None, ("mdi shuffled", "mdi")),
     "_weights": ("Token weights", "accuracy", "accuracy", (0.0, 1.0), ("GRPO", "GRPO + token weights")),
 }
@@ -42,16 +42,16 @@ VALIDATED = {
 
 
 def learn(variant: str, seed: int, steps: int, validate_every: int, scratch: Path) -> dict[str, Any]:
-    longer = 2 if variant.startswith("mdi") else 1
-    rows = train(variant, VARIANTS[variant], seed, longer * steps, longer * validate_every, scratch)
-    found: dict[str, Any] = {"variant": variant, "seed": seed}
+    factor = 2 if variant.startswith("mdi") else 1
+    rows = train(variant, VARIANTS[variant], seed, factor * steps, factor * validate_every, scratch)
+    result: dict[str, Any] = {"variant": variant, "seed": seed}
     for name, metric in VALIDATED.items():
-        found[name] = [[row["step"], round(row[metric], 4)] for row in rows if row.get(metric) is not None]
+        result[name] = [[row["step"], round(row[metric], 4)] for row in rows if row.get(metric) is not None]
     sampled = "attention/imbalance_late"
-    found["imbalance_sampled"] = [[row["step"], round(row[sampled], 4)] for row in rows if sampled in row]
-    ends = {name: [found[name][0][1], found[name][-1][1]] for name in VALIDATED if found[name]}
+    result["imbalance_sampled"] = [[row["step"], round(row[sampled], 4)] for row in rows if sampled in row]
+    ends = {name: [result[name][0][1], result[name][-1][1]] for name in VALIDATED if result[name]}
     print(variant, seed, ends, flush=True)
-    return found
+    return result
 
 
 def change(runs: list[dict[str, Any]], variant: str, name: str) -> float:
@@ -67,10 +67,10 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--every", type=int, default=4, help="steps between validations")
     parser.add_argument("--out", type=Path, default=Path("docs/attention_curves"))
-    parser.add_argument("--redraw", action="store_true", help="only draw what OUT.json holds")
+    parser.add_argument("--redraw", action="store_true", help="only draw the existing OUT.json")
     options = parser.parse_args()
     if not options.redraw:
-        runs = every_run(learn, VARIANTS, options)
+        runs = run_all(learn, VARIANTS, options)
         summary = {
             variant: {name: change(runs, variant, name) for name in ("imbalance", "length")}
             for variant in ("mdi", "mdi shuffled")

@@ -1,13 +1,13 @@
-"""How long a start takes, and how much memory: 10,000 rows with 448-px images, all in files of their own.
+"""Seconds and memory of a start with 10,000 rows, each with its own 448-px image file.
 
     python -m benchmarks.data_start [--rows 10000] [--workers N] [--out benchmarks/results/data_start.json]
 
-Each start is a process of its own: it loads the tokenizer of a tiny Qwen2.5-VL checkpoint, opens the dataset (scan or
+Each start is a separate process: it loads the tokenizer of a tiny Qwen2.5-VL checkpoint, opens the dataset (scan or
 cache) and takes the first 256 prompts. The first start has an empty cache. A start's seconds are those of opening the
-dataset and of the first batch; imports and the tokenizer are listed beside them. Seconds grow with whatever else the
-machine does, so its load average before each start and the CPU time of the process tree are kept too. Memory is the
-peak of the whole process tree, sampled every 50 ms: the sum of resident sizes (shared pages counted in every process)
-and of proportional sizes.
+dataset and of the first batch; imports and the tokenizer are listed separately. Seconds grow with other load on the
+machine, so the load average before each start and the CPU time of the process tree are stored too. Memory is the peak
+of the whole process tree, sampled every 50 ms: the sum of resident sizes (shared pages count in every process) and of
+proportional sizes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LIMITS = {"first_start_s": 60.0, "second_start_s": 3.0, "peak_memory_mb": 1500.0
 
 
 def make_data(directory: Path, rows: int, contents: int = 300) -> Path:
-    """JPEG files of smooth noise: `contents` different pictures, `rows` different files (a comment parts them)."""
+    """JPEG files of smooth noise: `contents` different pictures; a JPEG comment makes all `rows` files unique."""
     from PIL import Image
 
     generator = np.random.default_rng(0)
@@ -79,7 +79,7 @@ def start(data: Path, model: Path, workers: int | None) -> dict[str, float]:
 
 
 def measured_start(data: Path, model: Path, cache: Path, workers: int | None) -> dict[str, Any]:
-    """`start` in a process of its own, with the peak memory of its process tree."""
+    """Runs `start` in a separate process and adds the peak memory of its process tree."""
     command = [sys.executable, "-m", "benchmarks.data_start", "--start", str(data), "--model", str(model)]
     command += ["--workers", str(workers)] if workers else []
     environment = {**os.environ, "MTRL_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
@@ -102,11 +102,11 @@ def measured_start(data: Path, model: Path, cache: Path, workers: int | None) ->
 def watch_memory(pid: int, peak: dict[str, int], done: threading.Event) -> None:
     while not done.wait(0.05):
         try:
-            found = [_memory(process) for process in _tree(pid)]
+            memories = [_memory(process) for process in _tree(pid)]
         except OSError:
-            continue  # a process ended while it was looked at
+            continue  # a process ended meanwhile
         for kind in peak:
-            peak[kind] = max(peak[kind], sum(memory[kind] for memory in found))
+            peak[kind] = max(peak[kind], sum(memory[kind] for memory in memories))
 
 
 def _tree(pid: int) -> list[int]:
@@ -136,7 +136,7 @@ def main() -> None:
     if arguments.start:
         print(json.dumps(start(arguments.start, arguments.model, arguments.workers)))
         return
-    from mtrl.models.tiny import make_tiny_checkpoint
+    from pretraining.tiny_checkpoints import make_tiny_checkpoint
 
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
@@ -144,7 +144,7 @@ def main() -> None:
         model = make_tiny_checkpoint(root / "model", "qwen2_5_vl")
         first = measured_start(data, model, root / "cache", arguments.workers)
         second = measured_start(data, model, root / "cache", arguments.workers)
-    met = {
+    measured = {
         "first_start_s": first["open_dataset_s"] + first["first_batch_s"],
         "second_start_s": second["open_dataset_s"] + second["first_batch_s"],
         "peak_memory_mb": max(first["peak_rss_sum_mb"], second["peak_rss_sum_mb"]),
@@ -152,8 +152,8 @@ def main() -> None:
     result = {
         "what": f"{arguments.rows} rows, one 448 x 448 JPEG file each, tiny Qwen2.5-VL checkpoint's encoder",
         "command": "python -m benchmarks.data_start",
-        "limits": {name: {"limit": limit, "measured": round(met[name], 3)} for name, limit in LIMITS.items()},
-        "passed": all(met[name] < limit for name, limit in LIMITS.items()),
+        "limits": {name: {"limit": limit, "measured": round(measured[name], 3)} for name, limit in LIMITS.items()},
+        "passed": all(measured[name] < limit for name, limit in LIMITS.items()),
         "first_start": {name: round(value, 3) for name, value in first.items()},
         "second_start": {name: round(value, 3) for name, value in second.items()},
         **environment(),

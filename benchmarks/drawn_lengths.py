@@ -1,9 +1,8 @@
 """Responses that end at drawn lengths, whichever engine samples them.
 
-An engine chooses a token by the row's own uniform number: the first whose cumulated probability is above it. So a
-uniform of 0 chooses the first token of the vocabulary that may be sampled at all. Here that is the one that ends a
-response, and the uniforms are such that a row meets it at the length drawn for it and not before. The engine itself is
-as users have it: it sees a stop token."""
+An engine chooses the first token whose cumulative probability is above the row's uniform number. So a uniform of 0
+chooses the first token of the vocabulary that may be sampled at all. Here this is the stop token, and the uniforms let
+a row sample it exactly at its drawn length. The engine itself is unchanged: it sees an ordinary stop token."""
 
 from __future__ import annotations
 
@@ -22,14 +21,12 @@ from mtrl.rollout.sampling import row_uniforms
 from mtrl.types import Sampling
 from mtrl.utils.seeding import rng_for
 
-SPARED = (
-    0.1  # uniforms below this are not drawn, so that the stop token, far less likely than that, is not met by chance
-)
+MIN_UNIFORM = 0.1  # the stop token is far less likely than this, so that no drawn uniform chooses it by chance
 
 
-def lengths_of(rows: int, sampling: Sampling, shortest: int, *, varying: bool = False) -> Tensor:
-    """[rows]: drawn between `shortest` and the limit of the sampling; others at every step, the same ones each time a
-    step is asked for. `varying`: what they are drawn up to is drawn as well."""
+def draw_lengths(rows: int, sampling: Sampling, shortest: int, *, varying: bool = False) -> Tensor:
+    """[rows] lengths drawn between `shortest` and the sampling's limit; they depend on the step alone. `varying`: the
+    upper limit is drawn as well."""
     draw = rng_for("drawn lengths", sampling.seed, sampling.step)
     longest = max(shortest, sampling.max_new_tokens)
     if varying:
@@ -40,12 +37,12 @@ def lengths_of(rows: int, sampling: Sampling, shortest: int, *, varying: bool = 
 
 @contextmanager
 def drawn_lengths(encoder: TextEncoder, shortest: int, *, varying: bool = False) -> Iterator[None]:
-    """Every engine samples responses of such lengths meanwhile."""
+    """Within the context, every engine samples responses of drawn lengths."""
 
     def uniforms(task_ids: Sequence[str], first: Sequence[int], sampling: Sampling) -> Tensor:
         assert sampling.temperature > 0 and not sampling.cut, "the stop token must have a chance"
-        draws = SPARED + (1 - SPARED) * row_uniforms(task_ids, first, sampling)
-        ends = lengths_of(len(draws), sampling, shortest, varying=varying) - 1
+        draws = MIN_UNIFORM + (1 - MIN_UNIFORM) * row_uniforms(task_ids, first, sampling)
+        ends = draw_lengths(len(draws), sampling, shortest, varying=varying) - 1
         draws[torch.arange(len(draws)), ends] = 0.0
         return draws
 

@@ -1,15 +1,15 @@
-"""What the driver of several ranks does as a step grows from 64 prompts to 4,096: bytes, seconds and memory.
+"""Bytes, seconds and memory of the driver of several ranks as a step grows from 64 prompts to 4,096.
 
     python -m benchmarks.driver [--sizes 64 .. 4096] [--steps 3] [--out benchmarks/results/driver.json]
 
 The driver is the real one: `training/loop.py` with `DistributedGenerator` and `DistributedLearner` over a
 `RayWorkerGroup`, which puts each prompt with its pixels into Ray's store once. **The workers are simulated**: two Ray
-processes that hold no model and return random tokens and signals of the right shapes; so are data and rewards. What
-remains is the cost of the driver.
+processes hold no model and return random tokens and signals of the right shapes. Data and rewards are simulated too, so
+that only the cost of the driver remains.
 
-The first step of a size counts bytes, as pickled, and is not timed. Seconds are those of the driver's processors (all
-its threads, Ray's among them, without what looks at the memory), and beside them those of the clock.
-Memory is the driver's own (RssAnon, without the store's shared memory), at its highest within a step.
+The first step of a size counts pickled bytes and is not timed. Seconds are the driver's CPU time (all its threads,
+including Ray's, without the memory sampler) and its wall time. Memory is the peak of the driver's own memory within a
+step (RssAnon, without the store's shared memory).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ MB, MIB = 1e6, 2**20
 # ------------------------------------------------------------------------------------------ simulated: on every rank
 @dataclass
 class SimulatedEngine:
-    """Random responses of random lengths, at once."""
+    """Returns random responses of random lengths immediately."""
 
     version: int = 0
 
@@ -87,7 +87,7 @@ class SimulatedEngine:
 
 @dataclass
 class SimulatedActor:
-    """Signals that are the sampler's own, and updates that teach nothing."""
+    """Returns the sampler's own log-probs as signals; its updates do nothing."""
 
     updates: int = 0
 
@@ -104,7 +104,7 @@ class SimulatedActor:
         return self.updates
 
 
-def simulated_parts(ranks: Ranks) -> Mapping[str, Any]:
+def make_simulated_roles(ranks: Ranks) -> Mapping[str, Any]:
     engine = SimulatedEngine()
     engine.load()
     return {"actor": SimulatedActor(), "engine": engine}
@@ -113,7 +113,7 @@ def simulated_parts(ranks: Ranks) -> Mapping[str, Any]:
 # ------------------------------------------------------------------------------------------ simulated: on the driver
 @dataclass
 class SimulatedSource:
-    """Prompts with random pixels, made before a step is timed."""
+    """Prompts with random pixels, made before the timed part of a step."""
 
     made: int = 0
     ready: list[Prompt] = field(default_factory=list)
@@ -159,9 +159,9 @@ class SimulatedScorer:
         return SimulatedRewards(len(rollouts))
 
 
-# ------------------------------------------------------------------------------------------------ what is measured
-class CountedCrew(RayWorkerGroup):
-    """Counts bytes while `counting`; otherwise it is the plain one."""
+# ----------------------------------------------------------------------------------------------------- measurements
+class ByteCountingGroup(RayWorkerGroup):
+    """A RayWorkerGroup that counts bytes while `counting`."""
 
     counting = False
 
@@ -174,7 +174,7 @@ class CountedCrew(RayWorkerGroup):
         return found
 
     def count(self) -> Counter[str]:
-        """Starts counting; `put` counts what goes to the store."""
+        """Starts counting, also of the bytes that go to the store."""
         self.counts: Counter[str] = Counter()
         self.counting, put = True, self.object_refs.put
 
@@ -186,7 +186,7 @@ class CountedCrew(RayWorkerGroup):
         return self.counts
 
 
-def loop_of(worker_group: RayWorkerGroup, prompts: int, version: int) -> Loop:
+def make_loop(worker_group: RayWorkerGroup, prompts: int, version: int) -> Loop:
     """The project's loop over simulated workers: plain GRPO, four optimizer steps."""
     spec = AlgorithmSpec(
         total_steps=1 << 30,
@@ -222,9 +222,9 @@ def loop_of(worker_group: RayWorkerGroup, prompts: int, version: int) -> Loop:
     return loop
 
 
-def measure(worker_group: CountedCrew, prompts: int, steps: int, version: int) -> dict[str, Any]:
+def measure(worker_group: ByteCountingGroup, prompts: int, steps: int, version: int) -> dict[str, Any]:
     """One counted step, then `steps` timed ones."""
-    loop = loop_of(worker_group, prompts, version)
+    loop = make_loop(worker_group, prompts, version)
     source: Any = loop.components.source
     plain, counts = worker_group.object_refs, worker_group.count()
     source.prepare(prompts)
@@ -234,7 +234,7 @@ def measure(worker_group: CountedCrew, prompts: int, steps: int, version: int) -
     for step in range(1, steps + 1):
         source.prepare(prompts)
         began, processors = time.perf_counter(), time.process_time()
-        with memory_watched() as watch:
+        with watch_memory() as watch:
             loop.step(step)
         own = time.process_time() - processors - watch.processor_s
         timed.append((own, time.perf_counter() - began, watch.peak / MIB))
@@ -250,22 +250,22 @@ def measure(worker_group: CountedCrew, prompts: int, steps: int, version: int) -
 
 @dataclass
 class MemoryWatch:
-    """The process's own memory at its highest, in bytes, and what looking took of the processors."""
+    """Peak of the process's own memory in bytes, and the CPU seconds of sampling it."""
 
     peak: int = 0
     processor_s: float = 0.0
 
-    def look_until(self, done: threading.Event) -> None:
+    def sample_until(self, done: threading.Event) -> None:
         while not done.wait(0.01):
             self.peak = max(self.peak, own_memory())
         self.processor_s = time.thread_time()
 
 
 @contextmanager
-def memory_watched() -> Iterator[MemoryWatch]:
-    """Looks every 10 ms, in a thread."""
+def watch_memory() -> Iterator[MemoryWatch]:
+    """Samples the memory every 10 ms in a thread."""
     watch, done = MemoryWatch(own_memory()), threading.Event()
-    thread = threading.Thread(target=watch.look_until, args=(done,), daemon=True)
+    thread = threading.Thread(target=watch.sample_until, args=(done,), daemon=True)
     thread.start()
     try:
         yield watch
@@ -282,7 +282,7 @@ def own_memory() -> int:
 def run(sizes: Sequence[int], steps: int) -> list[dict[str, Any]]:
     rows = []
     with tempfile.TemporaryDirectory() as logs:
-        worker_group = CountedCrew(RANKS, RANKS, simulated_parts, Path(logs), heartbeat=600.0)
+        worker_group = ByteCountingGroup(RANKS, RANKS, make_simulated_roles, Path(logs), heartbeat=600.0)
         try:
             for size in sizes:
                 version = worker_group.call_rank0("actor", "version")
@@ -298,15 +298,13 @@ def draw(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     moved = [Curve(name, [(r["prompts"], r["bytes"][key] / MB) for r in rows]) for key, name in names.items()]
     panels = [
         Panel("MB moved", moved),
-        Panel(
-            "Seconds of the driver's processors", [Curve("driver", [(r["prompts"], r["driver_cpu_s"]) for r in rows])]
-        ),
+        Panel("CPU seconds of the driver", [Curve("driver", [(r["prompts"], r["driver_cpu_s"]) for r in rows])]),
         Panel("MiB of the driver", [Curve("driver", [(r["prompts"], max(r["peak_mib_by_step"])) for r in rows])]),
     ]
     note = (
-        f"{RESPONSES} responses of up to {LENGTH} tokens a prompt, {PIXELS}-px images, {RANKS} simulated ranks by Ray."
+        f"{RESPONSES} responses of up to {LENGTH} tokens per prompt, {PIXELS}-px images, {RANKS} simulated Ray ranks."
     )
-    draw_chart(path, "A step of the driver, by prompts", panels, note, x_name="prompts a step")
+    draw_chart(path, "A step of the driver, by prompts", panels, note, x_name="prompts per step")
 
 
 def main() -> None:
@@ -315,7 +313,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/driver.json"))
     parser.add_argument("--picture", type=Path, default=Path("docs/driver.png"))
-    parser.add_argument("--redraw", action="store_true", help="only draw what --out holds")
+    parser.add_argument("--redraw", action="store_true", help="only draw the existing result of --out")
     options = parser.parse_args()
     if not options.redraw:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))

@@ -1,4 +1,4 @@
-"""What a measurement was taken on: it stands beside every number."""
+"""The environment of a measurement, stored with every result."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """The commit of the tree that was measured: git's, or MTRL_COMMIT where a copy without its history runs."""
+    """The commit of the measured tree: MTRL_COMMIT if set (for a copy without git history), otherwise git's."""
     if "MTRL_COMMIT" in os.environ:
         return os.environ["MTRL_COMMIT"]
     try:
-        shown = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+        process = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
-    return shown.stdout.strip()
+    return process.stdout.strip()

@@ -1,19 +1,19 @@
-"""One prompt, its group, one pass: what probes and updates cost, with the shared prefix and without.
+"""Cost of probes and updates with a prefix shared by the group, and with one padded row per response.
 
     python -m benchmarks.forward --size 3b --device cuda [--out benchmarks/results/forward.json]
     python -m benchmarks.forward                                   (a tiny model on the CPU, to try it)
 
 The defaults of `3b` are 8 prompts x 8 responses x 256 tokens, 576 image tokens and 66 others, bf16 weights, gradient
-checkpointing, as in `benchmarks.step`. All numbers of a run are taken one after the other in one process:
+checkpointing, as in `benchmarks.step`. One process takes all measurements one after the other:
 
 routes     both views of all groups (old and perturbed log-probs, entropy, S), the same with attention masses or with
-           full_kl, and one optimizer step on all groups; shared and packed against a padded row for each response
+           full_kl, and one optimizer step on all groups; shared and packed against one padded row per response
 unequal    responses of 32-256 tokens, prompts of three image sizes: seconds per token against the equal case, graphs
            compiled after the second batch, and the log-probs against the padded route
 noise      log-probs of the routes against each other and against float32
 scaling    groups of 4, 8 and 16 responses and three image sizes: seconds against tokens
 
-A floor stands beside the shared route: the products that must be taken, at the rate of a large one on this device.
+The floor of the shared route is the time of its matrix products at the rate of a large one on this device.
 The last line is the result as JSON.
 """
 
@@ -43,7 +43,7 @@ from mtrl.workers.micro_batches import MicroBatching
 TEXT_TOKENS = 66
 SHAPES = {"3b": (8, 256, 672), "tiny": (4, 16, 112)}  # prompts and responses, tokens, image side
 SIDES = {"3b": (448, 672, 896), "tiny": (56, 112, 168)}
-BUDGET = {"update": 32768, "probe": 65536}  # tokens of a pass, as on a GPU by default
+BUDGET = {"update": 32768, "probe": 65536}  # tokens per pass, the defaults on a GPU
 ROWS = 8  # responses in one pass of the padded route
 
 
@@ -69,8 +69,8 @@ class Bench:
         return shared if route == "shared" else MicroBatching(rows=ROWS, share_prefix=False)
 
     def probe(self, route: str, rollouts: Rollouts, *more: str, estimator: str = "low_var_kl") -> list[torch.Tensor]:
-        """Old log-probs, pass by pass, with entropy, dependency and `more` signals beside them. The views are made in
-        here: they are part of the cost."""
+        """Old log-probs, pass by pass; also computes entropy, dependency and the signals in `more`. Makes the views
+        here, since they are part of the cost."""
         needs, forward = Needs("entropy", "dependency", *more), replace(self.routes[route], dependency=estimator)
         rows = self.batching(route).split(rollouts, views=2)
         found = []
@@ -100,10 +100,10 @@ def measure_routes(bench: Bench, rollouts: Rollouts, rounds: int) -> dict[str, A
     result: dict[str, Any] = {}
     for route in bench.routes:
         found: dict[str, float] = {}
-        times = rounds if route == "shared" else 1  # the padded route takes long enough
+        times = rounds if route == "shared" else 1  # the padded route is slow
         probes = {"two_views_s": partial(bench.probe, route, rollouts)}
         if route == "shared":
-            probes["two_views_and_attention_s"] = partial(bench.probe, route, rollouts, "mass")
+            probes["two_views_and_attention_s"] = partial(bench.probe, route, rollouts, "attention_mass")
             probes["two_views_full_kl_s"] = partial(bench.probe, route, rollouts, estimator="full_kl")
         for name, probe in probes.items():
             with peak_gb(found, name.replace("_s", "_peak_gb")):
@@ -127,13 +127,13 @@ def measure_unequal(bench: Bench, size: str, equal_s_per_token: dict[str, float]
     graphs = []
     actor = bench.actor("shared")
     for rollouts in batches:
-        shared = bench.probe("shared", rollouts, "mass")
+        shared = bench.probe("shared", rollouts, "attention_mass")
         actor.update([bench.batch(rollouts)], Loss())
         graphs.append(compiled_graphs())
         del shared
     first = batches[0]
-    ours, theirs = (together(bench, route, first)[first.mask] for route in ("shared", "padded"))
-    again = together(bench, "padded", first, rows=5)[first.mask]
+    ours, theirs = (old_logprobs(bench, route, first)[first.mask] for route in ("shared", "padded"))
+    again = old_logprobs(bench, "padded", first, rows=5)[first.mask]
     gap, noise, spread = float((ours - theirs).abs().mean()), float((again - theirs).abs().mean()), float(theirs.std())
     last = batches[-1]
     tokens = bench.tokens(last)
@@ -151,8 +151,8 @@ def measure_unequal(bench: Bench, size: str, equal_s_per_token: dict[str, float]
     }
 
 
-def together(bench: Bench, route: str, rollouts: Rollouts, rows: int | None = None) -> torch.Tensor:
-    """Old log-probs of all rows, in their order; `rows` of them in a pass."""
+def old_logprobs(bench: Bench, route: str, rollouts: Rollouts, rows: int | None = None) -> torch.Tensor:
+    """Old log-probs of all rows, in order; `rows`: rows per pass."""
     batching = bench.batching(route) if rows is None else MicroBatching(rows=rows, share_prefix=False)
     index = batching.split(rollouts, views=2)
     found = [bench.routes[route].signals(rollouts.rows(each)).old_logprobs for each in index]
@@ -177,11 +177,11 @@ def measure_scaling(bench: Bench, size: str, rounds: int) -> list[dict[str, Any]
 
 
 def measure_noise(bench: Bench, size: str) -> dict[str, float]:
-    """Mean |difference| of log-probs between routes in bf16, and of each to float32. The weights end in float32."""
+    """Mean |difference| of log-probs between routes in bf16, and of each to float32; leaves the weights in float32."""
     _, longest, _ = SHAPES[size]
     rollouts = bench.rollouts(2, 4, (longest // 8, longest), SIDES[size][:2])
 
-    # "masked": the shared sequence too, by torch's own kernel
+    # "masked": also the shared sequence, but with torch's own kernel
     routes = bench.routes | {"masked": Forward(bench.backbone, bench.encoder)}
 
     def logp(route: str) -> torch.Tensor:
@@ -201,7 +201,7 @@ def measure_noise(bench: Bench, size: str) -> dict[str, float]:
 
 
 def floor(bench: Bench, rollouts: Rollouts) -> dict[str, float]:
-    """Operations of the shared route over the rate of a large product: language model, output matrix, tower."""
+    """Seconds of the shared route's products (language model, output matrix, tower) at the rate of a large one."""
     model = bench.backbone.model
     parameters = {name: p.numel() for name, p in model.named_parameters()}
     tower = sum(n for name, n in parameters.items() if ".visual." in name)
@@ -221,7 +221,7 @@ def main() -> None:
     parser.add_argument("--size", choices=SHAPES, default="tiny")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--weights", choices=["bf16", "fp32"], default=None, help="bf16 on cuda, fp32 on cpu")
-    parser.add_argument("--no-compile", action="store_true", help="norms, MLPs and rotary positions as they come")
+    parser.add_argument("--no-compile", action="store_true", help="do not compile norms, MLPs and rotary positions")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", choices=["routes", "unequal", "scaling", "noise"], default=None)
     parser.add_argument("--out", type=Path, default=None)
@@ -242,7 +242,7 @@ def main() -> None:
         print(result["unequal"], flush=True)
     if arguments.only in (None, "scaling"):
         result["scaling"] = measure_scaling(bench, size, arguments.rounds)
-    if arguments.only in (None, "noise"):  # last: it changes the weights' dtype
+    if arguments.only in (None, "noise"):  # last, since it changes the weights' dtype
         result["noise"] = measure_noise(bench, size)
     finish(result, arguments.out)
 

@@ -4,9 +4,9 @@
 
 Both sample from the embedded model in float32 at temperature 1, at most 32 new tokens, until all answers have ended;
 both start from encoded prompts and make their own pixels. `model.generate` gets all prompts in one left-padded batch
-with num_return_sequences=8 and the image marks suppressed, as its users would. The two take turns after a warm-up;
-a time is the median of the rounds, and so is the ratio of the two times of a round. The sampled tokens differ (other
-random numbers), so tokens per second stand beside the seconds; the number of decode steps is the longest answer's.
+with num_return_sequences=8 and the image marks suppressed, as its users would call it. The two take turns after a
+warm-up; times and the ratio of the two times are medians over the rounds. The sampled tokens differ (other random
+numbers), so tokens per second are reported in addition to seconds; the longest answer sets the number of decode steps.
 The last line is the result as JSON.
 """
 
@@ -77,7 +77,7 @@ def contestants() -> dict[str, Callable[[int], int]]:
         torch.manual_seed(number)
         output = model_generate(plain, encoder, prompts, ANSWERS, NEW_TOKENS)
         ended = torch.isin(output, torch.tensor(encoder.stop_ids)).long()
-        return int((ended.cumsum(1) - ended == 0).sum())  # up to and with the first stop token
+        return int((ended.cumsum(1) - ended == 0).sum())  # up to and including the first stop token
 
     return {"local": ours, "generate": theirs}
 
@@ -90,7 +90,7 @@ def run(rounds: int) -> dict[str, Any]:
         for name, sample in samplers.items():
             begin = time.perf_counter()
             count = sample(number)
-            if number > 0:  # the first is the warm-up
+            if number > 0:  # round 0 is the warm-up
                 seconds[name].append(time.perf_counter() - begin)
                 tokens[name].append(count)
     ratios = [theirs / ours for ours, theirs in zip(seconds["local"], seconds["generate"], strict=True)]

@@ -1,10 +1,10 @@
-"""Learning curves of the credit ideas on the embedded task, whichever wins.
+"""Learning curves of the credit rules on the embedded task.
 
     python -m benchmarks.learning_curves --steps 24 --seeds 3 --jobs 2 --out docs/learning_curves
 
 Plain GRPO, token gradient filtering (TGF, keeping 0.2 or 0.4 of the tokens), trajectory advantage shaping (TAS), both,
-and the entropy filter; the same seeds for each. Writes OUT.json with every validation and OUT.png with the means. One
-process a run, one thread each. --redraw makes the picture of an OUT.json that is there.
+and the entropy filter; the same seeds for each. Writes OUT.json with every validation and OUT.png with the means. Each
+run is one process with one thread. --redraw only draws the picture of an existing OUT.json.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.environment import environment
 from mtrl.report.chart import Curve, Panel, draw_chart
-from mtrl.tracking.run_files import read_rows
+from mtrl.tracking.jsonl import read_rows
 
 FILTER, SHAPE, ENTROPY = (
     f"optimization.enable_{name}" for name in ("perception_filtering", "trajectory_reweighting", "entropy_filtering")
@@ -42,7 +42,7 @@ VARIANTS = {
 
 
 def learn(variant: str, seed: int, steps: int, validate_every: int, scratch: Path) -> dict[str, Any]:
-    """One run; its greedy accuracy on the validation questions by step."""
+    """Trains one run; returns its greedy accuracy on the validation questions by step."""
     rows = train(variant, VARIANTS[variant], seed, steps, validate_every, scratch)
     curve = [[row["step"], row["val/avg@1"]] for row in rows if "val/avg@1" in row]
     print(f"{variant} {seed}: {curve[0][1]:.3f} -> {curve[-1][1]:.3f}", flush=True)
@@ -52,7 +52,7 @@ def learn(variant: str, seed: int, steps: int, validate_every: int, scratch: Pat
 def train(
     variant: str, switches: Mapping[str, str], seed: int, steps: int, validate_every: int, scratch: Path
 ) -> list[dict[str, Any]]:
-    """Trains in a process of its own and returns the rows of its metrics.jsonl."""
+    """Trains in a separate process and returns the rows of its metrics.jsonl."""
     name = f"{variant.replace(' ', '-').replace('+', 'and')}-{seed}"
     overrides = {
         **switches,
@@ -64,10 +64,10 @@ def train(
         "worker.rollout.seed": str(seed),
     }
     command = [sys.executable, "-m", "mtrl.cli", "train", *(f"{key}={value}" for key, value in overrides.items())]
-    quiet = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    finished = subprocess.run(command, env=quiet, capture_output=True, text=True)
-    if finished.returncode:
-        raise RuntimeError(f"{name} failed:\n{finished.stderr[-3000:]}")
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    process = subprocess.run(command, env=environ, capture_output=True, text=True)
+    if process.returncode:
+        raise RuntimeError(f"{name} failed:\n{process.stderr[-3000:]}")
     return read_rows(scratch / "mtrl" / name / "metrics.jsonl")
 
 
@@ -78,10 +78,10 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--every", type=int, default=2, help="steps between validations")
     parser.add_argument("--out", type=Path, default=Path("docs/learning_curves"))
-    parser.add_argument("--redraw", action="store_true", help="only draw what OUT.json holds")
+    parser.add_argument("--redraw", action="store_true", help="only draw the existing OUT.json")
     options = parser.parse_args()
     if not options.redraw:
-        runs = every_run(learn, VARIANTS, options)
+        runs = run_all(learn, VARIANTS, options)
         settings = {"steps": options.steps, "seeds": options.seeds, "validation_questions": 200}
         write_report(options.out, {"environment": environment(), **settings, "runs": runs})
     draw_means(options.out.with_suffix(".png"), json.loads(options.out.with_suffix(".json").read_text()))
@@ -92,8 +92,8 @@ def write_report(out: Path, report: Mapping[str, Any]) -> None:
     out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
 
 
-def every_run(learn: Learn, variants: Iterable[str], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Each variant with each seed, `options.jobs` at a time."""
+def run_all(learn: Learn, variants: Iterable[str], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Runs each variant with each seed, `options.jobs` at a time."""
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(options.jobs) as pool:
         jobs = [
             pool.submit(learn, variant, seed, options.steps, options.every, Path(scratch))
@@ -104,7 +104,7 @@ def every_run(learn: Learn, variants: Iterable[str], options: argparse.Namespace
 
 
 def mean_curve(runs: Iterable[Mapping[str, Any]], variant: str, name: str) -> list[tuple[float, float]]:
-    """(step, mean over the seeds) of one metric of a variant."""
+    """Points (step, mean over the seeds) of one metric of a variant."""
     curves = [run[name] for run in runs if run["variant"] == variant]
     return [(points[0][0], sum(y for _, y in points) / len(points)) for points in zip(*curves, strict=True)]
 
@@ -112,7 +112,7 @@ def mean_curve(runs: Iterable[Mapping[str, Any]], variant: str, name: str) -> li
 def seed_line(
     name: str, runs: Iterable[Mapping[str, Any]], variant: str, metric: str, reference: bool = False
 ) -> Curve:
-    """The mean over the seeds, and from the lowest to the highest of them."""
+    """The mean over the seeds, with a band from the lowest to the highest."""
     curves = [run[metric] for run in runs if run["variant"] == variant]
     ends = (zip(*points, strict=True) for points in zip(*curves, strict=True))
     band = [(steps[0], min(values), max(values)) for steps, values in ends]
@@ -120,7 +120,7 @@ def seed_line(
 
 
 def draw_means(path: Path, report: Mapping[str, Any]) -> None:
-    """Each idea against plain GRPO, in a panel of its own: in one, the lines would cover each other."""
+    """Draws each rule against plain GRPO in a separate panel: in one panel the lines would cover each other."""
     runs, (plain, *ideas) = report["runs"], VARIANTS
     panels = [
         Panel(

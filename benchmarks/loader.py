@@ -1,11 +1,11 @@
-"""Does the loader keep ahead of training? Pictures of 1024 x 768 pixels, as JPEG files, from disk to prompts.
+"""Does the loader keep ahead of training? From JPEG files of 1024 x 768 pixels to prompts.
 
     python -m benchmarks.loader [--prompts 128] [--workers 2] [--out benchmarks/results/loader.json]
 
-The prompts of a step are made by worker processes as `mtrl train` makes them (`mtrl/data/workers.py`), and once more by
-two threads of one process, as before there were any. Processor seconds are counted, not those of a clock, since other
-work shares the machine: those of the workers, which any number of cores divides, and those of the process that trains,
-which stay. The time of a step of 512 prompts on 8 cores is worked out from both, and nobody has measured it.
+The prompts of a step are made by worker processes as in `mtrl train` (`mtrl/data/workers.py`), and once more by two
+threads of one process. CPU seconds are measured instead of wall time, since other work shares the machine: those of the
+workers, which more cores divide, and those of the training process, which more cores do not reduce. The time of a step
+of 512 prompts on 8 cores is extrapolated from both, not measured.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HEIGHT, WIDTH = 768, 1024
 
 
 def picture(seed: int) -> bytes:
-    """Detail at every size, as photographs have it: noise of several grains, one over the other."""
+    """A JPEG with detail at every scale, like a photograph: the sum of noise of several grain sizes."""
     from PIL import Image
 
     random, whole = np.random.default_rng(seed), np.zeros((HEIGHT, WIDTH, 3), np.float32)
@@ -53,19 +53,19 @@ def make_data(folder: Path, rows: int, contents: int = 32) -> Path:
 
 
 def measure(dataset: Any, encoder: Any, prompts: int, workers: int) -> dict[str, float]:
-    """Processor seconds of a step's prompts, here and in the workers, and what they hold in memory."""
+    """CPU seconds of a step's prompts, in this process and in the workers."""
     from mtrl.data import Sampler
 
     before, begin = os.times(), time.perf_counter()
     seen = 0
     with Sampler(dataset, encoder, workers=workers) as sampler:
         while seen < prompts:
-            seen += len(sampler.take(min(64, prompts - seen)))  # dropped at once, as a stream
+            seen += len(sampler.take(min(64, prompts - seen)))  # prompts are dropped at once, like a stream
     after = os.times()
-    of_workers = after.children_user + after.children_system - before.children_user - before.children_system
+    workers_cpu_s = after.children_user + after.children_system - before.children_user - before.children_system
     return {
         "here_cpu_s": round(after.user + after.system - before.user - before.system, 2),
-        "workers_cpu_s": round(of_workers, 2),
+        "workers_cpu_s": round(workers_cpu_s, 2),
         "clock_s": round(time.perf_counter() - begin, 2),
     }
 
@@ -73,7 +73,7 @@ def measure(dataset: Any, encoder: Any, prompts: int, workers: int) -> dict[str,
 def run(prompts: int, workers: int) -> dict[str, Any]:
     from mtrl.data import DataSettings, open_dataset
     from mtrl.models.families import load_encoder
-    from mtrl.models.tiny import make_tiny_checkpoint
+    from pretraining.tiny_checkpoints import make_tiny_checkpoint
 
     with tempfile.TemporaryDirectory() as folder:
         os.environ["MTRL_CACHE"] = str(Path(folder, "cache"))
@@ -82,9 +82,9 @@ def run(prompts: int, workers: int) -> dict[str, Any]:
         encoder = load_encoder(make_tiny_checkpoint(Path(folder, "model")), min_pixels=262144, max_pixels=4194304)
         dataset = open_dataset(str(data), DataSettings(), encoder, workers=1)
         pixels = int(dataset.pixels.sum())
-        at_first = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        rss_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         forked = measure(dataset, encoder, prompts, workers)
-        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - at_first
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - rss_before
         threads = measure(dataset, encoder, prompts, 0)
     step = max(forked["workers_cpu_s"] / CORES, forked["here_cpu_s"]) * STEP_PROMPTS / prompts
     return {

@@ -24,9 +24,9 @@ def seconds(work: Callable[[], object], rounds: int = 3) -> float:
 
 
 def alternating(works: Mapping[str, Callable[[], object]], rounds: int = 3) -> dict[str, float]:
-    """The medians of some rounds after a warm-up, one of each in turn: a device that grows slower under load is no
-    better to the first than to the last."""
-    taken: dict[str, list[float]] = {name: [] for name in works}
+    """The median of each function over some rounds after a warm-up. The functions take turns, so that a device that
+    slows down under load does not favour the first."""
+    durations: dict[str, list[float]] = {name: [] for name in works}
     for number in range(rounds + 1):
         for name, work in works.items():
             wait()
@@ -34,23 +34,22 @@ def alternating(works: Mapping[str, Callable[[], object]], rounds: int = 3) -> d
             work()
             wait()
             if number:
-                taken[name].append(time.perf_counter() - begin)
-    return {name: round(statistics.median(times), 4) for name, times in taken.items()}
+                durations[name].append(time.perf_counter() - begin)
+    return {name: round(statistics.median(times), 4) for name, times in durations.items()}
 
 
 @contextmanager
-def peak_gb(into: dict[str, float], name: str) -> Iterator[None]:
-    """The most memory held on the device meanwhile; nothing is written without a GPU."""
+def peak_gb(result: dict[str, float], name: str) -> Iterator[None]:
+    """Writes the peak of device memory within the context; without a GPU, nothing."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     yield
     if torch.cuda.is_available():
-        into[name] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+        result[name] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
 
 
 def held_gb() -> dict[str, float]:
-    """What is held on the device now: by tensors, and by everybody, what torch keeps to use again and graphs included;
-    nothing without a GPU."""
+    """Device memory held now: by tensors, and in total, with torch's cache and graphs. Empty without a GPU."""
     if not torch.cuda.is_available():
         return {}
     free, total = torch.cuda.mem_get_info()
@@ -60,9 +59,9 @@ def held_gb() -> dict[str, float]:
 
 @contextmanager
 def compute_device(gib: float | None) -> Iterator[None]:
-    """The GPU as if it had so much memory; None: as it is. The rest is taken from the driver and not used, so that
-    torch's allocator, the engine's buffers past it, graphs, workspaces and CUDA's own context share what is left, as
-    they would on a smaller card. (A cap of torch's allocator would leave the others out.)"""
+    """Simulates a GPU with this much memory; None: the whole GPU. The rest is allocated from the driver and left
+    unused, so that torch's allocator, the engine's own buffers, graphs, workspaces and CUDA's context share the
+    remainder, as on a smaller card. (A cap of torch's allocator would not limit the others.)"""
     if gib is None:
         yield
         return
@@ -70,17 +69,17 @@ def compute_device(gib: float | None) -> Iterator[None]:
     torch.zeros(1, device=device)  # the driver's calls need torch's context
     driver, total = Driver(device), torch.cuda.mem_get_info()[1]
     rest = int(total - gib * 2**30) // driver.granularity * driver.granularity
-    taken = driver.create(rest) if rest > 0 else None
-    if taken is None:
-        raise SystemExit(f"the device has not {gib:g} GiB and as much more as would have to be put aside")
+    reserved = driver.create(rest) if rest > 0 else None
+    if reserved is None:
+        raise SystemExit(f"cannot simulate a card of {gib:g} GiB: the device is too small, or its memory is in use")
     try:
         yield
     finally:
-        driver.release(taken)
+        driver.release(reserved)
 
 
-def give_back() -> None:
-    """Frees what nobody refers to, for whoever comes next on the device."""
+def free_memory() -> None:
+    """Collects garbage and empties torch's cache of device memory."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

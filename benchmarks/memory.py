@@ -2,11 +2,11 @@
 
     python -m benchmarks.memory [--size 3b] [--out benchmarks/results/memory.json]
 
-Needs a GPU. `held` is what stays between steps (weights, gradients are freed, optimizer state); a peak is all that was
-allocated at once. The update learns from 8 prompts x 8 responses x 256 tokens, 576 image tokens, with checkpointing.
-Masses are read for one group of 8 responses, whose length doubles from row to row: what the pass takes beyond the
-weights must grow no faster than the length. The last line is the result as JSON; `tests/unit/test_doctor.py` holds what
-`mtrl doctor` says (`expected`) against it.
+Needs a GPU. `held` is the memory that stays allocated between steps (weights and optimizer state; gradients are freed);
+a peak is the most that was allocated at once. The update learns from 8 prompts x 8 responses x 256 tokens and 576 image
+tokens, with checkpointing. Masses are read for one group of 8 responses, whose length doubles from row to row:
+the memory of the pass beyond the weights must grow no faster than the length. The last line is the result as JSON;
+`tests/unit/test_doctor.py` compares the estimate of `mtrl doctor` (`expected`) with it.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ def measure_update(size: str, weights: str) -> dict[str, float]:
     bench = Bench(size, "cuda", weights, compiled=True)
     count, length, side = SHAPES[size]
     batch = bench.batch(bench.rollouts(count, count, (length, length), [side]))
-    found = {"weights_gb": allocated_gb()}
+    peaks = {"weights_gb": allocated_gb()}
     actor = bench.actor("shared")
     actor.update([batch], Loss())
-    found["held_gb"] = allocated_gb()
-    with peak_gb(found, "update_peak_gb"):
+    peaks["held_gb"] = allocated_gb()
+    with peak_gb(peaks, "update_peak_gb"):
         actor.update([batch], Loss())
-    with peak_gb(found, "two_views_peak_gb"):
-        bench.probe("shared", batch.rollouts, dependency="low_var_kl")
-    return found
+    with peak_gb(peaks, "two_views_peak_gb"):
+        bench.probe("shared", batch.rollouts, estimator="low_var_kl")
+    return peaks
 
 
 def expected(size: str, weights: str) -> MemoryEstimate:
-    """What `mtrl doctor` says of the same update and probe."""
+    """The estimate of `mtrl doctor` for the same update and probe."""
     text = TEXT[size] | {"tie_word_embeddings": True}
     shape = Qwen2_5_VLConfig(text_config=text, vision_config=VISION[size] | PATCHES, tie_word_embeddings=True)
     count, length, side = SHAPES[size]
@@ -77,9 +77,9 @@ def measure_lengths(size: str) -> list[dict[str, float]]:
         rollouts = bench.rollouts(1, RESPONSES, (length, length), [side])
         row: dict[str, float] = {"response_tokens": length, "tokens": bench.tokens(rollouts)}
         forward = bench.routes["shared"]
-        for name, mass in (("plain_gb", False), ("with_attention_gb", True)):
+        for name, needs in (("plain_gb", ()), ("with_attention_gb", ("attention_mass",))):
             with peak_gb(row, name):
-                forward.signals(rollouts, mass=mass)
+                forward.signals(rollouts, Needs("old_logprobs", *needs))
             row[name] = round(row[name] - weights, 3)
         table.append(row)
         print(row, flush=True)

@@ -1,13 +1,12 @@
-"""A million rows prepared and opened: seconds and peak memory, beside those of a thousand.
+"""Seconds and peak memory of preparing and opening a million rows, compared with a thousand.
 
     OMP_NUM_THREADS=1 python -m benchmarks.prepare_rows [--rows 1000 1000000] [--every 4] [--scratch DIR] [--out FILE]
 
-Rows of one schema, of which one in `--every` has a small JPEG of its own, are made. `mtrl prepare merge` chooses and
-checks them, splits them 9:1 and writes them; then a run's dataset opens all of it twice, first with the scan of every
-row and image (without a tokenizer), then from the cache. Every stage is a process of its own. Memory is the peak of
-its process tree, sampled every 50 ms; what a thousand rows need is imports. Seconds grow with whatever else the
-machine does, so the CPU time of the tree and the load average are kept beside them. Needs about 2 KB of disk a row
-with an image.
+The rows have one schema, and one in `--every` has its own small JPEG. `mtrl prepare merge` selects and checks them,
+splits them 9:1 and writes them; then a run's dataset opens all of them twice, first with a scan of every row and image
+(without a tokenizer), then from the cache. Every stage is a separate process. Memory is the peak of its process tree,
+sampled every 50 ms; a thousand rows show the cost of the imports. Seconds grow with other load on the machine, so the
+CPU time of the tree and the load average are stored as well. Needs about 2 KB of disk per row with an image.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ print(json.dumps({"rows": len(dataset), "open_s": opened - begin, "rows_256_s": 
 
 
 def make_data(directory: Path, rows: int, every: int, contents: int = 200) -> Path:
-    """Shards of Parquet: `contents` different pictures, each file another (a comment parts them)."""
+    """Parquet shards with `contents` different pictures; a JPEG comment makes every file unique."""
     import numpy as np
     import pyarrow as pa  # type: ignore[import-untyped]
     import pyarrow.parquet as pq  # type: ignore[import-untyped]
@@ -75,7 +74,7 @@ def make_data(directory: Path, rows: int, every: int, contents: int = 200) -> Pa
 
 
 def stage(command: list[str], cache: Path) -> dict[str, Any]:
-    """A process, its seconds and the peak memory of its tree; what it printed last, if that is JSON."""
+    """Runs a process; returns its seconds, the peak memory of its tree, and the JSON of its last line."""
     environment = {**os.environ, "MTRL_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
     begin, load, before = time.perf_counter(), os.getloadavg()[0], sum(os.times()[2:4])
     process = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, env=environment, text=True)
@@ -88,23 +87,24 @@ def stage(command: list[str], cache: Path) -> dict[str, Any]:
     watcher.join()
     if process.returncode:
         raise SystemExit(process.returncode)
-    said = json.loads(output.splitlines()[-1])
-    kept = {name: round(said[name], 2) for name in ("open_s", "rows_256_s") if name in said} | {"rows": said["rows"]}
+    printed = json.loads(output.splitlines()[-1])
+    counts = {name: round(printed[name], 2) for name in ("open_s", "rows_256_s") if name in printed}
+    counts["rows"] = printed["rows"]
     memory = {"peak_rss_sum_mb": round(peak["rss"] / 1e6), "peak_pss_mb": round(peak["pss"] / 1e6)}
-    cpu = round(sum(os.times()[2:4]) - before, 1)  # of the children that have ended
-    return {"process_s": round(seconds, 1), "cpu_s": cpu, "load_average_before": round(load, 1), **memory, **kept}
+    cpu = round(sum(os.times()[2:4]) - before, 1)  # ended children only
+    return {"process_s": round(seconds, 1), "cpu_s": cpu, "load_average_before": round(load, 1), **memory, **counts}
 
 
 def measure(root: Path, rows: int, every: int) -> dict[str, Any]:
     source, prepared, cache = (root / name for name in ("rows", "prepared", "cache"))
     make_data(source, rows, every)
-    found: dict[str, Any] = {"rows": rows, "source_mb": round(_bytes(source) / 1e6)}
-    found["prepare"] = stage(["-m", "mtrl", "prepare", "merge", str(source), "--out", str(prepared)], cache)
-    found["prepared_mb"] = round(_bytes(prepared) / 1e6)
+    result: dict[str, Any] = {"rows": rows, "source_mb": round(_bytes(source) / 1e6)}
+    result["prepare"] = stage(["-m", "mtrl", "prepare", "merge", str(source), "--out", str(prepared)], cache)
+    result["prepared_mb"] = round(_bytes(prepared) / 1e6)
     for name in ("first_open", "second_open"):
-        print(json.dumps(found), file=sys.stderr, flush=True)
-        found[name] = stage(["-c", OPEN, f"{prepared}/train, {prepared}/val"], cache)
-    return found
+        print(json.dumps(result), file=sys.stderr, flush=True)
+        result[name] = stage(["-c", OPEN, f"{prepared}/train, {prepared}/val"], cache)
+    return result
 
 
 def _bytes(folder: Path) -> int:
@@ -119,11 +119,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
-        found = [measure(Path(scratch) / str(rows), rows, arguments.every) for rows in arguments.rows]
-    shown = f"one in {arguments.every} with a 56 x 56 JPEG of its own"
-    what = f"rows, {shown}: prepared, split 9:1, opened"
+        result = [measure(Path(scratch) / str(rows), rows, arguments.every) for rows in arguments.rows]
+    images = f"one in {arguments.every} with a 56 x 56 JPEG of its own"
+    what = f"rows, {images}: prepared, split 9:1, opened"
     finish({"what": what, "command": f"python -m benchmarks.prepare_rows --rows {' '.join(map(str, arguments.rows))}",
-            "sizes": found}, arguments.out)  # fmt: skip
+            "sizes": result}, arguments.out)  # fmt: skip
 
 
 if __name__ == "__main__":

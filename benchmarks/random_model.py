@@ -1,4 +1,4 @@
-"""A Qwen2.5-VL of random weights, prompts with pictures of noise, and random responses: what the benchmarks run on.
+"""Inputs of the benchmarks: a Qwen2.5-VL of random weights, prompts with pictures of noise, and random responses.
 
 `3b` has the shape of Qwen2.5-VL-3B (3.75 B parameters), `7b` that of Qwen2.5-VL-7B (8.29 B); `tiny` is for trying a
 benchmark on a CPU.
@@ -18,8 +18,8 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from mtrl.models.backbone import Backbone
 from mtrl.models.families import TextEncoder, load_encoder
-from mtrl.models.tiny import WORDS, make_tiny_checkpoint
 from mtrl.types import Medium, Prompt, Rollouts, Task
+from pretraining.tiny_checkpoints import WORDS, make_tiny_checkpoint
 
 TEXT = {
     "tiny": {
@@ -46,7 +46,7 @@ VISION = {
     "7b": {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584,
            "fullatt_block_indexes": [7, 15, 23, 31]},
 }  # fmt: skip
-OWN_OUTPUT_MATRIX = ("7b",)  # sizes whose output matrix is not that of the embedding
+OWN_OUTPUT_MATRIX = ("7b",)  # sizes whose output matrix is not tied to the embedding
 PATCHES = {"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 112}
 TOKEN_PIXELS = 28  # side in pixels of the square that becomes one image token
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -72,9 +72,9 @@ def random_checkpoint(directory: Path, size: str, device: str, seed: int = 0) ->
 
 
 def checkpoint_without_weights(directory: Path, size: str) -> Path:
-    """The same for a model that is made where it is used: writing and reading gigabytes takes longer than a step."""
+    """The same without weights; the caller draws them. Writing and reading gigabytes would take longer than a step."""
     make_tiny_checkpoint(directory, "qwen2_5_vl", max_pixels=10**8)
-    (directory / "model.safetensors").unlink()  # the tiny one's
+    (directory / "model.safetensors").unlink()  # the tiny model's weights
     random_config(directory, size).save_pretrained(directory)
     return directory
 
@@ -129,7 +129,7 @@ def encode(encoder: TextEncoder, number: int, text: str, image: np.ndarray) -> P
 
 
 def random_rollouts(prompts: Sequence[Prompt], responses: int, lengths: tuple[int, int], seed: int = 0) -> Rollouts:
-    """`responses` of random plain tokens a prompt, their lengths drawn between the two."""
+    """`responses` of random plain tokens per prompt, with lengths drawn between the two."""
     draw = torch.Generator().manual_seed(seed)
     rows = len(prompts) * responses
     length = torch.randint(lengths[0], lengths[1] + 1, (rows,), generator=draw)

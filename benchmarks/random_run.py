@@ -1,5 +1,5 @@
-"""What a user would have for `mtrl train`, of random content: a checkpoint, rows with pictures on the disk, a reward
-function and a YAML. What the YAML does not say is as a user gets it."""
+"""Random inputs for `mtrl train`: a checkpoint, rows with pictures on disk, a reward function and a YAML. Settings that
+the YAML omits have their defaults."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mtrl.config.load_config import load_config
 from mtrl.config.yaml_io import write_yaml
 from mtrl.models.families import load_encoder
 
-REWARD = '''"""A reward without a meaning: groups with different rewards, the same ones whenever it is asked."""
+REWARD = '''"""A deterministic reward without meaning, which gives the responses of a group different values."""
 
 import zlib
 
@@ -23,27 +23,29 @@ import zlib
 def score(data):
     return zlib.crc32(str(data["response_token_ids"]).encode()) / 2**32
 '''
-PATHS = ("worker.actor.model.model_path", "dataset.train_files", "training.output_dir")  # where things lie, no settings
+PATHS = ("worker.actor.model.model_path", "dataset.train_files", "training.output_dir")  # paths, not settings
 
 
 def write_run(
     folder: Path, size: str, device: str, rows: int, sides: Sequence[int], text_tokens: int, seed: int,
     settings: Mapping[str, Any], *, weights: bool = True,
 ) -> Path:  # fmt: skip
-    """Writes everything into `folder`, on request but for the `weights`. Pictures are squares of these sides, in turn;
-    `settings` are keys of the YAML with their dots; returned is its path."""
-    place = folder / "model"
-    checkpoint = random_checkpoint(place, size, device, seed) if weights else checkpoint_without_weights(place, size)
+    """Writes all files into `folder`, without the weights if `weights` is false; returns the path of the YAML. Pictures
+    are squares of these sides, in turn; `settings` are dotted keys of the YAML."""
+    model_dir = folder / "model"
+    checkpoint = (
+        random_checkpoint(model_dir, size, device, seed) if weights else checkpoint_without_weights(model_dir, size)
+    )
     write_rows(folder, rows, sides, text_tokens, seed)
     (folder / "rewards.py").write_text(REWARD)
-    places = dict(zip(PATHS, (str(checkpoint), "train.jsonl", str(folder / "outputs")), strict=True))
+    paths = dict(zip(PATHS, (str(checkpoint), "train.jsonl", str(folder / "outputs")), strict=True))
     file = folder / "run.yaml"
-    file.write_text(write_yaml(nested({**places, **settings})))
+    file.write_text(write_yaml(nested({**paths, **settings})))
     return file
 
 
 def write_rows(folder: Path, count: int, sides: Sequence[int], text_tokens: int, seed: int) -> None:
-    """`train.jsonl` with a picture of noise for each row, as PNG files."""
+    """Writes `train.jsonl` and a PNG file of noise for each row."""
     encoder = load_encoder(folder / "model")
     (folder / "images").mkdir()
     rows = []
@@ -57,7 +59,7 @@ def write_rows(folder: Path, count: int, sides: Sequence[int], text_tokens: int,
 def step_settings(
     prompts: int, generations: int, completion: int, steps: int, sides: Sequence[int], prompt_tokens: int
 ) -> dict[str, Any]:
-    """The sizes of a step. Limits of the data are touched only where pictures or prompts would not fit into them."""
+    """Settings for the sizes of a step; data limits change only if pictures or prompts would exceed them."""
     limits = load_config().dataset
     settings: dict[str, Any] = {
         "dataset.rollout_batch_size": prompts,
@@ -77,12 +79,12 @@ def step_settings(
 
 
 def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted keys as the sections of a YAML."""
+    """Converts dotted keys to the sections of a YAML."""
     tree: dict[str, Any] = {}
     for key, value in settings.items():
         *sections, leaf = key.split(".")
-        place = tree
+        node = tree
         for section in sections:
-            place = place.setdefault(section, {})
-        place[leaf] = value
+            node = node.setdefault(section, {})
+        node[leaf] = value
     return tree

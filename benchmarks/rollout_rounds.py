@@ -1,11 +1,10 @@
-"""Rounds of generation and update in a run of `mtrl train`: does memory grow, and is it given back for the update?
+"""Rounds of generation and update in a run of `mtrl train`: does memory grow, and is it freed for the update?
 
-Part of `python -m benchmarks.rollout --memory`. The run is configured, built, rehearsed and stepped by the code of
-`mtrl train`, over pictures of several sizes and with responses whose lengths, and whose longest, are drawn anew at
-every step (`drawn_lengths`). After each round stands what is held on the device, how many CUDA graphs were captured and
-how many graphs compiled so far, and the peak of each phase. In the end the update with the highest peak is made once
-more where there is no engine: with an engine that gives its memory back, a step holds no more than that, or than
-generation does.
+Part of `python -m benchmarks.rollout --memory`. The code of `mtrl train` configures, builds, preflights and steps the
+run, over pictures of several sizes and with responses whose lengths, and whose maximum length, are drawn anew at every
+step (`drawn_lengths`). Each round reports the memory held on the device, the CUDA graphs captured and the graphs
+compiled so far, and the peak of each phase. At the end the update with the highest peak is repeated without an engine:
+if the engine frees its memory, a step holds no more than that update or than generation.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.drawn_lengths import drawn_lengths
-from benchmarks.measure import compiled_graphs, give_back, held_gb, peak_gb, wait
+from benchmarks.measure import compiled_graphs, free_memory, held_gb, peak_gb, wait
 from benchmarks.random_model import TOKEN_PIXELS
 from benchmarks.random_run import PATHS, step_settings, write_run
 from mtrl.compose.run import Run, build, configure
@@ -29,7 +28,7 @@ from mtrl.training.loop import Loop
 from mtrl.types import Experience, Prompt, Rollouts, Sampling
 
 ROUNDS = 50
-SETTLED = 3  # rounds after which nothing may be added
+SETTLED = 3  # rounds after which memory and graphs may not grow
 PHASES = ("generate", "probe", "update")
 
 
@@ -38,50 +37,50 @@ class Sizes:
     prompts: int
     n: int
     new: int
-    shortest: int  # response
-    sides: tuple[int, ...]  # of pictures
+    shortest: int  # tokens of a response
+    sides: tuple[int, ...]  # sides of the pictures in pixels
     text_tokens: int
-    rows: int  # of data; the run goes over them again and again
+    rows: int  # rows of data; the run repeats them
 
 
-SIZES = {  # of 96 responses, enough leave for a smaller step
+SIZES = {  # with 96 responses, enough rows end early for a smaller decode step
     "3b": Sizes(prompts=12, n=8, new=64, shortest=8, sides=(336, 448, 672), text_tokens=66, rows=72),
     "tiny": Sizes(prompts=2, n=2, new=8, shortest=2, sides=(56, 112, 168), text_tokens=40, rows=7),
 }
 
 
-def settings_of(sizes: Sizes, rounds: int) -> dict[str, Any]:
+def make_settings(sizes: Sizes, rounds: int) -> dict[str, Any]:
     longest = sizes.text_tokens + (max(sizes.sides) // TOKEN_PIXELS) ** 2
     return step_settings(sizes.prompts, sizes.n, sizes.new, rounds + 1, sizes.sides, longest)
 
 
 def measure_rounds(a: argparse.Namespace, precision: dict[str, Any]) -> dict[str, Any]:
     sizes = SIZES[a.size]
-    settings = settings_of(sizes, a.memory) | precision
+    settings = make_settings(sizes, a.memory) | precision
     with tempfile.TemporaryDirectory(prefix="mtrl-rollout-") as folder:
         file = write_run(
             Path(folder), a.size, a.device, sizes.rows, sizes.sides, sizes.text_tokens, a.seed, settings
         )  # fmt: skip
-        give_back()  # the checkpoint was made on the device
+        free_memory()  # the checkpoint was made on the device
         config, _ = configure(file, a.overrides)
-        watch = Watch()
+        watch = StepSizes()
         training = build(config, trackers=[watch])
         assert training.loaded is not None
         with training.closing, drawn_lengths(training.loaded.encoder, sizes.shortest, varying=True):
             training.preflight()
-            found = rounds_of(training, watch, a.memory)
-    given = settings | read_overrides(a.overrides)
+            found = run_rounds(training, watch, a.memory)
+    overrides = settings | read_overrides(a.overrides)
     return {
         "bench": "rollout_rounds",
         "args": {name: value for name, value in vars(a).items() if name not in ("out", "profile", "only", "rounds")},
-        "settings": {key: value for key, value in given.items() if key not in PATHS},
+        "settings": {key: value for key, value in overrides.items() if key not in PATHS},
         "sizes": asdict(sizes),
         **found,
     }
 
 
-class Watch(Tracker):
-    """What a step was about."""
+class StepSizes(Tracker):
+    """Token counts of the last step."""
 
     last: dict[str, int]
 
@@ -94,10 +93,10 @@ class Watch(Tracker):
         }  # fmt: skip
 
 
-def rounds_of(training: Run, watch: Watch, rounds: int) -> dict[str, Any]:
+def run_rounds(training: Run, watch: StepSizes, rounds: int) -> dict[str, Any]:
     loop = training.loop
     generator = loop.components.generator
-    name, resident, largest = type(generator).__name__, look_when_awake(generator), Largest(loop)
+    name, resident, largest = type(generator).__name__, record_when_awake(generator), LargestUpdate(loop)
     rows = []
     for step in range(rounds):
         values = loop.step(step)
@@ -107,70 +106,70 @@ def rounds_of(training: Run, watch: Watch, rounds: int) -> dict[str, Any]:
         row |= {"compiled_graphs": compiled_graphs(), **held_gb(), "awake": dict(resident)}
         row |= {f"seconds_{phase}": round(values[f"perf/seconds_{phase}"], 3) for phase in (*PHASES, "step")}
         row |= {f"peak_gb_{phase}": round(values[f"perf/peak_gb_{phase}"], 3) for phase in PHASES}
-        row["peak_gb_generate"] += resident["engine_gb"]  # which torch's allocator knows nothing of
+        row["peak_gb_generate"] += resident["engine_gb"]  # torch's allocator does not count it
         rows.append(row)
         print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
     del generator
-    summary = summary_of(rows) | largest.without_engine(training)
+    summary = summarize(rows) | largest.without_engine(training)
     if alone := summary.get("peak_gb_update_without_engine"):
         summary["step_over_its_parts"] = round(summary["peak_gb_step"] / max(summary["peak_gb_generate"], alone), 3)
     return {"engine": name, "summary": summary, "rounds": rows}
 
 
-def look_when_awake(generator: Any) -> dict[str, float]:
-    """What is held when a generation has just ended, its engine still awake: always of the last one."""
+def record_when_awake(generator: Any) -> dict[str, float]:
+    """Device memory held right after the last generation, while its engine is still awake."""
     held: dict[str, float] = {}
     generate = generator.generate
 
-    def looking(prompts: Sequence[Prompt], sampling: Sampling) -> Rollouts:
+    def generate_and_record(prompts: Sequence[Prompt], sampling: Sampling) -> Rollouts:
         rollouts: Rollouts = generate(prompts, sampling)
         held.update(held_gb(), engine_gb=engine_gb(generator))
         return rollouts
 
-    generator.generate = looking
+    generator.generate = generate_and_record
     return held
 
 
 def engine_gb(generator: Any) -> float:
-    """What the engine holds in arenas of its own."""
+    """Memory of the engine's own arenas."""
     held = [each for each in (getattr(generator, name, None) for name in ("weights", "buffers")) if each is not None]
     return round(sum(each.arena.bytes for each in held) / 2**30, 3)
 
 
-class Largest:
-    """The update with the highest peak, to be made again."""
+class LargestUpdate:
+    """Keeps the arguments of the update with the highest peak, to repeat it."""
 
     def __init__(self, loop: Loop) -> None:
         actor: Any = loop.components.actor
         self.update, self.peak = actor.update, -1.0
-        self.last: Any = None  # what the latest update was given, and what the largest was
-        self.kept: Any = None
-        actor.update = self._made
+        self.last: Any = None  # arguments of the latest update
+        self.largest: Any = None  # arguments of the update with the highest peak
+        actor.update = self._update
 
-    def _made(self, *given: Any) -> dict[str, float]:
-        self.last = given
-        return self.update(*given)
+    def _update(self, *arguments: Any) -> dict[str, float]:
+        self.last = arguments
+        return self.update(*arguments)
 
     def keep(self, peak: float) -> None:
         if peak > self.peak:
-            self.peak, self.kept = peak, self.last
+            self.peak, self.largest = peak, self.last
         self.last = None
 
     def without_engine(self, training: Run) -> dict[str, float]:
-        """Its peak where the engine is gone; the one put in its place holds nothing."""
-        assert training.loaded is not None and self.kept is not None
+        """The update's peak without the engine; the local generator that replaces it holds no memory."""
+        assert training.loaded is not None and self.largest is not None
         policy = training.loaded.policy
         training.loop.components.generator = LocalGenerator(policy.backbone, training.loaded.encoder)
-        give_back()
+        free_memory()
         found: dict[str, float] = {}
         with peak_gb(found, "peak_gb_update_without_engine"):
-            self.update(*self.kept)
+            self.update(*self.largest)
             wait()
         return found
 
 
-def summary_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What was added after the rounds in which all may be made, and the highest peaks."""
+def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Growth after the first SETTLED rounds, and the highest peaks."""
     settled, later = rows[min(SETTLED, len(rows)) - 1], rows[min(SETTLED, len(rows)) - 1 :]
     counts = ("captures", "compiled_graphs")
     found = {f"{name}_after_round_{SETTLED}": rows[-1][name] - settled[name] for name in counts}

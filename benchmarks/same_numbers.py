@@ -26,7 +26,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mtrl.models.tiny import make_tiny_checkpoint
+from pretraining.tiny_checkpoints import make_tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 NOT_COMPARED = ("perf/", "time", "attempt")  # timings, and how often a step was run

@@ -1,4 +1,4 @@
-"""The control of `benchmarks.attention_curves`: the mdi reward of a response, given to another one of its group."""
+"""The control of `benchmarks.attention_curves`: the mdi rewards, shuffled within each group."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def reward_function(prompts: list[Any], completions: list[Any], signals: list[di
         by_prompt.setdefault(str(prompt), []).append(row)
     shuffled = list(rewards)
     for rows in by_prompt.values():
-        given = [rewards[row] for row in rows]
-        random.Random(str(completions[rows[0]]) + str(given)).shuffle(given)
-        for row, reward in zip(rows, given, strict=True):
+        group_rewards = [rewards[row] for row in rows]
+        random.Random(str(completions[rows[0]]) + str(group_rewards)).shuffle(group_rewards)
+        for row, reward in zip(rows, group_rewards, strict=True):
             shuffled[row] = reward
     return shuffled
 

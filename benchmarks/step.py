@@ -1,26 +1,26 @@
-"""One whole GRPO step of `mtrl train` on a Qwen2.5-VL of random weights: generation, probes, update, phase by phase.
+"""A complete GRPO step of `mtrl train` on a Qwen2.5-VL of random weights: generation, probes, update, phase by phase.
 
     python -m benchmarks.step --size 3b --device cuda --prompts 8 --generations 8 \
         --image-side 672 --completion 256 --steps 4 [--trl TRL_STEP.py] [KEY=VALUE ..]
 
-A checkpoint without weights, rows with pictures and a YAML are written to a temporary folder, and the run is
-configured, built, rehearsed and stepped by the code of `mtrl train`: what the YAML does not set is as users get it, and
-what it sets stands in the result under `settings`. The weights are drawn on the device, in the dtype in which the run
-would have loaded them. Sizes come from the arguments; --dtype chooses the dtype of the weights
-(fp32 master weights are the default), --tprl turns token gradient filtering and trajectory shaping on, --attention
-measures attention at every step, and any KEY=VALUE is an override as of `mtrl train`. Rewards are a function of the
-response without a meaning. No token ends a response: all have --completion tokens, as in the peer's benchmark.
+A checkpoint without weights, rows with pictures and a YAML are written to a temporary folder, and the code of
+`mtrl train` configures, builds, preflights and steps the run: settings that the YAML omits have their defaults, and
+those that it sets are in the result under `settings`. The weights are drawn on the device, in the dtype in which the
+run would have loaded them. Sizes come from the arguments; --dtype chooses the dtype of the weights (fp32 master weights
+are the default), --tprl turns on token gradient filtering and trajectory shaping, --attention measures attention at
+every step, and any KEY=VALUE is an override as for `mtrl train`. Rewards are a meaningless function of the response.
+There is no stop token: all responses have --completion tokens, as in TRL's benchmark.
 
-Arguments and JSON keys are those of the benchmark of TRL's trainer (`trl_step.py`), which `--trl` runs beside it,
-before, on the same device with the same arguments. TRL's plain GRPO has no reference; MTRL's default has one, and
+Arguments and JSON keys are those of the benchmark of TRL's trainer (`trl_step.py`), which `--trl` runs first, on the
+same device with the same arguments. TRL's plain GRPO has no reference model; MTRL's default has one, and
 optimization.disable_divergence=true makes the two alike. The first step is the warm-up, and medians leave it out.
---stored writes the weights to the disk, and the run reads them. So it is always where torchrun starts the benchmark, on
-one rank whose models are split by FSDP2: `torchrun --nproc-per-node 1 -m benchmarks.step ..`.
---save saves a checkpoint after the last step and says how long that held the loop.
+--stored writes the weights to disk, and the run reads them. This is always so when torchrun starts the benchmark, on
+one rank whose models are sharded by FSDP2: `torchrun --nproc-per-node 1 -m benchmarks.step ..`.
+--save saves a checkpoint after the last step and reports how long it blocked the loop.
 
---memory-gib 24 makes the GPU one of 24 GiB, for everything that runs on it. Peaks are those of torch's allocator in
-each phase; with what generation takes past it, `peak_gb_buffers`, they are what a step held. `halved` says what had
-to be halved on the way, null where all of it fitted. The last line is one JSON object.
+--memory-gib 24 simulates a GPU of 24 GiB for everything that runs on it. Peaks are those of torch's allocator in each
+phase; generation's memory outside the allocator is in `peak_gb_buffers`. `halved` names the sizes that had to be halved
+to fit; null if everything fitted. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ from mtrl.utils.machine import started_by_torchrun
 
 SHARED_ARGUMENTS = ("size", "prompts", "generations", "image_side", "completion", "steps", "device", "micro_batch",
                     "text_tokens", "seed")  # fmt: skip
-PHASES = {  # TRL's name of a phase: ours
+PHASES = {  # TRL's name of a phase: our phases
     "generation": ("generate",), "scoring_and_other_prep": ("probe", "reward", "credit"), "training": ("update",),
     "unaccounted": ("publish",),
 }  # fmt: skip
 TPRL = {"optimization.enable_perception_filtering": True, "optimization.enable_trajectory_reweighting": True}
-BESIDE_SETTINGS = {"stop_ids": "none: no token ends a response"}  # what no key of a configuration says
+BESIDE_SETTINGS = {"stop_ids": "none: no token ends a response"}  # facts without a configuration key
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -76,20 +76,20 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--completion", type=int, default=16)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="of the master weights")
-    parser.add_argument("--micro-batch", type=int, default=8, help="rows of a pass of TRL")
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="dtype of the master weights")
+    parser.add_argument("--micro-batch", type=int, default=8, help="rows of TRL's micro-batch")
     parser.add_argument("--text-tokens", type=int, default=64)
-    parser.add_argument("--memory-gib", type=float, default=None, help="of a smaller card")
+    parser.add_argument("--memory-gib", type=float, default=None, help="simulate a smaller card")
     parser.add_argument("--seed", type=int, default=0)
     for switch in ("tprl", "attention", "stored", "save"):
         parser.add_argument(f"--{switch}", action="store_true")
-    parser.add_argument("--trl", type=Path, default=None, help="the script of the peer's benchmark, run before ours")
+    parser.add_argument("--trl", type=Path, default=None, help="script of TRL's benchmark, run before ours")
     parser.add_argument("--out", type=Path, default=None)
     return parser.parse_intermixed_args(arguments)
 
 
 class PromptLengths(Tracker):
-    """Tokens of the prompts that the run really had."""
+    """Length of the longest prompt of the run, in tokens."""
 
     longest = 0
 
@@ -97,8 +97,8 @@ class PromptLengths(Tracker):
         self.longest = max(self.longest, *(len(prompt.ids) for prompt in experience.rollouts.prompts))
 
 
-def settings_of(a: argparse.Namespace) -> dict[str, Any]:
-    """What the YAML sets; all else is as `mtrl train` has it."""
+def make_settings(a: argparse.Namespace) -> dict[str, Any]:
+    """Settings of the YAML; the rest are the defaults of `mtrl train`."""
     prompt_tokens = a.text_tokens + (a.image_side // TOKEN_PIXELS) ** 2
     settings = step_settings(a.prompts, a.generations, a.completion, a.steps, [a.image_side], prompt_tokens)
     if a.dtype != "fp32":
@@ -109,16 +109,16 @@ def settings_of(a: argparse.Namespace) -> dict[str, Any]:
 
 
 def build_run(config: Config, a: argparse.Namespace, lengths: PromptLengths) -> Run:
-    """The run of `mtrl train`, whose model is made here first, of random weights; no token ends a response."""
+    """The run of `mtrl train`, on a model of random weights that is made here; there is no stop token."""
     if a.stored:
         training = build(config, trackers=[lengths])
         generator = training.loop.components.generator
         engine = generator.workers.roles[ENGINE].generator if isinstance(generator, DistributedGenerator) else generator
         engine.encoder.stop_ids = ()
         return training
-    encoder, place = build_encoder(config), model_path(config)
-    base = random_model(Path(place), a.size, a.device, base_dtype(config), a.seed).eval()
-    base.name_or_path = place
+    encoder, path = build_encoder(config), model_path(config)
+    base = random_model(Path(path), a.size, a.device, base_dtype(config), a.seed).eval()
+    base.name_or_path = path
     loaded = LoadedModel(*build_policy(config, encoder, base))
     loaded.encoder.stop_ids = ()
     return build(config, trackers=[lengths], loaded=loaded)
@@ -128,7 +128,7 @@ def run(a: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="mtrl-step-") as folder, compute_device(a.memory_gib):
         file = write_run(
             Path(folder), a.size, a.device, a.prompts * a.steps, [a.image_side], a.text_tokens, a.seed,
-            settings_of(a), weights=a.stored,
+            make_settings(a), weights=a.stored,
         )  # fmt: skip
         config, _ = configure(file, a.overrides)
         lengths, begin = PromptLengths(), time.perf_counter()
@@ -137,12 +137,12 @@ def run(a: argparse.Namespace) -> dict[str, Any]:
             built = time.perf_counter()
             training.preflight()
             start = {"build": built - begin, "rehearsal": time.perf_counter() - built}
-            rows = [measured(training.loop, step, a) for step in range(a.steps)]
+            rows = [measure_step(training.loop, step, a) for step in range(a.steps)]
             saving = timed_save(training.loop) if a.save else None
-        return result_of(a, training, rows, lengths.longest, start, saving)
+        return make_result(a, training, rows, lengths.longest, start, saving)
 
 
-def measured(loop: Loop, step: int, a: argparse.Namespace) -> dict[str, Any]:
+def measure_step(loop: Loop, step: int, a: argparse.Namespace) -> dict[str, Any]:
     values = loop.step(step)
     loop.components.tracker.metrics(step + 1, values)
     row: dict[str, Any] = {"step": step + 1, "wall": values["perf/seconds_step"]}
@@ -159,16 +159,16 @@ def measured(loop: Loop, step: int, a: argparse.Namespace) -> dict[str, Any]:
 
 
 def bytes_outside_allocator(generator: Any) -> int:
-    """Bytes of generation that torch's allocator does not know of: they are there until the engine sleeps."""
+    """Bytes of generation outside torch's allocator, held until the engine sleeps."""
     holders = [getattr(generator, name, None) for name in ("weights", "buffers")]
     return sum(holder.arena.bytes for holder in holders if holder is not None and isinstance(holder.arena, CudaArena))
 
 
 def halved(components: Components) -> dict[str, int] | None:
-    """How many responses are sampled at once, and tokens of a pass of the update, where fewer than asked for fitted."""
+    """Responses sampled at once and tokens per pass of the update, if fewer than configured fitted; otherwise None."""
     rows, tokens = getattr(components.generator, "rows_at_once", ROWS_AT_ONCE), own_actor(components).learner.cut_to
-    found = {"responses_at_once": rows if rows < ROWS_AT_ONCE else 0, "tokens_of_an_update": tokens}
-    return {name: value for name, value in found.items() if value} or None
+    limits = {"responses_at_once": rows if rows < ROWS_AT_ONCE else 0, "tokens_of_an_update": tokens}
+    return {name: value for name, value in limits.items() if value} or None
 
 
 def own_actor(components: Components) -> Any:
@@ -178,7 +178,7 @@ def own_actor(components: Components) -> Any:
 
 
 def timed_save(loop: Loop) -> dict[str, float]:
-    """Seconds that a checkpoint holds the loop, and until it is on the disk."""
+    """Seconds that a checkpoint blocks the loop, and seconds until it is on disk."""
     nbytes, begin = loop.components.actor.snapshot().nbytes, time.perf_counter()
     loop.save()
     held = time.perf_counter() - begin
@@ -186,19 +186,19 @@ def timed_save(loop: Loop) -> dict[str, float]:
     return {"gb": nbytes / 2**30, "held": held, "written": time.perf_counter() - begin}
 
 
-def result_of(
+def make_result(
     a: argparse.Namespace, training: Run, rows: list[dict[str, Any]], prompt_len: int, start: Any, saving: Any
 ) -> dict[str, Any]:
     model = own_actor(training.loop.components).model
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     later = rows[1:] or rows
     summary = {name: round(statistics.median(row[name] for row in later), 4) for name in ("wall", *PHASES)}
-    start = start | {"more_in_the_first_step": rows[0]["wall"] - summary["wall"]}  # what it compiles and captures
+    start = start | {"more_in_the_first_step": rows[0]["wall"] - summary["wall"]}  # compilation and capture
     responses = a.prompts * a.generations
     summary["completion_tokens_per_s_generation"] = round(later[-1]["completion_tokens"] / summary["generation"], 1)
     summary["train_tokens_per_s"] = round(responses * (prompt_len + a.completion) / summary["training"], 1)
     summary["completions_per_s_step"] = round(responses / summary["wall"], 3)
-    settings = settings_of(a) | read_overrides(a.overrides)
+    settings = make_settings(a) | read_overrides(a.overrides)
     return {
         "bench": "mtrl_grpo_step",
         "args": {name: value for name, value in vars(a).items() if name not in ("trl", "out")},
@@ -225,12 +225,12 @@ def result_of(
 
 
 def run_trl(script: Path, a: argparse.Namespace) -> dict[str, Any]:
-    """The peer's own benchmark in a process of its own; its last line is JSON with the same keys."""
-    words = [f"--{name.replace('_', '-')}={getattr(a, name)}" for name in SHARED_ARGUMENTS]
-    finished = subprocess.run([sys.executable, str(script), *words], stdout=subprocess.PIPE, text=True)
-    lines = finished.stdout.strip().splitlines()
-    if finished.returncode or not lines:
-        raise SystemExit(f"{script} ended with status {finished.returncode}:\n" + "\n".join(lines[-20:]))
+    """Runs TRL's benchmark in a separate process; its last line is JSON with the same keys."""
+    arguments = [f"--{name.replace('_', '-')}={getattr(a, name)}" for name in SHARED_ARGUMENTS]
+    process = subprocess.run([sys.executable, str(script), *arguments], stdout=subprocess.PIPE, text=True)
+    lines = process.stdout.strip().splitlines()
+    if process.returncode or not lines:
+        raise SystemExit(f"{script} ended with status {process.returncode}:\n" + "\n".join(lines[-20:]))
     result: dict[str, Any] = json.loads(lines[-1])
     return result
 
@@ -238,9 +238,9 @@ def run_trl(script: Path, a: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     a = parse()
     if a.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a run takes the GPU that it sees
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a run uses any visible GPU
     elif not torch.cuda.is_available():
-        raise SystemExit("there is no CUDA device here")
+        raise SystemExit("no CUDA device; use --device cpu")
     a.stored = a.stored or started_by_torchrun()
     peer = None if a.trl is None else run_trl(a.trl, a)
     result = run(a)

@@ -1,10 +1,10 @@
-"""The study of docs/study.md: its runs in one small file, and its tables and picture from that file.
+"""The study of docs/study.md: stores its runs in one small file, and makes its tables and picture from that file.
 
-mtrl compare study/grpo.yaml .. --seeds 5 --jobs 12 --out study    # the runs, where there is a GPU
-python -m benchmarks.study keep study [another ..]                 # what is compared, into results/study.json.gz
-python -m benchmarks.study                                         # docs/study_results.md and docs/study.png
+mtrl compare study/grpo.yaml .. --seeds 5 --jobs 12 --out study    # train the runs, on a GPU
+python -m benchmarks.study keep study [another ..]                 # store the compared values in results/study.json.gz
+python -m benchmarks.study                                         # write docs/study_results.md and docs/study.png
 
-What is kept may come from such a file of another machine, too.
+`keep` also accepts such a file of another machine.
 """
 
 from __future__ import annotations
@@ -37,32 +37,32 @@ from mtrl.report.markdown_text import table
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / "benchmarks/results/study.json.gz"
-TWICE = KEPT.with_name("study_twice_the_rate.json.gz")  # the supplement's
+TWICE = KEPT.with_name("study_twice_the_rate.json.gz")  # runs of the supplement
 PAGE, PICTURE = ROOT / "docs/study_results.md", ROOT / "docs/study.png"
 BASELINE = "grpo"
 NEW_PAIRS = "val/by_pair/new"
 SAMPLED = "reward/accuracy"  # accuracy of the responses that a step samples and trains on
 ENTROPY = "actor/entropy"
-WINDOW = 10  # steps that one value of SAMPLED is the mean of: the last window is steps 21 to 30
+WINDOW = 10  # steps averaged into one value of SAMPLED; the last window is steps 21 to 30
 CURVES = ("val/", "reward/", "actor/", "response_length/mean", "perf/seconds_step")
-PAIRS = (  # hypotheses 3 to 5: what is not compared with plain GRPO
+PAIRS = (  # hypotheses 3 to 5: comparisons without plain GRPO
     ("tgf_20", "random_20"), ("tgf_20", "shuffled_tokens"), ("tgf_20", "shuffled_rows"), ("tgf_40", "random_40"),
     ("oracle", "random_10"), ("bottom", "random_20"), ("tgf_20", "grpo_matched"),
     ("experiment3", "experiment1"), ("experiment4", "experiment1"), ("experiment5", "experiment1"),
 )  # fmt: skip
-RATES = ("grpo", "hidden_similarity", "oracle")  # at 1e-5: what plain GRPO at 2e-5 is compared with
+RATES = ("grpo", "hidden_similarity", "oracle")  # arms at 1e-5 that plain GRPO at 2e-5 is compared with
 DRAWN = ("grpo", "oracle", "tgf_20", "random_20", "random_10", "shuffled_tokens", "bottom", "blank")
-SMALL = 0.02  # a difference within it, by its interval, is too small to matter
-ALPHA = 0.025  # two looks, a half of 0.05 each
-LOOK = 5  # seeds of the first look: before it nothing is decided
+SMALL = 0.02  # a difference whose interval lies within this is too small to matter
+ALPHA = 0.025  # two looks share 0.05
+LOOK = 5  # seeds of the first look; with fewer, nothing is decided
 
 
 # ------------------------------------------------------------------------------------------------------ the small file
-def keep(places: Iterable[Path], file: Path = KEPT) -> dict[str, list[int]]:
-    """Adds the finished runs of these directories, or files as this one; what it holds already stays. Seeds by arm."""
+def keep(paths: Iterable[Path], file: Path = KEPT) -> dict[str, list[int]]:
+    """Adds the finished runs of directories or such files; runs already stored stay. Returns the seeds of each arm."""
     arms, checks = load(file) if file.exists() else ({}, {})
-    for place in places:
-        more, measured = load(place) if place.is_file() else finished(place)
+    for path in paths:
+        more, measured = load(path) if path.is_file() else read_finished(path)
         checks |= measured
         for name, arm in more.items():
             runs = {**arm.runs, **(arms[name].runs if name in arms else {})}
@@ -71,16 +71,16 @@ def keep(places: Iterable[Path], file: Path = KEPT) -> dict[str, list[int]]:
     return {name: list(arm.runs) for name, arm in arms.items()}
 
 
-def finished(directory: Path) -> tuple[dict[str, Arm], dict[str, Mapping[str, float]]]:
-    """What `mtrl compare` left in a directory: of each arm the runs that went through, and its check."""
+def read_finished(directory: Path) -> tuple[dict[str, Arm], dict[str, Mapping[str, float]]]:
+    """The finished runs of each arm in a directory of `mtrl compare`, and the arms' checks."""
     arms, checks = {}, {}
-    for place in sorted(path for path in directory.iterdir() if path.is_dir()):
-        if check := config_text(place / EFFECTS_FILE):
-            checks[place.name] = json.loads(check)
-        done = {int(path.stem.removeprefix("seed_")) for path in place.glob("seed_*.done")}
+    for arm_dir in sorted(path for path in directory.iterdir() if path.is_dir()):
+        if check := config_text(arm_dir / EFFECTS_FILE):
+            checks[arm_dir.name] = json.loads(check)
+        done = {int(path.stem.removeprefix("seed_")) for path in arm_dir.glob("seed_*.done")}
         if done:
-            runs = {seed: run for seed, run in read_arm(place).runs.items() if seed in done}
-            arms[place.name] = Arm(place.name, runs)
+            runs = {seed: run for seed, run in read_arm(arm_dir).runs.items() if seed in done}
+            arms[arm_dir.name] = Arm(arm_dir.name, runs)
     return arms, checks
 
 
@@ -89,7 +89,7 @@ def config_text(file: Path) -> str:
 
 
 def save(arms: Mapping[str, Arm], checks: GradientEffects, file: Path) -> None:
-    """Curves with six digits, and of each question whether it was right, as bits in the order of their names."""
+    """Writes curves with six digits, and whether each question was answered correctly as bits, sorted by name."""
     questions = sorted({name for arm in arms.values() for run in arm.runs.values() for name in run.correct})
     runs = {name: {seed: packed(run, questions) for seed, run in arm.runs.items()} for name, arm in arms.items()}
     whole = json.dumps({"questions": questions, "checks": checks, "arms": runs}, separators=(",", ":"))
@@ -162,20 +162,20 @@ def compare_pairs(pairs: Sequence[tuple[Arm, Arm]], metric: str) -> list[Endpoin
 
 
 def planned_pairs(found: Mapping[str, Arm], metric: str) -> dict[str, Endpoints]:
-    there = [(found[a], found[b]) for a, b in PAIRS if a in found and b in found]
-    return dict(zip([f"{a.name} - {b.name}" for a, b in there], compare_pairs(there, metric), strict=True))
+    pairs = [(found[a], found[b]) for a, b in PAIRS if a in found and b in found]
+    return dict(zip([f"{a.name} - {b.name}" for a, b in pairs], compare_pairs(pairs, metric), strict=True))
 
 
 def across_rates(found: Mapping[str, Arm], twice: Mapping[str, Arm], metric: str) -> dict[str, Endpoints]:
     """Plain GRPO at twice the rate against arms at the rate of the study."""
-    there = [found[name] for name in RATES if name in found]
-    compared = compare_pairs([(twice[BASELINE], arm) for arm in there], metric)
-    return {f"{BASELINE} at 2e-5 - {arm.name} at 1e-5": each for arm, each in zip(there, compared, strict=True)}
+    arms = [found[name] for name in RATES if name in found]
+    compared = compare_pairs([(twice[BASELINE], arm) for arm in arms], metric)
+    return {f"{BASELINE} at 2e-5 - {arm.name} at 1e-5": each for arm, each in zip(arms, compared, strict=True)}
 
 
 # ----------------------------------------------------------------------------------------------------- tables, picture
-def word_of(verdict: Verdict) -> str:
-    """What the plan calls an effect, too small to matter, or open."""
+def judge(verdict: Verdict) -> str:
+    """The plan's verdict: better, worse, too small to matter, or open."""
     test = verdict.by_final
     if test is None:
         return ""
@@ -186,12 +186,12 @@ def word_of(verdict: Verdict) -> str:
     return "too small to matter" if within else "open"
 
 
-def cells_of(verdict: Verdict) -> list[str]:
-    """Difference, p, p after Holm, and the word of the plan."""
+def format_cells(verdict: Verdict) -> list[str]:
+    """Difference, p, p after Holm, and the plan's verdict."""
     test = verdict.by_final
     if test is None:
         return ["", "", "", ""]
-    return [format_estimate(test.difference, signed=True), format_p(test.p), format_p(test.adjusted), word_of(verdict)]
+    return [format_estimate(test.difference, signed=True), format_p(test.p), format_p(test.adjusted), judge(verdict)]
 
 
 def arms_table(compared: Sequence[Endpoints], found: Mapping[str, Arm]) -> str:
@@ -202,7 +202,7 @@ def arms_table(compared: Sequence[Endpoints], found: Mapping[str, Arm]) -> str:
     for each in (first, *others):
         arm = found[each.greedy.arm.name]
         means = mean_final(arm, NEW_PAIRS), mean_final(by_windows(arm, ENTROPY), ENTROPY)
-        sides = [[format_estimate(side.final), *cells_of(side)] for side in (each.greedy, each.sampled)]
+        sides = [[format_estimate(side.final), *format_cells(side)] for side in (each.greedy, each.sampled)]
         rows.append([arm.name, str(len(arm.runs)), *sides[0], *sides[1], *means])
     tests = [f"to {BASELINE}", "p", "Holm", "verdict"]
     return table(["arm", "seeds", "greedy", *tests, "sampled", *tests, "new pairs", "entropy"], rows)
@@ -215,7 +215,7 @@ def mean_final(arm: Arm, metric: str) -> str:
 
 def pairs_table(compared: Mapping[str, Endpoints]) -> str:
     tests = ["p", "Holm", "verdict"]
-    rows = [[name, *cells_of(each.greedy), *cells_of(each.sampled)] for name, each in compared.items()]
+    rows = [[name, *format_cells(each.greedy), *format_cells(each.sampled)] for name, each in compared.items()]
     return table(["pair", "greedy", *tests, "sampled", *tests], rows)
 
 
@@ -253,8 +253,8 @@ def seeds_note(found: Mapping[str, Arm], metric: str) -> str:
 
 def caution(arms: Sequence[Arm]) -> str:
     few = sum(len(arm.runs) < LOOK for arm in arms)
-    told = f"{few} of {len(arms)} arms have fewer than {LOOK} seeds: no word of theirs is a decision yet."
-    return f"**{told}**" if few else ""
+    warning = f"{few} of {len(arms)} arms have fewer than {LOOK} seeds: no word of theirs is a decision yet."
+    return f"**{warning}**" if few else ""
 
 
 def supplement(found: Mapping[str, Arm], file: Path) -> str:
@@ -300,9 +300,9 @@ def draw(found: Mapping[str, Arm], metric: str, picture: Path) -> None:
     draw_chart(picture, "The study", panels, note=note)
 
 
-def main(words: Sequence[str]) -> None:
-    if words and words[0] == "keep":
-        for name, seeds in keep(map(Path, words[1:])).items():
+def main(arguments: Sequence[str]) -> None:
+    if arguments and arguments[0] == "keep":
+        for name, seeds in keep(map(Path, arguments[1:])).items():
             print(f"{name}: seeds {', '.join(map(str, seeds))}")
     else:
         print(write())

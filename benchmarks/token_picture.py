@@ -1,4 +1,4 @@
-"""The README's picture: two answers to one question, and what each of their tokens owes to the image.
+"""The README's picture: two answers to one question, and how much each of their tokens depends on the image.
 
     python -m benchmarks.token_picture --out docs/tokens.png
 
@@ -27,9 +27,9 @@ from mtrl.models.perturb import PERTURBATIONS
 
 KEPT_SHARE = 0.2
 WIDTH, MARGIN, GAP = 1720, 56, 12  # pixels, drawn for a display at half that size
-SIDE, HEAD, BAR, PILL = 264, 84, 140, 58  # an image and what stands below it; the highest bar; a token
+SIDE, HEAD, BAR, PILL = 264, 84, 140, 58  # an image, the text below it, the highest bar, a token
 PAPER, EDGE, INK, DIM, PALE = "#fcfcfa", "#d4d4cf", "#22262b", "#6a717a", "#eeeeea"
-GOOD, BAD = ("#1f7a4d", "#d3efdf"), ("#b3362b", "#f8dcd8")  # bar and ground of a token that learns
+GOOD, BAD = ("#1f7a4d", "#d3efdf"), ("#b3362b", "#f8dcd8")  # bar and background of a token that is trained on
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class Scene:
 
 
 def watch_one_step() -> tuple[list[dict[str, Any]], dict[bytes, np.ndarray]]:
-    """Every response of a step as a reward function is told of it, and the perturbed view of each image."""
-    told: list[dict[str, Any]] = []
+    """Every response of a step as a reward function sees it, and the perturbed view of each image."""
+    samples: list[dict[str, Any]] = []
     views: dict[bytes, np.ndarray] = {}
     blacken = PERTURBATIONS["random_patch_blackening"]
 
@@ -68,7 +68,7 @@ def watch_one_step() -> tuple[list[dict[str, Any]], dict[bytes, np.ndarray]]:
 
     def watch(data: dict[str, Any], signals: dict[str, Any]) -> None:
         if "dependency" in signals:  # validation does not measure it
-            told.append({**data, "S": signals["dependency"]})
+            samples.append({**data, "S": signals["dependency"]})
 
     PERTURBATIONS["remembered"] = remembered
     with tempfile.TemporaryDirectory() as scratch:
@@ -79,14 +79,14 @@ def watch_one_step() -> tuple[list[dict[str, Any]], dict[bytes, np.ndarray]]:
             perturbation="remembered",
             top_p_perception_tokens=KEPT_SHARE,
         ).train()
-    return told, views
+    return samples, views
 
 
-def choose(told: Sequence[dict[str, Any]], views: dict[bytes, np.ndarray]) -> Scene:
-    """The first question about a colour that was answered rightly by looking and wrongly from habit."""
+def choose(samples: Sequence[dict[str, Any]], views: dict[bytes, np.ndarray]) -> Scene:
+    """The first question about a colour with a right answer that depends on the image and a wrong one from habit."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIRECTORY)
     groups: dict[str, list[dict[str, Any]]] = {}
-    for each in told:
+    for each in samples:
         groups.setdefault(each["prompt"] + str(each["images"][0].tobytes()), []).append(each)
     for group in groups.values():
         rewards = [float(f"<answer>{each['ground_truth']}</answer>" in each["response"]) for each in group]
@@ -108,7 +108,7 @@ def choose(told: Sequence[dict[str, Any]], views: dict[bytes, np.ndarray]) -> Sc
 
 
 def draw(scene: Scene, path: Path) -> None:
-    """Draws the picture on a light card of its own, so that it reads on a page of any colour."""
+    """Draws the picture on a light background, so that it is readable on a page of any colour."""
     highest = max(max(answer.dependency) for answer in scene.answers)
     bars = [max(36, round(BAR * max(answer.dependency) / highest)) for answer in scene.answers]
     height = MARGIN + SIDE + HEAD + sum(row_height(bar) for bar in bars)
@@ -149,7 +149,7 @@ def row_height(bar: int) -> int:
 
 
 def draw_answer(pen: ImageDraw.ImageDraw, answer: Answer, top: int, room: int, scale: float) -> None:
-    """Bars of S over the tokens; those that are kept stand on colour, green where A > 0 and red where A < 0."""
+    """Bars of S over the tokens; kept tokens have a coloured background, green if A > 0 and red if A < 0."""
     strong, ground = GOOD if answer.advantage > 0 else BAD
     verdict = "right" if answer.reward else "wrong"
     pen.line((MARGIN, top, WIDTH - MARGIN, top), fill=EDGE, width=2)

@@ -1,9 +1,10 @@
-"""The pictures of mtrl view in the docs, from runs of the embedded model.
+"""Screenshots of `mtrl view` for the docs, from a run of the embedded model.
 
     python -m benchmarks.view_pictures RUN [--step 4] [--row 1] [--word blue]
 
-The run was recorded with `training.record_attention_maps=true`. A response of it, light, on a laptop's screen, and its
-group, dark, on a larger one; in both a token is pointed at, and the image shows where it looks. It needs Chromium.
+The run must have been recorded with `training.record_attention_maps=true`. One screenshot shows a response in light
+colours on a laptop screen, the other its group in dark colours on a larger one. In both, the pointer is on a token and
+the image shows its attention. Needs Chromium.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ def served(run: Path) -> Iterator[str]:
         thread.join()
 
 
-def take(browser: Any, address: str, screen: dict[str, int], scheme: str, word: str, out: Path) -> None:
-    """The page with the first token of this text pointed at."""
+def take_screenshot(browser: Any, address: str, screen: dict[str, int], scheme: str, word: str, out: Path) -> None:
+    """Saves a screenshot with the pointer on the first token that contains `word`."""
     context = browser.new_context(viewport=screen, color_scheme=scheme)
     page = context.new_page()
     page.goto(address)
@@ -60,18 +61,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
     parser.add_argument("--step", type=int, default=4)
-    parser.add_argument("--row", type=int, default=1, help="of the response that is shown")
-    parser.add_argument("--word", default="blue", help="the text of the token that is pointed at")
+    parser.add_argument("--row", type=int, default=1, help="row of the response")
+    parser.add_argument("--word", default="blue", help="text of the token under the pointer")
     parser.add_argument("--out", type=Path, default=DOCS)
-    asked = parser.parse_args()
-    here = f"#rollouts?from={asked.step}&to={asked.step}&latest=false&step={asked.step}&row={asked.row}"
+    arguments = parser.parse_args()
+    fragment = (
+        f"#rollouts?from={arguments.step}&to={arguments.step}&latest=false&step={arguments.step}&row={arguments.row}"
+    )
     path = shutil.which("chromium") or shutil.which("google-chrome")
     options = ["--no-sandbox"] if os.geteuid() == 0 else []
-    with served(asked.run) as address, sync_playwright() as playwright:
+    with served(arguments.run) as address, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=options)
-        take(browser, f"{address}{here}", LAPTOP, "light", asked.word, asked.out / "view_response.png")
-        group = f"{address}{here}&view=group&heat=advantage"
-        take(browser, group, DESK, "dark", asked.word, asked.out / "view_looks.png")
+        take_screenshot(
+            browser, f"{address}{fragment}", LAPTOP, "light", arguments.word, arguments.out / "view_response.png"
+        )
+        group = f"{address}{fragment}&view=group&heat=advantage"
+        take_screenshot(browser, group, DESK, "dark", arguments.word, arguments.out / "view_looks.png")
         browser.close()
 
 

@@ -1,6 +1,6 @@
-"""Does vLLM keep memory? Rounds of update and generation on images that are never the same:
+"""Does vLLM leak memory? Rounds of update and generation on images that are all different:
 `python -m benchmarks.vllm_growth [rounds] [inprocess|process]`. Prints a line of JSON: resident MiB of this process and
-its children after the 50th round (or a sixth of all), after the last, and the growth between them.
+its children after the 50th round (or a sixth of all), after the last round, and the growth between them.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ import torch
 from mtrl.models.families import TextEncoder, load_encoder
 from mtrl.models.load_model import load_model
 from mtrl.models.state_dicts import exported_weights
-from mtrl.models.tiny import make_tiny_checkpoint
 from mtrl.rollout.vllm.generator import VllmGenerator
 from mtrl.rollout.vllm.inprocess import VllmInProcess
 from mtrl.rollout.vllm.process_engine import VllmProcess
 from mtrl.rollout.vllm.settings import make_llm_arguments
 from mtrl.types import Medium, Prompt, Sampling, Task, Weights
+from pretraining.tiny_checkpoints import make_tiny_checkpoint
 
 PROMPTS, FIRST = 4, 50
 
 
-def new_prompt(encoder: TextEncoder, number: int, place: int) -> Prompt:
-    """With a picture of a size and a content that no other has."""
+def new_prompt(encoder: TextEncoder, number: int, index: int) -> Prompt:
+    """A prompt with a picture whose size and content are unique."""
     assert encoder.image_settings is not None
-    name, side = f"{number}:{place}", encoder.image_settings.factor
-    size = (2 + (number + place) % 7) * side, (2 + number % 5) * side, 3
-    picture = np.random.default_rng([number, place]).integers(0, 256, size, dtype=np.uint8)
+    name, side = f"{number}:{index}", encoder.image_settings.factor
+    size = (2 + (number + index) % 7) * side, (2 + number % 5) * side, 3
+    picture = np.random.default_rng([number, index]).integers(0, 256, size, dtype=np.uint8)
     content = [{"type": "image"}, {"type": "text", "text": "what is it"}]
     return encoder.encode(
         Task(name, name, ({"role": "user", "content": content},), (Medium("image", None),)), [picture]
@@ -41,16 +41,16 @@ def new_prompt(encoder: TextEncoder, number: int, place: int) -> Prompt:
 
 
 def resident() -> int:
-    """Bytes of this process and all that it started."""
-    own = psutil.Process()
-    return sum(each.memory_info().rss for each in [own, *own.children(recursive=True)])
+    """Resident bytes of this process and its children."""
+    process = psutil.Process()
+    return sum(each.memory_info().rss for each in [process, *process.children(recursive=True)])
 
 
-def rounds_of(rounds: int, mode: str = "inprocess", family: str = "qwen2_5_vl") -> list[int]:
+def run_rounds(rounds: int, mode: str = "inprocess", family: str = "qwen2_5_vl") -> list[int]:
     """Resident bytes after each round."""
     with tempfile.TemporaryDirectory() as folder:
         path = make_tiny_checkpoint(Path(folder), family, layers=3, hidden=128)
-        model, encoder, seen = load_model(path), load_encoder(path), []
+        model, encoder, rss = load_model(path), load_encoder(path), []
         assert encoder.image_settings is not None
         arguments = make_llm_arguments(
             str(path), dtype="float32", max_length=512, extra={"kv_cache_memory_bytes": 2**26}
@@ -63,19 +63,19 @@ def rounds_of(rounds: int, mode: str = "inprocess", family: str = "qwen2_5_vl") 
                 for parameter in model.parameters():
                     parameter.mul_(1.0001)
             engine.load(Weights(number, exported_weights(model)))
-            prompts = [new_prompt(encoder, number, place) for place in range(PROMPTS)]
+            prompts = [new_prompt(encoder, number, index) for index in range(PROMPTS)]
             engine.generate(prompts, Sampling(n=4, max_new_tokens=16, version=number, step=number))
-            seen.append(resident())
+            rss.append(resident())
         engine.close()
-    return seen
+    return rss
 
 
 def main(rounds: int, mode: str) -> None:
     began, first = time.perf_counter(), min(FIRST, rounds // 6)
-    seen = rounds_of(rounds, mode)
+    rss = run_rounds(rounds, mode)
     print(json.dumps({
-        "mode": mode, "rounds": rounds, f"MiB after {first}": seen[first - 1] >> 20, "MiB after all": seen[-1] >> 20,
-        "growth": round(seen[-1] / seen[first - 1] - 1, 4), "seconds": round(time.perf_counter() - began),
+        "mode": mode, "rounds": rounds, f"MiB after {first}": rss[first - 1] >> 20, "MiB after all": rss[-1] >> 20,
+        "growth": round(rss[-1] / rss[first - 1] - 1, 4), "seconds": round(time.perf_counter() - began),
     }))  # fmt: skip
 
 

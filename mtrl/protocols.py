@@ -277,11 +277,9 @@ class Tracker:
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Metrics of a step."""
-        return None
 
     def rollouts(self, step: int, experience: Experience) -> None:
         """A step's responses with their rewards, signals and credit."""
-        return None
 
     def validation(
         self,
@@ -291,11 +289,9 @@ class Tracker:
         samples: Sequence[ValidationSample],
     ) -> None:
         """`by`: success for each value of the data's columns; `samples`: a few responses to read."""
-        return None
 
     def close(self) -> None:
         """The run is over."""
-        return None
 
 
 class Store(Protocol):

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mtrl.utils.attention_map import AttentionMap
 from mtrl.utils.record_rows import as_index, join_rows, take_rows
 
 NO_POOL, TEXT_POOL, VISION_POOL = 0, 1, 2  # values of `Prompt.token_pool`, for attention metrics
@@ -64,13 +63,14 @@ class Task:
     @property
     def text(self) -> str:
         """The messages as readable text: media as <image> and <video>, without a chat template."""
+        return "\n".join(content_text(message.get("content") or "") for message in self.messages)
 
-        def as_text(content: Any) -> str:
-            if isinstance(content, str):
-                return content
-            return "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in content)
 
-        return "\n".join(as_text(message.get("content") or "") for message in self.messages)
+def content_text(content: Any) -> str:
+    """The content of a message as readable text."""
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in content)
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,6 +177,19 @@ class Rewards:
     token_weights: Tensor | None = None  # [N, T], returned by a reward function
 
 
+@dataclass(frozen=True, eq=False)
+class AttentionMap:
+    """The share of each response token's attention that every image token of the prompt gets, stored as
+    `scale * (level / 255) ** 2`. The shares of a token sum to its vision mass."""
+
+    levels: Tensor  # [tokens, image tokens] uint8
+    scale: Tensor  # [tokens]
+
+    @property
+    def shares(self) -> Tensor:
+        return self.scale[:, None] * (self.levels / 255).square()
+
+
 TWO_VIEWS = {"views": 2}  # metadata of signals that compare the original with the perturbed image
 
 
@@ -278,11 +291,6 @@ class Experience:
 
     def rows(self, index: Tensor) -> Experience:
         return take_rows(self, index)
-
-    @staticmethod
-    def join(parts: Sequence[Experience]) -> Experience:
-        """Concatenate the rows; a field that one part lacks is dropped."""
-        return join_rows(parts)
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,13 +10,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from mtrl.embedded import scenes
 from mtrl.embedded.scenes import SceneQuestion
-from mtrl.embedded.task import ZooQuestion
+from mtrl.embedded.task import LETTERS, ZooQuestion
 from mtrl.protocols import Generator, PromptEncoder
-from mtrl.types import Prompt, Rollouts, Sampling
+from mtrl.types import Medium, Prompt, Rollouts, Sampling, Task
 
 WELL_FORMED = re.compile(r"<think>.*?</think>\s*<answer>\s*(\w+)\s*</answer>\s*", re.DOTALL)
 Question = ZooQuestion | SceneQuestion
+CHANCE = 1 / 6  # accuracy of an answer to `scenes` without looking
 
 
 @dataclass(frozen=True)
@@ -29,12 +31,24 @@ class Grades:
     by_kind: dict[str, float]
 
 
+def make_task(question: Question) -> Task:
+    name = "zoo" if isinstance(question, ZooQuestion) else scenes.NAME
+    return Task(
+        id=f"{name}-{question.split}:{question.index}",
+        origin=f"{name}, {question.split}, question {question.index + 1}",
+        messages=({"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question.prompt}]},),
+        media=(Medium("image", question.image),),
+        answer=question.answer,
+        columns=question.columns,
+    )
+
+
 def make_prompts(questions: Sequence[Question], encoder: PromptEncoder, blank: bool = False) -> list[Prompt]:
     """The questions as prompts; `blank` makes their pictures plain grey."""
     pictures = [np.asarray(question.image) for question in questions]
     if blank:
         pictures = [np.full_like(picture, 127) for picture in pictures]
-    return [encoder.encode(q.task, [picture]) for q, picture in zip(questions, pictures, strict=True)]
+    return [encoder.encode(make_task(q), [picture]) for q, picture in zip(questions, pictures, strict=True)]
 
 
 def grade(questions: Sequence[Question], rollouts: Rollouts) -> Grades:
@@ -56,7 +70,8 @@ def grade(questions: Sequence[Question], rollouts: Rollouts) -> Grades:
 def parse_answer(text: str, question: Question) -> str | None:
     """The answer of a response; None if its format is wrong or the answer is none of the possible ones."""
     match = WELL_FORMED.fullmatch(text)
-    return match[1] if match and match[1] in question.choices else None
+    choices = tuple(LETTERS) if isinstance(question, ZooQuestion) else scenes.VALUES[question.kind]
+    return match[1] if match and match[1] in choices else None
 
 
 def list_kinds(questions: Sequence[Question]) -> list[str]:

@@ -29,18 +29,19 @@ from torch.nn.utils.rnn import pad_sequence
 from mtrl.algorithms.vocab import token_scores
 from mtrl.embedded import scenes
 from mtrl.embedded.embedded_rows import MODELS
+from mtrl.embedded.pictures import CELL
 from mtrl.embedded.scenes import SIDE
-from mtrl.embedded.task import IMAGE_SIDE, KINDS, TEST_QUESTIONS, VALUES, make_question
+from mtrl.embedded.task import KINDS, TEST_QUESTIONS, VALUES, make_question
 from mtrl.models.backbone import Backbone, Features, prompt_positions, vision_tokens
 from mtrl.models.families import TextEncoder, load_encoder
 from mtrl.models.layout import continue_positions
 from mtrl.models.load_model import load_model
-from mtrl.models.tiny import make_tiny_checkpoint
 from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Sampling
 from pretraining import scene_teacher
-from pretraining.evaluation import evaluate
+from pretraining.evaluation import evaluate, make_task
 from pretraining.teacher import Demonstration, demonstrations
+from pretraining.tiny_checkpoints import make_tiny_checkpoint
 
 ADDED_TOKENS = ("<think>", "</think>", "<answer>", "</answer>")
 MAX_DEMONSTRATIONS = 3  # per question
@@ -103,7 +104,7 @@ class Curriculum:
 
 CURRICULA = {
     "zoo": Curriculum(
-        make_question, demonstrations, KINDS, vocabulary_text, IMAGE_SIDE,
+        make_question, demonstrations, KINDS, vocabulary_text, 2 * CELL,
         {"hidden": 192, "layers": 4, "heads": 6, "kv_heads": 2, "vision_hidden": 160, "vision_layers": 4},
         TEST_QUESTIONS, max_new_tokens=32, steps=2500, batch_size=1024,
         weights={"position": 3.0},  # positions are learned last
@@ -119,7 +120,7 @@ CURRICULA = {
 
 def make_example(index: int, encoder: TextEncoder, curriculum: Curriculum) -> Example:
     question = curriculum.make_question("train", index)
-    prompt = encoder.encode(question.task, [np.asarray(question.image)])
+    prompt = encoder.encode(make_task(question), [np.asarray(question.image)])
     inputs = encoder.inputs(prompt)
     taught = curriculum.demonstrations(question)
     end = encoder.stop_ids[0]

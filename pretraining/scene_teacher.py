@@ -1,6 +1,6 @@
 """The flawed teacher of `scenes`: its answers reason aloud, digress, and mislead in systematic ways.
 
-A few sentences (`scenes.SENTENCES`) decide the answer, in their order. The others are noise: sentences about nothing,
+A few sentences (`SENTENCES`) decide the answer, in their order. The others are noise: sentences about nothing,
 and remarks about objects that are not in question. Reinforcement learning can correct its flaws:
 
 - guessing: it does not look, "I guess it is red", whatever is there;
@@ -19,9 +19,7 @@ from collections.abc import Sequence
 from mtrl.embedded.scenes import (
     COLOURS,
     KINDS,
-    OPPOSITE,
     PLACES,
-    SENTENCES,
     SHAPES,
     SIZES,
     Draw,
@@ -35,6 +33,16 @@ from mtrl.embedded.scenes import (
 from pretraining.teacher import Demonstration
 
 DEMONSTRATIONS = 3  # per question, drawn independently
+
+OPPOSITE = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
+SENTENCES = {  # that decide the answer; `scenes.DECIDING_WORDS` finds them
+    "find": "I find the {look} at the {place}.",
+    "step": "{relation} it is the {place}.",
+    "sight": "there is a {size} {look}.",
+    "count": "I count {places}, so {count}.",
+    "value": "so the answer is {value}.",
+    "guess": "I guess it is {value}.",
+}
 
 GUESS_RATE: dict[Kind, float] = {"colour": 0.3, "shape": 0.3, "chain": 0.25, "count": 0.25, "comparison": 0.25}
 HABITS: dict[Kind, str] = {"colour": "red", "shape": "circle", "chain": "red", "count": "2", "comparison": "red"}
@@ -104,7 +112,7 @@ def follow(route: Route, things: Sequence[Thing], draw: Draw) -> tuple[list[str]
     if cells is None or len(set(cells)) < len(cells) or not all(cell in filled for cell in cells):
         cells = walk(start.cell, route.relations)
     assert cells is not None, "a question's own route stays in the picture"
-    sentences = [SENTENCES["find"].format(look=" ".join(route.reference), place=start.place)]
+    sentences = [SENTENCES["find"].format(look=" ".join(route.reference), place=PLACES[start.cell])]
     for relation, cell in zip(route.relations, cells[1:], strict=True):
         sentences.append(SENTENCES["step"].format(relation=relation, place=PLACES[cell]))
     return sentences, filled[cells[-1]]
@@ -138,7 +146,7 @@ def add_noise(decisive: Sequence[str], things: Sequence[Thing], draw: Draw) -> l
 
 
 def remark(thing: Thing) -> str:
-    return REMARK.format(size=thing.size, look=" ".join(thing.look), place=thing.place)
+    return REMARK.format(size=thing.size, look=" ".join(thing.look), place=PLACES[thing.cell])
 
 
 def aside(draw: Draw) -> str:

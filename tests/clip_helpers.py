@@ -1,4 +1,4 @@
-"""Clips made by PyAV, and prompts with them."""
+"""Videos encoded with PyAV, and prompts with them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
-from tiny_models import encoder_of, picture
+from tiny_models import get_encoder, picture
 
 from mtrl.data import DataSettings, RowList, Sampler, open_dataset
 from mtrl.models.families import TextEncoder
@@ -15,7 +15,7 @@ from mtrl.types import Prompt
 
 
 def film(height: int, width: int, frames: int, seed: int = 0) -> np.ndarray:
-    """[F, H, W, 3]: a picture that drifts, so that every frame is another one and compresses well."""
+    """[F, H, W, 3]: a drifting picture, so that all frames differ and compress well."""
     noise = np.random.default_rng(seed).integers(0, 256, (height // 8, width // 8, 3), dtype=np.uint8)
     still = np.asarray(Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC))
     return np.stack([np.roll(still, 5 * number, axis=1) for number in range(frames)])
@@ -42,17 +42,17 @@ def film_bytes(
 def tiny_film(
     encoder: TextEncoder, path: Path, rows: int = 5, columns: int = 6, frames: int = 20, fps: int = 8
 ) -> Path:
-    """A file whose frames are of the size that the model sees, rows x columns tokens."""
+    """Writes a video whose frames have the size that the model sees, rows x columns tokens."""
     side = encoder.image_settings.factor
     path.write_bytes(film_bytes(film(rows * side, columns * side, frames), fps))
     return path
 
 
 def mixed_rows(encoder: TextEncoder, folder: Path) -> list[dict]:
-    """A video row, a row of two images, a row of text, and one with a video between words and an image."""
+    """A row with a video, one with two images, one with text only, and one with a video between words and an image."""
     tiny_film(encoder, folder / "a.mp4")
-    for place in range(2):
-        Image.fromarray(picture(encoder, 2, 3 + place, seed=place)).save(folder / f"{place}.png")
+    for number in range(2):
+        Image.fromarray(picture(encoder, 2, 3 + number, seed=number)).save(folder / f"{number}.png")
     images, film_name = [str(folder / "0.png"), str(folder / "1.png")], str(folder / "a.mp4")
     return [
         {"prompt": "<video>what colour is it", "videos": [film_name], "answer": "red", "images": None},
@@ -63,8 +63,8 @@ def mixed_rows(encoder: TextEncoder, folder: Path) -> list[dict]:
 
 
 def mixed_prompts(family: str, folder: Path) -> list[Prompt]:
-    """The same as the model sees them, in their order."""
-    encoder = encoder_of(family)
+    """The prompts of `mixed_rows`, in order."""
+    encoder = get_encoder(family)
     dataset = open_dataset([RowList(mixed_rows(encoder, folder), "rows")], DataSettings(), encoder)
     with Sampler(dataset, encoder, shuffle=False) as sampler:
         return sampler.take(len(dataset))

@@ -13,13 +13,13 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
-def errors_of(path: Path | None = None, *overrides: str) -> list[str]:
+def get_errors(path: Path | None = None, *overrides: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         load_config(path, overrides)
     return caught.value.errors
 
 
 def only_error(*overrides: str) -> str:
-    errors = errors_of(None, *overrides)
+    errors = get_errors(None, *overrides)
     assert len(errors) == 1, errors
     return errors[0]

@@ -1,10 +1,10 @@
-"""One core, and the same hypothesis examples on every run: a failure here is a failure everywhere."""
+"""One core, and the same hypothesis examples on every run, so that failures are reproducible."""
 
 import gc
 import os
 from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported: no test may wait for the network
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported: tests must not use the network
 
 import pytest
 import torch
@@ -19,18 +19,18 @@ settings.load_profile("mtrl")
 
 
 def pytest_collection_finish():
-    """Everything imported so far stays: later garbage collections, which some code asks for, need not look at it."""
+    """Freezes the objects imported so far: later garbage collections need not scan them."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_sessionfinish():
-    gc.unfreeze()  # or extensions report leaks at the end
+    gc.unfreeze()  # otherwise extensions report leaks at exit
 
 
 @pytest.fixture
 def few_rows(monkeypatch):
-    """The embedded training set with 64 rows: a run reads all of them before its first step."""
+    """The embedded training set with only 64 rows, since a run reads all of them before its first step."""
     from mtrl.embedded.embedded_rows import SIZES
 
     monkeypatch.setitem(SIZES, "train", 64)
@@ -38,7 +38,7 @@ def few_rows(monkeypatch):
 
 @pytest.fixture(scope="module")
 def no_curves():
-    """Runs end without their picture, which takes as long as the steps of a tiny model."""
+    """Runs do not draw their curves, which would take as long as the steps of a tiny model."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mtrl.tracking.curve.draw_runs", lambda *arguments: None)
         yield
@@ -49,8 +49,8 @@ MEASURED: dict[tuple[str, ...], Any] = {}
 
 @pytest.fixture
 def remembered_passes(monkeypatch):
-    """`mtrl doctor` counts the memory of each model and plan once in this process: its passes on fake tensors take
-    seconds, and are not what these tests are about."""
+    """Caches the memory estimate of each model and plan for this process: the passes of `mtrl doctor` on fake tensors
+    take seconds, and these tests do not test them."""
     from mtrl.memory import estimate  # not at the top: a test that needs no model loads none
 
     measure = estimate.measure
@@ -66,8 +66,8 @@ def remembered_passes(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def same_products():
-    """A product in bf16 that a processor cannot do makes torch leave oneDNN for good, in this process: what runs after
-    it would differ in its last bits from what other processes compute."""
+    """A bf16 product that the CPU does not support makes torch disable oneDNN for the rest of the process. Later tests
+    would then differ in the last bits from other processes, so this enables it again."""
     yield
     if not torch.backends.mkldnn.enabled:
         torch.backends.mkldnn.set_flags(True)

@@ -1,4 +1,4 @@
-"""Small builders for records. What is not under test is fake and says so."""
+"""Small builders for records; builders of fakes are named `fake_*`."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ INF = float("inf")
 
 
 def close(actual: Tensor, expected: Sequence | Tensor, rtol: float = 1e-6, atol: float = 1e-7) -> None:
-    """Equal to numbers worked out by hand, up to float32 rounding; NaN equals NaN."""
+    """Asserts equality with numbers computed by hand, up to float32 rounding; NaN equals NaN."""
     expected = torch.as_tensor(expected, dtype=torch.float64)
     torch.testing.assert_close(actual.detach().double(), expected, rtol=rtol, atol=atol, equal_nan=True)
 
 
 def cpu_seconds(function: Callable[..., Any], *arguments: Any) -> float:
-    """CPU time of a call, to be compared with that of another one: no test limits it by a number of seconds."""
+    """CPU time of a call. Compare it with that of another call, not with a number of seconds."""
     begin = time.process_time()
     function(*arguments)
     return time.process_time() - begin
 
 
-def alive(pid: int) -> bool:
-    """One that has ended and waits for its parent counts as dead; one may end between opening and reading, too."""
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; zombies count as dead, and so does one that ends between opening and reading."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -51,12 +51,12 @@ def alive(pid: int) -> bool:
 
 
 def same(actual: Tensor, expected: Tensor) -> None:
-    """Equal to the bit."""
+    """Asserts bitwise equality; NaN equals NaN."""
     torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
-def mask_of(*lengths: int, width: int | None = None) -> Tensor:
-    """[N, T] bool, right-padded: mask_of(1, 3) is [[1, 0, 0], [1, 1, 1]]."""
+def make_mask(*lengths: int, width: int | None = None) -> Tensor:
+    """[N, T] bool, right-padded: make_mask(1, 3) is [[1, 0, 0], [1, 1, 1]]."""
     width = max(lengths) if width is None else width
     return torch.arange(width) < torch.tensor(lengths)[:, None]
 
@@ -82,11 +82,11 @@ def fake_rollouts(
     truncated: Sequence[bool] | None = None,
     width: int | None = None,
 ) -> Rollouts:
-    """Rows whose tokens, text and version tell them apart: row i holds tokens 100 * i + t."""
+    """Rows with distinct tokens, text and version: row i has the tokens 100 * i + t."""
     rows = len(lengths)
     group = [0] * rows if group is None else group
     visual = [True] * (max(group) + 1) if visual is None else visual
-    mask = mask_of(*lengths, width=width)
+    mask = make_mask(*lengths, width=width)
     return Rollouts(
         prompts=tuple(fake_prompt(f"p{i}", seen) for i, seen in enumerate(visual)),
         group=torch.tensor(group),
@@ -124,7 +124,7 @@ def fake_experience(
     token_weights: Tensor | None = None,
     credit: Credit | None = None,
 ) -> Experience:
-    """What a step knows of these rollouts. Rewards default to 0 without parts; `token_weights` stand beside them."""
+    """The experience of a step. Rewards default to 0 without parts; `token_weights` are added to the rewards."""
     if rewards is None:
         rewards = Rewards(torch.zeros(len(rollouts)), {}, torch.zeros(len(rollouts), dtype=torch.bool))
     if token_weights is not None:

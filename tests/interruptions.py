@@ -1,4 +1,4 @@
-"""Runs that get a signal at a chosen moment: start-up, a step, the writing of a checkpoint."""
+"""Sends signals to runs at chosen moments: start-up, a step, the writing of a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from mtrl.checkpoint.folder_store import list_checkpoints
 
 MOMENTS = ("start", "step", "save")
 LONGEST_WAIT = {"start": 3.0, "step": 0.15, "save": 0.03}  # seconds after the moment, drawn at random
-PATIENCE = 300.0  # seconds without the moment: then something hangs
+PATIENCE = 300.0  # seconds to wait for the moment; longer means a hang
 
 
 def strike(
     command: list[str], run: Path, moment: str, number: int, dice: random.Random, forked: bool = False
 ) -> tuple[int | None, str]:
-    """Start the run, wait for the moment and send the signal. The status and the messages of the ended process."""
+    """Start the run, wait for the moment and send the signal; returns exit status and messages of the process."""
     rows = rows_logged(run) + dice.randint(1, 2)
     wait = dice.uniform(0.0, LONGEST_WAIT[moment])
     process = ForkedRun(command) if forked else start(command)

@@ -1,11 +1,11 @@
 """Mutation run: is every operator of the core pinned down by a test?
 
-    python tests/mutation.py [credit losses recipe ..]
+    python tests/mutation.py [credit losses learner ..]
 
-Each operator, constant, branch and flag of a module of PLACES, or of every file of a package there, is changed in turn,
-and the unit tests run against the change. A change that no test notices is a survivor: a missing test, or a change that
-changes nothing. The latter are listed in EQUIVALENT with the reason. Exit status 1: a survivor that is not listed, or a
-line of that table that no longer matches a survivor.
+Each operator, constant, branch and flag of the modules and packages of MODULES is changed in turn, and the unit tests
+run against the change. A change that no test notices is a survivor: a missing test, or a change that changes nothing.
+The latter are listed in EQUIVALENT with the reason. Exit status 1: a survivor that is not listed, or a line of that
+table that no longer matches a survivor.
 
 torch and TRL are imported once; each mutant runs in a fork of this process, at most JOBS at a time. A finder in front
 of `sys.meta_path` hands out the changed module, so every import of it gets the change. Two forks show that this works
@@ -32,20 +32,21 @@ from typing import Any
 from mutation_equivalents import EQUIVALENT
 
 ROOT = Path(__file__).resolve().parent.parent
-PLACES = {
+MODULES = {
     "credit": "mtrl.algorithms.credit",
+    "groups": "mtrl.algorithms.groups",
     "losses": "mtrl.algorithms.losses",
-    "values": "mtrl.algorithms.value_loss",
-    "recipe": "mtrl.compose.algorithm",
-    "steps": "mtrl.training.algorithm_spec",
+    "value_loss": "mtrl.algorithms.value_loss",
+    "algorithm": "mtrl.compose.algorithm",
+    "algorithm_spec": "mtrl.training.algorithm_spec",
     "learner": "mtrl.workers.learner",
     "actor": "mtrl.workers.actor",
     "reference": "mtrl.workers.reference",
     "micro_batches": "mtrl.workers.micro_batches",
     "filtering": "mtrl.algorithms.filtering",
-    "refill": "mtrl.training.dynamic_sampling",
-    "buffer": "mtrl.algorithms.replay",
-    "gather": "mtrl.training.collect",
+    "dynamic_sampling": "mtrl.training.dynamic_sampling",
+    "replay": "mtrl.algorithms.replay",
+    "collect": "mtrl.training.collect",
 }
 JOBS = 2
 SECONDS_PER_MUTANT = 90
@@ -69,6 +70,7 @@ TESTS = {
         "tests/unit/test_mutants.py",
         *PROPERTIES,
     ],
+    "groups": ["tests/unit/test_groups.py", "tests/unit/test_credit.py", "tests/unit/test_mutants.py", *PROPERTIES],
     "losses": [
         "tests/unit/test_losses.py",
         "tests/unit/test_divergence.py",
@@ -76,17 +78,17 @@ TESTS = {
         "tests/conformance/test_trl_agreement.py",
         *PROPERTIES,
     ],
-    "values": ["tests/unit/test_values.py"],
-    "recipe": ["tests/unit/test_recipe.py", "tests/unit/test_build_critic.py"],
-    "steps": ["tests/unit/test_recipe.py", "tests/unit/test_loop.py"],
+    "value_loss": ["tests/unit/test_values.py"],
+    "algorithm": ["tests/unit/test_recipe.py", "tests/unit/test_build_critic.py"],
+    "algorithm_spec": ["tests/unit/test_recipe.py", "tests/unit/test_loop.py"],
     "learner": ["tests/unit/test_learner.py"],
     "actor": ["tests/unit/test_actor.py"],
     "reference": ["tests/unit/test_workers_from_config.py"],
     "micro_batches": ["tests/unit/test_micro_batches.py"],
     "filtering": ["tests/unit/test_filtering.py"],
-    "refill": ["tests/unit/test_filtering.py", "tests/unit/test_loop_gather.py"],
-    "buffer": ["tests/unit/test_replay.py", "tests/unit/test_replay_memory.py"],
-    "gather": ["tests/unit/test_loop_gather.py", "tests/unit/test_loop.py", "tests/unit/test_loop_ahead.py"],
+    "dynamic_sampling": ["tests/unit/test_filtering.py", "tests/unit/test_loop_gather.py"],
+    "replay": ["tests/unit/test_replay.py", "tests/unit/test_replay_memory.py"],
+    "collect": ["tests/unit/test_loop_gather.py", "tests/unit/test_loop.py", "tests/unit/test_loop_ahead.py"],
 }
 
 NAMES_AND_MESSAGES = {"credit.registry"}  # files without arithmetic, left out
@@ -94,7 +96,7 @@ NAMES_AND_MESSAGES = {"credit.registry"}  # files without arithmetic, left out
 
 @dataclass(frozen=True)
 class Mutant:
-    module: str  # a name of PLACES, or that and a file of the package there
+    module: str  # a name of MODULES, or that and a file of the package there
     function: str  # dotted name within the module, or "<module>"
     line: int
     before: str  # the statement, or what of it fits a line
@@ -210,7 +212,7 @@ def changed(node: Any, **fields: Any) -> Any:
 # ---- where they apply ----------------------------------------------------------------------------------------------
 
 
-def places(node: ast.AST, path: tuple = (), function: str = "", statement: tuple = ()) -> Iterator[tuple]:
+def find_nodes(node: ast.AST, path: tuple = (), function: str = "", statement: tuple = ()) -> Iterator[tuple]:
     """(path, node, function, path of its statement) of all that runs: no docstrings, annotations, imports, messages."""
     if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
         function = f"{function}.{node.name}".lstrip(".")
@@ -229,15 +231,15 @@ def places(node: ast.AST, path: tuple = (), function: str = "", statement: tuple
                 continue
             if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant):  # a docstring
                 continue
-            if isinstance(child, ast.Assign) and not function and is_of_types_or_names(child):
+            if isinstance(child, ast.Assign) and not function and declares_types_or_names(child):
                 continue
             if isinstance(node, ast.JoinedStr) and isinstance(child, ast.Constant):  # the words of a message
                 continue
             step = (name, index if isinstance(value, list) else None)
-            yield from places(child, (*path, step), function, statement)
+            yield from find_nodes(child, (*path, step), function, statement)
 
 
-def is_of_types_or_names(node: ast.Assign) -> bool:
+def declares_types_or_names(node: ast.Assign) -> bool:
     """A type alias, a type variable, or __all__."""
     alias = isinstance(node.value, ast.Subscript) or ast.unparse(node.value).startswith("TypeVar(")
     return alias or ast.unparse(node.targets[0]) == "__all__"
@@ -260,16 +262,16 @@ def put(tree: ast.Module, path: tuple, node: ast.AST) -> None:
 
 def mutants(module: str, source: str) -> Iterator[Mutant]:
     original = ast.parse(source)
-    for path, node, function, statement in list(places(original)):
+    for path, node, function, statement in list(find_nodes(original)):
         for replacement in changes(node):
             tree = copy.deepcopy(original)
             put(tree, path, copy.deepcopy(replacement))
             ast.fix_missing_locations(tree)
-            before, after = said(original, path, statement), said(tree, path, statement)
+            before, after = render(original, path, statement), render(tree, path, statement)
             yield Mutant(module, function, getattr(node, "lineno", 0), before, after, tree)
 
 
-def said(tree: ast.Module, path: tuple, statement: tuple) -> str:
+def render(tree: ast.Module, path: tuple, statement: tuple) -> str:
     """The statement around the node at `path`, without its body; of a long one the largest part that fits a line."""
     for length in range(len(statement), len(path) + 1):
         around = reach(tree, path[:length])
@@ -292,9 +294,9 @@ def canary(source: str) -> ast.Module:
 # ---- running them --------------------------------------------------------------------------------------------------
 
 
-def files_of(name: str) -> dict[str, Path]:
+def module_files(name: str) -> dict[str, Path]:
     """Modules by their dotted names, and where each stands: one, or all of a package."""
-    package = image_path(name)
+    package = source_path(name)
     if not package.is_dir():
         return {name: package.with_suffix(".py")}
     inner = {f"{name}.{path.stem}": path for path in sorted(package.glob("*.py")) if path.stem != "__init__"}
@@ -303,10 +305,10 @@ def files_of(name: str) -> dict[str, Path]:
 
 def full_name(module: str) -> str:
     name, *inner = module.split(".")
-    return ".".join([PLACES[name], *inner])
+    return ".".join([MODULES[name], *inner])
 
 
-def image_path(module: str) -> Path:
+def source_path(module: str) -> Path:
     """Without the suffix of a file."""
     return ROOT.joinpath(*full_name(module).split("."))
 
@@ -315,7 +317,7 @@ class Changed(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Hands out one module from a tree in place of its file; the other files of a package stay as they are."""
 
     def __init__(self, module: str, tree: ast.Module) -> None:
-        self.name, self.tree, self.package = full_name(module), tree, image_path(module)
+        self.name, self.tree, self.package = full_name(module), tree, source_path(module)
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if name != self.name:
@@ -398,7 +400,7 @@ def prepare() -> None:
 def main(modules: list[str]) -> int:
     began = time.monotonic()
     prepare()
-    sources = {module: path.read_text() for name in modules for module, path in files_of(name).items()}
+    sources = {module: path.read_text() for name in modules for module, path in module_files(name).items()}
 
     for module, source in sources.items():
         trees = [(module, ast.parse(source)), (module, canary(source))]
@@ -431,8 +433,8 @@ def main(modules: list[str]) -> int:
     stale = [key for key in EQUIVALENT if key[0].split(".")[0] in modules and key not in explained]
     for function, after in stale:
         print(f"STALE     {function}: no survivor reads\n    + {after}")
-    told = ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
-    print(f"{len(all_mutants)} mutants of {', '.join(modules)}: {told}; {time.monotonic() - began:.0f} s")
+    summary = ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
+    print(f"{len(all_mutants)} mutants of {', '.join(modules)}: {summary}; {time.monotonic() - began:.0f} s")
     return 1 if stale or counts[SURVIVED] or counts[BROKEN] else 0
 
 

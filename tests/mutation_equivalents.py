@@ -7,8 +7,8 @@ ABOVE_NOTHING = "a mean is 0, and so is what it divides, or far above"
 SAME_LENGTH = "made from each other, they are of one length"
 VISION_ENTROPY_PART = "{'actor/vision_entropy_token_fraction'"
 EQUIVALENT: dict[tuple[str, str], str] = {
-    ("credit.assign", "measure = measure * weight.where(mask, 1.0)"): "the measure is 0 there already",
-    ("credit.assign", "measure = measure * weight.where(mask, -1.0)"): "the measure is 0 there already",
+    ("credit.assign", "token_weight = token_weight * weight.where(mask, 1.0)"): "token_weight is 0 there already",
+    ("credit.assign", "token_weight = token_weight * weight.where(mask, -1.0)"): "token_weight is 0 there already",
     (
         "credit.entropy_change.EntropyChange.apply",
         "weights = (1 - self.strength + self.strength * size / mean).clamp(*self.clip)",
@@ -34,16 +34,16 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ): "what stands off the mask is never among the top",
     (
         "credit.key_tokens.association",
-        "ids, place = torch.unique(tokens.where(mask, -2), return_inverse=True)",
+        "ids, index = torch.unique(tokens.where(mask, -2), return_inverse=True)",
     ): "no id is negative",
     (
         "credit.key_tokens.association",
-        "return ((a * d - b * c) / spread.clamp(min=0.6666666666666666))[place]",
+        "return ((a * d - b * c) / spread.clamp(min=0.6666666666666666))[index]",
     ): "counts: what is below 1 is 0, and so is what it divides",
-    ("credit.oracle.Oracle.marked", "texts = zip(tasks, rows, rollouts.text, strict=False)"): SAME_LENGTH,
+    ("credit.oracle.Oracle.causal_spans", "responses = zip(tasks, rows, rollouts.text, strict=False)"): SAME_LENGTH,
     (
-        "credit.shuffled.elsewhere",
-        "for taker, giver in zip(takers.tolist(), givers.tolist(), strict=False):",
+        "credit.shuffled.shuffled_positions",
+        "for target, source in zip(targets.tolist(), sources.tolist(), strict=False):",
     ): SAME_LENGTH,
     (
         "credit.perception_bonus.PerceptionBonus.apply",
@@ -61,16 +61,16 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "float(factors.mean() <= 1 - 1e-06)",
     ): "no mean of a few float32 numbers is exactly 1 - 1e-6",
     (
-        "credit.top_fraction.top_fraction",
+        "groups.top_fraction",
         "keep = (fraction * length.double() - 1e-06).ceil().clamp(min=1)",
     ): "a rank beyond the length is a padded token's, and the mask takes it out",
     (
-        "credit.top_fraction.top_fraction",
+        "groups.top_fraction",
         "keep = (fraction * length.double() - 1e-06).clamp(min=1).minimum(length)",
     ): "ranks are whole: rank < 2.2 and rank < 3 are the same",
     (
         "credit.attention_weights.AttentionWeights.weights",
-        "looking = 2 / vgr(mass.double(), sizes[:, None, :])",
+        "inverse_vgr = 2 / vgr(mass.double(), sizes[:, None, :])",
     ): "a common factor, which the division by the mean takes out",
     (
         "credit.attention_weights.AttentionWeights.weights",
@@ -96,7 +96,7 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ("losses.weighted_sum", "return (weight * torch.where(weight != 0, term, -1.0)).sum()"): "0 * -1 is 0",
     (
         "losses.loss_weights",
-        "token=(measure / aggregation_denominator(measure, 'dapo?', max_response_length)).float()",
+        "token=(token_weight / aggregation_denominator(token_weight, 'dapo?', max_response_length)).float()",
     ): "every name but grpo and dr_grpo is the plain token mean",
     ("losses.aggregation_denominator", "return per_row.where(per_row > 0, 1.5)"): "0 / 1.5 is 0",
     ("losses.aggregation_denominator", "return per_row.where(per_row > 0, 0.6666666666666666)"): "0 / 0.67 is 0",
@@ -117,10 +117,10 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ): OFF_MASK,
     ("losses.importance_ratio", "return sequence * (logp - logp.detach()).where(mask, 1.0).exp()"): OFF_MASK,
     ("losses.importance_ratio", "return sequence * (logp - logp.detach()).where(mask, -1.0).exp()"): OFF_MASK,
-    ("values.value_loss", "values = values.where(batch.rollouts.mask, 1.0)"): OFF_MASK,
-    ("values.value_loss", "values = values.where(batch.rollouts.mask, -1.0)"): OFF_MASK,
+    ("value_loss.value_loss", "values = values.where(batch.rollouts.mask, 1.0)"): OFF_MASK,
+    ("value_loss.value_loss", "values = values.where(batch.rollouts.mask, -1.0)"): OFF_MASK,
     (
-        "values.explained_variance",
+        "value_loss.explained_variance",
         "known, expected = (returns.double()[mask], values[mask])",
     ): "taken from returns in double precision, they are in double precision too",
     (

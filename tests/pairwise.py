@@ -1,9 +1,8 @@
-"""Pairwise covers: instead of every combination of several dimensions, few in which every pair of values occurs.
+"""Pairwise covers: a few combinations of several dimensions in which every pair of values occurs.
 
-Modules of a folder that are marked `pytestmark = pytest.mark.pairwise("family", "route")` are one product: their tests
-are one dimension, the named parameters, which tests share, are others, and any other parameter is a dimension of its
-own test. Each pair of values that occurs in the product is run at least once. `pytest --every-combination` runs the
-whole product.
+The modules of a folder marked `pytestmark = pytest.mark.pairwise("family", "route")` form one product. Its dimensions
+are the tests, the named parameters, which tests share, and any other parameter of a single test. Each pair of values
+that occurs in the product is run at least once. `pytest --every-combination` runs the whole product.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def cover(rows: Sequence[Sequence[Cell]]) -> list[int]:
 
 
 def cells(item: Any, shared: Sequence[str]) -> list[Cell]:
-    """Shared values are equal if they look equal; a test's own ones, which may be anything, if they are one object."""
+    """The cells of a test. Shared values are compared by their repr, other values by identity."""
     test, values = item.nodeid.partition("[")[0], item.callspec.params if hasattr(item, "callspec") else {}
     own = ((name, repr(value)) if name in shared else ((test, name), id(value)) for name, value in values.items())
     return [("test", test), *own]

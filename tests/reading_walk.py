@@ -4,7 +4,7 @@
 
 Starts at `Loop.step` and follows every imported name that the code on the path uses, down to its definition. Three
 things are chosen by the configuration, not by an import, and are given here: the estimator, the credit rules and the
-class behind `Actor`. Modules that other algorithms or other concerns need are not followed; each has its reason below.
+class behind `Actor`. Modules for other algorithms or concerns are not followed; the reasons are below.
 """
 
 from __future__ import annotations
@@ -84,39 +84,39 @@ def followed(module: str) -> bool:
 
 
 def uses(definition: Definition) -> set[Definition]:
-    """The definitions that the code of one refers to."""
+    """The definitions that the code of a definition refers to."""
     module, name = definition
-    node, there = definitions(module)[name], definitions(module)
+    node, own = definitions(module)[name], definitions(module)
     found = set()
     for each in ast.walk(node):
         if isinstance(each, ast.Name):
             if each.id in imported(module):
                 found.add(imported(module)[each.id])
-            elif each.id in there and each.id != name.partition(".")[0]:
+            elif each.id in own and each.id != name.partition(".")[0]:
                 found.add(Definition(module, each.id))
         elif isinstance(each, ast.Attribute) and isinstance(each.value, (ast.Name, ast.Attribute)):
             owner = each.value.id if isinstance(each.value, ast.Name) else each.value.attr
-            if owner == "self" and f"{name.partition('.')[0]}.{each.attr}" in there:
+            if owner == "self" and f"{name.partition('.')[0]}.{each.attr}" in own:
                 found.add(Definition(module, f"{name.partition('.')[0]}.{each.attr}"))
-            elif owner == "learner":  # the actor's
+            elif owner == "learner":  # the actor's learner
                 found.add(Definition("mtrl.workers.learner", f"Learner.{each.attr}"))
     return {each for each in found if followed(each.module) and each.name in definitions(each.module)}
 
 
 def walk() -> dict[str, set[str]]:
-    """The definitions on the way, by module in the order in which they are met."""
+    """The definitions on the path, by module in the order of their discovery."""
     queue = [Definition(*spec.split(":")) for spec in CHOSEN]
-    met: dict[str, set[str]] = {}
+    reached: dict[str, set[str]] = {}
     while queue:
         definition = queue.pop(0)
-        if definition.name not in met.setdefault(definition.module, set()):
-            met[definition.module].add(definition.name)
+        if definition.name not in reached.setdefault(definition.module, set()):
+            reached[definition.module].add(definition.name)
             queue += sorted(uses(definition))
-    return met
+    return reached
 
 
 def read_lines(module: str, names: set[str]) -> int:
-    """Lines of these definitions; a method that lies in a class which is read whole counts once."""
+    """Number of lines of these definitions; a method of a class that is also listed counts once."""
     spans = [definitions(module)[name] for name in names]
     return len({line for node in spans for line in range(node.lineno, (node.end_lineno or 0) + 1)})  # type: ignore[attr-defined]
 

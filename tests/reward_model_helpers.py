@@ -8,8 +8,8 @@ from safetensors.torch import load_file, save_file
 from tiny_models import checkpoint, random_rollouts
 from transformers import AutoConfig, AutoModelForSequenceClassification, BertConfig, BertTokenizer
 
-from mtrl.models.tiny import make_tiny_checkpoint
 from mtrl.types import Medium, Task
+from pretraining.tiny_checkpoints import make_tiny_checkpoint
 
 RESPONSES = ["red", "it is blue and not a dog", "", "the sum of 3 and 4 is seven, so B", "<answer>A</answer>", "green"]
 GROUP = [0, 0, 0, 1, 1, 2]

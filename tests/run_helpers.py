@@ -1,4 +1,4 @@
-"""Real runs as small as they get, of a tiny model and of the embedded one, and what they leave behind."""
+"""Real but minimal runs of a tiny model and of the embedded one, and readers of their files."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from mtrl.cli import main
-from mtrl.models.tiny import make_tiny_checkpoint
 from mtrl.rewards import sandbox
-from mtrl.tracking.run_files import read_rows
+from mtrl.tracking.jsonl import read_rows
+from pretraining.tiny_checkpoints import make_tiny_checkpoint
 
 TINY = (
     "dataset.rollout_batch_size=2",
@@ -35,7 +35,7 @@ TINY = (
 )
 STEPS = 4
 SETTINGS = (f"training.max_steps={STEPS}", "training.save_freq=2", "training.val_freq=2", "training.save_limit=-1")
-NOT_COMPARED = ("perf/", "time", "attempt")  # what depends on the clock, and how often a step was done
+NOT_COMPARED = ("perf/", "time", "attempt")  # timings, and the number of attempts at a step
 
 
 QUESTIONS = 8
@@ -44,7 +44,7 @@ REWARDS = '''"""Rewards of the random responses of a tiny model."""
 
 
 def score(data):
-    """Nearly always different in a group, so that there is something to learn."""
+    """Nearly always differs within a group, so that there is something to learn."""
     return sum(data["response_token_ids"]) % 7 / 7
 
 
@@ -74,7 +74,7 @@ def tiny_run_files() -> Path:
 
 
 def tiny_settings() -> list[str]:
-    """Overrides for a run of the tiny model on its questions, with the algorithm of the embedded one's (zoo.yaml)."""
+    """Overrides for a run of the tiny model on its questions, with the algorithm settings of zoo.yaml."""
     folder = tiny_run_files()
     return [
         *TINY, f"worker.actor.model.model_path={folder / 'model'}", f"dataset.train_files={folder / 'train.jsonl'}",
@@ -95,7 +95,7 @@ def tiny_arguments(output: Path, *overrides: str) -> list[str]:
 
 
 def train_arguments(output: Path, *overrides: str) -> list[str]:
-    """`mtrl train` of the embedded model, as small, where the test is about that model or its task."""
+    """A small `mtrl train` of the embedded model, for tests of that model or its task."""
     return ["train", *TINY, *outputs(output), *overrides]
 
 
@@ -108,7 +108,7 @@ def outputs(output: Path) -> list[str]:
     return [f"training.output_dir={output}", f"dataset.val_files={questions}"]
 
 
-def run_of(output: Path) -> Path:
+def get_run_dir(output: Path) -> Path:
     return output / "mtrl" / "zoo"
 
 
@@ -120,15 +120,15 @@ def start(arguments: list[str]) -> subprocess.Popen:
 
 
 def finish(arguments: list[str]) -> tuple[int, str]:
-    """Run the command to its end; its status and its standard error."""
+    """Run the command to its end; returns its status and its standard error."""
     process = start(arguments)
     errors = process.communicate()[1]
     return process.returncode, errors
 
 
 class ForkedRun:
-    """The command in a fork of this process, with the methods of `subprocess.Popen` that tests use: nothing is imported
-    again, so that it starts at once. (A process that has used OpenMP's threads cannot be forked: OMP_NUM_THREADS=1.)"""
+    """The command in a fork of this process, with the methods of `subprocess.Popen` that tests use. It imports nothing
+    again and starts at once. (A process that has used OpenMP's threads cannot be forked: OMP_NUM_THREADS=1.)"""
 
     def __init__(self, arguments: list[str]) -> None:
         import_module("mtrl.commands.train")  # here, once for all forks
@@ -140,7 +140,7 @@ class ForkedRun:
         os.dup2(self.output.fileno(), 2)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
-        # Image files are deleted with their process: the fork makes its own, and keeps the others from being collected.
+        # Image files are deleted with their process: the fork makes its own and keeps a reference to the parent's.
         self.inherited, sandbox.IMAGES = sandbox.IMAGES, sandbox.ImageFiles()
         sys.exit(main(arguments))
 
@@ -171,8 +171,8 @@ class ForkedRun:
 
 @contextmanager
 def bound_by_permissions() -> Iterator[None]:
-    """Modes of files hold for this thread and those it starts, as for anyone who is not root. (Linux: root without
-    CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH.)"""
+    """Within the context, file permissions bind this thread and those it starts, even for root: drops Linux's
+    CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH."""
     libc, header, held = ctypes.CDLL(None), (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
     assert libc.capget(header, held) == 0
     less = type(held)(held[0] & ~0b110, *held[1:])
@@ -183,21 +183,21 @@ def bound_by_permissions() -> Iterator[None]:
         assert libc.capset(header, held) == 0
 
 
-def metrics_of(run: Path) -> dict[tuple[int, bool], dict]:
-    """By step and whether it is a validation: the numbers of the last attempt, those of the clock aside."""
+def read_metrics(run: Path) -> dict[tuple[int, bool], dict]:
+    """The metrics of the last attempt without timings, by (step, whether it is a validation)."""
     rows = {}
     for row in read_rows(run / "metrics.jsonl"):
-        place = row["step"], any(name.startswith("val/") for name in row)
-        if place not in rows or row["attempt"] >= rows[place]["attempt"]:
-            rows[place] = row
+        key = row["step"], any(name.startswith("val/") for name in row)
+        if key not in rows or row["attempt"] >= rows[key]["attempt"]:
+            rows[key] = row
     return {
-        place: {name: value for name, value in row.items() if not name.startswith(NOT_COMPARED)}
-        for place, row in rows.items()
+        key: {name: value for name, value in row.items() if not name.startswith(NOT_COMPARED)}
+        for key, row in rows.items()
     }
 
 
-def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Weights and optimizer state, in one dictionary."""
+def read_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Weights and optimizer state of a checkpoint in one dictionary."""
     return {
         f"{file.relative_to(checkpoint)}: {name}": tensor
         for file in sorted(checkpoint.rglob("*.safetensors"))
@@ -206,15 +206,15 @@ def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def same_end(run: Path, other: Path, step: int) -> None:
-    """Both runs ended with the same numbers, to the bit: weights, optimizer and trainer state, every row of metrics."""
+    """Asserts that both runs ended bitwise equal: weights, optimizer and trainer state, every row of metrics."""
     ends = [each / "checkpoints" / f"step_{step}" for each in (run, other)]
-    first, second = map(tensors_of, ends)
+    first, second = map(read_tensors, ends)
     assert first.keys() == second.keys() and len(first) > 50
     different = [name for name in first if not torch.equal(first[name], second[name])]
     assert not different, f"{len(different)} of {len(first)} tensors differ: {different[:3]}"
     for name in ("trainer_state.json", "trainer/optimizer.json"):
         assert (ends[0] / name).read_text() == (ends[1] / name).read_text()
-    rows, others = metrics_of(run), metrics_of(other)
+    rows, others = read_metrics(run), read_metrics(other)
     assert rows.keys() == others.keys()
-    for place, row in rows.items():
-        assert row == others[place], f"step {place[0]}"
+    for key, row in rows.items():
+        assert row == others[key], f"step {key[0]}"

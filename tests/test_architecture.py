@@ -1,4 +1,4 @@
-"""Who may import whom, and no cycles. Reads the source with `ast`; runs nothing."""
+"""Which modules may import which, and no cycles. Reads the source with `ast`; runs nothing."""
 
 import ast
 from functools import cache
@@ -40,7 +40,7 @@ MODULE_MAY_IMPORT = {  # where a module may do other things than its room
     "mtrl.training.loop": {"config", "protocols", "algorithms", "types"},
     "mtrl.training.validation": {"config", "protocols", "algorithms", "types"},
 }
-MAY_ALSO_IMPORT = {"mtrl.config.checks": {"mtrl.rewards.builtin_names"}}  # names alone: that module imports nothing
+MAY_ALSO_IMPORT = {"mtrl.config.checks": {"mtrl.rewards.builtin_names"}}  # only names: that module imports nothing
 ALONE_IMPORTS = {"transformers": "models", "peft": "models", "ray": "distributed", "vllm": "rollout"}
 
 
@@ -50,7 +50,7 @@ def room(module: str) -> str:
 
 @cache
 def imports(module: str) -> frozenset[str]:
-    """Every absolute module that a file imports, wherever in the file."""
+    """Every absolute module that a file imports, anywhere in the file."""
     names: set[str] = set()
     for node in nodes(module):
         if isinstance(node, ast.Import):
@@ -82,7 +82,7 @@ def test_heavy_libraries_have_one_room():
     assert not wrong, wrong
 
 
-CONCRETE = {  # what stands behind a seam, and its room
+CONCRETE = {  # implementations of a protocol, and their package
     "LocalGenerator": "rollout", "GraphGenerator": "rollout", "VllmGenerator": "rollout", "VllmInProcess": "rollout",
     "VllmProcess": "rollout", "VllmServer": "rollout", "LocalActor": "workers", "RayWorkerGroup": "distributed",
     "RewardModelWorker": "workers",

@@ -51,10 +51,10 @@ def test_every_credit_rule_is_explained(name):
     """With each argument and its default, as a YAML would write it."""
     (line,) = [line for line in ALGORITHMS.splitlines() if line.startswith(f"| `{name}` |")]
     kind = RULES[name]
-    told = next(
+    message = next(
         (each.__name__.lower() for each in (Filter, Weight, Bonus) if issubclass(kind, each)), "that of its rule"
     )
-    assert f"| {told}" in line
+    assert f"| {message}" in line
     for f in fields(kind):
         if f.default is MISSING:
             assert f"`{f.name}` (" in line

@@ -1,4 +1,4 @@
-"""Every example of docs/extending.md, run as the page says; and what the page quotes is what the files say."""
+"""Runs every example of docs/extending.md as the page describes, and compares its quotes with the files."""
 
 import csv
 import json
@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from helpers import close, fake_rollouts, mask_of
+from helpers import close, fake_rollouts, make_mask
 from PIL import Image
-from run_helpers import metrics_of, train_arguments
+from run_helpers import read_metrics, train_arguments
 from tiny_models import SHARPER, plain_inputs, prompt, random_rollouts
 from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -27,10 +27,10 @@ from mtrl.models.backbone import Backbone
 from mtrl.models.families import FAMILIES, QwenVLEncoder, load_encoder
 from mtrl.models.forward import Forward
 from mtrl.models.load_model import load_model
-from mtrl.models.tiny import make_tiny_checkpoint
-from mtrl.tracking.run_files import read_rows
+from mtrl.tracking.jsonl import read_rows
 from mtrl.types import VISION_POOL, Experience, Rewards, Sampling, Signals, Weights
 from mtrl.utils.plugins import load_plugin
+from pretraining.tiny_checkpoints import make_tiny_checkpoint
 
 pytestmark = pytest.mark.usefixtures("no_curves")
 
@@ -44,7 +44,7 @@ REPORTED = ["actor/my_mean_weight", "actor/brevity_bonus", "reward/ten_lines", "
 
 @pytest.fixture
 def workplace(tmp_path, monkeypatch, few_rows):
-    """A working directory with examples/ in it and the files that scripts import beside them."""
+    """A working directory with examples/ and the files that its scripts import."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     before = set(sys.modules)
@@ -58,7 +58,7 @@ def workplace(tmp_path, monkeypatch, few_rows):
 
 @pytest.fixture
 def embedded(workplace, monkeypatch):
-    """Writes the configuration that lies under a run of the embedded model, in the sizes of a test, with changes."""
+    """Writes the configuration of the embedded model, in small sizes and with changes."""
 
     def write(**changes):
         values = yaml.safe_load(CONFIG_FILE.read_text())
@@ -73,7 +73,7 @@ def embedded(workplace, monkeypatch):
 
 
 def run_snippet(example: str) -> dict:
-    """The page's Python that imports this file; what it defined."""
+    """Runs the page's Python block that imports this file; returns its definitions."""
     (code,) = [code for code in SNIPPETS if re.search(rf"(import|from) {example}\b", code)]
     names: dict = {}
     exec(compile(code, "extending.md", "exec"), names)
@@ -81,7 +81,7 @@ def run_snippet(example: str) -> dict:
 
 
 def responses(name: str) -> dict[int, list[dict]]:
-    """Of a run, by step."""
+    """The metrics of a run, by step."""
     steps: dict[int, list[dict]] = {}
     for row in read_rows(Path("outputs/mtrl", name, "rollouts.jsonl")):
         steps.setdefault(row["step"], []).append(row)
@@ -112,7 +112,7 @@ def test_commands_train(command, reported, workplace):
     overrides = shlex.split(command)[2:]
     assert main([*train_arguments(workplace), *overrides, "training.val_freq=-1"]) == 0
     (name,) = [word.partition("=")[2] for word in overrides if word.startswith("training.experiment_name=")]
-    rows = metrics_of(workplace / "mtrl" / name)
+    rows = read_metrics(workplace / "mtrl" / name)
     assert all(reported in rows[step, False] and rows[step, False]["actor/grad_norm"] > 0 for step in (1, 2))
 
 
@@ -129,7 +129,7 @@ def rule(name):
     return load_plugin(f"{ROOT}/examples/credit/filter_and_bonus.py:{name}", "credit rule")
 
 
-def experience_of(lengths, group=None, width=None):
+def make_experience(lengths, group=None, width=None):
     rollouts = fake_rollouts(lengths, group=group, width=width)
     rewards = Rewards(torch.zeros(len(lengths)), {}, torch.zeros(len(lengths), dtype=torch.bool))
     return Experience(rollouts, rewards, Signals())
@@ -137,19 +137,19 @@ def experience_of(lengths, group=None, width=None):
 
 def test_random_filter_keeps_as_many_and_draws_by_its_key():
     keeps = rule("RandomFilter")(top_p=0.4)
-    kept = keeps.apply(experience_of([10, 3, 1]), (1, 7))
-    assert kept.sum(1).tolist() == [4, 2, 1] and not (kept & ~mask_of(10, 3, 1)).any()  # ceil(0.4 * 3) = 2
-    assert torch.equal(kept, keeps.apply(experience_of([10, 3, 1]), (1, 7)))
-    assert torch.equal(kept, keeps.apply(experience_of([10, 3, 1], width=14), (1, 7))[:, :10])
-    other = [keeps.apply(experience_of([10, 3, 1]), key) for key in ((1, 8), (2, 7))]
+    kept = keeps.apply(make_experience([10, 3, 1]), (1, 7))
+    assert kept.sum(1).tolist() == [4, 2, 1] and not (kept & ~make_mask(10, 3, 1)).any()  # ceil(0.4 * 3) = 2
+    assert torch.equal(kept, keeps.apply(make_experience([10, 3, 1]), (1, 7)))
+    assert torch.equal(kept, keeps.apply(make_experience([10, 3, 1], width=14), (1, 7))[:, :10])
+    other = [keeps.apply(make_experience([10, 3, 1]), key) for key in ((1, 8), (2, 7))]
     assert not torch.equal(kept, other[0]) and not torch.equal(kept, other[1])
 
 
 def test_brevity_by_hand():
     # Lengths 1 and 3, mean 2: 0.1 * (1 - 1/2) = 0.05 and 0.1 * (1 - 3/2) = -0.05. A group of one: 0.
-    found = rule("Brevity")().apply(experience_of([1, 3, 2], group=[0, 0, 1]), (0, 0))
+    found = rule("Brevity")().apply(make_experience([1, 3, 2], group=[0, 0, 1]), (0, 0))
     close(found, [[0.05] * 3, [-0.05] * 3, [0.0] * 3])
-    metrics = rule("Brevity")().metrics(experience_of([1, 3], group=[0, 0]))
+    metrics = rule("Brevity")().metrics(make_experience([1, 3], group=[0, 0]))
     assert metrics == {"actor/brevity_bonus": pytest.approx(0.05)}
 
 
@@ -166,7 +166,7 @@ def test_the_logger_writes_each_step(rules, workplace, embedded):
     assert any("dependency" in rule.needs for rule in make_credit_rules(config)) == rules
     with Path("best.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    said, numbers = responses("logged"), metrics_of(Path("outputs/mtrl/logged"))
+    said, numbers = responses("logged"), read_metrics(Path("outputs/mtrl/logged"))
     assert [int(row["step"]) for row in rows] == [1, 2]
     for step, row in enumerate(rows, 1):
         best = max(said[step], key=lambda each: each["reward"])
@@ -182,12 +182,12 @@ def test_the_engine_answers_from_its_table(workplace, embedded):
     red, blue = ([row for row in responses("table")[1] if row["id"].endswith(f":{place}")] for place in (0, 1))
     assert [row["response"] for row in red] == [*answers["Say red."], "red"], "two answers for three samples"
     assert [row["response"] for row in blue] == answers["Say blue."]
-    # ten_lines: 0.5 where the right word stands anywhere.
+    # ten_lines: 0.5 if the right word is anywhere in the response.
     assert [row["reward"] for row in red] == [row["reward"] for row in blue] == [0.5, 0, 0.5]
-    assert metrics_of(Path("outputs/mtrl/table"))[1, False]["actor/grad_norm"] > 0
+    assert read_metrics(Path("outputs/mtrl/table"))[1, False]["actor/grad_norm"] > 0
 
 
-def test_the_engine_keeps_to_the_seam(workplace):
+def test_the_engine_implements_the_protocol(workplace):
     from table_engine import TableEngine
 
     encoder = load_encoder(MODEL_DIRECTORY)
@@ -240,7 +240,7 @@ def experts(workplace):
 MARKS = ("image", "video", "vision_start", "vision_end")
 
 
-def test_an_unknown_family_is_refused_until_it_is_registered(experts):
+def test_an_unknown_family_is_an_error_until_it_is_registered(experts):
     with pytest.raises(ValueError, match="is of the family 'qwen3_vl_moe'; MTRL knows qwen2_vl"):
         load_encoder(experts)
     encoder = known(experts)
@@ -262,7 +262,7 @@ def test_the_seams_agree_with_transformers_on_it(experts):
     ]
     rollouts = random_rollouts(prompts, [0, 0, 1, 2], [3, 5, 4, 2])
     forward = Forward(Backbone(load_model(experts)), encoder)
-    assert not forward.backbone.can_share_prefix, "nobody has shown it for the family"
+    assert not forward.backbone.can_share_prefix, "not verified for the family"
     found, plain = forward.signals(rollouts).old_logprobs, AutoModelForImageTextToText.from_pretrained(experts).eval()
     for row, place in enumerate(rollouts.group.tolist()):
         response = rollouts.tokens[row, rollouts.mask[row]]

@@ -1,4 +1,4 @@
-"""What an installation gets: every library that is imported, and every file beside the code."""
+"""An installation contains every imported library and every file next to the code."""
 
 import ast
 import re
@@ -41,7 +41,7 @@ def imported(module: str) -> set[tuple[str, bool]]:
     return found
 
 
-def test_what_is_imported_is_declared():
+def test_imported_libraries_are_declared():
     """A library of an extra may only be imported where it is requested: in a function, or in a module that is."""
     tops = [node for module in SOURCES for node in parse(module).body if isinstance(node, ast.ImportFrom)]
     at_top = {name for node in tops for name in (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))}
@@ -53,12 +53,12 @@ def test_what_is_imported_is_declared():
         assert not needed or module not in at_top, f"{module}: {needed} of an extra would be needed by everybody"
 
 
-def test_what_is_declared_is_imported():
+def test_declared_libraries_are_imported():
     unused = CORE - {name for module in SOURCES for name, _ in imported(module)}
     assert not unused
 
 
-def test_every_file_beside_the_code_is_packaged():
+def test_every_file_next_to_the_code_is_packaged():
     patterns = PROJECT["tool"]["setuptools"]["package-data"]["mtrl"]
     packaged = {path for pattern in patterns for path in (ROOT / "mtrl").glob(pattern)}
     files = {path for path in (ROOT / "mtrl").rglob("*") if path.is_file() and "__pycache__" not in path.parts}

@@ -1,4 +1,4 @@
-"""What the README shows must run, and what CONTRIBUTING says of the code must be true."""
+"""The commands of the README run, and the statements of CONTRIBUTING about the code are true."""
 
 import re
 from pathlib import Path
@@ -35,7 +35,7 @@ def test_rooms_in_contributing_are_those_of_the_package():
     assert named == {room for room in rooms if not room.startswith("_")} | {"configs"}
 
 
-def test_every_module_says_what_it_does():
+def test_every_module_has_a_docstring():
     silent = [
         path for path in (ROOT / "mtrl").rglob("*.py") if path.stat().st_size and '"""' not in path.read_text()[:4]
     ]

@@ -1,4 +1,4 @@
-"""Tiny models of every family, prompts for them, and what plain Hugging Face says of both.
+"""Tiny models of every family, prompts for them, and results of plain Hugging Face models.
 
 The weights are eight times those of a fresh model: attention is then far from uniform, so a wrong position, mask or
 image moves log-probs by far more than the tolerances.
@@ -23,16 +23,16 @@ from transformers.utils import logging
 from mtrl.models.backbone import Backbone
 from mtrl.models.families import TextEncoder, load_encoder
 from mtrl.models.load_model import load_model
-from mtrl.models.parity import plain_inputs as as_transformers_takes_it
-from mtrl.models.tiny import TINY_FAMILIES, VISION_FAMILIES, make_tiny_checkpoint
+from mtrl.models.parity import plain_inputs as transformers_inputs
 from mtrl.rollout.responses import make_rollouts
 from mtrl.types import Medium, Prompt, Rollouts, Task
+from pretraining.tiny_checkpoints import TINY_FAMILIES, VISION_FAMILIES, make_tiny_checkpoint
 
 logging.disable_progress_bar()
 
 SHARPER = 8.0
-LAYERS = 3  # early, middle and late attention have one each
-HIDDEN = 64 if find_spec("vllm") is None else 128  # vLLM's attention on a CPU wants heads of 32 at least
+LAYERS = 3  # one each for early, middle and late attention
+HIDDEN = 64 if find_spec("vllm") is None else 128  # vLLM's CPU attention needs head_dim >= 32
 _scratch = tempfile.TemporaryDirectory()
 
 
@@ -56,7 +56,7 @@ def plain_model_at(directory: Path, family: str) -> PreTrainedModel:
 
 @lru_cache
 def plain_model(family: str) -> PreTrainedModel:
-    """As Hugging Face loads it; nobody may patch or change it."""
+    """The model as Hugging Face loads it; tests must not patch or change it."""
     return plain_model_at(checkpoint(family), family)
 
 
@@ -66,31 +66,31 @@ def _loaded(family: str) -> PreTrainedModel:
 
 
 def fresh_backbone(family: str) -> Backbone:
-    """Weights of its own: a copy of the loaded model takes a fifth of the time of loading it once more."""
+    """A backbone with its own weights; copying the loaded model takes a fifth of the time of loading it again."""
     return Backbone(copy.deepcopy(_loaded(family)))
 
 
 @lru_cache
 def shared_backbone(family: str) -> Backbone:
-    """For tests that change no weights; gradients are whatever the last test left."""
+    """A backbone for tests that change no weights; gradients are left over from earlier tests."""
     return fresh_backbone(family)
 
 
 @lru_cache
-def encoder_of(family: str) -> TextEncoder:
+def get_encoder(family: str) -> TextEncoder:
     return load_encoder(checkpoint(family))
 
 
 def picture(encoder: TextEncoder, rows: int, columns: int, seed: int = 0) -> np.ndarray:
-    """Noise of rows x columns tokens."""
+    """A picture of noise of rows x columns tokens."""
     assert encoder.image_settings is not None
     side = encoder.image_settings.factor
     return np.random.default_rng(seed).integers(0, 256, (rows * side, columns * side, 3), dtype=np.uint8)
 
 
 def prompt(encoder: TextEncoder, name: str, words: str, sizes: Sequence[tuple[int, int]] = ()) -> Prompt:
-    """`sizes`: rows and columns of tokens of each image; the images stand between words."""
-    media = [picture(encoder, *size, seed=place) for place, size in enumerate(sizes)]
+    """`sizes`: rows and columns of tokens of each image; the images are between words."""
+    media = [picture(encoder, *size, seed=seed) for seed, size in enumerate(sizes)]
     parts: list[dict[str, str]] = []
     for _ in sizes:
         parts += [{"type": "image"}, {"type": "text", "text": " and"}]
@@ -100,12 +100,12 @@ def prompt(encoder: TextEncoder, name: str, words: str, sizes: Sequence[tuple[in
 
 
 def prompts_for(family: str) -> list[Prompt]:
-    """Unequal in length: an image with odd windows, text alone, several images of other sizes, one small image."""
+    """Prompts of unequal length: an image with odd windows, text only, several images of other sizes, a small image."""
     sizes: list[list[tuple[int, int]]] = [[(5, 9)], [], [(2, 3), (6, 4), (1, 7)], [(2, 2)]]
     words = ["which colour is it", "how many", "what is left of the red circle and why", "count the dogs"]
     if family not in VISION_FAMILIES:
         sizes = [[] for _ in sizes]
-    encoder = encoder_of(family)
+    encoder = get_encoder(family)
     return [prompt(encoder, f"t:{i}", words[i], sizes[i]) for i in range(len(sizes))]
 
 
@@ -125,15 +125,15 @@ def random_rollouts(prompts: Sequence[Prompt], group: Sequence[int], lengths: Se
 
 
 def plain_inputs(encoder: TextEncoder, prompt: Prompt, response: Tensor, view: Any = None) -> dict[str, Tensor]:
-    """One row for `model.forward`, which works out positions and masks by itself."""
-    return as_transformers_takes_it(encoder.inputs(prompt, view), prompt, response)
+    """One row for `model.forward`, which computes positions and masks itself."""
+    return transformers_inputs(encoder.inputs(prompt, view), prompt, response)
 
 
 def plain_log_probs(
     family: str, prompt: Prompt, response: Tensor, *, temperature: float = 1.0, view: Any = None, model: Any = None
 ) -> Tensor:
-    """[length, V]: the whole distribution at every response token, by a plain forward of this one row."""
-    encoder = encoder_of(family)
+    """[length, V]: the distribution at every response token, by a plain forward of this one row."""
+    encoder = get_encoder(family)
     row = plain_inputs(encoder, prompt, response, view)
     logits = (model or plain_model(family))(**row).logits[0, len(prompt.ids) - 1 : -1] / temperature
     forbidden = torch.zeros(logits.shape[-1], dtype=torch.bool)
@@ -142,13 +142,13 @@ def plain_log_probs(
 
 
 def plain_logp(family: str, rollouts: Rollouts, **options: Any) -> Tensor:
-    """[N, T], row by row; 0 off the mask. `views`: the media of each prompt."""
+    """[N, T], computed row by row; 0 off the mask. `views`: the media of each prompt."""
     views = options.pop("views", None)
     rows = []
     for row, g in enumerate(rollouts.group.tolist()):
         response = rollouts.tokens[row, : int(rollouts.mask[row].sum())]
         view = None if views is None else views[g]
-        found = plain_log_probs(family, rollouts.prompts[g], response, view=view, **options)
-        picked = found.gather(-1, response[:, None])[:, 0]
+        log_probs = plain_log_probs(family, rollouts.prompts[g], response, view=view, **options)
+        picked = log_probs.gather(-1, response[:, None])[:, 0]
         rows.append(torch.nn.functional.pad(picked, (0, rollouts.mask.shape[1] - len(response))))
     return torch.stack(rows)

@@ -1,5 +1,5 @@
-"""The functions of `layer_kernels` and `sampling_kernels` in plain torch, with the same names and arguments: to test
-against, and to run the engine without Triton."""
+"""The functions of `layer_kernels` and `sampling_kernels` in plain torch, with the same names and arguments: references
+for tests, also used to run the engine without Triton."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def rotate_write(
     query: Tensor, keys: Tensor, values: Tensor,
 ) -> None:  # fmt: skip
     projected = qkv if layer.bias is None else qkv + layer.bias
-    heads = projected.unflatten(-1, (-1, shape.width))
+    heads = projected.unflatten(-1, (-1, shape.head_dim))
     q, k, v = heads.split([shape.heads, shape.key_heads, shape.key_heads], 1)
     if layer.query_norm is not None and layer.key_norm is not None:
         q, k = _rms(q, layer.query_norm, shape.eps), _rms(k, layer.key_norm, shape.eps)
@@ -59,7 +59,7 @@ def attend(
     query: Tensor, prompts: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], table: SlotTable, rows: Rows,
     shape: Shape, pieces: AttentionPieces, out: Tensor,
 ) -> None:  # fmt: skip
-    """Row by row over all keys at once; rows without a response become zeros."""
+    """Attends row by row over all keys at once; rows without a response become zeros."""
     out.zero_()
     groups = zip(table.members.tolist(), table.start.tolist(), table.length.tolist(), strict=True)
     spans = {row: (start, start + length) for members, start, length in groups for row in members if row >= 0}
@@ -105,7 +105,7 @@ def find_cut(logits: Tensor, rules: Rules, mode: Mode, tiles: Tiles, cut: Tensor
 def pick(
     logits: Tensor, tiles: Tiles, rules: Rules, mode: Mode, slot: Tensor, rows: Rows, *, raw: bool
 ) -> None:  # fmt: skip
-    """By cumulative probabilities of the whole vocabulary, like the local engine."""
+    """Samples by cumulative probabilities of the whole vocabulary, like the local engine."""
     made = logits.float() * rules.settings[0] + rules.forbidden if raw else logits
     logp = made.log_softmax(-1)
     slots = slot.long()

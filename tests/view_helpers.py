@@ -1,4 +1,4 @@
-"""Recorded runs to look at, as small as they get, and a server that shows them."""
+"""Minimal recorded runs for the viewer, and a server that shows them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def picture(shade, side=4):
     return np.full((side, side, 3), shade, dtype=np.uint8)
 
 
-def step_of(lengths=(2, 1, 2), group=(0, 0, 1), shades=(10, 20), **changes):
+def make_step(lengths=(2, 1, 2), group=(0, 0, 1), shades=(10, 20), **changes):
     """Three responses of 2, 1 and 2 tokens to two prompts, each about a picture of one shade."""
     rollouts = fake_rollouts(list(lengths), group=list(group))
     prompts = tuple(
@@ -53,7 +53,7 @@ def step_of(lengths=(2, 1, 2), group=(0, 0, 1), shades=(10, 20), **changes):
 
 
 def with_maps(step, maps, media):
-    """The step with attention maps of its responses, which all look at the same media."""
+    """The step with attention maps of its responses, which all have the same media."""
     prompts = tuple(replace(prompt, media=media) for prompt in step.rollouts.prompts)
     signals = replace(step.signals, attention_maps=tuple(maps))
     return replace(step, signals=signals, rollouts=replace(step.rollouts, prompts=prompts))
@@ -65,8 +65,8 @@ def recorded(directory, *steps, **options):
     )
     for number, step in enumerate(steps, 1):
         record.rollouts(number, step)
-        while record._background._jobs.qsize():  # a step is never so quick
-            time.sleep(0.001)  # the thread that writes needs its turn
+        while record._background._jobs.qsize():  # real steps take longer
+            time.sleep(0.001)  # lets the writing thread run
     record.close()
     return opened(directory)
 
@@ -77,8 +77,8 @@ def opened(directory):
     return store
 
 
-def said(step, text, prompt="fake", name="p0"):
-    """The step with another text in its first response, another prompt and another name of it."""
+def replace_text(step, text, prompt="fake", name="p0"):
+    """The step with another text of its first response, and another prompt and task id."""
     rollouts = step.rollouts
     first = rollouts.prompts[0]
     task = replace(first.task, id=name, messages=({"role": "user", "content": prompt},))
@@ -91,7 +91,7 @@ def metrics_row(step, attempt=1, **values):
 
 
 def fake_run(directory, steps=3, attempt=1):
-    """A run of ours: numbers, and a record of three responses a step."""
+    """An MTRL run: metrics, and a record of three responses per step."""
     directory.mkdir(parents=True, exist_ok=True)
     rows = [
         metrics_row(n, attempt, **{"reward/overall": n / 10, "perf/seconds_step": 2.0, "perf/seconds_update": 1.0})
@@ -99,7 +99,7 @@ def fake_run(directory, steps=3, attempt=1):
     ]
     (directory / "metrics.jsonl").write_text("".join(rows))
     (directory / "config.yaml").write_text("dataset:\n  seed: 7\n")
-    recorded(directory / "record", *[step_of(shades=(n % 100, 100 + n % 100)) for n in range(steps)])
+    recorded(directory / "record", *[make_step(shades=(n % 100, 100 + n % 100)) for n in range(steps)])
     return directory
 
 

@@ -1,4 +1,4 @@
-"""Real engines of vLLM for tests; one of each family lives as long as the tests do: a start takes seconds."""
+"""Real vLLM engines for tests. There is one per family for the whole session, since a start takes seconds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 import torch
-from tiny_models import checkpoint, encoder_of, plain_model
+from tiny_models import checkpoint, get_encoder, plain_model
 
 from mtrl.models.families import TextEncoder
 from mtrl.models.state_dicts import exported_weights
@@ -37,13 +37,13 @@ from mtrl.types import Weights
 INSTALLED = find_spec("vllm") is not None
 MAX_LENGTH = 512
 _in_process: dict[str, VllmInProcess] = {}
-_in_parts: dict[str, InParts] = {}
-_servers: list[Begun] = []
-_changed: set[Host] = set()  # engines that may hold other weights than those of the checkpoint
+_tensor_parallel: dict[str, TensorParallelEngine] = {}
+_servers: list[StartedServer] = []
+_changed: set[Host] = set()  # engines whose weights may differ from the checkpoint's
 
 
 def arguments(family: str, parts: int = 1, **extra: Any) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    images = encoder_of(family).image_settings
+    images = get_encoder(family).image_settings
     split = {"tensor_parallel_size": parts, "among_ranks": parts > 1}
     small = {"kv_cache_memory_bytes": 2**26, **extra}
     return (
@@ -53,7 +53,7 @@ def arguments(family: str, parts: int = 1, **extra: Any) -> tuple[dict[str, Any]
 
 
 def in_process(family: str) -> VllmInProcess:
-    """Engines of one process share vLLM's groups: when one is closed (a run has ended), the others are of no use."""
+    """Engines of one process share vLLM's process groups: when a run closes one, the others become unusable."""
     from vllm.distributed.parallel_state import model_parallel_is_initialized
 
     if _in_process and not model_parallel_is_initialized():
@@ -64,7 +64,7 @@ def in_process(family: str) -> VllmInProcess:
 
 
 def end_in_process() -> None:
-    """With the group of torch.distributed that they have made: a process that is forked could join no other."""
+    """Closes the engines and destroys their torch.distributed group: a forked process could join no other."""
     for host in _in_process.values():
         host.close()
     _in_process.clear()
@@ -77,14 +77,14 @@ def child_process(family: str) -> VllmProcess:
     return VllmProcess(*arguments(family), torch.float32)
 
 
-class InParts:
-    """An engine that two processes hold together, a half of each layer each, as two ranks do: both are given the same
-    weights, are asked the same, and have to say the same."""
+class TensorParallelEngine:
+    """An engine split over two processes by tensor parallelism, as over two ranks. Both get the same weights and
+    requests and must return the same results."""
 
     sleeps = False
 
     def __init__(self, arguments: dict[str, Any], image_arguments: dict[str, Any] | None, size: int = 2) -> None:
-        place = {
+        environment = {
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()),
             "WORLD_SIZE": str(size),
@@ -94,31 +94,31 @@ class InParts:
         self.connections, self.processes = [], []
         for number in range(size):
             ours, theirs = spawn.Pipe()
-            process = spawn.Process(target=hold_part, args=(theirs, place | {"RANK": str(number)}), daemon=True)
+            process = spawn.Process(target=serve_rank, args=(theirs, environment | {"RANK": str(number)}), daemon=True)
             process.start()
             self.connections.append(ours)
             self.processes.append(process)
-        self.max_length: int = self.ask("start", arguments, image_arguments)[0]
+        self.max_length: int = self.call("start", arguments, image_arguments)[0]
         self.folder = Path(tempfile.mkdtemp())
 
-    def ask(self, name: str, *given: Any) -> list[Any]:
+    def call(self, name: str, *arguments: Any) -> list[Any]:
         for connection in self.connections:
-            connection.send((name, given))
+            connection.send((name, arguments))
         answers = [connection.recv() for connection in self.connections]
         assert all(error is None for error, _ in answers), answers
         return [answer for _, answer in answers]
 
     def generate(self, requests: Any, params: Any) -> Any:
-        first, *others = self.ask("generate", list(requests), dict(params))
+        first, *others = self.call("generate", list(requests), dict(params))
         assert all(other == first for other in others)
         return first
 
     def load(self, label: str, tensors: Any) -> None:
-        self.ask("load", label, str(write_weights(self.folder, tensors, torch.float32)))
+        self.call("load", label, str(write_weights(self.folder, tensors, torch.float32)))
 
     def sizes(self) -> list[dict[str, int]]:
-        """Of each weight, by its name, how many numbers each process holds."""
-        return self.ask("sizes")
+        """For each process, the number of elements that it holds of each weight, by name."""
+        return self.call("sizes")
 
     def wake(self) -> None: ...
 
@@ -131,27 +131,27 @@ class InParts:
         shutil.rmtree(self.folder)
 
 
-def hold_part(connection: Any, place: dict[str, str]) -> None:
+def serve_rank(connection: Any, environment: dict[str, str]) -> None:
     from mtrl.rollout.vllm import child_main as child
 
-    os.environ |= place
-    VllmInProcess.sizes = lambda host: host.llm.apply_model(sizes_of)[0]
+    os.environ |= environment
+    VllmInProcess.sizes = lambda host: host.llm.apply_model(count_parameters)[0]
     with suppress(EOFError):
         child.serve(connection)
 
 
-def sizes_of(model: Any) -> dict[str, int]:
+def count_parameters(model: Any) -> dict[str, int]:
     return {name: weight.numel() for name, weight in model.named_parameters()}
 
 
-def in_parts(family: str) -> InParts:
-    """One at a time: each is two processes of a gigabyte."""
-    if family not in _in_parts:
-        for host in _in_parts.values():
+def tensor_parallel(family: str) -> TensorParallelEngine:
+    """Keeps only one engine at a time: each is two processes of a gigabyte."""
+    if family not in _tensor_parallel:
+        for host in _tensor_parallel.values():
             host.close()
-        _in_parts.clear()
-        _in_parts[family] = InParts(*arguments(family, parts=2))
-    return _in_parts[family]
+        _tensor_parallel.clear()
+        _tensor_parallel[family] = TensorParallelEngine(*arguments(family, parts=2))
+    return _tensor_parallel[family]
 
 
 def free_port() -> int:
@@ -162,31 +162,31 @@ def free_port() -> int:
 
 @lru_cache
 def server(family: str) -> VllmServer:
-    """Started as docs/vllm.md says, for a CPU."""
-    return VllmServer(ready(begun_server(str(checkpoint(family)))), str(checkpoint(family)), torch.float32)
+    """A server started as described in docs/vllm.md, on a CPU."""
+    return VllmServer(wait_until_ready(start_server(str(checkpoint(family)))), str(checkpoint(family)), torch.float32)
 
 
 @dataclass(frozen=True)
-class Begun:
-    """A server on its way up, which takes three imports of vLLM one after the other."""
+class StartedServer:
+    """A server that is starting, which takes three consecutive imports of vLLM."""
 
     process: subprocess.Popen[bytes]
     port: int
     log: Path
 
     def kill(self) -> None:
-        """With what it started, which would outlive it."""
+        """Kills the server and its children, which would outlive it."""
         with suppress(psutil.NoSuchProcess):  # killed already
-            own = psutil.Process(self.process.pid)
-            for each in [own, *own.children(recursive=True)]:
+            process = psutil.Process(self.process.pid)
+            for each in [process, *process.children(recursive=True)]:
                 each.kill()
 
 
 @lru_cache
-def begun_server(model: str, development: bool = True) -> Begun:
-    """It ends with the tests. Begin it early: it starts beside them."""
+def start_server(model: str, development: bool = True) -> StartedServer:
+    """Starts a server that ends with the tests. Call this early: the server starts in the background."""
     port = free_port()
-    words = (
+    options = (
         f"--model {model} --host 127.0.0.1 --port {port} --dtype float32 --max-model-len {MAX_LENGTH} "
         "--logprobs-mode processed_logprobs --generation-config vllm --enable-scale-out --enforce-eager "
         f"--no-enable-chunked-prefill --max-num-batched-tokens 8192 --kv-cache-memory-bytes {2**26}"
@@ -195,40 +195,40 @@ def begun_server(model: str, development: bool = True) -> Begun:
     log = Path(tempfile.gettempdir()) / f"vllm-server-{port}.log"
     with log.open("wb") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words.split()],
+            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *options.split()],
             stdout=file,
             stderr=subprocess.STDOUT,
             env=os.environ | ON_CPU | mode,
         )
-    begun = Begun(process, port, log)
-    _servers.append(begun)
-    return begun
+    started = StartedServer(process, port, log)
+    _servers.append(started)
+    return started
 
 
 @atexit.register
 def end_servers() -> None:
-    """They take two gigabytes each. One that is told while it starts does not listen."""
-    for begun in _servers:
-        begun.process.terminate()
-    for begun in _servers:
+    """Ends the servers, which take two gigabytes each; one that is still starting ignores SIGTERM and is killed."""
+    for started in _servers:
+        started.process.terminate()
+    for started in _servers:
         with suppress(subprocess.TimeoutExpired):
-            begun.process.wait(timeout=20)
-        begun.kill()
-        begun.process.wait()
+            started.process.wait(timeout=20)
+        started.kill()
+        started.process.wait()
     _servers.clear()
-    begun_server.cache_clear()
+    start_server.cache_clear()
     server.cache_clear()
 
 
-def ready(begun: Begun) -> str:
-    """The address of a server that answers."""
+def wait_until_ready(started: StartedServer) -> str:
+    """Waits until the server responds; returns its address."""
     for _ in range(600):
-        if begun.process.poll() is not None:
+        if started.process.poll() is not None:
             break
-        with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{begun.port}/health", timeout=5):
-            return f"127.0.0.1:{begun.port}"
+        with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{started.port}/health", timeout=5):
+            return f"127.0.0.1:{started.port}"
         time.sleep(1)
-    raise AssertionError(f"the server does not start: {begun.log.read_text()[-3000:]}")
+    raise AssertionError(f"the server did not start: {started.log.read_text()[-3000:]}")
 
 
 def engine_on(
@@ -236,7 +236,7 @@ def engine_on(
 ) -> VllmGenerator:
     """An engine at version 0, with the weights of the checkpoint."""
     weights = exported_weights(plain_model(family))
-    engine = VllmGenerator(host, encoder or encoder_of(family), weights.keys())
+    engine = VllmGenerator(host, encoder or get_encoder(family), weights.keys())
     if host in _changed:
         engine.load(Weights(0, weights))
         _changed.discard(host)

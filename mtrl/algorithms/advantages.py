@@ -6,8 +6,9 @@ reward of a response sits on its last token, a divergence penalty on each token.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -90,17 +91,16 @@ def to_tokens(per_response: Tensor, mask: Tensor) -> Tensor:
 Estimated = tuple[Tensor, Tensor | None]  # A [N, T]; returns [N, T]
 
 
-class Estimator(Protocol):
-    @property
-    def needs(self) -> Needs: ...
+class Estimator(ABC):
+    needs: ClassVar[Needs] = Needs()  # the signals it reads
 
+    @abstractmethod
     def estimate(self, experience: Experience, penalty: Tensor | None) -> Estimated: ...
 
 
 @dataclass(frozen=True)
-class Grpo:
+class Grpo(Estimator):
     scale_rewards: Scale = "group"
-    needs = Needs()
 
     def estimate(self, experience: Experience, penalty: Tensor | None) -> Estimated:
         rollouts = experience.rollouts
@@ -109,18 +109,14 @@ class Grpo:
 
 
 @dataclass(frozen=True)
-class Rloo:
-    needs = Needs()
-
+class Rloo(Estimator):
     def estimate(self, experience: Experience, penalty: Tensor | None) -> Estimated:
         rollouts = experience.rollouts
         return rloo(penalized_rewards(experience, penalty), rollouts.group, rollouts.mask), None
 
 
 @dataclass(frozen=True)
-class Remax:
-    needs = Needs()
-
+class Remax(Estimator):
     def estimate(self, experience: Experience, penalty: Tensor | None) -> Estimated:
         baseline = experience.rewards.baseline
         assert baseline is not None, "remax compares with greedy responses"
@@ -128,9 +124,8 @@ class Remax:
 
 
 @dataclass(frozen=True)
-class ReinforcePlusPlus:
+class ReinforcePlusPlus(Estimator):
     gamma: float = 1.0
-    needs = Needs()
 
     def estimate(self, experience: Experience, penalty: Tensor | None) -> Estimated:
         mask = experience.rollouts.mask
@@ -139,7 +134,7 @@ class ReinforcePlusPlus:
 
 
 @dataclass(frozen=True)
-class Gae:
+class Gae(Estimator):
     gamma: float = 1.0
     lam: float = 0.95
     needs = Needs("values")

@@ -1,6 +1,6 @@
 """Joins groups of several calls, or of several steps, into one experience.
 
-`Experience.join` drops a field that some part lacks. Two fields have a default instead: token weights are ones for rows
+`join_rows` drops a field that some part lacks. Two fields have a default instead: token weights are ones for rows
 whose reward function returned none, and attention is 0 for rows without an image, for which it is not measured.
 """
 
@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 
 from mtrl.types import SEGMENTS, Experience
+from mtrl.utils.record_rows import join_rows
 
 
 def join_groups(parts: Sequence[Experience]) -> Experience:
@@ -20,7 +21,7 @@ def join_groups(parts: Sequence[Experience]) -> Experience:
         parts = [_with_token_weights(part) for part in parts]
     if any(part.signals.attention_mass is not None for part in parts):
         parts = [_with_attention(part) for part in parts]
-    return Experience.join(parts)
+    return join_rows(parts)
 
 
 def _with_token_weights(part: Experience) -> Experience:

@@ -14,9 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mtrl.checkpoint import sharded_files
-from mtrl.checkpoint.records import convert_disk_errors
 from mtrl.checkpoint.sharded_files import FilePlan
-from mtrl.models.checkpoint_files import WEIGHTS
+from mtrl.models.checkpoint_files import WEIGHTS, convert_disk_errors
 from mtrl.models.device_copy import copy_to_cpu
 from mtrl.models.parallel.fsdp import distribute_from_rank0, gather_on_cpu, is_dtensor, is_sharded, local_tensor
 from mtrl.models.parallel.ranks import SINGLE_PROCESS, Ranks
@@ -58,7 +57,7 @@ class LearnerSnapshot(ModelSnapshot):
 
     optimizer_state: Tensors
     counters: Mapping[str, int]
-    files: Mapping[str, bytes]  # of the tokenizer and the processors, by name
+    files: Mapping[str, bytes]  # files of the tokenizer and the processors, by name
 
     @property
     def nbytes(self) -> int:
@@ -102,7 +101,7 @@ class RankSnapshot:
     rank: int
     ranks: int
     plan: FilePlan
-    weights: Tensors  # of this rank's files, by their names there
+    weights: Tensors  # contents of this rank's files, by their names there
     state_plan: FilePlan | None = None  # None: the model does not learn
     optimizer_state: Tensors = field(default_factory=dict)
     counters: Mapping[str, int] = field(default_factory=dict)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from mtrl.models.checkpoint_files import convert_disk_errors
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,6 @@ class RecordSnapshot:
         with convert_disk_errors():
             save_file(dict(self.tensors), tensors)
         rows.write_text(json.dumps(self.rows, indent=1), encoding="utf-8")
-
-
-@contextmanager
-def convert_disk_errors() -> Iterator[None]:
-    """safetensors reports a full disk as its own error; this raises an OSError."""
-    try:
-        yield
-    except SafetensorError as error:
-        raise OSError(str(error)) from error
 
 
 def read_records(directory: Path, name: str) -> tuple[dict[str, dict[str, Tensor]], Any]:

@@ -17,7 +17,7 @@ from typing import Any
 from mtrl.checkpoint.folder_store import list_checkpoints
 from mtrl.commands.load_arguments import check_call, log_line
 from mtrl.compose.run import build, configure
-from mtrl.tracking.run_files import read_rows
+from mtrl.tracking.jsonl import read_rows
 
 STEPS = 24
 PLAIN_GRPO = (  # every credit rule of zoo.yaml is off

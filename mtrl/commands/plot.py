@@ -17,6 +17,7 @@ from mtrl.commands.load_arguments import OptionParser, check_call, log_line
 from mtrl.report.run_curves import draw_runs
 from mtrl.tracking.jsonl import iter_rows
 from mtrl.utils.errors import StartError
+from mtrl.utils.files import short_names
 from mtrl.utils.machine import is_writable
 from mtrl.utils.metric_history import History, history, is_step
 
@@ -31,9 +32,13 @@ def run(arguments: Sequence[str]) -> int:
         OPTIONS.error("which run?")
     paths = [Path(name) for index, name in enumerate(names) if index == 0 or Path(name).exists()]
     paths = list(dict.fromkeys(paths))
-    runs = dict(zip(short_names(paths), (check_call(read_history, path) for path in paths), strict=True))
+    run_dirs = [path.parent if path.name == METRICS else path for path in (path.absolute() for path in paths)]
+    labels = short_names(run_dirs) if len(set(run_dirs)) == len(paths) else map(str, paths)
+    runs = dict(zip(labels, (check_call(read_history, path) for path in paths), strict=True))
     metrics = check_metrics([name for name in names if Path(name) not in paths], runs)
-    out = Path(options.out).expanduser() if options.out else default_picture(paths, metrics)
+    is_own_curve = len(paths) == 1 and not metrics and paths[0].is_dir()  # the picture that the run itself draws
+    default = paths[0] / "curve.png" if is_own_curve else Path("plot.png")
+    out = Path(options.out).expanduser() if options.out else default
     if out.suffix.lower() not in FORMATS:
         raise StartError(f"--out: {out}; the name of a picture ends in {', '.join(FORMATS)}")
     if not out.parent.is_dir() or not is_writable(out.parent) or out.is_dir():
@@ -41,11 +46,6 @@ def run(arguments: Sequence[str]) -> int:
     check_call(draw_runs, out, runs, metrics)
     print(out)
     return 0
-
-
-def default_picture(paths: Sequence[Path], metrics: Sequence[str]) -> Path:
-    """The curve.png of the run, if the picture is the one that the run itself draws; else plot.png here."""
-    return paths[0] / "curve.png" if len(paths) == 1 and not metrics and paths[0].is_dir() else Path("plot.png")
 
 
 def read_history(path: Path) -> History:
@@ -76,17 +76,3 @@ def check_metrics(names: Sequence[str], runs: Mapping[str, History]) -> list[str
         if without := [name for name, run in runs.items() if metric not in run]:
             log_line(f"{metric}: not recorded by {', '.join(without)}")
     return list(dict.fromkeys(names))
-
-
-def short_names(paths: Sequence[Path]) -> list[str]:
-    """The last parts of each path, as many as make the names unique.
-
-    >>> short_names([Path("a/x/one"), Path("b/x/one")]), short_names([Path("a/one"), Path("a/two")])
-    (['a/x/one', 'b/x/one'], ['one', 'two'])
-    """
-    whole = [path.parent if path.name == METRICS else path for path in (path.absolute() for path in paths)]
-    for count in range(1, max(len(path.parts) for path in whole)):
-        names = ["/".join(path.parts[-count:]) for path in whole]
-        if len(set(names)) == len(paths):
-            return names
-    return [str(path) for path in paths]

@@ -119,7 +119,9 @@ class DataRecord:
             task = self.builder.build(source, index)
             responses = get_responses(task)
             if responses is None:
-                responses = (get_answer(task),)
+                if task.answer is None:
+                    raise RowError(f"it has neither a column {RESPONSE!r} nor an answer (dataset.answer_key)")
+                responses = (str(task.answer),)
                 self.answers += 1
             return Group(task, responses, (STOP,) * len(responses))
         except RowError as error:
@@ -149,12 +151,6 @@ def get_responses(task: Task) -> tuple[str, ...] | None:
     if not responses or not all(isinstance(each, str) for each in responses):
         raise RowError(f"its {RESPONSE} is a {type(value).__name__}; expected a text or a list of texts")
     return responses
-
-
-def get_answer(task: Task) -> str:
-    if task.answer is None:
-        raise RowError(f"it has neither a column {RESPONSE!r} nor an answer (dataset.answer_key)")
-    return str(task.answer)
 
 
 # ---------------------------------------------------------------------------------------------------------- as rollouts

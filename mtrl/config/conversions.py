@@ -311,8 +311,6 @@ def _epsilon(value: Any, flat: Flat) -> Converted:
 
 
 def _epsilon_high(value: Any, flat: Flat) -> Converted:
-    if value is None:
-        return Converted({})
     cispo = flat.get("loss_type") == "cispo"
     return Converted({"optimization.cispo_clip_high" if cispo else "worker.actor.clip_ratio_high": value})
 

@@ -89,7 +89,10 @@ class ConfigConverter:
             self._report(LOST, key, value, ": the value is unknown")
             return
         for name, item in ours.items():
-            self._set(name, item)
+            if name.startswith(f"{KWARGS}."):
+                self.values[KWARGS] = {**self.values.get(KWARGS, {}), name.removeprefix(f"{KWARGS}."): item}
+            else:
+                self.values[name] = item
         nothing = "merged with other keys" if converted is MERGED else "nothing to set"
         target = ", ".join(f"{name} = {format_value(item)}" for name, item in ours.items()) or nothing
         remark = converted.remark or self.remarks.get(key, "")
@@ -118,12 +121,6 @@ class ConfigConverter:
         leaf = known_leaves().get(key)
         value = value if isinstance(value, str) else to_plain(value)  # references are resolved: a `${` left is text
         return value if leaf is None else validate(value, leaf.annotation, leaf.within)
-
-    def _set(self, key: str, value: Any) -> None:
-        if key.startswith(f"{KWARGS}."):
-            self.values[KWARGS] = {**self.values.get(KWARGS, {}), key.removeprefix(f"{KWARGS}."): value}
-        else:
-            self.values[key] = value
 
     def _drop_conflicts(self) -> None:
         """Leave out values that contradict each other here, so that the result loads."""

@@ -35,8 +35,10 @@ def make_reference() -> str:
 def section_lines(section: str) -> list[str]:
     """A section of the reference: one line per key, with aligned comments."""
     lines: list[str] = []
-    for _, block in groupby(_lines(section), key=lambda line: (line.section, line.comment == "")):
-        lines += _aligned(list(block))
+    for _, group in groupby(_lines(section), key=lambda line: (line.section, line.comment == "")):
+        block = list(group)
+        width = max(len(line.text) for line in block)
+        lines += [f"{line.text:<{width}}  # {line.comment}" if line.comment else line.text for line in block]
     return lines
 
 
@@ -53,11 +55,6 @@ def _lines(wanted: str) -> Iterable[KeyLine]:
         yield KeyLine(
             ".".join(sections), f"{'  ' * len(sections)}{name}: {to_inline_yaml(leaf.default)}", comment(leaf)
         )
-
-
-def _aligned(block: list[KeyLine]) -> list[str]:
-    width = max(len(line.text) for line in block)
-    return [f"{line.text:<{width}}  # {line.comment}" if line.comment else line.text for line in block]
 
 
 def comment(leaf: Leaf) -> str:

@@ -16,7 +16,7 @@ PathKind = Literal["folder", "template", "data", "code"]
 """A plain path; one that may be packaged; data as a comma-separated list with `@split`; code as `file.py:name`."""
 
 EMBEDDED = ("zoo@", "scenes@", "scenes-blank@")  # splits of the embedded tasks, not folders
-CODE_ARGUMENTS = ("name", "spans")  # of a credit rule: the rule, and the function that marks characters for it
+CODE_ARGUMENTS = ("name", "spans")  # arguments of a credit rule: the rule, and the function that marks characters
 PYTHON_PREFIX = "python:"  # names an object that a script gave to mtrl.Trainer: rows, or a reward function
 
 

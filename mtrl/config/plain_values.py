@@ -11,7 +11,7 @@ from mtrl.config.value_types import BadValue
 from mtrl.config.yaml_io import MAX_DEPTH, MAX_NODES
 
 MAX_INT = 2**63 - 1
-MAX_REFERENCES = 50  # of one value, direct and indirect; also the maximum number of values with references
+MAX_REFERENCES = 50  # per value, direct and indirect; also the maximum number of values with references
 MAX_CHAIN = 8
 _REFERENCE = re.compile(r"\$\{\s*([^${}:]*?)\s*\}")
 _RESOLVER = re.compile(r"\$\{\s*([^${}:]*?)\s*:")

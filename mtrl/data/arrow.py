@@ -25,7 +25,7 @@ from mtrl.utils.files import regular_file
 
 MIB = 1 << 20
 MAX_ROW_GROUP = 8 * MIB  # bytes; a larger row group is too slow to decode for a single row
-MAX_HASHED_BYTES = MIB // 8  # of one binary value
+MAX_HASHED_BYTES = MIB // 8  # per binary value
 UNREADABLE = (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError)  # ValueError: also bad UTF-8
 
 logger = logging.getLogger(__name__)

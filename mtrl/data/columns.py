@@ -20,7 +20,7 @@ from mtrl.data.formats import CONVERSATIONS, UNKNOWN, detect_format, read_conver
 from mtrl.data.media import looks_like_image, looks_like_video
 from mtrl.data.row_settings import DataSettings, DataSource, RowError
 
-VERSION = 3  # of the cached summary; raise it when COLUMN_ALIASES or the checks of values change
+VERSION = 3  # version of the cached summary; raise it when COLUMN_ALIASES or the checks of values change
 INSPECTED_ROWS = 32  # the first rows of a source, and as many spread over all of it
 MISSING = object()
 
@@ -89,7 +89,7 @@ class ColumnSummary(NamedTuple):
 
     columns: frozenset[str]
     usable: frozenset[tuple[str, str]]  # key and alias of columns with a usable value
-    format: str  # of most rows
+    format: str  # the format of most rows
 
 
 class RenamedColumns(DataSource):

@@ -29,7 +29,7 @@ from mtrl.data.video import check_pixels, measure_media, target_sizes
 from mtrl.protocols import PromptEncoder
 from mtrl.types import Task
 
-VERSION = 4  # of the cached results; raise it when the same row would now get another result
+VERSION = 4  # version of the cached results; raise it when the same row would now get another result
 GOOD, BAD, TOO_BIG = 0, 1, 2  # states of a row
 UNREAD_IMAGES, EXTRA_IMAGES, MARK_AS_TEXT = 1, 2, 3  # notes about a row; 0: none
 SAMPLED_ROWS = 64  # rows whose images are decoded, spread over the data
@@ -44,7 +44,7 @@ class RowScan:
     state: int = GOOD
     reason: str = ""
     length: int = -1  # prompt tokens; -1: no encoder, or a bad row
-    pixels: int = 0  # of all images and frames together, at the sizes the model sees
+    pixels: int = 0  # total of all images and frames, at the sizes the model sees
     note: int = 0
     sizes: tuple[tuple[int, int, int], ...] = ()  # height and width of each medium in the data, frames shown
     files: tuple[FileStamp, ...] = ()

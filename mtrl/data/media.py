@@ -25,7 +25,7 @@ from mtrl.data.row_settings import RowError, shorten
 from mtrl.types import Medium
 from mtrl.utils.files import regular_file
 
-MAX_PIXELS = 89_478_485  # of one image: 256 MiB of RGB, where Pillow begins to warn of decompression bombs
+MAX_PIXELS = 89_478_485  # per image: 256 MiB of RGB, where Pillow begins to warn of decompression bombs
 # Formats that Pillow decodes itself; for others, such as EPS, it would run a program.
 FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "JPEG2000", "AVIF")
 

@@ -13,7 +13,7 @@ from mtrl.data.row_settings import BadRow, DataSettings, DataSource
 from mtrl.data.sampler import PromptLoader
 from mtrl.protocols import PromptEncoder
 
-MAX_FILES = 8  # of a directory with more, only the first ones are checked
+MAX_FILES = 8  # only the first files of a larger directory are checked
 
 
 class SampleRows(DataSource):

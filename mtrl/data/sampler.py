@@ -32,7 +32,7 @@ from mtrl.protocols import PromptEncoder
 from mtrl.types import Medium, Prompt
 
 BYTES_PER_PIXEL = 3
-MAX_SKIPPED_SHARE = 0.01  # of the rows drawn under `on_bad_row: scan`; a single bad row never ends a run
+MAX_SKIPPED_SHARE = 0.01  # share of the rows drawn under `on_bad_row: scan`; one bad row never ends a run
 
 Result = TypeVar("Result")
 Jobs = queue.SimpleQueue[tuple[Future[Any], Callable[[int], Any], int] | None]
@@ -208,7 +208,7 @@ class Sampler:
         assert len(dataset), "open_dataset refuses an empty dataset"
         self.dataset, self.loader = dataset, PromptLoader(dataset, encoder)
         self.shuffle, self.seed, self.bad_rows_path = shuffle, seed, bad_rows_path
-        self.epoch = self.position = 0  # of the next prompt
+        self.epoch = self.position = 0  # where the next prompt is
         self.bad_rows: dict[int, BadRow] = {}  # rows that could not be decoded, by dataset position
         self.skipped: set[int] = set()  # dataset positions of rows that `take` skipped, also before a restore
         self._fingerprint = dataset.fingerprint

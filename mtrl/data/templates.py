@@ -20,7 +20,7 @@ from mtrl.data.row_settings import DataError
 from mtrl.utils.files import regular_file
 
 MAX_OPERATIONS = 1_000_000  # loop iterations and calls of one rendering; also the largest number it may use
-MAX_CHARACTERS = 4_000_000  # of a rendered prompt
+MAX_CHARACTERS = 4_000_000  # length of a rendered prompt
 LARGE_ROW = 10_000  # a row with more characters, items and numbers may itself cause an excess
 
 

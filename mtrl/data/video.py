@@ -23,7 +23,7 @@ from mtrl.types import Medium, Task
 INSTALL = "a row has a video, and PyAV is not installed: pip install 'mtrl[video]'"
 # Containers that hold their own frames; a playlist would make PyAV open or fetch other files.
 CONTAINERS = "mov,matroska,avi,mpeg,mpegts,flv,asf,ogg,gif,mpegvideo,h264,hevc,m4v"
-MAX_MISSING_SHARE = 0.02  # of the frames that the header counts; the last frame replaces missing ones
+MAX_MISSING_SHARE = 0.02  # share of the header's frame count; the last frame replaces missing ones
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from mtrl.utils.errors import RankLost
 
-LOG_LINES = 12  # of a lost process's log, in the message
+LOG_LINES = 12  # the end of a lost process's log, for the message
 GRACE = 5.0  # seconds for others to fail too when a process ends, so that the one that ended first is reported
 
 

@@ -18,7 +18,7 @@ from mtrl.models.parallel.ranks import Ranks, all_ranks
 
 STOP = "stop"
 NO_TIMEOUT = timedelta(days=10_000)  # the side channel may be idle for any time
-TIMEOUT = timedelta(minutes=60)  # of a rank that waits for the others: the longest pass, or the longest download
+TIMEOUT = timedelta(minutes=60)  # how long a rank waits for the others: the longest pass or download
 
 Call = tuple[str, str, tuple[Any, ...]]  # role, method, arguments
 Roles = Mapping[str, Any]  # the workers of a process, by role

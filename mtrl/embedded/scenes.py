@@ -23,7 +23,6 @@ from PIL import Image
 
 from mtrl.embedded.pictures import CELL, COLOURS, SHAPES, DrawnShape, render
 from mtrl.embedded.task import Split
-from mtrl.types import Medium, Task
 from mtrl.utils.seeding import rng_for
 
 Kind = Literal["colour", "shape", "chain", "count", "comparison"]
@@ -44,10 +43,8 @@ VALUES: dict[Kind, tuple[str, ...]] = {
     "count": COUNTS,
     "comparison": tuple(COLOURS),
 }
-CHANCE = 1 / 6
 PLACES = tuple(f"{row} {column}" for row in ("top", "middle", "bottom") for column in ("left", "centre", "right"))
 STEPS = {"left of": (0, -1), "right of": (0, 1), "above": (-1, 0), "below": (1, 0)}
-OPPOSITE = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
 HELD_OUT = frozenset(zip(COLOURS, (*SHAPES[2:], *SHAPES[:2]), strict=True))
 """Pairs that train never shows: each colour with one shape, each shape with one colour."""
 TEST_QUESTIONS = 2000
@@ -66,10 +63,6 @@ class Thing(NamedTuple):
     @property
     def look(self) -> Look:
         return self.colour, self.shape
-
-    @property
-    def place(self) -> str:
-        return PLACES[self.cell]
 
 
 class Route(NamedTuple):
@@ -100,11 +93,6 @@ class SceneQuestion:
         return self.value
 
     @property
-    def choices(self) -> tuple[str, ...]:
-        """The possible answers."""
-        return VALUES[self.kind]
-
-    @property
     def prompt(self) -> str:
         first, *others = [route.text for route in self.routes]
         if self.kind == "count":
@@ -124,17 +112,6 @@ class SceneQuestion:
     def columns(self) -> dict[str, Any]:
         pair = "new" if self.new else "seen"
         return {"task": NAME, "kind": self.kind, "objects": len(self.things), "pair": pair}
-
-    @property
-    def task(self) -> Task:
-        return Task(
-            id=f"{NAME}-{self.split}:{self.index}",
-            origin=f"{NAME}, {self.split}, question {self.index + 1}",
-            messages=({"role": "user", "content": [{"type": "image"}, {"type": "text", "text": self.prompt}]},),
-            media=(Medium("image", self.image),),
-            answer=self.answer,
-            columns=self.columns,
-        )
 
 
 def row(question: SceneQuestion, blank: bool = False) -> dict[str, Any]:
@@ -261,14 +238,6 @@ def make_thing(cell: int, look: Look, size: str, draw: Draw) -> Thing:
 
 
 # ------------------------------------------------------------------------------------------------------- causal spans
-SENTENCES = {  # the teacher's sentences that decide the answer; all others are noise
-    "find": "I find the {look} at the {place}.",
-    "step": "{relation} it is the {place}.",
-    "sight": "there is a {size} {look}.",
-    "count": "I count {places}, so {count}.",
-    "value": "so the answer is {value}.",
-    "guess": "I guess it is {value}.",
-}
 DECIDING_WORDS = {  # by kind of sentence: the words that the answer depends on
     "find": re.compile(r"\bI (find) the \w+ \w+ at the (\w+ \w+)"),
     "step": re.compile(rf"\b(?:{'|'.join(STEPS)}) it is the (\w+ \w+)"),

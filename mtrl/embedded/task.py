@@ -22,7 +22,6 @@ import numpy as np
 from PIL import Image
 
 from mtrl.embedded.pictures import CELL, COLOURS, DrawnShape, render
-from mtrl.types import Medium, Task
 
 Split = Literal["train", "validation", "test"]
 Kind = Literal["colour", "shape", "position", "count", "comparison"]
@@ -48,7 +47,6 @@ HABITS: dict[Kind, str] = {
 """The answers of the teacher when it does not look."""
 
 LETTERS = "ABCD"
-IMAGE_SIDE = 2 * CELL  # pixels
 TEST_QUESTIONS = 1000
 
 
@@ -86,11 +84,6 @@ class ZooQuestion:
         return LETTERS[self.options.index(self.value)]
 
     @property
-    def choices(self) -> tuple[str, ...]:
-        """The possible answers."""
-        return tuple(LETTERS)
-
-    @property
     def prompt(self) -> str:
         return "\n".join(
             [self.text, *(f"{letter} {option}" for letter, option in zip(LETTERS, self.options, strict=True))]
@@ -107,17 +100,6 @@ class ZooQuestion:
     @property
     def columns(self) -> dict[str, Any]:
         return {"options": list(self.options), "kind": self.kind, "level": self.level}
-
-    @property
-    def task(self) -> Task:
-        return Task(
-            id=f"zoo-{self.split}:{self.index}",
-            origin=f"embedded task, {self.split}, question {self.index + 1}",
-            messages=({"role": "user", "content": [{"type": "image"}, {"type": "text", "text": self.prompt}]},),
-            media=(Medium("image", self.image),),
-            answer=self.answer,
-            columns=self.columns,
-        )
 
 
 def make_question(split: Split, index: int) -> ZooQuestion:

@@ -11,14 +11,13 @@ from torch import Tensor
 
 from mtrl.memory.live_tensors import LiveTensors
 from mtrl.models.backbone import Backbone, prompt_positions
-from mtrl.models.model_size import model_size
 from mtrl.protocols import PromptEncoder
 from mtrl.rollout.decode.arena import GROWTH
 from mtrl.rollout.decode.buffers import Buffers, Mode, Room
 from mtrl.rollout.decode.engine import bucket_size, prompts_at_once, read_prompts
 from mtrl.rollout.decode.layers import Shape, decoder_shape, explain_unsupported
 from mtrl.rollout.decode.step import Ops, Step
-from mtrl.rollout.local import LocalGenerator, peak_decode_bytes
+from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Prompt, Sampling
 
 META = torch.device("meta")
@@ -49,11 +48,6 @@ def run_plain_prefill(
 ) -> None:
     """Run the prefill and sample one token."""
     LocalGenerator(backbone, encoder).generate(prompts, replace(sampling, max_new_tokens=1, version=0))
-
-
-def count_plain_engine(model: Any, compute: torch.dtype, batch: Batch) -> Parts:
-    """Bytes held at the last token, when the activations of the prefill are gone."""
-    return peak_decode_bytes(model_size(model), model.dtype, compute, batch.rows, batch.tokens, batch.sampling.cut)
 
 
 # -------------------------------------------------------------------------------------------------------- graph engine
@@ -97,7 +91,7 @@ class Shapes:
     rank: int = 0  # adapters are small
 
     def angles(self, positions: int) -> tuple[Tensor, Tensor]:
-        cos, sin = torch.empty(2, positions, self.shape.width // 2, dtype=self.dtype, device=META)
+        cos, sin = torch.empty(2, positions, self.shape.head_dim // 2, dtype=self.dtype, device=META)
         return cos, sin
 
 

@@ -15,7 +15,6 @@ from typing import Any
 from mtrl.memory.decode_footprint import (
     Parts,
     count_graph_engine,
-    count_plain_engine,
     run_graph_prefill,
     run_plain_prefill,
     supports_graphs,
@@ -30,6 +29,7 @@ from mtrl.models.forward import Forward
 from mtrl.models.load_model import DTYPES
 from mtrl.models.model_size import ModelSize, critic_tensors, model_size
 from mtrl.models.quantized import BYTES
+from mtrl.rollout.local import peak_decode_bytes
 from mtrl.workers.offload import PIECE
 
 MIB = 2**20
@@ -191,7 +191,9 @@ def add_engine(fake: FakeModel, plan: Plan, passes: Sequence[Parts]) -> list[Par
     graph engine has its buffers from the beginning."""
     compute, batch = DTYPES[plan.compute], plan.limits.batch
     if not uses_graphs(fake, plan):
-        return [*passes, count_plain_engine(fake.model, compute, batch)]
+        size = model_size(fake.model)
+        last_token = peak_decode_bytes(size, fake.model.dtype, compute, batch.rows, batch.tokens, batch.sampling.cut)
+        return [*passes, last_token]
     parts = count_graph_engine(fake.model, compute, batch, plan.on_gpu)
     return [parts | each for each in passes]
 

@@ -4,7 +4,8 @@ weights. Of weights only the headers are read. A hub id is not checked: the hub'
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,15 @@ def read_json_object(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{file} holds a {type(content).__name__}, not a JSON object: {AGAIN}")
     return content
+
+
+@contextmanager
+def convert_disk_errors() -> Iterator[None]:
+    """safetensors reports a full disk as its own error; this raises an OSError."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
 
 
 def _exists(file: Path) -> bool:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from mtrl.models.adapters import base_path
+from mtrl.models.checkpoint_files import convert_disk_errors
 from mtrl.models.families import VISION_FAMILIES, encoder_files, load_encoder, load_model_config
 from mtrl.models.load_model import DTYPES
 from mtrl.models.state_dicts import exported_weights, save_model
@@ -47,7 +47,5 @@ def size_on_disk(model: PreTrainedModel) -> int:
 
 def write_model(model: PreTrainedModel, directory: Path) -> None:
     """Write weights, config and generation config, with a progress bar in a terminal."""
-    try:
+    with convert_disk_errors():
         save_model(model, exported_weights(model), directory, shard=MAX_SHARD_SIZE, progress=True)
-    except SafetensorError as error:  # how it reports a full disk
-        raise OSError(str(error)) from error

@@ -29,7 +29,7 @@ class AokvqaConverter(DatasetConverter):
     """The image column is `image`, or `image_id` with COCO's image numbers."""
 
     directory: Path
-    coco_folder: str  # of the split
+    coco_folder: str  # the split's folder
 
     def key(self, row: dict[str, Any], number: int) -> str:
         return str(row["question_id"])

@@ -19,7 +19,7 @@ class RowHeader(NamedTuple):
     """The ids of a row, enough to select it."""
 
     key: str  # the question's id in the dataset, as in a file of ids
-    id: str  # of the row, unique in the output
+    id: str  # the row's id, unique in the output
     question: str  # rows with the same one stay in the same split
     left_out: str | None = None  # why the row does not become a question
 

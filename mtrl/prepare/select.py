@@ -25,11 +25,11 @@ from mtrl.utils.files import regular_file
 @dataclass(frozen=True)
 class PrepareOptions:
     title: str
-    split: str  # of the output; with validation: train and val
+    split: str  # the output's split; with validation: train and val
     settings: dict[str, Any]  # shown in the card; a later start with others is an error
     seed: int = 0
     subset: int | None = None  # number of questions
-    ids: Set[str] | None = None  # of the only questions to use
+    ids: Set[str] | None = None  # the only questions to use
     validation: float = 0.0  # share of the questions that is held out
     storage: Storage = "embed"
     skip_bad: bool = False

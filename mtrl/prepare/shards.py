@@ -27,7 +27,7 @@ from mtrl.data.row_settings import DataError
 from mtrl.prepare.merge import JOURNAL
 from mtrl.utils.errors import RunError
 
-VERSION = 1  # of the output; raise it when the same rows would become other bytes
+VERSION = 1  # version of the output; raise it when the same rows would become other bytes
 SKIPPED = "skipped.txt"  # one line per row; not an ending that a run reads as data
 BYTES_PER_GROUP, ROWS_PER_GROUP = 4 << 20, 1000  # small row groups, so that a run reads single rows quickly
 ROWS_PER_SHARD = 20_000

@@ -25,7 +25,7 @@ from mtrl.data.tars import TarRows
 from mtrl.data.video import target_sizes
 from mtrl.protocols import PromptEncoder
 from mtrl.report.markdown_text import shorten
-from mtrl.types import VISION_POOL, Prompt, Task
+from mtrl.types import VISION_POOL, Prompt, Task, content_text
 
 SAMPLES = 3
 CONTAINERS: dict[type, str] = {
@@ -212,7 +212,7 @@ def _sample(number: int, sample: Prompt | Task | BadRow, encoder: ReadableEncode
         assert encoder is not None
         lines += [f"  | {line}" for line in _as_model_sees(sample, encoder).splitlines()]
     else:
-        lines += [f"  | {message['role']}: {_content(message['content'])}" for message in task.messages]
+        lines += [f"  | {message['role']}: {content_text(message['content'])}" for message in task.messages]
     columns = [("answer", task.answer), *(task.columns or {}).items()]
     return [*lines, *(f"  {name}: {shorten(repr(value), VALUE_CHARS)}" for name, value in columns)]
 
@@ -230,12 +230,6 @@ def _as_model_sees(prompt: Prompt, encoder: ReadableEncoder) -> str:
     runs = "".join("v" if is_vision else " " for is_vision in vision).split()
     first, *rest = text.split(pad)
     return first + "".join(f"{pad} × {len(run)}{piece}" for run, piece in zip(runs, rest, strict=False))
-
-
-def _content(content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    return "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in content)
 
 
 def _type_name(value: Any) -> str:

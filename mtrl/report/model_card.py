@@ -38,7 +38,7 @@ class ExportedModel:
     base_id: str | None  # its id on the hub
     images: bool  # whether it accepts images
     dtype: str
-    version: str  # of MTRL
+    version: str  # MTRL's version
     run: CardRun | None = None
 
 

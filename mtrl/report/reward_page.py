@@ -10,7 +10,7 @@ from mtrl.report.markdown_text import shorten
 from mtrl.rewards.dry_run import DryRunResult, ScoredResponse, ValueSummary, histogram
 
 LISTED = 5  # slowest and failed responses listed, of each at most
-BAR_CHARS = 40  # of the longest bar in the histogram
+BAR_CHARS = 40  # length of the longest bar in the histogram
 PREVIEW_CHARS = 60  # shown of a response
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -49,17 +48,11 @@ def vgr(normalizer: Normalizer, dtype: str) -> AttentionReward:
 
 
 def vgr_hard_negative(normalizer: Normalizer, pool: Literal["correct", "group"], dtype: str) -> AttentionReward:
-    return AttentionReward(partial(_hard_negative, normalizer=normalizer, pool=pool, rounding=VGR_ROUNDING[dtype]))
+    """It computes accuracy itself, so accuracy need not be one of the rewards."""
+    rounding = VGR_ROUNDING[dtype]
 
+    def compare(vgr: Tensor, group: Tensor, samples: Sequence[Sample]) -> Tensor:
+        right = torch.tensor([accuracy(sample) or 0.0 for sample in samples])
+        return vgr_hard_negative_reward(vgr, right, group, normalizer, pool, rounding)
 
-def _hard_negative(
-    vgr: Tensor,
-    group: Tensor,
-    samples: Sequence[Sample],
-    normalizer: Normalizer,
-    pool: Literal["correct", "group"],
-    rounding: float,
-) -> Tensor:
-    """The vgr_hard_negative reward. It computes accuracy itself, so accuracy need not be one of the rewards."""
-    right = torch.tensor([accuracy(sample) or 0.0 for sample in samples])
-    return vgr_hard_negative_reward(vgr, right, group, normalizer, pool, rounding)
+    return AttentionReward(compare)

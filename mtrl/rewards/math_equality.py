@@ -16,7 +16,7 @@ from math_verify import LatexExtractionConfig, parse, verify  # type: ignore[imp
 
 from mtrl.rewards.tags import last_answer, strip_thoughts
 
-BRACE = re.compile(r"\\{1,2}(?:boxed|fbox)\s*(\{)|\\.|[{}]", re.DOTALL)  # of a box, escaped, any other
+BRACE = re.compile(r"\\{1,2}(?:boxed|fbox)\s*(\{)|\\.|[{}]", re.DOTALL)  # opens a box, is escaped, any other
 EXPONENT = re.compile(r"(?<=\d)[eE]([+-]?\d+)")  # 1e3; in LaTeX that would be a product with e
 DOLLARS = re.compile(r"\$[^$]+\$")
 TINY = 1e-4

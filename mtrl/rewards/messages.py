@@ -17,8 +17,8 @@ from mtrl.rewards.signatures import Traits
 
 FRAME = struct.Struct("!QQ")  # number of the job, bytes that follow
 PROGRESS = struct.Struct("qq")  # the worker's job and current sample, in memory shared with the trainer
-MAX_MESSAGE_BYTES = 8 << 20  # of a worker
-MAX_OUTCOME_BYTES = 4 << 20  # of one response: token weights of 200,000 tokens
+MAX_MESSAGE_BYTES = 8 << 20  # one message from a worker
+MAX_OUTCOME_BYTES = 4 << 20  # one response: token weights of 200,000 tokens
 FLUSH_BYTES = 1 << 20  # a worker sends its outcomes when they reach this size
 INVALID = "its process sent an invalid message"
 

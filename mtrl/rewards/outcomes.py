@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-TOTAL_KEYS = ("overall", "score")  # of a returned dict: EasyR1's key, verl's key
+TOTAL_KEYS = ("overall", "score")  # the total in a returned dict: EasyR1's key, verl's key
 LARGEST = 3.4e38  # rewards become 32-bit floats
 TOKEN_WEIGHTS = "token_weights"  # the extra value with token weights (SPEC 2.1)
 MAX_EXTRAS = 100  # extra values of a function, and characters of their names

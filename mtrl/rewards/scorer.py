@@ -127,7 +127,7 @@ class SubmittedRewards:
     rollouts: Rollouts
     step: int | None
     samples: list[dict[str, Any]]
-    futures: Mapping[str, Sequence[Future[Outcome]]]  # of the functions that need no signals
+    futures: Mapping[str, Sequence[Future[Outcome]]]  # the functions that need no signals
 
     def result(self, signals: Signals | None = None) -> Rewards:
         outcomes = self._outcomes(signals)

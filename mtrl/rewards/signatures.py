@@ -61,7 +61,7 @@ class UserReward:
         self.out_of_memory, self.process = False, os.getpid()
         self.traits = Traits(
             batch=self.signature in ("trl", "easyr1_batch"),
-            concurrent=is_async(function),
+            concurrent=any(map(inspect.iscoroutinefunction, (function, type(function).__call__))),
             signals="signals" in names or has_constant(function, "signals"),
             name=None if name is None else str(name),
         )
@@ -235,10 +235,6 @@ def parameters(function: Callable[..., Any]) -> tuple[list[str], bool]:
     except ValueError:  # some functions written in C have no signature
         return [], False
     return list(signature), any(each.kind is each.VAR_KEYWORD for each in signature.values())
-
-
-def is_async(function: Callable[..., Any]) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def has_constant(function: Callable[..., Any], key: str) -> bool:

@@ -28,7 +28,7 @@ MARK = b"\x89MTRLREC"
 HEAD = struct.Struct("<8sQIIQIII20x")  # mark, step, attempt, responses, body bytes, table bytes, table CRC, head CRC
 UNSIGNED = struct.Struct("<8sQIIQII")  # the head without its own checksum
 PARTS = 16  # a part takes this fraction of the limit, so that rotation deletes no more than that at once
-MAX_PIECE_BYTES = 64 * 2**20  # of a table or a response: anything larger is damaged or malicious
+MAX_PIECE_BYTES = 64 * 2**20  # a table or a response; anything larger is damaged or malicious
 CHUNK_BYTES = 2**20
 
 Table = dict[str, Any]
@@ -66,7 +66,7 @@ class BlockWriter:
 
     def __init__(self, directory: Path, limit_bytes: int) -> None:
         self.directory, self.limit = directory, limit_bytes
-        self._number: int | None = None  # of the part being written
+        self._number: int | None = None  # number of the part being written
         self._images: dict[str, tuple[int, int, int]] = {}  # (offset, size, CRC) of each image in this part
 
     def append(

@@ -69,7 +69,7 @@ class Console(Tracker):
         self._first_step = self._last_step = 0
         self._tokens = self._step_seconds = 0.0
         self._trained: TrainedResponse | None = None
-        self._width = 0  # of the progress line
+        self._width = 0  # width of the progress line
         self._handlers = logging.getLogger().handlers[:] if self.live else []
         for handler in self._handlers:
             handler.addFilter(self._end_progress)

@@ -20,7 +20,7 @@ from mtrl.protocols import Tracker
 from mtrl.report.log_pages import DecodeTokens, attention_page, evaluation_page, rollout_page, weights_page
 from mtrl.tracking.background import LIMIT_BYTES, Background, append_bounded
 from mtrl.tracking.table import ColumnRates, Values
-from mtrl.types import Experience, Prompt, ValidationSample
+from mtrl.types import Experience, ValidationSample
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,9 @@ class MarkdownLogs(Tracker):
 
     def rollouts(self, step: int, experience: Experience) -> None:
         rollouts = experience.rollouts
-        lean = replace(rollouts, prompts=tuple(map(without_media, rollouts.prompts)))
-        self._last = step, replace(experience, rollouts=lean)
+        # The log shows no pixels, and they must not stay in memory for it.
+        lean = [replace(prompt, media=(), task=replace(prompt.task, media=())) for prompt in rollouts.prompts]
+        self._last = step, replace(experience, rollouts=replace(rollouts, prompts=tuple(lean)))
         if self.every_step:
             self._write_last()
 
@@ -87,8 +88,3 @@ class MarkdownLogs(Tracker):
 
     def _append(self, path: Path, page: str) -> None:
         append_bounded(path, page, self.limit)
-
-
-def without_media(prompt: Prompt) -> Prompt:
-    """The prompt without its pixels: the log does not show them, and they must not stay in memory for it."""
-    return replace(prompt, media=(), task=replace(prompt.task, media=()))

@@ -19,13 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from mtrl.protocols import Tracker
-from mtrl.tracking.jsonl import ROTATE_AT, JsonlWriter, Row, iter_rows, last_row, read_rows
+from mtrl.tracking.jsonl import ROTATE_AT, JsonlWriter, Row, iter_rows, last_row
 from mtrl.tracking.table import ColumnRates, Values, flatten_rates
 from mtrl.types import Experience, ValidationSample
 
 logger = logging.getLogger(__name__)
-
-__all__ = ["RunFiles", "first_steps", "read_history", "read_rows", "read_validations"]
 
 
 class RunFiles(Tracker):
@@ -40,7 +38,7 @@ class RunFiles(Tracker):
         self.every_step = every_step
         self._metrics = JsonlWriter(paths[0])
         self._rollouts, self._samples = (JsonlWriter(path, rotate_at) for path in paths[1:])
-        self._last_rollouts: list[dict[str, Any]] = []  # of the last step, until it is validated
+        self._last_rollouts: list[dict[str, Any]] = []  # the last step's, until it is validated
 
     def metrics(self, step: int, values: Values) -> None:
         self._metrics.append([{**self._head(step), **values}])
@@ -66,7 +64,7 @@ class RunFiles(Tracker):
                 "failed": bool(rewards.failed[i]),
                 "tokens": lengths[i],
                 "finish": rollouts.finish_reason[i],
-                "version": int(rollouts.version[i]),  # of the sampling weights: replayed rows have an earlier one
+                "version": int(rollouts.version[i]),  # the sampling weights' version; replayed rows have an earlier one
             }
             for i, task in enumerate(tasks)
         ]

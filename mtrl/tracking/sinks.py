@@ -174,7 +174,7 @@ class SwanlabSink(LibrarySink):
 
         log_dir = run.directory / "swanlab"
         log_dir.mkdir(parents=True, exist_ok=True)
-        logins = [folder / ".swanlab" / ".netrc" for folder in (Path.home(), Path.cwd())]  # of `swanlab login`
+        logins = [folder / ".swanlab" / ".netrc" for folder in (Path.home(), Path.cwd())]  # written by `swanlab login`
         has_key = any(map(os.environ.get, ("SWANLAB_MODE", "SWANLAB_API_KEY"))) or any(map(Path.is_file, logins))
         self.swanlab = swanlab
         self.run = swanlab.init(

@@ -61,21 +61,19 @@ class RolloutCollector:
     def run(self, memory: ReplayMemory | None = None, first: PendingBatch | None = None) -> CollectedBatch:
         """Collect the step. `first`: responses to its first prompts, if they were sampled before."""
         spec, ready = self.spec, iter([] if first is None else [first])
-        respond = lambda count: self.score(next(ready, None) or self.sample(count))  # noqa: E731
+        respond = lambda count: self.score(next(ready, None) or self.begin_sampling(count)())  # noqa: E731
         batch = sample_until_full(respond, spec.prompts_per_step, spec.filtering)
         if spec.scores_first:
-            batch = batch.with_signals(self.probe(batch.experience.rollouts, spec.needs_at(self.step)))
+            signals = self.probe(batch.experience.rollouts, spec.needs_at(self.step))
+            batch = replace(batch, experience=replace(batch.experience, signals=signals))
         if memory is not None:
             batch = memory.exchange(batch, spec.prompts_per_step, self.step, self.source)
         check_full_batch(batch, spec.prompts_per_step, spec.filtering)
         return batch
 
-    def sample(self, count: int) -> PendingBatch:
-        """Sample responses to the next prompts, and start computing their rewards."""
-        return self.begin_sampling(count)()
-
     def begin_sampling(self, count: int) -> Callable[[], PendingBatch]:
-        """Start sampling; the returned callable waits for the responses. A dedicated engine samples in between."""
+        """Start sampling responses to the next prompts; the returned callable waits for them and starts computing their
+        rewards. A dedicated engine samples in between."""
         spec = self.spec
         with self.clock("generate"):
             prompts = self.source.take(count)

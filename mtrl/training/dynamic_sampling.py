@@ -29,7 +29,7 @@ class Filtering:
 
 @dataclass(frozen=True)
 class PromptCounts:
-    """Of 4 prompts 3 were dropped, of the 3 that replaced them 1: used 3, dropped 4, refilled 3."""
+    """Example: 3 of 4 prompts were dropped, and 1 of their 3 replacements: used 3, dropped 4, refilled 3."""
 
     used: int = 0
     dropped: int = 0
@@ -57,9 +57,6 @@ class CollectedBatch:
         """The responses sampled for this step, which metrics describe."""
         return self.experience if self.replaced is None else self.replaced
 
-    def with_signals(self, signals: Signals) -> CollectedBatch:
-        return replace(self, experience=replace(self.experience, signals=signals))
-
 
 def sample_until_full(sample: Sample, prompts: int, filtering: Filtering | None) -> CollectedBatch:
     """Sample `prompts` prompts, then as many as the filter dropped, until none is missing or the refills are used up.
@@ -74,7 +71,9 @@ def sample_until_full(sample: Sample, prompts: int, filtering: Filtering | None)
     everything = join_groups([each.sampled for each in rounds])
     if not used:
         raise nothing_kept(filtering, sampled, everything.rewards)
-    metrics = sampled_metrics(everything) | counts.metrics("") | {"filtering/rounds": float(len(rounds))}
+    metrics = reward_metrics(everything.rewards, everything.rollouts.group)
+    metrics |= length_metrics(everything.rollouts.mask, everything.rollouts.truncated)
+    metrics |= counts.metrics("") | {"filtering/rounds": float(len(rounds))}
     return CollectedBatch(join_groups([each.kept for each in rounds if each.used]), counts, metrics)
 
 
@@ -121,8 +120,3 @@ def nothing_kept(filtering: Filtering, sampled: int, rewards: Rewards) -> RunErr
         f"{parts}), so there is nothing to learn from. Start a new run from the last checkpoint "
         "(training.load_checkpoint_path) with another optimization.filter_key, a wider filter or other data"
     )
-
-
-def sampled_metrics(sampled: Experience) -> Metrics:
-    rollouts = sampled.rollouts
-    return reward_metrics(sampled.rewards, rollouts.group) | length_metrics(rollouts.mask, rollouts.truncated)

@@ -43,12 +43,12 @@ class OneStepAhead:
         self.done = done
         self.pending: dict[int, PendingBatch] = {}
         self.started: tuple[int, Callable[[], PendingBatch]] | None = None  # the step that is being sampled
-        self.directory: Path | None = None  # of the checkpoint that the run resumes from
+        self.directory: Path | None = None  # the checkpoint that the run resumes from
 
     def run(self, collector: RolloutCollector, memory: ReplayMemory | None) -> CollectedBatch:
         """Sample the next step, whose prompts follow those of this one, then collect this step."""
         step, prompts = collector.step, collector.spec.prompts_per_step
-        first = self.pending.get(step) or self._restored(collector) or collector.sample(prompts)
+        first = self.pending.get(step) or self._restored(collector) or collector.begin_sampling(prompts)()
         self.pending = {step: first}
         if step + 1 < collector.spec.total_steps:
             self.started = step + 1, replace(collector, step=step + 1, times_sampled=Counter()).begin_sampling(prompts)

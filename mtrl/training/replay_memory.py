@@ -32,7 +32,7 @@ class StoredGroup:
 
     task: str  # id of the prompt's task
     step: int
-    index: int  # of the group in that step
+    index: int  # the group's index in that step
     experience: Experience  # without prompts and advantages
 
     @classmethod

@@ -1,8 +1,9 @@
-"""Only regular files are read: a pipe would block its reader for ever, and a device never ends."""
+"""Only regular files are read: a pipe would block its reader for ever, and a device never ends. Names of paths."""
 
 import errno
 import os
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 
 KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
@@ -26,3 +27,16 @@ def check_regular_files(directory: str | os.PathLike[str]) -> None:
             path = os.path.join(folder, name)
             if os.path.exists(path):  # whoever reads a broken link reports it
                 regular_file(path)
+
+
+def short_names(paths: Sequence[Path]) -> list[str]:
+    """The last parts of each path, as many as make the names unique.
+
+    >>> short_names([Path("a/x/one"), Path("b/x/one")]), short_names([Path("a/one"), Path("a/two")])
+    (['a/x/one', 'b/x/one'], ['one', 'two'])
+    """
+    for count in range(1, max((len(path.parts) for path in paths), default=1)):
+        names = ["/".join(path.parts[-count:]) for path in paths]
+        if len(set(names)) == len(paths):
+            return names
+    return [str(path) for path in paths]

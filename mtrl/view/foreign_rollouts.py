@@ -193,7 +193,7 @@ class ParquetRollouts(RowRollouts):
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        self.path = path  # of a file or a directory
+        self.path = path  # a file or a directory
         self._files: dict[int, tuple[Path, int]] = {}  # step -> file, number of rows
         self._versions: dict[Path, tuple[int, int]] = {}  # size and time of each file
         self._damaged: set[str] = set()

@@ -17,7 +17,7 @@ SORTED_BY = ("reward", "tokens", "dependency", "entropy", "vision", "advantage")
 LISTED = (*SORTED_BY, "finish", "version", "head", "kept", "scale", "failed")  # columns in the rows of a list
 MAX_SIDE = 4096  # image tokens per side
 TABLES_CACHED = 48  # tables of steps in memory, the most recently used
-DIGITS = 3  # of the stored half floats
+DIGITS = 3  # precision of the stored half floats
 
 Json = dict[str, Any]
 Columns = Mapping[str, np.ndarray]  # [responses] numbers for each name in SORTED_BY, NaN if there is none

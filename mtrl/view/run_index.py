@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mtrl.tracking.blocks import RECORD_DIR, DamagedRecord
+from mtrl.utils.files import short_names
 from mtrl.utils.metric_history import is_number
 from mtrl.view.foreign_rollouts import JsonlRollouts, ParquetRollouts
 from mtrl.view.history import MetricTail
@@ -159,13 +160,3 @@ def open_store(path: Path, kind: str) -> RolloutStore:
 def is_inside(file: Path, directory: Path) -> bool:
     """Whether a file is really in the run's directory: a link may lead anywhere."""
     return file.resolve().is_relative_to(directory.resolve())
-
-
-def short_names(paths: Sequence[Path]) -> list[str]:
-    """The last parts of each path, as many as are needed to make all names different."""
-    longest = max((len(path.parts) for path in paths), default=1)
-    for count in range(1, longest):
-        names = ["/".join(path.parts[-count:]) for path in paths]
-        if len(set(names)) == len(paths):
-            return names
-    return [str(path) for path in paths]

@@ -99,10 +99,8 @@ class LocalActor:
 
     @torch.no_grad()
     def _probe_in_passes(self, rollouts: Rollouts, measure: Callable[[Rollouts], Signals], views: int = 1) -> Signals:
-        def in_pass(rows: Rollouts) -> Signals:
-            return run_forward(self.model, lambda: measure(rows))
-
-        return self.learner.limit_passes(self.probe_batching).probe(rollouts, in_pass, views)
+        batching = self.learner.limit_passes(self.probe_batching)
+        return batching.probe(rollouts, lambda rows: run_forward(self.model, partial(measure, rows)), views)
 
     def _signals(self, rollouts: Rollouts, needs: Needs, step: int) -> Signals:
         views = [self.perturbation.view(p, step) for p in rollouts.prompts] if needs.views == 2 else None

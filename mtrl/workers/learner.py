@@ -110,7 +110,7 @@ class Learner:
         self.optimizer = make_optimizer(self.parameters, optimization, fused=device.type == "cuda")
         pieces = parameter_pieces(self.parameters) if offload else []
         self.pieces = [(piece, OffloadedTensors(partial(self._large_states, piece), device)) for piece in pieces]
-        self.version = 0  # of the weights: the number of updates
+        self.version = 0  # version of the weights: the number of updates
         self.optimizer_step = 0
         self.bad_steps_in_a_row = 0
         self.cut_to = 0  # tokens or rows of a pass since the device was full; 0: it never was

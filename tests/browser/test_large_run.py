@@ -1,4 +1,4 @@
-"""As much as rotation keeps, a thousand steps in a GiB: the first page reads little of it, the server stays small."""
+"""A run of the largest size that rotation keeps, a thousand steps in a GiB: the first page reads little of it."""
 
 import os
 import re
@@ -8,20 +8,20 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from view_helpers import metrics_row, recorded, step_of
+from view_helpers import make_step, metrics_row, recorded
 
 from mtrl.tracking.blocks import BlockWriter, block_parts
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("uvicorn", reason="pip install 'mtrl[view]'")
 STEPS, LIMIT = 1000, 2**30
-METRICS = 70  # numbers of a step
+METRICS = 70  # metrics per step
 
 
 @pytest.fixture(scope="module")
 def large_run(tmp_path_factory):
     run = tmp_path_factory.mktemp("large") / "run"
-    store = recorded(tmp_path_factory.mktemp("one"), step_of())
+    store = recorded(tmp_path_factory.mktemp("one"), make_step())
     table, block = store.table(1), store._blocks[1]
     responses = [block.read(place) for place in table["where"]]
     many = 64 // len(responses) * len(responses)
@@ -30,7 +30,7 @@ def large_run(tmp_path_factory):
         for name, column in table["rollouts"].items()
         if isinstance(column, list) and name != "mass"
     }
-    filler = os.urandom(LIMIT // STEPS - many * len(responses[0]) - 4000)  # what longer responses would take
+    filler = os.urandom(LIMIT // STEPS - many * len(responses[0]) - 4000)  # bytes that longer responses would take
     writer = BlockWriter(run / "record", LIMIT)
     for step in range(1, STEPS + 1):
         images = {key: (lambda place=place: block.read(place)) for key, place in table["images"].items()}

@@ -1,11 +1,11 @@
-"""A report: one file that shows a run without a server, and asks nobody for anything."""
+"""A report: one file that shows a run without a server and without any request."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from view_helpers import fake_run, metrics_row, recorded, said, step_of, with_maps
+from view_helpers import fake_run, make_step, metrics_row, recorded, replace_text, with_maps
 
 from mtrl.commands import report
 from mtrl.types import AttentionMap
@@ -39,12 +39,12 @@ def test_a_report_opens_by_itself(page, tmp_path, capsys):
 
 
 def test_a_report_has_attention_maps_up_to_a_bound(page, tmp_path, monkeypatch):
-    """Of two responses to a prompt there is room for one: the first of its group."""
+    """There is room for one of the two responses to a prompt: the first of its group."""
     run = tmp_path / "run"
     run.mkdir()
     (run / "metrics.jsonl").write_text(metrics_row(1, **{"reward/overall": 1.0}))
     looks = AttentionMap(torch.tensor([[0, 255], [255, 0]], dtype=torch.uint8), torch.tensor([0.5, 0.25]))
-    step = with_maps(step_of(), [looks, looks, None], (np.full((28, 56, 3), 90, np.uint8),))
+    step = with_maps(make_step(), [looks, looks, None], (np.full((28, 56, 3), 90, np.uint8),))
     recorded(run / "record", step)
     monkeypatch.setattr(share, "MAPS_BYTES", 30)
     report.run([str(run), "--out", str(tmp_path / "shared")])
@@ -65,7 +65,7 @@ def test_a_report_of_texts_that_mean_harm(page, tmp_path, capsys):
     run.mkdir()
     (run / "metrics.jsonl").write_text(metrics_row(1, **{f"{HARM}/x": 1.0, "reward/overall": 1.0}))
     (run / "config.yaml").write_text(HARM)
-    recorded(run / "record", said(step_of(), HARM, prompt=HARM, name=HARM))
+    recorded(run / "record", replace_text(make_step(), HARM, prompt=HARM, name=HARM))
     report.run([str(run), "--out", str(tmp_path / "shared")])
     page.goto(f"file://{tmp_path / 'shared' / 'report.html'}#rollouts")
     page.wait_for_selector(".list .head")

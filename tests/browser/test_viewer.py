@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from view_helpers import fake_run, metrics_row, recorded, said, served, step_of, with_maps
+from view_helpers import fake_run, make_step, metrics_row, recorded, replace_text, served, with_maps
 
 from mtrl.commands import demo
 from mtrl.embedded.embedded_rows import SIZES
@@ -51,9 +51,9 @@ def test_a_run_of_the_demo(page, demo_run):
         assert images.count() == 2
         assert images.nth(1).evaluate("image => image.decode().then(() => image.naturalWidth)") == 56
         page.locator(".response .token").first.hover()
-        told = page.locator(".token-tip").inner_text()
+        message = page.locator(".token-tip").inner_text()
         for name in ("S", "entropy", "weight", "trained on", "advantage", "log-prob", "vision mass, late"):
-            assert name in told
+            assert name in message
         # keys move through the samples, and to the step before
         before = titles(page)
         page.keyboard.press("ArrowRight")
@@ -61,7 +61,7 @@ def test_a_run_of_the_demo(page, demo_run):
         assert page.locator(".list li[aria-selected=true]").get_attribute("data-key") == "2 1"
         page.keyboard.press("[")
         expect(page.locator(".sample header h2")).to_contain_text("Step 1")
-        assert "from=1" in page.url, "the address keeps it"
+        assert "from=1" in page.url, "the URL contains it"
 
 
 def test_every_heat_map_shows_its_own_numbers(page, demo_run):
@@ -97,7 +97,7 @@ def wait_for_images(page):
     page.locator(".images img").evaluate_all("images => Promise.all(images.map(image => image.decode()))")
 
 
-def test_where_a_token_looks(page, demo_run):
+def test_the_attention_map_of_a_token(page, demo_run):
     with served(demo_run) as address:
         page.goto(f"{address}#rollouts")
         wait_for_images(page)
@@ -107,13 +107,13 @@ def test_where_a_token_looks(page, demo_run):
         assert looks.evaluate("canvas => [canvas.width, canvas.height]") == [2, 2] and looks.count() == 1
         over, picture = looks.bounding_box(), page.locator(".images img").first.bounding_box()
         assert all(abs(over[side] - picture[side]) <= 2 for side in over), "it lies on the image"
-        first, said = looks.evaluate(DRAWN), page.locator(".images figcaption").first.inner_text()
-        assert re.search(r"\d% of its attention", said)
+        first, replace_text = looks.evaluate(DRAWN), page.locator(".images figcaption").first.inner_text()
+        assert re.search(r"\d% of its attention", replace_text)
         tokens.nth(4).hover()
         assert looks.evaluate(DRAWN) != first, "another token, another map"
         page.locator(".question").hover()
         assert looks.is_hidden() and page.locator(".images figcaption").first.inner_text() == "as the model saw it"
-        # the keyboard does the same, and moves to no other response
+        # the keyboard does the same, without moving to another response
         tokens.first.focus()
         before = titles(page)
         page.keyboard.press("ArrowRight")
@@ -127,10 +127,10 @@ def test_where_a_token_looks(page, demo_run):
 
 
 def test_each_image_has_its_own_map(page, tmp_path):
-    """Two images, the second looked at by the first token and the first by the second; far down they are in the tip."""
+    """Two images: the first token attends to the second, and vice versa. Scrolled down, they are in the tooltip."""
     maps = [AttentionMap(torch.tensor([[0, 0, 255], [255, 51, 0]], dtype=torch.uint8), torch.tensor([0.5, 0.25]))]
     media = (np.full((28, 56, 3), 90, np.uint8), np.full((28, 28, 3), 160, np.uint8))
-    recorded(tmp_path / "run/record", with_maps(step_of(), [*maps, None, None], media))
+    recorded(tmp_path / "run/record", with_maps(make_step(), [*maps, None, None], media))
     with served(tmp_path / "run") as address:
         asked = []
         page.route("**/maps*", lambda route: asked.append(route))
@@ -145,8 +145,8 @@ def test_each_image_has_its_own_map(page, tmp_path):
             [round(1 - int(each) / 255, 2) for each in look.evaluate(DRAWN).split(",")[3::4]] for look in looks.all()
         ]
         assert drawn == [[0.25, 0.25], [1.0]], "veiled, and not"
-        said = page.locator(".images figcaption").all_inner_texts()
-        assert (said[0], said[2]) == ("0% of its attention", "50% of its attention")
+        replace_text = page.locator(".images figcaption").all_inner_texts()
+        assert (replace_text[0], replace_text[2]) == ("0% of its attention", "50% of its attention")
         tokens.nth(1).hover()
         expect(page.locator(".images figcaption").first).to_have_text("26% of its attention")
         page.set_viewport_size({"width": 1280, "height": 300})
@@ -178,8 +178,8 @@ def test_phases_memory_and_configuration(page, demo_run):
         assert "rollout_batch_size" in page.locator(".config").inner_text()
 
 
-def test_it_follows_a_run_that_goes_on(page, tmp_path):
-    """The page asks every two seconds, by a clock that is run ahead here."""
+def test_it_follows_a_running_run(page, tmp_path):
+    """The page polls every two seconds; the test advances its clock."""
     run = fake_run(tmp_path / "run", steps=2)
 
     def pulse():
@@ -193,7 +193,9 @@ def test_it_follows_a_run_that_goes_on(page, tmp_path):
         assert "live" in page.locator(".badge").inner_text()
         with (run / "metrics.jsonl").open("a") as file:
             file.write(metrics_row(3, **{"reward/overall": 0.9, "new/metric": 1.0}))
-        more = recorded(tmp_path / "more", step_of(), step_of(), said(step_of(shades=(7, 8)), "the newest"))
+        more = recorded(
+            tmp_path / "more", make_step(), make_step(), replace_text(make_step(shades=(7, 8)), "the newest")
+        )
         part = more._blocks[3].part.read_bytes()
         with (run / "record/part-00001.bin").open("ab") as file:
             file.write(part[more._blocks[3].start :][:-30])
@@ -253,7 +255,7 @@ def test_texts_that_mean_harm_are_texts(page, tmp_path):
         metrics_row(1, **{"<img src=x onerror=alert(2)>/loss": 1.0, "reward/overall": 1.0})
     )
     (run / "config.yaml").write_text("</pre><script>alert(4)</script>")
-    recorded(run / "record", said(step_of(), HARM, prompt=HARM, name=f"../../{HARM}"))
+    recorded(run / "record", replace_text(make_step(), HARM, prompt=HARM, name=f"../../{HARM}"))
     with served(run) as address:
         page.goto(address)
         page.get_by_text("<img src=x onerror=alert(2)>/loss").wait_for()
@@ -269,7 +271,7 @@ def test_texts_that_mean_harm_are_texts(page, tmp_path):
         assert page.locator("main script, main img[onerror], b[onmouseover]").count() == 0
 
 
-def test_a_damaged_run_opens_and_says_what_is_missing(page, tmp_path):
+def test_a_damaged_run_opens_and_reports_the_damage(page, tmp_path):
     run = fake_run(tmp_path / "run")
     (part,) = (run / "record").iterdir()
     data = bytearray(part.read_bytes())

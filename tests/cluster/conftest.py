@@ -1,4 +1,4 @@
-"""Where ranks cannot be forked, tests of them are skipped before they compute anything."""
+"""Skips tests of forked ranks if OMP_NUM_THREADS is not 1."""
 
 import os
 
@@ -7,6 +7,6 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def one_thread(request):
-    """The fork of a process that has used OpenMP's threads hangs in them."""
+    """A fork of a process that has used OpenMP's threads hangs."""
     if os.environ.get("OMP_NUM_THREADS") != "1" and hasattr(request.module, "run_ranks"):
-        pytest.skip("ranks are forked: OMP_NUM_THREADS=1, as make test has it")
+        pytest.skip("ranks are forked: set OMP_NUM_THREADS=1, as make test does")

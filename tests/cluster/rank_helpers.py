@@ -1,4 +1,4 @@
-"""Ranks as forked processes of a test: torch is imported already, so that two of them take a second."""
+"""Ranks as forked processes of a test: torch is already imported, so that two ranks take only a second."""
 
 import multiprocessing
 import os
@@ -12,11 +12,11 @@ import torch.distributed as dist
 from mtrl.models.parallel.ranks import all_ranks
 
 FORK = multiprocessing.get_context("fork")
-SECONDS = 300  # a hang is a failure, and a busy machine is none
+SECONDS = 300  # longer is a hang, even on a busy machine
 
 
 def run_ranks(size, function, folder: Path, *arguments):
-    """What `function(ranks, *arguments)` returns on each rank; an error of any of them is raised with its traceback."""
+    """Results of `function(ranks, *arguments)` on each rank; raises the error of any rank with its traceback."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "store").unlink(missing_ok=True)
     processes = [FORK.Process(target=_rank, args=(rank, size, folder, function, arguments)) for rank in range(size)]
@@ -28,14 +28,14 @@ def run_ranks(size, function, folder: Path, *arguments):
     for process in stuck:
         process.kill()
         process.join()
-    found = []
+    results = []
     for rank in range(size):
         file = folder / f"result_{rank}"
         assert file.exists(), f"rank {rank} of {size} hangs: {len(stuck)} did not end"
         result, error = pickle.loads(file.read_bytes())
         assert error is None, f"rank {rank} of {size}: {error}"
-        found.append(result)
-    return found
+        results.append(result)
+    return results
 
 
 def _rank(rank, size, folder, function, arguments):
@@ -48,7 +48,7 @@ def _rank(rank, size, folder, function, arguments):
         dist.barrier()
     except BaseException:
         error = traceback.format_exc()
-    beside = folder / f"writing_{rank}"
-    beside.write_bytes(pickle.dumps((result, error)))
-    beside.rename(file)
+    partial = folder / f"writing_{rank}"
+    partial.write_bytes(pickle.dumps((result, error)))
+    partial.rename(file)
     os._exit(0)

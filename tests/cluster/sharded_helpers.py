@@ -1,4 +1,4 @@
-"""Workers of one rank or of a process alone, batches for them, and what they make of these."""
+"""Workers on ranks and in a single process, batches for them, and a comparison of their results."""
 
 from dataclasses import replace
 from functools import partial
@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import close, fake_batch, same
 from rank_helpers import run_ranks
-from tiny_models import checkpoint, encoder_of, prompts_for, random_rollouts
+from tiny_models import checkpoint, get_encoder, prompts_for, random_rollouts
 
 from mtrl.algorithms.credit import assign
 from mtrl.algorithms.credit.attention_weights import AttentionWeights
@@ -36,19 +36,19 @@ UPDATES = 5
 SETTINGS = OptimizerSettings(lr=1e-4, warmup_steps=2, total_steps=UPDATES, schedule="cosine", max_grad_norm=0.01)
 LORA = AdapterSettings(rank=4, alpha=8, vision_tower=True, seed=3)
 CPU = torch.device("cpu")
-# Prompts with an image, without, with several, with one. Groups are uneven, and one token budget cuts the first.
+# Prompts with one image, none, several, one. Groups are uneven, and the token budget splits the first group.
 MIXED = [0, 0, 0, 0, 1, 1, 2, 2, 3, 3], [6, 2, 9, 5, 4, 1, 7, 3, 5, 5]
-TEXT_AND_ONE_IMAGE = [0, 0, 1, 1, 1], [6, 2, 4, 3, 8]  # of two ranks one has the image, and the other text alone
-TEXT_ALONE = [1, 1, 1], [4, 3, 8]  # nobody sees anything, and the second rank has nothing to do
-ONE_GROUP = [0, 0, 0], [6, 2, 9]  # the second rank has nothing to do
+TEXT_AND_ONE_IMAGE = [0, 0, 1, 1, 1], [6, 2, 4, 3, 8]  # one rank has the image, the other only text
+TEXT_ALONE = [1, 1, 1], [4, 3, 8]  # no images, and the second rank has no rows
+ONE_GROUP = [0, 0, 0], [6, 2, 9]  # the second rank has no rows
 BUDGET = MicroBatching(tokens=60)
-CLIP = 2.0  # of the correction of what an engine has sampled
+CLIP = 2.0  # maximum of the correction for an engine's log-probs
 NEEDS = Needs("old_logprobs", "entropy", "entropy_change", "dependency", "attention_mass", "ref_logprobs")
 
 
 # -------------------------------------------------------------------------------------------------------- the workers
 def make_backbone(family, kind, ranks, strategy, checkpointing=False, per_node=1, cpu_offload=False):
-    """Loaded as a whole where it is alone, else split from the first rank's copy."""
+    """Loads the whole model in a single process; on several ranks, shards the first rank's copy."""
     path = checkpoint(family)
     if ranks.group is None:
         model = load_value_model(path) if kind == "critic" else load_model(path)
@@ -71,7 +71,7 @@ def make_backbone(family, kind, ranks, strategy, checkpointing=False, per_node=1
     return backbone
 
 
-def worker_of(
+def make_worker(
     kind,
     family,
     batching,
@@ -83,7 +83,7 @@ def worker_of(
     offload_optimizer=False,
 ):
     backbone = make_backbone(family, kind, ranks, strategy, checkpointing, per_node, cpu_offload)
-    forward = Forward(backbone, encoder_of(family))
+    forward = Forward(backbone, get_encoder(family))
     settings = SETTINGS
     options = {"update_batching": batching, "probe_batching": batching, "encoder_files": {}}
     options["offload_optimizer"] = offload_optimizer
@@ -102,19 +102,19 @@ def noise(like, seed, scale=1.0):
     return scale * torch.randn(like.shape, generator=torch.Generator().manual_seed(seed))
 
 
-def batches_of(kind, family, rows):
-    """One for each update, all of them recorded from a single process, old log-probs a bit off. `rows` say how long
-    random responses are, or are what an engine has sampled."""
+def make_batches(kind, family, rows):
+    """One batch per update, made by a single process, with slightly changed old log-probs. `rows`: groups and lengths
+    of random responses, or rollouts of an engine."""
     rollouts = rows if isinstance(rows, Rollouts) else random_rollouts(prompts_for(family), *rows)
     mask = rollouts.mask
     if kind == "critic":
         zeros = torch.zeros(mask.shape)
-        made = (fake_batch(rollouts, zeros, zeros) for _ in range(UPDATES))
+        batches = (fake_batch(rollouts, zeros, zeros) for _ in range(UPDATES))
         return [
             replace(batch, values=noise(mask, seed, 0.3), returns=noise(mask, seed + 9).where(mask, 0.0))
-            for seed, batch in enumerate(made)
+            for seed, batch in enumerate(batches)
         ]
-    actor = worker_of("actor", family, MicroBatching(rows=len(rollouts)))
+    actor = make_worker("actor", family, MicroBatching(rows=len(rollouts)))
     needs = Needs("old_logprobs", "attention_mass") if kind == "tprl" else Needs("old_logprobs")
     signals = actor.probe(rollouts, needs, 0)
     return [actor_batch(kind, rollouts, signals, seed) for seed in range(UPDATES)]
@@ -125,8 +125,8 @@ def actor_batch(kind, rollouts, signals, seed):
     advantage = noise(mask[:, :1], seed + 1).expand(mask.shape).where(mask, 0.0)
     old, weights = signals.old_logprobs + noise(mask, seed + 20, 0.3), loss_weights(mask.float(), mask, "grpo", 16)
     if kind == "tprl":
-        nothing = torch.zeros(len(rollouts))
-        rewards = Rewards(nothing, {}, nothing.bool())
+        zeros = torch.zeros(len(rollouts))
+        rewards = Rewards(zeros, {}, zeros.bool())
         credit = assign([AttentionWeights(target="mask")], Experience(rollouts, rewards, signals, advantage), (0, 0))
         assert credit.weights.std() > 0.01
         advantage, weights = credit.advantage, loss_weights(credit.token_weight, credit.keep_mask, "dapo", 16)
@@ -143,7 +143,7 @@ LOSS = Loss(PolicyLoss(), divergence="low_var_kl", divergence_coef=0.1, entropy_
 
 
 def learn(worker, kind, batches):
-    """Metrics of each update, and what it says of the rows before the first and after the last."""
+    """Signals before the first update, the metrics of each update, and signals after the last."""
     loss, rollouts = LOSSES.get(kind, LOSS), batches[0].rollouts
     needs = Needs("values") if kind == "critic" else NEEDS
     before = worker.probe(rollouts, needs, 4)
@@ -154,7 +154,7 @@ def learn(worker, kind, batches):
 def on_rank(ranks, kind, family, batching, batches, options):
     sp_size = options.pop("sp_size", 1)
     ranks = replace(ranks, sp_group=make_sp_group(sp_size))
-    worker = worker_of(kind, family, batching.over(ranks), ranks, **options)
+    worker = make_worker(kind, family, batching.over(ranks), ranks, **options)
     roles = {"worker": WorkerHandle(worker, returns_signals=ranks.sp_group.is_first)}
     found = None
     if ranks.is_first:
@@ -167,11 +167,11 @@ def on_rank(ranks, kind, family, batching, batches, options):
 
 
 def check(kind, family, rows, tmp_path, batching=BUDGET, sizes=(1, 2), updates=UPDATES, **options):
-    batches = batches_of(kind, family, rows)[:updates]
-    alone = worker_of(kind, family, batching)
-    start = {name: tensor.clone() for name, tensor in exported_weights(alone.model).items()}
-    before, metrics, after = learn(alone, kind, batches)
-    weights = exported_weights(alone.model)
+    batches = make_batches(kind, family, rows)[:updates]
+    single = make_worker(kind, family, batching)
+    start = {name: tensor.clone() for name, tensor in exported_weights(single.model).items()}
+    before, metrics, after = learn(single, kind, batches)
+    weights = exported_weights(single.model)
     moved = max(float((weights[name] - start[name]).abs().max()) for name in weights)
     assert moved > 100e-6, "a hundred times the tolerance"
     for size in sizes:
@@ -194,12 +194,12 @@ def check(kind, family, rows, tmp_path, batching=BUDGET, sizes=(1, 2), updates=U
 
 
 def as_streams(rollouts):
-    """Responses as a rank sends them: without their prompts."""
+    """Responses without their prompts, as a rank sends them."""
     return [(rows.group, rows.tokens, rows.mask, rows.rollout_logprobs, rows.text, rows.version) for rows in rollouts]
 
 
 def same_responses(found, expected):
-    """Those of ranks, before an update and after it, against those of one engine."""
+    """Asserts that the ranks' responses, before and after an update, equal those of a single engine."""
     for rows, (group, tokens, mask, behaviour, text, version) in zip(expected, found, strict=True):
         same(group, rows.group)
         same(mask, rows.mask)
@@ -207,4 +207,4 @@ def same_responses(found, expected):
         torch.testing.assert_close(behaviour, rows.rollout_logprobs, rtol=1e-4, atol=1e-4)
         assert text == rows.text
         same(version, rows.version)
-    assert expected[0].text != expected[1].text, "the new weights say something else"
+    assert expected[0].text != expected[1].text, "the new weights give other responses"

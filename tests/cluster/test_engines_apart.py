@@ -1,4 +1,4 @@
-"""Engines that hold nothing that learns: sent the weights of two ranks one by one, they give the rows of one engine."""
+"""Dedicated engines, which get the weights of two ranks one by one, return the rows of a single engine."""
 
 import queue
 import threading
@@ -9,7 +9,7 @@ from helpers import same
 from rank_helpers import run_ranks
 from sharded_helpers import as_streams, same_responses
 from test_ranked_generation import FAMILY, config_for, steps
-from tiny_models import checkpoint, encoder_of
+from tiny_models import checkpoint, get_encoder
 
 from mtrl.compose.policy import build_actor, make_forward
 from mtrl.compose.worker_groups import WorkerPlan, build_dedicated_engine, build_roles
@@ -29,7 +29,7 @@ class ThreadedEngines:
         self.worker_group, self.size = worker_group, size
         self.queues = [queue.Queue(maxsize=1) for _ in range(size)]
         self.roles = [build_dedicated_engine(plan, each.get) for each in self.queues]
-        self.names = []  # of the weights that were sent, in their order
+        self.names = []  # names of the sent weights, in order
 
     def start(self, role, method, arguments):
         results = [getattr(roles[role], method)(*given) for roles, given in zip(self.roles, arguments, strict=True)]
@@ -90,9 +90,9 @@ def on_rank(ranks, path):
     return as_streams(found)
 
 
-def test_engines_of_their_own_give_the_rows_of_one(tmp_path):
+def test_dedicated_engines_return_the_rows_of_one_engine(tmp_path):
     """Before an update of two ranks, and after it."""
-    path, encoder = checkpoint(FAMILY), encoder_of(FAMILY)
+    path, encoder = checkpoint(FAMILY), get_encoder(FAMILY)
     config = plan_for(path).config
     forward = make_forward(config, encoder, load_model(path))
     expected = steps(build_actor(config, forward, encoder, 4), LocalGenerator(forward.backbone, encoder))
@@ -118,7 +118,7 @@ def test_a_tensor_by_its_bytes(dtype, shape):
 
     tensor = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 100).to(dtype)
     stored = raw_bytes(tensor)
-    stored.flags.writeable = False  # as it lies in the store
+    stored.flags.writeable = False  # as it is in the store
     found = from_bytes(tensor_format(tensor), stored)
     same(found, tensor)
     assert found.dtype == dtype and found.shape == shape

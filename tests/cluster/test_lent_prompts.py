@@ -45,7 +45,7 @@ def test_each_prompt_travels_once():
     assert torch.equal(update[0][0].rollouts.tokens, rollouts.tokens)
 
 
-def test_nothing_holds_a_prompt_that_nobody_else_does():
+def test_a_prompt_is_freed_with_its_last_reference():
     refs, rollouts = ObjectRefs(lambda prompt: prompt.task.id), fake_rollouts([2])
     refs.share(rollouts)
     seen = weakref.ref(rollouts.prompts[0])

@@ -1,5 +1,5 @@
-"""Engines of two ranks give the rows of one, before and after the weights that they gather have changed; and rows are
-dealt out in whole groups."""
+"""Engines of two ranks return the rows of one engine, before and after a change of the gathered weights; rows are
+distributed in whole groups."""
 
 from dataclasses import dataclass, field
 
@@ -8,7 +8,7 @@ import torch
 from helpers import fake_rollouts
 from rank_helpers import run_ranks
 from sharded_helpers import LOSS, actor_batch, as_streams, same_responses
-from tiny_models import checkpoint, encoder_of, fresh_backbone, prompts_for, shared_backbone
+from tiny_models import checkpoint, fresh_backbone, get_encoder, prompts_for, shared_backbone
 
 from mtrl.compose.policy import build_actor, make_forward
 from mtrl.compose.worker_groups import WorkerPlan, build_roles
@@ -41,7 +41,7 @@ def config_for(path):
 
 
 def prompts():
-    """A task that a step takes twice counts on, wherever its prompts go."""
+    """The samples of a task that a step takes twice are numbered consecutively, on whichever rank its prompts are."""
     found = prompts_for(FAMILY)
     return [*found, found[0]]
 
@@ -82,9 +82,9 @@ def on_rank(ranks, path):
 
 
 @pytest.mark.slow
-def test_two_engines_give_the_rows_of_one(tmp_path):
+def test_two_engines_return_the_rows_of_one(tmp_path):
     path = checkpoint(FAMILY)
-    encoder = encoder_of(FAMILY)
+    encoder = get_encoder(FAMILY)
     forward = make_forward(config_for(path), encoder, load_model(path))
     actor = build_actor(config_for(path), forward, encoder, 4)
     expected = steps(actor, LocalGenerator(forward.backbone, encoder))
@@ -95,7 +95,7 @@ def test_two_engines_give_the_rows_of_one(tmp_path):
 
 @dataclass
 class InTurn:
-    """Ranks of this process, one after the other; what they were asked is kept."""
+    """Ranks in this process, called one after the other; stores their calls."""
 
     size: int
     engine: EngineHandle
@@ -108,9 +108,9 @@ class InTurn:
 
 
 @pytest.mark.parametrize(("ranks", "tp_size"), [(2, 1), (2, 2), (4, 2), (6, 2), (6, 3)])
-def test_neighbours_that_are_one_engine_are_asked_the_same(ranks, tp_size):
-    """And their rows count once: those of a single engine, whatever their number; some have nothing to do."""
-    alone = LocalGenerator(shared_backbone(FAMILY), encoder_of(FAMILY))
+def test_ranks_of_one_engine_get_the_same_prompts(ranks, tp_size):
+    """Their rows count once and equal those of a single engine for any number of ranks; some ranks have no rows."""
+    alone = LocalGenerator(shared_backbone(FAMILY), get_encoder(FAMILY))
     worker_group = InTurn(ranks, EngineHandle(alone, publish=None))
     found = DistributedGenerator(worker_group, tp_size).generate(prompts(), SAMPLING)
     expected = alone.generate(prompts(), SAMPLING)

@@ -1,12 +1,12 @@
-"""Passes at the limits, and a device that is full, on two ranks. No device is full here: a loss says that it is."""
+"""The memory preflight and a full device on two ranks. No device is really full here: a loss raises the error."""
 
 import pickle
 
 import pytest
 import torch
 from rank_helpers import run_ranks
-from sharded_helpers import LOSS, TEXT_AND_ONE_IMAGE, batches_of, worker_of
-from tiny_models import encoder_of
+from sharded_helpers import LOSS, TEXT_AND_ONE_IMAGE, make_batches, make_worker
+from tiny_models import get_encoder
 
 from mtrl.compose.memory_limits import PassSizes
 from mtrl.memory.preflight import Limits, preflight
@@ -22,7 +22,7 @@ LIMITS = Limits(
 )  # fmt: skip
 
 
-def weights_of(worker):
+def copy_weights(worker):
     return {name: weight.clone() for name, weight in exported_weights(worker.model).items()}
 
 
@@ -31,29 +31,29 @@ def rehearsed(ranks, batches):
     batching = MicroBatching(tokens=60, ranks=ranks)
     found = []
     for rehearses in (True, False):
-        actor = worker_of("actor", FAMILY, batching, ranks)
-        critic = worker_of("critic", FAMILY, batching, ranks)
+        actor = make_worker("actor", FAMILY, batching, ranks)
+        critic = make_worker("critic", FAMILY, batching, ranks)
         if rehearses:
             options = {"has_states": False, "critic": critic.forward}
-            peaks = preflight(actor.forward, encoder_of(FAMILY), LIMITS, None, **options)
+            peaks = preflight(actor.forward, get_encoder(FAMILY), LIMITS, None, **options)
             assert list(peaks) == ["optimizer", "probe", "update", "critic"] and min(peaks.values()) > 0
             assert all(p.grad is None for p in [*actor.model.parameters(), *critic.model.parameters()])
-        found.append(([actor.update([batch], LOSS) for batch in batches], weights_of(actor)))
+        found.append(([actor.update([batch], LOSS) for batch in batches], copy_weights(actor)))
     return found
 
 
 @pytest.mark.slow
-def test_a_rehearsal_on_ranks_leaves_nothing_behind(tmp_path):
-    batches = batches_of("actor", FAMILY, TEXT_AND_ONE_IMAGE)[:2]
+def test_a_preflight_on_ranks_changes_no_state(tmp_path):
+    batches = make_batches("actor", FAMILY, TEXT_AND_ONE_IMAGE)[:2]
     for after, without in run_ranks(2, rehearsed, tmp_path, batches):
         assert after[0] == without[0] and all(torch.equal(after[1][name], each) for name, each in without[1].items())
 
 
 def one_is_full(ranks, batches, file):
-    """The second rank's device is full in the middle of the second update. What the first one gets to know is that its
-    neighbour has gone: whoever drives them ends both."""
+    """The second rank's device is full in the middle of the second update. The first rank only notices that the other
+    one has ended; the driver ends both."""
     kept = PassSizes(file)
-    worker = worker_of("actor", FAMILY, MicroBatching(tokens=10**6, ranks=ranks), ranks)
+    worker = make_worker("actor", FAMILY, MicroBatching(tokens=10**6, ranks=ranks), ranks)
     kept.apply(worker.learner)
     began_with = worker.learner.cut_to
     metrics = [worker.update(batches[:1], LOSS)]
@@ -66,17 +66,17 @@ def one_is_full(ranks, batches, file):
 
         worker._loss = full
     metrics.append(worker.update(batches[1:2], LOSS))
-    return began_with, len(worker.learner.batching.split(batches[0].rollouts)), metrics, weights_of(worker)
+    return began_with, len(worker.learner.batching.split(batches[0].rollouts)), metrics, copy_weights(worker)
 
 
 def test_the_next_attempt_of_all_ranks_has_smaller_passes(tmp_path):
     """Both ranks have all rows."""
-    batches, file = batches_of("actor", FAMILY, TEXT_AND_ONE_IMAGE), tmp_path / "passes.json"
+    batches, file = make_batches("actor", FAMILY, TEXT_AND_ONE_IMAGE), tmp_path / "passes.json"
     with pytest.raises(AssertionError, match=r"(?s)rank 0 of 2: .*(Connection closed|reset) by peer"):
         run_ranks(2, one_is_full, tmp_path / "ranks", batches, file)
-    told = pickle.loads((tmp_path / "ranks" / "result_1").read_bytes())[1]
-    assert "PassesCut: the device of rank 1 has no room for its part of an update of the actor" in told
-    expected = worker_of("actor", FAMILY, MicroBatching(tokens=10**6))
+    message = pickle.loads((tmp_path / "ranks" / "result_1").read_bytes())[1]
+    assert "PassesCut: the device of rank 1 has no room for its part of an update of the actor" in message
+    expected = make_worker("actor", FAMILY, MicroBatching(tokens=10**6))
     whole = [expected.update([batch], LOSS) for batch in batches[:2]]
     for began_with, passes, metrics, _ in run_ranks(2, one_is_full, tmp_path / "again", batches, file):
         assert began_with > 0 and passes > 1

@@ -4,7 +4,7 @@ import pytest
 import torch
 from rank_helpers import run_ranks
 from reward_model_helpers import bert_reward_model, make_rollouts, make_task, text_reward_model, vision_reward_model
-from tiny_models import encoder_of, picture
+from tiny_models import get_encoder, picture
 
 from mtrl.compose.reward_scorer import build_reward_model
 from mtrl.config import load_config
@@ -23,9 +23,9 @@ def config_for(path):
 
 
 def batches():
-    """Groups of several sizes, of which one sees two images; one group alone, which leaves a rank without rows; and
-    responses that are longer than BERT reads, in a group of their own."""
-    encoder = encoder_of(FAMILY)
+    """Groups of several sizes, one of them with two images; a single group, which leaves a rank without rows; and
+    a group of responses that are longer than BERT accepts."""
+    encoder = get_encoder(FAMILY)
     seen = [picture(encoder, 2, 2, seed=1), picture(encoder, 4, 3, seed=2)]
     given = [(make_task("which colour"), []), (make_task("compare these", 2), seen), (make_task("which red"), [])]
     words = ["red", " blue", " which red", " colour", " blue red", " red" * 20, " blue" * 30]

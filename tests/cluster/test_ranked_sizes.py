@@ -2,7 +2,7 @@
 
 import pytest
 from rank_helpers import run_ranks
-from sharded_helpers import LOSS, LOSSES, TEXT_AND_ONE_IMAGE, batches_of
+from sharded_helpers import LOSS, LOSSES, TEXT_AND_ONE_IMAGE, make_batches
 from tiny_models import checkpoint
 
 from mtrl.compose.memory_limits import make_plan
@@ -74,10 +74,10 @@ def counted(ranks, config, batches, values):
     [(2, "FULL_SHARD"), pytest.param(4, "FULL_SHARD", marks=pytest.mark.slow),
      pytest.param(2, "NO_SHARD", marks=pytest.mark.slow)],
 )  # fmt: skip
-def test_a_rank_holds_what_the_formula_says(ranks, strategy, tmp_path):
+def test_a_rank_holds_the_bytes_of_the_formula(ranks, strategy, tmp_path):
     config = config_for(ranks, strategy)
-    batches = batches_of("actor", FAMILY, TEXT_AND_ONE_IMAGE)[:1]
-    values = batches_of("critic", FAMILY, TEXT_AND_ONE_IMAGE)[:1]
+    batches = make_batches("actor", FAMILY, TEXT_AND_ONE_IMAGE)[:1]
+    values = make_batches("critic", FAMILY, TEXT_AND_ONE_IMAGE)[:1]
     plan, model = make_plan(config, on_gpu=False), load_model_config(str(checkpoint(FAMILY)))
     fake = FakeModel(model, plan).model
     size, critic = model_size(fake), critic_tensors(fake)
@@ -86,12 +86,12 @@ def test_a_rank_holds_what_the_formula_says(ranks, strategy, tmp_path):
     expected["gradients of the critic"] = 4 * sum(local_sizes(critic[1], plan))
     whole, parts = 4 * size.parameters, 1 if strategy == "NO_SHARD" else ranks
     assert expected["weights"] == pytest.approx(whole / parts, rel=0.001), "P / W"
-    assert expected["weights of the engine"] == whole, "P, whatever W is"
+    assert expected["weights of the engine"] == whole, "P for any W"
     for found in run_ranks(ranks, counted, tmp_path, config, batches, values):
         assert found == {name: pytest.approx(part, rel=0.01) for name, part in expected.items()}
 
 
-def test_the_estimate_counts_what_is_gathered():
+def test_the_estimate_includes_gathered_weights():
     config = config_for(8, "HYBRID_SHARD", **{"training.nnodes": 4, **PROMPTS})
     plan, model = make_plan(config, on_gpu=False), load_model_config(str(checkpoint(FAMILY)))
     assert plan.split == Split(ranks=32, parts=8, own_engine=True) and plan.limits.prompts == 2
@@ -112,7 +112,7 @@ def test_ranks_that_share_sequences_have_the_same_rows():
     assert (plan.split.ranks, plan.split.parts, plan.limits.prompts) == (2, 4, 32)
 
 
-def test_in_main_memory_nothing_is_held_but_the_engine():
+def test_with_cpu_offload_only_the_engine_stays_on_the_device():
     config = config_for(4, **{"worker.actor.fsdp.cpu_offload": True, "worker.actor.offload.offload_optimizer": True})
     plan = make_plan(config, on_gpu=True)
     assert not plan.offload_optimizer, "it is worked on there"

@@ -1,4 +1,4 @@
-"""`mtrl train` on two ranks by Ray: it trains as two ranks without Ray do, outlives a killed rank and leaves nothing
+"""`mtrl train` on two Ray ranks: it trains like two ranks without Ray, survives a killed rank and leaves no processes
 behind."""
 
 import json
@@ -10,18 +10,18 @@ import sys
 import time
 
 import pytest
-from helpers import alive, close
-from run_helpers import finish, metrics_of, run_of, same_end, train_arguments
+from helpers import close, is_alive
+from run_helpers import finish, get_run_dir, read_metrics, same_end, train_arguments
 from safetensors.torch import load_file
 
-from mtrl.tracking.run_files import read_rows
+from mtrl.tracking.jsonl import read_rows
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.slow  # Ray takes half a minute to begin and to end
 
 STARTED = []
 STEPS = ("training.max_steps=4", "training.save_freq=1", "training.val_freq=-1", "training.val_before_train=false")
-SECONDS = 900  # a hang is a failure, and a busy machine is none
+SECONDS = 900  # longer is a hang, even on a busy machine
 
 
 def start(output, *words, ranks=2):
@@ -37,12 +37,12 @@ def start(output, *words, ranks=2):
 def nothing_outlives_a_failure():
     yield
     while STARTED:
-        STARTED.pop().kill()  # Ray's processes end with the one that started them (tests/soak tries it)
+        STARTED.pop().kill()  # Ray's processes end with the one that started them (tested in tests/soak)
 
 
 def processes(output):
-    """Of every rank and engine that ever was, by its log."""
-    logs = sorted((run_of(output) / "logs").glob("*_[0-9].log"))
+    """The pids of all ranks and engines so far, from their logs."""
+    logs = sorted((get_run_dir(output) / "logs").glob("*_[0-9].log"))
     return {log.stem: [int(each) for each in re.findall(r"process (\d+) on", log.read_text())] for log in logs}
 
 
@@ -54,26 +54,26 @@ def wait_for(condition, what):
 
 
 def updates(output, rank):
-    log = run_of(output) / "logs" / f"rank_{rank}.log"
+    log = get_run_dir(output) / "logs" / f"rank_{rank}.log"
     return log.read_text().count("actor.update begins") if log.exists() else 0
 
 
 def weights(output):
-    return load_file(run_of(output) / "checkpoints/step_4/model.safetensors")
+    return load_file(get_run_dir(output) / "checkpoints/step_4/model.safetensors")
 
 
 def grad_norms(output):
-    rows = {row["step"]: row for row in read_rows(run_of(output) / "metrics.jsonl") if "actor/grad_norm" in row}
+    rows = {row["step"]: row for row in read_rows(get_run_dir(output) / "metrics.jsonl") if "actor/grad_norm" in row}
     return {step: row["actor/grad_norm"] for step, row in rows.items()}
 
 
 def nothing_is_left(output):
     found = [number for numbers in processes(output).values() for number in numbers]
     assert found
-    wait_for(lambda: not any(map(alive, found)), "end of every rank")
+    wait_for(lambda: not any(map(is_alive, found)), "end of every rank")
 
 
-def test_a_killed_rank_costs_nothing_but_time(tmp_path):
+def test_a_killed_rank_changes_no_numbers(tmp_path):
     whole = start(tmp_path / "whole")
     said = whole.communicate(timeout=SECONDS)[0]
     assert whole.returncode == 0, said
@@ -103,7 +103,7 @@ def completed(output, *words):
     said = run.communicate(timeout=SECONDS)[0]
     assert run.returncode == 0, said
     nothing_is_left(output)
-    return run_of(output)
+    return get_run_dir(output)
 
 
 def alike(found, expected, steps):
@@ -112,17 +112,17 @@ def alike(found, expected, steps):
         [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()] for run in (found, expected)
     ]
     assert [row["response"] for row in rows[0]] == [row["response"] for row in rows[1]]
-    theirs = metrics_of(expected)
-    for place, row in metrics_of(found).items():
+    theirs = read_metrics(expected)
+    for place, row in read_metrics(found).items():
         for name, value in row.items():
             if "logprob_gap" not in name:
                 assert value == pytest.approx(theirs[place][name], rel=1e-3, abs=1e-4), (place, name)
     assert {step for step, _ in theirs} == set(range(1, steps + 1))
 
 
-def test_an_engine_apart_samples_as_colocated_ones_do(tmp_path):
+def test_a_dedicated_engine_samples_like_colocated_ones(tmp_path):
     alike(completed(tmp_path / "apart", *APART), completed(tmp_path / "shared"), 4)
-    logs = {log.stem: log.read_text() for log in (run_of(tmp_path / "apart") / "logs").glob("*_[0-9].log")}
+    logs = {log.stem: log.read_text() for log in (get_run_dir(tmp_path / "apart") / "logs").glob("*_[0-9].log")}
     assert set(logs) == {"rank_0", "rank_1", "engine_0"}
     assert logs["engine_0"].count("engine.generate begins") >= 4 and logs["engine_0"].count("engine.load ends") == 5
     assert "engine." not in logs["rank_0"] and "actor." not in logs["engine_0"]
@@ -135,12 +135,12 @@ def test_one_step_ahead_on_ranks(tmp_path):
     status, said = finish(train_arguments(alone, *STEPS, *LAGS))
     assert status == 0, said
     for run in (shared, apart):
-        alike(run, run_of(alone), 3)
-        steps = [row for (_, validation), row in metrics_of(run).items() if not validation]
+        alike(run, get_run_dir(alone), 3)
+        steps = [row for (_, validation), row in read_metrics(run).items() if not validation]
         assert [row["rollout/staleness_mean"] for row in steps] == [0.0, 1.0, 1.0]
 
 
-def test_a_killed_engine_costs_nothing_but_time(tmp_path):
+def test_a_killed_engine_changes_no_numbers(tmp_path):
     words = (*APART, "worker.rollout.off_policy_steps=1")
     whole = completed(tmp_path / "whole", *words)
     run = start(tmp_path / "killed", *words)
@@ -151,10 +151,10 @@ def test_a_killed_engine_costs_nothing_but_time(tmp_path):
     assert re.search(r"engine 0 of 1 \(process \d+ on .+\) has ended; its last lines:", said), said
     assert "resumes from its last checkpoint (3 more restarts)" in said
     nothing_is_left(tmp_path / "killed")
-    same_end(whole, run_of(tmp_path / "killed"), 4)
+    same_end(whole, get_run_dir(tmp_path / "killed"), 4)
 
 
-def test_a_rank_that_does_not_answer_is_lost(tmp_path):
+def test_a_rank_that_does_not_respond_is_lost(tmp_path):
     run = start(tmp_path, "training.max_restarts=0", "training.heartbeat_s=15")
     wait_for(lambda: updates(tmp_path, 1) >= 2 or run.poll() is not None, "second update")
     os.kill(processes(tmp_path)["rank_1"][-1], signal.SIGSTOP)
@@ -164,7 +164,7 @@ def test_a_rank_that_does_not_answer_is_lost(tmp_path):
 
 
 @pytest.mark.parametrize(("by", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_asked_to_stop_it_saves_and_leaves_nothing(by, status, tmp_path):
+def test_a_stop_signal_saves_and_leaves_no_processes(by, status, tmp_path):
     """A terminal sends Ctrl-C to all processes of a command, and a scheduler may do so too."""
     run = start(tmp_path, "training.max_steps=400", "training.save_freq=-1")
     wait_for(lambda: updates(tmp_path, 0) >= 2 or run.poll() is not None, "second update")

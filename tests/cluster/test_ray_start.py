@@ -1,4 +1,4 @@
-"""Ray as it is started: tried again on a busy machine, and SIGTERM stays what it was."""
+"""Starting Ray: it is retried on a busy machine, and SIGTERM keeps its handler."""
 
 import signal
 
@@ -36,7 +36,7 @@ def test_a_start_that_took_too_long_is_tried_again(starts):
     assert starts == [SLOW]
 
 
-def test_a_machine_on_which_ray_does_not_start_is_told_in_one_line(starts):
+def test_a_failed_start_of_ray_is_reported_in_one_line(starts):
     starts += [SLOW, SLOW, SLOW]
     with pytest.raises(StartError, match=r"Ray does not start on this machine in 3 attempts: The current node"):
         worker_group.open_ray(2)

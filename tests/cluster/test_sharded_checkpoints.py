@@ -1,4 +1,4 @@
-"""What two ranks save, one process and three ranks go on from, as if nothing had been in between."""
+"""One process and three ranks resume from a checkpoint of two ranks with the same numbers."""
 
 import json
 
@@ -7,7 +7,7 @@ import torch
 from helpers import close
 from rank_helpers import run_ranks
 from safetensors.torch import load_file
-from sharded_helpers import LOSS, LOSSES, TEXT_AND_ONE_IMAGE, batches_of, worker_of
+from sharded_helpers import LOSS, LOSSES, TEXT_AND_ONE_IMAGE, make_batches, make_worker
 from tiny_models import plain_model_at
 
 from mtrl.checkpoint import sharded_files as parts
@@ -21,8 +21,8 @@ BEFORE = 2  # updates before the checkpoint
 
 
 def on_rank(ranks, kind, batches, saved, target):
-    """Goes on from what was `saved`, learns and writes its own checkpoint."""
-    worker = worker_of(kind, FAMILY, MicroBatching(tokens=60, ranks=ranks), ranks)
+    """Resumes from `saved`, learns and writes its own checkpoint."""
+    worker = make_worker(kind, FAMILY, MicroBatching(tokens=60, ranks=ranks), ranks)
     parts = {"worker": WorkerHandle(worker)}
     if not ranks.is_first:
         return serve(ranks, parts)
@@ -42,7 +42,7 @@ def go_on(worker, kind, batches, saved):
 
 
 def write(worker, target):
-    """Of ranks each writes what it holds, and in one file none but the first."""
+    """Each rank writes its own shard; a single file is written only by the first rank."""
     snapshot = worker.snapshot().detached()
     assert snapshot.nbytes > 0
     target.mkdir()
@@ -53,13 +53,13 @@ def write(worker, target):
     "kind", ["actor", pytest.param("critic", marks=pytest.mark.slow), pytest.param("lora", marks=pytest.mark.slow)]
 )
 def test_saved_by_two_and_resumed_by_one_and_three(kind, tmp_path):
-    batches = batches_of(kind, FAMILY, TEXT_AND_ONE_IMAGE)
-    whole = worker_of(kind, FAMILY, MicroBatching(tokens=60))
+    batches = make_batches(kind, FAMILY, TEXT_AND_ONE_IMAGE)
+    whole = make_worker(kind, FAMILY, MicroBatching(tokens=60))
     expected = go_on(whole, kind, batches, None)
     first, _ = run_ranks(2, on_rank, tmp_path / "two", kind, batches[:BEFORE], None, tmp_path / "saved")
     check_metrics(first[0], expected[:BEFORE])
 
-    alone = worker_of(kind, FAMILY, MicroBatching(tokens=60))
+    alone = make_worker(kind, FAMILY, MicroBatching(tokens=60))
     check_metrics(go_on(alone, kind, batches[BEFORE:], tmp_path / "saved"), expected[BEFORE:])
     check_weights(exported_weights(alone.model), exported_weights(whole.model))
     assert alone.learner.version == len(batches)
@@ -68,7 +68,7 @@ def test_saved_by_two_and_resumed_by_one_and_three(kind, tmp_path):
     found, *_ = run_ranks(3, on_rank, tmp_path / "three", kind, rest, tmp_path / "saved", tmp_path / "again")
     check_metrics(found[0], expected[BEFORE:])
     assert found[1] == len(batches)
-    last = worker_of(kind, FAMILY, MicroBatching(tokens=60))
+    last = make_worker(kind, FAMILY, MicroBatching(tokens=60))
     last.restore(tmp_path / "again")
     check_weights(exported_weights(last.model), exported_weights(whole.model))
 
@@ -76,10 +76,10 @@ def test_saved_by_two_and_resumed_by_one_and_three(kind, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["actor", "critic"])
 def test_several_files_are_written_by_several_ranks(kind, tmp_path, monkeypatch):
-    """Nobody holds the whole, and what they write is one checkpoint."""
+    """No rank holds the whole model, and together they write one checkpoint."""
     monkeypatch.setattr(parts, "FILE_BYTES", 60_000)
-    batches = batches_of(kind, FAMILY, TEXT_AND_ONE_IMAGE)
-    whole = worker_of(kind, FAMILY, MicroBatching(tokens=60))
+    batches = make_batches(kind, FAMILY, TEXT_AND_ONE_IMAGE)
+    whole = make_worker(kind, FAMILY, MicroBatching(tokens=60))
     expected = go_on(whole, kind, batches, None)
     shares = run_ranks(2, in_parts, tmp_path / "two", kind, batches[:BEFORE], tmp_path / "saved")
     assert max(shares) < 0.7 * sum(shares), f"bytes that ranks held: {shares}"
@@ -89,10 +89,10 @@ def test_several_files_are_written_by_several_ranks(kind, tmp_path, monkeypatch)
     assert len(list((tmp_path / "saved" / "trainer").glob("optimizer-*-of-*.safetensors"))) > 2
     if kind == "actor":
         plain_model_at(tmp_path / "saved", FAMILY)
-        write(worker_of("actor", FAMILY, MicroBatching(tokens=60)), tmp_path / "one")
+        write(make_worker("actor", FAMILY, MicroBatching(tokens=60)), tmp_path / "one")
         assert index["weight_map"].keys() == load_file(tmp_path / "one" / "model.safetensors").keys()
 
-    alone = worker_of(kind, FAMILY, MicroBatching(tokens=60))
+    alone = make_worker(kind, FAMILY, MicroBatching(tokens=60))
     check_metrics(go_on(alone, kind, batches[BEFORE:], tmp_path / "saved"), expected[BEFORE:])
     check_weights(exported_weights(alone.model), exported_weights(whole.model))
     rest = batches[BEFORE:]
@@ -108,7 +108,7 @@ class Weighed(WorkerHandle):
 
 def in_parts(ranks, kind, batches, target):
     """The bytes that this rank held for the checkpoint."""
-    worker = worker_of(kind, FAMILY, MicroBatching(tokens=60, ranks=ranks), ranks)
+    worker = make_worker(kind, FAMILY, MicroBatching(tokens=60, ranks=ranks), ranks)
     part = Weighed(worker)
     if not ranks.is_first:
         serve(ranks, {"worker": part})
@@ -121,8 +121,8 @@ def in_parts(ranks, kind, batches, target):
     return part.taken
 
 
-def test_an_error_while_ranks_write_is_told_and_ends_nothing(tmp_path):
-    """A disk that is full on the second rank alone: the driver hears of it, and the ranks go on."""
+def test_an_error_while_ranks_write_is_reported_and_ends_nothing(tmp_path):
+    """The disk is full only on the second rank: the driver gets the error, and the ranks continue."""
     assert run_ranks(2, failing_write, tmp_path)[0] == ("No space left on device", [3, 3])
 
 
@@ -150,9 +150,9 @@ def failing_write(ranks):
     return error.value.strerror, found
 
 
-def test_files_are_those_of_a_single_process(tmp_path):
+def test_files_equal_those_of_a_single_process(tmp_path):
     """The same names, tensors and sizes: plain transformers loads them."""
-    write(worker_of("actor", FAMILY, MicroBatching(tokens=60)), tmp_path / "one")
+    write(make_worker("actor", FAMILY, MicroBatching(tokens=60)), tmp_path / "one")
     run_ranks(2, on_rank, tmp_path / "ranks", "actor", [], None, tmp_path / "two")
     names = [
         sorted(str(file.relative_to(tmp_path / each)) for file in (tmp_path / each).rglob("*"))
@@ -164,15 +164,15 @@ def test_files_are_those_of_a_single_process(tmp_path):
     plain_model_at(tmp_path / "two", FAMILY)
 
 
-def test_a_checkpoint_of_something_else_is_refused_by_all(tmp_path):
-    """The first rank reads, and its error is everybody's: nobody waits for the others."""
-    write(worker_of("lora", FAMILY, MicroBatching(tokens=60)), tmp_path / "other")
+def test_a_checkpoint_of_another_model_is_an_error_on_all_ranks(tmp_path):
+    """The first rank reads, and all ranks raise its error: none waits for the others."""
+    write(make_worker("lora", FAMILY, MicroBatching(tokens=60)), tmp_path / "other")
     for error in run_ranks(2, refused, tmp_path / "ranks", tmp_path / "other"):
         assert "holds another model than this run's: it holds adapters" in error
 
 
 def refused(ranks, directory):
-    worker = worker_of("actor", FAMILY, MicroBatching(tokens=60, ranks=ranks), ranks)
+    worker = make_worker("actor", FAMILY, MicroBatching(tokens=60, ranks=ranks), ranks)
     with pytest.raises(ValueError) as error:
         worker.restore(directory)
     return str(error.value)

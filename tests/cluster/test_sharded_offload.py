@@ -1,4 +1,4 @@
-"""Weights, gradients and optimizer state of a split model in main memory: the same numbers to the bit. On a GPU:
+"""Weights, gradients and optimizer state of a sharded model in CPU memory: bitwise the same numbers. On a GPU:
 `tests/gpu/test_sharding_cuda.py`."""
 
 from itertools import pairwise
@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 from rank_helpers import run_ranks
-from sharded_helpers import LOSS, NEEDS, TEXT_AND_ONE_IMAGE, batches_of, worker_of
+from sharded_helpers import LOSS, NEEDS, TEXT_AND_ONE_IMAGE, make_batches, make_worker
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from mtrl.models.parallel.fsdp import local_tensor
@@ -19,7 +19,7 @@ OFFLOADED = {"weights": {"cpu_offload": True}, "optimizer": {"offload_optimizer"
 
 
 def learnt(worker, batches):
-    """What it says of the rows, metrics and weights; every rank has all rows."""
+    """The signals of the rows, metrics and weights; every rank has all rows."""
     signals = worker.probe(batches[0].rollouts, NEEDS, 4)
     metrics = [worker.update([batch], LOSS) for batch in batches]
     return signals, metrics, {name: weight.clone() for name, weight in exported_weights(worker.model).items()}
@@ -27,9 +27,9 @@ def learnt(worker, batches):
 
 def all_ways(ranks, batches, folder):
     """Without offload, with each kind of it, and from a checkpoint that such a worker wrote in between."""
-    offload.PIECE = 60_000  # of this process: a few weights each
+    offload.PIECE = 60_000  # in this process: a few weights per piece
     batching = MicroBatching(tokens=60, ranks=ranks)
-    build = lambda options: worker_of("actor", FAMILY, batching, ranks, **options)  # noqa: E731
+    build = lambda options: make_worker("actor", FAMILY, batching, ranks, **options)  # noqa: E731
     found = {"plain": learnt(build({}), batches)}
     for name, options in OFFLOADED.items():
         worker = build(options)
@@ -55,7 +55,7 @@ def check_where(worker, cpu_offload=False, offload_optimizer=False):
         parts = [[local_tensor(weight).nbytes for weight in piece] for piece, _ in pieces]
         assert len(parts) > 3
         for piece, following in pairwise(parts):
-            assert sum(piece) + following[0] > offload.PIECE, "a piece is full of what this rank holds"
+            assert sum(piece) + following[0] > offload.PIECE, "a piece is filled with this rank's shards"
         for piece, offloaded in pieces:
             states = [worker.learner.optimizer.state[p][kind] for p in piece for kind in ("exp_avg", "exp_avg_sq")]
             places = {place.data_ptr() for place in offloaded._buffers}
@@ -63,11 +63,11 @@ def check_where(worker, cpu_offload=False, offload_optimizer=False):
 
 
 @pytest.mark.slow
-def test_numbers_are_the_same_to_the_bit(tmp_path):
-    batches = batches_of("actor", FAMILY, TEXT_AND_ONE_IMAGE)[: BEFORE + 2]
+def test_numbers_are_bitwise_the_same(tmp_path):
+    batches = make_batches("actor", FAMILY, TEXT_AND_ONE_IMAGE)[: BEFORE + 2]
     for found in run_ranks(2, all_ways, tmp_path / "ranks", batches, tmp_path):
         signals, metrics, weights = found.pop("plain")
-        for way, (theirs, told, moved) in found.items():
-            assert told == metrics[BEFORE:], way
+        for way, (theirs, result, moved) in found.items():
+            assert result == metrics[BEFORE:], way
             assert all(torch.equal(moved[name], weight) for name, weight in weights.items()), way
             assert theirs.ref_logprobs.equal(signals.ref_logprobs), f"{way}: the reference is what it was"

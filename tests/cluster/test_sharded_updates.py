@@ -11,11 +11,11 @@ from sharded_helpers import (
     SETTINGS,
     TEXT_ALONE,
     TEXT_AND_ONE_IMAGE,
-    batches_of,
     check,
-    worker_of,
+    make_batches,
+    make_worker,
 )
-from tiny_models import checkpoint, encoder_of
+from tiny_models import checkpoint, get_encoder
 
 from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward
@@ -52,7 +52,7 @@ def test_a_rank_without_rows_goes_along(tmp_path):
 
 
 @pytest.mark.slow
-def test_nobody_sees_anything(tmp_path):
+def test_a_batch_without_images(tmp_path):
     check("actor", "qwen3_vl", TEXT_ALONE, tmp_path, sizes=(2,))
 
 
@@ -88,21 +88,21 @@ def test_other_strategies(strategy, tmp_path):
 
 
 def test_text_and_images_on_two_machines_of_two(tmp_path):
-    """A group for each of four ranks, one of text alone: the tower runs on all of them, or on none."""
+    """A group for each of four ranks, one with only text: the tower runs on all ranks or on none."""
     options = {"strategy": "HYBRID_SHARD", "per_node": 2, "updates": 3}
     check("actor", "qwen2_5_vl", MIXED, tmp_path, MicroBatching(tokens=NO_LIMIT), sizes=(4,), **options)
 
 
 @pytest.mark.slow
-def test_some_of_two_machines_of_two_have_nothing(tmp_path):
+def test_some_ranks_of_two_machines_have_no_rows(tmp_path):
     options = {"strategy": "HYBRID_SHARD", "per_node": 2}
     check("actor", "qwen3_vl", TEXT_AND_ONE_IMAGE, tmp_path, sizes=(4,), **options)
 
 
 def summed(ranks, family):
-    """Gradients of a step by ranks that all have the same row, against those of one: what an average would halve."""
-    worker = worker_of("actor", family, MicroBatching(rows=1, ranks=ranks), ranks)
-    batch = batches_of("actor", family, ([1], [4]))[0]
+    """Gradients of ranks that all have the same row, against those of one process: an average would halve them."""
+    worker = make_worker("actor", family, MicroBatching(rows=1, ranks=ranks), ranks)
+    batch = make_batches("actor", family, ([1], [4]))[0]
     return worker.update([batch], LOSS)["grad_norm"]
 
 
@@ -118,7 +118,7 @@ def in_bf16(ranks, family, batches):
     if ranks.group is not None:
         model = sharding.load_sharded(empty_model(checkpoint(family)), lambda: load_model(checkpoint(family)))
     assert model.dtype == torch.float32
-    forward = Forward(Backbone(model, torch.bfloat16, ranks=ranks), encoder_of(family))
+    forward = Forward(Backbone(model, torch.bfloat16, ranks=ranks), get_encoder(family))
     batching = MicroBatching(tokens=60, ranks=ranks)
     options = {"update_batching": batching, "probe_batching": batching, "encoder_files": {}}
     actor = LocalActor(forward, SETTINGS, perturbation=Perturbation(seed=3), **options)
@@ -128,7 +128,7 @@ def in_bf16(ranks, family, batches):
 @pytest.mark.slow
 def test_products_in_bf16(tmp_path):
     """Both ranks have all rows, so that they find twice the gradients."""
-    batches = batches_of("actor", "qwen2_5_vl", TEXT_AND_ONE_IMAGE)[:2]
+    batches = make_batches("actor", "qwen2_5_vl", TEXT_AND_ONE_IMAGE)[:2]
     expected, dtype = in_bf16(SINGLE_PROCESS, "qwen2_5_vl", batches)
     for norms, their_dtype in run_ranks(2, in_bf16, tmp_path, "qwen2_5_vl", batches):
         assert norms == pytest.approx([2 * norm for norm in expected], rel=0.05)

@@ -1,4 +1,4 @@
-"""Ranks that share sequences say what one process says, and learn what it learns."""
+"""Ranks with sequence parallelism compute the same signals as one process, and learn the same."""
 
 import os
 from dataclasses import replace
@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from helpers import close
 from rank_helpers import run_ranks
-from run_helpers import run_of, train_arguments
+from run_helpers import get_run_dir, train_arguments
 from safetensors.torch import load_file
 from sharded_helpers import CPU, MIXED, ONE_GROUP, TEXT_AND_ONE_IMAGE, check
-from tiny_models import encoder_of, fresh_backbone, plain_logp, prompts_for, random_rollouts, shared_backbone
+from tiny_models import fresh_backbone, get_encoder, plain_logp, prompts_for, random_rollouts, shared_backbone
 
 from mtrl.cli import main
 from mtrl.compose.worker_groups import WorkerPlan, check_sequence_parallel
@@ -22,7 +22,7 @@ from mtrl.models.forward import Forward
 from mtrl.models.parallel.ranks import SINGLE_PROCESS, Ranks
 from mtrl.models.parallel.sequence import SequenceParallelGroup, explain_indivisible_heads, make_sp_group
 from mtrl.models.perturb import Perturbation
-from mtrl.tracking.run_files import read_rows
+from mtrl.tracking.jsonl import read_rows
 from mtrl.types import Needs
 from mtrl.workers.micro_batches import MicroBatching
 
@@ -56,7 +56,7 @@ def passes(family, ranks=SINGLE_PROCESS):
     weights = torch.randn(rollouts.mask.shape, generator=torch.Generator().manual_seed(1))
     found = {}
     for name, options in LAYOUTS.items():
-        forward = Forward(backbone, encoder_of(family), 0.7, chunk=7, **options)
+        forward = Forward(backbone, get_encoder(family), 0.7, chunk=7, **options)
         signals = forward.signals(rollouts, NEEDS, views)
         widths.clear(), patches.clear()
         backbone.model.zero_grad()
@@ -76,7 +76,7 @@ def passes(family, ranks=SINGLE_PROCESS):
             tokens=len(hidden),
             patches=sum(patches[:1]),
         )
-    maps = Forward(backbone, encoder_of(family)).maps(rollouts.rows(torch.tensor([0])), [0, 3])
+    maps = Forward(backbone, get_encoder(family)).maps(rollouts.rows(torch.tensor([0])), [0, 3])
     return found, maps
 
 
@@ -104,7 +104,7 @@ def agree(family, size, folder):
                 close(theirs.grads[each], grad, rtol=1e-4, atol=2e-5 * max(1.0, float(grad.abs().max())))
             assert mine.width <= size * theirs.width < mine.width + 2 * 128, "each has its part of the positions"
             if name == "packed" and mine.patches:
-                assert theirs.patches < mine.patches, "nobody sees all the images"
+                assert theirs.patches < mine.patches, "no rank encodes all images"
             assert abs(size * theirs.tokens - tokens) <= size * (size - 1), "each has its share of the vocabulary"
             for part in ("embed_tokens", "mlp.up_proj", "patch_embed", "deepstack_merger_list"):
                 for each in (each for each in mine.grads if part in each and each.endswith("weight")):
@@ -125,7 +125,7 @@ def test_two_ranks_share_a_sequence(family, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_vl"])
 def test_more_ranks_than_heads_of_keys(family, tmp_path):
-    """Four, where there are two: keys and values go to two ranks each."""
+    """Four ranks for two key heads: keys and values go to two ranks each."""
     assert shared_backbone(family).language_model.config.num_key_value_heads == 2
     agree(family, 4, tmp_path)
 
@@ -135,13 +135,13 @@ def by_blocks(ranks):
     backbone = fresh_backbone("qwen3_vl")
     backbone.ranks, backbone.make_mask = in_one_group(ranks), lambda documents, packed: documents.blocks(CPU)
     rollouts = random_rollouts(prompts_for("qwen3_vl"), *MIXED)
-    forward = Forward(backbone, encoder_of("qwen3_vl"), packed=True)
+    forward = Forward(backbone, get_encoder("qwen3_vl"), packed=True)
     return forward.signals(rollouts, Needs("old_logprobs", "attention_mass"))
 
 
 @pytest.mark.slow
 def test_flex_attention_of_a_share_of_the_heads(tmp_path):
-    forward = Forward(shared_backbone("qwen3_vl"), encoder_of("qwen3_vl"))
+    forward = Forward(shared_backbone("qwen3_vl"), get_encoder("qwen3_vl"))
     expected = forward.signals(
         random_rollouts(prompts_for("qwen3_vl"), *MIXED), Needs("old_logprobs", "attention_mass")
     )
@@ -151,11 +151,11 @@ def test_flex_attention_of_a_share_of_the_heads(tmp_path):
 
 
 def one_token(ranks, family):
-    """Fewer response tokens than ranks: the last has none, and goes along."""
+    """Fewer response tokens than ranks: the last rank has none, and still takes part."""
     backbone = fresh_backbone(family)
     if ranks is not None:
         backbone.ranks = in_one_group(ranks)
-    forward = Forward(backbone, encoder_of(family))
+    forward = Forward(backbone, get_encoder(family))
     logp = forward.logp(random_rollouts(prompts_for(family), [3], [1]))
     logp.sum().backward()
     grad = backbone.output_matrix.grad
@@ -185,7 +185,7 @@ def test_all_that_learns(kind, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD"])
 def test_two_groups_of_two(strategy, tmp_path):
-    """Rows are dealt out to groups, and one group sees an image that the other does not."""
+    """Rows are distributed to groups, and only one group has an image."""
     options = {"strategy": strategy, "per_node": 2, "checkpointing": True, "sp_size": 2}
     check("actor", "qwen3_vl", TEXT_AND_ONE_IMAGE, tmp_path, sizes=(4,), **options)
 
@@ -210,7 +210,7 @@ def test_a_run_of_two_that_share_is_the_run_of_one(tmp_path):
     assert trained(None, tmp_path / "one", *words) == 0
     words += ["training.n_gpus_per_node=2", "worker.actor.ulysses_size=2"]
     assert run_ranks(2, trained, tmp_path / "ranks", tmp_path / "two", *words) == [0, 0]
-    rows = [read_rows(run_of(tmp_path / each) / "metrics.jsonl") for each in ("one", "two")]
+    rows = [read_rows(get_run_dir(tmp_path / each) / "metrics.jsonl") for each in ("one", "two")]
     steps = [[row for row in each if "actor/grad_norm" in row] for each in rows]
     assert len(steps[0]) == len(steps[1]) == 3
     for mine, theirs in zip(*steps, strict=True):
@@ -219,13 +219,13 @@ def test_a_run_of_two_that_share_is_the_run_of_one(tmp_path):
         for name in compared:
             assert theirs[name] == pytest.approx(mine[name], rel=1e-3, abs=1e-4, nan_ok=True), name
     ours, theirs = (
-        load_file(run_of(tmp_path / each) / "checkpoints/step_3/model.safetensors") for each in ("one", "two")
+        load_file(get_run_dir(tmp_path / each) / "checkpoints/step_3/model.safetensors") for each in ("one", "two")
     )
     assert max(float((theirs[name] - weight).abs().max()) for name, weight in ours.items()) < 2e-5  # each step is 1e-4
 
 
 # ----------------------------------------------------------------------------------------------------------- refusals
-def test_heads_that_do_not_divide_are_refused():
+def test_an_indivisible_number_of_heads_is_an_error():
     explain = explain_indivisible_heads
     assert explain(28, 4, 4) is explain(28, 4, 2) is explain(16, 2, 8) is None
     assert "its 28 attention heads cannot be divided among 8 ranks; set a divisor of 28" in explain(28, 4, 8)
@@ -234,7 +234,7 @@ def test_heads_that_do_not_divide_are_refused():
     assert "not known to be exact for the family 'qwen3_next'; set it to 1" in explain_no_sequence_parallel(unknown, 2)
 
 
-def test_a_run_is_refused_before_any_process_starts():
+def test_an_impossible_run_fails_before_any_process_starts():
     words = {"worker.actor.ulysses_size": 4, "training.n_gpus_per_node": 4}
     plan = WorkerPlan(load_config(None, words), 1, has_reference=False, syncs_reference=False, has_critic=False)
     with pytest.raises(
@@ -243,7 +243,7 @@ def test_a_run_is_refused_before_any_process_starts():
         check_sequence_parallel(plan)
 
 
-def test_budgets_are_of_what_a_rank_holds():
+def test_budgets_count_the_tokens_of_a_rank():
     rollouts = random_rollouts(prompts_for("qwen2"), *MIXED)
     batching, ranks = MicroBatching(tokens=40), Ranks(size=2, sp_group=SequenceParallelGroup(size=2))
     assert batching.over(ranks) == MicroBatching(tokens=80, ranks=ranks)

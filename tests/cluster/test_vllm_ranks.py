@@ -1,6 +1,6 @@
-"""vLLM on several ranks: what it has sampled is learnt by two as by one, and each rank drives an engine of its own.
+"""vLLM on several ranks: two ranks learn from its samples like one process, and each rank drives its own engine.
 
-With vLLM (`make test-vllm`): a rank takes a quarter of a minute to import it."""
+Needs vLLM (`make test-vllm`): a rank takes a quarter of a minute to import it."""
 
 import os
 import subprocess
@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 from rank_helpers import run_ranks
-from run_helpers import finish, metrics_of, run_of, train_arguments
+from run_helpers import finish, get_run_dir, read_metrics, train_arguments
 from sharded_helpers import check
 from tiny_models import prompts_for
 from vllm_engines import INSTALLED, child_process, end_in_process, engine_on
 
 from mtrl.types import Sampling
 
-assert run_ranks  # the fixture of this folder looks for it: `check` forks
+assert run_ranks  # imported for this folder's fixture, since `check` forks
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not INSTALLED, reason="vLLM is not installed")]
 
 FAMILY = "qwen2_5_vl"
@@ -26,11 +26,11 @@ WORDS = (
     "worker.rollout.name=vllm", f"training.max_steps={STEPS}", "training.val_freq=2", "training.save_freq=-1",
     "worker.rollout.engine_kwargs.kv_cache_memory_bytes=67108864", "optimization.enable_token_weights=true",
 )  # fmt: skip
-SECONDS = 900  # a hang is a failure, and a busy machine is none
+SECONDS = 900  # longer is a hang, even on a busy machine
 COMPARED = ("reward/", "actor/", "rollout/", "response/", "val/", "advantage/")
 
 
-def test_what_vllm_has_sampled_is_learnt_alike(tmp_path):
+def test_ranks_learn_the_same_from_vllm_samples(tmp_path):
     """One process, one rank, two ranks; corrected for the distance between engine and trainer."""
     engine = engine_on(child_process(FAMILY), FAMILY)
     rollouts = engine.generate(prompts_for(FAMILY), Sampling(n=3, max_new_tokens=8, seed=2))
@@ -45,7 +45,7 @@ def alone(tmp_path_factory):
     output = tmp_path_factory.mktemp("alone")
     status, said = finish(train_arguments(output, *WORDS))
     assert status == 0, said
-    return metrics_of(run_of(output))
+    return read_metrics(get_run_dir(output))
 
 
 def by_torchrun(arguments, ranks=2):
@@ -73,14 +73,14 @@ WAYS = {
 
 @pytest.mark.parametrize(("launched", "words"), WAYS.values(), ids=WAYS.keys())
 def test_engines_of_ranks(launched, words, tmp_path, alone):
-    """The numbers of one process: each engine was given the weights that the ranks hold together, at every step."""
+    """The numbers equal those of one process: each engine got the gathered weights at every step."""
     words = (*WORDS, "training.n_gpus_per_node=2", *words)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
         launched(train_arguments(tmp_path, *words)), env=environment, capture_output=True, text=True, timeout=SECONDS
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    found = metrics_of(run_of(tmp_path))
+    found = read_metrics(get_run_dir(tmp_path))
     assert found.keys() == alone.keys()
     gaps = [row["rollout/logprob_gap_max"] for row in found.values() if "rollout/logprob_gap_max" in row]
     assert len(gaps) == STEPS and max(gaps) < 1e-4, gaps

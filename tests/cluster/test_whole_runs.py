@@ -1,5 +1,5 @@
-"""The whole command on two ranks, as torchrun starts them, against the same command on one process: with weights in
-main memory, with a reward model, and with what is computed again beside a tower that does not learn."""
+"""The whole command on two ranks, as started by torchrun, against the same command in one process: with weights in
+CPU memory, with a reward model, and with activation checkpointing and a frozen tower."""
 
 import json
 import multiprocessing
@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 from reward_model_helpers import vision_reward_model
-from run_helpers import metrics_of, run_of, train_arguments
+from run_helpers import get_run_dir, read_metrics, train_arguments
 from safetensors.torch import load_file
 from soak.torchrun_ranks import said, start
 
@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(os.environ.get("OMP_NUM_THREADS") != "1", reason="they are forked: OMP_NUM_THREADS=1"),
 ]
 
-STEPS, SECONDS = 2, 600  # a hang is a failure, and a busy machine is none
+STEPS, SECONDS = 2, 600  # longer is a hang, even on a busy machine
 TPRL = (
     "dataset.rollout_batch_size=4", "worker.actor.global_batch_size=2", f"training.max_steps={STEPS}",
     "training.val_freq=-1", "training.val_before_train=false", "optimization.enable_perception_filtering=true",
@@ -31,7 +31,7 @@ TPRL = (
 REFERENCE = ("optimization.disable_divergence=false", "worker.ref.offload_params=true")
 FROZEN = ("worker.actor.model.enable_gradient_checkpointing=true", "worker.actor.model.freeze_vision_tower=true")
 JUDGED = ("worker.reward.reward_type=model", "worker.reward.functions=null", "worker.reward.weights=null")
-# What both are told, and what ranks are told beside it, once for each run of them.
+# Overrides of both commands, and additional overrides of each run on ranks.
 RUNS = {
     "main memory": (
         REFERENCE,
@@ -49,11 +49,11 @@ def joined(output, processes):
     for process in processes:
         process.kill()
     assert codes == [0] * len(processes), said(output)
-    return run_of(output)
+    return get_run_dir(output)
 
 
 def alone(output, settings):
-    """As the ranks are: forked, so that nothing is imported again."""
+    """Forked like the ranks, so that nothing is imported again."""
     arguments = train_arguments(output, *settings)
 
     def run():
@@ -94,12 +94,12 @@ def test_two_ranks_train_as_one_process(name, tmp_path, monkeypatch):
 def same_to_rounding(found, expected):
     """The same responses, and the same numbers to the rounding of float32; so the weights, that moved by 4e-4."""
     assert responses(found) == responses(expected) and len(responses(found)) > 0
-    rows, theirs = metrics_of(found), metrics_of(expected)
+    rows, theirs = read_metrics(found), read_metrics(expected)
     assert rows.keys() == theirs.keys() == {(1, False), (STEPS, False), (STEPS, True)}
     for place, row in theirs.items():
         assert row.keys() == rows[place].keys()
         for metric, value in row.items():
-            if "logprob_gap" not in metric:  # which is rounding, and nothing else
+            if "logprob_gap" not in metric:  # rounding only
                 assert rows[place][metric] == pytest.approx(value, rel=1e-4, abs=1e-6), (place, metric)
     others = weights(expected)
     for key, weight in weights(found).items():

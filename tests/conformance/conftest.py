@@ -1,4 +1,4 @@
-"""No run of these tests is drawn."""
+"""Runs of these tests do not draw their curves."""
 
 import pytest
 

@@ -10,7 +10,7 @@ from tiny_models import (
     TINY_FAMILIES,
     VISION_FAMILIES,
     checkpoint,
-    encoder_of,
+    get_encoder,
     plain_inputs,
     prompts_for,
     random_rollouts,
@@ -23,8 +23,8 @@ from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward
 from mtrl.models.load_model import load_model
 from mtrl.models.perturb import Perturbation
-from mtrl.models.tiny import make_tiny_checkpoint
 from mtrl.types import SEGMENTS, TEXT_POOL, VISION_POOL, Needs
+from pretraining.tiny_checkpoints import make_tiny_checkpoint
 
 pytestmark = pytest.mark.pairwise("family", "route")
 GROUP, LENGTHS = [0, 0, 1, 3, 0, 2, 3], [6, 2, 4, 1, 0, 6, 5]
@@ -51,7 +51,7 @@ def eager_model(family):
 
 @lru_cache
 def eager_shares(family, row, last_k=None):
-    """{segment: [L + length, 2]}: the spec's order by hand, in float64, from the matrices of one row by itself."""
+    """{segment: [L + length, 2]}: the spec's order of operations, in float64, from the matrices of a single row."""
     pool = rollouts_for(family).prompts[GROUP[row]].token_pool
     maps = eager_maps(family, row, last_k)
     return {
@@ -65,7 +65,7 @@ def eager_maps(family, row, last_k=None):
     """{segment: [L + length, L]}: the same for each token of the prompt."""
     rollouts = rollouts_for(family)
     prompt, length = rollouts.prompts[GROUP[row]], LENGTHS[row]
-    inputs = plain_inputs(encoder_of(family), prompt, rollouts.tokens[row, :length])
+    inputs = plain_inputs(get_encoder(family), prompt, rollouts.tokens[row, :length])
     with torch.no_grad():
         matrices = eager_model(family)(**inputs, output_attentions=True, use_cache=False).attentions
     shares = []
@@ -91,7 +91,7 @@ def close(actual, expected, atol=1e-5):
 @pytest.mark.parametrize("last_k", [None, 1])
 def test_masses_equal_those_of_eager_matrices(family, route, last_k):
     rollouts = rollouts_for(family)
-    forward = Forward(shared_backbone(family), encoder_of(family), last_k=last_k, **route)
+    forward = Forward(shared_backbone(family), get_encoder(family), last_k=last_k, **route)
     signals = forward.signals(rollouts, Needs("old_logprobs", "attention_mass"))
     assert signals.attention_mass.shape == (len(GROUP), max(LENGTHS), len(SEGMENTS), 2)
     for row, length in enumerate(LENGTHS):
@@ -104,28 +104,28 @@ def test_masses_equal_those_of_eager_matrices(family, route, last_k):
 def test_prompt_masses_equal_those_of_eager_matrices(family, route):
     """The mean over the prompt's positions after its last image."""
     rollouts = rollouts_for(family)
-    signals = Forward(shared_backbone(family), encoder_of(family), **route).signals(
+    signals = Forward(shared_backbone(family), get_encoder(family), **route).signals(
         rollouts, Needs("old_logprobs", "attention_mass")
     )
     for row in range(len(GROUP)):
         pool = rollouts.prompts[GROUP[row]].token_pool
         seen = (pool == VISION_POOL).nonzero()
-        begin = max(int(seen[-1]) + 1 if len(seen) else 0, 1)  # the sink itself sees nothing that counts
+        begin = max(int(seen[-1]) + 1 if len(seen) else 0, 1)  # the sink itself attends to nothing that counts
         for name, shares in eager_shares(family, row).items() if len(seen) else ():
             close(segment(signals.prompt_attention_mass[row], name), shares[begin : len(pool)].mean(0))
 
 
 def test_two_layers_have_no_third_third(tmp_path):
     path = make_tiny_checkpoint(tmp_path, "qwen2", layers=2)
-    forward = Forward(Backbone(load_model(path)), encoder_of("qwen2"))
+    forward = Forward(Backbone(load_model(path)), get_encoder("qwen2"))
     mass = forward.signals(rollouts_for("qwen2"), Needs("attention_mass")).attention_mass[0, : LENGTHS[0]]
     assert segment(mass, "late").isnan().all() and segment(mass, "all").isfinite().all()
 
 
 @pytest.mark.parametrize("family", VISION_FAMILIES, indirect=True)
-def test_masses_are_worth_telling_apart(family):
+def test_masses_differ_enough_to_test(family):
     rollouts = rollouts_for(family)
-    signals = Forward(shared_backbone(family), encoder_of(family)).signals(
+    signals = Forward(shared_backbone(family), get_encoder(family)).signals(
         rollouts, Needs("old_logprobs", "attention_mass")
     )
     ratio = vgr(
@@ -135,7 +135,7 @@ def test_masses_are_worth_telling_apart(family):
     applies = rollouts.visual & rollouts.mask.any(1)
     assert ratio[applies].std() > 0.05
     by_group = [ratio[applies & (rollouts.group == g)] for g in (0, 3)]
-    assert min(each.std() for each in by_group) > 1e-4, "the pools are those of the prompt; the looks are not"
+    assert min(each.std() for each in by_group) > 1e-4, "the pools are the prompt's; the masses are not"
     assert ratio[~rollouts.visual].isnan().all(), "no image: not applicable"
 
 
@@ -143,7 +143,7 @@ def test_masses_are_worth_telling_apart(family):
 def test_the_perturbed_view_leaves_the_clean_masses_alone(family, route):
     rollouts = rollouts_for(family)
     views = [Perturbation(seed=7).view(prompt, 0) for prompt in rollouts.prompts]
-    forward = Forward(shared_backbone(family), encoder_of(family), **route)
+    forward = Forward(shared_backbone(family), get_encoder(family), **route)
     alone = forward.signals(rollouts, Needs("old_logprobs", "attention_mass"))
     both = forward.signals(rollouts, Needs("dependency", "attention_mass", "entropy"), views)
     torch.testing.assert_close(both.attention_mass, alone.attention_mass, rtol=0, atol=1e-5, equal_nan=True)
@@ -154,7 +154,7 @@ def test_the_perturbed_view_leaves_the_clean_masses_alone(family, route):
 def test_maps_equal_those_of_eager_matrices(family, route):
     """Token by token, and their sums over the pools are the masses."""
     rollouts = rollouts_for(family)
-    forward = Forward(shared_backbone(family), encoder_of(family), **route)
+    forward = Forward(shared_backbone(family), get_encoder(family), **route)
     for row, tokens in {0: [5, 0, 2], 3: [0], 5: [3]}.items():
         one = rollouts.rows(torch.tensor([row]))
         prompt = one.prompts[0]
@@ -170,8 +170,8 @@ def test_maps_equal_those_of_eager_matrices(family, route):
 
 
 @pytest.mark.parametrize("family", VISION_FAMILIES[:1], indirect=True)
-def test_other_attention_is_refused_by_name(family):
-    forward = Forward(Backbone(eager_model(family)), encoder_of(family))
+def test_other_attention_is_an_error_that_names_it(family):
+    forward = Forward(Backbone(eager_model(family)), get_encoder(family))
     with pytest.raises(ValueError, match="attn_implementation"):
         forward.signals(rollouts_for(family), Needs("attention_mass"))
 
@@ -182,7 +182,7 @@ def test_other_attention_is_refused_by_name(family):
 def test_maps_of_whole_responses_equal_those_of_eager_matrices(family, route, last_k):
     """Every token's attention on every image token, of several images too; a token's sum is its vision mass."""
     rollouts = rollouts_for(family)
-    forward = Forward(shared_backbone(family), encoder_of(family), last_k=last_k, **route)
+    forward = Forward(shared_backbone(family), get_encoder(family), last_k=last_k, **route)
     signals = forward.signals(rollouts, Needs("attention_maps", "attention_mass"))
     assert signals.old_logprobs is None, "the vocabulary is left alone"
     for row, length in enumerate(LENGTHS):
@@ -204,7 +204,7 @@ def test_maps_of_whole_responses_equal_those_of_eager_matrices(family, route, la
 @pytest.mark.parametrize("family", VISION_FAMILIES[:1], indirect=True)
 def test_pieces_make_the_same_maps(family, route, monkeypatch):
     rollouts = rollouts_for(family)
-    forward = Forward(shared_backbone(family), encoder_of(family), **route)
+    forward = Forward(shared_backbone(family), get_encoder(family), **route)
     whole = forward.signals(rollouts, Needs("attention_maps")).attention_maps
     heads = shared_backbone(family).language_model.config.num_attention_heads
     for scores in (1, 3 * heads * 40):  # a token at a time, and a few
@@ -218,7 +218,7 @@ def test_pieces_make_the_same_maps(family, route, monkeypatch):
 @pytest.mark.parametrize("family", VISION_FAMILIES[:1], indirect=True)
 def test_maps_that_are_too_large_are_left_out(family, monkeypatch):
     rollouts = rollouts_for(family)
-    forward = Forward(shared_backbone(family), encoder_of(family))
+    forward = Forward(shared_backbone(family), get_encoder(family))
     image_tokens = int((rollouts.prompts[0].token_pool == VISION_POOL).sum())
     monkeypatch.setattr(attention_maps, "CELLS_PER_RESPONSE", 5 * image_tokens)
     maps = forward.signals(rollouts, Needs("attention_maps")).attention_maps

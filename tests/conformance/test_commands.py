@@ -13,7 +13,7 @@ import mtrl
 from mtrl.cli import main
 from mtrl.config import ConfigError, load_config
 from mtrl.embedded.embedded_rows import MODEL_DIRECTORY, ZooRows
-from mtrl.tracking.run_files import read_rows
+from mtrl.tracking.jsonl import read_rows
 
 SMALL = [
     "dataset.rollout_batch_size=4",
@@ -46,17 +46,17 @@ def questions(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, questions) -> Path:
-    """One short training run through the documented module entry, in a process of its own."""
+    """One short training run through the documented module entry, in a separate process."""
     output = tmp_path_factory.mktemp("outputs")
     command = [sys.executable, "-m", "mtrl.training.training_main", *SMALL, questions]
     command += [f"training.output_dir={output}", "training.max_steps=2", "training.val_freq=1"]
     finished = subprocess.run(command, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
-    assert "zoo.yaml" in finished.stderr, "that the packaged config is used must be said"
+    assert "zoo.yaml" in finished.stderr, "the use of the packaged config must be reported"
     assert "steps: 2, each 4 prompts x 4 responses of at most" in finished.stderr
     assert "step 2/2" in finished.stderr and "ETA" in finished.stderr
     for line in ("steps: 2, each 4 prompts", "step 2/2  ETA", "validation at step 2", "finished at step 2 of 2"):
-        assert finished.stdout.count(line) == 1, "stdout is a log of its own here, and has it all, once"
+        assert finished.stdout.count(line) == 1, "stdout is a separate log here and has everything once"
     return output / "mtrl" / "zoo"
 
 
@@ -93,15 +93,15 @@ def test_eval_of_a_run_and_of_its_checkpoint_agree_with_the_log(run, capsys):
         assert set(summary["by"]["kind"]) == {"colour", "shape", "position", "count", "comparison"}
 
 
-def test_eval_keeps_responses_and_looks_at_attention_on_request_alone(run, tmp_path, capsys):
+def test_eval_stores_responses_and_reads_attention_only_on_request(run, tmp_path, capsys):
     (tmp_path / "two.jsonl").write_text(
         '{"prompt": "Which? A or B", "answer": "A"}\n{"prompt": "Why?", "answer": "B"}\n'
     )
     command = ["eval", str(run), "--data", str(tmp_path / "two.jsonl"), f"--out={tmp_path / 'out.jsonl'}"]
     assert main([*command, "worker.rollout.val.n=2", "worker.rollout.val.temperature=1"]) == 0
-    told = capsys.readouterr()
-    assert "evaluating 2 prompts, 2 responses each" in told.err and str(tmp_path / "out.jsonl") in told.err
-    summary, rows = json.loads(told.out.splitlines()[-1]), read_rows(tmp_path / "out.jsonl")
+    captured = capsys.readouterr()
+    assert "evaluating 2 prompts, 2 responses each" in captured.err and str(tmp_path / "out.jsonl") in captured.err
+    summary, rows = json.loads(captured.out.splitlines()[-1]), read_rows(tmp_path / "out.jsonl")
     assert not [name for name in summary if "attention" in name]
     assert [(row["question"], row["answer"]) for row in rows] == [("Which? A or B", "A")] * 2 + [("Why?", "B")] * 2
     assert sum(row["reward"] for row in rows) / 4 == pytest.approx(summary["val/reward_score"])
@@ -110,7 +110,7 @@ def test_eval_keeps_responses_and_looks_at_attention_on_request_alone(run, tmp_p
     assert "out.jsonl exists already" in capsys.readouterr().err
 
 
-def test_starting_the_same_run_again_says_that_it_is_finished(run, questions, capsys):
+def test_starting_a_finished_run_again_reports_that_it_is_finished(run, questions, capsys):
     assert main(["train", *SMALL, questions, f"training.output_dir={run.parent.parent}", "training.max_steps=2"]) == 0
     assert "is finished: step 2 of 2" in capsys.readouterr().err
 
@@ -141,7 +141,7 @@ def test_data_shows_the_embedded_task(capsys):
         (["demo", "optimization.perturbation=thunder"], "random_patch_blackening"),
     ],
 )
-def test_what_a_user_must_change_is_said_without_a_traceback(words, named, tmp_path, capsys):
+def test_user_errors_are_reported_without_a_traceback(words, named, tmp_path, capsys):
     extra = [f"training.output_dir={tmp_path}"] if words[0] in ("train", "demo") else []
     weights = ["worker.reward.weights=null"] if "worker.reward.functions=null" in words else []
     assert main([*words, *extra, *weights]) == 2
@@ -172,8 +172,8 @@ def test_trainer_takes_python_rows_and_functions(tmp_path):
     assert "reward/short" in step and step["reward/characters"] > 0
 
 
-def test_few_rows_are_told_and_asked_anew(tmp_path, caplog):
-    """Two rows for four prompts: each is asked twice a step, and its second group is no copy of the first."""
+def test_few_rows_are_reported_and_repeated(tmp_path, caplog):
+    """Two rows for four prompts: each is sampled twice per step, and its second group is no copy of the first."""
     rows = [{"prompt": "Say red.", "answer": "red"}, {"prompt": "Say blue.", "answer": "blue"}]
     sizes = {"max_steps": 1, "rollout_batch_size": 4, "global_batch_size": 4, "worker.rollout.n": 3}
     directory = mtrl.Trainer(data=rows, rewards=["length"], output_dir=str(tmp_path), **sizes).train()

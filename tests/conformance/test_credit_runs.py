@@ -1,4 +1,4 @@
-"""The weight by entropy change: by hand, in a run of its own, and as a user's file; and rules that are refused."""
+"""The weight by entropy change: by hand, in a run, and as a user's file; and invalid rules."""
 
 import json
 import textwrap
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import close, fake_experience, fake_rollouts, padded
-from run_helpers import metrics_of, run_of, tiny_arguments, train_arguments
+from run_helpers import get_run_dir, read_metrics, tiny_arguments, train_arguments
 
 from mtrl.algorithms.credit import assign
 from mtrl.algorithms.credit.entropy_change import EntropyChange
@@ -18,7 +18,7 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples/credit/my_rule.py"
 PLAIN = ("optimization.enable_perception_filtering=false", "optimization.enable_trajectory_reweighting=false")
 
 
-def weights_of(rule, change, lengths, visual=None):
+def apply_rule(rule, change, lengths, visual=None):
     group = range(len(lengths)) if visual else None
     rollouts = fake_rollouts(lengths, group=group, visual=visual)
     experience = fake_experience(rollouts, signals=Signals(entropy_change=padded(change)))
@@ -29,15 +29,15 @@ def weights_of(rule, change, lengths, visual=None):
 def test_by_hand():
     # |c| = 1, 3, 2: mean 2, weights 1/2, 3/2, 1. Half as strong: 3/4, 5/4, 1.
     change = [[1.0, -3.0, 2.0]]
-    close(weights_of(EntropyChange(), change, [3]), [[0.5, 1.5, 1.0]])
-    close(weights_of(EntropyChange(strength=0.5), change, [3]), [[0.75, 1.25, 1.0]])
-    close(weights_of(EntropyChange(strength=0.0), change, [3]), [[1, 1, 1]])
-    close(weights_of(EntropyChange(clip=(0.8, 1.2)), change, [3]), [[0.8, 1.2, 1.0]])
+    close(apply_rule(EntropyChange(), change, [3]), [[0.5, 1.5, 1.0]])
+    close(apply_rule(EntropyChange(strength=0.5), change, [3]), [[0.75, 1.25, 1.0]])
+    close(apply_rule(EntropyChange(strength=0.0), change, [3]), [[1, 1, 1]])
+    close(apply_rule(EntropyChange(clip=(0.8, 1.2)), change, [3]), [[0.8, 1.2, 1.0]])
 
 
 def test_padding_text_rows_and_rows_without_change():
     change = [[1.0, 3.0, 99.0], [5.0, 1.0, 1.0], [0.0, 0.0, 0.0]]
-    found = weights_of(EntropyChange(), change, [2, 3, 3], visual=[True, False, True])
+    found = apply_rule(EntropyChange(), change, [2, 3, 3], visual=[True, False, True])
     close(found, [[0.5, 1.5, 1.0], [1, 1, 1], [1, 1, 1]])
 
 
@@ -53,7 +53,7 @@ def test_it_multiplies_the_advantage():
 # ------------------------------------------------------------------------------------------------------------- in a run
 def run(output, *overrides):
     status = main(tiny_arguments(output, "training.max_steps=2", "training.val_freq=-1", *overrides))
-    return status, metrics_of(run_of(output))
+    return status, read_metrics(get_run_dir(output))
 
 
 def test_the_package_rule_trains(tmp_path):
@@ -73,7 +73,7 @@ def test_rules_after_published_ideas_train_together(tmp_path):
 
 
 def test_the_oracle_reads_the_responses_of_a_run(tmp_path):
-    """By a function of the user's: the first token of every answer, <think>, is what counts."""
+    """A user's function marks the first token of every answer, <think>."""
     spans = tmp_path / "mine.py"
     spans.write_text("def spans(row, response):\n    assert row['options']\n    return [(0, 7)]\n")
     more = (
@@ -82,7 +82,7 @@ def test_the_oracle_reads_the_responses_of_a_run(tmp_path):
         f"optimization.credit=[{{name: oracle, spans: '{spans}:spans'}}]",
     )
     status = main(train_arguments(tmp_path, *PLAIN, *more))
-    step = metrics_of(run_of(tmp_path))[1, False]
+    step = read_metrics(get_run_dir(tmp_path))[1, False]
     assert status == 0 and step["actor/grad_norm"] >= 0
     assert step["actor/combined_token_fraction"] == pytest.approx(1 / step["response_length/mean"], rel=0.01)
 
@@ -92,7 +92,7 @@ def test_a_users_file_named_in_a_yaml_trains(tmp_path):
     rule = {"name": f"{EXAMPLE}:EntropyChange", "strength": 0.5}
     config.write_text(json.dumps({"optimization": {"credit": [rule], "disable_divergence": True}}))
     status = main([*tiny_arguments(tmp_path, "training.max_steps=2"), str(config)])
-    rows = metrics_of(run_of(tmp_path))
+    rows = read_metrics(get_run_dir(tmp_path))
     assert status == 0 and rows[1, False]["actor/my_mean_weight"] == pytest.approx(1, abs=0.2)
     assert rows[2, False]["actor/grad_norm"] > 0
 
@@ -144,7 +144,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("fault", WRONG)
-def test_refused_or_stopped_with_one_clear_line(fault, tmp_path, capsys):
+def test_invalid_rules_end_with_one_clear_line(fault, tmp_path, capsys):
     body, said = WRONG[fault]
     file = tmp_path / "mine.py"
     file.write_text(HEAD + textwrap.dedent(body) + "\n")

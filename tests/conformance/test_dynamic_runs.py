@@ -5,11 +5,11 @@ import math
 import shutil
 
 import pytest
-from run_helpers import QUESTIONS, SETTINGS, STEPS, metrics_of, run_of, same_end, tiny_arguments, tiny_run_files
+from run_helpers import QUESTIONS, SETTINGS, STEPS, get_run_dir, read_metrics, same_end, tiny_arguments, tiny_run_files
 
 from mtrl.checkpoint.folder_store import list_checkpoints, read_state
 from mtrl.cli import main
-from mtrl.tracking.run_files import read_rows
+from mtrl.tracking.jsonl import read_rows
 
 FILTERED = ("optimization.online_filtering=true", "optimization.filter_key=accuracy")
 BY_SPREAD = ("optimization.online_filtering=true", "optimization.filter_by=spread", "optimization.max_refills=20")
@@ -20,21 +20,23 @@ def trained(output, *overrides):
     """Status, and the rows of the steps."""
     rewards = f"worker.reward.functions=[{tiny_run_files() / 'rewards.py'}:accuracy,format]"
     status = main(tiny_arguments(output, *SETTINGS, *NO_VALIDATION, rewards, *overrides))
-    return status, [row for (_, validated), row in sorted(metrics_of(run_of(output)).items()) if not validated]
+    return status, [row for (_, validated), row in sorted(read_metrics(get_run_dir(output)).items()) if not validated]
 
 
 def goes_on_to_the_same_end(tmp_path, *overrides, steps=STEPS):
-    """Cut back after step 2, a run ends as one that nobody disturbed, to the bit. Returns the rows of its steps."""
+    """A run cut back after step 2 ends bitwise like an undisturbed one. Returns the rows of its steps."""
     for name in ("whole", "parts"):
         assert trained(tmp_path / name, *overrides)[0] == 0
-    saves = run_of(tmp_path / "parts") / "checkpoints"
+    saves = get_run_dir(tmp_path / "parts") / "checkpoints"
     for path in list_checkpoints(saves)[1:]:
         shutil.rmtree(path)
     (saves / "best_model").unlink(missing_ok=True)
     status, rows = trained(tmp_path / "parts", *overrides)
     assert status == 0
-    same_end(run_of(tmp_path / "whole"), run_of(tmp_path / "parts"), steps)
-    stored = [run_of(tmp_path / name) / f"checkpoints/step_{steps}/replay/groups.json" for name in ("whole", "parts")]
+    same_end(get_run_dir(tmp_path / "whole"), get_run_dir(tmp_path / "parts"), steps)
+    stored = [
+        get_run_dir(tmp_path / name) / f"checkpoints/step_{steps}/replay/groups.json" for name in ("whole", "parts")
+    ]
     assert not stored[0].exists() or stored[0].read_text() == stored[1].read_text()
     return rows
 
@@ -46,7 +48,7 @@ def test_a_filtered_run_refills_and_counts_every_prompt(tmp_path):
     total = {name: sum(row[f"filtering/prompts_{name}"] for row in rows) for name in ("used", "dropped", "refilled")}
     assert total["refilled"] > 0 and total["dropped"] == total["refilled"], "every batch is full in the end"
     assert all(row["filtering/prompts_used"] == 2 and row["actor/grad_norm"] > 0 for row in rows)
-    state = read_state(run_of(tmp_path) / "checkpoints" / f"step_{STEPS}")
+    state = read_state(get_run_dir(tmp_path) / "checkpoints" / f"step_{STEPS}")
     read = QUESTIONS * state["source"]["epoch"] + state["source"]["position"]
     assert state["prompts"] == total and read == total["used"] + total["dropped"]
     assert rows[-1]["filtering/prompts_dropped_so_far"] == total["dropped"]
@@ -54,7 +56,7 @@ def test_a_filtered_run_refills_and_counts_every_prompt(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("other", ["format", "vgr"])
-def test_a_filtered_run_goes_on_to_the_bit(tmp_path, other):
+def test_a_filtered_run_resumes_bitwise(tmp_path, other):
     rewards = f"worker.reward.functions=[{tiny_run_files() / 'rewards.py'}:accuracy,{other}]"
     words = (*FILTERED, "optimization.max_refills=20", rewards)
     rows = goes_on_to_the_same_end(tmp_path, *words)
@@ -62,7 +64,7 @@ def test_a_filtered_run_goes_on_to_the_bit(tmp_path, other):
 
 
 def test_a_run_that_stays_short_stops_with_its_last_step_saved(tmp_path, capfd):
-    """And goes on, where it is told to go on with fewer prompts."""
+    """With `on_short_batch: continue`, it continues with fewer prompts."""
     words = (*FILTERED, "optimization.max_refills=0", "training.save_freq=-1", "dataset.rollout_batch_size=4")
     status, rows = trained(tmp_path, *words, "optimization.on_short_batch=stop")
     said = capfd.readouterr().err
@@ -77,17 +79,17 @@ def test_a_run_that_stays_short_stops_with_its_last_step_saved(tmp_path, capfd):
 REMAX = ("optimization.advantage_estimator=remax", "worker.rollout.n=null")
 
 
-def test_remax_learns_from_one_response_a_prompt(tmp_path):
+def test_remax_learns_from_one_response_per_prompt(tmp_path):
     status, rows = trained(tmp_path, *REMAX, "dataset.rollout_batch_size=4")
     assert status == 0 and all(0 <= row["reward/greedy_baseline"] <= 1.2 for row in rows)
     assert any(row["reward/greedy_baseline"] != row["reward/overall"] for row in rows)
     assert any(row["actor/grad_norm"] > 0 for row in rows)
-    shown = [row for row in read_rows(run_of(tmp_path) / "rollouts.jsonl") if row["step"] == 1]
-    assert len(shown) == 4, "greedy responses are none of the run's"
+    shown = [row for row in read_rows(get_run_dir(tmp_path) / "rollouts.jsonl") if row["step"] == 1]
+    assert len(shown) == 4, "greedy responses are not logged"
 
 
 @pytest.mark.slow
-def test_remax_goes_on_to_the_bit(tmp_path):
+def test_remax_resumes_bitwise(tmp_path):
     goes_on_to_the_same_end(tmp_path, *REMAX)
 
 
@@ -101,20 +103,20 @@ def test_groups_without_signal_are_replaced_by_stored_ones(tmp_path):
     assert all(row["replay/hits"] <= row["replay/wanted"] for row in rows)
     assert [row["replay/size"] for row in rows] == sorted(row["replay/size"] for row in rows)
     assert all(math.isfinite(row["actor/grad_norm"]) for row in rows)
-    shown = [row for row in read_rows(run_of(tmp_path) / "rollouts.jsonl") if row["version"] < row["step"] - 1]
+    shown = [row for row in read_rows(get_run_dir(tmp_path) / "rollouts.jsonl") if row["version"] < row["step"] - 1]
     assert len(shown) == 4 * sum(row["replay/hits"] for row in rows), "four responses a group, of earlier weights"
-    newest = run_of(tmp_path) / "checkpoints" / "step_6" / "replay"
+    newest = get_run_dir(tmp_path) / "checkpoints" / "step_6" / "replay"
     assert len(json.loads((newest / "groups.json").read_text())) == rows[-1]["replay/size"]
 
 
 @pytest.mark.slow
-def test_a_replaying_run_goes_on_to_the_bit(tmp_path):
+def test_a_replaying_run_resumes_bitwise(tmp_path):
     rows = goes_on_to_the_same_end(tmp_path, *REPLAYED, steps=6)
     assert sum(row["replay/hits"] for row in rows[2:]) > 0
 
 
 @pytest.mark.slow
-def test_filtering_and_replay_together_go_on_to_the_bit(tmp_path):
+def test_filtering_and_replay_together_resume_bitwise(tmp_path):
     rewards = f"worker.reward.functions=[{tiny_run_files() / 'rewards.py'}:accuracy,vgr]"
     words = (*FILTERED, *REPLAYED, "optimization.max_refills=0", rewards)
     rows = goes_on_to_the_same_end(tmp_path, *words, steps=6)

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from run_helpers import metrics_of, same_end, tiny_run_files, tiny_settings
+from run_helpers import read_metrics, same_end, tiny_run_files, tiny_settings
 
 from mtrl.compose.run import Run, build, configure
 from mtrl.data.sampler import epoch_order
@@ -18,14 +18,14 @@ ORDER = epoch_order(ROWS, SEED, 0).tolist()
 
 @pytest.fixture(autouse=True, scope="module")
 def damage_shows_late():
-    """The scan decodes no image, so that a run begins with those that no header shows to be damaged."""
+    """The scan decodes no image, so that a run starts with images whose damage is not in the header."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mtrl.data.dataset.SAMPLED_ROWS", 0)
         yield
 
 
 def damage(index: int, folder: Path) -> None:
-    """Nothing but the pixels is gone."""
+    """Overwrites the pixels of an image file and keeps its header and end."""
     path = folder / f"{index}.png"
     data = bytearray(path.read_bytes())
     data[60:-12] = b"\0" * (len(data) - 72)
@@ -65,7 +65,7 @@ def run_in(folder: Path, breaks_at: int | None = None, on_bad_row: str = "scan")
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
-    """The folder of a run with one damaged image, the second that it asks for."""
+    """The folder of a run with one damaged image, the second that it reads."""
     folder = tmp_path_factory.mktemp("whole")
     write_data(folder / "data", [ORDER[1]])
     run = run_in(folder)
@@ -74,7 +74,7 @@ def whole(tmp_path_factory) -> Path:
 
 
 def test_a_damaged_image_is_skipped_replaced_and_counted(whole):
-    rows = metrics_of(whole)
+    rows = read_metrics(whole)
     assert [rows[step, False]["data/skipped_rows"] for step in range(1, STEPS + 1)] == [1] * STEPS
     source = json.loads((whole / "checkpoints" / f"step_{STEPS}" / "trainer_state.json").read_text())["source"]
     assert source["skipped"] == [ORDER[1]]
@@ -82,7 +82,7 @@ def test_a_damaged_image_is_skipped_replaced_and_counted(whole):
     assert "is truncated or damaged" in (whole / "bad_rows.jsonl").read_text()
 
 
-def test_an_error_costs_nothing_and_the_same_command_goes_on_to_the_bit(whole, tmp_path, capfd):
+def test_an_error_ends_saved_and_the_same_command_resumes_bitwise(whole, tmp_path, capfd):
     write_data(tmp_path / "data", [ORDER[1]])
     with pytest.raises(ConnectionError, match="server is gone"):
         run_in(tmp_path, breaks_at=3).train()
@@ -91,16 +91,16 @@ def test_an_error_costs_nothing_and_the_same_command_goes_on_to_the_bit(whole, t
     again = run_in(tmp_path)
     assert again.start.step == 3
     again.train()
-    # The row of metrics that the logger kept from being written is all that is missing.
+    # Only the row of metrics that the logger prevented is missing.
     lines = (again.directory / "metrics.jsonl").read_text()
     assert '"step": 3' not in lines
-    missing = metrics_of(whole)[3, False]
+    missing = read_metrics(whole)[3, False]
     with (again.directory / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(missing | {"attempt": 1}) + "\n")
     same_end(whole, again.directory, STEPS)
 
 
-def test_many_bad_rows_end_the_run_saved_and_it_goes_on_without_them(tmp_path, capfd):
+def test_many_bad_rows_end_the_run_saved_and_it_resumes_without_them(tmp_path, capfd):
     write_data(tmp_path / "data", [ORDER[0], ORDER[4]])
     with pytest.raises(RunError, match=r"2 of the 6 rows drawn so far could not be read.*on_bad_row=skip"):
         run_in(tmp_path).train()
@@ -113,7 +113,7 @@ def test_many_bad_rows_end_the_run_saved_and_it_goes_on_without_them(tmp_path, c
 
 
 def test_weights_that_have_diverged_are_not_saved(tmp_path, monkeypatch):
-    """They would be the newest checkpoint, and the same command would go on from them."""
+    """They would be the newest checkpoint, and the same command would resume from them."""
     write_data(tmp_path / "data", [])
     run = run_in(tmp_path)
     collect = run.loop.collect

@@ -7,7 +7,7 @@ import torch
 from tiny_models import (
     TINY_FAMILIES,
     VISION_FAMILIES,
-    encoder_of,
+    get_encoder,
     plain_inputs,
     plain_log_probs,
     plain_logp,
@@ -51,14 +51,14 @@ def route(request):
 def forward(family, route):
     backbone = shared_backbone(family)
     backbone.model.zero_grad()
-    return Forward(backbone, encoder_of(family), **route)
+    return Forward(backbone, get_encoder(family), **route)
 
 
 def rollouts_for(family, seed=0):
     return random_rollouts(prompts_for(family), GROUP, LENGTHS, seed)
 
 
-def views_of(rollouts, step=0):
+def make_views(rollouts, step=0):
     return [Perturbation(seed=7).view(prompt, step) for prompt in rollouts.prompts]
 
 
@@ -76,7 +76,7 @@ def test_log_probs_equal_a_plain_forward(family, forward, temperature):
     old = forward.signals(rollouts).old_logprobs
     close(old, expected)
     close(forward.logp(rollouts).detach(), expected)
-    assert expected[rollouts.mask].std() > 0.5, "the rows are worth telling apart"
+    assert expected[rollouts.mask].std() > 0.5, "the rows differ enough to test"
     assert (old[~rollouts.mask] == 0).all() and (old[4] == 0).all()
 
 
@@ -99,12 +99,12 @@ def test_entropy_equals_a_plain_forward(family, forward):
 
 
 def test_similarity_to_the_image_equals_a_plain_forward(family, forward):
-    """Beside a second view, whose states are none of its business; rows without an image have none."""
+    """Also with a second view, whose states it must ignore; rows without an image have none."""
     rollouts = rollouts_for(family)
-    signals = forward.signals(rollouts, Needs("similarity", "perturbed_logprobs"), views_of(rollouts))
+    signals = forward.signals(rollouts, Needs("similarity", "perturbed_logprobs"), make_views(rollouts))
     for row, length in enumerate(LENGTHS):
         prompt = rollouts.prompts[GROUP[row]]
-        inputs = plain_inputs(encoder_of(family), prompt, rollouts.tokens[row, :length])
+        inputs = plain_inputs(get_encoder(family), prompt, rollouts.tokens[row, :length])
         with torch.no_grad():
             states = plain_model(family)(**inputs, output_hidden_states=True).hidden_states[-1][0]
         seen = states[: len(prompt.ids)][prompt.token_pool == VISION_POOL]
@@ -125,11 +125,11 @@ def test_unasked_fields_stay_empty(family, forward):
 
 
 def test_only_empty_responses(family, forward):
-    """Nothing to score is no reason to stop, and gives no gradient."""
+    """An empty batch is no error and gives no gradient."""
     rollouts = random_rollouts(prompts_for(family), [0, 1], [3, 3])
     rollouts.mask[:] = False
     signals = replace(forward, dependency="full_kl").signals(
-        rollouts, Needs("entropy", "dependency", "similarity"), views_of(rollouts)
+        rollouts, Needs("entropy", "dependency", "similarity"), make_views(rollouts)
     )
     assert all((x == 0).all() for x in (signals.old_logprobs, signals.entropy, signals.dependency, signals.similarity))
     forward.logp(rollouts).sum().backward()
@@ -138,7 +138,7 @@ def test_only_empty_responses(family, forward):
 
 def test_forbidden_tokens_hold_no_probability(family, forward):
     """The probabilities of all other tokens add up to one: sum over every possible one-token response."""
-    encoder = encoder_of(family)
+    encoder = get_encoder(family)
     vocabulary = forward.backbone.output_matrix.shape[0]
     shortest = min(prompts_for(family), key=lambda prompt: len(prompt.ids))
     rollouts = random_rollouts([shortest], [0] * vocabulary, [1] * vocabulary)
@@ -154,15 +154,15 @@ def test_forbidden_tokens_hold_no_probability(family, forward):
 
 
 @pytest.mark.parametrize("family", VISION_FAMILIES, indirect=True)
-def test_forged_media_tokens_break_nothing(family, forward):
+def test_forged_media_tokens_are_harmless(family, forward):
     """A response with image marks: -inf for the marks themselves, and a proper number for every other token."""
-    encoder = encoder_of(family)
+    encoder = get_encoder(family)
     rollouts = rollouts_for(family)
     clean = forward.signals(rollouts).old_logprobs
     for place, token in enumerate(encoder.forbidden_ids):
         rollouts.tokens[0, place] = token
         rollouts.tokens[5, place + 1] = token  # a text-only row
-    signals = forward.signals(rollouts, Needs("dependency", "entropy"), views_of(rollouts))
+    signals = forward.signals(rollouts, Needs("dependency", "entropy"), make_views(rollouts))
     forged = torch.isin(rollouts.tokens, torch.tensor(encoder.forbidden_ids)) & rollouts.mask
     assert (signals.old_logprobs[forged] == -torch.inf).all()
     assert signals.old_logprobs[~forged].isfinite().all() and signals.entropy.isfinite().all()
@@ -173,9 +173,9 @@ def test_forged_media_tokens_break_nothing(family, forward):
 
 
 def plain_logp_of_forged(family, rollouts, row):
-    """The last token of a forged row, given embeddings and positions by hand: upstream's own forward would look for
-    the images that the marks promise."""
-    encoder, model = encoder_of(family), plain_model(family)
+    """Log-prob of the last token of a forged row, with explicit embeddings and positions: upstream's own forward would
+    look for the images of the marks."""
+    encoder, model = get_encoder(family), plain_model(family)
     prompt, response = rollouts.prompts[GROUP[row]], rollouts.tokens[row]
     inputs = encoder.inputs(prompt)
     embeds = model.get_input_embeddings()(torch.cat([prompt.ids, response]))
@@ -197,7 +197,7 @@ def plain_logp_of_forged(family, rollouts, row):
 
 # ----------------------------------------------------------------------------------------------------------- gradients
 def test_gradients_equal_a_plain_forward(family, forward):
-    """Of a weighted sum: equal weights would hide tokens that swapped places."""
+    """Gradients of a weighted sum: equal weights would hide swapped tokens."""
     rollouts = rollouts_for(family)
     weights = torch.linspace(-1, 2, rollouts.mask.numel()).view(rollouts.mask.shape)
     (forward.logp(rollouts) * weights).sum().backward()
@@ -215,7 +215,7 @@ def test_gradients_equal_a_plain_forward(family, forward):
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_low_var_kl_equals_a_plain_computation(family, forward, temperature):
     rollouts = rollouts_for(family)
-    views = views_of(rollouts)
+    views = make_views(rollouts)
     forward = replace(forward, temperature=temperature)
     signals = forward.signals(rollouts, Needs("dependency"), views)
     with torch.no_grad():
@@ -226,13 +226,13 @@ def test_low_var_kl_equals_a_plain_computation(family, forward, temperature):
     close(signals.perturbed_logprobs, other.float())
     torch.testing.assert_close(signals.dependency.double(), expected, rtol=1e-4, atol=1e-5)
     seen = signals.dependency[rollouts.visual[:, None] & rollouts.mask]
-    assert len(seen) == 0 or seen.max() > 0.01, "the views are worth telling apart"
+    assert len(seen) == 0 or seen.max() > 0.01, "the views differ enough to test"
     assert (signals.dependency[~rollouts.mask] == 0).all()
 
 
 def test_full_kl_equals_a_plain_computation(family, forward):
     rollouts = rollouts_for(family)
-    views = views_of(rollouts)
+    views = make_views(rollouts)
     dependency = replace(forward, dependency="full_kl").signals(rollouts, Needs("dependency"), views).dependency
     for row in range(len(rollouts)):
         prompt, length = rollouts.prompts[GROUP[row]], LENGTHS[row]
@@ -247,7 +247,7 @@ def test_full_kl_equals_a_plain_computation(family, forward):
 
 
 @pytest.mark.parametrize("estimator", ["low_var_kl", "full_kl"])
-def test_the_same_view_depends_on_nothing(family, forward, estimator):
+def test_an_unchanged_view_has_no_dependency(family, forward, estimator):
     rollouts = rollouts_for(family)
     same = [prompt.media for prompt in rollouts.prompts]
     signals = replace(forward, dependency=estimator).signals(rollouts, Needs("dependency"), same)
@@ -259,7 +259,7 @@ def test_the_same_view_depends_on_nothing(family, forward, estimator):
 def test_text_rows_depend_on_no_image(family, forward, estimator):
     """They run along in the batch; other rows' views leave them alone."""
     rollouts = rollouts_for(family)
-    signals = replace(forward, dependency=estimator).signals(rollouts, Needs("dependency"), views_of(rollouts))
+    signals = replace(forward, dependency=estimator).signals(rollouts, Needs("dependency"), make_views(rollouts))
     assert (signals.dependency[~rollouts.visual] < 1e-9).all()
 
 
@@ -268,7 +268,7 @@ def test_views_go_to_their_own_prompt(family, forward):
     """Another view of one prompt changes its rows alone."""
     rollouts = rollouts_for(family)
     views = [prompt.media for prompt in rollouts.prompts]
-    views[3] = views_of(rollouts)[3]
+    views[3] = make_views(rollouts)[3]
     dependency = forward.signals(rollouts, Needs("dependency"), views).dependency
     theirs = rollouts.group == 3
     assert (dependency[theirs] > 1e-6).any() and (dependency[~theirs] < 1e-9).all()
@@ -302,8 +302,8 @@ def test_every_family_that_may_share_its_prefix_is_exact(kind):
                 parameter.mul_(8)
     assert backbone.can_share_prefix
     rollouts = rollouts_for("qwen2")
-    forwards = [Forward(backbone, encoder_of("qwen2"), **route) for route in ROUTES.values()]
-    plain = Forward(backbone, encoder_of("qwen2"), share_prefix=False).signals(rollouts).old_logprobs
+    forwards = [Forward(backbone, get_encoder("qwen2"), **route) for route in ROUTES.values()]
+    plain = Forward(backbone, get_encoder("qwen2"), share_prefix=False).signals(rollouts).old_logprobs
     for forward in forwards:
         close(forward.signals(rollouts).old_logprobs, plain)
     assert plain[rollouts.mask].std() > 0.5

@@ -1,4 +1,4 @@
-"""The local engine against `model.generate`; `benchmarks/generate.py` holds the measurement and says what is fair."""
+"""The local engine against `model.generate`; `benchmarks/generate.py` measures and explains the comparison."""
 
 import pytest
 

@@ -15,8 +15,8 @@ from tiny_models import (
     TINY_FAMILIES,
     VISION_FAMILIES,
     checkpoint,
-    encoder_of,
     fresh_backbone,
+    get_encoder,
     plain_inputs,
     plain_log_probs,
     plain_logp,
@@ -26,7 +26,7 @@ from tiny_models import (
     shared_backbone,
 )
 from transformers import DynamicCache
-from vllm_engines import INSTALLED, child_process, engine_on, in_parts, in_process, server
+from vllm_engines import INSTALLED, child_process, engine_on, in_process, server, tensor_parallel
 
 from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.pairwise("family", "engine", "fresh_engine")
 
 
 def decode_engine(backbone, encoder):
-    """The engine for CUDA with its kernels' twins in plain torch; small buckets and many looks, so that rows leave."""
+    """The CUDA engine with plain torch kernels; small buckets and frequent polls, so that rows leave."""
     return GraphGenerator(backbone, encoder, ops=Ops(plain, plain), buckets=(16, 32, 64), poll=1)
 
 
@@ -65,7 +65,7 @@ FRESH_ENGINES = {  # may be changed
 def parts_of_one_family(family):
     if family != "qwen2_5_vl":
         pytest.skip("two processes would start for each test; tests/on_vllm/test_weights.py has all families in parts")
-    return in_parts(family)
+    return tensor_parallel(family)
 
 
 HOSTS = {"vllm": in_process, "vllm_process": child_process, "vllm_server": server, "vllm_parts": parts_of_one_family}
@@ -73,17 +73,17 @@ HOSTS = HOSTS if INSTALLED else {}
 for name, host in HOSTS.items():  # `make test-vllm`
     ENGINES[name], FRESH_ENGINES[name] = partial(vllm_engine, host), partial(vllm_engine, host, may_change=True)
 ALL = [pytest.param(name, marks=pytest.mark.slow if name.startswith("vllm_") else ()) for name in ENGINES]
-TOLERANCE = 1e-4 if INSTALLED else 3e-5  # nats; vLLM sums in another order, and so do convolutions of some processors
+TOLERANCE = 1e-4 if INSTALLED else 3e-5  # nats; vLLM and the convolutions of some CPUs sum in another order
 NONE = torch.zeros(0, dtype=torch.long)
 GREEDY = Sampling(temperature=0, max_new_tokens=12)
 SAMPLED = Sampling(n=3, max_new_tokens=12)
 
 
-OLD_FAMILY = "qwen2_vl"  # whose decoder is that of qwen2_5_vl: `make test-all`
+OLD_FAMILY = "qwen2_vl"  # same decoder as qwen2_5_vl; run by `make test-all`
 
 
 def slow_but(*families):
-    """All families, those but these among the slow tests."""
+    """All families; only `families` are not marked slow."""
     return [pytest.param(each, marks=() if each in families else pytest.mark.slow) for each in TINY_FAMILIES]
 
 
@@ -94,8 +94,8 @@ def family(request):
 
 @pytest.fixture
 def encoder(family):
-    """With many stop tokens, so that answers end early and at different times."""
-    encoder = copy.copy(encoder_of(family))
+    """An encoder with many stop tokens, so that responses end early and at different times."""
+    encoder = copy.copy(get_encoder(family))
     encoder.stop_ids = tuple(range(4, 512, 7))
     return encoder
 
@@ -145,7 +145,7 @@ def test_greedy_equals_generate_and_a_plain_forward(family, encoder, engine):
     with torch.no_grad():
         close(rollouts.rollout_logprobs, plain_logp(family, rollouts))
     assert len({prompt.ids.shape for prompt in prompts}) > 2, "the prompts are unequal in length"
-    assert len(set(rollouts.mask.sum(1).tolist())) > 1, "and so are the answers"
+    assert len(set(rollouts.mask.sum(1).tolist())) > 1, "and so are the responses"
 
 
 @pytest.mark.parametrize("cut", [{"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-4}], ids=str)
@@ -165,7 +165,7 @@ def test_extreme_sampling_is_greedy(family, engine, cut):
 
 # ---------------------------------------------------------------------------------------------------------- log-probs
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_behaviour_is_what_the_trainer_computes(family, encoder, engine, temperature):
+def test_rollout_logprobs_equal_the_trainers(family, encoder, engine, temperature):
     rollouts = engine.generate(prompts_for(family), replace(SAMPLED, temperature=temperature))
     close(
         rollouts.rollout_logprobs, Forward(shared_backbone(family), encoder, temperature).signals(rollouts).old_logprobs
@@ -175,7 +175,7 @@ def test_behaviour_is_what_the_trainer_computes(family, encoder, engine, tempera
 
 
 @pytest.mark.parametrize("cut", [{"top_k": 12}, {"top_p": 0.8}, {"top_k": 20, "top_p": 0.7}], ids=str)
-def test_cut_behaviour_is_what_the_trainer_computes_on_the_sampled_support(family, encoder, engine, cut):
+def test_rollout_logprobs_after_a_cut_equal_the_trainers_on_the_support(family, encoder, engine, cut):
     rollouts = engine.generate(prompts_for(family), replace(SAMPLED, temperature=0.7, **cut))
     found = Forward(shared_backbone(family), encoder, 0.7, **cut).signals(rollouts, Needs("old_logprobs", "support"))
     close((found.old_logprobs - found.support).where(rollouts.mask, 0.0), rollouts.rollout_logprobs)
@@ -184,7 +184,7 @@ def test_cut_behaviour_is_what_the_trainer_computes_on_the_sampled_support(famil
 
 @pytest.mark.parametrize("cut", [{}, {"top_k": 5}, {"top_p": 0.5}, {"top_k": 20, "top_p": 0.7}], ids=str)
 def test_first_tokens_follow_the_distribution(family, engine, cut):
-    """2,000 samples of one token (500 of vLLM, which reads a short prompt for each): a chi-square test, and the
+    """A chi-square test on 2,000 samples of one token (500 for vLLM, which encodes a short prompt for each); the
     log-probs are those of the distribution after the cut."""
     prompt, count = prompts_for(family)[2], 500 if isinstance(engine, VllmGenerator) else 2000
     rollouts = engine.generate([prompt], Sampling(n=count, temperature=0.7, max_new_tokens=1, **cut))
@@ -221,8 +221,8 @@ def cut_by_hand(probabilities, top_k=None, top_p=None):
 
 
 # --------------------------------------------------------------------------------------------------------------- keys
-def test_answers_do_not_depend_on_the_batch(family, engine):
-    """Alone, in another order, among others, with other n: the same answers for the same (seed, step, task, sample)."""
+def test_responses_do_not_depend_on_the_batch(family, engine):
+    """Alone, in another order, among others, with other n: (seed, step, task, sample) determines the response."""
     prompts = prompts_for(family)
     all_rows = engine.generate(prompts, SAMPLED)
     for i, prompt in enumerate(prompts):
@@ -253,8 +253,8 @@ def test_seed_step_and_sample_make_the_difference(family, engine):
     same_rows(rollouts, range(len(rollouts)), engine.generate(prompts, SAMPLED))
 
 
-def test_a_task_asked_again_counts_on_across_calls(family, engine):
-    """A step may ask twice: two calls that keep count give what one call gives that asks every task twice."""
+def test_sample_numbers_of_a_task_continue_across_calls(family, engine):
+    """A step may sample twice: two calls that share counts return the same as one call with every task twice."""
     prompts = prompts_for(family)
     first = engine.generate(prompts, SAMPLED)
     asked = {prompt.task.id: 1 for prompt in prompts}
@@ -263,7 +263,7 @@ def test_a_task_asked_again_counts_on_across_calls(family, engine):
     same_rows(both, range(12), first)
     same_rows(both, range(12, 24), second)
     assert differ(first, second)
-    same_rows(first, range(12), engine.generate(prompts, SAMPLED))  # nobody counted: copies
+    same_rows(first, range(12), engine.generate(prompts, SAMPLED))  # without counts: copies
     some = engine.generate(prompts, replace(SAMPLED, times_sampled={prompts[1].task.id: 1}))
     same_rows(some, range(3, 6), second.rows(torch.arange(3, 6)))
     same_rows(some, [*range(3), *range(6, 12)], first.rows(torch.tensor([*range(3), *range(6, 12)])))
@@ -303,7 +303,7 @@ def test_records_are_complete(family, encoder, engine):
 
 
 def test_a_stop_at_the_limit_is_a_stop(family, engine):
-    """Cut every answer exactly where it stopped: nothing is called truncated."""
+    """With a limit exactly where a response stopped, it is not truncated."""
     prompts = prompts_for(family)
     rollouts = engine.generate(prompts, replace(SAMPLED, n=8))
     row = rollouts.finish_reason.index("stop")
@@ -341,7 +341,7 @@ def test_forbidden_tokens_are_never_sampled(family, encoder, fresh_engine, sampl
     for prompt in prompts:
         with torch.no_grad():
             wanted = plain(**plain_inputs(encoder, prompt, NONE)).logits[0, -1].softmax(-1)
-        assert wanted[list(encoder.forbidden_ids)].sum() > 0.5, "the model itself would say nothing else"
+        assert wanted[list(encoder.forbidden_ids)].sum() > 0.5, "the model itself would sample nothing else"
     rollouts = fresh_engine.generate(prompts, replace(sampling, version=1))
     assert not torch.isin(rollouts.tokens[rollouts.mask], torch.tensor(encoder.forbidden_ids)).any()
     assert rollouts.rollout_logprobs.isfinite().all()
@@ -351,13 +351,13 @@ def test_forbidden_tokens_are_never_sampled(family, encoder, fresh_engine, sampl
 
 
 # -------------------------------------------------------------------------------------------------- weights, versions
-def test_a_version_it_does_not_hold_is_refused(family, engine):
+def test_a_version_that_is_not_loaded_is_an_error(family, engine):
     with pytest.raises(RuntimeError, match=r"version 3.*holds 0"):
         engine.generate(prompts_for(family), replace(SAMPLED, version=3))
 
 
 def test_loaded_weights_speak(family, encoder, fresh_engine):
-    """Greedy answers are those of the model with the new weights; and the old version is refused from then on."""
+    """Greedy responses are those of the model with the new weights; the old version is then an error."""
     prompts = prompts_for(family)
     before = fresh_engine.generate(prompts, GREEDY)
     changed = plain_model_at(checkpoint(family), family)
@@ -383,7 +383,7 @@ def test_a_copy_of_the_weights_changes_nothing(family, fresh_engine):
 
 
 def test_weights_outlast_a_sleep(family, fresh_engine):
-    """Loaded in one block, sampled in the next, also after a block that failed; blocks may stand inside one another."""
+    """Loads in one block and samples in the next, also after a failed block; blocks may be nested."""
     prompts, sampling = prompts_for(family), replace(SAMPLED, version=1)
     with fresh_engine.resident():
         unchanged = fresh_engine.generate(prompts, SAMPLED)
@@ -425,7 +425,7 @@ def test_finished_rows_leave_and_change_nothing(family, local_engine, monkeypatc
 
 
 def test_each_prompt_is_seen_and_read_once(family, local_engine, monkeypatch):
-    """However many answers it gets."""
+    """For any number of responses per prompt."""
     read, seen = Backbone.forward_text, Backbone.encode_images
     rows, pictures = [], []
     monkeypatch.setattr(
@@ -447,7 +447,7 @@ def test_own_tensors_are_left_alone(family, encoder):
     assert engine.version == 1
 
 
-def test_an_unknown_or_a_missing_weight_is_named_and_nothing_is_loaded(family, encoder):
+def test_an_unknown_or_missing_weight_is_named_and_nothing_is_loaded(family, encoder):
     engine = LocalGenerator(fresh_backbone(family), encoder)
     own = exported_weights(engine.backbone.model)
     before = {name: tensor.clone() for name, tensor in own.items()}
@@ -460,7 +460,7 @@ def test_an_unknown_or_a_missing_weight_is_named_and_nothing_is_loaded(family, e
     assert engine.version == 0 and all(torch.equal(own[name], before[name]) for name in own)
 
 
-def test_eager_attention_gives_the_same_answers(family, encoder, local_engine):
+def test_eager_attention_gives_the_same_responses(family, encoder, local_engine):
     eager = LocalGenerator(Backbone(load_model(checkpoint(family), attn_implementation="eager")), encoder)
     expected = local_engine.generate(prompts_for(family), SAMPLED)
     same_rows(expected, range(12), eager.generate(prompts_for(family), SAMPLED))

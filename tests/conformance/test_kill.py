@@ -11,7 +11,7 @@ import signal
 
 import pytest
 from interruptions import MOMENTS, strike
-from run_helpers import ForkedRun, metrics_of, run_of, same_end, start, tiny_arguments, train_arguments
+from run_helpers import ForkedRun, get_run_dir, read_metrics, same_end, start, tiny_arguments, train_arguments
 
 from mtrl.checkpoint.folder_store import list_checkpoints
 from mtrl.checkpoint.manifest import check_manifest
@@ -20,7 +20,7 @@ from mtrl.checkpoint.manifest import check_manifest
 @pytest.mark.parametrize(("kills", "steps"), [(1, 6), pytest.param(20, 60, marks=pytest.mark.slow)])
 def test_a_killed_run_ends_with_the_same_numbers(tmp_path, kills, steps):
     settings = [f"training.max_steps={steps}", "training.save_freq=1", "training.val_freq=3", "training.save_limit=2"]
-    is_short, whole, killed = kills == 1, run_of(tmp_path / "whole"), run_of(tmp_path / "killed")
+    is_short, whole, killed = kills == 1, get_run_dir(tmp_path / "whole"), get_run_dir(tmp_path / "killed")
     arguments = tiny_arguments if is_short else train_arguments
     completed(arguments(tmp_path / "whole", *settings), is_short)  # in another process, as the others are
     command, dice = arguments(tmp_path / "killed", *settings), random.Random(kills)
@@ -33,10 +33,10 @@ def test_a_killed_run_ends_with_the_same_numbers(tmp_path, kills, steps):
     assert "after step" in messages or "is finished" in messages, messages
     assert sum(hits.values()) == kills, f"the run was over before its moment: {hits}"
     same_end(whole, killed, steps)
-    assert any(row.get("actor/grad_norm", 0) > 0 for row in metrics_of(killed).values()), "something was learnt"
+    assert any(row.get("actor/grad_norm", 0) > 0 for row in read_metrics(killed).values()), "something was learnt"
     for checkpoint in list_checkpoints(killed / "checkpoints"):
         check_manifest(checkpoint)
-    assert not list((killed / "checkpoints").glob(".*")), "leftovers of the killed are gone"
+    assert not list((killed / "checkpoints").glob(".*")), "leftovers of the killed runs are removed"
 
 
 def completed(command, forked):

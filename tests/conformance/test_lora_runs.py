@@ -5,7 +5,16 @@ import shutil
 
 import pytest
 import torch
-from run_helpers import SETTINGS, STEPS, metrics_of, run_of, same_end, tensors_of, tiny_arguments, tiny_run_files
+from run_helpers import (
+    SETTINGS,
+    STEPS,
+    get_run_dir,
+    read_metrics,
+    read_tensors,
+    same_end,
+    tiny_arguments,
+    tiny_run_files,
+)
 
 import mtrl
 from mtrl.checkpoint.folder_store import list_checkpoints, read_state
@@ -35,39 +44,39 @@ def whole(tmp_path_factory):
     return output
 
 
-def test_a_run_goes_on_to_the_bit(whole, tmp_path, capsys):
+def test_a_run_resumes_bitwise(whole, tmp_path, capsys):
     output = tmp_path / "copy"
     shutil.copytree(whole, output, symlinks=True)
-    saves = run_of(output) / "checkpoints"
+    saves = get_run_dir(output) / "checkpoints"
     for path in list_checkpoints(saves):
         if int(path.name[5:]) > 2:
             shutil.rmtree(path)
     (saves / "best_model").unlink()
     assert main([*tiny_arguments(whole, *SETTINGS, *LORA), f"training.output_dir={output}"]) == 0
     assert "resuming after step 2" in capsys.readouterr().err
-    same_end(run_of(whole), run_of(output), STEPS)
-    steps = [row for row in metrics_of(run_of(output)).values() if "actor/grad_norm" in row]
+    same_end(get_run_dir(whole), get_run_dir(output), STEPS)
+    steps = [row for row in read_metrics(get_run_dir(output)).values() if "actor/grad_norm" in row]
     assert all(row["actor/grad_norm"] > 0 for row in steps)
     kl = [row["actor/reference_kl"] for row in steps]
-    assert abs(kl[0]) < 1e-5 < abs(kl[-1]), "but for rounding, the reference is what the run began with"
+    assert abs(kl[0]) < 1e-5 < abs(kl[-1]), "up to rounding, the reference is the initial model"
 
 
 def test_a_checkpoint_is_of_peft_and_small(whole):
-    newest = run_of(whole) / "checkpoints" / f"step_{STEPS}"
+    newest = get_run_dir(whole) / "checkpoints" / f"step_{STEPS}"
     assert {str(each.relative_to(newest)) for each in newest.rglob("*") if each.is_file()} == set(FILES)
     base = json.loads((newest / "adapter_config.json").read_text())["base_model_name_or_path"]
     assert base == str(tiny_run_files() / "model")
-    weights = {name: each for name, each in tensors_of(newest).items() if name.startswith("adapter_model")}
+    weights = {name: each for name, each in read_tensors(newest).items() if name.startswith("adapter_model")}
     assert {each.dtype for each in weights.values()} == {torch.float32}
     whole = sum(parameter.numel() for parameter in load_model(newest).parameters())
     assert 0 < sum(each.numel() for each in weights.values()) < 0.1 * whole
 
 
 def test_eval_takes_a_checkpoint_with_its_run_and_alone(whole, tmp_path, capsys):
-    best = run_of(whole) / "checkpoints" / "best_model"
+    best = get_run_dir(whole) / "checkpoints" / "best_model"
     assert main(["eval", str(best)]) == 0
-    told = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert told["val/reward_score"] == read_state(best)["score"]
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["val/reward_score"] == read_state(best)["score"]
     alone = tmp_path / "alone"
     shutil.copytree(best, alone)
     settings = [f"dataset.val_files={whole}/val.jsonl", "worker.actor.fsdp.mixed_precision_dtype=fp32"]
@@ -75,8 +84,8 @@ def test_eval_takes_a_checkpoint_with_its_run_and_alone(whole, tmp_path, capsys)
     assert "val/reward_score" in json.loads(capsys.readouterr().out.splitlines()[-1]), "merged, without its run"
 
 
-def test_a_full_run_does_not_go_on_from_adapters(whole, tmp_path, capsys):
-    best = run_of(whole) / "checkpoints" / "best_model"
+def test_a_full_run_does_not_resume_from_adapters(whole, tmp_path, capsys):
+    best = get_run_dir(whole) / "checkpoints" / "best_model"
     words = [*tiny_arguments(whole, *SETTINGS), f"training.output_dir={tmp_path}"]
     assert main([*words, f"training.load_checkpoint_path={best}", "training.max_steps=9"]) == 2
     assert "it holds adapters (worker.actor.model.peft_type)" in capsys.readouterr().err

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from run_helpers import bound_by_permissions, run_of, tiny_arguments
+from run_helpers import bound_by_permissions, get_run_dir, tiny_arguments
 
 from mtrl.checkpoint.folder_store import list_checkpoints
 from mtrl.cli import main
@@ -46,7 +46,7 @@ ZOO = str(MODEL_DIRECTORY)
         (["doctor", "dataset.seed"], "dataset.seed: not an override"),
     ],
 )
-def test_odd_words_get_one_clear_line(typed, named, tmp_path, monkeypatch, capsys):
+def test_odd_arguments_get_one_clear_line(typed, named, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     (tmp_path / "empty.jsonl").touch()
@@ -71,7 +71,7 @@ def test_a_path_may_have_spaces(command, tmp_path, monkeypatch, capsys):
     assert "my data.jsonl" in capsys.readouterr().out
 
 
-def test_doctor_sees_an_output_folder_that_is_none(tmp_path, capsys, remembered_passes):
+def test_doctor_reports_an_output_folder_that_is_a_file(tmp_path, capsys, remembered_passes):
     (tmp_path / "file").touch()
     assert main(["doctor", f"training.output_dir={tmp_path / 'file'}"]) == 2
     assert f"training.output_dir: {tmp_path / 'file'} cannot be written to" in capsys.readouterr().out
@@ -89,7 +89,7 @@ def output(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("locked", ["checkpoints", "checkpoints/step_1/config.json", "metrics.jsonl", "run.lock"])
 def test_a_run_that_may_not_be_read_does_not_start(output, locked, capsys):
     """Neither from the command line nor from Python, and above all not from the beginning."""
-    place, command = run_of(output) / locked, tiny_arguments(output, "training.max_steps=2")
+    place, command = get_run_dir(output) / locked, tiny_arguments(output, "training.max_steps=2")
     mode = place.stat().st_mode
     place.chmod(0)
     try:
@@ -101,4 +101,4 @@ def test_a_run_that_may_not_be_read_does_not_start(output, locked, capsys):
         place.chmod(mode)
     *_, said = capsys.readouterr().err.strip().splitlines()
     assert said.startswith("mtrl: ") and "Permission denied" in said
-    assert [path.name for path in list_checkpoints(run_of(output) / "checkpoints")] == ["step_1"]
+    assert [path.name for path in list_checkpoints(get_run_dir(output) / "checkpoints")] == ["step_1"]

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from run_helpers import run_of, tiny_arguments
+from run_helpers import get_run_dir, tiny_arguments
 
 from mtrl.cli import main
 from mtrl.training.loop import Loop
@@ -45,7 +45,7 @@ def train(tmp_path, source, *overrides):
 
 
 def metrics(tmp_path):
-    lines = (run_of(tmp_path) / "metrics.jsonl").read_text().splitlines()
+    lines = (get_run_dir(tmp_path) / "metrics.jsonl").read_text().splitlines()
     return [row for row in map(json.loads, lines) if "reward/overall" in row]
 
 
@@ -79,7 +79,7 @@ def test_weights_and_signals_of_a_function_move_through_a_run(tmp_path):
     assert train(tmp_path, source, "training.max_steps=1", "optimization.enable_token_weights=true") == 0
     row = metrics(tmp_path)[0]
     assert row["reward/measured"] == 1.0 and row["reward/failed"] == 0.0
-    assert row["actor/grad_norm"] == 0.0  # every token weighs nothing
+    assert row["actor/grad_norm"] == 0.0  # every token has weight 0
 
 
 def workers_of_this_process():

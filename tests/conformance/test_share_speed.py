@@ -1,4 +1,4 @@
-"""A prompt read once for its group: what that is worth on the embedded model, both ways in one run."""
+"""Speed of sharing the prompt within its group, on the embedded model, with and without sharing in one run."""
 
 from statistics import median
 
@@ -9,7 +9,7 @@ from mtrl.compose.run import build, configure
 STEPS = 6
 
 
-def run_of(directory, share_prefix):
+def make_run(directory, share_prefix):
     overrides = {
         "training.output_dir": str(directory),
         "training.experiment_name": f"share-{share_prefix}",
@@ -23,7 +23,7 @@ def run_of(directory, share_prefix):
 @pytest.mark.slow
 def test_probe_and_update_are_faster_with_sharing(tmp_path):
     """The settings of `mtrl demo`; the two take turns, so that both see the same machine."""
-    runs = {share: run_of(tmp_path, share) for share in (True, False)}
+    runs = {share: make_run(tmp_path, share) for share in (True, False)}
     ratios = []
     for step in range(STEPS):
         seconds = {}

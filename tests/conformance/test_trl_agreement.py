@@ -1,7 +1,7 @@
 """Our losses and their gradients against TRL 1.16's, on the same log-probs.
 
-TRL's loss is a method of its trainer. It is called here on a fake that carries just what the method reads, with the
-log-probs handed to it as a leaf, so that no model runs and the gradients with respect to the log-probs can be compared.
+TRL's loss is a method of its trainer. It is called here on a fake trainer with only the attributes that the method
+reads, and gets the log-probs as a leaf, so that no model runs and the gradients of the log-probs can be compared.
 
 How the two map onto each other:
 
@@ -29,12 +29,12 @@ from torch import Tensor
 from mtrl.algorithms.losses import Loss, PolicyLoss, loss_weights, mismatch_correction, total_loss
 from mtrl.types import Rollouts, TrainBatch
 
-MAX_LENGTH = 9  # of a response; the longest here has 7 tokens, so that dr_grpo's denominator is not a count of tokens
+MAX_LENGTH = 9  # limit of a response; the longest here has 7 tokens, so dr_grpo's denominator is not a token count
 LOW, HIGH, DUAL, CISPO_HIGH = 0.2, 0.28, 3.0, 1.5
 TAU_POSITIVE, TAU_NEGATIVE = 1.2, 1.7
 TIS_CLIP = 1.25
 
-# Float64 leaves only the float32 term weights between the two; float32 is what training uses.
+# In float64 the two differ only by the float32 loss weights; training uses float32.
 TOLERANCE = {torch.float64: {"rtol": 1e-6, "atol": 1e-9}, torch.float32: {"rtol": 1e-6, "atol": 1e-6}}
 
 
@@ -77,7 +77,7 @@ def make_data(dtype: torch.dtype = torch.float64) -> Data:
 
 @dataclass(frozen=True)
 class Setting:
-    """One configuration, in TRL's words."""
+    """One configuration, in TRL's terms."""
 
     loss_type: str = "grpo"
     level: str = "token"
@@ -91,7 +91,7 @@ class Setting:
 
 
 def trl_loss(setting: Setting, data: Data, micro_batches: int = 1, items: int | None = None) -> tuple[Tensor, Any]:
-    """TRL's loss of these rows, as one of `micro_batches` of a step of `items` tokens, and its metrics."""
+    """TRL's loss and metrics of these rows, as one of `micro_batches` of a step of `items` tokens."""
     mask = data.mask.long()
     mask[list(setting.silenced)] = 0
     gap = (data.old_logprobs - data.rollout_logprobs) * mask
@@ -143,7 +143,7 @@ def trl_loss(setting: Setting, data: Data, micro_batches: int = 1, items: int | 
 
 
 def our_loss(setting: Setting, data: Data, index: slice = slice(None)) -> tuple[Tensor, dict[str, Tensor]]:
-    """Ours, of the rows `index` of a step made of all rows."""
+    """Our loss of the rows `index` of a step with all rows."""
     kind = setting.loss_type if setting.loss_type in ("cispo", "sapo") else "ppo"
     aggregation: Any = {"cispo": "dapo", "sapo": "grpo"}.get(setting.loss_type, setting.loss_type)
     rows = len(data.mask)

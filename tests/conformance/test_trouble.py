@@ -9,14 +9,14 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import alive
+from helpers import is_alive
 from run_helpers import (
     SETTINGS,
     STEPS,
     ForkedRun,
     finish,
-    metrics_of,
-    run_of,
+    get_run_dir,
+    read_metrics,
     same_end,
     start,
     tiny_arguments,
@@ -27,12 +27,12 @@ from mtrl.checkpoint.folder_store import list_checkpoints, read_state
 from mtrl.checkpoint.manifest import check_manifest
 from mtrl.checkpoint.run_directory import RunDirectory
 from mtrl.cli import main
-from mtrl.tracking.run_files import read_rows
+from mtrl.tracking.jsonl import read_rows
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
-    """The output folder of a run that nobody disturbed."""
+    """The output folder of an undisturbed run."""
     output = tmp_path_factory.mktemp("whole")
     assert main(train_arguments(output, *SETTINGS)) == 0
     return output
@@ -49,35 +49,35 @@ def wait_for_step(process, run):
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
 )
-def test_a_signal_saves_and_says_how_to_go_on(tmp_path, number, status):
+def test_a_signal_saves_and_reports_how_to_resume(tmp_path, number, status):
     command = tiny_arguments(
         tmp_path, "training.max_steps=3000", "training.val_before_train=false", "training.save_freq=-1"
     )
     process = ForkedRun(command)
-    wait_for_step(process, run_of(tmp_path))
+    wait_for_step(process, get_run_dir(tmp_path))
     process.send_signal(number)
     said = process.communicate(timeout=60)[1]
     assert process.returncode == status, said
     assert f"{number.name}: finishing this step, then saving" in said and "the same command resumes" in said
     assert "Traceback" not in said
-    (saved,) = list_checkpoints(run_of(tmp_path) / "checkpoints")
+    (saved,) = list_checkpoints(get_run_dir(tmp_path) / "checkpoints")
     check_manifest(saved)
-    assert read_rows(run_of(tmp_path) / "metrics.jsonl")[-1]["step"] == read_state(saved)["step"]
+    assert read_rows(get_run_dir(tmp_path) / "metrics.jsonl")[-1]["step"] == read_state(saved)["step"]
 
 
 @pytest.mark.slow
-def test_a_second_ctrl_c_leaves_at_once_and_cleanly(tmp_path):
+def test_a_second_ctrl_c_exits_at_once_and_cleanly(tmp_path):
     """A reward function that takes a minute holds the step; the second Ctrl-C does not wait for it."""
     slow, note = tmp_path / "slow.py", tmp_path / "ended"
     slow.write_text(f"import time\ndef slow(data):\n    time.sleep(60)\n    open({str(note)!r}, 'w')\n    return 1.0\n")
     more = [f"worker.reward.functions=[{slow}:slow]", "worker.reward.weights=[1.0]", "worker.reward.timeout_s=100"]
     process = start(train_arguments(tmp_path, "training.max_steps=9", "training.val_before_train=false", *more))
     deadline = time.monotonic() + 90
-    while not workers_of(process.pid):
+    while not get_child_pids(process.pid):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
     time.sleep(4)  # into the step
-    workers = workers_of(process.pid)
+    workers = get_child_pids(process.pid)
     process.send_signal(signal.SIGINT)
     time.sleep(0.5)
     assert process.poll() is None, "one Ctrl-C lets the step finish"
@@ -85,20 +85,20 @@ def test_a_second_ctrl_c_leaves_at_once_and_cleanly(tmp_path):
     said = process.communicate(timeout=50)[1]
     assert process.returncode == 130 and not note.exists(), said
     assert "Traceback" not in said and "finishing this step" in said
-    assert not [pid for pid in workers if alive(pid)], "no process stays behind"
+    assert not [pid for pid in workers if is_alive(pid)], "no process stays behind"
     status, said = finish(train_arguments(tmp_path, *more, "training.fresh=true"))
     assert status == 2 and "training.fresh" in said, "the lock is free"
 
 
-def workers_of(pid: int) -> list[int]:
+def get_child_pids(pid: int) -> list[int]:
     listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True).stdout
     return [int(each) for each in listed.split()]
 
 
 # --------------------------------------------------------------------------------------------------------- the disk
 def on_a_small_disk(tmp_path, megabytes: int, prepare: str, command: list[str]) -> tuple[int, str, Path]:
-    """Runs the command with its output folder on a disk of that size: a tmpfs in a namespace of its own, which ends
-    with it. `prepare` is shell, run beside the command; what is left is copied to a folder that stays."""
+    """Runs the command with its output folder on a disk of that size: a tmpfs in a separate namespace, which ends with
+    it. `prepare`: a shell command that runs at the same time; the remaining files are copied to a lasting folder."""
     disk, left = tmp_path / "disk", tmp_path / "left"
     disk.mkdir()
     left.mkdir()
@@ -120,19 +120,19 @@ def until(condition: str) -> str:
 
 @pytest.mark.slow
 def test_a_full_disk_keeps_the_last_good_checkpoint(tmp_path, whole):
-    """37 MB a checkpoint: one fits, a second beside it does not. The run goes on, ends with an error that says so, and
-    with more room goes on to the same numbers."""
+    """A checkpoint has 37 MB: one fits, two do not. The run continues, ends with an error that reports this, and with
+    more space resumes bitwise."""
     command = [*train_arguments(whole, *SETTINGS, "training.save_limit=1"), f"training.output_dir={tmp_path / 'disk'}"]
     status, said, left = on_a_small_disk(tmp_path, 60, "true", command)
     assert status == 1, said
     assert "checkpoint of step 4 could not be saved: it needs 0.05 GB" in said and "step_2 is the last good one" in said
     assert "Training continues" in said and "Traceback" not in said
-    (kept,) = list_checkpoints(run_of(left) / "checkpoints")
+    (kept,) = list_checkpoints(get_run_dir(left) / "checkpoints")
     check_manifest(kept)
     assert kept.name == "step_2" and not list(kept.parent.glob(".step*"))
-    assert metrics_of(run_of(left))[STEPS, False]["step"] == STEPS, "it trained to the end"
+    assert read_metrics(get_run_dir(left))[STEPS, False]["step"] == STEPS, "it trained to the end"
     assert main([*train_arguments(whole, *SETTINGS), f"training.output_dir={left}"]) == 0
-    same_end(run_of(whole), run_of(left), STEPS)
+    same_end(get_run_dir(whole), get_run_dir(left), STEPS)
 
 
 @pytest.mark.slow
@@ -143,40 +143,40 @@ def test_a_disk_that_fills_while_saving(tmp_path, whole):
     command = [*train_arguments(whole, *SETTINGS), f"training.output_dir={tmp_path / 'disk'}"]
     status, said, left = on_a_small_disk(tmp_path, 90, filler, command)
     assert status == 1 and "could not be saved" in said and "Traceback" not in said, said
-    for kept in list_checkpoints(run_of(left) / "checkpoints"):
+    for kept in list_checkpoints(get_run_dir(left) / "checkpoints"):
         check_manifest(kept)
     (left / "big").unlink()
     assert main([*train_arguments(whole, *SETTINGS), f"training.output_dir={left}"]) == 0
-    same_end(run_of(whole), run_of(left), STEPS)
+    same_end(get_run_dir(whole), get_run_dir(left), STEPS)
 
 
 @pytest.mark.slow
 def test_a_folder_that_turns_read_only(tmp_path, whole):
-    """The checkpoints' folder alone, for what is open elsewhere may be written to."""
+    """Only the checkpoints' folder is read-only, since files that are open elsewhere may be written to."""
     saves = f"{tmp_path}/disk/mtrl/embedded/checkpoints"
     turn = f"mount --bind {saves} {saves}; until mount -o remount,bind,ro {saves}; do sleep 0.02; done"
     command = [*train_arguments(whole, *SETTINGS, "training.max_steps=12"), f"training.output_dir={tmp_path / 'disk'}"]
     status, said, left = on_a_small_disk(tmp_path, 500, f"{until(f'[ -e {saves}/step_2 ]')}; {turn}", command)
     assert status == 1 and "could not be saved" in said and "Read-only file system" in said, said
     assert "Training continues" in said and "Traceback" not in said
-    assert metrics_of(run_of(left))[12, False]["step"] == 12, "it trained to the end"
-    assert list_checkpoints(run_of(left) / "checkpoints")
-    for kept in list_checkpoints(run_of(left) / "checkpoints"):
+    assert read_metrics(get_run_dir(left))[12, False]["step"] == 12, "it trained to the end"
+    assert list_checkpoints(get_run_dir(left) / "checkpoints")
+    for kept in list_checkpoints(get_run_dir(left) / "checkpoints"):
         check_manifest(kept)
 
 
 @pytest.mark.slow
-def test_a_run_whose_directory_another_process_has_taken_ends_and_touches_nothing(tmp_path):
-    """Moved away by somebody who then starts another run in its place."""
+def test_a_run_whose_directory_was_replaced_ends_and_changes_nothing(tmp_path):
+    """Another process moves it away and starts another run in its place."""
     command = train_arguments(tmp_path, "training.max_steps=3000", "training.save_freq=5", "training.val_freq=-1")
-    process, run, old = start(command), run_of(tmp_path), tmp_path / "old"
+    process, run, old = start(command), get_run_dir(tmp_path), tmp_path / "old"
     while not list_checkpoints(run / "checkpoints"):
         assert process.poll() is None
         time.sleep(0.01)
     run.rename(old)
     with RunDirectory(run) as other:
         other.record("theirs")
-        (run / "metrics.jsonl").write_text("")  # with it a log that goes on would be seen
+        (run / "metrics.jsonl").write_text("")  # a log that continues would show it
         said = process.communicate(timeout=60)[1]
         assert process.returncode == 1 and "another process uses it now" in said and "Traceback" not in said, said
         assert f"the last checkpoint of this run is {list_checkpoints(old / 'checkpoints')[-1]}" in said
@@ -185,14 +185,14 @@ def test_a_run_whose_directory_another_process_has_taken_ends_and_touches_nothin
 
 
 @pytest.mark.slow
-def test_a_run_whose_directory_is_removed_goes_on(tmp_path):
+def test_a_run_whose_directory_is_removed_continues(tmp_path):
     command = train_arguments(tmp_path, "training.max_steps=30", "training.save_freq=5", "training.val_freq=-1")
     process = start(command)
-    saves = run_of(tmp_path) / "checkpoints"
+    saves = get_run_dir(tmp_path) / "checkpoints"
     while not list_checkpoints(saves):
         assert process.poll() is None
         time.sleep(0.01)
-    shutil.rmtree(run_of(tmp_path), ignore_errors=True)
+    shutil.rmtree(get_run_dir(tmp_path), ignore_errors=True)
     said = process.communicate(timeout=120)[1]
     assert process.returncode == 0 and "was removed during the run" in said and "Traceback" not in said, said
     assert list_checkpoints(saves)[-1].name == "step_30"

@@ -1,4 +1,4 @@
-"""What several tests on a GPU share."""
+"""Shared fixtures of tests on a GPU."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 
 @pytest.fixture
 def exact_products():
-    """Products of float32 in float32, as on a CPU."""
+    """Computes float32 products in float32, as on a CPU."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     yield

@@ -1,4 +1,4 @@
-"""A second run compiles nothing anew. Skipped without a GPU."""
+"""A second run compiles nothing again. Skipped without a GPU."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ from mtrl.compose.compile_cache import INDUCTOR, TRITON
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 
-def test_a_second_run_finds_what_the_first_compiled(tmp_path, capsys):
+def test_a_second_run_uses_the_compile_cache_of_the_first(tmp_path, capsys):
     kept = tmp_path / "cache" / "compiled"
     environment = {name: value for name, value in os.environ.items() if name not in (INDUCTOR, TRITON)}
     environment |= {"MTRL_CACHE": str(tmp_path / "cache")}

@@ -124,12 +124,12 @@ def test_bf16_compute_stays_close(rollouts):
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("route", ROUTES)
-def test_identical_responses_look_alike(rollouts, route, dtype, capsys):
-    """What rounding makes of one response eight times in its group is below what the vgr reward takes for a difference;
-    rows of a group fall into other passes and stand at other places."""
+def test_identical_responses_have_nearly_equal_attention(rollouts, route, dtype, capsys):
+    """Rounding differences of a response that occurs eight times in a group are below the threshold of the vgr reward,
+    although its copies are in different passes and positions."""
     options = dict(ROUTES[route])
     forward = forward_on("cuda", DTYPES[dtype], options.pop("compiled", False), **options)
-    picked = rollouts.rows(torch.arange(0, 48, 4).repeat(8))  # one response of each prompt; its copies far apart
+    picked = rollouts.rows(torch.arange(0, 48, 4).repeat(8))  # one response per prompt, with its copies far apart
     late = []
     for rows in torch.arange(96).split([29, 5, 41, 21]):
         part = picked.rows(rows)

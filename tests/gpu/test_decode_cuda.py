@@ -66,7 +66,7 @@ CUTS = {"temperature": {"temperature": 0.8}, "top k": {"top_k": 20}, "top p": {"
 
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
 def test_sampled_tokens_equal_the_plain_engine(encoder, prompts, cut):
-    """The same keys give the same uniforms; a row parts from its twin only where one falls between two tokens."""
+    """The same keys give the same uniforms; two rows differ only if a uniform falls between two tokens."""
     backbone, sampling = make_backbone(), replace(SAMPLED, **cut)
     expected = LocalGenerator(backbone, encoder).generate(prompts, sampling)
     found = engine(backbone, encoder).generate(prompts, sampling)
@@ -94,7 +94,7 @@ def test_the_same_keys_give_the_same_tokens_whatever_the_batch(encoder, prompts,
 
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16], ids=str)
 def test_new_weights_are_sampled_from(encoder, prompts, compute):
-    """Shared weights (float32) and copied ones (bf16): what changes in place is seen, without a capture."""
+    """Shared weights (float32) and copied ones (bf16): in-place changes take effect without a new capture."""
     backbone = make_backbone(compute)
     decode = engine(backbone, encoder)
     decode.generate(prompts, GREEDY)

@@ -20,7 +20,7 @@ ROUTES = {"packed": {"packed": True}, "shared": {}, "a row each": {"share_prefix
 
 
 def gradient_on(device: str, rollouts, **route):
-    """Of the mean divergence from a reference whose output matrix is a little off."""
+    """Gradients of the mean divergence from a reference with a slightly changed output matrix."""
     policy = Forward(Backbone(load_model(MODEL_DIRECTORY, device=device)), load_encoder(MODEL_DIRECTORY), **route)
     reference = Reference.frozen(policy)
     with torch.no_grad():

@@ -1,5 +1,5 @@
-"""LoRA on a GPU: a bf16 base that is held once, compiled pieces around layers of peft, graphs that follow what was
-learnt. Skipped without a GPU."""
+"""LoRA on a GPU: a bf16 base that is held once, compiled pieces around layers of peft, graphs that follow the updates.
+Skipped without a GPU."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from pretraining.evaluation import make_prompts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 pytest.importorskip("peft")
-DRAWS = 6  # of adapters
+DRAWS = 6  # random adapters
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def gradients(forward, rollouts):
 
 
 def distances(forward, rollouts, truth):
-    """How far gradients and log-probs are from those of float32, each as a share of their size."""
+    """Relative distance of gradients and log-probs from those of float32."""
     found = gradients(forward, rollouts)
     assert found.dtype == torch.float32 and found.isfinite().all()
     logp = forward.signals(rollouts).old_logprobs[rollouts.mask]
@@ -79,9 +79,9 @@ def mean_distances(forward, rollouts, truths):
 
 @pytest.mark.parametrize("vision_tower", [False, True])
 @pytest.mark.usefixtures("exact_products")
-def test_compiled_and_checkpointed_passes_are_those_of_plain_ones(encoder, rollouts, vision_tower):
-    """Equal in float32; in bf16 as near to float32 as plain passes of bf16 are, on average over adapters: for some of
-    them either is twice as far as the other."""
+def test_compiled_and_checkpointed_passes_equal_plain_ones(encoder, rollouts, vision_tower):
+    """Equal in float32; in bf16 as close to float32 as plain bf16 passes, on average over adapters. For single adapters
+    either can be twice as far as the other."""
     plain = adapted(encoder, vision_tower=vision_tower, dtype="fp32")
     truths = []
     for seed in range(DRAWS):

@@ -1,5 +1,5 @@
-"""A rehearsal on a GPU: what fits leaves nothing behind, what does not is refused with a clear line. Skipped without
-one."""
+"""The memory preflight on a GPU: it leaves no state behind, and reports settings that do not fit in one line. Skipped
+without a GPU."""
 
 import gc
 from dataclasses import replace
@@ -48,7 +48,7 @@ def little_memory():
     torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def test_what_fits_leaves_nothing_behind(policy):
+def test_a_preflight_that_fits_leaves_no_state(policy):
     model = policy.backbone.model
     engine = make_fastest_generator(policy.backbone, policy.encoder)
     preflight(policy, policy.encoder, LIMITS, engine, has_states=False)  # workspaces of cuBLAS stay
@@ -67,29 +67,29 @@ def test_what_fits_leaves_nothing_behind(policy):
     assert preflight(policy, policy.encoder, LIMITS, engine, has_states=True)["optimizer"] == 0
 
 
-def test_the_peak_of_sampling_is_what_doctor_says(policy):
-    """Buffers that the driver gave are in both; kernels that are loaded once come before."""
+def test_the_peak_of_sampling_matches_doctor(policy):
+    """Both include buffers from the driver; kernels are loaded before."""
     engine = make_fastest_generator(policy.backbone, policy.encoder)
     assert type(engine) is GraphGenerator
     preflight(policy, policy.encoder, LIMITS, engine, has_states=True)
     peak = preflight(policy, policy.encoder, LIMITS, engine, has_states=True)["sample"]
     parts = count_graph_engine(policy.backbone.model, policy.backbone.compute_dtype, LIMITS.batch)
-    told = estimate(load_model_config(str(MODEL_DIRECTORY)), Plan(LIMITS, on_gpu=True, graphs=True), ["sample"])
+    result = estimate(load_model_config(str(MODEL_DIRECTORY)), Plan(LIMITS, on_gpu=True, graphs=True), ["sample"])
     assert peak > parts["keys and values"] + parts["buffers of a step"]
-    assert peak <= sum(told.phases["sample"].values()) + 2**26, "beyond CUDA's graphs"
+    assert peak <= sum(result.phases["sample"].values()) + 2**26, "beyond CUDA's graphs"
 
 
-def test_an_update_that_does_not_fit_is_refused(policy, little_memory):
-    """66,560 tokens in one pass, all activations kept: several GiB."""
+def test_an_update_that_does_not_fit_is_an_error(policy, little_memory):
+    """66,560 tokens in one pass with all activations: several GiB."""
     limits = replace(LIMITS, update=MicroBatching(at_least=1 << 20))
     engine, ways = make_fastest_generator(policy.backbone, policy.encoder), ["worker.actor.tokens_per_micro_batch=8192"]
-    with pytest.raises(StartError) as told:
+    with pytest.raises(StartError) as result:
         preflight(policy, policy.encoder, limits, engine, has_states=False, savings=ways)
-    said = str(told.value)
+    said = str(result.value)
     assert said.startswith("memory: the update does not fit at the limits of the configuration, with ")
     assert "Tried to allocate" in said and "\n    worker.actor.tokens_per_micro_batch=8192\n" in said
     assert not policy.backbone.model.training and all(p.grad is None for p in policy.backbone.model.parameters())
-    del told  # its frames hold what the update had made
+    del result  # its frames hold tensors of the update
     gc.collect()
     preflight(policy, policy.encoder, LIMITS, engine, has_states=False)
 

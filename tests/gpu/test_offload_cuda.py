@@ -1,5 +1,5 @@
-"""Optimizer state and reference in main memory between their uses, on a GPU: the same numbers to the bit, and the room
-is free in between. Skipped without a GPU."""
+"""Optimizer state and reference offloaded to CPU memory between their uses, on a GPU: bitwise the same numbers, and the
+device memory is free in between. Skipped without a GPU."""
 
 import gc
 
@@ -68,15 +68,15 @@ def learnt(offload, tmp_path=None):
 def test_numbers_are_the_same_and_the_room_is_free():
     signals, metrics, weights, held = learnt(False)
     gc.collect()
-    ours, told, found, less = learnt(True)
-    assert told == metrics and all(torch.equal(found[name], weight) for name, weight in weights.items())
+    ours, result, found, less = learnt(True)
+    assert result == metrics and all(torch.equal(found[name], weight) for name, weight in weights.items())
     for a, b in zip(ours, signals, strict=True):
         assert torch.equal(a.ref_logprobs, b.ref_logprobs) and torch.equal(a.old_logprobs, b.old_logprobs)
     parameters = sum(weight.nbytes for weight in weights.values())
-    assert less < held - 2.5 * parameters, "of five copies of the weights three are gone"
+    assert less < held - 2.5 * parameters, "three of five copies of the weights are offloaded"
 
 
-def test_states_are_pinned_and_come_back_to_their_places():
+def test_states_are_pinned_and_return_to_the_same_memory():
     actor = actor_with(True)
     prompts = [prompt(actor.forward.encoder, "t:0", "how many")]
     rollouts = random_rollouts(prompts, [0, 0], [9, 5])

@@ -1,5 +1,4 @@
-"""Sampling on a GPU whose memory somebody else holds: fewer responses at once, and the same tokens. Skipped without a
-GPU."""
+"""Sampling on a GPU whose memory is in use: fewer responses at a time, and the same tokens. Skipped without a GPU."""
 
 import copy
 import gc
@@ -41,10 +40,10 @@ def free() -> int:
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_a_full_device_costs_nothing_but_time(name, caplog):
+def test_a_full_device_changes_no_tokens(name, caplog):
     make, sampling = ENGINES[name]
     encoder = copy.copy(load_encoder(MODEL_DIRECTORY))
-    encoder.stop_ids = () if name == "plain" else encoder.stop_ids  # buffers have room for all tokens, said or not
+    encoder.stop_ids = () if name == "plain" else encoder.stop_ids  # buffers have room for all tokens, sampled or not
     prompts = make_prompts([make_question("test", index) for index in range(64)], encoder)
     backbone = Backbone(load_model(MODEL_DIRECTORY, device="cuda"))
     whole = make(backbone, encoder)
@@ -66,4 +65,4 @@ def test_a_full_device_costs_nothing_but_time(name, caplog):
     same = sum(a == b for a, b in zip(found.text, expected.text, strict=True))
     assert same >= 0.98 * len(found), f"{same} of {len(found)}: batches of other sizes have other products"
     del engine
-    assert free() >= before - 2**28, "and nothing is held any more"
+    assert free() >= before - 2**28, "and no memory is held"

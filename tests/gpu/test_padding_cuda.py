@@ -13,7 +13,7 @@ from mtrl.models.patches import use_compiled_pieces, use_padded_mlps
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 SHAPE_3B = SimpleNamespace(hidden_size=1280, intermediate_size=3420, hidden_act="silu")
-PATCHES = 8 * 48 * 48  # of 8 images of 672 x 672 pixels
+PATCHES = 8 * 48 * 48  # 8 images of 672 x 672 pixels
 TURNS = 15
 
 

@@ -5,7 +5,7 @@ import gc
 
 import pytest
 import torch
-from tiny_models import checkpoint, encoder_of, prompts_for, random_rollouts
+from tiny_models import checkpoint, get_encoder, prompts_for, random_rollouts
 from torch import nn
 
 import mtrl
@@ -39,7 +39,7 @@ def test_a_weight_takes_a_quarter_of_the_room():
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_log_probs_are_those_of_a_cpu(compiled):
+def test_log_probs_equal_those_of_a_cpu(compiled):
     def logp(device, **options):
         model = load_model(checkpoint("qwen2_5_vl"))
         quantize_base(model, device)
@@ -49,13 +49,13 @@ def test_log_probs_are_those_of_a_cpu(compiled):
             for parameter in adapter_parameters(model).values():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) / 16)
         rollouts = random_rollouts(prompts_for("qwen2_5_vl")[:2], [0, 0, 1], [6, 9, 4])
-        forward = Forward(Backbone(model, **options), encoder_of("qwen2_5_vl"))
+        forward = Forward(Backbone(model, **options), get_encoder("qwen2_5_vl"))
         return forward.signals(rollouts).old_logprobs[rollouts.mask]
 
     torch.testing.assert_close(logp(CUDA, compiled=compiled), logp(torch.device("cpu")), rtol=5e-3, atol=5e-3)
 
 
-def test_eight_bit_steps_are_those_of_a_cpu():
+def test_eight_bit_steps_equal_those_of_a_cpu():
     def moved(device):
         weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)).to(device).requires_grad_()
         optimizer = EightBitAdamW([weight], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)

@@ -50,7 +50,7 @@ def test_scores_equal_the_cpu(judge_path, dtype, tolerance):
         rollouts
     )
     torch.testing.assert_close(torch.tensor(there), torch.tensor(here), rtol=tolerance, atol=tolerance)
-    assert torch.tensor(here).std() > 1, "scores far enough apart to tell a mistake"
+    assert torch.tensor(here).std() > 1, "scores differ enough to reveal a mistake"
 
 
 def test_images_decide_on_the_gpu(judge_path):

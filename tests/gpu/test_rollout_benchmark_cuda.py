@@ -1,4 +1,4 @@
-"""`benchmarks.rollout` on a GPU, with the tiny model: what it says of memory and kernels. Skipped without a GPU."""
+"""`benchmarks.rollout` on a GPU, with the tiny model: its report of memory and kernels. Skipped without a GPU."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ pytestmark = [
 ]
 
 
-def test_cases_tell_memory_floor_and_kernels(tmp_path):
+def test_cases_report_memory_floor_and_kernels(tmp_path):
     file = tmp_path / "profile.txt"
     words = ["--device=cuda", "--rounds=1", f"--profile={file}", "--only", "4x6", "8x12-drawn", "8x12-drawn-all-stay"]
     for found in rollout.run(rollout.parse(words))["cases"].values():
@@ -24,7 +24,7 @@ def test_cases_tell_memory_floor_and_kernels(tmp_path):
     assert torch.cuda.get_device_name() in head and len(kernels) > 5
 
 
-def test_rounds_tell_peaks_and_growth():
+def test_rounds_report_peaks_and_growth():
     a = rollout.parse(["--device=cuda", "--memory=4"])
     summary = measure_rounds(a, rollout.precision(a))["summary"]
     assert summary["peak_gb_step"] == max(summary[f"peak_gb_{phase}"] for phase in PHASES)

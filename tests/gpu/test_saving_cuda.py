@@ -33,7 +33,7 @@ def all_threads():
 
 @pytest.fixture
 def learner():
-    """One that has made a step, so that the optimizer has a state."""
+    """An actor after one step, so that the optimizer has state."""
     model = load_model(MODEL_DIRECTORY, device="cuda")
     learner = Learner(model, OptimizerSettings(), MicroBatching(rows=8), name="actor", advice="")
     step(learner)
@@ -59,7 +59,7 @@ def test_copies_are_equal(dtype):
         same(copy, tensor.cpu())
 
 
-def test_a_copy_comes_after_what_is_asked_of_the_device_and_before_what_follows():
+def test_a_copy_is_ordered_with_earlier_and_later_device_work():
     weights = torch.zeros(64 << 20, device="cuda")
     for _ in range(50):
         weights += 1
@@ -90,7 +90,7 @@ def test_the_loop_is_held_for_as_long_as_the_bytes_take(learner, all_threads, ca
     assert seconds[0] < usual and seconds[1] < usual / 2, "the first one makes the pinned memory"
 
 
-def test_what_is_written_is_what_there_was(learner, tmp_path):
+def test_the_written_state_is_the_state_at_the_call(learner, tmp_path):
     """The next update changes the weights while the file is being written."""
     snapshot = learner.snapshot({})
     weights = {name: tensor.cpu() for name, tensor in snapshot.weights.items()}

@@ -1,4 +1,4 @@
-"""One NCCL rank: the model is split by FSDP2, and learns what the plain one learns. Skipped without a GPU."""
+"""One NCCL rank: a model sharded by FSDP2 learns the same as the plain one. Skipped without a GPU."""
 
 import os
 from dataclasses import replace
@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from tiny_models import checkpoint, encoder_of, prompts_for, random_rollouts
+from tiny_models import checkpoint, get_encoder, prompts_for, random_rollouts
 
 from mtrl.algorithms.losses import Loss, PolicyLoss, loss_weights
 from mtrl.distributed.torchrun_group import join_ranks
@@ -41,7 +41,7 @@ def ranks():
     dist.destroy_process_group()
 
 
-def actor_of(ranks, compute, cpu_offload=False, offload_optimizer=False, reference=False):
+def make_actor(ranks, compute, cpu_offload=False, offload_optimizer=False, reference=False):
     device = torch.device("cuda", 0)
     if ranks.group is None:
         model = load_model(checkpoint(FAMILY), device=device)
@@ -50,7 +50,7 @@ def actor_of(ranks, compute, cpu_offload=False, offload_optimizer=False, referen
         model = sharding.load_sharded(empty_model(checkpoint(FAMILY)), lambda: load_model(checkpoint(FAMILY)))
         assert is_sharded(model)
     batching = MicroBatching(tokens=60, ranks=ranks)
-    forward = Forward(Backbone(model, compute, ranks=ranks), encoder_of(FAMILY))
+    forward = Forward(Backbone(model, compute, ranks=ranks), get_encoder(FAMILY))
     frozen = None
     if reference:
         other = replace(sharding, cpu_offload=True)
@@ -81,8 +81,8 @@ def learn(actor):
 
 
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
-def test_a_split_model_learns_what_the_plain_one_does(ranks, compute):
-    plain, split = actor_of(SINGLE_PROCESS, compute), actor_of(ranks, compute)
+def test_a_sharded_model_learns_like_the_plain_one(ranks, compute):
+    plain, split = make_actor(SINGLE_PROCESS, compute), make_actor(ranks, compute)
     (old, metrics), (their_old, their_metrics) = learn(plain), learn(split)
     exact = compute == torch.float32
     torch.testing.assert_close(their_old, old, rtol=0, atol=1e-4 if exact else 0.2)
@@ -95,9 +95,9 @@ def test_a_split_model_learns_what_the_plain_one_does(ranks, compute):
 
 @pytest.mark.parametrize("way", ["cpu_offload", "offload_optimizer"])
 def test_offloaded_it_learns_the_same(ranks, way, tmp_path):
-    """AdamW takes its steps on the CPU with `cpu_offload`, and rounds otherwise there; a checkpoint in between goes on.
-    A reference that lies in main memory says what the policy says before it has learnt."""
-    split, offloaded = actor_of(ranks, torch.float32), actor_of(ranks, torch.float32, **{way: True}, reference=True)
+    """With `cpu_offload`, AdamW steps on the CPU, with other rounding; the run resumes from a checkpoint in between. A
+    reference in CPU memory gives the policy's log-probs before the first update."""
+    split, offloaded = make_actor(ranks, torch.float32), make_actor(ranks, torch.float32, **{way: True}, reference=True)
     (old, metrics), (their_old, their_metrics) = learn(split), learn(offloaded)
     torch.testing.assert_close(their_old, old, rtol=0, atol=1e-4)
     for ours, theirs in zip(metrics, their_metrics, strict=True):
@@ -109,20 +109,20 @@ def test_offloaded_it_learns_the_same(ranks, way, tmp_path):
         offloaded.probe(rollouts, Needs("ref_logprobs"), 0).reference, their_old, rtol=0, atol=1e-4
     )
     offloaded.snapshot().write(tmp_path)
-    again = actor_of(ranks, torch.float32, **{way: True})
+    again = make_actor(ranks, torch.float32, **{way: True})
     again.restore(tmp_path)
     check_places(again, way)
     learn(again), learn(split)
-    check_same(again, split, atol=1e-4)  # of six steps of about 1e-4
+    check_same(again, split, atol=1e-4)  # after six steps of about 1e-4
 
 
-def test_a_rehearsal_changes_nothing(ranks):
+def test_a_preflight_changes_no_state(ranks):
     limits = Limits(
         prompts=2, prompts_per_update=2, sampling=Sampling(n=2, max_new_tokens=4), prompt_tokens=40, max_pixels=56**2,
         update=MicroBatching(60), probe=MicroBatching(60), needs=Needs("old_logprobs", "entropy", "dependency"),
     )  # fmt: skip
-    plain, rehearsed = actor_of(ranks, torch.bfloat16), actor_of(ranks, torch.bfloat16)
-    peaks = preflight(rehearsed.forward, encoder_of(FAMILY), limits, None, has_states=False)
+    plain, rehearsed = make_actor(ranks, torch.bfloat16), make_actor(ranks, torch.bfloat16)
+    peaks = preflight(rehearsed.forward, get_encoder(FAMILY), limits, None, has_states=False)
     assert list(peaks) == ["optimizer", "probe", "update"] and min(peaks.values()) > 0
     learn(plain), learn(rehearsed)
     check_same(rehearsed, plain, atol=1e-3)

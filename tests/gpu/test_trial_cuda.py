@@ -34,7 +34,7 @@ def test_the_embedded_task_is_tried(dtype, compiled, tmp_path, monkeypatch, capf
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_sampling_from_nan_leaves_the_device_usable(temperature):
-    """An index beyond the vocabulary would end in a device-side assertion, after which nothing runs any more."""
+    """An index beyond the vocabulary would cause a device-side assertion, after which the device is unusable."""
     encoder = load_encoder(MODEL_DIRECTORY)
     backbone = Backbone(load_model(MODEL_DIRECTORY, device="cuda"))
     with torch.no_grad():

@@ -66,8 +66,8 @@ def learn(actor, batch):
     return gradients, metrics, torch.cuda.max_memory_allocated()
 
 
-def test_a_capped_allocator_costs_nothing_but_time(caplog):
-    """The cap lies between what whole passes take and what halves of them take."""
+def test_a_capped_allocator_changes_no_gradients(caplog):
+    """The cap is between the memory of whole passes and that of half passes."""
     given = MicroBatching(10**6)
     whole = actor_with(given)
     batch = batch_for(whole)
@@ -84,8 +84,8 @@ def test_a_capped_allocator_costs_nothing_but_time(caplog):
     total = torch.cuda.mem_get_info()[1]
     torch.cuda.set_per_process_memory_fraction((0.4 * less + 0.6 * most) / total)
     with caplog.at_level(logging.WARNING):
-        found, told, _ = learn(capped, batch)
+        found, result, _ = learn(capped, batch)
     assert capped.learner.cut_to == half and "with half of it" in caplog.text
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5 * float(theirs.abs().max()) + 1e-9)
-    assert told["grad_norm"] == pytest.approx(metrics["grad_norm"], rel=1e-4)
+    assert result["grad_norm"] == pytest.approx(metrics["grad_norm"], rel=1e-4)

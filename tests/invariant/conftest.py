@@ -1,4 +1,4 @@
-"""What an update does is asked of every family that sees."""
+"""Tests of updates run for every vision family."""
 
 import pytest
 from update_helpers import FAMILIES

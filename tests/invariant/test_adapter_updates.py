@@ -1,12 +1,12 @@
-"""What an optimizer step does to adapters depends on the batch and not on how it is cut, packed or checkpointed; what
-dropout leaves out depends on the seed, the step and the micro-batch alone."""
+"""An optimizer step on adapters depends on the batch, not on how it is split, packed or checkpointed; dropout depends
+only on the seed, the step and the micro-batch."""
 
 from functools import lru_cache
 
 import pytest
 import torch
-from tiny_models import encoder_of, fresh_backbone
-from update_helpers import ALL_AT_ONCE, FULL_LOSS, check_equal, full_batch, learn, weights_of
+from tiny_models import fresh_backbone, get_encoder
+from update_helpers import ALL_AT_ONCE, FULL_LOSS, check_equal, copy_weights, full_batch, learn
 
 from mtrl.models.adapters import AdapterSettings, adapter_parameters, add_adapters
 from mtrl.models.backbone import Backbone
@@ -28,7 +28,7 @@ LAYOUTS = {
 }
 
 
-def actor_of(family, batching=ALL_AT_ONCE, packed=False, checkpointing=False, seed=None, **settings):
+def make_actor(family, batching=ALL_AT_ONCE, packed=False, checkpointing=False, seed=None, **settings):
     model = fresh_backbone(family).model
     add_adapters(model, AdapterSettings(rank=4, alpha=8, **settings))
     generator = torch.Generator().manual_seed(1)
@@ -37,7 +37,7 @@ def actor_of(family, batching=ALL_AT_ONCE, packed=False, checkpointing=False, se
             parameter.copy_(torch.randn(parameter.shape, generator=generator) / 16)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    forward = Forward(Backbone(model), encoder_of(family), share_prefix=batching.share_prefix, packed=packed)
+    forward = Forward(Backbone(model), get_encoder(family), share_prefix=batching.share_prefix, packed=packed)
     return LocalActor(
         forward,
         OptimizerSettings(lr=1e-4, warmup_steps=0, total_steps=10, max_grad_norm=0.01),
@@ -50,13 +50,13 @@ def actor_of(family, batching=ALL_AT_ONCE, packed=False, checkpointing=False, se
 
 
 @lru_cache
-def expected_of(family, **settings):
-    return learn(actor_of(family, **settings), [full_batch(family)])
+def compute_expected(family, **settings):
+    return learn(make_actor(family, **settings), [full_batch(family)])
 
 
 def test_adapters_alone_learn_and_all_of_them(family):
-    actor = actor_of(family)
-    before = weights_of(actor)
+    actor = make_actor(family)
+    before = copy_weights(actor)
     found = learn(actor, [full_batch(family)])
     moved = {name for name, weight in found.weights.items() if not torch.equal(weight, before[name])}
     assert moved == adapter_parameters(actor.model).keys()
@@ -67,22 +67,22 @@ def test_adapters_alone_learn_and_all_of_them(family):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_adapters_do_not_depend_on_the_layout(family, layout):
-    check_equal(learn(actor_of(family, LAYOUTS[layout]), [full_batch(family)]), expected_of(family))
+    check_equal(learn(make_actor(family, LAYOUTS[layout]), [full_batch(family)]), compute_expected(family))
 
 
 def test_nor_on_packing_nor_on_checkpointing(family):
     """The base is frozen and embeddings have no gradient, so that a checkpointed layer's input has none either."""
-    packed = actor_of(family, LAYOUTS["large token budget"], packed=True)
-    check_equal(learn(packed, [full_batch(family)]), expected_of(family))
-    check_equal(learn(actor_of(family, checkpointing=True), [full_batch(family)]), expected_of(family))
+    packed = make_actor(family, LAYOUTS["large token budget"], packed=True)
+    check_equal(learn(packed, [full_batch(family)]), compute_expected(family))
+    check_equal(learn(make_actor(family, checkpointing=True), [full_batch(family)]), compute_expected(family))
 
 
 def test_in_the_vision_tower_too(family):
-    found = learn(actor_of(family, LAYOUTS["small token budget"], vision_tower=True), [full_batch(family)])
-    expected = expected_of(family, vision_tower=True)
-    check_equal(found, expected, weights=1e-5)  # a tenth of a step: some gradients are as small as their noise
-    checkpointed = learn(actor_of(family, checkpointing=True, vision_tower=True), [full_batch(family)])
-    check_equal(checkpointed, expected_of(family, vision_tower=True))
+    found = learn(make_actor(family, LAYOUTS["small token budget"], vision_tower=True), [full_batch(family)])
+    expected = compute_expected(family, vision_tower=True)
+    check_equal(found, expected, weights=1e-5)  # a tenth of a step, since some gradients are as small as their noise
+    checkpointed = learn(make_actor(family, checkpointing=True, vision_tower=True), [full_batch(family)])
+    check_equal(checkpointed, compute_expected(family, vision_tower=True))
 
 
 # -------------------------------------------------------------------------------------------------------------- dropout
@@ -91,7 +91,7 @@ def after(actor, batches, disturbed=False):
         if disturbed:
             torch.rand(7)
         actor.update([batch], FULL_LOSS)
-    return weights_of(actor)
+    return copy_weights(actor)
 
 
 def same(left, right):
@@ -101,16 +101,16 @@ def same(left, right):
 def test_dropout_is_drawn_by_seed_step_and_micro_batch(tmp_path, family="qwen3_vl"):
     dropped = {"batching": MicroBatching(rows=3), "dropout": 0.3}
     batches = [full_batch(family), full_batch(family)]
-    whole = after(actor_of(family, seed=5, **dropped), batches)
+    whole = after(make_actor(family, seed=5, **dropped), batches)
     random = torch.random.get_rng_state()
-    assert same(whole, after(actor_of(family, seed=5, checkpointing=True, **dropped), batches, disturbed=True))
+    assert same(whole, after(make_actor(family, seed=5, checkpointing=True, **dropped), batches, disturbed=True))
     torch.random.set_rng_state(random)
-    after(actor_of(family, seed=5, **dropped), batches)
-    assert torch.equal(torch.random.get_rng_state(), random), "nobody else's random numbers are used up"
-    assert not same(whole, after(actor_of(family, seed=6, **dropped), batches))
-    assert not same(whole, after(actor_of(family, batching=MicroBatching(rows=3)), batches))
+    after(make_actor(family, seed=5, **dropped), batches)
+    assert torch.equal(torch.random.get_rng_state(), random), "the global random state is unchanged"
+    assert not same(whole, after(make_actor(family, seed=6, **dropped), batches))
+    assert not same(whole, after(make_actor(family, batching=MicroBatching(rows=3)), batches))
 
-    first, second = actor_of(family, seed=5, **dropped), actor_of(family, seed=5, **dropped)
+    first, second = make_actor(family, seed=5, **dropped), make_actor(family, seed=5, **dropped)
     after(first, batches[:1])
     first.snapshot().write(tmp_path)
     second.restore(tmp_path)

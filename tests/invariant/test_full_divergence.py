@@ -1,5 +1,5 @@
-"""The divergence over the whole vocabulary as a loss: what plain torch makes of all logits, in float64, for any layout;
-and a reference that becomes the policy again."""
+"""The divergence over the whole vocabulary as a loss equals plain torch on all logits in float64, for any layout; and
+a reference is synced with the policy."""
 
 import copy
 import math
@@ -9,8 +9,8 @@ from functools import lru_cache
 import pytest
 import torch
 from helpers import same
-from tiny_models import encoder_of, fresh_backbone, plain_log_probs, plain_model
-from update_helpers import ALL_AT_ONCE, FULL_LOSS, actor_of, difference, full_batch, learn, plain_batch, rollouts_for
+from tiny_models import fresh_backbone, get_encoder, plain_log_probs, plain_model
+from update_helpers import ALL_AT_ONCE, FULL_LOSS, difference, full_batch, learn, make_actor, plain_batch, rollouts_for
 
 from mtrl.algorithms.losses import Loss
 from mtrl.models.backbone import Backbone
@@ -22,8 +22,8 @@ from mtrl.workers.reference import Reference, SyncedReference
 pytestmark = pytest.mark.pairwise("family", "layout")
 
 TEMPERATURE, COEF = 0.7, 0.3
-EXACT = 1e-6  # of the largest gradient: the norms of transformers go by way of float32, in whatever order rows come
-LAYOUTS = {  # how rows are cut into passes, and whether all of a pass stand in one sequence
+EXACT = 1e-6  # relative to the largest gradient: transformers' norms are in float32, and the order of rows varies
+LAYOUTS = {  # how rows are split into passes, and whether a pass is packed into one sequence
     "all rows": (ALL_AT_ONCE, False),
     "a row each": (MicroBatching(rows=1), False),
     "small token budget": (MicroBatching(tokens=40), False),
@@ -42,17 +42,17 @@ def another(model):
 
 
 def actor_with_reference(family, layout="all rows"):
-    """In float64, with nothing clipped."""
+    """An actor in float64 without gradient clipping."""
     batching, packed = LAYOUTS[layout]
     settings = {"temperature": TEMPERATURE, "share_prefix": batching.share_prefix, "packed": packed}
     model = fresh_backbone(family).model.double()
-    reference = Forward(Backbone(another(model)), encoder_of(family), **settings)
-    policy = Forward(Backbone(model), encoder_of(family), **settings)
-    return actor_of(family, batching, policy, Reference(reference), max_grad_norm=math.inf)
+    reference = Forward(Backbone(another(model)), get_encoder(family), **settings)
+    policy = Forward(Backbone(model), get_encoder(family), **settings)
+    return make_actor(family, batching, policy, Reference(reference), max_grad_norm=math.inf)
 
 
 def silent(batch):
-    """The batch with nothing to learn from its rewards: the divergence alone is left."""
+    """The batch without advantages: only the divergence remains."""
     return replace(batch, advantage=torch.zeros_like(batch.advantage))
 
 
@@ -107,22 +107,22 @@ def test_it_adds_to_the_policy_loss(family):
     assert min(difference(found["both"], found[each]) for each in ("policy", "divergence")) > 1e-3 * largest
 
 
-def test_a_policy_that_is_its_reference_pays_nothing(family):
-    forward = Forward(fresh_backbone(family), encoder_of(family))
-    actor = actor_of(family, forward=forward, reference=Reference.frozen(forward))
+def test_a_policy_equal_to_its_reference_has_no_penalty(family):
+    forward = Forward(fresh_backbone(family), get_encoder(family))
+    actor = make_actor(family, forward=forward, reference=Reference.frozen(forward))
     found = learn(actor, [silent(plain_batch(family))], Loss(divergence="full", divergence_coef=1.0))
     assert found.metrics["divergence_loss"] == 0 and found.metrics["grad_norm"] < 1e-6
 
 
 def test_without_a_reference_it_is_a_mistake(family):
     with pytest.raises(AssertionError, match="reference"):
-        learn(actor_of(family), [plain_batch(family)], Loss(divergence="full", divergence_coef=1.0))
+        learn(make_actor(family), [plain_batch(family)], Loss(divergence="full", divergence_coef=1.0))
 
 
 # -------------------------------------------------------------------------------------------- a reference that follows
 def test_a_refreshed_reference_is_the_policy_of_then(family, tmp_path):
-    forward = Forward(fresh_backbone(family), encoder_of(family))
-    actor = actor_of(family, forward=forward, reference=Reference.frozen(forward), lr=1e-3)
+    forward = Forward(fresh_backbone(family), get_encoder(family))
+    actor = make_actor(family, forward=forward, reference=Reference.frozen(forward), lr=1e-3)
     kept, rollouts, needs = (
         SyncedReference(actor.reference, forward),
         rollouts_for(family),
@@ -140,7 +140,7 @@ def test_a_refreshed_reference_is_the_policy_of_then(family, tmp_path):
     actor.update([plain_batch(family)], Loss())
     after = actor.probe(rollouts, needs, 0)
     same(after.ref_logprobs, apart.old_logprobs)
-    assert difference([after.old_logprobs], [after.ref_logprobs]) > 1e-3, "it stays when the policy goes on"
+    assert difference([after.old_logprobs], [after.ref_logprobs]) > 1e-3, "it does not change with the policy"
     kept.sync()
     kept.restore(tmp_path)
     same(actor.probe(rollouts, needs, 0).ref_logprobs, apart.old_logprobs)

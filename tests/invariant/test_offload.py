@@ -1,5 +1,5 @@
-"""Optimizer state and reference in main memory between their uses: the same numbers to the bit. There is no device
-here: what would be copied to it and back is copied all the same. On a GPU: tests/gpu/test_offload_cuda.py."""
+"""Optimizer state and reference offloaded to CPU memory between their uses: bitwise the same numbers. There is no
+device here; the copies are made all the same. On a GPU: tests/gpu/test_offload_cuda.py."""
 
 import math
 from contextlib import nullcontext
@@ -8,8 +8,8 @@ from functools import partial
 
 import pytest
 import torch
-from tiny_models import encoder_of, fresh_backbone
-from update_helpers import FULL_LOSS, full_batch, rollouts_for, weights_of
+from tiny_models import fresh_backbone, get_encoder
+from update_helpers import FULL_LOSS, copy_weights, full_batch, rollouts_for
 
 from mtrl.compose.algorithm import make_algorithm
 from mtrl.compose.policy import build_actor, build_encoder, build_generator, build_policy, build_reference
@@ -32,13 +32,13 @@ WHOLE_VOCABULARY = replace(FULL_LOSS, divergence="full")
 NEEDS = Needs("old_logprobs", "ref_logprobs")
 
 
-def actor_of(parks, adapters=False):
-    """Under adapters the reference has no weights of its own, so there is nothing of it to move."""
+def make_actor(parks, adapters=False):
+    """Under adapters the reference has no weights of its own that could be offloaded."""
     model = fresh_backbone(FAMILY).model
     if adapters:
         pytest.importorskip("peft")
         add_adapters(model, AdapterSettings(rank=4))
-    forward = Forward(Backbone(model), encoder_of(FAMILY), share_prefix=True)
+    forward = Forward(Backbone(model), get_encoder(FAMILY), share_prefix=True)
     return LocalActor(
         forward,
         OptimizerSettings(lr=1e-3, warmup_steps=0, total_steps=10, max_grad_norm=math.inf),
@@ -53,7 +53,7 @@ def actor_of(parks, adapters=False):
 
 
 def learn(actor, steps=1, loss=FULL_LOSS):
-    return [actor.update([full_batch(FAMILY)], loss) for _ in range(steps)], weights_of(actor)
+    return [actor.update([full_batch(FAMILY)], loss) for _ in range(steps)], copy_weights(actor)
 
 
 def places(tensors):
@@ -66,9 +66,9 @@ def same(first, second):
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["all weights", "adapters"])
 @pytest.mark.parametrize("loss", [FULL_LOSS, WHOLE_VOCABULARY], ids=["low_var_kl", "full"])
-def test_numbers_are_the_same_to_the_bit(loss, adapters, monkeypatch):
+def test_numbers_are_bitwise_the_same(loss, adapters, monkeypatch):
     monkeypatch.setattr(offload, "PIECE", 2**14)  # as large models have it: many pieces, and weights that are larger
-    plain, offloaded = actor_of(False, adapters), actor_of(True, adapters)
+    plain, offloaded = make_actor(False, adapters), make_actor(True, adapters)
     assert 1 < len(offloaded.learner.pieces) < len(offloaded.learner.parameters)
     for _ in range(2):
         (ours, weights), (theirs, expected) = learn(offloaded, 1, loss), learn(plain, 1, loss)
@@ -79,11 +79,11 @@ def test_numbers_are_the_same_to_the_bit(loss, adapters, monkeypatch):
         )
     states, others = (each.snapshot().optimizer_state for each in (offloaded, plain))
     assert same(states, others) and len(states) > (50 if adapters else 100)
-    assert not adapters or all(".lora_" in name for name in states), "of the base there is no state"
+    assert not adapters or all(".lora_" in name for name in states), "the base has no optimizer state"
 
 
-def test_what_is_parked_lies_elsewhere_but_for_its_use():
-    actor, seen = actor_of(True), []
+def test_offloaded_tensors_are_on_the_device_only_during_use():
+    actor, seen = make_actor(True), []
     reference = list(actor.reference.forward.backbone.model.parameters())
     kept = places(reference)
     signals = actor.reference.signals
@@ -94,7 +94,7 @@ def test_what_is_parked_lies_elsewhere_but_for_its_use():
 
     object.__setattr__(actor.reference, "signals", look)
     actor.probe(rollouts_for(FAMILY), NEEDS, 0)
-    assert places(reference) == kept and set(seen[0]).isdisjoint(kept), "it comes back to the same places"
+    assert places(reference) == kept and set(seen[0]).isdisjoint(kept), "it returns to the same memory"
     learn(actor)
     states = actor.learner._large_states(actor.learner.parameters)
     kept = places(states)
@@ -104,7 +104,7 @@ def test_what_is_parked_lies_elsewhere_but_for_its_use():
 
 
 def test_a_checkpoint_is_written_and_read_while_all_is_parked(tmp_path):
-    whole, half, other = actor_of(True), actor_of(True), actor_of(True)
+    whole, half, other = make_actor(True), make_actor(True), make_actor(True)
     learn(half, 2)
     half.snapshot().write(tmp_path)
     other.restore(tmp_path)
@@ -115,9 +115,9 @@ def test_a_checkpoint_is_written_and_read_while_all_is_parked(tmp_path):
 
 @pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
 def test_rounded_weights_take_their_steps_in_pieces_too(rounding, monkeypatch):
-    """Their random numbers are keyed by the place of a parameter among all."""
+    """The random numbers are keyed by the index of a parameter among all."""
     weights = [torch.randn(9, 5, generator=torch.Generator().manual_seed(place)).bfloat16() for place in range(4)]
-    plain, offloaded = (learner_of(weights, rounding, parks) for parks in (False, True))
+    plain, offloaded = (make_learner(weights, rounding, parks) for parks in (False, True))
     monkeypatch.setattr(offload, "PIECE", 200)
     offloaded.pieces = [(piece, OffloadedTensors(partial(offloaded._large_states, piece), torch.device("cpu")))
                      for piece in offload.parameter_pieces(offloaded.parameters)]  # fmt: skip
@@ -131,7 +131,7 @@ def test_rounded_weights_take_their_steps_in_pieces_too(rounding, monkeypatch):
     assert all(map(torch.equal, plain.parameters, offloaded.parameters))
 
 
-def learner_of(weights, rounding, parks):
+def make_learner(weights, rounding, parks):
     model = torch.nn.Module()
     model.device = torch.device("cpu")
     for place, weight in enumerate(weights):
@@ -140,7 +140,7 @@ def learner_of(weights, rounding, parks):
     return Learner(model, settings, MicroBatching(), name="", advice="", offload=parks)
 
 
-def test_weights_are_away_while_an_engine_with_its_own_is_awake():
+def test_weights_are_offloaded_while_an_engine_with_its_own_is_awake():
     """As build_generator arranges it for vLLM on a GPU."""
     model, engine = torch.nn.Linear(3, 3), EngineLifecycle()
     offloaded = OffloadedTensors(lambda: list(model.parameters()), torch.device("cpu"))
@@ -150,8 +150,8 @@ def test_weights_are_away_while_an_engine_with_its_own_is_awake():
     engine.sleep = lambda: seen.append(places(model.parameters()))
     with engine.resident(), engine.resident():
         kept = places(model.parameters())
-        assert torch.equal(model.weight, numbers), "they can be read there, to be handed to the engine"
-    assert seen == [kept, kept] and set(kept).isdisjoint(before), "gone before it wakes, back when it sleeps"
+        assert torch.equal(model.weight, numbers), "they can be read there for the engine"
+    assert seen == [kept, kept] and set(kept).isdisjoint(before), "offloaded before it wakes, back when it sleeps"
     assert set(places(model.parameters())).isdisjoint(kept) and torch.equal(model.weight, numbers)
 
 
@@ -167,8 +167,8 @@ def test_an_error_leaves_all_parked():
     assert tensor.data_ptr() == place and tensor.tolist() == [2, 2, 2]
 
 
-def test_the_keys_are_read_where_there_is_a_device(monkeypatch):
-    """On a CPU there is nothing to do: all of it is in main memory."""
+def test_the_keys_take_effect_if_there_is_a_device(monkeypatch):
+    """On a CPU nothing is offloaded: everything is in CPU memory."""
     keys = {"worker.actor.offload.offload_optimizer": True, "worker.ref.offload_params": True,
             "optimization.disable_divergence": False}  # fmt: skip
     config = load_config(None, keys)

@@ -1,4 +1,4 @@
-"""An optimizer step by hand: how many, how far, of which weights; and none at all on numbers that are not finite."""
+"""Optimizer steps computed by hand: their number, size and weights; and no step on numbers that are not finite."""
 
 import math
 from collections import Counter
@@ -13,13 +13,13 @@ from update_helpers import (
     FAMILIES,
     FULL_LOSS,
     LR,
-    actor_of,
+    copy_weights,
     difference,
     full_batch,
     learn,
+    make_actor,
     plain_batch,
     rollouts_for,
-    weights_of,
 )
 
 from mtrl.algorithms.losses import Loss, loss_weights, total_loss
@@ -38,18 +38,18 @@ TEXT = "model.language_model.layers.0.mlp.down_proj.weight"
 # ---------------------------------------------------------------------------------------------------- optimizer steps
 def by_hand(family, batches):
     """AdamW of PyTorch on the loss of each whole batch."""
-    actor = actor_of(family)
+    actor = make_actor(family)
     optimizer = torch.optim.AdamW(actor.learner.parameters, lr=LR, betas=(0.9, 0.95), weight_decay=0.01)
     for batch in batches:
         optimizer.zero_grad()
         total_loss(actor.forward.logp(batch.rollouts), batch, FULL_LOSS)[0].backward()
         torch.nn.utils.clip_grad_norm_(actor.learner.parameters, CLIP)
         optimizer.step()
-    return weights_of(actor)
+    return copy_weights(actor)
 
 
 def halves(family):
-    """Two optimizer steps of two prompts each, with denominators of their own."""
+    """Two optimizer steps of two prompts each, with separate denominators."""
     batch, parts = full_batch(family), []
     for rows in (torch.arange(6), torch.arange(6, 10)):
         part = batch.rows(rows)
@@ -60,7 +60,7 @@ def halves(family):
 
 def test_one_optimizer_step_a_batch(family):
     batches = halves(family) * 2  # two passes
-    actor = actor_of(family)
+    actor = make_actor(family)
     found = learn(actor, batches)
     expected = by_hand(family, batches)
     assert len(found.gradients) == actor.learner.optimizer_step == 4 and actor.learner.version == 1
@@ -70,22 +70,22 @@ def test_one_optimizer_step_a_batch(family):
 
 
 def test_versions_count_updates(family):
-    actor = actor_of(family)
+    actor = make_actor(family)
     assert actor.publish().version == 0
     actor.update(halves(family), Loss())
     weights = actor.publish()
     assert weights.version == 1
     held = dict(actor.model.named_parameters(remove_duplicate=False))
-    assert weights.tensors.keys() == held.keys() > weights_of(actor).keys(), "tied ones under each name"
+    assert weights.tensors.keys() == held.keys() > copy_weights(actor).keys(), "tied ones under each name"
     for _ in range(2):  # a handle may be read again
         assert all(torch.equal(tensor, held[name]) for name, tensor in weights.tensors.items())
 
 
 def test_metrics_are_means_over_all_tokens():
-    """Not those of the last micro-batch, and means over the optimizer steps."""
+    """Metrics are not those of the last micro-batch, but means over the optimizer steps."""
     family = FAMILIES[0]
     batches = halves(family)
-    frozen = actor_of(family, MicroBatching(rows=1), lr=0.0, weight_decay=0.0)
+    frozen = make_actor(family, MicroBatching(rows=1), lr=0.0, weight_decay=0.0)
     metrics = frozen.update(batches, FULL_LOSS)
     expected = {"approx_kl": [], "clipfrac_low": [], "clipfrac_high": [], "pg_loss": [], "entropy_penalty": []}
     for batch in batches:
@@ -124,11 +124,11 @@ def test_learning_rates_by_hand(settings, expected):
 
 
 def test_the_optimizer_uses_the_scheduled_rate():
-    """Adam's first step moves every weight by the rate, give or take its epsilon."""
+    """Adam's first step moves every weight by the rate, up to its epsilon."""
     for step, rate in enumerate((2e-4, 4e-4)):
-        actor = actor_of(FAMILIES[0], lr=6e-4, warmup_steps=2, weight_decay=0.0)
+        actor = make_actor(FAMILIES[0], lr=6e-4, warmup_steps=2, weight_decay=0.0)
         actor.learner.optimizer_step = step
-        before = weights_of(actor)
+        before = copy_weights(actor)
         after = learn(actor, [plain_batch(FAMILIES[0])], Loss())
         moved = (after.weights[TEXT] - before[TEXT]).abs()
         assert after.metrics["lr"] == pytest.approx(rate)
@@ -136,22 +136,22 @@ def test_the_optimizer_uses_the_scheduled_rate():
 
 
 def test_gradients_are_clipped_to_the_norm(family):
-    def norm_of(gradients):
+    def compute_norm(gradients):
         return float(torch.stack([g.norm() for g in gradients]).norm())
 
-    free = learn(actor_of(family, max_grad_norm=math.inf), [plain_batch(family)], Loss())
-    norm = norm_of(free.gradients[0])
+    free = learn(make_actor(family, max_grad_norm=math.inf), [plain_batch(family)], Loss())
+    norm = compute_norm(free.gradients[0])
     assert norm > 1 and free.metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
-    half = learn(actor_of(family, max_grad_norm=norm / 2), [plain_batch(family)], Loss())
-    assert norm_of(half.gradients[0]) == pytest.approx(norm / 2, rel=1e-4)
-    assert half.metrics["grad_norm"] == pytest.approx(norm, rel=1e-5), "what is reported is from before the clip"
-    loose = learn(actor_of(family, max_grad_norm=norm * 2), [plain_batch(family)], Loss())
+    half = learn(make_actor(family, max_grad_norm=norm / 2), [plain_batch(family)], Loss())
+    assert compute_norm(half.gradients[0]) == pytest.approx(norm / 2, rel=1e-4)
+    assert half.metrics["grad_norm"] == pytest.approx(norm, rel=1e-5), "the reported norm is from before clipping"
+    loose = learn(make_actor(family, max_grad_norm=norm * 2), [plain_batch(family)], Loss())
     for ours, theirs in zip(loose.gradients[0], free.gradients[0], strict=True):
         same(ours, theirs)
 
 
 # ----------------------------------------------------------------------------------------------------- model switches
-def policy_of(family, **switches):
+def make_policy(family, **switches):
     settings = {f"worker.actor.model.{name}": value for name, value in switches.items()}
     settings |= {"worker.actor.model.model_path": str(checkpoint(family))}
     settings |= {"worker.actor.fsdp.mixed_precision_dtype": "fp32"}
@@ -166,12 +166,12 @@ def test_rows_are_packed_by_a_compiled_kernel_or_not_at_all(family, compiled, mo
     assert build_policy(load_config(None, settings))[1].packed is compiled
 
 
-def test_gradient_checkpointing_changes_nothing_but_the_work(family, monkeypatch):
-    """Numbers to the bit; what is computed twice is the whole layer, or the part of it."""
+def test_gradient_checkpointing_changes_no_numbers(family, monkeypatch):
+    """Bitwise equal; the whole layer, or a part of it, is computed twice."""
     work, found = {}, {}
     product = torch.nn.functional.linear
     for what in (False, True, "mlp", "attention"):
-        policy = policy_of(family, enable_gradient_checkpointing=what)
+        policy = make_policy(family, enable_gradient_checkpointing=what)
         layer = policy.backbone.language_model.layers[0]
         block = policy.backbone.vision_tower.blocks[0]
         known = {id(layer.mlp.down_proj.weight): "mlp", id(layer.self_attn.q_proj.weight): "attention"}
@@ -183,7 +183,7 @@ def test_gradient_checkpointing_changes_nothing_but_the_work(family, monkeypatch
             return product(x, weight, *bias)
 
         monkeypatch.setattr(torch.nn.functional, "linear", counted)
-        found[what] = learn(actor_of(family, forward=policy), [full_batch(family)])
+        found[what] = learn(make_actor(family, forward=policy), [full_batch(family)])
         monkeypatch.setattr(torch.nn.functional, "linear", product)
     names = ("mlp", "attention", "vision attention")
     assert {what: tuple(seen[name] for name in names) for what, seen in work.items()} == {
@@ -194,11 +194,11 @@ def test_gradient_checkpointing_changes_nothing_but_the_work(family, monkeypatch
         assert found[what].metrics == found[False].metrics
 
 
-def test_parts_that_are_recomputed_are_not_kept(family):
-    """What a pass holds at its end; and a copy of such a model, the reference, computes with weights of its own."""
+def test_activations_of_recomputed_parts_are_not_stored(family):
+    """Checks the tensors that a pass holds at its end; a copy of the model, the reference, uses its own weights."""
     held = {}
     for what in (False, "mlp", "attention", True):
-        policy, saved = policy_of(family, enable_gradient_checkpointing=what), []
+        policy, saved = make_policy(family, enable_gradient_checkpointing=what), []
         policy.backbone.model.train()
 
         def keep(tensor, saved=saved):
@@ -209,7 +209,7 @@ def test_parts_that_are_recomputed_are_not_kept(family):
             policy.scores(rollouts_for(family))
         held[what] = sum(saved)
     assert held[True] < min(held["mlp"], held["attention"]) and max(held["mlp"], held["attention"]) < held[False]
-    policy = policy_of(family, enable_gradient_checkpointing="mlp")
+    policy = make_policy(family, enable_gradient_checkpointing="mlp")
     reference, before = Reference.frozen(policy), policy.signals(rollouts_for(family)).old_logprobs
     with torch.no_grad():
         policy.backbone.language_model.layers[0].mlp.down_proj.weight.zero_()
@@ -219,9 +219,9 @@ def test_parts_that_are_recomputed_are_not_kept(family):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_frozen_vision_tower_stays_as_it_is(family, checkpointing):
-    policy = policy_of(family, freeze_vision_tower=True, enable_gradient_checkpointing=checkpointing)
-    actor = actor_of(family, forward=policy, weight_decay=0.5)
-    before = weights_of(actor)
+    policy = make_policy(family, freeze_vision_tower=True, enable_gradient_checkpointing=checkpointing)
+    actor = make_actor(family, forward=policy, weight_decay=0.5)
+    before = copy_weights(actor)
     after = learn(actor, [full_batch(family)]).weights
     seeing = [name for name in before if ".visual." in name]
     assert seeing and all(torch.equal(before[name], after[name]) for name in seeing)
@@ -229,8 +229,8 @@ def test_a_frozen_vision_tower_stays_as_it_is(family, checkpointing):
 
 
 def test_a_trained_vision_tower_learns(family):
-    actor = actor_of(family)
-    before = weights_of(actor)
+    actor = make_actor(family)
+    before = copy_weights(actor)
     after = learn(actor, [full_batch(family)]).weights
     assert not any(torch.equal(before[name], after[name]) for name in before if "mlp" in name)
 
@@ -252,12 +252,12 @@ def bad_batch(family=FAMILIES[0], fault="nan advantage"):
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_bad_step_is_skipped(family, fault, caplog):
-    actor = actor_of(family)
+    actor = make_actor(family)
     actor.update([plain_batch(family)], Loss())
-    weights, state = weights_of(actor), optimizer_state(actor)
+    weights, state = copy_weights(actor), optimizer_state(actor)
     metrics = actor.update([bad_batch(family, fault)], Loss())
     assert metrics["skipped_steps"] == 1 and "skipped" in caplog.text
-    for name, value in weights_of(actor).items():
+    for name, value in copy_weights(actor).items():
         same(value, weights[name])
     for now, then in zip(optimizer_state(actor), state, strict=True):
         same(now, then)
@@ -270,38 +270,38 @@ def optimizer_state(actor):
 
 
 def test_a_bad_gradient_of_a_good_loss_is_skipped(family):
-    actor = actor_of(family)
-    weights = weights_of(actor)
+    actor = make_actor(family)
+    weights = copy_weights(actor)
     hook = actor.learner.parameters[0].register_hook(lambda gradient: gradient * math.inf)
     metrics = actor.update([plain_batch(family)], Loss())
     hook.remove()
     assert metrics["skipped_steps"] == 1 and math.isfinite(metrics["pg_loss"])
-    for name, value in weights_of(actor).items():
+    for name, value in copy_weights(actor).items():
         same(value, weights[name])
     assert actor.update([plain_batch(family)], Loss())["skipped_steps"] == 0
 
 
 def test_good_steps_of_the_update_count_and_are_reported():
     good, bad = plain_batch(FAMILIES[0]), bad_batch()
-    found = learn(actor_of(FAMILIES[0]), [bad, good, bad], Loss())
-    alone = learn(actor_of(FAMILIES[0]), [good], Loss())
+    found = learn(make_actor(FAMILIES[0]), [bad, good, bad], Loss())
+    alone = learn(make_actor(FAMILIES[0]), [good], Loss())
     assert found.metrics == alone.metrics | {"skipped_steps": 2.0}
     for name, value in found.weights.items():
         same(value, alone.weights[name])
 
 
 def test_three_bad_steps_in_a_row_stop_the_run():
-    actor = actor_of(FAMILIES[0])
-    weights = weights_of(actor)
+    actor = make_actor(FAMILIES[0])
+    weights = copy_weights(actor)
     actor.update([bad_batch(), bad_batch()], Loss())
     with pytest.raises(Diverged, match=r"3 optimizer steps in a row .* worker\.actor\.optim\.lr"):
         actor.update([bad_batch()], Loss())
-    for name, value in weights_of(actor).items():
+    for name, value in copy_weights(actor).items():
         same(value, weights[name])
 
 
 def test_a_good_step_starts_the_count_again():
-    actor = actor_of(FAMILIES[0])
+    actor = make_actor(FAMILIES[0])
     good, bad = plain_batch(FAMILIES[0]), bad_batch()
     metrics = actor.update([bad, bad, good, bad, bad, good], Loss())
     assert metrics["skipped_steps"] == 4 and actor.learner.bad_steps_in_a_row == 0

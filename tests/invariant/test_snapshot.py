@@ -1,4 +1,4 @@
-"""A snapshot is what the actor was: plain transformers reads its log-probs, and a restored actor goes on to the bit."""
+"""Snapshots of the actor: plain transformers computes the same log-probs, and a restored actor continues bitwise."""
 
 import pytest
 import torch
@@ -6,8 +6,8 @@ from helpers import same
 from tiny_models import (
     TINY_FAMILIES,
     checkpoint,
-    encoder_of,
     fresh_backbone,
+    get_encoder,
     plain_logp,
     plain_model_at,
     prompts_for,
@@ -28,15 +28,15 @@ from mtrl.workers.micro_batches import MicroBatching
 GROUP, LENGTHS = [0, 0, 1, 3], [6, 2, 4, 5]
 
 
-def actor_of(family):
-    """One whose learning rate, optimizer state and step numbers matter for what comes next."""
+def make_actor(family):
+    """An actor whose next update depends on learning rate, optimizer state and step numbers."""
     return LocalActor(
-        Forward(fresh_backbone(family), encoder_of(family)),
+        Forward(fresh_backbone(family), get_encoder(family)),
         OptimizerSettings(lr=1e-3, warmup_steps=2, total_steps=6, schedule="cosine"),
         perturbation=Perturbation(seed=3),
         update_batching=MicroBatching(rows=4),
         probe_batching=MicroBatching(rows=4),
-        encoder_files=encoder_files(encoder_of(family), checkpoint(family)),
+        encoder_files=encoder_files(get_encoder(family), checkpoint(family)),
     )
 
 
@@ -54,26 +54,26 @@ def learn(actor, family, seed):
 
 
 @pytest.mark.parametrize("family", TINY_FAMILIES)
-def test_written_read_and_gone_on(family, tmp_path):
-    actor = actor_of(family)
+def test_a_restored_actor_continues_bitwise(family, tmp_path):
+    actor = make_actor(family)
     learn(actor, family, 1)
     learn(actor, family, 2)
     rollouts = random_rollouts(prompts_for(family), GROUP, LENGTHS, 9)
     logp = actor.probe(rollouts, Needs("old_logprobs"), 0).old_logprobs
     copy = actor.snapshot().detached()
-    expected = learn(actor, family, 3)  # the copy stays what it was
+    expected = learn(actor, family, 3)  # the copy does not change
     copy.write(tmp_path)
 
     plain = plain_logp(family, rollouts, model=plain_model_at(tmp_path, family)).detach()
     torch.testing.assert_close(plain, logp, rtol=0, atol=1e-5)
     assert not torch.allclose(plain, actor.probe(rollouts, Needs("old_logprobs"), 0).old_logprobs, atol=1e-3), (
-        "and not what it became"
+        "not the later weights"
     )
-    assert load_encoder(tmp_path).fingerprint() == encoder_of(family).fingerprint()
+    assert load_encoder(tmp_path).fingerprint() == get_encoder(family).fingerprint()
 
     assert [path.name for path in tmp_path.glob("*.safetensors")] == ["model.safetensors"], "servers read them all"
 
-    restored = actor_of(family)
+    restored = make_actor(family)
     restored.restore(tmp_path)
     assert (restored.learner.version, restored.learner.optimizer_step) == (2, 2)
     assert learn(restored, family, 3) == expected
@@ -82,8 +82,8 @@ def test_written_read_and_gone_on(family, tmp_path):
 
 
 @pytest.mark.parametrize("family", TINY_FAMILIES)
-def test_what_is_published_is_what_is_saved(family, tmp_path):
-    actor = actor_of(family)
+def test_published_weights_equal_saved_ones(family, tmp_path):
+    actor = make_actor(family)
     learn(actor, family, 1)
     published = actor.publish().tensors
     actor.snapshot().write(tmp_path)
@@ -93,8 +93,8 @@ def test_what_is_published_is_what_is_saved(family, tmp_path):
         same(tensor, saved[name])
 
 
-def test_the_size_is_told_before_anything_is_written(tmp_path):
-    actor = actor_of("qwen2_5_vl")
+def test_the_size_is_known_before_anything_is_written(tmp_path):
+    actor = make_actor("qwen2_5_vl")
     learn(actor, "qwen2_5_vl", 1)
     snapshot = actor.snapshot()
     snapshot.write(tmp_path)
@@ -103,7 +103,7 @@ def test_the_size_is_told_before_anything_is_written(tmp_path):
 
 
 def test_a_live_snapshot_follows_the_weights(tmp_path):
-    actor = actor_of("qwen2_5_vl")
+    actor = make_actor("qwen2_5_vl")
     live, copy = actor.snapshot(), actor.snapshot().detached()
     learn(actor, "qwen2_5_vl", 1)
     name, weight = next(iter(actor.model.state_dict().items()))
@@ -111,14 +111,14 @@ def test_a_live_snapshot_follows_the_weights(tmp_path):
     assert not torch.equal(copy.weights[name], weight)
 
 
-def test_a_checkpoint_of_another_model_is_refused(tmp_path):
-    actor_of("qwen3_vl").snapshot().write(tmp_path)
+def test_a_checkpoint_of_another_model_is_an_error(tmp_path):
+    make_actor("qwen3_vl").snapshot().write(tmp_path)
     with pytest.raises(ValueError, match="another model"):
-        actor_of("qwen2_5_vl").restore(tmp_path)
+        make_actor("qwen2_5_vl").restore(tmp_path)
 
 
-def test_optimizer_state_of_other_parameters_are_refused(tmp_path):
-    actor = actor_of("qwen2_5_vl")
+def test_optimizer_state_of_other_parameters_is_an_error(tmp_path):
+    actor = make_actor("qwen2_5_vl")
     learn(actor, "qwen2_5_vl", 1)
     actor.snapshot().write(tmp_path)
     actor.learner.names.pop(next(iter(actor.learner.names)))
@@ -127,14 +127,14 @@ def test_optimizer_state_of_other_parameters_are_refused(tmp_path):
 
 
 def test_two_learners_share_a_checkpoint(tmp_path):
-    """The second in a folder of its own: each goes on as itself, and the top is still a model for everybody else."""
-    learners = {"actor": actor_of("qwen2_5_vl"), "critic": actor_of("qwen3_vl")}
+    """The second learner has its own folder: each resumes from its own, and the top folder is still a plain model."""
+    learners = {"actor": make_actor("qwen2_5_vl"), "critic": make_actor("qwen3_vl")}
     for seed, (actor, family) in enumerate(zip(learners.values(), ("qwen2_5_vl", "qwen3_vl"), strict=True)):
         learn(actor, family, seed)
     store = FolderStore(tmp_path)
     store.save(1, {name: actor.snapshot() for name, actor in learners.items()}, {"step": 1})
     store.close()
-    restored = {"actor": actor_of("qwen2_5_vl"), "critic": actor_of("qwen3_vl")}
+    restored = {"actor": make_actor("qwen2_5_vl"), "critic": make_actor("qwen3_vl")}
     store.restore(tmp_path / "step_1", restored)
     for name, actor in learners.items():
         for mine, theirs in zip(restored[name].model.parameters(), actor.model.parameters(), strict=True):

@@ -1,4 +1,4 @@
-"""What an optimizer step does to the weights depends on the batch, and on nothing about how it is cut or laid out."""
+"""An optimizer step depends on the batch, not on how it is split or laid out."""
 
 from dataclasses import replace
 from functools import lru_cache
@@ -6,7 +6,7 @@ from functools import lru_cache
 import pytest
 import torch
 from helpers import close, same
-from tiny_models import encoder_of, fresh_backbone
+from tiny_models import fresh_backbone, get_encoder
 from update_helpers import (
     ALL_AT_ONCE,
     FULL_LOSS,
@@ -16,10 +16,10 @@ from update_helpers import (
     MIXED,
     NEEDS,
     SMALL,
-    actor_of,
     check_equal,
     full_batch,
     learn,
+    make_actor,
     plain_batch,
     rollouts_for,
     signals_for,
@@ -44,13 +44,13 @@ KINDS = {
 
 
 @lru_cache
-def expected_of(family, kind):
+def compute_expected(family, kind):
     make, loss = KINDS[kind]
-    return learn(actor_of(family), [make(family)], loss)
+    return learn(make_actor(family), [make(family)], loss)
 
 
 # ------------------------------------------------------------------------------------------------------ the invariant
-def test_the_budgets_do_what_the_names_say(family):
+def test_the_layouts_split_as_their_names_say(family):
     rollouts = rollouts_for(family)
     small, large = (LAYOUTS[f"{size} token budget"].split(rollouts) for size in ("small", "large"))
     first_group = [rows for rows in small if 0 in rollouts.group[rows]]
@@ -63,43 +63,43 @@ def test_the_budgets_do_what_the_names_say(family):
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_do_not_depend_on_the_layout(family, kind, layout):
     make, loss = KINDS[kind]
-    check_equal(learn(actor_of(family, LAYOUTS[layout]), [make(family)], loss), expected_of(family, kind))
+    check_equal(learn(make_actor(family, LAYOUTS[layout]), [make(family)], loss), compute_expected(family, kind))
 
 
 @pytest.mark.parametrize("layout", ["small token budget", "large token budget", "token budget, prompts not shared"])
 def test_weights_do_not_depend_on_packing(family, layout):
     batching = LAYOUTS[layout]
-    forward = Forward(fresh_backbone(family), encoder_of(family), share_prefix=batching.share_prefix, packed=True)
-    found = learn(actor_of(family, batching, forward), [full_batch(family)])
-    check_equal(found, expected_of(family, "all streams, grpo"))
+    forward = Forward(fresh_backbone(family), get_encoder(family), share_prefix=batching.share_prefix, packed=True)
+    found = learn(make_actor(family, batching, forward), [full_batch(family)])
+    check_equal(found, compute_expected(family, "all streams, grpo"))
 
 
 @pytest.mark.parametrize("layout", ["three rows", "large token budget", "all rows, prompts not shared"])
 @pytest.mark.parametrize("kind", ["plain", "all streams, grpo"])
 def test_weights_do_not_depend_on_padding(family, kind, layout):
     make, loss = KINDS[kind]
-    found = learn(actor_of(family, LAYOUTS[layout]), [widened(make(family), 5)], loss)
-    check_equal(found, expected_of(family, kind))
+    found = learn(make_actor(family, LAYOUTS[layout]), [widened(make(family), 5)], loss)
+    check_equal(found, compute_expected(family, kind))
 
 
 def test_weights_do_not_depend_on_the_order_of_rows(family):
     rows = torch.randperm(len(GROUP), generator=torch.Generator().manual_seed(0))
-    found = learn(actor_of(family, MicroBatching(tokens=SMALL)), [full_batch(family).rows(rows)])
-    check_equal(found, expected_of(family, "all streams, grpo"))
+    found = learn(make_actor(family, MicroBatching(tokens=SMALL)), [full_batch(family).rows(rows)])
+    check_equal(found, compute_expected(family, "all streams, grpo"))
 
 
 def test_the_masked_row_is_not_there(family):
     others = torch.tensor([row for row in range(len(GROUP)) if row != MASKED])
-    found = learn(actor_of(family), [full_batch(family).rows(others)])
-    check_equal(found, expected_of(family, "all streams, grpo"))
+    found = learn(make_actor(family), [full_batch(family).rows(others)])
+    check_equal(found, compute_expected(family, "all streams, grpo"))
 
 
 @pytest.mark.parametrize("fault", ["a mean for each micro-batch", "a row forgotten", "the filter forgotten"])
 def test_the_comparison_sees_a_fault(family, fault):
     """What others got wrong moves the gradient by far more than the tolerance."""
-    expected = expected_of(family, "all streams, grpo")
+    expected = compute_expected(family, "all streams, grpo")
     batch = full_batch(family)
-    actor = actor_of(family, MicroBatching(rows=3))
+    actor = make_actor(family, MicroBatching(rows=3))
     if fault == "a mean for each micro-batch":
         plain = actor._loss
 
@@ -120,7 +120,7 @@ def test_the_comparison_sees_a_fault(family, fault):
 # ------------------------------------------------------------------------------------------------------------- probing
 @lru_cache
 def probed_at_once(family, dependency):
-    return actor_of(family, dependency=dependency).probe(rollouts_for(family), NEEDS, 4)
+    return make_actor(family, dependency=dependency).probe(rollouts_for(family), NEEDS, 4)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def probed_at_once(family, dependency):
 )
 def test_signals_do_not_depend_on_the_layout(family, layout, dependency):
     rollouts, expected = rollouts_for(family), probed_at_once(family, dependency)
-    found = actor_of(family, LAYOUTS[layout], dependency=dependency).probe(rollouts.rows(MIXED), NEEDS, 4)
+    found = make_actor(family, LAYOUTS[layout], dependency=dependency).probe(rollouts.rows(MIXED), NEEDS, 4)
     assert expected.dependency[rollouts.visual].max() > 0.1
     for name in (
         "old_logprobs",
@@ -147,19 +147,19 @@ def test_signals_do_not_depend_on_the_layout(family, layout, dependency):
     ("needs", "brought"),
     [
         (Needs("old_logprobs"), ["old_logprobs"]),
-        # old log-probs unasked would take the entropy out of what the update reports (see "fresh rollouts")
+        # unrequested old log-probs would remove the entropy from the update's metrics (see "fresh rollouts")
         (Needs("attention_mass"), ["attention_mass", "prompt_attention_mass"]),
     ],
 )
-def test_only_what_was_asked_for(family, needs, brought):
-    signals = actor_of(family).probe(rollouts_for(family), needs, 0)
+def test_only_requested_signals_are_computed(family, needs, brought):
+    signals = make_actor(family).probe(rollouts_for(family), needs, 0)
     assert [name for name, value in vars(signals).items() if value is not None] == brought
 
 
 @lru_cache
 def moved_actor(family):
     """One that has learned, so that it differs from its reference; only probed from here on."""
-    actor = actor_of(family, lr=1e-3)
+    actor = make_actor(family, lr=1e-3)
     actor.update([plain_batch(family)], Loss())
     return actor
 
@@ -170,9 +170,9 @@ def test_the_reference_does_not_depend_on_the_layout(family, layout, full):
     rollouts, moved = rollouts_for(family), moved_actor(family)
 
     def probe(rollouts, batching):
-        forward = Forward(fresh_backbone(family), encoder_of(family), share_prefix=batching.share_prefix)
-        policy = Forward(moved.forward.backbone, encoder_of(family), share_prefix=batching.share_prefix)
-        actor = actor_of(family, batching, policy, Reference(forward))
+        forward = Forward(fresh_backbone(family), get_encoder(family), share_prefix=batching.share_prefix)
+        policy = Forward(moved.forward.backbone, get_encoder(family), share_prefix=batching.share_prefix)
+        actor = make_actor(family, batching, policy, Reference(forward))
         return actor.probe(rollouts, Needs("divergence" if full else "ref_logprobs"), 0)
 
     expected, found = probe(rollouts, ALL_AT_ONCE), probe(rollouts.rows(MIXED), LAYOUTS[layout])
@@ -187,8 +187,8 @@ def test_the_reference_does_not_depend_on_the_layout(family, layout, full):
 
 
 def test_the_reference_stays_when_the_policy_learns(family):
-    forward = Forward(fresh_backbone(family), encoder_of(family))
-    actor = actor_of(family, forward=forward, reference=Reference.frozen(forward), lr=1e-3)
+    forward = Forward(fresh_backbone(family), get_encoder(family))
+    actor = make_actor(family, forward=forward, reference=Reference.frozen(forward), lr=1e-3)
     rollouts, needs = rollouts_for(family), Needs("old_logprobs", "ref_logprobs")
     before = actor.probe(rollouts, needs, 0)
     same(before.ref_logprobs, before.old_logprobs)
@@ -198,7 +198,7 @@ def test_the_reference_stays_when_the_policy_learns(family):
     assert (after.old_logprobs - before.old_logprobs).abs().max() > 1e-3
     frozen = actor.reference.forward.backbone.model
     assert not any(p.requires_grad for p in frozen.parameters()) and not frozen.training
-    assert actor.probe(rollouts, Needs("old_logprobs"), 0).ref_logprobs is None, "and only when it is asked for"
+    assert actor.probe(rollouts, Needs("old_logprobs"), 0).ref_logprobs is None, "and only if requested"
 
 
 # ------------------------------------------------------------------------------------------------------ fresh rollouts
@@ -211,8 +211,8 @@ def test_one_step_on_fresh_rollouts_needs_no_old_pass(family, kind, level):
     correction = mismatch_correction(signals.old_logprobs, rollouts.rollout_logprobs, rollouts.mask, 2.0, level)
     probed = replace(plain_batch(family), old_logprobs=signals.old_logprobs, correction=correction)
     saved = replace(probed, old_logprobs=None, correction=None)
-    expected = learn(actor_of(family), [probed], loss)
-    found = learn(actor_of(family, MicroBatching(rows=3)), [saved], loss)
+    expected = learn(make_actor(family), [probed], loss)
+    found = learn(make_actor(family, MicroBatching(rows=3)), [saved], loss)
     said = {name: found.metrics.pop(name) for name in ("entropy", "logprob_gap_mean", "logprob_gap_kl")}
     check_equal(found, expected)
     gap = (signals.old_logprobs - rollouts.rollout_logprobs)[rollouts.mask]
@@ -222,18 +222,18 @@ def test_one_step_on_fresh_rollouts_needs_no_old_pass(family, kind, level):
 
 
 def test_one_step_on_fresh_rollouts_compares_on_the_sampled_support(family):
-    """What a probe would say of a sampler that cuts, the update's own pass says."""
-    rollouts, actor = rollouts_for(family), actor_of(family)
+    """With top-p or top-k, the update's own pass reports the same as a probe."""
+    rollouts, actor = rollouts_for(family), make_actor(family)
     actor.forward = replace(actor.forward, top_k=5)
     signals = actor.probe(rollouts, Needs("old_logprobs", "support"), 0)
     gap = (signals.old_logprobs - signals.support - rollouts.rollout_logprobs)[rollouts.mask]
     fresh = replace(plain_batch(family), old_logprobs=None, correction=None)
-    told = learn(actor, [fresh], Loss()).metrics["support_gap_mean"]
-    assert told == pytest.approx(float(gap.abs().mean()), rel=1e-5)
-    assert "support_gap_mean" not in learn(actor_of(family), [fresh], Loss()).metrics
+    result = learn(actor, [fresh], Loss()).metrics["support_gap_mean"]
+    assert result == pytest.approx(float(gap.abs().mean()), rel=1e-5)
+    assert "support_gap_mean" not in learn(make_actor(family), [fresh], Loss()).metrics
 
 
-def test_a_probe_of_nothing_makes_no_pass(family, monkeypatch):
-    actor = actor_of(family)
+def test_a_probe_without_needs_runs_no_pass(family, monkeypatch):
+    actor = make_actor(family)
     monkeypatch.setattr(Forward, "signals", None)
     assert actor.probe(rollouts_for(family), Needs(), 0).old_logprobs is None

@@ -1,4 +1,4 @@
-"""Actors, batches for them, and what an update made of the weights: real models, as small as can be."""
+"""Actors, batches for them, and the weights after an update, with real but tiny models."""
 
 import math
 from dataclasses import replace
@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import fake_batch
-from tiny_models import encoder_of, fresh_backbone, prompts_for, random_rollouts
+from tiny_models import fresh_backbone, get_encoder, prompts_for, random_rollouts
 
 from mtrl.algorithms.credit import assign
 from mtrl.algorithms.credit.attention_weights import AttentionWeights
@@ -24,14 +24,14 @@ from mtrl.workers.learner import OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
-# Prompts with one image, none, several, one; four rows of the first group; row 7 is masked from end to end.
+# Prompts with one image, none, several, one; the first group has four rows; row 7 is masked completely.
 GROUP, LENGTHS, MASKED = [0, 0, 0, 0, 1, 1, 2, 2, 3, 3], [6, 2, 9, 5, 4, 1, 7, 3, 5, 5], 7
-# Adam divides a gradient by its size plus 1e-8: clipped this short, rounding noise stays below the 1e-8, and a weight
+# Adam divides a gradient by its size plus 1e-8: with this clip norm, rounding noise stays below the 1e-8, and a weight
 # still moves by about LR, a hundred times the tolerance.
 LR, CLIP = 1e-4, 0.01
 ALL_AT_ONCE = MicroBatching(rows=len(GROUP))
-MIXED = torch.randperm(len(GROUP), generator=torch.Generator().manual_seed(1))  # rows in an order that mixes the groups
-SMALL, LARGE = 40, 180  # tokens: the one cuts groups, the other joins them
+MIXED = torch.randperm(len(GROUP), generator=torch.Generator().manual_seed(1))  # row order that mixes the groups
+SMALL, LARGE = 40, 180  # tokens: SMALL splits groups, LARGE joins them
 LAYOUTS = {
     "a row each": MicroBatching(rows=1),
     "three rows": MicroBatching(rows=3),
@@ -49,15 +49,15 @@ def rollouts_for(family):
     rollouts = random_rollouts(prompts_for(family), GROUP, LENGTHS)
     rollouts.mask[MASKED] = False
     behaviour = torch.randn(rollouts.mask.shape, generator=torch.Generator().manual_seed(5))
-    old = actor_of(family).probe(rollouts, Needs("old_logprobs"), 0).old_logprobs
+    old = make_actor(family).probe(rollouts, Needs("old_logprobs"), 0).old_logprobs
     return replace(rollouts, rollout_logprobs=old + 0.5 * behaviour)
 
 
-def actor_of(family, batching=ALL_AT_ONCE, forward=None, reference=None, dependency="low_var_kl", **optimization):
+def make_actor(family, batching=ALL_AT_ONCE, forward=None, reference=None, dependency="low_var_kl", **optimization):
     settings = {"lr": LR, "warmup_steps": 0, "total_steps": 10, "max_grad_norm": CLIP} | optimization
     share = batching.share_prefix
     return LocalActor(
-        forward or Forward(fresh_backbone(family), encoder_of(family), share_prefix=share, dependency=dependency),
+        forward or Forward(fresh_backbone(family), get_encoder(family), share_prefix=share, dependency=dependency),
         OptimizerSettings(**settings),
         perturbation=Perturbation(seed=3),
         update_batching=batching,
@@ -69,7 +69,7 @@ def actor_of(family, batching=ALL_AT_ONCE, forward=None, reference=None, depende
 
 @lru_cache
 def signals_for(family):
-    return actor_of(family).probe(rollouts_for(family), NEEDS, 0)
+    return make_actor(family).probe(rollouts_for(family), NEEDS, 0)
 
 
 def noise(like, seed, scale=1.0):
@@ -77,7 +77,7 @@ def noise(like, seed, scale=1.0):
 
 
 def plain_batch(family):
-    """GRPO by hand: one advantage a row, old log-probs a bit off the current ones so that ratios are clipped."""
+    """A GRPO batch: one advantage per row, and old log-probs that differ enough for clipped ratios."""
     rollouts, signals = rollouts_for(family), signals_for(family)
     mask = rollouts.mask
     advantage = noise(mask[:, :1], 1).expand(mask.shape).where(mask, 0.0)
@@ -85,7 +85,7 @@ def plain_batch(family):
 
 
 def full_batch(family, loss_type="grpo"):
-    """Every stream at once: filters, trajectory scale, token weights in the mask, correction, reference."""
+    """A batch with everything: filters, trajectory scale, token weights in the mask, correction, reference."""
     rollouts, signals = rollouts_for(family), signals_for(family)
     rules = (PerceptionFilter(0.4), EntropyFilter(0.2), TrajectoryScaling(0.8, 2.0), AttentionWeights(target="mask"))
     advantage = noise(rollouts.mask[:, :1], 1).expand(rollouts.mask.shape)
@@ -114,10 +114,10 @@ def learn(actor, batches, loss=FULL_LOSS):
     )
     metrics = actor.update(batches, loss)
     hook.remove()
-    return SimpleNamespace(weights=weights_of(actor), gradients=gradients, metrics=metrics)
+    return SimpleNamespace(weights=copy_weights(actor), gradients=gradients, metrics=metrics)
 
 
-def weights_of(actor):
+def copy_weights(actor):
     return {name: p.detach().clone() for name, p in actor.model.named_parameters()}
 
 

@@ -1,8 +1,8 @@
-"""One arm of a comparison, a process that can be killed: `python arm.py DIRECTORY a.b=c ..` trains the embedded model.
+"""One arm of a comparison, in a process of its own: `python arm.py DIRECTORY a.b=c ..` trains the embedded model.
 
-`DIRECTORY/aims.jsonl` gets a line for each batch of prompts that was asked: the step, and for each task the share of
-right answers among those sampled (with `--vgr` the mean VGR of the late layers, negative: less is better). All that was
-sampled counts, whatever the step then learnt from: groups that a filter drops, and none that a buffer brings back.
+`DIRECTORY/aims.jsonl` gets a line for each sampled batch of prompts: the step, and for each task the share of correct
+responses (with `--vgr`: the negative mean VGR of the late layers, since less is better). All sampled responses count,
+including groups that a filter drops; groups from the replay buffer do not count.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def main(directory: Path, vgr: bool, overrides: list[str]) -> None:
     config, embedded = configure(None, [*overrides, f"training.output_dir={directory}", "training.logger=[]"])
     assert embedded
     run = build(config, trackers=[LateVgr(directory)] if vgr else [])
-    run.loop.components.validation = None  # nobody looks at it
+    run.loop.components.validation = None  # not needed
     if not vgr:
         record_accuracy(run.loop.components.generator, directory)
     run.train()
 
 
 def record_accuracy(generator: Any, directory: Path) -> None:
-    """Greedy responses (ReMax asks for them) are no samples."""
+    """Records the accuracy of sampled responses; ReMax's greedy responses do not count."""
     generate = generator.generate
 
     def recording(prompts: Any, sampling: Any) -> Rollouts:

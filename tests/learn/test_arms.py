@@ -1,11 +1,12 @@
-"""One factor at a time: each algorithm switch learns, and goes on exactly after `kill -9`.
+"""One factor at a time: each algorithm switch learns, and resumes exactly after `kill -9`.
 
-Every arm is plain GRPO but for what its name says, 12 steps of the embedded model. It must beat a run with a learning
-rate of 0 by three standard errors, prompt by prompt, on the prompts of its last four steps; what is compared is what
-was sampled before those prompts were learnt from. One run with a rate of 0 serves all arms that sample alike. Beside
-each arm the same one is killed in its third step and started again: at the third step both are equal to the bit.
+Every arm is plain GRPO except for the setting in its name, and runs 12 steps of the embedded model. It must beat a run
+with a learning rate of 0 by three standard errors, prompt by prompt, on the prompts of its last four steps; compared
+are the responses sampled before those prompts were trained on. One run with a rate of 0 serves all arms that sample in
+the same way. A second run of each arm is killed in its third step and restarted: at the third step both are bitwise
+equal.
 
-About a minute of processor time an arm (a step takes 2 to 3 s, a start 8 s), two processes at once: 22 minutes for all.
+About a minute of CPU time per arm (a step takes 2 to 3 s, a start 8 s), two processes at a time: 22 minutes for all.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from pathlib import Path
 import pytest
 import torch
 from arm import AIMS
-from run_helpers import metrics_of, run_of, tensors_of
+from run_helpers import get_run_dir, read_metrics, read_tensors
 
 from mtrl.compose.run import configure
 from mtrl.compose.unsupported import find_unsupported
@@ -42,16 +43,16 @@ COMMON = (
     "training.save_limit=-1", "training.best_metric=null",
 )  # fmt: skip
 SEVERAL = ("worker.actor.global_batch_size=8", "worker.actor.optim.lr=1e-4")  # optimizer steps: ratios leave 1
-STEPS_WITHOUT = 2 * STEPS  # of the run that learns nothing: a filter asks for more prompts than there are places
+STEPS_WITHOUT = 2 * STEPS  # steps of the run that learns nothing: a filter draws more prompts than a step has
 
 
 @dataclass(frozen=True)
 class Arm:
-    """`changes` go over plain GRPO; all arms ask 16 prompts a step, 8 times each. The aim is accuracy, or `vgr`."""
+    """`changes` override plain GRPO; all arms sample 16 prompts per step, 8 times each. Aim: accuracy or `vgr`."""
 
     changes: tuple[str, ...] = ()
     vgr: bool = False
-    also: Callable[[list[dict]], None] = field(default=lambda rows: None)  # what else must hold of its steps
+    also: Callable[[list[dict]], None] = field(default=lambda rows: None)  # further condition on its steps
 
     @property
     def words(self) -> list[str]:
@@ -122,20 +123,20 @@ ARMS = {
         also=moves_both_ways,
     ),
     "refreshed": Arm((*divergence("full", AS_LOSS).changes, "worker.ref.sync_every=2")),
-    # what a step learns from
+    # the batch of a step
     "filtering by mean": algorithm(*FILTERED, also=counts("filtering/prompts_refilled")),
     "filtering by spread": algorithm(*FILTERED, "filter_by=spread", also=counts("filtering/prompts_refilled")),
     "replay": algorithm(*REPLAYED, also=counts("replay/hits")),
     "filtering and replay": algorithm(
         *FILTERED, *REPLAYED, "max_refills=0", also=counts("filtering/prompts_dropped", "replay/hits")
     ),
-    # a reward that ranks within a group: its aim is the mean of what it ranks
+    # this reward ranks within a group; the aim is the mean of the ranked value
     "vgr": Arm(("worker.reward.functions=[vgr,format]",), vgr=True),
 }  # fmt: skip
 
 
 def to_come(arm: Arm) -> list[str]:
-    """What this arm asks for that cannot be had yet."""
+    """The settings of this arm that are not supported yet."""
     try:
         return find_unsupported(configure(None, [word for word in arm.words if word != "--vgr"])[0])
     except Exception as error:  # a key that is not there yet
@@ -157,7 +158,7 @@ def finish(process: subprocess.Popen) -> None:
 
 def kill_in_step(process: subprocess.Popen, directory: Path, step: int) -> None:
     """SIGKILL once the step before has been logged."""
-    metrics, began = run_of(directory) / "metrics.jsonl", time.monotonic()
+    metrics, began = get_run_dir(directory) / "metrics.jsonl", time.monotonic()
     while process.poll() is None and (not metrics.exists() or metrics.read_bytes().count(b"\n") < step - 1):
         assert time.monotonic() - began < PATIENCE, "the step never came"
         time.sleep(0.01)
@@ -166,22 +167,22 @@ def kill_in_step(process: subprocess.Popen, directory: Path, step: int) -> None:
     assert process.returncode == -signal.SIGKILL, said
 
 
-def aims_of(directory: Path, steps: range) -> dict[str, float]:
-    """The aim by task, of what was sampled in these steps."""
+def read_aims(directory: Path, steps: range) -> dict[str, float]:
+    """The aim by task, for the responses sampled in these steps."""
     rows = [json.loads(line) for line in (directory / AIMS).read_text().splitlines()]
     return {task: aim for row in rows if row["step"] in steps for task, aim in row["aims"].items()}
 
 
 @pytest.fixture(scope="module")
 def without_learning(tmp_path_factory):
-    """From an arm to the aims of a run that samples as it does and learns nothing."""
+    """Maps an arm to the aims of a run that samples in the same way and learns nothing."""
     known: dict[bool, dict[str, float]] = {}
 
     def aims(arm: Arm) -> dict[str, float]:
         if arm.vgr not in known:
             directory, steps = tmp_path_factory.mktemp("without_learning"), STEPS if arm.vgr else STEPS_WITHOUT
             finish(start(directory, Arm(vgr=arm.vgr), steps, -1, "worker.actor.optim.lr=0"))
-            known[arm.vgr] = aims_of(directory, range(1, steps + 1))
+            known[arm.vgr] = read_aims(directory, range(1, steps + 1))
         return known[arm.vgr]
 
     return aims
@@ -197,7 +198,7 @@ def gain(aims: dict[str, float], others: dict[str, float]) -> tuple[float, float
 
 
 @pytest.mark.parametrize("name", ARMS)
-def test_it_learns_and_goes_on_after_a_kill(name, without_learning, tmp_path, capsys):
+def test_it_learns_and_resumes_after_a_kill(name, without_learning, tmp_path, capsys):
     arm = ARMS[name]
     if missing := to_come(arm):
         pytest.skip("; ".join(missing))
@@ -207,29 +208,29 @@ def test_it_learns_and_goes_on_after_a_kill(name, without_learning, tmp_path, ca
     finish(start(killed, arm, RESUMED, 1))
     finish(learning)
     same_at(whole, killed, RESUMED)
-    aims = aims_of(whole, range(STEPS - LAST + 1, STEPS + 1))
+    aims = read_aims(whole, range(STEPS - LAST + 1, STEPS + 1))
     mean, error = gain(aims, without_learning(arm))
     with capsys.disabled():
         print(f"\n{name}: {mean:+.3f} +- {error:.3f}, {mean / error:.1f} standard errors")
     assert mean > STANDARD_ERRORS * error
-    arm.also([row for _, row in sorted(metrics_of(run_of(whole)).items())])
+    arm.also([row for _, row in sorted(read_metrics(get_run_dir(whole)).items())])
     shutil.rmtree(tmp_path)
 
 
 def same_at(whole: Path, killed: Path, step: int) -> None:
-    """Weights, optimizers, trainer state and every row of metrics up to that step, to the bit."""
-    ends = [run_of(each) / "checkpoints" / f"step_{step}" for each in (whole, killed)]
-    first, second = map(tensors_of, ends)
+    """Asserts bitwise equality of weights, optimizers, trainer state and all metrics up to that step."""
+    ends = [get_run_dir(each) / "checkpoints" / f"step_{step}" for each in (whole, killed)]
+    first, second = map(read_tensors, ends)
     assert first.keys() == second.keys() and len(first) > 100
     different = [tensor for tensor in first if not torch.equal(first[tensor], second[tensor])]
     assert not different, f"{len(different)} of {len(first)} tensors differ: {different[:3]}"
     states = [json.loads((end / "trainer_state.json").read_text()) for end in ends]
     assert states[0] == states[1]
-    rows, others = (metrics_of(run_of(each)) for each in (whole, killed))
-    assert len(others) == step and max(attempt_of(killed)) == 2
+    rows, others = (read_metrics(get_run_dir(each)) for each in (whole, killed))
+    assert len(others) == step and max(read_attempts(killed)) == 2
     assert all(rows[place] == row for place, row in others.items())
 
 
-def attempt_of(directory: Path) -> list[int]:
-    lines = (run_of(directory) / "metrics.jsonl").read_text().splitlines()
+def read_attempts(directory: Path) -> list[int]:
+    lines = (get_run_dir(directory) / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line)["attempt"] for line in lines]

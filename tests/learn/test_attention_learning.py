@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # benchmarks/ stands beside the package
+sys.path.insert(0, str(Path(__file__).parents[2]))  # benchmarks/ is next to the package
 
 from benchmarks.attention_curves import learn
 

@@ -1,4 +1,4 @@
-"""Plain PPO with a critic on the embedded task: the critic comes to know the returns, and the policy learns by it."""
+"""Plain PPO with a critic on the embedded task: the critic learns the returns, and the policy learns from it."""
 
 from statistics import median
 
@@ -36,7 +36,7 @@ def mean(rows, name):
 
 
 @pytest.mark.slow
-def test_the_critic_comes_to_know_the_returns_and_the_reward_rises(tmp_path):
+def test_the_critic_learns_the_returns_and_the_reward_rises(tmp_path):
     tracker = Kept()
     config, embedded = configure(None, SETTINGS | {"training.output_dir": str(tmp_path)})
     assert embedded
@@ -44,8 +44,10 @@ def test_the_critic_comes_to_know_the_returns_and_the_reward_rises(tmp_path):
     run.loop.components.validation = None
     run.train()
     first, last = tracker.rows[:4], tracker.rows[-4:]
-    assert tracker.rows[0]["critic/explained_variance"] == pytest.approx(0.0, abs=1e-6), "a head of zeros knows nothing"
-    # The median: in a step whose answers are nearly all right there is next to nothing to explain.
+    assert tracker.rows[0]["critic/explained_variance"] == pytest.approx(0.0, abs=1e-6), (
+        "a head of zeros explains no variance"
+    )
+    # The median: in a step whose responses are nearly all correct there is hardly any variance to explain.
     assert median(row["critic/explained_variance"] for row in tracker.rows[-6:]) > 0.2
     assert mean(last, "critic/value_loss") < 0.5 * first[0]["critic/value_loss"]
     assert mean(last, "reward/overall") > mean(first, "reward/overall") + 0.1

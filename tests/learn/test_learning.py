@@ -1,4 +1,4 @@
-"""The embedded model learns by looking, on a CPU; without anything to see it does not; and a run can be repeated."""
+"""The embedded model learns from images on a CPU, does not learn from blank images, and runs are reproducible."""
 
 import json
 
@@ -23,7 +23,7 @@ QUESTIONS = [make_question("test", index) for index in range(160)]
 
 
 class FakeTracker(Tracker):
-    """Keeps the greedy accuracy of each validation, and all |A| of responses whose group has one reward."""
+    """Stores the greedy accuracy of each validation, and all |A| of responses in groups with equal rewards."""
 
     def __init__(self):
         self.accuracy = {}
@@ -38,7 +38,7 @@ class FakeTracker(Tracker):
         self.accuracy[step] = values["val/avg@1"]
 
 
-def run_of(directory, steps, data=None, trackers=(), **overrides):
+def make_run(directory, steps, data=None, trackers=(), **overrides):
     """The packaged recipe, a few steps of it."""
     settings = {"training.output_dir": str(directory), "training.max_steps": steps, "training.logger": ()}
     config, embedded = configure(None, settings | overrides)
@@ -52,11 +52,11 @@ def greedy(run, blank, questions=QUESTIONS):
 
 
 def train(directory, blank, steps=STEPS, questions=QUESTIONS, **overrides):
-    """The run and its tracker, with accuracy by step on what it saw in training: pictures, or grey squares (only at
-    the end)."""
+    """The run and its tracker, with accuracy by step on the kind of images seen in training: pictures, or grey squares
+    (only at the end)."""
     rows = [grey(index) for index in range(steps * PROMPTS_PER_STEP)] if blank else None
     tracker = FakeTracker()
-    run = run_of(directory, steps, rows, [tracker], **{"training.val_before_train": not blank}, **overrides)
+    run = make_run(directory, steps, rows, [tracker], **{"training.val_before_train": not blank}, **overrides)
     assert run.config.dataset.rollout_batch_size == PROMPTS_PER_STEP
     run.loop.components.validation = greedy(run, blank, questions)
     run.train()
@@ -69,7 +69,7 @@ def grey(index):
 
 
 def accuracy_without_looking(questions):
-    """Accuracy of the best constant answer of each kind, on average."""
+    """Mean accuracy of the best constant answer of each kind."""
     best = best_constant(questions)
     return sum(best[question.kind] for question in questions) / len(questions)
 
@@ -83,7 +83,7 @@ QUICK = {"steps": 3, "questions": QUESTIONS[:80], "worker.actor.optim.lr": 4e-4}
 
 
 @pytest.mark.parametrize("changes", [QUICK, pytest.param({}, marks=pytest.mark.slow)], ids=["quick", "packaged recipe"])
-def test_it_learns_by_looking(changes, tmp_path):
+def test_it_learns_from_images(changes, tmp_path):
     run, tracker = train(tmp_path, blank=False, **changes)
     questions = changes.get("questions", QUESTIONS)
     without_looking, accuracy = accuracy_without_looking(questions), tracker.accuracy
@@ -92,7 +92,7 @@ def test_it_learns_by_looking(changes, tmp_path):
     assert accuracy[last] > without_looking + 0.15
     components, blank = run.loop.components, greedy(run, True, questions)
     blind = blank.run(components.generator, components.scorer, run.loop.version).metrics["val/avg@1"]
-    assert blind <= without_looking + 0.05, "what it learnt is to look"
+    assert blind <= without_looking + 0.05, "it learnt to use the image"
 
 
 @pytest.mark.slow
@@ -114,7 +114,7 @@ def test_without_pictures_it_does_not_learn(tmp_path, without_looking):
 def test_the_whole_control(tmp_path, capsys):
     """As many steps as the demo and all test questions: no kind of question is learnt without pictures."""
     questions = [make_question("test", index) for index in range(1000)]
-    run = run_of(tmp_path, 24, [grey(index) for index in range(24 * PROMPTS_PER_STEP)])
+    run = make_run(tmp_path, 24, [grey(index) for index in range(24 * PROMPTS_PER_STEP)])
     run.train()
     components = run.loop.components
     prompts = make_prompts(questions, components.generator.encoder, blank=True)
@@ -131,7 +131,7 @@ def test_the_same_seed_gives_the_same_numbers(tmp_path):
     metrics, responses, weights = [], [], []
     small = {"dataset.rollout_batch_size": 4, "worker.actor.global_batch_size": 4, "training.val_before_train": False}
     for name, seed in (("first", 1), ("again", 1), ("other", 2)):
-        run = run_of(tmp_path / name, 2, **small, **{"worker.rollout.seed": seed})
+        run = make_run(tmp_path / name, 2, **small, **{"worker.rollout.seed": seed})
         run.loop.components.validation = None
         run.train()
         metrics.append([timeless(line) for line in lines(run.directory / "metrics.jsonl")])
@@ -153,7 +153,7 @@ def timeless(line):
 
 
 @pytest.mark.slow
-def test_adapters_learn_by_looking(tmp_path, without_looking):
+def test_adapters_learn_from_images(tmp_path, without_looking):
     """At ten times the rate: they begin at zero. The vision tower stays as it is."""
     pytest.importorskip("peft")
     lora = {"worker.actor.model.peft_type": "lora", "worker.actor.model.lora_rank": 16, "worker.actor.optim.lr": 1e-3}

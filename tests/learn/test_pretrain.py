@@ -1,4 +1,4 @@
-"""The cold start: its examples are what the shipped model learned, and the command makes a checkpoint that loads."""
+"""Pretraining: its examples are those of the shipped model, and the command makes a checkpoint that loads."""
 
 import json
 from dataclasses import replace
@@ -20,7 +20,7 @@ def test_the_shipped_model_knows_its_lessons():
     examples = pretrain.pad_examples(made, torch.device("cpu"), curriculum)
     torch.testing.assert_close(examples.probabilities.sum(1), torch.ones(40))
     backbone = Backbone(load_model(MODEL_DIRECTORY))
-    looking = torch.ones(40, dtype=torch.long)  # the second way of the teacher: it looks and names what it sees
+    looking = torch.ones(40, dtype=torch.long)  # the teacher's second kind of answer: it looks and names what it sees
     with torch.no_grad():
         known = float(pretrain.teacher_loss(backbone, examples, torch.arange(40), looking))
         unseen = examples._replace(pixels=examples.pixels.roll(1, 0))  # each question with its neighbour's picture
@@ -47,7 +47,7 @@ def test_the_command_makes_a_checkpoint(is_tiny, tmp_path, monkeypatch):
         monkeypatch.setattr("os.cpu_count", lambda: 1)
     made_by = made(tmp_path, "--steps", "6", "--batch", "8", "--examples", "40", "--questions", "5")
     assert made_by["steps"] == 6
-    assert is_tiny or made_by["loss"] < 6.2, "log(512) = 6.24 is what a model that knows nothing pays"
+    assert is_tiny or made_by["loss"] < 6.2, "log(512) = 6.24 is the loss of a uniform model"
     assert set(made_by["greedy"]) == {"avg", "best", "form", "by_kind"}
     assert load_model(tmp_path, dtype="bf16").dtype == torch.bfloat16
     assert load_encoder(tmp_path).fingerprint() == load_encoder(MODEL_DIRECTORY).fingerprint()
@@ -55,10 +55,10 @@ def test_the_command_makes_a_checkpoint(is_tiny, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_the_other_task_has_the_same_command(tmp_path, monkeypatch):
-    """A curriculum with answers much shorter than the real one: the words are learnt first."""
+    """A curriculum with much shorter answers than the real one: the words are learnt first."""
     monkeypatch.setitem(pretrain.CURRICULA, "scenes", replace(pretrain.CURRICULA["scenes"], max_new_tokens=16))
     made_by = made(tmp_path, "scenes", "--steps", "12", "--batch", "4", "--examples", "40", "--questions", "2")
-    assert made_by["steps"] == 12 and made_by["loss"] < 6.2, "log(700) = 6.6 is what a model that knows nothing pays"
+    assert made_by["steps"] == 12 and made_by["loss"] < 6.2, "log(700) = 6.6 is the loss of a uniform model"
     assert set(made_by["blank"]["by_kind"]) == {"colour", "shape"}, "of the first two questions"
     assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 15e6, "small enough to be shipped"
     model, encoder = load_model(tmp_path), load_encoder(tmp_path)

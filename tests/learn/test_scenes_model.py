@@ -1,4 +1,4 @@
-"""The cold-started model of `scenes`: the skill is there, the choice is wrong, and it looks."""
+"""The pretrained model of `scenes`: it has the skill, makes the wrong choices, and uses the image."""
 
 import json
 
@@ -6,26 +6,26 @@ import numpy as np
 import pytest
 
 from mtrl.embedded.embedded_rows import MODELS
-from mtrl.embedded.scenes import CHANCE, causal_spans, make_question
+from mtrl.embedded.scenes import causal_spans, make_question
 from mtrl.models.backbone import Backbone
 from mtrl.models.families import load_encoder
 from mtrl.models.load_model import load_model
 from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Sampling
-from pretraining.evaluation import grade, make_prompts
+from pretraining.evaluation import CHANCE, grade, make_prompts
 from pretraining.pretrain import CURRICULA
 
 MODEL = MODELS["scenes"]
 
 
-def test_what_is_written_beside_it():
-    """There is skill in every kind of question and room above it, what is sampled is about as good, and blind it is
-    not better than chance (it is worse: an image that it has never seen costs it its form)."""
+def test_the_numbers_in_its_card():
+    """It has skill in every kind of question and room to improve, samples are about as good as greedy answers, and with
+    blank images it is not better than chance (it is worse: an unknown image breaks its answer format)."""
     written = json.loads((MODEL / "made_by.json").read_text())
     greedy, sampled, blank = (written[name] for name in ("greedy", "sampled at temperature 1, 8 times", "blank"))
     assert 0.45 <= greedy["avg"] <= 0.65 and greedy["form"] > 0.97 and sampled["form"] > 0.97
     assert min(greedy["by_kind"].values()) > 2 * CHANCE < min(sampled["by_kind"].values())
-    assert 0.45 <= sampled["avg"] <= 0.6 < 0.85 < sampled["best"], "what is right can be found by sampling"
+    assert 0.45 <= sampled["avg"] <= 0.6 < 0.85 < sampled["best"], "correct answers can be sampled"
     assert blank["avg"] < CHANCE + 0.02 and max(blank["by_kind"].values()) < CHANCE + 0.02
     curriculum = CURRICULA["scenes"]
     sizes = (curriculum.steps, curriculum.batch_size)
@@ -34,7 +34,7 @@ def test_what_is_written_beside_it():
 
 
 @pytest.mark.slow
-def test_it_answers_as_is_written():
+def test_it_answers_as_its_card_states():
     """On the first 80 questions, within three standard errors; and most of an answer is noise."""
     encoder, questions = load_encoder(MODEL), [make_question("test", index) for index in range(80)]
     engine = LocalGenerator(Backbone(load_model(MODEL)), encoder)

@@ -1,4 +1,4 @@
-"""A text model, no image anywhere: it learns sums by reinforcement, from weights that have learnt nothing."""
+"""A text model without images learns sums by reinforcement from random weights."""
 
 import json
 from itertools import product
@@ -7,8 +7,8 @@ from statistics import mean
 import pytest
 
 from mtrl.compose.run import build, configure
-from mtrl.models.tiny import make_tiny_checkpoint
-from mtrl.tracking.run_files import read_rows
+from mtrl.tracking.jsonl import read_rows
+from pretraining.tiny_checkpoints import make_tiny_checkpoint
 
 STEPS = 60
 REWARD = '''

@@ -1,4 +1,4 @@
-"""The embedded task and its cold-started model are what the README says they are.
+"""The embedded task and its pretrained model are as the README describes them.
 
 On all 1,000 test questions the numbers are checked by the tests marked slow; the others look at the first 80 and allow
 for their noise (two standard errors of a mean over 80 questions are about 0.07 for avg@8 and 0.11 for greedy). All of
@@ -27,7 +27,7 @@ from mtrl.models.load_model import load_model
 from mtrl.models.perturb import Perturbation
 from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Needs, Sampling
-from pretraining.evaluation import best_constant, grade, make_prompts
+from pretraining.evaluation import best_constant, grade, make_prompts, make_task
 
 logging.disable_progress_bar()
 
@@ -76,8 +76,8 @@ def test_the_model_is_small_and_in_half_precision():
     assert sum(file.stat().st_size for file in MODEL.iterdir()) <= 8e6
 
 
-def test_plain_transformers_loads_it_and_answers_alike(engine, encoder, questions):
-    """Nothing of MTRL is in the checkpoint: the Auto class finds Qwen2.5-VL, and its own `generate` says the same."""
+def test_plain_transformers_loads_it_and_gives_the_same_answers(engine, encoder, questions):
+    """The checkpoint is plain Qwen2.5-VL: the Auto class loads it, and its own `generate` gives the same answers."""
     model = AutoModelForImageTextToText.from_pretrained(MODEL)
     assert type(model).__name__ == "Qwen2_5_VLForConditionalGeneration" and model.dtype == torch.bfloat16
     prompts = make_prompts(questions[:5], encoder)
@@ -107,8 +107,8 @@ def test_the_skill_is_there_and_the_choice_is_wrong(engine, encoder, questions, 
     assert greedy.form > 0.9
 
 
-def test_without_the_image_nothing_is_known(engine, encoder, questions):
-    """Blank pictures, and no picture in the prompt at all: both are worth about a constant answer."""
+def test_without_the_image_accuracy_is_at_chance(engine, encoder, questions):
+    """With blank pictures or without a picture, accuracy is about that of a constant answer."""
     blank = grade(questions, engine.generate(make_prompts(questions, encoder, blank=True), GREEDY))
     assert blank.avg <= np.mean(list(best_constant(questions).values())) + 0.05
     text_only = grade(questions, engine.generate(text_only_prompts(questions, encoder), GREEDY))
@@ -117,7 +117,7 @@ def test_without_the_image_nothing_is_known(engine, encoder, questions):
 
 def text_only_prompts(questions, encoder):
     """The same questions, with the same ids, and no image in the prompt."""
-    tasks = [question.task for question in questions]
+    tasks = [make_task(question) for question in questions]
     asked = [({"role": "user", "content": question.prompt},) for question in questions]
     alone = [replace(task, messages=chat, media=()) for task, chat in zip(tasks, asked, strict=True)]
     return [encoder.encode(task, []) for task in alone]
@@ -137,7 +137,7 @@ def test_grades_on_all_questions_of_the_test(engine, encoder):
 
 
 @pytest.mark.slow
-def test_without_the_image_nothing_is_known_on_all_questions_of_the_test(engine, encoder):
+def test_without_the_image_accuracy_is_at_chance_on_all_test_questions(engine, encoder):
     questions = questions_of_the_test(TEST_QUESTIONS)
     blank = grade(questions, engine.generate(make_prompts(questions, encoder, blank=True), GREEDY))
     constant = best_constant(questions)
@@ -153,7 +153,7 @@ def test_splits_share_no_layout_and_no_picture():
         made = [make_question(split, index) for index in range(1500)]
         layouts[split] = {frozenset((i.place, i.colour, i.shape) for i in question.items) for question in made}
         pictures[split] = {hashlib.sha256(question.image.tobytes()).digest() for question in made[:200]}
-        assert len(pictures[split]) == 200, "no picture comes twice"
+        assert len(pictures[split]) == 200, "no picture occurs twice"
     for a, b in (("train", "validation"), ("train", "test"), ("validation", "test")):
         assert not layouts[a] & layouts[b] and not pictures[a] & pictures[b]
 
@@ -188,14 +188,14 @@ def test_the_text_alone_is_worth_a_quarter():
     """The best guess from what the text says, learned on 7,500 training questions, tried on 2,500 others and on the
     test: 1/4 within four standard errors, whatever part of the text one looks at."""
     train = [make_question("train", index) for index in range(10_000)]
-    told = {
+    result = {
         "kind": lambda q: q.kind,
         "kind and options": lambda q: (q.kind, frozenset(q.options)),
         "question": lambda q: q.text,
         "question and options": lambda q: (q.text, frozenset(q.options)),
         "order of the options": lambda q: (q.kind, q.options),
     }
-    for name, key in told.items():
+    for name, key in result.items():
         values, letters = defaultdict(Counter), defaultdict(Counter)
         for question in train[:7_500]:
             values[key(question)][question.value] += 1
@@ -214,7 +214,7 @@ def best_option(counts, options):
 
 
 def test_the_test_questions_are_the_same_for_ever():
-    """Change the task, and old results compare with nothing: then this hash, and the model, must be made anew."""
+    """A change of the task makes old results incomparable: this hash and the model must then be made again."""
     lines = [f"{q.kind}|{q.items}|{q.prompt}|{q.answer}" for q in questions_of_the_test(TEST_QUESTIONS)]
     assert hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16] == "4be8700f25d9b2b7"
 

@@ -1,7 +1,7 @@
-"""torchvision's wheel does not import beside a CPU build of torch that lacks two of its operators. vLLM imports it in
-every one of its processes, so the mending is done in the environment: `python tests/on_vllm/mend_torchvision.py` in it.
+"""torchvision's wheel does not import with a CPU build of torch that lacks two of its operators. vLLM imports it in
+every one of its processes, so this patches the environment: `python tests/on_vllm/mend_torchvision.py` in it.
 
-Does nothing where torchvision imports as it is.
+Does nothing if torchvision imports already.
 """
 
 import subprocess

@@ -1,7 +1,7 @@
 """What a run leaves behind is a model for vLLM: the trainer's log-probs, without any handing over."""
 
 import pytest
-from run_helpers import run_of, train_arguments
+from run_helpers import get_run_dir, train_arguments
 from vllm_engines import INSTALLED, MAX_LENGTH
 
 from mtrl import cli
@@ -29,7 +29,7 @@ LORA = ("worker.actor.model.peft_type=lora", "worker.actor.optim.lr=3e-2")
 
 
 def log_probs_of_vllm(folder):
-    """Of responses that vLLM samples from the model of a folder."""
+    """Texts that vLLM samples from the model of a folder."""
     encoder = load_encoder(folder, min_pixels=3136, max_pixels=3136)
     arguments = make_llm_arguments(
         str(folder), dtype="float32", max_length=MAX_LENGTH, extra={"kv_cache_memory_bytes": 2**26}
@@ -42,18 +42,16 @@ def log_probs_of_vllm(folder):
 
 
 @pytest.mark.parametrize("adapters", [(), LORA], ids=["all weights", "adapters"])
-def test_what_a_run_leaves_behind_is_a_model_of_vllm(tmp_path, adapters):
+def test_vllm_loads_the_models_of_a_run(tmp_path, adapters):
     """A checkpoint as it is; adapters once they are merged by `mtrl export`."""
     words = train_arguments(tmp_path / "out", *LARGE_STEPS, *adapters)
     assert cli.main(words) == 0
-    folder = run_of(tmp_path / "out") / "checkpoints" / "step_1"
+    folder = get_run_dir(tmp_path / "out") / "checkpoints" / "step_1"
     if adapters:
         folder = tmp_path / "exported"
-        assert cli.main(["export", str(run_of(tmp_path / "out")), "--to", str(folder)]) == 0
+        assert cli.main(["export", str(get_run_dir(tmp_path / "out")), "--to", str(folder)]) == 0
     rollouts = log_probs_of_vllm(folder)
     trained = open_model(configure(None, words[1:])[0]).policy.signals(rollouts).old_logprobs
     assert (trained - rollouts.rollout_logprobs).abs().max() < 1e-4
     given = Forward(Backbone(load_model(MODEL_DIRECTORY)), load_encoder(folder)).signals(rollouts).old_logprobs
-    assert (given - rollouts.rollout_logprobs).abs().max() > 1e-2, (
-        "the model that the run began with would say otherwise"
-    )
+    assert (given - rollouts.rollout_logprobs).abs().max() > 1e-2, "the initial model would respond differently"

@@ -5,7 +5,7 @@ import signal
 import time
 
 import pytest
-from run_helpers import finish, metrics_of, run_of, same_end, start, train_arguments
+from run_helpers import finish, get_run_dir, read_metrics, same_end, start, train_arguments
 from vllm_engines import INSTALLED
 
 from mtrl import cli
@@ -15,7 +15,9 @@ from mtrl.embedded.embedded_rows import MODEL_DIRECTORY, SIZES
 pytestmark = pytest.mark.skipif(not INSTALLED, reason="vLLM is not installed")
 
 ON_VLLM = "worker.rollout.name=vllm"
-TOKEN_WEIGHTS = "optimization.enable_token_weights=true"  # by attention, beside the filter and the shaping of zoo.yaml
+TOKEN_WEIGHTS = (
+    "optimization.enable_token_weights=true"  # by attention, in addition to the filter and the shaping of zoo.yaml
+)
 SETTINGS = (
     ON_VLLM, TOKEN_WEIGHTS, "training.max_steps=4", "training.save_freq=1", "training.val_freq=2",
     "training.save_limit=2",
@@ -25,31 +27,31 @@ STEPS = 10
 
 def gaps(run):
     """The largest distance of a token's log-prob to the trainer's, of each step."""
-    rows = [row for row in metrics_of(run).values() if "rollout/logprob_gap_max" in row]
+    rows = [row for row in read_metrics(run).values() if "rollout/logprob_gap_max" in row]
     return [row["rollout/logprob_gap_max"] for row in rows]
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A run that nobody disturbs."""
+    """An undisturbed run."""
     output = tmp_path_factory.mktemp("whole")
     assert cli.main(train_arguments(output, *SETTINGS)) == 0
-    return run_of(output)
+    return get_run_dir(output)
 
 
 @pytest.mark.parametrize("mode", ["inprocess", "process"])
-def test_a_killed_run_goes_on_to_the_same_end(tmp_path, whole, mode):
-    """To the bit, wherever the engine runs."""
+def test_a_killed_run_resumes_bitwise(tmp_path, whole, mode):
+    """Bitwise, in every mode of the engine."""
     command = train_arguments(tmp_path, *SETTINGS, f"worker.rollout.mode={mode}")
     process = start(command)
-    while process.poll() is None and not list_checkpoints(run_of(tmp_path) / "checkpoints"):
+    while process.poll() is None and not list_checkpoints(get_run_dir(tmp_path) / "checkpoints"):
         time.sleep(0.002)
-    process.kill()  # in a later step, whatever that is at
+    process.kill()  # at any moment of a later step
     said = process.communicate()[1]
     assert process.returncode == -signal.SIGKILL, said
     status, said = finish(command)
     assert status == 0 and "resuming after step" in said, said
-    same_end(whole, run_of(tmp_path), 4)
+    same_end(whole, get_run_dir(tmp_path), 4)
     assert len(gaps(whole)) == 4 and max(gaps(whole)) < 1e-4
 
 
@@ -61,12 +63,12 @@ def test_it_learns_as_with_the_local_engine(tmp_path, monkeypatch):
         words = [f"worker.rollout.name={engine}", TOKEN_WEIGHTS, f"training.max_steps={STEPS}", "training.logger=[]"]
         words += [f"training.val_freq={STEPS}", "optimization.compute_attention_metrics=auto"]
         assert cli.main(["train", *words, f"training.output_dir={tmp_path / engine}"]) == 0
-        rows = metrics_of(run_of(tmp_path / engine))
+        rows = read_metrics(get_run_dir(tmp_path / engine))
         reached[engine] = [rows[step, True]["val/avg@1"] for step in (0, STEPS)]
     (before, local), (same, vllm) = reached["local"], reached["vllm"]
     assert same == before, "greedy answers of both engines are the same at the start"
     assert vllm >= before + 0.15 and abs(vllm - local) < 0.15, reached
-    assert max(gaps(run_of(tmp_path / "vllm"))) < 1e-4
+    assert max(gaps(get_run_dir(tmp_path / "vllm"))) < 1e-4
 
 
 def greedy_answers(folder, out, engine, monkeypatch):
@@ -86,12 +88,12 @@ def test_evaluation(tmp_path, monkeypatch):
 
 
 def test_adapters(tmp_path, monkeypatch):
-    """They are sampled from as they learn, and what they leave behind is evaluated as it is."""
+    """Adapters are sampled from while they learn, and the saved result is evaluated as it is."""
     pytest.importorskip("peft")
     words = ["worker.actor.model.peft_type=lora", "worker.actor.optim.lr=1e-2", "worker.actor.optim.warmup_steps=0"]
     assert cli.main(train_arguments(tmp_path, *SETTINGS, *words)) == 0
-    assert len(gaps(run_of(tmp_path))) == 4 and max(gaps(run_of(tmp_path))) < 1e-4
-    adapters = run_of(tmp_path) / "checkpoints" / "step_4"
+    assert len(gaps(get_run_dir(tmp_path))) == 4 and max(gaps(get_run_dir(tmp_path))) < 1e-4
+    adapters = get_run_dir(tmp_path) / "checkpoints" / "step_4"
     local, vllm, given = (
         greedy_answers(folder, tmp_path / f"{number}.jsonl", engine, monkeypatch)
         for number, (folder, engine) in enumerate([(adapters, "local"), (adapters, "vllm"), (MODEL_DIRECTORY, "local")])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from clip_helpers import tiny_film
-from tiny_models import checkpoint, encoder_of, plain_model, random_rollouts, shared_backbone
+from tiny_models import checkpoint, get_encoder, plain_model, random_rollouts, shared_backbone
 from transformers.video_utils import VideoMetadata, load_video
 
 from mtrl.data import DataSettings, RowList, Sampler, open_dataset
@@ -23,10 +23,10 @@ TOLERANCE = 1e-5
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_and_log_probs_are_those_of_transformers_own_processor(family, tmp_path):
-    """The processor is given the file, and finds the same frames, marks, pads, times and pixels."""
-    processor = processor_of(family)
-    encoder, model = encoder_of(family), plain_model(family)
+def test_tokens_and_log_probs_equal_those_of_transformers_processor(family, tmp_path):
+    """The processor reads the file and produces the same frames, marks, pads, times and pixels."""
+    processor = make_processor(family)
+    encoder, model = get_encoder(family), plain_model(family)
     tiny_film(encoder, tmp_path / "a.mp4")
     content = [{"type": "text", "text": "is"}, {"type": "video"}, {"type": "text", "text": " red"}]
     choose = partial(processor.video_processor.sample_frames, fps=2.0)
@@ -64,7 +64,7 @@ def extended(response):
     return {"input_ids": response, "attention_mask": zeros + 1, "mm_token_type_ids": zeros}
 
 
-def processor_of(family):
+def make_processor(family):
     from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
     from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
@@ -75,7 +75,7 @@ def processor_of(family):
     whole = {"qwen2_vl": Qwen2VLProcessor, "qwen2_5_vl": Qwen2_5_VLProcessor, "qwen3_vl": Qwen3VLProcessor}[family]
     videos = Qwen3VLVideoProcessor if family == "qwen3_vl" else Qwen2VLVideoProcessor
     images = Qwen2VLImageProcessorPil.from_pretrained(checkpoint(family))
-    return whole(images, encoder_of(family).tokenizer, videos.from_pretrained(checkpoint(family)))
+    return whole(images, get_encoder(family).tokenizer, videos.from_pretrained(checkpoint(family)))
 
 
 @pytest.mark.parametrize("total", [1, 2, 3, 7, 20, 61, 100, 301, 1800])
@@ -86,7 +86,7 @@ def test_frames_are_those_that_the_processor_takes(family, total, fps, wanted, m
     clip = encoder.clip(total, fps)
     assert clip.total == total and clip.fps == fps and 1 <= len(clip.frames) <= min(total, most)
     assert clip.frames == tuple(sorted(set(clip.frames))) and clip.frames[0] >= 0 and clip.frames[-1] < total
-    videos = processor_of(family).video_processor
+    videos = make_processor(family).video_processor
     videos.max_frames = most
     if family == "qwen2_5_vl" and min(total, most) < 2:
         return  # theirs divides by zero
@@ -96,6 +96,6 @@ def test_frames_are_those_that_the_processor_takes(family, total, fps, wanted, m
 
 
 def with_video(family, settings):
-    encoder = copy.copy(encoder_of(family))
+    encoder = copy.copy(get_encoder(family))
     encoder.video_settings = settings
     return encoder

@@ -1,10 +1,10 @@
-"""Clips on the real vLLM: it sees the frames that the trainer sees, at the same places."""
+"""Videos on the real vLLM: it sees the same frames as the trainer, at the same positions."""
 
 import numpy as np
 import pytest
 import torch
 from clip_helpers import mixed_prompts
-from tiny_models import encoder_of, plain_model, shared_backbone
+from tiny_models import get_encoder, plain_model, shared_backbone
 from vllm_engines import INSTALLED, MAX_LENGTH, arguments
 
 from mtrl.models.forward import Forward
@@ -28,13 +28,13 @@ def family(request):
 def engine(family):
     settings, images = arguments(family, limit_mm_per_prompt={})
     host = VllmInProcess(settings, images)
-    yield VllmGenerator(host, encoder_of(family), exported_weights(plain_model(family)).keys())
+    yield VllmGenerator(host, get_encoder(family), exported_weights(plain_model(family)).keys())
     host.close()
 
 
 def test_one_batch_of_all_kinds(family, engine, tmp_path):
-    """A video row, a row of two images, a text row and one of both: the log-probs are the trainer's own."""
-    prompts, encoder = mixed_prompts(family, tmp_path), encoder_of(family)
+    """A video row, a row of two images, a text row and one with both: the log-probs equal the trainer's."""
+    prompts, encoder = mixed_prompts(family, tmp_path), get_encoder(family)
     with engine.resident():
         rollouts = engine.generate(prompts, Sampling(n=2, max_new_tokens=8))
     assert rollouts.group.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
@@ -44,7 +44,7 @@ def test_one_batch_of_all_kinds(family, engine, tmp_path):
 
 def test_a_long_clip_of_an_odd_number_of_frames(family, engine):
     """Where its time is longer than its sides the text goes on after the time."""
-    encoder = encoder_of(family)
+    encoder = get_encoder(family)
     side, clip = encoder.image_settings.factor, Clip(300, 29.97, tuple(range(0, 270, 30)))
     content = [{"type": "text", "text": "look"}, {"type": "video"}, {"type": "text", "text": " which colour"}]
     task = Task("t:0", "t", ({"role": "user", "content": content},), (Medium("video", None, clip),))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_models import checkpoint, encoder_of, plain_model_at, prompts_for
+from tiny_models import checkpoint, get_encoder, plain_model_at, prompts_for
 from vllm_engines import INSTALLED, arguments, child_process, engine_on, in_process
 
 from mtrl.models.state_dicts import exported_weights
@@ -27,16 +27,16 @@ def same(a, b):
 
 def endless():
     """An encoder whose responses never stop."""
-    encoder = encoder_of(FAMILY)
+    encoder = get_encoder(FAMILY)
     silent = type(encoder).__new__(type(encoder))
     silent.__dict__ = encoder.__dict__ | {"stop_ids": ()}
     return silent
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3], ids=["before", "meanwhile"])
-def test_a_process_that_is_killed_comes_back_with_its_weights(share, caplog):
-    """Not with those of the checkpoint; and the call that died is answered as if nothing had happened. `share`: of the
-    time that the call takes, after which it is killed."""
+def test_a_killed_process_restarts_with_its_weights(share, caplog):
+    """Not with those of the checkpoint; and the interrupted call returns as usual. `share`: the share of the call's
+    time after which the process is killed."""
     host = child_process(FAMILY)
     engine, model = engine_on(host, FAMILY, endless(), may_change=True), plain_model_at(checkpoint(FAMILY), FAMILY)
     with torch.no_grad():
@@ -88,7 +88,7 @@ def test_a_prompt_over_the_length():
 
 @pytest.mark.parametrize("wrong", [{"no_such_argument": 1}, {"max_model_len": 10**6}], ids=str)
 @pytest.mark.parametrize("mode", ["inprocess", "process"])
-def test_an_engine_that_does_not_start_says_why_in_a_line(mode, wrong):
+def test_an_engine_that_does_not_start_reports_why_in_one_line(mode, wrong):
     with pytest.raises(StartError, match=r"^vLLM does not start: .+$"):
         if mode == "process":
             VllmProcess(*arguments(FAMILY, **wrong), torch.float32)

@@ -6,7 +6,7 @@ from tiny_models import (
     TINY_FAMILIES,
     VISION_FAMILIES,
     checkpoint,
-    encoder_of,
+    get_encoder,
     plain_logp,
     plain_model,
     plain_model_at,
@@ -15,14 +15,14 @@ from tiny_models import (
 )
 from vllm_engines import (
     INSTALLED,
-    begun_server,
     child_process,
+    count_parameters,
     end_servers,
     engine_on,
-    in_parts,
     in_process,
     server,
-    sizes_of,
+    start_server,
+    tensor_parallel,
 )
 
 from mtrl.models.adapters import AdapterSettings, adapter_layers, add_adapters
@@ -35,10 +35,10 @@ from mtrl.types import Sampling, Weights
 pytestmark = pytest.mark.skipif(not INSTALLED, reason="vLLM is not installed")
 
 SAMPLED = Sampling(n=3, max_new_tokens=8)
-HOSTS = {"inprocess": in_process, "process": child_process, "server": server, "parts": in_parts}
+HOSTS = {"inprocess": in_process, "process": child_process, "server": server, "parts": tensor_parallel}
 MODES = [pytest.param(mode, marks=pytest.mark.slow if mode == "parts" else ()) for mode in HOSTS]
 TOLERANCE = 1e-4
-PLACES = {  # one weight of each part: what its name holds
+PLACES = {  # one weight of each part: a piece of its name
     "vision tower": ("visual.blocks.0", "mlp"),
     "merger": ("visual.merger", "weight"),
     "embedding": ("embed_tokens",),
@@ -48,9 +48,9 @@ PLACES = {  # one weight of each part: what its name holds
 
 @pytest.fixture(scope="module", autouse=True)
 def servers():
-    """They come up while the other modes are tested."""
+    """Starts the servers while the other modes are tested."""
     for family in TINY_FAMILIES:
-        begun_server(str(checkpoint(family)))
+        start_server(str(checkpoint(family)))
     yield
     end_servers()
 
@@ -66,7 +66,7 @@ def mixed_prompts(family):
     prompts = prompts_for(family)
     if family not in VISION_FAMILIES:
         return prompts
-    return [*prompts, prompt(encoder_of(family), "again", "is it round", [(5, 9)])]
+    return [*prompts, prompt(get_encoder(family), "again", "is it round", [(5, 9)])]
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -80,7 +80,7 @@ def test_each_weight_arrives(family, place, mode):
     engine.load(Weights(1, exported_weights(model)))
     rollouts = engine.generate(prompts_for(family), Sampling(n=2, max_new_tokens=8, version=1))
     assert gap(family, rollouts, model) < TOLERANCE
-    assert gap(family, rollouts, plain_model(family)) > 100 * TOLERANCE, "the old weights would say otherwise"
+    assert gap(family, rollouts, plain_model(family)) > 100 * TOLERANCE, "the old weights would respond differently"
 
 
 @pytest.mark.parametrize("mode", ["inprocess", "process"])
@@ -91,7 +91,7 @@ def test_adapters_arrive_merged(mode):
     model = load_model(checkpoint(family))
     add_adapters(model, AdapterSettings(vision_tower=True))
     engine = engine_on(HOSTS[mode](family), family, may_change=True)
-    forward = Forward(Backbone(model), encoder_of(family))
+    forward = Forward(Backbone(model), get_encoder(family))
     for version in (1, 2):
         dice = torch.Generator().manual_seed(version)
         for layer in adapter_layers(model):
@@ -100,16 +100,16 @@ def test_adapters_arrive_merged(mode):
         engine.load(Weights(version, exported_weights(model)))
         rollouts = engine.generate(mixed_prompts(family), Sampling(n=2, max_new_tokens=8, version=version))
         assert (forward.signals(rollouts).old_logprobs - rollouts.rollout_logprobs).abs().max() < TOLERANCE
-        assert gap(family, rollouts, plain_model(family)) > 100 * TOLERANCE, "the base would say otherwise"
+        assert gap(family, rollouts, plain_model(family)) > 100 * TOLERANCE, "the base would respond differently"
 
 
 @pytest.mark.parametrize("family", TINY_FAMILIES)
 @pytest.mark.parametrize("mode", MODES)
 def test_ten_updates(family, mode):
-    """After each the engine has the trainer's log-probs; with repeated images, whatever it cached of them before."""
+    """After each update the engine has the trainer's log-probs, also for images that it has cached before."""
     engine, model = engine_on(HOSTS[mode](family), family, may_change=True), plain_model_at(checkpoint(family), family)
     prompts = mixed_prompts(family)
-    forward = Forward(Backbone(model), encoder_of(family))
+    forward = Forward(Backbone(model), get_encoder(family))
     for version in range(1, 11):
         noise = torch.Generator().manual_seed(version)
         with torch.no_grad():
@@ -126,8 +126,8 @@ def test_ten_updates(family, mode):
 def test_each_process_holds_its_part():
     """Half of each weight that vLLM leaves where it was (linear layers are packed elsewhere); a norm, whole."""
     split, whole = ("embed_tokens.weight", "qkv_proj.bias", "qkv.bias"), ("norm.weight",)
-    first, second = in_parts("qwen2_5_vl").sizes()
-    alone = in_process("qwen2_5_vl").llm.apply_model(sizes_of)[0]
+    first, second = tensor_parallel("qwen2_5_vl").sizes()
+    alone = in_process("qwen2_5_vl").llm.apply_model(count_parameters)[0]
     assert first == second and first.keys() == alone.keys()
     for kinds, parts in ((split, 2), (whole, 1)):
         found = {name for name in alone if name.endswith(kinds)}

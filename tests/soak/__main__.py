@@ -1,15 +1,15 @@
 """Trials that take hours: `make soak`, or some of them: `python tests/soak kills ranks --count 20 --out DIR`.
 
-kills     50 x SIGKILL at start-up, in a step and while saving; every one resumed to the bit, no orphan, no leftovers
+kills     50 x SIGKILL at start-up, in a step and while saving; every one resumed bitwise, no orphan, no leftovers
 signals   20 x SIGTERM and SIGINT, the same
 configs   10,000 mutated configurations: no traceback, no hang
 rows      10,000 mutated rows and images: the same, and every row accounted for
-ranks     20 x SIGKILL of a rank of two, once of their driver: the run goes on by itself, to the bit, no orphan
+ranks     20 x SIGKILL of a rank of two, once of their driver: the run resumes by itself, bitwise, no orphan
 torchrun  20 x SIGKILL of a rank of two without Ray, the first or the second, the same
 long      1,000 steps with everything on: memory, files and threads do not grow
 
-Each keeps a ledger in DIR/<trial>: a soak that was stopped goes on where it was, and one that has passed is not
-repeated. Exit status 1: one of them failed.
+Each trial keeps a ledger in DIR/<trial>: a stopped soak continues where it was, and a passed one is not repeated. Exit
+status 1: a trial failed.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import traceback
 from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from soak.ledger import Ledger
@@ -43,7 +44,7 @@ TRIALS: dict[str, partial[None]] = {
 
 
 def counted(trial: partial[None], count: int | None) -> dict[str, int]:
-    """The argument that says how often, under the name that the trial has for it."""
+    """The argument for the number of repetitions, under the trial's name for it."""
     name = next(name for name in ("count", "cases", "steps") if name in trial.keywords)
     return {} if count is None else {name: count}
 

@@ -1,8 +1,8 @@
-"""Mutated configurations: whatever is in a file or in an override, it loads or is refused by `ConfigError`, soon.
+"""Mutated configurations: any file or override loads, or fails with `ConfigError`, within a time limit.
 
 python tests/soak/config_fuzz.py --cases 10000 [--seed 0]
 
-Each case follows from (seed, number) alone, so that one that fails can be run again: --only NUMBER. A case starts from
+Each case depends only on (seed, number), so that a failed one can be run again: --only NUMBER. A case starts from
 sections of the reference, of a packaged configuration or of another project's file, and damages them as text or as a
 tree; or it is a damaged mapping or command line. Some go through `mtrl convert` too. The last line is JSON.
 """
@@ -56,7 +56,7 @@ SNIPPETS = [
 ]  # fmt: skip
 
 
-def some_of(rng: random.Random, text: str) -> str:
+def pick_blocks(rng: random.Random, text: str) -> str:
     """A few blocks of a text; a block starts at the margin."""
     blocks = re.split(r"\n(?=\S)", text)
     first = rng.randrange(len(blocks))
@@ -139,7 +139,7 @@ def attempts(rng: random.Random, folder: Path) -> list[Callable[[], object]]:
     if kind == 1:
         words = damaged_arguments(rng)
         return [lambda: checked(None, words, folder)]
-    text = some_of(rng, rng.choice(SEEDS))
+    text = pick_blocks(rng, rng.choice(SEEDS))
     text = damaged_text(rng, text) if kind < 3 else damaged_tree(rng, text)
     raw = text.encode("utf-8", "surrogatepass")
     if rng.random() < 0.1:
@@ -178,7 +178,7 @@ def converted(path: Path, folder: Path) -> str:
 
 
 def outcome(attempt: Callable[[], object]) -> tuple[str, str]:
-    """("loaded" | "converted" | "refused" | "failed", what went wrong)."""
+    """("loaded" | "converted" | "refused" | "failed", the error)."""
     try:
         result = str(attempt())
     except ConfigError as error:
@@ -192,7 +192,7 @@ def outcome(attempt: Callable[[], object]) -> tuple[str, str]:
 
 
 def fuzz(cases: range, seed: int) -> tuple[Counter[str], list[str], float]:
-    """Outcomes, what failed, and the longest time of one attempt."""
+    """Counts of the outcomes, the failures, and the longest time of one attempt."""
     counts: Counter[str] = Counter()
     failures: list[str] = []
     spent: list[float] = []

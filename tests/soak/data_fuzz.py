@@ -1,9 +1,9 @@
-"""Mutated rows, images and data files, any number of them, the same for the same seed:
+"""Mutated rows, images and data files, deterministic by seed:
 
     python tests/soak/data_fuzz.py --cases 10000 --seed 0
 
-Each row is used, or refused with its file and row; each file opens, or is refused by its name. Any other error, a hang,
-or a row that is neither used nor refused is a failure: it is told with its traceback, and the exit status is 1.
+Each row is used, or rejected with its file and row; each file opens, or is rejected by name. Any other error, a hang,
+or a row that is neither used nor rejected is a failure: its traceback is printed, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
 from data_helpers import FakeEncoder, picture, picture_bytes
@@ -105,7 +106,7 @@ class Fuzzer:
                 del changed[at : at + self.random.randint(1, 20)]
             elif kind == 4:
                 changed[at:at] = changed[at : at + self.random.randint(1, 20)]
-            elif kind == 5:  # sizes and lengths stand near the front
+            elif kind == 5:  # sizes and lengths are near the front
                 number = self.random.choice([0, 1, 0x7FFFFFFF, 0xFFFFFFFF, 100_000])
                 at = min(at, 40) if self.random.random() < 0.7 else at
                 changed[at : at + 4] = struct.pack(self.random.choice(["<I", ">I"]), number)
@@ -166,7 +167,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def judge(path: Path, cache_dir: Path, encoder: Any = None, template: Path | None = None) -> tuple[int, int]:
-    """(used, refused) rows of a file; fails where a row is neither, or anything but DataError is raised."""
+    """Counts (used, rejected) rows of a file; fails if a row is neither, or for any error but DataError."""
     encoder = encoder or FakeEncoder()
     settings = DataSettings(
         on_bad_row="skip", max_prompt_length=10**6, format_prompt=None if template is None else str(template)
@@ -192,13 +193,13 @@ def judge(path: Path, cache_dir: Path, encoder: Any = None, template: Path | Non
     assert len(set(rows)) == len(rows) == dataset.counts.total, "a row is lost"
     used = {position for position, result in loaded.items() if isinstance(result, Prompt)}
     check_sampler(dataset, encoder, used)
-    with time_limit(6 * CASE_SECONDS):  # the report must bear all of it too
+    with time_limit(6 * CASE_SECONDS):  # the report must handle all rows too
         data_report.run(str(path), settings, encoder, io.StringIO(), cache_dir=cache_dir)
     return len(used), dataset.counts.total - len(used)
 
 
 def check_sampler(dataset: Any, encoder: Any, used: set[int]) -> None:
-    """An epoch asks every row once, hands out those that can be used, and counts the others."""
+    """An epoch reads every row once, returns the usable ones, and counts the others."""
     if not used:
         return
     with Sampler(dataset, encoder) as sampler, time_limit(6 * CASE_SECONDS):
@@ -272,19 +273,19 @@ PLAN = ("rows", "rows", "lines", "rows", "rows", "parquet", "rows", "arrow")  # 
 def tiny_encoder(folder: Path) -> Any:
     """The real encoder of a vision-language family, without weights worth the name."""
     from mtrl.models.families import load_encoder
-    from mtrl.models.tiny import make_tiny_checkpoint
+    from pretraining.tiny_checkpoints import make_tiny_checkpoint
 
     return load_encoder(make_tiny_checkpoint(folder, "qwen2_5_vl"))
 
 
 def quiet() -> None:
-    """What the code warns of, row by row, is not what is looked for; nor what Pillow and the like say."""
+    """Silences the warnings of the code, of Pillow and of other libraries."""
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
 
 
 def batch(number: int, count: int, seed: int, real: Any) -> dict[str, int]:
-    """Cases of one kind, every third time with the encoder of a family; how many were used and refused."""
+    """Runs cases of one kind, every third with the encoder of a family; counts used and rejected rows."""
     kind, encoder = PLAN[number % len(PLAN)], real if number % 3 == 0 else None
     with tempfile.TemporaryDirectory() as folder:
         used, refused = KINDS[kind](Fuzzer(seed * 100_003 + number), Path(folder), count, encoder)

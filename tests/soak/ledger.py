@@ -1,4 +1,4 @@
-"""What a soak has done so far, in a file: it may be stopped at any time and goes on where it was."""
+"""The progress of a soak in a file, so that it can be stopped at any time and continued."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Ledger:
-    """Counts of one trial, kept in `<directory>/ledger.json`. `seconds` are those of work, over all sittings."""
+    """Counts of one trial in `<directory>/ledger.json`. `seconds`: total working time over all starts."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)

@@ -11,12 +11,12 @@ import time
 from pathlib import Path
 from subprocess import DEVNULL
 
-from run_helpers import run_of, train_arguments
+from run_helpers import get_run_dir, train_arguments
 
 from soak.ledger import Ledger
 
 ROOT = Path(__file__).resolve().parents[2]
-SETTLED, WINDOW = 50, 25  # by then the first checkpoints and validations have taken what they need
+SETTLED, WINDOW = 50, 25  # after the first checkpoints and validations have allocated their memory
 EVERYTHING = [
     "training.save_freq=25", "training.val_freq=25", "training.save_limit=2", "training.val_generations_to_log=3",
     "training.logger=[console]", "worker.actor.ppo_epochs=2", "worker.reward.num_cpus=2",
@@ -31,15 +31,17 @@ EVERYTHING = [
 
 
 def long_run(ledger: Ledger, steps: int, most: float) -> None:
-    """One process from the first step to the last, looked at from outside after each step. `most`: the share of memory
-    that it may have gained; the fewer the steps, the more of it is the allocator's coming and going."""
+    """Runs one process to the last step and measures it from outside after each step. `most`: the share by which its
+    memory may grow; with few steps, the allocator's fluctuation is a larger part of it."""
     output = ledger.directory / "run"
-    shutil.rmtree(output, ignore_errors=True)  # memory is that of one process: it cannot go on in another
+    shutil.rmtree(
+        output, ignore_errors=True
+    )  # the memory of one process is measured, so the run cannot resume in another
     command = [sys.executable, "-m", "mtrl", *train_arguments(output, f"training.max_steps={steps}", *EVERYTHING)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with (ledger.directory / "said.txt").open("w") as said:
         process = subprocess.Popen(command, env=environment, stdout=DEVNULL, stderr=said)
-        seen = watched(process, run_of(output) / "metrics.jsonl")
+        seen = watched(process, get_run_dir(output) / "metrics.jsonl")
     assert process.returncode == 0, (ledger.directory / "said.txt").read_text()[-3000:]
     early, late = (window(seen, first) for first in (SETTLED, steps - WINDOW))
     growth = late[0] / early[0] - 1
@@ -50,7 +52,7 @@ def long_run(ledger: Ledger, steps: int, most: float) -> None:
 
 
 def watched(process: subprocess.Popen, metrics: Path) -> dict[int, tuple[int, int, int]]:
-    """By step: resident kB, open files, threads, seen when the step's row of metrics has come."""
+    """Resident kB, open files and threads by step, measured when the step's row of metrics appears."""
     seen: dict[int, tuple[int, int, int]] = {}
     while process.poll() is None:
         step = metrics.read_bytes().count(b'"actor/pg_loss"') if metrics.exists() else 0

@@ -1,6 +1,5 @@
-"""A run of two ranks by Ray that loses a process again and again, against one that nobody disturbed: equal to the bit,
-nothing left. The run starts its ranks again by itself; the process that drives them is killed as well, and started
-again by the same command."""
+"""A run on two Ray ranks that repeatedly loses a process ends bitwise equal to an undisturbed run and leaves no
+processes. The run restarts its ranks by itself; the driver is killed as well and restarted by the same command."""
 
 from __future__ import annotations
 
@@ -14,8 +13,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from helpers import alive
-from run_helpers import run_of, same_end, train_arguments
+from helpers import is_alive
+from run_helpers import get_run_dir, same_end, train_arguments
 
 from soak.ledger import Ledger
 from soak.struck_runs import MARK, left_behind
@@ -23,14 +22,14 @@ from soak.struck_runs import MARK, left_behind
 RANKS = 2
 MOMENTS = ("start", "step", "save")
 LONGEST_WAIT = {"start": 5.0, "step": 0.5, "save": 0.05}  # seconds after the moment, drawn at random
-GRACE = 90.0  # seconds in which what Ray has started must be gone: its agents try for 60 to report that it is
+GRACE = 90.0  # seconds until Ray's processes must have ended; its agents try for 60 to report the end
 PATIENCE = 3600.0  # seconds without the moment: then something hangs
 NO_RAY = "Ray does not start on this machine"
 
 
 def lost_ranks(ledger: Ledger, count: int, drivers: int = 1) -> None:
-    """`count` kills of a rank at start-up, within a step and while a checkpoint is written, and `drivers` of the driver
-    within a step; then the comparison."""
+    """Kills a rank `count` times at start-up, within a step and during the writing of a checkpoint, and the driver
+    `drivers` times within a step; then compares."""
     os.environ |= {MARK: str(ledger.directory), "OMP_NUM_THREADS": "1"}
     steps = 2 * (count + drivers) + 2  # no kill waits for more than two
     settings = [
@@ -55,15 +54,15 @@ def lost_ranks(ledger: Ledger, count: int, drivers: int = 1) -> None:
         run.completed()
     finally:
         run.process.kill()
-    same_end(run_of(whole), run_of(struck), steps)
+    same_end(get_run_dir(whole), get_run_dir(struck), steps)
     ledger.record(passed=True)
 
 
 class Driven:
-    """`mtrl train` on ranks, in a process of its own, and what its ranks write of themselves."""
+    """`mtrl train` on ranks in a separate process, with the logs of its ranks."""
 
     def __init__(self, output: Path, settings: list[str]) -> None:
-        self.run = run_of(output)
+        self.run = get_run_dir(output)
         self.command = [sys.executable, "-m", "mtrl", *train_arguments(output, *settings)]
         self.told, self.gone = output / "said.txt", self.ranks_so_far()
         self.retried: set[int] = set()  # losses after which Ray was too slow to start
@@ -91,24 +90,24 @@ class Driven:
         assert not (left := left_behind(GRACE)), f"{left} still run"
 
     def lose(self, rank: int, moment: str, dice: random.Random) -> None:
-        """Kills a rank, and waits until the run has said so and is about to go on."""
+        """Kills a rank, and waits until the run has reported it and is about to resume."""
         pid, losses = self.await_moment(rank, moment, dice), self.losses()
         os.kill(pid, signal.SIGKILL)
         self.await_that(lambda: self.losses() > losses, f"word of the loss of rank {rank} ({pid}) at {moment}")
         assert self.losses() == losses + 1 and f"rank {rank} of {RANKS}" in self.said(), self.said()
         self.gone |= self.ranks_so_far()
-        ended = lambda: not any(map(alive, self.gone))  # noqa: E731
+        ended = lambda: not any(map(is_alive, self.gone))  # noqa: E731
         self.await_that(ended, "end of the ranks that were left alone")
 
     def end_driver(self, dice: random.Random) -> None:
-        """Kills the driver: nothing that it started outlives it."""
+        """Kills the driver, and waits until all its processes have ended."""
         self.await_moment(0, "step", dice)
         self.process.kill()
         self.process.wait()
         assert not (left := left_behind(GRACE)), f"{left} outlive their driver"
 
     def await_moment(self, rank: int, moment: str, dice: random.Random) -> int:
-        """The process of a rank that has only just come to its moment."""
+        """The pid of a rank that has just reached its moment."""
         updates, wait = dice.randint(1, 2), dice.uniform(0.0, LONGEST_WAIT[moment])
         has_come = {
             "start": lambda: True,
@@ -118,7 +117,7 @@ class Driven:
         self.await_that(lambda: self.now(rank) is not None and has_come(), f"moment ({moment})")
         time.sleep(wait)
         pid = self.now(rank)
-        assert pid is not None and alive(pid), f"the rank ended before its moment ({moment}):\n{self.said()}"
+        assert pid is not None and is_alive(pid), f"the rank ended before its moment ({moment}):\n{self.said()}"
         return pid
 
     def await_that(self, condition: Callable[[], bool], what: str) -> None:

@@ -1,4 +1,4 @@
-"""Ten thousand configurations, rows and images that were damaged, in portions: a soak goes on after the last one."""
+"""Ten thousand damaged configurations, rows and images, in portions: a soak continues after the last portion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One run, struck again and again by a signal, against a run that nobody disturbed: equal to the bit, nothing left."""
+"""A run that repeatedly gets a signal ends bitwise equal to an undisturbed run and leaves no processes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from interruptions import MOMENTS, strike
-from run_helpers import finish, run_of, same_end, train_arguments
+from run_helpers import finish, get_run_dir, same_end, train_arguments
 
 from soak.ledger import Ledger
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS_PER_STRIKE = 3
-GRACE = 10.0  # seconds in which what a killed run has started must be gone
-MARK = "MTRL_SOAK"  # an environment variable by which everything that a run started can be found
+GRACE = 10.0  # seconds until the processes of a killed run must have ended
+MARK = "MTRL_SOAK"  # environment variable that marks all processes of a run
 
 
 def strikes(ledger: Ledger, count: int, signals: Sequence[signal.Signals]) -> None:
@@ -39,14 +39,14 @@ def strikes(ledger: Ledger, count: int, signals: Sequence[signal.Signals]) -> No
     command = train_arguments(struck, *settings)
     for number in range(ledger.get("strikes"), count):
         by, moment = signals[number % len(signals)], MOMENTS[number // len(signals) % len(MOMENTS)]
-        status, said = strike(command, run_of(struck), moment, by, random.Random(number))
+        status, said = strike(command, get_run_dir(struck), moment, by, random.Random(number))
         assert status in (-by, 128 + by), f"strike {number}, {by.name} at {moment}:\n{said}"
         assert "Traceback" not in said, said
         assert not left_behind(), f"strike {number}, {by.name} at {moment}: {left_behind()} still run"
         ledger.record(strikes=number + 1, **{f"{by.name} at {moment}": ledger.get(f"{by.name} at {moment}") + 1})
         print(f"{ledger.directory.name}: {number + 1} of {count}", flush=True)
     completed(command)
-    same_end(run_of(whole), run_of(struck), steps)
+    same_end(get_run_dir(whole), get_run_dir(struck), steps)
     assert not (files := [path.name for path in tmp.iterdir()]), f"left in the temporary folder: {files}"
     ledger.record(passed=True)
 
@@ -57,7 +57,7 @@ def completed(command: list[str]) -> None:
 
 
 def left_behind(grace: float | None = None) -> list[str]:
-    """Command lines of processes that carry the mark, ourselves aside, once they had time to go."""
+    """Command lines of other processes with the mark, after a grace period."""
     deadline = time.monotonic() + (GRACE if grace is None else grace)
     while (found := marked()) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -1,7 +1,7 @@
-"""Two ranks as torchrun starts them, one of which is killed again and again, against two that nobody disturbed.
+"""Two ranks as started by torchrun, one of which is killed repeatedly, compared with two undisturbed ones.
 
-They are forked from a process that has imported everything, so that a start takes seconds; whoever forks them does what
-`torchrun --max-restarts` does: once one has ended the others are asked to, and the same command is started again."""
+They are forked from a process that has imported everything, so that a start takes seconds. The parent does what
+`torchrun --max-restarts` does: when one rank ends, it terminates the others and starts the same command again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from importlib import import_module
 from pathlib import Path
 
 from interruptions import rows_logged
-from run_helpers import run_of, same_end, train_arguments
+from run_helpers import get_run_dir, same_end, train_arguments
 
 from soak.ledger import Ledger
 from soak.struck_runs import MARK, left_behind
@@ -25,16 +25,16 @@ from soak.struck_runs import MARK, left_behind
 RANKS = 2
 MOMENTS = ("start", "step", "save")
 LONGEST_WAIT = {"start": 3.0, "step": 0.3, "save": 0.03}  # seconds after the moment, drawn at random
-GRACE = 60.0  # seconds in which what a rank has started must be gone
-SECONDS = 5.0  # in which a rank that lost the other ends by itself, before it is asked to
+GRACE = 60.0  # seconds until the processes of a rank must have ended
+SECONDS = 5.0  # seconds in which a rank that lost the other ends by itself, before it is terminated
 PATIENCE = 600.0  # seconds without the moment, or for which a rank outlives another: then something hangs
 IMPORTED = ("mtrl.cli", "mtrl.commands.train", "mtrl.compose.run", "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl")
 FORK = multiprocessing.get_context("fork")
 
 
 def torchrun_ranks(ledger: Ledger, count: int) -> None:
-    """`count` kills of a rank, the first or the second, at start-up, within a step and while a checkpoint is written;
-    then the comparison."""
+    """Kills the first or the second rank `count` times, at start-up, within a step and during the writing of a
+    checkpoint; then compares."""
     os.environ |= {MARK: str(ledger.directory), "OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "soak"}
     for module in IMPORTED:
         import_module(module)
@@ -53,7 +53,7 @@ def torchrun_ranks(ledger: Ledger, count: int) -> None:
         ledger.record(**{"ranks killed": number + 1, f"at {moment}": ledger.get(f"at {moment}") + 1})
         print(f"{ledger.directory.name}: {number + 1} of {count}", flush=True)
     completed(struck, settings)
-    same_end(run_of(whole), run_of(struck), steps)
+    same_end(get_run_dir(whole), get_run_dir(struck), steps)
     ledger.record(passed=True)
 
 
@@ -66,8 +66,8 @@ def completed(output: Path, settings: Sequence[str]) -> None:
 
 
 def strike(output: Path, settings: Sequence[str], moment: str, dice: random.Random) -> None:
-    """Starts the ranks and kills one; the other ends, and so does all that they started."""
-    run, killed = run_of(output), dice.randrange(RANKS)
+    """Starts the ranks and kills one; the other one and all their processes must end."""
+    run, killed = get_run_dir(output), dice.randrange(RANKS)
     rows, wait = rows_logged(run) + dice.randint(1, 2), dice.uniform(0.0, LONGEST_WAIT[moment])
     has_come = {
         "start": lambda: True,

@@ -1,4 +1,4 @@
-"""Small honest stand-ins for tests of `mtrl.data`."""
+"""Small fakes for tests of `mtrl.data`."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def write_jsonl(path: Path, rows: Sequence[Any]) -> Path:
 
 
 def image_rows(directory: Path, count: int, every: int = 1) -> Path:
-    """A JSONL of `count` rows; each `every`-th has an image file of its own."""
+    """A JSONL of `count` rows; each `every`-th has its own image file."""
     (directory / "images").mkdir(exist_ok=True)
     rows: list[dict[str, Any]] = []
     for i in range(count):

@@ -1,18 +1,18 @@
-"""What the tests of decoding share."""
+"""Shared helpers of the tests of decoding."""
 
 import copy
 
 import torch
 import torch_ops as plain
-from tiny_models import encoder_of
+from tiny_models import get_encoder
 
 from mtrl.rollout.decode.engine import GraphGenerator
 from mtrl.rollout.decode.step import Ops
 
 
 def stopping_encoder(family):
-    """With many stop tokens, so that rows leave."""
-    encoder = copy.copy(encoder_of(family))
+    """An encoder with many stop tokens, so that rows end early."""
+    encoder = copy.copy(get_encoder(family))
     encoder.stop_ids = tuple(range(4, 512, 7))
     return encoder
 

@@ -1,4 +1,4 @@
-"""Fakes around the loop: each writes down in one journal when it is called, and with what."""
+"""Fakes of the loop's components; each records its calls and their arguments in one journal."""
 
 from dataclasses import fields
 
@@ -45,7 +45,7 @@ class FakeSource:
 
 
 class FakeGenerator(EngineLifecycle):
-    """Rows of 1, 2, 3, 4 tokens; refuses a version it does not hold, and all work while it sleeps."""
+    """Rows of 1, 2, 3, 4 tokens; fails for a version that is not loaded, and while it sleeps."""
 
     def __init__(self, journal):
         self.journal, self.version = journal, 0
@@ -60,14 +60,14 @@ class FakeGenerator(EngineLifecycle):
         assert self.is_resident
         self.journal.append(("generate", sampling.step, sampling.version))
         assert sampling.version == self.version
-        places = [(prompt, sample) for prompt in range(len(prompts)) for sample in range(sampling.n)]
-        lengths = [1 + row % 4 for row in range(len(places))]
+        rows = [(prompt, sample) for prompt in range(len(prompts)) for sample in range(sampling.n)]
+        lengths = [1 + row % 4 for row in range(len(rows))]
         return make_rollouts(
             prompts,
-            [prompt for prompt, _ in places],
+            [prompt for prompt, _ in rows],
             [range(length) for length in lengths],
             [[-1.0] * length for length in lengths],
-            text=[f"{prompts[prompt].task.id} response {sample}" for prompt, sample in places],
+            text=[f"{prompts[prompt].task.id} response {sample}" for prompt, sample in rows],
             finish=["length" if length == 4 else "stop" for length in lengths],
             version=self.version,
             pad_id=0,
@@ -80,7 +80,7 @@ class FakeGenerator(EngineLifecycle):
 
 
 class FakeScorer:
-    """Gives the rewards it was made with, again and again; or `accuracy`, by the text of the response."""
+    """Returns the same rewards every time, or `accuracy` by the text of the response."""
 
     def __init__(self, journal, total=(1.0, 0.0, 2.0, 0.0), accuracy=None):
         self.journal, self.total, self.accuracy = journal, total, accuracy
@@ -105,7 +105,7 @@ class FakePending:
 
 
 class FakeActor:
-    """Brings the signals it was made with and keeps the batches it gets."""
+    """Returns the given signals and stores the batches of its updates."""
 
     def __init__(self, journal, **signals):
         self.journal, self.version, self.updates = journal, 0, []
@@ -119,7 +119,7 @@ class FakeActor:
         batches = list(batches)
         self.journal.append(("update", len(batches)))
         self.updates.append((batches, loss))
-        self.version += 7  # versions are the actor's affair
+        self.version += 7  # the loop must not assume that versions count by 1
         return {"pg_loss": 0.5, "grad_norm": 2.0}
 
     def publish(self):
@@ -143,8 +143,8 @@ class FakeReference:
         return Signals(**{name: value.where(rollouts.mask, 0.0) for name, value in self.signals.items()})
 
 
-class FakeRefreshed:
-    """A reference that counts what it became."""
+class FakeSyncedReference:
+    """A synced reference that counts its syncs."""
 
     def __init__(self, journal=None):
         self.journal, self.times = journal, 0
@@ -246,7 +246,7 @@ def loop(actor=None, reference=None, validation=None, scorer=None, refreshed=Non
     return Loop(components, spec(**changes))
 
 
-def validation_of(prompts=2, batch=2, **sampling):
+def make_validation(prompts=2, batch=2, **sampling):
     names = [f"v{i}" for i in range(prompts)]
     batches = [[fake_prompt(name) for name in names[i : i + batch]] for i in range(0, prompts, batch)]
     return Validation(lambda: batches, Sampling(**{"n": 2, "max_new_tokens": 4} | sampling))

@@ -1,4 +1,4 @@
-"""Small copies of public datasets in the shape in which they were published: columns, nesting, folders, oddities."""
+"""Small copies of public datasets in their published form: columns, nesting, folders, oddities."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def aokvqa_rows(count: int, first: int = 0) -> list[dict[str, Any]]:
 
 
 def aokvqa(folder: Path, count: int = 30) -> Path:
-    """As HuggingFaceM4/A-OKVQA on the hub: shards of a split under data/; the test split has no answers."""
+    """Like HuggingFaceM4/A-OKVQA on the hub: shards of a split under data/; the test split has no answers."""
     half = count // 2
     write(folder / "data/train-00000-of-00002.parquet", aokvqa_rows(half), AOKVQA)
     write(folder / "data/train-00001-of-00002.parquet", aokvqa_rows(count - half, half), AOKVQA)
@@ -53,7 +53,7 @@ def aokvqa(folder: Path, count: int = 30) -> Path:
 
 
 def aokvqa_json(folder: Path, count: int = 6) -> Path:
-    """The authors' own file, with numbers of images of COCO 2017 beside it."""
+    """The authors' own file, which refers to images of COCO 2017 by number."""
     rows = []
     for row in aokvqa_rows(count):
         number = 299207 + len(rows)
@@ -66,7 +66,7 @@ def aokvqa_json(folder: Path, count: int = 6) -> Path:
 
 
 def arxivqa(folder: Path, count: int = 12) -> Path:
-    """As openbmb/VisRAG-Ret-Test-ArxivQA: three folders; more figures than questions; labels of two kinds, and none."""
+    """Like openbmb/VisRAG-Ret-Test-ArxivQA: three folders, more figures than questions, various or no labels."""
     corpus = [{"corpus-id": f"figures/{i:04d}.jpg", "image": image(100 + i, "JPEG")} for i in range(2 * count)]
     queries, qrels = [], []
     for i in range(count):
@@ -83,10 +83,10 @@ def arxivqa(folder: Path, count: int = 12) -> Path:
     text = pa.string()
     listed = pa.list_(text)
     write(folder / "corpus/train-00000-of-00001.parquet", corpus, pa.schema([("corpus-id", text), ("image", IMAGE)]))
-    asked = pa.schema([("query-id", text), ("query", text), ("answer", text), ("options", listed)])
-    write(folder / "queries/train-00000-of-00001.parquet", queries, asked)
-    related = pa.schema([("query-id", text), ("corpus-id", text), ("score", pa.int64())])
-    write(folder / "qrels/train-00000-of-00001.parquet", qrels, related)
+    query_schema = pa.schema([("query-id", text), ("query", text), ("answer", text), ("options", listed)])
+    write(folder / "queries/train-00000-of-00001.parquet", queries, query_schema)
+    qrel_schema = pa.schema([("query-id", text), ("corpus-id", text), ("score", pa.int64())])
+    write(folder / "qrels/train-00000-of-00001.parquet", qrels, qrel_schema)
     return folder
 
 
@@ -101,7 +101,7 @@ VISION = pa.schema(
 
 
 def mmmu_pro(folder: Path, count: int = 10) -> Path:
-    """As MMMU/MMMU_Pro: the same questions three times, options a list written as text, marks in both, 7 images."""
+    """Like MMMU/MMMU_Pro: the same questions three times, options as a list's repr, marks in both, 7 images."""
     for options in (4, 10):
         rows = [standard(i, options) for i in range(count)]
         write(folder / f"standard ({options} options)/test-00000-of-00001.parquet", rows, STANDARD)
@@ -117,7 +117,7 @@ def mmmu_pro(folder: Path, count: int = 10) -> Path:
 def standard(i: int, count: int) -> dict[str, Any]:
     options, question = [f"choice {n} of Jane's" for n in range(count)], f"What is <image 1> in question {i}?"
     images = {1: image(300 + i)}
-    if i == 1:  # images in the options, in another order; the first is named again
+    if i == 1:  # images in the options, in another order, with the first one repeated
         options[0], options[1], options[2] = "<image 3>", "<image 2>", "as <image 1>"
         images |= {2: image(402), 3: image(403)}
     if i == 2:
@@ -130,10 +130,10 @@ def standard(i: int, count: int) -> dict[str, Any]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file but the journal, which knows when the dataset was copied."""
+    """The bytes of every file but the journal, which contains the time of the copy."""
     files = sorted(file for file in folder.rglob("*") if file.is_file() and file.name != ".prepared.json")
     return {str(file.relative_to(folder)): file.read_bytes() for file in files}
 
 
-def rows_of(folder: Path) -> list[dict[str, Any]]:
+def read_rows(folder: Path) -> list[dict[str, Any]]:
     return [row for file in sorted(folder.glob("*/*.parquet")) for row in pq.read_table(file).to_pylist()]

@@ -1,7 +1,7 @@
-"""Random batches for the laws that hold for every batch.
+"""Random batches for properties that hold for every batch.
 
-A `Step` is a random rollout batch with every stream a step has. `train_batch` takes it through all of algorithms/:
-advantages, S, filters, scaling, token weights, correction, term weights.
+A `Step` is a random rollout batch with every tensor that a step has. `train_batch` applies all of algorithms/ to it:
+advantages, S, filters, scaling, token weights, correction, loss weights.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_LENGTH = 12
 class Step:
     rollouts: Rollouts
     rewards: Tensor  # [N]
-    old: Tensor  # [N, T], and so are all that follow
+    old: Tensor  # [N, T], like all the following
     perturbed: Tensor
     entropy: Tensor
     reference: Tensor
@@ -43,7 +43,7 @@ class Step:
         return take_rows(self, index)
 
     def widened(self, extra: int, fill: float) -> Step:
-        """More padding, and `fill` wherever nothing is valid."""
+        """Adds padding, and writes `fill` wherever the mask is false."""
         mask = torch.nn.functional.pad(self.rollouts.mask, (0, extra))
 
         def widen(x: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ class Step:
 
 @st.composite
 def steps(draw, min_rows=1, empty_rows=True):
-    """Uneven groups in mixed order, some without an image, some rows of one token, some rows of none."""
+    """Uneven groups in mixed order, some without an image, some rows with one token or none."""
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4).filter(lambda sizes: sum(sizes) >= min_rows))
     visual = draw(st.lists(st.booleans(), min_size=len(sizes), max_size=len(sizes)))
     group = draw(st.permutations([g for g, size in enumerate(sizes) for _ in range(size)]))
@@ -74,7 +74,7 @@ def steps(draw, min_rows=1, empty_rows=True):
     old = stream(low=-3)
     return Step(
         rollouts,
-        rewards=torch.randint(0, 4, (len(group),), generator=random) / 2,  # ties and flat groups do occur
+        rewards=torch.randint(0, 4, (len(group),), generator=random) / 2,  # with ties and constant groups
         old=old,
         perturbed=old + stream(low=-2, high=1),
         entropy=stream(high=2),
@@ -102,38 +102,33 @@ LOSS_TYPES = st.sampled_from(["grpo", "dapo", "bnpo", "dr_grpo"])
 DENOMINATORS = st.sampled_from(["all", "selected"])
 
 
-def signals_of(step: Step) -> Signals:
+def make_signals(step: Step) -> Signals:
     dependency = visual_dependency(step.old, step.perturbed, step.rollouts.mask)
     mass = step.mass[:, :, None].expand(-1, -1, len(SEGMENTS), -1)
     return Signals(old_logprobs=step.old, dependency=dependency, entropy=step.entropy, attention_mass=mass)
 
 
-def weights_of(step: Step, rule: AttentionWeights) -> Tensor:
+def compute_weights(step: Step, rule: AttentionWeights) -> Tensor:
     sizes = pool_sizes(step.rollouts.prompts)[step.rollouts.group]
     return rule.weights(step.mass, sizes, step.rollouts.mask)
 
 
-DECIDED = (
-    "advantage",
-    "keep_mask",
-    "token_weight",
-    "response_weight",
-)  # what credit decides; its weights are there to be looked at
+DECIDED = ("advantage", "keep_mask", "token_weight", "response_weight")  # credit without the weights, which are logged
 
 
-def experience_of(step: Step) -> Experience:
+def make_experience(step: Step) -> Experience:
     rollouts = step.rollouts
     advantage = advantages.grpo(step.rewards, rollouts.group, rollouts.mask)
-    return fake_experience(rollouts, signals_of(step), advantage)
+    return fake_experience(rollouts, make_signals(step), advantage)
 
 
-def credit_of(step: Step, rules: Rules) -> Credit:
-    return assign(rules, experience_of(step), (0, 0))
+def assign_credit(step: Step, rules: Rules) -> Credit:
+    return assign(rules, make_experience(step), (0, 0))
 
 
 def train_batch(step: Step, rules: Rules, loss_type="dapo", denominator="all", silenced=None) -> TrainBatch:
     mask = step.rollouts.mask
-    credit = credit_of(step, rules)
+    credit = assign_credit(step, rules)
     weights = loss_weights(credit.token_weight, credit.keep_mask, loss_type, MAX_LENGTH, denominator, silenced)
     correction = mismatch_correction(step.old, step.behaviour, mask, 2.0, "sequence")
     return TrainBatch(step.rollouts, step.old, credit.advantage, correction, weights, step.reference)

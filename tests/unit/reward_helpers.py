@@ -1,4 +1,4 @@
-"""Rollouts with the rows and responses that a reward test wants, and rewards as a run computes them."""
+"""Rollouts with given rows and responses for tests of rewards, and rewards as a run computes them."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples/rewards"
 
 
 def rows(texts, answers, group=None, chat=False, pictures=None, **columns):
-    """Rollouts whose responses and rows are these; a column holds one value a prompt."""
+    """Rollouts with these responses and rows; a column has one value per prompt."""
     group = list(range(len(texts))) if group is None else group
     plain = fake_rollouts([2 + i for i in range(len(texts))], group=group)
     prompts = tuple(
@@ -35,7 +35,7 @@ def rows(texts, answers, group=None, chat=False, pictures=None, **columns):
 
 
 def scored(spec, rollouts, step=0, signals=None, **settings):
-    """By file: through the config and the sandbox, as a run does it. A callable: in this process."""
+    """Scores by a file through the config and the sandbox, as in a run, or by a callable in this process."""
     by_file = isinstance(spec, (str, Path))
     overrides = {"worker.reward.num_cpus": 1} | {f"worker.reward.{key}": value for key, value in settings.items()}
     functions = {"worker.reward.functions": (str(spec),)} if by_file else {}
@@ -53,7 +53,7 @@ def named(tmp_path, source, name="rewards_of_mine.py"):
 
 
 def score(spec, **overrides):
-    """The functions that a name means, and what they say of one response: through the scorer, as a run does it."""
+    """The functions that a name resolves to, and their rewards for one response, through the scorer as in a run."""
     settings = {"worker.reward.functions": (spec,), "worker.reward.num_cpus": 1}
     scorer = build_scorer(load_config(None, settings | overrides), 10)
     try:

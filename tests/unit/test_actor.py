@@ -1,4 +1,4 @@
-"""Which passes an actor asks of its model, over which rows and views."""
+"""Which passes an actor runs, over which rows and views."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -27,14 +27,14 @@ class OneWeight(nn.Module):
 
 
 @dataclass
-class Told:
-    """A forward pass that writes down what it is asked, and answers with the number of the row (its version)."""
+class FakeForward:
+    """A forward pass that records its calls and returns the number of each row (its version)."""
 
     backbone: SimpleNamespace = field(
         default_factory=lambda: SimpleNamespace(model=OneWeight(), ranks=SINGLE_PROCESS, device=OneWeight.device)
     )
     asked: list = field(default_factory=list)
-    support: float | None = None  # log of the probability of what the sampler's cut leaves
+    support: float | None = None  # log of the probability mass that the sampler's cut keeps
 
     def signals(self, rollouts, needs=None, views=None):
         self.asked.append((rollouts.version.tolist(), needs, views))
@@ -57,7 +57,7 @@ class Told:
 
 
 @dataclass
-class ToldReference:
+class FakeReference:
     asked: list = field(default_factory=list)
     forward: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(backbone=SimpleNamespace(model=None)))
 
@@ -88,17 +88,17 @@ class Views:
         return prompt.task.id, step
 
 
-def actor_of(batching=None, reference=None, **options):
+def make_actor(batching=None, reference=None, **options):
     batching = batching or MicroBatching(rows=2)
     return LocalActor(
-        Told(), OptimizerSettings(), perturbation=Views(), update_batching=batching, probe_batching=batching,
+        FakeForward(), OptimizerSettings(), perturbation=Views(), update_batching=batching, probe_batching=batching,
         encoder_files={}, reference=reference, **options,
     )  # fmt: skip
 
 
 # -------------------------------------------------------------------------------------------------------------- probing
 def test_a_probe_goes_over_the_rows_pass_by_pass():
-    actor, rollouts = actor_of(), fake_rollouts([2, 1, 3])
+    actor, rollouts = make_actor(), fake_rollouts([2, 1, 3])
     found = actor.probe(rollouts, Needs("old_logprobs"), 0)
     assert [rows for rows, _, _ in actor.forward.asked] == [[0, 1], [2]]
     same(found.old_logprobs, torch.tensor([[0.0, 0, 0], [1, 0, 0], [2, 2, 2]]))
@@ -106,20 +106,20 @@ def test_a_probe_goes_over_the_rows_pass_by_pass():
 
 
 def test_two_views_are_of_this_step():
-    actor = actor_of(MicroBatching(rows=3))
+    actor = make_actor(MicroBatching(rows=3))
     actor.probe(fake_rollouts([2, 1, 3], group=[0, 0, 1]), Needs("dependency"), 5)
     assert actor.forward.asked[0][2] == [("p0", 5), ("p1", 5)]
 
 
-def test_with_nothing_needed_no_pass_is_made():
-    actor = actor_of()
+def test_without_needs_no_pass_runs():
+    actor = make_actor()
     assert set(vars(actor.probe(fake_rollouts([2, 1]), Needs(), 0)).values()) == {None}
     assert actor.forward.asked == []
 
 
 @pytest.mark.parametrize("seen", [True, False])
-def test_attention_is_read_only_where_there_is_an_image(seen):
-    actor = actor_of(MicroBatching(rows=2))
+def test_attention_is_read_only_for_rows_with_an_image(seen):
+    actor = make_actor(MicroBatching(rows=2))
     actor.probe(
         fake_rollouts([2, 1], visual=[seen]), Needs("attention_mass", "prompt_attention_mass", "old_logprobs"), 0
     )
@@ -132,40 +132,40 @@ def test_attention_is_read_only_where_there_is_an_image(seen):
 
 
 def test_one_image_among_the_prompts_is_enough_to_read_attention():
-    actor = actor_of()
+    actor = make_actor()
     actor.probe(fake_rollouts([2, 1], group=[0, 1], visual=[False, True]), Needs("attention_mass"), 0)
     assert actor.forward.asked[0][1] == Needs("attention_mass")
 
 
 @pytest.mark.parametrize("name", ["ref_logprobs", "divergence"])
-def test_the_reference_is_asked_for_its_own_signals(name):
-    actor = actor_of(reference=ToldReference())
+def test_the_reference_computes_its_own_signals(name):
+    actor = make_actor(reference=FakeReference())
     found = actor.probe(fake_rollouts([2, 1, 3]), Needs("old_logprobs", name, "values"), 0)
     assert [needs for _, needs, _ in actor.forward.asked] == [Needs("old_logprobs")] * 2
     assert [rows for rows, _, _ in actor.reference.asked] == [[0, 1], [2]]
     assert all(policy is actor.forward and name in needs for _, needs, policy in actor.reference.asked)
     assert found.old_logprobs is not None and found.ref_logprobs is not None
     actor.probe(fake_rollouts([2]), Needs("old_logprobs"), 0)
-    assert len(actor.reference.asked) == 2, "not where nobody reads it"
+    assert len(actor.reference.asked) == 2, "not if it is not needed"
 
 
 @pytest.mark.parametrize(("less", "passes"), [(0, [[0, 1, 2, 3]]), (1, [[0, 1], [2, 3]])])
 def test_the_reference_reads_everything_once(less, passes):
     """Whatever the number of views of the policy's own pass."""
-    actor = actor_of(MicroBatching(tokens=2 * (prompt_tokens() + 4) - less), reference=ToldReference())
+    actor = make_actor(MicroBatching(tokens=2 * (prompt_tokens() + 4) - less), reference=FakeReference())
     actor.probe(ROLLOUTS, Needs("dependency", "ref_logprobs"), 0)
     assert [rows for rows, _, _ in actor.reference.asked] == passes
 
 
-def test_a_reference_that_nobody_built_is_our_mistake():
+def test_a_missing_reference_is_an_internal_error():
     with pytest.raises(AssertionError):
-        actor_of().probe(fake_rollouts([1]), Needs("ref_logprobs"), 0)
+        make_actor().probe(fake_rollouts([1]), Needs("ref_logprobs"), 0)
 
 
 # ------------------------------------------------------------------------------------------------------------- updating
 @pytest.mark.parametrize("measured", [True, False])
 def test_entropy_is_measured_by_the_update_where_no_probe_did(measured):
-    actor, rollouts = actor_of(MicroBatching(rows=2)), fake_rollouts([2, 1])
+    actor, rollouts = make_actor(MicroBatching(rows=2)), fake_rollouts([2, 1])
     zeros = torch.zeros(2, 2)
     batch = fake_batch(rollouts, zeros if measured else None, zeros)
     metrics = actor.update([batch], Loss())
@@ -176,9 +176,9 @@ def test_entropy_is_measured_by_the_update_where_no_probe_did(measured):
 
 
 @pytest.mark.parametrize("measured", [True, False])
-def test_a_full_divergence_is_asked_of_the_reference_pass_by_pass(measured):
-    """Before the policy's own pass, which then says log-probs and divergence."""
-    actor, rollouts = actor_of(MicroBatching(rows=2), reference=ToldReference()), fake_rollouts([2, 1, 3])
+def test_the_reference_computes_a_full_divergence_pass_by_pass(measured):
+    """Before the policy's own pass, which then returns log-probs and divergence."""
+    actor, rollouts = make_actor(MicroBatching(rows=2), reference=FakeReference()), fake_rollouts([2, 1, 3])
     zeros = torch.zeros(3, 3)
     batch = fake_batch(rollouts, zeros if measured else None, zeros)
     actor.model.w.data.fill_(0.5)
@@ -186,25 +186,25 @@ def test_a_full_divergence_is_asked_of_the_reference_pass_by_pass(measured):
     assert actor.reference.asked == [[0, 1], [2]]
     assert actor.forward.asked == ["policy", not measured] * 2
     assert metrics["divergence_loss"] == pytest.approx(1.5), "the mean over its tokens"
-    assert metrics["grad_norm"] == pytest.approx(0.3), "three times the coefficient, and nothing else"
+    assert metrics["grad_norm"] == pytest.approx(0.3), "only the coefficient is tripled"
     assert ("entropy" in metrics) is not measured
     with pytest.raises(AssertionError, match="reference"):
-        actor_of().update([batch], Loss(divergence="full", divergence_coef=0.1))
+        make_actor().update([batch], Loss(divergence="full", divergence_coef=0.1))
 
 
 def test_a_gradient_has_the_reference_where_its_loss_does(monkeypatch):
     batch = fake_batch(fake_rollouts([2, 1]), torch.zeros(2, 2), torch.zeros(2, 2))
-    assert len(actor_of().gradient([batch], Loss())) == 1, "no reference, and nobody asks for one"
-    actor, staged = actor_of(reference=ToldReference()), []
+    assert len(make_actor().gradient([batch], Loss())) == 1, "no reference is needed"
+    actor, staged = make_actor(reference=FakeReference()), []
     monkeypatch.setattr(actor, "_with_reference", lambda work: staged.append(1) or work())
     (gradient,) = actor.gradient([batch], Loss(divergence="full", divergence_coef=0.1))
     assert staged == [1] and gradient.item() == pytest.approx(0.3)
 
 
-def test_how_far_the_sampler_was_is_told_on_what_its_cut_leaves():
-    """The policy says -1/2 of each token and log 1/2 of the cut, -1/2 - log 1/2 = 0.19 within it; the sampler had said
-    0, 1/4 and 1: 0.19, 0.06 and 0.81 away, a third each."""
-    actor, rollouts, zeros = actor_of(), fake_rollouts([2, 1]), torch.zeros(2, 2)
+def test_the_distance_to_the_sampler_is_measured_on_its_support():
+    """The policy's log-prob is -1/2 for each token and log 1/2 for the support, so -1/2 - log 1/2 = 0.19 within it; the
+    sampler's are 0, 1/4 and 1: distances of 0.19, 0.06 and 0.81, averaged."""
+    actor, rollouts, zeros = make_actor(), fake_rollouts([2, 1]), torch.zeros(2, 2)
     behaviour = torch.tensor([[0.0, 0.25], [1.0, 9.0]])
     batch = fake_batch(replace(rollouts, rollout_logprobs=behaviour), zeros, zeros)
     actor.model.w.data.fill_(-0.5)
@@ -218,20 +218,20 @@ def test_how_far_the_sampler_was_is_told_on_what_its_cut_leaves():
 
 
 # -------------------------------------------------------------------------------------------------- where weights lie
-def reference_of(model):
-    return ToldReference(forward=SimpleNamespace(backbone=SimpleNamespace(model=model)))
+def make_reference(model):
+    return FakeReference(forward=SimpleNamespace(backbone=SimpleNamespace(model=model)))
 
 
-def test_nothing_is_offloaded_unless_that_is_asked_for():
-    actor = actor_of(reference=reference_of(OneWeight()))
+def test_nothing_is_offloaded_unless_requested():
+    actor = make_actor(reference=make_reference(OneWeight()))
     assert actor.offloaded_reference is None and not actor.learner.pieces
-    assert actor_of(offload_reference=True).offloaded_reference is None, "there is none"
-    assert actor_of(offload_optimizer=True).learner.pieces
+    assert make_actor(offload_reference=True).offloaded_reference is None, "there is none"
+    assert make_actor(offload_optimizer=True).learner.pieces
 
 
-def test_an_offloaded_reference_is_on_the_device_while_it_is_asked():
+def test_an_offloaded_reference_is_on_the_device_during_its_pass():
     model = OneWeight()
-    actor = actor_of(reference=reference_of(model), offload_reference=True)
+    actor = make_actor(reference=make_reference(model), offload_reference=True)
     parked = model.w.data_ptr()
     seen = []
     actor._with_reference(lambda: seen.append(model.w.data_ptr()))
@@ -239,19 +239,19 @@ def test_an_offloaded_reference_is_on_the_device_while_it_is_asked():
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_the_reference_is_whole_while_it_is_asked_unless_it_is_the_policy(own, monkeypatch):
+def test_the_reference_is_unsharded_during_its_pass_unless_it_is_the_policy(own, monkeypatch):
     """The policy's own model is made whole pass by pass, and twice would be once too often."""
     whole = []
     monkeypatch.setattr("mtrl.workers.actor.run_frozen_forward", lambda model, work: whole.append(model) or work())
-    actor = actor_of()
+    actor = make_actor()
     model = actor.model if own else OneWeight()
-    actor.reference = reference_of(model)
+    actor.reference = make_reference(model)
     actor.probe(fake_rollouts([2, 1, 3]), Needs("ref_logprobs"), 0)
     assert whole == ([] if own else [model]) and len(actor.reference.asked) == 2
 
 
-def test_what_it_publishes_and_keeps():
-    actor = actor_of()
+def test_published_weights_and_snapshots():
+    actor = make_actor()
     actor.learner.version = 4
     weights = actor.publish()
     assert weights.version == 4 and set(weights.tensors) == {"w"}

@@ -1,11 +1,11 @@
-"""LoRA: which projections get adapters, what they say and whether disks, merges and other tools agree."""
+"""LoRA: which projections get adapters, their log-probs, and whether files, merges and other tools agree."""
 
 import json
 from dataclasses import replace
 
 import pytest
 import torch
-from tiny_models import checkpoint, encoder_of, fresh_backbone, prompts_for, random_rollouts
+from tiny_models import checkpoint, fresh_backbone, get_encoder, prompts_for, random_rollouts
 
 from mtrl.models.adapters import (
     AdapterSettings,
@@ -33,11 +33,11 @@ FAMILY = "qwen2_5_vl"
 ALL = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
-def adapted(family=FAMILY, dtype=torch.float32, said=True, **settings):
-    """A backbone with adapters; `said`: with some that change what the model says."""
+def adapted(family=FAMILY, dtype=torch.float32, trained=True, **settings):
+    """A backbone with adapters; `trained`: with adapters that change the model's output."""
     model = fresh_backbone(family).model.to(dtype)
     add_adapters(model, AdapterSettings(rank=4, alpha=6, **settings))
-    if said:
+    if trained:
         stir(model)
     return Backbone(model, dtype)
 
@@ -54,13 +54,13 @@ def make_rollouts(family=FAMILY):
 
 
 def log_probs(backbone, family=FAMILY):
-    return Forward(backbone, encoder_of(family)).signals(make_rollouts(family)).old_logprobs
+    return Forward(backbone, get_encoder(family)).signals(make_rollouts(family)).old_logprobs
 
 
 # --------------------------------------------------------------------------------------------------- what gets adapters
 @pytest.mark.parametrize("family", ["qwen2", "qwen2_vl", FAMILY, "qwen3_vl"])
-def test_by_default_every_projection_of_the_layers_and_nothing_of_the_tower(family):
-    model = adapted(family, said=False).model
+def test_by_default_all_projections_of_the_layers_and_none_of_the_tower(family):
+    model = adapted(family, trained=False).model
     names = [name for name, module in model.named_modules() if hasattr(module, "lora_A")]
     assert {name.rpartition(".")[2] for name in names} == ALL
     assert not any("visual" in name for name in names)
@@ -75,7 +75,7 @@ def test_the_vision_tower_on_request(family, inside):
     model = adapted(family, vision_tower=True).model
     of_tower = {name for name in adapter_parameters(model) if "visual" in name}
     assert any(f".{inside}.lora_A" in name for name in of_tower) and any(".qkv.lora_A" in name for name in of_tower)
-    forward = Forward(Backbone(model), encoder_of(family))
+    forward = Forward(Backbone(model), get_encoder(family))
     forward.logp(make_rollouts(family)).sum().backward()
     gradients = [p.grad for name, p in adapter_parameters(model).items() if name in of_tower]
     assert all(gradient is not None for gradient in gradients) and any(gradient.any() for gradient in gradients)
@@ -91,7 +91,7 @@ def test_targets_are_the_ends_of_names():
 
 
 @pytest.mark.parametrize(
-    "family, settings, told",
+    "family, settings, message",
     [
         (FAMILY, {"targets": ("q_proj", "query")}, "no projection is called query; its layers have down_proj, gate"),
         (FAMILY, {"targets": ("qkv",)}, r"vision tower \(lora_vision_tower=true\) has .*qkv"),
@@ -101,19 +101,19 @@ def test_targets_are_the_ends_of_names():
         ("qwen2", {"vision_tower": True}, "lora_vision_tower: nothing in it would get an adapter"),
     ],
 )
-def test_what_binds_nothing_is_an_error_that_says_what_there_is(family, settings, told):
-    with pytest.raises(ValueError, match=told):
+def test_a_target_without_a_match_is_an_error_that_lists_the_modules(family, settings, message):
+    with pytest.raises(ValueError, match=message):
         adapted(family, **settings)
 
 
-def test_they_begin_as_nothing_the_same_on_every_run():
+def test_they_start_as_identity_the_same_on_every_run():
     torch.manual_seed(1)
     before = torch.random.get_rng_state()
-    first = adapted(said=False, seed=7)
-    assert torch.equal(torch.random.get_rng_state(), before), "nobody else's random numbers are used up"
+    first = adapted(trained=False, seed=7)
+    assert torch.equal(torch.random.get_rng_state(), before), "the global random state is unchanged"
     assert torch.equal(log_probs(first), log_probs(fresh_backbone(FAMILY)))
     torch.manual_seed(2)
-    second, other = adapted(said=False, seed=7), adapted(said=False, seed=8)
+    second, other = adapted(trained=False, seed=7), adapted(trained=False, seed=8)
     tensors = [adapter_tensors(each.model) for each in (first, second, other)]
     low = next(name for name in tensors[0] if "lora_A" in name)
     assert all(torch.equal(tensors[0][name], tensors[1][name]) for name in tensors[0])
@@ -125,12 +125,12 @@ def test_they_begin_as_nothing_the_same_on_every_run():
 
 # -------------------------------------------------------------------------------------------------------- what they say
 @pytest.mark.parametrize("family", [FAMILY, "qwen3_vl", "qwen2"])
-def test_merged_log_probs_are_those_of_the_adapters(family):
+def test_merged_log_probs_equal_those_of_the_adapters(family):
     backbone = adapted(family, vision_tower=family != "qwen2")
     expected, base = log_probs(backbone, family), log_probs(fresh_backbone(family), family)
     merged = fresh_backbone(family)
     merged.model.load_state_dict(dict(MergedWeights(backbone.model)))
-    assert (expected - base).abs().max() > 0.1, "the adapters say something"
+    assert (expected - base).abs().max() > 0.1, "the adapters change the output"
     assert (log_probs(merged, family) - expected).abs().max() < 1e-4
     merge_adapters(backbone.model)
     assert not adapter_parameters(backbone.model) and all(p.requires_grad for p in backbone.model.parameters())
@@ -140,12 +140,12 @@ def test_merged_log_probs_are_those_of_the_adapters(family):
 
 def test_the_reference_is_the_base_and_takes_no_copy():
     backbone, plain = adapted(), fresh_backbone(FAMILY)
-    policy, rollouts = Forward(backbone, encoder_of(FAMILY)), make_rollouts()
+    policy, rollouts = Forward(backbone, get_encoder(FAMILY)), make_rollouts()
     reference = Reference.under_adapters(policy)
     before = log_probs(backbone)
     found = reference.signals(rollouts, Needs("ref_logprobs", "divergence"), policy)
     assert torch.equal(found.ref_logprobs, log_probs(plain))
-    frozen = Reference.frozen(Forward(plain, encoder_of(FAMILY)))
+    frozen = Reference.frozen(Forward(plain, get_encoder(FAMILY)))
     expected = frozen.signals(rollouts, Needs("ref_logprobs", "divergence"), policy)
     assert torch.equal(found.divergence, expected.divergence) and found.divergence.max() > 0.01
     assert torch.equal(log_probs(backbone), before), "the adapters are back"
@@ -162,9 +162,9 @@ def test_a_bf16_base_is_held_once_and_products_are_narrow():
     layer.lora_A["default"].register_forward_hook(lambda _, x, y: seen.append((x[0].dtype, y.dtype)))
     wide = adapted()
     noise = (log_probs(backbone) - log_probs(wide)).abs().mean()
-    said = (log_probs(wide) - log_probs(fresh_backbone(FAMILY))).abs().mean()
+    trained = (log_probs(wide) - log_probs(fresh_backbone(FAMILY))).abs().mean()
     assert seen and set(seen) == {(torch.bfloat16, torch.bfloat16)}
-    assert noise < 0.2 * said, (noise, said)
+    assert noise < 0.2 * trained, (noise, trained)
 
 
 def test_dropout_is_for_updates_alone():
@@ -179,7 +179,7 @@ def test_dropout_is_for_updates_alone():
 def test_the_engine_samples_with_them():
     backbone = adapted()
     prompts, sampling = prompts_for(FAMILY), Sampling(n=2, max_new_tokens=4, version=3)
-    own, other = (LocalGenerator(each, encoder_of(FAMILY)) for each in (backbone, fresh_backbone(FAMILY)))
+    own, other = (LocalGenerator(each, get_encoder(FAMILY)) for each in (backbone, fresh_backbone(FAMILY)))
     before = {name: tensor.clone() for name, tensor in backbone.model.state_dict().items()}
     weights = Weights(3, exported_weights(backbone.model))
     own.load(weights)
@@ -187,7 +187,7 @@ def test_the_engine_samples_with_them():
     other.load(weights)  # without layers of peft: merged
     found, expected = other.generate(prompts, sampling), own.generate(prompts, sampling)
     assert torch.equal(found.tokens, expected.tokens)
-    scored = Forward(backbone, encoder_of(FAMILY)).signals(expected).old_logprobs
+    scored = Forward(backbone, get_encoder(FAMILY)).signals(expected).old_logprobs
     assert (expected.rollout_logprobs - scored)[expected.mask].abs().max() < 1e-4
 
 
@@ -199,8 +199,8 @@ def saved(tmp_path):
     return backbone, tmp_path
 
 
-def test_files_are_those_of_peft(saved):
-    """Loaded by peft, and by transformers, they say what the trainer said."""
+def test_files_are_in_peft_format(saved):
+    """Loaded by peft and by transformers, they give the trainer's log-probs."""
     backbone, directory = saved
     assert {file.name for file in directory.iterdir()} == {
         "adapter_config.json",
@@ -215,9 +215,9 @@ def test_files_are_those_of_peft(saved):
     assert torch.equal(log_probs(Backbone(loaded.eval())), log_probs(backbone))
 
 
-def test_they_come_back_to_the_bit_and_as_a_merged_model(saved):
+def test_they_are_restored_bitwise_and_as_a_merged_model(saved):
     backbone, directory = saved
-    other = adapted(said=False)
+    other = adapted(trained=False)
     load_weights(other.model, directory)
     assert torch.equal(log_probs(other), log_probs(backbone))
     merged = load_model(directory)
@@ -225,9 +225,9 @@ def test_they_come_back_to_the_bit_and_as_a_merged_model(saved):
     assert (log_probs(Backbone(merged)) - log_probs(backbone)).abs().max() < 1e-4
 
 
-def test_other_adapters_are_refused(saved):
+def test_other_adapters_are_an_error(saved):
     _, directory = saved
-    for settings, told in (
+    for settings, message in (
         ({"targets": ("q_proj",)}, "unknown"),
         ({"targets": None, "vision_tower": True}, "missing"),
         ({"rank": 8}, "of another size"),
@@ -235,7 +235,7 @@ def test_other_adapters_are_refused(saved):
     ):
         model = fresh_backbone(FAMILY).model
         add_adapters(model, replace(AdapterSettings(rank=4, alpha=6), **settings))
-        with pytest.raises(ValueError, match=f"holds another model than this run's: its adapters .*{told}"):
+        with pytest.raises(ValueError, match=f"holds another model than this run's: its adapters .*{message}"):
             load_weights(model, directory)
     with pytest.raises(ValueError, match="another model than this run's: it holds adapters"):
         load_weights(fresh_backbone(FAMILY).model, directory)
@@ -243,7 +243,7 @@ def test_other_adapters_are_refused(saved):
         load_weights(adapted().model, checkpoint(FAMILY))
 
 
-def test_a_base_that_is_gone_is_named(saved):
+def test_a_missing_base_is_named(saved):
     _, directory = saved
     file = directory / "adapter_config.json"
     settings = json.loads(file.read_text())

@@ -45,7 +45,7 @@ def test_tensors_give_the_same_record():
     )
 
 
-def test_responses_nobody_sampled():
+def test_responses_without_log_probs():
     """Their log-probs are zero; and where no model is known they have no tokens either."""
     assert assembled(rollout_logprobs=None).rollout_logprobs.tolist() == [[0.0] * 3] * 3
     bare = assembled(tokens=[[], [], []], rollout_logprobs=None)
@@ -62,6 +62,6 @@ def test_responses_nobody_sampled():
     ],
     ids=["a log-prob missing", "a row missing", "group", "text"],
 )
-def test_an_engine_that_hands_over_uneven_rows_is_stopped(changes, said):
+def test_an_engine_that_returns_uneven_rows_is_an_error(changes, said):
     with pytest.raises(AssertionError, match=said):
         assembled(**changes)

@@ -1,4 +1,4 @@
-"""Who sees whom, the blocks that say it to a kernel, and attention mass against whole matrices."""
+"""Document masks, their block form for a kernel, and attention mass against whole matrices."""
 
 import pytest
 import torch
@@ -13,8 +13,8 @@ from mtrl.types import NO_POOL, TEXT_POOL, VISION_POOL
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")  # on a CPU, on purpose
 
 
-def sight_of(documents, size):
-    """`documents`: each the length of a prompt and those of its responses; padding up to `size`."""
+def make_document_mask(documents, size):
+    """`documents`: for each the lengths of its prompt and responses; padded to `size`."""
     segment, prompt, name = [], [], 0
     for lengths in documents:
         first = name
@@ -26,9 +26,9 @@ def sight_of(documents, size):
     return DocumentMask(torch.tensor([segment + rest]), torch.tensor([prompt + rest]))
 
 
-def test_who_sees_whom_by_hand():
-    """A prompt of two tokens, responses of two and one; a prompt of one and its response; a padding token."""
-    dense = sight_of([[2, 2, 1], [1, 1]], 8).dense()[0, 0].int().tolist()
+def test_the_mask_by_hand():
+    """A prompt of two tokens with responses of two and one; a prompt of one with a response; a padding token."""
+    dense = make_document_mask([[2, 2, 1], [1, 1]], 8).dense()[0, 0].int().tolist()
     assert dense == [
         [1, 0, 0, 0, 0, 0, 0, 0],
         [1, 1, 0, 0, 0, 0, 0, 0],
@@ -46,9 +46,9 @@ LENGTHS = st.lists(st.integers(1, 400), min_size=1, max_size=5)
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(LENGTHS, min_size=1, max_size=4), st.integers(0, 200))
-def test_blocks_say_what_the_matrix_says(documents, padding):
+def test_blocks_equal_the_matrix(documents, padding):
     tokens = sum(map(sum, documents)) + padding
-    sight = sight_of(documents, tokens + -tokens % BLOCK)
+    sight = make_document_mask(documents, tokens + -tokens % BLOCK)
     dense = sight.dense()[0, 0]
     size = len(dense) // BLOCK
     by_block = dense.view(size, BLOCK, size, BLOCK).transpose(1, 2).flatten(2)
@@ -57,8 +57,8 @@ def test_blocks_say_what_the_matrix_says(documents, padding):
     assert torch.equal(whole, by_block.all(-1))
 
 
-def test_the_block_mask_is_the_one_that_torch_would_make():
-    sight = sight_of([[300, 70, 1, 200], [128, 128]], 1024)
+def test_the_block_mask_equals_torchs():
+    sight = make_document_mask([[300, 70, 1, 200], [128, 128]], 1024)
     ours = sight.blocks(torch.device("cpu"))
     rule = ours.mask_mod
     assert torch.equal(create_mask(rule, 1, 1, 1024, 1024, device="cpu"), sight.dense())
@@ -73,7 +73,7 @@ def heads(size, columns=16, seed=0):
     return tuple(torch.randn(1, n, size, columns, generator=draw) for n in (4, 2, 2))
 
 
-def module_of():
+def make_module():
     module = torch.nn.Module()
     module.num_key_value_groups, module.is_causal, module.layer_idx = 2, True, 0
     return module
@@ -87,7 +87,7 @@ def matrix(query, key, mask, scaling):
 
 @pytest.mark.parametrize("kind", ["blocks", "matrix"])
 def test_attention_and_mass_equal_the_matrix(kind):
-    sight = sight_of([[100, 30, 50], [40, 20]], 256)
+    sight = make_document_mask([[100, 30, 50], [40, 20]], 256)
     query, key, value = heads(256)
     dense = sight.dense()
     mask = dense if kind == "matrix" else sight.blocks(torch.device("cpu"))
@@ -98,7 +98,7 @@ def test_attention_and_mass_equal_the_matrix(kind):
     sink[0, [0, 180]] = True
     places = (torch.zeros(4, dtype=torch.long), torch.tensor([99, 120, 160, 230]))
     reader = MassReader(pool, sink, places, [range(1), range(2), range(1, 2)], mask)
-    output, _ = attention(module_of(), query, key, value, mask, readers=[reader], scaling=0.5, dropout=0.0)
+    output, _ = attention(make_module(), query, key, value, mask, readers=[reader], scaling=0.5, dropout=0.0)
     weights = matrix(query, key, dense, 0.5)
     expected = (weights @ value.repeat_interleave(2, 1)).transpose(1, 2)
     torch.testing.assert_close(output, expected, rtol=0, atol=1e-5)
@@ -117,8 +117,8 @@ def test_attention_and_mass_equal_the_matrix(kind):
 
 @pytest.mark.parametrize("kind", ["blocks", "matrix"])
 def test_the_mass_of_a_corner_is_that_of_the_whole(kind):
-    """The second document is another view's: nobody asks for it, so no attention is read there."""
-    sight = sight_of([[100, 30, 50], [300, 20]], 512)
+    """The second document is another view, for which no attention is read."""
+    sight = make_document_mask([[100, 30, 50], [300, 20]], 512)
     pool = torch.full((1, 512), -1)
     pool[0, :100] = torch.tensor([TEXT_POOL, *[VISION_POOL] * 50, *[TEXT_POOL] * 49])
     sink = torch.arange(512)[None] == 0
@@ -129,7 +129,7 @@ def test_the_mass_of_a_corner_is_that_of_the_whole(kind):
         mask = seen.dense() if kind == "matrix" else seen.blocks(torch.device("cpu"))
         reader = MassReader(pool[corner], sink[corner], places, [range(1)], mask)
         reader.add = lambda layer, output, add=reader.add: read.append(output.shape[1]) or add(layer, output)
-        attention(module_of(), *heads(512), sight.dense(), readers=[reader], scaling=0.5, dropout=0.0)
+        attention(make_module(), *heads(512), sight.dense(), readers=[reader], scaling=0.5, dropout=0.0)
         totals.append(reader.total)
     torch.testing.assert_close(totals[0], totals[1], rtol=0, atol=1e-6)
     assert (totals[0] > 0.1).all() and read == [512, 256]
@@ -141,33 +141,33 @@ def test_there_are_at_least_two_blocks(size, rounded):
 
 
 def test_one_graph_of_flex_attention_serves_all_lengths():
-    """As many documents as one likes, or a single short one: nothing is compiled again."""
+    """For any number of documents, or a single short one, nothing is compiled again."""
     torch._dynamo.reset()
     counters.clear()
     traced = torch.compile(flex_attention, dynamic=True, backend="eager")  # no C++ compiler is needed to see it
     for documents in [[60, *[20] * 8]] * 4, [[50, *[20] * 7]] * 3, [[100, 60]], [[9, 2]]:
         size = whole_blocks(sum(map(sum, documents)))
-        blocks = sight_of(documents, size).blocks(torch.device("cpu"))
+        blocks = make_document_mask(documents, size).blocks(torch.device("cpu"))
         with torch.no_grad():
             traced(*heads(size), block_mask=blocks, scale=0.5, enable_gqa=True)
     assert counters["stats"]["unique_graphs"] == 1
 
 
-def test_a_prompt_of_the_sink_alone_has_no_mass():
+def test_a_prompt_with_only_the_sink_has_no_mass():
     query, key, value = heads(4)
     pool = torch.tensor([[TEXT_POOL, -1, -1, -1]])
-    mask = sight_of([[1, 3]], 4).dense()
+    mask = make_document_mask([[1, 3]], 4).dense()
     reader = MassReader(pool, pool >= 0, (torch.zeros(1, dtype=torch.long), torch.tensor([3])), [range(1)], mask)
-    attention(module_of(), query, key, value, mask, readers=[reader], scaling=1.0, dropout=0.0)
+    attention(make_module(), query, key, value, mask, readers=[reader], scaling=1.0, dropout=0.0)
     assert (reader.total == 0).all()
 
 
-def test_flex_attention_is_what_the_blocks_go_to(monkeypatch):
+def test_blocks_go_to_flex_attention(monkeypatch):
     """On a CPU it is slow and without gradients, yet it is the kernel of the GPU route: the same numbers."""
     calls = []
     monkeypatch.setattr(
         "mtrl.models.masked_attention.flex_attention", lambda *x, **y: calls.append(1) or flex_attention(*x, **y)
     )
-    sight = sight_of([[100, 28]], 128)
-    attention(module_of(), *heads(128), sight.blocks(torch.device("cpu")), scaling=1.0, dropout=0.0)
+    sight = make_document_mask([[100, 28]], 128)
+    attention(make_module(), *heads(128), sight.blocks(torch.device("cpu")), scaling=1.0, dropout=0.0)
     assert calls

@@ -1,4 +1,4 @@
-"""`mtrl attention`: which tokens are drawn, how heat lies on an image, and the whole command on the embedded model."""
+"""`mtrl attention`: which tokens are drawn, the heat map on an image, and the whole command on the embedded model."""
 
 import json
 import re
@@ -39,12 +39,12 @@ def answered(*ratios, tokens=None, visual=True):
 def test_the_extremes_and_the_answer_are_drawn():
     answer = answered(1.0, 0.25, 4.0, 2.0, tokens=["B", " red", "(", "B"])
     torch.testing.assert_close(answer.token_vgr(), torch.tensor([1.0, 0.25, 4.0, 2.0]))
-    assert list(choose_tokens(answer, "B", ())) == [1, 2, 3], "the last B answers"
+    assert list(choose_tokens(answer, "B", ())) == [1, 2, 3], "the last B is the answer"
     assert list(choose_tokens(answer, None, ())) == [1, 2]
     assert choose_tokens(answered(1.0, 3.0, tokens=["A", "B"]), "B", ())[1].startswith("looks least")
 
 
-def test_what_is_asked_for_is_drawn():
+def test_requested_tokens_are_drawn():
     answer = answered(1, 1, 1, 1, tokens=["the", " red", " one", "."])
     assert list(choose_tokens(answer, "A", ("red", "-1", "0", "99", "blue"))) == [1, 3, 0]
     assert len(choose_tokens(answered(*[1.0] * 50, tokens=["x"] * 50), None, ("x",))) == MOST_DRAWN
@@ -52,15 +52,15 @@ def test_what_is_asked_for_is_drawn():
 
 
 # -------------------------------------------------------------------------------------------------------------- drawing
-def pixels_of(figure, axes):
-    """What is drawn in the axes, [H, W, 3]."""
+def read_pixels(figure, axes):
+    """The pixels of the axes, [H, W, 3]."""
     figure.canvas.draw()
     drawn, box = np.asarray(figure.canvas.buffer_rgba())[..., :3], axes.get_window_extent()
     top, bottom = (round(len(drawn) - y) for y in (box.y1, box.y0))
     return drawn[top:bottom, round(box.x0) : round(box.x1)].astype(int)
 
 
-def test_heat_lies_where_the_attention_is_and_the_image_is_seen_through_it():
+def test_heat_is_where_the_attention_is_and_the_image_shines_through():
     image = np.full((56, 84, 3), 255, np.uint8)
     image[:, ::28] = 0  # black lines: they must be seen everywhere
     attention = torch.tensor([[0.0, 0.0, 0.2], [0.0, 0.4, 0.0]])
@@ -68,7 +68,7 @@ def test_heat_lies_where_the_attention_is_and_the_image_is_seen_through_it():
     plain, heated, scale = figure.axes
     for axes in (plain, heated):
         assert axes.get_images()[0].get_array().shape == image.shape
-    drawn = pixels_of(figure, heated)
+    drawn = read_pixels(figure, heated)
     tall, wide = len(drawn) // 2, drawn.shape[1] // 3
     middle = lambda r, c: drawn[r * tall + tall // 2, c * wide + wide // 2]  # noqa: E731
     heat = {(r, c): middle(r, c)[0] - middle(r, c)[2] for r in range(2) for c in range(3)}
@@ -80,7 +80,7 @@ def test_heat_lies_where_the_attention_is_and_the_image_is_seen_through_it():
     assert ticks == ["0%", "10%", "20%", "30%", "40%"] and STRONGEST < 0.7
 
 
-def test_things_of_equal_brightness_are_told_apart():
+def test_colours_of_equal_brightness_stay_distinct():
     """Yellow on light blue vanished in an image of greys."""
     blue, yellow = bleach(np.array([[[192, 216, 240], [236, 231, 60]]], np.uint8))[0].astype(int)
     assert np.abs(blue - yellow).max() > 40
@@ -106,7 +106,7 @@ def test_a_panel_for_each_segment_and_a_row_for_each_image():
     tall = ImageAttention(np.zeros((4000, 28, 3), np.uint8), maps)
     figure = heat_maps("token", [wide, tall], {"early": "10%", "late": "20%"})
     assert len(figure.axes) == 2 * 3 + 1 and figure.get_size_inches()[1] < 8, (
-        "and the scale; none is taller than a page"
+        "plus the scale; none is taller than a page"
     )
     figure.canvas.draw()
     boxes = [axes.get_tightbbox() for axes in figure.axes]
@@ -123,7 +123,7 @@ def test_attention_is_cut_into_images():
 
 
 # --------------------------------------------------------------------------------------------------------------- report
-def test_the_table_leaves_out_what_has_no_image(tmp_path):
+def test_the_table_omits_responses_without_an_image(tmp_path):
     text = make_overview([answered(1.0), answered(3.0), answered(9.0, visual=False)])
     assert "3 responses, 2 of them to an image." in text
     assert text.count("| late | 2 | 1 | 1 | 3 |") == 2, "answering and reading"
@@ -164,7 +164,7 @@ def test_the_command(tmp_path, capsys):
         assert len(np.unique(colours, axis=0)) > 20, "something is drawn"
 
 
-def test_the_tokens_asked_for_are_drawn(tmp_path):
+def test_the_requested_tokens_are_drawn(tmp_path):
     words = ["attention", str(MODEL_DIRECTORY), "--samples", "1", "--tokens", "0,-1", "--out", str(tmp_path)]
     assert cli.main(words) == 0
     first, last = sorted(path.name for path in (tmp_path / "pictures").iterdir())
@@ -184,13 +184,13 @@ def test_the_tokens_asked_for_are_drawn(tmp_path):
         ([str(MODEL_DIRECTORY), "--data", "nowhere.jsonl"], "nowhere.jsonl"),
     ],
 )
-def test_mistakes_are_answered(words, said, capsys, tmp_path, monkeypatch):
+def test_mistakes_are_reported(words, said, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["attention", *words]) == cli.USER_ERROR
     assert said in capsys.readouterr().err
 
 
-def test_models_and_data_without_images_are_refused(tmp_path, capsys):
+def test_models_and_data_without_images_are_an_error(tmp_path, capsys):
     data = tmp_path / "text.jsonl"
     data.write_text('{"prompt": "Which?", "answer": "A"}\n')
     assert cli.main(["attention", str(checkpoint("qwen2")), "--data", str(data)]) == cli.USER_ERROR

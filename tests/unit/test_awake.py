@@ -1,4 +1,4 @@
-"""An engine holds device memory inside `with engine.resident()`, and at no other time."""
+"""An engine holds device memory only inside `with engine.resident()`."""
 
 import pytest
 
@@ -42,12 +42,12 @@ def test_it_sleeps_after_an_exception_inside():
     with pytest.raises(KeyError), engine.resident():
         with pytest.raises(KeyError), engine.resident():
             raise KeyError
-        assert engine.is_resident, "the outer block goes on"
+        assert engine.is_resident, "the outer block continues"
         raise KeyError
     assert engine.calls == ["wake", "sleep"] and not engine.is_resident
 
 
-def test_one_that_cannot_wake_is_not_awake():
+def test_an_engine_that_fails_to_wake_is_not_awake():
     engine = Engine()
     engine.wake = lambda: 1 / 0
     with pytest.raises(ZeroDivisionError), engine.resident():
@@ -55,7 +55,7 @@ def test_one_that_cannot_wake_is_not_awake():
     assert not engine.is_resident and engine.calls == []
 
 
-def test_two_engines_know_nothing_of_each_other():
+def test_two_engines_are_independent():
     one, other = Engine(), Engine()
     with one.resident():
         assert not other.is_resident

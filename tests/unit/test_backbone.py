@@ -8,8 +8,8 @@ import torch
 from tiny_models import (
     VISION_FAMILIES,
     checkpoint,
-    encoder_of,
     fresh_backbone,
+    get_encoder,
     picture,
     plain_model,
     prompt,
@@ -58,8 +58,8 @@ def backbone(family):
     return shared_backbone(family)
 
 
-def pixels_of(family, sizes):
-    encoder = encoder_of(family)
+def make_pixels(family, sizes):
+    encoder = get_encoder(family)
     arrays = [picture(encoder, *size, seed=seed) for seed, size in enumerate(sizes)]
     merge = encoder.image_settings.merge_size
     grids = tuple((1, rows * merge, columns * merge) for rows, columns in sizes)
@@ -77,7 +77,7 @@ def close(actual, expected, atol=2e-5):
 # ------------------------------------------------------------------------------------------------------ vision tower
 @pytest.mark.parametrize("name", GRIDS)
 def test_tower_equals_the_untouched_one(family, backbone, name):
-    pixels, grids = pixels_of(family, GRIDS[name])
+    pixels, grids = make_pixels(family, GRIDS[name])
     with torch.no_grad():
         ours = outputs(backbone.run_tower(pixels, grids))
         plain = outputs(plain_model(family).model.visual(pixels, grid_thw=torch.tensor(grids)))
@@ -89,7 +89,7 @@ def test_tower_equals_the_untouched_one(family, backbone, name):
 
 @pytest.mark.parametrize("name", ["odd windows", "equal images", "other sizes"])
 def test_gradients_of_the_tower_equal_the_untouched_one(family, backbone, name):
-    pixels, grids = pixels_of(family, GRIDS[name])
+    pixels, grids = make_pixels(family, GRIDS[name])
     plain = plain_model(family).model.visual
 
     def gradients(tower, output):
@@ -107,8 +107,8 @@ def test_gradients_of_the_tower_equal_the_untouched_one(family, backbone, name):
 
 
 def test_an_image_does_not_see_its_neighbour(family, backbone):
-    """Exact: what stands beside an image changes nothing in its features."""
-    (one, other), grids = [pixels_of(family, [size])[0] for size in ((5, 4), (2, 3))], ((1, 10, 8), (1, 4, 6))
+    """Exact: neighbouring images do not change an image's features."""
+    (one, other), grids = [make_pixels(family, [size])[0] for size in ((5, 4), (2, 3))], ((1, 10, 8), (1, 4, 6))
     with torch.no_grad():
         alone = outputs(backbone.run_tower(one, grids[:1]))
         together = outputs(backbone.run_tower(torch.cat([one, other]), grids))
@@ -124,7 +124,7 @@ def test_one_call_for_all_windows_of_a_length(backbone, family, monkeypatch):
     sdpa = patches.F.scaled_dot_product_attention
     monkeypatch.setattr(patches.F, "scaled_dot_product_attention", lambda *x, **y: calls.append(1) or sdpa(*x, **y))
     with torch.no_grad():
-        backbone.run_tower(*pixels_of(family, [(8, 8)] * 3))  # 4 windows each
+        backbone.run_tower(*make_pixels(family, [(8, 8)] * 3))  # 4 windows each
     assert len(calls) == len(backbone.vision_tower.blocks)
 
 
@@ -193,7 +193,7 @@ def test_dropout_is_off_while_training(family):
 
 # --------------------------------------------------------------------------------------------------- compiled pieces
 def test_each_piece_is_compiled_in_our_model_alone(family, monkeypatch):
-    """Rotary positions are a function inside transformers: another model of the process must go on as it was."""
+    """Rotary positions are a function inside transformers: other models of the process must not change."""
     calls = Counter()
 
     def counted(function, _):
@@ -202,7 +202,7 @@ def test_each_piece_is_compiled_in_our_model_alone(family, monkeypatch):
     monkeypatch.setattr(patches, "compile_function", counted)
     monkeypatch.setattr(patches, "compile_rotary", patches.compile_rotary.__wrapped__)
     theirs, ours = load_model(checkpoint(family)), Backbone(load_model(checkpoint(family)), compiled=True)
-    pixels, grids = pixels_of(family, [(4, 6)])
+    pixels, grids = make_pixels(family, [(4, 6)])
     ids, positions = torch.arange(8)[None], torch.arange(8).expand(3, 1, -1)
     with torch.no_grad():
         close(
@@ -235,7 +235,7 @@ def test_a_copy_of_a_compiled_model_runs_on_its_own_weights(family, monkeypatch)
     ours = Backbone(load_model(checkpoint(family)), compiled=True)
     frozen = Backbone(copy.deepcopy(ours.model))
     ids, positions = torch.arange(8)[None], torch.arange(8).expand(3, 1, -1)
-    pixels, grids = pixels_of(family, [(4, 6)])
+    pixels, grids = make_pixels(family, [(4, 6)])
 
     def read(backbone):
         with torch.no_grad():
@@ -264,13 +264,13 @@ def test_index_caches_are_bounded_and_right_after_eviction(family, backbone, mon
             assert len(indices._batches) <= 3 and len(indices._images) <= 4
     assert len(made) == 14
     indices(mixed[-1], device)
-    assert len(made) == 14, "the newest are kept"
+    assert len(made) == 14, "the newest are cached"
     for grids in mixed:
         assert_as_upstream(indices(grids, device), grids, backbone.vision_tower)
 
 
 def assert_as_upstream(indices, grids, tower):
-    """What upstream works out for the whole batch at once."""
+    """Upstream's result for the whole batch."""
     grid_thw, merge = torch.tensor(grids), tower.spatial_merge_size
     assert torch.equal(indices["position_ids"], vision_utils.get_vision_position_ids(grid_thw, merge))
     ends = torch.tensor([0, *(height * width for _, height, width in grids)]).cumsum(0)
@@ -298,8 +298,8 @@ def test_segments_grouped_sort_by_length():
 
 
 # ----------------------------------------------------------------------------------------------------- see and read
-def test_see_gives_each_prompt_its_own(family, backbone):
-    encoder = encoder_of(family)
+def test_encode_images_returns_features_per_prompt(family, backbone):
+    encoder = get_encoder(family)
     inputs = [encoder.inputs(each) for each in prompts_for(family)]
     with torch.no_grad():
         features = backbone.encode_images(inputs)
@@ -315,7 +315,7 @@ def test_see_gives_each_prompt_its_own(family, backbone):
 
 def test_text_alone_runs_no_tower(family, backbone, monkeypatch):
     monkeypatch.setattr(backbone, "vision_tower", None)
-    encoder = encoder_of(family)
+    encoder = get_encoder(family)
     assert backbone.encode_images([encoder.inputs(prompt(encoder, "t", "how many"))] * 2) == [None, None]
 
 
@@ -333,7 +333,7 @@ def read_right_padded(backbone, encoder, prompts):
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (1, 0), (3, 1, 2), (1, 1), (2, 0, 3, 1, 0)], ids=str)
 def test_text_rows_and_image_rows_mix_in_any_order(family, backbone, order):
-    encoder, prompts = encoder_of(family), prompts_for(family)
+    encoder, prompts = get_encoder(family), prompts_for(family)
     together = read_right_padded(backbone, encoder, [prompts[i] for i in order])
     for row, i in enumerate(order):
         (alone,) = read_right_padded(backbone, encoder, [prompts[i]])
@@ -343,7 +343,7 @@ def test_text_rows_and_image_rows_mix_in_any_order(family, backbone, order):
 # --------------------------------------------------------------------------------------------- masks and precision
 def test_a_mask_means_the_same_under_eager_attention(family):
     """Eager attention adds its mask to the scores: a bool mask would silently shift them by one."""
-    encoder, (one, *_) = encoder_of(family), prompts_for(family)
+    encoder, (one, *_) = get_encoder(family), prompts_for(family)
     inputs = encoder.inputs(one)
     mask = torch.ones(len(one.ids), len(one.ids), dtype=torch.bool).tril()
     mask[3:, 1] = False
@@ -357,7 +357,7 @@ def test_a_mask_means_the_same_under_eager_attention(family):
     close(*read)
 
 
-def test_attention_that_takes_no_mask_says_so(family):
+def test_attention_without_mask_support_is_an_error(family):
     backbone = fresh_backbone(family)
     backbone.language_model.config._attn_implementation = "flash_attention_2"
     ids, mask = torch.zeros(1, 2, dtype=torch.long), torch.ones(1, 1, 2, 2, dtype=torch.bool)
@@ -376,7 +376,7 @@ ODD_MODELS = {
 
 
 @pytest.mark.parametrize("reason", ODD_MODELS)
-def test_models_that_would_be_scored_wrongly_are_refused(reason):
+def test_models_that_would_be_scored_wrongly_are_an_error(reason):
     model = AutoModelForCausalLM.from_config(ODD_MODELS[reason])
     with pytest.raises(ValueError, match=f"not supported: .*{reason.split(',')[0]}"):
         Backbone(model)
@@ -384,10 +384,10 @@ def test_models_that_would_be_scored_wrongly_are_refused(reason):
 
 @pytest.mark.parametrize("before", [True, False])
 def test_an_adapter_of_the_first_vision_layer_is_seen(before):
-    """Put there before our product takes the layer's place, or after."""
+    """Added before our product replaces the layer, or after."""
     peft = pytest.importorskip("peft")
     backbone = fresh_backbone("qwen2_5_vl")
-    inputs = [encoder_of("qwen2_5_vl").inputs(prompts_for("qwen2_5_vl")[0])]
+    inputs = [get_encoder("qwen2_5_vl").inputs(prompts_for("qwen2_5_vl")[0])]
     with torch.no_grad():
         plain = backbone.encode_images(inputs)[0].embeds
         peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["patch_embed.proj"]), backbone.model)

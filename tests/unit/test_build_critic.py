@@ -1,11 +1,11 @@
-"""From the configuration to a critic: whose weights, which passes, which schedule, and what cannot be one."""
+"""From the configuration to a critic: its weights, passes and schedule, and models that cannot be one."""
 
 import shutil
 
 import pytest
 import torch
 from helpers import same
-from tiny_models import checkpoint, encoder_of, prompts_for, random_rollouts
+from tiny_models import checkpoint, get_encoder, prompts_for, random_rollouts
 
 from mtrl.compose import algorithm
 from mtrl.compose.critic_worker import build_critic
@@ -39,7 +39,7 @@ def test_it_starts_from_the_actors_weights_with_a_head_of_zeros():
     assert ours.keys() == theirs.keys()
     for name in ours.keys() - {"lm_head.weight"}:
         same(ours[name], theirs[name])
-        assert ours[name].data_ptr() != theirs[name].data_ptr(), "weights of its own"
+        assert ours[name].data_ptr() != theirs[name].data_ptr(), "it has its own weights"
     assert ours["lm_head.weight"].shape[0] == 1 and (ours["lm_head.weight"] == 0).all()
     rollouts = random_rollouts(prompts_for(FAMILY), [0, 1], [3, 2])
     assert (critic.probe(rollouts, Needs("values"), 0).values == 0).all()
@@ -51,21 +51,21 @@ def test_a_reward_model_brings_its_head(tmp_path):
     with torch.no_grad():
         critic.forward.backbone.output_matrix.fill_(0.25)
     save_model(critic.model, exported_weights(critic.model), tmp_path)
-    for name, content in encoder_files(encoder_of(FAMILY), checkpoint(FAMILY)).items():
+    for name, content in encoder_files(get_encoder(FAMILY), checkpoint(FAMILY)).items():
         (tmp_path / name).write_bytes(content)
     _, again = built(packaged_config(worker__critic__model__model_path=str(tmp_path)))
     assert (again.forward.backbone.output_matrix == 0.25).all()
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ("family", "its family is qwen3_vl, not qwen2_5_vl; use a model of the actor's family"),
         ("tokenizer", "its tokenizer differs"),
         ("images", "its image settings differ"),
     ],
 )
-def test_what_cannot_read_the_actors_inputs_is_refused(change, told, tmp_path):
+def test_a_critic_that_cannot_read_the_actors_inputs_is_an_error(change, message, tmp_path):
     path = tmp_path / "critic"
     shutil.copytree(checkpoint("qwen3_vl" if change == "family" else FAMILY), path)
     if change == "tokenizer":
@@ -79,7 +79,7 @@ def test_what_cannot_read_the_actors_inputs_is_refused(change, told, tmp_path):
         file.write_text(file.read_text().replace('"image_mean": [', '"image_mean": [0.1, 0.2, 0.3], "was": ['))
     with pytest.raises(ConfigError, match=r"worker\.critic\.model\.model_path") as caught:
         built(packaged_config(worker__critic__model__model_path=str(path)))
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 # --------------------------------------------------------------------------------------------------------------- passes
@@ -137,7 +137,7 @@ def test_the_clip_reaches_the_loss():
 
 # ---------------------------------------------------------------------------------------------------- what hardly works
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         ({"worker.critic.warmup_steps": 5, "training.max_steps": 5}, "only the critic is trained"),
         ({"worker.critic.optim.lr": 0.0}, "the critic is not trained"),
@@ -145,10 +145,12 @@ def test_the_clip_reaches_the_loss():
         ({"worker.actor.fsdp.param_dtype": "bf16"}, "= bf16 with worker.critic.optim.lr = 1e-05"),
     ],
 )
-def test_settings_that_hardly_do_what_is_hoped_for(overrides, told):
-    assert any(told in line for line in find_warnings(load_config(None, GAE | overrides)))
+def test_doubtful_settings_are_reported(overrides, message):
+    assert any(message in line for line in find_warnings(load_config(None, GAE | overrides)))
     without = GAE | {"optimization.advantage_estimator": "grpo"}
-    assert not any(told in line for line in find_warnings(load_config(None, without | overrides))), "there is no critic"
+    assert not any(message in line for line in find_warnings(load_config(None, without | overrides))), (
+        "there is no critic"
+    )
 
 
 def test_a_warm_up_that_ends_is_not_warned_of():
@@ -156,7 +158,7 @@ def test_a_warm_up_that_ends_is_not_warned_of():
     assert list(find_warnings(load_config(None, GAE | keys))) == []
 
 
-def test_a_rule_may_read_values_where_there_is_a_critic(tmp_path):
+def test_a_rule_may_read_values_if_there_is_a_critic(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
         "from dataclasses import dataclass\nfrom mtrl.algorithms.credit import Weight\nfrom mtrl.types import Needs\n"

@@ -19,7 +19,7 @@ def test_the_page_has_the_table_of_the_result():
 
 
 @pytest.mark.parametrize("spec", RECIPES, ids=lambda spec: spec.stem)
-def test_a_recipe_is_for_what_its_name_says(spec):
+def test_a_recipe_matches_its_name(spec):
     config = load_config(spec, {})
     size, card = spec.stem.split("_")[:2]
     assert config.worker.actor.model.model_path == f"Qwen/Qwen2.5-VL-{size.upper()}-Instruct"

@@ -1,4 +1,4 @@
-"""Checkpoints: complete or not there, whole or refused, the newest and the best kept, and no failure kills a run."""
+"""Checkpoints are complete or absent, damage is an error, the newest and the best stay; a failed save ends no run."""
 
 import json
 import os
@@ -39,7 +39,7 @@ class FakeSnapshot:
 
 
 class FakeLearner:
-    """Takes over what a fake snapshot wrote."""
+    """Restores the state that a fake snapshot wrote."""
 
     text = None
 
@@ -47,7 +47,7 @@ class FakeLearner:
         self.text = (directory / "model.safetensors").read_text()
 
 
-def store_of(tmp_path, *arguments, **settings) -> FolderStore:
+def make_store(tmp_path, *arguments, **settings) -> FolderStore:
     return FolderStore(tmp_path / "checkpoints", *arguments, **settings)
 
 
@@ -100,7 +100,7 @@ def test_every_single_bit_counts(sealed, name):
 
 
 @pytest.mark.parametrize("name", ["weights", "config.json", "trainer/optimizer", MANIFEST])
-def test_cut_off_emptied_lengthened_or_gone(sealed, name):
+def test_truncated_emptied_extended_or_missing_files(sealed, name):
     path = sealed / name
     whole = path.read_bytes()
     for content in (whole[:-1], whole[: len(whole) // 2], b"", whole + b"\0", whole + b" "):
@@ -127,7 +127,7 @@ def test_a_manifest_that_is_valid_json_of_another_kind(sealed):
 # ------------------------------------------------------------------------------------------------------- what is kept
 @pytest.mark.parametrize(("limit", "kept"), [(-1, [2, 9, 10]), (2, [9, 10]), (1, [10]), (0, [10]), (5, [2, 9, 10])])
 def test_the_newest_stay(tmp_path, limit, kept):
-    store = store_of(tmp_path, limit)
+    store = make_store(tmp_path, limit)
     for step in (2, 9, 10):
         save(store, step)
     assert names(tmp_path) == {f"step_{step}" for step in kept}
@@ -140,55 +140,55 @@ def test_the_newest_stay(tmp_path, limit, kept):
 
 
 def test_the_best_stays_too_and_best_model_leads_to_it(tmp_path):
-    store = store_of(tmp_path, 1, METRIC)
+    store = make_store(tmp_path, 1, METRIC)
     link = tmp_path / "checkpoints" / "best_model"
     for step, score, best, kept in [
         (1, 0.2, 1, {1}),
         (2, 0.5, 2, {2}),
         (3, None, 2, {2, 3}),
-        (4, 0.5, 2, {2, 4}),  # an equal one comes too late
+        (4, 0.5, 2, {2, 4}),  # an equal score does not replace the best
         (5, 0.1, 2, {2, 5}),
         (6, float("nan"), 2, {2, 6}),
         (7, 0.6, 7, {7}),
     ]:
         assert store.is_best(score) == (step in (1, 2, 7))
         save(store, step, score)
-        assert os.readlink(link) == f"step_{best}", "relative: a run that is moved keeps its best model"
+        assert os.readlink(link) == f"step_{best}", "relative, so that a moved run keeps its best model"
         assert names(tmp_path) == {"best_model", *(f"step_{each}" for each in kept)}
         check_manifest(link)
 
 
 def test_the_best_is_known_after_a_restart_and_repaired_after_a_kill(tmp_path):
-    store = store_of(tmp_path, 2, METRIC)
+    store = make_store(tmp_path, 2, METRIC)
     save(store, 1, 0.5)
     save(store, 2, 0.9)
     link = tmp_path / "checkpoints" / "best_model"
     link.unlink()
     link.symlink_to("step_1")  # killed after the rename, before the link
-    again = store_of(tmp_path, 2, METRIC)
+    again = make_store(tmp_path, 2, METRIC)
     assert os.readlink(link) == "step_2"
     assert not again.is_best(0.9) and again.is_best(0.91)
-    other = store_of(tmp_path, 2, "val/avg@1")
+    other = make_store(tmp_path, 2, "val/avg@1")
     assert other.is_best(0.1), "scores of another metric do not compare"
 
 
 def test_best_model_never_leads_nowhere(tmp_path):
-    save(store_of(tmp_path, 2, METRIC), 1, 0.5)
+    save(make_store(tmp_path, 2, METRIC), 1, 0.5)
     link = tmp_path / "checkpoints" / "best_model"
     (tmp_path / "checkpoints" / "step_1").rename(tmp_path / "checkpoints" / "step_1.damaged")
-    store = store_of(tmp_path, 2, METRIC)
+    store = make_store(tmp_path, 2, METRIC)
     assert not link.is_symlink()
     save(store, 2, 0.4)
     assert os.readlink(link) == "step_2"
 
 
-def test_what_a_kill_left_is_removed_at_the_start(tmp_path):
-    store = store_of(tmp_path, 2)
+def test_leftovers_of_a_kill_are_removed_at_the_start(tmp_path):
+    store = make_store(tmp_path, 2)
     save(store, 1)
     for leftover in (".step_2", ".step_1.old"):
         (tmp_path / "checkpoints" / leftover).mkdir()
         (tmp_path / "checkpoints" / leftover / "model.safetensors").write_text("half")
-    store_of(tmp_path, 2)
+    make_store(tmp_path, 2)
     assert names(tmp_path) == {"step_1"}
 
 
@@ -198,7 +198,7 @@ def two_snapshots(**of_critic):
 
 
 def test_each_learner_is_saved_and_restored_by_its_name(tmp_path):
-    store = store_of(tmp_path)
+    store = make_store(tmp_path)
     store.save(1, two_snapshots(), {"step": 1})
     store.close()
     (saved,) = list_checkpoints(tmp_path / "checkpoints")
@@ -213,7 +213,7 @@ def test_each_learner_is_saved_and_restored_by_its_name(tmp_path):
 
 
 def test_a_learner_that_fails_takes_the_whole_checkpoint_with_it(tmp_path, caplog):
-    store = store_of(tmp_path)
+    store = make_store(tmp_path)
     save(store, 1)
     store.save(2, two_snapshots(error=OSError(28, "No space left on device")), {"step": 2})
     store.wait()
@@ -221,7 +221,7 @@ def test_a_learner_that_fails_takes_the_whole_checkpoint_with_it(tmp_path, caplo
 
 
 def test_room_and_memory_are_counted_over_all_learners(tmp_path, monkeypatch, caplog):
-    store, snapshots = store_of(tmp_path), two_snapshots()
+    store, snapshots = make_store(tmp_path), two_snapshots()
     total = sum(snapshot.nbytes for snapshot in snapshots.values())
     monkeypatch.setattr(module, "free_memory", lambda: 2 * total - 1)
     store.save(1, snapshots, {"step": 1})
@@ -237,21 +237,23 @@ def test_room_and_memory_are_counted_over_all_learners(tmp_path, monkeypatch, ca
 
 
 def test_a_learner_that_a_checkpoint_does_not_hold(tmp_path):
-    store, learners = store_of(tmp_path), {"actor": FakeLearner(), "critic": FakeLearner()}
+    store, learners = make_store(tmp_path), {"actor": FakeLearner(), "critic": FakeLearner()}
     save(store, 1)
     with pytest.raises(
         StartError, match=r"step_1 holds no critic, which this configuration trains; use the configuration"
     ):
         store.restore(tmp_path / "checkpoints" / "step_1", learners)
-    assert learners["actor"].text is None, "nobody is half restored"
+    assert learners["actor"].text is None, "no learner is partly restored"
 
 
 # ------------------------------------------------------------------------------------------------------------ failures
-def test_a_failed_save_keeps_the_last_good_one_and_the_run_goes_on(tmp_path, caplog):
-    store = store_of(tmp_path, 1, METRIC)
+def test_a_failed_save_keeps_the_last_good_one_and_the_run_continues(tmp_path, caplog):
+    store = make_store(tmp_path, 1, METRIC)
     save(store, 1, 0.2)
     save(store, 2, 0.9, error=OSError(28, "No space left on device"))
-    assert names(tmp_path) == {"step_1", "best_model"} and store.is_best(0.3), "a best that is not there is none"
+    assert names(tmp_path) == {"step_1", "best_model"} and store.is_best(0.3), (
+        "a best checkpoint that was not written does not count"
+    )
     assert "step 2" in caplog.text and "No space left" in caplog.text and "step_1 is the last good one" in caplog.text
     with pytest.raises(RunError, match="step 2"):
         store.close()
@@ -261,15 +263,15 @@ def test_a_failed_save_keeps_the_last_good_one_and_the_run_goes_on(tmp_path, cap
 
 
 def test_a_mistake_of_ours_is_not_hidden(tmp_path):
-    store = store_of(tmp_path)
+    store = make_store(tmp_path)
     store.save(1, {"actor": FakeSnapshot(error=TypeError("ours"))}, {"step": 1})
     with pytest.raises(TypeError, match="ours"):
         store.wait()
     store.wait()
 
 
-def test_without_room_nothing_is_written(tmp_path, caplog, monkeypatch):
-    store = store_of(tmp_path)
+def test_without_disk_space_nothing_is_written(tmp_path, caplog, monkeypatch):
+    store = make_store(tmp_path)
     save(store, 1)
     free = shutil.disk_usage(tmp_path)._replace(free=module.SLACK + 5)
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: free)
@@ -280,7 +282,7 @@ def test_without_room_nothing_is_written(tmp_path, caplog, monkeypatch):
 
 
 def test_a_folder_that_cannot_be_written(tmp_path, caplog):
-    store = store_of(tmp_path)
+    store = make_store(tmp_path)
     (tmp_path / "checkpoints").write_text("a file where the folder should be")
     save(store, 1)
     assert "step 1 could not be saved" in caplog.text
@@ -291,7 +293,7 @@ def test_a_folder_that_cannot_be_written(tmp_path, caplog):
 
 @pytest.mark.parametrize("mode", [0o500, 0o000])
 def test_a_folder_that_turns_forbidden_costs_a_save_and_not_the_run(tmp_path, caplog, mode):
-    store = store_of(tmp_path, 1, METRIC)
+    store = make_store(tmp_path, 1, METRIC)
     save(store, 1, 0.5)
     (tmp_path / "checkpoints").chmod(mode)
     with bound_by_permissions():
@@ -306,7 +308,7 @@ def test_a_folder_that_turns_forbidden_costs_a_save_and_not_the_run(tmp_path, ca
 
 def test_a_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(tmp_path):
     assert list_checkpoints(tmp_path / "nowhere") == []
-    save(store_of(tmp_path), 1)
+    save(make_store(tmp_path), 1)
     (tmp_path / "checkpoints").chmod(0)
     with bound_by_permissions(), pytest.raises(PermissionError, match="checkpoints"):
         list_checkpoints(tmp_path / "checkpoints")
@@ -315,7 +317,7 @@ def test_a_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(tmp_path):
 
 def test_a_folder_that_was_removed_is_made_again(tmp_path):
     asked = []
-    store = store_of(tmp_path, before_saving=lambda: asked.append(1))
+    store = make_store(tmp_path, before_saving=lambda: asked.append(1))
     save(store, 1)
     shutil.rmtree(tmp_path / "checkpoints")
     save(store, 2)
@@ -323,7 +325,7 @@ def test_a_folder_that_was_removed_is_made_again(tmp_path):
 
 
 def test_a_rotation_that_fails_is_no_failed_save(tmp_path, caplog, monkeypatch):
-    store = store_of(tmp_path, 1)
+    store = make_store(tmp_path, 1)
     save(store, 1)
 
     def busy(folder):
@@ -336,8 +338,8 @@ def test_a_rotation_that_fails_is_no_failed_save(tmp_path, caplog, monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------------- in the background
-def test_training_goes_on_while_a_copy_is_written(tmp_path):
-    gate, store = threading.Event(), store_of(tmp_path)
+def test_training_continues_while_a_copy_is_written(tmp_path):
+    gate, store = threading.Event(), make_store(tmp_path)
     snapshot = FakeSnapshot("first", gate=gate)
     store.save(1, {"actor": snapshot}, {"step": 1})
     assert snapshot.copied == 1 and not list_checkpoints(tmp_path / "checkpoints"), (
@@ -353,7 +355,7 @@ def test_training_goes_on_while_a_copy_is_written(tmp_path):
 
 def test_without_memory_for_a_copy_it_waits(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "free_memory", lambda: 13)
-    store, snapshot = store_of(tmp_path), FakeSnapshot("1234567")
+    store, snapshot = make_store(tmp_path), FakeSnapshot("1234567")
     store.save(1, {"actor": snapshot}, {"step": 1})
     assert snapshot.copied == 0 and names(tmp_path) == {"step_1"}
     snapshot = FakeSnapshot("123456")
@@ -362,11 +364,11 @@ def test_without_memory_for_a_copy_it_waits(tmp_path, monkeypatch):
     store.wait()
 
 
-def test_a_run_that_fails_waits_for_its_save_and_one_that_is_told_to_leave_does_not(tmp_path):
+def test_a_failed_run_waits_for_its_save_and_an_interrupted_one_does_not(tmp_path):
     for error, kept in ((ValueError, {"step_1"}), (KeyboardInterrupt, set())):
         gate = threading.Event()
         release = threading.Timer(0.2, gate.set)
-        with pytest.raises(error), store_of(tmp_path) as store:
+        with pytest.raises(error), make_store(tmp_path) as store:
             store.save(1, {"actor": FakeSnapshot(gate=gate)}, {"step": 1})
             release.start()
             raise error
@@ -378,7 +380,7 @@ def test_a_run_that_fails_waits_for_its_save_and_one_that_is_told_to_leave_does_
 
 # -------------------------------------------------------------------------------------------------------------- strange
 def test_all_files_of_a_checkpoint_have_the_mode_of_a_new_file(tmp_path):
-    """safetensors gives its files to the owner alone, whatever the umask says."""
+    """safetensors makes its files readable only by the owner, for any umask."""
     folder = tmp_path / "step_1"
     folder.mkdir()
     (folder / "model.safetensors").touch(mode=0o600)
@@ -393,7 +395,7 @@ def test_all_files_of_a_checkpoint_have_the_mode_of_a_new_file(tmp_path):
 
 @pytest.mark.parametrize("name", [MANIFEST, "model.safetensors"])
 def test_a_pipe_in_a_checkpoint_is_damage(tmp_path, name):
-    save(store_of(tmp_path), 1, text="")
+    save(make_store(tmp_path), 1, text="")
     folder = tmp_path / "checkpoints" / "step_1"
     (folder / name).unlink()
     os.mkfifo(folder / name)
@@ -401,8 +403,8 @@ def test_a_pipe_in_a_checkpoint_is_damage(tmp_path, name):
         check_manifest(folder)
 
 
-def test_a_score_that_is_no_number_is_none(tmp_path):
-    store = store_of(tmp_path, metric=METRIC)
+def test_a_score_that_is_not_a_number_is_ignored(tmp_path):
+    store = make_store(tmp_path, metric=METRIC)
     save(store, 1, score=0.5)
     state = tmp_path / "checkpoints" / "step_1" / "trainer_state.json"
     state.write_text(json.dumps({"step": 1, "metric": METRIC, "score": "high"}))

@@ -1,4 +1,4 @@
-"""The command itself: its words, its streams and its signals. What a command does is tested elsewhere."""
+"""The command line itself: arguments, streams and signals. The effects of the commands are tested elsewhere."""
 
 import os
 import signal
@@ -34,7 +34,7 @@ def test_a_typo_gets_a_suggestion(typed, meant, capsys):
     assert capsys.readouterr().err == f"mtrl: no command {typed!r}; did you mean {meant}?\n"
 
 
-def test_a_word_like_no_command_gets_all_of_them(capsys):
+def test_an_unknown_command_lists_all_commands(capsys):
     assert main(["xyzzy"]) == 2
     assert "usage: mtrl COMMAND" in capsys.readouterr().err
 
@@ -55,7 +55,7 @@ def test_control_characters_of_an_argument_do_not_reach_the_terminal(capsys):
 # ------------------------------------------------------------------------------------------------------------- streams
 @pytest.mark.parametrize("closed", [(1,), (2,), (0, 1, 2)])
 def test_closed_streams_lead_nowhere(closed, tmp_path):
-    """A file that is opened later must not get the number of a closed stream, and with it what is written there."""
+    """A file opened later must not get the descriptor of a closed stream, and with it the stream's output."""
     code = "import mtrl.cli as cli, os\n"
     code += "def config(arguments):\n    kept = open('kept', 'w')\n    print('said')\n    os.write(2, b'said')\n"
     code += "    os.write(1, b'said')\n    cli.sys.stderr.write('said')\n    return 0\n"
@@ -65,7 +65,7 @@ def test_closed_streams_lead_nowhere(closed, tmp_path):
     assert (tmp_path / "kept").read_text() == ""
 
 
-def test_a_full_disk_behind_stdout_is_said():
+def test_a_full_disk_behind_stdout_is_reported():
     with open("/dev/full", "w") as full:
         done = run(command("config", "--list"), stdout=full)
     assert done.returncode == 1 and done.stderr == "mtrl: stdout cannot be written: No space left on device\n"

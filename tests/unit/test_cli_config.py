@@ -26,7 +26,7 @@ def test_config_prints_yaml_that_loads_again(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("order", [("{file}", "--dataset.seed", "4"), ("--dataset.seed", "4", "{file}")])
-def test_the_file_may_stand_anywhere(order, tmp_path, capsys):
+def test_the_file_may_be_at_any_position(order, tmp_path, capsys):
     path = tmp_path / "run.yaml"
     path.write_text("dataset: {seed: 3, shuffle: false}\n")
     assert main(["config", *(word.format(file=path) for word in order)]) == 0

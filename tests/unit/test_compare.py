@@ -1,5 +1,5 @@
-"""`mtrl compare`: runs that are there, and batches that end early, fail and go on. Runs are written by hand here; a
-real batch stands at the end, among the slow ones."""
+"""`mtrl compare`: existing runs, and batches that end early, fail and resume. Runs are written by hand here; a real
+batch is at the end, among the slow tests."""
 
 import json
 import subprocess
@@ -67,7 +67,7 @@ def test_single_runs_have_no_interval(two_arms, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["plain"], "two configurations or runs"),
         (["plain", "nothing"], "nothing"),
@@ -81,14 +81,14 @@ def test_single_runs_have_no_interval(two_arms, monkeypatch):
         (["plain", "without"], "no validation metric in common"),
     ],
 )
-def test_wrong_words_are_told(two_arms, monkeypatch, capsys, words, told):
+def test_wrong_arguments_are_reported(two_arms, monkeypatch, capsys, words, message):
     monkeypatch.chdir(two_arms)
     Path("empty").mkdir()
     for name in ("a", "b"):
         write_run(Path("twice") / name, 0, [0.1])
     (write_run(Path("without/run"), 0, [0.1]) / "metrics.jsonl").write_text('{"step": 1, "reward/overall": 1.0}\n')
     assert main(["compare", *words]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("text", "seeds"), [("3", range(3)), ("5-9", range(5, 10)), ("7-7", range(7, 8))])
@@ -129,7 +129,7 @@ FAKE_RUN = textwrap.dedent(
 
 @pytest.fixture
 def fake_runs(tmp_path, monkeypatch):
-    """A fake in the place of `mtrl train`: it takes its words and leaves what a run leaves, at once."""
+    """A fake of `mtrl train`: it takes the same arguments and writes the files of a run at once."""
     script = tmp_path / "fake_run.py"
     script.write_text(FAKE_RUN)
     real = batch.SeedJob.command
@@ -153,22 +153,22 @@ def test_a_batch_runs_everything_once(fake_runs):
     assert said == ["4 of 4 runs are done already"]
 
 
-def test_a_run_that_fails_is_told_and_the_others_go_on(fake_runs):
+def test_a_failed_run_is_reported_and_the_others_continue(fake_runs):
     said = []
     assert run_batch(jobs(fake_runs, "fails", "one", seeds=1), 1, None, said.append) == (1, 0)
     assert any("failed   fails seed 0 (status 1)" in line and "it cannot be" in line for line in said)
     assert (fake_runs / "out/one/seed_0.done").exists() and not (fake_runs / "out/fails/seed_0.done").exists()
 
 
-def test_a_batch_ends_in_time_and_goes_on(fake_runs):
+def test_a_batch_ends_in_time_and_resumes(fake_runs):
     given = jobs(fake_runs, "one", "slow", seeds=1)
     assert run_batch(given, 2, 3.0, lambda line: None) == (0, 1)
-    assert "saved" in (fake_runs / "out/slow/seed_0.log").read_text(), "it was asked to stop, not killed"
+    assert "saved" in (fake_runs / "out/slow/seed_0.log").read_text(), "it was interrupted, not killed"
     (fake_runs / "slow.txt").write_text("quick now")
     assert run_batch(given, 2, None, lambda line: None) == (0, 0)
 
 
-def test_an_archive_goes_on_elsewhere_without_the_weights_of_what_is_done(fake_runs):
+def test_an_archive_resumes_elsewhere_without_the_weights_of_finished_runs(fake_runs):
     given = jobs(fake_runs, "one", "slow", seeds=1)
     run_batch(given, 2, 3.0, lambda line: None)
     pack(fake_runs / "out", fake_runs / "batch.tar.gz", given)
@@ -183,7 +183,7 @@ def test_an_archive_goes_on_elsewhere_without_the_weights_of_what_is_done(fake_r
 @pytest.mark.parametrize(
     ("at_once", "given", "threads"), [(1, None, "None"), (3, None, "5"), (99, None, "1"), (3, "7", "7")]
 )
-def test_runs_at_once_share_the_cores(fake_runs, monkeypatch, at_once, given, threads):
+def test_parallel_runs_share_the_cores(fake_runs, monkeypatch, at_once, given, threads):
     monkeypatch.setattr(batch.os, "sched_getaffinity", lambda process: range(16), raising=False)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if given:
@@ -197,7 +197,7 @@ def test_arms_are_checked_at_once_and_only_once(tmp_path, monkeypatch):
 
     def measured(command, **others):
         asked.append(command[3])
-        together.wait()  # the other one has begun, too
+        together.wait()  # the other one has started, too
         return subprocess.CompletedProcess(command, 0, f'loading\n{{"cosine": {len(command[3])}}}\n', "")
 
     monkeypatch.setattr(batch.subprocess, "run", measured)

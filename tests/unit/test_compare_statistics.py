@@ -1,4 +1,4 @@
-"""What is said of runs that share their seeds: by hand, and against what textbooks print."""
+"""Statistics of runs with the same seeds: by hand, and against examples of textbooks."""
 
 import doctest
 
@@ -26,7 +26,7 @@ def test_runs_are_paired_by_their_seed():
     baseline = {0: 0.1, 1: 0.5, 2: 0.9}
     found = compare_paired({0: 0.2, 1: 0.6, 2: 1.0, 7: 5.0}, baseline)
     assert found.seeds == 3 and found.difference.mean == pytest.approx(0.1)
-    assert found.p is None, "the differences are all alike"
+    assert found.p is None, "all differences are equal"
     assert compare_paired({3: 1.0}, baseline) is None
     # However much seeds differ from each other, the differences count.
     assert compare_paired({0: 0.21, 1: 0.59, 2: 1.0}, baseline).p < 0.01
@@ -51,7 +51,7 @@ def test_mcnemar_counts_the_questions_on_which_two_disagree():
     # Three won, one lost: two-sided binomial of 3 or more of 4, (1 + 4) / 16 * 2 = 0.625.
     assert mcnemar(right, baseline) == Discordant(3, 1, pytest.approx(0.625))
     assert mcnemar({"a": True}, {"a": True}) == Discordant(0, 0, 1.0)
-    assert mcnemar({"a": True}, {"b": True}) is None, "no question of the one was asked of the other"
+    assert mcnemar({"a": True}, {"b": True}) is None, "the runs have no question in common"
 
 
 def test_the_area_is_the_mean_height():

@@ -1,4 +1,4 @@
-"""Where compiled kernels are kept: with the user, unless they have chosen a place."""
+"""The directory of compiled kernels: the user's cache, unless the user has set one."""
 
 import logging
 import tempfile
@@ -12,7 +12,7 @@ from mtrl.compose.compile_cache import INDUCTOR, TRITON, set_compile_cache
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
-    """As a process begins; whatever is set in it is gone afterwards."""
+    """The environment of a new process; changes are undone afterwards."""
     for name in (INDUCTOR, TRITON):
         monkeypatch.setenv(name, "to be restored")
         monkeypatch.delenv(name)
@@ -20,7 +20,7 @@ def environment(monkeypatch):
 
 
 @pytest.mark.parametrize("imported", [False, True])
-def test_torch_keeps_them_there(tmp_path, imported, monkeypatch):
+def test_torch_stores_them_there(tmp_path, imported, monkeypatch):
     """Also where torch, on its import, has written its own choice into the environment."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     if imported:
@@ -31,7 +31,7 @@ def test_torch_keeps_them_there(tmp_path, imported, monkeypatch):
     assert set_compile_cache(tmp_path / "other") == place, "the first one stays"
 
 
-def test_what_a_user_has_set_stays(tmp_path, monkeypatch):
+def test_settings_of_the_user_stay(tmp_path, monkeypatch):
     monkeypatch.setenv(TRITON, "theirs")
     set_compile_cache(tmp_path / "a")
     assert of_torch.triton_cache_dir(0) == "theirs"
@@ -40,9 +40,9 @@ def test_what_a_user_has_set_stays(tmp_path, monkeypatch):
     assert of_torch.cache_dir() == str(tmp_path / "mine")
 
 
-def test_a_place_that_cannot_be_written_is_said(tmp_path, caplog):
+def test_a_directory_that_cannot_be_written_is_reported(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     with caplog.at_level(logging.WARNING):
         assert set_compile_cache(tmp_path / "file" / "compiled") == Path(tempfile.gettempdir())
     assert "cannot be stored in" in caplog.text and "MTRL_CACHE" in caplog.text
-    assert Path(of_torch.cache_dir()).parent == Path(tempfile.gettempdir()), "torch goes on as without us"
+    assert Path(of_torch.cache_dir()).parent == Path(tempfile.gettempdir()), "torch uses its own default"

@@ -1,4 +1,4 @@
-"""The configuration: what loads, with which types, and what survives a save."""
+"""The configuration: loading, types, and saving."""
 
 import dataclasses
 import math
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 import pytest
-from config_helpers import errors_of, only_error, write
+from config_helpers import get_errors, only_error, write
 from omegaconf import DictConfig, ListConfig
 
 from mtrl.config import Config, ConfigError, find_warnings, load_config, to_dict, to_yaml
@@ -35,7 +35,7 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return leaves
 
 
-def value_of(config: Config, key: str) -> Any:
+def get_value(config: Config, key: str) -> Any:
     node: Any = config
     for name in key.split("."):
         node = getattr(node, name)
@@ -54,11 +54,11 @@ def test_the_reference_has_exactly_the_keys_and_defaults_of_the_tree():
         assert (written[key], type(written[key])) == (plain, type(plain)), key
 
 
-def test_the_reference_loads_as_it_stands():
+def test_the_reference_loads_unchanged():
     assert load_config(REFERENCE) == Config() == load_config()
 
 
-def test_the_reference_is_what_the_tree_says():
+def test_the_reference_equals_the_tree():
     assert REFERENCE.read_text(encoding="utf-8") == make_reference(), "out of date: make reference"
     for line in REFERENCE.read_text(encoding="utf-8").splitlines():
         assert len(line) <= 120 and (line.endswith(":") or "#" in line or not line), line
@@ -69,18 +69,18 @@ def test_every_default_satisfies_its_own_type_and_range():
     assert load_config(None, everything) == Config()
 
 
-def test_every_key_says_what_it_means():
+def test_every_key_has_a_description():
     assert [key for key, leaf in known_leaves().items() if len(leaf.meaning) < 5 or "\n" in leaf.meaning] == []
 
 
 def test_the_result_is_frozen_and_plain_python():
     config = load_config(FULL_RUN)
     for section in ("", *known_sections()):
-        node = value_of(config, section) if section else config
+        node = get_value(config, section) if section else config
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(node, dataclasses.fields(node)[0].name, None)
     for key in known_leaves():
-        assert not isinstance(value_of(config, key), (DictConfig, ListConfig, list)), key
+        assert not isinstance(get_value(config, key), (DictConfig, ListConfig, list)), key
     assert type(config.worker.rollout.engine_kwargs["limit_mm_per_prompt"]) is dict
 
 
@@ -90,7 +90,7 @@ def test_two_configs_do_not_share_their_free_form_mappings():
 
 # --- every key, changed from its default, survives load, save, load ---
 
-# Keys that cannot be changed alone, and what has to change with them.
+# Keys that cannot be changed alone, and the keys that must change with them.
 COMPANIONS: dict[str, dict[str, Any]] = {
     "dataset.min_pixels": {"dataset.max_pixels": 2**30},
     "dataset.rollout_batch_size": {"worker.actor.global_batch_size": 1},
@@ -102,7 +102,7 @@ COMPANIONS: dict[str, dict[str, Any]] = {
     "worker.rollout.n_gpus": {"worker.hybrid_engine": False},
     "worker.reward.reward_type": {"worker.reward.model_path": "org/reward-model"},
 }
-# Where the type alone does not tell what a value must look like.
+# Values whose type alone does not determine their form.
 OTHERS: dict[str, Any] = {
     "optimization.token_weight_clip": [0.5, 2.0],
     "worker.actor.global_batch_size": 128,
@@ -120,7 +120,7 @@ def another(annotation: Any, within: str | None, default: Any) -> Any:
     origin, args = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
         wanted = [member for member in args if member is not type(None)]
-        return another(wanted[-1], within, default)  # of `int | Literal["auto"]` the word
+        return another(wanted[-1], within, default)  # for `int | Literal["auto"]` the literal
     if origin is Literal:
         return next(word for word in reversed(args) if word != default)
     if origin is tuple:
@@ -169,7 +169,7 @@ def test_a_changed_key_survives_load_save_load(tmp_path):
     for key, leaf in known_leaves().items():
         value = changed(key, leaf)
         settings = {**COMPANIONS.get(key, {}), key: escaped(value)}
-        kept = value_of(load_config(None, settings), key)
+        kept = get_value(load_config(None, settings), key)
         assert kept == (value if isinstance(value, dict) else as_kept(value)), key
         assert kept != leaf.default, key
         last = together[-1]
@@ -180,7 +180,7 @@ def test_a_changed_key_survives_load_save_load(tmp_path):
         loaded = load_config(None, settings)
         again = load_config(write(tmp_path, to_yaml(loaded)))
         assert again == loaded
-        assert all(type(value_of(again, key)) is type(value_of(loaded, key)) for key in settings)
+        assert all(type(get_value(again, key)) is type(get_value(loaded, key)) for key in settings)
 
 
 def fails(settings: dict[str, Any]) -> bool:
@@ -195,7 +195,7 @@ def test_null_survives_where_it_is_allowed(tmp_path):
     nullable = [key for key, leaf in known_leaves().items() if type(None) in get_args(leaf.annotation)]
     together: dict[str, None] = {}
     for key in nullable:
-        assert value_of(load_config(None, [f"{key}=null"]), key) is None, key
+        assert get_value(load_config(None, [f"{key}=null"]), key) is None, key
         together |= {} if fails(together | {key: None}) else {key: None}
     loaded = load_config(None, together)
     assert load_config(write(tmp_path, to_yaml(loaded))) == loaded and len(together) > 0.8 * len(nullable)
@@ -295,13 +295,13 @@ def test_wrong_types_and_values_out_of_range(override, expected):
     ],
 )
 def test_values_of_the_command_line(override, value):
-    kept = value_of(load_config(None, [override]), override.split("=")[0].removesuffix(".a.b"))
+    kept = get_value(load_config(None, [override]), override.split("=")[0].removesuffix(".a.b"))
     assert (kept, type(kept)) == (value, type(value))
 
 
-def test_numbers_that_were_meant_as_text_are_refused_in_a_file(tmp_path):
+def test_numbers_that_were_meant_as_text_are_errors_in_a_file(tmp_path):
     # YAML reads 2024_01 as 202401; turning that into text would silently rename the run.
-    (error,) = errors_of(write(tmp_path, "training:\n  experiment_name: 2024_01\n"))
+    (error,) = get_errors(write(tmp_path, "training:\n  experiment_name: 2024_01\n"))
     assert error.endswith("run.yaml:2: training.experiment_name: expected text, got 202401; put it in quotes")
 
 
@@ -357,7 +357,7 @@ def test_credit_rules_of_the_command_line(written, kept):
         ("[[a]]", "got [['a']]"),
     ],
 )
-def test_credit_rules_that_are_none(written, told):
+def test_invalid_credit_rules(written, told):
     wanted = "expected a list, each text or a mapping {name: value}, "
     assert only_error(f"optimization.credit={written}") == f"command line: optimization.credit: {wanted}{told}"
 
@@ -398,7 +398,7 @@ def test_overrides_from_python_keep_their_types():
         load_config(None, {"dataset.seed": object()})
 
 
-def test_words_that_are_no_overrides():
+def test_invalid_overrides():
     assert only_error("training").startswith("command line: training: not an override")
     assert only_error("--training.fresh").startswith("command line: training.fresh: no value given")
     assert "training.fresh: no value given" in only_error("--training.fresh", "--dataset.seed=3")
@@ -445,7 +445,7 @@ def test_text_that_looks_like_interpolation_survives(text, tmp_path):
     assert load_config(write(tmp_path, to_yaml(config))) == config
 
 
-# --- what a null stands for ---
+# --- the meaning of null ---
 
 
 @pytest.mark.parametrize(
@@ -469,7 +469,7 @@ def test_text_that_looks_like_interpolation_survives(text, tmp_path):
 def test_derived_values_leave_the_keys_alone(overrides, name, value):
     config = load_config(None, overrides)
     assert getattr(config, name) == value
-    differing = {key for key, leaf in known_leaves().items() if value_of(config, key) != leaf.default}
+    differing = {key for key, leaf in known_leaves().items() if get_value(config, key) != leaf.default}
     assert differing == {override.split("=")[0] for override in overrides}
 
 
@@ -519,7 +519,7 @@ def test_old_and_new_name_at_once_are_an_error_that_names_both(tmp_path):
         "worker.rollout.lag: the old name of worker.rollout.off_policy_steps, which is set too; remove "
         "worker.rollout.lag"
     )
-    assert errors_of(path) == [f"{path}:4: {message}"]
+    assert get_errors(path) == [f"{path}:4: {message}"]
     assert only_error("worker.rollout.lag=1", "worker.rollout.off_policy_steps=1") == f"command line: {message}"
 
 

@@ -1,9 +1,9 @@
-"""Configurations that nobody means well: each ends in one clear line, soon, and never in a traceback."""
+"""Malicious configurations: each ends quickly with one clear line and never with a traceback."""
 
 import os
 
 import pytest
-from config_helpers import errors_of, only_error, write
+from config_helpers import get_errors, only_error, write
 from helpers import cpu_seconds
 
 from mtrl.cli import main
@@ -19,7 +19,7 @@ def free(text: str) -> str:
 
 
 def laughs(kind: str, levels: int = 12) -> str:
-    """Each anchor holds the one before nine times: 9^12 values in a kilobyte."""
+    """Each anchor contains the previous one nine times: 9^12 values in a kilobyte."""
     lines = ["a0: &a0 {x: 1}"]
     for level in range(levels):
         names = [f"*a{level}"] * 9
@@ -91,8 +91,8 @@ def plain_seconds(tmp_path_factory):
 @pytest.mark.parametrize("text, words", [(text, words) for text, *words in HOSTILE.values()], ids=list(HOSTILE))
 def test_a_hostile_file_costs_one_line_and_no_time(text, words, plain_seconds, tmp_path):
     path, errors = write(tmp_path, text), []
-    spent = cpu_seconds(lambda: errors.extend(errors_of(path)))
-    assert spent < 300 * plain_seconds, "a few times as long as a plain file; what is refused here took hours"
+    spent = cpu_seconds(lambda: errors.extend(get_errors(path)))
+    assert spent < 300 * plain_seconds, "a few times as long as a plain file; these configurations once took hours"
     (error,) = errors
     assert error.startswith(str(path)) and "\n" not in error and len(error) < 600
     for word in words:
@@ -161,7 +161,7 @@ def test_references_that_double_are_not_written_out(ways):
         load_config(None, {**doubling, f"{KWARGS}.a40": "x"})
 
 
-def test_some_references_and_escapes_still_stand():
+def test_some_references_and_escapes_still_work():
     given = {
         f"{KWARGS}.a": {"b": "${..c}", "d": ["${worker.rollout.engine_kwargs.c}"]},
         f"{KWARGS}.c": "${dataset.seed}",
@@ -171,17 +171,17 @@ def test_some_references_and_escapes_still_stand():
     assert prompt == "Pay ${5}, not 42."
 
 
-def test_what_is_no_file_is_not_opened(tmp_path):
+def test_a_path_that_is_no_file_is_not_opened(tmp_path):
     os.mkfifo(tmp_path / "pipe.yaml")
-    assert "it is a pipe, not a file" in errors_of(tmp_path / "pipe.yaml")[0]
-    assert "it is a device, not a file" in errors_of("/dev/zero")[0]
-    assert errors_of("a\0b")[0].startswith("'a\\x00b': cannot read the file: ")
+    assert "it is a pipe, not a file" in get_errors(tmp_path / "pipe.yaml")[0]
+    assert "it is a device, not a file" in get_errors("/dev/zero")[0]
+    assert get_errors("a\0b")[0].startswith("'a\\x00b': cannot read the file: ")
 
 
-def test_five_thousand_errors_are_not_all_told(tmp_path, capsys):
-    """And the nearest key is looked for only while somebody reads."""
+def test_five_thousand_errors_are_not_all_listed(tmp_path, capsys):
+    """And the nearest key is searched only for the listed errors."""
     path = write(tmp_path, "".join(f"key{i}: 1\n" for i in range(4000)))
-    assert len(errors_of(path)) == 4000
+    assert len(get_errors(path)) == 4000
     assert main(["config", str(path)]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == MAX_ERRORS_SHOWN + 2 and lines[-1] == f"  and {4000 - MAX_ERRORS_SHOWN} more"

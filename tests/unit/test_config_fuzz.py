@@ -5,7 +5,7 @@ from soak.config_fuzz import fuzz, outcome
 from mtrl.config import ConfigError
 
 
-def test_mutated_configurations_load_or_are_refused():
+def test_mutated_configurations_load_or_are_errors():
     counts, failures, _ = fuzz(range(300), seed=1)
     assert not failures, "\n".join(failures)
     assert counts["refused"] >= 100 and counts["loaded"] >= 5 and counts["converted"] >= 1

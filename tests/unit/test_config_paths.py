@@ -1,4 +1,4 @@
-"""Paths in a YAML: beside that file where they exist there, else as typed; overrides from the working directory."""
+"""Paths in a YAML are relative to the file if they exist there, else as typed; overrides to the working directory."""
 
 import pytest
 from config_helpers import write
@@ -22,7 +22,7 @@ def folder(tmp_path, monkeypatch):
     return home
 
 
-def value_of(config, key):
+def get_value(config, key):
     for name in key.split("."):
         config = getattr(config, name)
     return config
@@ -69,17 +69,17 @@ def filled(value, home):
 
 
 @pytest.mark.parametrize("key, written, kept", FOUND)
-def test_what_exists_beside_the_file_is_taken_from_there(key, written, kept, folder):
+def test_paths_next_to_the_file_come_first(key, written, kept, folder):
     config = load_config(write(folder, nested(key, written)))
-    assert value_of(config, key) == filled(kept, folder)
+    assert get_value(config, key) == filled(kept, folder)
 
 
 @pytest.mark.parametrize("key, written", AS_TYPED)
 def test_all_else_stays_as_typed(key, written, folder):
-    assert value_of(load_config(write(folder, nested(key, written))), key) == written.strip("'")
+    assert get_value(load_config(write(folder, nested(key, written))), key) == written.strip("'")
 
 
-def test_a_name_is_no_folder_beside_the_file(folder):
+def test_a_name_is_not_a_folder_next_to_the_file(folder):
     config = load_config(write(folder, "worker: {reward: {functions: [accuracy]}}"))
     assert config.worker.reward.functions == ("accuracy",)
 
@@ -113,7 +113,7 @@ def test_a_template_that_is_nowhere_else_may_be_one_of_the_package(folder):
         assert load_config(path).dataset.format_prompt == kept
 
 
-def test_a_reference_to_another_key_is_what_that_key_says(folder):
+def test_a_reference_to_another_key_has_its_value(folder):
     path = write(folder, "dataset: {train_files: a.jsonl, val_files: '${dataset.train_files}'}")
     assert load_config(path).dataset.val_files == str(folder / "a.jsonl")
     assert load_config(path, ["dataset.train_files=a.jsonl"]).dataset.val_files == "a.jsonl"

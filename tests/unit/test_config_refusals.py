@@ -1,10 +1,10 @@
-"""What the configuration refuses, and the words it finds for it: where, which key, what to do."""
+"""Errors of the configuration and their messages: where, which key, what to do."""
 
 import re
 
 import pytest
 import torch
-from config_helpers import errors_of, only_error, write
+from config_helpers import get_errors, only_error, write
 
 from mtrl import cli
 from mtrl.config import ConfigError, find_warnings, load_config
@@ -15,13 +15,13 @@ from mtrl.config.tree import known_leaves
 # --- the report ---
 
 
-def test_all_errors_of_file_and_command_line_come_in_one_report(tmp_path):
+def test_all_errors_of_file_and_command_line_are_in_one_report(tmp_path):
     path = write(
         tmp_path,
         "dataset:\n  sed: 3\n  seed: 1\n  seed: 2\noptimization:\n  gamma: 2\n  filter_low: 0.5\ntrainer:\n"
         "  test_freq: 5\n  nnodes: 2\nworker: {rollout: 7}\n",
     )
-    errors = errors_of(path, "worker.rolout.n=4", "optimization.online_filtering=true", "optimization.filter_high=0.2")
+    errors = get_errors(path, "worker.rolout.n=4", "optimization.online_filtering=true", "optimization.filter_high=0.2")
     assert errors == [
         f"{path}:4: dataset.seed: set twice; remove one of the two",
         f"{path}:2: dataset.sed: unknown key; did you mean dataset.seed?",
@@ -41,7 +41,7 @@ def test_all_errors_of_file_and_command_line_come_in_one_report(tmp_path):
 
 
 def test_a_bad_value_does_not_cause_a_second_error_about_its_combination():
-    # With rollout_batch_size unusable, nothing can be said about its divisor.
+    # If rollout_batch_size is invalid, its divisor cannot be checked.
     assert "expected" in only_error("dataset.rollout_batch_size=many", "worker.actor.global_batch_size=7")
 
 
@@ -58,17 +58,17 @@ def test_a_bad_value_does_not_cause_a_second_error_about_its_combination():
 )
 def test_files_that_are_no_configuration(text, message, tmp_path):
     path = write(tmp_path, text)
-    (error,) = errors_of(path)
+    (error,) = get_errors(path)
     assert error.startswith(message.format(path=path))
 
 
 def test_files_that_cannot_be_read(tmp_path):
-    assert errors_of(tmp_path / "none.yaml") == [
+    assert get_errors(tmp_path / "none.yaml") == [
         f"{tmp_path / 'none.yaml'}: cannot read the file: No such file or directory"
     ]
-    assert errors_of(tmp_path) == [f"{tmp_path}: cannot read the file: Is a directory"]
+    assert get_errors(tmp_path) == [f"{tmp_path}: cannot read the file: Is a directory"]
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\x80")
-    assert errors_of(tmp_path / "binary") == [f"{tmp_path / 'binary'}: cannot read the file: it is not UTF-8 text"]
+    assert get_errors(tmp_path / "binary") == [f"{tmp_path / 'binary'}: cannot read the file: it is not UTF-8 text"]
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_the_table_is_large_and_holds_no_key_of_ours():
 
 
 @pytest.mark.parametrize("project, key, answer", FOREIGN)
-def test_every_answer_of_the_table_names_real_keys(project, key, answer):
+def test_every_message_of_the_table_names_real_keys(project, key, answer):
     target = answer.partition(";")[0]
     assert target in known_leaves() or answer.startswith("none: ")
     for mentioned in re.findall(r"\b(?:dataset|training|optimization|worker)(?:\.\w+)+", answer):
@@ -122,13 +122,13 @@ def test_every_answer_of_the_table_names_real_keys(project, key, answer):
         ("repetition_penalty", "TRL without a counterpart: "),
     ],
 )
-def test_the_words_for_foreign_keys(key, words):
+def test_the_messages_for_foreign_keys(key, words):
     assert words in only_error(f"{key}=1")
 
 
 def test_a_foreign_section_is_reported_key_by_key(tmp_path):
     path = write(tmp_path, "algorithm:\n  kl_ctrl:\n    type: fixed\n    horizon: 3\n")
-    assert [error.split("; ")[1] for error in errors_of(path)] == [
+    assert [error.split("; ")[1] for error in get_errors(path)] == [
         "here it is optimization.divergence_type",
         "here it is optimization.divergence_horizon",
     ]
@@ -337,7 +337,7 @@ def test_combinations_that_cannot_work_name_the_keys(overrides, words):
         ["worker.reward.reward_type=model", "worker.reward.model_path=org/rm"],
         ["worker.reward.functions=[accuracy,my.module,mine.py:score]", "worker.reward.weights=[1,2,3]"],
         [f"{SCHEDULE}=[[0.0,[1,2]],[0.3,[2,1]],[1,[0,1]]]"],
-        # Switches whose machinery may not be there yet are no matter of the configuration.
+        # The configuration does not check for switches that may not be supported yet.
         ["optimization.advantage_estimator=remax", "optimization.online_filtering=true", "worker.rollout.name=vllm"],
     ],
 )
@@ -345,16 +345,16 @@ def test_neighbours_that_can_work_load(overrides):
     load_config(None, overrides)
 
 
-def test_a_learning_rate_that_32_bits_cannot_hold_is_refused():
-    assert "expected a number in [0, 1e6], got 1e+38" in errors_of(None, "worker.actor.optim.lr=1e38")[0]
+def test_a_learning_rate_that_float32_cannot_hold_is_an_error():
+    assert "expected a number in [0, 1e6], got 1e+38" in get_errors(None, "worker.actor.optim.lr=1e38")[0]
     assert load_config(None, ["worker.actor.optim.lr=30"]).worker.actor.optim.lr == 30
 
 
 @pytest.mark.parametrize("key, largest", MAX_VALUES.items())
-def test_sizes_without_an_end_are_refused_and_large_ones_are_not(key, largest):
+def test_absurd_sizes_are_errors_and_large_ones_are_not(key, largest):
     same = ["worker.actor.global_batch_size=1"] if key == "dataset.rollout_batch_size" else []
     same += ["dataset.max_pixels=1000000000"] if key == "dataset.min_pixels" else []
-    assert f"the maximum is {largest:,}" in errors_of(None, f"{key}={largest + 1}", *same)[0]
+    assert f"the maximum is {largest:,}" in get_errors(None, f"{key}={largest + 1}", *same)[0]
     few = {"worker.rollout.n": "dataset.rollout_batch_size", "dataset.rollout_batch_size": "worker.rollout.n"}.get(key)
     rest = [f"{few}=2", "worker.actor.global_batch_size=1"] if few else []
     load_config(None, [f"{key}={largest}", *same, *rest])
@@ -372,8 +372,8 @@ def test_sizes_without_an_end_are_refused_and_large_ones_are_not(key, largest):
         ["dataset.rollout_batch_size=1000000", "worker.actor.global_batch_size=1", "worker.rollout.n=1000"],
     ],
 )
-def test_what_can_never_end_is_refused(overrides):
-    assert errors_of(None, *overrides)[0].startswith("command line: ")
+def test_a_run_that_never_ends_is_an_error(overrides):
+    assert get_errors(None, *overrides)[0].startswith("command line: ")
 
 
 @pytest.mark.parametrize(
@@ -401,7 +401,7 @@ def test_warnings(overrides, count):
     assert len(list(find_warnings(load_config(None, overrides)))) == count
 
 
-def test_what_is_said_of_small_steps_in_bf16_is_so():
+def test_the_warning_about_small_steps_in_bf16_is_true():
     (said,) = find_warnings(load_config(None, ["worker.actor.fsdp.param_dtype=bf16"]))
     assert "1/512 of the weight is lost" in said and "weights over 0.0005 hardly learn" in said
     for size, changed in {0.02: False, 0.002: False, 0.0001: True}.items():
@@ -414,8 +414,8 @@ def test_what_is_said_of_small_steps_in_bf16_is_so():
 
 @pytest.mark.usefixtures("remembered_passes")
 @pytest.mark.parametrize("command", ["train", "doctor"])
-def test_commands_tell_the_warnings(command, tmp_path, monkeypatch, capsys):
-    """Before anything is built: here the run is then refused, for what the local engine does not take."""
+def test_commands_print_the_warnings(command, tmp_path, monkeypatch, capsys):
+    """Before anything is built: here the run then fails, since the local engine does not support the setting."""
     monkeypatch.chdir(tmp_path)
     dtypes = [f"worker.actor.fsdp.{name}_dtype=bf16" for name in ("param", "mixed_precision")]
     words = [*dtypes, "worker.actor.optim.lr=1e-6", "worker.rollout.engine_kwargs={seed: 1}"]

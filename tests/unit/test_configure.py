@@ -24,13 +24,13 @@ def test_the_advice_for_plain_grpo_leaves_no_credit_rule_on():
     config, embedded = configure(file, overrides)
     assert (program, command, file, embedded) == ("mtrl", "train", None, CONFIG_FILE)
     assert make_credit_rules(config) == ()
-    assert make_credit_rules(configure(None, [])[0]), "or the advice would change nothing"
+    assert make_credit_rules(configure(None, [])[0]), "otherwise the advice would have no effect"
 
 
 @pytest.mark.parametrize(
     "given", [{MODEL: "x"}, {DATA: "f"}, {MODEL: "x", DATA: "f"}, {"dataset": {"train_files": "f"}}]
 )
-def test_with_a_model_or_data_the_settings_of_the_embedded_task_are_not_looked_at(given):
+def test_with_a_model_or_data_the_settings_of_the_embedded_task_are_ignored(given):
     config, embedded = configure(None, given | ONE_REWARD)
     assert not embedded and (config.worker.reward.weights, config.dataset.rollout_batch_size) == (None, 256)
 
@@ -81,7 +81,7 @@ def test_a_model_to_evaluate_by_its_name(tmp_path, monkeypatch):
 
 
 def test_on_the_command_line(tmp_path, capsys):
-    """What is told is what is wrong: there is no such model."""
+    """The message names the actual problem: there is no such model."""
     words = [f"{MODEL}=./nowhere", f"{DATA}=zoo@train", "worker.reward.functions=[accuracy]"]
     assert cli.main(["train", *words, f"training.output_dir={tmp_path}"]) == 2
     said = capsys.readouterr().err
@@ -93,7 +93,7 @@ def test_from_python():
     assert trainer.config.reward_functions == ("accuracy",) and trainer.config.worker.reward.weights is None
 
 
-def test_what_is_wrong_with_an_override_is_told_once():
+def test_an_error_in_an_override_is_reported_once():
     with pytest.raises(ConfigError) as caught:
         configure(None, [f"{MODEL}=x", "no.such_key=1", "loose"])
     assert len(caught.value.errors) == 2

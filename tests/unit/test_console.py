@@ -23,7 +23,7 @@ class Terminal(io.StringIO):
 
 
 class FakeTime:
-    """A clock that moves when it is told. It has no wall clock: who asks for one fails."""
+    """A clock that the test advances. It has no wall clock; reading one fails."""
 
     def __init__(self):
         self.now = 100.0
@@ -68,7 +68,7 @@ def test_plain_lines_off_a_terminal(time):
     shown = Console(4, QUIET, stream=stream)
     time.now = 130.0  # 20 s of start and validation, then a step of 10 s
     shown.metrics(1, VALUES)
-    time.now = 150.0  # a step of 10 s and 10 s of something else: 15 s a step, two to go
+    time.now = 150.0  # a step of 10 s and 10 s of other work: 15 s per step, two steps left
     shown.metrics(2, VALUES)
     time.now = 160.0
     shown.metrics(4, VALUES)
@@ -113,8 +113,8 @@ def test_the_time_left_follows_the_last_steps(time):
     assert etas(stream.getvalue())[29] == "1:10" and etas(stream.getvalue())[49] == "8:20"
 
 
-def test_the_time_left_of_a_run_that_goes_on(time):
-    """Steps of earlier attempts tell nothing about the speed of this one."""
+def test_the_time_left_of_a_resumed_run(time):
+    """Steps of earlier attempts do not count for the speed of this one."""
     stream = io.StringIO()
     shown = Console(100, QUIET, stream=stream)
     time.now += 500
@@ -145,7 +145,7 @@ def test_a_narrow_terminal_never_wraps(time, monkeypatch):
     assert len(stream.getvalue().lstrip("\r")) == 29
 
 
-def test_a_warning_gets_a_line_of_its_own(time):
+def test_a_warning_gets_a_separate_line(time):
     stream = Terminal()
     handler = logging.StreamHandler(stream)
     logging.getLogger().addHandler(handler)
@@ -155,7 +155,7 @@ def test_a_warning_gets_a_line_of_its_own(time):
         logging.getLogger("mtrl.anything").warning("look out")
         shown.metrics(2, VALUES)
         shown.close()
-        assert handler.filters == [], "what was hung up is taken down"
+        assert handler.filters == [], "the log filter is removed"
     finally:
         logging.getLogger().removeHandler(handler)
     lines = stream.getvalue().split("\n")
@@ -210,8 +210,8 @@ def test_a_validation_against_the_one_before_and_the_best(time):
     ]
 
 
-def test_attention_has_no_best_and_stands_in_line(time):
-    """A higher VGR is more text and less image: neither a record nor green. Layer segments stay in the files."""
+def test_attention_has_no_best_and_is_aligned(time):
+    """A higher VGR is more text and less image: neither a record nor green. Layer segments are only in the files."""
     values = {"val/attention/prompt_aei_vision_all": 1.0, "val/attention/vgr_late": 9.0, "val/avg@1": 0.5}
     lines = shown_table((0, values, {}), (2, {**values, "val/attention/prompt_aei_vision_all": 2.0}, {}))
     assert lines == [
@@ -236,7 +236,7 @@ def test_a_full_disk_behind_the_console_ends_no_run(time):
             stream.write("the disk is really full")
 
 
-def test_a_run_that_goes_on_remembers_what_was_not_undone(time):
+def test_a_resumed_run_remembers_validations_that_were_not_undone(time):
     """The first attempt validated at 0, 10 and 20 and was taken up again from step 15."""
     earlier = {0: {"val/reward_score": 1.0}, 10: {"val/reward_score": 3.0}, 20: {"val/reward_score": 9.0}}
     lines = shown_table((20, {"val/reward_score": 2.0}, {}), earlier=earlier)
@@ -263,7 +263,7 @@ def test_a_rise_is_green_and_a_fall_red(time):
 
 
 # ------------------------------------------------------------------------------------------------------------- preview
-def test_what_a_model_says_cannot_move_the_cursor():
+def test_responses_cannot_move_the_cursor():
     assert sanitize("a\x1b[2Jb\r\tc\n选\x9b") == "a\\x1b[2Jb\\r\\tc\n选\\x9b"
 
 
@@ -290,9 +290,9 @@ def test_a_sample_by_roles():
     [
         ({"accuracy": 0.0, "format": 1.0}, "31"),  # paid for its form, and wrong
         ({"math": 0.5}, "31"),
-        ({"accuracy": 1.0, "length": -2.0}, "32"),  # right, though it earned less than nothing
+        ({"accuracy": 1.0, "length": -2.0}, "32"),  # correct, with a negative reward
         ({"accuracy": float("nan"), "math": 1.0}, "32"),
-        ({"style": 3.0}, "1"),  # nobody says whether it is right
+        ({"style": 3.0}, "1"),  # without accuracy
         (None, "1"),
     ],
 )
@@ -331,7 +331,7 @@ def test_the_response_that_teaches_most():
     assert chosen.credit.tolist() == [0.0, -2.0, -2.0]
     assert chosen.tokens.untyped_storage().nbytes() == 3 * 8, "a view would hold the whole step"
     assert taught([[0.0, 0.0]]) is None and taught([[1.0, 1.0]], select=[[0, 0]]) is None
-    assert select_most_trained(fake_experience(fake_rollouts([1]))) is None, "nobody gave credit"
+    assert select_most_trained(fake_experience(fake_rollouts([1]))) is None, "there is no credit"
 
 
 def test_tokens_that_learn_are_marked():
@@ -359,7 +359,7 @@ def test_previews_come_with_a_validation(time):
     assert "responses" not in silent.getvalue()
 
 
-def test_what_stands_in_the_data_cannot_move_the_cursor(time, tmp_path):
+def test_text_of_the_data_cannot_move_the_cursor(time, tmp_path):
     """Names of columns, their values, parts of rewards, ids, texts and the folder; the colours are our own."""
     evil, stream, log = "x\x1b[2J\x07\r\u202e", Terminal(), io.StringIO()
     shown = Console(4, ConsoleSettings(directory=tmp_path / evil), decode=decode, stream=stream, log=log)
@@ -401,7 +401,7 @@ def test_the_summary(time, tmp_path):
     ]
 
 
-def test_a_run_that_stopped_says_where(time):
+def test_a_stopped_run_reports_its_step(time):
     stream = io.StringIO()
     shown = Console(12, QUIET, stream=stream)
     shown.metrics(7, VALUES)
@@ -409,7 +409,7 @@ def test_a_run_that_stopped_says_where(time):
     assert stream.getvalue().splitlines()[-1] == "stopped at step 7 of 12: 1 step in 0:00, 100 tokens/s"
 
 
-def test_without_a_step_there_is_nothing_to_sum_up():
+def test_without_a_step_there_is_no_summary():
     stream = io.StringIO()
     Console(12, QUIET, stream=stream).close()
     assert stream.getvalue() == ""

@@ -1,4 +1,4 @@
-"""`mtrl convert`: files of EasyR1, verl and TRL become configurations that load, and nothing is lost in silence."""
+"""`mtrl convert`: files of EasyR1, verl and TRL become configurations that load, and every loss is reported."""
 
 from pathlib import Path
 
@@ -25,8 +25,8 @@ def loaded(converted, tmp_path):
     return load_config(path, saved=True)
 
 
-def told(converted, *kinds):
-    """{their key: what was said} of the lines of some kinds."""
+def message(converted, *kinds):
+    """{their key: message} of the lines of some kinds."""
     lines = [line.text for line in converted.lines if line.kind in kinds]
     return {line.split(" = ")[0].split(": ")[0]: line for line in lines}
 
@@ -43,12 +43,12 @@ def leaves(tree, prefix=""):
 def test_the_example_of_easyr1(tmp_path):
     converted = convert(EASYR1)
     config = loaded(converted, tmp_path)
-    assert told(converted, DIFFERS) == {}
-    assert told(converted, LOST).keys() == {"worker.rollout.val_override_config.top_p"}
+    assert message(converted, DIFFERS) == {}
+    assert message(converted, LOST).keys() == {"worker.rollout.val_override_config.top_p"}
     said = {"worker.actor.optim.betas", "worker.actor.loss_avg_mode"}
     said |= {"no foreign key -> optimization.tis_clip"}  # save_limit is in the file
-    assert told(converted, DEFAULT).keys() == said
-    assert told(converted, MAPS, LOST).keys() == set(leaves(yaml.safe_load(EASYR1.read_text())))
+    assert message(converted, DEFAULT).keys() == said
+    assert message(converted, MAPS, LOST).keys() == set(leaves(yaml.safe_load(EASYR1.read_text())))
     dataset, actor, rollout = config.dataset, config.worker.actor, config.worker.rollout
     assert (dataset.train_files, dataset.prompt_key, dataset.rollout_batch_size) == (
         "hiyouga/geometry3k@train", "problem", 512,
@@ -70,7 +70,7 @@ def test_a_grpo_run_of_verl_maps_in_full(tmp_path, capsys):
     actor, rollout = config.worker.actor, config.worker.rollout
     assert config.dataset.train_files == "~/data/geo3k/train.parquet,~/data/extra/train.parquet"
     assert (config.dataset.rollout_batch_size, actor.global_batch_size, config.dataset.val_batch_size) == (512, 128, 64)
-    assert actor.optim.warmup_steps == 5 * 4  # of verl's steps, each of four optimizer steps
+    assert actor.optim.warmup_steps == 5 * 4  # 5 steps of verl, each with four optimizer steps
     assert actor.optim.warmup_ratio is None  # 0.0 there leaves it to the steps
     assert (actor.clip_ratio_low, actor.clip_ratio_high, actor.clip_ratio_dual) == (0.2, 0.28, 3.0)
     assert (config.optimization.loss_type, config.optimization.scale_rewards) == ("dapo", "group")
@@ -79,8 +79,8 @@ def test_a_grpo_run_of_verl_maps_in_full(tmp_path, capsys):
     assert (rollout.n, rollout.name, rollout.val.temperature, rollout.tensor_parallel_size) == (5, "vllm", 0.0, 2)
     assert config.worker.reward.reward_fn_path == "examples/geo_reward.py:compute_score"
     assert (config.training.output_dir, config.training.val_freq) == ("checkpoints", 5)
-    assert config.training.save_limit == -1  # null keeps them all there
-    assert "used only with gae" in told(converted, MAPS)["critic.optim.lr"]
+    assert config.training.save_limit == -1  # null keeps all of them
+    assert "used only with gae" in message(converted, MAPS)["critic.optim.lr"]
     assert main(["convert", str(VERL)]) == 0
     out, err = capsys.readouterr()
     assert yaml.safe_load(out)["worker"]["rollout"]["n"] == 5 and len(err.splitlines()) == len(converted.lines)
@@ -105,10 +105,10 @@ def test_groups_are_filtered_as_they_are_there(tmp_path):
 def test_a_script_for_trl(tmp_path):
     converted = convert(TRL)
     config = loaded(converted, tmp_path)
-    assert told(converted, LOST).keys() == {"cache_implementation"}
-    assert "merged with other keys" in told(converted, MAPS)["gradient_accumulation_steps"]
-    assert told(converted, DIFFERS).keys() == {"output_dir", "max_prompt_length", "reward_funcs", "train_dataset"}
-    assert ".map(..) is not converted" in told(converted, DIFFERS)["train_dataset"]
+    assert message(converted, LOST).keys() == {"cache_implementation"}
+    assert "merged with other keys" in message(converted, MAPS)["gradient_accumulation_steps"]
+    assert message(converted, DIFFERS).keys() == {"output_dir", "max_prompt_length", "reward_funcs", "train_dataset"}
+    assert ".map(..) is not converted" in message(converted, DIFFERS)["train_dataset"]
     actor, optimization = config.worker.actor, config.optimization
     assert actor.model.model_path == "Qwen/Qwen2.5-VL-3B-Instruct"
     assert config.dataset.train_files == "lmms-lab/multimodal-open-r1-8k-verified@train"
@@ -145,11 +145,11 @@ def test_a_script_is_never_run(tmp_path):
     text = f"open({str(mark)!r}, 'w')\nraise SystemExit\nGRPOConfig(beta=(lambda: 1)(), lr=__import__('os').getpid())\n"
     converted = script(tmp_path, text)
     assert not mark.exists()
-    assert "not a literal value" in told(converted, LOST)["beta"]
+    assert "not a literal value" in message(converted, LOST)["beta"]
 
 
-def test_what_trl_means_without_saying_it(tmp_path):
-    """A GRPOConfig that says nothing has no KL, clips at 0.2 on both sides, and so on."""
+def test_defaults_of_trl(tmp_path):
+    """An empty GRPOConfig has no KL, clips at 0.2 on both sides, and so on."""
     config = loaded(script(tmp_path, "args = trl.GRPOConfig()\n"), tmp_path)
     assert config.optimization.disable_divergence and config.worker.actor.clip_ratio_high == 0.2
     assert (config.worker.actor.optim.lr_scheduler_type, config.worker.actor.optim.warmup_steps) == ("linear", 0)
@@ -197,15 +197,15 @@ def test_values_of_trl(arguments, key, value, tmp_path):
         ("max_steps='many'", "max_steps", "the value is unknown"),
     ],
 )
-def test_what_has_no_counterpart_is_said(arguments, key, words, tmp_path):
+def test_keys_without_a_counterpart_are_reported(arguments, key, words, tmp_path):
     converted = script(tmp_path, f"GRPOConfig({arguments})\n")
-    assert words in told(converted, LOST)[key]
+    assert words in message(converted, LOST)[key]
     loaded(converted, tmp_path)
 
 
-def test_an_optimizer_step_that_cuts_a_group_is_said(tmp_path):
+def test_an_optimizer_step_that_splits_a_group_is_reported(tmp_path):
     converted = script(tmp_path, "GRPOConfig(per_device_train_batch_size=4, steps_per_generation=4)\n")
-    assert "splits groups of 8" in told(converted, DIFFERS)["per_device_train_batch_size"]
+    assert "splits groups of 8" in message(converted, DIFFERS)["per_device_train_batch_size"]
     assert (converted.values["dataset.rollout_batch_size"], converted.values["worker.actor.global_batch_size"]) == (
         2,
         2,
@@ -228,49 +228,51 @@ def test_arguments_of_a_trainer(tmp_path):
 # --- YAML ---
 
 
-def yaml_of(tmp_path, text):
+def convert_text(tmp_path, text):
     path = tmp_path / "theirs.yaml"
     path.write_text(text)
     return convert(path)
 
 
 def test_yaml_for_trl_is_known_by_its_keys(tmp_path):
-    converted = yaml_of(tmp_path, "model_name_or_path: org/m\nlearning_rate: 1e-5\ndataset_name: org/d\nbeta: 0.1\n")
+    converted = convert_text(
+        tmp_path, "model_name_or_path: org/m\nlearning_rate: 1e-5\ndataset_name: org/d\nbeta: 0.1\n"
+    )
     config = loaded(converted, tmp_path)
     assert (converted.project, config.dataset.train_files) == ("TRL", "org/d@train")
 
 
-def test_references_of_hydra_are_followed_and_bad_ones_said(tmp_path):
+def test_references_of_hydra_are_followed_and_bad_ones_reported(tmp_path):
     text = (
         "actor_rollout_ref: {rollout: {n: '${oc.select:data.n,4}', temperature: '${data.heat}'}}\n"
         "data: {max_prompt_length: 7, max_response_length: '${data.max_prompt_length}'}\n"
     )
-    converted = yaml_of(tmp_path, text)
+    converted = convert_text(tmp_path, text)
     assert converted.values["dataset.max_response_length"] == 7 and converted.values["worker.rollout.n"] == 4
-    assert "cannot be resolved" in told(converted, LOST)["actor_rollout_ref.rollout.temperature"]
+    assert "cannot be resolved" in message(converted, LOST)["actor_rollout_ref.rollout.temperature"]
 
 
 @pytest.mark.parametrize("rollout, heat", [("{n: 4}", 1.0), ("{n: 4, temperature: 0.7}", 0.7)])
-def test_easyr1_validates_as_hot_as_it_trains_unless_it_says_otherwise(rollout, heat, tmp_path):
+def test_easyr1_validates_at_the_training_temperature_by_default(rollout, heat, tmp_path):
     text = f"algorithm: {{adv_estimator: grpo, disable_kl: true}}\nworker: {{rollout: {rollout}}}\n"
-    assert yaml_of(tmp_path, text).values["worker.rollout.val.temperature"] == heat
+    assert convert_text(tmp_path, text).values["worker.rollout.val.temperature"] == heat
 
 
 def test_both_divergences_of_verl_are_one_too_many(tmp_path):
     text = "algorithm: {use_kl_in_reward: true, adv_estimator: grpo}\nactor_rollout_ref: {actor: {use_kl_loss: true}}\n"
-    assert "not in both" in told(yaml_of(tmp_path, text), LOST)["algorithm.use_kl_in_reward"]
+    assert "not in both" in message(convert_text(tmp_path, text), LOST)["algorithm.use_kl_in_reward"]
 
 
 def test_without_either_divergence_of_verl_there_is_none(tmp_path):
     text = "algorithm: {adv_estimator: grpo}\nactor_rollout_ref: {rollout: {n: 4}}\n"
-    assert loaded(yaml_of(tmp_path, text), tmp_path).optimization.disable_divergence
+    assert loaded(convert_text(tmp_path, text), tmp_path).optimization.disable_divergence
 
 
-def test_what_cannot_stand_together_is_left_out(tmp_path):
+def test_incompatible_settings_are_left_out(tmp_path):
     text = (
         "data: {rollout_batch_size: 100}\nalgorithm: {adv_estimator: grpo}\nworker: {actor: {global_batch_size: 64}}\n"
     )
-    converted = yaml_of(tmp_path, text)
+    converted = convert_text(tmp_path, text)
     assert "both count prompts" in "".join(str(line) for line in converted.lines if line.kind == LOST)
     assert loaded(converted, tmp_path).dataset.rollout_batch_size == 256
 
@@ -293,7 +295,7 @@ def test_what_cannot_stand_together_is_left_out(tmp_path):
         ("a.py", "GRPOConfig()\nGRPOConfig()\n", ":2: a second GRPOConfig(..)"),
     ],
 )
-def test_what_cannot_be_converted_is_one_line_and_status_2(name, text, words, tmp_path, capsys):
+def test_a_file_that_cannot_be_converted_is_one_line_and_status_2(name, text, words, tmp_path, capsys):
     (tmp_path / name).write_text(text)
     assert main(["convert", str(tmp_path / name)]) == 2
     out, err = capsys.readouterr()
@@ -301,7 +303,7 @@ def test_what_cannot_be_converted_is_one_line_and_status_2(name, text, words, tm
 
 
 @pytest.mark.parametrize("words", [[], ["a.yaml", "b.yaml"], ["a.yaml", "--gpus", "0"], ["a.yaml", "--gpus"]])
-def test_wrong_words(words, capsys):
+def test_wrong_arguments(words, capsys):
     assert main(["convert", *words]) == 2
     assert "mtrl convert FILE.yaml|FILE.py" in capsys.readouterr().err
 
@@ -319,7 +321,7 @@ ODD = [None, True, False, 0, -1, 3, 0.5, 1e300, "x", "", [], ["a", 1], {"a": 1}]
 
 @pytest.mark.parametrize("project", CONVERSIONS)
 def test_every_key_with_every_odd_value_ends_in_a_configuration(project):
-    """And each is said in one line; what cannot stand with the rest is left out."""
+    """And each is reported in one line; settings that conflict with the rest are left out."""
     keys = {key for owner, table in TABLES.items() if project in owner.split(" and ") for key in table}
     keys |= {name for owner, name in iterate_same_names() if owner == project} | set(CONVERSIONS[project])
     for number, key in enumerate(sorted(keys)):
@@ -363,7 +365,7 @@ def test_errors_are_of_the_configuration(tmp_path):
         convert(tmp_path / "none.yaml")
 
 
-def test_what_a_lora_config_means_without_saying_it():
+def test_defaults_of_a_lora_config():
     """Our defaults are others: every projection, and twice the scale."""
     script = "GRPOTrainer(model='m', args=GRPOConfig('x'), peft_config=LoraConfig(r=4))"
     values = read_script(script, "train.py").values
@@ -371,9 +373,9 @@ def test_what_a_lora_config_means_without_saying_it():
     assert "lora_r" not in read_script("GRPOTrainer(model='m', peft_config=None)", "train.py").values
 
 
-def test_fp16_of_trl_is_told_as_lost(tmp_path):
+def test_fp16_of_trl_is_reported_as_lost(tmp_path):
     script = tmp_path / "grpo.py"
     script.write_text("from trl import GRPOConfig\n\nGRPOConfig(output_dir='out', fp16=True)\n")
     converted = convert(script)
-    assert "fp16 would need loss scaling" in told(converted, LOST)["fp16"]
+    assert "fp16 would need loss scaling" in message(converted, LOST)["fp16"]
     assert loaded(converted, tmp_path).worker.actor.fsdp.mixed_precision_dtype == "bf16"

@@ -1,4 +1,4 @@
-"""The three kinds of credit rules: how several of them come together, and what happens to one that answers wrongly."""
+"""The three kinds of credit rules: how several are combined, and the errors for wrong results of a rule."""
 
 from dataclasses import dataclass, replace
 from itertools import permutations
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import INF, NAN, close, fake_experience, fake_rollouts, mask_of, padded, same
+from helpers import INF, NAN, close, fake_experience, fake_rollouts, make_mask, padded, same
 
 from mtrl.algorithms.credit import Bonus, Filter, Weight, assign, credit_metrics
 from mtrl.algorithms.credit.attention_weights import AttentionWeights
@@ -18,13 +18,13 @@ from mtrl.types import Signals
 from mtrl.utils.errors import RunError
 
 KEY = (3, 7)  # seed and step
-ADVANTAGE = padded([[1, 1, 1], [-2, -2]], fill=INF)  # of two responses, of 3 and 2 tokens
-MASK = mask_of(3, 2)
+ADVANTAGE = padded([[1, 1, 1], [-2, -2]], fill=INF)  # two responses of 3 and 2 tokens
+MASK = make_mask(3, 2)
 
 
 @dataclass(frozen=True, eq=False)
 class Keeps(Filter):
-    """Answers what it was given, and judges the rows it was told to."""
+    """Returns the given result and covers the given rows."""
 
     answer: Any
     judges: Any = None
@@ -57,12 +57,12 @@ class Adds(Bonus):
         return self.answer
 
 
-def experience_of(lengths=(3, 2), advantage=ADVANTAGE, **more):
+def make_experience(lengths=(3, 2), advantage=ADVANTAGE, **more):
     return fake_experience(fake_rollouts(lengths), advantage=advantage, **more)
 
 
 def credit_by(*rules):
-    return assign(rules, experience_of(), KEY)
+    return assign(rules, make_experience(), KEY)
 
 
 def bits(*rows):
@@ -75,7 +75,7 @@ BY_RESPONSE, BY_TOKEN = torch.tensor([2.0, 3.0]), padded([[1, 0, 0.5], [2, 1]])
 
 
 def test_terms_are_added_before_the_advantage_is_scaled():
-    # (1 + 1, 1 + 0, 1 + 2) * 2 * (1, 0, 1/2) and (-2 + 1/2, -2 + 5) * 3 * (2, 1), in whatever order they are named.
+    # (1 + 1, 1 + 0, 1 + 2) * 2 * (1, 0, 1/2) and (-2 + 1/2, -2 + 5) * 3 * (2, 1), in any order of the rules.
     for rules in permutations([Adds(TERM), Weighs(BY_RESPONSE), Weighs(BY_TOKEN)]):
         close(credit_by(*rules).advantage, padded([[4, 0, 3], [-9, 9]]))
     close(credit_by(Adds(TERM), Adds(TERM)).advantage, padded([[3, 1, 5], [-1, 8]]))
@@ -97,7 +97,7 @@ def test_a_weight_of_responses_is_no_weight_of_tokens():
     close(credit_by(Weighs(BY_TOKEN)).response_weight, [1, 1])
 
 
-def test_the_target_mask_changes_what_tokens_count_for():
+def test_the_target_mask_changes_token_weights():
     # 1 * 2 * (1, 0, 1/2) and 1 * 3 * (2, 1); the advantage stays.
     credit = credit_by(Counts(BY_RESPONSE), Counts(BY_TOKEN))
     close(credit.token_weight, padded([[2, 0, 1], [6, 3]]))
@@ -109,7 +109,7 @@ def test_the_target_mask_changes_what_tokens_count_for():
     close(both.token_weight, BY_TOKEN)
 
 
-def test_a_weight_may_have_nothing_to_say():
+def test_a_weight_may_return_none():
     credit, plain = credit_by(Weighs(None), Counts(None)), credit_by()
     for name in ("advantage", "keep_mask", "token_weight", "response_weight"):
         same(getattr(credit, name), getattr(plain, name))
@@ -122,7 +122,7 @@ def test_several_filters_keep_what_any_of_them_keeps():
     same(credit_by(first, second).keep_mask, bits([1, 0, 1], [0, 1, 0]))
 
 
-def test_a_filter_has_no_say_in_rows_it_cannot_judge():
+def test_a_filter_does_not_affect_rows_it_does_not_cover():
     of_none, of_first, of_second = [False, False], [True, False], [False, True]
     one = bits([0, 1, 0], [1, 0, 0])
     same(credit_by(Keeps(one, of_none)).keep_mask, MASK)
@@ -140,7 +140,7 @@ def test_rules_see_the_experience_and_the_key():
         def apply(self, experience, key):
             seen.append((experience, key))
 
-    experience = experience_of()
+    experience = make_experience()
     assign([Looks()], experience, KEY)
     assert seen == [(experience, KEY)]
 
@@ -169,16 +169,16 @@ def test_values_off_the_mask_do_not_matter(junk, weight):
 @pytest.mark.parametrize("junk", [NAN, INF, -1.0])
 @pytest.mark.parametrize("weight", [Weighs, Counts])
 def test_the_weight_of_a_response_without_tokens_does_not_matter(junk, weight):
-    experience = experience_of([2, 0], torch.ones(2, 2))
+    experience = make_experience([2, 0], torch.ones(2, 2))
     credit = assign([weight(torch.tensor([2.0, junk]))], experience, KEY)
     same(credit.advantage[1], torch.zeros(2))
     same(credit.token_weight[1], torch.zeros(2))
 
 
 # -------------------------------------------------------------------------------------------------------- wrong answers
-def config_text(rule, lengths=(3, 2), advantage=ADVANTAGE):
+def get_error(rule, lengths=(3, 2), advantage=ADVANTAGE):
     with pytest.raises(RunError) as stopped:
-        assign([rule], experience_of(lengths, advantage), KEY)
+        assign([rule], make_experience(lengths, advantage), KEY)
     return str(stopped.value)
 
 
@@ -189,7 +189,7 @@ FINITE = "values that are not finite (NaN or infinity); guard its division"
 
 
 @pytest.mark.parametrize(
-    ("rule", "told"),
+    ("rule", "message"),
     [
         (Adds(None), f"credit rule Adds returned NoneType; {NUMBERS}"),
         (Adds(1.0), f"credit rule Adds returned float; {NUMBERS}"),
@@ -219,8 +219,8 @@ FINITE = "values that are not finite (NaN or infinity); guard its division"
         ),
     ],
 )
-def test_a_wrong_answer_stops_the_run_with_one_line(rule, told):
-    assert config_text(rule) == told
+def test_a_wrong_result_stops_the_run_with_one_line(rule, message):
+    assert get_error(rule) == message
 
 
 def test_a_weight_of_zero_and_a_negative_term_are_fine():
@@ -230,27 +230,27 @@ def test_a_weight_of_zero_and_a_negative_term_are_fine():
 
 @pytest.mark.parametrize("judges", [[True], [True, True, True], [1, 1], [[True, True]]])
 def test_a_filter_speaks_for_each_row(judges):
-    told = "credit rule Keeps: applies_to must return a bool for each of 2 responses"
-    assert config_text(Keeps(MASK, judges)) == told
+    message = "credit rule Keeps: applies_to must return a bool for each of 2 responses"
+    assert get_error(Keeps(MASK, judges)) == message
 
 
-def test_an_unknown_target_is_told_with_those_there_are():
+def test_an_unknown_target_is_reported_with_the_known_ones():
     class Odd(Weighs):
         target = "loss"
 
-    told = "credit rule Odd has the target 'loss'; it must be advantage or mask"
-    assert config_text(Odd(torch.ones(2))) == told
+    message = "credit rule Odd has the target 'loss'; it must be advantage or mask"
+    assert get_error(Odd(torch.ones(2))) == message
 
 
-def test_of_a_long_message_the_first_line_is_told():
+def test_the_first_line_of_a_long_message_is_reported():
     class Fails(Bonus):
         def apply(self, experience, key):
             raise ValueError("first\nsecond")
 
-    assert config_text(Fails()).startswith("credit rule Fails failed: ValueError: first (")
+    assert get_error(Fails()).startswith("credit rule Fails failed: ValueError: first (")
 
 
-def test_where_a_rule_raised_is_told():
+def test_the_line_where_a_rule_raised_is_reported():
     def divide(rollouts):
         return 1 / (len(rollouts) - 2)
 
@@ -259,7 +259,7 @@ def test_where_a_rule_raised_is_told():
             return divide(experience.rollouts)
 
     with pytest.raises(RunError) as stopped:
-        assign([Fails()], experience_of(), KEY)
+        assign([Fails()], make_experience(), KEY)
     line = divide.__code__.co_firstlineno + 1
     assert str(stopped.value) == f"credit rule Fails failed: ZeroDivisionError: division by zero ({__file__}:{line})"
     assert isinstance(stopped.value.__cause__, ZeroDivisionError)
@@ -277,25 +277,25 @@ class Reports(Weight):
         return {f"credit/{self.name}": float(experience.credit.response_weight.sum())}
 
 
-def metrics_of(*rules, signals=None):
-    experience = experience_of(signals=signals)
+def compute_metrics(*rules, signals=None):
+    experience = make_experience(signals=signals)
     return credit_metrics(rules, replace(experience, credit=assign(rules, experience, KEY)))
 
 
-def test_what_rules_report_comes_together():
+def test_metrics_of_rules_are_combined():
     # Two rules double the scale of two responses: 4 + 4. The filter keeps 1 + 1 of 3 + 2 tokens and reports nothing.
     kept = Keeps(bits([0, 1, 0], [1, 0, 1]))
-    assert metrics_of(Reports("a"), kept, Reports("b")) == {
+    assert compute_metrics(Reports("a"), kept, Reports("b")) == {
         "credit/a": 8.0,
         "credit/b": 8.0,
         "actor/combined_token_fraction": 0.4,
     }
-    assert metrics_of(Reports()) == {"credit/mine": 4.0}, "without a filter there is no share"
-    assert metrics_of() == {}
+    assert compute_metrics(Reports()) == {"credit/mine": 4.0}, "without a filter there is no share"
+    assert compute_metrics() == {}
 
 
 def test_a_rule_whose_signal_is_missing_reports_nothing():
-    experience = replace(experience_of(), credit=credit_by())
+    experience = replace(make_experience(), credit=credit_by())
     for rule in (PerceptionFilter(), EntropyFilter(), TrajectoryScaling(), AttentionWeights(), EntropyChange()):
         assert rule.metrics(experience) == {}
 
@@ -313,6 +313,6 @@ def test_the_defaults_of_the_rules():
 def test_a_mean_below_one_by_rounding_is_not_a_cap(below, capped):
     # w = 0.8 and the cap; their mean is 1 - below.
     signals = Signals(dependency=torch.tensor([[0.0, 0.0, 0.0], [1.0, 1.0, 0.0]]))
-    metrics = metrics_of(TrajectoryScaling(high=1.2 - 2 * below), signals=signals)
+    metrics = compute_metrics(TrajectoryScaling(high=1.2 - 2 * below), signals=signals)
     assert metrics["actor/scaling_capped"] == capped
     assert metrics["actor/scaling_factor_mean"] == pytest.approx(1 - below, abs=1e-7)

@@ -29,7 +29,7 @@ def test_trl_jsonl(tmp_path, caplog):
         dataset = opened(write_jsonl(tmp_path / "a.jsonl", rows), tmp_path)
         first, second = dataset.task(0), dataset.task(1)
         assert first.answer == "B" and len(first.media) == 1 and first.text == "<image>which?" and not second.media
-        assert first.columns == {"problem": "which?", "solution": "B"}, "rewards may ask for them by their own names"
+        assert first.columns == {"problem": "which?", "solution": "B"}, "rewards may read them by their own names"
         assert sorted(caplog.messages) == [
             "answers are read from the column 'solution' (dataset.answer_key)",
             "images are read from the column 'image' (dataset.image_key)",
@@ -59,13 +59,13 @@ def test_our_own_names_win(tmp_path, caplog):
     assert "are read from" not in caplog.text
 
 
-def test_a_key_that_was_set_is_taken_at_its_word(tmp_path):
+def test_a_configured_key_is_used_as_is(tmp_path):
     with pytest.raises(DataError, match="no column 'ask'"):
         opened([{"problem": "q"}], tmp_path, prompt_key="ask")
     assert opened([{"prompt": "q", "solution": "B"}], tmp_path, answer_key="truth").task(0).answer is None
 
 
-def test_what_is_no_image_is_not_taken_for_one(tmp_path, caplog):
+def test_values_that_are_no_images_are_not_used_as_images(tmp_path, caplog):
     assert opened([{"prompt": "q", "image": 391895}, {"prompt": "r", "image": None}], tmp_path).task(0).media == ()
     assert "are read from" not in caplog.text
 

@@ -9,8 +9,8 @@ from data_helpers import picture_bytes, write_jsonl
 
 from mtrl.data import DataError, DataSettings, Sampler, open_dataset
 from mtrl.models.families import load_encoder
-from mtrl.models.tiny import make_tiny_checkpoint
 from mtrl.report import data_page as data_report
+from pretraining.tiny_checkpoints import make_tiny_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_a_strip_that_shrinks_twice_is_measured_as_it_is_encoded(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["look <|image_pad|>", "<|vision_start|>", "a<|video_pad|>b"])
-def test_text_with_a_media_token_is_refused(text, tmp_path, encoder):
+def test_text_with_a_media_token_is_an_error(text, tmp_path, encoder):
     with pytest.raises(DataError, match=r"row 2: the text contains the media token"):
         make_prompts([{"prompt": "fine"}, {"prompt": text}], "a.jsonl", tmp_path, encoder)
 

@@ -17,7 +17,7 @@ from mtrl.data import DataError, DataSettings, open_dataset
 from mtrl.data.formats import detect_format, read_conversation
 from mtrl.embedded.embedded_rows import CONFIG_FILE
 from mtrl.embedded.task import make_question, row
-from mtrl.tracking.run_files import read_rows
+from mtrl.tracking.jsonl import read_rows
 
 ROWS = 4
 QUESTIONS = [row(make_question("train", index)) for index in range(ROWS)]
@@ -34,7 +34,7 @@ def asked(question):
 
 
 def easyr1(folder):
-    """As hiyouga/geometry3k: problem with marks, answer, images as structs."""
+    """Like hiyouga/geometry3k: problem with marks, answer, images as structs."""
     rows = [
         {"problem": each["prompt"], "answer": each["answer"], "images": [{"bytes": png(each), "path": None}]}
         for each in QUESTIONS
@@ -44,7 +44,7 @@ def easyr1(folder):
 
 
 def trl(folder):
-    """A chat whose parts say where the image stands, beside a column `image`; arrow fills absent keys with null."""
+    """A chat whose parts mark the position of the image, with a column `image`; arrow fills absent keys with null."""
     parts = [[{"type": "image", "text": None}, {"type": "text", "text": asked(each)}] for each in QUESTIONS]
     rows = [
         {"prompt": [{"role": "user", "content": content}], "image": {"bytes": png(each), "path": None},
@@ -72,7 +72,7 @@ def verl(folder):
 
 
 def sharegpt(folder):
-    """As LLaVA's instruction files: one .json array, paths of images beside it."""
+    """Like LLaVA's instruction files: one .json array, with relative paths of images."""
     rows = []
     for index, each in enumerate(QUESTIONS):
         (folder / f"{index}.png").write_bytes(png(each))
@@ -105,7 +105,7 @@ def add(tar, name, data):
     tar.addfile(member, io.BytesIO(data))
 
 
-FORMATS = {  # file, and what `mtrl data` says of it
+FORMATS = {  # file, and its description by `mtrl data`
     easyr1: "EasyR1 (problem, answer, images), in Parquet",
     trl: "TRL (prompt, image, solution), in Parquet",
     verl: "verl (prompt, data_source, reward_model, extra_info, images), in Parquet",
@@ -121,7 +121,7 @@ def own_cache(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("written", FORMATS, ids=lambda each: each.__name__)
-def test_rows_are_the_questions_and_the_format_is_said(written, tmp_path, capsys):
+def test_rows_are_the_questions_and_the_format_is_reported(written, tmp_path, capsys):
     file = str(written(tmp_path))
     dataset = open_dataset(file, DataSettings(), FakeEncoder())
     assert len(dataset) == ROWS
@@ -138,8 +138,8 @@ TRAINED = [each if each in QUICK else pytest.param(each, marks=pytest.mark.slow)
 
 @pytest.mark.parametrize("written", TRAINED, ids=lambda each: each.__name__)
 def test_two_steps_of_training(written, tmp_path, monkeypatch):
-    """The embedded model, from the file alone: no key says what its columns are."""
-    monkeypatch.setattr("mtrl.tracking.curve.draw_runs", lambda *_, **__: None)  # half the time, and nobody looks
+    """Trains the embedded model on the file without keys for its columns."""
+    monkeypatch.setattr("mtrl.tracking.curve.draw_runs", lambda *_, **__: None)  # saves half the time; not needed here
     sizes = {"dataset.rollout_batch_size": 2, "worker.actor.global_batch_size": 2, "worker.rollout.n": 2,
              "dataset.max_response_length": 6, "training.max_steps": 2, "training.save_freq": -1}  # fmt: skip
     places = {"dataset.train_files": str(written(tmp_path)), "training.output_dir": str(tmp_path / "runs")}
@@ -170,7 +170,7 @@ def test_messages_without_an_answer_keep_the_column_that_has_it(tmp_path):
     assert detect_format({"messages": [{"role": "user", "content": "x"}]}) == "chat messages (messages)"
 
 
-def test_verl_nests_images_once_more(tmp_path):
+def test_verl_nests_images_twice(tmp_path):
     (tmp_path / "a.png").write_bytes(picture_bytes())
     shared = {"prompt": [{"role": "user", "content": "<image>which?"}], "reward_model": {"ground_truth": "B"}}
     file = write_jsonl(tmp_path / "a.jsonl", [{**shared, "images": [{"image": "a.png"}]}])
@@ -195,18 +195,18 @@ def test_a_tar_of_several_images_texts_and_numbers(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("spoil", "told"),
+    ("spoil", "message"),
     [
         (lambda data: data[: len(data) // 2], "cannot be read as a tar"),
         (lambda data: b"\x1f\x8b" + data, "is compressed"),
         (lambda data: data.replace(b'{"question"', b'{"question,'), r"member \.json cannot be read"),
     ],
 )
-def test_a_damaged_tar_is_one_clear_error(tmp_path, spoil, told):
+def test_a_damaged_tar_is_one_clear_error(tmp_path, spoil, message):
     webdataset(tmp_path)
     file = tmp_path / "train-000.tar"
     file.write_bytes(spoil(file.read_bytes()))
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=message):
         open_dataset(str(file), DataSettings(), FakeEncoder())
 
 

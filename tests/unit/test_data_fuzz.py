@@ -1,5 +1,5 @@
-"""Two thousand mutated rows and files: each is used, or refused with its file and row. No other error, no hang.
-`python tests/soak/data_fuzz.py` tries as many as one likes."""
+"""Two thousand mutated rows and files: each is used, or rejected with its file and row. No other error, no hang.
+`python tests/soak/data_fuzz.py` tries any number."""
 
 import logging
 
@@ -12,7 +12,7 @@ def quiet(caplog):
     caplog.set_level(logging.CRITICAL)
 
 
-@pytest.mark.filterwarnings("ignore")  # Pillow and the like warn of what they find
+@pytest.mark.filterwarnings("ignore")  # Pillow and other libraries warn about damage
 @pytest.mark.parametrize("seed", range(4))
 def test_mutated_rows_and_images(seed, tmp_path):
     used, refused = mutated_rows(Fuzzer(seed), tmp_path, 275)

@@ -1,4 +1,4 @@
-"""Images of every kind become the right RGB pixels, and headers promise what decoding delivers."""
+"""Images of every kind become the right RGB pixels, and headers agree with the decoded images."""
 
 import base64
 import io
@@ -60,13 +60,13 @@ def test_media_lists():
 
 
 @pytest.mark.parametrize("value", [3, 2.5, True, ["a"], {}, {"url": "x"}, {"path": None, "bytes": None}, {"path": 7}])
-def test_wrong_types_are_refused(value, tmp_path):
+def test_wrong_types_are_errors(value, tmp_path):
     with pytest.raises(RowError, match="an image is"):
         make_medium(value, tmp_path)
 
 
 @pytest.mark.parametrize("text", ["https://x.org/a.png", "data:image/png,abc", "data:image/png;base64,@@@"])
-def test_addresses_are_refused(text, tmp_path):
+def test_urls_are_errors(text, tmp_path):
     with pytest.raises(RowError):
         make_medium(text, tmp_path)
 
@@ -82,7 +82,7 @@ def test_exif_orientation(kind, orientation):
     assert np.array_equal(pixels, np.asarray(upright))
 
 
-def test_transparency_lies_on_white():
+def test_transparency_becomes_white():
     clear = Image.new("RGBA", (8, 8), (255, 0, 0, 0))
     clear.putpixel((0, 0), (10, 20, 30, 255))
     for image in (clear, clear.convert("LA"), clear.quantize(4), clear.convert("PA")):
@@ -128,7 +128,7 @@ def test_resized_once_by_bicubic():
     assert np.array_equal(pixels, np.asarray(image.resize((56, 28), Image.Resampling.BICUBIC)))
 
 
-def test_pixels_are_shared_so_nobody_may_write_them():
+def test_shared_pixels_are_read_only():
     assert not decode(Medium("image", picture_bytes()), (28, 28)).flags.writeable
 
 
@@ -142,7 +142,7 @@ def test_truncated_images_are_found_by_the_scan(kind, part):
         read_size(medium)
     except RowError:
         return
-    # a decoder may make do with what is there (progressive formats); then decoding must agree
+    # a decoder may accept a truncated file (progressive formats); then decoding must agree
     decode(medium, (120, 120))
     assert kind == "JPEG2000"
 

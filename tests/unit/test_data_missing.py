@@ -1,4 +1,4 @@
-"""`dataset.on_missing`: images that nothing reads, marks without images, no answer where a reward needs one."""
+"""`dataset.on_missing`: images that nothing reads, marks without images, missing answers for a reward."""
 
 import pytest
 from data_helpers import FakeEncoder, picture, picture_bytes, write_jsonl
@@ -25,28 +25,28 @@ def refusal(*arguments, **settings):
 
 
 @pytest.mark.parametrize("value", [PNG, picture(), {"bytes": PNG}, {"path": "a.jpg"}, [{"bytes": PNG}]])
-def test_images_that_nobody_reads(tmp_path, caplog, value):
+def test_images_that_are_not_read(tmp_path, caplog, value):
     rows = [{"prompt": "a"}, {"prompt": "b", "photo": value}, {"prompt": "c", "photo": value}]
-    told = refusal(rows, tmp_path)
-    assert told == (
+    message = refusal(rows, tmp_path)
+    assert message == (
         "the column 'photo' holds images that nothing reads, in 2 of 3 rows without other images "
         "(rows given in Python, row 2 is the first); set dataset.image_key=photo"
     )
-    assert len(opened(rows, tmp_path, on_missing="warn")) == 3 and told in caplog.messages
+    assert len(opened(rows, tmp_path, on_missing="warn")) == 3 and message in caplog.messages
 
 
-def test_it_is_refused_from_the_cache_too(tmp_path):
+def test_it_is_an_error_from_the_cache_too(tmp_path):
     (tmp_path / "a.png").write_bytes(PNG)
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a", "picture": "a.png"}])
     assert refusal(path, tmp_path) == refusal(path, tmp_path)
     assert opened(path, tmp_path, image_key="picture").task(0).media
 
 
-def test_a_wrong_key_is_told_the_right_one(tmp_path):
+def test_a_wrong_key_is_reported_with_the_right_one(tmp_path):
     assert "set dataset.image_key=images" in refusal([{"prompt": "a", "images": [PNG]}], tmp_path, image_key="img")
 
 
-def test_images_beside_those_that_are_read_are_said_and_kept(tmp_path, caplog):
+def test_additional_images_are_reported_and_kept(tmp_path, caplog):
     dataset = opened([{"prompt": "a", "images": [PNG], "mask": PNG}], tmp_path)
     assert dataset.task(0).columns["mask"] == PNG
     assert caplog.messages == [
@@ -63,7 +63,7 @@ def test_images_beside_those_that_are_read_are_said_and_kept(tmp_path, caplog):
         [{"prompt": "a", "image": "a drawing of a cat"}],
     ],
 )
-def test_what_is_fine_stays_fine(tmp_path, caplog, rows):
+def test_valid_data_is_no_error(tmp_path, caplog, rows):
     assert len(opened(rows, tmp_path)) == len(rows) and not caplog.messages
 
 
@@ -91,12 +91,12 @@ def test_marks_without_media_may_be_text(tmp_path, caplog):
 
 def test_no_truth_where_a_reward_wants_one(tmp_path, caplog):
     rows = [{"prompt": "a", "truth": "B"}, {"prompt": "b", "answer": ""}, {"prompt": "c", "answer": None}]
-    told = refusal(rows, tmp_path, ["accuracy", "math"])
-    assert "no row has an answer in the column 'answer', and the reward accuracy and math needs one" in told
-    assert "set dataset.answer_key" in told and "prompt, truth" in told
+    message = refusal(rows, tmp_path, ["accuracy", "math"])
+    assert "no row has an answer in the column 'answer', and the reward accuracy and math needs one" in message
+    assert "set dataset.answer_key" in message and "prompt, truth" in message
     assert len(opened(rows, tmp_path, ["accuracy"], answer_key="truth")) == 3
     assert len(opened(rows, tmp_path)) == 3 and not caplog.messages
-    assert len(opened(rows, tmp_path, ["accuracy"], on_missing="warn")) == 3 and told.split(",")[0] in caplog.text
+    assert len(opened(rows, tmp_path, ["accuracy"], on_missing="warn")) == 3 and message.split(",")[0] in caplog.text
     assert len(opened([*rows, {"prompt": "d", "answer": 0}], tmp_path, ["accuracy"])) == 4, "one is enough"
     assert len(opened([{"prompt": "d", "label_idx": 0}], tmp_path, ["accuracy"])) == 1
 

@@ -1,4 +1,4 @@
-"""Rows become messages: marks, chats, system prompts, format prompts, and what is refused."""
+"""Rows become messages: marks, chats, system prompts, format prompts, and errors."""
 
 from pathlib import Path
 
@@ -57,7 +57,7 @@ def test_marks_in_several_messages():
     assert found == (user(IMAGE, text("one")), chat[1], user(text("three"), IMAGE))
 
 
-def test_what_the_reward_will_know():
+def test_columns_that_the_reward_gets():
     row = {"prompt": "hi", "answer": "B", "images": None, "videos": None, "choices": ["x", "y"], "level": 2}
     found = task(row, options_key="choices")
     assert found.answer == "B" and found.columns == {"choices": ["x", "y"], "options": ["x", "y"], "level": 2}
@@ -105,7 +105,7 @@ def test_a_template_takes_an_absent_column_for_false(tmp_path, absent):
     (message,) = task({"prompt": "hi", **absent}, format_prompt=THINK).messages
     assert message["content"].startswith("hi\n\nLook at the image")
     (message,) = task({"prompt": "hi", "choices": ["x", "y"]}, format_prompt=THINK, options_key="choices").messages
-    assert "A. x\nB. y\n" in message["content"], "options are known by this name, whatever the column is called"
+    assert "A. x\nB. y\n" in message["content"], "options have this name for any name of the column"
     file = tmp_path / "format.jinja"
     file.write_text("{{ content }}{% for o in options %}({{ o }}){% endfor %}{% if hint %} hint{% endif %}{{ level }}!")
     assert task({"prompt": "hi", "level": None, **absent}, format_prompt=str(file)).messages == (user("hi!"),)
@@ -147,7 +147,7 @@ def test_a_template_takes_an_absent_column_for_false(tmp_path, absent):
         ({"prompt": "hi", "options": 5}, "options are a int"),
     ],
 )
-def test_refused(row, reason):
+def test_bad_rows_are_errors(row, reason):
     with pytest.raises(RowError, match=reason):
         task(row)
 
@@ -194,7 +194,7 @@ def test_a_template_may_do_all_that_writes_text(tmp_path):
     assert found == "1/2. X, 2/2. Y 4 a-00007 --- x+y 1024 bhb[1]  a  1"
 
 
-def test_a_row_that_is_huge_is_its_own_fault(tmp_path):
+def test_a_huge_row_is_a_bad_row(tmp_path):
     file = tmp_path / "format.jinja"
     file.write_text("{{ content }}{% for o in options %}{{ o }}{% endfor %}{{ 'x' * level }}")
     for row in (
@@ -207,7 +207,7 @@ def test_a_row_that_is_huge_is_its_own_fault(tmp_path):
             task({"level": 1, **row}, format_prompt=str(file))
 
 
-def test_the_count_begins_anew_with_each_row(tmp_path):
+def test_the_count_restarts_with_each_row(tmp_path):
     file = tmp_path / "format.jinja"
     file.write_text("{% for a in range(40000) %}{% endfor %}{{ content }}")
     builder = TaskBuilder.from_settings(DataSettings(format_prompt=str(file)))

@@ -1,4 +1,4 @@
-"""`mtrl data`: what a user sees first."""
+"""`mtrl data`: the first report that a user sees."""
 
 import io
 
@@ -49,15 +49,15 @@ def test_bad_rows_are_shown_and_counted(tmp_path):
     assert text.count("the prompt is empty") == 1
 
 
-def test_images_that_do_not_exist_are_told_once_with_the_key_that_helps(tmp_path):
+def test_missing_images_are_reported_once_with_the_key_that_helps(tmp_path):
     rows = [{"prompt": "<image>?", "images": f"my photos/{i} is.png"} for i in range(40)]
     rows += [{"prompt": "<image>?", "images": "b.png"}, {"prompt": 7}]
     (tmp_path / "b.png").write_bytes(b"")
     code, text = printed(write_jsonl(tmp_path / "a.jsonl", rows), tmp_path, FakeEncoder())
-    told = [line for line in text.splitlines() if ", row " in line]
-    assert code == 1 and len(told) == 3
-    assert told[0].endswith("0 is.png does not exist (and 39 more rows like it); " + IMAGE_DIR)
-    assert told[1].endswith("b.png is empty") and ", row 42: the prompt is a int" in told[2]
+    message = [line for line in text.splitlines() if ", row " in line]
+    assert code == 1 and len(message) == 3
+    assert message[0].endswith("0 is.png does not exist (and 39 more rows like it); " + IMAGE_DIR)
+    assert message[1].endswith("b.png is empty") and ", row 42: the prompt is a int" in message[2]
 
 
 def test_without_a_model(tmp_path):
@@ -66,7 +66,7 @@ def test_without_a_model(tmp_path):
     assert "  | user: <image>question 0" in text and "width   min 56" in text
 
 
-def test_nothing_usable(tmp_path):
+def test_no_usable_rows(tmp_path):
     code, text = printed(write_jsonl(tmp_path / "a.jsonl", ["no json"]), tmp_path, FakeEncoder())
     assert code == 1 and "not valid JSON" in text and "no row could be measured" in text
     with pytest.raises(DataError, match="does not exist"):

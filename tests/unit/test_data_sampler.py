@@ -1,4 +1,4 @@
-"""Order, resumption, decoding ahead within bounds, bad rows found late, and a clean end."""
+"""Order, resuming, bounded prefetching, rows that turn out bad late, and a clean end."""
 
 import json
 import subprocess
@@ -43,7 +43,7 @@ def answers(prompts):
     return [prompt.task.answer for prompt in prompts]
 
 
-def test_every_epoch_holds_every_row_once_in_an_order_of_its_own(make):
+def test_every_epoch_has_every_row_once_in_its_own_order(make):
     sampler = make()
     epochs = [answers(sampler.take(10)) for _ in range(3)]
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
@@ -95,7 +95,7 @@ def test_resumes_at_the_exact_next_prompt(make, taken):
     state = json.loads(json.dumps(sampler.state()))
     expected = sampler.take(23)
     resumed = make()
-    resumed.take(3)  # whatever it did before
+    resumed.take(3)  # after any earlier draws
     resumed.restore(state)
     again = resumed.take(23)
     assert ids(again) == ids(expected) and resumed.state() == sampler.state()
@@ -103,7 +103,7 @@ def test_resumes_at_the_exact_next_prompt(make, taken):
         assert a.ids.equal(b.ids) and all(np.array_equal(x, y) for x, y in zip(a.media, b.media, strict=True))
 
 
-def test_restore_refuses_other_data_and_other_orders(make, tmp_path):
+def test_restore_rejects_other_data_and_other_orders(make, tmp_path):
     state = make().state()
     with pytest.raises(DataError, match=r"the data changed .*10 rows then, 9 now"):
         make(rows=9).restore(state)
@@ -133,7 +133,7 @@ def test_get_counts_only_rows_in_use(make, tmp_path):
         sampler.get([prompt.task.id.replace(":3", ":1")])
 
 
-def test_a_text_row_and_an_image_row_encode_as_if_alone(make, tmp_path):
+def test_a_text_row_and_an_image_row_are_encoded_independently(make, tmp_path):
     sampler = make()
     for prompt in sampler.take(20):
         alone = FakeEncoder().encode(prompt.task, prompt.media)
@@ -157,7 +157,7 @@ class CountingLoader(PromptLoader):
 
 
 @pytest.mark.parametrize(("prompts", "nbytes", "expected"), [(3, 10**9, 3), (100, 28 * 56 * 3 * 4, 4), (100, 1, 1)])
-def test_what_is_ahead_is_bounded(tmp_path, prompts, nbytes, expected):
+def test_prefetching_is_bounded(tmp_path, prompts, nbytes, expected):
     for i in range(20):
         (tmp_path / f"{i}.png").write_bytes(picture_bytes(28, 56, seed=i))
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x", "images": f"{i}.png"} for i in range(20)])
@@ -195,14 +195,14 @@ def test_an_image_is_held_once(make, tmp_path, monkeypatch):
 
 
 def break_image(tmp_path, row):
-    """Damage that no header shows: the pixels of a PNG, with its end mark in place."""
+    """Damage that the header does not show: the pixels of a PNG, with its end mark intact."""
     path = tmp_path / f"images/{row}.png"
     data = bytearray(path.read_bytes())
     data[60:-12] = b"\0" * (len(data) - 72)
     path.write_bytes(bytes(data))
 
 
-def test_a_row_broken_after_the_scan_is_an_error_with_its_place(make, tmp_path):
+def test_a_row_broken_after_the_scan_is_an_error_with_file_and_row(make, tmp_path):
     sampler = make(shuffle=False, settings=DataSettings(on_bad_row="error"))
     break_image(tmp_path, 4)
     sampler.take(4)
@@ -210,7 +210,7 @@ def test_a_row_broken_after_the_scan_is_an_error_with_its_place(make, tmp_path):
         sampler.take(4)
 
 
-def test_skip_puts_the_next_row_in_its_place(make, tmp_path, caplog):
+def test_skip_replaces_it_by_the_next_row(make, tmp_path, caplog):
     listing = tmp_path / "run/bad_rows.jsonl"
     sampler = make(shuffle=False, settings=DataSettings(on_bad_row="skip"), bad_rows_path=listing)
     break_image(tmp_path, 4)
@@ -247,12 +247,12 @@ def test_by_default_a_row_that_goes_bad_is_skipped_and_counted(make, tmp_path, c
     break_image(tmp_path, 4)
     assert answers(sampler.take(8)) == [0, 1, 2, 3, 5, 6, 7, 8]
     assert sampler.metrics() == {"data/skipped_rows": 1} and sampler.state()["skipped"] == [4]
-    for _ in range(3):  # one row alone never ends a run, however often it is asked
+    for _ in range(3):  # a single row never ends a run, however often it is drawn
         sampler.take(9)
     assert sampler.metrics() == {"data/skipped_rows": 1} and caplog.text.count("another row replaces it") == 1
 
 
-def test_more_than_a_hundredth_ends_it_and_not_a_row_less(make, tmp_path):
+def test_more_than_one_percent_of_bad_rows_ends_it(make, tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": f"question {i}", "answer": i} for i in range(300)])
     for bad, ends in ((3, False), (4, True)):
         sampler = make(path, shuffle=False)
@@ -260,16 +260,16 @@ def test_more_than_a_hundredth_ends_it_and_not_a_row_less(make, tmp_path):
         broken = range(10, 10 + bad)
         sampler.loader.load = lambda at, load=load, broken=broken: BadRow("a", at, "x") if at in broken else load(at)
         if ends:
-            told = (
+            message = (
                 r"4 of the 300 rows drawn so far could not be read, more than 1%; the last: a, row 13: x\. Repair the"
             )
-            with pytest.raises(DataError, match=rf"{told} data, or set dataset\.on_bad_row=skip"):
+            with pytest.raises(DataError, match=rf"{message} data, or set dataset\.on_bad_row=skip"):
                 sampler.take(296)
         else:
             assert len(sampler.take(297)) == 297
 
 
-def test_the_count_goes_on_after_a_resume(make, tmp_path):
+def test_the_count_continues_after_a_resume(make, tmp_path):
     sampler = make(rows=40, shuffle=False, prompts_ahead=1)
     break_image(tmp_path, 4)
     sampler.take(10)
@@ -312,7 +312,7 @@ def test_when_no_row_can_be_decoded_skip_gives_up(make, tmp_path):
         sampler.take(1)
 
 
-def test_an_image_that_grew_past_the_limit_is_refused(make, tmp_path):
+def test_an_image_that_grew_past_the_limit_is_an_error(make, tmp_path):
     sampler = make(rows=4, shuffle=False, settings=DataSettings(max_prompt_length=20, on_bad_row="error"))
     (tmp_path / "images/2.png").write_bytes(picture_bytes(280, 280))
     with pytest.raises(DataError, match=r"row 3: the prompt now has \d+ tokens"):
@@ -341,7 +341,7 @@ def test_close_ends_the_threads(make):
     assert after <= before
 
 
-def test_close_drops_what_has_not_begun(make):
+def test_close_cancels_pending_work(make):
     encoded = []
 
     class Slow(FakeEncoder):

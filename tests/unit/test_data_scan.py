@@ -1,4 +1,4 @@
-"""The scan at a start: all bad rows at once, lengths without decoding, a cache that notices change."""
+"""The scan at a start: reports all bad rows together, lengths without decoding, a cache that notices changes."""
 
 import json
 import logging
@@ -78,7 +78,7 @@ def test_the_error_is_bounded(tmp_path):
     assert len(str(caught.value).splitlines()) == 23 and "... and rows with 6 other causes" in str(caught.value)
 
 
-def test_skip_goes_on_without_them_and_lists_them_once(bad_file, tmp_path, caplog):
+def test_skip_continues_without_them_and_lists_them_once(bad_file, tmp_path, caplog):
     for _ in range(2):  # the second time from the cache
         dataset = opened(bad_file, tmp_path, on_bad_row="skip")
         assert [dataset.locate(i)[1] for i in range(len(dataset))] == [1, 4, 10]
@@ -111,7 +111,7 @@ def test_lengths_need_no_pixels(tmp_path, monkeypatch):
 
 
 def hollow(path):
-    """A PNG whose pixels are gone, between a header and an end that are fine."""
+    """A PNG without pixels, between an intact header and end."""
     data = bytearray(picture_bytes(56, 56))
     data[60:-12] = b"\0" * (len(data) - 72)
     path.write_bytes(bytes(data))
@@ -157,7 +157,7 @@ def test_a_full_check_finds_what_a_sample_misses(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("mode", ["scan", "error", "skip"])
-def test_rows_that_went_bad_keep_their_place_in_a_run_that_has_begun(tmp_path, mode, caplog):
+def test_rows_that_turned_bad_keep_their_index_in_a_started_run(tmp_path, mode, caplog):
     path = image_rows(tmp_path, 6)
     if mode == "skip":
         (tmp_path / "images/1.png").unlink()  # it is left out from the start, and for ever
@@ -179,7 +179,7 @@ def test_rows_that_went_bad_keep_their_place_in_a_run_that_has_begun(tmp_path, m
     assert later.lengths.min() == -1
 
 
-def test_overlong_prompts_are_left_out_or_refused(tmp_path, caplog):
+def test_overlong_prompts_are_left_out_or_errors(tmp_path, caplog):
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x" * n} for n in (5, 50, 9, 10, 60)])
     dataset = opened(path, tmp_path, max_prompt_length=10)  # the start token counts
     assert [dataset.locate(i)[1] for i in range(len(dataset))] == [1, 3]
@@ -209,7 +209,7 @@ def test_big_images(tmp_path):
 
 
 def scans(dataset_path, tmp_path, **options):
-    """How many rows a start looks at."""
+    """The number of rows that a start reads."""
     encoder = options.pop("encoder", None) or FakeEncoder()
     encoder.calls = 0
     opened(dataset_path, tmp_path, encoder, **options)
@@ -235,7 +235,7 @@ def test_the_cache_holds_until_something_changes(tmp_path):
     assert scans(path, tmp_path) == 1
 
 
-def test_a_misspelt_name_in_the_template_is_said_once(tmp_path, caplog):
+def test_a_misspelt_name_in_the_template_is_reported_once(tmp_path, caplog):
     path, template = image_rows(tmp_path, 6, every=2), tmp_path / "format.jinja"
     template.write_text("{{ content }}{% if optoins %}{{ optoins }}{% endif %}{{ level }}{% for i in range(2) %}"
                         "{{ i }}{% endfor %}{% if options or images %}!{% endif %}")  # fmt: skip
@@ -263,7 +263,7 @@ def test_changed_images_are_scanned_again_and_only_they(tmp_path):
 
 
 @pytest.mark.parametrize("damage", [b"", b"garbage", None])
-def test_a_damaged_cache_is_made_anew(tmp_path, damage):
+def test_a_damaged_cache_is_rebuilt(tmp_path, damage):
     path = image_rows(tmp_path, 4)
     opened(path, tmp_path)
     for entry in (tmp_path / "cache").rglob("*.cache"):
@@ -330,7 +330,7 @@ def test_an_exception_of_the_job_is_raised(small_chunks):
 
 
 def test_ctrl_c_is_for_the_parent_of_the_workers(small_chunks):
-    """It ends them itself; each would write a traceback of its own."""
+    """The parent ends them itself; otherwise each would print a traceback."""
     found = parallel.map_rows(lambda row: signal.getsignal(signal.SIGINT), range(50), "x", workers=2)
     assert set(found) == {signal.SIG_IGN}
 
@@ -342,7 +342,7 @@ def test_a_worker_that_dies_costs_time_only(small_chunks, caplog):
     assert "a worker process died" in caplog.text
 
 
-def test_a_worker_that_stands_still_costs_time_only(small_chunks, caplog, tmp_path):
+def test_a_hanging_worker_costs_only_time(small_chunks, caplog, tmp_path):
     here, note = os.getpid(), tmp_path / "woke up"
 
     def job(row):
@@ -352,7 +352,7 @@ def test_a_worker_that_stands_still_costs_time_only(small_chunks, caplog, tmp_pa
         return row
 
     assert parallel.map_rows(job, range(50), "x", workers=2, stalled_s=0.5) == list(range(50))
-    assert "have stalled" in caplog.text and not note.exists(), "nobody waited for it"
+    assert "have stalled" in caplog.text and not note.exists(), "the scan did not wait for it"
 
 
 def test_progress(capsys, monkeypatch):

@@ -50,7 +50,7 @@ def test_jsonl_row_numbers_are_line_numbers(tmp_path, cache):
     assert [source.row_number(i) for i in range(2)] == [1, 4]
 
 
-def test_lines_longer_than_a_block_keep_their_place(tmp_path, cache, monkeypatch):
+def test_lines_longer_than_a_block_keep_their_index(tmp_path, cache, monkeypatch):
     monkeypatch.setattr("mtrl.data.sources.BLOCK", 10)
     assert contents(open_sources(str(write_jsonl(tmp_path / "a.jsonl", ROWS)), cache)) == ROWS
 
@@ -172,7 +172,7 @@ def test_a_long_list_is_not_taken_for_a_name(tmp_path, cache):
 @pytest.mark.parametrize(
     "spec", ["", " , ", "x" * 300 + ".jsonl", "nul\0.jsonl", "nowhere/to/be.jsonl", "./nothing.parquet", "a/b/c/d"]
 )
-def test_what_does_not_exist_is_said(spec, cache):
+def test_missing_sources_are_reported(spec, cache):
     with pytest.raises(DataError, match=r"does not exist|no data file"):
         open_sources(spec, cache)
 
@@ -191,7 +191,7 @@ def test_files_that_are_no_data(tmp_path, cache):
 
 @pytest.mark.parametrize("levels", [50, 101, 500, 900, 100_000])
 @pytest.mark.parametrize(("begin", "end"), ["[]", ('{"a":', "}")])
-def test_rows_nested_too_deep_are_refused(tmp_path, cache, levels, begin, end):
+def test_rows_nested_too_deep_are_errors(tmp_path, cache, levels, begin, end):
     row = '{"prompt": "x", "extra": ' + begin * levels + "1" + end * levels + "}"
     path = tmp_path / "a.jsonl"
     path.write_text(f'{row}\n{{"prompt": "fine"}}')
@@ -204,7 +204,7 @@ def test_rows_nested_too_deep_are_refused(tmp_path, cache, levels, begin, end):
     assert source.read(1) == {"prompt": "fine"}
 
 
-def test_rows_of_python_nested_in_themselves_are_refused():
+def test_python_rows_that_contain_themselves_are_errors():
     row = {"prompt": "x"}
     row["self"] = row
     with pytest.raises(RowError, match="nested more than"):
@@ -224,7 +224,7 @@ def test_large_row_groups_are_read_through_an_arrow_copy(tmp_path, cache, monkey
 
 
 @pytest.mark.parametrize("counts", [(3, 3), (-1, 8), (10**12, 7)])
-def test_a_footer_with_impossible_row_counts_is_refused(tmp_path, cache, monkeypatch, counts):
+def test_a_footer_with_impossible_row_counts_is_an_error(tmp_path, cache, monkeypatch, counts):
     path = write_parquet(tmp_path / "a.parquet", ROWS)
     groups = [SimpleNamespace(num_rows=count, total_byte_size=1) for count in counts]
     damaged = SimpleNamespace(num_row_groups=2, num_rows=7, row_group=groups.__getitem__)

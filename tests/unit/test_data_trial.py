@@ -14,7 +14,7 @@ def run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MTRL_CACHE", str(tmp_path / "cache"))
 
-    def told(command, rows, template="{{ content }}", *overrides):
+    def message(command, rows, template="{{ content }}", *overrides):
         write_jsonl(tmp_path / "train.jsonl", rows)
         (tmp_path / "format.jinja").write_text(template)
         (tmp_path / "run.yaml").write_text(
@@ -23,7 +23,7 @@ def run(tmp_path, monkeypatch, capsys):
         )
         return main([command, "run.yaml", *overrides]), capsys.readouterr().out
 
-    return told
+    return message
 
 
 GOOD = [{"prompt": f"question {i}", "answer": "A"} for i in range(9)]
@@ -37,7 +37,7 @@ def test_rows_that_are_fine(run):
 
 
 @pytest.mark.parametrize(
-    ("rows", "template", "told"),
+    ("rows", "template", "message"),
     [
         (GOOD, "{{ content }} {{ hint.upper() }}", "the format prompt fails on it (UndefinedError: 'hint'"),
         ([*GOOD[:4], {"prompt": "<image>x", "images": "gone.png"}, *GOOD[5:]], "{{ content }}", "row 5: the image "),
@@ -46,18 +46,18 @@ def test_rows_that_are_fine(run):
         ([*GOOD[:4], {"prompt": "a <|image_pad|>"}, *GOOD[5:]], "{{ content }}", "row 5: "),
     ],
 )  # fmt: skip
-def test_rows_that_fail(run, rows, template, told):
+def test_rows_that_fail(run, rows, template, message):
     code, said = run("data", rows, template)
-    assert code == 1 and told in said
+    assert code == 1 and message in said
 
 
-def test_doctor_tells_rows_that_fail(run):
+def test_doctor_reports_rows_that_fail(run):
     code, said = run("doctor", GOOD, "{{ content }} {{ hint.upper() }}")
     assert code == 2 and "It can run here" not in said
     assert any("PROBLEM" in line and "the format prompt fails on it" in line for line in said.splitlines())
 
 
-def test_what_is_skipped_anyway_is_a_note(run):
+def test_rows_that_are_skipped_anyway_are_a_note(run):
     rows = [*GOOD[:4], {"prompt": ""}, *GOOD[5:]]
     code, said = run("doctor", rows, "{{ content }}", "dataset.on_bad_row=skip")
     assert code == 0 and "row 5: the prompt is empty" in said and "It can run here." in said

@@ -1,4 +1,4 @@
-"""Videos in rows: what is read of them, which are refused and why, and how large their frames become."""
+"""Videos in rows: their frames and frame sizes, and which videos are errors."""
 
 import base64
 import io
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from clip_helpers import film, film_bytes
 from PIL import Image
-from tiny_models import checkpoint, encoder_of
+from tiny_models import checkpoint, get_encoder
 
 from mtrl.data import DataError, DataSettings, RowList, Sampler, open_dataset
 from mtrl.data.media import make_medium
@@ -26,7 +26,7 @@ PIXELS = film(112, 168, FRAMES)
 
 @pytest.fixture(scope="module")
 def data():
-    """The header stands before the frames, so that half a file can be opened."""
+    """The header is before the frames, so that half a file can be opened."""
     return film_bytes(PIXELS, FPS, movflags="faststart")
 
 
@@ -51,7 +51,7 @@ def test_films_of_every_kind(kind, codec):
     assert found.size == (112, 168) and found.frames == FRAMES and found.fps == pytest.approx(FPS)
     shown = decode_medium(Medium("video", medium.source, Clip(FRAMES, FPS, (0, 7, 19))), (112, 168))
     assert shown.shape == (3, 112, 168, 3) and shown.dtype == np.uint8
-    assert np.abs(shown.astype(int) - PIXELS[[0, 7, 19]]).mean() < 12, "those frames, as far as the codec keeps them"
+    assert np.abs(shown.astype(int) - PIXELS[[0, 7, 19]]).mean() < 12, "those frames, up to the codec's loss"
     assert np.abs(shown[1].astype(int) - PIXELS[6]).mean() > 2 * np.abs(shown[1].astype(int) - PIXELS[7]).mean()
 
 
@@ -70,7 +70,7 @@ def test_a_value_is_a_path_or_bytes_however_it_is_nested(tmp_path, data):
         assert read_video_info(make_medium(value, tmp_path, "video")).frames == FRAMES
 
 
-def test_a_film_on_its_side_stands_upright():
+def test_a_rotated_film_is_turned_upright():
     """As phones write them: the size of the scan is the size that is decoded."""
     medium = Medium("video", film_bytes(PIXELS, FPS, rotation=90))
     found = read_video_info(medium)
@@ -108,7 +108,7 @@ def test_a_broken_clip_is_a_bad_row_with_a_reason(tmp_path, data):
         if content is not None:
             (tmp_path / name).write_bytes(content)
         with pytest.raises(RowError, match=f"the video .*{name} {reason}"):
-            check_pixels(measure_media(task_with(str(tmp_path / name)), encoder_of("qwen2_5_vl"))[0].media)
+            check_pixels(measure_media(task_with(str(tmp_path / name)), get_encoder("qwen2_5_vl"))[0].media)
         rows.append({"prompt": "<video>broken", "videos": str(tmp_path / name)})
     with pytest.raises(DataError, match=r"6 of 7 rows cannot be used:(.|\n)*row 2: the video .*empty\.mp4 is empty"):
         loaded(rows, encoder_with())
@@ -129,8 +129,8 @@ def task_with(source):
     return Task("t:0", "t", ({"role": "user", "content": [{"type": "video"}]},), (Medium("video", source),))
 
 
-def test_frames_that_are_gone_later_are_a_bad_row_of_their_own(tmp_path, data):
-    """A file that is cut after the scan: the run goes on with the others."""
+def test_frames_that_disappear_later_are_a_bad_row(tmp_path, data):
+    """The file is truncated after the scan: the run continues with the other rows."""
     place = tmp_path / "a.mp4"
     place.write_bytes(data)
     rows = [{"prompt": "<video>a", "videos": str(place)}, *3 * [{"prompt": "b"}]]
@@ -149,15 +149,15 @@ def test_a_header_that_counts_a_frame_too_many_is_forgiven(data):
         decode_medium(Medium("video", data, Clip(90, FPS, (0, 45, 89))), (56, 84))
 
 
-def test_without_pyav_it_says_what_to_install(monkeypatch, data):
+def test_without_pyav_the_error_names_the_package(monkeypatch, data):
     monkeypatch.setattr("mtrl.data.video.find_spec", lambda name: None)
     with pytest.raises(DataError, match=r"pip install 'mtrl\[video\]'"):
         loaded([{"prompt": "<video>a", "videos": data}], encoder_with())
 
 
-def test_a_text_model_refuses_the_row(data):
+def test_the_row_is_an_error_for_a_text_model(data):
     with pytest.raises(DataError, match="it has a video: this model takes no videos"):
-        loaded([{"prompt": "<video>a", "videos": data}], encoder_of("qwen2"))
+        loaded([{"prompt": "<video>a", "videos": data}], get_encoder("qwen2"))
 
 
 # --------------------------------------------------------------------------------------------------------------- limits
@@ -192,7 +192,7 @@ def test_large_frames_are_reduced_to_768_tokens_and_small_ones_are_not_made_imag
 def test_the_report_counts_videos_and_shows_their_pads(tmp_path, data):
     out = io.StringIO()
     rows = [{"prompt": "<video>what", "videos": data, "answer": "x"}, {"prompt": "how", "answer": "y"}]
-    assert report([RowList(rows, "rows")], DataSettings(), encoder_of("qwen3_vl"), out, cache_dir=Path(tmp_path)) == 0
+    assert report([RowList(rows, "rows")], DataSettings(), get_encoder("qwen3_vl"), out, cache_dir=Path(tmp_path)) == 0
     said = out.getvalue()
     assert (
         "Videos\n  1 in 1 rows\n  width   min 168" in said

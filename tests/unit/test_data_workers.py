@@ -1,4 +1,4 @@
-"""Prompts made by processes: the same prompts in the same order, whatever becomes of the processes."""
+"""Prompts made by processes: the same prompts in the same order, even if processes fail."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from mtrl.data.workers import DecodeWorkers, worker_count
 ROWS = 24
 
 
-def rows_of(folder, count=ROWS):
+def write_rows(folder, count=ROWS):
     for place in range(count):
         (folder / f"{place}.png").write_bytes(picture_bytes(40 + place, 60, seed=place))
     rows = [{"prompt": f"{i}", "images": [str(folder / f"{i}.png")], "answer": i} for i in range(count)]
@@ -30,7 +30,7 @@ def rows_of(folder, count=ROWS):
 
 @pytest.fixture
 def dataset(tmp_path):
-    return open_dataset([RowList(rows_of(tmp_path), "rows")], DataSettings(), FakeEncoder(), workers=1)
+    return open_dataset([RowList(write_rows(tmp_path), "rows")], DataSettings(), FakeEncoder(), workers=1)
 
 
 def same(left, right):
@@ -69,7 +69,7 @@ def test_a_row_that_breaks_later_is_a_bad_row(dataset, tmp_path):
         assert [prompt.task.answer for prompt in sampler.take(9)] == [0, 1, 2, 3, 4, "x", 6, 8, 9]
         (bad,) = sampler.bad_rows.values()
         assert bad.row == 8 and "7.png is empty" in bad.reason
-    rows, strict = RowList(rows_of(tmp_path), "rows"), DataSettings(on_bad_row="error")
+    rows, strict = RowList(write_rows(tmp_path), "rows"), DataSettings(on_bad_row="error")
     dataset = open_dataset([rows], strict, FakeEncoder(), workers=1)
     (tmp_path / "0.png").write_bytes(b"")
     with (
@@ -79,7 +79,7 @@ def test_a_row_that_breaks_later_is_a_bad_row(dataset, tmp_path):
         sampler.take(1)
 
 
-def test_an_error_of_ours_is_raised_where_the_prompt_is_asked_for(dataset):
+def test_an_internal_error_is_raised_where_the_prompt_is_taken(dataset):
     class Wrong(FakeEncoder):
         def encode(self, task, media):
             raise ZeroDivisionError("a mistake")
@@ -89,7 +89,7 @@ def test_an_error_of_ours_is_raised_where_the_prompt_is_asked_for(dataset):
 
 
 @pytest.mark.parametrize("how", ["killed", "stopped"])
-def test_a_process_that_fails_costs_time_and_nothing_else(dataset, how, caplog, monkeypatch):
+def test_a_failing_process_costs_only_time(dataset, how, caplog, monkeypatch):
     monkeypatch.setattr("mtrl.data.workers.STALLED_S", 1.0)
     with Sampler(dataset, FakeEncoder(), shuffle=False) as threads:
         expected = threads.take(ROWS)
@@ -102,7 +102,7 @@ def test_a_process_that_fails_costs_time_and_nothing_else(dataset, how, caplog, 
     assert ("has died" if how == "killed" else "has stalled") in caplog.text
 
 
-def test_nothing_is_left_running(dataset):
+def test_no_process_is_left_running(dataset):
     sampler = Sampler(dataset, FakeEncoder(), workers=2)
     sampler.take(1)
     children = [psutil.Process(worker.pid) for worker in sampler._workers.processes]
@@ -127,9 +127,9 @@ time.sleep(60)
 """
 
 
-@pytest.mark.slow  # it imports torch once more
+@pytest.mark.slow  # it imports torch again
 def test_workers_end_with_a_run_that_is_killed(tmp_path):
-    rows = [row for row in rows_of(tmp_path) if "strange" not in row and isinstance(row["images"][0], str)]
+    rows = [row for row in write_rows(tmp_path) if "strange" not in row and isinstance(row["images"][0], str)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     here = Path(__file__).resolve().parent
     script = SCRIPT.format(paths=[str(here), str(here.parents[1])], file=str(tmp_path / "rows.jsonl"))

@@ -1,4 +1,4 @@
-"""Weights that the engine shares with the model: training, saving and loading go on as if it were not there."""
+"""Weights that the engine shares with the model: training, saving and loading work as without the engine."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def in_bf16():
     return Backbone(fresh_backbone(FAMILY).model.bfloat16())
 
 
-def parts_of(backbone, layer=1):
+def get_fused_parameters(backbone, layer=1):
     """The parameters that are fused, by the name of their matrix."""
     attention, mlp = backbone.language_model.layers[layer].self_attn, backbone.language_model.layers[layer].mlp
     return {
@@ -35,7 +35,7 @@ def parts_of(backbone, layer=1):
 
 def assert_adopted(weights, backbone):
     assert not weights.copied
-    for name, parts in parts_of(backbone).items():
+    for name, parts in get_fused_parameters(backbone).items():
         whole = getattr(weights.layers[1], name)
         assert torch.equal(whole, torch.cat(parts)), name
         ends = whole.data_ptr() + whole.nbytes
@@ -68,26 +68,26 @@ def test_a_narrow_matrix_among_wide_ones_is_adopted():
     assert weights.layers[1].qkv.data_ptr() == layer.self_attn.q_proj.weight.data_ptr()
     assert weights.layers[1].down.data_ptr() == layer.mlp.down_proj.weight.data_ptr()
     copied = {id(parameter) for _, parameter in weights.copied}
-    for name, parts in parts_of(backbone).items():
+    for name, parts in get_fused_parameters(backbone).items():
         assert [id(part) in copied for part in parts] == [name in ("gate_up", "out")] * len(parts), name
 
 
-def test_what_was_fused_before_stays_where_it_is():
-    """After a sleep the engine makes weights anew: nothing is copied again."""
+def test_fused_weights_stay_in_the_same_memory():
+    """After a sleep the engine rebuilds its weights without copying."""
     backbone = in_bf16()
     first = DecodeWeights(backbone.model, torch.bfloat16).layers[1]
     places = [first.qkv.data_ptr(), first.bias.data_ptr(), first.gate_up.data_ptr()]
     again = DecodeWeights(backbone.model, torch.bfloat16)
     assert_adopted(again, backbone)
     assert places == [getattr(again.layers[1], name).data_ptr() for name in ("qkv", "bias", "gate_up")]
-    moved = parts_of(backbone)["qkv"][1]
+    moved = get_fused_parameters(backbone)["qkv"][1]
     moved.data = moved.data.clone()
     assert not again.refresh()
     assert_adopted(DecodeWeights(backbone.model, torch.bfloat16), backbone)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_training_goes_on_as_before_and_is_seen_without_a_copy(dtype):
+def test_training_works_as_before_and_the_engine_sees_it_without_a_copy(dtype):
     """A twin that no engine adopted has the same gradients and the same weights after AdamW steps."""
     ids = torch.arange(20, 32)[None]
     positions = torch.arange(12).expand(3, 1, 12)
@@ -99,7 +99,7 @@ def test_training_goes_on_as_before_and_is_seen_without_a_copy(dtype):
         for _ in range(2):
             optimizer.zero_grad()
             backbone.forward_text(ids, positions).float().square().mean().backward()
-            gradient = parts_of(backbone)["qkv"][1].grad.clone()
+            gradient = get_fused_parameters(backbone)["qkv"][1].grad.clone()
             optimizer.step()
         trained.append((gradient, backbone))
     assert weights is not None
@@ -110,7 +110,7 @@ def test_training_goes_on_as_before_and_is_seen_without_a_copy(dtype):
 
 
 def test_an_adopted_model_is_saved_and_loaded_as_any_other(tmp_path):
-    """Files of tensors that share memory are refused by safetensors, and those of views may hold too much."""
+    """safetensors rejects tensors that share memory, and files of views may contain too much."""
     backbone, twin = in_bf16(), in_bf16()
     weights = DecodeWeights(backbone.model, torch.bfloat16)
     sizes = []
@@ -126,9 +126,9 @@ def test_an_adopted_model_is_saved_and_loaded_as_any_other(tmp_path):
         for parameter in backbone.model.parameters():
             parameter.mul_(1.5)
     load_weights(backbone.model, tmp_path / "plain")
-    assert weights.refresh(), "what is loaded is loaded into the same places"
+    assert weights.refresh(), "weights are loaded into the same memory"
     assert_adopted(weights, backbone)
-    assert torch.equal(weights.layers[1].qkv, torch.cat(parts_of(twin)["qkv"]))
+    assert torch.equal(weights.layers[1].qkv, torch.cat(get_fused_parameters(twin)["qkv"]))
 
 
 def test_a_snapshot_of_an_adopted_model_counts_and_copies_each_weight_once(tmp_path):

@@ -41,7 +41,7 @@ def test_interpreted_kernels_give_the_tokens_of_the_plain_engine(encoder, sampli
 
 
 def test_a_batch_of_another_size_finds_room(encoder):
-    """Small, large, small: buffers grow, and what they held of earlier batches shows nowhere."""
+    """Small, large, small: buffers grow, and data of earlier batches has no effect."""
     backbone, prompts = fresh_backbone(FAMILY), prompts_for(FAMILY)
     decode, expected = engine(backbone, encoder), LocalGenerator(backbone, encoder)
     for part, sampling in (
@@ -74,7 +74,7 @@ def test_weights_follow_an_update(compute):
     assert torch.equal(weights.layers[1].down, layer.mlp.down_proj.weight.to(compute))
     assert torch.equal(weights.head, backbone.output_matrix.to(compute))
     assert places == [weights.layers[1].qkv.data_ptr(), weights.layers[1].down.data_ptr(), weights.head.data_ptr()]
-    assert bool(weights.copied) == (compute != torch.float32), "what has the dtype already is not copied"
+    assert bool(weights.copied) == (compute != torch.float32), "tensors of the right dtype are not copied"
 
 
 def test_a_weight_that_moved_away_is_noticed(encoder):
@@ -91,7 +91,7 @@ def test_a_weight_that_moved_away_is_noticed(encoder):
 def test_unknown_layers_are_named():
     head = torch.nn.Linear(1, 1)
     assert explain_unsupported(fresh_backbone(FAMILY).language_model, head) is None
-    for change, told in (
+    for change, message in (
         (lambda lm: setattr(lm.config, "model_type", "gemma"), "family 'gemma'"),
         (lambda lm: setattr(lm.config, "hidden_act", "gelu"), "gelu"),
         (lambda lm: lm.config.rope_parameters.update(rope_type="dynamic"), "dynamic"),
@@ -101,10 +101,10 @@ def test_unknown_layers_are_named():
     ):
         language_model = fresh_backbone(FAMILY).language_model
         change(language_model)
-        assert told in explain_unsupported(language_model, head)
+        assert message in explain_unsupported(language_model, head)
 
 
-def test_without_a_gpu_the_plain_engine_decodes_and_says_nothing(encoder, caplog):
+def test_without_a_gpu_the_plain_engine_decodes_without_a_message(encoder, caplog):
     backbone = fresh_backbone(FAMILY)
     if backbone.device.type == "cuda":
         pytest.skip("there is one")
@@ -114,7 +114,7 @@ def test_without_a_gpu_the_plain_engine_decodes_and_says_nothing(encoder, caplog
 
 
 def test_draws_belong_to_the_row(encoder):
-    """The same keys give the same tokens, whatever the batch around them."""
+    """The same keys give the same tokens in any batch."""
     prompts, sampling = prompts_for(FAMILY), Sampling(n=3, max_new_tokens=6, seed=5, step=2)
     backbone = fresh_backbone(FAMILY)
     whole = engine(backbone, encoder).generate(prompts, sampling)

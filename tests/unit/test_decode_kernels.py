@@ -1,4 +1,4 @@
-"""Each kernel of decoding against its twin in plain torch, by Triton's interpreter where there is no GPU."""
+"""Each kernel of decoding against plain torch, by Triton's interpreter if there is no GPU."""
 
 import copy
 from dataclasses import replace
@@ -19,7 +19,7 @@ from mtrl.rollout.decode.layers import Shape
 kernels = SimpleNamespace(**vars(layer_kernels) | vars(sampling_kernels))
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPE = Shape(
-    hidden=24, inner=40, layers=1, heads=6, key_heads=2, width=16, vocabulary=200, eps=1e-6
+    hidden=24, inner=40, layers=1, heads=6, key_heads=2, head_dim=16, vocabulary=200, eps=1e-6
 )  # 3 query heads share a key head, and neither 24, 40 nor 200 is a power of two
 ROOM = Room(slots=16, groups=4, new=12, prompt_tokens=64, longest=40, positions=64)
 DTYPES = [torch.float32, torch.bfloat16]
@@ -35,7 +35,7 @@ def noise(*size, dtype=torch.float32):
 
 
 def close(found, expected, dtype=torch.float32):
-    """bf16 rounds at the same places in both, but where a sum falls between two numbers either may be the nearer."""
+    """bf16 rounds at the same points in both, but a sum near the middle of two numbers may be rounded either way."""
     torch.testing.assert_close(found, expected, rtol=2e-2 if dtype == torch.bfloat16 else 2e-6, atol=2e-6)
 
 
@@ -94,8 +94,8 @@ def layer(bias, norms, dtype=torch.float32):
     return DecodeLayer(
         norm=nothing, qkv=nothing, out=nothing, mlp_norm=nothing, gate_up=nothing, down=nothing,
         bias=noise(SHAPE.qkv, dtype=dtype) if bias else None,
-        query_norm=noise(SHAPE.width, dtype=dtype) if norms else None,
-        key_norm=noise(SHAPE.width, dtype=dtype) if norms else None,
+        query_norm=noise(SHAPE.head_dim, dtype=dtype) if norms else None,
+        key_norm=noise(SHAPE.head_dim, dtype=dtype) if norms else None,
     )  # fmt: skip
 
 
@@ -103,24 +103,24 @@ def layer(bias, norms, dtype=torch.float32):
 def test_rotate_write(bias, norms):
     rows, slot, given = running_rows(), shuffled_slots(), layer(bias, norms)
     qkv = noise(16, SHAPE.qkv)
-    angle = torch.arange(ROOM.positions, device=DEVICE)[:, None] * torch.rand(SHAPE.width // 2, device=DEVICE)
+    angle = torch.arange(ROOM.positions, device=DEVICE)[:, None] * torch.rand(SHAPE.head_dim // 2, device=DEVICE)
     made = []
     for ops in (kernels, plain):
-        query = torch.zeros(16, SHAPE.heads, SHAPE.width, device=DEVICE)
-        keys, values = torch.zeros(2, (ROOM.slots + 1) * ROOM.new, SHAPE.key_heads, SHAPE.width, device=DEVICE)
+        query = torch.zeros(16, SHAPE.heads, SHAPE.head_dim, device=DEVICE)
+        keys, values = torch.zeros(2, (ROOM.slots + 1) * ROOM.new, SHAPE.key_heads, SHAPE.head_dim, device=DEVICE)
         ops.rotate_write(qkv, given, SHAPE, (angle.cos(), angle.sin()), slot, rows, query, keys, values)
         made.append((query, keys, values))
     for found, expected in zip(*made, strict=True):
         close(found, expected)
         assert expected.any()
     written = made[0][1].flatten(1).any(1).nonzero().flatten().tolist()
-    assert written == sorted(rows.kv_index[:16].tolist()), "each row writes at its own place and nowhere else"
+    assert written == sorted(rows.kv_index[:16].tolist()), "each row writes only at its own index"
 
 
 def pieces(of_prompt, least, most, chunk, rows=16):
     count = of_prompt + -(-ROOM.new // chunk)
     size = (count, rows, SHAPE.heads)
-    part = torch.full((*size, SHAPE.width), torch.nan, device=DEVICE)  # what nobody wrote must not be read
+    part = torch.full((*size, SHAPE.head_dim), torch.nan, device=DEVICE)  # unwritten elements must not be read
     return AttentionPieces(of_prompt, least, most, chunk, 16, part, torch.full(size, torch.nan, device=DEVICE))
 
 
@@ -133,12 +133,12 @@ def test_attend_in_pieces_equals_attention_over_all_keys(cut):
     rows, slot_table = running_rows(), SlotTable(16, ROOM, DEVICE)
     prompt_of = [0] * 3 + [1] * 4 + [2] * 3 + [0] * 6
     slot_table.assign([2, 3, 0, 5, 6, 9, 12], prompt_of, [0, 40, 47], [40, 7, 1])
-    query = noise(16, SHAPE.heads, SHAPE.width)
-    prompts = tuple(noise(2, ROOM.prompt_tokens, SHAPE.key_heads, SHAPE.width))
-    own = tuple(noise(2, (ROOM.slots + 1) * ROOM.new, SHAPE.key_heads, SHAPE.width))
+    query = noise(16, SHAPE.heads, SHAPE.head_dim)
+    prompts = tuple(noise(2, ROOM.prompt_tokens, SHAPE.key_heads, SHAPE.head_dim))
+    own = tuple(noise(2, (ROOM.slots + 1) * ROOM.new, SHAPE.key_heads, SHAPE.head_dim))
     made = []
     for ops in (kernels, plain):
-        made.append(torch.empty(16, SHAPE.heads * SHAPE.width, device=DEVICE))
+        made.append(torch.empty(16, SHAPE.heads * SHAPE.head_dim, device=DEVICE))
         ops.attend(query, prompts, own, slot_table, rows, SHAPE, pieces(*cut), made[-1])
     close(*made)
     assert made[1].any(1).tolist() == [True] * 7 + [False] * 9
@@ -148,14 +148,14 @@ def test_a_larger_room_changes_no_bit_of_attention():
     """It has more pieces, of prompts and of own tokens, which are empty here."""
     rows, slot_table = running_rows(), SlotTable(4, ROOM, DEVICE)
     slot_table.assign(range(4), [0] * 3 + [1], [0, 40], [40, 7])
-    query = noise(4, SHAPE.heads, SHAPE.width)
-    prompts = tuple(noise(2, ROOM.prompt_tokens, SHAPE.key_heads, SHAPE.width))
-    own = tuple(noise(2, (ROOM.slots + 1) * ROOM.new, SHAPE.key_heads, SHAPE.width))
+    query = noise(4, SHAPE.heads, SHAPE.head_dim)
+    prompts = tuple(noise(2, ROOM.prompt_tokens, SHAPE.key_heads, SHAPE.head_dim))
+    own = tuple(noise(2, (ROOM.slots + 1) * ROOM.new, SHAPE.key_heads, SHAPE.head_dim))
     made = []
     for of_prompt, spare in ((3, 0), (8, 5)):
         cut = pieces(of_prompt, 16, 8, 4, rows=4)
         part, lse = (torch.cat([each, *spare * [each[:1]]]) for each in (cut.part, cut.lse))
-        made.append(torch.empty(4, SHAPE.heads * SHAPE.width, device=DEVICE))
+        made.append(torch.empty(4, SHAPE.heads * SHAPE.head_dim, device=DEVICE))
         kernels.attend(query, prompts, own, slot_table, rows, SHAPE, replace(cut, part=part, lse=lse), made[-1])
     assert torch.equal(*made)
 
@@ -166,7 +166,7 @@ def tiles(width=64, rows=16):
 
 
 def sampled(ops, raw, sampling, rows, slot, forbidden=(3, 70, 199), stops=(7, 11)):
-    """As a step does it: masses, the cut where there is one, the token."""
+    """Runs the kernels of a step: masses, the cut if any, the token."""
     rules, found = Rules(SHAPE.vocabulary, DEVICE), tiles()
     mode = rules.set(*sampling, forbidden, stops)
     logits = torch.empty_like(raw) if mode.cuts else None
@@ -204,8 +204,8 @@ def test_the_token_and_all_that_follows_from_it(sampling):
     assert rows.done[:16].unique().tolist() == [0, 1] and rows.done[10] == 1, "row 5 sits on slot 10 and stopped"
 
 
-def test_every_token_is_found_at_its_own_share_of_the_uniforms():
-    """Uniforms from 0 to the last below 1, over a distribution whose last tile nearly all is forbidden."""
+def test_every_token_is_chosen_for_its_share_of_the_uniforms():
+    """Uniforms from 0 to the largest below 1, over a distribution whose last tile is almost completely forbidden."""
     raw = noise(1, SHAPE.vocabulary).expand(16, -1).contiguous()
     uniforms = torch.linspace(0, 1, 16, dtype=torch.double)
     uniforms[-1] = 1 - 2**-53
@@ -231,7 +231,7 @@ def test_logits_without_probabilities_end_the_row_and_show(broken, sampling):
     assert rows.done.sum() == 1 and rows.logps[:16].isfinite().sum() == rows.logps[:16].numel() - 1
 
 
-def test_a_graph_knows_what_it_does_from_the_settings():
+def test_a_graph_reads_its_settings_from_memory():
     rules = Rules(200, DEVICE)
     modes = [rules.set(*sampling, (), ()) for sampling in SAMPLINGS.values()]
     assert modes == [Mode(True, False, False), Mode(False, False, False), Mode(False, True, False),

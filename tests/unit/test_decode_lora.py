@@ -1,11 +1,11 @@
-"""LoRA adapters beside the weights of decoding, against the plain engine, which runs the layers of peft themselves."""
+"""LoRA adapters in the decoding kernels, against the plain engine, which runs peft's own layers."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 from decode_helpers import engine, same, stopping_encoder
-from tiny_models import encoder_of, fresh_backbone, prompts_for
+from tiny_models import fresh_backbone, get_encoder, prompts_for
 
 from mtrl.models.backbone import Backbone
 from mtrl.models.forward import Forward
@@ -24,7 +24,7 @@ GREEDY = replace(SAMPLED, n=1, temperature=0)
 
 
 def inject_adapters(model, targets, name="default", **more):
-    """Adapters that change what the model says: B is zero at first."""
+    """Adapters that change the model's output: B is initially zero."""
     settings = peft.LoraConfig(target_modules=list(targets), **{"r": 4, "lora_alpha": 6, **more})
     peft.inject_adapter_in_model(settings, model, adapter_name=name)
     generator = torch.Generator().manual_seed(len(name))
@@ -57,8 +57,8 @@ def tuner_layers(language_model):
 @pytest.mark.parametrize(
     "targets, ranks", [(ALL, {"k_proj": 3, "up_proj": 9}), (["q_proj", "down_proj"], {})], ids=["all", "two"]
 )
-def test_tokens_and_log_probs_are_those_of_the_plain_engine(family, targets, ranks):
-    """After an update of the adapter too, which moves nothing that a graph would read."""
+def test_tokens_and_log_probs_equal_those_of_the_plain_engine(family, targets, ranks):
+    """Also after an update of the adapter, which does not move memory that a graph reads."""
     encoder, prompts = stopping_encoder(family), prompts_for(family)
     backbone = adapted(family, targets, rank_pattern=ranks)
     decode, expected = engine(backbone, encoder), LocalGenerator(backbone, encoder)
@@ -71,7 +71,7 @@ def test_tokens_and_log_probs_are_those_of_the_plain_engine(family, targets, ran
     after = decode.generate(prompts, GREEDY)
     same(after, expected.generate(prompts, GREEDY))
     assert decode.weights is weights and places == [place.data_ptr() for place, _ in weights.copied + weights.scaled]
-    assert not torch.equal(before.tokens, after.tokens), "the adapter says something"
+    assert not torch.equal(before.tokens, after.tokens), "the adapter changes the output"
 
 
 def test_projections_without_an_adapter_have_rank_zero():
@@ -85,8 +85,8 @@ def test_projections_without_an_adapter_have_rank_zero():
     assert int(up.count_nonzero()) == 4 * keys and not low[4:].any()
 
 
-def test_what_a_sleep_loses_is_written_again():
-    """On a GPU the memory of the matrices comes back with whatever it holds, zeros between the adapters included."""
+def test_memory_lost_in_a_sleep_is_rewritten():
+    """On a GPU the memory returns with arbitrary contents, also where there were zeros between the adapters."""
     weights = DecodeWeights(adapted(targets=["k_proj", "up_proj"]).model, torch.float32)
     written = [each.clone() for each in weights.padded]
     for each in weights.padded:
@@ -116,7 +116,7 @@ def test_a_frozen_base_is_adopted_and_float32_adapters_are_narrowed(base):
     inject_adapters(model, ALL)
     for part in adapter_weights(model):
         part.data = part.data.float()
-    backbone, encoder, prompts = Backbone(model, torch.bfloat16), encoder_of(FAMILY), prompts_for(FAMILY)[1:2]
+    backbone, encoder, prompts = Backbone(model, torch.bfloat16), get_encoder(FAMILY), prompts_for(FAMILY)[1:2]
     assert backbone.model.dtype == base, "and not that of the adapters"
     decode = engine(backbone, encoder)
     rollouts = decode.generate(prompts, replace(SAMPLED, max_new_tokens=3))
@@ -166,7 +166,7 @@ def why(backbone):
     return explain_unsupported(backbone.language_model, backbone.model.get_output_embeddings())
 
 
-def test_what_is_not_plain_lora_is_named():
+def test_unsupported_kinds_of_lora_are_named():
     assert why(adapted()) is None
     dora = adapted(use_dora=True)
     assert why(dora) == "the adapter of q_proj is a peft DoraLinearVariant, not plain LoRA"

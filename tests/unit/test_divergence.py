@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import INF, close, mask_of, padded
+from helpers import INF, close, make_mask, padded
 
 from mtrl.algorithms.divergence import Divergence, adapt_coefficient, divergence
 from mtrl.algorithms.losses import Loss
@@ -74,7 +74,7 @@ def test_adaptive_controller_counts_responses_against_the_horizon():
 
 # ---- where it is charged ----
 
-MASK = mask_of(2, 1)
+MASK = make_mask(2, 1)
 SIGNALS = Signals(old_logprobs=padded([[-1, -2], [-3]], fill=INF), ref_logprobs=padded([[-1.5, -1], [-5]], fill=-9.0))
 # d = 1/2, -1 and 2.
 
@@ -93,7 +93,7 @@ def test_the_full_distance_comes_from_the_probe():
     close(rule.reward_penalty(signals), [[0.5, 1.5]])
 
 
-def test_the_full_distance_as_a_loss_is_the_updates_affair():
+def test_the_full_distance_as_a_loss_is_computed_in_the_update():
     assert not Divergence("full", 0.5, in_loss=True).needs
     assert Divergence("full", 0.5, in_loss=True, adaptive=True).needs == Needs("old_logprobs", "divergence")
     assert Loss().with_divergence(Divergence("full", 0.5, in_loss=True)).full_divergence

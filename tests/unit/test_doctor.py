@@ -1,4 +1,4 @@
-"""`mtrl doctor`: what it says of machine and run."""
+"""`mtrl doctor`: its report on machine and run."""
 
 import os
 import subprocess
@@ -66,10 +66,10 @@ def test_the_embedded_task_runs_here(tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().out
     assert "transformers" in said and "Optional features" in said and "3.1 million parameters" in said
     assert "It can run here." in said and "PROBLEM" not in said
-    assert list(tmp_path.iterdir()) == [], "it only looks"
+    assert list(tmp_path.iterdir()) == [], "it changes nothing"
 
 
-def test_what_is_missing_is_told_all_at_once(tmp_path, monkeypatch, capsys):
+def test_all_problems_are_reported_together(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = [
         "dataset.train_files=none.jsonl, org/name@train, zoo@train", "dataset.image_dir=nowhere/",
@@ -80,13 +80,13 @@ def test_what_is_missing_is_told_all_at_once(tmp_path, monkeypatch, capsys):
     ]  # fmt: skip
     assert cli.main(["doctor", *words[:-1], "worker.actor.model.model_path=./nothing"]) == 2
     problems = [line for line in capsys.readouterr().out.splitlines() if "PROBLEM" in line]
-    for told in (
+    for message in (
         "worker.actor.offload.offload_params",
         "none.jsonl does not exist", "nowhere/ does not exist", "rewards.py does not exist",
         "no module no_such_package.module", "./nothing is no checkpoint directory", "nothing_to_load does not exist",
         "optimization.perturbation: no_such is unknown; use one of ",
     ):  # fmt: skip
-        assert sum(told in line for line in problems) == 1, told
+        assert sum(message in line for line in problems) == 1, message
     assert len(problems) == 8
     assert cli.main(["doctor", words[-1]]) == 2, "a configuration that does not load"
 
@@ -122,7 +122,7 @@ A_GPU = Device("GPU 0, a card", 40 * GIB, 39 * GIB)
 BIG = MemoryEstimate(3_000_000_000, {"weights": 36 * GIB}, {"sample": {}, "update": {"gradients": 9 * GIB}}, "guessed")
 
 
-def test_what_would_help_where_it_does_not_fit():
+def test_advice_if_it_does_not_fit():
     """45 GiB at its fullest, of 40."""
     ways = [("a.b=c", 22 * GIB)]
     (problem,) = doctor.check_memory(BIG, A_GPU, lambda: ways)
@@ -134,7 +134,7 @@ def test_what_would_help_where_it_does_not_fit():
 
 
 @pytest.mark.slow
-def test_what_helps_comes_with_the_peak_it_leaves(capsys, monkeypatch):
+def test_advice_comes_with_the_resulting_peak(capsys, monkeypatch):
     """On a device that is too small for the embedded task."""
     monkeypatch.setattr(installed, "devices", lambda: [Device("a small CPU", 80 << 20, 80 << 20)])
     assert cli.main(["doctor", "dataset.max_response_length=200"]) == 2
@@ -163,14 +163,14 @@ def mib_in(line: str, after: str) -> float:
 def test_checkpoints_must_fit_on_the_disk(tmp_path, monkeypatch, capsys):
     config = load_config(None, {"training.output_dir": str(tmp_path / "runs"), "training.save_limit": 3})
     monkeypatch.setattr(doctor, "free_disk", lambda path: 100 * GIB)
-    (problem,) = doctor.check_disk(config, BIG.parameters)  # three kept, the best, one on its way: 33.53 GiB each
+    (problem,) = doctor.check_disk(config, BIG.parameters)  # three stored, the best, one being written: 33.53 GiB each
     assert "5 checkpoints need 167.64 GiB" in problem
     monkeypatch.setattr(doctor, "free_disk", lambda path: 200 * GIB)
     assert list(doctor.check_disk(config, BIG.parameters)) == []
 
 
 @pytest.mark.slow
-def test_nothing_is_asked_of_the_network(tmp_path):
+def test_no_network_is_used(tmp_path):
     """The command sets the hub offline before anything is imported."""
     code = "import sys; from mtrl import cli; rc = cli.main(['doctor', 'worker.actor.model.model_path=org/none']); "
     code += "import huggingface_hub.constants as c; print(c.HF_HUB_OFFLINE); sys.exit(rc)"

@@ -1,5 +1,5 @@
-"""AdamW with a state of bytes: it goes where float32's goes, is small, and is restored to the bit. Skipped without
-bitsandbytes, whose kernels run on a CPU too."""
+"""AdamW with 8-bit state: it follows float32's, is small, and is restored bitwise. Skipped without bitsandbytes, whose
+kernels run on a CPU too."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ pytest.importorskip("bitsandbytes")
 SHAPES = {"projection": (64, 96), "wide": (40, 256), "norm": (96,)}
 
 
-def learner_of(parks=False, **settings):
+def make_learner(parks=False, **settings):
     model = torch.nn.Module()
     model.device = torch.device("cpu")
     for seed, (name, shape) in enumerate(SHAPES.items()):
@@ -38,8 +38,8 @@ def learn(learner, steps):
 
 
 def test_it_goes_where_float32_goes():
-    begin = learn(learner_of(), [])
-    ours, theirs = (learn(learner_of(eight_bit=bits), range(60)) for bits in (True, False))
+    begin = learn(make_learner(), [])
+    ours, theirs = (learn(make_learner(eight_bit=bits), range(60)) for bits in (True, False))
     for start, here, there in zip(begin, ours, theirs, strict=True):
         way = there - start
         assert (here - there).norm() < 0.05 * way.norm() and way.norm() > 1e-2 * start.numel() ** 0.5
@@ -47,7 +47,7 @@ def test_it_goes_where_float32_goes():
 
 
 def test_a_byte_a_number():
-    learner = learner_of(eight_bit=True)
+    learner = make_learner(eight_bit=True)
     learn(learner, range(1))
     state = read_optimizer_state(learner.optimizer, learner.names)
     numbers = 64 * 96 + 40 * 256
@@ -56,11 +56,11 @@ def test_a_byte_a_number():
     assert state["norm/exp_avg"].dtype == torch.float32 and state["wide/exp_avg"].dtype == torch.uint8
 
 
-def test_restored_it_goes_on_to_the_bit(tmp_path):
+def test_it_resumes_bitwise(tmp_path):
     from safetensors.torch import save_file
 
-    whole = learn(learner_of(eight_bit=True), range(6))
-    half, other = learner_of(eight_bit=True), learner_of(eight_bit=True)
+    whole = learn(make_learner(eight_bit=True), range(6))
+    half, other = make_learner(eight_bit=True), make_learner(eight_bit=True)
     weights = learn(half, range(3))
     (tmp_path / "trainer").mkdir()
     save_file(read_optimizer_state(half.optimizer, half.names), tmp_path / "trainer/optimizer.safetensors")
@@ -71,11 +71,11 @@ def test_restored_it_goes_on_to_the_bit(tmp_path):
     assert all(map(torch.equal, learn(other, range(3, 6)), whole))
 
 
-def test_in_main_memory_between_its_steps(monkeypatch):
+def test_offloaded_to_cpu_memory_between_its_steps(monkeypatch):
     monkeypatch.setattr(offload, "PIECE", 30_000)
-    parked = learner_of(parks=True, eight_bit=True)
+    parked = make_learner(parks=True, eight_bit=True)
     assert len(parked.pieces) == 3 and isinstance(parked.pieces[0][1], OffloadedTensors)
-    assert all(map(torch.equal, learn(parked, range(4)), learn(learner_of(eight_bit=True), range(4))))
+    assert all(map(torch.equal, learn(parked, range(4)), learn(make_learner(eight_bit=True), range(4))))
     places = [each.data_ptr() for each in parked._large_states(parked.parameters)]
     learn(parked, range(4, 5))
     assert [each.data_ptr() for each in parked._large_states(parked.parameters)] == places and len(places) == 10

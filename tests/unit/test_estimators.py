@@ -29,7 +29,7 @@ def estimate(name, lengths, total, penalty=None, group=None, baseline=None, valu
 
 
 @pytest.mark.parametrize(("name", "settings", "expected"), BY_RESPONSE)
-def test_those_that_compare_responses(name, settings, expected):
+def test_estimators_that_compare_responses(name, settings, expected):
     lengths = [1, 2, 1, 1, 2, 1]
     advantage, returns = estimate(name, lengths, REWARDS, group=GROUP, baseline=BASELINE, **settings)
     close(advantage, padded([[a] * n for a, n in zip(expected, lengths, strict=True)]))
@@ -103,7 +103,7 @@ def test_what_they_need_and_their_defaults():
     assert ESTIMATORS["reinforce_plus_plus"]() == ESTIMATORS["reinforce_plus_plus"](gamma=1.0)
 
 
-def test_what_nobody_brought_is_named():
+def test_missing_inputs_are_named():
     with pytest.raises(AssertionError, match="greedy"):
         estimate("remax", [1], torch.ones(1))
     with pytest.raises(AssertionError, match="values"):

@@ -14,12 +14,12 @@ from mtrl.compose.run import build
 from mtrl.compose.unsupported import find_unsupported
 from mtrl.config import load_config
 from mtrl.config.tree import known_leaves
-from mtrl.tracking.run_files import read_rows
+from mtrl.tracking.jsonl import read_rows
 
 HOME = Path(__file__).resolve().parents[2] / "mtrl/configs/experiments"
 FULL = sorted(path.stem for path in HOME.glob("*.yaml"))
 SHRUNK = sorted(path.stem for path in (HOME / "zoo").glob("*.yaml"))
-NUMBERED = {  # functions beside accuracy, format and length; weights; early weights: the table of the spec
+NUMBERED = {  # the spec's table: functions besides accuracy, format and length; weights; early weights
     "experiment1": ("vgr", (2.5, 0, 0.5, 1), (1, 0, 2, 1)),
     "experiment2": ("vgr", (0, 2.5, 0.5, 1), (0, 1, 2, 1)),
     "experiment3": ("vgr", (2.5, 1, 0.5, 1), (1, 1, 2, 1)),
@@ -29,7 +29,7 @@ NUMBERED = {  # functions beside accuracy, format and length; weights; early wei
 }
 ALGORITHMS = {"ppo_gae", "grpo", "dapo", "dr_grpo", "gspo", "cispo", "reinforce_plus_plus", "rloo", "remax"}
 CREDIT = {"plain_ppo", "tprl_filtering", "tprl_full", "entropy_filtering", "attention_4_1_1", "vppo"}
-OF_SIZE = {  # what a shrunk form may change: model, data, sizes, speed
+OF_SIZE = {  # keys that a shrunk form may change: model, data, sizes, speed
     "dataset.train_files", "dataset.val_files", "dataset.prompt_key", "dataset.format_prompt", "dataset.min_pixels",
     "dataset.max_pixels", "dataset.max_prompt_length", "dataset.max_response_length", "dataset.rollout_batch_size",
     "dataset.val_batch_size", "training.experiment_name", "training.max_steps", "training.total_epochs",
@@ -43,7 +43,7 @@ OF_THE_TASK = {  # the embedded task is multiple choice, with no box and no form
     "vppo": {"worker.reward.functions"},
     "text_maths": {"worker.reward.functions", "dataset.answer_key"},
 } | {name: {"optimization.disable_divergence"} for name in CREDIT - {"vppo"}}  # without a reference, for speed
-WAITS: dict[str, set[str]] = {}  # what each asks for that is still to come
+WAITS: dict[str, set[str]] = {}  # settings of each that are not supported yet
 
 
 def full(name):
@@ -66,7 +66,7 @@ def test_all_of_the_spec_are_there():
 
 
 @pytest.mark.parametrize("name", NUMBERED)
-def test_numbered_experiments_are_those_of_the_table(name):
+def test_numbered_experiments_match_the_table(name):
     config, (grounding, weights, early) = full(name), NUMBERED[name]
     reward, optimization, actor = config.worker.reward, config.optimization, config.worker.actor
     assert reward.functions == ("accuracy", grounding, "format", "length")
@@ -101,7 +101,7 @@ def test_the_published_settings():
     shaping = {"optimization.filter_key", "worker.reward.functions", "worker.reward.weights",
                "worker.reward.soft_punish_cache"}  # fmt: skip
     assert differ <= ideas | shape | shaping | {"training.experiment_name"}, (
-        "VPPO is DAPO with ideas in place of shaping"
+        "VPPO is DAPO with token credit instead of shaping"
     )
 
 
@@ -116,8 +116,8 @@ def test_the_four_parts_of_dapo():
     assert algorithm.disable_divergence
 
 
-def test_what_each_algorithm_is():
-    """By the keys that make it what it is; nothing of token credit is on."""
+def test_the_keys_of_each_algorithm():
+    """Checks the keys that define it; token credit is off."""
 
     def of(name, *keys):
         return tuple(getattr(full(name).optimization, key) for key in keys)
@@ -135,7 +135,9 @@ def test_what_each_algorithm_is():
     assert of("ppo_gae", "gamma", "lam", "use_divergence_loss") == (1.0, 0.95, False)
     steps = {name: full(name).dataset.rollout_batch_size // full(name).worker.actor.global_batch_size
              for name in ("gspo", "cispo", "ppo_gae", "dapo")}  # fmt: skip
-    assert steps == {"gspo": 4, "cispo": 4, "ppo_gae": 4, "dapo": 3}, "a ratio of its own needs several optimizer steps"
+    assert steps == {"gspo": 4, "cispo": 4, "ppo_gae": 4, "dapo": 3}, (
+        "a ratio other than 1 needs several optimizer steps"
+    )
     groups = {name: full(name).rollouts_per_prompt for name in ALGORITHMS}
     assert {name for name, n in groups.items() if n == 1} == {"ppo_gae", "remax", "reinforce_plus_plus"}
     maths = full("text_maths")
@@ -172,15 +174,15 @@ def test_a_shrunk_form_differs_in_size_alone(name):
 
 
 @pytest.mark.parametrize("name", FULL)
-def test_full_ones_say_what_is_still_to_come(name):
-    """And what to set; nothing else stands in the way."""
+def test_full_ones_report_unsupported_settings(name):
+    """And what to set; there is no other error."""
     said = find_unsupported(full(name))
     assert all(";" in line and "not supported with" in line for line in said)
     assert {line.partition(";")[0].partition(":")[0] for line in said} == WAITS.get(name, set())
 
 
 def test_every_recipe_is_on_the_page():
-    """docs/recipes.md lists each by name, and no other."""
+    """docs/recipes.md lists exactly these by name."""
     page = (HOME.parents[2] / "docs/recipes.md").read_text()
     assert sorted(re.findall(r"^\| `(\w+)` ", page, re.MULTILINE)) == FULL
 

@@ -1,4 +1,4 @@
-"""`mtrl config explain`: one key in words, with its names in other projects."""
+"""`mtrl config explain`: explains one key, with its names in other projects."""
 
 import pytest
 
@@ -49,7 +49,7 @@ def test_a_section_lists_its_keys_in_a_line_each(section):
 
 
 @pytest.mark.parametrize(
-    "words, told",
+    "words, message",
     [
         (["explain", "optimization.entropy_coef"], "optimization.entropy_coef: unknown key, a key of TRL"),
         (["explain", "lr"], "did you mean worker.actor.optim.lr or worker.critic.optim.lr?"),
@@ -59,9 +59,9 @@ def test_a_section_lists_its_keys_in_a_line_each(section):
         (["--help", "datset.seed"], "did you mean dataset.seed"),
     ],
 )
-def test_what_is_no_key_gets_the_nearest_ones(words, told, capsys):
+def test_an_unknown_key_gets_the_nearest_ones(words, message, capsys):
     assert main(["config", *words]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_help_of_a_key_explains_it_and_help_alone_is_help(capsys):
@@ -74,23 +74,23 @@ def test_help_of_a_key_explains_it_and_help_alone_is_help(capsys):
 # --- names elsewhere ---
 
 
-def test_every_name_that_is_told_is_one_of_the_tables():
+def test_every_printed_name_is_in_the_tables():
     """And the way back leads to the same key."""
     for key in known_leaves():
         for project, names in foreign_names(key).items():
             assert len(names) == len(set(names))
-            for name in (told.partition(" (")[0] for told in names):
+            for name in (message.partition(" (")[0] for message in names):
                 tabled = any(name in table for owner, table in TABLES.items() if project in owner)
                 assert tabled or (project, name) in set(iterate_same_names()), name
                 assert name == key or str(translate_key(name)).partition("here it is ")[2].startswith(key)
 
 
-def test_every_answer_of_the_tables_is_told_at_its_key():
+def test_every_entry_of_the_tables_is_printed_at_its_key():
     for owner, table in TABLES.items():
         for name, answer in table.items():
             if not answer.startswith("none: "):
-                told = foreign_names(answer.partition(";")[0])
-                assert all(name in "\n".join(told[project]) for project in owner.split(" and "))
+                message = foreign_names(answer.partition(";")[0])
+                assert all(name in "\n".join(message[project]) for project in owner.split(" and "))
 
 
 def test_same_names_are_ours_in_another_section_at_most():
@@ -104,5 +104,5 @@ def test_same_names_are_ours_in_another_section_at_most():
 @pytest.mark.parametrize(
     "key", ["optimization.enable_token_weights", "dataset.options_key", "worker.reward.mdi_balance_ratio"]
 )
-def test_what_is_only_ours_claims_no_name_elsewhere(key):
+def test_keys_without_a_counterpart_have_no_name_elsewhere(key):
     assert foreign_names(key) == {} and "  in " not in explain(key)

@@ -1,4 +1,4 @@
-"""`mtrl export`: what everybody else loads is what the trainer has, whole, and nothing else is touched."""
+"""`mtrl export`: other tools load exactly the trainer's model, and nothing else is changed."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import torch
 import yaml
 from huggingface_hub import constants
 from huggingface_hub.errors import LocalTokenNotFoundError
-from tiny_models import checkpoint, encoder_of, plain_logp, prompt, prompts_for, random_rollouts
+from tiny_models import checkpoint, get_encoder, plain_logp, prompt, prompts_for, random_rollouts
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, GenerationConfig
 
 import mtrl
@@ -72,7 +72,7 @@ def damaged_copy(trainer, tmp_path):
 
 # ------------------------------------------------------------------------------------------------------- the weights
 def gap_to_the_trainer(trainer, place, dtype):
-    """Between the trainer's log-probs of some tokens, an image among them, and those of transformers alone."""
+    """Distance between the trainer's log-probs of some tokens, with an image, and those of plain transformers."""
     loaded = trainer._open()
     encoder, policy = loaded.encoder, loaded.policy
     prompts = [prompt(encoder, "t:0", "which colour is it", [(2, 2)]), prompt(encoder, "t:1", "how many")]
@@ -84,7 +84,7 @@ def gap_to_the_trainer(trainer, place, dtype):
 
 
 def test_transformers_loads_it_with_the_trainers_log_probs(trainer, exported):
-    """The run computes in float32, and so it is exported."""
+    """The run computes in float32 and is exported in float32."""
     model = AutoModelForImageTextToText.from_pretrained(exported, dtype="auto")
     ours = trainer.model.state_dict()
     assert all(torch.equal(weight, ours[name]) for name, weight in model.state_dict().items())
@@ -94,8 +94,8 @@ def test_transformers_loads_it_with_the_trainers_log_probs(trainer, exported):
 def test_another_dtype_rounds_each_weight_once(trainer, tmp_path, capsys):
     assert main(["export", str(trainer.directory / "checkpoints" / "best_model"), "--to", str(tmp_path / "m"),
                  "--dtype=bf16"]) == 0  # fmt: skip
-    told = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert told["dtype"] == "bf16" and told["checkpoint"].endswith("step_1") and told["pushed"] is None
+    message = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert message["dtype"] == "bf16" and message["checkpoint"].endswith("step_1") and message["pushed"] is None
     model = AutoModelForImageTextToText.from_pretrained(tmp_path / "m", dtype="auto")
     ours = trainer.model.state_dict()
     assert all(torch.equal(weight, ours[name].bfloat16()) for name, weight in model.state_dict().items())
@@ -104,7 +104,7 @@ def test_another_dtype_rounds_each_weight_once(trainer, tmp_path, capsys):
     assert size[tmp_path / "m"] < 0.6 * (trainer.directory / "checkpoints/step_1/model.safetensors").stat().st_size
 
 
-def test_all_that_a_tool_needs_stands_beside_the_weights(trainer, exported):
+def test_all_files_that_a_tool_needs_are_next_to_the_weights(trainer, exported):
     step = trainer.directory / "checkpoints" / "step_1"
     assert (exported / "preprocessor_config.json").read_bytes() == (step / "preprocessor_config.json").read_bytes()
     theirs, ours = AutoTokenizer.from_pretrained(exported), AutoTokenizer.from_pretrained(step)
@@ -112,7 +112,9 @@ def test_all_that_a_tool_needs_stands_beside_the_weights(trainer, exported):
     stops = GenerationConfig.from_pretrained(exported).eos_token_id
     assert stops == GenerationConfig.from_pretrained(step).eos_token_id and stops is not None
     names = set(os.listdir(exported))
-    assert not names & {"trainer", "trainer_state.json", "mtrl_manifest.json"}, "what only the trainer reads stays"
+    assert not names & {"trainer", "trainer_state.json", "mtrl_manifest.json"}, (
+        "files that only the trainer reads are not copied"
+    )
     modes = {path.stat().st_mode & 0o777 for path in exported.iterdir()}
     assert modes == {(exported / "README.md").stat().st_mode & 0o777} and os.listdir(exported.parent) == ["model"]
 
@@ -144,7 +146,7 @@ def test_a_run_of_adapters_has_the_trainers_log_probs(tmp_path):
 
 
 def test_adapters_are_merged(tmp_path):
-    """An adapter as peft writes it: base and adapter give the log-probs that the merged model has by itself."""
+    """An adapter as peft writes it: base and adapter give the log-probs of the merged model."""
     peft = pytest.importorskip("peft")
     base = AutoModelForCausalLM.from_pretrained(checkpoint("qwen2"), dtype=torch.float32)
     settings = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
@@ -158,7 +160,7 @@ def test_adapters_are_merged(tmp_path):
         ours = plain_logp("qwen2", rollouts, model=merged)
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
     assert (ours - before).abs().max() > 0.01, "the adapter does something"
-    assert AutoTokenizer.from_pretrained(tmp_path / "m").get_vocab() == encoder_of("qwen2").tokenizer.get_vocab()
+    assert AutoTokenizer.from_pretrained(tmp_path / "m").get_vocab() == get_encoder("qwen2").tokenizer.get_vocab()
 
 
 def test_the_template_that_a_run_trained_with_goes_along(tmp_path):
@@ -173,7 +175,7 @@ def test_the_template_that_a_run_trained_with_goes_along(tmp_path):
 
 
 # ----------------------------------------------------------------------------------------------------------- the card
-def test_the_card_tells_of_the_run(trainer, exported):
+def test_the_card_describes_the_run(trainer, exported):
     card = (exported / "README.md").read_text()
     _, head, text = card.split("---\n", 2)
     assert yaml.safe_load(head)["pipeline_tag"] == "image-text-to-text" and "grpo" in yaml.safe_load(head)["tags"]
@@ -185,7 +187,7 @@ def test_the_card_tells_of_the_run(trainer, exported):
     for expected in ("run `short`, step 1", "| training | rows.jsonl |", "Answer briefly.", "| format | 0.25 |",
                      "| accuracy | 1 |", "## Samples", "Say red."):  # fmt: skip
         assert expected in text, expected
-    assert str(trainer.directory.parent) not in card, "paths of this machine are nobody's business"
+    assert str(trainer.directory.parent) not in card, "paths of this machine must not be published"
 
 
 def test_the_settings_of_the_card_are_a_configuration(trainer, exported, tmp_path):
@@ -204,8 +206,8 @@ def test_a_bare_checkpoint_has_a_card_too(trainer, tmp_path):
 
 def test_a_base_of_the_hub_is_named_for_the_hub():
     config = load_config(None, {"worker.actor.model.model_path": "Qwen/Qwen2.5-VL-3B-Instruct"})
-    told, named = exporting.base_model(exporting.ExportSource(Path("step_1"), Path("run"), config))
-    assert named == "Qwen/Qwen2.5-VL-3B-Instruct" and named in told
+    message, named = exporting.base_model(exporting.ExportSource(Path("step_1"), Path("run"), config))
+    assert named == "Qwen/Qwen2.5-VL-3B-Instruct" and named in message
 
 
 # ----------------------------------------------------------------------------------------------------------- refusals
@@ -225,7 +227,7 @@ def test_a_base_of_the_hub_is_named_for_the_hub():
         (["empty", "--to", "new"], "empty is no checkpoint directory"),
     ],
 )
-def test_what_a_user_must_change_is_said_at_once(words, named, tmp_path, monkeypatch, capsys):
+def test_user_errors_are_reported_at_once(words, named, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "full").mkdir()
     (tmp_path / "empty").mkdir()
@@ -235,7 +237,7 @@ def test_what_a_user_must_change_is_said_at_once(words, named, tmp_path, monkeyp
     assert named in said and len(said.splitlines()) <= 2 and sorted(os.listdir(tmp_path)) == ["empty", "full"]
 
 
-def test_a_damaged_checkpoint_is_refused(trainer, tmp_path, capsys):
+def test_a_damaged_checkpoint_is_an_error(trainer, tmp_path, capsys):
     copy = damaged_copy(trainer, tmp_path)
     assert main(["export", str(copy), "--to", str(tmp_path / "m")]) == 2
     assert "model.safetensors has changed since it was written" in capsys.readouterr().err
@@ -244,7 +246,7 @@ def test_a_damaged_checkpoint_is_refused(trainer, tmp_path, capsys):
     assert "mtrl_manifest.json is missing" in capsys.readouterr().err and not (tmp_path / "m").exists()
 
 
-def test_what_fails_half_way_leaves_nothing(trainer, tmp_path, monkeypatch, capsys):
+def test_a_failed_export_leaves_no_files(trainer, tmp_path, monkeypatch, capsys):
     def full(card):
         raise OSError(28, "No space left on device")
 
@@ -253,7 +255,7 @@ def test_what_fails_half_way_leaves_nothing(trainer, tmp_path, monkeypatch, caps
     assert "No space left on device" in capsys.readouterr().err and os.listdir(tmp_path) == []
 
 
-def test_too_little_room_is_said_before_writing(trainer, tmp_path, monkeypatch, capsys):
+def test_too_little_disk_space_is_reported_before_writing(trainer, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(shutil, "disk_usage", lambda place: shutil._ntuple_diskusage(10, 10, 0))
     assert main(["export", str(trainer.directory), "--to", str(tmp_path / "m")]) == 2
     assert "0.00 GB are free" in capsys.readouterr().err and os.listdir(tmp_path) == []
@@ -261,7 +263,7 @@ def test_too_little_room_is_said_before_writing(trainer, tmp_path, monkeypatch, 
 
 # ---------------------------------------------------------------------------------------------------------------- hub
 class FakeHub:
-    """A fake of `huggingface_hub.HfApi`: it keeps what it is asked, and has no network."""
+    """A fake of `huggingface_hub.HfApi` that records its calls and has no network."""
 
     asked: list = []  # noqa: RUF012
     logged_in = True
@@ -284,7 +286,7 @@ def fake_hub(monkeypatch):
     return FakeHub
 
 
-def test_a_hub_that_cannot_be_reached_is_said_at_once(trainer, tmp_path, no_network, capsys):
+def test_an_unreachable_hub_is_reported_at_once(trainer, tmp_path, no_network, capsys):
     assert main(["export", str(trainer.directory), "--to", str(tmp_path / "m"), "--push", "me/model"]) == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert "cannot be reached (huggingface.co: Name or service not known)" in line and "hf upload me/model" in line

@@ -10,8 +10,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 
-# The published torchvision wheel does not import beside a CPU-only torch unless two operators exist. This must come
-# before transformers looks for it. Where torchvision is missing or works, nothing happens.
+# The published torchvision wheel does not import with a CPU-only torch unless two operators exist. This must come
+# before transformers looks for it. If torchvision is missing or works, this does nothing.
 TORCHVISION = importlib.util.find_spec("torchvision") is not None
 if TORCHVISION:
     try:
@@ -31,9 +31,9 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 
 from mtrl.models.families import VISION_FAMILIES, load_encoder
 from mtrl.models.families.vision import patchify, target_size
-from mtrl.models.tiny import make_tiny_checkpoint
 from mtrl.protocols import ImageSettings
 from mtrl.types import Medium, Task
+from pretraining.tiny_checkpoints import make_tiny_checkpoint
 
 IMAGE = {"type": "image"}
 
@@ -47,7 +47,7 @@ def task(*messages, images=0):
     return Task("test:0", "test, row 1", chat, media=(Medium("image", None),) * images)
 
 
-# name -> (task, sizes of its images as they come)
+# name -> (task, original sizes of its images)
 CASES = {
     "text only": (task(("user", "Which colour is the cat?")), []),
     "one image": (task(("user", [IMAGE, text("Which colour?")]), images=1), [(56, 84)]),
@@ -223,9 +223,11 @@ def test_image_settings_are_read_as_transformers_reads_them(checkpoints, tmp_pat
     assert limits == (theirs.size["shortest_edge"], theirs.size["longest_edge"])
     array = pictures(encoder, [(60, 90)])[0]
     expected = theirs(array, do_resize=False, return_tensors="pt")["pixel_values"].float()
-    # What an engine tells its own processor, whose settings are other ones, leads to the same pixels.
-    told = encoder.image_settings.processor_arguments()
-    assert torch.equal(Qwen2VLImageProcessorPil()(array, **told, return_tensors="pt")["pixel_values"].float(), expected)
+    # The arguments for an engine's own processor, which has other settings, lead to the same pixels.
+    result = encoder.image_settings.processor_arguments()
+    assert torch.equal(
+        Qwen2VLImageProcessorPil()(array, **result, return_tensors="pt")["pixel_values"].float(), expected
+    )
     # (value - mean) / std is in the hundreds where pixels are not scaled
     torch.testing.assert_close(patchify(array, encoder.image_settings), expected, rtol=1e-6, atol=1e-6)
 

@@ -1,4 +1,4 @@
-"""Pipes, sockets and devices where a file is expected: refused by name, never read. Links that lead nowhere too."""
+"""Pipes, sockets and devices instead of a file are errors that name them, and never read; so are broken links."""
 
 import json
 import os
@@ -16,12 +16,12 @@ from mtrl.checkpoint.run_directory import RunDirectory
 from mtrl.config import ConfigError, load_config
 from mtrl.data import DataError, DataSettings, open_dataset
 from mtrl.models.families import load_encoder
-from mtrl.models.tiny import make_tiny_checkpoint
 from mtrl.tracking.jsonl import JsonlWriter, last_row, read_rows
 from mtrl.training.resume import find_start
 from mtrl.utils.errors import StartError, explain_os_errors
 from mtrl.utils.files import check_regular_files, regular_file
 from mtrl.utils.plugins import PluginError, load_plugin
+from pretraining.tiny_checkpoints import make_tiny_checkpoint
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,7 @@ def special(kind, path):
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "socket"])
-def test_what_is_no_file_is_named(tmp_path, kind):
+def test_a_path_that_is_no_file_is_named(tmp_path, kind):
     with special(kind, tmp_path / "x") as path:
         with pytest.raises(OSError, match=f"it is a {kind}, not a file") as caught:
             regular_file(path)
@@ -103,7 +103,7 @@ def test_saved_datasets(tmp_path, name):
         open_dataset(str(tmp_path), DataSettings(), FakeEncoder(), cache_dir=tmp_path / "cache")
 
 
-def test_entries_of_the_cache_are_made_anew(tmp_path):
+def test_entries_of_the_cache_are_rebuilt(tmp_path):
     path = image_rows(tmp_path, 2)
     open_dataset(str(path), DataSettings(), FakeEncoder(), cache_dir=tmp_path / "cache")
     entries = list((tmp_path / "cache").rglob("*.cache"))
@@ -143,7 +143,7 @@ def test_an_arrow_file_cut_short_is_named(tmp_path, cut):
     file.write_bytes(file.read_bytes()[:cut])
     try:
         dataset = open_dataset(str(tmp_path), DataSettings(), FakeEncoder(), cache_dir=tmp_path / "cache")
-        assert len(dataset) == 6, "only the mark at the end is gone"
+        assert len(dataset) == 6, "only the end mark is missing"
     except DataError as error:
         assert str(file) in str(error) and "\n" not in str(error)
 
@@ -166,7 +166,7 @@ def test_a_damaged_copy_in_the_cache_is_noticed(tmp_path, monkeypatch, caplog, k
     at = data.index(b"".join(int.to_bytes(len("question 0") * i, 4, "little") for i in range(7)))
     data[at + 4 : at + 8] = b"\xff\xff\xff\x7f"
     copy.write_bytes(bytes(data))
-    for entry in (tmp_path / "cache" / "scan").iterdir():  # else the scan reads nothing
+    for entry in (tmp_path / "cache" / "scan").iterdir():  # otherwise the scan reads nothing
         entry.unlink()
     if keeps_stamp:
         os.utime(copy, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))

@@ -1,4 +1,4 @@
-"""Online filtering: which groups stay, how a step asks for others, and what becomes of every prompt."""
+"""Online filtering: which groups stay, how a step samples replacements, and the count of every prompt."""
 
 import weakref
 from dataclasses import replace
@@ -33,7 +33,7 @@ def test_by_the_mean():
 
 
 def test_by_the_spread():
-    # Any difference will do, whatever the mean; equal rewards of any size are no spread, however they are rounded.
+    # Any difference is enough, for any mean; equal rewards of any size have no spread, for any rounding.
     rewards = reward_description([0.1, 0.1, 1, 1, 0, 1, 7, 7.001, -3, -3])
     assert GroupFilter("spread").keeps(rewards, GROUP).tolist() == [False, False, True, True, False]
     uneven = torch.tensor([0, 0, 0, 1])
@@ -49,12 +49,12 @@ def test_by_a_part_of_the_reward():
         assert GroupFilter(by).keeps(rewards, group).tolist() == [False, False], "the total"
 
 
-def test_overall_is_the_total_whatever_a_function_calls_so():
+def test_overall_is_the_total_even_if_a_function_returns_that_key():
     rewards = reward_description([1.0, 0.0], overall=[0.0, 0.0])
     assert GroupFilter("spread", "overall").keeps(rewards, torch.tensor([0, 0])).tolist() == [True]
 
 
-def test_what_does_not_apply_is_left_out_and_a_group_without_any_value_goes():
+def test_missing_values_are_left_out_and_a_group_without_values_is_dropped():
     # Group 0: a mean of 1/2 and one value, so no spread. Group 1: nothing to judge by. Group 2: 0 and 1.
     rewards = reward_description([0.0] * 6, x=[0.5, NAN, NAN, NAN, 0.0, 1.0])
     group = torch.tensor([0, 0, 1, 1, 2, 2])
@@ -85,7 +85,7 @@ def filtering(**changes):
     return Filtering(GroupFilter("spread"), **changes)
 
 
-def test_a_full_batch_asks_once():
+def test_a_full_batch_samples_once():
     source = Source(0, 1, 2, 3)
     filled = sample_until_full(source.ask, 4, filtering())
     assert source.rounds == [4] and filled.counts == PromptCounts(used=4, dropped=0, refilled=0)
@@ -93,7 +93,7 @@ def test_a_full_batch_asks_once():
 
 
 def test_refills_until_it_is_full():
-    # 0 and 3 stay; 4 and 5 are asked in place of 1 and 2, 5 stays; 6 in place of 4.
+    # 0 and 3 stay; 4 and 5 replace 1 and 2, 5 stays; 6 replaces 4.
     source = Source(0, 3, 5, 6, 7, 8)
     filled = sample_until_full(source.ask, 4, filtering())
     assert source.rounds == [4, 2, 1]
@@ -137,7 +137,7 @@ def test_every_prompt_is_used_or_dropped(places, refills, good):
     assert len(kept) == places or (len(kept) < places and len(source.rounds) == 1 + refills)
 
 
-def test_a_short_batch_goes_on_or_stops():
+def test_a_short_batch_continues_or_stops():
     filled = sample_until_full(Source(1).ask, 3, filtering(max_refills=1))
     assert filled.counts == PromptCounts(used=1, dropped=4, refilled=2)
     check_full_batch(filled, 3, filtering())
@@ -148,7 +148,7 @@ def test_a_short_batch_goes_on_or_stops():
     check_full_batch(sample_until_full(Source(0, 1, 2).ask, 3, stop), 3, stop)
 
 
-def test_nothing_to_learn_from_is_said():
+def test_an_empty_batch_is_reported():
     with pytest.raises(RunError, match="none of 15 prompts has a spread of overall"):
         sample_until_full(Source().ask, 3, filtering())
     misnamed = Filtering(GroupFilter("mean", key="acuracy"), max_refills=0)

@@ -1,12 +1,11 @@
-"""What the engine of graphs is said to hold, against what it does hold: the same buffers and passes for real, on a
-CPU."""
+"""The estimated memory of the graph engine against its real memory: the same buffers and passes for real, on a CPU."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 import torch_ops as plain
-from tiny_models import checkpoint, encoder_of, fresh_backbone
+from tiny_models import checkpoint, fresh_backbone, get_encoder
 
 from mtrl.memory import estimate as memory
 from mtrl.memory.decode_footprint import count_graph_engine
@@ -18,7 +17,6 @@ from mtrl.models.backbone import Backbone
 from mtrl.models.families import load_encoder, load_model_config
 from mtrl.models.forward import Forward
 from mtrl.models.load_model import DTYPES, load_model
-from mtrl.models.tiny import make_tiny_checkpoint
 from mtrl.rollout.decode.engine import GraphGenerator
 from mtrl.rollout.decode.fused_weights import DecodeWeights
 from mtrl.rollout.decode.step import Ops
@@ -26,6 +24,7 @@ from mtrl.rollout.local import LocalGenerator
 from mtrl.types import Needs, Sampling
 from mtrl.utils.errors import StartError
 from mtrl.workers.micro_batches import MicroBatching
+from pretraining.tiny_checkpoints import make_tiny_checkpoint
 
 GIB = 2**30
 FAMILIES = ["qwen2_5_vl", "qwen3_vl", "qwen2"]
@@ -36,7 +35,7 @@ LIMITS = Limits(
 
 
 class Idle:
-    """Kernels that do nothing, and so hold nothing, as those of a GPU hold nothing beyond their buffers."""
+    """Kernels that do nothing and allocate nothing; those of a GPU allocate nothing beyond their buffers either."""
 
     def __getattr__(self, name):
         return lambda *_, **__: None
@@ -46,8 +45,8 @@ def longest_prompts(backbone, encoder, limits=LIMITS):
     return MemoryPreflight(Forward(backbone, encoder), encoder, limits).prompts
 
 
-def bytes_of(holder) -> int:
-    """Of the tensors that an object holds, and that what it holds holds."""
+def count_bytes(holder) -> int:
+    """Bytes of the tensors that an object holds, directly and indirectly."""
     found, waiting = {}, [holder]
     while waiting:
         each = waiting.pop()
@@ -64,12 +63,12 @@ def bytes_of(holder) -> int:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_buffers_are_counted(family, sampling):
     limits, backbone = replace(LIMITS, sampling=sampling), fresh_backbone(family)
-    engine = GraphGenerator(backbone, encoder_of(family), ops=Ops(Idle(), Idle()))
+    engine = GraphGenerator(backbone, get_encoder(family), ops=Ops(Idle(), Idle()))
     engine.preflight(longest_prompts(backbone, engine.encoder, limits), sampling)
     parts = count_graph_engine(backbone.model, torch.float32, limits.batch, on_gpu=False)
     (step,) = engine.steps.values()
-    assert parts["keys and values"] == bytes_of(engine.buffers.cache)
-    rest = bytes_of(engine.buffers) - bytes_of(engine.buffers.cache) + bytes_of(step.slot_table)
+    assert parts["keys and values"] == count_bytes(engine.buffers.cache)
+    rest = count_bytes(engine.buffers) - count_bytes(engine.buffers.cache) + count_bytes(step.slot_table)
     assert parts["buffers of a step"] == rest - engine.buffers.rules.settings.nbytes, "but for three numbers"
 
 
@@ -77,9 +76,9 @@ def test_buffers_are_counted(family, sampling):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_engines_own_weights(family, compute):
     model = fresh_backbone(family).model
-    told = count_graph_engine(model, compute, LIMITS.batch)["own copy of the weights"]
-    assert told == sum(place.nbytes for place, _ in DecodeWeights(model, compute).copied)
-    assert (told > 0) == (compute == torch.bfloat16)
+    result = count_graph_engine(model, compute, LIMITS.batch)["own copy of the weights"]
+    assert result == sum(place.nbytes for place, _ in DecodeWeights(model, compute).copied)
+    assert (result > 0) == (compute == torch.bfloat16)
 
 
 CASES = [
@@ -90,20 +89,20 @@ CASES = [
 
 
 @pytest.mark.parametrize(("family", "compute"), CASES)
-def test_few_layers_say_what_eight_hold(family, compute, tmp_path, monkeypatch):
+def test_the_bytes_of_eight_layers_follow_from_a_few(family, compute, tmp_path, monkeypatch):
     """An estimate of 2 and 4 layers without numbers against the tensors of a real preflight of 8."""
     path = make_tiny_checkpoint(tmp_path, family, hidden=128, layers=8, vision_layers=8, max_pixels=10**8)
     monkeypatch.setattr(memory, "MEASURED_LAYERS", 0)
     found = estimate(load_model_config(str(path)), Plan(LIMITS, compute=compute, graphs=True), ["sample"])
     backbone, encoder = Backbone(load_model(path), DTYPES[compute]), load_encoder(path)
     engine = GraphGenerator(backbone, encoder, ops=Ops(Idle(), Idle()))
-    if compute == "fp32":  # the model adopts all of them: they take the place of its own
+    if compute == "fp32":  # the model adopts all of them in place of its own
         engine.weights = DecodeWeights(backbone.model, torch.float32)
     prompts = longest_prompts(backbone, encoder)
     with LiveTensors() as live:
         engine.preflight(prompts, LIMITS.batch.sampling)
-    told, real = sum(found.phases["sample"].values()), live.peak
-    assert 0.97 <= told / real <= 1.03, f"{real:,} bytes were held, {told / real:.3f} of them told"
+    result, real = sum(found.phases["sample"].values()), live.peak
+    assert 0.97 <= result / real <= 1.03, f"{real:,} bytes were held, {result / real:.3f} of them told"
     assert ("own copy of the weights" in found.phases["sample"]) == (compute == "bf16")
 
 
@@ -118,7 +117,7 @@ def test_layers_that_are_not_known_are_counted_as_the_plain_engine():
 # ---------------------------------------------------------------------------------------------------- of a run's engine
 @pytest.mark.parametrize("graphs", [False, True])
 def test_a_preflight_changes_no_token(graphs):
-    backbone, encoder = fresh_backbone("qwen2"), encoder_of("qwen2")
+    backbone, encoder = fresh_backbone("qwen2"), get_encoder("qwen2")
     engine = LocalGenerator(backbone, encoder)
     if graphs:
         engine = GraphGenerator(backbone, encoder, ops=Ops(plain, plain), buckets=(16, 32))
@@ -134,7 +133,7 @@ def test_a_preflight_changes_no_token(graphs):
 
 def test_a_batch_that_does_not_fit_is_halved_before_the_run(caplog):
     """Its room, of which the device here has little."""
-    backbone, encoder = fresh_backbone("qwen2"), encoder_of("qwen2")
+    backbone, encoder = fresh_backbone("qwen2"), get_encoder("qwen2")
     forward, engine = Forward(backbone, encoder), LocalGenerator(backbone, encoder)
     allocate = engine.allocate_most
 
@@ -148,8 +147,8 @@ def test_a_batch_that_does_not_fit_is_halved_before_the_run(caplog):
     assert engine.rows_at_once == 16 and "32 responses at once: 16 from now on" in caplog.text
 
 
-def test_a_response_that_does_not_fit_is_told_before_the_run(monkeypatch):
-    backbone, encoder = fresh_backbone("qwen2"), encoder_of("qwen2")
+def test_a_response_that_does_not_fit_is_reported_before_the_run(monkeypatch):
+    backbone, encoder = fresh_backbone("qwen2"), get_encoder("qwen2")
     engine = LocalGenerator(backbone, encoder)
 
     def full(prompts, first, sampling):
@@ -157,8 +156,8 @@ def test_a_response_that_does_not_fit_is_told_before_the_run(monkeypatch):
 
     engine.allocate_most = full
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB, 80 * GIB))
-    with pytest.raises(StartError) as told:
+    with pytest.raises(StartError) as result:
         preflight(Forward(backbone, encoder), encoder, LIMITS, engine, has_states=True, savings=["a.b=c"])
-    said = str(told.value)
+    said = str(result.value)
     assert said.startswith("memory: sampling does not fit at the limits of the configuration, with ")
     assert "The device has no room to sample a single response. CUDA out of memory." in said and "a.b=c" in said

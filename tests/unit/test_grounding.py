@@ -1,4 +1,4 @@
-"""Attention from the probes to rewards, weights and metrics: groups worked out by hand, degenerate ones too."""
+"""Attention from the probes to rewards, weights and metrics: groups computed by hand, including degenerate ones."""
 
 import math
 from collections import defaultdict
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import NAN, close, fake_experience, fake_prompt, fake_rollouts, mask_of, same
+from helpers import NAN, close, fake_experience, fake_prompt, fake_rollouts, make_mask, same
 
 from mtrl.algorithms.advantages import grpo
 from mtrl.algorithms.credit import assign
@@ -19,7 +19,7 @@ from mtrl.rewards.sandbox import InProcess
 from mtrl.training.validation import add_scores
 from mtrl.types import SEGMENTS, Needs, Rewards, Signals
 
-KEY = (0, 0)  # nothing here draws
+KEY = (0, 0)  # no rule here draws random numbers
 TEXT, VISION = 2, 4  # tokens in the pools of a prompt: equal density is a mass of 1/3 to 2/3
 
 
@@ -52,7 +52,7 @@ def reward_description(functions, vgr_by_row, group, answers=None, **overrides):
 
 
 # --------------------------------------------------------------------------------------------------------- what is told
-def test_functions_are_told_the_vgr_of_tokens_and_responses():
+def test_functions_get_the_vgr_of_tokens_and_responses():
     rollouts = rows([4.0, NAN], [0, 1], lengths=[2, 1])
     told = signal_lists(rollouts, looks([4.0, NAN], [2, 1]))
     assert told[0]["vgr_late"] == pytest.approx(4) and told[0]["vgr_early"] == pytest.approx(1)
@@ -97,14 +97,14 @@ def test_vgr_knows_the_precision_that_attention_is_computed_in(dtype, ranked):
         ("correct", "AABAB", [0.5, 0, 0, -0.5, 0]),  # among 1, 2, 4: quartiles 1.5 and 3
         ("group", "AABAB", [0.5, 0.5, 0, -0.5, 0]),  # among 1..5: quartiles 2 and 4
         ("correct", "BBBBB", [0, 0, 0, 0, 0]),  # all wrong
-        ("correct", "BBABB", [0, 0, 0, 0, 0]),  # one correct: nobody to compare with
+        ("correct", "BBABB", [0, 0, 0, 0, 0]),  # only one is correct, so there is no comparison
         ("group", "BBABB", [0, 0, 0, 0, 0]),  # the middle one
     ],
 )
 def test_hard_negatives_need_no_accuracy_in_the_list(pool, answers, expected):
     options = {"worker.reward.vgr_hard_negative_pool": pool}
     rewards = reward_description(("vgr_hard_negative",), [1.0, 2.0, 3.0, 4.0, 5.0], [0] * 5, answers, **options)
-    middle = (3 - 2) / 1.5 - 0.5  # of 2 among 1, 2, 4
+    middle = (3 - 2) / 1.5 - 0.5  # score of 2 among 1, 2, 4
     expected = [middle if pool == "correct" and answers == "AABAB" and i == 1 else e for i, e in enumerate(expected)]
     close(rewards.parts["vgr_hard_negative"], expected, atol=1e-5)
     assert list(rewards.parts) == ["vgr_hard_negative"]
@@ -134,7 +134,7 @@ def weighed(values, lengths, group, **weighting):
     return AttentionWeights(**weighting).apply(fake_experience(rollouts, signals), KEY)
 
 
-def test_tokens_that_look_weigh_more():
+def test_tokens_with_more_vision_attention_weigh_more():
     """1/VGR of 1, 2, 4 is 1, 1/2, 1/4, mean 7/12: 12/7, 6/7, 3/7. A row without an image gets ones."""
     found = weighed([[1.0, 2.0, 4.0], None], [3, 2], [0, 1])
     close(found, [[12 / 7, 6 / 7, 3 / 7], [1, 1, 1]], atol=1e-5)
@@ -151,12 +151,12 @@ def test_weights_of_a_reward_function_win():
 
 
 @pytest.mark.parametrize("target", ["advantage", "mask"])
-def test_weights_of_one_are_plain_grpo_to_the_bit(target):
+def test_weights_of_one_are_bitwise_plain_grpo(target):
     """Equal attention everywhere: 1/VGR over its mean is exactly 1."""
     lengths, group = [3, 2, 3, 1], [0, 0, 1, 1]
     rollouts = rows([3.0] * 4, group, lengths=lengths)
     signals = looks([3.0] * 4, lengths, late_only=False)
-    mask = mask_of(*lengths)
+    mask = make_mask(*lengths)
     advantage = grpo(torch.tensor([1.0, 0.3, 0.0, 2.0]), torch.tensor(group), mask, "group")
     experience = fake_experience(rollouts, signals, advantage)
     ours, plain = assign([AttentionWeights(target=target)], experience, KEY), assign([], experience, KEY)
@@ -183,13 +183,13 @@ def test_attention_is_read_where_it_is_needed(overrides, every):
     assert make_algorithm(config, 30, rewards=rewards).attention_every == every
 
 
-def test_a_function_that_reads_signals_is_told_of_attention_at_every_step():
+def test_a_function_that_reads_signals_gets_attention_at_every_step():
     function = InProcess(lambda data, signals: 1.0, {})
     rules = make_algorithm(load_config(None, {}), 30, rewards=[Needs(), function.needs])
     assert all("attention_mass" in rules.needs_at(step) for step in range(30))
 
 
-def test_a_segment_without_layers_is_told_of_to_nobody():
+def test_a_segment_without_layers_is_not_reported():
     """A model of two layers has no late third: no reward by it, and the other segments stay."""
     rollouts, signals = rows([4.0], [0]), looks([4.0])
     signals.attention_mass[:, :, SEGMENTS.index("late")] = NAN
@@ -202,17 +202,17 @@ def test_a_segment_without_layers_is_told_of_to_nobody():
 def test_now_and_then_is_every_tenth_step():
     rules = make_algorithm(load_config(None, {"optimization.disable_divergence": True}), 30)
     assert [step + 1 for step in range(30) if "attention_mass" in rules.needs_at(step)] == [10, 20, 30]
-    assert rules.needs_at(0) == Needs(), "fresh rollouts, one optimizer step, nobody asks: no probe at all"
+    assert rules.needs_at(0) == Needs(), "fresh rollouts, one optimizer step, no needs: no probe at all"
     assert "attention_mass" not in make_algorithm(load_config(None, {}), 30, can_read_attention=False).needs_at(9)
 
 
-def test_a_reward_that_cannot_be_had_is_refused():
+def test_an_impossible_reward_is_an_error():
     with pytest.raises(ConfigError, match="set compute_attention_metrics to auto"):
         overrides = {"optimization.compute_attention_metrics": False, "worker.reward.functions": ("mdi",)}
         load_config(None, overrides)
 
 
-def test_validation_collects_what_applies():
+def test_validation_collects_applicable_values():
     scores = defaultdict(list)
     rewards = Rewards(torch.ones(2), {}, torch.zeros(2, dtype=torch.bool))
     add_scores(scores, rows([2.0, NAN], [0, 1]), rewards, looks([2.0, NAN]))

@@ -3,7 +3,7 @@
 import math
 
 import torch
-from helpers import NAN, close, mask_of, padded, same
+from helpers import NAN, close, make_mask, padded, same
 
 from mtrl.algorithms.groups import group_count, group_mean, group_sizes, group_std, group_sum, row_mean, whiten
 
@@ -39,22 +39,22 @@ def test_no_rows():
 
 def test_row_mean_with_unequal_lengths():
     x = padded([[1, 2, 6], [5]], fill=NAN)
-    close(row_mean(x, mask_of(3, 1)), [3, 5])
-    close(row_mean(x, mask_of(0, 1, width=3)), [0, 5])
+    close(row_mean(x, make_mask(3, 1)), [3, 5])
+    close(row_mean(x, make_mask(0, 1, width=3)), [0, 5])
 
 
 def test_whiten_by_hand():
     # Values 1, 2, 6: mean 3, variance 14/2 = 7 (ddof 1).
     x = padded([[1, 2], [6]], fill=NAN)
-    close(whiten(x, mask_of(2, 1)), [[-2 / math.sqrt(7), -1 / math.sqrt(7)], [3 / math.sqrt(7), 0]])
+    close(whiten(x, make_mask(2, 1)), [[-2 / math.sqrt(7), -1 / math.sqrt(7)], [3 / math.sqrt(7), 0]])
 
 
 def test_whiten_of_two_values():
     # 1 and 3: mean 2, variance (1 + 1)/1 = 2.
-    close(whiten(torch.tensor([[1.0, 3.0]]), mask_of(2)), [[-1 / math.sqrt(2), 1 / math.sqrt(2)]])
+    close(whiten(torch.tensor([[1.0, 3.0]]), make_mask(2)), [[-1 / math.sqrt(2), 1 / math.sqrt(2)]])
 
 
-def test_whiten_of_nothing_to_whiten_is_zero():
-    same(whiten(torch.tensor([[5.0, 7.0]]), mask_of(1, width=2)), torch.zeros(1, 2))
-    same(whiten(torch.full((2, 2), 0.3), mask_of(2, 2)), torch.zeros(2, 2))
-    same(whiten(torch.ones(1, 2), mask_of(0, width=2)), torch.zeros(1, 2))
+def test_whiten_of_a_constant_is_zero():
+    same(whiten(torch.tensor([[5.0, 7.0]]), make_mask(1, width=2)), torch.zeros(1, 2))
+    same(whiten(torch.full((2, 2), 0.3), make_mask(2, 2)), torch.zeros(2, 2))
+    same(whiten(torch.ones(1, 2), make_mask(0, width=2)), torch.zeros(1, 2))

@@ -1,4 +1,4 @@
-"""The Hugging Face hub where there is no network."""
+"""The Hugging Face hub without a network."""
 
 import socket
 
@@ -31,7 +31,7 @@ def no_network(monkeypatch):
     "words",
     [["eval", "org/model"], ["train", "worker.actor.model.model_path=org/model", "dataset.train_files=a.jsonl"]],
 )
-def test_a_model_that_is_nowhere_is_one_line_at_once(words, no_network, tmp_path, monkeypatch, capsys):
+def test_a_missing_model_is_one_line_at_once(words, no_network, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.jsonl").write_text('{"prompt": "a", "answer": "b"}')
     assert main(words) == 2
@@ -41,7 +41,7 @@ def test_a_model_that_is_nowhere_is_one_line_at_once(words, no_network, tmp_path
 
 
 @pytest.mark.parametrize("name", ["org/rows", "org/rows@test"])
-def test_a_dataset_that_is_nowhere_is_one_line_at_once(name, no_network, monkeypatch):
+def test_a_missing_dataset_is_one_line_at_once(name, no_network, monkeypatch):
     def library(item, cache):
         assert constants.HF_HUB_OFFLINE, "else it would try again and again"
         raise DataError("a long story")
@@ -52,18 +52,23 @@ def test_a_dataset_that_is_nowhere_is_one_line_at_once(name, no_network, monkeyp
     assert not constants.HF_HUB_OFFLINE
 
 
-def test_what_is_here_asks_no_network(no_network, tmp_path, monkeypatch):
+def test_local_files_need_no_network(no_network, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}')
     assert len(open_data_sources("rows.jsonl", "train")[0]) == 1
     with pytest.raises(DataError, match=r"absent\.jsonl does not exist"):
         open_data_sources("absent.jsonl", "train")
-    for name in (str(tmp_path), "./nowhere", "/nowhere", "a/b/c"):  # the last are no ids, as their loader will say
+    for name in (
+        str(tmp_path),
+        "./nowhere",
+        "/nowhere",
+        "a/b/c",
+    ):  # the last ones are no ids, which their loader reports
         hub.check_model_available(name)
     assert no_network == []
 
 
-def test_a_model_in_the_cache_is_taken_from_there_and_that_is_said(no_network, monkeypatch, caplog):
+def test_a_cached_model_is_used_and_reported(no_network, monkeypatch, caplog):
     monkeypatch.setattr(hub, "try_to_load_from_cache", lambda name, file: f"/cache/{file}")
     hub.check_model_available("org/model")
     assert constants.HF_HUB_OFFLINE and "org/model is loaded from its cache" in caplog.text

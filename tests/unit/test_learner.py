@@ -1,4 +1,4 @@
-"""A learner descends whatever loss it is handed: here one of values, by hand, on a model of a single weight."""
+"""A learner minimizes any loss: here a value loss, by hand, on a model with a single weight."""
 
 import json
 import math
@@ -16,11 +16,11 @@ from mtrl.utils.errors import DeviceFull, Diverged, PassesCut
 from mtrl.workers.learner import Learner, OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching
 
-RETURNS = torch.tensor([1.0, 2.0, 6.0])  # of three rows
+RETURNS = torch.tensor([1.0, 2.0, 6.0])  # three rows
 
 
 class OneWeight(nn.Module):
-    """Its value of everything is w. Whatever device it says it is on, w is in main memory."""
+    """Its value for everything is w. It may report any device; w is in CPU memory."""
 
     def __init__(self, device="cpu"):
         super().__init__()
@@ -28,19 +28,19 @@ class OneWeight(nn.Module):
         self.w = nn.Parameter(torch.zeros(()))
 
 
-def learner_of(rows=2, lr=0.5, batching=None, device="cpu", **options):
+def make_learner(rows=2, lr=0.5, batching=None, device="cpu", **options):
     settings = OptimizerSettings(lr=lr, warmup_steps=0, weight_decay=0.0, max_grad_norm=math.inf)
     batching = batching or MicroBatching(rows=rows)
     return Learner(OneWeight(device), settings, batching, name="critic", advice="Lower my.lr.", **options)
 
 
-def batch_of():
+def make_batch():
     zeros = torch.zeros(3, 1)
     return replace(fake_batch(fake_rollouts([1, 1, 1]), zeros, zeros), returns=RETURNS[:, None])
 
 
 def value_loss(model, seen):
-    """Half the squared distance to the returns, a third a row."""
+    """Half the squared distance to the returns, a third per row."""
 
     def loss(batch):
         assert model.training
@@ -51,19 +51,19 @@ def value_loss(model, seen):
     return loss
 
 
-def test_a_gradient_is_looked_at_and_nothing_learnt():
-    """Of two batches together, -3 each; a weight that the loss does not know has none."""
-    learner = learner_of()
+def test_reading_a_gradient_learns_nothing():
+    """The gradient of two batches together, -3 each; a weight that the loss does not use has none."""
+    learner = make_learner()
     learner.parameters.append(nn.Parameter(torch.ones(2)))
-    of_w, of_other = learner.gradient([batch_of()] * 2, value_loss(learner.model, []))
+    of_w, of_other = learner.gradient([make_batch()] * 2, value_loss(learner.model, []))
     assert of_w.item() == pytest.approx(-6) and of_other.tolist() == [0, 0]
     assert learner.model.w.item() == 0 and learner.model.w.grad is None and not learner.model.training
 
 
 @pytest.mark.parametrize(("rows", "slices"), [(1, [1, 1, 1]), (2, [2, 1]), (3, [3])])
 def test_any_loss_in_any_slices(rows, slices):
-    learner, seen = learner_of(rows), []
-    metrics = learner.update([batch_of()], value_loss(learner.model, seen))
+    learner, seen = make_learner(rows), []
+    metrics = learner.update([make_batch()], value_loss(learner.model, seen))
     assert seen == slices and not learner.model.training
     # (1 + 4 + 36) / 6; the gradient is the mean of w - return, -3; Adam's first step goes by the rate.
     assert metrics == pytest.approx({"value_loss": 41 / 6, "grad_norm": 3.0, "lr": 0.5, "skipped_steps": 0.0})
@@ -71,29 +71,29 @@ def test_any_loss_in_any_slices(rows, slices):
 
 
 def test_metrics_are_means_over_the_steps():
-    learner = learner_of(lr=0.0)
-    metrics = learner.update([batch_of(), batch_of(), batch_of()], value_loss(learner.model, []))
+    learner = make_learner(lr=0.0)
+    metrics = learner.update([make_batch(), make_batch(), make_batch()], value_loss(learner.model, []))
     assert metrics["value_loss"] == pytest.approx(41 / 6) and (learner.version, learner.optimizer_step) == (1, 3)
 
 
-def test_what_is_not_finite_is_told_of_this_learner(caplog):
-    learner = learner_of()
+def test_values_that_are_not_finite_are_reported_with_the_learners_name(caplog):
+    learner = make_learner()
 
     def bad(batch):
         return learner.model.w * math.nan, {}
 
-    learner.update([batch_of(), batch_of()], bad)
+    learner.update([make_batch(), make_batch()], bad)
     assert learner.model.w.item() == 0 and "optimizer step 1 of the critic" in caplog.text
     with pytest.raises(Diverged, match=r"^3 optimizer steps in a row of the critic .* Lower my\.lr\.$"):
-        learner.update([batch_of()], bad)
+        learner.update([make_batch()], bad)
 
 
-def test_a_new_learner_has_done_nothing():
-    learner = learner_of()
+def test_a_new_learner_has_no_state():
+    learner = make_learner()
     assert (learner.version, learner.optimizer_step, learner.bad_steps_in_a_row) == (0, 0, 0)
     settings = learner.optimizer.defaults
     assert (settings["lr"], settings["weight_decay"], settings["betas"]) == (0.5, 0.0, (0.9, 0.95))
-    assert not settings["fused"] and learner_of(device="cuda").optimizer.defaults["fused"], "that is for a GPU"
+    assert not settings["fused"] and make_learner(device="cuda").optimizer.defaults["fused"], "that is for a GPU"
     assert not learner.pieces, "its state stays where the weights are"
 
 
@@ -105,14 +105,14 @@ def test_weights_that_do_not_learn_are_left_out():
 
 
 def test_metrics_are_of_the_steps_that_were_taken(caplog):
-    """One of three is not finite: it is counted, and neither moves the weights nor enters the means."""
-    learner, parts = learner_of(rows=3), iter([1.0, math.nan, 3.0])
+    """One of three is not finite: it is counted, moves no weights and is not in the means."""
+    learner, parts = make_learner(rows=3), iter([1.0, math.nan, 3.0])
 
     def loss(batch):
         value = next(parts)
         return learner.model.w * value, {"value_loss": torch.tensor(value)}
 
-    metrics = learner.update([batch_of()] * 3, loss)
+    metrics = learner.update([make_batch()] * 3, loss)
     assert metrics == pytest.approx({"value_loss": 2.0, "grad_norm": 2.0, "lr": 0.5, "skipped_steps": 1.0})
     assert (learner.version, learner.optimizer_step, learner.bad_steps_in_a_row) == (1, 3, 0)
     (record,) = caplog.records
@@ -122,26 +122,26 @@ def test_metrics_are_of_the_steps_that_were_taken(caplog):
 
 def test_a_metric_that_is_not_finite_skips_the_step_too():
     """The gradient may be finite where the loss is not."""
-    learner = learner_of(rows=3)
+    learner = make_learner(rows=3)
     metrics = learner.update(
-        [batch_of()], lambda batch: (learner.model.w * 2.0, {"value_loss": torch.tensor(math.inf)})
+        [make_batch()], lambda batch: (learner.model.w * 2.0, {"value_loss": torch.tensor(math.inf)})
     )
     assert metrics["skipped_steps"] == 1.0 and metrics["grad_norm"] == 2.0 and learner.model.w.item() == 0
 
 
 def test_only_bad_steps_in_a_row_end_the_run():
-    learner, good = learner_of(rows=3), []
+    learner, good = make_learner(rows=3), []
 
     def loss(batch):
         return learner.model.w * (1.0 if good else math.nan), {}
 
     for happens in ([], [], [1], [], []):  # two, a good one, two
         good[:] = happens
-        learner.update([batch_of()], loss)
+        learner.update([make_batch()], loss)
     assert learner.bad_steps_in_a_row == 2
     with pytest.raises(Diverged):
         good.clear()
-        learner.update([batch_of()], loss)
+        learner.update([make_batch()], loss)
 
 
 @pytest.mark.parametrize(
@@ -174,23 +174,23 @@ def test_a_warm_up_longer_than_the_run():
     assert OptimizerSettings(lr=4.0, warmup_steps=3, total_steps=2, schedule="linear").lr_at(3) == 4.0
 
 
-def test_the_rate_of_a_step_is_the_schedule_s():
-    learner = learner_of(rows=3)
+def test_the_rate_of_a_step_follows_the_schedule():
+    learner = make_learner(rows=3)
     learner.optimization = OptimizerSettings(lr=3.0, warmup_steps=2, total_steps=6, schedule="linear")
-    metrics = [learner.update([batch_of()], value_loss(learner.model, []))["lr"] for _ in range(4)]
+    metrics = [learner.update([make_batch()], value_loss(learner.model, []))["lr"] for _ in range(4)]
     assert metrics == pytest.approx([1, 2, 3, 2.25])
     assert learner.optimizer.param_groups[0]["lr"] == pytest.approx(2.25)
 
 
-def test_what_a_learner_counts_goes_to_the_disk_and_back(tmp_path, monkeypatch):
-    learner = learner_of()
+def test_counters_are_saved_and_restored(tmp_path, monkeypatch):
+    learner = make_learner()
     learner.version, learner.optimizer_step, learner.bad_steps_in_a_row, learner.cut_to = 3, 7, 2, 1
     counters = learner.snapshot({"a.json": b"{}"}).counters
     assert counters == {"version": 3, "optimizer_step": 7, "bad_steps_in_a_row": 2, "cut_to": 1}
     monkeypatch.setattr("mtrl.workers.learner.load_weights", lambda model, directory, ranks: None)
     monkeypatch.setattr("mtrl.workers.learner.restore_optimizer_state", lambda *_: None)
     monkeypatch.setattr("mtrl.workers.learner.read_counters", lambda directory: json.loads(json.dumps(counters)))
-    other = learner_of()
+    other = make_learner()
     other.restore(tmp_path)
     assert (other.version, other.optimizer_step, other.bad_steps_in_a_row) == (3, 7, 2)
     assert other.batching == MicroBatching(rows=1)
@@ -198,9 +198,9 @@ def test_what_a_learner_counts_goes_to_the_disk_and_back(tmp_path, monkeypatch):
 
 # ------------------------------------------------------------------------------------------------- state in main memory
 def test_offloaded_state_is_all_but_the_counts_of_steps():
-    learner, plain = learner_of(offload=True), learner_of()
+    learner, plain = make_learner(offload=True), make_learner()
     for each in (learner, plain):
-        each.update([batch_of(), batch_of()], value_loss(each.model, []))
+        each.update([make_batch(), make_batch()], value_loss(each.model, []))
     ((piece, states),) = learner.pieces
     assert piece == [learner.model.w]
     state = learner.optimizer.state[learner.model.w]
@@ -210,8 +210,8 @@ def test_offloaded_state_is_all_but_the_counts_of_steps():
 
 # -------------------------------------------------------------------------------------------------------------- dropout
 def drawn(seed, micro_batch, step=0, **options):
-    """What a pass draws, and what a draw after it does."""
-    learner = learner_of(dropout_seed=seed, **options)
+    """The numbers that a pass draws, and those of a later draw."""
+    learner = make_learner(dropout_seed=seed, **options)
     learner.optimizer_step = step
     torch.manual_seed(3)
     with learner._seed_dropout(micro_batch):
@@ -219,7 +219,7 @@ def drawn(seed, micro_batch, step=0, **options):
     return inside, torch.rand(4).tolist()
 
 
-def draws_of(number):
+def draw_numbers(number):
     return torch.rand(4, generator=torch.Generator().manual_seed(number)).tolist()
 
 
@@ -229,18 +229,18 @@ def draws_of(number):
         ([5, 0, 2], {}),
         ([5, 8, 2], {"step": 8}),
         ([5, 0, 2], {"ranks": Ranks(None, 0, 2)}),
-        ([5, 0, 2, 1], {"ranks": Ranks(None, 1, 2)}),  # other rows than those of the first rank
+        ([5, 0, 2, 1], {"ranks": Ranks(None, 1, 2)}),  # other rows than on the first rank
     ],
 )
-def test_what_dropout_draws_is_a_matter_of_seed_step_micro_batch_and_rank(numbers, given):
+def test_dropout_depends_on_seed_step_micro_batch_and_rank(numbers, given):
     inside, after = drawn(5, 2, **given)
-    assert inside == draws_of(int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]))
-    assert after == draws_of(3), "nobody else's random numbers are used up"
+    assert inside == draw_numbers(int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]))
+    assert after == draw_numbers(3), "the global random state is unchanged"
 
 
 def test_without_dropout_nothing_is_seeded():
     inside, after = drawn(None, 2)
-    assert inside == draws_of(3) and after != draws_of(3)
+    assert inside == draw_numbers(3) and after != draw_numbers(3)
 
 
 @pytest.mark.parametrize(("device", "forked"), [("cpu", []), ("cuda", [torch.device("cuda")])])
@@ -259,15 +259,15 @@ class OneOfTwo(Ranks):
         return max(3, number)
 
 
-def test_an_idle_pass_counts_for_nothing():
-    learner, weights = learner_of(batching=MicroBatching(rows=2, ranks=OneOfTwo(None, 0, 2))), []
+def test_an_idle_pass_does_not_count():
+    learner, weights = make_learner(batching=MicroBatching(rows=2, ranks=OneOfTwo(None, 0, 2))), []
 
     def loss(batch):
         weights.append(batch.weights.token.sum(1).tolist())
         assert all(torch.equal(each, batch.weights.token) for each in vars(batch.weights).values())
         return learner.model.w * batch.weights.token.sum(), {"value_loss": batch.weights.token.sum()}
 
-    metrics = learner.update([batch_of()], loss)
+    metrics = learner.update([make_batch()], loss)
     assert weights == [pytest.approx([1 / 3, 1 / 3]), pytest.approx([1 / 3]), [0.0]]
     assert metrics["value_loss"] == pytest.approx(1.0)
 
@@ -298,27 +298,27 @@ PROMPT = len(fake_rollouts([1]).prompts[0].ids)
 
 
 @pytest.mark.parametrize(
-    ("batching", "slices", "told"),
+    ("batching", "slices", "message"),
     [
         (MicroBatching(rows=3), [3, 1, 1, 1], "1 responses"),
-        # A prompt and three tokens; half of it has room for a row only.
+        # A prompt and three tokens; half of this has room for only one row.
         (MicroBatching(), [3, 1, 1, 1], f"{(PROMPT + 3) // 2} tokens"),
     ],
 )
-def test_passes_that_do_not_fit_are_halved_and_that_is_said(batching, slices, told, caplog):
-    learner, seen = learner_of(batching=batching), []
-    metrics = learner.update([batch_of()], full_beyond(learner, 2, seen))
+def test_passes_that_do_not_fit_are_halved_and_reported(batching, slices, message, caplog):
+    learner, seen = make_learner(batching=batching), []
+    metrics = learner.update([make_batch()], full_beyond(learner, 2, seen))
     assert seen == slices
     assert metrics == pytest.approx({"value_loss": 41 / 6, "grad_norm": 3.0, "lr": 0.5, "skipped_steps": 0.0})
     (record,) = caplog.records
     assert record.getMessage() == (
         "the device has no room for an update of the critic in passes of this size; the step is repeated with half of "
-        f"it, {told} per pass from now on, which is slower. To use less memory, set {LOWERS_MEMORY}"
+        f"it, {message} per pass from now on, which is slower. To use less memory, set {LOWERS_MEMORY}"
     )
 
 
 @pytest.mark.parametrize(
-    ("rows", "room", "options", "told"),
+    ("rows", "room", "options", "message"),
     [
         (3, 0, {}, "the device has no room for half a pass of an update."),
         (1, 0, {}, "the device has no room to learn from a single response."),
@@ -326,30 +326,30 @@ def test_passes_that_do_not_fit_are_halved_and_that_is_said(batching, slices, to
     ],
     ids=["half", "one", "one of a rank"],
 )
-def test_what_does_not_fit_is_said_with_what_takes_less(rows, room, options, told):
-    learner = learner_of(rows, **options)
+def test_a_pass_that_does_not_fit_is_reported_with_advice(rows, room, options, message):
+    learner = make_learner(rows, **options)
     with pytest.raises(DeviceFull) as refused:
-        learner.update([batch_of()], full_beyond(learner, room, []))
-    assert str(refused.value) == f"{told} {TORCH_SAYS} Set {LOWERS_MEMORY}"
+        learner.update([make_batch()], full_beyond(learner, room, []))
+    assert str(refused.value) == f"{message} {TORCH_SAYS} Set {LOWERS_MEMORY}"
     assert learner.model.w.item() == 0 and learner.model.w.grad is None
 
 
-def test_a_rank_that_is_full_keeps_half_for_the_next_attempt():
-    """Other ranks wait in the middle of their pass: nothing is tried again here."""
-    learner, seen, kept = learner_of(3, ranks=Ranks(None, 1, 2)), [], []
+def test_a_full_rank_stores_half_the_size_for_the_next_attempt():
+    """Other ranks wait in the middle of their pass, so there is no retry here."""
+    learner, seen, kept = make_learner(3, ranks=Ranks(None, 1, 2)), [], []
     learner.keep_cut = kept.append
-    with pytest.raises(PassesCut) as told:
-        learner.update([batch_of()], full_beyond(learner, 1, seen))
+    with pytest.raises(PassesCut) as message:
+        learner.update([make_batch()], full_beyond(learner, 1, seen))
     assert (seen, kept) == ([3], [1]) and learner.model.w.item() == 0 and learner.model.w.grad is None
-    assert str(told.value) == (
+    assert str(message.value) == (
         "the device of rank 1 has no room for its part of an update of the critic; all ranks make passes of 1 "
         f"responses from now on, which is slower. {TORCH_SAYS} To use less memory, set {LOWERS_MEMORY}; "
     )
 
 
 @pytest.mark.parametrize(("found", "saved", "then"), [(0, 0, 0), (0, 8, 8), (4, 0, 4), (4, 8, 4), (8, 4, 4)])
-def test_what_fits_is_the_smaller_of_checkpoint_and_last_attempt(found, saved, then, monkeypatch):
-    learner = learner_of()
+def test_the_size_is_the_smaller_of_checkpoint_and_last_attempt(found, saved, then, monkeypatch):
+    learner = make_learner()
     monkeypatch.setattr("mtrl.workers.learner.load_weights", lambda *given: None)
     monkeypatch.setattr("mtrl.workers.learner.restore_optimizer_state", lambda *given: None)
     monkeypatch.setattr("mtrl.workers.learner.read_counters", lambda directory: {"version": 3, "cut_to": saved})

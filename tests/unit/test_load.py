@@ -19,7 +19,7 @@ EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"
 
 @pytest.fixture
 def changed(tmp_path):
-    """Writes the qwen2 checkpoint anew, its tensors passed through a function."""
+    """Rewrites the qwen2 checkpoint with its tensors changed by a function."""
 
     def change(tensors_of):
         directory = tmp_path / "model"
@@ -56,33 +56,35 @@ def test_a_tied_head_that_is_stored_is_no_fault(changed):
     load_model(changed(lambda tensors: tensors | {"lm_head.weight": tensors[EMBEDDING].clone()}))
 
 
-def test_renamed_weights_are_refused(changed):
+def test_renamed_weights_are_an_error(changed):
     """As another framework writes them."""
     renamed = changed(lambda tensors: {name.replace("model.", "net."): tensor for name, tensor in tensors.items()})
     with pytest.raises(
         ValueError, match=r"do not fit .*: \d+ missing \(.*, \.\.\), \d+ unknown \(net\..*\); training"
-    ) as told:
+    ) as message:
         load_model(renamed)
-    assert "\n" not in str(told.value) and str(renamed) in str(told.value)
+    assert "\n" not in str(message.value) and str(renamed) in str(message.value)
 
 
-@pytest.mark.parametrize(("name", "told"), [(NORM, f"1 missing ({NORM})"), (EMBEDDING, f"lm_head.weight, {EMBEDDING}")])
-def test_a_missing_weight_is_refused_by_name(changed, name, told):
-    with pytest.raises(ValueError, match=re.escape(told)):
+@pytest.mark.parametrize(
+    ("name", "message"), [(NORM, f"1 missing ({NORM})"), (EMBEDDING, f"lm_head.weight, {EMBEDDING}")]
+)
+def test_a_missing_weight_is_named(changed, name, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
         load_model(changed(lambda tensors: without(tensors, name)))
 
 
-def test_a_weight_too_many_is_refused_by_name(changed):
+def test_an_extra_weight_is_named(changed):
     with pytest.raises(ValueError, match=r": 1 unknown \(score\.weight\);"):
         load_model(changed(lambda tensors: tensors | {"score.weight": torch.ones(1, 64)}))
 
 
-def test_a_weight_of_another_size_is_refused_by_name(changed):
+def test_a_weight_of_another_size_is_named(changed):
     with pytest.raises(ValueError, match=rf": 1 of another size \({NORM}\);"):
         load_model(changed(lambda tensors: tensors | {NORM: torch.ones(32)}))
 
 
-def test_a_config_of_another_depth_is_refused(changed):
+def test_a_config_of_another_depth_is_an_error(changed):
     directory = changed(dict)
     config = json.loads((directory / "config.json").read_text())
     config["num_hidden_layers"] += 1
@@ -92,7 +94,7 @@ def test_a_config_of_another_depth_is_refused(changed):
         load_model(directory)
 
 
-def test_train_says_it_in_one_line(changed, tmp_path, capfd):
+def test_train_reports_it_in_one_line(changed, tmp_path, capfd):
     directory = changed(lambda tensors: without(tensors, NORM))
     level = logging.get_verbosity()
     rows = tmp_path / "rows.jsonl"

@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from view_helpers import step_of
+from view_helpers import make_step
 
 from mtrl.compose.trackers import build_trackers
 from mtrl.compose.unsupported import LOGGERS, find_missing_libraries
@@ -42,7 +42,7 @@ class Memory:
 
 
 def wait(feed):
-    """Until the feed's thread has done what it was given."""
+    """Waits until the feed's thread has finished its work."""
     done = threading.Event()
     feed._background.submit(done.set)
     assert done.wait(10)
@@ -53,7 +53,7 @@ def test_everything_arrives_in_order_and_samples_with_a_validation():
     memory = Memory()
     feed = LoggerFeed("memory", lambda: memory)
     feed.metrics(1, {"loss": 1.0, "nan": float("nan")})
-    feed.rollouts(1, step_of())
+    feed.rollouts(1, make_step())
     feed.validation(1, {"val/reward_score": 0.5}, {"kind": {"shape": 0.25}}, [SAMPLE])
     feed.close()
     assert memory.got == [
@@ -77,7 +77,7 @@ def test_a_logger_that_loses_its_server_catches_up(caplog):
     assert caplog.text.count("fails (ConnectionError: the server is gone)") == 1 and "works again" in caplog.text
 
 
-def test_what_is_lost_is_said(caplog, monkeypatch):
+def test_losses_are_reported(caplog, monkeypatch):
     def refuse():
         raise RuntimeError("no account")
 
@@ -91,7 +91,7 @@ def test_what_is_lost_is_said(caplog, monkeypatch):
     assert "logger memory: 5 entries are lost; metrics.jsonl has every number" in caplog.text
 
 
-def test_one_that_starts_late_gets_what_came_before():
+def test_a_late_logger_gets_earlier_rows():
     memory, tries = Memory(), []
 
     def slow_start():
@@ -113,17 +113,17 @@ def test_tensorboard_written_and_read_back(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    for first, value in ((1, 1.0), (3, 9.0)):  # the second attempt goes on after step 2
+    for first, value in ((1, 1.0), (3, 9.0)):  # the second attempt resumes after step 2
         feed = LoggerFeed("tensorboard", lambda first=first: SINKS["tensorboard"](about(tmp_path, first)))
         for step in range(first, 5):
             feed.metrics(step, {"reward/overall": value + step})
-        feed.rollouts(4, step_of())
+        feed.rollouts(4, make_step())
         feed.validation(4, {"val/reward_score": 0.5}, {}, [SAMPLE])
         feed.close()
     read = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0, "images": 0})
     read.Reload()
     points = [(event.step, event.value) for event in read.Scalars("reward/overall")]
-    assert points == [(1, 2.0), (2, 3.0), (3, 12.0), (4, 13.0)], "what was done again replaces what was undone"
+    assert points == [(1, 2.0), (2, 3.0), (3, 12.0), (4, 13.0)], "repeated steps replace the undone ones"
     assert "val/reward_score" in read.Tags()["scalars"] and any(
         tag.startswith("train/") for tag in read.Tags()["images"]
     )
@@ -142,11 +142,11 @@ def test_wandb_offline_written_and_read_back(tmp_path, monkeypatch):
     for first in (1, 3):
         feed = LoggerFeed("wandb", lambda first=first: SINKS["wandb"](about(tmp_path, first)))
         feed.metrics(first, {"reward/overall": 0.25})
-        feed.rollouts(first, step_of())
+        feed.rollouts(first, make_step())
         feed.validation(first, {"val/reward_score": 0.5}, {}, [SAMPLE])
         feed.close()
         ids.append(json.loads((tmp_path / "loggers.json").read_text())["wandb"])
-    assert ids[0] == ids[1], "a resumed run goes on in the same run"
+    assert ids[0] == ids[1], "a resumed run continues the same run"
     files = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
     assert files and all(ids[0] in file.name for file in files)
     data = b"".join(file.read_bytes() for file in files)
@@ -163,7 +163,7 @@ def test_mlflow_written_and_read_back(tmp_path, monkeypatch):
     for first in (1, 3):
         feed = LoggerFeed("mlflow", lambda first=first: SINKS["mlflow"](about(tmp_path, first)))
         feed.metrics(first, {"reward/overall": 0.25 * first})
-        feed.rollouts(first, step_of())
+        feed.rollouts(first, make_step())
         feed.validation(first, {"val/avg@1": 0.5}, {}, [SAMPLE])
         feed.close()
     client = mlflow.MlflowClient(tracking_uri=(tmp_path / "mlruns").as_uri())
@@ -185,7 +185,7 @@ def test_swanlab_offline_written_and_read_back(tmp_path, monkeypatch):
     for first in (1, 3):
         feed = LoggerFeed("swanlab", lambda first=first: SINKS["swanlab"](about(tmp_path, first)))
         feed.metrics(first, {"reward/overall": 0.25})
-        feed.rollouts(first, step_of())
+        feed.rollouts(first, make_step())
         feed.validation(first, {"val/reward_score": 0.5}, {}, [SAMPLE])
         feed.close()
     name = json.loads((tmp_path / "loggers.json").read_text())["swanlab"]
@@ -201,11 +201,11 @@ def test_swanlab_offline_written_and_read_back(tmp_path, monkeypatch):
 def test_trackio_written_and_read_back(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     trackio = pytest.importorskip("trackio")
-    place = trackio.utils.TRACKIO_DIR  # where it was told to when it was imported
+    place = trackio.utils.TRACKIO_DIR  # the directory that was set when it was imported
     for first in (1, 3):
         feed = LoggerFeed("trackio", lambda first=first: SINKS["trackio"](about(tmp_path, first)))
         feed.metrics(first, {"reward/overall": 0.25 * first})
-        feed.rollouts(first, step_of())
+        feed.rollouts(first, make_step())
         feed.validation(first, {"val/avg@1": 0.5}, {}, [SAMPLE])
         feed.close()
     name = json.loads((tmp_path / "loggers.json").read_text())["trackio"]
@@ -226,13 +226,13 @@ def test_every_logger_that_is_built_has_a_sink():
     assert ("console", *SINKS) == LOGGERS
 
 
-def test_one_that_is_not_installed_is_said_at_the_start(monkeypatch):
+def test_a_logger_that_is_not_installed_is_reported_at_the_start(monkeypatch):
     monkeypatch.setattr("mtrl.compose.unsupported.find_spec", lambda name: None if name == "wandb" else name)
     config = load_config(None, {"training.logger": ("console", "wandb", "tensorboard")})
     assert find_missing_libraries(config) == ["training.logger: wandb is not installed; pip install wandb"]
 
 
-def test_several_at_once(tmp_path):
+def test_several_loggers(tmp_path):
     class Encoder:
         image_settings = None
         decode = decode_tokens = staticmethod(lambda ids: "")
@@ -242,7 +242,7 @@ def test_several_at_once(tmp_path):
     assert [each.name for each in trackers if isinstance(each, LoggerFeed)] == ["tensorboard", "wandb"]
     for each in trackers:
         each.close()
-    assert not (tmp_path / "wandb").exists(), "nothing to tell, nothing started"
+    assert not (tmp_path / "wandb").exists(), "without data nothing is started"
 
 
 def test_ids_survive_damage(tmp_path):

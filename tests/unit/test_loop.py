@@ -1,4 +1,4 @@
-"""The loop among fakes: who is called when, with what; where it stops, and how it goes on."""
+"""The loop with fakes: the calls of a step, where it stops, and how it resumes."""
 
 import math
 from contextlib import ExitStack
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from loop_helpers import PROMPTS, REFERENCE, FakeReference, FakeRefreshed, FakeScorer, loop, validation_of
+from loop_helpers import PROMPTS, REFERENCE, FakeReference, FakeScorer, FakeSyncedReference, loop, make_validation
 
 from mtrl.algorithms.divergence import Divergence
 from mtrl.compose.run import Run
@@ -50,7 +50,7 @@ def test_steps_are_keyed_and_versions_handed_over():
     ]  # fmt: skip
     for name in ("submit", "probe"):
         assert [entry[1] for entry in journal if entry[0] == name] == [0, 1, 2]
-    for name in ("metrics", "rollouts"):  # logs count what has been done
+    for name in ("metrics", "rollouts"):  # logs count finished steps
         assert [entry[1] for entry in journal if entry[0] == name] == [1, 2, 3]
     assert [entry for entry in journal if entry[0] == "save"] == [("save", 3)]
 
@@ -67,16 +67,16 @@ def test_steps_are_keyed_and_versions_handed_over():
     ],
 )
 def test_when_to_validate_and_to_save(changes, validated, saved):
-    made = loop(validation=validation_of(), total_steps=5, **changes)
+    made = loop(validation=make_validation(), total_steps=5, **changes)
     made.run()
     journal = made.components.actor.journal
     assert [entry[1] for entry in journal if entry[0] == "validation"] == validated
     assert [entry[1] for entry in journal if entry[0] == "save"] == saved
-    assert journal[-1] == ("save", 5) and journal[-2] == ("validation", 5), "the last model is judged, then kept"
+    assert journal[-1] == ("save", 5) and journal[-2] == ("validation", 5), "the last model is validated, then saved"
 
 
 def test_validation_samples_the_newest_weights_at_its_own_step():
-    made = loop(validation=validation_of(), total_steps=2, validate_every=1)
+    made = loop(validation=make_validation(), total_steps=2, validate_every=1)
     made.run()
     journal = made.components.actor.journal
     during = [journal[i - 5 : i] for i, entry in enumerate(journal) if entry[0] == "validation"]
@@ -92,7 +92,7 @@ def test_no_validation_set_is_no_error():
     assert not any(entry[0] == "validation" for entry in made.components.actor.journal)
 
 
-def run_of(made, directory, overrides):
+def make_run(made, directory, overrides):
     closing = ExitStack()
     closing.callback(made.components.tracker.close)
     return Run(load_config(None, overrides), directory, "an id", Start(), made, Interrupt(), closing)
@@ -106,8 +106,8 @@ def run_of(made, directory, overrides):
     ],
 )
 def test_val_only(tmp_path, val_only, expected):
-    made = loop(validation=validation_of())
-    run_of(made, tmp_path, {"training.val_only": val_only}).train()
+    made = loop(validation=make_validation())
+    make_run(made, tmp_path, {"training.val_only": val_only}).train()
     names = [entry[0] for entry in made.components.actor.journal]
     assert names[:6] == expected and ("update" in names) != val_only
     assert made.components.tracker.closed == 1 and (names[-1] == "all saved") != val_only
@@ -117,7 +117,7 @@ def test_everything_is_closed_when_a_step_fails(tmp_path):
     made = loop()
     made.components.actor.update = None  # calling it raises
     with pytest.raises(TypeError):
-        run_of(made, tmp_path, {}).train()
+        make_run(made, tmp_path, {}).train()
     assert made.components.tracker.closed == 1
 
 
@@ -157,18 +157,18 @@ def test_an_error_saves_the_last_whole_step(tmp_path, capfd, part, method, saved
     made = loop(total_steps=5)
     failing(made, part, method, 3)
     with pytest.raises(Broken, match=part):
-        run_of(made, tmp_path, {}).train()
+        make_run(made, tmp_path, {}).train()
     assert list(made.components.store.saved) == ([] if saved is None else [saved])
     assert ("saved after step" in capfd.readouterr().err) == (saved is not None)
     if saved is not None:
         snapshots, state, _ = made.components.store.saved[saved]
         assert snapshots == {"actor": f"snapshot of version {7 * saved}"}
         assert state["step"] == saved and state["source"] == {"next": PROMPTS * saved}, (
-            "the prompts of step 3 come again"
+            "the prompts of step 3 are drawn again"
         )
 
 
-def test_what_an_error_left_goes_on_as_if_nothing_had_been(tmp_path):
+def test_a_run_resumes_after_an_error_with_the_same_calls(tmp_path):
     def fresh():
         rule = Divergence("abs", 0.5, adaptive=True, target=0.25, horizon=10.0)
         return loop(reference=FakeReference(None, ref_logprobs=REFERENCE), divergence=rule, total_steps=4)
@@ -178,7 +178,7 @@ def test_what_an_error_left_goes_on_as_if_nothing_had_been(tmp_path):
         whole.run()
         failing(broken, part, method, 3)
         with pytest.raises(Broken):
-            run_of(broken, tmp_path, {}).train()
+            make_run(broken, tmp_path, {}).train()
         ((step, (_, state, _)),) = broken.components.store.saved.items()
         restored.restore(Path(f"checkpoints/{step}"), state)
         restored.run()
@@ -195,12 +195,12 @@ def test_nothing_is_saved_twice_or_before_the_first_step(tmp_path):
     made = loop(total_steps=5, save_every=2)
     failing(made, "scorer", "submit", 3)
     with pytest.raises(Broken):
-        run_of(made, tmp_path, {}).train()
+        make_run(made, tmp_path, {}).train()
     assert [entry for entry in made.components.actor.journal if entry[0] == "save"] == [("save", 2)]
-    made = loop(validation=validation_of(), validate_first=True)
+    made = loop(validation=make_validation(), validate_first=True)
     failing(made, "scorer", "submit", 1)
     with pytest.raises(Broken):
-        run_of(made, tmp_path, {}).train()
+        make_run(made, tmp_path, {}).train()
     assert not made.components.store.saved
 
 
@@ -209,7 +209,7 @@ def test_a_save_that_fails_does_not_hide_why_the_run_ended(tmp_path, caplog):
     failing(made, "scorer", "submit", 3)
     failing(made, "store", "save", 1)
     with pytest.raises(Broken, match="scorer"):
-        run_of(made, tmp_path, {}).train()
+        make_run(made, tmp_path, {}).train()
     assert "step 2 could not be saved: store" in caplog.text
 
 
@@ -221,11 +221,11 @@ def test_data_that_cannot_be_read_end_a_run_with_a_line(tmp_path):
 
     made.components.source.take = take
     with pytest.raises(RunError, match="3 of the 200 rows"):
-        run_of(made, tmp_path, {}).train()
+        make_run(made, tmp_path, {}).train()
 
 
 # ---------------------------------------------------------------------------------------------- stopping and going on
-def test_asked_to_stop_it_finishes_the_step_and_saves():
+def test_a_stop_request_finishes_the_step_and_saves():
     made = loop(total_steps=5)
     made.components.stop = lambda: made.done == 2
     made.run()
@@ -233,7 +233,7 @@ def test_asked_to_stop_it_finishes_the_step_and_saves():
     assert made.components.actor.journal[-2:] == [("metrics", 2), ("save", 2)]
 
 
-def test_a_restored_loop_does_what_the_first_would_have_done():
+def test_a_restored_loop_makes_the_same_calls():
     rule = Divergence("abs", 0.5, adaptive=True, target=0.25, horizon=10.0)
 
     def fresh():
@@ -259,9 +259,9 @@ def test_a_restored_loop_does_what_the_first_would_have_done():
     assert restored.components.source.next == whole.components.source.next == 3 * PROMPTS
 
 
-def test_a_reference_is_made_anew_and_kept():
+def test_a_reference_is_synced_and_saved():
     def fresh():
-        return loop(refreshed=FakeRefreshed(), sync_ref_every=2, total_steps=5, save_every=3)
+        return loop(refreshed=FakeSyncedReference(), sync_ref_every=2, total_steps=5, save_every=3)
 
     whole, restored = fresh(), fresh()
     whole.run()
@@ -273,12 +273,12 @@ def test_a_reference_is_made_anew_and_kept():
     snapshots, state, _ = whole.components.store.saved[3]
     assert snapshots == {"actor": "snapshot of version 21", "reference": "reference, synced 1 times"}
     restored.restore(Path("checkpoints/3"), state)
-    assert restored.components.reference.times == 3, "it takes up what lies there"
+    assert restored.components.reference.times == 3, "it restores the saved reference"
     restored.run()
     assert restored.components.reference.times == 4
     stays = loop(total_steps=4)
     stays.run()
-    assert set(stays.components.store.saved[4][0]) == {"actor"}, "one that stays is made of the model as it was given"
+    assert set(stays.components.store.saved[4][0]) == {"actor"}, "a fixed reference is made from the initial model"
 
 
 def test_a_fixed_coefficient_is_the_configurations():
@@ -287,7 +287,7 @@ def test_a_fixed_coefficient_is_the_configurations():
     assert made.divergence.coef == 0.5
 
 
-def test_a_best_validation_is_saved_wherever_it_is():
+def test_a_best_validation_is_saved_at_any_step():
     class FakeLearner(FakeScorer):
         """0.2, 0.6, 0.6, 0.4 at validation."""
 
@@ -298,23 +298,23 @@ def test_a_best_validation_is_saved_wherever_it_is():
             return super().submit(rollouts, step)
 
     changes = {"total_steps": 4, "validate_every": 1, "save_every": 3}
-    judge = replace(validation_of(), best_metric="val/reward_score")
+    judge = replace(make_validation(), best_metric="val/reward_score")
     made = loop(validation=judge, scorer=FakeLearner(None), **changes)
     made.run()
     scores = {step: score for step, (_, _, score) in made.components.store.saved.items()}
     assert scores == pytest.approx({1: 0.2, 2: 0.6, 3: 0.6, 4: 0.4}), "3 is due, 4 the last; both know their score"
-    made = loop(validation=validation_of(), **changes)
+    made = loop(validation=make_validation(), **changes)
     made.run()
     assert {step: saved[2] for step, saved in made.components.store.saved.items()} == {3: None, 4: None}
 
 
-def test_an_unknown_best_metric_is_said(caplog):
-    made = loop(validation=replace(validation_of(), best_metric="val/acuracy"))
+def test_an_unknown_best_metric_is_reported(caplog):
+    made = loop(validation=replace(make_validation(), best_metric="val/acuracy"))
     made.run()
     assert "no 'val/acuracy' among val/reward_score" in caplog.text
 
 
-def test_what_is_reported():
+def test_the_metrics_of_a_step():
     made = loop()
     made.run()
     row = made.components.tracker.rows[1]
@@ -328,8 +328,8 @@ def test_what_is_reported():
     assert all(math.isfinite(value) for value in row.values())
 
 
-def test_a_process_that_waits_for_others_says_nothing_of_its_own_processor(monkeypatch):
-    """Its share would be near 0, and would be warned of as if other programs took the rest."""
+def test_a_process_that_waits_for_others_does_not_report_its_cpu_share(monkeypatch):
+    """Its share would be near 0, and would cause a warning about other programs."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     alone, of_two = Clock().metrics(60, 3), Clock().metrics(60, 3, devices=2)
     assert "perf/cpu_share" in alone

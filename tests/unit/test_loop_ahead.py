@@ -1,4 +1,4 @@
-"""Rollouts one step ahead, among fakes: who samples when, with which weights, and what a checkpoint keeps of it."""
+"""One-step off-policy rollouts with fakes: when sampling happens, with which weights, and what a checkpoint stores."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ def verbs(one):
     return [entry for entry in one.components.actor.journal if entry[0] in VERBS]
 
 
-def test_a_step_learns_from_responses_of_the_weights_before():
+def test_a_step_learns_from_responses_of_the_previous_weights():
     one = made()
     one.run()
     assert verbs(one) == [
@@ -48,7 +48,7 @@ def test_a_step_learns_from_responses_of_the_weights_before():
 
 
 class DedicatedGenerator(FakeGenerator):
-    """Samples until it is asked for the rows."""
+    """Samples in the background until its rows are collected."""
 
     colocated = False
 
@@ -63,7 +63,7 @@ class DedicatedGenerator(FakeGenerator):
         return arrived
 
 
-def test_an_engine_apart_samples_beside_the_update():
+def test_a_dedicated_engine_samples_during_the_update():
     """Its responses are waited for when the update is over, before it gets other weights; all else is as above."""
     beside, before = made(), made()
     beside.components.generator = DedicatedGenerator(beside.components.actor.journal)
@@ -84,7 +84,7 @@ def same_but_clock(row):
     return {name: value for name, value in row.items() if not name.startswith("perf/")}
 
 
-def test_without_a_lag_an_engine_apart_is_waited_for():
+def test_on_policy_a_dedicated_engine_is_waited_for():
     one = made(off_policy_steps=0)
     one.components.generator = DedicatedGenerator(one.components.actor.journal)
     one.run()
@@ -100,7 +100,7 @@ def test_older_responses_are_corrected_by_importance_sampling():
         close(batches[0].correction, torch.tensor(gap).exp().expand(mask.shape).where(mask, 1.0))
 
 
-def test_without_a_lag_nothing_is_said_of_it():
+def test_on_policy_it_is_not_reported():
     one = made(off_policy_steps=0)
     one.run()
     assert one.ahead is None and "ahead" not in one.state()
@@ -109,14 +109,14 @@ def test_without_a_lag_nothing_is_said_of_it():
 
 
 def test_a_filter_refills_with_the_weights_of_now():
-    """What was sampled before is the first round; prompts in the place of dropped ones are asked when that is known."""
+    """The earlier samples are the first round; replacements of dropped prompts are sampled once those are known."""
     good = {f"p{number} response 0": 0.0 for number in (0, 1, 3, 4, 5, 6)}
     scorer = FakeScorer(
         None, accuracy={f"p{number} response {row}": 1.0 for number in range(9) for row in (0, 1)} | good
     )
     one = made(scorer=scorer, filtering=Filtering(GroupFilter("spread")), total_steps=2)
     one.run()
-    # p0, p1 and p2, p3 are asked at first, ahead; p2 teaches nothing, and p4 stands in for it.
+    # p0, p1 and p2, p3 are sampled first, ahead; p2 is dropped, and p4 replaces it.
     assert [entry for entry in verbs(one) if entry[0] == "generate"] == [
         ("generate", 0, 0), ("generate", 1, 0), ("generate", 1, 7),
     ]  # fmt: skip
@@ -128,7 +128,7 @@ def test_a_filter_refills_with_the_weights_of_now():
 
 # ------------------------------------------------------------------------------------------------- to disk and back
 class Folders:
-    """A store that writes what is its own business here, and nothing else."""
+    """A store that writes only the state that these tests need."""
 
     def __init__(self, place):
         self.place = place
@@ -154,7 +154,7 @@ def saving(place, **changes):
 
 
 @pytest.mark.parametrize("greedy", [False, True])
-def test_a_resume_goes_on_with_the_same_responses(greedy, tmp_path):
+def test_a_resumed_run_uses_the_same_responses(greedy, tmp_path):
     changes = {"greedy_baseline": True, "estimator": Remax()} if greedy else {}
     whole, first, second = (saving(tmp_path / name, **changes) for name in ("whole", "cut", "cut"))
     whole.run()
@@ -175,7 +175,7 @@ def test_a_resume_goes_on_with_the_same_responses(greedy, tmp_path):
         close(mine.advantage, theirs.advantage, rtol=0, atol=0)
 
 
-def test_after_the_last_step_there_is_nothing(tmp_path):
+def test_after_the_last_step_nothing_is_sampled(tmp_path):
     one, longer = saving(tmp_path, total_steps=1), saving(tmp_path, total_steps=2)
     one.run()
     longer.restore(tmp_path / "1", one.components.store.state)
@@ -183,8 +183,8 @@ def test_after_the_last_step_there_is_nothing(tmp_path):
     assert ("generate", 1, 7) in verbs(longer), "the weights of now sample, since no others are there"
 
 
-def test_an_error_within_a_step_saves_what_that_step_began_with(tmp_path):
-    """By then the responses of the step after it are there too, which are none of the last whole step's."""
+def test_an_error_within_a_step_saves_the_state_before_that_step(tmp_path):
+    """The responses of the next step exist by then; they do not belong to the last complete step."""
     one = saving(tmp_path)
     one.step(0)
     asked = one.ahead.pending[1]

@@ -1,4 +1,4 @@
-"""The numbers the loop hands on, by hand: divergence, advantages, the batches of an update, a validation."""
+"""The numbers that the loop computes, by hand: divergence, advantages, the batches of an update, a validation."""
 
 import math
 from collections import defaultdict
@@ -13,8 +13,8 @@ from loop_helpers import (
     FakeReference,
     FakeScorer,
     loop,
+    make_validation,
     spec,
-    validation_of,
 )
 
 from mtrl.algorithms.advantages import Grpo, ReinforcePlusPlus, Rloo
@@ -27,8 +27,8 @@ from mtrl.training.validation import add_scores, by_column
 from mtrl.types import Credit, Experience, Rewards, Sampling, Signals, ValidationSample
 
 
-def advantages_of(made):
-    """[N] of the first token of every row, over the batches of the last update, in the order of the prompts."""
+def get_advantages(made):
+    """[N]: the advantage of each row's first token in the batches of the last update, in the order of the prompts."""
     batches = sorted(made.components.actor.updates[-1][0], key=lambda batch: batch.rollouts.text)
     return torch.cat([batch.advantage[:, 0] for batch in batches])
 
@@ -47,7 +47,7 @@ def test_divergence_in_the_reward(penalty):
     each = PER_TOKEN[penalty]
     paid = [1 - 0.5 * each, 0 - 0.5 * 2 * each, 2 - 0.5 * 3 * each, 0 - 0.5 * 4 * each]
     first, second = sum(paid[:2]) / 2, sum(paid[2:]) / 2
-    close(advantages_of(made), [paid[0] - first, paid[1] - first, paid[2] - second, paid[3] - second], atol=1e-6)
+    close(get_advantages(made), [paid[0] - first, paid[1] - first, paid[2] - second, paid[3] - second], atol=1e-6)
     assert row["actor/reference_kl"] == pytest.approx(each * 2.5, rel=1e-5) and row["actor/kl_coef"] == 0.5
     assert row["reward/overall"] == 0.75, "the reward is reported without the penalty"
     assert made.components.actor.updates[-1][1].divergence_coef == 0.0, "and the loss does not charge it again"
@@ -60,7 +60,7 @@ def test_divergence_token_by_token_for_reinforce_plus_plus():
         estimator=ReinforcePlusPlus(),
     )
     made.step(0)
-    # A token gets -0.5 * -0.2 = 0.1, the last one its reward as well; returns are sums of what follows.
+    # A token gets -0.5 * -0.2 = 0.1, the last one also its reward; returns are sums from there on.
     returns = [[1.1], [0.2, 0.1], [2.3, 2.2, 2.1], [0.4, 0.3, 0.2, 0.1]]
     flat = torch.tensor([x for row in returns for x in row], dtype=torch.float64)
     white = (flat - flat.mean()) / flat.std()
@@ -76,12 +76,12 @@ def test_divergence_as_a_loss():
     (batch,), loss = made.components.actor.updates[-1]
     assert loss.divergence == "low_var_kl" and loss.divergence_coef == 0.5
     same(batch.ref_logprobs, REFERENCE.where(batch.rollouts.mask, 0.0))
-    close(advantages_of(made), [0.5, -0.5, 1, -1])
+    close(get_advantages(made), [0.5, -0.5, 1, -1])
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_full_divergence_as_a_loss(adaptive):
-    """The update reads it off the vocabulary. Only a controller asks for it before."""
+    """The update computes it from the vocabulary. Only a controller needs it before."""
     rule = Divergence("full", 0.5, in_loss=True, adaptive=adaptive, target=0.1, horizon=10.0)
     brought = {"divergence": torch.full((4, 4), 0.2)} if adaptive else {}
     reference = FakeReference(None, **brought) if adaptive else None
@@ -89,7 +89,7 @@ def test_full_divergence_as_a_loss(adaptive):
     made.step(0)
     loss = made.components.actor.updates[-1][1]
     assert loss.full_divergence and loss.divergence_coef == 0.5 and bool(rule.needs) is adaptive
-    close(advantages_of(made), [0.5, -0.5, 1, -1])
+    close(get_advantages(made), [0.5, -0.5, 1, -1])
     row = made.adapt(Experience(six_rows()[0], None, Signals(**{k: torch.full((6, 4), 0.2) for k in brought})))
     assert ("actor/reference_kl" in row) is adaptive and "actor/kl_coef" in row
     assert (made.divergence.coef > 0.5) is adaptive
@@ -106,7 +106,7 @@ def test_the_adaptive_coefficient():
     coefs = [made.components.tracker.rows[step]["actor/kl_coef"] for step in (1, 2, 3)]
     assert coefs == pytest.approx([0.5, 0.5 * 1.08, 0.5 * 1.08**2])
     penalised = 0.5 * 1.08**2 * 0.2
-    close(advantages_of(made)[:2], [(1 + penalised) / 2, -(1 + penalised) / 2])
+    close(get_advantages(made)[:2], [(1 + penalised) / 2, -(1 + penalised) / 2])
 
 
 def test_a_fixed_coefficient_stays():
@@ -127,23 +127,23 @@ def test_a_fixed_coefficient_stays():
 def test_estimators(changes, expected):
     made = loop(**changes)
     made.step(0)
-    close(advantages_of(made), expected, rtol=1e-5)
+    close(get_advantages(made), expected, rtol=1e-5)
 
 
 def test_credit_is_decided_before_the_split():
-    """The trajectory factor looks at all visual rows of the step, though each group is an optimizer step of its own."""
+    """The trajectory factor uses all visual rows of the step, although each group is a separate optimizer step."""
     dependency = torch.tensor([[9.0] * 4, [9.0] * 4, [1.0] * 4, [3.0] * 4])  # rows 0 and 1 have no image
     actor = FakeActor(None, dependency=dependency)
     made = loop(actor=actor, credit=(TrajectoryScaling(0.8, 2.0),), prompts_per_update=1)
     made.step(0)
     # u = 0 and 1, mean 1/2: beta_max = 0.8 + 0.2 / 0.5 = 1.2.
-    close(advantages_of(made), [0.5, -0.5, 0.8, -1.2])
+    close(get_advantages(made), [0.5, -0.5, 0.8, -1.2])
     assert len(actor.updates[-1][0]) == 2
 
 
 # ------------------------------------------------------------------------------------------------------------- batches
-def batches_of(rules, rollouts, signals, select=None, key=(0, 0)):
-    """Of a step whose rows have their number for an advantage."""
+def make_batches(rules, rollouts, signals, select=None, key=(0, 0)):
+    """Batches of a step whose rows have their index as advantage."""
     mask = rollouts.mask
     rows = torch.arange(len(mask), dtype=torch.float32)[:, None]
     select = mask if select is None else select
@@ -161,12 +161,12 @@ def six_rows():
     return rollouts, Signals(old_logprobs=torch.full((6, 4), -0.5), ref_logprobs=torch.full((6, 4), -3.0))
 
 
-def test_whole_groups_with_denominators_of_their_own():
+def test_whole_groups_with_separate_denominators():
     rollouts, signals = six_rows()
     rules = spec(prompts_per_update=2, passes=2)
     batches = next(
         made for seed in range(99)  # the first whose first pass keeps the last group for its second step
-        if (made := list(batches_of(rules, rollouts, signals, key=(seed, 0))))[1].rollouts.text[0] == "p2 response 0"
+        if (made := list(make_batches(rules, rollouts, signals, key=(seed, 0))))[1].rollouts.text[0] == "p2 response 0"
     )  # fmt: skip
     assert [len(batch) for batch in batches] == [4, 2, 4, 2]
     assert [len(batch.rollouts.prompts) for batch in batches] == [2, 1, 2, 1]
@@ -181,11 +181,11 @@ def test_whole_groups_with_denominators_of_their_own():
 
 
 def test_each_pass_of_each_step_shuffles_its_groups():
-    """By (seed, step, pass); and where all groups are one optimizer step there is nothing to shuffle."""
+    """Shuffled by (seed, step, pass); if all groups are one optimizer step, there is nothing to shuffle."""
     rollouts, signals = six_rows()
 
     def order(key, per_update=1):
-        made = batches_of(spec(prompts_per_update=per_update, passes=2), rollouts, signals, key=key)
+        made = make_batches(spec(prompts_per_update=per_update, passes=2), rollouts, signals, key=key)
         return ["".join(text[1] for text in batch.rollouts.text[::2]) for batch in made]
 
     assert all(set(order((seed, 0))[:3]) == set(order((seed, 0))[3:]) == {"0", "1", "2"} for seed in range(9))
@@ -207,7 +207,7 @@ def test_the_loop_keys_the_order_by_seed_and_step(monkeypatch):
     ("changes", "row", "expected"),
     [
         ({"loss_type": "grpo"}, 1, [1 / 12, 1 / 12, 0, 0]),  # six responses, two tokens
-        ({"loss_type": "dr_grpo"}, 1, [1 / 48, 1 / 48, 0, 0]),  # of max_response_length 8
+        ({"loss_type": "dr_grpo"}, 1, [1 / 48, 1 / 48, 0, 0]),  # max_response_length is 8
         ({"loss_type": "dapo"}, 1, [1 / 13, 1 / 13, 0, 0]),
         ({"mask_truncated": True}, 3, [0, 0, 0, 0]),
         ({"mask_truncated": True}, 1, [1 / 9, 1 / 9, 0, 0]),  # without the four tokens of row 3
@@ -215,7 +215,7 @@ def test_the_loop_keys_the_order_by_seed_and_step(monkeypatch):
 )
 def test_weights_by_hand(changes, row, expected):
     rollouts, signals = six_rows()
-    (batch,) = batches_of(spec(prompts_per_update=3, **changes), rollouts, signals)
+    (batch,) = make_batches(spec(prompts_per_update=3, **changes), rollouts, signals)
     close(batch.weights.policy[row], expected)
 
 
@@ -224,7 +224,7 @@ def test_filtered_tokens(denominator, kept):
     rollouts, signals = six_rows()
     first_tokens = rollouts.mask & (torch.arange(4) == 0)
     rules = spec(prompts_per_update=3, loss_token_denominator=denominator)
-    (batch,) = batches_of(rules, rollouts, signals, first_tokens)
+    (batch,) = make_batches(rules, rollouts, signals, first_tokens)
     close(batch.weights.policy, first_tokens * kept)
     close(batch.weights.divergence, rollouts.mask / 13)
 
@@ -233,10 +233,10 @@ def test_the_correction_is_capped_and_follows_its_rows():
     rollouts, signals = six_rows()  # o = -0.5, b = -1: exp(0.5) = 1.65; row 5 was sampled at b = -3.5
     rollouts.rollout_logprobs[5] = -3.5
     rules = spec(prompts_per_update=1, loss=Loss(tis_clip=2.0))
-    batches = sorted(batches_of(rules, rollouts, signals), key=lambda batch: batch.rollouts.text)
+    batches = sorted(make_batches(rules, rollouts, signals), key=lambda batch: batch.rollouts.text)
     close(batches[0].correction, [[math.exp(0.5), 1, 1, 1], [math.exp(0.5)] * 2 + [1, 1]])
     close(batches[2].correction[1], [2, 2, 1, 1])
-    close(next(batches_of(spec(), rollouts, signals)).correction, torch.ones(4, 4))
+    close(next(make_batches(spec(), rollouts, signals)).correction, torch.ones(4, 4))
 
 
 # ---------------------------------------------------------------------------------------------------------- validation
@@ -253,7 +253,7 @@ def test_avg_and_pass_by_hand():
         "v0 response 0": 1.0, "v0 response 1": 0.0, "v1 response 0": 0.0, "v1 response 1": 0.0,
         "v2 response 0": NAN, "v2 response 1": 1.0,
     }  # fmt: skip
-    result = validation_of(prompts=3).run(FakeGenerator([]), FakeScorer([], accuracy=accuracy), 0)
+    result = make_validation(prompts=3).run(FakeGenerator([]), FakeScorer([], accuracy=accuracy), 0)
     assert result.metrics["val/avg@2"] == pytest.approx((0.5 + 0 + 1) / 3)
     assert result.metrics["val/pass@2"] == pytest.approx(2 / 3)
     assert result.metrics["val/reward_score"] == pytest.approx(2 / 6)
@@ -268,7 +268,7 @@ def test_avg_and_pass_by_hand():
 
 
 def test_partial_credit_is_not_a_pass():
-    result = validation_of(prompts=1).run(
+    result = make_validation(prompts=1).run(
         FakeGenerator([]), FakeScorer([], accuracy={"v0 response 0": 0.9, "v0 response 1": 0.0}), 0
     )
     assert result.metrics["val/pass@2"] == 0.0
@@ -276,7 +276,7 @@ def test_partial_credit_is_not_a_pass():
 
 def test_without_a_truth_there_is_no_accuracy():
     accuracy = {"v0 response 0": NAN, "v0 response 1": NAN}
-    result = validation_of(prompts=1).run(FakeGenerator([]), FakeScorer([], accuracy=accuracy), 0)
+    result = make_validation(prompts=1).run(FakeGenerator([]), FakeScorer([], accuracy=accuracy), 0)
     assert not any("@" in name for name in result.metrics) and "val/reward/accuracy" not in result.metrics
     assert result.metrics["val/reward_score"] == 0.0 and result.by == {}
 

@@ -1,4 +1,4 @@
-"""The loop with a critic, among fakes: when it is asked, when it learns, what is kept of it."""
+"""The loop with a critic, with fakes: when it is probed, when it learns, what is saved."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from mtrl.types import Needs, Signals
 
 
 class FakeCritic:
-    """Expects 1/2 of every token, and keeps the batches it gets."""
+    """Returns the value 1/2 for every token and stores its batches."""
 
     def __init__(self, journal):
         self.journal, self.updates, self.restored = journal, [], None
@@ -69,7 +69,7 @@ def test_both_learn_from_the_same_batches():
     (theirs, _), *_ = made.components.actor.updates
     assert loss == ValueLoss(0.2) and len(batches) == 2
     assert all(ours is other for ours, other in zip(batches, theirs, strict=True))
-    earned = {1: 1.0, 2: 0.0, 3: 2.0, 4: 0.0}  # by the number of tokens: which group comes first is drawn
+    earned = {1: 1.0, 2: 0.0, 3: 2.0, 4: 0.0}  # sorted by tokens, since the order of groups is random
     for batch in batches:
         mask = batch.rollouts.mask
         expected = torch.tensor([earned[int(length)] for length in mask.sum(1)])[:, None].expand(mask.shape)
@@ -78,11 +78,11 @@ def test_both_learn_from_the_same_batches():
     assert sorted(int(n) for batch in batches for n in batch.rollouts.mask.sum(1)) == [1, 2, 3, 4]
 
 
-def test_what_is_reported():
+def test_the_metrics_of_a_step():
     values = loop_with_critic().step(0)
     assert (values["critic/value_loss"], values["critic/lr"]) == (0.25, 1e-5)
     assert values["actor/pg_loss"] == 0.5 and "actor/value_loss" not in values
-    # Values that say the same of everything explain nothing; 1, 2 x 0, 3 x 2 and 4 x 0 have the mean 7/10.
+    # Constant values explain nothing; 1, 2 x 0, 3 x 2 and 4 x 0 have the mean 7/10.
     assert values["critic/explained_variance"] == pytest.approx(0.0)
     assert values["critic/return_mean"] == pytest.approx(0.7)
 
@@ -105,7 +105,7 @@ def test_the_warm_up_counts_from_the_start_of_the_run():
     assert len(made.components.actor.updates) == 1
 
 
-def test_it_is_saved_and_restored_beside_the_actor():
+def test_it_is_saved_and_restored_with_the_actor():
     made = loop_with_critic(total_steps=2, save_every=1)
     made.run()
     saved = made.components.store.saved
@@ -116,7 +116,7 @@ def test_it_is_saved_and_restored_beside_the_actor():
     assert again.components.critic.restored == "1" and again.version == 7
 
 
-def test_without_a_critic_nothing_of_it_is_there():
+def test_without_a_critic_there_are_no_critic_metrics():
     made = loop(actor=FakeActor([]))
     values = made.step(0)
     made.save()

@@ -1,5 +1,5 @@
-"""What a step learns from, among fakes: filtered, refilled, replayed and compared with greedy responses, in which
-order, and how it goes on after a restart."""
+"""The batch of a step, with fakes: filtered, refilled, replayed and compared with greedy responses, in which order, and
+how it resumes after a restart."""
 
 import math
 from collections import defaultdict
@@ -26,7 +26,7 @@ SPREAD = Filtering(GroupFilter("spread"))
 
 
 class Actor(FakeActor):
-    """Brings as many rows as it is asked for, and writes down of whom."""
+    """Returns signals for any number of rows and records their prompts."""
 
     def probe(self, rollouts, needs, step):
         self.journal.append(("probe", *(prompt.task.id for prompt in rollouts.prompts)))
@@ -44,15 +44,15 @@ def made(*good, **changes):
     return loop(actor=Actor(None), scorer=Scorer(*good), **{"filtering": SPREAD} | changes)
 
 
-def journal_of(made, *names):
+def select_entries(made, *names):
     return [entry for entry in made.components.actor.journal if entry[0] in names]
 
 
 # --------------------------------------------------------------------------------------------------------------- filter
-def test_a_filter_scores_first_and_measures_what_stays():
+def test_a_filter_scores_first_and_probes_only_the_remaining_groups():
     one = made(1, 3)
     one.step(0)
-    assert journal_of(one, "take", "generate", "submit", "result", "probe", "update") == [
+    assert select_entries(one, "take", "generate", "submit", "result", "probe", "update") == [
         ("take", PROMPTS), ("generate", 0, 0), ("submit", 0), ("result",),
         ("take", 1), ("generate", 0, 0), ("submit", 0), ("result",),
         ("take", 1), ("generate", 0, 0), ("submit", 0), ("result",),
@@ -64,7 +64,7 @@ def test_a_filter_scores_first_and_measures_what_stays():
 def test_rewards_that_read_signals_are_measured_before_they_are_judged():
     one = made(1, 3, reward_needs=Needs("old_logprobs"))
     one.step(0)
-    assert journal_of(one, "submit", "result", "probe") == [
+    assert select_entries(one, "submit", "result", "probe") == [
         ("submit", 0), ("probe", "p0", "p1"), ("result",),
         ("submit", 0), ("probe", "p2"), ("result",),
         ("submit", 0), ("probe", "p3"), ("result",),
@@ -75,7 +75,7 @@ def test_rewards_that_read_signals_are_measured_before_they_are_judged():
     )
 
 
-def test_the_update_gets_whole_groups_of_what_stayed():
+def test_the_update_gets_the_remaining_groups():
     one = made(1, 3, prompts_per_update=1)
     one.step(0)
     batches = sorted(one.components.actor.updates[0][0], key=lambda batch: batch.rollouts.text)  # they are shuffled
@@ -87,7 +87,7 @@ def test_the_update_gets_whole_groups_of_what_stayed():
     assert [batch.advantage[:, 0].tolist() for batch in batches] == [[-0.5, 0.5]] * 2
 
 
-def test_what_is_reported_of_prompts_and_of_all_responses():
+def test_metrics_of_prompts_and_of_all_responses():
     one = made(1, 3, 4, 5, total_steps=2)
     one.run()
     first, second = (one.components.tracker.rows[step] for step in (1, 2))
@@ -95,11 +95,13 @@ def test_what_is_reported_of_prompts_and_of_all_responses():
     assert [first[f"filtering/prompts_{name}"] for name in names] == [2, 2, 2] and first["filtering/rounds"] == 3
     assert [second[f"filtering/prompts_{name}"] for name in names] == [2, 0, 0] and second["filtering/rounds"] == 1
     assert [second[f"filtering/prompts_{name}_so_far"] for name in names] == [4, 2, 2]
-    assert first["reward/success_rate"] == 0.75, "of all four prompts: it would be 1/2 among those that stayed"
+    assert first["reward/success_rate"] == 0.75, (
+        "the mean over all four prompts; over the remaining ones it would be 1/2"
+    )
     assert first["reward/zero_std_groups"] == 0.5
 
 
-def test_tasks_asked_again_in_a_step_are_told_to_the_engine():
+def test_the_engine_gets_the_counts_of_repeated_tasks():
     one = made(1, 3)
     asked = []
     before = one.components.generator.generate
@@ -111,7 +113,7 @@ def test_tasks_asked_again_in_a_step_are_told_to_the_engine():
 
 
 @pytest.mark.parametrize(("groups", "sizes"), [((1,), [1]), ((1, 4), [2]), ((0, 1, 3), [2, 1])])
-def test_a_short_batch_learns_from_what_there_is(groups, sizes):
+def test_a_short_batch_learns_from_the_remaining_prompts(groups, sizes):
     """Whole groups in whole optimizer steps, the last of fewer."""
     short = Filtering(GroupFilter("spread"), max_refills=1)
     one = made(*groups, filtering=short, prompts_per_step=4, prompts_per_update=2)
@@ -126,7 +128,7 @@ def test_a_short_batch_stops_before_anything_is_learnt():
     with pytest.raises(RunError, match="after 1 refills 1 of the 2 prompts"):
         one.run()
     assert one.done == 1 and len(one.components.actor.updates) == 1
-    assert one.whole["step"] == 1 and one.whole["source"] == {"next": PROMPTS}, "step 2 asks the same prompts again"
+    assert one.whole["step"] == 1 and one.whole["source"] == {"next": PROMPTS}, "step 2 samples the same prompts again"
     assert one.whole["prompts"] == {"used": 2, "dropped": 0, "refilled": 0}
 
 
@@ -146,7 +148,7 @@ def test_a_restart_counts_on():
     assert counts["used"] + counts["dropped"] == 3 * PROMPTS + counts["refilled"] == whole.components.source.next
 
 
-def test_phases_that_come_several_times_add_up():
+def test_repeated_phases_add_up():
     one = made(1, 3)
     one.run()
     clock = one.clock
@@ -185,15 +187,15 @@ def test_remax_by_hand():
     assert [batch.advantage[row].count_nonzero().item() for row in range(4)] == [1, 2, 3, 4], "every token, no padding"
 
 
-def test_greedy_responses_are_scored_and_seen_by_nobody():
+def test_greedy_responses_are_scored_and_not_logged():
     made = remax()
     made.run()
     row = made.components.tracker.rows[1]
     assert row["reward/greedy_baseline"] == 0.5 and row["reward/overall"] == 0.75
-    assert row["response_length/mean"] == 2.5, "of the four that were sampled"
+    assert row["response_length/mean"] == 2.5, "the mean over the four sampled responses"
     ((batch,), _) = made.components.actor.updates[0]
     assert not any("greedy" in text for text in batch.rollouts.text)
-    assert journal_of(made, "take", "wake", "generate", "sleep", "submit", "probe", "result")[:9] == [
+    assert select_entries(made, "take", "wake", "generate", "sleep", "submit", "probe", "result")[:9] == [
         ("take", PROMPTS), ("wake",), ("generate", 0, 0), ("generate", 0, 0), ("sleep",),
         ("submit", 0), ("submit", 0), ("probe", "p0", "p1"), ("result",),
     ]  # fmt: skip
@@ -202,7 +204,7 @@ def test_greedy_responses_are_scored_and_seen_by_nobody():
 def test_rewards_that_read_signals_read_those_of_the_greedy_response_too():
     made = remax(reward_needs=Needs("old_logprobs"))
     made.step(0)
-    assert len(journal_of(made, "probe")) == 2
+    assert len(select_entries(made, "probe")) == 2
 
 
 def test_baselines_stay_with_their_groups_in_a_filter():
@@ -227,8 +229,8 @@ def learnt_from(made):
     ]
 
 
-def test_groups_of_earlier_steps_stand_in():
-    # Step 1: p0 is flat, and nothing is stored yet. Step 2: both are flat, one is stored. Step 3: both are lively.
+def test_groups_of_earlier_steps_replace_them():
+    # Step 1: p0 has equal rewards, nothing is stored yet. Step 2: both are equal, one is stored. Step 3: both differ.
     one = replaying(1, 4, 5)
     one.run()
     assert learnt_from(one) == [["p0", "p1"], ["p1", "p3"], ["p4", "p5"]]
@@ -243,7 +245,7 @@ def test_groups_of_earlier_steps_stand_in():
 
 
 def test_replayed_rows_keep_their_own_old_policy_and_sampler():
-    """Of step 1 o = -1 and b = -1, of step 2 o = -1.5 and b = -1. With l = -1.2 rho is e^-0.2 and e^0.3."""
+    """In step 1 o = -1 and b = -1, in step 2 o = -1.5 and b = -1. With l = -1.2, rho is e^-0.2 and e^0.3."""
     one = replaying(1, total_steps=2, loss=Loss(tis_clip=2.0))
     before = one.components.actor.probe
     one.components.actor.probe = lambda rollouts, needs, step: Signals(
@@ -258,7 +260,7 @@ def test_replayed_rows_keep_their_own_old_policy_and_sampler():
     close(ratio[:, 0], [math.exp(-0.2), math.exp(-0.2), math.exp(0.3), math.exp(0.3)])
 
 
-def test_metrics_tell_of_the_steps_own_responses():
+def test_metrics_are_those_of_the_steps_own_responses():
     one = replaying(1, 4, 5)
     one.run()
     row = one.components.tracker.rows[2]
@@ -269,8 +271,8 @@ def test_a_filter_and_replay_together():
     short = Filtering(GroupFilter("spread"), max_refills=1, on_short_batch="stop")
     one = replaying(1, 3, filtering=short, total_steps=1)
     with pytest.raises(RunError, match="1 of the 2"):
-        one.run()  # p0 goes, so does p2 in its place, and nothing is stored
-    # Step 1: p2 in place of p0. Step 2: p3 and p4 go, then p5; p6 stays, and a stored group fills the other place.
+        one.run()  # p0 is dropped, and so is its replacement p2; nothing is stored
+    # Step 1: p2 replaces p0. Step 2: p3, p4 and then p5 are dropped; p6 stays, and a stored group fills the gap.
     one = replaying(1, 2, 6, filtering=short, total_steps=2)
     one.run()
     first, (own, replayed) = learnt_from(one)
@@ -299,7 +301,7 @@ def test_a_restart_replays_the_same(tmp_path):
     assert restored.state() == whole.state()
 
 
-def test_an_error_within_a_step_leaves_what_was_stored_before():
+def test_an_error_within_a_step_keeps_the_earlier_stored_groups():
     one = replaying(1, 2, 5, total_steps=3)
     one.components.actor.update = lambda batches, loss, before=one.components.actor.update: (
         before(batches, loss) if len(one.components.actor.updates) < 1 else 1 / 0
@@ -309,7 +311,7 @@ def test_an_error_within_a_step_leaves_what_was_stored_before():
     assert [entry.payload.task for entry in one.memory.buffer.entries] == ["p1"], "p2 is of the step that failed"
 
 
-def test_a_checkpoint_of_a_run_without_replay_is_started_from_with_nothing_stored():
+def test_a_checkpoint_of_a_run_without_replay_resumes_with_an_empty_memory():
     one = replaying(1)
     one.restore(Path("checkpoints/2"), {"step": 2, "source": {"next": 4}, "divergence_coef": None})
     assert one.memory.buffer.entries == () and one.done == 2

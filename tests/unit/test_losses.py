@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import INF, NAN, close, fake_batch, fake_rollouts, mask_of, padded, same
+from helpers import INF, NAN, close, fake_batch, fake_rollouts, make_mask, padded, same
 
 from mtrl.algorithms.losses import (
     Loss,
@@ -59,7 +59,7 @@ def test_ppo_without_the_dual_clip():
     close(slope, [4, 8])
 
 
-def test_ppo_clips_low_and_high_apart():
+def test_ppo_clips_low_and_high_separately():
     rule = PolicyLoss(clip_low=0.5, clip_high=0.25)
     close(term_and_slope(rule, [2.0], 1.0)[0], [-1.25])
     close(term_and_slope(rule, [0.25], -1.0)[0], [0.5])
@@ -80,7 +80,7 @@ def test_the_sequence_ratio_and_its_gradient():
     # through exp(l - sg l), the slope s in its own l alone (not s/n, as the derivative of the mean would be).
     logp = torch.tensor([[-1.0, -2.0], [-3.0, 5.0]], requires_grad=True)
     old = torch.tensor([[-1 - LN2, -2 - math.log(8)], [-3 - LN3, -70.0]])
-    mask = mask_of(2, 1)
+    mask = make_mask(2, 1)
     ratio = importance_ratio(logp, old, mask, "sequence")
     close(ratio[mask], [4, 4, 3])
     (ratio * torch.tensor([[1.0, 10.0], [100.0, 1000.0]])).sum().backward()
@@ -90,7 +90,7 @@ def test_the_sequence_ratio_and_its_gradient():
 def test_the_token_ratio_and_its_gradient():
     logp = torch.tensor([[-1.0, -2.0, 9.0]], requires_grad=True)
     old = torch.tensor([[-1 - LN2, -2 + LN2, -9.0]])
-    ratio = importance_ratio(logp, old, mask_of(2, width=3), "token")
+    ratio = importance_ratio(logp, old, make_mask(2, width=3), "token")
     close(ratio[0, :2], [2, 0.5])
     (ratio * torch.tensor([[1.0, 10.0, 100.0]])).sum().backward()
     close(logp.grad, [[2, 5, 0]])
@@ -163,7 +163,7 @@ def test_sapo_takes_the_tau_of_the_sign():
 
 # ---- aggregation: two responses of 1 and 3 tokens, B = 2, longest allowed response 4 ----
 
-LENGTHS = mask_of(1, 3)
+LENGTHS = make_mask(1, 3)
 ALL = LENGTHS.float()
 AGGREGATION = [
     ("grpo", [[1 / 2, 0, 0], [1 / 6, 1 / 6, 1 / 6]]),
@@ -260,7 +260,7 @@ def test_all_truncated_is_zero_not_nan(loss_type, denominator):
 
 
 def test_a_fully_masked_row_counts_as_a_response_of_no_tokens():
-    mask = mask_of(2, 0)
+    mask = make_mask(2, 0)
     close(loss_weights(mask.float(), mask, "grpo", 4).policy, [[1 / 4, 1 / 4], [0, 0]])
     close(loss_weights(mask.float(), mask, "dapo", 4).policy, [[1 / 2, 1 / 2], [0, 0]])
     close(loss_weights(mask.float(), mask, "dr_grpo", 4).policy, [[1 / 8, 1 / 8], [0, 0]])
@@ -285,12 +285,12 @@ BEHAVIOUR = torch.tensor([[-1 - LN3, -2 + LN2], [-1 - math.log(5), NAN]])
     ],
 )
 def test_mismatch_correction(clip, level, expected):
-    close(mismatch_correction(OLD, BEHAVIOUR, mask_of(2, 1), clip, level), expected)
+    close(mismatch_correction(OLD, BEHAVIOUR, make_mask(2, 1), clip, level), expected)
 
 
 def test_mismatch_correction_of_a_great_gap_is_finite():
     gap = torch.tensor([[500.0, -500.0]])
-    close(mismatch_correction(gap, torch.zeros(1, 2), mask_of(2), 2.0, "token"), [[2, 0]])
+    close(mismatch_correction(gap, torch.zeros(1, 2), make_mask(2), 2.0, "token"), [[2, 0]])
 
 
 # ---- the whole loss ----

@@ -1,4 +1,4 @@
-"""The Markdown logs: numbers by hand, names of the spec, bounds, and no time of the training path."""
+"""The Markdown logs: numbers by hand, names of the spec, bounds, and no cost for the training thread."""
 
 import json
 import logging
@@ -28,7 +28,7 @@ def decode(ids):
     return [f"t{i}" for i in ids]
 
 
-def step_of(weights=None, mass=True):
+def make_step(weights=None, mass=True):
     """Three responses of 2, 1 and 2 tokens; the last to a prompt without an image."""
     rollouts = fake_rollouts([2, 1, 2], group=[0, 0, 1], visual=[True, False], truncated=[True, False, False])
     rewards = Rewards(
@@ -56,10 +56,10 @@ def log_into(tmp_path, *steps, validations=(), **options):
 
 # ---------------------------------------------------------------------------------------------------------------- pages
 def test_a_step_in_numbers(tmp_path):
-    text = log_into(tmp_path, step_of())["rollout_results"].read_text()
+    text = log_into(tmp_path, make_step())["rollout_results"].read_text()
     assert "# Step 1" in text and "3 responses to 2 prompts, 1 cut at the length limit, 1 failed rewards." in text
     assert "| reward | 1 | 0.4082 | 0.5 | 1.5 |" in text
-    assert "| vgr | 0.5 | 0 | 0.5 | 0.5 |" in text, "what does not apply is left out"
+    assert "| vgr | 0.5 | 0 | 0.5 | 0.5 |" in text, "values that do not apply are left out"
     assert "| response length | 1.667 | 0.4714 | 1 | 2 |" in text
     # row 0: mean mass [0.35, 0.65], VGR (0.35 / 2) / (0.65 / 4) = 1.0769; row 1: 2; row 2 has no image
     assert "| late | 1.538 | 0.4615 | 1.077 | 2 | 1.275 | 0.8625 |" in text
@@ -70,7 +70,7 @@ def test_a_step_in_numbers(tmp_path):
 
 
 def test_attention_diagnostics(tmp_path):
-    text = log_into(tmp_path, step_of())["attention_diagnostics"].read_text()
+    text = log_into(tmp_path, make_step())["attention_diagnostics"].read_text()
     answering, reading = text.split("While reading")
     assert "| all | 1.538 | 0.4615 | 1.077 | 2 | 1.275 | 0.8625 |" in answering
     assert "| all | 1.25 | 0.75 | 0.5 | 2 |" in reading, "0.5 of row 0, 2 of row 1"
@@ -78,16 +78,16 @@ def test_attention_diagnostics(tmp_path):
 
 
 def test_token_weights(tmp_path):
-    weights = torch.tensor([[0.4, 1.6], [1.0, 9.0], [1.0, 1.0]])  # 9 lies off the mask
-    text = log_into(tmp_path, step_of(weights))["token_weights"].read_text()
+    weights = torch.tensor([[0.4, 1.6], [1.0, 9.0], [1.0, 1.0]])  # 9 is off the mask
+    text = log_into(tmp_path, make_step(weights))["token_weights"].read_text()
     assert "| mean | std | min | max |" in text and "| 1 | 0.3795 | 0.4 | 1.6 |" in text
     lists = [json.loads(found) for found in re.findall(r"```json\n(.*?)```", text, re.DOTALL)]
     assert lists[-1] == [{"token": "t0", "weight": 0.4, "vgr": 2.0}, {"token": "t1", "weight": 1.6, "vgr": 0.5}]
     assert "t0(0.4) t1(1.6)" in text
 
 
-def test_what_was_not_measured_has_no_file(tmp_path):
-    assert list(log_into(tmp_path, step_of(mass=False))) == ["rollout_results"]
+def test_unmeasured_signals_have_no_file(tmp_path):
+    assert list(log_into(tmp_path, make_step(mass=False))) == ["rollout_results"]
 
 
 def test_a_validation(tmp_path):
@@ -108,7 +108,7 @@ def test_a_validation(tmp_path):
 
 
 def test_a_response_cannot_break_out_of_its_fence(tmp_path):
-    step = step_of(mass=False)
+    step = make_step(mass=False)
     evil = replace(step.rollouts, text=("```\n# Step 99\n````", "\x1b[31mred", "x" * 100_000))
     text = log_into(tmp_path, replace(step, rollouts=evil))["rollout_results"].read_text()
     assert "`````\n```\n# Step 99\n````\n`````" in text and "\x1b" not in text
@@ -126,13 +126,13 @@ def test_paths_of_the_user(tmp_path):
 
 
 def test_only_validated_steps(tmp_path):
-    steps = [step_of(mass=False)] * 3
+    steps = [make_step(mass=False)] * 3
     text = log_into(tmp_path, *steps, validations=(2,), every_step=False)["rollout_results"].read_text()
     assert re.findall("# Step .", text) == ["# Step 2"]
 
 
 def test_steps_are_appended_and_files_stay_bounded(tmp_path):
-    both = log_into(tmp_path, step_of(), step_of())["rollout_results"].read_text()
+    both = log_into(tmp_path, make_step(), make_step())["rollout_results"].read_text()
     assert both.index("# Step 1") < both.index("# Step 2")
     path = tmp_path / "log.md"
     for number in range(100):
@@ -155,7 +155,7 @@ def test_slow_writing_drops_entries_and_never_waits(caplog):
     assert f"{worker.dropped} entries were dropped" in caplog.text
 
 
-def test_a_failure_is_told_once_and_stops_nothing(caplog):
+def test_a_failure_is_reported_once_and_stops_nothing(caplog):
     done = []
     worker = Background("failing")
     for _ in range(2):
@@ -167,7 +167,7 @@ def test_a_failure_is_told_once_and_stops_nothing(caplog):
     assert len(warned) == 1 and warned[0].levelno == logging.WARNING
 
 
-def test_a_place_that_refuses_is_told_without_a_traceback(tmp_path, caplog):
+def test_a_permission_error_is_reported_without_a_traceback(tmp_path, caplog):
     (tmp_path / "file").touch()
     worker = Background("refused")
     worker.submit(lambda: append_bounded(tmp_path / "file" / "log.md", "text"))
@@ -187,14 +187,14 @@ def test_a_job_that_hangs_does_not_hold_the_end(caplog, monkeypatch):
     gate.set()
 
 
-def test_a_place_that_cannot_be_written_stops_nothing(tmp_path, caplog):
+def test_a_directory_that_cannot_be_written_stops_nothing(tmp_path, caplog):
     (tmp_path / "logs").write_text("a file where the folder should be")
-    log_into(tmp_path, step_of())
+    log_into(tmp_path, make_step())
     assert "the run continues" in caplog.text
 
 
 def test_pixels_do_not_wait_for_the_log(tmp_path):
-    step = step_of()
+    step = make_step()
     pictures = tuple(replace(prompt, media=(np.zeros((8, 8, 3), np.uint8),)) for prompt in step.rollouts.prompts)
     logs = MarkdownLogs(LogPaths.make(tmp_path), decode, every_step=False)
     logs.rollouts(1, replace(step, rollouts=replace(step.rollouts, prompts=pictures)))

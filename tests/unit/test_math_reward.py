@@ -63,7 +63,7 @@ DIFFERENT = [
     ("1/2", r"\boxed{0.51}"),
     ("1/3", r"\boxed{0.3333}"),
     ("-3", r"\boxed{3}"),
-    ("1.6e-19", r"\boxed{1.7 \times 10^{-19}}"),  # six decimal places do not tell them apart
+    ("1.6e-19", r"\boxed{1.7 \times 10^{-19}}"),  # equal to six decimal places
     ("0.0000001", r"\boxed{0.0000002}"),
     ("1.6e-19", r"\boxed{0.0}"),
     ("3.14", r"\boxed{\pi}"),
@@ -102,7 +102,7 @@ def test_without_a_truth_it_does_not_apply():
     assert math({"ground_truth": None, "response": r"\boxed{5}"}) is None
 
 
-def test_where_the_answer_is_found():
+def test_the_position_of_the_answer():
     assert extract_answer(r"\boxed{\frac{1}{\sqrt{2}}} and more }") == r"\frac{1}{\sqrt{2}}"
     assert extract_last_box(r"\boxed{\{1, 2\}}") == r"\{1, 2\}"  # escaped braces close nothing
     assert extract_last_box(r"\fbox{3} \boxed {4}") == "4"
@@ -157,10 +157,12 @@ def test_the_users_keyword_arguments_are_not_its_own():
     rewards = scorer.submit(answered([r"\boxed{2}"], ["4/2"], [0]), step=0).result()
     scorer.close()
     assert rewards.parts["math"].tolist() == [1.0] and not rewards.failed.any()
-    assert success_part(rewards.parts) is rewards.parts["math"], "the share of right answers is known without accuracy"
+    assert success_part(rewards.parts) is rewards.parts["math"], (
+        "the share of correct answers is known without accuracy"
+    )
 
 
-def test_without_the_package_it_says_what_to_install(monkeypatch):
+def test_without_the_package_the_error_names_it(monkeypatch):
     monkeypatch.setattr(rewards, "find_spec", lambda name: None)  # as where it is not installed
     with pytest.raises(ConfigError, match=r"pip install 'mtrl\[math\]'"):
         build_scorer(load_config(None, {"worker.reward.functions": ("math",)}), steps=1)

@@ -1,4 +1,4 @@
-"""What memory is counted and measured, against numbers by hand, real passes here, and peaks measured on a GPU."""
+"""The memory estimate against numbers by hand, real passes here, and peaks measured on a GPU."""
 
 import copy
 import json
@@ -27,7 +27,6 @@ from mtrl.models.forward import Forward
 from mtrl.models.load_model import DTYPES, load_model
 from mtrl.models.model_size import ModelSize, model_size
 from mtrl.models.perturb import Perturbation
-from mtrl.models.tiny import make_tiny_checkpoint
 from mtrl.protocols import PromptEncoder
 from mtrl.rollout.local import LocalGenerator, peak_decode_bytes
 from mtrl.types import VISION_POOL, Needs, Sampling, TrainBatch
@@ -35,6 +34,7 @@ from mtrl.utils.errors import StartError
 from mtrl.workers.actor import LocalActor
 from mtrl.workers.learner import OptimizerSettings
 from mtrl.workers.micro_batches import MicroBatching
+from pretraining.tiny_checkpoints import make_tiny_checkpoint
 
 GIB, MIB = 2**30, 2**20
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
@@ -46,12 +46,12 @@ LIMITS = Limits(
 SIZE = ModelSize(tensors=(700, 300), learning=(700,), vocabulary=10, output=80, layers=3, keys=4, read=600)
 
 
-def sum_of(found: MemoryEstimate, phase: str) -> int:
+def sum_phase(found: MemoryEstimate, phase: str) -> int:
     return sum(found.phases[phase].values())
 
 
 # --------------------------------------------------------------------------------------------------------- by formula
-def test_what_is_held():
+def test_held_bytes_by_hand():
     assert count_held(SIZE, Plan(LIMITS)) == {"weights": 4000, "optimizer state": 2 * 2800}
     plan = Plan(LIMITS, "bf16", "bf16", reference=True, reward_model_parameters=50, on_gpu=True)
     assert count_held(SIZE, plan) == {
@@ -60,8 +60,8 @@ def test_what_is_held():
     }  # fmt: skip
 
 
-def test_what_the_allocator_leaves_unused():
-    """Blocks of 2 MiB for 10 MiB or more; the rest is given back where it is over 1 MiB."""
+def test_memory_that_the_allocator_leaves_unused():
+    """Blocks of 2 MiB for 10 MiB or more; a remainder over 1 MiB is reused."""
     on_gpu = Plan(LIMITS, on_gpu=True)
     sizes = {3: 3, 9.5: 9.5, 12: 12, 13.5: 14, 12.5: 12.5}  # MiB
     for size, taken in sizes.items():
@@ -82,7 +82,7 @@ def test_decoding_by_hand():
     assert cut["narrow copies of the weights"] == 0 and cut["logits"] == 512 * 10 * 32
 
 
-def test_what_is_sampled_at_once():
+def test_rows_sampled_at_once():
     def rows(prompts, n):
         return replace(LIMITS, prompts=prompts, sampling=Sampling(n=n)).batch.rows
 
@@ -97,13 +97,15 @@ def test_logits_of_a_step_against_a_real_one(top_p):
     with LiveTensors() as live:
         logits = torch.randn(32, 5000)
         choose(logits, torch.rand(32, dtype=torch.float64), sampling)
-    told = peak_decode_bytes(replace(SIZE, vocabulary=5000), logits.dtype, logits.dtype, 32, 1, sampling.cut)["logits"]
-    assert 0.99 <= told / live.peak <= 1.15
+    result = peak_decode_bytes(replace(SIZE, vocabulary=5000), logits.dtype, logits.dtype, 32, 1, sampling.cut)[
+        "logits"
+    ]
+    assert 0.99 <= result / live.peak <= 1.15
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen2"])
 def test_sizes_without_weights(family):
-    """Of the fake model against the loaded one."""
+    """Compares the fake model with the loaded one."""
     path = str(checkpoint(family))
     real = load_model(path)
     fake = FakeModel(load_model_config(path), Plan(LIMITS))
@@ -126,7 +128,7 @@ def test_live_tensors_are_counted():
         del big
         live.begin("later")
         kept = torch.zeros(50).view(5, 10)
-        assert (live.now, live.peak) == (200, 400), "a view is no tensor more, what was there before is none"
+        assert (live.now, live.peak) == (200, 400), "neither a view nor an earlier tensor counts"
         assert live.peaks == {"": 400, "later": 200}
     assert kept.numel() == 50
 
@@ -203,7 +205,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("family", "settings"), CASES)
-def test_few_layers_say_what_eight_hold(family, settings, tmp_path, monkeypatch):
+def test_the_bytes_of_eight_layers_follow_from_a_few(family, settings, tmp_path, monkeypatch):
     """An estimate of 2 and 4 layers without numbers against the tensors of real passes of 8, on the CPU."""
     monkeypatch.setattr(memory, "MEASURED_LAYERS", 0)
     path, plan = deep_checkpoint(tmp_path, family), Plan(LIMITS, **settings)
@@ -213,37 +215,37 @@ def test_few_layers_say_what_eight_hold(family, settings, tmp_path, monkeypatch)
     peaks = preflight(*preflight_arguments(forward), has_states=False)
     assert peaks["optimizer"] == found.held["optimizer state"]
     for phase in found.phases:
-        told = sum_of(found, phase) / peaks[phase]
-        assert 0.97 <= told <= 1.03, f"{phase}: {peaks[phase]:,} bytes were held, {told:.3f} of them told"
+        result = sum_phase(found, phase) / peaks[phase]
+        assert 0.97 <= result <= 1.03, f"{phase}: {peaks[phase]:,} bytes were held, {result:.3f} of them told"
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.slow)])
 def test_packed_on_a_gpu_no_matrix_is_counted(family, tmp_path):
-    """Where the target packs, the pass holds nothing that grows with the square of its length."""
+    """If the target packs sequences, no memory of the pass grows with the square of its length."""
     config = load_model_config(str(make_tiny_checkpoint(tmp_path, family)))
     once, twice = (
         estimate(config, Plan(replace(LIMITS, probe=MicroBatching(rows=8), prompt_tokens=tokens), packed=True))
         for tokens in (2000, 4000)
     )
-    assert sum_of(twice, "probe") < 2.1 * sum_of(once, "probe")
+    assert sum_phase(twice, "probe") < 2.1 * sum_phase(once, "probe")
     dense = estimate(config, Plan(replace(LIMITS, probe=MicroBatching(rows=8), prompt_tokens=4000)))
-    assert sum_of(dense, "probe") > 2 * sum_of(twice, "probe")
+    assert sum_phase(dense, "probe") > 2 * sum_phase(twice, "probe")
 
 
 # ------------------------------------------------------------------------------------------------------------ on a GPU
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", ["bf16", "fp32"])
 def test_an_estimate_against_peaks_of_a_3b_model(weights):
-    """As an H200 held it: what is counted to a thousandth, what is measured never below and at most a tenth above."""
+    """Against an H200: computed bytes agree to 0.1%; measured ones are never below and at most 10% above."""
     found, measured = expected("3b", weights), json.loads((RESULTS / "memory.json").read_text())[f"weights_{weights}"]
     assert found.method.startswith("measured on fake tensors with 2 and 4 layers, extrapolated to 36 and 32")
     assert found.held_bytes / GIB == pytest.approx(measured["held_gb"], rel=1e-3)
     for name, phase in {"update_peak_gb": "update", "two_views_peak_gb": "probe"}.items():
-        size = (found.held_bytes + sum_of(found, phase)) / GIB
+        size = (found.held_bytes + sum_phase(found, phase)) / GIB
         assert 1 <= size / measured[name] <= 1.1, f"{name}: {size:.2f}, measured {measured[name]}"
     if weights == "bf16":  # a whole step of the same shape; at its second, the optimizer has its state
         measured = json.loads((RESULTS / "step.json").read_text())["steps"][1]["peak_gb_generation"]
-        assert 1 <= (found.held_bytes + sum_of(found, "sample")) / GIB / measured <= 1.1
+        assert 1 <= (found.held_bytes + sum_phase(found, "sample")) / GIB / measured <= 1.1
 
 
 # ------------------------------------------------------------------------------------------------- before a first step
@@ -267,7 +269,7 @@ def test_a_preflight_leaves_no_trace():
     for runs_preflight in (False, True):
         torch.manual_seed(0)
         actor = an_actor(real_forward(path, Plan(LIMITS, checkpointing=True)))
-        told = []
+        result = []
         for step in range(2):
             before = copy.deepcopy((actor.model.state_dict(), actor.learner.optimizer.state_dict()))
             random = torch.get_rng_state()
@@ -279,8 +281,8 @@ def test_a_preflight_leaves_no_trace():
             torch.testing.assert_close(
                 (actor.model.state_dict(), actor.learner.optimizer.state_dict()), before, rtol=0, atol=0
             )
-            told.append(a_step(actor))
-        results.append((told, actor.model.state_dict()))
+            result.append(a_step(actor))
+        results.append((result, actor.model.state_dict()))
     assert results[0][0] == results[1][0]
     torch.testing.assert_close(results[0][1], results[1][1], rtol=0, atol=0)
 
@@ -294,7 +296,7 @@ def test_gradients_that_were_there_stay():
 
 
 def test_a_full_divergence_as_a_loss_is_rehearsed():
-    """The gradient of the output matrix comes twice, and hidden states of a second model lie beside the policy's."""
+    """The gradient of the output matrix exists twice, and the hidden states of a second model next to the policy's."""
     forward, peaks = real_forward(checkpoint("qwen2"), Plan(LIMITS)), {}
     for full in (False, True):
         passes = MemoryPreflight(forward, forward.encoder, replace(LIMITS, full_divergence=full))
@@ -321,8 +323,8 @@ def test_which_configurations_run_it_in_preflight(overrides, on):
     assert plan.limits.full_divergence is on and plan.reference
 
 
-def test_what_does_not_fit_is_told(monkeypatch):
-    """Torch's error of a GPU, which there is none of here."""
+def test_a_pass_that_does_not_fit_is_reported(monkeypatch):
+    """Raises torch's error of a GPU; there is no GPU here."""
     forward = real_forward(checkpoint("qwen2"), Plan(LIMITS))
 
     def full(self, part):
@@ -330,9 +332,9 @@ def test_what_does_not_fit_is_told(monkeypatch):
 
     monkeypatch.setattr(MemoryPreflight, "learn", full)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB, 80 * GIB))
-    with pytest.raises(StartError) as told:
+    with pytest.raises(StartError) as result:
         preflight(*preflight_arguments(forward), has_states=False, savings=["a.b=c"])
-    said = str(told.value)
+    said = str(result.value)
     assert said.startswith("memory: the update does not fit at the limits of the configuration")
     assert "of 80.00 GiB" in said and "Tried to allocate 2.00 GiB" in said and "Of the allocated" not in said
     assert "\n    a.b=c\n" in said and not forward.backbone.model.training
@@ -349,19 +351,19 @@ def test_on_a_cpu_a_run_has_no_preflight(monkeypatch):
 
 @pytest.mark.slow
 def test_a_change_leaves_the_peak_of_its_own_estimate():
-    """Though not every phase is measured anew for it."""
+    """Although not every phase is measured again for it."""
     config = load_model_config(str(checkpoint("qwen2_5_vl")))
     plan = Plan(LIMITS, reference=True)
     found = estimate(config, plan)
-    told = dict(find_savings(config, plan, found))
-    assert "optimization.disable_divergence=true" in told
-    for way, peak in told.items():
+    result = dict(find_savings(config, plan, found))
+    assert "optimization.disable_divergence=true" in result
+    for way, peak in result.items():
         assert peak == estimate(config, list_savings(plan)[way]).peak_bytes < found.peak_bytes, way
 
 
 def test_advice_names_keys_that_load():
     ways = list_savings(Plan(replace(LIMITS, max_pixels=1 << 22), reference=True))
-    assert "dataset.rollout_batch_size=1 worker.actor.global_batch_size=1" in ways, "never none at all"
+    assert "dataset.rollout_batch_size=1 worker.actor.global_batch_size=1" in ways, "always at least one"
     assert f"worker.actor.tokens_per_micro_batch={2 * 218 // 2}" in ways
     advised = load_config(None, [word for way in ways for word in way.split()])
     assert list(find_warnings(advised)) == [] and advised.worker.actor.fsdp.param_dtype == "fp32", (

@@ -1,11 +1,11 @@
-"""What a run takes whose adapters alone learn."""
+"""The memory of a run that trains only adapters."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 from test_memory import LIMITS
-from tiny_models import checkpoint, encoder_of
+from tiny_models import checkpoint, get_encoder
 
 from mtrl.compose.memory_limits import make_plan
 from mtrl.config import load_config
@@ -36,14 +36,14 @@ def test_the_base_is_counted_once_and_adapters_alone_learn(compute):
     assert found.held == {"weights": base + learning, "optimizer state": 2 * learning}
     assert learning < 0.2 * base
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    encoder = encoder_of(FAMILY)
+    encoder = get_encoder(FAMILY)
     backbone = Backbone(model, DTYPES[compute])
     forward = Forward(backbone, encoder, share_prefix=LIMITS.update.share_prefix)
     peaks = preflight(forward, encoder, LIMITS, LocalGenerator(backbone, encoder), has_states=False)
     assert peaks["optimizer"] == found.held["optimizer state"]
     for phase, parts in found.phases.items():
-        told = sum(parts.values()) / peaks[phase]
-        assert 0.95 <= told <= 1.05, f"{phase}: {peaks[phase]:,} bytes were held, {told:.3f} of them told"
+        result = sum(parts.values()) / peaks[phase]
+        assert 0.95 <= result <= 1.05, f"{phase}: {peaks[phase]:,} bytes were held, {result:.3f} of them told"
 
 
 def test_the_plan_of_a_configuration():

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from test_memory import LIMITS, SIZE
-from tiny_models import checkpoint, encoder_of, fresh_backbone
+from tiny_models import checkpoint, fresh_backbone, get_encoder
 
 from mtrl.compose.memory_limits import make_plan
 from mtrl.config import load_config
@@ -22,7 +22,7 @@ from mtrl.rollout.local import LocalGenerator
 FAMILY = "qwen2_5_vl"
 
 
-def test_what_is_held():
+def test_held_bytes_by_hand():
     found = count_held(SIZE, Plan(LIMITS), (500, 300, 8), (500, 8))
     assert found == {
         "weights": 4000, "weights of the critic": 4 * 808, "optimizer state": 2 * 2800,
@@ -33,7 +33,7 @@ def test_what_is_held():
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen2"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_sizes_without_weights(family, tied):
-    """As the critic that is loaded: one number in place of the vocabulary, the input's matrix as it was."""
+    """Like the loaded critic: one output instead of the vocabulary, and the same input embedding."""
     config = load_model_config(str(checkpoint(family)))
     config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = tied
     tensors, learning = critic_tensors(FakeModel(config, Plan(LIMITS, train_vision=False)).model)
@@ -51,7 +51,7 @@ def test_an_estimate_with_a_critic():
     added = sum(p.numel() for p in load_value_model(checkpoint(FAMILY)).parameters())
     assert found.critic_parameters == added and plain.critic_parameters == 0
     assert found.held_bytes - plain.held_bytes == 3 * 4 * added
-    assert found.phases == plain.phases, "they learn one after the other, and the actor scores a vocabulary too"
+    assert found.phases == plain.phases, "they learn one after the other, and the actor also scores the vocabulary"
     wider = load_model_config(str(checkpoint(FAMILY)))
     wider.get_text_config().intermediate_size *= 8
     larger = estimate(config, Plan(LIMITS, critic=wider), ["update"])
@@ -69,7 +69,7 @@ def test_the_plan_of_a_configuration(estimator):
 
 
 def test_the_preflight_runs_the_critic_and_leaves_no_trace():
-    encoder, limits = encoder_of(FAMILY), replace(LIMITS, prompts=2, prompts_per_update=2)
+    encoder, limits = get_encoder(FAMILY), replace(LIMITS, prompts=2, prompts_per_update=2)
     forward, other = Forward(fresh_backbone(FAMILY), encoder), fresh_backbone(FAMILY)
     attach_head(other.model, torch.ones(1, other.output_matrix.shape[1]))
     critic = Forward(other, encoder)

@@ -1,9 +1,9 @@
-"""What lies in CPU memory between its uses takes no room in the other phases: counted, advised and in preflight."""
+"""Offloaded tensors take no device memory in other phases: in the estimate, the advice and the preflight."""
 
 from dataclasses import replace
 
 import pytest
-from tiny_models import encoder_of, fresh_backbone
+from tiny_models import fresh_backbone, get_encoder
 
 from mtrl.compose.memory_limits import make_plan
 from mtrl.config import load_config
@@ -52,8 +52,10 @@ def test_it_is_counted_in_the_phases_that_need_it():
     assert onloaded_in("sample", away, plan, 1000) == {}
     assert onloaded_in("probe", away, plan, 1000) == {"weights of the reference": 2800}
     assert onloaded_in("update", away, plan, 1000) == {"optimizer state, a piece at a time": 1000}
-    assert onloaded_in("update", away, plan, 9000) == {"optimizer state, a piece at a time": 5600}, "all of it at once"
-    assert count_held(size, replace(plan, states=3))["optimizer state"] == 3 * 2800, "kahan keeps a third"
+    assert onloaded_in("update", away, plan, 9000) == {"optimizer state, a piece at a time": 5600}, (
+        "everything at the same time"
+    )
+    assert count_held(size, replace(plan, states=3))["optimizer state"] == 3 * 2800, "kahan has a third state"
 
 
 def test_it_is_advised_where_it_would_help():
@@ -76,7 +78,7 @@ def test_the_keys_are_in_the_plan():
 
 @pytest.mark.parametrize(("offloaded", "has_states"), [(False, False), (False, True), (True, False), (True, True)])
 def test_the_preflight_takes_their_room_when_they_will_be_there(offloaded, has_states, monkeypatch):
-    forward = Forward(fresh_backbone("qwen2"), encoder_of("qwen2"))
+    forward = Forward(fresh_backbone("qwen2"), get_encoder("qwen2"))
     engine = LocalGenerator(forward.backbone, forward.encoder)
     monkeypatch.setattr(offload, "PIECE", 1)  # every weight is one
     peaks = preflight(forward, forward.encoder, LIMITS, engine, has_states=has_states, states=3, offloaded=offloaded)

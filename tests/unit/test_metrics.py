@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import INF, NAN, fake_experience, fake_prompt, fake_rollouts, mask_of, padded
+from helpers import INF, NAN, fake_experience, fake_prompt, fake_rollouts, make_mask, padded
 
 from mtrl.algorithms.credit import assign, credit_metrics
 from mtrl.algorithms.credit.entropy_filter import EntropyFilter
@@ -31,8 +31,8 @@ def approx(expected):
 
 
 def test_masked_mean_and_summary():
-    assert masked_mean(padded([[1, 2], [6]], fill=NAN), mask_of(2, 1)) == approx(3)
-    assert masked_mean(torch.ones(1, 2), mask_of(0, width=2)) == 0
+    assert masked_mean(padded([[1, 2], [6]], fill=NAN), make_mask(2, 1)) == approx(3)
+    assert masked_mean(torch.ones(1, 2), make_mask(0, width=2)) == 0
     assert masked_rate(torch.tensor([True, False, False, False])) == 0.25
     assert masked_rate(torch.zeros(0, dtype=torch.bool)) == 0
     assert summary("x", torch.tensor([1.0, NAN, 4.0])) == {"x/mean": 2.5, "x/min": 1.0, "x/max": 4.0}
@@ -84,7 +84,7 @@ SIGNALS = Signals(
 )
 
 
-def metrics_of(*rules, signals=SIGNALS, rollouts=ROLLOUTS):
+def compute_metrics(*rules, signals=SIGNALS, rollouts=ROLLOUTS):
     experience = fake_experience(rollouts, signals, torch.ones(rollouts.mask.shape))
     experience = replace(experience, credit=assign(rules, experience, (0, 0)))
     return sensitivity_metrics(signals, rollouts.mask, rollouts.visual) | credit_metrics(rules, experience)
@@ -101,7 +101,7 @@ SENSITIVITY = {
 def test_perception_metrics_are_of_visual_tokens():
     # Kept: 9 and 4, 5: 3 of 6 visual tokens, mean 6. Not kept: 1, 2, 3: mean 2. The weakest kept: 4 and 5, mean 4.5.
     # All in all 3 + 4 of 10 tokens pass, the text-only row whole.
-    assert metrics_of(PerceptionFilter(0.5)) == approx(
+    assert compute_metrics(PerceptionFilter(0.5)) == approx(
         SENSITIVITY
         | {
             "actor/perception_token_fraction": 0.5,
@@ -115,26 +115,26 @@ def test_perception_metrics_are_of_visual_tokens():
 
 def test_entropy_metrics_are_of_all_tokens():
     # Of 4, 2 and 4 tokens 2, 1 and 2: 5 of 10.
-    metrics = metrics_of(EntropyFilter(0.5), signals=Signals(entropy=SIGNALS.entropy))
+    metrics = compute_metrics(EntropyFilter(0.5), signals=Signals(entropy=SIGNALS.entropy))
     assert metrics == approx({"actor/entropy_token_fraction": 0.5, "actor/combined_token_fraction": 0.5})
 
 
 def test_the_combined_fraction_is_of_the_union():
     # Row 0: S keeps 1, 3 and entropy 0, 2: all four. Row 1: 0 and 1: both. Row 2: entropy alone, 2 of 4. 8 of 10.
-    metrics = metrics_of(PerceptionFilter(0.5), EntropyFilter(0.5))
+    metrics = compute_metrics(PerceptionFilter(0.5), EntropyFilter(0.5))
     assert metrics["actor/combined_token_fraction"] == approx(0.8)
 
 
-def test_nothing_rejected_has_no_mean():
-    metrics = metrics_of(PerceptionFilter(1.0))
+def test_without_rejected_tokens_there_is_no_mean():
+    metrics = compute_metrics(PerceptionFilter(1.0))
     assert "actor/low_var_kl_mean_rejected" not in metrics
     assert metrics["actor/low_var_kl_mean_selected"] == approx(4.0)
 
 
 def test_without_images_or_switches_there_is_nothing_to_report():
-    assert metrics_of(signals=Signals()) == {}
+    assert compute_metrics(signals=Signals()) == {}
     text_only = fake_rollouts([4, 2, 4], visual=[False])
-    metrics = metrics_of(PerceptionFilter(0.5), TrajectoryScaling(), rollouts=text_only)
+    metrics = compute_metrics(PerceptionFilter(0.5), TrajectoryScaling(), rollouts=text_only)
     assert metrics == approx({"actor/combined_token_fraction": 1.0})
 
 
@@ -142,7 +142,7 @@ def test_scaling_metrics():
     # Scores 0, 1, 4 and a text-only row: w = 0.8, 0.92, 1.28, mean 1: not capped.
     rollouts = fake_rollouts([1, 1, 1, 1], group=[0, 1, 2, 3], visual=[True, True, True, False])
     signals = Signals(dependency=torch.tensor([[0.0], [1.0], [4.0], [50.0]]))
-    assert metrics_of(TrajectoryScaling(), signals=signals, rollouts=rollouts) == approx(
+    assert compute_metrics(TrajectoryScaling(), signals=signals, rollouts=rollouts) == approx(
         {
             "actor/sensitivity_score_mean": 5 / 3,
             "actor/sensitivity_score_min": 0.0,
@@ -152,8 +152,8 @@ def test_scaling_metrics():
             "actor/scaling_capped": 0.0,
         }
     )
-    # A cap of 1.2: w = 0.8, 0.9, 1.2, mean 2.9/3, and it says so.
-    capped = metrics_of(TrajectoryScaling(high=1.2), signals=signals, rollouts=rollouts)
+    # A cap of 1.2: w = 0.8, 0.9, 1.2, mean 2.9/3.
+    capped = compute_metrics(TrajectoryScaling(high=1.2), signals=signals, rollouts=rollouts)
     assert capped["actor/scaling_factor_mean"] == approx(2.9 / 3)
     assert capped["actor/scaling_factor_max"] == approx(1.2)
     assert capped["actor/scaling_capped"] == 1.0
@@ -166,7 +166,7 @@ def test_mismatch_metrics():
     # o - b = 0.3, -0.1, 0.1: mean of |.| = 1/6, max 0.3. KL(b || o) is the mean of b - o = -0.1.
     old = padded([[-1, -1], [-2]], fill=INF)
     behaviour = padded([[-1.3, -0.9], [-2.1]], fill=-5.0)
-    mask = mask_of(2, 1)
+    mask = make_mask(2, 1)
     # Ratios e^0.3, e^-0.1, e^0.1: the square of their sum over three times the sum of their squares.
     ratios = [math.exp(gap) for gap in (0.3, -0.1, 0.1)]
     share = sum(ratios) ** 2 / (3 * sum(ratio**2 for ratio in ratios))
@@ -189,26 +189,26 @@ def test_mismatch_metrics():
     }
 
 
-def test_with_a_cut_the_gap_is_that_on_what_it_leaves():
-    """A sampler without error says as much more as the trainer gives to what is left less than all."""
+def test_with_a_cut_the_gap_is_measured_on_the_support():
+    """An exact sampler's log-probs are higher by minus the log of the trainer's mass on the support."""
     old, support = padded([[-1, -2], [-2]]), padded([[-0.5, 0.0], [-0.25]])
     rollouts = replace(fake_rollouts([2, 1]), rollout_logprobs=old - support)
     cases = {True: Signals(old_logprobs=old, support=support), False: Signals(old_logprobs=old)}
     found = {cut: step_metrics(fake_experience(rollouts, cases[cut]), cut=True) for cut in cases}
     assert found[True]["rollout/logprob_gap_max"] == 0.0 and found[True]["rollout/logprob_gap_ess"] == 1.0
     assert found[True]["rollout/logprob_gap_cut_mean"] == found[False]["rollout/logprob_gap_cut_mean"] == approx(0.25)
-    assert "rollout/logprob_gap_max" not in found[False], "nobody has measured it"
+    assert "rollout/logprob_gap_max" not in found[False], "it was not measured"
     learnt = learnt_metrics({"logprob_gap_mean": 1.0, "support_gap_mean": 2.0, "entropy": 3.0}, cut=True)
     assert learnt == {"rollout/logprob_gap_cut_mean": 1.0, "rollout/logprob_gap_mean": 2.0, "actor/entropy": 3.0}
 
 
-def test_mismatch_metrics_of_nothing():
-    metrics = mismatch_metrics(torch.ones(1, 2), torch.zeros(1, 2), mask_of(0, width=2), cut=False)
+def test_mismatch_metrics_of_an_empty_batch():
+    metrics = mismatch_metrics(torch.ones(1, 2), torch.zeros(1, 2), make_mask(0, width=2), cut=False)
     assert list(metrics.values()) == [0, 0, 0, 1]
 
 
 def test_length_metrics():
-    assert length_metrics(mask_of(1, 2, 6), torch.tensor([False, False, True])) == approx(
+    assert length_metrics(make_mask(1, 2, 6), torch.tensor([False, False, True])) == approx(
         {
             "response_length/mean": 3.0,
             "response_length/min": 1.0,
@@ -253,6 +253,6 @@ def test_attention_metrics_without_any_image():
 
 
 def test_metrics_are_plain_finite_numbers():
-    for value in metrics_of(PerceptionFilter(0.5), EntropyFilter(0.5), TrajectoryScaling()).values():
+    for value in compute_metrics(PerceptionFilter(0.5), EntropyFilter(0.5), TrajectoryScaling()).values():
         assert isinstance(value, float)
         assert math.isfinite(value)

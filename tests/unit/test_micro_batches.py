@@ -1,4 +1,4 @@
-"""How rows are cut into passes, and into smaller ones where those do not fit."""
+"""How rows are split into passes, and into smaller ones if those do not fit."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def test_prompts_that_are_not_shared_count_for_each_row():
     assert MicroBatching() == MicroBatching(None, 0, None, True)
 
 
-def test_signals_come_back_in_the_order_of_the_rows():
+def test_signals_are_in_the_order_of_the_rows():
     """Passes take the fullest groups first."""
     rollouts = fake_rollouts([1, 1, 3, 3], group=[0, 0, 1, 1])
     batching, seen = MicroBatching(tokens=2 * prompt_tokens() + 7), []
@@ -64,12 +64,12 @@ def test_signals_come_back_in_the_order_of_the_rows():
     same(found.old_logprobs[:, 0], torch.arange(4.0))
     seen.clear()
     MicroBatching(tokens=2 * prompt_tokens() + 8).probe(rollouts, measure)
-    assert seen == [[0, 1, 2, 3]], "one view unless more are said"
+    assert seen == [[0, 1, 2, 3]], "one view by default"
 
 
 # ---------------------------------------------------------------------------------------------------------- idle passes
 class Busy(Ranks):
-    """One of two ranks, of which the other has three passes."""
+    """One of two ranks; the other one has three passes."""
 
     def all_reduce_max(self, number):
         return max(3, number)
@@ -80,11 +80,11 @@ def test_a_rank_without_rows_goes_along_with_its_shortest():
     ranks = Busy(None, 1, 2)
     found = [(rows.tolist(), counts) for rows, counts in MicroBatching(rows=2, ranks=ranks).passes(rollouts)]
     assert found == [([0, 1], True), ([2, 3], True), ([3], False)]
-    assert len(MicroBatching(rows=1, ranks=ranks).passes(rollouts)) == 4, "nobody has more"
+    assert len(MicroBatching(rows=1, ranks=ranks).passes(rollouts)) == 4, "no rank has more"
     assert [counts for _, counts in MicroBatching(rows=2).passes(rollouts)] == [True, True]
 
 
-def test_a_pass_is_of_one_view_unless_more_are_said():
+def test_a_pass_has_one_view_by_default():
     size = prompt_tokens() + 4
     for tokens, count in [(2 * size, 1), (2 * size - 1, 2)]:
         assert len(MicroBatching(tokens).passes(ROLLOUTS)) == count
@@ -94,13 +94,13 @@ def test_a_pass_is_of_one_view_unless_more_are_said():
 # ------------------------------------------------------------------------------------------------------- smaller passes
 @pytest.mark.parametrize(
     ("rows", "half"),
-    [(4, 2), (100, 2), (3, 1), (2, 1), (1, None)],  # of four rows
+    [(4, 2), (100, 2), (3, 1), (2, 1), (1, None)],  # four rows
 )
 def test_half_of_a_number_of_rows(rows, half):
     assert MicroBatching(rows=rows).first_half(ROLLOUTS) == half
 
 
-# Groups of a prompt and 2 + 2 + 2, and of a prompt and 1: the first is the largest pass of those that take one each.
+# A group with a prompt and 2 + 2 + 2, and one with a prompt and 1: with one group per pass, the first is the largest.
 UNEVEN = fake_rollouts([2, 2, 2, 1], group=[0, 0, 0, 1])
 
 
@@ -112,13 +112,13 @@ def test_half_of_the_tokens_that_the_largest_pass_takes():
     assert MicroBatching(10**6).first_half(fake_rollouts([3, 3])) == (size + 6) // 2
 
 
-def test_what_is_cut_no_finer_has_no_half():
+def test_a_pass_of_one_row_has_no_half():
     assert MicroBatching().first_half(fake_rollouts([5])) is None, "a single response"
     assert MicroBatching(1).first_half(ROLLOUTS) is None, "a response each"
     assert MicroBatching(rows=1).first_half(fake_rollouts([1])) is None
 
 
-def test_within_a_limit_of_what_is_counted():
+def test_the_limit_of_counted_tokens():
     assert MicroBatching(rows=4).within(3) == MicroBatching(rows=3)
     assert MicroBatching(rows=4).within(5) == MicroBatching(rows=4)
     assert MicroBatching(100).within(50) == MicroBatching(50)
@@ -127,7 +127,7 @@ def test_within_a_limit_of_what_is_counted():
 
 
 def test_ranks_that_share_a_sequence_hold_so_much_more_together():
-    """A budget is what one rank holds."""
+    """A budget counts the tokens of one rank."""
     ranks = Ranks(size=4)
     assert MicroBatching(100, at_least=7).over(ranks) == MicroBatching(100, at_least=7, ranks=ranks)
     ranks = Ranks(size=4, sp_group=SequenceParallelGroup(size=2))

@@ -47,9 +47,9 @@ def load_all(path):
     return load_model(path)
 
 
-def refused(path, told):
-    """All that loads it says so in one line with the path, as a ValueError, which the commands print."""
-    with pytest.raises(ValueError, match=told) as error:
+def refused(path, message):
+    """All loaders raise a ValueError of one line with the path, which the commands print."""
+    with pytest.raises(ValueError, match=message) as error:
         load_all(path)
     assert "\n" not in str(error.value) and str(path) in str(error.value)
 
@@ -81,7 +81,7 @@ def test_a_shard_that_is_missing_or_truncated(sharded):
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", '{"weight_map": {}}', '{"weight_map": {"a": 3}}', '{"weight_map": {"a'])
-def test_an_index_that_names_nothing(sharded, text):
+def test_an_index_without_files(sharded, text):
     (sharded / INDEX).write_text(text)
     refused(sharded, f"{INDEX} (names no|holds a|is no)")
 
@@ -94,7 +94,7 @@ def test_weights_that_are_not_there(model):
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "model.pth"])
 def test_pickled_weights_are_not_read(model, name):
     torch.save(load_file(model / WEIGHTS), model / name)
-    load_all(model)  # beside safetensors they do no harm
+    load_all(model)  # next to safetensors they do no harm
     (model / WEIGHTS).unlink()
     refused(model, rf"has only pickled weights \({name}\), .* safetensors")
 
@@ -116,7 +116,7 @@ def test_json_that_is_damaged(model, name):
     file = model / name
     half(file)
     refused(model, rf"{name} is no JSON: it is damaged or half downloaded; get it again \(")
-    for content, told in {
+    for content, message in {
         b"": "is empty: it is damaged",
         b"[]": "holds a list, not a JSON object",
         bytes(range(128, 256)): "is no JSON",
@@ -124,7 +124,7 @@ def test_json_that_is_damaged(model, name):
         POINTER: r"is a git-lfs pointer, not the file itself; run `git lfs pull` in ",
     }.items():
         file.write_bytes(content)
-        refused(model, rf"{name} {told}")
+        refused(model, rf"{name} {message}")
 
 
 @pytest.mark.parametrize("name", [WEIGHTS, "chat_template.jinja"])
@@ -155,16 +155,16 @@ def test_settings_that_are_of_another_kind(model, key, value):
 
 # ------------------------------------------------------------------------------------------------------------- commands
 @pytest.mark.parametrize("name", [WEIGHTS, "tokenizer.json"])
-def test_every_command_says_it_in_a_line(sharded, name, tmp_path, capfd):
-    told = "model-00001-of-00003.safetensors" if name == WEIGHTS else name
-    half(sharded / told)
+def test_every_command_reports_it_in_one_line(sharded, name, tmp_path, capfd):
+    message = "model-00001-of-00003.safetensors" if name == WEIGHTS else name
+    half(sharded / message)
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "what is it", "answer": "red"}\n')
     words = [f"worker.actor.model.model_path={sharded}", f"dataset.train_files={rows}"]
     for command in (["train", *words, f"training.output_dir={tmp_path}"], ["eval", str(sharded), "--data", str(rows)]):
         assert cli.main(command) == 2
         last = capfd.readouterr().err.splitlines()[-1]
-        assert last.startswith(f"mtrl: {sharded / told}") and "damaged or half downloaded" in last
+        assert last.startswith(f"mtrl: {sharded / message}") and "damaged or half downloaded" in last
     assert cli.main(["doctor", *words]) == 2
     problems = [line for line in capfd.readouterr().out.splitlines() if "PROBLEM" in line]
-    assert len(problems) == 1 and f"{sharded / told}" in problems[0]
+    assert len(problems) == 1 and f"{sharded / message}" in problems[0]

@@ -1,11 +1,11 @@
-"""Edges that only a mutation run finds (tests/mutation.py): what happens exactly on a limit, and far beyond one."""
+"""Edge cases found by a mutation run (tests/mutation.py): values exactly on a limit, and far beyond one."""
 
 from dataclasses import replace
 from itertools import permutations
 
 import pytest
 import torch
-from helpers import close, fake_batch, fake_experience, fake_prompt, fake_rollouts, mask_of
+from helpers import close, fake_batch, fake_experience, fake_prompt, fake_rollouts, make_mask
 
 from mtrl.algorithms.credit import assign
 from mtrl.algorithms.credit.attention_weights import AttentionWeights
@@ -25,14 +25,14 @@ from mtrl.types import SEGMENTS, Signals
     ],
 )
 def test_the_rounding_of_k(p, n, k):
-    assert top_fraction(torch.zeros(1, n), mask_of(n), p).sum() == k
+    assert top_fraction(torch.zeros(1, n), make_mask(n), p).sum() == k
 
 
 @pytest.mark.parametrize(("gap", "scale"), [(1e-6, [1.0, 1.0]), (1.1e-6, [0.8, 1.2])])
 def test_a_range_of_exactly_the_limit_is_flat(gap, scale):
     # Above it u = (0, 1), mean 1/2, top = 0.8 + 0.2/0.5 = 1.2.
     score = torch.tensor([[0.0], [gap]], dtype=torch.float64)
-    close(TrajectoryScaling().scale(score, mask_of(1, 1), torch.tensor([True, True])), scale)
+    close(TrajectoryScaling().scale(score, make_mask(1, 1), torch.tensor([True, True])), scale)
 
 
 def clip_fractions(log_ratio, advantage, **clips):
@@ -66,7 +66,7 @@ def test_absurd_ratios_leave_loss_and_gradient_finite(kind, level):
 
 
 def test_the_denominator_counts_all_valid_tokens_unless_told_otherwise():
-    mask, select = mask_of(4), torch.tensor([[True, False, False, True]])
+    mask, select = make_mask(4), torch.tensor([[True, False, False, True]])
     close(loss_weights(mask.float(), select, "dapo", 9).policy, [[1 / 4, 0, 0, 1 / 4]])
     close(loss_weights(mask.float(), select, "dapo", 9, "selected").policy, [[1 / 2, 0, 0, 1 / 2]])
 
@@ -74,17 +74,17 @@ def test_the_denominator_counts_all_valid_tokens_unless_told_otherwise():
 def test_denominators_are_summed_in_float64():
     # 2**24 + 1 is 2**24 in float32, and the first weight would be 1
     measure = torch.tensor([[2.0**24, 1.0]])
-    assert loss_weights(measure, mask_of(2), "dapo", 9).token[0, 0] == 1 - 2.0**-24
+    assert loss_weights(measure, make_mask(2), "dapo", 9).token[0, 0] == 1 - 2.0**-24
 
 
 def test_a_denominator_may_be_below_one():
-    close(loss_weights(torch.tensor([[0.1, 0.3]]), mask_of(2), "dapo", 9).policy, [[1 / 4, 3 / 4]])
+    close(loss_weights(torch.tensor([[0.1, 0.3]]), make_mask(2), "dapo", 9).policy, [[1 / 4, 3 / 4]])
 
 
 def test_the_gap_of_a_sequence_does_not_depend_on_the_order_of_its_tokens():
     # 64 + 1e-6 is 64 in float32: summed there, some orders would give a factor of 1
     gap = torch.tensor(list(permutations([64.0, 1e-6, -64.0])))
-    factor = mismatch_correction(gap, torch.zeros(6, 3), mask_of(*[3] * 6), 2.0, "sequence")
+    factor = mismatch_correction(gap, torch.zeros(6, 3), make_mask(*[3] * 6), 2.0, "sequence")
     assert (factor > 1).all()
     close(factor, torch.full((6, 3), 1 + 1e-6))
 

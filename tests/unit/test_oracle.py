@@ -1,4 +1,4 @@
-"""Credit by the word of the task: from characters to tokens by hand, rows it does not speak for, and its function."""
+"""The oracle rule: from characters to tokens by hand, rows that it does not cover, and its function."""
 
 import sys
 from dataclasses import replace
@@ -20,6 +20,7 @@ from mtrl.models.families import load_encoder
 from mtrl.rollout.responses import make_rollouts
 from mtrl.tracking.record import TokenPieces
 from mtrl.utils.plugins import PluginError
+from pretraining.evaluation import make_task
 
 KEY = (1, 2)
 VOCABULARY = {1: "so the answer", 2: " is", 3: " red", 4: "<answer>", 5: "blue", 6: "</answer>", 7: "<|im_end|>"}
@@ -29,8 +30,8 @@ def words(ids):
     return [VOCABULARY[i] for i in ids]
 
 
-def told(texts, ids, columns, visual=None):
-    """Responses of these tokens to prompts of their own, with these columns."""
+def message(texts, ids, columns, visual=None):
+    """Responses with these tokens, each to its own prompt, with these columns."""
     rollouts = fake_rollouts([len(row) for row in ids], group=range(len(ids)), visual=visual or [True] * len(ids))
     tokens = torch.zeros_like(rollouts.tokens)
     for row, numbers in enumerate(ids):
@@ -52,19 +53,19 @@ IDS = [1, 2, 3, 4, 5, 6, 7]
 
 def test_the_tokens_that_hold_a_causal_character_count():
     rule = Oracle().bind_tokenizer(words)
-    experience = told([RESPONSE, RESPONSE[:20]], [IDS, [1, 2, 3]], [SCENE, SCENE])
+    experience = message([RESPONSE, RESPONSE[:20]], [IDS, [1, 2, 3]], [SCENE, SCENE])
     expected = torch.tensor([[0, 0, 1, 0, 1, 0, 0], [0, 0, 1, 0, 0, 0, 0]], dtype=torch.bool)
     same(rule.apply(experience, KEY), expected)
     same(assign([rule], experience, KEY).keep_mask, expected & experience.rollouts.mask)
 
 
 def test_it_does_not_speak_for_others():
-    """A row of another task, one without an image, and a response in which nothing decides: all their tokens count."""
+    """In a row of another task, one without an image, and a response without decisive words, all tokens count."""
     silent = "well, well"
     VOCABULARY[8] = silent
     columns = [SCENE, {"task": "zoo"}, None, SCENE, SCENE]
     texts, ids = [RESPONSE] * 4 + [silent], [IDS] * 4 + [[8, 7]]
-    experience = told(texts, ids, columns, visual=[True, True, True, False, True])
+    experience = message(texts, ids, columns, visual=[True, True, True, False, True])
     rule = Oracle().bind_tokenizer(words)
     assert rule.applies_to(experience).tolist() == [True, False, False, False, False]
     select = assign([rule], experience, KEY).keep_mask
@@ -72,12 +73,12 @@ def test_it_does_not_speak_for_others():
     same(select[1:], experience.rollouts.mask[1:])
 
 
-def test_a_rule_that_nobody_told_what_tokens_say():
+def test_a_rule_without_a_tokenizer():
     with pytest.raises(AssertionError, match="bind_tokenizer"):
-        Oracle().apply(told([RESPONSE], [IDS], [SCENE]), KEY)
+        Oracle().apply(message([RESPONSE], [IDS], [SCENE]), KEY)
 
 
-def test_places_of_pieces():
+def test_character_positions_of_pieces():
     assert token_spans(["ab", "c"], "abc") == [(0, 2), (2, 3)]
     assert token_spans(["ab", "<|im_end|>"], "ab") == [(0, 2), (2, 2)], "the text leaves the end token out"
     assert token_spans(["a", "", "", "é", "b"], "aéb") == [(0, 1), (1, 2), (1, 2), (1, 2), (2, 3)]
@@ -88,7 +89,7 @@ def test_places_of_pieces():
 
 
 @pytest.mark.parametrize("text", ["so the answer is rot für é漢字🙂 and on", "🙂🙂", "a\ufffdb", "<think>I</think>é"])
-def test_places_with_a_tokenizer_of_bytes(text):
+def test_character_positions_with_a_byte_tokenizer(text):
     """Whatever a character is cut into, each of its tokens holds all of it, and all characters are held in order."""
     encoder = load_encoder(MODEL_DIRECTORY)
     ids = [*encoder.tokenizer(text)["input_ids"], encoder.stop_ids[0]]
@@ -109,14 +110,14 @@ def test_a_cut_character_at_the_end_of_a_response():
 
 
 def test_a_whole_response_of_the_task():
-    """With a tokenizer that cuts words into letters, the tokens that count spell what decides."""
+    """With a tokenizer of letters, the tokens that count spell the decisive words."""
     encoder = load_encoder(MODEL_DIRECTORY)
     question = make_question("train", 0)
     text = (
         "<think>besides, a small blue ring is at the top left. there is a small red ring.</think><answer>red</answer>"
     )
     ids = [*encoder.tokenizer(text)["input_ids"], encoder.stop_ids[0]]
-    prompt = replace(fake_rollouts([1]).prompts[0], task=question.task)
+    prompt = replace(fake_rollouts([1]).prompts[0], task=make_task(question))
     rollouts = make_rollouts(
         [prompt], [0], [ids], None, text=[encoder.decode(ids)], finish=["stop"], version=0, pad_id=encoder.pad_id
     )
@@ -137,10 +138,10 @@ def test_a_function_of_the_users(tmp_path):
     told_all = "row['answer'] is None and row['id'] == 'p0'"
     path.write_text(f"def spans(row, response):\n    return [(0, 1)] if {told_all} else None\n")
     rule = make_rule({"name": "oracle", "spans": f"{path}:spans"}).bind_tokenizer(words)
-    same(rule.apply(told([RESPONSE], [IDS], [None]), KEY), torch.tensor([[1, 0, 0, 0, 0, 0, 0]], dtype=torch.bool))
+    same(rule.apply(message([RESPONSE], [IDS], [None]), KEY), torch.tensor([[1, 0, 0, 0, 0, 0, 0]], dtype=torch.bool))
 
 
-def test_functions_that_are_none(tmp_path):
+def test_invalid_functions(tmp_path):
     broken = tmp_path / "broken.py"
     broken.write_text("x = 1 / 0\n")
     for spec, said in (
@@ -157,7 +158,7 @@ def test_functions_that_are_none(tmp_path):
         )
 
 
-def test_a_file_beside_the_configuration_is_found_there(tmp_path):
+def test_a_file_next_to_the_configuration_is_found(tmp_path):
     (tmp_path / "mine.py").write_text("def spans(row, response):\n    return None\n")
     (tmp_path / "run.yaml").write_text("optimization: {credit: [{name: oracle, spans: 'mine.py:spans'}]}\n")
     (spec,) = load_config(tmp_path / "run.yaml", []).optimization.credit
@@ -169,13 +170,13 @@ def test_nothing_to_shuffle():
         make_rule({"name": "shuffled", "rule": "oracle"})
 
 
-def test_a_run_tells_its_rules_what_tokens_say():
+def test_a_run_gives_its_rules_the_tokenizer():
     config = load_config(None, {"optimization.credit": ["oracle", "key_tokens"]})
     oracle, other = make_algorithm(config, 1, decode=words).credit
     assert oracle.decode is words and other == make_rule("key_tokens")
     assert make_algorithm(config, 1).credit[0].decode is None
 
 
-def test_rows_of_the_other_embedded_task_are_left_alone():
-    task = zoo_question("train", 0).task
+def test_rows_of_the_other_embedded_task_are_not_covered():
+    task = make_task(zoo_question("train", 0))
     assert causal_spans({**task.columns, "answer": task.answer}, RESPONSE) is None

@@ -1,5 +1,5 @@
-"""A batch that runs out of device memory is sampled in smaller ones. There is no device here: `decode` says that it is
-full for more than so many rows."""
+"""A batch that runs out of device memory is sampled in smaller ones. There is no device here: `decode` raises the error
+above a number of rows."""
 
 import copy
 import logging
@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch_ops as plain
-from tiny_models import encoder_of, fresh_backbone, prompts_for
+from tiny_models import fresh_backbone, get_encoder, prompts_for
 
 from mtrl.rollout.decode.engine import GraphGenerator
 from mtrl.rollout.decode.step import Ops
@@ -28,7 +28,7 @@ ENGINES = {
 @pytest.fixture
 def encoder():
     """With many stop tokens, so that responses differ in length."""
-    encoder = copy.copy(encoder_of(FAMILY))
+    encoder = copy.copy(get_encoder(FAMILY))
     encoder.stop_ids = tuple(range(4, 512, 7))
     return encoder
 
@@ -47,7 +47,7 @@ class Full:
         engine.decode = self
 
     def __call__(self, prompts, first, sampling):
-        assert not self.held, "what the batch before had made is held still"
+        assert not self.held, "tensors of the previous batch are still held"
         rows = len(prompts) * sampling.n
         self.tried.append(rows)
         made = self.decode(prompts, first, sampling)
@@ -67,7 +67,7 @@ class Full:
         pytest.param(4, [24, 12, 6, *4 * [3, 3]], [12, 6, 3], id="parts of a group"),
     ],
 )
-def test_a_full_device_costs_nothing_but_time(engine, caplog, room, tried, halvings):
+def test_a_full_device_changes_no_tokens(engine, caplog, room, tried, halvings):
     prompts = prompts_for(FAMILY)
     expected = engine.generate(prompts, SAMPLING)
     full = Full(engine, room)
@@ -84,7 +84,7 @@ def test_a_full_device_costs_nothing_but_time(engine, caplog, room, tried, halvi
         assert f"{2 * rows} responses at once: {rows} from now on" in line and "mtrl doctor" in line
 
 
-def test_it_stays_halved_and_says_no_more(engine, caplog):
+def test_it_stays_halved_and_reports_it_once(engine, caplog):
     prompts = prompts_for(FAMILY)
     full = Full(engine, 12)
     engine.generate(prompts, SAMPLING)
@@ -108,11 +108,11 @@ def test_finished_batches_are_kept(engine):
     assert full.tried == [8, 4, 2, 2] and len(set(full.sampled)) == 12
 
 
-def test_a_single_response_that_does_not_fit_is_told(engine):
+def test_a_single_response_that_does_not_fit_is_reported(engine):
     Full(engine, 0)
-    with pytest.raises(DeviceFull) as told:
+    with pytest.raises(DeviceFull) as message:
         engine.generate(prompts_for(FAMILY), SAMPLING)
-    said = str(told.value)
+    said = str(message.value)
     assert said.startswith("the device has no room to sample a single response. CUDA out of memory. Tried to allocate")
     assert "dataset.max_prompt_length" in said and "Of the allocated" not in said
 

@@ -1,7 +1,7 @@
-"""The configurations of the package, by name wherever a file is expected."""
+"""Packaged configurations can be named wherever a file is expected."""
 
 import pytest
-from config_helpers import errors_of
+from config_helpers import get_errors
 
 from mtrl.cli import main
 from mtrl.config import load_config
@@ -28,7 +28,7 @@ def test_the_short_form_needs_no_folder(name):
 
 
 def test_a_wrong_short_form_gets_the_near_ones():
-    (error,) = errors_of("mtrl:tprl_ful")
+    (error,) = get_errors("mtrl:tprl_ful")
     assert "did you mean the packaged experiments/tprl_full.yaml or experiments/zoo/tprl_full.yaml" in error
 
 
@@ -38,11 +38,11 @@ def test_an_existing_file_wins(elsewhere):
     mine.write_text("dataset: {seed: 7}")
     assert load_config("experiments/dapo.yaml").dataset.seed == 7
     assert load_config("experiments/dapo").dataset.seed == 42, "there is no file of that name here"
-    assert errors_of("experiments") == ["experiments: cannot read the file: Is a directory"]
+    assert get_errors("experiments") == ["experiments: cannot read the file: Is a directory"]
 
 
 @pytest.mark.parametrize(
-    "wrong, told",
+    "wrong, message",
     [
         (
             "experiments/zoo/tprl_ful.yaml",
@@ -53,13 +53,13 @@ def test_an_existing_file_wins(elsewhere):
         ("run.yaml", "; mtrl config --list shows the packaged configurations"),
     ],
 )
-def test_a_wrong_name_gets_the_near_ones(wrong, told):
-    (error,) = errors_of(wrong)
-    assert error.startswith(f"{wrong}: cannot read the file: No such file or directory{told}")
+def test_a_wrong_name_gets_the_near_ones(wrong, message):
+    (error,) = get_errors(wrong)
+    assert error.startswith(f"{wrong}: cannot read the file: No such file or directory{message}")
 
 
 def test_a_whole_path_is_no_name_of_the_package(elsewhere):
-    (error,) = errors_of(elsewhere / "dapo.yaml")
+    (error,) = get_errors(elsewhere / "dapo.yaml")
     assert error.endswith("No such file or directory")
 
 

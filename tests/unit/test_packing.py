@@ -7,7 +7,7 @@ from mtrl.algorithms.packing import Piece, balance, cut_groups, fill_micro_batch
 
 
 def test_optimizer_steps_count_prompts_not_rows():
-    # Groups of 2, 1, 3 and 1 rows, two prompts a step.
+    # Groups of 2, 1, 3 and 1 rows, two prompts per step.
     group = torch.tensor([0, 0, 1, 2, 2, 2, 3])
     assert [rows.tolist() for rows in optimizer_steps(group, 2)] == [[0, 1, 2], [3, 4, 5, 6]]
     assert [rows.tolist() for rows in optimizer_steps(group, 3)] == [[0, 1, 2, 3, 4, 5], [6]]
@@ -62,7 +62,7 @@ def test_only_a_group_over_the_budget_is_cut_and_pays_its_prompt_again():
     assert cut_groups(GROUP, RESPONSES, PROMPTS, 27) == [Piece((0, 2), 21), Piece((4,), 17), Piece((1, 3), 23)]
 
 
-def test_a_row_over_the_budget_is_a_piece_of_its_own():
+def test_a_row_over_the_budget_is_a_separate_piece():
     assert cut_groups(GROUP, RESPONSES, PROMPTS, 3) == [
         Piece((0,), 15),
         Piece((2,), 16),

@@ -31,7 +31,7 @@ LIMITS = Limits(
 )  # fmt: skip
 
 
-def mlp_of(width=ODD, dtype=torch.float32, bias=True, act="silu", layers=1):
+def make_mlp(width=ODD, dtype=torch.float32, bias=True, act="silu", layers=1):
     torch.manual_seed(width)
     shape = SimpleNamespace(hidden_size=HIDDEN, intermediate_size=width, hidden_act=act)
     return nn.Sequential(*(Qwen2_5_VLMLP(shape, bias=bias) for _ in range(layers))).to(dtype)
@@ -45,7 +45,7 @@ def padded(plain):
 
 
 def run(module, hidden, autocast=False):
-    """Its output, and the gradients of the input and of all parameters, whose shapes they must have."""
+    """The output, and the gradients of the input and of all parameters, which must have the parameters' shapes."""
     hidden = hidden.clone().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         output = module(hidden)
@@ -79,7 +79,7 @@ def products(monkeypatch):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("width", "wide"), [(100, 128), (63, 64), (129, 192), (3420, 3456)])
 def test_it_is_the_module_in_values_and_gradients(width, wide, bias, products):
-    plain = mlp_of(width, torch.float64, bias)
+    plain = make_mlp(width, torch.float64, bias)
     hidden = torch.randn(2, 5, HIDDEN, dtype=torch.float64)
     found = run(padded(plain), hidden)
     assert products == [(wide, HIDDEN), (wide, HIDDEN), (HIDDEN, wide)]
@@ -88,7 +88,7 @@ def test_it_is_the_module_in_values_and_gradients(width, wide, bias, products):
 
 def test_padding_adds_exact_zeros():
     """Whole numbers are summed exactly in any order: not a bit may differ."""
-    plain = mlp_of(act="relu")
+    plain = make_mlp(act="relu")
     with torch.no_grad():
         for parameter in plain.parameters():
             parameter.copy_(torch.randint(-2, 3, parameter.shape))
@@ -101,7 +101,7 @@ def test_padding_adds_exact_zeros():
 def test_in_bf16_it_is_as_close_as_the_module(weights, autocast, monkeypatch):
     padded_as, pad = [], F.pad
     monkeypatch.setattr(F, "pad", lambda x, by: padded_as.append(x.dtype) or pad(x, by))
-    plain, hidden = mlp_of(dtype=weights), torch.randn(64, HIDDEN)
+    plain, hidden = make_mlp(dtype=weights), torch.randn(64, HIDDEN)
     exact = run(copy.deepcopy(plain).double(), hidden.to(weights).double())
     found = run(padded(plain), hidden.to(weights), autocast)
     assert padded_as == [torch.bfloat16] * 5, "narrowed before it is padded, which writes half as much"
@@ -110,12 +110,12 @@ def test_in_bf16_it_is_as_close_as_the_module(weights, autocast, monkeypatch):
     assert off(found, exact) < 1.2 * off(theirs, exact) + 1e-3
 
 
-def test_an_adapter_that_comes_later_is_not_lost():
+def test_an_adapter_that_is_added_later_is_used():
     class Adapted(nn.Linear):
         def forward(self, x):
             return super().forward(x) + 1
 
-    module = padded(mlp_of())
+    module = padded(make_mlp())
     before = module(torch.ones(2, HIDDEN))
     weights = module[0].up_proj.state_dict()
     module[0].up_proj = Adapted(HIDDEN, ODD)
@@ -160,12 +160,12 @@ def test_a_tower_with_checkpointing_has_the_gradients_of_the_untouched_one(produ
         products.clear()
         Backbone(model).run_tower(pixels, ((1, 4, 8),)).pooler_output.square().sum().backward()
         gradients.append([parameter.grad for parameter in model.model.visual.parameters()])
-    assert sum(128 in shape for shape in products) == 2 * 3 * len(ours.model.visual.blocks), "once more in backward"
+    assert sum(128 in shape for shape in products) == 2 * 3 * len(ours.model.visual.blocks), "again in backward"
     assert off(gradients[1], gradients[0]) < 1e-5
 
 
 def test_widths_that_are_fine_stay():
-    tower = mlp_of(2 * MLP_MULTIPLE)
+    tower = make_mlp(2 * MLP_MULTIPLE)
     use_padded_mlps(tower)
     assert not those_padded(tower) and type(tower[0]) is Qwen2_5_VLMLP
 
@@ -181,12 +181,12 @@ def test_it_is_for_narrow_products_on_cuda(device, compute, pads, monkeypatch):
 
 
 # ----------------------------------------------------------------------------------------------------------- compiled
-def test_the_padded_function_is_what_is_compiled(monkeypatch):
+def test_the_padded_function_is_compiled(monkeypatch):
     calls = []
     monkeypatch.setattr(
         patches, "compile_function", lambda function, _: lambda *x: calls.append(function) or function(*x)
     )
-    module = padded(mlp_of(layers=2))
+    module = padded(make_mlp(layers=2))
     use_compiled_pieces(module)
     module(torch.ones(2, HIDDEN))
     assert calls == [padded_mlp] * 2
@@ -201,7 +201,7 @@ def test_it_compiles_as_one_graph_for_all_layers_and_lengths(monkeypatch):
     counter = CompileCounterWithBackend("aot_eager")
     function = torch.compile(padded_mlp, backend=counter, dynamic=True, fullgraph=True)
     monkeypatch.setattr(patches, "compile_function", lambda *_: function)
-    plain = mlp_of(layers=3)
+    plain = make_mlp(layers=3)
     module = padded(plain)
     use_compiled_pieces(module)
     for rows in (5, 9, 12):

@@ -1,4 +1,4 @@
-"""Pairwise covers: nothing is lost but combinations of three and more."""
+"""Pairwise covers: only combinations of three and more dimensions are lost."""
 
 from itertools import combinations, product
 

@@ -11,12 +11,12 @@ from mtrl.checkpoint.sharded_files import FilePlan
 
 def test_files_are_filled_in_order_up_to_the_limit():
     plan = FilePlan.make("model", {"a": 4, "b": 5, "c": 2, "d": 30, "e": 1}, 10)
-    assert plan.files == (("a", "b"), ("c",), ("d",), ("e",)), "a tensor over the limit has a file of its own"
+    assert plan.files == (("a", "b"), ("c",), ("d",), ("e",)), "a tensor over the limit has its own file"
     assert plan.nbytes == 42
     assert plan.file_name(1) == "model-00002-of-00004.safetensors"
 
 
-def test_what_one_file_holds_has_the_plain_name():
+def test_a_single_file_has_the_plain_name():
     plan = FilePlan.make("trainer/optimizer", {"a": 4, "b": 6}, 10)
     assert plan.is_single and plan.file_name(0) == "trainer/optimizer.safetensors"
     assert FilePlan.make("model", {}, 10).is_single, "before the first update an optimizer has no state"

@@ -1,11 +1,11 @@
-"""Ranks whose device was full begin again with smaller passes. There is no device here: what is full says so itself."""
+"""Ranks whose device was full restart with smaller passes. There is no device here: fakes raise the error."""
 
 import pickle
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from tiny_models import encoder_of
+from tiny_models import get_encoder
 
 from mtrl.compose.memory_limits import PassSizes, fit_passes
 from mtrl.compose.run import train_with_restarts
@@ -15,7 +15,7 @@ from mtrl.types import Needs, Sampling
 from mtrl.utils.errors import PassesCut, RankLost, RunError
 from mtrl.workers.micro_batches import MicroBatching
 
-POLICY = SimpleNamespace(encoder=encoder_of("qwen2"))
+POLICY = SimpleNamespace(encoder=get_encoder("qwen2"))
 LIMITS = Limits(
     prompts=8, prompts_per_update=4, sampling=Sampling(n=8, max_new_tokens=16), prompt_tokens=90, max_pixels=56**2,
     update=MicroBatching(at_least=1000), probe=MicroBatching(4000), needs=Needs("old_logprobs"),
@@ -40,7 +40,7 @@ def attempt(pass_sizes, room):
     return [learner.cut_to for learner in learners]
 
 
-def test_each_start_has_half_of_what_did_not_fit_before(tmp_path):
+def test_each_start_halves_the_passes_that_did_not_fit(tmp_path):
     pass_sizes = PassSizes(tmp_path / "passes.json")
     assert attempt(pass_sizes, 4 * GROUP) == [0, 0] and not pass_sizes.file.exists()
     for tokens in (2 * GROUP, GROUP):
@@ -50,7 +50,7 @@ def test_each_start_has_half_of_what_did_not_fit_before(tmp_path):
     assert attempt(pass_sizes, GROUP) == [GROUP, GROUP]
 
 
-def test_a_learner_that_is_full_later_keeps_its_own(tmp_path):
+def test_a_learner_that_fills_up_later_keeps_its_own_size(tmp_path):
     pass_sizes, learner = PassSizes(tmp_path / "passes.json"), SimpleNamespace(name="critic")
     pass_sizes.write("actor", 100)
     pass_sizes.apply(learner)
@@ -58,13 +58,13 @@ def test_a_learner_that_is_full_later_keeps_its_own(tmp_path):
     assert attempt(pass_sizes, 4 * GROUP) == [100, 50]
 
 
-def test_what_fits_in_no_passes_is_an_error_that_comes_from_any_process(tmp_path):
+def test_rows_that_fit_in_no_pass_are_an_error_from_any_process(tmp_path):
     pass_sizes = PassSizes(tmp_path / "passes.json")
-    with pytest.raises(DoesNotFit) as told:
+    with pytest.raises(DoesNotFit) as message:
         while True:
             with pytest.raises(PassesCut):
                 attempt(pass_sizes, 3)
-    again = pickle.loads(pickle.dumps(told.value))
+    again = pickle.loads(pickle.dumps(message.value))
     assert isinstance(again, DoesNotFit) and (again.phase, str(again)) == ("update", "memory: it does not fit")
     cut = pickle.loads(pickle.dumps(PassesCut("full; ")))
     assert isinstance(cut, PassesCut) and str(cut) == "full; "
@@ -105,8 +105,8 @@ def test_smaller_passes_are_no_restart(restarts, ends, capfd):
     assert "half; the run resumes from its last checkpoint\n" in capfd.readouterr().err
 
 
-def test_by_torchrun_the_command_goes_on(monkeypatch):
-    """It ends the processes together; nobody can begin again among them."""
+def test_under_torchrun_the_command_restarts(monkeypatch):
+    """torchrun ends all processes together; a single one cannot restart."""
     monkeypatch.setattr("mtrl.compose.run.started_by_torchrun", lambda: True)
 
     def begin(config):

@@ -15,7 +15,7 @@ def prompt(*media, name="3f9a:0"):
 
 
 def image(height=56, width=84, seed=0):
-    """No pixel is black, so what turned black can be told."""
+    """No pixel is black, so that masked pixels are recognizable."""
     return np.random.default_rng(seed).integers(1, 256, (height, width, 3), dtype=np.uint8)
 
 
@@ -87,7 +87,7 @@ def test_keyed_by_seed_step_and_task(kind):
         assert not np.array_equal(view(), other)
 
 
-def test_independent_of_what_was_drawn_before():
+def test_independent_of_earlier_draws():
     settings = Perturbation()
     alone = settings.view(prompt(image()), 3)[0]
     for name in ("a", "b"):
@@ -111,7 +111,7 @@ def test_every_image_of_a_prompt_is_perturbed(kind):
     assert not any(np.array_equal(view, original) for view, original in zip(views, originals, strict=True))
 
 
-def test_images_of_a_prompt_get_masks_of_their_own():
+def test_images_of_a_prompt_get_different_masks():
     first, second = Perturbation().view(prompt(image(140, 140), image(140, 140)), 0)
     assert not np.array_equal(first, second)
 
@@ -153,13 +153,13 @@ def test_blur_smooths_and_spares_flat_pictures():
     assert np.array_equal(Perturbation("gaussian_blur").view(prompt(flat), 0)[0], flat)
 
 
-def test_blur_leaves_frames_apart():
+def test_blur_does_not_mix_frames():
     black_and_white = np.stack([np.zeros((28, 28, 3), np.uint8), np.full((28, 28, 3), 255, np.uint8)])
     (view,) = Perturbation("gaussian_blur").view(prompt(black_and_white), 0)
     assert np.array_equal(view, black_and_white)
 
 
-def test_blank_says_nothing():
+def test_blank_contains_no_information():
     one, other = (Perturbation("blank").view(prompt(image(seed=seed)), 0)[0] for seed in (0, 1))
     assert np.array_equal(one, other)
     assert len(np.unique(one)) == 1 and 120 <= one[0, 0, 0] <= 135
@@ -206,6 +206,6 @@ def test_a_kind_of_the_user_cannot_change_the_prompt(own_kind):
     assert not black(original).any()
 
 
-def test_an_unknown_kind_is_refused_at_once_with_the_names_there_are():
+def test_an_unknown_kind_is_an_error_with_the_known_names():
     with pytest.raises(ValueError, match=r"'black_squares'.*blank.*gaussian_blur.*random_patch_blackening"):
         Perturbation("black_squares")

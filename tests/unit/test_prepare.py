@@ -1,4 +1,4 @@
-"""`mtrl prepare` on small copies of the real datasets: what becomes of rows, which are chosen; twice the same."""
+"""`mtrl prepare` on small copies of the real datasets: conversion and choice of rows, and determinism."""
 
 import json
 from collections import Counter
@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from data_helpers import FakeEncoder, image_rows
 from PIL import Image
-from prepare_helpers import contents, rows_of
+from prepare_helpers import contents, read_rows
 
 from mtrl.cli import main
 from mtrl.config import load_config
@@ -31,7 +31,7 @@ def prepared(capsys, *arguments):
 
 def test_aokvqa(tmp_path, capsys):
     said = prepared(capsys, "aokvqa", published.aokvqa(tmp_path / "hub"))
-    rows = rows_of(tmp_path / "data/aokvqa")
+    rows = read_rows(tmp_path / "data/aokvqa")
     originals = published.aokvqa_rows(30)
     assert said["rows"] == {"train": 30} and said["left_out"] == {} and len(rows) == 30
     for row, was in zip(rows, originals, strict=True):
@@ -50,11 +50,11 @@ def test_aokvqa(tmp_path, capsys):
 
 
 def test_aokvqa_of_the_authors(tmp_path, capsys):
-    """Numbers of COCO's images; embedded, and as paths that a run follows from wherever it is."""
+    """Image numbers of COCO; embedded, and as paths that a run resolves from any directory."""
     folder = published.aokvqa_json(tmp_path / "aokvqa")
     prepared(capsys, "aokvqa", folder, "--out", "a")
     prepared(capsys, "aokvqa", folder / "aokvqa_v1p0_train.json", "--images", "paths", "--out", "b")
-    embedded, named = rows_of(tmp_path / "a"), rows_of(tmp_path / "b")
+    embedded, named = read_rows(tmp_path / "a"), read_rows(tmp_path / "b")
     assert [row["images"][0]["bytes"] for row in embedded] == [r["image"]["bytes"] for r in published.aokvqa_rows(6)]
     assert named[0]["images"] == [{"bytes": None, "path": "../../aokvqa/train2017/000000299207.jpg"}]
     assert len(open_dataset("b", DataSettings(), FakeEncoder())) == 6
@@ -66,18 +66,18 @@ def test_which_are_chosen(tmp_path, capsys):
     assert said["rows"] == {"train": 10} and said["left_out"] == {"it is not in the subset": 20}
     prepared(capsys, "aokvqa", hub, "--subset", 10, "--seed", 4, "--out", "b")
     prepared(capsys, "aokvqa", hub, "--subset", 20, "--seed", 3, "--out", "c")
-    a, b, c = ({row["id"] for row in rows_of(tmp_path / name)} for name in "abc")
+    a, b, c = ({row["id"] for row in read_rows(tmp_path / name)} for name in "abc")
     assert a != b and a < c, "a larger subset of the same seed holds the smaller one"
     keys = [row["question_id"] for row in published.aokvqa_rows(30)]
     (tmp_path / "ids.txt").write_text("\n".join([*keys[3:6], "of no row", ""]))
     (tmp_path / "ids.json").write_text(json.dumps([{"question_id": key} for key in keys[3:6]]))
     for file in ("ids.txt", "ids.json"):
         prepared(capsys, "aokvqa", hub, "--ids", file, "--out", file[4:])
-        assert [row["id"] for row in rows_of(tmp_path / file[4:])] == [f"aokvqa/{key}" for key in keys[3:6]]
+        assert [row["id"] for row in read_rows(tmp_path / file[4:])] == [f"aokvqa/{key}" for key in keys[3:6]]
     assert "No row has 1 of the ids in the file" in (tmp_path / "txt/README.md").read_text()
 
 
-def test_a_split_without_answers_is_said(tmp_path, capsys):
+def test_a_split_without_answers_is_reported(tmp_path, capsys):
     hub = published.aokvqa(tmp_path / "hub")
     assert main(["prepare", "aokvqa", str(hub), "--split", "test"]) == 2
     assert "no row of aokvqa is left (3 rows: it has no answer)" in capsys.readouterr().err
@@ -88,13 +88,13 @@ def test_a_split_without_answers_is_said(tmp_path, capsys):
 def test_arxivqa(tmp_path, capsys):
     said = prepared(capsys, "arxivqa", published.arxivqa(tmp_path / "hub"))
     assert said["rows"] == {"train": 11} and said["left_out"] == {"its answer is none of its options": 1}
-    rows = {int(row["id"].rpartition("-")[2]): row for row in rows_of(tmp_path / "data/arxivqa")}
+    rows = {int(row["id"].rpartition("-")[2]): row for row in read_rows(tmp_path / "data/arxivqa")}
     for i, row in rows.items():
         texts = [f"a rise {i}", "a fall", "no trend", "a cycle"]
         assert row["options"] == (texts[:3] if i == 2 else texts), "without labels, which are the template's"
         assert row["answer"] == "ABCD"[i % 4] and row["prompt"] == f"<image>What does panel {i} show?"
         figure = published.image(100 + 2 * (12 - 1 - i), "JPEG")["bytes"]
-        assert [each["bytes"] for each in row["images"]] == [figure], "the one that the relations name"
+        assert [each["bytes"] for each in row["images"]] == [figure], "the one named in the relations"
 
 
 def test_a_missing_figure_ends_it_and_can_be_left_out(tmp_path, capsys):
@@ -113,7 +113,7 @@ def test_mmmu_pro(tmp_path, capsys):
     hub = published.mmmu_pro(tmp_path / "hub")
     said = prepared(capsys, "mmmu-pro", hub, "--options", "4,10,vision")
     assert said["rows"] == {"test": 30} and said["questions"] == 10
-    rows = {row["id"]: row for row in rows_of(tmp_path / "data/mmmu-pro")}
+    rows = {row["id"]: row for row in read_rows(tmp_path / "data/mmmu-pro")}
     plain = rows["mmmu-pro-10/test_Art_5"]
     assert plain["prompt"] == "What is <image> in question 5?" and plain["answer"] == "F"
     assert plain["options"][3] == "choice 3 of Jane's" and len(plain["options"]) == 10
@@ -126,7 +126,7 @@ def test_mmmu_pro(tmp_path, capsys):
     assert vision["prompt"] == "<image>Answer the question in the image." and vision["options"] is None
     assert {row["question_id"] for row in rows.values()} == {f"mmmu-pro/test_Art_{i}" for i in range(10)}
     said = prepared(capsys, "mmmu-pro", hub, "--subset", 3, "--out", "few")
-    kept = Counter(row["question_id"] for row in rows_of(tmp_path / "few"))
+    kept = Counter(row["question_id"] for row in read_rows(tmp_path / "few"))
     assert said["rows"] == {"test": 6} and set(kept.values()) == {2}, "both forms of three questions"
 
 
@@ -141,7 +141,7 @@ def all_three(tmp_path, capsys, *options):
 
 
 @pytest.mark.parametrize("storage", ["embed", "paths"])
-def test_the_merged_set_is_what_the_experiments_read(tmp_path, capsys, storage):
+def test_the_experiments_read_the_merged_set(tmp_path, capsys, storage):
     all_three(tmp_path, capsys, "--images", storage)
     said = prepared(capsys, "merge", "--images", storage)
     assert said["questions"] == 30 + 11 + 10 and sum(said["rows"].values()) == 30 + 11 + 20
@@ -185,7 +185,7 @@ def test_twice_the_same_bytes(tmp_path, capsys, storage, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ((), "which dataset? mtrl prepare aokvqa | arxivqa | mmmu-pro | merge"),
         (("coco",), "which dataset?"),
@@ -199,13 +199,13 @@ def test_twice_the_same_bytes(tmp_path, capsys, storage, monkeypatch):
         (("merge", "--images", "links"), "--images: invalid choice: 'links' (choose from"),
     ],
 )
-def test_wrong_words_get_one_clear_line(capsys, arguments, told):
+def test_wrong_arguments_get_one_clear_line(capsys, arguments, message):
     assert main(["prepare", *arguments]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_by_its_id_on_the_hub(tmp_path, capsys, monkeypatch):
-    """The library is asked for each configuration by its name."""
+    """Each configuration of the dataset is loaded by its name."""
     hub, asked = published.mmmu_pro(tmp_path / "hub", 3), []
 
     def load_dataset(name, config, split):
@@ -226,4 +226,4 @@ def test_datasets_saved_to_disk(tmp_path, capsys):
     datasets.DatasetDict(train=made).save_to_disk(str(tmp_path / "saved"))
     capsys.readouterr()
     prepared(capsys, "aokvqa", tmp_path / "saved")
-    assert [row["images"] for row in rows_of(tmp_path / "data/aokvqa")] == [[row["image"]] for row in rows]
+    assert [row["images"] for row in read_rows(tmp_path / "data/aokvqa")] == [[row["image"]] for row in rows]

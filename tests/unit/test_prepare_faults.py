@@ -1,4 +1,4 @@
-"""`mtrl prepare` where something is wrong: one clear line, and nothing of what was done is lost."""
+"""Faults in `mtrl prepare`: one clear line, and no finished work is lost."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import prepare_helpers as published
 import pyarrow.parquet as pq
 import pytest
 from data_helpers import picture_bytes
-from prepare_helpers import contents, rows_of
+from prepare_helpers import contents, read_rows
 
 from mtrl.cli import main
 from mtrl.prepare import images, shards
@@ -42,7 +42,7 @@ def in_a_child(work):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def test_a_wrong_column_is_told_before_anything_is_written(tmp_path, capsys):
+def test_a_wrong_column_is_reported_before_anything_is_written(tmp_path, capsys):
     hub = published.aokvqa(tmp_path / "hub")
     for file in hub.glob("data/train*"):
         pq.write_table(pq.read_table(file).rename_columns({"choices": "options"}), file)
@@ -55,7 +55,7 @@ def test_a_wrong_column_is_told_before_anything_is_written(tmp_path, capsys):
     assert "has no folder 'queries'" in line
 
 
-def test_a_missing_image_ends_it_and_what_was_written_stays(tmp_path, capsys):
+def test_a_missing_image_ends_it_and_written_shards_stay(tmp_path, capsys):
     folder = published.aokvqa_json(tmp_path / "aokvqa", 12)
     gone = folder / "train2017/000000299216.jpg"
     kept = gone.read_bytes()
@@ -67,13 +67,13 @@ def test_a_missing_image_ends_it_and_what_was_written_stays(tmp_path, capsys):
     gone.write_bytes(kept)
     assert main(["prepare", "aokvqa", str(folder)]) == 0
     after = contents(tmp_path / "data/aokvqa")
-    assert before.items() <= after.items() and len(rows_of(tmp_path / "data/aokvqa")) == 12
+    assert before.items() <= after.items() and len(read_rows(tmp_path / "data/aokvqa")) == 12
     assert main(["prepare", "aokvqa", str(folder), "--out", "whole"]) == 0
     assert contents(tmp_path / "whole") == after
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-40], lambda data: b"", lambda data: b"no image at all"])
-def test_a_damaged_image_is_left_out_if_asked(tmp_path, capsys, damage):
+def test_a_damaged_image_is_left_out_if_requested(tmp_path, capsys, damage):
     folder = published.aokvqa_json(tmp_path / "aokvqa", 5)
     file = folder / "train2017/000000299208.jpg"
     file.write_bytes(damage(picture_bytes(kind="JPEG")))
@@ -95,7 +95,7 @@ def test_a_mark_without_an_image(tmp_path, capsys):
     assert "test_Art_3: its text shows <image 4>, and the column of that image is empty" in line
 
 
-KILLS = {  # where the process ends: what is called there, and at which call
+KILLS = {  # where the process ends: the function, and the number of the call
     "in a shard": (shards.ShardWriter, "add", 11),
     "before a shard is in its place": (os, "replace", 4),
     "between a shard and the journal": (shards.OutputFolder, "save", 3),
@@ -106,7 +106,7 @@ KILLS = {  # where the process ends: what is called there, and at which call
 
 
 @pytest.mark.parametrize("place", KILLS)
-def test_killed_and_given_again(tmp_path, capsys, place, monkeypatch):
+def test_a_killed_command_continues(tmp_path, capsys, place, monkeypatch):
     hub = published.mmmu_pro(tmp_path / "hub", 7)
     arguments = ["prepare", "mmmu-pro", str(hub), "--images", "paths", "--out"]
     assert main([*arguments, "whole"]) == 0
@@ -168,7 +168,7 @@ def test_a_full_disk(tmp_path, capsys):
         subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_what_is_there_is_not_touched(tmp_path, capsys):
+def test_existing_files_are_not_changed(tmp_path, capsys):
     hub = published.aokvqa(tmp_path / "hub")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/notes.txt").write_text("dear to me")

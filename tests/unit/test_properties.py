@@ -1,11 +1,11 @@
-"""Laws that hold for every batch: rows in any order, any padding, any split, nothing outside the mask."""
+"""Properties of every batch: any order of rows, any padding, any split, no effect outside the mask."""
 
 import math
 from dataclasses import fields, replace
 
 import pytest
 import torch
-from helpers import INF, NAN, close, mask_of, same
+from helpers import INF, NAN, close, make_mask, same
 from hypothesis import given
 from hypothesis import strategies as st
 from property_helpers import (
@@ -17,7 +17,7 @@ from property_helpers import (
     MAX_LENGTH,
     RULES,
     Step,
-    credit_of,
+    assign_credit,
     steps,
     teacher_loss,
     train_batch,
@@ -47,9 +47,9 @@ def assert_records_close(actual, expected, **tolerance) -> None:
 @given(steps(), RULES, st.randoms(use_true_random=False))
 def test_permuting_rollouts_permutes_credit(step, rules, random):
     order = torch.tensor(random.sample(range(len(step.rollouts)), len(step.rollouts)))
-    credit = credit_of(step, rules)
+    credit = assign_credit(step, rules)
     # Sums in another order: float64 inside, so at most a last bit of float32.
-    assert_records_close(credit_of(permuted(step, order), rules), take_rows(credit, order), rtol=3e-7, atol=1e-9)
+    assert_records_close(assign_credit(permuted(step, order), rules), take_rows(credit, order), rtol=3e-7, atol=1e-9)
 
 
 @given(steps(), RULES, LOSS_TYPES, DENOMINATORS, LOSSES, st.randoms(use_true_random=False))
@@ -65,7 +65,7 @@ def test_permuting_rollouts_permutes_weights_and_keeps_the_loss(step, rules, los
 
 
 def permuted(step: Step, order: Tensor) -> Step:
-    """Rows in another order with all prompts kept, so that group numbers stay."""
+    """Rows in another order with all prompts, so that group numbers stay."""
     shuffled = step.rows(order)
     return replace(
         shuffled, rollouts=replace(shuffled.rollouts, prompts=step.rollouts.prompts, group=step.rollouts.group[order])
@@ -101,14 +101,14 @@ def test_permuting_rollouts_permutes_every_estimator_and_reward(step, random):
 @given(steps(min_rows=2))
 def test_rloo_is_the_centred_reward_stretched(step):
     # r_i - (n m - r_i)/(n - 1) = n/(n - 1) * (r_i - m), for groups of two and more; sums to 0 in the group.
-    group, mask = step.rollouts.group, mask_of(*[1] * len(step.rewards))
+    group, mask = step.rollouts.group, make_mask(*[1] * len(step.rewards))
     n = torch.bincount(group)[group].double()
     centred = advantages.grpo(step.rewards, group, mask, "none")[:, 0].double()
     close(advantages.rloo(step.rewards, group, mask)[:, 0], (n / (n - 1).clamp(min=1)) * centred, atol=1e-6)
 
 
 @given(steps(min_rows=2), st.sampled_from(["group", "batch", "none"]))
-def test_a_penalty_of_rounding_size_teaches_nothing_where_rewards_are_equal(step, scale):
+def test_a_penalty_of_rounding_size_has_no_effect_if_rewards_are_equal(step, scale):
     group, mask = step.rollouts.group, step.rollouts.mask
     rewards = step.rewards.where(group != 0, 1.5)
     flat = group_std(rewards, group)[group] == 0
@@ -134,7 +134,7 @@ def test_credit_and_weights_ignore_padding(step, rules, loss_type, extra, fill):
         wide_weights = getattr(actual.weights, f.name)
         torch.testing.assert_close(wide_weights[:, :width], getattr(expected.weights, f.name), rtol=2e-7, atol=0)
         assert (wide_weights[~wide.rollouts.mask] == 0).all()
-    credit = credit_of(wide, rules)
+    credit = assign_credit(wide, rules)
     assert (credit.advantage[~wide.rollouts.mask] == 0).all()
     assert (credit.token_weight[~wide.rollouts.mask] == 0).all()
     assert not credit.keep_mask[~wide.rollouts.mask].any()
@@ -183,7 +183,7 @@ def test_estimators_ignore_padding(step, extra, fill):
 
 @given(steps(min_rows=2), RULES, LOSS_TYPES, DENOMINATORS, LOSSES, st.booleans(), st.randoms(use_true_random=False))
 def test_micro_batches_only_add(step, rules, loss_type, denominator, loss, truncate, random):
-    """Any partition of the rows: losses and metrics add up, gradients are those of the whole; to 1e-12 in float64."""
+    """Any partition of the rows: losses and metrics add up, gradients equal those of the whole, to 1e-12 in float64."""
     rows = len(step.rollouts)
     silenced = torch.arange(rows) % 2 == 0 if truncate else None
     batch = train_batch(step, rules, loss_type, denominator, silenced)
@@ -210,11 +210,11 @@ def test_micro_batches_only_add(step, rules, loss_type, denominator, loss, trunc
 
 
 @given(steps(), LOSSES, LOSS_TYPES, st.sampled_from(["advantage", "mask"]))
-def test_weights_and_scales_of_one_equal_plain_grpo_to_the_bit(step, loss, loss_type, target):
+def test_weights_and_scales_of_one_are_bitwise_plain_grpo(step, loss, loss_type, target):
     # No image changed anything (S = 0, so a flat range), every token weight is 1, all tokens are kept.
     step = replace(step, perturbed=step.old, mass=torch.full_like(step.mass, 0.25))
     rules = (PerceptionFilter(1.0), EntropyFilter(1.0), TrajectoryScaling(), AttentionWeights(target, smooth_sigma=0.0))
-    shaped, plain = credit_of(step, rules), credit_of(step, ())
+    shaped, plain = assign_credit(step, rules), assign_credit(step, ())
     for name in DECIDED:
         same(getattr(shaped, name), getattr(plain, name))
     results = [teacher_loss(step.logp, train_batch(step, r, loss_type), loss) for r in (rules, ())]

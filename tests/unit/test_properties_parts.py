@@ -7,10 +7,10 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from helpers import INF, close, fake_rollouts, mask_of, same
+from helpers import INF, close, fake_rollouts, make_mask, same
 from hypothesis import given
 from hypothesis import strategies as st
-from property_helpers import ALL_RULES, DECIDED, credit_of, steps, train_batch, weights_of
+from property_helpers import ALL_RULES, DECIDED, assign_credit, compute_weights, steps, train_batch
 
 from mtrl.algorithms.batches import optimizer_steps
 from mtrl.algorithms.credit.attention_weights import AttentionWeights
@@ -28,7 +28,7 @@ from mtrl.algorithms.signals import segment, sequence_mass, visual_dependency
 @given(st.integers(0, 100), st.lists(st.integers(0, 60), min_size=1, max_size=4), st.integers(0, 2**31), st.booleans())
 def test_exactly_k_tokens_are_kept(percent, lengths, seed, ties):
     # k = ceil(p n) of the exact fraction, at least 1 (and no more than there are): float rounding must not show.
-    mask = mask_of(*lengths, width=max([*lengths, 1]))
+    mask = make_mask(*lengths, width=max([*lengths, 1]))
     score = torch.rand(mask.shape, generator=torch.Generator().manual_seed(seed))
     if ties:
         score = (score * 3).floor()
@@ -46,14 +46,14 @@ def test_exactly_k_tokens_are_kept(percent, lengths, seed, ties):
 def test_text_only_rows_are_untouched(step, entropy_top_p, weighting):
     plain = () if entropy_top_p is None else (EntropyFilter(entropy_top_p),)
     rules = (PerceptionFilter(0.2), *plain, TrajectoryScaling(), *([AttentionWeights()] if weighting else []))
-    credit, expected = credit_of(step, rules), credit_of(step, plain)
+    credit, expected = assign_credit(step, rules), assign_credit(step, plain)
     text_only = ~step.rollouts.visual
     for name in DECIDED:
         same(getattr(credit, name)[text_only], getattr(expected, name)[text_only])
     # And visual rows do not notice them: without the text-only rows the scales are the same.
     if step.rollouts.visual.any():
         index = step.rollouts.visual.nonzero().flatten()
-        same(credit_of(step.rows(index), rules).response_weight, credit.response_weight[index])
+        same(assign_credit(step.rows(index), rules).response_weight, credit.response_weight[index])
 
 
 @given(steps(), st.floats(0.0, 1.0), st.one_of(st.none(), st.floats(1.0, 5.0)))
@@ -74,14 +74,14 @@ def test_scale_has_mean_one_unless_capped(step, low, high):
         assert mean <= 1 + 1e-5
         # The mean is less than one only where the cap is reached.
         assert mean == pytest.approx(1, abs=1e-5) or scale.max().item() == pytest.approx(high, rel=1e-6)
-    # Who looks more gets no less.
+    # A token with more vision attention never gets a smaller weight.
     order = row_mean(dependency, mask)[scored].argsort()
     assert (scale[scored][order].diff() >= 0).all()
 
 
 @given(steps(), st.sampled_from([0.0, 0.7, 2.0]))
 def test_token_weights_have_mean_one_before_the_clip(step, sigma):
-    weights = weights_of(step, AttentionWeights(clip=(0.0, INF), smooth_sigma=sigma))
+    weights = compute_weights(step, AttentionWeights(clip=(0.0, INF), smooth_sigma=sigma))
     mask = step.rollouts.mask
     filled = mask.any(1)
     close(row_mean(weights, mask)[filled], torch.ones(int(filled.sum())), rtol=1e-5)
@@ -91,7 +91,7 @@ def test_token_weights_have_mean_one_before_the_clip(step, sigma):
 
 @given(steps(), st.sampled_from([(0.2, 3.0), (0.5, 2.0)]), st.sampled_from([None, 0.2, 0.6]))
 def test_token_weights_stay_within_their_clip(step, clip, top_ratio):
-    weights = weights_of(step, AttentionWeights(clip=clip, top_ratio=top_ratio))
+    weights = compute_weights(step, AttentionWeights(clip=clip, top_ratio=top_ratio))
     assert weights.min() >= clip[0]
     assert weights.max() <= clip[1]
     if top_ratio is not None:
@@ -225,7 +225,7 @@ def test_rows_of_a_batch_follow_one_another(step, picks):
 
 def test_the_mass_of_a_segment_survives_the_sequence_mean():
     mass = torch.rand(2, 3, 5, 2, generator=torch.Generator().manual_seed(0))
-    mask = mask_of(3, 2)
+    mask = make_mask(3, 2)
     same(segment(sequence_mass(mass, mask), "late"), sequence_mass(mass[:, :, 2:3], mask)[:, 0])
 
 

@@ -1,4 +1,4 @@
-"""Rules after published ideas, and the controls beside them: by hand, text-only rows, padding, keys."""
+"""Rules after published ideas and their controls: by hand, text-only rows, padding, keys."""
 
 import math
 from dataclasses import fields, replace
@@ -51,7 +51,7 @@ def test_mass_gate_moves_the_weight_of_weak_tokens_to_strong_ones():
     close(answer(MassGate(threshold=0.5), [4], dependency=[[1.0, 3, 4, 0]]), [[0.5, 1.5, 2, 0]])
 
 
-def test_mass_gate_says_nothing_of_rows_without_image_or_dependency():
+def test_mass_gate_does_not_cover_rows_without_image_or_dependency():
     found = answer(MassGate(), [2, 2, 2], [True, False, True], dependency=[[0.0, 2], [0, 2], [0, 1e-9]])
     close(found, [[0, 2], [1, 1], [1, 1]])
 
@@ -77,7 +77,7 @@ def test_vision_entropy_judges_visual_rows_alone():
     same(assign([VisionEntropy(top_p=0.5)], experience, KEY).keep_mask, bits([0, 1], [1, 1]))
 
 
-def test_perception_bonus_rewards_what_the_image_made_likely():
+def test_perception_bonus_rewards_tokens_that_the_image_made_likely():
     # x = log 1/2, 0, log 2: 1 - exp(x) = 1/2, 0, -1.
     change = [[math.log(0.5), 0.0, math.log(2.0)]]
     close(
@@ -116,8 +116,8 @@ def test_perception_bonus_takes_the_difference_of_both_views():
             answer(PerceptionBonus(), [1], **{known: [[-1.0]]})
 
 
-def test_vision_entropy_is_weighed_where_there_is_any():
-    """Products whose mean is a billionth of a thousandth: above it they are weighed, up to it not."""
+def test_vision_entropy_is_weighted_if_there_is_any():
+    """Products with a mean of 1e-12: only above it they are weighted."""
     for much, weighed in ((1.2e-12, True), (1e-12, False), (0.8e-12, False)):
         entropy = torch.tensor([[2 * much, 1]], dtype=torch.float64)
         signals = Signals(dependency=torch.tensor([[1.0, 0]]), entropy=entropy)
@@ -125,13 +125,13 @@ def test_vision_entropy_is_weighed_where_there_is_any():
         assert vision_entropy(experience).tolist() == [[2 * much, 0]]
         assert (VisionEntropyWeights().apply(experience, KEY) != 1).any() == weighed
     found = over_maximum(torch.tensor([[0.0, 0, 0], [1, 4, 9]]), bits([1, 1, 1], [1, 1, 0]))
-    assert found.tolist() == [[0, 0, 0], [0.25, 1, 0]], "what stands off the mask is 0, and no maximum"
+    assert found.tolist() == [[0, 0, 0], [0.25, 1, 0]], "values off the mask are 0 and no maximum"
     for known in ("dependency", "entropy"):
         with pytest.raises(AssertionError, match="did not measure"):
             answer(VisionEntropy(), [1], **{known: [[1.0]]})
 
 
-def test_vision_entropy_tells_what_it_keeps_of_tokens_with_an_image():
+def test_vision_entropy_reports_the_kept_share_of_tokens_with_an_image():
     rule = VisionEntropy(top_p=0.5)
     signals = Signals(dependency=torch.ones(2, 4), entropy=torch.rand(2, 4))
     seen = fake_experience(fake_rollouts([4, 2], group=range(2), visual=VISUAL_AND_TEXT), signals)
@@ -143,7 +143,7 @@ def test_vision_entropy_tells_what_it_keeps_of_tokens_with_an_image():
 
 
 # ----------------------------------------------------------------------------------------------------- attention, ids
-def test_attention_anchors_are_the_tokens_that_look_most():
+def test_attention_anchors_are_the_tokens_with_most_vision_attention():
     mass = torch.zeros(2, 4, len(SEGMENTS), 2)
     mass[:, :, SEGMENTS.index("weight"), 1] = torch.tensor([0.1, 0.4, 0.2, 0.3])
     rollouts = fake_rollouts([4, 4], group=range(2), visual=VISUAL_AND_TEXT)
@@ -151,25 +151,25 @@ def test_attention_anchors_are_the_tokens_that_look_most():
     close(found, [[2 / 3, 2, 2 / 3, 2 / 3], [1, 1, 1, 1]])  # 1 3 1 1 over their mean 3/2; without an image: ones
     assert AttentionAnchors().apply(fake_experience(rollouts), KEY) is None
     single = fake_experience(fake_rollouts([1]), Signals(attention_mass=mass[:1, :1]))
-    close(AttentionAnchors(boost=0.0).apply(single, KEY), [[0.0]])  # nothing is left of a mean
+    close(AttentionAnchors(boost=0.0).apply(single, KEY), [[0.0]])  # the mean vanishes
 
 
 def test_hidden_similarity_stretches_the_cosines_of_a_response():
-    # 0.1 0.5 0.3 stand at 0, 1 and 1/2 of their range, whose mean is 1/2: weights 0 2 1, the first lifted to the clip.
+    # 0.1 0.5 0.3 are at 0, 1 and 1/2 of their range, with mean 1/2: weights 0 2 1, the first raised to the clip.
     close(answer(HiddenSimilarity(), [3], similarity=[[0.1, 0.5, 0.3]]), [[0.2, 2, 1]])
     close(answer(HiddenSimilarity(strength=0.5), [3], similarity=[[-0.4, 0.0, -0.2]]), [[0.5, 1.5, 1]])
-    # A row without an image, and one whose cosines are all the same; what stands off the mask is nobody's.
+    # A row without an image, and one with equal cosines; values off the mask do not count.
     found = answer(HiddenSimilarity(clip=(0, 9)), [2, 2, 3], [True, False, True],
                    similarity=[[0.2, 0.4, 9], [0.2, 0.4, 0], [0.3, 0.3, 0.3]])  # fmt: skip
     close(found, [[0, 2, 1], [1, 1, 1], [1, 1, 1]])
-    # Off the mask stand a lower and a higher value; the second row's own are all the same.
+    # There are a lower and a higher value off the mask; those of the second row are all equal.
     found = answer(HiddenSimilarity(), [2, 2, 3], similarity=[[0.2, 0.4, -9], [0.3, 0.3, 9], [0.3, 0.3, 0.3]])
     close(found, [[0.2, 2, 1], [1, 1, 1], [1, 1, 1]])
 
 
 @pytest.mark.parametrize(("rule", "signal"), [(HiddenSimilarity(), "similarity"), (MassGate(), "dependency")])
-def test_what_is_nearly_nothing_is_not_stretched(rule, signal):
-    """Two values that differ by a millionth, or whose gated mean is one: above it they are weighed, up to it not."""
+def test_tiny_differences_are_not_stretched(rule, signal):
+    """Two values that differ by 1e-6, or have a gated mean of 1e-6: only above it they are weighted."""
     for much, weighed in ((1.2e-6, True), (1e-6, False), (0.8e-6, False)):
         top = much if signal == "similarity" else 2 * much  # one of two tokens passes the gate: the mean is half of it
         signals = Signals(**{signal: torch.tensor([[0.0, top]], dtype=torch.float64)})
@@ -184,9 +184,9 @@ def test_key_tokens_are_ids_that_go_with_reward():
     close(found[mask], [1, 0, 0, 1, 0, 0, 0, -1 / math.sqrt(3), 0, 0])
 
 
-def test_key_tokens_count_what_was_said_alone():
-    # One good of four says 1, and so does a bad one; 0 is said by the good one alone, 5 by all. What stands off the
-    # mask was not said, whatever its id is. 1: a b c d = 1 1 0 2, phi = 2 / sqrt(12); 0: 1 0 0 3, phi = 1.
+def test_key_tokens_count_only_sampled_tokens():
+    # The one good response of four contains 1, and so does a bad one; only the good one contains 0, all contain 5.
+    # Tokens off the mask do not count, for any id. 1: a b c d = 1 1 0 2, phi = 2 / sqrt(12); 0: 1 0 0 3, phi = 1.
     tokens = torch.tensor([[1, 0, 5], [1, 5, 0], [5, 1, 1], [5, 0, 1]])
     mask = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 0, 0]], dtype=torch.bool)
     found = association(tokens, mask, torch.tensor([True, False, False, False]))
@@ -204,7 +204,7 @@ def test_key_tokens_of_three_groups_and_of_a_reward_at_the_mean():
     close(found, [[1, 0], [-1, -1], [-1, 0], [0, 0], [0, 0], [-1, 0], [1, 0]])
 
 
-def test_key_tokens_look_at_one_group_at_a_time():
+def test_key_tokens_compare_within_a_group():
     rollouts = replace(
         fake_rollouts([1, 1, 1, 1], group=[0, 1, 0, 1]), tokens=torch.tensor([[5], [5], [6], [6]])
     )  # in group 0 the first is good, in group 1 both are equal
@@ -220,7 +220,7 @@ def test_random_filter_keeps_as_many_and_draws_by_the_key():
     assert kept.sum(1).tolist() == [3, 3, 1]
     same(answer(RandomFilter(top_p=0.3), lengths), kept)
     assert not torch.equal(answer(RandomFilter(top_p=0.3), lengths, key=(3, 8)), kept)
-    # What a row draws does not hang on the rows beside it.
+    # The draws of a row do not depend on other rows.
     same(answer(RandomFilter(top_p=0.3), [10, 2, 1])[0], kept[0])
     often = torch.stack([answer(RandomFilter(top_p=0.2), [5], key=(0, step))[0] for step in range(400)])
     assert often.double().mean(0).tolist() == pytest.approx([0.2] * 5, abs=0.07)
@@ -230,14 +230,14 @@ def test_bottom_keeps_the_least_dependent_tokens():
     same(answer(Bottom(top_p=0.5), [4], dependency=[[1.0, 3, 4, 0]]), bits([1, 0, 0, 1]))
 
 
-def test_shuffled_rules_stay_of_their_kind_and_ask_for_the_same():
+def test_shuffled_rules_have_the_same_kind_and_needs():
     for rule, kind in ((PerceptionFilter(), Filter), (EntropyChange(), Weight), (PerceptionBonus(), Bonus)):
         assert isinstance(shuffled(rule), kind)
         assert shuffled(rule).needs == rule.needs
     assert shuffled(make_rule({"name": "attention_weights", "target": "mask"})).target == "mask"
 
 
-def test_shuffled_tokens_keep_the_values_and_lose_their_places():
+def test_shuffled_tokens_keep_the_values_and_change_their_positions():
     change = [[1.0, 2, 3, 4, 5, 6], [1, 2, 0, 0, 0, 0]]
     plain, take_signals = (
         answer(rule, [6, 2], entropy_change=change) for rule in (EntropyChange(), shuffled(EntropyChange()))
@@ -252,7 +252,7 @@ def test_shuffled_rows_get_the_signals_of_another_response():
     rule = shuffled(PerceptionFilter(top_p=0.5), across="rows")
     found = answer(rule, [4, 2], dependency=[[1.0, 9, 3, 4], [7, 5, 0, 0]])
     same(found, bits([1, 0, 1, 0], [0, 1, 0, 0]))
-    # The factors of responses change hands: the same ones, none at its place.
+    # The factors of responses are exchanged: the same values, none at its own row.
     scaling = TrajectoryScaling()
     plain, take_signals = (
         answer(r, [1] * 5, dependency=[[1.0], [2], [3], [4], [5]]) for r in (scaling, shuffled(scaling, "rows"))
@@ -273,7 +273,7 @@ def test_shuffled_by_name():
 
 @pytest.mark.parametrize("name", sorted(RULES.keys() - {"shuffled"}))
 def test_text_only_rows_get_plain_credit(name):
-    """Of rules that read the image: one that judges by entropy or ids has a word for text as well."""
+    """For rules that read the image; rules by entropy or ids also cover text rows."""
     rule = make_rule(name)
     if name in ("entropy_filter", "key_tokens"):
         return
@@ -304,13 +304,13 @@ DEFAULTS = {
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
-def test_what_a_rule_does_where_nobody_says(name):
+def test_defaults_of_the_rules(name):
     assert {f.name: getattr(make_rule(name), f.name) for f in fields(make_rule(name))} == DEFAULTS[name]
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
-def test_answers_are_bits_or_float32_for_tokens_of_any_precision(name):
-    """Whatever a signal comes in, thirds are worked out in float64 and rounded once, at the end. A row without tokens
+def test_results_are_bool_or_float32_for_signals_of_any_precision(name):
+    """For any dtype of a signal, thirds are computed in float64 and rounded once, at the end. A row without tokens
     stays finite."""
     rollouts = fake_rollouts([31, 0], group=range(2), visual=[True, True])
     drawn = torch.rand(2, 31, generator=torch.Generator().manual_seed(1)).sqrt()  # all of their bits are used
@@ -324,11 +324,11 @@ def test_answers_are_bits_or_float32_for_tokens_of_any_precision(name):
         found.append(rule.apply(fake_experience(rollouts, signals, rewards=rewards), KEY))
     assert found[0].dtype == found[1].dtype == (torch.bool if isinstance(rule, Filter) else torch.float32)
     assert found[0].double().isfinite().all()
-    if name != "perception_bonus":  # float32 is what old and perturbed are to the probe
+    if name != "perception_bonus":  # the probe returns old and perturbed log-probs in float32
         same(found[0], found[1])
 
 
-def test_anchors_are_weighed_as_exactly_as_float32_can_say():
+def test_anchors_are_weighted_with_float32_precision():
     for tokens in range(2, 30):
         mass = torch.rand(1, tokens, len(SEGMENTS), 2)
         found = AttentionAnchors(top_p=0.3, boost=1.7).apply(
@@ -339,8 +339,8 @@ def test_anchors_are_weighed_as_exactly_as_float32_can_say():
         assert {*found[0].tolist()} <= {*torch.tensor([1 / mean, 1.7 / mean], dtype=torch.float64).float().tolist()}
 
 
-def test_what_a_prompt_says_stays_with_it():
-    """Shuffled rules move what is known of tokens: attention of the prompt and maps have no tokens to move."""
+def test_signals_of_a_prompt_stay_with_it():
+    """Shuffled rules move token signals; attention of the prompt and maps are not per token."""
     signals = Signals(
         dependency=torch.tensor([[1.0, 2, 3]]), prompt_attention_mass=torch.rand(1, 2, 2), attention_maps=(None,)
     )
@@ -352,8 +352,8 @@ def test_what_a_prompt_says_stays_with_it():
     close(found.dependency, [[3.0, 1, 2]])
 
 
-def test_draws_are_those_of_every_version():
-    """A run that goes on, and a study that is repeated, must draw the same."""
+def test_draws_do_not_change_between_versions():
+    """A resumed run and a repeated study must draw the same numbers."""
     kept = answer(RandomFilter(top_p=0.3), [10, 4])
     assert [row.nonzero().flatten().tolist() for row in kept] == [[7, 8, 9], [1, 2]]
     take_signals = answer(shuffled(MassGate()), [6], dependency=[[1.0, 2, 3, 4, 5, 6]])  # as they are: the last three

@@ -1,8 +1,8 @@
-"""A base in 4 bits with adapters beside it. Skipped without bitsandbytes, whose kernels run on a CPU too."""
+"""A 4-bit base with adapters. Skipped without bitsandbytes, whose kernels run on a CPU too."""
 
 import pytest
 import torch
-from tiny_models import checkpoint, encoder_of, plain_logp, prompts_for, random_rollouts
+from tiny_models import checkpoint, get_encoder, plain_logp, prompts_for, random_rollouts
 from torch import nn
 
 import mtrl
@@ -32,7 +32,7 @@ def quantized(family="qwen2", learnt=True):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_product_and_its_gradient_are_those_of_the_weight_that_it_stands_for(bias):
+def test_a_product_and_its_gradient_equal_those_of_the_dequantized_weight(bias):
     torch.manual_seed(0)
     linear = nn.Linear(192, 320, bias=bias)
     packed = FourBitLinear(linear, CPU)
@@ -64,17 +64,17 @@ def test_layers_of_the_language_model_alone(family):
     assert {name for name, each in model.named_parameters() if each.requires_grad} == adapter_parameters(model).keys()
     language = getattr(model.model, "language_model", model.model)
     assert "FourBitLinear" in explain_unsupported(language, model.get_output_embeddings()), (
-        "the engine of graphs says no"
+        "the graph engine does not support it"
     )
 
 
-def test_what_is_published_is_the_model():
-    """All weights by their own names, merged: plain transformers then says what the trainer says, but for rounding."""
+def test_published_weights_are_the_merged_model():
+    """All weights by their own names, merged: plain transformers gives the trainer's log-probs, up to rounding."""
     model = quantized()
     weights, plain = exported_weights(model), load_model(checkpoint("qwen2"))
     assert weights.keys() == plain.state_dict().keys() and len(weights) == len(plain.state_dict())
     rollouts = random_rollouts(prompts_for("qwen2")[:2], [0, 1], [6, 9])
-    forward = Forward(Backbone(model), encoder_of("qwen2"))
+    forward = Forward(Backbone(model), get_encoder("qwen2"))
     before = plain_logp("qwen2", rollouts, model=plain)
     plain.load_state_dict(dict(weights))
     with torch.no_grad():
@@ -83,7 +83,7 @@ def test_what_is_published_is_the_model():
     assert (ours - before)[rollouts.mask].abs().max() > 0.01
     with adapters_off(model):
         base = forward.signals(rollouts).old_logprobs
-    fresh = Forward(Backbone(quantized(learnt=False)), encoder_of("qwen2")).signals(rollouts).old_logprobs
+    fresh = Forward(Backbone(quantized(learnt=False)), get_encoder("qwen2")).signals(rollouts).old_logprobs
     assert torch.equal(base, fresh), "the reference is the base in 4 bits"
 
 
@@ -103,7 +103,7 @@ def test_a_run_learns_and_saves_adapters(tmp_path):
     checkpoint = whole.directory / "checkpoints" / "step_1"
     parts = trained("parts", 2, load_checkpoint_path=str(checkpoint), warmup_steps=0)
     ours, theirs = (adapter_parameters(trainer.model) for trainer in (whole, parts))
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours), "it goes on to the bit"
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours), "it resumes bitwise"
     assert (checkpoint / "adapter_model.safetensors").is_file() and not (checkpoint / "model.safetensors").exists()
     assert [row["actor/grad_norm"] > 0 for row in whole.history] == [True, True]
-    assert not four_bit_layers(load_model(checkpoint)), "merged into the base as it was given"
+    assert not four_bit_layers(load_model(checkpoint)), "merged into the original base"

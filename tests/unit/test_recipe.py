@@ -50,7 +50,7 @@ def optimization(**values):
 @pytest.mark.parametrize(
     ("overrides", "rows", "steps"),
     [
-        ({"training.total_epochs": 3, "dataset.rollout_batch_size": 4}, 10, 7),  # 30 prompts, 4 a step
+        ({"training.total_epochs": 3, "dataset.rollout_batch_size": 4}, 10, 7),  # 30 prompts, 4 per step
         ({"training.total_epochs": 1, "dataset.rollout_batch_size": 4}, 3, 1),
         ({"training.max_steps": 5}, 10, 5),
     ],
@@ -99,7 +99,7 @@ def test_only_adapters_that_drop_something_draw_random_numbers(kind, dropout, se
     assert dropout_seed(load_config(None, model | {"dataset.seed": 7})) == seed
 
 
-def test_the_defaults_of_an_optimizer_are_those_of_the_configuration():
+def test_the_defaults_of_an_optimizer_match_the_configuration():
     assert replace(make_optimizer_settings(load_config(None), 1), total_steps=1) == OptimizerSettings()
 
 
@@ -155,7 +155,7 @@ def test_only_a_run_without_steps_is_validated_first(before, first, validates):
         assert make_algorithm(config, 1).validate_first is validates
 
 
-def test_what_rules_rewards_trackers_and_divergence_read_comes_together():
+def test_needs_of_rules_rewards_trackers_and_divergence_are_combined():
     rules = make_algorithm(optimization(enable_perception_filtering=True), 1)
     assert {"dependency", "ref_logprobs", "old_logprobs", "entropy"} <= rules.needs.names
     config = optimization(disable_divergence=True)
@@ -169,7 +169,7 @@ def test_what_rules_rewards_trackers_and_divergence_read_comes_together():
     )
 
 
-def test_a_cut_is_compared_on_what_it_leaves():
+def test_a_cut_is_compared_on_its_support():
     words = {"optimization.replay_buffer_size": 8, "optimization.disable_divergence": True}
     for cut in ({"worker.rollout.top_p": 0.9}, {"worker.rollout.top_k": 20}):
         assert make_algorithm(load_config(None, words | cut), 1).needs == Needs("old_logprobs", "entropy", "support")
@@ -199,7 +199,7 @@ def test_attention_is_read_now_and_then_unless_somebody_reads_signals():
     config = load_config(None)
     assert attention_interval(config) == make_algorithm(config, 1).attention_every == 10
     assert make_algorithm(config, 1, rewards=[Needs("old_logprobs"), Needs()]).attention_every == 1, (
-        "one of them may look"
+        "one of them reads attention"
     )
     assert make_algorithm(config, 1, rewards=[Needs()]).attention_every == 10
     assert make_algorithm(config, 1, trackers=Needs("attention_mass")).attention_every == 1
@@ -256,13 +256,13 @@ def test_the_divergence_has_the_keys_of_the_configuration():
         assert make_divergence(optimization(**values, divergence_type=kind)) == expected
 
 
-def test_when_the_reference_is_made_anew():
+def test_when_the_reference_is_synced():
     assert make_algorithm(optimization(), 1).sync_ref_every == spec().sync_ref_every == 0, "never"
     assert make_algorithm(load_config(None, {"worker.ref.sync_every": 5}), 1).sync_ref_every == 5
 
 
 @pytest.mark.parametrize(("state", "weights", "comes"), [(0, 0, 0), (1, 0, 1), (0, 1, 0), (1, 1, 0)])
-def test_whether_the_state_of_optimizers_comes_for_their_steps(state, weights, comes):
+def test_whether_optimizer_state_is_offloaded_between_steps(state, weights, comes):
     keys = {"offload.offload_optimizer": bool(state), "fsdp.cpu_offload": bool(weights)}
     config = load_config(None, {f"worker.actor.{name}": value for name, value in keys.items()})
     assert offloads_optimizer(config) == bool(comes)
@@ -302,7 +302,7 @@ def test_who_reads_the_reference(divergence, needs, reads):
         ({"divergence_coef": 1.0}, True),
     ],
 )
-def test_a_divergence_that_counts_nothing_is_none(values, there):
+def test_a_divergence_with_coefficient_zero_is_none(values, there):
     assert (make_divergence(optimization(**values)) is not None) is there
 
 
@@ -375,7 +375,7 @@ def test_due_at_every_third():
     assert due(1, 1) and due(7, 1)
 
 
-def test_attention_joins_what_is_needed_when_it_is_due():
+def test_attention_is_needed_when_it_is_due():
     rules = replace(make_algorithm(optimization(disable_divergence=True), 1), attention_every=4)
     assert [step for step in range(12) if "attention_mass" in rules.needs_at(step)] == [3, 7, 11], (
         "steps are counted from 1"
@@ -384,7 +384,7 @@ def test_attention_joins_what_is_needed_when_it_is_due():
 
 
 # ----------------------------------------------------------------------------------------- which groups are learnt from
-def test_filtering_and_replay_are_what_the_keys_say():
+def test_filtering_and_replay_follow_the_keys():
     config = optimization(
         online_filtering=True, filter_by="spread", filter_key="format", filter_low=0.1, filter_high=0.9, max_refills=7,
         on_short_batch="stop", replay_buffer_size=5, replay_var_epsilon=0.25, filter_min_reward=1.5,

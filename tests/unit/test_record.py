@@ -1,4 +1,4 @@
-"""The record of the rollouts: what is kept of each token, bounds, damage, and that a run does not notice it."""
+"""The record of the rollouts: the stored values of each token, bounds, damage, and no effect on the run."""
 
 import base64
 import io
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from view_helpers import decode, opened, picture, recorded, step_of, with_maps
+from view_helpers import decode, make_step, opened, picture, recorded, with_maps
 
 from mtrl.compose.algorithm import make_algorithm
 from mtrl.compose.memory_limits import make_limits
@@ -28,7 +28,7 @@ from mtrl.view.rollout_store import image_grids
 
 # -------------------------------------------------------------------------------------------------------- what is kept
 def test_a_response_with_all_that_is_known_of_its_tokens(tmp_path):
-    store = recorded(tmp_path, step_of())
+    store = recorded(tmp_path, make_step())
     assert store.steps() == {1: 3} and store.skipped() == []
     first = store.response(1, 0)
     assert first["text"] == "row 0" and first["pieces"] == ["t0 ", "t1 "]
@@ -38,14 +38,14 @@ def test_a_response_with_all_that_is_known_of_its_tokens(tmp_path):
     assert streams["advantage"] == [-0.5, -0.5] and streams["group_advantage"] == [-0.4, -0.4]
     assert streams["weight"] == [1.25, 1.25], "w * v, and v is 1 where no rule weighs tokens"
     assert streams["vision_late"] == [0.75, 0.75] and streams["vision_early"] == [0, 0]
-    assert "entropy" not in streams, "what nobody measured is not there"
+    assert "entropy" not in streams, "unmeasured signals are absent"
     assert (first["reward"], first["parts"], first["kept"], first["members"]) == (1.5, {"accuracy": 1.0}, 1, [0, 1])
     assert store.response(1, 2)["parts"] == {"accuracy": None} and store.response(1, 1)["tokens"] == 1
     assert store.columns(1)["dependency"].tolist() == [0.125, 0.5, 1.125], "means over the tokens of a response"
 
 
 def test_images_as_the_model_saw_them_and_perturbed(tmp_path):
-    store = recorded(tmp_path, step_of())
+    store = recorded(tmp_path, make_step())
     prompt = store.response(1, 2)["prompt"]
     shown = [np.asarray(Image.open(io.BytesIO(store.image(1, prompt[name][0])))) for name in ("images", "perturbed")]
     assert (shown[0] == picture(20)).all() and (shown[1] == picture(10)).all()
@@ -53,9 +53,9 @@ def test_images_as_the_model_saw_them_and_perturbed(tmp_path):
         store.image(1, "../../config.yaml")
 
 
-def test_an_image_is_kept_once(tmp_path):
+def test_an_image_is_stored_once(tmp_path):
     noise = np.random.default_rng(1).integers(0, 255, (64, 64, 3), dtype=np.uint8)
-    step = step_of()
+    step = make_step()
     prompts = tuple(replace(prompt, media=(noise,)) for prompt in step.rollouts.prompts)
     step = replace(step, rollouts=replace(step.rollouts, prompts=prompts), signals=Signals())
     store = recorded(tmp_path, step, step, step)
@@ -64,21 +64,21 @@ def test_an_image_is_kept_once(tmp_path):
     assert store.image(3, store.response(3, 2)["prompt"]["images"][0]) == store.image(1, store.response(1, 0)["image"])
 
 
-def test_the_other_view_is_left_out_where_nobody_saw_it(tmp_path):
-    assert recorded(tmp_path / "a", step_of(signals=Signals())).response(1, 0)["prompt"]["perturbed"] == []
-    step = step_of()
+def test_the_perturbed_view_is_left_out_if_it_was_not_used(tmp_path):
+    assert recorded(tmp_path / "a", make_step(signals=Signals())).response(1, 0)["prompt"]["perturbed"] == []
+    step = make_step()
     older = replace(step, rollouts=replace(step.rollouts, version=torch.tensor([0, 0, 3])))
     store = recorded(tmp_path / "b", older)
     assert store.response(1, 0)["prompt"]["perturbed"] == [], "its group was measured in an earlier step"
     assert len(store.response(1, 2)["prompt"]["perturbed"]) == 1
 
 
-def test_as_many_as_asked_for(tmp_path):
-    assert recorded(tmp_path / "two", step_of(), per_step=2).steps() == {1: 2}
-    assert recorded(tmp_path / "all", step_of(), per_step=-1).steps() == {1: 3}
+def test_the_configured_number_of_responses(tmp_path):
+    assert recorded(tmp_path / "two", make_step(), per_step=2).steps() == {1: 2}
+    assert recorded(tmp_path / "all", make_step(), per_step=-1).steps() == {1: 3}
 
 
-def test_parts_of_a_character_stand_together():
+def test_parts_of_a_character_are_shown_together():
     vocabulary = {1: "ab", 2: "\ufffd", 3: "\ufffd", 4: "c"}
     pieces = TokenPieces(lambda ids: [vocabulary[i] for i in ids], lambda ids: "é" if ids == [2, 3] else "?")
     assert pieces([1, 2, 3, 4]) == ["ab", "", "é", "c"] and pieces([2, 3]) == ["", "é"]
@@ -110,13 +110,13 @@ def looked(levels, scale=0.5):
 def test_maps_lie_on_the_images_and_clips_that_they_are_about(tmp_path):
     """A picture of 4 x 6 pixels and a clip of five frames, two a token; a token is two pixels a side."""
     still, clip = np.zeros((4, 6, 3), np.uint8), np.zeros((5, 4, 4, 3), np.uint8)
-    step = with_maps(step_of(), [looked([[9] * 18, [255] * 18]), None, looked([[1] * 18, [2] * 18])], (still, clip))
+    step = with_maps(make_step(), [looked([[9] * 18, [255] * 18]), None, looked([[1] * 18, [2] * 18])], (still, clip))
     store = recorded(tmp_path, step, token_size=(2, 2))
     one = store.response(1, 0)
     assert one["grids"] == [[1, 2, 3, [0]], [3, 2, 2, [0, 0, 1, 2]]], "frames 0, 1, 3 and 4 of the clip are shown"
     assert store.maps(1, 0) == {"levels": base64.b64encode(bytes([9] * 18 + [255] * 18)).decode(), "scale": [0.5, 0.5]}
     assert not {"maps", "map_scale"} & one["streams"].keys(), "a list of responses stays small"
-    assert one["streams"]["vision_all"] == [0, 0], "what was measured stays"
+    assert one["streams"]["vision_all"] == [0, 0], "measured signals stay"
     assert "grids" not in store.response(1, 1)
     with pytest.raises(KeyError):
         store.maps(1, 1)
@@ -136,7 +136,7 @@ def test_maps_that_do_not_fit_their_images_are_not_shown(grids):
 
 # ------------------------------------------------------------------------------------------------------ growth, damage
 def test_it_is_read_while_it_grows(tmp_path):
-    store = recorded(tmp_path, step_of())
+    store = recorded(tmp_path, make_step())
     whole = block_parts(tmp_path)[0].read_bytes()
     part = block_parts(tmp_path)[0]
     for length in (1, 40, len(blocks.MARK) + 70, len(whole) - 1):
@@ -150,8 +150,8 @@ def test_it_is_read_while_it_grows(tmp_path):
 
 
 @pytest.mark.parametrize("hurt", ["head", "body", "table", "cut", "garbage"])
-def test_damage_costs_one_step_and_is_said(tmp_path, hurt):
-    recorded(tmp_path, step_of(), step_of(), step_of())
+def test_damage_costs_one_step_and_is_reported(tmp_path, hurt):
+    recorded(tmp_path, make_step(), make_step(), make_step())
     part = block_parts(tmp_path)[0]
     _, second, _ = PartReader(part).read_new()
     data = bytearray(part.read_bytes())
@@ -173,7 +173,7 @@ def test_damage_costs_one_step_and_is_said(tmp_path, hurt):
     else:
         with pytest.raises((DamagedRecord, KeyError)):
             store.response(2, 0)
-    assert bool(store.skipped()) == (hurt != "body"), "a damaged response is found when it is looked at"
+    assert bool(store.skipped()) == (hurt != "body"), "a damaged response is detected when it is read"
 
 
 def test_a_table_from_somebody_else_is_no_trap(tmp_path):
@@ -191,37 +191,37 @@ def test_a_table_from_somebody_else_is_no_trap(tmp_path):
 
 
 def test_it_stays_within_its_limit(tmp_path):
-    steps = [step_of(shades=(number, number + 100)) for number in range(60)]
+    steps = [make_step(shades=(number, number + 100)) for number in range(60)]
     store = recorded(tmp_path, *steps, limit_bytes=32_000)
     assert sum(part.stat().st_size for part in block_parts(tmp_path)) <= 32_000
     kept = list(store.steps())
-    assert kept[-1] == 60 and kept == list(range(kept[0], 61)) and kept[0] > 1, "the oldest steps give way"
+    assert kept[-1] == 60 and kept == list(range(kept[0], 61)) and kept[0] > 1, "the oldest steps are removed"
     assert len(store.image(kept[0], store.response(kept[0], 0)["image"])) > 0, "with their images, and no others"
 
 
 def test_the_last_attempt_counts(tmp_path):
-    recorded(tmp_path, step_of(), step_of(), step_of())
+    recorded(tmp_path, make_step(), make_step(), make_step())
     record = RolloutRecord(tmp_path, decode, str, lambda prompt, step: (), attempt=2)
-    record.rollouts(2, step_of(signals=Signals()))
+    record.rollouts(2, make_step(signals=Signals()))
     record.close()
     store = opened(tmp_path)
     assert list(store.steps()) == [1, 2], "step 3 of the first attempt was undone"
     assert "dependency" not in store.response(2, 0)["streams"] and "dependency" in store.response(1, 0)["streams"]
 
 
-def test_a_full_disk_is_said_once_and_stops_nothing(tmp_path, monkeypatch, caplog):
+def test_a_full_disk_is_reported_once_and_stops_nothing(tmp_path, monkeypatch, caplog):
     def full(path, data):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(blocks, "append_whole", full)
     with caplog.at_level(logging.WARNING):
-        recorded(tmp_path, step_of(), step_of())
+        recorded(tmp_path, make_step(), make_step())
     assert caplog.text.count("No space left") == 1
 
 
 # ------------------------------------------------------------------------------------------------------------ the run
 def test_a_run_does_not_notice_it(tmp_path, few_rows, no_curves):
-    """The same weights to the bit, whether it is recorded, with attention maps at that, or not."""
+    """The weights are bitwise the same with a record, with attention maps, and without."""
     questions = tmp_path / "val.jsonl"
     questions.write_text('{"prompt": "Which letter?", "answer": "A", "options": ["x", "y"]}\n')
     ends = {}
@@ -242,7 +242,7 @@ def test_a_run_does_not_notice_it(tmp_path, few_rows, no_curves):
         if kept:
             store = opened(record)
             assert store.steps() == {1: 3, 2: 3}
-            assert store.response(2, 0)["prompt"]["perturbed"], "the embedded recipe looks at two views"
+            assert store.response(2, 0)["prompt"]["perturbed"], "the embedded recipe uses two views"
             shown = [store.response(2, row) for row in range(3)]
             assert all("vision_late" not in each["streams"] for each in shown), "attention is due at step 10"
             check_maps(store, shown[2])
@@ -261,7 +261,7 @@ def check_maps(store, one):
     assert sums.min() > 0.01 and sums.max() < 1
 
 
-def test_maps_where_attention_is_hidden_are_refused_at_the_start():
+def test_maps_without_readable_attention_are_an_error_at_the_start():
     config = load_config(CONFIG_FILE, {"training.record_attention_maps": True})
     rules = make_algorithm(config, 1)
     check_signals_available(config, rules, True)

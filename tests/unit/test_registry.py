@@ -1,4 +1,4 @@
-"""Credit rules by name: those of the package, a user's own, and one clear line for everything that is none."""
+"""Credit rules by name: those of the package, a user's own, and one clear line for anything else."""
 
 import sys
 
@@ -59,7 +59,7 @@ def late(experience, key):
 
 @pytest.fixture(autouse=True)
 def own_path(monkeypatch):
-    """Files that are loaded put their folders on the path; nobody after them should look there."""
+    """Loaded files add their folders to sys.path; this removes them for later tests."""
     monkeypatch.setattr(sys, "path", [*sys.path])
 
 
@@ -105,10 +105,10 @@ def test_a_rule_of_a_file_takes_part(mine):
 
 
 # ------------------------------------------------------------------------------------------------------ what is refused
-def test_an_unknown_name_is_told_what_there_is():
-    told = refusal("entropy_filtr")
-    assert told.startswith("there is no rule entropy_filtr (did you mean entropy_filter?); there are ")
-    assert all(name in told for name in RULES) and "file.py:Name" in told
+def test_an_unknown_name_is_reported_with_the_known_ones():
+    message = refusal("entropy_filtr")
+    assert message.startswith("there is no rule entropy_filtr (did you mean entropy_filter?); there are ")
+    assert all(name in message for name in RULES) and "file.py:Name" in message
     assert "did you mean" not in refusal("xyz")
 
 
@@ -117,15 +117,15 @@ def test_a_file_without_its_rule_is_no_name(mine):
 
 
 def test_arguments_that_it_does_not_take(mine):
-    told = refusal({"name": "entropy_filter", "top": 0.5, "p": 1})
-    assert told == "entropy_filter takes no p, top; its arguments are top_p"
+    message = refusal({"name": "entropy_filter", "top": 0.5, "p": 1})
+    assert message == "entropy_filter takes no p, top; its arguments are top_p"
     assert refusal({"name": f"{mine}:Late", "slop": 1}) == f"{mine}:Late takes no slop; its arguments are slope, places"
     assert "takes no needs" in refusal({"name": "entropy_filter", "needs": []})
 
 
 def test_an_argument_that_is_missing(mine):
-    told = refusal(f"{mine}:Late")
-    assert told.startswith(f"{mine}:Late: ") and "missing" in told and "'slope'" in told
+    message = refusal(f"{mine}:Late")
+    assert message.startswith(f"{mine}:Late: ") and "missing" in message and "'slope'" in message
 
 
 @pytest.mark.parametrize("spec", [{}, {"top_p": 0.5}, {"name": None}, {"name": 3}])
@@ -133,16 +133,16 @@ def test_a_mapping_without_a_name(spec):
     assert refusal(spec) == f"{spec}: the name of the rule is missing; write {{name: .., and its arguments}}"
 
 
-def test_places_where_there_is_nothing(mine, tmp_path):
+def test_files_and_names_that_do_not_exist(mine, tmp_path):
     assert refusal(f"{tmp_path}/none.py:Late") == f"there is no credit rule file {tmp_path}/none.py"
-    told = refusal(f"{mine}:Early")
-    assert told.startswith(f"{mine} has no credit rule Early; it has ") and "Late" in told
+    message = refusal(f"{mine}:Early")
+    assert message.startswith(f"{mine} has no credit rule Early; it has ") and "Late" in message
     assert "No module named 'no_such_module'" in refusal("no_such_module:Late")
     assert refusal(f"{tmp_path}/rule:Late").startswith(f"{tmp_path}/rule is no Python file")
 
 
 @pytest.mark.parametrize("name", ["late", "Stranger", "Undecorated", "torch"])
-def test_what_is_no_rule(mine, name):
+def test_objects_that_are_no_rules(mine, name):
     wanted = "it must be a frozen dataclass and a Filter, a Weight or a Bonus"
     assert refusal(f"{mine}:{name}") == f"{mine}:{name} is no credit rule: {wanted}"
 
@@ -154,9 +154,9 @@ def test_a_rule_that_does_not_apply(mine):
 def test_a_signal_that_there_is_not(tmp_path):
     path = tmp_path / "hopeful.py"
     path.write_text(MINE.replace('Needs("entropy")', 'Needs("entropie")'))
-    told = refusal({"name": f"{path}:Late", "slope": 1.0})
+    message = refusal({"name": f"{path}:Late", "slope": 1.0})
     expected = f"{path}:Late cannot be loaded: ValueError: there is no signal entropie; there are old_logprobs, "
-    assert told.startswith(expected)
+    assert message.startswith(expected)
 
 
 def test_a_file_that_cannot_be_run(tmp_path):

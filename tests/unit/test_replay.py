@@ -5,7 +5,7 @@ from collections import Counter
 
 import numpy as np
 import torch
-from helpers import NAN, close, mask_of, padded
+from helpers import NAN, close, make_mask, padded
 
 from mtrl.algorithms.replay import ReplayBuffer, ReplayEntry, flat_groups, replay_scores
 
@@ -22,7 +22,7 @@ def keys(buffer):
 # Group 2: rewards 5, 5: std 0.
 REWARDS = torch.tensor([0.0, 2.0, 0.0, 1.0, 2.0, 5.0, 5.0])
 GROUP = torch.tensor([0, 0, 1, 1, 1, 2, 2])
-MASK = mask_of(1, 3, 2, 2, 2, 1, 1)
+MASK = make_mask(1, 3, 2, 2, 2, 1, 1)
 ADVANTAGE = padded([[-1], [1, 1, 1], [-3, -3], [0, 0], [3, 3], [0], [0]], fill=NAN)
 
 

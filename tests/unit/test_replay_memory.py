@@ -1,4 +1,4 @@
-"""What a run remembers: which places are filled from it, what comes back as it was, and how it outlasts a restart."""
+"""The replay memory: which groups it replaces, which values are restored unchanged, and how it survives a restart."""
 
 import gc
 import json
@@ -26,7 +26,7 @@ class Source:
         return [fake_prompt(f"{name} read again", visual=not name.startswith("text")) for name in ids]
 
 
-def step_of(names, rewards, old=-1.0, mass=False, **more):
+def make_step(names, rewards, old=-1.0, mass=False, **more):
     """Two responses of 1 and 2 tokens to each prompt, with a log-prob of `old` on every token."""
     count = len(names)
     rollouts = fake_rollouts([1, 2] * count, group=[place for place in range(count) for _ in range(2)])
@@ -48,16 +48,16 @@ def gathered(experience):
     return CollectedBatch(replace(experience, advantage=None), PromptCounts(used=len(experience.rollouts.prompts)))
 
 
-def names_of(experience):
+def get_task_ids(experience):
     return [prompt.task.id for prompt in experience.rollouts.prompts]
 
 
 @pytest.fixture
 def memory():
-    """Holds `a` and `c` of step 3, sampled by version 0, 1 and 4, 5; `b` taught nothing."""
+    """Holds `a` and `c` of step 3, sampled by versions 0, 1 and 4, 5; `b` had no advantage."""
     memory = ReplayMemory(ReplayRule(4, 1e-6, 0.0), seed=7)
-    told = memory.admit(step_of("abc", [0.0, 1.0, 1.0, 1.0, 0.0, 2.0], old=-2.0), (), step=3)
-    assert told == {"replay/size": 2}
+    result = memory.admit(make_step("abc", [0.0, 1.0, 1.0, 1.0, 0.0, 2.0], old=-2.0), (), step=3)
+    assert result == {"replay/size": 2}
     return memory
 
 
@@ -68,20 +68,20 @@ def test_only_groups_worth_it_are_stored(memory):
     assert found.keys() == {"a", "c"} and found["a"][0] == (3, 0) and found["c"][0] == (3, 2)
     assert (found["a"][1], found["c"][1]) == pytest.approx((1.0, 2.0), rel=1e-5)
     strict = ReplayMemory(ReplayRule(4, 1e-6, 1.0), seed=7)
-    strict.admit(step_of("abc", [0.0, 1.0, 1.0, 1.0, 0.0, 2.0]), (), step=0)
+    strict.admit(make_step("abc", [0.0, 1.0, 1.0, 1.0, 0.0, 2.0]), (), step=0)
     assert [entry.payload.task for entry in strict.buffer.entries] == ["c"]
 
 
 def test_replayed_groups_are_not_stored_again(memory):
     before = memory.buffer.entries
-    memory.admit(step_of("xy", [0.0, 1.0, 0.0, 9.0]), replayed=(1,), step=5)
+    memory.admit(make_step("xy", [0.0, 1.0, 0.0, 9.0]), replayed=(1,), step=5)
     assert {entry.key for entry in memory.buffer.entries} == {*(entry.key for entry in before), (5, 0)}
 
 
 def test_entries_hold_no_prompts_and_no_pixels():
     pixels = np.zeros((4, 4, 3), dtype=np.uint8)
     gone = weakref.ref(pixels)
-    experience = step_of("ab", [0.0, 1.0, 1.0, 0.0])
+    experience = make_step("ab", [0.0, 1.0, 1.0, 0.0])
     prompts = tuple(replace(prompt, media=(pixels,)) for prompt in experience.rollouts.prompts)
     experience = replace(experience, rollouts=replace(experience.rollouts, prompts=prompts))
     memory = ReplayMemory(ReplayRule(4, 1e-6, 0.0), seed=7)
@@ -95,69 +95,73 @@ def test_entries_hold_no_prompts_and_no_pixels():
 
 
 # ------------------------------------------------------------------------------------------------------ what comes back
-def test_groups_take_the_places_they_are_given():
-    experience = step_of("abcd", [0.0] * 8)
-    others = [step_of([name], [float(i), 9.0]) for i, name in enumerate("xyz")]
-    assert names_of(exchange_groups(experience, [1, 3], others[:2])) == ["a", "x", "c", "y"]
-    assert names_of(exchange_groups(experience, [1, 3], others[:1])) == ["a", "x", "c", "d"]
-    assert names_of(exchange_groups(experience, [1], others)) == ["a", "x", "c", "d", "y", "z"]
+def test_groups_replace_the_given_ones():
+    experience = make_step("abcd", [0.0] * 8)
+    others = [make_step([name], [float(i), 9.0]) for i, name in enumerate("xyz")]
+    assert get_task_ids(exchange_groups(experience, [1, 3], others[:2])) == ["a", "x", "c", "y"]
+    assert get_task_ids(exchange_groups(experience, [1, 3], others[:1])) == ["a", "x", "c", "d"]
+    assert get_task_ids(exchange_groups(experience, [1], others)) == ["a", "x", "c", "d", "y", "z"]
     whole = exchange_groups(experience, [1], others)
     assert whole.rollouts.group.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
     assert whole.rewards.total.tolist() == [0, 0, 0, 9, 0, 0, 0, 0, 1, 9, 2, 9]
 
 
 def test_flat_groups_are_replaced_and_others_stay(memory):
-    own = step_of("wxyz", [1.0, 1.0, 0.0, 1.0, 2.0, 2.0, 0.0, 1.0])
+    own = make_step("wxyz", [1.0, 1.0, 0.0, 1.0, 2.0, 2.0, 0.0, 1.0])
     found = memory.exchange(gathered(own), 4, step=8, source=Source())
-    first, second, third, fourth = names_of(found.experience)
+    first, second, third, fourth = get_task_ids(found.experience)
     assert {first, third} == {"a read again", "c read again"} and (second, fourth) == ("x", "z")
-    assert found.replayed == (0, 2) and names_of(found.own) == ["w", "x", "y", "z"]
+    assert found.replayed == (0, 2) and get_task_ids(found.own) == ["w", "x", "y", "z"]
     assert found.metrics == {"replay/wanted": 2, "replay/hits": 2, "replay/age_mean": 5, "replay/age_max": 5}
 
 
 def test_no_more_than_there_are(memory):
-    found = memory.exchange(gathered(step_of("vwx", [1.0] * 6)), 3, step=4, source=Source())
-    assert len(found.replayed) == 2 and names_of(found.experience)[2] == "x"
+    found = memory.exchange(gathered(make_step("vwx", [1.0] * 6)), 3, step=4, source=Source())
+    assert len(found.replayed) == 2 and get_task_ids(found.experience)[2] == "x"
     assert (found.metrics["replay/wanted"], found.metrics["replay/hits"]) == (3, 2)
 
 
-def test_places_that_a_filter_left_empty_are_filled_too(memory):
-    own = step_of("wx", [1.0, 1.0, 0.0, 1.0])
+def test_gaps_left_by_a_filter_are_filled_too(memory):
+    own = make_step("wx", [1.0, 1.0, 0.0, 1.0])
     found = memory.exchange(gathered(own), 3, step=4, source=Source())
-    assert found.replayed == (0, 2) and names_of(found.experience)[1] == "x" and len(names_of(found.experience)) == 3
+    assert (
+        found.replayed == (0, 2)
+        and get_task_ids(found.experience)[1] == "x"
+        and len(get_task_ids(found.experience)) == 3
+    )
 
 
 def test_nothing_to_replace_and_nothing_stored_leave_the_step_as_it_is(memory):
-    lively = gathered(step_of("wx", [0.0, 1.0, 2.0, 0.0]))
+    lively = gathered(make_step("wx", [0.0, 1.0, 2.0, 0.0]))
     found = memory.exchange(lively, 2, step=4, source=Source())
     assert found.experience is lively.experience and found.own is lively.experience and not found.replayed
     assert found.metrics == {"replay/wanted": 0, "replay/hits": 0}
-    flat = gathered(step_of("wx", [1.0] * 4))
+    flat = gathered(make_step("wx", [1.0] * 4))
     empty = ReplayMemory(ReplayRule(4, 1e-6, 0.0), seed=7).exchange(flat, 2, step=4, source=Source())
     assert empty.experience is flat.experience and empty.metrics == {"replay/wanted": 2, "replay/hits": 0}
 
 
 def test_ages_are_counted_in_steps(memory):
-    memory.admit(step_of("d", [0.0, 1.0]), (), step=6)
-    found = memory.exchange(gathered(step_of("xyz", [1.0] * 6)), 3, step=8, source=Source())
-    assert found.metrics["replay/age_mean"] == 4 and found.metrics["replay/age_max"] == 5, "of 5, 5 and 2"
+    memory.admit(make_step("d", [0.0, 1.0]), (), step=6)
+    found = memory.exchange(gathered(make_step("xyz", [1.0] * 6)), 3, step=8, source=Source())
+    assert found.metrics["replay/age_mean"] == 4 and found.metrics["replay/age_max"] == 5, "from 5, 5 and 2"
 
 
 def test_draws_belong_to_seed_and_step(memory):
     def drawn(seed, step):
         memory.seed = seed
-        own = gathered(step_of("w", [1.0, 1.0]))
-        return names_of(memory.exchange(own, 1, step, Source()).experience)[0]
+        own = gathered(make_step("w", [1.0, 1.0]))
+        return get_task_ids(memory.exchange(own, 1, step, Source()).experience)[0]
 
     assert drawn(7, 5) == drawn(7, 5)
     assert len({drawn(7, step) for step in range(5, 25)}) == len({drawn(seed, 5) for seed in range(20)}) == 2
 
 
-def test_what_comes_back_is_as_it_was_and_advantages_are_new(memory):
-    # `a` was sampled at o = -2, b = -2.5, with rewards 0, 1; those of now at o = -1, b = -1.5.
+def test_replayed_values_are_unchanged_and_advantages_are_new(memory):
+    # `a` was sampled at o = -2, b = -2.5, with rewards 0, 1; the current ones at o = -1, b = -1.5.
     memory.rule = replace(memory.rule, capacity=1)
     memory.buffer = replace(memory.buffer, entries=memory.buffer.entries[1:])
-    own = step_of("wx", [1.0, 1.0, 0.0, 1.0], old=-1.0)
+    own = make_step("wx", [1.0, 1.0, 0.0, 1.0], old=-1.0)
     found = memory.exchange(gathered(own), 2, step=4, source=Source()).experience
     total, rollouts, signals = found.rewards.total, found.rollouts, found.signals
     assert total.tolist() == [0, 1, 0, 1]
@@ -174,20 +178,20 @@ def test_what_comes_back_is_as_it_was_and_advantages_are_new(memory):
 
 
 def test_token_weights_that_some_groups_lack_are_ones(memory):
-    own = step_of("wx", [1.0, 1.0, 0.0, 1.0], token_weights=torch.full((4, 2), 3.0))
+    own = make_step("wx", [1.0, 1.0, 0.0, 1.0], token_weights=torch.full((4, 2), 3.0))
     found = memory.exchange(gathered(own), 2, step=4, source=Source())
     close(found.experience.rewards.token_weights, [[1, 1], [1, 1], [3, 3], [3, 3]])
 
 
 def test_steps_without_images_do_not_take_the_attention_of_others_away():
     memory = ReplayMemory(ReplayRule(4, 1e-6, 0.0), seed=7)
-    memory.admit(step_of(["text"], [0.0, 1.0]), (), step=0)
-    own = step_of("wx", [1.0, 1.0, 0.0, 1.0], mass=True)
+    memory.admit(make_step(["text"], [0.0, 1.0]), (), step=0)
+    own = make_step("wx", [1.0, 1.0, 0.0, 1.0], mass=True)
     found = memory.exchange(gathered(own), 2, step=4, source=Source()).experience
     assert found.signals.attention_mass[:2].eq(0).all() and found.signals.attention_mass[2:].eq(-1).all()
     assert found.signals.prompt_attention_mass[:2].eq(0).all()
-    memory.admit(step_of("i", [0.0, 9.0]), (), step=1)  # an image whose attention was not read then
-    found = memory.exchange(gathered(step_of("wx", [1.0] * 4, mass=True)), 2, step=4, source=Source()).experience
+    memory.admit(make_step("i", [0.0, 9.0]), (), step=1)  # an image whose attention was not read at that time
+    found = memory.exchange(gathered(make_step("wx", [1.0] * 4, mass=True)), 2, step=4, source=Source()).experience
     assert found.signals.attention_mass is None
 
 
@@ -208,12 +212,12 @@ def assert_same_records(record, other):
             assert value == expected, f.name
 
 
-def test_a_restart_remembers_to_the_bit(memory, tmp_path):
+def test_a_restart_restores_it_bitwise(memory, tmp_path):
     weights, baseline = torch.tensor([[0.1, 0.2], [0.3, 0.4]]), torch.tensor([1 / 3, 2 / 3])
-    more = step_of(["deep/é\n"], [0.1, 1 / 3], old=-1 / 3, mass=True, token_weights=weights, baseline=baseline)
+    more = make_step(["deep/é\n"], [0.1, 1 / 3], old=-1 / 3, mass=True, token_weights=weights, baseline=baseline)
     memory.admit(more, (), step=11)
     snapshot, entries = memory.snapshot(), memory.buffer.entries
-    memory.admit(step_of("later", [0.0, 50.0] * 5), (), step=12)
+    memory.admit(make_step("later", [0.0, 50.0] * 5), (), step=12)
     assert snapshot.detached().nbytes == sum(
         tensor.nbytes for entry in entries for tensor in record_tensors(entry.payload.experience).values()
     )

@@ -1,4 +1,4 @@
-"""Charts: what stands where in a picture, by matplotlib's own objects; and the curves of runs, from their rows."""
+"""Charts: the layout of a picture, by matplotlib's own objects; and the curves of runs, from their rows."""
 
 import json
 import logging
@@ -25,7 +25,7 @@ RATE = [(0, 0.4), (4, 0.6), (8, 1.0)]
 NOISE = [(step, 0.5 + 0.1 * (-1) ** step) for step in range(1, 25)]
 
 
-def axes_of(figure):
+def draw_axes(figure):
     figure.canvas.draw()
     return figure.axes
 
@@ -38,7 +38,7 @@ def labels(axis):
 def test_ticks_are_round_and_within_the_axis():
     assert ticks_within(0, 24, count=7, integer=True) == [0, 5, 10, 15, 20]
     assert ticks_within(0, 1, count=6) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1])
-    assert ticks_within(3, 4, count=7, integer=True) == [3, 4], "a step is whole"
+    assert ticks_within(3, 4, count=7, integer=True) == [3, 4], "a step is an integer"
 
 
 def test_numbers_have_the_decimals_they_need():
@@ -47,7 +47,7 @@ def test_numbers_have_the_decimals_they_need():
     assert plain_numbers([0.0, 2e-6]) == ["0", "2e-06"] and plain_numbers([]) == []
 
 
-def test_text_is_drawn_as_it_stands():
+def test_text_is_drawn_literally():
     """A $ begins no formula, a control character is no command, and a sign without a glyph is no empty box."""
     figure = make_chart("a$b_1$\n\x1b", [Panel("p$", [Curve("l$", RATE), Curve("m", RATE)])])
     figure.canvas.draw()
@@ -61,7 +61,7 @@ def test_text_is_drawn_as_it_stands():
 # ---------------------------------------------------------------------------------------------------------------- chart
 def test_each_validation_is_a_point_and_single_steps_are_smoothed():
     panel = Panel("accuracy", [Curve("training", NOISE, noisy=True), Curve("validation", RATE)], bounds=(0, 1))
-    (axes,) = axes_of(make_chart("run", [panel]))
+    (axes,) = draw_axes(make_chart("run", [panel]))
     pale, mean, validated = axes.get_lines()
     assert list(zip(*validated.get_data(), strict=True)) == RATE and validated.get_marker() == MARKS[1]
     assert list(zip(*pale.get_data(), strict=True)) == NOISE and pale.get_alpha() < 0.5
@@ -79,25 +79,25 @@ def test_the_mean_spans_more_of_a_longer_run():
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 12])
-def test_nothing_covers_anything(count):
-    """Head, legend and panels have places of their own, however many names there are."""
+def test_nothing_overlaps(count):
+    """Head, legend and panels do not overlap for any number of names."""
     names = [f"a-run-with-a-name-of-its-own-{i}" for i in range(count)]
     figure = make_chart(
         "title", [Panel(f"p{i}", [Curve(name, RATE) for name in names]) for i in range(count)], note="note"
     )
-    axes, renderer = axes_of(figure), figure.canvas.get_renderer()
+    axes, renderer = draw_axes(figure), figure.canvas.get_renderer()
     boxes = [each.get_tightbbox(renderer) for each in axes] + [text.get_window_extent() for text in figure.texts]
     boxes += [legend.get_window_extent() for legend in figure.legends]
-    assert len(axes) == count and len(figure.legends) == (count > 1), "a single line is what the title says"
+    assert len(axes) == count and len(figure.legends) == (count > 1), "a single line needs no legend"
     for place, one in enumerate(boxes):
         assert figure.bbox.contains(one.x0, one.y0) and figure.bbox.contains(one.x1, one.y1)
         for other in boxes[place + 1 :]:
             assert not one.overlaps(other)
 
 
-def test_a_name_has_one_look_everywhere_and_no_other_has_it():
+def test_each_name_has_one_unique_style_everywhere():
     names = [f"run {i}" for i in range(2 * len(COLOURS))]
-    first, second = axes_of(
+    first, second = draw_axes(
         make_chart("t", [Panel("p", [Curve(n, RATE) for n in names]), Panel("q", [Curve("run 3", RATE)])])
     )
     looks = [(line.get_color(), line.get_marker(), line.get_linestyle()) for line in first.get_lines()]
@@ -110,7 +110,7 @@ def test_the_axis_begins_at_zero_where_that_is_near():
     near, far, below = (
         Panel("p", [Curve("a", [(0, low), (1, high)])]) for low, high in ((0.1, 0.3), (12, 13), (-1, 1))
     )
-    spans = [axes.get_ylim() for axes in axes_of(make_chart("t", [near, far, below]))]
+    spans = [axes.get_ylim() for axes in draw_axes(make_chart("t", [near, far, below]))]
     assert spans[0][0] == 0 and spans[1][0] > 11 and spans[2][0] < -1
 
 
@@ -130,7 +130,7 @@ def test_a_picture_is_whole_or_not_there(tmp_path, monkeypatch):
 
 
 def test_no_state_is_shared_with_other_drawing(tmp_path):
-    """pyplot keeps figures and a backend for the whole process; help and the rest of a command need no matplotlib."""
+    """pyplot keeps figures and a backend for the whole process; help and other commands need no matplotlib."""
     code = (
         "import sys, pathlib, mtrl.report.run_curves, mtrl.report.heat_map, mtrl.tracking.curve\n"
         "assert 'matplotlib' not in sys.modules\n"
@@ -149,15 +149,15 @@ def row(step, attempt=1, **values):
     return {"step": step, "attempt": attempt, "time": 1.0, **{name.replace("__", "/"): x for name, x in values.items()}}
 
 
-def test_a_history_leaves_out_what_was_undone():
+def test_a_history_leaves_out_undone_steps():
     """Attempt 1 went to step 4; attempt 2 began again after step 2 and was stopped after step 3."""
     rows = [row(0, val__reward_score=0.1), *(row(step, reward__overall=step) for step in (1, 2))]
     rows += [row(2, val__reward_score=0.2), *(row(step, reward__overall=step) for step in (3, 4))]
     rows += [row(4, val__reward_score=0.4), row(3, attempt=2, reward__overall=30)]
-    told = history(rows)
-    assert told == {"val/reward_score": [(0, 0.1), (2, 0.2)], "reward/overall": [(1, 1), (2, 2), (3, 30)]}
+    result = history(rows)
+    assert result == {"val/reward_score": [(0, 0.1), (2, 0.2)], "reward/overall": [(1, 1), (2, 2), (3, 30)]}
     validated_again = history([*rows, row(3, attempt=3, val__reward_score=0.3)])
-    assert validated_again["reward/overall"] == told["reward/overall"], "a validation comes after its step"
+    assert validated_again["reward/overall"] == result["reward/overall"], "a validation comes after its step"
 
 
 def test_a_history_takes_numbers_alone():
@@ -209,7 +209,7 @@ def test_without_a_step_there_is_no_curve(tmp_path):
     assert not (tmp_path / "run" / "curve.png").exists(), "only validated"
 
 
-def test_a_picture_that_fails_is_told_and_ends_nothing(tmp_path, monkeypatch, caplog):
+def test_a_failed_picture_is_reported_and_ends_nothing(tmp_path, monkeypatch, caplog):
     def refuse(*_):
         raise MemoryError("no room")
 
@@ -222,7 +222,7 @@ def test_a_picture_that_fails_is_told_and_ends_nothing(tmp_path, monkeypatch, ca
 
 
 # -------------------------------------------------------------------------------------------------------------- command
-def test_the_curve_of_a_run_is_drawn_anew(tmp_path, capsys):
+def test_the_curve_of_a_run_is_redrawn(tmp_path, capsys):
     run = write_run(tmp_path / "run")
     assert cli.main(["plot", str(run)]) == 0
     assert capsys.readouterr().out.strip() == str(run / "curve.png")
@@ -252,7 +252,7 @@ def test_damaged_lines_are_counted_and_left_out(tmp_path, capsys):
     assert "metrics.jsonl: 6 of 19 lines are damaged and left out" in capsys.readouterr().err
 
 
-def test_a_metric_that_some_runs_lack_is_said(tmp_path, capsys):
+def test_a_metric_that_some_runs_lack_is_reported(tmp_path, capsys):
     one, two = write_run(tmp_path / "one"), write_run(tmp_path / "two", steps=0)
     out = tmp_path / "x.png"
     assert cli.main(["plot", str(one), str(two), "actor/entropy", "--out", str(out)]) == 0 and out.exists()
@@ -276,7 +276,7 @@ def test_a_metric_that_some_runs_lack_is_said(tmp_path, capsys):
         (["run", "--out", "no/where.png"], "no/where.png cannot be written"),
     ],
 )
-def test_mistakes_are_answered_in_one_line(words, said, tmp_path, monkeypatch, capsys):
+def test_mistakes_are_reported_in_one_line(words, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "run")
     for name, text in (("empty", None), ("blank", "\n"), ("broken", "x\n{}\n")):
@@ -284,15 +284,15 @@ def test_mistakes_are_answered_in_one_line(words, said, tmp_path, monkeypatch, c
         if text is not None:
             (tmp_path / name / "metrics.jsonl").write_text(text)
     assert cli.main(["plot", *words]) == cli.USER_ERROR
-    told = capsys.readouterr().err
-    assert said in told and told.count("\n") == 1 and "Traceback" not in told
+    result = capsys.readouterr().err
+    assert said in result and result.count("\n") == 1 and "Traceback" not in result
     assert not (tmp_path / "run" / "curve.png").exists()
 
 
 # ----------------------------------------------------------------------------------------------------------- benchmarks
 @pytest.mark.parametrize(("name", "pictures"), [("learning_curves", [""]), ("attention_curves", ["_mdi", "_weights"])])
 def test_curves_of_benchmarks_are_drawn_again_from_their_numbers(name, pictures, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))  # benchmarks/ stands beside the package
+    monkeypatch.syspath_prepend(str(ROOT))  # benchmarks/ is next to the package
     shutil.copy(ROOT / "docs" / f"{name}.json", tmp_path)
     monkeypatch.setattr(sys, "argv", [name, "--redraw", "--out", str(tmp_path / name)])
     import_module(f"benchmarks.{name}").main()

@@ -1,4 +1,4 @@
-"""Where a run starts, what makes it another run, and that one process at a time has it."""
+"""Where a run starts, which keys make it another run, and the lock for one process at a time."""
 
 import os
 import shutil
@@ -32,11 +32,11 @@ from mtrl.training.resume import (
 )
 from mtrl.utils.errors import Finished, RunError, StartError
 
-NOTHING = {"actor": SimpleNamespace(nbytes=0, copied=False)}  # of snapshots, what a save that is refused looks at
+NOTHING = {"actor": SimpleNamespace(nbytes=0, copied=False)}  # the attributes of snapshots that a rejected save reads
 
 
 def fake_checkpoint(run, step):
-    """A whole one, with nothing but a state in it."""
+    """A complete checkpoint that contains only a state."""
     folder = run / "checkpoints" / f"step_{step}"
     folder.mkdir(parents=True)
     (folder / "trainer_state.json").write_text(f'{{"step": {step}}}')
@@ -55,7 +55,7 @@ def test_an_empty_run_starts_at_the_beginning(tmp_path):
     assert start == Start() and start.step == 0 and start.describe() == "starting at step 0"
 
 
-def test_its_own_newest_checkpoint_comes_first(tmp_path):
+def test_the_runs_newest_checkpoint_comes_first(tmp_path):
     fake_checkpoint(tmp_path / "run", 9)
     newest = fake_checkpoint(tmp_path / "run", 10)
     other = fake_checkpoint(tmp_path / "other", 50)
@@ -74,7 +74,7 @@ def test_a_given_checkpoint_may_be_named_in_three_ways(tmp_path, named):
     assert "starting after step 50" in start.describe()
 
 
-def test_a_damaged_one_is_left_out_for_the_one_before_and_set_aside(tmp_path, caplog):
+def test_a_damaged_one_is_set_aside_for_the_one_before(tmp_path, caplog):
     steps = [fake_checkpoint(tmp_path, step) for step in (10, 20, 30)]
     damage(steps[2])
     start = find_start(tmp_path, steps=99)
@@ -91,7 +91,7 @@ def test_the_same_step_may_be_damaged_again(tmp_path):
     assert aside == {"step_20.damaged", "step_20.damaged.2", "step_20.damaged.3"}
 
 
-def test_all_damaged_is_an_error_and_nothing_is_touched(tmp_path):
+def test_if_all_are_damaged_it_is_an_error_and_nothing_changes(tmp_path):
     steps = [fake_checkpoint(tmp_path, step) for step in (10, 20)]
     for step in steps:
         damage(step)
@@ -100,7 +100,7 @@ def test_all_damaged_is_an_error_and_nothing_is_touched(tmp_path):
     assert all(step.exists() for step in steps)
 
 
-def test_a_given_one_that_is_damaged_or_no_checkpoint_is_refused(tmp_path):
+def test_a_given_one_that_is_damaged_or_no_checkpoint_is_an_error(tmp_path):
     damage(fake_checkpoint(tmp_path, 10))
     with pytest.raises(StartError, match="no complete checkpoint of a run"):
         checkpoint_at(tmp_path / "checkpoints" / "step_10")
@@ -115,7 +115,7 @@ def test_a_given_one_that_is_damaged_or_no_checkpoint_is_refused(tmp_path):
         checkpoint_at(tmp_path / "run")
 
 
-def test_a_given_one_may_be_at_home(tmp_path, monkeypatch):
+def test_a_given_one_may_be_below_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     given = fake_checkpoint(tmp_path / "other", 50)
     assert find_start(tmp_path / "run", 99, given="~/other").checkpoint == given
@@ -155,16 +155,16 @@ PLACE = ("output_dir", "project_name", "experiment_name", "find_last_checkpoint"
 BAD_DATA = ("on_bad_row", "check_images")  # the sampler notices whether the rows in use are the same
 
 
-def test_only_logging_length_place_and_bad_data_may_differ():
-    """The keys say it themselves; here is the list in full, so that no key gets it by accident."""
+def test_only_logging_length_paths_and_bad_data_may_differ():
+    """The keys declare it themselves; this is the full list, so that no key gets it by accident."""
     may_change = {key for key, leaf in known_leaves().items() if leaf.may_change}
     expected = {f"training.{name}" for name in (*LENGTH, *LOGGING, *PLACE)}
-    stopped = {"optimization.on_short_batch"}  # a step that it stopped has no numbers that could differ
+    stopped = {"optimization.on_short_batch"}  # a step that was stopped has no metrics that could differ
     ranks = {f"training.{name}" for name in ("nnodes", "n_gpus_per_node", "heartbeat_s", "max_restarts")}
     ranks |= {
         "worker.actor.ulysses_size",
         "dataset.dataloader_num_workers",
-    }  # who makes what
+    }  # which process makes prompts and rewards
     assert may_change == expected | {f"dataset.{name}" for name in BAD_DATA} | stopped | ranks
 
 
@@ -178,7 +178,7 @@ def test_the_keys_that_differ_are_named():
     assert differing_keys(before, before) == []
 
 
-def test_another_configuration_is_refused(tmp_path):
+def test_another_configuration_is_an_error(tmp_path):
     config = load_config(None, {"dataset.seed": 7})
     with RunDirectory(tmp_path / "run") as directory:
         assert not directory.used
@@ -196,7 +196,7 @@ def test_another_configuration_is_refused(tmp_path):
             check_same_run(directory, load_config(), fresh=False)
 
 
-def test_a_configuration_that_is_gone_is_said(tmp_path, caplog):
+def test_a_missing_configuration_is_reported(tmp_path, caplog):
     with RunDirectory(tmp_path / "run") as directory:
         directory.record(to_yaml(load_config()))
         fake_checkpoint(directory.path, 10)
@@ -225,7 +225,7 @@ def another_process(run):
         owner.communicate()
 
 
-def test_a_run_in_use_is_refused_and_free_after_a_kill(tmp_path):
+def test_a_run_in_use_is_an_error_and_free_after_a_kill(tmp_path):
     with (
         another_process(tmp_path / "run") as owner,
         pytest.raises(StartError, match=f"in use by process {owner} on .*experiment_name"),
@@ -252,16 +252,16 @@ def test_a_folder_that_another_process_has_taken_is_not_touched(tmp_path, finish
         tracker.metrics(10, {"step": 10})
         assert read_rows(run / "metrics.jsonl") == [{"step": 10}]
         shutil.move(run, tmp_path / "old") if moved else shutil.rmtree(run)
-        tracker.metrics(11, {"step": 11})  # nobody has it yet: it is made again
+        tracker.metrics(11, {"step": 11})  # it is not locked yet, so it is made again
         shutil.rmtree(run)
         with another_process(run):
             fake_checkpoint(run, 99)  # theirs, and not to be taken for ours
             if not finished:
-                told = every_way_is_refused(store, tracker)
+                message = every_way_is_refused(store, tracker)
         if finished:
-            told = every_way_is_refused(store, tracker)
+            message = every_way_is_refused(store, tracker)
     last = tmp_path / "old" / "checkpoints" / "step_10"
-    assert f"the last checkpoint of this run is {last}." in told if moved else "were removed with it" in told
+    assert f"the last checkpoint of this run is {last}." in message if moved else "were removed with it" in message
     assert {path.name for path in run.iterdir()} == {"run.lock", "run_id", CONFIG, "checkpoints"}
     assert [path.name for path in list_checkpoints(run / "checkpoints")] == ["step_99"]
     assert (run / CONFIG).read_text() == "theirs" and (run / "run_id").read_text() != directory.id
@@ -334,14 +334,14 @@ map_rows(job, range(2000), "rows", workers=2)
     RunDirectory(tmp_path / "run").close()
 
 
-def test_a_place_that_cannot_be_written_is_said(tmp_path):
+def test_a_directory_that_cannot_be_written_is_reported(tmp_path):
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(StartError, match=r"training.output_dir"):
         RunDirectory(tmp_path / "file" / "run")
 
 
 # ------------------------------------------------------------------------------------------------------------- signals
-def test_the_first_signal_asks_and_a_second_ctrl_c_leaves(capfd):
+def test_the_first_signal_requests_a_stop_and_a_second_ctrl_c_exits(capfd):
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt), Interrupt() as interrupt:
         os.kill(os.getpid(), signal.SIGINT)
@@ -355,7 +355,7 @@ def test_the_first_signal_asks_and_a_second_ctrl_c_leaves(capfd):
 
 def test_sigterm_may_come_several_times():
     with Interrupt() as interrupt:
-        interrupt.leave()  # nobody asked: nothing
+        interrupt.leave()  # no stop was requested
         for _ in range(3):
             os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises(SystemExit) as left:
@@ -364,7 +364,7 @@ def test_sigterm_may_come_several_times():
 
 
 def test_a_second_ctrl_c_ends_the_wait_for_a_save(tmp_path):
-    """Waiting for a thread is where a run stands while it saves."""
+    """A run that saves waits for a thread."""
     release, ended = threading.Event(), threading.Event()
     thread = threading.Thread(target=lambda: release.wait(20) and ended.set())
     thread.start()
@@ -373,7 +373,7 @@ def test_a_second_ctrl_c_ends_the_wait_for_a_save(tmp_path):
         for timer in timers:
             timer.start()
         thread.join()
-    assert not ended.is_set(), "nobody waited for it"
+    assert not ended.is_set(), "the exit did not wait for it"
     release.set()
     assert ended.wait(20)
 
@@ -396,7 +396,7 @@ def test_away_from_the_main_thread_no_signal_is_touched():
 
 # ------------------------------------------------------------------------------------------------------- strange states
 @pytest.mark.parametrize("name", ["run.lock", "run_id", "config.yaml", "metrics.jsonl", "bad_rows.jsonl"])
-def test_a_pipe_in_the_place_of_a_file_is_refused_by_name(tmp_path, name):
+def test_a_pipe_instead_of_a_file_is_named(tmp_path, name):
     os.mkfifo(tmp_path / name)
     with pytest.raises(StartError, match=f"{name} is not a file"):
         RunDirectory(tmp_path)
@@ -410,14 +410,14 @@ def test_checkpoints_that_lead_nowhere_are_no_new_start(tmp_path, target):
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"\x1b[2J"])
-def test_an_id_that_nobody_wrote_is_refused_by_name(tmp_path, content):
+def test_an_invalid_run_id_is_named(tmp_path, content):
     (tmp_path / "run_id").write_bytes(content)
     with pytest.raises(StartError, match="run_id does not hold the id"):
         RunDirectory(tmp_path)
 
 
 @pytest.mark.parametrize("state", ["[]", "{}", '{"step": "ten"}', '{"step": -1}', '{"step": true}', "[" * 10**5])
-def test_a_state_that_was_changed_and_sealed_again_is_refused_by_name(tmp_path, state):
+def test_a_changed_state_with_a_valid_checksum_is_named(tmp_path, state):
     folder = fake_checkpoint(tmp_path, 10)
     (folder / "trainer_state.json").write_text(state)
     (folder / MANIFEST).unlink()
@@ -429,15 +429,15 @@ def test_a_state_that_was_changed_and_sealed_again_is_refused_by_name(tmp_path, 
 
 
 @pytest.mark.parametrize("error", [KeyError("source"), TypeError("'int' object is not subscriptable"), ValueError("x")])
-def test_what_a_changed_state_does_is_told_with_its_name(tmp_path, error):
-    told = rf"trainer_state.json or trainer/ of .*step_9 was changed .*{type(error).__name__}"
-    with pytest.raises(StartError, match=told), restoring(tmp_path / "step_9"):
+def test_errors_of_a_changed_state_name_the_file(tmp_path, error):
+    message = rf"trainer_state.json or trainer/ of .*step_9 was changed .*{type(error).__name__}"
+    with pytest.raises(StartError, match=message), restoring(tmp_path / "step_9"):
         raise error
     with pytest.raises(DataError, match="the data changed"), restoring(tmp_path / "step_9"):
         raise DataError("the data changed")
 
 
-def test_another_run_does_not_see_what_the_first_one_stored(tmp_path):
+def test_another_run_does_not_see_the_files_of_the_first(tmp_path):
     source = SimpleNamespace(restore=lambda state: None, state=lambda: {"next": 9})
     start = Start(tmp_path / "step_4", {"step": 4, "source": {"next": 9}, "prompts": {"used": 8}, "replay": 3})
     assert fitting_state(start, source) == {"step": 4, "source": {"next": 9}, "prompts": {"used": 8}}

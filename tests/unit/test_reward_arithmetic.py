@@ -56,7 +56,7 @@ def test_normalize_then_sum():
     close(
         combine(parts, [2, 10], group, "normalize_then_sum"),
         [-2 - 10 * h, -10 * h, 0, 10 * h, 2 + 10 * h],
-        rtol=3e-6,  # the 1e-6 beside the std
+        rtol=3e-6,  # the 1e-6 added to the std
     )
 
 
@@ -77,7 +77,7 @@ def test_early_weights_end_at_their_ratio():
 
 @pytest.mark.parametrize("total", [10, 30, 70, 100, 1000])
 @pytest.mark.parametrize("tenths", range(1, 10))
-def test_the_change_comes_at_the_exact_step(total, tenths):
+def test_the_change_is_at_the_exact_step(total, tenths):
     schedule = [(0.0, ["early"]), (tenths / 10, ["late"])]
     early = [step for step in range(total) if scheduled_weights(step / total, schedule) == ["early"]]
     assert len(early) == tenths * total // 10
@@ -201,14 +201,14 @@ def test_vgr_of_responses_that_differ_by_rounding_is_neutral(normalizer, noise, 
 
 @pytest.mark.parametrize("normalizer", ["iqr", "mad"])
 @given(st.lists(st.integers(1, 40), min_size=2, max_size=8), st.sampled_from(["fp32", "bf16"]))
-def test_vgr_of_responses_that_differ_is_ranked_as_before(normalizer, values, dtype):
+def test_vgr_of_responses_that_differ_is_ranked(normalizer, values, dtype):
     # Values in steps of 1/10, up to 4: any two that differ do so by more than rounding.
     values = torch.tensor(values, dtype=torch.float64) / 10
     exact = vgr_reward(values, one_group(len(values)), normalizer, rounding=0.0)
     same(vgr_reward(values, one_group(len(values)), normalizer, VGR_ROUNDING[dtype]), exact)
 
 
-def test_vgr_groups_are_apart_and_not_applicable_is_no_member():
+def test_vgr_groups_are_separate_and_not_applicable_is_no_member():
     # Group 0 holds 1 2 3 4 5 and a NaN, group 1 the tenfold, in mixed order.
     vgr = torch.tensor([5.0, 50, 4, 40, NAN, 3, 30, 2, 20, 1, 10])
     group = torch.tensor([0, 1, 0, 1, 0, 0, 1, 0, 1, 0, 1])
@@ -253,7 +253,7 @@ def test_hard_negative_needs_an_accuracy_of_one_and_vision():
     close(vgr_hard_negative_reward(vgr, accuracy, one_group(7)), [0.5, 0, -0.5, NAN, NAN, 0, 0])
 
 
-def test_hard_negative_keeps_groups_apart():
+def test_hard_negative_separates_groups():
     vgr = torch.tensor([1.0, 10, 2, 20, 3, 30])
     group = torch.tensor([0, 1, 0, 1, 0, 1])
     close(vgr_hard_negative_reward(vgr, torch.ones(6), group), [0.5, 0.5, 0, 0, -0.5, -0.5])

@@ -1,4 +1,4 @@
-"""`mtrl reward`: what a function gives, where it fails and how long it takes, on responses that were written down."""
+"""`mtrl reward`: the values, failures and time of a function on stored responses."""
 
 import json
 from pathlib import Path
@@ -43,13 +43,13 @@ def write_rows(path: Path, rows):
 
 
 def tried(capsys, *words, status=0):
-    """The last line of JSON, and all that was said."""
+    """The last line of JSON, and the whole output."""
     assert main(["reward", *words]) == status
     said = capsys.readouterr()
     return json.loads(said.out.splitlines()[-1]), said.out, said.err
 
 
-def rows_of(responses, **columns):
+def make_rows(responses, **columns):
     rows = [{"prompt": f"what is {i}", "answer": "x", "level": i, "response": r} for i, r in enumerate(responses)]
     return [row | columns for row in rows]
 
@@ -90,7 +90,7 @@ def test_totals_and_parts_by_hand():
 
 # ------------------------------------------------------------------------------------------------------------ datasets
 def test_a_dataset_with_responses(function, tmp_path, capsys):
-    data = write_rows(tmp_path / "data.jsonl", rows_of(["fine", "raise", "none", "sleep", "hang", "fine"]))
+    data = write_rows(tmp_path / "data.jsonl", make_rows(["fine", "raise", "none", "sleep", "hang", "fine"]))
     words = ["worker.reward.timeout_s=2", "worker.reward.reward_fn_kwargs={scale: 10}", "worker.reward.num_cpus=1"]
     found, out, err = tried(capsys, function, "--data", data, *words)
     assert (found["function"], found["samples"], found["failed"]) == ("mine", 6, 2)
@@ -106,16 +106,16 @@ def test_a_dataset_with_responses(function, tmp_path, capsys):
 
 
 def test_a_function_that_always_fails_is_an_exit_status_too(function, tmp_path, capsys):
-    data = write_rows(tmp_path / "data.jsonl", rows_of(["raise", "raise"]))
+    data = write_rows(tmp_path / "data.jsonl", make_rows(["raise", "raise"]))
     found, out, _ = tried(capsys, function, "--data", data, status=1)
     assert found["failed"] == found["samples"] == 2 and "failed: 2 of 2" in out
-    data = write_rows(tmp_path / "more.jsonl", rows_of(["raise", "none"]))
+    data = write_rows(tmp_path / "more.jsonl", make_rows(["raise", "none"]))
     assert tried(capsys, function, "--data", data)[0]["failed"] == 1, "one that does not apply has not failed"
 
 
-def test_several_responses_a_row_and_images(function, tmp_path, capsys):
+def test_several_responses_per_row_and_images(function, tmp_path, capsys):
     Image.new("RGB", (70, 40)).save(tmp_path / "a.png")
-    data = write_rows(tmp_path / "data.jsonl", rows_of([["fine", "none", "fine"]], images=["a.png"], level=2))
+    data = write_rows(tmp_path / "data.jsonl", make_rows([["fine", "none", "fine"]], images=["a.png"], level=2))
     found, _, err = tried(capsys, function, "--data", data)
     assert found["samples"] == 3 and found["parts"]["width"]["mean"] == 70 and found["parts"]["mine"]["absent"] == 1
     assert "images have their own size" in err
@@ -128,8 +128,8 @@ def test_without_responses_the_answers_are_tried(tmp_path, capsys):
     assert "3 rows have no column 'response'" in err
 
 
-def test_a_model_gives_tokens(function, capsys, tmp_path):
-    data = write_rows(tmp_path / "data.jsonl", rows_of(["<answer>A</answer>"]))
+def test_a_model_provides_tokens(function, capsys, tmp_path):
+    data = write_rows(tmp_path / "data.jsonl", make_rows(["<answer>A</answer>"]))
     found, _, err = tried(capsys, function, "--data", data, f"worker.actor.model.model_path={MODEL_DIRECTORY}")
     assert found["parts"]["tokens"]["mean"] == 4 and "note" not in err  # three and the end token, as in a run
 
@@ -141,7 +141,7 @@ def test_math_runs_in_its_sandbox(tmp_path, capsys):
 
 
 def test_bad_rows_stop_it_or_are_skipped(function, tmp_path, capsys):
-    rows = [*rows_of(["fine", "fine"]), {"answer": "no prompt"}, {"prompt": "neither"}]
+    rows = [*make_rows(["fine", "fine"]), {"answer": "no prompt"}, {"prompt": "neither"}]
     data = write_rows(tmp_path / "data.jsonl", rows)
     assert main(["reward", function, "--data", data]) == 2
     assert "data.jsonl, row 3: it has no column 'prompt'" in capsys.readouterr().err
@@ -172,7 +172,7 @@ def run(tmp_path):
 @pytest.mark.parametrize("name", ["rollouts.jsonl", "."])
 def test_rollouts_are_joined_with_the_rows_they_came_from(run, function, name, capsys):
     found, out, err = tried(capsys, function, "--data", str(run / name))
-    assert found["samples"] == 3, "of a step done twice the last attempt counts"
+    assert found["samples"] == 3, "for a repeated step the last attempt counts"
     assert found["parts"]["mine"]["mean"] == 2.0 and found["parts"]["mine"]["absent"] == 1  # levels 1 and 3
     assert found["parts"]["width"]["mean"] == 84, "as the model sees it: a multiple of its patches"
     assert "prompt, images and columns are those of" in err and "step 2, " in out and "row 3: fine" in out
@@ -187,7 +187,7 @@ def test_rollouts_without_their_data_still_have_response_and_answer(run, tmp_pat
 
 
 @pytest.mark.parametrize("strange", [{"response": "x"}, {"step": 1, "id": 7, "response": "x"}])
-def test_a_row_that_no_run_wrote_is_told_with_its_file(run, strange, capsys):
+def test_a_foreign_row_is_reported_with_its_file(run, strange, capsys):
     with (run / "rollouts.jsonl").open("a") as file:
         file.write(json.dumps(strange) + "\n")
     assert main(["reward", "format", "--data", str(run / "rollouts.jsonl")]) == 2
@@ -201,9 +201,9 @@ def test_rollouts_alone(run, capsys):
     assert found["mean"] == 0 and "there is no config.yaml next to" in err and "3 of 3 responses" in err
 
 
-def test_a_function_that_asks_for_signals_is_told_there_are_none(tmp_path, capsys):
+def test_a_function_that_needs_signals_is_reported(tmp_path, capsys):
     (tmp_path / "looks.py").write_text("def f(data, signals):\n    return len(signals)\n")
-    data = write_rows(tmp_path / "data.jsonl", rows_of(["fine"]))
+    data = write_rows(tmp_path / "data.jsonl", make_rows(["fine"]))
     found, _, err = tried(capsys, str(tmp_path / "looks.py"), "--data", data)
     assert found["failed"] == 0 and found["mean"] == 0 and "asks for signals" in err
 
@@ -240,10 +240,10 @@ def test_a_function_that_asks_for_signals_is_told_there_are_none(tmp_path, capsy
         (["mine.py", "--data", "nothing.jsonl"], "neither a column 'response' nor an answer"),
     ],
 )
-def test_what_a_user_must_change(words, named, function, tmp_path, monkeypatch, capsys):
+def test_user_errors(words, named, function, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    write_rows(tmp_path / "data.jsonl", rows_of(["fine"]))
-    write_rows(tmp_path / "numbers.jsonl", rows_of([3]))
+    write_rows(tmp_path / "data.jsonl", make_rows(["fine"]))
+    write_rows(tmp_path / "numbers.jsonl", make_rows([3]))
     write_rows(tmp_path / "nothing.jsonl", [{"prompt": "why?"}])
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "locked.jsonl").touch(mode=0)
@@ -253,4 +253,6 @@ def test_what_a_user_must_change(words, named, function, tmp_path, monkeypatch, 
     with bound_by_permissions():
         assert main(["reward", *words]) == 2
     said = capsys.readouterr().err
-    assert named in said and ("Traceback" in said) == (words[:1] == ["broken.py"]), "but of what a user's own file does"
+    assert named in said and ("Traceback" in said) == (words[:1] == ["broken.py"]), (
+        "except for errors in a user's own file"
+    )

@@ -1,4 +1,4 @@
-"""Reward models against plain transformers, row by row; what is no reward model; and one more part of the total."""
+"""Reward models against plain transformers, row by row; models that are none; and their part of the total."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ from reward_model_helpers import (
     vision_reward_model,
 )
 from safetensors.torch import load_file, save_file
-from tiny_models import checkpoint, encoder_of, picture, plain_inputs, plain_model
+from tiny_models import checkpoint, get_encoder, picture, plain_inputs, plain_model
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from mtrl.cli import main
@@ -26,20 +26,20 @@ from mtrl.compose.reward_scorer import build_scorer
 from mtrl.config import ConfigError, load_config
 from mtrl.embedded.embedded_rows import MODEL_DIRECTORY
 from mtrl.models.reward_model import load_reward_model
-from mtrl.models.tiny import VISION_FAMILIES, make_tiny_checkpoint
-from mtrl.tracking.run_files import read_rows
+from mtrl.tracking.jsonl import read_rows
 from mtrl.workers.micro_batches import MicroBatching
 from mtrl.workers.reward_model_worker import RewardModelWorker
+from pretraining.tiny_checkpoints import VISION_FAMILIES, make_tiny_checkpoint
 
 BY_ROWS = MicroBatching(rows=4)
 
 
 # ---------------------------------------------------------------------------------------------------------------- text
-def test_text_scores_are_those_of_transformers_row_by_row(tmp_path):
+def test_text_scores_equal_those_of_transformers_row_by_row(tmp_path):
     path = text_reward_model(tmp_path / "rm")
     counting = make_task("count the dogs and cats", system="you are a judge")
     tasks = [make_task("which colour"), counting, make_task("why")]
-    rollouts = make_rollouts(encoder_of("qwen2"), [(task, ()) for task in tasks])
+    rollouts = make_rollouts(get_encoder("qwen2"), [(task, ()) for task in tasks])
     found = RewardModelWorker(load_reward_model(path), BY_ROWS).score(rollouts)
 
     model, tokenizer = AutoModelForSequenceClassification.from_pretrained(path), AutoTokenizer.from_pretrained(path)
@@ -49,12 +49,12 @@ def test_text_scores_are_those_of_transformers_row_by_row(tmp_path):
         assert text.endswith(f"{response}<|im_end|>\n")
         inputs = tokenizer(text, return_tensors="pt", add_special_tokens=False)
         assert found[row] == pytest.approx(model(**inputs).logits.item(), rel=1e-4, abs=1e-4)
-    assert np.std(found) > 0.1, "scores that differ, or the comparison says nothing"
+    assert np.std(found) > 0.1, "the scores differ, otherwise the comparison is empty"
 
 
-def test_without_a_template_prompt_and_response_stand_end_to_end(tmp_path):
+def test_without_a_template_prompt_and_response_are_concatenated(tmp_path):
     path = text_reward_model(tmp_path / "rm", template=False)
-    rollouts = make_rollouts(encoder_of("qwen2"), [(make_task("which colour:"), ())], [" red", " blue"], [0, 0])
+    rollouts = make_rollouts(get_encoder("qwen2"), [(make_task("which colour:"), ())], [" red", " blue"], [0, 0])
     found = RewardModelWorker(load_reward_model(path), BY_ROWS).score(rollouts)
     model, tokenizer = AutoModelForSequenceClassification.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     plain = [
@@ -67,7 +67,7 @@ def test_an_encoder_model_gets_its_special_tokens_and_its_limit(tmp_path):
     """BERT scores its [CLS]; a conversation longer than its positions fails alone."""
     model, tokenizer = bert_reward_model(tmp_path / "rm")
     responses = [" red", " blue", " red" * 20]
-    rollouts = make_rollouts(encoder_of("qwen2"), [(make_task("which colour"), ())], responses, [0, 0, 0])
+    rollouts = make_rollouts(get_encoder("qwen2"), [(make_task("which colour"), ())], responses, [0, 0, 0])
     found = RewardModelWorker(load_reward_model(str(tmp_path / "rm")), BY_ROWS).score(rollouts)
     inputs = tokenizer("which colour red", return_tensors="pt")
     assert inputs.input_ids[0].tolist() == [2, 5, 6, 7, 3]
@@ -77,7 +77,7 @@ def test_an_encoder_model_gets_its_special_tokens_and_its_limit(tmp_path):
 
 
 def test_a_text_model_leaves_images_out(tmp_path):
-    path, encoder = text_reward_model(tmp_path / "rm"), encoder_of("qwen2_5_vl")
+    path, encoder = text_reward_model(tmp_path / "rm"), get_encoder("qwen2_5_vl")
     with_image = make_rollouts(encoder, [(make_task("which colour", images=1), [picture(encoder, 2, 3)])], ["red"], [0])
     without = make_rollouts(encoder, [(make_task("which colour"), [])], ["red"], [0])
     model = RewardModelWorker(load_reward_model(path), BY_ROWS)
@@ -87,7 +87,7 @@ def test_a_text_model_leaves_images_out(tmp_path):
 # -------------------------------------------------------------------------------------------------------------- images
 @pytest.mark.parametrize("family", VISION_FAMILIES)
 def test_vision_scores_are_the_heads_at_the_last_token_row_by_row(family, tmp_path):
-    encoder = encoder_of(family)
+    encoder = get_encoder(family)
     media = [[picture(encoder, 3, 5)], [], [picture(encoder, 2, 2, seed=1), picture(encoder, 4, 3, seed=2)]]
     tasks = [make_task("which colour", 1), make_task("count the dogs"), make_task("compare these", 2)]
     rollouts = make_rollouts(encoder, list(zip(tasks, media, strict=True)))
@@ -106,7 +106,7 @@ def test_vision_scores_are_the_heads_at_the_last_token_row_by_row(family, tmp_pa
 
 
 def test_the_image_decides_and_is_seen_once_for_a_group(tmp_path, monkeypatch):
-    encoder = encoder_of("qwen2_5_vl")
+    encoder = get_encoder("qwen2_5_vl")
     reward_model = load_reward_model(vision_reward_model(tmp_path / "rm", "qwen2_5_vl"))
     seen = []
     encode_images = reward_model.backbone.encode_images
@@ -121,9 +121,9 @@ def test_the_image_decides_and_is_seen_once_for_a_group(tmp_path, monkeypatch):
     assert seen == [2]
 
 
-def test_one_image_at_different_places_of_two_prompts(tmp_path):
-    """A cache may hand the same array to several prompts; where it stands in each decides the positions."""
-    encoder = encoder_of("qwen2_5_vl")
+def test_one_image_at_different_positions_of_two_prompts(tmp_path):
+    """A cache may return the same array for several prompts; its position in each determines the rotary positions."""
+    encoder = get_encoder("qwen2_5_vl")
     image = picture(encoder, 3, 4)
     later = make_task("which colour", 1)
     parts = [{"type": "text", "text": "look at this picture first"}, {"type": "image"}]
@@ -136,9 +136,9 @@ def test_one_image_at_different_places_of_two_prompts(tmp_path):
     )
 
 
-def test_images_are_resized_to_what_the_reward_model_takes(tmp_path):
+def test_images_are_resized_to_the_reward_models_limits(tmp_path):
     """A policy with patches of 14 and a reward model with patches of 16."""
-    policy = encoder_of("qwen2_5_vl")
+    policy = get_encoder("qwen2_5_vl")
     reward_model = load_reward_model(vision_reward_model(tmp_path / "rm", "qwen3_vl"))
     rollouts = make_rollouts(policy, [(make_task("which colour", 1), [picture(policy, 4, 6)])], ["red"], [0])
     assert [array.shape for array in reward_model.resize_images(rollouts.prompts[0].media)] == [(128, 160, 3)]
@@ -148,7 +148,7 @@ def test_images_are_resized_to_what_the_reward_model_takes(tmp_path):
 def test_a_response_that_cannot_be_read_fails_alone(tmp_path):
     reward_model = load_reward_model(vision_reward_model(tmp_path / "rm", "qwen2_5_vl"))
     rollouts = make_rollouts(
-        encoder_of("qwen2_5_vl"), [(make_task("which"), [])], ["red", "<|image_pad|>", "blue"], [0, 0, 0]
+        get_encoder("qwen2_5_vl"), [(make_task("which"), [])], ["red", "<|image_pad|>", "blue"], [0, 0, 0]
     )
     found = RewardModelWorker(reward_model, BY_ROWS).score(rollouts)
     assert isinstance(found[0], float) and isinstance(found[2], float)
@@ -159,7 +159,7 @@ def test_a_score_that_is_no_number_is_a_failure(tmp_path):
     reward_model = load_reward_model(
         vision_reward_model(tmp_path / "rm", "qwen2_5_vl", head=torch.full((1, 64), float("nan")))
     )
-    rollouts = make_rollouts(encoder_of("qwen2_5_vl"), [(make_task("which"), [])], ["red"], [0])
+    rollouts = make_rollouts(get_encoder("qwen2_5_vl"), [(make_task("which"), [])], ["red"], [0])
     assert RewardModelWorker(reward_model, BY_ROWS).score(rollouts) == ["the reward model gave nan"]
 
 
@@ -169,12 +169,12 @@ def test_a_causal_model_is_no_reward_model(tmp_path):
         load_reward_model(str(make_tiny_checkpoint(tmp_path / "lm", "qwen2")))
 
 
-def test_several_labels_are_refused(tmp_path):
+def test_several_labels_are_an_error(tmp_path):
     with pytest.raises(ValueError, match=r"score\.weight is missing or of another size; a reward is one number"):
         load_reward_model(text_reward_model(tmp_path / "rm", num_labels=3))
 
 
-def test_a_vision_model_without_a_head_is_refused(tmp_path):
+def test_a_vision_model_without_a_head_is_an_error(tmp_path):
     with pytest.raises(
         ValueError, match=r"must hold score\.weight \[1, hidden\] next to the backbone, and there is none"
     ):
@@ -192,7 +192,7 @@ def test_only_the_vocabulary_may_be_missing(tmp_path, capfd):
     weights = load_file(path / "model.safetensors")
     assert not any("lm_head" in name for name in weights)
     load_reward_model(str(path))
-    assert "UNEXPECTED" not in capfd.readouterr().err, "the head is no mistake, and nobody is told it were"
+    assert "UNEXPECTED" not in capfd.readouterr().err, "there is no warning about the head"
     hole = next(name for name in weights if name.endswith("q_proj.weight"))
     del weights[hole]
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
@@ -200,7 +200,7 @@ def test_only_the_vocabulary_may_be_missing(tmp_path, capfd):
         load_reward_model(str(path))
 
 
-def test_a_path_to_nothing_is_refused(tmp_path):
+def test_a_path_that_does_not_exist_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="is no checkpoint directory"):
         load_reward_model(str(tmp_path / "nowhere"))
 
@@ -215,7 +215,7 @@ def test_a_head_in_a_shard_is_found(tmp_path):
         save_file(tensors, path / name, metadata={"format": "pt"})
     index = {"metadata": {}, "weight_map": {key: name for name, tensors in shards.items() for key in tensors}}
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
-    rollouts = make_rollouts(encoder_of("qwen2_5_vl"), [(make_task("which"), [])], ["red"], [0])
+    rollouts = make_rollouts(get_encoder("qwen2_5_vl"), [(make_task("which"), [])], ["red"], [0])
     whole = RewardModelWorker(load_reward_model(vision_reward_model(tmp_path / "whole", "qwen2_5_vl")), BY_ROWS).score(
         rollouts
     )
@@ -235,7 +235,7 @@ def test_it_is_one_more_part_of_the_total_with_the_last_weight(tmp_path):
         "worker.actor.fsdp.mixed_precision_dtype": "fp32",
     }))  # fmt: skip
     texts = ["<think>a</think><answer>B</answer>", "red"]
-    rollouts = make_rollouts(encoder_of("qwen2"), [(make_task("which colour"), ())], texts, [0, 0])
+    rollouts = make_rollouts(get_encoder("qwen2"), [(make_task("which colour"), ())], texts, [0, 0])
     rewards = build_scorer(config, steps=1).submit(rollouts, step=0).result()
     scores = RewardModelWorker(load_reward_model(path), BY_ROWS).score(rollouts)
     assert list(rewards.parts) == ["format", "model"]
@@ -243,26 +243,26 @@ def test_it_is_one_more_part_of_the_total_with_the_last_weight(tmp_path):
     assert rewards.total.tolist() == pytest.approx([10 + 0.5 * scores[0], 0.5 * scores[1]], rel=1e-4)
 
 
-def test_alone_it_is_the_total_and_what_it_cannot_read_fails(tmp_path):
+def test_alone_it_is_the_total_and_unreadable_responses_fail(tmp_path):
     path = vision_reward_model(tmp_path / "rm", "qwen2_5_vl")
     config = load_config(None, settings(path, **{"worker.reward.failure_reward": -3.0}))
-    rollouts = make_rollouts(encoder_of("qwen2_5_vl"), [(make_task("which"), [])], ["red", "<|video_pad|>"], [0, 0])
+    rollouts = make_rollouts(get_encoder("qwen2_5_vl"), [(make_task("which"), [])], ["red", "<|video_pad|>"], [0, 0])
     rewards = build_scorer(config, steps=1).submit(rollouts, step=0).result()
     assert rewards.failed.tolist() == [False, True] and rewards.total[1] == -3.0
     assert list(rewards.parts) == ["model"] and rewards.total[0] == rewards.parts["model"][0] != 0
 
 
-def test_a_function_of_the_same_name_keeps_apart(tmp_path):
+def test_a_function_of_the_same_name_stays_separate(tmp_path):
     def model(sample):
         return 7.0
 
     config = load_config(None, settings(text_reward_model(tmp_path / "rm")))
-    rollouts = make_rollouts(encoder_of("qwen2"), [(make_task("which"), [])], ["red"], [0])
+    rollouts = make_rollouts(get_encoder("qwen2"), [(make_task("which"), [])], ["red"], [0])
     parts = build_scorer(config, steps=1, rewards=[model]).submit(rollouts, step=0).result().parts
     assert list(parts) == ["model#2", "model"] and parts["model#2"].item() == 7.0 != parts["model"].item()
 
 
-def test_what_the_configuration_says_of_it():
+def test_its_settings_in_the_configuration():
     with pytest.raises(ConfigError, match=r"worker\.reward\.model_path"):
         load_config(None, {"worker.reward.reward_type": "model"})
     two = {"worker.reward.functions": ("accuracy", "format"), "worker.reward.weights": (1.0, 1.0)}
@@ -274,7 +274,7 @@ def test_what_the_configuration_says_of_it():
 
 @pytest.mark.slow
 def test_a_run_trains_on_it(tmp_path):
-    """The embedded model, judged by itself with a random head in place of its vocabulary: two steps by `mtrl train`."""
+    """Two steps of `mtrl train`: the embedded model scores itself, with a random head instead of its vocabulary."""
     shutil.copytree(MODEL_DIRECTORY, tmp_path / "rm")
     weights = load_file(tmp_path / "rm" / "model.safetensors")
     hidden = AutoConfig.from_pretrained(tmp_path / "rm").get_text_config().hidden_size
@@ -290,12 +290,12 @@ def test_a_run_trains_on_it(tmp_path):
     assert [row["step"] for row in steps] == [1, 2]
     assert all(row["actor/grad_norm"] > 0 and row["reward/failed"] == 0 for row in steps)
     rows = read_rows(run / "rollouts.jsonl")
-    assert len({round(row["rewards"]["model"], 4) for row in rows}) > 8, "it tells responses apart"
+    assert len({round(row["rewards"]["model"], 4) for row in rows}) > 8, "its scores differ between responses"
     for row in rows:
         assert row["reward"] == pytest.approx(row["rewards"]["format"] + 0.25 * row["rewards"]["model"], rel=1e-4)
 
 
-def test_a_path_to_no_reward_model_is_said_without_a_traceback(tmp_path, capsys):
+def test_a_path_to_no_reward_model_is_reported_without_a_traceback(tmp_path, capsys):
     words = ["worker.reward.reward_type=model", f"worker.reward.model_path={checkpoint('qwen2_5_vl')}"]
     words += ["worker.reward.functions=null", "worker.reward.weights=null"]
     assert main(["train", *words, f"training.output_dir={tmp_path}"]) == 2

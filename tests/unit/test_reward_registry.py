@@ -18,7 +18,7 @@ GROUNDED = SAMPLE | {"signals": {"vgr_late": 0.25}}
 
 @pytest.mark.parametrize("name", REWARDS)
 def test_every_name_makes_a_reward(name):
-    """That the configuration accepts, that says whether it waits for signals, and that answers."""
+    """The configuration accepts it, it declares whether it needs signals, and it returns rewards."""
     config = load_config(None, [f"worker.reward.functions=[{name}]"])
     logged, part = make_reward_function(config, name)
     try:
@@ -66,7 +66,7 @@ def test_a_missing_library_is_named_with_the_command_that_brings_it(monkeypatch)
     assert [feature.name for feature in FEATURES if feature.name.startswith("reward")] == ["reward `math`"]
 
 
-def test_an_unknown_name_is_refused_wherever_it_comes_from():
+def test_an_unknown_name_is_an_error_from_any_source():
     with pytest.raises(ConfigError, match=r"there is no reward acuracy; use a built-in \(accuracy, math"):
         make_reward_function(load_config(None, []), "acuracy")
 

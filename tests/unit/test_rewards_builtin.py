@@ -58,7 +58,7 @@ def test_length(tokens, punished):
 
 # ------------------------------------------------------------------------------------------------------------- totals
 def by_row(*values):
-    """A reward function that knows its rows by their text, as `fake_rollouts` writes it; NaN stands for None."""
+    """A reward function that identifies its rows by the text of `fake_rollouts`; NaN means None."""
 
     def function(sample):
         value = values[int(sample["response"].split()[1])]
@@ -90,20 +90,20 @@ def test_weights_follow_the_schedule():
 
 
 def test_normalize_then_sum():
-    # One group: 0 and 4 have mean 2 and std sqrt 8: -+1/sqrt 2 whatever their size; weights 1 and 10.
+    # One group: 0 and 4 have mean 2 and std sqrt 8: -+1/sqrt 2 for any size; weights 1 and 10.
     given = scorer((0, 4), (0.1, 0), schedule=[(0.0, (1.0, 10.0))], normalize="normalize_then_sum")
     h = 1 / math.sqrt(2)
     close(given.submit(fake_rollouts([1, 1]), 0).result().total, [9 * h, -9 * h], rtol=1e-4)
 
 
 def test_validation_has_the_weights_of_the_end_and_a_plain_sum():
-    """Or a score could not be compared with that of another time: early weights change, and normalized parts have
-    mean 0 whatever the model does."""
+    """Otherwise scores of different steps could not be compared: early weights change, and normalized parts always have
+    mean 0."""
     given = scorer((0, 4), (0.5, 0), schedule=[(0.0, (7.0, 7.0)), (0.5, (1.0, 2.0))], normalize="normalize_then_sum")
     close(given.submit(fake_rollouts([1, 1]), step=None).result().total, [1, 4])
 
 
-def test_parts_keep_their_order_whatever_is_slower():
+def test_parts_keep_their_order_for_any_timing():
     rewards = scorer((1, 2), (3, 4), schedule=[(0.0, (1.0, 100.0))]).submit(fake_rollouts([1, 1]), 0).result()
     assert list(rewards.parts) == ["f0", "f1"]
     close(rewards.total, [301, 402])
@@ -183,7 +183,7 @@ def test_an_object_that_is_called():
     close(given.submit(fake_rollouts([1]), 0).result().total, [2])
 
 
-def test_functions_of_one_name_stay_apart():
+def test_functions_of_one_name_stay_separate():
     one, two = (lambda data: 1.0), (lambda data: 2.0)
     given = build_scorer(load_config(None, {"worker.reward.weights": (1.0, 10.0)}), 10, [one, two])
     assert len(given.functions) == 2
@@ -258,14 +258,14 @@ ROWS = [
         (ROWS[3:4] * 5000, ["accuracy"], "1000 of the 1000 rows"),
     ],
 )
-def test_truths_that_no_response_could_match_are_said(caplog, rows, functions, said):
+def test_truths_that_no_response_could_match_are_reported(caplog, rows, functions, said):
     dataset = open_dataset([RowList(rows, "rows")], DataSettings(), None)
     warn_about_unmatched_answers(dataset, functions)
     messages = [record.getMessage() for record in caplog.records]
     assert not messages if said is None else len(messages) == 1 and re.search(said, messages[0])
 
 
-def test_a_run_says_it_when_it_starts(tmp_path, caplog):
+def test_a_run_reports_it_at_its_start(tmp_path, caplog):
     config = load_config(None, {"training.output_dir": str(tmp_path), "worker.reward.functions": ("accuracy",)})
     rows = [{"prompt": "which?", "options": ["red", "green"], "answer": "C"}] * 4
     with build(config, data=rows).closing:

@@ -157,7 +157,7 @@ def test_the_chosen_letter(response, letter):
 
 @pytest.mark.parametrize("letter", "ABCDEFGHIJ")
 @pytest.mark.parametrize("form", FORMS)
-def test_no_letter_is_harder_to_say_than_another(form, letter):
+def test_all_letters_are_treated_alike(form, letter):
     assert chosen_letter(form.format(letter)) == letter
 
 
@@ -218,7 +218,7 @@ def test_an_option_in_its_own_words(response, letter):
         ("e", ["e", "f", "g", "h"], "A"),  # there is no option E
         ("C++", ["Java", "C++", "C"], "B"),
         ("green", {"A": "red", "B": "green"}, "B"),
-        ("B", {"text": ["red", "green"], "label": ["A", "B"]}, "B"),  # a form that nobody knows shows no options
+        ("B", {"text": ["red", "green"], "label": ["A", "B"]}, "B"),  # an unknown form shows no options
         ("green", "A. red\nB. green", "B"),
         ("B", "red, green", "B"),
         # ---- sets

@@ -24,7 +24,7 @@ def test_each_example_of_a_signature_gives_the_same_rewards(style):
 
 
 def test_example_async_judge():
-    """A real server on this machine; what answers there is no model."""
+    """A real server on this machine, with fixed replies instead of a model."""
 
     class RewardModel(BaseHTTPRequestHandler):
         def do_POST(self):

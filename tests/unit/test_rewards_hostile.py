@@ -49,7 +49,7 @@ def test_the_formula_in_a_huge_response_is_found_in_linear_time(unit):
     assert relative_time(extract_last_box, text[: SIZE // 2] + "}" * (SIZE // 2)) < SOON
 
 
-def test_what_is_found_does_not_depend_on_the_length():
+def test_the_result_does_not_depend_on_the_length():
     padding = "\n" * SIZE
     assert accuracy({"response": "B" + padding, "ground_truth": "B"}) == 1
     assert accuracy({"response": padding + "Answer: B, not A", "ground_truth": "B"}) == 1
@@ -69,7 +69,7 @@ LIMIT_SECONDS = 2.0
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("math_verify") is None, reason="needs math-verify")
 def test_no_answer_keeps_math_longer_than_its_limit():
-    """One call after the other, in one worker; starting the next one takes its time too."""
+    """Sequential calls in one worker; starting the next worker takes time too."""
     limits = {"worker.reward.timeout_s": LIMIT_SECONDS, "worker.reward.num_cpus": 1}
     scorer = build_scorer(load_config(None, {"worker.reward.functions": ("math",), **limits}), steps=1)
     texts = [rf"\boxed{{{answer}}}" for answer in (*DEEP.values(), *map(hostile, UNITS[::5]), "0.5")]
@@ -82,7 +82,7 @@ def test_no_answer_keeps_math_longer_than_its_limit():
 def test_every_builtin_reads_in_linear_time_or_has_the_sandbox():
     """A new one belongs to one of these."""
     linear = {"accuracy", "format", "think_format"}  # above
-    constant = {"length", "mdi", "vgr"}  # they look at numbers alone
+    constant = {"length", "mdi", "vgr"}  # they use only numbers
     as_accuracy = {"vgr_hard_negative"}
     sandboxed = {name for name, reward in REWARDS.items() if reward.sandboxed}
     assert sandboxed == {"math"} and set(REWARDS) == linear | constant | as_accuracy | sandboxed

@@ -1,4 +1,4 @@
-"""Which function a name of the configuration means, and what is said where it means none."""
+"""Which function a name of the configuration refers to, and the error if there is none."""
 
 import pytest
 from helpers import close
@@ -33,7 +33,7 @@ def test_module_and_name(tmp_path, monkeypatch):
     names, rewards = score("scores_of_mine:two")
     assert names == ["two"]
     close(rewards.total, [2])
-    assert score("os.path:isfile")[1].failed.tolist() == [True]  # found, and fails on its sample alone
+    assert score("os.path:isfile")[1].failed.tolist() == [True]  # found, and fails only on its sample
 
 
 def test_a_file_may_be_called_like_a_module_of_python(tmp_path):
@@ -44,7 +44,7 @@ def test_a_file_may_be_called_like_a_module_of_python(tmp_path):
     close(rewards.total, [2])
 
 
-def test_a_file_beside_us_hides_no_module_of_python(tmp_path, monkeypatch):
+def test_a_file_next_to_it_does_not_hide_a_python_module(tmp_path, monkeypatch):
     named(tmp_path, "raise SystemExit('not me')", "random.py")
     monkeypatch.chdir(tmp_path)
     close(score(str(named(tmp_path, "import random\ndef f(data): return float(random.random() < 2)\n")))[1].total, [1])
@@ -75,7 +75,7 @@ NOT_FOUND = {
 
 
 @pytest.mark.parametrize("case", NOT_FOUND)
-def test_what_cannot_be_loaded_is_said_at_the_start(tmp_path, case):
+def test_functions_that_cannot_be_loaded_are_reported_at_the_start(tmp_path, case):
     source, spec, message = NOT_FOUND[case]
     path = tmp_path / "rewards_of_mine.py" if source is None else named(tmp_path, source)
     with pytest.raises(ValueError, match=message) as caught:

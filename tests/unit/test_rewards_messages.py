@@ -1,4 +1,4 @@
-"""What a worker sends is data, however hostile: nothing of it is run, nothing hangs, and what is kept is bounded."""
+"""Messages of a worker are only data: none is executed, none causes a hang, and the stored size is bounded."""
 
 import json
 
@@ -102,7 +102,7 @@ def sandbox(file):
 
 @pytest.fixture(scope="module")
 def patient(file):
-    """Time enough for large answers, whatever else the machine does."""
+    """Enough time for large results, even on a busy machine."""
     shared = Sandbox(str(file), {}, workers=1, timeout_s=50)
     yield shared
     shared.close()
@@ -126,13 +126,13 @@ HOSTILE = {
 def test_a_hostile_message_fails_alone(sandbox, tmp_path, does):
     note = tmp_path / "opened"
     assert outcome(sandbox, does, note=str(note)).failure == HOSTILE[does]
-    assert not note.exists(), "the trainer ran what a worker sent"
+    assert not note.exists(), "the trainer executed a worker's message"
     assert outcome(sandbox, "fine").value == 1.0
 
 
 @pytest.mark.parametrize("does", ["twice", "before it"])
-def test_a_repeated_answer_hangs_nobody(sandbox, does):
-    """The forged answer comes first, and counts; the other is none to the next call, but may cost it its worker."""
+def test_a_repeated_result_causes_no_hang(sandbox, does):
+    """The forged result comes first and counts; the next call does not use the other one, but may lose its worker."""
     assert outcome(sandbox, does).value == 5.0
     found = outcome(sandbox, "fine")
     assert (found.value, found.failure) in ((1.0, None), (None, NO_ANSWER))
@@ -140,13 +140,13 @@ def test_a_repeated_answer_hangs_nobody(sandbox, does):
 
 
 @pytest.mark.parametrize("seconds", [2_147_484.0, 1e15, float("inf")])
-def test_a_time_limit_beyond_what_the_system_can_count(file, seconds):
+def test_a_time_limit_beyond_the_systems_maximum(file, seconds):
     sandbox = Sandbox(str(file), {}, workers=1, timeout_s=seconds, step_timeout_s=seconds)
     assert outcome(sandbox, "fine").value == 1.0
     sandbox.close()
 
 
-def test_a_thread_outlives_whatever_happens_to_it(sandbox, monkeypatch):
+def test_a_thread_survives_any_error(sandbox, monkeypatch):
     def broken(*arguments):
         raise MemoryError("of the trainer")
 
@@ -158,7 +158,7 @@ def test_a_thread_outlives_whatever_happens_to_it(sandbox, monkeypatch):
     assert outcome(sandbox, "fine").value == 1.0
 
 
-def test_after_the_end_nobody_waits(file):
+def test_after_the_end_no_call_waits(file):
     sandbox = Sandbox(str(file), {}, workers=2, timeout_s=3)
     sandbox.close()
     assert outcome(sandbox, "fine").failure == "the run has ended"
@@ -174,7 +174,7 @@ def test_after_the_end_nobody_waits(file):
         ("long error", "xxx"),
     ],
 )
-def test_what_is_too_much_is_a_failure_of_few_words(patient, does, failure):
+def test_an_oversized_result_is_a_short_failure(patient, does, failure):
     found = outcome(patient, does)
     assert failure in found.failure and len(found.failure) <= MAX_FAILURE and not found.extras
 
@@ -184,7 +184,7 @@ def test_extra_values_are_numbers_and_weights_as_long_as_the_response(patient):
     assert outcome(patient, "long weights", response_token_ids=[1, 2, 3]).extras == {"token_weights": [0.5] * 3}
 
 
-def test_nothing_for_the_terminal_to_obey(patient):
+def test_messages_contain_no_terminal_escapes(patient):
     failure = outcome(patient, "sly error").failure
     assert failure.endswith("RuntimeError: \\x1b]0;owned\\x07 \\ud800 end\n")
     assert outcome(patient, "sly print").output == "\\x1b[2J gone\n"
@@ -200,14 +200,14 @@ def test_names_that_are_made_up_for_every_response(file, caplog):
     scorer.close()
 
 
-def test_a_builtin_that_cannot_read_a_row_fails_on_it_alone():
+def test_a_builtin_that_cannot_read_a_row_fails_only_on_that_row():
     scorer = build_scorer(load_config(None, {"worker.reward.functions": ("accuracy",)}), 10)
     rewards = scorer.submit(rows(["B", "B"], ["B", 10**5000]), 0).result()
     assert rewards.failed.tolist() == [False, True] and rewards.parts["accuracy"].tolist() == [1.0, 0.0]
 
 
 # -------------------------------------------------------------------------------------------------- the time of a step
-def test_a_step_has_an_end_whatever_each_call_may_take(file):
+def test_a_step_ends_even_if_every_call_times_out(file):
     """Sixty calls of half a second, each well within its limit."""
     sandbox = Sandbox(str(file), {}, workers=1, timeout_s=30, step_timeout_s=2)
     assert outcome(sandbox, "fine").value == 1.0
@@ -236,14 +236,14 @@ def test_the_key_reaches_the_sandbox(file):
 
 
 # ---------------------------------------------------------------------------------------------------- reading, by hand
-def told(*answers, ends=False):
+def sent(*answers, ends=False):
     return json.dumps({"answers": answers, "ends": ends}).encode()
 
 
 FINE = [0, 1.0, {"seen": 2}, None, 0.5]
 
 
-def test_an_answer_arrives_as_it_was():
+def test_a_result_arrives_unchanged():
     given = Outcome(1 / 3, {"a": -0.1, "token_weights": [0.1, 2]}, None, "", 1e-9)
     message = f'{{"answers": [{encode_outcome(1, given)}], "ends": true}}'.encode()
     answers, ends = read_outcomes(message, {0: 2, 1: 2}, "")
@@ -252,34 +252,34 @@ def test_an_answer_arrives_as_it_was():
     message = f'{{"answers": [{encode_outcome(0, plain)}], "ends": false}}'.encode()
     assert read_outcomes(message, {0: 2}, "")[0] == [(0, plain)]
     failed = Outcome(failure="why", seconds=2.0)
-    assert read_outcomes(told([None, None, {}, "why", 2.0]), {0: 1}, "")[0] == [(None, failed)]
+    assert read_outcomes(sent([None, None, {}, "why", 2.0]), {0: 1}, "")[0] == [(None, failed)]
 
 
 @pytest.mark.parametrize(
     "message",
     [
-        b"", b"null", b"[]", b"{}", b"\xff", b"[" * 100_000, told(), told(FINE, FINE), told([1, *FINE[1:]]),
-        told(FINE[:4]), told([*FINE, 1]), told([True, *FINE[1:]]), told([0.0, *FINE[1:]]), told([[], *FINE[1:]]),
-        told([0, "1", {}, None, 0.0]), told([0, float("nan"), {}, None, 0.0]), told([0, 1e39, {}, None, 0.0]),
-        told([0, 10**400, {}, None, 0.0]), told([0, 1.0, [], None, 0.0]), told([0, 1.0, {"a": "text"}, None, 0.0]),
-        told([0, 1.0, {"\n": 1}, None, 0.0]), told([0, 1.0, {str(i): i for i in range(101)}, None, 0.0]),
-        told([0, 1.0, {"token_weights": [-1]}, None, 0.0]), told([0, 1.0, {}, 7, 0.0]), told([0, 1.0, {}, None, None]),
-        told([None, *FINE[1:]], FINE), b'{"answers": {"a": 1}, "ends": false}',
+        b"", b"null", b"[]", b"{}", b"\xff", b"[" * 100_000, sent(), sent(FINE, FINE), sent([1, *FINE[1:]]),
+        sent(FINE[:4]), sent([*FINE, 1]), sent([True, *FINE[1:]]), sent([0.0, *FINE[1:]]), sent([[], *FINE[1:]]),
+        sent([0, "1", {}, None, 0.0]), sent([0, float("nan"), {}, None, 0.0]), sent([0, 1e39, {}, None, 0.0]),
+        sent([0, 10**400, {}, None, 0.0]), sent([0, 1.0, [], None, 0.0]), sent([0, 1.0, {"a": "text"}, None, 0.0]),
+        sent([0, 1.0, {"\n": 1}, None, 0.0]), sent([0, 1.0, {str(i): i for i in range(101)}, None, 0.0]),
+        sent([0, 1.0, {"token_weights": [-1]}, None, 0.0]), sent([0, 1.0, {}, 7, 0.0]), sent([0, 1.0, {}, None, None]),
+        sent([None, *FINE[1:]], FINE), b'{"answers": {"a": 1}, "ends": false}',
     ],
 )  # fmt: skip
-def test_what_is_no_answer(message):
+def test_invalid_results(message):
     with pytest.raises(WorkerLost, match=NO_ANSWER):
         read_outcomes(message, {0: 4}, "")
 
 
 @pytest.mark.parametrize("message", [b"", b"1", b"{}", b'{"traits": 1, "error": "", "contained": true}'])
-def test_what_is_no_start(message):
+def test_invalid_starts(message):
     with pytest.raises(WorkerLost, match=NO_ANSWER):
         read_start(message)
 
 
 def test_limits_fit_together():
-    """What a worker that means well sends is never too long: it sends at most an answer more than it has to."""
+    """A message of an honest worker is never too long: it contains at most one result more than necessary."""
     longest = encode_outcome(0, Outcome(1.0, {"token_weights": [1 / 3] * 180_000}))
     assert len(longest) < MAX_OUTCOME_BYTES and 2 * MAX_OUTCOME_BYTES <= MAX_MESSAGE_BYTES
     assert len(sanitize_tail("\x1b" * 100_000)) == MAX_FAILURE

@@ -1,4 +1,4 @@
-"""User functions in worker processes: whatever one of them does, only its own call suffers."""
+"""User functions in worker processes: the failure of one affects only its own call."""
 
 import gc
 import os
@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import NAN, alive, close, fake_rollouts
+from helpers import NAN, close, fake_rollouts, is_alive
 from PIL import Image
 from reward_helpers import named, score
 
@@ -115,9 +115,9 @@ def noted(path):
 
 def ends(pid, seconds=5.0):
     limit = time.monotonic() + seconds
-    while alive(pid) and time.monotonic() < limit:
+    while is_alive(pid) and time.monotonic() < limit:
         time.sleep(0.02)
-    return not alive(pid)
+    return not is_alive(pid)
 
 
 # ---------------------------------------------------------------------------------------------------- values and faults
@@ -133,7 +133,7 @@ def test_every_column_arrives(sandbox):
     assert outcome(sandbox, "columns", a=1, b={"c": [1]}).value == 1.0
 
 
-def test_numbers_come_back_as_plain_values(sandbox):
+def test_numbers_return_as_plain_values(sandbox):
     """Nobody reads other extra values."""
     assert outcome(sandbox, "extras").extras == {"seen": 7.0}
 
@@ -158,7 +158,7 @@ def test_numbers_come_back_as_plain_values(sandbox):
         ("weights", "token_weights must be a list of finite numbers, none below 0"),
     ],
 )
-def test_a_fault_says_what_it_was_and_the_worker_goes_on(sandbox, does, cause):
+def test_a_fault_is_reported_and_the_worker_continues(sandbox, does, cause):
     before = outcome(sandbox, "pid").extras["pid"]
     found = outcome(sandbox, does)
     assert found.value is None and cause in found.failure
@@ -192,7 +192,7 @@ def test_a_worker_that_hangs_is_replaced_with_all_it_started(file, tmp_path):
     sandbox.close()
 
 
-def test_nothing_outlives_a_worker_that_ends(sandbox, tmp_path):
+def test_no_process_outlives_its_worker(sandbox, tmp_path):
     note = tmp_path / "pid"
     assert "ended with status 4" in outcome(sandbox, "quit with children", note=str(note)).failure
     assert all(map(ends, noted(note)))
@@ -213,7 +213,7 @@ def reward_function(data):
 """
 
 
-def test_what_a_function_changes_it_does_not_find_changed_in_the_next_response(tmp_path):
+def test_changes_by_a_function_do_not_reach_the_next_response(tmp_path):
     picture = Image.new("RGB", (28, 28))
     shared = {"options": ["a", "b"], "images": [picture]}
     sandbox = Sandbox(str(named(tmp_path, ALTERS)), {}, workers=1, timeout_s=20)
@@ -230,7 +230,7 @@ def test_what_a_function_changes_it_does_not_find_changed_in_the_next_response(t
 
 
 def test_rows_with_many_images(tmp_path):
-    """An image is an open file until it is looked at, and shells allow 1024 of them."""
+    """An image is an open file until it is read, and shells allow 1024 open files."""
     path = named(tmp_path, "def reward_function(data): return float(len(data['images']))")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
@@ -249,7 +249,7 @@ def test_a_sample_that_cannot_travel_fails_alone(sandbox):
     assert outcome(sandbox, "fine").value == 1.0
 
 
-def test_what_is_printed_reaches_no_terminal_and_its_end_is_kept(file, capfd):
+def test_output_reaches_no_terminal_and_its_end_is_kept(file, capfd):
     sandbox = Sandbox(str(file), {}, workers=1, timeout_s=20)
     assert outcome(sandbox, "print").output.endswith("noise noise \n")
     assert outcome(sandbox, "fine").output == ""  # not that of another call
@@ -268,7 +268,7 @@ def test_one_who_prints_for_ever_is_stopped_in_time(file):
 
 
 def test_the_memory_limit(file):
-    """512 MB: a sample that wants a terabyte fails, and those that fill the process step by step starve nobody."""
+    """512 MB: a sample that allocates a terabyte fails, and samples that fill the process gradually harm no others."""
     sandbox = Sandbox(str(file), {}, workers=1, timeout_s=20, memory_bytes=512 << 20)
     before = outcome(sandbox, "pid").extras["pid"]
     assert "MemoryError" in outcome(sandbox, "devour").failure
@@ -280,8 +280,8 @@ def test_the_memory_limit(file):
     sandbox.close()
 
 
-def test_one_after_the_other_only_the_guilty_one_fails(file):
-    """All sixteen travel in one message; what was done before a death and not told yet is done again."""
+def test_of_sequential_samples_only_the_faulty_one_fails(file):
+    """All sixteen are in one message; samples finished before a crash but not reported are computed again."""
     manners = ["fine", "fine", "quit", "fine", "raise", "hang", "fine", "killed", "fine", "none"] + ["fine"] * 6
     sandbox = Sandbox(str(file), {}, workers=1, timeout_s=1)
     found = [each.result(timeout=60) for each in sandbox.submit([{"response": does} for does in manners])]
@@ -323,10 +323,10 @@ def pids(sandbox, workers):
 def test_close_ends_every_process(file):
     sandbox = Sandbox(str(file), {}, workers=2, timeout_s=20)
     running = pids(sandbox, 2)
-    assert all(map(alive, running))
+    assert all(map(is_alive, running))
     sandbox.close()
     assert all(map(ends, running))
-    sandbox.close()  # once more does no harm
+    sandbox.close()  # repeating it does no harm
 
 
 def test_a_forgotten_sandbox_ends_its_processes(file):
@@ -347,7 +347,7 @@ def test_closing_does_not_wait_for_a_call(file):
     assert all(map(ends, running))
 
 
-def test_a_killed_run_leaves_nothing(file, tmp_path):
+def test_a_killed_run_leaves_no_processes(file, tmp_path):
     """Nobody is there to close anything, and the function holds the interpreter, so that no thread of its process could
     notice."""
     note = tmp_path / "pids"
@@ -363,20 +363,20 @@ def test_a_killed_run_leaves_nothing(file, tmp_path):
     limit = time.monotonic() + 60
     while not note.exists() and time.monotonic() < limit:
         time.sleep(0.05)
-    started = [worker, parent_of(worker), *noted(note)]
-    assert all(map(alive, started)) and parent_of(parent_of(worker)) == run.pid
+    started = [worker, get_parent_pid(worker), *noted(note)]
+    assert all(map(is_alive, started)) and get_parent_pid(get_parent_pid(worker)) == run.pid
     run.kill()
     run.wait()
     run.stdout.close()
     assert all(map(ends, started))
 
 
-def parent_of(pid):
+def get_parent_pid(pid):
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def test_a_worker_outlives_the_thread_that_started_it(file):
-    """Linux tells a process of the end of its parent's thread, too, not of its parent's alone."""
+    """Linux also signals a process when its parent's thread ends, not only its parent."""
     made = []
     thread = threading.Thread(target=lambda: made.append(Sandbox(str(file), {}, workers=1, timeout_s=20)))
     thread.start()
@@ -391,12 +391,12 @@ def test_a_worker_outlives_the_thread_that_started_it(file):
 def test_a_worker_without_its_supervisor_dies(file):
     sandbox = Sandbox(str(file), {}, workers=1, timeout_s=20)
     before = outcome(sandbox, "pid").extras["pid"]
-    os.kill(parent_of(before), signal.SIGKILL)
+    os.kill(get_parent_pid(before), signal.SIGKILL)
     assert ends(before)
     sandbox.close()
 
 
-def test_a_system_without_subreapers_is_said_once(sandbox, caplog):
+def test_a_system_without_subreapers_is_reported_once(sandbox, caplog):
     sandboxes.warn_about_strays.cache_clear()
     for _ in range(2):
         sandboxes.warn_about_strays()

@@ -1,4 +1,4 @@
-"""Temporary directories: those of the living stay, those of the dead go at the next start."""
+"""Temporary directories: those of running processes stay, others are removed at the next start."""
 
 import os
 import subprocess
@@ -27,8 +27,8 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_what_a_killed_run_left_goes_at_the_next_start(place):
-    """Killed with all its workers: nobody could remove it. The directory of a run that lives stays."""
+def test_leftovers_of_a_killed_run_are_removed_at_the_next_start(place):
+    """It was killed with all its workers, so nothing could remove it. The directory of a running run stays."""
     runs = [
         subprocess.Popen([sys.executable, "-c", OWNER, str(place)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         for _ in range(2)
@@ -45,7 +45,7 @@ def test_what_a_killed_run_left_goes_at_the_next_start(place):
     runs[0].stdout.close()
 
 
-def test_nothing_but_our_own_directories_is_touched(place):
+def test_only_our_own_directories_are_removed(place):
     precious = place / "precious"
     precious.mkdir()
     (precious / "file").write_text("kept")
@@ -60,7 +60,7 @@ def test_nothing_but_our_own_directories_is_touched(place):
 
 
 def test_a_directory_taken_for_abandoned_before_it_was_locked(place, monkeypatch):
-    """Another start may come between making and locking it."""
+    """Another start may happen between making and locking it."""
     make, made = tempfile.TemporaryDirectory, []
 
     def stolen(**settings):

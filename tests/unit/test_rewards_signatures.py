@@ -17,7 +17,7 @@ from mtrl.rewards.signatures import Traits, UserReward, detect_signature
 from mtrl.types import Signals
 
 
-def spec_of(tmp_path, source, name=None):
+def write_source(tmp_path, source, name=None):
     path = tmp_path / "mine.py"
     path.write_text(source)
     return f"{path}:{name}" if name else str(path)
@@ -51,7 +51,7 @@ def test_every_signature_sync_and_async_by_file_and_as_an_object(tmp_path, name,
     space = {}
     exec(source, space)
     close(scored(space[name], rollouts).total, expected)
-    close(scored(spec_of(tmp_path, source, name), rollouts).total, expected)
+    close(scored(write_source(tmp_path, source, name), rollouts).total, expected)
 
 
 # ---------------------------------------------------------------------------------- written as in their documentation
@@ -104,7 +104,7 @@ def test_trl_functions_for_several_tasks():
     close(rewards.parts["for_one_task"], [1, NAN, 0])
 
 
-def test_trl_is_told_everything_it_may_ask_for():
+def test_trl_functions_get_all_documented_arguments():
     def curious(prompts, completions, completion_ids, trainer_state, log_extra, log_metric, answer, level, images):
         log_extra("seen", [len(ids) for ids in completion_ids])
         log_metric("constant", 7)
@@ -145,9 +145,12 @@ def test_easyr1_parts_are_logged_and_kwargs_reach_it():
 def test_easyr1_by_its_mark_alone(tmp_path):
     source = "REWARD_NAME = 'marked'\nREWARD_TYPE = '{}'\ndef compute_score(given): return {}\n"
     each = "[{'overall': x['response_length']} for x in given]"
-    close(scored(spec_of(tmp_path, source.format("batch", each)), rows(["a", "b"], ["x"] * 2)).parts["marked"], [2, 3])
+    close(
+        scored(write_source(tmp_path, source.format("batch", each)), rows(["a", "b"], ["x"] * 2)).parts["marked"],
+        [2, 3],
+    )
     alone = "{'overall': given['response_length']}"
-    close(scored(spec_of(tmp_path, source.format("sequential", alone)), rows(["a", "b"], ["x"] * 2)).total, [2, 3])
+    close(scored(write_source(tmp_path, source.format("sequential", alone)), rows(["a", "b"], ["x"] * 2)).total, [2, 3])
 
 
 def test_verl_gets_the_columns_as_extra_info():
@@ -203,7 +206,7 @@ def test_single_calls_travel_in_messages_that_become_small():
 
 
 def test_a_call_for_many_that_fails_fails_whole_and_alone(tmp_path, caplog):
-    """Two calls of two groups each: the one whose group 1 is bad, and the other."""
+    """Two calls of two groups each: one whose group 1 is bad, and one without bad groups."""
     source = (
         "import os\n"
         "def f(completions, **kwargs):\n"
@@ -213,7 +216,7 @@ def test_a_call_for_many_that_fails_fails_whole_and_alone(tmp_path, caplog):
         "    if 'nothing' in completions: return None\n"
         "    return [float('nan') if text == 'nan' else 1.0 for text in completions]\n"
     )
-    spec, group = spec_of(tmp_path, source, "f"), [0] * 40 + [1] * 40
+    spec, group = write_source(tmp_path, source, "f"), [0] * 40 + [1] * 40
     sandbox = Sandbox(spec, {}, workers=1, timeout_s=20)
     for bad, cause in [
         ("raise", "bad batch"),
@@ -243,7 +246,7 @@ def test_async_calls_run_together_and_each_has_its_time(tmp_path):
         "    running.remove(data)\n"
         "    return 1.0, {'together': together}\n"
     )
-    sandbox = Sandbox(spec_of(tmp_path, source, "f"), {}, workers=1, timeout_s=1.0)
+    sandbox = Sandbox(write_source(tmp_path, source, "f"), {}, workers=1, timeout_s=1.0)
     found = [each.result(timeout=60) for each in sandbox.submit([{"response": "x"}] * 20)]
     assert [each.value for each in found] == [1.0] * 20
     assert max(each.extras["together"] for each in found) >= 5
@@ -285,7 +288,7 @@ def test_a_wrapper_that_hides_an_async_function():
         lambda solution_str, extra_info: -sum(extra_info["signals"]["old_logprobs"]),
     ],
 )
-def test_functions_that_ask_for_signals_get_those_of_their_tokens(function):
+def test_functions_that_need_signals_get_those_of_their_tokens(function):
     rewards = scored(function, rows(["a", "b"], ["x"] * 2), signals=measured())
     assert not rewards.failed.any()
     close(rewards.total, [3, 12])
@@ -337,17 +340,17 @@ def test_a_callable_keeps_its_own_type_error():
 
     outcome = InProcess(wrong, {}).submit([{"response": "a"}])[0].result()
     assert "unsupported operand" in outcome.failure and "in wrong" in outcome.failure
-    assert "rewards/signatures.py" not in outcome.failure  # the user's own code, not what lies before it
+    assert "rewards/signatures.py" not in outcome.failure  # the user's own code, not the frames before it
 
 
-def test_what_cannot_be_called_is_refused_before_the_run():
+def test_objects_that_cannot_be_called_are_errors_before_the_run():
     with pytest.raises(
         ValueError, match=r"\['scale'\] of reward_fn_kwargs: got an unexpected keyword argument 'scale'"
     ):
         UserReward(lambda data: 1.0, {"scale": 2})
     with pytest.raises(ValueError, match="unexpected keyword argument 'scale'"):
         UserReward(lambda completions: [1.0], {"scale": 2})
-    UserReward(lambda completions, task: [1.0], {})  # the columns of a row are known when it comes
+    UserReward(lambda completions, task: [1.0], {})  # the columns of a row are known when it arrives
 
     def injects(function):
         return functools.wraps(function)(lambda data: function(data, 3.0))
@@ -365,5 +368,5 @@ def test_a_call_that_cancels_itself_fails_alone():
     assert "CancelledError" in found[0].failure and found[1].value == 1.0
 
 
-def test_a_function_that_does_not_say_its_parameters():
+def test_a_function_without_a_readable_signature():
     assert UserReward(max, {}).signature == "mtrl"

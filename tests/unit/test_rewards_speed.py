@@ -34,8 +34,8 @@ def test_many_calls_travel_in_few_messages(tmp_path, monkeypatch):
     assert len(sent) < 100
 
 
-def test_scoring_does_not_hold_up_who_asks(tmp_path):
-    """The probes run meanwhile."""
+def test_scoring_does_not_block_the_caller(tmp_path):
+    """The probes run at the same time."""
     path, gate = tmp_path / "slow.py", tmp_path / "gate"
     path.write_text(
         "import os, time\ndef reward_function(data):\n"
@@ -69,7 +69,7 @@ def many(completions, images, **kwargs):
 """
 
 
-def test_an_image_is_written_once_a_step_and_never_pickled(tmp_path, monkeypatch):
+def test_an_image_is_written_once_per_step_and_never_pickled(tmp_path, monkeypatch):
     """Two functions, two workers each, eight responses to each of three prompts, and a worker that dies in between."""
     written, pickled = [], []
     save, state = Image.Image.save, Image.Image.__getstate__

@@ -1,4 +1,4 @@
-"""`benchmarks.rollout` measures the engine that `mtrl train` builds, and the work that it says."""
+"""`benchmarks.rollout` measures the engine that `mtrl train` builds, on the work of its cases."""
 
 import copy
 import json
@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 import torch_ops as plain
-from tiny_models import encoder_of, fresh_backbone, prompts_for
+from tiny_models import fresh_backbone, get_encoder, prompts_for
 
 from benchmarks import rollout
-from benchmarks.drawn_lengths import drawn_lengths, lengths_of
-from benchmarks.rollout_rounds import SIZES, measure_rounds, summary_of
+from benchmarks.drawn_lengths import draw_lengths, drawn_lengths
+from benchmarks.rollout_rounds import SIZES, measure_rounds, summarize
 from mtrl.rollout.decode.engine import GraphGenerator
 from mtrl.rollout.decode.step import Ops
 from mtrl.rollout.local import LocalGenerator
@@ -31,13 +31,13 @@ def engines(encoder):
 
 @pytest.mark.parametrize("name", ["plain", "graphs"])
 def test_responses_have_the_lengths_that_are_drawn(name):
-    encoder, prompts = copy.copy(encoder_of(FAMILY)), prompts_for(FAMILY)
+    encoder, prompts = copy.copy(get_encoder(FAMILY)), prompts_for(FAMILY)
     before, drawn = encoder.stop_ids, []
     for step in (0, 1):
         sampling = replace(SAMPLING, step=step)
         with drawn_lengths(encoder, shortest=2):
             found = engines(encoder)[name].generate(prompts, sampling)
-        drawn.append(lengths_of(len(found), sampling, shortest=2))
+        drawn.append(draw_lengths(len(found), sampling, shortest=2))
         assert torch.equal(found.mask.sum(1), drawn[-1])
         assert set(found.finish_reason) == {"stop"}
     assert not torch.equal(*drawn), "others at every step"
@@ -45,11 +45,11 @@ def test_responses_have_the_lengths_that_are_drawn(name):
 
 
 def test_drawn_lengths_are_uniform_within_their_limits():
-    lengths = lengths_of(20_000, Sampling(max_new_tokens=256), shortest=32)
+    lengths = draw_lengths(20_000, Sampling(max_new_tokens=256), shortest=32)
     assert (int(lengths.min()), int(lengths.max())) == (32, 256) and abs(float(lengths.double().mean()) - 144) < 2
-    longest = {int(lengths_of(500, Sampling(max_new_tokens=256, step=k), 32, varying=True).max()) for k in range(8)}
+    longest = {int(draw_lengths(500, Sampling(max_new_tokens=256, step=k), 32, varying=True).max()) for k in range(8)}
     assert len(longest) > 4 and min(longest) >= 32 and max(longest) <= 256
-    assert lengths_of(3, Sampling(max_new_tokens=1), shortest=32).tolist() == [1, 1, 1]
+    assert draw_lengths(3, Sampling(max_new_tokens=1), shortest=32).tolist() == [1, 1, 1]
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_cases_are_measured_with_peers_and_a_profile(configurations, tmp_path, c
     file = tmp_path / "profile.txt"
     names = ["4x6", "8x12-drawn", "8x12-drawn-all-stay"]
     result = rollout.run(rollout.parse([TEMPERATURE, "--rounds=2", f"--profile={file}", "--only", *names]))
-    cases, told = result["cases"], capsys.readouterr().out.splitlines()
+    cases, printed_lines = result["cases"], capsys.readouterr().out.splitlines()
     assert [*cases] == names and json.loads(json.dumps(result)) == result
     for name, found in cases.items():
         case = rollout.CASES["tiny"][name]
@@ -73,7 +73,7 @@ def test_cases_are_measured_with_peers_and_a_profile(configurations, tmp_path, c
         assert found["tokens"] <= found["rows"] * case.new and found["seconds"] >= found["first_token_s"] > 0
         assert (found["tokens"] == found["rows"] * case.new) == (case.shortest is None)
         assert found["engine"] == "LocalGenerator" and not found["captures"] and found["floor_ms_a_step"] is None
-    assert [line.split(":")[0] for line in told] == [*cases], "a line each"
+    assert [line.split(":")[0] for line in printed_lines] == [*cases], "a line each"
     sizes = [(c.dataset.rollout_batch_size, c.worker.rollout.n, c.max_new_tokens) for c in configurations]
     assert sizes == [(2, 2, 6), (2, 4, 12), (2, 4, 12), (2, 2, 6)], "as runs of these sizes have it, the profile last"
     assert {c.worker.rollout.temperature for c in configurations} == {0.9}
@@ -88,17 +88,17 @@ def test_cases_are_measured_with_peers_and_a_profile(configurations, tmp_path, c
     assert times == sorted(times, reverse=True) and times[0] > 0
 
 
-def test_the_dtype_of_the_weights_is_the_default_unless_asked_for():
+def test_the_dtype_of_the_weights_is_the_default_unless_requested():
     assert rollout.precision(rollout.parse(["--device=cuda"])) == {}
     narrow = rollout.precision(rollout.parse(["--device=cuda", "--dtype=bf16"]))
     assert narrow == {"worker.actor.fsdp.param_dtype": "bf16"}
     assert rollout.precision(rollout.parse([])) == {COMPUTE: "fp32"}
 
 
-def test_an_unknown_case_is_told(capsys):
+def test_an_unknown_case_is_an_error(capsys):
     with pytest.raises(SystemExit):
         rollout.parse(["--size=3b", "--only", "64x256", "64x25"])
-    assert "no case 64x25; there are 64x256, " in capsys.readouterr().err
+    assert "no case 64x25; choose from 64x256, " in capsys.readouterr().err
 
 
 def test_the_floor_counts_weights_and_each_prompt_once_a_group():
@@ -106,7 +106,7 @@ def test_the_floor_counts_weights_and_each_prompt_once_a_group():
     backbone, prompts = fresh_backbone(FAMILY), prompts_for(FAMILY)[:2]
     lengths = torch.tensor([3, 2, 4, 1])
     mask = torch.arange(4) < lengths[:, None]
-    found = LocalGenerator(backbone, encoder_of(FAMILY)).generate(prompts, Sampling(n=2, max_new_tokens=4))
+    found = LocalGenerator(backbone, get_encoder(FAMILY)).generate(prompts, Sampling(n=2, max_new_tokens=4))
     rollouts = replace(found, mask=mask)
     text = backbone.language_model.config
     token = 2 * text.num_hidden_layers * text.num_key_value_heads * (text.hidden_size // text.num_attention_heads)
@@ -130,7 +130,7 @@ def test_rounds_of_a_run_change_lengths_and_images(capsys):
     json.dumps(result)
 
 
-def test_what_is_added_after_the_third_round_is_told(monkeypatch):
+def test_growth_after_the_third_round_is_reported(monkeypatch):
     """As on a GPU: a graph in round four, and tensors that stay."""
     held = [{"allocated_gb": 10.0 + k / 8, "device_used_gb": 20.0} for k in range(5)]
     monkeypatch.setattr("benchmarks.rollout_rounds.held_gb", lambda: held[0])
@@ -139,7 +139,7 @@ def test_what_is_added_after_the_third_round_is_told(monkeypatch):
         {"captures": captures, "compiled_graphs": 7, "awake": {"device_used_gb": 21.0}, **peaks, **each}
         for captures, each in zip((1, 2, 2, 3, 3), held, strict=True)
     ]
-    assert summary_of(rows) == {
+    assert summarize(rows) == {
         "captures_after_round_3": 1, "compiled_graphs_after_round_3": 0, "allocated_gb_growth_after_round_3": 0.25,
         "device_used_gb_growth_after_round_3": 0.0, **peaks, "peak_gb_step": 15.0, "device_used_gb_at_most": 21.0,
     }  # fmt: skip

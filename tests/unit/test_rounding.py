@@ -1,4 +1,4 @@
-"""Weights in bf16 that follow float32: by numbers rounded at random, or by keeping what is lost."""
+"""bf16 weights that follow float32: by stochastic rounding, or by storing the rounding error."""
 
 import copy
 import math
@@ -27,23 +27,23 @@ def noise(*shape, seed=0):
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.9])
 def test_the_mean_stays(share, sign):
-    """A number that stands at a share of the way between two goes up that often. Of 100,000 draws the share has a
-    standard deviation of 0.0016 at most."""
+    """A number at a fraction of the way between two is rounded up with that probability. Over 100,000 draws the share
+    has a standard deviation of at most 0.0016."""
     numbers = torch.full((100_000,), sign * (1 + share * ULP))
     found = round_at_random(numbers, torch.bfloat16, drawn()).float() * sign
     assert set(found.tolist()) <= {1.0, 1 + ULP}
     assert float((found > 1).float().mean()) == pytest.approx(share, abs=0.01 if share else 0)
 
 
-def test_what_bf16_can_say_stays():
+def test_bf16_numbers_stay():
     numbers = noise(1000).bfloat16()
     assert torch.equal(round_at_random(numbers.float(), torch.bfloat16, drawn()), numbers)
     assert round_at_random(torch.zeros(3), torch.bfloat16, drawn()).tolist() == [0, 0, 0]
     assert torch.equal(round_at_random(noise(9), torch.float32, drawn()), noise(9)), "float32 needs no rounding"
 
 
-def test_what_is_lost_comes_back():
-    """A hundred times a hundredth of a step between two numbers is a step."""
+def test_rounding_errors_accumulate():
+    """A hundred updates of a hundredth of the spacing move the weight by one spacing."""
     weight, lost = torch.ones(1, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.bfloat16)
     plain = weight.clone()
     for _ in range(100):
@@ -77,7 +77,7 @@ def test_bf16_follows_float32(betas):
     expected, start = descend("none", torch.float32, betas=betas)
     assert float((expected - start).abs().mean()) > 0.01, "it goes somewhere"
     lost = moved(descend("none", torch.bfloat16, betas=betas)[0], start, expected)
-    assert lost < 0.1, "of plain bf16 nearly all is lost"
+    assert lost < 0.1, "plain bf16 loses nearly everything"
     for kind in ("stochastic", "kahan"):
         found, _ = descend(kind, torch.bfloat16, betas=betas)
         assert moved(found, start, expected) == pytest.approx(1, abs=0.03), kind
@@ -89,7 +89,7 @@ def test_bf16_follows_float32(betas):
 
 @pytest.mark.parametrize("kind", ["stochastic", "kahan"])
 def test_in_float32_it_is_adamw(kind, monkeypatch):
-    """The formula, against torch's own; and pieces of any size leave out nothing."""
+    """The formula against torch's own; pieces of any size cover everything."""
     plain, _ = descend("none", torch.float32, steps=20, lr=0.01, weight_decay=0.1)
     found, _ = descend(kind, torch.float32, steps=20, lr=0.01, weight_decay=0.1)
     torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-6)
@@ -99,7 +99,7 @@ def test_in_float32_it_is_adamw(kind, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["stochastic", "kahan"])
-def test_a_run_that_goes_on_draws_the_same_numbers(kind):
+def test_a_resumed_run_draws_the_same_numbers(kind):
     def optimizer_for(weight):
         return RoundedAdamW([weight], lr=1e-3, betas=(0.9, 0.99), weight_decay=0.01, rounding=kind)
 

@@ -1,4 +1,4 @@
-"""Rows of records: picked, and joined again. What a step learns from may come from several calls."""
+"""Rows of records: selected and concatenated. The batch of a step may come from several calls."""
 
 from dataclasses import fields, replace
 
@@ -6,11 +6,11 @@ import torch
 from helpers import NAN, close, fake_experience, fake_rollouts, padded, same
 from hypothesis import given
 from hypothesis import strategies as st
-from property_helpers import ALL_RULES, credit_of, experience_of, steps
+from property_helpers import ALL_RULES, assign_credit, make_experience, steps
 from torch import Tensor
 
 from mtrl.algorithms.credit import assign
-from mtrl.types import AttentionMap, Experience, Rewards, Rollouts, Signals
+from mtrl.types import AttentionMap, Rewards, Rollouts, Signals
 from mtrl.utils.record_rows import as_index, join_rows, take_rows
 
 
@@ -24,8 +24,8 @@ def ids(rollouts):
 
 
 # -------------------------------------------------------------------------------------------------------------- picking
-def test_attention_maps_of_several_passes_come_back_in_order():
-    """Responses without an image have none; so it comes from ranks and from passes."""
+def test_attention_maps_of_several_passes_are_in_order():
+    """Responses without an image have none, for results of ranks and of passes."""
     maps = [AttentionMap(torch.full((2, 3), level, dtype=torch.uint8), torch.ones(2)) for level in (7, 8)]
     joined = join_rows([Signals(attention_maps=(maps[0], None)), Signals(attention_maps=(maps[1],))])
     assert take_rows(joined, torch.tensor([2, 1, 0])).attention_maps == (maps[1], None, maps[0])
@@ -148,21 +148,21 @@ def test_rewards_without_parts_have_rows_too():
     close(joined.parts["accuracy"], [NAN, NAN, 1])
 
 
-def test_what_a_part_of_an_experience_lacks_the_whole_lacks():
+def test_a_signal_missing_in_one_part_is_missing_in_the_whole():
     def experience(**more):
         return replace(fake_experience(fake_rollouts([1])), **more)
 
     full = experience(advantage=torch.ones(1, 1), returns=torch.ones(1, 1), credit=credit_of_ones(fake_rollouts([1])))
-    joined = Experience.join([full, experience(advantage=torch.ones(1, 1))])
+    joined = join_rows([full, experience(advantage=torch.ones(1, 1))])
     close(joined.advantage, [[1], [1]])
     assert joined.returns is None and joined.credit is None
-    assert Experience.join([full, full]).credit.keep_mask.tolist() == [[True], [True]]
+    assert join_rows([full, full]).credit.keep_mask.tolist() == [[True], [True]]
 
 
 # ------------------------------------------------------------------------------------------- the whole, from its pieces
 def full_experience(step):
     """Everything that an experience may hold."""
-    experience = experience_of(step)
+    experience = make_experience(step)
     parts = {"accuracy": step.rewards > 1, "x": torch.linspace(-1, 1, len(step.rewards))}
     rewards = Rewards(
         step.rewards,
@@ -172,7 +172,7 @@ def full_experience(step):
         token_weights=step.entropy,
     )
     signals = replace(experience.signals, prompt_attention_mass=experience.signals.attention_mass[:, 0])
-    credit = credit_of(step, ALL_RULES)
+    credit = assign_credit(step, ALL_RULES)
     return replace(experience, rewards=rewards, signals=signals, returns=step.reference, credit=credit)
 
 
@@ -181,7 +181,7 @@ def of_tokens(name, value):
 
 
 def narrowed(experience):
-    """As narrow as its longest response, as if it had been sampled alone."""
+    """As wide as its longest response, as if it had been sampled alone."""
     width = int(experience.rollouts.mask.sum(1).max())
 
     def cut(record):
@@ -225,7 +225,7 @@ def test_whole_groups_joined_are_the_rows_in_that_order(step, random, narrow):
         rows += index
         piece = whole.rows(torch.tensor(index))
         pieces.append(narrowed(piece) if narrow else piece)
-    joined, expected = Experience.join(pieces), whole.rows(torch.tensor(rows))
+    joined, expected = join_rows(pieces), whole.rows(torch.tensor(rows))
     assert len(joined) == len(whole)
     same(joined.rollouts.mask, expected.rollouts.mask)
     assert_same_rows(joined, expected, expected.rollouts.mask)

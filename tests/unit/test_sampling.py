@@ -1,4 +1,4 @@
-"""From logits to a token: exact shares, exact cuts, draws that belong to a row alone."""
+"""From logits to a token: exact shares, exact cuts, draws that depend only on the row."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def shares(**options):
         ({"top_p": 0.71}, [1, 3, 4]),
         ({"top_p": 0.99}, [0, 1, 3, 4, 5]),
         ({"top_p": 1e-9}, [1]),
-        ({"top_k": 3, "top_p": 0.8}, [1, 3]),  # of the three left, 0.4 + 0.3 hold 0.82
+        ({"top_k": 3, "top_p": 0.8}, [1, 3]),  # 0.4 + 0.3 are 0.82 of the remaining three
         ({"top_k": 3, "top_p": 0.83}, [1, 3, 4]),
     ],
     ids=str,
@@ -77,7 +77,7 @@ def test_a_large_vocabulary_is_reached_to_its_end():
     assert tokens.tolist() == [0, 75_000, count - 1]
 
 
-def test_rare_tokens_are_told_apart():
+def test_rare_tokens_are_distinguished():
     """One near-certain token, then a thousand of probability 1e-9: sums in float32 would not see them."""
     logits = torch.cat([torch.zeros(1), torch.full((1000,), 1e-9).log()])
     uniform = 1 - 5e-7 + 1.1e-9 * torch.arange(10, dtype=torch.float64)
@@ -118,7 +118,7 @@ def test_draws_are_uniform():
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_logits_that_are_not_finite_give_a_log_prob_that_says_so(value, temperature):
+def test_logits_that_are_not_finite_give_a_log_prob_that_is_not_finite(value, temperature):
     """And a token of the vocabulary: an index beyond it would end a GPU's process with an assertion."""
     logits = torch.tensor([[0.0, 1.0, 2.0], [value] * 3])
     tokens, logp = choose(logits, torch.tensor([0.5, 0.5]), Sampling(temperature=temperature))

@@ -1,4 +1,4 @@
-"""The task `scenes`: questions are fair and held apart, answers say what decides them, rows are the same for ever."""
+"""The task `scenes`: fair questions in separate splits, answers with marked decisive words, rows that never change."""
 
 import hashlib
 import re
@@ -12,10 +12,8 @@ from mtrl.compose.task_source import EMBEDDED, open_data_sources
 from mtrl.config import paths as places
 from mtrl.embedded.embedded_rows import TASKS, packaged_config
 from mtrl.embedded.scenes import (
-    CHANCE,
     HELD_OUT,
     KINDS,
-    OPPOSITE,
     PLACES,
     SHAPES,
     VALUES,
@@ -23,11 +21,11 @@ from mtrl.embedded.scenes import (
     make_question,
     walk,
 )
-from mtrl.models.tiny import tiny_tokenizer
 from mtrl.rewards.builtin import accuracy, format
-from pretraining.evaluation import parse_answer
+from pretraining.evaluation import CHANCE, parse_answer
 from pretraining.pretrain import ADDED_TOKENS, CURRICULA
-from pretraining.scene_teacher import DEMONSTRATIONS, HABITS, demonstrations
+from pretraining.scene_teacher import DEMONSTRATIONS, HABITS, OPPOSITE, demonstrations
+from pretraining.tiny_checkpoints import tiny_tokenizer
 
 COUNT = 250
 
@@ -39,7 +37,7 @@ def questions():
 
 @pytest.fixture(scope="module")
 def answers(questions):
-    """Pairs of a question and what the teacher may answer."""
+    """Pairs of a question and the teacher's possible answers."""
     asked = [question for split in questions.values() for question in split[:60]]
     return [(question, way.text) for question in asked for way in demonstrations(question)]
 
@@ -68,7 +66,7 @@ def looked_up(question):
     return ends[0].colour
 
 
-def test_the_picture_answers_every_question(questions):
+def test_the_picture_determines_every_answer(questions):
     for question in (each for split in questions.values() for each in split):
         assert 6 <= len({thing.cell for thing in question.things}) == len(question.things) <= 8
         assert looked_up(question) == question.value == question.answer in VALUES[question.kind]
@@ -93,7 +91,7 @@ def test_train_never_shows_the_pairs_that_are_held_out(questions):
         shows = [any(thing.look in HELD_OUT for thing in question.things) for question in asked]
         assert all(shows) if split != "train" else not any(shows)
     about = [question.new for question in questions["test"]]
-    assert 0.4 < np.mean(about) < 0.6, "half of the answers hang on such a pair, the others do not"
+    assert 0.4 < np.mean(about) < 0.6, "half of the answers depend on such a pair, the others do not"
 
 
 def test_splits_share_no_layout(questions):
@@ -102,19 +100,19 @@ def test_splits_share_no_layout(questions):
         for split, asked in questions.items()
     }
     assert not layouts["validation"] & layouts["test"] and not layouts["train"] & layouts["test"]
-    assert all(len(found) == COUNT for found in layouts.values()), "no layout comes twice"
+    assert all(len(found) == COUNT for found in layouts.values()), "no layout occurs twice"
 
 
 def test_the_text_alone_is_worth_a_sixth():
-    """The best guess from what a question says, learnt on some questions and tried on others."""
+    """The best guess from a question's text, learnt on some questions and tried on others."""
     train = [make_question("train", index) for index in range(2000)]
-    told = {
+    result = {
         "kind": lambda q: q.kind,
         "relations": lambda q: (q.kind, tuple(route.relations for route in q.routes)),
         "named": lambda q: (q.kind, q.routes[0].reference),
         "colour": lambda q: (q.kind, q.routes[0].reference[0]),
     }
-    for name, key in told.items():
+    for name, key in result.items():
         counts = defaultdict(Counter)
         for question in train[:1400]:
             counts[key(question)][question.value] += 1
@@ -127,7 +125,7 @@ def test_the_text_alone_is_worth_a_sixth():
 
 
 # ------------------------------------------------------------------------------------------------------------ answers
-def test_answers_have_the_form_and_what_is_right_is_rewarded(answers):
+def test_answers_have_the_format_and_correct_ones_are_rewarded(answers):
     right = []
     for question, text in answers:
         found = parse_answer(text, question)
@@ -141,7 +139,7 @@ def test_answers_have_the_form_and_what_is_right_is_rewarded(answers):
 def test_every_word_is_a_token_and_answers_have_80_to_200(answers):
     curriculum = CURRICULA["scenes"]
     tokenizer = tiny_tokenizer(True, curriculum.vocabulary_text(), ADDED_TOKENS, curriculum.model_shape["vocabulary"])
-    assert len(tokenizer) < curriculum.model_shape["vocabulary"], "or words would be cut"
+    assert len(tokenizer) < curriculum.model_shape["vocabulary"], "otherwise words would be split"
     for question, text in answers[:150]:
         ids = tokenizer(text)["input_ids"]
         assert 80 <= len(ids) + 1 <= 200 < curriculum.max_new_tokens
@@ -150,7 +148,7 @@ def test_every_word_is_a_token_and_answers_have_80_to_200(answers):
         assert tokenizer.decode(ids) == text
 
 
-def test_demonstrations_are_drawn_by_keys_of_their_own(questions):
+def test_demonstrations_are_drawn_by_separate_keys(questions):
     question = questions["train"][3]
     ways = demonstrations(question)
     assert [way.text for way in ways] == [way.text for way in demonstrations(question)]
@@ -159,7 +157,7 @@ def test_demonstrations_are_drawn_by_keys_of_their_own(questions):
 
 
 # ------------------------------------------------------------------------------------------------------- causal spans
-def test_what_decides_by_kind_of_question():
+def test_decisive_words_by_kind_of_question():
     there = (
         "<think>now, it is calm. I find the red ring at the top left. besides, a small blue cross is at the top right."
         " below it is the middle left. there is a small green square.{}</think><answer>{}</answer>"
@@ -193,7 +191,7 @@ def test_spans_of_damaged_responses():
         assert (None if spans is None else [text[a:b] for a, b in spans]) == decides, text
 
 
-def test_the_answer_follows_from_what_decides_alone(answers):
+def test_the_answer_follows_from_the_decisive_words(answers):
     """Two answers of the teacher to one question that agree in all causal words agree in the answer."""
     by_words = defaultdict(set)
     for question, text in answers:
@@ -206,7 +204,7 @@ def test_the_answer_follows_from_what_decides_alone(answers):
     assert all(len(values) == 1 for values in by_words.values())
 
 
-def test_most_of_an_answer_does_not_decide(answers):
+def test_most_of_an_answer_is_not_decisive(answers):
     share = [sum(map(len, special_words(question, text))) / len(text) for question, text in answers]
     assert np.mean(share) < 0.12
 
@@ -237,7 +235,7 @@ def test_rows_by_name():
 
 
 def test_the_test_questions_are_the_same_for_ever():
-    """Change the task, and old results compare with nothing: then this hash, its version, and the model must be new."""
+    """A change of the task makes old results incomparable: this hash, its version and the model must then change."""
     asked = [make_question("test", index) for index in range(0, 2000, 20)]
     lines = [f"{q.kind}|{q.things}|{q.prompt}|{q.answer}|{demonstrations(q)[0].text}" for q in asked]
     assert hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16] == "610a6a6db1ded672"

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers import INF, NAN, close, fake_prompt, mask_of, same
+from helpers import INF, NAN, close, fake_prompt, make_mask, same
 
 from mtrl.algorithms.signals import (
     aei,
@@ -44,24 +44,24 @@ def test_dependency_is_of_perturbed_minus_old():
     # (o - a would give 1 - ln 2.)   From 1/4 to 1/2: x = ln 2, S = 1 - ln 2.
     old = torch.tensor([[0.5, 0.25]]).log()
     perturbed = torch.tensor([[0.25, 0.5]]).log()
-    close(visual_dependency(old, perturbed, mask_of(2)), [[LN2 - 0.5, 1 - LN2]])
+    close(visual_dependency(old, perturbed, make_mask(2)), [[LN2 - 0.5, 1 - LN2]])
 
 
 def test_dependency_is_held_within_10():
     # x = 3: e^3 - 4 = 16.09 -> 10.   x = -12: 12 - 1 + e^-12 = 11.00 -> 10.   x = -5: e^-5 + 4 = 4.0067 stays.
     change = torch.tensor([[3.0, -12.0, -5.0, 500.0, -500.0]])
-    close(visual_dependency(torch.zeros(1, 5), change, mask_of(5)), [[10, 10, math.exp(-5) + 4, 10, 10]])
+    close(visual_dependency(torch.zeros(1, 5), change, make_mask(5)), [[10, 10, math.exp(-5) + 4, 10, 10]])
 
 
-def test_dependency_is_zero_off_the_mask_whatever_stands_there():
+def test_dependency_is_zero_off_the_mask_for_any_value_there():
     old = torch.tensor([[-LN2, NAN, INF]])
     perturbed = torch.tensor([[0.0, 7.0, INF]])
-    close(visual_dependency(old, perturbed, mask_of(1, width=3)), [[1 - LN2, 0, 0]])
+    close(visual_dependency(old, perturbed, make_mask(1, width=3)), [[1 - LN2, 0, 0]])
 
 
 def test_full_kl_is_held_within_0_and_10_too():
     kl = torch.tensor([[-1e-7, 0.5, 12.0, 3.0]])
-    close(bounded_dependency(kl, mask_of(3, width=4)), [[0.0, 0.5, 10.0, 0.0]])
+    close(bounded_dependency(kl, make_mask(3, width=4)), [[0.0, 0.5, 10.0, 0.0]])
 
 
 @pytest.mark.parametrize("layers", range(1, 41))
@@ -138,23 +138,23 @@ def test_an_empty_pool_is_not_applicable():
 
 def test_a_sequence_has_the_ratio_of_means():
     # Tokens (0.4, 0.1) and (0.2, 0.7): means (0.3, 0.4), VGR 3/4. The mean of the ratios would be (4 + 2/7)/2 = 2.14.
-    # The second response has one token only; what stands in its padding is not read.
+    # The second response has only one token; its padding is not read.
     mass = torch.tensor([[[0.4, 0.1], [0.2, 0.7]], [[0.1, 0.2], [NAN, INF]]])[:, :, None, :]
-    means = sequence_mass(mass, mask_of(2, 1))
+    means = sequence_mass(mass, make_mask(2, 1))
     close(means, [[[0.3, 0.4]], [[0.1, 0.2]]])
     close(vgr(means[:, 0], torch.tensor([1, 1])), [0.75, 0.5])
 
 
 def test_a_row_without_tokens_has_no_ratio():
     mass = torch.full((2, 1, 1, 2), 0.25)
-    means = sequence_mass(mass, mask_of(1, 0))
+    means = sequence_mass(mass, make_mask(1, 0))
     close(vgr(means[:, 0], torch.tensor([1, 1])), [1.0, NAN])
 
 
-# ---- which of them somebody needs, and what several probes bring ----
+# ---- needs, and the signals of several probes ----
 
 
-def test_needs_come_together():
+def test_needs_are_combined():
     both = Needs("old_logprobs") | Needs("old_logprobs", "entropy") | Needs()
     assert both == Needs("entropy", "old_logprobs") and both.names == {"old_logprobs", "entropy"}
     assert "entropy" in both and "attention_mass" not in both and "no signal at all" not in both
@@ -164,13 +164,13 @@ def test_needs_come_together():
     assert not Needs() and both and not both.without("old_logprobs", "entropy")
 
 
-def test_needs_say_how_many_views_it_takes():
+def test_needs_determine_the_number_of_views():
     assert Needs().views == Needs("old_logprobs", "entropy", "attention_mass", "ref_logprobs", "values").views == 1
     for name in ("dependency", "perturbed_logprobs", "entropy_change"):
         assert (Needs("old_logprobs") | Needs(name)).views == Needs(name).views == 2
 
 
-def test_a_signal_that_there_is_not_is_refused():
+def test_an_unknown_signal_is_an_error():
     with pytest.raises(
         ValueError,
         match=r"no signal attention, entropie; there are old_logprobs, .*prompt_attention_mass, attention_maps$",

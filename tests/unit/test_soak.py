@@ -1,4 +1,4 @@
-"""The soak can see what it looks for."""
+"""The soak detects the failures that it looks for."""
 
 import os
 import subprocess
@@ -9,8 +9,8 @@ from soak import struck_runs
 from soak.ledger import Ledger
 
 
-def test_a_process_that_a_run_left_behind_is_found(monkeypatch):
-    """Also one that has left for a session of its own."""
+def test_a_leftover_process_of_a_run_is_found(monkeypatch):
+    """Also one in a separate session."""
     monkeypatch.setenv(struck_runs.MARK, f"mark of {os.getpid()}")
     assert struck_runs.marked() == []
     left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
@@ -24,7 +24,7 @@ def test_a_process_that_a_run_left_behind_is_found(monkeypatch):
     assert struck_runs.left_behind() == []
 
 
-def test_a_ledger_goes_on(tmp_path):
+def test_a_ledger_continues(tmp_path):
     Ledger(tmp_path).record(strikes=3)
     again = Ledger(tmp_path)
     again.record(strikes=again.get("strikes") + 1)
@@ -32,7 +32,7 @@ def test_a_ledger_goes_on(tmp_path):
 
 
 def test_a_run_that_ends_early_is_no_strike(tmp_path, monkeypatch):
-    """A strike that hit nothing would prove nothing."""
+    """A signal to an ended run would prove nothing."""
     for name in ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR", struck_runs.MARK):  # the soak sets them; they are put back
         monkeypatch.setenv(name, str(tmp_path))
     monkeypatch.setattr(struck_runs, "MOMENTS", ("step",))

@@ -1,4 +1,4 @@
-"""`benchmarks.step` measures the run that `mtrl train` makes: only what it says differs from a user's."""
+"""`benchmarks.step` measures the run of `mtrl train`: only its reported settings differ from a user's run."""
 
 import json
 
@@ -46,7 +46,7 @@ def changed(config):
     return {key: value for key, value in given.items() if key not in step.PATHS}
 
 
-def test_it_differs_from_the_defaults_only_where_it_says(built, capsys):
+def test_it_differs_from_the_defaults_only_in_its_reported_settings(built, capsys):
     result = step.run(step.parse([*SMALL, f"{COMPUTE}=fp32"]))
     (run,) = built
     assert result["settings"] == SIZES | {COMPUTE: "fp32"}
@@ -85,7 +85,7 @@ def test_arguments_become_keys(built, capsys):
     assert result["saving"]["gb"] > 3 * sum(p.nbytes for p in parameters) / 2**30, "weights and two averages"
 
 
-def test_adapters_beside_a_base_that_was_never_written(built, capsys):
+def test_adapters_on_a_base_without_files(built, capsys):
     pytest.importorskip("peft")
     words = [*SMALL, "--steps=1", "worker.actor.model.peft_type=lora", f"{COMPUTE}=fp32", "--save"]
     result = step.run(step.parse(words))
@@ -105,5 +105,5 @@ def test_the_shape_of_seven_billion(tmp_path):
 
 
 def test_the_dtype_of_the_weights():
-    plain, narrow = (step.settings_of(step.parse([*SMALL, *words])) for words in ([], ["--dtype=bf16"]))
+    plain, narrow = (step.make_settings(step.parse([*SMALL, *words])) for words in ([], ["--dtype=bf16"]))
     assert plain == SIZES and narrow == SIZES | {"worker.actor.fsdp.param_dtype": "bf16"}

@@ -1,4 +1,4 @@
-"""The arms of the study: all load, differ from plain GRPO in what they are about alone, and leave no rule out."""
+"""The arms of the study: all load, differ from plain GRPO only in their own setting, and cover every rule."""
 
 import re
 from pathlib import Path
@@ -26,7 +26,7 @@ SPEAKING = {  # the rules of an arm that is not called as its rule
     "shuffled_tokens": ["shuffled"], "shuffled_rows": ["shuffled"],
 } | {f"random_{share}": ["random_filter"] for share in (10, 20, 40)}  # fmt: skip
 SPEAKING |= {name: [] for name in ("grpo", "grpo_matched", "blank", *EXPERIMENTS[:4])}
-BESIDE_CREDIT = {  # what an arm may change besides `optimization` and its name
+BESIDE_CREDIT = {  # keys that an arm may change besides `optimization` and its name
     "grpo_matched": {"worker.actor.optim.lr"},
     "blank": {"dataset.train_files", "dataset.val_files"},
 } | {
@@ -47,23 +47,23 @@ def value(config, key):
     return config
 
 
-def rules_of(config):
+def get_rule_names(config):
     names = {kind: name for name, kind in RULES.items()}
     return ["shuffled" if isinstance(rule, Shuffled) else names[type(rule)] for rule in make_credit_rules(config)]
 
 
 @pytest.mark.parametrize("name", ARMS)
-def test_an_arm_is_plain_grpo_but_for_what_it_is_about(name):
+def test_an_arm_is_plain_grpo_except_for_its_setting(name):
     config, plain = arm(name), arm("grpo")
     assert find_unsupported(config) == [] and config.training.experiment_name == name
-    assert rules_of(config) == SPEAKING.get(name, [name])
+    assert get_rule_names(config) == SPEAKING.get(name, [name])
     differ = {key for key in known_leaves() if value(config, key) != value(plain, key)} - {"training.experiment_name"}
     assert {key for key in differ if not key.startswith("optimization.")} <= BESIDE_CREDIT.get(name, set())
     assert name in ("grpo", "grpo_matched") or differ
 
 
 def test_no_rule_is_left_out():
-    assert {rule for name in ARMS for rule in rules_of(arm(name))} == set(RULES)
+    assert {rule for name in ARMS for rule in get_rule_names(arm(name))} == set(RULES)
 
 
 def test_the_plain_arm_is_the_recipe_of_scenes():
@@ -75,7 +75,7 @@ def test_the_plain_arm_is_the_recipe_of_scenes():
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_experiments_are_those_of_the_spec(name):
+def test_experiments_match_the_spec(name):
     ours, theirs = arm(name), load_config(f"experiments/{name}.yaml")
     assert ours.worker.reward.functions == theirs.worker.reward.functions
     assert make_reward_schedule(ours, 60)[0][1] == make_reward_schedule(theirs, 60)[0][1]

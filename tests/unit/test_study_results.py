@@ -1,4 +1,4 @@
-"""The study's runs in one small file, what the plan calls an effect, and the pages against the raw files."""
+"""The study's runs in one small file, the plan's verdicts, and the pages against the raw files."""
 
 import json
 import re
@@ -16,10 +16,10 @@ from benchmarks.study import (
     across_rates,
     by_windows,
     compare_arms,
+    judge,
     keep,
     load,
     planned_pairs,
-    word_of,
     write,
 )
 from mtrl.compare.arms import Arm, SeedRun, read_arm
@@ -56,7 +56,7 @@ def study(tmp_path):
     return tmp_path / "study"
 
 
-def test_what_is_kept_is_what_was_there(study, tmp_path):
+def test_stored_runs_equal_the_originals(study, tmp_path):
     file = tmp_path / "kept.json.gz"
     assert keep([study], file) == {"grpo": [0, 1, 2], "oracle": [0, 1, 2]}
     arms, checks = load(file)
@@ -68,7 +68,7 @@ def test_what_is_kept_is_what_was_there(study, tmp_path):
         assert curves.keys() == {METRIC, SAMPLED, ENTROPY} and curves[METRIC][0] == (10, 0.123457)
 
 
-def test_seeds_are_added_and_what_is_not_done_is_left_out(study, tmp_path):
+def test_seeds_are_added_and_unfinished_ones_are_left_out(study, tmp_path):
     file = tmp_path / "kept.json.gz"
     keep([study], file)
     first = file.read_bytes()
@@ -91,7 +91,7 @@ def test_tables_and_picture_come_from_the_file(study, tmp_path):
     table = write(file, page, picture, twice)
     assert page.read_text().partition("twice the rate")[2].count(table) == 1
     assert "| oracle | 3 | 0.711 [" in table and "| better |" in table and "| grpo | 3 | 0.510 [" in table
-    assert "| better | 0.411 [" in table, "the sampled accuracy beside it: the mean of steps 21 and 30"
+    assert "| better | 0.411 [" in table, "the sampled accuracy: the mean of steps 21 and 30"
     assert "| grpo at 2e-5 - oracle at 1e-5 | -0.201 [" in page.read_text()
     assert table in page.read_text() and picture.stat().st_size > 10_000
     assert "2 of 2 arms have fewer than 5 seeds" in page.read_text()
@@ -113,12 +113,12 @@ def test_tables_and_picture_come_from_the_file(study, tmp_path):
         ([0.019, 0.021, -0.010], "open"),  # the interval ends beyond 0.02
     ],
 )
-def test_the_words_of_the_plan(differences, word):
+def test_the_verdicts_of_the_plan(differences, word):
     plain = arm("grpo", [0.5, 0.5, 0.5])
     (verdict,) = apply_holm(
         [compare_with_baseline(arm("other", [0.5 + x for x in differences]), plain, METRIC)], "by_final"
     )
-    assert word_of(verdict) == word
+    assert judge(verdict) == word
 
 
 def test_pairs_are_arms_of_the_study():
@@ -152,7 +152,7 @@ def test_each_endpoint_has_its_own_differences_and_correction():
     _, a, b = compare_arms(found)[0]
     assert a.greedy.by_final.difference.mean == pytest.approx(0.11)
     assert a.sampled.by_final.difference.mean == pytest.approx(-0.09)
-    for side in ("greedy", "sampled"):  # two arms: the smaller p counts twice, whatever the other endpoint's
+    for side in ("greedy", "sampled"):  # two arms: the smaller p counts twice, for any p of the other endpoint
         assert getattr(a, side).by_final.adjusted == pytest.approx(2 * getattr(a, side).by_final.p)
         assert getattr(b, side).by_final.adjusted == getattr(b, side).by_final.p
 
@@ -160,7 +160,7 @@ def test_each_endpoint_has_its_own_differences_and_correction():
 # --------------------------------------------------------------------------------------- the pages and the raw files
 @dataclass(frozen=True)
 class Computed:
-    """Comparisons of the committed raw files, by what the pages call them."""
+    """Comparisons of the committed raw files, by their names on the pages."""
 
     arms: dict[str, Arm]
     at: dict[str, dict[str, Endpoints]]  # by rate and arm
@@ -181,7 +181,7 @@ def computed():
     return Computed(once, at, planned_pairs(once, metric) | across_rates(once, twice, metric))
 
 
-def tables_of(page):
+def parse_tables(page):
     """Each table as its heads and its rows."""
     found, here = [], []
     for line in [*map(str.strip, page.splitlines()), ""]:
@@ -219,7 +219,7 @@ def check_side(heads, row, side, verdict):
         return
     assert same_estimate(cells[0], test.difference) and same_p(cells[1], test.p) and same_p(cells[2], test.adjusted)
     if "verdict" in heads:
-        assert cells[3] == word_of(verdict)
+        assert cells[3] == judge(verdict)
 
 
 def check_row(heads, row, each):
@@ -228,7 +228,7 @@ def check_row(heads, row, each):
 
 
 def test_tables_of_the_results_agree_with_the_raw_files(computed):
-    compared = [(heads, rows) for heads, rows in tables_of(RESULTS) if "Holm" in heads and "sampled" in heads]
+    compared = [(heads, rows) for heads, rows in parse_tables(RESULTS) if "Holm" in heads and "sampled" in heads]
     once, pairs, twice, rates = compared
     for (heads, rows), rate in ((once, "1e-5"), (twice, "2e-5")):
         assert {row[0] for row in rows} == computed.at[rate].keys()
@@ -240,7 +240,7 @@ def test_tables_of_the_results_agree_with_the_raw_files(computed):
     for heads, rows in (pairs, rates):
         for row in rows:
             check_row(heads, row, computed.pairs[row[0]])
-    (everything,) = [rows for heads, rows in tables_of(RESULTS) if "area" in heads]
+    (everything,) = [rows for heads, rows in parse_tables(RESULTS) if "area" in heads]
     for name, _, final, _, difference, p, after_holm, *_ in everything:
         verdict = computed.at["1e-5"][name].greedy
         assert same_estimate(final, verdict.final)
@@ -250,7 +250,7 @@ def test_tables_of_the_results_agree_with_the_raw_files(computed):
 
 
 def test_tables_of_the_study_agree_with_the_raw_files(computed):
-    compared = [(heads, rows) for heads, rows in tables_of(STUDY) if "Holm" in heads]
+    compared = [(heads, rows) for heads, rows in parse_tables(STUDY) if "Holm" in heads]
     assert len(compared) == 2 and sum(len(rows) for _, rows in compared) >= 20
     for heads, rows in compared:
         for row in rows:
@@ -258,19 +258,19 @@ def test_tables_of_the_study_agree_with_the_raw_files(computed):
 
 
 def test_the_study_sorts_arms_by_their_verdicts(computed):
-    """Every arm that is neither a control nor an experiment, under the verdicts that it has."""
-    (rows,) = [rows for heads, rows in tables_of(STUDY) if heads == ["greedy", "sampled", "arms"]]
+    """Every arm that is neither a control nor an experiment, by its verdicts."""
+    (rows,) = [rows for heads, rows in parse_tables(STUDY) if heads == ["greedy", "sampled", "arms"]]
     named = {}
     for greedy, sampled, arms in rows:
         named |= dict.fromkeys(re.findall(r"\w+", arms), (greedy, sampled))
-    found = {name: (word_of(each.greedy), word_of(each.sampled)) for name, each in computed.at["1e-5"].items()}
+    found = {name: (judge(each.greedy), judge(each.sampled)) for name, each in computed.at["1e-5"].items()}
     assert named == {name: found[name] for name in named}
     others = {"grpo", "grpo_matched", "blank", "bottom", "shuffled_tokens", "shuffled_rows"}
     assert {name for name in found if not re.match("random_|experiment", name)} - others == named.keys()
 
 
 def prose_of_results():
-    """What the study's page says of its results, without its plan and without tables of comparisons."""
+    """The results text of the study's page, without its plan and without tables of comparisons."""
     head, _, rest = STUDY.partition("## Question")
     text = head + rest.partition("\n## Results\n")[2]
     return "\n".join(line for line in text.splitlines() if not re.match(r"\| `\w+` \| \de-5 \|", line))
@@ -308,7 +308,7 @@ def test_too_small_to_matter_holds_by_the_t_interval_where_the_study_says_so(com
         for name, each in compared.items():
             for side in ("greedy", "sampled"):
                 verdict, base = getattr(each, side), getattr(compared["grpo"], side)
-                if word_of(verdict) != "too small to matter":
+                if judge(verdict) != "too small to matter":
                     continue
                 metric = METRIC if side == "greedy" else SAMPLED
                 ours, theirs = verdict.arm.finals(metric), base.arm.finals(metric)

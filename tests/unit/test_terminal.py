@@ -17,7 +17,7 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize("stream", [Terminal, io.StringIO])
-def test_what_is_printed_cannot_move_the_cursor(stream):
+def test_printed_text_cannot_move_the_cursor(stream):
     behind = stream()
     print("row\x1b[31m 1", "\r\x1b[A\x9b2J", "\udcff.png", file=SanitizedStream(behind))
     print("\x1b[A", "\x1b]0;title\x07", file=SanitizedStream(behind))
@@ -36,7 +36,7 @@ def test_a_bar_may_return_to_its_beginning(stream):
     assert "\x1b[A" in behind.getvalue(), "one bar below another"
 
 
-def test_what_can_be_read_stays():
+def test_readable_text_stays():
     assert sanitize("选 ×\u200d é\n") == "选 ×\u200d é\n"
 
 
@@ -47,7 +47,7 @@ def separate(stdout, stderr):
     assert done.returncode == 0
 
 
-def test_stdout_is_a_log_of_its_own_where_it_leads_elsewhere(tmp_path):
+def test_a_redirected_stdout_is_a_separate_log(tmp_path):
     files = tmp_path / "out", tmp_path / "err", tmp_path / "both"
     with open(files[0], "w") as out, open(files[1], "w") as err, open(files[2], "w") as both:
         separate(out, err)

@@ -10,7 +10,7 @@ from mtrl.utils import machine
 
 @pytest.fixture
 def torch_threads(monkeypatch):
-    """torch would take four, of as many processors, and nobody has said otherwise."""
+    """torch would use four threads on four cores, and no number is configured."""
     for name in threads.CHOSEN_BY_USER:
         monkeypatch.delenv(name, raising=False)
     taken = [4]
@@ -27,7 +27,7 @@ def free(monkeypatch, cores):
 @pytest.mark.parametrize(
     ("usual", "usable", "cores", "chosen"),
     [
-        (4, 4, 4.0, 4), (4, 4, 3.1, 4), (2, 2, 1.6, 2),  # quiet enough: what torch takes by itself
+        (4, 4, 4.0, 4), (4, 4, 3.1, 4), (2, 2, 1.6, 2),  # the machine is idle: torch's own number
         (4, 4, 2.9, 2), (2, 2, 1.4, 1), (4, 4, 0.0, 1), (64, 64, 20.5, 20),  # others are at work
         (64, 2, 64.0, 2),  # a container of two processors on a large machine
         (1, 4, 0.0, 1),
@@ -45,7 +45,7 @@ def test_a_quiet_machine_leaves_torch_alone(torch_threads, tmp_path, monkeypatch
     assert torch_threads == [4] and (tmp_path / FILE).read_text() == "4\n"
 
 
-def test_a_run_goes_on_with_its_own_number(torch_threads, tmp_path, monkeypatch, caplog):
+def test_a_resumed_run_keeps_its_number(torch_threads, tmp_path, monkeypatch, caplog):
     free(monkeypatch, 2.2)
     set_threads(tmp_path)
     assert torch_threads == [4, 2]
@@ -64,7 +64,7 @@ def test_more_threads_than_there_are_processors_here_are_not_taken(torch_threads
     assert torch_threads == [4] and "used 64 threads before, now it uses 4" in caplog.text
 
 
-def test_the_users_number_stands(torch_threads, tmp_path, monkeypatch, caplog):
+def test_the_users_number_is_used(torch_threads, tmp_path, monkeypatch, caplog):
     free(monkeypatch, 0.0)
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
     (tmp_path / FILE).write_text("2")

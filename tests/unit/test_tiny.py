@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
-from mtrl.models.tiny import SPECIAL_TOKENS, TINY_FAMILIES, make_tiny_checkpoint, tiny_tokenizer
+from pretraining.tiny_checkpoints import SPECIAL_TOKENS, TINY_FAMILIES, make_tiny_checkpoint, tiny_tokenizer
 
 HELLO = [{"role": "user", "content": "the cat"}]
 
@@ -59,7 +59,7 @@ def test_sizes_can_be_chosen(tmp_path, family):
         assert "50176" in (path / "preprocessor_config.json").read_text()
 
 
-def test_unknown_family_is_refused(tmp_path):
+def test_unknown_family_is_an_error(tmp_path):
     with pytest.raises(ValueError, match=r"llava.*qwen2_vl, qwen2_5_vl, qwen3_vl, qwen2"):
         make_tiny_checkpoint(tmp_path, "llava")
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""The files of a run, to the letter: what is in them, how they rotate, and what a broken disk costs."""
+"""The files of a run: their exact contents, their rotation, and the effects of a broken disk."""
 
 import json
 import logging
@@ -14,14 +14,14 @@ from helpers import NAN, fake_experience, fake_rollouts
 
 from mtrl.protocols import Tracker
 from mtrl.tracking import jsonl
-from mtrl.tracking.jsonl import JsonlWriter, iter_rows, last_row, rotated_parts
-from mtrl.tracking.run_files import RunFiles, first_steps, read_rows, read_validations
+from mtrl.tracking.jsonl import JsonlWriter, iter_rows, last_row, read_rows, rotated_parts
+from mtrl.tracking.run_files import RunFiles, first_steps, read_validations
 from mtrl.tracking.several import Trackers
 from mtrl.types import Credit, Needs, Rewards, ValidationSample
 
 
 def lines(path):
-    """As strict JSON: NaN and Infinity are refused."""
+    """Parses strict JSON: NaN and Infinity are errors."""
 
     def refuse(word):
         raise AssertionError(f"{word} is not JSON")
@@ -35,17 +35,17 @@ def reward_description(*total):
     return Rewards(torch.tensor(total), parts, torch.tensor([False] * (count - 1) + [True]))
 
 
-def credit_of(rollouts):
+def make_credit(rollouts):
     shape = rollouts.mask.shape
     return Credit(torch.ones(shape), rollouts.mask, rollouts.mask.float(), torch.ones(shape[0]))
 
 
 def write_rollouts(files, step, rollouts, rewards):
-    files.rollouts(step, fake_experience(rollouts, rewards=rewards, credit=credit_of(rollouts)))
+    files.rollouts(step, fake_experience(rollouts, rewards=rewards, credit=make_credit(rollouts)))
 
 
 # --------------------------------------------------------------------------------------------------------------- files
-def test_a_row_a_step(tmp_path):
+def test_one_row_per_step(tmp_path):
     files = RunFiles(tmp_path / "new" / "run")
     files.metrics(1, {"reward/overall": 0.5, "actor/pg_loss": math.nan, "actor/grad_norm": math.inf})
     files.metrics(2, {"reward/overall": 0.75})
@@ -57,7 +57,7 @@ def test_a_row_a_step(tmp_path):
     assert validation["val/avg@1"] == 0.25 and validation["val/by_kind/colour"] == 0.5 and validation["step"] == 2
 
 
-def test_a_row_a_response(tmp_path):
+def test_one_row_per_response(tmp_path):
     rollouts = fake_rollouts([2, 3], group=[0, 1], truncated=[False, True])
     write_rollouts(RunFiles(tmp_path), 3, rollouts, reward_description(1.0, 0.25))
     first, second = lines(tmp_path / "rollouts.jsonl")
@@ -70,7 +70,7 @@ def test_a_row_a_response(tmp_path):
     assert second["id"] == "p1" and second["reward"] == 0.25
 
 
-def test_odd_answers_are_still_json(tmp_path):
+def test_odd_responses_are_still_json(tmp_path):
     rollouts = fake_rollouts([1])
     task = replace(rollouts.prompts[0].task, answer=[NAN, {"a": math.inf}, {1}, "选项"])
     write_rollouts(
@@ -141,7 +141,7 @@ def test_the_attempt_counts_from_every_file(tmp_path):
     assert not (tmp_path / "metrics.jsonl").exists() and RunFiles(tmp_path).attempt == 2
 
 
-def test_rows_without_a_step_are_left_out_and_told_with_their_file(tmp_path, caplog):
+def test_rows_without_a_step_are_left_out_and_reported_with_their_file(tmp_path, caplog):
     """Somebody edited the file: no row of it may end the run."""
     rows = [
         {"val/reward_score": 1.0}, {"step": None, "val/reward_score": 1.0}, {"step": "1", "perf/seconds_step": 1.0},
@@ -156,7 +156,7 @@ def test_rows_without_a_step_are_left_out_and_told_with_their_file(tmp_path, cap
     assert RunFiles(tmp_path).attempt == 1
 
 
-def test_what_earlier_attempts_left(tmp_path):
+def test_rows_of_earlier_attempts(tmp_path):
     first = RunFiles(tmp_path)
     first.validation(0, {"val/reward_score": 0.1, "val/avg@1": NAN, "perf/seconds_validation": 3.0}, {"k": {"a": 0.5}})
     for step in range(1, 9):
@@ -186,14 +186,14 @@ def test_a_full_file_becomes_a_part_and_readers_see_all_in_order(tmp_path):
     ]
 
 
-def test_numbers_sort_as_numbers_and_go_on_after_a_restart(tmp_path):
+def test_numbers_sort_as_numbers_and_continue_after_a_restart(tmp_path):
     path = tmp_path / "rollouts.jsonl"
     for number in range(12):
         JsonlWriter(path, rotate_at=1).append([{"n": number}])  # a new process each time
     assert [row["n"] for row in iter_rows(path)] == list(range(12)) and len(rotated_parts(path)) == 11
 
 
-def test_the_oldest_parts_go_and_that_is_said_once(tmp_path, caplog):
+def test_the_oldest_parts_are_removed_and_reported_once(tmp_path, caplog):
     path = tmp_path / "rollouts.jsonl"
     (tmp_path / "rollouts.notes.jsonl").write_text("{}\n")  # somebody else's
     file = JsonlWriter(path, rotate_at=1, keep=3)
@@ -226,7 +226,7 @@ def test_the_last_row_is_found_from_the_end(tmp_path, monkeypatch):
 
 
 # -------------------------------------------------------------------------------------------------------- broken disks
-def test_a_directory_that_vanishes_costs_what_was_in_it(tmp_path, caplog):
+def test_a_directory_that_vanishes_costs_only_its_files(tmp_path, caplog):
     files = RunFiles(tmp_path / "run")
     files.metrics(1, {"x": 1.0})
     (tmp_path / "run" / "metrics.jsonl").unlink()
@@ -236,8 +236,8 @@ def test_a_directory_that_vanishes_costs_what_was_in_it(tmp_path, caplog):
     assert caplog.text.count("was removed") == 1
 
 
-def test_rows_wait_until_the_place_can_be_written_again(tmp_path, caplog):
-    """A file stands where the directory was: nothing can be made there, whoever asks."""
+def test_rows_wait_until_the_directory_is_writable_again(tmp_path, caplog):
+    """A file replaces the directory, so that not even root can write there."""
     files = RunFiles(tmp_path / "run")
     files.metrics(1, {"x": 1.0})
     (tmp_path / "run").rename(tmp_path / "away")
@@ -258,7 +258,7 @@ def test_rows_wait_until_the_place_can_be_written_again(tmp_path, caplog):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
 def test_a_full_disk_does_not_stop_the_run(tmp_path, caplog):
     files = RunFiles(tmp_path)
-    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")  # the kernel answers each write with ENOSPC
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")  # each write fails with ENOSPC
     files.metrics(1, {"x": 1.0})
     files.metrics(2, {"x": 2.0})
     assert caplog.text.count("No space left") == 1
@@ -290,7 +290,7 @@ file.append([{{"n": 3}}])
     assert [row["n"] for row in lines(path)] == [1, 2, 3]
 
 
-def test_what_waits_is_bounded_and_the_loss_is_told(tmp_path, monkeypatch, caplog):
+def test_waiting_rows_are_bounded_and_losses_are_reported(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(jsonl, "WAITING_BYTES", 100)
     (tmp_path / "run").write_text("in the way")
     file = JsonlWriter(tmp_path / "run" / "metrics.jsonl")
@@ -304,7 +304,7 @@ def test_what_waits_is_bounded_and_the_loss_is_told(tmp_path, monkeypatch, caplo
     assert f"{31 - len(kept)} rows are lost" in caplog.text
 
 
-def test_rows_that_never_could_be_written_are_told_at_the_end(tmp_path, caplog):
+def test_rows_that_could_never_be_written_are_reported_at_the_end(tmp_path, caplog):
     (tmp_path / "run").write_text("in the way")
     file = JsonlWriter(tmp_path / "run" / "metrics.jsonl")
     file.append([{"n": 1}, {"n": 2}])
@@ -347,14 +347,14 @@ def test_several_hear_the_same():
     assert first.heard == expected and second.heard == expected
 
 
-def test_several_need_what_any_of_them_needs():
+def test_needs_of_several_trackers_are_combined():
     assert Trackers(
         [FakeTracker("old_logprobs", "attention_mass"), FakeTracker(), FakeTracker("dependency")]
     ).needs == Needs("old_logprobs", "attention_mass", "dependency")
     assert Trackers([]).needs == Needs()
 
 
-def test_a_tracker_leaves_out_what_it_does_not_want_to_know():
+def test_a_tracker_may_implement_only_some_methods():
     class Numbers(Tracker):
         def __init__(self):
             self.seen = []

@@ -1,4 +1,4 @@
-"""What `mtrl.Trainer` is given: keys by their last names, and objects of the right kinds. No model is loaded here."""
+"""Arguments of `mtrl.Trainer`: keys by their last names, and objects of the right kinds. No model is loaded here."""
 
 import re
 import subprocess
@@ -27,7 +27,7 @@ def short(sample):
 # -------------------------------------------------------------------------------------------------------- the package
 def test_the_package_offers_what_users_import():
     assert dir(mtrl) == sorted(mtrl.__all__) and {*mtrl._SOURCES, "__version__"} == set(mtrl.__all__)
-    assert mtrl.Callback is Tracker, "one class, under the name that people look for"
+    assert mtrl.Callback is Tracker, "one class, under both names"
     assert all(getattr(mtrl, name) is not None for name in mtrl.__all__)
     assert mtrl.__version__.split(".")[0].isdecimal()
     with pytest.raises(AttributeError, match=r"no attribute 'Trainr'.*Trainer"):
@@ -35,8 +35,8 @@ def test_the_package_offers_what_users_import():
 
 
 def test_importing_the_package_loads_no_torch():
-    told = "import sys, mtrl; dir(mtrl); mtrl.__version__; print('torch' in sys.modules, 'numpy' in sys.modules)"
-    found = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
+    message = "import sys, mtrl; dir(mtrl); mtrl.__version__; print('torch' in sys.modules, 'numpy' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", message], capture_output=True, text=True, check=True)
     assert found.stdout.split() == ["False", "False"]
 
 
@@ -64,7 +64,7 @@ def test_a_name_that_several_keys_end_in_means_the_actors_and_the_rollouts(name)
     plain, config = mtrl.Trainer().config, mtrl.Trainer(**{name: VALUES[name]}).config
     for key in ending:
         meant = VALUES[name] if key in SHORT_NAMES[name] else attrgetter(key)(plain)
-        if name != "model_path" or key in SHORT_NAMES[name]:  # with a model the embedded settings are gone
+        if name != "model_path" or key in SHORT_NAMES[name]:  # with a model the embedded settings do not apply
             assert attrgetter(key)(config) == meant, key
 
 
@@ -78,11 +78,11 @@ def test_the_policy_is_meant_and_one_seed_is_for_all():
 
 def test_the_page_has_the_same_table():
     page = (Path(__file__).parents[2] / "docs/python.md").read_text()
-    told = {
+    message = {
         name: tuple(re.findall(r"`(.*?)`", keys))
         for name, keys in re.findall(r"^\| `(\w+)` \| (`\w+\..*) \|$", page, re.M)
     }
-    assert told == SHORT_NAMES
+    assert message == SHORT_NAMES
 
 
 def test_other_last_names():
@@ -97,7 +97,7 @@ def test_other_last_names():
 
 
 @pytest.mark.parametrize(
-    ("keys", "told"),
+    ("keys", "message"),
     [
         ({"max_step": 3}, "did you mean training.max_steps"),
         ({"learning_rate": 1e-6}, "worker.actor.optim.lr"),
@@ -110,10 +110,10 @@ def test_other_last_names():
         *(({name: object()}, f"{name}: called {here}") for name, here in TRL_NAMES.items()),
     ],
 )
-def test_wrong_keys_fail_in_the_constructor(keys, told):
+def test_wrong_keys_fail_in_the_constructor(keys, message):
     with pytest.raises(ConfigError) as caught:
         mtrl.Trainer(**keys)
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_configuration_made_in_python(tmp_path):
@@ -128,7 +128,7 @@ def test_a_configuration_made_in_python(tmp_path):
         mtrl.Trainer(config=content, worker={"rollout": {"n": 4}})
 
 
-def test_what_hardly_works_is_said(caplog):
+def test_doubtful_settings_are_reported(caplog):
     mtrl.Trainer(**{"worker.rollout.val.n": 4})
     assert "all greedy responses are the same" in caplog.text
 
@@ -146,7 +146,7 @@ def test_one_name(rewards):
 
 
 def test_rewards_bring_their_own_weights(tmp_path):
-    """Those of a file belong to its functions; they would be refused, or be another's."""
+    """Weights of a file belong to its functions; they would be an error or apply to another function."""
     file = tmp_path / "run.yaml"
     file.write_text("worker: {reward: {reward_fn_path: my.py, early_weights: [1.0]}}\n")
     reward = mtrl.Trainer("m", config=file, rewards=["accuracy", short], weights=[1.0, 0.5]).config.worker.reward
@@ -154,13 +154,13 @@ def test_rewards_bring_their_own_weights(tmp_path):
 
 
 @pytest.mark.parametrize("data", ["train.jsonl", Path("train.jsonl")])
-def test_data_by_their_place(data):
+def test_data_by_path(data):
     config = mtrl.Trainer("m", data, val_data=data).config
     assert config.dataset.train_files == config.dataset.val_files == "train.jsonl"
 
 
 @pytest.mark.parametrize("data", [ROWS, tuple(ROWS), Dataset.from_list(ROWS)])
-def test_rows_stand_in_the_configuration_by_a_name(data):
+def test_rows_have_a_name_in_the_configuration(data):
     config = mtrl.Trainer(data=data, val_data=data).config
     assert config.dataset.train_files == config.dataset.val_files == "python:rows"
 
@@ -173,13 +173,13 @@ def test_rows_stand_in_the_configuration_by_a_name(data):
         {"functions": ["python:short"], "weights": None},
     ],
 )
-def test_what_only_a_script_has_is_asked_for(keys):
+def test_objects_of_a_script_are_required(keys):
     with pytest.raises(ConfigError, match=r"that a script gave to mtrl\.Trainer; run it again"):
         mtrl.Trainer(**keys)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ({"model": 3}, "model: a hub id or a folder, got an int"),
         ({"data": {"prompt": ["a"]}}, "data: a file, a list of rows (dicts) or a datasets.Dataset, got a dict"),
@@ -203,13 +203,13 @@ def test_what_only_a_script_has_is_asked_for(keys):
         ({"config": 3}, "config: a YAML file, a mapping of keys or another trainer's config, got an int"),
     ],
 )
-def test_wrong_types_get_one_clear_line(arguments, told):
+def test_wrong_types_get_one_clear_line(arguments, message):
     with pytest.raises(TypeError) as caught:
         mtrl.Trainer(**arguments)
-    assert told in str(caught.value) and "\n" not in str(caught.value)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_model_object_is_told_how_to_become_one():
+def test_a_model_object_is_an_error_with_advice():
     class Model:
         def save_pretrained(self): ...
 

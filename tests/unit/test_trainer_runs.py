@@ -15,7 +15,7 @@ import mtrl
 from mtrl.checkpoint.manifest import check_manifest
 from mtrl.cli import main
 from mtrl.config import ConfigError, load_config
-from mtrl.tracking.run_files import read_rows
+from mtrl.tracking.jsonl import read_rows
 
 pytestmark = pytest.mark.usefixtures("no_curves")
 
@@ -29,12 +29,12 @@ def short(data):
 
 
 def trainer_in(directory, **changes):
-    """With a reference to stay near to, whose weights must be the given ones whenever a run goes on."""
+    """A trainer with a reference, whose weights must be the initial ones also after a resume."""
     keys = {"rewards": short, "data": ROWS, "val_data": ROWS[:2], "max_steps": 2, "disable_divergence": False}
     return mtrl.Trainer(output_dir=str(directory), experiment_name="rows", **SIZES, **keys | changes)
 
 
-def weights_of(trainer):
+def copy_weights(trainer):
     return {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
 
 
@@ -44,10 +44,10 @@ def same_weights(left, right):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A trainer that has trained, and what it said before."""
+    """A trainer after training, and its evaluation before."""
     trainer = trainer_in(tmp_path_factory.mktemp("trained"))
-    model, before, weights = trainer.model, trainer.evaluate(), weights_of(trainer)
-    assert trainer.history == [] and not trainer.directory.exists(), "looking writes nothing"
+    model, before, weights = trainer.model, trainer.evaluate(), copy_weights(trainer)
+    assert trainer.history == [] and not trainer.directory.exists(), "evaluation writes nothing"
     assert trainer.train() == trainer.directory
     return trainer, model, before, weights
 
@@ -55,13 +55,13 @@ def trained(tmp_path_factory):
 def test_the_model_is_one_object_that_learns(trained):
     trainer, model, _, before = trained
     assert isinstance(model, PreTrainedModel) and trainer.model is model
-    assert not same_weights(before, weights_of(trainer))
+    assert not same_weights(before, copy_weights(trainer))
     newest = trainer.directory / "checkpoints" / "step_2"
     saved = AutoModelForImageTextToText.from_pretrained(newest).state_dict()
-    assert same_weights(saved, weights_of(trainer))
+    assert same_weights(saved, copy_weights(trainer))
     ids = torch.tensor([[5, 6, 7]])
     said = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False)
-    assert said.shape[1] > 3, "plain transformers goes on with it"
+    assert said.shape[1] > 3, "plain transformers can use it"
 
 
 def test_history_is_metrics_jsonl(trained):
@@ -70,7 +70,7 @@ def test_history_is_metrics_jsonl(trained):
     assert rows == read_rows(trainer.directory / "metrics.jsonl")
     assert [(row["step"], "actor/pg_loss" in row) for row in rows] == [(0, False), (1, True), (2, True), (2, False)]
     first = {name: value for name, value in before.items() if not name.startswith("perf/")}
-    assert first.items() <= rows[0].items(), "the model that was evaluated is the one that then began"
+    assert first.items() <= rows[0].items(), "training started from the evaluated model"
 
 
 def test_history_as_a_table(trained, monkeypatch):
@@ -112,13 +112,13 @@ def test_save_writes_a_checkpoint_that_transformers_loads(trained, tmp_path):
     assert os.listdir(place.parent) == ["model"]
     check_manifest(place)
     model = AutoModelForImageTextToText.from_pretrained(place)
-    assert same_weights(model.state_dict(), weights_of(trainer))
+    assert same_weights(model.state_dict(), copy_weights(trainer))
     given = AutoTokenizer.from_pretrained(trainer.directory / "checkpoints" / "step_2")
     assert AutoTokenizer.from_pretrained(place).get_vocab() == given.get_vocab()
     assert mtrl.Trainer(place, output_dir=str(tmp_path), max_pixels=3136, min_pixels=3136).model.num_parameters() > 0
 
 
-def test_save_leaves_alone_what_it_did_not_write(trained, tmp_path):
+def test_save_does_not_change_other_files(trained, tmp_path):
     trainer, *_ = trained
     (tmp_path / "thesis.tex").write_text("years of work")
     for place in (tmp_path, tmp_path / "thesis.tex", trainer.directory / "checkpoints" / "step_2"):
@@ -128,22 +128,22 @@ def test_save_leaves_alone_what_it_did_not_write(trained, tmp_path):
     assert trainer.save(tmp_path / "new").is_dir()
 
 
-def test_training_again_says_that_it_is_finished(trained, caplog):
+def test_training_again_reports_that_it_is_finished(trained, caplog):
     trainer, *_ = trained
-    weights = weights_of(trainer)
+    weights = copy_weights(trainer)
     assert trainer.train() == trainer.directory and "is finished: step 2 of 2" in caplog.text
-    assert same_weights(weights, weights_of(trainer)) and len(trainer.history) == 4
+    assert same_weights(weights, copy_weights(trainer)) and len(trainer.history) == 4
 
 
 def test_another_trainer_of_the_run_begins_where_it_is(trained):
     trainer, *_ = trained
     again = trainer_in(trainer.directory.parent.parent)
     assert again.history == trainer.history
-    assert same_weights(weights_of(again), weights_of(trainer))
+    assert same_weights(copy_weights(again), copy_weights(trainer))
     assert again.evaluate()["val/reward_score"] == trainer.history[-1]["val/reward_score"]
 
 
-def test_another_configuration_is_refused_everywhere(trained):
+def test_another_configuration_is_an_error_everywhere(trained):
     trainer, *_ = trained
     other = trainer_in(trainer.directory.parent.parent, lr=0.5)
     for look in (lambda: other.history, lambda: other.model, other.evaluate, other.train):
@@ -151,7 +151,7 @@ def test_another_configuration_is_refused_everywhere(trained):
             look()
 
 
-def test_the_saved_configuration_names_what_the_script_gave(trained, capsys):
+def test_the_saved_configuration_names_the_objects_of_the_script(trained, capsys):
     trainer, *_ = trained
     saved = load_config(trainer.directory / "config.yaml", saved=True)
     assert saved.dataset.train_files == saved.dataset.val_files == "python:rows"
@@ -176,8 +176,8 @@ class Stop(mtrl.Callback):
         self.closed += 1
 
 
-def test_training_goes_on_after_an_interrupt_to_the_same_numbers(trained, tmp_path):
-    """The reference is made of the weights as they were given, though the model has learnt by then."""
+def test_training_resumes_after_an_interrupt_with_the_same_numbers(trained, tmp_path):
+    """The reference has the initial weights, although the model has learnt by then."""
     whole, *_ = trained
     stop = Stop()
     trainer = trainer_in(tmp_path, callbacks=stop)
@@ -189,7 +189,7 @@ def test_training_goes_on_after_an_interrupt_to_the_same_numbers(trained, tmp_pa
     assert stop.seen == [1] and [row["step"] for row in trainer.history] == [0, 1]
     trainer.train()
     assert stop.seen == [1, 2] and stop.closed == 2 and trainer.model is model
-    assert same_weights(weights_of(trainer), weights_of(whole))
+    assert same_weights(copy_weights(trainer), copy_weights(whole))
     last = [
         {k: v for k, v in t.history[-2].items() if not k.startswith(("perf/", "time", "attempt"))}
         for t in (trainer, whole)
@@ -197,21 +197,21 @@ def test_training_goes_on_after_an_interrupt_to_the_same_numbers(trained, tmp_pa
     assert last[0] == last[1] and last[0]["actor/reference_kl"] != 0
 
 
-def test_the_page_shows_what_runs(tmp_path, monkeypatch, capsys):
+def test_the_examples_of_the_page_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (code,) = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs/python.md").read_text(), re.DOTALL)
     exec(compile(code, "python.md", "exec"), {})
     said = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in said[1:3]] == ["1", "2"] and len(said) == 5, "its callback was told"
+    assert [line.split()[0] for line in said[1:3]] == ["1", "2"] and len(said) == 5, "its callback was called"
     assert Path("colours_model/config.json").exists()
 
 
-def test_a_raised_limit_goes_on_and_other_rows_do_not(trained, tmp_path):
+def test_a_raised_limit_resumes_and_other_rows_do_not(trained, tmp_path):
     first = trainer_in(tmp_path, max_steps=1)
     first.train()
     with pytest.raises(ValueError, match="data"):
         trainer_in(tmp_path, data=[*ROWS, {"prompt": "Say grey.", "answer": "grey"}]).train()
     more = trainer_in(tmp_path)
     more.train()
-    assert same_weights(weights_of(more), weights_of(trained[0]))
+    assert same_weights(copy_weights(more), copy_weights(trained[0]))
     assert json.loads((tmp_path / "mtrl/rows/checkpoints/step_2/trainer_state.json").read_text())["step"] == 2

@@ -38,7 +38,7 @@ def test_every_byte_arrives(size):
 
 
 class Late:
-    """A buffer of bytes whose copies arrive only when somebody waits for them, as a device's do."""
+    """A buffer of bytes whose copies arrive only after a wait, like a device's."""
 
     def __init__(self, size):
         self.bytes, self.under_way = torch.zeros(size, dtype=torch.uint8), []

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from tiny_models import checkpoint, encoder_of, plain_logp, plain_model, prompts_for, random_rollouts
+from tiny_models import checkpoint, get_encoder, plain_logp, plain_model, prompts_for, random_rollouts
 
 from mtrl import cli
 from mtrl.commands import doctor_trial as trial
@@ -23,17 +23,17 @@ def test_the_gap_is_that_to_a_plain_forward(family):
     rollouts = random_rollouts(prompts_for(family), [0, 2, 2], [4, 3, 5])
     theirs = plain_logp(family, rollouts, temperature=0.7).detach()
     settings = {"temperature": 0.7, "compute_dtype": torch.float32}
-    same = log_prob_gap(theirs, rollouts, plain_model(family), encoder_of(family), **settings)
+    same = log_prob_gap(theirs, rollouts, plain_model(family), get_encoder(family), **settings)
     assert same.tokens == 12 and same.largest < 1e-4 and same.within
     moved = theirs.clone()
     moved[1, 2] += 0.6
-    gap = log_prob_gap(moved, rollouts, plain_model(family), encoder_of(family), **settings)
+    gap = log_prob_gap(moved, rollouts, plain_model(family), get_encoder(family), **settings)
     assert gap.largest == pytest.approx(0.6, abs=1e-3) and gap.mean == pytest.approx(0.05, abs=1e-3)
     assert not gap.within
 
 
 @pytest.mark.parametrize("mean", [float("nan"), float("inf"), 0.2])
-def test_what_is_no_number_is_not_within(mean):
+def test_nan_is_not_within_a_limit(mean):
     assert not Gap(mean, mean, 3, limit=0.1).within
 
 
@@ -51,7 +51,7 @@ def words(tmp_path, rows):
     return [f"worker.actor.model.model_path={path}", f"dataset.train_files={rows}", *SMALL]
 
 
-def test_a_checkpoint_is_tried_and_nothing_is_left(words, tmp_path, monkeypatch, capfd):
+def test_a_checkpoint_is_tried_and_no_files_are_left(words, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     scratch = tmp_path / "scratch"
     scratch.mkdir()
@@ -81,7 +81,7 @@ def test_log_probs_that_differ_are_a_problem(words, monkeypatch, capfd):
     assert "It runs here" not in said and "It can run" not in said
 
 
-def test_what_training_would_refuse_is_a_problem(words, rows, capfd):
+def test_errors_of_training_are_problems(words, rows, capfd):
     """Seen only once the rewards are there."""
     rows.with_name("mine.py").write_text("def f(sample):\n    raise ValueError('no')\n")
     reward = f"worker.reward.functions=[{rows.with_name('mine.py')}:f]"

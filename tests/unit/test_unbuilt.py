@@ -18,7 +18,7 @@ from mtrl.rewards.builtin_names import REWARDS
 
 PACKAGE = Path(mtrl.__file__).parent
 
-REFUSED = {  # what the message names: the overrides
+REFUSED = {  # text in the message: the overrides
     "worker.actor.fsdp.cpu_offload": {"worker.actor.fsdp.cpu_offload": True},
     "worker.actor.offload.offload_params": {"worker.actor.offload.offload_params": True},
     "worker.rollout.mode: process is not supported with dedicated engines": {
@@ -63,7 +63,7 @@ REFUSED = {  # what the message names: the overrides
 
 
 @pytest.mark.parametrize("named", REFUSED)
-def test_each_switch_alone_is_refused_by_name(named):
+def test_each_switch_alone_is_an_error_that_names_it(named):
     overrides = REFUSED[named]
     config = load_config(None, overrides)
     found = find_unsupported(config)
@@ -83,11 +83,11 @@ def test_every_refusal_is_tried_above():
         assert text and text in said, f"no override above switches on: {text}"
 
 
-def test_nothing_of_the_algorithms_is_refused():
+def test_all_algorithms_are_supported():
     assert "optimization" not in (PACKAGE / "compose/unsupported.py").read_text()
 
 
-def test_several_are_told_together():
+def test_several_are_reported_together():
     config = load_config(None, {"worker.actor.fsdp.cpu_offload": True, "worker.rollout.engine_kwargs": {"seed": 1}})
     with pytest.raises(ConfigError) as caught:
         check_supported(config)
@@ -130,11 +130,11 @@ def test_several_are_told_together():
         {"optimization.use_divergence_loss": True, "optimization.divergence_penalty": "full"},
     ],
 )
-def test_what_works_is_not_refused(overrides):
+def test_supported_settings_are_no_error(overrides):
     assert find_unsupported(load_config(None, overrides)) == []
 
 
-def test_adapters_without_their_library_are_refused_with_how_to_get_it(monkeypatch):
+def test_adapters_without_their_library_are_an_error_that_names_the_package(monkeypatch):
     monkeypatch.setattr("mtrl.compose.unsupported.find_spec", lambda name: None)
     check_supported(Config())
     with pytest.raises(ConfigError, match=r"peft_type: adapters need the library peft; pip install 'mtrl\[lora\]'"):
@@ -142,23 +142,23 @@ def test_adapters_without_their_library_are_refused_with_how_to_get_it(monkeypat
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         ({"worker.actor.model.peft_type": "qlora"}, "worker.actor.model.peft_type: qlora"),
         ({"worker.actor.optim.name": "adamw_8bit"}, "worker.actor.optim.name: adamw_8bit"),
         ({"worker.critic.optim.name": "adamw_8bit"}, "worker.critic.optim.name: adamw_8bit"),
     ],
 )
-def test_so_is_what_needs_bitsandbytes(overrides, told, monkeypatch):
+def test_settings_that_need_bitsandbytes_name_the_package(overrides, message, monkeypatch):
     monkeypatch.setattr("mtrl.compose.unsupported.find_spec", lambda name: None if name == "bitsandbytes" else name)
     how = r"needs the library bitsandbytes; pip install 'mtrl\[qlora\]', or use"
-    with pytest.raises(ConfigError, match=f"{told} {how}"):
+    with pytest.raises(ConfigError, match=f"{message} {how}"):
         check_supported(load_config(None, overrides))
     monkeypatch.setattr("mtrl.compose.unsupported.find_spec", lambda name: name)
     check_supported(load_config(None, overrides))
 
 
-def test_engines_apart_need_ray(monkeypatch):
+def test_dedicated_engines_need_ray(monkeypatch):
     apart = load_config(None, {"worker.hybrid_engine": False, "worker.rollout.n_gpus": 1})
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     with pytest.raises(ConfigError, match=r"worker.hybrid_engine: false needs Ray, which starts .* without torchrun"):
@@ -171,7 +171,7 @@ def test_engines_apart_need_ray(monkeypatch):
     check_supported(apart)
 
 
-def test_defaults_and_the_packaged_config_are_not_refused():
+def test_defaults_and_the_packaged_config_are_supported():
     assert find_unsupported(Config()) == [] and find_unsupported(load_config(CONFIG_FILE, {})) == []
 
 
@@ -180,7 +180,7 @@ NO_EFFECT: dict[str, str] = {}
 
 
 def keys_read(source, roots=("config",)):
-    """Dotted keys that a module reads off a configuration: `config.a.b`, `self.config.a.b`, and by way of aliases,
+    """Dotted keys that a module reads from a configuration: `config.a.b`, `self.config.a.b`, and through aliases,
     `x, y = config.a, config.c` and then `x.b`."""
     found = set()
 
@@ -219,7 +219,7 @@ def read():
     for path in PACKAGE.rglob("*.py"):
         if path.parent.name != "config":
             found |= keys_read(ast.parse(path.read_text()))
-    found |= keys_read(ast.parse((PACKAGE / "config/tree.py").read_text()), roots=("self",))  # what a null stands for
+    found |= keys_read(ast.parse((PACKAGE / "config/tree.py").read_text()), roots=("self",))  # the meaning of null
     of_both = keys_read(
         ast.parse((PACKAGE / "compose/algorithm.py").read_text()), roots=("optim",)
     )  # in `make_schedule`

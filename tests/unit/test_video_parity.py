@@ -1,11 +1,11 @@
-"""Clips through our encoder and through transformers' own models: the same log-probs; and where frames stand in time.
-transformers' own video processors are tried in `tests/on_vllm`, since they want torchvision."""
+"""Videos through our encoder and through transformers' own models: the same log-probs, and the positions of frames in
+time. transformers' own video processors are tested in `tests/on_vllm`, since they need torchvision."""
 
 import numpy as np
 import pytest
 import torch
 from clip_helpers import mixed_prompts
-from tiny_models import encoder_of, plain_model, random_rollouts, shared_backbone
+from tiny_models import get_encoder, plain_model, random_rollouts, shared_backbone
 
 from mtrl.models.forward import Forward
 from mtrl.models.parity import log_prob_gap
@@ -19,9 +19,9 @@ TOLERANCE = 1e-5
 
 @pytest.mark.parametrize("share_prefix", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_log_probs_are_those_of_transformers_own_model(family, share_prefix, tmp_path):
-    """It works out positions from grids and seconds by itself: a wrong place of a frame moves log-probs by nats."""
-    prompts, encoder = mixed_prompts(family, tmp_path), encoder_of(family)
+def test_log_probs_equal_those_of_transformers_own_model(family, share_prefix, tmp_path):
+    """It computes positions from grids and seconds itself: a wrong position of a frame moves log-probs by nats."""
+    prompts, encoder = mixed_prompts(family, tmp_path), get_encoder(family)
     rollouts = random_rollouts(prompts, [0, 0, 1, 2, 3, 3], [4, 3, 5, 2, 6, 1])
     ours = Forward(shared_backbone(family), encoder, share_prefix=share_prefix).signals(rollouts).old_logprobs
     gap = log_prob_gap(
@@ -33,7 +33,7 @@ def test_log_probs_are_those_of_transformers_own_model(family, share_prefix, tmp
 # -------------------------------------------------------------------------------------------------- frames and times
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_video_of_any_length_has_frames_to_show(family):
-    encoder = encoder_of(family)
+    encoder = get_encoder(family)
     for total in (1, 2, 3, 4, 5, 61, 1800, 100_000):
         frames = encoder.clip(total, 29.97).frames
         assert list(frames) == sorted(set(frames)) and frames[0] == 0 and frames[-1] < total and len(frames) <= 64
@@ -50,7 +50,7 @@ def clip_prompt(encoder, clip, rows=2, columns=3):
 
 
 def test_qwen3_writes_the_middle_of_the_time_of_each_patch():
-    encoder = encoder_of("qwen3_vl")
+    encoder = get_encoder("qwen3_vl")
     prompt = clip_prompt(encoder, Clip(100, 10.0, (0, 33, 66)))
     text = "".join(encoder.decode_tokens(prompt.ids))
     frame = "<|vision_start|>" + 6 * "<|video_pad|>" + "<|vision_end|>"
@@ -60,10 +60,10 @@ def test_qwen3_writes_the_middle_of_the_time_of_each_patch():
     assert seen["image_grid_thw"].tolist() == [[2, 4, 6]] and int((seen["mm_token_type_ids"] == 2).sum()) == 12
 
 
-def test_text_goes_on_after_the_last_moment_of_a_long_clip():
-    """Qwen's rule, vLLM's, and that of transformers' generate: past all that the clip has taken. transformers' forward
-    goes on after its longer side, and contradicts its own generate where the time is longer."""
-    encoder = encoder_of("qwen2_5_vl")
+def test_text_positions_continue_after_the_last_frame_of_a_long_clip():
+    """The rule of Qwen, vLLM and transformers' generate: after all positions of the clip. transformers' forward
+    continues after its longer side, and contradicts its own generate if the time is longer."""
+    encoder = get_encoder("qwen2_5_vl")
     prompt = clip_prompt(encoder, Clip(80, 8.0, tuple(range(0, 80, 10))))  # 8 frames of 10 seconds: 2.5 s a patch
     positions = encoder.inputs(prompt)["position_ids"]
     start = prompt.ids.tolist().index(encoder._pad_ids["video"])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from clip_helpers import mixed_prompts, mixed_rows
-from tiny_models import checkpoint, encoder_of, plain_inputs, plain_model, shared_backbone
+from tiny_models import checkpoint, get_encoder, plain_inputs, plain_model, shared_backbone
 
 from mtrl.algorithms.signals import pool_sizes
 from mtrl.compose.run import build
@@ -33,14 +33,14 @@ class Spy(Tracker):
 
 
 def seen_media(data):
-    """A reward that says what it was shown."""
+    """A reward that records its media."""
     return 1.0 + 10 * len(data["images"]) + 100 * len(data.get("videos", ())) + len(data["response"]) / 1000
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_batch_of_all_kinds_goes_through_whole_steps(family, tmp_path):
     """Rollout, perturbation, reward, attention masses and update, by the run that `mtrl train` builds."""
-    spy, rows = Spy(), mixed_rows(encoder_of(family), tmp_path)
+    spy, rows = Spy(), mixed_rows(get_encoder(family), tmp_path)
     config = load_config(None, [
         f"worker.actor.model.model_path={checkpoint(family)}", "worker.actor.fsdp.mixed_precision_dtype=fp32",
         "worker.actor.global_batch_size=4", "worker.rollout.n=3", "worker.reward.num_cpus=1",
@@ -70,7 +70,7 @@ def test_one_batch_of_all_kinds_goes_through_whole_steps(family, tmp_path):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_masses_are_the_attention_on_all_video_tokens(family, tmp_path):
     """By transformers' eager attention matrices: video tokens are the vision pool, times and marks are not."""
-    prompts, encoder = mixed_prompts(family, tmp_path), encoder_of(family)
+    prompts, encoder = mixed_prompts(family, tmp_path), get_encoder(family)
     rollouts = LocalGenerator(shared_backbone(family), encoder).generate(prompts, Sampling(n=1, max_new_tokens=4))
     found = Forward(shared_backbone(family), encoder).signals(rollouts, Needs("attention_mass")).attention_mass
     model = plain_model(family)
@@ -100,8 +100,8 @@ def test_masses_are_the_attention_on_all_video_tokens(family, tmp_path):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_responses_are_those_of_generate(family, tmp_path):
-    prompts, encoder = mixed_prompts(family, tmp_path), encoder_of(family)
+def test_greedy_responses_equal_those_of_generate(family, tmp_path):
+    prompts, encoder = mixed_prompts(family, tmp_path), get_encoder(family)
     rollouts = LocalGenerator(shared_backbone(family), encoder).generate(
         prompts, Sampling(temperature=0, max_new_tokens=8)
     )  # fmt: skip
@@ -115,7 +115,7 @@ def test_greedy_responses_are_those_of_generate(family, tmp_path):
 
 @pytest.mark.parametrize("kind", ["random_patch_blackening", "gaussian_noise"])
 def test_a_clip_is_perturbed_as_a_tube(kind, tmp_path):
-    """What is hidden is hidden in every frame, at the same place; the images beside it have masks of their own."""
+    """The mask is the same in every frame; other images of the prompt have their own masks."""
     prompt = mixed_prompts("qwen2_5_vl", tmp_path)[BOTH]
     view = Perturbation(kind, black_prob=0.5).view(prompt, step=3)
     assert [each.shape for each in view] == [each.shape for each in prompt.media]

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from view_helpers import fake_run, metrics_row, opened, recorded, said, step_of
+from view_helpers import fake_run, make_step, metrics_row, opened, recorded, replace_text
 
 from mtrl.commands import view
 from mtrl.utils.errors import StartError
@@ -25,7 +25,7 @@ def refreshed(*paths):
 
 
 # ------------------------------------------------------------------------------------------------------------ numbers
-def test_numbers_follow_a_run_that_goes_on(tmp_path):
+def test_metrics_follow_a_running_run(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text(metrics_row(1, loss=1.0) + metrics_row(2, loss=2.0) + '{"step": 3, "att')
     history = MetricTail(file)
@@ -41,7 +41,7 @@ def test_numbers_follow_a_run_that_goes_on(tmp_path):
     assert history.series(["loss"]) == {"loss": [[1, 2], [1.0, 9.0]]}, "a second attempt went on from step 1"
 
 
-def test_damaged_lines_are_left_out_and_said(tmp_path):
+def test_damaged_lines_are_left_out_and_reported(tmp_path):
     run = fake_run(tmp_path / "run")
     with (run / "metrics.jsonl").open("ab") as file:
         file.write(
@@ -79,7 +79,7 @@ def test_a_run_without_a_record_shows_its_rollouts(tmp_path):
 
 # ---------------------------------------------------------------------------------------------------------- questions
 def make_store(tmp_path, steps=4):
-    return recorded(tmp_path, *[step_of() for _ in range(steps)])
+    return recorded(tmp_path, *[make_step() for _ in range(steps)])
 
 
 def test_sorting_and_filtering(tmp_path):
@@ -91,7 +91,7 @@ def test_sorting_and_filtering(tmp_path):
     some = select(store, Query(first_step=2, last_step=3, minimum={"dependency": 0.3}, maximum={"reward": 0.9}))
     assert [(row["step"], row["row"]) for row in some["rows"]] == [(2, 1), (3, 1)]
     none = select(store, Query(minimum={"entropy": 0.0}))
-    assert none["total"] == 0, "nobody measured it, so nothing passes"
+    assert none["total"] == 0, "it was not measured, so no response matches"
     assert select(store, Query(sort="entropy"))["total"] == 12, "but all can be listed"
 
 
@@ -108,8 +108,8 @@ def test_pages(tmp_path):
 
 
 def test_ten_thousand_responses_by_their_numbers(tmp_path):
-    """A range of 10,000 responses: what is sorted by is read once, and a page opens the steps it shows alone."""
-    store = recorded(tmp_path, step_of())
+    """A range of 10,000 responses: the sort column is read once, and a page opens only the steps it shows."""
+    store = recorded(tmp_path, make_step())
     block = store._blocks[1]
     store._blocks = dict.fromkeys(range(1, 3335), block)
     assert select(store, Query(sort="reward", descending=True))["total"] == 10_002
@@ -196,9 +196,10 @@ def test_the_viewer_needs_no_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_strange_names_and_texts_stay_what_they_are(tmp_path):
+def test_odd_names_and_texts_are_unchanged(tmp_path):
     store = recorded(
-        tmp_path, said(step_of(), "<script>alert(1)</script>\x1b[2J\ud800", prompt="</script>", name="../../etc")
+        tmp_path,
+        replace_text(make_step(), "<script>alert(1)</script>\x1b[2J\ud800", prompt="</script>", name="../../etc"),
     )
     one = store.response(1, 0)
     assert one["text"].startswith("<script>alert(1)</script>\x1b[2J") and one["id"] == "../../etc"

@@ -1,4 +1,4 @@
-"""The server of the viewer: what it answers, and what it refuses."""
+"""The server of the viewer: its responses, and rejected requests."""
 
 import json
 import re
@@ -28,7 +28,7 @@ def client(run):
     )
 
 
-def test_it_answers_its_page(client):
+def test_it_serves_its_page(client):
     about = client.get("/api/runs").json()["runs"][0]
     assert (about["name"], about["last_step"], about["steps"], about["counts"]) == ("run", 3, [1, 2, 3], [3, 3, 3])
     assert client.get("/api/series?run=0&names=reward/overall&after=1").json() == {
@@ -55,7 +55,7 @@ def test_every_module_is_served_and_named(client):
         wanted = re.findall(r'from "(mtrl/\w+)"', answer.text)
         assert set(wanted) <= set(named)
     assert not re.search(r"https?://", "".join(page.static(path.name).decode() for path in page.STATIC.iterdir())), (
-        "it asks nobody else"
+        "it sends no other requests"
     )
     assert "innerHTML" not in "".join(page.static(path.name).decode() for path in page.STATIC.iterdir())
 
@@ -64,7 +64,7 @@ def test_every_module_is_served_and_named(client):
 @pytest.mark.parametrize(
     "host", ["evil.example", "127.0.0.1", "127.0.0.1:80", "127.0.0.1:6060.evil.example", "", "localhost:6061"]
 )
-def test_other_hosts_are_refused(client, host):
+def test_other_hosts_are_rejected(client, host):
     assert client.get("/api/runs", headers={"host": host}).status_code == 403
 
 
@@ -80,7 +80,7 @@ def test_its_own_names_are_not(client):
         {"origin": "null"}, {"origin": "http://127.0.0.1:9999"},
     ],
 )  # fmt: skip
-def test_other_sites_are_refused(client, headers):
+def test_other_sites_are_rejected(client, headers):
     answer = client.get("/api/runs", headers=headers)
     assert answer.status_code == 403 and "runs" not in answer.text
 
@@ -109,7 +109,7 @@ def test_nothing_can_be_changed(client, method):
         "/api/group?run=0&step=1&id=no", f"/api/response?run=0&step={'9' * 400}&row=0", "/api/series",
     ],
 )  # fmt: skip
-def test_what_is_not_there_is_refused(client, path):
+def test_missing_resources_are_404(client, path):
     answer = client.get(path)
     assert answer.status_code in (400, 404), answer.text
     assert "root:" not in answer.text and "Traceback" not in answer.text

@@ -1,10 +1,10 @@
-"""The vLLM engine without vLLM: what it asks of a host, and what it refuses to take from one."""
+"""The vLLM engine without vLLM: its calls of a host, and results of a host that are errors."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from tiny_models import encoder_of, plain_model, prompts_for
+from tiny_models import get_encoder, plain_model, prompts_for
 
 from mtrl.models.state_dicts import exported_weights
 from mtrl.rollout.vllm.generator import VllmGenerator
@@ -18,8 +18,7 @@ SAMPLED = Sampling(n=2, max_new_tokens=4)
 
 
 class FakeHost:
-    """No engine: answers with the same tokens, and writes down what it was told. Named a fake: nothing here says that
-    vLLM behaves like it."""
+    """A fake that returns the same tokens every time and records its calls; vLLM may behave differently."""
 
     max_length = 512
 
@@ -51,7 +50,7 @@ def weights():
 
 @pytest.fixture
 def engine(weights):
-    return VllmGenerator(FakeHost(), encoder_of(FAMILY), weights.keys())
+    return VllmGenerator(FakeHost(), get_encoder(FAMILY), weights.keys())
 
 
 def test_records(engine):
@@ -61,7 +60,7 @@ def test_records(engine):
     assert (rollouts.rollout_logprobs == -1).all() and rollouts.prompts == tuple(prompts)
 
 
-def test_a_version_it_does_not_hold_is_refused(engine, weights):
+def test_a_version_that_is_not_loaded_is_an_error(engine, weights):
     engine.load(Weights(3, weights))
     with pytest.raises(RuntimeError, match=r"version 2.*holds 3"):
         engine.generate(prompts_for(FAMILY), replace(SAMPLED, version=2))
@@ -75,7 +74,7 @@ def test_weights_of_somebody_else_are_noticed(engine, weights):
         engine.generate(prompts_for(FAMILY), replace(SAMPLED, version=1))
 
 
-def test_unknown_and_missing_weights_are_refused_before_anything_is_loaded(engine, weights):
+def test_unknown_and_missing_weights_are_errors_before_anything_is_loaded(engine, weights):
     with pytest.raises(ValueError, match=r"the model has no weight 'model\.nothing'"):
         engine.load(Weights(1, {**weights, "model.nothing": torch.zeros(1)}))
     with pytest.raises(ValueError, match=r"the actor publishes no weight 'lm_head\.weight'"):
@@ -96,10 +95,10 @@ def test_log_probs_that_are_no_numbers_end_the_run(engine, logp):
         engine.generate(prompts_for(FAMILY), SAMPLED)
 
 
-def test_a_host_that_sleeps_is_used_awake_alone(weights):
+def test_a_host_that_sleeps_is_used_only_awake(weights):
     """On a GPU; this host is a fake."""
     host = FakeHost(sleeps=True)
-    engine = VllmGenerator(host, encoder_of(FAMILY), weights.keys())
+    engine = VllmGenerator(host, get_encoder(FAMILY), weights.keys())
     assert host.calls == ["sleep"], "an engine is made asleep"
     with pytest.raises(RuntimeError, match="the engine sleeps"):
         engine.generate(prompts_for(FAMILY), SAMPLED)
@@ -118,7 +117,7 @@ def test_seeds_are_keyed_by_the_task_and_count_on():
     turned = [request.seed for request in make_requests(prompts[::-1], SAMPLED)]
     assert len(set(first)) == 4 and turned == first[::-1]
     again = [request.seed for request in make_requests([*prompts, prompts[0]], SAMPLED)]
-    assert again == [*first, first[0] + 2], "the samples of a task asked twice are other ones"
+    assert again == [*first, first[0] + 2], "the samples of a repeated task differ"
     for change in ({"seed": 5}, {"step": 5}):
         other = [request.seed for request in make_requests(prompts, replace(SAMPLED, **change))]
         assert not set(other) & set(first)
@@ -131,15 +130,17 @@ def test_one_pad_an_image_and_the_length_with_all():
         assert len(request.images) == len(prompt.media)
 
 
-def test_what_is_asked_for():
-    encoder = encoder_of(FAMILY)
+def test_the_sampling_parameters():
+    encoder = get_encoder(FAMILY)
     params = make_sampling_params(encoder, replace(SAMPLED, top_k=5, top_p=0.5, temperature=0.7))
     assert (params["n"], params["top_k"], params["top_p"], params["temperature"]) == (2, 5, 0.5, 0.7)
     assert params["stop_token_ids"] == sorted(encoder.stop_ids) and params["ignore_eos"] is True
     assert (
         set(params["logit_bias"]) == set(encoder.forbidden_ids) and make_sampling_params(encoder, SAMPLED)["top_k"] == 0
     )
-    assert make_sampling_params(encoder_of("qwen2"), SAMPLED)["logit_bias"] is None or encoder_of("qwen2").forbidden_ids
+    assert (
+        make_sampling_params(get_encoder("qwen2"), SAMPLED)["logit_bias"] is None or get_encoder("qwen2").forbidden_ids
+    )
 
 
 def test_arguments_of_the_engine():
@@ -147,5 +148,5 @@ def test_arguments_of_the_engine():
     assert on_gpu["gpu_memory_utilization"] == 0.3 and on_gpu["enable_sleep_mode"] and on_gpu["max_model_len"] == 99
     on_cpu = make_llm_arguments("m", dtype="float32", max_length=99, extra={"max_model_len": 7, "max_num_seqs": 3})
     assert "enable_sleep_mode" not in on_cpu and on_cpu["enable_chunked_prefill"] is False
-    assert (on_cpu["max_model_len"], on_cpu["max_num_seqs"]) == (7, 3), "the user's words come last"
+    assert (on_cpu["max_model_len"], on_cpu["max_num_seqs"]) == (7, 3), "the user's settings come last"
     assert on_cpu["logprobs_mode"] == on_gpu["logprobs_mode"] == "processed_logprobs"

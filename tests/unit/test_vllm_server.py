@@ -1,4 +1,4 @@
-"""The client of a vLLM server, against a small HTTP server that answers as vLLM's endpoints do."""
+"""The client of a vLLM server, against a small HTTP server with vLLM's endpoints."""
 
 import json
 import threading
@@ -20,8 +20,8 @@ SEEN = Request([1, 9, 3], (np.zeros((28, 28, 3), np.uint8),), 6, 12)
 
 
 class Fake(ThreadingHTTPServer):
-    """`development`: whether it has the endpoints that take weights; `tokens`: the one that takes tokens; `raw`:
-    its log-probs are those of the whole distribution."""
+    """`development`: whether it has the endpoints for weights; `tokens`: the endpoint for tokens; `raw`: whether its
+    log-probs are those of the whole distribution."""
 
     def __init__(self, development=True, model="models/tiny", prompt_lengths=(3, 6), tokens=True, raw=False):
         self.development, self.model, self.lengths, self.asked, self.label = development, model, prompt_lengths, [], "0"
@@ -72,7 +72,7 @@ class Handler(BaseHTTPRequestHandler):
                 "weight_versions": [{"version": self.server.label, "start": 0, "end": 2}],
             }
             rows = range(body["sampling_params"]["n"])
-            rows = [{**choice, "index": i, "token_ids": [seed, i]} for i in reversed(rows)]  # in whatever order
+            rows = [{**choice, "index": i, "token_ids": [seed, i]} for i in reversed(rows)]  # in any order
             self.answer(200, {"prompt_token_ids": list(range(length)), "choices": rows})
         elif self.path == "/update_weight_version":
             self.server.label = body["new_version"]
@@ -117,8 +117,8 @@ def test_requests_and_responses(start):
     assert bodies[12]["content_parts"][0]["url"].startswith("data:image/png;base64,")
 
 
-def test_no_request_asks_for_more_than_a_server_takes(start):
-    """Responses have the seeds of their places, as those of one request would."""
+def test_no_request_exceeds_the_servers_limit(start):
+    """Responses have the seeds of their indices, as in a single request."""
     fake = start()
     answers = connect(fake).generate([TEXT, SEEN], PARAMS | {"n": 2 * MAX_RESPONSES + 1})
     for answer, seed in zip(answers, (11, 12), strict=True):
@@ -143,7 +143,7 @@ def test_weights_go_by_a_folder_and_every_cache_is_emptied(start):
     assert not folder.exists()
 
 
-def test_a_server_in_use_is_said(start):
+def test_a_server_in_use_is_reported(start):
     fake = start()
     fake.busy = True
     server = connect(fake)
@@ -161,12 +161,12 @@ def test_without_development_endpoints_it_evaluates_alone(start):
         server.load("run:1", {})
 
 
-def test_a_server_that_takes_no_tokens_is_refused_at_the_start(start):
+def test_a_server_without_the_token_endpoint_is_an_error_at_the_start(start):
     with pytest.raises(StartError, match=r"does not accept tokens; start the server with --enable-scale-out"):
         connect(start(tokens=False))
 
 
-def test_log_probs_of_another_distribution_are_refused_at_the_start(start):
+def test_log_probs_of_another_distribution_are_an_error_at_the_start(start):
     with pytest.raises(StartError, match=r"start the server with --logprobs-mode processed_logprobs"):
         connect(start(raw=True))
 
@@ -177,12 +177,12 @@ def test_other_images_are_noticed(start):
         server.generate([SEEN], PARAMS)
 
 
-def test_another_model_is_refused(start):
+def test_another_model_is_an_error(start):
     with pytest.raises(StartError, match="serves models/tiny, but the run uses elsewhere/large"):
         connect(start(), "elsewhere/large")
 
 
-def test_nobody_there():
+def test_no_server():
     with pytest.raises(StartError, match=r"127\.0\.0\.1:9 cannot be reached: .*; is the server running\?"):
         VllmServer("127.0.0.1:9", "tiny", torch.float32)
 

@@ -1,4 +1,4 @@
-"""From a configuration to the arguments of vLLM, and what is said where it is not installed."""
+"""From a configuration to the arguments of vLLM, and the error if it is not installed."""
 
 import shutil
 import subprocess
@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_models import encoder_of, fresh_backbone
+from tiny_models import fresh_backbone, get_encoder
 
 from mtrl.compose.policy import build_generator
 from mtrl.compose.vllm_engine import make_engine_arguments
@@ -48,7 +48,7 @@ def test_an_engine_of_a_rank_lives_in_the_group_that_is_there():
         for ranked in (False, True)
     }
     among = {place for place, each in found.items() if each.get("distributed_executor_backend") == "external_launcher"}
-    assert among == {("inprocess", True)}, "a child process has a group of its own"
+    assert among == {("inprocess", True)}, "a child process has its own group"
 
 
 def test_a_child_sees_the_gpu_of_its_rank_alone(monkeypatch):
@@ -61,7 +61,7 @@ def test_a_child_sees_the_gpu_of_its_rank_alone(monkeypatch):
     assert current_gpu() == {"CUDA_VISIBLE_DEVICES": "6"}
 
 
-def test_prompts_of_any_length_get_all_places():
+def test_prompts_of_any_length_get_all_positions():
     words = [*WORDS, "dataset.filter_overlong_prompts=false"]
     assert make_engine_arguments(load_config(None, words), "m", torch.float32, on_gpu=False)["max_model_len"] is None
 
@@ -89,7 +89,7 @@ def test_weights_on_their_way(tmp_path, monkeypatch):
     assert torch.equal(same["a"], tied) and torch.equal(same["b"], tied)
 
 
-def test_what_a_killed_run_left_is_removed_and_nothing_else(tmp_path, monkeypatch):
+def test_only_leftovers_of_a_killed_run_are_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(handover, "SHARED_MEMORY", tmp_path)
     words = (
         "import os, pathlib; from mtrl.rollout.vllm import weight_files as h; "
@@ -115,8 +115,8 @@ def test_an_error_in_a_line():
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_auto_says_that_it_is_local_and_when_vllm_would_be_faster(known, capfd):
-    policy = Forward(fresh_backbone("qwen2_5_vl"), encoder_of("qwen2_5_vl"))
+def test_auto_reports_that_it_is_local_and_when_vllm_would_be_faster(known, capfd):
+    policy = Forward(fresh_backbone("qwen2_5_vl"), get_encoder("qwen2_5_vl"))
     if not known:
         policy.backbone.language_model.config.model_type = "gemma"
     for name, learns in (("auto", True), ("auto", False), ("local", True)):

@@ -1,4 +1,4 @@
-"""Chunked log-probs, entropy and KL against plain ones that hold all logits; and what they cost in memory."""
+"""Chunked log-probs, entropy and KL against plain ones that hold all logits; and their memory."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def plain_kl(p: Tensor, q: Tensor) -> Tensor:
 
 
 def gradients(value: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
-    """Of a sum with a different weight for every position, so that a mix-up of positions shows."""
+    """Gradients of a sum with a different weight for every position, so that swapped positions show."""
     return torch.autograd.grad((value * torch.linspace(-1.0, 2.0, len(value)).to(value)).sum(), leaves)
 
 
@@ -125,7 +125,7 @@ def test_by_hand() -> None:
     assert kl.item() == pytest.approx(math.log(2) - barred.entropy.item(), abs=1e-6)
 
 
-def test_equal_sides_are_exactly_zero_apart() -> None:
+def test_equal_sides_have_exactly_zero_divergence() -> None:
     hidden, weight, _ = make(torch.float32)
     assert full_kl(hidden, hidden, weight, forbidden=FORBIDDEN, chunk=4).tolist() == [0.0] * POSITIONS
 
@@ -186,7 +186,7 @@ def test_frozen_inputs_cost_no_gradient(function: str) -> None:
 
 
 def test_half_precision() -> None:
-    """bf16 products, all else in float32: values as the plain version has them, gradients near those of float32."""
+    """bf16 products, all else in float32: values equal the plain version's, gradients are near those of float32."""
     hidden, weight, targets = make(torch.bfloat16)
     scores = token_scores(hidden, weight, targets, temperature=0.7, forbidden=FORBIDDEN, entropy=True, chunk=4)
     plain = plain_log_probs(hidden, weight, 0.7, FORBIDDEN)
@@ -227,7 +227,7 @@ def test_mixed_dtypes_use_that_of_hidden() -> None:
     assert torch.equal(full_kl(half, hidden, weight), full_kl(half, hidden, weight.bfloat16(), weight))
 
 
-def test_autocast_has_no_say() -> None:
+def test_autocast_has_no_effect() -> None:
     hidden, weight, targets = make(torch.float32)
     plain = token_scores(hidden, weight, targets, chunk=4).logp
     grads = gradients(plain, hidden, weight)
@@ -250,7 +250,7 @@ def test_memory_layout_does_not_matter() -> None:
     torch.testing.assert_close(actual, expected)
 
 
-def test_a_second_derivative_is_refused() -> None:
+def test_a_second_derivative_is_an_error() -> None:
     hidden, weight, targets = make()
     logp = token_scores(hidden, weight, targets).logp
     (grad,) = torch.autograd.grad((logp**2).sum(), hidden, create_graph=True)
@@ -303,7 +303,7 @@ MANY_WORDS, NARROW = 50_000, 16
 
 
 def peak_memory(function: str, positions: int, chunk: int) -> int:
-    """Bytes of all tensors that live at once, over forward and backward."""
+    """Peak bytes of all live tensors over forward and backward."""
     hidden = torch.randn(positions, NARROW, requires_grad=True)
     weight = torch.randn(MANY_WORDS, NARROW, requires_grad=True)
     targets = torch.randint(MANY_WORDS, (positions,))
@@ -326,7 +326,7 @@ def peak_memory(function: str, positions: int, chunk: int) -> int:
         ("token_scores", 1024, 256, 2),
         ("full_kl", 256, 64, 3),
         ("full_kl", 512, 64, 3),
-        ("plain", 512, 512, 3),  # all positions at once: what the chunks save
+        ("plain", 512, 512, 3),  # all positions at once, without chunks
     ],
 )
 def test_memory_grows_with_the_chunk_not_with_the_positions(function, positions, chunk, buffers) -> None:
@@ -339,7 +339,7 @@ def test_memory_grows_with_the_chunk_not_with_the_positions(function, positions,
 @options
 @chunks
 def test_the_mass_of_a_cut(temperature: float, forbidden: Tensor | None, chunk: int, cut: dict) -> None:
-    """By the plain definition, token by token in order of probability; what was sampled is never outside."""
+    """The plain definition, token by token in order of probability; the sampled token is never outside."""
     hidden, weight, targets = make()
     found = support_mass(
         hidden, weight, targets, temperature=temperature, forbidden=forbidden, chunk=chunk,

@@ -1,4 +1,4 @@
-"""Warnings for what ruins runs: each where it should come, once, and nowhere else."""
+"""Warnings about problems that ruin runs: each appears once, and only when it should."""
 
 import logging
 import math
@@ -50,7 +50,7 @@ def test_no_variance(warned):
 
 
 @pytest.mark.parametrize(("success", "why"), [(1.0, "too easy"), (0.0, "too hard"), (0.5, "are equal")])
-def test_no_variance_says_why(warned, caplog, success, why):
+def test_no_variance_reports_why(warned, caplog, success, why):
     warned([{"reward/zero_std_groups": 1.0, "reward/success_rate": success}] * 9)
     assert len(caplog.records) == 1 and why in caplog.text
 
@@ -69,7 +69,7 @@ def test_gradient_spike(warned):
 
 
 def test_busy_processors(warned):
-    """Two jobs on one processor: each gets half of it, and nothing is free."""
+    """Two jobs on one core: each gets half of it, and nothing is idle."""
     steps = [{"perf/cpu_share": 0.9, "perf/cpu_free": 0.02}] * 3 + [{"perf/cpu_share": 0.3, "perf/cpu_free": 0.02}] * 20
     assert warned(steps) == [(8, "busy processors")]
 
@@ -79,7 +79,7 @@ def test_skipped_updates(warned):
     assert [step for step, _ in found] == [2]
 
 
-def test_several_troubles_are_each_told_once(warned):
+def test_several_problems_are_each_reported_once(warned):
     bad = {"reward/zero_std_groups": 1.0, "rollout/logprob_gap_mean": 1.0, "response_length/truncated": 1.0}
     found = warned([{}] * 5 + [bad] * 30)
     assert len(found) == 3 and {step for step, _ in found} == {10}
@@ -107,15 +107,15 @@ def test_a_healthy_run_with_noise_is_left_in_peace(warned):
     [
         series("actor/entropy", [1.0] * 5 + [0.05, 0.05, 0.05, 0.05, 0.2] * 6),  # four in a row are no collapse
         [{"actor/entropy": 1.0}] * 5 + [{"actor/entropy": 0.01, "reward/success_rate": 0.97}] * 20,  # solved
-        series("actor/entropy", [0.0] * 20),  # never had any: nothing to compare with
+        series("actor/entropy", [0.0] * 20),  # never had any, so there is no comparison
         series("response_length/truncated", [0.6] * 5 + [0.5] * 20),  # high, but coming down
         series("response_length/truncated", [0.0] * 5 + [0.19] * 20),  # grown, but few
         series("actor/grad_norm", [1.0] * 8 + [50.0]),  # too early to know a median
-        series("actor/grad_norm", [0.0] * 30 + [1.0]),  # steps that taught nothing make no median
+        series("actor/grad_norm", [0.0] * 30 + [1.0]),  # steps without updates do not count for the median
         series("actor/grad_norm", [1.0] * 30 + [9.9] * 30),
         [{"rollout/logprob_gap_mean": None, "rollout/logprob_gap_cut_mean": 0.5}] * 20,  # top-p: no error
-        [{"perf/cpu_share": 0.2, "perf/cpu_free": 0.7}] * 20,  # a small model on many processors: nobody takes them
-        [{"perf/cpu_share": 0.2}] * 20,  # the system does not say what is free
+        [{"perf/cpu_share": 0.2, "perf/cpu_free": 0.7}] * 20,  # a small model on many cores, which are idle
+        [{"perf/cpu_share": 0.2}] * 20,  # the system does not report idle time
         [dict.fromkeys(HEALTHY)] * 20,
     ],
 )
@@ -128,13 +128,13 @@ def test_estimators_without_groups(warned):
 
 
 # -------------------------------------------------------------------------------------------------- runs that go on
-def test_a_run_that_goes_on_is_compared_with_its_own_beginning(warned):
+def test_a_resumed_run_is_compared_with_its_own_beginning(warned):
     """It had collapsed before it was stopped; compared with itself it would look fine."""
     first = [HEALTHY | {"actor/entropy": 1.0}] * 5
     assert warned(series("actor/entropy", [0.05] * 10), RunAlerts(first)) == [(5, "entropy collapse")]
 
 
-def test_a_healthy_run_that_goes_on(warned):
+def test_a_healthy_resumed_run(warned):
     first = [HEALTHY | {"actor/entropy": 1.0}] * 2  # stopped in its third step: three more make the beginning
     assert warned(series("actor/entropy", [0.5] * 20), RunAlerts(first)) == []
 
@@ -153,14 +153,14 @@ def test_memory_is_bounded():
 
 
 def test_every_key_that_a_warning_names_exists():
-    """An advice that names a key of yesterday is worse than none."""
+    """Advice must name existing keys."""
     source = Path(watch.__file__).read_text(encoding="utf-8")
     words = {word.strip("`;,.()") for word in source.replace('"', " ").split()}
     named = {word.partition("=")[0] for word in words if word.startswith(("worker.", "optimization.", "dataset."))}
     assert named and named <= set(known_leaves())
 
 
-def test_a_metric_that_is_not_finite_is_said_once_by_name(caplog):
+def test_a_metric_that_is_not_finite_is_reported_once_by_name(caplog):
     tracker = RunAlerts()
     values = {"actor/pg_loss": math.nan, "actor/kl": math.inf, "actor/entropy": 1.0, "a": math.nan, "b": -math.inf}
     with caplog.at_level(logging.WARNING):

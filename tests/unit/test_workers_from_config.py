@@ -1,4 +1,4 @@
-"""What the configuration says of passes reaches the workers: which are made, over what, and in which direction."""
+"""The settings of passes reach the workers: which passes run, over what, and in which direction."""
 
 import copy
 import logging
@@ -7,8 +7,8 @@ import pytest
 import torch
 from tiny_models import (
     checkpoint,
-    encoder_of,
     fresh_backbone,
+    get_encoder,
     plain_log_probs,
     plain_model,
     prompts_for,
@@ -30,7 +30,7 @@ OLD = Needs("old_logprobs", "entropy")
 @pytest.mark.parametrize(
     ("per_update", "epochs", "needs", "measured"),
     [
-        (8, 1, Needs(), Needs()),  # one optimizer step: its own pass says the old log-probs
+        (8, 1, Needs(), Needs()),  # one optimizer step: its own pass gives the old log-probs
         (8, 1, Needs("attention_mass"), Needs("attention_mass")),  # attention needs no pass over the vocabulary
         (8, 1, Needs("ref_logprobs"), OLD | Needs("ref_logprobs")),
         (2, 1, Needs(), OLD),  # from the second of four optimizer steps on the policy is another
@@ -45,7 +45,7 @@ def test_old_log_probs_are_measured_unless_each_batch_is_learnt_from_once(per_up
 
 
 @pytest.mark.parametrize("per_update", [2, 8])
-def test_the_recipe_asks_for_them(per_update):
+def test_the_algorithm_needs_them(per_update):
     sizes = {"dataset.rollout_batch_size": 8, "worker.actor.global_batch_size": per_update}
     config = load_config(None, sizes | {"optimization.disable_divergence": True})
     assert ("old_logprobs" in make_algorithm(config, 1).needs) == (per_update < 8)
@@ -82,19 +82,19 @@ def test_share_prefix_reaches_the_passes(share, caplog):
     assert (actor.learner.batching.share_prefix, actor.probe_batching.share_prefix) == (share, share)
 
 
-@pytest.mark.parametrize(("dtype", "told"), [("bf16", True), ("fp32", False)])
-def test_a_processor_that_is_slow_in_bf16_is_said(dtype, told, caplog, monkeypatch):
+@pytest.mark.parametrize(("dtype", "is_reported"), [("bf16", True), ("fp32", False)])
+def test_a_cpu_that_is_slow_in_bf16_is_reported(dtype, is_reported, caplog, monkeypatch):
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     keys = {"worker.actor.model.model_path": str(checkpoint(FAMILY)), "worker.actor.fsdp.mixed_precision_dtype": dtype}
     with caplog.at_level(logging.WARNING):
         build_policy(load_config(None, keys))
-    assert ("set worker.actor.fsdp.mixed_precision_dtype=fp32" in caplog.text) is told
+    assert ("set worker.actor.fsdp.mixed_precision_dtype=fp32" in caplog.text) is is_reported
 
 
 # ------------------------------------------------------------------------------------------------------ the reference
 def test_a_reference_stays_as_it_was_and_never_learns():
-    policy = Forward(fresh_backbone(FAMILY), encoder_of(FAMILY))
+    policy = Forward(fresh_backbone(FAMILY), get_encoder(FAMILY))
     reference = Reference.frozen(policy)
     assert not any(weight.requires_grad for weight in reference.forward.backbone.model.parameters())
     assert all(weight.requires_grad for weight in policy.backbone.model.parameters())
@@ -105,12 +105,12 @@ def test_a_reference_stays_as_it_was_and_never_learns():
     found = reference.signals(rollouts, Needs("ref_logprobs"), policy)
     torch.testing.assert_close(found.ref_logprobs, before)
     assert found.divergence is None and (policy.signals(rollouts).old_logprobs - before).abs().max() > 0.01
-    assert reference.signals(rollouts, Needs("divergence"), policy).ref_logprobs is None, "nobody reads it"
+    assert reference.signals(rollouts, Needs("divergence"), policy).ref_logprobs is None, "it is not read"
 
 
 def test_a_snapshot_of_a_refreshed_reference_reads_the_live_weights():
     """Nothing is copied or gathered in one process."""
-    policy = Forward(fresh_backbone(FAMILY), encoder_of(FAMILY))
+    policy = Forward(fresh_backbone(FAMILY), get_encoder(FAMILY))
     refreshed = SyncedReference(Reference.frozen(policy), policy)
     weights, live = refreshed.snapshot().weights, refreshed.model.state_dict()
     assert {name: weight.data_ptr() for name, weight in weights.items()} == {n: w.data_ptr() for n, w in live.items()}
@@ -128,7 +128,7 @@ def test_a_snapshot_of_a_refreshed_reference_reads_the_live_weights():
     ids=["none", "worth nothing", "in the reward", "read by the update alone"],
 )
 def test_a_reference_is_built_where_somebody_reads_it(overrides, built):
-    policy = Forward(fresh_backbone(FAMILY), encoder_of(FAMILY))
+    policy = Forward(fresh_backbone(FAMILY), get_encoder(FAMILY))
     rules = make_algorithm(load_config(None, overrides), steps=1)
     assert (build_reference(policy, rules) is not None) is built and rules.sync_ref_every == 0
     refreshed = make_algorithm(load_config(None, overrides | {"worker.ref.sync_every": 5}), steps=1)
@@ -148,7 +148,7 @@ def test_full_divergence_is_that_of_the_policy_from_the_reference():
                     parameter.mul_(0.5)
         return model
 
-    policy = Forward(fresh_backbone(FAMILY), encoder_of(FAMILY))
+    policy = Forward(fresh_backbone(FAMILY), get_encoder(FAMILY))
     reference = Reference.frozen(policy)
     moved(policy.backbone.model)
     rollouts = random_rollouts(prompts_for(FAMILY), [0, 1, 1], [4, 3, 5])
@@ -160,4 +160,4 @@ def test_full_divergence_is_that_of_the_policy_from_the_reference():
             p, q = (plain_log_probs(*given, model=model).double() for model in (ours, theirs))
         forward_kl, backward_kl = ((a.exp() * (a - b)).nan_to_num().sum(-1) for a, b in ((p, q), (q, p)))
         torch.testing.assert_close(found[row, :length].double(), forward_kl, rtol=1e-4, atol=1e-5)
-        assert (forward_kl - backward_kl).abs().max() > 0.01, "worth telling apart"
+        assert (forward_kl - backward_kl).abs().max() > 0.01, "they differ enough to test"

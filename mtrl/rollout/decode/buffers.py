@@ -43,9 +43,9 @@ class Room:
     """The size of the buffers."""
 
     slots: int  # responses
-    groups: int  # of up to MEMBERS responses to the same prompt
+    groups: int  # each has up to MEMBERS responses to the same prompt
     new: int  # tokens of a response
-    prompt_tokens: int  # of all prompts together
+    prompt_tokens: int  # total of all prompts
     longest: int  # prompt
     positions: int
 
@@ -90,7 +90,7 @@ class Rows:
             self.done,
             self.lengths,  # tokens up to the end
             self.kv_index,  # where the last token's keys and values go
-            self.position,  # of the last token
+            self.position,  # the last token's
         ) = torch.zeros(8, room.slots + 1, dtype=torch.int32, device=device)
         self.tokens = torch.zeros(room.slots + 1, room.new, dtype=torch.int32, device=device)
         self.logps = torch.zeros(room.slots + 1, room.new, device=device)
@@ -178,7 +178,7 @@ class KeysAndValues:
     def __init__(self, room: Room, shape: Shape, dtype: torch.dtype, arena: Arena) -> None:
         sizes = (room.prompt_tokens, room.prompt_tokens, (room.slots + 1) * room.new, (room.slots + 1) * room.new)
         self.prompt_keys, self.prompt_values, self.own_keys, self.own_values = (
-            arena.empty(dtype, shape.layers, size, shape.key_heads, shape.width) for size in sizes
+            arena.empty(dtype, shape.layers, size, shape.key_heads, shape.head_dim) for size in sizes
         )
 
 

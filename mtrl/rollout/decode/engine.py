@@ -27,7 +27,7 @@ from mtrl.utils.errors import Diverged
 logger = logging.getLogger(__name__)
 BUCKETS = (64, 128, 256, 512)  # rows of a step; fewer than 64 are no faster
 POLL = 4  # steps between two checks for finished rows
-PREFILL_TOKENS = 32_768  # of prompts in one pass, with padding
+PREFILL_TOKENS = 32_768  # prompt tokens in one pass, with padding
 
 
 def explain_local_engine(backbone: Backbone) -> str | None:

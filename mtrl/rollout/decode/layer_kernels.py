@@ -264,8 +264,8 @@ def rotate_write(
     bias, query_norm, key_norm = (qkv if weight is None else weight for weight in optional)  # kernels take no None
     rotate_write_kernel[(len(slot), shape.key_heads)](
         qkv, bias, query_norm, key_norm, *angles, slot, rows.kv_index, rows.position, query, keys, values, shape.eps,
-        HQ=shape.heads, HKV=shape.key_heads, D=shape.width, SHARE=shape.share, SHARE_B=power_of_two(shape.share),
-        HALF_B=power_of_two(shape.width // 2), BIAS=layer.bias is not None, NORM=layer.query_norm is not None,
+        HQ=shape.heads, HKV=shape.key_heads, D=shape.head_dim, SHARE=shape.share, SHARE_B=power_of_two(shape.share),
+        HALF_B=power_of_two(shape.head_dim // 2), BIAS=layer.bias is not None, NORM=layer.query_norm is not None,
     )  # fmt: skip
 
 
@@ -278,12 +278,12 @@ def attend(
     programs = groups * shape.key_heads * pieces.of_prompt + count * shape.key_heads * own_pieces
     attend_kernel[(programs,)](
         query, *prompts, *own, table.members, table.start, table.length, table.slot, rows.count, pieces.part,
-        pieces.lse, shape.width**-0.5 * LOG2E, groups, count, rows.new, MEMBERS=members, HQ=shape.heads,
-        HKV=shape.key_heads, D=shape.width, SHARE=shape.share, M=power_of_two(members * shape.share, 16),
+        pieces.lse, shape.head_dim**-0.5 * LOG2E, groups, count, rows.new, MEMBERS=members, HQ=shape.heads,
+        HKV=shape.key_heads, D=shape.head_dim, SHARE=shape.share, M=power_of_two(members * shape.share, 16),
         M_OWN=power_of_two(shape.share, 16), PIECES=pieces.of_prompt, OWN_PIECES=own_pieces, LEAST=pieces.least,
         MOST=pieces.most, CHUNK=pieces.chunk, BLOCK=pieces.block, num_stages=3,
     )  # fmt: skip
     combine_kernel[(count, shape.heads)](
-        pieces.part, pieces.lse, table.slot, out, table.unused_slot, count, HQ=shape.heads, D=shape.width,
+        pieces.part, pieces.lse, table.slot, out, table.unused_slot, count, HQ=shape.heads, D=shape.head_dim,
         PIECES=len(pieces.part), PIECES_B=power_of_two(len(pieces.part)), num_warps=1,
     )  # fmt: skip

@@ -20,7 +20,7 @@ from torch import nn
 @dataclass(frozen=True)
 class LayerTraits:
     has_bias: bool = False  # in the projections of queries, keys and values
-    has_norms: bool = False  # of queries and keys, head by head
+    has_norms: bool = False  # queries and keys are normalized, head by head
 
 
 SUPPORTED = {  # by the `model_type` of the language model's config
@@ -43,7 +43,7 @@ class Shape:
     layers: int
     heads: int
     key_heads: int
-    width: int  # of a head
+    head_dim: int
     vocabulary: int
     eps: float
 
@@ -54,7 +54,7 @@ class Shape:
 
     @property
     def qkv(self) -> int:
-        return (self.heads + 2 * self.key_heads) * self.width
+        return (self.heads + 2 * self.key_heads) * self.head_dim
 
 
 def decoder_shape(language_model: Any) -> Shape:
@@ -65,7 +65,7 @@ def decoder_shape(language_model: Any) -> Shape:
         layers=config.num_hidden_layers,
         heads=config.num_attention_heads,
         key_heads=config.num_key_value_heads,
-        width=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         vocabulary=config.vocab_size,
         eps=config.rms_norm_eps,
     )
@@ -106,9 +106,9 @@ def explain_unsupported(language_model: Any, head: nn.Module) -> str | None:
     traits = SUPPORTED.get(config.model_type)
     if traits is None:
         return f"the layers of the family {config.model_type!r} are not supported"
-    width = decoder_shape(language_model).width
-    if width < 16 or width & (width - 1):
-        return f"heads of {width} numbers: the kernels take powers of two from 16"
+    head_dim = decoder_shape(language_model).head_dim
+    if head_dim < 16 or head_dim & (head_dim - 1):
+        return f"heads of {head_dim} numbers: the kernels take powers of two from 16"
     if config.hidden_act != "silu":
         return f"an MLP with {config.hidden_act}"
     rotary = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")

@@ -14,7 +14,7 @@ from mtrl.rollout.decode.buffers import Mode, Rows, Rules, Tiles, power_of_two
 
 # mypy: disable-error-code="no-untyped-def"
 
-ROWS_PER_PROGRAM = 16  # of the logits of a tile
+ROWS_PER_PROGRAM = 16  # rows of a tile's logits
 CUT_COLUMNS = 4096
 
 

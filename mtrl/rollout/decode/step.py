@@ -39,8 +39,8 @@ class Step:
         self.slot_table = SlotTable(rows, buffers.room, buffers.device)
         self.residual, self.normed = (make(name, dtype, rows, shape.hidden) for name in ("residual", "normed"))
         self.qkv = make("qkv", dtype, rows, shape.qkv)
-        self.query = make("query", dtype, rows, shape.heads, shape.width)
-        self.attended = make("attended", dtype, rows, shape.heads * shape.width)
+        self.query = make("query", dtype, rows, shape.heads, shape.head_dim)
+        self.attended = make("attended", dtype, rows, shape.heads * shape.head_dim)
         self.update = make("update", dtype, rows, shape.hidden)
         self.both, self.inner = make("both", dtype, rows, 2 * shape.inner), make("inner", dtype, rows, shape.inner)
         self.low = make("low", dtype, rows * weights.rank) if weights.rank else None
@@ -50,7 +50,7 @@ class Step:
         tiles = -(-shape.vocabulary // TILE)
         self.tiles = Tiles(TILE, make("top", torch.float32, rows, tiles), make("mass", torch.float32, rows, tiles))
         pieces = (buffers.room.pieces, rows, shape.heads)
-        part, lse = make("part", torch.float32, *pieces, shape.width), make("lse", torch.float32, *pieces)
+        part, lse = make("part", torch.float32, *pieces, shape.head_dim), make("lse", torch.float32, *pieces)
         self.pieces = AttentionPieces(buffers.room.pieces_of_prompt, PIECE, PIECES, CHUNK, BLOCK, part, lse)
 
     def run(self) -> None:

@@ -21,13 +21,12 @@ class VllmGenerator(EngineLifecycle):
     """`names`: all weights of the model, as the actor publishes them."""
 
     def __init__(
-        self, host: Host, encoder: PromptEncoder, names: Collection[str], *,
-        compute_dtype: torch.dtype = torch.float32, version: int = 0,
-    ) -> None:  # fmt: skip
+        self, host: Host, encoder: PromptEncoder, names: Collection[str], *, compute_dtype: torch.dtype = torch.float32
+    ) -> None:
         self.host, self.encoder, self.names, self.compute_dtype = host, encoder, frozenset(names), compute_dtype
-        self.version = version
+        self.version = 0
         self._run = uuid4().hex[:8]  # a server may have weights of another run
-        self._label: str | None = None  # of the loaded weights; None: those it started with
+        self._label: str | None = None  # names the loaded weights; None: those it started with
         self.host.sleep()  # a new engine is asleep
 
     def wake(self) -> None:

@@ -37,7 +37,7 @@ class VllmProcess:
         check_installed()
         self._setup, self.dtype = (dict(arguments), dict(image_arguments or {})), dtype
         self.sleeps = bool(arguments.get("enable_sleep_mode"))
-        self._folder: Path | None = None  # of the weights, since the first load
+        self._folder: Path | None = None  # holds the weights, from the first load on
         self._loaded: tuple[str, str] | None = None  # label and file of the last weights
         self._awake = True
         self._start()

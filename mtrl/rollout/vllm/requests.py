@@ -43,7 +43,7 @@ class Host(Protocol):
     `sleep` and must be woken before any other call."""
 
     sleeps: bool
-    max_length: int  # of a prompt and its response together, in tokens
+    max_length: int  # tokens of a prompt and its response together
 
     def generate(self, requests: Sequence[Request], params: Mapping[str, Any]) -> list[list[Response]]:
         """The responses to each request, in order. `params`: fields of vLLM's SamplingParams, without the seed."""
@@ -61,7 +61,8 @@ class Host(Protocol):
 def make_requests(prompts: Sequence[Prompt], sampling: Sampling) -> list[Request]:
     """Seeds are keyed by (seed, step, task id); repeated tasks continue the sample numbers."""
     first = first_sample_numbers([prompt.task.id for prompt in prompts], sampling)
-    seeds = [base_seed(prompt, sampling) + start for prompt, start in zip(prompts, first, strict=True)]
+    random = [rng_for("vllm", sampling.seed, sampling.step, prompt.task.id) for prompt in prompts]
+    seeds = [int(each.integers(SEEDS)) + start for each, start in zip(random, first, strict=True)]
     return [_make_request(prompt, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
 
 
@@ -70,10 +71,6 @@ def _make_request(prompt: Prompt, seed: int) -> Request:
     images = tuple(pixels for pixels, clip in media if clip is None)
     videos = tuple((pixels, clip) for pixels, clip in media if clip is not None)
     return Request(prompt.engine_ids.tolist(), images, len(prompt.ids), seed, videos)
-
-
-def base_seed(prompt: Prompt, sampling: Sampling) -> int:
-    return int(rng_for("vllm", sampling.seed, sampling.step, prompt.task.id).integers(SEEDS))
 
 
 def make_sampling_params(encoder: PromptEncoder, sampling: Sampling) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def make_llm_arguments(
         "enable_prefix_caching": enable_prefix_caching,
         "trust_remote_code": trust_remote_code,
         "limit_mm_per_prompt": {} if videos else {"video": 0},
-        "logprobs_mode": "processed_logprobs",  # of the distribution sampled from, after temperature, top-p and top-k
+        "logprobs_mode": "processed_logprobs",  # after temperature, top-p and top-k: the distribution sampled from
         "use_tqdm_on_load": False,
         "generation_config": "vllm",  # ignores a checkpoint's sampling settings
     }
