@@ -31,7 +31,7 @@ def test_a_second_run_uses_the_compile_cache_of_the_first(tmp_path, capsys):
         )
         seconds.append(time.perf_counter() - begin)
         assert run.returncode == 0, run.stderr
-        assert run.stderr.count(f"kept in {kept}") == 1, "said once"
+        assert run.stderr.count(f"cached in {kept}") == 1, "reported once"
         graphs.append({path.name for path in kept.glob("fxgraph/*/*")})
     with capsys.disabled():
         print(f"\nfirst run {seconds[0]:.0f} s, second {seconds[1]:.0f} s, {len(graphs[0])} graphs kept")

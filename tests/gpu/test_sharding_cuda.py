@@ -106,7 +106,7 @@ def test_offloaded_it_learns_the_same(ranks, way, tmp_path):
     check_places(offloaded, way)
     rollouts = random_rollouts(prompts_for(FAMILY), [0, 0, 1, 1, 2, 3], [6, 2, 4, 3, 8, 5])
     torch.testing.assert_close(
-        offloaded.probe(rollouts, Needs("ref_logprobs"), 0).reference, their_old, rtol=0, atol=1e-4
+        offloaded.probe(rollouts, Needs("ref_logprobs"), 0).ref_logprobs, their_old, rtol=0, atol=1e-4
     )
     offloaded.snapshot().write(tmp_path)
     again = make_actor(ranks, torch.float32, **{way: True})
