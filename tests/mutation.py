@@ -56,6 +56,7 @@ OUTCOMES = {0: SURVIVED, 1: KILLED, 2: KILLED}  # of pytest's exit statuses; 2: 
 # Only what the tests need, no cache shared between mutants; failing examples are not shrunk: that they fail is enough.
 PYTEST_OPTIONS = ["-xq", "--tb=line", "-p", "no:cacheprovider", "-p", "_hypothesis_pytestplugin"]
 PYTEST_OPTIONS += ["--hypothesis-profile=mutation", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
+PYTEST_OPTIONS += ["-p", "no:unraisableexception"]  # which collects garbage at the end of each file for a second
 
 # Cheap tests first: with -x most mutants die in the first file.
 PROPERTIES = ["tests/unit/test_properties_parts.py", "tests/unit/test_properties.py"]

@@ -61,6 +61,14 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "float(factors.mean() <= 1 - 1e-06)",
     ): "no mean of a few float32 numbers is exactly 1 - 1e-6",
     (
+        "groups.group_sum",
+        "return torch.zeros(group_count(group), dtype=torch.float64).index_add_(-1, group, x.double())",
+    ): "of one dimension the last is the first",
+    (
+        "groups.group_std",
+        "centred = (x - group_mean(x, group)[group]).where(valid, 0.0)",
+    ): "the mean is in double precision, and so is the difference",
+    (
         "groups.top_fraction",
         "keep = (fraction * length.double() - 1e-06).ceil().clamp(min=1)",
     ): "a rank beyond the length is a padded token's, and the mask takes it out",

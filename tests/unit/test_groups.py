@@ -5,7 +5,16 @@ import math
 import torch
 from helpers import NAN, close, make_mask, padded, same
 
-from mtrl.algorithms.groups import group_count, group_mean, group_sizes, group_std, group_sum, row_mean, whiten
+from mtrl.algorithms.groups import (
+    group_count,
+    group_mean,
+    group_sizes,
+    group_std,
+    group_sum,
+    masked_mean,
+    row_mean,
+    whiten,
+)
 
 UNEVEN = torch.tensor([0, 1, 0, 2, 0])  # groups of 3, 1 and 1, not contiguous
 
@@ -43,6 +52,12 @@ def test_row_mean_with_unequal_lengths():
     close(row_mean(x, make_mask(0, 1, width=3)), [0, 5])
 
 
+def test_masked_mean_is_summed_in_double_precision():
+    # In float32, 1e8 + 1 is 1e8.
+    assert masked_mean(torch.tensor([[1e8, 1.0, -1e8, NAN]]), make_mask(3, width=4)) == 1 / 3
+    assert masked_mean(torch.tensor([[NAN]]), make_mask(0, width=1)) == 0
+
+
 def test_whiten_by_hand():
     # Values 1, 2, 6: mean 3, variance 14/2 = 7 (ddof 1).
     x = padded([[1, 2], [6]], fill=NAN)
@@ -52,6 +67,13 @@ def test_whiten_by_hand():
 def test_whiten_of_two_values():
     # 1 and 3: mean 2, variance (1 + 1)/1 = 2.
     close(whiten(torch.tensor([[1.0, 3.0]]), make_mask(2)), [[-1 / math.sqrt(2), 1 / math.sqrt(2)]])
+
+
+def test_whiten_of_neighbouring_numbers():
+    # 1 and the next float32: their mean lies between them, the variance is far below the 1e-8 that is added to it.
+    half = 2**-24
+    expected = half / math.sqrt(2 * half**2 + 1e-8)
+    close(whiten(torch.tensor([[1.0, 1 + 2 * half]]), make_mask(2)), [[-expected, expected]])
 
 
 def test_whiten_of_a_constant_is_zero():
