@@ -70,7 +70,7 @@ def test_one_that_dies_in_the_middle_of_a_generation(servers, tmp_path, capsys, 
     address, ask = wait_until_ready(servers[0]), VllmServer._request
 
     def asked(server, method, path, *rest, **options):
-        if path == TOKENS and (tmp_path / "mtrl/embedded/metrics.jsonl").exists():
+        if path == TOKENS and (tmp_path / "mtrl/zoo/metrics.jsonl").exists():
             rows = [row for row in read_metrics(get_run_dir(tmp_path)).values() if "actor/grad_norm" in row]
             if len(rows) == 2:
                 servers[0].kill()
