@@ -138,7 +138,7 @@ def test_a_full_disk_keeps_the_last_good_checkpoint(tmp_path, whole):
 @pytest.mark.slow
 def test_a_disk_that_fills_while_saving(tmp_path, whole):
     """The estimate finds room, and then somebody takes it: the write itself fails."""
-    unfinished = f"{tmp_path}/disk/mtrl/embedded/checkpoints/.step_2"
+    unfinished = f"{tmp_path}/disk/mtrl/zoo/checkpoints/.step_2"
     filler = f"{until(f'[ -e {unfinished} ]')}; head -c 200m /dev/zero > {tmp_path}/disk/big"
     command = [*train_arguments(whole, *SETTINGS), f"training.output_dir={tmp_path / 'disk'}"]
     status, said, left = on_a_small_disk(tmp_path, 90, filler, command)
@@ -153,7 +153,7 @@ def test_a_disk_that_fills_while_saving(tmp_path, whole):
 @pytest.mark.slow
 def test_a_folder_that_turns_read_only(tmp_path, whole):
     """Only the checkpoints' folder is read-only, since files that are open elsewhere may be written to."""
-    saves = f"{tmp_path}/disk/mtrl/embedded/checkpoints"
+    saves = f"{tmp_path}/disk/mtrl/zoo/checkpoints"
     turn = f"mount --bind {saves} {saves}; until mount -o remount,bind,ro {saves}; do sleep 0.02; done"
     command = [*train_arguments(whole, *SETTINGS, "training.max_steps=12"), f"training.output_dir={tmp_path / 'disk'}"]
     status, said, left = on_a_small_disk(tmp_path, 500, f"{until(f'[ -e {saves}/step_2 ]')}; {turn}", command)
